@@ -1,0 +1,47 @@
+"""Every error rlmux raises on purpose.
+
+    RlmuxError
+    ├── UserError (ValueError)        the person can mend it: says what, where, and what is accepted
+    │   ├── SpecError                 the file or an override of it
+    │   └── RefusedError              a pipeline that cannot fit, with the numbers
+    ├── PipelineError (RuntimeError)  one pipeline's own fault: it stops, the others go on
+    ├── WorkerLostError               a worker process went away or stopped answering
+    ├── LogError                      the run log is unreadable, torn beyond repair, or of a newer schema
+    └── IllegalTransitionError        our own bug: an event or order that the state does not allow
+
+All of them pickle, because they cross processes.
+"""
+
+from __future__ import annotations
+
+
+class RlmuxError(Exception):
+    """The root: `except RlmuxError` catches all that rlmux raises on purpose."""
+
+
+class UserError(RlmuxError, ValueError):
+    """Something the person typed or supplied. The text is one line and stands alone."""
+
+
+class SpecError(UserError):
+    """The spec file, or an override of it, is wrong. The text names file, line, key, value and what is accepted."""
+
+
+class RefusedError(UserError):
+    """A pipeline that cannot be placed, with the numbers that say why."""
+
+
+class PipelineError(RlmuxError, RuntimeError):
+    """A pipeline's own code or numbers failed: reward, environment, dataset, NaN loss, memory."""
+
+
+class WorkerLostError(RlmuxError, ConnectionError):
+    """A worker process ended or did not answer within its limit."""
+
+
+class LogError(RlmuxError):
+    """The run log cannot be used: not a log, damaged, or written by a newer rlmux."""
+
+
+class IllegalTransitionError(RlmuxError):
+    """An event arrived, or an order was chosen, that the present state does not allow. Carries the story."""

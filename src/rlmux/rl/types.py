@@ -1,0 +1,153 @@
+"""The data of RL, as frozen values that cross processes.
+
+    host                         rollout engine                     train engine
+    TrajectoryRequest  ───────▶  slot, one token after another
+                       ◀───────  FinishedTurn
+    TurnReply (environment) ──▶  goes on in the same slot
+    Trajectory (scored) ─────────────────────────────────────────▶  TrainingBatch
+
+A trajectory's random numbers are a function of (seed, step, prompt, sample, token position) and of nothing
+else, so that it does not matter which worker, slot or moment made which token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+
+class TrajectoryId(NamedTuple):
+    """Names a trajectory inside its pipeline; sorts in training order."""
+
+    step: int
+    prompt: int
+    """Position of the prompt within the step, from 0."""
+    sample: int
+    """Position within the prompt group, from 0."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prompt:
+    """One row of a dataset."""
+
+    text: str
+    answer: str | None = None
+    """What a supervised warm start trains on and what most rewards compare with."""
+    data: Mapping[str, Any] | None = None
+    """Any other columns, handed to the reward function and the environment as they are."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrajectoryRequest:
+    """What a rollout engine is asked to sample."""
+
+    id: TrajectoryId
+    prompt_tokens: tuple[int, ...]
+    max_new_tokens: int
+    """Budget of the whole trajectory, environment replies included."""
+    stop_tokens: tuple[int, ...]
+    """A sampled token of these ends the turn (and is kept as its last token)."""
+    seed: int
+    """The pipeline's seed: with `id` and the token position it gives every random number."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FinishedTurn:
+    """The engine stopped this trajectory: a stop token was sampled or the budget is used up."""
+
+    id: TrajectoryId
+    tokens: tuple[int, ...]
+    """All response tokens so far, over all turns, environment replies included."""
+    is_sampled: tuple[bool, ...]
+    """False where the environment wrote the token: such tokens carry no loss. Same length as `tokens`."""
+    logprobs: tuple[float, ...]
+    """Log-probability of each token when it was sampled; 0.0 where the environment wrote it."""
+    versions: tuple[int, ...]
+    """Weight version that made each token."""
+    stop_reason: str
+    """`stop` (a stop token) or `length` (budget used up)."""
+    num_turns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TurnReply:
+    """The host's answer to a finished turn that is to go on. A trajectory that is over gets none: it is `release`d."""
+
+    id: TrajectoryId
+    tokens: tuple[int, ...]
+    """What the environment says; appended with `is_sampled=False`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PartialTrajectory:
+    """An unfinished trajectory on its way to another worker: everything it needs to go on there."""
+
+    request: TrajectoryRequest
+    tokens: tuple[int, ...]
+    is_sampled: tuple[bool, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    pending_tokens: tuple[int, ...]
+    """Environment tokens that were accepted but not yet fed."""
+    num_turns: int
+    is_waiting_for_reply: bool
+    kv: Any | None
+    """Engine-private KV cache of the context [layers, 2, kv_heads, context, head_dim], or None: recompute it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trajectory:
+    """One complete, scored episode."""
+
+    id: TrajectoryId
+    prompt_tokens: tuple[int, ...]
+    tokens: tuple[int, ...]
+    is_sampled: tuple[bool, ...]
+    logprobs: tuple[float, ...]
+    versions: tuple[int, ...]
+    reward: float
+    stop_reason: str
+    num_turns: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingBatch:
+    """What one step trains on: trajectories in index order and one advantage for each."""
+
+    step: int
+    trajectories: Sequence[Trajectory]
+    """Sorted by id. prompts_per_step * group_size of them."""
+    advantages: Sequence[float]
+    """Same order. See `rl/algorithms.py` for the formula."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChunkReport:
+    """What a bounded call of a rollout engine did."""
+
+    finished: Sequence[FinishedTurn]
+    num_active: int
+    """Sequences in a slot that can decode now."""
+    num_waiting: int
+    """Submitted, without a slot yet."""
+    num_parked: int
+    """In a slot, waiting for the host's reply."""
+    sampled_tokens: int
+    prefill_tokens: int
+    decode_steps: int
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainReport:
+    """What a bounded call of a train engine did."""
+
+    is_done: bool
+    """The stage is complete."""
+    micro_batches_done: int
+    micro_batches_total: int
+    tokens: int
+    seconds: float
+    metrics: Mapping[str, float]
+    """Filled when the stage ends: loss, kl, grad_norm, clip_fraction, entropy where known."""
