@@ -1,0 +1,105 @@
+"""One place where a pipeline's model comes from, so that every engine starts from the same bits.
+
+    ModelConfig ──▶ build_model(config, vocab_size, seed) ──▶ transformers model, float32, on the CPU
+                                                               ├── the train engine trains it
+                                                               └── the rollout engine copies its weights
+
+Invariant: the weights are a function of (config, vocab_size, seed) alone, or of the checkpoint folder. The
+process-wide random state is left as it was found.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from rlmux.core.errors import UserError
+from rlmux.rl.config import ModelConfig
+
+SUPPORTED_MODEL_TYPES = ("qwen3", "llama")
+"""Values of `model_type` in config.json that the engines know how to run."""
+
+_MAX_POSITIONS = 8192
+
+
+def build_model(model_config: ModelConfig, vocab_size: int, seed: int) -> PreTrainedModel:
+    """Make the pipeline's model: random weights from `seed`, or those of the checkpoint folder.
+
+    A folder's embedding may have more rows than the tokenizer has tokens (padding), never fewer.
+    """
+    if model_config.path is not None:
+        return _load_folder(Path(model_config.path), vocab_size)
+    model_class, config = _new_config(model_config, vocab_size)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = model_class(config)
+    return model.float().eval()
+
+
+def _new_config(
+    model_config: ModelConfig, vocab_size: int
+) -> tuple[type[PreTrainedModel], PretrainedConfig]:
+    if model_config.hidden_size % model_config.num_heads:
+        raise UserError(
+            f"model.num_heads: {model_config.num_heads} does not divide hidden_size {model_config.hidden_size}"
+        )
+    if model_config.num_heads % model_config.num_kv_heads:
+        raise UserError(
+            f"model.num_kv_heads: {model_config.num_kv_heads} does not divide "
+            f"num_heads {model_config.num_heads}"
+        )
+    sizes = {
+        "vocab_size": vocab_size,
+        "hidden_size": model_config.hidden_size,
+        "intermediate_size": model_config.intermediate_size,
+        "num_hidden_layers": model_config.num_layers,
+        "num_attention_heads": model_config.num_heads,
+        "num_key_value_heads": model_config.num_kv_heads,
+        "head_dim": model_config.hidden_size // model_config.num_heads,
+        "max_position_embeddings": _MAX_POSITIONS,
+        "tie_word_embeddings": True,
+        "attn_implementation": "sdpa",
+    }
+    if sizes["head_dim"] % 2:
+        raise UserError(
+            f"model.hidden_size: {model_config.hidden_size} / num_heads {model_config.num_heads} gives an odd "
+            f"head size {sizes['head_dim']}; rotary positions need an even one"
+        )
+    if model_config.architecture == "qwen3":
+        return Qwen3ForCausalLM, Qwen3Config(**sizes)
+    if model_config.architecture == "llama":
+        return LlamaForCausalLM, LlamaConfig(**sizes)
+    raise UserError(
+        f"model.architecture: unknown {model_config.architecture!r}; accepted: "
+        + ", ".join(SUPPORTED_MODEL_TYPES)
+    )
+
+
+def _load_folder(folder: Path, vocab_size: int) -> PreTrainedModel:
+    if not (folder / "config.json").is_file():
+        raise UserError(f"model.path: no config.json in {folder}; a Hugging Face checkpoint folder is accepted")
+    config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    if config.model_type not in SUPPORTED_MODEL_TYPES:
+        raise UserError(
+            f"model.path: {folder} holds a {config.model_type!r} model; accepted: "
+            + ", ".join(SUPPORTED_MODEL_TYPES)
+        )
+    if config.vocab_size < vocab_size:
+        raise UserError(
+            f"model.path: {folder} embeds {config.vocab_size} tokens, fewer than the tokenizer's {vocab_size}"
+        )
+    model = AutoModelForCausalLM.from_pretrained(
+        folder, config=config, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
+    )
+    return model.eval()
