@@ -11,6 +11,7 @@ process-wide random state is left as it was found.
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import (
@@ -52,14 +53,15 @@ def _new_config(
 ) -> tuple[type[PreTrainedModel], PretrainedConfig]:
     if model_config.hidden_size % model_config.num_heads:
         raise UserError(
-            f"model.num_heads: {model_config.num_heads} does not divide hidden_size {model_config.hidden_size}"
+            f"model.num_heads: {model_config.num_heads} does not divide "
+            f"hidden_size {model_config.hidden_size}"
         )
     if model_config.num_heads % model_config.num_kv_heads:
         raise UserError(
             f"model.num_kv_heads: {model_config.num_kv_heads} does not divide "
             f"num_heads {model_config.num_heads}"
         )
-    sizes = {
+    sizes: dict[str, Any] = {
         "vocab_size": vocab_size,
         "hidden_size": model_config.hidden_size,
         "intermediate_size": model_config.intermediate_size,
@@ -73,8 +75,8 @@ def _new_config(
     }
     if sizes["head_dim"] % 2:
         raise UserError(
-            f"model.hidden_size: {model_config.hidden_size} / num_heads {model_config.num_heads} gives an odd "
-            f"head size {sizes['head_dim']}; rotary positions need an even one"
+            f"model.hidden_size: {model_config.hidden_size} / num_heads {model_config.num_heads} gives "
+            f"an odd head size {sizes['head_dim']}; rotary positions need an even one"
         )
     if model_config.architecture == "qwen3":
         return Qwen3ForCausalLM, Qwen3Config(**sizes)
@@ -88,7 +90,9 @@ def _new_config(
 
 def _load_folder(folder: Path, vocab_size: int) -> PreTrainedModel:
     if not (folder / "config.json").is_file():
-        raise UserError(f"model.path: no config.json in {folder}; a Hugging Face checkpoint folder is accepted")
+        raise UserError(
+            f"model.path: no config.json in {folder}; a Hugging Face checkpoint folder is accepted"
+        )
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     if config.model_type not in SUPPORTED_MODEL_TYPES:
         raise UserError(
