@@ -1,0 +1,216 @@
+"""The vocabulary of the scheduler: pipelines, pools, nodes, devices, stages, placements.
+
+    cluster ── pools ── nodes ── devices          pipeline ── steps ── stages ── (phase)
+                         │         │
+               placement pins      an order leases
+               to nodes            devices
+
+A **node** is what placement hands out and what has host memory; a **device** is what an order leases: a GPU,
+the GPUs that act as one, a set of CPU cores, or (in cluster-scale simulations) a whole node.
+
+One step of a pipeline with staleness k (0 = on-policy), where step n trains version n-1 into version n:
+
+    GENERATE n ─▶ REFERENCE_LOGPROBS ─▶ OLD_LOGPROBS ─▶ UPDATE ─▶ PUBLISH n
+        ▲                                                           │
+        └──────────── needs version max(0, n-1-k), exactly ◀────────┘
+
+The version is fixed by the step, not by what happens to be newest: so the result does not depend on timing.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NamedTuple, NewType
+
+PipelineId = NewType("PipelineId", str)
+"""The pipeline's name in the user's file."""
+
+GroupId = NewType("GroupId", int)
+OrderId = NewType("OrderId", int)
+
+
+class NodeId(NamedTuple):
+    """A node: its pool's name and its number there."""
+
+    pool: str
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.pool}-{self.index}"
+
+
+class DeviceId(NamedTuple):
+    """A device: its node's pool and number, and its own number there."""
+
+    pool: str
+    node: int
+    index: int
+
+    @property
+    def node_id(self) -> NodeId:
+        return NodeId(self.pool, self.node)
+
+    def __str__(self) -> str:
+        return f"{self.pool}-{self.node}.{self.index}"
+
+
+class Phase(StrEnum):
+    """A kind of work with one resource profile that GPUs are pooled for."""
+
+    ROLLOUT = "rollout"
+    TRAIN = "train"
+    SYNC = "sync"
+
+
+class Stage(StrEnum):
+    """A node of a step's dataflow."""
+
+    WARM_START = "warm_start"
+    GENERATE = "generate"
+    REFERENCE_LOGPROBS = "reference_logprobs"
+    OLD_LOGPROBS = "old_logprobs"
+    UPDATE = "update"
+    PUBLISH = "publish"
+
+
+PHASE_BY_STAGE: Mapping[Stage, Phase] = {
+    Stage.WARM_START: Phase.TRAIN,
+    Stage.GENERATE: Phase.ROLLOUT,
+    Stage.REFERENCE_LOGPROBS: Phase.TRAIN,
+    Stage.OLD_LOGPROBS: Phase.TRAIN,
+    Stage.UPDATE: Phase.TRAIN,
+    Stage.PUBLISH: Phase.SYNC,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pool:
+    """Interchangeable nodes kept for one phase."""
+
+    name: str
+    phase: Phase
+    num_nodes: int | None = None
+    """How many there are; None for as many as anyone pays for (a what-if on a cloud)."""
+    devices_per_node: int = 1
+    gpus_per_node: int = 1
+    """For counting and billing: a device may stand for several GPUs."""
+    usd_per_gpu_hour: float = 0.0
+    host_memory_bytes: float = math.inf
+    """Of one node: what all pipelines pinned to it may keep resident together."""
+    device_memory_bytes: float = math.inf
+
+    @property
+    def usd_per_node_hour(self) -> float:
+        return self.usd_per_gpu_hour * self.gpus_per_node
+
+    def devices(self, node: NodeId) -> tuple[DeviceId, ...]:
+        return tuple(DeviceId(node.pool, node.index, index) for index in range(self.devices_per_node))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cluster:
+    """Every pool, by name, in the order of the file."""
+
+    pools: Mapping[str, Pool]
+
+    def pool_for(self, phase: Phase) -> Pool | None:
+        """The first pool kept for this phase."""
+        return next((pool for pool in self.pools.values() if pool.phase is phase), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PhaseSeconds:
+    """Solo seconds of one step's two phases, on the nodes the pipeline asks for."""
+
+    rollout_s: float
+    train_s: float
+
+    @property
+    def solo_s(self) -> float:
+        """T_solo = T_roll + T_train (RollMux section 4.1); sync is not in it."""
+        return self.rollout_s + self.train_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Footprint:
+    """Bytes a resident pipeline keeps on each node it is pinned to."""
+
+    rollout_host_bytes: float = 0.0
+    train_host_bytes: float = 0.0
+    rollout_device_bytes: float = 0.0
+    """On each device while it runs there."""
+    train_device_bytes: float = 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pipeline:
+    """What the scheduler knows about a pipeline. Estimates only: the truth is with the driver."""
+
+    id: PipelineId
+    num_steps: int | None
+    """None runs until cancelled."""
+    stages: tuple[Stage, ...] = (Stage.GENERATE, Stage.UPDATE)
+    """Of one step, in order. Stages of one phase are adjacent."""
+    has_warm_start: bool = False
+    num_rollout_nodes: int = 1
+    num_train_nodes: int = 1
+    estimate: PhaseSeconds | None = None
+    """None: nothing is known before it runs."""
+    colocated_estimate: PhaseSeconds | None = None
+    """With both phases on the training pool's GPUs, for the policies that do that."""
+    slo_slowdown: float = math.inf
+    """The largest step slowdown it accepts, 1.0 or more."""
+    footprint: Footprint = field(default_factory=Footprint)
+    staleness: int = 0
+    first_step: int = 1
+    """Larger after a resume: the steps before it are done and their version is published."""
+
+    def __post_init__(self) -> None:
+        if not self.slo_slowdown >= 1.0:
+            raise ValueError(f"pipeline {self.id}: slo_slowdown is {self.slo_slowdown}; it must be 1.0 or more")
+        if self.num_rollout_nodes < 1 or self.num_train_nodes < 1:
+            raise ValueError(f"pipeline {self.id}: it needs at least one node for each phase")
+
+    @property
+    def train_stages(self) -> tuple[Stage, ...]:
+        return tuple(stage for stage in self.stages if PHASE_BY_STAGE[stage] is Phase.TRAIN)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Placement:
+    """Where a pipeline is pinned. Both phases may name the same nodes."""
+
+    group: GroupId
+    rollout_nodes: tuple[NodeId, ...]
+    train_nodes: tuple[NodeId, ...]
+
+    @property
+    def nodes(self) -> tuple[NodeId, ...]:
+        """Each node once, rollout nodes first."""
+        return tuple(dict.fromkeys(self.rollout_nodes + self.train_nodes))
+
+
+class PipelineStatus(StrEnum):
+    """Where a pipeline is in its life; `transitions.py` has the legal moves."""
+
+    WAITING = "waiting"
+    """Submitted; nothing is free that would take it yet."""
+    RUNNING = "running"
+    FINISHED = "finished"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+    REFUSED = "refused"
+
+
+class AdmissionKind(StrEnum):
+    """How a pipeline got its nodes (RollMux section 4.2, candidates 1-3)."""
+
+    DIRECT = "direct"
+    """Into an existing group's bubbles: no new node."""
+    SCALED = "scaled"
+    """An existing group's training nodes, new rollout nodes."""
+    NEW = "new"
+    """A group of its own."""
