@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -44,13 +45,12 @@ def build_model(model_config: ModelConfig, vocab_size: int, seed: int) -> PreTra
     model_class, config = _new_config(model_config, vocab_size)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = model_class(config)
-    return model.float().eval()
+        model: PreTrainedModel = model_class(config)
+    nn.Module.eval(model)
+    return model
 
 
-def _new_config(
-    model_config: ModelConfig, vocab_size: int
-) -> tuple[type[PreTrainedModel], PretrainedConfig]:
+def _new_config(model_config: ModelConfig, vocab_size: int) -> tuple[type[PreTrainedModel], PretrainedConfig]:
     if model_config.hidden_size % model_config.num_heads:
         raise UserError(
             f"model.num_heads: {model_config.num_heads} does not divide "
@@ -72,6 +72,7 @@ def _new_config(
         "max_position_embeddings": _MAX_POSITIONS,
         "tie_word_embeddings": True,
         "attn_implementation": "sdpa",
+        "dtype": torch.float32,
     }
     if sizes["head_dim"] % 2:
         raise UserError(
@@ -103,7 +104,8 @@ def _load_folder(folder: Path, vocab_size: int) -> PreTrainedModel:
         raise UserError(
             f"model.path: {folder} embeds {config.vocab_size} tokens, fewer than the tokenizer's {vocab_size}"
         )
-    model = AutoModelForCausalLM.from_pretrained(
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         folder, config=config, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
     )
-    return model.eval()
+    nn.Module.eval(model)
+    return model
