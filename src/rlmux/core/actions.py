@@ -1,0 +1,122 @@
+"""Orders, in the imperative: everything the scheduler can ask of a driver.
+
+    RunStage / Migrate carry an id; exactly one event names it when it ends
+        RunStage ─▶ ChunkFinished* ─▶ StageFinished | StagePaused (after a Pause, or when the driver must stop)
+        Migrate  ─▶ TrajectoriesMoved
+    the others take effect at once
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from rlmux.core.model import AdmissionKind, DeviceId, OrderId, PipelineId, Placement, Stage
+
+
+class Switch(StrEnum):
+    """What must happen on the order's devices before its work can start."""
+
+    NONE = "none"
+    """The pipeline's state is there."""
+    WARM = "warm"
+    """Load it from host memory."""
+    COLD = "cold"
+    """Start it from its checkpoint."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Admit:
+    """Pin the pipeline to these nodes and start its processes there."""
+
+    pipeline: PipelineId
+    placement: Placement
+    kind: AdmissionKind
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Replace:
+    """Pin an admitted pipeline to other nodes, at a step boundary."""
+
+    pipeline: PipelineId
+    placement: Placement
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refuse:
+    """It can never fit on this cluster; the reason has the numbers."""
+
+    pipeline: PipelineId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """It fits, but not now; it is tried again whenever something leaves."""
+
+    pipeline: PipelineId
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Release:
+    """The pipeline is over: end its processes; its nodes are free."""
+
+    pipeline: PipelineId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunStage:
+    """Work on a stage until it is complete or paused."""
+
+    order: OrderId
+    pipeline: PipelineId
+    step: int
+    stage: Stage
+    devices: tuple[DeviceId, ...]
+    """One for a worker's share of a rollout; all training devices at once; none for PUBLISH."""
+    weight_version: int
+    """The version the stage computes with."""
+    level: float = 1.0
+    """Share of each device it may use, of the levels prepared there."""
+    switch: Switch = Switch.NONE
+    evicted: tuple[PipelineId, ...] = ()
+    """Pipelines whose state must leave the devices first."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pause:
+    """Stop the order at its next safe point."""
+
+    order: OrderId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Migrate:
+    """Move a rollout's unfinished trajectories between two workers of one pipeline. Nothing is dropped."""
+
+    order: OrderId
+    pipeline: PipelineId
+    step: int
+    source: DeviceId
+    target: DeviceId
+    copies_kv: bool
+    """False: the target computes the KV cache again from the tokens."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetLevel:
+    """Change the share of a running order's devices."""
+
+    order: OrderId
+    level: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SetTimer:
+    """Ask for a TimerFired at this time."""
+
+    at_s: float
+
+
+Action = Admit | Replace | Refuse | Wait | Release | RunStage | Pause | Migrate | SetLevel | SetTimer

@@ -1,0 +1,134 @@
+"""What the scheduler remembers. Mutable, and owned by `Scheduler` alone: nobody else holds one of these.
+
+    SchedulerState
+    ├── runs:    pipeline ─▶ PipelineRun      where each pipeline is in its steps
+    ├── groups:  group    ─▶ GroupState       its members in cyclic order, its ready work
+    ├── devices: device   ─▶ DeviceState      who computes there, whose state is resident
+    └── orders:  order    ─▶ Order            what was ordered and has not ended
+
+    a rollout share (one step's trajectories on one device):  CLOSED ─▶ READY ─▶ RUNNING ─▶ DONE
+                                                                          ▲         │
+                                                                          └─ paused ┘
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from rlmux.core.model import (
+    DeviceId,
+    GroupId,
+    OrderId,
+    Phase,
+    Pipeline,
+    PipelineId,
+    PipelineStatus,
+    Placement,
+    Stage,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class ReadyWork:
+    """Work that could start now, were its devices free. Frozen: policies see these."""
+
+    pipeline: PipelineId
+    step: int
+    stage: Stage
+    phase: Phase
+    devices: tuple[DeviceId, ...]
+    """One for a share of a rollout, every training device for a training stage."""
+    since_s: float
+    sequence: int
+    """Total order of becoming ready: ties in time are broken on purpose."""
+    is_continuation: bool
+    """Its phase has begun: an earlier training stage of the step ran, or this share was paused."""
+
+
+class OrderStatus(StrEnum):
+    RUNNING = "running"
+    PAUSING = "pausing"
+
+
+@dataclass(slots=True)
+class Order:
+    """A RunStage or Migrate that has not ended."""
+
+    id: OrderId
+    pipeline: PipelineId
+    step: int
+    stage: Stage
+    phase: Phase
+    devices: tuple[DeviceId, ...]
+    level: float
+    started_s: float
+    status: OrderStatus = OrderStatus.RUNNING
+    migrates_from: DeviceId | None = None
+    """Set for a Migrate; `devices` is then empty: it computes nothing."""
+    num_active: int | None = None
+    num_waiting: int = 0
+    num_parked: int = 0
+    tokens: int = 0
+    """The last progress report; None before the first."""
+
+
+@dataclass(slots=True)
+class DeviceState:
+    id: DeviceId
+    orders: dict[OrderId, float] = field(default_factory=dict)
+    """Level of each order computing here; they sum to at most 1."""
+    residents: dict[tuple[PipelineId, Phase], float | None] = field(default_factory=dict)
+    """Device bytes of each state kept here, least recently used first; None fills the device."""
+
+
+@dataclass(slots=True)
+class PipelineRun:
+    pipeline: Pipeline
+    submitted_s: float
+    sequence: int
+    """Of submission: the order in which waiting pipelines are tried."""
+    status: PipelineStatus = PipelineStatus.WAITING
+    reason: str = ""
+    placement: Placement | None = None
+    rollout_devices: tuple[DeviceId, ...] = ()
+    train_devices: tuple[DeviceId, ...] = ()
+    rollout_step: int = 0
+    """The step whose rollout is open, or the last one generated."""
+    open_shares: dict[DeviceId, ReadyWork | OrderId | None] = field(default_factory=dict)
+    """Of `rollout_step`: ready work, the order that runs it, or None when done. Empty: no rollout is open."""
+    generated_step: int = 0
+    """Last step whose trajectories are all complete."""
+    train_step: int = 0
+    """The step in training, or the last one trained. 0 is the warm start."""
+    train_stage: int | None = None
+    """Index into its training stages of the one that is ready or runs; None between steps."""
+    train_work: ReadyWork | OrderId | None = None
+    trained_step: int = -1
+    published_version: int = -1
+    rounds: dict[tuple[Phase, DeviceId], int] = field(default_factory=dict)
+    """Phases begun on each device: whose turn it is in the meta-iteration."""
+    host_resident: set[tuple[Phase, DeviceId]] = field(default_factory=set)
+    """Where a load is warm: state was there before (membership tests only)."""
+    admitted_s: float = 0.0
+
+
+@dataclass(slots=True)
+class GroupState:
+    id: GroupId
+    members: dict[PipelineId, PipelineRun] = field(default_factory=dict)
+    """In cyclic order: the order of joining."""
+    ready: dict[int, ReadyWork] = field(default_factory=dict)
+    """By sequence."""
+    members_by_device: dict[tuple[Phase, DeviceId], dict[PipelineId, PipelineRun]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class SchedulerState:
+    runs: dict[PipelineId, PipelineRun] = field(default_factory=dict)
+    groups: dict[GroupId, GroupState] = field(default_factory=dict)
+    devices: dict[DeviceId, DeviceState] = field(default_factory=dict)
+    orders: dict[OrderId, Order] = field(default_factory=dict)
+    now_s: float = 0.0
+    next_order: int = 1
+    next_sequence: int = 1

@@ -1,0 +1,250 @@
+"""What a policy sees of a group: live, read-only, nothing else.
+
+The properties give frozen values or plain numbers; there is no way from here to the state behind them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from rlmux.core.model import DeviceId, GroupId, OrderId, Phase, Pipeline, PipelineId, Stage
+from rlmux.core.state import GroupState, Order, OrderStatus, PipelineRun, ReadyWork, SchedulerState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunWork:
+    """A policy's choice: start this ready work now, on this share of its devices."""
+
+    work: ReadyWork
+    level: float = 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PauseOrder:
+    """A policy's choice: stop this order at its next safe point."""
+
+    order: OrderId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MoveShare:
+    """A policy's choice: move the unfinished trajectories of a ready or running share to another device's share."""
+
+    pipeline: PipelineId
+    source: DeviceId
+    target: DeviceId
+    copies_kv: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WakeAt:
+    """A policy's choice: decide again at this time."""
+
+    at_s: float
+
+
+Choice = RunWork | PauseOrder | MoveShare | WakeAt
+
+
+class OrderView:
+    """A running order."""
+
+    __slots__ = ("_order",)
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+
+    @property
+    def id(self) -> OrderId:
+        return self._order.id
+
+    @property
+    def pipeline(self) -> PipelineId:
+        return self._order.pipeline
+
+    @property
+    def step(self) -> int:
+        return self._order.step
+
+    @property
+    def stage(self) -> Stage:
+        return self._order.stage
+
+    @property
+    def phase(self) -> Phase:
+        return self._order.phase
+
+    @property
+    def devices(self) -> tuple[DeviceId, ...]:
+        return self._order.devices
+
+    @property
+    def level(self) -> float:
+        return self._order.level
+
+    @property
+    def started_s(self) -> float:
+        return self._order.started_s
+
+    @property
+    def is_pausing(self) -> bool:
+        return self._order.status is OrderStatus.PAUSING
+
+    @property
+    def num_active(self) -> int | None:
+        """Sequences decoding at the last report; None before the first."""
+        return self._order.num_active
+
+    @property
+    def num_waiting(self) -> int:
+        return self._order.num_waiting
+
+    @property
+    def num_parked(self) -> int:
+        return self._order.num_parked
+
+    @property
+    def tokens(self) -> int:
+        return self._order.tokens
+
+
+class MemberView:
+    """A pipeline of the group."""
+
+    __slots__ = ("_run",)
+
+    def __init__(self, run: PipelineRun) -> None:
+        self._run = run
+
+    @property
+    def pipeline(self) -> Pipeline:
+        return self._run.pipeline
+
+    @property
+    def id(self) -> PipelineId:
+        return self._run.pipeline.id
+
+    @property
+    def rollout_devices(self) -> tuple[DeviceId, ...]:
+        return self._run.rollout_devices
+
+    @property
+    def train_devices(self) -> tuple[DeviceId, ...]:
+        return self._run.train_devices
+
+    @property
+    def rollout_step(self) -> int:
+        return self._run.rollout_step
+
+    @property
+    def train_step(self) -> int:
+        return self._run.train_step
+
+    @property
+    def published_version(self) -> int:
+        return self._run.published_version
+
+    @property
+    def is_rollout_open(self) -> bool:
+        return bool(self._run.open_shares)
+
+    @property
+    def unfinished_rollout_devices(self) -> tuple[DeviceId, ...]:
+        """Devices whose share of the open rollout is ready or running."""
+        return tuple(device for device, share in self._run.open_shares.items() if share is not None)
+
+
+class GroupView:
+    """One co-execution group at one moment."""
+
+    __slots__ = ("_group", "_state")
+
+    def __init__(self, state: SchedulerState, group: GroupState) -> None:
+        self._state = state
+        self._group = group
+
+    @property
+    def id(self) -> GroupId:
+        return self._group.id
+
+    @property
+    def now_s(self) -> float:
+        return self._state.now_s
+
+    @property
+    def ready(self) -> tuple[ReadyWork, ...]:
+        """Everything that could start, in the order in which it became ready."""
+        return tuple(self._group.ready.values())
+
+    @property
+    def members(self) -> tuple[MemberView, ...]:
+        """In cyclic order."""
+        return tuple(MemberView(run) for run in self._group.members.values())
+
+    @property
+    def running(self) -> tuple[OrderView, ...]:
+        """Running and pausing orders that compute, in the order they were given."""
+        members = self._group.members
+        return tuple(
+            OrderView(order) for order in self._state.orders.values() if order.pipeline in members and order.devices
+        )
+
+    @property
+    def moving(self) -> tuple[tuple[PipelineId, DeviceId], ...]:
+        """(pipeline, source device) of every migration under way."""
+        members = self._group.members
+        return tuple(
+            (order.pipeline, order.migrates_from)
+            for order in self._state.orders.values()
+            if order.pipeline in members and order.migrates_from is not None
+        )
+
+    def free_share(self, device: DeviceId) -> float:
+        """The part of the device that no order holds, 0.0 to 1.0."""
+        return 1.0 - sum(self._state.devices[device].orders.values())
+
+    def is_free(self, devices: Iterable[DeviceId]) -> bool:
+        """No order computes on any of these."""
+        states = self._state.devices
+        return not any(states[device].orders for device in devices)
+
+    def is_turn(self, work: ReadyWork) -> bool:
+        """In a strict meta-iteration, is it this pipeline's turn on all of the work's devices?
+
+        On every device the member that has begun fewest phases is next, ties in cyclic order, ready or not
+        (RollMux section 5.1: one rollout and one training phase each per cycle).
+        """
+        return all(self._is_next(work, device) for device in work.devices)
+
+    def _is_next(self, work: ReadyWork, device: DeviceId) -> bool:
+        key = (work.phase, device)
+        pinned = self._group.members_by_device[key]
+        limit = pinned[work.pipeline].rounds[key] + 1  # members before it in cyclic order win with equal rounds
+        for pipeline_id, run in pinned.items():
+            if pipeline_id == work.pipeline:
+                limit -= 1  # members after it win only with fewer
+            elif run.rounds[key] < limit and _will_begin(run, key):
+                return False
+        return True
+
+
+def _will_begin(run: PipelineRun, key: tuple[Phase, DeviceId]) -> bool:
+    """Will this pipeline begin another phase of this kind on this device?"""
+    phase, device = key
+    last = run.pipeline.num_steps
+    if phase is Phase.ROLLOUT:
+        share = run.open_shares.get(device)
+        is_next_open = isinstance(share, ReadyWork) and not share.is_continuation
+        return is_next_open or last is None or run.rollout_step < last
+    is_next_open = isinstance(run.train_work, ReadyWork) and not run.train_work.is_continuation
+    return is_next_open or last is None or run.train_step < last
+
+
+def first_fit(view: GroupView, works: Iterable[ReadyWork]) -> Iterator[RunWork]:
+    """Whole-device grants, in the given order, to all works whose devices are free and not yet taken here."""
+    taken: set[DeviceId] = set()
+    for work in works:
+        if taken.isdisjoint(work.devices) and view.is_free(work.devices):
+            taken.update(work.devices)
+            yield RunWork(work=work)
