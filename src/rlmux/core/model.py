@@ -10,9 +10,9 @@ the GPUs that act as one, a set of CPU cores, or (in cluster-scale simulations) 
 
 One step of a pipeline with staleness k (0 = on-policy), where step n trains version n-1 into version n:
 
-    GENERATE n ─▶ REFERENCE_LOGPROBS ─▶ OLD_LOGPROBS ─▶ UPDATE ─▶ PUBLISH n
-        ▲                                                           │
-        └──────────── needs version max(0, n-1-k), exactly ◀────────┘
+    GENERATE n ─▶ REWARD ─▶ REFERENCE_LOGPROBS ─▶ OLD_LOGPROBS ─▶ UPDATE ─▶ PUBLISH n
+        ▲                                                                       │
+        └────────────────── needs version max(0, n-1-k), exactly ◀──────────────┘
 
 The version is fixed by the step, not by what happens to be newest: so the result does not depend on timing.
 """
@@ -62,7 +62,10 @@ class Phase(StrEnum):
 
     ROLLOUT = "rollout"
     TRAIN = "train"
+    HOST = "host"
+    """The pipeline's own process: rewards. Holds no device."""
     SYNC = "sync"
+    """Carries weights between the pools. Holds no device."""
 
 
 class Stage(StrEnum):
@@ -70,6 +73,7 @@ class Stage(StrEnum):
 
     WARM_START = "warm_start"
     GENERATE = "generate"
+    REWARD = "reward"
     REFERENCE_LOGPROBS = "reference_logprobs"
     OLD_LOGPROBS = "old_logprobs"
     UPDATE = "update"
@@ -79,6 +83,7 @@ class Stage(StrEnum):
 PHASE_BY_STAGE: Mapping[Stage, Phase] = {
     Stage.WARM_START: Phase.TRAIN,
     Stage.GENERATE: Phase.ROLLOUT,
+    Stage.REWARD: Phase.HOST,
     Stage.REFERENCE_LOGPROBS: Phase.TRAIN,
     Stage.OLD_LOGPROBS: Phase.TRAIN,
     Stage.UPDATE: Phase.TRAIN,
@@ -140,9 +145,9 @@ class Footprint:
 
     rollout_host_bytes: float = 0.0
     train_host_bytes: float = 0.0
-    rollout_device_bytes: float = 0.0
-    """On each device while it runs there."""
-    train_device_bytes: float = 0.0
+    rollout_device_bytes: float | None = None
+    """On each device while it is resident there; None: unknown, it fills the device."""
+    train_device_bytes: float | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -65,7 +65,7 @@ class Order:
     started_s: float
     status: OrderStatus = OrderStatus.RUNNING
     migrates_from: DeviceId | None = None
-    """Set for a Migrate; `devices` is then empty: it computes nothing."""
+    """Set for a Migrate: `devices` is then its target, and it leases nothing."""
     num_active: int | None = None
     num_waiting: int = 0
     num_parked: int = 0
@@ -111,6 +111,8 @@ class PipelineRun:
     host_resident: set[tuple[Phase, DeviceId]] = field(default_factory=set)
     """Where a load is warm: state was there before (membership tests only)."""
     admitted_s: float = 0.0
+    restart_step: int = 0
+    """What it begins from when it is placed: the last step whose result is kept; -1 before the warm start."""
 
 
 @dataclass(slots=True)
@@ -120,6 +122,8 @@ class GroupState:
     """In cyclic order: the order of joining."""
     ready: dict[int, ReadyWork] = field(default_factory=dict)
     """By sequence."""
+    running: dict[OrderId, Order] = field(default_factory=dict)
+    """Orders of its members that compute, in the order they were given."""
     members_by_device: dict[tuple[Phase, DeviceId], dict[PipelineId, PipelineRun]] = field(default_factory=dict)
 
 

@@ -185,10 +185,7 @@ class GroupView:
     @property
     def running(self) -> tuple[OrderView, ...]:
         """Running and pausing orders that compute, in the order they were given."""
-        members = self._group.members
-        return tuple(
-            OrderView(order) for order in self._state.orders.values() if order.pipeline in members and order.devices
-        )
+        return tuple(OrderView(order) for order in self._group.running.values())
 
     @property
     def moving(self) -> tuple[tuple[PipelineId, DeviceId], ...]:

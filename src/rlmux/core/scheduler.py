@@ -1,0 +1,644 @@
+"""The scheduler: facts in, orders out. The only door through which state changes.
+
+    driver ── event ──▶ handle ──▶ apply the fact ──▶ place who waits ──▶ dispatch the groups it touched ──▶ [actions]
+                                        │                    │                        │
+                                   state, ledger       Policy.place            Policy.dispatch
+
+Two tiers. *Placement* pins a pipeline to nodes and thereby to a co-execution group. *Dispatch* decides, inside one
+group, which ready work starts on which free device. A policy answers both questions and touches nothing: every
+choice is checked here, recorded as intended, and becomes an action.
+
+The same object serves the simulator (virtual time) and the runtime's controller (real time); they are its only
+callers. It never asks what time it is: time is a field of the event. Replaying the events of a log gives the same
+actions again, which is how a run is resumed.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+from rlmux.core.actions import (
+    Action,
+    Admit,
+    Migrate,
+    Pause,
+    Refuse,
+    Release,
+    RunStage,
+    SetTimer,
+    Switch,
+    Wait,
+)
+from rlmux.core.errors import IllegalTransitionError
+from rlmux.core.events import (
+    ChunkFinished,
+    Event,
+    NodeJoined,
+    NodeLost,
+    PipelineCancelled,
+    PipelineFailed,
+    PipelineRestarted,
+    PipelineSubmitted,
+    StageFinished,
+    StagePaused,
+    TimerFired,
+    TrajectoriesMoved,
+    WorkerLost,
+)
+from rlmux.core.model import (
+    Cluster,
+    DeviceId,
+    OrderId,
+    Phase,
+    Pipeline,
+    PipelineId,
+    PipelineStatus,
+    Placement,
+    Stage,
+)
+from rlmux.core.placement import PlacementLedger, Refusal
+from rlmux.core.policies import Policy
+from rlmux.core.state import (
+    DeviceState,
+    GroupState,
+    Order,
+    OrderStatus,
+    PipelineRun,
+    ReadyWork,
+    SchedulerState,
+)
+from rlmux.core.transitions import check_move
+from rlmux.core.views import GroupView, MoveShare, PauseOrder, RunWork
+
+_STORY_LENGTH = 12
+_SHARE_TOLERANCE = 1e-9
+
+
+class Scheduler:
+    """Decides for a whole cluster; see the module's picture.
+
+    Raises IllegalTransitionError, with the recent events, when an event does not fit the state or a policy
+    chooses what is not allowed; the state is then not to be used further.
+    """
+
+    def __init__(self, cluster: Cluster, policy: Policy) -> None:
+        self.cluster = cluster
+        self.policy = policy
+        self.ledger = PlacementLedger(cluster)
+        self._state = SchedulerState()
+        self._waiting: dict[PipelineId, PipelineRun] = {}
+        self._views: dict[int, GroupView] = {}
+        self._actions: list[Action] = []
+        self._story: deque[Event] = deque(maxlen=_STORY_LENGTH)
+        self._placement_changes = 0
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            PipelineSubmitted: self._on_submitted,
+            PipelineCancelled: self._on_cancelled,
+            PipelineFailed: self._on_failed,
+            PipelineRestarted: self._on_restarted,
+            StageFinished: self._on_stage_finished,
+            StagePaused: self._on_stage_paused,
+            ChunkFinished: self._on_chunk_finished,
+            TrajectoriesMoved: self._on_trajectories_moved,
+            WorkerLost: self._on_worker_lost,
+            NodeLost: self._on_node_lost,
+            NodeJoined: self._on_node_joined,
+            TimerFired: self._on_timer,
+        }
+
+    def handle(self, event: Event) -> list[Action]:
+        """Apply one fact and return the orders that follow from it, in the order they are to be carried out."""
+        state = self._state
+        self._story.append(event)
+        if event.time_s < state.now_s:
+            raise self._illegal(f"time goes back from {state.now_s}")
+        state.now_s = event.time_s
+        self._actions = actions = []
+        self._handlers[type(event)](event)
+        return actions
+
+    # ------------------------------------------------------------------ what a driver may read
+
+    @property
+    def state(self) -> SchedulerState:
+        """For invariant checks and reports. Not to be changed."""
+        return self._state
+
+    def status(self, pipeline: PipelineId) -> PipelineStatus:
+        return self._state.runs[pipeline].status
+
+    def is_idle(self) -> bool:
+        """Every pipeline that was submitted is over."""
+        return not self._waiting and not any(group.members for group in self._state.groups.values())
+
+    # ------------------------------------------------------------------ pipelines come and go
+
+    def _on_submitted(self, event: PipelineSubmitted) -> None:
+        pipeline = event.pipeline
+        if pipeline.id in self._state.runs:
+            raise self._illegal(f"pipeline {pipeline.id} was submitted before")
+        run = PipelineRun(pipeline, event.time_s, self._next_sequence())
+        run.restart_step = -1 if pipeline.has_warm_start and pipeline.first_step == 1 else pipeline.first_step - 1
+        self._state.runs[pipeline.id] = run
+        self._waiting[pipeline.id] = run
+        self._try_to_place(run)
+
+    def _on_cancelled(self, event: PipelineCancelled) -> None:
+        run = self._run(event.pipeline)
+        if run.status is PipelineStatus.WAITING:
+            del self._waiting[event.pipeline]
+            self._set_status(run, PipelineStatus.CANCELLED)
+            return
+        self._set_status(run, PipelineStatus.CANCELLED)
+        self._forget_ready_work(run)
+        orders = self._orders_of(run)
+        for order in orders:
+            self._pause(order)
+        if not orders:
+            self._leave(run)
+
+    def _on_failed(self, event: PipelineFailed) -> None:
+        run = self._run(event.pipeline)
+        run.reason = event.reason
+        if run.status is PipelineStatus.WAITING:
+            del self._waiting[event.pipeline]
+            self._set_status(run, PipelineStatus.FAILED)
+            return
+        self._set_status(run, PipelineStatus.FAILED)
+        for order in self._orders_of(run):
+            self._end_order(order)
+        self._leave(run)
+
+    def _try_to_place(self, run: PipelineRun) -> None:
+        choice = self.policy.place(run.pipeline, self.ledger)
+        if isinstance(choice, Refusal):
+            if choice.is_final:
+                del self._waiting[run.pipeline.id]
+                self._set_status(run, PipelineStatus.REFUSED)
+                run.reason = choice.reason
+                self._actions.append(Refuse(pipeline=run.pipeline.id, reason=choice.reason))
+            elif choice.reason != run.reason:
+                run.reason = choice.reason
+                self._actions.append(Wait(pipeline=run.pipeline.id, reason=choice.reason))
+            return
+        placement = self.ledger.admit(run.pipeline, choice)
+        del self._waiting[run.pipeline.id]
+        self._set_status(run, PipelineStatus.RUNNING)
+        run.reason = ""
+        run.admitted_s = self._state.now_s
+        self._actions.append(Admit(pipeline=run.pipeline.id, placement=placement, kind=choice.kind))
+        self._join(run, placement)
+        self._begin_from(run, run.restart_step)
+        self._dispatch(self._state.groups[placement.group])
+
+    def _join(self, run: PipelineRun, placement: Placement) -> None:
+        pools = self.cluster.pools
+        run.placement = placement
+        run.rollout_devices = tuple(d for node in placement.rollout_nodes for d in pools[node.pool].devices(node))
+        run.train_devices = tuple(d for node in placement.train_nodes for d in pools[node.pool].devices(node))
+        group = self._state.groups.setdefault(placement.group, GroupState(placement.group))
+        if placement.group not in self._views:
+            self._views[placement.group] = GroupView(self._state, group)
+        for key in self._device_keys(run):
+            pinned = group.members_by_device.setdefault(key, {})
+            # A newcomer takes the last turn of the present cycle.
+            run.rounds[key] = min((other.rounds[key] for other in pinned.values()), default=0)
+            pinned[run.pipeline.id] = run
+            self._state.devices.setdefault(key[1], DeviceState(key[1]))
+        group.members[run.pipeline.id] = run
+
+    def _leave(self, run: PipelineRun) -> None:
+        """The pipeline is over: its nodes go back, whoever waits is tried again, its group goes on."""
+        group = self._unpin(run)
+        self.ledger.depart(run.pipeline.id)
+        self._placement_changes += 1
+        self._actions.append(Release(pipeline=run.pipeline.id))
+        self._place_waiting()
+        if group.members:
+            self._dispatch(group)
+
+    def _unpin(self, run: PipelineRun) -> GroupState:
+        assert run.placement is not None
+        group = self._state.groups[run.placement.group]
+        self._forget_ready_work(run)
+        for key in self._device_keys(run):
+            pinned = group.members_by_device[key]
+            del pinned[run.pipeline.id]
+            if not pinned:
+                del group.members_by_device[key]
+            self._state.devices[key[1]].residents.pop((run.pipeline.id, key[0]), None)
+        del group.members[run.pipeline.id]
+        if not group.members:
+            del self._state.groups[group.id]
+            del self._views[group.id]
+        run.rounds.clear()
+        run.host_resident.clear()
+        return group
+
+    def _place_waiting(self) -> None:
+        for run in sorted(self._waiting.values(), key=lambda run: run.sequence):
+            self._try_to_place(run)
+
+    # ------------------------------------------------------------------ a pipeline goes through its steps
+
+    def _begin_from(self, run: PipelineRun, restored_step: int) -> None:
+        """Open what follows a restored step; -1 is before the warm start."""
+        run.rollout_step = run.generated_step = run.train_step = max(restored_step, 0)
+        run.trained_step = run.published_version = restored_step
+        run.open_shares.clear()
+        run.train_stage = run.train_work = None
+        if restored_step < 0:
+            self._add_training_work(run, step=0, stage=Stage.WARM_START, is_continuation=False)
+        else:
+            self._open_rollout(run)
+
+    def _open_rollout(self, run: PipelineRun) -> None:
+        """Open the next step's rollout as soon as the version that it must sample from is published."""
+        pipeline = run.pipeline
+        step = run.rollout_step + 1
+        if run.open_shares or (pipeline.num_steps is not None and step > pipeline.num_steps):
+            return
+        if run.published_version < _rollout_version(pipeline, step):
+            return
+        run.rollout_step = step
+        for device in run.rollout_devices:
+            self._add_share(run, device, is_continuation=False)
+
+    def _add_share(self, run: PipelineRun, device: DeviceId, *, is_continuation: bool) -> None:
+        work = ReadyWork(
+            run.pipeline.id, run.rollout_step, Stage.GENERATE, Phase.ROLLOUT, (device,),
+            self._state.now_s, self._next_sequence(), is_continuation,
+        )  # fmt: skip
+        run.open_shares[device] = work
+        self._group_of(run).ready[work.sequence] = work
+
+    def _open_training(self, run: PipelineRun) -> None:
+        step = run.trained_step + 1
+        if run.train_stage is None and run.train_work is None and 1 <= step <= run.generated_step:
+            run.train_stage = 0
+            self._add_training_work(run, step=step, stage=run.pipeline.train_stages[0], is_continuation=False)
+
+    def _add_training_work(self, run: PipelineRun, *, step: int, stage: Stage, is_continuation: bool) -> None:
+        run.train_step = step
+        work = ReadyWork(
+            run.pipeline.id, step, stage, Phase.TRAIN, run.train_devices,
+            self._state.now_s, self._next_sequence(), is_continuation,
+        )  # fmt: skip
+        run.train_work = work
+        self._group_of(run).ready[work.sequence] = work
+
+    def _on_stage_finished(self, event: StageFinished) -> None:
+        order = self._order(event.order)
+        run = self._state.runs[order.pipeline]
+        self._end_order(order)
+        if run.status is not PipelineStatus.RUNNING:
+            self._leave_when_still(run)
+            return
+        if order.phase is Phase.ROLLOUT:
+            self._finish_share(run, order.devices[0])
+        elif order.phase is Phase.TRAIN:
+            self._finish_train_stage(run, order)
+        elif order.phase is Phase.HOST:
+            self._finish_generating(run)
+        else:
+            self._publish(run, order.step)
+        if run.placement is not None and run.status is PipelineStatus.RUNNING:
+            self._dispatch(self._group_of(run))
+
+    def _finish_share(self, run: PipelineRun, device: DeviceId) -> None:
+        run.open_shares[device] = None
+        if any(share is not None for share in run.open_shares.values()):
+            return
+        if Stage.REWARD in run.pipeline.stages:
+            self._order_work(run, run.rollout_step, Stage.REWARD, Phase.HOST, (), level=0.0)
+        else:
+            self._finish_generating(run)
+
+    def _finish_generating(self, run: PipelineRun) -> None:
+        run.open_shares.clear()
+        run.generated_step = run.rollout_step
+        self._open_training(run)
+        self._open_rollout(run)
+
+    def _finish_train_stage(self, run: PipelineRun, order: Order) -> None:
+        run.train_work = None
+        if order.stage is not Stage.WARM_START:
+            assert run.train_stage is not None
+            run.train_stage += 1
+            stages = run.pipeline.train_stages
+            if run.train_stage < len(stages):
+                self._add_training_work(run, step=order.step, stage=stages[run.train_stage], is_continuation=True)
+                return
+            run.train_stage = None
+        run.trained_step = order.step
+        if Stage.PUBLISH in run.pipeline.stages:
+            self._order_work(run, order.step, Stage.PUBLISH, Phase.SYNC, (), level=0.0)
+        else:
+            self._publish(run, order.step)
+        self._open_training(run)
+
+    def _publish(self, run: PipelineRun, version: int) -> None:
+        run.published_version = max(run.published_version, version)
+        if run.published_version == run.pipeline.num_steps:
+            self._set_status(run, PipelineStatus.FINISHED)
+            self._leave(run)
+        else:
+            self._open_rollout(run)
+
+    def _on_stage_paused(self, event: StagePaused) -> None:
+        order = self._order(event.order)
+        run = self._state.runs[order.pipeline]
+        self._end_order(order)
+        if run.status is not PipelineStatus.RUNNING:
+            self._leave_when_still(run)
+            return
+        if order.phase is Phase.ROLLOUT:
+            self._add_share(run, order.devices[0], is_continuation=True)
+        else:
+            self._add_training_work(run, step=order.step, stage=order.stage, is_continuation=True)
+        self._dispatch(self._group_of(run))
+
+    def _on_chunk_finished(self, event: ChunkFinished) -> None:
+        order = self._order(event.order)
+        order.num_active = event.num_active
+        order.num_waiting = event.num_waiting
+        order.num_parked = event.num_parked
+        order.tokens = event.tokens
+        if self.policy.reacts_to_progress:
+            self._dispatch(self._group_of(self._state.runs[order.pipeline]))
+
+    def _on_trajectories_moved(self, event: TrajectoriesMoved) -> None:
+        order = self._order(event.order)
+        run = self._state.runs[order.pipeline]
+        self._end_order(order)
+        if run.status is not PipelineStatus.RUNNING:
+            self._leave_when_still(run)
+            return
+        source, target = order.migrates_from, order.devices[0]
+        assert source is not None
+        if run.open_shares[target] is None:
+            self._add_share(run, target, is_continuation=True)
+        self._finish_share(run, source)
+        self._dispatch(self._group_of(run))
+
+    def _leave_when_still(self, run: PipelineRun) -> None:
+        """A cancelled pipeline leaves once its last order has ended."""
+        if not self._orders_of(run):
+            self._leave(run)
+
+    # ------------------------------------------------------------------ things break
+
+    def _on_worker_lost(self, event: WorkerLost) -> None:
+        run = self._run(event.pipeline)
+        if run.status is not PipelineStatus.RUNNING:
+            return
+        self._state.devices[event.device].residents.pop((event.pipeline, Phase.ROLLOUT), None)
+        run.host_resident.discard((Phase.ROLLOUT, event.device))
+        share = run.open_shares.get(event.device)
+        if isinstance(share, int):
+            order = self._state.orders[share]
+            self._end_order(order)
+            self._add_share(run, event.device, is_continuation=True)
+        self._dispatch(self._group_of(run))
+
+    def _on_restarted(self, event: PipelineRestarted) -> None:
+        run = self._run(event.pipeline)
+        if run.status is not PipelineStatus.RUNNING:
+            return
+        for order in self._orders_of(run):
+            self._end_order(order)
+        self._forget_ready_work(run)
+        for phase, device in self._device_keys(run):
+            self._state.devices[device].residents.pop((event.pipeline, phase), None)
+        run.host_resident.clear()
+        self._begin_from(run, event.restored_step)
+        self._dispatch(self._group_of(run))
+
+    def _on_node_lost(self, event: NodeLost) -> None:
+        """Pipelines pinned to the node go back to waiting, from their last published version."""
+        self.ledger.lose_node(event.node)
+        pinned = [
+            run for run in self._state.runs.values()
+            if run.status is PipelineStatus.RUNNING and run.placement is not None and event.node in run.placement.nodes
+        ]  # fmt: skip
+        groups: dict[int, GroupState] = {}
+        for run in pinned:
+            for order in self._orders_of(run):
+                self._end_order(order)
+            group = self._unpin(run)
+            groups[group.id] = group
+            self.ledger.depart(run.pipeline.id)
+            run.restart_step = run.published_version
+            self._set_status(run, PipelineStatus.WAITING)
+            self._waiting[run.pipeline.id] = run
+        self._place_waiting()
+        for group in groups.values():
+            if group.members:
+                self._dispatch(group)
+
+    def _on_node_joined(self, event: NodeJoined) -> None:
+        self.ledger.regain_node(event.node)
+        self._place_waiting()
+
+    def _on_timer(self, event: TimerFired) -> None:
+        for group in list(self._state.groups.values()):
+            self._dispatch(group)
+
+    # ------------------------------------------------------------------ dispatch: choices become orders
+
+    def _dispatch(self, group: GroupState) -> None:
+        if not group.ready:
+            return
+        for choice in self.policy.dispatch(self._views[group.id]):
+            if isinstance(choice, RunWork):
+                self._start(group, choice)
+            elif isinstance(choice, PauseOrder):
+                self._pause(self._order(choice.order))
+            elif isinstance(choice, MoveShare):
+                self._move(group, choice)
+            else:
+                self._actions.append(SetTimer(at_s=choice.at_s))
+
+    def _start(self, group: GroupState, choice: RunWork) -> None:
+        work = choice.work
+        if group.ready.pop(work.sequence, None) is not work:
+            raise self._illegal(f"policy {self.policy.name} starts {work}, which is not ready")
+        run = self._state.runs[work.pipeline]
+        order = self._order_work(run, work.step, work.stage, work.phase, work.devices, choice.level)
+        if work.phase is Phase.ROLLOUT:
+            run.open_shares[work.devices[0]] = order
+        else:
+            run.train_work = order
+        if not work.is_continuation:
+            for device in work.devices:
+                run.rounds[work.phase, device] += 1
+
+    def _order_work(
+        self, run: PipelineRun, step: int, stage: Stage, phase: Phase, devices: tuple[DeviceId, ...], level: float
+    ) -> OrderId:
+        state = self._state
+        pipeline = run.pipeline
+        order_id = OrderId(state.next_order)
+        state.next_order += 1
+        switch, evicted = self._take_devices(run, phase, devices, order_id, level)
+        order = Order(order_id, pipeline.id, step, stage, phase, devices, level, state.now_s)
+        state.orders[order_id] = order
+        if devices:
+            self._group_of(run).running[order_id] = order
+        version = _rollout_version(pipeline, step) if phase is Phase.ROLLOUT else step - (phase is Phase.TRAIN)
+        self._actions.append(
+            RunStage(
+                order=order_id,
+                pipeline=pipeline.id,
+                step=step,
+                stage=stage,
+                devices=devices,
+                weight_version=max(version, 0),
+                level=level,
+                switch=switch,
+                evicted=evicted,
+            )
+        )
+        return order_id
+
+    def _take_devices(
+        self, run: PipelineRun, phase: Phase, devices: tuple[DeviceId, ...], order: OrderId, level: float
+    ) -> tuple[Switch, tuple[PipelineId, ...]]:
+        """Lease the devices; make room there for the pipeline's state. The worst switch of all devices counts."""
+        key = (run.pipeline.id, phase)
+        footprint = run.pipeline.footprint
+        need = footprint.rollout_device_bytes if phase is Phase.ROLLOUT else footprint.train_device_bytes
+        switch = Switch.NONE
+        evicted: dict[PipelineId, None] = {}
+        for device_id in devices:
+            device = self._state.devices[device_id]
+            if level <= 0.0 or sum(device.orders.values()) + level > 1.0 + _SHARE_TOLERANCE:
+                raise self._illegal(f"policy {self.policy.name} leases {level} of {device_id}, held by {device.orders}")
+            device.orders[order] = level
+            if key in device.residents:
+                device.residents[key] = device.residents.pop(key)  # most recently used last
+                continue
+            evicted.update(dict.fromkeys(self._make_room(device, order, need)))
+            device.residents[key] = need
+            if (phase, device_id) not in run.host_resident:
+                run.host_resident.add((phase, device_id))
+                switch = Switch.COLD
+            elif switch is Switch.NONE:
+                switch = Switch.WARM
+        return switch, tuple(evicted)
+
+    def _make_room(self, device: DeviceState, order: OrderId, need: float | None) -> list[PipelineId]:
+        """Evict least recently used states until `need` bytes fit beside the rest."""
+        capacity = self.cluster.pools[device.id.pool].device_memory_bytes
+        computing = {
+            (self._state.orders[other].pipeline, self._state.orders[other].phase)
+            for other in device.orders if other != order
+        }  # fmt: skip
+        evicted: list[PipelineId] = []
+        for resident in list(device.residents):
+            if _fits(list(device.residents.values()), need, capacity):
+                return evicted
+            if resident not in computing:
+                del device.residents[resident]
+                evicted.append(resident[0])
+        if not _fits(list(device.residents.values()), need, capacity):
+            raise self._illegal(f"{need} bytes do not fit on {device.id} beside {sorted(computing)}")
+        return evicted
+
+    def _pause(self, order: Order) -> None:
+        if order.status is OrderStatus.RUNNING and order.level > 0.0:
+            order.status = OrderStatus.PAUSING
+            self._actions.append(Pause(order=order.id))
+
+    def _move(self, group: GroupState, choice: MoveShare) -> None:
+        run = self._run(choice.pipeline)
+        share = run.open_shares.get(choice.source)
+        if not isinstance(share, ReadyWork) or choice.target not in run.open_shares or choice.target == choice.source:
+            raise self._illegal(f"policy {self.policy.name} moves {choice}: the source must be a paused or ready share")
+        del group.ready[share.sequence]
+        order_id = OrderId(self._state.next_order)
+        self._state.next_order += 1
+        run.open_shares[choice.source] = order_id
+        self._state.orders[order_id] = Order(
+            order_id, choice.pipeline, run.rollout_step, Stage.GENERATE, Phase.SYNC, (choice.target,), 0.0,
+            self._state.now_s, migrates_from=choice.source,
+        )  # fmt: skip
+        self._actions.append(
+            Migrate(
+                order=order_id,
+                pipeline=choice.pipeline,
+                step=run.rollout_step,
+                source=choice.source,
+                target=choice.target,
+                copies_kv=choice.copies_kv,
+            )
+        )
+
+    # ------------------------------------------------------------------ helpers
+
+    def _end_order(self, order: Order) -> None:
+        del self._state.orders[order.id]
+        if order.level == 0.0:  # rewards, a publication, a migration: it leases nothing
+            return
+        del self._group_of(self._state.runs[order.pipeline]).running[order.id]
+        for device in order.devices:
+            del self._state.devices[device].orders[order.id]
+
+    def _forget_ready_work(self, run: PipelineRun) -> None:
+        ready = self._group_of(run).ready
+        for work in (*run.open_shares.values(), run.train_work):
+            if isinstance(work, ReadyWork):
+                del ready[work.sequence]
+        run.open_shares.clear()
+        run.train_work = run.train_stage = None
+
+    def _orders_of(self, run: PipelineRun) -> list[Order]:
+        return [order for order in self._state.orders.values() if order.pipeline == run.pipeline.id]
+
+    def _device_keys(self, run: PipelineRun) -> list[tuple[Phase, DeviceId]]:
+        rollout = [(Phase.ROLLOUT, device) for device in run.rollout_devices]
+        return rollout + [(Phase.TRAIN, device) for device in run.train_devices]
+
+    def _group_of(self, run: PipelineRun) -> GroupState:
+        assert run.placement is not None
+        return self._state.groups[run.placement.group]
+
+    def _run(self, pipeline: PipelineId) -> PipelineRun:
+        try:
+            return self._state.runs[pipeline]
+        except KeyError:
+            raise self._illegal(f"no pipeline {pipeline} was submitted") from None
+
+    def _order(self, order: OrderId) -> Order:
+        try:
+            return self._state.orders[order]
+        except KeyError:
+            raise self._illegal(f"order {order} is not running") from None
+
+    def _next_sequence(self) -> int:
+        self._state.next_sequence += 1
+        return self._state.next_sequence - 1
+
+    def _set_status(self, run: PipelineRun, status: PipelineStatus) -> None:
+        check_move(run.pipeline.id, run.status, status)
+        run.status = status
+
+    def _illegal(self, what: str) -> IllegalTransitionError:
+        story = "\n  ".join(str(event) for event in self._story)
+        return IllegalTransitionError(f"{what}\nrecent events, newest last:\n  {story}")
+
+
+def _rollout_version(pipeline: Pipeline, step: int) -> int:
+    """The one version that step's rollout samples from: staleness is a constant lag, not whatever was newest."""
+    return max(0, step - 1 - pipeline.staleness)
+
+
+def _fits(residents: list[float | None], need: float | None, capacity: float) -> bool:
+    """None stands for a state of unknown size: it fills the device."""
+    if not residents:
+        return True
+    if need is None or None in residents:
+        return False
+    return sum(size for size in residents if size is not None) + need <= capacity
