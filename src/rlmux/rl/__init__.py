@@ -1,0 +1,1 @@
+"""Trajectories, tasks, rewards, advantages and losses: what reinforcement learning is about here."""

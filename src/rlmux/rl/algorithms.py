@@ -1,0 +1,96 @@
+"""What the algorithms differ in: how rewards of a prompt group become advantages, and how tokens are weighed.
+
+    rewards of a group ──▶ advantages ─┐
+                                       ├─▶ loss = Σ_i w_i Σ_t ( clipped surrogate_it + kl_coef · k3_it )
+    length of each     ──▶ w_i ────────┘       over the N trajectories i of a step, their sampled tokens t
+
+| name      | advantage A_i                                  | weight w_i               | source             |
+|-----------|------------------------------------------------|--------------------------|--------------------|
+| `grpo`    | (r_i - mean r) / (std r + 1e-6)                | 1 / (N · length_i)       | arXiv 2402.03300   |
+| `dr-grpo` | r_i - mean r                                   | 1 / (N · max_new_tokens) | arXiv 2503.20783   |
+| `rloo`    | r_i - mean of the others' rewards              | 1 / N                    | arXiv 2402.14740   |
+
+Every weight is known before the first micro-batch, so micro-batch gradients simply add up to the step's.
+The losses use methods of the tensors they are given: nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import sqrt
+from statistics import fmean
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+_STD_EPSILON = 1e-6
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Algorithm:
+    """One row of the table above."""
+
+    advantages: Callable[[Sequence[float]], list[float]]
+    """Rewards of one prompt group to advantages, in the same order."""
+    trajectory_weight: Callable[[int, int, int], float]
+    """(N, sampled tokens of the trajectory, max_new_tokens) to w_i."""
+
+
+def group_normalized(rewards: Sequence[float]) -> list[float]:
+    """GRPO: A_i = (r_i - mean r) / (std r + 1e-6), std with G - 1 in the denominator."""
+    centered = group_centered(rewards)
+    std = sqrt(sum(value * value for value in centered) / (len(rewards) - 1))
+    return [value / (std + _STD_EPSILON) for value in centered]
+
+
+def group_centered(rewards: Sequence[float]) -> list[float]:
+    """Dr. GRPO: A_i = r_i - mean r."""
+    mean = fmean(rewards)
+    return [reward - mean for reward in rewards]
+
+
+def leave_one_out(rewards: Sequence[float]) -> list[float]:
+    """RLOO: A_i = r_i - (Σ_{j≠i} r_j) / (G - 1) = G / (G - 1) · (r_i - mean r)."""
+    scale = len(rewards) / (len(rewards) - 1)
+    return [scale * value for value in group_centered(rewards)]
+
+
+ALGORITHMS: dict[str, Algorithm] = {
+    "grpo": Algorithm(
+        advantages=group_normalized,
+        trajectory_weight=lambda num_trajectories, length, max_new_tokens: 1 / (num_trajectories * length),
+    ),
+    "dr-grpo": Algorithm(
+        advantages=group_centered,
+        trajectory_weight=lambda num_trajectories, length, max_new_tokens: (
+            1 / (num_trajectories * max_new_tokens)
+        ),
+    ),
+    "rloo": Algorithm(
+        advantages=leave_one_out,
+        trajectory_weight=lambda num_trajectories, length, max_new_tokens: 1 / num_trajectories,
+    ),
+}
+
+
+def clipped_surrogate(
+    logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float
+) -> Tensor:
+    """PPO's loss of each token: -min(ρ A, clip(ρ, 1 - clip_low, 1 + clip_high) A) with ρ = exp(new - old).
+
+    Where new equals old, ρ is exactly 1 and the gradient is -A ∇log π. (arXiv 1707.06347, equation 7)
+    """
+    ratio = (logprobs - old_logprobs).exp()
+    clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
+    return -(ratio * advantages).minimum(clipped * advantages)
+
+
+def kl_k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
+    """Low-variance estimate of KL(new || reference) per token: exp(d) - d - 1 with d = reference - new.
+
+    Never negative, zero where both agree. (GRPO, arXiv 2402.03300, equation 4; Schulman's k3)
+    """
+    difference = reference_logprobs - logprobs
+    return difference.exp() - difference - 1

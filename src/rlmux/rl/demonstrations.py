@@ -1,0 +1,60 @@
+"""What the warm start imitates: the task's own answers, as tokens with a loss mask, by update index.
+
+Task indices run down from -1, so that no RL prompt was seen before. Hosts and train engines make the same
+batches from the plan alone; nothing has to be sent.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from rlmux.core.errors import PipelineError
+from rlmux.rl.config import TrainingPlan
+from rlmux.rl.tasks import Task
+from rlmux.rl.vocabulary import Vocabulary
+
+
+class Demonstration(NamedTuple):
+    """One right trajectory."""
+
+    prompt_tokens: tuple[int, ...]
+    answer_tokens: tuple[int, ...]
+    """All turns, environment replies included, the end-of-sequence token last."""
+    is_sampled: tuple[bool, ...]
+    """False where the environment speaks: no loss there. Same length as `answer_tokens`."""
+
+
+def demonstration_batch(
+    plan: TrainingPlan, task: Task, vocabulary: Vocabulary, update_index: int
+) -> list[Demonstration]:
+    """The demonstrations of one warm-start update; updates count from 0."""
+    size = plan.warm_start.batch_size
+    return [
+        _demonstration(plan, task, vocabulary, -1 - (update_index * size + place)) for place in range(size)
+    ]
+
+
+def _demonstration(plan: TrainingPlan, task: Task, vocabulary: Vocabulary, index: int) -> Demonstration:
+    prompt = task.prompt(index)
+    if prompt.answer is None:
+        raise PipelineError(
+            f"warm_start: task {plan.task.name!r} has a prompt without an answer to learn from: "
+            f"{prompt.text[:40]!r}; set task.answer_key, or warm_start.num_updates to 0"
+        )
+    prompt_tokens = vocabulary.encode(prompt.text)
+    tokens: list[int] = []
+    is_sampled: list[bool] = []
+    for segment in task.demonstration(prompt):
+        spoken = vocabulary.encode(segment.text)
+        tokens += spoken
+        is_sampled += [segment.is_sampled] * len(spoken)
+    # A trajectory whose last turn ends in a stop token of the task is over without an end-of-sequence token.
+    if not (tokens and vocabulary.decode(tokens[-1:]) in task.stop):
+        tokens.append(vocabulary.eos_token)
+        is_sampled.append(True)
+    if len(tokens) > plan.rollout.max_new_tokens:
+        raise PipelineError(
+            f"warm_start: the answer to {prompt.text[:40]!r} takes {len(tokens)} tokens, more than "
+            f"rollout.max_new_tokens {plan.rollout.max_new_tokens}"
+        )
+    return Demonstration(prompt_tokens, tuple(tokens), tuple(is_sampled))

@@ -1,0 +1,131 @@
+"""The user's reward function, in either of the two signatures the field uses, behind one object.
+
+    verl   compute_score(data_source, solution_str, ground_truth, extra_info) -> float | {"score": float, ...}
+    TRL    reward(prompts, completions, **columns) -> list[float | None]        (None counts as 0.0)
+
+The two are told apart by their parameters' names. verl's is called once per trajectory. TRL's is called once
+per prompt group, in sample order, when the group is complete: what it sees together is fixed by the plan, not
+by who finished first. Either may be `async def`.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from rlmux.core.errors import PipelineError, UserError
+from rlmux.rl.config import TaskConfig
+from rlmux.rl.tasks.base import Task
+from rlmux.rl.types import Prompt
+
+_ACCEPTED = (
+    "accepted: verl's (data_source, solution_str, ground_truth, extra_info) "
+    "or TRL's (prompts, completions, **columns)"
+)
+
+
+class Reward:
+    """Scores responses to one prompt in two halves: `call` the user's code, then `check` what it returned."""
+
+    def __init__(self, task: Task, config: TaskConfig) -> None:
+        self.name = f"reward {config.reward}" if config.reward else f"the reward of task {config.name!r}"
+        self._task = task
+        self._task_name = config.name
+        self._function = None if config.reward is None else load_reward(config.reward)
+        self.is_grouped = self._function is not None and _is_trl(self._function)
+        """All responses of a prompt group must be given at once, in sample order; otherwise one at a time."""
+
+    def call(self, prompt: Prompt, responses: Sequence[str]) -> Any:
+        """What the user's function returns, perhaps awaitable."""
+        if self._function is None:
+            return self._task.score(prompt, responses[0])
+        return self._function(**_arguments(self._function, self._columns(prompt, responses)))
+
+    def check(self, result: Any, num_responses: int) -> list[float]:
+        """One finite number for each response."""
+        if not self.is_grouped:
+            return [self._number(self._score_in(result))]
+        if isinstance(result, str | Mapping) or not hasattr(result, "__len__"):
+            raise PipelineError(f"{self.name} returned {type(result).__name__}; accepted: a list of numbers")
+        if len(result) != num_responses:
+            raise PipelineError(f"{self.name} returned {len(result)} rewards for {num_responses} completions")
+        return [0.0 if reward is None else self._number(reward) for reward in result]
+
+    def _columns(self, prompt: Prompt, responses: Sequence[str]) -> dict[str, Any]:
+        columns = dict(prompt.data or {})
+        if not self.is_grouped:
+            return {
+                "data_source": columns.get("data_source", self._task_name),
+                "solution_str": responses[0],
+                "ground_truth": prompt.answer,
+                "extra_info": columns.get("extra_info", columns),
+            }
+        each = {"answer": prompt.answer, **columns, "prompts": prompt.text}
+        repeated: dict[str, Any] = {name: [value] * len(responses) for name, value in each.items()}
+        return {**repeated, "completions": list(responses)}
+
+    def _score_in(self, result: Any) -> Any:
+        if not isinstance(result, Mapping):
+            return result
+        if "score" not in result:
+            keys = ", ".join(sorted(map(str, result)))
+            raise PipelineError(
+                f"{self.name} returned a dict with {keys or 'no keys'}; accepted: one with 'score'"
+            )
+        return result["score"]
+
+    def _number(self, reward: Any) -> float:
+        try:
+            number = float(reward)
+        except (TypeError, ValueError):
+            found = f"{type(reward).__name__} {str(reward)[:40]!r}"
+            raise PipelineError(f"{self.name} returned {found}; accepted: a number") from None
+        if not math.isfinite(number):
+            raise PipelineError(f"{self.name} returned {number}; accepted: a finite number")
+        return number
+
+
+def load_reward(spec: str) -> Callable[..., Any]:
+    """The function that `module:function` names, from sys.path."""
+    module_name, _, function_name = spec.partition(":")
+    if not module_name or not function_name:
+        raise UserError(f"task.reward: {spec!r}; accepted: module:function, such as my_rewards:score")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise UserError(
+                f"task.reward: {spec!r} imports {error.name!r}, which is not installed"
+            ) from error
+        raise UserError(
+            f"task.reward: no module {module_name!r} beside the spec file, in the working folder or installed"
+        ) from None
+    except Exception as error:
+        raise UserError(
+            f"task.reward: importing {module_name!r} raised {type(error).__name__}: {error}"
+        ) from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        names = ", ".join(name for name, value in vars(module).items() if inspect.isfunction(value))
+        raise UserError(
+            f"task.reward: {module_name!r} has no function {function_name!r}; it has: {names or 'none'}"
+        )
+    parameters = inspect.signature(function).parameters
+    if "solution_str" not in parameters and not _is_trl(function):
+        raise UserError(f"task.reward: {spec!r} takes ({', '.join(parameters)}); {_ACCEPTED}")
+    return function  # type: ignore[no-any-return]
+
+
+def _is_trl(function: Callable[..., Any]) -> bool:
+    return "completions" in inspect.signature(function).parameters
+
+
+def _arguments(function: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, Any]:
+    """Only what the function names, unless it takes anything."""
+    parameters = inspect.signature(function).parameters
+    if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
+        return dict(columns)
+    return {name: value for name, value in columns.items() if name in parameters}

@@ -1,0 +1,140 @@
+"""`file`: rows of a JSONL or parquet file, in a new shuffled order each epoch.
+
+Keys may be dotted (`reward_model.ground_truth`), so that verl's parquet files work as they are. A prompt is a
+text, or a list of messages with `role` and `content`, which the vocabulary renders. All columns go to the
+reward function.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from random import Random
+from typing import Any
+
+from rlmux.core.errors import UserError
+from rlmux.rl.tasks.base import SingleTurnTask
+from rlmux.rl.types import Prompt
+
+RenderChat = Callable[[Sequence[Mapping[str, str]]], str]
+
+
+class FileTask(SingleTurnTask):
+    """Without a reward function of its own, a response scores 1.0 when it equals the answer, else 0.0."""
+
+    def __init__(
+        self,
+        path: str,
+        *,
+        prompt_key: str,
+        answer_key: str,
+        is_answer_needed: bool,
+        seed: int,
+        render_chat: RenderChat,
+    ) -> None:
+        self._path = path
+        self._prompt_key = prompt_key
+        self._answer_key = answer_key
+        self._seed = seed
+        self._render_chat = render_chat
+        self._rows = _read_rows(Path(path))
+        self._order_by_epoch: dict[int, list[int]] = {}
+        for row in range(len(self._rows)):
+            if self._prompt_of(row).answer is None and is_answer_needed:
+                raise UserError(
+                    f"{path} row {row + 1}: no {answer_key!r} to compare answers with; its columns: "
+                    f"{', '.join(self._rows[row])}; set task.answer_key or task.reward"
+                )
+
+    def prompt(self, index: int) -> Prompt:
+        epoch, position = divmod(index, len(self._rows))
+        if epoch not in self._order_by_epoch:
+            order = list(range(len(self._rows)))
+            Random(f"file/{self._seed}/{epoch}").shuffle(order)
+            self._order_by_epoch = {epoch: order}
+        return self._prompt_of(self._order_by_epoch[epoch][position])
+
+    def score(self, prompt: Prompt, response: str) -> float:
+        return float(response.strip() == (prompt.answer or "").strip())
+
+    def _prompt_of(self, row: int) -> Prompt:
+        columns = self._rows[row]
+        where = f"{self._path} row {row + 1}"
+        found = _lookup(columns, self._prompt_key)
+        if found is None:
+            raise UserError(f"{where}: no {self._prompt_key!r}; its columns: {', '.join(columns) or 'none'}")
+        answer = _lookup(columns, self._answer_key)
+        return Prompt(
+            text=self._text_of(found, where), answer=None if answer is None else str(answer), data=columns
+        )
+
+    def _text_of(self, found: Any, where: str) -> str:
+        if isinstance(found, str):
+            return found
+        is_chat = isinstance(found, list) and all(
+            isinstance(message, Mapping) and isinstance(message.get("content"), str) and "role" in message
+            for message in found
+        )
+        if not is_chat:
+            raise UserError(
+                f"{where}: {self._prompt_key!r} is {type(found).__name__} {str(found)[:40]!r}; "
+                "accepted: a text, or a list of messages with role and content"
+            )
+        return self._render_chat(found)
+
+
+def _lookup(columns: Mapping[str, Any], dotted_key: str) -> Any:
+    found: Any = columns
+    for key in [dotted_key] if dotted_key in columns else dotted_key.split("."):
+        if not isinstance(found, Mapping) or key not in found:
+            return None
+        found = found[key]
+    return found
+
+
+def _read_rows(path: Path) -> list[dict[str, Any]]:
+    if not path.is_file():
+        raise UserError(f"task.path: no file {path}; accepted: .jsonl or .parquet")
+    if path.suffix == ".parquet":
+        rows = _read_parquet(path)
+    elif path.suffix in (".jsonl", ".json", ".ndjson"):
+        rows = _read_jsonl(path)
+    else:
+        raise UserError(f"task.path: {path} ends in {path.suffix!r}; accepted: .jsonl or .parquet")
+    if not rows:
+        raise UserError(f"task.path: {path} has no rows")
+    return rows
+
+
+def _read_jsonl(path: Path) -> list[dict[str, Any]]:
+    rows = []
+    try:
+        lines = path.read_text(encoding="utf-8").split("\n")
+    except UnicodeDecodeError as error:
+        raise UserError(f"task.path: {path} is not UTF-8 text: {error}") from error
+    for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise UserError(f"{path} line {number}: not JSON: {error}") from error
+        if not isinstance(row, dict):
+            raise UserError(f"{path} line {number}: {type(row).__name__}; accepted: an object with columns")
+        rows.append(row)
+    return rows
+
+
+def _read_parquet(path: Path) -> list[dict[str, Any]]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise UserError(
+            f"task.path: {path} needs the package pyarrow; install it with: pip install 'rlmux[parquet]'"
+        ) from None
+    try:
+        return list(parquet.read_table(path).to_pylist())
+    except (pyarrow.ArrowException, OSError) as error:
+        raise UserError(f"task.path: {path} is not a readable parquet file: {error}") from error

@@ -1,0 +1,85 @@
+"""Takes a built-in task's options out of `task.params`, and refuses what it does not know."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from difflib import get_close_matches
+from random import Random
+from typing import Any
+
+from rlmux.core.errors import UserError
+
+
+class Options:
+    """`take` each option by name and kind, then `finish`: whatever is left over is an error."""
+
+    def __init__(self, task: str, params: Mapping[str, Any]) -> None:
+        self._task = task
+        self._left = dict(params)
+        self._known: list[str] = []
+
+    def take_int(self, name: str, default: int, *, at_least: int, at_most: int = 10**9) -> int:
+        self._known.append(name)
+        value = self._left.pop(name, default)
+        if isinstance(value, bool) or not isinstance(value, int) or not at_least <= value <= at_most:
+            raise UserError(
+                f"task.params.{name} of task {self._task!r}: {value!r}; "
+                f"accepted: a whole number from {at_least} to {at_most}"
+            )
+        return value
+
+    def take_seconds(self, name: str) -> float:
+        self._known.append(name)
+        value = self._left.pop(name, 0.0)
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 3600:
+            raise UserError(
+                f"task.params.{name} of task {self._task!r}: {value!r}; accepted: seconds from 0 to 3600"
+            )
+        return float(value)
+
+    def take_choice(self, name: str, default: str, accepted: tuple[str, ...]) -> str:
+        self._known.append(name)
+        value = self._left.pop(name, default)
+        if value not in accepted:
+            raise UserError(
+                f"task.params.{name} of task {self._task!r}: {value!r}; accepted: {', '.join(accepted)}"
+            )
+        return str(value)
+
+    def take_bool(self, name: str, default: bool) -> bool:
+        self._known.append(name)
+        value = self._left.pop(name, default)
+        if not isinstance(value, bool):
+            raise UserError(f"task.params.{name} of task {self._task!r}: {value!r}; accepted: true or false")
+        return value
+
+    def take_length(self, unit: str, default: int, *, at_least: int, at_most: int) -> LengthRange:
+        """`unit` alone fixes the length; `min_unit` and `max_unit` make it vary."""
+        fixed = self.take_int(unit, default, at_least=at_least, at_most=at_most)
+        shortest = self.take_int(f"min_{unit}", fixed, at_least=at_least, at_most=at_most)
+        longest = self.take_int(f"max_{unit}", max(fixed, shortest), at_least=at_least, at_most=at_most)
+        if shortest > longest:
+            raise UserError(
+                f"task.params.min_{unit} of task {self._task!r}: {shortest} is more than max_{unit} {longest}"
+            )
+        return LengthRange(shortest, longest)
+
+    def finish(self) -> None:
+        for name in self._left:
+            close = get_close_matches(name, self._known, n=1)
+            hint = f"did you mean {close[0]!r}? " if close else ""
+            accepted = ", ".join(self._known) or "none"
+            raise UserError(
+                f"task.params.{name}: task {self._task!r} has no such option; {hint}accepted: {accepted}"
+            )
+
+
+class LengthRange:
+    """A length drawn evenly from `shortest` to `longest`."""
+
+    def __init__(self, shortest: int, longest: int) -> None:
+        self.shortest = shortest
+        self.longest = longest
+
+    def draw(self, random: Random) -> int:
+        return random.randint(self.shortest, self.longest)

@@ -1,0 +1,156 @@
+"""Text to tokens and back, behind one small protocol.
+
+    load_vocabulary(model) ──▶ CharVocabulary     one token per printable character: built-in, no import
+                           └─▶ FolderVocabulary   the tokenizer of a local Hugging Face checkpoint
+
+Invariant: `decode(encode(text)) == text` for what `encode` accepts; special tokens decode to nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+from rlmux.core.errors import PipelineError, UserError
+from rlmux.rl.config import ModelConfig
+
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+class Vocabulary(Protocol):
+    """What tasks, hosts and engines ask of a tokenizer."""
+
+    @property
+    def vocab_size(self) -> int:
+        """Tokens are 0 .. vocab_size - 1."""
+
+    @property
+    def pad_token(self) -> int:
+        """Fills rows of a micro-batch; never predicted."""
+
+    @property
+    def eos_token(self) -> int:
+        """Ends an answer; appended to demonstrations."""
+
+    @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        """All tokens that end an answer, `eos_token` first."""
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        """Tokens of a text, without any special token added."""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Text of tokens, special tokens left out."""
+
+    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+        """One prompt text from messages of `role` and `content`."""
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Write the files that `AutoTokenizer.from_pretrained(folder)` reads."""
+
+
+class CharVocabulary:
+    """One token per printable ASCII character and newline, shared by all built-in tasks."""
+
+    PAD = "<pad>"
+    EOS = "<eos>"
+    CHARACTERS = "\n" + "".join(chr(code) for code in range(32, 127))
+
+    def __init__(self) -> None:
+        self._text_by_token = ["", "", *self.CHARACTERS]
+        self._token_by_char = {char: token for token, char in enumerate(self.CHARACTERS, start=2)}
+
+    pad_token = 0
+    eos_token = 1
+    stop_tokens: tuple[int, ...] = (1,)
+    vocab_size = 2 + len(CHARACTERS)
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        try:
+            return tuple([self._token_by_char[char] for char in text])
+        except KeyError as missing:
+            raise PipelineError(
+                f"the character {missing.args[0]!r} in {text[:40]!r} is not in the built-in vocabulary "
+                "(printable ASCII and newline); a model.path with its own tokenizer takes any text"
+            ) from None
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        text_by_token = self._text_by_token
+        return "".join([text_by_token[token] for token in tokens])
+
+    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+        return "\n".join(message["content"] for message in messages) + "\n"
+
+    def save_pretrained(self, folder: Path) -> None:
+        from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+        from transformers import PreTrainedTokenizerFast
+
+        vocab = {self.PAD: self.pad_token, self.EOS: self.eos_token, **self._token_by_char}
+        tokenizer = Tokenizer(models.WordLevel(vocab, unk_token=self.PAD))
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
+        tokenizer.decoder = decoders.Fuse()
+        PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
+            tokenizer_object=tokenizer,
+            pad_token=self.PAD,
+            eos_token=self.EOS,
+            padding_side="right",
+            clean_up_tokenization_spaces=False,
+        ).save_pretrained(folder)
+
+
+class FolderVocabulary:
+    """The tokenizer of a local Hugging Face checkpoint."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoTokenizer
+
+        self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        if self._tokenizer.eos_token_id is None:
+            raise UserError(f"model.path: the tokenizer in {folder} names no eos_token")
+        self.eos_token: int = self._tokenizer.eos_token_id
+        pad_token = self._tokenizer.pad_token_id
+        self.pad_token: int = self.eos_token if pad_token is None else pad_token
+        self.vocab_size: int = len(self._tokenizer)
+        self.stop_tokens = _stop_tokens(folder, self.eos_token)
+
+    def encode(self, text: str) -> tuple[int, ...]:
+        return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        text: str = self._tokenizer.decode(
+            list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False
+        )
+        return text
+
+    def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
+        if self._tokenizer.chat_template is None:
+            return "\n".join(message["content"] for message in messages) + "\n"
+        text: str = self._tokenizer.apply_chat_template(
+            [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+        )
+        return text
+
+    def save_pretrained(self, folder: Path) -> None:
+        self._tokenizer.save_pretrained(folder)
+
+
+def load_vocabulary(model: ModelConfig) -> Vocabulary:
+    """The checkpoint's own tokenizer where it has one, else one token per character."""
+    if model.path is None:
+        return CharVocabulary()
+    folder = Path(model.path)
+    if not folder.is_dir():
+        raise UserError(f"model.path: no folder {model.path}; a local Hugging Face checkpoint is accepted")
+    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        return CharVocabulary()
+    return FolderVocabulary(folder)
+
+
+def _stop_tokens(folder: Path, eos_token: int) -> tuple[int, ...]:
+    """Chat models often stop at more than one token, which only generation_config.json says."""
+    path = folder / "generation_config.json"
+    listed = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+    extra = listed if isinstance(listed, list) else [listed]
+    return (eos_token, *(token for token in extra if token is not None and token != eos_token))
