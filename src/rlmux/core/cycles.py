@@ -1,21 +1,21 @@
 """How long a group's strict meta-iteration takes.
 
-In a strict meta-iteration every member runs one rollout and one train phase, and every node serves its members in
-the same cyclic order. The k-th phases obey
+In a strict meta-iteration every member runs one rollout and one train phase, and every node serves its
+members in the same cyclic order. The k-th phases obey
 
-    rollout[j,k] after train[j,k-1]      rollout[j,k] after the previous member's rollout on each of j's nodes
-    train[j,k]   after rollout[j,k]      train[j,k]   after the previous member's train phase
+    rollout[j,k] after train[j,k-1]    rollout[j,k] after the previous member's rollout on each of j's nodes
+    train[j,k]   after rollout[j,k]    train[j,k]   after the previous member's train phase
 
 so the period is the largest (seconds on a cycle) / (meta-iterations it spans) of that graph. When the members'
-rollout node sets are pairwise equal or disjoint the period is max(T_cycle, T_load). Proof: take a simple cycle with
-q steps from a train phase back to a rollout and w wraps to the next meta-iteration; it spans q + w of them. With
-w = 0 it is one member's rollout and train (T_cycle); with q = 0 it is one node's round (T_load). Otherwise it is q
-runs of rollouts, each on one node set and at most T_load long, and train phases, each once, at most T_load in all:
-at most (q + 1) T_load over at least q + 1 meta-iterations.
+rollout node sets are pairwise equal or disjoint, it is max(T_cycle, T_load). Proof: take a simple cycle with q
+steps from a train phase back to a rollout and w wraps to the next meta-iteration; it spans q + w of them. With
+w = 0 it is one member's rollout and train (T_cycle); with q = 0 it is one node's round (T_load). Otherwise it
+is q runs of rollouts, each on one node set and at most T_load long, and train phases, each once, at most T_load
+in all: at most (q + 1) T_load over at least q + 1 meta-iterations.
 
-The proof needs the node sets to be equal or disjoint. Counterexample: order a, ab, b with rollout seconds 10, 1, 10 on
-nodes {A}, {A, B}, {B} and 1 s of training each: T_cycle = T_load = 11, the period is 11.5, because a run of rollouts
-crosses from A to B inside `ab`. Such groups are computed exactly (Karp's maximum cycle mean).
+The proof needs node sets that are equal or disjoint. Counterexample: order a, ab, b with rollout seconds
+10, 1, 10 on nodes {A}, {A, B}, {B} and 1 s of training each: T_cycle = T_load = 11, the period is 11.5, as a run
+of rollouts crosses from A to B inside `ab`. Such groups are computed exactly (Karp's maximum cycle mean).
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def has_separate_node_sets(node_sets: Sequence[tuple[Hashable, ...]]) -> bool:
 def _one_meta_iteration(loads: Sequence[PhaseLoad]) -> list[list[float]]:
     """The (max, +) matrix from the phases' ends in one meta-iteration to their ends in the next.
 
-    Row and column j are member j's rollout, n + j its train phase; minus infinity where nothing is waited for.
+    Row and column j are member j's rollout, n + j its train phase; minus infinity where nothing is awaited.
     """
     n = len(loads)
     last_on_node: dict[Hashable, int] = {}
@@ -107,7 +107,7 @@ def _unit_row(size: int, index: int) -> list[float]:
 
 
 def _max_cycle_mean(matrix: list[list[float]]) -> float:
-    """Karp: the maximum over cycles of mean weight. Every vertex reaches the last one, so one source is enough."""
+    """Karp: the largest mean weight of a cycle. The last vertex reaches every other: one source is enough."""
     size = len(matrix)
     walks = [_unit_row(size, size - 1)]
     for _ in range(size):
@@ -115,11 +115,7 @@ def _max_cycle_mean(matrix: list[list[float]]) -> float:
         walks.append([max(a + b for a, b in zip(row, last, strict=True)) for row in matrix])
     return max(
         (
-            min(
-                (walks[size][v] - walks[k][v]) / (size - k)
-                for k in range(size)
-                if walks[k][v] > -math.inf
-            )
+            min((walks[size][v] - walks[k][v]) / (size - k) for k in range(size) if walks[k][v] > -math.inf)
             for v in range(size)
             if walks[size][v] > -math.inf
         ),

@@ -1,0 +1,637 @@
+"""The placement tier's books: which pipeline is pinned to which nodes, and what that leaves for others.
+
+    policy.place(pipeline, view) ─▶ PlacementChoice | Refusal
+    ledger.admit(pipeline, choice) ─▶ Placement        ledger.depart(id) ─▶ nodes given back
+    policy.rebalance(view) ─▶ Relocations, each carried out by ledger.move(id, choice) at a step boundary
+
+A co-execution group owns its nodes: groups share none. All members train on the group's training nodes; each
+member is pinned to one or more of its rollout nodes. A rollout node leaves with its last member, so does a group.
+
+`GroupLoad` is one group's frozen summary. It is built anew from the members whenever they change, so sums
+never drift, and a policy can judge a candidate from it in constant time.
+
+Estimates are what the ledger reasons with. A pipeline without one counts as zero seconds: it stops no
+admission, and no SLO that involves it can be promised. Residency is by bytes where footprints are known; a cap
+on pipelines per group stands in where they are not.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from rlmux.core.cycles import PhaseLoad, has_separate_node_sets, meta_iteration_s
+from rlmux.core.errors import IllegalTransitionError, UserError
+from rlmux.core.model import (
+    AdmissionKind,
+    Cluster,
+    GroupId,
+    NodeId,
+    Phase,
+    Pipeline,
+    PipelineId,
+    Placement,
+    Pool,
+)
+
+MAX_PIPELINES_PER_GROUP = 5
+"""Stands in for host memory where footprints are unknown (the paper keeps 2 to 5 on a node of 1 to 2 TB)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlacementChoice:
+    """Where a policy wants a pipeline: existing nodes by name, new ones by number."""
+
+    kind: AdmissionKind
+    group: GroupId | None
+    """None founds a group."""
+    rollout_nodes: tuple[NodeId, ...] = ()
+    """Existing rollout nodes of the group to share."""
+    num_new_rollout_nodes: int = 0
+    train_nodes: tuple[NodeId, ...] = ()
+    """Existing training nodes of the group: all of them, as every member trains on the whole pool."""
+    num_new_train_nodes: int = 0
+    is_colocated: bool = False
+    """Rollouts run on all nodes taken, training nodes first; training on the first `num_train_nodes`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Refusal:
+    """Why a pipeline is not placed."""
+
+    reason: str
+    """One line, with the numbers."""
+    is_final: bool
+    """False: it may fit after a departure. True: it can never fit on this cluster."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Relocation:
+    """One pipeline's move, valid once the relocations listed before it are done."""
+
+    pipeline: PipelineId
+    choice: PlacementChoice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """A pipeline in its group."""
+
+    pipeline: Pipeline
+    placement: Placement
+
+    @property
+    def is_colocated(self) -> bool:
+        return set(self.placement.train_nodes) <= set(self.placement.rollout_nodes)
+
+    @property
+    def phase_load(self) -> PhaseLoad:
+        estimate = self.pipeline.estimate
+        if self.is_colocated and self.pipeline.colocated_estimate is not None:
+            estimate = self.pipeline.colocated_estimate
+        return PhaseLoad(
+            rollout_s=estimate.rollout_s if estimate else 0.0,
+            train_s=estimate.train_s if estimate else 0.0,
+            rollout_nodes=self.placement.rollout_nodes,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupLoad:
+    """One co-execution group as policies see it."""
+
+    id: GroupId
+    members: tuple[Member, ...]
+    """In order of admission, which is the cyclic order of the meta-iteration."""
+    rollout_nodes: tuple[NodeId, ...]
+    """In the order they joined the group."""
+    train_nodes: tuple[NodeId, ...]
+    rollout_loads_s: tuple[float, ...]
+    """Of one meta-iteration, by rollout node."""
+    train_load_s: float
+    cycle_s: float
+    """T_cycle: the longest solo step among the members."""
+    load_s: float
+    """T_load: the busiest node's work in one meta-iteration."""
+    period_s: float
+    """Of one strict meta-iteration: max(T_cycle, T_load), or more where rollout node sets overlap in part."""
+    budget_s: float
+    """The longest period that keeps every member's SLO; infinite where none is known."""
+    free_rollout_bytes: tuple[float, ...]
+    """Host memory left, by rollout node."""
+    free_train_bytes: float
+    """Host memory left on the fullest training node."""
+    num_without_footprint: int
+    is_colocated: bool
+    """A member rolls out on the training nodes; nobody can join."""
+    has_separate_node_sets: bool
+
+    @property
+    def is_saturated(self) -> bool:
+        """T_load >= T_cycle: no bubble is left (Algorithm 1 skips such groups)."""
+        return self.load_s >= self.cycle_s
+
+    @property
+    def num_members(self) -> int:
+        return len(self.members)
+
+    def period_with(
+        self, pipeline: Pipeline, rollout_nodes: Sequence[NodeId], num_new_rollout_nodes: int
+    ) -> float:
+        """The strict meta-iteration's seconds after the pipeline joined on these nodes."""
+        new = tuple(NodeId("(new)", index) for index in range(num_new_rollout_nodes))
+        nodes = (*rollout_nodes, *new)
+        estimate = pipeline.estimate
+        rollout_s, train_s = (estimate.rollout_s, estimate.train_s) if estimate else (0.0, 0.0)
+        if len(nodes) == 1 and self.has_separate_node_sets and self._is_alone_or_unshared(nodes[0]):
+            on_node_s = 0.0 if new else self.rollout_loads_s[self.rollout_nodes.index(nodes[0])]
+            return max(self.period_s, rollout_s + train_s, self.train_load_s + train_s, on_node_s + rollout_s)
+        newcomer = PhaseLoad(rollout_s=rollout_s, train_s=train_s, rollout_nodes=nodes)
+        return meta_iteration_s([*(member.phase_load for member in self.members), newcomer])
+
+    def _is_alone_or_unshared(self, node: NodeId) -> bool:
+        return all(
+            node not in member.placement.rollout_nodes or len(member.placement.rollout_nodes) == 1
+            for member in self.members
+        )
+
+    def keeps_slos_with(
+        self, pipeline: Pipeline, rollout_nodes: Sequence[NodeId], num_new_rollout_nodes: int
+    ) -> bool:
+        """Whether step slowdown period / T_solo stays within every member's SLO and the newcomer's."""
+        budget_s = min(self.budget_s, budget_of(pipeline))
+        if budget_s == math.inf:
+            return True
+        return self.period_with(pipeline, rollout_nodes, num_new_rollout_nodes) <= budget_s
+
+    def has_memory_for(self, pipeline: Pipeline, rollout_nodes: Sequence[NodeId]) -> bool:
+        """Residency by bytes on the shared nodes; by the cap among pipelines without footprints."""
+        if not has_footprint(pipeline) and self.num_without_footprint >= MAX_PIPELINES_PER_GROUP:
+            return False
+        if pipeline.footprint.train_host_bytes > self.free_train_bytes:
+            return False
+        need = pipeline.footprint.rollout_host_bytes
+        return all(need <= self.free_rollout_bytes[self.rollout_nodes.index(node)] for node in rollout_nodes)
+
+
+def solo_s(pipeline: Pipeline) -> float:
+    """T_solo, or 0 where nothing is known."""
+    return pipeline.estimate.solo_s if pipeline.estimate else 0.0
+
+
+def budget_of(pipeline: Pipeline) -> float:
+    """The longest step the pipeline accepts: SLO times T_solo; infinite where nothing is known."""
+    return pipeline.slo_slowdown * pipeline.estimate.solo_s if pipeline.estimate else math.inf
+
+
+def has_footprint(pipeline: Pipeline) -> bool:
+    return pipeline.footprint.rollout_host_bytes > 0 or pipeline.footprint.train_host_bytes > 0
+
+
+class PlacementView:
+    """What a policy may look at. It answers from the ledger and offers no way to change it."""
+
+    __slots__ = ("_ledger",)
+
+    def __init__(self, ledger: PlacementLedger) -> None:
+        self._ledger = ledger
+
+    @property
+    def cluster(self) -> Cluster:
+        return self._ledger.cluster
+
+    @property
+    def num_pipelines(self) -> int:
+        return self._ledger.num_pipelines
+
+    @property
+    def num_groups(self) -> int:
+        return self._ledger.num_groups
+
+    def groups(self) -> Iterator[GroupLoad]:
+        """Every group, oldest first."""
+        return self._ledger.groups()
+
+    def group(self, group_id: GroupId) -> GroupLoad:
+        return self._ledger.group(group_id)
+
+    def pipeline(self, pipeline_id: PipelineId) -> Pipeline:
+        return self._ledger.pipeline(pipeline_id)
+
+    def placement(self, pipeline_id: PipelineId) -> Placement:
+        return self._ledger.placement(pipeline_id)
+
+    def num_free_nodes(self, phase: Phase) -> float:
+        """Infinite for an unbounded pool, 0 where the cluster has no pool for the phase."""
+        return self._ledger.num_free_nodes(phase)
+
+    def num_nodes(self, phase: Phase) -> float:
+        """Free or not, without lost ones."""
+        return self._ledger.num_nodes(phase)
+
+    def usd_per_node_hour(self, phase: Phase) -> float:
+        pool = self._ledger.cluster.pool_for(phase)
+        return pool.usd_per_node_hour if pool else 0.0
+
+
+class PlacementLedger:
+    """Owns groups, pins, nodes and host memory; the only place where they change."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+        if cluster.pool_for(Phase.TRAIN) is None:
+            raise UserError(
+                f"cluster: no pool has phase 'train' (pools: {', '.join(cluster.pools) or 'none'}); "
+                "one is needed to place a pipeline"
+            )
+        self._nodes_by_pool = {name: _PoolNodes(pool) for name, pool in cluster.pools.items()}
+        self._groups: dict[GroupId, GroupLoad] = {}
+        self._group_of: dict[PipelineId, GroupId] = {}
+        self._next_group = 0
+        self._peak_by_pool = dict.fromkeys(cluster.pools, 0)
+
+    # reading
+
+    @property
+    def num_pipelines(self) -> int:
+        return len(self._group_of)
+
+    @property
+    def num_groups(self) -> int:
+        return len(self._groups)
+
+    def view(self) -> PlacementView:
+        return PlacementView(self)
+
+    def groups(self) -> Iterator[GroupLoad]:
+        """Every group, oldest first."""
+        return iter(self._groups.values())
+
+    def group(self, group_id: GroupId) -> GroupLoad:
+        return self._groups[group_id]
+
+    def __contains__(self, pipeline_id: PipelineId) -> bool:
+        return pipeline_id in self._group_of
+
+    def member(self, pipeline_id: PipelineId) -> Member:
+        if pipeline_id not in self._group_of:
+            raise IllegalTransitionError(f"pipeline {pipeline_id} is not placed")
+        group = self._groups[self._group_of[pipeline_id]]
+        return next(member for member in group.members if member.pipeline.id == pipeline_id)
+
+    def pipeline(self, pipeline_id: PipelineId) -> Pipeline:
+        return self.member(pipeline_id).pipeline
+
+    def placement(self, pipeline_id: PipelineId) -> Placement:
+        return self.member(pipeline_id).placement
+
+    def num_free_nodes(self, phase: Phase) -> float:
+        """Infinite for an unbounded pool, 0 where the cluster has no pool for the phase."""
+        pool = self.cluster.pool_for(phase)
+        return self._nodes_by_pool[pool.name].num_free if pool else 0
+
+    def num_nodes(self, phase: Phase) -> float:
+        """Free or not, without lost ones."""
+        pool = self.cluster.pool_for(phase)
+        return self._nodes_by_pool[pool.name].num_present if pool else 0
+
+    def num_nodes_in_use(self, pool: str) -> int:
+        return len(self._nodes_by_pool[pool].in_use)
+
+    @property
+    def peak_nodes_by_pool(self) -> Mapping[str, int]:
+        return dict(self._peak_by_pool)
+
+    @property
+    def usd_per_hour(self) -> float:
+        """Of all nodes in use."""
+        return sum(len(nodes.in_use) * nodes.pool.usd_per_node_hour for nodes in self._nodes_by_pool.values())
+
+    # changing
+
+    def admit(self, pipeline: Pipeline, choice: PlacementChoice) -> Placement:
+        """Pin the pipeline where the choice says. A choice that does not hold raises and changes nothing."""
+        if pipeline.id in self._group_of:
+            raise IllegalTransitionError(
+                f"pipeline {pipeline.id} is already placed in group {self._group_of[pipeline.id]}"
+            )
+        self._validate(pipeline, choice)
+        return self._pin(pipeline, choice)
+
+    def depart(self, pipeline_id: PipelineId) -> tuple[NodeId, ...]:
+        """Unpin the pipeline; returns the nodes nobody holds any more."""
+        member = self.member(pipeline_id)
+        group = self._groups[member.placement.group]
+        del self._group_of[pipeline_id]
+        staying = tuple(other for other in group.members if other.pipeline.id != pipeline_id)
+        if not staying:
+            del self._groups[group.id]
+            released = tuple(dict.fromkeys(group.rollout_nodes + group.train_nodes))
+        else:
+            still_pinned = {node for other in staying for node in other.placement.nodes}
+            still_pinned.update(group.train_nodes)
+            released = tuple(node for node in group.rollout_nodes if node not in still_pinned)
+            rollout_nodes = tuple(node for node in group.rollout_nodes if node in still_pinned)
+            self._store(group.id, staying, rollout_nodes, group.train_nodes)
+        for node in released:
+            self._nodes_by_pool[node.pool].give_back(node)
+        return released
+
+    def move(self, pipeline_id: PipelineId, choice: PlacementChoice) -> tuple[Placement, tuple[NodeId, ...]]:
+        """Depart and admit in one; returns the new placement and the nodes given back.
+
+        The choice is made against the books with the pipeline still in them, so it names neither a group nor
+        a node that its own departure removes. One that does not hold raises and changes nothing.
+        """
+        member = self.member(pipeline_id)
+        group = self._groups[member.placement.group]
+        released = self.depart(pipeline_id)
+        try:
+            self._validate(member.pipeline, choice)
+        except IllegalTransitionError:
+            self._undo_departure(pipeline_id, group, released)
+            raise
+        placement = self._pin(member.pipeline, choice)
+        return placement, tuple(node for node in released if node not in placement.nodes)
+
+    def lose_node(self, node: NodeId) -> tuple[PipelineId, ...]:
+        """The node is gone: nobody is placed on it until it is regained. Returns who is pinned to it."""
+        self._nodes_by_pool[node.pool].lose(node)
+        return tuple(
+            member.pipeline.id
+            for group in self._groups.values()
+            for member in group.members
+            if node in member.placement.nodes
+        )
+
+    def regain_node(self, node: NodeId) -> None:
+        """A lost node is back."""
+        self._nodes_by_pool[node.pool].regain(node)
+
+    # "all is well"
+
+    def check(self) -> None:
+        """Recompute everything from the pins and compare; raises with the difference."""
+        held: dict[NodeId, GroupId] = {}
+        for group_id, group in self._groups.items():
+            _require(bool(group.members), f"group {group_id} is empty")
+            _require(group.id == group_id, f"group {group_id} calls itself {group.id}")
+            _require(bool(group.train_nodes), f"group {group_id} has no training node")
+            for node in dict.fromkeys(group.rollout_nodes + group.train_nodes):
+                _require(node not in held, f"node {node} is held by groups {held.get(node)} and {group_id}")
+                held[node] = group_id
+            pinned = {node for member in group.members for node in member.placement.rollout_nodes}
+            _require(pinned == set(group.rollout_nodes), f"group {group_id}: rollout nodes without a pin")
+            for member in group.members:
+                name = member.pipeline.id
+                _require(
+                    self._group_of.get(name) == group_id, f"pipeline {name} is not filed under {group_id}"
+                )
+                _require(member.placement.group == group_id, f"pipeline {name} is pinned to another group")
+                _require(
+                    set(member.placement.train_nodes) <= set(group.train_nodes),
+                    f"pipeline {name} trains outside its group",
+                )
+            fresh = self._load_of(group_id, group.members, group.rollout_nodes, group.train_nodes)
+            _require(fresh == group, f"group {group_id}: the summary is stale")
+            _require(
+                min((group.free_train_bytes, *group.free_rollout_bytes)) >= 0,
+                f"group {group_id}: host memory is over-committed",
+            )
+        num_members = sum(len(group.members) for group in self._groups.values())
+        _require(num_members == len(self._group_of), "a pipeline is in two groups or in none")
+        for pool, nodes in self._nodes_by_pool.items():
+            mine = {node.index for node in held if node.pool == pool}
+            _require(mine == set(nodes.in_use), f"pool {pool}: nodes in use and nodes held differ")
+            nodes.check()
+            _require(self._peak_by_pool[pool] >= len(mine), f"pool {pool}: more nodes in use than the peak")
+
+    # helpers, in the order they are called
+
+    def _undo_departure(
+        self, pipeline_id: PipelineId, group: GroupLoad, released: tuple[NodeId, ...]
+    ) -> None:
+        is_gone = group.id not in self._groups
+        self._groups[group.id] = group
+        if is_gone:
+            self._groups = dict(sorted(self._groups.items()))
+        self._group_of[pipeline_id] = group.id
+        for node in released:
+            self._nodes_by_pool[node.pool].take_back(node)
+
+    def _validate(self, pipeline: Pipeline, choice: PlacementChoice) -> None:
+        story = f"pipeline {pipeline.id}: the choice {choice}"
+        for phase, count in (
+            (Phase.ROLLOUT, choice.num_new_rollout_nodes),
+            (Phase.TRAIN, choice.num_new_train_nodes),
+        ):
+            free = self.num_free_nodes(phase)
+            if not 0 <= count <= free:
+                raise IllegalTransitionError(f"{story} takes {count} new {phase} nodes; {free} are free")
+            pool = self.cluster.pool_for(phase)
+            need = self._host_bytes(pipeline, phase, choice.is_colocated)
+            if count and pool and need > pool.host_memory_bytes:
+                raise IllegalTransitionError(
+                    f"{story} needs {need:.0f} bytes on a {phase} node of {pool.host_memory_bytes:.0f}"
+                )
+        if choice.group is None:
+            self._validate_founding(choice, story)
+        else:
+            self._validate_joining(pipeline, choice, story)
+
+    def _validate_founding(self, choice: PlacementChoice, story: str) -> None:
+        if choice.rollout_nodes or choice.train_nodes:
+            raise IllegalTransitionError(f"{story} founds a group but names nodes that others hold")
+        if choice.num_new_train_nodes + (choice.num_new_rollout_nodes if choice.is_colocated else 0) < 1:
+            raise IllegalTransitionError(f"{story} founds a group without a training node")
+        if not choice.is_colocated and choice.num_new_rollout_nodes < 1:
+            raise IllegalTransitionError(f"{story} founds a group without a rollout node")
+
+    def _validate_joining(self, pipeline: Pipeline, choice: PlacementChoice, story: str) -> None:
+        group = self._groups.get(choice.group) if choice.group is not None else None
+        if group is None:
+            raise IllegalTransitionError(f"{story} joins a group that does not exist")
+        if choice.is_colocated or group.is_colocated:
+            raise IllegalTransitionError(f"{story} shares nodes that hold both phases of one pipeline")
+        if choice.num_new_train_nodes or choice.train_nodes != group.train_nodes:
+            raise IllegalTransitionError(
+                f"{story}: a group's training nodes are {group.train_nodes}, all or none"
+            )
+        unknown = [node for node in choice.rollout_nodes if node not in group.rollout_nodes]
+        if unknown or len(set(choice.rollout_nodes)) != len(choice.rollout_nodes):
+            raise IllegalTransitionError(f"{story}: group {group.id} has rollout nodes {group.rollout_nodes}")
+        if len(choice.rollout_nodes) + choice.num_new_rollout_nodes < 1:
+            raise IllegalTransitionError(f"{story} names no rollout node")
+        if not group.has_memory_for(pipeline, choice.rollout_nodes):
+            raise IllegalTransitionError(f"{story}: group {group.id} has no memory for it")
+
+    def _pin(self, pipeline: Pipeline, choice: PlacementChoice) -> Placement:
+        rollout_new = self._take(Phase.ROLLOUT, choice.num_new_rollout_nodes)
+        train_new = self._take(Phase.TRAIN, choice.num_new_train_nodes)
+        if choice.group is None:
+            group_id = GroupId(self._next_group)
+            self._next_group += 1
+            members: tuple[Member, ...] = ()
+            group_rollout: tuple[NodeId, ...] = ()
+            group_train = train_new
+        else:
+            group_id = choice.group
+            group = self._groups[group_id]
+            members, group_rollout, group_train = group.members, group.rollout_nodes, group.train_nodes
+        rollout_nodes = choice.rollout_nodes + rollout_new
+        if choice.is_colocated:
+            rollout_nodes = train_new + rollout_new
+            group_train = rollout_nodes[: pipeline.num_train_nodes]
+        placement = Placement(group=group_id, rollout_nodes=rollout_nodes, train_nodes=group_train)
+        self._group_of[pipeline.id] = group_id
+        self._store(
+            group_id,
+            (*members, Member(pipeline=pipeline, placement=placement)),
+            tuple(dict.fromkeys(group_rollout + rollout_nodes)),
+            group_train,
+        )
+        return placement
+
+    def _take(self, phase: Phase, count: int) -> tuple[NodeId, ...]:
+        pool = self.cluster.pool_for(phase)
+        if pool is None or count == 0:
+            return ()
+        nodes = self._nodes_by_pool[pool.name]
+        taken = tuple(nodes.take() for _ in range(count))
+        self._peak_by_pool[pool.name] = max(self._peak_by_pool[pool.name], len(nodes.in_use))
+        return taken
+
+    def _store(
+        self,
+        group_id: GroupId,
+        members: tuple[Member, ...],
+        rollout_nodes: tuple[NodeId, ...],
+        train_nodes: tuple[NodeId, ...],
+    ) -> None:
+        self._groups[group_id] = self._load_of(group_id, members, rollout_nodes, train_nodes)
+
+    def _load_of(
+        self,
+        group_id: GroupId,
+        members: tuple[Member, ...],
+        rollout_nodes: tuple[NodeId, ...],
+        train_nodes: tuple[NodeId, ...],
+    ) -> GroupLoad:
+        loads = [member.phase_load for member in members]
+        rollout_s = dict.fromkeys(rollout_nodes, 0.0)
+        held_bytes = dict.fromkeys(rollout_nodes + train_nodes, 0.0)
+        for member, load in zip(members, loads, strict=True):
+            footprint = member.pipeline.footprint
+            for node in member.placement.rollout_nodes:
+                rollout_s[node] += load.rollout_s
+                held_bytes[node] += footprint.rollout_host_bytes
+            for node in member.placement.train_nodes:
+                held_bytes[node] += footprint.train_host_bytes
+        train_s = sum(load.train_s for load in loads)
+        cycle = max(load.solo_s for load in loads)
+        busiest = max(train_s, *rollout_s.values())
+        is_separate = has_separate_node_sets([load.rollout_nodes for load in loads])
+        free = {
+            node: self.cluster.pools[node.pool].host_memory_bytes - held_bytes[node] for node in held_bytes
+        }
+        return GroupLoad(
+            id=group_id,
+            members=members,
+            rollout_nodes=rollout_nodes,
+            train_nodes=train_nodes,
+            rollout_loads_s=tuple(rollout_s.values()),
+            train_load_s=train_s,
+            cycle_s=cycle,
+            load_s=busiest,
+            period_s=max(cycle, busiest) if is_separate else meta_iteration_s(loads),
+            budget_s=min(budget_of(member.pipeline) for member in members),
+            free_rollout_bytes=tuple(free[node] for node in rollout_nodes),
+            free_train_bytes=min(free[node] for node in train_nodes),
+            num_without_footprint=sum(not has_footprint(member.pipeline) for member in members),
+            is_colocated=any(member.is_colocated for member in members),
+            has_separate_node_sets=is_separate,
+        )
+
+    @staticmethod
+    def _host_bytes(pipeline: Pipeline, phase: Phase, is_colocated: bool) -> float:
+        footprint = pipeline.footprint
+        if is_colocated:
+            return footprint.rollout_host_bytes + footprint.train_host_bytes
+        return footprint.rollout_host_bytes if phase is Phase.ROLLOUT else footprint.train_host_bytes
+
+
+class _PoolNodes:
+    """A pool's nodes: the lowest free number is taken first; an unbounded pool counts on as needed."""
+
+    def __init__(self, pool: Pool) -> None:
+        self.pool = pool
+        self.in_use: dict[int, None] = {}
+        self._returned: list[int] = []
+        self._next = 0
+        self._lost: dict[int, None] = {}
+
+    @property
+    def num_present(self) -> float:
+        return math.inf if self.pool.num_nodes is None else self.pool.num_nodes - len(self._lost)
+
+    @property
+    def num_free(self) -> float:
+        if self.pool.num_nodes is None:
+            return math.inf
+        num_lost_unused = sum(index not in self.in_use for index in self._lost)
+        return self.pool.num_nodes - len(self.in_use) - num_lost_unused
+
+    def take(self) -> NodeId:
+        while True:
+            index = heapq.heappop(self._returned) if self._returned else self._count_on()
+            if index not in self._lost:
+                self.in_use[index] = None
+                return NodeId(self.pool.name, index)
+
+    def _count_on(self) -> int:
+        self._next += 1
+        return self._next - 1
+
+    def give_back(self, node: NodeId) -> None:
+        del self.in_use[node.index]
+        if node.index not in self._lost:
+            heapq.heappush(self._returned, node.index)
+
+    def lose(self, node: NodeId) -> None:
+        if node.index in self._lost:
+            raise IllegalTransitionError(f"node {node} was lost before and has not joined again")
+        self._lost[node.index] = None
+        self._returned = [index for index in self._returned if index != node.index]
+        heapq.heapify(self._returned)
+
+    def regain(self, node: NodeId) -> None:
+        if node.index not in self._lost:
+            raise IllegalTransitionError(f"node {node} joins but was never lost")
+        del self._lost[node.index]
+        if node.index < self._next and node.index not in self.in_use:
+            heapq.heappush(self._returned, node.index)
+
+    def take_back(self, node: NodeId) -> None:
+        """Undo the giving back of this very node."""
+        self._returned = [index for index in self._returned if index != node.index]
+        heapq.heapify(self._returned)
+        self.in_use[node.index] = None
+
+    def check(self) -> None:
+        free = set(self._returned)
+        _require(len(free) == len(self._returned), f"pool {self.pool.name}: a free node is listed twice")
+        _require(not free & set(self.in_use), f"pool {self.pool.name}: a node is free and in use")
+        _require(not free & set(self._lost), f"pool {self.pool.name}: a lost node is free")
+        known = free | set(self.in_use) | {index for index in self._lost if index < self._next}
+        _require(known == set(range(self._next)), f"pool {self.pool.name}: a node is nowhere")
+        _require(
+            self.pool.num_nodes is None or self._next <= self.pool.num_nodes,
+            f"pool {self.pool.name}: more nodes handed out than there are",
+        )
+
+
+def _require(is_so: bool, otherwise: str) -> None:
+    if not is_so:
+        raise IllegalTransitionError(f"placement books: {otherwise}")

@@ -1,0 +1,43 @@
+"""Policies: strangers that look at frozen views and return choices.
+
+    place(pipeline, view)   which group and nodes a pipeline gets           placement tier
+    rebalance(view)         which placed pipelines had better move          placement tier, after each change
+    dispatch(view)          which ready work starts on which free device    group tier
+
+One file each; `POLICIES` maps the name a user types to the class. To add one, write its file and its line here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Protocol
+
+from rlmux.core.model import Pipeline
+from rlmux.core.placement import PlacementChoice, PlacementView, Refusal, Relocation
+
+if TYPE_CHECKING:
+    from rlmux.core.views import Choice, GroupView
+
+
+class Policy(Protocol):
+    """What the scheduler asks."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def reacts_to_progress(self) -> bool:
+        """Whether dispatch is asked again at every ChunkFinished."""
+        ...
+
+    def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
+        """Where the pipeline goes, or why it does not."""
+        ...
+
+    def rebalance(self, view: PlacementView) -> tuple[Relocation, ...]:
+        """Moves that make the placement cheaper, each valid once those before it are done. Most policies: none."""
+        ...
+
+    def dispatch(self, view: GroupView) -> Iterable[Choice]:
+        """What starts, pauses or moves in this group now."""
+        ...
