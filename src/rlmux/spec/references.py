@@ -1,0 +1,83 @@
+"""Does what a file points at exist: a checkpoint, rows, a reward function? Nothing is imported to know."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+from difflib import get_close_matches
+from pathlib import Path
+
+from rlmux.core.errors import UserError
+
+_ROW_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
+
+
+def check_checkpoint(folder: Path) -> None:
+    """Raises UserError unless this looks like a Hugging Face checkpoint."""
+    accepted = "accepted: a Hugging Face checkpoint folder with config.json and *.safetensors"
+    if not folder.is_dir():
+        raise UserError(f"no such folder ({folder}); {accepted}")
+    if not (folder / "config.json").is_file():
+        raise UserError(f"the folder has no config.json ({folder}); {accepted}")
+    if not any(folder.glob("*.safetensors")):
+        raise UserError(f"the folder has no *.safetensors ({folder}); {accepted}")
+
+
+def check_rows_file(path: Path) -> None:
+    """Raises UserError unless this is a file of rows, by its name."""
+    if path.suffix not in _ROW_SUFFIXES:
+        raise UserError("not a file of rows by its name; accepted: .jsonl or .parquet")
+    if not path.is_file():
+        raise UserError(f"no such file ({path}); accepted: a .jsonl or .parquet file")
+
+
+def check_function(reference: str, folder: Path) -> None:
+    """Raises UserError unless `module:function` is beside the file or in an installed package."""
+    module, _, function = reference.partition(":")
+    source = _beside(module, folder)
+    if source is None:
+        if not _is_installed(module):
+            file = folder.joinpath(*module.split(".")).with_suffix(".py")
+            raise UserError(f"no module {module!r}; accepted: an installed one, or the file {file}")
+        return
+    try:
+        names = _top_level_names(source)
+    except SyntaxError as error:
+        raise UserError(f"{source}, line {error.lineno}: not Python: {error.msg}") from None
+    if names is not None and function not in names:
+        close = get_close_matches(function, names, n=1)
+        hint = f"nearest: {close[0]}; " if close else ""
+        accepted = ", ".join(names) or "none, it is empty"
+        raise UserError(f"{source} has no {function!r}; {hint}accepted: {accepted}")
+
+
+def _beside(module: str, folder: Path) -> Path | None:
+    stem = folder.joinpath(*module.split("."))
+    candidates = (stem.with_suffix(".py"), stem / "__init__.py")
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def _is_installed(module: str) -> bool:
+    """Of a dotted name the first part is enough: finding the rest would import it."""
+    try:
+        return importlib.util.find_spec(module.partition(".")[0]) is not None
+    except ValueError:
+        return True
+
+
+def _top_level_names(source: Path) -> list[str] | None:
+    """What the module could offer as a function; None where a star import hides it."""
+    names: list[str] = []
+    for statement in ast.parse(source.read_text(encoding="utf-8")).body:
+        match statement:
+            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+                names.append(name)
+            case ast.Assign(targets=targets):
+                names += [target.id for target in targets if isinstance(target, ast.Name)]
+            case ast.Import(names=aliases) | ast.ImportFrom(names=aliases):
+                if any(alias.name == "*" for alias in aliases):
+                    return None
+                names += [alias.asname or alias.name.partition(".")[0] for alias in aliases]
+            case ast.If() | ast.Try() | ast.With():
+                return None
+    return names
