@@ -1,0 +1,236 @@
+"""Events and actions as JSON text and back, without pickle.
+
+    StageFinished(time_s=2.5, order=7, ...)  ──encode──▶  {"type":"StageFinished","time_s":2.5,"order":7,...}
+                                             ◀──decode──
+
+Only the outermost value carries its type: what lies inside is known from the field's annotation. Ids and
+other named tuples are arrays, enums are their values, a float that JSON cannot hold is "inf", "-inf" or
+"nan". Every field is written, so that a later change of a default does not change an old log's meaning.
+Reading is strict about what it knows (an unknown type or field, or a value of the wrong kind, is a LogError
+that names it) and lenient about what it may not know yet: a field that the text lacks takes its default, so a
+log outlives additive changes of the core.
+
+The fast path of `encode` is one pass of the C encoder over a flat dict: events have no nested values.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+import types
+import typing
+from collections.abc import Callable, Mapping
+from enum import Enum
+from typing import Any
+
+from rlmux.core.actions import Action
+from rlmux.core.errors import LogError
+from rlmux.core.events import Event
+
+NONFINITE = ("inf", "-inf", "nan")
+"""How floats outside JSON are written; `float(text)` reads them back."""
+
+
+def encode(value: Event | Action) -> str:
+    """The value as one line of JSON; the same value always gives the same text."""
+    kind = type(value)
+    names = _FIELDS.get(kind)
+    if names is None:
+        raise LogError(f"the log cannot hold a {kind.__name__}: it is neither an event nor an action")
+    fields: dict[str, Any] = {"type": kind.__name__}
+    for name in names:
+        fields[name] = getattr(value, name)
+    return dumps(fields)
+
+
+def decode(text: str) -> Event | Action:
+    """The value that `encode` was given."""
+    fields = loads(text)
+    if not isinstance(fields, dict) or not isinstance(name := fields.pop("type", None), str):
+        raise LogError(f"not an event or action: {text[:80]!r}")
+    kind = _TYPE_BY_NAME.get(name)
+    if kind is None:
+        raise LogError(f"unknown event or action type {name!r} in the log")
+    return typing.cast("Event | Action", _reader(kind)(fields, name))
+
+
+def dumps(value: Any) -> str:
+    """Compact JSON of plain values, dataclasses, enums and numbers that know how to become Python's (numpy,
+    torch)."""
+    try:
+        return _ENCODER.encode(value)
+    except ValueError:
+        return _ENCODER.encode(_without_nonfinite(value))
+
+
+def loads(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError as error:
+        raise LogError(f"not JSON: {text[:80]!r} ({error})") from None
+
+
+def _plain(value: Any) -> Any:
+    """What the C encoder cannot write itself."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
+    if isinstance(value, Mapping):
+        return dict(value)
+    if hasattr(value, "item"):
+        return value.item()
+    if isinstance(value, Enum) or hasattr(value, "__fspath__"):
+        return str(value)
+    raise LogError(f"the log cannot hold a {type(value).__name__}: {str(value)[:80]!r}")
+
+
+def _without_nonfinite(value: Any) -> Any:
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else str(float(value))
+    if isinstance(value, str | int | None):
+        return value
+    if isinstance(value, Mapping):
+        return {key: _without_nonfinite(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_without_nonfinite(item) for item in value]
+    return _without_nonfinite(_plain(value))
+
+
+_ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False, ensure_ascii=False, default=_plain)
+_TYPE_BY_NAME: dict[str, type] = {
+    kind.__name__: kind for kind in typing.get_args(Event) + typing.get_args(Action)
+}
+_FIELDS: dict[type, tuple[str, ...]] = {
+    kind: tuple(field.name for field in dataclasses.fields(kind)) for kind in _TYPE_BY_NAME.values()
+}
+
+Reader = Callable[[Any, str], Any]
+"""From a JSON value and the path to it (for the error) to the typed value."""
+
+_READERS: dict[Any, Reader] = {}
+
+
+def _reader(hint: Any) -> Reader:
+    """The reader of one annotation, made once."""
+    reader = _READERS.get(hint)
+    if reader is None:
+        reader = _READERS[hint] = _make_reader(hint)
+    return reader
+
+
+def _make_reader(hint: Any) -> Reader:
+    if hasattr(hint, "__supertype__"):
+        return _reader(hint.__supertype__)
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (types.UnionType, typing.Union):
+        return _read_optional(*(_reader(arg) for arg in args if arg is not types.NoneType))
+    if origin is tuple and len(args) == 2 and args[1] is Ellipsis:
+        return _read_tuple(_reader(args[0]))
+    if isinstance(hint, type):
+        if hint in _SCALARS:
+            return _SCALARS[hint]
+        if issubclass(hint, Enum):
+            return _read_enum(hint)
+        if dataclasses.is_dataclass(hint):
+            return _read_dataclass(hint)
+        if issubclass(hint, tuple):
+            return _read_named_tuple(hint)
+    raise TypeError(f"the codec has no rule for {hint!r}")
+
+
+def _wrong(value: Any, path: str, wanted: str) -> LogError:
+    return LogError(f"{path} is {value!r} in the log; it must be {wanted}")
+
+
+def _read_float(value: Any, path: str) -> float:
+    if type(value) is float:
+        return value
+    if type(value) is int or value in NONFINITE:
+        return float(value)
+    raise _wrong(value, path, "a number")
+
+
+def _read_int(value: Any, path: str) -> int:
+    if type(value) is int:
+        return value
+    raise _wrong(value, path, "an integer")
+
+
+def _read_str(value: Any, path: str) -> str:
+    if type(value) is str:
+        return value
+    raise _wrong(value, path, "text")
+
+
+def _read_bool(value: Any, path: str) -> bool:
+    if type(value) is bool:
+        return value
+    raise _wrong(value, path, "true or false")
+
+
+_SCALARS: dict[type, Reader] = {float: _read_float, int: _read_int, str: _read_str, bool: _read_bool}
+
+
+def _read_optional(reader: Reader) -> Reader:
+    return lambda value, path: None if value is None else reader(value, path)
+
+
+def _read_tuple(reader: Reader) -> Reader:
+    def read(value: Any, path: str) -> tuple[Any, ...]:
+        if type(value) is not list:
+            raise _wrong(value, path, "a list")
+        return tuple([reader(item, path) for item in value])
+
+    return read
+
+
+def _read_enum(kind: type[Enum]) -> Reader:
+    by_value = {member.value: member for member in kind}
+
+    def read(value: Any, path: str) -> Enum:
+        try:
+            return by_value[value]
+        except (KeyError, TypeError):
+            raise _wrong(value, path, "one of " + ", ".join(map(str, by_value))) from None
+
+    return read
+
+
+def _read_named_tuple(kind: Any) -> Reader:
+    readers = [_reader(hint) for hint in typing.get_type_hints(kind).values()]
+
+    def read(value: Any, path: str) -> Any:
+        if type(value) is not list or len(value) != len(readers):
+            raise _wrong(value, path, f"a list of {len(readers)}, a {kind.__name__}")
+        return kind(*[reader(item, path) for reader, item in zip(readers, value, strict=True)])
+
+    return read
+
+
+def _read_dataclass(kind: Any) -> Reader:
+    hints = typing.get_type_hints(kind)
+    readers = {field.name: _reader(hints[field.name]) for field in dataclasses.fields(kind)}
+    required = [
+        field.name
+        for field in dataclasses.fields(kind)
+        if field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+    ]
+
+    def read(value: Any, path: str) -> Any:
+        if type(value) is not dict:
+            raise _wrong(value, path, f"the fields of a {kind.__name__}")
+        fields = {}
+        for name, item in value.items():
+            reader = readers.get(name)
+            if reader is None:
+                raise LogError(f"unknown field {name!r} of {kind.__name__} in the log")
+            fields[name] = reader(item, f"{path}.{name}")
+        for name in required:
+            if name not in fields:
+                raise LogError(f"{kind.__name__} lacks its field {name!r} in the log")
+        try:
+            return kind(**fields)
+        except ValueError as error:
+            raise LogError(f"a {kind.__name__} in the log is not valid: {error}") from None
+
+    return read
