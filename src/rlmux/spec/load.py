@@ -89,8 +89,8 @@ class Spec:
 
     source: str
     """The file, as the user named it."""
-    folder: Path
-    """Where it lies: reward modules are looked up here first."""
+    code_folder: Path
+    """Belongs at the front of the module search path of every pipeline's host process."""
     cluster: Cluster
     policy: str
     pipelines: tuple[PipelineSpec, ...]
@@ -221,6 +221,7 @@ class _Builder:
         self._root = root
         self._file = file
         self._folder = folder
+        self._code_folder = folder if file.code_folder is None else self._absolute(file.code_folder)
         self._purpose = purpose
         self._check_task = check_task
         self._policies = policies
@@ -228,6 +229,10 @@ class _Builder:
     def build(self, source: str) -> Spec:
         self._check_policy()
         self._check_names()
+        if not self._code_folder.is_dir():
+            raise self._error(
+                ["code_folder"], f"is {self._file.code_folder!r}; accepted: a folder that exists"
+            )
         pools = self._file.cluster.pools
         cluster = Cluster(pools={name: self._pool(name, pool) for name, pool in pools.items()})
         pipelines = tuple(
@@ -235,7 +240,7 @@ class _Builder:
         )
         return Spec(
             source=source,
-            folder=self._folder,
+            code_folder=self._code_folder,
             cluster=cluster,
             policy=self._file.policy,
             pipelines=pipelines,
@@ -396,7 +401,7 @@ class _Builder:
                 raise self._error((*path, "path"), f"is {given.path!r}: {error}") from None
         if given.reward is not None:
             try:
-                references.check_function(given.reward, self._folder)
+                references.check_function(given.reward, self._code_folder)
             except UserError as error:
                 raise self._error((*path, "reward"), f"is {given.reward!r}: {error}") from None
         config = TaskConfig(
@@ -430,6 +435,7 @@ class _Builder:
     def _resolved(self) -> str:
         """Every key written out, so that a later rlmux with other default values trains the same."""
         plain: dict[str, Any] = self._file.model_dump(exclude_none=True)
+        plain["code_folder"] = str(self._code_folder)
         for pipeline in plain["pipelines"]:
             for section in ("model", "task"):
                 if "path" in pipeline.get(section, {}):

@@ -7,7 +7,7 @@
                                               estimate, footprint
 
 Names are those of `rl/config.py` and `core/model.py`, where a count drops its `num_`. Default values are theirs
-too, read from the dataclasses, so that there is one of each. Types are strict: "5" is text.
+too, read from the dataclasses, so that there is one of each. Types are strict.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class PoolModel(_Mapping):
     devices: Count | None = None
     """How many devices this machine lends to the pool: GPUs, or else CPU cores. Each is placed by itself."""
     nodes: Count | None = None
-    """How many whole nodes there are; each takes one worker. With neither `devices` nor `nodes`: unlimited (`plan`, `simulate`)."""
+    """How many whole nodes there are; each takes one worker. Without `devices` and `nodes`: unlimited (to plan)."""
     gpus_per_node: Count = 1
     """GPUs of one node, for counting and billing."""
     usd_per_gpu_hour: float = Field(default=0.0, ge=0)
@@ -167,7 +167,7 @@ class TaskModel(_Mapping):
         pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$",
         json_schema_extra={"accepted": "module:function, such as my_rewards:score"},
     )
-    """`module:function` with verl's or TRL's signature, beside this file or installed; without: the task's."""
+    """`module:function` with verl's or TRL's signature, in `code_folder` or installed; without: the task's."""
     reward_timeout_s: Seconds = _TASK.reward_timeout_s
     """A reward or environment call that takes longer fails its pipeline."""
 
@@ -325,6 +325,8 @@ class SpecFile(_Mapping):
 
     cluster: ClusterModel
     """The devices there are."""
+    code_folder: str | None = None
+    """Where reward modules are looked up, relative to this file; without: the file's own folder."""
     policy: str = "rollmux"
     """Who decides, where the command line names nobody else (docs/policies.md)."""
     pipelines: list[PipelineModel] = Field(min_length=1)
