@@ -26,6 +26,7 @@ from rlmux.core.actions import (
     Pause,
     Refuse,
     Release,
+    Replace,
     RunStage,
     SetTimer,
     Switch,
@@ -87,12 +88,12 @@ class Scheduler:
         self.cluster = cluster
         self.policy = policy
         self.ledger = PlacementLedger(cluster)
+        self._placement_view = self.ledger.view()
         self._state = SchedulerState()
         self._waiting: dict[PipelineId, PipelineRun] = {}
         self._views: dict[int, GroupView] = {}
         self._actions: list[Action] = []
         self._story: deque[Event] = deque(maxlen=_STORY_LENGTH)
-        self._placement_changes = 0
         self._handlers: dict[type, Callable[[Any], None]] = {
             PipelineSubmitted: self._on_submitted,
             PipelineCancelled: self._on_cancelled,
@@ -172,7 +173,7 @@ class Scheduler:
         self._leave(run)
 
     def _try_to_place(self, run: PipelineRun) -> None:
-        choice = self.policy.place(run.pipeline, self.ledger)
+        choice = self.policy.place(run.pipeline, self._placement_view)
         if isinstance(choice, Refusal):
             if choice.is_final:
                 del self._waiting[run.pipeline.id]
@@ -213,11 +214,31 @@ class Scheduler:
         """The pipeline is over: its nodes go back, whoever waits is tried again, its group goes on."""
         group = self._unpin(run)
         self.ledger.depart(run.pipeline.id)
-        self._placement_changes += 1
         self._actions.append(Release(pipeline=run.pipeline.id))
         self._place_waiting()
+        self._rebalance()
         if group.members:
             self._dispatch(group)
+
+    def _rebalance(self) -> None:
+        """Let the policy move pipelines into what has become free. The move itself waits for a step boundary."""
+        for relocation in self.policy.rebalance(self._placement_view):
+            placement, _ = self.ledger.move(relocation.pipeline, relocation.choice)
+            run = self._state.runs[relocation.pipeline]
+            run.next_placement = None if placement == run.placement else placement
+            if run.next_placement is not None and not run.open_shares:
+                self._open_rollout(run)
+
+    def _relocate(self, run: PipelineRun) -> None:
+        """Between two steps: leave the old nodes, join the new ones."""
+        placement = run.next_placement
+        assert placement is not None
+        run.next_placement = None
+        old = self._unpin(run)
+        self._join(run, placement)
+        self._actions.append(Replace(pipeline=run.pipeline.id, placement=placement))
+        if old.members:
+            self._dispatch(old)
 
     def _unpin(self, run: PipelineRun) -> GroupState:
         assert run.placement is not None
@@ -233,6 +254,7 @@ class Scheduler:
         if not group.members:
             del self._state.groups[group.id]
             del self._views[group.id]
+        run.placement = None
         run.rounds.clear()
         run.host_resident.clear()
         return group
@@ -258,6 +280,10 @@ class Scheduler:
         """Open the next step's rollout as soon as the version that it must sample from is published."""
         pipeline = run.pipeline
         step = run.rollout_step + 1
+        if run.next_placement is not None:
+            if run.open_shares or run.train_work is not None or self._orders_of(run):
+                return  # a later end of one of these comes back here
+            self._relocate(run)
         if run.open_shares or (pipeline.num_steps is not None and step > pipeline.num_steps):
             return
         if run.published_version < _rollout_version(pipeline, step):
@@ -418,13 +444,16 @@ class Scheduler:
 
     def _on_node_lost(self, event: NodeLost) -> None:
         """Pipelines pinned to the node go back to waiting, from their last published version."""
-        self.ledger.lose_node(event.node)
-        pinned = [
-            run for run in self._state.runs.values()
-            if run.status is PipelineStatus.RUNNING and run.placement is not None and event.node in run.placement.nodes
-        ]  # fmt: skip
+        lost = dict.fromkeys(self.ledger.lose_node(event.node))
+        lost.update(
+            (run.pipeline.id, None)
+            for run in self._state.runs.values()
+            if run.placement is not None and event.node in run.placement.nodes
+        )
         groups: dict[int, GroupState] = {}
-        for run in pinned:
+        for pipeline in lost:
+            run = self._state.runs[pipeline]
+            run.next_placement = None
             for order in self._orders_of(run):
                 self._end_order(order)
             group = self._unpin(run)

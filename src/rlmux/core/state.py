@@ -91,6 +91,8 @@ class PipelineRun:
     status: PipelineStatus = PipelineStatus.WAITING
     reason: str = ""
     placement: Placement | None = None
+    next_placement: Placement | None = None
+    """Where it goes at its next step boundary; the ledger counts it there already."""
     rollout_devices: tuple[DeviceId, ...] = ()
     train_devices: tuple[DeviceId, ...] = ()
     rollout_step: int = 0

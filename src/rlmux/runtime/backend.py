@@ -1,0 +1,59 @@
+"""What the controller needs of whatever runs the workers: an action in, the event that ends it out.
+
+    controller ── execute(action) ──▶ Backend        starts it, never waits for it
+    controller ◀── poll(timeout) ──── Backend        what has happened since
+
+Implementations: `local` (processes on this machine), `fake` (virtual durations, for tests of the controller), and
+`ray_backend` where that extra is installed. All pass the same conformance tests.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from rlmux.core.actions import Action
+from rlmux.core.events import Event
+from rlmux.core.model import Pipeline, PipelineId
+from rlmux.rl.config import TrainingPlan
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Note:
+    """Something for people and reports that no decision depends on."""
+
+    type: str
+    """`step`, `failure`, `worker`, `checkpoint`."""
+    fields: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submission:
+    """A pipeline as the runtime gets it: what the scheduler knows, and what the workers need."""
+
+    pipeline: Pipeline
+    plan: TrainingPlan
+    submit_at_s: float = 0.0
+
+
+class Backend(Protocol):
+    """Carries out actions. Time is the backend's own: seconds since the run began, never going back."""
+
+    def now_s(self) -> float:
+        """Seconds since the run began."""
+
+    def add_pipeline(self, submission: Submission) -> None:
+        """Make a pipeline known, before the scheduler hears of it."""
+
+    def execute(self, action: Action) -> None:
+        """Begin to carry out an action; an event from `poll` ends it."""
+
+    def poll(self, timeout_s: float) -> tuple[Sequence[Event], Sequence[Note]]:
+        """What happened, oldest first; waits up to `timeout_s` if nothing has."""
+
+    def weights_sha256(self, pipeline: PipelineId) -> str | None:
+        """Of the newest published version; None before the first."""
+
+    def close(self) -> None:
+        """End every worker. Safe to call twice."""

@@ -1,0 +1,115 @@
+"""The loop in real time: what happened, what to do about it, do it.
+
+    backend ── events ──▶ scheduler.handle ──▶ log (event and its actions, one transaction) ──▶ backend.execute
+       ▲                                                                                            │
+       └────────────────────────────────────────────────────────────────────────────────────────────┘
+
+Nothing is done before it is in the log. The loop holds no state of its own beyond the submissions and timers that
+are not due yet.
+"""
+
+from __future__ import annotations
+
+import heapq
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from rlmux.core.actions import Action, SetTimer
+from rlmux.core.errors import IllegalTransitionError
+from rlmux.core.events import Event, PipelineSubmitted, TimerFired
+from rlmux.core.scheduler import Scheduler
+from rlmux.report.log import RunLog
+from rlmux.runtime.backend import Backend, Note, Submission
+
+_POLL_S = 0.25
+
+
+class Listener(Protocol):
+    """Someone who watches a run: a live display, a metrics writer."""
+
+    def update(
+        self, now_s: float, events: Sequence[Event], actions: Sequence[Action], notes: Sequence[Note]
+    ) -> None: ...
+
+
+class Controller:
+    """Drives one scheduler with one backend until every pipeline is over or someone asks it to stop."""
+
+    def __init__(
+        self, scheduler: Scheduler, backend: Backend, log: RunLog | None, listeners: Sequence[Listener] = ()
+    ) -> None:
+        self._scheduler = scheduler
+        self._backend = backend
+        self._log = log
+        self._listeners = listeners
+        self._timers: list[float] = []
+        self._is_stopping = False
+        self.control_s = 0.0
+        """CPU seconds of deciding, logging and passing on; waiting left out."""
+
+    def stop(self) -> None:
+        """End the loop at the next safe point. May be called from a signal handler."""
+        self._is_stopping = True
+
+    def run(self, submissions: Sequence[Submission], *, until: Callable[[], bool] = lambda: False) -> bool:
+        """Returns True when every pipeline is over, False when it was stopped before."""
+        waiting = sorted(submissions, key=lambda submission: submission.submit_at_s)
+        for submission in waiting:
+            self._backend.add_pipeline(submission)
+        while not self._is_stopping and not until():
+            due = self._due(waiting)
+            if not waiting and not due and self._scheduler.is_idle():
+                return True
+            events, notes = ((), ()) if due else self._backend.poll(self._patience(waiting))
+            self._step([*due, *events], notes)
+        return False
+
+    def _step(self, events: Sequence[Event], notes: Sequence[Note]) -> None:
+        """One turn of the loop."""
+        start_s = time.thread_time()
+        actions: list[Action] = []
+        for event in events:
+            orders = self._scheduler.handle(event)
+            if self._log is not None:
+                self._log.append_event(event)
+                self._log.append_actions(orders)
+            actions += orders
+        now_s = self._backend.now_s()
+        if self._log is not None:
+            for note in notes:
+                self._log.note(note.type, now_s, **note.fields)
+            self._log.commit()
+        for action in actions:
+            if isinstance(action, SetTimer):
+                heapq.heappush(self._timers, action.at_s)
+            else:
+                self._backend.execute(action)
+        for listener in self._listeners:
+            listener.update(now_s, events, actions, notes)
+        self.control_s += time.thread_time() - start_s
+        if not events and not self._scheduler.state.orders and not self._timers:
+            self._check_not_stuck()
+
+    def _due(self, waiting: list[Submission]) -> list[Event]:
+        """Submissions and timers whose time has come."""
+        now_s = self._backend.now_s()
+        due: list[Event] = []
+        while waiting and waiting[0].submit_at_s <= now_s:
+            due.append(PipelineSubmitted(time_s=now_s, pipeline=waiting.pop(0).pipeline))
+        while self._timers and self._timers[0] <= now_s:
+            heapq.heappop(self._timers)
+            due.append(TimerFired(time_s=now_s))
+        return due
+
+    def _patience(self, waiting: Sequence[Submission]) -> float:
+        nexts = [_POLL_S + self._backend.now_s(), *self._timers[:1]]
+        if waiting:
+            nexts.append(waiting[0].submit_at_s)
+        return max(0.0, min(nexts) - self._backend.now_s())
+
+    def _check_not_stuck(self) -> None:
+        """Nothing runs and nothing will happen by itself: a policy that leaves work lying would hang the run."""
+        stuck = [work for group in self._scheduler.state.groups.values() for work in group.ready.values()]
+        if stuck:
+            raise IllegalTransitionError(f"policy {self._scheduler.policy.name} leaves ready work lying: {stuck[0]}")

@@ -1,0 +1,77 @@
+"""The fake backend: durations from a function, a clock that jumps. For tests of whatever sits above the protocol.
+
+It carries out every order of the scheduler in virtual time and nothing else; there is no model, no process.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Sequence
+
+from rlmux.core.actions import Action, Migrate, Pause, RunStage
+from rlmux.core.events import Event, StageFinished, StagePaused, TrajectoriesMoved
+from rlmux.core.model import OrderId, PipelineId
+from rlmux.runtime.backend import Note, Submission
+
+
+class FakeBackend:
+    """`duration_s(action)` says how long each RunStage takes."""
+
+    def __init__(self, duration_s: Callable[[RunStage], float]) -> None:
+        self._duration_s = duration_s
+        self._now_s = 0.0
+        self._sequence = 0
+        self._ends: list[tuple[float, int, OrderId]] = []
+        self._running: dict[OrderId, tuple[RunStage | Migrate, float]] = {}
+        self.executed: list[Action] = []
+        """Every action, in order."""
+
+    def now_s(self) -> float:
+        return self._now_s
+
+    def add_pipeline(self, submission: Submission) -> None:
+        pass
+
+    def execute(self, action: Action) -> None:
+        self.executed.append(action)
+        match action:
+            case RunStage():
+                self._begin(action, self._duration_s(action))
+            case Migrate():
+                self._begin(action, 0.0)
+            case Pause(order=order) if order in self._running:
+                self._begin(self._running[order][0], 0.0)
+            case _:
+                pass
+
+    def poll(self, timeout_s: float) -> tuple[Sequence[Event], Sequence[Note]]:
+        while self._ends:
+            end_s, _, order = self._ends[0]
+            if end_s > self._now_s + timeout_s:
+                break
+            heapq.heappop(self._ends)
+            if order in self._running:
+                self._now_s = end_s
+                return [self._end(order, end_s)], ()
+        self._now_s += timeout_s
+        return (), ()
+
+    def weights_sha256(self, pipeline: PipelineId) -> str | None:
+        return None
+
+    def close(self) -> None:
+        self._running.clear()
+
+    def _begin(self, action: RunStage | Migrate, seconds: float) -> None:
+        started_s = self._running.get(action.order, (action, self._now_s))[1]
+        self._running[action.order] = (action, started_s)
+        self._sequence += 1
+        heapq.heappush(self._ends, (self._now_s + seconds, self._sequence, action.order))
+
+    def _end(self, order: OrderId, end_s: float) -> Event:
+        action, started_s = self._running.pop(order)
+        if isinstance(action, Migrate):
+            return TrajectoriesMoved(time_s=end_s, order=order, num_trajectories=1, seconds=end_s - started_s)
+        is_whole = end_s - started_s >= self._duration_s(action)
+        event = StageFinished if is_whole else StagePaused
+        return event(time_s=end_s, order=order, seconds=end_s - started_s)

@@ -1,0 +1,190 @@
+"""What lives inside worker processes: thin shells that put an engine behind bounded calls.
+
+    HostWorker      prompts, environments, rewards          one per pipeline
+    RolloutWorker   a rollout engine                        one per (pipeline, rollout device)
+    TrainWorker     a train engine                          one per pipeline
+
+The controller never looks inside a batch: it passes on the bytes that the host made.
+"""
+
+from __future__ import annotations
+
+import pickle
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from rlmux.rl.config import TrainingPlan
+from rlmux.rl.types import (
+    ChunkReport,
+    FinishedTurn,
+    PartialTrajectory,
+    TrainReport,
+    TrajectoryId,
+    TrajectoryRequest,
+    TurnReply,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutChunk:
+    """One bounded call of a rollout worker, with everything that must happen before it decodes."""
+
+    weights: tuple[Path, int] | None
+    """(file, version) to load first."""
+    requests: Sequence[TrajectoryRequest]
+    partials: Sequence[PartialTrajectory]
+    replies: Sequence[TurnReply]
+    released: Sequence[TrajectoryId]
+    max_decode_steps: int
+    max_seconds: float
+    stop_active: int
+    is_load_needed: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutChunkResult:
+    report: ChunkReport
+    load_s: float
+    """Spent on loading state and weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepBatch:
+    """A finished step as the host hands it over."""
+
+    payload: bytes
+    """A pickled TrainingBatch, made and read by our own workers."""
+    reward_mean: float
+    reward_std: float
+    num_trajectories: int
+    num_tokens: int
+    """Response tokens, environment replies included."""
+    response_tokens_mean: float
+    response_tokens_max: int
+    turns_mean: float
+
+
+class HostWorker:
+    """The user's code side of a pipeline, in its own process."""
+
+    def __init__(self, plan: TrainingPlan) -> None:
+        from rlmux.rl.host import PipelineHost
+
+        self._host = PipelineHost(plan)
+
+    def begin_step(self, step: int) -> tuple[list[TrajectoryRequest], bool]:
+        """(the step's requests, is the task single-turn)."""
+        return self._host.begin_step(step), self._host.is_single_turn
+
+    def on_turns(self, finished: Sequence[FinishedTurn]) -> tuple[list[TurnReply], list[TrajectoryId]]:
+        return self._host.on_turns(finished)
+
+    def finish_step(self, step: int) -> StepBatch:
+        batch = self._host.finish_step(step)
+        rewards = [trajectory.reward for trajectory in batch.trajectories]
+        lengths = [len(trajectory.tokens) for trajectory in batch.trajectories]
+        mean = sum(rewards) / len(rewards)
+        return StepBatch(
+            payload=pickle.dumps(batch, protocol=pickle.HIGHEST_PROTOCOL),
+            reward_mean=mean,
+            reward_std=(sum((reward - mean) ** 2 for reward in rewards) / len(rewards)) ** 0.5,
+            num_trajectories=len(rewards),
+            num_tokens=sum(lengths),
+            response_tokens_mean=sum(lengths) / len(lengths),
+            response_tokens_max=max(lengths),
+            turns_mean=sum(trajectory.num_turns for trajectory in batch.trajectories) / len(lengths),
+        )
+
+
+class RolloutWorker:
+    """A rollout engine in its own process."""
+
+    def __init__(self, plan: TrainingPlan) -> None:
+        import torch
+
+        from rlmux.engines.rollout import SlotRolloutEngine
+        from rlmux.rl.tasks import make_task
+        from rlmux.rl.vocabulary import load_vocabulary
+
+        torch.set_num_threads(plan.num_threads)
+        vocabulary = load_vocabulary(plan.model)
+        task = make_task(plan.task, seed=plan.seed, vocabulary=vocabulary)
+        self._engine = SlotRolloutEngine(
+            plan.model,
+            plan.rollout,
+            vocab_size=vocabulary.vocab_size,
+            seed=plan.seed,
+            staleness=plan.algorithm.staleness,
+            is_single_turn=task.is_single_turn,
+        )
+
+    def run_chunk(self, chunk: RolloutChunk) -> RolloutChunkResult:
+        start = time.perf_counter()
+        if chunk.is_load_needed:
+            self._engine.load()
+        if chunk.weights is not None:
+            self._engine.load_weights(*chunk.weights)
+        load_s = time.perf_counter() - start
+        if chunk.replies or chunk.released:
+            self._engine.reply(chunk.replies, chunk.released)
+        if chunk.partials:
+            self._engine.continue_from(chunk.partials)
+        if chunk.requests:
+            self._engine.submit(chunk.requests)
+        report = self._engine.run_chunk(
+            max_decode_steps=chunk.max_decode_steps, max_seconds=chunk.max_seconds, stop_active=chunk.stop_active
+        )
+        return RolloutChunkResult(report=report, load_s=load_s)
+
+    def take_partials(self, copies_kv: bool) -> list[PartialTrajectory]:
+        return self._engine.take_partials(None, with_kv=copies_kv)
+
+    def offload(self) -> int:
+        self._engine.offload()
+        return self._engine.resident_bytes()
+
+    def memory(self) -> tuple[int, int]:
+        """(resident set of the process, device bytes of the engine)."""
+        return psutil.Process().memory_info().rss, self._engine.resident_bytes()
+
+
+class TrainWorker:
+    """A train engine in its own process."""
+
+    def __init__(self, plan: TrainingPlan, restore_from: Path | None) -> None:
+        import torch
+
+        from rlmux.engines.train import TorchTrainEngine
+
+        torch.set_num_threads(plan.num_threads)
+        self._engine = TorchTrainEngine(plan)
+        if restore_from is not None:
+            self._engine.restore(restore_from)
+
+    def begin_step(self, payload: bytes) -> None:
+        self._engine.begin_step(pickle.loads(payload))
+
+    def run_stage(self, stage: str, max_seconds: float, is_load_needed: bool) -> tuple[TrainReport, float]:
+        start = time.perf_counter()
+        if is_load_needed:
+            self._engine.load()
+        load_s = time.perf_counter() - start
+        return self._engine.run_stage(stage, max_seconds=max_seconds), load_s
+
+    def publish(self, path: Path, checkpoint: Path | None) -> tuple[int, str]:
+        """Write the weights for rollout workers, and the checkpoint; returns (version, hash of the weights)."""
+        version = self._engine.export_weights(path)
+        if checkpoint is not None:
+            self._engine.save(checkpoint)
+        return version, self._engine.weights_sha256()
+
+    def offload(self) -> int:
+        self._engine.offload()
+        return self._engine.resident_bytes()
+
+    def memory(self) -> tuple[int, int]:
+        return psutil.Process().memory_info().rss, self._engine.resident_bytes()
