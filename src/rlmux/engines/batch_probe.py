@@ -1,0 +1,154 @@
+"""Which batch shapes give the very same bits as the full one, measured on this machine.
+
+    full shape: num_slots rows, max_len positions        always right, the reference
+    smaller:    width rows, window positions             used only if a probe found its rows bit-equal
+
+A matrix product may sum in another order at another size, so a smaller batch is no mere saving: it can change
+a token. Whether it does depends on the library, the processor and the shape, not on the data; random numbers
+show it. A probe runs two layers, the output head and the sampler at both shapes and compares bits. That a row
+may stand anywhere in the full shape is probed the same way, with the rows in reverse order. Results are
+remembered for the process.
+
+Invariant: a shape is handed out only if it is the reference or its probe passed. Where no probe passes, every
+step runs at the full shape: slower, the same result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from rlmux.engines.sampling import sample
+from rlmux.engines.transformer import DecodePlan, DecoderWeights, KvCache, PositionTables, prefill
+
+PREFILL_BUCKET = 16
+"""Prompts are padded to a multiple of this; a prompt's own length alone decides how far."""
+
+_WIDTHS = (4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+_PREFILL_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
+_REFERENCE_PREFILL_ROWS = 4
+_MAX_WINDOWS = 8
+_PROBED_LAYERS = 2
+
+_is_exact_by_shape: dict[tuple[object, ...], bool] = {}
+
+
+class BatchProbe:
+    """Picks batch shapes for one engine's weights."""
+
+    def __init__(self, weights: DecoderWeights, tables: PositionTables, num_slots: int, max_len: int) -> None:
+        self._weights = weights.first_layers(_PROBED_LAYERS)
+        self._tables = tables
+        self._num_slots = num_slots
+        self._max_len = max_len
+        self._widths = [width for width in _WIDTHS if width < num_slots] + [num_slots]
+        stride = -(-max_len // _MAX_WINDOWS // PREFILL_BUCKET) * PREFILL_BUCKET
+        self._windows = [*range(stride, max_len, stride), max_len]
+
+    @property
+    def is_slot_exact(self) -> bool:
+        """A sequence gives the same bits in every slot and beside any others, at the full shape."""
+        return self._remember(("slots",), lambda: self._is_decode_exact(self._num_slots, self._max_len))
+
+    def decode_shape(self, num_rows: int, num_positions: int) -> tuple[int, int]:
+        """The smallest (width, window) that holds this many rows and positions and is exact."""
+        for width in self._widths:
+            for window in self._windows:
+                fits = width >= num_rows and window >= num_positions
+                if fits and self._can_decode(width, window):
+                    return width, window
+        return self._num_slots, self._max_len
+
+    def prefill_rows(self, num_rows: int, length: int) -> int:
+        """How many rows to prefill at once to serve `num_rows`; may be fewer or more."""
+        exact = [rows for rows in _PREFILL_ROWS if self._can_prefill(rows, length)]
+        return next((rows for rows in exact if rows >= num_rows), exact[-1])
+
+    def _can_decode(self, width: int, window: int) -> bool:
+        if (width, window) == (self._num_slots, self._max_len):
+            return True
+        return self._remember(("decode", width, window), lambda: self._is_decode_exact(width, window))
+
+    def _can_prefill(self, rows: int, length: int) -> bool:
+        if rows == _REFERENCE_PREFILL_ROWS:
+            return True
+        return self._remember(("prefill", rows, length), lambda: self._is_prefill_exact(rows, length))
+
+    def _remember(self, shape: tuple[object, ...], measure: Callable[[], bool]) -> bool:
+        key = (
+            self._weights.shape,
+            self._num_slots,
+            self._max_len,
+            str(self._weights.flat.device),
+            torch.get_num_threads(),
+            *shape,
+        )
+        if key not in _is_exact_by_shape:
+            _is_exact_by_shape[key] = measure()
+        return _is_exact_by_shape[key]
+
+    def _is_decode_exact(self, width: int, window: int) -> bool:
+        generator = torch.Generator().manual_seed(width * 65_537 + window)
+        inputs = self._decode_inputs(window, generator)
+        in_order = torch.arange(self._num_slots)
+        full_shape = (self._num_slots, self._max_len)
+        reference = self._decode(full_shape, in_order, *inputs)
+        if (width, window) == full_shape:
+            return _is_bit_equal(self._decode(full_shape, in_order.flip(0), *inputs).flip(0), reference)
+        return _is_bit_equal(self._decode((width, window), in_order, *inputs), reference[:width])
+
+    def _decode_inputs(
+        self, window: int, generator: torch.Generator
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        shape, slots = self._weights.shape, self._num_slots
+        size = (slots, shape.num_layers, 2, shape.num_kv_heads, self._max_len, shape.head_dim)
+        kv = torch.randn(size, generator=generator)
+        tokens = torch.randint(shape.vocab_size, (slots,), generator=generator)
+        positions = torch.randint(window, (slots,), generator=generator)
+        uniforms = torch.rand((slots, 1), generator=generator, dtype=torch.float64)
+        return kv, tokens, positions, uniforms
+
+    def _decode(
+        self,
+        plan_shape: tuple[int, int],
+        order: Tensor,
+        kv: Tensor,
+        tokens: Tensor,
+        positions: Tensor,
+        uniforms: Tensor,
+    ) -> Tensor:
+        """Logits and log-probability of one step, with sequence `order[i]` in slot i."""
+        width, window = plan_shape
+        device = self._weights.flat.device
+        cache = KvCache(self._weights.shape, self._num_slots, self._max_len, device)
+        ordered = kv[order].permute(1, 2, 0, 3, 4, 5).to(device)
+        cache.keys.copy_(ordered[:, 0].transpose(-1, -2))
+        cache.values.copy_(ordered[:, 1])
+        rows = order[:width]
+        plan = DecodePlan(self._weights, cache, self._tables, width, window)
+        logits = plan.step(tokens[rows].to(device), positions[rows].to(device))
+        _, logprobs = sample(logits, uniforms[rows].to(device), 1.0)
+        return torch.cat([logits, logprobs], dim=1).cpu()
+
+    def _is_prefill_exact(self, rows: int, length: int) -> bool:
+        generator = torch.Generator().manual_seed(rows * 65_537 + length)
+        tokens = torch.randint(self._weights.shape.vocab_size, (rows, length), generator=generator)
+        tokens = tokens.to(self._weights.flat.device)
+        together = prefill(self._weights, self._tables, tokens)
+        backwards = prefill(self._weights, self._tables, tokens.flip(0)).flip(0)
+        some = min(rows, _REFERENCE_PREFILL_ROWS)
+        reference = prefill(self._weights, self._tables, pad_rows(tokens[-some:], _REFERENCE_PREFILL_ROWS))
+        return _is_bit_equal(together, backwards) and _is_bit_equal(together[-some:], reference[:some])
+
+
+def pad_rows(tokens: Tensor, num_rows: int) -> Tensor:
+    """Fill up a batch with rows of zeros."""
+    padded = tokens.new_zeros(num_rows, tokens.shape[1])
+    padded[: tokens.shape[0]] = tokens
+    return padded
+
+
+def _is_bit_equal(left: Tensor, right: Tensor) -> bool:
+    return torch.equal(left.contiguous().view(torch.int32), right.contiguous().view(torch.int32))

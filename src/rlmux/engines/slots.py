@@ -1,0 +1,133 @@
+"""The per-slot state of a rollout engine: what the decode step reads and writes, one column or row per slot.
+
+    position ──▶ the token fed next stands here; the cache holds everything before it
+    following = position + 1 ──▶ where the sampled (or forced) token and its log-probability are written
+
+    slot:  free ──seat──▶ advancing ──▶ parked (keeps its row) ──▶ advancing ... ──▶ free
+
+Idle slots are computed along with the others and stay where they are: what they write lands at their own
+`following`, which is rewritten before it is ever read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from rlmux.engines.sampling import sample
+from rlmux.engines.transformer import DecodePlan
+
+MAX_STOP_TOKENS = 8
+
+_POSITION, _IS_ADVANCING, _CURRENT, _FORCED_END, _STOPS = range(5)
+_NO_TOKEN = -1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SlotRow:
+    """What one slot starts from."""
+
+    position: int
+    """Of the next token to feed."""
+    first: int
+    """Position of `tokens[0]`."""
+    tokens: Sequence[int]
+    """Known tokens from `first` on, up to and including forced ones not fed yet."""
+    logprobs: Sequence[float]
+    """Of the response tokens, from `response_start` on."""
+    response_start: int
+    uniforms: Tensor
+    """One for each response token, float64."""
+    stop_tokens: Sequence[int]
+
+
+class SlotBuffers:
+    """Fixed tensors for all slots; a decode step allocates none of them."""
+
+    def __init__(self, num_slots: int, max_len: int, device: torch.device) -> None:
+        self._device = device
+        self._state = torch.zeros(_STOPS + MAX_STOP_TOKENS, num_slots, dtype=torch.int64, device=device)
+        self._tokens = torch.zeros(num_slots, max_len, dtype=torch.int64, device=device)
+        self._logprobs = torch.zeros(num_slots, max_len, device=device)
+        self._uniforms = torch.zeros(num_slots, max_len, dtype=torch.float64, device=device)
+
+        self.reset()
+
+    def reset(self) -> None:
+        """Empty all slots."""
+        for tensor in self.tensors():
+            tensor.zero_()
+        self._state[_STOPS:] = _NO_TOKEN
+
+    def tensors(self) -> list[Tensor]:
+        return [self._state, self._tokens, self._logprobs, self._uniforms]
+
+    def seat(self, slot: int, row: SlotRow) -> None:
+        """Fill a slot and let it advance."""
+        self._tokens[slot, row.first : row.first + len(row.tokens)] = self._new(row.tokens)
+        if row.logprobs:
+            end = row.response_start + len(row.logprobs)
+            self._logprobs[slot, row.response_start : end] = torch.tensor(row.logprobs, device=self._device)
+        end = row.response_start + len(row.uniforms)
+        self._uniforms[slot, row.response_start : end] = row.uniforms.to(self._device)
+        forced_end = row.first + len(row.tokens) - 1
+        current = row.tokens[row.position - row.first]
+        stops = [*row.stop_tokens, *[_NO_TOKEN] * (MAX_STOP_TOKENS - len(row.stop_tokens))]
+        self._state[:, slot] = self._new([row.position, 1, current, forced_end, *stops])
+
+    def park(self, slot: int) -> None:
+        """Keep the row, stop advancing."""
+        self._state[_IS_ADVANCING, slot] = 0
+        self._state[_STOPS:, slot] = _NO_TOKEN
+
+    def resume(
+        self, slot: int, position: int, forced_tokens: Sequence[int], stop_tokens: Sequence[int]
+    ) -> None:
+        """Advance again from `position`, first through `forced_tokens`."""
+        forced_end = position + len(forced_tokens)
+        self._tokens[slot, position + 1 : forced_end + 1] = self._new(forced_tokens)
+        current = int(self._tokens[slot, position])
+        stops = [*stop_tokens, *[_NO_TOKEN] * (MAX_STOP_TOKENS - len(stop_tokens))]
+        self._state[:, slot] = self._new([position, 1, current, forced_end, *stops])
+
+    def free(self, slot: int) -> None:
+        """An empty slot stays at position 0 and never stops."""
+        self.park(slot)
+        self._state[_POSITION, slot] = 0
+
+    def exchange(self, slots: Tensor, sources: Tensor) -> None:
+        """Put the contents of `sources` into `slots` at once; the two name the same slots."""
+        self._state[:, slots] = self._state[:, sources]
+        for buffer in (self._tokens, self._logprobs, self._uniforms):
+            buffer[slots] = buffer[sources]
+
+    def read(self, slot: int, start: int, end: int) -> tuple[list[int], list[float]]:
+        """Tokens and log-probabilities at positions [start, end)."""
+        return self._tokens[slot, start:end].tolist(), self._logprobs[slot, start:end].tolist()
+
+    def step(self, plan: DecodePlan, temperature: float, *, has_forced: bool, has_stops: bool) -> list[int]:
+        """Feed every slot's current token and write what follows; returns the slots that sampled a stop."""
+        width = plan.width
+        state = self._state[:, :width]
+        logits = plan.step(state[_CURRENT], state[_POSITION])
+        following = (state[_POSITION] + 1).unsqueeze(1)
+        tokens, logprobs = sample(logits, self._uniforms[:width].gather(1, following), temperature)
+        stopped = (state[_STOPS:] == tokens.squeeze(1)).any(dim=0) if has_stops else None
+        if has_forced:
+            is_forced = following <= state[_FORCED_END].unsqueeze(1)
+            tokens = torch.where(is_forced, self._tokens[:width].gather(1, following), tokens)
+            logprobs = logprobs.masked_fill(is_forced, 0.0)
+            stopped = None if stopped is None else stopped & ~is_forced.squeeze(1)
+        self._tokens[:width].scatter_(1, following, tokens)
+        self._logprobs[:width].scatter_(1, following, logprobs)
+        state[_POSITION].add_(state[_IS_ADVANCING])
+        state[_CURRENT].copy_(tokens.squeeze(1))
+        if stopped is None or not bool(stopped.any()):
+            return []
+        return torch.nonzero(stopped).squeeze(1).tolist()
+
+    def _new(self, values: Sequence[int]) -> Tensor:
+        return torch.tensor(values, dtype=torch.int64, device=self._device)

@@ -1,0 +1,391 @@
+"""The forward pass of a Qwen3 or Llama decoder over fixed cache slots, in plain torch.
+
+    Hugging Face weights ──fuse──▶ DecoderWeights ──▶ prefill(tokens)  keys and values of whole contexts
+                                                 └──▶ DecodePlan.step(tokens, positions)  logits of one token
+
+For kv group i the fused projection yields [q_0 .. q_(G-1), k, v], so one strided view serves queries, keys
+and values. Three things are folded into the weights when they are fused: the gain of every RMS norm that
+precedes a matrix product, the transposition of the matrices, and an interleaving of the query and key
+channels that turns the rotation by position into one complex product (a dot product does not mind the order).
+The rotation and the gain of the per-head norms are the only per-token factors left.
+
+Invariant: a row's numbers depend on that row alone. Every op here works on rows, and which widths and windows
+keep even the rounding is measured by `batch_probe`.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+from torch.nn.functional import scaled_dot_product_attention, silu
+from transformers import PreTrainedModel
+
+from rlmux.core.errors import UserError
+
+_MAX_MASK_TABLE = 1024
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DecoderShape:
+    """The sizes that decide every tensor."""
+
+    vocab_size: int
+    hidden_size: int
+    num_layers: int
+    num_kv_heads: int
+    group_size: int
+    """Query heads that share one key and value head."""
+    head_dim: int
+    intermediate_size: int
+    has_head_norms: bool
+    """Queries and keys are RMS-normed per head (Qwen3)."""
+    has_tied_embeddings: bool
+    norm_epsilon: float
+
+    @staticmethod
+    def of(model: PreTrainedModel) -> DecoderShape:
+        """Read the sizes of a Hugging Face model; refuses what `step` does not compute."""
+        config = model.config
+        if getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False):
+            raise UserError("model.path: projection biases are not supported; accepted: models without them")
+        if getattr(config, "sliding_window", None) is not None:
+            raise UserError(
+                f"model.path: sliding_window {config.sliding_window} is not supported; accepted: null"
+            )
+        if config.hidden_act != "silu":
+            raise UserError(f"model.path: hidden_act {config.hidden_act!r} is not supported; accepted: silu")
+        return DecoderShape(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            num_layers=config.num_hidden_layers,
+            num_kv_heads=config.num_key_value_heads,
+            group_size=config.num_attention_heads // config.num_key_value_heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+            intermediate_size=config.intermediate_size,
+            has_head_norms=config.model_type == "qwen3",
+            has_tied_embeddings=bool(config.tie_word_embeddings),
+            norm_epsilon=config.rms_norm_eps,
+        )
+
+    @property
+    def heads_per_group(self) -> int:
+        """Queries of a kv group, its key and its value."""
+        return self.group_size + 2
+
+    @property
+    def qkv_size(self) -> int:
+        return self.num_kv_heads * self.heads_per_group * self.head_dim
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerWeights:
+    """Matrices are [in, out]."""
+
+    qkv: Tensor
+    output: Tensor
+    gate_up: Tensor
+    down: Tensor
+    head_gain: Tensor
+    """[group_size + 1, head_dim]: gains of the query and key norms; ones where the model has none."""
+
+
+class DecoderWeights:
+    """All fused weights as views of one flat buffer, so that moving them is one copy.
+
+    `refresh` fills the buffer in place from Hugging Face names; nothing is allocated per weight update but
+    what reading the file takes.
+    """
+
+    def __init__(self, shape: DecoderShape, device: torch.device) -> None:
+        self.shape = shape
+        self.flat = torch.zeros(sum(math.prod(size) for size in _weight_sizes(shape)), device=device)
+        views = _views(self.flat, shape)
+        self.embedding = next(views)
+        self.head = next(views)
+        self.layers = [
+            LayerWeights(
+                qkv=next(views),
+                output=next(views),
+                gate_up=next(views),
+                down=next(views),
+                head_gain=next(views),
+            )
+            for _ in range(shape.num_layers)
+        ]
+
+    def first_layers(self, num_layers: int) -> DecoderWeights:
+        """The same tensors, seen as a model of fewer layers."""
+        fewer = copy.copy(self)
+        fewer.layers = self.layers[:num_layers]
+        fewer.shape = replace(self.shape, num_layers=len(fewer.layers))
+        return fewer
+
+    def refresh(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take weights under their Hugging Face names; all are checked before any changes."""
+        checked = _checked(tensors, self.shape)
+        get = checked.__getitem__
+        self.embedding.copy_(get("model.embed_tokens.weight"))
+        head = get("model.embed_tokens.weight" if self.shape.has_tied_embeddings else "lm_head.weight")
+        self.head.copy_((head * get("model.norm.weight")).T)
+        for index, layer in enumerate(self.layers):
+            prefix = f"model.layers.{index}."
+            self._refresh_attention(layer, {k: get(prefix + k) for k in _attention_sizes(self.shape)})
+            gain = get(prefix + "post_attention_layernorm.weight")
+            gate, up = get(prefix + "mlp.gate_proj.weight"), get(prefix + "mlp.up_proj.weight")
+            layer.gate_up.copy_(torch.cat([gate, up]).mul_(gain).T)
+            layer.down.copy_(get(prefix + "mlp.down_proj.weight").T)
+
+    def _refresh_attention(self, layer: LayerWeights, own: Mapping[str, Tensor]) -> None:
+        shape = self.shape
+        order = _rotation_pairs(shape.head_dim)
+        groups, hidden = shape.num_kv_heads, shape.hidden_size
+        query = own["self_attn.q_proj.weight"].view(groups, shape.group_size, shape.head_dim, hidden)
+        key = own["self_attn.k_proj.weight"].view(groups, 1, shape.head_dim, hidden)
+        value = own["self_attn.v_proj.weight"].view(groups, 1, shape.head_dim, hidden)
+        fused = torch.cat([query[:, :, order], key[:, :, order], value], dim=1)
+        layer.qkv.copy_((fused * own["input_layernorm.weight"]).reshape(shape.qkv_size, hidden).T)
+        layer.output.copy_(own["self_attn.o_proj.weight"].T)
+        layer.head_gain.fill_(1.0)
+        if shape.has_head_norms:
+            layer.head_gain[:-1] = own["self_attn.q_norm.weight"][order]
+            layer.head_gain[-1] = own["self_attn.k_norm.weight"][order]
+
+
+class KvCache:
+    """Keys and values of every slot, allocated once. Keys are stored transposed, as the scores read them.
+
+    A slot's entries at and beyond its position are stale or zero, never read, and always finite.
+    """
+
+    def __init__(self, shape: DecoderShape, num_slots: int, max_len: int, device: torch.device) -> None:
+        heads, dim = shape.num_kv_heads, shape.head_dim
+        self.num_slots = num_slots
+        self.max_len = max_len
+        self.keys = torch.zeros(shape.num_layers, num_slots, heads, dim, max_len, device=device)
+        self.values = torch.zeros(shape.num_layers, num_slots, heads, max_len, dim, device=device)
+
+    def read(self, slot: int, num_tokens: int) -> Tensor:
+        """A copy of a slot's context: [layers, 2, kv_heads, num_tokens, head_dim]."""
+        keys = self.keys[:, slot, :, :, :num_tokens].transpose(-1, -2)
+        return torch.stack([keys, self.values[:, slot, :, :num_tokens]], dim=1)
+
+    def write(self, slot: int, kv: Tensor) -> None:
+        """The reverse of `read`."""
+        num_tokens = kv.shape[3]
+        self.keys[:, slot, :, :, :num_tokens] = kv[:, 0].transpose(-1, -2)
+        self.values[:, slot, :, :num_tokens] = kv[:, 1]
+
+    def exchange(self, slots: Tensor, sources: Tensor) -> None:
+        """Put the contents of `sources` into `slots` at once; the two name the same slots."""
+        self.keys[:, slots] = self.keys[:, sources]
+        self.values[:, slots] = self.values[:, sources]
+
+
+class PositionTables:
+    """What depends on a token's position alone: its rotation and which keys it may see."""
+
+    def __init__(self, model: PreTrainedModel, max_len: int, device: torch.device) -> None:
+        rotary = model.model.rotary_emb
+        angles = torch.arange(max_len, dtype=torch.float32)[:, None] * rotary.inv_freq.float()[None, :]
+        scale = torch.full_like(angles, float(rotary.attention_scaling))
+        self.rotations = torch.polar(scale, angles).to(device)
+        """[max_len, head_dim / 2], complex."""
+        steps = torch.zeros(2 * max_len, device=device)
+        steps[max_len:] = -math.inf
+        self.masks = (
+            steps.unfold(0, max_len, 1)[:-1].flip(0).contiguous() if max_len <= _MAX_MASK_TABLE else None
+        )
+        """[max_len, max_len]: row p is 0 up to column p and -inf beyond; computed per step where big."""
+        self.columns = torch.arange(max_len, device=device)
+
+    def mask(self, positions: Tensor, window: int) -> Tensor:
+        """[rows, 1, window], to be added to the scores."""
+        if self.masks is not None:
+            return self.masks[:, :window].index_select(0, positions).unsqueeze(1)
+        hidden = self.columns[:window] > positions[:, None, None]
+        return torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, -math.inf)
+
+    def tensors(self) -> list[Tensor]:
+        return [self.rotations, self.columns] + ([] if self.masks is None else [self.masks])
+
+
+class DecodePlan:
+    """One decode step of the first `width` slots over the first `window` cache positions.
+
+    Holds the views of the cache, so that a step only computes. Build one per (width, window) and keep it.
+    """
+
+    def __init__(
+        self, weights: DecoderWeights, cache: KvCache, tables: PositionTables, width: int, window: int
+    ) -> None:
+        shape = weights.shape
+        rows, dim = width * shape.num_kv_heads, shape.head_dim
+        self.width = width
+        self.window = window
+        self._weights = weights
+        self._tables = tables
+        self._rows = rows
+        self._epsilon = torch.tensor(shape.norm_epsilon, device=cache.keys.device)
+        self._score_scale = dim**-0.5
+        self._keys, self._values, self._value_entries = [], [], []
+        for layer in range(shape.num_layers):
+            keys = cache.keys[layer].view(-1, dim, cache.max_len)[:rows]
+            values = cache.values[layer].view(-1, cache.max_len, dim)
+            self._keys.append((keys, keys[:, :, :window]))
+            self._values.append(values[:rows, :window])
+            self._value_entries.append(values.view(-1, dim))
+        device = cache.keys.device
+        self._head_rows = torch.arange(rows, device=device)
+        self._slot_of_row = self._head_rows // shape.num_kv_heads
+        self._entry_of_row = self._head_rows * cache.max_len
+
+    def step(self, tokens: Tensor, positions: Tensor) -> Tensor:
+        """Feed one token per slot at its position; the logits [width, vocab] of the next."""
+        weights, shape = self._weights, self._weights.shape
+        row_positions = positions.index_select(0, self._slot_of_row)
+        entries = self._entry_of_row + row_positions
+        rotations = self._tables.rotations.index_select(0, row_positions).unsqueeze(1)
+        mask = self._tables.mask(row_positions, self.window)
+        hidden = weights.embedding.index_select(0, tokens)
+        for layer, (keys, seen_keys), values, value_entries in zip(
+            weights.layers, self._keys, self._values, self._value_entries, strict=True
+        ):
+            heads = torch.mm(_normed(hidden, self._epsilon), layer.qkv)
+            heads = heads.view(self._rows, shape.heads_per_group, shape.head_dim)
+            _norm_and_rotate(heads[:, :-1], layer.head_gain, rotations, self._epsilon, shape.has_head_norms)
+            keys[self._head_rows, :, row_positions] = heads[:, -2]
+            value_entries.index_copy_(0, entries, heads[:, -1])
+            scores = torch.baddbmm(mask, heads[:, :-2], seen_keys, alpha=self._score_scale)
+            mixed = torch.bmm(torch.softmax(scores, dim=-1, out=scores), values)
+            hidden.addmm_(mixed.view(self.width, -1), layer.output)
+            _add_mlp(hidden, layer, shape.intermediate_size, self._epsilon)
+        return torch.mm(_normed(hidden, self._epsilon), weights.head)
+
+
+def prefill(weights: DecoderWeights, tables: PositionTables, tokens: Tensor) -> Tensor:
+    """Keys and values [rows, layers, 2, kv_heads, length, head_dim] of `tokens` [rows, length].
+
+    Rows may be padded on the right with anything: causality keeps padding out of what precedes it.
+    """
+    shape = weights.shape
+    num_rows, length = tokens.shape
+    rotations = tables.rotations[:length].repeat_interleave(shape.num_kv_heads, dim=0).repeat(num_rows, 1)
+    epsilon = torch.tensor(shape.norm_epsilon, device=tokens.device)
+    hidden = weights.embedding.index_select(0, tokens.reshape(-1))
+    kv = []
+    for index, layer in enumerate(weights.layers):
+        heads = torch.mm(_normed(hidden, epsilon), layer.qkv)
+        heads = heads.view(-1, shape.heads_per_group, shape.head_dim)
+        _norm_and_rotate(
+            heads[:, :-1], layer.head_gain, rotations.unsqueeze(1), epsilon, shape.has_head_norms
+        )
+        by_head = heads.view(num_rows, length, shape.num_kv_heads, shape.heads_per_group, shape.head_dim)
+        queries, keys, values = torch.split(by_head.permute(0, 2, 3, 1, 4), [shape.group_size, 1, 1], dim=2)
+        kv.append(torch.cat([keys, values], dim=2).transpose(1, 2))
+        if index + 1 < len(weights.layers):  # nobody reads the last layer's output here
+            mixed = scaled_dot_product_attention(
+                queries.flatten(1, 2), keys[:, :, 0], values[:, :, 0], is_causal=True, enable_gqa=True
+            )
+            hidden.addmm_(mixed.transpose(1, 2).reshape(num_rows * length, -1), layer.output)
+            _add_mlp(hidden, layer, shape.intermediate_size, epsilon)
+    return torch.stack(kv, dim=1)
+
+
+def _normed(hidden: Tensor, epsilon: Tensor) -> Tensor:
+    """RMS norm over the last axis, without a gain."""
+    length = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True)
+    return hidden * torch.addcmul(epsilon, length, length, value=1.0 / hidden.shape[-1]).rsqrt_()
+
+
+def _norm_and_rotate(
+    heads: Tensor, gain: Tensor, rotations: Tensor, epsilon: Tensor, is_normed: bool
+) -> None:
+    """Per-head norm and rotation by position of queries and keys, in place."""
+    if is_normed:
+        length = torch.linalg.vector_norm(heads, dim=-1, keepdim=True)
+        heads.mul_(torch.addcmul(epsilon, length, length, value=1.0 / heads.shape[-1]).rsqrt_()).mul_(gain)
+    torch.view_as_complex(torch.unflatten(heads, -1, (-1, 2))).mul_(rotations)
+
+
+def _add_mlp(hidden: Tensor, layer: LayerWeights, intermediate_size: int, epsilon: Tensor) -> None:
+    gate_up = torch.mm(_normed(hidden, epsilon), layer.gate_up)
+    activated = silu(gate_up[:, :intermediate_size]).mul_(gate_up[:, intermediate_size:])
+    hidden.addmm_(activated, layer.down)
+
+
+def _rotation_pairs(head_dim: int) -> Tensor:
+    """Channel order that puts the two channels a rotation mixes side by side."""
+    half = head_dim // 2
+    return torch.arange(head_dim).view(2, half).T.reshape(-1)
+
+
+def _weight_sizes(shape: DecoderShape) -> Iterator[tuple[int, int]]:
+    """Sizes of the fused tensors, in the order of the flat buffer."""
+    attention_size = shape.num_kv_heads * shape.group_size * shape.head_dim
+    yield shape.vocab_size, shape.hidden_size
+    yield shape.hidden_size, shape.vocab_size
+    for _ in range(shape.num_layers):
+        yield shape.hidden_size, shape.qkv_size
+        yield attention_size, shape.hidden_size
+        yield shape.hidden_size, 2 * shape.intermediate_size
+        yield shape.intermediate_size, shape.hidden_size
+        yield shape.group_size + 1, shape.head_dim
+
+
+def _views(flat: Tensor, shape: DecoderShape) -> Iterator[Tensor]:
+    start = 0
+    for size in _weight_sizes(shape):
+        length = math.prod(size)
+        yield flat[start : start + length].view(size)
+        start += length
+
+
+def _attention_sizes(shape: DecoderShape) -> dict[str, tuple[int, ...]]:
+    hidden, dim = shape.hidden_size, shape.head_dim
+    query_size, kv_size = shape.num_kv_heads * shape.group_size * dim, shape.num_kv_heads * dim
+    sizes: dict[str, tuple[int, ...]] = {
+        "input_layernorm.weight": (hidden,),
+        "self_attn.q_proj.weight": (query_size, hidden),
+        "self_attn.k_proj.weight": (kv_size, hidden),
+        "self_attn.v_proj.weight": (kv_size, hidden),
+        "self_attn.o_proj.weight": (hidden, query_size),
+    }
+    if shape.has_head_norms:
+        sizes |= {"self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (dim,)}
+    return sizes
+
+
+def _file_sizes(shape: DecoderShape) -> dict[str, tuple[int, ...]]:
+    """Every tensor a weight file must have, by Hugging Face name."""
+    hidden, intermediate = shape.hidden_size, shape.intermediate_size
+    sizes: dict[str, tuple[int, ...]] = {
+        "model.embed_tokens.weight": (shape.vocab_size, hidden),
+        "model.norm.weight": (hidden,),
+    }
+    if not shape.has_tied_embeddings:
+        sizes["lm_head.weight"] = (shape.vocab_size, hidden)
+    for index in range(shape.num_layers):
+        own = _attention_sizes(shape) | {
+            "post_attention_layernorm.weight": (hidden,),
+            "mlp.gate_proj.weight": (intermediate, hidden),
+            "mlp.up_proj.weight": (intermediate, hidden),
+            "mlp.down_proj.weight": (hidden, intermediate),
+        }
+        sizes |= {f"model.layers.{index}.{name}": size for name, size in own.items()}
+    return sizes
+
+
+def _checked(tensors: Mapping[str, Tensor], shape: DecoderShape) -> dict[str, Tensor]:
+    checked = {}
+    for name, size in _file_sizes(shape).items():
+        if name not in tensors:
+            raise UserError(f"weights: {name} is missing; a Hugging Face safetensors layout is accepted")
+        if tuple(tensors[name].shape) != size:
+            raise UserError(f"weights: {name} is {tuple(tensors[name].shape)}; the model needs {size}")
+        checked[name] = tensors[name].to(dtype=torch.float32)
+    return checked
