@@ -1,0 +1,124 @@
+"""What really happens: the seconds each stage takes, which the scheduler can only estimate.
+
+    TrueSeconds = seconds by stage  x  variation(step)        sync is not scaled: its bytes do not change
+
+    Steady          1 at every step
+    Sampled         log-normal of mean 1, a function of (seed, step) only
+    Drifting        a measured curve over the steps, its excursion stretched by `amplitude`
+
+A variation is a function of the step and never of when or where the step runs: so every policy meets the same
+world, and what differs between two policies is the policies' own doing. Training time is linear in tokens, so
+one factor scales rollout and training of a step together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from statistics import NormalDist
+from typing import Protocol
+
+from rlmux.core.model import PHASE_BY_STAGE, Phase, PhaseSeconds, Stage
+from rlmux.sim import tables
+
+_NORMAL = NormalDist()
+_MASK = (1 << 64) - 1
+
+
+class Variation(Protocol):
+    """How a step's work differs from the first step's."""
+
+    def factor(self, step: int) -> float: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Steady:
+    """Every step like the first."""
+
+    def factor(self, step: int) -> float:
+        return 1.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """Steps drawn from a log-normal distribution of mean 1."""
+
+    seed: int
+    cv: float
+    """Standard deviation over mean."""
+
+    def factor(self, step: int) -> float:
+        sigma = math.sqrt(math.log1p(self.cv * self.cv))
+        return math.exp(sigma * _NORMAL.inv_cdf(uniform(self.seed, step)) - sigma * sigma / 2)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Drifting:
+    """A curve of ratios to the first step; the last value holds for all later steps."""
+
+    ratios: tuple[float, ...]
+    amplitude: float = 1.0
+    """1 follows the curve, 0.5 goes half as far from 1; negative turns a fall into a rise."""
+    steps_per_value: int = 1
+    """Steps that share one value of the curve: stretches a short recording over a long run."""
+
+    def factor(self, step: int) -> float:
+        index = min((step - 1) // self.steps_per_value, len(self.ratios) - 1)
+        return max(0.05, 1.0 + self.amplitude * (self.ratios[index] - 1.0))
+
+
+STEADY = Steady()
+
+
+def uniform(seed: int, index: int) -> float:
+    """A number in (0, 1) that depends on its two arguments only (SplitMix64)."""
+    x = (seed * 0x9E3779B97F4A7C15 + index * 0xD1B54A32D192ED03 + 0x632BE59BD9B4E019) & _MASK
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return ((x ^ (x >> 31)) + 0.5) / 2.0**64
+
+
+def drift_curve(model: str) -> tuple[float, ...]:
+    """The measured ratios of `7B` or `14B`: step time over the first step's, 88 steps."""
+    return tuple(float(row["ratio"]) for row in tables.rows("step_time_drift") if row["model"] == model)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrueSeconds:
+    """The truth about one pipeline's stages, on the nodes it asks for."""
+
+    by_stage: Mapping[Stage, float]
+    variation: Variation = STEADY
+
+    def seconds(self, stage: Stage, step: int) -> float:
+        base = self.by_stage.get(stage, 0.0)
+        if PHASE_BY_STAGE[stage] is Phase.SYNC:
+            return base
+        return base * self.variation.factor(step)
+
+    @classmethod
+    def of_phases(
+        cls, phases: PhaseSeconds, *, sync_s: float = 0.0, variation: Variation = STEADY
+    ) -> TrueSeconds:
+        """Two stages and a sync: what is known of a pipeline whose phases alone were measured."""
+        by_stage = {Stage.GENERATE: phases.rollout_s, Stage.UPDATE: phases.train_s, Stage.PUBLISH: sync_s}
+        return cls(by_stage=by_stage, variation=variation)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwitchSeconds:
+    """What it takes to put a pipeline's state onto its devices before a phase."""
+
+    cold_rollout_s: float = 0.0
+    cold_train_s: float = 0.0
+    warm_rollout_s: float = 0.0
+    warm_train_s: float = 0.0
+
+    def seconds(self, phase: Phase, *, is_warm: bool) -> float:
+        if phase is Phase.ROLLOUT:
+            return self.warm_rollout_s if is_warm else self.cold_rollout_s
+        return self.warm_train_s if is_warm else self.cold_train_s
+
+
+NO_SWITCH = SwitchSeconds()
