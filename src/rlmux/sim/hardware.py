@@ -1,0 +1,136 @@
+"""What models and GPUs are: shapes and peak figures from the package's small tables.
+
+    data/models.csv ──> model_shape("Qwen/Qwen3-4B") ──> ModelShape
+    data/gpus.csv   ──> gpu_spec("H100")             ──> GpuSpec
+
+Nothing here is a duration; `curves.py` has the formulas, `costs.py` the choice between measured and
+estimated.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass
+from functools import cache
+
+from rlmux.core.errors import UserError
+from rlmux.sim import tables
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ModelShape:
+    """A dense decoder's size."""
+
+    name: str
+    params: float
+    """Parameters, embeddings included."""
+    layers: int
+    hidden: int
+    kv_heads: int
+    head_dim: int
+    bytes_per_weight: float = 2.0
+
+    def __post_init__(self) -> None:
+        for field in ("params", "layers", "hidden", "kv_heads", "head_dim", "bytes_per_weight"):
+            if not getattr(self, field) > 0:
+                raise UserError(
+                    f"model {self.name!r}: {field} must be more than 0, not {getattr(self, field)}"
+                )
+
+    @property
+    def weight_bytes(self) -> float:
+        return self.params * self.bytes_per_weight
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """Key and value of one token over all layers, two bytes each number, on one GPU."""
+        return self.kv_bytes_per_gpu_token(1)
+
+    def kv_bytes_per_gpu_token(self, tp: int) -> int:
+        """The same on each GPU of a tensor-parallel group; heads fewer than GPUs are held more than once."""
+        return 2 * 2 * self.layers * math.ceil(self.kv_heads / tp) * self.head_dim
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class GpuSpec:
+    """Peak figures of one GPU."""
+
+    name: str
+    tflops_peak: float
+    tflops: float
+    """What large bf16 matrix products reach."""
+    hbm_gb: float
+    hbm_tbps: float
+    nvlink_gbps: float
+    """Both directions added; PCIe where there is no NVLink."""
+    num_sms: int
+
+
+def model_shape(name: str) -> ModelShape:
+    """The shape of a known model, by any usual spelling: `Qwen/Qwen3-4B-Instruct-2507` is `qwen3-4b`."""
+    key = _plain_model_name(name)
+    shapes = model_shapes()
+    if key not in shapes:
+        raise UserError(
+            f"model {name!r} has no row in the table of shapes; known: {', '.join(shapes)}; "
+            "for another one pass a ModelShape"
+        )
+    return shapes[key]
+
+
+@cache
+def model_shapes() -> dict[str, ModelShape]:
+    return {
+        row["model"]: ModelShape(
+            name=row["model"],
+            params=float(row["params_b"]) * 1e9,
+            layers=int(row["layers"]),
+            hidden=int(row["hidden"]),
+            kv_heads=int(row["kv_heads"]),
+            head_dim=int(row["head_dim"]),
+        )
+        for row in tables.rows("models")
+    }
+
+
+def gpu_spec(name: str) -> GpuSpec:
+    """A known GPU, by its full name or the part before the first dash (`H100`)."""
+    specs = gpu_specs()
+    wanted = name.upper().replace("_SXM", "").replace("NVIDIA ", "")
+    for key, spec in specs.items():
+        if wanted in (key.upper(), key.split("-")[0].upper()):
+            return spec
+    raise UserError(f"GPU {name!r} has no row in the table of GPUs; known: {', '.join(specs)}")
+
+
+@cache
+def gpu_specs() -> dict[str, GpuSpec]:
+    return {
+        row["gpu"]: GpuSpec(
+            name=row["gpu"],
+            tflops_peak=float(row["tflops_peak"]),
+            tflops=float(row["tflops"]),
+            hbm_gb=float(row["hbm_gb"]),
+            hbm_tbps=float(row["hbm_tbps"]),
+            nvlink_gbps=float(row["nvlink_gbps"]),
+            num_sms=int(row["num_sms"]),
+        )
+        for row in tables.rows("gpus")
+    }
+
+
+def _plain_model_name(name: str) -> str:
+    key = name.rsplit("/", 1)[-1].lower().replace("_", "-")
+    key = re.sub(r"-(instruct|base|thinking|it|chat|2507|bf16|fp8)\b", "", key)
+    return _MODEL_ALIASES.get(key, key)
+
+
+_MODEL_ALIASES = {
+    "llama-3-1-8b": "llama-3.1-8b",
+    "llama3-1-8b": "llama-3.1-8b",
+    "llama-8b": "llama-3.1-8b",
+    "meta-llama-3.1-8b": "llama-3.1-8b",
+    "qwen3-0-6b": "qwen3-0.6b",
+    "deepseek-r1-distill-qwen-14b": "qwen2.5-14b",
+}
