@@ -205,7 +205,7 @@ class Scheduler:
         for key in self._device_keys(run):
             pinned = group.members_by_device.setdefault(key, {})
             # A newcomer takes the last turn of the present cycle.
-            run.rounds[key] = min((other.rounds[key] for other in pinned.values()), default=0)
+            run.rounds[key] = max(0, max((other.rounds[key] for other in pinned.values()), default=0) - 1)
             pinned[run.pipeline.id] = run
             self._state.devices.setdefault(key[1], DeviceState(key[1]))
         group.members[run.pipeline.id] = run

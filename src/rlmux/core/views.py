@@ -5,7 +5,7 @@ The properties give frozen values or plain numbers; there is no way from here to
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rlmux.core.model import DeviceId, GroupId, OrderId, Phase, Pipeline, PipelineId, Stage
@@ -236,12 +236,3 @@ def _will_begin(run: PipelineRun, key: tuple[Phase, DeviceId]) -> bool:
         return is_next_open or last is None or run.rollout_step < last
     is_next_open = isinstance(run.train_work, ReadyWork) and not run.train_work.is_continuation
     return is_next_open or last is None or run.train_step < last
-
-
-def first_fit(view: GroupView, works: Iterable[ReadyWork]) -> Iterator[RunWork]:
-    """Whole-device grants, in the given order, to all works whose devices are free and not yet taken here."""
-    taken: set[DeviceId] = set()
-    for work in works:
-        if taken.isdisjoint(work.devices) and view.is_free(work.devices):
-            taken.update(work.devices)
-            yield RunWork(work=work)
