@@ -40,4 +40,6 @@ def sample(logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor
     logprobs = torch.log_softmax(logits, dim=-1)
     cumulative = torch.cumsum(logprobs.exp(), dim=-1, dtype=torch.float64)
     tokens = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)
+    # Logits that are not numbers find no token; any will do, since its log-probability tells.
+    tokens.clamp_(max=logits.shape[1] - 1)
     return tokens, logprobs.gather(1, tokens)
