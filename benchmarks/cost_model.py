@@ -37,6 +37,7 @@ from rlmux.sim.batching import (
 from rlmux.sim.costs import MEASURED_GPU, TRAIN_STAGES, RolloutCosts, train_cost_by_size
 from rlmux.sim.curves import LOW_ACTIVE, DecodeCurve, HostCosts, PrefillCurve, StageCost
 from rlmux.sim.hardware import ModelShape, gpu_spec, model_shape
+from rlmux.sim.lengths import PROBABILITIES, LengthDistribution
 from rlmux.sim.roofline import RooflineConstants, estimate_curves, roofline_constants
 
 TP = 4
@@ -594,7 +595,9 @@ def validate_serving(folder: Path) -> list[dict]:
 # --- output -------------------------------------------------------------------------------------------------
 
 
-def write_tables(folder: Path, fitted: Calibration, logs: dict[str, list[str]]) -> None:
+def write_tables(
+    folder: Path, fitted: Calibration, logs: dict[str, list[str]], steps: dict[str, list[Step]]
+) -> None:
     def write(name: str, source: str, rows: list[dict]) -> None:
         lines = [f"# source: {source}", ",".join(rows[0])]
         lines += [
@@ -629,8 +632,32 @@ def write_tables(folder: Path, fitted: Calibration, logs: dict[str, list[str]]) 
         f"{SOURCE}; FSDP on the same 4 GPUs, offloaded between stages; qwen2.5-14b is one first step",
         train,
     )
+    write("length_quantiles", f"{SOURCE}; response tokens by sample", length_rows(data_folder(), steps))
     constants = [{"constant": k, "value": v} for k, v in asdict(fitted.roofline).items()]
     write("roofline", "aiconfigurator kernel tables for H100 and the measured decode curves", constants)
+
+
+def length_rows(folder: Path, steps: dict[str, list[Step]]) -> list[dict]:
+    """One row of quantiles per run; prompts of runs without a steps row take the task's usual size."""
+    rows = []
+    for path in sorted((folder / "rl_runs").glob("*.lengths.csv.gz")):
+        run = path.name.removesuffix(".lengths.csv.gz")
+        samples = read_rows(path)
+        lengths = np.array([float(s["length"]) for s in samples])
+        turns = np.array([float(s["turn"] or 2) for s in samples])
+        known = steps.get(run) or steps.get(next((k for k, v in LENGTHS_OF.items() if v == run), ""), [])
+        found = LengthDistribution.from_lengths(run, lengths, group_size=GROUP)
+        row = {
+            "run": run,
+            "samples": len(lengths),
+            "group_size": GROUP,
+            "group_correlation": round(found.group_correlation, 3),
+            "prompt_tokens": round(float(np.mean([s.prompt_mean for s in known])), 1) if known else 100.0,
+            "mean_extra_turns": round(float((turns / 2 - 1).mean()), 3),
+        }
+        quantiles = zip(PROBABILITIES, found.quantiles, strict=True)
+        rows.append(row | {f"q{p:g}": round(q, 1) for p, q in quantiles})
+    return rows
 
 
 def percent(value: float | None) -> str:
@@ -668,7 +695,7 @@ def main() -> None:
     folder = data_folder()
     steps = load_steps(folder)
     if options.write:
-        write_tables(options.write, calibrate(folder, steps), logged_runs(folder))
+        write_tables(options.write, calibrate(folder, steps), logged_runs(folder), steps)
         return
     runs, serving = validate(folder, steps), validate_serving(folder)
     totals = summary(runs, serving)

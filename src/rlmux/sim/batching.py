@@ -178,7 +178,8 @@ def kv_pool_tokens(
     if room <= 0:
         raise UserError(
             f"model {shape.name!r} needs {shape.weight_bytes / tp / 1e9:.1f} GB of weights "
-            f"on each of {tp} {gpu}, more than {memory_fraction} of {gpu_spec(gpu).hbm_gb:g} GB; raise tp or memory_fraction"
+            f"on each of {tp} {gpu}, more than {memory_fraction} of {gpu_spec(gpu).hbm_gb:g} GB; "
+            "raise tp or memory_fraction"
         )
     return room / shape.kv_bytes_per_gpu_token(tp)
 
