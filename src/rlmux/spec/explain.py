@@ -30,9 +30,12 @@ def spec_error(root: Node, path: Sequence[PathPart], text: str) -> SpecError:
 
 
 def explain(error: ValidationError, root: Node, top: type[BaseModel]) -> SpecError:
-    """The first mistake in reading order."""
-    details = min(error.errors(), key=lambda details: root.nearest(_path(details)).order)
-    return _explain_one(details, root, top)
+    """The first mistake in reading order; what is missing comes last, since a misspelt key is missing too."""
+
+    def rank(details: ErrorDetails) -> tuple[bool, int]:
+        return details["type"] == "missing", root.nearest(_path(details)).order
+
+    return _explain_one(min(error.errors(), key=rank), root, top)
 
 
 def _explain_one(details: ErrorDetails, root: Node, top: type[BaseModel]) -> SpecError:
@@ -45,17 +48,15 @@ def _explain_one(details: ErrorDetails, root: Node, top: type[BaseModel]) -> Spe
         case "missing":
             return spec_error(root, path, f"is missing; accepted: {accepted_at(top, path)}")
         case "together":
-            context = details["ctx"]
-            key = context["key"]
-            if key == "":
-                return spec_error(root, path, str(context["text"]).removeprefix("accepted"))
-            path = (*path, key)
-            node = root.nearest(path)
-            text = str(context["text"])
+            text = str(details["ctx"]["text"])
+            if details["ctx"]["key"]:
+                path = (*path, details["ctx"]["key"])
+                value = shown_value(root.nearest(path).plain())
             glue = "; " if text.startswith("accepted") else ": "
-            return spec_error(root, path, f"is {shown_value(node.plain())}{glue}{text}")
+            return spec_error(root, path, f"is {value}{glue}{text}")
     if path and path[-1] == "[key]":
-        return spec_error(root, path[:-1], f"cannot be a name; accepted: {accepted_at(top, path)}")
+        kind = accepted_at(top, (*path[:-2], "[key]"))
+        return spec_error(root, path[:-1], f"cannot be a name; accepted: {kind}")
     return spec_error(root, path, f"is {value}; accepted: {accepted_at(top, path)}")
 
 
@@ -69,8 +70,9 @@ def shown_path(root: Node, path: Sequence[PathPart]) -> str:
     for depth, part in enumerate(path):
         word = str(part)
         if isinstance(part, int) and words == ["pipelines"]:
-            node = root.nearest([*path[: depth + 1], "name"])
-            word = node.value if isinstance(node.value, str) and node.value else word
+            pipeline = root.nearest(path[: depth + 1]).value
+            name = pipeline["name"].value if isinstance(pipeline, dict) and "name" in pipeline else None
+            word = name if isinstance(name, str) and name else word
         words.append(word)
     return ".".join(words) or "the file"
 

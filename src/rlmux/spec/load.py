@@ -434,8 +434,8 @@ class _Builder:
 
     def _resolved(self) -> str:
         """Every key written out, so that a later rlmux with other default values trains the same."""
-        plain: dict[str, Any] = self._file.model_dump(exclude_none=True)
-        plain["code_folder"] = str(self._code_folder)
+        plain: dict[str, Any] = {"code_folder": str(self._code_folder)}
+        plain.update(self._file.model_dump(exclude_none=True, exclude={"code_folder", "defaults"}))
         for pipeline in plain["pipelines"]:
             for section in ("model", "task"):
                 if "path" in pipeline.get(section, {}):

@@ -2,12 +2,12 @@
 
     SpecFile ── cluster ── pools ── PoolModel
              ── policy
-             ── defaults            (checked once merged under the pipelines)
+             ── defaults            (merged under the pipelines and gone before the check)
              ── pipelines ── PipelineModel ── model, task, warm_start, algorithm, rollout, train,
                                               estimate, footprint
 
-Names are those of `rl/config.py` and `core/model.py`, where a count drops its `num_`. Default values are theirs
-too, read from the dataclasses, so that there is one of each. Types are strict.
+Names are those of `rl/config.py` and `core/model.py`; a count drops its `num_`. Default values are theirs,
+read from the dataclasses. Types are strict.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class PoolModel(_Mapping):
     devices: Count | None = None
     """How many devices this machine lends to the pool: GPUs, or else CPU cores. Each is placed by itself."""
     nodes: Count | None = None
-    """How many whole nodes there are; each takes one worker. Without `devices` and `nodes`: unlimited (to plan)."""
+    """How many whole nodes there are; each takes one worker. With neither key: unlimited (to plan)."""
     gpus_per_node: Count = 1
     """GPUs of one node, for counting and billing."""
     usd_per_gpu_hour: float = Field(default=0.0, ge=0)
@@ -167,7 +167,7 @@ class TaskModel(_Mapping):
         pattern=r"^[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*$",
         json_schema_extra={"accepted": "module:function, such as my_rewards:score"},
     )
-    """`module:function` with verl's or TRL's signature, in `code_folder` or installed; without: the task's."""
+    """`module:function` with verl's or TRL's signature, in `code_folder` or installed; else the task's."""
     reward_timeout_s: Seconds = _TASK.reward_timeout_s
     """A reward or environment call that takes longer fails its pipeline."""
 
@@ -321,7 +321,7 @@ class PipelineModel(_Mapping):
 
 
 class SpecFile(_Mapping):
-    """The whole file. `defaults` is gone by now: it has been merged under every pipeline."""
+    """The whole file."""
 
     cluster: ClusterModel
     """The devices there are."""
@@ -329,5 +329,7 @@ class SpecFile(_Mapping):
     """Where reward modules are looked up, relative to this file; without: the file's own folder."""
     policy: str = "rollmux"
     """Who decides, where the command line names nobody else (docs/policies.md)."""
+    defaults: dict[str, Any] = {}
+    """Keys of a pipeline, merged under each of them. A pipeline's own `task` or `model` is taken whole."""
     pipelines: list[PipelineModel] = Field(min_length=1)
     """What is to be trained."""
