@@ -6,6 +6,7 @@
     │   └── RefusedError              a pipeline that cannot fit, with the numbers
     ├── PipelineError (RuntimeError)  one pipeline's own fault: it stops, the others go on
     ├── WorkerLostError               a worker process went away or stopped answering
+    ├── CheckpointError               a checkpoint is absent, torn or damaged: an older one may do
     ├── LogError                      the run log is unreadable, torn beyond repair, or of a newer schema
     └── IllegalTransitionError        our own bug: an event or order that the state does not allow
 
@@ -37,6 +38,10 @@ class PipelineError(RlmuxError, RuntimeError):
 
 class WorkerLostError(RlmuxError, ConnectionError):
     """A worker process ended or did not answer within its limit."""
+
+
+class CheckpointError(RlmuxError):
+    """A checkpoint cannot be taken over. The text names the file; the caller may fall back to an older step."""
 
 
 class LogError(RlmuxError):

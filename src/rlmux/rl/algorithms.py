@@ -77,14 +77,15 @@ ALGORITHMS: dict[str, Algorithm] = {
 
 def clipped_surrogate(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float
-) -> Tensor:
+) -> tuple[Tensor, Tensor]:
     """PPO's loss of each token: -min(ρ A, clip(ρ, 1 - clip_low, 1 + clip_high) A) with ρ = exp(new - old).
 
     Where new equals old, ρ is exactly 1 and the gradient is -A ∇log π. (arXiv 1707.06347, equation 7)
+    Second comes which tokens the clip took out of the gradient.
     """
     ratio = (logprobs - old_logprobs).exp()
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
-    return -(ratio * advantages).minimum(clipped * advantages)
+    return -(ratio * advantages).minimum(clipped * advantages), clipped * advantages < ratio * advantages
 
 
 def kl_k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:

@@ -76,6 +76,11 @@ class PipelineHost:
     def vocabulary(self) -> Vocabulary:
         return self._vocabulary
 
+    @property
+    def is_single_turn(self) -> bool:
+        """No reply ever comes: a stop ends the trajectory."""
+        return self._task.is_single_turn
+
     def begin_step(self, step: int) -> list[TrajectoryRequest]:
         """The step's requests, in id order. Again for a step under way: the same, nothing is forgotten."""
         if step <= self._last_finished_step:

@@ -48,6 +48,10 @@ class Task(Protocol):
     def stop(self) -> tuple[str, ...]:
         """Texts, each one token, that end a turn besides the end-of-sequence token."""
 
+    @property
+    def is_single_turn(self) -> bool:
+        """No environment ever answers: a stop ends the trajectory, and its slot is free at once."""
+
     def prompt(self, index: int) -> Prompt: ...
 
     def demonstration(self, prompt: Prompt) -> Sequence[Segment]:
@@ -64,6 +68,7 @@ class SingleTurnTask:
     """What tasks share where the model speaks once and the right answer is a text."""
 
     stop: tuple[str, ...] = ()
+    is_single_turn = True
 
     def demonstration(self, prompt: Prompt) -> Sequence[Segment]:
         return (Segment(text=prompt.answer or "", is_sampled=True),)

@@ -24,6 +24,7 @@ class CalculatorTask:
     """Options: `digits`, `min_digits`, `max_digits`, `operator` (+ - *), `max_calls`, `wait_s`."""
 
     stop: tuple[str, ...] = (">",)
+    is_single_turn = False
 
     def __init__(self, params: Mapping[str, Any], seed: int) -> None:
         options = Options("calculator", params)

@@ -23,6 +23,7 @@ class GuessTask:
     """Options: `largest` (numbers are 0 .. largest), `max_guesses`, `wait_s`."""
 
     stop: tuple[str, ...] = ("?",)
+    is_single_turn = False
 
     def __init__(self, params: Mapping[str, Any], seed: int) -> None:
         options = Options("guess", params)

@@ -1,0 +1,1 @@
+"""Engines: what samples and what trains. Passive; every call is bounded."""

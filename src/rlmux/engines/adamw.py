@@ -1,0 +1,40 @@
+"""AdamW over one flat buffer. (arXiv 1711.05101, algorithm 2; the same numbers as torch.optim.AdamW)
+
+Two moment buffers and a count are all its state, so a checkpoint is two tensors and a number.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_EPSILON = 1e-8
+
+
+class AdamW:
+    """Weight decay applies to every parameter, as torch does by default."""
+
+    def __init__(self, weights: Tensor, *, betas: tuple[float, float], weight_decay: float) -> None:
+        self._betas = betas
+        self._weight_decay = weight_decay
+        self.first_moment = torch.zeros_like(weights)
+        self.second_moment = torch.zeros_like(weights)
+        self.num_updates = 0
+
+    def reset(self) -> None:
+        """Forget the past: as newly made."""
+        self.first_moment.zero_()
+        self.second_moment.zero_()
+        self.num_updates = 0
+
+    def update(self, weights: Tensor, gradients: Tensor, learning_rate: float) -> None:
+        """One step downhill, in place."""
+        self.num_updates += 1
+        beta1, beta2 = self._betas
+        self.first_moment.lerp_(gradients, 1 - beta1)
+        self.second_moment.mul_(beta2).addcmul_(gradients, gradients, value=1 - beta2)
+        first_correction = 1 - beta1**self.num_updates
+        second_correction = 1 - beta2**self.num_updates
+        denominator = self.second_moment.sqrt().div_(second_correction**0.5).add_(_EPSILON)
+        weights.mul_(1 - learning_rate * self._weight_decay)
+        weights.addcdiv_(self.first_moment, denominator, value=-learning_rate / first_correction)

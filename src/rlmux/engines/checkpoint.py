@@ -1,0 +1,79 @@
+"""Checkpoints as folders: written aside, checked when read.
+
+    step_7/
+      config.json  model.safetensors  tokenizer files    a Hugging Face model
+      optimizer.safetensors                              moments
+      reference.safetensors                              with a KL penalty only
+      state.json                                         numbers, and each file's sha256
+
+Invariant: a folder without `.tmp-` or `.old-` in its name is whole: state.json is written last, everything is
+fsynced, then the folder is renamed. Nothing is pickled.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rlmux.core.errors import CheckpointError
+from rlmux.engines.files import sync_path
+
+STATE_FILE = "state.json"
+FORMAT = 1
+"""Of state.json. A reader refuses what is newer."""
+
+
+def write_checkpoint(folder: Path, write_files: Callable[[Path], None], state: dict[str, Any]) -> None:
+    """Have `write_files` fill a folder aside, add `state` with the checksums, and rename it to `folder`."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    aside = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir()
+    write_files(aside)
+    names = sorted(path.name for path in aside.iterdir())
+    files = {name: _file_sha256(aside / name) for name in names}
+    (aside / STATE_FILE).write_text(json.dumps({"format": FORMAT, **state, "files": files}, indent=1) + "\n")
+    for name in [*names, STATE_FILE]:
+        sync_path(aside / name)
+    sync_path(aside)
+    _put_in_place(aside, folder)
+
+
+def read_checkpoint(folder: Path) -> dict[str, Any]:
+    """The state of a checkpoint whose every file is as it was written."""
+    path = folder / STATE_FILE
+    if not path.is_file():
+        raise CheckpointError(f"{folder} is not a whole checkpoint: no {STATE_FILE}")
+    try:
+        state = json.loads(path.read_bytes())
+        files, format_ = state["files"], int(state["format"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise CheckpointError(f"{path} is damaged: {error}") from error
+    if format_ > FORMAT:
+        raise CheckpointError(f"{path} has format {format_}; this rlmux reads up to {FORMAT}")
+    for name, expected in files.items():
+        if not (folder / name).is_file():
+            raise CheckpointError(f"{folder} is not a whole checkpoint: no {name}")
+        if _file_sha256(folder / name) != expected:
+            raise CheckpointError(f"{folder / name} is damaged: its sha256 is not the one in {STATE_FILE}")
+    return dict(state)
+
+
+def _put_in_place(aside: Path, folder: Path) -> None:
+    old = folder.with_name(f"{folder.name}.old-{os.getpid()}")
+    shutil.rmtree(old, ignore_errors=True)
+    if folder.exists():
+        folder.rename(old)
+    aside.rename(folder)
+    sync_path(folder.parent)
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _file_sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()

@@ -1,0 +1,121 @@
+"""Sequences cut into micro-batches, and the log-probabilities a model gives their sampled tokens.
+
+    input_tokens [B, L]   prompt + response + padding to a multiple of 16
+    sources      [R]      where in the flattened [B * L] each sampled token is predicted from
+    targets      [R]      the token itself           R = sampled tokens of the micro-batch
+
+Rows are padded on the right and attention is causal, so no mask is needed: no token sees padding. Logits
+exist for the R sampled tokens only. Shapes depend on the sequences and `micro_batch_size` alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_LENGTH_MULTIPLE = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingSequence:
+    """What a trainer needs to know of one trajectory or demonstration."""
+
+    prompt_tokens: Sequence[int]
+    tokens: Sequence[int]
+    is_sampled: Sequence[bool]
+    """Tokens with a loss. Same length as `tokens`."""
+    weight: float
+    """Of each sampled token in the loss."""
+    advantage: float = 0.0
+    logprobs: Sequence[float] = ()
+    """Of each token when it was sampled; empty for demonstrations."""
+    is_stale: Sequence[bool] = ()
+    """Made by an older version than the one being trained; empty for demonstrations."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroBatch:
+    """Sequences that go forward and backward together. Per-token tensors are [R]."""
+
+    input_tokens: Tensor
+    sources: Tensor
+    targets: Tensor
+    weights: Tensor
+    advantages: Tensor
+    sampled_logprobs: Tensor
+    is_stale: Tensor
+    num_tokens: int
+    """Prompt and response, padding left out."""
+
+    def to(self, device: torch.device) -> MicroBatch:
+        if device.type == "cpu":
+            return self
+        return MicroBatch(
+            input_tokens=self.input_tokens.to(device),
+            sources=self.sources.to(device),
+            targets=self.targets.to(device),
+            weights=self.weights.to(device),
+            advantages=self.advantages.to(device),
+            sampled_logprobs=self.sampled_logprobs.to(device),
+            is_stale=self.is_stale.to(device),
+            num_tokens=self.num_tokens,
+        )
+
+
+def cut(sequences: Sequence[TrainingSequence], micro_batch_size: int, pad_token: int) -> list[MicroBatch]:
+    """Micro-batches in the order of the sequences."""
+    return [
+        _micro_batch(sequences[start : start + micro_batch_size], pad_token)
+        for start in range(0, len(sequences), micro_batch_size)
+    ]
+
+
+def token_logprobs(model: Any, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
+    """Log-probability [R] of each target, and the whole distribution [R, vocab] it is from.
+
+    The distribution is log-softmax of logits / temperature, the one rollout samples from.
+    """
+    hidden = model.model(input_ids=batch.input_tokens, use_cache=False).last_hidden_state
+    chosen = hidden.flatten(0, 1).index_select(0, batch.sources)
+    logits = model.lm_head(chosen)
+    if temperature != 1.0:
+        logits = logits / temperature
+    distribution = torch.log_softmax(logits, dim=-1)
+    return distribution.gather(1, batch.targets.unsqueeze(1)).squeeze(1), distribution
+
+
+def _micro_batch(sequences: Sequence[TrainingSequence], pad_token: int) -> MicroBatch:
+    longest = max(len(sequence.prompt_tokens) + len(sequence.tokens) for sequence in sequences)
+    width = -(-longest // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
+    rows: list[list[int]] = []
+    sources: list[int] = []
+    targets: list[int] = []
+    weights: list[float] = []
+    advantages: list[float] = []
+    logprobs: list[float] = []
+    is_stale: list[bool] = []
+    for row, sequence in enumerate(sequences):
+        tokens = [*sequence.prompt_tokens, *sequence.tokens]
+        rows.append(tokens + [pad_token] * (width - len(tokens)))
+        before = row * width + len(sequence.prompt_tokens) - 1
+        sampled = [place for place, has_loss in enumerate(sequence.is_sampled) if has_loss]
+        sources += [before + place for place in sampled]
+        targets += [sequence.tokens[place] for place in sampled]
+        weights += [sequence.weight] * len(sampled)
+        advantages += [sequence.advantage] * len(sampled)
+        logprobs += [sequence.logprobs[place] if sequence.logprobs else 0.0 for place in sampled]
+        is_stale += [bool(sequence.is_stale) and sequence.is_stale[place] for place in sampled]
+    return MicroBatch(
+        input_tokens=torch.tensor(rows),
+        sources=torch.tensor(sources),
+        targets=torch.tensor(targets),
+        weights=torch.tensor(weights),
+        advantages=torch.tensor(advantages),
+        sampled_logprobs=torch.tensor(logprobs),
+        is_stale=torch.tensor(is_stale),
+        num_tokens=sum(len(sequence.prompt_tokens) + len(sequence.tokens) for sequence in sequences),
+    )

@@ -1,0 +1,42 @@
+"""Weights as files and as hashes.
+
+    train engine ──write_tensors──▶ NAME.tmp-PID ──rename──▶ NAME ──read_tensors──▶ rollout engine
+
+Invariant: a file that can be seen under its own name is whole. Tied parameters are written once.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+
+def weights_sha256(tensors: Mapping[str, Tensor]) -> str:
+    """Hash of names, shapes and bytes in name order."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].detach().cpu().contiguous()
+        digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+        digest.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """Write a safetensors file aside, then rename it into place."""
+    aside = path.with_name(f"{path.name}.tmp-{os.getpid()}")
+    whole = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+    save_file(whole, aside, metadata={"format": "pt", **metadata})
+    aside.replace(path)
+
+
+def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:
+    """Tensors by name, and the file's metadata."""
+    with safe_open(path, framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}, dict(file.metadata() or {})  # noqa: SIM118
