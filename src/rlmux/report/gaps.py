@@ -1,0 +1,209 @@
+"""Why nothing runs on a device that pipelines hold: each gap between orders gets a cause, piece by piece.
+
+A gap belongs to N, the pipeline whose order comes next on the device. Between any two moments at which
+something changes for a pipeline that is pinned there:
+
+    nobody is pinned                                       nothing admitted   (idle)
+    the run's process was not there                        down               (idle)
+    N could start: everything before its order is done
+        but another device of that order is still taken    waiting for the other devices of N
+        and the gap is short                               control
+        and it is long                                     held back          the policy's choice
+    another pipeline could start here, yet N goes first    waiting for turn of N
+    otherwise, by what N does or needs next elsewhere      waiting for rollout | rewards | training of N,
+                                                           sync of N, migration of N
+
+"Could start" is read off what happened: a pipeline that does nothing, and whose next order is the one on this
+device. After the last order on a device, the gap belongs to the first pinned pipeline that does anything.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from bisect import bisect_left, bisect_right
+from collections.abc import Mapping, Sequence
+
+from rlmux.core.model import DeviceId, Phase, PipelineId
+from rlmux.report.history import History, OrderRecord
+from rlmux.report.intervals import Cause, Interval, Kind
+
+CONTROL_GAP_S = 0.02
+"""A ready order that is given within this time is control; one held back for longer is the policy's
+choice."""
+
+_ROUNDING_S = 1e-9
+
+_CAUSE_BY_PHASE = {
+    Phase.ROLLOUT: Cause.ROLLOUT,
+    Phase.TRAIN: Cause.TRAINING,
+    Phase.HOST: Cause.REWARD,
+    Phase.SYNC: Cause.SYNC,
+}
+
+
+class GapNamer:
+    """Names gaps of one finished layout."""
+
+    def __init__(
+        self,
+        history: History,
+        orders_by_device: Mapping[DeviceId, Sequence[OrderRecord]],
+        start_s: float,
+        end_s: float,
+    ) -> None:
+        self._start_s, self._end_s = start_s, end_s
+        self._down = history.down
+        self._device = {device: _Track(orders) for device, orders in orders_by_device.items()}
+        by_pipeline: dict[PipelineId, list[OrderRecord]] = {}
+        for order in history.orders:
+            by_pipeline.setdefault(order.pipeline, []).append(order)
+        self._pipeline = {pipeline: _Track(orders) for pipeline, orders in by_pipeline.items()}
+        devices_by_node: dict[tuple[str, int], list[DeviceId]] = {}
+        for device in orders_by_device:
+            devices_by_node.setdefault(device.node_id, []).append(device)
+        self._pins: dict[DeviceId, list[tuple[float, float, PipelineId]]] = {
+            device: [] for device in orders_by_device
+        }
+        for pin in history.pins:
+            for node in pin.placement.nodes:
+                for device in devices_by_node.get(node, ()):
+                    self._pins[device].append((pin.start_s, pin.end_s, pin.pipeline))
+
+    def name_gaps(self, device: DeviceId, held: Sequence[Interval]) -> list[Interval]:
+        """Intervals for everything that `held` leaves open between the run's start and end."""
+        gaps: list[Interval] = []
+        at_s = self._start_s
+        for interval in sorted(held, key=lambda interval: interval.start_s):
+            if interval.start_s > at_s + _ROUNDING_S:
+                self._name_gap(gaps, device, at_s, interval.start_s)
+            at_s = max(at_s, interval.end_s)
+        if self._end_s > at_s + _ROUNDING_S:
+            self._name_gap(gaps, device, at_s, self._end_s)
+        return gaps
+
+    def _name_gap(self, gaps: list[Interval], device: DeviceId, start_s: float, end_s: float) -> None:
+        cuts = {start_s, end_s}
+        pins = [pin for pin in self._pins[device] if pin[0] < end_s and pin[1] > start_s]
+        for pin_start_s, pin_end_s, pipeline in pins:
+            cuts.update((pin_start_s, pin_end_s))
+            if pipeline in self._pipeline:
+                self._pipeline[pipeline].add_edges(cuts, start_s, end_s)
+        for down_start_s, down_end_s in self._down:
+            cuts.update((down_start_s, down_end_s))
+        edges = sorted(cut for cut in cuts if start_s <= cut <= end_s)
+        first = len(gaps)
+        for piece_start_s, piece_end_s in itertools.pairwise(edges):
+            middle_s = (piece_start_s + piece_end_s) / 2
+            pinned = [pin[2] for pin in pins if pin[0] <= middle_s < pin[1]]
+            kind, cause, awaited = self._cause(device, middle_s, end_s - start_s, pinned)
+            last = gaps[-1] if len(gaps) > first else None
+            if last is not None and (last.cause, last.pipeline) == (cause, awaited):
+                piece_start_s = gaps.pop().start_s
+            gaps.append(
+                Interval(start_s=piece_start_s, end_s=piece_end_s, kind=kind, cause=cause, pipeline=awaited)
+            )
+
+    def _cause(
+        self, device: DeviceId, at_s: float, gap_s: float, pinned: list[PipelineId]
+    ) -> tuple[Kind, Cause, PipelineId | None]:
+        if any(start_s <= at_s < end_s for start_s, end_s in self._down):
+            return Kind.IDLE, Cause.DOWN, None
+        if not pinned:
+            return Kind.IDLE, Cause.NOTHING_ADMITTED, None
+        following = self._device[device].next_of(at_s, pinned)
+        if following is None:
+            return (Kind.BUBBLE, *self._last_cause(at_s, gap_s, pinned))
+        pipeline = following.pipeline
+        if self._is_ready(following, at_s):
+            if self._waits_for_devices(following, at_s):
+                return Kind.BUBBLE, Cause.DEVICES, pipeline
+            return Kind.BUBBLE, Cause.CONTROL if gap_s < CONTROL_GAP_S else Cause.HELD_BACK, None
+        if any(self._could_start(other, device, at_s) for other in pinned if other != pipeline):
+            return Kind.BUBBLE, Cause.TURN, pipeline
+        return Kind.BUBBLE, self._needs(pipeline, at_s) or Cause.CONTROL, pipeline
+
+    def _last_cause(
+        self, at_s: float, gap_s: float, pinned: list[PipelineId]
+    ) -> tuple[Cause, PipelineId | None]:
+        for pipeline in pinned:
+            cause = self._needs(pipeline, at_s)
+            if cause is not None:
+                return cause, pipeline
+        return Cause.CONTROL if gap_s < CONTROL_GAP_S else Cause.HELD_BACK, None
+
+    def _is_ready(self, order: OrderRecord, at_s: float) -> bool:
+        """The pipeline does nothing else, and this is what it does next."""
+        track = self._pipeline[order.pipeline]
+        if track.running(at_s):
+            return False
+        following = track.next(at_s)
+        return following is not None and following.start_s == order.start_s
+
+    def _could_start(self, pipeline: PipelineId, device: DeviceId, at_s: float) -> bool:
+        order = self._device[device].next_of(at_s, [pipeline])
+        return order is not None and self._is_ready(order, at_s) and not self._waits_for_devices(order, at_s)
+
+    def _waits_for_devices(self, order: OrderRecord, at_s: float) -> bool:
+        return any(self._device[device].running(at_s) for device in order.devices)
+
+    def _needs(self, pipeline: PipelineId, at_s: float) -> Cause | None:
+        """What the pipeline does now, or has to do next."""
+        track = self._pipeline.get(pipeline)
+        if track is None:
+            return None
+        running = track.running(at_s)
+        order = running[0] if running else track.next(at_s)
+        if order is None:
+            return None
+        return Cause.MIGRATION if order.is_migration else _CAUSE_BY_PHASE[order.phase]
+
+
+class _Track:
+    """The orders of one device or pipeline, to be asked what ran at a moment."""
+
+    def __init__(self, orders: Sequence[OrderRecord]) -> None:
+        self._orders = sorted(orders, key=lambda order: order.start_s)
+        self._starts = [order.start_s for order in self._orders]
+        self._ends = sorted(order.end_s for order in self._orders if math.isfinite(order.end_s))
+        self._by_pipeline: dict[PipelineId, tuple[list[float], list[OrderRecord]]] = {}
+        for order in self._orders:
+            pipeline_starts, pipeline_orders = self._by_pipeline.setdefault(order.pipeline, ([], []))
+            pipeline_starts.append(order.start_s)
+            pipeline_orders.append(order)
+        self._latest_ends: list[float] = []
+        latest_s = -math.inf
+        for order in self._orders:
+            latest_s = max(latest_s, order.end_s)
+            self._latest_ends.append(latest_s)
+
+    def running(self, at_s: float) -> list[OrderRecord]:
+        """In the order they were given, latest first."""
+        found = []
+        position = bisect_right(self._starts, at_s) - 1
+        while position >= 0 and self._latest_ends[position] > at_s:
+            if self._orders[position].end_s > at_s:
+                found.append(self._orders[position])
+            position -= 1
+        return found
+
+    def next(self, at_s: float) -> OrderRecord | None:
+        position = bisect_right(self._starts, at_s)
+        return self._orders[position] if position < len(self._orders) else None
+
+    def next_of(self, at_s: float, pipelines: Sequence[PipelineId]) -> OrderRecord | None:
+        """The next that belongs to one of these pipelines."""
+        following = [
+            order for pipeline in pipelines if (order := self._next_by_pipeline(pipeline, at_s)) is not None
+        ]
+        return min(following, key=lambda order: order.start_s, default=None)
+
+    def _next_by_pipeline(self, pipeline: PipelineId, at_s: float) -> OrderRecord | None:
+        starts, orders = self._by_pipeline.get(pipeline, ([], []))
+        position = bisect_right(starts, at_s)
+        return orders[position] if position < len(orders) else None
+
+    def add_edges(self, cuts: set[float], start_s: float, end_s: float) -> None:
+        """Every start and end strictly between."""
+        for edges in (self._starts, self._ends):
+            cuts.update(edges[bisect_right(edges, start_s) : bisect_left(edges, end_s)])

@@ -1,0 +1,399 @@
+"""What happened, folded from the log: orders with their progress, pins, pipelines, notes. No arithmetic yet.
+
+    entries ──▶ History.add ──▶ orders      RunStage … ChunkFinished* … StageFinished | StagePaused
+                                pins        Admit … Release, per node set
+                                pipelines   status, steps, metrics
+                                instants    failures, losses, moves
+
+An order that no event ended is *open*: it lasts to the last known time. One whose worker, pipeline or node
+went away is *lost*: what it had reported stands, the rest is to be done again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from rlmux.core.actions import Action, Admit, Migrate, Refuse, Release, Replace, RunStage, SetLevel, Switch
+from rlmux.core.events import (
+    ChunkFinished,
+    Event,
+    NodeJoined,
+    NodeLost,
+    PipelineCancelled,
+    PipelineFailed,
+    PipelineRestarted,
+    PipelineSubmitted,
+    StageFinished,
+    StagePaused,
+    TrajectoriesMoved,
+    WorkerLost,
+)
+from rlmux.core.model import (
+    PHASE_BY_STAGE,
+    DeviceId,
+    OrderId,
+    Phase,
+    Pipeline,
+    PipelineId,
+    PipelineStatus,
+    Placement,
+    Stage,
+)
+from rlmux.report.log import Entry
+
+
+class Ending(StrEnum):
+    OPEN = "open"
+    FINISHED = "finished"
+    PAUSED = "paused"
+    LOST = "lost"
+
+
+@dataclass(slots=True)
+class OrderRecord:
+    """A RunStage or Migrate and what became of it."""
+
+    id: OrderId
+    pipeline: PipelineId
+    step: int
+    stage: Stage
+    phase: Phase
+    devices: tuple[DeviceId, ...]
+    start_s: float
+    switch: Switch = Switch.NONE
+    level: float = 1.0
+    weight_version: int = 0
+    is_migration: bool = False
+    end_s: float = math.inf
+    ending: Ending = Ending.OPEN
+    seconds: float = 0.0
+    """Of computing; the last report's while it is open or when it was lost."""
+    switch_s: float = 0.0
+    tokens: int = 0
+    chunks: list[ChunkFinished] = field(default_factory=list)
+    is_redone: bool = False
+    """Its pipeline went back to a step before this one: the time was spent, the result does not count."""
+
+    @property
+    def counts(self) -> bool:
+        """Its result is part of the run's."""
+        return not self.is_redone and self.ending is not Ending.LOST
+
+
+@dataclass(slots=True)
+class Pin:
+    """A pipeline holds nodes, from its admission to its release."""
+
+    pipeline: PipelineId
+    placement: Placement
+    start_s: float
+    end_s: float = math.inf
+
+
+@dataclass(slots=True)
+class PipelineRecord:
+    pipeline: Pipeline
+    submitted_s: float
+    status: str = PipelineStatus.WAITING
+    reason: str = ""
+    admitted_s: float | None = None
+    ended_s: float | None = None
+    published: dict[int, float] = field(default_factory=dict)
+    """When each version from step 1 on was last published."""
+    metrics: dict[int, dict[str, float]] = field(default_factory=dict)
+    """Of each step's note."""
+    weights_sha256: str | None = None
+
+    @property
+    def is_over(self) -> bool:
+        return self.ended_s is not None
+
+
+@dataclass(frozen=True, slots=True)
+class Instant:
+    """Something that happened at one moment and that a reader of the timeline wants to see."""
+
+    time_s: float
+    what: str
+    """`failure`, `loss`, `restart`, `migration`, `refused`, `cancelled`, `node lost`, `node joined`,
+    `resumed`."""
+    pipeline: PipelineId | None = None
+    device: DeviceId | None = None
+    text: str = ""
+
+
+class History:
+    """Fold entries in with `add`, in the log's order; read the attributes at any time."""
+
+    def __init__(self, header: Mapping[str, Any]) -> None:
+        self.header = header
+        self.orders: list[OrderRecord] = []
+        """In the order they were given."""
+        self.pins: list[Pin] = []
+        self.pipelines: dict[PipelineId, PipelineRecord] = {}
+        self.instants: list[Instant] = []
+        self.down: list[tuple[float, float]] = []
+        """From the last row of a process to the first of the one that resumed its run."""
+        self.start_s: float | None = None
+        self.last_s = 0.0
+        self.control_s: float | None = None
+        """CPU seconds of the controller; None before the end."""
+        self._running: dict[OrderId, OrderRecord] = {}
+        self._pin_by_pipeline: dict[PipelineId, Pin] = {}
+        self._handlers: dict[type, Callable[[float, Any], None]] = {
+            PipelineSubmitted: self._on_submitted,
+            PipelineCancelled: self._on_cancelled,
+            PipelineFailed: self._on_failed,
+            PipelineRestarted: self._on_restarted,
+            StageFinished: self._on_stage_ended,
+            StagePaused: self._on_stage_ended,
+            ChunkFinished: self._on_chunk,
+            TrajectoriesMoved: self._on_moved,
+            WorkerLost: self._on_worker_lost,
+            NodeLost: self._on_node_lost,
+            NodeJoined: self._on_node_joined,
+            Admit: self._on_admit,
+            Replace: self._on_admit,
+            Refuse: self._on_refuse,
+            Release: self._on_release,
+            RunStage: self._on_run_stage,
+            Migrate: self._on_migrate,
+            SetLevel: self._on_set_level,
+        }
+
+    @classmethod
+    def of(cls, header: Mapping[str, Any], entries: Iterable[Entry]) -> History:
+        history = cls(header)
+        for entry in entries:
+            history.add(entry)
+        return history
+
+    def add(self, entry: Entry) -> None:
+        if entry.kind == "note":
+            self._on_note(entry.time_s, entry.type, entry.value)  # type: ignore[arg-type]
+        elif entry.kind != "header":
+            self.tell(entry.time_s, entry.value)  # type: ignore[arg-type]
+        self.last_s = max(self.last_s, entry.time_s)
+
+    def tell(self, time_s: float, value: Event | Action) -> None:
+        """Fold in one event, or an action at the time of the event that it answers."""
+        handler = self._handlers.get(type(value))
+        if handler is not None:
+            handler(time_s, value)
+        self.last_s = max(self.last_s, time_s)
+
+    @property
+    def is_over(self) -> bool:
+        return bool(self.pipelines) and all(record.is_over for record in self.pipelines.values())
+
+    # ------------------------------------------------------------------ pipelines come and go
+
+    def _on_submitted(self, time_s: float, event: PipelineSubmitted) -> None:
+        if self.start_s is None:
+            self.start_s = time_s
+        self.pipelines[event.pipeline.id] = PipelineRecord(event.pipeline, time_s)
+
+    def _on_cancelled(self, time_s: float, event: PipelineCancelled) -> None:
+        self._set_over(time_s, event.pipeline, PipelineStatus.CANCELLED)
+        self.instants.append(Instant(time_s, "cancelled", event.pipeline))
+
+    def _on_failed(self, time_s: float, event: PipelineFailed) -> None:
+        self._set_over(time_s, event.pipeline, PipelineStatus.FAILED, event.reason)
+        self._lose_orders(time_s, event.pipeline)
+        self.instants.append(Instant(time_s, "failure", event.pipeline, text=event.reason))
+
+    def _on_refuse(self, time_s: float, action: Refuse) -> None:
+        self._set_over(time_s, action.pipeline, PipelineStatus.REFUSED, action.reason)
+        self.instants.append(Instant(time_s, "refused", action.pipeline, text=action.reason))
+
+    def _set_over(
+        self, time_s: float, pipeline: PipelineId, status: PipelineStatus, reason: str = ""
+    ) -> None:
+        record = self.pipelines.get(pipeline)
+        if record is not None:
+            record.status, record.reason, record.ended_s = status, reason, time_s
+
+    def _on_admit(self, time_s: float, action: Admit | Replace) -> None:
+        self._unpin(time_s, action.pipeline)
+        pin = self._pin_by_pipeline[action.pipeline] = Pin(action.pipeline, action.placement, time_s)
+        self.pins.append(pin)
+        record = self.pipelines.get(action.pipeline)
+        if record is not None:
+            record.status = PipelineStatus.RUNNING
+            if record.admitted_s is None:
+                record.admitted_s = time_s
+
+    def _on_release(self, time_s: float, action: Release) -> None:
+        self._unpin(time_s, action.pipeline)
+        record = self.pipelines.get(action.pipeline)
+        if record is None:
+            return
+        if record.status == PipelineStatus.RUNNING:
+            record.status = PipelineStatus.FINISHED
+        record.ended_s = time_s
+
+    def _unpin(self, time_s: float, pipeline: PipelineId) -> None:
+        pin = self._pin_by_pipeline.pop(pipeline, None)
+        if pin is not None:
+            pin.end_s = time_s
+
+    # ------------------------------------------------------------------ orders
+
+    def _on_run_stage(self, time_s: float, action: RunStage) -> None:
+        self._begin(
+            OrderRecord(
+                id=action.order,
+                pipeline=action.pipeline,
+                step=action.step,
+                stage=action.stage,
+                phase=PHASE_BY_STAGE[action.stage],
+                devices=action.devices,
+                start_s=time_s,
+                switch=action.switch,
+                level=action.level,
+                weight_version=action.weight_version,
+            )
+        )
+
+    def _on_migrate(self, time_s: float, action: Migrate) -> None:
+        self._begin(
+            OrderRecord(
+                id=action.order,
+                pipeline=action.pipeline,
+                step=action.step,
+                stage=Stage.GENERATE,
+                phase=Phase.ROLLOUT,
+                devices=(action.source, action.target),
+                start_s=time_s,
+                level=0.0,
+                is_migration=True,
+            )
+        )
+
+    def _begin(self, order: OrderRecord) -> None:
+        self.orders.append(order)
+        self._running[order.id] = order
+
+    def _on_set_level(self, time_s: float, action: SetLevel) -> None:
+        order = self._running.get(action.order)
+        if order is not None:
+            order.level = action.level
+
+    def _on_chunk(self, time_s: float, event: ChunkFinished) -> None:
+        order = self._running.get(event.order)
+        if order is not None:
+            order.chunks.append(event)
+            order.seconds = max(order.seconds, event.seconds)
+            order.tokens = event.tokens
+
+    def _on_stage_ended(self, time_s: float, event: StageFinished | StagePaused) -> None:
+        order = self._running.pop(event.order, None)
+        if order is None:
+            return
+        is_finished = isinstance(event, StageFinished)
+        order.end_s, order.ending = time_s, Ending.FINISHED if is_finished else Ending.PAUSED
+        order.seconds, order.switch_s, order.tokens = event.seconds, event.switch_s, event.tokens
+        record = self.pipelines.get(order.pipeline)
+        if is_finished and record is not None:
+            self._note_version(time_s, record, order)
+
+    def _note_version(self, time_s: float, record: PipelineRecord, order: OrderRecord) -> None:
+        """A step is over when its version is published; without that stage, when its training is."""
+        stages = record.pipeline.stages
+        if order.step >= 1 and order.stage is (Stage.PUBLISH if Stage.PUBLISH in stages else stages[-1]):
+            record.published[order.step] = time_s
+
+    def _on_moved(self, time_s: float, event: TrajectoriesMoved) -> None:
+        order = self._running.pop(event.order, None)
+        if order is None:
+            return
+        order.end_s, order.ending, order.seconds = time_s, Ending.FINISHED, event.seconds
+        source, target = order.devices
+        text = f"{event.num_trajectories} trajectories from {source} to {target}"
+        self.instants.append(Instant(time_s, "migration", order.pipeline, target, text))
+
+    # ------------------------------------------------------------------ things break
+
+    def _on_worker_lost(self, time_s: float, event: WorkerLost) -> None:
+        self._lose_orders(time_s, event.pipeline, event.device)
+        self.instants.append(
+            Instant(time_s, "loss", event.pipeline, event.device, f"its worker on {event.device}")
+        )
+
+    def _on_restarted(self, time_s: float, event: PipelineRestarted) -> None:
+        self._lose_orders(time_s, event.pipeline)
+        record = self.pipelines.get(event.pipeline)
+        if record is not None:
+            for step in [step for step in record.published if step > event.restored_step]:
+                del record.published[step]
+                record.metrics.pop(step, None)
+            for order in self.orders:
+                if order.pipeline == event.pipeline and order.step > event.restored_step:
+                    order.is_redone = True
+        self.instants.append(
+            Instant(time_s, "restart", event.pipeline, text=f"from step {max(event.restored_step, 0)}")
+        )
+
+    def _on_node_lost(self, time_s: float, event: NodeLost) -> None:
+        for pipeline, pin in list(self._pin_by_pipeline.items()):
+            if event.node in pin.placement.nodes:
+                self._lose_orders(time_s, pipeline)
+                self._unpin(time_s, pipeline)
+                self.pipelines[pipeline].status = PipelineStatus.WAITING
+        self.instants.append(Instant(time_s, "node lost", text=str(event.node)))
+
+    def _on_node_joined(self, time_s: float, event: NodeJoined) -> None:
+        self.instants.append(Instant(time_s, "node joined", text=str(event.node)))
+
+    def _lose_orders(self, time_s: float, pipeline: PipelineId, device: DeviceId | None = None) -> None:
+        for order in list(self._running.values()):
+            if order.pipeline == pipeline and (device is None or device in order.devices):
+                del self._running[order.id]
+                order.end_s, order.ending = time_s, Ending.LOST
+
+    # ------------------------------------------------------------------ notes
+
+    def _on_note(self, time_s: float, type: str, fields: dict[str, Any]) -> None:
+        pipeline = PipelineId(str(fields.get("pipeline", "")))
+        record = self.pipelines.get(pipeline)
+        if type == "step" and record is not None:
+            record.metrics[int(fields.get("step", 0))] = _numbers({**fields, **fields.get("metrics", {})})
+        elif type == "resumed":
+            self._on_resumed(time_s)
+        elif type == "end":
+            self._on_end(fields)
+
+    def _on_resumed(self, time_s: float) -> None:
+        for order in list(self._running.values()):
+            order.end_s, order.ending = self.last_s, Ending.LOST
+        self._running.clear()
+        if time_s > self.last_s:
+            self.down.append((self.last_s, time_s))
+        self.instants.append(Instant(time_s, "resumed", text="after a stop or crash"))
+
+    def _on_end(self, fields: dict[str, Any]) -> None:
+        if "control_s" in fields:
+            self.control_s = float(fields["control_s"])
+        for name, sha256 in (fields.get("weights_sha256") or {}).items():
+            if name in self.pipelines:
+                self.pipelines[name].weights_sha256 = sha256
+        for name, status in (fields.get("status") or {}).items():
+            if name in self.pipelines:
+                self.pipelines[name].status = str(status)
+
+
+def _numbers(fields: Mapping[str, Any]) -> dict[str, float]:
+    """The fields that are numbers, finite or written as text because they are not."""
+    numbers = {}
+    for name, value in fields.items():
+        if name in ("pipeline", "step") or isinstance(value, bool):
+            continue
+        try:
+            numbers[name] = float(value)
+        except (TypeError, ValueError):
+            continue
+    return numbers

@@ -1,0 +1,121 @@
+"""What one order did with the time it held its device.
+
+    given ├─ lead ─┼─ switch ─┼─ compute ─┼ wait ┼─ compute ─┤ ended
+                                          ▲
+                              a ChunkFinished, with the seconds computed since the order began
+
+The lengths of compute and switch are the events' own measurements. Only the rest is inferred: *starting* in front
+of a cold start's computing, *tool wait* after a chunk that said all trajectories are parked, *control* else.
+
+*Tail*: from a chunk on at which a rollout decodes at most an eighth of the most sequences that its pipeline ever
+had active on this device, and none wait for a slot.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from rlmux.core.actions import Switch
+from rlmux.core.model import Stage
+from rlmux.report.history import Ending, OrderRecord
+from rlmux.report.intervals import Cause, Interval, Kind
+
+TAIL_SHARE = 1 / 8
+
+
+def lay_out_order(order: OrderRecord, peak_active: int, now_s: float) -> list[Interval]:
+    """What one order did with the time it held its device, without gaps or overlaps."""
+    end_s = min(order.end_s, now_s)
+    pieces = _Pieces(order)
+    at_s, seconds, tokens = order.start_s, 0.0, 0
+    wait, label = (Cause.STARTING if order.switch is Switch.COLD else Cause.CONTROL), Cause.COMPUTE
+    switch_s = order.switch_s
+    for chunk in order.chunks:
+        if chunk.time_s > end_s:
+            break
+        computed_s = chunk.seconds - seconds
+        if wait is Cause.TOOL_WAIT and chunk.tokens == tokens:
+            computed_s = 0.0  # the driver counts waiting as computing
+        pieces.add(at_s, chunk.time_s, wait, switch_s, label, computed_s)
+        at_s, seconds, tokens, switch_s = chunk.time_s, chunk.seconds, chunk.tokens, 0.0
+        wait, label = Cause.CONTROL, Cause.COMPUTE
+        if order.stage is Stage.GENERATE and chunk.num_waiting == 0:
+            if chunk.num_active == 0 and chunk.num_parked > 0:
+                wait = Cause.TOOL_WAIT
+            elif 1 <= chunk.num_active <= max(1, peak_active * TAIL_SHARE) and peak_active > 1:
+                label = Cause.TAIL
+    if order.ending is Ending.LOST:
+        pieces.add(at_s, end_s, Cause.LOST, 0.0, label, 0.0)
+    elif order.ending is Ending.OPEN:
+        is_waiting = wait in (Cause.TOOL_WAIT, Cause.STARTING)
+        pieces.add(at_s, end_s, wait, 0.0, label, 0.0 if is_waiting else end_s - at_s)
+    else:
+        pieces.add(at_s, end_s, wait, switch_s, label, order.seconds - seconds)
+    return pieces.close()
+
+
+class _Pieces:
+    """Windows between reports, joined while they tell the same: each run of windows is drawn as one wait,
+    then one computation, so that milliseconds between chunks add up instead of cutting the picture to
+    shreds."""
+
+    def __init__(self, order: OrderRecord) -> None:
+        self._order = order
+        self._done: list[Interval] = []
+        self._names: tuple[Cause, Cause] | None = None
+        self._start_s = self._end_s = order.start_s
+        self._wait_s = self._switch_s = self._compute_s = 0.0
+
+    def add(
+        self, start_s: float, end_s: float, wait: Cause, switch_s: float, compute: Cause, compute_s: float
+    ) -> None:
+        window_s = max(0.0, end_s - start_s)
+        compute_s = min(max(0.0, compute_s), window_s)
+        switch_s = min(switch_s, window_s - compute_s)
+        if self._names != (wait, compute) or wait is Cause.TOOL_WAIT:
+            self._flush()
+            self._names, self._start_s = (wait, compute), start_s
+        self._end_s = max(start_s, end_s)
+        self._wait_s += window_s - compute_s - switch_s
+        self._switch_s += switch_s
+        self._compute_s += compute_s
+
+    def close(self) -> list[Interval]:
+        self._flush()
+        if self._order.ending is Ending.OPEN and self._done:
+            self._done[-1] = replace(self._done[-1], is_open=True)
+        return self._done
+
+    def _flush(self) -> None:
+        if self._names is None:
+            return
+        wait, compute = self._names
+        switching_s = self._start_s + self._wait_s
+        computing_s = self._end_s - self._compute_s
+        wait_kind = Kind.SWITCH if wait is Cause.STARTING else Kind.BUBBLE
+        for start_s, end_s, kind, cause in (
+            (self._start_s, switching_s if self._switch_s > 0.0 else computing_s, wait_kind, wait),
+            (switching_s, computing_s, Kind.SWITCH, Cause.SWITCH),
+            (computing_s, self._end_s, Kind.BUSY, compute),
+        ):
+            seconds = {Kind.BUSY: self._compute_s}.get(
+                kind, self._switch_s if cause is Cause.SWITCH else self._wait_s
+            )
+            if seconds > 0.0 and end_s > start_s:
+                self._done.append(self._interval(start_s, end_s, kind, cause))
+        self._names = None
+        self._wait_s = self._switch_s = self._compute_s = 0.0
+
+    def _interval(self, start_s: float, end_s: float, kind: Kind, cause: Cause) -> Interval:
+        order = self._order
+        return Interval(
+            start_s=start_s,
+            end_s=end_s,
+            kind=kind,
+            cause=cause,
+            pipeline=order.pipeline,
+            step=order.step,
+            stage=order.stage,
+            order=order.id,
+            level=order.level,
+        )

@@ -1,0 +1,165 @@
+"""Every second of every device, named: who computed, what was switched, or why nothing ran.
+
+    History ──▶ lay out each order (layout.py) ──▶ name the gaps between them (gaps.py) ──▶ Timeline
+
+Over [start, end] of a run (first submission to last release) each device's seconds add up:
+
+    busy + switch + bubble + idle = end - start
+
+    busy    an order computes, a tail included
+    switch  the previous state leaves, this one loads; a worker starts
+    bubble  a pipeline holds the device (it is pinned there) while nothing runs
+    idle    nobody is pinned, or the whole run was down
+
+Orders that share a device by level count once: busy wins over switch, switch over bubble.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rlmux.core.model import DeviceId, PipelineId, Stage
+from rlmux.report.gaps import GapNamer
+from rlmux.report.history import History, Instant, OrderRecord, PipelineRecord
+from rlmux.report.intervals import Cause, Interval, Kind
+from rlmux.report.layout import lay_out_order
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DeviceTimeline:
+    id: DeviceId
+    intervals: tuple[Interval, ...]
+    """By start; those of one lane do not overlap."""
+    seconds_by_kind: Mapping[Kind, float]
+    seconds_by_label: Mapping[tuple[Kind, str], float]
+    """Largest first within a kind. Sums to the kind's seconds."""
+    num_lanes: int = 1
+
+    @property
+    def pool(self) -> str:
+        return self.id.pool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timeline:
+    header: Mapping[str, Any]
+    start_s: float
+    end_s: float
+    """Last release, or the last known time of a run that is not over."""
+    is_over: bool
+    devices: Mapping[DeviceId, DeviceTimeline]
+    """In the order of the header's pools."""
+    pipelines: Mapping[PipelineId, PipelineRecord]
+    orders: Sequence[OrderRecord]
+    instants: Sequence[Instant]
+    control_s: float | None
+
+    @property
+    def makespan_s(self) -> float:
+        return self.end_s - self.start_s
+
+    def seconds(self, cause: Cause) -> float:
+        """Over all devices."""
+        return sum(
+            seconds
+            for device in self.devices.values()
+            for (_, label), seconds in device.seconds_by_label.items()
+            if label == cause
+        )
+
+
+def build_timeline(history: History) -> Timeline:
+    start_s = history.start_s or 0.0
+    ended = [record.ended_s for record in history.pipelines.values() if record.ended_s is not None]
+    end_s = max(ended) if history.is_over else max(history.last_s, start_s)
+    orders_by_device: dict[DeviceId, list[OrderRecord]] = {device: [] for device in _devices(history)}
+    for order in history.orders:
+        if not order.is_migration:
+            for device in order.devices:
+                orders_by_device.setdefault(device, []).append(order)
+    namer = GapNamer(history, orders_by_device, start_s, end_s)
+    devices = {
+        device: _lay_out_device(device, orders, namer, start_s, end_s)
+        for device, orders in orders_by_device.items()
+    }
+    return Timeline(
+        header=history.header,
+        start_s=start_s,
+        end_s=end_s,
+        is_over=history.is_over,
+        devices=devices,
+        pipelines=dict(history.pipelines),
+        orders=tuple(history.orders),
+        instants=tuple(history.instants),
+        control_s=history.control_s,
+    )
+
+
+def _devices(history: History) -> list[DeviceId]:
+    """Every device of the header; without one, every device that a pin or order names."""
+    listed = [
+        DeviceId(*device)
+        for pool in history.header.get("pools", {}).values()
+        for device in pool.get("devices", ())
+    ]
+    seen = {device: None for order in history.orders for device in order.devices}
+    return list(dict.fromkeys(listed + sorted(seen)))
+
+
+def _lay_out_device(
+    device: DeviceId, orders: list[OrderRecord], namer: GapNamer, start_s: float, end_s: float
+) -> DeviceTimeline:
+    peaks: dict[PipelineId, int] = {}
+    for order in orders:
+        if order.stage is Stage.GENERATE:
+            active = max((chunk.num_active for chunk in order.chunks), default=0)
+            peaks[order.pipeline] = max(peaks.get(order.pipeline, 0), active)
+    lanes: list[float] = []
+    held: list[Interval] = []
+    for order in orders:
+        lane = next((lane for lane, free_s in enumerate(lanes) if free_s <= order.start_s), len(lanes))
+        pieces = lay_out_order(order, peaks.get(order.pipeline, 0), end_s)
+        lanes[lane : lane + 1] = [min(order.end_s, end_s)]
+        held += [replace(piece, lane=lane) for piece in pieces] if lane else pieces
+    gaps = namer.name_gaps(device, held)
+    return _account(
+        device, sorted(held + gaps, key=lambda piece: (piece.start_s, piece.lane)), max(len(lanes), 1)
+    )
+
+
+_RANK = {Kind.BUSY: 0, Kind.SWITCH: 1, Kind.BUBBLE: 2, Kind.IDLE: 3}
+
+
+def _account(device: DeviceId, intervals: list[Interval], num_lanes: int) -> DeviceTimeline:
+    """Add the seconds up; where intervals overlap, the most useful one counts."""
+    by_label: dict[tuple[Kind, str], float] = {}
+    for interval, seconds in _exposed(intervals) if num_lanes > 1 else ((i, i.seconds) for i in intervals):
+        key = (interval.kind, interval.label)
+        by_label[key] = by_label.get(key, 0.0) + seconds
+    by_kind = {kind: math.fsum(s for (k, _), s in by_label.items() if k is kind) for kind in Kind}
+    ranked = sorted(by_label.items(), key=lambda item: (_RANK[item[0][0]], -item[1], item[0][1]))
+    return DeviceTimeline(
+        id=device,
+        intervals=tuple(intervals),
+        seconds_by_kind=by_kind,
+        seconds_by_label=dict(ranked),
+        num_lanes=num_lanes,
+    )
+
+
+def _exposed(intervals: list[Interval]) -> list[tuple[Interval, float]]:
+    """For each moment the most useful interval, with the seconds it counts for."""
+    edges = sorted({edge for interval in intervals for edge in (interval.start_s, interval.end_s)})
+    position, active, counted = 0, [], []
+    for start_s, end_s in itertools.pairwise(edges):
+        while position < len(intervals) and intervals[position].start_s <= start_s:
+            active.append(intervals[position])
+            position += 1
+        active = [interval for interval in active if interval.end_s > start_s]
+        if active:
+            counted.append((min(active, key=lambda interval: _RANK[interval.kind]), end_s - start_s))
+    return counted

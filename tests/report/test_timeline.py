@@ -1,0 +1,316 @@
+"""Every second of every device has a name, and it is the right one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rlmux.core.actions import Migrate, Release, RunStage, Switch
+from rlmux.core.events import (
+    ChunkFinished,
+    PipelineFailed,
+    PipelineRestarted,
+    StageFinished,
+    StagePaused,
+    TimerFired,
+    TrajectoriesMoved,
+    WorkerLost,
+)
+from rlmux.core.model import DeviceId, Stage
+from rlmux.report.intervals import Interval, Kind
+from rlmux.report.timeline import Timeline
+
+ROLLOUT = DeviceId("rollout", 0, 0)
+TRAIN = DeviceId("train", 0, 0)
+GENERATE, UPDATE, PUBLISH, REWARD = Stage.GENERATE, Stage.UPDATE, Stage.PUBLISH, Stage.REWARD
+
+Order = Callable[..., RunStage]
+
+
+def named(timeline: Timeline, device: DeviceId) -> list[tuple[float, float, str, str]]:
+    """(start, end, kind, label) in milliseconds' precision."""
+    return [
+        (round(i.start_s, 3), round(i.end_s, 3), str(i.kind), i.label) for i in timeline.devices[device].intervals
+    ]
+
+
+def assert_adds_up(timeline: Timeline) -> None:
+    for device in timeline.devices.values():
+        assert sum(device.seconds_by_kind.values()) == pytest.approx(timeline.makespan_s, abs=1e-6)
+        assert sum(device.seconds_by_label.values()) == pytest.approx(timeline.makespan_s, abs=1e-6)
+        for lane in range(device.num_lanes):
+            lined = [i for i in device.intervals if i.lane == lane]
+            for before, after in zip(lined, lined[1:], strict=False):
+                assert after.start_s >= before.end_s - 1e-6
+
+
+def finished(time_s: float, number: int, seconds: float, **fields: Any) -> StageFinished:
+    return StageFinished(time_s=time_s, order=number, seconds=seconds, **fields)
+
+
+def test_one_pipeline_alone_waits_for_its_own_other_phase(story: Any, make_order: Order) -> None:
+    story.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT), num_steps=1)
+    story.event(finished(2.0, 1, 2.0), make_order(2, "a", REWARD))
+    story.event(finished(2.5, 2, 0.5), make_order(3, "a", UPDATE, TRAIN))
+    story.event(finished(3.5, 3, 1.0), make_order(4, "a", PUBLISH))
+    story.event(finished(3.75, 4, 0.25), Release(pipeline="a"))
+    timeline = story.timeline()
+    assert named(timeline, ROLLOUT) == [
+        (0.0, 2.0, "busy", "compute"),
+        (2.0, 2.5, "bubble", "waiting for rewards of a"),
+        (2.5, 3.5, "bubble", "waiting for training of a"),
+        (3.5, 3.75, "bubble", "sync of a"),
+    ]
+    assert named(timeline, TRAIN) == [
+        (0.0, 2.0, "bubble", "waiting for rollout of a"),
+        (2.0, 2.5, "bubble", "waiting for rewards of a"),
+        (2.5, 3.5, "busy", "compute"),
+        (3.5, 3.75, "bubble", "sync of a"),
+    ]
+    assert timeline.is_over
+    assert_adds_up(timeline)
+
+
+def test_held_time_splits_into_lead_switch_and_compute(story: Any, make_order: Order) -> None:
+    story.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT, switch=Switch.COLD), num_steps=1)
+    story.event(StagePaused(time_s=3.0, order=1, seconds=1.5, switch_s=0.5))
+    story.event(TimerFired(time_s=3.0), make_order(2, "a", GENERATE, ROLLOUT, switch=Switch.WARM))
+    story.event(finished(4.0, 2, 0.7, switch_s=0.25), Release(pipeline="a"))
+    timeline = story.timeline()
+    assert named(timeline, ROLLOUT) == [
+        (0.0, 1.0, "switch", "starting"),
+        (1.0, 1.5, "switch", "switch"),
+        (1.5, 3.0, "busy", "compute"),
+        (3.0, 3.05, "bubble", "control"),
+        (3.05, 3.3, "switch", "switch"),
+        (3.3, 4.0, "busy", "compute"),
+    ]
+    assert_adds_up(timeline)
+
+
+def test_milliseconds_between_chunks_add_up_to_control_without_cutting_the_picture(
+    story: Any, make_order: Order
+) -> None:
+    story.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT), num_steps=1)
+    for number in range(1, 10):
+        story.event(ChunkFinished(time_s=0.1 * number, order=1, num_active=8, num_waiting=4, seconds=0.09 * number))
+    story.event(finished(1.0, 1, 0.9), Release(pipeline="a"))
+    assert named(story.timeline(), ROLLOUT) == [(0.0, 0.1, "bubble", "control"), (0.1, 1.0, "busy", "compute")]
+
+
+def test_tail_begins_at_an_eighth_of_the_most_that_were_active(story: Any, make_order: Order) -> None:
+    story.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT), num_steps=1)
+    for time_s, active, waiting in ((1.0, 16, 4), (2.0, 2, 1), (3.0, 3, 0), (4.0, 2, 0), (5.0, 1, 0)):
+        story.event(
+            ChunkFinished(time_s=time_s, order=1, num_active=active, num_waiting=waiting, seconds=time_s, tokens=9)
+        )
+    story.event(finished(6.0, 1, 6.0), Release(pipeline="a"))
+    timeline = story.timeline()
+    assert named(timeline, ROLLOUT) == [(0.0, 4.0, "busy", "compute"), (4.0, 6.0, "busy", "tail")]
+    assert timeline.devices[ROLLOUT].seconds_by_kind[Kind.BUSY] == pytest.approx(6.0)
+
+
+@pytest.mark.parametrize("counts_waiting", [False, True])
+def test_parked_trajectories_make_a_tool_wait(story: Any, make_order: Order, counts_waiting: bool) -> None:
+    story.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT), num_steps=1)
+    later_s = 1.0 if counts_waiting else 0.0
+    story.event(ChunkFinished(time_s=1.0, order=1, num_active=0, num_waiting=0, num_parked=5, seconds=1.0, tokens=50))
+    story.event(
+        ChunkFinished(
+            time_s=2.0, order=1, num_active=0, num_waiting=0, num_parked=5, seconds=1.0 + later_s, tokens=50
+        )
+    )
+    story.event(
+        ChunkFinished(time_s=2.5, order=1, num_active=5, num_waiting=0, seconds=1.5 + later_s, tokens=99)
+    )
+    story.event(finished(3.0, 1, 2.0 + later_s, tokens=120), Release(pipeline="a"))
+    kinds = [(start, end, label) for start, end, _, label in named(story.timeline(), ROLLOUT)]
+    assert kinds == [(0.0, 1.0, "compute"), (1.0, 2.0, "tool wait"), (2.0, 2.5, "compute"), (2.5, 3.0, "compute")]
+
+
+def test_strict_order_is_blamed_when_another_could_have_run(story: Any, make_order: Order) -> None:
+    story.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT))
+    story.submit(0.0, "b")
+    story.event(finished(1.0, 1, 1.0), make_order(2, "a", UPDATE, TRAIN))
+    story.event(finished(3.0, 2, 2.0), make_order(3, "a", GENERATE, ROLLOUT, step=2))
+    story.event(finished(4.0, 3, 1.0), make_order(4, "b", GENERATE, ROLLOUT))
+    story.event(finished(5.0, 4, 1.0), Release(pipeline="a"), Release(pipeline="b"))
+    assert named(story.timeline(), ROLLOUT) == [
+        (0.0, 1.0, "busy", "compute"),
+        (1.0, 3.0, "bubble", "waiting for turn of a"),
+        (3.0, 4.0, "busy", "compute"),
+        (4.0, 5.0, "busy", "compute"),
+    ]
+
+
+def test_filled_bubble_is_no_bubble_and_the_rest_names_whom_it_waits_for(story: Any, make_order: Order) -> None:
+    story.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT))
+    story.submit(0.0, "b")
+    story.event(finished(2.0, 1, 2.0), make_order(2, "a", UPDATE, TRAIN), make_order(3, "b", GENERATE, ROLLOUT))
+    story.event(finished(3.0, 2, 1.0))
+    story.event(finished(5.0, 3, 3.0), make_order(4, "b", UPDATE, TRAIN), make_order(5, "a", GENERATE, ROLLOUT, step=2))
+    story.event(finished(6.0, 4, 1.0), Release(pipeline="b"))
+    story.event(finished(7.0, 5, 2.0), Release(pipeline="a"))
+    timeline = story.timeline()
+    assert named(timeline, TRAIN) == [
+        (0.0, 2.0, "bubble", "waiting for rollout of a"),
+        (2.0, 3.0, "busy", "compute"),
+        (3.0, 5.0, "bubble", "waiting for rollout of b"),
+        (5.0, 6.0, "busy", "compute"),
+        (6.0, 7.0, "bubble", "waiting for rollout of a"),
+    ]
+    assert timeline.devices[ROLLOUT].seconds_by_kind[Kind.BUBBLE] == 0.0
+
+
+@pytest.mark.parametrize(("gap_s", "label"), [(0.015, "control"), (0.5, "held back")])
+def test_ready_work_that_is_not_ordered_is_control_or_held_back(
+    story: Any, make_order: Order, gap_s: float, label: str
+) -> None:
+    story.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT))
+    story.event(StagePaused(time_s=1.0, order=1, seconds=1.0))
+    story.event(TimerFired(time_s=1.0 + gap_s), make_order(2, "a", GENERATE, ROLLOUT))
+    story.event(finished(2.0, 2, 1.0 - gap_s), Release(pipeline="a"))
+    assert named(story.timeline(), ROLLOUT)[1] == (1.0, round(1.0 + gap_s, 3), "bubble", label)
+
+
+def test_waiting_for_the_other_devices_of_one_order(story: Any, make_order: Order) -> None:
+    story.num_train = 2
+    other = DeviceId("train", 1, 0)
+    story.submit(0.0, "a", make_order(1, "a", UPDATE, other))
+    story.submit(0.0, "b")
+    story.event(finished(2.0, 1, 2.0), make_order(2, "b", UPDATE, TRAIN, other), Release(pipeline="a"))
+    story.event(finished(3.0, 2, 1.0), Release(pipeline="b"))
+    assert named(story.timeline(), TRAIN)[0] == (0.0, 2.0, "bubble", "waiting for the other devices of b")
+
+
+def test_nobody_pinned_is_idle(story: Any, make_order: Order) -> None:
+    story.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT))
+    story.event(finished(1.0, 1, 1.0), Release(pipeline="a"))
+    story.submit(3.0, "b", make_order(2, "b", GENERATE, ROLLOUT))
+    story.event(finished(4.0, 2, 1.0), Release(pipeline="b"))
+    timeline = story.timeline()
+    assert named(timeline, ROLLOUT)[1] == (1.0, 3.0, "idle", "nothing admitted")
+    assert timeline.devices[TRAIN].seconds_by_kind[Kind.IDLE] == pytest.approx(2.0)
+    assert_adds_up(timeline)
+
+
+def test_orders_that_share_a_device_count_once_and_lie_side_by_side(story: Any, make_order: Order) -> None:
+    story.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT, level=0.5))
+    story.submit(0.0, "b")
+    story.event(
+        TimerFired(time_s=1.0), make_order(2, "b", GENERATE, ROLLOUT, level=0.5, switch=Switch.WARM)
+    )
+    story.event(finished(3.0, 1, 3.0))
+    story.event(finished(4.0, 2, 2.5, switch_s=0.5), Release(pipeline="a"), Release(pipeline="b"))
+    timeline = story.timeline()
+    device = timeline.devices[ROLLOUT]
+    assert device.num_lanes == 2
+    assert {i.lane for i in device.intervals if i.pipeline == "b"} == {1}
+    assert device.seconds_by_kind == {Kind.BUSY: 4.0, Kind.SWITCH: 0.0, Kind.BUBBLE: 0.0, Kind.IDLE: 0.0}
+    assert_adds_up(timeline)
+
+
+def test_open_order_reaches_to_the_last_known_time(story: Any, make_order: Order) -> None:
+    story.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT))
+    story.event(ChunkFinished(time_s=1.0, order=1, num_active=4, num_waiting=0, seconds=1.0))
+    story.note(2.5, "worker", pipeline="a", pid=1)
+    timeline = story.timeline()
+    assert not timeline.is_over
+    last = timeline.devices[ROLLOUT].intervals[-1]
+    assert (last.end_s, last.is_open, last.kind) == (2.5, True, Kind.BUSY)
+    assert_adds_up(timeline)
+
+
+def test_lost_worker_keeps_what_it_reported_and_loses_the_rest(story: Any, make_order: Order) -> None:
+    story.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT), num_steps=1)
+    story.event(ChunkFinished(time_s=1.0, order=1, num_active=4, num_waiting=0, seconds=1.0))
+    story.event(
+        WorkerLost(time_s=1.5, pipeline="a", device=ROLLOUT), make_order(2, "a", GENERATE, ROLLOUT, switch=Switch.COLD)
+    )
+    story.event(finished(4.0, 2, 2.0), Release(pipeline="a"))
+    timeline = story.timeline()
+    assert named(timeline, ROLLOUT) == [
+        (0.0, 1.0, "busy", "compute"),
+        (1.0, 1.5, "bubble", "lost work"),
+        (1.5, 2.0, "switch", "starting"),
+        (2.0, 4.0, "busy", "compute"),
+    ]
+    assert [instant.what for instant in timeline.instants] == ["loss"]
+
+
+def test_failure_ends_its_orders_and_frees_its_devices(story: Any, make_order: Order) -> None:
+    story.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT))
+    story.event(PipelineFailed(time_s=1.0, pipeline="a", reason="reward is NaN"), Release(pipeline="a"))
+    timeline = story.timeline()
+    assert timeline.pipelines["a"].status == "failed"
+    assert timeline.pipelines["a"].reason == "reward is NaN"
+    assert timeline.is_over
+    assert timeline.makespan_s == 1.0
+
+
+def test_restart_forgets_the_steps_it_does_again(story: Any, make_order: Order) -> None:
+    story.submit(0.0, "a", make_order(1, "a", PUBLISH, step=1))
+    story.event(finished(1.0, 1, 1.0), make_order(2, "a", PUBLISH, step=2))
+    story.event(finished(2.0, 2, 1.0), make_order(3, "a", GENERATE, ROLLOUT, step=3))
+    story.event(PipelineRestarted(time_s=3.0, pipeline="a", restored_step=1))
+    history = story.history()
+    assert history.pipelines["a"].published == {1: 1.0}
+    assert [order.counts for order in history.orders] == [True, False, False]
+
+
+def test_resumed_run_shows_the_time_it_was_down(story: Any, make_order: Order) -> None:
+    story.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT))
+    story.event(ChunkFinished(time_s=1.0, order=1, num_active=4, num_waiting=0, seconds=1.0))
+    story.note(5.0, "resumed")
+    story.event(TimerFired(time_s=5.0), make_order(1, "a", GENERATE, ROLLOUT))
+    story.event(finished(6.0, 1, 1.0), Release(pipeline="a"))
+    timeline = story.timeline()
+    assert named(timeline, ROLLOUT) == [
+        (0.0, 1.0, "busy", "compute"),
+        (1.0, 5.0, "idle", "down"),
+        (5.0, 6.0, "busy", "compute"),
+    ]
+    assert_adds_up(timeline)
+
+
+def test_migration_is_an_instant_and_explains_a_wait(story: Any, make_order: Order) -> None:
+    story.num_rollout = 2
+    other = DeviceId("rollout", 1, 0)
+    story.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT), make_order(2, "a", GENERATE, other), num_steps=1)
+    move = Migrate(order=3, pipeline="a", step=1, source=other, target=ROLLOUT, copies_kv=True)
+    story.event(finished(1.0, 1, 1.0))
+    story.event(StagePaused(time_s=1.0, order=2, seconds=1.0), move)
+    story.event(
+        TrajectoriesMoved(time_s=1.5, order=3, num_trajectories=3, seconds=0.5), make_order(4, "a", GENERATE, ROLLOUT)
+    )
+    story.event(finished(2.0, 4, 0.5), Release(pipeline="a"))
+    timeline = story.timeline()
+    assert named(timeline, ROLLOUT)[1] == (1.0, 1.5, "bubble", "migration of a")
+    (instant,) = timeline.instants
+    assert (instant.what, instant.text) == ("migration", "3 trajectories from rollout-1.0 to rollout-0.0")
+
+
+@pytest.mark.parametrize("failing", [None, "tools"])
+def test_whole_run_adds_up_at_every_moment_of_it(alternating_run: Callable[..., Any], failing: str | None) -> None:
+    whole = alternating_run(failing=failing)
+    for num_rows in range(3, len(whole.rows) + 1, 17):
+        part = type(whole)(rows=whole.rows[:num_rows])
+        assert_adds_up(part.timeline())
+    timeline = whole.timeline()
+    labels = {label for device in timeline.devices.values() for _, label in device.seconds_by_label}
+    assert {"compute", "tail", "switch", "starting", "control", "waiting for rollout of sort"} <= labels
+    if failing:
+        assert "lost work" in labels
+        assert timeline.pipelines["tools"].status == "failed"
+    else:
+        assert "tool wait" in labels
+
+
+def test_intervals_are_finite(alternating_run: Callable[..., Any]) -> None:
+    intervals: list[Interval] = [
+        i for device in alternating_run().timeline().devices.values() for i in device.intervals
+    ]
+    assert all(math.isfinite(i.start_s) and math.isfinite(i.end_s) and i.seconds > 0 for i in intervals)
