@@ -18,10 +18,13 @@ Invariant: a slowdown is at least 1, and over the splits that of the first does 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from itertools import product
 from pathlib import Path
+from typing import Any
 
 from rlmux.core.errors import UserError
 from rlmux.sim.hardware import gpu_spec
@@ -60,9 +63,8 @@ SUB_STAGE_PROFILES: Mapping[str, SubStageProfile] = {
     "publish": SubStageProfile(compute=0.0, bandwidth=0.20),
     "tool": SubStageProfile(compute=0.0, bandwidth=0.0),
 }
-"""Typical sub-stages. From the measured runs: share of peak arithmetic 16-42 % in prefill bursts, 4-15 % in
-dense and
-0.5-3 % in tail decoding, 10-29 % in updates; a tail step reads its weights for 20-50 % of its time."""
+"""Typical sub-stages. The measured runs reach 16-42 % of peak arithmetic in prefill bursts, 4-15 % in dense
+and 0.5-3 % in tail decoding, 10-29 % in updates; a tail step reads its weights for 20-50 % of its time."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -115,9 +117,13 @@ def roofline_interference(
     kind_a: str | SubStageProfile, kind_b: str | SubStageProfile, level: float
 ) -> tuple[float, float]:
     """Estimated slowdowns of two sub-stages that run together, the first with share `level` of the device."""
-    a, b = _profile(kind_a), _profile(kind_b)
     if not 0.0 < level <= 1.0:
         raise UserError(f"level {level} is not a share of a device; accepted: above 0, up to 1 (no split)")
+    return _estimate(_profile(kind_a), _profile(kind_b), level)
+
+
+@lru_cache(maxsize=4096)
+def _estimate(a: SubStageProfile, b: SubStageProfile, level: float) -> tuple[float, float]:
     slow_a, slow_b = _alone(a, level), _alone(b, NO_SPLIT if level == NO_SPLIT else 1.0 - level)
     alone_a, alone_b = slow_a, slow_b
     # Each side's demand falls as it is slowed: a few damped rounds reach the balance.
@@ -142,6 +148,13 @@ class InterferenceTable:
     measured: Mapping[tuple[str, str, float], tuple[float, float]] = field(default_factory=dict)
     """(first kind, second kind, level) to (slowdown of the first, of the second)."""
     profiles: Mapping[str, SubStageProfile] = field(default_factory=lambda: SUB_STAGE_PROFILES)
+    _by_units: dict[tuple[str, str, int], tuple[float, float]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        by_units = {
+            (a, b, round(at * self.levels.num_units)): slow for (a, b, at), slow in self.measured.items()
+        }
+        object.__setattr__(self, "_by_units", by_units)
 
     def slowdowns(self, kind_a: str, kind_b: str, level: float) -> tuple[float, float]:
         """The answer for a pair; see the module for what stands in for a missing entry."""
@@ -162,7 +175,7 @@ class InterferenceTable:
         names = list(kinds)
         return [key for key in product(names, names, asked) if not self.is_measured(*key)]
 
-    def to_json(self) -> dict:
+    def to_json(self) -> dict[str, Any]:
         return {
             "schema": 1,
             "device": self.device,
@@ -179,13 +192,13 @@ class InterferenceTable:
         Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
 
     def _entry(self, kind_a: str, kind_b: str, level: float) -> tuple[float, float] | None:
-        for (a, b, at), (slow_a, slow_b) in self.measured.items():
-            if abs(at - level) <= 0.5 / self.levels.num_units and (a, b) == (kind_a, kind_b):
-                return slow_a, slow_b
-        mirror = NO_SPLIT if level == NO_SPLIT else 1.0 - level
-        for (a, b, at), (slow_a, slow_b) in self.measured.items():
-            if abs(at - mirror) <= 0.5 / self.levels.num_units and (a, b) == (kind_b, kind_a):
-                return slow_b, slow_a
+        units = round(level * self.levels.num_units)
+        if (kind_a, kind_b, units) in self._by_units:
+            return self._by_units[kind_a, kind_b, units]
+        mirror = units if level == NO_SPLIT else self.levels.num_units - units
+        if (kind_b, kind_a, mirror) in self._by_units:
+            slow_b, slow_a = self._by_units[kind_b, kind_a, mirror]
+            return slow_a, slow_b
         return None
 
 
@@ -230,7 +243,7 @@ def load_interference(
     return table, warnings
 
 
-def _read_profile(path: Path) -> dict:
+def _read_profile(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:
@@ -244,13 +257,21 @@ def _read_profile(path: Path) -> dict:
             f"{path} is not an interference profile: expected schema 1 with 'device' and 'entries'"
         )
     for number, entry in enumerate(content["entries"], 1):
-        is_named = isinstance(entry, dict) and {"a", "b", "level", "slowdown_a", "slowdown_b"} <= entry.keys()
-        if not is_named or not 0 < entry["level"] <= 1 or min(entry["slowdown_a"], entry["slowdown_b"]) <= 0:
+        if not _is_entry(entry):
             raise UserError(
                 f"{path}: entry {number} is {entry!r}; "
                 "expected a, b, level in (0, 1], slowdown_a and slowdown_b above 0"
             )
     return {"device": str(content.get("device", "")), "entries": content["entries"]}
+
+
+def _is_entry(entry: object) -> bool:
+    if not isinstance(entry, dict) or not all(isinstance(entry.get(side), str) for side in ("a", "b")):
+        return False
+    numbers = [entry.get(key) for key in ("level", "slowdown_a", "slowdown_b")]
+    if not all(isinstance(number, int | float) and 0 < number < math.inf for number in numbers):
+        return False
+    return bool(entry["level"] <= 1)
 
 
 def _profile(

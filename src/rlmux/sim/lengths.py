@@ -94,10 +94,11 @@ class LengthDistribution:
     @property
     def mean(self) -> float:
         """Tokens of an average response: the area under the quantile curve."""
-        return float(np.trapezoid(self.quantiles, PROBABILITIES))
+        heights = np.array(self.quantiles)
+        return float(np.dot(np.diff(PROBABILITIES), (heights[1:] + heights[:-1]) / 2))
 
-    def quantile(self, probability: npt.ArrayLike) -> FloatArray:
-        return np.interp(probability, PROBABILITIES, self.quantiles)
+    def quantile(self, probability: FloatArray) -> FloatArray:
+        return np.asarray(np.interp(probability, PROBABILITIES, self.quantiles))
 
     def sample(self, rng: np.random.Generator, num_sequences: int, group_size: int | None = None) -> IntArray:
         """Lengths of `num_sequences` answers in prompt order, whole groups together."""
@@ -164,8 +165,8 @@ _CDF = np.array([NormalDist().cdf(score) for score in _SCORES])
 
 
 def _normal_cdf(scores: FloatArray) -> FloatArray:
-    return np.interp(scores, _SCORES, _CDF)
+    return np.asarray(np.interp(scores, _SCORES, _CDF))
 
 
 def _normal_inverse(probabilities: FloatArray) -> FloatArray:
-    return np.interp(probabilities, _CDF, _SCORES)
+    return np.asarray(np.interp(probabilities, _CDF, _SCORES))
