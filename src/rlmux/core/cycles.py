@@ -6,16 +6,17 @@ members in the same cyclic order. The k-th phases obey
     rollout[j,k] after train[j,k-1]    rollout[j,k] after the previous member's rollout on each of j's nodes
     train[j,k]   after rollout[j,k]    train[j,k]   after the previous member's train phase
 
-so the period is the largest (seconds on a cycle) / (meta-iterations it spans) of that graph. When the members'
-rollout node sets are pairwise equal or disjoint, it is max(T_cycle, T_load). Proof: take a simple cycle with q
-steps from a train phase back to a rollout and w wraps to the next meta-iteration; it spans q + w of them. With
-w = 0 it is one member's rollout and train (T_cycle); with q = 0 it is one node's round (T_load). Otherwise it
-is q runs of rollouts, each on one node set and at most T_load long, and train phases, each once, at most T_load
-in all: at most (q + 1) T_load over at least q + 1 meta-iterations.
+so the period is the largest (seconds on a cycle) / (meta-iterations it spans) of that graph. When the
+members' rollout node sets are pairwise equal or disjoint, it is max(T_cycle, T_load). Proof: take a simple
+cycle with q steps from a train phase back to a rollout and w wraps to the next meta-iteration; it spans q +
+w of them. With w = 0 it is one member's rollout and train (T_cycle); with q = 0 it is one node's round
+(T_load). Otherwise it is q runs of rollouts, each on one node set and at most T_load long, and train
+phases, each once, at most T_load in all: at most (q + 1) T_load over at least q + 1 meta-iterations.
 
 The proof needs node sets that are equal or disjoint. Counterexample: order a, ab, b with rollout seconds
-10, 1, 10 on nodes {A}, {A, B}, {B} and 1 s of training each: T_cycle = T_load = 11, the period is 11.5, as a run
-of rollouts crosses from A to B inside `ab`. Such groups are computed exactly (Karp's maximum cycle mean).
+10, 1, 10 on nodes {A}, {A, B}, {B} and 1 s of training each: T_cycle = T_load = 11, the period is 11.5, as
+a run of rollouts crosses from A to B inside `ab`. Such groups are computed exactly (Karp's maximum cycle
+mean).
 """
 
 from __future__ import annotations

@@ -4,15 +4,16 @@
     ledger.admit(pipeline, choice) ─▶ Placement        ledger.depart(id) ─▶ nodes given back
     policy.rebalance(view) ─▶ Relocations, each carried out by ledger.move(id, choice) at a step boundary
 
-A co-execution group owns its nodes: groups share none. All members train on the group's training nodes; each
-member is pinned to one or more of its rollout nodes. A rollout node leaves with its last member, so does a group.
+A co-execution group owns its nodes: groups share none. All members train on the group's training nodes;
+each member is pinned to one or more of its rollout nodes. A rollout node leaves with its last member, so
+does a group.
 
 `GroupLoad` is one group's frozen summary. It is built anew from the members whenever they change, so sums
 never drift, and a policy can judge a candidate from it in constant time.
 
 Estimates are what the ledger reasons with. A pipeline without one counts as zero seconds: it stops no
-admission, and no SLO that involves it can be promised. Residency is by bytes where footprints are known; a cap
-on pipelines per group stands in where they are not.
+admission, and no SLO that involves it can be promised. Residency is by bytes where footprints are known; a
+cap on pipelines per group stands in where they are not.
 """
 
 from __future__ import annotations
@@ -214,6 +215,9 @@ class PlacementView:
         """Every group, oldest first."""
         return self._ledger.groups()
 
+    def youngest_group(self) -> GroupLoad | None:
+        return self._ledger.youngest_group()
+
     def group(self, group_id: GroupId) -> GroupLoad:
         return self._ledger.group(group_id)
 
@@ -268,6 +272,9 @@ class PlacementLedger:
     def groups(self) -> Iterator[GroupLoad]:
         """Every group, oldest first."""
         return iter(self._groups.values())
+
+    def youngest_group(self) -> GroupLoad | None:
+        return self._groups[next(reversed(self._groups))] if self._groups else None
 
     def group(self, group_id: GroupId) -> GroupLoad:
         return self._groups[group_id]

@@ -4,16 +4,26 @@
     rebalance(view)         which placed pipelines had better move          placement tier, after each change
     dispatch(view)          which ready work starts on which free device    group tier
 
-One file each; `POLICIES` maps the name a user types to the class. To add one, write its file and its line here.
+One file each; `POLICIES` maps the name a user types to the class. To add one, write its file and its line
+here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Protocol
 
 from rlmux.core.model import Pipeline
 from rlmux.core.placement import PlacementChoice, PlacementView, Refusal, Relocation
+from rlmux.core.policies.colocated import Colocated
+from rlmux.core.policies.fifo import Fifo
+from rlmux.core.policies.gap_ratio import GapRatio
+from rlmux.core.policies.gavel import Gavel
+from rlmux.core.policies.most_idle import MostIdle
+from rlmux.core.policies.random_groups import RandomGroups
+from rlmux.core.policies.rollmux import RollMux
+from rlmux.core.policies.solo import Solo
+from rlmux.core.policies.split import Split
 
 if TYPE_CHECKING:
     from rlmux.core.views import Choice, GroupView
@@ -35,9 +45,23 @@ class Policy(Protocol):
         ...
 
     def rebalance(self, view: PlacementView) -> tuple[Relocation, ...]:
-        """Moves that make the placement cheaper, each valid once those before it are done. Most policies: none."""
+        """Moves that make the placement cheaper, each valid once those before it are done. Mostly none."""
         ...
 
     def dispatch(self, view: GroupView) -> Iterable[Choice]:
         """What starts, pauses or moves in this group now."""
         ...
+
+
+POLICIES: Mapping[str, Callable[[], Policy]] = {
+    "solo": Solo,
+    "colocated": Colocated,
+    "split": Split,
+    "fifo": Fifo,
+    "gap-ratio": GapRatio,
+    "gavel": Gavel,
+    "random": RandomGroups,
+    "most-idle": MostIdle,
+    "rollmux": RollMux,
+}
+"""By the name a user types."""

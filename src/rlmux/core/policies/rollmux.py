@@ -1,10 +1,12 @@
 """`rollmux`: marginal-cost placement, Algorithm 1 of RollMux (OSDI'26 "Weave").
 
-    for each group, oldest first, that is not saturated:  direct candidates (cost 0), then the scaled one
-    then a new group                                      the strictly cheapest wins, the first found among equals
+    for each group, oldest first:  direct candidates (cost 0), then the scaled one
+    then a new group                                      the strictly cheapest wins, the first found among
+    equals
 
-An insertion may saturate its group as long as every SLO holds under the strict meta-iteration that the group will
-run. On a finite cluster without nodes for a new group, saturated groups are tried too before the pipeline queues.
+An insertion may saturate its group as long as every SLO holds under the strict meta-iteration that the
+group will run. On a finite cluster without nodes for a new group, saturated groups are tried too before the
+pipeline queues.
 """
 
 from __future__ import annotations
@@ -24,6 +26,9 @@ from rlmux.core.views import GroupView, RunWork
 class RollMux:
     name: str = "rollmux"
     reacts_to_progress: bool = False
+    skips_saturated: bool = False
+    """Skip groups that are saturated before the insertion, as Algorithm 1 is printed. The published cost and
+    admission mix come out without it; with it 64/8/28 % and 7 % dearer on the production trace."""
 
     def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
         refusal = impossible(pipeline, view)
@@ -48,7 +53,7 @@ class RollMux:
 
     def _is_skipped(self, group: GroupLoad) -> bool:
         """Saturated before the insertion. A group of nothing but unknown durations never is."""
-        return group.is_saturated and group.cycle_s > 0
+        return self.skips_saturated and group.is_saturated and group.cycle_s > 0
 
     def _over_saturate(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | None:
         """The least loaded group that can still take it: only where no node is left for a new one."""
