@@ -34,10 +34,15 @@ from rlmux.sim.batching import (
     kv_pool_tokens,
     predict_rollout,
 )
-from rlmux.sim.costs import MEASURED_GPU, TRAIN_STAGES, RolloutCosts, train_cost_by_size
+from rlmux.sim.costs import MEASURED_GPU, TRAIN_STAGES, RolloutCosts, rollout_costs, train_cost_by_size
 from rlmux.sim.curves import LOW_ACTIVE, DecodeCurve, HostCosts, PrefillCurve, StageCost
 from rlmux.sim.hardware import ModelShape, gpu_spec, model_shape
-from rlmux.sim.lengths import PROBABILITIES, LengthDistribution
+from rlmux.sim.lengths import (
+    PROBABILITIES,
+    LengthDistribution,
+    length_distribution,
+    length_distribution_names,
+)
 from rlmux.sim.roofline import RooflineConstants, estimate_curves, roofline_constants
 
 TP = 4
@@ -660,11 +665,37 @@ def length_rows(folder: Path, steps: dict[str, list[Step]]) -> list[dict]:
     return rows
 
 
+def resampled_errors(steps: dict[str, list[Step]], num_seeds: int = 6) -> list[float]:
+    """The carried tables alone: rollouts of lengths drawn from the quantiles, against the measured mean."""
+    errors = []
+    for run in length_distribution_names():
+        warm = [s for s in steps.get(run, ()) if s.step > 1 and not s.is_search]
+        if not warm:
+            continue
+        drawn_from, costs = length_distribution(run), rollout_costs(model_of(run))
+        limits = EngineLimits(
+            kv_pool_tokens=kv_pool_tokens(costs.shape, memory_fraction=MEASURED_MEMORY_FRACTION)
+        )
+        seconds = [
+            predict_rollout(
+                drawn_from.sample(np.random.default_rng(seed), SAMPLES_PER_STEP),
+                costs,
+                prompt_tokens=drawn_from.prompt_tokens,
+                group_size=GROUP,
+                limits=limits,
+                extra_turns=round(drawn_from.mean_extra_turns * SAMPLES_PER_STEP),
+            ).seconds
+            for seed in range(num_seeds)
+        ]
+        errors.append(float(np.mean(seconds) / np.mean([s.gen_s for s in warm]) - 1))
+    return errors
+
+
 def percent(value: float | None) -> str:
     return f"{100 * value:+6.1f}" if value is not None else "     -"
 
 
-def summary(runs: list[dict], serving: list[dict]) -> dict:
+def summary(runs: list[dict], serving: list[dict], resampled: list[float]) -> dict:
     plain = [r for r in runs if not r["is_search"]]
     after = [r["gen_error_after_one_step"] for r in plain if "gen_error_after_one_step" in r]
     by_backend: dict[str, list[float]] = defaultdict(list)
@@ -678,6 +709,7 @@ def summary(runs: list[dict], serving: list[dict]) -> dict:
             abs(r["gen_error"]) for r in plain if r["decode"] == "by shape"
         ),
         "gen_after_one_step_median_abs_error": median(after),
+        "gen_resampled_median_abs_error": median(abs(error) for error in resampled),
         "train_median_abs_error": median(abs(r["train_error"]) for r in plain),
         "search_median_abs_error": median(abs(r["gen_error"]) for r in runs if r["is_search"]),
         "serving_median_abs_error": median(abs(r["error"]) for r in serving),
@@ -698,7 +730,7 @@ def main() -> None:
         write_tables(options.write, calibrate(folder, steps), logged_runs(folder), steps)
         return
     runs, serving = validate(folder, steps), validate_serving(folder)
-    totals = summary(runs, serving)
+    totals = summary(runs, serving, resampled_errors(steps))
     if options.json:
         print(json.dumps({"runs": runs, "summary": totals}, indent=1, default=float))
         return
