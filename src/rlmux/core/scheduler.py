@@ -202,11 +202,10 @@ class Scheduler:
         group = self._state.groups.setdefault(placement.group, GroupState(placement.group))
         if placement.group not in self._views:
             self._views[placement.group] = GroupView(self._state, group)
+        present = _rounds_before(group)
         for key in self._device_keys(run):
-            pinned = group.members_by_device.setdefault(key, {})
-            # A newcomer takes the last turn of the present cycle.
-            run.rounds[key] = max(0, max((other.rounds[key] for other in pinned.values()), default=0) - 1)
-            pinned[run.pipeline.id] = run
+            run.rounds[key] = present
+            group.members_by_device.setdefault(key, {})[run.pipeline.id] = run
             self._state.devices.setdefault(key[1], DeviceState(key[1]))
         group.members[run.pipeline.id] = run
 
@@ -439,6 +438,7 @@ class Scheduler:
         for phase, device in self._device_keys(run):
             self._state.devices[device].residents.pop((event.pipeline, phase), None)
         run.host_resident.clear()
+        run.rounds.update(dict.fromkeys(run.rounds, _rounds_before(self._group_of(run))))
         self._begin_from(run, event.restored_step)
         self._dispatch(self._group_of(run))
 
@@ -500,7 +500,7 @@ class Scheduler:
             run.open_shares[work.devices[0]] = order
         else:
             run.train_work = order
-        if not work.is_continuation:
+        if not work.is_continuation and work.step > 0:
             for device in work.devices:
                 run.rounds[work.phase, device] += 1
 
@@ -657,6 +657,22 @@ class Scheduler:
     def _illegal(self, what: str) -> IllegalTransitionError:
         story = "\n  ".join(str(event) for event in self._story)
         return IllegalTransitionError(f"{what}\nrecent events, newest last:\n  {story}")
+
+
+def _rounds_before(group: GroupState) -> int:
+    """What a newcomer counts as begun: it takes the last turn of the cycle under way.
+
+    One number for all its devices, so that its turns in rollout and in training belong to the same cycle: were
+    its first training phase counted into another cycle than its first rollout, each pool would wait for the
+    other and the group would run one phase at a time for ever.
+    """
+    begun = [
+        count
+        for run in group.members.values()
+        for (phase, _), count in run.rounds.items()
+        if phase is Phase.ROLLOUT
+    ]
+    return max(0, max(begun, default=0) - 1)
 
 
 def _rollout_version(pipeline: Pipeline, step: int) -> int:
