@@ -97,6 +97,15 @@ class TrueSeconds:
             return base
         return base * self.variation.factor(step)
 
+    def solo_s(self, step: int) -> float:
+        """The step's stages one after another, with nobody else around."""
+        factor = self.variation.factor(step)
+        return sum(
+            base if PHASE_BY_STAGE[stage] is Phase.SYNC else base * factor
+            for stage, base in self.by_stage.items()
+            if stage is not Stage.WARM_START
+        )
+
     @classmethod
     def of_phases(
         cls, phases: PhaseSeconds, *, sync_s: float = 0.0, variation: Variation = STEADY

@@ -1,0 +1,343 @@
+"""What a simulated run is measured by, gathered as it goes and without slowing it.
+
+cost           the ledger's $/h between two changes of placement, integrated
+step slowdown  of a pipeline: (first admission to last finished step) / (what those steps take alone)
+utilisation    of a pool: device time computing or switching / time its nodes were held
+penalised      cost where a group's is multiplied by its worst predicted slowdown while that breaks an SLO:
+               how the paper draws the baselines (section 8.2). No penalty is in any other figure.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlmux.core.actions import Admit, Replace
+from rlmux.core.model import DeviceId, GroupId, Phase, PipelineId, Stage
+from rlmux.core.placement import GroupLoad, PlacementLedger, solo_s
+from rlmux.sim.workloads import Workload
+from rlmux.sim.world import TrueSeconds
+
+SLO_TOLERANCE = 1e-3
+"""A mean step slowdown this far above the SLO still keeps it: a newcomer's first turn may cost part of a
+step."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Span:
+    """An order's time on its devices."""
+
+    pipeline: PipelineId
+    devices: tuple[DeviceId, ...]
+    stage: Stage
+    step: int
+    begin_s: float
+    end_s: float
+    switch_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineResult:
+    """One pipeline's fate."""
+
+    pipeline: PipelineId
+    submit_s: float
+    admitted_s: float | None
+    left_s: float | None
+    steps: int
+    step_slowdown: float | None
+    """Mean over its finished steps; None before the first."""
+    slo_slowdown: float
+    refused: str = ""
+
+    @property
+    def keeps_slo(self) -> bool:
+        return self.step_slowdown is None or self.step_slowdown <= self.slo_slowdown * (1 + SLO_TOLERANCE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """The cluster after a change of placement."""
+
+    time_s: float
+    gpus_by_pool: Mapping[str, int]
+    usd_per_hour: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SimResult:
+    """One workload under one policy and seed."""
+
+    workload: str
+    policy: str
+    seed: int
+    hours: float
+    """From the first submission until the last pipeline was over."""
+    cost_usd: float
+    penalised_cost_usd: float
+    slo_attainment: float
+    mean_step_slowdown: float
+    max_step_slowdown: float
+    tokens_per_s: float | None
+    peak_gpus: Mapping[str, int]
+    """By phase of the pool."""
+    admissions: Mapping[str, int]
+    utilization: Mapping[str, float]
+    num_refused: int
+    num_migrations: int
+    num_moves: int
+    mean_wait_s: float
+    """From submission to admission."""
+    events: int
+    wall_s: float
+    decision_ms: tuple[float, ...] = field(repr=False)
+    """One per arrival: applying the submission, placing it and starting its first work."""
+    pipelines: tuple[PipelineResult, ...] = field(repr=False)
+    samples: tuple[Sample, ...] = field(repr=False)
+    spans: tuple[Span, ...] = field(repr=False)
+
+    @property
+    def cost_usd_per_hour(self) -> float:
+        return self.cost_usd / self.hours if self.hours else 0.0
+
+    @property
+    def penalised_cost_usd_per_hour(self) -> float:
+        return self.penalised_cost_usd / self.hours if self.hours else 0.0
+
+    def figures(self) -> dict[str, Any]:
+        """The numbers of `simulate --json`, for this seed."""
+        ordered_ms = sorted(self.decision_ms)
+        return {
+            "cost_usd_per_hour": self.cost_usd_per_hour,
+            "cost_usd": self.cost_usd,
+            "penalised_cost_usd_per_hour": self.penalised_cost_usd_per_hour,
+            "slo_attainment": self.slo_attainment,
+            "mean_step_slowdown": self.mean_step_slowdown,
+            "max_step_slowdown": self.max_step_slowdown,
+            "makespan_s": self.hours * 3600,
+            "tokens_per_s": self.tokens_per_s,
+            "peak_gpus": dict(self.peak_gpus),
+            "admissions": dict(self.admissions),
+            "utilization": dict(self.utilization),
+            "num_refused": self.num_refused,
+            "num_migrations": self.num_migrations,
+            "num_moves": self.num_moves,
+            "mean_wait_s": self.mean_wait_s,
+            "decision_ms": {"p50": quantile(ordered_ms, 0.5), "p99": quantile(ordered_ms, 0.99)},
+            "events": self.events,
+            "wall_s": self.wall_s,
+        }
+
+
+def quantile(ordered: list[float], q: float) -> float:
+    """The smallest value that at least a share q of the ordered values does not exceed; 0 where there is
+    none."""
+    return ordered[max(0, math.ceil(q * len(ordered)) - 1)] if ordered else 0.0
+
+
+@dataclass(slots=True)
+class _Progress:
+    submit_s: float
+    slo_slowdown: float
+    tokens_per_step: float
+    world: TrueSeconds
+    admitted_s: float | None = None
+    last_step_s: float = 0.0
+    steps: int = 0
+    alone_s: float = 0.0
+    left_s: float | None = None
+    refused: str = ""
+
+
+class Collector:
+    """Fed by the simulation; `result` at the end."""
+
+    def __init__(self, workload: Workload, policy: str, ledger: PlacementLedger) -> None:
+        self.spans: list[Span] = []
+        self.decision_ms: list[float] = []
+        self.num_migrations = 0
+        self.num_waits = 0
+        self._workload = workload
+        self._policy = policy
+        self._ledger = ledger
+        self._progress: dict[PipelineId, _Progress] = {}
+        self._admissions = {"direct": 0, "scaled": 0, "new": 0}
+        self._num_moves = 0
+        pools = workload.cluster.pools
+        self._gpus_per_node = {name: pool.gpus_per_node for name, pool in pools.items()}
+        self._devices_per_node = {name: pool.devices_per_node for name, pool in pools.items()}
+        self._busy_device_s = dict.fromkeys(pools, 0.0)
+        self._held_device_s = dict.fromkeys(pools, 0.0)
+        self._nodes = dict.fromkeys(pools, 0)
+        self._usd_per_hour = 0.0
+        self._penalty_by_group: dict[GroupId, float] = {}
+        self._group_of: dict[PipelineId, GroupId] = {}
+        self._cost_usd = 0.0
+        self._penalty_usd = 0.0
+        self._changed_s = 0.0
+        self._samples: list[Sample] = []
+
+    # ------------------------------------------------------------------ what happened
+
+    def submit(self, pipeline: PipelineId, arrival: Any) -> None:
+        self._progress[pipeline] = _Progress(
+            arrival.submit_s, arrival.pipeline.slo_slowdown, arrival.tokens_per_step, arrival.world
+        )
+
+    def place(self, action: Admit | Replace, now_s: float, world: TrueSeconds) -> None:
+        progress = self._progress[action.pipeline]
+        progress.world = world
+        before = self._group_of.get(action.pipeline)
+        self._group_of[action.pipeline] = action.placement.group
+        self._change(now_s, (before, action.placement.group))
+        if isinstance(action, Replace):
+            self._num_moves += 1
+        elif progress.admitted_s is None:
+            progress.admitted_s = now_s
+            self._admissions[action.kind] += 1
+
+    def release(self, pipeline: PipelineId, now_s: float) -> None:
+        self._progress[pipeline].left_s = now_s
+        self._change(now_s, (self._group_of.pop(pipeline, None),))
+
+    def node_change(self, now_s: float) -> None:
+        """A failure may have ended any number of groups."""
+        self._change(now_s, tuple(self._penalty_by_group))
+
+    def refuse(self, pipeline: PipelineId, reason: str) -> None:
+        self._progress[pipeline].refused = reason
+
+    def end_step(self, pipeline: PipelineId, step: int, now_s: float) -> None:
+        progress = self._progress[pipeline]
+        if step < 1:
+            return
+        progress.steps += 1
+        progress.alone_s += progress.world.solo_s(step)
+        progress.last_step_s = now_s
+
+    def compute(self, devices: tuple[DeviceId, ...], seconds: float) -> None:
+        self._busy_device_s[devices[0].pool] += seconds * len(devices)
+
+    # ------------------------------------------------------------------ cost
+
+    def _change(self, now_s: float, groups: tuple[GroupId | None, ...]) -> None:
+        """Book the time since the last change at the old rate, then take the new one."""
+        self._book(now_s)
+        ledger = self._ledger
+        for group in groups:
+            if group is not None:
+                self._penalty_by_group[group] = self._penalty(group)
+                if not self._penalty_by_group[group]:
+                    del self._penalty_by_group[group]
+        self._usd_per_hour = ledger.usd_per_hour
+        for pool in self._nodes:
+            self._nodes[pool] = ledger.num_nodes_in_use(pool)
+        sample = Sample(
+            time_s=now_s,
+            gpus_by_pool={pool: count * self._gpus_per_node[pool] for pool, count in self._nodes.items()},
+            usd_per_hour=self._usd_per_hour,
+        )
+        if self._samples and self._samples[-1].time_s == now_s:
+            self._samples[-1] = sample
+        else:
+            self._samples.append(sample)
+
+    def _book(self, now_s: float) -> None:
+        elapsed_s = now_s - self._changed_s
+        if elapsed_s <= 0.0:
+            return
+        self._changed_s = now_s
+        self._cost_usd += self._usd_per_hour * elapsed_s / 3600
+        self._penalty_usd += sum(self._penalty_by_group.values()) * elapsed_s / 3600
+        for pool, count in self._nodes.items():
+            self._held_device_s[pool] += count * self._devices_per_node[pool] * elapsed_s
+
+    def _penalty(self, group_id: GroupId) -> float:
+        """$/h added to a group that breaks an SLO: its cost times (worst slowdown - 1)."""
+        try:
+            group = self._ledger.group(group_id)
+        except KeyError:
+            return 0.0
+        if group.period_s <= group.budget_s * (1 + 1e-9):
+            return 0.0
+        return self._group_usd_per_hour(group) * (worst_slowdown(group) - 1.0)
+
+    def _group_usd_per_hour(self, group: GroupLoad) -> float:
+        pools = self._workload.cluster.pools
+        nodes = dict.fromkeys(group.rollout_nodes + group.train_nodes)
+        return sum(pools[node.pool].usd_per_node_hour for node in nodes)
+
+    # ------------------------------------------------------------------ the end
+
+    def result(self, now_s: float, num_events: int, wall_s: float) -> SimResult:
+        self._book(now_s)
+        pipelines = tuple(_result_of(pipeline, progress) for pipeline, progress in self._progress.items())
+        slowdowns = [p.step_slowdown for p in pipelines if p.step_slowdown is not None]
+        start_s = self._workload.arrivals[0].submit_s if self._workload.arrivals else 0.0
+        tokens = sum(p.steps * p.tokens_per_step for p in self._progress.values())
+        waits = [p.admitted_s - p.submit_s for p in self._progress.values() if p.admitted_s is not None]
+        placed = [p for p in pipelines if p.admitted_s is not None]
+        return SimResult(
+            workload=self._workload.name,
+            policy=self._policy,
+            seed=self._workload.seed,
+            hours=(now_s - start_s) / 3600,
+            cost_usd=self._cost_usd,
+            penalised_cost_usd=self._cost_usd + self._penalty_usd,
+            slo_attainment=sum(p.keeps_slo for p in placed) / len(placed) if placed else 1.0,
+            mean_step_slowdown=sum(slowdowns) / len(slowdowns) if slowdowns else 1.0,
+            max_step_slowdown=max(slowdowns, default=1.0),
+            tokens_per_s=tokens / (now_s - start_s) if tokens and now_s > start_s else None,
+            peak_gpus=self._by_phase(self._ledger.peak_nodes_by_pool),
+            admissions=self._admissions,
+            utilization=self._utilization(),
+            num_refused=sum(bool(p.refused) for p in pipelines),
+            num_migrations=self.num_migrations,
+            num_moves=self._num_moves,
+            mean_wait_s=sum(waits) / len(waits) if waits else 0.0,
+            events=num_events,
+            wall_s=wall_s,
+            decision_ms=tuple(self.decision_ms),
+            pipelines=pipelines,
+            samples=tuple(self._samples),
+            spans=tuple(self.spans),
+        )
+
+    def _by_phase(self, nodes_by_pool: Mapping[str, int]) -> dict[str, int]:
+        gpus = {Phase.ROLLOUT.value: 0, Phase.TRAIN.value: 0}
+        for name, count in nodes_by_pool.items():
+            gpus[self._workload.cluster.pools[name].phase.value] += count * self._gpus_per_node[name]
+        return gpus
+
+    def _utilization(self) -> dict[str, float]:
+        busy = {Phase.ROLLOUT.value: 0.0, Phase.TRAIN.value: 0.0}
+        held = dict(busy)
+        for name, pool in self._workload.cluster.pools.items():
+            busy[pool.phase.value] += self._busy_device_s[name]
+            held[pool.phase.value] += self._held_device_s[name]
+        return {phase: busy[phase] / held[phase] if held[phase] else 0.0 for phase in busy}
+
+
+def worst_slowdown(group: GroupLoad) -> float:
+    """The largest predicted step slowdown among its members."""
+    return max(
+        (group.period_s / solo_s(m.pipeline) for m in group.members if solo_s(m.pipeline)), default=1.0
+    )
+
+
+def _result_of(pipeline: PipelineId, progress: _Progress) -> PipelineResult:
+    slowdown = None
+    if progress.alone_s > 0.0 and progress.admitted_s is not None:
+        slowdown = (progress.last_step_s - progress.admitted_s) / progress.alone_s
+    return PipelineResult(
+        pipeline=pipeline,
+        submit_s=progress.submit_s,
+        admitted_s=progress.admitted_s,
+        left_s=progress.left_s,
+        steps=progress.steps,
+        step_slowdown=slowdown,
+        slo_slowdown=progress.slo_slowdown,
+        refused=progress.refused,
+    )
