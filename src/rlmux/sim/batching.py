@@ -93,6 +93,7 @@ class Band:
     start_s: float
     seconds: float
     tokens: float
+    """Generated tokens; a prefill band has none."""
     active_start: int
     active_end: int
 
