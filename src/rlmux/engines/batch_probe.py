@@ -45,6 +45,7 @@ class BatchProbe:
         self._max_len = max_len
         self._widths = [width for width in _WIDTHS if width < num_slots] + [num_slots]
         stride = -(-max_len // _MAX_WINDOWS // PREFILL_BUCKET) * PREFILL_BUCKET
+        self._decode_shapes: dict[tuple[int, int], tuple[int, int]] = {}
         self._windows = [*range(stride, max_len, stride), max_len]
 
     @property
@@ -54,12 +55,15 @@ class BatchProbe:
 
     def decode_shape(self, num_rows: int, num_positions: int) -> tuple[int, int]:
         """The smallest (width, window) that holds this many rows and positions and is exact."""
-        for width in self._widths:
-            for window in self._windows:
-                fits = width >= num_rows and window >= num_positions
-                if fits and self._can_decode(width, window):
-                    return width, window
-        return self._num_slots, self._max_len
+        wanted = num_rows, num_positions
+        if wanted not in self._decode_shapes:
+            self._decode_shapes[wanted] = next(
+                (width, window)
+                for width in self._widths
+                for window in self._windows
+                if width >= num_rows and window >= num_positions and self._can_decode(width, window)
+            )
+        return self._decode_shapes[wanted]
 
     def prefill_rows(self, num_rows: int, length: int) -> int:
         """How many rows to prefill at once to serve `num_rows`; may be fewer or more."""

@@ -255,13 +255,13 @@ class SlotRolloutEngine:
             max_steps, plan.window - last_seen, min(live.last_position - live.position for live in active)
         )
         has_forced = any(live.num_forced for live in active)
-        has_stops = any(live.request.stop_tokens for live in active)
+        num_stops = max(len(live.request.stop_tokens) for live in active)
         stopped: list[int] = []
         steps = 0
         start = now = time.perf_counter()
         while steps < num_steps and not stopped and (not steps or now < deadline):
             stopped = self._buffers.step(
-                plan, self._config.temperature, has_forced=has_forced, has_stops=has_stops
+                plan, self._config.temperature, has_forced=has_forced, num_stops=num_stops
             )
             steps += 1
             now = time.perf_counter()

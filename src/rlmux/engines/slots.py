@@ -44,6 +44,22 @@ class SlotRow:
     stop_tokens: Sequence[int]
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _StepViews:
+    """The buffers' first `width` slots, as a step wants them."""
+
+    position: Tensor
+    position_column: Tensor
+    is_advancing: Tensor
+    current: Tensor
+    current_column: Tensor
+    forced_end_column: Tensor
+    stops: Tensor
+    tokens: Tensor
+    logprobs: Tensor
+    uniforms: Tensor
+
+
 class SlotBuffers:
     """Fixed tensors for all slots; a decode step allocates none of them."""
 
@@ -54,6 +70,7 @@ class SlotBuffers:
         self._logprobs = torch.zeros(num_slots, max_len, device=device)
         self._uniforms = torch.zeros(num_slots, max_len, dtype=torch.float64, device=device)
 
+        self._views_by_width: dict[int, _StepViews] = {}
         self.reset()
 
     def reset(self) -> None:
@@ -108,26 +125,46 @@ class SlotBuffers:
         """Tokens and log-probabilities at positions [start, end)."""
         return self._tokens[slot, start:end].tolist(), self._logprobs[slot, start:end].tolist()
 
-    def step(self, plan: DecodePlan, temperature: float, *, has_forced: bool, has_stops: bool) -> list[int]:
-        """Feed every slot's current token and write what follows; returns the slots that sampled a stop."""
-        width = plan.width
-        state = self._state[:, :width]
-        logits = plan.step(state[_CURRENT], state[_POSITION])
-        following = (state[_POSITION] + 1).unsqueeze(1)
-        tokens, logprobs = sample(logits, self._uniforms[:width].gather(1, following), temperature)
-        stopped = (state[_STOPS:] == tokens.squeeze(1)).any(dim=0) if has_stops else None
+    def step(self, plan: DecodePlan, temperature: float, *, has_forced: bool, num_stops: int) -> list[int]:
+        """Feed every slot's current token and write what follows; returns the slots that sampled a stop.
+
+        `num_stops` is the most stop tokens of any advancing slot.
+        """
+        if plan.width not in self._views_by_width:
+            self._views_by_width[plan.width] = self._views(plan.width)
+        own = self._views_by_width[plan.width]
+        logits = plan.step(own.current, own.position)
+        following = own.position_column + 1
+        tokens, logprobs = sample(logits, own.uniforms.gather(1, following), temperature)
         if has_forced:
-            is_forced = following <= state[_FORCED_END].unsqueeze(1)
-            tokens = torch.where(is_forced, self._tokens[:width].gather(1, following), tokens)
+            is_forced = following <= own.forced_end_column
+            tokens = torch.where(is_forced, own.tokens.gather(1, following), tokens)
             logprobs = logprobs.masked_fill(is_forced, 0.0)
-            stopped = None if stopped is None else stopped & ~is_forced.squeeze(1)
-        self._tokens[:width].scatter_(1, following, tokens)
-        self._logprobs[:width].scatter_(1, following, logprobs)
-        state[_POSITION].add_(state[_IS_ADVANCING])
-        state[_CURRENT].copy_(tokens.squeeze(1))
-        if stopped is None or not bool(stopped.any()):
+        own.tokens.scatter_(1, following, tokens)
+        own.logprobs.scatter_(1, following, logprobs)
+        own.position.add_(own.is_advancing)
+        own.current_column.copy_(tokens)
+        if not num_stops:
             return []
-        return torch.nonzero(stopped).squeeze(1).tolist()
+        stopped = own.stops[:num_stops] == own.current
+        if has_forced:
+            stopped &= ~is_forced.squeeze(1)
+        return torch.nonzero(stopped.any(dim=0)).squeeze(1).tolist() if stopped.any() else []
+
+    def _views(self, width: int) -> _StepViews:
+        state = self._state[:, :width]
+        return _StepViews(
+            position=state[_POSITION],
+            position_column=state[_POSITION].unsqueeze(1),
+            is_advancing=state[_IS_ADVANCING],
+            current=state[_CURRENT],
+            current_column=state[_CURRENT].unsqueeze(1),
+            forced_end_column=state[_FORCED_END].unsqueeze(1),
+            stops=state[_STOPS:],
+            tokens=self._tokens[:width],
+            logprobs=self._logprobs[:width],
+            uniforms=self._uniforms[:width],
+        )
 
     def _new(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int64, device=self._device)

@@ -217,54 +217,81 @@ class PositionTables:
 class DecodePlan:
     """One decode step of the first `width` slots over the first `window` cache positions.
 
-    Holds the views of the cache, so that a step only computes. Build one per (width, window) and keep it.
+    Holds the views of the cache and scratch tensors that all layers share, so that a step only computes.
+    Build one per (width, window) and keep it.
     """
 
     def __init__(
         self, weights: DecoderWeights, cache: KvCache, tables: PositionTables, width: int, window: int
     ) -> None:
-        shape = weights.shape
+        shape, device = weights.shape, cache.keys.device
         rows, dim = width * shape.num_kv_heads, shape.head_dim
         self.width = width
         self.window = window
         self._weights = weights
         self._tables = tables
-        self._rows = rows
-        self._epsilon = torch.tensor(shape.norm_epsilon, device=cache.keys.device)
+        self._epsilon = torch.tensor(shape.norm_epsilon, device=device)
         self._score_scale = dim**-0.5
-        self._keys, self._values, self._value_entries = [], [], []
-        for layer in range(shape.num_layers):
-            keys = cache.keys[layer].view(-1, dim, cache.max_len)[:rows]
-            values = cache.values[layer].view(-1, cache.max_len, dim)
-            self._keys.append((keys, keys[:, :, :window]))
-            self._values.append(values[:rows, :window])
-            self._value_entries.append(values.view(-1, dim))
-        device = cache.keys.device
-        self._head_rows = torch.arange(rows, device=device)
-        self._slot_of_row = self._head_rows // shape.num_kv_heads
-        self._entry_of_row = self._head_rows * cache.max_len
+        self._row_numbers = torch.arange(rows, device=device)
+        self._slot_of_row = self._row_numbers // shape.num_kv_heads
+        self._entry_of_row = self._row_numbers * cache.max_len
+        self._layers = [
+            _LayerViews(
+                weights=layer,
+                keys=cache.keys[index].view(-1, dim, cache.max_len)[:rows],
+                seen_keys=cache.keys[index].view(-1, dim, cache.max_len)[:rows, :, :window],
+                seen_values=cache.values[index].view(-1, cache.max_len, dim)[:rows, :window],
+                value_entries=cache.values[index].view(-1, dim),
+            )
+            for index, layer in enumerate(weights.layers)
+        ]
+        self._hidden = torch.empty(width, shape.hidden_size, device=device)
+        self._projected = torch.empty(width, shape.qkv_size, device=device)
+        heads = self._projected.view(rows, shape.heads_per_group, dim)
+        self._queries, self._new_keys, self._new_values = heads[:, :-2], heads[:, -2], heads[:, -1]
+        self._rotating = _Rotating(heads[:, :-1], shape.has_head_norms)
+        self._scores = torch.empty(rows, shape.group_size, window, device=device)
+        self._mixed = torch.empty(rows, shape.group_size, dim, device=device)
+        self._mixed_by_slot = self._mixed.view(width, -1)
+        self._gate_up = torch.empty(width, 2 * shape.intermediate_size, device=device)
+        self._gate, self._up = self._gate_up.chunk(2, dim=1)
 
     def step(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Feed one token per slot at its position; the logits [width, vocab] of the next."""
-        weights, shape = self._weights, self._weights.shape
+        weights, epsilon, hidden = self._weights, self._epsilon, self._hidden
         row_positions = positions.index_select(0, self._slot_of_row)
         entries = self._entry_of_row + row_positions
         rotations = self._tables.rotations.index_select(0, row_positions).unsqueeze(1)
         mask = self._tables.mask(row_positions, self.window)
-        hidden = weights.embedding.index_select(0, tokens)
-        for layer, (keys, seen_keys), values, value_entries in zip(
-            weights.layers, self._keys, self._values, self._value_entries, strict=True
-        ):
-            heads = torch.mm(_normed(hidden, self._epsilon), layer.qkv)
-            heads = heads.view(self._rows, shape.heads_per_group, shape.head_dim)
-            _norm_and_rotate(heads[:, :-1], layer.head_gain, rotations, self._epsilon, shape.has_head_norms)
-            keys[self._head_rows, :, row_positions] = heads[:, -2]
-            value_entries.index_copy_(0, entries, heads[:, -1])
-            scores = torch.baddbmm(mask, heads[:, :-2], seen_keys, alpha=self._score_scale)
-            mixed = torch.bmm(torch.softmax(scores, dim=-1, out=scores), values)
-            hidden.addmm_(mixed.view(self.width, -1), layer.output)
-            _add_mlp(hidden, layer, shape.intermediate_size, self._epsilon)
-        return torch.mm(_normed(hidden, self._epsilon), weights.head)
+        torch.index_select(weights.embedding, 0, tokens, out=hidden)
+        for layer in self._layers:
+            own = layer.weights
+            torch.mm(_normed(hidden, epsilon), own.qkv, out=self._projected)
+            self._rotating.apply(own.head_gain, rotations, epsilon)
+            layer.keys[self._row_numbers, :, row_positions] = self._new_keys
+            layer.value_entries.index_copy_(0, entries, self._new_values)
+            torch.baddbmm(mask, self._queries, layer.seen_keys, alpha=self._score_scale, out=self._scores)
+            torch.softmax(self._scores, dim=-1, out=self._scores)
+            torch.bmm(self._scores, layer.seen_values, out=self._mixed)
+            hidden.addmm_(self._mixed_by_slot, own.output)
+            torch.mm(_normed(hidden, epsilon), own.gate_up, out=self._gate_up)
+            hidden.addmm_(silu(self._gate).mul_(self._up), own.down)
+        return torch.mm(_normed(hidden, epsilon), weights.head)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _LayerViews:
+    """What a plan sees of one layer. Rows are (slot, kv head)."""
+
+    weights: LayerWeights
+    keys: Tensor
+    """[rows, head_dim, max_len]"""
+    seen_keys: Tensor
+    """[rows, head_dim, window]"""
+    seen_values: Tensor
+    """[rows, window, head_dim]"""
+    value_entries: Tensor
+    """[all rows * max_len, head_dim]"""
 
 
 def prefill(weights: DecoderWeights, tables: PositionTables, tokens: Tensor) -> Tensor:
@@ -274,16 +301,15 @@ def prefill(weights: DecoderWeights, tables: PositionTables, tokens: Tensor) -> 
     """
     shape = weights.shape
     num_rows, length = tokens.shape
-    rotations = tables.rotations[:length].repeat_interleave(shape.num_kv_heads, dim=0).repeat(num_rows, 1)
+    rotations = tables.rotations[:length].repeat_interleave(shape.num_kv_heads, dim=0)
+    rotations = rotations.repeat(num_rows, 1).unsqueeze(1)
     epsilon = torch.tensor(shape.norm_epsilon, device=tokens.device)
     hidden = weights.embedding.index_select(0, tokens.reshape(-1))
     kv = []
     for index, layer in enumerate(weights.layers):
         heads = torch.mm(_normed(hidden, epsilon), layer.qkv)
         heads = heads.view(-1, shape.heads_per_group, shape.head_dim)
-        _norm_and_rotate(
-            heads[:, :-1], layer.head_gain, rotations.unsqueeze(1), epsilon, shape.has_head_norms
-        )
+        _Rotating(heads[:, :-1], shape.has_head_norms).apply(layer.head_gain, rotations, epsilon)
         by_head = heads.view(num_rows, length, shape.num_kv_heads, shape.heads_per_group, shape.head_dim)
         queries, keys, values = torch.split(by_head.permute(0, 2, 3, 1, 4), [shape.group_size, 1, 1], dim=2)
         kv.append(torch.cat([keys, values], dim=2).transpose(1, 2))
@@ -292,30 +318,33 @@ def prefill(weights: DecoderWeights, tables: PositionTables, tokens: Tensor) -> 
                 queries.flatten(1, 2), keys[:, :, 0], values[:, :, 0], is_causal=True, enable_gqa=True
             )
             hidden.addmm_(mixed.transpose(1, 2).reshape(num_rows * length, -1), layer.output)
-            _add_mlp(hidden, layer, shape.intermediate_size, epsilon)
+            gate, up = torch.mm(_normed(hidden, epsilon), layer.gate_up).chunk(2, dim=1)
+            hidden.addmm_(silu(gate).mul_(up), layer.down)
     return torch.stack(kv, dim=1)
 
 
 def _normed(hidden: Tensor, epsilon: Tensor) -> Tensor:
     """RMS norm over the last axis, without a gain."""
+    return hidden * _inverse_rms(hidden, epsilon)
+
+
+def _inverse_rms(hidden: Tensor, epsilon: Tensor) -> Tensor:
     length = torch.linalg.vector_norm(hidden, dim=-1, keepdim=True)
-    return hidden * torch.addcmul(epsilon, length, length, value=1.0 / hidden.shape[-1]).rsqrt_()
+    return torch.addcmul(epsilon, length, length, value=1.0 / hidden.shape[-1]).rsqrt_()
 
 
-def _norm_and_rotate(
-    heads: Tensor, gain: Tensor, rotations: Tensor, epsilon: Tensor, is_normed: bool
-) -> None:
-    """Per-head norm and rotation by position of queries and keys, in place."""
-    if is_normed:
-        length = torch.linalg.vector_norm(heads, dim=-1, keepdim=True)
-        heads.mul_(torch.addcmul(epsilon, length, length, value=1.0 / heads.shape[-1]).rsqrt_()).mul_(gain)
-    torch.view_as_complex(torch.unflatten(heads, -1, (-1, 2))).mul_(rotations)
+class _Rotating:
+    """Per-head norm and rotation by position of queries and keys [rows, heads, head_dim], in place."""
 
+    def __init__(self, heads: Tensor, is_normed: bool) -> None:
+        self._heads = heads
+        self._pairs = torch.view_as_complex(torch.unflatten(heads, -1, (-1, 2)))
+        self._is_normed = is_normed
 
-def _add_mlp(hidden: Tensor, layer: LayerWeights, intermediate_size: int, epsilon: Tensor) -> None:
-    gate_up = torch.mm(_normed(hidden, epsilon), layer.gate_up)
-    activated = silu(gate_up[:, :intermediate_size]).mul_(gate_up[:, intermediate_size:])
-    hidden.addmm_(activated, layer.down)
+    def apply(self, gain: Tensor, rotations: Tensor, epsilon: Tensor) -> None:
+        if self._is_normed:
+            self._heads.mul_(_inverse_rms(self._heads, epsilon)).mul_(gain)
+        self._pairs.mul_(rotations)
 
 
 def _rotation_pairs(head_dim: int) -> Tensor:

@@ -1,0 +1,179 @@
+"""How fast the rollout engine samples, against `generate` of transformers on the same requests.
+
+    python benchmarks/rollout_engine.py [--sizes S,M,L] [--rounds N] [--json]
+
+Every request has its own length (lognormal, mean about 42 tokens, at most 128), forced through its budget
+with no stop token, as both sides then do the same useful work. `generate` runs padded batches, each until its
+longest request ends; tokens beyond a request's own length do not count. Rounds interleave the variants, one
+thread, medians. The second table is one decode step at a given number of active sequences.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import time
+from collections.abc import Callable, Sequence
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from rlmux.engines.model_io import build_model
+from rlmux.engines.rollout import SlotRolloutEngine
+from rlmux.rl.config import ModelConfig, RolloutConfig
+from rlmux.rl.types import TrajectoryId, TrajectoryRequest
+
+VOCAB_SIZE = 46
+MAX_NEW_TOKENS = 128
+NUM_SLOTS = 64
+SIZES = {
+    "S": ModelConfig(hidden_size=64, num_layers=2, intermediate_size=128),
+    "M": ModelConfig(hidden_size=128, num_layers=4, intermediate_size=256),
+    "L": ModelConfig(hidden_size=256, num_layers=6, intermediate_size=512),
+}
+
+
+def long_tailed_requests(num_requests: int, seed: int) -> list[TrajectoryRequest]:
+    """Prompts of 8 to 24 tokens, all different."""
+    rng = random.Random(seed)
+    return [
+        TrajectoryRequest(
+            id=TrajectoryId(1, index, 0),
+            prompt_tokens=tuple(rng.randrange(VOCAB_SIZE) for _ in range(rng.randint(8, 24))),
+            max_new_tokens=max(4, min(MAX_NEW_TOKENS, int(rng.lognormvariate(3.4, 0.8)))),
+            stop_tokens=(),
+            seed=seed,
+        )
+        for index in range(num_requests)
+    ]
+
+
+def new_engine(model_config: ModelConfig) -> SlotRolloutEngine:
+    rollout = RolloutConfig(max_new_tokens=MAX_NEW_TOKENS, max_prompt_tokens=24, num_slots=NUM_SLOTS)
+    return SlotRolloutEngine(model_config, rollout, vocab_size=VOCAB_SIZE, seed=0)
+
+
+def sample_with_engine(engine: SlotRolloutEngine, requests: Sequence[TrajectoryRequest]) -> None:
+    engine.submit(requests)
+    report = engine.run_chunk(max_decode_steps=1_000_000, max_seconds=600.0)
+    assert len(report.finished) == len(requests)
+
+
+def sample_with_generate(
+    model: PreTrainedModel, requests: Sequence[TrajectoryRequest], batch_size: int
+) -> None:
+    """Left-padded batches in the order of the requests."""
+    for start in range(0, len(requests), batch_size):
+        batch = requests[start : start + batch_size]
+        width = max(len(request.prompt_tokens) for request in batch)
+        tokens = torch.zeros(len(batch), width, dtype=torch.int64)
+        mask = torch.zeros_like(tokens)
+        for row, request in enumerate(batch):
+            tokens[row, width - len(request.prompt_tokens) :] = torch.tensor(request.prompt_tokens)
+            mask[row, width - len(request.prompt_tokens) :] = 1
+        model.generate(
+            tokens,
+            attention_mask=mask,
+            generation_config=GenerationConfig(
+                do_sample=True,
+                top_k=0,
+                max_new_tokens=max(request.max_new_tokens for request in batch),
+                eos_token_id=None,
+                pad_token_id=0,
+                return_dict_in_generate=True,
+                output_scores=True,  # the trainer needs log-probs of both sides
+            ),
+        )
+
+
+def tokens_per_second(model_config: ModelConfig, num_rounds: int, num_requests: int) -> dict[str, float]:
+    model = build_model(model_config, VOCAB_SIZE, 0)
+    engine = new_engine(model_config)
+    variants: dict[str, Callable[[list[TrajectoryRequest]], None]] = {
+        "engine": lambda requests: sample_with_engine(engine, requests),
+        "generate_32": lambda requests: sample_with_generate(model, requests, 32),
+        f"generate_{NUM_SLOTS}": lambda requests: sample_with_generate(model, requests, NUM_SLOTS),
+    }
+    rates: dict[str, list[float]] = {name: [] for name in variants}
+    for name, run in variants.items():  # warm up, and let the engine probe its shapes
+        run(long_tailed_requests(num_requests if name == "engine" else 8, 0))
+    for round_index in range(num_rounds):
+        requests = long_tailed_requests(num_requests, round_index + 1)
+        useful = sum(request.max_new_tokens for request in requests)
+        for name, run in random.Random(round_index).sample(sorted(variants.items()), len(variants)):
+            start = time.perf_counter()
+            run(requests)
+            rates[name].append(useful / (time.perf_counter() - start))
+    return {name: statistics.median(values) for name, values in rates.items()}
+
+
+def decode_step_ms(model_config: ModelConfig, num_actives: Sequence[int]) -> dict[int, float]:
+    """Median over 5 rounds of 32 steps at contexts of 24 to 56 tokens, the counts interleaved."""
+    engine = new_engine(model_config)
+    times: dict[int, list[float]] = {num_active: [] for num_active in num_actives}
+    for _ in range(6):
+        for num_active in num_actives:
+            requests = long_tailed_requests(num_active, 0)
+            engine.submit([request_of_length(request, 40) for request in requests])
+            engine.run_chunk(max_decode_steps=4, max_seconds=60.0)
+            report = engine.run_chunk(max_decode_steps=32, max_seconds=60.0)
+            times[num_active].append(1e3 * report.seconds / report.decode_steps)
+            engine.take_partials(None, with_kv=False)
+    return {num_active: statistics.median(values[1:]) for num_active, values in times.items()}
+
+
+def request_of_length(request: TrajectoryRequest, num_tokens: int) -> TrajectoryRequest:
+    return TrajectoryRequest(
+        id=request.id,
+        prompt_tokens=request.prompt_tokens,
+        max_new_tokens=num_tokens,
+        stop_tokens=(VOCAB_SIZE,),  # checked at every step, never sampled
+        seed=request.seed,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--sizes", default="S,M", help="of S (h64 l2), M (h128 l4), L (h256 l6)")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--requests", type=int, default=192)
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    transformers_logging.set_verbosity_error()
+    rows = []
+    for size in arguments.sizes.split(","):
+        rates = tokens_per_second(SIZES[size], arguments.rounds, arguments.requests)
+        steps = decode_step_ms(SIZES[size], (1, 8, NUM_SLOTS))
+        best = max(rate for name, rate in rates.items() if name != "engine")
+        rows.append(
+            {
+                "size": size,
+                "tokens_per_s": rates,
+                "speedup_over_best_generate": rates["engine"] / best,
+                "decode_step_ms": steps,
+            }
+        )
+        if not arguments.json:
+            print_row(rows[-1], is_first=len(rows) == 1)
+    if arguments.json:
+        print(json.dumps(rows, indent=2))
+
+
+def print_row(row: dict, *, is_first: bool) -> None:
+    rates, steps = row["tokens_per_s"], row["decode_step_ms"]
+    if is_first:
+        print("useful tokens/s, median" + " " * 31 + "| decode step, ms, at active")
+        names = [*rates, "speedup", *(str(num_active) for num_active in steps)]
+        print("size " + " ".join(f"{name:>12}" for name in names))
+    values = [f"{rate:12,.0f}" for rate in rates.values()]
+    values.append(f"{row['speedup_over_best_generate']:11.2f}x")
+    values += [f"{ms:12.2f}" for ms in steps.values()]
+    print(f"{row['size']:<5}" + " ".join(values), flush=True)
+
+
+if __name__ == "__main__":
+    main()
