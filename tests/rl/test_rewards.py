@@ -139,7 +139,7 @@ def test_an_awaitable_that_hangs_is_named(make_plan: Plan, finish: Finish, write
         async def score({VERL}):
             await asyncio.Event().wait()
     """)
-    with pytest.raises(PipelineError, match="sample 0 did not return within 0.1 s"):
+    with pytest.raises(PipelineError, match=r"sample 0 did not return within 0.1 s"):
         run(make_plan(reward=f"{name}:score", reward_timeout_s=0.1), finish)
 
 

@@ -116,7 +116,7 @@ def test_the_calculator_answers_calls_and_nothing_else() -> None:
 
 
 def test_an_unknown_task_names_the_nearest() -> None:
-    with pytest.raises(UserError, match="did you mean 'sort'.*reasoning-gym:NAME"):
+    with pytest.raises(UserError, match=r"did you mean 'sort'.*reasoning-gym:NAME"):
         task("sorted")
 
 
@@ -139,12 +139,12 @@ def test_a_wrong_option_says_what_is_accepted(params: dict[str, Any], text: str)
 
 
 def test_an_unknown_generator_names_the_nearest() -> None:
-    with pytest.raises(UserError, match="nearest: .*chain_sum"):
+    with pytest.raises(UserError, match=r"nearest: .*chain_sum"):
         task("reasoning-gym:chainsum")
 
 
 def test_a_generators_own_complaint_is_passed_on() -> None:
-    with pytest.raises(UserError, match="reasoning-gym:chain_sum.*min_termz"):
+    with pytest.raises(UserError, match=r"reasoning-gym:chain_sum.*min_termz"):
         task("reasoning-gym:chain_sum", params={"min_termz": 2})
 
 
@@ -213,5 +213,5 @@ def test_a_bad_file_is_named(tmp_path: Path) -> None:
         task("file", path=str(tmp_path / "bad.parquet"))
     with pytest.raises(UserError, match=r"no file .*absent.jsonl"):
         task("file", path=str(tmp_path / "absent.jsonl"))
-    with pytest.raises(UserError, match="task.path"):
+    with pytest.raises(UserError, match=r"task.path"):
         task("file")

@@ -4,7 +4,7 @@
       config.json  model.safetensors  tokenizer files    a Hugging Face model
       optimizer.safetensors                              moments
       reference.safetensors                              with a KL penalty only
-      state.json                                         numbers, and each file's sha256
+      state.json                                         numbers, and the sha256 of each file and of itself
 
 Invariant: a folder without `.tmp-` or `.old-` in its name is whole: state.json is written last, everything is
 fsynced, then the folder is renamed. Nothing is pickled.
@@ -37,7 +37,8 @@ def write_checkpoint(folder: Path, write_files: Callable[[Path], None], state: d
     write_files(aside)
     names = sorted(path.name for path in aside.iterdir())
     files = {name: _file_sha256(aside / name) for name in names}
-    (aside / STATE_FILE).write_text(json.dumps({"format": FORMAT, **state, "files": files}, indent=1) + "\n")
+    whole = {"format": FORMAT, **state, "files": files}
+    (aside / STATE_FILE).write_text(json.dumps({**whole, "sha256": _state_sha256(whole)}, indent=1) + "\n")
     for name in [*names, STATE_FILE]:
         sync_path(aside / name)
     sync_path(aside)
@@ -50,18 +51,20 @@ def read_checkpoint(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise CheckpointError(f"{folder} is not a whole checkpoint: no {STATE_FILE}")
     try:
-        state = json.loads(path.read_bytes())
-        files, format_ = state["files"], int(state["format"])
+        state = dict(json.loads(path.read_bytes()))
+        is_whole = state.pop("sha256") == _state_sha256(state)
     except (ValueError, KeyError, TypeError) as error:
-        raise CheckpointError(f"{path} is damaged: {error}") from error
-    if format_ > FORMAT:
-        raise CheckpointError(f"{path} has format {format_}; this rlmux reads up to {FORMAT}")
-    for name, expected in files.items():
+        raise CheckpointError(f"{path} is damaged: {type(error).__name__}: {error}") from error
+    if not is_whole:
+        raise CheckpointError(f"{path} is damaged: its own sha256 does not fit")
+    if state["format"] > FORMAT:
+        raise CheckpointError(f"{path} has format {state['format']}; this rlmux reads up to {FORMAT}")
+    for name, expected in state["files"].items():
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder} is not a whole checkpoint: no {name}")
         if _file_sha256(folder / name) != expected:
             raise CheckpointError(f"{folder / name} is damaged: its sha256 is not the one in {STATE_FILE}")
-    return dict(state)
+    return state
 
 
 def _put_in_place(aside: Path, folder: Path) -> None:
@@ -72,6 +75,10 @@ def _put_in_place(aside: Path, folder: Path) -> None:
     aside.rename(folder)
     sync_path(folder.parent)
     shutil.rmtree(old, ignore_errors=True)
+
+
+def _state_sha256(state: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(state, sort_keys=True).encode()).hexdigest()
 
 
 def _file_sha256(path: Path) -> str:

@@ -1,0 +1,399 @@
+import math
+from dataclasses import replace
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from rlmux.core.errors import CheckpointError, IllegalTransitionError, PipelineError
+from rlmux.engines.model_io import build_model
+from rlmux.engines.train import STAGES, TorchTrainEngine
+from rlmux.engines.weights import read_tensors
+from rlmux.rl.config import AlgorithmConfig, RolloutConfig, TaskConfig, TrainingPlan, WarmStartConfig
+from rlmux.rl.types import TrainingBatch, Trajectory, TrajectoryId
+from rlmux.rl.vocabulary import CharVocabulary
+
+
+def plan(warm_start: int = 0, task: str = "sort", **algorithm: Any) -> TrainingPlan:
+    fields = {"prompts_per_step": 3, "group_size": 2, "micro_batch_size": 2, **algorithm}
+    return TrainingPlan(
+        name="p",
+        task=TaskConfig(name=task),
+        algorithm=AlgorithmConfig(**fields),
+        rollout=RolloutConfig(max_new_tokens=24, temperature=0.8),
+        warm_start=WarmStartConfig(num_updates=warm_start, batch_size=5),
+    )
+
+
+def trajectory(step: int, prompt: int, sample: int, **changes: Any) -> Trajectory:
+    random = Random(f"{step}/{prompt}/{sample}")
+    tokens = tuple(random.randrange(2, 90) for _ in range(random.randint(3, 20)))
+    fields: dict[str, Any] = {
+        "id": TrajectoryId(step, prompt, sample),
+        "prompt_tokens": tuple(random.randrange(2, 90) for _ in range(random.randint(1, 9))),
+        "tokens": tokens,
+        "is_sampled": (True,) * len(tokens),
+        "logprobs": tuple(-5 * random.random() for _ in tokens),
+        "versions": (step - 1,) * len(tokens),
+        "reward": random.random(),
+        "stop_reason": "stop",
+        "num_turns": 1,
+    }
+    return Trajectory(**{**fields, **changes})
+
+
+def batch(step: int, **changes: Any) -> TrainingBatch:
+    trajectories = [trajectory(step, prompt, sample, **changes) for prompt in range(3) for sample in range(2)]
+    advantages = [1.0 if each.id.sample else -1.0 for each in trajectories]
+    return TrainingBatch(step=step, trajectories=trajectories, advantages=advantages)
+
+
+def run_stage(engine: TorchTrainEngine, stage: str, max_seconds: float = math.inf) -> dict[str, float]:
+    while not (report := engine.run_stage(stage, max_seconds=max_seconds)).is_done:
+        pass
+    assert report.micro_batches_done == report.micro_batches_total
+    return dict(report.metrics)
+
+
+def run_step(
+    engine: TorchTrainEngine, training_batch: TrainingBatch, max_seconds: float = math.inf
+) -> dict[str, float]:
+    engine.begin_step(training_batch)
+    return [run_stage(engine, stage, max_seconds) for stage in STAGES[1:]][-1]
+
+
+def run(training_plan: TrainingPlan, num_steps: int, max_seconds: float = math.inf) -> str:
+    engine = TorchTrainEngine(training_plan)
+    run_stage(engine, "warm_start", max_seconds)
+    for step in range(1, num_steps + 1):
+        run_step(engine, batch(step), max_seconds)
+    return engine.weights_sha256()
+
+
+def test_weights_do_not_depend_on_how_stages_are_cut() -> None:
+    training_plan = plan(warm_start=3, kl_coef=0.1)
+    whole = run(training_plan, 2)
+    assert run(training_plan, 2, max_seconds=0) == whole
+    assert run(replace(training_plan, seed=1), 2) != whole
+
+
+def test_a_call_without_time_does_one_micro_batch() -> None:
+    engine = TorchTrainEngine(plan())
+    engine.begin_step(batch(1))
+    reports = [engine.run_stage("old_logprobs", max_seconds=0) for _ in range(3)]
+    assert [(each.micro_batches_done, each.micro_batches_total, each.is_done) for each in reports] == [
+        (1, 3, False),
+        (2, 3, False),
+        (3, 3, True),
+    ]
+    assert sum(each.tokens for each in reports) == sum(
+        len(each.prompt_tokens) + len(each.tokens) for each in batch(1).trajectories
+    )
+
+
+@pytest.mark.parametrize("name", ["grpo", "dr-grpo", "rloo"])
+def test_micro_batches_add_up_to_the_whole_batch(name: str) -> None:
+    engines = [TorchTrainEngine(plan(name=name, micro_batch_size=size)) for size in (1, 6)]
+    small, whole = (run_step(engine, batch(1)) for engine in engines)
+    assert small["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-4)
+    assert small["loss"] == pytest.approx(whole["loss"], abs=1e-5)
+
+
+def test_the_gradient_is_that_of_the_written_formula() -> None:
+    """GRPO on-policy, against a plain masked forward of the padded batch."""
+    training_plan = plan(grad_clip=1e9)
+    model: Any = build_model(training_plan.model, CharVocabulary.vocab_size, 0)
+    total = torch.zeros(())
+    for each, advantage in zip(batch(1).trajectories, batch(1).advantages, strict=True):
+        tokens = torch.tensor([*each.prompt_tokens, *each.tokens])
+        logits = model(tokens[None]).logits[0, len(each.prompt_tokens) - 1 : -1] / 0.8
+        logprobs = torch.log_softmax(logits, -1)[torch.arange(len(each.tokens)), torch.tensor(each.tokens)]
+        total = total - advantage * logprobs.mean() / 6
+    total.backward()
+    expected = math.sqrt(sum(float(parameter.grad.square().sum()) for parameter in model.parameters()))
+    assert run_step(TorchTrainEngine(training_plan), batch(1))["grad_norm"] == pytest.approx(
+        expected, rel=1e-4
+    )
+
+
+def test_the_optimizer_is_torchs_adamw() -> None:
+    from rlmux.engines.adamw import AdamW
+
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(50, generator=generator)
+    theirs = torch.nn.Parameter(weights.clone())
+    ours = AdamW(weights, betas=(0.9, 0.99), weight_decay=0.1)
+    reference = torch.optim.AdamW([theirs], lr=0.01, betas=(0.9, 0.99), weight_decay=0.1)
+    for _ in range(5):
+        theirs.grad = torch.randn(50, generator=generator)
+        ours.update(weights, theirs.grad, 0.01)
+        reference.step()
+    torch.testing.assert_close(weights, theirs.detach())
+
+
+def test_the_environments_tokens_carry_no_loss() -> None:
+    def losses(told: int) -> float:
+        changed = batch(1)
+        first = changed.trajectories[0]
+        mask = (*(True,) * (len(first.tokens) - 1), False)
+        heard = replace(first, tokens=(*first.tokens[:-1], told), is_sampled=mask)
+        both = TrainingBatch(
+            step=1, trajectories=[heard, *changed.trajectories[1:]], advantages=changed.advantages
+        )
+        return run_step(TorchTrainEngine(plan()), both)["grad_norm"]
+
+    assert losses(5) == losses(60)
+
+
+def test_rl_raises_the_rewarded_and_lowers_the_others() -> None:
+    engine = TorchTrainEngine(plan(learning_rate=1e-3))
+
+    def logprob_means() -> list[float]:
+        step = engine._step
+        assert step is not None
+        return [float(part.mean()) for part in step.old_logprobs]
+
+    fixed = replace_groups(batch(1))
+    run_step(engine, fixed)
+    before = logprob_means()
+    run_step(engine, replace(fixed, step=2, trajectories=[as_step_2(each) for each in fixed.trajectories]))
+    after = logprob_means()
+    assert after[0] > before[0]
+    assert after[1] < before[1]
+
+
+def replace_groups(whole: TrainingBatch) -> TrainingBatch:
+    """Micro-batch 0 all good, 1 all bad, 2 indifferent."""
+    return replace(whole, advantages=[1.0, 1.0, -1.0, -1.0, 0.0, 0.0])
+
+
+def as_step_2(each: Trajectory) -> Trajectory:
+    return replace(each, id=each.id._replace(step=2), versions=(1,) * len(each.tokens))
+
+
+def test_a_stale_token_is_corrected_towards_its_sampler() -> None:
+    on_policy = TorchTrainEngine(plan(staleness=1))
+    run_step(on_policy, batch(1))
+    metrics = run_step(on_policy, batch(2))
+    assert (metrics["clip_fraction"], metrics["stale_token_share"]) == (0, 0)
+    stale = TorchTrainEngine(plan(staleness=1))
+    run_step(stale, batch(1))
+    made_before = [
+        replace(each, versions=(0,) * len(each.tokens), logprobs=(-30.0,) * len(each.tokens))
+        for each in batch(2).trajectories
+    ]
+    metrics = run_step(stale, replace(batch(2), trajectories=made_before))
+    # Every ratio is far above 1 + clip: tokens with a positive advantage drop out.
+    positive = sum(len(each.tokens) for each in made_before if each.id.sample) / sum(
+        len(each.tokens) for each in made_before
+    )
+    assert metrics["clip_fraction"] == pytest.approx(positive)
+    assert metrics["stale_token_share"] == pytest.approx(1)
+    assert metrics["logprob_gap"] == 0
+
+
+@pytest.mark.parametrize(("staleness", "version"), [(0, 0), (0, 2), (1, 2), (1, -1)])
+def test_a_token_beyond_the_staleness_bound_is_named(staleness: int, version: int) -> None:
+    engine = TorchTrainEngine(plan(staleness=staleness))
+    run_step(engine, batch(1))
+    wrong = batch(2)
+    fourth = wrong.trajectories[3]
+    broken = replace(fourth, versions=(*fourth.versions[:-1], version))
+    trajectories = [*wrong.trajectories[:3], broken, *wrong.trajectories[4:]]
+    with pytest.raises(PipelineError, match=rf"prompt=1, sample=1\) has a token of weight version {version}"):
+        engine.begin_step(replace(wrong, trajectories=trajectories))
+
+
+def test_stages_out_of_order_are_refused() -> None:
+    engine = TorchTrainEngine(plan(kl_coef=0.1))
+    with pytest.raises(IllegalTransitionError):
+        engine.run_stage("old_logprobs", max_seconds=1)
+    with pytest.raises(IllegalTransitionError, match="step 2 was to begin at version 0"):
+        engine.begin_step(batch(2))
+    engine.begin_step(batch(1))
+    with pytest.raises(IllegalTransitionError, match="reference_logprobs is not done"):
+        engine.run_stage("update", max_seconds=1)
+    with pytest.raises(IllegalTransitionError, match="0 of 2 warm-start updates"):
+        TorchTrainEngine(plan(warm_start=2)).begin_step(batch(1))
+
+
+def test_without_a_kl_penalty_the_reference_stage_is_skipped() -> None:
+    engine = TorchTrainEngine(plan())
+    engine.begin_step(batch(1))
+    report = engine.run_stage("reference_logprobs", max_seconds=0)
+    assert (report.is_done, report.micro_batches_total) == (True, 0)
+
+
+def test_the_reference_is_what_the_warm_start_left() -> None:
+    engine = TorchTrainEngine(plan(warm_start=2, kl_coef=0.5))
+    run_stage(engine, "warm_start")
+    assert run_step(engine, batch(1))["kl"] == 0
+    assert run_step(engine, batch(2))["kl"] > 0
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_a_loss_that_is_not_finite_leaves_the_weights(poison: float) -> None:
+    engine = TorchTrainEngine(plan())
+    before = engine.weights_sha256()
+    with pytest.raises(PipelineError, match=r"step 1 stage update: the loss is .*weights are left"):
+        run_step(engine, replace(batch(1), advantages=[0.0, 0.0, 0.0, 0.0, 0.0, poison]))
+    assert engine.weights_sha256() == before
+    assert engine.version == 0
+
+
+def test_a_gradient_that_is_not_finite_leaves_the_weights() -> None:
+    engine = TorchTrainEngine(plan())
+    before = engine.weights_sha256()
+    with pytest.raises(PipelineError, match=r"the gradient norm is (inf|nan)"):
+        run_step(engine, replace(batch(1), advantages=[3e38, -3e38] * 3))
+    assert engine.weights_sha256() == before
+
+
+def test_learning_rates_warm_up() -> None:
+    engine = TorchTrainEngine(plan(lr_warmup_steps=3, learning_rate=4.0))
+    rates = [run_step(engine, batch(1))["learning_rate"]]
+    engine = TorchTrainEngine(plan(lr_warmup_steps=3, learning_rate=4e-4))
+    rates = [run_step(engine, batch(step))["learning_rate"] for step in range(1, 6)]
+    assert rates == pytest.approx([1e-4, 2e-4, 3e-4, 4e-4, 4e-4])
+
+
+# Files and residency.
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.1])
+def test_a_restored_engine_goes_on_bit_for_bit(tmp_path: Path, kl_coef: float) -> None:
+    training_plan = plan(warm_start=2, kl_coef=kl_coef)
+    engine = TorchTrainEngine(training_plan)
+    run_stage(engine, "warm_start")
+    run_step(engine, batch(1))
+    engine.save(tmp_path / "step_1")
+    run_step(engine, batch(2))
+    restored = TorchTrainEngine(replace(training_plan, seed=99))
+    restored.restore(tmp_path / "step_1")
+    assert restored.version == 1
+    run_step(restored, batch(2))
+    assert restored.weights_sha256() == engine.weights_sha256()
+
+
+def test_a_warm_start_cut_short_is_taken_up_again(tmp_path: Path) -> None:
+    training_plan = plan(warm_start=4)
+    engine = TorchTrainEngine(training_plan)
+    for _ in range(4):
+        engine.run_stage("warm_start", max_seconds=0)
+    engine.save(tmp_path / "warm")
+    run_stage(engine, "warm_start")
+    restored = TorchTrainEngine(training_plan)
+    restored.restore(tmp_path / "warm")
+    assert not restored.is_warm
+    run_stage(restored, "warm_start")
+    assert restored.weights_sha256() == engine.weights_sha256()
+
+
+def test_an_engine_may_be_restored_in_the_middle_of_a_step(tmp_path: Path) -> None:
+    engine = TorchTrainEngine(plan())
+    run_step(engine, batch(1))
+    engine.save(tmp_path / "step_1")
+    engine.begin_step(batch(2))
+    run_stage(engine, "old_logprobs")
+    engine.run_stage("update", max_seconds=0)
+    engine.restore(tmp_path / "step_1")
+    run_step(engine, batch(2))
+    undisturbed = TorchTrainEngine(plan())
+    for step in (1, 2):
+        run_step(undisturbed, batch(step))
+    assert engine.weights_sha256() == undisturbed.weights_sha256()
+
+
+def test_a_checkpoint_is_a_hugging_face_model(tmp_path: Path) -> None:
+    engine = TorchTrainEngine(plan())
+    run_step(engine, batch(1))
+    engine.save(tmp_path / "step_1")
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "step_1")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "step_1")
+    tokens = tokenizer("s:52=", return_tensors="pt").input_ids
+    assert tuple(tokens[0].tolist()) == CharVocabulary().encode("s:52=")
+    with torch.no_grad():
+        torch.testing.assert_close(model(tokens).logits, engine._model(tokens).logits)
+    assert model.config.eos_token_id == tokenizer.eos_token_id == 1
+
+
+def test_a_pipeline_can_start_from_another_ones_checkpoint(tmp_path: Path) -> None:
+    first = TorchTrainEngine(plan())
+    run_step(first, batch(1))
+    first.save(tmp_path / "step_1")
+    training_plan = plan()
+    second = TorchTrainEngine(
+        replace(training_plan, model=replace(training_plan.model, path=str(tmp_path / "step_1")))
+    )
+    assert second.weights_sha256() == first.weights_sha256()
+    assert second.version == 0
+
+
+def test_a_damaged_checkpoint_is_refused_and_changes_nothing(tmp_path: Path) -> None:
+    engine = TorchTrainEngine(plan())
+    engine.save(tmp_path / "step_0")
+    run_step(engine, batch(1))
+    before = engine.weights_sha256()
+    damaged = tmp_path / "step_0" / "model.safetensors"
+    content = bytearray(damaged.read_bytes())
+    content[-100] ^= 1
+    damaged.write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"model.safetensors is damaged"):
+        engine.restore(tmp_path / "step_0")
+    assert (engine.weights_sha256(), engine.version) == (before, 1)
+
+
+def test_another_models_checkpoint_is_refused(tmp_path: Path) -> None:
+    training_plan = plan()
+    TorchTrainEngine(replace(training_plan, model=replace(training_plan.model, num_layers=1))).save(
+        tmp_path / "step_0"
+    )
+    with pytest.raises(CheckpointError, match="another model"):
+        TorchTrainEngine(training_plan).restore(tmp_path / "step_0")
+
+
+def test_exported_weights_carry_their_version_and_no_tied_copy(tmp_path: Path) -> None:
+    engine = TorchTrainEngine(plan())
+    run_step(engine, batch(1))
+    assert engine.export_weights(tmp_path / "w.safetensors") == 1
+    tensors, metadata = read_tensors(tmp_path / "w.safetensors")
+    assert metadata["version"] == "1"
+    assert "model.embed_tokens.weight" in tensors
+    assert "lm_head.weight" not in tensors
+
+
+def test_offloading_at_any_safe_point_changes_nothing() -> None:
+    training_plan = plan(warm_start=2, kl_coef=0.1)
+    engine = TorchTrainEngine(training_plan)
+    resident = engine.resident_bytes()
+
+    def away_and_back() -> None:
+        engine.offload()
+        engine.offload()
+        assert engine.resident_bytes() == 0
+        with pytest.raises(IllegalTransitionError, match="offloaded"):
+            engine.weights_sha256()
+        engine.load()
+        engine.load()
+        assert engine.resident_bytes() >= resident
+
+    while not engine.run_stage("warm_start", max_seconds=0).is_done:
+        away_and_back()
+    engine.begin_step(batch(1))
+    for stage in STAGES[1:]:
+        while not engine.run_stage(stage, max_seconds=0).is_done:
+            away_and_back()
+    away_and_back()
+    assert engine.weights_sha256() == run(training_plan, 1)
+
+
+def test_the_warm_start_learns_to_copy_its_demonstrations() -> None:
+    training_plan = replace(
+        plan(micro_batch_size=8), warm_start=WarmStartConfig(num_updates=30, batch_size=16)
+    )
+    engine = TorchTrainEngine(training_plan)
+    first = TorchTrainEngine(replace(training_plan, warm_start=WarmStartConfig(num_updates=1, batch_size=16)))
+    assert run_stage(engine, "warm_start")["loss"] < 0.6 * run_stage(first, "warm_start")["loss"]
