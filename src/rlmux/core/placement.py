@@ -125,6 +125,10 @@ class GroupLoad:
     free_train_bytes: float
     """Host memory left on the fullest training node."""
     num_without_footprint: int
+    usd_per_hour: float
+    """Of its nodes."""
+    least_usd_per_hour: float
+    """What its members would cost on nodes that are never idle, each step as slow as its SLO allows."""
     is_colocated: bool
     """A member rolls out on the training nodes; nobody can join."""
     has_separate_node_sets: bool
@@ -202,6 +206,10 @@ class PlacementView:
     @property
     def cluster(self) -> Cluster:
         return self._ledger.cluster
+
+    def sandbox(self) -> PlacementLedger:
+        """A copy to try moves on; the real books never hear of it."""
+        return self._ledger.copy()
 
     @property
     def num_pipelines(self) -> int:
@@ -362,6 +370,22 @@ class PlacementLedger:
             raise
         placement = self._pin(member.pipeline, choice)
         return placement, tuple(node for node in released if node not in placement.nodes)
+
+    def copy(self) -> PlacementLedger:
+        """Books of their own that begin the same and hand out the same nodes for the same moves."""
+        twin = PlacementLedger(self.cluster)
+        twin._groups = dict(self._groups)
+        twin._group_of = dict(self._group_of)
+        twin._next_group = self._next_group
+        twin._peak_by_pool = dict(self._peak_by_pool)
+        twin._nodes_by_pool = {name: nodes.copy() for name, nodes in self._nodes_by_pool.items()}
+        return twin
+
+    def become(self, other: PlacementLedger) -> None:
+        """Take over a copy's books, to undo what was tried since it was made. The copy is not to be used again."""
+        self._groups, self._group_of = other._groups, other._group_of
+        self._next_group, self._peak_by_pool = other._next_group, other._peak_by_pool
+        self._nodes_by_pool = other._nodes_by_pool
 
     def lose_node(self, node: NodeId) -> tuple[PipelineId, ...]:
         """The node is gone: nobody is placed on it until it is regained. Returns who is pinned to it."""
@@ -556,10 +580,26 @@ class PlacementLedger:
             budget_s=min(budget_of(member.pipeline) for member in members),
             free_rollout_bytes=tuple(free[node] for node in rollout_nodes),
             free_train_bytes=min(free[node] for node in train_nodes),
+            usd_per_hour=sum(self.cluster.pools[node.pool].usd_per_node_hour for node in held_bytes),
+            least_usd_per_hour=sum(self._least_usd_per_hour(member.pipeline) for member in members),
             num_without_footprint=sum(not has_footprint(member.pipeline) for member in members),
             is_colocated=any(member.is_colocated for member in members),
             has_separate_node_sets=is_separate,
         )
+
+    def _least_usd_per_hour(self, pipeline: Pipeline) -> float:
+        estimate = pipeline.estimate
+        if estimate is None or pipeline.slo_slowdown == math.inf:
+            return 0.0
+        prices = {
+            phase: pool.usd_per_node_hour if (pool := self.cluster.pool_for(phase)) else 0.0
+            for phase in (Phase.ROLLOUT, Phase.TRAIN)
+        }
+        usd_seconds = (
+            prices[Phase.ROLLOUT] * pipeline.num_rollout_nodes * estimate.rollout_s
+            + prices[Phase.TRAIN] * pipeline.num_train_nodes * estimate.train_s
+        )
+        return usd_seconds / budget_of(pipeline) if usd_seconds else 0.0
 
     @staticmethod
     def _host_bytes(pipeline: Pipeline, phase: Phase, is_colocated: bool) -> float:
@@ -578,6 +618,12 @@ class _PoolNodes:
         self._returned: list[int] = []
         self._next = 0
         self._lost: dict[int, None] = {}
+
+    def copy(self) -> _PoolNodes:
+        twin = _PoolNodes(self.pool)
+        twin.in_use, twin._returned = dict(self.in_use), list(self._returned)
+        twin._next, twin._lost = self._next, dict(self._lost)
+        return twin
 
     @property
     def num_present(self) -> float:

@@ -19,7 +19,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rlmux.core.model import AdmissionKind, Cluster, Phase, Pipeline, PipelineId
+from rlmux.core.model import AdmissionKind, Cluster, GroupId, Phase, Pipeline, PipelineId
 from rlmux.core.placement import GroupLoad, PlacementLedger, Refusal, solo_s
 from rlmux.core.policies import Policy
 from rlmux.sim.workloads import Workload
@@ -80,7 +80,7 @@ def replay(
     switch_s: float = 0.0,
     checks: bool = False,
 ) -> ReplayResult:
-    """Play the trace through the policy; `switch_s` is what a move costs beside the wait for its step's end."""
+    """Play the trace through the policy; `switch_s` is a move's cost beside the wait for its step's end."""
     run = _Replay(cluster, policy, switch_s, checks)
     pending = sorted(submissions, key=lambda item: item.submit_s)
     for item in pending:
@@ -186,14 +186,17 @@ class _Replay:
         began = time.perf_counter()
         relocations = self.policy.rebalance(self.view)
         self.rebalance_ms.append((time.perf_counter() - began) * 1e3)
-        wait_s = 0.0
+        done_s: dict[GroupId | PipelineId, float] = {}
         for relocation in relocations:
-            pipeline_id = relocation.pipeline
-            group = self.ledger.group(self.ledger.placement(pipeline_id).group)
-            wait_s += group.period_s + self.switch_s
-            _, released = self.ledger.move(pipeline_id, relocation.choice)
+            name = relocation.pipeline
+            source = self.ledger.group(self.ledger.placement(name).group)
+            placement, released = self.ledger.move(name, relocation.choice)
+            begun_s = max(done_s.get(placement.group, 0.0), done_s.get(name, 0.0))
+            ends_s = begun_s + source.period_s + self.switch_s
+            for key in (source.id, placement.group, name):
+                done_s[key] = max(done_s.get(key, 0.0), ends_s)
             pools = self.ledger.cluster.pools
-            self.cost_usd += sum(pools[node.pool].usd_per_node_hour for node in released) * wait_s / 3600
+            self.cost_usd += sum(pools[node.pool].usd_per_node_hour for node in released) * ends_s / 3600
             self.num_moves += 1
             self._check()
 

@@ -1,0 +1,214 @@
+"""`rlmux`: best-fit placement, and regrouping whenever something came or left.
+
+    place       cheapest candidate over all groups; among equals the best fit       constant time per group
+    rebalance   the most wasteful groups' pipelines are partitioned anew, exactly,  bounded work per change
+                and moved if the dollars saved outweigh the moves
+
+It promises what `rollmux` promises by the same rule: step slowdown max(T_cycle, T_load) / T_solo within every SLO
+under the strict meta-iteration that its groups run. A pipeline that fits nobody may stand alone on its training
+nodes, both phases there, where its measured colocated step keeps its SLO. On a cluster without prices nodes are
+sunk cost: pipelines spread over free nodes before they share.
+
+Waste of a group: its dollars less what its members would cost on nodes never idle, each as slow as its SLO allows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from rlmux.core.model import AdmissionKind, NodeId, Phase, Pipeline, PipelineId
+from rlmux.core.packing import NodePrices, cheapest_partition, columns_of, item_of
+from rlmux.core.placement import (
+    GroupLoad,
+    PlacementChoice,
+    PlacementView,
+    Refusal,
+    Relocation,
+    budget_of,
+)
+from rlmux.core.policies.candidates import founding, impossible, joining, may_join, queue
+from rlmux.core.policies.dispatching import in_turn
+from rlmux.core.policies.regrouping import relocations_to, targets_of
+from rlmux.core.views import GroupView, RunWork
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RlMux:
+    name: str = "rlmux"
+    reacts_to_progress: bool = False
+    max_neighbourhood: int = 16
+    """Pipelines that are partitioned anew at once."""
+    max_search_nodes: int = 600
+    max_tries: int = 2
+    """Neighbourhoods tried after each change."""
+    usd_per_hour_per_move: float = 1.0
+    """What a regrouping must save for each pipeline it moves: a switch, and nodes held until a step's end."""
+    _fruitless: dict[tuple[PipelineId, ...], None] = field(default_factory=dict, repr=False, compare=False)
+    """Neighbourhoods that were searched in vain, by their members; the oldest are forgotten."""
+
+    def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
+        refusal = impossible(pipeline, view)
+        if refusal is not None:
+            return refusal
+        if _is_free_of_charge(view):
+            spread = founding(pipeline, view)
+            if spread is not None:
+                return spread
+        best: PlacementChoice | None = None
+        best_rank = (math.inf, math.inf)
+        rollout_usd = view.usd_per_node_hour(Phase.ROLLOUT)
+        train_usd = view.usd_per_node_hour(Phase.TRAIN)
+        num_free = view.num_free_nodes(Phase.ROLLOUT)
+        for group in view.groups():
+            if not may_join(group, pipeline):
+                continue
+            nodes, num_new = _best_nodes(group, pipeline, num_free)
+            rank = (num_new * rollout_usd, _misfit(group, pipeline))
+            if rank < best_rank and _takes(group, pipeline, nodes, num_new):
+                best, best_rank = joining(group, nodes, num_new), rank
+        alone = _alone(pipeline, view)
+        if alone is not None:
+            usd = alone.num_new_rollout_nodes * rollout_usd + alone.num_new_train_nodes * train_usd
+            if usd < best_rank[0]:
+                best = alone
+        return best or queue(pipeline, view)
+
+    def rebalance(self, view: PlacementView) -> tuple[Relocation, ...]:
+        if _is_free_of_charge(view):
+            return ()
+        by_waste = sorted(
+            (group for group in view.groups() if group.budget_s < math.inf),
+            key=lambda group: (group.least_usd_per_hour - group.usd_per_hour, group.id),
+        )
+        num_tries = 0
+        for seed in by_waste:
+            groups = self._neighbourhood(seed, by_waste)
+            names = tuple(member.pipeline.id for group in groups for member in group.members)
+            if names in self._fruitless:
+                continue
+            relocations = self._regroup(groups, view)
+            if relocations:
+                return relocations
+            self._fruitless[names] = None
+            if len(self._fruitless) > 10_000:
+                del self._fruitless[next(iter(self._fruitless))]
+            num_tries += 1
+            if num_tries >= self.max_tries or len(groups) == len(by_waste):
+                break
+        return ()
+
+    def dispatch(self, view: GroupView) -> Iterator[RunWork]:
+        return in_turn(view)
+
+    def _neighbourhood(self, seed: GroupLoad, by_waste: list[GroupLoad]) -> list[GroupLoad]:
+        """The seed and the most wasteful others, up to the number of pipelines that are searched at once."""
+        groups, num_members = [seed], seed.num_members
+        for group in by_waste:
+            if group.id != seed.id and num_members + group.num_members <= self.max_neighbourhood:
+                groups.append(group)
+                num_members += group.num_members
+        return sorted(groups, key=lambda group: group.id)
+
+    def _regroup(self, groups: list[GroupLoad], view: PlacementView) -> tuple[Relocation, ...]:
+        """Moves to the cheapest partition of these groups' pipelines, or none if it does not pay."""
+        members = [member for group in groups for member in group.members]
+        columns = columns_of([item_of(member.pipeline) for member in members], _prices(view))
+        group_masks = [0] * len(groups)
+        for index, member in enumerate(members):
+            number = next(n for n, group in enumerate(groups) if group.id == member.placement.group)
+            group_masks[number] |= 1 << index
+        costs = [
+            column.cost_usd
+            + self.usd_per_hour_per_move
+            * (len(column.members) - max((column.mask & mask).bit_count() for mask in group_masks))
+            for column in columns
+        ]
+        now_usd = sum(group.usd_per_hour for group in groups)
+        partition = cheapest_partition(
+            columns,
+            len(members),
+            costs=costs,
+            max_nodes=self.max_search_nodes,
+            upper=now_usd - 1e-6,
+        )
+        if partition is None:
+            return ()
+        names = [member.pipeline.id for member in members]
+        sandbox = view.sandbox()
+        usd_before = sandbox.usd_per_hour
+        relocations = relocations_to(targets_of(partition.columns, names), sandbox)
+        saved_usd = usd_before - sandbox.usd_per_hour
+        if not relocations or saved_usd < self.usd_per_hour_per_move * len(relocations):
+            return ()
+        return relocations
+
+
+def _is_free_of_charge(view: PlacementView) -> bool:
+    return view.usd_per_node_hour(Phase.ROLLOUT) == 0 and view.usd_per_node_hour(Phase.TRAIN) == 0
+
+
+def _prices(view: PlacementView) -> NodePrices:
+    rollout, train = view.cluster.pool_for(Phase.ROLLOUT), view.cluster.pool_for(Phase.TRAIN)
+    return NodePrices(
+        rollout_usd=rollout.usd_per_node_hour if rollout else 0.0,
+        train_usd=train.usd_per_node_hour if train else 0.0,
+        rollout_host_bytes=rollout.host_memory_bytes if rollout else 0.0,
+        train_host_bytes=train.host_memory_bytes if train else 0.0,
+    )
+
+
+def _best_nodes(
+    group: GroupLoad, pipeline: Pipeline, num_free: float
+) -> tuple[tuple[NodeId, ...], int]:
+    """The fullest rollout nodes that still take the pipeline; new ones for what is missing, if they are free."""
+    budget_s = min(group.budget_s, budget_of(pipeline))
+    rollout_s = pipeline.estimate.rollout_s if pipeline.estimate else 0.0
+    fitting = [
+        (-load_s, node)
+        for node, load_s, free_bytes in zip(
+            group.rollout_nodes, group.rollout_loads_s, group.free_rollout_bytes, strict=True
+        )
+        if load_s + rollout_s <= budget_s and pipeline.footprint.rollout_host_bytes <= free_bytes
+    ]
+    nodes = tuple(node for _, node in sorted(fitting)[: pipeline.num_rollout_nodes])
+    return nodes, pipeline.num_rollout_nodes - len(nodes)
+
+
+def _takes(group: GroupLoad, pipeline: Pipeline, nodes: tuple[NodeId, ...], num_new: int) -> bool:
+    return group.has_memory_for(pipeline, nodes) and group.keeps_slos_with(pipeline, nodes, num_new)
+
+
+def _misfit(group: GroupLoad, pipeline: Pipeline) -> float:
+    """Lower is better: how much of the training nodes stays unused, and how unlike the budgets are."""
+    budget_s = min(group.budget_s, budget_of(pipeline))
+    if budget_s == math.inf:
+        return float(group.num_members)
+    train_s = pipeline.estimate.train_s if pipeline.estimate else 0.0
+    widest_s = max(budget_of(pipeline), group.budget_s)
+    unlike = 1.0 - budget_s / widest_s
+    return 1.0 - (group.train_load_s + train_s) / budget_s + unlike
+
+
+def _alone(pipeline: Pipeline, view: PlacementView) -> PlacementChoice | None:
+    """A group of its own, on its training nodes alone where that is cheaper and keeps its SLO."""
+    colocated = pipeline.colocated_estimate
+    footprint = pipeline.footprint
+    pool = view.cluster.pool_for(Phase.TRAIN)
+    if (
+        colocated is not None
+        and pool is not None
+        and colocated.solo_s <= budget_of(pipeline)
+        and footprint.rollout_host_bytes + footprint.train_host_bytes <= pool.host_memory_bytes
+        and pipeline.num_train_nodes <= view.num_free_nodes(Phase.TRAIN)
+    ):
+        return PlacementChoice(
+            kind=AdmissionKind.NEW,
+            group=None,
+            num_new_train_nodes=pipeline.num_train_nodes,
+            is_colocated=True,
+        )
+    return founding(pipeline, view)
+
+
