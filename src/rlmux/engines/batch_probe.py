@@ -16,6 +16,7 @@ step runs at the full shape: slower, the same result.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -45,6 +46,8 @@ class BatchProbe:
         self._max_len = max_len
         self._widths = [width for width in _WIDTHS if width < num_slots] + [num_slots]
         stride = -(-max_len // _MAX_WINDOWS // PREFILL_BUCKET) * PREFILL_BUCKET
+        self._references: dict[int, Tensor] = {}
+        """Logits of the full shape, by the window that limits the probe's positions."""
         self._decode_shapes: dict[tuple[int, int], tuple[int, int]] = {}
         self._windows = [*range(stride, max_len, stride), max_len]
 
@@ -66,9 +69,9 @@ class BatchProbe:
         return self._decode_shapes[wanted]
 
     def prefill_rows(self, num_rows: int, length: int) -> int:
-        """How many rows to prefill at once to serve `num_rows`; may be fewer or more."""
-        exact = [rows for rows in _PREFILL_ROWS if self._can_prefill(rows, length)]
-        return next((rows for rows in exact if rows >= num_rows), exact[-1])
+        """How many rows to prefill at once to serve `num_rows`: no fewer if so many are exact."""
+        enough = (rows for rows in _PREFILL_ROWS if rows >= num_rows)
+        return next((rows for rows in enough if self._can_prefill(rows, length)), _REFERENCE_PREFILL_ROWS)
 
     def _can_decode(self, width: int, window: int) -> bool:
         if (width, window) == (self._num_slots, self._max_len):
@@ -94,46 +97,36 @@ class BatchProbe:
         return _is_exact_by_shape[key]
 
     def _is_decode_exact(self, width: int, window: int) -> bool:
-        generator = torch.Generator().manual_seed(width * 65_537 + window)
-        inputs = self._decode_inputs(window, generator)
+        """Against the full shape; the full shape itself against its rows in reverse order."""
         in_order = torch.arange(self._num_slots)
-        full_shape = (self._num_slots, self._max_len)
-        reference = self._decode(full_shape, in_order, *inputs)
-        if (width, window) == full_shape:
-            return _is_bit_equal(self._decode(full_shape, in_order.flip(0), *inputs).flip(0), reference)
-        return _is_bit_equal(self._decode((width, window), in_order, *inputs), reference[:width])
+        full = self._num_slots, self._max_len
+        if window not in self._references:
+            self._references[window] = self._decode(full, window, in_order)
+        reference = self._references[window]
+        if (width, window) == full:
+            return _is_bit_equal(self._decode(full, window, in_order.flip(0)).flip(0), reference)
+        return _is_bit_equal(self._decode((width, window), window, in_order[:width]), reference[:width])
 
-    def _decode_inputs(
-        self, window: int, generator: torch.Generator
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        shape, slots = self._weights.shape, self._num_slots
-        size = (slots, shape.num_layers, 2, shape.num_kv_heads, self._max_len, shape.head_dim)
-        kv = torch.randn(size, generator=generator)
-        tokens = torch.randint(shape.vocab_size, (slots,), generator=generator)
-        positions = torch.randint(window, (slots,), generator=generator)
-        uniforms = torch.rand((slots, 1), generator=generator, dtype=torch.float64)
-        return kv, tokens, positions, uniforms
+    @cached_property
+    def _random_kv(self) -> Tensor:
+        shape = self._weights.shape
+        size = (self._num_slots, shape.num_layers, 2, shape.num_kv_heads, self._max_len, shape.head_dim)
+        return torch.randn(size, generator=torch.Generator().manual_seed(0))
 
-    def _decode(
-        self,
-        plan_shape: tuple[int, int],
-        order: Tensor,
-        kv: Tensor,
-        tokens: Tensor,
-        positions: Tensor,
-        uniforms: Tensor,
-    ) -> Tensor:
-        """Logits and log-probability of one step, with sequence `order[i]` in slot i."""
-        width, window = plan_shape
-        device = self._weights.flat.device
-        cache = KvCache(self._weights.shape, self._num_slots, self._max_len, device)
-        ordered = kv[order].permute(1, 2, 0, 3, 4, 5).to(device)
-        cache.keys.copy_(ordered[:, 0].transpose(-1, -2))
-        cache.values.copy_(ordered[:, 1])
-        rows = order[:width]
-        plan = DecodePlan(self._weights, cache, self._tables, width, window)
-        logits = plan.step(tokens[rows].to(device), positions[rows].to(device))
-        _, logprobs = sample(logits, uniforms[rows].to(device), 1.0)
+    def _decode(self, plan_shape: tuple[int, int], max_positions: int, sequences: Tensor) -> Tensor:
+        """Logits and log-probability of one step, with random sequence `sequences[i]` in slot i."""
+        shape, device = self._weights.shape, self._weights.flat.device
+        generator = torch.Generator().manual_seed(max_positions)
+        positions = torch.randint(max_positions, (self._num_slots,), generator=generator)
+        tokens = torch.randint(shape.vocab_size, (self._num_slots,), generator=generator)
+        uniforms = torch.rand((self._num_slots, 1), generator=generator, dtype=torch.float64)
+        cache = KvCache(shape, len(sequences), self._max_len, device)
+        kv = self._random_kv[sequences].permute(1, 2, 0, 3, 4, 5)
+        cache.keys.copy_(kv[:, 0].transpose(-1, -2))
+        cache.values.copy_(kv[:, 1])
+        plan = DecodePlan(self._weights, cache, self._tables, *plan_shape)
+        logits = plan.step(tokens[sequences].to(device), positions[sequences].to(device))
+        _, logprobs = sample(logits, uniforms[sequences].to(device), 1.0)
         return torch.cat([logits, logprobs], dim=1).cpu()
 
     def _is_prefill_exact(self, rows: int, length: int) -> bool:

@@ -86,21 +86,21 @@ class _Live:
     num_turns: int = 0
     is_parked: bool = False
     slot: int | None = None
-    position: int = 0
+    position: int = field(init=False)
     """Of the next token to feed."""
     kv: Tensor | None = None
     """Cache of everything before `position`, while outside a slot."""
     is_prefilled_here: bool = False
     """`kv` was computed by this engine from the tokens alone, so it can be dropped."""
+    response_start: int = field(init=False)
+    """Position of the first response token."""
+    last_position: int = field(init=False)
+    """Of the last token the budget allows."""
 
-    @property
-    def response_start(self) -> int:
-        return len(self.request.prompt_tokens)
-
-    @property
-    def last_position(self) -> int:
-        """Of the last token the budget allows."""
-        return self.response_start + self.request.max_new_tokens - 1
+    def __post_init__(self) -> None:
+        self.response_start = len(self.request.prompt_tokens)
+        self.last_position = self.response_start + self.request.max_new_tokens - 1
+        self.position = self.response_start + len(self.tokens) - 1
 
     @property
     def context(self) -> tuple[int, ...]:
@@ -157,6 +157,11 @@ class SlotRolloutEngine:
         self._host_copies: list[Tensor] | None = None
         """Weights and tables while offloaded; None while loaded."""
         self._bands: dict[tuple[str, int], tuple[int, float]] = {}
+
+    @property
+    def is_schedule_exact(self) -> bool:
+        """This machine computes a sequence to the same bits in any slot, which the invariant rests on."""
+        return self._probe.is_slot_exact
 
     # --- what the host hands in ---------------------------------------------------------------------------
 
@@ -306,7 +311,6 @@ class SlotRolloutEngine:
         if live.request.id in self._live:
             raise IllegalTransitionError(f"{live.request.id} is already here")
         self._live[live.request.id] = live
-        live.position = live.response_start + len(live.tokens) - 1
         if not live.is_parked:
             self._waiting.append(live)
 
