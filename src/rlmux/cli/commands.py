@@ -1,0 +1,260 @@
+"""Every command. Imports are made when a command runs, so that `--help`, `simulate` and `plan` stay light."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rlmux.runtime.run import RunResult
+
+app = typer.Typer(
+    name="rlmux",
+    help="Run many LLM RL post-training pipelines together on the GPUs you have.",
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+
+File = Annotated[
+    str, typer.Argument(metavar="FILE", help="YAML file with cluster and pipelines (docs/spec.md).")
+]
+Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a run.")]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Lay a value over the file's; may be repeated."),
+]
+PolicyName = Annotated[
+    str | None, typer.Option("--policy", help="Who decides; by default the file's own policy.")
+]
+PolicyNames = Annotated[str, typer.Option("--policies", help="Policies to compare, with commas.")]
+Json = Annotated[
+    bool, typer.Option("--json", help="Print JSON with stable keys, and nothing else, on stdout.")
+]
+Out = Annotated[
+    str | None,
+    typer.Option("--out", metavar="DIR", help="Folder to make; by default runs/FILE-POLICY-TIME."),
+]
+Pictures = Annotated[
+    Path | None, typer.Option("--out", metavar="DIR", help="Write pictures (SVG, PNG) and a page there.")
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the run that is in --out.")]
+BackendName = Annotated[str, typer.Option("--backend", help="Where workers live: local.")]
+
+
+@app.callback(invoke_without_command=True)
+def _no_command(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+@app.command()
+def run(
+    file: File,
+    policy: PolicyName = None,
+    backend: BackendName = "local",
+    out: Out = None,
+    overwrite: Overwrite = False,
+    sets: Sets = None,
+    json: Json = False,
+) -> None:
+    """Train the file's pipelines, for real, on this machine.
+
+    \b
+    Example: rlmux run examples/two_pipelines.yaml --policy rollmux --set 'pipelines.*.steps=10'
+    """
+    from rlmux.cli import folders, inputs
+
+    inputs.check_backend(backend)
+    spec = inputs.load_for_run(file, sets, policy)
+    folder = folders.choose(out, f"{Path(file).stem}-{spec.policy}")
+
+    from rlmux.cli import training
+
+    _end(training.start(spec, folder, is_overwriting=overwrite, is_quiet=json), json)
+
+
+@app.command()
+def compare(
+    file: File,
+    policies: PolicyNames = "solo,colocated,rollmux",
+    backend: BackendName = "local",
+    out: Out = None,
+    overwrite: Overwrite = False,
+    sets: Sets = None,
+    json: Json = False,
+) -> None:
+    """Train under each of several policies: a table of ratios.
+
+    Every policy gets the same file and seeds, one after another on this machine; ratios are to the first one.
+
+    \b
+    Example: rlmux compare examples/two_pipelines.yaml --policies solo,colocated,rollmux
+    """
+    from rlmux.cli import folders, inputs
+
+    inputs.check_backend(backend)
+    names = inputs.policy_names(policies)
+    spec = inputs.load_for_run(file, sets, None)
+    folder = folders.choose(out, f"{Path(file).stem}-compare")
+
+    from rlmux.cli import comparison
+
+    comparison.show(
+        comparison.run_each(spec, names, folder, is_overwriting=overwrite, is_quiet=json), as_json=json
+    )
+
+
+@app.command()
+def simulate(
+    workload: Annotated[
+        str,
+        typer.Argument(
+            metavar="FILE|WORKLOAD", help="YAML file, CSV file, or a workload by name, such as weave."
+        ),
+    ],
+    policies: PolicyNames = "solo,colocated,rollmux",
+    seeds: Annotated[
+        int, typer.Option("--seeds", min=1, help="How many seeds; figures are means over them.")
+    ] = 1,
+    out: Pictures = None,
+    sets: Sets = None,
+    json: Json = False,
+) -> None:
+    """Simulate a workload under each policy: cost, slowdowns, GPUs.
+
+    Needs no GPU and no torch.
+
+    \b
+    Example: rlmux simulate weave --policies solo,rollmux --seeds 5
+    """
+    from rlmux.cli import inputs, progress, tables
+
+    names = inputs.policy_names(policies)
+    made = inputs.workload(workload, sets)
+
+    from rlmux.sim import api
+
+    with progress.bar("simulations", is_quiet=json) as report_progress:
+        result = api.simulate(made, policies=names, num_seeds=seeds, progress=report_progress, out=out)
+    tables.show_simulation(result, as_json=json)
+
+
+@app.command()
+def plan(file: File, policy: PolicyName = None, sets: Sets = None, json: Json = False) -> None:
+    """Show placement, predicted slowdowns and cost per hour.
+
+    Starts nothing.
+
+    \b
+    Example: rlmux plan examples/cluster_what_if.yaml --policy rollmux
+    """
+    from rlmux.cli import inputs, tables
+
+    spec = inputs.load_for_plan(file, sets, policy)
+
+    from rlmux.sim import api
+
+    tables.show_plan(api.plan(inputs.workload_of(spec), policy=spec.policy), as_json=json)
+
+
+@app.command()
+def report(folder: Folder, json: Json = False) -> None:
+    """Write a run's summary, timeline and trace from its log.
+
+    The folder gets summary.json, trace.json (for ui.perfetto.dev) and timeline.html (for any browser).
+
+    \b
+    Example: rlmux report runs/demo
+    """
+    from rlmux.cli import folders, tables
+
+    folders.check_run(folder)
+
+    from rlmux.report.api import write_report
+
+    tables.show_run(write_report(folder), folder, as_json=json)
+
+
+@app.command()
+def resume(folder: Folder, json: Json = False) -> None:
+    """Continue a run that was stopped or that crashed.
+
+    The weights come out as if nothing had happened.
+
+    \b
+    Example: rlmux resume runs/demo
+    """
+    from rlmux.cli import folders
+
+    folders.check_run(folder)
+
+    from rlmux.cli import training
+
+    _end(training.go_on(folder, is_quiet=json), json)
+
+
+@app.command()
+def doctor(json: Json = False) -> None:
+    """Say what this machine can do, and what is missing.
+
+    Whatever is missing comes with what that means and what to do about it.
+
+    \b
+    Example: rlmux doctor
+    """
+    from rlmux.cli.doctor import examine, show
+
+    show(examine(), as_json=json)
+
+
+@app.command()
+def reproduce(
+    paper: Annotated[str, typer.Argument(metavar="PAPER", help="rollmux or jigsawrl.")],
+    seeds: Annotated[
+        int, typer.Option("--seeds", min=1, help="How many seeds; figures are means over them.")
+    ] = 5,
+    out: Pictures = None,
+    json: Json = False,
+) -> None:
+    """Recompute a paper's figures: published, ours, deviation.
+
+    \b
+    Example: rlmux reproduce rollmux --seeds 5
+    """
+    from rlmux.cli import inputs, progress, tables
+
+    inputs.check_paper(paper)
+
+    from rlmux.sim import api
+
+    with progress.bar("simulations", is_quiet=json) as report_progress:
+        result = api.reproduce(paper, num_seeds=seeds, progress=report_progress, out=out)
+    tables.show_reproduction(result, as_json=json)
+
+
+@app.command()
+def version() -> None:
+    """Print the version.
+
+    \b
+    Example: rlmux version
+    """
+    from importlib.metadata import version as installed_version
+
+    typer.echo(f"rlmux {installed_version('rlmux')}")
+
+
+def _end(result: RunResult, as_json: bool) -> None:
+    """Show a run that ended or was stopped, and exit accordingly."""
+    from rlmux.cli import tables
+    from rlmux.cli.main import INTERRUPTED
+
+    tables.show_run(result.summary, result.folder, as_json=as_json)
+    if not result.is_complete:
+        typer.echo(f"rlmux: stopped; go on with: rlmux resume {result.folder}", err=True)
+        raise typer.Exit(INTERRUPTED)
+    raise typer.Exit(tables.exit_code(result.summary))

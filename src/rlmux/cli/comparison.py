@@ -1,0 +1,110 @@
+"""The same pipelines under one policy after another, and what that did to time and nothing else.
+
+    FOLDER/solo/run.db ...      a whole run each
+    FOLDER/rollmux/run.db ...
+    FOLDER/compare.json         the table
+
+Every run has the same devices, so time ratios are cost ratios too: `solo` runs one pipeline after another,
+which costs as many device-seconds as dedicated devices for each would.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from rlmux.cli import tables, training
+from rlmux.core.errors import UserError
+from rlmux.spec import Spec
+
+_TABLE = "compare.json"
+
+
+def run_each(
+    spec: Spec, policies: Sequence[str], folder: Path, *, is_overwriting: bool, is_quiet: bool
+) -> dict[str, Any]:
+    """Train under each policy; stops at the first run that is stopped. Returns and writes the table."""
+    _prepare(folder, is_overwriting=is_overwriting)
+    summaries: dict[str, Mapping[str, Any]] = {}
+    for policy in policies:
+        result = training.start(
+            replace(spec, policy=policy), folder / policy, is_overwriting=False, is_quiet=is_quiet
+        )
+        if not result.is_complete:
+            raise KeyboardInterrupt
+        summaries[policy] = result.summary
+    table = {"folder": str(folder), "policies": compare(summaries)}
+    (folder / _TABLE).write_text(json.dumps(table, indent=2), encoding="utf-8")
+    return table
+
+
+def compare(summaries: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Figures of each policy. Ratios are to the first: above 1 is faster."""
+    first = next(iter(summaries.values()))
+    rows: dict[str, dict[str, Any]] = {}
+    for policy, summary in summaries.items():
+        slowdowns = [
+            pipeline["step_slowdown"]
+            for pipeline in summary["pipelines"].values()
+            if pipeline["step_slowdown"] is not None
+        ]
+        rows[policy] = {
+            "makespan_s": summary["makespan_s"],
+            "speedup": _ratio(first["makespan_s"], summary["makespan_s"]),
+            "tokens_per_s": summary["tokens_per_s"],
+            "tokens_ratio": _ratio(summary["tokens_per_s"], first["tokens_per_s"]),
+            "mean_step_slowdown": fmean(slowdowns) if slowdowns else None,
+            "max_step_slowdown": max(slowdowns, default=None),
+            "utilization": _utilization(summary),
+            "control_overhead": summary["control_overhead"],
+            "same_weights": _weights(summary) == _weights(first),
+        }
+    return rows
+
+
+def show(table: Mapping[str, Any], *, as_json: bool) -> None:
+    """The table, and where the runs are."""
+    tables.show_by_policy(table["policies"], as_json=as_json)
+    if not as_json:
+        first = next(iter(table["policies"]))
+        print(f"\nspeedup and tokens_ratio: against {first}\nruns: {table['folder']}")
+
+
+def _weights(summary: Mapping[str, Any]) -> dict[str, str | None]:
+    return {name: pipeline["weights_sha256"] for name, pipeline in summary["pipelines"].items()}
+
+
+def _utilization(summary: Mapping[str, Any]) -> dict[str, float]:
+    """Mean over the devices of each pool."""
+    by_pool: dict[str, list[float]] = {}
+    for device in summary["devices"].values():
+        by_pool.setdefault(device["pool"], []).append(device["utilization"] or 0.0)
+    return {pool: fmean(shares) for pool, shares in by_pool.items()}
+
+
+def _ratio(above: float | None, below: float | None) -> float | None:
+    return above / below if above is not None and below else None
+
+
+def _prepare(folder: Path, *, is_overwriting: bool) -> None:
+    """An empty folder. Only one that holds a comparison is ever overwritten."""
+    if folder.is_dir() and any(folder.iterdir()):
+        if not (folder / _TABLE).is_file():
+            raise UserError(
+                f"--out {folder}: not empty and holds no comparison; accepted: a new or empty folder"
+            )
+        if not is_overwriting:
+            raise UserError(f"--out {folder}: holds a comparison; accepted: another folder, or --overwrite")
+        shutil.rmtree(folder)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        (folder / _TABLE).write_text("{}", encoding="utf-8")
+    except OSError as error:
+        raise UserError(
+            f"--out {folder}: {error.strerror}; accepted: a folder that can be made and written"
+        ) from None

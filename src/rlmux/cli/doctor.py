@@ -1,0 +1,344 @@
+"""What this machine can do, what is missing, what that means, and what to do about it.
+
+    examine() ──▶ [Finding]        each check looks at one thing and never raises
+                                   torch is looked at from a process of its own: it is slow, and may be broken
+
+A finding that is not ok says what cannot be done without it, and the command that mends it.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+import multiprocessing
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import asdict, dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+_GB = 1e9
+_PROBE_LIMIT_S = 120
+_TRAINING = ("torch", "transformers", "safetensors", "tokenizers")
+_EXTRAS = {
+    "tensorboard": ("train", "no TensorBoard events; metrics.jsonl is written all the same"),
+    "reasoning-gym": ("envs", "no reasoning-gym:NAME tasks"),
+    "gymnasium": ("envs", "no gymnasium environments"),
+    "pyarrow": ("parquet", "no parquet files of prompts; JSONL works"),
+    "ortools": ("solver", "policy 'optimal' falls back to branch and bound"),
+    "ray": ("ray", "one machine only: no backend over many"),
+}
+"""Package: the extra it comes with, and what cannot be done without it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """The answer to one question."""
+
+    name: str
+    is_ok: bool
+    value: str
+    """What was found."""
+    meaning: str = ""
+    """What cannot be done; empty where all is well."""
+    remedy: str = ""
+
+
+def examine() -> list[Finding]:
+    """All checks, in the order in which a newcomer meets them."""
+    torch = _probe_torch()
+    return [
+        _python(),
+        _cores(),
+        _memory(),
+        _shared_memory(),
+        _runs_folder(),
+        _fork_server(),
+        *(_package(name, "train", "no training: run and compare do not work") for name in _TRAINING),
+        _torch_import(torch),
+        _gpus(torch),
+        _green_contexts(torch),
+        _mps(torch),
+        *(_package(name, extra, meaning) for name, (extra, meaning) in _EXTRAS.items()),
+    ]
+
+
+def show(findings: list[Finding], *, as_json: bool) -> None:
+    """One line per finding; what to do stands below it."""
+    if as_json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=2))
+        return
+    width = max(len(finding.name) for finding in findings)
+    for finding in findings:
+        print(f"{'ok     ' if finding.is_ok else 'missing'}  {finding.name.ljust(width)}  {finding.value}")
+        if finding.meaning:
+            print(f"{' ' * (width + 11)}{finding.meaning}")
+        if finding.remedy:
+            print(f"{' ' * (width + 11)}do: {finding.remedy}")
+
+
+def _python() -> Finding:
+    value = f"{platform.python_version()} ({sys.executable})"
+    return Finding(name="python", is_ok=True, value=value)
+
+
+def _cores() -> Finding:
+    mine = sorted(os.sched_getaffinity(0))
+    quota = _cpu_quota()
+    value = f"{len(mine)} of {os.cpu_count()} cores may be used ({_ranges(mine)})"
+    if quota is not None and quota < len(mine):
+        return Finding(
+            name="cores",
+            is_ok=False,
+            value=f"{value}, limited to {quota:g} cores' worth of time",
+            meaning="devices of CPU pools share that time, so they slow each other down",
+            remedy="give the container more CPU, or lend the pools no more devices than that",
+        )
+    if len(mine) < 2:
+        return Finding(
+            name="cores",
+            is_ok=False,
+            value=value,
+            meaning="a rollout and a training device share one core: all works, nothing is gained by sharing",
+            remedy="use a machine with two cores or more",
+        )
+    return Finding(name="cores", is_ok=True, value=value)
+
+
+def _memory() -> Finding:
+    memory = psutil.virtual_memory()
+    limit = _number_in(Path("/sys/fs/cgroup/memory.max"))
+    value = f"{memory.available / _GB:.1f} of {memory.total / _GB:.1f} GB are free"
+    if limit is not None and limit < memory.total:
+        value += f"; the container is limited to {limit / _GB:.1f} GB"
+    return Finding(name="memory", is_ok=True, value=value)
+
+
+def _shared_memory() -> Finding:
+    folder = Path("/dev/shm")
+    if not folder.is_dir() or not os.access(folder, os.W_OK):
+        return Finding(
+            name="/dev/shm",
+            is_ok=False,
+            value="absent or not writable",
+            meaning="weights go from trainer to rollout workers through ordinary files, which is slower",
+            remedy="mount a tmpfs there (docker: --shm-size)",
+        )
+    free = shutil.disk_usage(folder).free
+    if free < _GB:
+        return Finding(
+            name="/dev/shm",
+            is_ok=False,
+            value=f"{free / _GB:.2f} GB are free",
+            meaning="weights of all pipelines together must fit there",
+            remedy="enlarge it (docker: --shm-size 8g)",
+        )
+    return Finding(name="/dev/shm", is_ok=True, value=f"{free / _GB:.1f} GB are free")
+
+
+def _runs_folder() -> Finding:
+    folder = Path("runs").absolute()
+    nearest = next(parent for parent in (folder, *folder.parents) if parent.exists())
+    try:
+        with tempfile.TemporaryFile(dir=nearest):
+            pass
+    except OSError as error:
+        return Finding(
+            name="runs folder",
+            is_ok=False,
+            value=f"{nearest} cannot be written to: {error.strerror}",
+            meaning="runs have nowhere to go by default",
+            remedy="change to a folder of your own, or give --out",
+        )
+    free = shutil.disk_usage(nearest).free
+    return Finding(name="runs folder", is_ok=True, value=f"{folder} is writable, {free / _GB:.0f} GB free")
+
+
+def _fork_server() -> Finding:
+    """Starts a process the way workers are started."""
+    started_s = time.perf_counter()
+    context = multiprocessing.get_context("forkserver")
+    try:
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=_answer, args=(theirs,), daemon=True)
+        process.start()
+        answered = ours.poll(_PROBE_LIMIT_S) and ours.recv() == process.pid
+        process.join()
+    except (OSError, EOFError) as error:
+        return _no_fork_server(str(error))
+    if not answered:
+        return _no_fork_server("a process was started and did not answer")
+    seconds = time.perf_counter() - started_s
+    return Finding(
+        name="forkserver", is_ok=True, value=f"works: server and a first process in {seconds:.2f} s"
+    )
+
+
+def _no_fork_server(problem: str) -> Finding:
+    return Finding(
+        name="forkserver",
+        is_ok=False,
+        value=problem,
+        meaning="worker processes cannot be started: run and compare do not work",
+        remedy="allow Unix sockets in the temporary folder (TMPDIR)",
+    )
+
+
+def _answer(connection: Connection) -> None:
+    connection.send(os.getpid())
+
+
+def _package(name: str, extra: str, meaning: str) -> Finding:
+    try:
+        return Finding(name=name, is_ok=True, value=importlib.metadata.version(name))
+    except importlib.metadata.PackageNotFoundError:
+        remedy = "pip install torch" if name == "torch" else f"pip install 'rlmux[{extra}]'"
+        return Finding(name=name, is_ok=False, value="not installed", meaning=meaning, remedy=remedy)
+
+
+_TORCH_PROBE = """
+import json, time
+start = time.perf_counter()
+import torch
+found = {"import_s": time.perf_counter() - start, "cuda": torch.version.cuda, "gpus": [], "green": None}
+if torch.cuda.is_available():
+    for index in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(index)
+        free, total = torch.cuda.mem_get_info(index)
+        found["gpus"].append([gpu.name, f"{gpu.major}.{gpu.minor}", gpu.multi_processor_count, free, total])
+    try:
+        from torch.cuda.green_contexts import GreenContext
+        context = GreenContext.create(num_sms=8, device_id=0)
+        context.set_context()
+        torch.ones(8, device="cuda").sum().item()
+        context.pop_context()
+        found["green"] = ""
+    except Exception as error:
+        found["green"] = f"{type(error).__name__}: {error}"
+print(json.dumps(found))
+"""
+
+
+def _probe_torch() -> dict[str, Any] | None:
+    """What a process of its own finds out about torch; None without it; `error` if it cannot be imported."""
+    try:
+        importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return None
+    try:
+        probe = subprocess.run(
+            [sys.executable, "-c", _TORCH_PROBE], capture_output=True, text=True, timeout=_PROBE_LIMIT_S
+        )
+    except subprocess.TimeoutExpired:
+        return {"error": f"no answer within {_PROBE_LIMIT_S} s"}
+    if probe.returncode != 0:
+        lines = probe.stderr.strip().splitlines()
+        return {"error": lines[-1] if lines else f"exit code {probe.returncode}"}
+    found: dict[str, Any] = json.loads(probe.stdout.strip().splitlines()[-1])
+    return found
+
+
+def _torch_import(torch: dict[str, Any] | None) -> Finding:
+    name = "import torch"
+    if torch is None:
+        return Finding(name=name, is_ok=False, value="not installed")
+    if "error" in torch:
+        return Finding(
+            name=name,
+            is_ok=False,
+            value=torch["error"],
+            meaning="torch is installed but cannot be imported: no training",
+            remedy="pip install --force-reinstall torch",
+        )
+    build = f"CUDA {torch['cuda']} build" if torch["cuda"] else "CPU build"
+    return Finding(name=name, is_ok=True, value=f"{torch['import_s']:.1f} s, once per run; {build}")
+
+
+def _gpus(torch: dict[str, Any] | None) -> Finding:
+    gpus = (torch or {}).get("gpus", [])
+    if gpus:
+        shown = [
+            f"{index}: {name}, compute {compute}, {sms} SMs, {free / _GB:.0f} of {total / _GB:.0f} GB free"
+            for index, (name, compute, sms, free, total) in enumerate(gpus)
+        ]
+        return Finding(name="GPUs", is_ok=True, value="; ".join(shown))
+    if not Path("/dev/nvidiactl").exists():
+        meaning, remedy = "pools are made of CPU cores: tiny models only", ""
+    elif torch and "error" not in torch and not torch["cuda"]:
+        meaning = "there is an NVIDIA driver, but this torch is a CPU build"
+        remedy = "pip install torch, from the index at https://pytorch.org that fits the driver"
+    else:
+        meaning = "there is an NVIDIA driver, but torch sees no GPU"
+        remedy = "see nvidia-smi, CUDA_VISIBLE_DEVICES, and whether driver and torch fit"
+    return Finding(name="GPUs", is_ok=False, value="none that torch sees", meaning=meaning, remedy=remedy)
+
+
+def _green_contexts(torch: dict[str, Any] | None) -> Finding:
+    name = "green contexts"
+    problem = (torch or {}).get("green")
+    if problem == "":
+        return Finding(name=name, is_ok=True, value="one with 8 SMs was made and used")
+    return Finding(
+        name=name,
+        is_ok=False,
+        value=problem or "no GPU",
+        meaning="pipelines on one GPU take turns; a process cannot be given a share of its SMs",
+        remedy="a GPU, CUDA 12.4 or newer, and torch 2.10 or newer" if problem else "",
+    )
+
+
+def _mps(torch: dict[str, Any] | None) -> Finding:
+    name = "MPS"
+    pipe = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"))
+    control = shutil.which("nvidia-cuda-mps-control")
+    if control is not None and (pipe / "control").exists():
+        return Finding(name=name, is_ok=True, value=f"its daemon listens in {pipe}")
+    return Finding(
+        name=name,
+        is_ok=False,
+        value="its daemon is not running"
+        if control
+        else "not installed"
+        if (torch or {}).get("gpus")
+        else "no GPU",
+        meaning="processes of different pipelines never compute on one GPU at the same time",
+        remedy="nvidia-cuda-mps-control -d" if control else "",
+    )
+
+
+def _cpu_quota() -> float | None:
+    """Cores' worth of time that the container may use; None for no limit."""
+    text = _text_in(Path("/sys/fs/cgroup/cpu.max"))
+    quota, _, period = (text or "max").partition(" ")
+    return int(quota) / int(period) if quota.isdecimal() and period.isdecimal() else None
+
+
+def _number_in(path: Path) -> int | None:
+    text = _text_in(path)
+    return int(text) if text is not None and text.isdecimal() else None
+
+
+def _text_in(path: Path) -> str | None:
+    try:
+        return path.read_text().strip()
+    except OSError:
+        return None
+
+
+def _ranges(cores: list[int]) -> str:
+    """0-3,6 for 0 1 2 3 6."""
+    ranges: list[list[int]] = []
+    for core in cores:
+        if ranges and core == ranges[-1][-1] + 1:
+            ranges[-1][-1] = core
+        else:
+            ranges.append([core, core])
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in ranges)

@@ -1,0 +1,107 @@
+"""From the words of a command line to the values the other rooms take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from difflib import get_close_matches
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rlmux.core.errors import UserError
+from rlmux.rl.config import TaskConfig
+from rlmux.spec import Purpose, Spec, load_spec
+
+if TYPE_CHECKING:
+    from rlmux.sim.arrivals import Workload
+
+BACKENDS = ("local",)
+PAPERS = ("rollmux", "jigsawrl")
+
+
+def load_for_run(file: str, sets: Sequence[str] | None, policy: str | None) -> Spec:
+    """The file, with all that training needs checked."""
+    return _load(file, sets, policy, Purpose.RUN)
+
+
+def load_for_plan(file: str, sets: Sequence[str] | None, policy: str | None) -> Spec:
+    """The file, with all that planning and simulating needs checked."""
+    return _load(file, sets, policy, Purpose.PLAN)
+
+
+def _load(file: str, sets: Sequence[str] | None, policy: str | None, purpose: Purpose) -> Spec:
+    from rlmux.core.policies import POLICIES
+
+    if policy is not None:
+        _check_choice("--policy", policy, list(POLICIES))
+    spec = load_spec(
+        file,
+        overrides=sets or (),
+        purpose=purpose,
+        check_task=_check_task if purpose is Purpose.RUN else None,
+        policies=list(POLICIES),
+    )
+    return spec if policy is None else replace(spec, policy=policy)
+
+
+def _check_task(config: TaskConfig, seed: int) -> None:
+    from rlmux.rl.tasks import make_task
+    from rlmux.rl.vocabulary import CharVocabulary
+
+    make_task(config, seed=seed, vocabulary=CharVocabulary())
+
+
+def policy_names(text: str) -> tuple[str, ...]:
+    """The names of a comma-separated list, each of them a policy, none twice."""
+    from rlmux.core.policies import POLICIES
+
+    names = tuple(name.strip() for name in text.split(",") if name.strip())
+    for name in names or ("",):
+        _check_choice("--policies", name, list(POLICIES))
+    return tuple(dict.fromkeys(names))
+
+
+def check_backend(backend: str) -> None:
+    _check_choice("--backend", backend, BACKENDS)
+
+
+def check_paper(paper: str) -> None:
+    _check_choice("PAPER", paper, PAPERS)
+
+
+def _check_choice(what: str, value: str, known: Sequence[str]) -> None:
+    if value not in known:
+        close = get_close_matches(value, known, n=1)
+        hint = f"nearest: {close[0]}; " if close else ""
+        raise UserError(f"{what} {value!r}: {hint}accepted: {', '.join(known)}")
+
+
+def workload(text: str, sets: Sequence[str] | None) -> Workload | str:
+    """What a YAML file says; a CSV file and a name stay as they are, for the simulator to look up."""
+    if Path(text).suffix in (".yaml", ".yml"):
+        return workload_of(load_for_plan(text, sets, None))
+    if sets:
+        raise UserError(f"--set {sets[0]}: only a YAML file takes overrides, and {text!r} is none")
+    return text
+
+
+def workload_of(spec: Spec) -> Workload:
+    """The file's pipelines as the simulator takes them: durations as estimated, the same at every step."""
+    from rlmux.sim.arrivals import Arrival, Workload
+    from rlmux.sim.world import TrueSeconds
+
+    arrivals = []
+    for pipeline_spec in spec.pipelines:
+        pipeline = pipeline_spec.pipeline
+        assert pipeline.estimate is not None, "files read for planning have estimates"
+        colocated = pipeline.colocated_estimate
+        arrivals.append(
+            Arrival(
+                submit_s=pipeline_spec.submit_at_s,
+                pipeline=pipeline,
+                world=TrueSeconds.of_phases(pipeline.estimate),
+                colocated_world=None if colocated is None else TrueSeconds.of_phases(colocated),
+            )
+        )
+    arrivals.sort(key=lambda arrival: arrival.submit_s)
+    return Workload(name=Path(spec.source).stem, cluster=spec.cluster, arrivals=tuple(arrivals))

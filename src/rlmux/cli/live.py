@@ -1,0 +1,182 @@
+"""What is going on, while it goes on: who is at which step with which reward, and who holds each device.
+
+    on a terminal     two small tables, redrawn at most four times a second
+    elsewhere         a line per pipeline and step, at most one every two seconds per pipeline
+
+All of it goes to stderr, so that stdout stays for results. A listener of the controller: it is called in the
+controller's loop, so it only takes notes; drawing is rich's own thread.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import TYPE_CHECKING
+
+from rlmux.core.actions import Action, Migrate, RunStage
+from rlmux.core.events import ChunkFinished, Event, PipelineFailed, StageFinished, StagePaused
+from rlmux.core.model import OrderId, PipelineId
+from rlmux.runtime.backend import Note
+from rlmux.spec import Spec
+
+if TYPE_CHECKING:
+    from rich.live import Live as RichLive
+    from rich.table import Table
+
+_LINE_EVERY_S = 2.0
+_REDRAWS_PER_S = 4
+
+
+@dataclass(slots=True)
+class _PipelineRow:
+    num_steps: int
+    step: int = 0
+    reward_first: float | None = None
+    reward: float | None = None
+    tokens_per_s: float = 0.0
+    doing: str = "waiting"
+    last_step_s: float = 0.0
+    last_line_s: float = -_LINE_EVERY_S
+
+
+class Live:
+    """A context manager around a run, and its listener."""
+
+    def __init__(self, spec: Spec, *, is_quiet: bool) -> None:
+        self._is_quiet = is_quiet
+        self._rows = {
+            given.pipeline.id: _PipelineRow(num_steps=given.plan.num_steps) for given in spec.pipelines
+        }
+        self._holder_by_device: dict[str, str] = {
+            f"{pool.name}-{node}.{device}": ""
+            for pool in spec.cluster.pools.values()
+            for node in range(pool.num_nodes or 0)
+            for device in range(pool.devices_per_node)
+        }
+        self._orders: dict[OrderId, RunStage] = {}
+        self._policy = spec.policy
+        self._now_s = 0.0
+        self._display: RichLive | None = None
+
+    def __enter__(self) -> Live:
+        if not self._is_quiet and sys.stderr.isatty():
+            from rich.console import Console
+            from rich.live import Live as RichLive
+
+            self._display = RichLive(
+                console=Console(stderr=True),
+                get_renderable=self._tables,
+                refresh_per_second=_REDRAWS_PER_S,
+                transient=True,
+            )
+            self._display.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._display is not None:
+            self._display.stop()
+
+    def update(
+        self, now_s: float, events: Sequence[Event], actions: Sequence[Action], notes: Sequence[Note]
+    ) -> None:
+        self._now_s = now_s
+        for event in events:
+            self._take_event(event)
+        for action in actions:
+            if isinstance(action, RunStage):
+                self._begin(action)
+            elif isinstance(action, Migrate):
+                self._rows[action.pipeline].doing = "moving its tail"
+        for note in notes:
+            self._take_note(note)
+
+    def _take_event(self, event: Event) -> None:
+        match event:
+            case StageFinished() | StagePaused():
+                self._end(event.order)
+            case PipelineFailed():
+                self._rows[event.pipeline].doing = f"failed: {event.reason}"
+                self._say(f"{event.pipeline}: failed: {event.reason}")
+                for order in [
+                    order for order, action in self._orders.items() if action.pipeline == event.pipeline
+                ]:
+                    self._end(order)
+            case ChunkFinished():
+                action = self._orders.get(event.order)
+                if action is not None:
+                    row = self._rows[action.pipeline]
+                    row.doing = (
+                        f"{_words(action)}, {event.num_active + event.num_waiting + event.num_parked} open"
+                    )
+
+    def _begin(self, action: RunStage) -> None:
+        self._orders[action.order] = action
+        self._rows[action.pipeline].doing = _words(action)
+        for device in action.devices:
+            self._holder_by_device[str(device)] = f"{action.pipeline}: {_words(action)}"
+
+    def _end(self, order: OrderId) -> None:
+        action = self._orders.pop(order, None)
+        if action is None:
+            return
+        self._rows[action.pipeline].doing = "waiting"
+        for device in action.devices:
+            self._holder_by_device[str(device)] = ""
+
+    def _take_note(self, note: Note) -> None:
+        pipeline: PipelineId | None = note.fields.get("pipeline")
+        if note.type == "step" and pipeline is not None:
+            self._take_step(pipeline, note)
+        elif note.type in ("warning", "loss"):
+            self._say(f"{pipeline}: {note.fields.get('reason')}")
+
+    def _take_step(self, pipeline: PipelineId, note: Note) -> None:
+        row = self._rows[pipeline]
+        metrics = note.fields["metrics"]
+        row.step = note.fields["step"]
+        row.reward = metrics["reward_mean"]
+        row.reward_first = row.reward if row.reward_first is None else row.reward_first
+        row.tokens_per_s = metrics["tokens"] / max(self._now_s - row.last_step_s, 1e-6)
+        row.last_step_s = self._now_s
+        is_last = row.step == row.num_steps
+        if self._display is None and (is_last or self._now_s - row.last_line_s >= _LINE_EVERY_S):
+            row.last_line_s = self._now_s
+            self._say(
+                f"{self._now_s:7.1f} s  {pipeline}: step {row.step}/{row.num_steps}  "
+                f"reward {row.reward:.3f}  {row.tokens_per_s:,.0f} tokens/s"
+            )
+
+    def _say(self, text: str) -> None:
+        if self._display is not None:
+            self._display.console.print(text, markup=False, highlight=False)
+        elif not self._is_quiet:
+            print(text, file=sys.stderr, flush=True)
+
+    def _tables(self) -> Table:
+        from rich.table import Table
+
+        pipelines = Table("pipeline", "step", "reward", "tokens/s", "doing", box=None, pad_edge=False)
+        for name, row in self._rows.items():
+            reward = "" if row.reward is None else f"{row.reward_first:.3f} → {row.reward:.3f}"
+            step = f"{row.step}/{row.num_steps}"
+            pipelines.add_row(name, step, reward, f"{row.tokens_per_s:,.0f}", row.doing)
+        devices = Table("device", "held by", box=None, pad_edge=False)
+        for device, holder in self._holder_by_device.items():
+            devices.add_row(device, holder)
+        both = Table.grid(padding=(1, 0))
+        both.add_row(f"policy {self._policy}, {self._now_s:.0f} s")
+        both.add_row(pipelines)
+        both.add_row(devices)
+        return both
+
+
+def _words(action: RunStage) -> str:
+    return (
+        f"{action.stage.value.replace('_', ' ')} {action.step}"
+        if action.step
+        else action.stage.value.replace("_", " ")
+    )

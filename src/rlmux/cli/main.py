@@ -1,0 +1,60 @@
+"""The entry point: runs a command and turns every error a person can cause into one line and an exit code.
+
+0    done                                2    the person's mistake: one line on stderr, nothing was started
+1    it ran and something failed       130    Ctrl-C, at the next safe point
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import NoReturn
+
+import typer
+
+from rlmux.core.errors import RlmuxError, UserError
+
+FAILED, MISTAKE, INTERRUPTED = 1, 2, 130
+
+_UsageError: type[Exception] = typer.BadParameter.__bases__[0]
+"""Typer's own complaints about the words of a command line. Typer exports its children only."""
+
+
+def main(words: Sequence[str] | None = None) -> NoReturn:
+    """Run one command line (the process's own by default) and exit."""
+    sys.exit(run_command_line(words))
+
+
+def run_command_line(words: Sequence[str] | None = None) -> int:
+    """The exit code of one command line."""
+    from rlmux.cli.commands import app
+
+    try:
+        code = app(args=words, prog_name="rlmux", standalone_mode=False)
+        sys.stdout.flush()
+    except _UsageError as error:
+        return _say(_usage_line(error), MISTAKE)
+    except UserError as error:
+        return _say(str(error), MISTAKE)
+    except RlmuxError as error:
+        return _say(str(error), FAILED)
+    except (KeyboardInterrupt, typer.Abort):
+        return INTERRUPTED
+    except BrokenPipeError:
+        # Whoever read us has gone (`| head`): the interpreter's own last flush must not fail.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return FAILED
+    return code if isinstance(code, int) else 0
+
+
+def _usage_line(error: Exception) -> str:
+    message = str(error.format_message())  # type: ignore[attr-defined]
+    context = getattr(error, "ctx", None)
+    path = context.command_path if context is not None else "rlmux"
+    return f"{message.rstrip('.')}; try: {path} --help"
+
+
+def _say(text: str, code: int) -> int:
+    print("rlmux: " + " ".join(text.split()), file=sys.stderr)
+    return code

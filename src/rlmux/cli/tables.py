@@ -1,0 +1,203 @@
+"""Results for people: plain aligned text on stdout, or JSON with stable keys."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+Row = Mapping[str, Any]
+_FAILED_STATUSES = ("failed", "refused")
+
+
+def exit_code(summary: Row) -> int:
+    """1 if a pipeline failed or was refused, else 0."""
+    return int(any(pipeline["status"] in _FAILED_STATUSES for pipeline in summary["pipelines"].values()))
+
+
+def show_run(summary: Row, folder: Path, *, as_json: bool) -> None:
+    """Who got how far, how busy the devices were, and where the rest is."""
+    if as_json:
+        print_json(summary)
+        return
+    seconds, speed = _text(summary["makespan_s"]), _text(summary["tokens_per_s"])
+    print(f"policy {summary['policy']}: {seconds} s, {speed} tokens/s\n")
+    pipelines = [
+        {
+            "pipeline": name,
+            "steps": one["steps"],
+            "reward": f"{_text(one['reward_first'])} → {_text(one['reward_last'])}",
+            "tokens": one["tokens"],
+            "s/step": one["step_s_mean"],
+            "slowdown": one["step_slowdown"],
+            "accepts": one["slo_slowdown"],
+            "status": one["status"],
+        }
+        for name, one in summary["pipelines"].items()
+    ]
+    print_rows(pipelines)
+    print()
+    devices = [
+        {
+            "device": name,
+            "busy": _percent(one["utilization"]),
+            "busy s": one["busy_s"],
+            "switch s": one["switch_s"],
+            "bubble s": one["bubble_s"],
+            "idle s": one["idle_s"],
+        }
+        for name, one in summary["devices"].items()
+    ]
+    print_rows(devices)
+    print(f"\ncontrol overhead {_percent(summary['control_overhead'], digits=2)}")
+    for name, what in (("timeline.html", "timeline"), ("trace.json", "trace for ui.perfetto.dev")):
+        if (folder / name).is_file():
+            print(f"{what}: {folder / name}")
+
+
+def show_by_policy(figures: Mapping[str, Row], *, as_json: bool) -> None:
+    """One row for each policy, one column for each figure."""
+    if as_json:
+        print_json(figures)
+        return
+    print_rows([{"policy": policy, **flat(row)} for policy, row in figures.items()])
+
+
+def show_simulation(result: Row, *, as_json: bool) -> None:
+    """One row for each policy; means over the seeds."""
+    if as_json:
+        print_json(result)
+        return
+    seeds = f"{result['num_seeds']} seed" + ("s" if result["num_seeds"] > 1 else "")
+    print(f"{result['workload']}, {seeds}. {result['about']}".rstrip() + "\n")
+    rows = []
+    for policy, figures in result["policies"].items():
+        rows.append(
+            {
+                "policy": policy,
+                "$/h": figures["cost_usd_per_hour"],
+                "SLOs kept": _percent(figures["slo_attainment"]),
+                "slowdown mean": figures["mean_step_slowdown"],
+                "max": figures["max_step_slowdown"],
+                "hours": figures["makespan_s"] / 3600,
+                "peak GPUs": _pair(figures["peak_gpus"], _text),
+                "busy": _pair(figures["utilization"], _percent),
+                "direct/scaled/new": _pair(figures["admissions"], _text),
+                "refused": figures["num_refused"],
+            }
+        )
+    print_rows(rows)
+    if any(len(figures["peak_gpus"]) > 1 for figures in result["policies"].values()):
+        print("\npeak GPUs and busy: rollout/train")
+    for picture in result.get("pictures", ()):
+        print(picture)
+
+
+def show_plan(plan: Row, *, as_json: bool) -> None:
+    """One row for each pipeline, then what it all costs."""
+    if as_json:
+        print_json(plan)
+        return
+    print_rows(
+        [
+            {
+                "pipeline": one["pipeline"],
+                "status": one["status"],
+                "group": one["group"],
+                "admission": one["admission"],
+                "rollout nodes": " ".join(one["rollout_nodes"]),
+                "train nodes": " ".join(one["train_nodes"]),
+                "s/step": one["step_s"],
+                "slowdown": one["step_slowdown"],
+                "accepts": one["slo_slowdown"],
+                "$/h": one["usd_per_hour"],
+                "": one["reason"],
+            }
+            for one in plan["pipelines"]
+        ]
+    )
+    gpus = ", ".join(f"{number} in {pool}" for pool, number in plan["gpus"].items())
+    print(
+        f"\npolicy {plan['policy']}: ${plan['usd_per_hour']:,.2f}/h, GPUs: {gpus}; "
+        f"${plan['solo_usd_per_hour']:,.2f}/h if each pipeline had nodes of its own"
+    )
+
+
+def show_reproduction(result: Row, *, as_json: bool) -> None:
+    """Published, ours, deviation."""
+    if as_json:
+        print_json(result)
+    else:
+        print_rows([flat(row) for row in result["rows"]])
+
+
+def print_json(value: Any) -> None:
+    """One value, keys in their given order; what is not finite is null, since JSON has no word for it."""
+    print(json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False))
+
+
+def print_rows(rows: Sequence[Row]) -> None:
+    """Rows with equal keys as aligned columns; numbers to the right."""
+    if not rows:
+        return
+    names = list(rows[0])
+    cells = [[_text(row[name]) for name in names] for row in rows]
+    widths = [max(map(len, column)) for column in zip(names, *cells, strict=True)]
+    is_number = [all(isinstance(row[name], int | float | None) for row in rows) for name in names]
+    for line in [names, *cells]:
+        padded = [
+            cell.rjust(width) if right else cell.ljust(width)
+            for cell, width, right in zip(line, widths, is_number, strict=True)
+        ]
+        print("  ".join(padded).rstrip())
+
+
+def flat(row: Row, prefix: str = "") -> dict[str, Any]:
+    """Nested mappings as dotted keys: one cell for each number."""
+    flattened: dict[str, Any] = {}
+    for key, value in row.items():
+        if isinstance(value, Mapping):
+            flattened.update(flat(value, f"{prefix}{key}."))
+        else:
+            flattened[prefix + str(key)] = value
+    return flattened
+
+
+def _text(value: Any) -> str:
+    """Four digits that matter; whole numbers with thousands."""
+    match value:
+        case None:
+            return "-"
+        case bool():
+            return "yes" if value else "no"
+        case int():
+            return f"{value:,}"
+        case float() if not math.isfinite(value):
+            return "any" if value > 0 else "-"
+        case float() if abs(value) >= 1000:
+            return f"{value:,.0f}"
+        case float():
+            return f"{value:.4g}"
+    return str(value)
+
+
+def _finite(value: Any) -> Any:
+    match value:
+        case Mapping():
+            return {str(key): _finite(child) for key, child in value.items()}
+        case list() | tuple():
+            return [_finite(child) for child in value]
+        case float() if not math.isfinite(value):
+            return None
+    return value
+
+
+def _pair(by_pool: Row, shown: Callable[[Any], str]) -> str:
+    """The values of a small mapping, in its order, with slashes."""
+    return "/".join(shown(value) for value in by_pool.values())
+
+
+def _percent(share: float | None, digits: int = 0) -> str:
+    return "-" if share is None else f"{share:.{digits}%}"
