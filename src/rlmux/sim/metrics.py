@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlmux.core.actions import Admit, Replace
-from rlmux.core.model import DeviceId, GroupId, Phase, PipelineId, Stage
-from rlmux.core.placement import GroupLoad, PlacementLedger, solo_s
-from rlmux.sim.workloads import Workload
+from rlmux.core.model import DeviceId, GroupId, Phase, Pipeline, PipelineId, Stage
+from rlmux.core.placement import GroupLoad, PlacementLedger
+from rlmux.sim.arrivals import Workload
 from rlmux.sim.world import TrueSeconds
 
 SLO_TOLERANCE = 1e-3
@@ -320,11 +320,18 @@ class Collector:
         return {phase: busy[phase] / held[phase] if held[phase] else 0.0 for phase in busy}
 
 
+def predicted_slowdown(group: GroupLoad, pipeline: Pipeline) -> float:
+    """Of a member's step in its group's strict meta-iteration; 1 where nothing is known.
+
+    Relative to the solo time on the same nodes, so a pipeline alone on training nodes has 1 too.
+    """
+    load = next(member.phase_load for member in group.members if member.pipeline.id == pipeline.id)
+    return group.period_s / load.solo_s if load.solo_s else 1.0
+
+
 def worst_slowdown(group: GroupLoad) -> float:
     """The largest predicted step slowdown among its members."""
-    return max(
-        (group.period_s / solo_s(m.pipeline) for m in group.members if solo_s(m.pipeline)), default=1.0
-    )
+    return max(predicted_slowdown(group, member.pipeline) for member in group.members)
 
 
 def _result_of(pipeline: PipelineId, progress: _Progress) -> PipelineResult:

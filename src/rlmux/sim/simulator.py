@@ -62,8 +62,8 @@ from rlmux.core.model import (
 )
 from rlmux.core.policies import Policy
 from rlmux.core.scheduler import Scheduler
+from rlmux.sim.arrivals import Arrival, Workload
 from rlmux.sim.metrics import Collector, SimResult, Span
-from rlmux.sim.workloads import Arrival, Workload
 from rlmux.sim.world import TrueSeconds
 
 WORK_ENDS, DEPARTURE, NODE_CHANGE, ARRIVAL, TIMER = range(5)

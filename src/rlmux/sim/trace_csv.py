@@ -31,7 +31,7 @@ from pathlib import Path
 
 from rlmux.core.errors import UserError
 from rlmux.core.model import Cluster, Footprint, PhaseSeconds, Pipeline, PipelineId
-from rlmux.sim.workloads import Arrival, Workload, h20_h800_cluster, profiles
+from rlmux.sim.arrivals import Arrival, Workload, h20_h800_cluster, profiles
 from rlmux.sim.world import TrueSeconds
 
 _ENDS = ("depart_s", "duration_s", "num_steps")

@@ -1,0 +1,210 @@
+"""The simulator for its callers: words in, plain dictionaries out.
+
+    simulate(workload, policies=..., num_seeds=...)  ─▶ figures by policy: means over seeds, with min and max
+    plan(workload, policy=...)                       ─▶ where every pipeline would go, its slowdown, $/h
+    reproduce("rollmux")                             ─▶ rows of published / ours / deviation
+
+`progress(done, total)` is called as simulations end. Nothing here prints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from rlmux.core.actions import Admit, Refuse, Wait
+from rlmux.core.errors import UserError
+from rlmux.core.events import PipelineSubmitted
+from rlmux.core.model import AdmissionKind
+from rlmux.core.placement import GroupLoad, PlacementLedger
+from rlmux.core.scheduler import Scheduler
+from rlmux.sim import workloads
+from rlmux.sim.arrivals import Workload
+from rlmux.sim.metrics import SimResult, predicted_slowdown
+from rlmux.sim.pictures import write_pictures
+from rlmux.sim.sweep import Progress, Task, make_policy, sweep
+
+WorkloadMaker = Callable[[int], Workload]
+"""From a seed to the workload."""
+_PAPERS = {"rollmux": "rlmux.sim.reproduce", "jigsawrl": "rlmux.sim.reproduce_jigsaw"}
+
+
+def simulate(
+    workload: str | Workload | WorkloadMaker,
+    *,
+    policies: Sequence[str],
+    num_seeds: int = 1,
+    progress: Progress | None = None,
+    num_processes: int | None = None,
+    out: Path | None = None,
+) -> dict[str, Any]:
+    """Figures of every policy over seeds 0 to num_seeds - 1; with `out`, pictures and a page go there.
+
+    {"workload", "about", "num_seeds", "policies": {name: {figure: mean, ..., "min": {...}, "max": {...}}}}
+    """
+    tasks = tasks_of(workload, policies, num_seeds)
+    results = sweep(tasks, progress=progress, num_processes=num_processes)
+    by_policy: dict[str, list[SimResult]] = {name: [] for name in policies}
+    for task, result in zip(tasks, results, strict=True):
+        by_policy[str(task.policy)].append(result)
+    report: dict[str, Any] = {
+        "workload": tasks[0].workload.name,
+        "about": tasks[0].workload.about,
+        "num_seeds": num_seeds,
+        "policies": {name: over_seeds(runs) for name, runs in by_policy.items()},
+    }
+    if out is not None:
+        report["pictures"] = [
+            str(path) for path in write_pictures(by_policy, out, title=tasks[0].workload.name)
+        ]
+    return report
+
+
+def tasks_of(
+    workload: str | Workload | WorkloadMaker, policies: Sequence[str], num_seeds: int
+) -> tuple[Task, ...]:
+    """One simulation for each policy and seed."""
+    if not policies:
+        raise UserError("no policy was named; accepted: one or more of those in docs/policies.md")
+    if num_seeds < 1:
+        raise UserError(f"num_seeds is {num_seeds}; accepted: 1 or more")
+    for name in policies:
+        make_policy(name)
+    tasks = []
+    for seed in range(num_seeds):
+        if isinstance(workload, Workload):
+            made = workload
+        else:
+            made = workloads.load(workload, seed=seed) if isinstance(workload, str) else workload(seed)
+        tasks += [Task(workload=made, policy=name) for name in policies]
+    return tuple(tasks)
+
+
+def over_seeds(results: Sequence[SimResult]) -> dict[str, Any]:
+    """Means over the seeds, with the smallest and largest of each figure."""
+    figures = [result.figures() for result in results]
+    return {
+        **_fold(figures, lambda values: sum(values) / len(values)),
+        "min": _fold(figures, min),
+        "max": _fold(figures, max),
+    }
+
+
+def _fold(figures: Sequence[Mapping[str, Any]], how: Callable[[list[float]], float]) -> dict[str, Any]:
+    folded: dict[str, Any] = {}
+    for key, first in figures[0].items():
+        values = [one[key] for one in figures]
+        if isinstance(first, Mapping):
+            folded[key] = _fold(values, how)
+        else:
+            folded[key] = None if any(value is None for value in values) else how(values)
+    return folded
+
+
+def plan(workload: str | Workload, *, policy: str = "rollmux") -> dict[str, Any]:
+    """Place every pipeline in order of submission, as if none departed; start nothing.
+
+        {"policy", "usd_per_hour", "solo_usd_per_hour", "gpus": {pool: count}, "num_groups",
+         "pipelines": [{"pipeline", "status", "group", "admission", "rollout_nodes", "train_nodes",
+                        "step_s", "step_slowdown", "slo_slowdown", "usd_per_hour", "reason"}]}
+
+    A pipeline's `usd_per_hour` is its share of its group's cost by solo seconds.
+    """
+    made = workloads.load(workload) if isinstance(workload, str) else workload
+    scheduler = Scheduler(made.cluster, make_policy(policy))
+    kinds: dict[str, AdmissionKind] = {}
+    reasons: dict[str, str] = {}
+    for arrival in made.arrivals:
+        for action in scheduler.handle(PipelineSubmitted(time_s=arrival.submit_s, pipeline=arrival.pipeline)):
+            if isinstance(action, Admit):
+                kinds[action.pipeline] = action.kind
+            elif isinstance(action, Refuse | Wait):
+                reasons[action.pipeline] = action.reason
+    ledger = scheduler.ledger
+    pools = made.cluster.pools
+    return {
+        "policy": policy,
+        "usd_per_hour": ledger.usd_per_hour,
+        "solo_usd_per_hour": solo_usd_per_hour(made),
+        "gpus": {name: ledger.num_nodes_in_use(name) * pool.gpus_per_node for name, pool in pools.items()},
+        "num_groups": ledger.num_groups,
+        "pipelines": [
+            _planned(ledger, arrival.pipeline, kinds, reasons, str(scheduler.status(arrival.pipeline.id)))
+            for arrival in made.arrivals
+        ],
+    }
+
+
+def solo_usd_per_hour(workload: Workload) -> float:
+    """What the same pipelines cost with nodes of their own, all at once."""
+    cluster = workload.cluster
+    total = 0.0
+    for arrival in workload.arrivals:
+        pipeline = arrival.pipeline
+        for phase, count in (("rollout", pipeline.num_rollout_nodes), ("train", pipeline.num_train_nodes)):
+            pool = next((pool for pool in cluster.pools.values() if pool.phase == phase), None)
+            total += count * pool.usd_per_node_hour if pool else 0.0
+    return total
+
+
+def _planned(
+    ledger: PlacementLedger,
+    pipeline: Any,
+    kinds: Mapping[str, AdmissionKind],
+    reasons: Mapping[str, str],
+    status: str,
+) -> dict[str, Any]:
+    row: dict[str, Any] = {
+        "pipeline": str(pipeline.id),
+        "status": status,
+        "group": None,
+        "admission": None,
+        "rollout_nodes": [],
+        "train_nodes": [],
+        "step_s": None,
+        "step_slowdown": None,
+        "slo_slowdown": pipeline.slo_slowdown,
+        "usd_per_hour": 0.0,
+        "reason": reasons.get(pipeline.id, ""),
+    }
+    if pipeline.id not in ledger:
+        return row
+    placement = ledger.placement(pipeline.id)
+    group = ledger.group(placement.group)
+    row.update(
+        group=int(group.id),
+        admission=str(kinds[pipeline.id]),
+        rollout_nodes=[str(node) for node in placement.rollout_nodes],
+        train_nodes=[str(node) for node in placement.train_nodes],
+        step_s=group.period_s,
+        step_slowdown=predicted_slowdown(group, pipeline),
+        usd_per_hour=_share_usd_per_hour(ledger, group, pipeline),
+    )
+    return row
+
+
+def _share_usd_per_hour(ledger: PlacementLedger, group: GroupLoad, pipeline: Any) -> float:
+    pools = ledger.cluster.pools
+    nodes = dict.fromkeys(group.rollout_nodes + group.train_nodes)
+    cost = sum(pools[node.pool].usd_per_node_hour for node in nodes)
+    weights = {m.pipeline.id: m.phase_load.solo_s for m in group.members}
+    total = sum(weights.values())
+    return cost * (weights[pipeline.id] / total if total else 1 / len(weights))
+
+
+def reproduce(
+    paper: str,
+    *,
+    num_seeds: int = 5,
+    progress: Progress | None = None,
+    out: Path | None = None,
+) -> dict[str, Any]:
+    """The paper's figures again: {"paper", "rows": [{"section", "figure", "published", "ours", ...}]}."""
+    if paper not in _PAPERS:
+        raise UserError(f"paper {paper!r} is unknown; accepted: {', '.join(_PAPERS)}")
+    result: dict[str, Any] = import_module(_PAPERS[paper]).reproduce(
+        num_seeds=num_seeds, progress=progress, out=out
+    )
+    return result

@@ -1,0 +1,80 @@
+"""Many simulations at once: every (workload, policy) of a sweep on all cores.
+
+    tasks ─▶ process pool ─▶ results in the order of the tasks; `progress(done, total)` as they come in
+
+A result depends on its task alone, so a sweep gives the same results on one core and on many.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import dataclass, fields, is_dataclass, replace
+from difflib import get_close_matches
+from typing import Any
+
+from rlmux.core.errors import UserError
+from rlmux.core.policies import POLICIES, Policy
+from rlmux.sim.arrivals import Workload
+from rlmux.sim.metrics import SimResult
+from rlmux.sim.simulator import simulate
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """One simulation."""
+
+    workload: Workload
+    policy: str | Policy
+    """A name of POLICIES, or the policy itself."""
+    spans_until_s: float = 0.0
+
+
+def make_policy(name: str, *, seed: int = 0, **options: Any) -> Policy:
+    """The policy of that name with these options; one that draws lots does so from `seed`."""
+    if name not in POLICIES:
+        near = get_close_matches(name, POLICIES, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise UserError(f"policy {name!r} is unknown; accepted: {', '.join(POLICIES)}{hint}")
+    policy: Any = POLICIES[name]()
+    known = [item.name for item in fields(policy)] if is_dataclass(policy) else []
+    for key in options:
+        if key not in known:
+            raise UserError(f"policy {name!r} has no option {key!r}; accepted: {', '.join(known)}")
+    if "seed" in known:
+        options = {"seed": seed, **options}
+    made: Policy = replace(policy, **options) if options else policy
+    return made
+
+
+def run_task(task: Task) -> SimResult:
+    """The simulation of one task, in this process."""
+    policy = task.policy
+    if isinstance(policy, str):
+        policy = make_policy(policy, seed=task.workload.seed)
+    return simulate(task.workload, policy, spans_until_s=task.spans_until_s)
+
+
+def sweep(
+    tasks: Sequence[Task], *, progress: Progress | None = None, num_processes: int | None = None
+) -> tuple[SimResult, ...]:
+    """The results of all tasks, in their order. `num_processes=None` takes every core that is ours."""
+    num_processes = min(len(tasks), num_processes or len(os.sched_getaffinity(0)))
+    tell = progress or (lambda done, total: None)
+    if num_processes <= 1:
+        results = []
+        for done, task in enumerate(tasks, 1):
+            results.append(run_task(task))
+            tell(done, len(tasks))
+        return tuple(results)
+    context = multiprocessing.get_context("forkserver")
+    with ProcessPoolExecutor(num_processes, mp_context=context) as pool:
+        futures = [pool.submit(run_task, task) for task in tasks]
+        for done, future in enumerate(as_completed(futures), 1):
+            future.result()
+            tell(done, len(tasks))
+        return tuple(future.result() for future in futures)
