@@ -22,7 +22,8 @@ def weights_sha256(tensors: Mapping[str, Tensor]) -> str:
     """Hash of names, shapes and bytes in name order."""
     digest = hashlib.sha256()
     for name in sorted(tensors):
-        tensor = tensors[name].detach().cpu().contiguous()
+        # A copy: lending the storage itself to numpy would make it impossible to offload ever after.
+        tensor = tensors[name].detach().cpu().clone(memory_format=torch.contiguous_format)
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         digest.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
     return digest.hexdigest()

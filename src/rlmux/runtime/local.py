@@ -200,7 +200,13 @@ class LocalBackend:
         folder.mkdir(mode=0o700, exist_ok=True)
         weights = self._shared_memory / submission.plan.name
         weights.mkdir(mode=0o700, exist_ok=True)
-        checkpoints = CheckpointFolder(folder, keep=self._options.keep_checkpoints + submission.pipeline.staleness)
+        checkpoints = CheckpointFolder(
+            folder,
+            keep=self._options.keep_checkpoints + submission.pipeline.staleness,
+            say=lambda text: self._notes.append(
+                Note(type="warning", fields={"pipeline": action.pipeline, "reason": text})
+            ),
+        )
         self._start(submission, action.placement, folder, weights, checkpoints)
 
     def _start(
@@ -337,13 +343,17 @@ class LocalBackend:
             return  # it failed: its processes are gone
         self._drop_orders(pipeline)
         for process in workers.processes:
-            self._selector.unregister(process.connection)
-            process.end()
+            self._end_process(process, WorkerProcess.end)
         shutil.rmtree(workers.weights, ignore_errors=True)
 
     def _kill(self, process: WorkerProcess) -> None:
+        self._end_process(process, WorkerProcess.kill)
+
+    def _end_process(self, process: WorkerProcess, how: Callable[[WorkerProcess], None]) -> None:
         self._selector.unregister(process.connection)
-        process.kill()
+        how(process)
+        for offloaded in process.abandoned("offload"):
+            offloaded(0)  # it holds nothing any more: whoever needs the room may go on
 
     def _orders_of(self, pipeline: PipelineId) -> list[_Running]:
         return [run for run in self._running.values() if run.action.pipeline == pipeline]
@@ -579,11 +589,14 @@ class LocalBackend:
         pipeline = run.action.pipeline
         self._sha256[pipeline] = sha256
         workers.num_losses = 0
-        workers.checkpoints.prune()
+        if workers.checkpoints.path(version).is_dir():
+            workers.checkpoints.mark_latest(version)
+            workers.checkpoints.prune()
         (workers.weights / f"{version - workers.plan.algorithm.staleness - 2}.safetensors").unlink(missing_ok=True)
         batch = workers.batch_by_step.pop(version, None)
         if batch is not None:
-            self._notes.append(Note(type="step", fields=_step_fields(pipeline, version, batch, workers.metrics)))
+            fields = _step_fields(pipeline, version, batch, workers.metrics)
+            self._notes.append(Note(type="step", fields={**fields, "weights_sha256": sha256}))
         workers.metrics = {}
         self._end(run, StageFinished)
 

@@ -68,15 +68,10 @@ class WorkerProcess:
         )
         self._process.start()
         theirs.close()
-        self._is_serving = False
 
     @property
     def pid(self) -> int | None:
         return self._process.pid
-
-    @property
-    def is_busy(self) -> bool:
-        return bool(self._calls)
 
     def call(self, now_s: float, method: str, args: tuple[Any, ...], then: Callable[[Any], None]) -> None:
         """Have the worker run a method; `then` gets its result. Raises WorkerLostError if the process is gone."""
@@ -101,13 +96,17 @@ class WorkerProcess:
             is_ok, value = self.connection.recv()
         except (EOFError, OSError) as error:
             raise WorkerLostError(f"{self.name} is gone (exit code {self._process.exitcode})") from error
-        call = self._calls.popleft()
         self._deadline_s = None
-        if self._calls:
-            self._send(now_s)
         if not is_ok:
             raise value
+        call = self._calls.popleft()
+        if self._calls:
+            self._send(now_s)
         call.then(value)
+
+    def abandoned(self, method: str) -> list[Callable[[Any], None]]:
+        """Who still waits for a call of this kind: the process is given up and will not answer."""
+        return [call.then for call in self._calls if call.method == method]
 
     def is_overdue(self, now_s: float) -> bool:
         """It has not answered within its limit."""

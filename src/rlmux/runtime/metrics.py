@@ -1,0 +1,65 @@
+"""Per-pipeline metrics as they come: `metrics.jsonl` for scripts, TensorBoard events for people.
+
+TensorBoard's own writer is used without TensorFlow or torch; without the package the events are left out.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rlmux.core.actions import Action
+from rlmux.core.events import Event
+from rlmux.core.model import PipelineId
+from rlmux.runtime.backend import Note
+
+_TAGS = {
+    "reward_mean": "reward/mean",
+    "reward_std": "reward/std",
+    "response_len_mean": "response_length/mean",
+    "response_len_max": "response_length/max",
+    "turns_mean": "rollout/turns_mean",
+    "tokens": "rollout/tokens",
+}
+
+
+class MetricsWriter:
+    """A listener that writes each step's numbers into its pipeline's folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._writers: dict[PipelineId, Any] = {}
+
+    def update(
+        self, now_s: float, events: Sequence[Event], actions: Sequence[Action], notes: Sequence[Note]
+    ) -> None:
+        for note in notes:
+            if note.type == "step":
+                self._write(now_s, note.fields["pipeline"], note.fields["step"], note.fields["metrics"])
+
+    def close(self) -> None:
+        for writer in self._writers.values():
+            if writer is not None:
+                writer.close()
+
+    def _write(self, now_s: float, pipeline: PipelineId, step: int, metrics: dict[str, float]) -> None:
+        line = json.dumps({"step": step, "time_s": round(now_s, 4), **metrics})
+        with (self._folder / pipeline / "metrics.jsonl").open("a") as file:
+            file.write(line + "\n")
+        if pipeline not in self._writers:
+            self._writers[pipeline] = _event_writer(self._folder / pipeline / "tensorboard")
+        writer = self._writers[pipeline]
+        if writer is not None:
+            for name, value in metrics.items():
+                writer.add_scalar(_TAGS.get(name, f"train/{name}"), value, step)
+
+
+def _event_writer(folder: Path) -> Any:
+    """TensorBoard's writer, or None where the package is not installed."""
+    try:
+        from tensorboard.summary import Writer
+    except ImportError:
+        return None
+    return Writer(str(folder))

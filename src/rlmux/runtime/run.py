@@ -1,0 +1,192 @@
+"""One run from start to end: the folder, the log, the scheduler, a backend, the reports.
+
+    run_pipelines    a new run in a new folder
+    resume_pipelines the same folder after a stop or a crash: every pipeline goes on from its newest checkpoint
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rlmux.core.errors import UserError
+from rlmux.core.model import Cluster, PipelineId, PipelineStatus
+from rlmux.core.policies import Policy
+from rlmux.core.scheduler import Scheduler
+from rlmux.report.api import write_report
+from rlmux.report.log import LogReader, RunLog, run_header
+from rlmux.runtime.backend import Backend, Submission
+from rlmux.runtime.checkpoints import CheckpointFolder
+from rlmux.runtime.controller import Controller, Listener
+from rlmux.runtime.local import LocalBackend, LocalOptions
+from rlmux.runtime.metrics import MetricsWriter
+
+LOG_NAME = "run.db"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunResult:
+    """How a run ended."""
+
+    folder: Path
+    summary: Mapping[str, Any]
+    is_complete: bool
+    """False: it was stopped; `rlmux resume` goes on with it."""
+
+
+def run_pipelines(
+    cluster: Cluster,
+    submissions: Sequence[Submission],
+    policy: Policy,
+    folder: Path,
+    *,
+    spec: Mapping[str, Any],
+    is_overwriting: bool = False,
+    options: LocalOptions | None = None,
+    listeners: Sequence[Listener] = (),
+) -> RunResult:
+    """Train every pipeline under a policy on this machine.
+
+    Raises UserError for a folder that cannot be used. A pipeline's own failure is in the summary, not raised.
+    """
+    prepare_folder(folder, is_overwriting=is_overwriting)
+    header = run_header(policy=policy.name, backend="local", cluster=cluster, spec=spec)
+    with RunLog.create(folder, header) as log:
+        backend = LocalBackend(cluster, folder, options=options)
+        return _drive(cluster, submissions, policy, folder, log, backend, listeners)
+
+
+def resume_pipelines(
+    cluster: Cluster,
+    submissions: Sequence[Submission],
+    policy: Policy,
+    folder: Path,
+    *,
+    options: LocalOptions | None = None,
+    listeners: Sequence[Listener] = (),
+) -> RunResult:
+    """Go on with a run that was stopped or killed. Pipelines that were over stay over."""
+    statuses = ended_pipelines(folder)
+    unfinished = [
+        _from_checkpoint(submission, folder) for submission in submissions if submission.pipeline.id not in statuses
+    ]
+    with RunLog.open(folder) as log:
+        log.note("resumed", log.last_time_s, pipelines=[submission.pipeline.id for submission in unfinished])
+        backend = LocalBackend(cluster, folder, options=options, start_s=log.last_time_s)
+        return _drive(cluster, unfinished, policy, folder, log, backend, listeners, statuses)
+
+
+def ended_pipelines(folder: Path) -> dict[PipelineId, dict[str, Any]]:
+    """What earlier parts of a run say of pipelines that are over: status and weights_sha256 by name."""
+    with LogReader(folder) as reader:
+        return {
+            PipelineId(entry.value["pipeline"]): dict(entry.value)  # type: ignore[index, call-overload]
+            for entry in reader.entries()
+            if entry.kind == "note" and entry.type == "pipeline_end"
+        }
+
+
+def _from_checkpoint(submission: Submission, folder: Path) -> Submission:
+    newest = CheckpointFolder(folder / submission.plan.name, keep=1).newest()
+    if newest is None:
+        return submission
+    return replace(submission, pipeline=replace(submission.pipeline, first_step=newest[0] + 1))
+
+
+def _drive(
+    cluster: Cluster,
+    submissions: Sequence[Submission],
+    policy: Policy,
+    folder: Path,
+    log: RunLog,
+    backend: Backend,
+    listeners: Sequence[Listener],
+    ended: Mapping[PipelineId, Mapping[str, Any]] | None = None,
+) -> RunResult:
+    scheduler = Scheduler(cluster, policy)
+    metrics = MetricsWriter(folder)
+    endings = _Endings(scheduler, backend, log, dict(ended or {}))
+    controller = Controller(scheduler, backend, log, [metrics, endings, *listeners])
+    try:
+        with _stop_on_interrupt(controller.stop):
+            is_complete = controller.run(submissions)
+    finally:
+        backend.close()
+        metrics.close()
+        log.note(
+            "end",
+            backend.now_s(),
+            pipelines={name: dict(fields) for name, fields in endings.by_pipeline.items()},
+            control_s=controller.control_s,
+        )
+        log.commit()
+    return RunResult(folder=folder, summary=write_report(folder), is_complete=is_complete)
+
+
+class _Endings:
+    """Writes down each pipeline's end as soon as it is over."""
+
+    def __init__(
+        self, scheduler: Scheduler, backend: Backend, log: RunLog, ended: dict[PipelineId, Mapping[str, Any]]
+    ) -> None:
+        self._scheduler = scheduler
+        self._backend = backend
+        self._log = log
+        self.by_pipeline: dict[PipelineId, Mapping[str, Any]] = ended
+
+    def update(self, now_s: float, events: object, actions: object, notes: object) -> None:
+        for pipeline, run in self._scheduler.state.runs.items():
+            is_over = run.status not in (PipelineStatus.WAITING, PipelineStatus.RUNNING)
+            if is_over and pipeline not in self.by_pipeline:
+                fields = {
+                    "pipeline": pipeline,
+                    "status": run.status.value,
+                    "reason": run.reason,
+                    "weights_sha256": self._backend.weights_sha256(pipeline),
+                }
+                self.by_pipeline[pipeline] = fields
+                self._log.note("pipeline_end", now_s, **fields)
+
+
+@contextlib.contextmanager
+def _stop_on_interrupt(stop: Callable[[], None]) -> Iterator[None]:
+    """Ctrl-C and SIGTERM end the run at the next safe point; a second Ctrl-C ends it at once."""
+
+    def on_signal(number: int, _: object) -> None:
+        stop()
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    try:
+        previous = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+    except ValueError:  # not the main thread: whoever runs us there stops us otherwise
+        yield
+        return
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+
+
+def prepare_folder(folder: Path, *, is_overwriting: bool) -> None:
+    """Make the run's folder, private to the user. Only a folder that holds a run is ever overwritten."""
+    if folder.exists() and not folder.is_dir():
+        raise UserError(f"--out {folder}: this is a file; give a folder that does not exist or is empty")
+    if folder.is_dir() and any(folder.iterdir()):
+        if not is_overwriting:
+            raise UserError(f"--out {folder}: not empty; give another folder, or --overwrite to replace the run in it")
+        if not (folder / LOG_NAME).exists():
+            raise UserError(f"--out {folder}: not empty and holds no run ({LOG_NAME}), so --overwrite leaves it alone")
+        shutil.rmtree(folder)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {folder}: cannot be made: {error.strerror}") from error
+    if not os.access(folder, os.W_OK):
+        raise UserError(f"--out {folder}: not writable")
