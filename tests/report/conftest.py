@@ -1,4 +1,4 @@
-"""Logs to report on: a `Story` says what happened; `alternating_run` makes up a whole run of two pipelines."""
+"""Logs to report on: a `Story` says what happened, `alternating_run` makes up a run of two pipelines."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ from typing import Any
 import pytest
 
 from rlmux.core.actions import Action, Admit, Release, RunStage, Switch
-from rlmux.core.events import ChunkFinished, Event, PipelineFailed, PipelineSubmitted, StageFinished, StagePaused
+from rlmux.core.events import (
+    ChunkFinished,
+    Event,
+    PipelineFailed,
+    PipelineSubmitted,
+    StageFinished,
+    StagePaused,
+)
 from rlmux.core.model import (
     AdmissionKind,
     Cluster,
@@ -96,7 +103,13 @@ class Story:
 
 def order(number: int, name: str, stage: Stage, *devices: DeviceId, step: int = 1, **fields: Any) -> RunStage:
     return RunStage(
-        order=number, pipeline=name, step=step, stage=stage, devices=devices, weight_version=step - 1, **fields
+        order=number,
+        pipeline=name,
+        step=step,
+        stage=stage,
+        devices=devices,
+        weight_version=step - 1,
+        **fields,
     )
 
 
@@ -118,8 +131,8 @@ def alternating_run() -> Callable[..., Story]:
 class _AlternatingRun:
     """Two pipelines take turns on a rollout and a training device, in virtual time.
 
-    `sort` has a long tail; `tools` waits for its environment; whoever is named in `failing` dies in its second
-    rollout. Devices serve in order of arrival.
+    `sort` has a long tail; `tools` waits for its environment; whoever is named in `failing` dies in its
+    second rollout. Devices serve in order of arrival.
     """
 
     def __init__(self, *, num_steps: int = 6, failing: str | None = None, seed: int = 0) -> None:
@@ -137,7 +150,9 @@ class _AlternatingRun:
         self._pending: list[Action] = []
         self._over: set[str] = set()
         for name in ("sort", "tools"):
-            self.story.submit(0.0, name, num_steps=num_steps, slo_slowdown=1.5 if name == "sort" else math.inf)
+            self.story.submit(
+                0.0, name, num_steps=num_steps, slo_slowdown=1.5 if name == "sort" else math.inf
+            )
             self._enqueue(0.0, name, 1, Stage.GENERATE)
             self.story.rows += [
                 Entry(len(self.story.rows) + 2 + i, 0.0, "action", type(a).__name__, a)
@@ -200,7 +215,10 @@ class _AlternatingRun:
 
         def finish(now_s: float) -> None:
             self._finish(
-                StageFinished(time_s=now_s, order=number, seconds=seconds, switch_s=switch_s), name, step, stage
+                StageFinished(time_s=now_s, order=number, seconds=seconds, switch_s=switch_s),
+                name,
+                step,
+                stage,
             )
 
         self._at(end_s, finish)
@@ -208,7 +226,9 @@ class _AlternatingRun:
     def _roll_out(self, begin_s: float, number: int, name: str, step: int, switch_s: float) -> None:
         """Sixteen slots: full, then fewer and fewer; chunks of 0.2 s of computing."""
         now_s, seconds, tokens = begin_s, 0.0, 0
-        profile = [16, 16, 16, 15, 12, 8, 4, 2, 2, 1, 1] if name == "sort" else [16, 16, 14, 0, 12, 6, 0, 3, 1]
+        profile = (
+            [16, 16, 16, 15, 12, 8, 4, 2, 2, 1, 1] if name == "sort" else [16, 16, 14, 0, 12, 6, 0, 3, 1]
+        )
         for active in self._jitter(profile):
             now_s += 0.2 + 0.002
             seconds += 0.2
@@ -217,7 +237,9 @@ class _AlternatingRun:
             self._at(
                 now_s,
                 lambda t, a=active, p=parked, k=tokens, s=seconds: self.story.event(
-                    ChunkFinished(time_s=t, order=number, num_active=a, num_waiting=0, num_parked=p, tokens=k, seconds=s)
+                    ChunkFinished(
+                        time_s=t, order=number, num_active=a, num_waiting=0, num_parked=p, tokens=k, seconds=s
+                    )
                 ),
             )
             if active == 0:
@@ -268,13 +290,21 @@ class _AlternatingRun:
             self._enqueue(now_s, name, step, stage)
 
     def _note_step(self, now_s: float, name: str, step: int) -> None:
-        reward = (0.9 if name == "sort" else 0.7) * (1 - math.exp(-step / 4)) + self._random.uniform(-0.03, 0.03)
+        reward = (0.9 if name == "sort" else 0.7) * (1 - math.exp(-step / 4)) + self._random.uniform(
+            -0.03, 0.03
+        )
         self.story.note(
             now_s,
             "step",
             pipeline=name,
             step=step,
-            metrics={"reward_mean": reward, "tokens": 900, "trajectories": 64, "loss": 0.1, "kl": 0.01 * step},
+            metrics={
+                "reward_mean": reward,
+                "tokens": 900,
+                "trajectories": 64,
+                "loss": 0.1,
+                "kl": 0.01 * step,
+            },
         )
 
     def _fail(self, now_s: float, name: str) -> None:

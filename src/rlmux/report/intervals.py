@@ -73,8 +73,26 @@ class Interval:
     @property
     def label(self) -> str:
         """`waiting for rollout of sort`, `tail`, `control`."""
-        named = self.kind is Kind.BUBBLE and self.pipeline is not None and self.cause in _NAMES_PIPELINE
-        return f"{self.cause} of {self.pipeline}" if named else str(self.cause)
+        return label_of(self.cause, self.pipeline)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Share:
+    """Seconds of a device under one name."""
+
+    kind: Kind
+    cause: Cause
+    pipeline: PipelineId | None
+    """As in Interval; None for control, which is nobody's."""
+    seconds: float
+
+    @property
+    def label(self) -> str:
+        return label_of(self.cause, self.pipeline)
+
+
+def label_of(cause: Cause, pipeline: PipelineId | None) -> str:
+    return f"{cause} of {pipeline}" if pipeline is not None and cause in _NAMES_PIPELINE else str(cause)
 
 
 _NAMES_PIPELINE = (

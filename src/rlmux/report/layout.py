@@ -4,11 +4,12 @@
                                           ▲
                               a ChunkFinished, with the seconds computed since the order began
 
-The lengths of compute and switch are the events' own measurements. Only the rest is inferred: *starting* in front
-of a cold start's computing, *tool wait* after a chunk that said all trajectories are parked, *control* else.
+The lengths of compute and switch are the events' own measurements. Only the rest is inferred: *starting* in
+front of a cold start's computing, *tool wait* after a chunk that said all trajectories are parked, *control*
+else.
 
-*Tail*: from a chunk on at which a rollout decodes at most an eighth of the most sequences that its pipeline ever
-had active on this device, and none wait for a slot.
+*Tail*: from a chunk on at which a rollout decodes at most an eighth of the most sequences that its pipeline
+ever had active on this device, and none wait for a slot.
 """
 
 from __future__ import annotations

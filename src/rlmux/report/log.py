@@ -306,20 +306,25 @@ def _connect(path: Path, survives_power_cut: bool) -> sqlite3.Connection:
 
 
 def _connect_to_read(path: Path) -> sqlite3.Connection:
-    """Without changing the file. SQLite needs its side files to follow a live log; where the folder does not
-    let it make them (another owner, a read-only disk) the log is not being written either, and is read as it
-    stands."""
-    uri = path.absolute().as_uri()
-    connection = sqlite3.connect(f"{uri}?mode=ro", uri=True, isolation_level=None, check_same_thread=False)
+    """Without a way to add rows. SQLite needs its side files to follow a live log, and folds them back in
+    when the last one leaves; where the folder does not let it (another owner, a read-only disk) the log is
+    not being written either, and is read as it stands."""
+    try:
+        return _query_only(path, "mode=rw")
+    except sqlite3.OperationalError:
+        return _query_only(path, "immutable=1")
+    except sqlite3.DatabaseError as error:
+        raise LogError(f"{path}: not a run log: {error}") from error
+
+
+def _query_only(path: Path, options: str) -> sqlite3.Connection:
+    uri = f"{path.absolute().as_uri()}?{options}"
+    connection = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
     try:
         connection.execute("PRAGMA busy_timeout = 5000")
+        connection.execute("PRAGMA query_only = 1")
         connection.execute("SELECT 1 FROM sqlite_master").fetchone()
-    except sqlite3.OperationalError:
+    except sqlite3.Error:
         connection.close()
-        connection = sqlite3.connect(
-            f"{uri}?immutable=1", uri=True, isolation_level=None, check_same_thread=False
-        )
-    except sqlite3.DatabaseError as error:
-        connection.close()
-        raise LogError(f"{path}: not a run log: {error}") from error
+        raise
     return connection

@@ -25,7 +25,7 @@ from typing import Any
 from rlmux.core.model import DeviceId, PipelineId, Stage
 from rlmux.report.gaps import GapNamer
 from rlmux.report.history import History, Instant, OrderRecord, PipelineRecord
-from rlmux.report.intervals import Cause, Interval, Kind
+from rlmux.report.intervals import Cause, Interval, Kind, Share
 from rlmux.report.layout import lay_out_order
 
 
@@ -35,8 +35,8 @@ class DeviceTimeline:
     intervals: tuple[Interval, ...]
     """By start; those of one lane do not overlap."""
     seconds_by_kind: Mapping[Kind, float]
-    seconds_by_label: Mapping[tuple[Kind, str], float]
-    """Largest first within a kind. Sums to the kind's seconds."""
+    shares: tuple[Share, ...]
+    """Busy first, then switch, bubble, idle; the largest first within each, which they add up to."""
     num_lanes: int = 1
 
     @property
@@ -64,11 +64,11 @@ class Timeline:
 
     def seconds(self, cause: Cause) -> float:
         """Over all devices."""
-        return sum(
-            seconds
+        return math.fsum(
+            share.seconds
             for device in self.devices.values()
-            for (_, label), seconds in device.seconds_by_label.items()
-            if label == cause
+            for share in device.shares
+            if share.cause is cause
         )
 
 
@@ -136,17 +136,22 @@ _RANK = {Kind.BUSY: 0, Kind.SWITCH: 1, Kind.BUBBLE: 2, Kind.IDLE: 3}
 
 def _account(device: DeviceId, intervals: list[Interval], num_lanes: int) -> DeviceTimeline:
     """Add the seconds up; where intervals overlap, the most useful one counts."""
-    by_label: dict[tuple[Kind, str], float] = {}
+    by_name: dict[tuple[Kind, Cause, PipelineId | None], float] = {}
     for interval, seconds in _exposed(intervals) if num_lanes > 1 else ((i, i.seconds) for i in intervals):
-        key = (interval.kind, interval.label)
-        by_label[key] = by_label.get(key, 0.0) + seconds
-    by_kind = {kind: math.fsum(s for (k, _), s in by_label.items() if k is kind) for kind in Kind}
-    ranked = sorted(by_label.items(), key=lambda item: (_RANK[item[0][0]], -item[1], item[0][1]))
+        pipeline = None if interval.cause is Cause.CONTROL else interval.pipeline
+        name = (interval.kind, interval.cause, pipeline)
+        by_name[name] = by_name.get(name, 0.0) + seconds
+    shares = [
+        Share(kind=kind, cause=cause, pipeline=pipeline, seconds=seconds)
+        for (kind, cause, pipeline), seconds in by_name.items()
+    ]
     return DeviceTimeline(
         id=device,
         intervals=tuple(intervals),
-        seconds_by_kind=by_kind,
-        seconds_by_label=dict(ranked),
+        seconds_by_kind={
+            kind: math.fsum(share.seconds for share in shares if share.kind is kind) for kind in Kind
+        },
+        shares=tuple(sorted(shares, key=lambda share: (_RANK[share.kind], -share.seconds, share.label))),
         num_lanes=num_lanes,
     )
 

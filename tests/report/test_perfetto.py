@@ -1,0 +1,90 @@
+"""The trace obeys the trace-event format, and shows what the timeline knows."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rlmux.report.intervals import Kind
+from rlmux.report.perfetto import trace
+
+
+@pytest.fixture(scope="module")
+def failed_run(alternating_run: Callable[..., Any]) -> Any:
+    return alternating_run(failing="tools").timeline()
+
+
+@pytest.fixture(scope="module")
+def events(failed_run: Any) -> list[dict[str, Any]]:
+    content = json.loads(json.dumps(trace(failed_run), allow_nan=False))
+    return content["traceEvents"]
+
+
+def of(events: list[dict[str, Any]], phase: str) -> list[dict[str, Any]]:
+    return [event for event in events if event["ph"] == phase]
+
+
+def test_every_event_has_what_the_format_wants(events: list[dict[str, Any]]) -> None:
+    for event in events:
+        assert event["ph"] in "MXCsfi"
+        assert isinstance(event["name"], str)
+        assert isinstance(event["pid"], int)
+        if event["ph"] != "M":
+            assert isinstance(event["ts"], int)
+            assert event["ts"] >= 0
+        if event["ph"] == "X":
+            assert event["dur"] >= 0
+
+
+def test_slices_of_one_thread_do_not_overlap(events: list[dict[str, Any]]) -> None:
+    ends: dict[tuple[int, int], int] = {}
+    for event in sorted(of(events, "X"), key=lambda event: event["ts"]):
+        place = (event["pid"], event["tid"])
+        assert event["ts"] >= ends.get(place, 0) - 1
+        ends[place] = event["ts"] + event["dur"]
+
+
+def test_busy_time_of_a_device_is_all_there(events: list[dict[str, Any]], failed_run: Any) -> None:
+    names = {e["pid"]: e["args"]["name"] for e in of(events, "M") if e["name"] == "process_name"}
+    for device in failed_run.devices.values():
+        (process,) = [pid for pid, name in names.items() if name.startswith(str(device.id))]
+        busy_us = sum(
+            e["dur"]
+            for e in of(events, "X")
+            if e["pid"] == process and e["args"].get("cause") in ("compute", "tail")
+        )
+        assert busy_us / 1e6 == pytest.approx(device.seconds_by_kind[Kind.BUSY], abs=1e-3)
+
+
+def test_a_pipeline_keeps_its_colour(events: list[dict[str, Any]]) -> None:
+    colours: dict[str, set[str]] = {}
+    for event in of(events, "X"):
+        if event["args"].get("cause") in ("compute", "tail"):
+            colours.setdefault(event["args"]["pipeline"], set()).add(event["cname"])
+    assert {name: len(names) for name, names in colours.items()} == {"sort": 1, "tools": 1}
+    assert colours["sort"] != colours["tools"]
+
+
+def test_arrows_lead_from_rollout_to_training_to_publishing(events: list[dict[str, Any]]) -> None:
+    starts, ends = of(events, "s"), of(events, "f")
+    assert [event["id"] for event in starts] == [event["id"] for event in ends]
+    assert all(start["ts"] <= end["ts"] for start, end in zip(starts, ends, strict=True))
+    assert sum(event["name"] == "trajectories of sort" for event in starts) == 6
+    assert sum(event["name"] == "weights of sort" for event in starts) == 6
+    slices = [(e["pid"], e["tid"], e["ts"], e["ts"] + e["dur"]) for e in of(events, "X")]
+    for arrow in starts + ends:
+        assert any(
+            pid == arrow["pid"] and tid == arrow["tid"] and begin <= arrow["ts"] <= end
+            for pid, tid, begin, end in slices
+        )
+
+
+def test_failure_and_counters_are_there(events: list[dict[str, Any]]) -> None:
+    assert [(e["name"], e["args"]["text"][:25]) for e in of(events, "i")] == [
+        ("failure: tools", "its reward function raise")
+    ]
+    counters = {event["name"] for event in of(events, "C")}
+    assert {"sequences", "reward sort", "reward tools"} <= counters

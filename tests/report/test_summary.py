@@ -1,0 +1,161 @@
+"""The numbers are what their definitions say, on runs small enough to add up by hand."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from rlmux.core.actions import Release, RunStage, Switch
+from rlmux.core.events import PipelineRestarted, StageFinished, StagePaused
+from rlmux.core.model import DeviceId, Stage
+from rlmux.report.summary import summarize
+
+ROLLOUT = DeviceId("rollout", 0, 0)
+TRAIN = DeviceId("train", 0, 0)
+GENERATE, UPDATE, PUBLISH, REWARD = Stage.GENERATE, Stage.UPDATE, Stage.PUBLISH, Stage.REWARD
+
+Order = Callable[..., RunStage]
+
+KEYS = {
+    "policy", "backend", "makespan_s", "tokens_per_s", "pipelines", "devices",
+    "num_migrations", "num_switches", "control_overhead",
+}  # fmt: skip
+PIPELINE_KEYS = {
+    "steps", "tokens", "trajectories", "reward_first", "reward_last", "step_s_mean", "step_slowdown",
+    "slo_slowdown", "weights_sha256", "status",
+}  # fmt: skip
+DEVICE_KEYS = {"pool", "busy_s", "switch_s", "bubble_s", "idle_s", "utilization"}
+
+
+def done(time_s: float, number: int, seconds: float, **fields: Any) -> StageFinished:
+    return StageFinished(time_s=time_s, order=number, seconds=seconds, **fields)
+
+
+def two_steps(story: Any, make_order: Order) -> Any:
+    """Twice 2 s of rollout, 1 s of update and 0.5 s of publishing; 1.5 s pass before the second rollout."""
+    start = make_order(1, "a", GENERATE, ROLLOUT, switch=Switch.COLD)
+    story.submit(0.0, "a", start, num_steps=2, slo_slowdown=1.4)
+    story.event(done(3.0, 1, 2.0, tokens=100), make_order(2, "a", UPDATE, TRAIN))
+    story.event(done(4.0, 2, 1.0, tokens=100), make_order(3, "a", PUBLISH))
+    story.note(4.5, "step", pipeline="a", step=1, metrics={"reward_mean": 0.25, "trajectories": 8})
+    story.event(done(4.5, 3, 0.0))
+    story.event(StagePaused(time_s=4.5, order=99, seconds=0.0))
+    story.submit(6.0, "other", make_order(4, "a", GENERATE, ROLLOUT, step=2), num_steps=1)
+    story.event(done(8.0, 4, 2.0, tokens=140), make_order(5, "a", UPDATE, TRAIN, step=2))
+    story.event(done(9.0, 5, 1.0), make_order(6, "a", PUBLISH, step=2))
+    story.note(9.5, "step", pipeline="a", step=2, metrics={"reward_mean": 0.5, "trajectories": 8})
+    story.event(done(9.5, 6, 0.0), Release(pipeline="a"))
+    return story
+
+
+def test_keys_are_the_stable_ones(alternating_run: Callable[..., Any]) -> None:
+    summary = summarize(alternating_run().timeline())
+    assert set(summary) == KEYS
+    assert list(summary["pipelines"]) == ["sort", "tools"]
+    assert all(set(pipeline) == PIPELINE_KEYS for pipeline in summary["pipelines"].values())
+    assert list(summary["devices"]) == ["rollout-0.0", "train-0.0"]
+    assert all(set(device) == DEVICE_KEYS for device in summary["devices"].values())
+    json.dumps(summary, allow_nan=False)
+
+
+def test_numbers_of_two_steps(story: Any, make_order: Order) -> None:
+    summary = summarize(two_steps(story, make_order).timeline())
+    a = summary["pipelines"]["a"]
+    assert a["steps"] == 2
+    assert a["tokens"] == 240
+    assert a["trajectories"] == 16
+    assert (a["reward_first"], a["reward_last"]) == (0.25, 0.5)
+    assert a["step_s_mean"] == pytest.approx((9.5 - 1.0) / 2)
+    assert a["step_slowdown"] == pytest.approx((9.5 - 1.0) / 7.0)
+    assert a["slo_slowdown"] == 1.4
+    assert a["status"] == "finished"
+    assert summary["makespan_s"] == 9.5
+    assert summary["tokens_per_s"] == pytest.approx(240 / 9.5)
+    assert summary["num_switches"] == 1
+    rollout = summary["devices"]["rollout-0.0"]
+    assert (rollout["busy_s"], rollout["switch_s"], rollout["idle_s"]) == (4.0, 1.0, 0.0)
+    assert rollout["bubble_s"] == pytest.approx(4.5)
+    assert rollout["utilization"] == pytest.approx(4.0 / 9.5)
+
+
+def test_alone_the_slowdown_is_one(story: Any, make_order: Order) -> None:
+    story.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT), num_steps=1)
+    story.event(done(2.0, 1, 2.0), make_order(2, "a", REWARD))
+    story.event(done(2.5, 2, 0.0), make_order(3, "a", UPDATE, TRAIN))
+    story.event(done(3.5, 3, 1.0), make_order(4, "a", PUBLISH))
+    story.event(done(3.75, 4, 0.0), Release(pipeline="a"))
+    assert summarize(story.timeline())["pipelines"]["a"]["step_slowdown"] == pytest.approx(1.0)
+
+
+def test_solo_estimate_takes_the_slowest_rollout_worker(story: Any, make_order: Order) -> None:
+    story.num_rollout = 2
+    other = DeviceId("rollout", 1, 0)
+    story.submit(
+        0.0, "a", make_order(1, "a", GENERATE, ROLLOUT), make_order(2, "a", GENERATE, other), num_steps=1
+    )
+    story.event(done(1.0, 1, 1.0))
+    story.event(done(3.0, 2, 3.0), make_order(3, "a", UPDATE, TRAIN))
+    story.event(done(4.0, 3, 1.0), make_order(4, "a", PUBLISH))
+    story.event(done(4.0, 4, 0.0), Release(pipeline="a"))
+    assert summarize(story.timeline())["pipelines"]["a"]["step_slowdown"] == pytest.approx(4.0 / 4.0)
+
+
+def test_solo_estimate_of_a_stale_pipeline_overlaps_its_phases(story: Any, make_order: Order) -> None:
+    story.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT), num_steps=1, staleness=1)
+    story.event(done(3.0, 1, 3.0), make_order(3, "a", UPDATE, TRAIN))
+    story.event(done(4.0, 3, 1.0), make_order(4, "a", PUBLISH))
+    story.event(done(4.0, 4, 0.0), Release(pipeline="a"))
+    assert summarize(story.timeline())["pipelines"]["a"]["step_slowdown"] == pytest.approx(4.0 / 3.0)
+
+
+def test_control_overhead_is_control_over_all_devices(story: Any, make_order: Order) -> None:
+    story.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT), num_steps=1)
+    story.event(done(2.0, 1, 1.9), make_order(2, "a", UPDATE, TRAIN))
+    story.event(done(4.0, 2, 1.7), Release(pipeline="a"))
+    assert summarize(story.timeline())["control_overhead"] == pytest.approx(0.4 / (4.0 * 2))
+
+
+def test_work_done_twice_counts_once(story: Any, make_order: Order) -> None:
+    story.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT), num_steps=1)
+    story.event(done(2.0, 1, 2.0, tokens=50), make_order(2, "a", UPDATE, TRAIN))
+    again = make_order(3, "a", GENERATE, ROLLOUT)
+    story.event(PipelineRestarted(time_s=3.0, pipeline="a", restored_step=0), again)
+    story.event(done(5.0, 3, 2.0, tokens=50), make_order(4, "a", UPDATE, TRAIN))
+    story.event(done(6.0, 4, 1.0), make_order(5, "a", PUBLISH))
+    story.event(done(6.0, 5, 0.0), Release(pipeline="a"))
+    a = summarize(story.timeline())["pipelines"]["a"]
+    assert a["tokens"] == 50
+    assert a["step_slowdown"] == pytest.approx(6.0 / 3.0)
+
+
+def test_nothing_known_is_null(story: Any, make_order: Order) -> None:
+    story.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT))
+    story.note(0.0, "step", pipeline="a", step=1, metrics={"reward_mean": math.nan})
+    summary = summarize(story.timeline())
+    a = summary["pipelines"]["a"]
+    assert (a["steps"], a["tokens"], a["status"]) == (0, 0, "running")
+    for key in (
+        "reward_first",
+        "reward_last",
+        "step_s_mean",
+        "step_slowdown",
+        "slo_slowdown",
+        "weights_sha256",
+    ):
+        assert a[key] is None
+    assert summary["tokens_per_s"] is None
+
+
+def test_end_note_brings_hashes_and_status(alternating_run: Callable[..., Any]) -> None:
+    pipelines = summarize(alternating_run(failing="tools").timeline())["pipelines"]
+    assert (pipelines["sort"]["status"], pipelines["sort"]["weights_sha256"]) == ("finished", "sort-sha")
+    assert (pipelines["tools"]["status"], pipelines["tools"]["weights_sha256"]) == ("failed", None)
+
+
+def test_sharing_costs_a_pipeline_something_but_not_everything(alternating_run: Callable[..., Any]) -> None:
+    pipelines = summarize(alternating_run().timeline())["pipelines"]
+    assert all(1.0 < pipeline["step_slowdown"] < 2.0 for pipeline in pipelines.values())
