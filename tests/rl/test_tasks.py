@@ -18,7 +18,7 @@ VARIED: list[tuple[str, dict[str, Any]]] = [
     ("sort", {"min_digits": 2, "max_digits": 9}),
     ("reverse", {"min_letters": 1, "max_letters": 12, "alphabet": 4}),
     ("add", {"digits": 4, "partial_credit": False}),
-    ("chain", {"modulus": 0, "max_terms": 12}),
+    ("chain", {"modulus": 0, "min_terms": 1, "mean_terms": 3, "max_terms": 12}),
     ("calculator", {"digits": 3, "operator": "*"}),
     ("calculator", {"operator": "-", "max_calls": 1}),
     ("guess", {"largest": 100}),

@@ -1,6 +1,6 @@
 """Sequences cut into micro-batches, and the log-probabilities a model gives their sampled tokens.
 
-    input_tokens [B, L]   prompt + response + padding to a multiple of 16
+    input_tokens [B, L]   prompt + response + padding to a multiple of 8
     sources      [R]      where in the flattened [B * L] each sampled token is predicted from
     targets      [R]      the token itself           R = sampled tokens of the micro-batch
 
@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_LENGTH_MULTIPLE = 16
+_LENGTH_MULTIPLE = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,7 +3,8 @@
     a:47+85=132            c:3527=3807      (3, 3+5=8, 8+2=10 -> 0, 0+7=7: modulus 10)
                            c:3527=3,8,10,17 (modulus 0: plain sums)
 
-`chain` is the long-tailed one: the number of terms is `min_terms` plus a geometric draw, cut at `max_terms`.
+A length option such as `terms` comes with `min_terms` and `max_terms`, which make it vary, and `mean_terms`,
+which gives it a long tail.
 """
 
 from __future__ import annotations
@@ -40,27 +41,18 @@ class AddTask(SingleTurnTask):
 
 
 class ChainTask(SingleTurnTask):
-    """Write down every running sum. Options: `min_terms`, `mean_terms`, `max_terms`, `modulus` (0: none)."""
+    """Write down every running sum. Options: `terms` (length), `modulus` (0: none)."""
 
     def __init__(self, params: Mapping[str, Any], seed: int) -> None:
         options = Options("chain", params)
-        self._min_terms = options.take_int("min_terms", 2, at_least=1, at_most=512)
-        least = self._min_terms
-        self._max_terms = options.take_int("max_terms", max(24, least), at_least=least, at_most=512)
-        mean_terms = options.take_int("mean_terms", max(6, least), at_least=least, at_most=512)
+        self._length = options.take_length("terms", 6, at_least=1, at_most=512)
         self._modulus = options.take_int("modulus", 10, at_least=0, at_most=10)
         options.finish()
-        # A geometric number of extra terms with mean m goes on with probability m / (m + 1).
-        extra = mean_terms - least
-        self._goes_on = extra / (extra + 1)
         self._seed = seed
 
     def prompt(self, index: int) -> Prompt:
         random = random_at("chain", self._seed, index)
-        num_terms = self._min_terms
-        while num_terms < self._max_terms and random.random() < self._goes_on:
-            num_terms += 1
-        terms = [random.randint(0, 9) for _ in range(num_terms)]
+        terms = [random.randint(0, 9) for _ in range(self._length.draw(random))]
         sums = list(accumulate(terms))
         if self._modulus:
             answer = "".join(str(total % self._modulus) for total in sums)

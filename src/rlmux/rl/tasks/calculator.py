@@ -2,8 +2,8 @@
 
     k:47+85=   model <47+85>   tool 132|   model 132
 
-The `>` ends the model's turn. Half the reward is for the right call, half for the right last word. `wait_s`
-makes the tool slow, as real ones are.
+The `>` ends the model's turn. Half the reward is for the call, half for the last word, both by
+right positions. `wait_s` makes the tool slow, as real ones are.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from rlmux.rl.tasks.base import Environment, Segment, random_at
+from rlmux.rl.tasks.base import Environment, Segment, random_at, share_of_right_positions
 from rlmux.rl.tasks.options import Options
 from rlmux.rl.types import Prompt
 
@@ -52,8 +52,10 @@ class CalculatorTask:
 
     def score(self, prompt: Prompt, response: str) -> float:
         first_turn, separator, _ = response.partition(">")
-        last_word = response.rpartition("|")[2]
-        return 0.5 * (first_turn + separator == _call_of(prompt)) + 0.5 * (last_word == prompt.answer)
+        _, was_answered, last_word = response.rpartition("|")
+        call = share_of_right_positions(_call_of(prompt), first_turn + separator)
+        result = share_of_right_positions(prompt.answer or "", last_word) if was_answered else 0.0
+        return 0.5 * call + 0.5 * result
 
     def environment(self, prompt: Prompt) -> Environment | None:
         return Calculator(max_calls=self._max_calls, wait_s=self._wait_s)

@@ -54,7 +54,7 @@ class Options:
         return value
 
     def take_length(self, unit: str, default: int, *, at_least: int, at_most: int) -> LengthRange:
-        """`unit` alone fixes the length; `min_unit` and `max_unit` make it vary."""
+        """`unit` alone fixes the length, `min_unit` and `max_unit` make it vary, `mean_unit` adds a long tail."""
         fixed = self.take_int(unit, default, at_least=at_least, at_most=at_most)
         shortest = self.take_int(f"min_{unit}", fixed, at_least=at_least, at_most=at_most)
         longest = self.take_int(f"max_{unit}", max(fixed, shortest), at_least=at_least, at_most=at_most)
@@ -62,7 +62,9 @@ class Options:
             raise UserError(
                 f"task.params.min_{unit} of task {self._task!r}: {shortest} is more than max_{unit} {longest}"
             )
-        return LengthRange(shortest, longest)
+        has_tail = f"mean_{unit}" in self._left
+        mean = self.take_int(f"mean_{unit}", shortest, at_least=shortest, at_most=longest)
+        return LengthRange(shortest, longest, mean if has_tail else None)
 
     def finish(self) -> None:
         for name in self._left:
@@ -75,11 +77,21 @@ class Options:
 
 
 class LengthRange:
-    """A length drawn evenly from `shortest` to `longest`."""
+    """Lengths from `shortest` to `longest`: evenly drawn, or with a geometric tail when given a mean.
 
-    def __init__(self, shortest: int, longest: int) -> None:
-        self.shortest = shortest
-        self.longest = longest
+    The mean is that of the tail before it is cut at `longest`.
+    """
+
+    def __init__(self, shortest: int, longest: int, mean: int | None) -> None:
+        self._shortest = shortest
+        self._longest = longest
+        # Extra symbols go on with probability extra / (extra + 1), which makes `extra` their mean.
+        self._goes_on = None if mean is None else (mean - shortest) / (mean - shortest + 1)
 
     def draw(self, random: Random) -> int:
-        return random.randint(self.shortest, self.longest)
+        if self._goes_on is None:
+            return random.randint(self._shortest, self._longest)
+        length = self._shortest
+        while length < self._longest and random.random() < self._goes_on:
+            length += 1
+        return length
