@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
+from functools import partial
 from itertools import groupby
 from typing import Any
 
@@ -35,7 +36,7 @@ from rlmux.rl.types import (
     TrajectoryRequest,
     TurnReply,
 )
-from rlmux.rl.user_code import guarded, settle
+from rlmux.rl.user_code import settle
 from rlmux.rl.vocabulary import Vocabulary, load_vocabulary
 
 _KEPT_BATCHES = 3
@@ -154,8 +155,9 @@ class PipelineHost:
         algorithm, rollout = self._plan.algorithm, self._plan.rollout
         for place in range(algorithm.prompts_per_step):
             index = (step - 1) * algorithm.prompts_per_step + place
-            with guarded(f"prompt {index} of task {self._plan.task.name!r}", self._limit_s):
-                prompt = self._task.prompt(index)
+            prompt: Prompt = self._call_user(
+                f"prompt {index} of task {self._plan.task.name!r}", partial(self._task.prompt, index)
+            )
             tokens = self._vocabulary.encode(prompt.text)
             if not 1 <= len(tokens) <= rollout.max_prompt_tokens:
                 raise PipelineError(
@@ -187,6 +189,8 @@ class PipelineHost:
 
     def _ask_environments(self, turns: Sequence[FinishedTurn], episodes: Sequence[_Episode | None]) -> None:
         """Have every environment that is due speak; replies that wait, wait together."""
+        if self._task.is_single_turn:
+            return
         due: list[tuple[_Episode, str, Environment]] = []
         for turn, episode in zip(turns, episodes, strict=True):
             if episode is None or episode.ending is not None or turn.stop_reason == "length":
@@ -198,7 +202,8 @@ class PipelineHost:
             if environment is not None:
                 due.append((episode, said[-1], environment))
         calls = [
-            (_environment_name(episode), _reply_call(environment, text)) for episode, text, environment in due
+            (_environment_name(episode), partial(environment.reply, text))
+            for episode, text, environment in due
         ]
         results = settle(calls, self._limit_s)
         for (episode, text, _), (name, _), result in zip(due, calls, results, strict=True):
@@ -209,14 +214,13 @@ class PipelineHost:
         """The episode's environment, having seen `earlier`: replayed in a fresh one if the story differs."""
         if episode.environment is not None and episode.turns == earlier:
             return episode.environment
-        with guarded(_environment_name(episode), self._limit_s):
-            episode.environment = self._task.environment(episode.prompt)
+        name = _environment_name(episode)
+        episode.environment = self._call_user(name, partial(self._task.environment, episode.prompt))
         episode.turns, episode.replies = [], []
         if episode.environment is None:
             return None
-        name = _environment_name(episode)
         for text in earlier:
-            (result,) = settle([(name, _reply_call(episode.environment, text))], self._limit_s)
+            result = self._call_user(name, partial(episode.environment.reply, text))
             episode.turns.append(text)
             episode.replies.append(self._reply_tokens(name, result))
         return episode.environment
@@ -275,7 +279,11 @@ class PipelineHost:
 
     def _score_call(self, batch: Sequence[_Episode]) -> Callable[[], Any]:
         responses = [self._vocabulary.decode(_ending_of(episode).tokens) for episode in batch]
-        return lambda: self._reward.call(batch[0].prompt, responses)
+        return partial(self._reward.call, batch[0].prompt, responses)
+
+    def _call_user(self, name: str, call: Callable[[], Any]) -> Any:
+        (result,) = settle([(name, call)], self._limit_s)
+        return result
 
     @property
     def _limit_s(self) -> float:
@@ -327,10 +335,6 @@ def _trajectory_of(episode: _Episode) -> Trajectory:
 def _ending_of(episode: _Episode) -> FinishedTurn:
     assert episode.ending is not None
     return episode.ending
-
-
-def _reply_call(environment: Environment, text: str) -> Callable[[], Any]:
-    return lambda: environment.reply(text)
 
 
 def _environment_name(episode: _Episode) -> str:

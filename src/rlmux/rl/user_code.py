@@ -37,16 +37,20 @@ def settle(calls: Sequence[tuple[str, Callable[[], Any]]], limit_s: float) -> li
     """Make each named call and return the results in order; the first that fails is a `PipelineError`."""
     results: list[Any] = []
     try:
-        for name, call in calls:
-            with guarded(name, limit_s):
-                results.append(call())
-        waiting = [place for place, result in enumerate(results) if inspect.isawaitable(result)]
-        if waiting:
-            names = [calls[place][0] for place in waiting]
-            with guarded(" and ".join(names[:2]), limit_s + _GRACE_S):
-                settled = asyncio.run(_gather(names, [results[place] for place in waiting], limit_s))
-            for place, result in zip(waiting, settled, strict=True):
-                results[place] = result
+        with _alarm() as ring_after:
+            for name, call in calls:
+                with _blamed(name, limit_s):
+                    ring_after(limit_s)
+                    results.append(call())
+                    ring_after(0)
+            waiting = [place for place, result in enumerate(results) if inspect.isawaitable(result)]
+            if waiting:
+                names = [calls[place][0] for place in waiting]
+                with _blamed(" and ".join(names[:2]), limit_s):
+                    ring_after(limit_s + _GRACE_S)
+                    settled = asyncio.run(_gather(names, [results[place] for place in waiting], limit_s))
+                for place, result in zip(waiting, settled, strict=True):
+                    results[place] = result
     except BaseException:
         for result in results:
             if inspect.iscoroutine(result):
@@ -56,14 +60,10 @@ def settle(calls: Sequence[tuple[str, Callable[[], Any]]], limit_s: float) -> li
 
 
 @contextmanager
-def guarded(name: str, limit_s: float) -> Iterator[None]:
-    """Whatever the body raises, or its running past `limit_s`, is a `PipelineError` that begins with `name`.
-
-    Off the main thread no signal can be had, and time is not limited.
-    """
+def _blamed(name: str, limit_s: float) -> Iterator[None]:
+    """Whatever the body raises, the alarm included, is a `PipelineError` that begins with `name`."""
     try:
-        with _alarm(limit_s):
-            yield
+        yield
     except _OutOfTime:
         raise _out_of_time(name, limit_s) from None
     except RlmuxError:
@@ -73,9 +73,13 @@ def guarded(name: str, limit_s: float) -> Iterator[None]:
 
 
 @contextmanager
-def _alarm(limit_s: float) -> Iterator[None]:
+def _alarm() -> Iterator[Callable[[float], None]]:
+    """Gives a function that sets the alarm so many seconds ahead; 0 stops it.
+
+    Off the main thread no signal can be had, and time is not limited.
+    """
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield lambda seconds: None
         return
     is_on = True
 
@@ -83,10 +87,12 @@ def _alarm(limit_s: float) -> Iterator[None]:
         if is_on:
             raise _OutOfTime
 
+    def ring_after(seconds: float) -> None:
+        signal.setitimer(signal.ITIMER_REAL, seconds, _REPEAT_S if seconds else 0)
+
     previous = signal.signal(signal.SIGALRM, ring)
     try:
-        signal.setitimer(signal.ITIMER_REAL, limit_s, _REPEAT_S)
-        yield
+        yield ring_after
     finally:
         is_on = False
         signal.setitimer(signal.ITIMER_REAL, 0)
