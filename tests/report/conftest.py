@@ -162,13 +162,10 @@ class _AlternatingRun:
             time_s, _, then = heapq.heappop(self._events)
             then(time_s)
         end_s = self.story.rows[-1].time_s + 0.05
-        self.story.note(
-            end_s,
-            "end",
-            status={name: "failed" if name == failing else "finished" for name in ("sort", "tools")},
-            weights_sha256={name: f"{name}-sha" for name in ("sort", "tools") if name != failing},
-            control_s=0.31,
-        )
+        for name in ("sort", "tools"):
+            ending = ("failed", None) if name == failing else ("finished", f"{name}-sha")
+            self.story.note(end_s, "pipeline_end", pipeline=name, status=ending[0], weights_sha256=ending[1])
+        self.story.note(end_s, "end", control_s=0.31)
 
     def _take(self) -> list[Action]:
         actions, self._pending = self._pending, []

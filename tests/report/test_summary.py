@@ -150,6 +150,49 @@ def test_nothing_known_is_null(story: Any, make_order: Order) -> None:
     assert summary["tokens_per_s"] is None
 
 
+def test_stopped_run_can_be_told_from_one_that_was_cut_off(story: Any, make_order: Order) -> None:
+    story.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT))
+    assert summarize(story.timeline())["pipelines"]["a"]["status"] == "running"
+    story.note(1.0, "end", control_s=0.1)
+    assert summarize(story.timeline())["pipelines"]["a"]["status"] == "stopped"
+
+
+def test_resumed_run_adds_up_over_both_parts(story: Any, make_order: Order) -> None:
+    story.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT), num_steps=2)
+    story.event(done(2.0, 1, 2.0, tokens=10), make_order(2, "a", UPDATE, TRAIN))
+    story.event(done(3.0, 2, 1.0), make_order(3, "a", PUBLISH))
+    story.note(3.0, "step", pipeline="a", step=1, metrics={"reward_mean": 0.25, "trajectories": 8})
+    story.event(done(3.0, 3, 0.0), make_order(4, "a", GENERATE, ROLLOUT, step=2))
+    story.note(5.0, "end", control_s=0.1)
+    story.note(5.0, "resumed")
+    story.submit(5.0, "a", make_order(1, "a", GENERATE, ROLLOUT, step=2), num_steps=2, first_step=2)
+    story.event(done(7.0, 1, 2.0, tokens=20), make_order(2, "a", UPDATE, TRAIN, step=2))
+    story.event(done(8.0, 2, 1.0), make_order(3, "a", PUBLISH, step=2))
+    story.note(8.0, "step", pipeline="a", step=2, metrics={"reward_mean": 0.5, "trajectories": 8})
+    story.event(done(8.0, 3, 0.0), Release(pipeline="a"))
+    story.note(8.0, "pipeline_end", pipeline="a", status="finished", weights_sha256="sha")
+    story.note(8.0, "end", control_s=0.2)
+    timeline = story.timeline()
+    assert len({order.id for order in timeline.orders}) == len(timeline.orders)
+    assert timeline.control_s == pytest.approx(0.3)
+    a = summarize(timeline)["pipelines"]["a"]
+    assert (a["steps"], a["tokens"], a["trajectories"]) == (2, 30, 16)
+    assert (a["reward_first"], a["reward_last"], a["status"]) == (0.25, 0.5, "finished")
+    assert a["step_s_mean"] == pytest.approx(4.0)
+    assert a["step_slowdown"] == pytest.approx(8.0 / 6.0)
+
+
+def test_resume_from_an_older_checkpoint_counts_its_steps_once(story: Any, make_order: Order) -> None:
+    story.submit(0.0, "a", make_order(1, "a", PUBLISH, step=1))
+    story.event(done(1.0, 1, 1.0), make_order(2, "a", PUBLISH, step=2))
+    story.event(done(2.0, 2, 1.0))
+    story.note(2.0, "resumed")
+    story.submit(2.0, "a", make_order(1, "a", PUBLISH, step=2), first_step=2)
+    history = story.history()
+    assert history.pipelines["a"].published == {1: 1.0}
+    assert [order.counts for order in history.orders] == [True, False, True]
+
+
 def test_end_note_brings_hashes_and_status(alternating_run: Callable[..., Any]) -> None:
     pipelines = summarize(alternating_run(failing="tools").timeline())["pipelines"]
     assert (pipelines["sort"]["status"], pipelines["sort"]["weights_sha256"]) == ("finished", "sort-sha")

@@ -198,7 +198,7 @@ class Chart:
             colour = self._colour_of(interval.pipeline)
             yield tag("path", d=bar(x, height - 3.0, width, 3.0), class_=f"p{colour} none")
         if width > 1.5:
-            self._add_text(_short(interval.label), x, x + width, y + height / 2 + 3.5, "gaptext")
+            self._add_text(_short(interval.label), x, x + width, self._y + y + height / 2 + 3.5, "gaptext")
 
     @staticmethod
     def _told(css: str, data: str, text: str) -> str:

@@ -45,6 +45,9 @@ from rlmux.core.model import (
 )
 from rlmux.report.log import Entry
 
+STOPPED = "stopped"
+"""Status of a pipeline whose run ended on purpose before it was over: it can be resumed."""
+
 
 class Ending(StrEnum):
     OPEN = "open"
@@ -141,8 +144,10 @@ class History:
         self.start_s: float | None = None
         self.last_s = 0.0
         self.control_s: float | None = None
-        """CPU seconds of the controller; None before the end."""
+        """CPU seconds of the controller, over all processes that ran it; None before the end."""
         self._running: dict[OrderId, OrderRecord] = {}
+        """By the id in the log."""
+        self._first_order = self._last_order = 0
         self._pin_by_pipeline: dict[PipelineId, Pin] = {}
         self._handlers: dict[type, Callable[[float, Any], None]] = {
             PipelineSubmitted: self._on_submitted,
@@ -195,7 +200,12 @@ class History:
     def _on_submitted(self, time_s: float, event: PipelineSubmitted) -> None:
         if self.start_s is None:
             self.start_s = time_s
-        self.pipelines[event.pipeline.id] = PipelineRecord(event.pipeline, time_s)
+        before = self.pipelines.get(event.pipeline.id)
+        if before is None:
+            self.pipelines[event.pipeline.id] = PipelineRecord(event.pipeline, time_s)
+            return
+        before.pipeline, before.status, before.reason, before.ended_s = event.pipeline, "waiting", "", None
+        self._forget_steps_after(before, event.pipeline.first_step - 1)
 
     def _on_cancelled(self, time_s: float, event: PipelineCancelled) -> None:
         self._set_over(time_s, event.pipeline, PipelineStatus.CANCELLED)
@@ -275,8 +285,11 @@ class History:
         )
 
     def _begin(self, order: OrderRecord) -> None:
-        self.orders.append(order)
+        """A resumed run counts its orders from 1 again; here each has an id of its own."""
         self._running[order.id] = order
+        order.id = OrderId(order.id + self._first_order)
+        self._last_order = max(self._last_order, order.id)
+        self.orders.append(order)
 
     def _on_set_level(self, time_s: float, action: SetLevel) -> None:
         order = self._running.get(action.order)
@@ -328,15 +341,19 @@ class History:
         self._lose_orders(time_s, event.pipeline)
         record = self.pipelines.get(event.pipeline)
         if record is not None:
-            for step in [step for step in record.published if step > event.restored_step]:
-                del record.published[step]
-                record.metrics.pop(step, None)
-            for order in self.orders:
-                if order.pipeline == event.pipeline and order.step > event.restored_step:
-                    order.is_redone = True
+            self._forget_steps_after(record, event.restored_step)
         self.instants.append(
             Instant(time_s, "restart", event.pipeline, text=f"from step {max(event.restored_step, 0)}")
         )
+
+    def _forget_steps_after(self, record: PipelineRecord, last_step: int) -> None:
+        """They are done again: the time was spent, the results do not count."""
+        for step in [step for step in record.published if step > last_step]:
+            del record.published[step]
+            record.metrics.pop(step, None)
+        for order in self.orders:
+            if order.pipeline == record.pipeline.id and order.step > last_step:
+                order.is_redone = True
 
     def _on_node_lost(self, time_s: float, event: NodeLost) -> None:
         for pipeline, pin in list(self._pin_by_pipeline.items()):
@@ -352,7 +369,7 @@ class History:
     def _lose_orders(self, time_s: float, pipeline: PipelineId, device: DeviceId | None = None) -> None:
         for order in list(self._running.values()):
             if order.pipeline == pipeline and (device is None or device in order.devices):
-                del self._running[order.id]
+                del self._running[OrderId(order.id - self._first_order)]
                 order.end_s, order.ending = time_s, Ending.LOST
 
     # ------------------------------------------------------------------ notes
@@ -362,6 +379,10 @@ class History:
         record = self.pipelines.get(pipeline)
         if type == "step" and record is not None:
             record.metrics[int(fields.get("step", 0))] = _numbers({**fields, **fields.get("metrics", {})})
+        elif type == "pipeline_end" and record is not None:
+            record.status = str(fields.get("status", record.status))
+            record.reason = str(fields.get("reason") or record.reason)
+            record.weights_sha256 = fields.get("weights_sha256", record.weights_sha256)
         elif type == "resumed":
             self._on_resumed(time_s)
         elif type == "end":
@@ -371,19 +392,20 @@ class History:
         for order in list(self._running.values()):
             order.end_s, order.ending = self.last_s, Ending.LOST
         self._running.clear()
+        self._first_order = self._last_order
+        for pipeline in list(self._pin_by_pipeline):
+            self._unpin(self.last_s, pipeline)
         if time_s > self.last_s:
             self.down.append((self.last_s, time_s))
         self.instants.append(Instant(time_s, "resumed", text="after a stop or crash"))
 
     def _on_end(self, fields: dict[str, Any]) -> None:
+        """The process that ran it ended on purpose; what is not over was stopped."""
         if "control_s" in fields:
-            self.control_s = float(fields["control_s"])
-        for name, sha256 in (fields.get("weights_sha256") or {}).items():
-            if name in self.pipelines:
-                self.pipelines[name].weights_sha256 = sha256
-        for name, status in (fields.get("status") or {}).items():
-            if name in self.pipelines:
-                self.pipelines[name].status = str(status)
+            self.control_s = (self.control_s or 0.0) + float(fields["control_s"])
+        for record in self.pipelines.values():
+            if record.status in (PipelineStatus.RUNNING, PipelineStatus.WAITING):
+                record.status = STOPPED
 
 
 def _numbers(fields: Mapping[str, Any]) -> dict[str, float]:

@@ -18,6 +18,7 @@ from typing import Any
 
 from rlmux.core.model import PipelineId
 from rlmux.report.device_chart import CLASS_BY_CAUSE, Chart
+from rlmux.report.history import STOPPED
 from rlmux.report.intervals import Cause, Kind, Share
 from rlmux.report.summary import summarize
 from rlmux.report.svg import PALETTE, percent_text, seconds_text, tag
@@ -106,11 +107,14 @@ class _View:
             if record.reason and record.status in ("failed", "refused")
         ]
         if not self.timeline.is_over:
-            known = seconds_text(self.timeline.makespan_s)
-            text = (
-                f"The log has no end: the run is on, or was cut off. Drawn to the last known time, {known}."
+            statuses = {str(record.status) for record in self.timeline.pipelines.values()}
+            what = (
+                "The run was stopped before its end; <code>rlmux resume</code> goes on with it."
+                if STOPPED in statuses
+                else "The log has no end: the run is on, or was cut off."
             )
-            banners.append(tag("p", text, class_="banner open"))
+            known = seconds_text(self.timeline.makespan_s)
+            banners.append(tag("p", f"{what} Drawn to the last known time, {known}.", class_="banner open"))
         return banners
 
     def tiles(self) -> str:

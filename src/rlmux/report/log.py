@@ -18,11 +18,11 @@ each commit also waits for the disk.
 
 Notes are free-form facts the scheduler does not need. The reports read these, and show what they find:
 
-    step      pipeline, step, reward_mean, reward_std, tokens, trajectories, response_len_mean, loss, kl, ...
-    worker    pipeline, device, pid, rss_bytes, ...
-    failure   pipeline, reason
+    step      pipeline, step, metrics: reward_mean, reward_std, tokens, trajectories, loss, kl, ...
+    worker, failure, loss       pipeline, pid, reason, ...
+    pipeline_end                pipeline, status, reason, weights_sha256
     resumed   orders of the process before it are over; time since the last row is down time
-    end       status, weights_sha256 (each by pipeline), control_s
+    end       control_s: the process that ran it ended on purpose
 """
 
 from __future__ import annotations
