@@ -36,7 +36,7 @@ class NodeId(NamedTuple):
     """A node: its pool's name and its number there."""
 
     pool: str
-    index: int
+    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs of an id
 
     def __str__(self) -> str:
         return f"{self.pool}-{self.index}"
@@ -47,7 +47,7 @@ class DeviceId(NamedTuple):
 
     pool: str
     node: int
-    index: int
+    index: int  # type: ignore[assignment]  # as above
 
     @property
     def node_id(self) -> NodeId:

@@ -116,7 +116,8 @@ class Scheduler:
         if event.time_s < state.now_s:
             raise self._illegal(f"time goes back from {state.now_s}")
         state.now_s = event.time_s
-        self._actions = actions = []
+        actions: list[Action] = []
+        self._actions = actions
         self._handlers[type(event)](event)
         return actions
 

@@ -510,7 +510,7 @@ class LocalBackend:
         self, workers: _Workers, action: Migrate, started_s: float, partials: list[PartialTrajectory]
     ) -> None:
         source, target = workers.shares[action.source], workers.shares[action.target]
-        target.partials += partials
+        target.partials += [*partials, *source.partials]
         target.to_submit += source.to_submit
         target.replies += source.replies
         target.released += source.released

@@ -86,9 +86,9 @@ def ended_pipelines(folder: Path) -> dict[PipelineId, dict[str, Any]]:
     """What earlier parts of a run say of pipelines that are over: status and weights_sha256 by name."""
     with LogReader(folder) as reader:
         return {
-            PipelineId(entry.value["pipeline"]): dict(entry.value)  # type: ignore[index, call-overload]
+            PipelineId(entry.value["pipeline"]): entry.value
             for entry in reader.entries()
-            if entry.kind == "note" and entry.type == "pipeline_end"
+            if entry.type == "pipeline_end" and isinstance(entry.value, dict)
         }
 
 

@@ -1,0 +1,136 @@
+"""Real runs, small enough for a test: real processes, real training, a few steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlmux.core.model import Cluster, Phase, Pipeline, PipelineId, Pool, Stage
+from rlmux.core.policies import POLICIES
+from rlmux.core.scheduler import Scheduler
+from rlmux.rl.config import (
+    AlgorithmConfig,
+    ModelConfig,
+    RolloutConfig,
+    TaskConfig,
+    TrainingPlan,
+    WarmStartConfig,
+)
+from rlmux.runtime.backend import Submission
+from rlmux.runtime.controller import Controller
+from rlmux.runtime.local import LocalBackend, LocalOptions
+
+STAGES = (
+    Stage.GENERATE,
+    Stage.REWARD,
+    Stage.REFERENCE_LOGPROBS,
+    Stage.OLD_LOGPROBS,
+    Stage.UPDATE,
+    Stage.PUBLISH,
+)
+
+
+def submission(name: str, *, num_steps: int = 2, task: str = "sort", seed: int = 1, **changes: Any) -> Submission:
+    """A tiny pipeline: every stage there is, a fraction of a second each."""
+    algorithm = AlgorithmConfig(
+        prompts_per_step=4, group_size=4, micro_batch_size=4, kl_coef=0.01, staleness=changes.pop("staleness", 0)
+    )
+    plan = TrainingPlan(
+        name=name,
+        seed=seed,
+        num_steps=num_steps,
+        model=ModelConfig(hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1, intermediate_size=64),
+        task=TaskConfig(name=task, **changes.pop("task_fields", {})),
+        warm_start=WarmStartConfig(num_updates=4, batch_size=16),
+        algorithm=algorithm,
+        rollout=RolloutConfig(max_new_tokens=changes.pop("max_new_tokens", 16), num_slots=8),
+    )
+    pipeline = Pipeline(
+        id=PipelineId(name),
+        num_steps=num_steps,
+        stages=STAGES,
+        has_warm_start=True,
+        staleness=algorithm.staleness,
+        num_rollout_nodes=changes.pop("num_rollout_nodes", 1),
+    )
+    assert not changes, changes
+    return Submission(pipeline=pipeline, plan=plan)
+
+
+def cluster(*, rollout: int = 1, train: int = 1) -> Cluster:
+    return Cluster(
+        pools={
+            "rollout": Pool(name="rollout", phase=Phase.ROLLOUT, num_nodes=rollout),
+            "train": Pool(name="train", phase=Phase.TRAIN, num_nodes=train),
+        }
+    )
+
+
+class Recorder:
+    """Keeps everything that a run says."""
+
+    def __init__(self) -> None:
+        self.events: list[Any] = []
+        self.actions: list[Any] = []
+        self.notes: list[Any] = []
+
+    def update(self, now_s: float, events: Any, actions: Any, notes: Any) -> None:
+        self.events += events
+        self.actions += actions
+        self.notes += notes
+
+
+@dataclass
+class Run:
+    """What a real run came to."""
+
+    sha256: dict[str, str | None]
+    status: dict[str, str]
+    recorder: Recorder
+    scheduler: Scheduler
+
+
+def run(
+    folder: Path,
+    submissions: list[Submission],
+    *,
+    policy: Any = "rollmux",
+    on: Cluster | None = None,
+    options: LocalOptions | None = None,
+    watch: Callable[[LocalBackend, Recorder], bool] | None = None,
+) -> Run:
+    """Train for real. `watch` is asked between turns of the loop and ends the run by returning True."""
+    on = on or cluster()
+    folder.mkdir(parents=True, exist_ok=True)
+    scheduler = Scheduler(on, POLICIES[policy]() if isinstance(policy, str) else policy)
+    backend = LocalBackend(on, folder, options=options)
+    recorder = Recorder()
+    try:
+        controller = Controller(scheduler, backend, None, [recorder])
+        controller.run(submissions, until=lambda: bool(watch and watch(backend, recorder)))
+    finally:
+        backend.close()
+    names = [one.pipeline.id for one in submissions]
+    return Run(
+        sha256={name: backend.weights_sha256(name) for name in names},
+        status={name: scheduler.status(name).value for name in names},
+        recorder=recorder,
+        scheduler=scheduler,
+    )
+
+
+@pytest.fixture(scope="session")
+def real():
+    """The builders, for test modules: they cannot import this file."""
+
+    class Real:
+        submission = staticmethod(submission)
+        cluster = staticmethod(cluster)
+        run = staticmethod(run)
+        replace = staticmethod(replace)
+
+    return Real

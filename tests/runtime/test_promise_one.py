@@ -1,0 +1,146 @@
+"""Sharing changes nothing but time: the same weights, bit for bit, however a pipeline was run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+
+from rlmux.core.actions import Migrate
+from rlmux.core.events import StagePaused
+from rlmux.core.model import Phase
+from rlmux.core.policies.dispatching import first_come, first_fit
+from rlmux.core.policies.rollmux import RollMux
+from rlmux.core.views import Choice, GroupView, MoveShare, PauseOrder
+from rlmux.runtime.local import LocalOptions
+
+
+@pytest.fixture(scope="module")
+def pair(real):
+    return [real.submission("sort", seed=1), real.submission("reverse", task="reverse", seed=2)]
+
+
+@pytest.fixture(scope="module")
+def solo(real, pair, tmp_path_factory):
+    """Each pipeline alone on dedicated pools, one after the other."""
+    return real.run(tmp_path_factory.mktemp("solo"), pair, policy="solo")
+
+
+def test_solo_runs_one_pipeline_after_the_other(solo):
+    assert solo.status == {"sort": "finished", "reverse": "finished"}
+    assert None not in solo.sha256.values()
+    assert solo.sha256["sort"] != solo.sha256["reverse"]
+
+
+@pytest.mark.parametrize("policy", ["rollmux", "colocated", "fifo"])
+def test_sharing_gives_the_weights_of_running_alone(real, pair, solo, tmp_path, policy):
+    assert real.run(tmp_path / policy, pair, policy=policy).sha256 == solo.sha256
+
+
+@pytest.mark.parametrize("chunk_decode_steps", [1, 5])
+def test_the_size_of_a_chunk_changes_nothing(real, pair, solo, tmp_path, chunk_decode_steps):
+    options = LocalOptions(chunk_decode_steps=chunk_decode_steps, chunk_s=0.001)
+    assert real.run(tmp_path / "run", pair, options=options).sha256 == solo.sha256
+
+
+class Meddler:
+    """Places like `rollmux`; what it does in dispatch no sane policy would."""
+
+    name = "meddler"
+    reacts_to_progress = True
+    place = RollMux().place
+    rebalance = RollMux().rebalance
+
+
+class PausesEverything(Meddler):
+    """Pauses every order at its first progress report, once each."""
+
+    def __init__(self) -> None:
+        self.seen: set[tuple[object, ...]] = set()
+
+    def dispatch(self, view: GroupView) -> Iterator[Choice]:
+        yield from first_come(view)
+        for order in view.running:
+            key = (order.pipeline, order.step, order.stage)
+            if order.num_active is not None and key not in self.seen:
+                self.seen.add(key)
+                yield PauseOrder(order=order.id)
+
+
+def test_a_forced_pause_changes_nothing(real, pair, solo, tmp_path):
+    options = LocalOptions(chunk_decode_steps=2, chunk_s=0.001)
+    paused = real.run(tmp_path / "run", pair, policy=PausesEverything(), options=options)
+    assert sum(isinstance(event, StagePaused) for event in paused.recorder.events) >= 4
+    assert paused.sha256 == solo.sha256
+
+
+class MovesEverything(Meddler):
+    """Of every rollout: begins the first device's share, pauses it, moves it to the second device; lets that decode
+    on, pauses it, and moves all of it to the first. So every trajectory is moved mid-way at least once."""
+
+    def __init__(self, *, copies_kv: bool) -> None:
+        self.copies_kv = copies_kv
+        self.num_moves: dict[tuple[str, int], int] = {}
+        self.paused: set[tuple[str, int]] = set()
+
+    def dispatch(self, view: GroupView) -> Iterator[Choice]:
+        devices = {member.id: member.rollout_devices for member in view.members}
+        going_on = []
+        for work in view.ready:
+            key = (work.pipeline, work.step)
+            moves = self.num_moves.get(key, 0)
+            is_moving = work.phase is Phase.ROLLOUT and moves < 2
+            if is_moving and work.devices[0] != devices[work.pipeline][moves]:
+                continue  # its time comes after the next move
+            if is_moving and work.is_continuation and key in self.paused:
+                self.paused.discard(key)
+                self.num_moves[key] = moves + 1
+                source, target = work.devices[0], devices[work.pipeline][1 - moves]
+                yield MoveShare(pipeline=work.pipeline, source=source, target=target, copies_kv=self.copies_kv)
+            else:
+                going_on.append(work)
+        yield from first_fit(view, going_on)
+        for order in view.running:
+            moves = self.num_moves.get((order.pipeline, order.step), 0)
+            if order.phase is Phase.ROLLOUT and moves < 2 and order.num_active:
+                self.paused.add((order.pipeline, order.step))
+                yield PauseOrder(order=order.id)
+
+
+def test_moving_every_trajectory_to_another_worker_mid_way_changes_nothing(real, tmp_path):
+    pair = [
+        real.submission("sort", max_new_tokens=48, num_rollout_nodes=2),
+        real.submission("reverse", task="reverse", seed=2, max_new_tokens=48, num_rollout_nodes=2),
+    ]
+    alone = real.run(tmp_path / "alone", pair, policy="solo", on=real.cluster(rollout=2))
+    moved = real.run(
+        tmp_path / "moved",
+        pair,
+        policy=MovesEverything(copies_kv=True),
+        on=real.cluster(rollout=2),
+        options=LocalOptions(chunk_decode_steps=1),
+    )
+    assert moved.status == alone.status, moved.recorder.notes
+    moves = [action for action in moved.recorder.actions if isinstance(action, Migrate)]
+    assert {(move.pipeline, move.step) for move in moves} == {(name, step) for name in alone.status for step in (1, 2)}
+    assert len(moves) > 4, "some rollouts are moved there and back; one may end before its second move"
+    assert moved.sha256 == alone.sha256
+
+
+def test_a_tool_using_pipeline_is_the_same_shared_and_alone(real, tmp_path):
+    pair = [
+        real.submission("tool", task="calculator", max_new_tokens=32),
+        real.submission("sort", seed=1),
+    ]
+    alone = real.run(tmp_path / "alone", pair, policy="solo")
+    shared = real.run(tmp_path / "shared", pair)
+    assert alone.status == {"tool": "finished", "sort": "finished"}
+    assert shared.sha256 == alone.sha256
+
+
+def test_one_step_off_policy_is_the_same_shared_and_alone(real, tmp_path):
+    pair = [real.submission("async", num_steps=3, staleness=1), real.submission("sync", seed=2)]
+    alone = real.run(tmp_path / "alone", pair, policy="solo")
+    shared = real.run(tmp_path / "shared", pair)
+    assert alone.status == {"async": "finished", "sync": "finished"}
+    assert shared.sha256 == alone.sha256
