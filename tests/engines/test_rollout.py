@@ -17,6 +17,7 @@ from rlmux.core.errors import IllegalTransitionError, PipelineError, UserError
 from rlmux.engines.batch_probe import BatchProbe
 from rlmux.engines.model_io import build_model
 from rlmux.engines.rollout import SlotRolloutEngine
+from rlmux.engines.transformer import DecodePlan
 from rlmux.rl.config import ModelConfig, RolloutConfig
 from rlmux.rl.types import FinishedTurn, TrajectoryId, TrajectoryRequest, TurnReply
 
@@ -193,6 +194,30 @@ def test_this_machine_allows_smaller_batches_only_where_their_bits_are_equal(new
         assert width >= num_rows
         assert window >= 20
         assert (width, window) == (16, 80) or probe._is_decode_exact(width, window)
+
+
+def test_a_shape_whose_bits_differ_is_not_used(
+    monkeypatch: pytest.MonkeyPatch,
+    new_engine: NewEngine,
+    requests: list[TrajectoryRequest],
+    expected: list[FinishedTurn],
+    drain: Drain,
+) -> None:
+    step = DecodePlan.step
+
+    def step_that_rounds_differently(
+        plan: DecodePlan, tokens: torch.Tensor, positions: torch.Tensor
+    ) -> torch.Tensor:
+        logits = step(plan, tokens, positions)
+        return logits if plan.width in (8, 16) else logits * (1 + 2**-20)
+
+    monkeypatch.setattr(DecodePlan, "step", step_that_rounds_differently)
+    monkeypatch.setattr("rlmux.engines.batch_probe._is_exact_by_shape", {})
+    engine = new_engine()
+    assert engine.is_schedule_exact
+    engine.submit(requests)
+    assert drain(engine) == expected
+    assert {band.num_active for band in engine.last_iterations if band.kind == "decode"} == {8, 16}
 
 
 # --- the chunk contract ------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ active sequences move to the lowest slots and a smaller batch is decoded, if `ba
 
 Invariant: a trajectory's tokens and log-probs are a function of its request and the weights. Not of its slot,
 its companions, the order of admission, where chunks end, pauses, offloads, or a migration that carries its
-KV. A migration without KV recomputes it in one prefill, which rounds differently (about 1e-5 in a log-prob).
+KV. A migration without KV recomputes it in one prefill, which rounds differently (a few 1e-6 in a log-prob).
 Log-probs are those of the distribution sampled from, at the configured temperature.
 """
 
