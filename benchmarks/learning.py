@@ -1,0 +1,151 @@
+"""Do the demo pipelines learn, and where does a step's time go? Host and both engines in one process.
+
+    python benchmarks/learning.py [--pipelines sort,sort-long,...] [--steps N] [--seeds N] [--json]
+
+Each pipeline runs alone on one thread, phases one after another: the `solo` of a laptop. Reward is the mean over
+the first and the last 20 steps of what was sampled. Seconds are CPU seconds of this process, so that a busy machine
+does not change them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+
+from rlmux.engines.rollout import SlotRolloutEngine
+from rlmux.engines.train import STAGES, TorchTrainEngine
+from rlmux.rl.batch_metrics import batch_metrics
+from rlmux.rl.config import AlgorithmConfig, RolloutConfig, TaskConfig, TrainingPlan, WarmStartConfig
+from rlmux.rl.host import PipelineHost
+
+AVERAGED_STEPS = 20
+
+
+def demo(name: str, task: str, params: dict[str, Any], warm_start: int, max_new_tokens: int) -> TrainingPlan:
+    """A 0.1M-parameter model, 16 prompts of 8 trajectories a step."""
+    return TrainingPlan(
+        name=name,
+        num_steps=150,
+        task=TaskConfig(name=task, params=params),
+        algorithm=AlgorithmConfig(learning_rate=1e-3),
+        warm_start=WarmStartConfig(num_updates=warm_start),
+        rollout=RolloutConfig(max_new_tokens=max_new_tokens, max_prompt_tokens=32),
+    )
+
+
+LONG_TAIL = {"min_digits": 2, "mean_digits": 6, "max_digits": 24}
+PLANS = {
+    each.name: each
+    for each in (
+        demo("sort", "sort", {"digits": 5}, 50, 12),
+        demo("sort-long", "sort", LONG_TAIL, 60, 32),
+        demo("reverse", "reverse", {"letters": 5, "alphabet": 8}, 60, 12),
+        demo("calculator", "calculator", {"min_digits": 1, "max_digits": 2}, 80, 24),
+        demo("guess", "guess", {}, 40, 24),
+    )
+}
+
+
+class Stopwatch:
+    """CPU seconds by part."""
+
+    def __init__(self) -> None:
+        self.seconds: Counter[str] = Counter()
+
+    @contextmanager
+    def part(self, name: str) -> Iterator[None]:
+        started = time.process_time()
+        yield
+        self.seconds[name] += time.process_time() - started
+
+
+def learn(plan: TrainingPlan) -> dict[str, Any]:
+    """The whole run, and what it was like."""
+    watch = Stopwatch()
+    host, trainer = PipelineHost(plan), TorchTrainEngine(plan)
+    rollout = SlotRolloutEngine(
+        plan.model,
+        plan.rollout,
+        vocab_size=host.vocabulary.vocab_size,
+        seed=plan.seed,
+        is_single_turn=host.is_single_turn,
+    )
+    with watch.part("warm_start"):
+        trainer.run_stage("warm_start", max_seconds=float("inf"))
+    rewards, lengths, longest, gap = [], [], 0.0, 0.0
+    with tempfile.TemporaryDirectory() as folder:
+        for step in range(1, plan.num_steps + 1):
+            with watch.part("publish"):
+                path = Path(folder) / "weights.safetensors"
+                rollout.load_weights(path, trainer.export_weights(path))
+            with watch.part("host"):
+                rollout.submit(host.begin_step(step))
+            while not host.is_step_complete(step):
+                with watch.part("rollout"):
+                    chunk = rollout.run_chunk(max_decode_steps=10**6, max_seconds=10)
+                with watch.part("host"):
+                    rollout.reply(*host.on_turns(chunk.finished))
+            with watch.part("host"):
+                batch = host.finish_step(step)
+            with watch.part("update"):
+                trainer.begin_step(batch)
+            for stage in STAGES[1:]:
+                with watch.part(stage):
+                    report = trainer.run_stage(stage, max_seconds=float("inf"))
+            metrics = batch_metrics(batch)
+            rewards.append(metrics["reward_mean"])
+            lengths.append(metrics["response_tokens_mean"])
+            longest = max(longest, metrics["response_tokens_max"])
+            gap = max(gap, report.metrics["logprob_gap"])
+    return {
+        "pipeline": plan.name,
+        "seed": plan.seed,
+        "steps": plan.num_steps,
+        "reward_first": fmean(rewards[:AVERAGED_STEPS]),
+        "reward_last": fmean(rewards[-AVERAGED_STEPS:]),
+        "cpu_s": sum(watch.seconds.values()),
+        "seconds": {name: round(seconds, 2) for name, seconds in watch.seconds.items() if seconds >= 0.005},
+        "response_tokens_mean": fmean(lengths),
+        "response_tokens_max": longest,
+        "logprob_gap_max": gap,
+        "weights_sha256": trainer.weights_sha256(),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--pipelines", default="sort,sort-long", help=f"any of {','.join(PLANS)}")
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--seeds", type=int, default=1)
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    for name in arguments.pipelines.split(","):
+        for seed in range(arguments.seeds):
+            plan = replace(PLANS[name], seed=seed)
+            result = learn(replace(plan, num_steps=arguments.steps or plan.num_steps))
+            if arguments.json:
+                print(json.dumps(result), flush=True)
+                continue
+            print(
+                f"{name:12} seed {seed}  reward {result['reward_first']:.2f} -> {result['reward_last']:.2f}  "
+                f"in {result['steps']} steps, {result['cpu_s']:.0f} s  "
+                f"tokens {result['response_tokens_mean']:.1f} (max {result['response_tokens_max']:.0f})  "
+                + "  ".join(f"{part} {seconds:.1f}" for part, seconds in result["seconds"].items()),
+                flush=True,
+            )
+
+
+if __name__ == "__main__":
+    main()
