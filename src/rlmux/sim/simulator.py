@@ -92,6 +92,7 @@ class _Actor:
     left_s: dict[Any, list[float]] = field(default_factory=dict)
     """What paused work has left, by device (rollout) or stage (training): seconds of each trajectory, or
     one."""
+    has_started: bool = False
     is_over: bool = False
 
 
@@ -292,6 +293,9 @@ class _Simulation:
 
     def _run_stage(self, action: RunStage) -> None:
         actor = self._actors[action.pipeline]
+        if not actor.has_started:
+            actor.has_started = True
+            self._collector.start(action.pipeline, self._now_s)
         is_rollout = action.stage is Stage.GENERATE
         left_s = None
         if actor.left_s:
