@@ -150,9 +150,7 @@ class _AlternatingRun:
         self._pending: list[Action] = []
         self._over: set[str] = set()
         for name in ("sort", "tools"):
-            self.story.submit(
-                0.0, name, num_steps=num_steps, slo_slowdown=1.5 if name == "sort" else math.inf
-            )
+            self.story.submit(0.0, name, num_steps=num_steps, slo_slowdown=1.5 if name == "sort" else math.inf)
             self._enqueue(0.0, name, 1, Stage.GENERATE)
             self.story.rows += [
                 Entry(len(self.story.rows) + 2 + i, 0.0, "action", type(a).__name__, a)
@@ -223,9 +221,7 @@ class _AlternatingRun:
     def _roll_out(self, begin_s: float, number: int, name: str, step: int, switch_s: float) -> None:
         """Sixteen slots: full, then fewer and fewer; chunks of 0.2 s of computing."""
         now_s, seconds, tokens = begin_s, 0.0, 0
-        profile = (
-            [16, 16, 16, 15, 12, 8, 4, 2, 2, 1, 1] if name == "sort" else [16, 16, 14, 0, 12, 6, 0, 3, 1]
-        )
+        profile = [16, 16, 16, 15, 12, 8, 4, 2, 2, 1, 1] if name == "sort" else [16, 16, 14, 0, 12, 6, 0, 3, 1]
         for active in self._jitter(profile):
             now_s += 0.2 + 0.002
             seconds += 0.2
@@ -287,9 +283,7 @@ class _AlternatingRun:
             self._enqueue(now_s, name, step, stage)
 
     def _note_step(self, now_s: float, name: str, step: int) -> None:
-        reward = (0.9 if name == "sort" else 0.7) * (1 - math.exp(-step / 4)) + self._random.uniform(
-            -0.03, 0.03
-        )
+        reward = (0.9 if name == "sort" else 0.7) * (1 - math.exp(-step / 4)) + self._random.uniform(-0.03, 0.03)
         self.story.note(
             now_s,
             "step",

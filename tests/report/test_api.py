@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import stat
 from collections.abc import Callable
 from pathlib import Path
@@ -12,14 +13,13 @@ import pytest
 
 from rlmux.core.errors import LogError
 from rlmux.report.api import load_summary, read_timeline, write_report
+from rlmux.report.intervals import Cause
 from rlmux.report.log import LOG_NAME, RunLog
 
 FILES = {"summary.json", "trace.json", "timeline.html"}
 
 
-def test_report_writes_three_files_beside_the_log(
-    tmp_path: Path, alternating_run: Callable[..., Any]
-) -> None:
+def test_report_writes_three_files_beside_the_log(tmp_path: Path, alternating_run: Callable[..., Any]) -> None:
     folder = alternating_run().write(tmp_path / "run")
     summary = write_report(folder)
     assert {path.name for path in folder.iterdir()} == FILES | {LOG_NAME}
@@ -36,9 +36,7 @@ def test_log_and_memory_tell_the_same(tmp_path: Path, alternating_run: Callable[
     assert from_log.pipelines == in_memory.pipelines
 
 
-def test_report_can_be_written_while_the_run_writes(
-    tmp_path: Path, alternating_run: Callable[..., Any]
-) -> None:
+def test_report_can_be_written_while_the_run_writes(tmp_path: Path, alternating_run: Callable[..., Any]) -> None:
     run = alternating_run()
     log = RunLog.create(tmp_path / "run", run.header)
     for index, row in enumerate(run.rows):
@@ -96,3 +94,20 @@ def test_missing_log_or_summary_is_one_clear_line(tmp_path: Path) -> None:
     (tmp_path / "summary.json").write_text("{")
     with pytest.raises(LogError, match="not JSON"):
         load_summary(tmp_path)
+
+
+def test_docs_show_code_that_runs(
+    tmp_path: Path, alternating_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    docs = Path(__file__).parents[2] / "docs" / "report.md"
+    (code,) = re.findall(r"```python\n(.*?)```", docs.read_text(), re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    alternating_run().write(tmp_path / "runs" / "demo")
+    exec(compile(code, str(docs), "exec"), {})
+    assert (tmp_path / "runs" / "demo" / "timeline.html").exists()
+
+
+def test_docs_name_every_cause() -> None:
+    docs = (Path(__file__).parents[2] / "docs" / "report.md").read_text()
+    for cause in Cause:
+        assert str(cause).removeprefix("waiting for ") in docs

@@ -51,10 +51,7 @@ def test_every_event_and_action_survives_the_round_trip(kind: type) -> None:
 
 def test_text_is_compact_tagged_and_stable() -> None:
     event = StageFinished(time_s=2.5, order=7, seconds=0.25, tokens=64)
-    assert (
-        encode(event)
-        == '{"type":"StageFinished","time_s":2.5,"order":7,"seconds":0.25,"switch_s":0.0,"tokens":64}'
-    )
+    assert encode(event) == '{"type":"StageFinished","time_s":2.5,"order":7,"seconds":0.25,"switch_s":0.0,"tokens":64}'
 
 
 def test_ids_enums_and_infinity_come_back_as_themselves() -> None:
@@ -127,8 +124,7 @@ def test_wrong_enum_value_names_what_is_accepted() -> None:
     assert decode(text) == NodeLost(time_s=0.0, node=NodeId("a", 0))
     with pytest.raises(LogError, match="one of direct, scaled, new"):
         decode(
-            '{"type":"Admit","pipeline":"a","kind":"magic",'
-            '"placement":{"group":1,"rollout_nodes":[],"train_nodes":[]}}'
+            '{"type":"Admit","pipeline":"a","kind":"magic","placement":{"group":1,"rollout_nodes":[],"train_nodes":[]}}'
         )
 
 

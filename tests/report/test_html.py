@@ -96,9 +96,7 @@ def test_unfinished_run_says_so_and_marks_what_is_open(alternating_run: Callable
     cut = Reader(page(type(whole)(rows=whole.rows[: chunks[40] + 1]).timeline()))
     assert "The log has no end" in cut.text
     assert "not ended in the log" in cut.text
-    assert any(
-        "open" in (attributes.get("class") or "").split() for tag, attributes in cut.seen if tag == "path"
-    )
+    assert any("open" in (attributes.get("class") or "").split() for tag, attributes in cut.seen if tag == "path")
 
 
 def test_empty_run_has_a_page(story: Any) -> None:

@@ -124,12 +124,8 @@ for number in range(1, 10**9):
 
 
 @pytest.mark.parametrize("num_acknowledged", [100, 400, 1500])
-def test_sigkill_loses_nothing_committed_and_splits_no_transaction(
-    tmp_path: Path, num_acknowledged: int
-) -> None:
-    writer = subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True
-    )
+def test_sigkill_loses_nothing_committed_and_splits_no_transaction(tmp_path: Path, num_acknowledged: int) -> None:
+    writer = subprocess.Popen([sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True)
     assert writer.stdout is not None
     for line in writer.stdout:
         if int(line) >= num_acknowledged:
@@ -276,9 +272,7 @@ def test_read_only_folder_can_be_read(tmp_path: Path) -> None:
 def test_damaged_row_is_named(tmp_path: Path) -> None:
     RunLog.create(tmp_path, HEADER).close()
     connection = sqlite3.connect(tmp_path / LOG_NAME)
-    connection.execute(
-        "INSERT INTO log (time_s, kind, type, json) VALUES (1, 'event', 'Odd', '{\"type\":\"Odd\"}')"
-    )
+    connection.execute("INSERT INTO log (time_s, kind, type, json) VALUES (1, 'event', 'Odd', '{\"type\":\"Odd\"}')")
     connection.commit()
     connection.close()
     with (

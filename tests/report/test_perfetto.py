@@ -52,9 +52,7 @@ def test_busy_time_of_a_device_is_all_there(events: list[dict[str, Any]], failed
     for device in failed_run.devices.values():
         (process,) = [pid for pid, name in names.items() if name.startswith(str(device.id))]
         busy_us = sum(
-            e["dur"]
-            for e in of(events, "X")
-            if e["pid"] == process and e["args"].get("cause") in ("compute", "tail")
+            e["dur"] for e in of(events, "X") if e["pid"] == process and e["args"].get("cause") in ("compute", "tail")
         )
         assert busy_us / 1e6 == pytest.approx(device.seconds_by_kind[Kind.BUSY], abs=1e-3)
 

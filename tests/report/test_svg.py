@@ -9,8 +9,7 @@ from rlmux.report.svg import nice_ticks, number, percent_text, seconds_text, tag
 
 def test_tags_escape_what_they_hold() -> None:
     assert (
-        tag("text", x=1.0, data_a='"<', class_="a", style=None)
-        == '<text x="1" data-a="&quot;&lt;" class="a"></text>'
+        tag("text", x=1.0, data_a='"<', class_="a", style=None) == '<text x="1" data-a="&quot;&lt;" class="a"></text>'
     )
 
 

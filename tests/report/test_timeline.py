@@ -33,10 +33,7 @@ Order = Callable[..., RunStage]
 
 def named(timeline: Timeline, device: DeviceId) -> list[tuple[float, float, str, str]]:
     """(start, end, kind, label) in milliseconds' precision."""
-    return [
-        (round(i.start_s, 3), round(i.end_s, 3), str(i.kind), i.label)
-        for i in timeline.devices[device].intervals
-    ]
+    return [(round(i.start_s, 3), round(i.end_s, 3), str(i.kind), i.label) for i in timeline.devices[device].intervals]
 
 
 def assert_adds_up(timeline: Timeline) -> None:
@@ -98,9 +95,7 @@ def test_milliseconds_between_chunks_add_up_to_control_without_cutting_the_pictu
 ) -> None:
     story.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT), num_steps=1)
     for number in range(1, 10):
-        story.event(
-            ChunkFinished(time_s=0.1 * number, order=1, num_active=8, num_waiting=4, seconds=0.09 * number)
-        )
+        story.event(ChunkFinished(time_s=0.1 * number, order=1, num_active=8, num_waiting=4, seconds=0.09 * number))
     story.event(finished(1.0, 1, 0.9), Release(pipeline="a"))
     assert named(story.timeline(), ROLLOUT) == [
         (0.0, 0.1, "bubble", "control"),
@@ -112,9 +107,7 @@ def test_tail_begins_at_an_eighth_of_the_most_that_were_active(story: Any, make_
     story.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT), num_steps=1)
     for time_s, active, waiting in ((1.0, 16, 4), (2.0, 2, 1), (3.0, 3, 0), (4.0, 2, 0), (5.0, 1, 0)):
         story.event(
-            ChunkFinished(
-                time_s=time_s, order=1, num_active=active, num_waiting=waiting, seconds=time_s, tokens=9
-            )
+            ChunkFinished(time_s=time_s, order=1, num_active=active, num_waiting=waiting, seconds=time_s, tokens=9)
         )
     story.event(finished(6.0, 1, 6.0), Release(pipeline="a"))
     timeline = story.timeline()
@@ -126,17 +119,11 @@ def test_tail_begins_at_an_eighth_of_the_most_that_were_active(story: Any, make_
 def test_parked_trajectories_make_a_tool_wait(story: Any, make_order: Order, counts_waiting: bool) -> None:
     story.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT), num_steps=1)
     later_s = 1.0 if counts_waiting else 0.0
+    story.event(ChunkFinished(time_s=1.0, order=1, num_active=0, num_waiting=0, num_parked=5, seconds=1.0, tokens=50))
     story.event(
-        ChunkFinished(time_s=1.0, order=1, num_active=0, num_waiting=0, num_parked=5, seconds=1.0, tokens=50)
+        ChunkFinished(time_s=2.0, order=1, num_active=0, num_waiting=0, num_parked=5, seconds=1.0 + later_s, tokens=50)
     )
-    story.event(
-        ChunkFinished(
-            time_s=2.0, order=1, num_active=0, num_waiting=0, num_parked=5, seconds=1.0 + later_s, tokens=50
-        )
-    )
-    story.event(
-        ChunkFinished(time_s=2.5, order=1, num_active=5, num_waiting=0, seconds=1.5 + later_s, tokens=99)
-    )
+    story.event(ChunkFinished(time_s=2.5, order=1, num_active=5, num_waiting=0, seconds=1.5 + later_s, tokens=99))
     story.event(finished(3.0, 1, 2.0 + later_s, tokens=120), Release(pipeline="a"))
     kinds = [(start, end, label) for start, end, _, label in named(story.timeline(), ROLLOUT)]
     assert kinds == [
@@ -162,14 +149,10 @@ def test_strict_order_is_blamed_when_another_could_have_run(story: Any, make_ord
     ]
 
 
-def test_filled_bubble_is_no_bubble_and_the_rest_names_whom_it_waits_for(
-    story: Any, make_order: Order
-) -> None:
+def test_filled_bubble_is_no_bubble_and_the_rest_names_whom_it_waits_for(story: Any, make_order: Order) -> None:
     story.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT))
     story.submit(0.0, "b")
-    story.event(
-        finished(2.0, 1, 2.0), make_order(2, "a", UPDATE, TRAIN), make_order(3, "b", GENERATE, ROLLOUT)
-    )
+    story.event(finished(2.0, 1, 2.0), make_order(2, "a", UPDATE, TRAIN), make_order(3, "b", GENERATE, ROLLOUT))
     story.event(finished(3.0, 2, 1.0))
     story.event(
         finished(5.0, 3, 3.0),
@@ -302,9 +285,7 @@ def test_resumed_run_shows_the_time_it_was_down(story: Any, make_order: Order) -
 def test_migration_is_an_instant_and_explains_a_wait(story: Any, make_order: Order) -> None:
     story.num_rollout = 2
     other = DeviceId("rollout", 1, 0)
-    story.submit(
-        0.0, "a", make_order(1, "a", GENERATE, ROLLOUT), make_order(2, "a", GENERATE, other), num_steps=1
-    )
+    story.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT), make_order(2, "a", GENERATE, other), num_steps=1)
     move = Migrate(order=3, pipeline="a", step=1, source=other, target=ROLLOUT, copies_kv=True)
     story.event(finished(1.0, 1, 1.0))
     story.event(StagePaused(time_s=1.0, order=2, seconds=1.0), move)
@@ -320,9 +301,7 @@ def test_migration_is_an_instant_and_explains_a_wait(story: Any, make_order: Ord
 
 
 @pytest.mark.parametrize("failing", [None, "tools"])
-def test_whole_run_adds_up_at_every_moment_of_it(
-    alternating_run: Callable[..., Any], failing: str | None
-) -> None:
+def test_whole_run_adds_up_at_every_moment_of_it(alternating_run: Callable[..., Any], failing: str | None) -> None:
     whole = alternating_run(failing=failing)
     for num_rows in range(3, len(whole.rows) + 1, 17):
         part = type(whole)(rows=whole.rows[:num_rows])

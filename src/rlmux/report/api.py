@@ -46,9 +46,7 @@ def load_summary(folder: str | Path) -> dict[str, Any]:
     try:
         return cast("dict[str, Any]", json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError:
-        raise LogError(
-            f"{folder}: there is no {SUMMARY_NAME}; `rlmux report` makes it from the log"
-        ) from None
+        raise LogError(f"{folder}: there is no {SUMMARY_NAME}; `rlmux report` makes it from the log") from None
     except ValueError as error:
         raise LogError(f"{path}: not JSON ({error}); `rlmux report` makes it anew from the log") from None
 

@@ -97,9 +97,7 @@ def _without_nonfinite(value: Any) -> Any:
 
 
 _ENCODER = json.JSONEncoder(separators=(",", ":"), allow_nan=False, ensure_ascii=False, default=_plain)
-_TYPE_BY_NAME: dict[str, type] = {
-    kind.__name__: kind for kind in typing.get_args(Event) + typing.get_args(Action)
-}
+_TYPE_BY_NAME: dict[str, type] = {kind.__name__: kind for kind in typing.get_args(Event) + typing.get_args(Action)}
 _FIELDS: dict[type, tuple[str, ...]] = {
     kind: tuple(field.name for field in dataclasses.fields(kind)) for kind in _TYPE_BY_NAME.values()
 }

@@ -157,9 +157,7 @@ class Chart:
             self._fixed.append(tag("text", escape(str(device.id)), x=0, y=middle - 2, class_="name"))
             self._fixed.append(tag("text", f"{percent_text(busy)} busy", x=0, y=middle + 12, class_="mute"))
         else:
-            self._fixed.append(
-                tag("text", f"{escape(str(device.id))} · {percent_text(busy)}", x=0, y=middle + 4)
-            )
+            self._fixed.append(tag("text", f"{escape(str(device.id))} · {percent_text(busy)}", x=0, y=middle + 4))
         self._behind.append(tag("rect", x=0, y=self._y, width=_WIDTH, height=height, class_="track"))
         pieces = self._columns(device) if self._is_dense else self._intervals(device, orders)
         self._zoomed.append(tag("g", *pieces, transform=f"translate(0 {number(self._y)})"))
@@ -174,9 +172,7 @@ class Chart:
             draw = self._busy if interval.kind is Kind.BUSY else self._not_busy
             yield from draw(interval, y, height, loads)
 
-    def _busy(
-        self, interval: Interval, y: float, height: float, loads: dict[OrderId, _Load]
-    ) -> Iterable[str]:
+    def _busy(self, interval: Interval, y: float, height: float, loads: dict[OrderId, _Load]) -> Iterable[str]:
         x, width = self._x(interval.start_s), interval.seconds * self._scale
         colour = self._colour_of(interval.pipeline)
         load = loads.get(interval.order) if interval.order is not None else None
@@ -285,11 +281,7 @@ class Chart:
         self._fixed.append(tag("text", f"steps of {label}", x=0, y=self._y + 11.5))
         if len(steps) > 250:
             start, end = self._x(steps[0].end_s - steps[0].seconds), self._x(steps[-1].end_s)
-            shapes = [
-                self._told(
-                    f"p{colour} step", bar(start, 0, end - start, height), f"{name}\n{len(steps)} steps"
-                )
-            ]
+            shapes = [self._told(f"p{colour} step", bar(start, 0, end - start, height), f"{name}\n{len(steps)} steps")]
         else:
             shapes = [self._step(colour, name, step, height) for step in steps]
         self._zoomed.append(tag("g", *shapes, transform=f"translate(0 {number(self._y)})"))
@@ -342,9 +334,7 @@ class Chart:
             "text", escape(str(name)), x=-8 if anchor else 8, y=y - 7.0,
             class_=anchor, style=f"fill:var(--p{self._colour[name]})",
         )  # fmt: skip
-        self._texts.append(
-            (math.inf, tag("g", text, data_m=end[0], transform=f"translate({number(end[0])} 0)"))
-        )
+        self._texts.append((math.inf, tag("g", text, data_m=end[0], transform=f"translate({number(end[0])} 0)")))
 
     def _rewards(self, name: PipelineId) -> list[tuple[float, float]]:
         metrics = self._timeline.pipelines[name].metrics

@@ -62,9 +62,7 @@ class GapNamer:
         devices_by_node: dict[tuple[str, int], list[DeviceId]] = {}
         for device in orders_by_device:
             devices_by_node.setdefault(device.node_id, []).append(device)
-        self._pins: dict[DeviceId, list[tuple[float, float, PipelineId]]] = {
-            device: [] for device in orders_by_device
-        }
+        self._pins: dict[DeviceId, list[tuple[float, float, PipelineId]]] = {device: [] for device in orders_by_device}
         for pin in history.pins:
             for node in pin.placement.nodes:
                 for device in devices_by_node.get(node, ()):
@@ -100,9 +98,7 @@ class GapNamer:
             last = gaps[-1] if len(gaps) > first else None
             if last is not None and (last.cause, last.pipeline) == (cause, awaited):
                 piece_start_s = gaps.pop().start_s
-            gaps.append(
-                Interval(start_s=piece_start_s, end_s=piece_end_s, kind=kind, cause=cause, pipeline=awaited)
-            )
+            gaps.append(Interval(start_s=piece_start_s, end_s=piece_end_s, kind=kind, cause=cause, pipeline=awaited))
 
     def _cause(
         self, device: DeviceId, at_s: float, gap_s: float, pinned: list[PipelineId]
@@ -123,9 +119,7 @@ class GapNamer:
             return Kind.BUBBLE, Cause.TURN, pipeline
         return Kind.BUBBLE, self._needs(pipeline, at_s) or Cause.CONTROL, pipeline
 
-    def _last_cause(
-        self, at_s: float, gap_s: float, pinned: list[PipelineId]
-    ) -> tuple[Cause, PipelineId | None]:
+    def _last_cause(self, at_s: float, gap_s: float, pinned: list[PipelineId]) -> tuple[Cause, PipelineId | None]:
         for pipeline in pinned:
             cause = self._needs(pipeline, at_s)
             if cause is not None:
@@ -193,9 +187,7 @@ class _Track:
 
     def next_of(self, at_s: float, pipelines: Sequence[PipelineId]) -> OrderRecord | None:
         """The next that belongs to one of these pipelines."""
-        following = [
-            order for pipeline in pipelines if (order := self._next_by_pipeline(pipeline, at_s)) is not None
-        ]
+        following = [order for pipeline in pipelines if (order := self._next_by_pipeline(pipeline, at_s)) is not None]
         return min(following, key=lambda order: order.start_s, default=None)
 
     def _next_by_pipeline(self, pipeline: PipelineId, at_s: float) -> OrderRecord | None:

@@ -220,9 +220,7 @@ class History:
         self._set_over(time_s, action.pipeline, PipelineStatus.REFUSED, action.reason)
         self.instants.append(Instant(time_s, "refused", action.pipeline, text=action.reason))
 
-    def _set_over(
-        self, time_s: float, pipeline: PipelineId, status: PipelineStatus, reason: str = ""
-    ) -> None:
+    def _set_over(self, time_s: float, pipeline: PipelineId, status: PipelineStatus, reason: str = "") -> None:
         record = self.pipelines.get(pipeline)
         if record is not None:
             record.status, record.reason, record.ended_s = status, reason, time_s
@@ -333,9 +331,7 @@ class History:
 
     def _on_worker_lost(self, time_s: float, event: WorkerLost) -> None:
         self._lose_orders(time_s, event.pipeline, event.device)
-        self.instants.append(
-            Instant(time_s, "loss", event.pipeline, event.device, f"its worker on {event.device}")
-        )
+        self.instants.append(Instant(time_s, "loss", event.pipeline, event.device, f"its worker on {event.device}"))
 
     def _on_restarted(self, time_s: float, event: PipelineRestarted) -> None:
         self._lose_orders(time_s, event.pipeline)

@@ -79,8 +79,7 @@ class _View:
         light = "".join(f"--p{i}:{PALETTE[i][0]};" for i in used)
         dark = "".join(f"--p{i}:{PALETTE[i][1]};" for i in used)
         rules = "".join(
-            f".p{i}{{fill:var(--p{i})}}.c{i}{{stroke:var(--p{i})}}.k{i}{{background:var(--p{i})}}"
-            for i in used
+            f".p{i}{{fill:var(--p{i})}}.c{i}{{stroke:var(--p{i})}}.k{i}{{background:var(--p{i})}}" for i in used
         )
         return (
             f":root{{{light}}}@media(prefers-color-scheme:dark){{:root{{{dark}}}}}{rules}"
@@ -120,8 +119,7 @@ class _View:
     def tiles(self) -> str:
         summary = self.summary
         devices = "".join(
-            f"<span>{percent_text(busy)} <small>{escape(name)}</small></span>"
-            for name, busy in self._utilizations()
+            f"<span>{percent_text(busy)} <small>{escape(name)}</small></span>" for name, busy in self._utilizations()
         )
         tiles = [("makespan", seconds_text(summary["makespan_s"]))]
         if summary["tokens_per_s"]:
@@ -139,18 +137,14 @@ class _View:
         tiles.append(("switches", f"{summary['num_switches']:,}"))
         if summary["num_migrations"]:
             tiles.append(("migrations", f"{summary['num_migrations']:,}"))
-        return (
-            '<dl class="tiles">' + "".join(f"<div><dt>{k}</dt><dd>{v}</dd></div>" for k, v in tiles) + "</dl>"
-        )
+        return '<dl class="tiles">' + "".join(f"<div><dt>{k}</dt><dd>{v}</dd></div>" for k, v in tiles) + "</dl>"
 
     def _utilizations(self) -> list[tuple[str, float]]:
         """Per device; per pool where there are many."""
         return [
             (
                 title,
-                sum(share.seconds for share in shares if share.kind is Kind.BUSY) / total_s
-                if total_s
-                else 0.0,
+                sum(share.seconds for share in shares if share.kind is Kind.BUSY) / total_s if total_s else 0.0,
             )
             for title, _, shares, total_s in self._rows_of_time(max_devices=4)
         ]
@@ -190,9 +184,7 @@ class _View:
             tag("td", percent_text(sum(share.seconds for share in shares if share.kind is kind) / total_s))
             for kind in Kind
         )
-        title = f"<b>{escape(name)}</b>" + (
-            f'<br><span class="why">{escape(what)}</span>' if what not in name else ""
-        )
+        title = f"<b>{escape(name)}</b>" + (f'<br><span class="why">{escape(what)}</span>' if what not in name else "")
         bar = f'<div class="stack">{parts}</div><div class="why">{why}</div>'
         return f'<tr><td>{title}</td><td class="wide">{bar}</td>{cells}</tr>'
 
@@ -208,9 +200,7 @@ class _View:
 
     def _share_name(self, share: Share) -> str:
         if share.kind is Kind.BUSY:
-            return (
-                f"{share.pipeline}" if share.cause is Cause.COMPUTE else f"{share.cause} of {share.pipeline}"
-            )
+            return f"{share.pipeline}" if share.cause is Cause.COMPUTE else f"{share.cause} of {share.pipeline}"
         in_order = share.cause in (Cause.TOOL_WAIT, Cause.SWITCH, Cause.STARTING, Cause.LOST)
         return f"{share.cause} of {share.pipeline}" if in_order else share.label
 
@@ -239,9 +229,7 @@ class _View:
         sha256 = pipeline["weights_sha256"]
         cells = [
             f'<td><span class="dot k{self.colour[PipelineId(name)]}"></span><b>{escape(name)}</b></td>',
-            tag(
-                "td", escape(pipeline["status"]), class_="l failed" if pipeline["status"] == "failed" else "l"
-            ),
+            tag("td", escape(pipeline["status"]), class_="l failed" if pipeline["status"] == "failed" else "l"),
             tag("td", f"{pipeline['steps']:,}{of_all}"),
             tag("td", f"{pipeline['tokens']:,}"),
             tag("td", f"{pipeline['trajectories']:,}"),
@@ -271,9 +259,7 @@ class _View:
 
     def _legend(self) -> str:
         present = {
-            CLASS_BY_CAUSE.get(share.cause)
-            for device in self.timeline.devices.values()
-            for share in device.shares
+            CLASS_BY_CAUSE.get(share.cause) for device in self.timeline.devices.values() for share in device.shares
         }
         items = [
             f'<span><i class="k{self.colour[name]}"></i><b>{escape(name)}</b></span>'

@@ -67,9 +67,7 @@ class _Pieces:
         self._start_s = self._end_s = order.start_s
         self._wait_s = self._switch_s = self._compute_s = 0.0
 
-    def add(
-        self, start_s: float, end_s: float, wait: Cause, switch_s: float, compute: Cause, compute_s: float
-    ) -> None:
+    def add(self, start_s: float, end_s: float, wait: Cause, switch_s: float, compute: Cause, compute_s: float) -> None:
         window_s = max(0.0, end_s - start_s)
         compute_s = min(max(0.0, compute_s), window_s)
         switch_s = min(switch_s, window_s - compute_s)
@@ -99,9 +97,7 @@ class _Pieces:
             (switching_s, computing_s, Kind.SWITCH, Cause.SWITCH),
             (computing_s, self._end_s, Kind.BUSY, compute),
         ):
-            seconds = {Kind.BUSY: self._compute_s}.get(
-                kind, self._switch_s if cause is Cause.SWITCH else self._wait_s
-            )
+            seconds = {Kind.BUSY: self._compute_s}.get(kind, self._switch_s if cause is Cause.SWITCH else self._wait_s)
             if seconds > 0.0 and end_s > start_s:
                 self._done.append(self._interval(start_s, end_s, kind, cause))
         self._names = None

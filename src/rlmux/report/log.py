@@ -124,9 +124,7 @@ class RunLog:
         self._last_time_s = 0.0
 
     @classmethod
-    def create(
-        cls, folder: str | Path, header: Mapping[str, Any], *, survives_power_cut: bool = False
-    ) -> RunLog:
+    def create(cls, folder: str | Path, header: Mapping[str, Any], *, survives_power_cut: bool = False) -> RunLog:
         """Start the log of a new run. The folder may exist; a log in it may not."""
         folder = Path(folder)
         path = folder / LOG_NAME
@@ -137,9 +135,7 @@ class RunLog:
             os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
         except FileExistsError:
             os.close(lock)
-            raise LogError(
-                f"{path}: there is a run log already; resume it, or choose another folder"
-            ) from None
+            raise LogError(f"{path}: there is a run log already; resume it, or choose another folder") from None
         connection = _connect(path, survives_power_cut)
         log = cls(folder, connection, lock)
         try:
@@ -158,9 +154,7 @@ class RunLog:
         LogReader(folder).close()
         lock = _lock(folder)
         log = cls(folder, _connect(folder / LOG_NAME, survives_power_cut), lock)
-        log._last_time_s = log._connection.execute(
-            "SELECT time_s FROM log ORDER BY seq DESC LIMIT 1"
-        ).fetchone()[0]
+        log._last_time_s = log._connection.execute("SELECT time_s FROM log ORDER BY seq DESC LIMIT 1").fetchone()[0]
         return log
 
     @property
@@ -215,9 +209,7 @@ class RunLog:
         """Drop the transaction that failed: what was committed before it stays whole and readable."""
         if self._connection.in_transaction:
             self._connection.execute("ROLLBACK")
-        return LogError(
-            f"{self.path}: cannot append to the run log: {error}; what was committed stays readable"
-        )
+        return LogError(f"{self.path}: cannot append to the run log: {error}; what was committed stays readable")
 
 
 class LogReader:
@@ -271,9 +263,7 @@ class LogReader:
                 f"{self.path}: written by a newer rlmux: its log schema is {schema_version}, "
                 f"this rlmux reads up to {SCHEMA_VERSION}"
             )
-        row = self._connection.execute(
-            "SELECT json FROM log WHERE kind = 'header' ORDER BY seq LIMIT 1"
-        ).fetchone()
+        row = self._connection.execute("SELECT json FROM log WHERE kind = 'header' ORDER BY seq LIMIT 1").fetchone()
         if row is None:
             raise LogError(f"{self.path}: the run log has no header")
         return cast("dict[str, Any]", codec.loads(row[0]))

@@ -35,9 +35,7 @@ def trace(timeline: Timeline) -> dict[str, Any]:
     """The contents of `trace.json`."""
     return {
         "displayTimeUnit": "ms",
-        "otherData": {
-            key: timeline.header.get(key) for key in ("policy", "backend", "created", "rlmux_version")
-        },
+        "otherData": {key: timeline.header.get(key) for key in ("policy", "backend", "created", "rlmux_version")},
         "traceEvents": _Tracer(timeline).events(),
     }
 
@@ -46,12 +44,8 @@ class _Tracer:
     def __init__(self, timeline: Timeline) -> None:
         self._timeline = timeline
         self._events: list[dict[str, Any]] = []
-        self._process = {
-            device: number for number, device in enumerate(timeline.devices, _PIPELINES_PROCESS + 1)
-        }
-        self._colour = {
-            name: COLOURS[number % len(COLOURS)] for number, name in enumerate(timeline.pipelines)
-        }
+        self._process = {device: number for number, device in enumerate(timeline.devices, _PIPELINES_PROCESS + 1)}
+        self._colour = {name: COLOURS[number % len(COLOURS)] for number, name in enumerate(timeline.pipelines)}
         self._thread = {name: number for number, name in enumerate(timeline.pipelines, 1)}
         self._place: dict[OrderId, tuple[int, int, float]] = {}
         """Process, thread and middle of each order's computing: where arrows end."""
@@ -87,14 +81,10 @@ class _Tracer:
 
     def _name_process(self, process: int, name: str, order: int) -> None:
         self._events.append({"ph": "M", "name": "process_name", "pid": process, "args": {"name": name}})
-        self._events.append(
-            {"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": order}}
-        )
+        self._events.append({"ph": "M", "name": "process_sort_index", "pid": process, "args": {"sort_index": order}})
 
     def _name_thread(self, process: int, thread: int, name: str) -> None:
-        self._events.append(
-            {"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": {"name": name}}
-        )
+        self._events.append({"ph": "M", "name": "thread_name", "pid": process, "tid": thread, "args": {"name": name}})
 
     def _slice(
         self,
@@ -154,9 +144,7 @@ class _Tracer:
             end_s = min(order.end_s, self._timeline.end_s)
             thread = self._thread.get(order.pipeline, 0)
             colour = self._colour.get(order.pipeline)
-            self._slice(
-                _PIPELINES_PROCESS, thread, order.stage, order.start_s, end_s, colour, step=order.step
-            )
+            self._slice(_PIPELINES_PROCESS, thread, order.stage, order.start_s, end_s, colour, step=order.step)
             self._place[order.id] = (_PIPELINES_PROCESS, thread, (order.start_s + end_s) / 2)
         elif order.stage is Stage.GENERATE and not order.is_migration:
             self._add_active(order.devices[0], order)
@@ -175,9 +163,7 @@ class _Tracer:
     def _add_steps(self) -> None:
         for name, steps in step_times(self._timeline).items():
             for step in steps:
-                reward = (
-                    self._timeline.pipelines[name].metrics.get(step.step, {}).get("reward_mean", math.nan)
-                )
+                reward = self._timeline.pipelines[name].metrics.get(step.step, {}).get("reward_mean", math.nan)
                 if math.isfinite(reward):
                     self._count(_PIPELINES_PROCESS, f"reward {name}", step.end_s, reward=reward)
 

@@ -1,7 +1,8 @@
 """The run in numbers: `summary.json`, and what `run --json` prints. Its keys are stable.
 
-    step_s_mean     from when the first rollout computed to the last published step, over the steps published:
-                    a step lasts from its predecessor's end to its own
+    step_s_mean     a step lasts from its predecessor's end to its own, the first from its rollout's first
+                    computing. The first is left out where there are others: it waits for every worker to start
+                    and for the warm starts of all who share its devices
     step_slowdown   step_s_mean over the mean solo estimate of the same steps
     solo estimate   what one step takes with nobody in the way, from this run's own measurements:
                         the rollout worker that computed and waited for its environment longest
@@ -35,9 +36,7 @@ def summarize(timeline: Timeline) -> dict[str, Any]:
     """The contents of `summary.json`."""
     makespan_s = timeline.makespan_s
     steps = step_times(timeline)
-    pipelines = {
-        str(name): _pipeline(timeline, record, steps[name]) for name, record in timeline.pipelines.items()
-    }
+    pipelines = {str(name): _pipeline(timeline, record, steps[name]) for name, record in timeline.pipelines.items()}
     return {
         "policy": timeline.header.get("policy"),
         "backend": timeline.header.get("backend"),
@@ -123,7 +122,8 @@ def _pipeline(timeline: Timeline, record: PipelineRecord, steps: list[StepTime])
         for order in timeline.orders
         if order.pipeline == record.pipeline.id and order.stage is Stage.GENERATE and order.counts
     )
-    spent_s = math.fsum(step.seconds for step in steps)
+    steady = steps[1:] or steps
+    spent_s = math.fsum(step.seconds for step in steady)
     slo = record.pipeline.slo_slowdown
     return {
         "steps": max(record.published, default=0),
@@ -131,8 +131,8 @@ def _pipeline(timeline: Timeline, record: PipelineRecord, steps: list[StepTime])
         "trajectories": int(sum(each.get("trajectories", 0.0) for each in metrics)),
         "reward_first": rewards[0] if rewards else None,
         "reward_last": rewards[-1] if rewards else None,
-        "step_s_mean": _ratio(spent_s, len(steps)),
-        "step_slowdown": _ratio(spent_s, math.fsum(step.solo_s for step in steps)),
+        "step_s_mean": _ratio(spent_s, len(steady)),
+        "step_slowdown": _ratio(spent_s, math.fsum(step.solo_s for step in steady)),
         "slo_slowdown": slo if math.isfinite(slo) else None,
         "weights_sha256": record.weights_sha256,
         "status": str(record.status),

@@ -65,10 +65,7 @@ class Timeline:
     def seconds(self, cause: Cause) -> float:
         """Over all devices."""
         return math.fsum(
-            share.seconds
-            for device in self.devices.values()
-            for share in device.shares
-            if share.cause is cause
+            share.seconds for device in self.devices.values() for share in device.shares if share.cause is cause
         )
 
 
@@ -83,8 +80,7 @@ def build_timeline(history: History) -> Timeline:
                 orders_by_device.setdefault(device, []).append(order)
     namer = GapNamer(history, orders_by_device, start_s, end_s)
     devices = {
-        device: _lay_out_device(device, orders, namer, start_s, end_s)
-        for device, orders in orders_by_device.items()
+        device: _lay_out_device(device, orders, namer, start_s, end_s) for device, orders in orders_by_device.items()
     }
     return Timeline(
         header=history.header,
@@ -102,9 +98,7 @@ def build_timeline(history: History) -> Timeline:
 def _devices(history: History) -> list[DeviceId]:
     """Every device of the header; without one, every device that a pin or order names."""
     listed = [
-        DeviceId(*device)
-        for pool in history.header.get("pools", {}).values()
-        for device in pool.get("devices", ())
+        DeviceId(*device) for pool in history.header.get("pools", {}).values() for device in pool.get("devices", ())
     ]
     seen = {device: None for order in history.orders for device in order.devices}
     return list(dict.fromkeys(listed + sorted(seen)))
@@ -126,9 +120,7 @@ def _lay_out_device(
         lanes[lane : lane + 1] = [min(order.end_s, end_s)]
         held += [replace(piece, lane=lane) for piece in pieces] if lane else pieces
     gaps = namer.name_gaps(device, held)
-    return _account(
-        device, sorted(held + gaps, key=lambda piece: (piece.start_s, piece.lane)), max(len(lanes), 1)
-    )
+    return _account(device, sorted(held + gaps, key=lambda piece: (piece.start_s, piece.lane)), max(len(lanes), 1))
 
 
 _RANK = {Kind.BUSY: 0, Kind.SWITCH: 1, Kind.BUBBLE: 2, Kind.IDLE: 3}
@@ -148,9 +140,7 @@ def _account(device: DeviceId, intervals: list[Interval], num_lanes: int) -> Dev
     return DeviceTimeline(
         id=device,
         intervals=tuple(intervals),
-        seconds_by_kind={
-            kind: math.fsum(share.seconds for share in shares if share.kind is kind) for kind in Kind
-        },
+        seconds_by_kind={kind: math.fsum(share.seconds for share in shares if share.kind is kind) for kind in Kind},
         shares=tuple(sorted(shares, key=lambda share: (_RANK[share.kind], -share.seconds, share.label))),
         num_lanes=num_lanes,
     )
