@@ -48,9 +48,7 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Spec]
 def complaint(load: Callable[..., Spec]) -> Callable[..., str]:
     """The one line that a wrong file is refused with."""
 
-    def complain(
-        text: str, *overrides: str, replace: Sequence[tuple[str, str]] = (), **options: object
-    ) -> str:
+    def complain(text: str, *overrides: str, replace: Sequence[tuple[str, str]] = (), **options: object) -> str:
         for old, new in replace:
             assert text.count(old) == 1, f"{old!r} is there {text.count(old)} times"
             text = text.replace(old, new)

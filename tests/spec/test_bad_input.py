@@ -285,17 +285,12 @@ def test_a_tasks_own_complaint_is_placed_at_its_key(complaint, good):
 
 def test_an_unknown_policy_is_refused_where_policies_are_known(complaint, good):
     message = complaint(good + "policy: rolmux\n", policies=["rollmux", "solo"])
-    assert (
-        message
-        == "two.yaml:14: policy is 'rolmux': no such policy; nearest: rollmux; accepted: rollmux, solo"
-    )
+    assert message == "two.yaml:14: policy is 'rolmux': no such policy; nearest: rollmux; accepted: rollmux, solo"
 
 
 def test_planning_needs_estimates_but_no_task(complaint, load, good):
     message = complaint(good, purpose=Purpose.PLAN)
-    assert message.startswith(
-        "two.yaml:8: pipelines.sort.estimate is missing; accepted: {rollout_s: seconds,"
-    )
+    assert message.startswith("two.yaml:8: pipelines.sort.estimate is missing; accepted: {rollout_s: seconds,")
     estimates = "pipelines.*.estimate={rollout_s: 2, train_s: 1}"
     assert load(good, estimates, purpose=Purpose.PLAN).pipelines[0].pipeline.estimate.solo_s == 3
 
@@ -309,9 +304,7 @@ def test_a_reward_function_that_its_module_lacks_is_refused_with_the_nearest(com
     assert "my_rewards.py, line 1: not Python" in complaint(good, replace=replace)
 
 
-@pytest.mark.parametrize(
-    ("files", "lack"), [([], "has no config.json"), (["config.json"], "has no *.safetensors")]
-)
+@pytest.mark.parametrize(("files", "lack"), [([], "has no config.json"), (["config.json"], "has no *.safetensors")])
 def test_a_folder_that_is_no_checkpoint_is_refused(complaint, good, tmp_path, files, lack):
     (tmp_path / "ckpt").mkdir()
     for file in files:
@@ -328,9 +321,7 @@ def test_an_alias_bomb_is_refused_rather_than_expanded(complaint):
 def test_a_missing_file_is_refused_with_those_that_are_there(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     Path("two.yaml").write_text("x: 1")
-    with pytest.raises(
-        SpecError, match=r"^tow\.yaml: no such file; accepted: a YAML file; there: two\.yaml$"
-    ):
+    with pytest.raises(SpecError, match=r"^tow\.yaml: no such file; accepted: a YAML file; there: two\.yaml$"):
         load_spec("tow.yaml")
 
 

@@ -74,9 +74,7 @@ def test_the_reference_stage_is_there_only_with_a_kl_penalty(load):
 
 
 def test_staleness_and_warm_start_reach_the_scheduler(load):
-    spec = load(
-        POOLS + "pipelines: [{name: a, task: sort, warm_start: {updates: 9}, algorithm: {staleness: 1}}]"
-    )
+    spec = load(POOLS + "pipelines: [{name: a, task: sort, warm_start: {updates: 9}, algorithm: {staleness: 1}}]")
     assert spec.pipelines[0].pipeline.staleness == 1
     assert spec.pipelines[0].pipeline.has_warm_start
     assert spec.pipelines[0].plan.warm_start.num_updates == 9
@@ -123,6 +121,12 @@ def test_overrides_win_over_file_and_defaults(load, good):
     assert spec.cluster.pools["rollout"].num_nodes == 2
 
 
+def test_short_forms_work_in_overrides_too(load, good):
+    spec = load(good, "pipelines.sort.task=reverse", "pipelines.*.algorithm=rloo")
+    assert spec.pipelines[0].plan.task == TaskConfig(name="reverse")
+    assert [pipeline.plan.algorithm.name for pipeline in spec.pipelines] == ["rloo", "rloo"]
+
+
 def test_scalars_are_read_as_people_expect(load):
     spec = load(
         POOLS + "pipelines: [{name: no, task: {name: sort, digits: 010, flag: yes, day: 2024-01-01},"
@@ -143,9 +147,7 @@ def test_anchors_work(load):
 
 def test_paths_are_relative_to_the_file(load, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
-    (tmp_path / "my_rewards.py").write_text(
-        "def score(data_source, solution_str, ground_truth): return 0.0\n"
-    )
+    (tmp_path / "my_rewards.py").write_text("def score(data_source, solution_str, ground_truth): return 0.0\n")
     checkpoint = tmp_path / "ckpt"
     checkpoint.mkdir()
     (checkpoint / "config.json").write_text("{}")
@@ -164,9 +166,7 @@ def test_paths_are_relative_to_the_file(load, tmp_path):
 
 
 def test_the_resolved_file_loads_to_the_same_pipelines(load, good):
-    spec = load(
-        good, "pipelines.reverse.algorithm.kl_coef=0.05", "pipelines.sort.estimate={rollout_s: 1, train_s: 2}"
-    )
+    spec = load(good, "pipelines.reverse.algorithm.kl_coef=0.05", "pipelines.sort.estimate={rollout_s: 1, train_s: 2}")
     again = parse_spec(spec.resolved, source="spec.yaml", folder=Path("/"))
     assert (again.pipelines, again.cluster, again.policy) == (spec.pipelines, spec.cluster, spec.policy)
     assert again.resolved == spec.resolved

@@ -19,21 +19,15 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
 
-File = Annotated[
-    str, typer.Argument(metavar="FILE", help="YAML file with cluster and pipelines (docs/spec.md).")
-]
+File = Annotated[str, typer.Argument(metavar="FILE", help="YAML file with cluster and pipelines (docs/spec.md).")]
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a run.")]
 Sets = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Lay a value over the file's; may be repeated."),
 ]
-PolicyName = Annotated[
-    str | None, typer.Option("--policy", help="Who decides; by default the file's own policy.")
-]
+PolicyName = Annotated[str | None, typer.Option("--policy", help="Who decides; by default the file's own policy.")]
 PolicyNames = Annotated[str, typer.Option("--policies", help="Policies to compare, with commas.")]
-Json = Annotated[
-    bool, typer.Option("--json", help="Print JSON with stable keys, and nothing else, on stdout.")
-]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON with stable keys, and nothing else, on stdout.")]
 Out = Annotated[
     str | None,
     typer.Option("--out", metavar="DIR", help="Folder to make; by default runs/FILE-POLICY-TIME."),
@@ -103,23 +97,17 @@ def compare(
 
     from rlmux.cli import comparison
 
-    comparison.show(
-        comparison.run_each(spec, names, folder, is_overwriting=overwrite, is_quiet=json), as_json=json
-    )
+    comparison.show(comparison.run_each(spec, names, folder, is_overwriting=overwrite, is_quiet=json), as_json=json)
 
 
 @app.command()
 def simulate(
     workload: Annotated[
         str,
-        typer.Argument(
-            metavar="FILE|WORKLOAD", help="YAML file, CSV file, or a workload by name, such as weave."
-        ),
+        typer.Argument(metavar="FILE|WORKLOAD", help="YAML file, CSV file, or a workload by name, such as weave."),
     ],
     policies: PolicyNames = "solo,colocated,rollmux",
-    seeds: Annotated[
-        int, typer.Option("--seeds", min=1, help="How many seeds; figures are means over them.")
-    ] = 1,
+    seeds: Annotated[int, typer.Option("--seeds", min=1, help="How many seeds; figures are means over them.")] = 1,
     out: Pictures = None,
     sets: Sets = None,
     json: Json = False,
@@ -214,9 +202,7 @@ def doctor(json: Json = False) -> None:
 @app.command()
 def reproduce(
     paper: Annotated[str, typer.Argument(metavar="PAPER", help="rollmux or jigsawrl.")],
-    seeds: Annotated[
-        int, typer.Option("--seeds", min=1, help="How many seeds; figures are means over them.")
-    ] = 5,
+    seeds: Annotated[int, typer.Option("--seeds", min=1, help="How many seeds; figures are means over them.")] = 5,
     out: Pictures = None,
     json: Json = False,
 ) -> None:

@@ -32,9 +32,7 @@ def run_each(
     _prepare(folder, is_overwriting=is_overwriting)
     summaries: dict[str, Mapping[str, Any]] = {}
     for policy in policies:
-        result = training.start(
-            replace(spec, policy=policy), folder / policy, is_overwriting=False, is_quiet=is_quiet
-        )
+        result = training.start(replace(spec, policy=policy), folder / policy, is_overwriting=False, is_quiet=is_quiet)
         if not result.is_complete:
             raise KeyboardInterrupt
         summaries[policy] = result.summary
@@ -62,7 +60,7 @@ def compare(summaries: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, A
             "max_step_slowdown": max(slowdowns, default=None),
             "utilization": _utilization(summary),
             "control_overhead": summary["control_overhead"],
-            "same_weights": _weights(summary) == _weights(first),
+            "same_weights": _same_weights(summary, first),
         }
     return rows
 
@@ -75,8 +73,15 @@ def show(table: Mapping[str, Any], *, as_json: bool) -> None:
         print(f"\nspeedup and tokens_ratio: against {first}\nruns: {table['folder']}")
 
 
-def _weights(summary: Mapping[str, Any]) -> dict[str, str | None]:
-    return {name: pipeline["weights_sha256"] for name, pipeline in summary["pipelines"].items()}
+def _same_weights(summary: Mapping[str, Any], first: Mapping[str, Any]) -> bool | None:
+    """Bit for bit, in every pipeline; None where a pipeline ended without any."""
+    pairs = [
+        (pipeline["weights_sha256"], first["pipelines"][name]["weights_sha256"])
+        for name, pipeline in summary["pipelines"].items()
+    ]
+    if any(None in pair for pair in pairs):
+        return None
+    return all(mine == theirs for mine, theirs in pairs)
 
 
 def _utilization(summary: Mapping[str, Any]) -> dict[str, float]:
@@ -95,9 +100,7 @@ def _prepare(folder: Path, *, is_overwriting: bool) -> None:
     """An empty folder. Only one that holds a comparison is ever overwritten."""
     if folder.is_dir() and any(folder.iterdir()):
         if not (folder / _TABLE).is_file():
-            raise UserError(
-                f"--out {folder}: not empty and holds no comparison; accepted: a new or empty folder"
-            )
+            raise UserError(f"--out {folder}: not empty and holds no comparison; accepted: a new or empty folder")
         if not is_overwriting:
             raise UserError(f"--out {folder}: holds a comparison; accepted: another folder, or --overwrite")
         shutil.rmtree(folder)
@@ -105,6 +108,4 @@ def _prepare(folder: Path, *, is_overwriting: bool) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         (folder / _TABLE).write_text("{}", encoding="utf-8")
     except OSError as error:
-        raise UserError(
-            f"--out {folder}: {error.strerror}; accepted: a folder that can be made and written"
-        ) from None
+        raise UserError(f"--out {folder}: {error.strerror}; accepted: a folder that can be made and written") from None

@@ -177,9 +177,7 @@ def _fork_server() -> Finding:
     if not answered:
         return _no_fork_server("a process was started and did not answer")
     seconds = time.perf_counter() - started_s
-    return Finding(
-        name="forkserver", is_ok=True, value=f"works: server and a first process in {seconds:.2f} s"
-    )
+    return Finding(name="forkserver", is_ok=True, value=f"works: server and a first process in {seconds:.2f} s")
 
 
 def _no_fork_server(problem: str) -> Finding:
@@ -304,11 +302,7 @@ def _mps(torch: dict[str, Any] | None) -> Finding:
     return Finding(
         name=name,
         is_ok=False,
-        value="its daemon is not running"
-        if control
-        else "not installed"
-        if (torch or {}).get("gpus")
-        else "no GPU",
+        value="its daemon is not running" if control else "not installed" if (torch or {}).get("gpus") else "no GPU",
         meaning="processes of different pipelines never compute on one GPU at the same time",
         remedy="nvidia-cuda-mps-control -d" if control else "",
     )

@@ -46,9 +46,7 @@ class Live:
 
     def __init__(self, spec: Spec, *, is_quiet: bool) -> None:
         self._is_quiet = is_quiet
-        self._rows = {
-            given.pipeline.id: _PipelineRow(num_steps=given.plan.num_steps) for given in spec.pipelines
-        }
+        self._rows = {given.pipeline.id: _PipelineRow(num_steps=given.plan.num_steps) for given in spec.pipelines}
         self._holder_by_device: dict[str, str] = {
             f"{pool.name}-{node}.{device}": ""
             for pool in spec.cluster.pools.values()
@@ -80,9 +78,7 @@ class Live:
         if self._display is not None:
             self._display.stop()
 
-    def update(
-        self, now_s: float, events: Sequence[Event], actions: Sequence[Action], notes: Sequence[Note]
-    ) -> None:
+    def update(self, now_s: float, events: Sequence[Event], actions: Sequence[Action], notes: Sequence[Note]) -> None:
         self._now_s = now_s
         for event in events:
             self._take_event(event)
@@ -101,17 +97,13 @@ class Live:
             case PipelineFailed():
                 self._rows[event.pipeline].doing = f"failed: {event.reason}"
                 self._say(f"{event.pipeline}: failed: {event.reason}")
-                for order in [
-                    order for order, action in self._orders.items() if action.pipeline == event.pipeline
-                ]:
+                for order in [order for order, action in self._orders.items() if action.pipeline == event.pipeline]:
                     self._end(order)
             case ChunkFinished():
                 action = self._orders.get(event.order)
                 if action is not None:
                     row = self._rows[action.pipeline]
-                    row.doing = (
-                        f"{_words(action)}, {event.num_active + event.num_waiting + event.num_parked} open"
-                    )
+                    row.doing = f"{_words(action)}, {event.num_active + event.num_waiting + event.num_parked} open"
 
     def _begin(self, action: RunStage) -> None:
         self._orders[action.order] = action
@@ -176,7 +168,5 @@ class Live:
 
 def _words(action: RunStage) -> str:
     return (
-        f"{action.stage.value.replace('_', ' ')} {action.step}"
-        if action.step
-        else action.stage.value.replace("_", " ")
+        f"{action.stage.value.replace('_', ' ')} {action.step}" if action.step else action.stage.value.replace("_", " ")
     )

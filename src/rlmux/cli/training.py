@@ -43,16 +43,13 @@ def go_on(folder: Path, *, is_quiet: bool) -> RunResult:
     spec = _spec_of(written, folder)
     _make_importable(spec.code_folder)
     with Live(spec, is_quiet=is_quiet) as live:
-        return resume_pipelines(
-            spec.cluster, submissions(spec), POLICIES[spec.policy](), folder, listeners=[live]
-        )
+        return resume_pipelines(spec.cluster, submissions(spec), POLICIES[spec.policy](), folder, listeners=[live])
 
 
 def submissions(spec: Spec) -> list[Submission]:
     """The file's pipelines as the runtime takes them."""
     return [
-        Submission(pipeline=given.pipeline, plan=given.plan, submit_at_s=given.submit_at_s)
-        for given in spec.pipelines
+        Submission(pipeline=given.pipeline, plan=given.plan, submit_at_s=given.submit_at_s) for given in spec.pipelines
     ]
 
 
@@ -64,9 +61,7 @@ def header(spec: Spec) -> Mapping[str, Any]:
 def _spec_of(header: Mapping[str, Any], folder: Path) -> Spec:
     written = header.get("spec") or {}
     if "resolved" not in written:
-        raise UserError(
-            f"{folder}: its log keeps no file to go on from; accepted: a folder that `rlmux run` made"
-        )
+        raise UserError(f"{folder}: its log keeps no file to go on from; accepted: a folder that `rlmux run` made")
     spec = parse_spec(written["resolved"], source=f"{folder} ({written['source']})", folder=folder.absolute())
     return replace(spec, policy=str(header["policy"]))
 

@@ -166,7 +166,7 @@ def _merged(root: Node, source: str, override_texts: Sequence[str]) -> Node:
     for override in overrides:
         if override.is_of_one_pipeline:
             root = apply_override(root, override)
-    return root
+    return _each_pipeline(root, _spelled_out)
 
 
 def _under_defaults(root: Node) -> Node:
@@ -177,11 +177,16 @@ def _under_defaults(root: Node) -> Node:
     if not isinstance(defaults.value, dict):
         raise spec_error(root, ["defaults"], f"is {shown_value(defaults.plain())}; accepted: a mapping")
     defaults = _spelled_out(defaults)
-    pipelines = entries.get("pipelines")
-    if pipelines is not None and isinstance(pipelines.value, list):
-        items = [_deep_merge(defaults, _spelled_out(item)) for item in pipelines.value]
-        entries["pipelines"] = Node(value=items, where=pipelines.where, order=pipelines.order)
-    return Node(value=entries, where=root.where, order=root.order)
+    root = Node(value=entries, where=root.where, order=root.order)
+    return _each_pipeline(root, lambda pipeline: _deep_merge(defaults, _spelled_out(pipeline)))
+
+
+def _each_pipeline(root: Node, change: Callable[[Node], Node]) -> Node:
+    pipelines = root.value.get("pipelines")
+    if pipelines is None or not isinstance(pipelines.value, list):
+        return root
+    items = [change(pipeline) for pipeline in pipelines.value]
+    return root.replaced(["pipelines"], Node(value=items, where=pipelines.where, order=pipelines.order))
 
 
 def _spelled_out(pipeline: Node) -> Node:
@@ -230,9 +235,7 @@ class _Builder:
         self._check_policy()
         self._check_names()
         if not self._code_folder.is_dir():
-            raise self._error(
-                ["code_folder"], f"is {self._file.code_folder!r}; accepted: a folder that exists"
-            )
+            raise self._error(["code_folder"], f"is {self._file.code_folder!r}; accepted: a folder that exists")
         pools = self._file.cluster.pools
         cluster = Cluster(pools={name: self._pool(name, pool) for name, pool in pools.items()})
         pipelines = tuple(
@@ -347,9 +350,7 @@ class _Builder:
     def _training_plan(self, path: tuple[PathPart, ...], given: PipelineModel) -> TrainingPlan | None:
         if given.task is None:
             if self._purpose is Purpose.RUN:
-                raise self._error(
-                    (*path, "task"), "is missing; accepted: a task's name, or a mapping (docs/spec.md)"
-                )
+                raise self._error((*path, "task"), "is missing; accepted: a task's name, or a mapping (docs/spec.md)")
             return None
         algorithm = given.algorithm
         return TrainingPlan(

@@ -155,7 +155,7 @@ class TaskModel(_Mapping):
     model_config = ConfigDict(extra="allow")
 
     name: str
-    """A built-in task (docs/tasks.md), `reasoning-gym:NAME`, or `file`."""
+    """A built-in task (listed below), `reasoning-gym:NAME`, or `file`."""
     path: str | None = None
     """JSONL or parquet rows of the task `file`, relative to this file."""
     prompt_key: str = _TASK.prompt_key
@@ -203,7 +203,7 @@ class AlgorithmModel(_Mapping):
     """The RL update. A bare name is short for `{name: ...}`."""
 
     name: Literal["grpo", "dr-grpo", "rloo"] = Field(default=_ALGORITHM.name)  # type: ignore[arg-type]
-    """Formulas and sources: docs/algorithms.md."""
+    """GRPO, Dr. GRPO, or RLOO; `rl/algorithms.py` has each formula and its source."""
     staleness: int = Field(default=_ALGORITHM.staleness, ge=0, le=8)
     """Largest staleness in weight versions: 0 is on-policy, 1 is one-step-off-policy."""
     prompts_per_step: Count = _ALGORITHM.prompts_per_step
@@ -304,11 +304,13 @@ class PipelineModel(_Mapping):
     """Seconds after the start of the run when it is submitted."""
     model: ModelModel = ModelModel()
     """What is trained."""
-    task: TaskModel | None = None
+    task: TaskModel | None = Field(default=None, json_schema_extra={"accepted": "a task's name, or a mapping"})
     """Where prompts come from and how answers are scored. Needed by `run`."""
     warm_start: WarmStartModel = WarmStartModel()
     """Supervised training before RL."""
-    algorithm: AlgorithmModel = AlgorithmModel()
+    algorithm: AlgorithmModel = Field(
+        default=AlgorithmModel(), json_schema_extra={"accepted": "an algorithm's name, or a mapping"}
+    )
     """The RL update."""
     rollout: RolloutModel = RolloutModel()
     """How answers are sampled, and on how much."""
@@ -328,7 +330,7 @@ class SpecFile(_Mapping):
     code_folder: str | None = None
     """Where reward modules are looked up, relative to this file; without: the file's own folder."""
     policy: str = "rollmux"
-    """Who decides, where the command line names nobody else (docs/policies.md)."""
+    """Who decides, where the command line names nobody else (docs/cli.md lists policies)."""
     defaults: dict[str, Any] = {}
     """Keys of a pipeline, merged under each of them. A pipeline's own `task` or `model` is taken whole."""
     pipelines: list[PipelineModel] = Field(min_length=1)

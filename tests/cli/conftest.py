@@ -1,0 +1,50 @@
+"""A command line as people type it: in a process of its own, or in this one where nothing is started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from rlmux.cli.main import run_command_line
+
+SMALL = """\
+cluster: {pools: {rollout: {devices: 1}, train: {devices: 1}}}
+defaults:
+  steps: 2
+  model: {hidden_size: 16, layers: 1, heads: 2, kv_heads: 1, intermediate_size: 32}
+  warm_start: {updates: 2, batch_size: 8}
+  algorithm: {prompts_per_step: 2, group_size: 4}
+  rollout: {max_new_tokens: 6, slots: 8}
+pipelines:
+  - {name: a, seed: 1, task: sort, estimate: {rollout_s: 2, train_s: 1}}
+  - {name: b, seed: 2, task: reverse, estimate: {rollout_s: 1, train_s: 2}}
+"""
+
+
+class Said(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with small.yaml in it."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "small.yaml").write_text(SMALL, encoding="utf-8")
+    return tmp_path
+
+
+@pytest.fixture
+def rlmux(folder: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Said]:
+    """`rlmux("run", "small.yaml")` in this process."""
+
+    def run(*words: str) -> Said:
+        code = run_command_line(words)
+        captured = capsys.readouterr()
+        return Said(code, captured.out, captured.err)
+
+    return run

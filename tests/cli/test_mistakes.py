@@ -1,0 +1,98 @@
+"""What a person gets for a wrong command line: one line, exit code 2, and nothing started or made."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["rnu"], "No such command 'rnu'. Did you mean 'run'?; try: rlmux --help"),
+        (["run"], "Missing argument 'FILE'; try: rlmux run --help"),
+        (["run", "small.yaml", "--foo"], "No such option: --foo"),
+        (["run", "smal.yaml"], "smal.yaml: no such file; accepted: a YAML file; there: small.yaml"),
+        (["run", "small.yaml", "--policy", "rolmux"], "--policy 'rolmux': nearest: rollmux; accepted: solo, "),
+        (["run", "small.yaml", "--backend", "slurm"], "--backend 'slurm': accepted: local"),
+        (["run", "small.yaml", "--set", "pipelines.a.steps=0"], "--set pipelines.a.steps=0: pipelines.a.steps is 0"),
+        (["run", "small.yaml", "--set", "pipelines.a.task=srt"], "--set pipelines.a.task=srt: pipelines.a.task.name"),
+        (["run", "small.yaml", "--set", "pipelines.a.task.digit=3"], "--set pipelines.a.task.digit=3: pipelines.a"),
+        (["compare", "small.yaml", "--policies", "solo,nope"], "--policies 'nope': accepted: solo, "),
+        (["compare", "small.yaml", "--policies", ","], "--policies '': accepted: solo, "),
+        (["simulate", "nowhere"], "workload 'nowhere' is neither"),
+        (["simulate", "weave", "--seeds", "0"], "Invalid value for '--seeds': "),
+        (["simulate", "weave", "--set", "a=1"], "--set a=1: only a YAML file takes overrides, and 'weave' is none"),
+        (
+            ["plan", "small.yaml", "--set", "pipelines.a.estimate=null"],
+            "--set pipelines.a.estimate=null: pipelines.a.estimate is missing",
+        ),
+        (["report", "nowhere"], "nowhere: no such folder; accepted: the folder of a run"),
+        (["resume", "."], ".: holds no run (no run.db); accepted: the folder of a run"),
+        (["reproduce", "rolmux"], "PAPER 'rolmux': nearest: rollmux; accepted: rollmux, jigsawrl"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(rlmux, folder, words, line):
+    said = rlmux(*words)
+    assert (said.code, said.out) == (2, "")
+    assert said.err.startswith(f"rlmux: {line}"), said.err
+    assert said.err.count("\n") == 1
+    assert [path.name for path in folder.iterdir()] == ["small.yaml"], "something was made"
+
+
+def test_a_folder_that_holds_something_else_is_left_alone(rlmux, folder):
+    (folder / "precious").mkdir()
+    (folder / "precious" / "thesis.txt").write_text("years of work")
+    for command in ("run", "compare"):
+        said = rlmux(command, "small.yaml", "--out", "precious", "--overwrite")
+        assert said.code == 2
+        assert "precious: not empty" in said.err
+    assert (folder / "precious" / "thesis.txt").read_text() == "years of work"
+
+
+def test_the_current_folder_is_not_written_over(rlmux, folder):
+    for out in (".", ".."):
+        said = rlmux("run", "small.yaml", "--out", out, "--overwrite")
+        assert said.code == 2
+        assert f"--out {out}: you are in it" in said.err
+
+
+def test_an_out_that_is_a_file_is_refused(rlmux, folder):
+    assert rlmux("run", "small.yaml", "--out", "small.yaml").code == 2
+    assert rlmux("compare", "small.yaml", "--out", "small.yaml/x").code == 2
+
+
+def test_without_a_command_the_help_is_shown(rlmux):
+    said = rlmux()
+    assert said.code == 0
+    assert "Commands:" in said.out
+
+
+def test_plan_prints_a_row_for_each_pipeline_and_the_cost(rlmux):
+    said = rlmux("plan", "small.yaml", "--set", "cluster.pools.train.usd_per_gpu_hour=3")
+    assert said.code == 0
+    assert [line.split()[0] for line in said.out.splitlines()[1:3]] == ["a", "b"]
+    assert "$3.00/h" in said.out
+    assert "$6.00/h if each pipeline had nodes of its own" in said.out
+
+
+def test_json_is_json_and_nothing_else(rlmux):
+    plan = json.loads(rlmux("plan", "small.yaml", "--json").out)
+    assert [one["pipeline"] for one in plan["pipelines"]] == ["a", "b"]
+    assert plan["pipelines"][0]["slo_slowdown"] is None, "infinity has no word in JSON"
+    result = json.loads(rlmux("simulate", "small.yaml", "--policies", "solo,rollmux", "--json").out)
+    assert list(result["policies"]) == ["solo", "rollmux"]
+    assert result["policies"]["rollmux"]["slo_attainment"] == 1
+
+
+def test_simulate_prints_a_row_for_each_policy(rlmux):
+    said = rlmux("simulate", "small.yaml", "--policies", "solo,rollmux", "--seeds", "2")
+    assert said.code == 0
+    assert "2 seeds" in said.out
+    rows = [line.split()[0] for line in said.out.splitlines() if line]
+    assert rows.index("solo") < rows.index("rollmux")
+
+
+def test_version_is_the_installed_one(rlmux):
+    assert rlmux("version").out.startswith("rlmux 0.")

@@ -1,0 +1,89 @@
+"""Tables are aligned and exact; comparisons are ratios to the first policy."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+
+from rlmux.cli import comparison, tables
+
+
+def summary(makespan_s: float, *, sha: str = "x", status: str = "finished") -> dict:
+    return {
+        "policy": "rollmux",
+        "makespan_s": makespan_s,
+        "tokens_per_s": 1000 / makespan_s,
+        "control_overhead": 0.01,
+        "pipelines": {
+            name: {
+                "steps": 2,
+                "tokens": 500,
+                "reward_first": 0.25,
+                "reward_last": None,
+                "step_s_mean": 1.5,
+                "step_slowdown": slowdown,
+                "slo_slowdown": None,
+                "status": status,
+                "weights_sha256": sha + name,
+            }
+            for name, slowdown in (("a", 1.0), ("b", 1.5))
+        },
+        "devices": {
+            "rollout-0.0": {
+                "pool": "rollout",
+                "busy_s": 3.0,
+                "switch_s": 0.5,
+                "bubble_s": 0.25,
+                "idle_s": 0.25,
+                "utilization": 0.75,
+            }
+        },
+    }
+
+
+def test_columns_are_aligned_with_numbers_to_the_right(capsys):
+    tables.print_rows([{"name": "a", "n": 5, "share": 0.123456}, {"name": "long", "n": 12345, "share": None}])
+    assert capsys.readouterr().out.splitlines() == [
+        "name       n   share",
+        "a          5  0.1235",
+        "long  12,345       -",
+    ]
+
+
+def test_json_has_null_for_what_is_not_finite(capsys):
+    tables.print_json({"a": math.inf, "b": [math.nan, 1.5], "c": {"d": -math.inf}})
+    assert json.loads(capsys.readouterr().out) == {"a": None, "b": [None, 1.5], "c": {"d": None}}
+
+
+def test_a_run_is_shown_with_its_timeline(tmp_path: Path, capsys):
+    (tmp_path / "timeline.html").write_text("")
+    tables.show_run(summary(4.0), tmp_path, as_json=False)
+    out = capsys.readouterr().out
+    assert "policy rollmux: 4 s, 250 tokens/s" in out
+    assert "0.25 → -" in out
+    assert f"timeline: {tmp_path / 'timeline.html'}" in out
+
+
+@pytest.mark.parametrize(("status", "code"), [("finished", 0), ("cancelled", 0), ("failed", 1), ("refused", 1)])
+def test_a_pipeline_that_failed_makes_the_exit_code_1(status, code):
+    assert tables.exit_code(summary(1.0, status=status)) == code
+
+
+def test_a_comparison_gives_ratios_to_the_first_policy():
+    table = comparison.compare({"solo": summary(10.0), "rollmux": summary(6.25), "other": summary(10.0, sha="y")})
+    assert [row["speedup"] for row in table.values()] == [1.0, 1.6, 1.0]
+    assert table["rollmux"]["tokens_ratio"] == pytest.approx(1.6)
+    assert table["rollmux"]["mean_step_slowdown"] == 1.25
+    assert table["rollmux"]["max_step_slowdown"] == 1.5
+    assert table["rollmux"]["utilization"] == {"rollout": 0.75}
+    assert [row["same_weights"] for row in table.values()] == [True, True, False]
+
+
+def test_weights_that_are_not_known_are_not_the_same():
+    unknown = summary(1.0)
+    for pipeline in unknown["pipelines"].values():
+        pipeline["weights_sha256"] = None
+    assert comparison.compare({"solo": unknown})["solo"]["same_weights"] is None

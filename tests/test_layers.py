@@ -1,0 +1,162 @@
+"""The house: which room may import which, and what from outside. Read from the source, not from what ran.
+
+cli                     web
+sim  |  runtime          |
+ |   |   engines         |
+ |   |     rl            |
+report ----------------- +
+core
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "rlmux"
+
+TRAINING = {"torch", "transformers", "safetensors", "tokenizers"}
+ROOMS: dict[str, tuple[set[str], set[str]]] = {
+    # room: (what it may import of rlmux, what from outside)
+    "core": (set(), set()),
+    "report": ({"core"}, set()),
+    "rl": ({"core.model", "core.errors"}, {*TRAINING, "reasoning_gym", "gymnasium", "pyarrow"}),
+    "engines": ({"core.model", "core.errors", "rl"}, {*TRAINING, "numpy", "psutil"}),
+    "sim": ({"core", "report"}, {"numpy", "ortools"}),
+    "runtime": ({"core", "report", "rl", "engines"}, {*TRAINING, "psutil", "tensorboard"}),
+    "web": ({"core.model", "core.errors", "report"}, {"starlette", "uvicorn"}),
+    "spec": (
+        {"core.model", "core.errors", "rl.config"},
+        {"pydantic", "pydantic_core", "annotated_types", "yaml"},
+    ),
+    "cli": (
+        {"core", "report", "rl", "engines", "sim", "runtime", "web", "spec"},
+        {"typer", "rich", "psutil"},
+    ),
+}
+ONLY_IN = {
+    # outside package: modules that alone may import it
+    "ray": lambda module: module.startswith("runtime.ray_"),
+    "torch": lambda module: module not in ("rl.config", "rl.types", "rl.vocabulary") and "rl.tasks" not in module,
+    "ortools": lambda module: module.startswith(("sim.optimal", "core.policies.optimal")),
+}
+EVERYWHERE = {"rlmux"}
+"""The package itself, for its version."""
+
+
+def modules() -> list[str]:
+    names = [path.relative_to(SOURCE).with_suffix("").parts for path in sorted(SOURCE.rglob("*.py"))]
+    return [".".join(parts) for parts in names if len(parts) > 1]
+
+
+def imports(module: str) -> Iterator[tuple[int, str]]:
+    """(line, dotted name) of every import, those inside functions included; those for type checkers too."""
+    path = SOURCE.joinpath(*module.split(".")).with_suffix(".py")
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{path}:{node.lineno}: relative import"
+            name = node.module or ""
+            yield node.lineno, name
+            if name.startswith("rlmux"):
+                yield from ((node.lineno, f"{name}.{alias.name}") for alias in node.names if is_module(name, alias))
+
+
+def is_module(package: str, alias: ast.alias) -> bool:
+    path = SOURCE.parent.joinpath(*package.split("."), alias.name)
+    return path.with_suffix(".py").is_file() or path.is_dir()
+
+
+def is_within(name: str, allowed: set[str]) -> bool:
+    return any(name == one or name.startswith(f"{one}.") for one in allowed)
+
+
+def complaint(module: str, name: str) -> str | None:
+    """Why this import is not allowed; None if it is."""
+    room = module.partition(".")[0]
+    rooms, outside = ROOMS[room]
+    package = name.partition(".")[0]
+    if package == "rlmux":
+        inside = name.removeprefix("rlmux").removeprefix(".")
+        is_above = any(one.startswith(f"{inside}.") for one in rooms)
+        if inside == "" or is_above or is_within(inside, {room, *rooms}):
+            return None
+        return f"{room} may import of rlmux: {', '.join(sorted(rooms)) or 'nothing'}"
+    if package in sys.stdlib_module_names:
+        return None
+    if package in ONLY_IN:
+        if ONLY_IN[package](module) and (package in outside or package in ("ray", "ortools")):
+            return None
+        return f"{package} is not imported here"
+    return None if package in outside else f"{room} may import from outside: {', '.join(sorted(outside)) or 'nothing'}"
+
+
+@pytest.mark.parametrize("module", modules())
+def test_imports_point_down_the_house(module):
+    wrong = [
+        f"{module}, line {line}: import of {name}: {why}"
+        for line, name in imports(module)
+        if (why := complaint(module, name)) is not None
+    ]
+    assert not wrong, "\n" + "\n".join(wrong)
+
+
+def test_every_room_is_in_the_table():
+    rooms = {path.name for path in SOURCE.iterdir() if path.is_dir() and any(path.rglob("*.py"))}
+    assert rooms <= set(ROOMS)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "is_allowed"),
+    [
+        ("core.scheduler", "rlmux.report.log", False),
+        ("core.scheduler", "numpy", False),
+        ("core.scheduler", "heapq", True),
+        ("spec.load", "rlmux.core.model", True),
+        ("spec.load", "rlmux.core.policies", False),
+        ("spec.load", "rlmux.rl.tasks", False),
+        ("sim.world", "rlmux.runtime.backend", False),
+        ("runtime.local", "ray", False),
+        ("runtime.ray_backend", "ray", True),
+        ("rl.tasks.base", "torch", False),
+        ("rl.algorithms", "torch", True),
+    ],
+)
+def test_the_check_itself_tells_right_from_wrong(module, name, is_allowed):
+    assert (complaint(module, name) is None) is is_allowed
+
+
+WITHOUT_TORCH = "import sys; sys.modules.update(torch=None, transformers=None)\n"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import rlmux",
+        "import rlmux.sim.api, rlmux.report.api, rlmux.spec, rlmux.core.scheduler",
+        "from rlmux.cli import main; main(['--help'])",
+        "from rlmux.cli import main; main(['simulate', '--help'])",
+        "from rlmux.cli import main; main(['plan', '--help'])",
+        "from rlmux.cli import main; main(['plan', 'examples/cluster_what_if.yaml'])",
+        "from rlmux.cli import main; main(['simulate', 'examples/cluster_what_if.yaml'])",
+    ],
+)
+def test_what_needs_no_torch_works_without_it(code):
+    ran = subprocess.run(
+        [sys.executable, "-c", WITHOUT_TORCH + code], capture_output=True, text=True, cwd=SOURCE.parent.parent
+    )
+    assert ran.returncode == 0, ran.stderr
+
+
+@pytest.mark.parametrize("module", ["rlmux", "rlmux.core.scheduler", "rlmux.spec", "rlmux.cli.commands"])
+def test_light_modules_import_nothing_heavy(module):
+    heavy = sorted({"torch", "transformers", "numpy", "ray", "reasoning_gym"})
+    code = f"import sys, {module}; print([name for name in {heavy!r} if name in sys.modules])"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert ran.stdout.strip() == "[]"
