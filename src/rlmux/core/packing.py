@@ -2,12 +2,12 @@
 
     items ─▶ columns: every feasible group with its cheapest node count ─▶ set partition by branch and bound
 
-A group is feasible when every member's solo step, the training node's load and every rollout node's load fit the
-smallest budget among the members (SLO times T_solo), and host memory or the cap holds; that is
+A group is feasible when every member's solo step, the training node's load and every rollout node's load
+fit the smallest budget among the members (SLO times T_solo), and host memory or the cap holds; that is
 max(T_cycle, T_load) <= budget. A pipeline may also stand alone on its training nodes, colocated.
 
-The search is exact when it ends within its node limit; otherwise `bound_usd` says how far off it may be. The bound
-is a dual one: prices of pipelines such that no column costs less than its members' prices.
+The search is exact when it ends within its node limit; otherwise `bound_usd` says how far off it may be.
+The bound is a dual one: prices of pipelines such that no column costs less than its members' prices.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
 
 from rlmux.core.model import Pipeline
 from rlmux.core.placement import MAX_PIPELINES_PER_GROUP, budget_of, has_footprint
@@ -156,9 +155,7 @@ class _ColumnBuilder:
                 self._grow(later, members, train_s, train_bytes, num_counted, budget_s)
 
 
-def pack_rollouts(
-    items: Sequence[Item], budget_s: float, node_bytes: float
-) -> tuple[tuple[int, ...], ...] | None:
+def pack_rollouts(items: Sequence[Item], budget_s: float, node_bytes: float) -> tuple[tuple[int, ...], ...] | None:
     """Pin rollouts to the fewest nodes, each within the budget and its memory; None if one does not fit at all."""
     order = sorted(range(len(items)), key=lambda i: -items[i].rollout_s)
     if any(item.rollout_s > budget_s or item.rollout_bytes > node_bytes for item in items):
@@ -219,11 +216,7 @@ def _choices(nodes: Sequence[int], count: int) -> list[tuple[int, ...]]:
         return [(node,) for node in nodes]
     if count == 0:
         return [()]
-    return [
-        (node, *rest)
-        for position, node in enumerate(nodes)
-        for rest in _choices(nodes[position + 1 :], count - 1)
-    ]
+    return [(node, *rest) for position, node in enumerate(nodes) for rest in _choices(nodes[position + 1 :], count - 1)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -255,9 +248,7 @@ def cheapest_partition(
 
 
 class _Search:
-    def __init__(
-        self, columns: Sequence[Column], num_items: int, costs: Sequence[float], num_rounds: int
-    ) -> None:
+    def __init__(self, columns: Sequence[Column], num_items: int, costs: Sequence[float], num_rounds: int) -> None:
         self.columns = columns
         self.costs = costs
         self.num_items = num_items
@@ -333,8 +324,7 @@ class _Search:
                 share = cost * weights[i] / total if 0 < total < math.inf else cost / len(column.members)
                 prices[i] = min(prices[i], share)
         slacks = [
-            cost - sum(prices[i] for i in column.members)
-            for column, cost in zip(self.columns, self.costs, strict=True)
+            cost - sum(prices[i] for i in column.members) for column, cost in zip(self.columns, self.costs, strict=True)
         ]
         holding: list[list[int]] = [[] for _ in range(self.num_items)]
         for k, column in enumerate(self.columns):

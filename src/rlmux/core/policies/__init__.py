@@ -20,7 +20,9 @@ from rlmux.core.policies.fifo import Fifo
 from rlmux.core.policies.gap_ratio import GapRatio
 from rlmux.core.policies.gavel import Gavel
 from rlmux.core.policies.most_idle import MostIdle
+from rlmux.core.policies.optimal import Optimal
 from rlmux.core.policies.random_groups import RandomGroups
+from rlmux.core.policies.rlmux import RlMux
 from rlmux.core.policies.rollmux import RollMux
 from rlmux.core.policies.solo import Solo
 from rlmux.core.policies.split import Split
@@ -63,5 +65,7 @@ POLICIES: Mapping[str, Callable[[], Policy]] = {
     "random": RandomGroups,
     "most-idle": MostIdle,
     "rollmux": RollMux,
+    "rlmux": RlMux,
+    "optimal": Optimal,
 }
 """By the name a user types."""

@@ -1,10 +1,12 @@
 """From a better partition to moves: one pipeline at a time, every state in between within all SLOs.
 
-    targets: groups as they should be ─▶ hosts: existing groups that become them ─▶ relocations in a valid order
+    targets: groups as they should be ─▶ hosts: existing groups that become them ─▶ relocations in a valid
+    order
 
-A target's host is the existing group that shares most members with it and has as many training nodes; a target
-without one is founded by its first mover. A move is valid when its new group keeps every SLO and has the memory as
-things stand then. Where two groups wait for each other's room, one pipeline steps aside into a group of its own.
+A target's host is the existing group that shares most members with it and has as many training nodes; a
+target without one is founded by its first mover. A move is valid when its new group keeps every SLO and has
+the memory as things stand then. Where two groups wait for each other's room, one pipeline steps aside into
+a group of its own.
 """
 
 from __future__ import annotations
@@ -42,9 +44,7 @@ def targets_of(columns: Sequence[Column], names: Sequence[PipelineId]) -> list[T
     ]
 
 
-def relocations_to(
-    targets: Sequence[Target], ledger: PlacementLedger, max_detours: int = 2
-) -> tuple[Relocation, ...]:
+def relocations_to(targets: Sequence[Target], ledger: PlacementLedger, max_detours: int = 2) -> tuple[Relocation, ...]:
     """Moves that lead the ledger, a sandbox of the caller's, to the targets; () where no way is found."""
     return _Regrouping(targets, ledger).run(max_detours)
 
@@ -155,9 +155,7 @@ def _choose_hosts(targets: Sequence[Target], ledger: PlacementLedger) -> None:
             shared[group_id] = shared.get(group_id, 0) + 1
         for group_id, count in shared.items():
             group = ledger.group(group_id)
-            is_alike = (
-                len(group.train_nodes) == target.num_train_nodes and group.is_colocated == target.is_colocated
-            )
+            is_alike = len(group.train_nodes) == target.num_train_nodes and group.is_colocated == target.is_colocated
             if is_alike:
                 offers.append((-count, group_id, number))
     taken: set[GroupId] = set()

@@ -4,22 +4,23 @@
     rebalance   the most wasteful groups' pipelines are partitioned anew, exactly,  bounded work per change
                 and moved if the dollars saved outweigh the moves
 
-It promises what `rollmux` promises by the same rule: step slowdown max(T_cycle, T_load) / T_solo within every SLO
-under the strict meta-iteration that its groups run. A pipeline that fits nobody may stand alone on its training
-nodes, both phases there, where its measured colocated step keeps its SLO. On a cluster without prices nodes are
-sunk cost: pipelines spread over free nodes before they share.
+It promises what `rollmux` promises by the same rule: step slowdown max(T_cycle, T_load) / T_solo within
+every SLO under the strict meta-iteration that its groups run. A pipeline that fits nobody may stand alone
+on its training nodes, both phases there, where its measured colocated step keeps its SLO. On a cluster
+without prices nodes are sunk cost: pipelines spread over free nodes before they share.
 
-Waste of a group: its dollars less what its members would cost on nodes never idle, each as slow as its SLO allows.
+Waste of a group: its dollars less what its members would cost on nodes never idle, each as slow as its SLO
+allows.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rlmux.core.model import AdmissionKind, NodeId, Phase, Pipeline, PipelineId
-from rlmux.core.packing import NodePrices, cheapest_partition, columns_of, item_of
+from rlmux.core.packing import NodePrices, Partition, cheapest_partition, columns_of, item_of
 from rlmux.core.placement import (
     GroupLoad,
     PlacementChoice,
@@ -113,29 +114,11 @@ class RlMux:
 
     def _regroup(self, groups: list[GroupLoad], view: PlacementView) -> tuple[Relocation, ...]:
         """Moves to the cheapest partition of these groups' pipelines, or none if it does not pay."""
-        members = [member for group in groups for member in group.members]
-        columns = columns_of([item_of(member.pipeline) for member in members], _prices(view))
-        group_masks = [0] * len(groups)
-        for index, member in enumerate(members):
-            number = next(n for n, group in enumerate(groups) if group.id == member.placement.group)
-            group_masks[number] |= 1 << index
-        costs = [
-            column.cost_usd
-            + self.usd_per_hour_per_move
-            * (len(column.members) - max((column.mask & mask).bit_count() for mask in group_masks))
-            for column in columns
-        ]
-        now_usd = sum(group.usd_per_hour for group in groups)
-        partition = cheapest_partition(
-            columns,
-            len(members),
-            costs=costs,
-            max_nodes=self.max_search_nodes,
-            upper=now_usd - 1e-6,
+        names, partition = partition_of(
+            groups, view, usd_per_move=self.usd_per_hour_per_move, max_search_nodes=self.max_search_nodes
         )
         if partition is None:
             return ()
-        names = [member.pipeline.id for member in members]
         sandbox = view.sandbox()
         usd_before = sandbox.usd_per_hour
         relocations = relocations_to(targets_of(partition.columns, names), sandbox)
@@ -143,6 +126,30 @@ class RlMux:
         if not relocations or saved_usd < self.usd_per_hour_per_move * len(relocations):
             return ()
         return relocations
+
+
+def partition_of(
+    groups: Sequence[GroupLoad], view: PlacementView, *, usd_per_move: float, max_search_nodes: int
+) -> tuple[list[PipelineId], Partition | None]:
+    """These groups' pipelines, and their cheapest partition if it is cheaper than now, each move charged."""
+    members = [member for group in groups for member in group.members]
+    columns = columns_of([item_of(member.pipeline) for member in members], _prices(view))
+    group_masks = dict.fromkeys((group.id for group in groups), 0)
+    for index, member in enumerate(members):
+        group_masks[member.placement.group] |= 1 << index
+    costs = [
+        column.cost_usd
+        + usd_per_move * (len(column.members) - max((column.mask & mask).bit_count() for mask in group_masks.values()))
+        for column in columns
+    ]
+    partition = cheapest_partition(
+        columns,
+        len(members),
+        costs=costs,
+        max_nodes=max_search_nodes,
+        upper=sum(group.usd_per_hour for group in groups) - 1e-6,
+    )
+    return [member.pipeline.id for member in members], partition
 
 
 def _is_free_of_charge(view: PlacementView) -> bool:
@@ -159,9 +166,7 @@ def _prices(view: PlacementView) -> NodePrices:
     )
 
 
-def _best_nodes(
-    group: GroupLoad, pipeline: Pipeline, num_free: float
-) -> tuple[tuple[NodeId, ...], int]:
+def _best_nodes(group: GroupLoad, pipeline: Pipeline, num_free: float) -> tuple[tuple[NodeId, ...], int]:
     """The fullest rollout nodes that still take the pipeline; new ones for what is missing, if they are free."""
     budget_s = min(group.budget_s, budget_of(pipeline))
     rollout_s = pipeline.estimate.rollout_s if pipeline.estimate else 0.0
@@ -210,5 +215,3 @@ def _alone(pipeline: Pipeline, view: PlacementView) -> PlacementChoice | None:
             is_colocated=True,
         )
     return founding(pipeline, view)
-
-

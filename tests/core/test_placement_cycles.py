@@ -1,0 +1,64 @@
+"""The period of a strict meta-iteration: formula, exact value, and simulation agree."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlmux.core.cycles import PhaseLoad, cycle_s, load_s, meta_iteration_s
+
+
+def load(rollout_s, train_s, *nodes):
+    return PhaseLoad(rollout_s=rollout_s, train_s=train_s, rollout_nodes=nodes)
+
+
+def simulated_period_s(loads, num_rounds=240):
+    """Play the meta-iterations one after another and measure their rate once the start is forgotten."""
+    node_s, trained_s, train_s, ends = {}, [0.0] * len(loads), 0.0, []
+    for _ in range(num_rounds):
+        for j, one in enumerate(loads):
+            start = max([trained_s[j], *(node_s.get(node, 0.0) for node in one.rollout_nodes)])
+            end = start + one.rollout_s
+            node_s.update(dict.fromkeys(one.rollout_nodes, end))
+            train_s = trained_s[j] = max(train_s, end) + one.train_s
+        ends.append(train_s)
+    half = num_rounds // 2  # an even number of rounds of every small period
+    return (ends[-1] - ends[half - 1]) / (num_rounds - half)
+
+
+seconds = st.integers(0, 20).map(float)
+on_one_node = st.builds(load, seconds, seconds, st.sampled_from("ABC"))
+on_some_nodes = st.builds(
+    lambda rollout_s, train_s, nodes: load(rollout_s, train_s, *nodes),
+    seconds, seconds, st.lists(st.sampled_from("ABC"), min_size=1, max_size=3, unique=True),
+)  # fmt: skip
+
+
+@given(st.lists(on_one_node, min_size=1, max_size=6))
+@settings(max_examples=300, deadline=None)
+def test_one_rollout_node_each_gives_max_of_cycle_and_load(loads):
+    expected = max(cycle_s(loads), load_s(loads))
+    assert meta_iteration_s(loads) == expected
+    assert simulated_period_s(loads) == pytest.approx(expected, abs=1e-9)
+
+
+@given(st.lists(on_some_nodes, min_size=1, max_size=5))
+@settings(max_examples=300, deadline=None)
+def test_spanning_rollouts_take_as_long_as_simulated(loads):
+    assert meta_iteration_s(loads) == pytest.approx(simulated_period_s(loads), abs=1e-9)
+
+
+def test_a_rollout_that_spans_shared_nodes_can_exceed_cycle_and_load():
+    loads = [load(10, 1, "A"), load(1, 1, "A", "B"), load(10, 1, "B")]
+    assert (cycle_s(loads), load_s(loads)) == (11, 11)
+    assert meta_iteration_s(loads) == 11.5
+
+
+def test_equal_spanning_sets_behave_as_one_node():
+    loads = [load(5, 3, "A", "B"), load(4, 4, "A", "B"), load(2, 9, "C")]
+    assert meta_iteration_s(loads) == max(cycle_s(loads), load_s(loads))
+
+
+def test_an_empty_group_takes_no_time():
+    assert meta_iteration_s([]) == 0.0
