@@ -111,17 +111,14 @@ class Chart:
         bottom = self._y + (0.0 if has_rewards else 4.0)
         texts = [text for _, text in sorted(self._texts, key=lambda item: -item[0])[:_MAX_TEXTS]]
         height = bottom + 26.0
+        zoomed = tag("g", tag("g", *self._zoomed, class_="zoom"), clip_path="url(#plot)")
         plot = tag(
             "g",
             *self._behind,
             tag("g", self._ticks(bottom), id="axis", data_h=bottom),
-            tag(
-                "g",
-                tag("g", *self._zoomed, class_="zoom"),
-                *texts,
-                *self._marks(bottom),
-                clip_path="url(#plot)",
-            ),
+            zoomed,
+            *texts,
+            *self._marks(bottom),
             transform=f"translate({number(_GUTTER)} 0)",
         )
         clip = tag("defs", tag("clipPath", tag("rect", x=0, y=0, width=_WIDTH, height=height), id="plot"))

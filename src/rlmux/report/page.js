@@ -14,9 +14,9 @@ var show=r-l>e.textContent.length*5.1+6;e.style.display=show?'':'none';
 if(show)e.setAttribute('x',(l+r)/2)});
 marks.forEach(function(e){var x=+e.dataset.m*k+t;e.style.display=x<0||x>W?'none':'';
 e.setAttribute('transform','translate('+x+' 0)')});
-var s=step(SPAN/k/10),from=-t/W/k*SPAN,out='',h=axis.dataset.h,d=s<.001?4:s<.01?3:s<.1?2:s<1?1:0;
+var s=step(SPAN/k/10),from=-t/W/k*SPAN,out='',h=axis.dataset.h;
 for(var i=Math.ceil(from/s-1e-9);i*s<=from+SPAN/k+1e-9;i++){var x=(i*s)/SPAN*W*k+t;
-out+='<path class="grid" d="M'+x+' 0V'+h+'"/><text class="mute mid" x="'+x+'" y="'+(+h+14)+'">'+(i*s).toFixed(d)+' s</text>'}
+out+='<path class="grid" d="M'+x+' 0V'+h+'"/><text class="mute mid" x="'+x+'" y="'+(+h+14)+'">'+(+(i*s).toFixed(6))+' s</text>'}
 axis.innerHTML=out;
 }
 function zoom(f,at){var n=Math.min(Math.max(1,k*f),Math.max(40,SPAN*20));t=at-(at-t)*n/k;k=n;draw()}
