@@ -16,6 +16,7 @@ trajectories and updates are functions of the plan.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import selectors
@@ -109,6 +110,8 @@ class _Workers:
     version_by_device: dict[DeviceId, int] = field(default_factory=dict)
     """Weight version each rollout worker holds; a new worker holds the model's initial weights, version 0."""
     shares: dict[DeviceId, _Share] = field(default_factory=dict)
+    requests_by_step: dict[int, tuple[Sequence[TrajectoryRequest], bool]] = field(default_factory=dict)
+    """Asked of the host ahead of time: (requests, is the task single-turn)."""
     waiting_for_requests: list[Callable[[], None]] = field(default_factory=list)
     batch_by_step: dict[int, StepBatch] = field(default_factory=dict)
     trainer_step: int = 0
@@ -270,10 +273,8 @@ class LocalBackend:
     def _call(
         self, workers: _Workers, process: WorkerProcess, method: str, args: tuple[Any, ...], then: Callable[..., None]
     ) -> None:
-        try:
+        with contextlib.suppress(WorkerLostError):  # its pipe is at its end: the next poll finds and deals with that
             process.call(self.now_s(), method, args, then)
-        except WorkerLostError:
-            pass  # its pipe is readable now: the next poll finds the end there and deals with it
 
     def _end_overdue_workers(self) -> None:
         now_s = self.now_s()
@@ -375,25 +376,36 @@ class LocalBackend:
         if share is not None and share.step == run.action.step:
             self._next_chunk(workers, run)
             return
-        workers.waiting_for_requests.append(lambda: self._next_chunk(workers, run))
+        step = run.action.step
+        if step in workers.requests_by_step:
+            self._split_requests(workers, step)
+            self._next_chunk(workers, run)
+            return
+        workers.waiting_for_requests.append(lambda: self._begin_share(workers, run))
         if len(workers.waiting_for_requests) == 1:
-            step = run.action.step
-            self._call(workers, workers.host, "begin_step", (step,), partial(self._split_requests, workers, step))
+            self._ask_for_requests(workers, step)
 
-    def _split_requests(
+    def _ask_for_requests(self, workers: _Workers, step: int) -> None:
+        then = partial(self._requests_ready, workers, step)
+        self._call(workers, workers.host, "begin_step", (step,), then)
+
+    def _requests_ready(
         self, workers: _Workers, step: int, answer: tuple[Sequence[TrajectoryRequest], bool]
     ) -> None:
+        workers.requests_by_step[step] = answer
+        waiting, workers.waiting_for_requests = workers.waiting_for_requests, []
+        for go_on in waiting:
+            go_on()
+
+    def _split_requests(self, workers: _Workers, step: int) -> None:
         """Deal whole prompt groups out to the devices; who samples a trajectory does not change it."""
-        requests, workers.is_single_turn = answer
+        requests, workers.is_single_turn = workers.requests_by_step.pop(step)
         devices = list(workers.rollout)
         workers.shares = {device: _Share(step) for device in devices}
         for request in requests:
             share = workers.shares[devices[request.id.prompt % len(devices)]]
             share.to_submit.append(request)
             share.unfinished[request.id] = request
-        waiting, workers.waiting_for_requests = workers.waiting_for_requests, []
-        for go_on in waiting:
-            go_on()
 
     def _next_chunk(self, workers: _Workers, run: _Running) -> None:
         if run.action.order not in self._running:
@@ -532,7 +544,10 @@ class LocalBackend:
         self._call(workers, workers.host, "finish_step", (action.step,), partial(self._batch_ready, workers, run))
 
     def _batch_ready(self, workers: _Workers, run: _Running, batch: StepBatch) -> None:
-        workers.batch_by_step[run.action.step] = batch
+        step = run.action.step
+        workers.batch_by_step[step] = batch
+        if step < workers.plan.num_steps:
+            self._ask_for_requests(workers, step + 1)  # the host has nothing else to do while others compute
         self._end(run, StageFinished)
 
     def _run_training(self, action: RunStage) -> None:
@@ -576,22 +591,26 @@ class LocalBackend:
             self._next_train_call(workers, run)
 
     def _run_publish(self, action: RunStage) -> None:
+        """Weights first, so that the next rollout can begin; the checkpoint follows, before the trainer is offloaded.
+
+        The last step's checkpoint comes before its end is told: nobody is released without one.
+        """
         workers = self._workers[action.pipeline]
         run = self._running[action.order] = _Running(action)
         step = action.step
-        is_kept = step % self._options.checkpoint_every == 0 or step == workers.plan.num_steps
-        checkpoint = workers.checkpoints.path(step) if is_kept else None
+        is_last = step == workers.plan.num_steps
+        if is_last:
+            self._checkpoint(workers, step)
         path = workers.weights / f"{step}.safetensors"
-        self._call(workers, workers.trainer, "publish", (path, checkpoint), partial(self._published, workers, run))
+        self._call(workers, workers.trainer, "publish", (path,), partial(self._published, workers, run))
+        if not is_last and step % self._options.checkpoint_every == 0:
+            self._checkpoint(workers, step)
 
     def _published(self, workers: _Workers, run: _Running, answer: tuple[int, str]) -> None:
         version, sha256 = answer
         pipeline = run.action.pipeline
         self._sha256[pipeline] = sha256
         workers.num_losses = 0
-        if workers.checkpoints.path(version).is_dir():
-            workers.checkpoints.mark_latest(version)
-            workers.checkpoints.prune()
         (workers.weights / f"{version - workers.plan.algorithm.staleness - 2}.safetensors").unlink(missing_ok=True)
         batch = workers.batch_by_step.pop(version, None)
         if batch is not None:
@@ -599,6 +618,18 @@ class LocalBackend:
             self._notes.append(Note(type="step", fields={**fields, "weights_sha256": sha256}))
         workers.metrics = {}
         self._end(run, StageFinished)
+
+    def _checkpoint(self, workers: _Workers, step: int) -> None:
+        then = partial(self._checkpointed, workers, step)
+        self._call(workers, workers.trainer, "checkpoint", (workers.checkpoints.path(step),), then)
+
+    def _checkpointed(self, workers: _Workers, step: int, seconds: float) -> None:
+        workers.checkpoints.mark_latest(step)
+        workers.checkpoints.prune()
+        pipeline = workers.submission.pipeline.id
+        self._notes.append(
+            Note(type="checkpoint", fields={"pipeline": pipeline, "step": step, "seconds": round(seconds, 6)})
+        )
 
     # ------------------------------------------------------------------ helpers
 

@@ -175,12 +175,16 @@ class TrainWorker:
         load_s = time.perf_counter() - start
         return self._engine.run_stage(stage, max_seconds=max_seconds), load_s
 
-    def publish(self, path: Path, checkpoint: Path | None) -> tuple[int, str]:
-        """Write the weights for rollout workers, and the checkpoint; returns (version, hash of the weights)."""
+    def publish(self, path: Path) -> tuple[int, str]:
+        """Write the weights for rollout workers; returns (version, hash of the weights)."""
         version = self._engine.export_weights(path)
-        if checkpoint is not None:
-            self._engine.save(checkpoint)
         return version, self._engine.weights_sha256()
+
+    def checkpoint(self, folder: Path) -> float:
+        """Write a checkpoint; returns the seconds it took."""
+        start = time.perf_counter()
+        self._engine.save(folder)
+        return time.perf_counter() - start
 
     def offload(self) -> int:
         self._engine.offload()
