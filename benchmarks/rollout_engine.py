@@ -62,9 +62,7 @@ def sample_with_engine(engine: SlotRolloutEngine, requests: Sequence[TrajectoryR
     assert len(report.finished) == len(requests)
 
 
-def sample_with_generate(
-    model: PreTrainedModel, requests: Sequence[TrajectoryRequest], batch_size: int
-) -> None:
+def sample_with_generate(model: PreTrainedModel, requests: Sequence[TrajectoryRequest], batch_size: int) -> None:
     """Left-padded batches in the order of the requests."""
     for start in range(0, len(requests), batch_size):
         batch = requests[start : start + batch_size]

@@ -205,9 +205,7 @@ def test_a_shape_whose_bits_differ_is_not_used(
 ) -> None:
     step = DecodePlan.step
 
-    def step_that_rounds_differently(
-        plan: DecodePlan, tokens: torch.Tensor, positions: torch.Tensor
-    ) -> torch.Tensor:
+    def step_that_rounds_differently(plan: DecodePlan, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         logits = step(plan, tokens, positions)
         return logits if plan.width in (8, 16) else logits * (1 + 2**-20)
 
@@ -379,9 +377,7 @@ def play(engine: SlotRolloutEngine, *, num_replies: int, chunk_steps: int = 10_0
         last = [t for t in report.finished if t.stop_reason == "length" or t.num_turns > num_replies]
         over += last
         replies = [
-            TurnReply(id=turn.id, tokens=(len(turn.tokens) % 7, 9, 5))
-            for turn in report.finished
-            if turn not in last
+            TurnReply(id=turn.id, tokens=(len(turn.tokens) % 7, 9, 5)) for turn in report.finished if turn not in last
         ]
         engine.reply(replies, [turn.id for turn in last])
         if not replies and not report.num_active and not report.num_waiting:
@@ -438,9 +434,7 @@ def test_a_parked_trajectory_keeps_its_slot_until_it_is_released(
     assert engine.run_chunk(max_decode_steps=0, max_seconds=60.0).num_parked >= 2
 
 
-def test_parked_trajectories_survive_offload_and_migration(
-    new_engine: NewEngine, new_requests: NewRequests
-) -> None:
+def test_parked_trajectories_survive_offload_and_migration(new_engine: NewEngine, new_requests: NewRequests) -> None:
     requests = new_requests(8, stop_tokens=(5, 6, 7))
     calm, first, second = (new_engine(is_single_turn=False) for _ in range(3))
     calm.submit(requests)
@@ -507,9 +501,7 @@ def test_requests_that_cannot_run_are_refused_by_name(
     assert engine.run_chunk(max_decode_steps=1, max_seconds=1.0).num_active == 0
 
 
-def test_orders_that_the_state_does_not_allow_are_refused(
-    new_engine: NewEngine, new_requests: NewRequests
-) -> None:
+def test_orders_that_the_state_does_not_allow_are_refused(new_engine: NewEngine, new_requests: NewRequests) -> None:
     engine = new_engine(is_single_turn=False)
     requests = new_requests(1, stop_tokens=())
     engine.submit(requests)

@@ -53,13 +53,11 @@ def build_model(model_config: ModelConfig, vocab_size: int, seed: int) -> PreTra
 def _new_config(model_config: ModelConfig, vocab_size: int) -> tuple[type[PreTrainedModel], PretrainedConfig]:
     if model_config.hidden_size % model_config.num_heads:
         raise UserError(
-            f"model.num_heads: {model_config.num_heads} does not divide "
-            f"hidden_size {model_config.hidden_size}"
+            f"model.num_heads: {model_config.num_heads} does not divide hidden_size {model_config.hidden_size}"
         )
     if model_config.num_heads % model_config.num_kv_heads:
         raise UserError(
-            f"model.num_kv_heads: {model_config.num_kv_heads} does not divide "
-            f"num_heads {model_config.num_heads}"
+            f"model.num_kv_heads: {model_config.num_kv_heads} does not divide num_heads {model_config.num_heads}"
         )
     sizes: dict[str, Any] = {
         "vocab_size": vocab_size,
@@ -84,21 +82,17 @@ def _new_config(model_config: ModelConfig, vocab_size: int) -> tuple[type[PreTra
     if model_config.architecture == "llama":
         return LlamaForCausalLM, LlamaConfig(**sizes)
     raise UserError(
-        f"model.architecture: unknown {model_config.architecture!r}; accepted: "
-        + ", ".join(SUPPORTED_MODEL_TYPES)
+        f"model.architecture: unknown {model_config.architecture!r}; accepted: " + ", ".join(SUPPORTED_MODEL_TYPES)
     )
 
 
 def _load_folder(folder: Path, vocab_size: int) -> PreTrainedModel:
     if not (folder / "config.json").is_file():
-        raise UserError(
-            f"model.path: no config.json in {folder}; a Hugging Face checkpoint folder is accepted"
-        )
+        raise UserError(f"model.path: no config.json in {folder}; a Hugging Face checkpoint folder is accepted")
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
     if config.model_type not in SUPPORTED_MODEL_TYPES:
         raise UserError(
-            f"model.path: {folder} holds a {config.model_type!r} model; accepted: "
-            + ", ".join(SUPPORTED_MODEL_TYPES)
+            f"model.path: {folder} holds a {config.model_type!r} model; accepted: " + ", ".join(SUPPORTED_MODEL_TYPES)
         )
     if config.vocab_size < vocab_size:
         raise UserError(

@@ -236,8 +236,7 @@ class SlotRolloutEngine:
             sampled_tokens += sampled
             finished += ended
         self.last_iterations = [
-            IterationBand(kind, rows, tokens, ms)
-            for (kind, rows), (tokens, ms) in sorted(self._bands.items())
+            IterationBand(kind, rows, tokens, ms) for (kind, rows), (tokens, ms) in sorted(self._bands.items())
         ]
         return ChunkReport(
             finished=finished,
@@ -250,24 +249,18 @@ class SlotRolloutEngine:
             seconds=time.perf_counter() - start,
         )
 
-    def _decode(
-        self, active: list[_Live], max_steps: int, deadline: float
-    ) -> tuple[int, int, list[FinishedTurn]]:
+    def _decode(self, active: list[_Live], max_steps: int, deadline: float) -> tuple[int, int, list[FinishedTurn]]:
         """Decode until a sequence ends, its window is full, or a limit is reached."""
         plan = self._plan(active)
         last_seen = max(live.position for live in active)
-        num_steps = min(
-            max_steps, plan.window - last_seen, min(live.last_position - live.position for live in active)
-        )
+        num_steps = min(max_steps, plan.window - last_seen, min(live.last_position - live.position for live in active))
         has_forced = any(live.num_forced for live in active)
         num_stops = max(len(live.request.stop_tokens) for live in active)
         stopped: list[int] = []
         steps = 0
         start = now = time.perf_counter()
         while steps < num_steps and not stopped and (not steps or now < deadline):
-            stopped = self._buffers.step(
-                plan, self._config.temperature, has_forced=has_forced, num_stops=num_stops
-            )
+            stopped = self._buffers.step(plan, self._config.temperature, has_forced=has_forced, num_stops=num_stops)
             steps += 1
             now = time.perf_counter()
         sampled = steps * len(active)
@@ -561,8 +554,7 @@ class SlotRolloutEngine:
             )
         if len(request.stop_tokens) > MAX_STOP_TOKENS:
             raise UserError(
-                f"stop_tokens of {request.id}: {len(request.stop_tokens)} of them; "
-                f"accepted: up to {MAX_STOP_TOKENS}"
+                f"stop_tokens of {request.id}: {len(request.stop_tokens)} of them; accepted: up to {MAX_STOP_TOKENS}"
             )
         self._check_tokens(request.prompt_tokens, f"prompt of {request.id}")
 

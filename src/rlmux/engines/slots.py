@@ -100,9 +100,7 @@ class SlotBuffers:
         self._state[_IS_ADVANCING, slot] = 0
         self._state[_STOPS:, slot] = _NO_TOKEN
 
-    def resume(
-        self, slot: int, position: int, forced_tokens: Sequence[int], stop_tokens: Sequence[int]
-    ) -> None:
+    def resume(self, slot: int, position: int, forced_tokens: Sequence[int], stop_tokens: Sequence[int]) -> None:
         """Advance again from `position`, first through `forced_tokens`."""
         forced_end = position + len(forced_tokens)
         self._tokens[slot, position + 1 : forced_end + 1] = self._new(forced_tokens)

@@ -54,9 +54,7 @@ class DecoderShape:
         if getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False):
             raise UserError("model.path: projection biases are not supported; accepted: models without them")
         if getattr(config, "sliding_window", None) is not None:
-            raise UserError(
-                f"model.path: sliding_window {config.sliding_window} is not supported; accepted: null"
-            )
+            raise UserError(f"model.path: sliding_window {config.sliding_window} is not supported; accepted: null")
         if config.hidden_act != "silu":
             raise UserError(f"model.path: hidden_act {config.hidden_act!r} is not supported; accepted: silu")
         return DecoderShape(
@@ -197,9 +195,7 @@ class PositionTables:
         """[max_len, head_dim / 2], complex."""
         steps = torch.zeros(2 * max_len, device=device)
         steps[max_len:] = -math.inf
-        self.masks = (
-            steps.unfold(0, max_len, 1)[:-1].flip(0).contiguous() if max_len <= _MAX_MASK_TABLE else None
-        )
+        self.masks = steps.unfold(0, max_len, 1)[:-1].flip(0).contiguous() if max_len <= _MAX_MASK_TABLE else None
         """[max_len, max_len]: row p is 0 up to column p and -inf beyond; computed per step where big."""
         self.columns = torch.arange(max_len, device=device)
 
