@@ -22,7 +22,8 @@ from rlmux.rl.config import (
 )
 from rlmux.runtime.backend import Submission
 from rlmux.runtime.controller import Controller
-from rlmux.runtime.local import LocalBackend, LocalOptions
+from rlmux.runtime.local import local_backend
+from rlmux.runtime.worker_backend import WorkerBackend, WorkerOptions
 
 STAGES = (
     Stage.GENERATE,
@@ -100,14 +101,14 @@ def run(
     *,
     policy: Any = "rollmux",
     on: Cluster | None = None,
-    options: LocalOptions | None = None,
-    watch: Callable[[LocalBackend, Recorder], bool] | None = None,
+    options: WorkerOptions | None = None,
+    watch: Callable[[WorkerBackend, Recorder], bool] | None = None,
 ) -> Run:
     """Train for real. `watch` is asked between turns of the loop and ends the run by returning True."""
     on = on or cluster()
     folder.mkdir(parents=True, exist_ok=True)
     scheduler = Scheduler(on, POLICIES[policy]() if isinstance(policy, str) else policy)
-    backend = LocalBackend(on, folder, options=options)
+    backend = local_backend(on, folder, options=options)
     recorder = Recorder()
     try:
         controller = Controller(scheduler, backend, None, [recorder])

@@ -12,7 +12,7 @@ from rlmux.core.model import Phase
 from rlmux.core.policies.dispatching import first_come, first_fit
 from rlmux.core.policies.rollmux import RollMux
 from rlmux.core.views import Choice, GroupView, MoveShare, PauseOrder
-from rlmux.runtime.local import LocalOptions
+from rlmux.runtime.worker_backend import WorkerOptions
 
 
 @pytest.fixture(scope="module")
@@ -32,6 +32,13 @@ def test_solo_runs_one_pipeline_after_the_other(solo):
     assert solo.sha256["sort"] != solo.sha256["reverse"]
 
 
+def test_every_step_trains_on_what_its_own_version_sampled(solo):
+    """Promise 2. The trainer's log-probs of the sampled tokens are the engine's, the first step included."""
+    gaps = [note.fields["metrics"]["logprob_gap"] for note in solo.recorder.notes if note.type == "step"]
+    assert len(gaps) == 4
+    assert max(gaps) < 1e-4
+
+
 @pytest.mark.parametrize("policy", ["rollmux", "colocated", "fifo"])
 def test_sharing_gives_the_weights_of_running_alone(real, pair, solo, tmp_path, policy):
     assert real.run(tmp_path / policy, pair, policy=policy).sha256 == solo.sha256
@@ -39,7 +46,7 @@ def test_sharing_gives_the_weights_of_running_alone(real, pair, solo, tmp_path, 
 
 @pytest.mark.parametrize("chunk_decode_steps", [1, 5])
 def test_the_size_of_a_chunk_changes_nothing(real, pair, solo, tmp_path, chunk_decode_steps):
-    options = LocalOptions(chunk_decode_steps=chunk_decode_steps, chunk_s=0.001)
+    options = WorkerOptions(chunk_decode_steps=chunk_decode_steps, chunk_s=0.001)
     assert real.run(tmp_path / "run", pair, options=options).sha256 == solo.sha256
 
 
@@ -68,7 +75,7 @@ class PausesEverything(Meddler):
 
 
 def test_a_forced_pause_changes_nothing(real, pair, solo, tmp_path):
-    options = LocalOptions(chunk_decode_steps=2, chunk_s=0.001)
+    options = WorkerOptions(chunk_decode_steps=2, chunk_s=0.001)
     paused = real.run(tmp_path / "run", pair, policy=PausesEverything(), options=options)
     assert sum(isinstance(event, StagePaused) for event in paused.recorder.events) >= 4
     assert paused.sha256 == solo.sha256
@@ -118,7 +125,7 @@ def test_moving_every_trajectory_to_another_worker_mid_way_changes_nothing(real,
         pair,
         policy=MovesEverything(copies_kv=True),
         on=real.cluster(rollout=2),
-        options=LocalOptions(chunk_decode_steps=1),
+        options=WorkerOptions(chunk_decode_steps=1),
     )
     assert moved.status == alone.status, moved.recorder.notes
     moves = [action for action in moved.recorder.actions if isinstance(action, Migrate)]

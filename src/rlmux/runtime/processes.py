@@ -59,6 +59,7 @@ class WorkerProcess:
         call_limit_s: float,
     ) -> None:
         self.name = name
+        self.pid: int | None = None
         self._call_limit_s = call_limit_s
         self._calls: deque[_Call] = deque()
         self._deadline_s: float | None = None
@@ -67,11 +68,8 @@ class WorkerProcess:
             target=_serve, args=(theirs, make_worker, args, tuple(cores), str(log_path)), name=name, daemon=True
         )
         self._process.start()
+        self.pid = self._process.pid
         theirs.close()
-
-    @property
-    def pid(self) -> int | None:
-        return self._process.pid
 
     def call(self, now_s: float, method: str, args: tuple[Any, ...], then: Callable[[Any], None]) -> None:
         """Have the worker run a method; `then` gets its result. Raises WorkerLostError if the process is gone."""

@@ -24,8 +24,9 @@ from rlmux.report.log import LogReader, RunLog, run_header
 from rlmux.runtime.backend import Backend, Submission
 from rlmux.runtime.checkpoints import CheckpointFolder
 from rlmux.runtime.controller import Controller, Listener
-from rlmux.runtime.local import LocalBackend, LocalOptions
+from rlmux.runtime.local import local_backend
 from rlmux.runtime.metrics import MetricsWriter
+from rlmux.runtime.worker_backend import WorkerOptions
 
 LOG_NAME = "run.db"
 
@@ -48,7 +49,7 @@ def run_pipelines(
     *,
     spec: Mapping[str, Any],
     is_overwriting: bool = False,
-    options: LocalOptions | None = None,
+    options: WorkerOptions | None = None,
     listeners: Sequence[Listener] = (),
 ) -> RunResult:
     """Train every pipeline under a policy on this machine.
@@ -58,7 +59,7 @@ def run_pipelines(
     prepare_folder(folder, is_overwriting=is_overwriting)
     header = run_header(policy=policy.name, backend="local", cluster=cluster, spec=spec)
     with RunLog.create(folder, header) as log:
-        backend = LocalBackend(cluster, folder, options=options)
+        backend = local_backend(cluster, folder, options=options)
         return _drive(cluster, submissions, policy, folder, log, backend, listeners)
 
 
@@ -68,7 +69,7 @@ def resume_pipelines(
     policy: Policy,
     folder: Path,
     *,
-    options: LocalOptions | None = None,
+    options: WorkerOptions | None = None,
     listeners: Sequence[Listener] = (),
 ) -> RunResult:
     """Go on with a run that was stopped or killed. Pipelines that were over stay over."""
@@ -78,7 +79,7 @@ def resume_pipelines(
     ]
     with RunLog.open(folder) as log:
         log.note("resumed", log.last_time_s, pipelines=[submission.pipeline.id for submission in unfinished])
-        backend = LocalBackend(cluster, folder, options=options, start_s=log.last_time_s)
+        backend = local_backend(cluster, folder, options=options, start_s=log.last_time_s)
         return _drive(cluster, unfinished, policy, folder, log, backend, listeners, statuses)
 
 

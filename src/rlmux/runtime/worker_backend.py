@@ -1,0 +1,749 @@
+"""What the backends share: orders become series of bounded calls to workers, wherever those live.
+
+    per pipeline    host worker ── prompts, environments, rewards
+                    rollout worker ── one per device of its rollout nodes
+                    train worker ── on its training devices
+    weights         train worker ──▶ a file in shared memory ──▶ rollout workers     (never through here)
+    trajectories    rollout worker ──▶ here ──▶ host;     host ──▶ bytes ──▶ here ──▶ train worker
+
+An order is a series of bounded calls. Between two calls is a safe point: that is where a Pause takes effect, where
+progress is reported, and what a lost worker falls back to. Everything runs in one thread, on callbacks.
+
+A rollout worker that dies is replaced and does again what it had not handed over. A host or train worker that dies
+takes its pipeline back to the newest checkpoint. Both give the same weights as if nothing had happened, since
+trajectories and updates are functions of the plan.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import time
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any, Protocol
+
+from rlmux.core.actions import Action, Admit, Migrate, Pause, Release, RunStage, Switch
+from rlmux.core.errors import RlmuxError, WorkerLostError
+from rlmux.core.events import (
+    ChunkFinished,
+    Event,
+    PipelineFailed,
+    PipelineRestarted,
+    StageFinished,
+    StagePaused,
+    TrajectoriesMoved,
+    WorkerLost,
+)
+from rlmux.core.model import Cluster, DeviceId, NodeId, OrderId, PipelineId, Placement, Stage
+from rlmux.rl.config import TrainingPlan
+from rlmux.rl.types import PartialTrajectory, TrainReport, TrajectoryId, TrajectoryRequest, TurnReply
+from rlmux.runtime.backend import Note, Submission
+from rlmux.runtime.checkpoints import CheckpointFolder
+from rlmux.runtime.workers import HostWorker, RolloutChunk, RolloutChunkResult, RolloutWorker, StepBatch, TrainWorker
+
+_MAX_LOSSES = 3
+"""Workers of a pipeline that may die without a step being published in between; one more fails the pipeline."""
+
+
+class Worker(Protocol):
+    """One worker, wherever it lives: bounded calls, answered in order."""
+
+    name: str
+    pid: int | None
+
+    def call(self, now_s: float, method: str, args: tuple[Any, ...], then: Callable[[Any], None]) -> None:
+        """Have it run a method; `then` gets the result. Raises WorkerLostError if it is gone."""
+
+    def receive(self, now_s: float) -> None:
+        """Take the answer that is there. Raises what the method raised, WorkerLostError if the worker is gone."""
+
+    def abandoned(self, method: str) -> list[Callable[[Any], None]]:
+        """Who still waits for calls of this kind, once the worker is given up."""
+
+    def is_overdue(self, now_s: float) -> bool:
+        """It has not answered within its limit."""
+
+    def end(self) -> None:
+        """Let it finish its present call, then leave."""
+
+    def kill(self) -> None:
+        """End it now."""
+
+
+class Workplace(Protocol):
+    """Where workers live: processes of this machine, or actors of a cluster."""
+
+    def spawn(
+        self, name: str, make_worker: Callable[..., Any], args: tuple[Any, ...], *,
+        device: DeviceId | None, log_path: Path, call_limit_s: float,
+    ) -> Worker:
+        """Start a worker, pinned to its device."""
+
+    def wait(self, timeout_s: float) -> Sequence[Worker]:
+        """Workers that have answered or died, waiting for the first."""
+
+    def forget(self, worker: Worker) -> None:
+        """Stop watching a worker that is about to be ended."""
+
+    def close(self) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkerOptions:
+    """How workers are run; none of it can change a result."""
+
+    chunk_s: float = 0.2
+    """Longest uninterrupted piece of work: how soon a Pause is served."""
+    chunk_decode_steps: int = 1_000_000
+    """Decode steps in a piece, for tests that want many safe points."""
+    multi_turn_decode_steps: int = 8
+    """The same for multi-turn tasks: finished turns wait that long for their environment."""
+    call_limit_s: float = 120.0
+    """A worker that takes longer than this for one call is taken for dead."""
+    checkpoint_every: int = 1
+    """Steps between checkpoints; the last step always has one."""
+    keep_checkpoints: int = 2
+
+
+@dataclass(slots=True)
+class _Share:
+    """What one device has to do, and has done, of a step's rollout."""
+
+    step: int
+    to_submit: list[TrajectoryRequest] = field(default_factory=list)
+    partials: list[PartialTrajectory] = field(default_factory=list)
+    replies: list[TurnReply] = field(default_factory=list)
+    released: list[TrajectoryId] = field(default_factory=list)
+    unfinished: dict[TrajectoryId, TrajectoryRequest] = field(default_factory=dict)
+    """Not yet over as far as the host has said: what a lost worker has to do again."""
+
+
+@dataclass(slots=True)
+class _Running:
+    """An order under way."""
+
+    action: RunStage
+    seconds: float = 0.0
+    switch_s: float = 0.0
+    tokens: int = 0
+    is_pausing: bool = False
+    is_calling: bool = True
+    """A call is out, or queued, that will carry the order on."""
+
+
+@dataclass(slots=True)
+class _Workers:
+    """One admitted pipeline's processes and what they hold."""
+
+    submission: Submission
+    placement: Placement
+    folder: Path
+    weights: Path
+    checkpoints: CheckpointFolder
+    host: Worker
+    trainer: Worker
+    rollout: dict[DeviceId, Worker]
+    version_by_device: dict[DeviceId, int] = field(default_factory=dict)
+    """Weight version each rollout worker holds. A new worker holds the model's initial weights: that is version 0
+    unless there is a warm start, which makes version 0 of them."""
+    shares: dict[DeviceId, _Share] = field(default_factory=dict)
+    requests_by_step: dict[int, tuple[Sequence[TrajectoryRequest], bool]] = field(default_factory=dict)
+    """Asked of the host ahead of time: (requests, is the task single-turn)."""
+    waiting_for_requests: list[Callable[[], None]] = field(default_factory=list)
+    batch_by_step: dict[int, StepBatch] = field(default_factory=dict)
+    trainer_step: int = 0
+    """The step whose batch the trainer has."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    num_losses: int = 0
+    is_single_turn: bool = True
+
+    @property
+    def plan(self) -> TrainingPlan:
+        return self.submission.plan
+
+    @property
+    def processes(self) -> list[Worker]:
+        return [self.host, self.trainer, *self.rollout.values()]
+
+
+class WorkerBackend:
+    """See the module's picture. Everything it starts ends with `close`."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        folder: Path,
+        workplace: Workplace,
+        weights_folder: Path,
+        *,
+        options: WorkerOptions | None = None,
+        start_s: float = 0.0,
+    ) -> None:
+        self._cluster = cluster
+        self._folder = folder
+        self._workplace = workplace
+        self._weights_folder = weights_folder
+        self._options = options or WorkerOptions()
+        self._zero = time.monotonic() - start_s
+        self._submissions: dict[PipelineId, Submission] = {}
+        self._workers: dict[PipelineId, _Workers] = {}
+        self._sha256: dict[PipelineId, str] = {}
+        self._running: dict[OrderId, _Running] = {}
+        self._events: list[Event] = []
+        self._notes: list[Note] = []
+        self._pipeline_by_worker: dict[int, PipelineId] = {}
+
+    def now_s(self) -> float:
+        return time.monotonic() - self._zero
+
+    def add_pipeline(self, submission: Submission) -> None:
+        self._submissions[submission.pipeline.id] = submission
+
+    def weights_sha256(self, pipeline: PipelineId) -> str | None:
+        return self._sha256.get(pipeline)
+
+    def execute(self, action: Action) -> None:
+        match action:
+            case Admit():
+                self._admit(action)
+            case RunStage(stage=Stage.GENERATE):
+                self._run_share(action)
+            case RunStage(stage=Stage.REWARD):
+                self._run_reward(action)
+            case RunStage(stage=Stage.PUBLISH):
+                self._run_publish(action)
+            case RunStage():
+                self._run_training(action)
+            case Pause():
+                self._pause(action.order)
+            case Migrate():
+                self._migrate(action)
+            case Release():
+                self._release(action.pipeline)
+            case _:
+                pass  # Refuse, Wait and timers are the controller's to show
+
+    def poll(self, timeout_s: float) -> tuple[Sequence[Event], Sequence[Note]]:
+        if not self._events:
+            for worker in self._workplace.wait(timeout_s):
+                self._receive(worker)
+            self._end_overdue_workers()
+        events, notes = self._events, self._notes
+        self._events, self._notes = [], []
+        return events, notes
+
+    def close(self) -> None:
+        for pipeline in list(self._workers):
+            self._release(pipeline)
+        self._workplace.close()
+        shutil.rmtree(self._weights_folder, ignore_errors=True)
+
+    # ------------------------------------------------------------------ processes
+
+    def _admit(self, action: Admit) -> None:
+        submission = self._submissions[action.pipeline]
+        folder = self._folder / submission.plan.name
+        folder.mkdir(mode=0o700, exist_ok=True)
+        weights = self._weights_folder / submission.plan.name
+        weights.mkdir(mode=0o700, exist_ok=True)
+        checkpoints = CheckpointFolder(
+            folder,
+            keep=self._options.keep_checkpoints + submission.pipeline.staleness,
+            say=lambda text: self._notes.append(
+                Note(type="warning", fields={"pipeline": action.pipeline, "reason": text})
+            ),
+        )
+        self._start(submission, action.placement, folder, weights, checkpoints)
+
+    def _start(
+        self, submission: Submission, placement: Placement, folder: Path, weights: Path, checkpoints: CheckpointFolder
+    ) -> int:
+        """Start a pipeline's processes from its newest good checkpoint; returns that step, -1 without one."""
+        plan = submission.plan
+        restored = checkpoints.newest()
+        step = restored[0] if restored else (-1 if submission.pipeline.has_warm_start else 0)
+        train_device = self._devices(placement.train_nodes)[0]
+        host = self._spawn(plan, "host", HostWorker, (plan,), None, folder)
+        trainer = self._spawn(
+            plan, "train", TrainWorker, (plan, restored[1] if restored else None), train_device, folder
+        )
+        rollout = {
+            device: self._spawn(plan, f"rollout-{device}", RolloutWorker, (plan,), device, folder)
+            for device in self._devices(placement.rollout_nodes)
+        }
+        workers = _Workers(submission, placement, folder, weights, checkpoints, host, trainer, rollout)
+        self._workers[submission.pipeline.id] = workers
+        for process in workers.processes:
+            self._listen(submission.pipeline.id, process)
+        return step
+
+    def _spawn(
+        self,
+        plan: TrainingPlan,
+        role: str,
+        make_worker: Callable[..., Any],
+        args: tuple[Any, ...],
+        device: DeviceId | None,
+        folder: Path,
+    ) -> Worker:
+        process = self._workplace.spawn(
+            f"{plan.name}/{role}",
+            make_worker,
+            args,
+            device=device,
+            log_path=folder / "workers.log",
+            call_limit_s=self._options.call_limit_s,
+        )
+        self._notes.append(Note(type="worker", fields={"pipeline": plan.name, "role": role, "pid": process.pid}))
+        return process
+
+    def _listen(self, pipeline: PipelineId, process: Worker) -> None:
+        self._pipeline_by_worker[id(process)] = pipeline
+
+    def _devices(self, nodes: Iterable[NodeId]) -> list[DeviceId]:
+        return [device for node in nodes for device in self._cluster.pools[node.pool].devices(node)]
+
+    def _receive(self, process: Worker) -> None:
+        pipeline = self._pipeline_by_worker.get(id(process))
+        if pipeline is None:
+            return  # ended by an earlier answer of the same round
+        try:
+            process.receive(self.now_s())
+        except WorkerLostError as error:
+            self._lose(pipeline, process, str(error))
+        except RlmuxError as error:
+            self._fail(pipeline, str(error))
+
+    def _call(
+        self, workers: _Workers, process: Worker, method: str, args: tuple[Any, ...], then: Callable[..., None]
+    ) -> None:
+        with contextlib.suppress(WorkerLostError):  # its pipe is at its end: the next poll finds and deals with that
+            process.call(self.now_s(), method, args, then)
+
+    def _end_overdue_workers(self) -> None:
+        now_s = self.now_s()
+        for pipeline, workers in list(self._workers.items()):
+            for process in workers.processes:
+                if process.is_overdue(now_s):
+                    self._lose(pipeline, process, f"{process.name} gave no answer in {self._options.call_limit_s:g} s")
+                    break
+
+    def _lose(self, pipeline: PipelineId, process: Worker, reason: str) -> None:
+        workers = self._workers[pipeline]
+        workers.num_losses += 1
+        self._notes.append(Note(type="loss", fields={"pipeline": pipeline, "reason": reason}))
+        if workers.num_losses > _MAX_LOSSES:
+            self._fail(pipeline, f"{reason}; its workers died {workers.num_losses} times without a step between")
+            return
+        device = next((device for device, other in workers.rollout.items() if other is process), None)
+        if device is None or any(isinstance(run.action, Migrate) for run in self._orders_of(pipeline)):
+            self._restart(pipeline)
+        else:
+            self._replace_rollout_worker(pipeline, device)
+
+    def _replace_rollout_worker(self, pipeline: PipelineId, device: DeviceId) -> None:
+        workers = self._workers[pipeline]
+        self._kill(workers.rollout[device])
+        workers.rollout[device] = self._spawn(
+            workers.plan, f"rollout-{device}", RolloutWorker, (workers.plan,), device, workers.folder
+        )
+        self._listen(pipeline, workers.rollout[device])
+        workers.version_by_device.pop(device, None)
+        share = workers.shares.get(device)
+        if share is not None:
+            workers.shares[device] = _Share(
+                share.step, to_submit=list(share.unfinished.values()), unfinished=share.unfinished
+            )
+        for run in self._orders_of(pipeline):
+            if device in run.action.devices and run.action.stage is Stage.GENERATE:
+                del self._running[run.action.order]
+        self._events.append(WorkerLost(time_s=self.now_s(), pipeline=pipeline, device=device))
+
+    def _restart(self, pipeline: PipelineId) -> None:
+        """Everything of the pipeline again from its newest checkpoint."""
+        workers = self._workers.pop(pipeline)
+        self._drop_orders(pipeline)
+        for process in workers.processes:
+            self._kill(process)
+        step = self._start(
+            workers.submission, workers.placement, workers.folder, workers.weights, workers.checkpoints
+        )
+        self._workers[pipeline].num_losses = workers.num_losses
+        self._events.append(PipelineRestarted(time_s=self.now_s(), pipeline=pipeline, restored_step=step))
+
+    def _fail(self, pipeline: PipelineId, reason: str) -> None:
+        workers = self._workers.pop(pipeline)
+        self._drop_orders(pipeline)
+        for process in workers.processes:
+            self._kill(process)
+        log = workers.folder / "workers.log"
+        self._notes.append(
+            Note(type="failure", fields={"pipeline": pipeline, "reason": reason, "traceback": str(log)})
+        )
+        self._events.append(PipelineFailed(time_s=self.now_s(), pipeline=pipeline, reason=reason))
+
+    def _release(self, pipeline: PipelineId) -> None:
+        workers = self._workers.pop(pipeline, None)
+        if workers is None:
+            return  # it failed: its processes are gone
+        self._drop_orders(pipeline)
+        for process in workers.processes:
+            self._forget(process)
+            process.end()
+            self._answer_for(process)
+        shutil.rmtree(workers.weights, ignore_errors=True)
+
+    def _kill(self, process: Worker) -> None:
+        self._forget(process)
+        process.kill()
+        self._answer_for(process)
+
+    def _forget(self, process: Worker) -> None:
+        del self._pipeline_by_worker[id(process)]
+        self._workplace.forget(process)
+
+    @staticmethod
+    def _answer_for(process: Worker) -> None:
+        """An ended worker holds nothing any more: whoever waited for it to make room may go on."""
+        for offloaded in process.abandoned("offload"):
+            offloaded(0)
+
+    def _orders_of(self, pipeline: PipelineId) -> list[_Running]:
+        return [run for run in self._running.values() if run.action.pipeline == pipeline]
+
+    def _drop_orders(self, pipeline: PipelineId) -> None:
+        for run in self._orders_of(pipeline):
+            del self._running[run.action.order]
+
+    # ------------------------------------------------------------------ rollout
+
+    def _run_share(self, action: RunStage) -> None:
+        workers = self._workers[action.pipeline]
+        run = self._running[action.order] = _Running(action)
+        self._evict_then(action, lambda: self._begin_share(workers, run))
+
+    def _begin_share(self, workers: _Workers, run: _Running) -> None:
+        device = run.action.devices[0]
+        share = workers.shares.get(device)
+        if share is not None and share.step == run.action.step:
+            self._next_chunk(workers, run)
+            return
+        step = run.action.step
+        if step in workers.requests_by_step:
+            self._split_requests(workers, step)
+            self._next_chunk(workers, run)
+            return
+        workers.waiting_for_requests.append(lambda: self._begin_share(workers, run))
+        if len(workers.waiting_for_requests) == 1:
+            self._ask_for_requests(workers, step)
+
+    def _ask_for_requests(self, workers: _Workers, step: int) -> None:
+        then = partial(self._requests_ready, workers, step)
+        self._call(workers, workers.host, "begin_step", (step,), then)
+
+    def _requests_ready(
+        self, workers: _Workers, step: int, answer: tuple[Sequence[TrajectoryRequest], bool]
+    ) -> None:
+        workers.requests_by_step[step] = answer
+        waiting, workers.waiting_for_requests = workers.waiting_for_requests, []
+        for go_on in waiting:
+            go_on()
+
+    def _split_requests(self, workers: _Workers, step: int) -> None:
+        """Deal whole prompt groups out to the devices; who samples a trajectory does not change it."""
+        requests, workers.is_single_turn = workers.requests_by_step.pop(step)
+        devices = list(workers.rollout)
+        workers.shares = {device: _Share(step) for device in devices}
+        for request in requests:
+            share = workers.shares[devices[request.id.prompt % len(devices)]]
+            share.to_submit.append(request)
+            share.unfinished[request.id] = request
+
+    def _next_chunk(self, workers: _Workers, run: _Running) -> None:
+        if run.action.order not in self._running:
+            return
+        device, version = run.action.devices[0], run.action.weight_version
+        share = workers.shares[device]
+        options = self._options
+        initial = None if workers.submission.pipeline.has_warm_start else 0
+        needs_weights = workers.version_by_device.get(device, initial) != version
+        chunk = RolloutChunk(
+            weights=(self._weights_path(workers, version), version) if needs_weights else None,
+            requests=share.to_submit,
+            partials=share.partials,
+            replies=share.replies,
+            released=share.released,
+            max_decode_steps=options.chunk_decode_steps if workers.is_single_turn else options.multi_turn_decode_steps,
+            max_seconds=options.chunk_s,
+            stop_active=0,
+            is_load_needed=run.action.switch is not Switch.NONE and run.seconds == 0.0,
+        )
+        workers.version_by_device[device] = version
+        share.to_submit, share.partials, share.replies, share.released = [], [], [], []
+        run.is_calling = True
+        self._call(workers, workers.rollout[device], "run_chunk", (chunk,), partial(self._chunk_done, workers, run))
+
+    def _weights_path(self, workers: _Workers, version: int) -> Path:
+        exported = workers.weights / f"{version}.safetensors"
+        if exported.exists():
+            return exported
+        return workers.checkpoints.weights(version)
+
+    def _chunk_done(self, workers: _Workers, run: _Running, result: RolloutChunkResult) -> None:
+        report = result.report
+        device = run.action.devices[0]
+        share = workers.shares[device]
+        run.seconds += report.seconds
+        run.switch_s += result.load_s
+        run.tokens += report.sampled_tokens
+        run.is_calling = False
+        if report.finished:
+            finished = report.finished
+            self._call(
+                workers, workers.host, "on_turns", (finished,), partial(self._turns_answered, workers, share, device)
+            )
+        if report.num_active + report.num_waiting + report.num_parked == 0 and not share.partials:
+            share.unfinished.clear()
+            self._end(run, StageFinished)
+        elif run.is_pausing:
+            self._end(run, StagePaused)
+        else:
+            self._events.append(
+                ChunkFinished(
+                    time_s=self.now_s(),
+                    order=run.action.order,
+                    num_active=report.num_active,
+                    num_waiting=report.num_waiting,
+                    num_parked=report.num_parked,
+                    tokens=run.tokens,
+                    seconds=run.seconds,
+                )
+            )
+            if report.num_active + report.num_waiting or _has_input(share):
+                self._next_chunk(workers, run)
+
+    def _turns_answered(
+        self,
+        workers: _Workers,
+        share: _Share,
+        device: DeviceId,
+        answer: tuple[list[TurnReply], list[TrajectoryId]],
+    ) -> None:
+        """Environments have spoken. A worker that had nothing else to do goes on."""
+        replies, released = answer
+        for trajectory in released:
+            share.unfinished.pop(trajectory, None)
+        if workers.is_single_turn:
+            return  # its engine has given the slots to others long since
+        if workers.shares.get(device) is not share:
+            share = self._share_of(workers, replies, share)
+        share.replies += replies
+        share.released += released
+        for run in self._orders_of(workers.submission.pipeline.id):
+            is_here = run.action.stage is Stage.GENERATE and run.action.devices[0] == device
+            if is_here and not run.is_calling and workers.shares[device] is share:
+                self._next_chunk(workers, run)
+
+    @staticmethod
+    def _share_of(workers: _Workers, replies: Sequence[TurnReply], share: _Share) -> _Share:
+        """Where the trajectories went, if they were moved while their environment was thinking."""
+        for other in workers.shares.values():
+            if any(reply.id in other.unfinished for reply in replies):
+                return other
+        return share
+
+    def _pause(self, order: OrderId) -> None:
+        run = self._running.get(order)
+        if run is None:
+            return  # it ended meanwhile; the event is on its way
+        run.is_pausing = True
+        if not run.is_calling:
+            self._end(run, StagePaused)
+
+    def _migrate(self, action: Migrate) -> None:
+        workers = self._workers[action.pipeline]
+        started_s = self.now_s()
+        self._call(
+            workers,
+            workers.rollout[action.source],
+            "take_partials",
+            (action.copies_kv,),
+            partial(self._hand_over, workers, action, started_s),
+        )
+
+    def _hand_over(
+        self, workers: _Workers, action: Migrate, started_s: float, partials: list[PartialTrajectory]
+    ) -> None:
+        source, target = workers.shares[action.source], workers.shares[action.target]
+        target.partials += [*partials, *source.partials]
+        target.to_submit += source.to_submit
+        target.replies += source.replies
+        target.released += source.released
+        target.unfinished.update(source.unfinished)
+        workers.shares[action.source] = _Share(action.step)
+        now_s = self.now_s()
+        self._events.append(
+            TrajectoriesMoved(
+                time_s=now_s, order=action.order, num_trajectories=len(partials), seconds=now_s - started_s
+            )
+        )
+
+    # ------------------------------------------------------------------ reward, training, publishing
+
+    def _run_reward(self, action: RunStage) -> None:
+        """Complete once everything that was sampled is scored: answers come in the order of the calls."""
+        workers = self._workers[action.pipeline]
+        run = self._running[action.order] = _Running(action)
+        self._call(workers, workers.host, "finish_step", (action.step,), partial(self._batch_ready, workers, run))
+
+    def _batch_ready(self, workers: _Workers, run: _Running, batch: StepBatch) -> None:
+        step = run.action.step
+        workers.batch_by_step[step] = batch
+        if step < workers.plan.num_steps:
+            self._ask_for_requests(workers, step + 1)  # the host has nothing else to do while others compute
+        self._end(run, StageFinished)
+
+    def _run_training(self, action: RunStage) -> None:
+        workers = self._workers[action.pipeline]
+        run = self._running[action.order] = _Running(action)
+        self._evict_then(action, lambda: self._begin_training(workers, run))
+
+    def _begin_training(self, workers: _Workers, run: _Running) -> None:
+        step = run.action.step
+        if run.action.stage is not Stage.WARM_START and workers.trainer_step != step:
+            workers.trainer_step = step
+            self._call(workers, workers.trainer, "begin_step", (workers.batch_by_step[step].payload,), lambda _: None)
+        self._next_train_call(workers, run)
+
+    def _next_train_call(self, workers: _Workers, run: _Running) -> None:
+        is_load_needed = run.action.switch is not Switch.NONE and run.seconds == 0.0
+        args = (run.action.stage.value, self._options.chunk_s, is_load_needed)
+        self._call(workers, workers.trainer, "run_stage", args, partial(self._train_call_done, workers, run))
+
+    def _train_call_done(self, workers: _Workers, run: _Running, result: tuple[TrainReport, float]) -> None:
+        report, load_s = result
+        run.seconds += report.seconds
+        run.switch_s += load_s
+        run.tokens += report.tokens
+        if report.is_done:
+            workers.metrics.update(report.metrics)
+            self._end(run, StageFinished)
+        elif run.is_pausing:
+            self._end(run, StagePaused)
+        else:
+            self._events.append(
+                ChunkFinished(
+                    time_s=self.now_s(),
+                    order=run.action.order,
+                    num_active=report.micro_batches_total - report.micro_batches_done,
+                    num_waiting=0,
+                    tokens=run.tokens,
+                    seconds=run.seconds,
+                )
+            )
+            self._next_train_call(workers, run)
+
+    def _run_publish(self, action: RunStage) -> None:
+        """Weights first, so that the next rollout can begin; the checkpoint follows, before the trainer is offloaded.
+
+        The last step's checkpoint comes before its end is told: nobody is released without one.
+        """
+        workers = self._workers[action.pipeline]
+        run = self._running[action.order] = _Running(action)
+        step = action.step
+        is_last = step == workers.plan.num_steps
+        if is_last:
+            self._checkpoint(workers, step)
+        path = workers.weights / f"{step}.safetensors"
+        self._call(workers, workers.trainer, "publish", (path,), partial(self._published, workers, run))
+        if not is_last and step % self._options.checkpoint_every == 0:
+            self._checkpoint(workers, step)
+
+    def _published(self, workers: _Workers, run: _Running, answer: tuple[int, str]) -> None:
+        version, sha256 = answer
+        pipeline = run.action.pipeline
+        self._sha256[pipeline] = sha256
+        workers.num_losses = 0
+        (workers.weights / f"{version - workers.plan.algorithm.staleness - 2}.safetensors").unlink(missing_ok=True)
+        batch = workers.batch_by_step.pop(version, None)
+        if batch is not None:
+            fields = _step_fields(pipeline, version, batch, workers.metrics)
+            self._notes.append(Note(type="step", fields={**fields, "weights_sha256": sha256}))
+        workers.metrics = {}
+        self._end(run, StageFinished)
+
+    def _checkpoint(self, workers: _Workers, step: int) -> None:
+        then = partial(self._checkpointed, workers, step)
+        self._call(workers, workers.trainer, "checkpoint", (workers.checkpoints.path(step),), then)
+
+    def _checkpointed(self, workers: _Workers, step: int, seconds: float) -> None:
+        workers.checkpoints.mark_latest(step)
+        workers.checkpoints.prune()
+        pipeline = workers.submission.pipeline.id
+        self._notes.append(
+            Note(type="checkpoint", fields={"pipeline": pipeline, "step": step, "seconds": round(seconds, 6)})
+        )
+
+    # ------------------------------------------------------------------ helpers
+
+    def _evict_then(self, action: RunStage, go_on: Callable[[], None]) -> None:
+        """Have the states that must make room leave the order's devices, then go on."""
+        leaving = [
+            (workers, process)
+            for pipeline in action.evicted
+            if (workers := self._workers.get(pipeline)) is not None
+            for process in self._processes_on(workers, action)
+        ]
+        remaining = len(leaving)
+
+        def one_left(_: int) -> None:
+            nonlocal remaining
+            remaining -= 1
+            if remaining == 0:
+                go_on()
+
+        for workers, process in leaving:
+            self._call(workers, process, "offload", (), one_left)
+        if not leaving:
+            go_on()
+
+    def _processes_on(self, workers: _Workers, action: RunStage) -> list[Worker]:
+        if action.stage is Stage.GENERATE:
+            return [workers.rollout[device] for device in action.devices if device in workers.rollout]
+        return [workers.trainer]
+
+    def _end(self, run: _Running, event: type[StageFinished] | type[StagePaused]) -> None:
+        del self._running[run.action.order]
+        self._events.append(
+            event(
+                time_s=self.now_s(),
+                order=run.action.order,
+                seconds=run.seconds,
+                switch_s=run.switch_s,
+                tokens=run.tokens,
+            )
+        )
+
+
+def _has_input(share: _Share) -> bool:
+    return bool(share.to_submit or share.partials or share.replies or share.released)
+
+
+def _step_fields(pipeline: PipelineId, step: int, batch: StepBatch, metrics: dict[str, float]) -> dict[str, Any]:
+    return {
+        "pipeline": pipeline,
+        "step": step,
+        "metrics": {
+            "reward_mean": batch.reward_mean,
+            "reward_std": batch.reward_std,
+            "tokens": batch.num_tokens,
+            "trajectories": batch.num_trajectories,
+            "response_len_mean": batch.response_tokens_mean,
+            "response_len_max": batch.response_tokens_max,
+            "turns_mean": batch.turns_mean,
+            **metrics,
+        },
+    }
