@@ -56,6 +56,8 @@ class PlacementChoice:
     num_new_train_nodes: int = 0
     is_colocated: bool = False
     """Rollouts run on all nodes taken, training nodes first; training on the first `num_train_nodes`."""
+    is_shared: bool = False
+    """With `is_colocated`: others may join on the same nodes, each training on the `train_nodes` it names."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +132,7 @@ class GroupLoad:
     least_usd_per_hour: float
     """What its members would cost on nodes that are never idle, each step as slow as its SLO allows."""
     is_colocated: bool
-    """A member rolls out on the training nodes; nobody can join."""
+    """A member rolls out on the training nodes; nobody can join unless the group `is_shared`."""
     has_separate_node_sets: bool
 
     @property
@@ -142,10 +144,17 @@ class GroupLoad:
     def num_members(self) -> int:
         return len(self.members)
 
+    @property
+    def is_shared(self) -> bool:
+        """Every node serves both phases of every member, so that others may join with `is_shared`."""
+        return self.is_colocated and set(self.train_nodes) == set(self.rollout_nodes)
+
     def period_with(
         self, pipeline: Pipeline, rollout_nodes: Sequence[NodeId], num_new_rollout_nodes: int
     ) -> float:
         """The strict meta-iteration's seconds after the pipeline joined on these nodes."""
+        if self.is_colocated:
+            return self.period_s + _colocated_solo_s(pipeline)
         new = tuple(NodeId("(new)", index) for index in range(num_new_rollout_nodes))
         nodes = (*rollout_nodes, *new)
         estimate = pipeline.estimate
@@ -184,6 +193,11 @@ class GroupLoad:
 def solo_s(pipeline: Pipeline) -> float:
     """T_solo, or 0 where nothing is known."""
     return pipeline.estimate.solo_s if pipeline.estimate else 0.0
+
+
+def _colocated_solo_s(pipeline: Pipeline) -> float:
+    estimate = pipeline.colocated_estimate or pipeline.estimate
+    return estimate.solo_s if estimate else 0.0
 
 
 def budget_of(pipeline: Pipeline) -> float:
@@ -261,6 +275,7 @@ class PlacementLedger:
         self._nodes_by_pool = {name: _PoolNodes(pool) for name, pool in cluster.pools.items()}
         self._groups: dict[GroupId, GroupLoad] = {}
         self._group_of: dict[PipelineId, GroupId] = {}
+        self._vacating: dict[PipelineId, tuple[NodeId, ...]] = {}
         self._next_group = 0
         self._peak_by_pool = dict.fromkeys(cluster.pools, 0)
 
@@ -324,6 +339,12 @@ class PlacementLedger:
         """Of all nodes in use."""
         return sum(len(nodes.in_use) * nodes.pool.usd_per_node_hour for nodes in self._nodes_by_pool.values())
 
+    @property
+    def settled_usd_per_hour(self) -> float:
+        """Once every move under way is settled."""
+        vacated = [node for nodes in self._vacating.values() for node in nodes]
+        return self.usd_per_hour - sum(self.cluster.pools[node.pool].usd_per_node_hour for node in vacated)
+
     # changing
 
     def admit(self, pipeline: Pipeline, choice: PlacementChoice) -> Placement:
@@ -337,45 +358,44 @@ class PlacementLedger:
 
     def depart(self, pipeline_id: PipelineId) -> tuple[NodeId, ...]:
         """Unpin the pipeline; returns the nodes nobody holds any more."""
-        member = self.member(pipeline_id)
-        group = self._groups[member.placement.group]
-        del self._group_of[pipeline_id]
-        staying = tuple(other for other in group.members if other.pipeline.id != pipeline_id)
-        if not staying:
-            del self._groups[group.id]
-            released = tuple(dict.fromkeys(group.rollout_nodes + group.train_nodes))
-        else:
-            still_pinned = {node for other in staying for node in other.placement.nodes}
-            still_pinned.update(group.train_nodes)
-            released = tuple(node for node in group.rollout_nodes if node not in still_pinned)
-            rollout_nodes = tuple(node for node in group.rollout_nodes if node in still_pinned)
-            self._store(group.id, staying, rollout_nodes, group.train_nodes)
+        released = self._leave(pipeline_id)
         for node in released:
             self._nodes_by_pool[node.pool].give_back(node)
-        return released
+        return released + self.settle(pipeline_id)
 
     def move(self, pipeline_id: PipelineId, choice: PlacementChoice) -> tuple[Placement, tuple[NodeId, ...]]:
-        """Depart and admit in one; returns the new placement and the nodes given back.
+        """Depart and admit in one; returns the new placement and the nodes that the pipeline will give back.
 
-        The choice is made against the books with the pipeline still in them, so it names neither a group nor
-        a node that its own departure removes. One that does not hold raises and changes nothing.
+        It goes on working on those until the end of its step, so they stay in use until `settle`. The choice is
+        made against the books with the pipeline still in them, so it names neither a group nor a node that its
+        own departure removes. One that does not hold raises and changes nothing.
         """
         member = self.member(pipeline_id)
         group = self._groups[member.placement.group]
-        released = self.depart(pipeline_id)
+        released = self._leave(pipeline_id)
         try:
             self._validate(member.pipeline, choice)
         except IllegalTransitionError:
-            self._undo_departure(pipeline_id, group, released)
+            self._undo_departure(pipeline_id, group)
             raise
         placement = self._pin(member.pipeline, choice)
-        return placement, tuple(node for node in released if node not in placement.nodes)
+        if released:
+            self._vacating[pipeline_id] = self._vacating.get(pipeline_id, ()) + released
+        return placement, released
+
+    def settle(self, pipeline_id: PipelineId) -> tuple[NodeId, ...]:
+        """The pipeline has really left the nodes that its moves gave back; returns them."""
+        released = self._vacating.pop(pipeline_id, ())
+        for node in released:
+            self._nodes_by_pool[node.pool].give_back(node)
+        return released
 
     def copy(self) -> PlacementLedger:
         """Books of their own that begin the same and hand out the same nodes for the same moves."""
         twin = PlacementLedger(self.cluster)
         twin._groups = dict(self._groups)
         twin._group_of = dict(self._group_of)
+        twin._vacating = dict(self._vacating)
         twin._next_group = self._next_group
         twin._peak_by_pool = dict(self._peak_by_pool)
         twin._nodes_by_pool = {name: nodes.copy() for name, nodes in self._nodes_by_pool.items()}
@@ -384,6 +404,7 @@ class PlacementLedger:
     def become(self, other: PlacementLedger) -> None:
         """Take over a copy's books, to undo what was tried since it was made. The copy is not to be used again."""
         self._groups, self._group_of = other._groups, other._group_of
+        self._vacating = other._vacating
         self._next_group, self._peak_by_pool = other._next_group, other._peak_by_pool
         self._nodes_by_pool = other._nodes_by_pool
 
@@ -433,6 +454,10 @@ class PlacementLedger:
             )
         num_members = sum(len(group.members) for group in self._groups.values())
         _require(num_members == len(self._group_of), "a pipeline is in two groups or in none")
+        for name, vacated in self._vacating.items():
+            for node in vacated:
+                _require(node not in held, f"node {node} is held while pipeline {name} vacates it")
+                held[node] = GroupId(-1)
         for pool, nodes in self._nodes_by_pool.items():
             mine = {node.index for node in held if node.pool == pool}
             _require(mine == set(nodes.in_use), f"pool {pool}: nodes in use and nodes held differ")
@@ -441,16 +466,29 @@ class PlacementLedger:
 
     # helpers, in the order they are called
 
-    def _undo_departure(
-        self, pipeline_id: PipelineId, group: GroupLoad, released: tuple[NodeId, ...]
-    ) -> None:
+    def _leave(self, pipeline_id: PipelineId) -> tuple[NodeId, ...]:
+        """Take the pipeline out of its group; returns the nodes that nobody is pinned to any more."""
+        member = self.member(pipeline_id)
+        group = self._groups[member.placement.group]
+        del self._group_of[pipeline_id]
+        staying = tuple(other for other in group.members if other.pipeline.id != pipeline_id)
+        if not staying:
+            del self._groups[group.id]
+            released = tuple(dict.fromkeys(group.rollout_nodes + group.train_nodes))
+        else:
+            still_pinned = {node for other in staying for node in other.placement.nodes}
+            still_pinned.update(group.train_nodes)
+            released = tuple(node for node in group.rollout_nodes if node not in still_pinned)
+            rollout_nodes = tuple(node for node in group.rollout_nodes if node in still_pinned)
+            self._store(group.id, staying, rollout_nodes, group.train_nodes)
+        return released
+
+    def _undo_departure(self, pipeline_id: PipelineId, group: GroupLoad) -> None:
         is_gone = group.id not in self._groups
         self._groups[group.id] = group
         if is_gone:
             self._groups = dict(sorted(self._groups.items()))
         self._group_of[pipeline_id] = group.id
-        for node in released:
-            self._nodes_by_pool[node.pool].take_back(node)
 
     def _validate(self, pipeline: Pipeline, choice: PlacementChoice) -> None:
         story = f"pipeline {pipeline.id}: the choice {choice}"
@@ -484,6 +522,9 @@ class PlacementLedger:
         group = self._groups.get(choice.group) if choice.group is not None else None
         if group is None:
             raise IllegalTransitionError(f"{story} joins a group that does not exist")
+        if choice.is_shared and group.is_shared:
+            self._validate_sharing(pipeline, choice, group, story)
+            return
         if choice.is_colocated or group.is_colocated:
             raise IllegalTransitionError(f"{story} shares nodes that hold both phases of one pipeline")
         if choice.num_new_train_nodes or choice.train_nodes != group.train_nodes:
@@ -495,6 +536,19 @@ class PlacementLedger:
             raise IllegalTransitionError(f"{story}: group {group.id} has rollout nodes {group.rollout_nodes}")
         if len(choice.rollout_nodes) + choice.num_new_rollout_nodes < 1:
             raise IllegalTransitionError(f"{story} names no rollout node")
+        if not group.has_memory_for(pipeline, choice.rollout_nodes):
+            raise IllegalTransitionError(f"{story}: group {group.id} has no memory for it")
+
+    @staticmethod
+    def _validate_sharing(
+        pipeline: Pipeline, choice: PlacementChoice, group: GroupLoad, story: str
+    ) -> None:
+        if choice.num_new_rollout_nodes or choice.num_new_train_nodes:
+            raise IllegalTransitionError(f"{story} adds nodes to a group whose members share all of them")
+        if choice.rollout_nodes != group.rollout_nodes:
+            raise IllegalTransitionError(f"{story}: group {group.id} has rollout nodes {group.rollout_nodes}")
+        if not choice.train_nodes or not set(choice.train_nodes) <= set(group.train_nodes):
+            raise IllegalTransitionError(f"{story}: group {group.id} has training nodes {group.train_nodes}")
         if not group.has_memory_for(pipeline, choice.rollout_nodes):
             raise IllegalTransitionError(f"{story}: group {group.id} has no memory for it")
 
@@ -512,10 +566,14 @@ class PlacementLedger:
             group = self._groups[group_id]
             members, group_rollout, group_train = group.members, group.rollout_nodes, group.train_nodes
         rollout_nodes = choice.rollout_nodes + rollout_new
-        if choice.is_colocated:
+        train_nodes = group_train
+        if choice.is_colocated and choice.group is None:
             rollout_nodes = train_new + rollout_new
-            group_train = rollout_nodes[: pipeline.num_train_nodes]
-        placement = Placement(group=group_id, rollout_nodes=rollout_nodes, train_nodes=group_train)
+            train_nodes = rollout_nodes[: pipeline.num_train_nodes]
+            group_train = rollout_nodes if choice.is_shared else train_nodes
+        elif choice.is_shared:
+            train_nodes = choice.train_nodes
+        placement = Placement(group=group_id, rollout_nodes=rollout_nodes, train_nodes=train_nodes)
         self._group_of[pipeline.id] = group_id
         self._store(
             group_id,
@@ -564,6 +622,10 @@ class PlacementLedger:
         cycle = max(load.solo_s for load in loads)
         busiest = max(train_s, *rollout_s.values())
         is_separate = has_separate_node_sets([load.rollout_nodes for load in loads])
+        is_colocated = any(member.is_colocated for member in members)
+        if is_colocated:
+            # Both phases of everyone on the same nodes: one after another is what can be promised.
+            busiest = sum(load.solo_s for load in loads)
         free = {
             node: self.cluster.pools[node.pool].host_memory_bytes - held_bytes[node] for node in held_bytes
         }
@@ -576,14 +638,14 @@ class PlacementLedger:
             train_load_s=train_s,
             cycle_s=cycle,
             load_s=busiest,
-            period_s=max(cycle, busiest) if is_separate else meta_iteration_s(loads),
+            period_s=max(cycle, busiest) if is_separate or is_colocated else meta_iteration_s(loads),
             budget_s=min(budget_of(member.pipeline) for member in members),
             free_rollout_bytes=tuple(free[node] for node in rollout_nodes),
             free_train_bytes=min(free[node] for node in train_nodes),
             usd_per_hour=sum(self.cluster.pools[node.pool].usd_per_node_hour for node in held_bytes),
             least_usd_per_hour=sum(self._least_usd_per_hour(member.pipeline) for member in members),
             num_without_footprint=sum(not has_footprint(member.pipeline) for member in members),
-            is_colocated=any(member.is_colocated for member in members),
+            is_colocated=is_colocated,
             has_separate_node_sets=is_separate,
         )
 
@@ -665,12 +727,6 @@ class _PoolNodes:
         del self._lost[node.index]
         if node.index < self._next and node.index not in self.in_use:
             heapq.heappush(self._returned, node.index)
-
-    def take_back(self, node: NodeId) -> None:
-        """Undo the giving back of this very node."""
-        self._returned = [index for index in self._returned if index != node.index]
-        heapq.heapify(self._returned)
-        self.in_use[node.index] = None
 
     def check(self) -> None:
         free = set(self._returned)

@@ -146,6 +146,7 @@ class Scheduler:
         self._state.runs[pipeline.id] = run
         self._waiting[pipeline.id] = run
         self._try_to_place(run)
+        self._rebalance()
 
     def _on_cancelled(self, event: PipelineCancelled) -> None:
         run = self._run(event.pipeline)
@@ -222,11 +223,16 @@ class Scheduler:
 
     def _rebalance(self) -> None:
         """Let the policy move pipelines into what has become free. The move itself waits for a step boundary."""
-        for relocation in self.policy.rebalance(self._placement_view):
+        relocations = self.policy.rebalance(self._placement_view)
+        for relocation in relocations:  # all in the books first: later ones count on the nodes of earlier ones
             placement, _ = self.ledger.move(relocation.pipeline, relocation.choice)
-            run = self._state.runs[relocation.pipeline]
-            run.next_placement = None if placement == run.placement else placement
-            if run.next_placement is not None and not run.open_shares:
+            self._state.runs[relocation.pipeline].next_placement = placement
+        for pipeline in dict.fromkeys(relocation.pipeline for relocation in relocations):
+            run = self._state.runs[pipeline]
+            if run.next_placement == run.placement:
+                run.next_placement = None
+                self.ledger.settle(pipeline)
+            elif not run.open_shares:
                 self._open_rollout(run)
 
     def _relocate(self, run: PipelineRun) -> None:
@@ -235,6 +241,7 @@ class Scheduler:
         assert placement is not None
         run.next_placement = None
         old = self._unpin(run)
+        self.ledger.settle(run.pipeline.id)
         self._join(run, placement)
         self._actions.append(Replace(pipeline=run.pipeline.id, placement=placement))
         if old.members:

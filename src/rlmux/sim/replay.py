@@ -199,6 +199,8 @@ class _Replay:
             self.cost_usd += sum(pools[node.pool].usd_per_node_hour for node in released) * ends_s / 3600
             self.num_moves += 1
             self._check()
+        for relocation in relocations:
+            self.ledger.settle(relocation.pipeline)
 
     def _check(self) -> None:
         if self.checks:
