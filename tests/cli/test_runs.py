@@ -1,0 +1,139 @@
+"""Real runs through the command line: what is written, what is printed, how they stop and go on."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+
+NUM_STEPS = 30
+SMALL = """\
+cluster: {pools: {rollout: {devices: 1}, train: {devices: 1}}}
+defaults:
+  steps: 2
+  model: {hidden_size: 16, layers: 1, heads: 2, kv_heads: 1, intermediate_size: 32}
+  warm_start: {updates: 2, batch_size: 8}
+  algorithm: {prompts_per_step: 2, group_size: 4}
+  rollout: {max_new_tokens: 6, slots: 8}
+pipelines:
+  - {name: a, seed: 1, task: sort}
+  - {name: b, seed: 2, task: reverse}
+"""
+
+
+def start(folder: Path, *words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", "from rlmux.cli import main; main()", *words],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def finish(process: subprocess.Popen[str]) -> tuple[int, str, str]:
+    out, err = process.communicate(timeout=120)
+    return process.returncode, out, err
+
+
+def weights(summary: dict) -> dict[str, str]:
+    return {name: pipeline["weights_sha256"] for name, pipeline in summary["pipelines"].items()}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
+    """A folder with a finished run in `one`, and what that run printed."""
+    folder = tmp_path_factory.mktemp("whole")
+    (folder / "small.yaml").write_text(SMALL.replace("steps: 2", f"steps: {NUM_STEPS}"), encoding="utf-8")
+    code, out, err = finish(start(folder, "run", "small.yaml", "--out", "one", "--json"))
+    assert code == 0, err
+    assert err == ""
+    return folder, json.loads(out)
+
+
+def test_a_run_prints_json_and_fills_its_folder(whole):
+    folder, summary = whole
+    assert [pipeline["steps"] for pipeline in summary["pipelines"].values()] == [NUM_STEPS, NUM_STEPS]
+    assert all(weights(summary).values())
+    assert json.loads((folder / "one" / "summary.json").read_text()) == summary
+    assert {"run.db", "summary.json", "trace.json", "timeline.html", "a", "b"} <= {
+        path.name for path in (folder / "one").iterdir()
+    }
+    for name in ("a", "b"):
+        lines = (folder / "one" / name / "metrics.jsonl").read_text().splitlines()
+        gaps = [json.loads(line)["logprob_gap"] for line in lines]
+        assert max(gaps) < 1e-4, "a step trained on what other weights had sampled"
+
+
+def test_a_folder_with_a_run_is_taken_only_when_told_so(whole):
+    folder, _ = whole
+    code, out, err = finish(start(folder, "run", "small.yaml", "--out", "one"))
+    assert (code, out) == (2, "")
+    assert "--out one: not empty" in err
+
+
+def test_report_needs_the_log_alone(whole):
+    folder, _ = whole
+    (folder / "one" / "timeline.html").unlink()
+    code, out, err = finish(start(folder, "report", "one"))
+    assert code == 0, err
+    assert "timeline: one/timeline.html" in out
+    assert (folder / "one" / "timeline.html").is_file()
+
+
+def test_ctrl_c_stops_with_130_and_resume_reaches_the_weights_of_an_unbroken_run(whole):
+    folder, unbroken = whole
+    process = start(folder, "run", "small.yaml", "--out", "broken")
+    deadline_s = time.monotonic() + 90
+    while not (folder / "broken" / "a" / "metrics.jsonl").exists():
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline_s
+        time.sleep(0.005)
+    process.send_signal(signal.SIGINT)
+    code, _, err = finish(process)
+    assert code == 130, err
+    assert "rlmux: stopped; go on with: rlmux resume broken" in err
+    assert "Traceback" not in err
+
+    code, out, err = finish(start(folder, "resume", "broken", "--json"))
+    assert code == 0, err
+    assert weights(json.loads(out)) == weights(unbroken)
+
+
+def test_compare_trains_under_each_policy_to_the_same_weights(folder: Path):
+    code, out, err = finish(
+        start(folder, "compare", "small.yaml", "--policies", "solo,rollmux", "--out", "both", "--json")
+    )
+    assert code == 0, err
+    table = json.loads(out)
+    assert list(table) == ["solo", "rollmux"]
+    assert table["rollmux"]["same_weights"] is True
+    assert (folder / "both" / "rollmux" / "timeline.html").is_file()
+    assert finish(start(folder, "compare", "small.yaml", "--out", "both"))[0] == 2
+
+
+def test_a_reward_module_beside_the_file_is_found_and_its_failure_is_its_pipelines_own(folder: Path):
+    (folder / "my_rewards.py").write_text(
+        "def good(solution_str, ground_truth): return float(len(solution_str))\n"
+        "def bad(solution_str, ground_truth): raise KeyError('oops')\n"
+    )
+    sets = [
+        "--set",
+        "pipelines.a.task.reward='my_rewards:bad'",
+        "--set",
+        "pipelines.b.task.reward='my_rewards:good'",
+    ]
+    code, out, err = finish(start(folder, "run", "small.yaml", "--out", "runs/x", "--json", *sets))
+    assert code == 1, err
+    summary = json.loads(out)
+    assert summary["pipelines"]["a"]["status"] == "failed"
+    assert summary["pipelines"]["b"]["status"] == "finished"
+    assert summary["pipelines"]["b"]["reward_last"] > 1
