@@ -1,4 +1,6 @@
 import pickle
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from random import Random
@@ -64,9 +66,7 @@ def test_a_batch_is_the_same_whatever_the_order_and_grouping(make_plan: Plan, fi
             del turns[:num]
         batches.append(host.finish_step(1))
     assert all(batch == batches[0] for batch in batches)
-    assert [each.id for each in batches[0].trajectories] == sorted(
-        each.id for each in batches[0].trajectories
-    )
+    assert [each.id for each in batches[0].trajectories] == sorted(each.id for each in batches[0].trajectories)
     assert [each.reward for each in batches[0].trajectories[:4]] == [1.0, 0.8, 1.0, 0.8]
     assert batches[0].advantages[0] > 0 > batches[0].advantages[1]
     assert pickle.loads(pickle.dumps(batches[0])) == batches[0]
@@ -85,6 +85,16 @@ def test_a_turn_delivered_twice_counts_once(make_plan: Plan, finish: Finish) -> 
     assert len(batch.trajectories) == 6
     assert host.on_turns(turns[:1]) == ([], [turns[0].id])
     assert host.finish_step(1) == batch
+
+
+def test_a_host_started_later_lets_go_of_what_was_before(make_plan: Plan, finish: Finish) -> None:
+    plan = make_plan()
+    late = finish(PipelineHost(plan).begin_step(4)[0], spoken("12", ends=True))
+    host = PipelineHost(plan)
+    host.begin_step(5)
+    assert host.on_turns([late]) == ([], [late.id])
+    with pytest.raises(IllegalTransitionError, match="step 6 is not under way"):
+        host.on_turns([finish(PipelineHost(plan).begin_step(6)[0], spoken("12", ends=True))])
 
 
 def test_steps_may_overlap(make_plan: Plan, finish: Finish) -> None:
@@ -152,6 +162,15 @@ def test_demonstrations_follow_the_task_and_mask_the_tool(make_plan: Plan) -> No
 def test_a_demonstration_beyond_the_budget_is_refused(make_plan: Plan) -> None:
     with pytest.raises(PipelineError, match=r"takes 6 tokens, more than rollout.max_new_tokens 5"):
         PipelineHost(make_plan(rollout={"max_new_tokens": 5})).warm_start_batch(0)
+
+
+def test_a_host_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from rlmux.rl.host import PipelineHost; from rlmux.rl.config import TrainingPlan; "
+        "PipelineHost(TrainingPlan(name='p')).begin_step(1); "
+        "print([name for name in ('torch', 'transformers', 'pyarrow') if name in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
 
 
 # Several turns.

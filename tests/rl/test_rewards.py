@@ -170,9 +170,7 @@ def test_a_module_that_fails_to_import_is_a_users_error(write_module: Write, sou
         load_reward(f"{write_module(source)}:score")
 
 
-def test_an_environment_that_raises_is_named(
-    make_plan: Plan, finish: Finish, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_environment_that_raises_is_named(make_plan: Plan, finish: Finish, monkeypatch: pytest.MonkeyPatch) -> None:
     from rlmux.rl.tasks.calculator import Calculator
 
     async def broken(self: Calculator, turn: str) -> str | None:

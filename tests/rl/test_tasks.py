@@ -72,9 +72,7 @@ def test_a_prompt_depends_on_seed_and_index_alone(name: str, params: dict[str, A
 
 @pytest.mark.parametrize(("name", "params"), VARIED)
 @pytest.mark.parametrize("response", ["", "=", "<1+", "0" * 50, "?|?|>>", "9?" * 9])
-def test_rubbish_scores_between_nothing_and_everything(
-    name: str, params: dict[str, Any], response: str
-) -> None:
+def test_rubbish_scores_between_nothing_and_everything(name: str, params: dict[str, Any], response: str) -> None:
     made = task(name, params=params)
     assert 0.0 <= made.score(made.prompt(0), response) < 1.0
 

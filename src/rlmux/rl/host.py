@@ -86,13 +86,11 @@ class PipelineHost:
         """The step's requests, in id order. Again for a step under way: the same, nothing is forgotten."""
         if step <= self._last_finished_step:
             raise IllegalTransitionError(
-                f"pipeline {self._plan.name}: step {step} was to begin "
-                f"after step {self._last_finished_step} ended"
+                f"pipeline {self._plan.name}: step {step} was to begin after step {self._last_finished_step} ended"
             )
         if step not in self._episodes_by_step:
             self._episodes_by_step[step] = {
-                request.id: _Episode(request=request, prompt=prompt)
-                for prompt, request in self._requests_of(step)
+                request.id: _Episode(request=request, prompt=prompt) for prompt, request in self._requests_of(step)
             }
         return [episode.request for episode in self._episodes_by_step[step].values()]
 
@@ -182,8 +180,9 @@ class PipelineHost:
         return self._episodes_by_step[step]
 
     def _episode_of(self, turn: FinishedTurn) -> _Episode | None:
-        """None for a late turn of a step that is long finished."""
-        if turn.id.step <= self._last_finished_step and turn.id.step not in self._episodes_by_step:
+        """None for a late turn of a step that is over, perhaps before this host was started."""
+        newest = max(self._episodes_by_step, default=0)
+        if turn.id.step not in self._episodes_by_step and turn.id.step <= max(newest, self._last_finished_step):
             return None
         return self._begun(turn.id.step)[turn.id]
 
@@ -201,10 +200,7 @@ class PipelineHost:
             environment = self._environment_after(episode, said[:-1])
             if environment is not None:
                 due.append((episode, said[-1], environment))
-        calls = [
-            (_environment_name(episode), partial(environment.reply, text))
-            for episode, text, environment in due
-        ]
+        calls = [(_environment_name(episode), partial(environment.reply, text)) for episode, text, environment in due]
         results = settle(calls, self._limit_s)
         for (episode, text, _), (name, _), result in zip(due, calls, results, strict=True):
             episode.turns.append(text)
@@ -248,9 +244,7 @@ class PipelineHost:
         """What the model said in each of its turns."""
         return [
             self._vocabulary.decode([token for token, _ in run])
-            for is_sampled, run in groupby(
-                zip(turn.tokens, turn.is_sampled, strict=True), key=lambda pair: pair[1]
-            )
+            for is_sampled, run in groupby(zip(turn.tokens, turn.is_sampled, strict=True), key=lambda pair: pair[1])
             if is_sampled
         ]
 
@@ -309,9 +303,7 @@ def _stop_tokens(task: Task, vocabulary: Vocabulary) -> tuple[int, ...]:
     for text in task.stop:
         encoded = vocabulary.encode(text)
         if len(encoded) != 1:
-            raise UserError(
-                f"model.path: its tokenizer makes {len(encoded)} tokens of the stop text {text!r}, not 1"
-            )
+            raise UserError(f"model.path: its tokenizer makes {len(encoded)} tokens of the stop text {text!r}, not 1")
         tokens += encoded
     return tuple(dict.fromkeys(tokens))
 
