@@ -10,12 +10,12 @@ penalised      cost where a group's is multiplied by its worst predicted slowdow
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from rlmux.core.actions import Admit, Replace
-from rlmux.core.model import DeviceId, GroupId, Phase, Pipeline, PipelineId, Stage
+from rlmux.core.model import DeviceId, GroupId, NodeId, Phase, Pipeline, PipelineId, Stage
 from rlmux.core.placement import GroupLoad, PlacementLedger
 from rlmux.sim.arrivals import Workload
 from rlmux.sim.world import TrueSeconds
@@ -173,6 +173,9 @@ class Collector:
         self._busy_device_s = dict.fromkeys(pools, 0.0)
         self._held_device_s = dict.fromkeys(pools, 0.0)
         self._nodes = dict.fromkeys(pools, 0)
+        self._peak_nodes = dict.fromkeys(pools, 0)
+        self._num_pins: dict[NodeId, int] = {}
+        self._nodes_of: dict[PipelineId, tuple[NodeId, ...]] = {}
         self._usd_per_hour = 0.0
         self._penalty_by_group: dict[GroupId, float] = {}
         self._group_of: dict[PipelineId, GroupId] = {}
@@ -194,6 +197,8 @@ class Collector:
         progress.world = world
         before = self._group_of.get(action.pipeline)
         self._group_of[action.pipeline] = action.placement.group
+        self._book(now_s)
+        self._pin(action.pipeline, action.placement.nodes)
         self._change(now_s, (before, action.placement.group))
         if isinstance(action, Replace):
             self._num_moves += 1
@@ -206,10 +211,15 @@ class Collector:
 
     def release(self, pipeline: PipelineId, now_s: float) -> None:
         self._progress[pipeline].left_s = now_s
+        self._book(now_s)
+        self._pin(pipeline, ())
         self._change(now_s, (self._group_of.pop(pipeline, None),))
 
-    def node_change(self, now_s: float) -> None:
-        """A failure may have ended any number of groups."""
+    def lose_nodes(self, pipelines: Iterable[PipelineId], now_s: float) -> None:
+        """These pipelines lost their nodes and wait; a failure may have ended any number of groups."""
+        self._book(now_s)
+        for pipeline in pipelines:
+            self._pin(pipeline, ())
         self._change(now_s, tuple(self._penalty_by_group))
 
     def refuse(self, pipeline: PipelineId, reason: str) -> None:
@@ -228,18 +238,31 @@ class Collector:
 
     # ------------------------------------------------------------------ cost
 
+    def _pin(self, pipeline: PipelineId, nodes: tuple[NodeId, ...]) -> None:
+        pins = self._num_pins
+        for node in nodes:
+            pins[node] = pins.get(node, 0) + 1
+            if pins[node] == 1:
+                self._nodes[node.pool] += 1
+        for node in self._nodes_of.pop(pipeline, ()):
+            pins[node] -= 1
+            if not pins[node]:
+                del pins[node]
+                self._nodes[node.pool] -= 1
+        if nodes:
+            self._nodes_of[pipeline] = nodes
+
     def _change(self, now_s: float, groups: tuple[GroupId | None, ...]) -> None:
-        """Book the time since the last change at the old rate, then take the new one."""
-        self._book(now_s)
-        ledger = self._ledger
+        """Take the rate that follows from who is pinned where now."""
         for group in groups:
             if group is not None:
                 self._penalty_by_group[group] = self._penalty(group)
                 if not self._penalty_by_group[group]:
                     del self._penalty_by_group[group]
-        self._usd_per_hour = ledger.usd_per_hour
-        for pool in self._nodes:
-            self._nodes[pool] = ledger.num_nodes_in_use(pool)
+        pools = self._workload.cluster.pools
+        self._usd_per_hour = sum(count * pools[name].usd_per_node_hour for name, count in self._nodes.items())
+        for name, count in self._nodes.items():
+            self._peak_nodes[name] = max(self._peak_nodes[name], count)
         sample = Sample(
             time_s=now_s,
             gpus_by_pool={pool: count * self._gpus_per_node[pool] for pool, count in self._nodes.items()},
@@ -301,7 +324,7 @@ class Collector:
             mean_step_slowdown=sum(slowdowns) / len(slowdowns) if slowdowns else 1.0,
             max_step_slowdown=max(slowdowns, default=1.0),
             tokens_per_s=tokens / (now_s - start_s) if tokens and now_s > start_s else None,
-            peak_gpus=self._by_phase(self._ledger.peak_nodes_by_pool),
+            peak_gpus=self._by_phase(self._peak_nodes),
             admissions=self._admissions,
             utilization=self._utilization(),
             num_refused=sum(bool(p.refused) for p in pipelines),

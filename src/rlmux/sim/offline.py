@@ -8,14 +8,14 @@ what is proven otherwise.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from heapq import heappop, heappush
+from dataclasses import dataclass, replace
 
 from rlmux.core.errors import UserError
-from rlmux.core.model import Phase
+from rlmux.core.model import Phase, PhaseSeconds, Pipeline
 from rlmux.core.packing import Item, NodePrices, cheapest_partition, columns_of, item_of
 from rlmux.core.placement import MAX_PIPELINES_PER_GROUP
-from rlmux.sim.arrivals import Workload
+from rlmux.sim.arrivals import Arrival, Workload
+from rlmux.sim.world import Steady
 
 MAX_SEARCH_NODES = 3_000
 
@@ -40,35 +40,35 @@ class OfflineCost:
         return self.bound_usd / self.hours
 
 
-def offline_cost(workload: Workload, *, max_search_nodes: int = MAX_SEARCH_NODES) -> OfflineCost:
-    """Integrate the cheapest grouping over a workload whose departures are given."""
+def offline_cost(
+    workload: Workload, *, regroup_every_s: float | None = None, max_search_nodes: int = MAX_SEARCH_NODES
+) -> OfflineCost:
+    """Integrate the cheapest grouping over a workload whose departures are given.
+
+    `regroup_every_s` groups anew that often too, by what steps really take then: for durations that drift.
+    """
     cluster = workload.cluster
     rollout, train = cluster.pool_for(Phase.ROLLOUT), cluster.pool_for(Phase.TRAIN)
     if rollout is None or train is None:
         raise UserError("the offline optimum needs a rollout pool and a training pool")
     prices = NodePrices(rollout_usd=rollout.usd_per_node_hour, train_usd=train.usd_per_node_hour)
-    changes: list[tuple[float, int, int]] = []
-    for index, arrival in enumerate(workload.arrivals):
-        if arrival.depart_s is None:
-            raise UserError(f"pipeline {arrival.pipeline.id} has no departure; the offline optimum needs one")
-        heappush(changes, (arrival.submit_s, 1, index))
-        heappush(changes, (arrival.depart_s, 0, index))
+    changes = _changes(workload, regroup_every_s)
     start_s = now_s = changes[0][0] if changes else 0.0
-    running: dict[int, Item] = {}
+    running: dict[int, Arrival] = {}
     cost_usd = bound_usd = rate = bound_rate = 0.0
     num_groupings = num_proven = 0
-    while changes:
-        time_s, is_arrival, index = heappop(changes)
+    for position, (time_s, what, index) in enumerate(changes):
         cost_usd += rate * (time_s - now_s) / 3600
         bound_usd += bound_rate * (time_s - now_s) / 3600
         now_s = time_s
-        if is_arrival:
-            running[index] = item_of(workload.arrivals[index].pipeline)
-        else:
+        if what == _ARRIVAL:
+            running[index] = workload.arrivals[index]
+        elif what == _DEPARTURE:
             del running[index]
-        if changes and changes[0][0] == now_s:
+        if position + 1 < len(changes) and changes[position + 1][0] == now_s:
             continue
-        rate, bound_rate, is_proven = _cheapest(list(running.values()), prices, max_search_nodes)
+        items = [item_of(_as_of(arrival, now_s)) for arrival in running.values()]
+        rate, bound_rate, is_proven = _cheapest(items, prices, max_search_nodes)
         num_groupings += 1
         num_proven += is_proven
     return OfflineCost(
@@ -78,6 +78,35 @@ def offline_cost(workload: Workload, *, max_search_nodes: int = MAX_SEARCH_NODES
         num_groupings=num_groupings,
         num_proven=num_proven,
     )
+
+
+_DEPARTURE, _ARRIVAL, _TICK = range(3)
+
+
+def _changes(workload: Workload, every_s: float | None) -> list[tuple[float, int, int]]:
+    """(time, what, which arrival), in order; departures before arrivals."""
+    changes: list[tuple[float, int, int]] = []
+    for index, arrival in enumerate(workload.arrivals):
+        if arrival.depart_s is None:
+            raise UserError(f"pipeline {arrival.pipeline.id} has no departure; the offline optimum needs one")
+        changes += [(arrival.submit_s, _ARRIVAL, index), (arrival.depart_s, _DEPARTURE, index)]
+    changes.sort()
+    if every_s is not None and changes:
+        first_s, last_s = changes[0][0], changes[-1][0]
+        num_ticks = int((last_s - first_s) / every_s)
+        changes = sorted(changes + [(first_s + n * every_s, _TICK, 0) for n in range(1, num_ticks + 1)])
+    return changes
+
+
+def _as_of(arrival: Arrival, now_s: float) -> Pipeline:
+    """The pipeline with what its steps take now as its estimate."""
+    pipeline = arrival.pipeline
+    if pipeline.estimate is None or isinstance(arrival.world.variation, Steady):
+        return pipeline
+    step = 1 + int((now_s - arrival.submit_s) / pipeline.estimate.solo_s)
+    factor = arrival.world.variation.factor(step)
+    rollout_s, train_s = pipeline.estimate.rollout_s * factor, pipeline.estimate.train_s * factor
+    return replace(pipeline, estimate=PhaseSeconds(rollout_s=rollout_s, train_s=train_s))
 
 
 def _cheapest(items: list[Item], prices: NodePrices, max_search_nodes: int) -> tuple[float, float, bool]:

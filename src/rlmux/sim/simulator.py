@@ -79,7 +79,7 @@ class NodeFailure:
     down_s: float
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Actor:
     """A pipeline as the world sees it."""
 
@@ -194,7 +194,7 @@ class _Simulation:
             if self._observer is not None:
                 self._observer(event, actions)
             if type(event) is NodeLost:
-                self._collector.node_change(self._now_s)
+                self._collector.lose_nodes(self._waiting_again(), self._now_s)
         return self._collector.result(self._now_s, num_events, time.perf_counter() - began)
 
     def _decide(self, event: Event) -> list[Action]:
@@ -225,9 +225,7 @@ class _Simulation:
         actor = running.actor
         if action.stage is actor.last_stage:
             self._collector.end_step(action.pipeline, action.step, now_s)
-        return StageFinished(
-            time_s=now_s, order=running.order, seconds=seconds, switch_s=running.switch_s, tokens=0
-        )
+        return StageFinished(time_s=now_s, order=running.order, seconds=seconds, switch_s=running.switch_s, tokens=0)
 
     def _report_progress(self, running: _Running) -> Event | None:
         """The first of several trajectories ended."""
@@ -274,20 +272,36 @@ class _Simulation:
         self._collector.submit(pipeline.id, arrival)
         return PipelineSubmitted(time_s=self._now_s, pipeline=pipeline)
 
+    def _waiting_again(self) -> list[PipelineId]:
+        """Placed once, and waiting now."""
+        status = self._scheduler.status
+        return [
+            pipeline
+            for pipeline, actor in self._actors.items()
+            if actor.placement is not None and not actor.is_over and status(pipeline) is PipelineStatus.WAITING
+        ]
+
     def _stop_orders_on(self, node: NodeId) -> None:
         """Whoever is pinned to the node loses what it was doing; the scheduler takes those orders as
         ended."""
+        stopped = [actor for actor in self._actors.values() if not actor.is_over and self._is_pinned(actor, node)]
+        for actor in stopped:
+            actor.left_s.clear()
         for order, running in list(self._running.items()):
-            placement = running.actor.placement
-            if placement is not None and node in placement.nodes:
+            if running.actor in stopped:
                 self._count(running, self._now_s)
-                running.actor.left_s.clear()
                 running.sequence = -1
                 del self._running[order]
         for order, actor in list(self._moving.items()):
-            if actor.placement is not None and node in actor.placement.nodes:
-                actor.left_s.clear()
+            if actor in stopped:
                 del self._moving[order]
+
+    def _is_pinned(self, actor: _Actor, node: NodeId) -> bool:
+        """Where it is, or where it is about to move."""
+        pipeline = actor.arrival.pipeline.id
+        if actor.placement is None or pipeline not in self._scheduler.ledger:
+            return False
+        return node in actor.placement.nodes or node in self._scheduler.ledger.placement(pipeline).nodes
 
     # ------------------------------------------------------------------ from actions to the world
 
@@ -304,13 +318,9 @@ class _Simulation:
             left_s = self._fresh_work(actor, action, is_rollout)
         switch_s = 0.0
         if action.switch is not Switch.NONE:
-            switch_s = actor.arrival.switch.seconds(
-                PHASE_BY_STAGE[action.stage], is_warm=action.switch is Switch.WARM
-            )
+            switch_s = actor.arrival.switch.seconds(PHASE_BY_STAGE[action.stage], is_warm=action.switch is Switch.WARM)
         now_s = self._now_s
-        running = _Running(
-            action.order, actor, action, now_s, switch_s, left_s, now_s + switch_s, action.level or 1.0
-        )
+        running = _Running(action.order, actor, action, now_s, switch_s, left_s, now_s + switch_s, action.level or 1.0)
         self._running[action.order] = running
         self._schedule_end(running)
 
@@ -347,9 +357,7 @@ class _Simulation:
         running.actor.left_s[devices[0] if stage is Stage.GENERATE else stage] = left_s or [0.0]
         self._count(running, self._now_s)
         seconds = max(0.0, self._now_s - running.began_s - running.switch_s)
-        paused = StagePaused(
-            time_s=self._now_s, order=action.order, seconds=seconds, switch_s=running.switch_s
-        )
+        paused = StagePaused(time_s=self._now_s, order=action.order, seconds=seconds, switch_s=running.switch_s)
         self._schedule(self._now_s, WORK_ENDS, paused)
 
     def _migrate(self, action: Migrate) -> None:
@@ -374,9 +382,7 @@ class _Simulation:
             actor.left_s[action.target] = sorted([*actor.left_s.get(action.target, []), *moved])
         self._collector.num_migrations += 1
         self._moving[action.order] = actor
-        done = TrajectoriesMoved(
-            time_s=self._now_s, order=action.order, num_trajectories=len(moved), seconds=delay_s
-        )
+        done = TrajectoriesMoved(time_s=self._now_s, order=action.order, num_trajectories=len(moved), seconds=delay_s)
         self._schedule(self._now_s, WORK_ENDS, done)
 
     def _set_level(self, action: SetLevel) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass, fields, is_dataclass, replace
 from difflib import get_close_matches
-from typing import Any
+from typing import Any, TypeVar
 
 from rlmux.core.errors import UserError
 from rlmux.core.policies import POLICIES, Policy
@@ -21,6 +21,8 @@ from rlmux.sim.arrivals import Workload
 from rlmux.sim.metrics import SimResult
 from rlmux.sim.simulator import simulate
 
+T = TypeVar("T")
+R = TypeVar("R")
 Progress = Callable[[int, int], None]
 
 
@@ -62,19 +64,30 @@ def run_task(task: Task) -> SimResult:
 def sweep(
     tasks: Sequence[Task], *, progress: Progress | None = None, num_processes: int | None = None
 ) -> tuple[SimResult, ...]:
-    """The results of all tasks, in their order. `num_processes=None` takes every core that is ours."""
-    num_processes = min(len(tasks), num_processes or len(os.sched_getaffinity(0)))
+    """The results of all tasks, in their order."""
+    return spread(run_task, tasks, progress=progress, num_processes=num_processes)
+
+
+def spread(
+    function: Callable[[T], R],
+    inputs: Sequence[T],
+    *,
+    progress: Progress | None = None,
+    num_processes: int | None = None,
+) -> tuple[R, ...]:
+    """function(input) for all inputs, in their order. `num_processes=None` takes every core that is ours."""
+    num_processes = min(len(inputs), num_processes or len(os.sched_getaffinity(0)))
     tell = progress or (lambda done, total: None)
     if num_processes <= 1:
         results = []
-        for done, task in enumerate(tasks, 1):
-            results.append(run_task(task))
-            tell(done, len(tasks))
+        for done, one in enumerate(inputs, 1):
+            results.append(function(one))
+            tell(done, len(inputs))
         return tuple(results)
     context = multiprocessing.get_context("forkserver")
     with ProcessPoolExecutor(num_processes, mp_context=context) as pool:
-        futures = [pool.submit(run_task, task) for task in tasks]
+        futures = [pool.submit(function, one) for one in inputs]
         for done, future in enumerate(as_completed(futures), 1):
             future.result()
-            tell(done, len(tasks))
+            tell(done, len(inputs))
         return tuple(future.result() for future in futures)
