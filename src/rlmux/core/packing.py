@@ -102,7 +102,6 @@ class _ColumnBuilder:
         self.max_members = max_members
         self.order = order
         self.columns: list[Column] = []
-        self._packings: dict[tuple[float, tuple[int, ...]], tuple[tuple[int, ...], ...] | None] = {}
 
     def start(self, position: int) -> None:
         index = self.order[position]
@@ -151,8 +150,11 @@ class _ColumnBuilder:
                 self.columns.pop()
             self.columns.append(Column(mask, members, cost, num_train, num_rollout, pins, False))
         if len(members) < self.max_members:
+            room_s = budget_s - train_s
             for later in range(position + 1, len(self.order)):
-                self._grow(later, members, train_s, train_bytes, num_counted, budget_s)
+                other = self.items[self.order[later]]
+                if other.train_s <= room_s and other.rollout_s + other.train_s <= budget_s:
+                    self._grow(later, members, train_s, train_bytes, num_counted, budget_s)
 
 
 def pack_rollouts(items: Sequence[Item], budget_s: float, node_bytes: float) -> tuple[tuple[int, ...], ...] | None:
@@ -237,7 +239,7 @@ def cheapest_partition(
     costs: Sequence[float] | None = None,
     max_nodes: int = 20_000,
     upper: float = math.inf,
-    num_rounds: int = 30,
+    num_rounds: int = 12,
 ) -> Partition | None:
     """Choose columns that hold every item exactly once, at least cost; None if nothing is below `upper`.
 

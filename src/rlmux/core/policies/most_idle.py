@@ -23,6 +23,9 @@ class MostIdle:
     reacts_to_progress: bool = False
 
     def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
+        refusal = impossible(pipeline, view)
+        if refusal is not None:
+            return refusal
         best: PlacementChoice | None = None
         best_rank = (math.inf, math.inf)
         for group in view.groups():
@@ -30,12 +33,10 @@ class MostIdle:
             if rank > best_rank[0]:
                 continue
             for choice in any_room(group, pipeline):
-                load_s = sum(
-                    group.rollout_loads_s[group.rollout_nodes.index(node)] for node in choice.rollout_nodes
-                )
+                load_s = sum(group.rollout_loads_s[group.rollout_nodes.index(node)] for node in choice.rollout_nodes)
                 if (rank, load_s) < best_rank:
                     best, best_rank = choice, (rank, load_s)
-        return best or impossible(pipeline, view) or founding(pipeline, view) or queue(pipeline, view)
+        return best or founding(pipeline, view) or queue(pipeline, view)
 
     def rebalance(self, view: PlacementView) -> tuple[Relocation, ...]:
         return ()

@@ -24,6 +24,9 @@ class RandomGroups:
     seed: int = 0
 
     def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
+        refusal = impossible(pipeline, view)
+        if refusal is not None:
+            return refusal
         generator = random.Random(f"{self.seed}/{pipeline.id}/{view.num_pipelines}")
         choices = [choice for group in view.groups() for choice in any_room(group, pipeline)]
         by_group: dict[GroupId | None, list[PlacementChoice]] = {}
@@ -33,7 +36,7 @@ class RandomGroups:
         if fresh is not None:
             by_group[None] = [fresh]
         if not by_group:
-            return impossible(pipeline, view) or queue(pipeline, view)
+            return queue(pipeline, view)
         return generator.choice(by_group[generator.choice(list(by_group))])
 
     def rebalance(self, view: PlacementView) -> tuple[Relocation, ...]:

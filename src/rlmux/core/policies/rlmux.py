@@ -41,7 +41,7 @@ class RlMux:
     reacts_to_progress: bool = False
     max_neighbourhood: int = 16
     """Pipelines that are partitioned anew at once."""
-    max_search_nodes: int = 600
+    max_search_nodes: int = 300
     max_tries: int = 2
     """Neighbourhoods tried after each change."""
     usd_per_hour_per_move: float = 1.0
