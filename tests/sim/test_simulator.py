@@ -2,34 +2,38 @@
 
 from __future__ import annotations
 
-import itertools
+import math
+from dataclasses import dataclass, replace
 
 import pytest
 
-from rlmux.core.model import Footprint, NodeId, Phase, PhaseSeconds, Pipeline, PipelineId, Pool, Stage
-from rlmux.core.model import Cluster
+from rlmux.core.model import Cluster, Footprint, NodeId, Phase, PhaseSeconds, Pipeline, PipelineId, Pool, Stage
+from rlmux.core.policies import POLICIES
+from rlmux.core.policies.dispatching import in_turn
 from rlmux.core.policies.rollmux import RollMux
+from rlmux.core.policies.solo import Solo
+from rlmux.core.views import MoveShare, PauseOrder
 from rlmux.sim import workloads
+from rlmux.sim.arrivals import Arrival, Workload, h20_h800_cluster
 from rlmux.sim.simulator import NodeFailure, simulate
-from rlmux.sim.workloads import Arrival, Workload
-from rlmux.sim.world import SwitchSeconds, TrueSeconds
+from rlmux.sim.world import Drifting, Sampled, SwitchSeconds, TrueSeconds
 
 
-def arrival(name, rollout_s, train_s, *, submit_s=0.0, num_steps=20, slo=10.0, **more):
+def arrival(name, rollout_s, train_s, *, submit_s=0.0, num_steps=20, slo=10.0, footprint=None, **more):
     phases = PhaseSeconds(rollout_s=rollout_s, train_s=train_s)
-    return Arrival(
-        submit_s=submit_s,
-        pipeline=Pipeline(id=PipelineId(name), num_steps=num_steps, estimate=phases, slo_slowdown=slo),
-        world=TrueSeconds.of_phases(phases),
-        **more,
+    pipeline = Pipeline(
+        id=PipelineId(name),
+        num_steps=num_steps,
+        estimate=phases,
+        slo_slowdown=slo,
+        footprint=footprint or Footprint(),
     )
+    world = more.pop("world", TrueSeconds.of_phases(phases))
+    return Arrival(submit_s=submit_s, pipeline=pipeline, world=world, **more)
 
 
-def workload(*arrivals, rollout_nodes=None, train_nodes=None, **more):
-    cluster = workloads.h20_h800_cluster(
-        num_rollout_nodes=rollout_nodes, num_train_nodes=train_nodes, **more
-    )
-    return Workload(name="test", cluster=cluster, arrivals=arrivals)
+def workload(*arrivals, cluster=None, **nodes):
+    return Workload(name="test", cluster=cluster or h20_h800_cluster(**nodes), arrivals=arrivals)
 
 
 def slowdowns(result):
@@ -42,3 +46,221 @@ def test_a_pipeline_alone_takes_its_solo_time_and_costs_its_nodes():
     assert result.cost_usd == pytest.approx(8 * (1.76 + 5.28))
     assert slowdowns(result) == {"a": pytest.approx(1.0)}
     assert result.utilization == {"rollout": pytest.approx(0.6), "train": pytest.approx(0.4)}
+    assert result.peak_gpus == {"rollout": 8, "train": 8}
+
+
+def test_complementary_pipelines_share_a_node_pair_at_solo_speed():
+    shared = simulate(workload(arrival("a", 50.0, 50.0), arrival("b", 50.0, 50.0)), RollMux())
+    assert slowdowns(shared) == {"a": pytest.approx(1.0), "b": pytest.approx(1.0)}
+    assert shared.peak_gpus == {"rollout": 8, "train": 8}
+    assert shared.admissions == {"direct": 1, "scaled": 0, "new": 1}
+
+
+@pytest.mark.parametrize(
+    ("phases", "joins_s"),
+    [
+        ([(60.0, 30.0), (50.0, 40.0)], 70.0),
+        ([(80.5, 77.0), (133.8, 112.8)], 1320.0),
+        ([(30.0, 60.0), (20.0, 30.0), (10.0, 25.0)], 33.0),
+        ([(90.0, 20.0), (90.0, 25.0), (40.0, 30.0)], 411.0),
+    ],
+)
+def test_a_group_runs_at_its_strict_period_however_late_its_members_join(phases, joins_s):
+    """max(T_cycle, T_load), whatever phase the others are in when somebody joins."""
+    arrivals = [
+        arrival(f"p{i}", *seconds, submit_s=i * joins_s, num_steps=None, depart_s=60_000.0)
+        for i, seconds in enumerate(phases)
+    ]
+    cluster = h20_h800_cluster(num_rollout_nodes=1, num_train_nodes=1)
+    result = simulate(workload(*arrivals, cluster=cluster), RollMux())
+    cycle_s = max(rollout_s + train_s for rollout_s, train_s in phases)
+    load_s = max(sum(r for r, _ in phases), sum(t for _, t in phases))
+    for one, (rollout_s, train_s) in zip(result.pipelines, phases, strict=True):
+        assert one.step_slowdown == pytest.approx(max(cycle_s, load_s) / (rollout_s + train_s), rel=0.02)
+
+
+def test_weave_costs_what_the_paper_says_and_keeps_every_slo_step_by_step():
+    made = workloads.build("weave", seed=1, train_nodes_32b=1)
+    solo = simulate(replace(made, arrivals=workloads.build("weave").arrivals), Solo())
+    assert solo.cost_usd_per_hour == pytest.approx(944.96, abs=0.01)
+    result = simulate(made, RollMux())
+    assert result.cost_usd_per_hour == pytest.approx(510, rel=0.04)
+    assert result.slo_attainment == 1.0
+    assert result.predicted_slo_attainment == 1.0
+    assert result.penalised_cost_usd == result.cost_usd
+
+
+def test_the_same_seed_gives_the_same_run_and_another_seed_another():
+    def decisions(seed):
+        seen = []
+        simulate(workloads.build("rh-s", seed=seed, num_pipelines=40), RollMux(), observer=lambda e, a: seen.append(a))
+        return seen
+
+    first = decisions(3)
+    assert first == decisions(3)
+    assert first != decisions(4)
+
+
+def test_a_violated_slo_is_not_penalised_but_the_papers_figure_is():
+    arrivals = [arrival(f"p{i}", 50.0, 50.0, num_steps=30, slo=1.01) for i in range(3)]
+    result = simulate(workload(*arrivals), POLICIES["most-idle"]())
+    assert result.slo_attainment < 1.0
+    assert result.predicted_slo_attainment < 1.0
+    assert result.penalised_cost_usd > 1.4 * result.cost_usd
+
+
+def test_the_first_load_is_cold_and_the_later_ones_warm():
+    switch = SwitchSeconds(cold_rollout_s=30.0, cold_train_s=20.0, warm_rollout_s=3.0, warm_train_s=2.0)
+    alone = simulate(workload(arrival("a", 60.0, 40.0, num_steps=3, switch=switch)), RollMux())
+    assert alone.hours * 3600 == pytest.approx(3 * 100.0 + 50.0)
+    cluster = h20_h800_cluster(num_rollout_nodes=1, num_train_nodes=1)
+    pair = [arrival(name, 60.0, 60.0, num_steps=3, switch=switch) for name in "ab"]
+    both = simulate(workload(*pair, cluster=cluster), RollMux(), spans_until_s=1e9)
+    by_step = [span.switch_s for span in both.spans if span.pipeline == "a" and span.stage is Stage.GENERATE]
+    assert by_step == [30.0, 3.0, 3.0]
+
+
+def test_sync_lengthens_a_step_and_holds_no_device():
+    phases = PhaseSeconds(rollout_s=60.0, train_s=40.0)
+    synced = arrival("a", 60.0, 40.0, num_steps=10, world=TrueSeconds.of_phases(phases, sync_s=5.0))
+    synced = replace(synced, pipeline=replace(synced.pipeline, stages=(Stage.GENERATE, Stage.UPDATE, Stage.PUBLISH)))
+    result = simulate(workload(synced), RollMux())
+    assert result.hours * 3600 == pytest.approx(10 * 105.0)
+    assert result.utilization["rollout"] == pytest.approx(60 / 105)
+
+
+def test_host_memory_limits_who_shares_a_node():
+    pools = {
+        "r": Pool(name="r", phase=Phase.ROLLOUT, usd_per_gpu_hour=1.0, host_memory_bytes=100.0),
+        "t": Pool(name="t", phase=Phase.TRAIN, usd_per_gpu_hour=1.0, host_memory_bytes=1000.0),
+    }
+    small = Footprint(rollout_host_bytes=60.0, train_host_bytes=1.0)
+    pair = [arrival(name, 50.0, 50.0, footprint=small) for name in "ab"]
+    result = simulate(workload(*pair, cluster=Cluster(pools=pools)), RollMux())
+    assert result.peak_gpus == {"rollout": 2, "train": 1}
+
+
+def test_a_full_cluster_makes_pipelines_wait_and_all_of_them_finish():
+    arrivals = [arrival(f"p{i}", 60.0, 40.0, num_steps=5) for i in range(4)]
+    result = simulate(workload(*arrivals, num_rollout_nodes=1, num_train_nodes=1), Solo())
+    assert [p.steps for p in result.pipelines] == [5, 5, 5, 5]
+    assert result.hours * 3600 == pytest.approx(2000.0)
+    assert result.mean_wait_s == pytest.approx(750.0)
+
+
+def test_a_cluster_without_a_pool_that_is_needed_refuses_with_the_reason():
+    pools = {"t": Pool(name="t", phase=Phase.TRAIN)}
+    result = simulate(workload(arrival("a", 1.0, 1.0), cluster=Cluster(pools=pools)), RollMux())
+    assert result.num_refused == 1
+    assert "no pool for rollout" in result.pipelines[0].refused
+
+
+def test_a_lost_node_costs_the_step_under_way_and_nothing_else():
+    failure = NodeFailure(node=NodeId("h20", 0), at_s=250.0, down_s=1000.0)
+    made = workload(arrival("a", 60.0, 40.0, num_steps=5), arrival("b", 50.0, 30.0, num_steps=5, slo=1.0))
+    result = simulate(made, RollMux(), failures=[failure])
+    assert [p.steps for p in result.pipelines] == [5, 5]
+    a = result.pipelines[0]
+    assert a.left_s == pytest.approx(250.0 + 3 * 100.0)
+
+
+def test_random_failures_never_lose_or_repeat_a_step():
+    made = workloads.build("bl-s", seed=2, num_pipelines=60)
+    made = replace(
+        made,
+        arrivals=tuple(replace(a, depart_s=None, pipeline=replace(a.pipeline, num_steps=30)) for a in made.arrivals),
+    )
+    failures = [
+        NodeFailure(node=NodeId(pool, i % 5), at_s=5_000.0 + 9_000.0 * i, down_s=4_000.0)
+        for i in range(40)
+        for pool in ("h20", "h800")
+    ]
+    result = simulate(made, RollMux(), failures=failures)
+    assert {p.steps for p in result.pipelines} == {30}
+
+
+def test_sampled_and_drifting_steps_depend_on_the_step_alone():
+    sampled = Sampled(seed=7, cv=0.3)
+    factors = [sampled.factor(step) for step in range(1, 4001)]
+    assert factors == [Sampled(seed=7, cv=0.3).factor(step) for step in range(1, 4001)]
+    mean = sum(factors) / len(factors)
+    assert mean == pytest.approx(1.0, abs=0.02)
+    assert math.sqrt(sum((f - mean) ** 2 for f in factors) / len(factors)) == pytest.approx(0.3, abs=0.03)
+    drifting = Drifting(ratios=(1.0, 0.8), amplitude=-0.5, steps_per_value=2)
+    assert [drifting.factor(step) for step in (1, 2, 3, 9)] == pytest.approx([1.0, 1.0, 1.1, 1.1])
+
+
+def test_drift_changes_the_truth_and_leaves_the_estimate():
+    up = TrueSeconds.of_phases(
+        PhaseSeconds(rollout_s=60.0, train_s=40.0), variation=Drifting(ratios=(1.0, 1.5), steps_per_value=5)
+    )
+    result = simulate(workload(arrival("a", 60.0, 40.0, num_steps=10, world=up)), RollMux())
+    assert result.hours * 3600 == pytest.approx(5 * 100.0 + 5 * 150.0)
+    assert slowdowns(result)["a"] == pytest.approx(1.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GathersTails(RollMux):
+    """Round robin; once an eighth of a rollout is left, its shares gather on one GPU, another for each pipeline."""
+
+    reacts_to_progress: bool = True
+    per_gpu: int = 8
+
+    def dispatch(self, view):
+        for position, member in enumerate(view.members):
+            yield from gather_tail(view, member, position, self.per_gpu)
+        yield from in_turn(view)
+
+
+def gather_tail(view, member, position, per_gpu):
+    shares = [order for order in view.running if order.pipeline == member.id and order.phase is Phase.ROLLOUT]
+    waiting = [work for work in view.ready if work.pipeline == member.id and work.phase is Phase.ROLLOUT]
+    if not shares:
+        return
+    wanted = member.rollout_devices[position % len(member.rollout_devices)]
+    target = max(shares, key=lambda order: (not order.is_pausing, order.devices[0] == wanted, order.num_active or 0))
+    moving = [work for work in waiting if work.is_continuation or not view.is_free(work.devices)]
+    for work in moving:
+        yield MoveShare(pipeline=member.id, source=work.devices[0], target=target.devices[0], copies_kv=False)
+    if len(moving) < len(waiting) or len(shares) < 2:
+        return
+    num_left = sum(per_gpu if order.num_active is None else order.num_active for order in shares)
+    if num_left <= 0.125 * per_gpu * len(member.rollout_devices):
+        for order in shares:
+            if order is not target and not order.is_pausing:
+                yield PauseOrder(order=order.id)
+
+
+def test_a_tail_gathers_on_one_gpu_and_the_others_go_to_the_next_pipeline():
+    """Two rollouts of 100 s whose last 2 of 16 responses take half of the time, on a GPU of its own for each."""
+    ends = tuple([0.5] * 14 + [0.99, 1.0])
+    pair = [arrival(name, 100.0, 10.0, num_steps=10, finish_fractions=ends) for name in "ab"]
+    cluster = h20_h800_cluster(num_rollout_nodes=1, num_train_nodes=1, devices_per_node=2)
+
+    def hours(migrates):
+        policy = GathersTails() if migrates else RollMux()
+        result = simulate(workload(*pair, cluster=cluster), policy)
+        assert (result.num_migrations > 0) is migrates
+        assert {p.steps for p in result.pipelines} == {10}
+        return result.hours
+
+    assert hours(migrates=True) < 0.85 * hours(migrates=False)
+
+
+def test_every_policy_plays_the_same_workload_to_its_end():
+    made = workloads.build("mixed", seed=5, num_pipelines=25)
+    for name, make in POLICIES.items():
+        result = simulate(made, make())
+        assert all(p.left_s is not None for p in result.pipelines), name
+        assert result.hours == pytest.approx(made.end_s / 3600), name
+
+
+def test_the_penalty_and_the_cost_agree_with_a_hand_made_integral():
+    pair = [
+        arrival("a", 60.0, 40.0, num_steps=None, depart_s=7200.0),
+        arrival("b", 60.0, 40.0, num_steps=None, submit_s=3600.0, depart_s=10800.0, slo=1.0),
+    ]
+    result = simulate(workload(*pair), Solo())
+    rate = 8 * (1.76 + 5.28)
+    assert result.cost_usd == pytest.approx(rate * (2 + 2))
+    assert [round(sample.usd_per_hour / rate) for sample in result.samples] == [1, 2, 1, 0]

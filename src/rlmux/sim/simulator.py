@@ -325,15 +325,21 @@ class _Simulation:
         self._schedule_end(running)
 
     def _fresh_work(self, actor: _Actor, action: RunStage, is_rollout: bool) -> list[float]:
+        if is_rollout:
+            return self._fresh_share(actor, action.pipeline, action.step, action.devices[0])
         assert actor.world is not None
         seconds = actor.world.seconds(action.stage, action.step)
-        if not is_rollout:
-            return [seconds * actor.train_scale if action.devices else seconds]
+        return [seconds * actor.train_scale if action.devices else seconds]
+
+    def _fresh_share(self, actor: _Actor, pipeline: PipelineId, step: int, device: DeviceId) -> list[float]:
+        """One device's share of a rollout: seconds of each of its trajectories, or one number."""
+        assert actor.world is not None
+        seconds = actor.world.seconds(Stage.GENERATE, step)
         fractions = actor.arrival.finish_fractions
         if not fractions:
             return [seconds]
-        devices = self._scheduler.state.runs[action.pipeline].rollout_devices
-        mine = fractions[devices.index(action.devices[0]) :: len(devices)]
+        devices = self._scheduler.state.runs[pipeline].rollout_devices
+        mine = fractions[devices.index(device) :: len(devices)]
         return [seconds * fraction for fraction in mine] or [0.0]
 
     def _schedule_end(self, running: _Running) -> None:
@@ -362,8 +368,10 @@ class _Simulation:
 
     def _migrate(self, action: Migrate) -> None:
         actor = self._actors[action.pipeline]
-        moved = actor.left_s.pop(action.source, [])
+        moved = actor.left_s.pop(action.source, None)
         delay_s = actor.arrival.migration_s
+        if moved is None:  # not begun: nothing to compute again
+            moved, delay_s = self._fresh_share(actor, action.pipeline, action.step, action.source), 0.0
         moved = [left_s + delay_s for left_s in moved]
         target = next(
             (
