@@ -25,6 +25,7 @@ from rlmux.runtime.backend import Backend, Submission
 from rlmux.runtime.checkpoints import CheckpointFolder
 from rlmux.runtime.controller import Controller, Listener
 from rlmux.runtime.local import local_backend
+from rlmux.runtime.memory import check_each_fits, with_footprint, with_machine_memory
 from rlmux.runtime.metrics import MetricsWriter
 from rlmux.runtime.worker_backend import WorkerOptions
 
@@ -56,6 +57,9 @@ def run_pipelines(
 
     Raises UserError for a folder that cannot be used. A pipeline's own failure is in the summary, not raised.
     """
+    cluster = with_machine_memory(cluster)
+    submissions = [with_footprint(submission) for submission in submissions]
+    check_each_fits(cluster, submissions)
     prepare_folder(folder, is_overwriting=is_overwriting)
     header = run_header(policy=policy.name, backend="local", cluster=cluster, spec=spec)
     with RunLog.create(folder, header) as log:
@@ -74,8 +78,11 @@ def resume_pipelines(
 ) -> RunResult:
     """Go on with a run that was stopped or killed. Pipelines that were over stay over."""
     statuses = ended_pipelines(folder)
+    cluster = with_machine_memory(cluster)
     unfinished = [
-        _from_checkpoint(submission, folder) for submission in submissions if submission.pipeline.id not in statuses
+        _from_checkpoint(with_footprint(submission), folder)
+        for submission in submissions
+        if submission.pipeline.id not in statuses
     ]
     with RunLog.open(folder) as log:
         log.note("resumed", log.last_time_s, pipelines=[submission.pipeline.id for submission in unfinished])
