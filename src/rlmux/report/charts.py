@@ -122,9 +122,7 @@ def gantt_chart(
             )
             if x_end - x > 7.0 * len(one.name) + 4:
                 middle = (x + x_end) / 2
-                parts.append(
-                    tag("text", escape(one.name), x=middle, y=y + row_height / 2 + 4, class_="mid on")
-                )
+                parts.append(tag("text", escape(one.name), x=middle, y=y + row_height / 2 + 4, class_="mid on"))
     return _document(title, width, height, _legend(colors, width) + "".join(parts))
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -56,15 +57,11 @@ def simulate(
         "policies": {name: over_seeds(runs) for name, runs in by_policy.items()},
     }
     if out is not None:
-        report["pictures"] = [
-            str(path) for path in write_pictures(by_policy, out, title=tasks[0].workload.name)
-        ]
+        report["pictures"] = [str(path) for path in write_pictures(by_policy, out, title=tasks[0].workload.name)]
     return report
 
 
-def tasks_of(
-    workload: str | Workload | WorkloadMaker, policies: Sequence[str], num_seeds: int
-) -> tuple[Task, ...]:
+def tasks_of(workload: str | Workload | WorkloadMaker, policies: Sequence[str], num_seeds: int) -> tuple[Task, ...]:
     """One simulation for each policy and seed."""
     if not policies:
         raise UserError("no policy was named; accepted: one or more of those in docs/policies.md")
@@ -202,9 +199,8 @@ def reproduce(
     out: Path | None = None,
 ) -> dict[str, Any]:
     """The paper's figures again: {"paper", "rows": [{"section", "figure", "published", "ours", ...}]}."""
-    if paper not in _PAPERS:
-        raise UserError(f"paper {paper!r} is unknown; accepted: {', '.join(_PAPERS)}")
-    result: dict[str, Any] = import_module(_PAPERS[paper]).reproduce(
-        num_seeds=num_seeds, progress=progress, out=out
-    )
+    known = [name for name, module in _PAPERS.items() if find_spec(module) is not None]
+    if paper not in known:
+        raise UserError(f"paper {paper!r} is unknown; accepted: {', '.join(known)}")
+    result: dict[str, Any] = import_module(_PAPERS[paper]).reproduce(num_seeds=num_seeds, progress=progress, out=out)
     return result

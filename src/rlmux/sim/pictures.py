@@ -32,9 +32,7 @@ _TABLE = (
 )
 
 
-def write_pictures(
-    results: Mapping[str, Sequence[SimResult]], folder: Path, *, title: str
-) -> tuple[Path, ...]:
+def write_pictures(results: Mapping[str, Sequence[SimResult]], folder: Path, *, title: str) -> tuple[Path, ...]:
     """Write the pictures of the first seed of each policy, and the table over all; returns the files."""
     folder.mkdir(parents=True, exist_ok=True)
     first = {name: runs[0] for name, runs in results.items()}

@@ -91,9 +91,7 @@ def tailed_pipeline(profile: str) -> TailedPipeline:
     limit = 4096 if cap == "4k" else 8192
     rows = [row for row in tables.rows("rollout_finish_times") if row["model"] == model]
     finish_s = sorted(_cut(row, limit) for row in rows)
-    tokens_per_s = max(float(row["response_tokens"]) for row in rows) / max(
-        float(row["finish_s"]) for row in rows
-    )
+    tokens_per_s = max(float(row["response_tokens"]) for row in rows) / max(float(row["finish_s"]) for row in rows)
     costs = rollout_costs(_COST_MODELS[model], "H20-96GB-SXM", 1)
     per_gpu = len(rows) / NUM_GPUS
     dense_s = finish_s[-1 - TAIL_RESPONSES]
@@ -151,9 +149,7 @@ def meta_iteration_s(pair: tuple[TailedPipeline, ...], *, migrates: bool, num_cy
                 begun.append(start_s)
             has_all = tail_gpu_free_s <= start_s
             pace = 1.0 if has_all else one.without_one_gpu
-            tail_at_s = start_s + max(
-                EARLIEST_S, math.ceil(one.dense_s * pace / CHECK_EVERY_S) * CHECK_EVERY_S
-            )
+            tail_at_s = start_s + max(EARLIEST_S, math.ceil(one.dense_s * pace / CHECK_EVERY_S) * CHECK_EVERY_S)
             if migrates and tail_gpu_free_s <= tail_at_s:
                 end_s = tail_at_s + one.moved_tail_s
                 free_s, tail_gpu_free_s = tail_at_s, end_s

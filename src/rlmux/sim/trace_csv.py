@@ -62,9 +62,7 @@ def load(path: Path | str, *, cluster: Cluster | None = None) -> Workload:
         raise UserError(f"{path}: not readable as text: {error}") from None
     lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if _has_data(line)]
     if not lines:
-        raise UserError(
-            f"{path}: it is empty; accepted: a header with {', '.join(COLUMNS)}, then a row per pipeline"
-        )
+        raise UserError(f"{path}: it is empty; accepted: a header with {', '.join(COLUMNS)}, then a row per pipeline")
     header = [name.strip() for name in next(csv.reader([lines[0][1]]))]
     _check_header(path, header)
     if len(lines) == 1:
@@ -75,9 +73,7 @@ def load(path: Path | str, *, cluster: Cluster | None = None) -> Workload:
         row = _Row(path, number, header, next(csv.reader([line])))
         name = row.text("pipeline")
         if name in line_by_name:
-            raise row.error(
-                "pipeline", f"was given before, in row {line_by_name[name]}; accepted: each name once"
-            )
+            raise row.error("pipeline", f"was given before, in row {line_by_name[name]}; accepted: each name once")
         line_by_name[name] = number
         arrivals.append(_arrival(row))
     arrivals.sort(key=lambda arrival: arrival.submit_s)
@@ -98,13 +94,9 @@ def _check_header(path: Path, header: list[str]) -> None:
         if name not in COLUMNS:
             near = get_close_matches(name, COLUMNS, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
-            raise UserError(
-                f"{path}: row 1: column {name!r} is unknown; {hint}accepted: {', '.join(COLUMNS)}"
-            )
+            raise UserError(f"{path}: row 1: column {name!r} is unknown; {hint}accepted: {', '.join(COLUMNS)}")
         if header.count(name) > 1:
-            raise UserError(
-                f"{path}: row 1: column {name!r} is there {header.count(name)} times; accepted: once"
-            )
+            raise UserError(f"{path}: row 1: column {name!r} is there {header.count(name)} times; accepted: once")
     missing = [name for name in ("pipeline", "submit_s") if name not in header]
     if not any(name in header for name in _ENDS):
         missing.append("depart_s (or duration_s, or num_steps)")
@@ -137,9 +129,7 @@ class _Row:
             raise self.error(column, "is empty; accepted: a value in every row")
         return value
 
-    def number_of(
-        self, column: str, *, at_least: float, default: float | None = None, above: bool = False
-    ) -> float:
+    def number_of(self, column: str, *, at_least: float, default: float | None = None, above: bool = False) -> float:
         """A finite number at least (or above) the bound."""
         accepted = f"a number {'above' if above else 'of at least'} {at_least:g}"
         text = self.optional(column)
@@ -179,9 +169,7 @@ def _arrival(row: _Row) -> Arrival:
     else:
         depart_s = row.number_of("depart_s", at_least=0)
         if depart_s <= submit_s:
-            raise row.error(
-                "depart_s", f"is {depart_s:g}, not after submit_s {submit_s:g}; accepted: a later time"
-            )
+            raise row.error("depart_s", f"is {depart_s:g}, not after submit_s {submit_s:g}; accepted: a later time")
     phases, colocated, num_nodes = _phases(row)
     pipeline = Pipeline(
         id=PipelineId(row.text("pipeline")),

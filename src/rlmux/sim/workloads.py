@@ -41,9 +41,7 @@ def load(text: str, *, seed: int = 0) -> Workload:
 def _param(workload: str, item: str) -> tuple[str, Any]:
     key, sign, value = item.partition("=")
     if not sign:
-        raise UserError(
-            f"workload {workload!r}: {item!r} is no parameter; accepted: key=value"
-        )
+        raise UserError(f"workload {workload!r}: {item!r} is no parameter; accepted: key=value")
     for parse in (int, float):
         try:
             return key, parse(value)
@@ -117,9 +115,7 @@ def weave(
                 num_train_nodes=train_nodes_32b if profile.model == "32B" else 1,
                 costs=costs,
                 has_footprint=host_memory_gb is not None,
-                variation=_drift(
-                    drift, profile.model, duration_s / profile.disaggregated.solo_s, drift_generator
-                ),
+                variation=_drift(drift, profile.model, duration_s / profile.disaggregated.solo_s, drift_generator),
             )
         )
     return Workload(
@@ -281,17 +277,11 @@ def micro_gpus(case: str) -> tuple[int, int]:
 def _slo_range(slo: Any) -> tuple[float, float]:
     """A pair, or one number for all; at least 1."""
     try:
-        low, high = (
-            (float(slo), float(slo)) if isinstance(slo, int | float) else (float(slo[0]), float(slo[1]))
-        )
+        low, high = (float(slo), float(slo)) if isinstance(slo, int | float) else (float(slo[0]), float(slo[1]))
     except (TypeError, ValueError, IndexError):
-        raise UserError(
-            f"slo is {slo!r}; accepted: a slowdown or a pair of them, such as (1.1, 2.0)"
-        ) from None
+        raise UserError(f"slo is {slo!r}; accepted: a slowdown or a pair of them, such as (1.1, 2.0)") from None
     if not 1.0 <= low <= high:
-        raise UserError(
-            f"slo is ({low:g}, {high:g}); accepted: 1 <= low <= high, as a step cannot beat its solo time"
-        )
+        raise UserError(f"slo is ({low:g}, {high:g}); accepted: 1 <= low <= high, as a step cannot beat its solo time")
     return low, high
 
 

@@ -93,12 +93,16 @@ class TrueSeconds:
 
     def seconds(self, stage: Stage, step: int) -> float:
         base = self.by_stage.get(stage, 0.0)
+        if self.variation is STEADY:
+            return base
         if PHASE_BY_STAGE[stage] is Phase.SYNC:
             return base
         return base * self.variation.factor(step)
 
     def solo_s(self, step: int) -> float:
         """The step's stages one after another, with nobody else around."""
+        if self.variation is STEADY:
+            return sum(self.by_stage.values()) - self.by_stage.get(Stage.WARM_START, 0.0)
         factor = self.variation.factor(step)
         return sum(
             base if PHASE_BY_STAGE[stage] is Phase.SYNC else base * factor
@@ -107,9 +111,7 @@ class TrueSeconds:
         )
 
     @classmethod
-    def of_phases(
-        cls, phases: PhaseSeconds, *, sync_s: float = 0.0, variation: Variation = STEADY
-    ) -> TrueSeconds:
+    def of_phases(cls, phases: PhaseSeconds, *, sync_s: float = 0.0, variation: Variation = STEADY) -> TrueSeconds:
         """Two stages and a sync: what is known of a pipeline whose phases alone were measured."""
         by_stage = {Stage.GENERATE: phases.rollout_s, Stage.UPDATE: phases.train_s, Stage.PUBLISH: sync_s}
         return cls(by_stage=by_stage, variation=variation)

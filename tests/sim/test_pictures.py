@@ -1,0 +1,73 @@
+"""Charts are well-formed, complete and stand alone."""
+
+from __future__ import annotations
+
+import xml.etree.ElementTree as ET
+
+import pytest
+
+from rlmux.report.charts import Bar, Line, Row, distribution, gantt_chart, line_chart, tick_text
+from rlmux.sim import api, pictures, workloads
+from rlmux.sim.sweep import Task, run_task
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def texts(svg):
+    return [element.text for element in ET.fromstring(svg).iter(f"{SVG}text")]
+
+
+def test_a_line_chart_names_its_lines_and_axes_and_escapes_them():
+    lines = [Line(name="a<b", points=[(0, 1), (5, 3)]), Line(name="c", points=[(0, 2), (5, 2)], is_step=True)]
+    svg = line_chart(lines, title="A & B", x_label="hours", y_label="$ per hour")
+    assert {"A & B", "a<b", "c", "hours", "$ per hour", "0", "5"} <= set(texts(svg))
+
+
+def test_steps_are_drawn_level_then_up():
+    svg = line_chart(
+        [Line(name="n", points=[(0, 0), (1, 1)], is_step=True)], title="t", x_label="x", y_label="y", y_from_zero=True
+    )
+    curves = [p.get("d") for p in ET.fromstring(svg).iter(f"{SVG}path") if p.get("class", "").startswith("curve c0")]
+    assert any("H" in d and "V" in d for d in curves)
+
+
+@pytest.mark.parametrize("points", [[], [(1.0, 1.0)], [(0.0, 0.0), (0.0, 0.0)]])
+def test_a_chart_of_nothing_is_still_a_chart(points):
+    ET.fromstring(line_chart([Line(name="n", points=points)], title="t", x_label="x", y_label="y"))
+    ET.fromstring(gantt_chart([], title="t", x_label="x"))
+
+
+def test_a_distribution_ends_at_all_of_them():
+    assert distribution([3.0, 1.0]) == [(1.0, 0.0), (1.0, 50.0), (3.0, 100.0)]
+    assert distribution([]) == []
+
+
+def test_a_gantt_chart_has_a_bar_for_every_span_and_a_lane_for_every_device():
+    rows = [Row(name="r0", bars=[Bar(begin=0, end=2, name="a"), Bar(begin=2, end=3, name="b", is_pale=True)])]
+    svg = gantt_chart(rows, title="t", x_label="minutes")
+    bars = [p for p in ET.fromstring(svg).iter(f"{SVG}path") if p.get("class", "").startswith("bar")]
+    assert len(bars) == 2
+    assert "r0" in texts(svg)
+
+
+def test_ticks_read_as_people_write_them():
+    assert [tick_text(x) for x in (0.0, 2500.0, 0.25, 1e6)] == ["0", "2,500", "0.25", "1,000,000"]
+
+
+def test_a_sweep_writes_pictures_and_a_page_that_needs_no_network(tmp_path):
+    report = api.simulate("bl-s:num_pipelines=12", policies=["solo", "rollmux"], num_processes=1, out=tmp_path)
+    names = {path.rsplit("/", 1)[-1] for path in report["pictures"]}
+    assert names == {"cost.svg", "gpus.svg", "slowdowns.svg", "index.html"}
+    page = (tmp_path / "index.html").read_text()
+    assert "<table>" in page
+    assert "src=" not in page
+    assert "href=" not in page
+    for name in names - {"index.html"}:
+        ET.parse(tmp_path / name)
+
+
+def test_a_groups_gantt_shows_its_devices():
+    made = workloads.load("micro-b")
+    result = run_task(Task(workload=made, policy="rollmux", spans_until_s=3000.0))
+    lanes = texts(pictures.gantt(result.spans, title="micro-b"))
+    assert {"h20 0.0", "h20 1.0", "h800 0.0"} <= set(lanes)
