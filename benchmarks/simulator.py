@@ -1,0 +1,108 @@
+"""How fast the simulator is: events per second, the production trace, and where the time goes.
+
+    python benchmarks/simulator.py [--repeats N] [--json]
+
+The median of the repeats. `loop` is the simulator without `Scheduler.handle`: the time that passes in there is
+taken off.
+
+    budget                                  figure
+    >= 100,000 events/s on one core         events_per_s, loop_events_per_s
+    weave, one policy and seed, <= 3 s      weave_s
+    one Scheduler.handle <= 200 us median   handle_us, at 100 pipelines
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import json
+import statistics
+import time
+from dataclasses import replace
+from typing import Any
+
+from rlmux.core.policies.rollmux import RollMux
+from rlmux.sim import workloads
+from rlmux.sim.arrivals import Workload
+from rlmux.sim.simulator import _Simulation, simulate
+
+
+def measure(repeats: int) -> dict[str, Any]:
+    weave = workloads.build("weave")
+    runs = [_timed(weave) for _ in range(repeats)]
+    loops = [_loop_seconds(weave) for _ in range(repeats)]
+    events = runs[0][1]
+    seconds = statistics.median(run[0] for run in runs)
+    return {
+        "events": events,
+        "weave_s": seconds,
+        "events_per_s": events / seconds,
+        "loop_events_per_s": events / statistics.median(loops),
+        "handle_us": _handle_microseconds(),
+    }
+
+
+def _timed(workload: Workload) -> tuple[float, int]:
+    gc.collect()
+    began = time.process_time()
+    result = simulate(workload, RollMux())
+    return time.process_time() - began, result.events
+
+
+def _loop_seconds(workload: Workload) -> float:
+    """The simulator's own share: a run with a clock around the scheduler, minus what passed in there."""
+    simulation = _Simulation(workload, RollMux(), (), False, 0.0, None)
+    handle = simulation._scheduler.handle
+    inside = 0.0
+
+    def timed(event: Any) -> list[Any]:
+        nonlocal inside
+        began = time.perf_counter()
+        actions = handle(event)
+        inside += time.perf_counter() - began
+        return actions
+
+    simulation._scheduler.handle = timed  # type: ignore[method-assign]
+    began = time.perf_counter()
+    simulation.run()
+    return time.perf_counter() - began - inside
+
+
+def _handle_microseconds() -> float:
+    """Median of one `handle`, 100 pipelines running."""
+    made = workloads.build("mixed", num_pipelines=100)
+    simulation = _Simulation(_all_at_once(made), RollMux(), (), False, 0.0, None)
+    handle = simulation._scheduler.handle
+    taken: list[float] = []
+
+    def timed(event: Any) -> list[Any]:
+        began = time.perf_counter()
+        actions = handle(event)
+        taken.append(time.perf_counter() - began)
+        return actions
+
+    simulation._scheduler.handle = timed  # type: ignore[method-assign]
+    simulation.run()
+    return statistics.median(taken[200:]) * 1e6
+
+
+def _all_at_once(workload: Workload) -> Workload:
+    arrivals = tuple(replace(one, submit_s=0.0, depart_s=20_000.0) for one in workload.arrivals)
+    return replace(workload, arrivals=arrivals)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", action="store_true")
+    options = parser.parse_args()
+    figures = measure(options.repeats)
+    if options.json:
+        print(json.dumps(figures, indent=2))
+        return
+    for name, value in figures.items():
+        print(f"{name:20} {value:,.1f}")
+
+
+if __name__ == "__main__":
+    main()
