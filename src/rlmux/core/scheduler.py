@@ -28,6 +28,7 @@ from rlmux.core.actions import (
     Release,
     Replace,
     RunStage,
+    SetLevel,
     SetTimer,
     Switch,
     Wait,
@@ -71,7 +72,7 @@ from rlmux.core.state import (
     SchedulerState,
 )
 from rlmux.core.transitions import check_move
-from rlmux.core.views import GroupView, MoveShare, PauseOrder, RunWork
+from rlmux.core.views import ChangeLevel, GroupView, MoveShare, PauseOrder, RunWork
 
 _STORY_LENGTH = 12
 _SHARE_TOLERANCE = 1e-9
@@ -208,7 +209,9 @@ class Scheduler:
         for key in self._device_keys(run):
             run.rounds[key] = present
             group.members_by_device.setdefault(key, {})[run.pipeline.id] = run
-            self._state.devices.setdefault(key[1], DeviceState(key[1]))
+            if key[1] not in self._state.devices:
+                memory_bytes = pools[key[1].pool].device_memory_bytes
+                self._state.devices[key[1]] = DeviceState(key[1], memory_bytes=memory_bytes)
         group.members[run.pipeline.id] = run
 
     def _leave(self, run: PipelineRun) -> None:
@@ -296,6 +299,7 @@ class Scheduler:
         if run.published_version < _rollout_version(pipeline, step):
             return
         run.rollout_step = step
+        run.history.open_rollout(step, run.rollout_devices, self._state.now_s)
         for device in run.rollout_devices:
             self._add_share(run, device, is_continuation=False)
 
@@ -329,6 +333,10 @@ class Scheduler:
         if run.status is not PipelineStatus.RUNNING:
             self._leave_when_still(run)
             return
+        if order.stage is Stage.GENERATE:
+            run.history.share_ended(order.devices[0], self._solo_s(order, event.seconds))
+        else:
+            run.history.stage_ended(order.stage, self._solo_s(order, event.seconds))
         if order.phase is Phase.ROLLOUT:
             self._finish_share(run, order.devices[0])
         elif order.phase is Phase.TRAIN:
@@ -388,6 +396,7 @@ class Scheduler:
             self._leave_when_still(run)
             return
         if order.phase is Phase.ROLLOUT:
+            run.history.paused(order.devices[0], self._solo_s(order, event.seconds))
             self._add_share(run, order.devices[0], is_continuation=True)
         else:
             self._add_training_work(run, step=order.step, stage=order.stage, is_continuation=True)
@@ -399,6 +408,10 @@ class Scheduler:
         order.num_waiting = event.num_waiting
         order.num_parked = event.num_parked
         order.tokens = event.tokens
+        if order.stage is Stage.GENERATE:
+            run = self._state.runs[order.pipeline]
+            num_left = event.num_active + event.num_waiting + event.num_parked
+            run.history.progress(order.devices[0], num_left, self._solo_s(order, event.seconds))
         if self.policy.reacts_to_progress:
             self._dispatch(self._group_of(self._state.runs[order.pipeline]))
 
@@ -411,6 +424,7 @@ class Scheduler:
             return
         source, target = order.migrates_from, order.devices[0]
         assert source is not None
+        run.history.moved(source, target, event.num_trajectories, event.seconds)
         if run.open_shares[target] is None:
             self._add_share(run, target, is_continuation=True)
         self._finish_share(run, source)
@@ -486,7 +500,7 @@ class Scheduler:
     # ------------------------------------------------------------------ dispatch: choices become orders
 
     def _dispatch(self, group: GroupState) -> None:
-        if not group.ready:
+        if not group.ready and not (self.policy.reacts_to_progress and group.running):
             return
         for choice in self.policy.dispatch(self._views[group.id]):
             if isinstance(choice, RunWork):
@@ -495,6 +509,8 @@ class Scheduler:
                 self._pause(self._order(choice.order))
             elif isinstance(choice, MoveShare):
                 self._move(group, choice)
+            elif isinstance(choice, ChangeLevel):
+                self._change_level(self._order(choice.order), choice)
             else:
                 self._actions.append(SetTimer(at_s=choice.at_s))
 
@@ -504,6 +520,7 @@ class Scheduler:
             raise self._illegal(f"policy {self.policy.name} starts {work}, which is not ready")
         run = self._state.runs[work.pipeline]
         order = self._order_work(run, work.step, work.stage, work.phase, work.devices, choice.level)
+        self._state.orders[order].slowdown = choice.slowdown
         if work.phase is Phase.ROLLOUT:
             run.open_shares[work.devices[0]] = order
         else:
@@ -520,7 +537,7 @@ class Scheduler:
         order_id = OrderId(state.next_order)
         state.next_order += 1
         switch, evicted = self._take_devices(run, phase, devices, order_id, level)
-        order = Order(order_id, pipeline.id, step, stage, phase, devices, level, state.now_s)
+        order = Order(order_id, pipeline.id, step, stage, phase, devices, level, state.now_s, paced_s=state.now_s)
         state.orders[order_id] = order
         if devices:
             self._group_of(run).running[order_id] = order
@@ -588,6 +605,29 @@ class Scheduler:
         if order.status is OrderStatus.RUNNING and order.level > 0.0:
             order.status = OrderStatus.PAUSING
             self._actions.append(Pause(order=order.id))
+
+    def _change_level(self, order: Order, choice: ChangeLevel) -> None:
+        level = choice.level
+        for device in order.devices:
+            others = sum(held for other, held in self._state.devices[device].orders.items() if other != order.id)
+            if level <= 0.0 or order.level == 0.0 or others + level > 1.0 + _SHARE_TOLERANCE:
+                raise self._illegal(f"policy {self.policy.name} gives order {order.id} {level} of {device}")
+        now_s = self._state.now_s
+        order.solo_s += (now_s - order.paced_s) / order.slowdown
+        order.paced_s, order.slowdown = now_s, choice.slowdown
+        if level != order.level:
+            order.level = level
+            for device in order.devices:
+                self._state.devices[device].orders[order.id] = level
+            self._actions.append(SetLevel(order=order.id, level=level))
+
+    def _solo_s(self, order: Order, seconds: float) -> float:
+        """The driver's seconds of an order without what sharing added to them."""
+        since_s = self._state.now_s - order.started_s
+        if since_s <= 0.0:
+            return seconds
+        solo_s = order.solo_s + (self._state.now_s - order.paced_s) / order.slowdown
+        return seconds * solo_s / since_s
 
     def _move(self, group: GroupState, choice: MoveShare) -> None:
         run = self._run(choice.pipeline)

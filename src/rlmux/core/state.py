@@ -13,9 +13,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from rlmux.core.estimates import StepHistory
 from rlmux.core.model import (
     DeviceId,
     GroupId,
@@ -66,6 +68,12 @@ class Order:
     status: OrderStatus = OrderStatus.RUNNING
     migrates_from: DeviceId | None = None
     """Set for a Migrate: `devices` is then its target, and it leases nothing."""
+    slowdown: float = 1.0
+    """Expected at its level beside whoever shares its devices."""
+    paced_s: float = 0.0
+    """Since when it has that slowdown."""
+    solo_s: float = 0.0
+    """Seconds up to then, each divided by the slowdown of its time."""
     num_active: int | None = None
     num_waiting: int = 0
     num_parked: int = 0
@@ -80,6 +88,7 @@ class DeviceState:
     """Level of each order computing here; they sum to at most 1."""
     residents: dict[tuple[PipelineId, Phase], float | None] = field(default_factory=dict)
     """Device bytes of each state kept here, least recently used first; None fills the device."""
+    memory_bytes: float = math.inf
 
 
 @dataclass(slots=True)
@@ -113,8 +122,13 @@ class PipelineRun:
     host_resident: set[tuple[Phase, DeviceId]] = field(default_factory=set)
     """Where a load is warm: state was there before (membership tests only)."""
     admitted_s: float = 0.0
+    history: StepHistory = field(init=False)
+    """What its steps took: estimates for the policies that plan ahead."""
     restart_step: int = 0
     """What it begins from when it is placed: the last step whose result is kept; -1 before the warm start."""
+
+    def __post_init__(self) -> None:
+        self.history = StepHistory(self.pipeline)
 
 
 @dataclass(slots=True)

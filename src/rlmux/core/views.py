@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from rlmux.core.estimates import StepEstimates
 from rlmux.core.model import DeviceId, GroupId, OrderId, Phase, Pipeline, PipelineId, Stage
 from rlmux.core.state import GroupState, Order, OrderStatus, PipelineRun, ReadyWork, SchedulerState
 
@@ -18,6 +19,8 @@ class RunWork:
 
     work: ReadyWork
     level: float = 1.0
+    slowdown: float = 1.0
+    """Expected beside whoever shares its devices, over having them alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,6 +28,16 @@ class PauseOrder:
     """A policy's choice: stop this order at its next safe point."""
 
     order: OrderId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ChangeLevel:
+    """A policy's choice: give a running order another share of its devices, from its next safe point on."""
+
+    order: OrderId
+    level: float
+    slowdown: float = 1.0
+    """As of RunWork, from now on."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,7 +57,7 @@ class WakeAt:
     at_s: float
 
 
-Choice = RunWork | PauseOrder | MoveShare | WakeAt
+Choice = RunWork | ChangeLevel | PauseOrder | MoveShare | WakeAt
 
 
 class OrderView:
@@ -86,6 +99,10 @@ class OrderView:
     @property
     def started_s(self) -> float:
         return self._order.started_s
+
+    def solo_s(self, now_s: float) -> float:
+        """Since it started, in seconds of having its devices alone."""
+        return self._order.solo_s + (now_s - self._order.paced_s) / self._order.slowdown
 
     @property
     def is_pausing(self) -> bool:
@@ -144,6 +161,20 @@ class MemberView:
     @property
     def published_version(self) -> int:
         return self._run.published_version
+
+    @property
+    def estimates(self) -> StepEstimates:
+        """What its last steps say of its next."""
+        return self._run.history.estimates()
+
+    @property
+    def step_began_s(self) -> float:
+        """When its open (or last) rollout was opened."""
+        return self._run.history.step_began_s
+
+    def live_share(self, device: DeviceId) -> tuple[int | None, float]:
+        """Of the open rollout's share there: active at the last report or None, solo seconds of earlier orders."""
+        return self._run.history.live(device)
 
     @property
     def is_rollout_open(self) -> bool:
@@ -205,6 +236,10 @@ class GroupView:
         """No order computes on any of these."""
         states = self._state.devices
         return not any(states[device].orders for device in devices)
+
+    def memory_bytes(self, device: DeviceId) -> float:
+        """Of the device: what all states that compute there at once must fit into."""
+        return self._state.devices[device].memory_bytes
 
     def is_turn(self, work: ReadyWork) -> bool:
         """In a strict meta-iteration, is it this pipeline's turn on all of the work's devices?

@@ -164,6 +164,10 @@ class InterferenceTable:
             return found
         return roofline_interference(_profile(kind_a, self.profiles), _profile(kind_b, self.profiles), level)
 
+    def slowdown_alone(self, kind: str, level: float) -> float:
+        """Of a sub-stage that keeps to its share though nobody uses the rest; always the estimate."""
+        return _alone(_profile(kind, self.profiles), self.levels.nearest(level))
+
     def is_measured(self, kind_a: str, kind_b: str, level: float) -> bool:
         return self._entry(kind_a, kind_b, self.levels.nearest(level)) is not None
 

@@ -19,6 +19,7 @@ from rlmux.core.policies.colocated import Colocated
 from rlmux.core.policies.fifo import Fifo
 from rlmux.core.policies.gap_ratio import GapRatio
 from rlmux.core.policies.gavel import Gavel
+from rlmux.core.policies.jigsaw import Jigsaw
 from rlmux.core.policies.most_idle import MostIdle
 from rlmux.core.policies.optimal import Optimal
 from rlmux.core.policies.random_groups import RandomGroups
@@ -65,6 +66,7 @@ POLICIES: Mapping[str, Callable[[], Policy]] = {
     "random": RandomGroups,
     "most-idle": MostIdle,
     "rollmux": RollMux,
+    "jigsaw": Jigsaw,
     "rlmux": RlMux,
     "optimal": Optimal,
 }

@@ -1,0 +1,233 @@
+"""What the scheduler believes about a pipeline's sub-stages, learned from its own recent steps.
+
+    scheduler ── progress, ends ──▶ StepHistory ── estimates() ──▶ StepEstimates ──▶ policies
+                                    (mutable, the scheduler's)     (frozen)
+
+A rollout share leaves a curve: solo seconds at which its active count was reported. Curves of neighbouring steps are
+very alike, so where a band starts is predicted by the median of the last steps. Where the tail *ends* is not stable:
+`remaining_s` is a distribution, and is asked with the live active count, which says how far down the curve the share
+is now. Before the first step the user's estimate stands in, with a typical shape.
+
+Seconds are solo seconds: what the work would take with the device for itself. A shared order's wall seconds are
+divided by the slowdown that was expected of it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from rlmux.core.model import PHASE_BY_STAGE, DeviceId, Phase, Pipeline, Stage
+
+WINDOW_STEPS = 3
+"""Steps that a prediction looks back."""
+TYPICAL_TAIL_SHARE = 0.5
+"""Part of a rollout spent in its tail, before a step was seen (0.4 to 0.7 in recorded runs)."""
+TAIL_PART = 0.25
+"""A share is in its tail when at most this part of what it began with is active."""
+UNKNOWN_S = 1.0
+"""Seconds of a stage of which nothing is known."""
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """One share's way down, in solo seconds."""
+
+    seconds: tuple[float, ...]
+    """When each report came, ascending; the last is the end."""
+    active: tuple[int, ...]
+    """Active sequences from then on; the last is 0."""
+
+    @property
+    def end_s(self) -> float:
+        return self.seconds[-1]
+
+    @property
+    def peak(self) -> int:
+        return max(self.active)
+
+    def time_to(self, count: int) -> float:
+        """Seconds until at most `count` are active for good."""
+        for index in range(len(self.active) - 1, -1, -1):
+            if self.active[index] > count:
+                return self.seconds[index + 1]
+        return 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Remaining:
+    """When a share will end, as solo seconds from now."""
+
+    low_s: float
+    median_s: float
+    high_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class StepEstimates:
+    """A pipeline's next step as predicted now."""
+
+    seconds_by_stage: tuple[tuple[Stage, float], ...]
+    curves: tuple[tuple[DeviceId, tuple[Curve, ...]], ...]
+    """Of the last steps, by device."""
+    rollout_s: float
+    """Of a share of which no curve is known."""
+    move_s: float | None = None
+    """Of one trajectory to another device, as the last moves took; None before the first."""
+
+    def stage_s(self, stage: Stage) -> float:
+        """Of a stage other than GENERATE."""
+        for known, seconds in self.seconds_by_stage:
+            if known is stage:
+                return seconds
+        return 0.0
+
+    @property
+    def train_s(self) -> float:
+        return sum(s for stage, s in self.seconds_by_stage if PHASE_BY_STAGE[stage] is Phase.TRAIN)
+
+    def share_s(self, device: DeviceId) -> float:
+        """A whole share on this device."""
+        curves = self._curves(device)
+        return _median([curve.end_s for curve in curves]) if curves else self.rollout_s
+
+    def tail_s(self, device: DeviceId) -> float:
+        """The part of a share's seconds after its tail has begun."""
+        curves = self._curves(device)
+        if not curves:
+            return TYPICAL_TAIL_SHARE * self.rollout_s
+        return _median([curve.end_s - curve.time_to(tail_count(curve.peak)) for curve in curves])
+
+    def peak(self, device: DeviceId) -> int | None:
+        curves = self._curves(device)
+        return max(curve.peak for curve in curves) if curves else None
+
+    def remaining(self, device: DeviceId, num_active: int | None, run_s: float) -> Remaining:
+        """Until the end, of a share that has run `run_s` and has `num_active` left (None: no report yet)."""
+        curves = self._curves(device)
+        if not curves:
+            left_s = max(self.rollout_s - run_s, 0.05 * self.rollout_s)
+            return Remaining(0.5 * left_s, left_s, 2.0 * left_s)
+        if num_active is None:
+            ends = sorted(max(curve.end_s - run_s, 0.02 * curve.end_s) for curve in curves)
+        else:
+            ends = sorted(curve.end_s - curve.time_to(num_active) for curve in curves)
+        return Remaining(ends[0], _median(ends), ends[-1])
+
+    def _curves(self, device: DeviceId) -> Sequence[Curve]:
+        """Those of the device, or of any: shares of one pipeline are alike."""
+        for known, curves in self.curves:
+            if known == device:
+                return curves
+        return [curve for _, curves in self.curves for curve in curves]
+
+
+def tail_count(peak: int) -> int:
+    """Active sequences at which the tail of a share that began with `peak` begins."""
+    return max(1, math.floor(peak * TAIL_PART))
+
+
+@dataclass(slots=True)
+class _Share:
+    """The share of the step under way on one device."""
+
+    step: int
+    before_s: float = 0.0
+    """Solo seconds of its earlier orders."""
+    seconds: list[float] = field(default_factory=list)
+    active: list[int] = field(default_factory=list)
+    is_whole: bool = True
+    """False after a move: its curve is no longer that of a share."""
+
+
+class StepHistory:
+    """One pipeline's recent steps. Fed by the scheduler."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._pipeline = pipeline
+        self._curves: dict[DeviceId, deque[Curve]] = {}
+        self._stages: dict[Stage, deque[float]] = {}
+        self._open: dict[DeviceId, _Share] = {}
+        self._estimates: StepEstimates | None = None
+        self._move_s: deque[float] = deque(maxlen=WINDOW_STEPS)
+        self.step_began_s = 0.0
+
+    def open_rollout(self, step: int, devices: Sequence[DeviceId], now_s: float) -> None:
+        self.step_began_s = now_s
+        self._open = {device: _Share(step) for device in devices}
+
+    def progress(self, device: DeviceId, num_active: int, solo_s: float) -> None:
+        """A running order's report; `solo_s` since the order began."""
+        share = self._open.get(device)
+        if share is not None and (not share.active or share.active[-1] != num_active):
+            share.seconds.append(share.before_s + solo_s)
+            share.active.append(num_active)
+
+    def paused(self, device: DeviceId, solo_s: float) -> None:
+        share = self._open.get(device)
+        if share is not None:
+            share.before_s += solo_s
+
+    def moved(self, source: DeviceId, target: DeviceId, num_trajectories: int, seconds: float) -> None:
+        if num_trajectories:
+            self._move_s.append(seconds / num_trajectories)
+            self._estimates = None
+        for device in (source, target):
+            if device in self._open:
+                self._open[device].is_whole = False
+
+    def share_ended(self, device: DeviceId, solo_s: float) -> None:
+        share = self._open.pop(device, None)
+        if share is None:
+            return
+        if not share.is_whole and device in self._curves:
+            return  # an untouched share's curve is the better predictor
+        peak = max(share.active, default=1)
+        curve = Curve((0.0, *share.seconds, share.before_s + solo_s), (peak, *share.active, 0))
+        self._curves.setdefault(device, deque(maxlen=WINDOW_STEPS)).append(curve)
+        self._estimates = None
+
+    def stage_ended(self, stage: Stage, solo_s: float) -> None:
+        self._stages.setdefault(stage, deque(maxlen=WINDOW_STEPS)).append(solo_s)
+        self._estimates = None
+
+    def live(self, device: DeviceId) -> tuple[int | None, float]:
+        """(active at the last report or None, solo seconds of earlier orders) of the open share."""
+        share = self._open.get(device)
+        if share is None:
+            return None, 0.0
+        return (share.active[-1] if share.active else None), share.before_s
+
+    def estimates(self) -> StepEstimates:
+        """What the last steps say; cached until something new is known."""
+        if self._estimates is None:
+            self._estimates = self._predict()
+        return self._estimates
+
+    def _predict(self) -> StepEstimates:
+        pipeline = self._pipeline
+        prior = pipeline.estimate
+        train = pipeline.train_stages
+        prior_train_s = prior.train_s / max(len(train), 1) if prior else UNKNOWN_S
+        seconds = []
+        for stage in pipeline.stages:
+            if stage is Stage.GENERATE:
+                continue
+            if stage in self._stages:
+                seconds.append((stage, _median(self._stages[stage])))
+            elif stage in train:
+                seconds.append((stage, prior_train_s))
+        return StepEstimates(
+            seconds_by_stage=tuple(seconds),
+            curves=tuple((device, tuple(curves)) for device, curves in self._curves.items()),
+            rollout_s=prior.rollout_s if prior else UNKNOWN_S,
+            move_s=_median(self._move_s) if self._move_s else None,
+        )
+
+
+def _median(values: Sequence[float] | deque[float]) -> float:
+    ordered = sorted(values)
+    middle = len(ordered) // 2
+    return ordered[middle] if len(ordered) % 2 else (ordered[middle - 1] + ordered[middle]) / 2

@@ -1,0 +1,285 @@
+"""`jigsaw`: pipelines share all devices at the grain of sub-stages; a look-ahead decides (after JigsawRL).
+
+    view ──▶ upcoming (tasks of this step and the next ones) ──▶ lookahead.plan ──▶ its first moment ──▶ choices
+
+Every pipeline of the group rolls out on all of its devices and trains on as many as it asks for. At each event the
+tasks that are known or predicted are scheduled anew as a whole, and what that schedule does now is done:
+
+    start      ready work on free devices; beside another only at a level that was measured to help
+    merge      the tail of a pipeline leaves one device for a sibling's: pause, then move, then the device is free
+    wait       hold a device for something that is about to become ready, if that ends everything sooner
+
+A device never waits while nothing runs. Tails are merged only if the schedule ends sooner by it, moving included: so
+not when nobody waits, and not when contexts are so long that moving eats the gain.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from rlmux.core.lookahead import Merge, Plan, Problem, greedy, plan
+from rlmux.core.model import AdmissionKind, DeviceId, NodeId, OrderId, Phase, Pipeline, PipelineId, Stage
+from rlmux.core.placement import GroupLoad, PlacementChoice, PlacementView, Refusal, Relocation
+from rlmux.core.policies.candidates import impossible, queue
+from rlmux.core.policies.dispatching import first_come
+from rlmux.core.policies.upcoming import Upcoming, decode_kind, upcoming
+from rlmux.core.sharing import NO_SHARING, SharingTable
+from rlmux.core.state import ReadyWork
+from rlmux.core.views import ChangeLevel, Choice, GroupView, MemberView, MoveShare, OrderView, PauseOrder, RunWork
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Jigsaw:
+    name: str = "jigsaw"
+    reacts_to_progress: bool = True
+    sharing: SharingTable = NO_SHARING
+    """Pairs that were measured to help on these devices; empty: every order has its devices alone."""
+    merges_tails: bool = True
+    looks_ahead: bool = True
+    """False: greedy, for comparison."""
+    merge_stretch: float = 1.1
+    """A target decodes this much slower with what it takes over, until a move was seen."""
+    move_part: float = 0.02
+    """Seconds of a move before one was seen, as a part of the share's."""
+    budget: int = 1500
+    """Task starts that one decision may play out."""
+    max_members: int = 8
+    _moves: dict[tuple[PipelineId, int, DeviceId], DeviceId] = field(default_factory=dict, repr=False, compare=False)
+    """Tails that were paused to be moved: (pipeline, step, source) to target."""
+
+    def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
+        return place_sharing(pipeline, view, max_members=self.max_members)
+
+    def rebalance(self, view: PlacementView) -> tuple[Relocation, ...]:
+        return ()
+
+    def dispatch(self, view: GroupView) -> Iterator[Choice]:
+        moved = yield from self._finish_moves(view)
+        ahead = upcoming(view, without=moved)
+        problem = Problem(
+            tasks=tuple(ahead.tasks),
+            merges=self._possible_merges(view, ahead) if self.merges_tails else (),
+            sharing=self.sharing if _can_share(view) else NO_SHARING,
+        )
+        made = plan(problem, budget=self.budget) if self.looks_ahead else greedy(problem)
+        yield from self._begin_merges(view, ahead, problem, made)
+        works = [ahead.works[index] for index in made.starts_now if index in ahead.works]
+        started = yield from _start(view, works, problem.sharing)
+        if not started and not view.running and not view.moving and not moved:
+            yield from first_come(view)
+
+    # ------------------------------------------------------------------ tails
+
+    def _finish_moves(self, view: GroupView) -> Generator[Choice, None, set[int]]:
+        """Tails that have stopped to be moved go now; returns the works that are gone."""
+        gone: set[int] = set()
+        if not self._moves:
+            return gone
+        members = {member.id: member for member in view.members}
+        for work in view.ready:
+            if work.stage is not Stage.GENERATE:
+                continue
+            target = self._moves.pop((work.pipeline, work.step, work.devices[0]), None)
+            if target is None:
+                continue
+            member = members[work.pipeline]
+            is_moving = any(one == (work.pipeline, target) for one in view.moving)
+            if target in member.unfinished_rollout_devices and not is_moving:
+                gone.add(work.sequence)
+                yield MoveShare(pipeline=work.pipeline, source=work.devices[0], target=target)
+        return gone
+
+    def _possible_merges(self, view: GroupView, ahead: Upcoming) -> tuple[Merge, ...]:
+        """For each pipeline: every other share's tail to the share that will end last. None if nobody waits."""
+        if len(view.members) < 2 or not view.ready:
+            return ()
+        merges = []
+        for member in view.members:
+            shares = ahead.shares.get(member.id, ())
+            if len(shares) < 2 or any(pipeline == member.id for pipeline, _ in view.moving):
+                continue
+            target = max(shares, key=lambda index: ahead.tasks[index].seconds)
+            estimates = member.estimates
+            for source in shares:
+                if source == target or ahead.is_fresh(source):
+                    continue
+                device = ahead.device_of[source]
+                num_active = member.live_share(device)[0] or 1
+                cost_s = self.move_part * estimates.share_s(device)
+                if estimates.move_s is not None:
+                    cost_s = estimates.move_s * num_active
+                merges.append(Merge(source=source, target=target, cost_s=cost_s, stretch=self.merge_stretch))
+        return tuple(merges)
+
+    def _begin_merges(
+        self, view: GroupView, ahead: Upcoming, problem: Problem, made: Plan
+    ) -> Iterator[Choice]:
+        for number in made.merges_now:
+            merge = problem.merges[number]
+            source, target = ahead.device_of[merge.source], ahead.device_of[merge.target]
+            order = ahead.orders.get(merge.source)
+            if order is not None and not order.is_pausing:
+                self._moves[order.pipeline, order.step, source] = target
+                yield PauseOrder(order=order.id)
+            elif merge.source in ahead.works:
+                work = ahead.works.pop(merge.source)
+                yield MoveShare(pipeline=work.pipeline, source=source, target=target)
+
+
+# --- placement ----------------------------------------------------------------------------------------------
+
+
+def place_sharing(pipeline: Pipeline, view: PlacementView, *, max_members: int) -> PlacementChoice | Refusal:
+    """Into the first group whose nodes serve both phases of everyone and that keeps every SLO; else a new one.
+
+    A finite cluster is one group with all its nodes. The period that is promised is that of one phase after
+    another, which no schedule of the group exceeds by more than one work under way.
+    """
+    needs = {
+        phase: 0 if view.cluster.pool_for(phase) is None else count
+        for phase, count in (
+            (Phase.TRAIN, pipeline.num_train_nodes),
+            (Phase.ROLLOUT, pipeline.num_rollout_nodes),
+        )
+    }
+    refusal = impossible(pipeline, view, needs=needs, is_colocated=True)
+    if refusal is not None:
+        return refusal
+    for group in view.groups():
+        if (
+            group.is_shared
+            and group.num_members < max_members
+            and len(group.rollout_nodes) >= max(pipeline.num_rollout_nodes, pipeline.num_train_nodes)
+            and _has_memory(group, pipeline)
+            and group.keeps_slos_with(pipeline, group.rollout_nodes, 0)
+        ):
+            return PlacementChoice(
+                kind=AdmissionKind.DIRECT,
+                group=group.id,
+                rollout_nodes=group.rollout_nodes,
+                train_nodes=_least_loaded(group, pipeline.num_train_nodes),
+                is_colocated=True,
+                is_shared=True,
+            )
+    free = {phase: view.num_free_nodes(phase) for phase in needs}
+    if any(count > free[phase] for phase, count in needs.items()):
+        return queue(pipeline, view)
+    num_new = {
+        phase: int(free[phase]) if free[phase] < float("inf") else count for phase, count in needs.items()
+    }
+    return PlacementChoice(
+        kind=AdmissionKind.NEW,
+        group=None,
+        num_new_rollout_nodes=num_new[Phase.ROLLOUT],
+        num_new_train_nodes=num_new[Phase.TRAIN],
+        is_colocated=True,
+        is_shared=True,
+    )
+
+
+def _has_memory(group: GroupLoad, pipeline: Pipeline) -> bool:
+    need = pipeline.footprint.rollout_host_bytes + pipeline.footprint.train_host_bytes
+    return group.has_memory_for(pipeline, group.rollout_nodes) and need <= min(group.free_rollout_bytes)
+
+
+def _least_loaded(group: GroupLoad, count: int) -> tuple[NodeId, ...]:
+    """The nodes with the least training on them, in the group's order among equals."""
+    load_s = dict.fromkeys(group.rollout_nodes, 0.0)
+    for member in group.members:
+        for node in member.placement.train_nodes:
+            load_s[node] += member.phase_load.train_s or 1e-9
+    return tuple(sorted(group.rollout_nodes, key=lambda node: load_s[node])[:count])
+
+
+# --- starting, side by side ---------------------------------------------------------------------------------
+
+
+def _can_share(view: GroupView) -> bool:
+    """Any two states of the group fit any of its devices together."""
+    needs = [
+        size
+        for member in view.members
+        for size in (
+            member.pipeline.footprint.rollout_device_bytes,
+            member.pipeline.footprint.train_device_bytes,
+        )
+    ]
+    if None in needs:
+        return False
+    two_largest = sum(sorted((size for size in needs if size is not None), reverse=True)[:2])
+    devices = {device for member in view.members for device in member.rollout_devices + member.train_devices}
+    return all(two_largest <= view.memory_bytes(device) for device in devices)
+
+
+def _start(
+    view: GroupView, works: Sequence[ReadyWork], sharing: SharingTable
+) -> Generator[Choice, None, bool]:
+    """Grant these, lowering the level of whoever is there, and raise those that are alone again."""
+    members = {member.id: member for member in view.members}
+    residents: dict[DeviceId, list[tuple[OrderId | int, str]]] = {}
+    blocked: set[DeviceId] = set()
+    for order in view.running:
+        for device in order.devices:
+            residents.setdefault(device, []).append((order.id, kind_of(order)))
+            if order.is_pausing:
+                blocked.add(device)
+    granted: list[tuple[ReadyWork, str]] = []
+    for work in works:
+        kind = _ready_kind(members[work.pipeline], work)
+        present = [residents.get(device, []) for device in work.devices]
+        if any(device in blocked for device in work.devices) or any(len(there) > 1 for there in present):
+            continue
+        if any(sharing.pace(kind, other) is None for there in present for _, other in there):
+            continue
+        for device in work.devices:
+            residents.setdefault(device, []).append((-work.sequence, kind))
+        granted.append((work, kind))
+    levels = _levels(residents, sharing)
+    raised: list[ChangeLevel] = []
+    for order in view.running:
+        level, slowdown = levels[order.id]
+        if order.is_pausing or (abs(level - order.level) < 1e-9 and not granted):
+            continue
+        change = ChangeLevel(order=order.id, level=level, slowdown=slowdown)
+        if level > order.level:
+            raised.append(change)
+        else:
+            yield change
+    for work, _ in granted:
+        level, slowdown = levels[-work.sequence]
+        yield RunWork(work=work, level=level, slowdown=slowdown)
+    yield from raised
+    return bool(granted)
+
+
+def _levels(
+    residents: dict[DeviceId, list[tuple[OrderId | int, str]]], sharing: SharingTable
+) -> dict[OrderId | int, tuple[float, float]]:
+    """Level and slowdown of each: the least level and the largest slowdown over its devices."""
+    levels: dict[OrderId | int, tuple[float, float]] = {}
+    for there in residents.values():
+        for name, kind in there:
+            level, slowdown = levels.get(name, (1.0, 1.0))
+            for other, other_kind in there:
+                if other != name:
+                    pace = sharing.pace(kind, other_kind)
+                    mine = (pace.level, pace.slowdown) if pace else (0.5, 2.0)
+                    level, slowdown = min(level, mine[0]), max(slowdown, mine[1])
+            levels[name] = (level, slowdown)
+    return levels
+
+
+def kind_of(order: OrderView) -> str:
+    """The character of what the order does now."""
+    if order.phase is Phase.TRAIN:
+        return "train"
+    return decode_kind(order.num_active)
+
+
+def _ready_kind(member: MemberView, work: ReadyWork) -> str:
+    """What ready work will be; a share that has not begun begins as the last one on its device did."""
+    if work.phase is Phase.TRAIN:
+        return "train"
+    device = work.devices[0]
+    return decode_kind(member.live_share(device)[0] if work.is_continuation else member.estimates.peak(device))

@@ -1,0 +1,78 @@
+"""Which pairs of sub-stages may share a device, at which level, and how much each slows the other.
+
+    rlmux profile / a simulated device ──entries──▶ SharingTable ──pace(a, b)──▶ level and slowdowns, or None
+
+Kinds are the sub-stages' characters: `prefill`, `dense`, `tail`, and `train` for every piece of training. A pair is
+in the table only if it was measured to help: together they do more work in a second than one after the other.
+An empty table allows no sharing: every order then has its devices alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+MIN_GAIN = 1.05
+"""Work done together over work done one after the other, below which sharing is not worth its switches."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharingEntry:
+    """A measured pair."""
+
+    kind_a: str
+    kind_b: str
+    level: float
+    """Share of the device that `kind_a` has; the other has the rest."""
+    slowdown_a: float
+    slowdown_b: float
+
+    @property
+    def gain(self) -> float:
+        return 1.0 / self.slowdown_a + 1.0 / self.slowdown_b
+
+
+@dataclass(frozen=True, slots=True)
+class Pace:
+    """How a pair runs."""
+
+    level: float
+    """Of the one asked for first."""
+    slowdown: float
+    other_slowdown: float
+
+
+@dataclass(frozen=True, slots=True)
+class SharingTable:
+    """The best level of every pair that helps; see the module."""
+
+    entries: tuple[SharingEntry, ...] = ()
+    _pace: dict[tuple[str, str], Pace] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        best: dict[tuple[str, str], tuple[float, Pace]] = {}
+        for entry in self.entries:
+            if not 0.0 < entry.level < 1.0 or min(entry.slowdown_a, entry.slowdown_b) < 1.0:
+                raise ValueError(f"{entry} is no measured pair: 0 < level < 1, slowdowns at least 1")
+            if entry.gain < MIN_GAIN:
+                continue
+            forward = Pace(entry.level, entry.slowdown_a, entry.slowdown_b)
+            backward = Pace(1.0 - entry.level, entry.slowdown_b, entry.slowdown_a)
+            for key, pace in (
+                ((entry.kind_a, entry.kind_b), forward),
+                ((entry.kind_b, entry.kind_a), backward),
+            ):
+                if key not in best or entry.gain > best[key][0]:
+                    best[key] = (entry.gain, pace)
+        object.__setattr__(self, "_pace", {key: pace for key, (_, pace) in best.items()})
+
+    @classmethod
+    def of(cls, entries: Iterable[SharingEntry]) -> SharingTable:
+        return cls(tuple(entries))
+
+    def pace(self, kind: str, other: str) -> Pace | None:
+        """How `kind` runs beside `other`; None where sharing was not measured to help."""
+        return self._pace.get((kind, other))
+
+
+NO_SHARING = SharingTable()
