@@ -208,7 +208,7 @@ def _legend(colors: Mapping[str, int], width: float) -> str:
     x = _LEFT
     names = list(colors)
     for index, name in enumerate(names):
-        needs = 30.0 + 6.6 * len(name)
+        needs = 34.0 + 7.0 * len(name)
         if x + needs > width - 70 and index < len(names) - 1:
             parts.append(tag("text", f"and {len(names) - index} more", x=x, y=32.0, class_="mute"))
             break

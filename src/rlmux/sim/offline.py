@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from rlmux.core.bounds import slo_slack_bound_usd, solo_speed_bound_usd
 from rlmux.core.errors import UserError
 from rlmux.core.model import Phase, PhaseSeconds, Pipeline
 from rlmux.core.packing import Item, NodePrices, cheapest_partition, columns_of, item_of
@@ -78,6 +79,27 @@ def offline_cost(
         num_groupings=num_groupings,
         num_proven=num_proven,
     )
+
+
+def lower_bound_usd_per_hour(workload: Workload, *, uses_slack: bool, colocated: bool = False) -> float:
+    """What no placement can undercut, from loads alone (`core/bounds.py`), averaged over the workload.
+
+    Without slack every step takes its solo time; with it, a step may take SLO times that. `colocated` lets
+    pipelines roll out on training GPUs too.
+    """
+    bound = slo_slack_bound_usd if uses_slack else solo_speed_bound_usd
+    changes = _changes(workload, None)
+    running: dict[int, Pipeline] = {}
+    cost_usd, now_s, rate = 0.0, changes[0][0], 0.0
+    for time_s, what, index in changes:
+        cost_usd += rate * (time_s - now_s) / 3600
+        now_s = time_s
+        if what == _ARRIVAL:
+            running[index] = workload.arrivals[index].pipeline
+        else:
+            del running[index]
+        rate = bound(list(running.values()), workload.cluster, colocated=colocated)
+    return cost_usd * 3600 / (now_s - changes[0][0])
 
 
 _DEPARTURE, _ARRIVAL, _TICK = range(3)

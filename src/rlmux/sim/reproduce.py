@@ -20,7 +20,7 @@ from rlmux.core.policies import POLICIES
 from rlmux.sim import micro, tail, workloads
 from rlmux.sim.arrivals import Workload
 from rlmux.sim.metrics import SimResult
-from rlmux.sim.offline import OfflineCost, offline_cost
+from rlmux.sim.offline import OfflineCost, lower_bound_usd_per_hour, offline_cost
 from rlmux.sim.pictures import write_pictures
 from rlmux.sim.sweep import Progress, Task, run_task, spread
 
@@ -103,11 +103,24 @@ def reproduce(*, num_seeds: int = 5, progress: Progress | None = None, out: Path
         "paper": "RollMux (arXiv 2512.11306, OSDI'26)",
         "num_seeds": num_seeds,
         "rows": [row.as_dict() for row in rows],
+        "lower_bounds_usd_per_hour": _lower_bounds(num_seeds),
     }
     if out is not None:
         drawn = {name: [done["weave", 2, name, 0]] for name in ("solo", "colocated", *plan.placing)}
         report["pictures"] = [str(path) for path in write_pictures(drawn, out, title="weave")]
     return report
+
+
+def _lower_bounds(num_seeds: int) -> dict[str, float]:
+    """Of the production trace: what no policy undercuts, at solo speed and with all of the SLOs' slack."""
+    bounds = {}
+    for nodes in (1, 2):
+        made = [workloads.build("weave", seed=seed, train_nodes_32b=nodes) for seed in range(num_seeds)]
+        for uses_slack, speed in ((False, "solo speed"), (True, "all SLO slack")):
+            values = [lower_bound_usd_per_hour(one, uses_slack=uses_slack, colocated=True) for one in made]
+            label = f"{speed}, {nodes} training node{'s' if nodes > 1 else ''} for 32B"
+            bounds[label] = round(sum(values) / len(values), 1)
+    return bounds
 
 
 class _Plan:
