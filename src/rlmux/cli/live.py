@@ -10,14 +10,24 @@ controller's loop, so it only takes notes; drawing is rich's own thread.
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
 
 from rlmux.core.actions import Action, Migrate, RunStage
-from rlmux.core.events import ChunkFinished, Event, PipelineFailed, StageFinished, StagePaused
-from rlmux.core.model import OrderId, PipelineId
+from rlmux.core.events import (
+    ChunkFinished,
+    Event,
+    PipelineFailed,
+    PipelineRestarted,
+    PipelineSubmitted,
+    StageFinished,
+    StagePaused,
+    WorkerLost,
+)
+from rlmux.core.model import DeviceId, OrderId, PipelineId
 from rlmux.runtime.backend import Note
 from rlmux.spec import Spec
 
@@ -36,7 +46,7 @@ class _PipelineRow:
     reward_first: float | None = None
     reward: float | None = None
     tokens_per_s: float = 0.0
-    doing: str = "waiting"
+    doing: str = "starting"
     last_step_s: float = 0.0
     last_line_s: float = -_LINE_EVERY_S
 
@@ -56,6 +66,8 @@ class Live:
         self._orders: dict[OrderId, RunStage] = {}
         self._policy = spec.policy
         self._now_s = 0.0
+        self._told_s = time.monotonic()
+        """When `_now_s` was so, by this process's clock."""
         self._display: RichLive | None = None
 
     def __enter__(self) -> Live:
@@ -79,7 +91,7 @@ class Live:
             self._display.stop()
 
     def update(self, now_s: float, events: Sequence[Event], actions: Sequence[Action], notes: Sequence[Note]) -> None:
-        self._now_s = now_s
+        self._now_s, self._told_s = now_s, time.monotonic()
         for event in events:
             self._take_event(event)
         for action in actions:
@@ -92,13 +104,19 @@ class Live:
 
     def _take_event(self, event: Event) -> None:
         match event:
+            case PipelineSubmitted():
+                self._rows.setdefault(event.pipeline.id, _PipelineRow(num_steps=event.pipeline.num_steps or 0))
             case StageFinished() | StagePaused():
                 self._end(event.order)
+            case WorkerLost():
+                self._end_all(event.pipeline, event.device)
+            case PipelineRestarted():
+                self._end_all(event.pipeline)
+                self._rows[event.pipeline].doing = f"again from step {max(event.restored_step, 0)}"
             case PipelineFailed():
+                self._end_all(event.pipeline)
                 self._rows[event.pipeline].doing = f"failed: {event.reason}"
                 self._say(f"{event.pipeline}: failed: {event.reason}")
-                for order in [order for order, action in self._orders.items() if action.pipeline == event.pipeline]:
-                    self._end(order)
             case ChunkFinished():
                 action = self._orders.get(event.order)
                 if action is not None:
@@ -119,6 +137,11 @@ class Live:
         for device in action.devices:
             self._holder_by_device[str(device)] = ""
 
+    def _end_all(self, pipeline: PipelineId, device: DeviceId | None = None) -> None:
+        for order, action in list(self._orders.items()):
+            if action.pipeline == pipeline and (device is None or device in action.devices):
+                self._end(order)
+
     def _take_note(self, note: Note) -> None:
         pipeline: PipelineId | None = note.fields.get("pipeline")
         if note.type == "step" and pipeline is not None:
@@ -135,6 +158,8 @@ class Live:
         row.tokens_per_s = metrics["tokens"] / max(self._now_s - row.last_step_s, 1e-6)
         row.last_step_s = self._now_s
         is_last = row.step == row.num_steps
+        if is_last:
+            row.doing = "done"
         if self._display is None and (is_last or self._now_s - row.last_line_s >= _LINE_EVERY_S):
             row.last_line_s = self._now_s
             self._say(
@@ -160,13 +185,13 @@ class Live:
         for device, holder in self._holder_by_device.items():
             devices.add_row(device, holder)
         both = Table.grid(padding=(1, 0))
-        both.add_row(f"policy {self._policy}, {self._now_s:.0f} s")
+        now_s = self._now_s + time.monotonic() - self._told_s
+        both.add_row(f"policy {self._policy}, {now_s:.0f} s")
         both.add_row(pipelines)
         both.add_row(devices)
         return both
 
 
 def _words(action: RunStage) -> str:
-    return (
-        f"{action.stage.value.replace('_', ' ')} {action.step}" if action.step else action.stage.value.replace("_", " ")
-    )
+    stage = action.stage.value.replace("_", " ")
+    return f"{stage} {action.step}" if action.step else stage

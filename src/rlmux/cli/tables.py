@@ -77,6 +77,7 @@ def show_simulation(result: Row, *, as_json: bool) -> None:
         rows.append(
             {
                 "policy": policy,
+                "$": figures["cost_usd"],
                 "$/h": figures["cost_usd_per_hour"],
                 "SLOs kept": _percent(figures["slo_attainment"]),
                 "slowdown mean": figures["mean_step_slowdown"],

@@ -20,7 +20,7 @@ import yaml
 from rlmux.core.errors import SpecError
 
 PathPart = str | int
-_MAX_NODES = 1_000_000
+_MAX_NODES = 200_000
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

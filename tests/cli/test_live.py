@@ -1,0 +1,82 @@
+"""The live display follows events and orders, and forgets what ended."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlmux.cli.live import Live
+from rlmux.core.actions import RunStage
+from rlmux.core.events import ChunkFinished, PipelineFailed, PipelineRestarted, StageFinished, WorkerLost
+from rlmux.core.model import DeviceId, OrderId, PipelineId, Stage
+from rlmux.runtime.backend import Note
+from rlmux.spec import load_spec
+
+ROLLOUT, TRAIN = DeviceId("rollout", 0, 0), DeviceId("train", 0, 0)
+A = PipelineId("a")
+
+
+@pytest.fixture
+def live(folder: Path) -> Live:
+    return Live(load_spec("small.yaml"), is_quiet=False)
+
+
+def generate(order: int, step: int = 1) -> RunStage:
+    return RunStage(
+        order=OrderId(order), pipeline=A, step=step, stage=Stage.GENERATE, devices=(ROLLOUT,), weight_version=0
+    )
+
+
+def step(number: int, reward: float) -> Note:
+    metrics = {"reward_mean": reward, "tokens": 50}
+    return Note(type="step", fields={"pipeline": A, "step": number, "metrics": metrics})
+
+
+def drawn(live: Live) -> str:
+    from rich.console import Console
+
+    console = Console(width=120)
+    with console.capture() as capture:
+        console.print(live._tables())
+    return capture.get()
+
+
+def test_a_device_shows_who_holds_it_until_the_order_ends(live):
+    live.update(1.0, [], [generate(1)], [])
+    assert "a: generate 1" in drawn(live)
+    live.update(1.5, [ChunkFinished(time_s=1.5, order=OrderId(1), num_active=3, num_waiting=2)], [], [])
+    assert "generate 1, 5 open" in drawn(live)
+    live.update(2.0, [StageFinished(time_s=2.0, order=OrderId(1), seconds=1.0)], [], [])
+    assert "a: generate" not in drawn(live)
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        PipelineFailed(time_s=2.0, pipeline=A, reason="NaN"),
+        PipelineRestarted(time_s=2.0, pipeline=A, restored_step=3),
+        WorkerLost(time_s=2.0, pipeline=A, device=ROLLOUT),
+    ],
+)
+def test_orders_that_end_with_their_worker_let_go_of_the_device(live, event):
+    live.update(1.0, [], [generate(1)], [])
+    live.update(2.0, [event], [], [])
+    assert "a: generate" not in drawn(live)
+
+
+def test_steps_show_their_reward_and_speed(live, capsys):
+    live.update(2.0, [], [], [step(1, 0.25)])
+    live.update(7.0, [], [], [step(2, 0.5)])
+    assert "0.250 → 0.500" in drawn(live)
+    assert "done" in drawn(live)
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[1] == "    7.0 s  a: step 2/2  reward 0.500  10 tokens/s"
+
+
+def test_quiet_is_quiet(folder, capsys):
+    quiet = Live(load_spec("small.yaml"), is_quiet=True)
+    with quiet as live:
+        live.update(2.0, [PipelineFailed(time_s=2.0, pipeline=A, reason="NaN")], [], [step(1, 0.25)])
+    captured = capsys.readouterr()
+    assert (captured.out, captured.err) == ("", "")
