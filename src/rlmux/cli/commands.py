@@ -36,6 +36,9 @@ Pictures = Annotated[
     Path | None, typer.Option("--out", metavar="DIR", help="Write pictures (SVG, PNG) and a page there.")
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the run that is in --out.")]
+KeepOpen = Annotated[
+    bool, typer.Option("--keep-open", help="When all pipelines are over, wait for more, until Ctrl-C.")
+]
 BackendName = Annotated[str, typer.Option("--backend", help="Where workers live: local.")]
 
 
@@ -52,6 +55,7 @@ def run(
     backend: BackendName = "local",
     out: Out = None,
     overwrite: Overwrite = False,
+    keep_open: KeepOpen = False,
     sets: Sets = None,
     json: Json = False,
 ) -> None:
@@ -68,7 +72,8 @@ def run(
 
     from rlmux.cli import training
 
-    _end(training.start(spec, folder, is_overwriting=overwrite, is_quiet=json), json)
+    result = training.start(spec, folder, is_overwriting=overwrite, is_quiet=json, is_kept_open=keep_open)
+    _end(result, json)
 
 
 @app.command()
@@ -168,7 +173,7 @@ def report(folder: Folder, json: Json = False) -> None:
 
 
 @app.command()
-def resume(folder: Folder, json: Json = False) -> None:
+def resume(folder: Folder, keep_open: KeepOpen = False, json: Json = False) -> None:
     """Continue a run that was stopped or that crashed.
 
     The weights come out as if nothing had happened.
@@ -182,7 +187,107 @@ def resume(folder: Folder, json: Json = False) -> None:
 
     from rlmux.cli import training
 
-    _end(training.go_on(folder, is_quiet=json), json)
+    _end(training.go_on(folder, is_quiet=json, is_kept_open=keep_open), json)
+
+
+@app.command()
+def submit(
+    file: File,
+    to: Annotated[Path, typer.Option("--to", metavar="DIR", help="Folder of a run that goes on.")],
+    sets: Sets = None,
+    json: Json = False,
+) -> None:
+    """Add the file's pipelines to a run while it runs.
+
+    The run's cluster and policy hold, whatever the file says of them.
+
+    \b
+    Example: rlmux submit examples/tool_use.yaml --to runs/demo
+    """
+    from rlmux.cli import visits
+
+    raise typer.Exit(visits.show_submission(visits.submit(file, to, sets), as_json=json))
+
+
+@app.command()
+def cancel(
+    folder: Folder, name: Annotated[str, typer.Argument(metavar="NAME", help="Name of one of its pipelines.")]
+) -> None:
+    """End one pipeline of a run that goes on.
+
+    It ends at its next safe point and keeps its checkpoints; the others take over what it held.
+
+    \b
+    Example: rlmux cancel runs/demo sort
+    """
+    from rlmux.cli import visits
+
+    typer.echo(f"{name}: {visits.cancel(folder, name)['outcome']}")
+
+
+@app.command()
+def status(
+    folder: Folder,
+    once: Annotated[bool, typer.Option("--once", help="Print it once, on a terminal too.")] = False,
+    json: Json = False,
+) -> None:
+    """Show how a run stands: its pipelines, and who holds each device.
+
+    On a terminal it is redrawn while the run goes on; Ctrl-C leaves the run alone.
+
+    \b
+    Example: rlmux status runs/demo
+    """
+    from rlmux.cli import visits
+
+    visits.show_status(folder, as_json=json, is_once=once)
+
+
+@app.command()
+def logs(
+    folder: Folder,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of one of its pipelines.")],
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Go on until the pipeline is over.")] = False,
+) -> None:
+    """Print what a pipeline's processes printed, tracebacks of your code included.
+
+    \b
+    Example: rlmux logs runs/demo sort -f
+    """
+    from rlmux.cli import visits
+
+    visits.show_logs(folder, name, is_following=follow)
+
+
+@app.command()
+def chaos(
+    file: File,
+    kills: Annotated[int, typer.Option("--kills", min=1, help="How many kills in all.")] = 20,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Decides kinds and moments of the kills.")] = 0,
+    policy: PolicyName = None,
+    out: Out = None,
+    sets: Sets = None,
+    json: Json = False,
+) -> None:
+    """Kill parts of a run at random; compare the weights.
+
+    Runs the file undisturbed once, then with SIGKILLs of workers, hosts and the controller, resumed each time.
+
+    \b
+    Example: rlmux chaos examples/two_pipelines.yaml --kills 20 --seed 1 --set 'pipelines.*.steps=20'
+    """
+    from rlmux.cli import folders, inputs
+
+    spec = inputs.load_for_run(file, sets, policy)
+    folder = folders.choose(out, f"{Path(file).stem}-chaos")
+
+    from rlmux.cli import endurance
+
+    result = endurance.chaos(
+        file, folder, num_kills=kills, seed=seed, policy=spec.policy, sets=sets or (), is_quiet=json
+    )
+    endurance.show_chaos(result, folder, as_json=json)
+    raise typer.Exit(0 if result.is_equal and not result.orphans else 1)
 
 
 @app.command()

@@ -29,7 +29,14 @@ def load_for_plan(file: str, sets: Sequence[str] | None, policy: str | None) -> 
     return _load(file, sets, policy, Purpose.PLAN)
 
 
-def _load(file: str, sets: Sequence[str] | None, policy: str | None, purpose: Purpose) -> Spec:
+def load_for_submission(file: str, sets: Sequence[str] | None, run: Spec) -> Spec:
+    """The file's pipelines, with all that training them on the run's cluster needs checked."""
+    return _load(file, sets, None, Purpose.RUN, cluster_of=run)
+
+
+def _load(
+    file: str, sets: Sequence[str] | None, policy: str | None, purpose: Purpose, cluster_of: Spec | None = None
+) -> Spec:
     from rlmux.core.policies import POLICIES
 
     if policy is not None:
@@ -40,6 +47,7 @@ def _load(file: str, sets: Sequence[str] | None, policy: str | None, purpose: Pu
         purpose=purpose,
         check_task=_check_task if purpose is Purpose.RUN else None,
         policies=list(POLICIES),
+        cluster_of=cluster_of,
     )
     return spec if policy is None else replace(spec, policy=policy)
 

@@ -5,6 +5,8 @@ The run's log carries the resolved file, so that a run can go on from its folder
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,12 +18,13 @@ from rlmux.core.errors import UserError
 from rlmux.core.policies import POLICIES
 from rlmux.report.log import LogReader
 from rlmux.runtime.backend import Submission
+from rlmux.runtime.desk import ParseSubmission, submitted_to
 from rlmux.runtime.run import RunResult, resume_pipelines, run_pipelines
 from rlmux.spec import Spec
 from rlmux.spec.load import parse_spec
 
 
-def start(spec: Spec, folder: Path, *, is_overwriting: bool, is_quiet: bool) -> RunResult:
+def start(spec: Spec, folder: Path, *, is_overwriting: bool, is_quiet: bool, is_kept_open: bool = False) -> RunResult:
     """A new run."""
     _make_importable(spec.code_folder)
     with Live(spec, is_quiet=is_quiet) as live:
@@ -33,17 +36,42 @@ def start(spec: Spec, folder: Path, *, is_overwriting: bool, is_quiet: bool) -> 
             spec=header(spec),
             is_overwriting=is_overwriting,
             listeners=[live],
+            parse=_parser(spec),
+            is_kept_open=is_kept_open,
         )
 
 
-def go_on(folder: Path, *, is_quiet: bool) -> RunResult:
-    """The rest of a run that was stopped or killed."""
-    with LogReader(folder) as log:
-        written = log.header
-    spec = _spec_of(written, folder)
+def go_on(folder: Path, *, is_quiet: bool, is_kept_open: bool = False) -> RunResult:
+    """The rest of a run that was stopped or killed, with what was submitted to it."""
+    spec = spec_of(folder)
     _make_importable(spec.code_folder)
+    parse = _parser(spec)
+    given = submissions(spec)
+    for submitted in submitted_to(folder):
+        late = parse(submitted.resolved, submitted.source)
+        given += [replace(one, submit_at_s=submitted.at_s + one.submit_at_s) for one in late]
     with Live(spec, is_quiet=is_quiet) as live:
-        return resume_pipelines(spec.cluster, submissions(spec), POLICIES[spec.policy](), folder, listeners=[live])
+        return resume_pipelines(
+            spec.cluster,
+            given,
+            POLICIES[spec.policy](),
+            folder,
+            listeners=[live],
+            parse=parse,
+            is_kept_open=is_kept_open,
+        )
+
+
+def _parser(run: Spec) -> ParseSubmission:
+    """Reads what is submitted to this run: its cluster holds, whatever cluster the text names."""
+
+    def parse(text: str, source: str) -> list[Submission]:
+        spec = parse_spec(text, source=source, folder=run.code_folder, cluster_of=run)
+        _make_importable(spec.code_folder, is_late=True)
+        _check_reward_modules(spec)
+        return submissions(spec)
+
+    return parse
 
 
 def submissions(spec: Spec) -> list[Submission]:
@@ -58,7 +86,10 @@ def header(spec: Spec) -> Mapping[str, Any]:
     return {"source": spec.source, "resolved": spec.resolved}
 
 
-def _spec_of(header: Mapping[str, Any], folder: Path) -> Spec:
+def spec_of(folder: Path) -> Spec:
+    """What a run's log keeps of the file that began it."""
+    with LogReader(folder) as log:
+        header = log.header
     written = header.get("spec") or {}
     if "resolved" not in written:
         raise UserError(f"{folder}: its log keeps no file to go on from; accepted: a folder that `rlmux run` made")
@@ -66,7 +97,24 @@ def _spec_of(header: Mapping[str, Any], folder: Path) -> Spec:
     return replace(spec, policy=str(header["policy"]))
 
 
-def _make_importable(folder: Path) -> None:
-    """Reward modules lie here. Worker processes are given this process's module search path."""
+def _make_importable(folder: Path, *, is_late: bool = False) -> None:
+    """Reward modules lie here. Worker processes are given this process's module search path.
+
+    Late ones go behind the others: a pipeline that comes later changes nothing for those before it.
+    """
     if str(folder) not in sys.path:
-        sys.path.insert(0, str(folder))
+        sys.path.insert(len(sys.path) if is_late else 0, str(folder))
+        importlib.invalidate_caches()
+
+
+def _check_reward_modules(spec: Spec) -> None:
+    """Raises UserError for a reward module that another folder's module of the same name hides."""
+    for given in spec.pipelines:
+        module = (given.plan.task.reward or "").partition(":")[0].partition(".")[0]
+        own = [path for path in (spec.code_folder / f"{module}.py", spec.code_folder / module) if path.exists()]
+        found = importlib.util.find_spec(module) if module and own else None
+        if found is not None and found.origin and not Path(found.origin).is_relative_to(spec.code_folder):
+            raise UserError(
+                f"pipeline {given.name}: task.reward: {own[0]} is hidden by {found.origin}, which this run uses "
+                "already; accepted: a module with a name of its own"
+            )

@@ -195,6 +195,11 @@ class History:
     def is_over(self) -> bool:
         return bool(self.pipelines) and all(record.is_over for record in self.pipelines.values())
 
+    @property
+    def running(self) -> list[OrderRecord]:
+        """Orders that have not ended, in the order they were given."""
+        return list(self._running.values())
+
     # ------------------------------------------------------------------ pipelines come and go
 
     def _on_submitted(self, time_s: float, event: PipelineSubmitted) -> None:

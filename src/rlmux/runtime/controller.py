@@ -21,6 +21,7 @@ from rlmux.core.events import Event, PipelineSubmitted, TimerFired
 from rlmux.core.scheduler import Scheduler
 from rlmux.report.log import RunLog
 from rlmux.runtime.backend import Backend, Note, Submission
+from rlmux.runtime.desk import Desk
 
 _POLL_S = 0.25
 
@@ -37,12 +38,19 @@ class Controller:
     """Drives one scheduler with one backend until every pipeline is over or someone asks it to stop."""
 
     def __init__(
-        self, scheduler: Scheduler, backend: Backend, log: RunLog | None, listeners: Sequence[Listener] = ()
+        self,
+        scheduler: Scheduler,
+        backend: Backend,
+        log: RunLog | None,
+        listeners: Sequence[Listener] = (),
+        desk: Desk | None = None,
     ) -> None:
+        """`desk`: through which pipelines come and go while it runs."""
         self._scheduler = scheduler
         self._backend = backend
         self._log = log
-        self._listeners = listeners
+        self._listeners = [*listeners, desk] if desk is not None else listeners
+        self._desk = desk
         self._timers: list[float] = []
         self._is_stopping = False
         self.control_s = 0.0
@@ -53,17 +61,37 @@ class Controller:
         self._is_stopping = True
 
     def run(self, submissions: Sequence[Submission], *, until: Callable[[], bool] = lambda: False) -> bool:
-        """Returns True when every pipeline is over, False when it was stopped before."""
+        """Returns True when every pipeline is over, False when it was stopped before.
+
+        With a desk that is kept open it goes on until it is stopped.
+        """
         waiting = sorted(submissions, key=lambda submission: submission.submit_at_s)
         for submission in waiting:
             self._backend.add_pipeline(submission)
         while not self._is_stopping and not until():
-            due = self._due(waiting)
-            if not waiting and not due and self._scheduler.is_idle():
+            asked, asked_notes = self._see_to_desk(waiting)
+            due = [*asked, *self._due(waiting)]
+            if not waiting and not due and self._scheduler.is_idle() and not self._is_kept_open():
                 return True
             events, notes = ((), ()) if due else self._backend.poll(self._patience(waiting))
-            self._step([*due, *events], notes)
-        return False
+            self._step([*due, *events], [*asked_notes, *notes])
+        return not waiting and self._scheduler.is_idle()
+
+    def _is_kept_open(self) -> bool:
+        return self._desk is not None and self._desk.is_kept_open
+
+    def _see_to_desk(self, waiting: list[Submission]) -> tuple[Sequence[Event], Sequence[Note]]:
+        """Let visitors' pipelines in among those that wait, and those withdrawn out."""
+        if self._desk is None:
+            return (), ()
+        asked = self._desk.open(self._backend.now_s(), waiting)
+        for submission in asked.submissions:
+            self._backend.add_pipeline(submission)
+        if asked.submissions or asked.withdrawn:
+            waiting += asked.submissions
+            waiting[:] = [one for one in waiting if one.pipeline.id not in asked.withdrawn]
+            waiting.sort(key=lambda submission: submission.submit_at_s)
+        return asked.events, asked.notes
 
     def _step(self, events: Sequence[Event], notes: Sequence[Note]) -> None:
         """One turn of the loop."""

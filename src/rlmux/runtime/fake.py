@@ -21,7 +21,8 @@ class FakeBackend:
         self._duration_s = duration_s
         self._now_s = 0.0
         self._sequence = 0
-        self._ends: list[tuple[float, int, OrderId]] = []
+        self._ends: list[tuple[float, int, OrderId, bool]] = []
+        """(when, sequence, order, is its work whole then)."""
         self._running: dict[OrderId, tuple[RunStage | Migrate, float]] = {}
         self.executed: list[Action] = []
         """Every action, in order."""
@@ -40,19 +41,19 @@ class FakeBackend:
             case Migrate():
                 self._begin(action, 0.0)
             case Pause(order=order) if order in self._running:
-                self._begin(self._running[order][0], 0.0)
+                self._begin(self._running[order][0], 0.0, is_whole=False)
             case _:
                 pass
 
     def poll(self, timeout_s: float) -> tuple[Sequence[Event], Sequence[Note]]:
         while self._ends:
-            end_s, _, order = self._ends[0]
+            end_s, _, order, is_whole = self._ends[0]
             if end_s > self._now_s + timeout_s:
                 break
             heapq.heappop(self._ends)
             if order in self._running:
                 self._now_s = end_s
-                return [self._end(order, end_s)], ()
+                return [self._end(order, end_s, is_whole)], ()
         self._now_s += timeout_s
         return (), ()
 
@@ -62,16 +63,15 @@ class FakeBackend:
     def close(self) -> None:
         self._running.clear()
 
-    def _begin(self, action: RunStage | Migrate, seconds: float) -> None:
+    def _begin(self, action: RunStage | Migrate, seconds: float, *, is_whole: bool = True) -> None:
         started_s = self._running.get(action.order, (action, self._now_s))[1]
         self._running[action.order] = (action, started_s)
         self._sequence += 1
-        heapq.heappush(self._ends, (self._now_s + seconds, self._sequence, action.order))
+        heapq.heappush(self._ends, (self._now_s + seconds, self._sequence, action.order, is_whole))
 
-    def _end(self, order: OrderId, end_s: float) -> Event:
+    def _end(self, order: OrderId, end_s: float, is_whole: bool) -> Event:
         action, started_s = self._running.pop(order)
         if isinstance(action, Migrate):
             return TrajectoriesMoved(time_s=end_s, order=order, num_trajectories=1, seconds=end_s - started_s)
-        is_whole = end_s - started_s >= self._duration_s(action)
         event = StageFinished if is_whole else StagePaused
         return event(time_s=end_s, order=order, seconds=end_s - started_s)

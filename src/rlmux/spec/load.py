@@ -105,8 +105,12 @@ def load_spec(
     purpose: Purpose = Purpose.RUN,
     check_task: CheckTask | None = None,
     policies: Sequence[str] | None = None,
+    cluster_of: Spec | None = None,
 ) -> Spec:
-    """Read, check and convert the file. `check_task` and `policies` know the names; None accepts any."""
+    """Read, check and convert the file. `check_task` and `policies` know the names; None accepts any.
+
+    `cluster_of`: whose cluster takes the place of the file's own, which may then have none.
+    """
     source = str(path)
     return parse_spec(
         _read(Path(path)),
@@ -116,6 +120,7 @@ def load_spec(
         purpose=purpose,
         check_task=check_task,
         policies=policies,
+        cluster_of=cluster_of,
     )
 
 
@@ -128,9 +133,14 @@ def parse_spec(
     purpose: Purpose = Purpose.RUN,
     check_task: CheckTask | None = None,
     policies: Sequence[str] | None = None,
+    cluster_of: Spec | None = None,
 ) -> Spec:
     """`load_spec` for a text that is at hand."""
-    root = _merged(parse_yaml(text, source), source, overrides)
+    tree = parse_yaml(text, source)
+    if cluster_of is not None and isinstance(tree.value, dict):
+        other = parse_yaml(cluster_of.resolved, cluster_of.source)
+        tree = tree.replaced(["cluster"], other.nearest(["cluster"]))
+    root = _merged(tree, source, overrides)
     try:
         file = SpecFile.model_validate(root.plain())
     except ValidationError as error:

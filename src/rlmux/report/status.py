@@ -1,0 +1,84 @@
+"""How a run stands at its log's last row: who is where, who holds what. Its keys are stable.
+
+    pipelines.NAME   status  step  num_steps  reward_first  reward_last  group  rollout_nodes  train_nodes
+                     doing   reason   submitted_s
+    devices.ID       pool  pipeline  stage  step         null where nobody computes
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from rlmux.core.model import PipelineId, Placement
+from rlmux.report.history import STOPPED, History, OrderRecord, PipelineRecord
+
+_UNDER_WAY = ("running", "waiting")
+
+
+def status(history: History, *, is_going_on: bool) -> dict[str, Any]:
+    """`is_going_on`: a process carries the run on. Without one, what the log shows under way is stopped."""
+    running = history.running if is_going_on else []
+    placements = {pin.pipeline: pin.placement for pin in history.pins if math.isinf(pin.end_s)}
+    return {
+        "policy": history.header.get("policy"),
+        "backend": history.header.get("backend"),
+        "is_going_on": is_going_on,
+        "now_s": history.last_s,
+        "pipelines": {
+            str(name): _pipeline(record, placements.get(name), running, is_going_on=is_going_on)
+            for name, record in history.pipelines.items()
+        },
+        "devices": _devices(history, running),
+    }
+
+
+def _pipeline(
+    record: PipelineRecord, placement: Placement | None, running: list[OrderRecord], *, is_going_on: bool
+) -> dict[str, Any]:
+    rewards = [
+        reward
+        for step in sorted(record.metrics)
+        if math.isfinite(reward := record.metrics[step].get("reward_mean", math.nan))
+    ]
+    is_stopped = not is_going_on and record.status in _UNDER_WAY
+    return {
+        "status": STOPPED if is_stopped else str(record.status),
+        "step": max(record.published, default=record.pipeline.first_step - 1),
+        "num_steps": record.pipeline.num_steps,
+        "reward_first": rewards[0] if rewards else None,
+        "reward_last": rewards[-1] if rewards else None,
+        "group": placement.group if placement else None,
+        "rollout_nodes": [str(node) for node in placement.rollout_nodes] if placement else [],
+        "train_nodes": [str(node) for node in placement.train_nodes] if placement else [],
+        "doing": _doing(record.pipeline.id, running),
+        "reason": record.reason,
+        "submitted_s": record.submitted_s,
+    }
+
+
+def _doing(pipeline: PipelineId, running: list[OrderRecord]) -> str:
+    """Its stages under way, in words."""
+    words = (
+        f"{order.stage.value.replace('_', ' ')} {order.step}".removesuffix(" 0")
+        for order in running
+        if order.pipeline == pipeline
+    )
+    return ", ".join(dict.fromkeys(words))
+
+
+def _devices(history: History, running: list[OrderRecord]) -> dict[str, Any]:
+    devices: dict[str, Any] = {
+        f"{pool}-{node}.{index}": {"pool": pool, "pipeline": None, "stage": None, "step": None}
+        for fields in (history.header.get("pools") or {}).values()
+        for pool, node, index in fields.get("devices", ())
+    }
+    for order in running:
+        for device in () if order.is_migration else order.devices:
+            devices[str(device)] = {
+                "pool": device.pool,
+                "pipeline": order.pipeline,
+                "stage": order.stage.value,
+                "step": order.step,
+            }
+    return devices
