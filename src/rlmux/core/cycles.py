@@ -1,22 +1,30 @@
 """How long a group's strict meta-iteration takes.
 
-In a strict meta-iteration every member runs one rollout and one train phase, and every node serves its
-members in the same cyclic order. The k-th phases obey
+In a strict meta-iteration every member has its turns, one rollout and one train phase each, and every node serves
+the turns of its members in the same cyclic order. The k-th meta-iteration obeys
 
-    rollout[j,k] after train[j,k-1]    rollout[j,k] after the previous member's rollout on each of j's nodes
-    train[j,k]   after rollout[j,k]    train[j,k]   after the previous member's train phase
+    rollout of a turn after the same member's previous train phase
+    rollout of a turn after the previous turn's rollout on each of its nodes
+    train phase of a turn after its rollout, and after the previous turn's train phase
 
-so the period is the largest (seconds on a cycle) / (meta-iterations it spans) of that graph. When the
-members' rollout node sets are pairwise equal or disjoint, it is max(T_cycle, T_load). Proof: take a simple
-cycle with q steps from a train phase back to a rollout and w wraps to the next meta-iteration; it spans q +
-w of them. With w = 0 it is one member's rollout and train (T_cycle); with q = 0 it is one node's round
-(T_load). Otherwise it is q runs of rollouts, each on one node set and at most T_load long, and train
-phases, each once, at most T_load in all: at most (q + 1) T_load over at least q + 1 meta-iterations.
+so the period is the largest (seconds on a cycle) / (meta-iterations it spans) of that graph.
+
+RollMux gives each member one turn. If then the members' rollout node sets are pairwise equal or disjoint, the period
+is max(T_cycle, T_load). Proof: take a simple cycle with q steps from a train phase back to a rollout and w wraps to
+the next meta-iteration; it spans q + w of them. With w = 0 it is one member's rollout and train (T_cycle); with q = 0
+it is one node's round (T_load). Otherwise it is q runs of rollouts, each on one node set and at most T_load long, and
+train phases, each once, at most T_load in all: at most (q + 1) T_load over at least q + 1 meta-iterations.
 
 The proof needs node sets that are equal or disjoint. Counterexample: order a, ab, b with rollout seconds
-10, 1, 10 on nodes {A}, {A, B}, {B} and 1 s of training each: T_cycle = T_load = 11, the period is 11.5, as
-a run of rollouts crosses from A to B inside `ab`. Such groups are computed exactly (Karp's maximum cycle
-mean).
+10, 1, 10 on nodes {A}, {A, B}, {B} and 1 s of training each: T_cycle = T_load = 11, the period is 11.5, as a run
+of rollouts crosses from A to B inside `ab`. Such groups, and those with several turns for a member, are computed
+exactly (Karp's maximum cycle mean).
+
+Several turns: a member with m turns has its n-th (from 0) at n / m of the meta-iteration, ties in the members' order:
+
+    turns a: 1, b: 3    order  a b b b        turns a: 2, b: 3    order  a b b a b
+
+A step of that member then takes period / m on average.
 """
 
 from __future__ import annotations
@@ -28,12 +36,14 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseLoad:
-    """What one member asks of its group in each meta-iteration."""
+    """What one member asks of its group."""
 
     rollout_s: float
     train_s: float
     rollout_nodes: tuple[Hashable, ...]
     """The nodes that all work on its rollout at once."""
+    turns: int = 1
+    """Steps in each meta-iteration."""
 
     @property
     def solo_s(self) -> float:
@@ -41,8 +51,8 @@ class PhaseLoad:
 
 
 def cycle_s(loads: Sequence[PhaseLoad]) -> float:
-    """T_cycle: the longest solo step (RollMux section 4.1)."""
-    return max((load.solo_s for load in loads), default=0.0)
+    """T_cycle: the longest that a member needs for its turns when alone (RollMux section 4.1)."""
+    return max((load.solo_s * load.turns for load in loads), default=0.0)
 
 
 def load_s(loads: Sequence[PhaseLoad]) -> float:
@@ -50,16 +60,67 @@ def load_s(loads: Sequence[PhaseLoad]) -> float:
     rollout_s_by_node: dict[Hashable, float] = {}
     for load in loads:
         for node in load.rollout_nodes:
-            rollout_s_by_node[node] = rollout_s_by_node.get(node, 0.0) + load.rollout_s
-    return max(sum(load.train_s for load in loads), max(rollout_s_by_node.values(), default=0.0))
+            rollout_s_by_node[node] = rollout_s_by_node.get(node, 0.0) + load.rollout_s * load.turns
+    train_s = sum(load.train_s * load.turns for load in loads)
+    return max(train_s, max(rollout_s_by_node.values(), default=0.0))
 
 
 def meta_iteration_s(loads: Sequence[PhaseLoad]) -> float:
-    """Seconds of one strict meta-iteration in steady state, the members in this cyclic order."""
+    """Seconds of one strict meta-iteration in steady state, the members in this order."""
     bound_s = max(cycle_s(loads), load_s(loads))
-    if has_separate_node_sets([load.rollout_nodes for load in loads]):
+    if is_formula_exact(loads):
         return bound_s
     return max(bound_s, _max_cycle_mean(_one_meta_iteration(loads)))
+
+
+def fits_period(loads: Sequence[PhaseLoad], period_s: float) -> bool:
+    """Whether the meta-iteration takes at most this long; quicker than computing how long.
+
+    Plays meta-iterations one after another and takes the period off in between: the ends settle if it is enough.
+    """
+    if max(cycle_s(loads), load_s(loads)) > period_s:
+        return False
+    if is_formula_exact(loads):
+        return True
+    order = turn_order([load.turns for load in loads])
+    node_s: dict[Hashable, float] = {}
+    trained_s: dict[int, float] = {}
+    train_s = 0.0
+    slack = 1e-9 * period_s
+    for _ in range(2 * len(order) + 2):
+        before = dict(node_s), dict(trained_s), train_s
+        for j in order:
+            load = loads[j]
+            end_s = max((node_s.get(node, 0.0) for node in load.rollout_nodes), default=0.0)
+            end_s = max(end_s, trained_s.get(j, 0.0)) + load.rollout_s
+            for node in load.rollout_nodes:
+                node_s[node] = end_s
+            train_s = trained_s[j] = max(train_s, end_s) + load.train_s
+        has_settled = train_s - period_s <= before[2] + slack
+        train_s = max(train_s - period_s, before[2])
+        for node in node_s:
+            earlier_s = before[0].get(node, 0.0)
+            has_settled = has_settled and node_s[node] - period_s <= earlier_s + slack
+            node_s[node] = max(node_s[node] - period_s, earlier_s)
+        for j in trained_s:
+            earlier_s = before[1].get(j, 0.0)
+            has_settled = has_settled and trained_s[j] - period_s <= earlier_s + slack
+            trained_s[j] = max(trained_s[j] - period_s, earlier_s)
+        if has_settled:
+            return True
+    return False
+
+
+def turn_order(turns: Sequence[int]) -> list[int]:
+    """The members' numbers in the cyclic order of their turns."""
+    if max(turns, default=1) == 1:
+        return list(range(len(turns)))
+    return [j for _, j in sorted((n / count, j) for j, count in enumerate(turns) for n in range(count))]
+
+
+def is_formula_exact(loads: Sequence[PhaseLoad]) -> bool:
+    """Whether the meta-iteration is known to take max(T_cycle, T_load)."""
+    return all(load.turns == 1 for load in loads) and has_separate_node_sets([load.rollout_nodes for load in loads])
 
 
 def has_separate_node_sets(node_sets: Sequence[tuple[Hashable, ...]]) -> bool:
@@ -79,28 +140,33 @@ def has_separate_node_sets(node_sets: Sequence[tuple[Hashable, ...]]) -> bool:
 def _one_meta_iteration(loads: Sequence[PhaseLoad]) -> list[list[float]]:
     """The (max, +) matrix from the phases' ends in one meta-iteration to their ends in the next.
 
-    Row and column j are member j's rollout, n + j its train phase; minus infinity where nothing is awaited.
+    Row and column t are the t-th turn's rollout, n + t its train phase; minus infinity where nothing is awaited.
     """
-    n = len(loads)
+    order = turn_order([load.turns for load in loads])
+    n = len(order)
     last_on_node: dict[Hashable, int] = {}
-    for j, load in enumerate(loads):
-        for node in load.rollout_nodes:
-            last_on_node[node] = j
-    rows: list[list[float]] = []
+    last_of_member: dict[int, int] = {}
+    for turn, j in enumerate(order):
+        last_of_member[j] = turn
+        for node in loads[j].rollout_nodes:
+            last_on_node[node] = turn
+    rollout_rows: list[list[float]] = []
     train_rows: list[list[float]] = []
-    rollout_row_on_node = {node: _unit_row(2 * n, j) for node, j in last_on_node.items()}
+    row_on_node = {node: _unit_row(2 * n, turn) for node, turn in last_on_node.items()}
+    row_of_member = {j: _unit_row(2 * n, n + turn) for j, turn in last_of_member.items()}
     train_row = _unit_row(2 * n, 2 * n - 1)
-    for j, load in enumerate(loads):
-        row = _unit_row(2 * n, n + j)
+    for j in order:
+        load = loads[j]
+        row = row_of_member[j]
         for node in load.rollout_nodes:
-            row = [max(a, b) for a, b in zip(row, rollout_row_on_node[node], strict=True)]
+            row = [max(a, b) for a, b in zip(row, row_on_node[node], strict=True)]
         row = [a + load.rollout_s for a in row]
-        for node in load.rollout_nodes:
-            rollout_row_on_node[node] = row
-        rows.append(row)
+        row_on_node.update(dict.fromkeys(load.rollout_nodes, row))
+        rollout_rows.append(row)
         train_row = [max(a, b) + load.train_s for a, b in zip(row, train_row, strict=True)]
+        row_of_member[j] = train_row
         train_rows.append(train_row)
-    return rows + train_rows
+    return rollout_rows + train_rows
 
 
 def _unit_row(size: int, index: int) -> list[float]:

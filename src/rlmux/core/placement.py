@@ -21,9 +21,9 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from rlmux.core.cycles import PhaseLoad, has_separate_node_sets, meta_iteration_s
+from rlmux.core.cycles import PhaseLoad, fits_period, is_formula_exact, meta_iteration_s
 from rlmux.core.errors import IllegalTransitionError, UserError
 from rlmux.core.model import (
     AdmissionKind,
@@ -58,6 +58,8 @@ class PlacementChoice:
     """Rollouts run on all nodes taken, training nodes first; training on the first `num_train_nodes`."""
     is_shared: bool = False
     """With `is_colocated`: others may join on the same nodes, each training on the `train_nodes` it names."""
+    turns: tuple[tuple[PipelineId, int], ...] = ()
+    """Steps in each meta-iteration, for the pipeline and members of its new group; otherwise 1 and as before."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,6 +86,8 @@ class Member:
 
     pipeline: Pipeline
     placement: Placement
+    turns: int = 1
+    """Steps in each meta-iteration."""
 
     @property
     def is_colocated(self) -> bool:
@@ -98,6 +102,7 @@ class Member:
             rollout_s=estimate.rollout_s if estimate else 0.0,
             train_s=estimate.train_s if estimate else 0.0,
             rollout_nodes=self.placement.rollout_nodes,
+            turns=self.turns,
         )
 
 
@@ -115,11 +120,11 @@ class GroupLoad:
     """Of one meta-iteration, by rollout node."""
     train_load_s: float
     cycle_s: float
-    """T_cycle: the longest solo step among the members."""
+    """T_cycle: the longest that a member needs for its turns when alone."""
     load_s: float
     """T_load: the busiest node's work in one meta-iteration."""
     period_s: float
-    """Of one strict meta-iteration: max(T_cycle, T_load), or more where rollout node sets overlap in part."""
+    """Of one strict meta-iteration: max(T_cycle, T_load), or more where that is not exact."""
     budget_s: float
     """The longest period that keeps every member's SLO; infinite where none is known."""
     free_rollout_bytes: tuple[float, ...]
@@ -133,7 +138,8 @@ class GroupLoad:
     """What its members would cost on nodes that are never idle, each step as slow as its SLO allows."""
     is_colocated: bool
     """A member rolls out on the training nodes; nobody can join unless the group `is_shared`."""
-    has_separate_node_sets: bool
+    is_formula_exact: bool
+    """Whether max(T_cycle, T_load) is the period: one turn each, and node sets that are equal or disjoint."""
 
     @property
     def is_saturated(self) -> bool:
@@ -157,13 +163,20 @@ class GroupLoad:
             return self.period_s + _colocated_solo_s(pipeline)
         new = tuple(NodeId("(new)", index) for index in range(num_new_rollout_nodes))
         nodes = (*rollout_nodes, *new)
-        estimate = pipeline.estimate
-        rollout_s, train_s = (estimate.rollout_s, estimate.train_s) if estimate else (0.0, 0.0)
-        if len(nodes) == 1 and self.has_separate_node_sets and self._is_alone_or_unshared(nodes[0]):
+        rollout_s, train_s = _phases_of(pipeline)
+        if len(nodes) == 1 and self.is_formula_exact and self._is_alone_or_unshared(nodes[0]):
             on_node_s = 0.0 if new else self.rollout_loads_s[self.rollout_nodes.index(nodes[0])]
             return max(self.period_s, rollout_s + train_s, self.train_load_s + train_s, on_node_s + rollout_s)
+        return meta_iteration_s(self._loads_with(rollout_s, train_s, nodes))
+
+    def _loads_with(self, rollout_s: float, train_s: float, nodes: tuple[NodeId, ...]) -> list[PhaseLoad]:
         newcomer = PhaseLoad(rollout_s=rollout_s, train_s=train_s, rollout_nodes=nodes)
-        return meta_iteration_s([*(member.phase_load for member in self.members), newcomer])
+        return [*(member.phase_load for member in self.members), newcomer]
+
+    def slowdown_of(self, pipeline_id: PipelineId) -> float:
+        """A member's mean step in the meta-iteration over its solo step there; 1 where nothing is known."""
+        load = next(member.phase_load for member in self.members if member.pipeline.id == pipeline_id)
+        return self.period_s / (load.turns * load.solo_s) if load.solo_s else 1.0
 
     def _is_alone_or_unshared(self, node: NodeId) -> bool:
         return all(
@@ -178,7 +191,11 @@ class GroupLoad:
         budget_s = min(self.budget_s, budget_of(pipeline))
         if budget_s == math.inf:
             return True
-        return self.period_with(pipeline, rollout_nodes, num_new_rollout_nodes) <= budget_s
+        if self.is_formula_exact or self.is_colocated:
+            return self.period_with(pipeline, rollout_nodes, num_new_rollout_nodes) <= budget_s
+        new = tuple(NodeId("(new)", index) for index in range(num_new_rollout_nodes))
+        rollout_s, train_s = _phases_of(pipeline)
+        return fits_period(self._loads_with(rollout_s, train_s, (*rollout_nodes, *new)), budget_s)
 
     def has_memory_for(self, pipeline: Pipeline, rollout_nodes: Sequence[NodeId]) -> bool:
         """Residency by bytes on the shared nodes; by the cap among pipelines without footprints."""
@@ -193,6 +210,11 @@ class GroupLoad:
 def solo_s(pipeline: Pipeline) -> float:
     """T_solo, or 0 where nothing is known."""
     return pipeline.estimate.solo_s if pipeline.estimate else 0.0
+
+
+def _phases_of(pipeline: Pipeline) -> tuple[float, float]:
+    estimate = pipeline.estimate
+    return (estimate.rollout_s, estimate.train_s) if estimate else (0.0, 0.0)
 
 
 def _colocated_solo_s(pipeline: Pipeline) -> float:
@@ -480,7 +502,7 @@ class PlacementLedger:
             still_pinned.update(group.train_nodes)
             released = tuple(node for node in group.rollout_nodes if node not in still_pinned)
             rollout_nodes = tuple(node for node in group.rollout_nodes if node in still_pinned)
-            self._store(group.id, staying, rollout_nodes, group.train_nodes)
+            self._store(group.id, _with_turns(staying, {}), rollout_nodes, group.train_nodes)
         return released
 
     def _undo_departure(self, pipeline_id: PipelineId, group: GroupLoad) -> None:
@@ -505,6 +527,8 @@ class PlacementLedger:
                 raise IllegalTransitionError(
                     f"{story} needs {need:.0f} bytes on a {phase} node of {pool.host_memory_bytes:.0f}"
                 )
+        if any(count < 1 for _, count in choice.turns):
+            raise IllegalTransitionError(f"{story} gives a member no turn")
         if choice.group is None:
             self._validate_founding(choice, story)
         else:
@@ -577,7 +601,7 @@ class PlacementLedger:
         self._group_of[pipeline.id] = group_id
         self._store(
             group_id,
-            (*members, Member(pipeline=pipeline, placement=placement)),
+            _with_turns((*members, Member(pipeline=pipeline, placement=placement)), dict(choice.turns)),
             tuple(dict.fromkeys(group_rollout + rollout_nodes)),
             group_train,
         )
@@ -614,14 +638,14 @@ class PlacementLedger:
         for member, load in zip(members, loads, strict=True):
             footprint = member.pipeline.footprint
             for node in member.placement.rollout_nodes:
-                rollout_s[node] += load.rollout_s
+                rollout_s[node] += load.rollout_s * load.turns
                 held_bytes[node] += footprint.rollout_host_bytes
             for node in member.placement.train_nodes:
                 held_bytes[node] += footprint.train_host_bytes
-        train_s = sum(load.train_s for load in loads)
-        cycle = max(load.solo_s for load in loads)
+        train_s = sum(load.train_s * load.turns for load in loads)
+        cycle = max(load.solo_s * load.turns for load in loads)
         busiest = max(train_s, *rollout_s.values())
-        is_separate = has_separate_node_sets([load.rollout_nodes for load in loads])
+        is_exact = is_formula_exact(loads)
         is_colocated = any(member.is_colocated for member in members)
         if is_colocated:
             # Both phases of everyone on the same nodes: one after another is what can be promised.
@@ -638,15 +662,15 @@ class PlacementLedger:
             train_load_s=train_s,
             cycle_s=cycle,
             load_s=busiest,
-            period_s=max(cycle, busiest) if is_separate or is_colocated else meta_iteration_s(loads),
-            budget_s=min(budget_of(member.pipeline) for member in members),
+            period_s=max(cycle, busiest) if is_exact or is_colocated else meta_iteration_s(loads),
+            budget_s=min(budget_of(member.pipeline) * member.turns for member in members),
             free_rollout_bytes=tuple(free[node] for node in rollout_nodes),
             free_train_bytes=min(free[node] for node in train_nodes),
             usd_per_hour=sum(self.cluster.pools[node.pool].usd_per_node_hour for node in held_bytes),
             least_usd_per_hour=sum(self._least_usd_per_hour(member.pipeline) for member in members),
             num_without_footprint=sum(not has_footprint(member.pipeline) for member in members),
             is_colocated=is_colocated,
-            has_separate_node_sets=is_separate,
+            is_formula_exact=is_exact,
         )
 
     def _least_usd_per_hour(self, pipeline: Pipeline) -> float:
@@ -669,6 +693,16 @@ class PlacementLedger:
         if is_colocated:
             return footprint.rollout_host_bytes + footprint.train_host_bytes
         return footprint.rollout_host_bytes if phase is Phase.ROLLOUT else footprint.train_host_bytes
+
+
+def _with_turns(members: tuple[Member, ...], turns: Mapping[PipelineId, int]) -> tuple[Member, ...]:
+    """New turns where given, then all of them in lowest terms."""
+    counts = [turns.get(member.pipeline.id, member.turns) for member in members]
+    divisor = math.gcd(*counts)
+    return tuple(
+        member if member.turns == count // divisor else replace(member, turns=count // divisor)
+        for member, count in zip(members, counts, strict=True)
+    )
 
 
 class _PoolNodes:

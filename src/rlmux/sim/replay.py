@@ -208,9 +208,10 @@ class _Replay:
 
 
 def predicted_slowdown(group: GroupLoad, pipeline: Pipeline) -> float:
-    """Of a step in the group's strict meta-iteration; 1.0 where nothing is known."""
+    """A step's mean in the group's strict meta-iteration over T_solo; 1.0 where nothing is known."""
     alone_s = solo_s(pipeline)
-    return group.period_s / alone_s if alone_s else 1.0
+    turns = next(member.turns for member in group.members if member.pipeline.id == pipeline.id)
+    return group.period_s / (turns * alone_s) if alone_s else 1.0
 
 
 def nodes_in_use(ledger: PlacementLedger, phase: Phase) -> int:
