@@ -359,8 +359,7 @@ def predicted_slowdown(group: GroupLoad, pipeline: Pipeline) -> float:
 
     Relative to the solo time on the same nodes, so a pipeline alone on training nodes has 1 too.
     """
-    load = next(member.phase_load for member in group.members if member.pipeline.id == pipeline.id)
-    return group.period_s / load.solo_s if load.solo_s else 1.0
+    return group.slowdown_of(pipeline.id)
 
 
 def worst_slowdown(group: GroupLoad) -> float:
