@@ -8,6 +8,7 @@
     ├── WorkerLostError               a worker process went away or stopped answering
     ├── CheckpointError               a checkpoint is absent, torn or damaged: an older one may do
     ├── LogError                      the run log is unreadable, torn beyond repair, or of a newer schema
+    ├── StorageError                  the disk is full or fails: the run stops, and can be resumed
     └── IllegalTransitionError        our own bug: an event or order that the state does not allow
 
 All of them pickle, because they cross processes.
@@ -46,6 +47,10 @@ class CheckpointError(RlmuxError):
 
 class LogError(RlmuxError):
     """The run log cannot be used: not a log, damaged, or written by a newer rlmux."""
+
+
+class StorageError(RlmuxError):
+    """A file of the run cannot be written. Nobody's fault: the run stops and can be resumed."""
 
 
 class IllegalTransitionError(RlmuxError):

@@ -2,29 +2,54 @@
 
     PIPELINE/step_12/  step_13/  latest      each folder whole by the way it is written; `latest` names the newest
 
-A damaged one is skipped for the one before it, and said.
+A damaged one is skipped for the one before it, and said. With staleness k, step n + 1 samples from version n - k: a
+checkpoint can be gone on from when the k versions before it are good too. A pipeline that is not over goes on from
+before its last step, even where that step's checkpoint is there: the end is told after it is written.
 """
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
 
 from rlmux.core.errors import CheckpointError
 from rlmux.engines.checkpoint import read_checkpoint
 from rlmux.engines.files import sync_path
+from rlmux.runtime.backend import Submission
 
 _NAME = re.compile(r"step_(\d+)")
+_ASIDE = re.compile(r"step_\d+\.(tmp|old)-\d+|\.latest\.tmp.*")
+
+
+class Checkpoint(NamedTuple):
+    """One whose every checksum holds."""
+
+    step: int
+    path: Path
+    weights_sha256: str | None
 
 
 class CheckpointFolder:
     """The checkpoints of one pipeline; keeps the newest `keep` of them."""
 
-    def __init__(self, folder: Path, *, keep: int, say: Callable[[str], None] = lambda _: None) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep: int,
+        staleness: int = 0,
+        first_version: int = 0,
+        say: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """`first_version`: the oldest that training publishes; what comes before it is made without a checkpoint."""
         self._folder = folder
         self._keep = max(1, keep)
+        self._staleness = staleness
+        self._first_version = first_version
         self._say = say
 
     def path(self, step: int) -> Path:
@@ -34,30 +59,62 @@ class CheckpointFolder:
         """Where rollout workers find a version that is no longer in shared memory."""
         return self.path(version) / "model.safetensors"
 
-    def newest(self) -> tuple[int, Path] | None:
-        """The newest checkpoint whose every checksum holds, with its step."""
-        for step in reversed(self._steps()):
-            try:
-                read_checkpoint(self.path(step))
-            except CheckpointError as error:
-                self._say(f"{error}; falling back to the checkpoint before it")
-            else:
-                return step, self.path(step)
+    def newest(self, *, before: int) -> Checkpoint | None:
+        """The newest checkpoint that training can go on from towards step `before`."""
+        known: dict[int, Checkpoint | None] = {}
+        for step in reversed([step for step in self._steps() if step < before]):
+            older = range(max(self._first_version, step - self._staleness), step)
+            found = [known[each] if each in known else known.setdefault(each, self._read(each)) for each in older]
+            mine = known[step] if step in known else known.setdefault(step, self._read(step))
+            if mine is not None and None not in found:
+                return mine
         return None
 
-    def mark_latest(self, step: int) -> None:
-        """Name the newest checkpoint, once it is there."""
-        aside = self._folder / ".latest.tmp"
-        aside.write_text(f"step_{step}\n")
-        sync_path(aside)
-        aside.replace(self._folder / "latest")
-        sync_path(self._folder)
+    def remove_leftovers(self) -> None:
+        """What a killed worker had begun to write. Only while no worker of the pipeline lives."""
+        for path in self._folder.iterdir() if self._folder.is_dir() else ():
+            if _ASIDE.fullmatch(path.name):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def prune(self) -> None:
         """Remove the oldest, never the newest `keep`."""
         for step in self._steps()[: -self._keep]:
             shutil.rmtree(self.path(step), ignore_errors=True)
 
+    def _read(self, step: int) -> Checkpoint | None:
+        try:
+            state = read_checkpoint(self.path(step))
+        except (CheckpointError, OSError) as error:
+            self._say(f"{error}; falling back to the checkpoint before it")
+            return None
+        return Checkpoint(step, self.path(step), state.get("weights_sha256"))
+
     def _steps(self) -> list[int]:
         names = (_NAME.fullmatch(path.name) for path in self._folder.iterdir()) if self._folder.is_dir() else ()
         return sorted(int(match[1]) for match in names if match)
+
+
+def checkpoint_folder(
+    submission: Submission,
+    run_folder: Path,
+    *,
+    keep: int = 1,
+    say: Callable[[str], None] = lambda _: None,
+) -> CheckpointFolder:
+    """The checkpoints of a pipeline of a run."""
+    return CheckpointFolder(
+        run_folder / submission.plan.name,
+        keep=keep,
+        staleness=submission.pipeline.staleness,
+        first_version=0 if submission.pipeline.has_warm_start else 1,
+        say=say,
+    )
+
+
+def mark_latest(checkpoint: Path) -> None:
+    """Name the newest checkpoint in `latest`, for people and scripts, once it is there."""
+    aside = checkpoint.with_name(f".latest.tmp-{os.getpid()}")
+    aside.write_text(f"{checkpoint.name}\n")
+    sync_path(aside)
+    aside.replace(checkpoint.with_name("latest"))
+    sync_path(checkpoint.parent)

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from rlmux.core.actions import Action, SetTimer
+from rlmux.core.actions import Action, Migrate, RunStage, SetTimer
 from rlmux.core.errors import IllegalTransitionError
 from rlmux.core.events import Event, PipelineSubmitted, TimerFired
 from rlmux.core.scheduler import Scheduler
@@ -111,13 +111,17 @@ class Controller:
         for action in actions:
             if isinstance(action, SetTimer):
                 heapq.heappush(self._timers, action.at_s)
-            else:
+            elif not self._is_overtaken(action):
                 self._backend.execute(action)
         for listener in self._listeners:
             listener.update(now_s, events, actions, notes)
         self.control_s += time.thread_time() - start_s
         if not events and not self._scheduler.state.orders and not self._timers:
             self._check_not_stuck()
+
+    def _is_overtaken(self, action: Action) -> bool:
+        """A later event of the same turn has ended the order already: its pipeline failed or began again."""
+        return isinstance(action, RunStage | Migrate) and action.order not in self._scheduler.state.orders
 
     def _due(self, waiting: list[Submission]) -> list[Event]:
         """Submissions and timers whose time has come."""

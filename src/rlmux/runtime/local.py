@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import hashlib
 import os
 import selectors
@@ -24,17 +26,17 @@ def local_backend(
     cluster: Cluster, folder: Path, *, options: WorkerOptions | None = None, start_s: float = 0.0
 ) -> WorkerBackend:
     """The backend of a run on this machine. Raises UserError for a cluster that this machine cannot be."""
-    workplace = LocalProcesses(assign_cores(cluster))
-    return WorkerBackend(
-        cluster, folder, workplace, shared_memory_folder(folder), options=options, start_s=start_s
-    )
+    memory = SharedMemoryFolder(folder)
+    workplace = LocalProcesses(assign_cores(cluster), memory)
+    return WorkerBackend(cluster, folder, workplace, memory.path, options=options, start_s=start_s)
 
 
 class LocalProcesses:
     """A workplace of processes, watched through their pipes."""
 
-    def __init__(self, cores_by_device: dict[DeviceId, tuple[int, ...]]) -> None:
+    def __init__(self, cores_by_device: dict[DeviceId, tuple[int, ...]], memory: SharedMemoryFolder) -> None:
         self._cores_by_device = cores_by_device
+        self._memory = memory
         self._selector = selectors.DefaultSelector()
         warm_up()
 
@@ -64,6 +66,7 @@ class LocalProcesses:
 
     def close(self) -> None:
         self._selector.close()
+        self._memory.close()
 
 
 def assign_cores(cluster: Cluster) -> dict[DeviceId, tuple[int, ...]]:
@@ -82,11 +85,50 @@ def assign_cores(cluster: Cluster) -> dict[DeviceId, tuple[int, ...]]:
     return assigned
 
 
-def shared_memory_folder(run_folder: Path) -> Path:
-    """A private folder in shared memory, the same for every process of this run; emptied if it was left behind."""
-    name = f"rlmux-{os.getuid()}-{hashlib.sha256(str(run_folder.resolve()).encode()).hexdigest()[:16]}"
-    parent = Path("/dev/shm")
-    folder = (parent if os.access(parent, os.W_OK) else run_folder) / name
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(mode=0o700)
-    return folder
+class SharedMemoryFolder:
+    """A private folder in shared memory, the same for every process of this run; emptied if it was left behind.
+
+    Held by a lock that ends with this process, so that folders of killed runs can be told and are removed.
+    """
+
+    def __init__(self, run_folder: Path) -> None:
+        parent = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else run_folder
+        prefix = f"rlmux-{os.getuid()}-"
+        for left_behind in parent.glob(f"{prefix}*"):
+            _remove_if_unheld(left_behind)
+        self.path = parent / f"{prefix}{hashlib.sha256(str(run_folder.resolve()).encode()).hexdigest()[:16]}"
+        self._lock: int | None = None
+        while self._lock is None:
+            shutil.rmtree(self.path, ignore_errors=True)
+            self.path.mkdir(mode=0o700)
+            self._lock = _hold(self.path)
+
+    def close(self) -> None:
+        """Safe to call twice."""
+        shutil.rmtree(self.path, ignore_errors=True)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def _hold(folder: Path) -> int | None:
+    """The lock, or None if another start took the new folder for one that was left behind."""
+    try:
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    except FileNotFoundError:
+        return None
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    if os.fstat(lock).st_nlink:
+        return lock
+    os.close(lock)
+    return None
+
+
+def _remove_if_unheld(folder: Path) -> None:
+    with contextlib.suppress(OSError):  # another user's, or another start removes it too
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(folder, ignore_errors=True)
+        finally:
+            os.close(lock)

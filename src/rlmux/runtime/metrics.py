@@ -6,6 +6,7 @@ TensorBoard's own writer is used without TensorFlow or torch; without the packag
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ class MetricsWriter:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._writers: dict[PipelineId, Any] = {}
+        self._last_step: dict[PipelineId, int] = {}
 
     def update(
         self, now_s: float, events: Sequence[Event], actions: Sequence[Action], notes: Sequence[Note]
@@ -45,8 +47,14 @@ class MetricsWriter:
                 writer.close()
 
     def _write(self, now_s: float, pipeline: PipelineId, step: int, metrics: dict[str, float]) -> None:
+        path = self._folder / pipeline / "metrics.jsonl"
+        if pipeline not in self._last_step:
+            self._last_step[pipeline] = _last_whole_step(path)
+        if step <= self._last_step[pipeline]:
+            return  # done again after a crash, with the same numbers
+        self._last_step[pipeline] = step
         line = json.dumps({"step": step, "time_s": round(now_s, 4), **metrics})
-        with (self._folder / pipeline / "metrics.jsonl").open("a") as file:
+        with path.open("a") as file:
             file.write(line + "\n")
         if pipeline not in self._writers:
             self._writers[pipeline] = _event_writer(self._folder / pipeline / "tensorboard")
@@ -54,6 +62,18 @@ class MetricsWriter:
         if writer is not None:
             for name, value in metrics.items():
                 writer.add_scalar(_TAGS.get(name, f"train/{name}"), value, step)
+
+
+def _last_whole_step(path: Path) -> int:
+    """What an earlier part of the run wrote last; a line that a crash cut short is cut off."""
+    if not path.exists():
+        return 0
+    text = path.read_bytes()
+    whole = text[: text.rfind(b"\n") + 1]
+    if whole != text:
+        os.truncate(path, len(whole))
+    lines = whole.splitlines()
+    return int(json.loads(lines[-1])["step"]) if lines else 0
 
 
 def _event_writer(folder: Path) -> Any:

@@ -5,15 +5,22 @@
               poll() ──▶ then(result) ◀─────── (ok, value) | (failed, error)
 
 Calls are bounded and answered in order; further ones queue here. Processes come from a fork server that has
-imported torch once, so that a ready worker takes a tenth of a second. A worker whose controller is gone reads the
-end of its pipe and leaves: no orphan outlives a killed controller.
+imported torch once, so that a ready worker takes a tenth of a second.
+
+No orphan outlives its controller, killed or not: a worker reads the end of its pipe and leaves; one that is stuck
+in a call gets the system's death signal when the fork server, which ends with the controller, is gone. A worker has
+a session of its own, so ending it ends what user code started in it too.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
+import faulthandler
 import os
 import signal
+import socket
+import struct
 import sys
 import traceback
 from collections import deque
@@ -29,6 +36,14 @@ from rlmux.core.errors import PipelineError, RlmuxError, WorkerLostError
 _FORKSERVER = get_context("forkserver")
 _PRELOAD = "rlmux.runtime.preload"
 _END_GRACE_S = 2.0
+_EXIT_REPORT_S = 1.0
+"""How long the exit code of a process that has closed its pipe may take to arrive."""
+_TRANSFER_LIMIT_S = 10
+"""Once an answer has begun to arrive, or a call to leave, it goes on within this time: a worker that was stopped in
+the middle of one must not hold its controller."""
+_OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "bad_alloc")
+"""How libraries in C say MemoryError."""
+_PR_SET_PDEATHSIG = 1
 
 
 class _Call(NamedTuple):
@@ -69,7 +84,9 @@ class WorkerProcess:
         )
         self._process.start()
         self.pid = self._process.pid
+        self._handle = _open_handle(self.pid)
         theirs.close()
+        _limit_transfers(self.connection)
 
     def call(self, now_s: float, method: str, args: tuple[Any, ...], then: Callable[[Any], None]) -> None:
         """Have the worker run a method; `then` gets its result. Raises WorkerLostError if the process is gone."""
@@ -93,7 +110,7 @@ class WorkerProcess:
         try:
             is_ok, value = self.connection.recv()
         except (EOFError, OSError) as error:
-            raise WorkerLostError(f"{self.name} is gone (exit code {self._process.exitcode})") from error
+            raise WorkerLostError(f"{self.name} is gone ({self._how_it_ended()})") from error
         self._deadline_s = None
         if not is_ok:
             raise value
@@ -117,12 +134,30 @@ class WorkerProcess:
         self.kill()
 
     def kill(self) -> None:
+        """End it, and whatever runs in its session."""
         with contextlib.suppress(OSError):
             self.connection.close()
-        if self._process.is_alive():
+        if self.pid is None:
+            return
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.pid, signal.SIGKILL)
+        if self._handle is not None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._handle, signal.SIGKILL)
+            os.close(self._handle)
+        elif self._process.is_alive():
             self._process.kill()
-        self._process.join()
-        self._process.close()
+        self._process.join(_END_GRACE_S)
+        with contextlib.suppress(ValueError):  # in the system's hands still: dead, but not yet gone
+            self._process.close()
+        self.pid = None
+
+    def _how_it_ended(self) -> str:
+        self._process.join(_EXIT_REPORT_S)
+        code = self._process.exitcode
+        if code is None:
+            return "stopped in the middle of an answer"
+        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
 def _serve(
@@ -130,7 +165,11 @@ def _serve(
 ) -> None:
     """The life of a worker process: build the worker, answer calls until the pipe ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's to answer
+    os.umask(0o077)
+    os.setsid()
+    _die_with_parent()
     _write_output_to(log_path)
+    faulthandler.enable()  # a crash in C leaves the Python stack in the log
     if cores:
         os.sched_setaffinity(0, cores)
     worker: Any = None
@@ -141,20 +180,46 @@ def _serve(
                 if worker is None:
                     worker = make_worker(*args)
                 answer = (True, getattr(worker, method)(*call_args))
-            except Exception as error:  # whatever user code raises is one pipeline's fault, not the process's
+            except (Exception, SystemExit) as error:  # what user code raises is one pipeline's fault
                 traceback.print_exc()
                 answer = (False, _portable(error))
             connection.send(answer)
 
 
-def _portable(error: Exception) -> RlmuxError:
+def _portable(error: BaseException) -> RlmuxError:
     """The error as one of ours, which pickles; the traceback is in the worker's log."""
     if isinstance(error, RlmuxError):
         return error
     frame = traceback.extract_tb(error.__traceback__)[-1]
     text = str(error).strip().splitlines()
     detail = f": {text[0]}" if text else ""
-    return PipelineError(f"{type(error).__name__}{detail} ({Path(frame.filename).name}:{frame.lineno})")
+    line = f"{type(error).__name__}{detail} ({Path(frame.filename).name}:{frame.lineno})"
+    # Memory that is short now may be there for the worker's successor: as if the system had killed it.
+    is_short_of_memory = isinstance(error, MemoryError) or any(words in str(error) for words in _OUT_OF_MEMORY)
+    return WorkerLostError(f"out of memory: {line}") if is_short_of_memory else PipelineError(line)
+
+
+def _open_handle(pid: int | None) -> int | None:
+    """Names the process itself, not whoever has its number later; None where the system has no such handles."""
+    try:
+        return os.pidfd_open(pid) if pid is not None else None
+    except (AttributeError, OSError):
+        return None
+
+
+def _limit_transfers(connection: Connection) -> None:
+    end = socket.socket(fileno=os.dup(connection.fileno()))
+    limit = struct.pack("ll", _TRANSFER_LIMIT_S, 0)
+    for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+        end.setsockopt(socket.SOL_SOCKET, option, limit)
+    end.close()
+
+
+def _die_with_parent() -> None:
+    """Ask for SIGKILL when the fork server ends. Before the first call is read: whoever was too late reads the end of
+    the pipe instead."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def _write_output_to(path: str) -> None:

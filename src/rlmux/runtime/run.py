@@ -15,15 +15,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlmux.core.errors import UserError
+from rlmux.core.errors import LogError, StorageError, UserError
 from rlmux.core.model import Cluster, PipelineId, PipelineStatus
 from rlmux.core.policies import Policy
 from rlmux.core.scheduler import Scheduler
 from rlmux.report.api import write_report
 from rlmux.report.log import LogReader, RunLog, run_header
 from rlmux.runtime.backend import Backend, Submission
-from rlmux.runtime.checkpoints import CheckpointFolder
+from rlmux.runtime.checkpoints import checkpoint_folder
+from rlmux.runtime.control import ControlServer
 from rlmux.runtime.controller import Controller, Listener
+from rlmux.runtime.desk import Desk, ParseSubmission
 from rlmux.runtime.local import local_backend
 from rlmux.runtime.memory import check_each_fits, with_footprint, with_machine_memory
 from rlmux.runtime.metrics import MetricsWriter
@@ -52,10 +54,14 @@ def run_pipelines(
     is_overwriting: bool = False,
     options: WorkerOptions | None = None,
     listeners: Sequence[Listener] = (),
+    parse: ParseSubmission | None = None,
+    is_kept_open: bool = False,
 ) -> RunResult:
     """Train every pipeline under a policy on this machine.
 
-    Raises UserError for a folder that cannot be used. A pipeline's own failure is in the summary, not raised.
+    `parse` reads what is submitted while it runs; without, nobody can. A run that is kept open waits for more when
+    its pipelines are over. Raises UserError for a folder that cannot be used. A pipeline's own failure is in the
+    summary, not raised.
     """
     cluster = with_machine_memory(cluster)
     submissions = [with_footprint(submission) for submission in submissions]
@@ -64,7 +70,9 @@ def run_pipelines(
     header = run_header(policy=policy.name, backend="local", cluster=cluster, spec=spec)
     with RunLog.create(folder, header) as log:
         backend = local_backend(cluster, folder, options=options)
-        return _drive(cluster, submissions, policy, folder, log, backend, listeners)
+        return _drive(
+            cluster, submissions, policy, folder, log, backend, listeners, parse=parse, is_kept_open=is_kept_open
+        )
 
 
 def resume_pipelines(
@@ -75,6 +83,8 @@ def resume_pipelines(
     *,
     options: WorkerOptions | None = None,
     listeners: Sequence[Listener] = (),
+    parse: ParseSubmission | None = None,
+    is_kept_open: bool = False,
 ) -> RunResult:
     """Go on with a run that was stopped or killed. Pipelines that were over stay over."""
     statuses = ended_pipelines(folder)
@@ -87,7 +97,10 @@ def resume_pipelines(
     with RunLog.open(folder) as log:
         log.note("resumed", log.last_time_s, pipelines=[submission.pipeline.id for submission in unfinished])
         backend = local_backend(cluster, folder, options=options, start_s=log.last_time_s)
-        return _drive(cluster, unfinished, policy, folder, log, backend, listeners, statuses)
+        return _drive(
+            cluster, unfinished, policy, folder, log, backend, listeners, statuses,
+            parse=parse, is_kept_open=is_kept_open,
+        )  # fmt: skip
 
 
 def ended_pipelines(folder: Path) -> dict[PipelineId, dict[str, Any]]:
@@ -101,10 +114,11 @@ def ended_pipelines(folder: Path) -> dict[PipelineId, dict[str, Any]]:
 
 
 def _from_checkpoint(submission: Submission, folder: Path) -> Submission:
-    newest = CheckpointFolder(folder / submission.plan.name, keep=1).newest()
+    """Damaged checkpoints are told of when the pipeline is admitted."""
+    newest = checkpoint_folder(submission, folder).newest(before=submission.plan.num_steps)
     if newest is None:
         return submission
-    return replace(submission, pipeline=replace(submission.pipeline, first_step=newest[0] + 1))
+    return replace(submission, pipeline=replace(submission.pipeline, first_step=newest.step + 1))
 
 
 def _drive(
@@ -116,25 +130,65 @@ def _drive(
     backend: Backend,
     listeners: Sequence[Listener],
     ended: Mapping[PipelineId, Mapping[str, Any]] | None = None,
+    *,
+    parse: ParseSubmission | None,
+    is_kept_open: bool,
 ) -> RunResult:
     scheduler = Scheduler(cluster, policy)
     metrics = MetricsWriter(folder)
     endings = _Endings(scheduler, backend, log, dict(ended or {}))
-    controller = Controller(scheduler, backend, log, [metrics, endings, *listeners])
+    desk = None
+    if parse is not None:
+        server = ControlServer(folder)
+        parse = _checked(parse, cluster)
+        desk = Desk(server, scheduler, parse, over=endings.by_pipeline, is_kept_open=is_kept_open)
+    controller = Controller(scheduler, backend, log, [metrics, endings, *listeners], desk)
     try:
-        with _stop_on_interrupt(controller.stop):
+        with _private_files(), _stop_on_interrupt(controller.stop):
             is_complete = controller.run(submissions)
+    except OSError as error:
+        raise StorageError(_how_to_go_on(folder, str(error))) from error
+    except (LogError, StorageError) as error:
+        raise StorageError(_how_to_go_on(folder, str(error))) from error
     finally:
+        if desk is not None:
+            desk.close()
         backend.close()
-        metrics.close()
-        log.note(
-            "end",
-            backend.now_s(),
-            pipelines={name: dict(fields) for name, fields in endings.by_pipeline.items()},
-            control_s=controller.control_s,
-        )
-        log.commit()
+        with contextlib.suppress(OSError, LogError):  # where the disk is full, what was committed before stands
+            metrics.close()
+            log.note(
+                "end",
+                backend.now_s(),
+                pipelines={name: dict(fields) for name, fields in endings.by_pipeline.items()},
+                control_s=controller.control_s,
+            )
+            log.commit()
     return RunResult(folder=folder, summary=write_report(folder), is_complete=is_complete)
+
+
+def _how_to_go_on(folder: Path, problem: str) -> str:
+    return f"{problem}; stopped, nothing that was finished is lost; go on with: rlmux resume {folder}"
+
+
+@contextlib.contextmanager
+def _private_files() -> Iterator[None]:
+    """What a run writes is the user's alone."""
+    previous = os.umask(0o077)
+    try:
+        yield
+    finally:
+        os.umask(previous)
+
+
+def _checked(parse: ParseSubmission, cluster: Cluster) -> ParseSubmission:
+    """What is submitted passes the checks of what a run begins with."""
+
+    def parse_and_check(text: str, source: str) -> Sequence[Submission]:
+        submissions = [with_footprint(submission) for submission in parse(text, source)]
+        check_each_fits(cluster, submissions)
+        return submissions
+
+    return parse_and_check
 
 
 class _Endings:

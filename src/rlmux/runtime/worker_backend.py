@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rlmux.core.actions import Action, Admit, Migrate, Pause, Release, RunStage, Switch
-from rlmux.core.errors import RlmuxError, WorkerLostError
+from rlmux.core.errors import RlmuxError, StorageError, WorkerLostError
 from rlmux.core.events import (
     ChunkFinished,
     Event,
@@ -41,11 +41,8 @@ from rlmux.core.model import Cluster, DeviceId, NodeId, OrderId, PipelineId, Pla
 from rlmux.rl.config import TrainingPlan
 from rlmux.rl.types import PartialTrajectory, TrainReport, TrajectoryId, TrajectoryRequest, TurnReply
 from rlmux.runtime.backend import Note, Submission
-from rlmux.runtime.checkpoints import CheckpointFolder
+from rlmux.runtime.checkpoints import CheckpointFolder, checkpoint_folder
 from rlmux.runtime.workers import HostWorker, RolloutChunk, RolloutChunkResult, RolloutWorker, StepBatch, TrainWorker
-
-_MAX_LOSSES = 3
-"""Workers of a pipeline that may die without a step being published in between; one more fails the pipeline."""
 
 
 class Worker(Protocol):
@@ -106,6 +103,9 @@ class WorkerOptions:
     checkpoint_every: int = 1
     """Steps between checkpoints; the last step always has one."""
     keep_checkpoints: int = 2
+    """How far damaged ones can be fallen back from, beyond what staleness needs."""
+    max_losses: int = 3
+    """Deaths of one worker that its pipeline survives without a step further than ever published in between."""
 
 
 @dataclass(slots=True)
@@ -119,6 +119,9 @@ class _Share:
     released: list[TrajectoryId] = field(default_factory=list)
     unfinished: dict[TrajectoryId, TrajectoryRequest] = field(default_factory=dict)
     """Not yet over as far as the host has said: what a lost worker has to do again."""
+    is_lost: bool = False
+    """Its worker died: what the host still answers it is for trajectories that begin anew elsewhere."""
+    moved_to: _Share | None = None
 
 
 @dataclass(slots=True)
@@ -157,7 +160,9 @@ class _Workers:
     trainer_step: int = 0
     """The step whose batch the trainer has."""
     metrics: dict[str, float] = field(default_factory=dict)
-    num_losses: int = 0
+    num_losses_by_worker: dict[str, int] = field(default_factory=dict)
+    """Since `furthest_step` was published."""
+    furthest_step: int = 0
     is_single_turn: bool = True
 
     @property
@@ -249,9 +254,10 @@ class WorkerBackend:
         folder.mkdir(mode=0o700, exist_ok=True)
         weights = self._weights_folder / submission.plan.name
         weights.mkdir(mode=0o700, exist_ok=True)
-        checkpoints = CheckpointFolder(
-            folder,
-            keep=self._options.keep_checkpoints + submission.pipeline.staleness,
+        checkpoints = checkpoint_folder(
+            submission,
+            self._folder,
+            keep=self._num_kept(submission),
             say=lambda text: self._notes.append(
                 Note(type="warning", fields={"pipeline": action.pipeline, "reason": text})
             ),
@@ -263,18 +269,22 @@ class WorkerBackend:
     ) -> int:
         """Start a pipeline's processes from its newest good checkpoint; returns that step, -1 without one."""
         plan = submission.plan
-        restored = checkpoints.newest()
-        step = restored[0] if restored else (-1 if submission.pipeline.has_warm_start else 0)
+        checkpoints.remove_leftovers()
+        restored = checkpoints.newest(before=plan.num_steps)
+        step = restored.step if restored else (-1 if submission.pipeline.has_warm_start else 0)
+        if restored and restored.weights_sha256:
+            self._sha256[submission.pipeline.id] = restored.weights_sha256
         train_device = self._devices(placement.train_nodes)[0]
         host = self._spawn(plan, "host", HostWorker, (plan,), None, folder)
         trainer = self._spawn(
-            plan, "train", TrainWorker, (plan, restored[1] if restored else None), train_device, folder
+            plan, "train", TrainWorker, (plan, restored.path if restored else None), train_device, folder
         )
         rollout = {
             device: self._spawn(plan, f"rollout-{device}", RolloutWorker, (plan,), device, folder)
             for device in self._devices(placement.rollout_nodes)
         }
         workers = _Workers(submission, placement, folder, weights, checkpoints, host, trainer, rollout)
+        workers.furthest_step = max(step, 0)
         self._workers[submission.pipeline.id] = workers
         for process in workers.processes:
             self._listen(submission.pipeline.id, process)
@@ -295,10 +305,22 @@ class WorkerBackend:
             args,
             device=device,
             log_path=folder / "workers.log",
-            call_limit_s=self._options.call_limit_s,
+            call_limit_s=self._call_limit_s(plan, role),
         )
         self._notes.append(Note(type="worker", fields={"pipeline": plan.name, "role": role, "pid": process.pid}))
         return process
+
+    def _call_limit_s(self, plan: TrainingPlan, role: str) -> float:
+        """User code has a limit of its own for each answer; a call of the host covers many answers."""
+        if role != "host":
+            return self._options.call_limit_s
+        num_answers = min(plan.rollout.num_slots, plan.algorithm.prompts_per_step * plan.algorithm.group_size)
+        return self._options.call_limit_s + plan.task.reward_timeout_s * num_answers
+
+    def _num_kept(self, submission: Submission) -> int:
+        """Checkpoints. With gaps between them, each brings along the older versions that staleness needs."""
+        keep, staleness = self._options.keep_checkpoints, submission.pipeline.staleness
+        return keep + staleness if self._options.checkpoint_every == 1 else keep * (staleness + 1)
 
     def _listen(self, pipeline: PipelineId, process: Worker) -> None:
         self._pipeline_by_worker[id(process)] = pipeline
@@ -314,6 +336,8 @@ class WorkerBackend:
             process.receive(self.now_s())
         except WorkerLostError as error:
             self._lose(pipeline, process, str(error))
+        except StorageError:
+            raise  # nobody's fault, and nobody can go on
         except RlmuxError as error:
             self._fail(pipeline, str(error))
 
@@ -328,15 +352,16 @@ class WorkerBackend:
         for pipeline, workers in list(self._workers.items()):
             for process in workers.processes:
                 if process.is_overdue(now_s):
-                    self._lose(pipeline, process, f"{process.name} gave no answer in {self._options.call_limit_s:g} s")
+                    self._lose(pipeline, process, f"{process.name} gave no answer in time")
                     break
 
     def _lose(self, pipeline: PipelineId, process: Worker, reason: str) -> None:
         workers = self._workers[pipeline]
-        workers.num_losses += 1
+        num_losses = workers.num_losses_by_worker.get(process.name, 0) + 1
+        workers.num_losses_by_worker[process.name] = num_losses
         self._notes.append(Note(type="loss", fields={"pipeline": pipeline, "reason": reason}))
-        if workers.num_losses > _MAX_LOSSES:
-            self._fail(pipeline, f"{reason}; its workers died {workers.num_losses} times without a step between")
+        if num_losses > self._options.max_losses:
+            self._fail(pipeline, f"{reason}; that worker was lost {num_losses} times without a step between")
             return
         device = next((device for device, other in workers.rollout.items() if other is process), None)
         if device is None or any(isinstance(run.action, Migrate) for run in self._orders_of(pipeline)):
@@ -354,6 +379,7 @@ class WorkerBackend:
         workers.version_by_device.pop(device, None)
         share = workers.shares.get(device)
         if share is not None:
+            share.is_lost = True
             workers.shares[device] = _Share(
                 share.step, to_submit=list(share.unfinished.values()), unfinished=share.unfinished
             )
@@ -371,7 +397,8 @@ class WorkerBackend:
         step = self._start(
             workers.submission, workers.placement, workers.folder, workers.weights, workers.checkpoints
         )
-        self._workers[pipeline].num_losses = workers.num_losses
+        self._workers[pipeline].num_losses_by_worker = workers.num_losses_by_worker
+        self._workers[pipeline].furthest_step = max(workers.furthest_step, self._workers[pipeline].furthest_step)
         self._events.append(PipelineRestarted(time_s=self.now_s(), pipeline=pipeline, restored_step=step))
 
     def _fail(self, pipeline: PipelineId, reason: str) -> None:
@@ -426,6 +453,8 @@ class WorkerBackend:
         self._evict_then(action, lambda: self._begin_share(workers, run))
 
     def _begin_share(self, workers: _Workers, run: _Running) -> None:
+        if run.action.order not in self._running:
+            return  # its pipeline began again while others made room
         device = run.action.devices[0]
         share = workers.shares.get(device)
         if share is not None and share.step == run.action.step:
@@ -447,7 +476,8 @@ class WorkerBackend:
     def _requests_ready(
         self, workers: _Workers, step: int, answer: tuple[Sequence[TrajectoryRequest], bool]
     ) -> None:
-        workers.requests_by_step[step] = answer
+        if all(share.step < step for share in workers.shares.values()):  # else it was asked twice
+            workers.requests_by_step[step] = answer
         waiting, workers.waiting_for_requests = workers.waiting_for_requests, []
         for go_on in waiting:
             go_on()
@@ -503,7 +533,7 @@ class WorkerBackend:
         if report.finished:
             finished = report.finished
             self._call(
-                workers, workers.host, "on_turns", (finished,), partial(self._turns_answered, workers, share, device)
+                workers, workers.host, "on_turns", (finished,), partial(self._turns_answered, workers, share)
             )
         if report.num_active + report.num_waiting + report.num_parked == 0 and not share.partials:
             share.unfinished.clear()
@@ -526,34 +556,22 @@ class WorkerBackend:
                 self._next_chunk(workers, run)
 
     def _turns_answered(
-        self,
-        workers: _Workers,
-        share: _Share,
-        device: DeviceId,
-        answer: tuple[list[TurnReply], list[TrajectoryId]],
+        self, workers: _Workers, share: _Share, answer: tuple[list[TurnReply], list[TrajectoryId]]
     ) -> None:
         """Environments have spoken. A worker that had nothing else to do goes on."""
         replies, released = answer
+        while share.moved_to is not None:  # while its environment was thinking
+            share = share.moved_to
         for trajectory in released:
             share.unfinished.pop(trajectory, None)
-        if workers.is_single_turn:
-            return  # its engine has given the slots to others long since
-        if workers.shares.get(device) is not share:
-            share = self._share_of(workers, replies, share)
+        if share.is_lost or workers.is_single_turn:  # a single turn's slot has gone to another long since
+            return
         share.replies += replies
         share.released += released
         for run in self._orders_of(workers.submission.pipeline.id):
-            is_here = run.action.stage is Stage.GENERATE and run.action.devices[0] == device
-            if is_here and not run.is_calling and workers.shares[device] is share:
+            is_idle = run.action.stage is Stage.GENERATE and not run.is_calling
+            if is_idle and workers.shares[run.action.devices[0]] is share:
                 self._next_chunk(workers, run)
-
-    @staticmethod
-    def _share_of(workers: _Workers, replies: Sequence[TurnReply], share: _Share) -> _Share:
-        """Where the trajectories went, if they were moved while their environment was thinking."""
-        for other in workers.shares.values():
-            if any(reply.id in other.unfinished for reply in replies):
-                return other
-        return share
 
     def _pause(self, order: OrderId) -> None:
         run = self._running.get(order)
@@ -583,6 +601,7 @@ class WorkerBackend:
         target.replies += source.replies
         target.released += source.released
         target.unfinished.update(source.unfinished)
+        source.moved_to = target
         workers.shares[action.source] = _Share(action.step)
         now_s = self.now_s()
         self._events.append(
@@ -612,6 +631,8 @@ class WorkerBackend:
         self._evict_then(action, lambda: self._begin_training(workers, run))
 
     def _begin_training(self, workers: _Workers, run: _Running) -> None:
+        if run.action.order not in self._running:
+            return
         step = run.action.step
         if run.action.stage is not Stage.WARM_START and workers.trainer_step != step:
             workers.trainer_step = step
@@ -659,14 +680,18 @@ class WorkerBackend:
             self._checkpoint(workers, step)
         path = workers.weights / f"{step}.safetensors"
         self._call(workers, workers.trainer, "publish", (path,), partial(self._published, workers, run))
-        if not is_last and step % self._options.checkpoint_every == 0:
+        # Where there are gaps between checkpoints, each comes with the versions that staleness needs.
+        is_due = -step % self._options.checkpoint_every <= workers.plan.algorithm.staleness
+        if not is_last and is_due:
             self._checkpoint(workers, step)
 
     def _published(self, workers: _Workers, run: _Running, answer: tuple[int, str]) -> None:
         version, sha256 = answer
         pipeline = run.action.pipeline
         self._sha256[pipeline] = sha256
-        workers.num_losses = 0
+        if version > workers.furthest_step:
+            workers.furthest_step = version
+            workers.num_losses_by_worker.clear()
         (workers.weights / f"{version - workers.plan.algorithm.staleness - 2}.safetensors").unlink(missing_ok=True)
         batch = workers.batch_by_step.pop(version, None)
         if batch is not None:
@@ -680,7 +705,6 @@ class WorkerBackend:
         self._call(workers, workers.trainer, "checkpoint", (workers.checkpoints.path(step),), then)
 
     def _checkpointed(self, workers: _Workers, step: int, seconds: float) -> None:
-        workers.checkpoints.mark_latest(step)
         workers.checkpoints.prune()
         pipeline = workers.submission.pipeline.id
         self._notes.append(

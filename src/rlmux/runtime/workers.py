@@ -9,14 +9,16 @@ The controller never looks inside a batch: it passes on the bytes that the host 
 
 from __future__ import annotations
 
+import contextlib
 import pickle
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 
+from rlmux.core.errors import StorageError
 from rlmux.rl.config import TrainingPlan
 from rlmux.rl.types import (
     ChunkReport,
@@ -27,6 +29,7 @@ from rlmux.rl.types import (
     TrajectoryRequest,
     TurnReply,
 )
+from rlmux.runtime.checkpoints import mark_latest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -177,13 +180,16 @@ class TrainWorker:
 
     def publish(self, path: Path) -> tuple[int, str]:
         """Write the weights for rollout workers; returns (version, hash of the weights)."""
-        version = self._engine.export_weights(path)
+        with _storing(path):
+            version = self._engine.export_weights(path)
         return version, self._engine.weights_sha256()
 
     def checkpoint(self, folder: Path) -> float:
         """Write a checkpoint; returns the seconds it took."""
         start = time.perf_counter()
-        self._engine.save(folder)
+        with _storing(folder):
+            self._engine.save(folder)
+            mark_latest(folder)
         return time.perf_counter() - start
 
     def offload(self) -> int:
@@ -192,3 +198,14 @@ class TrainWorker:
 
     def memory(self) -> tuple[int, int]:
         return psutil.Process().memory_info().rss, self._engine.resident_bytes()
+
+
+@contextlib.contextmanager
+def _storing(path: Path) -> Iterator[None]:
+    """A disk that is full is not the pipeline's fault."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        raise StorageError(f"{path}: cannot be written: {error}") from error
