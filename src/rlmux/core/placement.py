@@ -327,6 +327,9 @@ class PlacementLedger:
     def __contains__(self, pipeline_id: PipelineId) -> bool:
         return pipeline_id in self._group_of
 
+    def has_group(self, group_id: GroupId) -> bool:
+        return group_id in self._groups
+
     def member(self, pipeline_id: PipelineId) -> Member:
         if pipeline_id not in self._group_of:
             raise IllegalTransitionError(f"pipeline {pipeline_id} is not placed")

@@ -213,11 +213,32 @@ class Scheduler:
                 memory_bytes = pools[key[1].pool].device_memory_bytes
                 self._state.devices[key[1]] = DeviceState(key[1], memory_bytes=memory_bytes)
         group.members[run.pipeline.id] = run
+        self._take_turns(group, has_newcomer=True)
+
+    def _take_turns(self, group: GroupState, *, has_newcomer: bool = False) -> None:
+        """Learn the members' turns and order from the books; the meta-iteration begins anew where they changed.
+
+        What a member is ahead with its rollout (begun, not yet trained) it stays ahead with.
+        """
+        if not self.ledger.has_group(group.id):
+            return  # in the books all have moved on; the last steps end here
+        has_changed = False
+        for place, member in enumerate(self.ledger.group(group.id).members):
+            run = group.members.get(member.pipeline.id)
+            if run is not None:
+                has_changed |= run.turns != member.turns
+                run.place, run.turns = place, member.turns
+        has_several = any(run.turns > 1 for run in group.members.values())
+        if has_changed or (has_several and has_newcomer):
+            for run in group.members.values():
+                begun = min(run.rounds.values())
+                run.rounds = {key: count - begun for key, count in run.rounds.items()}
 
     def _leave(self, run: PipelineRun) -> None:
         """The pipeline is over: its nodes go back, whoever waits is tried again, its group goes on."""
         group = self._unpin(run)
         self.ledger.depart(run.pipeline.id)
+        self._take_turns(group)
         self._actions.append(Release(pipeline=run.pipeline.id))
         self._place_waiting()
         self._rebalance()
@@ -245,6 +266,7 @@ class Scheduler:
         run.next_placement = None
         old = self._unpin(run)
         self.ledger.settle(run.pipeline.id)
+        self._take_turns(old)
         self._join(run, placement)
         self._actions.append(Replace(pipeline=run.pipeline.id, placement=placement))
         if old.members:
@@ -266,6 +288,7 @@ class Scheduler:
             del self._views[group.id]
         run.placement = None
         run.rounds.clear()
+        run.turns = 1
         run.host_resident.clear()
         return group
 
@@ -461,6 +484,7 @@ class Scheduler:
             self._state.devices[device].residents.pop((event.pipeline, phase), None)
         run.host_resident.clear()
         run.rounds.update(dict.fromkeys(run.rounds, _rounds_before(self._group_of(run))))
+        self._take_turns(self._group_of(run), has_newcomer=True)
         self._begin_from(run, event.restored_step)
         self._dispatch(self._group_of(run))
 

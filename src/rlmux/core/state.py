@@ -117,6 +117,10 @@ class PipelineRun:
     train_work: ReadyWork | OrderId | None = None
     trained_step: int = -1
     published_version: int = -1
+    turns: int = 1
+    """Steps in each meta-iteration of its group."""
+    place: int = 0
+    """In the cyclic order of its group."""
     rounds: dict[tuple[Phase, DeviceId], int] = field(default_factory=dict)
     """Phases begun on each device: whose turn it is in the meta-iteration."""
     host_resident: set[tuple[Phase, DeviceId]] = field(default_factory=set)

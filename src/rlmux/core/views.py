@@ -244,19 +244,24 @@ class GroupView:
     def is_turn(self, work: ReadyWork) -> bool:
         """In a strict meta-iteration, is it this pipeline's turn on all of the work's devices?
 
-        On every device the member that has begun fewest phases is next, ties in cyclic order, ready or not
-        (RollMux section 5.1: one rollout and one training phase each per cycle).
+        A member with m turns has its n-th (from 0) at n / m of the meta-iteration. On every device the member
+        whose next turn comes first is next, ties in cyclic order, ready or not. With one turn each that is
+        RollMux section 5.1: one rollout and one training phase each per cycle.
         """
         return all(self._is_next(work, device) for device in work.devices)
 
     def _is_next(self, work: ReadyWork, device: DeviceId) -> bool:
         key = (work.phase, device)
         pinned = self._group.members_by_device[key]
-        limit = pinned[work.pipeline].rounds[key] + 1  # members before it in cyclic order win with equal rounds
+        mine = pinned[work.pipeline]
+        begun, turns, place = mine.rounds[key], mine.turns, mine.place
         for pipeline_id, run in pinned.items():
-            if pipeline_id == work.pipeline:
-                limit -= 1  # members after it win only with fewer
-            elif run.rounds[key] < limit and _will_begin(run, key):
+            lead = begun * run.turns - run.rounds[key] * turns  # positive: the other's next turn comes first
+            if (
+                (lead > 0 or (lead == 0 and run.place < place))
+                and pipeline_id != work.pipeline
+                and _will_begin(run, key)
+            ):
                 return False
         return True
 
