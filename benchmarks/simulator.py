@@ -51,7 +51,7 @@ def _timed(workload: Workload) -> tuple[float, int]:
 
 def _loop_seconds(workload: Workload) -> float:
     """The simulator's own share: a run with a clock around the scheduler, minus what passed in there."""
-    simulation = _Simulation(workload, RollMux(), (), False, 0.0, None)
+    simulation = _Simulation(workload, RollMux(), (), False, 0.0)
     handle = simulation._scheduler.handle
     inside = 0.0
 
@@ -71,7 +71,7 @@ def _loop_seconds(workload: Workload) -> float:
 def _handle_microseconds() -> float:
     """Median of one `handle`, 100 pipelines running."""
     made = workloads.build("mixed", num_pipelines=100)
-    simulation = _Simulation(_all_at_once(made), RollMux(), (), False, 0.0, None)
+    simulation = _Simulation(_all_at_once(made), RollMux(), (), False, 0.0)
     handle = simulation._scheduler.handle
     taken: list[float] = []
 

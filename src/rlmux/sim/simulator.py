@@ -24,6 +24,7 @@ from dataclasses import dataclass, field
 from heapq import heappop, heappush
 from typing import Any
 
+from rlmux.core import invariants
 from rlmux.core.actions import (
     Action,
     Admit,
@@ -121,14 +122,19 @@ def simulate(
     rescales_training: bool = False,
     spans_until_s: float = 0.0,
     observer: Callable[[Event, list[Action]], None] | None = None,
+    checks: bool = False,
 ) -> SimResult:
     """Run the workload under the policy until every pipeline is over.
 
     `rescales_training`: training on more nodes than the pipeline asks for is faster in proportion (the
     published replay does not do that). `spans_until_s` keeps who computed where until then, for a Gantt
-    chart. `observer` sees every event with the actions that answered it.
+    chart. `observer` sees every
+    event with the actions that answered it; `checks` looks at every invariant of the scheduler after each (slow).
     """
-    return _Simulation(workload, policy, failures, rescales_training, spans_until_s, observer).run()
+    simulation = _Simulation(workload, policy, failures, rescales_training, spans_until_s)
+    simulation.observer = observer
+    simulation.checks = checks
+    return simulation.run()
 
 
 class _Simulation:
@@ -139,14 +145,14 @@ class _Simulation:
         failures: Sequence[NodeFailure],
         rescales_training: bool,
         spans_until_s: float,
-        observer: Callable[[Event, list[Action]], None] | None,
     ) -> None:
+        self.observer: Callable[[Event, list[Action]], None] | None = None
+        self.checks = False
         self._workload = workload
         self._scheduler = Scheduler(workload.cluster, policy)
         self._policy = policy
         self._rescales_training = rescales_training
         self._spans_until_s = spans_until_s
-        self._observer = observer
         self._now_s = 0.0
         self._sequence = 0
         self._heap: list[tuple[float, int, int, Any]] = []
@@ -191,8 +197,10 @@ class _Simulation:
                 actions = handle(event)
             for action in actions:
                 carry_out[type(action)](action)
-            if self._observer is not None:
-                self._observer(event, actions)
+            if self.observer is not None:
+                self.observer(event, actions)
+            if self.checks:
+                invariants.check(self._scheduler)
             if type(event) is NodeLost:
                 self._collector.lose_nodes(self._waiting_again(), self._now_s)
         return self._collector.result(self._now_s, num_events, time.perf_counter() - began)

@@ -65,9 +65,9 @@ class RlMux:
         for group in view.groups():
             if not may_join(group, pipeline):
                 continue
-            nodes, num_new = _best_nodes(group, pipeline, num_free)
+            nodes, num_new = _best_nodes(group, pipeline)
             rank = (num_new * rollout_usd, _misfit(group, pipeline))
-            if rank < best_rank and _takes(group, pipeline, nodes, num_new):
+            if rank < best_rank and num_new <= num_free and _takes(group, pipeline, nodes, num_new):
                 best, best_rank = joining(group, nodes, num_new), rank
         alone = _alone(pipeline, view)
         if alone is not None:
@@ -166,8 +166,8 @@ def _prices(view: PlacementView) -> NodePrices:
     )
 
 
-def _best_nodes(group: GroupLoad, pipeline: Pipeline, num_free: float) -> tuple[tuple[NodeId, ...], int]:
-    """The fullest rollout nodes that still take the pipeline; new ones for what is missing, if they are free."""
+def _best_nodes(group: GroupLoad, pipeline: Pipeline) -> tuple[tuple[NodeId, ...], int]:
+    """The fullest rollout nodes that still take the pipeline; new ones for what is missing."""
     budget_s = min(group.budget_s, budget_of(pipeline))
     rollout_s = pipeline.estimate.rollout_s if pipeline.estimate else 0.0
     fitting = [
