@@ -12,7 +12,7 @@ from rlmux.cli import tables
 from rlmux.core.errors import UserError
 from rlmux.runtime.chaos import ChaosResult, Commands, run_chaos
 
-_RLMUX = (sys.executable, "-c", "from rlmux.cli import main; main()")
+_RLMUX = (sys.executable, "-m", "rlmux.cli")
 
 
 def chaos(

@@ -1,0 +1,63 @@
+"""Kill anything at any moment, resume, and end with the same weights."""
+
+from __future__ import annotations
+
+import random
+import sys
+
+import pytest
+
+from rlmux.runtime.chaos import CONTROLLER, EVERYTHING, KINDS, Commands, planned_kills, run_chaos
+
+FILE = """
+cluster:
+  pools:
+    rollout: {devices: 1}
+    train: {devices: 1}
+policy: rollmux
+defaults:
+  steps: 30
+  model: {hidden_size: 32, layers: 2, heads: 2, kv_heads: 1, intermediate_size: 64}
+  warm_start: {updates: 4, batch_size: 16}
+  rollout: {max_new_tokens: 16, slots: 8}
+  algorithm: {prompts_per_step: 4, group_size: 4, micro_batch_size: 4, kl_coef: 0.01}
+pipelines:
+  - {name: sort, seed: 1, task: sort}
+  - name: tool
+    seed: 2
+    task: calculator
+    algorithm: {prompts_per_step: 4, group_size: 4, micro_batch_size: 4, staleness: 1}
+"""
+
+
+@pytest.fixture()
+def commands(tmp_path):
+    file = tmp_path / "two.yaml"
+    file.write_text(FILE)
+    rlmux = [sys.executable, "-m", "rlmux.cli"]
+    return Commands(
+        run=lambda folder: [*rlmux, "run", str(file), "--out", str(folder)],
+        resume=lambda folder: [*rlmux, "resume", str(folder)],
+    )
+
+
+@pytest.mark.timeout(400)
+def test_twenty_kills_of_anything_leave_the_weights_as_they_were(commands, tmp_path):
+    result = run_chaos(commands, tmp_path / "chaos", num_kills=20, seed=5)
+    assert len(result.kills) == 20
+    assert {kill.kind for kill in result.kills} == set(KINDS)
+    assert result.is_equal
+    assert result.orphans == []
+
+
+@pytest.mark.parametrize("num_kills", [1, 5, 20, 103])
+def test_as_many_kills_as_asked_for(num_kills):
+    kills = planned_kills(num_kills, random.Random(1))
+    assert len(kills) == num_kills
+    if num_kills >= 20:
+        assert sum(kill in (CONTROLLER, EVERYTHING) for kill in kills) == pytest.approx(num_kills / 5, abs=1)
+
+
+def test_kills_are_a_function_of_the_seed():
+    assert planned_kills(20, random.Random(3)) == planned_kills(20, random.Random(3))
+    assert planned_kills(20, random.Random(3)) != planned_kills(20, random.Random(4))

@@ -1,0 +1,94 @@
+"""One pipeline's fault is its own: it fails with a reason and a traceback, the others do not notice."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from rlmux.core.events import PipelineFailed
+from rlmux.runtime.worker_backend import WorkerOptions
+
+REWARDS = """
+import os, sys, time
+
+def raises(data_source, solution_str, ground_truth, extra_info):
+    raise KeyError("gold")
+
+def not_a_number(data_source, solution_str, ground_truth, extra_info):
+    return float("nan")
+
+def garbage(data_source, solution_str, ground_truth, extra_info):
+    return {"reward": "high"}
+
+def hangs(data_source, solution_str, ground_truth, extra_info):
+    while True:
+        try:
+            time.sleep(60)
+        except Exception:
+            pass
+
+def leaves(data_source, solution_str, ground_truth, extra_info):
+    sys.exit("enough")
+
+def vanishes(data_source, solution_str, ground_truth, extra_info):
+    os._exit(7)
+
+def crashes(data_source, solution_str, ground_truth, extra_info):
+    os.abort()
+"""
+
+CASES = {
+    "raises": (["my_bad_rewards:raises", "KeyError", "gold"], "KeyError: 'gold'"),
+    "not_a_number": (["nan"], "Traceback"),
+    "garbage": (["my_bad_rewards:garbage"], "Traceback"),
+    "hangs": (["did not return within 0.3 s"], "Traceback"),
+    "leaves": (["SystemExit", "enough"], "SystemExit: enough"),
+    "vanishes": (["exit code 7", "lost 3 times"], ""),
+    "crashes": (["SIGABRT", "lost 3 times"], "Fatal Python error: Aborted"),
+}
+"""By name of the reward: what the reason says, and what its folder's workers.log has."""
+
+
+@pytest.fixture(scope="module")
+def good(real):
+    return real.submission("good", seed=1, num_steps=6)
+
+
+@pytest.fixture(scope="module")
+def alone(real, good, tmp_path_factory):
+    return real.run(tmp_path_factory.mktemp("alone"), [good])
+
+
+def bad(real, name: str):
+    submission = real.submission(name, seed=3, num_steps=6)
+    task = replace(submission.plan.task, reward=f"my_bad_rewards:{name}", reward_timeout_s=0.3)
+    return replace(submission, plan=replace(submission.plan, task=task))
+
+
+def test_whatever_user_code_does_its_pipeline_alone_fails(real, good, alone, tmp_path, monkeypatch):
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "my_bad_rewards.py").write_text(REWARDS)
+    monkeypatch.syspath_prepend(tmp_path / "code")
+    run = real.run(
+        tmp_path / "run", [good, *(bad(real, name) for name in CASES)], options=WorkerOptions(max_losses=2)
+    )
+    assert run.status == {"good": "finished", **dict.fromkeys(CASES, "failed")}
+    assert run.sha256["good"] == alone.sha256["good"]
+    reasons = {event.pipeline: event.reason for event in run.recorder.events if isinstance(event, PipelineFailed)}
+    for name, (words, logged) in CASES.items():
+        assert all(word in reasons[name] for word in words), reasons[name]
+        assert "\n" not in reasons[name]
+        assert logged in (tmp_path / "run" / name / "workers.log").read_text()
+    assert all(not device.orders and not device.residents for device in run.scheduler.state.devices.values())
+
+
+def test_numbers_that_blow_up_fail_their_pipeline(real, good, alone, tmp_path):
+    submission = real.submission("wild", seed=3, num_steps=6)
+    algorithm = replace(submission.plan.algorithm, learning_rate=1e30)
+    wild = replace(submission, plan=replace(submission.plan, algorithm=algorithm))
+    run = real.run(tmp_path / "run", [wild, good])
+    assert run.status == {"wild": "failed", "good": "finished"}
+    (failure,) = [event for event in run.recorder.events if isinstance(event, PipelineFailed)]
+    assert "finite" in failure.reason or "nan" in failure.reason or "inf" in failure.reason
+    assert run.sha256["good"] == alone.sha256["good"]

@@ -1,0 +1,156 @@
+"""A worker that dies, hangs or runs out of memory costs time only."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rlmux.core.actions import RunStage
+from rlmux.core.events import PipelineFailed, PipelineRestarted, WorkerLost
+from rlmux.core.model import Stage
+from rlmux.runtime.worker_backend import WorkerOptions
+
+SOURCE = Path(__file__).parents[2] / "src" / "rlmux"
+
+
+@pytest.fixture(scope="module")
+def pair(real):
+    return [
+        real.submission("sort", seed=1, num_steps=10),
+        real.submission("tool", seed=2, num_steps=10, task="calculator", staleness=1),
+    ]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(real, pair, tmp_path_factory):
+    run = real.run(tmp_path_factory.mktemp("undisturbed"), pair)
+    assert run.status == {"sort": "finished", "tool": "finished"}
+    return run
+
+
+def pid_of(recorder, pipeline: str, role: str) -> int:
+    pids = [
+        note.fields["pid"]
+        for note in recorder.notes
+        if note.type == "worker" and note.fields["pipeline"] == pipeline and note.fields["role"].startswith(role)
+    ]
+    return pids[-1]
+
+
+class KillsAtStages:
+    """Kills a worker as a stage begins: every kind of worker at every stage, one after another."""
+
+    def __init__(self, pipeline: str) -> None:
+        stages = [Stage.GENERATE, Stage.REFERENCE_LOGPROBS, Stage.UPDATE, Stage.PUBLISH]
+        self.left = [(role, stage) for stage in stages for role in ("rollout", "train", "host")]
+        self.pipeline = pipeline
+        self.seen = 0
+
+    def __call__(self, backend, recorder) -> bool:
+        new, self.seen = recorder.actions[self.seen :], len(recorder.actions)
+        for action in new:
+            if not self.left or not isinstance(action, RunStage) or action.pipeline != self.pipeline:
+                continue
+            role, stage = self.left[0]
+            if action.stage is stage and action.step > 0:
+                self.left.pop(0)
+                os.kill(pid_of(recorder, self.pipeline, role), signal.SIGKILL)
+                break
+        return False
+
+
+@pytest.mark.parametrize("name", ["sort", "tool"])
+def test_any_worker_may_die_as_any_stage_begins(real, pair, undisturbed, tmp_path, name):
+    kills = KillsAtStages(name)
+    run = real.run(tmp_path / "run", pair, watch=kills)
+    assert run.status == undisturbed.status, run.recorder.events[-3:]
+    assert kills.left == []
+    lost = [event for event in run.recorder.events if isinstance(event, WorkerLost | PipelineRestarted)]
+    assert {event.pipeline for event in lost} == {name}
+    assert run.sha256 == undisturbed.sha256
+
+
+def once_at(pipeline: str, stage: Stage, step: int, act):
+    """Calls `act(recorder)` as that stage of that step begins, once."""
+    done = []
+
+    def watch(backend, recorder) -> bool:
+        is_there = any(
+            isinstance(action, RunStage)
+            and (action.pipeline, action.stage, action.step) == (pipeline, stage, step)
+            for action in recorder.actions
+        )
+        if is_there and not done:
+            done.append(True)
+            act(recorder)
+        return False
+
+    return watch
+
+
+@pytest.mark.parametrize("role", ["rollout", "train"])
+def test_a_worker_that_hangs_is_replaced(real, pair, undisturbed, tmp_path, role):
+    stage = Stage.GENERATE if role == "rollout" else Stage.UPDATE
+    stopped = []
+
+    def stop(recorder):
+        stopped.append(pid_of(recorder, "sort", role))
+        os.kill(stopped[0], signal.SIGSTOP)
+
+    run = real.run(
+        tmp_path / "run",
+        pair,
+        watch=once_at("sort", stage, 3, stop),
+        options=WorkerOptions(call_limit_s=6.0),
+    )
+    assert not psutil.pid_exists(stopped[0])
+    assert any(note.type == "loss" and "no answer" in note.fields["reason"] for note in run.recorder.notes)
+    assert run.sha256 == undisturbed.sha256
+
+
+def test_a_worker_that_runs_out_of_memory_is_replaced(real, pair, undisturbed, tmp_path):
+    def leave_no_memory(recorder):
+        worker = psutil.Process(pid_of(recorder, "sort", "train"))
+        used = worker.memory_info().vms
+        resource.prlimit(worker.pid, resource.RLIMIT_AS, (used // 2, used // 2))
+
+    run = real.run(tmp_path / "run", pair, watch=once_at("sort", Stage.REFERENCE_LOGPROBS, 3, leave_no_memory))
+    losses = [note.fields["reason"] for note in run.recorder.notes if note.type == "loss"]
+    if not losses:
+        pytest.skip("the allocator had all it needed")
+    assert run.sha256 == undisturbed.sha256
+
+
+def test_a_worker_that_always_dies_fails_its_pipeline_after_a_few_tries(real, pair, undisturbed, tmp_path):
+    killed = []
+
+    def kill_every_host_of_sort(backend, recorder) -> bool:
+        hosts = [note.fields["pid"] for note in recorder.notes if note.type == "worker"
+                 and (note.fields["pipeline"], note.fields["role"]) == ("sort", "host")]  # fmt: skip
+        if hosts and hosts[-1] not in killed:
+            killed.append(hosts[-1])
+            os.kill(hosts[-1], signal.SIGKILL)
+        return False
+
+    run = real.run(tmp_path / "run", pair, watch=kill_every_host_of_sort, options=WorkerOptions(max_losses=2))
+    (failure,) = [event for event in run.recorder.events if isinstance(event, PipelineFailed)]
+    assert failure.pipeline == "sort"
+    assert "sort/host" in failure.reason
+    assert "3 times" in failure.reason
+    assert len(killed) == 3
+    assert run.status == {"sort": "failed", "tool": "finished"}
+    assert run.sha256["tool"] == undisturbed.sha256["tool"]
+
+
+def test_no_decision_and_no_limit_reads_the_wall_clock():
+    """It may jump. Only the names of folders and the header of a log tell the date."""
+    rooms = ["core", "engines", "rl", "runtime"]
+    for path in [path for room in rooms for path in (SOURCE / room).rglob("*.py")]:
+        text = path.read_text()
+        assert "time.time(" not in text, path
+        assert "datetime" not in text, path
