@@ -57,7 +57,14 @@ def test_ticks_read_as_people_write_them():
 def test_a_sweep_writes_pictures_and_a_page_that_needs_no_network(tmp_path):
     report = api.simulate("bl-s:num_pipelines=12", policies=["solo", "rollmux"], num_processes=1, out=tmp_path)
     names = {path.rsplit("/", 1)[-1] for path in report["pictures"]}
-    assert names == {"cost.svg", "gpus.svg", "slowdowns.svg", "index.html"}
+    assert names == {
+        "cost.svg",
+        "gpus.svg",
+        "slowdowns.svg",
+        "solo.gantt.svg",
+        "rollmux.gantt.svg",
+        "index.html",
+    }
     page = (tmp_path / "index.html").read_text()
     assert "<table>" in page
     assert "src=" not in page

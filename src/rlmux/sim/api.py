@@ -10,6 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -46,6 +47,8 @@ def simulate(
     {"workload", "about", "num_seeds", "policies": {name: {figure: mean, ..., "min": {...}, "max": {...}}}}
     """
     tasks = tasks_of(workload, policies, num_seeds)
+    if out is not None:
+        tasks = tuple(replace(task, spans_until_s=_first_steps_s(task.workload)) for task in tasks)
     results = sweep(tasks, progress=progress, num_processes=num_processes)
     by_policy: dict[str, list[SimResult]] = {name: [] for name in policies}
     for task, result in zip(tasks, results, strict=True):
@@ -59,6 +62,12 @@ def simulate(
     if out is not None:
         report["pictures"] = [str(path) for path in write_pictures(by_policy, out, title=tasks[0].workload.name)]
     return report
+
+
+def _first_steps_s(workload: Workload) -> float:
+    """Long enough for a Gantt chart: ten steps of the slowest pipeline, from the first submission on."""
+    longest_s = max(arrival.world.solo_s(1) for arrival in workload.arrivals)
+    return workload.arrivals[0].submit_s + 10 * longest_s
 
 
 def tasks_of(workload: str | Workload | WorkloadMaker, policies: Sequence[str], num_seeds: int) -> tuple[Task, ...]:
