@@ -8,8 +8,8 @@
 
 A schedule is what a list produces when it is played out: whenever something ends, every ready task is offered its
 devices in the order of the list. Two tasks share a device only if the table says that it helps; both then run slower
-by the table's figures, and faster again when one ends. A task is never interrupted; a `Merge` ends one tail at once
-and adds its work to another's.
+by the table's figures, and faster again when one ends. A task is never interrupted; a `Merge` ends a share where its
+tail begins and lengthens a sibling's tail by it.
 
 Score: seconds by which pipelines miss their deadlines, then makespan plus a little mean completion time, so that of
 equal makespans the one with more throughput wins. The improvement is bounded by a number of played-out task
@@ -19,12 +19,14 @@ starts, not by a clock, so a decision is a function of the problem.
 from __future__ import annotations
 
 from bisect import insort
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from rlmux.core.sharing import NO_SHARING, SharingTable
 
 _DONE = 1e-9
+_NEVER, _BEFORE = -1.0, -0.5
+"""Instead of a time: not yet, and before now."""
 _MEAN_WEIGHT = 0.02
 """Of the mean completion time beside the makespan."""
 
@@ -120,45 +122,17 @@ class _List:
         )
 
 
-def plan(problem: Problem, *, budget: int = 2500) -> Plan:
-    """The best schedule found by playing out at most about `budget` task starts."""
+BUDGET = 500
+"""Starts on one device that a decision may play out: about 4 ms of one core."""
+
+
+def plan(problem: Problem, *, budget: int = BUDGET) -> Plan:
+    """The best schedule found by playing out about `budget` starts, a task counting once for each device."""
     tasks = problem.tasks
     if not tasks:
         return Plan(start_s=(), end_s=(), merges=(), merges_now=(), score=(0.0, 0.0), num_tried=0)
-    game = _Game(problem)
-    num_left = max(1, budget // len(tasks))
-    paths = longest_paths(tasks)
-    tried: list[tuple[_List, Plan]] = []
-
-    def try_out(candidate: _List) -> Plan:
-        nonlocal num_left
-        num_left -= 1
-        found = game.play(candidate)
-        tried.append((candidate, found))
-        return found
-
-    by_path = _List(_ranked(paths))
-    try_out(by_path)
-    for candidate in _openings(problem, paths, by_path):
-        if num_left <= 0:
-            break
-        try_out(candidate)
-    best, best_plan = min(tried, key=lambda one: one[1].score)
-    num_tried = len(tried)
-    while num_left > 0:
-        is_better = False
-        for candidate in _neighbours(problem, best, best_plan):
-            if num_left <= 0:
-                break
-            num_left -= 1
-            num_tried += 1
-            found = game.play(candidate)
-            if _is_less(found.score, best_plan.score):
-                best, best_plan, is_better = candidate, found, True
-                break
-        if not is_better:
-            break
-    return _with_tries(best_plan, num_tried)
+    search = _Search(problem, max(1, budget // sum(max(1, len(task.devices)) for task in tasks)))
+    return search.best()
 
 
 def greedy(problem: Problem) -> Plan:
@@ -166,7 +140,7 @@ def greedy(problem: Problem) -> Plan:
     tasks = problem.tasks
     ranked = _List(_ranked([task.seconds * max(1, len(task.devices)) for task in tasks]))
     everything = tuple(range(len(problem.merges)))
-    return _Game(problem).play(ranked.changed(merges=_compatible(problem, everything)))
+    return _Play(_Game(problem), ranked.changed(merges=_compatible(problem, everything))).result()
 
 
 def longest_paths(tasks: Sequence[Task]) -> list[float]:
@@ -181,55 +155,107 @@ def longest_paths(tasks: Sequence[Task]) -> list[float]:
 # --- lists to try -------------------------------------------------------------------------------------------
 
 
-def _openings(problem: Problem, paths: list[float], by_path: _List) -> list[_List]:
-    """Other lists worth a try whatever the problem: merges, pipelines first, long and short tasks first."""
+class _Search:
+    """Openings first, then improvement of the best of them, then of the next, while plays are left."""
+
+    def __init__(self, problem: Problem, num_plays: int) -> None:
+        self.problem = problem
+        self.game = _Game(problem)
+        self.num_left = num_plays
+        self.num_tried = 0
+
+    def best(self) -> Plan:
+        tried = []
+        for candidate in _openings(self.problem):
+            tried.append((candidate, self.try_out(candidate)))
+            if self.num_left <= 0:
+                break
+        tried.sort(key=lambda one: one[1].score)
+        best = tried[0][1]
+        for candidate, made in tried:
+            if self.num_left <= 0:
+                break
+            improved = self.improved(candidate, made)
+            if _is_less(improved.score, best.score):
+                best = improved
+        return replace(best, num_tried=self.num_tried)
+
+    def try_out(self, candidate: _List) -> Plan:
+        self.num_left -= 1
+        self.num_tried += 1
+        return _Play(self.game, candidate).result()
+
+    def improved(self, current: _List, made: Plan) -> Plan:
+        """The first small change that helps, again and again, until none does."""
+        is_better = True
+        while is_better and self.num_left > 0:
+            is_better = False
+            for candidate in _neighbours(self.problem, current, made):
+                found = self.try_out(candidate)
+                if _is_less(found.score, made.score):
+                    current, made, is_better = candidate, found, True
+                    break
+                if self.num_left <= 0:
+                    break
+        return made
+
+
+def _openings(problem: Problem) -> Iterator[_List]:
+    """Lists worth a try whatever the problem: by path, merges, pipelines first, long and short tasks first."""
     tasks = problem.tasks
-    openings = []
-    for number in range(len(problem.merges)):
-        openings.append(by_path.changed(merges=_compatible(problem, (number,))))
-    if len(problem.merges) > 1:
-        openings.append(by_path.changed(merges=_compatible(problem, tuple(range(len(problem.merges))))))
+    paths = longest_paths(tasks)
+    by_path = _List(_ranked(paths))
+    yield by_path
+    subsets = [_compatible(problem, (number,)) for number in range(len(problem.merges))]
+    if len(subsets) > 1:
+        subsets.append(_compatible(problem, tuple(range(len(subsets)))))
     pipelines = sorted({task.pipeline for task in tasks})
     total = max(paths, default=0.0) + 1.0
-    if len(pipelines) > 1:
-        for first in pipelines:
-            rank = _ranked([path + total * (task.pipeline == first) for task, path in zip(tasks, paths, strict=True)])
-            openings.append(by_path.changed(rank=rank))
-    openings.append(by_path.changed(rank=_ranked([task.seconds * len(task.devices) for task in tasks])))
-    openings.append(by_path.changed(rank=_ranked([-task.seconds for task in tasks])))
+    firsts = [
+        by_path.changed(
+            rank=_ranked([path + total * (task.pipeline == first) for task, path in zip(tasks, paths, strict=True)])
+        )
+        for first in pipelines
+        if len(pipelines) > 1
+    ]
+    for subset in subsets:
+        yield by_path.changed(merges=subset)
+    yield from firsts
     if problem.sharing.entries:
-        openings.append(by_path.changed(not_shared=frozenset(range(len(tasks)))))
-    return openings
+        yield by_path.changed(not_shared=frozenset(range(len(tasks))))
+    yield by_path.changed(rank=_ranked([task.seconds * len(task.devices) for task in tasks]))
+    yield by_path.changed(rank=_ranked([-task.seconds for task in tasks]))
+    for first in firsts:
+        for subset in subsets:
+            yield first.changed(merges=subset)
 
 
-def _neighbours(problem: Problem, current: _List, made: Plan) -> list[_List]:
+def _neighbours(problem: Problem, current: _List, made: Plan) -> Iterator[_List]:
     """Small changes, those at the first moments first: what is decided now matters most."""
     tasks = problem.tasks
-    found: list[_List] = []
     for number in range(len(problem.merges)):
         if number in current.merges:
-            found.append(current.changed(merges=tuple(m for m in current.merges if m != number)))
+            yield current.changed(merges=tuple(m for m in current.merges if m != number))
         else:
-            found.append(current.changed(merges=_compatible(problem, (number, *current.merges))))
+            yield current.changed(merges=_compatible(problem, (number, *current.merges)))
     order = sorted(range(len(tasks)), key=lambda index: (made.start_s[index], current.rank[index]))
     masks = [sum(1 << device for device in task.devices) for task in tasks]
     for place, later in enumerate(order):
+        if tasks[later].is_running:
+            continue
         if later in current.after:
-            found.append(current.changed(after={k: v for k, v in current.after.items() if k != later}))
-        if problem.sharing.entries and not tasks[later].is_running:
-            found.append(current.changed(not_shared=current.not_shared ^ {later}))
+            yield current.changed(after={k: v for k, v in current.after.items() if k != later})
+        if problem.sharing.entries:
+            yield current.changed(not_shared=current.not_shared ^ {later})
         for earlier in reversed(order[:place]):
-            if not masks[earlier] & masks[later] or tasks[earlier].is_running:
-                continue
-            if made.end_s[earlier] < made.start_s[later] - _DONE and earlier in tasks[later].needs:
+            if not masks[earlier] & masks[later] or tasks[earlier].is_running or _leads_to(tasks, earlier, later):
                 continue
             rank = list(current.rank)
             rank[earlier], rank[later] = rank[later], rank[earlier]
             if current.rank[earlier] < current.rank[later]:
-                found.append(current.changed(rank=rank))
-            if later not in current.after and not _leads_to(tasks, earlier, later):
-                found.append(current.changed(rank=rank, after={**current.after, earlier: later}))
-    return found
+                yield current.changed(rank=rank)
+            if later not in current.after:
+                yield current.changed(rank=rank, after={**current.after, earlier: later})
 
 
 def _leads_to(tasks: Sequence[Task], first: int, last: int) -> bool:
@@ -266,224 +292,263 @@ def _is_less(score: tuple[float, float], than: tuple[float, float]) -> bool:
     return score[0] < than[0] - 1e-6 or (score[0] <= than[0] + 1e-6 and score[1] < than[1] - 1e-6)
 
 
-def _with_tries(made: Plan, num_tried: int) -> Plan:
-    return Plan(
-        start_s=made.start_s,
-        end_s=made.end_s,
-        merges=made.merges,
-        merges_now=made.merges_now,
-        score=made.score,
-        num_tried=num_tried,
-    )
-
-
 # --- playing a list out -------------------------------------------------------------------------------------
 
 
 class _Game:
-    """Plays lists of one problem; what is the same in all of them is prepared once."""
+    """What is the same in all plays of one problem."""
+
+    __slots__ = ("deadlines", "followers", "is_sharing", "masks", "num_devices", "num_needs", "problem", "rates")
 
     def __init__(self, problem: Problem) -> None:
         tasks = problem.tasks
         self.problem = problem
         self.masks = [sum(1 << device for device in task.devices) for task in tasks]
+        self.num_devices = max((mask.bit_length() for mask in self.masks), default=0)
         self.num_needs = [len(task.needs) for task in tasks]
         self.followers: list[list[int]] = [[] for _ in tasks]
         for index, task in enumerate(tasks):
             for need in task.needs:
                 self.followers[need].append(index)
         self.is_sharing = bool(problem.sharing.entries)
-        self.last_of: dict[int, int] = {}
+        self.rates = problem.sharing.rates
         self.deadlines = [(i, t.deadline_s) for i, t in enumerate(tasks) if t.deadline_s is not None]
 
-    def play(self, candidate: _List) -> Plan:
-        tasks, masks = self.problem.tasks, self.masks
-        num = len(tasks)
-        left = [task.seconds for task in tasks]
-        start = [-1.0] * num
-        end = [-1.0] * num
-        waits = list(self.num_needs)
-        ready: list[tuple[int, int]] = []
-        running: list[int] = []
-        rates: dict[int, float] = {}
-        taken = 0
-        shared = 0
-        now = 0.0
-        merges = [self.problem.merges[number] for number in candidate.merges]
-        open_merges = list(candidate.merges)
-        merges_now: list[int] = []
-        held = {merge.source for merge in merges if not tasks[merge.source].is_running}
-        after = candidate.after
-        for index, task in enumerate(tasks):
+
+class _Play:
+    """One list, from now until everything has ended."""
+
+    __slots__ = (
+        "after", "change_s", "end", "game", "holders", "kind", "left", "merges", "merges_now", "not_shared", "now",
+        "open_merges", "rank", "rate", "ready", "running", "shared", "since", "start", "tail_s", "taken", "tasks",
+        "waits",
+    )  # fmt: skip
+
+    def __init__(self, game: _Game, candidate: _List) -> None:
+        tasks = game.problem.tasks
+        self.game = game
+        self.tasks = tasks
+        self.rank = candidate.rank
+        self.after = candidate.after
+        self.not_shared = candidate.not_shared
+        self.merges = candidate.merges
+        self.open_merges = list(candidate.merges)
+        self.merges_now: list[int] = []
+        self.now = 0.0
+        self.left = [task.seconds for task in tasks]
+        self.tail_s = [task.tail_s for task in tasks]
+        self.kind = ["tail" if task.seconds <= task.tail_s + _DONE else task.kind for task in tasks]
+        self.start = [_NEVER] * len(tasks)
+        self.end = [_NEVER] * len(tasks)
+        self.since = [0.0] * len(tasks)
+        self.rate = [1.0] * len(tasks)
+        self.change_s = [0.0] * len(tasks)
+        """When each running task ends or begins its tail."""
+        self.waits = list(game.num_needs)
+        self.ready: list[tuple[int, int]] = []
+        self.running: list[int] = []
+        self.holders: list[list[int]] = [[] for _ in range(game.num_devices)]
+        self.taken = 0
+        """Bits of devices that someone holds; in `shared`, that two hold."""
+        self.shared = 0
+
+    def result(self) -> Plan:
+        for index, task in enumerate(self.tasks):
             if task.is_running:
-                start[index] = -1e-12
-                running.append(index)
-                if self.is_sharing:
-                    shared |= taken & masks[index]
-                taken |= masks[index]
-            elif not waits[index]:
-                insort(ready, (candidate.rank[index], index))
-        num_ended = 0
+                self._begin(index)
+                self.start[index] = _BEFORE
+            elif not self.waits[index]:
+                insort(self.ready, (self.rank[index], index))
         while True:
-            if open_merges:
-                self._merge(open_merges, merges_now, left, start, end, waits, running, ready, candidate, now)
-                for index in list(running):
-                    if left[index] <= 0.0 and end[index] >= 0.0:
-                        running.remove(index)
-                taken, shared = self._masks_of(running)
-                for index in range(num):
-                    if end[index] == now and left[index] == -1.0:
-                        left[index] = 0.0
-                        num_ended += 1
-                        for follower in self.followers[index]:
-                            waits[follower] -= 1
-                            if not waits[follower]:
-                                insort(ready, (candidate.rank[follower], follower))
-            started = True
-            while started and ready:
-                started = False
-                for position, (_, index) in enumerate(ready):
-                    mask = masks[index]
-                    other = after.get(index)
-                    if other is not None and start[other] < -0.5 and end[other] < 0.0:
-                        continue
-                    if index in held and any(n in open_merges for n in candidate.merges if self.problem.merges[n].source == index):
-                        continue
-                    if mask & taken:
-                        if not self.is_sharing or mask & shared or not self._may_share(
-                            index, running, left, candidate.not_shared
-                        ):
-                            continue
-                    shared |= taken & mask
-                    taken |= mask
-                    start[index] = now
-                    running.append(index)
-                    del ready[position]
-                    started = True
-                    break
-            if not running:
-                if num_ended == num or not ready:
-                    break
-                if open_merges:
-                    open_merges = []  # what they wait for cannot come before their sources run
+            if self.open_merges:
+                self._make_merges()
+            if self.ready:
+                self._start_ready()
+            if not self.running:
+                if not self.ready:
+                    return self._plan()
+                # Only what a list holds back is left: it may not hold back for ever.
+                self.after, self.open_merges = {}, []
+                continue
+            change_s = self.change_s
+            now = self.now = min([change_s[index] for index in self.running])
+            for index in [index for index in self.running if change_s[index] <= now + _DONE]:
+                if index in self.running:
+                    self._change(index)
+
+    def _start_ready(self) -> None:
+        """Offer the devices to every ready task in the order of the list."""
+        masks, after, taken_all = self.game.masks, self.after, (1 << self.game.num_devices) - 1
+        is_sharing = self.game.is_sharing
+        position = 0
+        ready = self.ready
+        while position < len(ready):
+            index = ready[position][1]
+            mask = masks[index]
+            if mask & self.taken:
+                if not is_sharing and self.taken == taken_all:
+                    return
+                if not is_sharing or mask & self.shared or not self._may_share(index):
+                    position += 1
                     continue
-                after = {}
-                continue
-            rates = self._rates(running, left) if shared else {}
-            step = min(self._until_change(index, left[index], rates.get(index, 1.0)) for index in running)
-            now += step
-            still = []
-            for index in running:
-                left[index] -= step * rates.get(index, 1.0)
-                if left[index] > _DONE:
-                    still.append(index)
+            if after and index in after:
+                other = after[index]
+                if self.start[other] == _NEVER and self.end[other] == _NEVER:
+                    position += 1
                     continue
-                end[index] = now
-                left[index] = 0.0
-                num_ended += 1
-                for follower in self.followers[index]:
-                    waits[follower] -= 1
-                    if not waits[follower]:
-                        insort(ready, (candidate.rank[follower], follower))
-            if len(still) < len(running):
-                running = still
-                taken, shared = self._masks_of(running)
-        return self._plan(candidate, start, end, merges_now)
+            del ready[position]
+            self.start[index] = self.now
+            self._begin(index)
+            if not mask:
+                position = 0
 
-    def _merge(
-        self,
-        open_merges: list[int],
-        merges_now: list[int],
-        left: list[float],
-        start: list[float],
-        end: list[float],
-        waits: list[int],
-        running: list[int],
-        ready: list[tuple[int, int]],
-        candidate: _List,
-        now: float,
-    ) -> None:
-        """Make the merges whose both sides are in their tails."""
-        for number in list(open_merges):
-            merge = self.problem.merges[number]
-            source, target = merge.source, merge.target
-            if end[source] >= 0.0 or end[target] >= 0.0:
-                open_merges.remove(number)
-                continue
-            if waits[source] or waits[target]:
-                continue
-            if not (self._is_tail(source, left[source]) and self._is_tail(target, left[target])):
-                continue
-            left[target] = max(left[source], left[target]) * merge.stretch + merge.cost_s
-            left[source] = -1.0
-            end[source] = now
-            if start[source] < -0.5:
-                start[source] = now - 1e-12
-                ready.remove((candidate.rank[source], source))
-            open_merges.remove(number)
-            if now == 0.0:
-                merges_now.append(number)
+    def _begin(self, index: int) -> None:
+        mask = self.game.masks[index]
+        both = self.taken & mask
+        self.shared |= both
+        self.taken |= mask
+        self.running.append(index)
+        self.since[index] = self.now
+        if self.game.is_sharing:
+            for device in self.tasks[index].devices:
+                self.holders[device].append(index)
+            if both:
+                for device in self.tasks[index].devices:
+                    for other in self.holders[device]:
+                        if other != index:
+                            self._repace(other)
+                self.rate[index] = self._rate(index)
+        self._foresee(index)
 
-    def _is_tail(self, index: int, left_s: float) -> bool:
-        return left_s <= self.problem.tasks[index].tail_s + _DONE
+    def _change(self, index: int) -> None:
+        """It ends, or its tail begins."""
+        self._settle(index)
+        if self.left[index] > _DONE:
+            self.kind[index] = "tail"
+            self._foresee(index)
+            if self.shared & self.game.masks[index]:
+                self._repace_all(index)
+            return
+        self._finish(index)
 
-    def _masks_of(self, running: list[int]) -> tuple[int, int]:
-        taken = shared = 0
-        for index in running:
-            mask = self.masks[index]
-            shared |= taken & mask
-            taken |= mask
-        return taken, shared
+    def _finish(self, index: int) -> None:
+        self.end[index] = self.now
+        self.left[index] = 0.0
+        self.running.remove(index)
+        mask = self.game.masks[index]
+        if self.game.is_sharing:
+            for device in self.tasks[index].devices:
+                self.holders[device].remove(index)
+            both = self.shared & mask
+            self.taken &= ~(mask & ~both)
+            self.shared &= ~mask
+            if both:
+                self._repace_all(index)
+        else:
+            self.taken &= ~mask
+        self._release(index)
 
-    def _kind(self, index: int, left_s: float) -> str:
-        task = self.problem.tasks[index]
-        return "tail" if left_s <= task.tail_s + _DONE else task.kind
+    def _release(self, index: int) -> None:
+        """Those that waited for it alone are ready."""
+        for follower in self.game.followers[index]:
+            self.waits[follower] -= 1
+            if not self.waits[follower]:
+                insort(self.ready, (self.rank[follower], follower))
 
-    def _may_share(self, index: int, running: list[int], left: list[float], not_shared: frozenset[int]) -> bool:
+    # paces
+
+    def _settle(self, index: int) -> None:
+        self.left[index] -= (self.now - self.since[index]) * self.rate[index]
+        self.since[index] = self.now
+
+    def _foresee(self, index: int) -> None:
+        left, tail_s = self.left[index], self.tail_s[index]
+        until = left - tail_s if tail_s and left > tail_s + _DONE else left
+        self.change_s[index] = self.since[index] + until / self.rate[index]
+
+    def _repace(self, index: int) -> None:
+        rate = self._rate(index)
+        if rate != self.rate[index]:
+            self._settle(index)
+            self.rate[index] = rate
+            self._foresee(index)
+
+    def _repace_all(self, index: int) -> None:
+        """Of everyone on the task's devices, itself included."""
+        for device in self.tasks[index].devices:
+            for holder in self.holders[device]:
+                self._repace(holder)
+
+    def _rate(self, index: int) -> float:
+        """Solo seconds per second: what the slowest of its devices gives."""
+        rate = 1.0
+        kind = self.kind[index]
+        for device in self.tasks[index].devices:
+            for other in self.holders[device]:
+                if other != index:
+                    rate = min(rate, self.game.rates.get((kind, self.kind[other]), 0.5))
+        return rate
+
+    def _may_share(self, index: int) -> bool:
+        not_shared = self.not_shared
         if index in not_shared:
             return False
-        mask = self.masks[index]
-        kind = self._kind(index, left[index])
-        for other in running:
-            if not self.masks[other] & mask:
-                continue
-            if other in not_shared or self.problem.sharing.pace(kind, self._kind(other, left[other])) is None:
-                return False
+        kind = self.kind[index]
+        for device in self.tasks[index].devices:
+            for other in self.holders[device]:
+                if other in not_shared or (kind, self.kind[other]) not in self.game.rates:
+                    return False
         return True
 
-    def _rates(self, running: list[int], left: list[float]) -> dict[int, float]:
-        """Of those that share: solo seconds per second, the slowest of their devices."""
-        rates: dict[int, float] = {}
-        pace = self.problem.sharing.pace
-        for position, index in enumerate(running):
-            for other in running[:position]:
-                if self.masks[index] & self.masks[other]:
-                    found = pace(self._kind(index, left[index]), self._kind(other, left[other]))
-                    mine, theirs = (1 / found.slowdown, 1 / found.other_slowdown) if found else (0.5, 0.5)
-                    rates[index] = min(rates.get(index, 1.0), mine)
-                    rates[other] = min(rates.get(other, 1.0), theirs)
-        return rates
+    # merges
 
-    def _until_change(self, index: int, left_s: float, rate: float) -> float:
-        """Seconds until it ends or its tail begins."""
-        tail_s = self.problem.tasks[index].tail_s
-        if tail_s and left_s > tail_s + _DONE:
-            return (left_s - tail_s) / rate
-        return left_s / rate
+    def _make_merges(self) -> None:
+        """Those whose source has come to its tail while its sibling can still take it."""
+        for number in list(self.open_merges):
+            merge = self.game.problem.merges[number]
+            source, target = merge.source, merge.target
+            if self.end[source] != _NEVER or self.end[target] != _NEVER:
+                self.open_merges.remove(number)
+            elif not self.waits[source] and not self.waits[target]:
+                for side in (source, target):
+                    if self.start[side] != _NEVER:
+                        self._settle(side)
+                if self.left[source] <= self.tail_s[source] + _DONE:
+                    self.open_merges.remove(number)
+                    self._merge(merge)
+                    if self.now == 0.0:
+                        self.merges_now.append(number)
 
-    def _plan(self, candidate: _List, start: list[float], end: list[float], merges_now: list[int]) -> Plan:
-        tasks = self.problem.tasks
+    def _merge(self, merge: Merge) -> None:
+        source, target = merge.source, merge.target
+        tail_s = min(self.tail_s[target], self.left[target])
+        before_s = self.left[target] - tail_s
+        self.tail_s[target] = max(self.left[source], tail_s) * merge.stretch + merge.cost_s
+        self.left[target] = before_s + self.tail_s[target]
+        if self.start[target] != _NEVER:
+            self._foresee(target)
+        if self.start[source] != _NEVER:
+            self._finish(source)
+        else:
+            self.ready.remove((self.rank[source], source))
+            self.start[source] = _BEFORE
+            self.end[source] = self.now
+            self._release(source)
+
+    # the score
+
+    def _plan(self) -> Plan:
         last: dict[int, float] = {}
-        for task, at in zip(tasks, end, strict=True):
-            last[task.pipeline] = max(last.get(task.pipeline, 0.0), at)
-        missed = sum(max(0.0, end[index] - deadline) for index, deadline in self.deadlines)
-        makespan = max(end, default=0.0)
+        for task, at in zip(self.tasks, self.end, strict=True):
+            if at > last.get(task.pipeline, 0.0):
+                last[task.pipeline] = at
+        missed = sum(max(0.0, self.end[index] - deadline) for index, deadline in self.game.deadlines)
         mean = sum(last.values()) / max(len(last), 1)
         return Plan(
-            start_s=tuple(start),
-            end_s=tuple(end),
-            merges=candidate.merges,
-            merges_now=tuple(merges_now),
-            score=(missed, makespan + _MEAN_WEIGHT * mean),
+            start_s=tuple(self.start),
+            end_s=tuple(self.end),
+            merges=self.merges,
+            merges_now=tuple(self.merges_now),
+            score=(missed, max(self.end, default=0.0) + _MEAN_WEIGHT * mean),
             num_tried=1,
         )

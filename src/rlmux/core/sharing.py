@@ -48,6 +48,7 @@ class SharingTable:
 
     entries: tuple[SharingEntry, ...] = ()
     _pace: dict[tuple[str, str], Pace] = field(init=False, repr=False, compare=False)
+    _rates: dict[tuple[str, str], float] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         best: dict[tuple[str, str], tuple[float, Pace]] = {}
@@ -65,10 +66,16 @@ class SharingTable:
                 if key not in best or entry.gain > best[key][0]:
                     best[key] = (entry.gain, pace)
         object.__setattr__(self, "_pace", {key: pace for key, (_, pace) in best.items()})
+        object.__setattr__(self, "_rates", {key: 1.0 / pace.slowdown for key, (_, pace) in best.items()})
 
     @classmethod
     def of(cls, entries: Iterable[SharingEntry]) -> SharingTable:
         return cls(tuple(entries))
+
+    @property
+    def rates(self) -> dict[tuple[str, str], float]:
+        """Solo seconds per second of the first beside the second, for every pair that helps."""
+        return self._rates
 
     def pace(self, kind: str, other: str) -> Pace | None:
         """How `kind` runs beside `other`; None where sharing was not measured to help."""

@@ -18,8 +18,8 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from rlmux.core.lookahead import Merge, Plan, Problem, greedy, plan
-from rlmux.core.model import AdmissionKind, DeviceId, NodeId, OrderId, Phase, Pipeline, PipelineId, Stage
+from rlmux.core.lookahead import BUDGET, Merge, Plan, Problem, greedy, plan
+from rlmux.core.model import AdmissionKind, DeviceId, GroupId, NodeId, OrderId, Phase, Pipeline, PipelineId, Stage
 from rlmux.core.placement import GroupLoad, PlacementChoice, PlacementView, Refusal, Relocation
 from rlmux.core.policies.candidates import impossible, queue
 from rlmux.core.policies.dispatching import first_come
@@ -42,11 +42,13 @@ class Jigsaw:
     """A target decodes this much slower with what it takes over, until a move was seen."""
     move_part: float = 0.02
     """Seconds of a move before one was seen, as a part of the share's."""
-    budget: int = 1500
-    """Task starts that one decision may play out."""
+    budget: int = BUDGET
+    """Starts on a device that one decision may play out."""
     max_members: int = 8
     _moves: dict[tuple[PipelineId, int, DeviceId], DeviceId] = field(default_factory=dict, repr=False, compare=False)
     """Tails that were paused to be moved: (pipeline, step, source) to target."""
+    _seen: dict[GroupId, tuple[object, ...]] = field(default_factory=dict, repr=False, compare=False)
+    """What each group looked like when it was last planned."""
 
     def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
         return place_sharing(pipeline, view, max_members=self.max_members)
@@ -56,6 +58,11 @@ class Jigsaw:
 
     def dispatch(self, view: GroupView) -> Iterator[Choice]:
         moved = yield from self._finish_moves(view)
+        if not self._is_news(view) and not moved:
+            return
+        if not view.ready:
+            yield from _start(view, (), self.sharing)  # who is alone again gets the whole device
+            return
         ahead = upcoming(view, without=moved)
         problem = Problem(
             tasks=tuple(ahead.tasks),
@@ -68,6 +75,18 @@ class Jigsaw:
         started = yield from _start(view, works, problem.sharing)
         if not started and not view.running and not view.moving and not moved:
             yield from first_come(view)
+
+    def _is_news(self, view: GroupView) -> bool:
+        """Whether anything differs from when this group was last planned: most reports of progress change nothing."""
+        seen = (
+            tuple(work.sequence for work in view.ready),
+            tuple((order.id, order.is_pausing, (order.num_active or 0).bit_length()) for order in view.running),
+            len(view.moving),
+        )
+        if self._seen.get(view.id) == seen:
+            return False
+        self._seen[view.id] = seen
+        return True
 
     # ------------------------------------------------------------------ tails
 
