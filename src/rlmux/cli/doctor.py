@@ -67,6 +67,7 @@ def examine() -> list[Finding]:
         _gpus(torch),
         _green_contexts(torch),
         _mps(torch),
+        _levels(torch),
         *(_package(name, extra, meaning) for name, (extra, meaning) in _EXTRAS.items()),
     ]
 
@@ -221,6 +222,9 @@ if torch.cuda.is_available():
         found["green"] = ""
     except Exception as error:
         found["green"] = f"{type(error).__name__}: {error}"
+from dataclasses import asdict
+from rlmux.engines.levels import probe
+found["levels"] = [asdict(probe(device)) for device in (["cpu", "cuda"] if found["gpus"] else ["cpu"])]
 print(json.dumps(found))
 """
 
@@ -305,6 +309,25 @@ def _mps(torch: dict[str, Any] | None) -> Finding:
         value="its daemon is not running" if control else "not installed" if (torch or {}).get("gpus") else "no GPU",
         meaning="processes of different pipelines never compute on one GPU at the same time",
         remedy="nvidia-cuda-mps-control -d" if control else "",
+    )
+
+
+def _levels(torch: dict[str, Any] | None) -> Finding:
+    """Shares of a device that two pipelines can be given at once; `rlmux profile` measures what they are worth."""
+    name = "share levels"
+    found = (torch or {}).get("levels", [])
+    if not found:
+        return Finding(name=name, is_ok=False, value="unknown", meaning="every order has its devices alone")
+    told = []
+    for one in found:
+        shares = ", ".join(f"{share:.0%}" for share in one["shares"])
+        told.append(f"{one['device']}: " + (f"{shares} by {one['how']}" if shares else f"none: {one['missing']}"))
+    is_ok = any(one["shares"] for one in found)
+    return Finding(
+        name=name,
+        is_ok=is_ok,
+        value="; ".join(told),
+        meaning="" if is_ok else "two pipelines on one device cannot be given shares of it: each order has it alone",
     )
 
 

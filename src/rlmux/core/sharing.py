@@ -10,7 +10,7 @@ An empty table allows no sharing: every order then has its devices alone.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 MIN_GAIN = 1.05
 """Work done together over work done one after the other, below which sharing is not worth its switches."""
@@ -55,6 +55,8 @@ class SharingTable:
         for entry in self.entries:
             if not 0.0 < entry.level < 1.0 or min(entry.slowdown_a, entry.slowdown_b) < 1.0:
                 raise ValueError(f"{entry} is no measured pair: 0 < level < 1, slowdowns at least 1")
+            if entry.kind_a == entry.kind_b:
+                entry = _even(entry)
             if entry.gain < MIN_GAIN:
                 continue
             forward = Pace(entry.level, entry.slowdown_a, entry.slowdown_b)
@@ -80,6 +82,14 @@ class SharingTable:
     def pace(self, kind: str, other: str) -> Pace | None:
         """How `kind` runs beside `other`; None where sharing was not measured to help."""
         return self._pace.get((kind, other))
+
+
+def _even(entry: SharingEntry) -> SharingEntry:
+    """Two alike cannot be told apart, so both get what the smaller share was measured with."""
+    is_first_smaller = entry.level <= 0.5
+    slowdown = entry.slowdown_a if is_first_smaller else entry.slowdown_b
+    level = entry.level if is_first_smaller else 1.0 - entry.level
+    return replace(entry, level=level, slowdown_a=slowdown, slowdown_b=slowdown)
 
 
 NO_SHARING = SharingTable()

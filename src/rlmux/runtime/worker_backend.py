@@ -10,8 +10,8 @@ An order is a series of bounded calls. Between two calls is a safe point: that i
 progress is reported, and what a lost worker falls back to. Everything runs in one thread, on callbacks.
 
 A rollout worker that dies is replaced and does again what it had not handed over. A host or train worker that dies
-takes its pipeline back to the newest checkpoint. Both give the same weights as if nothing had happened, since
-trajectories and updates are functions of the plan.
+takes its pipeline back to the newest checkpoint, and so does a lost node, once the pipeline has another. All give the
+same weights as if nothing had happened, since trajectories and updates are functions of the plan.
 """
 
 from __future__ import annotations
@@ -20,16 +20,18 @@ import contextlib
 import shutil
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlmux.core.actions import Action, Admit, Migrate, Pause, Release, RunStage, Switch
+from rlmux.core.actions import Action, Admit, Migrate, Pause, Release, RunStage, SetLevel, Switch
 from rlmux.core.errors import RlmuxError, StorageError, WorkerLostError
 from rlmux.core.events import (
     ChunkFinished,
     Event,
+    NodeJoined,
+    NodeLost,
     PipelineFailed,
     PipelineRestarted,
     StageFinished,
@@ -85,6 +87,9 @@ class Workplace(Protocol):
     def forget(self, worker: Worker) -> None:
         """Stop watching a worker that is about to be ended."""
 
+    def node_changes(self) -> Sequence[tuple[NodeId, bool]]:
+        """(node, is it there now) for every node that went or came since the last call."""
+
     def close(self) -> None: ...
 
 
@@ -129,6 +134,8 @@ class _Running:
     """An order under way."""
 
     action: RunStage
+    level: float
+    """Share of its devices, from the next call on."""
     seconds: float = 0.0
     switch_s: float = 0.0
     tokens: int = 0
@@ -200,6 +207,11 @@ class WorkerBackend:
         self._events: list[Event] = []
         self._notes: list[Note] = []
         self._pipeline_by_worker: dict[int, PipelineId] = {}
+        self._homeless: dict[PipelineId, _Workers] = {}
+        """Lost a node and wait for another placement."""
+        self._told_to_begin_anew: set[PipelineId] = set()
+        """Placed again from a checkpoint that the scheduler will hear of with the next events (membership tests
+        only); what it orders of them until then it will take back."""
 
     def now_s(self) -> float:
         return time.monotonic() - self._zero
@@ -212,6 +224,8 @@ class WorkerBackend:
 
     def execute(self, action: Action) -> None:
         match action:
+            case RunStage() | Migrate() if action.pipeline in self._told_to_begin_anew:
+                pass
             case Admit():
                 self._admit(action)
             case RunStage(stage=Stage.GENERATE):
@@ -224,6 +238,9 @@ class WorkerBackend:
                 self._run_training(action)
             case Pause():
                 self._pause(action.order)
+            case SetLevel():
+                if action.order in self._running:  # else it ended meanwhile
+                    self._running[action.order].level = action.level
             case Migrate():
                 self._migrate(action)
             case Release():
@@ -232,12 +249,18 @@ class WorkerBackend:
                 pass  # Refuse, Wait and timers are the controller's to show
 
     def poll(self, timeout_s: float) -> tuple[Sequence[Event], Sequence[Note]]:
-        if not self._events:
-            for worker in self._workplace.wait(timeout_s):
+        if self._events:  # of orders given since the last poll: the scheduler may have heard of later things
+            self._events = [replace(event, time_s=self.now_s()) for event in self._events]
+        else:
+            ready = self._workplace.wait(timeout_s)
+            for node, is_there in self._workplace.node_changes():
+                self._change_node(node, is_there=is_there)
+            for worker in ready:
                 self._receive(worker)
             self._end_overdue_workers()
         events, notes = self._events, self._notes
         self._events, self._notes = [], []
+        self._told_to_begin_anew.clear()
         return events, notes
 
     def close(self) -> None:
@@ -262,7 +285,14 @@ class WorkerBackend:
                 Note(type="warning", fields={"pipeline": action.pipeline, "reason": text})
             ),
         )
-        self._start(submission, action.placement, folder, weights, checkpoints)
+        step = self._start(submission, action.placement, folder, weights, checkpoints)
+        before = self._homeless.pop(action.pipeline, None)
+        if before is not None:
+            self._keep_count(before, self._workers[action.pipeline])
+            self._told_to_begin_anew.add(action.pipeline)
+            self._events.append(
+                PipelineRestarted(time_s=self.now_s(), pipeline=action.pipeline, restored_step=step)
+            )
 
     def _start(
         self, submission: Submission, placement: Placement, folder: Path, weights: Path, checkpoints: CheckpointFolder
@@ -397,9 +427,29 @@ class WorkerBackend:
         step = self._start(
             workers.submission, workers.placement, workers.folder, workers.weights, workers.checkpoints
         )
-        self._workers[pipeline].num_losses_by_worker = workers.num_losses_by_worker
-        self._workers[pipeline].furthest_step = max(workers.furthest_step, self._workers[pipeline].furthest_step)
+        self._keep_count(workers, self._workers[pipeline])
         self._events.append(PipelineRestarted(time_s=self.now_s(), pipeline=pipeline, restored_step=step))
+
+    @staticmethod
+    def _keep_count(before: _Workers, after: _Workers) -> None:
+        after.num_losses_by_worker = before.num_losses_by_worker
+        after.furthest_step = max(before.furthest_step, after.furthest_step)
+
+    def _change_node(self, node: NodeId, *, is_there: bool) -> None:
+        """Whoever is pinned to a lost node waits for another placement, and goes on there from a checkpoint."""
+        if is_there:
+            self._events.append(NodeJoined(time_s=self.now_s(), node=node))
+            return
+        for pipeline, workers in list(self._workers.items()):
+            if node not in workers.placement.nodes:
+                continue
+            del self._workers[pipeline]
+            self._drop_orders(pipeline)
+            for process in workers.processes:
+                self._kill(process)
+            self._homeless[pipeline] = workers
+            self._notes.append(Note(type="loss", fields={"pipeline": pipeline, "reason": f"node {node} is gone"}))
+        self._events.append(NodeLost(time_s=self.now_s(), node=node))
 
     def _fail(self, pipeline: PipelineId, reason: str) -> None:
         workers = self._workers.pop(pipeline)
@@ -449,7 +499,7 @@ class WorkerBackend:
 
     def _run_share(self, action: RunStage) -> None:
         workers = self._workers[action.pipeline]
-        run = self._running[action.order] = _Running(action)
+        run = self._running[action.order] = _Running(action, action.level)
         self._evict_then(action, lambda: self._begin_share(workers, run))
 
     def _begin_share(self, workers: _Workers, run: _Running) -> None:
@@ -510,6 +560,7 @@ class WorkerBackend:
             max_seconds=options.chunk_s,
             stop_active=0,
             is_load_needed=run.action.switch is not Switch.NONE and run.seconds == 0.0,
+            level=run.level,
         )
         workers.version_by_device[device] = version
         share.to_submit, share.partials, share.replies, share.released = [], [], [], []
@@ -615,7 +666,7 @@ class WorkerBackend:
     def _run_reward(self, action: RunStage) -> None:
         """Complete once everything that was sampled is scored: answers come in the order of the calls."""
         workers = self._workers[action.pipeline]
-        run = self._running[action.order] = _Running(action)
+        run = self._running[action.order] = _Running(action, action.level)
         self._call(workers, workers.host, "finish_step", (action.step,), partial(self._batch_ready, workers, run))
 
     def _batch_ready(self, workers: _Workers, run: _Running, batch: StepBatch) -> None:
@@ -623,11 +674,13 @@ class WorkerBackend:
         workers.batch_by_step[step] = batch
         if step < workers.plan.num_steps:
             self._ask_for_requests(workers, step + 1)  # the host has nothing else to do while others compute
+        if workers.plan.algorithm.staleness == 0:
+            self._hand_batch_to_trainer(workers, step)  # it is idle until then; an asynchronous one may be training
         self._end(run, StageFinished)
 
     def _run_training(self, action: RunStage) -> None:
         workers = self._workers[action.pipeline]
-        run = self._running[action.order] = _Running(action)
+        run = self._running[action.order] = _Running(action, action.level)
         self._evict_then(action, lambda: self._begin_training(workers, run))
 
     def _begin_training(self, workers: _Workers, run: _Running) -> None:
@@ -635,13 +688,16 @@ class WorkerBackend:
             return
         step = run.action.step
         if run.action.stage is not Stage.WARM_START and workers.trainer_step != step:
-            workers.trainer_step = step
-            self._call(workers, workers.trainer, "begin_step", (workers.batch_by_step[step].payload,), lambda _: None)
+            self._hand_batch_to_trainer(workers, step)
         self._next_train_call(workers, run)
+
+    def _hand_batch_to_trainer(self, workers: _Workers, step: int) -> None:
+        workers.trainer_step = step
+        self._call(workers, workers.trainer, "begin_step", (workers.batch_by_step[step].payload,), lambda _: None)
 
     def _next_train_call(self, workers: _Workers, run: _Running) -> None:
         is_load_needed = run.action.switch is not Switch.NONE and run.seconds == 0.0
-        args = (run.action.stage.value, self._options.chunk_s, is_load_needed)
+        args = (run.action.stage.value, self._options.chunk_s, is_load_needed, run.level)
         self._call(workers, workers.trainer, "run_stage", args, partial(self._train_call_done, workers, run))
 
     def _train_call_done(self, workers: _Workers, run: _Running, result: tuple[TrainReport, float]) -> None:
@@ -673,7 +729,7 @@ class WorkerBackend:
         The last step's checkpoint comes before its end is told: nobody is released without one.
         """
         workers = self._workers[action.pipeline]
-        run = self._running[action.order] = _Running(action)
+        run = self._running[action.order] = _Running(action, action.level)
         step = action.step
         is_last = step == workers.plan.num_steps
         if is_last:

@@ -10,6 +10,7 @@ The controller never looks inside a batch: it passes on the bytes that the host 
 from __future__ import annotations
 
 import contextlib
+import os
 import pickle
 import time
 from collections.abc import Iterator, Sequence
@@ -46,6 +47,8 @@ class RolloutChunk:
     max_seconds: float
     stop_active: int
     is_load_needed: bool
+    level: float = 1.0
+    """Share of the device, for this call and until another comes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,11 +112,13 @@ class RolloutWorker:
     def __init__(self, plan: TrainingPlan) -> None:
         import torch
 
+        from rlmux.engines.levels import level_setter
         from rlmux.engines.rollout import SlotRolloutEngine
         from rlmux.rl.tasks import make_task
         from rlmux.rl.vocabulary import load_vocabulary
 
         torch.set_num_threads(plan.num_threads)
+        device = _device()
         vocabulary = load_vocabulary(plan.model)
         task = make_task(plan.task, seed=plan.seed, vocabulary=vocabulary)
         self._engine = SlotRolloutEngine(
@@ -123,9 +128,12 @@ class RolloutWorker:
             seed=plan.seed,
             staleness=plan.algorithm.staleness,
             is_single_turn=task.is_single_turn,
+            device=device,
         )
+        self._share = level_setter(device)
 
     def run_chunk(self, chunk: RolloutChunk) -> RolloutChunkResult:
+        self._share.set(chunk.level)
         start = time.perf_counter()
         if chunk.is_load_needed:
             self._engine.load()
@@ -161,17 +169,24 @@ class TrainWorker:
     def __init__(self, plan: TrainingPlan, restore_from: Path | None) -> None:
         import torch
 
+        from rlmux.engines.levels import level_setter
         from rlmux.engines.train import TorchTrainEngine
 
         torch.set_num_threads(plan.num_threads)
-        self._engine = TorchTrainEngine(plan)
+        device = _device()
+        self._engine = TorchTrainEngine(plan, device=device)
+        self._share = level_setter(device)
         if restore_from is not None:
             self._engine.restore(restore_from)
 
     def begin_step(self, payload: bytes) -> None:
         self._engine.begin_step(pickle.loads(payload))
 
-    def run_stage(self, stage: str, max_seconds: float, is_load_needed: bool) -> tuple[TrainReport, float]:
+    def run_stage(
+        self, stage: str, max_seconds: float, is_load_needed: bool, level: float = 1.0
+    ) -> tuple[TrainReport, float]:
+        """Takes the level for this call and until another comes."""
+        self._share.set(level)
         start = time.perf_counter()
         if is_load_needed:
             self._engine.load()
@@ -198,6 +213,20 @@ class TrainWorker:
 
     def memory(self) -> tuple[int, int]:
         return psutil.Process().memory_info().rss, self._engine.resident_bytes()
+
+
+def _device() -> str:
+    """The GPU that this process was given, or the core it is pinned to.
+
+    A GPU sums in a fixed order only where it is told to, and before its first call.
+    """
+    import torch
+
+    if not torch.cuda.is_available():
+        return "cpu"
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    return "cuda"
 
 
 @contextlib.contextmanager

@@ -1,0 +1,271 @@
+"""Shares of a device, in levels that are prepared before anyone asks for one.
+
+    probe(device) ──▶ Levels: which shares there are here, and how they are made, or what is missing
+    level_setter(device) ──▶ set(level), in the process that computes, between two calls of its engine
+
+    cpu    two worker processes on one core; their niceness splits its time:   share l beside 1 - l
+               the larger share stays at nice 0, the smaller goes to where the scheduler's weights are l : 1 - l
+    cuda   green contexts: a process keeps its kernels to some of the multiprocessors
+           MPS: kernels of two processes run at once at all; its percentage is fixed when a process starts
+
+A level is the share of whoever asks for it; 1.0 takes no share away. Nothing here starts a thread or a daemon.
+Invariant: levels change when work is done, never what it computes. Where a level cannot be made, setting it does
+nothing, and `Levels` says so, so that nobody plans with it.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import subprocess
+import sys
+from contextlib import suppress
+from dataclasses import dataclass
+from functools import cached_property
+from math import log
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+WHOLE = 1.0
+"""The level at which nobody is held back."""
+_NICE_STEP = 1.25
+"""Ratio of the Linux scheduler's weights of two neighbouring nice values."""
+_MAX_NICE = 19
+_NICE_UNITS = 20
+"""Shares of a core are told apart to a twentieth: the finest that nice values can make."""
+_NICE_LEVELS = (0.1, 0.25, 0.5, 0.75, 0.9)
+_GREEN_PARTS = (0.2, 0.4, 0.6, 0.8)
+_AUTOGROUP = Path("/proc/self/autogroup")
+_AUTOGROUP_SWITCH = Path("/proc/sys/kernel/sched_autogroup_enabled")
+_NICE_PROBE = "import os; n = os.getpriority(0, 0); os.setpriority(0, 0, n + 1); os.setpriority(0, 0, n)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Levels:
+    """The shares of one kind of device that can be made here."""
+
+    device: str
+    """Name of the hardware: what a profile file belongs to."""
+    how: str
+    """What makes the shares; empty where nothing does."""
+    shares: tuple[float, ...] = ()
+    """Prepared levels below 1.0, ascending; a worker takes one with a call."""
+    num_units: int = 1
+    """What shares are counted in: multiprocessors of a GPU, twentieths of a core's time."""
+    unit_step: int = 1
+    min_units: int = 1
+    missing: str = ""
+    """What cannot be done here, and why."""
+
+
+class LevelSetter(Protocol):
+    """Lives in the process that computes."""
+
+    def set(self, level: float) -> None:
+        """Hold back to this share from now on; cheap when it is the present one."""
+
+
+def probe(device: str = "cpu") -> Levels:
+    """What this machine can do for a device (`cpu` or `cuda`); leaves everything as it was."""
+    return _probe_cuda() if device.startswith("cuda") else _probe_cpu()
+
+
+def level_setter(device: str = "cpu") -> LevelSetter:
+    """For this process. What can be done is found out when a level below 1.0 is first asked for."""
+    return GreenContextLevel() if device.startswith("cuda") else NiceLevel()
+
+
+# --- CPU ----------------------------------------------------------------------------------------------------
+
+
+class NiceLevel:
+    """Share of a core by niceness.
+
+    Linux may group processes by session before it looks at niceness; a worker is a session of its own, so the
+    niceness of its group is set as well.
+    """
+
+    def __init__(self) -> None:
+        self._level = WHOLE
+
+    @cached_property
+    def _base(self) -> int:
+        return os.getpriority(os.PRIO_PROCESS, 0)
+
+    @cached_property
+    def _can_raise(self) -> bool:
+        return _can_raise_priority()
+
+    @cached_property
+    def _has_group(self) -> bool:
+        return _has_autogroups() and os.getsid(0) == os.getpid()
+
+    def set(self, level: float) -> None:
+        if level == self._level:
+            return
+        nice = min(_MAX_NICE, self._base + nice_of(level))
+        if self._can_raise:  # else nobody could undo it
+            os.setpriority(os.PRIO_PROCESS, 0, nice)
+        if self._has_group:
+            with suppress(OSError):  # ten changes a second are allowed; the next call tries again
+                _AUTOGROUP.write_text(str(nice))
+        self._level = level
+
+
+def nice_of(level: float) -> int:
+    """Niceness of the one with this share beside one with the rest; 0 for the larger share and for no split."""
+    if level >= 0.5:
+        return 0
+    return min(_MAX_NICE, round(log((1.0 - level) / max(level, 1e-3)) / log(_NICE_STEP)))
+
+
+def cpu_name() -> str:
+    """Of the processor, as the system tells it."""
+    with suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return "cpu: " + " ".join(line.partition(":")[2].split())
+    return f"cpu: {platform.processor() or platform.machine()}"
+
+
+def _probe_cpu() -> Levels:
+    ways = ["nice"] if _can_raise_priority() else []
+    if _has_autogroups():
+        ways.append("niceness of sessions")
+    if not ways:
+        return Levels(
+            device=cpu_name(),
+            how="",
+            missing="a process that has lowered its priority may not raise it again (RLIMIT_NICE, CAP_SYS_NICE)",
+        )
+    return Levels(device=cpu_name(), how=" and ".join(ways), shares=_NICE_LEVELS, num_units=_NICE_UNITS)
+
+
+def _can_raise_priority() -> bool:
+    """Tried in a process of its own: if it may not, it would stay low."""
+    command = [sys.executable, "-I", "-S", "-c", _NICE_PROBE]
+    try:
+        return subprocess.run(command, capture_output=True, timeout=20, check=False).returncode == 0
+    except (OSError, subprocess.TimeoutExpired):
+        return False
+
+
+def _has_autogroups() -> bool:
+    try:
+        return _AUTOGROUP_SWITCH.read_text().strip() == "1" and os.access(_AUTOGROUP, os.W_OK)
+    except OSError:
+        return False
+
+
+# --- CUDA ---------------------------------------------------------------------------------------------------
+
+
+class GreenContextLevel:
+    """Share of a GPU's multiprocessors by a green context, made when a level is first asked for and kept.
+
+    Entering one lets the kernels that are queued end first, so a change belongs between two calls.
+    """
+
+    def __init__(self) -> None:
+        self._contexts: dict[int, Any] = {}
+        self._current: Any = None
+        self._level = WHOLE
+
+    @cached_property
+    def _sizes(self) -> dict[float, int]:
+        return _green_sizes()
+
+    def set(self, level: float) -> None:
+        if level == self._level or not self._sizes:
+            return
+        torch.cuda.synchronize()
+        if self._current is not None:
+            self._current.pop_context()
+            self._current = None
+        if level < WHOLE:
+            nearest = min(self._sizes, key=lambda share: abs(share - level))
+            self._current = self._context(self._sizes[nearest])
+            self._current.set_context()
+        self._level = level
+
+    def _context(self, num_sms: int) -> Any:
+        if num_sms not in self._contexts:
+            from torch.cuda.green_contexts import GreenContext
+
+            self._contexts[num_sms] = GreenContext.create(num_sms=num_sms, device_id=torch.cuda.current_device())
+        return self._contexts[num_sms]
+
+
+def green_unit(compute_major: int) -> tuple[int, int]:
+    """(multiprocessors come in multiples of this, and no fewer than this) by compute capability."""
+    return (8, 8) if compute_major >= 9 else (2, 4)
+
+
+def green_sizes(num_sms: int, compute_major: int) -> dict[float, int]:
+    """Multiprocessors of each prepared share. Rounded down: a splitter that rounds up must not run out."""
+    step, least = green_unit(compute_major)
+    sizes: dict[float, int] = {}
+    for part in _GREEN_PARTS:
+        units = max(least, int(num_sms * part) // step * step)
+        if units <= num_sms - least:
+            sizes[units / num_sms] = units
+    return sizes
+
+
+def mps_problem() -> str:
+    """Why processes cannot compute on one GPU at the same time; empty where they can."""
+    pipe = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"))
+    if (pipe / "control").exists():
+        return ""
+    return f"no MPS daemon listens in {pipe}, so kernels of different processes take turns"
+
+
+def _probe_cuda() -> Levels:
+    if not torch.cuda.is_available():
+        return Levels(device="cuda", how="", missing="torch sees no CUDA device")
+    gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
+    step, least = green_unit(gpu.major)
+    problem = _green_problem(least)
+    sizes = {} if problem else green_sizes(gpu.multi_processor_count, gpu.major)
+    missing = [f"green contexts: {problem}"] if problem else []
+    if mps_problem():
+        missing.append(mps_problem())
+    ways = [] if problem else ["green contexts"]
+    if not mps_problem():
+        percent = os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
+        ways.append("MPS" + (f" at {percent} % of this process" if percent else ""))
+    return Levels(
+        device=gpu.name,
+        how=" and ".join(ways),
+        shares=tuple(sizes),
+        num_units=gpu.multi_processor_count,
+        unit_step=step,
+        min_units=least,
+        missing="; ".join(missing),
+    )
+
+
+def _green_sizes() -> dict[float, int]:
+    if not torch.cuda.is_available():
+        return {}
+    gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
+    _, least = green_unit(gpu.major)
+    return {} if _green_problem(least) else green_sizes(gpu.multi_processor_count, gpu.major)
+
+
+def _green_problem(num_sms: int) -> str:
+    """Why no green context can be made and used; empty where one can."""
+    try:
+        from torch.cuda.green_contexts import GreenContext
+
+        context: Any = GreenContext.create(num_sms=num_sms, device_id=torch.cuda.current_device())
+        context.set_context()
+        try:
+            torch.ones(8, device="cuda").sum().item()
+        finally:
+            context.pop_context()
+    except Exception as error:  # drivers and builds fail in ways of their own; all mean that there are none
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
+    return ""

@@ -1,0 +1,36 @@
+"""Two workers of different pipelines on one device at once, for real."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlmux.core.actions import RunStage, SetLevel
+from rlmux.core.policies.jigsaw import Jigsaw
+from rlmux.core.sharing import SharingEntry, SharingTable
+from rlmux.runtime.memory import with_footprint
+
+KINDS = ("dense", "tail", "train")
+HELPFUL = SharingTable.of(
+    SharingEntry(kind_a=a, kind_b=b, level=0.75, slowdown_a=1.2, slowdown_b=1.5) for a in KINDS for b in KINDS
+)
+"""As if sharing helped every pair. On one core none does; what is computed does not mind."""
+
+
+@pytest.fixture(scope="module")
+def submissions(real):
+    """The policy gives each of them both devices."""
+    return [
+        with_footprint(real.submission("first", num_steps=3)),
+        with_footprint(real.submission("second", num_steps=3, task="reverse", seed=2)),
+    ]
+
+
+def test_sharing_devices_at_levels_changes_nothing_but_time(real, submissions, tmp_path):
+    on = real.cluster(rollout=1, train=1)
+    alone = real.run(tmp_path / "alone", submissions, policy=Jigsaw(), on=on)
+    shared = real.run(tmp_path / "shared", submissions, policy=Jigsaw(sharing=HELPFUL), on=on)
+    assert shared.sha256 == alone.sha256
+    levels = {a.level for a in shared.recorder.actions if isinstance(a, RunStage | SetLevel)}
+    assert {0.25, 0.75} <= levels
+    assert {a.level for a in alone.recorder.actions if isinstance(a, RunStage)} <= {0.0, 1.0}
+    assert shared.status == {"first": "finished", "second": "finished"}
