@@ -3,27 +3,33 @@ PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 VENV   := .venv
 BIN    := $(VENV)/bin
+PIP    := $(BIN)/pip install --quiet --disable-pip-version-check
 READY  := $(VENV)/.ready
+TESTED := $(VENV)/.ready-to-test
 
 .PHONY: demo test lint setup clean
-demo: setup
+demo: $(READY)
 	$(BIN)/rlmux run examples/two_pipelines.yaml --policy rollmux --overwrite --out runs/demo
 
-test: setup lint
+test: lint
 	$(BIN)/python -m pytest -n 2 --dist worksteal
 
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-setup: $(READY)
+setup: $(TESTED)
 
 # torch goes in first and alone: a later requirement that it already satisfies then installs nothing more.
 $(READY): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check $(TORCH)
-	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[train,envs,solver,parquet,dev]'
+	$(PIP) $(TORCH)
+	$(PIP) -e '.[train]'
 	touch $(READY)
+
+$(TESTED): $(READY)
+	$(PIP) -e '.[train,envs,solver,parquet,ray,dev]'
+	touch $(TESTED)
 
 clean:
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache

@@ -97,7 +97,7 @@ class Workplace(Protocol):
 class WorkerOptions:
     """How workers are run; none of it can change a result."""
 
-    chunk_s: float = 0.2
+    chunk_s: float = 0.5
     """Longest uninterrupted piece of work: how soon a Pause is served."""
     chunk_decode_steps: int = 1_000_000
     """Decode steps in a piece, for tests that want many safe points."""
