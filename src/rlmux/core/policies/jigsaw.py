@@ -60,14 +60,15 @@ class Jigsaw:
         moved = yield from self._finish_moves(view)
         if not self._is_news(view) and not moved:
             return
-        if not view.ready:
-            yield from _start(view, (), self.sharing)  # who is alone again gets the whole device
+        sharing = self.sharing if self.sharing.entries and _can_share(view) else NO_SHARING
+        if not self._is_choice(view, sharing):
+            yield from _start(view, (), sharing)  # who is alone again gets the whole device
             return
         ahead = upcoming(view, without=moved)
         problem = Problem(
             tasks=tuple(ahead.tasks),
             merges=self._possible_merges(view, ahead) if self.merges_tails else (),
-            sharing=self.sharing if _can_share(view) else NO_SHARING,
+            sharing=sharing,
         )
         made = plan(problem, budget=self.budget) if self.looks_ahead else greedy(problem)
         yield from self._begin_merges(view, ahead, problem, made)
@@ -87,6 +88,22 @@ class Jigsaw:
             return False
         self._seen[view.id] = seen
         return True
+
+    def _is_choice(self, view: GroupView, sharing: SharingTable) -> bool:
+        """Whether anything could be started or merged now, so that a plan is worth its milliseconds."""
+        max_holders = 1 if sharing.entries else 0
+        num_holders: dict[DeviceId, int] = {}
+        rollouts: dict[PipelineId, int] = {}
+        for order in view.running:
+            for device in order.devices:
+                num_holders[device] = num_holders.get(device, 0) + 1
+            if order.phase is Phase.ROLLOUT:
+                rollouts[order.pipeline] = rollouts.get(order.pipeline, 0) + 1
+        if any(all(num_holders.get(d, 0) <= max_holders for d in work.devices) for work in view.ready):
+            return True
+        return self.merges_tails and bool(view.ready) and any(
+            rollouts.get(member.id, 0) and len(member.unfinished_rollout_devices) > 1 for member in view.members
+        )
 
     # ------------------------------------------------------------------ tails
 
@@ -116,7 +133,8 @@ class Jigsaw:
         merges = []
         for member in view.members:
             shares = ahead.shares.get(member.id, ())
-            if len(shares) < 2 or any(pipeline == member.id for pipeline, _ in view.moving):
+            is_moving = any(pipeline == member.id for pipeline, _ in view.moving)
+            if is_moving or len(shares) < 2 or not self._is_tail_near(ahead, shares):
                 continue
             target = max(shares, key=lambda index: ahead.tasks[index].seconds)
             estimates = member.estimates
@@ -130,6 +148,10 @@ class Jigsaw:
                     cost_s = estimates.move_s * num_active
                 merges.append(Merge(source=source, target=target, cost_s=cost_s, stretch=self.merge_stretch))
         return tuple(merges)
+
+    @staticmethod
+    def _is_tail_near(ahead: Upcoming, shares: Sequence[int]) -> bool:
+        return any(ahead.tasks[index].seconds <= 1.5 * ahead.tasks[index].tail_s for index in shares)
 
     def _begin_merges(
         self, view: GroupView, ahead: Upcoming, problem: Problem, made: Plan
