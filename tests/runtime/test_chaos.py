@@ -30,7 +30,7 @@ pipelines:
 """
 
 
-@pytest.fixture()
+@pytest.fixture
 def commands(tmp_path):
     file = tmp_path / "two.yaml"
     file.write_text(FILE)

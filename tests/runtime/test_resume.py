@@ -1,0 +1,349 @@
+"""A run that was stopped, killed or damaged goes on from its folder, to the same weights."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import shutil
+import signal
+import stat
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from rlmux.core.model import PipelineStatus
+from rlmux.core.policies import POLICIES
+from rlmux.core.scheduler import Scheduler
+from rlmux.report.codec import encode
+from rlmux.report.log import LogReader
+from rlmux.runtime.local import SharedMemoryFolder
+from rlmux.runtime.memory import with_machine_memory
+from rlmux.runtime.run import resume_pipelines, run_pipelines
+from rlmux.runtime.worker_backend import WorkerOptions
+
+STEPS = 5
+
+
+@pytest.fixture(scope="module")
+def pair(real):
+    return [
+        real.submission("sort", seed=1, num_steps=STEPS),
+        real.submission("tool", seed=2, num_steps=STEPS, task="calculator", staleness=1),
+    ]
+
+
+def run(real, pair, folder: Path, *, listeners=(), options: WorkerOptions | None = None):
+    return run_pipelines(
+        real.cluster(), pair, POLICIES["rollmux"](), folder, spec={}, listeners=listeners, options=options
+    )
+
+
+def resume(real, pair, folder: Path, *, listeners=(), options: WorkerOptions | None = None):
+    return resume_pipelines(
+        real.cluster(), pair, POLICIES["rollmux"](), folder, listeners=listeners, options=options
+    )
+
+
+def weights(summary) -> dict[str, str]:
+    return {name: one["weights_sha256"] for name, one in summary["pipelines"].items()}
+
+
+@pytest.fixture(scope="module")
+def undisturbed(real, pair, tmp_path_factory):
+    return run(real, pair, tmp_path_factory.mktemp("undisturbed") / "run")
+
+
+class InterruptsAt:
+    """Ctrl-C as a step of a pipeline ends."""
+
+    def __init__(self, pipeline: str, step: int) -> None:
+        self.at = (pipeline, step)
+        self.notes: list = []
+
+    def update(self, now_s, events, actions, notes) -> None:
+        self.notes += notes
+        if any(note.type == "step" and (note.fields["pipeline"], note.fields["step"]) == self.at for note in notes):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+@pytest.fixture(scope="module")
+def stopped(real, pair, tmp_path_factory):
+    """A run that was interrupted at step 3; its checkpoints are there to be damaged, in copies."""
+    folder = tmp_path_factory.mktemp("stopped") / "run"
+    result = run(real, pair, folder, listeners=[InterruptsAt("tool", 3)])
+    assert not result.is_complete
+    return folder
+
+
+def copy_of(folder: Path, to: Path) -> Path:
+    shutil.copytree(folder, to)
+    return to
+
+
+def test_a_stopped_run_is_resumable_and_says_so(stopped):
+    summary = json.loads((stopped / "summary.json").read_text())
+    assert {one["status"] for one in summary["pipelines"].values()} == {"stopped"}
+    assert summary["pipelines"]["tool"]["steps"] == 3
+
+
+def test_resuming_gives_the_weights_of_a_run_left_alone(real, pair, undisturbed, stopped, tmp_path):
+    folder = copy_of(stopped, tmp_path / "run")
+    result = resume(real, pair, folder)
+    assert result.is_complete
+    assert weights(result.summary) == weights(undisturbed.summary)
+    for name, one in result.summary["pipelines"].items():
+        assert one["status"] == "finished"
+        assert one["steps"] == STEPS
+        # What was done twice counts once.
+        assert one["trajectories"] == undisturbed.summary["pipelines"][name]["trajectories"]
+        assert one["tokens"] == undisturbed.summary["pipelines"][name]["tokens"]
+        assert one["reward_last"] == undisturbed.summary["pipelines"][name]["reward_last"]
+        steps = [json.loads(line)["step"] for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
+        assert steps == list(range(1, STEPS + 1))
+    assert result.summary["makespan_s"] > json.loads((stopped / "summary.json").read_text())["makespan_s"]
+
+
+def truncate(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def flip_a_bit(path: Path) -> None:
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+
+
+def newest_step(folder: Path) -> int:
+    return max(int(path.name[5:]) for path in folder.glob("step_*"))
+
+
+@pytest.mark.parametrize(
+    ("of_sort", "of_tool"),
+    [
+        ((truncate, "model.safetensors"), (flip_a_bit, "optimizer.safetensors")),
+        ((Path.unlink, "reference.safetensors"), (flip_a_bit, "state.json")),
+    ],
+)
+def test_a_damaged_checkpoint_is_told_of_and_the_one_before_it_taken(
+    real, pair, undisturbed, stopped, tmp_path, of_sort, of_tool
+):
+    folder = copy_of(stopped, tmp_path / "run")
+    steps = {name: newest_step(folder / name) for name in ("sort", "tool")}
+    for name, (damage, file) in (("sort", of_sort), ("tool", of_tool)):
+        damage(folder / name / f"step_{steps[name]}" / file)
+    recorder = InterruptsAt("none", 0)
+    result = resume(real, pair, folder, listeners=[recorder])
+    warnings = [note.fields for note in recorder.notes if note.type == "warning"]
+    assert {fields["pipeline"] for fields in warnings} == {"sort", "tool"}
+    for fields in warnings:
+        assert f"step_{steps[fields['pipeline']]}" in fields["reason"]
+        assert "falling back" in fields["reason"]
+    assert weights(result.summary) == weights(undisturbed.summary)
+
+
+def test_without_any_good_checkpoint_it_begins_again(real, pair, undisturbed, stopped, tmp_path):
+    folder = copy_of(stopped, tmp_path / "run")
+    for path in folder.glob("*/step_*/model.safetensors"):
+        flip_a_bit(path)
+    (folder / "sort" / "step_3.tmp-12345").mkdir()
+    result = resume(real, pair, folder)
+    assert weights(result.summary) == weights(undisturbed.summary)
+    assert not list(folder.glob("*/*.tmp-*"))
+
+
+def test_an_older_version_that_staleness_needs_is_not_taken_damaged(real, pair, undisturbed, stopped, tmp_path):
+    """The newest checkpoint is good, the rollout after it samples from the version before it, and that is damaged."""
+    folder = copy_of(stopped, tmp_path / "run")
+    step = newest_step(folder / "tool")
+    flip_a_bit(folder / "tool" / f"step_{step - 1}" / "model.safetensors")
+    result = resume(real, pair, folder)
+    assert weights(result.summary) == weights(undisturbed.summary)
+
+
+@pytest.mark.parametrize("checkpoint_every", [2, 3])
+def test_with_fewer_checkpoints_too(real, pair, undisturbed, tmp_path, checkpoint_every):
+    options = WorkerOptions(checkpoint_every=checkpoint_every)
+    folder = tmp_path / "run"
+    assert not run(real, pair, folder, listeners=[InterruptsAt("tool", 4)], options=options).is_complete
+    result = resume(real, pair, folder, options=options)
+    assert weights(result.summary) == weights(undisturbed.summary)
+
+
+def test_resuming_a_finished_run_does_nothing(real, pair, undisturbed):
+    before = (undisturbed.folder / "run.db").read_bytes()
+    result = resume(real, pair, undisturbed.folder)
+    assert result.is_complete
+    assert weights(result.summary) == weights(undisturbed.summary)
+    assert (undisturbed.folder / "run.db").read_bytes() == before
+
+
+def parts_of(folder: Path) -> list[list]:
+    """Events and actions of each process that ran it."""
+    parts: list[list] = [[]]
+    with LogReader(folder) as reader:
+        for entry in reader.entries():
+            if entry.type == "resumed":
+                parts.append([])
+            elif entry.kind in ("event", "action"):
+                parts[-1].append(entry)
+    return parts
+
+
+def test_state_is_a_fold_over_the_log(real, pair, undisturbed, stopped, tmp_path):
+    """Fed with the events of the log, a fresh scheduler gives the logged actions again, byte for byte."""
+    resumed = copy_of(stopped, tmp_path / "run")
+    resume(real, pair, resumed)
+    for folder in (undisturbed.folder, stopped, resumed):
+        for part in parts_of(folder):
+            scheduler = Scheduler(with_machine_memory(real.cluster()), POLICIES["rollmux"]())
+            for place, entry in enumerate(part):
+                if entry.kind != "event":
+                    continue
+                expected = []
+                for after in part[place + 1 :]:
+                    if after.kind == "event":
+                        break
+                    expected.append(encode(after.value))
+                assert [encode(action) for action in scheduler.handle(entry.value)] == expected
+    assert scheduler.status(pair[0].pipeline.id) is PipelineStatus.FINISHED
+
+
+def test_what_a_run_writes_is_the_users_alone_and_holds_no_pickle(undisturbed, stopped):
+    for folder in (undisturbed.folder, stopped):
+        for path in [folder, *folder.rglob("*")]:
+            expected = 0o700 if path.is_dir() else 0o600
+            assert stat.S_IMODE(path.stat().st_mode) == expected, path
+            assert path.suffix not in (".pt", ".pth", ".bin", ".pkl", ".pickle"), path
+
+
+def test_shared_memory_of_a_dead_run_is_given_back_and_that_of_a_live_one_is_not(tmp_path):
+    live = SharedMemoryFolder(tmp_path / "live")
+    dead = SharedMemoryFolder(tmp_path / "dead")
+    (dead.path / "1.safetensors").write_bytes(b"weights")
+    os.close(dead._lock)  # as the system does for a process that is killed
+    newcomer = SharedMemoryFolder(tmp_path / "newcomer")
+    assert not dead.path.exists()
+    assert live.path.exists()
+    assert stat.S_IMODE(live.path.stat().st_mode) == 0o700
+    for folder in (live, newcomer):
+        folder.close()
+        folder.close()
+        assert not folder.path.exists()
+
+
+# ------------------------------------------------------------------ the command, in a process of its own
+
+FILE = """
+cluster:
+  pools:
+    rollout: {devices: 1}
+    train: {devices: 1}
+defaults:
+  steps: 400
+  model: {hidden_size: 32, layers: 2, heads: 2, kv_heads: 1, intermediate_size: 64}
+  rollout: {max_new_tokens: 16, slots: 8}
+  algorithm: {prompts_per_step: 4, group_size: 4, micro_batch_size: 4}
+pipelines:
+  - {name: sort, seed: 1, task: sort}
+  - {name: slow, seed: 2, task: {name: sort, reward: "slow_rewards:score"}}
+"""
+SLOW = """
+import time
+
+def score(data_source, solution_str, ground_truth, extra_info):
+    time.sleep(600)
+"""
+
+
+@pytest.fixture
+def command(tmp_path):
+    """Starts the command line as a process; whatever still runs at the end is killed."""
+    started: list[subprocess.Popen] = []
+    (tmp_path / "slow_rewards.py").write_text(SLOW)
+
+    def start(*words: str, limit_bytes: int | None = None) -> subprocess.Popen:
+        def limit_files() -> None:
+            if limit_bytes is not None:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
+
+        process = subprocess.Popen(
+            [sys.executable, "-m", "rlmux.cli", *words],
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=limit_files,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+def write_file(tmp_path: Path, text: str = FILE) -> tuple[str, ...]:
+    (tmp_path / "two.yaml").write_text(text)
+    return "run", str(tmp_path / "two.yaml"), "--out", str(tmp_path / "run")
+
+
+def wait_for_steps(process: subprocess.Popen, folder: Path, num_steps: int) -> None:
+    """Until `sort` has published so many, or the process has ended."""
+    metrics = folder / "sort" / "metrics.jsonl"
+    deadline_s = time.monotonic() + 100
+    while time.monotonic() < deadline_s and process.poll() is None:
+        if metrics.exists() and metrics.read_text().count("\n") >= num_steps:
+            break
+        time.sleep(0.05)
+
+
+def family_once_training(process: subprocess.Popen, folder: Path) -> list[psutil.Process]:
+    """Everybody, once `sort` has published steps and `slow` is stuck in its reward."""
+    wait_for_steps(process, folder, 2)
+    controller = psutil.Process(process.pid)
+    family = [controller, *controller.children(recursive=True)]
+    assert len(family) >= 8, "the controller, the fork server, two pipelines of three workers"
+    return family
+
+
+def test_no_process_outlives_its_controller_even_in_user_code(tmp_path, command):
+    """Killed, with a host that is stuck in the user's code; then once more, and interrupted."""
+    process = command(*write_file(tmp_path))
+    family = family_once_training(process, tmp_path / "run")
+    process.kill()
+    process.communicate()
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert alive == []
+
+    process = command("resume", str(tmp_path / "run"))
+    family = family_once_training(process, tmp_path / "run")
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert f"rlmux resume {tmp_path / 'run'}" in said
+    _, alive = psutil.wait_procs(family, timeout=10)
+    assert alive == []
+
+
+@pytest.mark.parametrize("limit_bytes", [40_000, 300_000], ids=["checkpoint", "log"])
+def test_a_full_disk_stops_the_run_with_one_line_and_it_can_go_on(tmp_path, command, limit_bytes):
+    words = write_file(tmp_path, FILE.replace("  - {name: slow", "  # {name: slow"))
+    process = command(*words, limit_bytes=limit_bytes)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 1, said
+    last = said.strip().splitlines()[-1]
+    assert last.startswith("rlmux: ")
+    assert f"rlmux resume {tmp_path / 'run'}" in last
+    with LogReader(tmp_path / "run") as reader:
+        assert len(list(reader.entries())) > 1
+    resumed = command("resume", str(tmp_path / "run"))
+    metrics = tmp_path / "run" / "sort" / "metrics.jsonl"
+    wait_for_steps(resumed, tmp_path / "run", (metrics.read_text().count("\n") if metrics.exists() else 0) + 2)
+    resumed.send_signal(signal.SIGINT)
+    resumed.communicate(timeout=60)
+    assert resumed.returncode == 130
