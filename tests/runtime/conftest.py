@@ -103,12 +103,13 @@ def run(
     on: Cluster | None = None,
     options: WorkerOptions | None = None,
     watch: Callable[[WorkerBackend, Recorder], bool] | None = None,
+    make_backend: Callable[..., WorkerBackend] = local_backend,
 ) -> Run:
     """Train for real. `watch` is asked between turns of the loop and ends the run by returning True."""
     on = on or cluster()
     folder.mkdir(parents=True, exist_ok=True)
     scheduler = Scheduler(on, POLICIES[policy]() if isinstance(policy, str) else policy)
-    backend = local_backend(on, folder, options=options)
+    backend = make_backend(on, folder, options=options)
     recorder = Recorder()
     try:
         controller = Controller(scheduler, backend, None, [recorder])

@@ -39,7 +39,11 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the run th
 KeepOpen = Annotated[
     bool, typer.Option("--keep-open", help="When all pipelines are over, wait for more, until Ctrl-C.")
 ]
-BackendName = Annotated[str, typer.Option("--backend", help="Where workers live: local.")]
+BackendName = Annotated[str, typer.Option("--backend", help="Where workers live: local, ray.")]
+Address = Annotated[
+    str | None,
+    typer.Option("--address", metavar="HOST:PORT", help="Of a Ray cluster; by default this machine's own."),
+]
 
 
 @app.callback(invoke_without_command=True)
@@ -53,13 +57,14 @@ def run(
     file: File,
     policy: PolicyName = None,
     backend: BackendName = "local",
+    address: Address = None,
     out: Out = None,
     overwrite: Overwrite = False,
     keep_open: KeepOpen = False,
     sets: Sets = None,
     json: Json = False,
 ) -> None:
-    """Train the file's pipelines, for real, on this machine.
+    """Train the file's pipelines, for real, on this machine or a Ray cluster.
 
     \b
     Example: rlmux run examples/two_pipelines.yaml --policy rollmux --set 'pipelines.*.steps=10'
@@ -72,7 +77,15 @@ def run(
 
     from rlmux.cli import training
 
-    result = training.start(spec, folder, is_overwriting=overwrite, is_quiet=json, is_kept_open=keep_open)
+    result = training.start(
+        spec,
+        folder,
+        is_overwriting=overwrite,
+        is_quiet=json,
+        is_kept_open=keep_open,
+        backend=backend,
+        address=address,
+    )
     _end(result, json)
 
 
@@ -81,6 +94,7 @@ def compare(
     file: File,
     policies: PolicyNames = "solo,colocated,rollmux",
     backend: BackendName = "local",
+    address: Address = None,
     out: Out = None,
     overwrite: Overwrite = False,
     sets: Sets = None,
@@ -102,7 +116,10 @@ def compare(
 
     from rlmux.cli import comparison
 
-    comparison.show(comparison.run_each(spec, names, folder, is_overwriting=overwrite, is_quiet=json), as_json=json)
+    table = comparison.run_each(
+        spec, names, folder, is_overwriting=overwrite, is_quiet=json, backend=backend, address=address
+    )
+    comparison.show(table, as_json=json)
 
 
 @app.command()
@@ -173,7 +190,7 @@ def report(folder: Folder, json: Json = False) -> None:
 
 
 @app.command()
-def resume(folder: Folder, keep_open: KeepOpen = False, json: Json = False) -> None:
+def resume(folder: Folder, address: Address = None, keep_open: KeepOpen = False, json: Json = False) -> None:
     """Continue a run that was stopped or that crashed.
 
     The weights come out as if nothing had happened.
@@ -187,7 +204,10 @@ def resume(folder: Folder, keep_open: KeepOpen = False, json: Json = False) -> N
 
     from rlmux.cli import training
 
-    _end(training.go_on(folder, is_quiet=json, is_kept_open=keep_open), json)
+    result = training.go_on(folder, is_quiet=json, is_kept_open=keep_open, address=address)
+    if result.was_over:
+        typer.echo("rlmux: nothing to resume: every pipeline is over", err=True)
+    _end(result, json)
 
 
 @app.command()

@@ -26,13 +26,27 @@ _TABLE = "compare.json"
 
 
 def run_each(
-    spec: Spec, policies: Sequence[str], folder: Path, *, is_overwriting: bool, is_quiet: bool
+    spec: Spec,
+    policies: Sequence[str],
+    folder: Path,
+    *,
+    is_overwriting: bool,
+    is_quiet: bool,
+    backend: str = "local",
+    address: str | None = None,
 ) -> dict[str, Any]:
     """Train under each policy; stops at the first run that is stopped. Returns and writes the table."""
     _prepare(folder, is_overwriting=is_overwriting)
     summaries: dict[str, Mapping[str, Any]] = {}
     for policy in policies:
-        result = training.start(replace(spec, policy=policy), folder / policy, is_overwriting=False, is_quiet=is_quiet)
+        result = training.start(
+            replace(spec, policy=policy),
+            folder / policy,
+            is_overwriting=False,
+            is_quiet=is_quiet,
+            backend=backend,
+            address=address,
+        )
         if not result.is_complete:
             raise KeyboardInterrupt
         summaries[policy] = result.summary

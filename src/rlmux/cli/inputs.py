@@ -15,7 +15,7 @@ from rlmux.spec import Purpose, Spec, load_spec
 if TYPE_CHECKING:
     from rlmux.sim.arrivals import Workload
 
-BACKENDS = ("local",)
+BACKENDS = ("local", "ray")
 PAPERS = ("rollmux", "jigsawrl")
 
 

@@ -10,6 +10,7 @@ import importlib.util
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +20,24 @@ from rlmux.core.policies import POLICIES
 from rlmux.report.log import LogReader
 from rlmux.runtime.backend import Submission
 from rlmux.runtime.desk import ParseSubmission, submitted_to
-from rlmux.runtime.run import RunResult, resume_pipelines, run_pipelines
+from rlmux.runtime.local import local_backend
+from rlmux.runtime.run import LOCAL, MakeBackend, RunResult, resume_pipelines, run_pipelines
 from rlmux.spec import Spec
 from rlmux.spec.load import parse_spec
 
 
-def start(spec: Spec, folder: Path, *, is_overwriting: bool, is_quiet: bool, is_kept_open: bool = False) -> RunResult:
-    """A new run."""
+def start(
+    spec: Spec,
+    folder: Path,
+    *,
+    is_overwriting: bool,
+    is_quiet: bool,
+    is_kept_open: bool = False,
+    backend: str = LOCAL,
+    address: str | None = None,
+) -> RunResult:
+    """A new run. `address`: of a Ray cluster."""
+    make_backend = backend_maker(backend, address)
     _make_importable(spec.code_folder)
     with Live(spec, is_quiet=is_quiet) as live:
         return run_pipelines(
@@ -38,11 +50,18 @@ def start(spec: Spec, folder: Path, *, is_overwriting: bool, is_quiet: bool, is_
             listeners=[live],
             parse=_parser(spec),
             is_kept_open=is_kept_open,
+            backend_name=backend,
+            make_backend=make_backend,
         )
 
 
-def go_on(folder: Path, *, is_quiet: bool, is_kept_open: bool = False) -> RunResult:
-    """The rest of a run that was stopped or killed, with what was submitted to it."""
+def go_on(
+    folder: Path, *, is_quiet: bool, is_kept_open: bool = False, address: str | None = None
+) -> RunResult:
+    """The rest of a run that was stopped or killed, with what was submitted to it, on the backend it had."""
+    with LogReader(folder) as log:
+        backend = str(log.header.get("backend", LOCAL))
+    make_backend = backend_maker(backend, address)
     spec = spec_of(folder)
     _make_importable(spec.code_folder)
     parse = _parser(spec)
@@ -59,7 +78,24 @@ def go_on(folder: Path, *, is_quiet: bool, is_kept_open: bool = False) -> RunRes
             listeners=[live],
             parse=parse,
             is_kept_open=is_kept_open,
+            backend_name=backend,
+            make_backend=make_backend,
         )
+
+
+def backend_maker(backend: str, address: str | None) -> MakeBackend:
+    """Raises UserError where the backend's package is not installed, or it takes no address."""
+    if backend == LOCAL:
+        if address is not None:
+            raise UserError(f"--address {address}: only --backend ray takes one")
+        return local_backend
+    try:
+        from rlmux.runtime.ray_backend import ray_backend
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise UserError("--backend ray: ray is not installed; install it with: pip install 'rlmux[ray]'") from None
+    return partial(ray_backend, address=address)
 
 
 def _parser(run: Spec) -> ParseSubmission:

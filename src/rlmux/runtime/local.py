@@ -64,6 +64,9 @@ class LocalProcesses:
         assert isinstance(worker, WorkerProcess)
         self._selector.unregister(worker.connection)
 
+    def node_changes(self) -> Sequence[tuple[NodeId, bool]]:
+        return ()  # this machine is here as long as we are
+
     def close(self) -> None:
         self._selector.close()
         self._memory.close()

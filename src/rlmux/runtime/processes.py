@@ -168,7 +168,7 @@ def _serve(
     os.umask(0o077)
     os.setsid()
     _die_with_parent()
-    _write_output_to(log_path)
+    write_output_to(log_path)
     faulthandler.enable()  # a crash in C leaves the Python stack in the log
     if cores:
         os.sched_setaffinity(0, cores)
@@ -182,11 +182,11 @@ def _serve(
                 answer = (True, getattr(worker, method)(*call_args))
             except (Exception, SystemExit) as error:  # what user code raises is one pipeline's fault
                 traceback.print_exc()
-                answer = (False, _portable(error))
+                answer = (False, portable_error(error))
             connection.send(answer)
 
 
-def _portable(error: BaseException) -> RlmuxError:
+def portable_error(error: BaseException) -> RlmuxError:
     """The error as one of ours, which pickles; the traceback is in the worker's log."""
     if isinstance(error, RlmuxError):
         return error
@@ -222,7 +222,7 @@ def _die_with_parent() -> None:
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
-def _write_output_to(path: str) -> None:
+def write_output_to(path: str) -> None:
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     sys.stdout.flush()
     os.dup2(descriptor, 1)

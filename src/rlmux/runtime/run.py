@@ -13,7 +13,7 @@ import signal
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from rlmux.core.errors import LogError, StorageError, UserError
 from rlmux.core.model import Cluster, PipelineId, PipelineStatus
@@ -29,9 +29,19 @@ from rlmux.runtime.desk import Desk, ParseSubmission
 from rlmux.runtime.local import local_backend
 from rlmux.runtime.memory import check_each_fits, with_footprint, with_machine_memory
 from rlmux.runtime.metrics import MetricsWriter
-from rlmux.runtime.worker_backend import WorkerOptions
+from rlmux.runtime.worker_backend import WorkerBackend, WorkerOptions
 
 LOG_NAME = "run.db"
+
+LOCAL = "local"
+
+
+class MakeBackend(Protocol):
+    """How a run gets its workers, such as `local_backend`."""
+
+    def __call__(
+        self, cluster: Cluster, folder: Path, *, options: WorkerOptions | None, start_s: float = 0.0
+    ) -> WorkerBackend: ...
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,6 +52,8 @@ class RunResult:
     summary: Mapping[str, Any]
     is_complete: bool
     """False: it was stopped; `rlmux resume` goes on with it."""
+    was_over: bool = False
+    """There was nothing left to resume."""
 
 
 def run_pipelines(
@@ -56,20 +68,22 @@ def run_pipelines(
     listeners: Sequence[Listener] = (),
     parse: ParseSubmission | None = None,
     is_kept_open: bool = False,
+    backend_name: str = LOCAL,
+    make_backend: MakeBackend = local_backend,
 ) -> RunResult:
-    """Train every pipeline under a policy on this machine.
+    """Train every pipeline under a policy, by default on this machine.
 
     `parse` reads what is submitted while it runs; without, nobody can. A run that is kept open waits for more when
     its pipelines are over. Raises UserError for a folder that cannot be used. A pipeline's own failure is in the
     summary, not raised.
     """
-    cluster = with_machine_memory(cluster)
+    cluster = with_machine_memory(cluster) if backend_name == LOCAL else cluster
     submissions = [with_footprint(submission) for submission in submissions]
     check_each_fits(cluster, submissions)
     prepare_folder(folder, is_overwriting=is_overwriting)
-    header = run_header(policy=policy.name, backend="local", cluster=cluster, spec=spec)
+    header = run_header(policy=policy.name, backend=backend_name, cluster=cluster, spec=spec)
     with RunLog.create(folder, header) as log:
-        backend = local_backend(cluster, folder, options=options)
+        backend = make_backend(cluster, folder, options=options)
         return _drive(
             cluster, submissions, policy, folder, log, backend, listeners, parse=parse, is_kept_open=is_kept_open
         )
@@ -85,18 +99,22 @@ def resume_pipelines(
     listeners: Sequence[Listener] = (),
     parse: ParseSubmission | None = None,
     is_kept_open: bool = False,
+    backend_name: str = LOCAL,
+    make_backend: MakeBackend = local_backend,
 ) -> RunResult:
     """Go on with a run that was stopped or killed. Pipelines that were over stay over."""
     statuses = ended_pipelines(folder)
-    cluster = with_machine_memory(cluster)
+    cluster = with_machine_memory(cluster) if backend_name == LOCAL else cluster
     unfinished = [
         _from_checkpoint(with_footprint(submission), folder)
         for submission in submissions
         if submission.pipeline.id not in statuses
     ]
+    if not unfinished and not is_kept_open:
+        return RunResult(folder=folder, summary=write_report(folder), is_complete=True, was_over=True)
     with RunLog.open(folder) as log:
         log.note("resumed", log.last_time_s, pipelines=[submission.pipeline.id for submission in unfinished])
-        backend = local_backend(cluster, folder, options=options, start_s=log.last_time_s)
+        backend = make_backend(cluster, folder, options=options, start_s=log.last_time_s)
         return _drive(
             cluster, unfinished, policy, folder, log, backend, listeners, statuses,
             parse=parse, is_kept_open=is_kept_open,

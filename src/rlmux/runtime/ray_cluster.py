@@ -1,0 +1,98 @@
+"""Finding a Ray cluster and our pools in it, with one line about whatever is missing.
+
+    pool NAME of n nodes  ◀──  Ray nodes that offer the resource rlmux_NAME, in the order of their addresses
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import ray.exceptions
+
+from rlmux.core.errors import UserError
+from rlmux.core.model import Cluster, NodeId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RayNode:
+    """The Ray node that stands for a node of a pool."""
+
+    node_id: NodeId
+    ray_id: str
+    address: str
+
+
+def resource_of(pool: str) -> str:
+    """The custom resource that a Ray node offers to be a node of the pool."""
+    return f"rlmux_{pool}"
+
+
+def connect(cluster: Cluster, address: str | None) -> bool:
+    """Join a cluster, or start one on this machine; returns whether it was started here."""
+    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+    if ray.is_initialized():
+        ray.shutdown()
+    quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error", "namespace": "rlmux"}
+    try:
+        ray.init(address=address or os.environ.get("RAY_ADDRESS", "auto"), **quiet)
+        return False
+    except RuntimeError as error:
+        raise UserError(_mismatch(str(error), address)) from None
+    except (ConnectionError, ray.exceptions.RayError, ValueError) as error:
+        if address is not None or "RAY_ADDRESS" in os.environ:
+            where = address or os.environ["RAY_ADDRESS"]
+            raise UserError(
+                f"--address {where}: no Ray cluster answers there ({_last_line(error)}); start one with "
+                "`ray start --head`, or leave --address out to start one on this machine"
+            ) from None
+    os.environ.setdefault("RAY_worker_niceness", "0")  # the workers are the machine's work, not its background
+    offers = {}
+    for pool in cluster.pools.values():
+        if pool.num_nodes is None:
+            raise UserError(f"cluster.pools.{pool.name}: give a number of devices; one machine cannot grow")
+        offers[resource_of(pool.name)] = float(pool.num_nodes)
+    ray.init(address="local", include_dashboard=False, resources=offers, **quiet)
+    return True
+
+
+def nodes_by_pool(cluster: Cluster) -> dict[NodeId, RayNode]:
+    """A Ray node for every node of every pool. Raises UserError with the numbers if there are too few."""
+    alive = sorted(alive_nodes(), key=lambda node: (node["NodeManagerAddress"], node["NodeID"]))
+    found: dict[NodeId, RayNode] = {}
+    for pool in cluster.pools.values():
+        resource = resource_of(pool.name)
+        slots = [node for node in alive for _ in range(int(node["Resources"].get(resource, 0)))]
+        wanted = len(slots) if pool.num_nodes is None else pool.num_nodes
+        if len(slots) < max(1, wanted):
+            raise UserError(
+                f"cluster.pools.{pool.name} has {wanted} nodes, the Ray cluster offers {len(slots)} of resource "
+                f"{resource}; start as many more with: ray start --address=... --resources='{{\"{resource}\": 1}}'"
+            )
+        for index, node in enumerate(slots[:wanted]):
+            node_id = NodeId(pool.name, index)
+            found[node_id] = RayNode(node_id=node_id, ray_id=node["NodeID"], address=node["NodeManagerAddress"])
+    return found
+
+
+def alive_nodes() -> list[dict[str, Any]]:
+    """Every Ray node that Ray has not declared dead."""
+    list_nodes: Any = ray.nodes
+    return [node for node in list_nodes() if node["Alive"]]
+
+
+def _mismatch(text: str, address: str | None) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if "ersion mismatch" in text:
+        return (
+            f"Ray cluster {address or ''}: versions differ: {' '.join(lines[1:5]) or lines[0]}; "
+            "install the same Python and Ray on both"
+        )
+    return f"Ray cluster {address or ''}: {lines[0] if lines else text}"
+
+
+def _last_line(error: BaseException) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[-1] if lines else type(error).__name__
