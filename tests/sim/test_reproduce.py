@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 
@@ -107,3 +109,14 @@ def test_what_is_not_there_is_refused_by_name():
         api.simulate("weave", policies=["x"])
     with pytest.raises(UserError, match="num_seeds is 0"):
         api.simulate("weave", policies=["solo"], num_seeds=0)
+
+
+def test_the_examples_of_the_manual_run(capsys):
+    text = (Path(__file__).parents[2] / "docs" / "simulator.md").read_text("utf-8")
+    blocks = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        exec(block, {})
+    cost, slowdown = capsys.readouterr().out.split()
+    assert float(cost) == pytest.approx(556.4, abs=0.1)
+    assert float(slowdown) == pytest.approx(267.6 / 246.6)

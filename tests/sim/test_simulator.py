@@ -12,6 +12,7 @@ from rlmux.core.policies import POLICIES
 from rlmux.core.policies.dispatching import in_turn
 from rlmux.core.policies.rollmux import RollMux
 from rlmux.core.policies.solo import Solo
+from rlmux.core.scheduler import Scheduler
 from rlmux.core.views import MoveShare, PauseOrder
 from rlmux.sim import workloads
 from rlmux.sim.arrivals import Arrival, Workload, h20_h800_cluster
@@ -264,3 +265,27 @@ def test_the_penalty_and_the_cost_agree_with_a_hand_made_integral():
     rate = 8 * (1.76 + 5.28)
     assert result.cost_usd == pytest.approx(rate * (2 + 2))
     assert [round(sample.usd_per_hour / rate) for sample in result.samples] == [1, 2, 1, 0]
+
+
+def test_other_names_change_nothing():
+    made = workloads.build("mixed", seed=6, num_pipelines=40)
+    renamed = replace(
+        made,
+        arrivals=tuple(
+            replace(one, pipeline=replace(one.pipeline, id=PipelineId(f"z{997 - i}")))
+            for i, one in enumerate(made.arrivals)
+        ),
+    )
+    for name in ("rollmux", "most-idle", "gavel", "rlmux"):
+        before, after = simulate(made, POLICIES[name]()), simulate(renamed, POLICIES[name]())
+        assert before.cost_usd == after.cost_usd, name
+        assert [p.step_slowdown for p in before.pipelines] == [p.step_slowdown for p in after.pipelines], name
+
+
+def test_replaying_the_events_gives_the_same_orders():
+    made = workloads.build("bl-m", seed=3, num_pipelines=30)
+    for name in ("rollmux", "rlmux"):
+        seen = []
+        simulate(made, POLICIES[name](), observer=lambda event, actions, seen=seen: seen.append((event, list(actions))))
+        again = Scheduler(made.cluster, POLICIES[name]())
+        assert all(again.handle(event) == actions for event, actions in seen), name
