@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlmux.core.actions import Action
+from rlmux.core.actions import Action, Release
 from rlmux.core.events import Event
 from rlmux.core.model import PipelineId
 from rlmux.runtime.backend import Note
@@ -40,6 +40,12 @@ class MetricsWriter:
         for note in notes:
             if note.type == "step":
                 self._write(now_s, note.fields["pipeline"], note.fields["step"], note.fields["metrics"])
+        for action in actions:
+            if isinstance(action, Release):  # a run may see thousands of pipelines: none keeps a file open
+                writer = self._writers.pop(action.pipeline, None)
+                self._last_step.pop(action.pipeline, None)
+                if writer is not None:
+                    writer.close()
 
     def close(self) -> None:
         for writer in self._writers.values():

@@ -15,7 +15,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
+from rlmux.core.actions import Action, Refuse, Release
 from rlmux.core.errors import LogError, StorageError, UserError
+from rlmux.core.events import Event, PipelineCancelled, PipelineFailed
 from rlmux.core.model import Cluster, PipelineId, PipelineStatus
 from rlmux.core.policies import Policy
 from rlmux.core.scheduler import Scheduler
@@ -220,7 +222,10 @@ class _Endings:
         self._log = log
         self.by_pipeline: dict[PipelineId, Mapping[str, Any]] = ended
 
-    def update(self, now_s: float, events: object, actions: object, notes: object) -> None:
+    def update(self, now_s: float, events: Sequence[Event], actions: Sequence[Action], notes: object) -> None:
+        ends = PipelineFailed | PipelineCancelled | Release | Refuse
+        if not any(isinstance(one, ends) for one in [*events, *actions]):
+            return
         for pipeline, run in self._scheduler.state.runs.items():
             is_over = run.status not in (PipelineStatus.WAITING, PipelineStatus.RUNNING)
             if is_over and pipeline not in self.by_pipeline:

@@ -456,6 +456,7 @@ class WorkerBackend:
         self._drop_orders(pipeline)
         for process in workers.processes:
             self._kill(process)
+        shutil.rmtree(workers.weights, ignore_errors=True)
         log = workers.folder / "workers.log"
         self._notes.append(
             Note(type="failure", fields={"pipeline": pipeline, "reason": reason, "traceback": str(log)})

@@ -1,0 +1,67 @@
+"""Memory is too small for everybody at once: states are evicted and loaded again, exactly, or refused with numbers."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from rlmux.core.actions import RunStage
+from rlmux.core.errors import RefusedError
+from rlmux.core.model import Cluster, Footprint
+from rlmux.core.policies import POLICIES
+from rlmux.runtime.run import run_pipelines
+
+MEGABYTE = 1e6
+
+
+@pytest.fixture(scope="module")
+def pair(real):
+    footprint = Footprint(rollout_device_bytes=6 * MEGABYTE, train_device_bytes=8 * MEGABYTE)
+    pair = [
+        real.submission("sort", seed=1, num_steps=4),
+        real.submission("tool", seed=2, num_steps=4, task="calculator", staleness=1),
+        real.submission("reverse", seed=3, num_steps=4, task="reverse"),
+    ]
+    return [replace(one, pipeline=replace(one.pipeline, footprint=footprint)) for one in pair]
+
+
+def with_memory(cluster: Cluster, device_bytes: float, host_bytes: float) -> Cluster:
+    return Cluster(
+        pools={
+            name: replace(pool, device_memory_bytes=device_bytes, host_memory_bytes=host_bytes)
+            for name, pool in cluster.pools.items()
+        }
+    )
+
+
+def test_pipelines_that_evict_each_other_train_to_the_same_weights(real, pair, tmp_path):
+    roomy = real.run(tmp_path / "roomy", pair, on=with_memory(real.cluster(), 100 * MEGABYTE, 1e12))
+    tight = real.run(tmp_path / "tight", pair, on=with_memory(real.cluster(), 15 * MEGABYTE, 1e12))
+    evicted = {
+        name: [action for action in run.recorder.actions if isinstance(action, RunStage) and action.evicted]
+        for name, run in (("roomy", roomy), ("tight", tight))
+    }
+    assert evicted["roomy"] == []
+    assert len(evicted["tight"]) > 6
+    assert set(tight.status.values()) == {"finished"}
+    assert tight.sha256 == roomy.sha256
+
+
+def test_what_cannot_fit_is_refused_with_the_numbers_before_anything_starts(real, pair, tmp_path):
+    small = with_memory(real.cluster(), 5 * MEGABYTE, 1e12)
+    with pytest.raises(RefusedError, match=r"sort.*(0\.006|0\.01|6|8).*GB") as caught:
+        run_pipelines(small, pair, POLICIES["rollmux"](), tmp_path / "run", spec={})
+    assert "\n" not in str(caught.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_host_memory_is_a_budget_for_all_who_share_a_node(real, pair, tmp_path):
+    """Two of the three fit the host memory of the one node there is; the third waits until one has left."""
+    footprint = replace(pair[0].pipeline.footprint, rollout_host_bytes=4e9, train_host_bytes=4e9)
+    hungry = [replace(one, pipeline=replace(one.pipeline, footprint=footprint)) for one in pair]
+    run = real.run(tmp_path / "run", hungry, on=with_memory(real.cluster(), 100 * MEGABYTE, 9e9))
+    assert set(run.status.values()) == {"finished"}
+    waits = [action for action in run.recorder.actions if type(action).__name__ == "Wait"]
+    assert {action.pipeline for action in waits} == {"reverse"}
+    assert "memory" in waits[0].reason
