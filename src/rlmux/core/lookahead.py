@@ -27,7 +27,7 @@ from rlmux.core.sharing import NO_SHARING, SharingTable
 _DONE = 1e-9
 _NEVER, _BEFORE = -1.0, -0.5
 """Instead of a time: not yet, and before now."""
-_MEAN_WEIGHT = 0.02
+_MEAN_WEIGHT = 0.1
 """Of the mean completion time beside the makespan."""
 
 

@@ -37,13 +37,13 @@ class Exact:
     is_proved: bool
 
 
-def least_makespan(problem: Problem, *, limit_s: float = 10.0) -> Exact:
-    """The least makespan of a small problem in which nothing runs yet."""
+def least_makespan(problem: Problem, *, limit_s: float = 10.0, upper_s: float | None = None) -> Exact:
+    """The least makespan of a small problem in which nothing runs yet; `upper_s` is one that can be had."""
     try:
         from ortools.sat.python import cp_model
     except ImportError:
         raise UserError("the exact schedule needs OR-tools: pip install 'rlmux[solver]'") from None
-    builder = _Model(problem, cp_model.CpModel())
+    builder = _Model(problem, cp_model.CpModel(), upper_s)
     builder.build()
     solver = cp_model.CpSolver()
     solver.parameters.max_time_in_seconds = limit_s
@@ -61,12 +61,15 @@ def least_makespan(problem: Problem, *, limit_s: float = 10.0) -> Exact:
 class _Model:
     """A problem as intervals. A share is two of them back to back: before its tail, and its tail."""
 
-    def __init__(self, problem: Problem, model: Any) -> None:
+    def __init__(self, problem: Problem, model: Any, upper_s: float | None = None) -> None:
         self.problem = problem
         self.model = model
         total_s = sum(task.seconds for task in problem.tasks)
         slowest = 1.0 / min([1.0, *problem.sharing.rates.values()])
         self.horizon = int((total_s * slowest + sum(merge.cost_s for merge in problem.merges)) * UNITS_PER_S * 2) + 10
+        if upper_s is not None:
+            # Rounding of every piece may add a unit.
+            self.horizon = min(self.horizon, int(upper_s * UNITS_PER_S) + 2 * len(problem.tasks) + 2)
 
     def build(self) -> None:
         model, tasks = self.model, self.problem.tasks

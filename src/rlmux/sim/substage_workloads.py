@@ -64,17 +64,22 @@ def crowd(
     sequences_per_device: int = 256,
     slots: int = 256,
     staleness: int = 0,
+    num_shares: int = 1,
     slo_slowdown: float = float("inf"),
     gpu: str = "H100",
     tp: int = 4,
     seed: int = 0,
     name: str = "",
 ) -> Workload:
-    """These pipelines together. Steps grow with the devices, as batches do in practice."""
+    """These pipelines together. Steps grow with the devices, as batches do in practice.
+
+    `num_shares`: each pipeline asks for that part of the cluster only.
+    """
     if num_gpus % tp or num_gpus < tp:
         raise UserError(f"num_gpus is {num_gpus}; accepted: a multiple of tp={tp}")
     num_devices = num_gpus // tp
     cluster, num_rollout, num_train = _deployed(deployment, num_devices, gpu, tp)
+    num_rollout, num_train = max(1, num_rollout // num_shares), max(1, num_train // num_shares)
     arrivals = []
     for number, one in enumerate(recorded):
         world = SubStageWorld(

@@ -27,6 +27,7 @@ from rlmux.core.policies.rlmux import RlMux
 from rlmux.core.policies.rollmux import RollMux
 from rlmux.core.policies.solo import Solo
 from rlmux.core.policies.split import Split
+from rlmux.core.policies.static_sharing import mux_all, mux_rollouts, mux_training, serial
 
 if TYPE_CHECKING:
     from rlmux.core.views import Choice, GroupView
@@ -67,6 +68,10 @@ POLICIES: Mapping[str, Callable[[], Policy]] = {
     "most-idle": MostIdle,
     "rollmux": RollMux,
     "jigsaw": Jigsaw,
+    "serial": serial,
+    "mux-rollouts": mux_rollouts,
+    "mux-training": mux_training,
+    "mux-all": mux_all,
     "rlmux": RlMux,
     "optimal": Optimal,
 }

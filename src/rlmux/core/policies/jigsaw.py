@@ -62,7 +62,7 @@ class Jigsaw:
             return
         sharing = self.sharing if self.sharing.entries and _can_share(view) else NO_SHARING
         if not self._is_choice(view, sharing):
-            yield from _start(view, (), sharing)  # who is alone again gets the whole device
+            yield from start_side_by_side(view, (), sharing)  # who is alone again gets the whole device
             return
         ahead = upcoming(view, without=moved)
         problem = Problem(
@@ -73,7 +73,7 @@ class Jigsaw:
         made = plan(problem, budget=self.budget) if self.looks_ahead else greedy(problem)
         yield from self._begin_merges(view, ahead, problem, made)
         works = [ahead.works[index] for index in made.starts_now if index in ahead.works]
-        started = yield from _start(view, works, problem.sharing)
+        started = yield from start_side_by_side(view, works, problem.sharing)
         if not started and not view.running and not view.moving and not moved:
             yield from first_come(view)
 
@@ -253,7 +253,7 @@ def _can_share(view: GroupView) -> bool:
     return all(two_largest <= view.memory_bytes(device) for device in devices)
 
 
-def _start(
+def start_side_by_side(
     view: GroupView, works: Sequence[ReadyWork], sharing: SharingTable
 ) -> Generator[Choice, None, bool]:
     """Grant these, lowering the level of whoever is there, and raise those that are alone again."""
