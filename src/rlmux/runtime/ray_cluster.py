@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+import socket
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,8 @@ import ray.exceptions
 
 from rlmux.core.errors import UserError
 from rlmux.core.model import Cluster, NodeId
+
+_CONNECT_LIMIT_S = 5.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,18 +39,17 @@ def connect(cluster: Cluster, address: str | None) -> bool:
     if ray.is_initialized():
         ray.shutdown()
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error", "namespace": "rlmux"}
+    given = address or os.environ.get("RAY_ADDRESS")
+    if given is not None:
+        _check_reachable(given)
     try:
-        ray.init(address=address or os.environ.get("RAY_ADDRESS", "auto"), **quiet)
+        ray.init(address=given or "auto", **quiet)
         return False
     except RuntimeError as error:
-        raise UserError(_mismatch(str(error), address)) from None
+        raise UserError(_mismatch(str(error), given)) from None
     except (ConnectionError, ray.exceptions.RayError, ValueError) as error:
-        if address is not None or "RAY_ADDRESS" in os.environ:
-            where = address or os.environ["RAY_ADDRESS"]
-            raise UserError(
-                f"--address {where}: no Ray cluster answers there ({_last_line(error)}); start one with "
-                "`ray start --head`, or leave --address out to start one on this machine"
-            ) from None
+        if given is not None:
+            raise _nobody_there(given, _last_line(error)) from None
     os.environ.setdefault("RAY_worker_niceness", "0")  # the workers are the machine's work, not its background
     offers = {}
     for pool in cluster.pools.values():
@@ -56,6 +58,29 @@ def connect(cluster: Cluster, address: str | None) -> bool:
         offers[resource_of(pool.name)] = float(pool.num_nodes)
     ray.init(address="local", include_dashboard=False, resources=offers, **quiet)
     return True
+
+
+def _check_reachable(address: str) -> None:
+    """Raises UserError at once where Ray itself would try for a minute."""
+    if address in ("auto", "local"):
+        return
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdigit() or "/" in host:
+        raise UserError(
+            f"--address {address}: accepted: HOST:PORT of the cluster's head, as `ray start --head` prints it, "
+            "from a machine of the cluster"
+        )
+    try:
+        socket.create_connection((host, int(port)), timeout=_CONNECT_LIMIT_S).close()
+    except OSError as error:
+        raise _nobody_there(address, error.strerror or str(error)) from None
+
+
+def _nobody_there(address: str, reason: str) -> UserError:
+    return UserError(
+        f"--address {address}: no Ray cluster answers there ({reason}); start one with `ray start --head`, "
+        "or leave --address out to start one on this machine"
+    )
 
 
 def nodes_by_pool(cluster: Cluster) -> dict[NodeId, RayNode]:

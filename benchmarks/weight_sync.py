@@ -1,0 +1,105 @@
+"""Weights over a thin link to 8 receivers: one copy scattered and shared out, against a copy for each receiver.
+
+    python benchmarks/weight_sync.py                    payload 16 MB, link 16 MB/s, 2 senders, 8 receivers
+    python benchmarks/weight_sync.py --json
+
+Every rank is a process; the link is a token bucket in the senders (each holds its share of the rate), the inside of
+the receivers' pool is the loopback device. Schemes alternate; medians. `limit` is payload over the link's rate.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import multiprocessing as mp
+import os
+import socket
+import statistics
+import tempfile
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from rlmux.runtime.sync import Link, Scheme, SyncLayout, WeightReceiver, WeightSender
+
+
+def take_part(rank: int, layout: SyncLayout, arguments: argparse.Namespace, meeting: str, said: mp.SimpleQueue) -> None:
+    torch.set_num_threads(1)
+    world = layout.num_senders + layout.num_receivers
+    dist.init_process_group(
+        "gloo", init_method=f"file://{meeting}", rank=rank, world_size=world, timeout=timedelta(seconds=120)
+    )
+    inside = dist.new_group([layout.receiver_rank(receiver) for receiver in range(layout.num_receivers)])
+    payload = torch.randint(
+        256, (arguments.payload_mb << 20,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
+    )
+    link = Link(arguments.link_mb_s * (1 << 20) / layout.num_senders)
+    for repeat in range(arguments.repeats):
+        for scheme in Scheme:
+            dist.barrier()
+            start_s = time.monotonic()
+            if rank < layout.num_senders:
+                WeightSender(layout, rank, link=link).send(payload, repeat, scheme)
+            else:
+                received, version = WeightReceiver(layout, rank, inside).receive(scheme)
+                assert version == repeat
+                assert torch.equal(received, payload)
+            dist.barrier()
+            if rank == 0:
+                said.put((scheme.value, time.monotonic() - start_s))
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--payload-mb", type=int, default=16)
+    parser.add_argument("--link-mb-s", type=float, default=16.0)
+    parser.add_argument("--senders", type=int, default=2)
+    parser.add_argument("--receivers", type=int, default=8)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    layout = SyncLayout(num_senders=arguments.senders, num_receivers=arguments.receivers)
+    context = mp.get_context("forkserver")
+    context.set_forkserver_preload(["rlmux.runtime.preload", "rlmux.runtime.sync"])
+    said = context.SimpleQueue()
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
+    with tempfile.TemporaryDirectory() as folder:
+        ranks = [
+            context.Process(target=take_part, args=(rank, layout, arguments, str(Path(folder) / "meet"), said))
+            for rank in range(layout.num_senders + layout.num_receivers)
+        ]
+        for process in ranks:
+            process.start()
+        measured = [said.get() for _ in range(arguments.repeats * len(Scheme))]
+        for process in ranks:
+            process.join()
+    seconds = {scheme: [s for name, s in measured if name == scheme] for scheme in Scheme}
+    medians = {scheme: statistics.median(values) for scheme, values in seconds.items()}
+    limit_s = arguments.payload_mb / arguments.link_mb_s
+    figures = {
+        "payload_mb": arguments.payload_mb,
+        "link_mb_s": arguments.link_mb_s,
+        "senders": arguments.senders,
+        "receivers": arguments.receivers,
+        "limit_s": limit_s,
+        **{f"{scheme.value}_s": medians[scheme] for scheme in Scheme},
+        "over_limit": medians[Scheme.HIERARCHICAL] / limit_s,
+        "speedup": medians[Scheme.PER_RECEIVER] / medians[Scheme.HIERARCHICAL],
+    }
+    if arguments.json:
+        print(json.dumps(figures))
+    else:
+        for name, value in figures.items():
+            print(f"{name:16} {value:.4g}")
+
+
+def _loopback() -> str:
+    return next((name for _, name in socket.if_nameindex() if name.startswith("lo")), "lo")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,198 @@
+"""Weights from a training pool to a rollout pool over a thin link: one copy crosses, then the receivers share it out.
+
+    senders 0 … S-1    all hold the whole payload       ══ thin link ══▶   receivers 0 … R-1
+
+    scatter     shard r goes from sender r mod S to receiver r, point to point, chunk by chunk
+    share out   chunk k of every shard goes round all receivers at once, while chunk k + 1 is on the link
+
+    time ≈ payload / link  +  one chunk's round inside        per-receiver copies: R · payload / link
+
+A shard is a contiguous range of bytes, so the layouts of the two sides do not matter. Every receiver checks the sum
+that sender 0 announced; a version that does not match is never handed out. Runs over torch.distributed: gloo on CPUs,
+NCCL on GPUs. Ranks: senders first, then receivers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import struct
+import time
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from rlmux.core.errors import RlmuxError
+
+_HEADER = struct.Struct("<qq32s")
+"""Version, bytes, sha256."""
+_HEADER_TAG = 0
+_MAX_ROUNDS_UNDER_WAY = 2
+
+
+class SyncError(RlmuxError):
+    """A received version is not what was sent."""
+
+
+class Scheme(StrEnum):
+    """How the bytes get to all receivers."""
+
+    HIERARCHICAL = "hierarchical"
+    PER_RECEIVER = "per_receiver"
+    """A whole copy for each receiver over the link: what the other is measured against."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SyncLayout:
+    """Who takes part. The same on every rank."""
+
+    num_senders: int
+    num_receivers: int
+    chunk_bytes: int = 1 << 18
+    """Of one shard, in one message: small enough that the first chunk goes round early."""
+
+    def receiver_rank(self, receiver: int) -> int:
+        return self.num_senders + receiver
+
+    def sender_of(self, receiver: int) -> int:
+        return receiver % self.num_senders
+
+    def shard_bytes(self, num_bytes: int) -> int:
+        """Of every shard; the last ones are padded."""
+        return -(-num_bytes // self.num_receivers)
+
+    def chunks(self, num_bytes: int) -> list[tuple[int, int]]:
+        """(begin, end) of each chunk within its shard."""
+        shard = self.shard_bytes(num_bytes)
+        return [(begin, min(begin + self.chunk_bytes, shard)) for begin in range(0, shard, self.chunk_bytes)]
+
+
+class Link:
+    """A token bucket: a sender's share of a link of limited rate, for tests and benchmarks without one."""
+
+    def __init__(self, bytes_per_s: float, *, burst_bytes: int = 1 << 16) -> None:
+        self._bytes_per_s = bytes_per_s
+        self._burst_s = burst_bytes / bytes_per_s
+        self._free_at_s = time.monotonic()
+
+    def take(self, num_bytes: int) -> None:
+        """Wait until so many bytes have had their time on the link."""
+        self._free_at_s = max(self._free_at_s, time.monotonic() - self._burst_s) + num_bytes / self._bytes_per_s
+        time.sleep(max(0.0, self._free_at_s - time.monotonic()))
+
+
+class WeightSender:
+    """A sender's end, on one rank."""
+
+    def __init__(self, layout: SyncLayout, rank: int, *, link: Link | None = None) -> None:
+        self._layout = layout
+        self._rank = rank
+        self._link = link
+
+    def send(self, payload: torch.Tensor, version: int, scheme: Scheme = Scheme.HIERARCHICAL) -> None:
+        """Send the payload (bytes, on CPU or the backend's device); returns when its buffers may be changed."""
+        layout = self._layout
+        num_bytes = payload.numel()
+        if self._rank == 0:
+            self._announce(payload, version)
+        shard = layout.shard_bytes(num_bytes)
+        padded = torch.nn.functional.pad(payload, (0, shard * layout.num_receivers - num_bytes))
+        under_way: list[Any] = []
+        for number, (begin, end) in enumerate(layout.chunks(num_bytes)):
+            for receiver in range(layout.num_receivers):
+                if layout.sender_of(receiver) == self._rank:
+                    chunk = padded[receiver * shard + begin : receiver * shard + end]
+                    under_way += self._send_chunk(chunk, receiver, number, scheme)
+        for work in under_way:
+            work.wait()
+
+    def _send_chunk(self, chunk: torch.Tensor, receiver: int, number: int, scheme: Scheme) -> list[Any]:
+        layout = self._layout
+        targets = [receiver] if scheme is Scheme.HIERARCHICAL else range(layout.num_receivers)
+        under_way = []
+        for target in targets:
+            if self._link is not None:
+                self._link.take(chunk.numel())
+            tag = _chunk_tag(layout, receiver, number)
+            under_way.append(dist.isend(chunk, layout.receiver_rank(target), tag=tag))
+        return under_way
+
+    def _announce(self, payload: torch.Tensor, version: int) -> None:
+        digest = _sha256(payload)
+        header = torch.frombuffer(bytearray(_HEADER.pack(version, payload.numel(), digest)), dtype=torch.uint8)
+        for receiver in range(self._layout.num_receivers):
+            dist.send(header, self._layout.receiver_rank(receiver), tag=_HEADER_TAG)
+
+
+class WeightReceiver:
+    """A receiver's end, on one rank. `group` has all receivers and nobody else."""
+
+    def __init__(self, layout: SyncLayout, rank: int, group: dist.ProcessGroup) -> None:
+        self._layout = layout
+        self._receiver = rank - layout.num_senders
+        self._group = group
+
+    def receive(self, scheme: Scheme = Scheme.HIERARCHICAL) -> tuple[torch.Tensor, int]:
+        """(payload, version). Raises SyncError if the bytes are not those that were sent."""
+        layout = self._layout
+        header = torch.empty(_HEADER.size, dtype=torch.uint8)
+        dist.recv(header, 0, tag=_HEADER_TAG)
+        version, num_bytes, digest = _HEADER.unpack(header.numpy().tobytes())
+        shards = torch.empty(layout.num_receivers, layout.shard_bytes(num_bytes), dtype=torch.uint8)
+        if scheme is Scheme.HIERARCHICAL:
+            self._share_out(shards, num_bytes)
+        else:
+            self._take_all(shards, num_bytes)
+        payload = shards.view(-1)[:num_bytes]
+        if _sha256(payload) != digest:
+            raise SyncError(f"weights of version {version}: the {num_bytes} bytes received are not those sent")
+        return payload, version
+
+    def _share_out(self, shards: torch.Tensor, num_bytes: int) -> None:
+        """All of the own shard is asked for at once; each chunk goes round as soon as it is here."""
+        layout, mine = self._layout, self._receiver
+        chunks = layout.chunks(num_bytes)
+        coming = [
+            dist.irecv(shards[mine, begin:end], layout.sender_of(mine), tag=_chunk_tag(layout, mine, number))
+            for number, (begin, end) in enumerate(chunks)
+        ]
+        rounds: list[tuple[Any, list[torch.Tensor], int, int]] = []
+        for work, (begin, end) in zip(coming, chunks, strict=True):
+            assert work is not None
+            work.wait()
+            parts = [torch.empty(end - begin, dtype=torch.uint8) for _ in range(layout.num_receivers)]
+            going_round = dist.all_gather(parts, shards[mine, begin:end], group=self._group, async_op=True)
+            rounds.append((going_round, parts, begin, end))
+            if len(rounds) > _MAX_ROUNDS_UNDER_WAY:
+                _finish_round(shards, *rounds.pop(0))
+        for one in rounds:
+            _finish_round(shards, *one)
+
+    def _take_all(self, shards: torch.Tensor, num_bytes: int) -> None:
+        layout = self._layout
+        coming = [
+            dist.irecv(
+                shards[receiver, begin:end], layout.sender_of(receiver), tag=_chunk_tag(layout, receiver, number)
+            )
+            for number, (begin, end) in enumerate(layout.chunks(num_bytes))
+            for receiver in range(layout.num_receivers)
+        ]
+        for work in coming:
+            assert work is not None
+            work.wait()
+
+
+def _sha256(payload: torch.Tensor) -> bytes:
+    return hashlib.sha256(memoryview(payload.cpu().numpy())).digest()
+
+
+def _finish_round(shards: torch.Tensor, work: Any, parts: list[torch.Tensor], begin: int, end: int) -> None:
+    work.wait()
+    for receiver, part in enumerate(parts):
+        shards[receiver, begin:end] = part
+
+
+def _chunk_tag(layout: SyncLayout, receiver: int, number: int) -> int:
+    return 1 + number * layout.num_receivers + receiver

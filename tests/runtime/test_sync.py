@@ -1,0 +1,126 @@
+"""Weights across a link, between real processes: every receiver gets every byte, once over the link, checked."""
+
+from __future__ import annotations
+
+import multiprocessing as mp
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from rlmux.runtime.sync import Link, Scheme, SyncError, SyncLayout, WeightReceiver, WeightSender
+
+CONTEXT = mp.get_context("forkserver")
+
+
+def take_part(
+    rank: int,
+    layout: SyncLayout,
+    num_bytes: int,
+    scheme: Scheme,
+    meeting: str,
+    say: Callable[[tuple[Any, ...]], None],
+    sender: type[WeightSender],
+) -> None:
+    """One rank: receivers say what they got, senders how much crossed the link."""
+    torch.set_num_threads(1)
+    dist.init_process_group(
+        "gloo",
+        init_method=f"file://{meeting}",
+        rank=rank,
+        world_size=layout.num_senders + layout.num_receivers,
+        timeout=timedelta(seconds=60),
+    )
+    inside = dist.new_group([layout.receiver_rank(receiver) for receiver in range(layout.num_receivers)])
+    for version in (3, 4):
+        payload = torch.randint(
+            256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(version)
+        )
+        if rank < layout.num_senders:
+            counter = Counter()
+            sender(layout, rank, link=counter).send(payload, version, scheme)
+            say(("crossed", version, counter.num_bytes))
+        else:
+            try:
+                received, got = WeightReceiver(layout, rank, inside).receive(scheme)
+            except SyncError as error:
+                say(("refused", str(error)))
+            else:
+                say(("received", got, torch.equal(received, payload)))
+    dist.destroy_process_group()
+
+
+class Counter(Link):
+    """A link that counts instead of waiting."""
+
+    def __init__(self) -> None:
+        self.num_bytes = 0
+
+    def take(self, num_bytes: int) -> None:
+        self.num_bytes += num_bytes
+
+
+class Careless(WeightSender):
+    """Its payload changes between the announcement and the sending."""
+
+    def _announce(self, payload: torch.Tensor, version: int) -> None:
+        super()._announce(payload + 1, version)
+
+
+def sync(
+    layout: SyncLayout, num_bytes: int, scheme: Scheme, folder: Path, sender: type[WeightSender] = WeightSender
+) -> list[tuple[Any, ...]]:
+    CONTEXT.set_forkserver_preload(["rlmux.runtime.preload", "rlmux.runtime.sync"])
+    said = CONTEXT.SimpleQueue()
+    world = layout.num_senders + layout.num_receivers
+    shared = (layout, num_bytes, scheme, str(folder / "meet"), said.put, sender)
+    ranks = [CONTEXT.Process(target=take_part, args=(rank, *shared)) for rank in range(world)]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join(90)
+    assert [process.exitcode for process in ranks] == [0] * world
+    return [said.get() for _ in range(2 * world)]
+
+
+@pytest.mark.parametrize(
+    ("num_senders", "num_receivers", "num_bytes"),
+    [(1, 1, 1000), (2, 3, 100_003), (3, 2, 7)],
+    ids=["one to one", "chunks that do not divide", "less than a chunk"],
+)
+def test_every_receiver_has_every_byte_and_one_copy_crosses_the_link(tmp_path, num_senders, num_receivers, num_bytes):
+    layout = SyncLayout(num_senders=num_senders, num_receivers=num_receivers, chunk_bytes=4096)
+    said = sync(layout, num_bytes, Scheme.HIERARCHICAL, tmp_path)
+    assert [one for one in said if one[0] == "received" and not one[2]] == []
+    assert sorted(one[1] for one in said if one[0] == "received") == [3] * num_receivers + [4] * num_receivers
+    crossed = sum(one[2] for one in said if one[0] == "crossed") / 2
+    assert num_bytes <= crossed < num_bytes + num_receivers, "one copy, and the padding of the last shard"
+
+
+def test_a_copy_for_each_receiver_crosses_as_often(tmp_path):
+    layout = SyncLayout(num_senders=2, num_receivers=3, chunk_bytes=4096)
+    said = sync(layout, 30_000, Scheme.PER_RECEIVER, tmp_path)
+    assert all(one[2] for one in said if one[0] == "received")
+    assert sum(one[2] for one in said if one[0] == "crossed") / 2 == 3 * 30_000
+
+
+def test_bytes_that_are_not_those_announced_are_never_handed_out(tmp_path):
+    layout = SyncLayout(num_senders=1, num_receivers=2)
+    said = sync(layout, 5000, Scheme.HIERARCHICAL, tmp_path, sender=Careless)
+    refusals = [one[1] for one in said if one[0] == "refused"]
+    assert len(refusals) == 4
+    assert "weights of version 3: the 5000 bytes received are not those sent" in refusals
+    assert not any(one[0] == "received" for one in said)
+
+
+def test_a_link_lets_through_no_more_than_its_rate():
+    link = Link(1_000_000, burst_bytes=1000)
+    start_s = time.monotonic()
+    for _ in range(20):
+        link.take(10_000)
+    assert time.monotonic() - start_s >= 0.19
