@@ -82,31 +82,31 @@ def fits_period(loads: Sequence[PhaseLoad], period_s: float) -> bool:
         return False
     if is_formula_exact(loads):
         return True
-    order = turn_order([load.turns for load in loads])
-    node_s: dict[Hashable, float] = {}
-    trained_s: dict[int, float] = {}
-    train_s = 0.0
+    numbers = {node: n for n, node in enumerate(dict.fromkeys(n for load in loads for n in load.rollout_nodes))}
+    played = [
+        (j, loads[j].rollout_s, loads[j].train_s, [numbers[node] for node in loads[j].rollout_nodes])
+        for j in turn_order([load.turns for load in loads])
+    ]
+    node_s, trained_s, train_s = [0.0] * len(numbers), [0.0] * len(loads), 0.0
     slack = 1e-9 * period_s
-    for _ in range(2 * len(order) + 2):
-        before = dict(node_s), dict(trained_s), train_s
-        for j in order:
-            load = loads[j]
-            end_s = max((node_s.get(node, 0.0) for node in load.rollout_nodes), default=0.0)
-            end_s = max(end_s, trained_s.get(j, 0.0)) + load.rollout_s
-            for node in load.rollout_nodes:
+    for _ in range(2 * len(played) + 2):
+        before_node_s, before_trained_s, before_train_s = node_s[:], trained_s[:], train_s
+        for j, rollout_s, phase_s, nodes in played:
+            end_s = trained_s[j]
+            for node in nodes:
+                if node_s[node] > end_s:
+                    end_s = node_s[node]
+            end_s += rollout_s
+            for node in nodes:
                 node_s[node] = end_s
-            train_s = trained_s[j] = max(train_s, end_s) + load.train_s
-        has_settled = train_s - period_s <= before[2] + slack
-        train_s = max(train_s - period_s, before[2])
-        for node in node_s:
-            earlier_s = before[0].get(node, 0.0)
-            has_settled = has_settled and node_s[node] - period_s <= earlier_s + slack
-            node_s[node] = max(node_s[node] - period_s, earlier_s)
-        for j in trained_s:
-            earlier_s = before[1].get(j, 0.0)
-            has_settled = has_settled and trained_s[j] - period_s <= earlier_s + slack
-            trained_s[j] = max(trained_s[j] - period_s, earlier_s)
-        if has_settled:
+            train_s = trained_s[j] = (train_s if train_s > end_s else end_s) + phase_s
+        node_s = [max(now - period_s, before) for now, before in zip(node_s, before_node_s, strict=True)]
+        trained_s = [max(now - period_s, before) for now, before in zip(trained_s, before_trained_s, strict=True)]
+        train_s = max(train_s - period_s, before_train_s)
+        rise = train_s - before_train_s
+        for now, before in zip(node_s + trained_s, before_node_s + before_trained_s, strict=True):
+            rise = max(rise, now - before)
+        if rise <= slack:
             return True
     return False
 

@@ -82,6 +82,8 @@ class Column:
     pins: tuple[tuple[int, ...], ...]
     """By member: the numbers of its rollout nodes; empty tuples in a colocated one."""
     is_colocated: bool
+    turns: tuple[int, ...] = ()
+    """By member: steps in each meta-iteration; () for one each."""
 
 
 def columns_of(items: Sequence[Item], prices: NodePrices, max_members: int = 8) -> list[Column]:
@@ -157,13 +159,15 @@ class _ColumnBuilder:
                     self._grow(later, members, train_s, train_bytes, num_counted, budget_s)
 
 
-def pack_rollouts(items: Sequence[Item], budget_s: float, node_bytes: float) -> tuple[tuple[int, ...], ...] | None:
+def pack_rollouts(
+    items: Sequence[Item], budget_s: float, node_bytes: float, *, at_least: int = 1
+) -> tuple[tuple[int, ...], ...] | None:
     """Pin rollouts to the fewest nodes, each within the budget and its memory; None if one does not fit at all."""
     order = sorted(range(len(items)), key=lambda i: -items[i].rollout_s)
     if any(item.rollout_s > budget_s or item.rollout_bytes > node_bytes for item in items):
         return None
     total_s = sum(item.rollout_s * item.num_rollout_nodes for item in items)
-    fewest = max(item.num_rollout_nodes for item in items)
+    fewest = max(at_least, *(item.num_rollout_nodes for item in items))
     if 0 < budget_s < math.inf:
         fewest = max(fewest, math.ceil(total_s / budget_s - 1e-9))
     num_nodes = fewest

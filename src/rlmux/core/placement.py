@@ -59,7 +59,8 @@ class PlacementChoice:
     is_shared: bool = False
     """With `is_colocated`: others may join on the same nodes, each training on the `train_nodes` it names."""
     turns: tuple[tuple[PipelineId, int], ...] = ()
-    """Steps in each meta-iteration, for the pipeline and members of its new group; otherwise 1 and as before."""
+    """Steps in each meta-iteration and, by their order, the cyclic order: for the pipeline and members of its new
+    group. The others keep their turns and follow; a newcomer has 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -112,7 +113,7 @@ class GroupLoad:
 
     id: GroupId
     members: tuple[Member, ...]
-    """In order of admission, which is the cyclic order of the meta-iteration."""
+    """In the cyclic order of the meta-iteration: by admission, unless a choice said otherwise."""
     rollout_nodes: tuple[NodeId, ...]
     """In the order they joined the group."""
     train_nodes: tuple[NodeId, ...]
@@ -699,13 +700,15 @@ class PlacementLedger:
 
 
 def _with_turns(members: tuple[Member, ...], turns: Mapping[PipelineId, int]) -> tuple[Member, ...]:
-    """New turns where given, then all of them in lowest terms."""
+    """New turns where given, in lowest terms; these members come first, in the order given."""
     counts = [turns.get(member.pipeline.id, member.turns) for member in members]
     divisor = math.gcd(*counts)
-    return tuple(
+    changed = [
         member if member.turns == count // divisor else replace(member, turns=count // divisor)
         for member, count in zip(members, counts, strict=True)
-    )
+    ]
+    rank = {name: number for number, name in enumerate(turns)}
+    return tuple(sorted(changed, key=lambda member: rank.get(member.pipeline.id, len(rank))))
 
 
 class _PoolNodes:

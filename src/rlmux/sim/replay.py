@@ -190,9 +190,10 @@ class _Replay:
         for relocation in relocations:
             name = relocation.pipeline
             source = self.ledger.group(self.ledger.placement(name).group)
+            step_s = source.period_s / self.ledger.member(name).turns
             placement, released = self.ledger.move(name, relocation.choice)
             begun_s = max(done_s.get(placement.group, 0.0), done_s.get(name, 0.0))
-            ends_s = begun_s + source.period_s + self.switch_s
+            ends_s = begun_s + step_s + self.switch_s
             for key in (source.id, placement.group, name):
                 done_s[key] = max(done_s.get(key, 0.0), ends_s)
             pools = self.ledger.cluster.pools

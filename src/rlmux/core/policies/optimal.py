@@ -29,7 +29,7 @@ class Optimal(RlMux):
         groups: list[GroupLoad] = [group for group in view.groups() if group.budget_s < float("inf")]
         if not groups:
             return ()
-        names, found = partition_of(groups, view, usd_per_move=0.001, max_search_nodes=self.max_search_nodes)
+        names, found = partition_of(groups, view, usd_per_move=0.001, max_search_nodes=self.max_search_nodes, lap_finder=None)
         if found is None:
             return ()
         self._gaps.append(1.0 - found.bound_usd / found.cost_usd if found.cost_usd else 0.0)

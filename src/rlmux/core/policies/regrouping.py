@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from rlmux.core.errors import IllegalTransitionError
 from rlmux.core.model import AdmissionKind, GroupId, NodeId, PipelineId
 from rlmux.core.packing import Column
-from rlmux.core.placement import PlacementChoice, PlacementLedger, Relocation
+from rlmux.core.placement import GroupLoad, PlacementChoice, PlacementLedger, Relocation
 
 
 @dataclass(slots=True, kw_only=True)
@@ -26,6 +26,7 @@ class Target:
 
     pins: Mapping[PipelineId, tuple[int, ...]]
     """By member: the numbers of its rollout nodes within this target."""
+    turns: Mapping[PipelineId, int]
     num_train_nodes: int
     is_colocated: bool
     host: GroupId | None = None
@@ -37,6 +38,10 @@ def targets_of(columns: Sequence[Column], names: Sequence[PipelineId]) -> list[T
     return [
         Target(
             pins={names[i]: pins for i, pins in zip(column.members, column.pins, strict=True)},
+            turns={
+                names[i]: turns
+                for i, turns in zip(column.members, column.turns or (1,) * len(column.members), strict=True)
+            },
             num_train_nodes=column.num_train_nodes,
             is_colocated=column.is_colocated,
         )
@@ -68,7 +73,13 @@ class _Regrouping:
                     return ()
                 max_detours -= 1
             pending = left
-        return tuple(self.relocations)
+        return tuple(self.relocations) if self._have_turns() else ()
+
+    def _have_turns(self) -> bool:
+        """Whether every member has ended up with its turns: nobody moved where a change of turns was all."""
+        return all(
+            self.ledger.member(name).turns == target.turns[name] for name, target in self.target_of.items()
+        )
 
     def _is_there(self, name: PipelineId) -> bool:
         target = self.target_of[name]
@@ -99,6 +110,7 @@ class _Regrouping:
                 rollout_nodes=known,
                 num_new_rollout_nodes=len(pins) - len(known),
                 train_nodes=group.train_nodes,
+                turns=_turns_of(target, group, name),
             )
         if not self._try(name, choice):
             return False
@@ -113,7 +125,10 @@ class _Regrouping:
         pipeline = self.ledger.pipeline(name)
         if choice.group is not None and choice.group != self.ledger.placement(name).group:
             group = self.ledger.group(choice.group)
-            if not group.keeps_slos_with(pipeline, choice.rollout_nodes, choice.num_new_rollout_nodes):
+            has_one_turn_each = all(count == 1 for _, count in choice.turns)
+            if has_one_turn_each and not group.keeps_slos_with(
+                pipeline, choice.rollout_nodes, choice.num_new_rollout_nodes
+            ):
                 return False
         before = self.ledger.copy()
         try:
@@ -143,6 +158,14 @@ class _Regrouping:
                 if self._try(name, choice):
                     return True
         return False
+
+
+def _turns_of(target: Target, group: GroupLoad, newcomer: PipelineId) -> tuple[tuple[PipelineId, int], ...]:
+    """The target's turns, in its order, for those who will be there; () where all have and had one."""
+    present = {member.pipeline.id: member.turns for member in group.members} | {newcomer: 1}
+    turns = tuple((name, count) for name, count in target.turns.items() if name in present)
+    has_several = any(count > 1 for _, count in turns) or any(count > 1 for count in present.values())
+    return turns if has_several else ()
 
 
 def _choose_hosts(targets: Sequence[Target], ledger: PlacementLedger) -> None:

@@ -19,6 +19,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
+from rlmux.core.laps import LapFinder
 from rlmux.core.model import AdmissionKind, NodeId, Phase, Pipeline, PipelineId
 from rlmux.core.packing import NodePrices, Partition, cheapest_partition, columns_of, item_of
 from rlmux.core.placement import (
@@ -46,6 +47,9 @@ class RlMux:
     """Neighbourhoods tried after each change."""
     usd_per_hour_per_move: float = 1.0
     """What a regrouping must save for each pipeline it moves: a switch, and nodes held until a step's end."""
+    laps: bool = True
+    """Let short pipelines take several turns in a long one's meta-iteration."""
+    _lap_finder: LapFinder = field(default_factory=LapFinder, repr=False, compare=False)
     _fruitless: dict[tuple[PipelineId, ...], None] = field(default_factory=dict, repr=False, compare=False)
     """Neighbourhoods that were searched in vain, by their members; the oldest are forgotten."""
 
@@ -115,7 +119,11 @@ class RlMux:
     def _regroup(self, groups: list[GroupLoad], view: PlacementView) -> tuple[Relocation, ...]:
         """Moves to the cheapest partition of these groups' pipelines, or none if it does not pay."""
         names, partition = partition_of(
-            groups, view, usd_per_move=self.usd_per_hour_per_move, max_search_nodes=self.max_search_nodes
+            groups,
+            view,
+            usd_per_move=self.usd_per_hour_per_move,
+            max_search_nodes=self.max_search_nodes,
+            lap_finder=self._lap_finder if self.laps else None,
         )
         if partition is None:
             return ()
@@ -129,11 +137,19 @@ class RlMux:
 
 
 def partition_of(
-    groups: Sequence[GroupLoad], view: PlacementView, *, usd_per_move: float, max_search_nodes: int
+    groups: Sequence[GroupLoad],
+    view: PlacementView,
+    *,
+    usd_per_move: float,
+    max_search_nodes: int,
+    lap_finder: LapFinder | None,
 ) -> tuple[list[PipelineId], Partition | None]:
     """These groups' pipelines, and their cheapest partition if it is cheaper than now, each move charged."""
     members = [member for group in groups for member in group.members]
-    columns = columns_of([item_of(member.pipeline) for member in members], _prices(view))
+    items, prices = [item_of(member.pipeline) for member in members], _prices(view)
+    columns = columns_of(items, prices)
+    if lap_finder is not None:
+        columns += lap_finder.columns(items, prices, columns)
     group_masks = dict.fromkeys((group.id for group in groups), 0)
     for index, member in enumerate(members):
         group_masks[member.placement.group] |= 1 << index
