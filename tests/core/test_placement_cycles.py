@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlmux.core.cycles import PhaseLoad, cycle_s, load_s, meta_iteration_s
+from rlmux.core.cycles import PhaseLoad, cycle_s, fits_period, load_s, meta_iteration_s, turn_order
 
 
 def load(rollout_s, train_s, *nodes):
@@ -62,3 +62,48 @@ def test_equal_spanning_sets_behave_as_one_node():
 
 def test_an_empty_group_takes_no_time():
     assert meta_iteration_s([]) == 0.0
+
+
+# several turns
+
+
+def simulated_turns_s(loads, num_rounds=240):
+    node_s, trained_s, train_s, ends = {}, {}, 0.0, []
+    for _ in range(num_rounds):
+        for j in turn_order([one.turns for one in loads]):
+            one = loads[j]
+            end = max([trained_s.get(j, 0.0), *(node_s.get(node, 0.0) for node in one.rollout_nodes)]) + one.rollout_s
+            node_s.update(dict.fromkeys(one.rollout_nodes, end))
+            train_s = trained_s[j] = max(train_s, end) + one.train_s
+        ends.append(train_s)
+    return (ends[-1] - ends[num_rounds // 2 - 1]) / (num_rounds - num_rounds // 2)
+
+
+with_turns = st.builds(
+    lambda rollout_s, train_s, nodes, turns: PhaseLoad(
+        rollout_s=rollout_s, train_s=train_s, rollout_nodes=tuple(nodes), turns=turns
+    ),
+    seconds, seconds, st.lists(st.sampled_from("AB"), min_size=1, max_size=2, unique=True), st.integers(1, 3),
+)  # fmt: skip
+
+
+@given(st.lists(with_turns, min_size=1, max_size=4))
+@settings(max_examples=200, deadline=None)
+def test_several_turns_take_as_long_as_simulated_and_the_quick_test_agrees(loads):
+    period_s = meta_iteration_s(loads)
+    assert period_s == pytest.approx(simulated_turns_s(loads), abs=1e-9)
+    assert fits_period(loads, period_s * (1 + 1e-7))
+    assert period_s == 0 or not fits_period(loads, period_s * (1 - 1e-4))
+
+
+def test_turns_are_spread_over_the_meta_iteration():
+    assert turn_order([1, 1, 1]) == [0, 1, 2]
+    assert turn_order([1, 3]) == [0, 1, 1, 1]
+    assert turn_order([2, 3]) == [0, 1, 1, 0, 1]
+
+
+def test_a_short_member_laps_a_long_one_at_three_steps_to_one():
+    long, short = load(80, 20, "A"), load(12, 10, "B")
+    assert meta_iteration_s([long, short]) == 100
+    lapped = PhaseLoad(rollout_s=12, train_s=10, rollout_nodes=("B",), turns=3)
+    assert meta_iteration_s([long, lapped]) == 100  # 33 s a step instead of 100
