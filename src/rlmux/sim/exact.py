@@ -231,9 +231,10 @@ def random_problem(generator: random.Random, *, is_sharing: bool = True) -> Prob
             for device in range(num_devices):
                 seconds = round(rollout_s * generator.uniform(0.6, 1.4), 1)
                 tail_s = round(seconds * generator.uniform(0.2, 0.7), 1)
-                tasks.append(
-                    Task(pipeline=pipeline, kind="dense", devices=(device,), seconds=seconds, tail_s=tail_s, needs=needs)
+                task = Task(
+                    pipeline=pipeline, kind="dense", devices=(device,), seconds=seconds, tail_s=tail_s, needs=needs
                 )
+                tasks.append(task)
                 shares.append(len(tasks) - 1)
             target = max(shares, key=lambda index: tasks[index].seconds)
             if num_devices > 1 and generator.random() < 0.6:

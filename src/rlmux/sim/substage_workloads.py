@@ -3,7 +3,7 @@
     recorded lengths x model costs ─▶ SubStageWorld ─▶ Arrival        deployment ─▶ Cluster
 
     shared          every device (a tensor-parallel group of GPUs) is there for both phases
-    disaggregated   the same devices, half of them in a rollout pool, half in a training pool
+    disaggregated   the same devices, some of them in a rollout pool, the others in a training pool
 
 The two deployments have the same GPUs, so policies of either kind can be compared by throughput.
 """
@@ -65,6 +65,7 @@ def crowd(
     slots: int = 256,
     staleness: int = 0,
     num_shares: int = 1,
+    train_part: float = 0.5,
     slo_slowdown: float = float("inf"),
     gpu: str = "H100",
     tp: int = 4,
@@ -73,12 +74,13 @@ def crowd(
 ) -> Workload:
     """These pipelines together. Steps grow with the devices, as batches do in practice.
 
-    `num_shares`: each pipeline asks for that part of the cluster only.
+    `num_shares`: each pipeline asks for that part of the cluster only. `train_part`: of the devices, in the
+    training pool of a disaggregated deployment.
     """
     if num_gpus % tp or num_gpus < tp:
         raise UserError(f"num_gpus is {num_gpus}; accepted: a multiple of tp={tp}")
     num_devices = num_gpus // tp
-    cluster, num_rollout, num_train = _deployed(deployment, num_devices, gpu, tp)
+    cluster, num_rollout, num_train = _deployed(deployment, num_devices, train_part, gpu, tp)
     num_rollout, num_train = max(1, num_rollout // num_shares), max(1, num_train // num_shares)
     arrivals = []
     for number, one in enumerate(recorded):
@@ -119,7 +121,9 @@ def crowd(
     return Workload(name=name or "sub-stages", cluster=cluster, arrivals=tuple(arrivals), seed=seed, about=about)
 
 
-def _deployed(deployment: str, num_devices: int, gpu: str, tp: int) -> tuple[Cluster, int, int]:
+def _deployed(
+    deployment: str, num_devices: int, train_part: float, gpu: str, tp: int
+) -> tuple[Cluster, int, int]:
     """The cluster, and how many devices a pipeline has for rollouts and for training."""
     memory_bytes = gpu_spec(gpu).hbm_gb * 1e9
     if deployment == "shared":
@@ -131,7 +135,7 @@ def _deployed(deployment: str, num_devices: int, gpu: str, tp: int) -> tuple[Clu
         raise UserError(f"deployment is {deployment!r}; accepted: shared, disaggregated")
     if num_devices < 2:
         raise UserError(f"a disaggregated deployment needs two devices of {tp} GPUs; there is {num_devices}")
-    num_train = num_devices // 2
+    num_train = min(num_devices - 1, max(1, round(train_part * num_devices)))
     num_rollout = num_devices - num_train
     pools = {
         phase.value: Pool(
