@@ -53,7 +53,7 @@ def ray_backend(
     `is_sharing_memory`: whether all nodes see one shared memory; None finds out.
     Raises UserError if there is no such cluster, its versions differ, or it has less than the file's pools.
     """
-    is_own = connect(cluster, address)
+    connect(cluster, address)
     try:
         nodes = nodes_by_pool(cluster)
         probes = _probe(nodes)
@@ -65,7 +65,6 @@ def ray_backend(
             {ray_id: probe.cores for ray_id, probe in probes.items()},
             memory,
             is_sharing_memory=is_one_machine if is_sharing_memory is None else is_sharing_memory,
-            is_own=is_own,
         )
     except BaseException:
         ray.shutdown()
@@ -110,14 +109,12 @@ class RayActors:
         memory: SharedMemoryFolder,
         *,
         is_sharing_memory: bool,
-        is_own: bool,
     ) -> None:
         self._cluster = cluster
         self._nodes = dict(nodes)
         self._core_by_device = self._assign_cores(cores_by_ray_id)
         self._memory = memory
         self._is_sharing_memory = is_sharing_memory
-        self._is_own = is_own
         self._driver_id = ray.get_runtime_context().get_node_id()
         self._workers: dict[int, RayWorker] = {}
         self._lost: set[NodeId] = set()

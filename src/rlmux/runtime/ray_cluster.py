@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import socket
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -33,23 +34,37 @@ def resource_of(pool: str) -> str:
     return f"rlmux_{pool}"
 
 
-def connect(cluster: Cluster, address: str | None) -> bool:
-    """Join a cluster, or start one on this machine; returns whether it was started here."""
+def connect(cluster: Cluster, address: str | None) -> None:
+    """Join the cluster at the address, or the one that this machine is part of, or start one here."""
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
     if ray.is_initialized():
         ray.shutdown()
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error", "namespace": "rlmux"}
     given = address or os.environ.get("RAY_ADDRESS")
-    if given is not None:
+    if given not in (None, "auto", "local"):
         _check_reachable(given)
+        _join(given, quiet)
+        return
+    found = _cluster_of_this_machine() if given != "local" else None
+    if found is not None:
+        _join(found, quiet)
+    elif given == "auto":
+        raise _nobody_there("auto", "this machine is part of none")
+    else:
+        _start(cluster, quiet)
+
+
+def _join(address: str, quiet: dict[str, Any]) -> None:
     try:
-        ray.init(address=given or "auto", **quiet)
-        return False
+        ray.init(address=address, **quiet)
     except RuntimeError as error:
-        raise UserError(_mismatch(str(error), given)) from None
+        raise UserError(_mismatch(str(error), address)) from None
     except (ConnectionError, ray.exceptions.RayError, ValueError) as error:
-        if given is not None:
-            raise _nobody_there(given, _last_line(error)) from None
+        raise _nobody_there(address, _last_line(error)) from None
+
+
+def _start(cluster: Cluster, quiet: dict[str, Any]) -> None:
+    """A cluster of this machine alone, with as many nodes of each pool as the file has."""
     os.environ.setdefault("RAY_worker_niceness", "0")  # the workers are the machine's work, not its background
     offers = {}
     for pool in cluster.pools.values():
@@ -57,13 +72,26 @@ def connect(cluster: Cluster, address: str | None) -> bool:
             raise UserError(f"cluster.pools.{pool.name}: give a number of devices; one machine cannot grow")
         offers[resource_of(pool.name)] = float(pool.num_nodes)
     ray.init(address="local", include_dashboard=False, resources=offers, **quiet)
-    return True
+
+
+def _cluster_of_this_machine() -> str | None:
+    """Of the cluster that `ray start` has made this machine part of, if it still answers.
+
+    Ray's own "auto" takes a minute to give up on a cluster that was killed, and then ends the whole process.
+    """
+    note = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray" / "ray_current_cluster"
+    try:
+        if note.stat().st_uid not in (0, os.getuid()):
+            return None  # joining a cluster is trusting it with this account
+        address = note.read_text().strip()
+        _check_reachable(address)
+    except (OSError, UserError):
+        return None
+    return address
 
 
 def _check_reachable(address: str) -> None:
     """Raises UserError at once where Ray itself would try for a minute."""
-    if address in ("auto", "local"):
-        return
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or "/" in host:
         raise UserError(
@@ -108,14 +136,14 @@ def alive_nodes() -> list[dict[str, Any]]:
     return [node for node in list_nodes() if node["Alive"]]
 
 
-def _mismatch(text: str, address: str | None) -> str:
+def _mismatch(text: str, address: str) -> str:
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     if "ersion mismatch" in text:
         return (
-            f"Ray cluster {address or ''}: versions differ: {' '.join(lines[1:5]) or lines[0]}; "
+            f"Ray cluster {address}: versions differ: {' '.join(lines[1:5]) or lines[0]}; "
             "install the same Python and Ray on both"
         )
-    return f"Ray cluster {address or ''}: {lines[0] if lines else text}"
+    return f"Ray cluster {address}: {lines[0] if lines else text}"
 
 
 def _last_line(error: BaseException) -> str:

@@ -185,7 +185,8 @@ class WeightReceiver:
 
 
 def _sha256(payload: torch.Tensor) -> bytes:
-    return hashlib.sha256(memoryview(payload.cpu().numpy())).digest()
+    contents: Any = payload.cpu().numpy()
+    return hashlib.sha256(contents).digest()
 
 
 def _finish_round(shards: torch.Tensor, work: Any, parts: list[torch.Tensor], begin: int, end: int) -> None:
