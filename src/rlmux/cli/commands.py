@@ -7,6 +7,8 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from rlmux.core.errors import UserError
+
 if TYPE_CHECKING:
     from rlmux.runtime.run import RunResult
 
@@ -39,6 +41,10 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the run th
 KeepOpen = Annotated[
     bool, typer.Option("--keep-open", help="When all pipelines are over, wait for more, until Ctrl-C.")
 ]
+ProfileFile = Annotated[
+    Path | None,
+    typer.Option("--profile", metavar="FILE", help="What `rlmux profile` measured here: who may share a device."),
+]
 BackendName = Annotated[str, typer.Option("--backend", help="Where workers live: local, ray.")]
 Address = Annotated[
     str | None,
@@ -57,6 +63,7 @@ def run(
     file: File,
     policy: PolicyName = None,
     backend: BackendName = "local",
+    profile: ProfileFile = None,
     address: Address = None,
     out: Out = None,
     overwrite: Overwrite = False,
@@ -84,6 +91,7 @@ def run(
         is_quiet=json,
         is_kept_open=keep_open,
         backend=backend,
+        profile=profile,
         address=address,
     )
     _end(result, json)
@@ -94,6 +102,7 @@ def compare(
     file: File,
     policies: PolicyNames = "solo,colocated,rollmux",
     backend: BackendName = "local",
+    profile: ProfileFile = None,
     address: Address = None,
     out: Out = None,
     overwrite: Overwrite = False,
@@ -117,7 +126,14 @@ def compare(
     from rlmux.cli import comparison
 
     table = comparison.run_each(
-        spec, names, folder, is_overwriting=overwrite, is_quiet=json, backend=backend, address=address
+        spec,
+        names,
+        folder,
+        is_overwriting=overwrite,
+        is_quiet=json,
+        backend=backend,
+        address=address,
+        profile=profile,
     )
     comparison.show(table, as_json=json)
 
@@ -322,6 +338,32 @@ def doctor(json: Json = False) -> None:
     from rlmux.cli.doctor import examine, show
 
     show(examine(), as_json=json)
+
+
+@app.command()
+def profile(
+    device: Annotated[str, typer.Option("--device", help="cpu or cuda.")] = "cpu",
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="File to write.")] = Path("profile.json"),
+    quick: Annotated[bool, typer.Option("--quick", help="A short look, too noisy to plan with.")] = False,
+    json: Json = False,
+) -> None:
+    """Measure how two pieces of work on one device slow each other.
+
+    Every pair of prefill, decoding, log-probs and updates, at every share of the device that can be made here.
+
+    \b
+    Example: rlmux profile --out profile.json
+    """
+    from rlmux.cli import profiling, progress
+
+    profiling.check_device(device)
+    folder = out.absolute().parent
+    if out.is_dir() or not folder.is_dir():
+        raise UserError(f"--out {out}: accepted: a file in a folder that exists")
+    with progress.bar("pairs", is_quiet=json) as report_progress:
+        table = profiling.measure(device, progress=report_progress, **(profiling.QUICK if quick else {}))
+    table.save(out)
+    profiling.show(table, out, as_json=json)
 
 
 @app.command()

@@ -34,6 +34,7 @@ def run_each(
     is_quiet: bool,
     backend: str = "local",
     address: str | None = None,
+    profile: Path | None = None,
 ) -> dict[str, Any]:
     """Train under each policy; stops at the first run that is stopped. Returns and writes the table."""
     _prepare(folder, is_overwriting=is_overwriting)
@@ -46,6 +47,7 @@ def run_each(
             is_quiet=is_quiet,
             backend=backend,
             address=address,
+            profile=profile,
         )
         if not result.is_complete:
             raise KeyboardInterrupt

@@ -16,7 +16,7 @@ from typing import Any
 
 from rlmux.cli.live import Live
 from rlmux.core.errors import UserError
-from rlmux.core.policies import POLICIES
+from rlmux.core.policies import POLICIES, Policy
 from rlmux.report.log import LogReader
 from rlmux.runtime.backend import Submission
 from rlmux.runtime.desk import ParseSubmission, submitted_to
@@ -35,15 +35,17 @@ def start(
     is_kept_open: bool = False,
     backend: str = LOCAL,
     address: str | None = None,
+    profile: Path | None = None,
 ) -> RunResult:
-    """A new run. `address`: of a Ray cluster."""
+    """A new run. `address`: of a Ray cluster. `profile`: what was measured of sharing these devices."""
     make_backend = backend_maker(backend, address)
+    policy = _policy(spec.policy, profile)
     _make_importable(spec.code_folder)
     with Live(spec, is_quiet=is_quiet) as live:
         return run_pipelines(
             spec.cluster,
             submissions(spec),
-            POLICIES[spec.policy](),
+            policy,
             folder,
             spec=header(spec),
             is_overwriting=is_overwriting,
@@ -96,6 +98,18 @@ def backend_maker(backend: str, address: str | None) -> MakeBackend:
             raise
         raise UserError("--backend ray: ray is not installed; install it with: pip install 'rlmux[ray]'") from None
     return partial(ray_backend, address=address)
+
+
+def _policy(name: str, profile: Path | None) -> Policy:
+    """What of the profile cannot be used is told on stderr, with what is used instead."""
+    if profile is None:
+        return POLICIES[name]()
+    from rlmux.cli.profiling import policy_named  # brings torch along, to look at the devices
+
+    policy, warnings = policy_named(name, profile)
+    for warning in warnings:
+        print(f"rlmux: {warning}", file=sys.stderr)
+    return policy
 
 
 def _parser(run: Spec) -> ParseSubmission:

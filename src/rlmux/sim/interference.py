@@ -212,11 +212,16 @@ def estimated_table(levels: ShareLevels) -> InterferenceTable:
 
 
 def load_interference(
-    path: str | Path | None, levels: ShareLevels, kinds: Iterable[str] = tuple(SUB_STAGE_PROFILES)
+    path: str | Path | None,
+    levels: ShareLevels,
+    kinds: Iterable[str] = tuple(SUB_STAGE_PROFILES),
+    *,
+    asked: Iterable[float] | None = None,
 ) -> tuple[InterferenceTable, list[str]]:
     """The table of a profile file for one device, and what was wrong with the file and is used instead.
 
-    A file that is no profile at all is an error; one that does not fit only costs accuracy and is a warning.
+    Holes are looked for at the levels that will be asked for, by default the usual ones. A file that is no
+    profile at all is an error; one that does not fit only costs accuracy and is a warning.
     """
     if path is None:
         return estimated_table(levels), [
@@ -239,7 +244,7 @@ def load_interference(
             continue
         measured[entry["a"], entry["b"], entry["level"]] = (entry["slowdown_a"], entry["slowdown_b"])
     table = InterferenceTable(device=levels.device, levels=levels, measured=measured)
-    holes = table.holes(kinds)
+    holes = table.holes(kinds, asked)
     if holes:
         named = ", ".join(f"({a}, {b}, {level:.3g})" for a, b, level in holes[:4])
         more = f" and {len(holes) - 4} more" if len(holes) > 4 else ""
