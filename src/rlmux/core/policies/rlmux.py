@@ -9,6 +9,9 @@ every SLO under the strict meta-iteration that its groups run. A pipeline that f
 on its training nodes, both phases there, where its measured colocated step keeps its SLO. On a cluster
 without prices nodes are sunk cost: pipelines spread over free nodes before they share.
 
+Inside a group whose nodes are kept apart by phase, the meta-iteration's turns decide. Where nodes serve both phases of
+everyone, its dispatch is `jigsaw`'s: sub-stages of all members, look-ahead, sharing, merged tails.
+
 Waste of a group: its dollars less what its members would cost on nodes never idle, each as slow as its SLO
 allows.
 """
@@ -32,28 +35,41 @@ from rlmux.core.placement import (
 )
 from rlmux.core.policies.candidates import founding, impossible, joining, may_join, queue
 from rlmux.core.policies.dispatching import in_turn
+from rlmux.core.policies.jigsaw import Jigsaw, place_sharing
 from rlmux.core.policies.regrouping import relocations_to, targets_of
-from rlmux.core.views import GroupView, RunWork
+from rlmux.core.sharing import NO_SHARING, SharingTable
+from rlmux.core.views import Choice, GroupView
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RlMux:
     name: str = "rlmux"
-    reacts_to_progress: bool = False
+    reacts_to_progress: bool = True
+    sharing: SharingTable = NO_SHARING
+    """Pairs of sub-stages that were measured to help on these devices."""
     max_neighbourhood: int = 16
     """Pipelines that are partitioned anew at once."""
     max_search_nodes: int = 300
     max_tries: int = 2
     """Neighbourhoods tried after each change."""
-    usd_per_hour_per_move: float = 1.0
+    usd_per_hour_per_move: float = 7.0
     """What a regrouping must save for each pipeline it moves: a switch, and nodes held until a step's end."""
+    slo_margin: float = 0.01
+    """Share of each SLO kept in hand for what the meta-iteration does not show: waiting for a turn after a move."""
     laps: bool = True
     """Let short pipelines take several turns in a long one's meta-iteration."""
     _lap_finder: LapFinder = field(default_factory=LapFinder, repr=False, compare=False)
     _fruitless: dict[tuple[PipelineId, ...], None] = field(default_factory=dict, repr=False, compare=False)
     """Neighbourhoods that were searched in vain, by their members; the oldest are forgotten."""
 
+    _sub_stages: Jigsaw = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_sub_stages", Jigsaw(sharing=self.sharing))
+
     def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
+        if self._shares_devices(view):
+            return place_sharing(pipeline, view, max_members=self._sub_stages.max_members)
         refusal = impossible(pipeline, view)
         if refusal is not None:
             return refusal
@@ -71,7 +87,7 @@ class RlMux:
                 continue
             nodes, num_new = _best_nodes(group, pipeline)
             rank = (num_new * rollout_usd, _misfit(group, pipeline))
-            if rank < best_rank and num_new <= num_free and _takes(group, pipeline, nodes, num_new):
+            if rank < best_rank and num_new <= num_free and self._takes(group, pipeline, nodes, num_new):
                 best, best_rank = joining(group, nodes, num_new), rank
         alone = _alone(pipeline, view)
         if alone is not None:
@@ -104,8 +120,23 @@ class RlMux:
                 break
         return ()
 
-    def dispatch(self, view: GroupView) -> Iterator[RunWork]:
+    def dispatch(self, view: GroupView) -> Iterator[Choice]:
+        if len(view.members) > 1 and _has_shared_devices(view):
+            return self._sub_stages.dispatch(view)
         return in_turn(view)
+
+    def _shares_devices(self, view: PlacementView) -> bool:
+        """Where nodes serve both phases of everyone: there is one pool, or sharing helps and nodes cost nothing."""
+        if view.cluster.pool_for(Phase.ROLLOUT) is None:
+            return True
+        is_finite = view.num_nodes(Phase.ROLLOUT) + view.num_nodes(Phase.TRAIN) < math.inf
+        return bool(self.sharing.entries) and is_finite and _is_free_of_charge(view)
+
+    def _takes(self, group: GroupLoad, pipeline: Pipeline, nodes: tuple[NodeId, ...], num_new: int) -> bool:
+        if not group.has_memory_for(pipeline, nodes) or not group.keeps_slos_with(pipeline, nodes, num_new):
+            return False
+        budget_s = min(group.budget_s, budget_of(pipeline)) * (1.0 - self.slo_margin)
+        return budget_s == math.inf or group.period_with(pipeline, nodes, num_new) <= budget_s
 
     def _neighbourhood(self, seed: GroupLoad, by_waste: list[GroupLoad]) -> list[GroupLoad]:
         """The seed and the most wasteful others, up to the number of pipelines that are searched at once."""
@@ -124,6 +155,7 @@ class RlMux:
             usd_per_move=self.usd_per_hour_per_move,
             max_search_nodes=self.max_search_nodes,
             lap_finder=self._lap_finder if self.laps else None,
+            slo_margin=self.slo_margin,
         )
         if partition is None:
             return ()
@@ -143,10 +175,11 @@ def partition_of(
     usd_per_move: float,
     max_search_nodes: int,
     lap_finder: LapFinder | None,
+    slo_margin: float,
 ) -> tuple[list[PipelineId], Partition | None]:
     """These groups' pipelines, and their cheapest partition if it is cheaper than now, each move charged."""
     members = [member for group in groups for member in group.members]
-    items, prices = [item_of(member.pipeline) for member in members], _prices(view)
+    items, prices = [item_of(member.pipeline, slo_margin) for member in members], _prices(view)
     columns = columns_of(items, prices)
     if lap_finder is not None:
         columns += lap_finder.columns(items, prices, columns)
@@ -166,6 +199,11 @@ def partition_of(
         upper=sum(group.usd_per_hour for group in groups) - 1e-6,
     )
     return [member.pipeline.id for member in members], partition
+
+
+def _has_shared_devices(view: GroupView) -> bool:
+    member = view.members[0]
+    return set(member.train_devices) <= set(member.rollout_devices)
 
 
 def _is_free_of_charge(view: PlacementView) -> bool:
@@ -195,10 +233,6 @@ def _best_nodes(group: GroupLoad, pipeline: Pipeline) -> tuple[tuple[NodeId, ...
     ]
     nodes = tuple(node for _, node in sorted(fitting)[: pipeline.num_rollout_nodes])
     return nodes, pipeline.num_rollout_nodes - len(nodes)
-
-
-def _takes(group: GroupLoad, pipeline: Pipeline, nodes: tuple[NodeId, ...], num_new: int) -> bool:
-    return group.has_memory_for(pipeline, nodes) and group.keeps_slos_with(pipeline, nodes, num_new)
 
 
 def _misfit(group: GroupLoad, pipeline: Pipeline) -> float:
