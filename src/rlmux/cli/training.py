@@ -16,6 +16,7 @@ from typing import Any
 
 from rlmux.cli.live import Live
 from rlmux.core.errors import UserError
+from rlmux.core.model import Cluster
 from rlmux.core.policies import POLICIES, Policy
 from rlmux.report.log import LogReader
 from rlmux.runtime.backend import Submission
@@ -38,7 +39,7 @@ def start(
     profile: Path | None = None,
 ) -> RunResult:
     """A new run. `address`: of a Ray cluster. `profile`: what was measured of sharing these devices."""
-    make_backend = backend_maker(backend, address)
+    make_backend = backend_maker(backend, address, spec.cluster)
     policy = _policy(spec.policy, profile)
     _make_importable(spec.code_folder)
     with Live(spec, is_quiet=is_quiet) as live:
@@ -63,8 +64,8 @@ def go_on(
     """The rest of a run that was stopped or killed, with what was submitted to it, on the backend it had."""
     with LogReader(folder) as log:
         backend = str(log.header.get("backend", LOCAL))
-    make_backend = backend_maker(backend, address)
     spec = spec_of(folder)
+    make_backend = backend_maker(backend, address, spec.cluster)
     _make_importable(spec.code_folder)
     parse = _parser(spec)
     given = submissions(spec)
@@ -85,18 +86,20 @@ def go_on(
         )
 
 
-def backend_maker(backend: str, address: str | None) -> MakeBackend:
-    """Raises UserError where the backend's package is not installed, or it takes no address."""
+def backend_maker(backend: str, address: str | None, cluster: Cluster) -> MakeBackend:
+    """Raises UserError, before anything is made, where the backend cannot be had: its package is not installed, it
+    takes no address, nobody answers there, or there is less than the cluster needs."""
     if backend == LOCAL:
         if address is not None:
             raise UserError(f"--address {address}: only --backend ray takes one")
         return local_backend
     try:
-        from rlmux.runtime.ray_backend import ray_backend
+        from rlmux.runtime.ray_backend import join_cluster, ray_backend
     except ModuleNotFoundError as error:
         if error.name != "ray":
             raise
         raise UserError("--backend ray: ray is not installed; install it with: pip install 'rlmux[ray]'") from None
+    join_cluster(cluster, address)
     return partial(ray_backend, address=address)
 
 

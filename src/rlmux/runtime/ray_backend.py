@@ -53,9 +53,8 @@ def ray_backend(
     `is_sharing_memory`: whether all nodes see one shared memory; None finds out.
     Raises UserError if there is no such cluster, its versions differ, or it has less than the file's pools.
     """
-    connect(cluster, address)
+    nodes = join_cluster(cluster, address)
     try:
-        nodes = nodes_by_pool(cluster)
         probes = _probe(nodes)
         is_one_machine = len({probe.machine for probe in probes.values()} | {probe_node().machine}) == 1
         memory = SharedMemoryFolder(folder)
@@ -70,6 +69,18 @@ def ray_backend(
         ray.shutdown()
         raise
     return WorkerBackend(cluster, folder, workplace, memory.path, options=options, start_s=start_s)
+
+
+def join_cluster(cluster: Cluster, address: str | None) -> dict[NodeId, RayNode]:
+    """The Ray node of every node of the file's pools. Joins (or starts) the Ray cluster unless this process is in one
+    already. Raises UserError as `ray_backend` does."""
+    if not ray.is_initialized():
+        connect(cluster, address)
+    try:
+        return nodes_by_pool(cluster)
+    except UserError:
+        ray.shutdown()
+        raise
 
 
 def _probe(nodes: Mapping[NodeId, RayNode]) -> dict[str, Any]:

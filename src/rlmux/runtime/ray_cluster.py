@@ -37,8 +37,6 @@ def resource_of(pool: str) -> str:
 def connect(cluster: Cluster, address: str | None) -> None:
     """Join the cluster at the address, or the one that this machine is part of, or start one here."""
     os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-    if ray.is_initialized():
-        ray.shutdown()
     quiet: dict[str, Any] = {"log_to_driver": False, "logging_level": "error", "namespace": "rlmux"}
     given = address or os.environ.get("RAY_ADDRESS")
     if given not in (None, "auto", "local"):
@@ -58,7 +56,7 @@ def _join(address: str, quiet: dict[str, Any]) -> None:
     try:
         ray.init(address=address, **quiet)
     except RuntimeError as error:
-        raise UserError(_mismatch(str(error), address)) from None
+        raise UserError(version_line(str(error), address)) from None
     except (ConnectionError, ray.exceptions.RayError, ValueError) as error:
         raise _nobody_there(address, _last_line(error)) from None
 
@@ -136,14 +134,13 @@ def alive_nodes() -> list[dict[str, Any]]:
     return [node for node in list_nodes() if node["Alive"]]
 
 
-def _mismatch(text: str, address: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    if "ersion mismatch" in text:
-        return (
-            f"Ray cluster {address}: versions differ: {' '.join(lines[1:5]) or lines[0]}; "
-            "install the same Python and Ray on both"
-        )
-    return f"Ray cluster {address}: {lines[0] if lines else text}"
+def version_line(text: str, address: str) -> str:
+    """Ray's paragraph about versions that differ (or whatever else it says of a cluster) as one line."""
+    told = " ".join(text.split())
+    if "ersion mismatch" in told:
+        versions = told.partition("mismatch:")[2].strip()
+        return f"Ray cluster {address}: versions differ: {versions}; install the same Python and Ray on both"
+    return f"Ray cluster {address}: {told}"
 
 
 def _last_line(error: BaseException) -> str:
