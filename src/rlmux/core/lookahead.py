@@ -136,11 +136,13 @@ def plan(problem: Problem, *, budget: int = BUDGET) -> Plan:
 
 
 def greedy(problem: Problem) -> Plan:
-    """At each moment the most work per second; what it does to later moments is not looked at."""
-    tasks = problem.tasks
-    ranked = _List(_ranked([task.seconds * max(1, len(task.devices)) for task in tasks]))
+    """At each moment the task or pair that does most work per second; what it does to later moments is not looked at.
+
+    Tails are merged whenever they can be.
+    """
+    ranked = _List(_ranked([task.seconds * max(1, len(task.devices)) for task in problem.tasks]))
     everything = tuple(range(len(problem.merges)))
-    return _Play(_Game(problem), ranked.changed(merges=_compatible(problem, everything))).result()
+    return _GreedyPlay(_Game(problem), ranked.changed(merges=_compatible(problem, everything))).result()
 
 
 def longest_paths(tasks: Sequence[Task]) -> list[float]:
@@ -552,3 +554,55 @@ class _Play:
             score=(missed, max(self.end, default=0.0) + _MEAN_WEIGHT * mean),
             num_tried=1,
         )
+
+
+class _GreedyPlay(_Play):
+    """Starts what adds most work per second, again and again, until nothing adds any."""
+
+    __slots__ = ()
+
+    def _start_ready(self) -> None:
+        while True:
+            options = [
+                (self._gain(chosen), -place, chosen)
+                for place, chosen in enumerate(self._options())
+            ]
+            if not options:
+                return
+            gain, _, chosen = max(options)
+            if gain <= 0.0:
+                return
+            for index in chosen:
+                self.ready.remove((self.rank[index], index))
+                self.start[index] = self.now
+                self._begin(index)
+
+    def _options(self) -> Iterator[tuple[int, ...]]:
+        """Every ready task that may start, and every pair of them that may start together."""
+        masks = self.game.masks
+        ready = [index for _, index in self.ready]
+        able = [i for i in ready if not masks[i] & self.taken or (self.game.is_sharing and self._fits_beside(i))]
+        for place, first in enumerate(able):
+            yield (first,)
+            for second in able[place + 1 :]:
+                is_pair = (self.kind[first], self.kind[second]) in self.game.rates
+                if is_pair and masks[first] & masks[second] and not (masks[first] | masks[second]) & self.taken:
+                    yield (first, second)
+
+    def _fits_beside(self, index: int) -> bool:
+        return not self.game.masks[index] & self.shared and self._may_share(index)
+
+    def _gain(self, chosen: tuple[int, ...]) -> float:
+        """Solo seconds per second and device that are added, less what those who are there lose."""
+        rates = self.game.rates
+        if len(chosen) == 2:
+            a, b = self.kind[chosen[0]], self.kind[chosen[1]]
+            return max(1, len(self.tasks[chosen[0]].devices)) * (rates[a, b] + rates[b, a])
+        index = chosen[0]
+        added = 0.0
+        for device in self.tasks[index].devices:
+            added += 1.0
+            for other in self.holders[device]:
+                added += rates[self.kind[index], self.kind[other]] - 1.0
+                added += rates[self.kind[other], self.kind[index]] - self.rate[other]
+        return added if self.tasks[index].devices else 1.0

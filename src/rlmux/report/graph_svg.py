@@ -1,0 +1,178 @@
+"""The sub-stage graph of one step as a picture: a column for each worker, time downwards, boxes by band, arrows.
+
+    History ──step_graph──▶ SubStageGraph ──draw──▶ SVG text
+
+Boxes are as high as their pieces lasted; the critical path's arrows are dark. The picture needs no script and reads
+on white and on black.
+"""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+from rlmux.core.graph import Band, ShareRecord, StageRecord, SubStage, SubStageGraph, graph_of_step
+from rlmux.core.model import DeviceId, Phase, PipelineId, Stage
+from rlmux.report.history import History
+from rlmux.report.svg import bar, number, seconds_text, tag
+
+_COLUMN, _GAP, _TOP, _HEIGHT, _LEFT = 130.0, 34.0, 46.0, 460.0, 64.0
+_LEAST = 17.0
+"""A box is at least so high, so that its name fits."""
+_FILL = {
+    Band.PREFILL: "#d55e00",
+    Band.DENSE: "#0072b2",
+    Band.TAIL: "#56b4e9",
+    Band.TOOL_WAIT: "#e69f00",
+    Band.TRAIN: "#009e73",
+    Band.SYNC: "#cc79a7",
+    Band.HOST: "#7f7f7f",
+}
+_STYLE = (
+    "text{font:12px system-ui,sans-serif;fill:#222}.on{fill:#fff}.e{stroke:#999;fill:none}"
+    ".c{stroke:#222;fill:none;stroke-width:2}.m{fill:#222}"
+    "@media(prefers-color-scheme:dark){text{fill:#ddd}.on{fill:#fff}.c{stroke:#eee}.m{fill:#eee}}"
+)
+
+
+def step_graph(history: History, pipeline: PipelineId, step: int, *, dense_above: int = 128) -> SubStageGraph:
+    """A step of a run from its log; empty for a step that never began."""
+    shares: dict[DeviceId, ShareRecord] = {}
+    stages: dict[Stage, StageRecord] = {}
+    for order in history.orders:
+        if order.pipeline != pipeline or order.step != step or order.is_migration or not order.counts:
+            continue
+        end_s = min(order.end_s, history.last_s)
+        if order.stage is Stage.GENERATE:
+            before = shares.get(order.devices[0])
+            reports = tuple((chunk.time_s, chunk.num_active, chunk.num_parked) for chunk in order.chunks)
+            shares[order.devices[0]] = ShareRecord(
+                device=order.devices[0],
+                begin_s=before.begin_s if before else order.start_s,
+                end_s=end_s,
+                reports=(*(before.reports if before else ()), *reports),
+                num_tokens=order.tokens + (before.num_tokens if before else 0),
+            )
+        else:
+            known = stages.get(order.stage)
+            begin_s = known.begin_s if known else order.start_s
+            stages[order.stage] = StageRecord(
+                stage=order.stage, devices=order.devices, begin_s=begin_s, end_s=end_s
+            )
+    return graph_of_step(pipeline, step, list(shares.values()), list(stages.values()), dense_above=dense_above)
+
+
+def draw(graph: SubStageGraph, *, title: str = "") -> str:
+    """SVG text of a recorded or predicted graph."""
+    begins = _begins(graph)
+    columns = _columns(graph)
+    total_s = max((begins[i] + node.seconds for i, node in enumerate(graph.nodes)), default=0.0)
+    scale = _HEIGHT / total_s if total_s > 0 else 0.0
+    boxes = _boxes(graph, begins, columns, scale)
+    width = _LEFT + max(1, len(columns)) * (_COLUMN + _GAP)
+    height = max([_TOP + _HEIGHT, *(y + h for _, y, _, h in boxes)]) + 20
+    critical = graph.critical_path()
+    on_path = set(pairwise(critical))
+    parts = [tag("style", _STYLE), _marker()]
+    if title:
+        parts.append(tag("text", _escaped(title), x=8, y=18, font_weight="bold"))
+    for name, column in columns.items():
+        x = _LEFT + column * (_COLUMN + _GAP)
+        parts.append(tag("text", _escaped(name), x=x, y=_TOP - 10))
+    parts += [_arrow(boxes, edge, edge in on_path) for edge in sorted(graph.edges, key=lambda edge: edge in on_path)]
+    for node, box in zip(graph.nodes, boxes, strict=True):
+        parts.append(_drawn(node, box))
+    for part in range(5):
+        at_s = total_s * part / 4
+        parts.append(tag("text", seconds_text(at_s), x=4, y=_TOP + at_s * scale + 4, opacity=0.7))
+    return tag(
+        "svg", *parts, xmlns="http://www.w3.org/2000/svg", viewBox=f"0 0 {number(width)} {number(height)}",
+        width=width, height=height, role="img",
+    )  # fmt: skip
+
+
+def _begins(graph: SubStageGraph) -> list[float]:
+    """Recorded begins from the first on, or as early as the edges allow."""
+    if graph.nodes and all(node.begin_s is not None for node in graph.nodes):
+        first_s = min(node.begin_s or 0.0 for node in graph.nodes)
+        return [(node.begin_s or 0.0) - first_s for node in graph.nodes]
+    begins = [0.0] * len(graph.nodes)
+    for earlier, later in sorted(graph.edges, key=lambda edge: edge[1]):
+        begins[later] = max(begins[later], begins[earlier] + graph.nodes[earlier].seconds)
+    return begins
+
+
+def _columns(graph: SubStageGraph) -> dict[str, int]:
+    """Workers first, in the order of their devices; then training, then what holds no device."""
+    workers = sorted({node.key.worker for node in graph.nodes if node.key.worker is not None})
+    names = [f"worker {worker}" for worker in workers]
+    names += [name for name in ("training", "host, sync") if any(_column_name(n) == name for n in graph.nodes)]
+    return {name: index for index, name in enumerate(names)}
+
+
+def _column_name(node: SubStage) -> str:
+    if node.key.worker is not None:
+        return f"worker {node.key.worker}"
+    return "training" if node.key.band is Band.TRAIN else "host, sync"
+
+
+def _boxes(
+    graph: SubStageGraph, begins: list[float], columns: dict[str, int], scale: float
+) -> list[tuple[float, float, float, float]]:
+    """Where each node goes; a box that is too low for its name pushes the next ones of its column down."""
+    bottoms: dict[str, float] = {}
+    boxes = []
+    for node, begin_s in zip(graph.nodes, begins, strict=True):
+        name = _column_name(node)
+        y = max(_TOP + begin_s * scale, bottoms.get(name, 0.0))
+        height = max(_LEAST, node.seconds * scale - 2)
+        bottoms[name] = y + height + 2
+        boxes.append((_LEFT + columns[name] * (_COLUMN + _GAP), y, _COLUMN, height))
+    return boxes
+
+
+def _drawn(node: SubStage, box: tuple[float, float, float, float]) -> str:
+    x, y, width, height = box
+    name = node.key.band.value if node.key.worker is not None else node.key.stage.value
+    label = f"{name.replace('_', ' ')} {seconds_text(node.seconds)}"
+    return tag(
+        "g",
+        tag("title", _escaped(f"step {node.key.step} {label}")),
+        tag("path", d=bar(x, y, width, height), fill=_FILL[node.key.band]),
+        tag("text", _escaped(label), x=x + 5, y=y + min(height / 2 + 4, 16), class_="on"),
+    )
+
+
+def _arrow(boxes: list[tuple[float, float, float, float]], edge: tuple[int, int], is_critical: bool) -> str:
+    x0, y0, w0, h0 = boxes[edge[0]]
+    x1, y1, w1, _ = boxes[edge[1]]
+    start, end = (x0 + w0 / 2, y0 + h0), (x1 + w1 / 2, y1)
+    if x0 != x1:
+        start, end = (x0 + w0, y0 + h0 - 3), (x1, y1 + 6)
+        if x1 < x0:
+            start, end = (x0, y0 + h0 - 3), (x1 + w1, y1 + 6)
+    middle = (start[0] + end[0]) / 2
+    path = (
+        f"M{number(start[0])} {number(start[1])}C{number(middle)} {number(start[1])} "
+        f"{number(middle)} {number(end[1])} {number(end[0])} {number(end[1])}"
+    )
+    return tag("path", d=path, class_="c" if is_critical else "e", marker_end="url(#tip)")
+
+
+def _marker() -> str:
+    tip = tag("path", d="M0 0L7 3.5L0 7z", class_="m")
+    return tag(
+        "defs",
+        tag("marker", tip, id="tip", markerWidth=7, markerHeight=7, refX=6, refY=3.5, orient="auto",
+            markerUnits="userSpaceOnUse"),
+    )  # fmt: skip
+
+
+def _escaped(text: str) -> str:
+    return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+
+
+def shares_of(history: History) -> list[tuple[PipelineId, int]]:
+    """(pipeline, step) of every rollout in the log: the steps that have a graph."""
+    return sorted(
+        {(order.pipeline, order.step) for order in history.orders if order.phase is Phase.ROLLOUT and order.step > 0}
+    )
