@@ -1,0 +1,128 @@
+"""Many tiny pipelines that arrive over time, for real, against the simulator's prediction of the same file.
+
+    python benchmarks/arrivals.py                           50 pipelines over 120 s on 2 devices
+    python benchmarks/arrivals.py --pipelines 20 --window 60 --json
+
+Arrivals and lengths are drawn from a seed. The run's own stage times, mean of each pipeline's steps, are what the
+simulator gets as estimates: the comparison is of the scheduling, not of a guess at how fast the machine is.
+
+    longest_gap_s     between two published steps of a running pipeline, or its admission and its first: a stall
+    longest_wait_s    from a pipeline's submission to its admission
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import statistics
+import tempfile
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from rlmux.cli import inputs
+from rlmux.core.model import Stage
+from rlmux.core.policies import POLICIES
+from rlmux.report.api import read_timeline
+from rlmux.runtime.backend import Submission
+from rlmux.runtime.run import run_pipelines
+from rlmux.sim import api
+from rlmux.spec.load import Purpose, load_spec
+
+POLICY = "rollmux"
+
+
+def spec_of(num_pipelines: int, window_s: float, seed: int) -> dict[str, Any]:
+    random_numbers = random.Random(seed)
+    arrivals = sorted(random_numbers.uniform(0.0, window_s) for _ in range(num_pipelines))
+    return {
+        "policy": POLICY,
+        "cluster": {"pools": {"rollout": {"devices": 1}, "train": {"devices": 1}}},
+        "defaults": {
+            "model": {"hidden_size": 32, "layers": 2, "heads": 2, "kv_heads": 1, "intermediate_size": 64},
+            "warm_start": {"updates": 0},
+            "algorithm": {"prompts_per_step": 4, "group_size": 4},
+            "rollout": {"max_new_tokens": 12, "slots": 16},
+        },
+        "pipelines": [
+            {
+                "name": f"p{number}",
+                "seed": number,
+                "task": random_numbers.choice(["sort", "reverse"]),
+                "steps": random_numbers.randint(4, 12),
+                "submit_at_s": round(at_s, 3),
+            }
+            for number, at_s in enumerate(arrivals)
+        ],
+    }
+
+
+def train(file: Path, folder: Path) -> None:
+    spec = load_spec(file)
+    submissions = [
+        Submission(pipeline=one.pipeline, plan=one.plan, submit_at_s=one.submit_at_s) for one in spec.pipelines
+    ]
+    run_pipelines(spec.cluster, submissions, POLICIES[POLICY](), folder, spec={})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--pipelines", type=int, default=50)
+    parser.add_argument("--window", type=float, default=120.0)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", action="store_true")
+    arguments = parser.parse_args()
+    spec = spec_of(arguments.pipelines, arguments.window, arguments.seed)
+    with tempfile.TemporaryDirectory() as parent:
+        file, folder = Path(parent) / "many.yaml", Path(parent) / "run"
+        file.write_text(yaml.safe_dump(spec))
+        train(file, folder)
+        timeline = read_timeline(folder)
+        gaps, waits, completions = [], [], []
+        for one in spec["pipelines"]:
+            record = timeline.pipelines[one["name"]]
+            assert record.status == "finished", f"{one['name']}: {record.status}: {record.reason}"
+            moments = [record.admitted_s or 0.0, *sorted(record.published.values())]
+            gaps.append(max(later - earlier for earlier, later in pairwise(moments)))
+            waits.append((record.admitted_s or 0.0) - record.submitted_s)
+            completions.append((record.ended_s or 0.0) - record.submitted_s)
+            seconds = {Stage.GENERATE: 0.0, Stage.UPDATE: 0.0}
+            for order in timeline.orders:
+                if order.pipeline == one["name"] and order.counts:
+                    kind = Stage.GENERATE if order.stage is Stage.GENERATE else Stage.UPDATE
+                    seconds[kind] += order.end_s - order.start_s
+            one["estimate"] = {
+                "rollout_s": max(seconds[Stage.GENERATE] / one["steps"], 1e-4),
+                "train_s": max(seconds[Stage.UPDATE] / one["steps"], 1e-4),
+            }
+        file.write_text(yaml.safe_dump(spec))
+        predicted = api.simulate(
+            inputs.workload_of(load_spec(file, purpose=Purpose.PLAN)), policies=[POLICY]
+        )["policies"][POLICY]
+    num_steps = sum(one["steps"] for one in spec["pipelines"])
+    first_s = spec["pipelines"][0]["submit_at_s"]
+    makespan_s = timeline.end_s - first_s
+    figures = {
+        "pipelines": arguments.pipelines,
+        "window_s": arguments.window,
+        "steps": num_steps,
+        "makespan_s": makespan_s,
+        "predicted_makespan_s": predicted["makespan_s"],
+        "steps_per_s": num_steps / makespan_s,
+        "throughput_over_predicted": predicted["makespan_s"] / makespan_s,
+        "median_completion_s": statistics.median(completions),
+        "longest_gap_s": max(gaps),
+        "longest_wait_s": max(waits),
+    }
+    if arguments.json:
+        print(json.dumps(figures))
+    else:
+        for name, value in figures.items():
+            print(f"{name:26} {value:.4g}")
+
+
+if __name__ == "__main__":
+    main()
