@@ -1,20 +1,24 @@
 """Weights over a thin link to 8 receivers: one copy scattered and shared out, against a copy for each receiver.
 
     python benchmarks/weight_sync.py                    payload 16 MB, link 16 MB/s, 2 senders, 8 receivers
-    python benchmarks/weight_sync.py --json
+    python benchmarks/weight_sync.py --namespaces       the link is a shaped one between two network namespaces (root)
 
-Every rank is a process; the link is a token bucket in the senders (each holds its share of the rate), the inside of
-the receivers' pool is the loopback device. Schemes alternate; medians. `limit` is payload over the link's rate.
+Every rank is a process. The link is a token bucket in the senders (each holds its share of the rate), or a pair of
+virtual interfaces with a rate limit between two network namespaces; the inside of the receivers' pool is a loopback
+device. Schemes alternate; medians. `limit` is payload over the link's rate.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
+import ctypes
 import json
 import multiprocessing as mp
 import os
 import socket
 import statistics
+import subprocess
 import tempfile
 import time
 from datetime import timedelta
@@ -25,9 +29,57 @@ import torch.distributed as dist
 
 from rlmux.runtime.sync import Link, Scheme, SyncLayout, WeightReceiver, WeightSender
 
+_CLONE_NEWNET = 0x40000000
 
-def take_part(rank: int, layout: SyncLayout, arguments: argparse.Namespace, meeting: str, said: mp.SimpleQueue) -> None:
+
+class ShapedLink:
+    """Two network namespaces with one link between them; its rate is limited on the senders' side."""
+
+    def __init__(self, mb_s: float) -> None:
+        self._names = [f"rlmux-{os.getpid()}-{side}" for side in ("senders", "receivers")]
+        devices = [f"rlm{os.getpid() % 100_000}{side}" for side in "sr"]
+        self.places = list(zip(self._names, devices, strict=True))
+        """(namespace, interface): of the senders, of the receivers."""
+        for name in self._names:
+            _run("ip", "netns", "add", name)
+        (sender, sender_device), (receiver, receiver_device) = self.places
+        _run("ip", "link", "add", sender_device, "netns", sender, "type", "veth",
+             "peer", "name", receiver_device, "netns", receiver)  # fmt: skip
+        for number, (name, device) in enumerate(self.places, start=1):
+            _run("ip", "-n", name, "addr", "add", f"10.231.7.{number}/24", "dev", device)
+            _run("ip", "-n", name, "link", "set", device, "up")
+            _run("ip", "-n", name, "link", "set", "lo", "up")
+        rate = f"{int(mb_s * (1 << 20) * 8)}bit"
+        _run("tc", "-n", sender, "qdisc", "add", "dev", sender_device, "root",
+             "tbf", "rate", rate, "burst", "256kb", "latency", "200ms")  # fmt: skip
+
+    def close(self) -> None:
+        for name in self._names:
+            subprocess.run(["ip", "netns", "del", name], check=False)
+
+
+def _run(*words: str) -> None:
+    subprocess.run(words, check=True)
+
+
+def _enter(namespace: str) -> None:
+    with open(f"/run/netns/{namespace}") as file:
+        if ctypes.CDLL(None, use_errno=True).setns(file.fileno(), _CLONE_NEWNET) != 0:
+            raise OSError(ctypes.get_errno(), "setns")
+
+
+def take_part(
+    rank: int,
+    layout: SyncLayout,
+    arguments: argparse.Namespace,
+    meeting: str,
+    said: mp.SimpleQueue,
+    place: tuple[str, str] | None,
+) -> None:
     torch.set_num_threads(1)
+    if place is not None:
+        namespace, os.environ["GLOO_SOCKET_IFNAME"] = place
+        _enter(namespace)
     world = layout.num_senders + layout.num_receivers
     dist.init_process_group(
         "gloo", init_method=f"file://{meeting}", rank=rank, world_size=world, timeout=timedelta(seconds=120)
@@ -36,7 +88,7 @@ def take_part(rank: int, layout: SyncLayout, arguments: argparse.Namespace, meet
     payload = torch.randint(
         256, (arguments.payload_mb << 20,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
     )
-    link = Link(arguments.link_mb_s * (1 << 20) / layout.num_senders)
+    link = None if place is not None else Link(arguments.link_mb_s * (1 << 20) / layout.num_senders)
     for repeat in range(arguments.repeats):
         for scheme in Scheme:
             dist.barrier()
@@ -60,6 +112,7 @@ def main() -> None:
     parser.add_argument("--senders", type=int, default=2)
     parser.add_argument("--receivers", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--namespaces", action="store_true")
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     layout = SyncLayout(num_senders=arguments.senders, num_receivers=arguments.receivers)
@@ -67,9 +120,13 @@ def main() -> None:
     context.set_forkserver_preload(["rlmux.runtime.preload", "rlmux.runtime.sync"])
     said = context.SimpleQueue()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+        places: list[tuple[str, str] | None] = [None, None]
+        if arguments.namespaces:
+            places = [*stack.enter_context(contextlib.closing(ShapedLink(arguments.link_mb_s))).places]
+        shared = (layout, arguments, str(Path(folder) / "meet"), said)
         ranks = [
-            context.Process(target=take_part, args=(rank, layout, arguments, str(Path(folder) / "meet"), said))
+            context.Process(target=take_part, args=(rank, *shared, places[rank >= layout.num_senders]))
             for rank in range(layout.num_senders + layout.num_receivers)
         ]
         for process in ranks:
