@@ -24,7 +24,11 @@ from rlmux.core.model import NodeId  # noqa: E402
 from rlmux.runtime.ray_backend import ray_backend  # noqa: E402
 from rlmux.runtime.worker_backend import WorkerOptions  # noqa: E402
 
-_FAST_DEATH = {"health_check_initial_delay_ms": 500, "health_check_period_ms": 300, "health_check_failure_threshold": 10}
+_FAST_DEATH = {
+    "health_check_initial_delay_ms": 500,
+    "health_check_period_ms": 300,
+    "health_check_failure_threshold": 10,
+}
 
 
 @pytest.fixture(scope="module")
@@ -110,15 +114,17 @@ def test_a_killed_actor_is_replaced_and_changes_nothing(real, pair, local, nodes
 
 
 def test_a_lost_nodes_pipelines_go_on_elsewhere_from_their_last_checkpoint(real, nodes, tmp_path):
-    pair = [real.submission("sort", seed=1, num_steps=4), real.submission("reverse", task="reverse", seed=2, num_steps=4)]
+    pair = [
+        real.submission("sort", seed=1, num_steps=4),
+        real.submission("reverse", task="reverse", seed=2, num_steps=4),
+    ]
     alone = real.run(tmp_path / "alone", pair, policy="solo")
     lost: list[float] = []
 
     def lose_a_node(backend, recorder) -> bool:
         has_begun = any(note.type == "checkpoint" and note.fields["step"] >= 1 for note in recorder.notes)
-        placed = {
-            node.index for action in recorder.actions if isinstance(action, Admit) for node in action.placement.rollout_nodes
-        }
+        admitted = [action.placement for action in recorder.actions if isinstance(action, Admit)]
+        placed = {node.index for placement in admitted for node in placement.rollout_nodes}
         if has_begun and not lost:
             ray_id = backend._workplace._nodes[NodeId("rollout", max(placed))].ray_id
             victim = next(node for node in nodes.rollout if node.node_id == ray_id)
@@ -144,13 +150,6 @@ def test_fewer_nodes_than_the_file_asks_for_is_one_line_with_the_numbers(real, n
         nodes.make_backend()(real.cluster(rollout=1, train=3), _folder(tmp_path))
     assert "cluster.pools.train has 3 nodes, the Ray cluster offers 1 of resource rlmux_train" in str(caught.value)
     assert "ray start --address" in str(caught.value)
-    assert "\n" not in str(caught.value)
-
-
-def test_no_cluster_at_the_address_is_one_line(real, tmp_path):
-    with pytest.raises(UserError) as caught:
-        ray_backend(real.cluster(), _folder(tmp_path), address="127.0.0.1:1")
-    assert str(caught.value).startswith("--address 127.0.0.1:1: no Ray cluster answers there")
     assert "\n" not in str(caught.value)
 
 

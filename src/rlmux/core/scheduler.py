@@ -218,7 +218,8 @@ class Scheduler:
     def _take_turns(self, group: GroupState, *, has_newcomer: bool = False) -> None:
         """Learn the members' turns and order from the books; the meta-iteration begins anew where they changed.
 
-        What a member is ahead with its rollout (begun, not yet trained) it stays ahead with.
+        What a member is ahead with its rollout (begun, not yet trained) it stays ahead with. Who has fewer turns
+        than others and no trajectories to train on yet comes last: the others lap it while it rolls out.
         """
         if not self.ledger.has_group(group.id):
             return  # in the books all have moved on; the last steps end here
@@ -228,11 +229,12 @@ class Scheduler:
             if run is not None:
                 has_changed |= run.turns != member.turns
                 run.place, run.turns = place, member.turns
-        has_several = any(run.turns > 1 for run in group.members.values())
-        if has_changed or (has_several and has_newcomer):
+        most_turns = max((run.turns for run in group.members.values()), default=1)
+        if has_changed or (most_turns > 1 and has_newcomer):
             for run in group.members.values():
-                begun = min(run.rounds.values())
-                run.rounds = {key: count - begun for key, count in run.rounds.items()}
+                is_last = run.turns < most_turns and run.train_work is None
+                shift = (run.turns if is_last else 0) - min(run.rounds.values())
+                run.rounds = {key: count + shift for key, count in run.rounds.items()}
 
     def _leave(self, run: PipelineRun) -> None:
         """The pipeline is over: its nodes go back, whoever waits is tried again, its group goes on."""
@@ -497,17 +499,23 @@ class Scheduler:
             if run.placement is not None and event.node in run.placement.nodes
         )
         groups: dict[int, GroupState] = {}
+        cancelled: list[PipelineRun] = []
         for pipeline in lost:
             run = self._state.runs[pipeline]
             run.next_placement = None
             for order in self._orders_of(run):
                 self._end_order(order)
+            if run.status is not PipelineStatus.RUNNING:  # it was waiting for these orders to end
+                cancelled.append(run)
+                continue
             group = self._unpin(run)
             groups[group.id] = group
             self.ledger.depart(run.pipeline.id)
             run.restart_step = run.published_version
             self._set_status(run, PipelineStatus.WAITING)
             self._waiting[run.pipeline.id] = run
+        for run in cancelled:
+            self._leave(run)
         self._place_waiting()
         for group in groups.values():
             if group.members:
