@@ -1,0 +1,143 @@
+"""The planner on graphs small enough to reason about, and against the exact optimum."""
+
+from __future__ import annotations
+
+import random
+import statistics
+
+import pytest
+
+from rlmux.core.lookahead import Merge, Problem, Task, greedy, longest_paths, plan
+from rlmux.core.sharing import SharingEntry, SharingTable
+
+
+def task(pipeline: int, kind: str, devices: tuple[int, ...], seconds: float, **fields) -> Task:
+    return Task(pipeline=pipeline, kind=kind, devices=devices, seconds=seconds, **fields)
+
+
+TABLE = SharingTable.of(
+    [
+        SharingEntry(kind_a="train", kind_b="tail", level=0.75, slowdown_a=1.15, slowdown_b=1.3),
+        SharingEntry(kind_a="dense", kind_b="tail", level=0.5, slowdown_a=1.3, slowdown_b=1.3),
+    ]
+)
+
+
+def figure_11() -> Problem:
+    """A tail, a training and a share: the pair that does most per second leaves the share alone for its whole time."""
+    return Problem(
+        tasks=(
+            task(0, "tail", (0,), 4.0, tail_s=4.0),
+            task(1, "train", (0,), 4.0),
+            task(2, "dense", (0,), 8.0, tail_s=4.0),
+        ),
+        sharing=TABLE,
+    )
+
+
+def test_greedy_takes_the_best_pair_and_ends_later_than_the_look_ahead():
+    by_greed, ahead = greedy(figure_11()), plan(figure_11())
+    assert by_greed.starts_now == (0, 1)
+    assert ahead.starts_now == (0, 2)
+    assert by_greed.makespan_s == pytest.approx(8 + 4 * 1.15 + (4 - 4 * 1.15 / 1.3) * 0.3 / 1.3, abs=0.2)
+    assert ahead.makespan_s == pytest.approx(10.26, abs=0.01)
+    assert by_greed.makespan_s > 1.2 * ahead.makespan_s
+
+
+def test_tasks_on_one_device_without_sharing_run_one_after_another():
+    problem = Problem(tasks=(task(0, "train", (0,), 2.0), task(1, "train", (0, 1), 3.0), task(2, "dense", (1,), 1.0)))
+    made = plan(problem)
+    assert made.makespan_s == pytest.approx(5.0)
+    for first in range(3):
+        for second in range(first):
+            if set(problem.tasks[first].devices) & set(problem.tasks[second].devices):
+                assert made.end_s[second] <= made.start_s[first] or made.end_s[first] <= made.start_s[second]
+
+
+def test_a_device_is_held_for_the_critical_path_where_that_ends_sooner():
+    """The long chain comes free in a second; starting the filler now would delay all of it."""
+    problem = Problem(
+        tasks=(
+            task(0, "dense", (1,), 1.0),
+            task(0, "train", (0, 1), 6.0, needs=(0,)),
+            task(1, "dense", (0,), 5.0),
+            task(0, "dense", (1,), 6.0, needs=(1,)),
+        )
+    )
+    made = plan(problem)
+    assert made.makespan_s == pytest.approx(13.0)
+    assert 2 not in made.starts_now
+    assert greedy(problem).makespan_s == pytest.approx(17.0)
+
+
+def test_a_pair_runs_at_the_pace_of_the_table_and_speeds_up_when_one_ends():
+    problem = Problem(
+        tasks=(task(0, "train", (0,), 4.0), task(1, "tail", (0,), 6.0, tail_s=6.0)), sharing=TABLE
+    )
+    made = plan(problem)
+    assert made.end_s[0] == pytest.approx(4.6)
+    assert made.end_s[1] == pytest.approx(4.6 + 6.0 - 4.6 / 1.3)
+
+
+def test_work_on_several_devices_goes_at_the_pace_of_the_slowest():
+    problem = Problem(
+        tasks=(task(0, "train", (0, 1), 4.0), task(1, "tail", (1,), 10.0, tail_s=10.0)), sharing=TABLE
+    )
+    assert plan(problem).end_s[0] == pytest.approx(4.6)
+
+
+def merging(cost_s: float) -> Problem:
+    """A tail on each of two devices, and training that waits for one of them."""
+    return Problem(
+        tasks=(
+            task(0, "dense", (0,), 4.0, tail_s=4.0, is_running=True),
+            task(0, "dense", (1,), 5.0, tail_s=5.0, is_running=True),
+            task(1, "train", (0,), 6.0),
+        ),
+        merges=(Merge(source=0, target=1, cost_s=cost_s, stretch=1.1),),
+    )
+
+
+def test_a_tail_is_moved_where_that_lets_another_pipeline_start():
+    made = plan(merging(cost_s=0.2))
+    assert made.merges_now == (0,)
+    assert made.start_s[2] == 0.0
+    assert made.makespan_s == pytest.approx(6.0)
+
+
+def test_no_tail_is_moved_where_moving_costs_more_than_it_frees():
+    made = plan(merging(cost_s=8.0))
+    assert made.merges == ()
+    assert made.makespan_s == pytest.approx(10.0)
+
+
+def test_a_deadline_comes_before_the_makespan():
+    long, urgent = task(0, "train", (0,), 5.0), task(1, "train", (0,), 1.0, deadline_s=1.0)
+    tasks = (long, urgent, task(0, "dense", (1,), 9.0, needs=(0,)))
+    assert plan(Problem(tasks=tasks)).start_s[1] == 0.0
+
+
+def test_the_longest_path_counts_what_waits():
+    tasks = (task(0, "dense", (0,), 2.0), task(0, "train", (0,), 3.0, needs=(0,)), task(1, "dense", (1,), 4.0))
+    assert longest_paths(tasks) == [5.0, 3.0, 4.0]
+
+
+def test_a_plan_is_a_function_of_its_problem():
+    assert plan(figure_11()) == plan(figure_11())
+
+
+def test_plans_are_near_the_exact_optimum():
+    """The whole comparison is in benchmarks/lookahead.py; these are few and quickly proved."""
+    exact = pytest.importorskip("rlmux.sim.exact")
+    pytest.importorskip("ortools")
+    gaps, greedy_gaps = [], []
+    for seed in range(30):
+        problem = exact.random_problem(random.Random(seed), is_sharing=False)
+        made = plan(problem)
+        least = exact.least_makespan(problem, upper_s=made.makespan_s)
+        assert least.is_proved
+        gaps.append(made.makespan_s / least.makespan_s - 1)
+        greedy_gaps.append(greedy(problem).makespan_s / least.makespan_s - 1)
+    assert statistics.mean(gaps) <= 0.03
+    assert max(gaps) <= 0.15
+    assert statistics.mean(gaps) < statistics.mean(greedy_gaps)
