@@ -245,12 +245,13 @@ cluster:
     train: {devices: 1}
 defaults:
   steps: 400
-  model: {hidden_size: 32, layers: 2, heads: 2, kv_heads: 1, intermediate_size: 64}
+  model: {hidden_size: 16, layers: 1, heads: 1, kv_heads: 1, intermediate_size: 16}
   rollout: {max_new_tokens: 16, slots: 8}
   algorithm: {prompts_per_step: 4, group_size: 4, micro_batch_size: 4}
+policy: fifo
 pipelines:
   - {name: sort, seed: 1, task: sort}
-  - {name: slow, seed: 2, task: {name: sort, reward: "slow_rewards:score"}}
+  - {name: slow, seed: 2, task: {name: sort, reward: "slow_rewards:score", reward_timeout_s: 600}}
 """
 SLOW = """
 import time
@@ -271,20 +272,20 @@ def command(tmp_path):
             if limit_bytes is not None:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
 
-        process = subprocess.Popen(
-            [sys.executable, "-m", "rlmux.cli", *words],
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.PIPE,
-            text=True,
-            preexec_fn=limit_files,
-        )
+        with (tmp_path / "said.txt").open("w") as said:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "rlmux.cli", *words],
+                stdout=subprocess.DEVNULL,
+                stderr=said,
+                preexec_fn=limit_files,
+            )
         started.append(process)
         return process
 
     yield start
     for process in started:
         process.kill()
-        process.communicate()
+        process.wait()
 
 
 def write_file(tmp_path: Path, text: str = FILE) -> tuple[str, ...]:
@@ -316,27 +317,25 @@ def test_no_process_outlives_its_controller_even_in_user_code(tmp_path, command)
     process = command(*write_file(tmp_path))
     family = family_once_training(process, tmp_path / "run")
     process.kill()
-    process.communicate()
+    process.wait()
     _, alive = psutil.wait_procs(family, timeout=10)
     assert alive == []
 
     process = command("resume", str(tmp_path / "run"))
     family = family_once_training(process, tmp_path / "run")
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=60)
-    assert process.returncode == 130
-    assert f"rlmux resume {tmp_path / 'run'}" in said
+    assert process.wait(timeout=60) == 130
+    assert f"rlmux resume {tmp_path / 'run'}" in (tmp_path / "said.txt").read_text()
     _, alive = psutil.wait_procs(family, timeout=10)
     assert alive == []
 
 
-@pytest.mark.parametrize("limit_bytes", [40_000, 300_000], ids=["checkpoint", "log"])
+@pytest.mark.parametrize("limit_bytes", [8_000, 80_000], ids=["checkpoint", "log"])
 def test_a_full_disk_stops_the_run_with_one_line_and_it_can_go_on(tmp_path, command, limit_bytes):
     words = write_file(tmp_path, FILE.replace("  - {name: slow", "  # {name: slow"))
     process = command(*words, limit_bytes=limit_bytes)
-    _, said = process.communicate(timeout=120)
-    assert process.returncode == 1, said
-    last = said.strip().splitlines()[-1]
+    assert process.wait(timeout=150) == 1
+    last = (tmp_path / "said.txt").read_text().strip().splitlines()[-1]
     assert last.startswith("rlmux: ")
     assert f"rlmux resume {tmp_path / 'run'}" in last
     with LogReader(tmp_path / "run") as reader:
@@ -345,5 +344,4 @@ def test_a_full_disk_stops_the_run_with_one_line_and_it_can_go_on(tmp_path, comm
     metrics = tmp_path / "run" / "sort" / "metrics.jsonl"
     wait_for_steps(resumed, tmp_path / "run", (metrics.read_text().count("\n") if metrics.exists() else 0) + 2)
     resumed.send_signal(signal.SIGINT)
-    resumed.communicate(timeout=60)
-    assert resumed.returncode == 130
+    assert resumed.wait(timeout=60) == 130

@@ -70,6 +70,7 @@ class WorkerProcess:
         args: tuple[Any, ...],
         *,
         cores: Sequence[int],
+        gpu: str = "",
         log_path: Path,
         call_limit_s: float,
     ) -> None:
@@ -80,7 +81,7 @@ class WorkerProcess:
         self._deadline_s: float | None = None
         self.connection, theirs = _FORKSERVER.Pipe()
         self._process: BaseProcess = _FORKSERVER.Process(
-            target=_serve, args=(theirs, make_worker, args, tuple(cores), str(log_path)), name=name, daemon=True
+            target=_serve, args=(theirs, make_worker, args, tuple(cores), gpu, str(log_path)), name=name, daemon=True
         )
         self._process.start()
         self.pid = self._process.pid
@@ -161,15 +162,22 @@ class WorkerProcess:
 
 
 def _serve(
-    connection: Connection, make_worker: Callable[..., Any], args: tuple[Any, ...], cores: Sequence[int], log_path: str
+    connection: Connection,
+    make_worker: Callable[..., Any],
+    args: tuple[Any, ...],
+    cores: Sequence[int],
+    gpu: str,
+    log_path: str,
 ) -> None:
     """The life of a worker process: build the worker, answer calls until the pipe ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the controller's to answer
     os.umask(0o077)
     os.setsid()
+    _let_go_of_fork_server()
     _die_with_parent()
     write_output_to(log_path)
     faulthandler.enable()  # a crash in C leaves the Python stack in the log
+    os.environ["CUDA_VISIBLE_DEVICES"] = gpu  # before the first call to CUDA; no more is seen than was given
     if cores:
         os.sched_setaffinity(0, cores)
     worker: Any = None
@@ -213,6 +221,18 @@ def _limit_transfers(connection: Connection) -> None:
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         end.setsockopt(socket.SOL_SOCKET, option, limit)
     end.close()
+
+
+def _let_go_of_fork_server() -> None:
+    """The fork server ends when the pipe that its controller holds open is closed. Every child is handed that end
+    too, for children of its own: a stuck worker would keep the fork server alive, and thereby itself."""
+    from multiprocessing import forkserver
+
+    handed_down = getattr(forkserver._forkserver, "_forkserver_alive_fd", None)  # type: ignore[attr-defined]
+    if isinstance(handed_down, int):
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        os.dup2(nowhere, handed_down)
+        os.close(nowhere)
 
 
 def _die_with_parent() -> None:
