@@ -33,6 +33,7 @@ from torch import Tensor
 from rlmux.core.errors import IllegalTransitionError, PipelineError, UserError
 from rlmux.engines.batch_probe import PREFILL_BUCKET, BatchProbe, pad_rows
 from rlmux.engines.model_io import build_model
+from rlmux.engines.residency import give_back, host_copy
 from rlmux.engines.sampling import trajectory_uniforms
 from rlmux.engines.slots import MAX_STOP_TOKENS, SlotBuffers, SlotRow
 from rlmux.engines.transformer import (
@@ -235,6 +236,8 @@ class SlotRolloutEngine:
             decode_steps += steps
             sampled_tokens += sampled
             finished += ended
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)  # else its time would be the next caller's
         self.last_iterations = [
             IterationBand(kind, rows, tokens, ms) for (kind, rows), (tokens, ms) in sorted(self._bands.items())
         ]
@@ -510,10 +513,11 @@ class SlotRolloutEngine:
         for live in seated:
             self._evict(live, with_kv=True)
         self._waiting.extendleft(live for live in reversed(seated) if not live.is_parked)
-        self._host_copies = [tensor.cpu().clone() for tensor in self._kept_tensors()]
+        self._host_copies = [host_copy(tensor) for tensor in self._kept_tensors()]
         self._plans.clear()
         for tensor in self._device_tensors():
             tensor.untyped_storage().resize_(0)
+        give_back(self._device)
 
     @torch.inference_mode()
     def load(self) -> None:

@@ -30,6 +30,7 @@ from rlmux.engines.checkpoint import read_checkpoint, write_checkpoint
 from rlmux.engines.flat_parameters import FlatParameters
 from rlmux.engines.micro_batches import MicroBatch, TrainingSequence, cut, token_logprobs
 from rlmux.engines.model_io import build_model
+from rlmux.engines.residency import give_back, host_copy
 from rlmux.engines.tree_sum import TreeSum
 from rlmux.engines.weights import read_tensors, weights_sha256, write_tensors
 from rlmux.rl.algorithms import ALGORITHMS, clipped_surrogate, kl_k3
@@ -223,12 +224,10 @@ class TorchTrainEngine:
         """Device to host: the device storage is given back, a stage under way included."""
         if self._host_copies is not None:
             return
-        self._host_copies = []
-        for tensor in self._device_tensors():
-            copy = torch.empty(tensor.shape, pin_memory=self._device.type == "cuda")
-            self._host_copies.append(copy.copy_(tensor))
+        self._host_copies = [host_copy(tensor) for tensor in self._device_tensors()]
         for tensor in [*self._device_tensors(), self._flat.gradients]:
             tensor.untyped_storage().resize_(0)
+        give_back(self._device)
 
     def resident_bytes(self) -> int:
         """Device bytes of weights, gradients, moments, reference and partial sums."""

@@ -1,6 +1,7 @@
 """Backend `local`: every worker is a process on this machine. No server, no Ray.
 
-    device    one CPU core, which its workers are pinned to; a worker computes with one thread
+    device    one GPU, where there are any that may be used (CUDA_VISIBLE_DEVICES; empty: none); else one CPU core,
+              which its workers are pinned to; a worker computes with one thread there
     weights   files in shared memory, in a folder that only the user can read
 """
 
@@ -9,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import hashlib
+import importlib.metadata
 import os
 import selectors
 import shutil
@@ -21,21 +23,32 @@ from rlmux.core.model import Cluster, DeviceId, NodeId
 from rlmux.runtime.processes import WorkerProcess, warm_up
 from rlmux.runtime.worker_backend import Worker, WorkerBackend, WorkerOptions
 
+_DRIVER = Path("/dev/nvidiactl")
+_GPUS = Path("/proc/driver/nvidia/gpus")
+
 
 def local_backend(
     cluster: Cluster, folder: Path, *, options: WorkerOptions | None = None, start_s: float = 0.0
 ) -> WorkerBackend:
     """The backend of a run on this machine. Raises UserError for a cluster that this machine cannot be."""
     memory = SharedMemoryFolder(folder)
-    workplace = LocalProcesses(assign_cores(cluster), memory)
+    gpus = assign_gpus(cluster, visible_gpus())
+    workplace = LocalProcesses({} if gpus else assign_cores(cluster), memory, gpu_by_device=gpus)
     return WorkerBackend(cluster, folder, workplace, memory.path, options=options, start_s=start_s)
 
 
 class LocalProcesses:
     """A workplace of processes, watched through their pipes."""
 
-    def __init__(self, cores_by_device: dict[DeviceId, tuple[int, ...]], memory: SharedMemoryFolder) -> None:
+    def __init__(
+        self,
+        cores_by_device: dict[DeviceId, tuple[int, ...]],
+        memory: SharedMemoryFolder,
+        *,
+        gpu_by_device: dict[DeviceId, str] | None = None,
+    ) -> None:
         self._cores_by_device = cores_by_device
+        self._gpu_by_device = gpu_by_device or {}
         self._memory = memory
         self._selector = selectors.DefaultSelector()
         warm_up()
@@ -50,9 +63,14 @@ class LocalProcesses:
         log_path: Path,
         call_limit_s: float,
     ) -> Worker:
-        cores = self._cores_by_device[device] if device else ()
         process = WorkerProcess(
-            name, make_worker, args, cores=cores, log_path=log_path, call_limit_s=call_limit_s
+            name,
+            make_worker,
+            args,
+            cores=self._cores_by_device.get(device, ()) if device else (),
+            gpu=self._gpu_by_device.get(device, "") if device else "",
+            log_path=log_path,
+            call_limit_s=call_limit_s,
         )
         self._selector.register(process.connection, selectors.EVENT_READ, process)
         return process
@@ -85,6 +103,34 @@ def assign_cores(cluster: Cluster) -> dict[DeviceId, tuple[int, ...]]:
         for index in range(pool.num_nodes):
             for device in pool.devices(NodeId(pool.name, index)):
                 assigned[device] = (cores[len(assigned) % len(cores)],)
+    return assigned
+
+
+def visible_gpus() -> list[str]:
+    """Each GPU that may be used, as CUDA_VISIBLE_DEVICES names it. Found out without torch, which is slow to load."""
+    given = os.environ.get("CUDA_VISIBLE_DEVICES")
+    try:
+        is_cpu_build = "+cpu" in importlib.metadata.version("torch")
+    except importlib.metadata.PackageNotFoundError:
+        return []
+    if is_cpu_build or not _DRIVER.exists():
+        return []
+    if given is not None:
+        return [name.strip() for name in given.split(",") if name.strip()]
+    return [str(index) for index in range(len(list(_GPUS.iterdir())) if _GPUS.is_dir() else 1)]
+
+
+def assign_gpus(cluster: Cluster, gpus: Sequence[str]) -> dict[DeviceId, str]:
+    """One GPU for each device, in the order of the file; GPUs are shared when there are more devices. Empty without."""
+    if not gpus:
+        return {}
+    assigned: dict[DeviceId, str] = {}
+    for pool in cluster.pools.values():
+        if pool.num_nodes is None:
+            raise UserError(f"cluster.pools.{pool.name}: give a number of devices; this machine has {len(gpus)} GPUs")
+        for index in range(pool.num_nodes):
+            for device in pool.devices(NodeId(pool.name, index)):
+                assigned[device] = gpus[len(assigned) % len(gpus)]
     return assigned
 
 
