@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,10 @@ import pytest
 
 from rlmux.core.model import Cluster, Phase, Pipeline, PipelineId, Pool, Stage
 from rlmux.core.policies import POLICIES
+from rlmux.core.policies.dispatching import first_fit
+from rlmux.core.policies.rollmux import RollMux
 from rlmux.core.scheduler import Scheduler
+from rlmux.core.views import Choice, GroupView, MoveShare, PauseOrder
 from rlmux.rl.config import (
     AlgorithmConfig,
     ModelConfig,
@@ -125,11 +128,54 @@ def run(
     )
 
 
+class Meddler:
+    """Places like `rollmux`; what it does in dispatch no sane policy would."""
+
+    name = "meddler"
+    reacts_to_progress = True
+    place = RollMux().place
+    rebalance = RollMux().rebalance
+
+
+class MovesEverything(Meddler):
+    """Of every rollout: begins the first device's share, pauses it, moves it to the second device; lets that decode
+    on, pauses it, and moves all of it to the first. So every trajectory is moved mid-way at least once."""
+
+    def __init__(self, *, copies_kv: bool) -> None:
+        self.copies_kv = copies_kv
+        self.num_moves: dict[tuple[str, int], int] = {}
+        self.paused: set[tuple[str, int]] = set()
+
+    def dispatch(self, view: GroupView) -> Iterator[Choice]:
+        devices = {member.id: member.rollout_devices for member in view.members}
+        going_on = []
+        for work in view.ready:
+            key = (work.pipeline, work.step)
+            moves = self.num_moves.get(key, 0)
+            is_moving = work.phase is Phase.ROLLOUT and moves < 2
+            if is_moving and work.devices[0] != devices[work.pipeline][moves]:
+                continue  # its time comes after the next move
+            if is_moving and work.is_continuation and key in self.paused:
+                self.paused.discard(key)
+                self.num_moves[key] = moves + 1
+                source, target = work.devices[0], devices[work.pipeline][1 - moves]
+                yield MoveShare(pipeline=work.pipeline, source=source, target=target, copies_kv=self.copies_kv)
+            else:
+                going_on.append(work)
+        yield from first_fit(view, going_on)
+        for order in view.running:
+            moves = self.num_moves.get((order.pipeline, order.step), 0)
+            if order.phase is Phase.ROLLOUT and moves < 2 and order.num_active:
+                self.paused.add((order.pipeline, order.step))
+                yield PauseOrder(order=order.id)
+
+
 @pytest.fixture(scope="session")
 def real():
     """The builders, for test modules: they cannot import this file."""
 
     class Real:
+        MovesEverything = MovesEverything
         submission = staticmethod(submission)
         cluster = staticmethod(cluster)
         run = staticmethod(run)

@@ -8,10 +8,9 @@ import pytest
 
 from rlmux.core.actions import Migrate
 from rlmux.core.events import StagePaused
-from rlmux.core.model import Phase
-from rlmux.core.policies.dispatching import first_come, first_fit
+from rlmux.core.policies.dispatching import first_come
 from rlmux.core.policies.rollmux import RollMux
-from rlmux.core.views import Choice, GroupView, MoveShare, PauseOrder
+from rlmux.core.views import Choice, GroupView, PauseOrder
 from rlmux.runtime.worker_backend import WorkerOptions
 
 
@@ -81,39 +80,6 @@ def test_a_forced_pause_changes_nothing(real, pair, solo, tmp_path):
     assert paused.sha256 == solo.sha256
 
 
-class MovesEverything(Meddler):
-    """Of every rollout: begins the first device's share, pauses it, moves it to the second device; lets that decode
-    on, pauses it, and moves all of it to the first. So every trajectory is moved mid-way at least once."""
-
-    def __init__(self, *, copies_kv: bool) -> None:
-        self.copies_kv = copies_kv
-        self.num_moves: dict[tuple[str, int], int] = {}
-        self.paused: set[tuple[str, int]] = set()
-
-    def dispatch(self, view: GroupView) -> Iterator[Choice]:
-        devices = {member.id: member.rollout_devices for member in view.members}
-        going_on = []
-        for work in view.ready:
-            key = (work.pipeline, work.step)
-            moves = self.num_moves.get(key, 0)
-            is_moving = work.phase is Phase.ROLLOUT and moves < 2
-            if is_moving and work.devices[0] != devices[work.pipeline][moves]:
-                continue  # its time comes after the next move
-            if is_moving and work.is_continuation and key in self.paused:
-                self.paused.discard(key)
-                self.num_moves[key] = moves + 1
-                source, target = work.devices[0], devices[work.pipeline][1 - moves]
-                yield MoveShare(pipeline=work.pipeline, source=source, target=target, copies_kv=self.copies_kv)
-            else:
-                going_on.append(work)
-        yield from first_fit(view, going_on)
-        for order in view.running:
-            moves = self.num_moves.get((order.pipeline, order.step), 0)
-            if order.phase is Phase.ROLLOUT and moves < 2 and order.num_active:
-                self.paused.add((order.pipeline, order.step))
-                yield PauseOrder(order=order.id)
-
-
 def test_moving_every_trajectory_to_another_worker_mid_way_changes_nothing(real, tmp_path):
     pair = [
         real.submission("sort", max_new_tokens=48, num_rollout_nodes=2),
@@ -123,7 +89,7 @@ def test_moving_every_trajectory_to_another_worker_mid_way_changes_nothing(real,
     moved = real.run(
         tmp_path / "moved",
         pair,
-        policy=MovesEverything(copies_kv=True),
+        policy=real.MovesEverything(copies_kv=True),
         on=real.cluster(rollout=2),
         options=WorkerOptions(chunk_decode_steps=1),
     )

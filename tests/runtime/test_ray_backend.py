@@ -17,7 +17,7 @@ import pytest
 pytest.importorskip("ray", reason="needs the ray extra: pip install 'rlmux[ray]'")
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400), pytest.mark.xdist_group("ray")]
 
-from rlmux.core.actions import Admit  # noqa: E402
+from rlmux.core.actions import Admit, Migrate  # noqa: E402
 from rlmux.core.errors import UserError  # noqa: E402
 from rlmux.core.events import NodeJoined, NodeLost, PipelineRestarted, WorkerLost  # noqa: E402
 from rlmux.core.model import NodeId  # noqa: E402
@@ -89,6 +89,21 @@ def test_the_weights_are_those_of_running_alone_on_this_machine(real, pair, loca
 def test_without_shared_memory_weights_travel_as_objects_and_are_the_same(real, pair, local, nodes, tmp_path):
     far = real.run(tmp_path / "run", pair, make_backend=nodes.make_backend(is_sharing_memory=False))
     assert far.sha256 == local.sha256, far.recorder.notes
+
+
+def test_moving_every_trajectory_to_another_actor_mid_way_changes_nothing(real, nodes, tmp_path):
+    one = [real.submission("sort", max_new_tokens=48, num_rollout_nodes=2)]
+    alone = real.run(tmp_path / "alone", one, policy="solo", on=real.cluster(rollout=2))
+    moved = real.run(
+        tmp_path / "moved",
+        one,
+        policy=real.MovesEverything(copies_kv=True),
+        on=real.cluster(rollout=2),
+        options=WorkerOptions(chunk_decode_steps=1),
+        make_backend=nodes.make_backend(),
+    )
+    assert {action.step for action in moved.recorder.actions if isinstance(action, Migrate)} == {1, 2}
+    assert moved.sha256 == alone.sha256, moved.recorder.notes
 
 
 def test_a_killed_actor_is_replaced_and_changes_nothing(real, pair, local, nodes, tmp_path):

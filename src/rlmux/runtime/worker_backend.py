@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlmux.core.actions import Action, Admit, Migrate, Pause, Release, RunStage, SetLevel, Switch
+from rlmux.core.actions import Action, Admit, Migrate, Pause, Release, Replace, RunStage, SetLevel, Switch
 from rlmux.core.errors import RlmuxError, StorageError, WorkerLostError
 from rlmux.core.events import (
     ChunkFinished,
@@ -210,8 +210,8 @@ class WorkerBackend:
         self._homeless: dict[PipelineId, _Workers] = {}
         """Lost a node and wait for another placement."""
         self._told_to_begin_anew: set[PipelineId] = set()
-        """Placed again from a checkpoint that the scheduler will hear of with the next events (membership tests
-        only); what it orders of them until then it will take back."""
+        """Begin from a checkpoint that the scheduler has not heard of yet (membership tests only); what it orders of
+        them until then it will take back."""
 
     def now_s(self) -> float:
         return time.monotonic() - self._zero
@@ -243,6 +243,8 @@ class WorkerBackend:
                     self._running[action.order].level = action.level
             case Migrate():
                 self._migrate(action)
+            case Replace():
+                self._replace(action)
             case Release():
                 self._release(action.pipeline)
             case _:
@@ -260,7 +262,8 @@ class WorkerBackend:
             self._end_overdue_workers()
         events, notes = self._events, self._notes
         self._events, self._notes = [], []
-        self._told_to_begin_anew.clear()
+        restarted = [event.pipeline for event in events if isinstance(event, PipelineRestarted)]
+        self._told_to_begin_anew.difference_update(restarted)
         return events, notes
 
     def close(self) -> None:
@@ -293,6 +296,18 @@ class WorkerBackend:
             self._events.append(
                 PipelineRestarted(time_s=self.now_s(), pipeline=action.pipeline, restored_step=step)
             )
+
+    def _replace(self, action: Replace) -> None:
+        """Between two steps: go on from a checkpoint on other nodes, once the one under way is written."""
+        workers = self._workers[action.pipeline]
+        workers.placement = action.placement
+        self._told_to_begin_anew.add(action.pipeline)
+
+        def move(_: object) -> None:
+            if self._workers.get(action.pipeline) is workers:
+                self._restart(action.pipeline)
+
+        self._call(workers, workers.trainer, "memory", (), move)
 
     def _start(
         self, submission: Submission, placement: Placement, folder: Path, weights: Path, checkpoints: CheckpointFolder

@@ -1,0 +1,54 @@
+"""A pipeline that its policy moves to other nodes between two steps: the same weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from rlmux.core.actions import Replace
+from rlmux.core.events import PipelineRestarted
+from rlmux.core.model import AdmissionKind, NodeId, Pipeline, PipelineId
+from rlmux.core.placement import PlacementChoice, PlacementView, Relocation
+from rlmux.core.policies.dispatching import first_come
+from rlmux.core.views import GroupView, RunWork
+
+ON_NEW_NODES = PlacementChoice(
+    kind=AdmissionKind.NEW, group=None, num_new_rollout_nodes=1, num_new_train_nodes=1
+)
+
+
+class MovesOnce:
+    """Nodes of its own for each pipeline; when one leaves, the last one moves to the nodes that became free."""
+
+    name = "moves-once"
+    reacts_to_progress = False
+
+    def __init__(self, *, num_submitted: int) -> None:
+        self.num_calls = -num_submitted
+        """Of rebalance: the first ones follow the submissions."""
+
+    def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice:
+        return ON_NEW_NODES
+
+    def rebalance(self, view: PlacementView) -> tuple[Relocation, ...]:
+        self.num_calls += 1
+        if self.num_calls != 1:
+            return ()
+        return (Relocation(pipeline=PipelineId("long"), choice=ON_NEW_NODES),)
+
+    def dispatch(self, view: GroupView) -> Iterator[RunWork]:
+        return first_come(view)
+
+
+def test_a_pipeline_that_moves_between_two_steps_trains_the_same_weights(real, tmp_path):
+    pair = [real.submission("short", num_steps=3), real.submission("long", task="reverse", seed=2, num_steps=12)]
+    two = real.cluster(rollout=2, train=2)
+    alone = real.run(tmp_path / "alone", [pair[1]], policy="solo")
+    moved = real.run(tmp_path / "moved", pair, policy=MovesOnce(num_submitted=2), on=two)
+    (replace,) = [action for action in moved.recorder.actions if isinstance(action, Replace)]
+    assert replace.placement.rollout_nodes == (NodeId("rollout", 0),), "from rollout-1, to what became free"
+    (restart,) = [event for event in moved.recorder.events if isinstance(event, PipelineRestarted)]
+    assert restart.restored_step >= 1
+    steps = [note.fields for note in moved.recorder.notes if note.type == "step"]
+    assert [fields["step"] for fields in steps if fields["pipeline"] == "long"] == [*range(1, 13)], "none is done twice"
+    assert moved.status == {"short": "finished", "long": "finished"}, moved.recorder.notes
+    assert moved.sha256["long"] == alone.sha256["long"]
