@@ -97,6 +97,7 @@ class RayWorkerActor:
         self._setup = setup
         self._worker: Any = None
         sys.path += [folder for folder in setup.search_path if folder not in sys.path]
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # devices are cores here, whatever the machine has
         os.umask(0o077)
         if setup.cores and hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, setup.cores)
