@@ -27,7 +27,10 @@ def main() -> None:
     parser.add_argument("--policies", default="rollmux,rlmux")
     parser.add_argument("--arrivals", type=int, default=200)
     options = parser.parse_args()
-    print(f"{'policy':<10}{'placed':>8}{'groups':>8}{'median ms':>11}{'p99 ms':>9}{'paper ms':>10}{'rebalance p50/max ms':>23}")
+    print(
+        f"{'policy':<10}{'placed':>8}{'groups':>8}{'median ms':>11}{'p99 ms':>9}{'paper ms':>10}"
+        f"{'rebalance p50/max ms':>23}"
+    )
     for policy in options.policies.split(","):
         for size in map(int, options.sizes.split(",")):
             print(row(policy, size, options.arrivals), flush=True)

@@ -106,9 +106,7 @@ def _best_column(items: list[Item], prices: NodePrices) -> Column | None:
 
 
 def _fewest_nodes(items: Sequence[Item], turns: Sequence[int], period_s: float) -> int:
-    busy_s = sum(
-        item.rollout_s * item.num_rollout_nodes * count for item, count in zip(items, turns, strict=True)
-    )
+    busy_s = sum(item.rollout_s * item.num_rollout_nodes * count for item, count in zip(items, turns, strict=True))
     return max(math.ceil(busy_s / period_s - 1e-9), *(item.num_rollout_nodes for item in items))
 
 

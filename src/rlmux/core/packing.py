@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlmux.core.model import Pipeline
-from rlmux.core.placement import MAX_PIPELINES_PER_GROUP, budget_of, has_footprint
+from rlmux.core.placement import MAX_PIPELINES_PER_GROUP, budget_of, has_footprint, solo_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,12 +53,13 @@ class Item:
         return self.rollout_s + self.train_s
 
 
-def item_of(pipeline: Pipeline) -> Item:
+def item_of(pipeline: Pipeline, slo_margin: float = 0.0) -> Item:
+    """`slo_margin` is the share of its budget that is kept in hand, as far as it exceeds T_solo."""
     estimate, footprint = pipeline.estimate, pipeline.footprint
     return Item(
         rollout_s=estimate.rollout_s if estimate else 0.0,
         train_s=estimate.train_s if estimate else 0.0,
-        budget_s=budget_of(pipeline),
+        budget_s=max(solo_s(pipeline), budget_of(pipeline) * (1.0 - slo_margin)),
         num_rollout_nodes=pipeline.num_rollout_nodes,
         num_train_nodes=pipeline.num_train_nodes,
         rollout_bytes=footprint.rollout_host_bytes,

@@ -156,9 +156,7 @@ class GroupLoad:
         """Every node serves both phases of every member, so that others may join with `is_shared`."""
         return self.is_colocated and set(self.train_nodes) == set(self.rollout_nodes)
 
-    def period_with(
-        self, pipeline: Pipeline, rollout_nodes: Sequence[NodeId], num_new_rollout_nodes: int
-    ) -> float:
+    def period_with(self, pipeline: Pipeline, rollout_nodes: Sequence[NodeId], num_new_rollout_nodes: int) -> float:
         """The strict meta-iteration's seconds after the pipeline joined on these nodes."""
         if self.is_colocated:
             return self.period_s + _colocated_solo_s(pipeline)
@@ -185,9 +183,7 @@ class GroupLoad:
             for member in self.members
         )
 
-    def keeps_slos_with(
-        self, pipeline: Pipeline, rollout_nodes: Sequence[NodeId], num_new_rollout_nodes: int
-    ) -> bool:
+    def keeps_slos_with(self, pipeline: Pipeline, rollout_nodes: Sequence[NodeId], num_new_rollout_nodes: int) -> bool:
         """Whether step slowdown period / T_solo stays within every member's SLO and the newcomer's."""
         budget_s = min(self.budget_s, budget_of(pipeline))
         if budget_s == math.inf:
@@ -299,6 +295,9 @@ class PlacementLedger:
         self._groups: dict[GroupId, GroupLoad] = {}
         self._group_of: dict[PipelineId, GroupId] = {}
         self._vacating: dict[PipelineId, tuple[NodeId, ...]] = {}
+        """Where pipelines still work that have moved in the books."""
+        self._num_uses: dict[NodeId, int] = {}
+        """Of nodes in use: by a group, and by each pipeline that vacates it."""
         self._next_group = 0
         self._peak_by_pool = dict.fromkeys(cluster.pools, 0)
 
@@ -368,8 +367,7 @@ class PlacementLedger:
     @property
     def settled_usd_per_hour(self) -> float:
         """Once every move under way is settled."""
-        vacated = [node for nodes in self._vacating.values() for node in nodes]
-        return self.usd_per_hour - sum(self.cluster.pools[node.pool].usd_per_node_hour for node in vacated)
+        return sum(group.usd_per_hour for group in self._groups.values())
 
     # changing
 
@@ -385,16 +383,14 @@ class PlacementLedger:
     def depart(self, pipeline_id: PipelineId) -> tuple[NodeId, ...]:
         """Unpin the pipeline; returns the nodes nobody holds any more."""
         released = self._leave(pipeline_id)
-        for node in released:
-            self._nodes_by_pool[node.pool].give_back(node)
-        return released + self.settle(pipeline_id)
+        return self._let_go(released) + self.settle(pipeline_id)
 
     def move(self, pipeline_id: PipelineId, choice: PlacementChoice) -> tuple[Placement, tuple[NodeId, ...]]:
         """Depart and admit in one; returns the new placement and the nodes that the pipeline will give back.
 
-        It goes on working on those until the end of its step, so they stay in use until `settle`. The choice is
-        made against the books with the pipeline still in them, so it names neither a group nor a node that its
-        own departure removes. One that does not hold raises and changes nothing.
+        It goes on working where it was until the end of its step, so those nodes stay in use until `settle`. The
+        choice is made against the books with the pipeline still in them, so it names neither a group nor a node
+        that its own departure removes. One that does not hold raises and changes nothing.
         """
         member = self.member(pipeline_id)
         group = self._groups[member.placement.group]
@@ -405,16 +401,16 @@ class PlacementLedger:
             self._undo_departure(pipeline_id, group)
             raise
         placement = self._pin(member.pipeline, choice)
-        if released:
-            self._vacating[pipeline_id] = self._vacating.get(pipeline_id, ()) + released
+        if pipeline_id not in self._vacating:  # a second move changes its plans, not where it works
+            self._vacating[pipeline_id] = member.placement.nodes
+            for node in member.placement.nodes:
+                self._num_uses[node] += 1
+        self._let_go(released)
         return placement, released
 
     def settle(self, pipeline_id: PipelineId) -> tuple[NodeId, ...]:
-        """The pipeline has really left the nodes that its moves gave back; returns them."""
-        released = self._vacating.pop(pipeline_id, ())
-        for node in released:
-            self._nodes_by_pool[node.pool].give_back(node)
-        return released
+        """The pipeline has really left where its move began; returns the nodes that this frees."""
+        return self._let_go(self._vacating.pop(pipeline_id, ()))
 
     def copy(self) -> PlacementLedger:
         """Books of their own that begin the same and hand out the same nodes for the same moves."""
@@ -422,6 +418,7 @@ class PlacementLedger:
         twin._groups = dict(self._groups)
         twin._group_of = dict(self._group_of)
         twin._vacating = dict(self._vacating)
+        twin._num_uses = dict(self._num_uses)
         twin._next_group = self._next_group
         twin._peak_by_pool = dict(self._peak_by_pool)
         twin._nodes_by_pool = {name: nodes.copy() for name, nodes in self._nodes_by_pool.items()}
@@ -430,7 +427,7 @@ class PlacementLedger:
     def become(self, other: PlacementLedger) -> None:
         """Take over a copy's books, to undo what was tried since it was made. The copy is not to be used again."""
         self._groups, self._group_of = other._groups, other._group_of
-        self._vacating = other._vacating
+        self._vacating, self._num_uses = other._vacating, other._num_uses
         self._next_group, self._peak_by_pool = other._next_group, other._peak_by_pool
         self._nodes_by_pool = other._nodes_by_pool
 
@@ -464,9 +461,7 @@ class PlacementLedger:
             _require(pinned == set(group.rollout_nodes), f"group {group_id}: rollout nodes without a pin")
             for member in group.members:
                 name = member.pipeline.id
-                _require(
-                    self._group_of.get(name) == group_id, f"pipeline {name} is not filed under {group_id}"
-                )
+                _require(self._group_of.get(name) == group_id, f"pipeline {name} is not filed under {group_id}")
                 _require(member.placement.group == group_id, f"pipeline {name} is pinned to another group")
                 _require(
                     set(member.placement.train_nodes) <= set(group.train_nodes),
@@ -480,12 +475,13 @@ class PlacementLedger:
             )
         num_members = sum(len(group.members) for group in self._groups.values())
         _require(num_members == len(self._group_of), "a pipeline is in two groups or in none")
-        for name, vacated in self._vacating.items():
+        num_uses = dict.fromkeys(held, 1)
+        for vacated in self._vacating.values():
             for node in vacated:
-                _require(node not in held, f"node {node} is held while pipeline {name} vacates it")
-                held[node] = GroupId(-1)
+                num_uses[node] = num_uses.get(node, 0) + 1
+        _require(num_uses == self._num_uses, "a node's uses are miscounted")
         for pool, nodes in self._nodes_by_pool.items():
-            mine = {node.index for node in held if node.pool == pool}
+            mine = {node.index for node in num_uses if node.pool == pool}
             _require(mine == set(nodes.in_use), f"pool {pool}: nodes in use and nodes held differ")
             nodes.check()
             _require(self._peak_by_pool[pool] >= len(mine), f"pool {pool}: more nodes in use than the peak")
@@ -508,6 +504,17 @@ class PlacementLedger:
             rollout_nodes = tuple(node for node in group.rollout_nodes if node in still_pinned)
             self._store(group.id, _with_turns(staying, {}), rollout_nodes, group.train_nodes)
         return released
+
+    def _let_go(self, nodes: tuple[NodeId, ...]) -> tuple[NodeId, ...]:
+        """One use less of each; returns those that are free now."""
+        freed = []
+        for node in nodes:
+            self._num_uses[node] -= 1
+            if self._num_uses[node] == 0:
+                del self._num_uses[node]
+                self._nodes_by_pool[node.pool].give_back(node)
+                freed.append(node)
+        return tuple(freed)
 
     def _undo_departure(self, pipeline_id: PipelineId, group: GroupLoad) -> None:
         is_gone = group.id not in self._groups
@@ -556,9 +563,7 @@ class PlacementLedger:
         if choice.is_colocated or group.is_colocated:
             raise IllegalTransitionError(f"{story} shares nodes that hold both phases of one pipeline")
         if choice.num_new_train_nodes or choice.train_nodes != group.train_nodes:
-            raise IllegalTransitionError(
-                f"{story}: a group's training nodes are {group.train_nodes}, all or none"
-            )
+            raise IllegalTransitionError(f"{story}: a group's training nodes are {group.train_nodes}, all or none")
         unknown = [node for node in choice.rollout_nodes if node not in group.rollout_nodes]
         if unknown or len(set(choice.rollout_nodes)) != len(choice.rollout_nodes):
             raise IllegalTransitionError(f"{story}: group {group.id} has rollout nodes {group.rollout_nodes}")
@@ -568,9 +573,7 @@ class PlacementLedger:
             raise IllegalTransitionError(f"{story}: group {group.id} has no memory for it")
 
     @staticmethod
-    def _validate_sharing(
-        pipeline: Pipeline, choice: PlacementChoice, group: GroupLoad, story: str
-    ) -> None:
+    def _validate_sharing(pipeline: Pipeline, choice: PlacementChoice, group: GroupLoad, story: str) -> None:
         if choice.num_new_rollout_nodes or choice.num_new_train_nodes:
             raise IllegalTransitionError(f"{story} adds nodes to a group whose members share all of them")
         if choice.rollout_nodes != group.rollout_nodes:
@@ -617,6 +620,7 @@ class PlacementLedger:
             return ()
         nodes = self._nodes_by_pool[pool.name]
         taken = tuple(nodes.take() for _ in range(count))
+        self._num_uses.update(dict.fromkeys(taken, 1))
         self._peak_by_pool[pool.name] = max(self._peak_by_pool[pool.name], len(nodes.in_use))
         return taken
 
@@ -654,9 +658,7 @@ class PlacementLedger:
         if is_colocated:
             # Both phases of everyone on the same nodes: one after another is what can be promised.
             busiest = sum(load.solo_s for load in loads)
-        free = {
-            node: self.cluster.pools[node.pool].host_memory_bytes - held_bytes[node] for node in held_bytes
-        }
+        free = {node: self.cluster.pools[node.pool].host_memory_bytes - held_bytes[node] for node in held_bytes}
         return GroupLoad(
             id=group_id,
             members=members,

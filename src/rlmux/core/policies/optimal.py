@@ -18,6 +18,8 @@ from rlmux.core.policies.rlmux import RlMux, partition_of
 class Optimal(RlMux):
     name: str = "optimal"
     max_search_nodes: int = 4_000
+    slo_margin: float = 0.0
+    laps: bool = False
     _gaps: list[float] = field(default_factory=lambda: [0.0], repr=False, compare=False)
 
     @property
@@ -29,7 +31,14 @@ class Optimal(RlMux):
         groups: list[GroupLoad] = [group for group in view.groups() if group.budget_s < float("inf")]
         if not groups:
             return ()
-        names, found = partition_of(groups, view, usd_per_move=0.001, max_search_nodes=self.max_search_nodes, lap_finder=None)
+        names, found = partition_of(
+            groups,
+            view,
+            usd_per_move=0.001,
+            max_search_nodes=self.max_search_nodes,
+            lap_finder=None,
+            slo_margin=0.0,
+        )
         if found is None:
             return ()
         self._gaps.append(1.0 - found.bound_usd / found.cost_usd if found.cost_usd else 0.0)

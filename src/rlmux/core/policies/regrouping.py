@@ -17,7 +17,10 @@ from dataclasses import dataclass, field
 from rlmux.core.errors import IllegalTransitionError
 from rlmux.core.model import AdmissionKind, GroupId, NodeId, PipelineId
 from rlmux.core.packing import Column
-from rlmux.core.placement import GroupLoad, PlacementChoice, PlacementLedger, Relocation
+from rlmux.core.placement import GroupLoad, PlacementChoice, PlacementLedger, Relocation, budget_of
+
+
+TIGHT_WEIGHT = 3.0
 
 
 @dataclass(slots=True, kw_only=True)
@@ -77,9 +80,7 @@ class _Regrouping:
 
     def _have_turns(self) -> bool:
         """Whether every member has ended up with its turns: nobody moved where a change of turns was all."""
-        return all(
-            self.ledger.member(name).turns == target.turns[name] for name, target in self.target_of.items()
-        )
+        return all(self.ledger.member(name).turns == target.turns[name] for name, target in self.target_of.items())
 
     def _is_there(self, name: PipelineId) -> bool:
         target = self.target_of[name]
@@ -160,6 +161,14 @@ class _Regrouping:
         return False
 
 
+def move_weight(reach_s: float, tightest_s: float) -> float:
+    """What moving a member counts; `reach_s` is the longest period that it accepts.
+
+    A move costs a wait for its turn in the new group. Who has no slack there cannot make up for it: it counts more.
+    """
+    return TIGHT_WEIGHT if reach_s < 1.05 * tightest_s else 1.0
+
+
 def _turns_of(target: Target, group: GroupLoad, newcomer: PipelineId) -> tuple[tuple[PipelineId, int], ...]:
     """The target's turns, in its order, for those who will be there; () where all have and had one."""
     present = {member.pipeline.id: member.turns for member in group.members} | {newcomer: 1}
@@ -169,13 +178,15 @@ def _turns_of(target: Target, group: GroupLoad, newcomer: PipelineId) -> tuple[t
 
 
 def _choose_hosts(targets: Sequence[Target], ledger: PlacementLedger) -> None:
-    """Each group hosts at most one target: most members in common first, older groups first among equals."""
-    offers: list[tuple[int, GroupId, int]] = []
+    """Each group hosts at most one target: the most to keep in place first, older groups first among equals."""
+    offers: list[tuple[float, GroupId, int]] = []
     for number, target in enumerate(targets):
-        shared: dict[GroupId, int] = {}
+        shared: dict[GroupId, float] = {}
+        reach_s = {name: turns * budget_of(ledger.pipeline(name)) for name, turns in target.turns.items()}
+        tightest_s = min(reach_s.values())
         for name in target.pins:
             group_id = ledger.placement(name).group
-            shared[group_id] = shared.get(group_id, 0) + 1
+            shared[group_id] = shared.get(group_id, 0.0) + move_weight(reach_s[name], tightest_s)
         for group_id, count in shared.items():
             group = ledger.group(group_id)
             is_alike = len(group.train_nodes) == target.num_train_nodes and group.is_colocated == target.is_colocated

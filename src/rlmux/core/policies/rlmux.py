@@ -19,12 +19,12 @@ allows.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rlmux.core.laps import LapFinder
-from rlmux.core.model import AdmissionKind, NodeId, Phase, Pipeline, PipelineId
-from rlmux.core.packing import NodePrices, Partition, cheapest_partition, columns_of, item_of
+from rlmux.core.model import AdmissionKind, GroupId, NodeId, Phase, Pipeline, PipelineId
+from rlmux.core.packing import Column, Item, NodePrices, Partition, cheapest_partition, columns_of, item_of
 from rlmux.core.placement import (
     GroupLoad,
     PlacementChoice,
@@ -36,7 +36,7 @@ from rlmux.core.placement import (
 from rlmux.core.policies.candidates import founding, impossible, joining, may_join, queue
 from rlmux.core.policies.dispatching import in_turn
 from rlmux.core.policies.jigsaw import Jigsaw, place_sharing
-from rlmux.core.policies.regrouping import relocations_to, targets_of
+from rlmux.core.policies.regrouping import move_weight, relocations_to, targets_of
 from rlmux.core.sharing import NO_SHARING, SharingTable
 from rlmux.core.views import Choice, GroupView
 
@@ -52,9 +52,9 @@ class RlMux:
     max_search_nodes: int = 300
     max_tries: int = 2
     """Neighbourhoods tried after each change."""
-    usd_per_hour_per_move: float = 7.0
+    usd_per_hour_per_move: float = 4.0
     """What a regrouping must save for each pipeline it moves: a switch, and nodes held until a step's end."""
-    slo_margin: float = 0.01
+    slo_margin: float = 0.0
     """Share of each SLO kept in hand for what the meta-iteration does not show: waiting for a turn after a move."""
     laps: bool = True
     """Let short pipelines take several turns in a long one's meta-iteration."""
@@ -183,14 +183,10 @@ def partition_of(
     columns = columns_of(items, prices)
     if lap_finder is not None:
         columns += lap_finder.columns(items, prices, columns)
-    group_masks = dict.fromkeys((group.id for group in groups), 0)
+    indices_by_group: dict[GroupId, list[int]] = {}
     for index, member in enumerate(members):
-        group_masks[member.placement.group] |= 1 << index
-    costs = [
-        column.cost_usd
-        + usd_per_move * (len(column.members) - max((column.mask & mask).bit_count() for mask in group_masks.values()))
-        for column in columns
-    ]
+        indices_by_group.setdefault(member.placement.group, []).append(index)
+    costs = [column.cost_usd + usd_per_move * _moving_weight(column, items, indices_by_group) for column in columns]
     partition = cheapest_partition(
         columns,
         len(members),
@@ -204,6 +200,15 @@ def partition_of(
 def _has_shared_devices(view: GroupView) -> bool:
     member = view.members[0]
     return set(member.train_devices) <= set(member.rollout_devices)
+
+
+def _moving_weight(column: Column, items: Sequence[Item], indices_by_group: Mapping[GroupId, Sequence[int]]) -> float:
+    """How much moves to make this group: each member counts that is not in the group that will host it."""
+    turns = column.turns or (1,) * len(column.members)
+    reach_s = [count * items[i].budget_s for i, count in zip(column.members, turns, strict=True)]
+    weights = {i: move_weight(s, min(reach_s)) for i, s in zip(column.members, reach_s, strict=True)}
+    staying = max(sum(weights.get(i, 0.0) for i in indices) for indices in indices_by_group.values())
+    return sum(weights.values()) - staying
 
 
 def _is_free_of_charge(view: PlacementView) -> bool:
