@@ -122,8 +122,8 @@ class _List:
         )
 
 
-BUDGET = 500
-"""Starts on one device that a decision may play out: about 4 ms of one core."""
+BUDGET = 400
+"""Starts on one device that a decision may play out: about 3 ms of one core."""
 
 
 def plan(problem: Problem, *, budget: int = BUDGET) -> Plan:

@@ -19,7 +19,8 @@ from rlmux.core.model import DeviceId, Phase, PipelineId, Stage
 from rlmux.core.state import ReadyWork
 from rlmux.core.views import GroupView, MemberView, OrderView
 
-MAX_TASKS = 72
+MAX_TASKS = 96
+"""More would leave time for one schedule only: crowds look ahead less far."""
 DENSE_ABOVE = 128
 """Active sequences from which a device's decoding counts as dense rather than bound by latencies."""
 _SHORTEST_S = 1e-6
@@ -49,7 +50,7 @@ class Upcoming:
 
 
 def upcoming(view: GroupView, *, without: Collection[int] = ()) -> Upcoming:
-    """The group's tasks; ready works of these sequences are on their way elsewhere."""
+    """The group's tasks; ready works of these sequences, in `without`, are on their way elsewhere."""
     members = view.members
     numbers: dict[DeviceId, int] = {}
     for member in members:
@@ -69,7 +70,7 @@ def upcoming(view: GroupView, *, without: Collection[int] = ()) -> Upcoming:
     for number, (member, solo_s) in enumerate(zip(members, solos, strict=True)):
         num_steps = min(3, max(1, round(longest_s / solo_s))) if solo_s > 0 else 1
         if per_step * (num_steps + 1) > MAX_TASKS:
-            num_steps = 1
+            num_steps = 1 if 2 * per_step <= MAX_TASKS else 0
         _Member(view, ahead, member, number, numbers, ready[member.id], running[member.id]).add(num_steps)
     return ahead
 
