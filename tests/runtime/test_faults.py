@@ -126,6 +126,18 @@ def test_a_worker_that_runs_out_of_memory_is_replaced(real, pair, undisturbed, t
     assert run.sha256 == undisturbed.sha256
 
 
+def test_the_fork_server_itself_may_die(real, pair, undisturbed, tmp_path):
+    """All workers die with it; each pipeline begins again from its checkpoint, from a new fork server."""
+
+    def kill_its_parent(recorder):
+        os.kill(psutil.Process(pid_of(recorder, "sort", "host")).ppid(), signal.SIGKILL)
+
+    run = real.run(tmp_path / "run", pair, watch=once_at("sort", Stage.UPDATE, 4, kill_its_parent))
+    restarted = {event.pipeline for event in run.recorder.events if isinstance(event, PipelineRestarted)}
+    assert restarted == {"sort", "tool"}
+    assert run.sha256 == undisturbed.sha256
+
+
 def test_a_worker_that_always_dies_fails_its_pipeline_after_a_few_tries(real, pair, undisturbed, tmp_path):
     killed = []
 

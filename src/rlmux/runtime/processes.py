@@ -80,10 +80,11 @@ class WorkerProcess:
         self._calls: deque[_Call] = deque()
         self._deadline_s: float | None = None
         self.connection, theirs = _FORKSERVER.Pipe()
-        self._process: BaseProcess = _FORKSERVER.Process(
-            target=_serve, args=(theirs, make_worker, args, tuple(cores), gpu, str(log_path)), name=name, daemon=True
-        )
-        self._process.start()
+        work = (theirs, make_worker, args, tuple(cores), gpu, str(log_path))
+        try:
+            self._process = _started(name, work)
+        except (EOFError, OSError):  # the fork server was killed: the next attempt finds a new one
+            self._process = _started(name, work)
         self.pid = self._process.pid
         self._handle = _open_handle(self.pid)
         theirs.close()
@@ -159,6 +160,12 @@ class WorkerProcess:
         if code is None:
             return "stopped in the middle of an answer"
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+def _started(name: str, work: tuple[Any, ...]) -> BaseProcess:
+    process = _FORKSERVER.Process(target=_serve, args=work, name=name, daemon=True)
+    process.start()
+    return process
 
 
 def _serve(
