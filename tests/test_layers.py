@@ -43,7 +43,7 @@ ONLY_IN = {
     # outside package: modules that alone may import it
     "ray": lambda module: module.startswith("runtime.ray_"),
     "torch": lambda module: module not in ("rl.config", "rl.types", "rl.vocabulary") and "rl.tasks" not in module,
-    "ortools": lambda module: module.startswith(("sim.optimal", "core.policies.optimal")),
+    "ortools": lambda module: module == "sim.exact",
 }
 EVERYWHERE = {"rlmux"}
 """The package itself, for its version."""

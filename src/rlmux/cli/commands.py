@@ -188,7 +188,13 @@ def plan(file: File, policy: PolicyName = None, sets: Sets = None, json: Json = 
 
 
 @app.command()
-def report(folder: Folder, json: Json = False) -> None:
+def report(
+    folder: Folder,
+    graph: Annotated[
+        str | None, typer.Option("--graph", metavar="NAME:STEP", help="Draw the sub-stages of one step as SVG.")
+    ] = None,
+    json: Json = False,
+) -> None:
     """Write a run's summary, timeline and trace from its log.
 
     The folder gets summary.json, trace.json (for ui.perfetto.dev) and timeline.html (for any browser).
@@ -199,6 +205,11 @@ def report(folder: Folder, json: Json = False) -> None:
     from rlmux.cli import folders, tables
 
     folders.check_run(folder)
+    if graph is not None:
+        from rlmux.report.graph_svg import write_graph
+
+        typer.echo(write_graph(folder, graph))
+        return
 
     from rlmux.report.api import write_report
 

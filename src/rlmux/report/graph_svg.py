@@ -9,10 +9,14 @@ on white and on black.
 from __future__ import annotations
 
 from itertools import pairwise
+from pathlib import Path
 
-from rlmux.core.graph import Band, ShareRecord, StageRecord, SubStage, SubStageGraph, graph_of_step
-from rlmux.core.model import DeviceId, Phase, PipelineId, Stage
+from rlmux.core.errors import UserError
+from rlmux.core.estimates import tail_count
+from rlmux.core.graph import DENSE_TOKENS, Band, ShareRecord, StageRecord, SubStage, SubStageGraph, graph_of_step
+from rlmux.core.model import DeviceId, PipelineId, Stage
 from rlmux.report.history import History
+from rlmux.report.log import LogReader
 from rlmux.report.svg import bar, number, seconds_text, tag
 
 _COLUMN, _GAP, _TOP, _HEIGHT, _LEFT = 130.0, 34.0, 46.0, 460.0, 64.0
@@ -59,6 +63,36 @@ def step_graph(history: History, pipeline: PipelineId, step: int, *, dense_above
                 stage=order.stage, devices=order.devices, begin_s=begin_s, end_s=end_s
             )
     return graph_of_step(pipeline, step, list(shares.values()), list(stages.values()), dense_above=dense_above)
+
+
+def write_graph(folder: str | Path, wanted: str) -> Path:
+    """Draw the step `NAME:STEP` of a run into its folder; returns the file.
+
+    Raises UserError for a step that is not in the log.
+    """
+    with LogReader(folder) as reader:
+        history = History.of(reader.header, reader.entries())
+    name, _, number_text = wanted.rpartition(":")
+    steps = {order.step for order in history.orders if order.pipeline == name and order.step > 0}
+    if not steps:
+        known = ", ".join(history.pipelines)
+        raise UserError(f"--graph {wanted}: no step of pipeline {name!r} is in the log; accepted: NAME:STEP of {known}")
+    if not number_text.isdigit() or int(number_text) not in steps:
+        accepted = f"{min(steps)} to {max(steps)}"
+        raise UserError(f"--graph {wanted}: step {number_text!r} is not in the log; accepted: {accepted}")
+    step = int(number_text)
+    path = Path(folder) / f"graph-{name}-{step}.svg"
+    graph = step_graph(history, PipelineId(name), step, dense_above=_dense_above(history, name))
+    path.write_text(draw(graph, title=f"{name}, step {step}"), encoding="utf-8")
+    return path
+
+
+def _dense_above(history: History, name: str) -> int:
+    """JigsawRL's 128 where workers decode as many; else where the tail of the largest share begins."""
+    peak = max(
+        (chunk.num_active for order in history.orders if order.pipeline == name for chunk in order.chunks), default=0
+    )
+    return DENSE_TOKENS if peak >= DENSE_TOKENS else tail_count(peak) + 1
 
 
 def draw(graph: SubStageGraph, *, title: str = "") -> str:
@@ -171,8 +205,3 @@ def _escaped(text: str) -> str:
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
 
 
-def shares_of(history: History) -> list[tuple[PipelineId, int]]:
-    """(pipeline, step) of every rollout in the log: the steps that have a graph."""
-    return sorted(
-        {(order.pipeline, order.step) for order in history.orders if order.phase is Phase.ROLLOUT and order.step > 0}
-    )
