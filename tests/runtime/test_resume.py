@@ -305,7 +305,7 @@ def wait_for_steps(process: subprocess.Popen, folder: Path, num_steps: int) -> N
 
 def family_once_training(process: subprocess.Popen, folder: Path) -> list[psutil.Process]:
     """Everybody, once `sort` has published steps and `slow` is stuck in its reward."""
-    wait_for_steps(process, folder, 2)
+    wait_for_steps(process, folder, 1)
     controller = psutil.Process(process.pid)
     family = [controller, *controller.children(recursive=True)]
     assert len(family) >= 8, "the controller, the fork server, two pipelines of three workers"
@@ -330,14 +330,17 @@ def test_no_process_outlives_its_controller_even_in_user_code(tmp_path, command)
     assert alive == []
 
 
-@pytest.mark.parametrize("limit_bytes", [8_000, 80_000], ids=["checkpoint", "log"])
-def test_a_full_disk_stops_the_run_with_one_line_and_it_can_go_on(tmp_path, command, limit_bytes):
-    words = write_file(tmp_path, FILE.replace("  - {name: slow", "  # {name: slow"))
+@pytest.mark.parametrize(("limit_bytes", "hidden_size"), [(900_000, 128), (150_000, 16)], ids=["weights", "log"])
+def test_a_full_disk_stops_the_run_with_one_line_and_it_can_go_on(tmp_path, command, limit_bytes, hidden_size):
+    """No file may grow beyond the limit: with the larger model its weights are the first to hit it."""
+    text = FILE.replace("  - {name: slow", "  # {name: slow").replace("hidden_size: 16", f"hidden_size: {hidden_size}")
+    words = write_file(tmp_path, text)
     process = command(*words, limit_bytes=limit_bytes)
     assert process.wait(timeout=150) == 1
     last = (tmp_path / "said.txt").read_text().strip().splitlines()[-1]
     assert last.startswith("rlmux: ")
     assert f"rlmux resume {tmp_path / 'run'}" in last
+    assert ("run.db" if hidden_size == 16 else "safetensors") in last
     with LogReader(tmp_path / "run") as reader:
         assert len(list(reader.entries())) > 1
     resumed = command("resume", str(tmp_path / "run"))

@@ -235,7 +235,7 @@ def _let_go_of_fork_server() -> None:
     too, for children of its own: a stuck worker would keep the fork server alive, and thereby itself."""
     from multiprocessing import forkserver
 
-    handed_down = getattr(forkserver._forkserver, "_forkserver_alive_fd", None)  # type: ignore[attr-defined]
+    handed_down = getattr(forkserver._forkserver, "_forkserver_alive_fd", None)
     if isinstance(handed_down, int):
         nowhere = os.open(os.devnull, os.O_RDWR)
         os.dup2(nowhere, handed_down)
