@@ -12,7 +12,7 @@ demo: $(READY)
 	$(BIN)/rlmux run examples/two_pipelines.yaml --policy rollmux --overwrite --out runs/demo
 
 test: lint
-	$(BIN)/python -m pytest -n 2 --dist worksteal
+	$(BIN)/python -m pytest -n 2 --dist loadgroup
 
 lint: setup
 	$(BIN)/ruff check .
