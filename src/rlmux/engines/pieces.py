@@ -183,7 +183,8 @@ class PieceProcess:
     """A piece that can be told when to work and at which level."""
 
     def __init__(self, kind: str, sizes: PieceSizes, device: str, core: int | None) -> None:
-        context = get_context("spawn")
+        context = get_context("forkserver")  # it imports torch once for all of them, and touches no device
+        context.set_forkserver_preload([__name__])
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, kind, sizes, device, core), daemon=True)
         self._process.start()
@@ -216,15 +217,15 @@ class PieceProcess:
 
 @contextmanager
 def piece_processes(
-    kinds: Sequence[str], sizes: PieceSizes, device: str, core: int | None
-) -> Iterator[dict[str, tuple[PieceProcess, PieceProcess]]]:
-    """Two processes of each kind, idle until told; all of one core, or of one GPU."""
-    made = {kind: tuple(PieceProcess(kind, sizes, device, core) for _ in range(2)) for kind in kinds}
+    kinds: Sequence[str], sizes: PieceSizes, device: str, core: int | None, *, num_each: int = 2
+) -> Iterator[dict[str, list[PieceProcess]]]:
+    """So many processes of each kind, idle until told; all of one core, or of one GPU."""
+    made = {kind: [PieceProcess(kind, sizes, device, core) for _ in range(num_each)] for kind in kinds}
     try:
         for pair in made.values():
             for process in pair:
                 process.wait_until_ready()
-        yield {kind: (pair[0], pair[1]) for kind, pair in made.items()}
+        yield made
     finally:
         for pair in made.values():
             for process in pair:

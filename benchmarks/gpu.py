@@ -1,0 +1,372 @@
+"""One device, everything that sharing it depends on, in one command.
+
+    python benchmarks/gpu.py [--device cuda] [--quick] [--parts curves,interference,switches,pipelines] [--out FILE]
+
+    curves         units per second of prefill, dense and tail decoding, log-probs and updates, alone, by share
+    interference   each pair side by side by share: the table of `rlmux profile`
+    switches       seconds from host to device and back of a rollout and of a train engine
+    pipelines      two real pipelines on the one device: one after the other; taking turns; side by side at the levels
+                   that the interference table found to help
+
+Everything is probed and what is absent is said. Without a running MPS daemon one is started for this command's own
+processes where NVIDIA's control program is installed (`--no-mps` leaves that out): without it, processes on one GPU
+take turns, so that side by side is no different. Results go to benchmarks/results/DEVICE.json.
+
+The same code runs on a CPU core with `--device cpu`, which is how it is tested; there shares are shares of one core's
+time, so nothing can be gained by them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import platform
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from substages import from_log
+
+from rlmux.cli import profiling
+from rlmux.core.model import Cluster, Phase, Pipeline, PipelineId, Pool, Stage
+from rlmux.core.policies import Policy
+from rlmux.core.policies.colocated import Colocated
+from rlmux.core.policies.jigsaw import Jigsaw
+from rlmux.core.sharing import SharingTable
+from rlmux.engines.levels import WHOLE, Levels, probe
+from rlmux.engines.pieces import PIECES, PieceSizes, piece_processes, rates, usual_sizes
+from rlmux.engines.rollout import SlotRolloutEngine
+from rlmux.engines.train import TorchTrainEngine
+from rlmux.rl.config import (
+    AlgorithmConfig,
+    ModelConfig,
+    RolloutConfig,
+    TaskConfig,
+    TrainingPlan,
+    WarmStartConfig,
+)
+from rlmux.runtime.backend import Submission
+from rlmux.runtime.run import run_pipelines
+from rlmux.runtime.worker_backend import WorkerOptions
+from rlmux.sim.interference import InterferenceTable
+
+PARTS = ("curves", "interference", "switches", "pipelines")
+RESULTS = Path(__file__).parent / "results"
+QUICK_SIZES = PieceSizes(
+    model=ModelConfig(hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1, intermediate_size=64),
+    num_slots=8,
+    num_tail=2,
+    prompt_tokens=16,
+    new_tokens=32,
+    num_prompts=4,
+    micro_batch_size=4,
+    train_tokens=16,
+)
+STAGES = (Stage.GENERATE, Stage.REWARD, Stage.OLD_LOGPROBS, Stage.UPDATE, Stage.PUBLISH)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--quick", action="store_true", help="tiny models, short windows: to see that it works")
+    parser.add_argument("--parts", default=",".join(PARTS))
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--no-mps", action="store_true")
+    parser.add_argument("--out", type=Path, default=None)
+    args = parser.parse_args()
+    parts = args.parts.split(",")
+    unknown = [part for part in parts if part not in PARTS]
+    if unknown:
+        parser.error(f"--parts {unknown[0]}; accepted: {', '.join(PARTS)}")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        sys.exit("torch sees no CUDA device (rlmux doctor says more); --device cpu runs the same code on a core")
+    torch.set_num_threads(1)
+    with mps_daemon(is_wanted=args.device == "cuda" and not args.no_mps) as mps:
+        num_repeats = 1 if args.quick else args.repeats
+        result = measure(args.device, parts, is_quick=args.quick, num_repeats=num_repeats, mps=mps)
+    path = args.out or RESULTS / f"{slug(result['machine']['device'])}{'-quick' if args.quick else ''}.json"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print("\n".join(lines_of(result)))
+    print(f"written: {path}")
+
+
+def measure(device: str, parts: list[str], *, is_quick: bool, num_repeats: int, mps: str) -> dict[str, Any]:
+    sizes = QUICK_SIZES if is_quick else usual_sizes(device)
+    levels = probe(device)
+    result: dict[str, Any] = {"machine": machine(device, levels, mps), "is_quick": is_quick}
+    window: Mapping[str, Any] = profiling.QUICK if is_quick else {"window_s": 0.5, "num_rounds": num_repeats}
+    if "curves" in parts:
+        say("curves")
+        result["curves"] = curves(device, levels, sizes, is_quick=is_quick, **window)
+    table = None
+    if "interference" in parts:
+        say("interference")
+        kinds = ("tail", "update") if is_quick else PIECES
+        table = profiling.measure(device, kinds=kinds, sizes=sizes, **window)
+        result["interference"] = table.to_json()
+    if "switches" in parts:
+        say("switches")
+        result["switches"] = switches(device, sizes, num_repeats=1 if is_quick else 5)
+    if "pipelines" in parts:
+        say("pipelines")
+        result["pipelines"] = pipelines(device, levels, table, is_quick=is_quick, num_repeats=num_repeats)
+    return result
+
+
+# --- the machine --------------------------------------------------------------------------------------------
+
+
+def machine(device: str, levels: Levels, mps: str) -> dict[str, Any]:
+    return {
+        "device": levels.device,
+        "num_units": levels.num_units,
+        "driver": driver() if device == "cuda" else None,
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "python": platform.python_version(),
+        "levels": levels.shares,
+        "levels_by": levels.how,
+        "missing": levels.missing,
+        "mps": mps,
+    }
+
+
+def driver() -> str:
+    """Version of NVIDIA's driver, as its tool tells it."""
+    command = ["nvidia-smi", "--query-gpu=driver_version,name,memory.total", "--format=csv,noheader"]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
+    except (OSError, subprocess.SubprocessError) as error:
+        return f"unknown ({type(error).__name__})"
+
+
+@contextlib.contextmanager
+def mps_daemon(*, is_wanted: bool) -> Iterator[str]:
+    """A daemon for the processes of this command only; says what there is."""
+    control = shutil.which("nvidia-cuda-mps-control")
+    running = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps")) / "control"
+    if not is_wanted or running.exists() or control is None:
+        yield "not wanted" if not is_wanted else "was running" if running.exists() else "not installed"
+        return
+    with tempfile.TemporaryDirectory(prefix="rlmux-mps-") as folder:
+        own = {"CUDA_MPS_PIPE_DIRECTORY": folder, "CUDA_MPS_LOG_DIRECTORY": folder}
+        started = subprocess.run([control, "-d"], env={**os.environ, **own}, capture_output=True, text=True, timeout=60)
+        if started.returncode != 0:
+            yield f"could not be started: {started.stderr.strip()[:200]}"
+            return
+        os.environ.update(own)
+        try:
+            yield "started for this command"
+        finally:
+            subprocess.run([control], input="quit\n", text=True, timeout=60, capture_output=True)
+            for name in own:
+                del os.environ[name]
+
+
+# --- the parts ----------------------------------------------------------------------------------------------
+
+
+def curves(
+    device: str, levels: Levels, sizes: PieceSizes, *, is_quick: bool, window_s: float, num_rounds: int
+) -> dict[str, dict[str, float]]:
+    """Median units per second of each kind alone, by its share; and of decoding, by its active sequences."""
+    is_core = device == "cpu"
+    core = min(os.sched_getaffinity(0)) if is_core else None
+    kinds = ("dense", "update") if is_quick else PIECES
+    found: dict[str, dict[str, list[float]]] = {kind: {} for kind in kinds}
+    with piece_processes(kinds, sizes, device, core, num_each=1) as processes:
+        for _ in range(num_rounds):
+            for kind in kinds:
+                for share in (*levels.shares, WHOLE):
+                    rate = rates([(processes[kind][0], share)], window_s, is_core=is_core)[0]
+                    found[kind].setdefault(f"{share:.3g}", []).append(rate)
+    by_active = found.setdefault("dense by active sequences", {})
+    for num_active in (1,) if is_quick else sorted({1, 8, 32, sizes.num_slots}):
+        few = replace(sizes, num_tail=num_active)
+        with piece_processes(["tail"], few, device, core, num_each=1) as processes:
+            for _ in range(num_rounds):
+                rate = rates([(processes["tail"][0], WHOLE)], window_s, is_core=is_core)[0]
+                by_active.setdefault(str(num_active), []).append(rate)
+    return {kind: {at: statistics.median(of) for at, of in rows.items()} for kind, rows in found.items()}
+
+
+def switches(device: str, sizes: PieceSizes, *, num_repeats: int) -> dict[str, dict[str, float]]:
+    """Median seconds of leaving the device and of coming back, and the bytes that move."""
+    rollout = RolloutConfig(
+        max_new_tokens=sizes.new_tokens, max_prompt_tokens=sizes.prompt_tokens, num_slots=sizes.num_slots
+    )
+    engines: dict[str, Any] = {
+        "rollout": SlotRolloutEngine(sizes.model, rollout, vocab_size=sizes.vocab_size, seed=1, device=device),
+        "train": TorchTrainEngine(TrainingPlan(name="switch", model=sizes.model), device=device),
+    }
+    found = {}
+    for name, engine in engines.items():
+        resident_bytes = engine.resident_bytes()
+        seconds: dict[str, list[float]] = {"offload_s": [], "load_s": []}
+        for _ in range(num_repeats + 1):
+            for call in seconds:
+                synchronize(device)
+                start = time.perf_counter()
+                engine.offload() if call == "offload_s" else engine.load()
+                synchronize(device)
+                seconds[call].append(time.perf_counter() - start)
+        # The first round pins memory and maps it.
+        found[name] = {
+            "resident_bytes": resident_bytes,
+            **{call: statistics.median(of[1:]) for call, of in seconds.items()},
+            **{f"first_{call}": of[0] for call, of in seconds.items()},
+        }
+    return found
+
+
+def pipelines(
+    device: str, levels: Levels, table: InterferenceTable | None, *, is_quick: bool, num_repeats: int
+) -> dict[str, Any]:
+    """Tokens per second of two pipelines with long tails on the one device, in three ways, in turn."""
+    sharing = SharingTable()
+    notes = ["no interference was measured in this command"] if table is None else []
+    if table is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder) / "profile.json"
+            table.save(path)
+            sharing, warnings = profiling.sharing_of(path, levels)
+            notes += [warning.replace(f"{path}: ", "").replace(f"{path} ", "") for warning in warnings]
+    ways: dict[str, Policy] = {
+        "one after the other": Colocated(),
+        "taking turns": Jigsaw(),
+        "side by side": Jigsaw(sharing=sharing),
+    }
+    if device == "cuda":
+        notes.append("a worker computes on the GPU that it is given, at its level; see machine.mps")
+    found: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
+    for _ in range(num_repeats):
+        for way, policy in ways.items():
+            say(f"pipelines: {way}")
+            found[way].append(run_pair(device, replace(policy), is_quick=is_quick))  # type: ignore[type-var]
+    hashes = {json.dumps(run["sha256"], sort_keys=True) for runs in found.values() for run in runs}
+    medians = {way: statistics.median(run["tokens_per_s"] for run in runs) for way, runs in found.items()}
+    return {
+        "tokens_per_s": medians,
+        "gain": {way: value / medians["one after the other"] for way, value in medians.items()},
+        "are_weights_equal": len(hashes) == 1,
+        "notes": notes,
+        "runs": found,
+    }
+
+
+def run_pair(device: str, policy: Policy, *, is_quick: bool) -> dict[str, Any]:
+    cluster = Cluster(pools={"train": Pool(name="train", phase=Phase.TRAIN, num_nodes=1)})
+    given = [submission(name, seed, device, is_quick=is_quick) for seed, name in enumerate(("sort", "reverse"), 1)]
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    try:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name) / "run"
+            result = run_pipelines(
+                cluster, given, policy, folder, spec={}, options=WorkerOptions(chunk_s=0.05 if is_quick else 0.2)
+            )
+            in_steps_s, _, _ = from_log(folder)
+    finally:
+        if device == "cpu":
+            os.environ.pop("CUDA_VISIBLE_DEVICES")
+            if visible is not None:
+                os.environ["CUDA_VISIBLE_DEVICES"] = visible
+    of_pipeline: Mapping[str, Any] = result.summary["pipelines"]
+    failed = [name for name, fields in of_pipeline.items() if fields["status"] != "finished"]
+    if failed:
+        raise SystemExit(f"pipeline {failed[0]} ended as {of_pipeline[failed[0]]['status']}")
+    return {
+        "makespan_s": result.summary["makespan_s"],
+        "tokens_per_s": sum(fields["tokens"] for fields in of_pipeline.values()) / in_steps_s,
+        "sha256": {name: fields["weights_sha256"] for name, fields in of_pipeline.items()},
+        "step_slowdown": {name: fields["step_slowdown"] for name, fields in of_pipeline.items()},
+    }
+
+
+def submission(name: str, seed: int, device: str, *, is_quick: bool) -> Submission:
+    """Most answers are short, a few are long."""
+    symbols = "digits" if name == "sort" else "letters"
+    longest = 24 if is_quick else 192
+    mean = 4 if is_quick else 24
+    model = ModelConfig(hidden_size=48, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=96)
+    if device == "cuda" and not is_quick:
+        model = ModelConfig(hidden_size=1024, num_layers=16, num_heads=16, num_kv_heads=8, intermediate_size=3072)
+    num_steps = 3 if is_quick else 12
+    plan = TrainingPlan(
+        name=name,
+        seed=seed,
+        num_steps=num_steps,
+        model=model,
+        task=TaskConfig(name=name, params={f"min_{symbols}": 2, f"mean_{symbols}": mean, f"max_{symbols}": longest}),
+        warm_start=WarmStartConfig(num_updates=4 if is_quick else 100, batch_size=32, learning_rate=1e-3),
+        algorithm=AlgorithmConfig(
+            prompts_per_step=4 if is_quick else 32, group_size=4 if is_quick else 8, micro_batch_size=8
+        ),
+        rollout=RolloutConfig(
+            max_new_tokens=longest + 16, max_prompt_tokens=longest + 16, num_slots=8 if is_quick else 128
+        ),
+    )
+    pipeline = Pipeline(id=PipelineId(name), num_steps=num_steps, stages=STAGES, has_warm_start=True)
+    return Submission(pipeline=pipeline, plan=plan)
+
+
+# --- shown --------------------------------------------------------------------------------------------------
+
+
+def lines_of(result: Mapping[str, Any]) -> list[str]:
+    about = result["machine"]
+    lines = [
+        f"{about['device']}; driver {about['driver']}; torch {about['torch']}, CUDA {about['cuda']}; "
+        f"MPS: {about['mps']}",
+        f"levels: {', '.join(f'{level:.3g}' for level in about['levels']) or 'none'} "
+        f"by {about['levels_by'] or 'nothing'}" + (f"; missing: {about['missing']}" if about["missing"] else ""),
+    ]
+    for kind, row in result.get("curves", {}).items():
+        lines.append(f"  {kind:<26}" + "  ".join(f"{at}: {rate:.4g}/s" for at, rate in row.items()))
+    for entry in result.get("interference", {}).get("entries", []):
+        lines.append(
+            f"  {entry['a']} | {entry['b']} at {entry['level']:.3g}: {entry['slowdown_a']:.2f} "
+            f"{entry['slowdown_b']:.2f}, together {1 / entry['slowdown_a'] + 1 / entry['slowdown_b']:.2f}"
+        )
+    for name, row in result.get("switches", {}).items():
+        lines.append(
+            f"  {name} engine, {row['resident_bytes'] / 1e6:.0f} MB: offload {row['offload_s'] * 1e3:.1f} ms, "
+            f"load {row['load_s'] * 1e3:.1f} ms"
+        )
+    for way, gain in result.get("pipelines", {}).get("gain", {}).items():
+        rate = result["pipelines"]["tokens_per_s"][way]
+        lines.append(f"  two pipelines, {way}: {rate:.0f} tokens/s, {gain:.2f}x")
+    if "pipelines" in result:
+        lines.append(f"  weights equal in all ways: {result['pipelines']['are_weights_equal']}")
+        lines += [f"  note: {note}" for note in result["pipelines"]["notes"]]
+    return lines
+
+
+def synchronize(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def slug(name: str) -> str:
+    return re.sub(r"[^a-z0-9]+", "-", name.lower()).strip("-")
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    main()

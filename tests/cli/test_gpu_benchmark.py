@@ -1,0 +1,37 @@
+"""The one command for a GPU, on a core: its code is run before any GPU sees it."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
+
+
+def run(*options):
+    return subprocess.run([sys.executable, BENCHMARK, *options], capture_output=True, text=True, timeout=300)
+
+
+def test_it_measures_switches_and_real_pipelines_and_says_on_what(tmp_path):
+    out = tmp_path / "result.json"
+    done = run("--device", "cpu", "--quick", "--parts", "switches,pipelines", "--out", str(out))
+    assert done.returncode == 0, done.stderr
+    result = json.loads(out.read_text())
+    assert result["machine"]["device"].startswith("cpu: ")
+    assert {"torch", "driver", "cuda", "levels", "missing", "mps"} <= set(result["machine"])
+    assert set(result["switches"]) == {"rollout", "train"}
+    assert all(row["load_s"] > 0 and row["resident_bytes"] > 0 for row in result["switches"].values())
+    assert list(result["pipelines"]["gain"]) == ["one after the other", "taking turns", "side by side"]
+    assert result["pipelines"]["are_weights_equal"]
+    assert "no interference was measured in this command" in done.stdout
+
+
+def test_without_a_gpu_it_says_so_and_what_to_do():
+    if os.path.exists("/dev/nvidiactl"):
+        return
+    done = run()
+    assert done.returncode == 1
+    assert done.stderr.startswith("torch sees no CUDA device")
