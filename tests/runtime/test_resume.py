@@ -293,23 +293,29 @@ def write_file(tmp_path: Path, text: str = FILE) -> tuple[str, ...]:
     return "run", str(tmp_path / "two.yaml"), "--out", str(tmp_path / "run")
 
 
-def wait_for_steps(process: subprocess.Popen, folder: Path, num_steps: int) -> None:
-    """Until `sort` has published so many, or the process has ended."""
+def wait_for_a_step(process: subprocess.Popen, folder: Path) -> None:
+    """Until `sort` has published one more, or the process has ended."""
     metrics = folder / "sort" / "metrics.jsonl"
+    before = metrics.stat().st_size if metrics.exists() else 0
     deadline_s = time.monotonic() + 100
     while time.monotonic() < deadline_s and process.poll() is None:
-        if metrics.exists() and metrics.read_text().count("\n") >= num_steps:
+        if metrics.exists() and metrics.stat().st_size > before:
             break
         time.sleep(0.05)
 
 
 def family_once_training(process: subprocess.Popen, folder: Path) -> list[psutil.Process]:
-    """Everybody, once `sort` has published steps and `slow` is stuck in its reward."""
-    wait_for_steps(process, folder, 1)
+    """Everybody, once `sort` has published a step and `slow` is stuck in its reward."""
+    wait_for_a_step(process, folder)
     controller = psutil.Process(process.pid)
     family = [controller, *controller.children(recursive=True)]
     assert len(family) >= 8, "the controller, the fork server, two pipelines of three workers"
     return family
+
+
+def still_alive(family: list[psutil.Process]) -> list[str]:
+    _, alive = psutil.wait_procs(family, timeout=30)
+    return [f"{process.pid} of {process.ppid()}, {process.status()}: {process.cmdline()[-1][:60]}" for process in alive]
 
 
 def test_no_process_outlives_its_controller_even_in_user_code(tmp_path, command):
@@ -318,16 +324,14 @@ def test_no_process_outlives_its_controller_even_in_user_code(tmp_path, command)
     family = family_once_training(process, tmp_path / "run")
     process.kill()
     process.wait()
-    _, alive = psutil.wait_procs(family, timeout=10)
-    assert alive == []
+    assert still_alive(family) == []
 
     process = command("resume", str(tmp_path / "run"))
     family = family_once_training(process, tmp_path / "run")
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=60) == 130
     assert f"rlmux resume {tmp_path / 'run'}" in (tmp_path / "said.txt").read_text()
-    _, alive = psutil.wait_procs(family, timeout=10)
-    assert alive == []
+    assert still_alive(family) == []
 
 
 @pytest.mark.parametrize(("limit_bytes", "hidden_size"), [(900_000, 128), (150_000, 16)], ids=["weights", "log"])
@@ -344,7 +348,6 @@ def test_a_full_disk_stops_the_run_with_one_line_and_it_can_go_on(tmp_path, comm
     with LogReader(tmp_path / "run") as reader:
         assert len(list(reader.entries())) > 1
     resumed = command("resume", str(tmp_path / "run"))
-    metrics = tmp_path / "run" / "sort" / "metrics.jsonl"
-    wait_for_steps(resumed, tmp_path / "run", (metrics.read_text().count("\n") if metrics.exists() else 0) + 2)
+    wait_for_a_step(resumed, tmp_path / "run")
     resumed.send_signal(signal.SIGINT)
     assert resumed.wait(timeout=60) == 130
