@@ -131,7 +131,10 @@ def plan(problem: Problem, *, budget: int = BUDGET) -> Plan:
     tasks = problem.tasks
     if not tasks:
         return Plan(start_s=(), end_s=(), merges=(), merges_now=(), score=(0.0, 0.0), num_tried=0)
-    search = _Search(problem, max(1, budget // sum(max(1, len(task.devices)) for task in tasks)))
+    num_starts = sum(max(1, len(task.devices)) for task in tasks)
+    # On whole devices a start takes half the time: there are no paces to keep.
+    num_plays = (budget if problem.sharing.entries else 2 * budget) // num_starts
+    search = _Search(problem, max(1, num_plays))
     return search.best()
 
 
