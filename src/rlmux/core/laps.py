@@ -5,9 +5,9 @@ join: a 250 s pipeline that accepts 1.5 times never shares with one of 1450 s. W
 
     turns long: 1, short: 4    train node   | long ........ | s | s | s | s |    period within 4 budgets of `short`
 
-Candidates: for each member and one or two of its turns per period, everybody else gets the fewest turns that keep its
-SLO. A candidate counts if an exact test of the meta-iteration says that it fits. There is no formula for these
-groups, so they are kept small; what was found is remembered, as most of it is asked again at the next change.
+Candidates: each member in turn sets the pace with one turn, everybody else gets the fewest turns that keep its SLO.
+A candidate counts if an exact test of the meta-iteration says that it fits. There is no formula for these groups, so
+they are kept small; what was found is remembered, as most of it is asked again at the next change.
 """
 
 from __future__ import annotations
@@ -119,16 +119,14 @@ def _candidates(items: Sequence[Item]) -> Iterator[tuple[tuple[int, ...], float]
     """(turns, longest period within every SLO), each once, that could fit by utilisation."""
     seen: dict[tuple[int, ...], None] = {}
     for item in items:
-        for num_turns in (1, 2):
-            reach_s = num_turns * item.budget_s
-            if reach_s == math.inf:
-                continue
-            turns = tuple(max(1, math.ceil(reach_s / other.budget_s - 1e-9)) for other in items)
-            if turns in seen or max(turns) > MAX_TURNS or max(turns) == 1 or math.gcd(*turns) > 1:
-                continue
-            seen[turns] = None
-            period_s = min(count * other.budget_s for count, other in zip(turns, items, strict=True))
-            works_s = sum(count * other.train_s for count, other in zip(turns, items, strict=True))
-            longest_s = max(count * other.solo_s for count, other in zip(turns, items, strict=True))
-            if max(works_s, longest_s) <= period_s:
-                yield turns, period_s
+        if item.budget_s == math.inf:
+            continue
+        turns = tuple(max(1, math.ceil(item.budget_s / other.budget_s - 1e-9)) for other in items)
+        if turns in seen or max(turns) > MAX_TURNS or max(turns) == 1:
+            continue
+        seen[turns] = None
+        period_s = min(count * other.budget_s for count, other in zip(turns, items, strict=True))
+        works_s = sum(count * other.train_s for count, other in zip(turns, items, strict=True))
+        longest_s = max(count * other.solo_s for count, other in zip(turns, items, strict=True))
+        if max(works_s, longest_s) <= period_s:
+            yield turns, period_s

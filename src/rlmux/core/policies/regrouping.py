@@ -19,7 +19,6 @@ from rlmux.core.model import AdmissionKind, GroupId, NodeId, PipelineId
 from rlmux.core.packing import Column
 from rlmux.core.placement import GroupLoad, PlacementChoice, PlacementLedger, Relocation, budget_of
 
-
 TIGHT_WEIGHT = 3.0
 
 

@@ -52,7 +52,7 @@ class RlMux:
     max_search_nodes: int = 300
     max_tries: int = 2
     """Neighbourhoods tried after each change."""
-    usd_per_hour_per_move: float = 4.0
+    usd_per_hour_per_move: float = 2.0
     """What a regrouping must save for each pipeline it moves: a switch, and nodes held until a step's end."""
     slo_margin: float = 0.0
     """Share of each SLO kept in hand for what the meta-iteration does not show: waiting for a turn after a move."""
