@@ -1,7 +1,7 @@
 """Real pipelines at the grain of sub-stages: two devices of this machine, every policy in turn.
 
     python benchmarks/substages.py [FILE ...] [--policies colocated,split,rollmux,jigsaw,rlmux] [--repeats 3]
-                                   [--steps N] [--copies 3] [--chunk-s 0.05] [--json FILE]
+                                   [--steps N] [--copies 3] [--chunk-s 0.05] [--set KEY=VALUE] [--json FILE]
 
 Policies are run round after round and medians are taken, since machines drift. `split` gives each pipeline a device of
 its own. With `--copies 3` a file's first pipeline runs three times, with seeds of its own, instead of the file's.
@@ -11,8 +11,6 @@ Steps take a fraction of a second here, so workers report every 0.05 s, under ev
     tokens/s    response tokens of all pipelines over the time in which any of them is in a step: warm starts and the
                 start of processes do not count
     slowdown    mean step over the one that phases measured alone would take (the run's own `step_slowdown`)
-    simulated   makespan of the same file in the simulator, its phase durations taken from this run's log, over the
-                measured one
 """
 
 from __future__ import annotations
@@ -66,9 +64,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=None)
     parser.add_argument("--copies", type=int, default=0)
     parser.add_argument("--chunk-s", type=float, default=0.05)
+    parser.add_argument("--set", dest="sets", action="append", default=[])
     parser.add_argument("--json", type=Path, default=None)
     args = parser.parse_args()
-    overrides = [] if args.steps is None else [f"defaults.steps={args.steps}"]
+    overrides = [*args.sets, *([] if args.steps is None else [f"defaults.steps={args.steps}"])]
     results = {}
     for file in args.files:
         spec = load_spec(file, overrides=overrides)
@@ -126,6 +125,9 @@ def measure(spec: Spec, given: Sequence[Submission], policy: str, chunk_s: float
         result = run_pipelines(spec.cluster, given, chosen, folder, spec=header(spec), options=options)
         in_steps_s, num_migrations, num_moved = from_log(folder)
     pipelines: Mapping[str, Any] = result.summary["pipelines"]
+    for name, fields in pipelines.items():
+        if fields["status"] != "finished":
+            raise SystemExit(f"{policy}: pipeline {name} ended as {fields['status']}; rlmux run on the file says why")
     return Measured(
         makespan_s=result.summary["makespan_s"],
         in_steps_s=in_steps_s,
