@@ -175,7 +175,7 @@ def place_sharing(pipeline: Pipeline, view: PlacementView, *, max_members: int) 
     """Into the first group whose nodes serve both phases of everyone and that keeps every SLO; else a new one.
 
     A finite cluster is one group with all its nodes. The period that is promised is that of one phase after
-    another, which no schedule of the group exceeds by more than one work under way.
+    another; the look-ahead then puts the deadlines that follow from SLOs before everything else.
     """
     needs = {
         phase: 0 if view.cluster.pool_for(phase) is None else count
