@@ -50,7 +50,7 @@ class RlMux:
     max_neighbourhood: int = 16
     """Pipelines that are partitioned anew at once."""
     max_search_nodes: int = 300
-    max_tries: int = 2
+    max_tries: int = 1
     """Neighbourhoods tried after each change."""
     usd_per_hour_per_move: float = 2.0
     """What a regrouping must save for each pipeline it moves: a switch, and nodes held until a step's end."""
