@@ -55,6 +55,34 @@ MIXED = (
 )
 
 
+RECORDED = {
+    one.lengths_of: one
+    for one in (*HOMOGENEOUS, GSM8K_8B, MATH_14B)
+}
+"""By the recorded run."""
+
+
+def pair(
+    *,
+    first: str = GSM8K_4B.lengths_of,
+    second: str = GSM8K_4B.lengths_of,
+    num_gpus: int = 8,
+    deployment: str = "shared",
+    num_steps: int = 6,
+    staleness: int = 0,
+    seed: int = 0,
+    name: str = "pair",
+) -> Workload:
+    """Two pipelines by the names of recorded runs."""
+    for run in (first, second):
+        if run not in RECORDED:
+            raise UserError(f"workload {name!r}: no pipeline after run {run!r}; accepted: {', '.join(RECORDED)}")
+    return crowd(
+        (RECORDED[first], RECORDED[second]), num_gpus=num_gpus, deployment=deployment, num_steps=num_steps,
+        staleness=staleness, seed=seed, name=name,
+    )  # fmt: skip
+
+
 def crowd(
     recorded: Sequence[Recorded],
     *,

@@ -5,6 +5,7 @@
     bl-s, rh-m ...   the same of one size: s, m or l
     micro-a b c      the three micro-benchmarks                               (8.4)
     drift-*          weave with durations that drift: up, down, mixed         (8.8)
+    pair             two recorded pipelines at the grain of sub-stages        (JigsawRL)
     anything else    a CSV file: `trace_csv.py`
 
 A workload is a frozen value: built once from (name, seed, parameters), simulated under any number of
@@ -22,7 +23,7 @@ from typing import Any
 
 from rlmux.core.errors import UserError
 from rlmux.core.model import PhaseSeconds, Pipeline, PipelineId
-from rlmux.sim import tables, trace_csv
+from rlmux.sim import substage_workloads, tables, trace_csv
 from rlmux.sim.arrivals import Arrival, Profile, Workload, h20_h800_cluster, profiled_arrival, profiles
 from rlmux.sim.world import STEADY, Drifting, TrueSeconds, Variation, drift_curve
 
@@ -322,6 +323,7 @@ _BUILDERS: Mapping[str, Callable[..., Workload]] = {
     **{f"drift-{kind}": partial(weave, drift=kind, slo=(1.5, 1.5)) for kind in ("up", "down", "mixed")},
     **_synthetic_builders(),
     **{case: partial(micro, case=case) for case in _MICRO_CASES},
+    "pair": substage_workloads.pair,
 }
 
 _WEAVE_PARAMS = ("train_nodes_32b", "slo", "departure", "costs", "host_memory_gb", "drift")
@@ -330,6 +332,8 @@ _PARAMS: Mapping[str, tuple[str, ...]] = {
     if name == "weave" or name.startswith("drift-")
     else ("num_steps", "slo_slowdown", "costs", "unbounded")
     if name.startswith("micro-")
+    else ("first", "second", "num_gpus", "deployment", "num_steps", "staleness")
+    if name == "pair"
     else ("slo", "num_pipelines")
     for name in _BUILDERS
 }
