@@ -123,6 +123,8 @@ def measure(spec: Spec, given: Sequence[Submission], policy: str, chunk_s: float
         options = WorkerOptions(chunk_s=chunk_s)
         chosen = policy_named(policy, spec.cluster)
         result = run_pipelines(spec.cluster, given, chosen, folder, spec=header(spec), options=options)
+        if not result.is_complete:
+            raise SystemExit(f"{policy}: stopped before its end")
         in_steps_s, num_migrations, num_moved = from_log(folder)
     pipelines: Mapping[str, Any] = result.summary["pipelines"]
     for name, fields in pipelines.items():

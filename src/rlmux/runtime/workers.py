@@ -140,10 +140,10 @@ class RolloutWorker:
         if chunk.weights is not None:
             self._engine.load_weights(*chunk.weights)
         load_s = time.perf_counter() - start
+        if chunk.partials:  # before the replies: those may be for trajectories that came here waiting for one
+            self._engine.continue_from(chunk.partials)
         if chunk.replies or chunk.released:
             self._engine.reply(chunk.replies, chunk.released)
-        if chunk.partials:
-            self._engine.continue_from(chunk.partials)
         if chunk.requests:
             self._engine.submit(chunk.requests)
         report = self._engine.run_chunk(
