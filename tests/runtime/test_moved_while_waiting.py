@@ -1,0 +1,30 @@
+"""A trajectory that waits for its environment may move; the reply finds it at its new place."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from rlmux.rl.types import TurnReply
+from rlmux.runtime.workers import HostWorker, RolloutChunk, RolloutWorker
+
+
+def test_a_reply_may_come_with_the_trajectory_that_it_is_for(real):
+    torch.set_num_threads(1)
+    plan = real.submission("moved", task="guess", max_new_tokens=24).plan
+    requests, is_single_turn = HostWorker(plan).begin_step(1)
+    assert not is_single_turn
+    requests = [replace(request, stop_tokens=tuple(range(8))) for request in requests[:8]]  # one comes soon
+    chunk = RolloutChunk(
+        weights=None, requests=requests, partials=(), replies=(), released=(), max_decode_steps=1000,
+        max_seconds=60.0, stop_active=0, is_load_needed=False,
+    )  # fmt: skip
+    source, target = RolloutWorker(plan), RolloutWorker(plan)
+    source.run_chunk(chunk)
+    partials = source.take_partials(True)
+    waiting = [partial for partial in partials if partial.is_waiting_for_reply]
+    replies = [TurnReply(id=partial.request.id, tokens=(3,)) for partial in waiting]
+    result = target.run_chunk(replace(chunk, requests=(), partials=partials, replies=replies))
+    assert result.report.num_waiting == 0
+    assert waiting, "no trajectory waits: the test shows nothing"
