@@ -10,7 +10,7 @@ import pytest
 from rlmux.core import invariants
 from rlmux.core.actions import Action, Migrate, Pause, RunStage
 from rlmux.core.events import Event, PipelineSubmitted, StageFinished, StagePaused, TrajectoriesMoved
-from rlmux.core.model import Cluster, OrderId, PhaseSeconds, Phase, Pipeline, PipelineId, Pool, Stage
+from rlmux.core.model import Cluster, OrderId, Phase, PhaseSeconds, Pipeline, PipelineId, Pool, Stage
 from rlmux.core.scheduler import Scheduler
 
 

@@ -67,7 +67,8 @@ def _check_run(state: SchedulerState, run: PipelineRun) -> None:
             assert group.ready.get(share.sequence) is share, f"{pipeline.id}: share {share} is in no ready list"
         elif share is not None:
             order = state.orders[share]
-            assert device in (*order.devices, order.migrates_from), f"{pipeline.id}: share on {device} has order {order}"
+            places = (*order.devices, order.migrates_from)
+            assert device in places, f"{pipeline.id}: share on {device} has order {order}"
     if isinstance(run.train_work, ReadyWork):
         assert group.ready.get(run.train_work.sequence) is run.train_work
     elif run.train_work is not None:
