@@ -7,12 +7,16 @@ PIP    := $(BIN)/pip install --quiet --disable-pip-version-check
 READY  := $(VENV)/.ready
 TESTED := $(VENV)/.ready-to-test
 
-.PHONY: demo test lint setup clean
+.PHONY: demo test prove lint setup clean
 demo: $(READY)
 	$(BIN)/rlmux run examples/two_pipelines.yaml --policy rollmux --overwrite --out runs/demo
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadgroup
+
+# Longer proofs of what shorter tests hold too.
+prove: setup
+	$(BIN)/python -m pytest -n 2 --dist loadgroup -m slow
 
 lint: setup
 	$(BIN)/ruff check .

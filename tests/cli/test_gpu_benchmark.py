@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCHMARK = Path(__file__).parents[2] / "benchmarks" / "gpu.py"
 
 
@@ -15,6 +17,7 @@ def run(*options):
     return subprocess.run([sys.executable, BENCHMARK, *options], capture_output=True, text=True, timeout=300)
 
 
+@pytest.mark.slow
 def test_it_measures_switches_and_real_pipelines_and_says_on_what(tmp_path):
     out = tmp_path / "result.json"
     done = run("--device", "cpu", "--quick", "--parts", "switches,pipelines", "--out", str(out))

@@ -64,7 +64,8 @@ class KillsAtStages:
         return False
 
 
-@pytest.mark.parametrize("name", ["sort", "tool"])
+@pytest.mark.timeout(400)
+@pytest.mark.parametrize("name", ["sort", pytest.param("tool", marks=pytest.mark.slow)])
 def test_any_worker_may_die_as_any_stage_begins(real, pair, undisturbed, tmp_path, name):
     kills = KillsAtStages(name)
     run = real.run(tmp_path / "run", pair, watch=kills)

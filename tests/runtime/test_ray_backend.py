@@ -86,11 +86,13 @@ def test_the_weights_are_those_of_running_alone_on_this_machine(real, pair, loca
     assert shared.sha256 == local.sha256
 
 
+@pytest.mark.slow
 def test_without_shared_memory_weights_travel_as_objects_and_are_the_same(real, pair, local, nodes, tmp_path):
     far = real.run(tmp_path / "run", pair, make_backend=nodes.make_backend(is_sharing_memory=False))
     assert far.sha256 == local.sha256, far.recorder.notes
 
 
+@pytest.mark.slow
 def test_moving_every_trajectory_to_another_actor_mid_way_changes_nothing(real, nodes, tmp_path):
     one = [real.submission("sort", max_new_tokens=48, num_rollout_nodes=2)]
     alone = real.run(tmp_path / "alone", one, policy="solo", on=real.cluster(rollout=2))
@@ -128,6 +130,7 @@ def test_a_killed_actor_is_replaced_and_changes_nothing(real, pair, local, nodes
     assert run.sha256 == local.sha256, run.recorder.notes
 
 
+@pytest.mark.slow
 def test_a_lost_nodes_pipelines_go_on_elsewhere_from_their_last_checkpoint(real, nodes, tmp_path):
     pair = [
         real.submission("sort", seed=1, num_steps=4),
