@@ -22,17 +22,18 @@ class MovesOnce:
     name = "moves-once"
     reacts_to_progress = False
 
-    def __init__(self, *, num_submitted: int) -> None:
-        self.num_calls = -num_submitted
-        """Of rebalance: the first ones follow the submissions."""
+    def __init__(self) -> None:
+        self.has_moved = False
+        self.has_seen_both = False
 
     def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice:
         return ON_NEW_NODES
 
     def rebalance(self, view: PlacementView) -> tuple[Relocation, ...]:
-        self.num_calls += 1
-        if self.num_calls != 1:
+        self.has_seen_both |= view.num_pipelines == 2
+        if self.has_moved or not self.has_seen_both or view.num_pipelines != 1:
             return ()
+        self.has_moved = True
         return (Relocation(pipeline=PipelineId("long"), choice=ON_NEW_NODES),)
 
     def dispatch(self, view: GroupView) -> Iterator[RunWork]:
@@ -43,7 +44,7 @@ def test_a_pipeline_that_moves_between_two_steps_trains_the_same_weights(real, t
     pair = [real.submission("short", num_steps=3), real.submission("long", task="reverse", seed=2, num_steps=12)]
     two = real.cluster(rollout=2, train=2)
     alone = real.run(tmp_path / "alone", [pair[1]], policy="solo")
-    moved = real.run(tmp_path / "moved", pair, policy=MovesOnce(num_submitted=2), on=two)
+    moved = real.run(tmp_path / "moved", pair, policy=MovesOnce(), on=two)
     (replace,) = [action for action in moved.recorder.actions if isinstance(action, Replace)]
     assert replace.placement.rollout_nodes == (NodeId("rollout", 0),), "from rollout-1, to what became free"
     (restart,) = [event for event in moved.recorder.events if isinstance(event, PipelineRestarted)]
