@@ -141,7 +141,9 @@ def summary_of(runs: Sequence[Measured], solo: Sequence[Measured] | None) -> dic
         rollout_s = {name: median(run.rollout_s[name] for run in solo) for name in names}
         train_s = {name: median(run.train_s[name] for run in solo) for name in names}
         period_s = max(*alone_s.values(), sum(rollout_s.values()), sum(train_s.values()))
-        summary["gain"] = sum(alone_s.values()) / summary["cycle_s"] if runs[0].policy != "solo" else 1.0
+        steps_s = {name: median(run.step_s[name] for run in runs) for name in names}
+        is_one_by_one = runs[0].policy in ("solo", "colocated")  # one pipeline after the other on all devices
+        summary["gain"] = sum(alone_s.values()) / (sum(steps_s.values()) if is_one_by_one else summary["cycle_s"])
         summary["bound"] = sum(rollout_s[name] + train_s[name] for name in names) / period_s
         summary["of_bound"] = summary["gain"] / summary["bound"]
         summary["step_slowdown"] = {name: median(run.step_s[name] for run in runs) / alone_s[name] for name in names}
