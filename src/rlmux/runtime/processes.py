@@ -56,7 +56,7 @@ def warm_up() -> None:
     """Start the fork server, so that it imports torch while the caller reads its file."""
     from multiprocessing import forkserver
 
-    server = forkserver._forkserver  # type: ignore[attr-defined]
+    server: Any = vars(forkserver)["_forkserver"]
     if _PRELOAD not in server._preload_modules:
         server._stop()  # one that somebody else started has not imported torch: every worker would have to
     _FORKSERVER.set_forkserver_preload([_PRELOAD])
