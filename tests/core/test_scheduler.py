@@ -15,7 +15,8 @@ from rlmux.core.events import (
     StagePaused,
     WorkerLost,
 )
-from rlmux.core.model import OrderId, PipelineId, PipelineStatus, Stage
+from rlmux.core.model import OrderId, Phase, PipelineId, PipelineStatus, Resident, Stage
+from rlmux.core.policies.colocated import Colocated
 from rlmux.core.policies.rollmux import RollMux
 from rlmux.core.scheduler import Scheduler
 
@@ -139,6 +140,14 @@ def test_states_of_unknown_size_alternate_on_a_device_by_warm_switches(driver, b
     driver.run()
     switches = [run.switch for run in driver.actions(RunStage) if run.stage is Stage.GENERATE]
     assert switches == [Switch.COLD, Switch.COLD, Switch.WARM, Switch.WARM, Switch.WARM, Switch.WARM]
+
+
+def test_on_a_colocated_device_the_state_that_must_leave_is_named_with_its_phase(builders):
+    driver = builders.Driver(Scheduler(builders.cluster(rollout=1, train=1), Colocated()))
+    driver.submit(builders.pipeline("a", num_steps=1))
+    driver.run()
+    update = next(run for run in driver.actions(RunStage) if run.stage is Stage.UPDATE)
+    assert update.evicted == (Resident(PipelineId("a"), Phase.ROLLOUT),)
 
 
 def test_a_pipeline_alone_is_loaded_once(driver, builders):

@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from rlmux.core.model import AdmissionKind, DeviceId, OrderId, PipelineId, Placement, Stage
+from rlmux.core.model import AdmissionKind, DeviceId, OrderId, PipelineId, Placement, Resident, Stage
 
 
 class Switch(StrEnum):
@@ -80,8 +80,8 @@ class RunStage:
     level: float = 1.0
     """Share of each device it may use, of the levels prepared there."""
     switch: Switch = Switch.NONE
-    evicted: tuple[PipelineId, ...] = ()
-    """Pipelines whose state must leave the devices first."""
+    evicted: tuple[Resident, ...] = ()
+    """States that must leave the devices first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

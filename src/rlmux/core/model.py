@@ -68,6 +68,13 @@ class Phase(StrEnum):
     """Carries weights between the pools. Holds no device."""
 
 
+class Resident(NamedTuple):
+    """A pipeline's state for one phase, as it lies on a device: a rollout worker's or a trainer's."""
+
+    pipeline: PipelineId
+    phase: Phase
+
+
 class Stage(StrEnum):
     """A node of a step's dataflow."""
 

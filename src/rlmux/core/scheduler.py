@@ -58,6 +58,7 @@ from rlmux.core.model import (
     PipelineId,
     PipelineStatus,
     Placement,
+    Resident,
     Stage,
 )
 from rlmux.core.placement import PlacementLedger, Refusal
@@ -591,13 +592,13 @@ class Scheduler:
 
     def _take_devices(
         self, run: PipelineRun, phase: Phase, devices: tuple[DeviceId, ...], order: OrderId, level: float
-    ) -> tuple[Switch, tuple[PipelineId, ...]]:
+    ) -> tuple[Switch, tuple[Resident, ...]]:
         """Lease the devices; make room there for the pipeline's state. The worst switch of all devices counts."""
         key = (run.pipeline.id, phase)
         footprint = run.pipeline.footprint
         need = footprint.rollout_device_bytes if phase is Phase.ROLLOUT else footprint.train_device_bytes
         switch = Switch.NONE
-        evicted: dict[PipelineId, None] = {}
+        evicted: dict[Resident, None] = {}
         for device_id in devices:
             device = self._state.devices[device_id]
             if level <= 0.0 or sum(device.orders.values()) + level > 1.0 + _SHARE_TOLERANCE:
@@ -615,20 +616,20 @@ class Scheduler:
                 switch = Switch.WARM
         return switch, tuple(evicted)
 
-    def _make_room(self, device: DeviceState, order: OrderId, need: float | None) -> list[PipelineId]:
+    def _make_room(self, device: DeviceState, order: OrderId, need: float | None) -> list[Resident]:
         """Evict least recently used states until `need` bytes fit beside the rest."""
         capacity = self.cluster.pools[device.id.pool].device_memory_bytes
         computing = {
             (self._state.orders[other].pipeline, self._state.orders[other].phase)
             for other in device.orders if other != order
         }  # fmt: skip
-        evicted: list[PipelineId] = []
+        evicted: list[Resident] = []
         for resident in list(device.residents):
             if _fits(list(device.residents.values()), need, capacity):
                 return evicted
             if resident not in computing:
                 del device.residents[resident]
-                evicted.append(resident[0])
+                evicted.append(Resident(*resident))
         if not _fits(list(device.residents.values()), need, capacity):
             raise self._illegal(f"{need} bytes do not fit on {device.id} beside {sorted(computing)}")
         return evicted

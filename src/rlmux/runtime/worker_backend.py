@@ -39,7 +39,7 @@ from rlmux.core.events import (
     TrajectoriesMoved,
     WorkerLost,
 )
-from rlmux.core.model import Cluster, DeviceId, NodeId, OrderId, PipelineId, Placement, Stage
+from rlmux.core.model import Cluster, DeviceId, NodeId, OrderId, Phase, PipelineId, Placement, Stage
 from rlmux.rl.config import TrainingPlan
 from rlmux.rl.types import PartialTrajectory, TrainReport, TrajectoryId, TrajectoryRequest, TurnReply
 from rlmux.runtime.backend import Note, Submission
@@ -789,9 +789,9 @@ class WorkerBackend:
         """Have the states that must make room leave the order's devices, then go on."""
         leaving = [
             (workers, process)
-            for pipeline in action.evicted
-            if (workers := self._workers.get(pipeline)) is not None
-            for process in self._processes_on(workers, action)
+            for resident in action.evicted
+            if (workers := self._workers.get(resident.pipeline)) is not None
+            for process in self._processes_of(workers, resident.phase, action.devices)
         ]
         remaining = len(leaving)
 
@@ -806,9 +806,10 @@ class WorkerBackend:
         if not leaving:
             go_on()
 
-    def _processes_on(self, workers: _Workers, action: RunStage) -> list[Worker]:
-        if action.stage is Stage.GENERATE:
-            return [workers.rollout[device] for device in action.devices if device in workers.rollout]
+    @staticmethod
+    def _processes_of(workers: _Workers, phase: Phase, devices: Sequence[DeviceId]) -> list[Worker]:
+        if phase is Phase.ROLLOUT:
+            return [workers.rollout[device] for device in devices if device in workers.rollout]
         return [workers.trainer]
 
     def _end(self, run: _Running, event: type[StageFinished] | type[StagePaused]) -> None:
