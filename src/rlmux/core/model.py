@@ -60,6 +60,8 @@ class DeviceId(NamedTuple):
 class Phase(StrEnum):
     """A kind of work with one resource profile that GPUs are pooled for."""
 
+    __hash__ = str.__hash__  # an Enum's own is Python code, and these are in the keys of every decision
+
     ROLLOUT = "rollout"
     TRAIN = "train"
     HOST = "host"
@@ -77,6 +79,8 @@ class Resident(NamedTuple):
 
 class Stage(StrEnum):
     """A node of a step's dataflow."""
+
+    __hash__ = str.__hash__  # as above
 
     WARM_START = "warm_start"
     GENERATE = "generate"

@@ -341,7 +341,7 @@ class Scheduler:
         step = run.trained_step + 1
         if run.train_stage is None and run.train_work is None and 1 <= step <= run.generated_step:
             run.train_stage = 0
-            self._add_training_work(run, step=step, stage=run.pipeline.train_stages[0], is_continuation=False)
+            self._add_training_work(run, step=step, stage=run.train_stages[0], is_continuation=False)
 
     def _add_training_work(self, run: PipelineRun, *, step: int, stage: Stage, is_continuation: bool) -> None:
         run.train_step = step
@@ -353,24 +353,21 @@ class Scheduler:
         self._group_of(run).ready[work.sequence] = work
 
     def _on_stage_finished(self, event: StageFinished) -> None:
-        order = self._order(event.order)
-        run = self._state.runs[order.pipeline]
-        self._end_order(order)
+        order, run = self._end_named(event.order)
         if run.status is not PipelineStatus.RUNNING:
-            self._leave_when_still(run)
             return
-        if order.stage is Stage.GENERATE:
-            run.history.share_ended(order.devices[0], self._solo_s(order, event.seconds))
-        else:
-            run.history.stage_ended(order.stage, self._solo_s(order, event.seconds))
+        solo_s = self._solo_s(order, event.seconds)
         if order.phase is Phase.ROLLOUT:
+            run.history.share_ended(order.devices[0], solo_s)
             self._finish_share(run, order.devices[0])
-        elif order.phase is Phase.TRAIN:
-            self._finish_train_stage(run, order)
-        elif order.phase is Phase.HOST:
-            self._finish_generating(run)
         else:
-            self._publish(run, order.step)
+            run.history.stage_ended(order.stage, solo_s)
+            if order.phase is Phase.TRAIN:
+                self._finish_train_stage(run, order)
+            elif order.phase is Phase.HOST:
+                self._finish_generating(run)
+            else:
+                self._publish(run, order.step)
         if run.placement is not None and run.status is PipelineStatus.RUNNING:
             self._dispatch(self._group_of(run))
 
@@ -394,9 +391,9 @@ class Scheduler:
         if order.stage is not Stage.WARM_START:
             assert run.train_stage is not None
             run.train_stage += 1
-            stages = run.pipeline.train_stages
-            if run.train_stage < len(stages):
-                self._add_training_work(run, step=order.step, stage=stages[run.train_stage], is_continuation=True)
+            if run.train_stage < len(run.train_stages):
+                stage = run.train_stages[run.train_stage]
+                self._add_training_work(run, step=order.step, stage=stage, is_continuation=True)
                 return
             run.train_stage = None
         run.trained_step = order.step
@@ -415,11 +412,8 @@ class Scheduler:
             self._open_rollout(run)
 
     def _on_stage_paused(self, event: StagePaused) -> None:
-        order = self._order(event.order)
-        run = self._state.runs[order.pipeline]
-        self._end_order(order)
+        order, run = self._end_named(event.order)
         if run.status is not PipelineStatus.RUNNING:
-            self._leave_when_still(run)
             return
         if order.phase is Phase.ROLLOUT:
             run.history.paused(order.devices[0], self._solo_s(order, event.seconds))
@@ -442,11 +436,8 @@ class Scheduler:
             self._dispatch(self._group_of(self._state.runs[order.pipeline]))
 
     def _on_trajectories_moved(self, event: TrajectoriesMoved) -> None:
-        order = self._order(event.order)
-        run = self._state.runs[order.pipeline]
-        self._end_order(order)
+        order, run = self._end_named(event.order)
         if run.status is not PipelineStatus.RUNNING:
-            self._leave_when_still(run)
             return
         source, target = order.migrates_from, order.devices[0]
         assert source is not None
@@ -456,10 +447,14 @@ class Scheduler:
         self._finish_share(run, source)
         self._dispatch(self._group_of(run))
 
-    def _leave_when_still(self, run: PipelineRun) -> None:
-        """A cancelled pipeline leaves once its last order has ended."""
-        if not self._orders_of(run):
+    def _end_named(self, order_id: OrderId) -> tuple[Order, PipelineRun]:
+        """End the order that an event names. A cancelled pipeline leaves with its last one."""
+        order = self._order(order_id)
+        run = self._state.runs[order.pipeline]
+        self._end_order(order)
+        if run.status is not PipelineStatus.RUNNING and not self._orders_of(run):
             self._leave(run)
+        return order, run
 
     # ------------------------------------------------------------------ things break
 
@@ -618,19 +613,20 @@ class Scheduler:
 
     def _make_room(self, device: DeviceState, order: OrderId, need: float | None) -> list[Resident]:
         """Evict least recently used states until `need` bytes fit beside the rest."""
-        capacity = self.cluster.pools[device.id.pool].device_memory_bytes
+        if not device.residents:
+            return []
         computing = {
             (self._state.orders[other].pipeline, self._state.orders[other].phase)
             for other in device.orders if other != order
         }  # fmt: skip
         evicted: list[Resident] = []
-        for resident in list(device.residents):
-            if _fits(list(device.residents.values()), need, capacity):
+        for resident in tuple(device.residents):
+            if _fits(device, need):
                 return evicted
             if resident not in computing:
                 del device.residents[resident]
                 evicted.append(Resident(*resident))
-        if not _fits(list(device.residents.values()), need, capacity):
+        if not _fits(device, need):
             raise self._illegal(f"{need} bytes do not fit on {device.id} beside {sorted(computing)}")
         return evicted
 
@@ -761,10 +757,13 @@ def _rollout_version(pipeline: Pipeline, step: int) -> int:
     return max(0, step - 1 - pipeline.staleness)
 
 
-def _fits(residents: list[float | None], need: float | None, capacity: float) -> bool:
+def _fits(device: DeviceState, need: float | None) -> bool:
     """None stands for a state of unknown size: it fills the device."""
-    if not residents:
+    if not device.residents:
         return True
-    if need is None or None in residents:
-        return False
-    return sum(size for size in residents if size is not None) + need <= capacity
+    total = need
+    for size in device.residents.values():
+        if total is None or size is None:
+            return False
+        total += size
+    return total is not None and total <= device.memory_bytes

@@ -131,8 +131,12 @@ class PipelineRun:
     restart_step: int = 0
     """What it begins from when it is placed: the last step whose result is kept; -1 before the warm start."""
 
+    train_stages: tuple[Stage, ...] = field(init=False)
+    """The pipeline's, kept because every training order asks for them."""
+
     def __post_init__(self) -> None:
         self.history = StepHistory(self.pipeline)
+        self.train_stages = self.pipeline.train_stages
 
 
 @dataclass(slots=True)

@@ -253,6 +253,8 @@ class GroupView:
     def _is_next(self, work: ReadyWork, device: DeviceId) -> bool:
         key = (work.phase, device)
         pinned = self._group.members_by_device[key]
+        if len(pinned) == 1:
+            return True
         mine = pinned[work.pipeline]
         begun, turns, place = mine.rounds[key], mine.turns, mine.place
         for pipeline_id, run in pinned.items():
