@@ -16,7 +16,7 @@ import signal
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -127,28 +127,33 @@ def recovery(num_steps: int) -> list[list[str]]:
 
 
 def overhead(num_steps: int, rounds: int) -> list[list[str]]:
-    """The same pair with and without checkpoints and log, in turns."""
-    seconds: dict[str, list[float]] = {"neither": [], "both": []}
-    stalls: list[float] = []
+    """The same pair with and without checkpoints and log, in turns: ratios within each round, their medians."""
+    kinds = {"neither": (False, False), "the log": (True, False), "checkpoints": (False, True), "both": (True, True)}
+    seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
+    written: list[Mapping[str, float]] = []
     log_bytes = 0
-    for _ in range(rounds):
-        for what in ("neither", "both"):
-            options = WorkerOptions(checkpoint_every=1 if what == "both" else NEVER)
+    for number in range(rounds):
+        order = list(kinds.items())[:: 1 if number % 2 == 0 else -1]
+        for kind, (has_log, has_checkpoints) in order:
+            options = WorkerOptions(checkpoint_every=1 if has_checkpoints else NEVER)
             with tempfile.TemporaryDirectory() as folder:
-                made = _timed_run(Path(folder), num_steps, options, has_log=what == "both")
-                seconds[what].append(made["step_s"])
-                if what == "both":
-                    stalls += made["checkpoint_s"]
-                    log_bytes = made["log_bytes"]
-    with_all, without = (statistics.median(seconds[what]) for what in ("both", "neither"))
-    return [
-        ["", "value"],
-        ["step, without checkpoints and log", f"{without * 1e3:.1f} ms"],
-        ["step, with both", f"{with_all * 1e3:.1f} ms"],
-        ["overhead", f"{with_all / without - 1:+.1%}"],
-        ["writing a checkpoint, beside the next rollout", f"{statistics.median(stalls) * 1e3:.1f} ms"],
-        ["log, bytes per pipeline step", f"{log_bytes / (2 * num_steps):,.0f}"],
+                made = _timed_run(Path(folder), num_steps, options, has_log=has_log)
+            seconds[kind].append(made["step_s"])
+            if kind == "both":
+                written += made["checkpoints"]
+                log_bytes = made["log_bytes"]
+    rows = [["a pipeline's step", "median", "over neither, median of the rounds"]]
+    for kind in kinds:
+        ratios = [mine / bare - 1 for mine, bare in zip(seconds[kind], seconds["neither"], strict=True)]
+        median_ms = statistics.median(seconds[kind]) * 1e3
+        rows.append([f"with {kind}", f"{median_ms:.1f} ms", f"{statistics.median(ratios):+.1%}"])
+    stalls, beside = ([each[name] for each in written] for name in ("stall_s", "seconds"))
+    rows += [
+        ["checkpoint: training waits", f"{statistics.median(stalls) * 1e3:.1f} ms", ""],
+        ["checkpoint: written beside the next rollout", f"{statistics.median(beside) * 1e3:.1f} ms", ""],
+        ["log", f"{log_bytes / (2 * num_steps):,.0f} bytes", ""],
     ]
+    return rows
 
 
 def _timed_run(folder: Path, num_steps: int, options: WorkerOptions, *, has_log: bool) -> dict[str, Any]:
@@ -158,12 +163,12 @@ def _timed_run(folder: Path, num_steps: int, options: WorkerOptions, *, has_log:
     log = RunLog.create(folder / "log", header) if has_log else None
     backend = local_backend(CLUSTER, folder, options=options)
     ends: list[float] = []
-    checkpoints: list[float] = []
+    checkpoints: list[Mapping[str, float]] = []
 
     class Clock:
         def update(self, now_s: float, events: Any, actions: Any, notes: Any) -> None:
             ends.extend(now_s for note in notes if note.type == "step")
-            checkpoints.extend(note.fields["seconds"] for note in notes if note.type == "checkpoint")
+            checkpoints.extend(note.fields for note in notes if note.type == "checkpoint")
 
     try:
         Controller(Scheduler(CLUSTER, policy), backend, log, [Clock()]).run(pair)
@@ -175,7 +180,7 @@ def _timed_run(folder: Path, num_steps: int, options: WorkerOptions, *, has_log:
     begun = 4  # steps of both, in which workers warm up
     return {
         "step_s": (ends[-1] - ends[begun]) / (len(ends) - 1 - begun),
-        "checkpoint_s": checkpoints,
+        "checkpoints": checkpoints,
         "log_bytes": size,
     }
 

@@ -41,7 +41,7 @@ class MovesOnce:
 
 
 def test_a_pipeline_that_moves_between_two_steps_trains_the_same_weights(real, tmp_path):
-    pair = [real.submission("short", num_steps=3), real.submission("long", task="reverse", seed=2, num_steps=12)]
+    pair = [real.submission("short", num_steps=6), real.submission("long", task="reverse", seed=2, num_steps=16)]
     two = real.cluster(rollout=2, train=2)
     alone = real.run(tmp_path / "alone", [pair[1]], policy="solo")
     moved = real.run(tmp_path / "moved", pair, policy=MovesOnce(), on=two)
@@ -50,6 +50,6 @@ def test_a_pipeline_that_moves_between_two_steps_trains_the_same_weights(real, t
     (restart,) = [event for event in moved.recorder.events if isinstance(event, PipelineRestarted)]
     assert restart.restored_step >= 1
     steps = [note.fields for note in moved.recorder.notes if note.type == "step"]
-    assert [fields["step"] for fields in steps if fields["pipeline"] == "long"] == [*range(1, 13)], "none is done twice"
+    assert [fields["step"] for fields in steps if fields["pipeline"] == "long"] == [*range(1, 17)], "none is done twice"
     assert moved.status == {"short": "finished", "long": "finished"}, moved.recorder.notes
     assert moved.sha256["long"] == alone.sha256["long"]

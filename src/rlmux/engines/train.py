@@ -15,7 +15,8 @@ No optimizer step is made with a loss or gradient that is not finite.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from time import perf_counter
@@ -26,13 +27,14 @@ from torch import Tensor, nn
 
 from rlmux.core.errors import CheckpointError, IllegalTransitionError, PipelineError, UserError
 from rlmux.engines.adamw import AdamW
-from rlmux.engines.checkpoint import read_checkpoint, write_checkpoint
+from rlmux.engines.checkpoint import read_checkpoint
 from rlmux.engines.flat_parameters import FlatParameters
 from rlmux.engines.micro_batches import MicroBatch, TrainingSequence, cut, token_logprobs
 from rlmux.engines.model_io import build_model
 from rlmux.engines.residency import give_back, host_copy
+from rlmux.engines.snapshot import TrainSnapshot
 from rlmux.engines.tree_sum import TreeSum
-from rlmux.engines.weights import read_tensors, weights_sha256, write_tensors
+from rlmux.engines.weights import own_copies, read_tensors, weights_sha256, write_tensors
 from rlmux.rl.algorithms import ALGORITHMS, clipped_surrogate, kl_k3
 from rlmux.rl.config import TrainingPlan
 from rlmux.rl.demonstrations import demonstration_batch
@@ -98,6 +100,9 @@ class TorchTrainEngine:
         self._warm_start: _Work | None = None
         self._step: _Step | None = None
         self._host_copies: list[Tensor] | None = None
+        self._sha256: tuple[tuple[int, int], str] | None = None
+        """Of the weights that so many updates left: wanted by whoever publishes them and by whoever keeps them."""
+        self._file_by_name: dict[str, bytes] = {}
         if plan.warm_start.num_updates == 0:
             self._end_warm_start()
 
@@ -173,21 +178,32 @@ class TorchTrainEngine:
     def weights_sha256(self) -> str:
         """Hash of all parameters in name order."""
         self._require_resident()
-        return weights_sha256(self._flat.named())
+        updates = (self._warm_start_updates, self._version)
+        if self._sha256 is None or self._sha256[0] != updates:
+            self._sha256 = updates, weights_sha256(self._flat.named())
+        return self._sha256[1]
 
     def save(self, folder: Path) -> None:
         """Checkpoint what the last optimizer step left: a Hugging Face model, and what training needs."""
+        self.snapshot().write(folder)
+
+    def snapshot(self) -> TrainSnapshot:
+        """A checkpoint's content, in host memory of its own."""
         self._require_resident()
-        write_checkpoint(
-            folder,
-            self._write_files,
-            {
+        moments = {"first_moment": self._optimizer.first_moment, "second_moment": self._optimizer.second_moment}
+        tensors = {"model.safetensors": self._flat.named(), "optimizer.safetensors": moments}
+        if self._reference is not None:
+            tensors["reference.safetensors"] = self._flat.named(self._reference)
+        return TrainSnapshot(
+            state={
                 "pipeline": self._plan.name,
                 "version": self._version,
                 "warm_start_updates": self._warm_start_updates,
                 "optimizer_updates": self._optimizer.num_updates,
                 "weights_sha256": self.weights_sha256(),
             },
+            files=self._small_files(),
+            tensors={name: own_copies(each) for name, each in tensors.items()},
         )
 
     def restore(self, folder: Path) -> None:
@@ -200,6 +216,7 @@ class TorchTrainEngine:
         if {name: tensor.shape for name, tensor in weights.items()} != mine:
             raise CheckpointError(f"{folder} holds another model than pipeline {self._plan.name} trains")
         self._flat.copy_from(weights)
+        self._sha256 = None
         self._optimizer.first_moment.copy_(moments["first_moment"])
         self._optimizer.second_moment.copy_(moments["second_moment"])
         self._optimizer.num_updates = int(state["optimizer_updates"])
@@ -443,21 +460,18 @@ class TorchTrainEngine:
         if self._host_copies is not None:
             raise IllegalTransitionError(f"pipeline {self._plan.name}: the train engine is offloaded")
 
-    def _write_files(self, folder: Path) -> None:
-        config: Any = self._model.config
-        config.architectures = [type(self._model).__name__]
-        config.eos_token_id = self._vocabulary.eos_token
-        config.pad_token_id = self._vocabulary.pad_token
-        config.save_pretrained(folder)
-        self._vocabulary.save_pretrained(folder)
-        write_tensors(folder / "model.safetensors", self._flat.named(), {"version": str(self._version)})
-        moments = {
-            "first_moment": self._optimizer.first_moment,
-            "second_moment": self._optimizer.second_moment,
-        }
-        write_tensors(folder / "optimizer.safetensors", moments, {})
-        if self._reference is not None:
-            write_tensors(folder / "reference.safetensors", self._flat.named(self._reference), {})
+    def _small_files(self) -> Mapping[str, bytes]:
+        """The same in every checkpoint of the pipeline."""
+        if not self._file_by_name:
+            config: Any = self._model.config
+            config.architectures = [type(self._model).__name__]
+            config.eos_token_id = self._vocabulary.eos_token
+            config.pad_token_id = self._vocabulary.pad_token
+            with tempfile.TemporaryDirectory(prefix="rlmux-") as folder:
+                config.save_pretrained(folder)
+                self._vocabulary.save_pretrained(Path(folder))
+                self._file_by_name = {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
+        return self._file_by_name
 
     def _restore_reference(self, path: Path) -> None:
         self._reference = None

@@ -31,9 +31,18 @@ def weights_sha256(tensors: Mapping[str, Tensor]) -> str:
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
     """Write a safetensors file aside, then rename it into place."""
+    write_copies(path, own_copies(tensors), metadata)
+
+
+def own_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Each in host memory of its own, whatever becomes of the original."""
+    return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
+
+
+def write_copies(path: Path, copies: Mapping[str, Tensor], metadata: Mapping[str, str]) -> None:
+    """`write_tensors` for what `own_copies` made."""
     aside = path.with_name(f"{path.name}.tmp-{os.getpid()}")
-    whole = {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
-    save_file(whole, aside, metadata={"format": "pt", **metadata})
+    save_file(dict(copies), aside, metadata={"format": "pt", **metadata})
     aside.replace(path)
 
 

@@ -12,7 +12,9 @@ from __future__ import annotations
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
@@ -54,6 +56,12 @@ class CheckpointFolder:
 
     def path(self, step: int) -> Path:
         return self._folder / f"step_{step}"
+
+    @staticmethod
+    def step_of(checkpoint: Path) -> int:
+        match = _NAME.fullmatch(checkpoint.name)
+        assert match, checkpoint
+        return int(match[1])
 
     def weights(self, version: int) -> Path:
         """Where rollout workers find a version that is no longer in shared memory."""
@@ -118,3 +126,58 @@ def mark_latest(checkpoint: Path) -> None:
     sync_path(aside)
     aside.replace(checkpoint.with_name("latest"))
     sync_path(checkpoint.parent)
+
+
+class Written(NamedTuple):
+    """A checkpoint that would survive a power cut."""
+
+    folder: Path
+    seconds: float
+    """From the snapshot until it was there, beside other work."""
+    stall_s: float
+    """What training waited for it: for the one before it to be written, and for the snapshot."""
+
+
+class CheckpointWriter:
+    """Writes checkpoints beside other work, one at a time.
+
+        begin ─▶ in a thread: write, fsync, rename, `latest` ─▶ written() tells of it, once
+                    └─ a failure is raised by whichever call comes next
+
+    A process that leaves by itself waits for the one that is being written.
+    """
+
+    def __init__(self) -> None:
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
+        self._pool.submit(int).result()  # the thread is there from now on: none can be made where memory is short
+        self._under_way: Future[Written] | None = None
+        self._written: list[Written] = []
+
+    def begin(self, folder: Path, snapshot: Callable[[], Callable[[Path], None]]) -> None:
+        """Wait for the one before, have a snapshot taken, and begin to write it.
+
+        `snapshot` returns what writes it into a folder. Raises what writing the one before raised.
+        """
+        started_s = time.perf_counter()
+        self.wait()
+        write = snapshot()
+        self._under_way = self._pool.submit(_write, folder, write, time.perf_counter() - started_s)
+
+    def written(self) -> list[Written]:
+        """Those that are durable and were not told of before. Raises what writing raised."""
+        if self._under_way is not None and self._under_way.done():
+            self.wait()
+        written, self._written = self._written, []
+        return written
+
+    def wait(self) -> None:
+        """Until nothing is being written. Raises what writing raised."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            self._written.append(under_way.result())
+
+
+def _write(folder: Path, write: Callable[[Path], None], stall_s: float) -> Written:
+    started_s = time.perf_counter()
+    write(folder)
+    return Written(folder, time.perf_counter() - started_s, stall_s)

@@ -43,7 +43,7 @@ from rlmux.core.model import Cluster, DeviceId, NodeId, OrderId, Phase, Pipeline
 from rlmux.rl.config import TrainingPlan
 from rlmux.rl.types import PartialTrajectory, TrainReport, TrajectoryId, TrajectoryRequest, TurnReply
 from rlmux.runtime.backend import Note, Submission
-from rlmux.runtime.checkpoints import CheckpointFolder, checkpoint_folder
+from rlmux.runtime.checkpoints import CheckpointFolder, Written, checkpoint_folder
 from rlmux.runtime.workers import HostWorker, RolloutChunk, RolloutChunkResult, RolloutWorker, StepBatch, TrainWorker
 
 
@@ -83,6 +83,9 @@ class Workplace(Protocol):
 
     def wait(self, timeout_s: float) -> Sequence[Worker]:
         """Workers that have answered or died, waiting for the first."""
+
+    def deliver(self, path: Path, trainer: Worker, receivers: Sequence[Worker], then: Callable[[], None]) -> None:
+        """Have the weights that a trainer wrote where the receivers read them, then go on; never waits."""
 
     def forget(self, worker: Worker) -> None:
         """Stop watching a worker that is about to be ended."""
@@ -303,11 +306,12 @@ class WorkerBackend:
         workers.placement = action.placement
         self._told_to_begin_anew.add(action.pipeline)
 
-        def move(_: object) -> None:
+        def move(written: Sequence[Written]) -> None:
             if self._workers.get(action.pipeline) is workers:
+                self._checkpointed(workers, written)
                 self._restart(action.pipeline)
 
-        self._call(workers, workers.trainer, "memory", (), move)
+        self._call(workers, workers.trainer, "finish_checkpoint", (), move)
 
     def _start(
         self, submission: Submission, placement: Placement, folder: Path, weights: Path, checkpoints: CheckpointFolder
@@ -716,8 +720,11 @@ class WorkerBackend:
         args = (run.action.stage.value, self._options.chunk_s, is_load_needed, run.level)
         self._call(workers, workers.trainer, "run_stage", args, partial(self._train_call_done, workers, run))
 
-    def _train_call_done(self, workers: _Workers, run: _Running, result: tuple[TrainReport, float]) -> None:
-        report, load_s = result
+    def _train_call_done(
+        self, workers: _Workers, run: _Running, result: tuple[TrainReport, float, Sequence[Written]]
+    ) -> None:
+        report, load_s, written = result
+        self._checkpointed(workers, written)
         run.seconds += report.seconds
         run.switch_s += load_s
         run.tokens += report.tokens
@@ -740,22 +747,23 @@ class WorkerBackend:
             self._next_train_call(workers, run)
 
     def _run_publish(self, action: RunStage) -> None:
-        """Weights first, so that the next rollout can begin; the checkpoint follows, before the trainer is offloaded.
+        """Weights first, so that the next rollout can begin; the checkpoint is written beside it.
 
-        The last step's checkpoint comes before its end is told: nobody is released without one.
+        The last step's checkpoint is there before its end is told: nobody is released without one.
         """
         workers = self._workers[action.pipeline]
         run = self._running[action.order] = _Running(action, action.level)
         step = action.step
         is_last = step == workers.plan.num_steps
         if is_last:
-            self._checkpoint(workers, step)
+            self._begin_checkpoint(workers, step)
+            self._call(workers, workers.trainer, "finish_checkpoint", (), partial(self._checkpointed, workers))
         path = workers.weights / f"{step}.safetensors"
         self._call(workers, workers.trainer, "publish", (path,), partial(self._published, workers, run))
         # Where there are gaps between checkpoints, each comes with the versions that staleness needs.
         is_due = -step % self._options.checkpoint_every <= workers.plan.algorithm.staleness
         if not is_last and is_due:
-            self._checkpoint(workers, step)
+            self._begin_checkpoint(workers, step)
 
     def _published(self, workers: _Workers, run: _Running, answer: tuple[int, str]) -> None:
         version, sha256 = answer
@@ -770,18 +778,28 @@ class WorkerBackend:
             fields = _step_fields(pipeline, version, batch, workers.metrics)
             self._notes.append(Note(type="step", fields={**fields, "weights_sha256": sha256}))
         workers.metrics = {}
-        self._end(run, StageFinished)
+        path = workers.weights / f"{version}.safetensors"
+        receivers = list(workers.rollout.values())
+        self._workplace.deliver(path, workers.trainer, receivers, partial(self._delivered, run))
 
-    def _checkpoint(self, workers: _Workers, step: int) -> None:
-        then = partial(self._checkpointed, workers, step)
-        self._call(workers, workers.trainer, "checkpoint", (workers.checkpoints.path(step),), then)
+    def _delivered(self, run: _Running) -> None:
+        if run.action.order in self._running:  # else its pipeline was cancelled meanwhile
+            self._end(run, StageFinished)
 
-    def _checkpointed(self, workers: _Workers, step: int, seconds: float) -> None:
-        workers.checkpoints.prune()
-        pipeline = workers.submission.pipeline.id
-        self._notes.append(
-            Note(type="checkpoint", fields={"pipeline": pipeline, "step": step, "seconds": round(seconds, 6)})
-        )
+    def _begin_checkpoint(self, workers: _Workers, step: int) -> None:
+        self._call(workers, workers.trainer, "checkpoint", (workers.checkpoints.path(step),), lambda _: None)
+
+    def _checkpointed(self, workers: _Workers, written: Sequence[Written]) -> None:
+        """They would survive a power cut: older ones may go."""
+        for each in written:
+            workers.checkpoints.prune()
+            fields = {
+                "pipeline": workers.submission.pipeline.id,
+                "step": workers.checkpoints.step_of(each.folder),
+                "seconds": round(each.seconds, 6),
+                "stall_s": round(each.stall_s, 6),
+            }
+            self._notes.append(Note(type="checkpoint", fields=fields))
 
     # ------------------------------------------------------------------ helpers
 

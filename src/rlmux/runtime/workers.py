@@ -13,7 +13,7 @@ import contextlib
 import os
 import pickle
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from rlmux.rl.types import (
     TrajectoryRequest,
     TurnReply,
 )
-from rlmux.runtime.checkpoints import mark_latest
+from rlmux.runtime.checkpoints import CheckpointWriter, Written, mark_latest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -175,6 +175,7 @@ class TrainWorker:
         torch.set_num_threads(plan.num_threads)
         device = _device()
         self._engine = TorchTrainEngine(plan, device=device)
+        self._checkpoints = CheckpointWriter()
         self._share = level_setter(device)
         if restore_from is not None:
             self._engine.restore(restore_from)
@@ -184,14 +185,14 @@ class TrainWorker:
 
     def run_stage(
         self, stage: str, max_seconds: float, is_load_needed: bool, level: float = 1.0
-    ) -> tuple[TrainReport, float]:
-        """Takes the level for this call and until another comes."""
+    ) -> tuple[TrainReport, float, list[Written]]:
+        """(report, seconds of loading, checkpoints that are there now). The level holds until another comes."""
         self._share.set(level)
         start = time.perf_counter()
         if is_load_needed:
             self._engine.load()
         load_s = time.perf_counter() - start
-        return self._engine.run_stage(stage, max_seconds=max_seconds), load_s
+        return self._engine.run_stage(stage, max_seconds=max_seconds), load_s, self._checkpoints.written()
 
     def publish(self, path: Path) -> tuple[int, str]:
         """Write the weights for rollout workers; returns (version, hash of the weights)."""
@@ -199,13 +200,24 @@ class TrainWorker:
             version = self._engine.export_weights(path)
         return version, self._engine.weights_sha256()
 
-    def checkpoint(self, folder: Path) -> float:
-        """Write a checkpoint; returns the seconds it took."""
-        start = time.perf_counter()
-        with _storing(folder):
-            self._engine.save(folder)
-            mark_latest(folder)
-        return time.perf_counter() - start
+    def checkpoint(self, folder: Path) -> None:
+        """Begin to write one beside what comes next; `run_stage` and `finish_checkpoint` tell when it is there."""
+        self._checkpoints.begin(folder, self._snapshot)
+
+    def finish_checkpoint(self) -> list[Written]:
+        """Wait for the one that is being written."""
+        self._checkpoints.wait()
+        return self._checkpoints.written()
+
+    def _snapshot(self) -> Callable[[Path], None]:
+        snapshot = self._engine.snapshot()
+
+        def write(folder: Path) -> None:
+            with _storing(folder):
+                snapshot.write(folder)
+                mark_latest(folder)
+
+        return write
 
     def offload(self) -> int:
         self._engine.offload()

@@ -1,0 +1,40 @@
+"""What a checkpoint holds, taken out of a train engine: it can be written while training goes on.
+
+    TorchTrainEngine.snapshot() ─▶ TrainSnapshot ─▶ write(folder), perhaps in another thread
+
+Invariant: no tensor here shares memory with the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from rlmux.engines.checkpoint import write_checkpoint
+from rlmux.engines.weights import write_copies
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainSnapshot:
+    """A train engine's state between two optimizer steps."""
+
+    state: Mapping[str, Any]
+    """Numbers for state.json."""
+    files: Mapping[str, bytes]
+    """Small files by name: the model's config, the tokenizer's files."""
+    tensors: Mapping[str, Mapping[str, Tensor]]
+    """By name of their file, in host memory."""
+
+    def write(self, folder: Path) -> None:
+        """Make a checkpoint of it; returns when it would survive a power cut."""
+        write_checkpoint(folder, self._write_files, dict(self.state))
+
+    def _write_files(self, folder: Path) -> None:
+        for name, content in self.files.items():
+            (folder / name).write_bytes(content)
+        for name, copies in self.tensors.items():
+            write_copies(folder / name, copies, {"version": str(self.state["version"])})
