@@ -6,7 +6,8 @@ import pytest
 
 from rlmux.core.actions import Migrate, Pause, RunStage, SetLevel
 from rlmux.core.events import ChunkFinished, StageFinished, StagePaused, TrajectoriesMoved
-from rlmux.core.model import Cluster, Footprint, Phase, Pool, Stage
+from rlmux.core.estimates import StepHistory
+from rlmux.core.model import Cluster, DeviceId, Footprint, Phase, Pool, Stage
 from rlmux.core.policies.jigsaw import Jigsaw
 from rlmux.core.policies.rlmux import RlMux
 from rlmux.core.policies.static_sharing import mux_all, serial
@@ -166,3 +167,21 @@ def test_rlmux_keeps_turns_where_pools_are_apart_and_sub_stages_where_they_are_n
     builders.Driver(shared).submit(builders.pipeline("a"), builders.pipeline("b"))
     assert set(apart.state.runs["a"].train_devices).isdisjoint(apart.state.runs["a"].rollout_devices)
     assert shared.state.runs["b"].train_devices[0] in shared.state.runs["a"].rollout_devices
+
+
+def test_the_growth_of_a_gathered_share_is_learned(builders):
+    history = StepHistory(builders.pipeline("a"))
+    left, right = DeviceId("gpu", 0, 0), DeviceId("gpu", 1, 0)
+    history.open_rollout(1, (left, right), 0.0)
+    for device in (left, right):
+        history.progress(device, 16, 0.1)
+        history.progress(device, 2, 3.0)
+        history.share_ended(device, 4.0)
+    assert history.estimates().gathered_s(left) == pytest.approx(3.0)
+    history.open_rollout(2, (left, right), 10.0)
+    history.moved(left, right, 16, 0.0, is_fresh=True)
+    history.share_ended(right, 5.0)
+    estimates = history.estimates()
+    assert estimates.gathered_s(left) == pytest.approx(1.0)
+    assert estimates.share_s(right) == pytest.approx(4.0)
+    assert estimates.move_s is None

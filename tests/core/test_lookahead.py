@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import statistics
+from dataclasses import replace
 
 import pytest
 
@@ -141,3 +142,36 @@ def test_plans_are_near_the_exact_optimum():
     assert statistics.mean(gaps) <= 0.03
     assert max(gaps) <= 0.15
     assert statistics.mean(gaps) < statistics.mean(greedy_gaps)
+
+
+def gathering(cost_s: float) -> Problem:
+    """Two pipelines, each with a share of 4 s on both devices, of which nothing has begun; then 2 s of training."""
+    shares = [task(number, "dense", (device,), 4.0, tail_s=3.0) for number in (0, 1) for device in (0, 1)]
+    trains = (task(0, "train", (0,), 2.0, needs=(0, 1)), task(1, "train", (1,), 2.0, needs=(2, 3)))
+    return Problem(
+        tasks=(*shares, *trains),
+        merges=(
+            Merge(source=1, target=0, cost_s=cost_s, is_whole=True),
+            Merge(source=0, target=1, cost_s=cost_s, is_whole=True),
+            Merge(source=2, target=3, cost_s=cost_s, is_whole=True),
+            Merge(source=3, target=2, cost_s=cost_s, is_whole=True),
+        ),
+    )
+
+
+def test_shares_are_gathered_where_that_saves_device_time():
+    made = plan(gathering(cost_s=1.0))
+    assert made.merges_now == (0, 2)
+    assert made.makespan_s == pytest.approx(4.0 + 1.0 + 2.0)
+
+
+def test_no_share_is_gathered_where_its_sibling_would_take_twice_as_long():
+    made = plan(gathering(cost_s=4.0))
+    assert made.merges == ()
+    assert made.makespan_s == pytest.approx(8.0 + 2.0)
+
+
+def test_a_share_that_has_begun_is_not_gathered():
+    problem = gathering(cost_s=0.1)
+    begun = tuple(replace(one, is_running=True) if number == 1 else one for number, one in enumerate(problem.tasks))
+    assert not {0} & set(plan(replace(problem, tasks=begun)).merges_now)

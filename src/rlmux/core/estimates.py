@@ -76,6 +76,9 @@ class StepEstimates:
     """Of a share of which no curve is known."""
     move_s: float | None = None
     """Of one trajectory to another device, as the last moves took; None before the first."""
+    gather_growth: float | None = None
+    """A share that took over a whole sibling, before either had begun, lasted longer by this part of its own
+    seconds; None before the first."""
 
     def stage_s(self, stage: Stage) -> float:
         """Of a stage other than GENERATE."""
@@ -99,6 +102,14 @@ class StepEstimates:
         if not curves:
             return TYPICAL_TAIL_SHARE * self.rollout_s
         return _median([curve.end_s - curve.time_to(tail_count(curve.peak)) for curve in curves])
+
+    def gathered_s(self, device: DeviceId) -> float:
+        """What the device's share adds to a sibling that takes all of it over: as seen, else what is not tail.
+
+        Tails decode side by side; what comes before them fills the sibling's slots already.
+        """
+        share_s = self.share_s(device)
+        return share_s - self.tail_s(device) if self.gather_growth is None else self.gather_growth * share_s
 
     def peak(self, device: DeviceId) -> int | None:
         curves = self._curves(device)
@@ -140,6 +151,8 @@ class _Share:
     active: list[int] = field(default_factory=list)
     is_whole: bool = True
     """False after a move: its curve is no longer that of a share."""
+    num_gathered: int = 0
+    """Whole siblings that it took over before it began."""
 
 
 class StepHistory:
@@ -152,9 +165,21 @@ class StepHistory:
         self._open: dict[DeviceId, _Share] = {}
         self._estimates: StepEstimates | None = None
         self._move_s: deque[float] = deque(maxlen=WINDOW_STEPS)
+        self._growth: deque[float] = deque(maxlen=WINDOW_STEPS)
         self.step_began_s = 0.0
+        self.due_s = math.inf
+        """When the open step must have ended for the mean of all steps to keep the SLO; infinite without one."""
+        self._last_step = math.inf
 
-    def open_rollout(self, step: int, devices: Sequence[DeviceId], now_s: float) -> None:
+    def open_rollout(
+        self, step: int, devices: Sequence[DeviceId], now_s: float, *, is_colocated: bool = False
+    ) -> None:
+        pipeline = self._pipeline
+        estimate = (pipeline.colocated_estimate if is_colocated else None) or pipeline.estimate
+        if step <= self._last_step:  # the first one, or again from a restored step
+            self.due_s = now_s
+        self._last_step = step
+        self.due_s += pipeline.slo_slowdown * estimate.solo_s if estimate else math.inf
         self.step_began_s = now_s
         self._open = {device: _Share(step) for device in devices}
 
@@ -170,20 +195,30 @@ class StepHistory:
         if share is not None:
             share.before_s += solo_s
 
-    def moved(self, source: DeviceId, target: DeviceId, num_trajectories: int, seconds: float) -> None:
-        if num_trajectories:
+    def moved(
+        self, source: DeviceId, target: DeviceId, num_trajectories: int, seconds: float, *, is_fresh: bool = False
+    ) -> None:
+        """`is_fresh`: the source had not begun, so there was no context to carry over."""
+        if num_trajectories and not is_fresh:
             self._move_s.append(seconds / num_trajectories)
             self._estimates = None
         for device in (source, target):
             if device in self._open:
                 self._open[device].is_whole = False
+        if is_fresh and target in self._open:
+            self._open[target].num_gathered += 1
 
     def share_ended(self, device: DeviceId, solo_s: float) -> None:
         share = self._open.pop(device, None)
         if share is None:
             return
-        if not share.is_whole and device in self._curves:
-            return  # an untouched share's curve is the better predictor
+        if not share.is_whole and device in self._curves:  # an untouched share's curve is the better predictor
+            if share.num_gathered:
+                alone_s = _median([curve.end_s for curve in self._curves[device]])
+                growth = (share.before_s + solo_s) / max(alone_s, 1e-9) - 1.0
+                self._growth.append(max(0.0, growth / share.num_gathered))
+                self._estimates = None
+            return
         peak = max(share.active, default=1)
         curve = Curve((0.0, *share.seconds, share.before_s + solo_s), (peak, *share.active, 0))
         self._curves.setdefault(device, deque(maxlen=WINDOW_STEPS)).append(curve)
@@ -224,6 +259,7 @@ class StepHistory:
             curves=tuple((device, tuple(curves)) for device, curves in self._curves.items()),
             rollout_s=prior.rollout_s if prior else UNKNOWN_S,
             move_s=_median(self._move_s) if self._move_s else None,
+            gather_growth=_median(self._growth) if self._growth else None,
         )
 
 

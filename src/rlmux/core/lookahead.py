@@ -9,7 +9,7 @@
 A schedule is what a list produces when it is played out: whenever something ends, every ready task is offered its
 devices in the order of the list. Two tasks share a device only if the table says that it helps; both then run slower
 by the table's figures, and faster again when one ends. A task is never interrupted; a `Merge` ends a share where its
-tail begins and lengthens a sibling's tail by it.
+tail begins and lengthens a sibling's tail by it, or hands a share that has not begun to a sibling as a whole.
 
 Score: seconds by which pipelines miss their deadlines, then makespan plus a little mean completion time, so that of
 equal makespans the one with more throughput wins. The improvement is bounded by a number of played-out task
@@ -61,6 +61,8 @@ class Merge:
     """Added to the target: contexts computed again, or copied."""
     stretch: float = 1.0
     """The target's remaining seconds grow by this: more sequences in each iteration."""
+    is_whole: bool = False
+    """The source goes before it begins, and the target grows by `cost_s` alone; else its tail goes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -515,10 +517,13 @@ class _Play:
             if self.end[source] != _NEVER or self.end[target] != _NEVER:
                 self.open_merges.remove(number)
             elif not self.waits[source] and not self.waits[target]:
+                if merge.is_whole and self.start[source] != _NEVER:
+                    self.open_merges.remove(number)
+                    continue
                 for side in (source, target):
                     if self.start[side] != _NEVER:
                         self._settle(side)
-                if self.left[source] <= self.tail_s[source] + _DONE:
+                if merge.is_whole or self.left[source] <= self.tail_s[source] + _DONE:
                     self.open_merges.remove(number)
                     self._merge(merge)
                     if self.now == 0.0:
@@ -526,10 +531,13 @@ class _Play:
 
     def _merge(self, merge: Merge) -> None:
         source, target = merge.source, merge.target
-        tail_s = min(self.tail_s[target], self.left[target])
-        before_s = self.left[target] - tail_s
-        self.tail_s[target] = max(self.left[source], tail_s) * merge.stretch + merge.cost_s
-        self.left[target] = before_s + self.tail_s[target]
+        if merge.is_whole:
+            self.left[target] += merge.cost_s
+        else:
+            tail_s = min(self.tail_s[target], self.left[target])
+            before_s = self.left[target] - tail_s
+            self.tail_s[target] = max(self.left[source], tail_s) * merge.stretch + merge.cost_s
+            self.left[target] = before_s + self.tail_s[target]
         if self.start[target] != _NEVER:
             self._foresee(target)
         if self.start[source] != _NEVER:

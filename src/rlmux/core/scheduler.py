@@ -325,7 +325,8 @@ class Scheduler:
         if run.published_version < _rollout_version(pipeline, step):
             return
         run.rollout_step = step
-        run.history.open_rollout(step, run.rollout_devices, self._state.now_s)
+        is_colocated = set(run.train_devices) <= set(run.rollout_devices)
+        run.history.open_rollout(step, run.rollout_devices, self._state.now_s, is_colocated=is_colocated)
         for device in run.rollout_devices:
             self._add_share(run, device, is_continuation=False)
 
@@ -441,7 +442,7 @@ class Scheduler:
             return
         source, target = order.migrates_from, order.devices[0]
         assert source is not None
-        run.history.moved(source, target, event.num_trajectories, event.seconds)
+        run.history.moved(source, target, event.num_trajectories, event.seconds, is_fresh=order.is_fresh)
         if run.open_shares[target] is None:
             self._add_share(run, target, is_continuation=True)
         self._finish_share(run, source)
@@ -669,7 +670,7 @@ class Scheduler:
         run.open_shares[choice.source] = order_id
         self._state.orders[order_id] = Order(
             order_id, choice.pipeline, run.rollout_step, Stage.GENERATE, Phase.SYNC, (choice.target,), 0.0,
-            self._state.now_s, migrates_from=choice.source,
+            self._state.now_s, migrates_from=choice.source, is_fresh=not share.is_continuation,
         )  # fmt: skip
         self._actions.append(
             Migrate(

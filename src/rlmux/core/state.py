@@ -68,6 +68,8 @@ class Order:
     status: OrderStatus = OrderStatus.RUNNING
     migrates_from: DeviceId | None = None
     """Set for a Migrate: `devices` is then its target, and it leases nothing."""
+    is_fresh: bool = False
+    """Of a Migrate: the share had not begun."""
     slowdown: float = 1.0
     """Expected at its level beside whoever shares its devices."""
     paced_s: float = 0.0

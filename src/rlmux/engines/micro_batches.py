@@ -67,10 +67,11 @@ class MicroBatch:
 
 
 def cut(sequences: Sequence[TrainingSequence], micro_batch_size: int, pad_token: int) -> list[MicroBatch]:
-    """Micro-batches in the order of the sequences."""
+    """Micro-batches of sequences of like length, the shortest first, so that little of them is padding."""
+    by_length = sorted(sequences, key=lambda sequence: len(sequence.prompt_tokens) + len(sequence.tokens))
     return [
-        _micro_batch(sequences[start : start + micro_batch_size], pad_token)
-        for start in range(0, len(sequences), micro_batch_size)
+        _micro_batch(by_length[start : start + micro_batch_size], pad_token)
+        for start in range(0, len(by_length), micro_batch_size)
     ]
 
 

@@ -7,6 +7,7 @@ tasks that are known or predicted are scheduled anew as a whole, and what that s
 
     start      ready work on free devices; beside another only at a level that was measured to help
     merge      the tail of a pipeline leaves one device for a sibling's: pause, then move, then the device is free
+    gather     a share that has not begun joins a sibling's: fewer, fuller batches, and the device is another's
     wait       hold a device for something that is about to become ready, if that ends everything sooner
 
 A device never waits while nothing runs. Tails are merged only if the schedule ends sooner by it, moving included: so
@@ -130,11 +131,14 @@ class Jigsaw:
         """For each pipeline: every other share's tail to the share that will end last. None if nobody waits."""
         if len(view.members) < 2 or not view.ready:
             return ()
-        merges = []
-        for member in view.members:
+        merges: list[Merge] = []
+        for number, member in enumerate(view.members):
             shares = ahead.shares.get(member.id, ())
             is_moving = any(pipeline == member.id for pipeline, _ in view.moving)
-            if is_moving or len(shares) < 2 or not self._is_tail_near(ahead, shares):
+            if is_moving or len(shares) < 2:
+                continue
+            merges += _gathers(ahead, member, shares, is_odd=number % 2 == 1)
+            if not self._is_tail_near(ahead, shares):
                 continue
             target = max(shares, key=lambda index: ahead.tasks[index].seconds)
             estimates = member.estimates
@@ -166,6 +170,22 @@ class Jigsaw:
             elif merge.source in ahead.works:
                 work = ahead.works.pop(merge.source)
                 yield MoveShare(pipeline=work.pipeline, source=source, target=target)
+
+
+def _gathers(ahead: Upcoming, member: MemberView, shares: Sequence[int], *, is_odd: bool) -> Iterator[Merge]:
+    """Of each two neighbours that have not begun: one takes the other over.
+
+    Pipelines prefer opposite sides, so that a schedule that gathers everybody leaves each a device of its own.
+    """
+    estimates = member.estimates
+    for pair in zip(shares[::2], shares[1::2], strict=False):
+        devices = [ahead.device_of[index] for index in pair]
+        if not all(ahead.is_fresh(index) for index in pair) or None in map(estimates.peak, devices):
+            continue
+        ways = [(0, 1), (1, 0)] if is_odd else [(1, 0), (0, 1)]
+        for source, target in ways:
+            cost_s = estimates.gathered_s(devices[source])
+            yield Merge(source=pair[source], target=pair[target], cost_s=cost_s, is_whole=True)
 
 
 # --- placement ----------------------------------------------------------------------------------------------
