@@ -94,9 +94,9 @@ def take_part(
             dist.barrier()
             start_s = time.monotonic()
             if rank < layout.num_senders:
-                WeightSender(layout, rank, link=link).send(payload, repeat, scheme)
+                WeightSender(layout, rank, dist.group.WORLD, link=link).send(payload, repeat, scheme)
             else:
-                received, version = WeightReceiver(layout, rank, inside).receive(scheme)
+                received, version = WeightReceiver(layout, rank, dist.group.WORLD, inside).receive(scheme)
                 assert version == repeat
                 assert torch.equal(received, payload)
             dist.barrier()

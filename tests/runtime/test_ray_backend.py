@@ -17,11 +17,13 @@ import pytest
 pytest.importorskip("ray", reason="needs the ray extra: pip install 'rlmux[ray]'")
 pytestmark = [pytest.mark.ray, pytest.mark.timeout(400), pytest.mark.xdist_group("ray")]
 
-from rlmux.core.actions import Admit, Migrate  # noqa: E402
-from rlmux.core.errors import UserError  # noqa: E402
-from rlmux.core.events import NodeJoined, NodeLost, PipelineRestarted, WorkerLost  # noqa: E402
-from rlmux.core.model import NodeId  # noqa: E402
+from rlmux.core.actions import Admit, Migrate, RunStage  # noqa: E402
+from rlmux.core.errors import UserError, WorkerLostError  # noqa: E402
+from rlmux.core.events import NodeJoined, NodeLost, PipelineRestarted, StageFinished, WorkerLost  # noqa: E402
+from rlmux.core.model import Cluster, DeviceId, NodeId, Phase, Pool, Stage  # noqa: E402
+from rlmux.runtime import ray_gpus  # noqa: E402
 from rlmux.runtime.ray_backend import ray_backend  # noqa: E402
+from rlmux.runtime.ray_sync import RaySync, Transport  # noqa: E402
 from rlmux.runtime.worker_backend import WorkerOptions  # noqa: E402
 
 _FAST_DEATH = {
@@ -59,8 +61,9 @@ class Nodes:
         self.train = self.add("train")
         self.rollout = [self.add("rollout"), self.add("rollout")]
 
-    def add(self, pool: str):
-        return self.ray.add_node(num_cpus=1, resources={f"rlmux_{pool}": 1}, object_store_memory=80_000_000)
+    def add(self, pool: str, num_devices: int = 1, **offers):
+        resources = {f"rlmux_{pool}": num_devices}
+        return self.ray.add_node(num_cpus=1, resources=resources, object_store_memory=80_000_000, **offers)
 
     def make_backend(self, **options):
         return partial(ray_backend, address=self.ray.address, **options)
@@ -86,10 +89,87 @@ def test_the_weights_are_those_of_running_alone_on_this_machine(real, pair, loca
     assert shared.sha256 == local.sha256
 
 
-@pytest.mark.slow
-def test_without_shared_memory_weights_travel_as_objects_and_are_the_same(real, pair, local, nodes, tmp_path):
-    far = real.run(tmp_path / "run", pair, make_backend=nodes.make_backend(is_sharing_memory=False))
+@pytest.mark.parametrize(
+    "transport", [Transport.HIERARCHICAL, pytest.param(Transport.OBJECTS, marks=pytest.mark.slow)]
+)
+def test_without_shared_memory_weights_are_delivered_and_are_the_same(real, pair, local, nodes, tmp_path, transport):
+    apart = nodes.make_backend(is_sharing_memory=False, sync=RaySync(transport=transport))
+    far = real.run(tmp_path / "run", pair, make_backend=apart)
     assert far.sha256 == local.sha256, far.recorder.notes
+    assert not left_in_memory()
+
+
+def left_in_memory() -> list[Path]:
+    """Folders of weights of runs that are over: a name, then the node's."""
+    return list(Path("/dev/shm").glob(f"rlmux-{os.getuid()}-{'?' * 16}-{'?' * 12}"))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", [Transport.OBJECTS, Transport.HIERARCHICAL])
+def test_two_receiving_nodes_and_a_killed_trainer_change_nothing(real, nodes, tmp_path, transport):
+    one, on = [real.submission("sort", num_rollout_nodes=2, num_steps=3)], real.cluster(rollout=2)
+    alone = real.run(tmp_path / "alone", one, policy="solo", on=on)
+    killed: list[int] = []
+
+    def kill_trainer(backend, recorder) -> bool:
+        workers = backend._workers.get("sort")
+        if workers and not killed and any(note.type == "checkpoint" for note in recorder.notes):
+            killed.append(workers.trainer.pid)
+            os.kill(workers.trainer.pid, signal.SIGKILL)
+        return False
+
+    apart = nodes.make_backend(is_sharing_memory=False, sync=RaySync(transport=transport))
+    far = real.run(tmp_path / "far", one, on=on, make_backend=apart, watch=kill_trainer)
+    assert any(isinstance(event, PipelineRestarted) for event in far.recorder.events)
+    assert far.sha256 == alone.sha256, far.recorder.notes
+
+
+def test_a_sync_over_a_slow_link_holds_up_no_other_pipeline(real, local, pair, nodes, tmp_path):
+    slow = RaySync(transport=Transport.HIERARCHICAL, link_bytes_per_s=60_000)
+    run = real.run(tmp_path / "run", pair, make_backend=nodes.make_backend(is_sharing_memory=False, sync=slow))
+    assert run.sha256 == local.sha256, run.recorder.notes
+    orders = {action.order: action for action in run.recorder.actions if isinstance(action, RunStage)}
+    ended = [event for event in run.recorder.events if isinstance(event, StageFinished)]
+    seconds = 0.0
+    num_beside = 0
+    for event in ended:
+        sync = orders[event.order]
+        if sync.stage is Stage.PUBLISH:
+            begun_s = max(one.time_s for one in ended if one.time_s < event.time_s and is_before(orders, one, sync))
+            seconds += event.time_s - begun_s
+            beside = [one for one in ended if begun_s < one.time_s < event.time_s]
+            num_beside += sum(
+                bool(orders[one.order].devices) and orders[one.order].pipeline != sync.pipeline for one in beside
+            )
+    assert seconds > 4 * 1.0, "the link was not slow: the test shows nothing"
+    assert num_beside >= 4
+
+
+def is_before(orders, event, sync) -> bool:
+    """Of the same pipeline, and not a stage that runs beside its sync."""
+    order = orders[event.order]
+    return order.pipeline == sync.pipeline and order.stage in (Stage.UPDATE, Stage.WARM_START)
+
+
+def test_an_idle_actor_that_dies_is_missed_without_being_called(nodes, real, tmp_path):
+    backend = nodes.make_backend()(real.cluster(), _folder(tmp_path))
+    try:
+        workplace, said = backend._workplace, []
+        worker = workplace.spawn(
+            "a/idle", __import__, ("os",), device=None, log_path=tmp_path / "log", call_limit_s=60.0
+        )
+        worker.call(0.0, "getpid", (), said.append)
+        while not said:
+            for one in workplace.wait(1.0):
+                one.receive(0.0)
+        os.kill(said[0], signal.SIGKILL)
+        while not (ready := workplace.wait(0.2)):
+            pass
+        assert ready == [worker]
+        with pytest.raises(WorkerLostError, match="a/idle is gone"):
+            worker.receive(0.0)
+    finally:
+        backend.close()
 
 
 @pytest.mark.slow
@@ -169,6 +249,82 @@ def test_fewer_nodes_than_the_file_asks_for_is_one_line_with_the_numbers(real, n
     assert "cluster.pools.train has 3 nodes, the Ray cluster offers 1 of resource rlmux_train" in str(caught.value)
     assert "ray start --address" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def gpu_nodes(nodes):
+    """Two rollout nodes of two GPUs each, a training node of two with one device too many, one without any. Ray takes
+    our word for the GPUs."""
+    added = [nodes.add("fast", 2, num_gpus=2), nodes.add("fast", 2, num_gpus=2), nodes.add("slow", 2)]
+    nodes.add("greedy", 3, num_gpus=2)
+    return added
+
+
+def pools(**num_nodes: int) -> Cluster:
+    return Cluster(
+        pools={
+            name: Pool(name=name, phase=Phase.TRAIN if name == "slow" else Phase.ROLLOUT, num_nodes=num)
+            for name, num in num_nodes.items()
+        }
+    )
+
+
+class Asked:
+    """Workers that are the module `os`, each asked what it sees; the class of a test cannot travel to an actor."""
+
+    def __init__(self, backend, tmp_path) -> None:
+        self._workplace, self._log = backend._workplace, tmp_path / "log"
+        self._said: dict[str, list[str | int]] = {}
+
+    def add(self, name: str, device: DeviceId) -> None:
+        worker = self._workplace.spawn(
+            name, __import__, ("os",), device=device, log_path=self._log, call_limit_s=60.0
+        )
+        for method, *arguments in (("getenv", "CUDA_VISIBLE_DEVICES"), ("getppid",)):
+            worker.call(0.0, method, tuple(arguments), self._said.setdefault(name, []).append)
+
+    def answers(self) -> dict[str, list[str | int]]:
+        while any(len(said) < 2 for said in self._said.values()):
+            for worker in self._workplace.wait(1.0):
+                worker.receive(0.0)
+        return self._said
+
+
+def test_workers_see_the_gpu_of_their_device_on_the_node_that_was_chosen(nodes, gpu_nodes, tmp_path):
+    backend = nodes.make_backend()(pools(fast=4, slow=1), _folder(tmp_path))
+    try:
+        asked = Asked(backend, tmp_path)
+        for index in range(4):
+            asked.add(f"a/{index}", DeviceId("fast", index, 0))
+            asked.add(f"b/{index}", DeviceId("fast", index, 0))
+        asked.add("a/train", DeviceId("slow", 0, 0))
+        said = asked.answers()
+        raylets = {node.node_id: node.all_processes["raylet"][0].process.pid for node in gpu_nodes}
+        chosen = {node_id: raylets[node.ray_id] for node_id, node in backend._workplace._nodes.items()}
+    finally:
+        backend.close()
+    assert [said[f"a/{index}"][1] for index in range(4)] == [chosen[NodeId("fast", index)] for index in range(4)]
+    assert [said[f"a/{index}"] for index in range(4)] == [said[f"b/{index}"] for index in range(4)]
+    assert len({tuple(said[f"a/{index}"]) for index in range(4)}) == 4, "two devices are one GPU"
+    assert {said[f"a/{index}"][0] for index in range(4)} == {"0", "1"}
+    assert said["a/train"] == ["", chosen[NodeId("slow", 0)]]
+
+
+def test_more_devices_than_gpus_on_a_node_are_one_line(nodes, gpu_nodes, tmp_path):
+    with pytest.raises(UserError, match=r"^Ray node \S+ offers 3 devices and has 2 GPUs; accepted: [^\n]*$"):
+        nodes.make_backend()(pools(greedy=3), _folder(tmp_path))
+
+
+def test_gpus_that_others_hold_are_one_line(nodes, gpu_nodes, tmp_path, monkeypatch):
+    import ray
+
+    monkeypatch.setattr(ray_gpus, "_RESERVE_LIMIT_S", 0.5)
+    ray.init(address=nodes.ray.address, namespace="rlmux", log_to_driver=False)
+    strategy = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(gpu_nodes[0].node_id, soft=False)
+    holder = ray.remote(dict).options(num_gpus=1, num_cpus=0, scheduling_strategy=strategy).remote()
+    ray.get(holder.__ray_ready__.remote())
+    with pytest.raises(UserError, match=r"^Ray node \S+: its GPUs are held by others; needed for node fast-\d: 1; "):
+        nodes.make_backend()(pools(fast=4), _folder(tmp_path))
 
 
 def _folder(tmp_path: Path) -> Path:

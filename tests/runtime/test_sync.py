@@ -43,11 +43,11 @@ def take_part(
         )
         if rank < layout.num_senders:
             counter = Counter()
-            sender(layout, rank, link=counter).send(payload, version, scheme)
+            sender(layout, rank, dist.group.WORLD, link=counter).send(payload, version, scheme)
             say(("crossed", version, counter.num_bytes))
         else:
             try:
-                received, got = WeightReceiver(layout, rank, inside).receive(scheme)
+                received, got = WeightReceiver(layout, rank, dist.group.WORLD, inside).receive(scheme)
             except SyncError as error:
                 say(("refused", str(error)))
             else:

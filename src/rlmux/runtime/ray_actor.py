@@ -1,21 +1,19 @@
 """What runs in an actor's process: a worker behind one method, and the carrying of bytes that no file can do.
 
-    answer(call)   begin_step     its batch comes as an object
-                   finish_step    its batch leaves as an object
-                   publish        across machines, the weights leave as an object
-                   run_chunk      across machines, they come as one, and lie in this machine's memory while loaded
+answer(call)   begin_step     its batch comes as an object
+               finish_step    its batch leaves as an object
+               publish        across machines, the weights go to a file in this node's own memory
+               run_chunk      across machines, they are read from such a file, delivered before (`ray_sync.py`)
 """
 
 from __future__ import annotations
 
-import contextlib
 import faulthandler
 import os
 import socket
 import sys
-import tempfile
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -55,10 +53,13 @@ class RayWorkerSetup:
     make_worker: Callable[..., Any]
     args: tuple[Any, ...]
     cores: tuple[int, ...]
+    has_gpu: bool
+    """Ray has named it in CUDA_VISIBLE_DEVICES."""
     log_path: Path
     search_path: tuple[str, ...]
     """Where the controller finds modules: reward functions lie there."""
-    is_sharing_memory: bool
+    weights: tuple[Path, Path] | None
+    """Where the controller's folder of weights is another one here: (its, the one on this node)."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,15 +69,19 @@ class Call:
     method: str
     args: tuple[Any, ...]
 
-    @property
-    def weights(self) -> tuple[Path, ...]:
-        """Files of weights that it reads or writes."""
+    def with_weights_in(self, theirs: Path, here: Path) -> Call:
+        """With the files of weights that it names where they are on this node."""
+
+        def moved(path: Path) -> Path:
+            return here / path.relative_to(theirs) if path.is_relative_to(theirs) else path
+
         match self.method, self.args:
             case "publish", (Path() as path,):
-                return (path,)
-            case "run_chunk", (RolloutChunk(weights=(path, _)),):
-                return (path,)
-        return ()
+                moved(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                return replace(self, args=(moved(path),))
+            case "run_chunk", (RolloutChunk(weights=(path, version)) as chunk,):
+                return replace(self, args=(replace(chunk, weights=(moved(path), version)),))
+        return self
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,8 +91,6 @@ class Answer:
     pid: int
     value: Any = None
     error: RlmuxError | None = None
-    weights: ray.ObjectRef[Any] | None = None
-    """Published ones, where no file can carry them."""
 
 
 class RayWorkerActor:
@@ -97,7 +100,8 @@ class RayWorkerActor:
         self._setup = setup
         self._worker: Any = None
         sys.path += [folder for folder in setup.search_path if folder not in sys.path]
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # devices are cores here, whatever the machine has
+        if not setup.has_gpu:
+            os.environ["CUDA_VISIBLE_DEVICES"] = ""  # its device is a core, whatever the machine has
         os.umask(0o077)
         if setup.cores and hasattr(os, "sched_setaffinity"):
             os.sched_setaffinity(0, setup.cores)
@@ -109,32 +113,18 @@ class RayWorkerActor:
         """Comes after whatever call was under way."""
         return True
 
-    def answer(self, call: Call, weights: Sequence[ray.ObjectRef[Any]]) -> Answer:
+    def answer(self, call: Call) -> Answer:
         pid = os.getpid()
         try:
             if self._worker is None:
                 self._worker = self._setup.make_worker(*self._setup.args)
-            return self._carry_out(call, weights, pid)
+            if self._setup.weights is not None:
+                call = call.with_weights_in(*self._setup.weights)
+            args = [ray.get(arg) if isinstance(arg, ray.ObjectRef) else arg for arg in call.args]
+            return Answer(pid=pid, value=_by_reference(getattr(self._worker, call.method)(*args)))
         except (Exception, SystemExit) as error:  # what user code raises is one pipeline's fault
             traceback.print_exc()
             return Answer(pid=pid, error=portable_error(error))
-
-    def _carry_out(self, call: Call, weights: Sequence[ray.ObjectRef[Any]], pid: int) -> Answer:
-        args = tuple(ray.get(arg) if isinstance(arg, ray.ObjectRef) else arg for arg in call.args)
-        if self._setup.is_sharing_memory:
-            for path in call.weights:
-                path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            return Answer(pid=pid, value=_by_reference(getattr(self._worker, call.method)(*args)))
-        if call.method == "publish":
-            with _own_file() as path:
-                value = self._worker.publish(path)
-                return Answer(pid=pid, value=value, weights=ray.put(path.read_bytes()))
-        if weights:
-            (chunk,) = args
-            with _own_file() as path:
-                path.write_bytes(ray.get(weights[0]))
-                return Answer(pid=pid, value=self._worker.run_chunk(replace(chunk, weights=(path, chunk.weights[1]))))
-        return Answer(pid=pid, value=_by_reference(getattr(self._worker, call.method)(*args)))
 
 
 def _by_reference(value: Any) -> Any:
@@ -143,11 +133,3 @@ def _by_reference(value: Any) -> Any:
         return value
     payload: Any = ray.put(value.payload)
     return replace(value, payload=payload)
-
-
-@contextlib.contextmanager
-def _own_file() -> Iterator[Path]:
-    """In this machine's memory, for as long as it takes."""
-    parent = _MEMORY if os.access(_MEMORY, os.W_OK) else None
-    with tempfile.TemporaryDirectory(prefix="rlmux-", dir=parent) as folder:
-        yield Path(folder) / "weights.safetensors"

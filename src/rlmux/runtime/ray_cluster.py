@@ -1,12 +1,13 @@
 """Finding a Ray cluster and our pools in it, with one line about whatever is missing.
 
-    pool NAME of n nodes  ◀──  Ray nodes that offer the resource rlmux_NAME, in the order of their addresses
+pool NAME of n nodes  ◀──  Ray nodes that offer the resource rlmux_NAME, in the order of their addresses
 """
 
 from __future__ import annotations
 
 import os
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,17 @@ class RayNode:
     node_id: NodeId
     ray_id: str
     address: str
+    num_gpus: int = 0
+
+    @staticmethod
+    def of(node_id: NodeId, offer: Mapping[str, Any]) -> RayNode:
+        """From an entry of `alive_nodes`."""
+        return RayNode(
+            node_id=node_id,
+            ray_id=offer["NodeID"],
+            address=offer["NodeManagerAddress"],
+            num_gpus=int(offer["Resources"].get("GPU", 0)),
+        )
 
 
 def resource_of(pool: str) -> str:
@@ -123,8 +135,7 @@ def nodes_by_pool(cluster: Cluster) -> dict[NodeId, RayNode]:
                 f"{resource}; start as many more with: ray start --address=... --resources='{{\"{resource}\": 1}}'"
             )
         for index, node in enumerate(slots[:wanted]):
-            node_id = NodeId(pool.name, index)
-            found[node_id] = RayNode(node_id=node_id, ray_id=node["NodeID"], address=node["NodeManagerAddress"])
+            found[NodeId(pool.name, index)] = RayNode.of(NodeId(pool.name, index), node)
     return found
 
 

@@ -8,8 +8,8 @@
     time ≈ payload / link  +  one chunk's round inside        per-receiver copies: R · payload / link
 
 A shard is a contiguous range of bytes, so the layouts of the two sides do not matter. Every receiver checks the sum
-that sender 0 announced; a version that does not match is never handed out. Runs over torch.distributed: gloo on CPUs,
-NCCL on GPUs. Ranks: senders first, then receivers.
+that sender 0 announced; a version that does not match is never handed out. Runs over process groups of
+torch.distributed: gloo for host memory, NCCL for buffers on GPUs. Ranks: senders first, then receivers.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ import hashlib
 import struct
 import time
 from dataclasses import dataclass
+from datetime import timedelta
 from enum import StrEnum
 from typing import Any
 
@@ -26,10 +27,14 @@ import torch.distributed as dist
 
 from rlmux.core.errors import RlmuxError
 
+_C: Any = dist
+"""Classes that torch does not say it exports."""
 _HEADER = struct.Struct("<qq32s")
 """Version, bytes, sha256."""
 _HEADER_TAG = 0
 _MAX_ROUNDS_UNDER_WAY = 2
+_TIMEOUT = timedelta(seconds=60)
+"""For a rank that does not come, or a message that does not move."""
 
 
 class SyncError(RlmuxError):
@@ -84,11 +89,12 @@ class Link:
 
 
 class WeightSender:
-    """A sender's end, on one rank."""
+    """A sender's end, on one rank of `world`, which has all senders and receivers."""
 
-    def __init__(self, layout: SyncLayout, rank: int, *, link: Link | None = None) -> None:
+    def __init__(self, layout: SyncLayout, rank: int, world: dist.ProcessGroup, *, link: Link | None = None) -> None:
         self._layout = layout
         self._rank = rank
+        self._world = world
         self._link = link
 
     def send(self, payload: torch.Tensor, version: int, scheme: Scheme = Scheme.HIERARCHICAL) -> None:
@@ -116,31 +122,43 @@ class WeightSender:
             if self._link is not None:
                 self._link.take(chunk.numel())
             tag = _chunk_tag(layout, receiver, number)
-            under_way.append(dist.isend(chunk, layout.receiver_rank(target), tag=tag))
+            under_way.append(self._world.send([chunk], layout.receiver_rank(target), tag))
         return under_way
 
     def _announce(self, payload: torch.Tensor, version: int) -> None:
         digest = _sha256(payload)
-        header = torch.frombuffer(bytearray(_HEADER.pack(version, payload.numel(), digest)), dtype=torch.uint8)
+        packed = bytearray(_HEADER.pack(version, payload.numel(), digest))
+        header = torch.frombuffer(packed, dtype=torch.uint8).to(payload.device)
         for receiver in range(self._layout.num_receivers):
-            dist.send(header, self._layout.receiver_rank(receiver), tag=_HEADER_TAG)
+            self._world.send([header], self._layout.receiver_rank(receiver), _HEADER_TAG).wait()
 
 
 class WeightReceiver:
-    """A receiver's end, on one rank. `group` has all receivers and nobody else."""
+    """A receiver's end, on one rank of `world`. `inside` has all receivers, in order, and nobody else."""
 
-    def __init__(self, layout: SyncLayout, rank: int, group: dist.ProcessGroup) -> None:
+    def __init__(
+        self,
+        layout: SyncLayout,
+        rank: int,
+        world: dist.ProcessGroup,
+        inside: dist.ProcessGroup,
+        *,
+        device: str = "cpu",
+    ) -> None:
+        """`device`: where the payload is to be, and the process groups can send from."""
         self._layout = layout
         self._receiver = rank - layout.num_senders
-        self._group = group
+        self._world = world
+        self._inside = inside
+        self._device = device
 
     def receive(self, scheme: Scheme = Scheme.HIERARCHICAL) -> tuple[torch.Tensor, int]:
         """(payload, version). Raises SyncError if the bytes are not those that were sent."""
         layout = self._layout
-        header = torch.empty(_HEADER.size, dtype=torch.uint8)
-        dist.recv(header, 0, tag=_HEADER_TAG)
-        version, num_bytes, digest = _HEADER.unpack(header.numpy().tobytes())
-        shards = torch.empty(layout.num_receivers, layout.shard_bytes(num_bytes), dtype=torch.uint8)
+        header = self._empty(_HEADER.size)
+        self._world.recv([header], 0, _HEADER_TAG).wait()
+        version, num_bytes, digest = _HEADER.unpack(header.cpu().numpy().tobytes())
+        shards = self._empty(layout.num_receivers, layout.shard_bytes(num_bytes))
         if scheme is Scheme.HIERARCHICAL:
             self._share_out(shards, num_bytes)
         else:
@@ -155,15 +173,14 @@ class WeightReceiver:
         layout, mine = self._layout, self._receiver
         chunks = layout.chunks(num_bytes)
         coming = [
-            dist.irecv(shards[mine, begin:end], layout.sender_of(mine), tag=_chunk_tag(layout, mine, number))
+            self._world.recv([shards[mine, begin:end]], layout.sender_of(mine), _chunk_tag(layout, mine, number))
             for number, (begin, end) in enumerate(chunks)
         ]
         rounds: list[tuple[Any, list[torch.Tensor], int, int]] = []
         for work, (begin, end) in zip(coming, chunks, strict=True):
-            assert work is not None
             work.wait()
-            parts = [torch.empty(end - begin, dtype=torch.uint8) for _ in range(layout.num_receivers)]
-            going_round = dist.all_gather(parts, shards[mine, begin:end], group=self._group, async_op=True)
+            parts = [self._empty(end - begin) for _ in range(layout.num_receivers)]
+            going_round = self._inside.allgather([parts], [shards[mine, begin:end]])
             rounds.append((going_round, parts, begin, end))
             if len(rounds) > _MAX_ROUNDS_UNDER_WAY:
                 _finish_round(shards, *rounds.pop(0))
@@ -173,15 +190,57 @@ class WeightReceiver:
     def _take_all(self, shards: torch.Tensor, num_bytes: int) -> None:
         layout = self._layout
         coming = [
-            dist.irecv(
-                shards[receiver, begin:end], layout.sender_of(receiver), tag=_chunk_tag(layout, receiver, number)
+            self._world.recv(
+                [shards[receiver, begin:end]], layout.sender_of(receiver), _chunk_tag(layout, receiver, number)
             )
             for number, (begin, end) in enumerate(layout.chunks(num_bytes))
             for receiver in range(layout.num_receivers)
         ]
         for work in coming:
-            assert work is not None
             work.wait()
+
+    def _empty(self, *shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=torch.uint8, device=self._device)
+
+
+def open_store(address: str) -> Any:
+    """Where ranks find each other, at its `port`; lives in this process."""
+    return _C.TCPStore(address, 0, is_master=True, wait_for_workers=False)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Meeting:
+    """One use of a store."""
+
+    address: str
+    port: int
+    number: int
+
+
+def join_meeting(
+    meeting: Meeting, layout: SyncLayout, *, rank: int, address: str
+) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
+    """(world, the receivers' group) over gloo, apart from whatever else this process takes part in.
+
+    `address`: of this rank's machine, where the others reach it. A sender has no part in the second group and gets
+    the first one again.
+    """
+    store = _C.PrefixStore(str(meeting.number), _C.TCPStore(meeting.address, meeting.port, is_master=False))
+    size = layout.num_senders + layout.num_receivers
+    world = _gloo(_C.PrefixStore("world", store), rank, size, address)
+    if rank < layout.num_senders:
+        return world, world
+    inside = _gloo(_C.PrefixStore("inside", store), rank - layout.num_senders, layout.num_receivers, address)
+    return world, inside
+
+
+def _gloo(store: Any, rank: int, size: int, address: str) -> dist.ProcessGroup:
+    gloo = _C.ProcessGroupGloo
+    options = gloo._Options()
+    options._devices = [gloo.create_device(hostname=address)]
+    options._timeout = _TIMEOUT
+    group: dist.ProcessGroup = gloo(store, rank, size, options)
+    return group
 
 
 def _sha256(payload: torch.Tensor) -> bytes:

@@ -1,0 +1,243 @@
+"""Weights between machines: from the trainer's node to the nodes of its rollout workers, before PUBLISH ends.
+
+    trainer ──▶ file in its node's memory ══▶ a file of the same name in each rollout node's memory ──▶ rollout workers
+                                          │
+             carriers, one a node:        ├─ objects        Ray brings the bytes to each node by itself
+                                          └─ hierarchical   `sync.py`: one copy over the link, then shared out
+
+Every version's sum is checked where it arrives. Nobody waits for a delivery but the PUBLISH that it belongs to, which
+holds no device: a slow link delays its own pipeline and no other. The controller keeps an empty file for each version
+that has arrived; the bytes never come to it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import ray
+import ray.exceptions
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from rlmux.runtime.local import SharedMemoryFolder
+from rlmux.runtime.ray_cluster import RayNode
+from rlmux.runtime.ray_worker import RayWorker
+
+if TYPE_CHECKING:  # brings torch along, which objects do without
+    from rlmux.runtime.sync import Link, Meeting
+
+_NUM_AT_ONCE = 64
+"""Deliveries that one carrier takes part in at the same time."""
+
+
+class Transport(StrEnum):
+    """How weights get from node to node. Which one changes no byte."""
+
+    AUTO = "auto"
+    """Objects for one receiving node, the two-stage scheme for several."""
+    OBJECTS = "objects"
+    HIERARCHICAL = "hierarchical"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RaySync:
+    """How a run syncs between its nodes."""
+
+    transport: Transport = Transport.AUTO
+    link_bytes_per_s: float | None = None
+    """A limit on what leaves a carrier under the two-stage scheme, for tests of slow links."""
+
+    def is_hierarchical(self, num_receivers: int) -> bool:
+        return self.transport is Transport.HIERARCHICAL or (self.transport is Transport.AUTO and num_receivers > 1)
+
+
+class Carrier:
+    """An actor on each node: holds the node's folder of weights, and moves what is in it."""
+
+    def __init__(self, folder: Path, address: str, link_bytes_per_s: float | None) -> None:
+        self._folder = SharedMemoryFolder.at(folder)
+        self._address = address
+        self._store: Any = None
+        self._numbers = itertools.count()
+        self._link: Link | None = None
+        if link_bytes_per_s is not None:
+            from rlmux.runtime.sync import Link
+
+            self._link = Link(link_bytes_per_s)
+
+    def is_there(self) -> bool:
+        return True
+
+    def offer(self, name: str) -> tuple[bytes, bytes]:
+        """(contents, sha256)."""
+        contents = (self._folder.path / name).read_bytes()
+        return contents, hashlib.sha256(contents).digest()
+
+    def take(self, name: str, offered: tuple[bytes, bytes]) -> None:
+        contents, digest = offered
+        if hashlib.sha256(contents).digest() != digest:
+            raise ValueError(f"weights {name}: the {len(contents)} bytes received are not those sent")
+        self._write(name, contents)
+
+    def meet(self) -> Meeting:
+        """A place of its own for each delivery, on this node."""
+        from rlmux.runtime.sync import Meeting, open_store
+
+        if self._store is None:
+            self._store = open_store(self._address)
+        return Meeting(address=self._address, port=self._store.port, number=next(self._numbers))
+
+    def send(self, name: str, meeting: Meeting, num_receivers: int) -> None:
+        import torch
+
+        from rlmux.runtime.sync import SyncLayout, WeightSender, join_meeting
+
+        layout = SyncLayout(num_senders=1, num_receivers=num_receivers)
+        world, _ = join_meeting(meeting, layout, rank=0, address=self._address)
+        contents = bytearray((self._folder.path / name).read_bytes())
+        WeightSender(layout, 0, world, link=self._link).send(torch.frombuffer(contents, dtype=torch.uint8), version=0)
+
+    def receive(self, name: str, meeting: Meeting, num_receivers: int, receiver: int) -> None:
+        from rlmux.runtime.sync import SyncLayout, WeightReceiver, join_meeting
+
+        layout = SyncLayout(num_senders=1, num_receivers=num_receivers)
+        rank = layout.receiver_rank(receiver)
+        world, inside = join_meeting(meeting, layout, rank=rank, address=self._address)
+        payload, _ = WeightReceiver(layout, rank, world, inside).receive()
+        contents: Any = payload.numpy()
+        self._write(name, contents.data)
+
+    def remove(self, names: Sequence[str]) -> None:
+        for name in names:
+            (self._folder.path / name).unlink(missing_ok=True)
+
+    def close(self) -> None:
+        self._folder.close()
+
+    def _write(self, name: str, contents: bytes | memoryview) -> None:
+        file = self._folder.path / name
+        file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        aside = file.with_name(f"{file.name}.tmp")
+        aside.write_bytes(contents)
+        aside.rename(file)
+
+
+@dataclass(slots=True)
+class _Delivery:
+    """One version on its way."""
+
+    trainer: RayWorker
+    path: Path
+    on_nodes: tuple[str, ...]
+    waiting: list[ray.ObjectRef[Any]]
+    then: Callable[[], None]
+    failure: str | None = None
+
+
+class Deliveries:
+    """Everything that is on its way, and where what has arrived lies."""
+
+    def __init__(self, here: Path, nodes: Mapping[str, str], sync: RaySync) -> None:
+        """`here`: the controller's folder; `nodes`: address by Ray id."""
+        self._here = here
+        self._sync = sync
+        self._carriers: dict[str, Any] = {}
+        self._under_way: list[_Delivery] = []
+        self._nodes_by_path: dict[Path, tuple[str, ...]] = {}
+        ready = [self._carrier(ray_id, address).is_there.remote() for ray_id, address in nodes.items()]
+        ray.get(ready)
+
+    def folder_on(self, ray_id: str) -> Path:
+        """Of a node's weights: a name of its own for each, since one machine may be several."""
+        return self._here.with_name(f"{self._here.name}-{ray_id[:12]}")
+
+    def deliver(
+        self, path: Path, trainer: RayWorker, source: RayNode, targets: Mapping[str, str], then: Callable[[], None]
+    ) -> None:
+        """Bring the version to the target nodes, addresses by Ray id; `then` is called once it is on all of them."""
+        name = str(path.relative_to(self._here))
+        others = {ray_id: address for ray_id, address in targets.items() if ray_id != source.ray_id}
+        sender = self._carrier(source.ray_id, source.address)
+        receivers = [self._carrier(ray_id, address) for ray_id, address in others.items()]
+        on_nodes = (source.ray_id, *others)
+        self._under_way.append(_Delivery(trainer, path, on_nodes, self._begin(name, sender, receivers), then))
+        if not others:
+            self.update([])
+
+    def _begin(self, name: str, sender: Any, receivers: Sequence[Any]) -> list[ray.ObjectRef[Any]]:
+        if not receivers:
+            return []
+        if not self._sync.is_hierarchical(len(receivers)):
+            offered = sender.offer.remote(name)
+            return [receiver.take.remote(name, offered) for receiver in receivers]
+        meeting, num = sender.meet.remote(), len(receivers)
+        coming = [receiver.receive.remote(name, meeting, num, place) for place, receiver in enumerate(receivers)]
+        return [sender.send.remote(name, meeting, num), *coming]
+
+    def watched(self) -> list[ray.ObjectRef[Any]]:
+        return [reference for delivery in self._under_way for reference in delivery.waiting]
+
+    def update(self, ready: Sequence[ray.ObjectRef[Any]]) -> list[RayWorker]:
+        """Take in what has arrived. Returns trainers whose weights did not: they are lost, with the reason."""
+        lost = []
+        for delivery in list(self._under_way):
+            for reference in [one for one in delivery.waiting if one in ready]:
+                delivery.waiting.remove(reference)
+                try:
+                    ray.get(reference)
+                except ray.exceptions.RayError as error:
+                    delivery.failure = str(error).strip().splitlines()[-1]
+            if delivery.failure is not None:
+                self._under_way.remove(delivery)
+                delivery.trainer.lose(f"its weights did not arrive: {delivery.failure}")
+                lost.append(delivery.trainer)
+            elif not delivery.waiting:
+                self._under_way.remove(delivery)
+                self._arrived(delivery)
+        return lost
+
+    def _arrived(self, delivery: _Delivery) -> None:
+        path = delivery.path
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        path.touch(mode=0o600)
+        self._nodes_by_path[path] = delivery.on_nodes
+        self._remove([path for path in self._nodes_by_path if not path.exists()])
+        delivery.then()
+
+    def withdraw(self, trainer: RayWorker) -> None:
+        """It is ended: what it has published is in checkpoints, and what goes on from there publishes anew."""
+        self._under_way = [one for one in self._under_way if one.trainer is not trainer]
+        parent = self._here / trainer.pipeline
+        gone = [path for path in self._nodes_by_path if path.parent == parent]
+        for path in gone:
+            path.unlink(missing_ok=True)
+        self._remove(gone)
+
+    def forget_node(self, ray_id: str) -> None:
+        self._carriers.pop(ray_id, None)
+
+    def close(self) -> None:
+        with contextlib.suppress(ray.exceptions.RayError):
+            ray.get([carrier.close.remote() for carrier in self._carriers.values()], timeout=10)
+
+    def _remove(self, paths: Sequence[Path]) -> None:
+        for path in paths:
+            name = str(path.relative_to(self._here))
+            for ray_id in self._nodes_by_path.pop(path):
+                if ray_id in self._carriers:
+                    self._carriers[ray_id].remove.remote([name])
+
+    def _carrier(self, ray_id: str, address: str) -> Any:
+        if ray_id not in self._carriers:
+            make: Any = ray.remote(Carrier)
+            strategy = NodeAffinitySchedulingStrategy(ray_id, soft=False)
+            options = {"num_cpus": 0, "max_concurrency": _NUM_AT_ONCE, "max_restarts": -1}
+            arguments = (self.folder_on(ray_id), address, self._sync.link_bytes_per_s)
+            self._carriers[ray_id] = make.options(scheduling_strategy=strategy, **options).remote(*arguments)
+        return self._carriers[ray_id]

@@ -1,0 +1,147 @@
+"""One actor as the controller sees it: the calls that wait for it, and a look now and then whether it still lives.
+
+busy    the reference of the answer    ──▶ fetch ──▶ receive ──▶ then(value)
+idle    the reference of a look, one a second   ──▶ nothing, or the worker is lost
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import ray
+import ray.exceptions
+
+from rlmux.core.errors import PipelineError, RlmuxError, WorkerLostError
+from rlmux.runtime.ray_actor import Call
+from rlmux.runtime.ray_cluster import RayNode
+
+_UNAVAILABLE_LIMIT_S = 40.0
+"""How long a worker may be out of reach before it is lost: longer than Ray takes to declare a node dead."""
+_LOOK_EVERY_S = 1.0
+"""At an idle worker: how late its death may be noticed."""
+
+
+class RayWorker:
+    """See the module's picture."""
+
+    def __init__(
+        self,
+        name: str,
+        actor: Any,
+        node: RayNode | None,
+        call_limit_s: float,
+        *,
+        is_node_lost: Callable[[RayNode | None], bool],
+        on_end: Callable[[RayWorker], None],
+    ) -> None:
+        self.name = name
+        self.node = node
+        self.pid: int | None = None
+        self.is_lost = False
+        self._actor = actor
+        self._call_limit_s = call_limit_s
+        self._is_node_lost = is_node_lost
+        self._on_end = on_end
+        self._calls: deque[tuple[Call, Callable[[Any], None]]] = deque()
+        self._pending: ray.ObjectRef[Any] | None = None
+        self._look: ray.ObjectRef[Any] | None = None
+        self._looked_s = 0.0
+        self._deadline_s: float | None = None
+        self._unavailable_since_s: float | None = None
+        self._answer: Any = None
+
+    @property
+    def pipeline(self) -> str:
+        return self.name.partition("/")[0]
+
+    @property
+    def is_trainer(self) -> bool:
+        return self.name.endswith("/train")
+
+    def call(self, now_s: float, method: str, args: tuple[Any, ...], then: Callable[[Any], None]) -> None:
+        self._calls.append((Call(method=method, args=args), then))
+        if len(self._calls) == 1:
+            self._send(now_s)
+
+    def _send(self, now_s: float) -> None:
+        call, _ = self._calls[0]
+        self._deadline_s = now_s + self._call_limit_s
+        self._pending = self._actor.answer.remote(call)
+
+    def watched(self) -> ray.ObjectRef[Any] | None:
+        """What tells of its answer, or of its death; None if it is idle and was looked at just now."""
+        if self._pending is not None:
+            return self._pending
+        now_s = time.monotonic()
+        if self._look is None and now_s - self._looked_s >= _LOOK_EVERY_S:
+            self._look, self._looked_s = self._actor.is_there.remote(), now_s
+        return self._look
+
+    def fetch(self) -> bool:
+        """Take in what is behind the reference. False: nothing to tell of; or out of reach, and asked after again."""
+        is_look = self._pending is None
+        reference, self._look = self._pending or self._look, None
+        try:
+            self._answer = ray.get(reference)  # type: ignore[arg-type]
+        except ray.exceptions.ActorUnavailableError as error:
+            now_s = time.monotonic()
+            since_s = self._unavailable_since_s = self._unavailable_since_s or now_s
+            if now_s - since_s < _UNAVAILABLE_LIMIT_S and not self._is_node_lost(self.node):
+                if not is_look:
+                    self._pending = self._actor.is_there.remote()
+                time.sleep(0.1)
+                return False
+            self._answer = WorkerLostError(f"{self.name} is out of reach: {_first_line(error)}")
+        except ray.exceptions.RayTaskError as error:
+            self._answer = PipelineError(f"{self.name}: {_first_line(error.cause)}")
+        except ray.exceptions.RayError as error:
+            self._answer = WorkerLostError(f"{self.name} is gone: {_first_line(error)}")
+        if is_look and not isinstance(self._answer, RlmuxError):
+            self._answer = self._unavailable_since_s = None
+            return False
+        if self._unavailable_since_s is not None and not isinstance(self._answer, Exception):
+            self._answer = WorkerLostError(f"{self.name} was out of reach; what it was doing is lost")
+        self.is_lost = isinstance(self._answer, WorkerLostError)
+        return True
+
+    def lose(self, reason: str) -> None:
+        """Its next `receive` says that it is lost."""
+        self._answer, self.is_lost = WorkerLostError(f"{self.name}: {reason}"), True
+
+    def receive(self, now_s: float) -> None:
+        answer, self._answer = self._answer, None
+        self._pending = self._deadline_s = None
+        if isinstance(answer, RlmuxError):
+            raise answer
+        self.pid, self._looked_s = answer.pid, time.monotonic()
+        if answer.error is not None:
+            raise answer.error
+        _, then = self._calls.popleft()
+        if self._calls:
+            self._send(now_s)
+        then(answer.value)
+
+    def abandoned(self, method: str) -> list[Callable[[Any], None]]:
+        return [then for call, then in self._calls if call.method == method]
+
+    def is_overdue(self, now_s: float) -> bool:
+        return self._deadline_s is not None and now_s > self._deadline_s
+
+    def end(self) -> None:
+        self._on_end(self)
+        with contextlib.suppress(ray.exceptions.RayError):
+            self._actor.__ray_terminate__.remote()
+
+    def kill(self) -> None:
+        self._on_end(self)
+        with contextlib.suppress(ray.exceptions.RayError, ValueError):
+            ray.kill(self._actor)
+
+
+def _first_line(error: BaseException | None) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return lines[0] if lines else type(error).__name__
