@@ -23,8 +23,9 @@ from rlmux.core.errors import UserError
 from rlmux.core.lookahead import greedy, plan
 from rlmux.core.policies.jigsaw import Jigsaw
 from rlmux.sim.exact import least_makespan, random_problem
-from rlmux.sim.interference import estimated_table, share_levels
-from rlmux.sim.substage_simulator import _Simulation, sharing_table
+from rlmux.sim.interference import estimated_table, share_levels, sharing_table
+from rlmux.sim.pace import ByInterference
+from rlmux.sim.simulator import _Simulation
 from rlmux.sim.substage_workloads import HOMOGENEOUS, crowd
 
 NUM_WORKERS = 8
@@ -50,8 +51,8 @@ def decision_times(num_pipelines: int) -> dict[str, float]:
     chosen = [HOMOGENEOUS[number % len(HOMOGENEOUS)] for number in range(num_pipelines)]
     workload = crowd(chosen, num_gpus=4 * NUM_WORKERS, num_steps=2, sequences_per_device=64)
     table = estimated_table(share_levels("H100"))
-    simulation = _Simulation(workload, Jigsaw(sharing=sharing_table(table)), table, 0.0, None)
-    handle, times = simulation._scheduler.handle, []
+    simulation = _Simulation(workload, Jigsaw(sharing=sharing_table(table)), pace=ByInterference(table))
+    handle, times = simulation.scheduler.handle, []
 
     def timed(event: Any) -> Any:
         began = time.thread_time()
@@ -59,7 +60,7 @@ def decision_times(num_pipelines: int) -> dict[str, float]:
         times.append((time.thread_time() - began) * 1e3)
         return actions
 
-    simulation._scheduler.handle = timed  # type: ignore[method-assign]
+    simulation.scheduler.handle = timed  # type: ignore[method-assign]
     simulation.run()
     planned = sorted(ms for ms in times if ms > 0.5)
     ordered = sorted(times)

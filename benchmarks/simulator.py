@@ -51,8 +51,8 @@ def _timed(workload: Workload) -> tuple[float, int]:
 
 def _loop_seconds(workload: Workload) -> float:
     """The simulator's own share: a run with a clock around the scheduler, minus what passed in there."""
-    simulation = _Simulation(workload, RollMux(), (), False, 0.0)
-    handle = simulation._scheduler.handle
+    simulation = _Simulation(workload, RollMux())
+    handle = simulation.scheduler.handle
     inside = 0.0
 
     def timed(event: Any) -> list[Any]:
@@ -62,7 +62,7 @@ def _loop_seconds(workload: Workload) -> float:
         inside += time.perf_counter() - began
         return actions
 
-    simulation._scheduler.handle = timed  # type: ignore[method-assign]
+    simulation.scheduler.handle = timed  # type: ignore[method-assign]
     began = time.perf_counter()
     simulation.run()
     return time.perf_counter() - began - inside
@@ -71,8 +71,8 @@ def _loop_seconds(workload: Workload) -> float:
 def _handle_microseconds() -> float:
     """Median of one `handle`, 100 pipelines running."""
     made = workloads.build("mixed", num_pipelines=100)
-    simulation = _Simulation(_all_at_once(made), RollMux(), (), False, 0.0)
-    handle = simulation._scheduler.handle
+    simulation = _Simulation(_all_at_once(made), RollMux())
+    handle = simulation.scheduler.handle
     taken: list[float] = []
 
     def timed(event: Any) -> list[Any]:
@@ -81,7 +81,7 @@ def _handle_microseconds() -> float:
         taken.append(time.perf_counter() - began)
         return actions
 
-    simulation._scheduler.handle = timed  # type: ignore[method-assign]
+    simulation.scheduler.handle = timed  # type: ignore[method-assign]
     simulation.run()
     return statistics.median(taken[200:]) * 1e6
 

@@ -235,7 +235,9 @@ def gather_tail(view, member, position, per_gpu):
 def test_a_tail_gathers_on_one_gpu_and_the_others_go_to_the_next_pipeline():
     """Two rollouts of 100 s whose last 2 of 16 responses take half of the time, on a GPU of its own for each."""
     ends = tuple([0.5] * 14 + [0.99, 1.0])
-    pair = [arrival(name, 100.0, 10.0, num_steps=10, finish_fractions=ends) for name in "ab"]
+    phases = PhaseSeconds(rollout_s=100.0, train_s=10.0)
+    world = replace(TrueSeconds.of_phases(phases), finish_fractions=ends)
+    pair = [arrival(name, 100.0, 10.0, num_steps=10, world=world) for name in "ab"]
     cluster = h20_h800_cluster(num_rollout_nodes=1, num_train_nodes=1, devices_per_node=2)
 
     def hours(migrates):

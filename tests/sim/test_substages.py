@@ -6,18 +6,20 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlmux.core import invariants
 from rlmux.core.errors import UserError
-from rlmux.core.model import DeviceId
+from rlmux.core.events import NodeJoined, NodeLost
+from rlmux.core.model import DeviceId, NodeId, PipelineStatus
 from rlmux.core.policies import POLICIES
 from rlmux.core.policies.jigsaw import Jigsaw
 from rlmux.core.sharing import SharingEntry, SharingTable
 from rlmux.core.state import ReadyWork
 from rlmux.sim.costs import rollout_costs
-from rlmux.sim.interference import estimated_table, share_levels
-from rlmux.sim.substage_simulator import _Simulation, sharing_table, simulate_sub_stages
+from rlmux.sim.decoder import Decoder, Unfinished
+from rlmux.sim.interference import estimated_table, share_levels, sharing_table
+from rlmux.sim.pace import ByInterference
+from rlmux.sim.simulator import NodeFailure, _Simulation, simulate
 from rlmux.sim.substage_workloads import GSM8K_06B, GSM8K_4B, GSM8K_8B, HOMOGENEOUS, MATH_06B, crowd
-from rlmux.sim.substages import Decoder, SubStageWorld, Unfinished
+from rlmux.sim.substages import SubStageWorld
 from rlmux.sim.sweep import Task, run_task
 
 TABLE = estimated_table(share_levels("H100"))
@@ -86,7 +88,7 @@ def test_reports_come_at_band_borders_only():
     share = decoder(list(range(1, 201)), slots=200)
     num_reports = 0
     while share.seconds_left > 1e-6:
-        share.advance(share.until_report())
+        share.advance(share.until_news(1.0))
         num_reports += 1
     assert num_reports <= 12
 
@@ -99,32 +101,34 @@ def test_a_world_without_sequences_is_refused():
 # --- whole runs
 
 
-def conserved(workload, policy) -> _Simulation:
+def conserved(workload, policy, failures=()) -> _Simulation:
     """Run it; after every event all is well, and every unfinished trajectory is in exactly one place."""
-    simulation = _Simulation(workload, policy, TABLE, 0.0, None)
+    simulation = _Simulation(workload, policy, pace=ByInterference(TABLE), failures=failures)
     left: dict[tuple[str, int], int] = {}
 
     def count(pipeline: str) -> int:
-        actor, run = simulation._actors[pipeline], simulation._scheduler.state.runs[pipeline]
-        places = list(actor.stored.values())
-        places += [w.decoder for w in simulation._works.values() if w.decoder and w.action.pipeline == pipeline]
+        actor, run = simulation.actors[pipeline], simulation.scheduler.state.runs[pipeline]
+        places = [work for place, (work, _) in actor.stored.items() if isinstance(place, DeviceId)]
+        places += [one.work for one in simulation.running.values() if one.actor is actor and one.work.report()]
+        places += [one.work for one in simulation.running.values() if one.actor is actor and one.kind == "prefill"]
         for index, (device, share) in enumerate(run.open_shares.items()):
             if isinstance(share, ReadyWork) and not share.is_continuation and device not in actor.stored:
-                places.append(actor.world.decoder(run.rollout_step, index, len(run.open_shares)))
-        moving = sum(len(moved) for action, moved, _ in simulation._on_the_way.values() if action.pipeline == pipeline)
+                places.append(actor.world.share(run.rollout_step, index, len(run.open_shares)))
+        moving = sum(len(one.trajectories) for one in simulation.moving.values() if one.actor is actor)
         return sum(len(place.sequences()) for place in places) + moving
 
     def check(event, actions) -> None:
-        invariants.check(simulation._scheduler)
-        for pipeline, run in simulation._scheduler.state.runs.items():
-            num_left = count(pipeline)
+        for pipeline, run in simulation.scheduler.state.runs.items():
             step = (pipeline, run.rollout_step)
+            if isinstance(event, NodeLost | NodeJoined) or run.status is PipelineStatus.WAITING:
+                left.pop(step, None)  # it begins this step again
+            num_left = count(pipeline)
             assert num_left <= left.get(step, num_left), f"{step}: trajectories from nowhere after {event}"
             left[step] = num_left
             if not run.open_shares:
                 assert num_left == 0, f"{step} left trajectories behind"
 
-    simulation._observer = check
+    simulation.observer, simulation.checks = check, True
     simulation.run()
     return simulation
 
@@ -143,13 +147,13 @@ def test_small_workloads_end_with_every_trajectory_trained_on(picks, num_gpus, s
         staleness=staleness, seed=seed,
     )  # fmt: skip
     done = conserved(workload, Jigsaw(sharing=sharing_table(TABLE) if shares else NOTHING_HELPS))
-    assert done._scheduler.is_idle()
-    for pipeline, run in done._scheduler.state.runs.items():
+    assert done.scheduler.is_idle()
+    for pipeline, run in done.scheduler.state.runs.items():
         assert (run.status, run.trained_step, run.published_version) == ("finished", 2, 2), pipeline
 
 
 def test_tails_are_merged_and_nothing_is_lost_by_it():
-    workload = crowd([GSM8K_06B, GSM8K_8B, MATH_06B], num_gpus=16, num_steps=2, sequences_per_device=32)
+    workload = crowd([GSM8K_06B, GSM8K_8B, MATH_06B], num_gpus=16, num_steps=3, sequences_per_device=32)
     assert conserved(workload, Jigsaw(sharing=NOTHING_HELPS))._collector.num_migrations > 0
 
 
@@ -168,7 +172,7 @@ def test_alone_a_pipeline_runs_as_fast_as_its_solo_time_says():
 def test_sharing_beats_one_after_another_and_the_look_ahead_beats_fixed_rules():
     workload = crowd([GSM8K_4B, GSM8K_4B], num_gpus=8, num_steps=4)
     speed = {
-        name: simulate_sub_stages(workload, POLICIES[name]()).tokens_per_s
+        name: simulate(workload, POLICIES[name]()).tokens_per_s
         for name in ("colocated", "serial", "mux-rollouts", "mux-training", "jigsaw", "rlmux")
     }
     assert speed["jigsaw"] > 1.3 * speed["colocated"]
@@ -197,15 +201,34 @@ def test_two_on_a_device_go_at_the_interference_tables_pace():
     """One sequence each, so that nothing changes its character on the way."""
     workload = crowd([GSM8K_4B, GSM8K_4B], num_gpus=4, num_steps=1, sequences_per_device=4)
     seen = []
-    simulation = _Simulation(workload, Jigsaw(sharing=sharing_table(TABLE)), TABLE, 0.0, None)
+    pace = ByInterference(TABLE)
+    simulation = _Simulation(workload, Jigsaw(sharing=sharing_table(TABLE)), pace=pace)
 
     def look(event, actions) -> None:
-        there = simulation._on_device.get(DeviceId("gpu", 0, 0), [])
-        if len(there) == 2 and all(work.kind == "tail" for work in there):
-            seen.append([(work.pace, work.level) for work in there])
+        there = pace.on(DeviceId("gpu", 0, 0))
+        if len(there) == 2 and all(one.kind == "tail" for one in there):
+            seen.append([(one.pace, one.level) for one in there])
 
-    simulation._observer = look
+    simulation.observer = look
     simulation.run()
     slow, _ = TABLE.slowdowns("tail", "tail", seen[-1][0][1])
     assert seen[-1][0][0] == pytest.approx(1 / slow)
     assert sum(level for _, level in seen[-1]) <= 1.0
+
+
+@pytest.mark.parametrize("policy", ["colocated", "jigsaw", "rlmux"])
+def test_a_lost_node_costs_sub_stage_pipelines_the_step_under_way_and_nothing_else(policy):
+    workload = crowd([GSM8K_06B, GSM8K_4B], num_gpus=8, num_steps=3, sequences_per_device=16)
+    undisturbed = simulate(workload, POLICIES[policy]())
+    moment_s = 0.3 * undisturbed.hours * 3600
+    failures = [NodeFailure(node=NodeId("gpu", 1), at_s=moment_s * k, down_s=0.5 * moment_s) for k in (1, 2)]
+    broken = simulate(workload, POLICIES[policy](), failures=failures, checks=True)
+    assert [one.steps for one in broken.pipelines] == [3, 3]
+    assert broken.hours > undisturbed.hours
+
+
+def test_no_trajectory_is_lost_when_nodes_are():
+    workload = crowd([GSM8K_06B, GSM8K_4B], num_gpus=8, num_steps=2, sequences_per_device=12)
+    failures = [NodeFailure(node=NodeId("gpu", k % 2), at_s=7.0 + 23.0 * k, down_s=5.0) for k in range(4)]
+    done = conserved(workload, Jigsaw(sharing=sharing_table(TABLE)), failures)
+    assert {run.published_version for run in done.scheduler.state.runs.values()} == {2}

@@ -36,11 +36,6 @@ class Arrival:
     switch: SwitchSeconds = NO_SWITCH
     tokens_per_step: float = 0.0
     """0 where nothing is known."""
-    finish_fractions: tuple[float, ...] = ()
-    """When each trajectory of a rollout ends, as a share of its rollout's seconds; dealt to the devices in
-    turn."""
-    migration_s: float = 0.0
-    """What a moved trajectory loses: its context is computed again."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

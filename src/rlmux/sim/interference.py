@@ -27,12 +27,15 @@ from pathlib import Path
 from typing import Any
 
 from rlmux.core.errors import UserError
+from rlmux.core.sharing import SharingEntry, SharingTable
 from rlmux.sim.hardware import gpu_spec
 
 NO_SPLIT = 1.0
 """The level at which both use the whole device."""
 BANDWIDTH_SHARE = 0.4
 """Share of a GPU's multiprocessors that is enough to draw its whole memory bandwidth (an assumption)."""
+_SHARED_KINDS = {"prefill": "prefill", "dense": "dense", "tail": "tail", "train": "update"}
+"""The scheduler's characters, and whose interference stands for each."""
 _TOLERANCE = 1e-6
 
 
@@ -209,6 +212,20 @@ class InterferenceTable:
 def estimated_table(levels: ShareLevels) -> InterferenceTable:
     """A table with nothing measured: every answer is the estimate."""
     return InterferenceTable(device=levels.device, levels=levels)
+
+
+def sharing_table(table: InterferenceTable, levels: tuple[float, ...] | None = None) -> SharingTable:
+    """What the scheduler may know of a table: every pair at every level, as a profile of the device would list it."""
+    entries = []
+    for level in levels or table.levels.usual():
+        if level >= NO_SPLIT:
+            continue
+        for (first, kind_a), (second, kind_b) in product(_SHARED_KINDS.items(), repeat=2):
+            slow_a, slow_b = table.slowdowns(kind_a, kind_b, level)
+            entries.append(
+                SharingEntry(kind_a=first, kind_b=second, level=level, slowdown_a=slow_a, slowdown_b=slow_b)
+            )
+    return SharingTable.of(entries)
 
 
 def load_interference(

@@ -1,26 +1,26 @@
 """The scheduler in virtual time: what a policy would do, what it would cost, and who would wait.
 
-    heap of (time, priority, number, what) ─▶ event ─▶ Scheduler.handle ─▶ actions ─▶ seconds of the world ─┐
-       ▲                                                                                                    │
-       └────────────────────────────────────────────────────────────────────────────────────────────────────┘
+    heap of (time, priority, number, what) ─▶ event ─▶ Scheduler.handle ─▶ actions ─▶ orders under way ─┐
+       ▲                                                                                                │
+       └──────────── the next end, or news, of each order, at the pace it has beside the others ◀───────┘
 
 At one instant, work ends before pipelines depart, these before nodes fail or return, these before pipelines
 arrive; what is still equal goes in the order in which it was scheduled. So a run is a function of
 (workload, policy) alone.
 
-What a step takes comes from the arrival's `TrueSeconds`; loading state onto devices from its
-`SwitchSeconds`. A rollout with `finish_fractions` is simulated by trajectory, so that its workers fall idle
-one by one, report their progress, and can hand their tails over. Everything else about a rollout is one
-number per device.
+What is left of an order is a `Remaining` that the arrival's world made: a number of seconds, one for each trajectory,
+or an engine with sequences, slots and tools (remaining.py). How fast it goes is a `Pace`'s affair (pace.py). Loading
+state onto devices takes what the arrival's `SwitchSeconds` say.
 
-Not modelled: contention of several loads for one host's memory bus, and a step's network traffic.
+Not modelled: contention of several loads for one host's memory bus, a step's network traffic, and the switch at a
+change of level.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass, replace
 from heapq import heappop, heappush
 from typing import Any
 
@@ -51,21 +51,16 @@ from rlmux.core.events import (
     TimerFired,
     TrajectoriesMoved,
 )
-from rlmux.core.model import (
-    PHASE_BY_STAGE,
-    DeviceId,
-    NodeId,
-    OrderId,
-    PipelineId,
-    PipelineStatus,
-    Placement,
-    Stage,
-)
+from rlmux.core.model import PHASE_BY_STAGE, DeviceId, NodeId, OrderId, PipelineId, PipelineStatus, Placement, Stage
 from rlmux.core.policies import Policy
 from rlmux.core.scheduler import Scheduler
+from rlmux.core.sharing import SharingTable
 from rlmux.sim.arrivals import Arrival, Workload
+from rlmux.sim.interference import InterferenceTable, estimated_table, share_levels, sharing_table
 from rlmux.sim.metrics import Collector, SimResult, Span
-from rlmux.sim.world import TrueSeconds
+from rlmux.sim.pace import ByInterference, ByLevel, Pace
+from rlmux.sim.remaining import Remaining, SoloSeconds
+from rlmux.sim.world import KIND_BY_STAGE, TrueSeconds
 
 WORK_ENDS, DEPARTURE, NODE_CHANGE, ARRIVAL, TIMER = range(5)
 """Priorities at one instant."""
@@ -87,31 +82,52 @@ class _Actor:
     arrival: Arrival
     last_stage: Stage
     """Its end is the end of a step."""
+    world: TrueSeconds
     placement: Placement | None = None
-    world: TrueSeconds | None = None
     train_scale: float = 1.0
-    left_s: dict[Any, list[float]] = field(default_factory=dict)
-    """What paused work has left, by device (rollout) or stage (training): seconds of each trajectory, or
-    one."""
+    stored: dict[DeviceId | Stage, tuple[Remaining, float]] = field(default_factory=dict)
+    """Work that was paused, or got trajectories while nobody ran it, and since when: a rollout's by device."""
     has_started: bool = False
     is_over: bool = False
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Running:
     """An order under way."""
 
-    order: OrderId
-    actor: _Actor
     action: RunStage
+    actor: _Actor
+    work: Remaining
     began_s: float
     switch_s: float
-    left_s: list[float]
-    """Seconds of computing left at `since_s` at full speed, ascending: of each trajectory, or just one."""
     since_s: float
+    """Up to when its work was moved on; until its switch is over, when that will be."""
     level: float
+    pace: float = 1.0
+    busy_s: float = 0.0
+    """Seconds of computing, times level."""
+    reported: tuple[int, int, int] | None = None
     sequence: int = 0
     """Of its entry in the heap; others are stale."""
+
+    @property
+    def devices(self) -> tuple[DeviceId, ...]:
+        return self.action.devices
+
+    @property
+    def kind(self) -> str:
+        return self.work.kind
+
+
+@dataclass(slots=True, eq=False)
+class _Moving:
+    """Trajectories between two devices."""
+
+    action: Migrate
+    actor: _Actor
+    trajectories: list[Any]
+    cost_s: float
+    """On the target, before they go on."""
 
 
 def simulate(
@@ -120,6 +136,7 @@ def simulate(
     *,
     failures: Sequence[NodeFailure] = (),
     rescales_training: bool = False,
+    interference: InterferenceTable | None = None,
     spans_until_s: float = 0.0,
     observer: Callable[[Event, list[Action]], None] | None = None,
     checks: bool = False,
@@ -127,14 +144,35 @@ def simulate(
     """Run the workload under the policy until every pipeline is over.
 
     `rescales_training`: training on more nodes than the pipeline asks for is faster in proportion (the
-    published replay does not do that). `spans_until_s` keeps who computed where until then, for a Gantt
-    chart. `observer` sees every
+    published replay does not do that). `interference`: what orders on one device do to each other, by default
+    estimated where the worlds say on which GPU they run, else nothing; a policy that can share devices and was given no
+    table gets this one. `spans_until_s` keeps who computed where until then, for a Gantt chart. `observer` sees every
     event with the actions that answered it; `checks` looks at every invariant of the scheduler after each (slow).
     """
-    simulation = _Simulation(workload, policy, failures, rescales_training, spans_until_s)
+    table = interference or _estimated(workload)
+    simulation = _Simulation(
+        workload,
+        _with_table(policy, table),
+        pace=ByLevel() if table is None else ByInterference(table),
+        failures=failures,
+        rescales_training=rescales_training,
+        spans_until_s=spans_until_s,
+    )
     simulation.observer = observer
     simulation.checks = checks
     return simulation.run()
+
+
+def _estimated(workload: Workload) -> InterferenceTable | None:
+    gpu = next((arrival.world.gpu for arrival in workload.arrivals if arrival.world.gpu), None)
+    return None if gpu is None else estimated_table(share_levels(gpu))
+
+
+def _with_table(policy: Any, table: InterferenceTable | None) -> Any:
+    """The policy itself, unless it can share devices and knows of none that help."""
+    if table is not None and is_dataclass(policy) and getattr(policy, "sharing", None) == SharingTable():
+        return replace(policy, sharing=sharing_table(table))  # type: ignore[type-var]
+    return policy
 
 
 class _Simulation:
@@ -142,25 +180,29 @@ class _Simulation:
         self,
         workload: Workload,
         policy: Policy,
-        failures: Sequence[NodeFailure],
-        rescales_training: bool,
-        spans_until_s: float,
+        *,
+        pace: Pace[_Running] | None = None,
+        failures: Sequence[NodeFailure] = (),
+        rescales_training: bool = False,
+        spans_until_s: float = 0.0,
     ) -> None:
         self.observer: Callable[[Event, list[Action]], None] | None = None
         self.checks = False
+        self.scheduler = Scheduler(workload.cluster, policy)
+        self.actors: dict[PipelineId, _Actor] = {}
+        self.running: dict[OrderId, _Running] = {}
+        self.moving: dict[OrderId, _Moving] = {}
+        self._pausing: dict[OrderId, _Actor] = {}
         self._workload = workload
-        self._scheduler = Scheduler(workload.cluster, policy)
-        self._policy = policy
+        self._pace: Pace[_Running] = pace or ByLevel()
+        self._wants_news = policy.reacts_to_progress or self._pace.depends_on_kind
         self._rescales_training = rescales_training
         self._spans_until_s = spans_until_s
         self._now_s = 0.0
         self._sequence = 0
         self._heap: list[tuple[float, int, int, Any]] = []
-        self._actors: dict[PipelineId, _Actor] = {}
-        self._running: dict[OrderId, _Running] = {}
-        self._moving: dict[OrderId, _Actor] = {}
         self._num_over = 0
-        self._collector = Collector(workload, policy.name, self._scheduler.ledger)
+        self._collector = Collector(workload, policy.name, self.scheduler.ledger)
         self._carry_out: dict[type, Callable[[Any], None]] = {
             RunStage: self._run_stage,
             Admit: self._admit,
@@ -182,12 +224,12 @@ class _Simulation:
 
     def run(self) -> SimResult:
         began = time.perf_counter()
-        heap, handle, carry_out = self._heap, self._scheduler.handle, self._carry_out
+        heap, handle, carry_out = self._heap, self.scheduler.handle, self._carry_out
         num_arrivals = len(self._workload.arrivals)
         num_events = 0
         while heap and self._num_over < num_arrivals:
             self._now_s, _, sequence, what = heappop(heap)
-            event = self._finish(what, sequence) if type(what) is _Running else self._event_of(what)
+            event = self._progress(what, sequence) if type(what) is _Running else self._event_of(what)
             if event is None:
                 continue
             num_events += 1
@@ -200,7 +242,7 @@ class _Simulation:
             if self.observer is not None:
                 self.observer(event, actions)
             if self.checks:
-                invariants.check(self._scheduler)
+                invariants.check(self.scheduler)
             if type(event) is NodeLost:
                 self._collector.lose_nodes(self._waiting_again(), self._now_s)
         return self._collector.result(self._now_s, num_events, time.perf_counter() - began)
@@ -208,7 +250,7 @@ class _Simulation:
     def _decide(self, event: Event) -> list[Action]:
         """Handle an arrival against the clock: what a decision takes is one of the results."""
         began = time.perf_counter()
-        actions = self._scheduler.handle(event)
+        actions = self.scheduler.handle(event)
         self._collector.decision_ms.append((time.perf_counter() - began) * 1e3)
         return actions
 
@@ -219,37 +261,42 @@ class _Simulation:
         heappush(self._heap, (time_s, priority, self._sequence, what))
         return self._sequence
 
-    def _finish(self, running: _Running, sequence: int) -> Event | None:
-        """The order's last trajectory ended, or one of several, or the entry is stale."""
+    def _progress(self, running: _Running, sequence: int) -> Event | None:
+        """An order ended, or there is news of it, or the entry is stale."""
         if running.sequence != sequence:
             return None
-        if len(running.left_s) > 1 and self._policy.reacts_to_progress:
-            return self._report_progress(running)
-        now_s = self._now_s
-        action = running.action
-        del self._running[running.order]
-        seconds = now_s - running.began_s - running.switch_s
-        self._count(running, now_s)
-        actor = running.actor
-        if action.stage is actor.last_stage:
-            self._collector.end_step(action.pipeline, action.step, now_s)
-        return StageFinished(time_s=now_s, order=running.order, seconds=seconds, switch_s=running.switch_s, tokens=0)
-
-    def _report_progress(self, running: _Running) -> Event | None:
-        """The first of several trajectories ended."""
         self._settle(running)
-        while running.left_s and running.left_s[0] <= 1e-9:
-            running.left_s.pop(0)
-        if not running.left_s:
-            running.left_s.append(0.0)
-        self._schedule_end(running)
+        if running.work.is_over:
+            return self._finish(running)
+        self._repace(self._pace.changes(running))
+        counts = running.work.report()
+        if counts is None or counts == running.reported:
+            return None
+        running.reported = counts
+        num_active, num_waiting, num_parked = counts
         return ChunkFinished(
             time_s=self._now_s,
-            order=running.order,
-            num_active=len(running.left_s),
-            num_waiting=0,
-            seconds=self._now_s - running.began_s - running.switch_s,
+            order=running.action.order,
+            num_active=num_active,
+            num_waiting=num_waiting,
+            num_parked=num_parked,
+            seconds=self._computed_s(running),
         )
+
+    def _finish(self, running: _Running) -> Event:
+        self._stop(running)
+        action = running.action
+        if action.stage is running.actor.last_stage:
+            self._collector.end_step(action.pipeline, action.step, self._now_s)
+        return StageFinished(
+            time_s=self._now_s,
+            order=action.order,
+            seconds=self._computed_s(running),
+            switch_s=running.switch_s,
+        )
+
+    def _computed_s(self, running: _Running) -> float:
+        return max(0.0, self._now_s - running.began_s - running.switch_s)
 
     def _event_of(self, what: Any) -> Event | None:
         if isinstance(what, Arrival):
@@ -258,23 +305,24 @@ class _Simulation:
             if what.is_over:
                 return None
             pipeline = what.arrival.pipeline.id
-            if self._scheduler.status(pipeline) is PipelineStatus.WAITING:
+            if self.scheduler.status(pipeline) is PipelineStatus.WAITING:
                 self._over(what)
             return PipelineCancelled(time_s=self._now_s, pipeline=pipeline)
         if isinstance(what, NodeLost):
             self._stop_orders_on(what.node)
-        if isinstance(what, StagePaused) and self._running.pop(what.order, None) is None:
+        if isinstance(what, StagePaused) and self._pausing.pop(what.order, None) is None:
             return None
-        if isinstance(what, TrajectoriesMoved) and self._moving.pop(what.order, None) is None:
-            return None
+        if isinstance(what, TrajectoriesMoved):
+            if what.order not in self.moving:
+                return None
+            self._arrive(self.moving.pop(what.order))
         event: Event = what
         return event
 
     def _submit(self, arrival: Arrival) -> Event:
         pipeline = arrival.pipeline
-        stages = pipeline.stages
-        last_stage = Stage.PUBLISH if Stage.PUBLISH in stages else pipeline.train_stages[-1]
-        actor = self._actors[pipeline.id] = _Actor(arrival, last_stage)
+        last_stage = Stage.PUBLISH if Stage.PUBLISH in pipeline.stages else pipeline.train_stages[-1]
+        actor = self.actors[pipeline.id] = _Actor(arrival, last_stage, arrival.world)
         if arrival.depart_s is not None:
             self._schedule(arrival.depart_s, DEPARTURE, actor)
         self._collector.submit(pipeline.id, arrival)
@@ -282,136 +330,132 @@ class _Simulation:
 
     def _waiting_again(self) -> list[PipelineId]:
         """Placed once, and waiting now."""
-        status = self._scheduler.status
+        status = self.scheduler.status
         return [
             pipeline
-            for pipeline, actor in self._actors.items()
+            for pipeline, actor in self.actors.items()
             if actor.placement is not None and not actor.is_over and status(pipeline) is PipelineStatus.WAITING
         ]
 
     def _stop_orders_on(self, node: NodeId) -> None:
         """Whoever is pinned to the node loses what it was doing; the scheduler takes those orders as
         ended."""
-        stopped = [actor for actor in self._actors.values() if not actor.is_over and self._is_pinned(actor, node)]
+        stopped = [actor for actor in self.actors.values() if not actor.is_over and self._is_pinned(actor, node)]
         for actor in stopped:
-            actor.left_s.clear()
-        for order, running in list(self._running.items()):
+            actor.stored.clear()
+        for running in list(self.running.values()):
             if running.actor in stopped:
-                self._count(running, self._now_s)
-                running.sequence = -1
-                del self._running[order]
-        for order, actor in list(self._moving.items()):
-            if actor in stopped:
-                del self._moving[order]
+                self._settle(running)
+                self._stop(running)
+        self.moving = {order: moving for order, moving in self.moving.items() if moving.actor not in stopped}
+        self._pausing = {order: actor for order, actor in self._pausing.items() if actor not in stopped}
 
     def _is_pinned(self, actor: _Actor, node: NodeId) -> bool:
         """Where it is, or where it is about to move."""
         pipeline = actor.arrival.pipeline.id
-        if actor.placement is None or pipeline not in self._scheduler.ledger:
+        if actor.placement is None or pipeline not in self.scheduler.ledger:
             return False
-        return node in actor.placement.nodes or node in self._scheduler.ledger.placement(pipeline).nodes
+        return node in actor.placement.nodes or node in self.scheduler.ledger.placement(pipeline).nodes
 
     # ------------------------------------------------------------------ from actions to the world
 
     def _run_stage(self, action: RunStage) -> None:
-        actor = self._actors[action.pipeline]
+        actor = self.actors[action.pipeline]
+        now_s = self._now_s
         if not actor.has_started:
             actor.has_started = True
-            self._collector.start(action.pipeline, self._now_s)
-        is_rollout = action.stage is Stage.GENERATE
-        left_s = None
-        if actor.left_s:
-            left_s = actor.left_s.pop(action.devices[0] if is_rollout else action.stage, None)
-        if left_s is None:
-            left_s = self._fresh_work(actor, action, is_rollout)
+            self._collector.start(action.pipeline, now_s)
         switch_s = 0.0
         if action.switch is not Switch.NONE:
             switch_s = actor.arrival.switch.seconds(PHASE_BY_STAGE[action.stage], is_warm=action.switch is Switch.WARM)
-        now_s = self._now_s
-        running = _Running(action.order, actor, action, now_s, switch_s, left_s, now_s + switch_s, action.level or 1.0)
-        self._running[action.order] = running
-        self._schedule_end(running)
+        stored = actor.stored.pop(_place_of(action), None) if actor.stored else None
+        if stored is None:
+            work = self._fresh_work(actor, action)
+        else:
+            work, since_s = stored
+            work.advance(now_s + switch_s - since_s, 0.0)
+        running = _Running(action, actor, work, now_s, switch_s, now_s + switch_s, action.level or 1.0)
+        self.running[action.order] = running
+        self._repace(self._pace.begins(running))
 
-    def _fresh_work(self, actor: _Actor, action: RunStage, is_rollout: bool) -> list[float]:
-        if is_rollout:
+    def _fresh_work(self, actor: _Actor, action: RunStage) -> Remaining:
+        stage = action.stage
+        if stage is Stage.GENERATE:
             return self._fresh_share(actor, action.pipeline, action.step, action.devices[0])
-        assert actor.world is not None
-        seconds = actor.world.seconds(action.stage, action.step)
-        return [seconds * actor.train_scale if action.devices else seconds]
+        seconds = actor.world.stage_s(stage, action.step, len(action.devices))
+        if action.devices:
+            seconds *= actor.train_scale
+        return SoloSeconds(seconds, KIND_BY_STAGE.get(stage, "update"))
 
-    def _fresh_share(self, actor: _Actor, pipeline: PipelineId, step: int, device: DeviceId) -> list[float]:
-        """One device's share of a rollout: seconds of each of its trajectories, or one number."""
-        assert actor.world is not None
-        seconds = actor.world.seconds(Stage.GENERATE, step)
-        fractions = actor.arrival.finish_fractions
-        if not fractions:
-            return [seconds]
-        devices = self._scheduler.state.runs[pipeline].rollout_devices
-        mine = fractions[devices.index(device) :: len(devices)]
-        return [seconds * fraction for fraction in mine] or [0.0]
-
-    def _schedule_end(self, running: _Running) -> None:
-        """When the next thing about it happens: a trajectory's end if somebody listens, else the last
-        one's."""
-        left_s = running.left_s[0] if self._policy.reacts_to_progress else running.left_s[-1]
-        running.sequence = self._schedule(running.since_s + left_s / running.level, WORK_ENDS, running)
-
-    def _settle(self, running: _Running) -> None:
-        """Book the computing done since the last change."""
-        done_s = max(0.0, (self._now_s - running.since_s) * running.level)
-        running.left_s = [max(0.0, left_s - done_s) for left_s in running.left_s]
-        running.since_s = max(running.since_s, self._now_s)
+    def _fresh_share(self, actor: _Actor, pipeline: PipelineId, step: int, device: DeviceId) -> Remaining:
+        devices = self.scheduler.state.runs[pipeline].rollout_devices
+        return actor.world.share(step, devices.index(device), len(devices))
 
     def _pause(self, action: Pause) -> None:
-        running = self._running[action.order]
+        running = self.running[action.order]
         self._settle(running)
-        running.sequence = -1
-        stage, devices = running.action.stage, running.action.devices
-        left_s = [left for left in running.left_s if left > 0.0]
-        running.actor.left_s[devices[0] if stage is Stage.GENERATE else stage] = left_s or [0.0]
-        self._count(running, self._now_s)
-        seconds = max(0.0, self._now_s - running.began_s - running.switch_s)
-        paused = StagePaused(time_s=self._now_s, order=action.order, seconds=seconds, switch_s=running.switch_s)
+        self._stop(running)
+        running.actor.stored[_place_of(running.action)] = (running.work, self._now_s)
+        self._pausing[action.order] = running.actor
+        paused = StagePaused(
+            time_s=self._now_s,
+            order=action.order,
+            seconds=self._computed_s(running),
+            switch_s=running.switch_s,
+        )
         self._schedule(self._now_s, WORK_ENDS, paused)
 
     def _migrate(self, action: Migrate) -> None:
-        actor = self._actors[action.pipeline]
-        moved = actor.left_s.pop(action.source, None)
-        delay_s = actor.arrival.migration_s
-        if moved is None:  # not begun: nothing to compute again
-            moved, delay_s = self._fresh_share(actor, action.pipeline, action.step, action.source), 0.0
-        moved = [left_s + delay_s for left_s in moved]
-        target = next(
-            (
-                running
-                for running in self._running.values()
-                if running.actor is actor and running.action.devices == (action.target,)
-                and running.action.stage is Stage.GENERATE
-            ),
-            None,
-        )  # fmt: skip
-        if target is not None:
-            self._settle(target)
-            target.left_s = sorted([*target.left_s, *moved])
-            self._schedule_end(target)
+        actor = self.actors[action.pipeline]
+        stored = actor.stored.pop(action.source, None)
+        if stored is None:  # not begun: there is no context to move or to compute again
+            moved = self._fresh_share(actor, action.pipeline, action.step, action.source).take()
+            on_the_way_s = cost_s = 0.0
         else:
-            actor.left_s[action.target] = sorted([*actor.left_s.get(action.target, []), *moved])
+            stored[0].advance(self._now_s - stored[1], 0.0)
+            moved = stored[0].take()
+            on_the_way_s, cost_s = actor.world.moving_s(moved, copies_kv=action.copies_kv)
+        self.moving[action.order] = _Moving(action, actor, moved, cost_s)
         self._collector.num_migrations += 1
-        self._moving[action.order] = actor
-        done = TrajectoriesMoved(time_s=self._now_s, order=action.order, num_trajectories=len(moved), seconds=delay_s)
-        self._schedule(self._now_s, WORK_ENDS, done)
+        done = TrajectoriesMoved(
+            time_s=self._now_s + on_the_way_s,
+            order=action.order,
+            num_trajectories=len(moved),
+            seconds=on_the_way_s + cost_s,
+        )
+        self._schedule(done.time_s, WORK_ENDS, done)
+
+    def _arrive(self, moving: _Moving) -> None:
+        """What was moved goes to whoever decodes on the target, or waits there."""
+        action, actor = moving.action, moving.actor
+        for running in self.running.values():
+            if running.actor is actor and running.devices == (action.target,) and _is_share(running):
+                self._settle(running)
+                running.work.give(moving.trajectories, moving.cost_s)
+                self._repace(self._pace.changes(running))
+                return
+        stored = actor.stored.get(action.target)
+        if stored is None:
+            work = self._fresh_share(actor, action.pipeline, action.step, action.target)
+            if self.scheduler.state.runs[action.pipeline].open_shares.get(action.target) is None:
+                work.take()  # its own have ended
+        else:
+            work = stored[0]
+            work.advance(self._now_s - stored[1], 0.0)
+        work.give(moving.trajectories, moving.cost_s)
+        actor.stored[action.target] = (work, self._now_s)
 
     def _set_level(self, action: SetLevel) -> None:
-        running = self._running[action.order]
+        running = self.running[action.order]
         self._settle(running)
         running.level = action.level
-        self._schedule_end(running)
+        self._repace(self._pace.changes(running))
 
     def _set_timer(self, action: SetTimer) -> None:
         self._schedule(action.at_s, TIMER, TimerFired(time_s=action.at_s))
 
     def _admit(self, action: Admit | Replace) -> None:
-        actor = self._actors[action.pipeline]
+        actor = self.actors[action.pipeline]
         actor.placement = placement = action.placement
         arrival = actor.arrival
         is_colocated = set(placement.train_nodes) <= set(placement.rollout_nodes)
@@ -422,11 +466,11 @@ class _Simulation:
 
     def _release(self, action: Release) -> None:
         self._collector.release(action.pipeline, self._now_s)
-        self._over(self._actors[action.pipeline])
+        self._over(self.actors[action.pipeline])
 
     def _refuse(self, action: Refuse) -> None:
         self._collector.refuse(action.pipeline, action.reason)
-        self._over(self._actors[action.pipeline])
+        self._over(self.actors[action.pipeline])
 
     def _note_wait(self, action: Wait) -> None:
         self._collector.num_waits += 1
@@ -435,25 +479,53 @@ class _Simulation:
         actor.is_over = True
         self._num_over += 1
 
-    def _count(self, running: _Running, end_s: float) -> None:
-        """Book the device time of an order that ends now."""
+    # ------------------------------------------------------------------ orders go on
+
+    def _settle(self, running: _Running) -> None:
+        """Move it on to now at the pace it had."""
+        elapsed_s = self._now_s - running.since_s
+        if elapsed_s > 0.0:
+            running.busy_s += running.work.advance(elapsed_s, running.pace) * running.level
+            running.since_s = self._now_s
+
+    def _repace(self, orders: Sequence[_Running]) -> None:
+        """Take their paces anew, and thereby when they are next to be looked at."""
+        for running in orders:
+            self._settle(running)
+            pace = running.pace = self._pace.of(running)
+            work = running.work
+            next_s = work.until_news(pace) if self._wants_news else work.until_over(pace)
+            running.sequence = self._schedule(running.since_s + next_s, WORK_ENDS, running)
+
+    def _stop(self, running: _Running) -> None:
+        """It computes no more: book its device time, let others take its place."""
         action = running.action
+        del self.running[action.order]
+        running.sequence = -1
+        self._repace(self._pace.ends(running))
         devices = action.devices
         if not devices:
             return
-        self._collector.compute(devices, end_s - running.began_s)
+        switch_s = min(running.switch_s, self._now_s - running.began_s)
+        self._collector.compute(devices, running.busy_s + switch_s)
         if running.began_s < self._spans_until_s:
-            self._collector.spans.append(_span(running, devices, end_s))
+            self._collector.spans.append(
+                Span(
+                    pipeline=action.pipeline,
+                    devices=devices,
+                    stage=action.stage,
+                    step=action.step,
+                    begin_s=running.began_s,
+                    end_s=self._now_s,
+                    switch_s=switch_s,
+                )
+            )
 
 
-def _span(running: _Running, devices: tuple[DeviceId, ...], end_s: float) -> Span:
-    action = running.action
-    return Span(
-        pipeline=action.pipeline,
-        devices=devices,
-        stage=action.stage,
-        step=action.step,
-        begin_s=running.began_s,
-        end_s=end_s,
-        switch_s=min(running.switch_s, end_s - running.began_s),
-    )
+def _is_share(running: _Running) -> bool:
+    return running.action.stage is Stage.GENERATE
+
+
+def _place_of(action: RunStage) -> DeviceId | Stage:
+    """Under which its work is kept while nobody runs it."""
+    return action.devices[0] if action.stage is Stage.GENERATE else action.stage

@@ -20,7 +20,6 @@ from rlmux.core.policies import POLICIES, Policy
 from rlmux.sim.arrivals import Workload
 from rlmux.sim.metrics import SimResult
 from rlmux.sim.simulator import simulate
-from rlmux.sim.substage_simulator import has_sub_stages, simulate_sub_stages
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -59,8 +58,6 @@ def run_task(task: Task) -> SimResult:
     policy = task.policy
     if isinstance(policy, str):
         policy = make_policy(policy, seed=task.workload.seed)
-    if has_sub_stages(task.workload):
-        return simulate_sub_stages(task.workload, policy, spans_until_s=task.spans_until_s)
     return simulate(task.workload, policy, spans_until_s=task.spans_until_s)
 
 

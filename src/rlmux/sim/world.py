@@ -14,14 +14,22 @@ one factor scales rollout and training of a step together.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import NormalDist
-from typing import Protocol
+from typing import Any, Protocol
 
 from rlmux.core.model import PHASE_BY_STAGE, Phase, PhaseSeconds, Stage
 from rlmux.sim import tables
+from rlmux.sim.remaining import ROLLOUT_KIND, Remaining, SoloSeconds, TrajectorySeconds
 
+KIND_BY_STAGE = {
+    Stage.REFERENCE_LOGPROBS: "reference",
+    Stage.OLD_LOGPROBS: "old_log_probs",
+    Stage.UPDATE: "update",
+    Stage.PUBLISH: "publish",
+}
+"""What cost models and interference tables call the stages of training."""
 _NORMAL = NormalDist()
 _MASK = (1 << 64) - 1
 
@@ -90,6 +98,32 @@ class TrueSeconds:
 
     by_stage: Mapping[Stage, float]
     variation: Variation = STEADY
+    finish_fractions: tuple[float, ...] = ()
+    """When each trajectory of a rollout ends, as a share of its rollout's seconds; dealt to the devices in turn.
+    Empty: every device's share takes the rollout's seconds, and nothing is known of its inside."""
+    move_s: float = 0.0
+    """What a moved trajectory loses: its context is computed again."""
+
+    @property
+    def gpu(self) -> str | None:
+        """The device whose interference is known; None: whoever shares a device is as fast as its level."""
+        return None
+
+    def share(self, step: int, index: int, num_devices: int) -> Remaining:
+        """One device's part of a rollout, the `index`-th of so many, not begun yet."""
+        seconds = self.seconds(Stage.GENERATE, step)
+        if not self.finish_fractions:
+            return SoloSeconds(seconds, ROLLOUT_KIND)
+        mine = self.finish_fractions[index::num_devices]
+        return TrajectorySeconds([seconds * fraction for fraction in mine])
+
+    def stage_s(self, stage: Stage, step: int, num_devices: int) -> float:
+        """Any other stage, on so many devices."""
+        return self.seconds(stage, step)
+
+    def moving_s(self, moved: Sequence[Any], *, copies_kv: bool) -> tuple[float, float]:
+        """Seconds that unfinished trajectories are on their way, then solo seconds on the target until they go on."""
+        return 0.0, self.move_s
 
     def seconds(self, stage: Stage, step: int) -> float:
         base = self.by_stage.get(stage, 0.0)
