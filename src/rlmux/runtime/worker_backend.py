@@ -623,7 +623,8 @@ class WorkerBackend:
                     seconds=run.seconds,
                 )
             )
-            if report.num_active + report.num_waiting or _has_input(share):
+            has_free_slot = report.num_parked < workers.plan.rollout.num_slots  # else nobody can begin meanwhile
+            if report.num_active or (report.num_waiting and has_free_slot) or _has_input(share):
                 self._next_chunk(workers, run)
 
     def _turns_answered(
