@@ -6,7 +6,8 @@
 Arrivals and lengths are drawn from a seed. The run's own stage times, mean of each pipeline's steps, are what the
 simulator gets as estimates: the comparison is of the scheduling, not of a guess at how fast the machine is.
 
-    longest_gap_s     between two published steps of a running pipeline, or its admission and its first: a stall
+    longest_gap_s     between two published steps of a running pipeline, or its admission and its first
+    num_stalls        gaps longer than one round, the mean steps of all pipelines that run meanwhile, and 2 s more
     longest_wait_s    from a pipeline's submission to its admission
 """
 
@@ -33,6 +34,8 @@ from rlmux.sim import api
 from rlmux.spec.load import Purpose, load_spec
 
 POLICY = "rollmux"
+STALL_S = 2.0
+"""What a start may take beside a round."""
 
 
 def spec_of(num_pipelines: int, window_s: float, seed: int) -> dict[str, Any]:
@@ -68,6 +71,20 @@ def train(file: Path, folder: Path) -> None:
     run_pipelines(spec.cluster, submissions, POLICIES[POLICY](), folder, spec={})
 
 
+def stalls(gaps: list[tuple[float, float]], pipelines: list[dict[str, Any]], timeline: Any) -> tuple[float, int]:
+    """(the longest gap, how many are stalls), as the module says."""
+    lives = [
+        (record.admitted_s, record.ended_s, one["estimate"]["rollout_s"] + one["estimate"]["train_s"])
+        for one in pipelines
+        for record in [timeline.pipelines[one["name"]]]
+    ]
+    num_stalls = 0
+    for begin_s, end_s in gaps:
+        round_s = sum(step_s for admitted_s, ended_s, step_s in lives if admitted_s < end_s and begin_s < ended_s)
+        num_stalls += end_s - begin_s > round_s + STALL_S
+    return max(end_s - begin_s for begin_s, end_s in gaps), num_stalls
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pipelines", type=int, default=50)
@@ -81,12 +98,13 @@ def main() -> None:
         file.write_text(yaml.safe_dump(spec))
         train(file, folder)
         timeline = read_timeline(folder)
-        gaps, waits, completions = [], [], []
+        gaps: list[tuple[float, float]] = []
+        waits, completions = [], []
         for one in spec["pipelines"]:
             record = timeline.pipelines[one["name"]]
             assert record.status == "finished", f"{one['name']}: {record.status}: {record.reason}"
             moments = [record.admitted_s or 0.0, *sorted(record.published.values())]
-            gaps.append(max(later - earlier for earlier, later in pairwise(moments)))
+            gaps += pairwise(moments)
             waits.append((record.admitted_s or 0.0) - record.submitted_s)
             completions.append((record.ended_s or 0.0) - record.submitted_s)
             seconds = {Stage.GENERATE: 0.0, Stage.UPDATE: 0.0}
@@ -102,6 +120,7 @@ def main() -> None:
         predicted = api.simulate(
             inputs.workload_of(load_spec(file, purpose=Purpose.PLAN)), policies=[POLICY]
         )["policies"][POLICY]
+    longest_s, num_stalls = stalls(gaps, spec["pipelines"], timeline)
     num_steps = sum(one["steps"] for one in spec["pipelines"])
     first_s = spec["pipelines"][0]["submit_at_s"]
     makespan_s = timeline.end_s - first_s
@@ -114,7 +133,8 @@ def main() -> None:
         "steps_per_s": num_steps / makespan_s,
         "throughput_over_predicted": predicted["makespan_s"] / makespan_s,
         "median_completion_s": statistics.median(completions),
-        "longest_gap_s": max(gaps),
+        "longest_gap_s": longest_s,
+        "num_stalls": num_stalls,
         "longest_wait_s": max(waits),
     }
     if arguments.json:

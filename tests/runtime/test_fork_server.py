@@ -22,6 +22,31 @@ if __name__ == "__main__":
 """
 
 
+UNGUARDED = """
+from pathlib import Path
+from rlmux.runtime.processes import WorkerProcess, warm_up
+
+with Path("runs").open("a") as runs:
+    runs.write("again ")
+warm_up()
+workers = [WorkerProcess("w", __import__, ("os",), cores=(), log_path=Path("log"), call_limit_s=60.0) for _ in range(2)]
+for worker in workers:
+    said = []
+    worker.call(0.0, "getpid", (), said.append)
+    worker.receive(0.0)
+    assert said == [worker.pid]
+    worker.end()
+"""
+
+
+def test_workers_do_not_run_the_script_that_starts_them_again(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(UNGUARDED)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "runs").read_text() == "again "
+
+
 def test_a_server_that_somebody_else_started_is_replaced_once(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)

@@ -24,11 +24,12 @@ import struct
 import sys
 import traceback
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from types import ModuleType
 from typing import Any, NamedTuple
 
 from rlmux.core.errors import PipelineError, RlmuxError, WorkerLostError
@@ -167,8 +168,21 @@ class WorkerProcess:
 
 def _started(name: str, work: tuple[Any, ...]) -> BaseProcess:
     process = _FORKSERVER.Process(target=_serve, args=work, name=name, daemon=True)
-    process.start()
+    with _hidden_main():
+        process.start()
     return process
+
+
+@contextlib.contextmanager
+def _hidden_main() -> Iterator[None]:
+    """A child runs its parent's script once more before anything else, which takes as long as its imports: ours need
+    nothing of it."""
+    script = sys.modules["__main__"]
+    sys.modules["__main__"] = ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = script
 
 
 def _serve(
