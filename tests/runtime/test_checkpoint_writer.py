@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from rlmux.core.errors import StorageError
-from rlmux.runtime.checkpoints import CheckpointWriter
+from rlmux.runtime.checkpoints import CheckpointWriter, prune
 
 
 def writes_at(signal: threading.Event, made: list[Path]):
@@ -60,3 +60,14 @@ def test_what_writing_raises_is_raised_by_the_next_call_once(tmp_path, ask):
         writer.begin(tmp_path / "step_2", lambda: fail) if ask == "begin" else getattr(writer, ask)()
     writer.wait()
     assert writer.written() == []
+
+
+def test_pruning_keeps_the_newest_and_never_the_last_one(tmp_path):
+    for step in (2, 9, 10, 11):
+        (tmp_path / f"step_{step}").mkdir()
+        (tmp_path / f"step_{step}" / "state.json").touch()
+    (tmp_path / "latest").touch()
+    prune(tmp_path, 2)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_10", "step_11"]
+    prune(tmp_path, 0)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_11"]

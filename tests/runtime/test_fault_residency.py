@@ -10,6 +10,7 @@ from rlmux.core.actions import RunStage
 from rlmux.core.errors import RefusedError
 from rlmux.core.model import Cluster, Footprint
 from rlmux.core.policies import POLICIES
+from rlmux.runtime.memory import with_footprint
 from rlmux.runtime.run import run_pipelines
 
 MEGABYTE = 1e6
@@ -26,13 +27,32 @@ def pair(real):
     return [replace(one, pipeline=replace(one.pipeline, footprint=footprint)) for one in pair]
 
 
-def with_memory(cluster: Cluster, device_bytes: float, host_bytes: float) -> Cluster:
+def with_memory(
+    cluster: Cluster, device_bytes: float, host_bytes: float, *, spills_to_disk: bool = False
+) -> Cluster:
     return Cluster(
         pools={
-            name: replace(pool, device_memory_bytes=device_bytes, host_memory_bytes=host_bytes)
+            name: replace(
+                pool,
+                device_memory_bytes=device_bytes,
+                host_memory_bytes=host_bytes,
+                spills_to_disk=spills_to_disk,
+            )
             for name, pool in cluster.pools.items()
         }
     )
+
+
+def with_processes(submissions, process_bytes: float):
+    """Each process counts that much beside its state."""
+    for one in submissions:
+        footprint = one.pipeline.footprint
+        footprint = replace(
+            footprint,
+            rollout_host_bytes=footprint.rollout_device_bytes + process_bytes,
+            train_host_bytes=footprint.train_device_bytes + process_bytes,
+        )
+        yield replace(one, pipeline=replace(one.pipeline, footprint=footprint))
 
 
 def test_pipelines_that_evict_each_other_train_to_the_same_weights(real, pair, tmp_path):
@@ -46,6 +66,18 @@ def test_pipelines_that_evict_each_other_train_to_the_same_weights(real, pair, t
     assert len(evicted["tight"]) > 6
     assert set(tight.status.values()) == {"finished"}
     assert tight.sha256 == roomy.sha256
+
+
+def test_states_that_find_no_host_memory_go_to_disk_and_come_back_exactly(real, pair, tmp_path):
+    """Of each phase, three processes and one state fit; devices hold one or two."""
+    roomy = real.run(tmp_path / "roomy", pair, on=with_memory(real.cluster(), 100 * MEGABYTE, 1e12))
+    tight = with_memory(real.cluster(), 15 * MEGABYTE, 12 * MEGABYTE, spills_to_disk=True)
+    run = real.run(tmp_path / "run", [with_footprint(one, tight) for one in with_processes(pair, MEGABYTE)], on=tight)
+    spilled = {note.fields["worker"].partition("-")[0] for note in run.recorder.notes if note.type == "spill"}
+    assert {worker.partition("/")[2] for worker in spilled} == {"rollout", "train"}
+    assert set(run.status.values()) == {"finished"}
+    assert run.sha256 == roomy.sha256
+    assert not list((tmp_path / "run").glob("*/spilled-*"))
 
 
 def test_what_cannot_fit_is_refused_with_the_numbers_before_anything_starts(real, pair, tmp_path):

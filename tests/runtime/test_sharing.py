@@ -20,8 +20,8 @@ HELPFUL = SharingTable.of(
 def submissions(real):
     """The policy gives each of them both devices."""
     return [
-        with_footprint(real.submission("first", num_steps=3)),
-        with_footprint(real.submission("second", num_steps=3, task="reverse", seed=2)),
+        with_footprint(real.submission("first", num_steps=3), real.cluster()),
+        with_footprint(real.submission("second", num_steps=3, task="reverse", seed=2), real.cluster()),
     ]
 
 

@@ -117,6 +117,8 @@ class Pool:
     host_memory_bytes: float = math.inf
     """Of one node: what all pipelines pinned to it may keep resident together."""
     device_memory_bytes: float = math.inf
+    spills_to_disk: bool = False
+    """A state that is off its device goes to disk where host memory is full; so only processes need to fit there."""
 
     @property
     def usd_per_node_hour(self) -> float:

@@ -46,7 +46,7 @@ class RolloutEngine(Protocol):
     def load(self) -> None:
         """Host to device. Does nothing when already there."""
 
-    def offload(self) -> None:
+    def offload(self, *, spill_to: Path | None = None) -> None:
         """Device to host: weights move, KV of unfinished trajectories too."""
 
     def resident_bytes(self) -> int:
@@ -76,6 +76,6 @@ class TrainEngine(Protocol):
 
     def load(self) -> None: ...
 
-    def offload(self) -> None: ...
+    def offload(self, *, spill_to: Path | None = None) -> None: ...
 
     def resident_bytes(self) -> int: ...

@@ -33,7 +33,7 @@ from torch import Tensor
 from rlmux.core.errors import IllegalTransitionError, PipelineError, UserError
 from rlmux.engines.batch_probe import PREFILL_BUCKET, BatchProbe, pad_rows
 from rlmux.engines.model_io import build_model
-from rlmux.engines.residency import give_back, host_copy
+from rlmux.engines.residency import Offloaded, give_back
 from rlmux.engines.sampling import trajectory_uniforms
 from rlmux.engines.slots import MAX_STOP_TOKENS, SlotBuffers, SlotRow
 from rlmux.engines.transformer import (
@@ -155,8 +155,10 @@ class SlotRolloutEngine:
         self._slots: list[_Live | None] = [None] * rollout.num_slots
         self._overdue: list[FinishedTurn] = []
         """Turns that ended without a decode step, for the next report."""
-        self._host_copies: list[Tensor] | None = None
+        self._offloaded: Offloaded | None = None
         """Weights and tables while offloaded; None while loaded."""
+        self._spilled_kv: list[_Live] = []
+        """Whose KV lies behind them in what was spilled."""
         self._bands: dict[tuple[str, int], tuple[int, float]] = {}
 
     @property
@@ -218,7 +220,7 @@ class SlotRolloutEngine:
     @torch.inference_mode()
     def run_chunk(self, *, max_decode_steps: int, max_seconds: float, stop_active: int = 0) -> ChunkReport:
         """At least one step is made where one can be, however small `max_seconds` is."""
-        if self._host_copies is not None:
+        if self._offloaded is not None:
             raise IllegalTransitionError("an offloaded rollout engine was asked to run")
         start = time.perf_counter()
         deadline = start + max_seconds
@@ -452,6 +454,7 @@ class SlotRolloutEngine:
 
     @torch.inference_mode()
     def take_partials(self, ids: Sequence[TrajectoryId] | None, *, with_kv: bool) -> list[PartialTrajectory]:
+        self._recall()
         for trajectory_id in ids or ():
             if trajectory_id not in self._live:
                 raise IllegalTransitionError(f"{trajectory_id} was to be taken but is not here")
@@ -491,20 +494,22 @@ class SlotRolloutEngine:
         for live in begun:
             if live.slot is not None:
                 self._sync(live)
-        if self._host_copies is None:
+        if self._offloaded is None:
             self._weights.refresh(tensors)
         else:
             fresh = DecoderWeights(self._weights.shape, torch.device("cpu"))
             fresh.refresh(tensors)
-            self._host_copies[0].copy_(fresh.flat)
+            self._recall()
+            next(iter(self._offloaded)).copy_(fresh.flat)
         self.version = version
         for live in self._live.values():
             if live.is_prefilled_here:
                 live.kv, live.is_prefilled_here = None, False
 
     @torch.inference_mode()
-    def offload(self) -> None:
-        if self._host_copies is not None:
+    def offload(self, *, spill_to: Path | None = None) -> None:
+        """Trajectories under way go along."""
+        if self._offloaded is not None:
             return
         seated = [live for live in self._slots if live is not None]
         for live in self._waiting:
@@ -513,7 +518,11 @@ class SlotRolloutEngine:
         for live in seated:
             self._evict(live, with_kv=True)
         self._waiting.extendleft(live for live in reversed(seated) if not live.is_parked)
-        self._host_copies = [host_copy(tensor) for tensor in self._kept_tensors()]
+        self._spilled_kv = [live for live in self._live.values() if live.kv is not None] if spill_to else []
+        kv = [live.kv for live in self._spilled_kv if live.kv is not None]
+        self._offloaded = Offloaded([*self._kept_tensors(), *kv], spill_to=spill_to)
+        for live in self._spilled_kv:
+            live.kv = None
         self._plans.clear()
         for tensor in self._device_tensors():
             tensor.untyped_storage().resize_(0)
@@ -521,15 +530,28 @@ class SlotRolloutEngine:
 
     @torch.inference_mode()
     def load(self) -> None:
-        if self._host_copies is None:
+        if self._offloaded is None:
             return
         for tensor in self._device_tensors():
             tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
             tensor.zero_()
-        for tensor, copy in zip(self._kept_tensors(), self._host_copies, strict=True):
-            tensor.copy_(copy)
-        self._host_copies = None
+        copies = iter(self._offloaded)
+        for tensor in self._kept_tensors():
+            tensor.copy_(next(copies))
+        for live in self._spilled_kv:
+            live.kv = next(copies)
+        self._offloaded, self._spilled_kv = None, []
         self._buffers.reset()
+
+    def _recall(self) -> None:
+        """From disk to host memory: whoever looks at trajectories under way finds them there."""
+        if self._offloaded is None or not self._offloaded.is_on_disk:
+            return
+        self._offloaded.recall()
+        kv = list(self._offloaded)[len(self._kept_tensors()) :]
+        for live, copy in zip(self._spilled_kv, kv, strict=True):
+            live.kv = copy
+        self._spilled_kv = []
 
     def resident_bytes(self) -> int:
         tensors = self._device_tensors() + [live.kv for live in self._waiting if live.is_prefilled_here]

@@ -31,7 +31,7 @@ from rlmux.engines.checkpoint import read_checkpoint
 from rlmux.engines.flat_parameters import FlatParameters
 from rlmux.engines.micro_batches import MicroBatch, TrainingSequence, cut, token_logprobs
 from rlmux.engines.model_io import build_model
-from rlmux.engines.residency import give_back, host_copy
+from rlmux.engines.residency import Offloaded, give_back
 from rlmux.engines.snapshot import TrainSnapshot
 from rlmux.engines.tree_sum import TreeSum
 from rlmux.engines.weights import own_copies, read_tensors, weights_sha256, write_tensors
@@ -99,7 +99,7 @@ class TorchTrainEngine:
         self._warm_start_updates = 0
         self._warm_start: _Work | None = None
         self._step: _Step | None = None
-        self._host_copies: list[Tensor] | None = None
+        self._offloaded: Offloaded | None = None
         self._sha256: tuple[tuple[int, int], str] | None = None
         """Of the weights that so many updates left: wanted by whoever publishes them and by whoever keeps them."""
         self._file_by_name: dict[str, bytes] = {}
@@ -227,21 +227,21 @@ class TorchTrainEngine:
         self._restore_reference(folder / "reference.safetensors")
 
     def load(self) -> None:
-        """Host to device. Does nothing when already there."""
-        if self._host_copies is None:
+        """Back to the device. Does nothing when already there."""
+        if self._offloaded is None:
             return
         scratch = self._flat.gradients
         scratch.untyped_storage().resize_(scratch.numel() * scratch.element_size())
-        for tensor, copy in zip(self._device_tensors(), self._host_copies, strict=True):
+        for tensor, copy in zip(self._device_tensors(), self._offloaded, strict=True):
             tensor.untyped_storage().resize_(copy.numel() * copy.element_size())
             tensor.copy_(copy)
-        self._host_copies = None
+        self._offloaded = None
 
-    def offload(self) -> None:
-        """Device to host: the device storage is given back, a stage under way included."""
-        if self._host_copies is not None:
+    def offload(self, *, spill_to: Path | None = None) -> None:
+        """Device to host, or to disk under this name: the device storage is given back, a stage under way included."""
+        if self._offloaded is not None:
             return
-        self._host_copies = [host_copy(tensor) for tensor in self._device_tensors()]
+        self._offloaded = Offloaded(self._device_tensors(), spill_to=spill_to)
         for tensor in [*self._device_tensors(), self._flat.gradients]:
             tensor.untyped_storage().resize_(0)
         give_back(self._device)
@@ -457,7 +457,7 @@ class TorchTrainEngine:
         return [*tensors, *self._gradient_sum.tensors]
 
     def _require_resident(self) -> None:
-        if self._host_copies is not None:
+        if self._offloaded is not None:
             raise IllegalTransitionError(f"pipeline {self._plan.name}: the train engine is offloaded")
 
     def _small_files(self) -> Mapping[str, bytes]:

@@ -24,7 +24,7 @@ from rlmux.engines.files import sync_path
 from rlmux.runtime.backend import Submission
 
 _NAME = re.compile(r"step_(\d+)")
-_ASIDE = re.compile(r"step_\d+\.(tmp|old)-\d+|\.latest\.tmp.*")
+_ASIDE = re.compile(r"step_\d+\.(tmp|old)-\d+|\.latest\.tmp.*|spilled-.*")
 
 
 class Checkpoint(NamedTuple):
@@ -36,20 +36,18 @@ class Checkpoint(NamedTuple):
 
 
 class CheckpointFolder:
-    """The checkpoints of one pipeline; keeps the newest `keep` of them."""
+    """The checkpoints of one pipeline."""
 
     def __init__(
         self,
         folder: Path,
         *,
-        keep: int,
         staleness: int = 0,
         first_version: int = 0,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         """`first_version`: the oldest that training publishes; what comes before it is made without a checkpoint."""
         self._folder = folder
-        self._keep = max(1, keep)
         self._staleness = staleness
         self._first_version = first_version
         self._say = say
@@ -84,11 +82,6 @@ class CheckpointFolder:
             if _ASIDE.fullmatch(path.name):
                 shutil.rmtree(path) if path.is_dir() else path.unlink()
 
-    def prune(self) -> None:
-        """Remove the oldest, never the newest `keep`."""
-        for step in self._steps()[: -self._keep]:
-            shutil.rmtree(self.path(step), ignore_errors=True)
-
     def _read(self, step: int) -> Checkpoint | None:
         try:
             state = read_checkpoint(self.path(step))
@@ -98,21 +91,18 @@ class CheckpointFolder:
         return Checkpoint(step, self.path(step), state.get("weights_sha256"))
 
     def _steps(self) -> list[int]:
-        names = (_NAME.fullmatch(path.name) for path in self._folder.iterdir()) if self._folder.is_dir() else ()
-        return sorted(int(match[1]) for match in names if match)
+        return _steps_in(self._folder)
 
 
 def checkpoint_folder(
     submission: Submission,
     run_folder: Path,
     *,
-    keep: int = 1,
     say: Callable[[str], None] = lambda _: None,
 ) -> CheckpointFolder:
     """The checkpoints of a pipeline of a run."""
     return CheckpointFolder(
         run_folder / submission.plan.name,
-        keep=keep,
         staleness=submission.pipeline.staleness,
         first_version=0 if submission.pipeline.has_warm_start else 1,
         say=say,
@@ -128,6 +118,19 @@ def mark_latest(checkpoint: Path) -> None:
     sync_path(checkpoint.parent)
 
 
+def prune(folder: Path, keep: int) -> None:
+    """Remove the oldest checkpoints of a pipeline, never the newest `keep`. None is ever seen half removed."""
+    for step in _steps_in(folder)[: -max(1, keep)]:
+        aside = folder / f"step_{step}.old-{os.getpid()}"
+        (folder / f"step_{step}").rename(aside)
+        shutil.rmtree(aside, ignore_errors=True)
+
+
+def _steps_in(folder: Path) -> list[int]:
+    names = (_NAME.fullmatch(path.name) for path in folder.iterdir()) if folder.is_dir() else ()
+    return sorted(int(match[1]) for match in names if match)
+
+
 class Written(NamedTuple):
     """A checkpoint that would survive a power cut."""
 
@@ -141,7 +144,7 @@ class Written(NamedTuple):
 class CheckpointWriter:
     """Writes checkpoints beside other work, one at a time.
 
-        begin ─▶ in a thread: write, fsync, rename, `latest` ─▶ written() tells of it, once
+        begin ─▶ in a thread: write, fsync, rename, `latest`, prune ─▶ written() tells of it, once
                     └─ a failure is raised by whichever call comes next
 
     A process that leaves by itself waits for the one that is being written.

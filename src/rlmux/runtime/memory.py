@@ -2,18 +2,24 @@
 
 A device of this machine is a CPU core with its share of the memory: the total over the number of devices, unless the
 file gives the pool's own figures.
+
+    host memory of a node  ≥  processes pinned there  +  states off their devices
+                                                           └─ in a pool that spills: what does not fit goes to disk
+
+Of those that leave their device, the one that finds no room goes to disk itself. In a cycle it is wanted last, and
+those that are in host memory stay there.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import psutil
 
 from rlmux.core.errors import RefusedError
-from rlmux.core.model import Cluster, Phase
+from rlmux.core.model import Cluster, DeviceId, Footprint, NodeId, Phase
 from rlmux.rl.footprint import footprint_of
 from rlmux.runtime.backend import Submission
 
@@ -37,20 +43,34 @@ def with_machine_memory(cluster: Cluster) -> Cluster:
     )
 
 
-def with_footprint(submission: Submission) -> Submission:
-    """The submission with its footprint estimated from its plan, where the file does not give it."""
+def with_footprint(submission: Submission, cluster: Cluster) -> Submission:
+    """The submission with its footprint estimated from its plan, where the file does not give it.
+
+    In a pool that spills, a node's host memory must hold its process; its state has the disk.
+    """
+    footprint = _estimated_footprint(submission)
+    rollout, train = cluster.pool_for(Phase.ROLLOUT), cluster.pool_for(Phase.TRAIN)
+    if rollout is not None and rollout.spills_to_disk:
+        process_bytes = footprint.rollout_host_bytes - (footprint.rollout_device_bytes or 0.0)
+        footprint = replace(footprint, rollout_host_bytes=max(0.0, process_bytes))
+    if train is not None and train.spills_to_disk:
+        process_bytes = footprint.train_host_bytes - (footprint.train_device_bytes or 0.0)
+        footprint = replace(footprint, train_host_bytes=max(0.0, process_bytes))
+    return replace(submission, pipeline=replace(submission.pipeline, footprint=footprint))
+
+
+def _estimated_footprint(submission: Submission) -> Footprint:
     given = submission.pipeline.footprint
     if given.rollout_device_bytes is not None and given.train_device_bytes is not None:
-        return submission
+        return given
     estimated = footprint_of(submission.plan)
-    footprint = replace(
+    return replace(
         given,
         rollout_device_bytes=_first(given.rollout_device_bytes, estimated.rollout_device_bytes),
         train_device_bytes=_first(given.train_device_bytes, estimated.train_device_bytes),
         rollout_host_bytes=given.rollout_host_bytes or estimated.rollout_host_bytes,
         train_host_bytes=given.train_host_bytes or estimated.train_host_bytes,
     )
-    return replace(submission, pipeline=replace(submission.pipeline, footprint=footprint))
 
 
 def check_each_fits(cluster: Cluster, submissions: Sequence[Submission]) -> None:
@@ -64,17 +84,69 @@ def check_each_fits(cluster: Cluster, submissions: Sequence[Submission]) -> None
             pool = cluster.pool_for(phase)
             if pool is None:
                 continue
-            _check(submission.plan.name, phase, "device", device_bytes or 0.0, pool.device_memory_bytes)
-            _check(submission.plan.name, phase, "host", host_bytes, pool.host_memory_bytes)
+            kind = "host memory, with its state on disk" if pool.spills_to_disk else "host memory"
+            _check(submission.plan.name, phase, "device memory", device_bytes or 0.0, pool.device_memory_bytes)
+            _check(submission.plan.name, phase, kind, host_bytes, pool.host_memory_bytes)
 
 
 def _check(name: str, phase: Phase, kind: str, need: float, capacity: float) -> None:
     if need > capacity and not math.isinf(capacity):
         raise RefusedError(
-            f"pipeline {name}: its {phase} worker needs {need / 1e9:.2f} GB of {kind} memory, and a {phase} {kind} has "
-            f"{capacity / 1e9:.2f} GB; make the model, rollout.slots, rollout.max_new_tokens or "
+            f"pipeline {name}: its {phase} worker needs {need / 1e9:.3f} GB of {kind}, and there are "
+            f"{capacity / 1e9:.3f} GB; make the model, rollout.slots, rollout.max_new_tokens or "
             "algorithm.micro_batch_size smaller"
         )
+
+
+@dataclass(slots=True)
+class _Pinned:
+    """A worker on a node whose pool spills."""
+
+    node: NodeId
+    process_bytes: float
+    state_bytes: float
+    is_in_host_memory: bool = False
+    """Its state is; else it is on the device, or on disk."""
+
+
+class HostMemory:
+    """Whose state lies in the host memory of which node, where pools spill."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self._pools = {name: pool for name, pool in cluster.pools.items() if pool.spills_to_disk}
+        self._pinned: dict[str, _Pinned] = {}
+
+    def pin(self, worker: str, device: DeviceId, footprint: Footprint, phase: Phase) -> None:
+        """A worker begins on a device: its process needs memory from now on."""
+        if device.pool not in self._pools:
+            return
+        is_rollout = phase is Phase.ROLLOUT
+        process_bytes = footprint.rollout_host_bytes if is_rollout else footprint.train_host_bytes
+        state_bytes = footprint.rollout_device_bytes if is_rollout else footprint.train_device_bytes
+        self._pinned[worker] = _Pinned(device.node_id, process_bytes, state_bytes or 0.0)
+
+    def offload(self, worker: str) -> bool:
+        """Its state leaves the device. Returns whether there is room for it: else it goes to disk."""
+        pinned = self._pinned.get(worker)
+        if pinned is None:
+            return True
+        in_use = sum(
+            other.process_bytes + (other.state_bytes if other.is_in_host_memory else 0.0)
+            for other in self._pinned.values()
+            if other.node == pinned.node
+        )
+        capacity = self._pools[pinned.node.pool].host_memory_bytes
+        pinned.is_in_host_memory = in_use + pinned.state_bytes <= capacity
+        return pinned.is_in_host_memory
+
+    def load(self, worker: str) -> None:
+        """Its state goes to the device."""
+        if worker in self._pinned:
+            self._pinned[worker].is_in_host_memory = False
+
+    def leave(self, worker: str) -> None:
+        """It is over."""
+        self._pinned.pop(worker, None)
 
 
 def _first(given: float | None, estimated: float | None) -> float | None:

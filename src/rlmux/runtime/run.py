@@ -80,7 +80,7 @@ def run_pipelines(
     summary, not raised.
     """
     cluster = with_machine_memory(cluster) if backend_name == LOCAL else cluster
-    submissions = [with_footprint(submission) for submission in submissions]
+    submissions = [with_footprint(submission, cluster) for submission in submissions]
     check_each_fits(cluster, submissions)
     prepare_folder(folder, is_overwriting=is_overwriting)
     header = run_header(policy=policy.name, backend=backend_name, cluster=cluster, spec=spec)
@@ -108,7 +108,7 @@ def resume_pipelines(
     statuses = ended_pipelines(folder)
     cluster = with_machine_memory(cluster) if backend_name == LOCAL else cluster
     unfinished = [
-        _from_checkpoint(with_footprint(submission), folder)
+        _from_checkpoint(with_footprint(submission, cluster), folder)
         for submission in submissions
         if submission.pipeline.id not in statuses
     ]
@@ -204,7 +204,7 @@ def _checked(parse: ParseSubmission, cluster: Cluster) -> ParseSubmission:
     """What is submitted passes the checks of what a run begins with."""
 
     def parse_and_check(text: str, source: str) -> Sequence[Submission]:
-        submissions = [with_footprint(submission) for submission in parse(text, source)]
+        submissions = [with_footprint(submission, cluster) for submission in parse(text, source)]
         check_each_fits(cluster, submissions)
         return submissions
 

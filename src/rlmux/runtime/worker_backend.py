@@ -44,6 +44,7 @@ from rlmux.rl.config import TrainingPlan
 from rlmux.rl.types import PartialTrajectory, TrainReport, TrajectoryId, TrajectoryRequest, TurnReply
 from rlmux.runtime.backend import Note, Submission
 from rlmux.runtime.checkpoints import CheckpointFolder, Written, checkpoint_folder
+from rlmux.runtime.memory import HostMemory
 from rlmux.runtime.workers import HostWorker, RolloutChunk, RolloutChunkResult, RolloutWorker, StepBatch, TrainWorker
 
 
@@ -210,6 +211,7 @@ class WorkerBackend:
         self._events: list[Event] = []
         self._notes: list[Note] = []
         self._pipeline_by_worker: dict[int, PipelineId] = {}
+        self._host_memory = HostMemory(cluster)
         self._homeless: dict[PipelineId, _Workers] = {}
         """Lost a node and wait for another placement."""
         self._told_to_begin_anew: set[PipelineId] = set()
@@ -286,7 +288,6 @@ class WorkerBackend:
         checkpoints = checkpoint_folder(
             submission,
             self._folder,
-            keep=self._num_kept(submission),
             say=lambda text: self._notes.append(
                 Note(type="warning", fields={"pipeline": action.pipeline, "reason": text})
             ),
@@ -357,6 +358,9 @@ class WorkerBackend:
             call_limit_s=self._call_limit_s(plan, role),
         )
         self._notes.append(Note(type="worker", fields={"pipeline": plan.name, "role": role, "pid": process.pid}))
+        if device is not None:
+            footprint = self._submissions[PipelineId(plan.name)].pipeline.footprint
+            self._host_memory.pin(process.name, device, footprint, Phase.TRAIN if role == "train" else Phase.ROLLOUT)
         return process
 
     def _call_limit_s(self, plan: TrainingPlan, role: str) -> float:
@@ -500,6 +504,7 @@ class WorkerBackend:
 
     def _forget(self, process: Worker) -> None:
         del self._pipeline_by_worker[id(process)]
+        self._host_memory.leave(process.name)
         self._workplace.forget(process)
 
     @staticmethod
@@ -582,6 +587,8 @@ class WorkerBackend:
             is_load_needed=run.action.switch is not Switch.NONE and run.seconds == 0.0,
             level=run.level,
         )
+        if chunk.is_load_needed:
+            self._host_memory.load(workers.rollout[device].name)
         workers.version_by_device[device] = version
         share.to_submit, share.partials, share.replies, share.released = [], [], [], []
         run.is_calling = True
@@ -718,6 +725,8 @@ class WorkerBackend:
 
     def _next_train_call(self, workers: _Workers, run: _Running) -> None:
         is_load_needed = run.action.switch is not Switch.NONE and run.seconds == 0.0
+        if is_load_needed:
+            self._host_memory.load(workers.trainer.name)
         args = (run.action.stage.value, self._options.chunk_s, is_load_needed, run.level)
         self._call(workers, workers.trainer, "run_stage", args, partial(self._train_call_done, workers, run))
 
@@ -788,12 +797,12 @@ class WorkerBackend:
             self._end(run, StageFinished)
 
     def _begin_checkpoint(self, workers: _Workers, step: int) -> None:
-        self._call(workers, workers.trainer, "checkpoint", (workers.checkpoints.path(step),), lambda _: None)
+        args = (workers.checkpoints.path(step), self._num_kept(workers.submission))
+        self._call(workers, workers.trainer, "checkpoint", args, lambda _: None)
 
     def _checkpointed(self, workers: _Workers, written: Sequence[Written]) -> None:
-        """They would survive a power cut: older ones may go."""
+        """They would survive a power cut."""
         for each in written:
-            workers.checkpoints.prune()
             fields = {
                 "pipeline": workers.submission.pipeline.id,
                 "step": workers.checkpoints.step_of(each.folder),
@@ -821,9 +830,17 @@ class WorkerBackend:
                 go_on()
 
         for workers, process in leaving:
-            self._call(workers, process, "offload", (), one_left)
+            self._call(workers, process, "offload", (self._spill_path(workers, process),), one_left)
         if not leaving:
             go_on()
+
+    def _spill_path(self, workers: _Workers, process: Worker) -> Path | None:
+        """Where its state goes; None: to host memory."""
+        if self._host_memory.offload(process.name):
+            return None
+        pipeline = workers.submission.pipeline.id
+        self._notes.append(Note(type="spill", fields={"pipeline": pipeline, "worker": process.name}))
+        return workers.folder / f"spilled-{process.name.rpartition('/')[2]}.safetensors"
 
     @staticmethod
     def _processes_of(workers: _Workers, phase: Phase, devices: Sequence[DeviceId]) -> list[Worker]:

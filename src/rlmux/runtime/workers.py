@@ -15,6 +15,7 @@ import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -30,7 +31,7 @@ from rlmux.rl.types import (
     TrajectoryRequest,
     TurnReply,
 )
-from rlmux.runtime.checkpoints import CheckpointWriter, Written, mark_latest
+from rlmux.runtime.checkpoints import CheckpointWriter, Written, mark_latest, prune
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,8 +155,10 @@ class RolloutWorker:
     def take_partials(self, copies_kv: bool) -> list[PartialTrajectory]:
         return self._engine.take_partials(None, with_kv=copies_kv)
 
-    def offload(self) -> int:
-        self._engine.offload()
+    def offload(self, spill_to: Path | None = None) -> int:
+        """Leave the device, for host memory or for a file; returns the device bytes still held."""
+        with _storing(spill_to) if spill_to else contextlib.nullcontext():
+            self._engine.offload(spill_to=spill_to)
         return self._engine.resident_bytes()
 
     def memory(self) -> tuple[int, int]:
@@ -200,27 +203,33 @@ class TrainWorker:
             version = self._engine.export_weights(path)
         return version, self._engine.weights_sha256()
 
-    def checkpoint(self, folder: Path) -> None:
-        """Begin to write one beside what comes next; `run_stage` and `finish_checkpoint` tell when it is there."""
-        self._checkpoints.begin(folder, self._snapshot)
+    def checkpoint(self, folder: Path, keep: int) -> None:
+        """Begin to write one beside what comes next; `run_stage` and `finish_checkpoint` tell when it is there.
+
+        The newest `keep` are left then.
+        """
+        self._checkpoints.begin(folder, partial(self._snapshot, keep))
 
     def finish_checkpoint(self) -> list[Written]:
         """Wait for the one that is being written."""
         self._checkpoints.wait()
         return self._checkpoints.written()
 
-    def _snapshot(self) -> Callable[[Path], None]:
+    def _snapshot(self, keep: int) -> Callable[[Path], None]:
         snapshot = self._engine.snapshot()
 
         def write(folder: Path) -> None:
             with _storing(folder):
                 snapshot.write(folder)
                 mark_latest(folder)
+                prune(folder.parent, keep)
 
         return write
 
-    def offload(self) -> int:
-        self._engine.offload()
+    def offload(self, spill_to: Path | None = None) -> int:
+        """Leave the device, for host memory or for a file; returns the device bytes still held."""
+        with _storing(spill_to) if spill_to else contextlib.nullcontext():
+            self._engine.offload(spill_to=spill_to)
         return self._engine.resident_bytes()
 
     def memory(self) -> tuple[int, int]:

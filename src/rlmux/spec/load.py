@@ -295,6 +295,7 @@ class _Builder:
             usd_per_gpu_hour=pool.usd_per_gpu_hour,
             host_memory_bytes=_bytes(pool.host_memory_gb) or math.inf,
             device_memory_bytes=_bytes(pool.device_memory_gb) or math.inf,
+            spills_to_disk=pool.spills_to_disk,
         )
 
     def _pipeline(self, index: int, given: PipelineModel, cluster: Cluster) -> PipelineSpec:

@@ -74,6 +74,8 @@ class PoolModel(_Mapping):
     """Host memory of one node (of one device, with `devices`), in 10^9 bytes; without: not limited."""
     device_memory_gb: Gigabytes | None = None
     """Memory of one device, in 10^9 bytes; without: not limited."""
+    spills_to_disk: bool = False
+    """Where host memory is full, states that are off their device go to disk: more fit, and a switch takes longer."""
 
     @model_validator(mode="after")
     def _devices_or_nodes(self) -> PoolModel:
