@@ -22,9 +22,7 @@ def pipeline(name: str, *, num_steps: int = 3, rollout_s: float = 2.0, train_s: 
 def cluster(*, rollout: int | None = 1, train: int | None = 1, devices_per_node: int = 1) -> Cluster:
     return Cluster(
         pools={
-            "rollout": Pool(
-                name="rollout", phase=Phase.ROLLOUT, num_nodes=rollout, devices_per_node=devices_per_node
-            ),
+            "rollout": Pool(name="rollout", phase=Phase.ROLLOUT, num_nodes=rollout, devices_per_node=devices_per_node),
             "train": Pool(name="train", phase=Phase.TRAIN, num_nodes=train),
         }
     )
@@ -41,6 +39,7 @@ class Driver:
         self._seconds = seconds or self._estimated
         self._heap: list[tuple[float, int, OrderId]] = []
         self._orders: dict[OrderId, Action] = {}
+        self._taken_s: dict[OrderId, float] = {}
         self._sequence = 0
 
     def _estimated(self, action: RunStage) -> float:
@@ -70,6 +69,7 @@ class Driver:
 
     def _begin(self, action: RunStage | Migrate, seconds: float) -> None:
         self._orders[action.order] = action
+        self._taken_s[action.order] = seconds
         self._push(seconds, action.order)
 
     def _push(self, seconds: float, order: OrderId) -> None:
@@ -88,7 +88,7 @@ class Driver:
             elif isinstance(action, Migrate):
                 self.send(TrajectoriesMoved(time_s=time_s, order=order, num_trajectories=1, seconds=0.0))
             else:
-                self.send(StageFinished(time_s=time_s, order=order, seconds=0.0))
+                self.send(StageFinished(time_s=time_s, order=order, seconds=self._taken_s[order]))
             return True
         return False
 

@@ -750,7 +750,7 @@ def _rounds_before(group: GroupState) -> int:
         for (phase, _), count in run.rounds.items()
         if phase is Phase.ROLLOUT
     ]
-    return max(0, max(begun, default=0) - 1)
+    return max(0, min(max(begun) - 1, min(begun))) if begun else 0  # who filled gaps is ahead of the cycle
 
 
 def _rollout_version(pipeline: Pipeline, step: int) -> int:

@@ -5,8 +5,10 @@ The properties give frozen values or plain numbers; there is no way from here to
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from operator import itemgetter
 
 from rlmux.core.estimates import StepEstimates
 from rlmux.core.model import DeviceId, GroupId, OrderId, Phase, Pipeline, PipelineId, Stage
@@ -186,6 +188,18 @@ class MemberView:
         return tuple(device for device, share in self._run.open_shares.items() if share is not None)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Turn:
+    """A member's next phase on a device. By the estimates."""
+
+    gap_s: float
+    """Until it can begin, at least; 0 where it is ready, or may run ahead of its published version."""
+    seconds: float
+    """Of its phase."""
+    laxity_s: float
+    """How long its step may still wait in all without breaking the SLO; negative: it is late already."""
+
+
 class GroupView:
     """One co-execution group at one moment."""
 
@@ -250,6 +264,78 @@ class GroupView:
         """
         return all(self._is_next(work, device) for device in work.devices)
 
+    def turn_of(self, work: ReadyWork) -> Turn:
+        """The phase that begins with this work."""
+        run = self._group.members[work.pipeline]
+        seconds = _phase_s(run, work.phase, work.devices[0])
+        return Turn(gap_s=0.0, seconds=seconds, laxity_s=self._laxity_s(run))
+
+    def turns_before(self, work: ReadyWork, device: DeviceId) -> list[Turn]:
+        """Who is to begin there before this work, in the order of their turns."""
+        key = (work.phase, device)
+        pinned = self._group.members_by_device[key]
+        mine = pinned[work.pipeline]
+        own_rank = (mine.rounds[key] / mine.turns, mine.place)
+        ranked = [
+            (rank, run)
+            for run in pinned.values()
+            if (rank := (run.rounds[key] / run.turns, run.place)) < own_rank and _will_begin(run, key)
+        ]
+        ranked.sort(key=itemgetter(0))
+        return [
+            Turn(
+                gap_s=self._gap_s(run, work.phase, device),
+                seconds=_phase_s(run, work.phase, device),
+                laxity_s=self._laxity_s(run),
+            )
+            for _, run in ranked
+        ]
+
+    def _gap_s(self, run: PipelineRun, phase: Phase, device: DeviceId) -> float:
+        if run.pipeline.staleness:
+            return 0.0
+        if phase is Phase.TRAIN:
+            return 0.0 if run.train_work is not None else self._until_trajectories_s(run)
+        if isinstance(run.open_shares.get(device), ReadyWork):
+            return 0.0
+        if run.open_shares:
+            return self._until_trajectories_s(run) + run.history.estimates().train_s
+        return self._until_trained_s(run)
+
+    def _until_trained_s(self, run: PipelineRun) -> float:
+        """Until the training that is ready or runs can have ended."""
+        if run.train_work is None or run.train_stage != 0:
+            return 0.0
+        train_s = run.history.estimates().train_s
+        if isinstance(run.train_work, ReadyWork):
+            return train_s
+        return max(0.0, train_s - OrderView(self._state.orders[run.train_work]).solo_s(self.now_s))
+
+    def _until_trajectories_s(self, run: PipelineRun) -> float:
+        """Until its open rollout, or the next one, can have ended."""
+        estimates = run.history.estimates()
+        if not run.open_shares:
+            return max((estimates.share_s(device) for device in run.rollout_devices), default=0.0)
+        left_s = 0.0
+        for device, share in run.open_shares.items():
+            if share is None:
+                continue
+            num_active, run_s = run.history.live(device)
+            if not isinstance(share, ReadyWork):
+                run_s += OrderView(self._state.orders[share]).solo_s(self.now_s)
+            left_s = max(left_s, estimates.remaining(device, num_active, run_s).low_s)
+        return left_s
+
+    def _laxity_s(self, run: PipelineRun) -> float:
+        due_s = run.history.due_s
+        if due_s == math.inf:
+            return math.inf
+        if run.open_shares:
+            left_s = self._until_trajectories_s(run) + run.history.estimates().train_s
+        else:
+            left_s = self._until_trained_s(run)
+        return due_s - self.now_s - left_s
+
     def _is_next(self, work: ReadyWork, device: DeviceId) -> bool:
         key = (work.phase, device)
         pinned = self._group.members_by_device[key]
@@ -266,6 +352,11 @@ class GroupView:
             ):
                 return False
         return True
+
+
+def _phase_s(run: PipelineRun, phase: Phase, device: DeviceId) -> float:
+    estimates = run.history.estimates()
+    return estimates.share_s(device) if phase is Phase.ROLLOUT else estimates.train_s
 
 
 def _will_begin(run: PipelineRun, key: tuple[Phase, DeviceId]) -> bool:

@@ -34,7 +34,7 @@ from rlmux.core.placement import (
     budget_of,
 )
 from rlmux.core.policies.candidates import founding, impossible, joining, may_join, queue
-from rlmux.core.policies.dispatching import in_turn
+from rlmux.core.policies.dispatching import in_turn, in_turn_unless_late
 from rlmux.core.policies.jigsaw import Jigsaw, place_sharing
 from rlmux.core.policies.regrouping import move_weight, relocations_to, targets_of
 from rlmux.core.sharing import NO_SHARING, SharingTable
@@ -56,6 +56,8 @@ class RlMux:
     """What a regrouping must save for each pipeline it moves: a switch, and nodes held until a step's end."""
     slo_margin: float = 0.0
     """Share of each SLO kept in hand for what the meta-iteration does not show: waiting for a turn after a move."""
+    overtakes: bool = True
+    """Leave the order of turns where a gap or a threatened SLO asks for it and nobody becomes late."""
     laps: bool = True
     """Let short pipelines take several turns in a long one's meta-iteration."""
     _lap_finder: LapFinder = field(default_factory=LapFinder, repr=False, compare=False)
@@ -73,7 +75,8 @@ class RlMux:
         refusal = impossible(pipeline, view)
         if refusal is not None:
             return refusal
-        if _is_free_of_charge(view):
+        is_free = _is_free_of_charge(view)
+        if is_free:
             spread = founding(pipeline, view)
             if spread is not None:
                 return spread
@@ -85,7 +88,7 @@ class RlMux:
         for group in view.groups():
             if not may_join(group, pipeline):
                 continue
-            nodes, num_new = _best_nodes(group, pipeline)
+            nodes, num_new = _emptiest_nodes(group, pipeline, num_free) if is_free else _best_nodes(group, pipeline)
             rank = (num_new * rollout_usd, _misfit(group, pipeline))
             if rank < best_rank and num_new <= num_free and self._takes(group, pipeline, nodes, num_new):
                 best, best_rank = joining(group, nodes, num_new), rank
@@ -123,7 +126,7 @@ class RlMux:
     def dispatch(self, view: GroupView) -> Iterator[Choice]:
         if len(view.members) > 1 and _has_shared_devices(view):
             return self._sub_stages.dispatch(view)
-        return in_turn(view)
+        return in_turn_unless_late(view) if self.overtakes else in_turn(view)
 
     def _shares_devices(self, view: PlacementView) -> bool:
         """Where nodes serve both phases of everyone: there is one pool, or sharing helps and nodes cost nothing."""
@@ -237,6 +240,20 @@ def _best_nodes(group: GroupLoad, pipeline: Pipeline) -> tuple[tuple[NodeId, ...
         if load_s + rollout_s <= budget_s and pipeline.footprint.rollout_host_bytes <= free_bytes
     ]
     nodes = tuple(node for _, node in sorted(fitting)[: pipeline.num_rollout_nodes])
+    return nodes, pipeline.num_rollout_nodes - len(nodes)
+
+
+def _emptiest_nodes(group: GroupLoad, pipeline: Pipeline, num_free: float) -> tuple[tuple[NodeId, ...], int]:
+    """Free nodes as far as there are any, and the least busy of the group's for what is missing."""
+    num_new = int(min(num_free, pipeline.num_rollout_nodes))
+    fitting = sorted(
+        (load_s, node)
+        for node, load_s, free_bytes in zip(
+            group.rollout_nodes, group.rollout_loads_s, group.free_rollout_bytes, strict=True
+        )
+        if pipeline.footprint.rollout_host_bytes <= free_bytes
+    )
+    nodes = tuple(node for _, node in fitting[: pipeline.num_rollout_nodes - num_new])
     return nodes, pipeline.num_rollout_nodes - len(nodes)
 
 
