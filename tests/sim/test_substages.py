@@ -21,6 +21,7 @@ from rlmux.sim.simulator import NodeFailure, _Simulation, simulate
 from rlmux.sim.substage_workloads import GSM8K_06B, GSM8K_4B, GSM8K_8B, HOMOGENEOUS, MATH_06B, crowd
 from rlmux.sim.substages import SubStageWorld
 from rlmux.sim.sweep import Task, run_task
+from rlmux.sim.turns import ToolUse, TurnDecoder
 
 TABLE = estimated_table(share_levels("H100"))
 NOTHING_HELPS = SharingTable.of([SharingEntry(kind_a="x", kind_b="y", level=0.5, slowdown_a=1.0, slowdown_b=1.0)])
@@ -109,8 +110,8 @@ def conserved(workload, policy, failures=()) -> _Simulation:
     def count(pipeline: str) -> int:
         actor, run = simulation.actors[pipeline], simulation.scheduler.state.runs[pipeline]
         places = [work for place, (work, _) in actor.stored.items() if isinstance(place, DeviceId)]
-        places += [one.work for one in simulation.running.values() if one.actor is actor and one.work.report()]
-        places += [one.work for one in simulation.running.values() if one.actor is actor and one.kind == "prefill"]
+        under_way = [one.work for one in simulation.running.values() if one.actor is actor]
+        places += [work for work in under_way if isinstance(work, Decoder | TurnDecoder)]
         for index, (device, share) in enumerate(run.open_shares.items()):
             if isinstance(share, ReadyWork) and not share.is_continuation and device not in actor.stored:
                 places.append(actor.world.share(run.rollout_step, index, len(run.open_shares)))
@@ -139,12 +140,13 @@ def conserved(workload, policy, failures=()) -> _Simulation:
     num_gpus=st.sampled_from([4, 8, 12]),
     staleness=st.integers(0, 2),
     shares=st.booleans(),
+    tools=st.sampled_from([None, ToolUse(mean_calls=1.0, wait_s=5.0), ToolUse(wait_s=1.0, keeps_slots=True)]),
     seed=st.integers(0, 1000),
 )
-def test_small_workloads_end_with_every_trajectory_trained_on(picks, num_gpus, staleness, shares, seed):
+def test_small_workloads_end_with_every_trajectory_trained_on(picks, num_gpus, staleness, shares, tools, seed):
     workload = crowd(
         [HOMOGENEOUS[pick] for pick in picks], num_gpus=num_gpus, num_steps=2, sequences_per_device=12,
-        staleness=staleness, seed=seed,
+        staleness=staleness, tools=tools, seed=seed,
     )  # fmt: skip
     done = conserved(workload, Jigsaw(sharing=sharing_table(TABLE) if shares else NOTHING_HELPS))
     assert done.scheduler.is_idle()

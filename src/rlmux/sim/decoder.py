@@ -25,13 +25,28 @@ _MOMENT_S = 1e-7
 
 
 @dataclass(frozen=True, slots=True)
+class Turn:
+    """A later turn of a trajectory."""
+
+    wait_s: float
+    """For the environment, before it."""
+    reply_tokens: int
+    tokens: int
+
+
+@dataclass(frozen=True, slots=True)
 class Unfinished:
     """One unfinished trajectory."""
 
-    left: int
-    """Tokens still to generate."""
+    left: float
+    """Tokens still to generate, in its present turn."""
     context: float
     """Tokens it has in the cache; before its admission, minus those of its prompt."""
+    later: tuple[Turn, ...] = ()
+    wait_s: float = 0.0
+    """Until its environment answers; until then it decodes nothing."""
+    unread: int = 0
+    """Tokens of a reply that are not in the cache yet."""
 
 
 @dataclass(slots=True)
@@ -40,8 +55,8 @@ class _Span:
 
     begin_s: float
     end_s: float
-    begin_iteration: int
-    num_iterations: int
+    begin_iteration: float
+    num_iterations: float
     num_active: int
     num_admitted: int
     """Of all that waited, at its begin."""
@@ -140,7 +155,7 @@ class Decoder:
         fresh = [one for one in sequences if one.context <= 0]
         self._queue = running + fresh
         """In the order of admission: those with a context go on first."""
-        self._runs: list[tuple[int, float, int]] = []
+        self._runs: list[tuple[float, float, int]] = []
         """(iteration of its end, context less its begin iteration, place in the queue) of each admitted one."""
         self._spans: list[_Span] = []
         self._prefill_s = cost_s
@@ -151,8 +166,8 @@ class Decoder:
 
     def _play(self, num_with_context: int) -> None:
         queue, costs = self._queue, self._costs
-        active: list[tuple[int, float]] = []
-        iteration, admitted, now_s = 0, 0, self._prefill_s
+        active: list[tuple[float, float]] = []
+        iteration, admitted, now_s = 0.0, 0, self._prefill_s
         context_sum = 0.0
         while active or admitted < len(queue):
             fresh_tokens, before = 0.0, admitted

@@ -18,6 +18,7 @@ from rlmux.core.model import Cluster, Footprint, Phase, Pipeline, PipelineId, Po
 from rlmux.sim.arrivals import Arrival, Workload
 from rlmux.sim.hardware import gpu_spec
 from rlmux.sim.substages import STAGES, SubStageWorld
+from rlmux.sim.turns import ToolUse
 
 MEMORY_PART = 0.4
 """Of a device for each engine that is resident, so that two fit."""
@@ -70,16 +71,19 @@ def pair(
     deployment: str = "shared",
     num_steps: int = 6,
     staleness: int = 0,
+    tool_calls: float = 0.0,
+    tool_wait_s: float = 10.0,
     seed: int = 0,
     name: str = "pair",
 ) -> Workload:
-    """Two pipelines by the names of recorded runs."""
+    """Two pipelines by the names of recorded runs; with so many tool calls a trajectory, and mean seconds a call."""
     for run in (first, second):
         if run not in RECORDED:
             raise UserError(f"workload {name!r}: no pipeline after run {run!r}; accepted: {', '.join(RECORDED)}")
     return crowd(
         (RECORDED[first], RECORDED[second]), num_gpus=num_gpus, deployment=deployment, num_steps=num_steps,
         staleness=staleness, seed=seed, name=name,
+        tools=ToolUse(mean_calls=tool_calls, wait_s=tool_wait_s) if tool_calls else None,
     )  # fmt: skip
 
 
@@ -97,6 +101,7 @@ def crowd(
     slo_slowdown: float = float("inf"),
     gpu: str = "H100",
     tp: int = 4,
+    tools: ToolUse | None = None,
     seed: int = 0,
     name: str = "",
 ) -> Workload:
@@ -122,6 +127,7 @@ def crowd(
             gpu=gpu_spec(gpu).name,
             tp=tp,
             slots=slots,
+            tools=tools,
         )
         phases = world.mean_phases()
         part = MEMORY_PART * gpu_spec(gpu).hbm_gb * 1e9

@@ -9,7 +9,7 @@ What a step contains is a function of (seed, step) only.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
 import numpy as np
@@ -20,6 +20,7 @@ from rlmux.sim.costs import MEASURED_GPU, TrainCosts, rollout_costs, train_costs
 from rlmux.sim.decoder import Decoder, Unfinished, copy_s, recompute_s
 from rlmux.sim.lengths import length_distribution
 from rlmux.sim.remaining import Remaining
+from rlmux.sim.turns import ToolUse, TurnDecoder
 from rlmux.sim.world import KIND_BY_STAGE, TrueSeconds
 
 STAGES = (Stage.GENERATE, *KIND_BY_STAGE)
@@ -46,6 +47,8 @@ class SubStageWorld(TrueSeconds):
     """Sequences that a worker decodes at once."""
     is_colocated: bool = True
     """Training takes all devices; else only those of the training pool."""
+    tools: ToolUse | None = None
+    """Trajectories wait for their environment between turns; None: they have one turn."""
 
     def __post_init__(self) -> None:
         if self.num_sequences < 1 or self.slots < 1:
@@ -55,15 +58,27 @@ class SubStageWorld(TrueSeconds):
             )
 
     def share(self, step: int, index: int, num_devices: int) -> Remaining:
+        """Whole prompt groups, dealt to the devices in turn."""
         distribution = length_distribution(self.lengths_of)
         group = distribution.group_size
-        lengths = self.lengths(step)
+        costs = rollout_costs(self.model, self.gpu, self.tp)
         sequences = [
-            Unfinished(int(length), -distribution.prompt_tokens)
-            for number, length in enumerate(lengths)
-            if number // group % num_devices == index
+            one for number, one in enumerate(self._trajectories(step)) if number // group % num_devices == index
         ]
-        return Decoder(rollout_costs(self.model, self.gpu, self.tp), sequences, slots=self.slots, group_size=group)
+        if self.tools is None:
+            return Decoder(costs, sequences, slots=self.slots, group_size=group)
+        return TurnDecoder(
+            costs, sequences, slots=self.slots, group_size=group, keeps_slots=self.tools.keeps_slots
+        )
+
+    def _trajectories(self, step: int) -> list[Unfinished]:
+        lengths = self.lengths(step)
+        prompt_tokens = length_distribution(self.lengths_of).prompt_tokens
+        if self.tools is None:
+            return [Unfinished(length, -prompt_tokens) for length in lengths]
+        generator = np.random.default_rng([self.seed, step, 1])
+        turns = self.tools.turns_of(lengths, generator)
+        return [Unfinished(first, -prompt_tokens, later) for first, later in turns]
 
     def lengths(self, step: int) -> tuple[int, ...]:
         return _lengths(self.lengths_of, self.num_sequences, self.seed, step)
@@ -86,7 +101,10 @@ class SubStageWorld(TrueSeconds):
 
     def rollout_s(self, step: int) -> float:
         """Alone: until the slowest share ends."""
-        return _rollout_s(self, step)
+        return _rollout_s(
+            self.model, self.gpu, self.tp, self.lengths_of, self.num_sequences, self.slots, self.tools, self.seed,
+            step, self.num_rollout_devices,
+        )  # fmt: skip
 
     def train_s(self, step: int) -> float:
         stages = (Stage.REFERENCE_LOGPROBS, Stage.OLD_LOGPROBS, Stage.UPDATE)
@@ -102,7 +120,7 @@ class SubStageWorld(TrueSeconds):
 
     def mean_phases(self, num_steps: int = 3) -> PhaseSeconds:
         """What its owner would have measured: means over a few steps of another seed."""
-        other = _reseeded(self)
+        other = replace(self, seed=self.seed + 7919)
         steps = range(1, num_steps + 1)
         return PhaseSeconds(
             rollout_s=sum(other.rollout_s(step) for step in steps) / num_steps,
@@ -122,26 +140,12 @@ def _train_costs(model: str, gpu: str, num_gpus: int) -> TrainCosts:
 
 
 @lru_cache(maxsize=4096)
-def _seconds_alone(
-    model: str, gpu: str, tp: int, run: str, num_sequences: int, slots: int, seed: int, step: int, num_devices: int
+def _rollout_s(
+    model: str, gpu: str, tp: int, run: str, num_sequences: int, slots: int, tools: ToolUse | None, seed: int,
+    step: int, num_devices: int,
 ) -> float:
     world = SubStageWorld(
         model=model, lengths_of=run, num_sequences=num_sequences, num_rollout_devices=num_devices,
-        num_train_devices=num_devices, seed=seed, gpu=gpu, tp=tp, slots=slots,
+        num_train_devices=num_devices, seed=seed, gpu=gpu, tp=tp, slots=slots, tools=tools,
     )  # fmt: skip
     return max(world.share(step, index, num_devices).until_over(1.0) for index in range(num_devices))
-
-
-def _rollout_s(world: SubStageWorld, step: int) -> float:
-    return _seconds_alone(
-        world.model, world.gpu, world.tp, world.lengths_of, world.num_sequences, world.slots, world.seed, step,
-        world.num_rollout_devices,
-    )  # fmt: skip
-
-
-def _reseeded(world: SubStageWorld) -> SubStageWorld:
-    return SubStageWorld(
-        model=world.model, lengths_of=world.lengths_of, num_sequences=world.num_sequences,
-        num_rollout_devices=world.num_rollout_devices, num_train_devices=world.num_train_devices,
-        seed=world.seed + 7919, gpu=world.gpu, tp=world.tp, slots=world.slots, is_colocated=world.is_colocated,
-    )  # fmt: skip
