@@ -35,8 +35,9 @@ EXAMPLE = Path(__file__).parent.parent / "examples" / "two_pipelines.yaml"
 NUM_CALLS = 300
 
 
-def round_trips_s(make_backend: Callable[..., Any], spec: Any) -> list[float]:
-    """Of calls one after another, the first (which starts the worker) left out."""
+def round_trips_s(make_backend: Callable[..., Any], spec: Any) -> tuple[list[float], float]:
+    """(of calls one after another, the first, which starts the worker, left out; processor seconds of this process
+    for one of them)."""
     with tempfile.TemporaryDirectory() as folder:
         backend = make_backend(spec.cluster, Path(folder), options=None)
         workplace = backend._workplace
@@ -53,10 +54,13 @@ def round_trips_s(make_backend: Callable[..., Any], spec: Any) -> list[float]:
                 for ready in workplace.wait(1.0):
                     ready.receive(0.0)
             seconds.append(time.perf_counter() - start_s)
+            if len(seconds) == 1:
+                cpu_s = -time.process_time()
+        cpu_s += time.process_time()
         workplace.forget(worker)
         worker.end()
         backend.close()
-    return seconds[1:]
+    return seconds[1:], cpu_s / (NUM_CALLS - 1)
 
 
 def one_run(name: str, make_backend: Callable[..., Any], spec: Any) -> dict[str, Any]:
@@ -115,10 +119,11 @@ def main() -> None:
             runs[name].append(one_run(name, make_backend, spec))
     rows: dict[str, dict[str, Any]] = {}
     for name, make_backend in backends.items():
-        trips = round_trips_s(make_backend, spec)
+        trips, cpu_s = round_trips_s(make_backend, spec)
         rows[name] = {
             "round_trip_ms": statistics.median(trips) * 1e3,
             "round_trip_p95_ms": sorted(trips)[int(len(trips) * 0.95)] * 1e3,
+            "call_cpu_ms": cpu_s * 1e3,
             **{
                 key: statistics.median(run[key] for run in runs[name])
                 for key in ("makespan_s", "control_overhead", "first_token_s")

@@ -31,10 +31,12 @@ from rlmux.runtime.ray_actor import RayWorkerActor, RayWorkerSetup, probe_node
 from rlmux.runtime.ray_cluster import RayNode, alive_nodes, connect, nodes_by_pool, resource_of
 from rlmux.runtime.ray_gpus import GpuReservations, check_gpus
 from rlmux.runtime.ray_sync import Deliveries, RaySync
-from rlmux.runtime.ray_worker import RayWorker
+from rlmux.runtime.ray_worker import LOOK_EVERY_S, RayWorker
 from rlmux.runtime.worker_backend import Worker, WorkerBackend, WorkerOptions
 
 _LOOK_AT_NODES_EVERY_S = 1.0
+_MAX_LOOKS_PER_S = 100
+"""At idle workers, all together."""
 _PROBE_LIMIT_S = 60.0
 
 
@@ -177,7 +179,9 @@ class RayActors:
 
     def wait(self, timeout_s: float) -> Sequence[Worker]:
         self._look_at_nodes()
-        by_ref = {ref: worker for worker in self._workers.values() if (ref := worker.watched()) is not None}
+        look_every_s = max(LOOK_EVERY_S, len(self._workers) / _MAX_LOOKS_PER_S)
+        watched = [(worker.watched(look_every_s), worker) for worker in self._workers.values()]
+        by_ref = {ref: worker for ref, worker in watched if ref is not None}
         arriving = self._deliveries.watched() if self._deliveries else []
         if not by_ref and not arriving:
             time.sleep(timeout_s)

@@ -21,8 +21,8 @@ from rlmux.runtime.ray_cluster import RayNode
 
 _UNAVAILABLE_LIMIT_S = 40.0
 """How long a worker may be out of reach before it is lost: longer than Ray takes to declare a node dead."""
-_LOOK_EVERY_S = 1.0
-"""At an idle worker: how late its death may be noticed."""
+LOOK_EVERY_S = 1.0
+"""At an idle worker: how late its death may be noticed, where there are not too many of them."""
 
 
 class RayWorker:
@@ -72,12 +72,12 @@ class RayWorker:
         self._deadline_s = now_s + self._call_limit_s
         self._pending = self._actor.answer.remote(call)
 
-    def watched(self) -> ray.ObjectRef[Any] | None:
+    def watched(self, look_every_s: float = LOOK_EVERY_S) -> ray.ObjectRef[Any] | None:
         """What tells of its answer, or of its death; None if it is idle and was looked at just now."""
         if self._pending is not None:
             return self._pending
         now_s = time.monotonic()
-        if self._look is None and now_s - self._looked_s >= _LOOK_EVERY_S:
+        if self._look is None and now_s - self._looked_s >= look_every_s:
             self._look, self._looked_s = self._actor.is_there.remote(), now_s
         return self._look
 
