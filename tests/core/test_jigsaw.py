@@ -5,14 +5,22 @@ from __future__ import annotations
 import pytest
 
 from rlmux.core.actions import Migrate, Pause, RunStage, SetLevel
-from rlmux.core.events import ChunkFinished, StageFinished, StagePaused, TrajectoriesMoved
 from rlmux.core.estimates import StepHistory
+from rlmux.core.events import (
+    ChunkFinished,
+    ReplyArrived,
+    StageFinished,
+    StagePaused,
+    TrajectoriesMoved,
+    WorkerLost,
+)
 from rlmux.core.model import Cluster, DeviceId, Footprint, Phase, Pool, Stage
 from rlmux.core.policies.jigsaw import Jigsaw
 from rlmux.core.policies.rlmux import RlMux
 from rlmux.core.policies.static_sharing import mux_all, serial
 from rlmux.core.scheduler import Scheduler
 from rlmux.core.sharing import SharingEntry, SharingTable
+from rlmux.core.state import ReadyWork
 
 HELPS = SharingTable.of(
     [
@@ -185,3 +193,46 @@ def test_the_growth_of_a_gathered_share_is_learned(builders):
     assert estimates.gathered_s(left) == pytest.approx(1.0)
     assert estimates.share_s(right) == pytest.approx(4.0)
     assert estimates.move_s is None
+
+
+def waiting_for_tools(builders):
+    """Two pipelines on one device: a's share decodes nothing, all its trajectories wait for their tools."""
+    scheduler = Scheduler(one_pool(1), Jigsaw())
+    driver = builders.Driver(scheduler)
+    driver.submit(builders.pipeline("a", rollout_s=4.0), builders.pipeline("b", rollout_s=4.0))
+    share = order_of(scheduler, "a", 0)
+    report = ChunkFinished(time_s=1.0, order=share.id, num_active=0, num_waiting=0, num_parked=8, seconds=0.5)
+    return scheduler, driver, share, driver.send(report)
+
+
+def test_a_share_that_waits_for_tools_leaves_its_device_to_another_pipeline(builders):
+    _, driver, share, actions = waiting_for_tools(builders)
+    assert [a.order for a in actions if isinstance(a, Pause)] == [share.id]
+    actions = driver.send(StagePaused(time_s=1.0, order=share.id, seconds=0.5, is_waiting=True))
+    assert started(actions) == [("b", "generate", 0)]
+
+
+def test_a_waiting_share_starts_when_a_reply_has_come_not_before(builders):
+    scheduler, driver, share, _ = waiting_for_tools(builders)
+    driver.send(StagePaused(time_s=1.0, order=share.id, seconds=0.5, is_waiting=True))
+    of_b = order_of(scheduler, "b", 0)
+    idle = ChunkFinished(time_s=1.5, order=of_b.id, num_active=0, num_waiting=0, num_parked=8, seconds=0.5)
+    assert driver.send(idle) == [], "there is nobody to yield to"
+    actions = driver.send(ReplyArrived(time_s=2.0, pipeline="a", device=share.devices[0]))
+    assert [a.order for a in actions if isinstance(a, Pause)] == [of_b.id]
+    actions = driver.send(StagePaused(time_s=2.0, order=of_b.id, seconds=0.5, is_waiting=True))
+    assert started(actions) == [("a", "generate", 0)]
+
+
+def test_a_reply_that_comes_when_the_share_is_over_changes_nothing(builders):
+    _, driver, share, _ = waiting_for_tools(builders)
+    driver.send(StageFinished(time_s=1.5, order=share.id, seconds=1.0))
+    assert driver.send(ReplyArrived(time_s=2.0, pipeline="a", device=share.devices[0])) == []
+
+
+def test_a_waiting_share_whose_worker_dies_is_ready_at_once(builders):
+    scheduler, driver, share, _ = waiting_for_tools(builders)
+    driver.send(StagePaused(time_s=1.0, order=share.id, seconds=0.5, is_waiting=True))
+    driver.send(WorkerLost(time_s=1.5, pipeline="a", device=share.devices[0]))
+    (work,) = [work for work in scheduler.state.runs["a"].open_shares.values() if isinstance(work, ReadyWork)]
+    assert not work.is_waiting

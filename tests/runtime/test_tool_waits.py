@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
+from typing import Any
 
 from rlmux.core.actions import RunStage
-from rlmux.core.events import ChunkFinished
-from rlmux.core.model import Stage
+from rlmux.core.events import ChunkFinished, ReplyArrived, StagePaused
+from rlmux.core.model import Cluster, Phase, Pool, Stage
 from rlmux.rl.config import WarmStartConfig
 
 
@@ -28,3 +29,19 @@ def test_a_rollout_whose_slots_all_wait_for_tools_asks_nothing_of_its_worker(rea
     ]
     assert stalled, "the slots never all waited: the test shows nothing"
     assert max(Counter(stalled).values()) <= 16, "one report for each reply that came, at most"
+
+
+def test_devices_go_to_others_while_tools_work_and_the_weights_are_the_same(real, tmp_path):
+    def given() -> list[Any]:
+        slow = real.submission("slow", task="calculator", task_fields={"params": {"digits": 1, "wait_s": 0.5}})
+        plan = replace(slow.plan, warm_start=WarmStartConfig(num_updates=100, batch_size=32, learning_rate=5e-3))
+        return [replace(slow, plan=plan), real.submission("busy", num_steps=6)]
+
+    one = Cluster(pools={"core": Pool(name="core", phase=Phase.TRAIN, num_nodes=1)})
+    shared = real.run(tmp_path / "jigsaw", given(), policy="jigsaw", on=one)
+    alone = real.run(tmp_path / "fifo", given(), policy="fifo")
+    yielded = [e for e in shared.recorder.events if isinstance(e, StagePaused) and e.is_waiting]
+    assert yielded, "nothing was yielded: the test shows nothing"
+    assert any(isinstance(e, ReplyArrived) for e in shared.recorder.events)
+    assert shared.status == alone.status == {"slow": "finished", "busy": "finished"}
+    assert shared.sha256 == alone.sha256

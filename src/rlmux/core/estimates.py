@@ -79,6 +79,8 @@ class StepEstimates:
     gather_growth: float | None = None
     """A share that took over a whole sibling, before either had begun, lasted longer by this part of its own
     seconds; None before the first."""
+    wait_s: float | None = None
+    """From the pause of a share that had nothing to compute to the first reply; None before the first."""
 
     def stage_s(self, stage: Stage) -> float:
         """Of a stage other than GENERATE."""
@@ -166,6 +168,7 @@ class StepHistory:
         self._estimates: StepEstimates | None = None
         self._move_s: deque[float] = deque(maxlen=WINDOW_STEPS)
         self._growth: deque[float] = deque(maxlen=WINDOW_STEPS)
+        self._wait_s: deque[float] = deque(maxlen=WINDOW_STEPS)
         self.step_began_s = 0.0
         self.due_s = math.inf
         """When the open step must have ended for the mean of all steps to keep the SLO; infinite without one."""
@@ -207,6 +210,11 @@ class StepHistory:
                 self._open[device].is_whole = False
         if is_fresh and target in self._open:
             self._open[target].num_gathered += 1
+
+    def waited(self, seconds: float) -> None:
+        """A paused share had nothing to compute for so long."""
+        self._wait_s.append(seconds)
+        self._estimates = None
 
     def share_ended(self, device: DeviceId, solo_s: float) -> None:
         share = self._open.pop(device, None)
@@ -260,6 +268,7 @@ class StepHistory:
             rollout_s=prior.rollout_s if prior else UNKNOWN_S,
             move_s=_median(self._move_s) if self._move_s else None,
             gather_growth=_median(self._growth) if self._growth else None,
+            wait_s=_median(self._wait_s) if self._wait_s else None,
         )
 
 

@@ -57,6 +57,17 @@ class StagePaused:
     seconds: float
     switch_s: float = 0.0
     tokens: int = 0
+    is_waiting: bool = False
+    """A rollout share that can compute nothing until one of its environments replies."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReplyArrived:
+    """An environment has replied to a paused share that had nothing to compute: it has now."""
+
+    time_s: float
+    pipeline: PipelineId
+    device: DeviceId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -131,6 +142,7 @@ Event = (
     | PipelineFailed
     | StageFinished
     | StagePaused
+    | ReplyArrived
     | ChunkFinished
     | TrajectoriesMoved
     | WorkerLost

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from rlmux.core.actions import (
@@ -43,6 +44,7 @@ from rlmux.core.events import (
     PipelineFailed,
     PipelineRestarted,
     PipelineSubmitted,
+    ReplyArrived,
     StageFinished,
     StagePaused,
     TimerFired,
@@ -103,6 +105,7 @@ class Scheduler:
             PipelineRestarted: self._on_restarted,
             StageFinished: self._on_stage_finished,
             StagePaused: self._on_stage_paused,
+            ReplyArrived: self._on_reply_arrived,
             ChunkFinished: self._on_chunk_finished,
             TrajectoriesMoved: self._on_trajectories_moved,
             WorkerLost: self._on_worker_lost,
@@ -330,10 +333,12 @@ class Scheduler:
         for device in run.rollout_devices:
             self._add_share(run, device, is_continuation=False)
 
-    def _add_share(self, run: PipelineRun, device: DeviceId, *, is_continuation: bool) -> None:
+    def _add_share(
+        self, run: PipelineRun, device: DeviceId, *, is_continuation: bool, is_waiting: bool = False
+    ) -> None:
         work = ReadyWork(
             run.pipeline.id, run.rollout_step, Stage.GENERATE, Phase.ROLLOUT, (device,),
-            self._state.now_s, self._next_sequence(), is_continuation,
+            self._state.now_s, self._next_sequence(), is_continuation, is_waiting,
         )  # fmt: skip
         run.open_shares[device] = work
         self._group_of(run).ready[work.sequence] = work
@@ -418,10 +423,23 @@ class Scheduler:
             return
         if order.phase is Phase.ROLLOUT:
             run.history.paused(order.devices[0], self._solo_s(order, event.seconds))
-            self._add_share(run, order.devices[0], is_continuation=True)
+            self._add_share(run, order.devices[0], is_continuation=True, is_waiting=event.is_waiting)
         else:
             self._add_training_work(run, step=order.step, stage=order.stage, is_continuation=True)
         self._dispatch(self._group_of(run))
+
+    def _on_reply_arrived(self, event: ReplyArrived) -> None:
+        run = self._run(event.pipeline)
+        work = run.open_shares.get(event.device)
+        if run.status is PipelineStatus.RUNNING and isinstance(work, ReadyWork) and work.is_waiting:
+            run.history.waited(self._state.now_s - work.since_s)
+            self._wake(run, work)
+            self._dispatch(self._group_of(run))
+
+    def _wake(self, run: PipelineRun, work: ReadyWork) -> None:
+        """A waiting share has something to compute."""
+        awake = replace(work, is_waiting=False)
+        run.open_shares[work.devices[0]] = self._group_of(run).ready[work.sequence] = awake
 
     def _on_chunk_finished(self, event: ChunkFinished) -> None:
         order = self._order(event.order)
@@ -466,6 +484,8 @@ class Scheduler:
         self._state.devices[event.device].residents.pop((event.pipeline, Phase.ROLLOUT), None)
         run.host_resident.discard((Phase.ROLLOUT, event.device))
         share = run.open_shares.get(event.device)
+        if isinstance(share, ReadyWork) and share.is_waiting:
+            self._wake(run, share)  # its trajectories begin anew
         if isinstance(share, int):
             order = self._state.orders[share]
             self._end_order(order)

@@ -46,6 +46,8 @@ class ReadyWork:
     """Total order of becoming ready: ties in time are broken on purpose."""
     is_continuation: bool
     """Its phase has begun: an earlier training stage of the step ran, or this share was paused."""
+    is_waiting: bool = False
+    """A paused share of which every trajectory waits for its environment: started, it would compute nothing yet."""
 
 
 class OrderStatus(StrEnum):

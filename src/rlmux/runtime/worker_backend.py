@@ -34,6 +34,7 @@ from rlmux.core.events import (
     NodeLost,
     PipelineFailed,
     PipelineRestarted,
+    ReplyArrived,
     StageFinished,
     StagePaused,
     TrajectoriesMoved,
@@ -131,6 +132,8 @@ class _Share:
     is_lost: bool = False
     """Its worker died: what the host still answers it is for trajectories that begin anew elsewhere."""
     moved_to: _Share | None = None
+    is_asleep: bool = False
+    """Paused with nothing to compute until an environment replies."""
 
 
 @dataclass(slots=True)
@@ -528,21 +531,20 @@ class WorkerBackend:
         self._evict_then(action, lambda: self._begin_share(workers, run))
 
     def _begin_share(self, workers: _Workers, run: _Running) -> None:
-        if run.action.order not in self._running:
-            return  # its pipeline began again while others made room
-        device = run.action.devices[0]
-        share = workers.shares.get(device)
-        if share is not None and share.step == run.action.step:
-            self._next_chunk(workers, run)
-            return
-        step = run.action.step
-        if step in workers.requests_by_step:
+        if run.action.order in self._running:  # else its pipeline began again while others made room
+            self._with_shares(workers, run.action.step, partial(self._next_chunk, workers, run))
+
+    def _with_shares(self, workers: _Workers, step: int, go_on: Callable[[], None]) -> None:
+        """Go on once the step's requests are dealt out."""
+        if workers.shares and all(share.step == step for share in workers.shares.values()):
+            go_on()
+        elif step in workers.requests_by_step:
             self._split_requests(workers, step)
-            self._next_chunk(workers, run)
-            return
-        workers.waiting_for_requests.append(lambda: self._begin_share(workers, run))
-        if len(workers.waiting_for_requests) == 1:
-            self._ask_for_requests(workers, step)
+            go_on()
+        else:
+            workers.waiting_for_requests.append(partial(self._with_shares, workers, step, go_on))
+            if len(workers.waiting_for_requests) == 1:
+                self._ask_for_requests(workers, step)
 
     def _ask_for_requests(self, workers: _Workers, step: int) -> None:
         then = partial(self._requests_ready, workers, step)
@@ -615,9 +617,12 @@ class WorkerBackend:
             )
         if report.num_active + report.num_waiting + report.num_parked == 0 and not share.partials:
             share.unfinished.clear()
-            self._end(run, StageFinished)
-        elif run.is_pausing:
-            self._end(run, StagePaused)
+            self._end(run)
+            return
+        has_free_slot = report.num_parked < workers.plan.rollout.num_slots  # else nobody can begin meanwhile
+        can_go_on = bool(report.num_active or (report.num_waiting and has_free_slot) or _has_input(share))
+        if run.is_pausing:
+            self._end_paused(run, None if can_go_on else share)
         else:
             self._events.append(
                 ChunkFinished(
@@ -630,8 +635,7 @@ class WorkerBackend:
                     seconds=run.seconds,
                 )
             )
-            has_free_slot = report.num_parked < workers.plan.rollout.num_slots  # else nobody can begin meanwhile
-            if report.num_active or (report.num_waiting and has_free_slot) or _has_input(share):
+            if can_go_on:
                 self._next_chunk(workers, run)
 
     def _turns_answered(
@@ -647,29 +651,39 @@ class WorkerBackend:
             return
         share.replies += replies
         share.released += released
+        self._go_on(workers, share)
+
+    def _go_on(self, workers: _Workers, share: _Share) -> None:
+        """It may have something to do now: an order that had nothing goes on, or the scheduler learns of it."""
+        if not _has_input(share):
+            return
+        device = next((device for device, other in workers.shares.items() if other is share), None)
+        if device is None:
+            return  # of a step that is over
         for run in self._orders_of(workers.submission.pipeline.id):
-            is_idle = run.action.stage is Stage.GENERATE and not run.is_calling
-            if is_idle and workers.shares[run.action.devices[0]] is share:
-                self._next_chunk(workers, run)
+            if run.action.stage is Stage.GENERATE and run.action.devices[0] == device:
+                if not run.is_calling:
+                    self._next_chunk(workers, run)
+                return
+        if share.is_asleep:
+            share.is_asleep = False
+            pipeline = workers.submission.pipeline.id
+            self._events.append(ReplyArrived(time_s=self.now_s(), pipeline=pipeline, device=device))
 
     def _pause(self, order: OrderId) -> None:
         run = self._running.get(order)
         if run is None:
             return  # it ended meanwhile; the event is on its way
         run.is_pausing = True
-        if not run.is_calling:
-            self._end(run, StagePaused)
+        if not run.is_calling:  # it waits for its environments
+            self._end_paused(run, self._workers[run.action.pipeline].shares[run.action.devices[0]])
 
     def _migrate(self, action: Migrate) -> None:
         workers = self._workers[action.pipeline]
-        started_s = self.now_s()
-        self._call(
-            workers,
-            workers.rollout[action.source],
-            "take_partials",
-            (action.copies_kv,),
-            partial(self._hand_over, workers, action, started_s),
-        )
+        hand_over = partial(self._hand_over, workers, action, self.now_s())
+        source = workers.rollout[action.source]
+        take = partial(self._call, workers, source, "take_partials", (action.copies_kv,), hand_over)
+        self._with_shares(workers, action.step, take)
 
     def _hand_over(
         self, workers: _Workers, action: Migrate, started_s: float, partials: list[PartialTrajectory]
@@ -682,12 +696,12 @@ class WorkerBackend:
         target.unfinished.update(source.unfinished)
         source.moved_to = target
         workers.shares[action.source] = _Share(action.step)
+        num_moved = len(partials) + len(source.partials) + len(source.to_submit)
         now_s = self.now_s()
         self._events.append(
-            TrajectoriesMoved(
-                time_s=now_s, order=action.order, num_trajectories=len(partials), seconds=now_s - started_s
-            )
+            TrajectoriesMoved(time_s=now_s, order=action.order, num_trajectories=num_moved, seconds=now_s - started_s)
         )
+        self._go_on(workers, target)
 
     # ------------------------------------------------------------------ reward, training, publishing
 
@@ -704,7 +718,7 @@ class WorkerBackend:
             self._ask_for_requests(workers, step + 1)  # the host has nothing else to do while others compute
         if workers.plan.algorithm.staleness == 0:
             self._hand_batch_to_trainer(workers, step)  # it is idle until then; an asynchronous one may be training
-        self._end(run, StageFinished)
+        self._end(run)
 
     def _run_training(self, action: RunStage) -> None:
         workers = self._workers[action.pipeline]
@@ -740,9 +754,9 @@ class WorkerBackend:
         run.tokens += report.tokens
         if report.is_done:
             workers.metrics.update(report.metrics)
-            self._end(run, StageFinished)
+            self._end(run)
         elif run.is_pausing:
-            self._end(run, StagePaused)
+            self._end_paused(run)
         else:
             self._events.append(
                 ChunkFinished(
@@ -794,7 +808,7 @@ class WorkerBackend:
 
     def _delivered(self, run: _Running) -> None:
         if run.action.order in self._running:  # else its pipeline was cancelled meanwhile
-            self._end(run, StageFinished)
+            self._end(run)
 
     def _begin_checkpoint(self, workers: _Workers, step: int) -> None:
         args = (workers.checkpoints.path(step), self._num_kept(workers.submission))
@@ -848,15 +862,31 @@ class WorkerBackend:
             return [workers.rollout[device] for device in devices if device in workers.rollout]
         return [workers.trainer]
 
-    def _end(self, run: _Running, event: type[StageFinished] | type[StagePaused]) -> None:
+    def _end(self, run: _Running) -> None:
         del self._running[run.action.order]
         self._events.append(
-            event(
+            StageFinished(
                 time_s=self.now_s(),
                 order=run.action.order,
                 seconds=run.seconds,
                 switch_s=run.switch_s,
                 tokens=run.tokens,
+            )
+        )
+
+    def _end_paused(self, run: _Running, asleep: _Share | None = None) -> None:
+        """`asleep`: the share that has nothing to compute until an environment replies."""
+        del self._running[run.action.order]
+        if asleep is not None:
+            asleep.is_asleep = True
+        self._events.append(
+            StagePaused(
+                time_s=self.now_s(),
+                order=run.action.order,
+                seconds=run.seconds,
+                switch_s=run.switch_s,
+                tokens=run.tokens,
+                is_waiting=asleep is not None,
             )
         )
 

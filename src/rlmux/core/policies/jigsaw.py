@@ -8,6 +8,7 @@ tasks that are known or predicted are scheduled anew as a whole, and what that s
     start      ready work on free devices; beside another only at a level that was measured to help
     merge      the tail of a pipeline leaves one device for a sibling's: pause, then move, then the device is free
     gather     a share that has not begun joins a sibling's: fewer, fuller batches, and the device is another's
+    yield      a share whose trajectories all wait for their environments leaves its device to work that could start
     wait       hold a device for something that is about to become ready, if that ends everything sooner
 
 A device never waits while nothing runs. Tails are merged only if the schedule ends sooner by it, moving included: so
@@ -23,7 +24,7 @@ from rlmux.core.lookahead import BUDGET, Merge, Plan, Problem, greedy, plan
 from rlmux.core.model import AdmissionKind, DeviceId, GroupId, NodeId, OrderId, Phase, Pipeline, PipelineId, Stage
 from rlmux.core.placement import GroupLoad, PlacementChoice, PlacementView, Refusal, Relocation
 from rlmux.core.policies.candidates import impossible, queue
-from rlmux.core.policies.dispatching import first_come
+from rlmux.core.policies.dispatching import first_fit
 from rlmux.core.policies.upcoming import Upcoming, decode_kind, upcoming
 from rlmux.core.sharing import NO_SHARING, SharingTable
 from rlmux.core.state import ReadyWork
@@ -61,6 +62,7 @@ class Jigsaw:
         moved = yield from self._finish_moves(view)
         if not self._is_news(view) and not moved:
             return
+        yield from yield_devices(view)
         sharing = self.sharing if self.sharing.entries and _can_share(view) else NO_SHARING
         if not self._is_choice(view, sharing):
             yield from start_side_by_side(view, (), sharing)  # who is alone again gets the whole device
@@ -76,13 +78,14 @@ class Jigsaw:
         works = [ahead.works[index] for index in made.starts_now if index in ahead.works]
         started = yield from start_side_by_side(view, works, problem.sharing)
         if not started and not view.running and not view.moving and not moved:
-            yield from first_come(view)
+            yield from first_fit(view, [work for work in view.ready if not work.is_waiting])
 
     def _is_news(self, view: GroupView) -> bool:
         """Whether anything differs from when this group was last planned: most reports of progress change nothing."""
         seen = (
-            tuple(work.sequence for work in view.ready),
+            tuple((work.sequence, work.is_waiting) for work in view.ready),
             tuple((order.id, order.is_pausing, (order.num_active or 0).bit_length()) for order in view.running),
+            sum(is_idle(order) for order in view.running),
             len(view.moving),
         )
         if self._seen.get(view.id) == seen:
@@ -100,7 +103,8 @@ class Jigsaw:
                 num_holders[device] = num_holders.get(device, 0) + 1
             if order.phase is Phase.ROLLOUT:
                 rollouts[order.pipeline] = rollouts.get(order.pipeline, 0) + 1
-        if any(all(num_holders.get(d, 0) <= max_holders for d in work.devices) for work in view.ready):
+        ready = [work for work in view.ready if not work.is_waiting]
+        if any(all(num_holders.get(d, 0) <= max_holders for d in work.devices) for work in ready):
             return True
         return self.merges_tails and bool(view.ready) and any(
             rollouts.get(member.id, 0) and len(member.unfinished_rollout_devices) > 1 for member in view.members
@@ -251,6 +255,30 @@ def _least_loaded(group: GroupLoad, count: int) -> tuple[NodeId, ...]:
         for node in member.placement.train_nodes:
             load_s[node] += member.phase_load.train_s or 1e-9
     return tuple(sorted(group.rollout_nodes, key=lambda node: load_s[node])[:count])
+
+
+# --- waiting for environments -------------------------------------------------------------------------------
+
+
+def is_idle(order: OrderView) -> bool:
+    """It decodes nothing: every trajectory that has a slot waits for its environment."""
+    return order.num_active == 0 and order.num_parked > 0
+
+
+def yield_devices(view: GroupView) -> Iterator[PauseOrder]:
+    """Pause idle shares on devices that ready work could then start on. The tools go on meanwhile."""
+    idle = {order.devices[0]: order for order in view.running if order.phase is Phase.ROLLOUT and is_idle(order)}
+    if not idle:
+        return
+    given: set[DeviceId] = set()
+    for work in view.ready:
+        needed = [device for device in work.devices if not view.is_free((device,))]
+        if work.is_waiting or not needed or not all(device in idle for device in needed) or given & set(needed):
+            continue
+        given.update(needed)
+        for device in needed:
+            if not idle[device].is_pausing:
+                yield PauseOrder(order=idle[device].id)
 
 
 # --- starting, side by side ---------------------------------------------------------------------------------

@@ -189,17 +189,26 @@ class _Member:
                     devices=(self.numbers[device],),
                     seconds=max(left_s, _SHORTEST_S),
                     tail_s=tail_s,
+                    needs=() if work is None or not work.is_waiting else (self._add_wait(estimates, work),),
                     is_running=order is not None,
                 )
             )
             self.ahead.device_of[index] = device
             if order is not None:
                 self.ahead.orders[index] = order
-            elif work is not None:
+            elif work is not None and not work.is_waiting:
                 self.ahead.works[index] = work
             added.append(index)
         self.ahead.shares[self.member.id] = added
         return added
+
+    def _add_wait(self, estimates: StepEstimates, work: ReadyWork) -> int:
+        """Until an environment replies, on no device."""
+        known_s = estimates.wait_s if estimates.wait_s is not None else 0.1 * estimates.share_s(work.devices[0])
+        left_s = max(known_s - (self.view.now_s - work.since_s), 0.1 * known_s, _SHORTEST_S)
+        return self.ahead.add(
+            Task(pipeline=self.number, kind="wait", devices=(), seconds=left_s, is_running=True)
+        )
 
     def _add_train(
         self,
