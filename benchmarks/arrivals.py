@@ -9,6 +9,9 @@ simulator gets as estimates: the comparison is of the scheduling, not of a guess
     longest_gap_s     between two published steps of a running pipeline, or its admission and its first
     num_stalls        gaps longer than one round, the mean steps of all pipelines that run meanwhile, and 2 s more
     longest_wait_s    from a pipeline's submission to its admission
+    beside_change     a step during which somebody else came or went, over the mean of that pipeline's other steps:
+                      median and 95th percentile
+    num_moves         of pipelines to other nodes
 """
 
 from __future__ import annotations
@@ -25,9 +28,11 @@ from typing import Any
 import yaml
 
 from rlmux.cli import inputs
+from rlmux.core.actions import Replace
 from rlmux.core.model import Stage
 from rlmux.core.policies import POLICIES
 from rlmux.report.api import read_timeline
+from rlmux.report.log import LogReader
 from rlmux.runtime.backend import Submission
 from rlmux.runtime.run import run_pipelines
 from rlmux.sim import api
@@ -85,6 +90,33 @@ def stalls(gaps: list[tuple[float, float]], pipelines: list[dict[str, Any]], tim
     return max(end_s - begin_s for begin_s, end_s in gaps), num_stalls
 
 
+def beside_change(pipelines: list[dict[str, Any]], timeline: Any) -> list[float]:
+    """Ratios, as the module says; of pipelines that had steps of both kinds, the first left out of all."""
+    records = {one["name"]: timeline.pipelines[one["name"]] for one in pipelines}
+    ratios = []
+    for name, record in records.items():
+        changes = [
+            moment
+            for other, its in records.items()
+            for moment in (its.admitted_s, its.ended_s)
+            if other != name and moment is not None
+        ]
+        steps = list(pairwise(sorted(record.published.values())))
+        during = [any(begin_s < moment < end_s for moment in changes) for begin_s, end_s in steps]
+        calm = [end_s - begin_s for (begin_s, end_s), is_beside in zip(steps, during, strict=True) if not is_beside]
+        if calm:
+            mean_s = statistics.mean(calm)
+            ratios += [
+                (end_s - begin_s) / mean_s for (begin_s, end_s), is_beside in zip(steps, during, strict=True) if is_beside
+            ]
+    return sorted(ratios)
+
+
+def num_moves(folder: Path) -> int:
+    with LogReader(folder) as log:
+        return sum(isinstance(entry.value, Replace) for entry in log.entries())
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--pipelines", type=int, default=50)
@@ -97,7 +129,7 @@ def main() -> None:
         file, folder = Path(parent) / "many.yaml", Path(parent) / "run"
         file.write_text(yaml.safe_dump(spec))
         train(file, folder)
-        timeline = read_timeline(folder)
+        timeline, moves = read_timeline(folder), num_moves(folder)
         gaps: list[tuple[float, float]] = []
         waits, completions = [], []
         for one in spec["pipelines"]:
@@ -121,6 +153,7 @@ def main() -> None:
             inputs.workload_of(load_spec(file, purpose=Purpose.PLAN)), policies=[POLICY]
         )["policies"][POLICY]
     longest_s, num_stalls = stalls(gaps, spec["pipelines"], timeline)
+    ratios = beside_change(spec["pipelines"], timeline)
     num_steps = sum(one["steps"] for one in spec["pipelines"])
     first_s = spec["pipelines"][0]["submit_at_s"]
     makespan_s = timeline.end_s - first_s
@@ -136,6 +169,9 @@ def main() -> None:
         "longest_gap_s": longest_s,
         "num_stalls": num_stalls,
         "longest_wait_s": max(waits),
+        "beside_change_p50": ratios[len(ratios) // 2] if ratios else 0.0,
+        "beside_change_p95": ratios[int(len(ratios) * 0.95)] if ratios else 0.0,
+        "num_moves": moves,
     }
     if arguments.json:
         print(json.dumps(figures))
