@@ -1,6 +1,6 @@
 """What faults cost, and what being ready for them costs.
 
-    python benchmarks/reliability.py recovery    seconds from a kill to its detection, and to training again
+    python benchmarks/reliability.py recovery    from a kill to its detection and to training again; tokens done twice
     python benchmarks/reliability.py overhead    checkpoints and log, against the same run without them
     python benchmarks/reliability.py soak        pipelines come and go; processes, files, memory, log
 
@@ -10,30 +10,36 @@ Each prints a table. Times are medians, and noisy where the machine has other wo
 from __future__ import annotations
 
 import argparse
+import contextlib
 import gc
 import os
+import random
 import signal
 import statistics
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 import psutil
 
-from rlmux.core.actions import Release, RunStage
-from rlmux.core.events import StageFinished
+from rlmux.core.actions import Admit, Release, RunStage
+from rlmux.core.errors import LogError
+from rlmux.core.events import ChunkFinished, StageFinished, StagePaused
 from rlmux.core.model import Cluster, Phase, Pipeline, PipelineId, Pool, Stage
 from rlmux.core.policies import POLICIES
 from rlmux.core.scheduler import Scheduler
-from rlmux.report.log import RunLog, run_header
+from rlmux.report.log import LogReader, RunLog, run_header
 from rlmux.rl.config import AlgorithmConfig, ModelConfig, RolloutConfig, TaskConfig, TrainingPlan, WarmStartConfig
 from rlmux.runtime.backend import Submission
 from rlmux.runtime.controller import Controller
 from rlmux.runtime.local import local_backend
-from rlmux.runtime.run import run_pipelines
+from rlmux.runtime.run import resume_pipelines, run_pipelines
 from rlmux.runtime.worker_backend import WorkerOptions
 
 CLUSTER = Cluster(
@@ -66,64 +72,145 @@ def submission(name: str, seed: int, num_steps: int, *, is_tiny: bool = False) -
     return Submission(pipeline=pipeline, plan=plan)
 
 
-class Watcher:
-    """Kills workers of a kind every few steps, and writes down when what happened was seen."""
+FINE = WorkerOptions(chunk_s=0.05, chunk_decode_steps=4)
+"""Progress is told of often, so that little of what was lost goes unseen."""
+KINDS = ("rollout", "train", "host", "controller", "everything")
 
-    def __init__(self, kind: str, every: int) -> None:
-        self.kind, self.every = kind, every
-        self.pids: dict[str, int] = {}
+
+def one_pipeline(num_steps: int) -> list[Submission]:
+    return [submission("one", 1, num_steps)]
+
+
+def recovery(num_steps: int, kills: int) -> list[list[str]]:
+    rows = [["killed", "times", "detected after", "training again after", "sampled again", "trained again"]]
+    for kind in KINDS:
+        with tempfile.TemporaryDirectory() as name:
+            folder = Path(name) / "run"
+            killer = Killer(kind, random.Random(1), every=max(2, num_steps // (kills + 1)), most=kills)
+            if kind in ("controller", "everything"):
+                _run_and_resume(folder, num_steps, killer)
+            else:
+                run_pipelines(
+                    CLUSTER, one_pipeline(num_steps), POLICIES["rollmux"](), folder,
+                    spec={}, options=FINE, listeners=[killer],
+                )  # fmt: skip
+            sampled, trained, per_step = _redone(folder)
+        times = len(killer.again_s)
+        detected = f"{statistics.median(killer.detected_s) * 1e3:.0f} ms" if killer.detected_s else "by whoever resumes"
+        lost = [f"{tokens / times:,.0f} ({tokens / times / per_step:.2f} steps)" for tokens in (sampled, trained)]
+        rows.append([kind, str(times), detected, f"{statistics.median(killer.again_s):.2f} s", *lost])
+    return rows
+
+
+class Killer:
+    """Kills a worker of its kind at random moments, some steps apart, and writes down when what was seen."""
+
+    def __init__(self, kind: str, rng: random.Random, *, every: int, most: int) -> None:
+        self.kind, self.rng, self.every, self.left = kind, rng, every, most
+        self.pid_by_role: dict[str, int] = {}
+        self.next_step = every
+        self.stage_by_order: dict[int, Stage] = {}
         self.killed_s: float | None = None
         self.detected_s: list[float] = []
-        self.recovered_s: list[float] = []
-        self.lost_tokens: list[int] = []
-        self.next_step = every
-        self.orders: dict[int, RunStage] = {}
-        self.tokens = 0
+        self.again_s: list[float] = []
 
     def update(self, now_s: float, events: Sequence[Any], actions: Sequence[Any], notes: Sequence[Any]) -> None:
         for note in notes:
             if note.type == "worker":
-                self.pids[note.fields["role"].partition("-")[0]] = note.fields["pid"]
+                self.pid_by_role[note.fields["role"].partition("-")[0]] = note.fields["pid"]
             elif note.type == "loss" and self.killed_s is not None:
                 self.detected_s.append(time.monotonic() - self.killed_s)
         for event in events:
-            if isinstance(event, StageFinished) and self.killed_s is not None:
-                action = self.orders.get(event.order)
-                if action is not None and action.stage in (Stage.UPDATE, Stage.OLD_LOGPROBS):
-                    self.recovered_s.append(time.monotonic() - self.killed_s)
-                    self.killed_s = None
+            stage = self.stage_by_order.get(getattr(event, "order", 0))
+            if self.killed_s is not None and isinstance(event, StageFinished) and stage is Stage.UPDATE:
+                self.again_s.append(time.monotonic() - self.killed_s)
+                self.killed_s = None
         for action in actions:
-            if not isinstance(action, RunStage):
-                continue
-            self.orders[action.order] = action
-            stage = Stage.UPDATE if self.kind == "train" else Stage.GENERATE
-            if self.killed_s is None and action.stage is stage and action.step >= self.next_step:
-                self.next_step = action.step + self.every
-                os.kill(self.pids[self.kind], signal.SIGKILL)
-                self.orders.clear()
-                self.killed_s = time.monotonic()
+            if isinstance(action, RunStage):
+                self.stage_by_order[action.order] = action.stage
+                if self.is_due(action.step):
+                    self.next_step = action.step + self.every
+                    self.stage_by_order.clear()
+                    self.killed_s = time.monotonic()
+                    os.kill(self.pid_by_role[self.kind], signal.SIGKILL)
+
+    def is_due(self, step: int) -> bool:
+        """Asked a few times a step: some of them, whatever begins just then."""
+        if self.killed_s is None and self.left and step >= self.next_step and self.rng.random() < 0.3:
+            self.left -= 1
+            return True
+        return False
 
 
-def recovery(num_steps: int) -> list[list[str]]:
-    rows = [["killed", "times", "detected after", "training again after", "work lost"]]
-    lost = {"rollout": "one rollout at most", "train": "one step at most", "host": "one step at most"}
-    for kind in ("rollout", "train", "host"):
-        watcher = Watcher(kind, every=4)
-        with tempfile.TemporaryDirectory() as folder:
-            run_pipelines(
-                CLUSTER, [submission("one", 1, num_steps)], POLICIES["rollmux"](), Path(folder) / "run",
-                spec={}, listeners=[watcher],
-            )  # fmt: skip
-        rows.append(
-            [
-                kind,
-                str(len(watcher.recovered_s)),
-                f"{statistics.median(watcher.detected_s) * 1e3:.0f} ms",
-                f"{statistics.median(watcher.recovered_s):.2f} s",
-                lost[kind],
-            ]
-        )
-    return rows
+def _run_and_resume(folder: Path, num_steps: int, killer: Killer) -> None:
+    """In a process of its own, killed and resumed as its log says that the steps come."""
+    begin = [sys.executable, __file__, "child", "--steps", str(num_steps), "--folder", str(folder)]
+    process = subprocess.Popen([*begin, "--new"])
+    followed = Followed(folder)
+    while process.poll() is None:
+        time.sleep(0.01)
+        followed.read()
+        if killer.killed_s is not None and followed.num_updates > 0:
+            killer.again_s.append(time.monotonic() - killer.killed_s)
+            killer.killed_s = None
+        if followed.step and killer.is_due(followed.step + 1):
+            killer.next_step = followed.step + killer.every
+            family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+            for member in family if killer.kind == "everything" else family[:1]:
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    member.kill()
+            process.wait()
+            killer.killed_s = time.monotonic()
+            followed.read()
+            followed.num_updates = 0
+            process = subprocess.Popen(begin)
+    assert process.returncode == 0
+
+
+class Followed:
+    """A log, as it is written by somebody else."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder, self.seq, self.step, self.num_updates = folder, 0, 0, 0
+        self.updates: set[int] = set()
+
+    def read(self) -> None:
+        with contextlib.suppress(LogError), LogReader(self.folder) as log:
+            for entry in log.entries(after=self.seq):
+                self.seq = entry.seq
+                if entry.type == "resumed":
+                    self.updates.clear()
+                elif isinstance(entry.value, RunStage) and entry.value.stage is Stage.UPDATE:
+                    self.updates.add(entry.value.order)
+                elif isinstance(entry.value, StageFinished) and entry.value.order in self.updates:
+                    self.num_updates += 1
+                elif entry.type == "step" and isinstance(entry.value, dict):
+                    self.step = entry.value["step"]
+
+
+def _redone(folder: Path) -> tuple[float, float, float]:
+    """(tokens sampled, tokens trained) more than once, and the tokens of one step. By the log."""
+    part = 0
+    work: dict[tuple[int, int], RunStage] = {}
+    done: dict[tuple[int, int], int] = {}
+    needed: dict[int, float] = {}
+    with LogReader(folder) as log:
+        for entry in log.entries():
+            match entry.value:
+                case RunStage() as order:
+                    work[part, order.order] = order
+                case StageFinished() | ChunkFinished() | StagePaused() as event:
+                    done[part, event.order] = max(done.get((part, event.order), 0), event.tokens)
+                case {"step": step, "metrics": metrics}:
+                    needed[step] = metrics["tokens"]
+            part += entry.type == "resumed"
+    per_step = sum(needed.values()) / len(needed)
+    sampled = sum(tokens for key, tokens in done.items() if work[key].stage is Stage.GENERATE)
+    trained: dict[int, list[int]] = {}
+    for key, tokens in done.items():
+        if work[key].stage is Stage.UPDATE:
+            trained.setdefault(work[key].step, []).append(tokens)
+    return sampled - sum(needed.values()), sum(sum(each) - max(each) for each in trained.values()), per_step
 
 
 def overhead(num_steps: int, rounds: int) -> list[list[str]]:
@@ -185,33 +272,59 @@ def _timed_run(folder: Path, num_steps: int, options: WorkerOptions, *, has_log:
     }
 
 
-def soak(num_pipelines: int, num_steps: int) -> list[list[str]]:
-    rows = [["pipelines over", "files", "processes", "threads", "resident MB", "log bytes per step"]]
+def soak(num_pipelines: int, num_steps: int, every_s: float, rows_wanted: int = 12) -> list[list[str]]:
+    rows = [
+        ["after", "steps", "pipelines over", "alive", "files", "processes", "zombies", "threads", "resident",
+         "fork server: files, resident", "shared memory", "log", "its tail"]
+    ]  # fmt: skip
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "run"
-        over = 0
-
-        class Gauge:
-            def update(self, now_s: float, events: Any, actions: Any, notes: Any) -> None:
-                nonlocal over
-                before = over
-                over += sum(isinstance(action, Release) for action in actions)
-                if before * 8 // num_pipelines == over * 8 // num_pipelines:
-                    return
-                gc.collect()
-                me = psutil.Process()
-                log_bytes = sum(path.stat().st_size for path in folder.glob("run.db*"))
-                figures = [over, me.num_fds(), len(me.children(recursive=True)), me.num_threads()]
-                rows.append(
-                    [*map(str, figures), f"{me.memory_info().rss / 1e6:.0f}", f"{log_bytes / (over * num_steps):,.0f}"]
-                )
-
+        gauge = Gauge(folder, rows, num_pipelines // rows_wanted)
         submissions = [
-            replace(submission(f"p{number}", number, num_steps, is_tiny=True), submit_at_s=0.6 * number)
+            replace(submission(f"p{number}", number, num_steps, is_tiny=True), submit_at_s=every_s * number)
             for number in range(num_pipelines)
         ]
-        run_pipelines(CLUSTER, submissions, POLICIES["rollmux"](), folder, spec={}, listeners=[Gauge()])
+        result = run_pipelines(CLUSTER, submissions, POLICIES["rollmux"](), folder, spec={}, listeners=[gauge])
+        statuses = {one["status"] for one in result.summary["pipelines"].values()}
+        assert statuses == {"finished"}, statuses
+        gc.collect()
+        log_bytes = (folder / "run.db").stat().st_size
+    me = psutil.Process()
+    children = ", ".join(child.name() for child in me.children(recursive=True))
+    print(f"{gauge.num_steps} steps; log {log_bytes / gauge.num_steps:,.0f} bytes per step; in the end: "
+          f"{me.num_fds()} files, {me.num_threads()} threads, children: {children}\n")  # fmt: skip
     return rows
+
+
+class Gauge:
+    """Reads this process, the fork server and the folders each time that so many pipelines are over."""
+
+    def __init__(self, folder: Path, rows: list[list[str]], every: int) -> None:
+        self.folder, self.rows, self.every = folder, rows, max(1, every)
+        self.num_over = self.num_begun = self.num_steps = 0
+
+    def update(self, now_s: float, events: Sequence[Any], actions: Sequence[Any], notes: Sequence[Any]) -> None:
+        before = self.num_over // self.every
+        self.num_over += sum(isinstance(action, Release) for action in actions)
+        self.num_begun += sum(isinstance(action, Admit) for action in actions)
+        self.num_steps += sum(note.type == "step" for note in notes)
+        if self.num_over // self.every != before:
+            self.rows.append(self._row(now_s))
+
+    def _row(self, now_s: float) -> list[str]:
+        gc.collect()
+        me = psutil.Process()
+        family = me.children(recursive=True)
+        server = psutil.Process(vars(forkserver)["_forkserver"]._forkserver_pid)
+        shared = sum(path.stat().st_size for path in Path("/dev/shm").glob(f"rlmux-{os.getuid()}-*/*/*"))
+        return [
+            f"{now_s:.0f} s", str(self.num_steps), str(self.num_over), str(self.num_begun - self.num_over),
+            str(me.num_fds()), str(len(family)),
+            str(sum(child.status() == psutil.STATUS_ZOMBIE for child in family)),
+            str(me.num_threads()), f"{me.memory_info().rss / 1e6:.0f} MB",
+            f"{server.num_fds()}, {server.memory_info().rss / 1e6:.0f} MB", f"{shared / 1e6:.1f} MB",
+            *(f"{(self.folder / name).stat().st_size / 1e6:.1f} MB" for name in ("run.db", "run.db-wal")),
+        ]  # fmt: skip
 
 
 def show(rows: list[list[str]]) -> None:
@@ -221,17 +334,33 @@ def show(rows: list[list[str]]) -> None:
             print("|" + "---|" * len(row))
 
 
+def child(folder: Path, num_steps: int, *, is_new: bool) -> None:
+    """What `recovery` kills."""
+    given, policy = one_pipeline(num_steps), POLICIES["rollmux"]()
+    if is_new:
+        run_pipelines(CLUSTER, given, policy, folder, spec={}, options=FINE)
+    else:
+        resume_pipelines(CLUSTER, given, policy, folder, options=FINE)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["recovery", "overhead", "soak"])
+    parser.add_argument("what", choices=["recovery", "overhead", "soak", "child"])
     parser.add_argument("--steps", type=int, default=None)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--pipelines", type=int, default=64)
+    parser.add_argument("--kills", type=int, default=6, help="of each kind (recovery)")
+    parser.add_argument("--pipelines", type=int, default=100, help="that come and go (soak)")
+    parser.add_argument("--every", type=float, default=2.0, help="seconds between two of them (soak)")
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--new", action="store_true", help=argparse.SUPPRESS)
     words = parser.parse_args()
+    if words.what == "child":
+        child(words.folder, words.steps, is_new=words.new)
+        return
     tables: dict[str, Callable[[], list[list[str]]]] = {
-        "recovery": lambda: recovery(words.steps or 40),
+        "recovery": lambda: recovery(words.steps or 40, words.kills),
         "overhead": lambda: overhead(words.steps or 40, words.rounds),
-        "soak": lambda: soak(words.pipelines, words.steps or 16),
+        "soak": lambda: soak(words.pipelines, words.steps or 24, words.every),
     }
     show(tables[words.what]())
 

@@ -299,9 +299,10 @@ def weight_file(model: PreTrainedModel, path: Path, scale: float) -> Path:
     return path
 
 
-@pytest.mark.parametrize("is_offloaded", [False, True])
+@pytest.mark.parametrize(("is_offloaded", "is_spilled"), [(False, False), (True, False), (True, True)])
 def test_new_weights_are_used_and_named_in_the_versions(
     is_offloaded: bool,
+    is_spilled: bool,
     tmp_path: Path,
     lively_model: PreTrainedModel,
     new_engine: NewEngine,
@@ -312,7 +313,7 @@ def test_new_weights_are_used_and_named_in_the_versions(
     engine = new_engine()
     buffer = engine._weights.flat.data_ptr()
     if is_offloaded:
-        engine.offload()
+        engine.offload(spill_to=tmp_path / "spilled" if is_spilled else None)
     engine.load_weights(weight_file(lively_model, tmp_path / "w.safetensors", 0.5), 7)
     engine.load()
     if not is_offloaded:

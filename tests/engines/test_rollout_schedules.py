@@ -1,8 +1,10 @@
-"""Any schedule of chunks, pauses, offloads and migrations over two engines gives the undisturbed answers."""
+"""Any schedule of chunks, pauses, migrations, offloads (to disk too) over two engines gives the undisturbed answers."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -17,7 +19,7 @@ Move = tuple[str, int, int]
 
 moves = st.lists(
     st.tuples(
-        st.sampled_from(["run", "run", "run", "submit", "offload", "load", "migrate"]),
+        st.sampled_from(["run", "run", "run", "submit", "offload", "spill", "load", "migrate"]),
         st.integers(0, 1),
         st.integers(1, 9),
     ),
@@ -62,6 +64,10 @@ class TwoEngines:
 
     def offload(self, index: int, number: int) -> None:
         self.engines[index].offload()
+
+    def spill(self, index: int, number: int) -> None:
+        with TemporaryDirectory() as folder:
+            self.engines[index].offload(spill_to=Path(folder) / "spilled")
 
     def load(self, index: int, number: int) -> None:
         self.engines[index].load()

@@ -6,7 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from rlmux.core.events import PipelineFailed
+from rlmux.core.events import PipelineFailed, WorkerLost
+from rlmux.runtime.local import LocalProcesses
 from rlmux.runtime.worker_backend import WorkerOptions
 
 REWARDS = """
@@ -92,3 +93,47 @@ def test_numbers_that_blow_up_fail_their_pipeline(real, good, alone, tmp_path):
     (failure,) = [event for event in run.recorder.events if isinstance(event, PipelineFailed)]
     assert "finite" in failure.reason or "nan" in failure.reason or "inf" in failure.reason
     assert run.sha256["good"] == alone.sha256["good"]
+
+
+POISON = """
+import os
+
+from rlmux.runtime.workers import RolloutWorker
+
+
+class Poisonable(RolloutWorker):
+    def run_chunk(self, chunk):
+        if any((request.id.step, request.id.prompt) == (2, 1) for request in chunk.requests):
+            os.abort()
+        return super().run_chunk(chunk)
+"""
+
+
+def test_a_prompt_that_crashes_the_engine_each_time_fails_its_pipeline_alone(
+    real, good, alone, tmp_path, monkeypatch
+):
+    """The engine dies in C whenever it is given that prompt, in a new process as in the one before."""
+    (tmp_path / "code").mkdir()
+    (tmp_path / "code" / "my_poisonable_worker.py").write_text(POISON)
+    monkeypatch.syspath_prepend(tmp_path / "code")
+    from my_poisonable_worker import Poisonable
+
+    spawn = LocalProcesses.spawn
+
+    def spawn_poisonable(self, name, make_worker, args, **more):
+        is_poisonable = name.startswith("poisoned/rollout")
+        return spawn(self, name, Poisonable if is_poisonable else make_worker, args, **more)
+
+    monkeypatch.setattr(LocalProcesses, "spawn", spawn_poisonable)
+    poisoned = real.submission("poisoned", seed=3, num_steps=6)
+    run = real.run(tmp_path / "run", [good, poisoned], options=WorkerOptions(max_losses=2))
+    assert run.status == {"good": "finished", "poisoned": "failed"}
+    assert run.sha256["good"] == alone.sha256["good"]
+    (failure,) = [event for event in run.recorder.events if isinstance(event, PipelineFailed)]
+    assert "SIGABRT" in failure.reason
+    assert "lost 3 times" in failure.reason
+    assert sum(isinstance(event, WorkerLost) for event in run.recorder.events) == 2
+    log = (tmp_path / "run" / "poisoned" / "workers.log").read_text()
+    assert log.count("Fatal Python error: Aborted") == 3
+    assert "my_poisonable_worker.py" in log
+    assert all(not device.orders and not device.residents for device in run.scheduler.state.devices.values())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import resource
@@ -254,9 +255,11 @@ pipelines:
   - {name: slow, seed: 2, task: {name: sort, reward: "slow_rewards:score", reward_timeout_s: 600}}
 """
 SLOW = """
-import time
+import subprocess, time
 
 def score(data_source, solution_str, ground_truth, extra_info):
+    for is_on_its_own in (False, True):
+        subprocess.Popen(["sleep", "601"], start_new_session=is_on_its_own)
     time.sleep(600)
 """
 
@@ -305,11 +308,17 @@ def wait_for_a_step(process: subprocess.Popen, folder: Path) -> None:
 
 
 def family_once_training(process: subprocess.Popen, folder: Path) -> list[psutil.Process]:
-    """Everybody, once `sort` has published a step and `slow` is stuck in its reward."""
+    """Everybody, once `sort` has published a step and `slow` is stuck in its reward, with what that has started."""
     wait_for_a_step(process, folder)
     controller = psutil.Process(process.pid)
-    family = [controller, *controller.children(recursive=True)]
-    assert len(family) >= 8, "the controller, the fork server, two pipelines of three workers"
+    deadline_s = time.monotonic() + 60
+    while time.monotonic() < deadline_s:
+        family = [controller, *controller.children(recursive=True)]
+        with contextlib.suppress(psutil.NoSuchProcess):
+            if sum(member.name() == "sleep" for member in family) == 2:
+                break
+        time.sleep(0.05)
+    assert len(family) >= 10, "the controller, the fork server, two pipelines of three workers, two of the user's own"
     return family
 
 

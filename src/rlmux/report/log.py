@@ -13,8 +13,8 @@
 
 Invariants: rows are only ever added (the database itself refuses anything else); an event and its orders are
 visible together or not at all; a reader never sees a torn row. SQLite in WAL mode gives these after a SIGKILL
-of the writer at any instant: a half-written tail fails its checksum and is ignored. With `survives_power_cut`
-each commit also waits for the disk.
+of the writer at any instant: a half-written tail fails its checksum and is ignored. After a power cut the newest
+commits may be missing, the header never is; with `survives_power_cut` each commit waits for the disk, and none is.
 
 Notes are free-form facts the scheduler does not need. The reports read these, and show what they find:
 
@@ -143,8 +143,11 @@ class RunLog:
             text = codec.dumps({"schema_version": SCHEMA_VERSION, **header})
             connection.execute(_INSERT, (0.0, "header", "header", text))
             connection.execute("COMMIT")
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # on disk from now on: it cannot be resumed without
         except sqlite3.Error as error:
             raise log._failure(error) from error
+        for path in (folder, folder.absolute().parent):
+            _sync_names(path)
         return log
 
     @classmethod
@@ -274,6 +277,14 @@ def _value(seq: int, kind: str, text: str) -> Any:
         return codec.decode(text) if kind in ("event", "action") else codec.loads(text)
     except LogError as error:
         raise LogError(f"row {seq}: {error}") from None
+
+
+def _sync_names(folder: Path) -> None:
+    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def _lock(folder: Path) -> int:

@@ -33,6 +33,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from rlmux.core.errors import PipelineError, RlmuxError, WorkerLostError
+from rlmux.runtime.undertaker import marking
 
 _FORKSERVER = get_context("forkserver")
 _PRELOAD = "rlmux.runtime.preload"
@@ -61,7 +62,8 @@ def warm_up() -> None:
     if _PRELOAD not in server._preload_modules:
         server._stop()  # one that somebody else started has not imported torch: every worker would have to
     _FORKSERVER.set_forkserver_preload([_PRELOAD])
-    forkserver.ensure_running()
+    with marking():
+        forkserver.ensure_running()
 
 
 class WorkerProcess:
@@ -168,7 +170,7 @@ class WorkerProcess:
 
 def _started(name: str, work: tuple[Any, ...]) -> BaseProcess:
     process = _FORKSERVER.Process(target=_serve, args=work, name=name, daemon=True)
-    with _hidden_main():
+    with _hidden_main(), marking():  # a fork server that was killed is started again here
         process.start()
     return process
 

@@ -1,0 +1,115 @@
+"""A power cut takes the log's newest commits, or checkpoints, as if they had never been: the same weights.
+
+The images are copies of a run's folder, taken while it trains, with what had not reached the disk cut off.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+from pathlib import Path
+
+import pytest
+
+from rlmux.core.policies import POLICIES
+from rlmux.report.log import LogReader
+from rlmux.runtime.run import resume_pipelines, run_pipelines
+
+STEPS = 6
+CUT_AT = 4
+
+
+@pytest.fixture(scope="module")
+def pair(real):
+    return [
+        real.submission("sort", seed=1, num_steps=STEPS),
+        real.submission("tool", seed=2, num_steps=STEPS, task="calculator", staleness=1),
+    ]
+
+
+class TakesImage:
+    """Of a folder, once both pipelines have published a step: the log and its tail in `run.db-wal`."""
+
+    def __init__(self, folder: Path, image: Path) -> None:
+        self.folder, self.image = folder, image
+        self.steps: dict[str, int] = {}
+
+    def update(self, now_s, events, actions, notes) -> None:
+        for note in notes:
+            if note.type == "step":
+                self.steps[note.fields["pipeline"]] = note.fields["step"]
+        if len(self.steps) == 2 and min(self.steps.values()) >= CUT_AT and not self.image.exists():
+            with contextlib.suppress(shutil.Error):  # a checkpoint is written meanwhile
+                shutil.copytree(self.folder, self.image)
+            (self.image / "run.db-shm").unlink()
+
+
+@pytest.fixture(scope="module")
+def taken(real, pair, tmp_path_factory):
+    """(weights of the run that was left alone, image)"""
+    base = tmp_path_factory.mktemp("cut")
+    result = run_pipelines(
+        real.cluster(),
+        pair,
+        POLICIES["rollmux"](),
+        base / "run",
+        spec={},
+        listeners=[TakesImage(base / "run", base / "image")],
+    )
+    return weights(result.summary), base / "image"
+
+
+def weights(summary) -> dict[str, str]:
+    return {name: one["weights_sha256"] for name, one in summary["pipelines"].items()}
+
+
+def last_logged_step(folder: Path, pipeline: str) -> int:
+    with LogReader(folder) as reader:
+        steps = [entry.value for entry in reader.entries() if entry.type == "step"]
+    return max([fields["step"] for fields in steps if fields["pipeline"] == pipeline], default=0)
+
+
+def newest_checkpoint(folder: Path, pipeline: str) -> int:
+    return max(int(path.name[5:]) for path in (folder / pipeline).glob("step_*") if path.name[5:].isdigit())
+
+
+def go_on(real, pair, folder: Path) -> dict[str, str]:
+    result = resume_pipelines(real.cluster(), pair, POLICIES["rollmux"](), folder)
+    assert result.is_complete
+    assert {one["status"] for one in result.summary["pipelines"].values()} == {"finished"}
+    return weights(result.summary)
+
+
+@pytest.mark.parametrize("kept", [0.0, 0.3, 0.6])
+def test_checkpoints_may_be_newer_than_the_log(real, pair, taken, tmp_path, kept):
+    """With nothing kept, the log is its header: all that was ever waited for."""
+    undisturbed, image = taken
+    folder = tmp_path / "run"
+    shutil.copytree(image, folder)
+    tail = folder / "run.db-wal"
+    size = int(tail.stat().st_size * kept)
+    tail.write_bytes(tail.read_bytes()[:size])
+    for name in ("sort", "tool"):
+        assert last_logged_step(folder, name) < newest_checkpoint(folder, name), "nothing was lost"
+    assert go_on(real, pair, folder) == undisturbed
+
+
+def test_the_log_may_be_newer_than_the_checkpoints(real, pair, taken, tmp_path):
+    undisturbed, image = taken
+    folder = tmp_path / "run"
+    shutil.copytree(image, folder)
+    for name in ("sort", "tool"):
+        for path in (folder / name).glob(f"step_{newest_checkpoint(folder, name)}*"):
+            shutil.rmtree(path)
+        assert last_logged_step(folder, name) > newest_checkpoint(folder, name)
+    assert go_on(real, pair, folder) == undisturbed
+
+
+def test_both_may_be_behind_what_was_done(real, pair, taken, tmp_path):
+    """The log is its header, and one pipeline has no checkpoint at all: it begins again."""
+    undisturbed, image = taken
+    folder = tmp_path / "run"
+    shutil.copytree(image, folder)
+    (folder / "run.db-wal").write_bytes(b"")
+    shutil.rmtree(folder / "sort")
+    assert go_on(real, pair, folder) == undisturbed
