@@ -365,13 +365,14 @@ def test_exported_weights_carry_their_version_and_no_tied_copy(tmp_path: Path) -
     assert "lm_head.weight" not in tensors
 
 
-def test_offloading_at_any_safe_point_changes_nothing() -> None:
+@pytest.mark.parametrize("is_spilled", [False, True])
+def test_offloading_at_any_safe_point_changes_nothing(is_spilled: bool, tmp_path: Path) -> None:
     training_plan = plan(warm_start=2, kl_coef=0.1)
     engine = TorchTrainEngine(training_plan)
     resident = engine.resident_bytes()
 
     def away_and_back() -> None:
-        engine.offload()
+        engine.offload(spill_to=tmp_path / "spilled" if is_spilled else None)
         engine.offload()
         assert engine.resident_bytes() == 0
         with pytest.raises(IllegalTransitionError, match="offloaded"):
