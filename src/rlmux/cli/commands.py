@@ -217,7 +217,13 @@ def report(
 
 
 @app.command()
-def resume(folder: Folder, address: Address = None, keep_open: KeepOpen = False, json: Json = False) -> None:
+def resume(
+    folder: Folder,
+    address: Address = None,
+    keep_open: KeepOpen = False,
+    profile: ProfileFile = None,
+    json: Json = False,
+) -> None:
     """Continue a run that was stopped or that crashed.
 
     The weights come out as if nothing had happened.
@@ -231,7 +237,7 @@ def resume(folder: Folder, address: Address = None, keep_open: KeepOpen = False,
 
     from rlmux.cli import training
 
-    result = training.go_on(folder, is_quiet=json, is_kept_open=keep_open, address=address)
+    result = training.go_on(folder, is_quiet=json, is_kept_open=keep_open, address=address, profile=profile)
     if result.was_over:
         typer.echo("rlmux: nothing to resume: every pipeline is over", err=True)
     _end(result, json)

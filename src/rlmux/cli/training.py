@@ -59,13 +59,19 @@ def start(
 
 
 def go_on(
-    folder: Path, *, is_quiet: bool, is_kept_open: bool = False, address: str | None = None
+    folder: Path,
+    *,
+    is_quiet: bool,
+    is_kept_open: bool = False,
+    address: str | None = None,
+    profile: Path | None = None,
 ) -> RunResult:
     """The rest of a run that was stopped or killed, with what was submitted to it, on the backend it had."""
     with LogReader(folder) as log:
         backend = str(log.header.get("backend", LOCAL))
     spec = spec_of(folder)
     make_backend = backend_maker(backend, address, spec.cluster)
+    policy = _policy(spec.policy, profile)
     _make_importable(spec.code_folder)
     parse = _parser(spec)
     given = submissions(spec)
@@ -76,7 +82,7 @@ def go_on(
         return resume_pipelines(
             spec.cluster,
             given,
-            POLICIES[spec.policy](),
+            policy,
             folder,
             listeners=[live],
             parse=parse,
