@@ -13,8 +13,8 @@ they are kept small; what was found is remembered, as most of it is asked again 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from itertools import count
 
 from rlmux.core.cycles import PhaseLoad, fits_period
@@ -30,48 +30,64 @@ class LapFinder:
     """Finds such groups, and remembers."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[NodePrices, tuple[Item, ...]], Column | None] = {}
+        self._known: dict[tuple[int, ...], Column | None] = {}
+        """By the numbers of prices and items."""
+        self._numbers: dict[NodePrices | Item, int] = {}
+        """Hashing an item takes as long as many look-ups of its number."""
 
     def columns(self, items: Sequence[Item], prices: NodePrices, one_turn_each: Sequence[Column]) -> list[Column]:
         """Columns with several turns that are cheaper than the same members with one turn each."""
-        cost_by_mask = {column.mask: column.cost_usd for column in one_turn_each}
+        if len(self._known) > _MAX_REMEMBERED:
+            self._known.clear()
+            self._numbers.clear()
+        search = _LapSearch(
+            items=items,
+            prices=prices,
+            cost_by_mask={column.mask: column.cost_usd for column in one_turn_each},
+            known=self._known,
+            numbers=[self._numbers.setdefault(item, len(self._numbers)) for item in items],
+        )
         order = sorted(range(len(items)), key=lambda i: (-items[i].solo_s, items[i].budget_s, i))
-        found: list[Column] = []
-        self._extend((), order, items, prices, cost_by_mask, found)
-        return found
+        search.extend((), (self._numbers.setdefault(prices, len(self._numbers)),), 0, order)
+        return search.found
 
-    def _extend(
-        self,
-        members: tuple[int, ...],
-        later: Sequence[int],
-        items: Sequence[Item],
-        prices: NodePrices,
-        cost_by_mask: dict[int, float],
-        found: list[Column],
-    ) -> None:
+
+@dataclass(slots=True, kw_only=True)
+class _LapSearch:
+    """One call of the finder: grows groups from their longest member down."""
+
+    items: Sequence[Item]
+    prices: NodePrices
+    cost_by_mask: Mapping[int, float]
+    """Of groups with one turn each."""
+    known: dict[tuple[int, ...], Column | None]
+    numbers: Sequence[int]
+    """Of the items, for `known`."""
+    found: list[Column] = field(default_factory=list)
+
+    def extend(self, members: tuple[int, ...], key: tuple[int, ...], mask: int, later: Sequence[int]) -> None:
         for position, index in enumerate(later):
-            grown = (*members, index)
-            mask = sum(1 << i for i in grown)
-            alone_usd = cost_by_mask.get(mask, math.inf)
-            column = self._best([items[i] for i in grown], prices) if members else None
-            if column is not None and column.cost_usd < alone_usd - 1e-9:
+            grown, grown_key, grown_mask = (*members, index), (*key, self.numbers[index]), mask | 1 << index
+            below_usd = self.cost_by_mask.get(grown_mask, math.inf)
+            column = self._best(grown, grown_key, below_usd) if members else None
+            if column is not None:
                 mapped = tuple(grown[i] for i in column.members)
-                found.append(replace(column, mask=mask, members=mapped))
-            is_feasible = column is not None or alone_usd < math.inf
-            if is_feasible and len(grown) < MAX_LAPPED_MEMBERS:
-                self._extend(grown, later[position + 1 :], items, prices, cost_by_mask, found)
+                self.found.append(replace(column, mask=grown_mask, members=mapped))
+            if (column is not None or below_usd < math.inf) and len(grown) < MAX_LAPPED_MEMBERS:
+                self.extend(grown, grown_key, grown_mask, later[position + 1 :])
 
-    def _best(self, items: list[Item], prices: NodePrices) -> Column | None:
-        """The cheapest group of exactly these with several turns for some, its members numbered as given."""
-        key = (prices, tuple(items))
-        if key not in self._known:
-            if len(self._known) >= _MAX_REMEMBERED:
-                self._known.clear()
-            self._known[key] = _best_column(items, prices)
-        return self._known[key]
+    def _best(self, members: tuple[int, ...], key: tuple[int, ...], below_usd: float) -> Column | None:
+        """The cheapest group of exactly these with several turns for some, its members numbered as given.
+
+        `below_usd` is what they cost with one turn each: a function of the same members and prices.
+        """
+        if key not in self.known:
+            self.known[key] = _best_column([self.items[i] for i in members], self.prices, below_usd)
+        return self.known[key]
 
 
-def _best_column(items: list[Item], prices: NodePrices) -> Column | None:
+def _best_column(items: list[Item], prices: NodePrices, below_usd: float) -> Column | None:
+    """None where none is cheaper than `below_usd`."""
     if sum(item.train_bytes for item in items) > prices.train_host_bytes:
         return None
     if sum(item.is_counted for item in items) > MAX_PIPELINES_PER_GROUP:
@@ -79,10 +95,11 @@ def _best_column(items: list[Item], prices: NodePrices) -> Column | None:
     if sum(item.train_s / item.budget_s for item in items) > 1.0:
         return None
     best: Column | None = None
+    below_usd -= 1e-9
     num_train = max(item.num_train_nodes for item in items)
     for turns, period_s in _candidates(items):
         fewest_usd = prices.train_usd * num_train + prices.rollout_usd * _fewest_nodes(items, turns, period_s)
-        if best is not None and fewest_usd >= best.cost_usd:
+        if fewest_usd >= below_usd:
             continue
         order = sorted(range(len(items)), key=lambda i: turn_rank(turns[i], items[i].solo_s))
         busy = [replace(items[i], rollout_s=items[i].rollout_s * turns[i]) for i in order]
@@ -92,7 +109,7 @@ def _best_column(items: list[Item], prices: NodePrices) -> Column | None:
                 break
             num_used = 1 + max(max(nodes) for nodes in pins)
             cost = prices.train_usd * num_train + prices.rollout_usd * num_used
-            if (best is not None and cost >= best.cost_usd) or num_used < num_rollout:
+            if cost >= below_usd or num_used < num_rollout:
                 break
             loads = [
                 PhaseLoad(rollout_s=items[i].rollout_s, train_s=items[i].train_s, rollout_nodes=nodes, turns=turns[i])
@@ -101,6 +118,7 @@ def _best_column(items: list[Item], prices: NodePrices) -> Column | None:
             if fits_period(loads, period_s):
                 in_order = tuple(turns[i] for i in order)
                 best = Column(0, tuple(order), cost, num_train, num_used, pins, False, in_order)
+                below_usd = cost
                 break
     return best
 

@@ -228,6 +228,16 @@ class GroupView:
         return tuple(MemberView(run) for run in self._group.members.values())
 
     @property
+    def num_members(self) -> int:
+        return len(self._group.members)
+
+    @property
+    def serves_both_phases(self) -> bool:
+        """The first member trains on devices that it rolls out on, and so do all."""
+        run = next(iter(self._group.members.values()))
+        return set(run.train_devices) <= set(run.rollout_devices)
+
+    @property
     def running(self) -> tuple[OrderView, ...]:
         """Running and pausing orders that compute, in the order they were given."""
         return tuple(OrderView(order) for order in self._group.running.values())

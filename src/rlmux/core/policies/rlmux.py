@@ -124,7 +124,7 @@ class RlMux:
         return ()
 
     def dispatch(self, view: GroupView) -> Iterator[Choice]:
-        if len(view.members) > 1 and _has_shared_devices(view):
+        if view.num_members > 1 and view.serves_both_phases:
             return self._sub_stages.dispatch(view)
         return in_turn_unless_late(view) if self.overtakes else in_turn(view)
 
@@ -210,11 +210,6 @@ def partition_of(
         upper=sum(group.usd_per_hour for group in groups) - 1e-6,
     )
     return [member.pipeline.id for member in members], partition
-
-
-def _has_shared_devices(view: GroupView) -> bool:
-    member = view.members[0]
-    return set(member.train_devices) <= set(member.rollout_devices)
 
 
 def _moving_weight(column: Column, items: Sequence[Item], indices_by_group: Mapping[GroupId, Sequence[int]]) -> float:
