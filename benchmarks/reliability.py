@@ -52,12 +52,20 @@ STAGES = (Stage.GENERATE, Stage.REWARD, Stage.OLD_LOGPROBS, Stage.UPDATE, Stage.
 NEVER = 1_000_000
 
 
-def submission(name: str, seed: int, num_steps: int, *, is_tiny: bool = False) -> Submission:
-    """The demo's sizes, or as small as can be."""
-    model = ModelConfig(hidden_size=32, num_heads=2, num_kv_heads=1, intermediate_size=64) if is_tiny else ModelConfig()
-    algorithm = AlgorithmConfig(
-        prompts_per_step=4 if is_tiny else 16, group_size=4 if is_tiny else 8, micro_batch_size=4 if is_tiny else 32
-    )
+SIZES = {
+    "demo": (ModelConfig(), {"prompts_per_step": 32, "group_size": 8}, {"max_new_tokens": 24, "num_slots": 4}),
+    "short": (ModelConfig(), {"prompts_per_step": 16, "group_size": 8}, {"max_new_tokens": 16, "num_slots": 64}),
+    "tiny": (
+        ModelConfig(hidden_size=32, num_heads=2, num_kv_heads=1, intermediate_size=64),
+        {"prompts_per_step": 4, "group_size": 4, "micro_batch_size": 4},
+        {"max_new_tokens": 16, "num_slots": 8},
+    ),
+}
+"""Steps of the demo's size; the same model with steps as short as they get; as little as can be."""
+
+
+def submission(name: str, seed: int, num_steps: int, size: str) -> Submission:
+    model, algorithm, rollout = SIZES[size]
     plan = TrainingPlan(
         name=name,
         seed=seed,
@@ -65,8 +73,8 @@ def submission(name: str, seed: int, num_steps: int, *, is_tiny: bool = False) -
         model=model,
         task=TaskConfig(name="sort"),
         warm_start=WarmStartConfig(num_updates=4, batch_size=16),
-        algorithm=algorithm,
-        rollout=RolloutConfig(max_new_tokens=16, num_slots=8 if is_tiny else 64),
+        algorithm=AlgorithmConfig(**algorithm),
+        rollout=RolloutConfig(**rollout),
     )
     pipeline = Pipeline(id=PipelineId(name), num_steps=num_steps, stages=STAGES, has_warm_start=True)
     return Submission(pipeline=pipeline, plan=plan)
@@ -78,7 +86,7 @@ KINDS = ("rollout", "train", "host", "controller", "everything")
 
 
 def one_pipeline(num_steps: int) -> list[Submission]:
-    return [submission("one", 1, num_steps)]
+    return [submission("one", 1, num_steps, "short")]
 
 
 def recovery(num_steps: int, kills: int) -> list[list[str]]:
@@ -213,9 +221,9 @@ def _redone(folder: Path) -> tuple[float, float, float]:
     return sampled - sum(needed.values()), sum(sum(each) - max(each) for each in trained.values()), per_step
 
 
-def overhead(num_steps: int, rounds: int) -> list[list[str]]:
+def overhead(num_steps: int, rounds: int, size: str) -> list[list[str]]:
     """The same pair with and without checkpoints and log, in turns: ratios within each round, their medians."""
-    kinds = {"neither": (False, False), "the log": (True, False), "checkpoints": (False, True), "both": (True, True)}
+    kinds = {"neither": (False, False), "both": (True, True)}
     seconds: dict[str, list[float]] = {kind: [] for kind in kinds}
     written: list[Mapping[str, float]] = []
     log_bytes = 0
@@ -224,7 +232,7 @@ def overhead(num_steps: int, rounds: int) -> list[list[str]]:
         for kind, (has_log, has_checkpoints) in order:
             options = WorkerOptions(checkpoint_every=1 if has_checkpoints else NEVER)
             with tempfile.TemporaryDirectory() as folder:
-                made = _timed_run(Path(folder), num_steps, options, has_log=has_log)
+                made = _timed_run(Path(folder), num_steps, size, options, has_log=has_log)
             seconds[kind].append(made["step_s"])
             if kind == "both":
                 written += made["checkpoints"]
@@ -243,8 +251,10 @@ def overhead(num_steps: int, rounds: int) -> list[list[str]]:
     return rows
 
 
-def _timed_run(folder: Path, num_steps: int, options: WorkerOptions, *, has_log: bool) -> dict[str, Any]:
-    pair = [submission("a", 1, num_steps), submission("b", 2, num_steps)]
+def _timed_run(
+    folder: Path, num_steps: int, size: str, options: WorkerOptions, *, has_log: bool
+) -> dict[str, Any]:
+    pair = [submission("a", 1, num_steps, size), submission("b", 2, num_steps, size)]
     policy = POLICIES["rollmux"]()
     header = run_header(policy="rollmux", backend="local", cluster=CLUSTER)
     log = RunLog.create(folder / "log", header) if has_log else None
@@ -281,7 +291,7 @@ def soak(num_pipelines: int, num_steps: int, every_s: float, rows_wanted: int = 
         folder = Path(name) / "run"
         gauge = Gauge(folder, rows, num_pipelines // rows_wanted)
         submissions = [
-            replace(submission(f"p{number}", number, num_steps, is_tiny=True), submit_at_s=every_s * number)
+            replace(submission(f"p{number}", number, num_steps, "tiny"), submit_at_s=every_s * number)
             for number in range(num_pipelines)
         ]
         result = run_pipelines(CLUSTER, submissions, POLICIES["rollmux"](), folder, spec={}, listeners=[gauge])
@@ -348,6 +358,7 @@ def main() -> None:
     parser.add_argument("what", choices=["recovery", "overhead", "soak", "child"])
     parser.add_argument("--steps", type=int, default=None)
     parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--size", choices=list(SIZES), default="demo", help="of the steps (overhead)")
     parser.add_argument("--kills", type=int, default=6, help="of each kind (recovery)")
     parser.add_argument("--pipelines", type=int, default=100, help="that come and go (soak)")
     parser.add_argument("--every", type=float, default=2.0, help="seconds between two of them (soak)")
@@ -359,7 +370,7 @@ def main() -> None:
         return
     tables: dict[str, Callable[[], list[list[str]]]] = {
         "recovery": lambda: recovery(words.steps or 40, words.kills),
-        "overhead": lambda: overhead(words.steps or 40, words.rounds),
+        "overhead": lambda: overhead(words.steps or 40, words.rounds, words.size),
         "soak": lambda: soak(words.pipelines, words.steps or 24, words.every),
     }
     show(tables[words.what]())
