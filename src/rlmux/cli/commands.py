@@ -141,10 +141,14 @@ def compare(
 @app.command()
 def simulate(
     workload: Annotated[
-        str,
+        str | None,
         typer.Argument(metavar="FILE|WORKLOAD", help="YAML file, CSV file, or a workload by name, such as weave."),
-    ],
+    ] = None,
     policies: PolicyNames = "solo,colocated,rollmux",
+    from_run: Annotated[
+        Path | None,
+        typer.Option("--from-run", metavar="DIR", help="Instead: a finished run, with the seconds measured in it."),
+    ] = None,
     seeds: Annotated[int, typer.Option("--seeds", min=1, help="How many seeds; figures are means over them.")] = 1,
     out: Pictures = None,
     sets: Sets = None,
@@ -152,7 +156,7 @@ def simulate(
 ) -> None:
     """Simulate a workload under each policy: cost, slowdowns, GPUs.
 
-    Needs no GPU and no torch.
+    Needs no GPU and no torch. With --from-run: what that run would have taken under other policies.
 
     \b
     Example: rlmux simulate weave --policies solo,rollmux --seeds 5
@@ -160,12 +164,14 @@ def simulate(
     from rlmux.cli import inputs, progress, tables
 
     names = inputs.policy_names(policies)
-    made = inputs.workload(workload, sets)
+    made = inputs.workload_or_run(workload, from_run, sets)
 
     from rlmux.sim import api
 
     with progress.bar("simulations", is_quiet=json) as report_progress:
         result = api.simulate(made, policies=names, num_seeds=seeds, progress=report_progress, out=out)
+    if from_run is not None:
+        result["measured"] = inputs.measured(from_run)
     tables.show_simulation(result, as_json=json)
 
 

@@ -84,6 +84,30 @@ def _check_choice(what: str, value: str, known: Sequence[str]) -> None:
         raise UserError(f"{what} {value!r}: {hint}accepted: {', '.join(known)}")
 
 
+def workload_or_run(text: str | None, run: Path | None, sets: Sequence[str] | None) -> Workload | str:
+    """What is to be simulated: a workload, or the pipelines of a finished run as they were measured."""
+    if (text is None) == (run is None):
+        raise UserError("accepted: either FILE|WORKLOAD or --from-run DIR")
+    if run is None:
+        assert text is not None
+        return workload(text, sets)
+    if sets:
+        raise UserError(f"--set {sets[0]}: only a YAML file takes overrides, and a run is as it was")
+    from rlmux.cli import folders
+    from rlmux.sim.recorded import recorded_workload
+
+    folders.check_run(run)
+    return recorded_workload(run)
+
+
+def measured(run: Path) -> dict[str, object]:
+    """What the run itself took, beside what is predicted."""
+    from rlmux.report.api import read_timeline
+
+    timeline = read_timeline(run)
+    return {"policy": timeline.header.get("policy"), "makespan_s": timeline.makespan_s}
+
+
 def workload(text: str, sets: Sequence[str] | None) -> Workload | str:
     """What a YAML file says; a CSV file and a name stay as they are, for the simulator to look up."""
     if Path(text).suffix in (".yaml", ".yml"):

@@ -72,6 +72,9 @@ def show_simulation(result: Row, *, as_json: bool) -> None:
         return
     seeds = f"{result['num_seeds']} seed" + ("s" if result["num_seeds"] > 1 else "")
     print(f"{result['workload']}, {seeds}. {result['about']}".rstrip() + "\n")
+    if "measured" in result:
+        _show_predictions(result)
+        return
     rows = []
     for policy, figures in result["policies"].items():
         rows.append(
@@ -92,6 +95,26 @@ def show_simulation(result: Row, *, as_json: bool) -> None:
     print_rows(rows)
     if any(len(figures["peak_gpus"]) > 1 for figures in result["policies"].values()):
         print("\npeak GPUs and busy: rollout/train")
+    for picture in result.get("pictures", ()):
+        print(picture)
+
+
+def _show_predictions(result: Row) -> None:
+    """A run that was made, and what it would have taken."""
+    measured = result["measured"]
+    first = {"policy": f"{measured['policy']}, measured", "seconds": measured["makespan_s"], "of measured": 1.0}
+    rows = [
+        {
+            "policy": policy,
+            "seconds": figures["makespan_s"],
+            "of measured": figures["makespan_s"] / measured["makespan_s"],
+            "slowdown mean": figures["mean_step_slowdown"],
+            "max": figures["max_step_slowdown"],
+            "busy": _pair(figures["utilization"], _percent),
+        }
+        for policy, figures in result["policies"].items()
+    ]
+    print_rows([{**dict.fromkeys(rows[0]), **first}, *rows])
     for picture in result.get("pictures", ()):
         print(picture)
 

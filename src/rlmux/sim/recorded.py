@@ -1,0 +1,307 @@
+"""A finished run as a workload: what would it have taken under another policy?
+
+    run.db ─▶ orders with their reports ─▶ RecordedSeconds, one world per pipeline ─▶ Workload ─▶ simulate
+
+Every stage of every step takes what it took, from its order to the event that ended it: so the hand-overs between
+processes are in. What the first orders took longer than they computed was their processes' starting, and becomes the
+cost of a cold switch.
+
+A rollout is cut where its last trajectory got a slot. Before, a device always has as many as it can decode, so
+the seconds are divided by dealing the trajectories to more devices. After, each goes on to its own end, however many
+devices there are:
+
+    seconds of one of n shares  =  fixed + dense / n + tail        fixed: loading weights, passing requests on
+
+Where no report came (a rollout shorter than a chunk) all of it counts as dense. Waits for tools are part of the
+seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+
+from rlmux.core.actions import Switch
+from rlmux.core.errors import UserError
+from rlmux.core.model import PHASE_BY_STAGE, Cluster, DeviceId, Phase, PipelineId, Pool, Stage
+from rlmux.report.api import read_timeline
+from rlmux.report.history import OrderRecord, PipelineRecord
+from rlmux.report.timeline import Timeline
+from rlmux.sim.arrivals import Arrival, Workload
+from rlmux.sim.remaining import DONE_S, ROLLOUT_KIND, Remaining
+from rlmux.sim.world import SwitchSeconds, TrueSeconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RolloutRecord:
+    """One step's rollout, over all devices that it had."""
+
+    fixed_s: float
+    """Of each share, before anything is decoded."""
+    dense_s: float
+    """Device seconds while trajectories waited for slots."""
+    tails_s: tuple[float, ...]
+    """Of each trajectory that was left then, to its end; the longest first."""
+    num_trajectories: int
+    num_devices: int
+
+    def share(self, index: int, num_devices: int) -> ShareSeconds:
+        """The trajectories of one device, dealt in turn."""
+        dense_s = self.dense_s / self.num_trajectories
+        num_mine = len(range(index, self.num_trajectories, num_devices))
+        tails_s = self.tails_s[index::num_devices]
+        ended = [(dense_s, 0.0)] * max(0, num_mine - len(tails_s))
+        return ShareSeconds(self.fixed_s, [*ended, *((dense_s, tail_s) for tail_s in tails_s)])
+
+    @property
+    def seconds(self) -> float:
+        """With the devices that it had."""
+        return max(self.share(index, self.num_devices).until_over(1.0) for index in range(self.num_devices))
+
+
+class ShareSeconds:
+    """A `Remaining` by trajectories: (seconds of the whole engine that it needs, then seconds beside all others)."""
+
+    __slots__ = ("_dense", "_fixed_s", "_tails")
+
+    kind = ROLLOUT_KIND
+
+    def __init__(self, fixed_s: float, trajectories: Sequence[tuple[float, float]]) -> None:
+        self._fixed_s = fixed_s
+        self._dense = list(trajectories)
+        self._tails: list[float] = []
+        self._pass_on()
+
+    @property
+    def is_over(self) -> bool:
+        return self._fixed_s <= DONE_S and not self._dense and not self._tails
+
+    def until_over(self, pace: float) -> float:
+        longest_s = max([*self._tails, *(tail_s for _, tail_s in self._dense)], default=0.0)
+        return (self._fixed_s + sum(dense_s for dense_s, _ in self._dense) + longest_s) / pace
+
+    def until_news(self, pace: float) -> float:
+        """The end of the dense part, then each trajectory's end."""
+        if self._dense or self._fixed_s > DONE_S:
+            return (self._fixed_s + sum(dense_s for dense_s, _ in self._dense)) / pace
+        return min(self._tails, default=0.0) / pace
+
+    def advance(self, seconds: float, pace: float) -> float:
+        left_s = seconds * pace
+        spent_s = min(left_s, self._fixed_s)
+        self._fixed_s -= spent_s
+        left_s -= spent_s
+        while self._dense and left_s > 0.0:
+            dense_s, tail_s = self._dense[0]
+            spent_s = min(left_s, dense_s)
+            self._dense[0] = (dense_s - spent_s, tail_s)
+            left_s -= spent_s
+            self._pass_on()
+        self._tails = [tail_s - left_s for tail_s in self._tails if tail_s - left_s > DONE_S]
+        return seconds
+
+    def report(self) -> tuple[int, int, int] | None:
+        return None if self._dense else (len(self._tails), 0, 0)
+
+    def take(self) -> list[tuple[float, float]]:
+        taken = [*((0.0, tail_s) for tail_s in self._tails), *self._dense]
+        self._fixed_s, self._dense, self._tails = 0.0, [], []
+        return taken
+
+    def give(self, trajectories: Sequence[tuple[float, float]], cost_s: float) -> None:
+        self._fixed_s += cost_s
+        self._dense += trajectories
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        """Who needs the whole engine no more goes on beside all others; tails begin when nobody waits."""
+        while self._dense and self._dense[0][0] <= DONE_S:
+            tail_s = self._dense.pop(0)[1]
+            if tail_s > DONE_S:
+                self._tails.append(tail_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedSeconds(TrueSeconds):
+    """What each stage of each step took. `by_stage` are means, for steps that were not recorded."""
+
+    by_stage: Mapping[Stage, float]
+    by_step: Mapping[tuple[Stage, int], float]
+    rollouts: Mapping[int, RolloutRecord] = field(default_factory=dict)
+
+    def seconds(self, stage: Stage, step: int) -> float:
+        return self.by_step.get((stage, step), self.by_stage.get(stage, 0.0))
+
+    def solo_s(self, step: int) -> float:
+        return sum(self.seconds(stage, step) for stage in self.by_stage if stage is not Stage.WARM_START)
+
+    def share(self, step: int, index: int, num_devices: int) -> Remaining:
+        record = self.rollouts.get(step) or self.rollouts[max(self.rollouts)]
+        return record.share(index, num_devices)
+
+
+def recorded_workload(folder: str | Path) -> Workload:
+    """The run's pipelines and cluster; prices and memory of the cluster are not in the log.
+
+    Raises UserError for a folder without a finished pipeline.
+    """
+    timeline = read_timeline(folder)
+    arrivals = []
+    for name, record in timeline.pipelines.items():
+        orders = [order for order in timeline.orders if order.pipeline == name and order.counts]
+        if record.pipeline.num_steps in record.published:
+            arrivals.append(_arrival(name, record, orders))
+    if len(arrivals) < len(timeline.pipelines) or not arrivals:
+        missing = [str(name) for name in timeline.pipelines if name not in {one.pipeline.id for one in arrivals}]
+        names = ", ".join(missing) or "no pipeline"
+        raise UserError(f"{folder}: not finished: {names}; accepted: a run whose pipelines have all finished")
+    arrivals.sort(key=lambda arrival: arrival.submit_s)
+    about = f"as measured under {timeline.header.get('policy')} in {timeline.makespan_s:.1f} s"
+    return Workload(
+        name=Path(folder).absolute().name, cluster=_cluster(timeline), arrivals=tuple(arrivals), about=about
+    )
+
+
+def _cluster(timeline: Timeline) -> Cluster:
+    pools = {}
+    for name, pool in timeline.header.get("pools", {}).items():
+        devices = [DeviceId(*device) for device in pool["devices"]]
+        pools[name] = Pool(
+            name=name,
+            phase=Phase(pool["phase"]),
+            num_nodes=len({device.node for device in devices}),
+            devices_per_node=1 + max((device.index for device in devices), default=0),
+        )
+    return Cluster(pools=pools)
+
+
+def _arrival(name: PipelineId, record: PipelineRecord, orders: Sequence[OrderRecord]) -> Arrival:
+    switch = _switch_seconds(orders)
+    by_step: dict[tuple[Stage, int], float] = {}
+    for order in orders:
+        if order.stage is not Stage.GENERATE and not order.is_migration:
+            key = (order.stage, order.step)
+            by_step[key] = by_step.get(key, 0.0) + _elapsed_s(order, switch)
+    rollouts = {
+        step: _rollout(step_orders, int(record.metrics.get(step, {}).get("trajectories", 0)), switch)
+        for step, step_orders in _by_step(orders).items()
+    }
+    by_step.update({(Stage.GENERATE, step): rollout.seconds for step, rollout in rollouts.items()})
+    by_stage = {
+        stage: sum(values) / len(values)
+        for stage in dict.fromkeys(stage for stage, _ in by_step)
+        if (values := [seconds for (other, _), seconds in by_step.items() if other is stage])
+    }
+    moves_s = [order.end_s - order.start_s for order in orders if order.is_migration]
+    tokens = [metrics["tokens"] for metrics in record.metrics.values() if "tokens" in metrics]
+    return Arrival(
+        submit_s=record.submitted_s,
+        pipeline=record.pipeline,
+        world=RecordedSeconds(
+            by_stage=by_stage, by_step=by_step, rollouts=rollouts, move_s=median(moves_s) if moves_s else 0.0
+        ),
+        switch=switch,
+        tokens_per_step=sum(tokens) / len(tokens) if tokens else 0.0,
+    )
+
+
+def _by_step(orders: Iterable[OrderRecord]) -> dict[int, list[OrderRecord]]:
+    """Rollout orders."""
+    found: dict[int, list[OrderRecord]] = {}
+    for order in orders:
+        if order.stage is Stage.GENERATE and not order.is_migration:
+            found.setdefault(order.step, []).append(order)
+    return found
+
+
+# --- seconds ------------------------------------------------------------------------------------------------
+
+
+def _elapsed_s(order: OrderRecord, switch: SwitchSeconds) -> float:
+    """From the order to its end, without what its switch is said to take."""
+    seconds = order.end_s - order.start_s
+    if order.switch is not Switch.NONE:
+        seconds -= switch.seconds(PHASE_BY_STAGE[order.stage], is_warm=order.switch is Switch.WARM)
+    return max(seconds, 0.0)
+
+
+def _switch_seconds(orders: Sequence[OrderRecord]) -> SwitchSeconds:
+    """What orders with a switch took beyond their computing, more than others did; a mean over them."""
+    costs: dict[tuple[Phase, Switch], float] = {}
+    for phase in (Phase.ROLLOUT, Phase.TRAIN):
+        mine = [order for order in orders if PHASE_BY_STAGE[order.stage] is phase and not order.is_migration]
+        usual_s = [_overhead_s(order) for order in mine if order.switch is Switch.NONE]
+        for kind in (Switch.COLD, Switch.WARM):
+            spent_s = [_overhead_s(order) for order in mine if order.switch is kind]
+            if spent_s:
+                costs[phase, kind] = max(0.0, sum(spent_s) / len(spent_s) - (median(usual_s) if usual_s else 0.0))
+    return SwitchSeconds(
+        cold_rollout_s=costs.get((Phase.ROLLOUT, Switch.COLD), 0.0),
+        cold_train_s=costs.get((Phase.TRAIN, Switch.COLD), 0.0),
+        warm_rollout_s=costs.get((Phase.ROLLOUT, Switch.WARM), 0.0),
+        warm_train_s=costs.get((Phase.TRAIN, Switch.WARM), 0.0),
+    )
+
+
+def _overhead_s(order: OrderRecord) -> float:
+    """Neither computing nor waiting for tools."""
+    waited_s = sum(
+        later.time_s - earlier.time_s - (later.seconds - earlier.seconds)
+        for earlier, later in pairwise(order.chunks)
+        if earlier.num_active + earlier.num_waiting == 0 and earlier.num_parked > 0
+    )
+    return max(0.0, order.end_s - order.start_s - order.seconds - waited_s)
+
+
+def _rollout(orders: Sequence[OrderRecord], num_trajectories: int, switch: SwitchSeconds) -> RolloutRecord:
+    """Of one step: every device's orders, one after another."""
+    devices = list(dict.fromkeys(order.devices[0] for order in orders))
+    fixed_s, dense_s, tails_s = 0.0, 0.0, []
+    for device in devices:
+        curve = _curve([order for order in orders if order.devices[0] == device], switch)
+        fixed_s += curve.fixed_s / len(devices)
+        dense_s += curve.dense_s
+        tails_s += curve.tails_s
+    num_trajectories = max(num_trajectories, len(tails_s), 1)
+    return RolloutRecord(
+        fixed_s=fixed_s,
+        dense_s=dense_s,
+        tails_s=tuple(sorted(tails_s, reverse=True)),
+        num_trajectories=num_trajectories,
+        num_devices=len(devices),
+    )
+
+
+@dataclass(frozen=True, slots=True)
+class _Curve:
+    """One device's share."""
+
+    fixed_s: float
+    dense_s: float
+    tails_s: list[float]
+
+
+def _curve(orders: Sequence[OrderRecord], switch: SwitchSeconds) -> _Curve:
+    """Cut where the last trajectory got a slot: at the first report that says that none waits for one."""
+    total_s, points = 0.0, []
+    for order in orders:
+        elapsed_s = _elapsed_s(order, switch)
+        lost_s = order.end_s - order.start_s - elapsed_s
+        for chunk in order.chunks:
+            at_s = total_s + max(0.0, chunk.time_s - order.start_s - lost_s)
+            points.append((at_s, chunk.num_waiting, chunk.num_active + chunk.num_waiting + chunk.num_parked))
+        total_s += elapsed_s
+    fixed_s = min(total_s, sum(_overhead_s(order) for order in orders if order.switch is Switch.NONE))
+    dense_end_s = next((at_s for at_s, num_waiting, _ in points if num_waiting == 0), total_s)
+    tail = [(at_s - dense_end_s, num_left) for at_s, _, num_left in points if at_s >= dense_end_s]
+    tail.append((total_s - dense_end_s, 0))
+    tails_s: list[float] = []
+    for (earlier_s, before), (later_s, after) in pairwise(tail):
+        num_ended = before - after
+        tails_s += [earlier_s + (later_s - earlier_s) * (k + 1) / num_ended for k in range(max(0, num_ended))]
+    fixed_s = min(fixed_s, dense_end_s)
+    return _Curve(fixed_s, dense_end_s - fixed_s, [tail_s for tail_s in tails_s if not math.isclose(tail_s, 0.0)])
