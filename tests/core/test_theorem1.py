@@ -1,8 +1,9 @@
 """Theorem 1 of RollMux: round robin maximises summed utilisation where T_load <= T_cycle.
 
 The theorem compares round robin with schedules that repeat one member. Here they are enumerated: every cyclic order
-on the rollout node, every cyclic order on the training node, one member up to three times in a cycle. The last test
-shows where the claim ends: repeating two members that overlap each other can do better.
+on the rollout node, every cyclic order on the training node, one member up to three times in a cycle; thousands of
+random groups at once, an order at a time. The last test shows where the claim ends: repeating two members that
+overlap each other can do better.
 """
 
 from __future__ import annotations
@@ -10,40 +11,45 @@ from __future__ import annotations
 import random
 from itertools import permutations
 
+import numpy as np
+import pytest
+
 NEVER = -1e18
 
 
-def has_period(rollouts, trains, first_train, seconds, period_s):
-    """Can these cyclic orders repeat every `period_s` seconds, for one rollout and one training node?
+def has_period(rollouts, trains, first_train, seconds_N, period_N):
+    """Can these cyclic orders repeat at the period, for one rollout and one training node? By group, shape (N,).
 
-    `rollouts` and `trains` list occurrences (member, number); training begins its cycle at `first_train`. Relaxes
-    the start times of a periodic schedule: they settle if and only if the period is long enough.
+    `rollouts` and `trains` list occurrences (member, number); training begins its cycle at `first_train`.
+    `seconds_N` is (N, members, 2). Relaxes the start times of a periodic schedule: they settle if and only if the
+    period is long enough.
     """
     trains = trains[first_train:] + trains[:first_train]
-    end_roll = dict.fromkeys(rollouts, NEVER)
-    end_train = dict.fromkeys(rollouts, NEVER)
+    end_roll = {one: np.full(len(period_N), NEVER) for one in rollouts}
+    end_train = {one: np.full(len(period_N), NEVER) for one in rollouts}
     before = {}
     last = {}
     for one in rollouts:
         before[one] = last.get(one[0])
         last[one[0]] = one
+    changed_N = np.ones(len(period_N), dtype=bool)
     for _ in range(4 * len(rollouts) + 2):
-        changed = False
-        previous = end_roll[rollouts[-1]] - period_s
+        changed_N = np.zeros(len(period_N), dtype=bool)
+        previous = end_roll[rollouts[-1]] - period_N
         for one in rollouts:
             own = before[one]
-            ready = end_train[own] if own else end_train[last[one[0]]] - period_s
-            end = max(previous, ready, 0.0) + seconds[one[0]][0]
-            changed |= end > end_roll[one] + 1e-9
-            previous = end_roll[one] = max(end, end_roll[one])
-        previous = end_train[trains[-1]] - period_s
+            ready = end_train[own] if own else end_train[last[one[0]]] - period_N
+            end = np.maximum(np.maximum(previous, ready), 0.0) + seconds_N[:, one[0], 0]
+            changed_N |= end > end_roll[one] + 1e-9
+            previous = end_roll[one] = np.maximum(end, end_roll[one])
+        previous = end_train[trains[-1]] - period_N
         for one in trains:
-            end = max(previous, end_roll[one]) + seconds[one[0]][1]
-            changed |= end > end_train[one] + 1e-9
-            previous = end_train[one] = max(end, end_train[one])
-        if not changed:
-            return True
-    return False
+            end = np.maximum(previous, end_roll[one]) + seconds_N[:, one[0], 1]
+            changed_N |= end > end_train[one] + 1e-9
+            previous = end_train[one] = np.maximum(end, end_train[one])
+        if not changed_N.any():
+            break
+    return ~changed_N
 
 
 def distinct_orders(occurrences):
@@ -59,20 +65,20 @@ def distinct_orders(occurrences):
     return list(seen)
 
 
-def beats_round_robin(seconds, repeats):
-    """Whether some pair of cyclic orders with these numbers of repeats has a higher U_R + U_T."""
-    work = sum(repeats[j] * sum(seconds[j]) for j in range(len(seconds)))
-    utilization = sum(map(sum, seconds)) / max(map(sum, seconds))  # the theorem's: the cycle is T_cycle
-    occurrences = [(j, number) for j in range(len(seconds)) for number in range(repeats[j])]
-    period_s = work / utilization * (1 - 1e-6)
+def beats_round_robin(seconds_N, repeats):
+    """Which groups have a pair of cyclic orders with these numbers of repeats that has a higher U_R + U_T."""
+    solo_N = seconds_N.sum(axis=2)
+    utilization_N = solo_N.sum(axis=1) / solo_N.max(axis=1)  # the theorem's: the cycle is T_cycle
+    period_N = solo_N @ np.array(repeats) / utilization_N * (1 - 1e-6)
+    occurrences = [(j, number) for j in range(len(repeats)) for number in range(repeats[j])]
     orders = distinct_orders(occurrences)
     fixed = [order for order in orders if order[0] == (0, 0)]
-    return any(
-        has_period(rollouts, trains, first, seconds, period_s)
-        for rollouts in fixed
-        for trains in orders
-        for first in range(len(trains))
-    )
+    beaten_N = np.zeros(len(seconds_N), dtype=bool)
+    for rollouts in fixed:
+        for trains in orders:
+            for first in range(len(trains)):
+                beaten_N |= has_period(rollouts, trains, first, seconds_N, period_N)
+    return beaten_N
 
 
 def unsaturated_group(generator, size):
@@ -85,36 +91,54 @@ def unsaturated_group(generator, size):
             return seconds
 
 
-def test_round_robin_attains_the_cycle_time_of_the_longest_member():
-    generator = random.Random(1)
-    for _ in range(2000):
-        size = generator.randint(1, 5)
-        seconds = unsaturated_group(generator, size)
-        order = [(j, 0) for j in range(size)]
-        cycle_s = max(map(sum, seconds))
-        assert has_period(order, order, 0, seconds, cycle_s)
-        assert not has_period(order, order, 0, seconds, cycle_s * 0.999)
+def unsaturated_groups(seed, size, count):
+    generator = random.Random(seed)
+    return np.array([unsaturated_group(generator, size) for _ in range(count)], dtype=float)
 
 
-def test_no_schedule_of_two_members_that_repeats_one_beats_round_robin():
-    generator = random.Random(2)
-    for _ in range(800):
-        seconds = unsaturated_group(generator, 2)
-        for repeats in ([1, 1], [2, 1], [1, 2], [3, 1], [1, 3]):
-            assert not beats_round_robin(seconds, repeats), (seconds, repeats)
+def assert_none_beats_round_robin(seconds_N, repeats):
+    beaten_N = beats_round_robin(seconds_N, repeats)
+    assert not beaten_N.any(), (seconds_N[beaten_N][0], repeats)
 
 
-def test_no_schedule_of_three_members_that_repeats_one_beats_round_robin():
-    generator = random.Random(3)
-    for _ in range(60):
-        seconds = unsaturated_group(generator, 3)
-        for repeats in ([1, 1, 1], [2, 1, 1], [1, 2, 1], [1, 1, 2]):
-            assert not beats_round_robin(seconds, repeats), (seconds, repeats)
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5])
+def test_round_robin_attains_the_cycle_time_of_the_longest_member(size):
+    seconds_N = unsaturated_groups(1, size, 2000)
+    order = tuple((j, 0) for j in range(size))
+    cycle_N = seconds_N.sum(axis=2).max(axis=1)
+    assert has_period(order, order, 0, seconds_N, cycle_N).all()
+    assert not has_period(order, order, 0, seconds_N, cycle_N * 0.999).any()
+
+
+@pytest.mark.parametrize("repeats", [(1, 1), (2, 1), (1, 2), (3, 1), (1, 3)])
+def test_no_schedule_of_two_members_that_repeats_one_beats_round_robin(repeats):
+    assert_none_beats_round_robin(unsaturated_groups(2, 2, 5000), repeats)
+
+
+@pytest.mark.parametrize("repeats", [(1, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2)])
+def test_no_schedule_of_three_members_that_repeats_one_beats_round_robin(repeats):
+    assert_none_beats_round_robin(unsaturated_groups(3, 3, 4000), repeats)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "repeats", [(2, 1, 1), (1, 2, 1), (1, 1, 2), (3, 1, 1), (1, 3, 1), (1, 1, 3), (1, 1, 1, 1), (1, 2, 1, 1)]
+)
+def test_no_larger_group_beats_round_robin_either(repeats):
+    assert_none_beats_round_robin(unsaturated_groups(4, len(repeats), 10_000), repeats)
+
+
+def test_the_enumeration_can_say_yes():
+    """Two equal members, each twice: four steps in 20 s are possible, in less they are not."""
+    seconds_N = np.array([[(5.0, 5.0), (5.0, 5.0)]])
+    twice = ((0, 0), (1, 0), (0, 1), (1, 1))
+    assert has_period(twice, twice, 0, seconds_N, np.array([20.0])).all()
+    assert not has_period(twice, twice, 0, seconds_N, np.array([19.9])).any()
 
 
 def test_repeating_two_members_that_overlap_each_other_can_beat_round_robin():
     seconds = [(50, 51), (1, 10), (10, 1)]  # T_load 62 <= T_cycle 101: the theorem's premise holds
     order = ((0, 0), (1, 0), (2, 0), (1, 1), (2, 1), (1, 2), (2, 2), (1, 3), (2, 3))
-    assert has_period(order, order, 0, seconds, 144.0)
+    assert has_period(order, order, 0, np.array([seconds], dtype=float), np.array([144.0])).all()
     round_robin = (101 + 11 + 11) / 101
     assert 1.07 * round_robin < (101 + 4 * 11 + 4 * 11) / 144
