@@ -103,12 +103,10 @@ def beside_change(pipelines: list[dict[str, Any]], timeline: Any) -> list[float]
         ]
         steps = list(pairwise(sorted(record.published.values())))
         during = [any(begin_s < moment < end_s for moment in changes) for begin_s, end_s in steps]
-        calm = [end_s - begin_s for (begin_s, end_s), is_beside in zip(steps, during, strict=True) if not is_beside]
+        seconds = [(end_s - begin_s, is_beside) for (begin_s, end_s), is_beside in zip(steps, during, strict=True)]
+        calm = [step_s for step_s, is_beside in seconds if not is_beside]
         if calm:
-            mean_s = statistics.mean(calm)
-            ratios += [
-                (end_s - begin_s) / mean_s for (begin_s, end_s), is_beside in zip(steps, during, strict=True) if is_beside
-            ]
+            ratios += [step_s / statistics.mean(calm) for step_s, is_beside in seconds if is_beside]
     return sorted(ratios)
 
 
