@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
 import typer
+import yaml
 
 from rlmux.cli.commands import app
 from rlmux.core.policies import POLICIES
@@ -57,3 +60,16 @@ def test_every_task_is_documented(spec_page):
 def test_the_spec_page_has_the_tables_of_the_models_that_check_the_file(spec_page):
     told = "run: python -m rlmux.spec.reference, and put it below the comment in docs/spec.md"
     assert spec_page.endswith(reference.markdown() + "\n"), told
+
+
+def test_the_files_of_the_cluster_page_can_be_read():
+    """Their syntax, that is: none of them was run."""
+    page = (DOCS / "cluster.md").read_text(encoding="utf-8")
+    blocks = re.findall(r"^```(\w+)\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
+    up, kuberay = [yaml.safe_load(text) for language, text in blocks if language == "yaml"]
+    assert up["head_node_type"] in up["available_node_types"]
+    for group in kuberay["spec"]["workerGroupSpecs"]:
+        assert json.loads(json.loads(group["rayStartParams"]["resources"])) == {f"rlmux_{group['groupName']}": 1}
+        assert group["template"]["spec"]["containers"]
+    (slurm,) = [text for language, text in blocks if language == "bash"]
+    subprocess.run(["bash", "-n"], input=slurm, text=True, check=True)
