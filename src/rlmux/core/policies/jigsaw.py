@@ -25,10 +25,13 @@ from rlmux.core.model import AdmissionKind, DeviceId, GroupId, NodeId, OrderId, 
 from rlmux.core.placement import GroupLoad, PlacementChoice, PlacementView, Refusal, Relocation
 from rlmux.core.policies.candidates import impossible, queue
 from rlmux.core.policies.dispatching import first_fit
-from rlmux.core.policies.upcoming import Upcoming, decode_kind, upcoming
+from rlmux.core.policies.upcoming import Upcoming, decode_kind, solo_step_s, upcoming
 from rlmux.core.sharing import NO_SHARING, SharingTable
 from rlmux.core.state import ReadyWork
 from rlmux.core.views import ChangeLevel, Choice, GroupView, MemberView, MoveShare, OrderView, PauseOrder, RunWork
+
+PATIENCE_STEPS = 2
+"""Of the longest member's: after so long, devices are kept for work that is ready."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,7 +78,7 @@ class Jigsaw:
         )
         made = plan(problem, budget=self.budget) if self.looks_ahead else greedy(problem)
         yield from self._begin_merges(view, ahead, problem, made)
-        works = [ahead.works[index] for index in made.starts_now if index in ahead.works]
+        works = _overdue_first(view, [ahead.works[index] for index in made.starts_now if index in ahead.works])
         started = yield from start_side_by_side(view, works, problem.sharing)
         if not started and not view.running and not view.moving and not moved:
             yield from first_fit(view, [work for work in view.ready if not work.is_waiting])
@@ -106,8 +109,12 @@ class Jigsaw:
         ready = [work for work in view.ready if not work.is_waiting]
         if any(all(num_holders.get(d, 0) <= max_holders for d in work.devices) for work in ready):
             return True
-        return self.merges_tails and bool(view.ready) and any(
-            rollouts.get(member.id, 0) and len(member.unfinished_rollout_devices) > 1 for member in view.members
+        return (
+            self.merges_tails
+            and bool(view.ready)
+            and any(
+                rollouts.get(member.id, 0) and len(member.unfinished_rollout_devices) > 1 for member in view.members
+            )
         )
 
     # ------------------------------------------------------------------ tails
@@ -161,9 +168,7 @@ class Jigsaw:
     def _is_tail_near(ahead: Upcoming, shares: Sequence[int]) -> bool:
         return any(ahead.tasks[index].seconds <= 1.5 * ahead.tasks[index].tail_s for index in shares)
 
-    def _begin_merges(
-        self, view: GroupView, ahead: Upcoming, problem: Problem, made: Plan
-    ) -> Iterator[Choice]:
+    def _begin_merges(self, view: GroupView, ahead: Upcoming, problem: Problem, made: Plan) -> Iterator[Choice]:
         for number in made.merges_now:
             merge = problem.merges[number]
             source, target = ahead.device_of[merge.source], ahead.device_of[merge.target]
@@ -230,9 +235,7 @@ def place_sharing(pipeline: Pipeline, view: PlacementView, *, max_members: int) 
     free = {phase: view.num_free_nodes(phase) for phase in needs}
     if any(count > free[phase] for phase, count in needs.items()):
         return queue(pipeline, view)
-    num_new = {
-        phase: int(free[phase]) if free[phase] < float("inf") else count for phase, count in needs.items()
-    }
+    num_new = {phase: int(free[phase]) if free[phase] < float("inf") else count for phase, count in needs.items()}
     return PlacementChoice(
         kind=AdmissionKind.NEW,
         group=None,
@@ -279,6 +282,18 @@ def yield_devices(view: GroupView) -> Iterator[PauseOrder]:
         for device in needed:
             if not idle[device].is_pausing:
                 yield PauseOrder(order=idle[device].id)
+
+
+def _overdue_first(view: GroupView, works: list[ReadyWork]) -> list[ReadyWork]:
+    """What to start, the devices of the one that has waited too long kept for it.
+
+    Makespans look only so far ahead: work on several devices would wait for ever while shorter work alternates on each.
+    """
+    patience_s = PATIENCE_STEPS * max(solo_step_s(member) for member in view.members)
+    overdue = next((w for w in view.ready if not w.is_waiting and view.now_s - w.since_s > patience_s), None)
+    if overdue is None:
+        return works
+    return [overdue, *(work for work in works if set(work.devices).isdisjoint(overdue.devices))]
 
 
 # --- starting, side by side ---------------------------------------------------------------------------------

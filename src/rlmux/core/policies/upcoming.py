@@ -64,7 +64,7 @@ def upcoming(view: GroupView, *, without: Collection[int] = ()) -> Upcoming:
             ready[work.pipeline].append(work)
     for order in view.running:
         running[order.pipeline].append(order)
-    solos = [_solo_s(member) for member in members]
+    solos = [solo_step_s(member) for member in members]
     longest_s = max(solos, default=0.0)
     per_step = sum(len(member.rollout_devices) + 1 for member in members)
     for number, (member, solo_s) in enumerate(zip(members, solos, strict=True)):
@@ -80,7 +80,8 @@ def decode_kind(num_active: int | None) -> str:
     return "tail" if num_active is not None and num_active < DENSE_ABOVE else "dense"
 
 
-def _solo_s(member: MemberView) -> float:
+def solo_step_s(member: MemberView) -> float:
+    """A step of it with its devices for itself."""
     estimates = member.estimates
     return max((estimates.share_s(d) for d in member.rollout_devices), default=0.0) + estimates.train_s
 
@@ -246,5 +247,5 @@ class _Member:
         slo = member.pipeline.slo_slowdown
         if slo == math.inf or member.pipeline.staleness or step < member.rollout_step:
             return None
-        solo_s = _solo_s(member)
+        solo_s = solo_step_s(member)
         return member.step_began_s - self.view.now_s + (step - member.rollout_step + 1) * slo * solo_s
