@@ -94,13 +94,25 @@ def test_a_share_that_takes_over_another_has_all_its_seconds_and_every_tail():
     target.give(source.take(), 0.5)
     assert source.is_over
     assert target.until_over(1.0) == pytest.approx(0.5 + 35.0 + 9.0)
-    target.advance(target.until_news(1.0), 1.0)
-    assert target.report() == (2, 0, 0)
+    while target.report() != (2, 0, 0):
+        target.advance(target.until_news(1.0), 1.0)
+    assert target.until_over(1.0) == pytest.approx(9.0)
+
+
+def test_news_of_a_rollout_is_of_its_trajectories_left():
+    work = RolloutRecord(
+        fixed_s=1.0, dense_s=40.0, tails_s=(9.0, 8.0, 2.0), num_trajectories=20, num_devices=1, slots=4
+    ).share(0, 1)
+    seen = [work.report()]
+    while not work.is_over:
+        work.advance(work.until_news(1.0), 1.0)
+        seen.append(work.report())
+    assert seen == [None, (4, 16, 0), (4, 12, 0), (4, 4, 0), (4, 0, 0), (3, 0, 0), (2, 0, 0), (1, 0, 0), (0, 0, 0)]
 
 
 def test_it_ends_however_it_is_driven():
     for pace, part in ((1.0, 1.0), (0.5, 0.3), (1.0, 0.01)):
-        work = ShareSeconds(0.5, [(0.2, 0.0)] * 10 + [(0.2, 3.0), (0.0, 1.0)])
+        work = ShareSeconds(0.5, [(0.2, 0.0)] * 10 + [(0.2, 3.0), (0.0, 1.0)], slots=2)
         total_s, passed_s = work.until_over(pace), 0.0
         while not work.is_over:
             step_s = max(part * work.until_news(pace), 1e-3)

@@ -32,6 +32,7 @@ from rlmux.report.api import read_timeline
 from rlmux.report.history import OrderRecord, PipelineRecord
 from rlmux.report.timeline import Timeline
 from rlmux.sim.arrivals import Arrival, Workload
+from rlmux.sim.decoder import REPORT_AT
 from rlmux.sim.remaining import DONE_S, ROLLOUT_KIND, Remaining
 from rlmux.sim.world import SwitchSeconds, TrueSeconds
 
@@ -48,6 +49,8 @@ class RolloutRecord:
     """Of each trajectory that was left then, to its end; the longest first."""
     num_trajectories: int
     num_devices: int
+    slots: int = 1
+    """Most that a device was seen to decode at once."""
 
     def share(self, index: int, num_devices: int) -> ShareSeconds:
         """The trajectories of one device, dealt in turn."""
@@ -55,7 +58,7 @@ class RolloutRecord:
         num_mine = len(range(index, self.num_trajectories, num_devices))
         tails_s = self.tails_s[index::num_devices]
         ended = [(dense_s, 0.0)] * max(0, num_mine - len(tails_s))
-        return ShareSeconds(self.fixed_s, [*ended, *((dense_s, tail_s) for tail_s in tails_s)])
+        return ShareSeconds(self.fixed_s, [*ended, *((dense_s, tail_s) for tail_s in tails_s)], self.slots)
 
     @property
     def seconds(self) -> float:
@@ -66,12 +69,13 @@ class RolloutRecord:
 class ShareSeconds:
     """A `Remaining` by trajectories: (seconds of the whole engine that it needs, then seconds beside all others)."""
 
-    __slots__ = ("_dense", "_fixed_s", "_tails")
+    __slots__ = ("_dense", "_fixed_s", "_slots", "_tails")
 
     kind = ROLLOUT_KIND
 
-    def __init__(self, fixed_s: float, trajectories: Sequence[tuple[float, float]]) -> None:
+    def __init__(self, fixed_s: float, trajectories: Sequence[tuple[float, float]], slots: int) -> None:
         self._fixed_s = fixed_s
+        self._slots = slots
         self._dense = list(trajectories)
         self._tails: list[float] = []
         self._pass_on()
@@ -85,10 +89,20 @@ class ShareSeconds:
         return (self._fixed_s + sum(dense_s for dense_s, _ in self._dense) + longest_s) / pace
 
     def until_news(self, pace: float) -> float:
-        """The end of the dense part, then each trajectory's end."""
-        if self._dense or self._fixed_s > DONE_S:
-            return (self._fixed_s + sum(dense_s for dense_s, _ in self._dense)) / pace
-        return min(self._tails, default=0.0) / pace
+        """Until decoding begins; until fewer are left than one of `REPORT_AT`, or nobody waits; each end after that."""
+        if self._fixed_s > DONE_S:
+            return self._fixed_s / pace
+        if not self._dense:
+            return min(self._tails, default=0.0) / pace
+        num_left = len(self._dense) + len(self._tails)
+        border = next((count for count in REPORT_AT if count < num_left), 0)
+        seconds = 0.0
+        for dense_s, tail_s in self._dense:
+            seconds += dense_s
+            num_left -= tail_s <= DONE_S
+            if num_left <= border:
+                break
+        return seconds / pace
 
     def advance(self, seconds: float, pace: float) -> float:
         left_s = seconds * pace
@@ -105,7 +119,11 @@ class ShareSeconds:
         return seconds
 
     def report(self) -> tuple[int, int, int] | None:
-        return None if self._dense else (len(self._tails), 0, 0)
+        if self._fixed_s > DONE_S:
+            return None
+        num_left = len(self._dense) + len(self._tails)
+        num_active = min(self._slots, num_left) if self._dense else num_left
+        return num_active, num_left - num_active, 0
 
     def take(self) -> list[tuple[float, float]]:
         taken = [*((0.0, tail_s) for tail_s in self._tails), *self._dense]
@@ -273,6 +291,7 @@ def _rollout(orders: Sequence[OrderRecord], num_trajectories: int, switch: Switc
         tails_s=tuple(sorted(tails_s, reverse=True)),
         num_trajectories=num_trajectories,
         num_devices=len(devices),
+        slots=max((chunk.num_active for order in orders for chunk in order.chunks), default=1) or 1,
     )
 
 
