@@ -6,6 +6,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
+from rlmux.core.errors import UserError
 from rlmux.report.charts import Bar, Line, Row, distribution, gantt_chart, line_chart, tick_text
 from rlmux.sim import api, pictures, workloads
 from rlmux.sim.sweep import Task, run_task
@@ -56,7 +57,7 @@ def test_ticks_read_as_people_write_them():
 
 def test_a_sweep_writes_pictures_and_a_page_that_needs_no_network(tmp_path):
     report = api.simulate("bl-s:num_pipelines=12", policies=["solo", "rollmux"], num_processes=1, out=tmp_path)
-    names = {path.rsplit("/", 1)[-1] for path in report["pictures"]}
+    names = {path.rsplit("/", 1)[-1] for path in report["pictures"] if not path.endswith(".png")}
     assert names == {
         "cost.svg",
         "gpus.svg",
@@ -78,3 +79,20 @@ def test_a_groups_gantt_shows_its_devices():
     result = run_task(Task(workload=made, policy="rollmux", spans_until_s=3000.0))
     lanes = texts(pictures.gantt(result.spans, title="micro-b"))
     assert {"h20 0.0", "h20 1.0", "h800 0.0"} <= set(lanes)
+
+
+def test_a_picture_becomes_pixels_of_the_width_asked_for():
+    pytest.importorskip("resvg_py")
+    svg = line_chart([Line(name="n", points=[(0, 0), (1, 1)])], title="t", x_label="x", y_label="y")
+    drawn = pictures.png(svg, width=900)
+    assert drawn.startswith(b"\x89PNG")
+    assert int.from_bytes(drawn[16:20], "big") == 900
+
+
+def test_pixels_without_the_extra_are_refused_by_name_and_the_rest_is_written(monkeypatch, tmp_path):
+    monkeypatch.setattr(pictures, "can_draw_pixels", lambda: False)
+    with pytest.raises(UserError, match=r"pip install 'rlmux\[png\]'"):
+        pictures.png("<svg/>")
+    result = run_task(Task(workload=workloads.load("micro-a:num_steps=2"), policy="rollmux"))
+    written = pictures.write_pictures({"rollmux": [result]}, tmp_path, title="t")
+    assert {path.suffix for path in written} == {".svg", ".html"}

@@ -5,15 +5,19 @@ gpus.svg         GPUs over time, likewise
 slowdowns.svg    share of pipelines whose mean step slowdown is at most x
 POLICY.gantt.svg who computes where in the first hours, for runs that kept their spans
 index.html       all of them and the table of figures; needs no network
+NAME.png         each picture again as pixels, light, where the extra `png` is installed
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
+from importlib import import_module
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+from rlmux.core.errors import UserError
 from rlmux.core.model import Stage
 from rlmux.report.charts import Bar, Line, Row, distribution, gantt_chart, line_chart
 from rlmux.report.svg import tag
@@ -50,7 +54,30 @@ def write_pictures(results: Mapping[str, Sequence[SimResult]], folder: Path, *, 
     for name, text in pictures.items():
         (folder / name).write_text(text, "utf-8")
     (folder / "index.html").write_text(page(title, pictures, results), "utf-8")
-    return tuple(folder / name for name in (*pictures, "index.html"))
+    pixels = [_beside(folder / name, text) for name, text in pictures.items()] if can_draw_pixels() else []
+    return (*(folder / name for name in (*pictures, "index.html")), *pixels)
+
+
+def can_draw_pixels() -> bool:
+    """Whether the extra `png` is installed."""
+    return find_spec("resvg_py") is not None
+
+
+def png(svg: str, *, width: int = 1600) -> bytes:
+    """The picture as a PNG of that many pixels across, on white.
+
+    Raises UserError without the extra `png`.
+    """
+    if not can_draw_pixels():
+        raise UserError("a PNG needs resvg: pip install 'rlmux[png]' (the SVG needs nothing)")
+    drawn = import_module("resvg_py").svg_to_bytes(svg_string=svg, width=width, background="#ffffff")
+    return bytes(drawn)
+
+
+def _beside(path: Path, svg: str) -> Path:
+    target = path.with_suffix(".png")
+    target.write_bytes(png(svg))
+    return target
 
 
 def cost_chart(results: Mapping[str, SimResult], *, title: str) -> str:
