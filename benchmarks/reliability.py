@@ -117,7 +117,7 @@ class Killer:
         self.kind, self.rng, self.every, self.left = kind, rng, every, most
         self.pid_by_role: dict[str, int] = {}
         self.next_step = every
-        self.stage_by_order: dict[int, Stage] = {}
+        self.work_by_order: dict[int, RunStage] = {}
         self.killed_s: float | None = None
         self.detected_s: list[float] = []
         self.again_s: list[float] = []
@@ -128,23 +128,26 @@ class Killer:
                 self.pid_by_role[note.fields["role"].partition("-")[0]] = note.fields["pid"]
             elif note.type == "loss" and self.killed_s is not None:
                 self.detected_s.append(time.monotonic() - self.killed_s)
-        for event in events:
-            stage = self.stage_by_order.get(getattr(event, "order", 0))
-            if self.killed_s is not None and isinstance(event, StageFinished) and stage is Stage.UPDATE:
+        under_way = [work for event in events if (work := self.work_by_order.get(getattr(event, "order", 0)))]
+        if self.killed_s is not None:
+            ended = [event.order for event in events if isinstance(event, StageFinished)]
+            if any(order in ended and work.stage is Stage.UPDATE for order, work in self.work_by_order.items()):
                 self.again_s.append(time.monotonic() - self.killed_s)
                 self.killed_s = None
         for action in actions:
             if isinstance(action, RunStage):
-                self.stage_by_order[action.order] = action.stage
-                if self.is_due(action.step):
-                    self.next_step = action.step + self.every
-                    self.stage_by_order.clear()
-                    self.killed_s = time.monotonic()
-                    os.kill(self.pid_by_role[self.kind], signal.SIGKILL)
+                self.work_by_order[action.order] = action
+                under_way.append(action)
+        for work in under_way:
+            if self.is_due(work.step):
+                self.next_step = work.step + self.every
+                self.work_by_order.clear()
+                self.killed_s = time.monotonic()
+                os.kill(self.pid_by_role[self.kind], signal.SIGKILL)
 
     def is_due(self, step: int) -> bool:
-        """Asked a few times a step: some of them, whatever begins just then."""
-        if self.killed_s is None and self.left and step >= self.next_step and self.rng.random() < 0.3:
+        """Asked many times a step."""
+        if self.killed_s is None and self.left and step >= self.next_step and self.rng.random() < 0.1:
             self.left -= 1
             return True
         return False

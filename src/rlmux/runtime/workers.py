@@ -18,8 +18,6 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-import psutil
-
 from rlmux.core.errors import StorageError
 from rlmux.rl.config import TrainingPlan
 from rlmux.rl.types import (
@@ -161,10 +159,6 @@ class RolloutWorker:
             self._engine.offload(spill_to=spill_to)
         return self._engine.resident_bytes()
 
-    def memory(self) -> tuple[int, int]:
-        """(resident set of the process, device bytes of the engine)."""
-        return psutil.Process().memory_info().rss, self._engine.resident_bytes()
-
 
 class TrainWorker:
     """A train engine in its own process."""
@@ -231,9 +225,6 @@ class TrainWorker:
         with _storing(spill_to) if spill_to else contextlib.nullcontext():
             self._engine.offload(spill_to=spill_to)
         return self._engine.resident_bytes()
-
-    def memory(self) -> tuple[int, int]:
-        return psutil.Process().memory_info().rss, self._engine.resident_bytes()
 
 
 def _device() -> str:
