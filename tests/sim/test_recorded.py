@@ -112,7 +112,7 @@ def test_news_of_a_rollout_is_of_its_trajectories_left():
 
 def test_it_ends_however_it_is_driven():
     for pace, part in ((1.0, 1.0), (0.5, 0.3), (1.0, 0.01)):
-        work = ShareSeconds(0.5, [(0.2, 0.0)] * 10 + [(0.2, 3.0), (0.0, 1.0)], slots=2)
+        work = ShareSeconds(0.5, [(0.2, 0.0)] * 10 + [(0.2, 3.0), (0.0, 1.0)], slots=2, waits=[(0.3, 2.0), (0.9, 1.0)])
         total_s, passed_s = work.until_over(pace), 0.0
         while not work.is_over:
             step_s = max(part * work.until_news(pace), 1e-3)

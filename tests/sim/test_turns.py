@@ -8,7 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlmux.core.errors import UserError
+from rlmux.core.events import ReplyArrived, StagePaused
 from rlmux.core.policies import POLICIES
+from rlmux.core.policies.jigsaw import Jigsaw
+from rlmux.core.sharing import SharingEntry, SharingTable
 from rlmux.sim.costs import rollout_costs
 from rlmux.sim.decoder import Decoder, Turn, Unfinished
 from rlmux.sim.simulator import simulate
@@ -119,6 +122,40 @@ def test_news_comes_at_band_borders_and_when_decoding_stops_not_with_every_reply
 def test_impossible_tools_are_refused():
     with pytest.raises(UserError, match="wait_s=-1"):
         ToolUse(wait_s=-1.0)
+
+
+def test_a_paused_share_knows_when_it_has_something_to_compute_again():
+    work = share(calling(10, 50.0, 10), calling(10, 80.0, 10))
+    assert work.idle_s == 0.0
+    work.advance(work.until_news(1.0), 1.0)  # prefilled
+    work.advance(work.until_news(1.0), 1.0)
+    assert work.report()[0] == 0
+    idle_s = work.idle_s
+    assert 40.0 < idle_s <= 50.0
+    work.advance(idle_s - 1.0, 0.0)
+    assert work.idle_s == pytest.approx(1.0)
+    work.advance(1.0, 0.0)
+    assert (work.idle_s, work.report()) == (0.0, (1, 0, 1))
+
+
+def test_devices_go_to_others_while_tools_work():
+    """Whole devices only: what is gained is gained in the waits."""
+    nothing_helps = SharingTable.of([SharingEntry(kind_a="x", kind_b="y", level=0.5, slowdown_a=1.0, slowdown_b=1.0)])
+    workload = crowd(
+        [GSM8K_06B] * 2, num_gpus=4, num_steps=3, sequences_per_device=16, tools=ToolUse(mean_calls=2.0, wait_s=30.0)
+    )
+    seen = []
+    shared = simulate(
+        workload, Jigsaw(sharing=nothing_helps), observer=lambda event, actions: seen.append(event), checks=True
+    )
+    yielded = [event for event in seen if isinstance(event, StagePaused) and event.is_waiting]
+    replies = [event for event in seen if isinstance(event, ReplyArrived)]
+    assert yielded
+    assert replies
+    assert len(replies) <= len(yielded)
+    assert [one.steps for one in shared.pipelines] == [3, 3]
+    in_turn = simulate(workload, POLICIES["colocated"]())
+    assert shared.hours < 0.7 * in_turn.hours
 
 
 def test_with_tool_waits_sub_stages_gain_more_over_whole_devices_and_over_split_ones():

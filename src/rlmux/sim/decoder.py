@@ -65,6 +65,8 @@ class _Span:
 class Decoder:
     """One worker's share of a rollout, moved on by solo seconds."""
 
+    idle_s = 0.0
+
     def __init__(self, costs: RolloutCosts, waiting: Sequence[Unfinished], *, slots: int, group_size: int = 1) -> None:
         self._costs = costs
         self._slots = slots

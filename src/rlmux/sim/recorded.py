@@ -12,13 +12,13 @@ devices there are:
 
     seconds of one of n shares  =  fixed + dense / n + tail        fixed: loading weights, passing requests on
 
-Where no report came (a rollout shorter than a chunk) all of it counts as dense. Waits for tools are part of the
-seconds.
+Where no report came (a rollout shorter than a chunk) all of it counts as dense. While every trajectory with a slot
+waits for its tool, nothing is computed: these waits are kept apart, and pass at any pace, paused or not.
 """
 
 from __future__ import annotations
 
-import math
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -51,6 +51,11 @@ class RolloutRecord:
     num_devices: int
     slots: int = 1
     """Most that a device was seen to decode at once."""
+    dense_waits: tuple[tuple[float, float], ...] = ()
+    """(part of its computing done by then, seconds) in which all with a slot waited for their tools, and others for a
+    slot: with more devices there are fewer such waves."""
+    tail_waits: tuple[tuple[float, float], ...] = ()
+    """The same when nobody waited for a slot any more."""
 
     def share(self, index: int, num_devices: int) -> ShareSeconds:
         """The trajectories of one device, dealt in turn."""
@@ -58,7 +63,9 @@ class RolloutRecord:
         num_mine = len(range(index, self.num_trajectories, num_devices))
         tails_s = self.tails_s[index::num_devices]
         ended = [(dense_s, 0.0)] * max(0, num_mine - len(tails_s))
-        return ShareSeconds(self.fixed_s, [*ended, *((dense_s, tail_s) for tail_s in tails_s)], self.slots)
+        waits = [*self.dense_waits[index::num_devices], *self.tail_waits]
+        trajectories = [*ended, *((dense_s, tail_s) for tail_s in tails_s)]
+        return ShareSeconds(self.fixed_s, trajectories, slots=self.slots, waits=waits)
 
     @property
     def seconds(self) -> float:
@@ -67,33 +74,99 @@ class RolloutRecord:
 
 
 class ShareSeconds:
-    """A `Remaining` by trajectories: (seconds of the whole engine that it needs, then seconds beside all others)."""
+    """A `Remaining` by trajectories: (seconds of the whole engine that it needs, then seconds beside all others).
 
-    __slots__ = ("_dense", "_fixed_s", "_slots", "_tails")
+    `waits`: (part of its computing done by then, seconds) in which every trajectory with a slot waits for its tool.
+    """
 
     kind = ROLLOUT_KIND
 
-    def __init__(self, fixed_s: float, trajectories: Sequence[tuple[float, float]], slots: int) -> None:
+    def __init__(
+        self,
+        fixed_s: float,
+        trajectories: Sequence[tuple[float, float]],
+        *,
+        slots: int = 1,
+        waits: Sequence[tuple[float, float]] = (),
+    ) -> None:
         self._fixed_s = fixed_s
         self._slots = slots
         self._dense = list(trajectories)
         self._tails: list[float] = []
+        total_s = self._compute_s()
+        self._waits = deque((part * total_s, wait_s) for part, wait_s in waits)
+        """By seconds of computing from the start on."""
+        self._done_s = 0.0
         self._pass_on()
 
     @property
     def is_over(self) -> bool:
         return self._fixed_s <= DONE_S and not self._dense and not self._tails
 
+    @property
+    def idle_s(self) -> float:
+        return self._waits[0][1] if self._waits and self._waits[0][0] <= self._done_s + DONE_S else 0.0
+
     def until_over(self, pace: float) -> float:
-        longest_s = max([*self._tails, *(tail_s for _, tail_s in self._dense)], default=0.0)
-        return (self._fixed_s + sum(dense_s for dense_s, _ in self._dense) + longest_s) / pace
+        return self._compute_s() / pace + sum(wait_s for _, wait_s in self._waits)
 
     def until_news(self, pace: float) -> float:
-        """Until decoding begins; until fewer are left than one of `REPORT_AT`, or nobody waits; each end after that."""
+        """Until decoding begins; until a wait; until fewer are left than one of `REPORT_AT`; then each end."""
+        if self.idle_s:
+            return self.idle_s
+        seconds = self._until_fewer()
+        if self._waits:
+            seconds = min(seconds, self._waits[0][0] - self._done_s)
+        return seconds / pace
+
+    def advance(self, seconds: float, pace: float) -> float:
+        computed_s = 0.0
+        while seconds > 0.0 and not self.is_over:
+            if self.idle_s:
+                at_s, wait_s = self._waits.popleft()
+                passed_s = min(seconds, wait_s)
+                if wait_s - passed_s > DONE_S:
+                    self._waits.appendleft((at_s, wait_s - passed_s))
+            elif pace <= 0.0:
+                break
+            else:
+                passed_s = min(seconds, (self._waits[0][0] - self._done_s) / pace) if self._waits else seconds
+                self._compute(passed_s * pace)
+                computed_s += passed_s
+            seconds -= passed_s
+        return computed_s
+
+    def report(self) -> tuple[int, int, int] | None:
         if self._fixed_s > DONE_S:
-            return self._fixed_s / pace
+            return None
+        num_left = len(self._dense) + len(self._tails)
+        num_in_slots = min(self._slots, num_left) if self._dense else num_left
+        if self.idle_s:
+            return 0, num_left - num_in_slots, num_in_slots
+        return num_in_slots, num_left - num_in_slots, 0
+
+    def take(self) -> list[tuple[float, float]]:
+        taken = [*((0.0, tail_s) for tail_s in self._tails), *self._dense]
+        self._fixed_s, self._dense, self._tails = 0.0, [], []
+        self._waits.clear()
+        return taken
+
+    def give(self, trajectories: Sequence[tuple[float, float]], cost_s: float) -> None:
+        """Their waits fall together with those here."""
+        self._fixed_s += cost_s
+        self._dense += trajectories
+        self._pass_on()
+
+    def _compute_s(self) -> float:
+        longest_s = max([*self._tails, *(tail_s for _, tail_s in self._dense)], default=0.0)
+        return self._fixed_s + sum(dense_s for dense_s, _ in self._dense) + longest_s
+
+    def _until_fewer(self) -> float:
+        """Seconds of computing until there are so few left that it is reported."""
+        if self._fixed_s > DONE_S:
+            return self._fixed_s
         if not self._dense:
-            return min(self._tails, default=0.0) / pace
+            return min(self._tails, default=0.0)
         num_left = len(self._dense) + len(self._tails)
         border = next((count for count in REPORT_AT if count < num_left), 0)
         seconds = 0.0
@@ -102,38 +175,20 @@ class ShareSeconds:
             num_left -= tail_s <= DONE_S
             if num_left <= border:
                 break
-        return seconds / pace
-
-    def advance(self, seconds: float, pace: float) -> float:
-        left_s = seconds * pace
-        spent_s = min(left_s, self._fixed_s)
-        self._fixed_s -= spent_s
-        left_s -= spent_s
-        while self._dense and left_s > 0.0:
-            dense_s, tail_s = self._dense[0]
-            spent_s = min(left_s, dense_s)
-            self._dense[0] = (dense_s - spent_s, tail_s)
-            left_s -= spent_s
-            self._pass_on()
-        self._tails = [tail_s - left_s for tail_s in self._tails if tail_s - left_s > DONE_S]
         return seconds
 
-    def report(self) -> tuple[int, int, int] | None:
-        if self._fixed_s > DONE_S:
-            return None
-        num_left = len(self._dense) + len(self._tails)
-        num_active = min(self._slots, num_left) if self._dense else num_left
-        return num_active, num_left - num_active, 0
-
-    def take(self) -> list[tuple[float, float]]:
-        taken = [*((0.0, tail_s) for tail_s in self._tails), *self._dense]
-        self._fixed_s, self._dense, self._tails = 0.0, [], []
-        return taken
-
-    def give(self, trajectories: Sequence[tuple[float, float]], cost_s: float) -> None:
-        self._fixed_s += cost_s
-        self._dense += trajectories
-        self._pass_on()
+    def _compute(self, seconds: float) -> None:
+        self._done_s += seconds
+        spent_s = min(seconds, self._fixed_s)
+        self._fixed_s -= spent_s
+        seconds -= spent_s
+        while self._dense and seconds > 0.0:
+            dense_s, tail_s = self._dense[0]
+            spent_s = min(seconds, dense_s)
+            self._dense[0] = (dense_s - spent_s, tail_s)
+            seconds -= spent_s
+            self._pass_on()
+        self._tails = [tail_s - seconds for tail_s in self._tails if tail_s - seconds > DONE_S]
 
     def _pass_on(self) -> None:
         """Who needs the whole engine no more goes on beside all others; tails begin when nobody waits."""
@@ -267,30 +322,23 @@ def _switch_seconds(orders: Sequence[OrderRecord]) -> SwitchSeconds:
 
 def _overhead_s(order: OrderRecord) -> float:
     """Neither computing nor waiting for tools."""
-    waited_s = sum(
-        later.time_s - earlier.time_s - (later.seconds - earlier.seconds)
-        for earlier, later in pairwise(order.chunks)
-        if earlier.num_active + earlier.num_waiting == 0 and earlier.num_parked > 0
-    )
-    return max(0.0, order.end_s - order.start_s - order.seconds - waited_s)
+    return max(0.0, order.end_s - order.start_s - order.seconds - sum(_waits(order)))
 
 
 def _rollout(orders: Sequence[OrderRecord], num_trajectories: int, switch: SwitchSeconds) -> RolloutRecord:
     """Of one step: every device's orders, one after another."""
     devices = list(dict.fromkeys(order.devices[0] for order in orders))
-    fixed_s, dense_s, tails_s = 0.0, 0.0, []
-    for device in devices:
-        curve = _curve([order for order in orders if order.devices[0] == device], switch)
-        fixed_s += curve.fixed_s / len(devices)
-        dense_s += curve.dense_s
-        tails_s += curve.tails_s
+    curves = [_curve([order for order in orders if order.devices[0] == device], switch) for device in devices]
+    tails_s = [tail_s for curve in curves for tail_s in curve.tails_s]
     num_trajectories = max(num_trajectories, len(tails_s), 1)
     return RolloutRecord(
-        fixed_s=fixed_s,
-        dense_s=dense_s,
+        fixed_s=sum(curve.fixed_s for curve in curves) / len(devices),
+        dense_s=sum(curve.dense_s for curve in curves),
         tails_s=tuple(sorted(tails_s, reverse=True)),
         num_trajectories=num_trajectories,
         num_devices=len(devices),
+        dense_waits=tuple(sorted(wait for curve in curves for wait in curve.dense_waits)),
+        tail_waits=max((curve.tail_waits for curve in curves), key=lambda waits: sum(one[1] for one in waits)),
         slots=max((chunk.num_active for order in orders for chunk in order.chunks), default=1) or 1,
     )
 
@@ -302,19 +350,25 @@ class _Curve:
     fixed_s: float
     dense_s: float
     tails_s: list[float]
+    dense_waits: tuple[tuple[float, float], ...]
+    tail_waits: tuple[tuple[float, float], ...]
 
 
 def _curve(orders: Sequence[OrderRecord], switch: SwitchSeconds) -> _Curve:
     """Cut where the last trajectory got a slot: at the first report that says that none waits for one."""
-    total_s, points = 0.0, []
+    total_s, points, waits = 0.0, [], []
     for order in orders:
-        elapsed_s = _elapsed_s(order, switch)
-        lost_s = order.end_s - order.start_s - elapsed_s
-        for chunk in order.chunks:
-            at_s = total_s + max(0.0, chunk.time_s - order.start_s - lost_s)
-            points.append((at_s, chunk.num_waiting, chunk.num_active + chunk.num_waiting + chunk.num_parked))
-        total_s += elapsed_s
-    fixed_s = min(total_s, sum(_overhead_s(order) for order in orders if order.switch is Switch.NONE))
+        lost_s = order.end_s - order.start_s - _elapsed_s(order, switch)
+        before_s = order.start_s + lost_s
+        for chunk, wait_s in zip(order.chunks, _waits(order), strict=True):
+            total_s += max(0.0, chunk.time_s - before_s)
+            before_s = chunk.time_s
+            points.append((total_s, chunk.num_waiting, chunk.num_active + chunk.num_waiting + chunk.num_parked))
+            if wait_s > 0.0:
+                waits.append((total_s, wait_s, chunk.num_waiting > 0))
+                before_s += wait_s
+        total_s += max(0.0, order.end_s - before_s)
+    fixed_s = sum(_overhead_s(order) for order in orders if order.switch is Switch.NONE)
     dense_end_s = next((at_s for at_s, num_waiting, _ in points if num_waiting == 0), total_s)
     tail = [(at_s - dense_end_s, num_left) for at_s, _, num_left in points if at_s >= dense_end_s]
     tail.append((total_s - dense_end_s, 0))
@@ -323,4 +377,19 @@ def _curve(orders: Sequence[OrderRecord], switch: SwitchSeconds) -> _Curve:
         num_ended = before - after
         tails_s += [earlier_s + (later_s - earlier_s) * (k + 1) / num_ended for k in range(max(0, num_ended))]
     fixed_s = min(fixed_s, dense_end_s)
-    return _Curve(fixed_s, dense_end_s - fixed_s, [tail_s for tail_s in tails_s if not math.isclose(tail_s, 0.0)])
+    return _Curve(
+        fixed_s=fixed_s,
+        dense_s=dense_end_s - fixed_s,
+        tails_s=[tail_s for tail_s in tails_s if tail_s > DONE_S],
+        dense_waits=tuple((at_s / total_s, wait_s) for at_s, wait_s, is_dense in waits if is_dense),
+        tail_waits=tuple((at_s / total_s, wait_s) for at_s, wait_s, is_dense in waits if not is_dense),
+    )
+
+
+def _waits(order: OrderRecord) -> list[float]:
+    """After each report: seconds in which every trajectory with a slot waited for its tool."""
+    ends = [*((chunk.time_s, chunk.seconds) for chunk in order.chunks[1:]), (order.end_s, order.seconds)]
+    return [
+        max(0.0, end_s - chunk.time_s - (seconds - chunk.seconds)) if chunk.num_active == 0 < chunk.num_parked else 0.0
+        for chunk, (end_s, seconds) in zip(order.chunks, ends, strict=False)
+    ]

@@ -32,6 +32,10 @@ class Remaining(Protocol):
     @property
     def is_over(self) -> bool: ...
 
+    @property
+    def idle_s(self) -> float:
+        """Seconds until there is something to compute: an environment has to reply first. 0: there is now."""
+
     def until_over(self, pace: float) -> float:
         """Seconds until all of it is done."""
 
@@ -55,6 +59,8 @@ class SoloSeconds:
     """So many seconds and nothing inside. As a share it is one trajectory."""
 
     __slots__ = ("kind", "left_s")
+
+    idle_s = 0.0
 
     def __init__(self, seconds: float, kind: str) -> None:
         self.left_s = seconds
@@ -93,6 +99,7 @@ class TrajectorySeconds:
     __slots__ = ("_left_s",)
 
     kind = ROLLOUT_KIND
+    idle_s = 0.0
 
     def __init__(self, seconds: Sequence[float]) -> None:
         self._left_s = sorted(seconds)

@@ -46,6 +46,7 @@ from rlmux.core.events import (
     NodeLost,
     PipelineCancelled,
     PipelineSubmitted,
+    ReplyArrived,
     StageFinished,
     StagePaused,
     TimerFired,
@@ -55,11 +56,12 @@ from rlmux.core.model import PHASE_BY_STAGE, DeviceId, NodeId, OrderId, Pipeline
 from rlmux.core.policies import Policy
 from rlmux.core.scheduler import Scheduler
 from rlmux.core.sharing import SharingTable
+from rlmux.core.state import ReadyWork
 from rlmux.sim.arrivals import Arrival, Workload
 from rlmux.sim.interference import InterferenceTable, estimated_table, share_levels, sharing_table
 from rlmux.sim.metrics import Collector, SimResult, Span
 from rlmux.sim.pace import ByInterference, ByLevel, Pace
-from rlmux.sim.remaining import Remaining, SoloSeconds
+from rlmux.sim.remaining import DONE_S, Remaining, SoloSeconds
 from rlmux.sim.world import KIND_BY_STAGE, TrueSeconds
 
 WORK_ENDS, DEPARTURE, NODE_CHANGE, ARRIVAL, TIMER = range(5)
@@ -312,12 +314,23 @@ class _Simulation:
             self._stop_orders_on(what.node)
         if isinstance(what, StagePaused) and self._pausing.pop(what.order, None) is None:
             return None
+        if isinstance(what, ReplyArrived) and not self._is_awaited(what):
+            return None
         if isinstance(what, TrajectoriesMoved):
             if what.order not in self.moving:
                 return None
             self._arrive(self.moving.pop(what.order))
         event: Event = what
         return event
+
+    def _is_awaited(self, reply: ReplyArrived) -> bool:
+        """Its share is still paused with nothing to compute, as far as the scheduler knows."""
+        share = self.scheduler.state.runs[reply.pipeline].open_shares.get(reply.device)
+        stored = self.actors[reply.pipeline].stored.get(reply.device)
+        if not isinstance(share, ReadyWork) or not share.is_waiting or stored is None:
+            return False
+        work, since_s = stored
+        return work.idle_s - (self._now_s - since_s) <= DONE_S  # else another, of an earlier pause
 
     def _submit(self, arrival: Arrival) -> Event:
         pipeline = arrival.pipeline
@@ -397,13 +410,22 @@ class _Simulation:
         self._stop(running)
         running.actor.stored[_place_of(running.action)] = (running.work, self._now_s)
         self._pausing[action.order] = running.actor
+        idle_s = running.work.idle_s
         paused = StagePaused(
             time_s=self._now_s,
             order=action.order,
             seconds=self._computed_s(running),
             switch_s=running.switch_s,
+            is_waiting=idle_s > 0.0,
         )
         self._schedule(self._now_s, WORK_ENDS, paused)
+        if idle_s > 0.0:
+            self._schedule_reply(running.action.pipeline, running.devices[0], idle_s)
+
+    def _schedule_reply(self, pipeline: PipelineId, device: DeviceId, idle_s: float) -> None:
+        """Of the share that is stored there, to whoever waits for it."""
+        reply_s = self._now_s + idle_s
+        self._schedule(reply_s, WORK_ENDS, ReplyArrived(time_s=reply_s, pipeline=pipeline, device=device))
 
     def _migrate(self, action: Migrate) -> None:
         actor = self.actors[action.pipeline]
@@ -444,6 +466,7 @@ class _Simulation:
             work.advance(self._now_s - stored[1], 0.0)
         work.give(moving.trajectories, moving.cost_s)
         actor.stored[action.target] = (work, self._now_s)
+        self._schedule_reply(action.pipeline, action.target, work.idle_s)
 
     def _set_level(self, action: SetLevel) -> None:
         running = self.running[action.order]

@@ -109,6 +109,12 @@ class TurnDecoder:
             return "prefill"
         return decode_kind(len(self._active))
 
+    @property
+    def idle_s(self) -> float:
+        if self._active or self._prefill_s > 0.0 or not self._parked:
+            return 0.0
+        return max(0.0, self._parked[0][0] - self._clock_s)
+
     def report(self) -> tuple[int, int, int]:
         return len(self._active), len(self._queue), len(self._parked)
 
