@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlmux.core.errors import UserError
-from rlmux.core.events import ReplyArrived, StagePaused
+from rlmux.core.events import ReplyArrived, StageFinished, StagePaused
+from rlmux.core.model import Stage
 from rlmux.core.policies import POLICIES
 from rlmux.core.policies.jigsaw import Jigsaw
 from rlmux.core.sharing import SharingEntry, SharingTable
@@ -156,6 +157,21 @@ def test_devices_go_to_others_while_tools_work():
     assert [one.steps for one in shared.pipelines] == [3, 3]
     in_turn = simulate(workload, POLICIES["colocated"]())
     assert shared.hours < 0.7 * in_turn.hours
+
+
+def test_waiting_is_not_computing_in_what_is_reported_and_what_is_counted():
+    workload = crowd(
+        [GSM8K_06B], num_gpus=4, num_steps=1, sequences_per_device=8, tools=ToolUse(mean_calls=3.0, wait_s=100.0)
+    )
+    ends = []
+    result = simulate(
+        workload, POLICIES["colocated"](), observer=lambda event, _: ends.append(event), spans_until_s=1e9
+    )
+    rollout = next(span for span in result.spans if span.stage is Stage.GENERATE)
+    end = next(event for event in ends if isinstance(event, StageFinished))
+    assert rollout.end_s - rollout.begin_s > 100.0
+    assert end.seconds < 0.2 * (rollout.end_s - rollout.begin_s)
+    assert result.utilization["train"] < 0.8
 
 
 def test_with_tool_waits_sub_stages_gain_more_over_whole_devices_and_over_split_ones():

@@ -108,6 +108,8 @@ class _Running:
     pace: float = 1.0
     busy_s: float = 0.0
     """Seconds of computing, times level."""
+    waited_s: float = 0.0
+    """For environments, with nothing to compute."""
     reported: tuple[int, int, int] | None = None
     sequence: int = 0
     """Of its entry in the heap; others are stale."""
@@ -298,7 +300,7 @@ class _Simulation:
         )
 
     def _computed_s(self, running: _Running) -> float:
-        return max(0.0, self._now_s - running.began_s - running.switch_s)
+        return max(0.0, self._now_s - running.began_s - running.switch_s - running.waited_s)
 
     def _event_of(self, what: Any) -> Event | None:
         if isinstance(what, Arrival):
@@ -508,7 +510,10 @@ class _Simulation:
         """Move it on to now at the pace it had."""
         elapsed_s = self._now_s - running.since_s
         if elapsed_s > 0.0:
-            running.busy_s += running.work.advance(elapsed_s, running.pace) * running.level
+            computed_s = running.work.advance(elapsed_s, running.pace)
+            running.busy_s += computed_s * running.level
+            if computed_s < elapsed_s:
+                running.waited_s += elapsed_s - computed_s
             running.since_s = self._now_s
 
     def _repace(self, orders: Sequence[_Running]) -> None:
