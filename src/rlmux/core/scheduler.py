@@ -438,7 +438,7 @@ class Scheduler:
 
     def _wake(self, run: PipelineRun, work: ReadyWork) -> None:
         """A waiting share has something to compute."""
-        awake = replace(work, is_waiting=False)
+        awake = replace(work, is_waiting=False, since_s=self._state.now_s)
         run.open_shares[work.devices[0]] = self._group_of(run).ready[work.sequence] = awake
 
     def _on_chunk_finished(self, event: ChunkFinished) -> None:
