@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, is_dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from heapq import heappop, heappush
 from typing import Any
 
@@ -52,7 +52,7 @@ from rlmux.core.events import (
     TimerFired,
     TrajectoriesMoved,
 )
-from rlmux.core.model import PHASE_BY_STAGE, DeviceId, NodeId, OrderId, PipelineId, PipelineStatus, Placement, Stage
+from rlmux.core.model import PHASE_BY_STAGE, DeviceId, NodeId, OrderId, PipelineId, PipelineStatus, Stage
 from rlmux.core.policies import Policy
 from rlmux.core.scheduler import Scheduler
 from rlmux.core.sharing import SharingTable
@@ -62,7 +62,8 @@ from rlmux.sim.interference import InterferenceTable, estimated_table, share_lev
 from rlmux.sim.metrics import Collector, SimResult, Span
 from rlmux.sim.pace import ByInterference, ByLevel, Pace
 from rlmux.sim.remaining import DONE_S, Remaining, SoloSeconds
-from rlmux.sim.world import KIND_BY_STAGE, TrueSeconds
+from rlmux.sim.underway import Actor, Moving, Running, place_of
+from rlmux.sim.world import KIND_BY_STAGE
 
 WORK_ENDS, DEPARTURE, NODE_CHANGE, ARRIVAL, TIMER = range(5)
 """Priorities at one instant."""
@@ -75,63 +76,6 @@ class NodeFailure:
     node: NodeId
     at_s: float
     down_s: float
-
-
-@dataclass(slots=True, eq=False)
-class _Actor:
-    """A pipeline as the world sees it."""
-
-    arrival: Arrival
-    last_stage: Stage
-    """Its end is the end of a step."""
-    world: TrueSeconds
-    placement: Placement | None = None
-    train_scale: float = 1.0
-    stored: dict[DeviceId | Stage, tuple[Remaining, float]] = field(default_factory=dict)
-    """Work that was paused, or got trajectories while nobody ran it, and since when: a rollout's by device."""
-    has_started: bool = False
-    is_over: bool = False
-
-
-@dataclass(slots=True, eq=False)
-class _Running:
-    """An order under way."""
-
-    action: RunStage
-    actor: _Actor
-    work: Remaining
-    began_s: float
-    switch_s: float
-    since_s: float
-    """Up to when its work was moved on; until its switch is over, when that will be."""
-    level: float
-    pace: float = 1.0
-    busy_s: float = 0.0
-    """Seconds of computing, times level."""
-    waited_s: float = 0.0
-    """For environments, with nothing to compute."""
-    reported: tuple[int, int, int] | None = None
-    sequence: int = 0
-    """Of its entry in the heap; others are stale."""
-
-    @property
-    def devices(self) -> tuple[DeviceId, ...]:
-        return self.action.devices
-
-    @property
-    def kind(self) -> str:
-        return self.work.kind
-
-
-@dataclass(slots=True, eq=False)
-class _Moving:
-    """Trajectories between two devices."""
-
-    action: Migrate
-    actor: _Actor
-    trajectories: list[Any]
-    cost_s: float
-    """On the target, before they go on."""
 
 
 def simulate(
@@ -185,7 +129,7 @@ class _Simulation:
         workload: Workload,
         policy: Policy,
         *,
-        pace: Pace[_Running] | None = None,
+        pace: Pace[Running] | None = None,
         failures: Sequence[NodeFailure] = (),
         rescales_training: bool = False,
         spans_until_s: float = 0.0,
@@ -193,12 +137,12 @@ class _Simulation:
         self.observer: Callable[[Event, list[Action]], None] | None = None
         self.checks = False
         self.scheduler = Scheduler(workload.cluster, policy)
-        self.actors: dict[PipelineId, _Actor] = {}
-        self.running: dict[OrderId, _Running] = {}
-        self.moving: dict[OrderId, _Moving] = {}
-        self._pausing: dict[OrderId, _Actor] = {}
+        self.actors: dict[PipelineId, Actor] = {}
+        self.running: dict[OrderId, Running] = {}
+        self.moving: dict[OrderId, Moving] = {}
+        self._pausing: dict[OrderId, Actor] = {}
         self._workload = workload
-        self._pace: Pace[_Running] = pace or ByLevel()
+        self._pace: Pace[Running] = pace or ByLevel()
         self._wants_news = policy.reacts_to_progress or self._pace.depends_on_kind
         self._rescales_training = rescales_training
         self._spans_until_s = spans_until_s
@@ -233,7 +177,7 @@ class _Simulation:
         num_events = 0
         while heap and self._num_over < num_arrivals:
             self._now_s, _, sequence, what = heappop(heap)
-            event = self._progress(what, sequence) if type(what) is _Running else self._event_of(what)
+            event = self._progress(what, sequence) if type(what) is Running else self._event_of(what)
             if event is None:
                 continue
             num_events += 1
@@ -265,7 +209,7 @@ class _Simulation:
         heappush(self._heap, (time_s, priority, self._sequence, what))
         return self._sequence
 
-    def _progress(self, running: _Running, sequence: int) -> Event | None:
+    def _progress(self, running: Running, sequence: int) -> Event | None:
         """An order ended, or there is news of it, or the entry is stale."""
         if running.sequence != sequence:
             return None
@@ -287,7 +231,7 @@ class _Simulation:
             seconds=self._computed_s(running),
         )
 
-    def _finish(self, running: _Running) -> Event:
+    def _finish(self, running: Running) -> Event:
         self._stop(running)
         action = running.action
         if action.stage is running.actor.last_stage:
@@ -299,13 +243,13 @@ class _Simulation:
             switch_s=running.switch_s,
         )
 
-    def _computed_s(self, running: _Running) -> float:
+    def _computed_s(self, running: Running) -> float:
         return max(0.0, self._now_s - running.began_s - running.switch_s - running.waited_s)
 
     def _event_of(self, what: Any) -> Event | None:
         if isinstance(what, Arrival):
             return self._submit(what)
-        if isinstance(what, _Actor):
+        if isinstance(what, Actor):
             if what.is_over:
                 return None
             pipeline = what.arrival.pipeline.id
@@ -337,7 +281,7 @@ class _Simulation:
     def _submit(self, arrival: Arrival) -> Event:
         pipeline = arrival.pipeline
         last_stage = Stage.PUBLISH if Stage.PUBLISH in pipeline.stages else pipeline.train_stages[-1]
-        actor = self.actors[pipeline.id] = _Actor(arrival, last_stage, arrival.world)
+        actor = self.actors[pipeline.id] = Actor(arrival, last_stage, arrival.world)
         if arrival.depart_s is not None:
             self._schedule(arrival.depart_s, DEPARTURE, actor)
         self._collector.submit(pipeline.id, arrival)
@@ -365,7 +309,7 @@ class _Simulation:
         self.moving = {order: moving for order, moving in self.moving.items() if moving.actor not in stopped}
         self._pausing = {order: actor for order, actor in self._pausing.items() if actor not in stopped}
 
-    def _is_pinned(self, actor: _Actor, node: NodeId) -> bool:
+    def _is_pinned(self, actor: Actor, node: NodeId) -> bool:
         """Where it is, or where it is about to move."""
         pipeline = actor.arrival.pipeline.id
         if actor.placement is None or pipeline not in self.scheduler.ledger:
@@ -383,17 +327,17 @@ class _Simulation:
         switch_s = 0.0
         if action.switch is not Switch.NONE:
             switch_s = actor.arrival.switch.seconds(PHASE_BY_STAGE[action.stage], is_warm=action.switch is Switch.WARM)
-        stored = actor.stored.pop(_place_of(action), None) if actor.stored else None
+        stored = actor.stored.pop(place_of(action), None) if actor.stored else None
         if stored is None:
             work = self._fresh_work(actor, action)
         else:
             work, since_s = stored
             work.advance(now_s + switch_s - since_s, 0.0)
-        running = _Running(action, actor, work, now_s, switch_s, now_s + switch_s, action.level or 1.0)
+        running = Running(action, actor, work, now_s, switch_s, now_s + switch_s, action.level or 1.0)
         self.running[action.order] = running
         self._repace(self._pace.begins(running))
 
-    def _fresh_work(self, actor: _Actor, action: RunStage) -> Remaining:
+    def _fresh_work(self, actor: Actor, action: RunStage) -> Remaining:
         stage = action.stage
         if stage is Stage.GENERATE:
             return self._fresh_share(actor, action.pipeline, action.step, action.devices[0])
@@ -402,7 +346,7 @@ class _Simulation:
             seconds *= actor.train_scale
         return SoloSeconds(seconds, KIND_BY_STAGE.get(stage, "update"))
 
-    def _fresh_share(self, actor: _Actor, pipeline: PipelineId, step: int, device: DeviceId) -> Remaining:
+    def _fresh_share(self, actor: Actor, pipeline: PipelineId, step: int, device: DeviceId) -> Remaining:
         devices = self.scheduler.state.runs[pipeline].rollout_devices
         return actor.world.share(step, devices.index(device), len(devices))
 
@@ -410,7 +354,7 @@ class _Simulation:
         running = self.running[action.order]
         self._settle(running)
         self._stop(running)
-        running.actor.stored[_place_of(running.action)] = (running.work, self._now_s)
+        running.actor.stored[running.place] = (running.work, self._now_s)
         self._pausing[action.order] = running.actor
         idle_s = running.work.idle_s
         paused = StagePaused(
@@ -439,7 +383,7 @@ class _Simulation:
             stored[0].advance(self._now_s - stored[1], 0.0)
             moved = stored[0].take()
             on_the_way_s, cost_s = actor.world.moving_s(moved, copies_kv=action.copies_kv)
-        self.moving[action.order] = _Moving(action, actor, moved, cost_s)
+        self.moving[action.order] = Moving(action, actor, moved, cost_s)
         self._collector.num_migrations += 1
         done = TrajectoriesMoved(
             time_s=self._now_s + on_the_way_s,
@@ -449,11 +393,11 @@ class _Simulation:
         )
         self._schedule(done.time_s, WORK_ENDS, done)
 
-    def _arrive(self, moving: _Moving) -> None:
+    def _arrive(self, moving: Moving) -> None:
         """What was moved goes to whoever decodes on the target, or waits there."""
         action, actor = moving.action, moving.actor
         for running in self.running.values():
-            if running.actor is actor and running.devices == (action.target,) and _is_share(running):
+            if running.actor is actor and running.devices == (action.target,) and running.is_share:
                 self._settle(running)
                 running.work.give(moving.trajectories, moving.cost_s)
                 self._repace(self._pace.changes(running))
@@ -500,13 +444,13 @@ class _Simulation:
     def _note_wait(self, action: Wait) -> None:
         self._collector.num_waits += 1
 
-    def _over(self, actor: _Actor) -> None:
+    def _over(self, actor: Actor) -> None:
         actor.is_over = True
         self._num_over += 1
 
     # ------------------------------------------------------------------ orders go on
 
-    def _settle(self, running: _Running) -> None:
+    def _settle(self, running: Running) -> None:
         """Move it on to now at the pace it had."""
         elapsed_s = self._now_s - running.since_s
         if elapsed_s > 0.0:
@@ -516,7 +460,7 @@ class _Simulation:
                 running.waited_s += elapsed_s - computed_s
             running.since_s = self._now_s
 
-    def _repace(self, orders: Sequence[_Running]) -> None:
+    def _repace(self, orders: Sequence[Running]) -> None:
         """Take their paces anew, and thereby when they are next to be looked at."""
         for running in orders:
             self._settle(running)
@@ -525,7 +469,7 @@ class _Simulation:
             next_s = work.until_news(pace) if self._wants_news else work.until_over(pace)
             running.sequence = self._schedule(running.since_s + next_s, WORK_ENDS, running)
 
-    def _stop(self, running: _Running) -> None:
+    def _stop(self, running: Running) -> None:
         """It computes no more: book its device time, let others take its place."""
         action = running.action
         del self.running[action.order]
@@ -548,12 +492,3 @@ class _Simulation:
                     switch_s=switch_s,
                 )
             )
-
-
-def _is_share(running: _Running) -> bool:
-    return running.action.stage is Stage.GENERATE
-
-
-def _place_of(action: RunStage) -> DeviceId | Stage:
-    """Under which its work is kept while nobody runs it."""
-    return action.devices[0] if action.stage is Stage.GENERATE else action.stage
