@@ -25,6 +25,7 @@ from dataclasses import dataclass, replace
 
 from rlmux.core.cycles import PhaseLoad, fits_period, is_formula_exact, meta_iteration_s
 from rlmux.core.errors import IllegalTransitionError, UserError
+from rlmux.core.group_index import GroupIndex
 from rlmux.core.model import (
     AdmissionKind,
     Cluster,
@@ -256,6 +257,10 @@ class PlacementView:
         """Every group, oldest first."""
         return self._ledger.groups()
 
+    def groups_with_room(self, pipeline: Pipeline) -> list[GroupLoad]:
+        """Those that may take the pipeline on their training nodes, and some that may not; oldest first."""
+        return self._ledger.groups_with_room(pipeline)
+
     def youngest_group(self) -> GroupLoad | None:
         return self._ledger.youngest_group()
 
@@ -293,6 +298,8 @@ class PlacementLedger:
             )
         self._nodes_by_pool = {name: _PoolNodes(pool) for name, pool in cluster.pools.items()}
         self._groups: dict[GroupId, GroupLoad] = {}
+        self._index: GroupIndex | None = None
+        """Made when first asked: a copy that nobody asks needs none."""
         self._group_of: dict[PipelineId, GroupId] = {}
         self._vacating: dict[PipelineId, tuple[NodeId, ...]] = {}
         """Where pipelines still work that have moved in the books."""
@@ -317,6 +324,12 @@ class PlacementLedger:
     def groups(self) -> Iterator[GroupLoad]:
         """Every group, oldest first."""
         return iter(self._groups.values())
+
+    def groups_with_room(self, pipeline: Pipeline) -> list[GroupLoad]:
+        """Those that may take the pipeline on their training nodes, and some that may not; oldest first."""
+        if self._index is None:
+            self._index = GroupIndex(self._groups.values())
+        return self._index.with_room(_phases_of(pipeline)[1], budget_of(pipeline))
 
     def youngest_group(self) -> GroupLoad | None:
         return self._groups[next(reversed(self._groups))] if self._groups else None
@@ -427,6 +440,7 @@ class PlacementLedger:
     def become(self, other: PlacementLedger) -> None:
         """Take over a copy's books, to undo what was tried since it was made. The copy is not to be used again."""
         self._groups, self._group_of = other._groups, other._group_of
+        self._index = other._index
         self._vacating, self._num_uses = other._vacating, other._num_uses
         self._next_group, self._peak_by_pool = other._next_group, other._peak_by_pool
         self._nodes_by_pool = other._nodes_by_pool
@@ -473,6 +487,8 @@ class PlacementLedger:
                 min((group.free_train_bytes, *group.free_rollout_bytes)) >= 0,
                 f"group {group_id}: host memory is over-committed",
             )
+        if self._index is not None:
+            self._index.check(self._groups)
         num_members = sum(len(group.members) for group in self._groups.values())
         _require(num_members == len(self._group_of), "a pipeline is in two groups or in none")
         num_uses = dict.fromkeys(held, 1)
@@ -495,7 +511,7 @@ class PlacementLedger:
         del self._group_of[pipeline_id]
         staying = tuple(other for other in group.members if other.pipeline.id != pipeline_id)
         if not staying:
-            del self._groups[group.id]
+            self._drop(group.id)
             released = tuple(dict.fromkeys(group.rollout_nodes + group.train_nodes))
         else:
             still_pinned = {node for other in staying for node in other.placement.nodes}
@@ -518,7 +534,7 @@ class PlacementLedger:
 
     def _undo_departure(self, pipeline_id: PipelineId, group: GroupLoad) -> None:
         is_gone = group.id not in self._groups
-        self._groups[group.id] = group
+        self._put(group)
         if is_gone:
             self._groups = dict(sorted(self._groups.items()))
         self._group_of[pipeline_id] = group.id
@@ -631,7 +647,17 @@ class PlacementLedger:
         rollout_nodes: tuple[NodeId, ...],
         train_nodes: tuple[NodeId, ...],
     ) -> None:
-        self._groups[group_id] = self._load_of(group_id, members, rollout_nodes, train_nodes)
+        self._put(self._load_of(group_id, members, rollout_nodes, train_nodes))
+
+    def _put(self, group: GroupLoad) -> None:
+        self._groups[group.id] = group
+        if self._index is not None:
+            self._index.put(group)
+
+    def _drop(self, group_id: GroupId) -> None:
+        del self._groups[group_id]
+        if self._index is not None:
+            self._index.drop(group_id)
 
     def _load_of(
         self,

@@ -85,7 +85,7 @@ class RlMux:
         rollout_usd = view.usd_per_node_hour(Phase.ROLLOUT)
         train_usd = view.usd_per_node_hour(Phase.TRAIN)
         num_free = view.num_free_nodes(Phase.ROLLOUT)
-        for group in view.groups():
+        for group in view.groups_with_room(pipeline):
             if not may_join(group, pipeline):
                 continue
             nodes, num_new = _emptiest_nodes(group, pipeline, num_free) if is_free else _best_nodes(group, pipeline)

@@ -35,7 +35,7 @@ class RollMux:
         if refusal is not None:
             return refusal
         best: PlacementChoice | None = None
-        for group in view.groups():
+        for group in view.groups_with_room(pipeline):
             if self._is_skipped(group) or not may_join(group, pipeline):
                 continue
             packed = next(direct(group, pipeline), None)
@@ -58,7 +58,7 @@ class RollMux:
     def _over_saturate(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | None:
         """The least loaded group that can still take it: only where no node is left for a new one."""
         best, best_period_s = None, math.inf
-        for group in view.groups():
+        for group in view.groups_with_room(pipeline):
             if not may_join(group, pipeline):
                 continue
             for choice in direct(group, pipeline):
