@@ -295,7 +295,7 @@ def _bound_rows(
                 by_seed,
                 section="bound",
                 figure=f"least $/h: {label}",
-                published=cost,
+                published=round(cost, 1),
                 tolerance=0.0,
                 accepted=(0.0, cost) if label.startswith("all") else (0.0, float("inf")),
                 cause=f"in the column of published figures: rlmux; {_BOUND}",
