@@ -78,6 +78,16 @@ def test_rb05_rb06_a_newcomer_is_served_without_any_order_being_stopped(builders
     assert {driver.scheduler.status(PipelineId(name)) for name in "ab"} == {PipelineStatus.FINISHED}
 
 
+def test_rb05_the_one_with_most_left_gets_the_next_devices(builders):
+    """Four devices, one of which `a` still holds: all that come free go to `b` before `a`'s next step."""
+    driver = driver_of(builders, "gap-ratio", rollout=4)
+    driver.submit(builders.pipeline("a", num_steps=3), builders.pipeline("b", num_steps=3))
+    for _ in range(3):
+        driver.step()
+    holders = Counter(order.pipeline for order in running(driver, Phase.ROLLOUT))
+    assert holders == {"a": 1, "b": 3}
+
+
 def test_rb07_a_cluster_without_the_pool_a_pipeline_needs_is_refused_by_name(builders):
     only_training = Cluster(pools={"big": Pool(name="big", phase=Phase.TRAIN, num_nodes=1)})
     driver = builders.Driver(Scheduler(only_training, POLICIES["rollmux"]()))
