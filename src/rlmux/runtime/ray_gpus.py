@@ -36,7 +36,8 @@ def check_gpus(cluster: Cluster, nodes: Mapping[NodeId, RayNode]) -> None:
         if 0 < node.num_gpus < wanted[node.ray_id]:
             raise UserError(
                 f"Ray node {node.address} offers {wanted[node.ray_id]} devices and has {node.num_gpus} GPUs; accepted: "
-                "a GPU for each device, or ray start --num-gpus=0 for devices that are cores"
+                "a GPU for each device; or none (ray start --num-gpus=0, or CUDA_VISIBLE_DEVICES= for a cluster that "
+                "rlmux starts itself), and devices are cores"
             )
 
 

@@ -70,6 +70,7 @@ class RayWorker:
     def _send(self, now_s: float) -> None:
         call, _ = self._calls[0]
         self._deadline_s = now_s + self._call_limit_s
+        self._unavailable_since_s = None  # what a look has found says nothing of this call
         self._pending = self._actor.answer.remote(call)
 
     def watched(self, look_every_s: float = LOOK_EVERY_S) -> ray.ObjectRef[Any] | None:
