@@ -14,8 +14,8 @@ from rlmux.sim.sweep import make_policy
 from rlmux.sim.world import TrueSeconds
 
 TOLERANCE = {"solo": 0.0, "split": 0.0, "fifo": 0.0, "gap-ratio": 0.16, "rollmux": 0.1, "rlmux": 0.1}
-"""By policy: turns and greedy placement have anomalies, the smallest of which are below; under `gap-ratio` shares of one
-rollout run at different times.
+"""By policy: turns and greedy placement have anomalies, the smallest of which are below; under `gap-ratio` shares of
+one rollout run at different times.
 
 `jigsaw` is not here: these worlds know a rollout's seconds on the nodes that it asks for, whatever it is given.
 """
