@@ -174,6 +174,14 @@ def test_waiting_is_not_computing_in_what_is_reported_and_what_is_counted():
     assert result.utilization["train"] < 0.8
 
 
+def test_levels_stay_within_a_device_while_a_share_that_waits_is_being_paused():
+    """A neighbour is given more only once the paused one has gone; found by `benchmarks/tool_waits.py`."""
+    workload = crowd(
+        [GSM8K_06B] * 3, num_gpus=8, num_steps=3, sequences_per_device=64, tools=ToolUse(mean_calls=2.0, wait_s=20.0)
+    )
+    assert [one.steps for one in simulate(workload, POLICIES["jigsaw"]()).pipelines] == [3, 3, 3]
+
+
 def test_with_tool_waits_sub_stages_gain_more_over_whole_devices_and_over_split_ones():
     """Three pipelines on two devices: alone on all of them in turn, on one each in turn, or beside each other."""
 

@@ -143,7 +143,9 @@ class _Simulation:
         self._pausing: dict[OrderId, Actor] = {}
         self._workload = workload
         self._pace: Pace[Running] = pace or ByLevel()
-        self._wants_news = policy.reacts_to_progress or self._pace.depends_on_kind
+        self._are_apart = not self._pace.depends_on_kind
+        """Orders do not slow each other: who begins or ends concerns nobody else."""
+        self._wants_news = policy.reacts_to_progress or not self._are_apart
         self._rescales_training = rescales_training
         self._spans_until_s = spans_until_s
         self._now_s = 0.0
@@ -174,6 +176,7 @@ class _Simulation:
         began = time.perf_counter()
         heap, handle, carry_out = self._heap, self.scheduler.handle, self._carry_out
         num_arrivals = len(self._workload.arrivals)
+        is_watched = self.observer is not None or self.checks
         num_events = 0
         while heap and self._num_over < num_arrivals:
             self._now_s, _, sequence, what = heappop(heap)
@@ -181,17 +184,13 @@ class _Simulation:
             if event is None:
                 continue
             num_events += 1
-            if type(event) is PipelineSubmitted:
-                actions = self._decide(event)
-            else:
-                actions = handle(event)
+            kind = type(event)
+            actions = self._decide(event) if kind is PipelineSubmitted else handle(event)
             for action in actions:
                 carry_out[type(action)](action)
-            if self.observer is not None:
-                self.observer(event, actions)
-            if self.checks:
-                invariants.check(self.scheduler)
-            if type(event) is NodeLost:
+            if is_watched:
+                self._look(event, actions)
+            if kind is NodeLost:
                 self._collector.lose_nodes(self._waiting_again(), self._now_s)
         return self._collector.result(self._now_s, num_events, time.perf_counter() - began)
 
@@ -201,6 +200,12 @@ class _Simulation:
         actions = self.scheduler.handle(event)
         self._collector.decision_ms.append((time.perf_counter() - began) * 1e3)
         return actions
+
+    def _look(self, event: Event, actions: list[Action]) -> None:
+        if self.observer is not None:
+            self.observer(event, actions)
+        if self.checks:
+            invariants.check(self.scheduler)
 
     # ------------------------------------------------------------------ from the heap to events
 
@@ -213,11 +218,15 @@ class _Simulation:
         """An order ended, or there is news of it, or the entry is stale."""
         if running.sequence != sequence:
             return None
+        work = running.work
+        if type(work) is SoloSeconds:  # of it there is no news but its end
+            running.busy_s += (self._now_s - running.since_s) * running.level
+            return self._finish(running)
         self._settle(running)
-        if running.work.is_over:
+        if work.is_over:
             return self._finish(running)
         self._repace(self._pace.changes(running))
-        counts = running.work.report()
+        counts = work.report()
         if counts is None or counts == running.reported:
             return None
         running.reported = counts
@@ -244,7 +253,8 @@ class _Simulation:
         )
 
     def _computed_s(self, running: Running) -> float:
-        return max(0.0, self._now_s - running.began_s - running.switch_s - running.waited_s)
+        seconds = self._now_s - running.began_s - running.switch_s - running.waited_s
+        return seconds if seconds > 0.0 else 0.0
 
     def _event_of(self, what: Any) -> Event | None:
         if isinstance(what, Arrival):
@@ -335,7 +345,10 @@ class _Simulation:
             work.advance(now_s + switch_s - since_s, 0.0)
         running = Running(action, actor, work, now_s, switch_s, now_s + switch_s, action.level or 1.0)
         self.running[action.order] = running
-        self._repace(self._pace.begins(running))
+        if self._are_apart:
+            self._foresee(running)
+        else:
+            self._repace(self._pace.begins(running))
 
     def _fresh_work(self, actor: Actor, action: RunStage) -> Remaining:
         stage = action.stage
@@ -348,7 +361,8 @@ class _Simulation:
 
     def _fresh_share(self, actor: Actor, pipeline: PipelineId, step: int, device: DeviceId) -> Remaining:
         devices = self.scheduler.state.runs[pipeline].rollout_devices
-        return actor.world.share(step, devices.index(device), len(devices))
+        num_devices = len(devices)
+        return actor.world.share(step, devices.index(device) if num_devices > 1 else 0, num_devices)
 
     def _pause(self, action: Pause) -> None:
         running = self.running[action.order]
@@ -464,21 +478,28 @@ class _Simulation:
         """Take their paces anew, and thereby when they are next to be looked at."""
         for running in orders:
             self._settle(running)
-            pace = running.pace = self._pace.of(running)
-            work = running.work
-            next_s = work.until_news(pace) if self._wants_news else work.until_over(pace)
-            running.sequence = self._schedule(running.since_s + next_s, WORK_ENDS, running)
+            self._foresee(running)
+
+    def _foresee(self, running: Running) -> None:
+        pace = running.pace = self._pace.of(running)
+        work = running.work
+        next_s = work.until_news(pace) if self._wants_news else work.until_over(pace)
+        sequence = self._sequence = running.sequence = self._sequence + 1
+        heappush(self._heap, (running.since_s + next_s, WORK_ENDS, sequence, running))
 
     def _stop(self, running: Running) -> None:
         """It computes no more: book its device time, let others take its place."""
         action = running.action
         del self.running[action.order]
         running.sequence = -1
-        self._repace(self._pace.ends(running))
+        if not self._are_apart:
+            self._repace(self._pace.ends(running))
         devices = action.devices
         if not devices:
             return
-        switch_s = min(running.switch_s, self._now_s - running.began_s)
+        switch_s = running.switch_s
+        if switch_s > 0.0:
+            switch_s = min(switch_s, self._now_s - running.began_s)
         self._collector.compute(devices, running.busy_s + switch_s)
         if running.began_s < self._spans_until_s:
             self._collector.spans.append(

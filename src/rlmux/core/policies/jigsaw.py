@@ -78,7 +78,7 @@ class Jigsaw:
         )
         made = plan(problem, budget=self.budget) if self.looks_ahead else greedy(problem)
         yield from self._begin_merges(view, ahead, problem, made)
-        works = _overdue_first(view, [ahead.works[index] for index in made.starts_now if index in ahead.works])
+        works = _overdue_first(view, _to_start(view, ahead, made))
         started = yield from start_side_by_side(view, works, problem.sharing)
         if not started and not view.running and not view.moving and not moved:
             yield from first_fit(view, [work for work in view.ready if not work.is_waiting])
@@ -260,6 +260,15 @@ def _least_loaded(group: GroupLoad, count: int) -> tuple[NodeId, ...]:
     return tuple(sorted(group.rollout_nodes, key=lambda node: load_s[node])[:count])
 
 
+def _to_start(view: GroupView, ahead: Upcoming, made: Plan) -> list[ReadyWork]:
+    """What the plan starts now. While tools are waited for, whatever else could start follows, in the plan's order:
+    a device that is kept for a reply waits for nobody knows how long."""
+    now = [index for index in made.starts_now if index in ahead.works]
+    if any(work.is_waiting for work in view.ready) or any(is_idle(order) for order in view.running):
+        now += sorted(ahead.works.keys() - now, key=lambda index: (made.start_s[index], index))
+    return [ahead.works[index] for index in now]
+
+
 # --- waiting for environments -------------------------------------------------------------------------------
 
 
@@ -345,6 +354,8 @@ def start_side_by_side(
         level, slowdown = levels[order.id]
         if order.is_pausing or (abs(level - order.level) < 1e-9 and not granted):
             continue
+        if level > order.level and not blocked.isdisjoint(order.devices):
+            continue  # who is pausing there keeps its level until it has gone
         change = ChangeLevel(order=order.id, level=level, slowdown=slowdown)
         if level > order.level:
             raised.append(change)
