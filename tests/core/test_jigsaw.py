@@ -236,3 +236,18 @@ def test_a_waiting_share_whose_worker_dies_is_ready_at_once(builders):
     driver.send(WorkerLost(time_s=1.5, pipeline="a", device=share.devices[0]))
     (work,) = [work for work in scheduler.state.runs["a"].open_shares.values() if isinstance(work, ReadyWork)]
     assert not work.is_waiting
+
+
+def test_no_device_is_kept_for_a_share_that_waits_for_tools(builders):
+    """By the plan b's few seconds would come first: they hold up 30 s of its training."""
+    scheduler = Scheduler(one_pool(), Jigsaw())
+    driver = builders.Driver(scheduler)
+    driver.submit(builders.pipeline("a", rollout_s=1.0, train_s=9.0, num_steps=1))
+    driver.submit(builders.pipeline("b", rollout_s=5.0, train_s=30.0, num_steps=1))
+    finish(driver, order_of(scheduler, "a", 0), 1.0)
+    finish(driver, order_of(scheduler, "a", 1), 1.0)
+    share = order_of(scheduler, "b", 0)
+    idle = ChunkFinished(time_s=4.1, order=share.id, num_active=0, num_waiting=0, num_parked=4, seconds=3.0)
+    assert [a.order for a in driver.send(idle) if isinstance(a, Pause)] == [share.id]
+    actions = driver.send(StagePaused(time_s=4.1, order=share.id, seconds=3.0, is_waiting=True))
+    assert started(actions) == [("a", "update", 0)]
