@@ -862,31 +862,21 @@ class WorkerBackend:
             return [workers.rollout[device] for device in devices if device in workers.rollout]
         return [workers.trainer]
 
-    def _end(self, run: _Running) -> None:
-        del self._running[run.action.order]
-        self._events.append(
-            StageFinished(
-                time_s=self.now_s(),
-                order=run.action.order,
-                seconds=run.seconds,
-                switch_s=run.switch_s,
-                tokens=run.tokens,
-            )
-        )
-
     def _end_paused(self, run: _Running, asleep: _Share | None = None) -> None:
         """`asleep`: the share that has nothing to compute until an environment replies."""
-        del self._running[run.action.order]
         if asleep is not None:
             asleep.is_asleep = True
+        self._end(run, partial(StagePaused, is_waiting=asleep is not None))
+
+    def _end(self, run: _Running, event: Callable[..., Event] = StageFinished) -> None:
+        del self._running[run.action.order]
         self._events.append(
-            StagePaused(
+            event(
                 time_s=self.now_s(),
                 order=run.action.order,
                 seconds=run.seconds,
                 switch_s=run.switch_s,
                 tokens=run.tokens,
-                is_waiting=asleep is not None,
             )
         )
 

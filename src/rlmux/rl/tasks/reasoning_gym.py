@@ -46,5 +46,5 @@ class ReasoningGymTask(SingleTurnTask):
     def score(self, prompt: Prompt, response: str) -> float:
         try:
             return float(self._dataset.score_answer(response.strip(), dict(prompt.data or {})))
-        except Exception:
+        except Exception:  # scorers raise whatever they like on an answer they cannot read: that earns nothing
             return 0.0
