@@ -481,9 +481,13 @@ class _Simulation:
             self._foresee(running)
 
     def _foresee(self, running: Running) -> None:
-        pace = running.pace = self._pace.of(running)
+        """When it is next to be looked at."""
+        pace = running.pace = running.level if self._are_apart else self._pace.of(running)
         work = running.work
-        next_s = work.until_news(pace) if self._wants_news else work.until_over(pace)
+        if type(work) is SoloSeconds:
+            next_s = work.left_s / pace
+        else:
+            next_s = work.until_news(pace) if self._wants_news else work.until_over(pace)
         sequence = self._sequence = running.sequence = self._sequence + 1
         heappush(self._heap, (running.since_s + next_s, WORK_ENDS, sequence, running))
 
