@@ -254,9 +254,7 @@ def overhead(num_steps: int, rounds: int, size: str) -> list[list[str]]:
     return rows
 
 
-def _timed_run(
-    folder: Path, num_steps: int, size: str, options: WorkerOptions, *, has_log: bool
-) -> dict[str, Any]:
+def _timed_run(folder: Path, num_steps: int, size: str, options: WorkerOptions, *, has_log: bool) -> dict[str, Any]:
     pair = [submission("a", 1, num_steps, size), submission("b", 2, num_steps, size)]
     policy = POLICIES["rollmux"]()
     header = run_header(policy="rollmux", backend="local", cluster=CLUSTER)

@@ -11,9 +11,7 @@ from rlmux.core.model import Cluster, DeviceId, Footprint, Phase, Pool
 from rlmux.runtime.memory import HostMemory, check_each_fits, with_footprint
 
 DEVICE, OTHER_NODE = DeviceId("train", 0, 0), DeviceId("train", 1, 0)
-FOOTPRINT = Footprint(
-    rollout_host_bytes=1e9, rollout_device_bytes=2e9, train_host_bytes=1e9, train_device_bytes=4e9
-)
+FOOTPRINT = Footprint(rollout_host_bytes=1e9, rollout_device_bytes=2e9, train_host_bytes=1e9, train_device_bytes=4e9)
 
 
 def cluster(*, host_bytes: float, spills_to_disk: bool = True) -> Cluster:
