@@ -8,7 +8,9 @@ answer(call)   begin_step     its batch comes as an object
 
 from __future__ import annotations
 
+import contextlib
 import faulthandler
+import importlib
 import os
 import socket
 import sys
@@ -26,6 +28,8 @@ from rlmux.runtime.processes import portable_error, write_output_to
 from rlmux.runtime.workers import RolloutChunk, StepBatch
 
 _MEMORY = Path("/dev/shm")
+_PRELOAD = "rlmux.runtime.preload"
+"""Takes seconds: all workers of a pipeline do it at once, while the first of them are not needed yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +112,8 @@ class RayWorkerActor:
         setup.log_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         write_output_to(str(setup.log_path))
         faulthandler.enable()
+        with contextlib.suppress(Exception):  # the first call says what is wrong
+            importlib.import_module(_PRELOAD)
 
     def is_there(self) -> bool:
         """Comes after whatever call was under way."""

@@ -388,6 +388,7 @@ class WorkerBackend:
         pipeline = self._pipeline_by_worker.get(id(process))
         if pipeline is None:
             return  # ended by an earlier answer of the same round
+        is_new = process.pid is None
         try:
             process.receive(self.now_s())
         except WorkerLostError as error:
@@ -396,6 +397,13 @@ class WorkerBackend:
             raise  # nobody's fault, and nobody can go on
         except RlmuxError as error:
             self._fail(pipeline, str(error))
+        else:
+            if is_new:  # an actor's process is known by its first answer
+                self._tell_worker(pipeline, process)
+
+    def _tell_worker(self, pipeline: PipelineId, process: Worker) -> None:
+        role = process.name.partition("/")[2]
+        self._notes.append(Note(type="worker", fields={"pipeline": pipeline, "role": role, "pid": process.pid}))
 
     def _call(
         self, workers: _Workers, process: Worker, method: str, args: tuple[Any, ...], then: Callable[..., None]
@@ -615,7 +623,7 @@ class WorkerBackend:
             self._call(
                 workers, workers.host, "on_turns", (finished,), partial(self._turns_answered, workers, share)
             )
-        if report.num_active + report.num_waiting + report.num_parked == 0 and not share.partials:
+        if report.num_active + report.num_waiting + report.num_parked == 0 and not (share.partials or share.to_submit):
             share.unfinished.clear()
             self._end(run)
             return
