@@ -166,8 +166,9 @@ def test_rl_raises_the_rewarded_and_lowers_the_others() -> None:
 
 
 def replace_groups(whole: TrainingBatch) -> TrainingBatch:
-    """Micro-batch 0 all good, 1 all bad, 2 indifferent."""
-    return replace(whole, advantages=[1.0, 1.0, -1.0, -1.0, 0.0, 0.0])
+    """Micro-batch 0 all good, 1 all bad, 2 indifferent: sequences of like length go together."""
+    by_length = sorted(whole.trajectories, key=lambda each: len(each.prompt_tokens) + len(each.tokens))
+    return replace(whole, trajectories=by_length, advantages=[1.0, 1.0, -1.0, -1.0, 0.0, 0.0])
 
 
 def as_step_2(each: Trajectory) -> Trajectory:
