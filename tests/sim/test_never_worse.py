@@ -33,8 +33,9 @@ def priced(workload):
 
 
 def least_attainment(workload, policy):
-    """Who drifts breaks promises that were made on estimates; a move costs a wait, which few steps do not make up for."""
-    if workload.name.startswith("drift") or any(arrival.world.variation != STEADY for arrival in workload.arrivals[:50]):
+    """Drift breaks promises made on estimates; a move costs a wait, which few steps do not make up for."""
+    drifts = any(arrival.world.variation != STEADY for arrival in workload.arrivals[:50])
+    if workload.name.startswith("drift") or drifts:
         return 0.95
     if policy != "rlmux":
         return 1.0
