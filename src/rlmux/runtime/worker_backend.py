@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -42,7 +42,7 @@ from rlmux.core.events import (
 )
 from rlmux.core.model import Cluster, DeviceId, NodeId, OrderId, Phase, PipelineId, Placement, Stage
 from rlmux.rl.config import TrainingPlan
-from rlmux.rl.types import PartialTrajectory, TrainReport, TrajectoryId, TrajectoryRequest, TurnReply
+from rlmux.rl.types import FinishedTurn, PartialTrajectory, TrainReport, TrajectoryId, TrajectoryRequest, TurnReply
 from rlmux.runtime.backend import Note, Submission
 from rlmux.runtime.checkpoints import CheckpointFolder, Written, checkpoint_folder
 from rlmux.runtime.memory import HostMemory
@@ -170,6 +170,9 @@ class _Workers:
     requests_by_step: dict[int, tuple[Sequence[TrajectoryRequest], bool]] = field(default_factory=dict)
     """Asked of the host ahead of time: (requests, is the task single-turn)."""
     waiting_for_requests: list[Callable[[], None]] = field(default_factory=list)
+    unasked: list[tuple[_Share, FinishedTurn]] = field(default_factory=list)
+    """Turns that ended while the host was answering others."""
+    is_asking: bool = False
     batch_by_step: dict[int, StepBatch] = field(default_factory=dict)
     trainer_step: int = 0
     """The step whose batch the trainer has."""
@@ -370,7 +373,7 @@ class WorkerBackend:
         """User code has a limit of its own for each answer; a call of the host covers many answers."""
         if role != "host":
             return self._options.call_limit_s
-        num_answers = min(plan.rollout.num_slots, plan.algorithm.prompts_per_step * plan.algorithm.group_size)
+        num_answers = plan.algorithm.prompts_per_step * plan.algorithm.group_size
         return self._options.call_limit_s + plan.task.reward_timeout_s * num_answers
 
     def _num_kept(self, submission: Submission) -> int:
@@ -619,10 +622,9 @@ class WorkerBackend:
         run.tokens += report.sampled_tokens
         run.is_calling = False
         if report.finished:
-            finished = report.finished
-            self._call(
-                workers, workers.host, "on_turns", (finished,), partial(self._turns_answered, workers, share)
-            )
+            workers.unasked += [(share, turn) for turn in report.finished]
+            if not workers.is_asking:
+                self._ask_host(workers)
         if report.num_active + report.num_waiting + report.num_parked == 0 and not (share.partials or share.to_submit):
             share.unfinished.clear()
             self._end(run)
@@ -646,20 +648,42 @@ class WorkerBackend:
             if can_go_on:
                 self._next_chunk(workers, run)
 
+    def _ask_host(self, workers: _Workers) -> None:
+        """What ended while environments were thinking is asked at once, so that they think about it together."""
+        asked, workers.unasked = workers.unasked, []
+        workers.is_asking = True
+        turns = [turn for _, turn in asked]
+        share_by_trajectory = {turn.id: share for share, turn in asked}
+        then = partial(self._turns_answered, workers, share_by_trajectory)
+        self._call(workers, workers.host, "on_turns", (turns,), then)
+
     def _turns_answered(
-        self, workers: _Workers, share: _Share, answer: tuple[list[TurnReply], list[TrajectoryId]]
+        self,
+        workers: _Workers,
+        share_by_trajectory: Mapping[TrajectoryId, _Share],
+        answer: tuple[list[TurnReply], list[TrajectoryId]],
     ) -> None:
-        """Environments have spoken. A worker that had nothing else to do goes on."""
-        replies, released = answer
-        while share.moved_to is not None:  # while its environment was thinking
-            share = share.moved_to
-        for trajectory in released:
-            share.unfinished.pop(trajectory, None)
-        if share.is_lost or workers.is_single_turn:  # a single turn's slot has gone to another long since
-            return
-        share.replies += replies
-        share.released += released
-        self._go_on(workers, share)
+        """Environments have spoken, or a trajectory is over. A worker that had nothing else to do goes on."""
+        workers.is_asking = False
+        if workers.unasked:
+            self._ask_host(workers)
+        reply_by_trajectory = {reply.id: reply for reply in answer[0]}
+        spoken_to: dict[int, _Share] = {}
+        for trajectory, share in share_by_trajectory.items():
+            while share.moved_to is not None:  # while its environment was thinking
+                share = share.moved_to
+            reply = reply_by_trajectory.get(trajectory)
+            if reply is None:  # it is over
+                share.unfinished.pop(trajectory, None)
+            if share.is_lost or workers.is_single_turn:  # a single turn's slot has gone to another long since
+                continue
+            if reply is None:
+                share.released.append(trajectory)
+            else:
+                share.replies.append(reply)
+            spoken_to[id(share)] = share
+        for share in spoken_to.values():
+            self._go_on(workers, share)
 
     def _go_on(self, workers: _Workers, share: _Share) -> None:
         """It may have something to do now: an order that had nothing goes on, or the scheduler learns of it."""
@@ -717,6 +741,8 @@ class WorkerBackend:
         """Complete once everything that was sampled is scored: answers come in the order of the calls."""
         workers = self._workers[action.pipeline]
         run = self._running[action.order] = _Running(action, action.level)
+        if workers.unasked:
+            self._ask_host(workers)
         self._call(workers, workers.host, "finish_step", (action.step,), partial(self._batch_ready, workers, run))
 
     def _batch_ready(self, workers: _Workers, run: _Running, batch: StepBatch) -> None:

@@ -1,0 +1,200 @@
+"""What the backend asks of workers, and when: workers answer here in the order that a test wants."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from rlmux.core.actions import Admit, Migrate, Pause, RunStage
+from rlmux.core.events import ReplyArrived, StageFinished, StagePaused, TrajectoriesMoved
+from rlmux.core.model import AdmissionKind, DeviceId, GroupId, NodeId, OrderId, PipelineId, Placement, Stage
+from rlmux.rl.host import PipelineHost
+from rlmux.rl.types import ChunkReport, FinishedTurn, TrajectoryRequest, TurnReply
+from rlmux.runtime.worker_backend import WorkerBackend
+from rlmux.runtime.workers import RolloutChunkResult
+
+LEFT, RIGHT = DeviceId("rollout", 0, 0), DeviceId("rollout", 1, 0)
+
+
+class Worker:
+    """Keeps calls until the test answers them, first come first."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.pid = 1
+        self.calls: list[tuple[str, tuple[Any, ...], Any]] = []
+
+    def call(self, now_s: float, method: str, args: tuple[Any, ...], then: Any) -> None:
+        self.calls.append((method, args, then))
+
+    def answer(self, method: str, value: Any) -> tuple[Any, ...]:
+        """Answer its oldest call, which is this one; returns what it was asked."""
+        asked, args, then = self.calls.pop(0)
+        assert asked == method
+        then(value)
+        return args
+
+    def is_overdue(self, now_s: float) -> bool:
+        return False
+
+    def abandoned(self, method: str) -> list[Any]:
+        return []
+
+    def end(self) -> None:
+        pass
+
+
+class Workplace:
+    def __init__(self) -> None:
+        self.workers: dict[str, Worker] = {}
+
+    def spawn(self, name: str, make_worker: Any, args: tuple[Any, ...], **where: Any) -> Worker:
+        self.workers[name.partition("/")[2]] = worker = Worker(name)
+        return worker
+
+    def wait(self, timeout_s: float) -> Sequence[Worker]:
+        return ()
+
+    def node_changes(self) -> Sequence[Any]:
+        return ()
+
+    def forget(self, worker: Worker) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+class Rollout:
+    """One pipeline with a rollout worker on each of two devices; its first step is about to begin."""
+
+    def __init__(self, real: Any, tmp_path: Any, *, task: str) -> None:
+        self.workplace = Workplace()
+        weights = tmp_path / "weights"
+        weights.mkdir()
+        self.backend = WorkerBackend(real.cluster(rollout=2), tmp_path, self.workplace, weights)
+        submission = real.submission("p", task=task, num_rollout_nodes=2)
+        self.backend.add_pipeline(submission)
+        nodes = (NodeId("rollout", 0), NodeId("rollout", 1))
+        placement = Placement(group=GroupId(1), rollout_nodes=nodes, train_nodes=(NodeId("train", 0),))
+        self.backend.execute(Admit(pipeline=PipelineId("p"), placement=placement, kind=AdmissionKind.NEW))
+        host = PipelineHost(submission.plan)
+        self.requests, self.is_single_turn = host.begin_step(1), host.is_single_turn
+
+    def run(self, order: int, device: DeviceId) -> None:
+        self.backend.execute(
+            RunStage(
+                order=OrderId(order),
+                pipeline=PipelineId("p"),
+                step=1,
+                stage=Stage.GENERATE,
+                devices=(device,),
+                weight_version=0,
+            )
+        )
+
+    def move(self, order: int, source: DeviceId, target: DeviceId) -> None:
+        self.backend.execute(
+            Migrate(
+                order=OrderId(order), pipeline=PipelineId("p"), step=1, source=source, target=target, copies_kv=True
+            )
+        )
+
+    def deal_out(self) -> None:
+        self.worker("host").answer("begin_step", (self.requests, self.is_single_turn))
+
+    def worker(self, role: str | DeviceId) -> Worker:
+        return self.workplace.workers[role if isinstance(role, str) else f"rollout-{role}"]
+
+    def chunk(
+        self, device: DeviceId, *, active: int = 0, parked: int = 0, finished: Sequence[FinishedTurn] = ()
+    ) -> list[TrajectoryRequest]:
+        """Its worker answers; returns the requests that it had been given."""
+        report = ChunkReport(
+            finished=finished, num_active=active, num_waiting=0, num_parked=parked, sampled_tokens=0,
+            prefill_tokens=0, decode_steps=0, seconds=0.1,
+        )  # fmt: skip
+        (chunk,) = self.worker(device).answer("run_chunk", RolloutChunkResult(report=report, load_s=0.0))
+        return list(chunk.requests)
+
+    def events(self, kind: type) -> list[Any]:
+        return [event for event in self.backend.poll(0.0)[0] if isinstance(event, kind)]
+
+
+def turn_of(request: TrajectoryRequest) -> FinishedTurn:
+    return FinishedTurn(
+        id=request.id, tokens=(3,), is_sampled=(True,), logprobs=(-1.0,), versions=(0,), stop_reason="stop", num_turns=1
+    )
+
+
+@pytest.fixture
+def rollout(real: Any, tmp_path: Any) -> Rollout:
+    return Rollout(real, tmp_path, task="guess")
+
+
+def test_a_share_moved_before_requests_are_dealt_out_is_sampled_by_its_target(rollout: Rollout) -> None:
+    rollout.move(1, LEFT, RIGHT)
+    rollout.run(2, RIGHT)
+    rollout.deal_out()
+    rollout.worker(LEFT).answer("take_partials", [])
+    (moved,) = rollout.events(TrajectoriesMoved)
+    given = rollout.chunk(RIGHT, active=1)
+    given += rollout.chunk(RIGHT, active=1)
+    assert sorted(request.id for request in given) == [request.id for request in rollout.requests]
+    assert moved.num_trajectories == len(rollout.requests) // 2
+
+
+def test_a_share_that_is_given_another_in_its_last_chunk_goes_on(rollout: Rollout) -> None:
+    rollout.run(1, RIGHT)
+    rollout.deal_out()
+    rollout.move(2, LEFT, RIGHT)
+    rollout.worker(LEFT).answer("take_partials", [])
+    rollout.chunk(RIGHT)  # all that it had is over
+    assert not rollout.events(StageFinished)
+    assert len(rollout.chunk(RIGHT)) == len(rollout.requests) // 2
+    assert rollout.events(StageFinished)
+
+
+def test_turns_that_end_while_environments_think_are_asked_together(rollout: Rollout) -> None:
+    rollout.run(1, LEFT)
+    rollout.run(2, RIGHT)
+    rollout.deal_out()
+    first, second, third = (turn_of(rollout.requests[place]) for place in (0, 4, 8))
+    rollout.chunk(LEFT, active=3, parked=1, finished=[first])
+    rollout.chunk(RIGHT, active=3, parked=1, finished=[second])
+    rollout.chunk(LEFT, active=2, parked=2, finished=[third])
+    (turns,) = rollout.worker("host").answer("on_turns", ([], [first.id]))
+    assert [turn.id for turn in turns] == [first.id]
+    (turns,) = rollout.worker("host").answer("on_turns", ([TurnReply(id=third.id, tokens=(5,))], [second.id]))
+    assert [turn.id for turn in turns] == [second.id, third.id]
+    (_, (chunk,), _) = rollout.worker(LEFT).calls[-1]
+    assert not chunk.replies, "it was sent before"
+    rollout.chunk(LEFT, active=2, parked=2)
+    (_, (chunk,), _) = rollout.worker(LEFT).calls[-1]
+    assert ([reply.id for reply in chunk.replies], list(chunk.released)) == ([third.id], [first.id])
+
+
+def test_scores_are_asked_for_after_every_turn(rollout: Rollout) -> None:
+    rollout.run(1, LEFT)
+    rollout.deal_out()
+    rollout.chunk(LEFT, active=1, finished=[turn_of(rollout.requests[0])])
+    rollout.chunk(LEFT, active=1, finished=[turn_of(rollout.requests[1])])
+    rollout.backend.execute(
+        RunStage(
+            order=OrderId(3), pipeline=PipelineId("p"), step=1, stage=Stage.REWARD, devices=(), weight_version=0
+        )
+    )
+    assert [method for method, *_ in rollout.worker("host").calls] == ["on_turns", "on_turns", "finish_step"]
+
+
+def test_a_paused_share_sleeps_until_its_first_reply(rollout: Rollout) -> None:
+    rollout.run(1, LEFT)
+    rollout.deal_out()
+    turn = turn_of(rollout.requests[0])
+    rollout.chunk(LEFT, parked=1, finished=[turn])
+    rollout.backend.execute(Pause(order=OrderId(1)))
+    assert [event.is_waiting for event in rollout.events(StagePaused)] == [True]
+    rollout.worker("host").answer("on_turns", ([TurnReply(id=turn.id, tokens=(5,))], []))
+    assert [event.device for event in rollout.events(ReplyArrived)] == [LEFT]
