@@ -137,6 +137,7 @@ def rollout(real: Any, tmp_path: Any) -> Rollout:
 def test_a_share_moved_before_requests_are_dealt_out_is_sampled_by_its_target(rollout: Rollout) -> None:
     rollout.move(1, LEFT, RIGHT)
     rollout.run(2, RIGHT)
+    assert not rollout.worker(LEFT).calls, "there is nothing to take yet"
     rollout.deal_out()
     rollout.worker(LEFT).answer("take_partials", [])
     (moved,) = rollout.events(TrajectoriesMoved)
