@@ -9,8 +9,10 @@ import os
 import signal
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -23,7 +25,8 @@ from rlmux.core.events import NodeJoined, NodeLost, PipelineRestarted, StageFini
 from rlmux.core.model import Cluster, DeviceId, NodeId, Phase, Pool, Stage  # noqa: E402
 from rlmux.runtime import ray_gpus  # noqa: E402
 from rlmux.runtime.ray_backend import ray_backend  # noqa: E402
-from rlmux.runtime.ray_sync import RaySync, Transport  # noqa: E402
+from rlmux.runtime.ray_sync import Carrier, RaySync, Transport  # noqa: E402
+from rlmux.runtime.sync import open_store  # noqa: E402
 from rlmux.runtime.worker_backend import WorkerOptions  # noqa: E402
 
 _FAST_DEATH = {
@@ -99,9 +102,14 @@ def test_without_shared_memory_weights_are_delivered_and_are_the_same(real, pair
     assert not left_in_memory()
 
 
-def left_in_memory() -> list[Path]:
-    """Folders of weights of runs that are over: a name, then the node's."""
-    return list(Path("/dev/shm").glob(f"rlmux-{os.getuid()}-{'?' * 16}-{'?' * 12}"))
+def left_in_memory(*, patience_s: float = 30.0) -> list[Path]:
+    """Folders of weights of runs that are over: a name, then the node's. An actor's own go as it does, soon after."""
+    while left := list(Path("/dev/shm").glob(f"rlmux-{os.getuid()}-{'?' * 16}-{'?' * 12}")):
+        if patience_s <= 0:
+            return left
+        time.sleep(0.1)
+        patience_s -= 0.1
+    return []
 
 
 @pytest.mark.slow
@@ -331,3 +339,17 @@ def _folder(tmp_path: Path) -> Path:
     folder = tmp_path / "run"
     folder.mkdir()
     return folder
+
+
+def test_versions_that_are_published_at_once_meet_at_one_store(tmp_path, monkeypatch):
+    def slowly(address: str) -> Any:
+        time.sleep(0.2)  # so that both are inside
+        return open_store(address)
+
+    monkeypatch.setattr("rlmux.runtime.sync.open_store", slowly)
+    carrier = Carrier(tmp_path / "weights", "127.0.0.1", None)
+    with ThreadPoolExecutor(2) as both:
+        meetings = [each.result() for each in [both.submit(carrier.meet) for _ in range(2)]]
+    assert meetings[0].port == meetings[1].port
+    assert sorted(meeting.number for meeting in meetings) == [0, 1]
+    carrier.close()

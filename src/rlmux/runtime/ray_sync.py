@@ -15,6 +15,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import itertools
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
@@ -64,6 +65,7 @@ class Carrier:
         self._folder = SharedMemoryFolder.at(folder)
         self._address = address
         self._store: Any = None
+        self._opening = threading.Lock()
         self._numbers = itertools.count()
         self._link: Link | None = None
         if link_bytes_per_s is not None:
@@ -89,8 +91,9 @@ class Carrier:
         """A place of its own for each delivery, on this node."""
         from rlmux.runtime.sync import Meeting, open_store
 
-        if self._store is None:
-            self._store = open_store(self._address)
+        with self._opening:  # two versions may be published at once, and those who were told of a lost store wait long
+            if self._store is None:
+                self._store = open_store(self._address)
         return Meeting(address=self._address, port=self._store.port, number=next(self._numbers))
 
     def send(self, name: str, meeting: Meeting, num_receivers: int) -> None:

@@ -10,7 +10,8 @@ on its training nodes, both phases there, where its measured colocated step keep
 without prices nodes are sunk cost: pipelines spread over free nodes before they share.
 
 Inside a group whose nodes are kept apart by phase, the meta-iteration's turns decide. Where nodes serve both phases of
-everyone, its dispatch is `jigsaw`'s: sub-stages of all members, look-ahead, sharing, merged tails.
+everyone (one pool; a table that says it helps; nodes that cost nothing and pipelines nobody knows yet), its dispatch is
+`jigsaw`'s: sub-stages of all members, look-ahead, sharing, merged tails.
 
 Waste of a group: its dollars less what its members would cost on nodes never idle, each as slow as its SLO
 allows.
@@ -129,19 +130,24 @@ class RlMux:
         return in_turn_unless_late(view) if self.overtakes else in_turn(view)
 
     def _shares_devices(self, pipeline: Pipeline, view: PlacementView) -> bool:
-        """Whether nodes are to serve both phases of everyone: there is one pool, or sharing is predicted to be better.
+        """Whether nodes are to serve both phases of everyone: there is one pool, or sharing is expected to be better.
 
-        It is where a table says that sub-stages help each other, no phase then waits for its own pool, and nothing is
-        paid for it: nodes cost nothing, or the pipeline would hold them all anyway.
+        It is where nothing is paid for it (nodes cost nothing, or the pipeline would hold them all anyway) and a table
+        says that sub-stages help each other. Of a pipeline whose seconds nobody knows no turns can be promised: it
+        shares nodes that cost nothing, and what it does decides.
         """
         if view.cluster.pool_for(Phase.ROLLOUT) is None:
             return True
         num_rollout, num_train = view.num_nodes(Phase.ROLLOUT), view.num_nodes(Phase.TRAIN)
-        if not self.sharing.entries or num_rollout + num_train == math.inf:
+        if num_rollout + num_train == math.inf:
             return False
         group = view.youngest_group()
         if group is not None:
             return group.is_shared
+        if pipeline.estimate is None:
+            return _is_free_of_charge(view)
+        if not self.sharing.entries:
+            return False
         holds_all = pipeline.num_rollout_nodes == num_rollout and pipeline.num_train_nodes == num_train
         return holds_all or _is_free_of_charge(view)
 
