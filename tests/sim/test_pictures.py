@@ -7,8 +7,10 @@ import xml.etree.ElementTree as ET
 import pytest
 
 from rlmux.core.errors import UserError
+from rlmux.core.model import DeviceId, Stage
 from rlmux.report.charts import Bar, Line, Row, distribution, gantt_chart, line_chart, tick_text
 from rlmux.sim import api, pictures, workloads
+from rlmux.sim.metrics import Span
 from rlmux.sim.sweep import Task, run_task
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -96,3 +98,18 @@ def test_pixels_without_the_extra_are_refused_by_name_and_the_rest_is_written(mo
     result = run_task(Task(workload=workloads.load("micro-a:num_steps=2"), policy="rollmux"))
     written = pictures.write_pictures({"rollmux": [result]}, tmp_path, title="t")
     assert {path.suffix for path in written} == {".svg", ".html"}
+
+
+def span(pipeline, *nodes):
+    devices = tuple(DeviceId("train", node, 0) for node in nodes)
+    return Span(
+        pipeline=pipeline, devices=devices, stage=Stage.UPDATE, step=1, begin_s=0.0, end_s=1.0, switch_s=0.0
+    )
+
+
+def test_a_group_is_whoever_shares_devices_directly_or_through_others():
+    spans = [span("a", 0), span("b", 0, 1), span("c", 1), span("d", 2)]
+    assert {one.pipeline for one in pictures.spans_of_group(spans, "a")} == {"a", "b", "c"}
+    assert {one.pipeline for one in pictures.spans_of_group(spans, "d")} == {"d"}
+    with pytest.raises(UserError, match="no spans of pipeline 'e'; accepted: a, b, c, d"):
+        pictures.spans_of_group(spans, "e")

@@ -150,6 +150,23 @@ def gantt(spans: Sequence[Span], *, title: str, hours: float | None = None) -> s
     )
 
 
+def spans_of_group(spans: Sequence[Span], pipeline: str) -> list[Span]:
+    """Those of the pipeline and of all that shared devices with it, directly or through others.
+
+    Raises UserError if it computed nothing while spans were kept.
+    """
+    devices = {device for span in spans if span.pipeline == pipeline for device in span.devices}
+    if not devices:
+        known = ", ".join(dict.fromkeys(str(span.pipeline) for span in spans[:200])) or "none: spans_until_s was 0"
+        raise UserError(f"no spans of pipeline {pipeline!r}; accepted: {known}")
+    while True:
+        members = {span.pipeline for span in spans if not devices.isdisjoint(span.devices)}
+        shared = {device for span in spans if span.pipeline in members for device in span.devices}
+        if shared == devices:
+            return [span for span in spans if span.pipeline in members]
+        devices = shared
+
+
 def page(title: str, pictures: Mapping[str, str], results: Mapping[str, Sequence[SimResult]]) -> str:
     """One file that needs nothing else."""
     runs = next(iter(results.values()))
