@@ -33,21 +33,51 @@ def test_every_bit_comes_back_and_is_no_longer_the_original(is_spilled: bool, tm
     assert not offloaded.is_on_disk
 
 
+@pytest.mark.parametrize("is_spilled", [False, True])
+@pytest.mark.parametrize("is_prefetched", [False, True])
+def test_the_first_of_them_come_back_where_they_were(is_spilled: bool, is_prefetched: bool, tmp_path: Path) -> None:
+    originals = [tensor.contiguous() for tensor in tensors()]
+    offloaded = Offloaded(originals, spill_to=tmp_path / "spilled" if is_spilled else None)
+    if is_prefetched:
+        offloaded.prefetch()
+        offloaded.prefetch()
+    targets = [torch.full_like(tensor, 7) for tensor in originals[:2]]
+    offloaded.copy_to(targets)
+    for target, expected in zip(targets, originals, strict=False):
+        assert target.numpy().tobytes() == expected.numpy().tobytes()
+
+
 def test_what_is_spilled_is_its_owners_alone_and_leaves_no_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     modes = []
 
-    def look(path: Path, **words: object) -> object:
+    def look(path: Path) -> None:
         modes.append(stat.S_IMODE(os.stat(path).st_mode))
-        return safe_open(path, **words)
+        unlink(path)
 
-    safe_open = residency.safe_open
-    monkeypatch.setattr(residency, "safe_open", look)
+    unlink = Path.unlink
+    monkeypatch.setattr(Path, "unlink", look)
     offloaded = Offloaded(tensors(), spill_to=tmp_path / "spilled")
     assert modes == [0o600]
     assert list(tmp_path.iterdir()) == []
     assert len(list(offloaded)) == 4
+
+
+def test_a_load_waits_for_no_more_of_what_is_read_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bytes are read ahead one at a time until the load comes: of a state that size it would take minutes."""
+    monkeypatch.setattr(residency, "_READ_AHEAD_BYTES", 1)
+    offloaded = Offloaded([torch.arange(20_000_000)], spill_to=tmp_path / "spilled")
+    offloaded.prefetch()
+    target = torch.zeros(20_000_000, dtype=torch.int64)
+    offloaded.copy_to([target])
+    assert int(target[-1]) == 19_999_999
+
+
+def test_a_file_that_was_cut_short_is_told(tmp_path: Path) -> None:
+    offloaded = Offloaded([torch.ones(8)], spill_to=tmp_path / "spilled")
+    with pytest.raises(OSError, match="68 bytes too soon"):
+        offloaded.copy_to([torch.zeros(25)])
 
 
 def test_a_file_of_that_name_is_not_written_through(tmp_path: Path) -> None:

@@ -49,6 +49,9 @@ class RolloutEngine(Protocol):
     def offload(self, *, spill_to: Path | None = None) -> None:
         """Device to host: weights move, KV of unfinished trajectories too."""
 
+    def prefetch(self) -> None:
+        """Begin to read ahead what went to disk, so that `load` waits less. Returns at once."""
+
     def resident_bytes(self) -> int:
         """Device bytes held now."""
 
@@ -77,5 +80,7 @@ class TrainEngine(Protocol):
     def load(self) -> None: ...
 
     def offload(self, *, spill_to: Path | None = None) -> None: ...
+
+    def prefetch(self) -> None: ...
 
     def resident_bytes(self) -> int: ...

@@ -1,39 +1,60 @@
 """Between device and host: what both engines need to leave a device and come back.
 
-    offload:  Offloaded(tensors) ─▶ their device storage to size 0 ─▶ give_back
-    load:     device storage back ─▶ copy each tensor of the Offloaded, bit for bit
+    offload:   Offloaded(tensors) ─▶ their device storage to size 0 ─▶ give_back
+    prefetch:  the file is read ahead, while others compute
+    load:      device storage back ─▶ Offloaded.copy_to(tensors), bit for bit
 
-    HOST   copies in host memory
-    DISK   one file, readable by its owner alone. It loses its name as soon as it is written, so it goes with the
+    HOST   copies in host memory, pinned where the device is a GPU
+    DISK   one file, readable by its owner alone. It loses its name as soon as it is made, so it goes with the
            process, however that ends, and holds no host memory but what the system has to spare for its cache
 
+What is read ahead lies in that cache and nowhere else, so it never takes of the host memory that is added up.
 On a CPU both sides are the same memory, and only the storage counts.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
+import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from threading import Event, Thread
 
 import torch
-from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
+
+_STAGING_BYTES = 32 * 2**20
+"""Of host memory between a file and a GPU."""
+_READ_AHEAD_BYTES = 2**20
+"""At once: a load that begins meanwhile waits for no more."""
 
 
 class Offloaded:
     """Tensors that are off their device, in their order."""
 
     def __init__(self, tensors: Sequence[Tensor], *, spill_to: Path | None = None) -> None:
-        """`spill_to`: a name for the file while it is written; None keeps them in host memory."""
-        self._num_tensors = len(tensors)
+        """`spill_to`: a name for the file while it is made; None keeps them in host memory."""
+        self._forms = [(tensor.shape, tensor.dtype) for tensor in tensors]
         self._copies = [host_copy(tensor) for tensor in tensors] if spill_to is None else None
-        self._file = None if spill_to is None else _nameless_file(spill_to, tensors)
+        self._file = None if spill_to is None else _SpillFile(spill_to, tensors)
 
     @property
     def is_on_disk(self) -> bool:
         return self._copies is None
+
+    def copy_to(self, tensors: Sequence[Tensor]) -> None:
+        """The first of them into these, which are contiguous: what was spilled needs no host memory on its way."""
+        if self._file is not None:
+            self._file.read_into(tensors)
+            return
+        for tensor, copy in zip(tensors, self, strict=False):
+            tensor.copy_(copy)
+
+    def prefetch(self) -> None:
+        """Begin to read ahead what was spilled; returns at once."""
+        if self._file is not None:
+            self._file.read_ahead()
 
     def recall(self) -> None:
         """From disk to host memory."""
@@ -41,22 +62,83 @@ class Offloaded:
 
     def __iter__(self) -> Iterator[Tensor]:
         """Each in host memory, one at a time: what was spilled never needs room for all of it."""
-        if self._copies is not None:
-            yield from self._copies
+        if self._file is None:
+            yield from self._copies or ()
             return
-        assert self._file is not None
-        for number in range(self._num_tensors):
-            tensor: Tensor = self._file.get_tensor(str(number))  # type: ignore[no-untyped-call]
-            yield tensor.clone()
+        at = 0
+        for shape, dtype in self._forms:
+            tensor = torch.empty(shape, dtype=dtype)
+            self._file.read_into([tensor], at)
+            at += tensor.nbytes
+            yield tensor
 
 
-def _nameless_file(path: Path, tensors: Sequence[Tensor]) -> safe_open:
-    os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
-    try:
-        save_file({str(number): tensor.detach().cpu().contiguous() for number, tensor in enumerate(tensors)}, path)
-        return safe_open(path, framework="pt")
-    finally:
+class _SpillFile:
+    """The tensors' bytes, one after another."""
+
+    def __init__(self, path: Path, tensors: Sequence[Tensor]) -> None:
+        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+        weakref.finalize(self, os.close, self._descriptor)
         path.unlink()
+        self._is_wanted_now = Event()
+        self._reader: Thread | None = None
+        for tensor in tensors:
+            on_host = tensor.detach().cpu().contiguous()
+            content = _bytes_of(on_host)
+            while len(content):
+                content = content[os.write(self._descriptor, content) :]
+
+    def read_into(self, tensors: Sequence[Tensor], at: int = 0) -> None:
+        self._end_reading_ahead()
+        for tensor in tensors:
+            assert tensor.is_contiguous()
+            if tensor.device.type == "cpu":
+                self._fill(_bytes_of(tensor), at)
+            else:
+                self._stage(tensor, at)
+            at += tensor.nbytes
+
+    def read_ahead(self) -> None:
+        if self._reader is None:
+            self._reader = Thread(target=self._read_all, daemon=True)
+            self._reader.start()
+
+    def _read_all(self) -> None:
+        scratch = bytearray(_READ_AHEAD_BYTES)
+        at = 0
+        while not self._is_wanted_now.is_set():
+            num_read = os.preadv(self._descriptor, [scratch], at)
+            if not num_read:
+                return
+            at += num_read
+
+    def _end_reading_ahead(self) -> None:
+        if self._reader is not None:
+            self._is_wanted_now.set()
+            self._reader.join()
+            self._reader = None
+            self._is_wanted_now.clear()
+
+    def _fill(self, content: memoryview, at: int) -> None:
+        while len(content):
+            num_read = os.preadv(self._descriptor, [content], at)
+            if not num_read:
+                raise OSError(f"what was spilled ends {len(content)} bytes too soon")
+            content, at = content[num_read:], at + num_read
+
+    def _stage(self, tensor: Tensor, at: int) -> None:
+        target = tensor.reshape(-1).view(torch.uint8)
+        staging = torch.empty(min(_STAGING_BYTES, len(target)), dtype=torch.uint8, pin_memory=True)
+        for start in range(0, len(target), _STAGING_BYTES):
+            part = staging[: len(target) - start]
+            self._fill(_bytes_of(part), at + start)
+            target[start : start + len(part)].copy_(part)
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    """As they lie in host memory, of a contiguous tensor that its caller keeps. Not by way of `numpy()`: a storage that
+    was lent to numpy cannot be resized any more."""
+    return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def host_copy(tensor: Tensor) -> Tensor:

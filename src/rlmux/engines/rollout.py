@@ -23,6 +23,7 @@ import time
 from collections import deque
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
 
@@ -532,14 +533,19 @@ class SlotRolloutEngine:
     def load(self) -> None:
         if self._offloaded is None:
             return
+    def prefetch(self) -> None:
+        """Begin to read ahead what was spilled; does nothing for what was not. Returns at once."""
+        if self._offloaded is not None:
+            self._offloaded.prefetch()
+
         for tensor in self._device_tensors():
             tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
             tensor.zero_()
-        copies = iter(self._offloaded)
-        for tensor in self._kept_tensors():
-            tensor.copy_(next(copies))
-        for live in self._spilled_kv:
-            live.kv = next(copies)
+        kept = self._kept_tensors()
+        self._offloaded.copy_to(kept)
+        if self._spilled_kv:
+            for live, copy in zip(self._spilled_kv, islice(self._offloaded, len(kept), None), strict=True):
+                live.kv = copy
         self._offloaded, self._spilled_kv = None, []
         self._buffers.reset()
 

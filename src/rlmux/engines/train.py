@@ -232,10 +232,15 @@ class TorchTrainEngine:
             return
         scratch = self._flat.gradients
         scratch.untyped_storage().resize_(scratch.numel() * scratch.element_size())
-        for tensor, copy in zip(self._device_tensors(), self._offloaded, strict=True):
-            tensor.untyped_storage().resize_(copy.numel() * copy.element_size())
-            tensor.copy_(copy)
+        for tensor in self._device_tensors():
+            tensor.untyped_storage().resize_(tensor.nbytes)
+        self._offloaded.copy_to(self._device_tensors())
         self._offloaded = None
+
+    def prefetch(self) -> None:
+        """Begin to read ahead what was spilled; does nothing for what was not. Returns at once."""
+        if self._offloaded is not None:
+            self._offloaded.prefetch()
 
     def offload(self, *, spill_to: Path | None = None) -> None:
         """Device to host, or to disk under this name: the device storage is given back, a stage under way included."""
