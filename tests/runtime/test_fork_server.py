@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from multiprocessing import forkserver
+
+from rlmux.runtime.processes import fork_server_address
 
 SCRIPT = """
 from multiprocessing import forkserver, get_context
@@ -52,3 +55,32 @@ def test_a_server_that_somebody_else_started_is_replaced_once(tmp_path):
     script.write_text(SCRIPT)
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
+
+
+BORROWER = """
+import os, sys
+from pathlib import Path
+from rlmux.runtime.processes import WorkerProcess, borrow_fork_server
+
+borrow_fork_server(sys.argv[1])
+worker = WorkerProcess("w", __import__, ("os",), cores=(), log_path=Path("log"), call_limit_s=60.0)
+said = []
+worker.call(0.0, "getppid", (), said.append)
+worker.receive(0.0)
+assert worker.ending() is None
+os.kill(worker.pid, 9)
+worker._process.join(30)
+assert worker.ending() == "killed by SIGKILL"
+print(*said)
+"""
+
+
+def test_a_process_may_borrow_the_server_of_another(tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(BORROWER)
+    address = fork_server_address()
+    words = [sys.executable, str(script), address]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) == forkserver._forkserver._forkserver_pid
+    assert fork_server_address() == address, "it goes on"

@@ -282,20 +282,25 @@ class Asked:
 
     def __init__(self, backend, tmp_path) -> None:
         self._workplace, self._log = backend._workplace, tmp_path / "log"
-        self._said: dict[str, list[str | int]] = {}
+        self._said: dict[str, list[str]] = {}
+        self._raylets: dict[str, Any] = {}
 
     def add(self, name: str, device: DeviceId) -> None:
         worker = self._workplace.spawn(
             name, __import__, ("os",), device=device, log_path=self._log, call_limit_s=60.0
         )
-        for method, *arguments in (("getenv", "CUDA_VISIBLE_DEVICES"), ("getppid",)):
-            worker.call(0.0, method, tuple(arguments), self._said.setdefault(name, []).append)
+        self._said[name] = []
+        worker.call(0.0, "getenv", ("CUDA_VISIBLE_DEVICES",), self._said[name].append)
+        self._raylets[name] = worker._actor.__ray_call__.remote(lambda actor: os.getppid())
 
-    def answers(self) -> dict[str, list[str | int]]:
-        while any(len(said) < 2 for said in self._said.values()):
+    def answers(self) -> dict[str, tuple[str, int]]:
+        """(the GPUs that it sees, the raylet that its actor is a child of) by name."""
+        import ray
+
+        while not all(self._said.values()):
             for worker in self._workplace.wait(1.0):
                 worker.receive(0.0)
-        return self._said
+        return {name: (gpus, ray.get(self._raylets[name])) for name, (gpus,) in self._said.items()}
 
 
 def test_workers_see_the_gpu_of_their_device_on_the_node_that_was_chosen(nodes, gpu_nodes, tmp_path):
@@ -313,9 +318,9 @@ def test_workers_see_the_gpu_of_their_device_on_the_node_that_was_chosen(nodes, 
         backend.close()
     assert [said[f"a/{index}"][1] for index in range(4)] == [chosen[NodeId("fast", index)] for index in range(4)]
     assert [said[f"a/{index}"] for index in range(4)] == [said[f"b/{index}"] for index in range(4)]
-    assert len({tuple(said[f"a/{index}"]) for index in range(4)}) == 4, "two devices are one GPU"
+    assert len({said[f"a/{index}"] for index in range(4)}) == 4, "two devices are one GPU"
     assert {said[f"a/{index}"][0] for index in range(4)} == {"0", "1"}
-    assert said["a/train"] == ["", chosen[NodeId("slow", 0)]]
+    assert said["a/train"] == ("", chosen[NodeId("slow", 0)])
 
 
 def test_more_devices_than_gpus_on_a_node_are_one_line(nodes, gpu_nodes, tmp_path):

@@ -26,7 +26,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import get_context
-from multiprocessing.connection import Connection
+from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
@@ -64,6 +64,29 @@ def warm_up() -> None:
     _FORKSERVER.set_forkserver_preload([_PRELOAD])
     with marking():
         forkserver.ensure_running()
+
+
+def fork_server_address() -> str:
+    """Of this process's fork server, for others on this machine; one that was killed is started again."""
+    from multiprocessing import forkserver
+
+    warm_up()
+    address: str = vars(forkserver)["_forkserver"]._forkserver_address
+    return address
+
+
+def borrow_fork_server(address: str) -> None:
+    """Take this process's workers from a fork server that another process keeps, and that ends with that one."""
+    from multiprocessing import forkserver
+
+    server: Any = vars(forkserver)["_forkserver"]
+    server._forkserver_address = address
+    server._forkserver_alive_fd = os.open(os.devnull, os.O_RDWR)
+    server.ensure_running = _borrowed
+
+
+def _borrowed() -> None:
+    """It is not ours to start again."""
 
 
 class WorkerProcess:
@@ -135,6 +158,10 @@ class WorkerProcess:
         """It has not answered within its limit."""
         return self._deadline_s is not None and now_s > self._deadline_s
 
+    def ending(self) -> str | None:
+        """How it ended, if it has: `exit code 1`, `killed by SIGKILL`."""
+        return self._how_it_ended() if wait([self._process.sentinel], 0) else None
+
     def end(self) -> None:
         """Ask it to leave by closing its pipe; make it leave if it does not."""
         self.connection.close()
@@ -170,9 +197,15 @@ class WorkerProcess:
 
 def _started(name: str, work: tuple[Any, ...]) -> BaseProcess:
     process = _FORKSERVER.Process(target=_serve, args=work, name=name, daemon=True)
-    with _hidden_main(), marking():  # a fork server that was killed is started again here
-        process.start()
+    with _hidden_main(), contextlib.nullcontext() if _is_borrowing() else marking():
+        process.start()  # a fork server that was killed is started again here
     return process
+
+
+def _is_borrowing() -> bool:
+    from multiprocessing import forkserver
+
+    return vars(forkserver)["_forkserver"].ensure_running is _borrowed
 
 
 @contextlib.contextmanager

@@ -1,4 +1,5 @@
-"""What runs in an actor's process: a worker behind one method, and the carrying of bytes that no file can do.
+"""What runs in an actor: a worker process as under `local` (`processes.py`), and the carrying of bytes that no file can
+do. The actor itself is light and only passes on; it ends with its worker, and the worker with it.
 
 answer(call)   begin_step     its batch comes as an object
                finish_step    its batch leaves as an object
@@ -9,27 +10,24 @@ answer(call)   begin_step     its batch comes as an object
 from __future__ import annotations
 
 import contextlib
-import faulthandler
-import importlib
 import os
 import socket
 import sys
-import traceback
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import version
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
 import ray
 
-from rlmux.core.errors import RlmuxError
-from rlmux.runtime.processes import portable_error, write_output_to
+from rlmux.core.errors import RlmuxError, WorkerLostError
+from rlmux.runtime.processes import WorkerProcess, borrow_fork_server, portable_error, warm_up
 from rlmux.runtime.workers import RolloutChunk, StepBatch
 
 _MEMORY = Path("/dev/shm")
-_PRELOAD = "rlmux.runtime.preload"
-"""Takes seconds: all workers of a pipeline do it at once, while the first of them are not needed yet."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,8 +50,9 @@ def probe_node() -> NodeProbe:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RayWorkerSetup:
-    """How to become a worker."""
+    """How to start a worker."""
 
+    name: str
     make_worker: Callable[..., Any]
     args: tuple[Any, ...]
     cores: tuple[int, ...]
@@ -92,45 +91,85 @@ class Call:
 class Answer:
     """What a call came to."""
 
-    pid: int
+    pid: int | None
+    """The worker's process; None where it could not be started."""
     value: Any = None
     error: RlmuxError | None = None
 
 
 class RayWorkerActor:
-    """A worker. It is made at its first call, so that its own failure to start is an answer."""
+    """A worker process, and the way to it. Threads: calls come one at a time, looks and the end beside them."""
 
-    def __init__(self, setup: RayWorkerSetup) -> None:
+    def __init__(self, setup: RayWorkerSetup, fork_server: str) -> None:
+        """`fork_server`: the address of its machine's."""
         self._setup = setup
-        self._worker: Any = None
+        self._process: WorkerProcess | None = None
+        self._calling = threading.Lock()
         sys.path += [folder for folder in setup.search_path if folder not in sys.path]
-        if not setup.has_gpu:
-            os.environ["CUDA_VISIBLE_DEVICES"] = ""  # its device is a core, whatever the machine has
         os.umask(0o077)
-        if setup.cores and hasattr(os, "sched_setaffinity"):
-            os.sched_setaffinity(0, setup.cores)
         setup.log_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        write_output_to(str(setup.log_path))
-        faulthandler.enable()
+        if os.access(fork_server, os.W_OK):
+            borrow_fork_server(fork_server)
+        else:  # another user's: one of its own, which has to import torch first
+            warm_up()
         with contextlib.suppress(Exception):  # the first call says what is wrong
-            importlib.import_module(_PRELOAD)
+            self._start()
 
-    def is_there(self) -> bool:
-        """Comes after whatever call was under way."""
-        return True
+    def _start(self) -> WorkerProcess:
+        setup = self._setup
+        if self._process is None:
+            self._process = WorkerProcess(
+                setup.name,
+                setup.make_worker,
+                setup.args,
+                cores=setup.cores,
+                # No device, or one that is a core: no GPU is seen, whatever the machine has.
+                gpu=os.environ.get("CUDA_VISIBLE_DEVICES", "") if setup.has_gpu else "",
+                log_path=setup.log_path,
+                call_limit_s=float("inf"),  # the controller's to keep
+            )
+        return self._process
+
+    def is_there(self) -> Answer:
+        """An error if the worker has died; says nothing of a call that is under way."""
+        process = self._process
+        ending = process.ending() if process else None
+        error = WorkerLostError(f"{self._setup.name} is gone ({ending})") if ending else None
+        return Answer(pid=process.pid if process else None, error=error)
 
     def answer(self, call: Call) -> Answer:
-        pid = os.getpid()
+        pid = None
         try:
-            if self._worker is None:
-                self._worker = self._setup.make_worker(*self._setup.args)
-            if self._setup.weights is not None:
-                call = call.with_weights_in(*self._setup.weights)
-            args = [ray.get(arg) if isinstance(arg, ray.ObjectRef) else arg for arg in call.args]
-            return Answer(pid=pid, value=_by_reference(getattr(self._worker, call.method)(*args)))
-        except (Exception, SystemExit) as error:  # what user code raises is one pipeline's fault
-            traceback.print_exc()
+            with self._calling:
+                process = self._start()
+                pid = process.pid
+                return Answer(pid=pid, value=_by_reference(self._ask(process, call)))
+        except Exception as error:  # what user code raises is one pipeline's fault
             return Answer(pid=pid, error=portable_error(error))
+
+    def _ask(self, process: WorkerProcess, call: Call) -> Any:
+        if self._setup.weights is not None:
+            call = call.with_weights_in(*self._setup.weights)
+        args = [ray.get(arg) if isinstance(arg, ray.ObjectRef) else arg for arg in call.args]
+        answers: list[Any] = []
+        process.call(0.0, call.method, tuple(args), answers.append)
+        wait([process.connection])
+        process.receive(0.0)
+        return answers[0]
+
+    def end(self) -> None:
+        """Leave after the present call."""
+        with self._calling:
+            self._leave()
+
+    def kill(self) -> None:
+        """Leave now."""
+        self._leave(is_urgent=True)
+
+    def _leave(self, *, is_urgent: bool = False) -> None:
+        if self._process is not None:
+            self._process.kill() if is_urgent else self._process.end()
+        os._exit(0)
 
 
 def _by_reference(value: Any) -> Any:

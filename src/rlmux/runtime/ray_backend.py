@@ -30,6 +30,7 @@ from rlmux.runtime.local import SharedMemoryFolder
 from rlmux.runtime.ray_actor import RayWorkerActor, RayWorkerSetup, probe_node
 from rlmux.runtime.ray_cluster import RayNode, alive_nodes, connect, nodes_by_pool, resource_of
 from rlmux.runtime.ray_gpus import GpuReservations, check_gpus
+from rlmux.runtime.ray_nursery import Nurseries
 from rlmux.runtime.ray_sync import Deliveries, RaySync
 from rlmux.runtime.ray_worker import LOOK_EVERY_S, RayWorker
 from rlmux.runtime.worker_backend import Worker, WorkerBackend, WorkerOptions
@@ -38,6 +39,9 @@ _LOOK_AT_NODES_EVERY_S = 1.0
 _MAX_LOOKS_PER_S = 100
 """At idle workers, all together."""
 _PROBE_LIMIT_S = 60.0
+_NUM_THREADS = 3
+"""Of an actor: for a call, a look, and the end, which must not wait for either."""
+_LEAVE_LIMIT_S = 5.0
 
 
 def ray_backend(
@@ -61,14 +65,19 @@ def ray_backend(
     try:
         gpus = GpuReservations(cluster, nodes)
         probes = _probe(nodes)
-        is_one_machine = len({probe.machine for probe in probes.values()} | {probe_node().machine}) == 1
+        here = probe_node().machine
+        ids_here = [ray_id for ray_id, probe in probes.items() if probe.machine == here]
+        if is_sharing_memory is None:
+            is_sharing_memory = len(ids_here) == len(probes)
         memory = SharedMemoryFolder(folder)
         deliveries = None
-        if not (is_one_machine if is_sharing_memory is None else is_sharing_memory):
+        if not is_sharing_memory:
             addresses = {node.ray_id: node.address for node in nodes.values()}
             deliveries = Deliveries(memory.path, addresses, sync or RaySync())
         cores = {ray_id: probe.cores for ray_id, probe in probes.items()}
-        workplace = RayActors(cluster, nodes, cores, gpus, memory, deliveries)
+        driver_id = ray.get_runtime_context().get_node_id()
+        nurseries = Nurseries(probes, here=[driver_id, *ids_here] if is_sharing_memory else [driver_id])
+        workplace = RayActors(cluster, nodes, cores, gpus, nurseries, memory, deliveries)
     except BaseException:
         ray.shutdown()
         raise
@@ -124,18 +133,21 @@ class RayActors:
         nodes: Mapping[NodeId, RayNode],
         cores_by_ray_id: Mapping[str, Sequence[int]],
         gpus: GpuReservations,
+        nurseries: Nurseries,
         memory: SharedMemoryFolder,
         deliveries: Deliveries | None,
     ) -> None:
         """`deliveries`: of weights, where nodes do not share a memory."""
         self._cluster = cluster
         self._gpus = gpus
+        self._nurseries = nurseries
         self._nodes = dict(nodes)
         self._core_by_device = self._assign_cores(cores_by_ray_id)
         self._memory = memory
         self._deliveries = deliveries
         self._driver_id = ray.get_runtime_context().get_node_id()
         self._workers: dict[int, RayWorker] = {}
+        self._leaving: list[ray.ObjectRef[Any]] = []
         self._lost: set[NodeId] = set()
         self._changes: list[tuple[NodeId, bool]] = []
         self._looked_s = time.monotonic()
@@ -154,6 +166,7 @@ class RayActors:
         node = self._nodes[device.node_id] if device else None
         has_gpu = self._gpus.has_gpu(device)
         setup = RayWorkerSetup(
+            name=name,
             make_worker=make_worker,
             args=args,
             cores=(self._core_by_device[device],) if device and not has_gpu else (),
@@ -163,12 +176,11 @@ class RayActors:
             weights=self._weights_folders(node),
         )
         make_actor: Any = ray.remote(RayWorkerActor)
-        where = self._gpus.actor_options(device, node.ray_id if node else self._driver_id)
-        options = {"num_cpus": 0, "max_concurrency": 1, "max_restarts": 0, "max_task_retries": 0}
-        actor = make_actor.options(**where, **options).remote(setup)
-        worker = RayWorker(
-            name, actor, node, call_limit_s, is_node_lost=self._is_node_lost, on_end=self._withdraw_weights_of
-        )
+        ray_id = node.ray_id if node else self._driver_id
+        where = self._gpus.actor_options(device, ray_id)
+        options = {"num_cpus": 0, "max_concurrency": _NUM_THREADS, "max_restarts": 0, "max_task_retries": 0}
+        actor = make_actor.options(**where, **options).remote(setup, self._nurseries.address_on(ray_id))
+        worker = RayWorker(name, actor, node, call_limit_s, is_node_lost=self._is_node_lost, on_end=self._on_end)
         self._workers[id(worker)] = worker
         return worker
 
@@ -220,9 +232,15 @@ class RayActors:
             self._deliveries.close()
         self._memory.close()
         if ray.is_initialized():
+            if self._leaving:
+                ray.wait(self._leaving, num_returns=len(self._leaving), timeout=_LEAVE_LIMIT_S, fetch_local=False)
             ray.shutdown()
 
-    def _withdraw_weights_of(self, worker: RayWorker) -> None:
+    def _on_end(self, worker: RayWorker, leaving: ray.ObjectRef[Any]) -> None:
+        """`leaving`: ready once the worker is gone."""
+        _, self._leaving = ray.wait(
+            [*self._leaving, leaving], num_returns=len(self._leaving) + 1, timeout=0, fetch_local=False
+        )
         if self._deliveries is not None and worker.is_trainer:
             self._deliveries.withdraw(worker)
 
@@ -249,6 +267,7 @@ class RayActors:
             if node.ray_id not in offers and node_id not in self._lost:
                 self._lost.add(node_id)
                 self._gpus.give_back(node_id)
+                self._nurseries.forget(node.ray_id)
                 if self._deliveries is not None:
                     self._deliveries.forget_node(node.ray_id)
                 self._changes.append((node_id, False))

@@ -1,12 +1,11 @@
 """One actor as the controller sees it: the calls that wait for it, and a look now and then whether it still lives.
 
 busy    the reference of the answer    ──▶ fetch ──▶ receive ──▶ then(value)
-idle    the reference of a look, one a second   ──▶ nothing, or the worker is lost
+idle    the reference of a look, one a second   ──▶ nothing, or the worker is lost; the first one tells its process id
 """
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections import deque
 from collections.abc import Callable
@@ -16,7 +15,7 @@ import ray
 import ray.exceptions
 
 from rlmux.core.errors import PipelineError, RlmuxError, WorkerLostError
-from rlmux.runtime.ray_actor import Call
+from rlmux.runtime.ray_actor import Answer, Call
 from rlmux.runtime.ray_cluster import RayNode
 
 _UNAVAILABLE_LIMIT_S = 40.0
@@ -36,7 +35,7 @@ class RayWorker:
         call_limit_s: float,
         *,
         is_node_lost: Callable[[RayNode | None], bool],
-        on_end: Callable[[RayWorker], None],
+        on_end: Callable[[RayWorker, ray.ObjectRef[Any]], None],
     ) -> None:
         self.name = name
         self.node = node
@@ -101,9 +100,10 @@ class RayWorker:
             self._answer = PipelineError(f"{self.name}: {_first_line(error.cause)}")
         except ray.exceptions.RayError as error:
             self._answer = WorkerLostError(f"{self.name} is gone: {_first_line(error)}")
-        if is_look and not isinstance(self._answer, RlmuxError):
-            self._answer = self._unavailable_since_s = None
-            return False
+        if is_look and isinstance(self._answer, Answer):
+            self._unavailable_since_s = None
+            if self._answer.error is None:
+                return self.pid != self._answer.pid
         if self._unavailable_since_s is not None and not isinstance(self._answer, Exception):
             self._answer = WorkerLostError(f"{self.name} was out of reach; what it was doing is lost")
         self.is_lost = isinstance(self._answer, WorkerLostError)
@@ -115,12 +115,14 @@ class RayWorker:
 
     def receive(self, now_s: float) -> None:
         answer, self._answer = self._answer, None
-        self._pending = self._deadline_s = None
+        is_look, self._pending, self._deadline_s = self._pending is None, None, None
         if isinstance(answer, RlmuxError):
             raise answer
         self.pid, self._looked_s = answer.pid, time.monotonic()
         if answer.error is not None:
             raise answer.error
+        if is_look:
+            return
         _, then = self._calls.popleft()
         if self._calls:
             self._send(now_s)
@@ -133,14 +135,13 @@ class RayWorker:
         return self._deadline_s is not None and now_s > self._deadline_s
 
     def end(self) -> None:
-        self._on_end(self)
-        with contextlib.suppress(ray.exceptions.RayError):
-            self._actor.__ray_terminate__.remote()
+        self._leave("end")
 
     def kill(self) -> None:
-        self._on_end(self)
-        with contextlib.suppress(ray.exceptions.RayError, ValueError):
-            ray.kill(self._actor)
+        self._leave("kill")
+
+    def _leave(self, how: str) -> None:
+        self._on_end(self, getattr(self._actor, how).remote())
 
 
 def _first_line(error: BaseException | None) -> str:
