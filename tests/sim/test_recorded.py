@@ -13,7 +13,7 @@ from rlmux.core.model import Cluster, Phase, PhaseSeconds, Pipeline, PipelineId,
 from rlmux.core.policies import POLICIES
 from rlmux.report.log import RunLog, run_header
 from rlmux.sim.arrivals import Arrival, Workload
-from rlmux.sim.recorded import RolloutRecord, ShareSeconds, recorded_workload
+from rlmux.sim.recorded import recorded_workload
 from rlmux.sim.simulator import simulate
 from rlmux.sim.world import Sampled, SwitchSeconds, TrueSeconds
 
@@ -79,46 +79,6 @@ def test_a_run_that_is_not_over_is_refused_with_the_names(tmp_path):
     record(cut, "rollmux", tmp_path)
     with pytest.raises(UserError, match="not finished: p0, p1"):
         recorded_workload(tmp_path)
-
-
-def test_dense_seconds_are_divided_among_devices_and_tails_are_not():
-    rollout = RolloutRecord(fixed_s=1.0, dense_s=40.0, tails_s=(9.0, 8.0, 2.0), num_trajectories=20, num_devices=1)
-    assert rollout.seconds == pytest.approx(50.0)
-    assert [rollout.share(index, 2).until_over(1.0) for index in (0, 1)] == pytest.approx([30.0, 29.0])
-
-
-def test_a_share_that_takes_over_another_has_all_its_seconds_and_every_tail():
-    rollout = RolloutRecord(fixed_s=0.0, dense_s=40.0, tails_s=(9.0, 8.0), num_trajectories=20, num_devices=1)
-    source, target = rollout.share(0, 2), rollout.share(1, 2)
-    source.advance(5.0, 1.0)
-    target.give(source.take(), 0.5)
-    assert source.is_over
-    assert target.until_over(1.0) == pytest.approx(0.5 + 35.0 + 9.0)
-    while target.report() != (2, 0, 0):
-        target.advance(target.until_news(1.0), 1.0)
-    assert target.until_over(1.0) == pytest.approx(9.0)
-
-
-def test_news_of_a_rollout_is_of_its_trajectories_left():
-    work = RolloutRecord(
-        fixed_s=1.0, dense_s=40.0, tails_s=(9.0, 8.0, 2.0), num_trajectories=20, num_devices=1, slots=4
-    ).share(0, 1)
-    seen = [work.report()]
-    while not work.is_over:
-        work.advance(work.until_news(1.0), 1.0)
-        seen.append(work.report())
-    assert seen == [None, (4, 16, 0), (4, 12, 0), (4, 4, 0), (4, 0, 0), (3, 0, 0), (2, 0, 0), (1, 0, 0), (0, 0, 0)]
-
-
-def test_it_ends_however_it_is_driven():
-    for pace, part in ((1.0, 1.0), (0.5, 0.3), (1.0, 0.01)):
-        work = ShareSeconds(0.5, [(0.2, 0.0)] * 10 + [(0.2, 3.0), (0.0, 1.0)], slots=2, waits=[(0.3, 2.0), (0.9, 1.0)])
-        total_s, passed_s = work.until_over(pace), 0.0
-        while not work.is_over:
-            step_s = max(part * work.until_news(pace), 1e-3)
-            work.advance(step_s, pace)
-            passed_s += step_s
-        assert passed_s == pytest.approx(total_s, abs=2e-3)
 
 
 def test_the_command_puts_the_prediction_beside_what_was_measured(tmp_path, capsys):

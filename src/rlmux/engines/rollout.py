@@ -25,7 +25,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 from safetensors.torch import load_file
@@ -49,6 +48,7 @@ from rlmux.rl.config import ModelConfig, RolloutConfig
 from rlmux.rl.types import (
     ChunkReport,
     FinishedTurn,
+    IterationBand,
     PartialTrajectory,
     TrajectoryId,
     TrajectoryRequest,
@@ -57,18 +57,6 @@ from rlmux.rl.types import (
 
 _MAX_PREFILL_TOKENS = 4096
 """Of one forward pass."""
-
-
-class IterationBand(NamedTuple):
-    """All iterations of a chunk that ran at one batch width."""
-
-    kind: str
-    """`prefill` or `decode`."""
-    num_active: int
-    """Rows computed: the band's upper limit of active sequences."""
-    tokens: int
-    """Prompt tokens computed, or tokens sampled or forced."""
-    ms: float
 
 
 @dataclass(slots=True, kw_only=True)
@@ -135,8 +123,6 @@ class SlotRolloutEngine:
             raise UserError(f"rollout.num_slots: {rollout.num_slots} is below 1")
         model = build_model(model_config, vocab_size, seed)
         self.version = 0
-        self.last_iterations: list[IterationBand] = []
-        """Where the time of the last chunk went."""
         self._config = rollout
         self._vocab_size = vocab_size
         self._staleness = staleness
@@ -160,7 +146,8 @@ class SlotRolloutEngine:
         """Weights and tables while offloaded; None while loaded."""
         self._spilled_kv: list[_Live] = []
         """Whose KV lies behind them in what was spilled."""
-        self._bands: dict[tuple[str, int], tuple[int, float]] = {}
+        self._bands: dict[tuple[str, int], tuple[int, int, float]] = {}
+        """Of the chunk under way: (iterations, tokens, ms) by kind and rows."""
 
     @property
     def is_schedule_exact(self) -> bool:
@@ -241,8 +228,9 @@ class SlotRolloutEngine:
             finished += ended
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)  # else its time would be the next caller's
-        self.last_iterations = [
-            IterationBand(kind, rows, tokens, ms) for (kind, rows), (tokens, ms) in sorted(self._bands.items())
+        bands = [
+            IterationBand(kind, rows, iterations, tokens, ms)
+            for (kind, rows), (iterations, tokens, ms) in sorted(self._bands.items())
         ]
         return ChunkReport(
             finished=finished,
@@ -250,9 +238,10 @@ class SlotRolloutEngine:
             num_waiting=len(self._waiting),
             num_parked=sum(live.is_parked for live in self._live.values()),
             sampled_tokens=sampled_tokens,
-            prefill_tokens=sum(band.tokens for band in self.last_iterations if band.kind == "prefill"),
+            prefill_tokens=sum(band.tokens for band in bands if band.kind == "prefill"),
             decode_steps=decode_steps,
             seconds=time.perf_counter() - start,
+            bands=bands,
         )
 
     def _decode(self, active: list[_Live], max_steps: int, deadline: float) -> tuple[int, int, list[FinishedTurn]]:
@@ -274,7 +263,7 @@ class SlotRolloutEngine:
             if has_forced:
                 sampled -= _num_forced_within(live, steps)
             live.position += steps
-        self._count("decode", plan.width, steps * len(active), now - start)
+        self._count("decode", plan.width, steps, steps * len(active), now - start)
         return steps, sampled, self._collect(active, stopped)
 
     def _collect(self, active: list[_Live], stopped: list[int]) -> list[FinishedTurn]:
@@ -448,7 +437,7 @@ class SlotRolloutEngine:
         for row, context in enumerate(contexts):
             tokens[row, : len(context)] = torch.tensor(context)
         kv = prefill(self._weights, self._tables, pad_rows(tokens, rows).to(self._device))
-        self._count("prefill", rows, sum(map(len, contexts)), time.perf_counter() - start)
+        self._count("prefill", rows, 1, sum(map(len, contexts)), time.perf_counter() - start)
         return [kv[row, :, :, :, : len(context)] for row, context in enumerate(contexts)]
 
     # --- migration, weights, residency ----------------------------------------------------------------------
@@ -533,11 +522,6 @@ class SlotRolloutEngine:
     def load(self) -> None:
         if self._offloaded is None:
             return
-    def prefetch(self) -> None:
-        """Begin to read ahead what was spilled; does nothing for what was not. Returns at once."""
-        if self._offloaded is not None:
-            self._offloaded.prefetch()
-
         for tensor in self._device_tensors():
             tensor.untyped_storage().resize_(tensor.numel() * tensor.element_size())
             tensor.zero_()
@@ -548,6 +532,11 @@ class SlotRolloutEngine:
                 live.kv = copy
         self._offloaded, self._spilled_kv = None, []
         self._buffers.reset()
+
+    def prefetch(self) -> None:
+        """Begin to read ahead what was spilled; does nothing for what was not. Returns at once."""
+        if self._offloaded is not None:
+            self._offloaded.prefetch()
 
     def _recall(self) -> None:
         """From disk to host memory: whoever looks at trajectories under way finds them there."""
@@ -597,9 +586,9 @@ class SlotRolloutEngine:
                     f"{where}: token {token} is not in the vocabulary; accepted: 0 to {self._vocab_size - 1}"
                 )
 
-    def _count(self, kind: str, rows: int, tokens: int, seconds: float) -> None:
-        tokens_before, ms_before = self._bands.get((kind, rows), (0, 0.0))
-        self._bands[kind, rows] = tokens_before + tokens, ms_before + 1e3 * seconds
+    def _count(self, kind: str, rows: int, iterations: int, tokens: int, seconds: float) -> None:
+        before = self._bands.get((kind, rows), (0, 0, 0.0))
+        self._bands[kind, rows] = before[0] + iterations, before[1] + tokens, before[2] + 1e3 * seconds
 
 
 def _slot_of(live: _Live) -> int:

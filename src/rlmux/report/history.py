@@ -109,6 +109,8 @@ class PipelineRecord:
     """When each version from step 1 on was last published."""
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
     """Of each step's note."""
+    rollouts: dict[int, dict[str, Any]] = field(default_factory=dict)
+    """Each step's `rollout` note, as it was written (runtime/rollout_record.py)."""
     weights_sha256: str | None = None
 
     @property
@@ -380,6 +382,8 @@ class History:
         record = self.pipelines.get(pipeline)
         if type == "step" and record is not None:
             record.metrics[int(fields.get("step", 0))] = _numbers({**fields, **fields.get("metrics", {})})
+        elif type == "rollout" and record is not None:
+            record.rollouts[int(fields["step"])] = fields
         elif type == "pipeline_end" and record is not None:
             record.status = str(fields.get("status", record.status))
             record.reason = str(fields.get("reason") or record.reason)

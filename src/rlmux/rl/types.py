@@ -122,6 +122,19 @@ class TrainingBatch:
     """Same order. See `rl/algorithms.py` for the formula."""
 
 
+class IterationBand(NamedTuple):
+    """All iterations of a chunk that ran at one batch width."""
+
+    kind: str
+    """`prefill` or `decode`."""
+    num_rows: int
+    """Rows computed: the band's upper limit of active sequences."""
+    iterations: int
+    tokens: int
+    """Prompt tokens computed, or tokens sampled or forced."""
+    ms: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkReport:
     """What a bounded call of a rollout engine did."""
@@ -137,6 +150,8 @@ class ChunkReport:
     prefill_tokens: int
     decode_steps: int
     seconds: float
+    bands: Sequence[IterationBand] = ()
+    """Where its seconds went."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -24,7 +24,7 @@ class Note:
     """Something for people and reports that no decision depends on."""
 
     type: str
-    """`step`, `failure`, `worker`, `checkpoint`, `spill`."""
+    """`step`, `rollout`, `failure`, `worker`, `checkpoint`, `spill`."""
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 

@@ -46,6 +46,7 @@ from rlmux.rl.types import FinishedTurn, PartialTrajectory, TrainReport, Traject
 from rlmux.runtime.backend import Note, Submission
 from rlmux.runtime.checkpoints import CheckpointFolder, Written, checkpoint_folder
 from rlmux.runtime.memory import HostMemory
+from rlmux.runtime.rollout_record import RolloutRecord
 from rlmux.runtime.workers import HostWorker, RolloutChunk, RolloutChunkResult, RolloutWorker, StepBatch, TrainWorker
 
 
@@ -173,6 +174,7 @@ class _Workers:
     unasked: list[tuple[_Share, FinishedTurn]] = field(default_factory=list)
     """Turns that ended while the host was answering others."""
     is_asking: bool = False
+    rollout_by_step: dict[int, RolloutRecord] = field(default_factory=dict)
     batch_by_step: dict[int, StepBatch] = field(default_factory=dict)
     trainer_step: int = 0
     """The step whose batch the trainer has."""
@@ -621,7 +623,12 @@ class WorkerBackend:
         run.switch_s += result.load_s
         run.tokens += report.sampled_tokens
         run.is_calling = False
+        record = workers.rollout_by_step.setdefault(run.action.step, RolloutRecord())
+        record.computed(report.bands)
         if report.finished:
+            if not workers.is_single_turn:
+                for turn in report.finished:
+                    record.turn_ended(turn.id, self.now_s())
             workers.unasked += [(share, turn) for turn in report.finished]
             if not workers.is_asking:
                 self._ask_host(workers)
@@ -670,6 +677,8 @@ class WorkerBackend:
         reply_by_trajectory = {reply.id: reply for reply in answer[0]}
         spoken_to: dict[int, _Share] = {}
         for trajectory, share in share_by_trajectory.items():
+            if (record := workers.rollout_by_step.get(share.step)) is not None:
+                record.answered(trajectory, self.now_s())
             while share.moved_to is not None:  # while its environment was thinking
                 share = share.moved_to
             reply = reply_by_trajectory.get(trajectory)
@@ -835,10 +844,18 @@ class WorkerBackend:
         if batch is not None:
             fields = _step_fields(pipeline, version, batch, workers.metrics)
             self._notes.append(Note(type="step", fields={**fields, "weights_sha256": sha256}))
+            self._note_rollout(workers, version, batch)
         workers.metrics = {}
         path = workers.weights / f"{version}.safetensors"
         receivers = list(workers.rollout.values())
         self._workplace.deliver(path, workers.trainer, receivers, partial(self._delivered, run))
+
+    def _note_rollout(self, workers: _Workers, step: int, batch: StepBatch) -> None:
+        record = workers.rollout_by_step.pop(step, None)
+        if record is not None:  # else it was sampled before a crash
+            plan = workers.plan
+            slots, group_size = plan.rollout.num_slots, plan.algorithm.group_size
+            self._notes.append(record.note(plan.name, step, batch, slots=slots, group_size=group_size))
 
     def _delivered(self, run: _Running) -> None:
         if run.action.order in self._running:  # else its pipeline was cancelled meanwhile

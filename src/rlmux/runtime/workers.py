@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import groupby
 from pathlib import Path
 
 from rlmux.core.errors import StorageError
@@ -71,6 +72,8 @@ class StepBatch:
     response_tokens_mean: float
     response_tokens_max: int
     turns_mean: float
+    runs: Sequence[Sequence[int]]
+    """Of each trajectory in the order of ids: tokens sampled, then forced by its environment, then sampled again."""
 
 
 class HostWorker:
@@ -102,6 +105,7 @@ class HostWorker:
             response_tokens_mean=sum(lengths) / len(lengths),
             response_tokens_max=max(lengths),
             turns_mean=sum(trajectory.num_turns for trajectory in batch.trajectories) / len(lengths),
+            runs=[[len(list(run)) for _, run in groupby(each.is_sampled)] for each in batch.trajectories],
         )
 
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from rlmux.sim.batching import DENSE_ABOVE
 from rlmux.sim.costs import RolloutCosts
@@ -24,6 +25,15 @@ _MOMENT_S = 1e-7
 """Less than this is rounding."""
 
 
+class DecodeSeconds(Protocol):
+    """What a decoder asks of costs."""
+
+    def decode_span_s(self, active: float, context: float, num_iterations: float) -> float:
+        """Of consecutive decode iterations of the same sequences."""
+
+    def prefill_s(self, tokens: float) -> float: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Turn:
     """A later turn of a trajectory."""
@@ -32,6 +42,7 @@ class Turn:
     """For the environment, before it."""
     reply_tokens: int
     tokens: int
+    """0: it says no more, and keeps its slot until its environment has let it go."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,13 +78,22 @@ class Decoder:
 
     idle_s = 0.0
 
-    def __init__(self, costs: RolloutCosts, waiting: Sequence[Unfinished], *, slots: int, group_size: int = 1) -> None:
+    def __init__(
+        self,
+        costs: DecodeSeconds,
+        waiting: Sequence[Unfinished],
+        *,
+        slots: int,
+        group_size: int = 1,
+        first_s: float = 0.0,
+    ) -> None:
+        """`first_s`: solo seconds before anything is decoded."""
         self._costs = costs
         self._slots = slots
         self._group_size = group_size
         self._now_s = 0.0
         self._end_s = 0.0
-        self._begin(list(waiting), 0.0)
+        self._begin(list(waiting), first_s)
 
     @property
     def seconds_left(self) -> float:

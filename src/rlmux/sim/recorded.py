@@ -6,24 +6,17 @@ Every stage of every step takes what it took, from its order to the event that e
 processes are in. What the first orders took longer than they computed was their processes' starting, and becomes the
 cost of a cold switch.
 
-A rollout is cut where its last trajectory got a slot. Before, a device always has as many as it can decode, so
-the seconds are divided by dealing the trajectories to more devices. After, each goes on to its own end, however many
-devices there are:
-
-    seconds of one of n shares  =  fixed + dense / n + tail        fixed: loading weights, passing requests on
-
-Where no report came (a rollout shorter than a chunk) all of it counts as dense. While every trajectory with a slot
-waits for its tool, nothing is computed: these waits are kept apart, and pass at any pace, paused or not.
+Rollouts are decoded again, trajectory by trajectory (recorded_rollout.py): the log has their tokens, what an iteration
+took, and how long each waited for its environment. A log without (of a simulation) has only a rollout's seconds.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from rlmux.core.actions import Switch
 from rlmux.core.errors import UserError
@@ -32,170 +25,9 @@ from rlmux.report.api import read_timeline
 from rlmux.report.history import OrderRecord, PipelineRecord
 from rlmux.report.timeline import Timeline
 from rlmux.sim.arrivals import Arrival, Workload
-from rlmux.sim.decoder import REPORT_AT
-from rlmux.sim.remaining import DONE_S, ROLLOUT_KIND, Remaining
+from rlmux.sim.recorded_rollout import Iterations, RecordedRollout
+from rlmux.sim.remaining import Remaining
 from rlmux.sim.world import SwitchSeconds, TrueSeconds
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutRecord:
-    """One step's rollout, over all devices that it had."""
-
-    fixed_s: float
-    """Of each share, before anything is decoded."""
-    dense_s: float
-    """Device seconds while trajectories waited for slots."""
-    tails_s: tuple[float, ...]
-    """Of each trajectory that was left then, to its end; the longest first."""
-    num_trajectories: int
-    num_devices: int
-    slots: int = 1
-    """Most that a device was seen to decode at once."""
-    dense_waits: tuple[tuple[float, float], ...] = ()
-    """(part of its computing done by then, seconds) in which all with a slot waited for their tools, and others for a
-    slot: with more devices there are fewer such waves."""
-    tail_waits: tuple[tuple[float, float], ...] = ()
-    """The same when nobody waited for a slot any more."""
-
-    def share(self, index: int, num_devices: int) -> ShareSeconds:
-        """The trajectories of one device, dealt in turn."""
-        dense_s = self.dense_s / self.num_trajectories
-        num_mine = len(range(index, self.num_trajectories, num_devices))
-        tails_s = self.tails_s[index::num_devices]
-        ended = [(dense_s, 0.0)] * max(0, num_mine - len(tails_s))
-        waits = [*self.dense_waits[index::num_devices], *self.tail_waits]
-        trajectories = [*ended, *((dense_s, tail_s) for tail_s in tails_s)]
-        return ShareSeconds(self.fixed_s, trajectories, slots=self.slots, waits=waits)
-
-    @property
-    def seconds(self) -> float:
-        """With the devices that it had."""
-        return max(self.share(index, self.num_devices).until_over(1.0) for index in range(self.num_devices))
-
-
-class ShareSeconds:
-    """A `Remaining` by trajectories: (seconds of the whole engine that it needs, then seconds beside all others).
-
-    `waits`: (part of its computing done by then, seconds) in which every trajectory with a slot waits for its tool.
-    """
-
-    kind = ROLLOUT_KIND
-
-    def __init__(
-        self,
-        fixed_s: float,
-        trajectories: Sequence[tuple[float, float]],
-        *,
-        slots: int = 1,
-        waits: Sequence[tuple[float, float]] = (),
-    ) -> None:
-        self._fixed_s = fixed_s
-        self._slots = slots
-        self._dense = list(trajectories)
-        self._tails: list[float] = []
-        total_s = self._compute_s()
-        self._waits = deque((part * total_s, wait_s) for part, wait_s in waits)
-        """By seconds of computing from the start on."""
-        self._done_s = 0.0
-        self._pass_on()
-
-    @property
-    def is_over(self) -> bool:
-        return self._fixed_s <= DONE_S and not self._dense and not self._tails
-
-    @property
-    def idle_s(self) -> float:
-        return self._waits[0][1] if self._waits and self._waits[0][0] <= self._done_s + DONE_S else 0.0
-
-    def until_over(self, pace: float) -> float:
-        return self._compute_s() / pace + sum(wait_s for _, wait_s in self._waits)
-
-    def until_news(self, pace: float) -> float:
-        """Until decoding begins; until a wait; until fewer are left than one of `REPORT_AT`; then each end."""
-        if self.idle_s:
-            return self.idle_s
-        seconds = self._until_fewer()
-        if self._waits:
-            seconds = min(seconds, self._waits[0][0] - self._done_s)
-        return seconds / pace
-
-    def advance(self, seconds: float, pace: float) -> float:
-        computed_s = 0.0
-        while seconds > 0.0 and not self.is_over:
-            if self.idle_s:
-                at_s, wait_s = self._waits.popleft()
-                passed_s = min(seconds, wait_s)
-                if wait_s - passed_s > DONE_S:
-                    self._waits.appendleft((at_s, wait_s - passed_s))
-            elif pace <= 0.0:
-                break
-            else:
-                passed_s = min(seconds, (self._waits[0][0] - self._done_s) / pace) if self._waits else seconds
-                self._compute(passed_s * pace)
-                computed_s += passed_s
-            seconds -= passed_s
-        return computed_s
-
-    def report(self) -> tuple[int, int, int] | None:
-        if self._fixed_s > DONE_S:
-            return None
-        num_left = len(self._dense) + len(self._tails)
-        num_in_slots = min(self._slots, num_left) if self._dense else num_left
-        if self.idle_s:
-            return 0, num_left - num_in_slots, num_in_slots
-        return num_in_slots, num_left - num_in_slots, 0
-
-    def take(self) -> list[tuple[float, float]]:
-        taken = [*((0.0, tail_s) for tail_s in self._tails), *self._dense]
-        self._fixed_s, self._dense, self._tails = 0.0, [], []
-        self._waits.clear()
-        return taken
-
-    def give(self, trajectories: Sequence[tuple[float, float]], cost_s: float) -> None:
-        """Their waits fall together with those here."""
-        self._fixed_s += cost_s
-        self._dense += trajectories
-        self._pass_on()
-
-    def _compute_s(self) -> float:
-        longest_s = max([*self._tails, *(tail_s for _, tail_s in self._dense)], default=0.0)
-        return self._fixed_s + sum(dense_s for dense_s, _ in self._dense) + longest_s
-
-    def _until_fewer(self) -> float:
-        """Seconds of computing until there are so few left that it is reported."""
-        if self._fixed_s > DONE_S:
-            return self._fixed_s
-        if not self._dense:
-            return min(self._tails, default=0.0)
-        num_left = len(self._dense) + len(self._tails)
-        border = next((count for count in REPORT_AT if count < num_left), 0)
-        seconds = 0.0
-        for dense_s, tail_s in self._dense:
-            seconds += dense_s
-            num_left -= tail_s <= DONE_S
-            if num_left <= border:
-                break
-        return seconds
-
-    def _compute(self, seconds: float) -> None:
-        self._done_s += seconds
-        spent_s = min(seconds, self._fixed_s)
-        self._fixed_s -= spent_s
-        seconds -= spent_s
-        while self._dense and seconds > 0.0:
-            dense_s, tail_s = self._dense[0]
-            spent_s = min(seconds, dense_s)
-            self._dense[0] = (dense_s - spent_s, tail_s)
-            seconds -= spent_s
-            self._pass_on()
-        self._tails = [tail_s - seconds for tail_s in self._tails if tail_s - seconds > DONE_S]
-
-    def _pass_on(self) -> None:
-        """Who needs the whole engine no more goes on beside all others; tails begin when nobody waits."""
-        while self._dense and self._dense[0][0] <= DONE_S:
-            tail_s = self._dense.pop(0)[1]
-            if tail_s > DONE_S:
-                self._tails.append(tail_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -204,7 +36,7 @@ class RecordedSeconds(TrueSeconds):
 
     by_stage: Mapping[Stage, float]
     by_step: Mapping[tuple[Stage, int], float]
-    rollouts: Mapping[int, RolloutRecord] = field(default_factory=dict)
+    rollouts: Mapping[int, RecordedRollout] = field(default_factory=dict)
 
     def seconds(self, stage: Stage, step: int) -> float:
         return self.by_step.get((stage, step), self.by_stage.get(stage, 0.0))
@@ -213,8 +45,9 @@ class RecordedSeconds(TrueSeconds):
         return sum(self.seconds(stage, step) for stage in self.by_stage if stage is not Stage.WARM_START)
 
     def share(self, step: int, index: int, num_devices: int) -> Remaining:
-        record = self.rollouts.get(step) or self.rollouts[max(self.rollouts)]
-        return record.share(index, num_devices)
+        if not self.rollouts:
+            return TrueSeconds.share(self, step, index, num_devices)  # a dataclass with slots has no super()
+        return self.rollouts.get(step, self.rollouts[max(self.rollouts)]).share(index, num_devices)
 
 
 def recorded_workload(folder: str | Path) -> Workload:
@@ -259,11 +92,14 @@ def _arrival(name: PipelineId, record: PipelineRecord, orders: Sequence[OrderRec
         if order.stage is not Stage.GENERATE and not order.is_migration:
             key = (order.stage, order.step)
             by_step[key] = by_step.get(key, 0.0) + _elapsed_s(order, switch)
+    orders_by_step = _by_step(orders)
+    by_step.update({(Stage.GENERATE, step): _longest_s(mine, switch) for step, mine in orders_by_step.items()})
+    iterations = Iterations.of_notes(record.rollouts.values())
     rollouts = {
-        step: _rollout(step_orders, int(record.metrics.get(step, {}).get("trajectories", 0)), switch)
-        for step, step_orders in _by_step(orders).items()
+        step: _rollout(mine, record.rollouts[step], iterations, switch)
+        for step, mine in orders_by_step.items()
+        if step in record.rollouts
     }
-    by_step.update({(Stage.GENERATE, step): rollout.seconds for step, rollout in rollouts.items()})
     by_stage = {
         stage: sum(values) / len(values)
         for stage in dict.fromkeys(stage for stage, _ in by_step)
@@ -325,65 +161,32 @@ def _overhead_s(order: OrderRecord) -> float:
     return max(0.0, order.end_s - order.start_s - order.seconds - sum(_waits(order)))
 
 
-def _rollout(orders: Sequence[OrderRecord], num_trajectories: int, switch: SwitchSeconds) -> RolloutRecord:
-    """Of one step: every device's orders, one after another."""
-    devices = list(dict.fromkeys(order.devices[0] for order in orders))
-    curves = [_curve([order for order in orders if order.devices[0] == device], switch) for device in devices]
-    tails_s = [tail_s for curve in curves for tail_s in curve.tails_s]
-    num_trajectories = max(num_trajectories, len(tails_s), 1)
-    return RolloutRecord(
-        fixed_s=sum(curve.fixed_s for curve in curves) / len(devices),
-        dense_s=sum(curve.dense_s for curve in curves),
-        tails_s=tuple(sorted(tails_s, reverse=True)),
-        num_trajectories=num_trajectories,
-        num_devices=len(devices),
-        dense_waits=tuple(sorted(wait for curve in curves for wait in curve.dense_waits)),
-        tail_waits=max((curve.tail_waits for curve in curves), key=lambda waits: sum(one[1] for one in waits)),
-        slots=max((chunk.num_active for order in orders for chunk in order.chunks), default=1) or 1,
-    )
+def _rollout(
+    orders: Sequence[OrderRecord], note: Mapping[str, Any], iterations: Iterations, switch: SwitchSeconds
+) -> RecordedRollout:
+    """Of one step. Its iterations are taken to be slower or faster all alike, so that the devices that it had need as
+    long as they took."""
+    num_devices = len({order.devices[0] for order in orders})
+    begun = [order for order in orders if order.switch is Switch.NONE]
+    fixed_s = sum(_before_decoding_s(order) for order in begun) / num_devices
+    computed_s = sum(_elapsed_s(order, switch) - sum(_waits(order)) for order in orders) - fixed_s * num_devices
+    return RecordedRollout.of_note(note, iterations, fixed_s).taking(max(computed_s, 0.0), num_devices)
 
 
-@dataclass(frozen=True, slots=True)
-class _Curve:
-    """One device's share."""
-
-    fixed_s: float
-    dense_s: float
-    tails_s: list[float]
-    dense_waits: tuple[tuple[float, float], ...]
-    tail_waits: tuple[tuple[float, float], ...]
+def _before_decoding_s(order: OrderRecord) -> float:
+    """Passing requests on, loading weights."""
+    if not order.chunks:
+        return _overhead_s(order)
+    first = order.chunks[0]
+    return max(0.0, first.time_s - order.start_s - first.seconds)
 
 
-def _curve(orders: Sequence[OrderRecord], switch: SwitchSeconds) -> _Curve:
-    """Cut where the last trajectory got a slot: at the first report that says that none waits for one."""
-    total_s, points, waits = 0.0, [], []
+def _longest_s(orders: Sequence[OrderRecord], switch: SwitchSeconds) -> float:
+    """Of the devices that it had."""
+    by_device: dict[DeviceId, float] = {}
     for order in orders:
-        lost_s = order.end_s - order.start_s - _elapsed_s(order, switch)
-        before_s = order.start_s + lost_s
-        for chunk, wait_s in zip(order.chunks, _waits(order), strict=True):
-            total_s += max(0.0, chunk.time_s - before_s)
-            before_s = chunk.time_s
-            points.append((total_s, chunk.num_waiting, chunk.num_active + chunk.num_waiting + chunk.num_parked))
-            if wait_s > 0.0:
-                waits.append((total_s, wait_s, chunk.num_waiting > 0))
-                before_s += wait_s
-        total_s += max(0.0, order.end_s - before_s)
-    fixed_s = sum(_overhead_s(order) for order in orders if order.switch is Switch.NONE)
-    dense_end_s = next((at_s for at_s, num_waiting, _ in points if num_waiting == 0), total_s)
-    tail = [(at_s - dense_end_s, num_left) for at_s, _, num_left in points if at_s >= dense_end_s]
-    tail.append((total_s - dense_end_s, 0))
-    tails_s: list[float] = []
-    for (earlier_s, before), (later_s, after) in pairwise(tail):
-        num_ended = before - after
-        tails_s += [earlier_s + (later_s - earlier_s) * (k + 1) / num_ended for k in range(max(0, num_ended))]
-    fixed_s = min(fixed_s, dense_end_s)
-    return _Curve(
-        fixed_s=fixed_s,
-        dense_s=dense_end_s - fixed_s,
-        tails_s=[tail_s for tail_s in tails_s if tail_s > DONE_S],
-        dense_waits=tuple((at_s / total_s, wait_s) for at_s, wait_s, is_dense in waits if is_dense),
-        tail_waits=tuple((at_s / total_s, wait_s) for at_s, wait_s, is_dense in waits if not is_dense),
-    )
+        by_device[order.devices[0]] = by_device.get(order.devices[0], 0.0) + _elapsed_s(order, switch)
+    return max(by_device.values())
 
 
 def _waits(order: OrderRecord) -> list[float]:

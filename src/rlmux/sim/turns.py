@@ -22,8 +22,7 @@ from heapq import heappop, heappush
 import numpy as np
 
 from rlmux.core.errors import UserError
-from rlmux.sim.costs import RolloutCosts
-from rlmux.sim.decoder import REPORT_AT, Turn, Unfinished, decode_kind
+from rlmux.sim.decoder import REPORT_AT, DecodeSeconds, Turn, Unfinished, decode_kind
 from rlmux.sim.remaining import DONE_S
 
 _ROUNDING = 1e-6
@@ -70,18 +69,20 @@ class TurnDecoder:
 
     def __init__(
         self,
-        costs: RolloutCosts,
+        costs: DecodeSeconds,
         trajectories: Sequence[Unfinished],
         *,
         slots: int,
         group_size: int = 1,
         keeps_slots: bool = False,
+        first_s: float = 0.0,
     ) -> None:
+        """`first_s`: solo seconds before anything is decoded."""
         self._costs = costs
         self._slots = slots
         self._group_size = group_size
         self._keeps_slots = keeps_slots
-        self._prefill_s = 0.0
+        self._prefill_s = first_s
         """Solo seconds before decoding goes on."""
         self._clock_s = 0.0
         self._iteration = 0.0
@@ -195,7 +196,9 @@ class TurnDecoder:
             self._end_turn()
         answered = []
         while self._parked and self._parked[0][0] <= self._clock_s + DONE_S:
-            answered.append(replace(heappop(self._parked)[2], wait_s=0.0))
+            one = replace(heappop(self._parked)[2], wait_s=0.0)
+            if one.left > 0.0:  # else it was only to be let go
+                answered.append(one)
         if answered:
             self._add(answered)
         self._admit()

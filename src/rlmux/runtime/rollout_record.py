@@ -1,0 +1,58 @@
+"""What one step's rollout was like, for the log: enough to ask what it would have taken on other devices.
+
+    chunks ──▶ seconds of iterations, by rows     ┐
+    turns, replies ──▶ waits of each trajectory   ├─▶ note `rollout`  ──▶  sim/recorded.py
+    the step's batch ──▶ tokens of each           ┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from rlmux.rl.types import IterationBand, TrajectoryId
+from rlmux.runtime.backend import Note
+from rlmux.runtime.workers import StepBatch
+
+
+@dataclass(slots=True)
+class RolloutRecord:
+    """Of one pipeline's step, over all its devices; what a lost worker had done is in, and again what is done anew."""
+
+    _bands: dict[tuple[str, int], tuple[int, int, float]] = field(default_factory=dict)
+    _asked_s: dict[TrajectoryId, float] = field(default_factory=dict)
+    """When its last turn ended, while it waits for the answer."""
+    _waits_ms: dict[TrajectoryId, list[float]] = field(default_factory=dict)
+
+    def computed(self, bands: Iterable[IterationBand]) -> None:
+        for band in bands:
+            iterations, tokens, ms = self._bands.get((band.kind, band.num_rows), (0, 0, 0.0))
+            self._bands[band.kind, band.num_rows] = (
+                iterations + band.iterations,
+                tokens + band.tokens,
+                ms + band.ms,
+            )
+
+    def turn_ended(self, trajectory: TrajectoryId, now_s: float) -> None:
+        self._asked_s[trajectory] = now_s
+
+    def answered(self, trajectory: TrajectoryId, now_s: float) -> None:
+        asked_s = self._asked_s.pop(trajectory, None)
+        if asked_s is not None:
+            self._waits_ms.setdefault(trajectory, []).append(round(1e3 * (now_s - asked_s), 1))
+
+    def note(self, pipeline: str, step: int, batch: StepBatch, *, slots: int, group_size: int) -> Note:
+        """`waits_ms`, in the order of ids as `runs` are: after each turn, until its environment had answered or the
+        trajectory was let go. Left out where a turn's end is the trajectory's: nobody waits for the host then."""
+        fields: dict[str, Any] = {
+            "pipeline": pipeline,
+            "step": step,
+            "slots": slots,
+            "group_size": group_size,
+            "runs": batch.runs,
+            "bands": [[*place, *spent[:2], round(spent[2], 3)] for place, spent in sorted(self._bands.items())],
+        }
+        if self._waits_ms:
+            fields["waits_ms"] = [self._waits_ms[trajectory] for trajectory in sorted(self._waits_ms)]
+        return Note(type="rollout", fields=fields)
