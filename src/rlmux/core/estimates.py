@@ -81,6 +81,13 @@ class StepEstimates:
     seconds; None before the first."""
     wait_s: float | None = None
     """From the pause of a share that had nothing to compute to the first reply; None before the first."""
+    rollout_switch_s: float = 0.0
+    train_switch_s: float = 0.0
+    """Of a warm switch to its state: as the last ones took, before them as it was measured, 0 where it was not."""
+
+    def switch_s(self, phase: Phase) -> float:
+        """Of a warm switch to its state for the phase."""
+        return self.rollout_switch_s if phase is Phase.ROLLOUT else self.train_switch_s
 
     def stage_s(self, stage: Stage) -> float:
         """Of a stage other than GENERATE."""
@@ -169,6 +176,8 @@ class StepHistory:
         self._move_s: deque[float] = deque(maxlen=WINDOW_STEPS)
         self._growth: deque[float] = deque(maxlen=WINDOW_STEPS)
         self._wait_s: deque[float] = deque(maxlen=WINDOW_STEPS)
+        self._switch_s: dict[tuple[Phase, bool], deque[float]] = {}
+        """By phase, of orders with a warm switch and of those without one: weights come in with both."""
         self.step_began_s = 0.0
         self.due_s = math.inf
         """When the open step must have ended for the mean of all steps to keep the SLO; infinite without one."""
@@ -214,6 +223,11 @@ class StepHistory:
     def waited(self, seconds: float) -> None:
         """A paused share had nothing to compute for so long."""
         self._wait_s.append(seconds)
+        self._estimates = None
+
+    def switched(self, phase: Phase, seconds: float, *, is_warm: bool) -> None:
+        """An order spent so long before its computing; without a switch only on what every order needs."""
+        self._switch_s.setdefault((phase, is_warm), deque(maxlen=WINDOW_STEPS)).append(seconds)
         self._estimates = None
 
     def share_ended(self, device: DeviceId, solo_s: float) -> None:
@@ -269,7 +283,16 @@ class StepHistory:
             move_s=_median(self._move_s) if self._move_s else None,
             gather_growth=_median(self._growth) if self._growth else None,
             wait_s=_median(self._wait_s) if self._wait_s else None,
+            rollout_switch_s=self._warm_switch_s(Phase.ROLLOUT),
+            train_switch_s=self._warm_switch_s(Phase.TRAIN),
         )
+
+    def _warm_switch_s(self, phase: Phase) -> float:
+        spent = self._switch_s.get((phase, True))
+        if spent is None:
+            prior = self._pipeline.switch
+            return 0.0 if prior is None else prior.rollout_s if phase is Phase.ROLLOUT else prior.train_s
+        return max(0.0, _median(spent) - _median(self._switch_s.get((phase, False), (0.0,))))
 
 
 def _median(values: Sequence[float] | deque[float]) -> float:

@@ -8,7 +8,8 @@
 
 A schedule is what a list produces when it is played out: whenever something ends, every ready task is offered its
 devices in the order of the list. Two tasks share a device only if the table says that it helps; both then run slower
-by the table's figures, and faster again when one ends. A task is never interrupted; a `Merge` ends a share where its
+by the table's figures, and faster again when one ends. A task that finds its state gone from a device, because others
+were there since, takes its switch longer. A task is never interrupted; a `Merge` ends a share where its
 tail begins and lengthens a sibling's tail by it, or hands a share that has not begun to a sibling as a whole.
 
 Score: seconds by which pipelines miss their deadlines, then makespan plus a little mean completion time, so that of
@@ -49,6 +50,10 @@ class Task:
     is_running: bool = False
     deadline_s: float | None = None
     """From now."""
+    state: int = -1
+    """What it needs on its devices, by number."""
+    switch_s: float = 0.0
+    """To bring that there."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +77,10 @@ class Problem:
     tasks: tuple[Task, ...]
     merges: tuple[Merge, ...] = ()
     sharing: SharingTable = NO_SHARING
+    kept: tuple[tuple[int, ...], ...] = ()
+    """By device: the states there, most recently used first; () counts no switches."""
+    num_kept: tuple[float, ...] = ()
+    """By device: how many states fit there at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -326,9 +335,9 @@ class _Play:
     """One list, from now until everything has ended."""
 
     __slots__ = (
-        "after", "change_s", "end", "game", "holders", "kind", "left", "merges", "merges_now", "not_shared", "now",
-        "open_merges", "rank", "rate", "ready", "running", "shared", "since", "start", "tail_s", "taken", "tasks",
-        "waits",
+        "after", "change_s", "end", "game", "holders", "kept", "kind", "left", "merges", "merges_now", "not_shared",
+        "now", "open_merges", "rank", "rate", "ready", "running", "shared", "since", "start", "tail_s", "taken",
+        "tasks", "waits",
     )  # fmt: skip
 
     def __init__(self, game: _Game, candidate: _List) -> None:
@@ -351,6 +360,7 @@ class _Play:
         self.rate = [1.0] * len(tasks)
         self.change_s = [0.0] * len(tasks)
         """When each running task ends or begins its tail."""
+        self.kept = list(game.problem.kept)
         self.waits = list(game.num_needs)
         self.ready: list[tuple[int, int]] = []
         self.running: list[int] = []
@@ -414,6 +424,8 @@ class _Play:
         both = self.taken & mask
         self.shared |= both
         self.taken |= mask
+        if self.kept:
+            self._bring_state(self.tasks[index], index)
         self.running.append(index)
         self.since[index] = self.now
         if self.game.is_sharing:
@@ -426,6 +438,15 @@ class _Play:
                             self._repace(other)
                 self.rate[index] = self._rate(index)
         self._foresee(index)
+
+    def _bring_state(self, task: Task, index: int) -> None:
+        state, kept = task.state, self.kept
+        num_kept = self.game.problem.num_kept
+        if any(state not in kept[device] for device in task.devices):
+            self.left[index] += task.switch_s
+        for device in task.devices:
+            others = [other for other in kept[device] if other != state]
+            kept[device] = (state, *others)[: int(min(num_kept[device], len(others) + 1))]
 
     def _change(self, index: int) -> None:
         """It ends, or its tail begins."""

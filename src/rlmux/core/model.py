@@ -153,6 +153,14 @@ class PhaseSeconds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SwitchEstimate:
+    """Seconds of a warm switch to each phase's state: another leaves its device, and it comes back."""
+
+    rollout_s: float
+    train_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
     """Bytes a resident pipeline keeps on each node it is pinned to."""
 
@@ -182,6 +190,8 @@ class Pipeline:
     slo_slowdown: float = math.inf
     """The largest step slowdown it accepts, 1.0 or more."""
     footprint: Footprint = field(default_factory=Footprint)
+    switch: SwitchEstimate | None = None
+    """None: nobody has measured it; placement counts nothing for it, dispatch what its switches turn out to take."""
     staleness: int = 0
     first_step: int = 1
     """Larger after a resume: the steps before it are done and their version is published."""

@@ -37,6 +37,7 @@ from rlmux.core.model import (
     Placement,
     Pool,
 )
+from rlmux.core.switches import Tenant, switch_seconds
 
 MAX_PIPELINES_PER_GROUP = 5
 """Stands in for host memory where footprints are unknown (the paper keeps 2 to 5 on a node of 1 to 2 TB)."""
@@ -140,6 +141,10 @@ class GroupLoad:
     """What its members would cost on nodes that are never idle, each step as slow as its SLO allows."""
     is_colocated: bool
     """A member rolls out on the training nodes; nobody can join unless the group `is_shared`."""
+    pools: Mapping[str, Pool]
+    """Of the cluster, by name."""
+    has_switches: bool
+    """A member's switches have been measured: the seconds above count those that sharing devices brings."""
     is_formula_exact: bool
     """Whether max(T_cycle, T_load) is the period: one turn each, and node sets that are equal or disjoint."""
 
@@ -159,22 +164,26 @@ class GroupLoad:
 
     def period_with(self, pipeline: Pipeline, rollout_nodes: Sequence[NodeId], num_new_rollout_nodes: int) -> float:
         """The strict meta-iteration's seconds after the pipeline joined on these nodes."""
-        if self.is_colocated:
-            return self.period_s + _colocated_solo_s(pipeline)
         new = tuple(NodeId("(new)", index) for index in range(num_new_rollout_nodes))
         nodes = (*rollout_nodes, *new)
+        if pipeline.switch or self.has_switches:
+            loads = self._loads_with(pipeline, nodes)
+            return sum(load.solo_s for load in loads) if self.is_colocated else meta_iteration_s(loads)
+        if self.is_colocated:
+            return self.period_s + _colocated_solo_s(pipeline)
         rollout_s, train_s = _phases_of(pipeline)
         if len(nodes) == 1 and self.is_formula_exact and self._is_alone_or_unshared(nodes[0]):
             on_node_s = 0.0 if new else self.rollout_loads_s[self.rollout_nodes.index(nodes[0])]
             return max(self.period_s, rollout_s + train_s, self.train_load_s + train_s, on_node_s + rollout_s)
-        return meta_iteration_s(self._loads_with(rollout_s, train_s, nodes))
+        return meta_iteration_s(self._loads_with(pipeline, nodes))
 
-    def _loads_with(self, rollout_s: float, train_s: float, nodes: tuple[NodeId, ...]) -> list[PhaseLoad]:
-        newcomer = PhaseLoad(rollout_s=rollout_s, train_s=train_s, rollout_nodes=nodes)
-        return [*(member.phase_load for member in self.members), newcomer]
+    def _loads_with(self, pipeline: Pipeline, nodes: tuple[NodeId, ...]) -> list[PhaseLoad]:
+        train_nodes = nodes if self.is_shared else self.train_nodes
+        placement = Placement(group=self.id, rollout_nodes=nodes, train_nodes=train_nodes)
+        return _phase_loads([*self.members, Member(pipeline=pipeline, placement=placement)], self.pools)
 
     def slowdown_of(self, pipeline_id: PipelineId) -> float:
-        """A member's mean step in the meta-iteration over its solo step there; 1 where nothing is known."""
+        """A member's mean step in the meta-iteration over its solo step, without switches; 1 where nothing is known."""
         load = next(member.phase_load for member in self.members if member.pipeline.id == pipeline_id)
         return self.period_s / (load.turns * load.solo_s) if load.solo_s else 1.0
 
@@ -192,8 +201,7 @@ class GroupLoad:
         if self.is_formula_exact or self.is_colocated:
             return self.period_with(pipeline, rollout_nodes, num_new_rollout_nodes) <= budget_s
         new = tuple(NodeId("(new)", index) for index in range(num_new_rollout_nodes))
-        rollout_s, train_s = _phases_of(pipeline)
-        return fits_period(self._loads_with(rollout_s, train_s, (*rollout_nodes, *new)), budget_s)
+        return fits_period(self._loads_with(pipeline, (*rollout_nodes, *new)), budget_s)
 
     def has_memory_for(self, pipeline: Pipeline, rollout_nodes: Sequence[NodeId]) -> bool:
         """Residency by bytes on the shared nodes; by the cap among pipelines without footprints."""
@@ -203,6 +211,18 @@ class GroupLoad:
             return False
         need = pipeline.footprint.rollout_host_bytes
         return all(need <= self.free_rollout_bytes[self.rollout_nodes.index(node)] for node in rollout_nodes)
+
+
+def _phase_loads(members: Sequence[Member], pools: Mapping[str, Pool]) -> list[PhaseLoad]:
+    """What each asks of a group of these, switches included."""
+    tenants: list[Tenant] = [(one.pipeline, one.placement.rollout_nodes, one.placement.train_nodes) for one in members]
+    added = switch_seconds(tenants, pools)
+    return [
+        replace(load, rollout_s=load.rollout_s + rollout_s, train_s=load.train_s + train_s)
+        if rollout_s or train_s
+        else load
+        for load, (rollout_s, train_s) in zip([one.phase_load for one in members], added, strict=True)
+    ]
 
 
 def solo_s(pipeline: Pipeline) -> float:
@@ -666,7 +686,7 @@ class PlacementLedger:
         rollout_nodes: tuple[NodeId, ...],
         train_nodes: tuple[NodeId, ...],
     ) -> GroupLoad:
-        loads = [member.phase_load for member in members]
+        loads = _phase_loads(members, self.cluster.pools)
         rollout_s = dict.fromkeys(rollout_nodes, 0.0)
         held_bytes = dict.fromkeys(rollout_nodes + train_nodes, 0.0)
         for member, load in zip(members, loads, strict=True):
@@ -702,6 +722,8 @@ class PlacementLedger:
             least_usd_per_hour=sum(self._least_usd_per_hour(member.pipeline) for member in members),
             num_without_footprint=sum(not has_footprint(member.pipeline) for member in members),
             is_colocated=is_colocated,
+            pools=self.cluster.pools,
+            has_switches=any(member.pipeline.switch for member in members),
             is_formula_exact=is_exact,
         )
 

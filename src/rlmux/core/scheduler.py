@@ -363,6 +363,7 @@ class Scheduler:
         if run.status is not PipelineStatus.RUNNING:
             return
         solo_s = self._solo_s(order, event.seconds)
+        self._learn_switch(run, order, event.switch_s)
         if order.phase is Phase.ROLLOUT:
             run.history.share_ended(order.devices[0], solo_s)
             self._finish_share(run, order.devices[0])
@@ -376,6 +377,12 @@ class Scheduler:
                 self._publish(run, order.step)
         if run.placement is not None and run.status is PipelineStatus.RUNNING:
             self._dispatch(self._group_of(run))
+
+    @staticmethod
+    def _learn_switch(run: PipelineRun, order: Order, switch_s: float) -> None:
+        is_warm = order.switch is Switch.WARM
+        if is_warm or (switch_s > 0.0 and order.devices and order.switch is Switch.NONE):
+            run.history.switched(order.phase, switch_s, is_warm=is_warm)
 
     def _finish_share(self, run: PipelineRun, device: DeviceId) -> None:
         run.open_shares[device] = None
@@ -421,6 +428,7 @@ class Scheduler:
         order, run = self._end_named(event.order)
         if run.status is not PipelineStatus.RUNNING:
             return
+        self._learn_switch(run, order, event.switch_s)
         if order.phase is Phase.ROLLOUT:
             run.history.paused(order.devices[0], self._solo_s(order, event.seconds))
             self._add_share(run, order.devices[0], is_continuation=True, is_waiting=event.is_waiting)
@@ -586,7 +594,9 @@ class Scheduler:
         order_id = OrderId(state.next_order)
         state.next_order += 1
         switch, evicted = self._take_devices(run, phase, devices, order_id, level)
-        order = Order(order_id, pipeline.id, step, stage, phase, devices, level, state.now_s, paced_s=state.now_s)
+        order = Order(
+            order_id, pipeline.id, step, stage, phase, devices, level, state.now_s, switch=switch, paced_s=state.now_s
+        )
         state.orders[order_id] = order
         if devices:
             self._group_of(run).running[order_id] = order

@@ -17,6 +17,7 @@ import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from rlmux.core.actions import Switch
 from rlmux.core.estimates import StepHistory
 from rlmux.core.model import (
     DeviceId,
@@ -72,6 +73,7 @@ class Order:
     """Set for a Migrate: `devices` is then its target, and it leases nothing."""
     is_fresh: bool = False
     """Of a Migrate: the share had not begun."""
+    switch: Switch = Switch.NONE
     slowdown: float = 1.0
     """Expected at its level beside whoever shares its devices."""
     paced_s: float = 0.0

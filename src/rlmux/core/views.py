@@ -13,6 +13,7 @@ from operator import itemgetter
 from rlmux.core.estimates import StepEstimates
 from rlmux.core.model import DeviceId, GroupId, OrderId, Phase, Pipeline, PipelineId, Stage
 from rlmux.core.state import GroupState, Order, OrderStatus, PipelineRun, ReadyWork, SchedulerState
+from rlmux.core.switches import num_fitting
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,6 +197,10 @@ class Turn:
     """Until it can begin, at least; 0 where it is ready, or may run ahead of its published version."""
     seconds: float
     """Of its phase."""
+    switch_s: float
+    """To bring its state there; 0 where it is there now."""
+    forced_s: float
+    """To bring it back, should another go first that takes its place; 0 where it is not there now."""
     laxity_s: float
     """How long its step may still wait in all without breaking the SLO; negative: it is late already."""
 
@@ -265,6 +270,26 @@ class GroupView:
         """Of the device: what all states that compute there at once must fit into."""
         return self._state.devices[device].memory_bytes
 
+    def residents(self, device: DeviceId) -> tuple[tuple[PipelineId, Phase], ...]:
+        """Whose states are kept there, least recently used first."""
+        return tuple(self._state.devices[device].residents)
+
+    def num_kept(self, device: DeviceId) -> float:
+        """How many of the states that members use there fit at once, whichever they are; infinite for all."""
+        pinned = self._group.members_by_device
+        footprints = {
+            phase: [run.pipeline.footprint for run in pinned.get((phase, device), {}).values()]
+            for phase in (Phase.ROLLOUT, Phase.TRAIN)
+        }
+        sizes = [one.rollout_device_bytes for one in footprints[Phase.ROLLOUT]]
+        sizes += [one.train_device_bytes for one in footprints[Phase.TRAIN]]
+        return num_fitting(sizes, self.memory_bytes(device))
+
+    def switch_s(self, work: ReadyWork) -> float:
+        """To bring the state there that this work needs; 0 where it is there now, or nobody has to leave for it."""
+        run = self._group.members[work.pipeline]
+        return max(self._switch_s(run, work.phase, device)[0] for device in work.devices)
+
     def is_turn(self, work: ReadyWork) -> bool:
         """In a strict meta-iteration, is it this pipeline's turn on all of the work's devices?
 
@@ -278,7 +303,8 @@ class GroupView:
         """The phase that begins with this work."""
         run = self._group.members[work.pipeline]
         seconds = _phase_s(run, work.phase, work.devices[0])
-        return Turn(gap_s=0.0, seconds=seconds, laxity_s=self._laxity_s(run))
+        switch_s, forced_s = self._switch_s(run, work.phase, work.devices[0])
+        return Turn(gap_s=0.0, seconds=seconds, switch_s=switch_s, forced_s=forced_s, laxity_s=self._laxity_s(run))
 
     def turns_before(self, work: ReadyWork, device: DeviceId) -> list[Turn]:
         """Who is to begin there before this work, in the order of their turns."""
@@ -292,14 +318,27 @@ class GroupView:
             if (rank := (run.rounds[key] / run.turns, run.place)) < own_rank and _will_begin(run, key)
         ]
         ranked.sort(key=itemgetter(0))
-        return [
-            Turn(
-                gap_s=self._gap_s(run, work.phase, device),
-                seconds=_phase_s(run, work.phase, device),
-                laxity_s=self._laxity_s(run),
+        turns = []
+        for _, run in ranked:
+            switch_s, forced_s = self._switch_s(run, work.phase, device)
+            turns.append(
+                Turn(
+                    gap_s=self._gap_s(run, work.phase, device),
+                    seconds=_phase_s(run, work.phase, device),
+                    switch_s=switch_s,
+                    forced_s=forced_s,
+                    laxity_s=self._laxity_s(run),
+                )
             )
-            for _, run in ranked
-        ]
+        return turns
+
+    def _switch_s(self, run: PipelineRun, phase: Phase, device: DeviceId) -> tuple[float, float]:
+        """To bring its state to the device now, and to bring it back after another's."""
+        seconds = run.history.estimates().switch_s(phase)
+        if seconds == 0.0 or self.num_kept(device) == math.inf:
+            return 0.0, 0.0
+        is_there = (run.pipeline.id, phase) in self._state.devices[device].residents
+        return (0.0, seconds) if is_there else (seconds, 0.0)
 
     def _gap_s(self, run: PipelineRun, phase: Phase, device: DeviceId) -> float:
         if run.pipeline.staleness:

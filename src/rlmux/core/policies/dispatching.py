@@ -36,7 +36,8 @@ def in_turn(view: GroupView) -> Iterator[RunWork]:
 def in_turn_unless_late(view: GroupView) -> Iterator[RunWork]:
     """In turn, but where turns would break an SLO or leave a gap, the order is another:
 
-        into a gap    a ready work whose turn has not come starts if it ends before those before it can begin
+        into a gap    a ready work whose turn has not come starts if it ends before those before it can begin, and
+                      computes for longer than the switches take that it brings
         overtaking    it starts if its step breaks the SLO otherwise, and those before it are all in time then
 
     A step is in time if it ends before the mean of all steps so far breaks the SLO; all by the estimates.
@@ -60,25 +61,36 @@ def in_turn_unless_late(view: GroupView) -> Iterator[RunWork]:
 def _may_overtake(view: GroupView, work: ReadyWork) -> bool:
     mine = view.turn_of(work)
     lines = [view.turns_before(work, device) for device in work.devices]
-    if all(mine.seconds <= line[0].gap_s for line in lines if line):
+    if all(_fits_gap(mine, line[0]) for line in lines if line):
         return True
     if all(_free_after(line) <= mine.laxity_s for line in lines):
         return False
-    return all(_are_in_time(line, mine.seconds) for line in lines)
+    return all(_are_in_time(line, mine.switch_s + mine.seconds) for line in lines)
+
+
+def _fits_gap(mine: Turn, following: Turn) -> bool:
+    """What follows is late by the switch back to it at most, and the work is worth both switches."""
+    switches_s = mine.switch_s + following.forced_s
+    return (
+        mine.switch_s + mine.seconds <= following.gap_s
+        and switches_s <= mine.seconds
+        and following.forced_s <= following.laxity_s
+    )
 
 
 def _free_after(turns: Sequence[Turn]) -> float:
     """When the device is free again if it serves these one after another."""
     free_s = 0.0
-    for turn in turns:
-        free_s = max(free_s, turn.gap_s) + turn.seconds
+    for number, turn in enumerate(turns):
+        switch_s = turn.switch_s + (turn.forced_s if number else 0.0)
+        free_s = max(free_s, turn.gap_s) + switch_s + turn.seconds
     return free_s
 
 
 def _are_in_time(turns: Sequence[Turn], free_s: float = 0.0) -> bool:
     """Whether the steps of all of these keep their SLOs if the device serves them one after another from then on."""
     for turn in turns:
-        start_s = max(free_s, turn.gap_s)
+        start_s = max(free_s, turn.gap_s) + turn.switch_s + turn.forced_s
         if start_s - turn.gap_s > turn.laxity_s:
             return False
         free_s = start_s + turn.seconds

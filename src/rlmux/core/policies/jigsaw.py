@@ -17,6 +17,7 @@ not when nobody waits, and not when contexts are so long that moving eats the ga
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
@@ -75,6 +76,8 @@ class Jigsaw:
             tasks=tuple(ahead.tasks),
             merges=self._possible_merges(view, ahead) if self.merges_tails else (),
             sharing=sharing,
+            kept=ahead.kept,
+            num_kept=ahead.num_kept,
         )
         made = plan(problem, budget=self.budget) if self.looks_ahead else greedy(problem)
         yield from self._begin_merges(view, ahead, problem, made)
@@ -278,7 +281,10 @@ def is_idle(order: OrderView) -> bool:
 
 
 def yield_devices(view: GroupView) -> Iterator[PauseOrder]:
-    """Pause idle shares on devices that ready work could then start on. The tools go on meanwhile."""
+    """Pause idle shares on devices that ready work could then start on. The tools go on meanwhile.
+
+    Not where they are known to reply before the states have been switched to and fro.
+    """
     idle = {order.devices[0]: order for order in view.running if order.phase is Phase.ROLLOUT and is_idle(order)}
     if not idle:
         return
@@ -287,10 +293,24 @@ def yield_devices(view: GroupView) -> Iterator[PauseOrder]:
         needed = [device for device in work.devices if not view.is_free((device,))]
         if work.is_waiting or not needed or not all(device in idle for device in needed) or given & set(needed):
             continue
+        if not _is_worth_switching(view, work, [idle[device] for device in needed]):
+            continue
         given.update(needed)
         for device in needed:
             if not idle[device].is_pausing:
                 yield PauseOrder(order=idle[device].id)
+
+
+def _is_worth_switching(view: GroupView, work: ReadyWork, idle: Sequence[OrderView]) -> bool:
+    members = {member.id: member for member in view.members}
+    there_s = view.switch_s(work)
+    for order in idle:
+        estimates = members[order.pipeline].estimates
+        is_crowded = view.num_kept(order.devices[0]) < math.inf
+        back_s = estimates.switch_s(Phase.ROLLOUT) if is_crowded else 0.0
+        if estimates.wait_s is not None and estimates.wait_s < there_s + back_s:
+            return False
+    return True
 
 
 def _overdue_first(view: GroupView, works: list[ReadyWork]) -> list[ReadyWork]:

@@ -184,6 +184,9 @@ class RlMux:
         saved_usd = usd_before - sandbox.settled_usd_per_hour
         if not relocations or saved_usd < self.usd_per_hour_per_move * len(relocations):
             return ()
+        # A partition counts no switches, the books do: what breaks an SLO by them is not made.
+        if any(group.period_s > group.budget_s + 1e-9 for group in sandbox.groups() if group.has_switches):
+            return ()
         return relocations
 
 
@@ -245,6 +248,7 @@ def _best_nodes(group: GroupLoad, pipeline: Pipeline) -> tuple[tuple[NodeId, ...
     """The fullest rollout nodes that still take the pipeline; new ones for what is missing."""
     budget_s = min(group.budget_s, budget_of(pipeline))
     rollout_s = pipeline.estimate.rollout_s if pipeline.estimate else 0.0
+    rollout_s += pipeline.switch.rollout_s if pipeline.switch and group.has_switches else 0.0
     fitting = [
         (-load_s, node)
         for node, load_s, free_bytes in zip(

@@ -10,7 +10,7 @@ pipeline is looked ahead to about the same time, the end of the longest one's ne
 from __future__ import annotations
 
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from rlmux.core.estimates import StepEstimates
@@ -44,6 +44,10 @@ class Upcoming:
         """A share that has not begun."""
         return index in self.works and not self.works[index].is_continuation
 
+    kept: tuple[tuple[int, ...], ...] = ()
+    num_kept: tuple[float, ...] = ()
+    """As of `Problem`; () where all states fit all devices, or switches take no time."""
+
     def add(self, task: Task) -> int:
         self.tasks.append(task)
         return len(self.tasks) - 1
@@ -72,7 +76,30 @@ def upcoming(view: GroupView, *, without: Collection[int] = ()) -> Upcoming:
         if per_step * (num_steps + 1) > MAX_TASKS:
             num_steps = 1 if 2 * per_step <= MAX_TASKS else 0
         _Member(view, ahead, member, number, numbers, ready[member.id], running[member.id]).add(num_steps)
+    if any(task.switch_s for task in ahead.tasks):
+        _add_kept(view, ahead, numbers)
     return ahead
+
+
+def _add_kept(view: GroupView, ahead: Upcoming, numbers: Mapping[DeviceId, int]) -> None:
+    """Whose states are where, as far as there is no room for all."""
+    num_kept = tuple(view.num_kept(device) for device in numbers)
+    if all(count == math.inf for count in num_kept):
+        return
+    number_of = {member.id: number for number, member in enumerate(view.members)}
+    ahead.num_kept = num_kept
+    ahead.kept = tuple(
+        tuple(
+            state_number(number_of[pipeline], phase)
+            for pipeline, phase in reversed(view.residents(device))
+            if pipeline in number_of
+        )
+        for device in numbers
+    )
+
+
+def state_number(pipeline: int, phase: Phase) -> int:
+    return 2 * pipeline + (phase is Phase.TRAIN)
 
 
 def decode_kind(num_active: int | None) -> str:
@@ -133,6 +160,8 @@ class _Member:
                         seconds=max(estimates.share_s(device), _SHORTEST_S),
                         tail_s=estimates.tail_s(device),
                         needs=tuple(needs),
+                        state=state_number(self.number, Phase.ROLLOUT),
+                        switch_s=estimates.switch_s(Phase.ROLLOUT),
                     )
                 )
                 for device in member.rollout_devices
@@ -192,6 +221,8 @@ class _Member:
                     tail_s=tail_s,
                     needs=() if work is None or not work.is_waiting else (self._add_wait(estimates, work),),
                     is_running=order is not None,
+                    state=state_number(self.number, Phase.ROLLOUT),
+                    switch_s=estimates.switch_s(Phase.ROLLOUT),
                 )
             )
             self.ahead.device_of[index] = device
@@ -238,6 +269,8 @@ class _Member:
                 needs=needs,
                 is_running=is_running,
                 deadline_s=self._deadline_s(step),
+                state=state_number(self.number, Phase.TRAIN),
+                switch_s=self.member.estimates.switch_s(Phase.TRAIN),
             )
         )
 

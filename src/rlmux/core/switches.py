@@ -1,0 +1,61 @@
+"""What switches add to the phases of pipelines that share devices, by their estimates.
+
+    all states of a device fit it together    nobody is evicted                                        nothing
+    they do not                               whoever's turn comes finds that others were there since  a warm switch
+                                              and took its place                                       for each phase
+
+A cycle is the worst that can befall a memory that evicts the least recently used: what does not fit whole is never
+there when its turn comes. A pipeline alone on its nodes is as its solo estimate says, whatever that includes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+
+from rlmux.core.model import NodeId, Pipeline, PipelineId, Pool
+
+Tenant = tuple[Pipeline, Sequence[NodeId], Sequence[NodeId]]
+"""A pipeline, its rollout nodes, its training nodes."""
+
+
+def num_fitting(sizes: Iterable[float | None], memory_bytes: float) -> float:
+    """How many of these states fit a device together, whichever they are; infinite for all of them."""
+    free_bytes = memory_bytes
+    known = list(sizes)
+    if len(known) > 1 and None in known:
+        return 1
+    for count, size in enumerate(sorted((size for size in known if size is not None), reverse=True)):
+        free_bytes -= size
+        if free_bytes < 0.0:
+            return max(1, count)
+    return math.inf
+
+
+def switch_seconds(tenants: Sequence[Tenant], pools: Mapping[str, Pool]) -> list[tuple[float, float]]:
+    """By tenant: what is added to its (rollout, training)."""
+    if not any(pipeline.switch for pipeline, _, _ in tenants):
+        return [(0.0, 0.0)] * len(tenants)
+    sizes: dict[NodeId, list[float | None]] = {}
+    names: dict[NodeId, dict[PipelineId, None]] = {}
+    for pipeline, rollout_nodes, train_nodes in tenants:
+        footprint = pipeline.footprint
+        for nodes, size in (
+            (rollout_nodes, footprint.rollout_device_bytes),
+            (train_nodes, footprint.train_device_bytes),
+        ):
+            for node in nodes:
+                sizes.setdefault(node, []).append(size)
+                names.setdefault(node, {})[pipeline.id] = None
+    crowded = {
+        node
+        for node, there in names.items()
+        if len(there) > 1 and num_fitting(sizes[node], pools[node.pool].device_memory_bytes) < math.inf
+    }
+    return [
+        (
+            pipeline.switch.rollout_s if pipeline.switch and not crowded.isdisjoint(rollout_nodes) else 0.0,
+            pipeline.switch.train_s if pipeline.switch and not crowded.isdisjoint(train_nodes) else 0.0,
+        )
+        for pipeline, rollout_nodes, train_nodes in tenants
+    ]
