@@ -1,9 +1,15 @@
-"""Real runs, small enough for a test: real processes, real training, a few steps."""
+"""Real runs, small enough for a test: real processes, real training, a few steps.
+
+A test that takes `make_backend` says what every backend must do: it runs under `local`, and on a Ray cluster of several
+nodes. There it is slow unless marked `quick_on_ray`, and skipped where ray is not installed.
+"""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -168,6 +174,105 @@ class MovesEverything(Meddler):
             if order.phase is Phase.ROLLOUT and moves < 2 and order.num_active:
                 self.paused.add((order.pipeline, order.step))
                 yield PauseOrder(order=order.id)
+
+
+# ------------------------------------------------------------------ every backend
+
+ON_RAY = (pytest.mark.ray, pytest.mark.timeout(400), pytest.mark.xdist_group("ray"))
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "quick_on_ray: cheap enough under every backend to run each time")
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if "make_backend" in metafunc.fixturenames:
+        backends = ["local", pytest.param("ray", marks=ON_RAY)]
+        metafunc.parametrize("make_backend", backends, indirect=True)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        callspec = getattr(item, "callspec", None)
+        is_on_ray = callspec is not None and callspec.params.get("make_backend") == "ray"
+        if is_on_ray and item.get_closest_marker("quick_on_ray") is None:
+            item.add_marker(pytest.mark.slow)
+
+
+@pytest.fixture
+def make_backend(request: pytest.FixtureRequest) -> Callable[..., WorkerBackend]:
+    """Of each backend in turn."""
+    return local_backend if request.param == "local" else request.getfixturevalue("nodes").make_backend()
+
+
+@dataclass(frozen=True)
+class BackendWords:
+    """What the command line takes for a backend."""
+
+    run: tuple[str, ...] = ()
+    resume: tuple[str, ...] = ()
+
+
+@pytest.fixture
+def backend_words(make_backend: Callable[..., WorkerBackend], request: pytest.FixtureRequest) -> BackendWords:
+    """Of each backend in turn."""
+    if make_backend is local_backend:
+        return BackendWords()
+    address = ("--address", request.getfixturevalue("nodes").ray.address)
+    return BackendWords(run=("--backend", "ray", *address), resume=address)
+
+
+@pytest.fixture(scope="session")
+def nodes() -> Iterator[Nodes]:
+    """A Ray cluster of several nodes on this machine; each run joins it and leaves."""
+    if importlib.util.find_spec("ray") is None:
+        pytest.skip("needs the ray extra: pip install 'rlmux[ray]'")
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in {
+            "RAY_AUTH_MODE": "disabled",
+            "RAY_worker_niceness": "0",
+            "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+            "RAY_DISABLE_IMPORT_WARNING": "1",
+        }.items():
+            patch.setenv(name, value)
+        nodes = Nodes()
+        yield nodes
+        nodes.close()
+
+
+class Nodes:
+    """A head that offers nothing, a node for training and two for rollouts, as a cluster would have them."""
+
+    def __init__(self) -> None:
+        from ray.cluster_utils import Cluster
+
+        fast_death = {
+            "health_check_initial_delay_ms": 500,
+            "health_check_period_ms": 300,
+            "health_check_failure_threshold": 10,
+        }
+        self.ray = Cluster(
+            initialize_head=True,
+            head_node_args={"num_cpus": 0, "include_dashboard": False, "_system_config": fast_death},
+        )
+        self.train = self.add(train=2, core=1)
+        self.rollout = [self.add(rollout=1), self.add(rollout=1)]
+
+    def add(self, *, num_gpus: int = 0, **num_devices: int) -> Any:
+        """A node that offers so many devices of each pool."""
+        resources = {f"rlmux_{pool}": num for pool, num in num_devices.items()}
+        return self.ray.add_node(
+            num_cpus=1, num_gpus=num_gpus, resources=resources, object_store_memory=80_000_000
+        )
+
+    def make_backend(self, **options: Any) -> Callable[..., WorkerBackend]:
+        from rlmux.runtime.ray_backend import ray_backend
+
+        return partial(ray_backend, address=self.ray.address, **options)
+
+    def close(self) -> None:
+        self.ray.shutdown()
 
 
 @pytest.fixture(scope="session")

@@ -31,13 +31,13 @@ pipelines:
 
 
 @pytest.fixture
-def commands(tmp_path):
+def commands(tmp_path, backend_words):
     file = tmp_path / "two.yaml"
     file.write_text(FILE)
     rlmux = [sys.executable, "-m", "rlmux.cli"]
     return Commands(
-        run=lambda folder: [*rlmux, "run", str(file), "--out", str(folder)],
-        resume=lambda folder: [*rlmux, "resume", str(folder)],
+        run=lambda folder: [*rlmux, "run", str(file), "--out", str(folder), *backend_words.run],
+        resume=lambda folder: [*rlmux, "resume", str(folder), *backend_words.resume],
     )
 
 

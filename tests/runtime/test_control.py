@@ -28,13 +28,16 @@ STAGE_S = 0.05
 
 
 class Run:
-    """A controller on the fake backend, asked from threads as other processes would."""
+    """A controller, by default on the fake backend, asked from threads as other processes would."""
 
-    def __init__(self, folder: Path, real: Any, *, nodes: int = 1) -> None:
+    def __init__(self, folder: Path, real: Any, *, make_backend: Any = None) -> None:
         self.folder = folder
-        cluster = real.cluster(rollout=nodes, train=nodes)
+        folder.mkdir()
+        cluster = real.cluster()
         self.scheduler = Scheduler(cluster, POLICIES["rollmux"]())
-        self.backend = FakeBackend(lambda action: STAGE_S)
+        self.backend: Any = (
+            make_backend(cluster, folder, options=None) if make_backend else FakeBackend(lambda action: STAGE_S)
+        )
         self.log = RunLog.create(folder, run_header(policy="rollmux", backend="fake", cluster=cluster))
         self.desk = Desk(ControlServer(folder), self.scheduler, parse(real), over={"past": {}}, is_kept_open=True)
         self.controller = Controller(self.scheduler, self.backend, self.log, desk=self.desk)
@@ -56,6 +59,7 @@ class Run:
             self.controller.run(given, until=lambda: not visitor.is_alive() and until())
         finally:
             self.desk.close()
+            self.backend.close()
             self.log.close()
             visitor.join()
 
@@ -146,6 +150,24 @@ def test_one_that_is_still_to_come_is_shown_and_can_be_struck_off(going, real):
     assert going.answers[2]["outcome"] == "struck off"
     assert going.answers[3]["upcoming"] == []
     assert "in this run already" in going.answers[4]["refused"]
+
+
+@pytest.mark.quick_on_ray
+def test_others_come_and_go_and_those_who_stay_train_the_same_weights(real, make_backend, tmp_path):
+    alone = real.run(tmp_path / "alone", [real.submission("stays", num_steps=6), real.submission("comes", num_steps=3)])
+    going = Run(tmp_path / "run", real, make_backend=make_backend)
+    going.run(
+        [real.submission("stays", num_steps=6)],
+        submit("comes 3\ngoes 100000"),
+        cancel("goes"),
+        submit("big 3 0 4"),
+        until=lambda: going.is_over("stays") and going.is_over("comes") and going.is_over("goes"),
+    )
+    assert [one["outcome"] for one in going.answers[0]["pipelines"]] == ["placed", "placed"]
+    assert going.answers[2]["pipelines"][0]["outcome"] == "refused"
+    status = {name: run.status.value for name, run in going.scheduler.state.runs.items()}
+    assert status == {"stays": "finished", "comes": "finished", "goes": "cancelled", "big": "refused"}
+    assert {name: going.backend.weights_sha256(name) for name in ("stays", "comes")} == alone.sha256
 
 
 @pytest.mark.parametrize(

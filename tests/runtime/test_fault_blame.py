@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from rlmux.core.events import PipelineFailed, WorkerLost
-from rlmux.runtime.local import LocalProcesses
 from rlmux.runtime.worker_backend import WorkerOptions
 
 REWARDS = """
@@ -67,13 +66,12 @@ def bad(real, name: str):
     return replace(submission, plan=replace(submission.plan, task=task))
 
 
-def test_whatever_user_code_does_its_pipeline_alone_fails(real, good, alone, tmp_path, monkeypatch):
+def test_whatever_user_code_does_its_pipeline_alone_fails(real, make_backend, good, alone, tmp_path, monkeypatch):
     (tmp_path / "code").mkdir()
     (tmp_path / "code" / "my_bad_rewards.py").write_text(REWARDS)
     monkeypatch.syspath_prepend(tmp_path / "code")
-    run = real.run(
-        tmp_path / "run", [good, *(bad(real, name) for name in CASES)], options=WorkerOptions(max_losses=2)
-    )
+    given = [good, *(bad(real, name) for name in CASES)]
+    run = real.run(tmp_path / "run", given, options=WorkerOptions(max_losses=2), make_backend=make_backend)
     assert run.status == {"good": "finished", **dict.fromkeys(CASES, "failed")}
     assert run.sha256["good"] == alone.sha256["good"]
     reasons = {event.pipeline: event.reason for event in run.recorder.events if isinstance(event, PipelineFailed)}
@@ -84,11 +82,11 @@ def test_whatever_user_code_does_its_pipeline_alone_fails(real, good, alone, tmp
     assert all(not device.orders and not device.residents for device in run.scheduler.state.devices.values())
 
 
-def test_numbers_that_blow_up_fail_their_pipeline(real, good, alone, tmp_path):
+def test_numbers_that_blow_up_fail_their_pipeline(real, make_backend, good, alone, tmp_path):
     submission = real.submission("wild", seed=3, num_steps=6)
     algorithm = replace(submission.plan.algorithm, learning_rate=1e30)
     wild = replace(submission, plan=replace(submission.plan, algorithm=algorithm))
-    run = real.run(tmp_path / "run", [wild, good])
+    run = real.run(tmp_path / "run", [wild, good], make_backend=make_backend)
     assert run.status == {"wild": "failed", "good": "finished"}
     (failure,) = [event for event in run.recorder.events if isinstance(event, PipelineFailed)]
     assert "finite" in failure.reason or "nan" in failure.reason or "inf" in failure.reason
@@ -110,7 +108,7 @@ class Poisonable(RolloutWorker):
 
 
 def test_a_prompt_that_crashes_the_engine_each_time_fails_its_pipeline_alone(
-    real, good, alone, tmp_path, monkeypatch
+    real, make_backend, good, alone, tmp_path, monkeypatch
 ):
     """The engine dies in C whenever it is given that prompt, in a new process as in the one before."""
     (tmp_path / "code").mkdir()
@@ -118,15 +116,24 @@ def test_a_prompt_that_crashes_the_engine_each_time_fails_its_pipeline_alone(
     monkeypatch.syspath_prepend(tmp_path / "code")
     from my_poisonable_worker import Poisonable
 
-    spawn = LocalProcesses.spawn
+    def make_poisonable_backend(*given, **options):
+        backend = make_backend(*given, **options)
+        spawn = backend._workplace.spawn
 
-    def spawn_poisonable(self, name, make_worker, args, **more):
-        is_poisonable = name.startswith("poisoned/rollout")
-        return spawn(self, name, Poisonable if is_poisonable else make_worker, args, **more)
+        def spawn_poisonable(name, make_worker, args, **more):
+            is_poisonable = name.startswith("poisoned/rollout")
+            return spawn(name, Poisonable if is_poisonable else make_worker, args, **more)
 
-    monkeypatch.setattr(LocalProcesses, "spawn", spawn_poisonable)
+        backend._workplace.spawn = spawn_poisonable
+        return backend
+
     poisoned = real.submission("poisoned", seed=3, num_steps=6)
-    run = real.run(tmp_path / "run", [good, poisoned], options=WorkerOptions(max_losses=2))
+    run = real.run(
+        tmp_path / "run",
+        [good, poisoned],
+        options=WorkerOptions(max_losses=2),
+        make_backend=make_poisonable_backend,
+    )
     assert run.status == {"good": "finished", "poisoned": "failed"}
     assert run.sha256["good"] == alone.sha256["good"]
     (failure,) = [event for event in run.recorder.events if isinstance(event, PipelineFailed)]

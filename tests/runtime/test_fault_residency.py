@@ -55,9 +55,10 @@ def with_processes(submissions, process_bytes: float):
         yield replace(one, pipeline=replace(one.pipeline, footprint=footprint))
 
 
-def test_pipelines_that_evict_each_other_train_to_the_same_weights(real, pair, tmp_path):
+def test_pipelines_that_evict_each_other_train_to_the_same_weights(real, make_backend, pair, tmp_path):
     roomy = real.run(tmp_path / "roomy", pair, on=with_memory(real.cluster(), 100 * MEGABYTE, 1e12))
-    tight = real.run(tmp_path / "tight", pair, on=with_memory(real.cluster(), 15 * MEGABYTE, 1e12))
+    small = with_memory(real.cluster(), 15 * MEGABYTE, 1e12)
+    tight = real.run(tmp_path / "tight", pair, on=small, make_backend=make_backend)
     evicted = {
         name: [action for action in run.recorder.actions if isinstance(action, RunStage) and action.evicted]
         for name, run in (("roomy", roomy), ("tight", tight))
@@ -68,11 +69,12 @@ def test_pipelines_that_evict_each_other_train_to_the_same_weights(real, pair, t
     assert tight.sha256 == roomy.sha256
 
 
-def test_states_that_find_no_host_memory_go_to_disk_and_come_back_exactly(real, pair, tmp_path):
+def test_states_that_find_no_host_memory_go_to_disk_and_come_back_exactly(real, make_backend, pair, tmp_path):
     """Of each phase, three processes and one state fit; devices hold one or two."""
     roomy = real.run(tmp_path / "roomy", pair, on=with_memory(real.cluster(), 100 * MEGABYTE, 1e12))
     tight = with_memory(real.cluster(), 15 * MEGABYTE, 12 * MEGABYTE, spills_to_disk=True)
-    run = real.run(tmp_path / "run", [with_footprint(one, tight) for one in with_processes(pair, MEGABYTE)], on=tight)
+    crowded = [with_footprint(one, tight) for one in with_processes(pair, MEGABYTE)]
+    run = real.run(tmp_path / "run", crowded, on=tight, make_backend=make_backend)
     spilled = {note.fields["worker"].partition("-")[0] for note in run.recorder.notes if note.type == "spill"}
     assert {worker.partition("/")[2] for worker in spilled} == {"rollout", "train"}
     assert set(run.status.values()) == {"finished"}

@@ -30,42 +30,50 @@ def undisturbed(real, pair, tmp_path_factory):
     return run
 
 
-def pid_of(recorder, pipeline: str, role: str) -> int:
+def pid_of(recorder, pipeline: str, role: str) -> int | None:
+    """None until its present process is known."""
     pids = [
         note.fields["pid"]
         for note in recorder.notes
         if note.type == "worker" and note.fields["pipeline"] == pipeline and note.fields["role"].startswith(role)
     ]
-    return pids[-1]
+    return pids[-1] if pids else None
 
 
 class KillsAtStages:
-    """Kills a worker as a stage begins: every kind of worker at every stage, one after another."""
+    """Kills a worker as a stage begins (or, where its process is not known yet, soon after): every kind of worker at
+    every stage, one after another."""
 
     def __init__(self, pipeline: str) -> None:
         stages = [Stage.GENERATE, Stage.REFERENCE_LOGPROBS, Stage.UPDATE, Stage.PUBLISH]
         self.left = [(role, stage) for stage in stages for role in ("rollout", "train", "host")]
         self.pipeline = pipeline
         self.seen = 0
+        self.is_due = False
 
     def __call__(self, backend, recorder) -> bool:
         new, self.seen = recorder.actions[self.seen :], len(recorder.actions)
-        for action in new:
-            if not self.left or not isinstance(action, RunStage) or action.pipeline != self.pipeline:
-                continue
-            role, stage = self.left[0]
-            if action.stage is stage and action.step > 0:
-                self.left.pop(0)
-                os.kill(pid_of(recorder, self.pipeline, role), signal.SIGKILL)
-                break
+        if not self.left:
+            return False
+        role, stage = self.left[0]
+        self.is_due |= any(
+            isinstance(action, RunStage) and action.step > 0
+            and (action.pipeline, action.stage) == (self.pipeline, stage)
+            for action in new
+        )  # fmt: skip
+        pid = pid_of(recorder, self.pipeline, role)
+        if self.is_due and pid is not None:
+            os.kill(pid, signal.SIGKILL)
+            self.left.pop(0)
+            self.is_due = False
         return False
 
 
 @pytest.mark.timeout(400)
 @pytest.mark.parametrize("name", ["sort", pytest.param("tool", marks=pytest.mark.slow)])
-def test_any_worker_may_die_as_any_stage_begins(real, pair, undisturbed, tmp_path, name):
+def test_any_worker_may_die_as_any_stage_begins(real, make_backend, pair, undisturbed, tmp_path, name):
     kills = KillsAtStages(name)
-    run = real.run(tmp_path / "run", pair, watch=kills)
+    run = real.run(tmp_path / "run", pair, watch=kills, make_backend=make_backend)
     assert run.status == undisturbed.status, run.recorder.events[-3:]
     assert kills.left == []
     lost = [event for event in run.recorder.events if isinstance(event, WorkerLost | PipelineRestarted)]
@@ -74,7 +82,7 @@ def test_any_worker_may_die_as_any_stage_begins(real, pair, undisturbed, tmp_pat
 
 
 def once_at(pipeline: str, stage: Stage, step: int, act):
-    """Calls `act(recorder)` as that stage of that step begins, once."""
+    """Calls `act(recorder)` as that stage of that step begins, once. Its workers are known long before."""
     done = []
 
     def watch(backend, recorder) -> bool:
@@ -92,7 +100,7 @@ def once_at(pipeline: str, stage: Stage, step: int, act):
 
 
 @pytest.mark.parametrize("role", ["rollout", "train"])
-def test_a_worker_that_hangs_is_replaced(real, pair, undisturbed, tmp_path, role):
+def test_a_worker_that_hangs_is_replaced(real, make_backend, pair, undisturbed, tmp_path, role):
     stage = Stage.GENERATE if role == "rollout" else Stage.UPDATE
     stopped = []
 
@@ -105,49 +113,57 @@ def test_a_worker_that_hangs_is_replaced(real, pair, undisturbed, tmp_path, role
         pair,
         watch=once_at("sort", stage, 3, stop),
         options=WorkerOptions(call_limit_s=6.0),
+        make_backend=make_backend,
     )
     assert not psutil.pid_exists(stopped[0])
     assert any(note.type == "loss" and "no answer" in note.fields["reason"] for note in run.recorder.notes)
     assert run.sha256 == undisturbed.sha256
 
 
-def test_a_worker_that_runs_out_of_memory_is_replaced(real, pair, undisturbed, tmp_path):
+def test_a_worker_that_runs_out_of_memory_is_replaced(real, make_backend, pair, undisturbed, tmp_path):
     def leave_no_memory(recorder):
         worker = psutil.Process(pid_of(recorder, "sort", "train"))
         used = worker.memory_info().vms
         resource.prlimit(worker.pid, resource.RLIMIT_AS, (used // 2, used // 2))
 
-    run = real.run(tmp_path / "run", pair, watch=once_at("sort", Stage.REFERENCE_LOGPROBS, 3, leave_no_memory))
+    watch = once_at("sort", Stage.REFERENCE_LOGPROBS, 3, leave_no_memory)
+    run = real.run(tmp_path / "run", pair, watch=watch, make_backend=make_backend)
     losses = [note.fields["reason"] for note in run.recorder.notes if note.type == "loss"]
     if not losses:
         pytest.skip("the allocator had all it needed")
     assert run.sha256 == undisturbed.sha256
 
 
-def test_the_fork_server_itself_may_die(real, pair, undisturbed, tmp_path):
+def test_the_fork_server_itself_may_die(real, make_backend, pair, undisturbed, tmp_path):
     """All workers die with it; each pipeline begins again from its checkpoint, from a new fork server."""
 
     def kill_its_parent(recorder):
         os.kill(psutil.Process(pid_of(recorder, "sort", "host")).ppid(), signal.SIGKILL)
 
-    run = real.run(tmp_path / "run", pair, watch=once_at("sort", Stage.UPDATE, 4, kill_its_parent))
+    watch = once_at("sort", Stage.UPDATE, 4, kill_its_parent)
+    run = real.run(tmp_path / "run", pair, watch=watch, make_backend=make_backend)
     restarted = {event.pipeline for event in run.recorder.events if isinstance(event, PipelineRestarted)}
     assert restarted == {"sort", "tool"}
     assert run.sha256 == undisturbed.sha256
 
 
-def test_a_worker_that_always_dies_fails_its_pipeline_after_a_few_tries(real, pair, undisturbed, tmp_path):
+def test_a_worker_that_always_dies_fails_its_pipeline_after_a_few_tries(
+    real, make_backend, pair, undisturbed, tmp_path
+):
     killed = []
 
     def kill_every_host_of_sort(backend, recorder) -> bool:
         hosts = [note.fields["pid"] for note in recorder.notes if note.type == "worker"
                  and (note.fields["pipeline"], note.fields["role"]) == ("sort", "host")]  # fmt: skip
-        if hosts and hosts[-1] not in killed:
+        if hosts and hosts[-1] is not None and hosts[-1] not in killed:
             killed.append(hosts[-1])
             os.kill(hosts[-1], signal.SIGKILL)
         return False
 
-    run = real.run(tmp_path / "run", pair, watch=kill_every_host_of_sort, options=WorkerOptions(max_losses=2))
+    options = WorkerOptions(max_losses=2)
+    run = real.run(
+        tmp_path / "run", pair, watch=kill_every_host_of_sort, options=options, make_backend=make_backend
+    )
     (failure,) = [event for event in run.recorder.events if isinstance(event, PipelineFailed)]
     assert failure.pipeline == "sort"
     assert "sort/host" in failure.reason

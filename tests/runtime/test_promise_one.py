@@ -38,15 +38,17 @@ def test_every_step_trains_on_what_its_own_version_sampled(solo):
     assert max(gaps) < 1e-4
 
 
-@pytest.mark.parametrize("policy", ["rollmux", "colocated", "fifo"])
-def test_sharing_gives_the_weights_of_running_alone(real, pair, solo, tmp_path, policy):
-    assert real.run(tmp_path / policy, pair, policy=policy).sha256 == solo.sha256
+@pytest.mark.parametrize("policy", [pytest.param("rollmux", marks=pytest.mark.quick_on_ray), "colocated", "fifo"])
+def test_sharing_gives_the_weights_of_running_alone(real, make_backend, pair, solo, tmp_path, policy):
+    shared = real.run(tmp_path / policy, pair, policy=policy, make_backend=make_backend)
+    assert shared.sha256 == solo.sha256, shared.recorder.notes
 
 
 @pytest.mark.parametrize("chunk_decode_steps", [1, 5])
-def test_the_size_of_a_chunk_changes_nothing(real, pair, solo, tmp_path, chunk_decode_steps):
+def test_the_size_of_a_chunk_changes_nothing(real, make_backend, pair, solo, tmp_path, chunk_decode_steps):
     options = WorkerOptions(chunk_decode_steps=chunk_decode_steps, chunk_s=0.001)
-    assert real.run(tmp_path / "run", pair, options=options).sha256 == solo.sha256
+    run = real.run(tmp_path / "run", pair, options=options, make_backend=make_backend)
+    assert run.sha256 == solo.sha256
 
 
 class Meddler:
@@ -73,14 +75,16 @@ class PausesEverything(Meddler):
                 yield PauseOrder(order=order.id)
 
 
-def test_a_forced_pause_changes_nothing(real, pair, solo, tmp_path):
+def test_a_forced_pause_changes_nothing(real, make_backend, pair, solo, tmp_path):
     options = WorkerOptions(chunk_decode_steps=2, chunk_s=0.001)
-    paused = real.run(tmp_path / "run", pair, policy=PausesEverything(), options=options)
+    paused = real.run(
+        tmp_path / "run", pair, policy=PausesEverything(), options=options, make_backend=make_backend
+    )
     assert sum(isinstance(event, StagePaused) for event in paused.recorder.events) >= 4
     assert paused.sha256 == solo.sha256
 
 
-def test_moving_every_trajectory_to_another_worker_mid_way_changes_nothing(real, tmp_path):
+def test_moving_every_trajectory_to_another_worker_mid_way_changes_nothing(real, make_backend, tmp_path):
     pair = [
         real.submission("sort", max_new_tokens=48, num_rollout_nodes=2),
         real.submission("reverse", task="reverse", seed=2, max_new_tokens=48, num_rollout_nodes=2),
@@ -92,6 +96,7 @@ def test_moving_every_trajectory_to_another_worker_mid_way_changes_nothing(real,
         policy=real.MovesEverything(copies_kv=True),
         on=real.cluster(rollout=2),
         options=WorkerOptions(chunk_decode_steps=1),
+        make_backend=make_backend,
     )
     assert moved.status == alone.status, moved.recorder.notes
     moves = [action for action in moved.recorder.actions if isinstance(action, Migrate)]
@@ -100,20 +105,20 @@ def test_moving_every_trajectory_to_another_worker_mid_way_changes_nothing(real,
     assert moved.sha256 == alone.sha256
 
 
-def test_a_tool_using_pipeline_is_the_same_shared_and_alone(real, tmp_path):
+def test_a_tool_using_pipeline_is_the_same_shared_and_alone(real, make_backend, tmp_path):
     pair = [
         real.submission("tool", task="calculator", max_new_tokens=32),
         real.submission("sort", seed=1),
     ]
     alone = real.run(tmp_path / "alone", pair, policy="solo")
-    shared = real.run(tmp_path / "shared", pair)
+    shared = real.run(tmp_path / "shared", pair, make_backend=make_backend)
     assert alone.status == {"tool": "finished", "sort": "finished"}
     assert shared.sha256 == alone.sha256
 
 
-def test_one_step_off_policy_is_the_same_shared_and_alone(real, tmp_path):
+def test_one_step_off_policy_is_the_same_shared_and_alone(real, make_backend, tmp_path):
     pair = [real.submission("async", num_steps=3, staleness=1), real.submission("sync", seed=2)]
     alone = real.run(tmp_path / "alone", pair, policy="solo")
-    shared = real.run(tmp_path / "shared", pair)
+    shared = real.run(tmp_path / "shared", pair, make_backend=make_backend)
     assert alone.status == {"async": "finished", "sync": "finished"}
     assert shared.sha256 == alone.sha256

@@ -40,11 +40,11 @@ class MovesOnce:
         return first_come(view)
 
 
-def test_a_pipeline_that_moves_between_two_steps_trains_the_same_weights(real, tmp_path):
+def test_a_pipeline_that_moves_between_two_steps_trains_the_same_weights(real, make_backend, tmp_path):
     pair = [real.submission("short", num_steps=6), real.submission("long", task="reverse", seed=2, num_steps=16)]
     two = real.cluster(rollout=2, train=2)
     alone = real.run(tmp_path / "alone", [pair[1]], policy="solo")
-    moved = real.run(tmp_path / "moved", pair, policy=MovesOnce(), on=two)
+    moved = real.run(tmp_path / "moved", pair, policy=MovesOnce(), on=two, make_backend=make_backend)
     (replace,) = [action for action in moved.recorder.actions if isinstance(action, Replace)]
     assert replace.placement.rollout_nodes == (NodeId("rollout", 0),), "from rollout-1, to what became free"
     (restart,) = [event for event in moved.recorder.events if isinstance(event, PipelineRestarted)]

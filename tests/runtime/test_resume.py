@@ -38,16 +38,12 @@ def pair(real):
     ]
 
 
-def run(real, pair, folder: Path, *, listeners=(), options: WorkerOptions | None = None):
-    return run_pipelines(
-        real.cluster(), pair, POLICIES["rollmux"](), folder, spec={}, listeners=listeners, options=options
-    )
+def run(real, pair, folder: Path, **how):
+    return run_pipelines(real.cluster(), pair, POLICIES["rollmux"](), folder, spec={}, **how)
 
 
-def resume(real, pair, folder: Path, *, listeners=(), options: WorkerOptions | None = None):
-    return resume_pipelines(
-        real.cluster(), pair, POLICIES["rollmux"](), folder, listeners=listeners, options=options
-    )
+def resume(real, pair, folder: Path, **how):
+    return resume_pipelines(real.cluster(), pair, POLICIES["rollmux"](), folder, **how)
 
 
 def weights(summary) -> dict[str, str]:
@@ -92,9 +88,10 @@ def test_a_stopped_run_is_resumable_and_says_so(stopped):
     assert summary["pipelines"]["tool"]["steps"] == 3
 
 
-def test_resuming_gives_the_weights_of_a_run_left_alone(real, pair, undisturbed, stopped, tmp_path):
+def test_resuming_gives_the_weights_of_a_run_left_alone(real, make_backend, pair, undisturbed, stopped, tmp_path):
+    """Also under another backend than the one that it was stopped under."""
     folder = copy_of(stopped, tmp_path / "run")
-    result = resume(real, pair, folder)
+    result = resume(real, pair, folder, make_backend=make_backend)
     assert result.is_complete
     assert weights(result.summary) == weights(undisturbed.summary)
     for name, one in result.summary["pipelines"].items():
@@ -167,11 +164,11 @@ def test_an_older_version_that_staleness_needs_is_not_taken_damaged(real, pair, 
 
 
 @pytest.mark.parametrize("checkpoint_every", [2, 3])
-def test_with_fewer_checkpoints_too(real, pair, undisturbed, tmp_path, checkpoint_every):
-    options = WorkerOptions(checkpoint_every=checkpoint_every)
+def test_with_fewer_checkpoints_too(real, make_backend, pair, undisturbed, tmp_path, checkpoint_every):
+    how = {"options": WorkerOptions(checkpoint_every=checkpoint_every), "make_backend": make_backend}
     folder = tmp_path / "run"
-    assert not run(real, pair, folder, listeners=[InterruptsAt("tool", 4)], options=options).is_complete
-    result = resume(real, pair, folder, options=options)
+    assert not run(real, pair, folder, listeners=[InterruptsAt("tool", 4)], **how).is_complete
+    result = resume(real, pair, folder, **how)
     assert weights(result.summary) == weights(undisturbed.summary)
 
 
@@ -327,15 +324,15 @@ def still_alive(family: list[psutil.Process]) -> list[str]:
     return [f"{process.pid} of {process.ppid()}, {process.status()}: {process.cmdline()[-1][:60]}" for process in alive]
 
 
-def test_no_process_outlives_its_controller_even_in_user_code(tmp_path, command):
+def test_no_process_outlives_its_controller_even_in_user_code(tmp_path, command, backend_words):
     """Killed, with a host that is stuck in the user's code; then once more, and interrupted."""
-    process = command(*write_file(tmp_path))
+    process = command(*write_file(tmp_path), *backend_words.run)
     family = family_once_training(process, tmp_path / "run")
     process.kill()
     process.wait()
     assert still_alive(family) == []
 
-    process = command("resume", str(tmp_path / "run"))
+    process = command("resume", str(tmp_path / "run"), *backend_words.resume)
     family = family_once_training(process, tmp_path / "run")
     process.send_signal(signal.SIGINT)
     assert process.wait(timeout=60) == 130

@@ -25,10 +25,12 @@ def submissions(real):
     ]
 
 
-def test_sharing_devices_at_levels_changes_nothing_but_time(real, submissions, tmp_path):
+def test_sharing_devices_at_levels_changes_nothing_but_time(real, make_backend, submissions, tmp_path):
     on = real.cluster(rollout=1, train=1)
     alone = real.run(tmp_path / "alone", submissions, policy=Jigsaw(), on=on)
-    shared = real.run(tmp_path / "shared", submissions, policy=Jigsaw(sharing=HELPFUL), on=on)
+    shared = real.run(
+        tmp_path / "shared", submissions, policy=Jigsaw(sharing=HELPFUL), on=on, make_backend=make_backend
+    )
     assert shared.sha256 == alone.sha256
     levels = {a.level for a in shared.recorder.actions if isinstance(a, RunStage | SetLevel)}
     assert {0.25, 0.75} <= levels

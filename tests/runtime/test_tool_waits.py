@@ -12,14 +12,14 @@ from rlmux.core.model import Cluster, Phase, Pool, Stage
 from rlmux.rl.config import WarmStartConfig
 
 
-def test_a_rollout_whose_slots_all_wait_for_tools_asks_nothing_of_its_worker(real, tmp_path):
+def test_a_rollout_whose_slots_all_wait_for_tools_asks_nothing_of_its_worker(real, make_backend, tmp_path):
     """16 trajectories on 8 slots: while 8 wait for the tool, 8 wait for them."""
     slow = real.submission(
         "slow", task="calculator", num_steps=1, task_fields={"params": {"digits": 1, "wait_s": 0.5}}
     )
     # Long enough for it to learn to ask.
     plan = replace(slow.plan, warm_start=WarmStartConfig(num_updates=100, batch_size=32, learning_rate=5e-3))
-    run = real.run(tmp_path, [replace(slow, plan=plan)])
+    run = real.run(tmp_path, [replace(slow, plan=plan)], make_backend=make_backend)
     assert run.status == {"slow": "finished"}, run.scheduler.state.runs["slow"].reason
     rollouts = {a.order for a in run.recorder.actions if isinstance(a, RunStage) and a.stage is Stage.GENERATE}
     stalled = [
@@ -31,14 +31,14 @@ def test_a_rollout_whose_slots_all_wait_for_tools_asks_nothing_of_its_worker(rea
     assert max(Counter(stalled).values()) <= 16, "one report for each reply that came, at most"
 
 
-def test_devices_go_to_others_while_tools_work_and_the_weights_are_the_same(real, tmp_path):
+def test_devices_go_to_others_while_tools_work_and_the_weights_are_the_same(real, make_backend, tmp_path):
     def given() -> list[Any]:
         slow = real.submission("slow", task="calculator", task_fields={"params": {"digits": 1, "wait_s": 0.5}})
         plan = replace(slow.plan, warm_start=WarmStartConfig(num_updates=100, batch_size=32, learning_rate=5e-3))
         return [replace(slow, plan=plan), real.submission("busy", num_steps=6)]
 
     one = Cluster(pools={"core": Pool(name="core", phase=Phase.TRAIN, num_nodes=1)})
-    shared = real.run(tmp_path / "jigsaw", given(), policy="jigsaw", on=one)
+    shared = real.run(tmp_path / "jigsaw", given(), policy="jigsaw", on=one, make_backend=make_backend)
     alone = real.run(tmp_path / "fifo", given(), policy="fifo")
     yielded = [e for e in shared.recorder.events if isinstance(e, StagePaused) and e.is_waiting]
     assert yielded, "nothing was yielded: the test shows nothing"

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pickle
 import socket
 import sys
 import threading
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.metadata import version
 from multiprocessing.connection import wait
@@ -53,8 +53,8 @@ class RayWorkerSetup:
     """How to start a worker."""
 
     name: str
-    make_worker: Callable[..., Any]
-    args: tuple[Any, ...]
+    work: bytes
+    """(what makes it, the arguments), pickled: what they name may lie on the search path."""
     cores: tuple[int, ...]
     has_gpu: bool
     """Ray has named it in CUDA_VISIBLE_DEVICES."""
@@ -120,8 +120,7 @@ class RayWorkerActor:
         if self._process is None:
             self._process = WorkerProcess(
                 setup.name,
-                setup.make_worker,
-                setup.args,
+                *pickle.loads(setup.work),
                 cores=setup.cores,
                 # No device, or one that is a core: no GPU is seen, whatever the machine has.
                 gpu=os.environ.get("CUDA_VISIBLE_DEVICES", "") if setup.has_gpu else "",
@@ -169,7 +168,8 @@ class RayWorkerActor:
     def _leave(self, *, is_urgent: bool = False) -> None:
         if self._process is not None:
             self._process.kill() if is_urgent else self._process.end()
-        os._exit(0)
+        leave: Any = ray.actor.exit_actor
+        leave()
 
 
 def _by_reference(value: Any) -> Any:

@@ -14,6 +14,7 @@ that comes with the right resource is a NodeJoined.
 
 from __future__ import annotations
 
+import pickle
 import sys
 import time
 from collections import Counter
@@ -167,8 +168,7 @@ class RayActors:
         has_gpu = self._gpus.has_gpu(device)
         setup = RayWorkerSetup(
             name=name,
-            make_worker=make_worker,
-            args=args,
+            work=pickle.dumps((make_worker, args)),
             cores=(self._core_by_device[device],) if device and not has_gpu else (),
             has_gpu=has_gpu,
             log_path=log_path.absolute(),
