@@ -365,28 +365,37 @@ def doctor(json: Json = False) -> None:
 
 @app.command()
 def profile(
+    file: Annotated[
+        str | None, typer.Argument(metavar="[FILE]", help="Whose switches to measure; without, a usual pipeline's.")
+    ] = None,
     device: Annotated[str, typer.Option("--device", help="cpu or cuda.")] = "cpu",
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="File to write.")] = Path("profile.json"),
     quick: Annotated[bool, typer.Option("--quick", help="A short look, too noisy to plan with.")] = False,
     json: Json = False,
 ) -> None:
-    """Measure how two pieces of work on one device slow each other.
+    """Measure how two pieces of work on one device slow each other, and what switches between pipelines cost.
 
-    Every pair of prefill, decoding, log-probs and updates, at every share of the device that can be made here.
+    Every pair of prefill, decoding, log-probs and updates, at every share of the device that can be made here. Then how
+    long the file's own states take to leave the device for host memory or disk, and to come back.
 
     \b
-    Example: rlmux profile --out profile.json
+    Example: rlmux profile examples/two_pipelines.yaml --out profile.json
     """
-    from rlmux.cli import profiling, progress
+    from rlmux.cli import inputs, profiling, progress, switch_costs
 
     profiling.check_device(device)
     folder = out.absolute().parent
     if out.is_dir() or not folder.is_dir():
         raise UserError(f"--out {out}: accepted: a file in a folder that exists")
+    plans = [one.plan for one in inputs.load_for_run(file, None, None).pipelines] if file else []
+    plans = plans or [switch_costs.usual_plan(device)]
     with progress.bar("pairs", is_quiet=json) as report_progress:
         table = profiling.measure(device, progress=report_progress, **(profiling.QUICK if quick else {}))
-    table.save(out)
-    profiling.show(table, out, as_json=json)
+    with progress.bar("switches", is_quiet=json) as report_progress:
+        num_rounds = 1 if quick else 5
+        switches = switch_costs.measure(plans, device, folder, num_rounds=num_rounds, progress=report_progress)
+    profiling.save(table, switches, out)
+    profiling.show(table, switches, out, as_json=json)
 
 
 @app.command()

@@ -1,5 +1,7 @@
 """Measures how two pieces of work on one device slow each other, and reads back what was measured.
 
+What is measured of switches goes into the same file: see `switch_costs`.
+
     measure ──▶ InterferenceTable ──save──▶ profile.json ──sharing_of──▶ SharingTable ──▶ a policy that shares devices
 
 A policy is only told of pairs and levels that were measured on this very device and helped: both together did more in
@@ -8,6 +10,7 @@ a second than one after the other. What a file has beyond that is named, with wh
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import fields, is_dataclass, replace
@@ -15,15 +18,18 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rlmux.cli import tables
+from rlmux.cli import switch_costs, tables
 from rlmux.core.errors import UserError
 from rlmux.core.policies import POLICIES, Policy
 from rlmux.core.sharing import MIN_GAIN, SharingEntry, SharingTable
 from rlmux.engines.levels import Levels, probe
 from rlmux.engines.pieces import PIECES, PieceSizes, piece_processes, rates, usual_sizes
+from rlmux.engines.switch_times import SwitchTimes
 from rlmux.sim.interference import NO_SPLIT, InterferenceTable, ShareLevels, load_interference
 
 DEVICES = ("cpu", "cuda")
+Switches = Mapping[str, Sequence[SwitchTimes]]
+"""By pipeline: of its rollout state and of its training state."""
 QUICK: Mapping[str, Any] = {"window_s": 0.05, "num_rounds": 1}
 """Enough to see that it works."""
 _CHARACTER = {"update": "train", "old_log_probs": "train", "reference": "train"}
@@ -123,21 +129,34 @@ def sharing_of(path: Path, levels: Levels) -> tuple[SharingTable, list[str]]:
     return sharing, warnings
 
 
+def levels_here() -> Levels:
+    """Of the GPU, where there is one."""
+    gpu = probe("cuda")
+    return gpu if gpu.num_units > 1 else probe("cpu")
+
+
 def policy_named(name: str, profile: Path) -> tuple[Policy, list[str]]:
     """The policy, told what the profile has for it if it can share devices; and what cannot be used."""
     policy = POLICIES[name]()
-    gpu = probe("cuda")
-    sharing, warnings = sharing_of(profile, gpu if gpu.num_units > 1 else probe("cpu"))
+    sharing, warnings = sharing_of(profile, levels_here())
     if is_dataclass(policy) and any(one.name == "sharing" for one in fields(policy)):
         shared: Any = policy
         return replace(shared, sharing=sharing), warnings
     return policy, [*warnings, f"--profile: policy {name} gives devices as a whole and makes no use of it"]
 
 
-def show(table: InterferenceTable, path: Path, *, as_json: bool) -> None:
-    """One row for each pair: the slowdowns at each level, and whether the best of them helps."""
+def save(table: InterferenceTable, switches: Switches, path: Path) -> None:
+    path.write_text(json.dumps(_to_json(table, switches), indent=1) + "\n", encoding="utf-8")
+
+
+def _to_json(table: InterferenceTable, switches: Switches) -> dict[str, Any]:
+    return {**table.to_json(), "switches": switch_costs.to_json(switches)}
+
+
+def show(table: InterferenceTable, switches: Switches, path: Path, *, as_json: bool) -> None:
+    """One row for each pair: the slowdowns at each level, and whether the best of them helps. One for each state."""
     if as_json:
-        tables.print_json(table.to_json())
+        tables.print_json(_to_json(table, switches))
         return
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for (a, b, level), (slow_a, slow_b) in table.measured.items():
@@ -150,7 +169,10 @@ def show(table: InterferenceTable, path: Path, *, as_json: bool) -> None:
         row["best together"] = f"{gain:.2f}" + (" helps" if gain >= MIN_GAIN else "")
     print(f"{table.device}: slowdown of each of two side by side, by the first one's share")
     tables.print_rows(list(rows.values()))
-    print(f"best together: work in a second, over one after the other; {_least_gain()} helps. Written: {path}")
+    print(f"best together: work in a second, over one after the other; {_least_gain()} helps")
+    print(f"{table.device}: seconds of a switch, another state of that size leaving included")
+    tables.print_rows(switch_costs.rows(switches))
+    print(f"Written: {path}")
 
 
 def _least_gain() -> str:

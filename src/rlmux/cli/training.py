@@ -8,7 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -40,18 +40,18 @@ def start(
 ) -> RunResult:
     """A new run. `address`: of a Ray cluster. `profile`: what was measured of sharing these devices."""
     make_backend = backend_maker(backend, address, spec.cluster)
-    policy = _policy(spec.policy, profile)
+    policy, costs = _profiled(spec.policy, spec.cluster, profile)
     _make_importable(spec.code_folder)
     with Live(spec, is_quiet=is_quiet) as live:
         return run_pipelines(
             spec.cluster,
-            submissions(spec),
+            [costs(one) for one in submissions(spec)],
             policy,
             folder,
             spec=header(spec),
             is_overwriting=is_overwriting,
             listeners=[live],
-            parse=_parser(spec),
+            parse=_parser(spec, costs),
             is_kept_open=is_kept_open,
             backend_name=backend,
             make_backend=make_backend,
@@ -71,10 +71,10 @@ def go_on(
         backend = str(log.header.get("backend", LOCAL))
     spec = spec_of(folder)
     make_backend = backend_maker(backend, address, spec.cluster)
-    policy = _policy(spec.policy, profile)
+    policy, costs = _profiled(spec.policy, spec.cluster, profile)
     _make_importable(spec.code_folder)
-    parse = _parser(spec)
-    given = submissions(spec)
+    parse = _parser(spec, costs)
+    given = [costs(one) for one in submissions(spec)]
     for submitted in submitted_to(folder):
         late = parse(submitted.resolved, submitted.source)
         given += [replace(one, submit_at_s=submitted.at_s + one.submit_at_s) for one in late]
@@ -109,26 +109,33 @@ def backend_maker(backend: str, address: str | None, cluster: Cluster) -> MakeBa
     return partial(ray_backend, address=address)
 
 
-def _policy(name: str, profile: Path | None) -> Policy:
-    """What of the profile cannot be used is told on stderr, with what is used instead."""
+CountSwitches = Callable[[Submission], Submission]
+"""A submission, its pipeline told what its switches take."""
+
+
+def _profiled(name: str, cluster: Cluster, profile: Path | None) -> tuple[Policy, CountSwitches]:
+    """The policy, and what makes switches known. What of the profile cannot be used is told on stderr, with what is
+    used instead."""
     if profile is None:
-        return POLICIES[name]()
-    from rlmux.cli.profiling import policy_named  # brings torch along, to look at the devices
+        return POLICIES[name](), lambda submission: submission
+    from rlmux.cli import switch_costs
+    from rlmux.cli.profiling import levels_here, policy_named  # brings torch along, to look at the devices
 
     policy, warnings = policy_named(name, profile)
-    for warning in warnings:
+    costs, more = switch_costs.load(profile, levels_here().device)
+    for warning in (*warnings, *more):
         print(f"rlmux: {warning}", file=sys.stderr)
-    return policy
+    return policy, lambda submission: costs.applied_to(submission, cluster)
 
 
-def _parser(run: Spec) -> ParseSubmission:
+def _parser(run: Spec, costs: CountSwitches) -> ParseSubmission:
     """Reads what is submitted to this run: its cluster holds, whatever cluster the text names."""
 
     def parse(text: str, source: str) -> list[Submission]:
         spec = parse_spec(text, source=source, folder=run.code_folder, cluster_of=run)
         _make_importable(spec.code_folder, is_late=True)
         _check_reward_modules(spec)
-        return submissions(spec)
+        return [costs(one) for one in submissions(spec)]
 
     return parse
 

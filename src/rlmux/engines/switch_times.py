@@ -1,0 +1,142 @@
+"""How long a pipeline's states take to leave a device and to come back: what a profile times.
+
+    warm         device ─▶ host memory ─▶ device
+    spilled      device ─▶ disk ─▶ device, and nothing of it in the system's cache
+    checkpoint   a new engine with what a checkpoint has: what a cold switch has to do
+
+The engines are those of the pipeline's own plan. Rounds are interleaved, and medians of them count.
+"""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+import torch
+
+from rlmux.core.model import Phase
+from rlmux.engines.rollout import SlotRolloutEngine
+from rlmux.engines.train import TorchTrainEngine
+from rlmux.rl.config import TrainingPlan
+from rlmux.rl.footprint import footprint_of
+from rlmux.rl.vocabulary import load_vocabulary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SwitchTimes:
+    """Of one phase's state on one device."""
+
+    phase: Phase
+    state_bytes: float
+    """That it holds on the device."""
+    footprint_bytes: float
+    """That its plan says it takes there at most: what other plans' states are compared with it by."""
+    offload_s: float
+    load_s: float
+    """To host memory, and back."""
+    spill_s: float
+    reload_s: float
+    """To disk, and back."""
+    checkpoint_s: float
+    """A new engine, from its checkpoint."""
+
+    @property
+    def warm_s(self) -> float:
+        return self.offload_s + self.load_s
+
+    @property
+    def spilled_s(self) -> float:
+        return self.spill_s + self.reload_s
+
+
+def switch_times(
+    plan: TrainingPlan, device: str, folder: Path, *, num_rounds: int = 5, tick: Callable[[], None] = lambda: None
+) -> list[SwitchTimes]:
+    """Of the plan's rollout state and of its training state. `folder`: where states go that are spilled."""
+    footprint = footprint_of(plan)
+    with _one_thread(plan.num_threads), tempfile.TemporaryDirectory(dir=folder) as scratch:
+        return [
+            _measured(Phase.ROLLOUT, _rollout_engine(plan, device), footprint.rollout_device_bytes or 0.0, num_rounds,
+                      Path(scratch), device, tick),
+            _measured(Phase.TRAIN, _train_engine(plan, device, Path(scratch)), footprint.train_device_bytes or 0.0,
+                      num_rounds, Path(scratch), device, tick),
+        ]  # fmt: skip
+
+
+@contextmanager
+def _one_thread(num_threads: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(num_threads)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+_Engine = SlotRolloutEngine | TorchTrainEngine
+
+
+def _rollout_engine(plan: TrainingPlan, device: str) -> Callable[[], _Engine]:
+    vocab_size = load_vocabulary(plan.model).vocab_size
+    return lambda: SlotRolloutEngine(plan.model, plan.rollout, vocab_size=vocab_size, seed=plan.seed, device=device)
+
+
+def _train_engine(plan: TrainingPlan, device: str, folder: Path) -> Callable[[], _Engine]:
+    checkpoint = folder / "checkpoint"
+    TorchTrainEngine(plan, device=device).save(checkpoint)
+
+    def restored() -> TorchTrainEngine:
+        engine = TorchTrainEngine(plan, device=device)
+        engine.restore(checkpoint)
+        return engine
+
+    return restored
+
+
+def _measured(
+    phase: Phase,
+    make: Callable[[], _Engine],
+    footprint_bytes: float,
+    num_rounds: int,
+    folder: Path,
+    device: str,
+    tick: Callable[[], None],
+) -> SwitchTimes:
+    def seconds(act: Callable[[], object]) -> float:
+        start = perf_counter()
+        act()
+        if device.startswith("cuda"):
+            torch.cuda.synchronize()
+        return perf_counter() - start
+
+    made_s: list[float] = []
+    spent: list[tuple[float, float, float, float]] = []
+    state_bytes = 0
+    for number in range(num_rounds):
+        start = perf_counter()
+        engine = make()
+        made_s.append(perf_counter() - start)
+        state_bytes = engine.resident_bytes()
+        warm = seconds(engine.offload), seconds(engine.load)
+        spill_s = seconds(lambda engine=engine, number=number: engine.offload(spill_to=folder / f"spilled-{number}"))  # type: ignore[misc]
+        assert engine._offloaded is not None
+        engine._offloaded.leave_cache()
+        spent.append((*warm, spill_s, seconds(engine.load)))
+        del engine
+        tick()
+    offload_s, load_s, spill_s, reload_s = (median(column) for column in zip(*spent, strict=True))
+    return SwitchTimes(
+        phase=phase,
+        state_bytes=state_bytes,
+        footprint_bytes=footprint_bytes,
+        offload_s=offload_s,
+        load_s=load_s,
+        spill_s=spill_s,
+        reload_s=reload_s,
+        checkpoint_s=median(made_s),
+    )
