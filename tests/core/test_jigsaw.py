@@ -195,6 +195,19 @@ def test_the_growth_of_a_gathered_share_is_learned(builders):
     assert estimates.move_s is None
 
 
+def test_a_gathered_share_adds_at_most_its_own_seconds_however_long_that_steps_answers_were(builders):
+    history = StepHistory(builders.pipeline("a"))
+    left, right = DeviceId("gpu", 0, 0), DeviceId("gpu", 1, 0)
+    history.open_rollout(1, (left, right), 0.0)
+    for device in (left, right):
+        history.progress(device, 16, 0.1)
+        history.share_ended(device, 4.0)
+    history.open_rollout(2, (left, right), 10.0)
+    history.moved(left, right, 16, 0.0, is_fresh=True)
+    history.share_ended(right, 60.0)
+    assert history.estimates().gathered_s(left) == pytest.approx(4.0)
+
+
 def waiting_for_tools(builders):
     """Two pipelines on one device: a's share decodes nothing, all its trajectories wait for their tools."""
     scheduler = Scheduler(one_pool(1), Jigsaw())

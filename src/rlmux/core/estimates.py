@@ -78,7 +78,8 @@ class StepEstimates:
     """Of one trajectory to another device, as the last moves took; None before the first."""
     gather_growth: float | None = None
     """A share that took over a whole sibling, before either had begun, lasted longer by this part of its own
-    seconds; None before the first."""
+    seconds; None before the first. From 0 to 1, since steps differ by more than that: beside others a share
+    costs at most what it costs after them."""
     wait_s: float | None = None
     """From the pause of a share that had nothing to compute to the first reply; None before the first."""
     rollout_switch_s: float = 0.0
@@ -238,7 +239,7 @@ class StepHistory:
             if share.num_gathered:
                 alone_s = _median([curve.end_s for curve in self._curves[device]])
                 growth = (share.before_s + solo_s) / max(alone_s, 1e-9) - 1.0
-                self._growth.append(max(0.0, growth / share.num_gathered))
+                self._growth.append(growth / share.num_gathered)
                 self._estimates = None
             return
         peak = max(share.active, default=1)
@@ -281,7 +282,7 @@ class StepHistory:
             curves=tuple((device, tuple(curves)) for device, curves in self._curves.items()),
             rollout_s=prior.rollout_s if prior else UNKNOWN_S,
             move_s=_median(self._move_s) if self._move_s else None,
-            gather_growth=_median(self._growth) if self._growth else None,
+            gather_growth=min(max(_median(self._growth), 0.0), 1.0) if self._growth else None,
             wait_s=_median(self._wait_s) if self._wait_s else None,
             rollout_switch_s=self._warm_switch_s(Phase.ROLLOUT),
             train_switch_s=self._warm_switch_s(Phase.TRAIN),
