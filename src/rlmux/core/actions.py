@@ -11,7 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from rlmux.core.model import AdmissionKind, DeviceId, OrderId, PipelineId, Placement, Resident, Stage
+from rlmux.core.model import AdmissionKind, DeviceId, OrderId, Phase, PipelineId, Placement, Resident, Stage
 
 
 class Switch(StrEnum):
@@ -113,10 +113,19 @@ class SetLevel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Prefetch:
+    """A hint, in pools that spill: work that needs this state waits for these devices. If it is on disk, read ahead."""
+
+    pipeline: PipelineId
+    phase: Phase
+    devices: tuple[DeviceId, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SetTimer:
     """Ask for a TimerFired at this time."""
 
     at_s: float
 
 
-Action = Admit | Replace | Refuse | Wait | Release | RunStage | Pause | Migrate | SetLevel | SetTimer
+Action = Admit | Replace | Refuse | Wait | Release | RunStage | Pause | Migrate | SetLevel | Prefetch | SetTimer

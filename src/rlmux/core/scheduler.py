@@ -25,6 +25,7 @@ from rlmux.core.actions import (
     Admit,
     Migrate,
     Pause,
+    Prefetch,
     Refuse,
     Release,
     Replace,
@@ -97,6 +98,7 @@ class Scheduler:
         self._waiting: dict[PipelineId, PipelineRun] = {}
         self._views: dict[int, GroupView] = {}
         self._actions: list[Action] = []
+        self._spills = any(pool.spills_to_disk for pool in cluster.pools.values())
         self._story: deque[Event] = deque(maxlen=_STORY_LENGTH)
         self._handlers: dict[type, Callable[[Any], None]] = {
             PipelineSubmitted: self._on_submitted,
@@ -570,6 +572,27 @@ class Scheduler:
                 self._change_level(self._order(choice.order), choice)
             else:
                 self._actions.append(SetTimer(at_s=choice.at_s))
+        if self._spills:
+            self._announce(group)
+
+    def _announce(self, group: GroupState) -> None:
+        """Tell the driver which states are likely next on devices that others hold: those of the oldest ready work."""
+        group.announced = {sequence: None for sequence in group.announced if sequence in group.ready}
+        spoken_for: dict[DeviceId, None] = {}
+        for work in sorted(group.ready.values(), key=lambda work: (not work.is_continuation, work.sequence)):
+            if work.is_waiting or any(device in spoken_for for device in work.devices):
+                continue
+            spoken_for.update(dict.fromkeys(work.devices))
+            run = self._state.runs[work.pipeline]
+            is_elsewhere = any(
+                (work.phase, device) in run.host_resident
+                and (work.pipeline, work.phase) not in self._state.devices[device].residents
+                for device in work.devices
+            )
+            spills = any(self.cluster.pools[device.pool].spills_to_disk for device in work.devices)
+            if spills and is_elsewhere and work.sequence not in group.announced:
+                group.announced[work.sequence] = None
+                self._actions.append(Prefetch(pipeline=work.pipeline, phase=work.phase, devices=work.devices))
 
     def _start(self, group: GroupState, choice: RunWork) -> None:
         work = choice.work

@@ -155,6 +155,8 @@ class GroupState:
     running: dict[OrderId, Order] = field(default_factory=dict)
     """Orders of its members that compute, in the order they were given."""
     members_by_device: dict[tuple[Phase, DeviceId], dict[PipelineId, PipelineRun]] = field(default_factory=dict)
+    announced: dict[int, None] = field(default_factory=dict)
+    """Ready work, by sequence, whose state the driver was told to read ahead."""
 
 
 @dataclass(slots=True)

@@ -106,7 +106,8 @@ class _Pinned:
     process_bytes: float
     state_bytes: float
     is_in_host_memory: bool = False
-    """Its state is; else it is on the device, or on disk."""
+    is_on_disk: bool = False
+    """Its state is; else it is on the device."""
 
 
 class HostMemory:
@@ -137,12 +138,17 @@ class HostMemory:
         )
         capacity = self._pools[pinned.node.pool].host_memory_bytes
         pinned.is_in_host_memory = in_use + pinned.state_bytes <= capacity
+        pinned.is_on_disk = not pinned.is_in_host_memory
         return pinned.is_in_host_memory
+
+    def is_on_disk(self, worker: str) -> bool:
+        pinned = self._pinned.get(worker)
+        return pinned is not None and pinned.is_on_disk
 
     def load(self, worker: str) -> None:
         """Its state goes to the device."""
         if worker in self._pinned:
-            self._pinned[worker].is_in_host_memory = False
+            self._pinned[worker].is_in_host_memory = self._pinned[worker].is_on_disk = False
 
     def leave(self, worker: str) -> None:
         """It is over."""

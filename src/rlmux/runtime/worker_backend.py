@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlmux.core.actions import Action, Admit, Migrate, Pause, Release, Replace, RunStage, SetLevel, Switch
+from rlmux.core.actions import Action, Admit, Migrate, Pause, Prefetch, Release, Replace, RunStage, SetLevel, Switch
 from rlmux.core.errors import RlmuxError, StorageError, WorkerLostError
 from rlmux.core.events import (
     ChunkFinished,
@@ -256,6 +256,8 @@ class WorkerBackend:
                     self._running[action.order].level = action.level
             case Migrate():
                 self._migrate(action)
+            case Prefetch():
+                self._prefetch(action)
             case Replace():
                 self._replace(action)
             case Release():
@@ -541,7 +543,7 @@ class WorkerBackend:
     def _run_share(self, action: RunStage) -> None:
         workers = self._workers[action.pipeline]
         run = self._running[action.order] = _Running(action, action.level)
-        self._evict_then(action, lambda: self._begin_share(workers, run))
+        self._evict_then(run, lambda: self._begin_share(workers, run))
 
     def _begin_share(self, workers: _Workers, run: _Running) -> None:
         if run.action.order in self._running:  # else its pipeline began again while others made room
@@ -766,7 +768,7 @@ class WorkerBackend:
     def _run_training(self, action: RunStage) -> None:
         workers = self._workers[action.pipeline]
         run = self._running[action.order] = _Running(action, action.level)
-        self._evict_then(action, lambda: self._begin_training(workers, run))
+        self._evict_then(run, lambda: self._begin_training(workers, run))
 
     def _begin_training(self, workers: _Workers, run: _Running) -> None:
         if run.action.order not in self._running:
@@ -878,8 +880,9 @@ class WorkerBackend:
 
     # ------------------------------------------------------------------ helpers
 
-    def _evict_then(self, action: RunStage, go_on: Callable[[], None]) -> None:
-        """Have the states that must make room leave the order's devices, then go on."""
+    def _evict_then(self, run: _Running, go_on: Callable[[], None]) -> None:
+        """Have the states that must make room leave the order's devices, which is part of its switch; then go on."""
+        action, began_s = run.action, self.now_s()
         leaving = [
             (workers, process)
             for resident in action.evicted
@@ -892,12 +895,21 @@ class WorkerBackend:
             nonlocal remaining
             remaining -= 1
             if remaining == 0:
+                run.switch_s += self.now_s() - began_s
                 go_on()
 
         for workers, process in leaving:
             self._call(workers, process, "offload", (self._spill_path(workers, process),), one_left)
         if not leaving:
             go_on()
+
+    def _prefetch(self, action: Prefetch) -> None:
+        workers = self._workers.get(action.pipeline)
+        if workers is None:
+            return  # it failed, or waits for other nodes
+        for process in self._processes_of(workers, action.phase, action.devices):
+            if self._host_memory.is_on_disk(process.name):
+                self._call(workers, process, "prefetch", (), lambda _: None)
 
     def _spill_path(self, workers: _Workers, process: Worker) -> Path | None:
         """Where its state goes; None: to host memory."""

@@ -163,6 +163,10 @@ class RolloutWorker:
             self._engine.offload(spill_to=spill_to)
         return self._engine.resident_bytes()
 
+    def prefetch(self) -> None:
+        """Begin to read ahead what was spilled; goes on beside whatever else comes."""
+        self._engine.prefetch()
+
 
 class TrainWorker:
     """A train engine in its own process."""
@@ -229,6 +233,10 @@ class TrainWorker:
         with _storing(spill_to) if spill_to else contextlib.nullcontext():
             self._engine.offload(spill_to=spill_to)
         return self._engine.resident_bytes()
+
+    def prefetch(self) -> None:
+        """Begin to read ahead what was spilled; goes on beside whatever else comes."""
+        self._engine.prefetch()
 
 
 def _device() -> str:

@@ -30,6 +30,7 @@ from rlmux.core.actions import (
     Admit,
     Migrate,
     Pause,
+    Prefetch,
     Refuse,
     Release,
     Replace,
@@ -163,6 +164,7 @@ class _Simulation:
             Pause: self._pause,
             Migrate: self._migrate,
             SetLevel: self._set_level,
+            Prefetch: lambda _: None,
             SetTimer: self._set_timer,
         }
         for arrival in workload.arrivals:

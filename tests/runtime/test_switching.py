@@ -1,0 +1,156 @@
+"""States leave a device and come back: what workers are asked for it, and what of it counts as the switch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rlmux.core.actions import Admit, Prefetch, RunStage, Switch
+from rlmux.core.events import StageFinished
+from rlmux.core.model import (
+    AdmissionKind,
+    Cluster,
+    DeviceId,
+    Footprint,
+    GroupId,
+    NodeId,
+    OrderId,
+    Phase,
+    PipelineId,
+    Placement,
+    Resident,
+    Stage,
+)
+from rlmux.rl.types import TrainReport
+from rlmux.runtime.worker_backend import WorkerBackend
+
+DEVICE = DeviceId("train", 0, 0)
+PLACE = Placement(group=GroupId(1), rollout_nodes=(NodeId("rollout", 0),), train_nodes=(NodeId("train", 0),))
+SIX = Footprint(rollout_device_bytes=6.0, train_device_bytes=6.0)
+
+
+class Worker:
+    """Keeps calls until the test answers them."""
+
+    pid = 1
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.calls: list[tuple[str, tuple[Any, ...], Any]] = []
+
+    def call(self, now_s: float, method: str, args: tuple[Any, ...], then: Any) -> None:
+        self.calls.append((method, args, then))
+
+    def answer(self, method: str, value: Any) -> tuple[Any, ...]:
+        asked, args, then = self.calls.pop(0)
+        assert asked == method
+        then(value)
+        return args
+
+    def asked(self) -> list[str]:
+        return [method for method, _, _ in self.calls]
+
+    def is_overdue(self, now_s: float) -> bool:
+        return False
+
+
+class Workplace:
+    def __init__(self) -> None:
+        self.workers: dict[str, Worker] = {}
+
+    def spawn(self, name: str, make_worker: Any, args: tuple[Any, ...], **where: Any) -> Worker:
+        self.workers[name] = Worker(name)
+        return self.workers[name]
+
+    def wait(self, timeout_s: float) -> Sequence[Worker]:
+        return ()
+
+    def node_changes(self) -> Sequence[Any]:
+        return ()
+
+
+class Pair:
+    """Two pipelines whose training states take turns on one device; host memory has room for `host_bytes` of them."""
+
+    def __init__(self, real: Any, folder: Any, host_bytes: float) -> None:
+        self.workplace = Workplace()
+        pools = {
+            name: replace(pool, spills_to_disk=True, host_memory_bytes=host_bytes)
+            for name, pool in real.cluster().pools.items()
+        }
+        (folder / "weights").mkdir()
+        self.backend = WorkerBackend(Cluster(pools=pools), folder, self.workplace, folder / "weights")
+        for name in "ab":
+            given = real.submission(name)
+            self.backend.add_pipeline(replace(given, pipeline=replace(given.pipeline, footprint=SIX)))
+            self.backend.execute(Admit(pipeline=PipelineId(name), placement=PLACE, kind=AdmissionKind.NEW))
+
+    def trainer(self, name: str) -> Worker:
+        return self.workplace.workers[f"{name}/train"]
+
+    def warm_start(self, order: int, name: str, *, after: str | None = None) -> None:
+        self.backend.execute(
+            RunStage(
+                order=OrderId(order),
+                pipeline=PipelineId(name),
+                step=0,
+                stage=Stage.WARM_START,
+                devices=(DEVICE,),
+                weight_version=0,
+                switch=Switch.WARM if after else Switch.COLD,
+                evicted=(Resident(PipelineId(after), Phase.TRAIN),) if after else (),
+            )
+        )
+
+    def trained(self, name: str) -> tuple[Any, ...]:
+        report = TrainReport(
+            is_done=True, micro_batches_done=1, micro_batches_total=1, tokens=1, seconds=0.1, metrics={}
+        )
+        return self.trainer(name).answer("run_stage", (report, 0.25, []))
+
+    def prefetch(self, name: str) -> None:
+        self.backend.execute(Prefetch(pipeline=PipelineId(name), phase=Phase.TRAIN, devices=(DEVICE,)))
+
+
+def test_the_time_in_which_others_leave_is_part_of_the_switch(real: Any, tmp_path: Any, monkeypatch: Any) -> None:
+    pair = Pair(real, tmp_path, 100.0)
+    pair.warm_start(1, "a")
+    pair.trained("a")
+    monkeypatch.setattr(pair.backend, "now_s", lambda: 10.0)
+    pair.warm_start(2, "b", after="a")
+    assert pair.trainer("b").asked() == [], "the device is not free yet"
+    monkeypatch.setattr(pair.backend, "now_s", lambda: 12.0)
+    pair.trainer("a").answer("offload", 0)
+    pair.trained("b")
+    ended = [event for event in pair.backend.poll(0.0)[0] if isinstance(event, StageFinished)]
+    assert [event.switch_s for event in ended] == [0.25, pytest.approx(2.25)]
+
+
+def test_only_a_state_on_disk_is_read_ahead(real: Any, tmp_path: Any) -> None:
+    pair = Pair(real, tmp_path, 5.0)
+    pair.warm_start(1, "a")
+    pair.trained("a")
+    pair.prefetch("a")
+    assert pair.trainer("a").asked() == [], "it is on its device"
+    pair.warm_start(2, "b", after="a")
+    (spill_to,) = pair.trainer("a").answer("offload", 0)
+    assert spill_to is not None
+    pair.prefetch("a")
+    assert pair.trainer("a").asked() == ["prefetch"]
+
+
+def test_a_state_in_host_memory_is_not_read_ahead(real: Any, tmp_path: Any) -> None:
+    pair = Pair(real, tmp_path, 100.0)
+    pair.warm_start(1, "a")
+    pair.trained("a")
+    pair.warm_start(2, "b", after="a")
+    assert pair.trainer("a").answer("offload", 0) == (None,)
+    pair.prefetch("a")
+    assert pair.trainer("a").asked() == []
+
+
+def test_a_hint_for_a_pipeline_that_is_gone_is_nothing(real: Any, tmp_path: Any) -> None:
+    Pair(real, tmp_path, 5.0).prefetch("c")
