@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -22,6 +23,7 @@ from rlmux.core.errors import UserError, WorkerLostError  # noqa: E402
 from rlmux.core.events import NodeJoined, NodeLost, PipelineRestarted, StageFinished  # noqa: E402
 from rlmux.core.model import Cluster, DeviceId, NodeId, Phase, Pool, Stage  # noqa: E402
 from rlmux.runtime import ray_gpus  # noqa: E402
+from rlmux.runtime.ray_backend import join_cluster  # noqa: E402
 from rlmux.runtime.ray_sync import Carrier, RaySync, Transport  # noqa: E402
 from rlmux.runtime.sync import open_store  # noqa: E402
 
@@ -164,6 +166,23 @@ def test_fewer_nodes_than_the_file_asks_for_is_one_line_with_the_numbers(real, n
     assert "cluster.pools.train has 4 nodes, the Ray cluster offers 2 of resource rlmux_train" in str(caught.value)
     assert "ray start --address" in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("answer", [b"HTTP/1.0 400 Bad request\r\n\r\n", b""])
+def test_an_address_where_something_else_answers_is_one_line_at_once(real, answer):
+    """Ray itself would try for minutes, and say so all the while."""
+    with socket.create_server(("127.0.0.1", 0)) as server, ThreadPoolExecutor(1) as other:
+
+        def be_somebody_else() -> None:
+            connection, _ = server.accept()
+            with connection:
+                connection.recv(100)
+                connection.sendall(answer)
+
+        other.submit(be_somebody_else)
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(UserError, match=rf"^--address {address}: no Ray cluster answers there [^\n]*$"):
+            join_cluster(real.cluster(), address)
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rlmux.core.errors import UserError
 from rlmux.core.model import PipelineStatus
 from rlmux.core.policies import POLICIES
 from rlmux.core.scheduler import Scheduler
@@ -88,6 +89,7 @@ def test_a_stopped_run_is_resumable_and_says_so(stopped):
     assert summary["pipelines"]["tool"]["steps"] == 3
 
 
+@pytest.mark.quick_on_ray
 def test_resuming_gives_the_weights_of_a_run_left_alone(real, make_backend, pair, undisturbed, stopped, tmp_path):
     """Also under another backend than the one that it was stopped under."""
     folder = copy_of(stopped, tmp_path / "run")
@@ -104,6 +106,16 @@ def test_resuming_gives_the_weights_of_a_run_left_alone(real, make_backend, pair
         steps = [json.loads(line)["step"] for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
         assert steps == list(range(1, STEPS + 1))
     assert result.summary["makespan_s"] > json.loads((stopped / "summary.json").read_text())["makespan_s"]
+
+
+def test_a_run_that_gets_no_backend_leaves_nothing_behind(real, pair, tmp_path):
+    def refuse(*given, **options):
+        raise UserError("its GPUs are held by others")
+
+    for _ in range(2):
+        with pytest.raises(UserError, match="held by others"):
+            run(real, pair, tmp_path / "run", make_backend=refuse)
+        assert not (tmp_path / "run").exists()
 
 
 def truncate(path: Path) -> None:

@@ -28,7 +28,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 from rlmux.core.errors import UserError
 from rlmux.core.model import Cluster, DeviceId, NodeId
 from rlmux.runtime.local import SharedMemoryFolder
-from rlmux.runtime.ray_actor import RayWorkerActor, RayWorkerSetup, probe_node
+from rlmux.runtime.ray_actor import NodeProbe, RayWorkerActor, RayWorkerSetup, probe_node
 from rlmux.runtime.ray_cluster import RayNode, alive_nodes, connect, nodes_by_pool, resource_of
 from rlmux.runtime.ray_gpus import GpuReservations, check_gpus
 from rlmux.runtime.ray_nursery import Nurseries
@@ -62,10 +62,9 @@ def ray_backend(
     `sync`: how weights travel where they do not.
     Raises UserError if there is no such cluster, its versions differ, or it has less than the file's pools.
     """
-    nodes = join_cluster(cluster, address)
+    nodes, probes = join_cluster(cluster, address)
     try:
         gpus = GpuReservations(cluster, nodes)
-        probes = _probe(nodes)
         here = probe_node().machine
         ids_here = [ray_id for ray_id, probe in probes.items() if probe.machine == here]
         if is_sharing_memory is None:
@@ -85,21 +84,23 @@ def ray_backend(
     return WorkerBackend(cluster, folder, workplace, memory.path, options=options, start_s=start_s)
 
 
-def join_cluster(cluster: Cluster, address: str | None) -> dict[NodeId, RayNode]:
-    """The Ray node of every node of the file's pools. Joins (or starts) the Ray cluster unless this process is in one
-    already. Raises UserError as `ray_backend` does."""
+def join_cluster(cluster: Cluster, address: str | None) -> tuple[dict[NodeId, RayNode], dict[str, NodeProbe]]:
+    """(the Ray node of every node of the file's pools, what each of those is by its Ray id).
+
+    Joins (or starts) the Ray cluster unless this process is in one already. Raises UserError as `ray_backend` does.
+    """
     if not ray.is_initialized():
         connect(cluster, address)
     try:
         nodes = nodes_by_pool(cluster)
         check_gpus(cluster, nodes)
-        return nodes
+        return nodes, _probe(nodes)
     except UserError:
         ray.shutdown()
         raise
 
 
-def _probe(nodes: Mapping[NodeId, RayNode]) -> dict[str, Any]:
+def _probe(nodes: Mapping[NodeId, RayNode]) -> dict[str, NodeProbe]:
     """What each Ray node is, by its id. Raises UserError if one cannot run our workers."""
     ask = ray.remote(num_cpus=0, max_retries=0)(probe_node)
     ids = dict.fromkeys(node.ray_id for node in nodes.values())
@@ -108,7 +109,7 @@ def _probe(nodes: Mapping[NodeId, RayNode]) -> dict[str, Any]:
         for ray_id in ids
     }
     here = probe_node()
-    probes = {}
+    probes: dict[str, NodeProbe] = {}
     for node in nodes.values():
         try:
             probe = probes[node.ray_id] = ray.get(asked[node.ray_id], timeout=_PROBE_LIMIT_S)

@@ -19,6 +19,9 @@ from rlmux.core.errors import UserError
 from rlmux.core.model import Cluster, NodeId
 
 _CONNECT_LIMIT_S = 5.0
+_NO_SETTINGS = bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+"""A frame of HTTP/2 (RFC 9113, section 4.1): length, type 4 for SETTINGS, flags, stream."""
+_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _NO_SETTINGS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,9 +112,21 @@ def _check_reachable(address: str) -> None:
             "from a machine of the cluster"
         )
     try:
-        socket.create_connection((host, int(port)), timeout=_CONNECT_LIMIT_S).close()
+        with socket.create_connection((host, int(port)), timeout=_CONNECT_LIMIT_S) as connection:
+            is_ray = os.environ.get("RAY_USE_TLS", "0") != "0" or _speaks_http2(connection)
     except OSError as error:
         raise _nobody_there(address, error.strerror or str(error)) from None
+    if not is_ray:
+        raise _nobody_there(address, "something else does")
+
+
+def _speaks_http2(connection: socket.socket) -> bool:
+    """As Ray's head does, which is a gRPC server: it answers the greeting with its settings."""
+    connection.sendall(_GREETING)
+    answer = b""
+    while len(answer) < len(_NO_SETTINGS) and (more := connection.recv(len(_NO_SETTINGS))):
+        answer += more
+    return answer[3:4] == _NO_SETTINGS[3:4]
 
 
 def _nobody_there(address: str, reason: str) -> UserError:

@@ -84,8 +84,13 @@ def run_pipelines(
     check_each_fits(cluster, submissions)
     prepare_folder(folder, is_overwriting=is_overwriting)
     header = run_header(policy=policy.name, backend=backend_name, cluster=cluster, spec=spec)
-    with RunLog.create(folder, header) as log:
+    log = RunLog.create(folder, header)
+    with contextlib.ExitStack() as undo:
+        undo.callback(shutil.rmtree, folder, ignore_errors=True)
+        undo.enter_context(log)
         backend = make_backend(cluster, folder, options=options)
+        undo.pop_all()  # without a backend there is no run
+    with log:
         return _drive(
             cluster, submissions, policy, folder, log, backend, listeners, parse=parse, is_kept_open=is_kept_open
         )
