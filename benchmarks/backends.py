@@ -1,11 +1,12 @@
 """What a backend costs: one call's round trip, a run's control overhead, how soon a placed pipeline samples.
 
-    python benchmarks/backends.py                    local and ray (where it is installed)
+    python benchmarks/backends.py                    local and ray (where it is installed): a minute and a half
     python benchmarks/backends.py --steps 20 --repeats 3 --json
 
 The demo pair, without its warm start, runs under each backend in turn; medians. A round trip is a call for
 the worker's process id. Placement to first token: from a pipeline's Admit to its first rollout report, workers
-started and weights made on the way. Control overhead is the run's own figure (docs/report.md).
+started and weights made on the way. Control overhead is the run's own figure (docs/report.md). Ray is started anew for
+each run, which none of the figures but `start_s` has in it.
 """
 
 from __future__ import annotations
@@ -32,53 +33,83 @@ from rlmux.runtime.run import run_pipelines
 from rlmux.spec.load import load_spec
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "two_pipelines.yaml"
-NUM_CALLS = 300
+NUM_CALLS = 100
+ROWS = {
+    "round_trip_ms": "round trip of an empty call, median, ms",
+    "round_trip_p95_ms": "  95th percentile, ms",
+    "call_cpu_ms": "  the controller's processor time for it, ms",
+    "control_overhead": "control overhead of the run",
+    "first_token_s": "placement to first rollout report, the first pipeline, s",
+    "last_first_token_s": "  the last one, s",
+    "makespan_s": "makespan of the run, s",
+    "start_s": "until the backend is there, s",
+    "same_weights": "the weights of every run are the same",
+}
 
 
-def round_trips_s(make_backend: Callable[..., Any], spec: Any) -> tuple[list[float], float]:
-    """(of calls one after another, the first, which starts the worker, left out; processor seconds of this process
-    for one of them)."""
-    with tempfile.TemporaryDirectory() as folder:
-        backend = make_backend(spec.cluster, Path(folder), options=None)
-        workplace = backend._workplace
-        worker = workplace.spawn(
-            "nothing", __import__, ("os",), device=DeviceId("rollout", 0, 0),
-            log_path=Path(folder) / "log", call_limit_s=60.0,
-        )  # fmt: skip
-        seconds = []
-        for _ in range(NUM_CALLS):
-            answered: list[Any] = []
-            start_s = time.perf_counter()
-            worker.call(0.0, "getpid", (), answered.append)
-            while not answered:
-                for ready in workplace.wait(1.0):
-                    ready.receive(0.0)
-            seconds.append(time.perf_counter() - start_s)
-            if len(seconds) == 1:
-                cpu_s = -time.process_time()
-        cpu_s += time.process_time()
-        workplace.forget(worker)
-        worker.end()
-        backend.close()
-    return seconds[1:], cpu_s / (NUM_CALLS - 1)
+class RoundTrips:
+    """Of calls one after another; the first, which starts the worker, is left out."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+        self.cpu_s = 0.0
+        """Of this process, for all of them."""
+
+    def measure(self, make_backend: Callable[..., Any], spec: Any) -> None:
+        with tempfile.TemporaryDirectory() as folder:
+            backend = make_backend(spec.cluster, Path(folder), options=None)
+            workplace = backend._workplace
+            worker = workplace.spawn(
+                "nothing/rollout", __import__, ("os",), device=DeviceId("rollout", 0, 0),
+                log_path=Path(folder) / "log", call_limit_s=60.0,
+            )  # fmt: skip
+            _call(workplace, worker)
+            cpu_s = time.process_time()
+            self.seconds += [_call(workplace, worker) for _ in range(NUM_CALLS)]
+            self.cpu_s += time.process_time() - cpu_s
+            workplace.forget(worker)
+            worker.end()
+            backend.close()
+
+
+def _call(workplace: Any, worker: Any) -> float:
+    answered: list[Any] = []
+    start_s = time.perf_counter()
+    worker.call(0.0, "getpid", (), answered.append)
+    while not answered:
+        for ready in workplace.wait(1.0):
+            ready.receive(0.0)
+    return time.perf_counter() - start_s
 
 
 def one_run(name: str, make_backend: Callable[..., Any], spec: Any) -> dict[str, Any]:
     """Figures of one run of the pair."""
     submissions = [Submission(pipeline=one.pipeline, plan=one.plan) for one in spec.pipelines]
+    start_s = 0.0
+
+    def timed(*given: Any, **options: Any) -> Any:
+        nonlocal start_s
+        begun_s = time.perf_counter()
+        backend = make_backend(*given, **options)
+        start_s = time.perf_counter() - begun_s
+        return backend
+
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / "run"
         result = run_pipelines(
             spec.cluster, submissions, POLICIES["rollmux"](), folder,
-            spec={}, backend_name=name, make_backend=make_backend,
+            spec={}, backend_name=name, make_backend=timed,
         )  # fmt: skip
         summary = result.summary
-        return {
-            "makespan_s": summary["makespan_s"],
-            "control_overhead": summary["control_overhead"],
-            "first_token_s": max(first_tokens_s(folder).values()),
-            "weights": {one: fields["weights_sha256"] for one, fields in summary["pipelines"].items()},
-        }
+        first = first_tokens_s(folder).values()
+    return {
+        "makespan_s": summary["makespan_s"],
+        "control_overhead": summary["control_overhead"],
+        "first_token_s": min(first),
+        "last_first_token_s": max(first),
+        "start_s": start_s,
+        "weights": {one: fields["weights_sha256"] for one, fields in summary["pipelines"].items()},
+    }
 
 
 def first_tokens_s(folder: Path) -> dict[str, float]:
@@ -99,7 +130,7 @@ def first_tokens_s(folder: Path) -> dict[str, float]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
@@ -114,27 +145,32 @@ def main() -> None:
         os.environ.setdefault("RAY_AUTH_MODE", "disabled")
         backends["ray"] = partial(ray_backend, address="local")
     runs: dict[str, list[dict[str, Any]]] = {name: [] for name in backends}
+    trips = {name: RoundTrips() for name in backends}
     for _ in range(arguments.repeats):
         for name, make_backend in backends.items():
+            trips[name].measure(make_backend, spec)
             runs[name].append(one_run(name, make_backend, spec))
-    rows: dict[str, dict[str, Any]] = {}
-    for name, make_backend in backends.items():
-        trips, cpu_s = round_trips_s(make_backend, spec)
-        rows[name] = {
-            "round_trip_ms": statistics.median(trips) * 1e3,
-            "round_trip_p95_ms": sorted(trips)[int(len(trips) * 0.95)] * 1e3,
-            "call_cpu_ms": cpu_s * 1e3,
-            **{
-                key: statistics.median(run[key] for run in runs[name])
-                for key in ("makespan_s", "control_overhead", "first_token_s")
-            },
-            "same_weights": all(run["weights"] == runs["local"][0]["weights"] for run in runs[name]),
-        }
-    if arguments.json:
-        print(json.dumps(rows))
-    else:
-        for name, row in rows.items():
-            print(name, " ".join(f"{key} {value:.4g}" for key, value in row.items()))
+    print_figures({name: figures(runs[name], trips[name], runs["local"]) for name in backends}, arguments.json)
+
+
+def figures(runs: list[dict[str, Any]], trips: RoundTrips, reference: list[dict[str, Any]]) -> dict[str, Any]:
+    """Medians."""
+    return {
+        "round_trip_ms": statistics.median(trips.seconds) * 1e3,
+        "round_trip_p95_ms": sorted(trips.seconds)[int(len(trips.seconds) * 0.95)] * 1e3,
+        "call_cpu_ms": trips.cpu_s / len(trips.seconds) * 1e3,
+        **{key: statistics.median(run[key] for run in runs) for key in ROWS if key in runs[0]},
+        "same_weights": all(run["weights"] == reference[0]["weights"] for run in runs),
+    }
+
+
+def print_figures(figures_by_backend: dict[str, dict[str, Any]], is_json: bool) -> None:
+    if is_json:
+        print(json.dumps(figures_by_backend))
+        return
+    print(f"{'':58}" + "".join(f"{name:>10}" for name in figures_by_backend))
+    for key, words in ROWS.items():
+        print(f"{words:58}" + "".join(f"{row[key]!s:>10.6}" for row in figures_by_backend.values()))
 
 
 if __name__ == "__main__":
