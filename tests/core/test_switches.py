@@ -64,7 +64,7 @@ def test_only_who_shares_a_device_with_others_that_do_not_fit_beside_it_pays(bui
 )
 def test_nobody_joins_a_group_in_which_switches_would_break_an_slo(builders, policy, switch, memory_bytes, num_groups):
     """Each takes 3 s alone and accepts 3.3; both in turn take 3 s, and 4 with two switches each."""
-    scheduler = Scheduler(pools(memory_bytes, usd=1.0), policy())
+    scheduler = Scheduler(pools(memory_bytes, usd=10.0), policy())
     driver = builders.Driver(scheduler)
     for name in "ab":
         driver.submit(

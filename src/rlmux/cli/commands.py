@@ -43,7 +43,7 @@ KeepOpen = Annotated[
 ]
 ProfileFile = Annotated[
     Path | None,
-    typer.Option("--profile", metavar="FILE", help="What `rlmux profile` measured here: who may share a device."),
+    typer.Option("--profile", metavar="FILE", help="What `rlmux profile` measured here: sharing a device, switches."),
 ]
 BackendName = Annotated[str, typer.Option("--backend", help="Where workers live: local, ray.")]
 Address = Annotated[

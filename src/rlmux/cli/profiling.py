@@ -142,7 +142,7 @@ def policy_named(name: str, profile: Path) -> tuple[Policy, list[str]]:
     if is_dataclass(policy) and any(one.name == "sharing" for one in fields(policy)):
         shared: Any = policy
         return replace(shared, sharing=sharing), warnings
-    return policy, [*warnings, f"--profile: policy {name} gives devices as a whole and makes no use of it"]
+    return policy, [*warnings, f"--profile: policy {name} gives devices as a whole: only its switches are used"]
 
 
 def save(table: InterferenceTable, switches: Switches, path: Path) -> None:

@@ -16,10 +16,10 @@ from __future__ import annotations
 
 import ctypes
 import os
+import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from threading import Event, Thread
 
 import torch
 from torch import Tensor
@@ -85,8 +85,8 @@ class _SpillFile:
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
         weakref.finalize(self, os.close, self._descriptor)
         path.unlink()
-        self._is_wanted_now = Event()
-        self._reader: Thread | None = None
+        self._is_wanted_now = threading.Event()
+        self._reader: threading.Thread | None = None
         for tensor in tensors:
             on_host = tensor.detach().cpu().contiguous()
             content = _bytes_of(on_host)
@@ -105,7 +105,7 @@ class _SpillFile:
 
     def read_ahead(self) -> None:
         if self._reader is None:
-            self._reader = Thread(target=self._read_all, daemon=True)
+            self._reader = threading.Thread(target=self._read_all, daemon=True)
             self._reader.start()
 
     def leave_cache(self) -> None:

@@ -32,6 +32,9 @@ from rlmux.rl.types import (
 )
 from rlmux.runtime.checkpoints import CheckpointWriter, Written, mark_latest, prune
 
+_ALMOST_NONE = 0.0
+"""The least share of a core."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutChunk:
@@ -134,6 +137,7 @@ class RolloutWorker:
             device=device,
         )
         self._share = level_setter(device)
+        self._is_core = device == "cpu"
 
     def run_chunk(self, chunk: RolloutChunk) -> RolloutChunkResult:
         self._share.set(chunk.level)
@@ -155,6 +159,7 @@ class RolloutWorker:
         return RolloutChunkResult(report=report, load_s=load_s)
 
     def take_partials(self, copies_kv: bool) -> list[PartialTrajectory]:
+        self._share.set(1.0)
         return self._engine.take_partials(None, with_kv=copies_kv)
 
     def offload(self, spill_to: Path | None = None) -> int:
@@ -165,6 +170,8 @@ class RolloutWorker:
 
     def prefetch(self) -> None:
         """Begin to read ahead what was spilled; goes on beside whatever else comes."""
+        if self._is_core:
+            self._share.set(_ALMOST_NONE)  # somebody computes on it; the next call gives the share that it says
         self._engine.prefetch()
 
 
@@ -182,6 +189,7 @@ class TrainWorker:
         self._engine = TorchTrainEngine(plan, device=device)
         self._checkpoints = CheckpointWriter()
         self._share = level_setter(device)
+        self._is_core = device == "cpu"
         if restore_from is not None:
             self._engine.restore(restore_from)
 
@@ -236,6 +244,8 @@ class TrainWorker:
 
     def prefetch(self) -> None:
         """Begin to read ahead what was spilled; goes on beside whatever else comes."""
+        if self._is_core:
+            self._share.set(_ALMOST_NONE)  # somebody computes on it; the next call gives the share that it says
         self._engine.prefetch()
 
 
