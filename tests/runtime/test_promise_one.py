@@ -8,6 +8,7 @@ import pytest
 
 from rlmux.core.actions import Migrate
 from rlmux.core.events import StagePaused
+from rlmux.core.model import Stage
 from rlmux.core.policies.dispatching import first_come
 from rlmux.core.policies.rollmux import RollMux
 from rlmux.core.views import Choice, GroupView, PauseOrder
@@ -122,4 +123,20 @@ def test_one_step_off_policy_is_the_same_shared_and_alone(real, make_backend, tm
     alone = real.run(tmp_path / "alone", pair, policy="solo")
     shared = real.run(tmp_path / "shared", pair, make_backend=make_backend)
     assert alone.status == {"async": "finished", "sync": "finished"}
+    assert shared.sha256 == alone.sha256
+
+
+@pytest.mark.parametrize("staleness", [1, 2])
+def test_asynchronous_shares_on_both_devices_beside_another_pipeline_give_the_same(real, tmp_path, staleness):
+    pair = [
+        real.submission("async", num_steps=4, staleness=staleness),
+        real.submission("tool", task="calculator", staleness=1, seed=2),
+    ]
+    alone = real.run(tmp_path / "alone", pair, policy="solo")
+    shared = real.run(tmp_path / "shared", pair, policy="jigsaw")
+    devices = {
+        action.devices for action in shared.recorder.actions if getattr(action, "stage", None) is Stage.GENERATE
+    }
+    assert len(devices) == 2
+    assert alone.status == {"async": "finished", "tool": "finished"}
     assert shared.sha256 == alone.sha256
