@@ -13,6 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 pytest.importorskip("ray", reason="needs the ray extra: pip install 'rlmux[ray]'")
@@ -106,7 +107,11 @@ def is_before(orders, event, sync) -> bool:
     return order.pipeline == sync.pipeline and order.stage in (Stage.UPDATE, Stage.WARM_START)
 
 
-def test_an_idle_actor_that_dies_is_missed_without_being_called(nodes, real, tmp_path):
+@pytest.mark.parametrize("victim", ["worker", "actor"])
+def test_an_idle_worker_that_dies_is_missed_without_being_called(nodes, real, tmp_path, victim):
+    """Whether its process dies, or the actor that looks after it; neither outlives the other."""
+    import ray
+
     backend = nodes.make_backend()(real.cluster(), _folder(tmp_path))
     try:
         workplace, said = backend._workplace, []
@@ -117,14 +122,40 @@ def test_an_idle_actor_that_dies_is_missed_without_being_called(nodes, real, tmp
         while not said:
             for one in workplace.wait(1.0):
                 one.receive(0.0)
-        os.kill(said[0], signal.SIGKILL)
+        pids = {"worker": said[0], "actor": ray.get(worker._actor.__ray_call__.remote(lambda actor: os.getpid()))}
+        process = psutil.Process(pids["worker"])
+        os.kill(pids[victim], signal.SIGKILL)
         while not (ready := workplace.wait(0.2)):
             pass
         assert ready == [worker]
         with pytest.raises(WorkerLostError, match="a/idle is gone"):
             worker.receive(0.0)
+        worker.kill()
+        assert psutil.wait_procs([process], timeout=30)[1] == []
     finally:
         backend.close()
+
+
+@pytest.mark.slow
+def test_a_killed_nursery_is_replaced_and_changes_nothing(real, pair, local, nodes, tmp_path):
+    """All workers that came from it die with it."""
+    import ray
+
+    killed: list[int] = []
+
+    def kill_nurseries(backend, recorder) -> bool:
+        if not killed and any(note.type == "step" for note in recorder.notes):
+            nurseries = backend._workplace._nurseries._nursery_by_ray_id.values()
+            killed.extend(ray.get([one.__ray_call__.remote(lambda nursery: os.getpid()) for one in nurseries]))
+            for pid in killed:
+                os.kill(pid, signal.SIGKILL)
+        return False
+
+    apart = nodes.make_backend(is_sharing_memory=False)
+    run = real.run(tmp_path / "run", pair, make_backend=apart, watch=kill_nurseries)
+    assert len(killed) == 2, "of the training node and of a rollout node"
+    assert any(isinstance(event, PipelineRestarted) for event in run.recorder.events)
+    assert run.sha256 == local.sha256, run.recorder.notes
 
 
 @pytest.mark.slow
