@@ -12,6 +12,7 @@ from rlmux.cli import profiling, switch_costs, training
 from rlmux.cli.inputs import load_for_run
 from rlmux.core.errors import UserError
 from rlmux.core.model import Phase, SwitchEstimate
+from rlmux.engines.levels import Levels
 from rlmux.engines.switch_times import SwitchTimes, switch_times
 from rlmux.rl.config import TrainingPlan
 from rlmux.rl.footprint import footprint_of
@@ -131,3 +132,16 @@ def test_people_see_a_row_for_each_state(measured, capsys, tmp_path):
     shown = capsys.readouterr().out
     assert "tiny | rollout" in shown
     assert "from disk s" in shown
+
+
+def test_what_a_profile_says_reaches_those_who_are_submitted_late_too(folder, tmp_path, monkeypatch, capsys):
+    here = Levels(device=DEVICE, how="nice", shares=(0.5,), num_units=20)
+    monkeypatch.setattr(profiling, "probe", lambda device: here if device == "cpu" else Levels(device="", how=""))
+    path = saved(tmp_path, times(Phase.ROLLOUT), times(Phase.TRAIN))
+    spec = load_for_run(str(folder / "small.yaml"), None, None)
+    policy, costs = training._profiled("rollmux", spec.cluster, path)
+    assert policy.name == "rollmux"
+    assert "only its switches are used" in capsys.readouterr().err
+    late = training._parser(spec, costs)((folder / "small.yaml").read_text(), "late.yaml")
+    assert [one.pipeline.switch for one in late] == [costs(one).pipeline.switch for one in training.submissions(spec)]
+    assert None not in [one.pipeline.switch for one in late]

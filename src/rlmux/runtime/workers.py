@@ -32,9 +32,6 @@ from rlmux.rl.types import (
 )
 from rlmux.runtime.checkpoints import CheckpointWriter, Written, mark_latest, prune
 
-_ALMOST_NONE = 0.0
-"""The least share of a core."""
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutChunk:
@@ -91,8 +88,10 @@ class HostWorker:
         """(the step's requests, is the task single-turn)."""
         return self._host.begin_step(step), self._host.is_single_turn
 
-    def on_turns(self, finished: Sequence[FinishedTurn]) -> tuple[list[TurnReply], list[TrajectoryId]]:
-        return self._host.on_turns(finished)
+    def on_turns(
+        self, finished: Sequence[FinishedTurn], patience_s: float
+    ) -> tuple[list[TurnReply], list[TrajectoryId]]:
+        return self._host.on_turns(finished, patience_s)
 
     def finish_step(self, step: int) -> StepBatch:
         batch = self._host.finish_step(step)
@@ -159,7 +158,6 @@ class RolloutWorker:
         return RolloutChunkResult(report=report, load_s=load_s)
 
     def take_partials(self, copies_kv: bool) -> list[PartialTrajectory]:
-        self._share.set(1.0)
         return self._engine.take_partials(None, with_kv=copies_kv)
 
     def offload(self, spill_to: Path | None = None) -> int:
@@ -169,10 +167,9 @@ class RolloutWorker:
         return self._engine.resident_bytes()
 
     def prefetch(self) -> None:
-        """Begin to read ahead what was spilled; goes on beside whatever else comes."""
-        if self._is_core:
-            self._share.set(_ALMOST_NONE)  # somebody computes on it; the next call gives the share that it says
-        self._engine.prefetch()
+        """Begin to read ahead what was spilled, where the device is none of the cores that read."""
+        if not self._is_core:  # whose reading would take from those who compute there
+            self._engine.prefetch()
 
 
 class TrainWorker:
@@ -243,10 +240,9 @@ class TrainWorker:
         return self._engine.resident_bytes()
 
     def prefetch(self) -> None:
-        """Begin to read ahead what was spilled; goes on beside whatever else comes."""
-        if self._is_core:
-            self._share.set(_ALMOST_NONE)  # somebody computes on it; the next call gives the share that it says
-        self._engine.prefetch()
+        """Begin to read ahead what was spilled, where the device is none of the cores that read."""
+        if not self._is_core:  # whose reading would take from those who compute there
+            self._engine.prefetch()
 
 
 def _device() -> str:
