@@ -1,3 +1,4 @@
+import asyncio
 import pickle
 import subprocess
 import sys
@@ -222,6 +223,87 @@ def test_replies_that_wait_wait_together(make_plan: Plan, finish: Finish) -> Non
     replies, _ = host.on_turns(turns)
     assert len(replies) == 24
     assert 0.1 <= time.perf_counter() - started < 1.0
+
+
+@pytest.fixture
+def thinker(make_plan: Plan, monkeypatch: pytest.MonkeyPatch) -> tuple[PipelineHost, dict[str, asyncio.Event]]:
+    """A host whose environments reply to a question once its event is set; so that no clock decides."""
+    events: dict[str, asyncio.Event] = {}
+
+    async def reply(self: object, text: str) -> str:
+        await events.setdefault(text, asyncio.Event()).wait()
+        return f"{len(text)}|"
+
+    host = PipelineHost(make_plan("calculator", params={"wait_s": 0.1}))
+    environment = host._task.environment(host._task.prompt(0))
+    monkeypatch.setattr(type(environment), "reply", reply)
+    return host, events
+
+
+def set_already() -> asyncio.Event:
+    event = asyncio.Event()
+    event.set()
+    return event
+
+
+def test_an_environment_that_thinks_keeps_no_others_answer_back(thinker, finish: Finish) -> None:
+    host, events = thinker
+    first, second, *_ = host.begin_step(1)
+    events["<22>"] = set_already()
+    turns = [finish(first, spoken("<1>")), finish(second, spoken("<22>"))]
+    replies, released = host.on_turns(turns, 0.01)
+    assert ([reply.id for reply in replies], released) == ([second.id], [])
+    assert host.on_turns([], 0.0) == ([], [])
+    events["<1>"].set()
+    replies, _ = host.on_turns([])
+    assert [(reply.id, VOCABULARY.decode(reply.tokens)) for reply in replies] == [(first.id, "3|")]
+    assert host.on_turns([]) == ([], [])
+
+
+def test_a_turn_that_comes_again_while_its_environment_thinks_is_answered_once(thinker, finish: Finish) -> None:
+    host, events = thinker
+    request = host.begin_step(1)[0]
+    turn = finish(request, spoken("<1>"))
+    assert host.on_turns([turn], 0.0) == host.on_turns([turn], 0.0) == ([], [])
+    events["<1>"].set()
+    assert [reply.id for reply in host.on_turns([turn])[0]] == [request.id]
+    assert host.on_turns([]) == ([], [])
+
+
+def test_what_is_thought_about_a_turn_taken_back_is_not_told(thinker, finish: Finish) -> None:
+    """A worker was lost after its second turn: its trajectory begins anew, and the first turn is answered at once."""
+    host, events = thinker
+    request = host.begin_step(1)[0]
+    events["<1>"] = set_already()
+    first, second = finish(request, spoken("<1>")), finish(request, spoken("<1>"), heard("3|"), spoken("<22>"))
+    (told,), _ = host.on_turns([first])
+    assert host.on_turns([second], 0.0) == ([], [])
+    assert host.on_turns([first], 0.0) == ([told], [])
+    events["<22>"].set()
+    assert host.on_turns([], 0.1) == ([], [])
+    assert [VOCABULARY.decode(reply.tokens) for reply in host.on_turns([second])[0]] == ["4|"]
+
+
+def test_another_story_than_the_one_that_is_thought_about_gets_a_fresh_environment(thinker, finish: Finish) -> None:
+    host, events = thinker
+    request = host.begin_step(1)[0]
+    assert host.on_turns([finish(request, spoken("<1>"))], 0.0) == ([], [])
+    events["<333>"] = set_already()
+    replies, _ = host.on_turns([finish(request, spoken("<333>"))])
+    assert [VOCABULARY.decode(reply.tokens) for reply in replies] == ["5|"]
+
+
+def test_an_environment_that_fails_late_is_named(thinker, finish: Finish, monkeypatch: pytest.MonkeyPatch) -> None:
+    host, _ = thinker
+    request = host.begin_step(1)[0]
+
+    async def fails(self: object, text: str) -> str:
+        await asyncio.sleep(0)
+        raise KeyError(text)
+
+    monkeypatch.setattr(type(host._task.environment(host._task.prompt(0))), "reply", fails)
+    with pytest.raises(PipelineError, match="the environment at step 1 prompt 0 sample 0 raised KeyError"):
+        host.on_turns([finish(request, spoken("<1>"))], 1.0)
 
 
 def test_a_used_up_budget_ends_the_trajectory(make_plan: Plan, finish: Finish) -> None:

@@ -166,9 +166,9 @@ def test_turns_that_end_while_environments_think_are_asked_together(rollout: Rol
     rollout.chunk(LEFT, active=3, parked=1, finished=[first])
     rollout.chunk(RIGHT, active=3, parked=1, finished=[second])
     rollout.chunk(LEFT, active=2, parked=2, finished=[third])
-    (turns,) = rollout.worker("host").answer("on_turns", ([], [first.id]))
+    turns, _ = rollout.worker("host").answer("on_turns", ([], [first.id]))
     assert [turn.id for turn in turns] == [first.id]
-    (turns,) = rollout.worker("host").answer("on_turns", ([TurnReply(id=third.id, tokens=(5,))], [second.id]))
+    turns, _ = rollout.worker("host").answer("on_turns", ([TurnReply(id=third.id, tokens=(5,))], [second.id]))
     assert [turn.id for turn in turns] == [second.id, third.id]
     (_, (chunk,), _) = rollout.worker(LEFT).calls[-1]
     assert not chunk.replies, "it was sent before"

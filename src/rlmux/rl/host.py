@@ -1,7 +1,8 @@
 """The user's side of one pipeline: prompts out, turns in, scored batches out. Pure Python, its own process.
 
     begin_step(n) ──▶ requests ──▶ (rollout) ──▶ on_turns ──▶ replies: the environment spoke, go on
-                                                    │    └──▶ released: over, the slot is free
+                                                    │  │ └──▶ released: over, the slot is free
+                                                    │  └────▶ later: the environment is still thinking
                                                     ▼
                                all scored: is_step_complete(n) ──▶ finish_step(n) ──▶ TrainingBatch
 
@@ -14,6 +15,7 @@ knows who shares the machine.
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from difflib import get_close_matches
@@ -36,7 +38,7 @@ from rlmux.rl.types import (
     TrajectoryRequest,
     TurnReply,
 )
-from rlmux.rl.user_code import settle
+from rlmux.rl.user_code import Errands, call_each, settle
 from rlmux.rl.vocabulary import Vocabulary, load_vocabulary
 
 _KEPT_BATCHES = 3
@@ -72,6 +74,11 @@ class PipelineHost:
         self._episodes_by_step: dict[int, dict[TrajectoryId, _Episode]] = {}
         self._batch_by_step: dict[int, TrainingBatch] = {}
         self._last_finished_step = 0
+        self._asked: dict[TrajectoryId, FinishedTurn] = {}
+        """Not answered yet."""
+        self._thoughts: Errands[TrajectoryId] = Errands(self._limit_s)
+        self._said: dict[TrajectoryId, list[str]] = {}
+        """All that was said to an environment that is thinking."""
 
     @property
     def vocabulary(self) -> Vocabulary:
@@ -98,11 +105,22 @@ class PipelineHost:
         """Those of a begun step whose trajectories are not over: what to sample again after a crash."""
         return [episode.request for episode in self._begun(step).values() if episode.ending is None]
 
-    def on_turns(self, finished: Sequence[FinishedTurn]) -> tuple[list[TurnReply], list[TrajectoryId]]:
-        """Answer each turn: with the environment's reply, or by releasing a trajectory that is over."""
-        turns = sorted({turn.id: turn for turn in finished}.values(), key=lambda turn: turn.id)
+    def on_turns(
+        self, finished: Sequence[FinishedTurn], patience_s: float | None = None
+    ) -> tuple[list[TurnReply], list[TrajectoryId]]:
+        """Answer turns: with the environment's reply, or by releasing a trajectory that is over.
+
+        Environments that make it wait think beside each other. With `patience_s` it waits for the first of them and so
+        many seconds at most; what is not answered then is in a later call, be it one without turns.
+        """
+        asked = sorted({turn.id: turn for turn in finished}.values(), key=lambda turn: turn.id)
+        self._ask_environments(asked, [self._episode_of(turn) for turn in asked])
+        self._asked.update((turn.id, turn) for turn in asked)
+        self._hear(patience_s)
+        turns = [turn for _, turn in sorted(self._asked.items()) if not self._is_thought_about(turn)]
+        for turn in turns:
+            del self._asked[turn.id]
         episodes = [self._episode_of(turn) for turn in turns]
-        self._ask_environments(turns, episodes)
         replies: list[TurnReply] = []
         ended: list[_Episode] = []
         for turn, episode in zip(turns, episodes, strict=True):
@@ -187,7 +205,7 @@ class PipelineHost:
         return self._begun(turn.id.step)[turn.id]
 
     def _ask_environments(self, turns: Sequence[FinishedTurn], episodes: Sequence[_Episode | None]) -> None:
-        """Have every environment that is due speak; replies that wait, wait together."""
+        """Have every environment that is due speak, or begin to think."""
         if self._task.is_single_turn:
             return
         due: list[tuple[_Episode, str, Environment]] = []
@@ -195,16 +213,36 @@ class PipelineHost:
             if episode is None or episode.ending is not None or turn.stop_reason == "length":
                 continue
             said = self._turn_texts(turn)
-            if episode.turns[: len(said)] == said:
+            if episode.turns[: len(said)] == said or self._said.get(turn.id) == said:
                 continue
+            if turn.id in self._said:  # about a turn that was taken back by a crash
+                self._thoughts.drop(turn.id)
+                del self._said[turn.id]
+                episode.environment = None
             environment = self._environment_after(episode, said[:-1])
             if environment is not None:
                 due.append((episode, said[-1], environment))
         calls = [(_environment_name(episode), partial(environment.reply, text)) for episode, text, environment in due]
-        results = settle(calls, self._limit_s)
+        results = call_each(calls, self._limit_s)
         for (episode, text, _), (name, _), result in zip(due, calls, results, strict=True):
-            episode.turns.append(text)
-            episode.replies.append(self._reply_tokens(name, result))
+            if inspect.isawaitable(result):
+                self._said[episode.request.id] = [*episode.turns, text]
+                self._thoughts.begin(episode.request.id, name, result)
+            else:
+                self._heard(episode, text, result)
+
+    def _hear(self, patience_s: float | None) -> None:
+        for trajectory, result in self._thoughts.wait(patience_s).items():
+            episode = self._begun(trajectory.step)[trajectory]
+            self._heard(episode, self._said.pop(trajectory)[-1], result)
+
+    def _heard(self, episode: _Episode, text: str, result: Any) -> None:
+        episode.turns.append(text)
+        episode.replies.append(self._reply_tokens(_environment_name(episode), result))
+
+    def _is_thought_about(self, turn: FinishedTurn) -> bool:
+        said = self._said.get(turn.id)
+        return said is not None and turn.stop_reason != "length" and self._turn_texts(turn) == said
 
     def _environment_after(self, episode: _Episode, earlier: list[str]) -> Environment | None:
         """The episode's environment, having seen `earlier`: replayed in a fresh one if the story differs."""

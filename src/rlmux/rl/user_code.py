@@ -1,8 +1,8 @@
 """Calls the user's code: bounded in time, and every way it can go wrong becomes one line.
 
-    settle([(name, call), ...])    call ──▶ result                      each limited by an alarm signal
-                                        └─▶ awaitable ──┬──▶ result     those that wait, wait together
-                                                        └──▶ ...
+    call_each([(name, call), ...])   call ──▶ result | awaitable      each limited by an alarm signal
+    settle([(name, call), ...])      the same, awaitables awaited     those that wait, wait together
+    Errands                          awaitables that are under way while more are begun
 
 Rewards and environments run in the main thread of the pipeline's own host process, so an alarm can end a call
 that hangs. Code that holds the interpreter inside C is beyond it; ending the host process is not.
@@ -15,10 +15,10 @@ import inspect
 import signal
 import threading
 import traceback
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from types import FrameType
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from rlmux.core.errors import PipelineError, RlmuxError
 
@@ -28,13 +28,18 @@ _REPEAT_S = 1.0
 _GRACE_S = 1.0
 """Awaitables have their own timers; the alarm behind them is for one that never yields."""
 
+_LINGER_S = 0.001
+"""After the first that is done: others are often about to be."""
+
+K = TypeVar("K", bound=Hashable)
+
 
 class _OutOfTime(BaseException):
     """Not an Exception, so that an `except Exception` in the user's code lets it through."""
 
 
-def settle(calls: Sequence[tuple[str, Callable[[], Any]]], limit_s: float) -> list[Any]:
-    """Make each named call and return the results in order; the first that fails is a `PipelineError`."""
+def call_each(calls: Sequence[tuple[str, Callable[[], Any]]], limit_s: float) -> list[Any]:
+    """Make each named call and return what it gave, in order; the first that fails is a `PipelineError`."""
     results: list[Any] = []
     try:
         with _alarm() as ring_after:
@@ -43,20 +48,79 @@ def settle(calls: Sequence[tuple[str, Callable[[], Any]]], limit_s: float) -> li
                     ring_after(limit_s)
                     results.append(call())
                     ring_after(0)
-            waiting = [place for place, result in enumerate(results) if inspect.isawaitable(result)]
-            if waiting:
-                names = [calls[place][0] for place in waiting]
-                with _blamed(" and ".join(names[:2]), limit_s):
-                    ring_after(limit_s + _GRACE_S)
-                    settled = asyncio.run(_gather(names, [results[place] for place in waiting], limit_s))
-                for place, result in zip(waiting, settled, strict=True):
-                    results[place] = result
     except BaseException:
         for result in results:
             if inspect.iscoroutine(result):
                 result.close()
         raise
     return results
+
+
+def settle(calls: Sequence[tuple[str, Callable[[], Any]]], limit_s: float) -> list[Any]:
+    """Make each named call, await what is to be awaited, and return the results in order."""
+    results = call_each(calls, limit_s)
+    errands: Errands[int] = Errands(limit_s)
+    for place, (result, (name, _)) in enumerate(zip(results, calls, strict=True)):
+        if inspect.isawaitable(result):
+            errands.begin(place, name, result)
+    for place, result in errands.wait().items():
+        results[place] = result
+    return results
+
+
+class Errands(Generic[K]):
+    """Awaitables that are under way, by key. They get on while `wait` is called; an event loop lives as long as any."""
+
+    def __init__(self, limit_s: float) -> None:
+        """`limit_s`: of each of them, from its first `wait` on."""
+        self._limit_s = limit_s
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._tasks: dict[K, tuple[str, asyncio.Task[Any]]] = {}
+
+    def __contains__(self, key: K) -> bool:
+        return key in self._tasks
+
+    def begin(self, key: K, name: str, awaitable: Awaitable[Any]) -> None:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+        self._tasks[key] = name, self._loop.create_task(_named(name, awaitable, self._limit_s))
+
+    def wait(self, patience_s: float | None = None) -> dict[K, Any]:
+        """What has come: once anything has, or after `patience_s` (None: once everything has), in the order begun.
+
+        Raises PipelineError for the first that failed.
+        """
+        if not self._tasks:
+            return {}
+        assert self._loop is not None
+        names = [name for name, _ in self._tasks.values()]
+        try:
+            with _alarm() as ring_after, _blamed(" and ".join(names[:2]), self._limit_s):
+                ring_after(self._limit_s + _GRACE_S)
+                self._loop.run_until_complete(_news([task for _, task in self._tasks.values()], patience_s))
+            done = {key: task.result() for key, (_, task) in self._tasks.items() if task.done()}
+        except BaseException:
+            self._close()
+            raise
+        for key in done:
+            del self._tasks[key]
+        if not self._tasks:
+            self._close()
+        return done
+
+    def drop(self, key: K) -> None:
+        """Nobody wants its result any more."""
+        assert self._loop is not None
+        self._loop.run_until_complete(_give_up([self._tasks.pop(key)[1]]))
+        if not self._tasks:
+            self._close()
+
+    def _close(self) -> None:
+        assert self._loop is not None
+        self._loop.run_until_complete(_give_up([task for _, task in self._tasks.values()]))
+        self._loop.run_until_complete(self._loop.shutdown_asyncgens())
+        self._loop.close()
+        self._loop, self._tasks = None, {}
 
 
 @contextmanager
@@ -99,10 +163,18 @@ def _alarm() -> Iterator[Callable[[float], None]]:
         signal.signal(signal.SIGALRM, previous)
 
 
-async def _gather(names: Sequence[str], awaitables: Sequence[Awaitable[Any]], limit_s: float) -> list[Any]:
-    return await asyncio.gather(
-        *(_named(name, awaitable, limit_s) for name, awaitable in zip(names, awaitables, strict=True))
-    )
+async def _news(tasks: Sequence[asyncio.Task[Any]], patience_s: float | None) -> None:
+    """Until one has failed or all are done, and no longer than until the first is done if anybody is impatient."""
+    until = asyncio.FIRST_EXCEPTION if patience_s is None else asyncio.FIRST_COMPLETED
+    done, left = await asyncio.wait(tasks, timeout=patience_s, return_when=until)
+    if done and left and patience_s is not None:
+        await asyncio.sleep(_LINGER_S)
+
+
+async def _give_up(tasks: Sequence[asyncio.Task[Any]]) -> None:
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def _named(name: str, awaitable: Awaitable[Any], limit_s: float) -> Any:

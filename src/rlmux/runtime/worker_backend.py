@@ -19,7 +19,7 @@ from __future__ import annotations
 import contextlib
 import shutil
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -48,6 +48,11 @@ from rlmux.runtime.checkpoints import CheckpointFolder, Written, checkpoint_fold
 from rlmux.runtime.memory import HostMemory
 from rlmux.runtime.rollout_record import RolloutRecord
 from rlmux.runtime.workers import HostWorker, RolloutChunk, RolloutChunkResult, RolloutWorker, StepBatch, TrainWorker
+
+_PATIENCE_S = 0.02
+"""So long the host may wait for environments while others of its trajectories decode: their turns end meanwhile."""
+_QUIET_PATIENCE_S = 0.1
+"""While none does."""
 
 
 class Worker(Protocol):
@@ -172,7 +177,9 @@ class _Workers:
     """Asked of the host ahead of time: (requests, is the task single-turn)."""
     waiting_for_requests: list[Callable[[], None]] = field(default_factory=list)
     unasked: list[tuple[_Share, FinishedTurn]] = field(default_factory=list)
-    """Turns that ended while the host was answering others."""
+    """Turns that ended while the host was busy."""
+    asked: dict[TrajectoryId, _Share] = field(default_factory=dict)
+    """Turns that the host has not answered yet: it has them, and their environments think."""
     is_asking: bool = False
     rollout_by_step: dict[int, RolloutRecord] = field(default_factory=dict)
     batch_by_step: dict[int, StepBatch] = field(default_factory=dict)
@@ -658,25 +665,26 @@ class WorkerBackend:
                 self._next_chunk(workers, run)
 
     def _ask_host(self, workers: _Workers) -> None:
-        """What ended while environments were thinking is asked at once, so that they think about it together."""
-        asked, workers.unasked = workers.unasked, []
+        """Pass on what ended, and wait a little for whichever environment is the first to have thought."""
+        turns = [turn for _, turn in workers.unasked]
+        workers.asked.update((turn.id, share) for share, turn in workers.unasked)
+        workers.unasked = []
         workers.is_asking = True
-        turns = [turn for _, turn in asked]
-        share_by_trajectory = {turn.id: share for share, turn in asked}
-        then = partial(self._turns_answered, workers, share_by_trajectory)
-        self._call(workers, workers.host, "on_turns", (turns,), then)
+        is_decoding = any(run.is_calling for run in self._orders_of(workers.submission.pipeline.id))
+        patience_s = _PATIENCE_S if is_decoding else _QUIET_PATIENCE_S
+        self._call(workers, workers.host, "on_turns", (turns, patience_s), partial(self._turns_answered, workers))
 
-    def _turns_answered(
-        self,
-        workers: _Workers,
-        share_by_trajectory: Mapping[TrajectoryId, _Share],
-        answer: tuple[list[TurnReply], list[TrajectoryId]],
-    ) -> None:
-        """Environments have spoken, or a trajectory is over. A worker that had nothing else to do goes on."""
-        workers.is_asking = False
-        if workers.unasked:
-            self._ask_host(workers)
+    def _turns_answered(self, workers: _Workers, answer: tuple[list[TurnReply], list[TrajectoryId]]) -> None:
+        """Environments have spoken, or trajectories are over. A worker that had nothing else to do goes on."""
         reply_by_trajectory = {reply.id: reply for reply in answer[0]}
+        share_by_trajectory = {
+            trajectory: workers.asked.pop(trajectory)
+            for trajectory in sorted([*reply_by_trajectory, *answer[1]])
+            if trajectory in workers.asked
+        }
+        workers.is_asking = False
+        if workers.unasked or workers.asked:
+            self._ask_host(workers)
         spoken_to: dict[int, _Share] = {}
         for trajectory, share in share_by_trajectory.items():
             if (record := workers.rollout_by_step.get(share.step)) is not None:
