@@ -4,7 +4,8 @@
     controller ◀── poll(timeout) ──── Backend        what has happened since
 
 Implementations: `local` (processes on this machine), `fake` (virtual durations, for tests of the controller), and
-`ray_backend` where that extra is installed. All pass the same conformance tests.
+`ray_backend` where that extra is installed. All that run workers pass the same
+conformance tests: those in tests/runtime that take `make_backend`.
 """
 
 from __future__ import annotations
