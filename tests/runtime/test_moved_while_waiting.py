@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import replace
 
 import torch
@@ -27,4 +28,6 @@ def test_a_reply_may_come_with_the_trajectory_that_it_is_for(real):
     replies = [TurnReply(id=partial.request.id, tokens=(3,)) for partial in waiting]
     result = target.run_chunk(replace(chunk, requests=(), partials=partials, replies=replies))
     assert result.report.num_waiting == 0
+    assert any(partial.kv for partial in partials)
+    assert b"torch" not in pickle.dumps(partials), "whoever passes it on has to import torch"
     assert waiting, "no trajectory waits: the test shows nothing"

@@ -93,7 +93,8 @@ class PartialTrajectory:
     num_turns: int
     is_waiting_for_reply: bool
     kv: Any | None
-    """Engine-private KV cache of the context [layers, 2, kv_heads, context, head_dim], or None: recompute it."""
+    """Engine-private KV cache of the context [layers, 2, kv_heads, context, head_dim], or None: recompute it. Between
+    processes its bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -14,7 +14,7 @@ import os
 import pickle
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -111,6 +111,23 @@ class HostWorker:
         )
 
 
+def _packed(partial: PartialTrajectory) -> PartialTrajectory:
+    """Its cache as bytes: the controller passes it on and need not import torch for it, which takes a second."""
+    if partial.kv is None:
+        return partial
+    from safetensors.torch import save
+
+    return replace(partial, kv=save({"kv": partial.kv.contiguous()}))
+
+
+def _unpacked(partial: PartialTrajectory) -> PartialTrajectory:
+    if partial.kv is None:
+        return partial
+    from safetensors.torch import load
+
+    return replace(partial, kv=load(partial.kv)["kv"])
+
+
 class RolloutWorker:
     """A rollout engine in its own process."""
 
@@ -147,7 +164,7 @@ class RolloutWorker:
             self._engine.load_weights(*chunk.weights)
         load_s = time.perf_counter() - start
         if chunk.partials:  # before the replies: those may be for trajectories that came here waiting for one
-            self._engine.continue_from(chunk.partials)
+            self._engine.continue_from([_unpacked(partial) for partial in chunk.partials])
         if chunk.replies or chunk.released:
             self._engine.reply(chunk.replies, chunk.released)
         if chunk.requests:
@@ -158,7 +175,7 @@ class RolloutWorker:
         return RolloutChunkResult(report=report, load_s=load_s)
 
     def take_partials(self, copies_kv: bool) -> list[PartialTrajectory]:
-        return self._engine.take_partials(None, with_kv=copies_kv)
+        return [_packed(partial) for partial in self._engine.take_partials(None, with_kv=copies_kv)]
 
     def offload(self, spill_to: Path | None = None) -> int:
         """Leave the device, for host memory or for a file; returns the device bytes still held."""
