@@ -44,9 +44,9 @@ def test_prompt_groups_are_dealt_out_whole():
 
 
 def test_its_devices_compute_as_long_as_they_did():
-    record = rollout([[10]] + [[2]] * 7, fixed_s=0.25).taking(14.0, 1)
+    record = rollout([[10]] + [[2]] * 7, fixed_s=0.25).taking(14.0, 0.0, 1)
     assert shares_s(record, 1) == pytest.approx([14.25])
-    both = rollout([[10]] + [[2]] * 7, fixed_s=0.25).taking(14.0, 2)
+    both = rollout([[10]] + [[2]] * 7, fixed_s=0.25).taking(14.0, 0.0, 2)
     assert sum(shares_s(both, 2)) == pytest.approx(14.5)
 
 
@@ -54,8 +54,8 @@ def test_waits_pass_whatever_is_computed_meanwhile():
     """The first says 2 tokens, waits 8 s, is told one and says another, and is let go after 1 s more."""
     record = rollout([[2, 1, 1], [4]], waits_ms=[[8000.0, 1000.0], [0.0]])
     assert shares_s(record, 1) == pytest.approx([2 * 0.5 + 8.0 + 2 * 0.5 + 1.0])
-    faster = record.taking(1.5, 1)
-    assert shares_s(faster, 1) == pytest.approx([0.5 + 8.0 + 0.5 + 1.0])
+    faster = record.taking(1.5, 18.0, 1)
+    assert shares_s(faster, 1) == pytest.approx([1.5 + 18.0], rel=1e-3)
 
 
 def test_who_waits_keeps_the_slot():

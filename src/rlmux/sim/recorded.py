@@ -164,13 +164,13 @@ def _overhead_s(order: OrderRecord) -> float:
 def _rollout(
     orders: Sequence[OrderRecord], note: Mapping[str, Any], iterations: Iterations, switch: SwitchSeconds
 ) -> RecordedRollout:
-    """Of one step. Its iterations are taken to be slower or faster all alike, so that the devices that it had need as
-    long as they took."""
+    """Of one step, such that the devices that it had compute, and wait, as long as they did."""
     num_devices = len({order.devices[0] for order in orders})
     begun = [order for order in orders if order.switch is Switch.NONE]
     fixed_s = sum(_before_decoding_s(order) for order in begun) / num_devices
-    computed_s = sum(_elapsed_s(order, switch) - sum(_waits(order)) for order in orders) - fixed_s * num_devices
-    return RecordedRollout.of_note(note, iterations, fixed_s).taking(max(computed_s, 0.0), num_devices)
+    waited_s = sum(sum(_waits(order)) for order in orders)
+    computed_s = sum(_elapsed_s(order, switch) for order in orders) - waited_s - fixed_s * num_devices
+    return RecordedRollout.of_note(note, iterations, fixed_s).taking(max(computed_s, 0.0), waited_s, num_devices)
 
 
 def _before_decoding_s(order: OrderRecord) -> float:

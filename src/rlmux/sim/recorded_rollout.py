@@ -92,15 +92,17 @@ class RecordedRollout:
             fixed_s=fixed_s,
         )
 
-    def taking(self, computed_s: float, num_devices: int) -> RecordedRollout:
-        """The same, with iterations such that all devices together compute for so long. With turns, what computes at
-        the same time depends on how long it takes: a few fits come close."""
+    def taking(self, computed_s: float, waited_s: float, num_devices: int) -> RecordedRollout:
+        """The same, its iterations and waits stretched or shortened all alike, so that these devices together compute
+        and wait for so long. With turns the one depends on the other: a few fits come close."""
         fitted = self
         for _ in range(_NUM_FITS if self._has_turns else 1):
-            modelled_s = fitted._computed_s(num_devices)
-            if modelled_s <= 0.0:
-                break
-            fitted = replace(fitted, iterations=fitted.iterations.scaled(computed_s / modelled_s))
+            modelled_s, idle_s = fitted._computed_and_waited_s(num_devices)
+            if modelled_s > 0.0:
+                fitted = replace(fitted, iterations=fitted.iterations.scaled(computed_s / modelled_s))
+            if idle_s > 0.0 and waited_s > 0.0:
+                stretched = tuple(_with_waits(one, waited_s / idle_s) for one in fitted.trajectories)
+                fitted = replace(fitted, trajectories=stretched)
         return fitted
 
     def share(self, index: int, num_devices: int) -> Remaining:
@@ -118,12 +120,15 @@ class RecordedRollout:
     def _has_turns(self) -> bool:
         return any(one.later for one in self.trajectories)
 
-    def _computed_s(self, num_devices: int) -> float:
-        total_s = 0.0
+    def _computed_and_waited_s(self, num_devices: int) -> tuple[float, float]:
+        computed_s = waited_s = 0.0
         for index in range(num_devices):
             share = self.share(index, num_devices)
-            total_s += share.advance(share.until_over(1.0), 1.0) - self.fixed_s
-        return total_s
+            total_s = share.until_over(1.0)
+            busy_s = share.advance(total_s, 1.0)
+            computed_s += busy_s - self.fixed_s
+            waited_s += total_s - busy_s
+        return computed_s, waited_s
 
 
 def _waits_s(note: Mapping[str, Any], num_trajectories: int) -> list[list[float]]:
@@ -135,6 +140,10 @@ def _waits_s(note: Mapping[str, Any], num_trajectories: int) -> list[list[float]
         return [[wait_ms * 1e-3 for wait_ms in own] for own in waits_ms]
     usual_s = median(wait_ms for own in waits_ms for wait_ms in own) * 1e-3
     return [[usual_s] * (len(own) // 2 + 1) for own in note["runs"]]
+
+
+def _with_waits(one: Unfinished, factor: float) -> Unfinished:
+    return replace(one, later=tuple(replace(turn, wait_s=factor * turn.wait_s) for turn in one.later))
 
 
 def _trajectory(runs: Sequence[int], waits_s: Sequence[float]) -> Unfinished:
