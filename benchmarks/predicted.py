@@ -9,6 +9,8 @@ that the machine's drift counts less. Rollouts and training are what orders took
 machine differed before any scheduling.
 
     deviation   predicted makespan over the measured one, minus 1       goal: within 5 %
+    own speed   the same, predicted from the seconds of the measured run itself: what is left is the scheduling's, and
+                none of the machine's drift from one run to the next
     drift       of `solo`'s own makespan between rounds, largest over least, minus 1
 """
 
@@ -69,6 +71,7 @@ def one_round(file: str, spec: Spec, policies: list[str], parent: Path, chunk_s:
             continue
         figures[policy] = {
             "predicted_s": run_task(Task(workload=workload, policy=policy)).hours * 3600,
+            "own_s": run_task(Task(workload=recorded_workload(folder), policy=policy)).hours * 3600,
             "measured_s": read_timeline(folder).makespan_s,
             "seconds": stage_seconds(folder),
         }
@@ -89,6 +92,7 @@ def medians(rounds: list[dict[str, Any]], policies: list[str]) -> dict[str, Any]
             "measured_s": measured_s,
             "deviation": predicted_s / measured_s - 1,
             "by_round": [one["predicted_s"] / one["measured_s"] - 1 for one in found],
+            "own_speed": statistics.median(one["own_s"] / one["measured_s"] - 1 for one in found),
             "seconds": {
                 name: statistics.median(one["seconds"][name] for one in found) for name in ("rollout", "train")
             },
@@ -102,8 +106,8 @@ def text(file: str, result: dict[str, Any]) -> str:
         by_round = " ".join(f"{value:+.1%}" for value in row["by_round"])
         lines.append(
             f"  {policy:10} predicted {row['predicted_s']:7.2f} s  measured {row['measured_s']:7.2f} s  "
-            f"{row['deviation']:+6.1%}   rounds {by_round}   rollouts {row['seconds']['rollout']:.2f} s "
-            f"training {row['seconds']['train']:.2f} s"
+            f"{row['deviation']:+6.1%}   rounds {by_round}   own speed {row['own_speed']:+.1%}   "
+            f"rollouts {row['seconds']['rollout']:.2f} s training {row['seconds']['train']:.2f} s"
         )
     return "\n".join(lines)
 

@@ -22,7 +22,7 @@ from rlmux.core.actions import Switch
 from rlmux.core.errors import UserError
 from rlmux.core.model import PHASE_BY_STAGE, Cluster, DeviceId, Phase, PipelineId, Pool, Stage
 from rlmux.report.api import read_timeline
-from rlmux.report.history import OrderRecord, PipelineRecord
+from rlmux.report.history import Ending, OrderRecord, PipelineRecord
 from rlmux.report.timeline import Timeline
 from rlmux.sim.arrivals import Arrival, Workload
 from rlmux.sim.recorded_rollout import Iterations, RecordedRollout
@@ -164,13 +164,16 @@ def _overhead_s(order: OrderRecord) -> float:
 def _rollout(
     orders: Sequence[OrderRecord], note: Mapping[str, Any], iterations: Iterations, switch: SwitchSeconds
 ) -> RecordedRollout:
-    """Of one step, such that the devices that it had compute, and wait, as long as they did."""
+    """Of one step, such that the devices that it had compute, and wait, as long as they did. What environments took
+    while a share was paused is not seen on its device: then waits are left as each trajectory had them."""
     num_devices = len({order.devices[0] for order in orders})
     begun = [order for order in orders if order.switch is Switch.NONE]
     fixed_s = sum(_before_decoding_s(order) for order in begun) / num_devices
     waited_s = sum(sum(_waits(order)) for order in orders)
     computed_s = sum(_elapsed_s(order, switch) for order in orders) - waited_s - fixed_s * num_devices
-    return RecordedRollout.of_note(note, iterations, fixed_s).taking(max(computed_s, 0.0), waited_s, num_devices)
+    is_whole = all(order.ending is not Ending.PAUSED for order in orders)
+    recorded = RecordedRollout.of_note(note, iterations, fixed_s)
+    return recorded.taking(max(computed_s, 0.0), waited_s if is_whole else None, num_devices)
 
 
 def _before_decoding_s(order: OrderRecord) -> float:

@@ -92,15 +92,15 @@ class RecordedRollout:
             fixed_s=fixed_s,
         )
 
-    def taking(self, computed_s: float, waited_s: float, num_devices: int) -> RecordedRollout:
+    def taking(self, computed_s: float, waited_s: float | None, num_devices: int) -> RecordedRollout:
         """The same, its iterations and waits stretched or shortened all alike, so that these devices together compute
-        and wait for so long. With turns the one depends on the other: a few fits come close."""
+        and wait for so long (None: as it is). With turns the one depends on the other: a few fits come close."""
         fitted = self
         for _ in range(_NUM_FITS if self._has_turns else 1):
             modelled_s, idle_s = fitted._computed_and_waited_s(num_devices)
             if modelled_s > 0.0:
                 fitted = replace(fitted, iterations=fitted.iterations.scaled(computed_s / modelled_s))
-            if idle_s > 0.0 and waited_s > 0.0:
+            if idle_s > 0.0 and waited_s:
                 stretched = tuple(_with_waits(one, waited_s / idle_s) for one in fitted.trajectories)
                 fitted = replace(fitted, trajectories=stretched)
         return fitted
