@@ -275,12 +275,63 @@ class Nodes:
         self.ray.shutdown()
 
 
+class Worker:
+    """Stands in for a process, where a test is about what is asked of it and when: keeps calls until it is told to
+    answer, first come first."""
+
+    pid = 1
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.calls: list[tuple[str, tuple[Any, ...], Any]] = []
+
+    def call(self, now_s: float, method: str, args: tuple[Any, ...], then: Any) -> None:
+        self.calls.append((method, args, then))
+
+    def answer(self, method: str, value: Any) -> tuple[Any, ...]:
+        """Answer its oldest call, which is this one; returns what it was asked."""
+        asked, args, then = self.calls.pop(0)
+        assert asked == method
+        then(value)
+        return args
+
+    def asked(self) -> list[str]:
+        return [method for method, _, _ in self.calls]
+
+    def is_overdue(self, now_s: float) -> bool:
+        return False
+
+    def abandoned(self, method: str) -> list[Any]:
+        return []
+
+    def end(self) -> None:
+        pass
+
+
+class Workplace:
+    """Of such workers, by name."""
+
+    def __init__(self) -> None:
+        self.workers: dict[str, Worker] = {}
+
+    def spawn(self, name: str, make_worker: Any, args: tuple[Any, ...], **where: Any) -> Worker:
+        self.workers[name] = Worker(name)
+        return self.workers[name]
+
+    def wait(self, timeout_s: float) -> list[Worker]:
+        return []
+
+    def node_changes(self) -> list[Any]:
+        return []
+
+
 @pytest.fixture(scope="session")
 def real():
     """The builders, for test modules: they cannot import this file."""
 
     class Real:
         MovesEverything = MovesEverything
+        Workplace = Workplace
         submission = staticmethod(submission)
         cluster = staticmethod(cluster)
         run = staticmethod(run)

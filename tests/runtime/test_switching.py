@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -32,51 +31,11 @@ PLACE = Placement(group=GroupId(1), rollout_nodes=(NodeId("rollout", 0),), train
 SIX = Footprint(rollout_device_bytes=6.0, train_device_bytes=6.0)
 
 
-class Worker:
-    """Keeps calls until the test answers them."""
-
-    pid = 1
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.calls: list[tuple[str, tuple[Any, ...], Any]] = []
-
-    def call(self, now_s: float, method: str, args: tuple[Any, ...], then: Any) -> None:
-        self.calls.append((method, args, then))
-
-    def answer(self, method: str, value: Any) -> tuple[Any, ...]:
-        asked, args, then = self.calls.pop(0)
-        assert asked == method
-        then(value)
-        return args
-
-    def asked(self) -> list[str]:
-        return [method for method, _, _ in self.calls]
-
-    def is_overdue(self, now_s: float) -> bool:
-        return False
-
-
-class Workplace:
-    def __init__(self) -> None:
-        self.workers: dict[str, Worker] = {}
-
-    def spawn(self, name: str, make_worker: Any, args: tuple[Any, ...], **where: Any) -> Worker:
-        self.workers[name] = Worker(name)
-        return self.workers[name]
-
-    def wait(self, timeout_s: float) -> Sequence[Worker]:
-        return ()
-
-    def node_changes(self) -> Sequence[Any]:
-        return ()
-
-
 class Pair:
     """Two pipelines whose training states take turns on one device; host memory has room for `host_bytes` of them."""
 
     def __init__(self, real: Any, folder: Any, host_bytes: float) -> None:
-        self.workplace = Workplace()
+        self.workplace = real.Workplace()
         pools = {
             name: replace(pool, spills_to_disk=True, host_memory_bytes=host_bytes)
             for name, pool in real.cluster().pools.items()
@@ -88,7 +47,7 @@ class Pair:
             self.backend.add_pipeline(replace(given, pipeline=replace(given.pipeline, footprint=SIX)))
             self.backend.execute(Admit(pipeline=PipelineId(name), placement=PLACE, kind=AdmissionKind.NEW))
 
-    def trainer(self, name: str) -> Worker:
+    def trainer(self, name: str) -> Any:
         return self.workplace.workers[f"{name}/train"]
 
     def warm_start(self, order: int, name: str, *, after: str | None = None) -> None:

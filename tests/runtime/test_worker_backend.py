@@ -18,60 +18,11 @@ from rlmux.runtime.workers import RolloutChunkResult
 LEFT, RIGHT = DeviceId("rollout", 0, 0), DeviceId("rollout", 1, 0)
 
 
-class Worker:
-    """Keeps calls until the test answers them, first come first."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.pid = 1
-        self.calls: list[tuple[str, tuple[Any, ...], Any]] = []
-
-    def call(self, now_s: float, method: str, args: tuple[Any, ...], then: Any) -> None:
-        self.calls.append((method, args, then))
-
-    def answer(self, method: str, value: Any) -> tuple[Any, ...]:
-        """Answer its oldest call, which is this one; returns what it was asked."""
-        asked, args, then = self.calls.pop(0)
-        assert asked == method
-        then(value)
-        return args
-
-    def is_overdue(self, now_s: float) -> bool:
-        return False
-
-    def abandoned(self, method: str) -> list[Any]:
-        return []
-
-    def end(self) -> None:
-        pass
-
-
-class Workplace:
-    def __init__(self) -> None:
-        self.workers: dict[str, Worker] = {}
-
-    def spawn(self, name: str, make_worker: Any, args: tuple[Any, ...], **where: Any) -> Worker:
-        self.workers[name.partition("/")[2]] = worker = Worker(name)
-        return worker
-
-    def wait(self, timeout_s: float) -> Sequence[Worker]:
-        return ()
-
-    def node_changes(self) -> Sequence[Any]:
-        return ()
-
-    def forget(self, worker: Worker) -> None:
-        pass
-
-    def close(self) -> None:
-        pass
-
-
 class Rollout:
     """One pipeline with a rollout worker on each of two devices; its first step is about to begin."""
 
     def __init__(self, real: Any, tmp_path: Any, *, task: str) -> None:
-        self.workplace = Workplace()
+        self.workplace = real.Workplace()
         weights = tmp_path / "weights"
         weights.mkdir()
         self.backend = WorkerBackend(real.cluster(rollout=2), tmp_path, self.workplace, weights)
@@ -105,8 +56,8 @@ class Rollout:
     def deal_out(self) -> None:
         self.worker("host").answer("begin_step", (self.requests, self.is_single_turn))
 
-    def worker(self, role: str | DeviceId) -> Worker:
-        return self.workplace.workers[role if isinstance(role, str) else f"rollout-{role}"]
+    def worker(self, role: str | DeviceId) -> Any:
+        return self.workplace.workers[f"p/{role}" if isinstance(role, str) else f"p/rollout-{role}"]
 
     def chunk(
         self, device: DeviceId, *, active: int = 0, parked: int = 0, finished: Sequence[FinishedTurn] = ()
