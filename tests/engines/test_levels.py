@@ -63,3 +63,16 @@ def test_green_contexts_leave_room_for_the_other_side(num_sms, major, sizes):
     made = levels.green_sizes(num_sms, major)
     assert list(made.values()) == sizes
     assert all(share == size / num_sms for share, size in made.items())
+
+
+def test_a_change_that_the_system_refuses_is_tried_again(monkeypatch, tmp_path):
+    """Linux allows ten changes of a session's niceness a second."""
+    group = tmp_path / "missing" / "autogroup"
+    monkeypatch.setattr(levels, "_AUTOGROUP", group)
+    setter = levels.NiceLevel()
+    monkeypatch.setattr(levels.NiceLevel, "_can_raise", False)
+    monkeypatch.setattr(levels.NiceLevel, "_has_group", True)
+    setter.set(0.25)
+    group.parent.mkdir()
+    setter.set(0.25)
+    assert int(group.read_text()) == os.getpriority(os.PRIO_PROCESS, 0) + levels.nice_of(0.25)

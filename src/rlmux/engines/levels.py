@@ -109,8 +109,10 @@ class NiceLevel:
         if self._can_raise:  # else nobody could undo it
             os.setpriority(os.PRIO_PROCESS, 0, nice)
         if self._has_group:
-            with suppress(OSError):  # ten changes a second are allowed; the next call tries again
+            try:
                 _AUTOGROUP.write_text(str(nice))
+            except OSError:  # ten changes a second are allowed; the next call tries again
+                return
         self._level = level
 
 
