@@ -8,6 +8,8 @@ simulator gets as estimates: the comparison is of the scheduling, not of a guess
 
     longest_gap_s     between two published steps of a running pipeline, or its admission and its first
     num_stalls        gaps longer than one round, the mean steps of all pipelines that run meanwhile, and 2 s more
+    in_longest_gap    the orders that took longest in it: seconds from the order to its end (of computing)
+    start_p50_s       from a pipeline's admission to its first step, median
     longest_wait_s    from a pipeline's submission to its admission
     beside_change     a step during which somebody else came or went, over the mean of that pipeline's other steps:
                       median and 95th percentile
@@ -90,6 +92,14 @@ def stalls(gaps: list[tuple[float, float]], pipelines: list[dict[str, Any]], tim
     return max(end_s - begin_s for begin_s, end_s in gaps), num_stalls
 
 
+def in_longest_gap(gaps: list[tuple[float, float]], timeline: Any) -> list[str]:
+    """What took longest in it: orders with seconds from order to end, and of computing."""
+    begin_s, end_s = max(gaps, key=lambda gap: gap[1] - gap[0])
+    orders = [order for order in timeline.orders if order.start_s < end_s and begin_s < order.end_s]
+    orders.sort(key=lambda order: order.start_s - order.end_s)
+    return [f"{one.pipeline} {one.stage} {one.end_s - one.start_s:.3g} s ({one.seconds:.3g})" for one in orders[:4]]
+
+
 def beside_change(pipelines: list[dict[str, Any]], timeline: Any) -> list[float]:
     """Ratios, as the module says; of pipelines that had steps of both kinds, the first left out of all."""
     records = {one["name"]: timeline.pipelines[one["name"]] for one in pipelines}
@@ -129,12 +139,13 @@ def main() -> None:
         train(file, folder)
         timeline, moves = read_timeline(folder), num_moves(folder)
         gaps: list[tuple[float, float]] = []
-        waits, completions = [], []
+        waits, completions, starts_s = [], [], []
         for one in spec["pipelines"]:
             record = timeline.pipelines[one["name"]]
             assert record.status == "finished", f"{one['name']}: {record.status}: {record.reason}"
             moments = [record.admitted_s or 0.0, *sorted(record.published.values())]
             gaps += pairwise(moments)
+            starts_s.append(moments[1] - moments[0])
             waits.append((record.admitted_s or 0.0) - record.submitted_s)
             completions.append((record.ended_s or 0.0) - record.submitted_s)
             seconds = {Stage.GENERATE: 0.0, Stage.UPDATE: 0.0}
@@ -164,7 +175,9 @@ def main() -> None:
         "steps_per_s": num_steps / makespan_s,
         "throughput_over_predicted": predicted["makespan_s"] / makespan_s,
         "median_completion_s": statistics.median(completions),
+        "start_p50_s": statistics.median(starts_s),
         "longest_gap_s": longest_s,
+        "in_longest_gap": in_longest_gap(gaps, timeline),
         "num_stalls": num_stalls,
         "longest_wait_s": max(waits),
         "beside_change_p50": ratios[len(ratios) // 2] if ratios else 0.0,
@@ -175,7 +188,7 @@ def main() -> None:
         print(json.dumps(figures))
     else:
         for name, value in figures.items():
-            print(f"{name:26} {value:.4g}")
+            print(f"{name:26} {', '.join(value) if isinstance(value, list) else f'{value:.4g}'}")
 
 
 if __name__ == "__main__":
