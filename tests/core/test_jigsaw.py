@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
-
 import pytest
 
 from rlmux.core.actions import Migrate, Pause, RunStage, SetLevel
@@ -16,12 +14,10 @@ from rlmux.core.events import (
     TrajectoriesMoved,
     WorkerLost,
 )
-from rlmux.core.lookahead import Task
 from rlmux.core.model import Cluster, DeviceId, Footprint, Phase, Pool, Stage
-from rlmux.core.policies.jigsaw import Jigsaw, _gathers
+from rlmux.core.policies.jigsaw import Jigsaw
 from rlmux.core.policies.rlmux import RlMux
 from rlmux.core.policies.static_sharing import mux_all, serial
-from rlmux.core.policies.upcoming import Upcoming
 from rlmux.core.scheduler import Scheduler
 from rlmux.core.sharing import SharingEntry, SharingTable
 from rlmux.core.state import ReadyWork
@@ -268,34 +264,3 @@ def test_no_device_is_kept_for_a_share_that_waits_for_tools(builders):
     assert [a.order for a in driver.send(idle) if isinstance(a, Pause)] == [share.id]
     actions = driver.send(StagePaused(time_s=4.1, order=share.id, seconds=3.0, is_waiting=True))
     assert started(actions) == [("a", "update", 0)]
-
-
-def gathers(builders, *, left_s: float, is_pausing: bool = False) -> dict[tuple[int, int], float]:
-    """Cost of each gather (source, target) of two shares of 4 s with 1 s before their tails: 0 has `left_s` left, 1 has
-    not begun."""
-    history = StepHistory(builders.pipeline("a"))
-    left, right = DeviceId("gpu", 0, 0), DeviceId("gpu", 1, 0)
-    history.open_rollout(1, (left, right), 0.0)
-    for device in (left, right):
-        history.progress(device, 16, 0.1)
-        history.progress(device, 2, 1.0)
-        history.share_ended(device, 4.0)
-    ahead = Upcoming(device_of={0: left, 1: right})
-    for device, seconds in ((0, left_s), (1, 4.0)):
-        ahead.add(Task(pipeline=0, kind="dense", devices=(device,), seconds=seconds))
-    ahead.orders[0] = SimpleNamespace(is_pausing=is_pausing)
-    ahead.works[1] = SimpleNamespace(is_continuation=False)
-    member = SimpleNamespace(estimates=history.estimates())
-    return {(merge.source, merge.target): merge.cost_s for merge in _gathers(ahead, member, [0, 1], is_odd=False)}
-
-
-def test_a_share_that_has_not_begun_may_join_one_that_has(builders):
-    assert gathers(builders, left_s=3.9) == {(1, 0): pytest.approx(1.0)}
-
-
-def test_what_joins_late_goes_on_when_the_other_has_ended(builders):
-    assert gathers(builders, left_s=0.5) == {(1, 0): pytest.approx(3.5)}
-
-
-def test_nothing_joins_a_share_that_is_about_to_stop(builders):
-    assert gathers(builders, left_s=3.9, is_pausing=True) == {}

@@ -218,7 +218,7 @@ class StepHistory:
         for device in (source, target):
             if device in self._open:
                 self._open[device].is_whole = False
-        if is_fresh and target in self._open and not self._open[target].active:
+        if is_fresh and target in self._open:
             self._open[target].num_gathered += 1
 
     def waited(self, seconds: float) -> None:

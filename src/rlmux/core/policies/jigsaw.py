@@ -7,7 +7,7 @@ tasks that are known or predicted are scheduled anew as a whole, and what that s
 
     start      ready work on free devices; beside another only at a level that was measured to help
     merge      the tail of a pipeline leaves one device for a sibling's: pause, then move, then the device is free
-    gather     a share that has not begun joins its sibling: fewer, fuller batches, and the device is another's
+    gather     a share that has not begun joins a sibling's: fewer, fuller batches, and the device is another's
     yield      a share whose trajectories all wait for their environments leaves its device to work that could start
     wait       hold a device for something that is about to become ready, if that ends everything sooner
 
@@ -185,25 +185,18 @@ class Jigsaw:
 
 
 def _gathers(ahead: Upcoming, member: MemberView, shares: Sequence[int], *, is_odd: bool) -> Iterator[Merge]:
-    """Of each two neighbours: one takes the other over, which has not begun.
+    """Of each two neighbours that have not begun: one takes the other over.
 
-    Pipelines prefer opposite sides, so that a schedule that gathers everybody leaves each a device of its own. Where
-    the one has begun, less of the other's time passes beside it.
+    Pipelines prefer opposite sides, so that a schedule that gathers everybody leaves each a device of its own.
     """
     estimates = member.estimates
     for pair in zip(shares[::2], shares[1::2], strict=False):
         devices = [ahead.device_of[index] for index in pair]
-        if None in map(estimates.peak, devices):
+        if not all(ahead.is_fresh(index) for index in pair) or None in map(estimates.peak, devices):
             continue
         ways = [(0, 1), (1, 0)] if is_odd else [(1, 0), (0, 1)]
         for source, target in ways:
-            order = ahead.orders.get(pair[target])
-            is_taking = not order.is_pausing if order is not None else ahead.is_fresh(pair[target])
-            if not ahead.is_fresh(pair[source]) or not is_taking:
-                continue
             cost_s = estimates.gathered_s(devices[source])
-            if order is not None:
-                cost_s = max(cost_s, estimates.share_s(devices[source]) - ahead.tasks[pair[target]].seconds)
             yield Merge(source=pair[source], target=pair[target], cost_s=cost_s, is_whole=True)
 
 
