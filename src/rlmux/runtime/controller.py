@@ -142,6 +142,7 @@ class Controller:
 
     def _check_not_stuck(self) -> None:
         """Nothing runs and nothing will happen by itself: a policy that leaves work lying would hang the run."""
-        stuck = [work for group in self._scheduler.state.groups.values() for work in group.ready.values()]
+        ready = [work for group in self._scheduler.state.groups.values() for work in group.ready.values()]
+        stuck = [work for work in ready if not work.is_waiting]  # for its environment, which replies or is out of time
         if stuck:
             raise IllegalTransitionError(f"policy {self._scheduler.policy.name} leaves ready work lying: {stuck[0]}")
