@@ -293,6 +293,18 @@ def test_another_story_than_the_one_that_is_thought_about_gets_a_fresh_environme
     assert [VOCABULARY.decode(reply.tokens) for reply in replies] == ["5|"]
 
 
+def test_an_environment_that_still_thinks_when_its_step_is_over_is_let_go(thinker, finish: Finish) -> None:
+    """The trajectory began anew after a crash, and this time its budget ran out before it asked."""
+    host, events = thinker
+    requests = host.begin_step(1)
+    assert host.on_turns([finish(requests[0], spoken("<1>"))], 0.0) == ([], [])
+    host.on_turns([finish(request, spoken("7" * 32), stop_reason="length") for request in requests], 0.0)
+    assert host.finish_step(1).step == 1
+    events["<1>"].set()
+    host.begin_step(2)
+    assert host.on_turns([], 0.1) == ([], [])
+
+
 def test_an_environment_that_fails_late_is_named(thinker, finish: Finish, monkeypatch: pytest.MonkeyPatch) -> None:
     host, _ = thinker
     request = host.begin_step(1)[0]

@@ -156,6 +156,8 @@ class PipelineHost:
         for _, group in groupby(trajectories, key=lambda trajectory: trajectory.id.prompt):
             advantages += self._algorithm.advantages([trajectory.reward for trajectory in group])
         batch = TrainingBatch(step=step, trajectories=tuple(trajectories), advantages=tuple(advantages))
+        for trajectory in [one for one in self._said if one.step == step]:
+            self._let_go(trajectory)
         del self._episodes_by_step[step]
         self._batch_by_step[step] = batch
         for old in [kept for kept in self._batch_by_step if kept <= step - _KEPT_BATCHES]:
@@ -216,8 +218,7 @@ class PipelineHost:
             if episode.turns[: len(said)] == said or self._said.get(turn.id) == said:
                 continue
             if turn.id in self._said:  # about a turn that was taken back by a crash
-                self._thoughts.drop(turn.id)
-                del self._said[turn.id]
+                self._let_go(turn.id)
                 episode.environment = None
             environment = self._environment_after(episode, said[:-1])
             if environment is not None:
@@ -235,6 +236,11 @@ class PipelineHost:
         for trajectory, result in self._thoughts.wait(patience_s).items():
             episode = self._begun(trajectory.step)[trajectory]
             self._heard(episode, self._said.pop(trajectory)[-1], result)
+
+    def _let_go(self, trajectory: TrajectoryId) -> None:
+        """Nobody waits for what its environment thinks."""
+        self._thoughts.drop(trajectory)
+        del self._said[trajectory]
 
     def _heard(self, episode: _Episode, text: str, result: Any) -> None:
         episode.turns.append(text)
