@@ -71,6 +71,9 @@ assert worker.ending() is None
 os.kill(worker.pid, 9)
 worker._process.join(30)
 assert worker.ending() == "killed by SIGKILL"
+silent, still_open = os.pipe()
+os.dup2(silent, worker._process.sentinel)
+assert worker.ending() == "killed by SIGKILL", "told once, though the server has yet to close its end"
 print(*said)
 """
 

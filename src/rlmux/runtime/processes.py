@@ -26,7 +26,7 @@ import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing import get_context
-from multiprocessing.connection import Connection, wait
+from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
 from types import ModuleType
@@ -160,7 +160,7 @@ class WorkerProcess:
 
     def ending(self) -> str | None:
         """How it ended, if it has: `exit code 1`, `killed by SIGKILL`."""
-        return self._how_it_ended() if wait([self._process.sentinel], 0) else None
+        return None if self._process.exitcode is None else self._how_it_ended()
 
     def end(self) -> None:
         """Ask it to leave by closing its pipe; make it leave if it does not."""
