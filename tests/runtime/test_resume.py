@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
 import resource
@@ -23,6 +24,7 @@ from rlmux.core.policies import POLICIES
 from rlmux.core.scheduler import Scheduler
 from rlmux.report.codec import encode
 from rlmux.report.log import LogReader
+from rlmux.runtime import local
 from rlmux.runtime.local import SharedMemoryFolder
 from rlmux.runtime.memory import with_machine_memory
 from rlmux.runtime.run import resume_pipelines, run_pipelines
@@ -244,6 +246,42 @@ def test_shared_memory_of_a_dead_run_is_given_back_and_that_of_a_live_one_is_not
         folder.close()
         folder.close()
         assert not folder.path.exists()
+
+
+def test_a_folder_that_is_made_again_while_somebody_tidies_up_stays(tmp_path, monkeypatch):
+    """A killed run is resumed as another run starts, and that one has looked at the folder already."""
+    left_behind = SharedMemoryFolder(tmp_path / "run")
+    os.close(left_behind._lock)
+    resumed: list[SharedMemoryFolder] = []
+    flock = fcntl.flock
+
+    def resume_first(lock: int, how: int) -> None:
+        monkeypatch.setattr(fcntl, "flock", flock)
+        resumed.append(SharedMemoryFolder(tmp_path / "run"))
+        flock(lock, how)
+
+    monkeypatch.setattr(fcntl, "flock", resume_first)
+    local._remove_if_unheld(left_behind.path)
+    assert resumed[0].path == left_behind.path
+    assert resumed[0].path.exists()
+    resumed[0].close()
+
+
+@pytest.mark.parametrize("make", [SharedMemoryFolder, SharedMemoryFolder.at])
+def test_a_new_folder_that_another_start_tidies_away_is_made_again(tmp_path, monkeypatch, make):
+    flock = fcntl.flock
+
+    def tidy_first(lock: int, how: int) -> None:
+        if how == fcntl.LOCK_EX:
+            monkeypatch.setattr(fcntl, "flock", flock)
+            os.rmdir(os.readlink(f"/proc/self/fd/{lock}"))
+        flock(lock, how)
+
+    monkeypatch.setattr(fcntl, "flock", tidy_first)
+    made = make(tmp_path / "run")
+    assert made.path.exists()
+    assert made._lock is not None
+    made.close()
 
 
 # ------------------------------------------------------------------ the command, in a process of its own

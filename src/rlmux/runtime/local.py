@@ -149,18 +149,13 @@ class SharedMemoryFolder:
         for left_behind in parent.glob(f"{prefix}*"):
             _remove_if_unheld(left_behind)
         self.path = parent / f"{prefix}{hashlib.sha256(str(run_folder.resolve()).encode()).hexdigest()[:16]}"
-        self._lock: int | None = None
-        while self._lock is None:
-            shutil.rmtree(self.path, ignore_errors=True)
-            self.path.mkdir(mode=0o700)
-            self._lock = _hold(self.path)
+        self._lock: int | None = _make_and_hold(self.path)
 
     @classmethod
     def at(cls, path: Path) -> SharedMemoryFolder:
         """One whose place is known already; kept as it is if it was left behind."""
         folder = cls.__new__(cls)
-        path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        folder.path, folder._lock = path, _hold(path)
+        folder.path, folder._lock = path, _make_and_hold(path)
         return folder
 
     def close(self) -> None:
@@ -171,10 +166,22 @@ class SharedMemoryFolder:
             self._lock = None
 
 
+def _make_and_hold(folder: Path) -> int:
+    """The lock of the folder, which is there then. Raises UserError if somebody else was there first."""
+    lock = None
+    while lock is None:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        lock = _hold(folder)
+    if os.fstat(lock).st_uid != os.getuid():
+        os.close(lock)
+        raise UserError(f"{folder}: belongs to another user; accepted: a folder of one's own, or none yet")
+    return lock
+
+
 def _hold(folder: Path) -> int | None:
     """The lock, or None if another start took the new folder for one that was left behind."""
     try:
-        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except FileNotFoundError:
         return None
     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -189,6 +196,7 @@ def _remove_if_unheld(folder: Path) -> None:
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(folder, ignore_errors=True)
+            if os.fstat(lock).st_nlink:  # else it was removed meanwhile, and what has its name now is a run's
+                shutil.rmtree(folder, ignore_errors=True)
         finally:
             os.close(lock)
