@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from rlmux.core.errors import StorageError
-from rlmux.runtime.checkpoints import CheckpointWriter, prune
+from rlmux.runtime import checkpoints
+from rlmux.runtime.checkpoints import CheckpointFolder, CheckpointWriter, prune
 
 
 def writes_at(signal: threading.Event, made: list[Path]):
@@ -29,22 +31,29 @@ def test_a_checkpoint_is_told_of_once_and_not_before_it_is_there(tmp_path):
     assert writer.written() == []
 
 
-def test_the_next_one_is_begun_when_the_one_before_is_there(tmp_path):
-    writer, may_write, made = CheckpointWriter(), threading.Event(), []
+def test_the_next_one_is_begun_when_the_one_before_is_there(tmp_path, monkeypatch):
+    writer, may_write, made, now_s = CheckpointWriter(), threading.Event(), [], [0.0]
+    monkeypatch.setattr(checkpoints, "time", SimpleNamespace(perf_counter=lambda: now_s[0]))
     writer.begin(tmp_path / "step_1", writes_at(may_write, made))
     seen_at_snapshot = []
+    wait = writer.wait
+
+    def ten_seconds_later() -> None:
+        now_s[0] = 10.0
+        may_write.set()
+        wait()
 
     def snapshot():
         seen_at_snapshot.append(list(made))
         return writes_at(may_write, made)()
 
-    threading.Timer(0.05, may_write.set).start()
+    monkeypatch.setattr(writer, "wait", ten_seconds_later)
     writer.begin(tmp_path / "step_2", snapshot)
     writer.wait()
     assert seen_at_snapshot == [[tmp_path / "step_1"]]
     written = writer.written()
     assert [each.folder.name for each in written] == ["step_1", "step_2"]
-    assert written[1].stall_s > written[0].stall_s, "it waited for the first"
+    assert [each.stall_s for each in written] == [0.0, 10.0], "it waited for the first"
 
 
 @pytest.mark.parametrize("ask", ["wait", "begin", "written"])
@@ -71,3 +80,36 @@ def test_pruning_keeps_the_newest_and_never_the_last_one(tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_10", "step_11"]
     prune(tmp_path, 0)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_11"]
+
+
+def test_one_that_a_worker_completes_while_leftovers_are_removed_is_let_be(tmp_path, monkeypatch):
+    """It was killed, and is still on its way out."""
+    names = ("step_3.tmp-7", ".latest.tmp-7", "step_2.old-7")
+    for name in names:
+        (tmp_path / name).mkdir() if name.startswith("step") else (tmp_path / name).touch()
+    (tmp_path / "step_2").mkdir()
+    is_dir = Path.is_dir
+
+    def is_dir_and_completed(path: Path) -> bool:
+        was_dir = is_dir(path)
+        if path.name in names[:2]:
+            path.rename(tmp_path / ("step_3" if was_dir else "latest"))
+        return was_dir
+
+    monkeypatch.setattr(Path, "is_dir", is_dir_and_completed)
+    CheckpointFolder(tmp_path).remove_leftovers()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["latest", "step_2", "step_3"]
+
+
+def test_pruning_what_another_has_pruned_is_no_failure(tmp_path, monkeypatch):
+    for step in (1, 2):
+        (tmp_path / f"step_{step}").mkdir()
+    rename = Path.rename
+
+    def after_another(path: Path, to: Path) -> Path:
+        path.rmdir()
+        return rename(path, to)
+
+    monkeypatch.setattr(Path, "rename", after_another)
+    prune(tmp_path, 1)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_2"]

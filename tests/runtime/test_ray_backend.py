@@ -136,6 +136,27 @@ def test_an_idle_worker_that_dies_is_missed_without_being_called(nodes, real, tm
         backend.close()
 
 
+def test_a_killed_trainer_writes_no_more_once_that_is_said(nodes, real, tmp_path):
+    """Whoever goes on from its checkpoints reads them next."""
+    backend = nodes.make_backend()(real.cluster(), _folder(tmp_path))
+    try:
+        workplace, said = backend._workplace, []
+        device = DeviceId("train", 0, 0)
+        trainer = workplace.spawn(
+            "a/train", __import__, ("os",), device=device, log_path=tmp_path / "log", call_limit_s=60.0
+        )
+        trainer.call(0.0, "getpid", (), said.append)
+        while not said:
+            for one in workplace.wait(1.0):
+                one.receive(0.0)
+        assert psutil.pid_exists(said[0])
+        workplace.forget(trainer)
+        trainer.kill()
+        assert not psutil.pid_exists(said[0])
+    finally:
+        backend.close()
+
+
 @pytest.mark.slow
 def test_a_killed_nursery_is_replaced_and_changes_nothing(real, pair, local, nodes, tmp_path):
     """All workers that came from it die with it."""

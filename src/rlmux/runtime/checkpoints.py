@@ -9,6 +9,7 @@ before its last step, even where that step's checkpoint is there: the end is tol
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
@@ -77,10 +78,10 @@ class CheckpointFolder:
         return None
 
     def remove_leftovers(self) -> None:
-        """What a killed worker had begun to write. Only while no worker of the pipeline lives."""
-        for path in self._folder.iterdir() if self._folder.is_dir() else ():
+        """What a killed worker had begun to write. One that is still on its way out may take its own along."""
+        for path in list(self._folder.iterdir()) if self._folder.is_dir() else ():
             if _ASIDE.fullmatch(path.name):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
+                shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
     def _read(self, step: int) -> Checkpoint | None:
         try:
@@ -122,7 +123,8 @@ def prune(folder: Path, keep: int) -> None:
     """Remove the oldest checkpoints of a pipeline, never the newest `keep`. None is ever seen half removed."""
     for step in _steps_in(folder)[: -max(1, keep)]:
         aside = folder / f"step_{step}.old-{os.getpid()}"
-        (folder / f"step_{step}").rename(aside)
+        with contextlib.suppress(FileNotFoundError):  # one who is on its way out has removed it
+            (folder / f"step_{step}").rename(aside)
         shutil.rmtree(aside, ignore_errors=True)
 
 

@@ -38,8 +38,9 @@ from rlmux.runtime.undertaker import marking
 _FORKSERVER = get_context("forkserver")
 _PRELOAD = "rlmux.runtime.preload"
 _END_GRACE_S = 2.0
-_EXIT_REPORT_S = 1.0
-"""How long the exit code of a process that has closed its pipe may take to arrive."""
+_EXIT_REPORT_S = 5.0
+"""How long the exit code of a process that has closed its pipe may take to arrive. It comes by way of the fork server,
+which waits its turn on a busy machine."""
 _TRANSFER_LIMIT_S = 10
 """Once an answer has begun to arrive, or a call to leave, it goes on within this time: a worker that was stopped in
 the middle of one must not hold its controller."""
@@ -140,6 +141,8 @@ class WorkerProcess:
         """
         try:
             is_ok, value = self.connection.recv()
+        except BlockingIOError as error:  # out of time
+            raise WorkerLostError(f"{self.name} is gone (stopped in the middle of an answer)") from error
         except (EOFError, OSError) as error:
             raise WorkerLostError(f"{self.name} is gone ({self._how_it_ended()})") from error
         self._deadline_s = None
@@ -191,7 +194,7 @@ class WorkerProcess:
         self._process.join(_EXIT_REPORT_S)
         code = self._process.exitcode
         if code is None:
-            return "stopped in the middle of an answer"
+            return "its pipe is closed"
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 

@@ -20,6 +20,7 @@ from rlmux.runtime.ray_cluster import RayNode
 
 _UNAVAILABLE_LIMIT_S = 40.0
 """How long a worker may be out of reach before it is lost: longer than Ray takes to declare a node dead."""
+_KILL_LIMIT_S = 10.0
 LOOK_EVERY_S = 1.0
 """At an idle worker: how late its death may be noticed, where there are not too many of them."""
 
@@ -138,10 +139,15 @@ class RayWorker:
         self._leave("end")
 
     def kill(self) -> None:
-        self._leave("kill")
+        """A trainer is waited for: it may be writing a checkpoint, and whoever goes on reads those there are."""
+        leaving = self._leave("kill")
+        if self.is_trainer and self.pid is not None and not self._is_node_lost(self.node):
+            ray.wait([leaving], timeout=_KILL_LIMIT_S, fetch_local=False)
 
-    def _leave(self, how: str) -> None:
-        self._on_end(self, getattr(self._actor, how).remote())
+    def _leave(self, how: str) -> ray.ObjectRef[Any]:
+        leaving = getattr(self._actor, how).remote()
+        self._on_end(self, leaving)
+        return leaving
 
 
 def _first_line(error: BaseException | None) -> str:
