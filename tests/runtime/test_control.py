@@ -49,7 +49,7 @@ class Run:
         def visit() -> None:
             for fields in asked:
                 try:
-                    self.answers.append(ask(self.folder, limit_s=20, **fields))
+                    self.answers.append(ask(self.folder, limit_s=120, **fields))
                 except UserError as error:
                     self.answers.append({"refused": str(error)})
 
