@@ -27,7 +27,7 @@ pipelines:
 """
 ONE = SMALL + "  - {name: a, seed: 1, task: sort}\n"
 MORE = "\n".join(SMALL.splitlines()[1:]) + "\n  - {name: b, seed: 2, task: reverse}\n"
-LIMIT_S = 90
+LIMIT_S = 200
 
 
 def start(folder: Path, *words: str) -> subprocess.Popen[str]:

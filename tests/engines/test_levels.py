@@ -26,16 +26,18 @@ def test_a_level_ends_with_the_next_one():
     if not probe.shares:
         pytest.skip(f"no levels here: {probe.missing}")
     code = (
-        "import os; from rlmux.engines.levels import level_setter\n"
+        "import os, time; from rlmux.engines.levels import level_setter\n"
         "os.setsid() if os.getsid(0) != os.getpid() else None\n"
         "setter = level_setter('cpu'); seen = []\n"
         "for level in (1.0, 0.25, 0.25, 0.75, 1.0):\n"
         "    setter.set(level); seen.append(os.getpriority(0, 0))\n"
+        "    while setter._level != level:\n"  # Linux allows ten changes a second, of all sessions together
+        "        time.sleep(0.1); setter.set(level)\n"
         "print(seen, open('/proc/self/autogroup').read().split()[-1] if os.path.exists('/proc/self/autogroup') else 0)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
     base = os.getpriority(os.PRIO_PROCESS, 0)
-    changes = [base, base + 5, base + 5, base, base]
+    changes = [base, min(19, base + 5), min(19, base + 5), base, base]
     assert done.stdout.split("]")[0] + "]" in (str(changes), str([base] * 5))
     assert done.stdout.split()[-1] == "0"
 

@@ -178,7 +178,7 @@ class MovesEverything(Meddler):
 
 # ------------------------------------------------------------------ every backend
 
-ON_RAY = (pytest.mark.ray, pytest.mark.timeout(400), pytest.mark.xdist_group("ray"))
+ON_RAY = (pytest.mark.ray, pytest.mark.xdist_group("ray"))
 
 
 def pytest_configure(config: pytest.Config) -> None:

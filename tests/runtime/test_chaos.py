@@ -41,7 +41,6 @@ def commands(tmp_path, backend_words):
     )
 
 
-@pytest.mark.timeout(400)
 def test_twenty_kills_of_anything_leave_the_weights_as_they_were(commands, tmp_path):
     result = run_chaos(commands, tmp_path / "chaos", num_kills=20, seed=5)
     assert len(result.kills) == 20

@@ -84,7 +84,7 @@ def run(folder: Path, **environment: str) -> dict:
     words = [sys.executable, "-m", "rlmux.cli", "run", file, "--out", out, "--json"]
     (folder / "file.yaml").write_text(FILE)
     (folder / "clock_rewards.py").write_text(REWARDS % (folder / "looks"))
-    done = subprocess.run(words, env={**os.environ, **environment}, capture_output=True, text=True, timeout=100)
+    done = subprocess.run(words, env={**os.environ, **environment}, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout)
 

@@ -72,7 +72,6 @@ class KillsAtStages:
         return False
 
 
-@pytest.mark.timeout(400)
 @pytest.mark.quick_on_ray
 @pytest.mark.parametrize("name", ["sort", pytest.param("tool", marks=pytest.mark.slow)])
 def test_any_worker_may_die_as_any_stage_begins(real, make_backend, pair, undisturbed, tmp_path, name):

@@ -45,7 +45,7 @@ for worker in workers:
 def test_workers_do_not_run_the_script_that_starts_them_again(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(UNGUARDED)
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "runs").read_text() == "again "
 
@@ -53,7 +53,7 @@ def test_workers_do_not_run_the_script_that_starts_them_again(tmp_path):
 def test_a_server_that_somebody_else_started_is_replaced_once(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
-    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
 
 
@@ -69,7 +69,7 @@ worker.call(0.0, "getppid", (), said.append)
 worker.receive(0.0)
 assert worker.ending() is None
 os.kill(worker.pid, 9)
-worker._process.join(30)
+worker._process.join(300)
 assert worker.ending() == "killed by SIGKILL"
 silent, still_open = os.pipe()
 os.dup2(silent, worker._process.sentinel)
@@ -83,7 +83,7 @@ def test_a_process_may_borrow_the_server_of_another(tmp_path):
     script.write_text(BORROWER)
     address = fork_server_address()
     words = [sys.executable, str(script), address]
-    done = subprocess.run(words, capture_output=True, text=True, timeout=60, cwd=tmp_path)
+    done = subprocess.run(words, capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert int(done.stdout) == forkserver._forkserver._forkserver_pid
     assert fork_server_address() == address, "it goes on"

@@ -25,6 +25,7 @@ from rlmux.runtime.worker_backend import Worker, WorkerBackend, WorkerOptions
 
 _DRIVER = Path("/dev/nvidiactl")
 _GPUS = Path("/proc/driver/nvidia/gpus")
+_PREFIX = "rlmux-"
 
 
 def local_backend(
@@ -144,12 +145,17 @@ class SharedMemoryFolder:
     """
 
     def __init__(self, run_folder: Path) -> None:
-        parent = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else run_folder
-        prefix = f"rlmux-{os.getuid()}-"
-        for left_behind in parent.glob(f"{prefix}*"):
+        self.path = self.path_of(run_folder)
+        for left_behind in self.path.parent.glob(f"{_PREFIX}{os.getuid()}-*"):
             _remove_if_unheld(left_behind)
-        self.path = parent / f"{prefix}{hashlib.sha256(str(run_folder.resolve()).encode()).hexdigest()[:16]}"
         self._lock: int | None = _make_and_hold(self.path)
+
+    @staticmethod
+    def path_of(run_folder: Path) -> Path:
+        """Where a run's is."""
+        parent = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else run_folder
+        name = hashlib.sha256(str(run_folder.resolve()).encode()).hexdigest()[:16]
+        return parent / f"{_PREFIX}{os.getuid()}-{name}"
 
     @classmethod
     def at(cls, path: Path) -> SharedMemoryFolder:

@@ -145,7 +145,7 @@ class RayWorker:
             ray.wait([leaving], timeout=_KILL_LIMIT_S, fetch_local=False)
 
     def _leave(self, how: str) -> ray.ObjectRef[Any]:
-        leaving = getattr(self._actor, how).remote()
+        leaving: ray.ObjectRef[Any] = getattr(self._actor, how).remote()
         self._on_end(self, leaving)
         return leaving
 
