@@ -3,12 +3,14 @@
     python benchmarks/predicted.py [FILE ...] [--policies colocated,rollmux,jigsaw] [--rounds 3] [--steps 16]
                                    [--chunk-s 0.05] [--keep DIR] [--json]
 
-Round after round every file is trained under `solo` and under each of the policies, one after another. A round's
-prediction is made from its `solo` run alone (`rlmux simulate --from-run`); the figures are medians over the rounds, so
-that the machine's drift counts less. Rollouts and training are what orders took, summed over a run: by how much the
-machine differed before any scheduling.
+Round after round it is measured what busy neighbours cost here (seconds; all rounds of a file make one table), then the
+file is trained under `solo` and under each of the policies, one after another. A round's prediction is made from its
+`solo` run alone (`rlmux simulate --from-run --profile`); the figures are medians over the rounds, so that the machine's
+drift counts less. Rollouts and training are what orders took, summed over a run: by how much the machine differed
+before any scheduling.
 
     deviation   predicted makespan over the measured one, minus 1       goal: within 5 %
+    without     the same, had neighbours cost nothing
     own speed   the same, predicted from the seconds of the measured run itself: what is left is the scheduling's, and
                 none of the machine's drift from one run to the next
     drift       of `solo`'s own makespan between rounds, largest over least, minus 1
@@ -21,21 +23,27 @@ import json
 import statistics
 import sys
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
+from rlmux.cli import neighbour_costs
 from rlmux.cli.training import header, submissions
 from rlmux.core.model import PHASE_BY_STAGE, Phase, Stage
 from rlmux.core.policies import POLICIES
 from rlmux.report.api import read_timeline
 from rlmux.runtime.run import run_pipelines
 from rlmux.runtime.worker_backend import WorkerOptions
+from rlmux.sim.neighbours import Neighbours
 from rlmux.sim.recorded import recorded_workload
 from rlmux.sim.sweep import Task, run_task
 from rlmux.spec import Spec, load_spec
 
 FILES = ("examples/two_pipelines.yaml", "examples/long_tails.yaml", "examples/tool_waits.yaml")
 BASE = "solo"
+NEIGHBOUR_ROUNDS = 2
+"""Of measuring what neighbours cost, in each round: 12 s."""
 
 
 def train(spec: Spec, policy: str, folder: Path, chunk_s: float) -> bool:
@@ -58,24 +66,41 @@ def stage_seconds(folder: Path) -> dict[str, float]:
     return total
 
 
-def one_round(file: str, spec: Spec, policies: list[str], parent: Path, chunk_s: float) -> dict[str, Any]:
-    figures: dict[str, Any] = {}
-    base = parent / BASE
-    if not train(spec, BASE, base, chunk_s):
-        raise SystemExit(f"{file}: {BASE}: a pipeline failed; rlmux run on the file says why")
-    workload = recorded_workload(base)
+def measured_neighbours() -> neighbour_costs.Ratios:
+    """In a process of its own: the fork server of a run is not the one of these pieces."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(neighbour_costs.measure, "cpu", num_rounds=NEIGHBOUR_ROUNDS).result()
+
+
+def train_each(file: str, spec: Spec, policies: list[str], parent: Path, chunk_s: float) -> list[str]:
+    """One run for each policy, the base included; returns those that finished."""
+    finished = []
     for policy in (BASE, *policies):
-        folder = parent / policy
-        if policy != BASE and not train(spec, policy, folder, chunk_s):
+        if train(spec, policy, parent / policy, chunk_s):
+            finished.append(policy)
+        elif policy == BASE:
+            raise SystemExit(f"{file}: {BASE}: a pipeline failed; rlmux run on the file says why")
+        else:
             print(f"{file}: {policy}: a pipeline failed; left out", file=sys.stderr)
-            continue
-        figures[policy] = {
-            "predicted_s": run_task(Task(workload=workload, policy=policy)).hours * 3600,
-            "own_s": run_task(Task(workload=recorded_workload(folder), policy=policy)).hours * 3600,
-            "measured_s": read_timeline(folder).makespan_s,
-            "seconds": stage_seconds(folder),
+    return finished
+
+
+def predicted_s(run: Path, policy: str, neighbours: Neighbours | None) -> float:
+    return run_task(Task(workload=recorded_workload(run, neighbours), policy=policy)).hours * 3600
+
+
+def figures(parent: Path, finished: list[str], neighbours: Neighbours | None) -> dict[str, Any]:
+    """Of one round, by policy."""
+    return {
+        policy: {
+            "predicted_s": predicted_s(parent / BASE, policy, neighbours),
+            "without_s": predicted_s(parent / BASE, policy, None),
+            "own_s": predicted_s(parent / policy, policy, neighbours),
+            "measured_s": read_timeline(parent / policy).makespan_s,
+            "seconds": stage_seconds(parent / policy),
         }
-    return figures
+        for policy in finished
+    }
 
 
 def medians(rounds: list[dict[str, Any]], policies: list[str]) -> dict[str, Any]:
@@ -85,12 +110,11 @@ def medians(rounds: list[dict[str, Any]], policies: list[str]) -> dict[str, Any]
         found = [one[policy] for one in rounds if policy in one]
         if not found:
             continue
-        predicted_s = statistics.median(one["predicted_s"] for one in found)
-        measured_s = statistics.median(one["measured_s"] for one in found)
+        seconds = {name: statistics.median(one[name] for one in found) for name in ("predicted_s", "measured_s")}
         table[policy] = {
-            "predicted_s": predicted_s,
-            "measured_s": measured_s,
-            "deviation": predicted_s / measured_s - 1,
+            **seconds,
+            "deviation": seconds["predicted_s"] / seconds["measured_s"] - 1,
+            "without": statistics.median(one["without_s"] for one in found) / seconds["measured_s"] - 1,
             "by_round": [one["predicted_s"] / one["measured_s"] - 1 for one in found],
             "own_speed": statistics.median(one["own_s"] / one["measured_s"] - 1 for one in found),
             "seconds": {
@@ -101,12 +125,14 @@ def medians(rounds: list[dict[str, Any]], policies: list[str]) -> dict[str, Any]
 
 
 def text(file: str, result: dict[str, Any]) -> str:
-    lines = [f"{file}: solo drifts by {result['drift']:.1%} between rounds"]
+    costs = ", ".join(f"{kind} beside {beside} {cost:.3f}" for (kind, beside), cost in result["neighbours"])
+    lines = [f"{file}: solo drifts by {result['drift']:.1%} between rounds; neighbours: {costs or 'not measured'}"]
     for policy, row in result["policies"].items():
         by_round = " ".join(f"{value:+.1%}" for value in row["by_round"])
         lines.append(
             f"  {policy:10} predicted {row['predicted_s']:7.2f} s  measured {row['measured_s']:7.2f} s  "
-            f"{row['deviation']:+6.1%}   rounds {by_round}   own speed {row['own_speed']:+.1%}   "
+            f"{row['deviation']:+6.1%}   rounds {by_round}   without {row['without']:+.1%}   "
+            f"own speed {row['own_speed']:+.1%}   "
             f"rollouts {row['seconds']['rollout']:.2f} s training {row['seconds']['train']:.2f} s"
         )
     return "\n".join(lines)
@@ -130,13 +156,21 @@ def main() -> None:
         train(first, BASE, Path(scratch) / "warm-up", arguments.chunk_s)  # what starts once a process is not compared
         for file in arguments.files:
             spec = load_spec(file, overrides=[f"defaults.steps={arguments.steps}"])
-            rounds = []
+            ratios: neighbour_costs.Ratios = {}
+            trained = []
             for number in range(arguments.rounds):
                 print(f"{file}: round {number + 1} of {arguments.rounds}", file=sys.stderr, flush=True)
                 folder = parent / Path(file).stem / str(number)
                 folder.mkdir(parents=True)
-                rounds.append(one_round(file, spec, policies, folder, arguments.chunk_s))
-            results[file] = medians(rounds, [BASE, *policies])
+                for pair, seen in measured_neighbours().items():
+                    ratios.setdefault(pair, []).extend(seen)
+                trained.append((folder, train_each(file, spec, policies, folder, arguments.chunk_s)))
+            neighbours = neighbour_costs.neighbours_of("cpu", ratios)
+            rounds = [figures(folder, finished, neighbours) for folder, finished in trained]
+            results[file] = {
+                "neighbours": list(neighbours.measured.items()) if neighbours else [],
+                **medians(rounds, [BASE, *policies]),
+            }
             if not arguments.json:
                 print(text(file, results[file]), flush=True)
     if arguments.json:

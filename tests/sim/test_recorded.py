@@ -7,12 +7,16 @@ from dataclasses import replace
 import pytest
 
 from rlmux.cli.main import run_command_line
+from rlmux.cli.profiling import save, share_levels_of
 from rlmux.core.errors import UserError
 from rlmux.core.events import StageFinished
 from rlmux.core.model import Cluster, Phase, PhaseSeconds, Pipeline, PipelineId, Pool, Stage
 from rlmux.core.policies import POLICIES
+from rlmux.engines.levels import Levels
 from rlmux.report.log import RunLog, run_header
 from rlmux.sim.arrivals import Arrival, Workload
+from rlmux.sim.interference import InterferenceTable
+from rlmux.sim.neighbours import Neighbours
 from rlmux.sim.recorded import recorded_workload
 from rlmux.sim.simulator import simulate
 from rlmux.sim.world import Sampled, SwitchSeconds, TrueSeconds
@@ -67,6 +71,20 @@ def test_another_policys_makespan_is_predicted_from_a_solo_run(tmp_path, policy)
     assert truth.hours < 0.9 * simulate(pair(), POLICIES["solo"]()).hours
 
 
+def test_what_orders_lost_to_busy_neighbours_is_taken_off_and_put_on_again(tmp_path):
+    """Both policies in a world where neighbours cost something: what one run tells is true of the other."""
+    costs = {("dense", "update"): 1.25, ("update", "dense"): 1.1, ("dense", "dense"): 1.2, ("update", "update"): 1.3}
+    neighbours = Neighbours(device="a cpu", measured=costs, is_one_machine=True)
+    world = replace(pair(), neighbours=neighbours)
+    measured = record(world, "rollmux", tmp_path)
+    assert measured.hours > 1.02 * simulate(pair(), POLICIES["rollmux"]()).hours
+    recorded = recorded_workload(tmp_path, neighbours)
+    assert simulate(recorded, POLICIES["rollmux"]()).hours == pytest.approx(measured.hours, rel=1e-6)
+    for policy in ("solo", "fifo"):
+        truth = simulate(world, POLICIES[policy]())
+        assert simulate(recorded, POLICIES[policy]()).hours == pytest.approx(truth.hours, rel=1e-6)
+
+
 def test_what_the_first_orders_took_longer_is_the_cost_of_a_cold_switch(tmp_path):
     record(pair(), "solo", tmp_path)
     switch = recorded_workload(tmp_path).arrivals[0].switch
@@ -87,6 +105,26 @@ def test_the_command_puts_the_prediction_beside_what_was_measured(tmp_path, caps
     rows = {line.partition("  ")[0]: line.split() for line in capsys.readouterr().out.splitlines()}
     assert f"{measured.hours * 3600:.2f}" in rows["solo, measured"]
     assert float(rows["rollmux"][2]) < 0.9
+
+
+def test_the_command_counts_what_its_profile_says_of_neighbours(tmp_path, capsys, monkeypatch):
+    record(pair(), "rollmux", tmp_path / "run")
+    here = Levels(device="a cpu", how="nice", num_units=20)
+    monkeypatch.setattr("rlmux.cli.profiling.levels_here", lambda: here)
+    table = InterferenceTable(device="a cpu", levels=share_levels_of(here))
+    costs = {("dense", "update"): 1.25, ("update", "dense"): 1.25}
+    save(table, {}, tmp_path / "profile.json", Neighbours(device="a cpu", measured=costs))
+    save(table, {}, tmp_path / "older.json")
+
+    def solo_s(*options: str) -> tuple[float, str]:
+        assert run_command_line(["simulate", "--from-run", str(tmp_path / "run"), "--policies", "solo", *options]) == 0
+        said = capsys.readouterr()
+        return float(next(line.split()[1] for line in said.out.splitlines() if line.startswith("solo"))), said.err
+
+    as_recorded_s, alone_s = solo_s()[0], solo_s("--profile", str(tmp_path / "profile.json"))[0]
+    assert alone_s < 0.95 * as_recorded_s
+    unchanged_s, complaint = solo_s("--profile", str(tmp_path / "older.json"))
+    assert (unchanged_s, "has nothing of neighbouring devices" in complaint) == (as_recorded_s, True)
 
 
 @pytest.mark.parametrize("words", [["simulate"], ["simulate", "weave", "--from-run", "x"]])

@@ -149,6 +149,10 @@ def simulate(
         Path | None,
         typer.Option("--from-run", metavar="DIR", help="Instead: a finished run, with the seconds measured in it."),
     ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option("--profile", metavar="FILE", help="With --from-run: what busy neighbours cost (`rlmux profile`)."),
+    ] = None,
     seeds: Annotated[int, typer.Option("--seeds", min=1, help="How many seeds; figures are means over them.")] = 1,
     out: Pictures = None,
     sets: Sets = None,
@@ -164,7 +168,7 @@ def simulate(
     from rlmux.cli import inputs, progress, tables
 
     names = inputs.policy_names(policies)
-    made = inputs.workload_or_run(workload, from_run, sets)
+    made = inputs.workload_or_run(workload, from_run, sets, profile)
 
     from rlmux.sim import api
 
@@ -373,15 +377,16 @@ def profile(
     quick: Annotated[bool, typer.Option("--quick", help="A short look, too noisy to plan with.")] = False,
     json: Json = False,
 ) -> None:
-    """Measure how two pieces of work on one device slow each other, and what switches between pipelines cost.
+    """Measure how two pieces of work slow each other, and what switches between pipelines cost.
 
-    Every pair of prefill, decoding, log-probs and updates, at every share of the device that can be made here. Then how
-    long the file's own states take to leave the device for host memory or disk, and to come back.
+    Every pair of prefill, decoding, log-probs and updates on one device, at every share of it that can be made here;
+    decoding and updates on two neighbouring devices. Then how long the file's own states take to leave the device for
+    host memory or disk, and to come back.
 
     \b
     Example: rlmux profile examples/two_pipelines.yaml --out profile.json
     """
-    from rlmux.cli import inputs, profiling, progress, switch_costs
+    from rlmux.cli import inputs, neighbour_costs, profiling, progress, switch_costs
 
     profiling.check_device(device)
     folder = out.absolute().parent
@@ -391,11 +396,15 @@ def profile(
     plans = plans or [switch_costs.usual_plan(device)]
     with progress.bar("pairs", is_quiet=json) as report_progress:
         table = profiling.measure(device, progress=report_progress, **(profiling.QUICK if quick else {}))
+    with progress.bar("neighbours", is_quiet=json) as report_progress:
+        ratios = neighbour_costs.measure(device, progress=report_progress, **(profiling.QUICK if quick else {}))
     with progress.bar("switches", is_quiet=json) as report_progress:
         num_rounds = 1 if quick else 5
         switches = switch_costs.measure(plans, device, folder, num_rounds=num_rounds, progress=report_progress)
-    profiling.save(table, switches, out)
-    profiling.show(table, switches, out, as_json=json)
+    neighbours = neighbour_costs.neighbours_of(device, ratios)
+    profiling.save(table, switches, out, neighbours)
+    without = neighbour_costs.missing(device)
+    profiling.show(table, switches, out, neighbours, as_json=json, without_neighbours=without)
 
 
 @app.command()

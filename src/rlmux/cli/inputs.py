@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from difflib import get_close_matches
@@ -14,6 +15,7 @@ from rlmux.spec import Purpose, Spec, load_spec
 
 if TYPE_CHECKING:
     from rlmux.sim.arrivals import Workload
+    from rlmux.sim.neighbours import Neighbours
 
 BACKENDS = ("local", "ray")
 PAPERS = ("rollmux", "jigsawrl")
@@ -84,11 +86,15 @@ def _check_choice(what: str, value: str, known: Sequence[str]) -> None:
         raise UserError(f"{what} {value!r}: {hint}accepted: {', '.join(known)}")
 
 
-def workload_or_run(text: str | None, run: Path | None, sets: Sequence[str] | None) -> Workload | str:
+def workload_or_run(
+    text: str | None, run: Path | None, sets: Sequence[str] | None, profile: Path | None = None
+) -> Workload | str:
     """What is to be simulated: a workload, or the pipelines of a finished run as they were measured."""
     if (text is None) == (run is None):
         raise UserError("accepted: either FILE|WORKLOAD or --from-run DIR")
     if run is None:
+        if profile is not None:
+            raise UserError(f"--profile {profile}: goes with --from-run only: a profile is of this machine's devices")
         assert text is not None
         return workload(text, sets)
     if sets:
@@ -97,7 +103,18 @@ def workload_or_run(text: str | None, run: Path | None, sets: Sequence[str] | No
     from rlmux.sim.recorded import recorded_workload
 
     folders.check_run(run)
-    return recorded_workload(run)
+    return recorded_workload(run, None if profile is None else _neighbours(profile))
+
+
+def _neighbours(profile: Path) -> Neighbours | None:
+    """What the profile has of them; what it has not is told."""
+    from rlmux.cli.profiling import levels_here  # brings torch along, to look at the devices
+    from rlmux.sim.neighbours import load_neighbours
+
+    neighbours, warnings = load_neighbours(profile, levels_here().device)
+    for warning in warnings:
+        print(f"rlmux: {warning}", file=sys.stderr)
+    return neighbours
 
 
 def measured(run: Path) -> dict[str, object]:

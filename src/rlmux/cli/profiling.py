@@ -1,6 +1,6 @@
 """Measures how two pieces of work on one device slow each other, and reads back what was measured.
 
-What is measured of switches goes into the same file: see `switch_costs`.
+What is measured of switches and of neighbouring devices goes into the same file: `switch_costs`, `neighbour_costs`.
 
     measure ──▶ InterferenceTable ──save──▶ profile.json ──sharing_of──▶ SharingTable ──▶ a policy that shares devices
 
@@ -18,7 +18,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from rlmux.cli import switch_costs, tables
+from rlmux.cli import neighbour_costs, switch_costs, tables
 from rlmux.core.errors import UserError
 from rlmux.core.policies import POLICIES, Policy
 from rlmux.core.sharing import MIN_GAIN, SharingEntry, SharingTable
@@ -26,6 +26,7 @@ from rlmux.engines.levels import Levels, probe
 from rlmux.engines.pieces import PIECES, PieceSizes, piece_processes, rates, usual_sizes
 from rlmux.engines.switch_times import SwitchTimes
 from rlmux.sim.interference import NO_SPLIT, InterferenceTable, ShareLevels, load_interference
+from rlmux.sim.neighbours import Neighbours
 
 DEVICES = ("cpu", "cuda")
 Switches = Mapping[str, Sequence[SwitchTimes]]
@@ -145,18 +146,28 @@ def policy_named(name: str, profile: Path) -> tuple[Policy, list[str]]:
     return policy, [*warnings, f"--profile: policy {name} gives devices as a whole: only its switches are used"]
 
 
-def save(table: InterferenceTable, switches: Switches, path: Path) -> None:
-    path.write_text(json.dumps(_to_json(table, switches), indent=1) + "\n", encoding="utf-8")
+def save(table: InterferenceTable, switches: Switches, path: Path, neighbours: Neighbours | None = None) -> None:
+    path.write_text(json.dumps(_to_json(table, switches, neighbours), indent=1) + "\n", encoding="utf-8")
 
 
-def _to_json(table: InterferenceTable, switches: Switches) -> dict[str, Any]:
-    return {**table.to_json(), "switches": switch_costs.to_json(switches)}
+def _to_json(table: InterferenceTable, switches: Switches, neighbours: Neighbours | None) -> dict[str, Any]:
+    found = {} if neighbours is None else {"neighbours": neighbours.to_json()}
+    return {**table.to_json(), "switches": switch_costs.to_json(switches), **found}
 
 
-def show(table: InterferenceTable, switches: Switches, path: Path, *, as_json: bool) -> None:
-    """One row for each pair: the slowdowns at each level, and whether the best of them helps. One for each state."""
+def show(
+    table: InterferenceTable,
+    switches: Switches,
+    path: Path,
+    neighbours: Neighbours | None = None,
+    *,
+    as_json: bool,
+    without_neighbours: str | None = None,
+) -> None:
+    """One row for each pair: the slowdowns at each level, and whether the best of them helps. Then the slowdowns of
+    neighbours, or why there are none, and one row for each state."""
     if as_json:
-        tables.print_json(_to_json(table, switches))
+        tables.print_json(_to_json(table, switches, neighbours))
         return
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     for (a, b, level), (slow_a, slow_b) in table.measured.items():
@@ -170,6 +181,11 @@ def show(table: InterferenceTable, switches: Switches, path: Path, *, as_json: b
     print(f"{table.device}: slowdown of each of two side by side, by the first one's share")
     tables.print_rows(list(rows.values()))
     print(f"best together: work in a second, over one after the other; {_least_gain()} helps")
+    if neighbours is not None:
+        print(f"{table.device}: slowdown of each on neighbouring devices, each on one of its own")
+        tables.print_rows(neighbour_costs.rows(neighbours.measured))
+    elif without_neighbours:
+        print(without_neighbours)
     print(f"{table.device}: seconds of a switch, another state of that size leaving included")
     tables.print_rows(switch_costs.rows(switches))
     print(f"Written: {path}")

@@ -72,6 +72,11 @@ def probe(device: str = "cpu") -> Levels:
     return _probe_cuda() if device.startswith("cuda") else _probe_cpu()
 
 
+def num_gpus() -> int:
+    """That this process may use; starts nothing on them."""
+    return torch.cuda.device_count()
+
+
 def level_setter(device: str = "cpu") -> LevelSetter:
     """For this process. What can be done is found out when a level below 1.0 is first asked for."""
     return GreenContextLevel() if device.startswith("cuda") else NiceLevel()

@@ -1,14 +1,15 @@
 """One kind of work of the real engines, over and over: what a profile and a benchmark time.
 
     make_piece(kind, sizes, device) ──▶ a call that does one unit and waits until the device has done it
-    start_piece(...) ──▶ the same in a process of its own, pinned to a core:   rate(from, to, level) ──▶ units / s
+    PieceProcess        the same in a process of its own, pinned to a core: windows of time ──▶ units / s in each
 
     prefill         a batch of new prompts        old_log_probs   forward of a micro-batch
     dense, tail     decode steps, full or few     update          forward, backward, optimizer step
 
 Processes are told to begin and end at the same moments, and work on a little beyond both, so that what is counted was
 done beside the others from first to last. On a core, a second is one of the processor time that these processes got
-together: strangers on the same core slow them, and change nothing in what they do to each other.
+together (or each, on cores of their own): strangers on the same core slow them, and change nothing in what they do to
+each other.
 """
 
 from __future__ import annotations
@@ -39,6 +40,10 @@ PIECES = ("prefill", "dense", "tail", "old_log_probs", "update")
 _SEED = 1
 _PAD_S = 0.05
 """Worked on beyond the counted window, for the others' sake."""
+_SHORT_PAD_S = 0.01
+"""The same between windows that follow each other."""
+Window = tuple[float, float]
+"""From when to when, of the monotonic clock."""
 _ANSWER_LIMIT_S = 300.0
 
 
@@ -193,12 +198,12 @@ class PieceProcess:
     def wait_until_ready(self) -> None:
         self._answer()
 
-    def begin(self, from_s: float, to_s: float, level: float) -> None:
-        """Work from now until a little after `to_s` of the monotonic clock."""
-        self._connection.send((from_s, to_s, level))
+    def begin(self, windows: Sequence[Window], level: float, *, pad_s: float) -> None:
+        """Work in each of these windows, and that much longer before and after."""
+        self._connection.send((windows, level, pad_s))
 
-    def rate(self) -> tuple[float, float]:
-        """Units per second between the two moments, and the part of a core that the process had."""
+    def rates(self) -> Sequence[tuple[float, float]]:
+        """Units per second in each window, and the part of a core that the process had."""
         return self._answer()
 
     def end(self) -> None:
@@ -208,18 +213,17 @@ class PieceProcess:
             self._process.kill()
             self._process.join(5)
 
-    def _answer(self) -> tuple[float, float]:
+    def _answer(self) -> Sequence[tuple[float, float]]:
         if not self._connection.poll(_ANSWER_LIMIT_S):
             raise TimeoutError("a piece of work gave no answer")
-        units_per_s, core_share = self._connection.recv()
-        return float(units_per_s), float(core_share)
+        return [(float(units_per_s), float(core_share)) for units_per_s, core_share in self._connection.recv()]
 
 
 @contextmanager
 def piece_processes(
     kinds: Sequence[str], sizes: PieceSizes, device: str, core: int | None, *, num_each: int = 2
 ) -> Iterator[dict[str, list[PieceProcess]]]:
-    """So many processes of each kind, idle until told; all of one core, or of one GPU."""
+    """So many processes of each kind, idle until told; all of one core, or of one GPU (`cuda`, `cuda:1`)."""
     made = {kind: [PieceProcess(kind, sizes, device, core) for _ in range(num_each)] for kind in kinds}
     try:
         for pair in made.values():
@@ -236,10 +240,32 @@ def rates(working: Sequence[tuple[PieceProcess, float]], seconds: float, *, is_c
     """Units per second of processes that work at once, each at its level; see the module for seconds of a core."""
     from_s = time.monotonic() + _PAD_S
     for process, level in working:
-        process.begin(from_s, from_s + seconds, level)
-    answers = [process.rate() for process, _ in working]
+        process.begin([(from_s, from_s + seconds)], level, pad_s=_PAD_S)
+    answers = [process.rates()[0] for process, _ in working]
     core_s = sum(share for _, share in answers) if is_core else 1.0
     return [units / max(core_s, 1e-9) for units, _ in answers]
+
+
+def rates_in_turn(
+    first: PieceProcess, second: PieceProcess, seconds: float, num_turns: int, *, is_core: bool
+) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    """Two processes with a device each: the first alone, both at once, the second alone, over and over.
+
+    Of each process and turn units per second (alone, beside the other); on a core, a second of what it had itself.
+    """
+    pace_s = seconds + 2 * _SHORT_PAD_S
+    begin_s = time.monotonic() + _PAD_S
+    windows = [(begin_s + at * pace_s, begin_s + at * pace_s + seconds) for at in range(3 * num_turns)]
+    first.begin([window for at, window in enumerate(windows) if at % 3 != 2], 1.0, pad_s=_SHORT_PAD_S)
+    second.begin([window for at, window in enumerate(windows) if at % 3 != 0], 1.0, pad_s=_SHORT_PAD_S)
+    alone_beside, beside_alone = (
+        [units / max(share if is_core else 1.0, 1e-9) for units, share in process.rates()]
+        for process in (first, second)
+    )
+    return (
+        list(zip(alone_beside[0::2], alone_beside[1::2], strict=True)),
+        list(zip(beside_alone[1::2], beside_alone[0::2], strict=True)),
+    )
 
 
 def _serve(connection: Connection, kind: str, sizes: PieceSizes, device: str, core: int | None) -> None:
@@ -248,22 +274,25 @@ def _serve(connection: Connection, kind: str, sizes: PieceSizes, device: str, co
         os.setsid()  # as workers are: niceness may be a matter of sessions
     if core is not None:
         os.sched_setaffinity(0, {core})
+    if device.startswith("cuda:"):
+        torch.cuda.set_device(device)
     unit = make_piece(kind, sizes, device)
     share = level_setter(device)
-    connection.send((0.0, 0.0))
+    connection.send([])
     try:
         while True:
-            from_s, to_s, level = connection.recv()
+            windows, level, pad_s = connection.recv()
             share.set(level)
-            connection.send(_timed(unit, from_s, to_s))
+            connection.send([_timed(unit, from_s, to_s, pad_s) for from_s, to_s in windows])
     except (EOFError, OSError):
         return
 
 
-def _timed(unit: Callable[[], None], from_s: float, to_s: float) -> tuple[float, float]:
+def _timed(unit: Callable[[], None], from_s: float, to_s: float, pad_s: float) -> tuple[float, float]:
     """(units per second, processor seconds per second), by the units that ended within the window."""
+    time.sleep(max(0.0, from_s - pad_s - time.monotonic()))
     ended: list[tuple[float, float]] = []
-    while (now_s := time.monotonic()) < to_s + _PAD_S:
+    while (now_s := time.monotonic()) < to_s + pad_s:
         if now_s >= from_s:
             ended.append((now_s, time.process_time()))
         unit()

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 from rlmux.core.model import Cluster, Footprint, Phase, PhaseSeconds, Pipeline, PipelineId, Pool, Stage
 from rlmux.sim import tables
+from rlmux.sim.neighbours import Neighbours
 from rlmux.sim.world import NO_SWITCH, STEADY, SwitchSeconds, TrueSeconds, Variation
 
 H20_USD_PER_GPU_HOUR = 1.76
@@ -49,6 +50,8 @@ class Workload:
     seed: int = 0
     about: str = ""
     """One line for tables and pictures."""
+    neighbours: Neighbours | None = None
+    """What orders on devices of one machine cost each other; None: nothing."""
 
     @property
     def end_s(self) -> float | None:

@@ -244,7 +244,7 @@ def load_interference(
         return estimated_table(levels), [
             f"no interference profile for {levels.device}: every pair is estimated"
         ]
-    content = _read_profile(Path(path))
+    content = read_profile(Path(path))
     if content["device"] != levels.device:
         return estimated_table(levels), [
             f"{path} was measured on {content['device']!r}, not on {levels.device!r}: "
@@ -269,7 +269,8 @@ def load_interference(
     return table, warnings
 
 
-def _read_profile(path: Path) -> dict[str, Any]:
+def read_profile(path: Path) -> dict[str, Any]:
+    """All that is in a profile file. Raises UserError for a file that is none."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:
@@ -288,7 +289,7 @@ def _read_profile(path: Path) -> dict[str, Any]:
                 f"{path}: entry {number} is {entry!r}; "
                 "expected a, b, level in (0, 1], slowdown_a and slowdown_b above 0"
             )
-    return {"device": str(content.get("device", "")), "entries": content["entries"]}
+    return {**content, "device": str(content.get("device", ""))}
 
 
 def _is_entry(entry: object) -> bool:

@@ -4,7 +4,8 @@
 
 Every stage of every step takes what it took, from its order to the event that ended it: so the hand-overs between
 processes are in. What the first orders took longer than they computed was their processes' starting, and becomes the
-cost of a cold switch.
+cost of a cold switch. Where it is known what busy neighbours cost (neighbours.py), what orders lost to them is taken
+off: under each policy, the simulation puts it on again for those who are neighbours then.
 
 Rollouts are decoded again, trajectory by trajectory (recorded_rollout.py): the log has their tokens, what an iteration
 took, and how long each waited for its environment. A log without (of a simulation) has only a rollout's seconds.
@@ -12,8 +13,9 @@ took, and how long each waited for its environment. A log without (of a simulati
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -25,9 +27,10 @@ from rlmux.report.api import read_timeline
 from rlmux.report.history import Ending, OrderRecord, PipelineRecord
 from rlmux.report.timeline import Timeline
 from rlmux.sim.arrivals import Arrival, Workload
+from rlmux.sim.neighbours import Busy, Neighbours, seconds_lost
 from rlmux.sim.recorded_rollout import Iterations, RecordedRollout
-from rlmux.sim.remaining import Remaining
-from rlmux.sim.world import SwitchSeconds, TrueSeconds
+from rlmux.sim.remaining import ROLLOUT_KIND, Remaining
+from rlmux.sim.world import KIND_BY_STAGE, SwitchSeconds, TrueSeconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,17 +53,25 @@ class RecordedSeconds(TrueSeconds):
         return self.rollouts.get(step, self.rollouts[max(self.rollouts)]).share(index, num_devices)
 
 
-def recorded_workload(folder: str | Path) -> Workload:
+def recorded_workload(folder: str | Path, neighbours: Neighbours | None = None) -> Workload:
     """The run's pipelines and cluster; prices and memory of the cluster are not in the log.
 
     Raises UserError for a folder without a finished pipeline.
     """
     timeline = read_timeline(folder)
+    orders_by_pipeline = {
+        name: [order for order in timeline.orders if order.pipeline == name and order.counts]
+        for name in timeline.pipelines
+    }
+    switches = {name: _switch_seconds(orders) for name, orders in orders_by_pipeline.items()}
+    lost_s: Mapping[int, float] = {}
+    if neighbours is not None:
+        neighbours = replace(neighbours, is_one_machine=timeline.header.get("backend") == "local")
+        lost_s = seconds_lost(_busy(timeline.orders, switches), neighbours)
     arrivals = []
     for name, record in timeline.pipelines.items():
-        orders = [order for order in timeline.orders if order.pipeline == name and order.counts]
         if record.pipeline.num_steps in record.published:
-            arrivals.append(_arrival(name, record, orders))
+            arrivals.append(_arrival(record, orders_by_pipeline[name], switches[name], lost_s))
     if len(arrivals) < len(timeline.pipelines) or not arrivals:
         missing = [str(name) for name in timeline.pipelines if name not in {one.pipeline.id for one in arrivals}]
         names = ", ".join(missing) or "no pipeline"
@@ -68,7 +79,11 @@ def recorded_workload(folder: str | Path) -> Workload:
     arrivals.sort(key=lambda arrival: arrival.submit_s)
     about = f"as measured under {timeline.header.get('policy')} in {timeline.makespan_s:.1f} s"
     return Workload(
-        name=Path(folder).absolute().name, cluster=_cluster(timeline), arrivals=tuple(arrivals), about=about
+        name=Path(folder).absolute().name,
+        cluster=_cluster(timeline),
+        arrivals=tuple(arrivals),
+        about=about,
+        neighbours=neighbours,
     )
 
 
@@ -85,18 +100,22 @@ def _cluster(timeline: Timeline) -> Cluster:
     return Cluster(pools=pools)
 
 
-def _arrival(name: PipelineId, record: PipelineRecord, orders: Sequence[OrderRecord]) -> Arrival:
-    switch = _switch_seconds(orders)
+def _arrival(
+    record: PipelineRecord, orders: Sequence[OrderRecord], switch: SwitchSeconds, lost_s: Mapping[int, float]
+) -> Arrival:
+    def alone_s(order: OrderRecord) -> float:
+        return max(_elapsed_s(order, switch) - lost_s.get(order.id, 0.0), 0.0)
+
     by_step: dict[tuple[Stage, int], float] = {}
     for order in orders:
         if order.stage is not Stage.GENERATE and not order.is_migration:
             key = (order.stage, order.step)
-            by_step[key] = by_step.get(key, 0.0) + _elapsed_s(order, switch)
+            by_step[key] = by_step.get(key, 0.0) + alone_s(order)
     orders_by_step = _by_step(orders)
-    by_step.update({(Stage.GENERATE, step): _longest_s(mine, switch) for step, mine in orders_by_step.items()})
+    by_step.update({(Stage.GENERATE, step): _longest_s(mine, alone_s) for step, mine in orders_by_step.items()})
     iterations = Iterations.of_notes(record.rollouts.values())
     rollouts = {
-        step: _rollout(mine, record.rollouts[step], iterations, switch)
+        step: _rollout(mine, record.rollouts[step], iterations, alone_s)
         for step, mine in orders_by_step.items()
         if step in record.rollouts
     }
@@ -132,10 +151,35 @@ def _by_step(orders: Iterable[OrderRecord]) -> dict[int, list[OrderRecord]]:
 
 def _elapsed_s(order: OrderRecord, switch: SwitchSeconds) -> float:
     """From the order to its end, without what its switch is said to take."""
-    seconds = order.end_s - order.start_s
-    if order.switch is not Switch.NONE:
-        seconds -= switch.seconds(PHASE_BY_STAGE[order.stage], is_warm=order.switch is Switch.WARM)
-    return max(seconds, 0.0)
+    return max(order.end_s - order.start_s - _switched_s(order, switch), 0.0)
+
+
+def _switched_s(order: OrderRecord, switch: SwitchSeconds) -> float:
+    if order.switch is Switch.NONE:
+        return 0.0
+    return switch.seconds(PHASE_BY_STAGE[order.stage], is_warm=order.switch is Switch.WARM)
+
+
+def _busy(orders: Iterable[OrderRecord], switches: Mapping[PipelineId, SwitchSeconds]) -> list[Busy]:
+    """When orders computed on devices; a switch is nobody's computing, as in the simulator."""
+    pieces: list[Busy] = []
+    for order in orders:
+        if order.is_migration or not order.devices or not math.isfinite(order.end_s):
+            continue
+        at_s = min(order.start_s + _switched_s(order, switches[order.pipeline]), order.end_s)
+        spans: list[tuple[int | None, float, float]] = [(None, order.start_s, at_s)]
+        for chunk, wait_s in zip(order.chunks, _waits(order), strict=True):
+            if wait_s > 0.0:
+                spans.append((order.id, at_s, chunk.time_s))
+                at_s = chunk.time_s + wait_s
+        spans.append((order.id, at_s, order.end_s))
+        kind = ROLLOUT_KIND if order.stage is Stage.GENERATE else KIND_BY_STAGE.get(order.stage, "update")
+        pieces += [
+            Busy(order=whose, device=device, kind=kind, start_s=start_s, end_s=end_s)
+            for device in order.devices
+            for whose, start_s, end_s in spans
+        ]
+    return pieces
 
 
 def _switch_seconds(orders: Sequence[OrderRecord]) -> SwitchSeconds:
@@ -162,7 +206,10 @@ def _overhead_s(order: OrderRecord) -> float:
 
 
 def _rollout(
-    orders: Sequence[OrderRecord], note: Mapping[str, Any], iterations: Iterations, switch: SwitchSeconds
+    orders: Sequence[OrderRecord],
+    note: Mapping[str, Any],
+    iterations: Iterations,
+    alone_s: Callable[[OrderRecord], float],
 ) -> RecordedRollout:
     """Of one step, such that the devices that it had compute, and wait, as long as they did. What environments took
     while a share was paused is not seen on its device: then waits are left as each trajectory had them."""
@@ -170,7 +217,7 @@ def _rollout(
     begun = [order for order in orders if order.switch is Switch.NONE]
     fixed_s = sum(_before_decoding_s(order) for order in begun) / num_devices
     waited_s = sum(sum(_waits(order)) for order in orders)
-    computed_s = sum(_elapsed_s(order, switch) for order in orders) - waited_s - fixed_s * num_devices
+    computed_s = sum(alone_s(order) for order in orders) - waited_s - fixed_s * num_devices
     is_whole = all(order.ending is not Ending.PAUSED for order in orders)
     recorded = RecordedRollout.of_note(note, iterations, fixed_s)
     return recorded.taking(max(computed_s, 0.0), waited_s if is_whole else None, num_devices)
@@ -184,11 +231,11 @@ def _before_decoding_s(order: OrderRecord) -> float:
     return max(0.0, first.time_s - order.start_s - first.seconds)
 
 
-def _longest_s(orders: Sequence[OrderRecord], switch: SwitchSeconds) -> float:
+def _longest_s(orders: Sequence[OrderRecord], alone_s: Callable[[OrderRecord], float]) -> float:
     """Of the devices that it had."""
     by_device: dict[DeviceId, float] = {}
     for order in orders:
-        by_device[order.devices[0]] = by_device.get(order.devices[0], 0.0) + _elapsed_s(order, switch)
+        by_device[order.devices[0]] = by_device.get(order.devices[0], 0.0) + alone_s(order)
     return max(by_device.values())
 
 

@@ -61,7 +61,7 @@ from rlmux.core.state import ReadyWork
 from rlmux.sim.arrivals import Arrival, Workload
 from rlmux.sim.interference import InterferenceTable, estimated_table, share_levels, sharing_table
 from rlmux.sim.metrics import Collector, SimResult, Span
-from rlmux.sim.pace import ByInterference, ByLevel, Pace
+from rlmux.sim.pace import BesideNeighbours, ByInterference, ByLevel, Pace
 from rlmux.sim.remaining import DONE_S, Remaining, SoloSeconds
 from rlmux.sim.underway import Actor, Moving, Running, place_of
 from rlmux.sim.world import KIND_BY_STAGE
@@ -99,10 +99,11 @@ def simulate(
     event with the actions that answered it; `checks` looks at every invariant of the scheduler after each (slow).
     """
     table = interference or _estimated(workload)
+    pace: Pace[Running] = ByLevel() if table is None else ByInterference(table)
     simulation = _Simulation(
         workload,
         _with_table(policy, table),
-        pace=ByLevel() if table is None else ByInterference(table),
+        pace=pace if workload.neighbours is None else BesideNeighbours(workload.neighbours, pace),
         failures=failures,
         rescales_training=rescales_training,
         spans_until_s=spans_until_s,

@@ -65,6 +65,10 @@ class Running:
         return self.work.kind
 
     @property
+    def is_waiting(self) -> bool:
+        return self.work.idle_s > 0.0
+
+    @property
     def is_share(self) -> bool:
         return self.action.stage is Stage.GENERATE
 
