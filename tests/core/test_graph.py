@@ -119,22 +119,22 @@ SHORT, LONG = [(1.0, 32), (4.0, 8), (6.0, 0)], [(1.0, 32), (4.2, 8), (12.0, 0)]
 
 def test_bands_begin_as_in_the_last_steps_and_the_tails_end_is_a_range():
     known = history([SHORT, LONG, SHORT]).estimates()
-    assert known.share_s(D0) == 6.0
-    assert known.tail_s(D0) == 2.0
-    left = known.remaining(D0, 8, run_s=4.0)
+    assert known.share_s == 6.0
+    assert known.tail_s == 2.0
+    left = known.remaining(8, run_s=4.0)
     assert (left.low_s, left.median_s, left.high_s) == (2.0, 2.0, pytest.approx(7.8))
 
 
 def test_the_live_count_corrects_the_prediction():
     known = history([SHORT, SHORT, SHORT]).estimates()
-    assert known.remaining(D0, 8, run_s=9.0).median_s == 2.0  # late: still 8 to go
-    assert known.remaining(D0, None, run_s=4.0).median_s == 2.0
+    assert known.remaining(8, run_s=9.0).median_s == 2.0  # late: still 8 to go
+    assert known.remaining(None, run_s=4.0).median_s == 2.0
 
 
 def test_before_the_first_step_the_users_estimate_stands_in():
     known = history([]).estimates()
-    assert (known.share_s(D0), known.train_s) == (9.0, 2.0)
-    assert known.remaining(D0, None, run_s=4.0).median_s == 5.0
+    assert (known.share_s, known.train_s) == (9.0, 2.0)
+    assert known.remaining(None, run_s=4.0).median_s == 5.0
 
 
 def test_a_share_that_was_moved_does_not_teach():
@@ -142,7 +142,7 @@ def test_a_share_that_was_moved_does_not_teach():
     made.open_rollout(2, (D0, D1), 0.0)
     made.moved(D1, D0, 4, 0.4)
     made.share_ended(D0, 99.0)
-    assert made.estimates().share_s(D0) == 6.0
+    assert made.estimates().share_s == 6.0
     assert made.estimates().move_s == pytest.approx(0.1)
 
 

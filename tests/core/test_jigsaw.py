@@ -185,13 +185,13 @@ def test_the_growth_of_a_gathered_share_is_learned(builders):
         history.progress(device, 16, 0.1)
         history.progress(device, 2, 3.0)
         history.share_ended(device, 4.0)
-    assert history.estimates().gathered_s(left) == pytest.approx(3.0)
+    assert history.estimates().gathered_s == pytest.approx(3.0)
     history.open_rollout(2, (left, right), 10.0)
     history.moved(left, right, 16, 0.0, is_fresh=True)
     history.share_ended(right, 5.0)
     estimates = history.estimates()
-    assert estimates.gathered_s(left) == pytest.approx(1.0)
-    assert estimates.share_s(right) == pytest.approx(4.0)
+    assert estimates.gathered_s == pytest.approx(1.0)
+    assert estimates.share_s == pytest.approx(4.0)
     assert estimates.move_s is None
 
 
@@ -205,7 +205,7 @@ def test_a_gathered_share_adds_at_most_its_own_seconds_however_long_that_steps_a
     history.open_rollout(2, (left, right), 10.0)
     history.moved(left, right, 16, 0.0, is_fresh=True)
     history.share_ended(right, 60.0)
-    assert history.estimates().gathered_s(left) == pytest.approx(4.0)
+    assert history.estimates().gathered_s == pytest.approx(4.0)
 
 
 def waiting_for_tools(builders):
@@ -264,3 +264,57 @@ def test_no_device_is_kept_for_a_share_that_waits_for_tools(builders):
     assert [a.order for a in driver.send(idle) if isinstance(a, Pause)] == [share.id]
     actions = driver.send(StagePaused(time_s=4.1, order=share.id, seconds=3.0, is_waiting=True))
     assert started(actions) == [("a", "update", 0)]
+
+
+def one_training_one_decoding(builders):
+    """a trains on device 0, where b has a share that has not begun; on device 1 b decodes another."""
+    scheduler = Scheduler(one_pool(), Jigsaw())
+    driver = builders.Driver(scheduler)
+    driver.submit(builders.pipeline("a", rollout_s=1.0, train_s=9.0, num_steps=2))
+    finish(driver, order_of(scheduler, "a", 0), 1.0)
+    finish(driver, order_of(scheduler, "a", 1), 1.0)
+    driver.submit(builders.pipeline("b", rollout_s=20.0, train_s=1.0, num_steps=2))
+    return scheduler, driver
+
+
+def test_a_ready_share_whose_device_is_held_begins_on_a_free_one(builders):
+    scheduler, driver = one_training_one_decoding(builders)
+    last = driver.actions(RunStage)[-2:]
+    assert [(a.pipeline, a.stage) for a in last] == [("a", Stage.UPDATE), ("b", Stage.GENERATE)]
+    finish(driver, order_of(scheduler, "b", 1), 2.0)
+    (move,) = driver.actions(Migrate)
+    assert (move.pipeline, move.source.node, move.target.node) == ("b", 0, 1)
+    actions = driver.send(TrajectoriesMoved(time_s=2.0, order=move.order, num_trajectories=8, seconds=0.0))
+    assert started(actions) == [("b", "generate", 1)]
+    driver.run()
+    assert scheduler.is_idle()
+
+
+def test_a_running_share_makes_room_for_training_where_another_device_is_free(builders):
+    scheduler, driver = one_training_one_decoding(builders)
+    finish(driver, order_of(scheduler, "a", 0, Stage.UPDATE), 10.0)
+    while not driver.actions(Pause):
+        assert driver.step(), "nobody made room"
+    (pause,) = driver.actions(Pause)
+    share = scheduler.state.orders[pause.order]
+    (other,) = [device for device in scheduler.state.runs[share.pipeline].rollout_devices if device != share.devices[0]]
+    assert scheduler.state.runs[share.pipeline].open_shares[other] is None
+    assert not scheduler.state.devices[other].orders
+    actions = driver.send(StagePaused(time_s=driver.now_s, order=share.id, seconds=1.0))
+    (move,) = [action for action in actions if isinstance(action, Migrate)]
+    assert (move.source, move.target) == (share.devices[0], other)
+    assert [(a.stage, a.devices) for a in actions if isinstance(a, RunStage)] == [(Stage.UPDATE, share.devices)]
+    driver.run()
+    assert scheduler.is_idle()
+
+
+def test_the_curve_of_a_share_that_went_to_a_free_device_is_learned_as_that_of_a_whole_one(builders):
+    history = StepHistory(builders.pipeline("a"))
+    left, right = DeviceId("gpu", 0, 0), DeviceId("gpu", 1, 0)
+    history.open_rollout(1, (left, right), 0.0)
+    history.share_ended(right, 4.0)
+    history.moved(left, right, 16, 0.0, is_fresh=True)
+    history.progress(right, 16, 0.1)
+    history.share_ended(right, 6.0)
+    assert history.estimates().share_s == pytest.approx(5.0), "the median of both"
+    assert history.estimates().gather_growth is None

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from rlmux.core.lookahead import Merge, Problem, Task, greedy, longest_paths, plan
+from rlmux.core.lookahead import Merge, Migration, Problem, Task, greedy, longest_paths, plan
 from rlmux.core.sharing import SharingEntry, SharingTable
 
 
@@ -175,3 +175,32 @@ def test_a_share_that_has_begun_is_not_gathered():
     problem = gathering(cost_s=0.1)
     begun = tuple(replace(one, is_running=True) if number == 1 else one for number, one in enumerate(problem.tasks))
     assert not {0} & set(plan(replace(problem, tasks=begun)).merges_now)
+
+
+def migrating(cost_s: float, *, is_running: bool) -> Problem:
+    """Device 0 is wanted by a share of one pipeline and training of another; device 1 is free for the share."""
+    share = task(0, "dense", (0,), 4.0, is_running=is_running)
+    return Problem(tasks=(share, task(1, "train", (0,), 6.0)), migrations=(Migration(task=0, device=1, cost_s=cost_s),))
+
+
+@pytest.mark.parametrize("is_running", [False, True])
+def test_a_share_migrates_to_a_free_device_where_others_want_its_own(is_running):
+    made = plan(migrating(0.5, is_running=is_running))
+    assert made.migrations_now == (0,)
+    assert made.start_s[1] == 0.0
+    assert made.end_s == pytest.approx((4.5, 6.0))
+
+
+@pytest.mark.parametrize("is_running", [False, True])
+def test_no_share_migrates_where_that_costs_more_than_it_frees(is_running):
+    made = plan(migrating(7.0, is_running=is_running))
+    assert made.migrations_now == ()
+    assert made.makespan_s == pytest.approx(10.0)
+
+
+def test_a_share_that_migrates_later_stays_until_then():
+    problem = migrating(0.5, is_running=False)
+    held = (*problem.tasks, task(1, "dense", (1,), 1.0, is_running=True))
+    made = plan(replace(problem, tasks=held))
+    assert made.makespan_s == pytest.approx(6.0)
+    assert made.migrations_now == ()

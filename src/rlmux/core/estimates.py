@@ -70,8 +70,8 @@ class StepEstimates:
     """A pipeline's next step as predicted now."""
 
     seconds_by_stage: tuple[tuple[Stage, float], ...]
-    curves: tuple[tuple[DeviceId, tuple[Curve, ...]], ...]
-    """Of the last steps, by device."""
+    curves: tuple[Curve, ...]
+    """Of all whole shares of the last steps: those of one pipeline are alike, wherever they were."""
     rollout_s: float
     """Of a share of which no curve is known."""
     move_s: float | None = None
@@ -101,33 +101,35 @@ class StepEstimates:
     def train_s(self) -> float:
         return sum(s for stage, s in self.seconds_by_stage if PHASE_BY_STAGE[stage] is Phase.TRAIN)
 
-    def share_s(self, device: DeviceId) -> float:
-        """A whole share on this device."""
-        curves = self._curves(device)
-        return _median([curve.end_s for curve in curves]) if curves else self.rollout_s
+    @property
+    def share_s(self) -> float:
+        """A whole share."""
+        return _median([curve.end_s for curve in self.curves]) if self.curves else self.rollout_s
 
-    def tail_s(self, device: DeviceId) -> float:
+    @property
+    def tail_s(self) -> float:
         """The part of a share's seconds after its tail has begun."""
-        curves = self._curves(device)
-        if not curves:
+        if not self.curves:
             return TYPICAL_TAIL_SHARE * self.rollout_s
-        return _median([curve.end_s - curve.time_to(tail_count(curve.peak)) for curve in curves])
+        return _median([curve.end_s - curve.time_to(tail_count(curve.peak)) for curve in self.curves])
 
-    def gathered_s(self, device: DeviceId) -> float:
-        """What the device's share adds to a sibling that takes all of it over: as seen, else what is not tail.
+    @property
+    def gathered_s(self) -> float:
+        """What a share adds to a sibling that takes all of it over: as seen, else what is not tail.
 
         Tails decode side by side; what comes before them fills the sibling's slots already.
         """
-        share_s = self.share_s(device)
-        return share_s - self.tail_s(device) if self.gather_growth is None else self.gather_growth * share_s
+        share_s = self.share_s
+        return share_s - self.tail_s if self.gather_growth is None else self.gather_growth * share_s
 
-    def peak(self, device: DeviceId) -> int | None:
-        curves = self._curves(device)
-        return max(curve.peak for curve in curves) if curves else None
+    @property
+    def peak(self) -> int | None:
+        """Sequences that a share begins with."""
+        return max((curve.peak for curve in self.curves), default=None)
 
-    def remaining(self, device: DeviceId, num_active: int | None, run_s: float) -> Remaining:
+    def remaining(self, num_active: int | None, run_s: float) -> Remaining:
         """Until the end, of a share that has run `run_s` and has `num_active` left (None: no report yet)."""
-        curves = self._curves(device)
+        curves = self.curves
         if not curves:
             left_s = max(self.rollout_s - run_s, 0.05 * self.rollout_s)
             return Remaining(0.5 * left_s, left_s, 2.0 * left_s)
@@ -136,13 +138,6 @@ class StepEstimates:
         else:
             ends = sorted(curve.end_s - curve.time_to(num_active) for curve in curves)
         return Remaining(ends[0], _median(ends), ends[-1])
-
-    def _curves(self, device: DeviceId) -> Sequence[Curve]:
-        """Those of the device, or of any: shares of one pipeline are alike."""
-        for known, curves in self.curves:
-            if known == device:
-                return curves
-        return [curve for _, curves in self.curves for curve in curves]
 
 
 def tail_count(peak: int) -> int:
@@ -170,7 +165,8 @@ class StepHistory:
 
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
-        self._curves: dict[DeviceId, deque[Curve]] = {}
+        self._curves: list[tuple[int, Curve]] = []
+        """With their steps: of the last ones in which a share ended whole."""
         self._stages: dict[Stage, deque[float]] = {}
         self._open: dict[DeviceId, _Share] = {}
         self._estimates: StepEstimates | None = None
@@ -215,6 +211,9 @@ class StepHistory:
         if num_trajectories and not is_fresh:
             self._move_s.append(seconds / num_trajectories)
             self._estimates = None
+        if target not in self._open and source in self._open:  # its own has ended: the source's goes on there
+            self._open[target] = self._open.pop(source)
+            return
         for device in (source, target):
             if device in self._open:
                 self._open[device].is_whole = False
@@ -235,16 +234,17 @@ class StepHistory:
         share = self._open.pop(device, None)
         if share is None:
             return
-        if not share.is_whole and device in self._curves:  # an untouched share's curve is the better predictor
+        if not share.is_whole and self._curves:  # an untouched share's curve is the better predictor
             if share.num_gathered:
-                alone_s = _median([curve.end_s for curve in self._curves[device]])
+                alone_s = _median([curve.end_s for _, curve in self._curves])
                 growth = (share.before_s + solo_s) / max(alone_s, 1e-9) - 1.0
                 self._growth.append(growth / share.num_gathered)
                 self._estimates = None
             return
         peak = max(share.active, default=1)
         curve = Curve((0.0, *share.seconds, share.before_s + solo_s), (peak, *share.active, 0))
-        self._curves.setdefault(device, deque(maxlen=WINDOW_STEPS)).append(curve)
+        steps = sorted({share.step, *(step for step, _ in self._curves)})[-WINDOW_STEPS:]
+        self._curves = [one for one in (*self._curves, (share.step, curve)) if one[0] in steps]
         self._estimates = None
 
     def stage_ended(self, stage: Stage, solo_s: float) -> None:
@@ -279,7 +279,7 @@ class StepHistory:
                 seconds.append((stage, prior_train_s))
         return StepEstimates(
             seconds_by_stage=tuple(seconds),
-            curves=tuple((device, tuple(curves)) for device, curves in self._curves.items()),
+            curves=tuple(curve for _, curve in self._curves),
             rollout_s=prior.rollout_s if prior else UNKNOWN_S,
             move_s=_median(self._move_s) if self._move_s else None,
             gather_growth=min(max(_median(self._growth), 0.0), 1.0) if self._growth else None,

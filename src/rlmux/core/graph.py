@@ -246,8 +246,8 @@ def predicted_graph(
     for step in range(first_step, first_step + num_steps):
         lasts = []
         for device in rollout_devices:
-            tail_s = estimates.tail_s(device)
-            whole_s = max(estimates.share_s(device), tail_s)
+            tail_s = estimates.tail_s
+            whole_s = max(estimates.share_s, tail_s)
             before = previous_lasts.get(device)
             for band, seconds in ((Band.DENSE, whole_s - tail_s), (Band.TAIL, tail_s)):
                 key = SubStageKey(pipeline, step, device, Stage.GENERATE, band)

@@ -10,7 +10,8 @@ A schedule is what a list produces when it is played out: whenever something end
 devices in the order of the list. Two tasks share a device only if the table says that it helps; both then run slower
 by the table's figures, and faster again when one ends. A task that finds its state gone from a device, because others
 were there since, takes its switch longer. A task is never interrupted; a `Merge` ends a share where its
-tail begins and lengthens a sibling's tail by it, or hands a share that has not begun to a sibling as a whole.
+tail begins and lengthens a sibling's tail by it, or hands a share that has not begun to a sibling as a whole; a
+`Migration` lets a share run on another device.
 
 Score: seconds by which pipelines miss their deadlines, then makespan plus a little mean completion time, so that of
 equal makespans the one with more throughput wins. The improvement is bounded by a number of played-out task
@@ -71,11 +72,24 @@ class Merge:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Migration:
+    """A possible move: a share runs on another device than its own from now on."""
+
+    task: int
+    """Ready or running."""
+    device: int
+    cost_s: float = 0.0
+    """Added to it: contexts go along."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
     """All that is planned at one moment."""
 
     tasks: tuple[Task, ...]
     merges: tuple[Merge, ...] = ()
+    migrations: tuple[Migration, ...] = ()
+    """At most one of each task."""
     sharing: SharingTable = NO_SHARING
     kept: tuple[tuple[int, ...], ...] = ()
     """By device: the states there, most recently used first; () counts no switches."""
@@ -92,6 +106,8 @@ class Plan:
     merges: tuple[int, ...]
     """Indices of the merges that are made."""
     merges_now: tuple[int, ...]
+    migrations_now: tuple[int, ...]
+    """Of tasks that start at this moment, or run."""
     score: tuple[float, float]
     num_tried: int
 
@@ -116,6 +132,7 @@ class _List:
     merges: tuple[int, ...] = ()
     not_shared: frozenset[int] = frozenset()
     """Tasks that share with nobody."""
+    migrations: frozenset[int] = frozenset()
 
     def changed(
         self,
@@ -124,12 +141,14 @@ class _List:
         after: dict[int, int] | None = None,
         merges: tuple[int, ...] | None = None,
         not_shared: frozenset[int] | None = None,
+        migrations: frozenset[int] | None = None,
     ) -> _List:
         return _List(
             self.rank if rank is None else rank,
             self.after if after is None else after,
             self.merges if merges is None else merges,
             self.not_shared if not_shared is None else not_shared,
+            self.migrations if migrations is None else migrations,
         )
 
 
@@ -141,7 +160,7 @@ def plan(problem: Problem, *, budget: int = BUDGET) -> Plan:
     """The best schedule found by playing out about `budget` starts, a task counting once for each device."""
     tasks = problem.tasks
     if not tasks:
-        return Plan(start_s=(), end_s=(), merges=(), merges_now=(), score=(0.0, 0.0), num_tried=0)
+        return Plan(start_s=(), end_s=(), merges=(), merges_now=(), migrations_now=(), score=(0.0, 0.0), num_tried=0)
     num_starts = sum(max(1, len(task.devices)) for task in tasks)
     # On whole devices a start takes half the time: there are no paces to keep.
     num_plays = (budget if problem.sharing.entries else 2 * budget) // num_starts
@@ -234,6 +253,8 @@ def _openings(problem: Problem) -> Iterator[_List]:
         for first in pipelines
         if len(pipelines) > 1
     ]
+    if problem.migrations:
+        yield by_path.changed(migrations=frozenset(range(len(problem.migrations))))
     for subset in subsets:
         yield by_path.changed(merges=subset)
     yield from firsts
@@ -249,6 +270,8 @@ def _openings(problem: Problem) -> Iterator[_List]:
 def _neighbours(problem: Problem, current: _List, made: Plan) -> Iterator[_List]:
     """Small changes, those at the first moments first: what is decided now matters most."""
     tasks = problem.tasks
+    for number in range(len(problem.migrations)):
+        yield current.changed(migrations=current.migrations ^ {number})
     for number in range(len(problem.merges)):
         if number in current.merges:
             yield current.changed(merges=tuple(m for m in current.merges if m != number))
@@ -314,13 +337,18 @@ def _is_less(score: tuple[float, float], than: tuple[float, float]) -> bool:
 class _Game:
     """What is the same in all plays of one problem."""
 
-    __slots__ = ("deadlines", "followers", "is_sharing", "masks", "num_devices", "num_needs", "problem", "rates")
+    __slots__ = (
+        "deadlines", "devices", "followers", "is_sharing", "masks", "num_devices", "num_needs", "problem", "rates",
+    )  # fmt: skip
 
     def __init__(self, problem: Problem) -> None:
         tasks = problem.tasks
         self.problem = problem
-        self.masks = [sum(1 << device for device in task.devices) for task in tasks]
-        self.num_devices = max((mask.bit_length() for mask in self.masks), default=0)
+        self.devices = [task.devices for task in tasks]
+        self.masks = [sum(1 << device for device in devices) for devices in self.devices]
+        self.num_devices = max(
+            [mask.bit_length() for mask in self.masks] + [move.device + 1 for move in problem.migrations], default=0
+        )
         self.num_needs = [len(task.needs) for task in tasks]
         self.followers: list[list[int]] = [[] for _ in tasks]
         for index, task in enumerate(tasks):
@@ -335,9 +363,9 @@ class _Play:
     """One list, from now until everything has ended."""
 
     __slots__ = (
-        "after", "change_s", "end", "game", "holders", "kept", "kind", "left", "merges", "merges_now", "not_shared",
-        "now", "open_merges", "rank", "rate", "ready", "running", "shared", "since", "start", "tail_s", "taken",
-        "tasks", "waits",
+        "after", "change_s", "devices", "end", "game", "holders", "kept", "kind", "left", "masks", "merges",
+        "merges_now", "migrations", "not_shared", "now", "open_merges", "rank", "rate", "ready", "running", "shared",
+        "since", "start", "tail_s", "taken", "tasks", "waits",
     )  # fmt: skip
 
     def __init__(self, game: _Game, candidate: _List) -> None:
@@ -349,6 +377,7 @@ class _Play:
         self.not_shared = candidate.not_shared
         self.merges = candidate.merges
         self.open_merges = list(candidate.merges)
+        self.migrations = candidate.migrations
         self.merges_now: list[int] = []
         self.now = 0.0
         self.left = [task.seconds for task in tasks]
@@ -368,6 +397,18 @@ class _Play:
         self.taken = 0
         """Bits of devices that someone holds; in `shared`, that two hold."""
         self.shared = 0
+        self.masks = game.masks
+        self.devices = game.devices
+        if candidate.migrations:
+            self._migrate(candidate.migrations)
+
+    def _migrate(self, migrations: frozenset[int]) -> None:
+        self.masks, self.devices = list(self.masks), list(self.devices)
+        for number in migrations:
+            move = self.game.problem.migrations[number]
+            self.masks[move.task] = 1 << move.device
+            self.devices[move.task] = (move.device,)
+            self.left[move.task] += move.cost_s
 
     def result(self) -> Plan:
         for index, task in enumerate(self.tasks):
@@ -395,7 +436,7 @@ class _Play:
 
     def _start_ready(self) -> None:
         """Offer the devices to every ready task in the order of the list."""
-        masks, after, taken_all = self.game.masks, self.after, (1 << self.game.num_devices) - 1
+        masks, after, taken_all = self.masks, self.after, (1 << self.game.num_devices) - 1
         is_sharing = self.game.is_sharing
         position = 0
         ready = self.ready
@@ -420,31 +461,31 @@ class _Play:
                 position = 0
 
     def _begin(self, index: int) -> None:
-        mask = self.game.masks[index]
+        mask = self.masks[index]
         both = self.taken & mask
         self.shared |= both
         self.taken |= mask
         if self.kept:
-            self._bring_state(self.tasks[index], index)
+            self._bring_state(self.tasks[index], self.devices[index], index)
         self.running.append(index)
         self.since[index] = self.now
         if self.game.is_sharing:
-            for device in self.tasks[index].devices:
+            for device in self.devices[index]:
                 self.holders[device].append(index)
             if both:
-                for device in self.tasks[index].devices:
+                for device in self.devices[index]:
                     for other in self.holders[device]:
                         if other != index:
                             self._repace(other)
                 self.rate[index] = self._rate(index)
         self._foresee(index)
 
-    def _bring_state(self, task: Task, index: int) -> None:
+    def _bring_state(self, task: Task, devices: tuple[int, ...], index: int) -> None:
         state, kept = task.state, self.kept
         num_kept = self.game.problem.num_kept
-        if any(state not in kept[device] for device in task.devices):
+        if any(state not in kept[device] for device in devices):
             self.left[index] += task.switch_s
-        for device in task.devices:
+        for device in devices:
             others = [other for other in kept[device] if other != state]
             kept[device] = (state, *others)[: int(min(num_kept[device], len(others) + 1))]
 
@@ -454,7 +495,7 @@ class _Play:
         if self.left[index] > _DONE:
             self.kind[index] = "tail"
             self._foresee(index)
-            if self.shared & self.game.masks[index]:
+            if self.shared & self.masks[index]:
                 self._repace_all(index)
             return
         self._finish(index)
@@ -463,9 +504,9 @@ class _Play:
         self.end[index] = self.now
         self.left[index] = 0.0
         self.running.remove(index)
-        mask = self.game.masks[index]
+        mask = self.masks[index]
         if self.game.is_sharing:
-            for device in self.tasks[index].devices:
+            for device in self.devices[index]:
                 self.holders[device].remove(index)
             both = self.shared & mask
             self.taken &= ~(mask & ~both)
@@ -503,7 +544,7 @@ class _Play:
 
     def _repace_all(self, index: int) -> None:
         """Of everyone on the task's devices, itself included."""
-        for device in self.tasks[index].devices:
+        for device in self.devices[index]:
             for holder in self.holders[device]:
                 self._repace(holder)
 
@@ -511,7 +552,7 @@ class _Play:
         """Solo seconds per second: what the slowest of its devices gives."""
         rate = 1.0
         kind = self.kind[index]
-        for device in self.tasks[index].devices:
+        for device in self.devices[index]:
             for other in self.holders[device]:
                 if other != index:
                     rate = min(rate, self.game.rates.get((kind, self.kind[other]), 0.5))
@@ -522,7 +563,7 @@ class _Play:
         if index in not_shared:
             return False
         kind = self.kind[index]
-        for device in self.tasks[index].devices:
+        for device in self.devices[index]:
             for other in self.holders[device]:
                 if other in not_shared or (kind, self.kind[other]) not in self.game.rates:
                     return False
@@ -569,6 +610,10 @@ class _Play:
             self.end[source] = self.now
             self._release(source)
 
+    def _migrations_now(self) -> tuple[int, ...]:
+        moves = self.game.problem.migrations
+        return tuple(number for number in sorted(self.migrations) if self.start[moves[number].task] in (0.0, _BEFORE))
+
     # the score
 
     def _plan(self) -> Plan:
@@ -583,6 +628,7 @@ class _Play:
             end_s=tuple(self.end),
             merges=self.merges,
             merges_now=tuple(self.merges_now),
+            migrations_now=self._migrations_now(),
             score=(missed, max(self.end, default=0.0) + _MEAN_WEIGHT * mean),
             num_tried=1,
         )
@@ -611,7 +657,7 @@ class _GreedyPlay(_Play):
 
     def _options(self) -> Iterator[tuple[int, ...]]:
         """Every ready task that may start, and every pair of them that may start together."""
-        masks = self.game.masks
+        masks = self.masks
         ready = [index for _, index in self.ready]
         able = [i for i in ready if not masks[i] & self.taken or (self.game.is_sharing and self._fits_beside(i))]
         for place, first in enumerate(able):
@@ -622,19 +668,19 @@ class _GreedyPlay(_Play):
                     yield (first, second)
 
     def _fits_beside(self, index: int) -> bool:
-        return not self.game.masks[index] & self.shared and self._may_share(index)
+        return not self.masks[index] & self.shared and self._may_share(index)
 
     def _gain(self, chosen: tuple[int, ...]) -> float:
         """Solo seconds per second and device that are added, less what those who are there lose."""
         rates = self.game.rates
         if len(chosen) == 2:
             a, b = self.kind[chosen[0]], self.kind[chosen[1]]
-            return max(1, len(self.tasks[chosen[0]].devices)) * (rates[a, b] + rates[b, a])
+            return max(1, len(self.devices[chosen[0]])) * (rates[a, b] + rates[b, a])
         index = chosen[0]
         added = 0.0
-        for device in self.tasks[index].devices:
+        for device in self.devices[index]:
             added += 1.0
             for other in self.holders[device]:
                 added += rates[self.kind[index], self.kind[other]] - 1.0
                 added += rates[self.kind[other], self.kind[index]] - self.rate[other]
-        return added if self.tasks[index].devices else 1.0
+        return added if self.devices[index] else 1.0

@@ -302,7 +302,7 @@ class GroupView:
     def turn_of(self, work: ReadyWork) -> Turn:
         """The phase that begins with this work."""
         run = self._group.members[work.pipeline]
-        seconds = _phase_s(run, work.phase, work.devices[0])
+        seconds = _phase_s(run, work.phase)
         switch_s, forced_s = self._switch_s(run, work.phase, work.devices[0])
         return Turn(gap_s=0.0, seconds=seconds, switch_s=switch_s, forced_s=forced_s, laxity_s=self._laxity_s(run))
 
@@ -324,7 +324,7 @@ class GroupView:
             turns.append(
                 Turn(
                     gap_s=self._gap_s(run, work.phase, device),
-                    seconds=_phase_s(run, work.phase, device),
+                    seconds=_phase_s(run, work.phase),
                     switch_s=switch_s,
                     forced_s=forced_s,
                     laxity_s=self._laxity_s(run),
@@ -364,7 +364,7 @@ class GroupView:
         """Until its open rollout, or the next one, can have ended."""
         estimates = run.history.estimates()
         if not run.open_shares:
-            return max((estimates.share_s(device) for device in run.rollout_devices), default=0.0)
+            return estimates.share_s if run.rollout_devices else 0.0
         left_s = 0.0
         for device, share in run.open_shares.items():
             if share is None:
@@ -372,7 +372,7 @@ class GroupView:
             num_active, run_s = run.history.live(device)
             if not isinstance(share, ReadyWork):
                 run_s += OrderView(self._state.orders[share]).solo_s(self.now_s)
-            left_s = max(left_s, estimates.remaining(device, num_active, run_s).low_s)
+            left_s = max(left_s, estimates.remaining(num_active, run_s).low_s)
         return left_s
 
     def _laxity_s(self, run: PipelineRun) -> float:
@@ -403,9 +403,9 @@ class GroupView:
         return True
 
 
-def _phase_s(run: PipelineRun, phase: Phase, device: DeviceId) -> float:
+def _phase_s(run: PipelineRun, phase: Phase) -> float:
     estimates = run.history.estimates()
-    return estimates.share_s(device) if phase is Phase.ROLLOUT else estimates.train_s
+    return estimates.share_s if phase is Phase.ROLLOUT else estimates.train_s
 
 
 def _will_begin(run: PipelineRun, key: tuple[Phase, DeviceId]) -> bool:

@@ -8,6 +8,7 @@ tasks that are known or predicted are scheduled anew as a whole, and what that s
     start      ready work on free devices; beside another only at a level that was measured to help
     merge      the tail of a pipeline leaves one device for a sibling's: pause, then move, then the device is free
     gather     a share that has not begun joins a sibling's: fewer, fuller batches, and the device is another's
+    migrate    a share whose device is held, or wanted, goes to a free one on which its pipeline's share has ended
     yield      a share whose trajectories all wait for their environments leaves its device to work that could start
     wait       hold a device for something that is about to become ready, if that ends everything sooner
 
@@ -21,18 +22,23 @@ import math
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from rlmux.core.lookahead import BUDGET, Merge, Plan, Problem, greedy, plan
+from rlmux.core.lookahead import BUDGET, Plan, Problem, greedy, plan
 from rlmux.core.model import AdmissionKind, DeviceId, GroupId, NodeId, OrderId, Phase, Pipeline, PipelineId, Stage
 from rlmux.core.placement import GroupLoad, PlacementChoice, PlacementView, Refusal, Relocation
 from rlmux.core.policies.candidates import impossible, queue
 from rlmux.core.policies.dispatching import first_fit
-from rlmux.core.policies.upcoming import Upcoming, decode_kind, solo_step_s, upcoming
+from rlmux.core.policies.share_moves import Mover, migrations_of, possible_merges, possible_movers
+from rlmux.core.policies.upcoming import Upcoming, decode_kind, is_idle, solo_step_s, upcoming
 from rlmux.core.sharing import NO_SHARING, SharingTable
 from rlmux.core.state import ReadyWork
 from rlmux.core.views import ChangeLevel, Choice, GroupView, MemberView, MoveShare, OrderView, PauseOrder, RunWork
 
 PATIENCE_STEPS = 2
 """Of the longest member's: after so long, devices are kept for work that is ready."""
+_STARTS_PER_STEP_S = 500.0
+"""Where steps take less than a second the next decision is near, and a device stands still meanwhile: a decision then
+plays out so many starts for each second of a step (a start takes some 7 µs)."""
+_LEAST_STARTS = 150
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,10 +55,10 @@ class Jigsaw:
     move_part: float = 0.02
     """Seconds of a move before one was seen, as a part of the share's."""
     budget: int = BUDGET
-    """Starts on a device that one decision may play out."""
+    """Starts on a device that one decision may play out; fewer where steps take less than a second."""
     max_members: int = 8
     _moves: dict[tuple[PipelineId, int, DeviceId], DeviceId] = field(default_factory=dict, repr=False, compare=False)
-    """Tails that were paused to be moved: (pipeline, step, source) to target."""
+    """Shares that were paused to be moved: (pipeline, step, source) to target."""
     _seen: dict[GroupId, tuple[object, ...]] = field(default_factory=dict, repr=False, compare=False)
     """What each group looked like when it was last planned."""
 
@@ -68,23 +74,30 @@ class Jigsaw:
             return
         yield from yield_devices(view)
         sharing = self.sharing if self.sharing.entries and _can_share(view) else NO_SHARING
-        if not self._is_choice(view, sharing):
+        movers = possible_movers(view, without=moved) if self.merges_tails else ()
+        if not movers and not self._is_choice(view, sharing):
             yield from start_side_by_side(view, (), sharing)  # who is alone again gets the whole device
             return
         ahead = upcoming(view, without=moved)
         problem = Problem(
             tasks=tuple(ahead.tasks),
-            merges=self._possible_merges(view, ahead) if self.merges_tails else (),
+            merges=possible_merges(view, ahead, self._move_s, self.merge_stretch) if self.merges_tails else (),
+            migrations=migrations_of(view, ahead, movers, self._move_s),
             sharing=sharing,
             kept=ahead.kept,
             num_kept=ahead.num_kept,
         )
-        made = plan(problem, budget=self.budget) if self.looks_ahead else greedy(problem)
-        yield from self._begin_merges(view, ahead, problem, made)
+        made = plan(problem, budget=self._budget(view)) if self.looks_ahead else greedy(problem)
+        yield from self._begin_merges(ahead, problem, made)
+        yield from self._begin_migrations(ahead, problem, movers, made)
         works = _overdue_first(view, _to_start(view, ahead, made))
         started = yield from start_side_by_side(view, works, problem.sharing)
         if not started and not view.running and not view.moving and not moved:
             yield from first_fit(view, [work for work in view.ready if not work.is_waiting])
+
+    def _budget(self, view: GroupView) -> int:
+        shortest_s = min(solo_step_s(member) for member in view.members)
+        return min(self.budget, max(_LEAST_STARTS, int(_STARTS_PER_STEP_S * shortest_s)))
 
     def _is_news(self, view: GroupView) -> bool:
         """Whether anything differs from when this group was last planned: most reports of progress change nothing."""
@@ -120,10 +133,10 @@ class Jigsaw:
             )
         )
 
-    # ------------------------------------------------------------------ tails
+    # ------------------------------------------------------------------ moves
 
     def _finish_moves(self, view: GroupView) -> Generator[Choice, None, set[int]]:
-        """Tails that have stopped to be moved go now; returns the works that are gone."""
+        """Shares that have stopped to be moved go now; returns the works that are gone."""
         gone: set[int] = set()
         if not self._moves:
             return gone
@@ -136,68 +149,44 @@ class Jigsaw:
                 continue
             member = members[work.pipeline]
             is_moving = any(one == (work.pipeline, target) for one in view.moving)
-            if target in member.unfinished_rollout_devices and not is_moving:
+            is_there = target in member.unfinished_rollout_devices or view.is_free((target,))
+            if is_there and not is_moving:
                 gone.add(work.sequence)
                 yield MoveShare(pipeline=work.pipeline, source=work.devices[0], target=target)
         return gone
 
-    def _possible_merges(self, view: GroupView, ahead: Upcoming) -> tuple[Merge, ...]:
-        """For each pipeline: every other share's tail to the share that will end last. None if nobody waits."""
-        if len(view.members) < 2 or not view.ready:
-            return ()
-        merges: list[Merge] = []
-        for number, member in enumerate(view.members):
-            shares = ahead.shares.get(member.id, ())
-            is_moving = any(pipeline == member.id for pipeline, _ in view.moving)
-            if is_moving or len(shares) < 2:
-                continue
-            merges += _gathers(ahead, member, shares, is_odd=number % 2 == 1)
-            if not self._is_tail_near(ahead, shares):
-                continue
-            target = max(shares, key=lambda index: ahead.tasks[index].seconds)
-            estimates = member.estimates
-            for source in shares:
-                if source == target or ahead.is_fresh(source):
-                    continue
-                device = ahead.device_of[source]
-                num_active = member.live_share(device)[0] or 1
-                cost_s = self.move_part * estimates.share_s(device)
-                if estimates.move_s is not None:
-                    cost_s = estimates.move_s * num_active
-                merges.append(Merge(source=source, target=target, cost_s=cost_s, stretch=self.merge_stretch))
-        return tuple(merges)
+    def _move_s(self, member: MemberView, device: DeviceId) -> float:
+        estimates = member.estimates
+        if estimates.move_s is None:
+            return self.move_part * estimates.share_s
+        return estimates.move_s * (member.live_share(device)[0] or 1)
 
-    @staticmethod
-    def _is_tail_near(ahead: Upcoming, shares: Sequence[int]) -> bool:
-        return any(ahead.tasks[index].seconds <= 1.5 * ahead.tasks[index].tail_s for index in shares)
-
-    def _begin_merges(self, view: GroupView, ahead: Upcoming, problem: Problem, made: Plan) -> Iterator[Choice]:
+    def _begin_merges(self, ahead: Upcoming, problem: Problem, made: Plan) -> Iterator[Choice]:
         for number in made.merges_now:
             merge = problem.merges[number]
             source, target = ahead.device_of[merge.source], ahead.device_of[merge.target]
             order = ahead.orders.get(merge.source)
-            if order is not None and not order.is_pausing:
-                self._moves[order.pipeline, order.step, source] = target
-                yield PauseOrder(order=order.id)
+            if order is not None:
+                yield from self._pause_to_move(order, target)
             elif merge.source in ahead.works:
                 work = ahead.works.pop(merge.source)
                 yield MoveShare(pipeline=work.pipeline, source=source, target=target)
 
+    def _begin_migrations(
+        self, ahead: Upcoming, problem: Problem, movers: Sequence[Mover], made: Plan
+    ) -> Iterator[Choice]:
+        for number in made.migrations_now:
+            share, device = movers[number]
+            if isinstance(share, OrderView):
+                yield from self._pause_to_move(share, device)
+            elif ahead.works.pop(problem.migrations[number].task, None) is not None:
+                yield MoveShare(pipeline=share.pipeline, source=share.devices[0], target=device)
 
-def _gathers(ahead: Upcoming, member: MemberView, shares: Sequence[int], *, is_odd: bool) -> Iterator[Merge]:
-    """Of each two neighbours that have not begun: one takes the other over.
-
-    Pipelines prefer opposite sides, so that a schedule that gathers everybody leaves each a device of its own.
-    """
-    estimates = member.estimates
-    for pair in zip(shares[::2], shares[1::2], strict=False):
-        devices = [ahead.device_of[index] for index in pair]
-        if not all(ahead.is_fresh(index) for index in pair) or None in map(estimates.peak, devices):
-            continue
-        ways = [(0, 1), (1, 0)] if is_odd else [(1, 0), (0, 1)]
-        for source, target in ways:
-            cost_s = estimates.gathered_s(devices[source])
-            yield Merge(source=pair[source], target=pair[target], cost_s=cost_s, is_whole=True)
+    def _pause_to_move(self, order: OrderView, target: DeviceId) -> Iterator[PauseOrder]:
+        move = (order.pipeline, order.step, order.devices[0])
+        if not order.is_pausing and move not in self._moves:
+            self._moves[move] = target
+            yield PauseOrder(order=order.id)
 
 
 # --- placement ----------------------------------------------------------------------------------------------
@@ -273,11 +262,6 @@ def _to_start(view: GroupView, ahead: Upcoming, made: Plan) -> list[ReadyWork]:
 
 
 # --- waiting for environments -------------------------------------------------------------------------------
-
-
-def is_idle(order: OrderView) -> bool:
-    """It decodes nothing: every trajectory that has a slot waits for its environment."""
-    return order.num_active == 0 and order.num_parked > 0
 
 
 def yield_devices(view: GroupView) -> Iterator[PauseOrder]:
@@ -413,8 +397,8 @@ def kind_of(order: OrderView) -> str:
 
 
 def _ready_kind(member: MemberView, work: ReadyWork) -> str:
-    """What ready work will be; a share that has not begun begins as the last one on its device did."""
+    """What ready work will be; a share that has not begun begins as the last ones did."""
     if work.phase is Phase.TRAIN:
         return "train"
-    device = work.devices[0]
-    return decode_kind(member.live_share(device)[0] if work.is_continuation else member.estimates.peak(device))
+    num_active = member.live_share(work.devices[0])[0] if work.is_continuation else member.estimates.peak
+    return decode_kind(num_active)

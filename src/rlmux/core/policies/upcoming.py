@@ -39,6 +39,8 @@ class Upcoming:
     """Unfinished shares of each pipeline's open rollout."""
     device_of: dict[int, DeviceId] = field(default_factory=dict)
     """Of a share."""
+    numbers: dict[DeviceId, int] = field(default_factory=dict)
+    """Of the group's devices, as tasks name them."""
 
     def is_fresh(self, index: int) -> bool:
         """A share that has not begun."""
@@ -60,7 +62,7 @@ def upcoming(view: GroupView, *, without: Collection[int] = ()) -> Upcoming:
     for member in members:
         for device in member.rollout_devices + member.train_devices:
             numbers.setdefault(device, len(numbers))
-    ahead = Upcoming()
+    ahead = Upcoming(numbers=numbers)
     ready: dict[PipelineId, list[ReadyWork]] = {member.id: [] for member in members}
     running: dict[PipelineId, list[OrderView]] = {member.id: [] for member in members}
     for work in view.ready:
@@ -107,10 +109,15 @@ def decode_kind(num_active: int | None) -> str:
     return "tail" if num_active is not None and num_active < DENSE_ABOVE else "dense"
 
 
+def is_idle(order: OrderView) -> bool:
+    """It decodes nothing: every trajectory that has a slot waits for its environment."""
+    return order.num_active == 0 and order.num_parked > 0
+
+
 def solo_step_s(member: MemberView) -> float:
     """A step of it with its devices for itself."""
     estimates = member.estimates
-    return max((estimates.share_s(d) for d in member.rollout_devices), default=0.0) + estimates.train_s
+    return (estimates.share_s if member.rollout_devices else 0.0) + estimates.train_s
 
 
 @dataclass(slots=True)
@@ -155,10 +162,10 @@ class _Member:
                 self.ahead.add(
                     Task(
                         pipeline=self.number,
-                        kind=decode_kind(estimates.peak(device)),
+                        kind=decode_kind(estimates.peak),
                         devices=(self.numbers[device],),
-                        seconds=max(estimates.share_s(device), _SHORTEST_S),
-                        tail_s=estimates.tail_s(device),
+                        seconds=max(estimates.share_s, _SHORTEST_S),
+                        tail_s=estimates.tail_s,
                         needs=tuple(needs),
                         state=state_number(self.number, Phase.ROLLOUT),
                         switch_s=estimates.switch_s(Phase.ROLLOUT),
@@ -203,19 +210,19 @@ class _Member:
             if order is None and work is None:
                 continue  # on its way to a sibling
             num_active, before_s = self.member.live_share(device)
-            tail_s = estimates.tail_s(device)
+            tail_s = estimates.tail_s
             if order is not None:
                 run_s = before_s + order.solo_s(self.view.now_s)
-                left_s = estimates.remaining(device, num_active, run_s).median_s
-                left_s = _SHORTEST_S if order.is_pausing else max(left_s, 0.02 * estimates.share_s(device))
+                left_s = estimates.remaining(num_active, run_s).median_s
+                left_s = _SHORTEST_S if order.is_pausing else max(left_s, 0.02 * estimates.share_s)
             elif work is not None and work.is_continuation:
-                left_s = estimates.remaining(device, num_active, before_s).median_s
+                left_s = estimates.remaining(num_active, before_s).median_s
             else:
-                left_s = estimates.share_s(device)
+                left_s = estimates.share_s
             index = self.ahead.add(
                 Task(
                     pipeline=self.number,
-                    kind=decode_kind(num_active if num_active is not None else estimates.peak(device)),
+                    kind=decode_kind(num_active if num_active is not None else estimates.peak),
                     devices=(self.numbers[device],),
                     seconds=max(left_s, _SHORTEST_S),
                     tail_s=tail_s,
@@ -236,7 +243,7 @@ class _Member:
 
     def _add_wait(self, estimates: StepEstimates, work: ReadyWork) -> int:
         """Until an environment replies, on no device."""
-        known_s = estimates.wait_s if estimates.wait_s is not None else 0.1 * estimates.share_s(work.devices[0])
+        known_s = estimates.wait_s if estimates.wait_s is not None else 0.1 * estimates.share_s
         left_s = max(known_s - (self.view.now_s - work.since_s), 0.1 * known_s, _SHORTEST_S)
         return self.ahead.add(
             Task(pipeline=self.number, kind="wait", devices=(), seconds=left_s, is_running=True)
