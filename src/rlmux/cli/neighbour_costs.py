@@ -44,7 +44,7 @@ def measure(
     *,
     sizes: PieceSizes | None = None,
     window_s: float | None = None,
-    num_rounds: int = 6,
+    num_rounds: int = 4,
     num_turns: int = 6,
     progress: Callable[[int, int], None] | None = None,
 ) -> Ratios:

@@ -95,8 +95,9 @@ def simulate(
     `rescales_training`: training on more nodes than the pipeline asks for is faster in proportion (the
     published replay does not do that). `interference`: what orders on one device do to each other, by default
     estimated where the worlds say on which GPU they run, else nothing; a policy that can share devices and was given no
-    table gets this one. `spans_until_s` keeps who computed where until then, for a Gantt chart. `observer` sees every
-    event with the actions that answered it; `checks` looks at every invariant of the scheduler after each (slow).
+    table gets this one. What busy neighbours cost is the workload's. `spans_until_s` keeps who computed where until
+    then, for a Gantt chart. `observer` sees every event with the actions that answered it; `checks` looks at every
+    invariant of the scheduler after each (slow).
     """
     table = interference or _estimated(workload)
     pace: Pace[Running] = ByLevel() if table is None else ByInterference(table)
