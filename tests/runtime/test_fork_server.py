@@ -39,6 +39,14 @@ for worker in workers:
     worker.receive(0.0)
     assert said == [worker.pid]
     worker.end()
+collector = WorkerProcess("c", __import__, ("gc",), cores=(), log_path=Path("log"), call_limit_s=60.0)
+said = []
+for what in ("isenabled", "get_freeze_count"):
+    collector.call(0.0, what, (), said.append)
+    collector.receive(0.0)
+collector.end()
+assert said[0], "garbage piles up in workers"
+assert said[1] > 0, "what was imported is looked at in each of them"
 """
 
 
