@@ -95,9 +95,9 @@ def test_pipelines_come_go_and_are_known_to_a_resume(folder, going, rlmux, state
     assert logs.code == 0, "following ends with the pipeline"
     assert rlmux("logs", "one", "nobody").err == "rlmux: one: no pipeline 'nobody'; accepted: a, b, c\n"
 
-    late = rlmux("submit", "more.yaml", "--to", "one", "--set", "pipelines.b.name=d", "--set", "pipelines.d.steps=40")
+    late = rlmux("submit", "more.yaml", "--to", "one", "--set", "pipelines.b.name=d", "--set", "pipelines.d.steps=60")
     assert late.code == 0, late.err
-    until(lambda: state()["pipelines"]["d"]["step"] >= 3)
+    until(lambda: state()["pipelines"]["d"]["step"] >= 1)
     os.kill(going.pid, signal.SIGKILL)
     going.wait()
     stopped = state()
@@ -111,12 +111,12 @@ def test_pipelines_come_go_and_are_known_to_a_resume(folder, going, rlmux, state
     out, err = resumed.communicate(timeout=LIMIT_S)
     assert resumed.returncode == 0, err
     summary = json.loads(out)
-    assert summary["pipelines"]["d"]["steps"] == 40
+    assert summary["pipelines"]["d"]["steps"] == 60
     assert summary["pipelines"]["c"]["status"] == "cancelled"
 
     text = ONE.replace("{name: a, seed: 1, task: sort}", "{name: b, seed: 2, task: reverse}")
     (folder / "alone.yaml").write_text(text)
-    alone = start(folder, "run", "alone.yaml", "--out", "alone", "--json", "--set", "pipelines.b.steps=40")
+    alone = start(folder, "run", "alone.yaml", "--out", "alone", "--json", "--set", "pipelines.b.steps=60")
     out, err = alone.communicate(timeout=LIMIT_S)
     assert alone.returncode == 0, err
     weights = json.loads(out)["pipelines"]["b"]["weights_sha256"]

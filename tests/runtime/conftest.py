@@ -325,6 +325,17 @@ class Workplace:
         return []
 
 
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """For workers made in this process: they choose the number of threads for all of it."""
+    import torch
+
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
+
+
 @pytest.fixture(scope="session")
 def real():
     """The builders, for test modules: they cannot import this file."""

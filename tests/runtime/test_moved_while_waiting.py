@@ -5,14 +5,11 @@ from __future__ import annotations
 import pickle
 from dataclasses import replace
 
-import torch
-
 from rlmux.rl.types import TurnReply
 from rlmux.runtime.workers import HostWorker, RolloutChunk, RolloutWorker
 
 
-def test_a_reply_may_come_with_the_trajectory_that_it_is_for(real):
-    torch.set_num_threads(1)
+def test_a_reply_may_come_with_the_trajectory_that_it_is_for(real, one_thread):
     plan = real.submission("moved", task="guess", max_new_tokens=24).plan
     requests, is_single_turn = HostWorker(plan).begin_step(1)
     assert not is_single_turn

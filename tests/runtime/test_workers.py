@@ -5,24 +5,15 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 
 from rlmux.runtime import workers
 from rlmux.runtime.workers import RolloutWorker, TrainWorker
 
 
-@pytest.fixture(autouse=True)
-def _same_threads() -> Any:
-    """A worker chooses the number of them for its whole process."""
-    before = torch.get_num_threads()
-    yield
-    torch.set_num_threads(before)
-
-
 @pytest.mark.parametrize("is_core", [True, False])
 @pytest.mark.parametrize("make", [RolloutWorker, lambda plan: TrainWorker(plan, None)], ids=["rollout", "train"])
 def test_the_hint_to_read_ahead_is_ignored_where_the_core_that_computes_would_read(
-    real: Any, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, make: Any, is_core: bool
+    real: Any, one_thread: None, tmp_path: Any, monkeypatch: pytest.MonkeyPatch, make: Any, is_core: bool
 ) -> None:
     monkeypatch.setattr(workers, "_device", lambda: "cpu")
     worker = make(real.submission("a").plan)
