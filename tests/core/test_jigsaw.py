@@ -266,21 +266,14 @@ def test_no_device_is_kept_for_a_share_that_waits_for_tools(builders):
     assert started(actions) == [("a", "update", 0)]
 
 
-def one_training_one_decoding(builders):
-    """a trains on device 0, where b has a share that has not begun; on device 1 b decodes another."""
+def test_a_ready_share_whose_device_is_held_begins_on_a_free_one(builders):
     scheduler = Scheduler(one_pool(), Jigsaw())
     driver = builders.Driver(scheduler)
     driver.submit(builders.pipeline("a", rollout_s=1.0, train_s=9.0, num_steps=2))
     finish(driver, order_of(scheduler, "a", 0), 1.0)
     finish(driver, order_of(scheduler, "a", 1), 1.0)
     driver.submit(builders.pipeline("b", rollout_s=20.0, train_s=1.0, num_steps=2))
-    return scheduler, driver
-
-
-def test_a_ready_share_whose_device_is_held_begins_on_a_free_one(builders):
-    scheduler, driver = one_training_one_decoding(builders)
-    last = driver.actions(RunStage)[-2:]
-    assert [(a.pipeline, a.stage) for a in last] == [("a", Stage.UPDATE), ("b", Stage.GENERATE)]
+    assert started(driver.actions(RunStage)[-2:]) == [("a", "update", 0), ("b", "generate", 1)]
     finish(driver, order_of(scheduler, "b", 1), 2.0)
     (move,) = driver.actions(Migrate)
     assert (move.pipeline, move.source.node, move.target.node) == ("b", 0, 1)
@@ -291,19 +284,21 @@ def test_a_ready_share_whose_device_is_held_begins_on_a_free_one(builders):
 
 
 def test_a_running_share_makes_room_for_training_where_another_device_is_free(builders):
-    scheduler, driver = one_training_one_decoding(builders)
-    finish(driver, order_of(scheduler, "a", 0, Stage.UPDATE), 10.0)
-    while not driver.actions(Pause):
-        assert driver.step(), "nobody made room"
+    scheduler = Scheduler(one_pool(), Jigsaw())
+    driver = builders.Driver(scheduler)
+    driver.submit(builders.pipeline("a", rollout_s=5.0, train_s=9.0, num_steps=1))
+    driver.submit(builders.pipeline("b", rollout_s=4.0, train_s=1.0, num_steps=1))
+    finish(driver, order_of(scheduler, "a", 0), 0.5)
+    finish(driver, order_of(scheduler, "a", 1), 1.0)
+    share = order_of(scheduler, "b", 0)
+    assert not driver.actions(Pause), "nowhere to go"
+    finish(driver, order_of(scheduler, "b", 1), 1.5)
     (pause,) = driver.actions(Pause)
-    share = scheduler.state.orders[pause.order]
-    (other,) = [device for device in scheduler.state.runs[share.pipeline].rollout_devices if device != share.devices[0]]
-    assert scheduler.state.runs[share.pipeline].open_shares[other] is None
-    assert not scheduler.state.devices[other].orders
-    actions = driver.send(StagePaused(time_s=driver.now_s, order=share.id, seconds=1.0))
+    assert pause.order == share.id
+    actions = driver.send(StagePaused(time_s=1.5, order=share.id, seconds=1.0))
     (move,) = [action for action in actions if isinstance(action, Migrate)]
-    assert (move.source, move.target) == (share.devices[0], other)
-    assert [(a.stage, a.devices) for a in actions if isinstance(a, RunStage)] == [(Stage.UPDATE, share.devices)]
+    assert (move.source.node, move.target.node) == (0, 1)
+    assert started(actions) == [("a", "update", 0)]
     driver.run()
     assert scheduler.is_idle()
 

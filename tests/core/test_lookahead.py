@@ -204,3 +204,15 @@ def test_a_share_that_migrates_later_stays_until_then():
     made = plan(replace(problem, tasks=held))
     assert made.makespan_s == pytest.approx(6.0)
     assert made.migrations_now == ()
+
+
+def test_a_rollout_to_come_is_gathered_in_the_plan_and_not_made():
+    """So the pipeline whose training runs is seen to need one device next, and the other one keeps its own."""
+    later = [task(0, "dense", (device,), 4.0, tail_s=3.0, needs=(0,)) for device in (0, 1)]
+    tasks = (task(0, "train", (0,), 1.0, is_running=True), *later, task(1, "dense", (1,), 6.0))
+    gather = Merge(source=2, target=1, cost_s=1.0, is_whole=True, is_later=True)
+    made = plan(Problem(tasks=tasks, merges=(gather,)))
+    assert made.makespan_s == pytest.approx(6.0)
+    assert made.merges == (0,)
+    assert made.merges_now == ()
+    assert plan(Problem(tasks=tasks)).makespan_s == pytest.approx(10.0)

@@ -69,6 +69,8 @@ class Merge:
     """The target's remaining seconds grow by this: more sequences in each iteration."""
     is_whole: bool = False
     """The source goes before it begins, and the target grows by `cost_s` alone; else its tail goes."""
+    is_later: bool = False
+    """Of a rollout to come: it can be planned, not yet made."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -241,9 +243,15 @@ def _openings(problem: Problem) -> Iterator[_List]:
     paths = longest_paths(tasks)
     by_path = _List(_ranked(paths))
     yield by_path
-    subsets = [_compatible(problem, (number,)) for number in range(len(problem.merges))]
+    later = tuple(number for number, merge in enumerate(problem.merges) if merge.is_later)
+    if later:
+        by_path = by_path.changed(merges=later)
+        yield by_path
+    subsets = [
+        _compatible(problem, (number, *later)) for number, merge in enumerate(problem.merges) if not merge.is_later
+    ]
     if len(subsets) > 1:
-        subsets.append(_compatible(problem, tuple(range(len(subsets)))))
+        subsets.append(_compatible(problem, tuple(range(len(problem.merges)))))
     pipelines = sorted({task.pipeline for task in tasks})
     total = max(paths, default=0.0) + 1.0
     firsts = [
@@ -588,7 +596,7 @@ class _Play:
                 if merge.is_whole or self.left[source] <= self.tail_s[source] + _DONE:
                     self.open_merges.remove(number)
                     self._merge(merge)
-                    if self.now == 0.0:
+                    if self.now == 0.0 and not merge.is_later:
                         self.merges_now.append(number)
 
     def _merge(self, merge: Merge) -> None:

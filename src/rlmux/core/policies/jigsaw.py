@@ -22,12 +22,12 @@ import math
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from rlmux.core.lookahead import BUDGET, Plan, Problem, greedy, plan
+from rlmux.core.lookahead import BUDGET, Merge, Plan, Problem, greedy, plan
 from rlmux.core.model import AdmissionKind, DeviceId, GroupId, NodeId, OrderId, Phase, Pipeline, PipelineId, Stage
 from rlmux.core.placement import GroupLoad, PlacementChoice, PlacementView, Refusal, Relocation
 from rlmux.core.policies.candidates import impossible, queue
 from rlmux.core.policies.dispatching import first_fit
-from rlmux.core.policies.share_moves import Mover, migrations_of, possible_merges, possible_movers
+from rlmux.core.policies.share_moves import Mover, later_gathers, migrations_of, possible_merges, possible_movers
 from rlmux.core.policies.upcoming import Upcoming, decode_kind, is_idle, solo_step_s, upcoming
 from rlmux.core.sharing import NO_SHARING, SharingTable
 from rlmux.core.state import ReadyWork
@@ -81,7 +81,7 @@ class Jigsaw:
         ahead = upcoming(view, without=moved)
         problem = Problem(
             tasks=tuple(ahead.tasks),
-            merges=possible_merges(view, ahead, self._move_s, self.merge_stretch) if self.merges_tails else (),
+            merges=self._merges(view, ahead, sharing) if self.merges_tails else (),
             migrations=migrations_of(view, ahead, movers, self._move_s),
             sharing=sharing,
             kept=ahead.kept,
@@ -94,6 +94,10 @@ class Jigsaw:
         started = yield from start_side_by_side(view, works, problem.sharing)
         if not started and not view.running and not view.moving and not moved:
             yield from first_fit(view, [work for work in view.ready if not work.is_waiting])
+
+    def _merges(self, view: GroupView, ahead: Upcoming, sharing: SharingTable) -> tuple[Merge, ...]:
+        now = possible_merges(view, ahead, self._move_s, self.merge_stretch)
+        return now if sharing.entries else now + later_gathers(view, ahead)  # side by side is better than gathered
 
     def _budget(self, view: GroupView) -> int:
         shortest_s = min(solo_step_s(member) for member in view.members)

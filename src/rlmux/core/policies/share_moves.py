@@ -1,7 +1,7 @@
 """Which parts of rollouts could go to another device now; a plan says which of them do.
 
     merge      the tail of a share goes to the sibling that will end last
-    gather     a share that has not begun goes to a sibling as a whole
+    gather     a share that has not begun goes to a sibling as a whole; planned for rollouts to come as well
     migrate    a share whose device is held, or wanted, goes to a free one on which its pipeline's share has ended
 """
 
@@ -39,6 +39,27 @@ def possible_merges(view: GroupView, ahead: Upcoming, move_s: MoveSeconds, stret
             if source != target and not ahead.is_fresh(source):
                 cost_s = move_s(member, ahead.device_of[source])
                 merges.append(Merge(source=source, target=target, cost_s=cost_s, stretch=stretch))
+    return tuple(merges)
+
+
+def later_gathers(view: GroupView, ahead: Upcoming) -> tuple[Merge, ...]:
+    """Of the next rollouts: each two neighbours on the side where their pipeline trains.
+
+    A plan without them takes every pipeline for one that will need all its devices again.
+    """
+    if len(view.members) < 2:
+        return ()
+    merges: list[Merge] = []
+    for member in view.members:
+        if member.estimates.peak is None:
+            continue
+        trains_on = {ahead.numbers[device] for device in member.train_devices}
+        for shares in ahead.later_shares.get(member.id, ()):
+            for first, second in zip(shares[::2], shares[1::2], strict=False):
+                is_first = ahead.tasks[first].devices[0] in trains_on
+                source, target = (second, first) if is_first else (first, second)
+                cost_s = member.estimates.gathered_s
+                merges.append(Merge(source=source, target=target, cost_s=cost_s, is_whole=True, is_later=True))
     return tuple(merges)
 
 

@@ -37,6 +37,8 @@ class Upcoming:
     """Tasks that run."""
     shares: dict[PipelineId, list[int]] = field(default_factory=dict)
     """Unfinished shares of each pipeline's open rollout."""
+    later_shares: dict[PipelineId, list[list[int]]] = field(default_factory=dict)
+    """Shares of each of its next rollouts."""
     device_of: dict[int, DeviceId] = field(default_factory=dict)
     """Of a share."""
     numbers: dict[DeviceId, int] = field(default_factory=dict)
@@ -173,6 +175,7 @@ class _Member:
                 )
                 for device in member.rollout_devices
             ]
+            self.ahead.later_shares.setdefault(member.id, []).append(rollouts)
             last_train = self._add_train(following, rollouts, estimates, train_devices, trains, last_train)
 
     def _add_training(
