@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from multiprocessing import forkserver
+from pathlib import Path
 
 from rlmux.runtime.processes import fork_server_address
 
@@ -86,12 +87,46 @@ print(*said)
 """
 
 
-def test_a_process_may_borrow_the_server_of_another(tmp_path):
+BOTH_AT_ONCE = """
+import os, sys, threading
+from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import forkserver
+from pathlib import Path
+from rlmux.runtime.processes import WorkerProcess, borrow_fork_server
+
+borrow_fork_server(sys.argv[1])
+worker = WorkerProcess("w", __import__, ("os",), cores=(), log_path=Path("log"), call_limit_s=60.0)
+both, read_signed = threading.Barrier(2), forkserver.read_signed
+
+def when_both_are_about_to_read(sentinel):
+    try:
+        both.wait(0.5)
+    except threading.BrokenBarrierError:
+        pass  # the other one waits
+    return read_signed(sentinel)
+
+forkserver.read_signed = when_both_are_about_to_read
+os.kill(worker.pid, 9)
+with ThreadPoolExecutor(2) as threads:
+    print([each.result() for each in [threads.submit(worker._how_it_ended) for _ in range(2)]])
+"""
+
+
+def run_as_borrower(code: str, tmp_path: Path) -> str:
+    """What a script says that borrows this process's fork server."""
     script = tmp_path / "script.py"
-    script.write_text(BORROWER)
-    address = fork_server_address()
-    words = [sys.executable, str(script), address]
+    script.write_text(code)
+    words = [sys.executable, str(script), fork_server_address()]
     done = subprocess.run(words, capture_output=True, text=True, timeout=300, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
-    assert int(done.stdout) == forkserver._forkserver._forkserver_pid
+    return done.stdout
+
+
+def test_two_who_ask_at_once_how_a_worker_ended_are_told_the_same(tmp_path):
+    assert run_as_borrower(BOTH_AT_ONCE, tmp_path) == "['killed by SIGKILL', 'killed by SIGKILL']\n"
+
+
+def test_a_process_may_borrow_the_server_of_another(tmp_path):
+    address = fork_server_address()
+    assert int(run_as_borrower(BORROWER, tmp_path)) == forkserver._forkserver._forkserver_pid
     assert fork_server_address() == address, "it goes on"

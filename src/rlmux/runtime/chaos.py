@@ -34,7 +34,7 @@ _SHARES = {ROLLOUT: 6, TRAIN: 5, HOST: 5, CONTROLLER: 2, EVERYTHING: 2}
 _MAX_PER_STEP = 2
 """Kills of one worker between two steps of its pipeline: a worker that dies more often is taken for faulty itself."""
 _LOOK_EVERY_S = 0.02
-_ORPHAN_GRACE_S = 10.0
+_ORPHAN_GRACE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -22,6 +22,7 @@ import signal
 import socket
 import struct
 import sys
+import threading
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -109,6 +110,7 @@ class WorkerProcess:
         self._call_limit_s = call_limit_s
         self._calls: deque[_Call] = deque()
         self._deadline_s: float | None = None
+        self._is_read = threading.Lock()
         self.connection, theirs = _FORKSERVER.Pipe()
         work = (theirs, make_worker, args, tuple(cores), gpu, str(log_path))
         try:
@@ -163,12 +165,13 @@ class WorkerProcess:
 
     def ending(self) -> str | None:
         """How it ended, if it has: `exit code 1`, `killed by SIGKILL`."""
-        return None if self._process.exitcode is None else self._how_it_ended()
+        code = self._exit_code(0.0)
+        return None if code is None else _told(code)
 
     def end(self) -> None:
         """Ask it to leave by closing its pipe; make it leave if it does not."""
         self.connection.close()
-        self._process.join(_END_GRACE_S)
+        self._exit_code(_END_GRACE_S)
         self.kill()
 
     def kill(self) -> None:
@@ -183,19 +186,26 @@ class WorkerProcess:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._handle, signal.SIGKILL)
             os.close(self._handle)
-        elif self._process.is_alive():
+        elif self._exit_code(0.0) is None:
             self._process.kill()
-        self._process.join(_END_GRACE_S)
+        self._exit_code(_END_GRACE_S)
         with contextlib.suppress(ValueError):  # in the system's hands still: dead, but not yet gone
             self._process.close()
         self.pid = None
 
     def _how_it_ended(self) -> str:
-        self._process.join(_EXIT_REPORT_S)
-        code = self._process.exitcode
-        if code is None:
-            return "its pipe is closed"
-        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+        code = self._exit_code(_EXIT_REPORT_S)
+        return "its pipe is closed" if code is None else _told(code)
+
+    def _exit_code(self, wait_s: float) -> int | None:
+        """One at a time: the fork server tells it once, and who reads after that finds an end and makes 255 of it."""
+        with self._is_read:
+            self._process.join(wait_s)
+            return self._process.exitcode
+
+
+def _told(code: int) -> str:
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
 def _started(name: str, work: tuple[Any, ...]) -> BaseProcess:
