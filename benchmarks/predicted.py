@@ -5,12 +5,12 @@
 
 Round after round it is measured what busy neighbours cost here (seconds; all rounds of a file make one table), then the
 file is trained under `solo` and under each of the policies, one after another. A round's prediction is made from its
-`solo` run alone (`rlmux simulate --from-run --profile`); the figures are medians over the rounds, so that the machine's
-drift counts less. Rollouts and training are what orders took, summed over a run: by how much the machine differed
-before any scheduling.
+`solo` run alone (`rlmux simulate --from-run --profile --count-decisions`); the figures are medians over the rounds, so
+that the machine's drift counts less. Rollouts and training are what orders took, summed over a run: by how much the
+machine differed before any scheduling.
 
     deviation   predicted makespan over the measured one, minus 1       goal: within 5 %
-    without     the same, had neighbours cost nothing
+    without     the same, had neighbours and decisions cost nothing
     own speed   the same, predicted from the seconds of the measured run itself: what is left is the scheduling's, and
                 none of the machine's drift from one run to the next
     drift       of `solo`'s own makespan between rounds, largest over least, minus 1
@@ -85,15 +85,16 @@ def train_each(file: str, spec: Spec, policies: list[str], parent: Path, chunk_s
     return finished
 
 
-def predicted_s(run: Path, policy: str, neighbours: Neighbours | None) -> float:
-    return run_task(Task(workload=recorded_workload(run, neighbours), policy=policy)).hours * 3600
+def predicted_s(run: Path, policy: str, neighbours: Neighbours | None, *, counts_decisions: bool = False) -> float:
+    workload = recorded_workload(run, neighbours)
+    return run_task(Task(workload=workload, policy=policy, counts_decisions=counts_decisions)).hours * 3600
 
 
 def figures(parent: Path, finished: list[str], neighbours: Neighbours | None) -> dict[str, Any]:
     """Of one round, by policy."""
     return {
         policy: {
-            "predicted_s": predicted_s(parent / BASE, policy, neighbours),
+            "predicted_s": predicted_s(parent / BASE, policy, neighbours, counts_decisions=True),
             "without_s": predicted_s(parent / BASE, policy, None),
             "own_s": predicted_s(parent / policy, policy, neighbours),
             "measured_s": read_timeline(parent / policy).makespan_s,

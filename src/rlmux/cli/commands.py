@@ -153,6 +153,9 @@ def simulate(
         Path | None,
         typer.Option("--profile", metavar="FILE", help="With --from-run: what busy neighbours cost (`rlmux profile`)."),
     ] = None,
+    count_decisions: Annotated[
+        bool, typer.Option("--count-decisions", help="Decisions take the time that they take here, not none.")
+    ] = False,
     seeds: Annotated[int, typer.Option("--seeds", min=1, help="How many seeds; figures are means over them.")] = 1,
     out: Pictures = None,
     sets: Sets = None,
@@ -173,7 +176,14 @@ def simulate(
     from rlmux.sim import api
 
     with progress.bar("simulations", is_quiet=json) as report_progress:
-        result = api.simulate(made, policies=names, num_seeds=seeds, progress=report_progress, out=out)
+        result = api.simulate(
+            made,
+            policies=names,
+            num_seeds=seeds,
+            progress=report_progress,
+            out=out,
+            counts_decisions=count_decisions,
+        )
     if from_run is not None:
         result["measured"] = inputs.measured(from_run)
     tables.show_simulation(result, as_json=json)

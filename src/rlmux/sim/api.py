@@ -41,12 +41,16 @@ def simulate(
     progress: Progress | None = None,
     num_processes: int | None = None,
     out: Path | None = None,
+    counts_decisions: bool = False,
 ) -> dict[str, Any]:
     """Figures of every policy over seeds 0 to num_seeds - 1; with `out`, pictures and a page go there.
+    `counts_decisions`: they take the time that they take here, not none.
 
     {"workload", "about", "num_seeds", "policies": {name: {figure: mean, ..., "min": {...}, "max": {...}}}}
     """
     tasks = tasks_of(workload, policies, num_seeds)
+    if counts_decisions:
+        tasks = tuple(replace(task, counts_decisions=True) for task in tasks)
     if out is not None:
         tasks = tuple(replace(task, spans_until_s=_first_steps_s(task.workload)) for task in tasks)
     results = sweep(tasks, progress=progress, num_processes=num_processes)

@@ -37,6 +37,11 @@ class Neighbours:
     is_one_machine: bool = False
     """All nodes are one machine, as the local backend has it; else neighbours are on one node."""
 
+    @property
+    def are_cores(self) -> bool:
+        """The devices are cores of the machine on which the controller is, too."""
+        return self.is_one_machine and self.device.startswith("cpu")
+
     def machine(self, device: DeviceId) -> Hashable:
         """Equal for neighbours."""
         return None if self.is_one_machine else device.node_id

@@ -59,6 +59,7 @@ from rlmux.core.scheduler import Scheduler
 from rlmux.core.sharing import SharingTable
 from rlmux.core.state import ReadyWork
 from rlmux.sim.arrivals import Arrival, Workload
+from rlmux.sim.deciding import Decisions
 from rlmux.sim.interference import InterferenceTable, estimated_table, share_levels, sharing_table
 from rlmux.sim.metrics import Collector, SimResult, Span
 from rlmux.sim.pace import BesideNeighbours, ByInterference, ByLevel, Pace
@@ -89,6 +90,7 @@ def simulate(
     spans_until_s: float = 0.0,
     observer: Callable[[Event, list[Action]], None] | None = None,
     checks: bool = False,
+    decisions: Decisions | None = None,
 ) -> SimResult:
     """Run the workload under the policy until every pipeline is over.
 
@@ -97,7 +99,8 @@ def simulate(
     estimated where the worlds say on which GPU they run, else nothing; a policy that can share devices and was given no
     table gets this one. What busy neighbours cost is the workload's. `spans_until_s` keeps who computed where until
     then, for a Gantt chart. `observer` sees every event with the actions that answered it; `checks` looks at every
-    invariant of the scheduler after each (slow).
+    invariant of the scheduler after each (slow). `decisions`: what they take, by default no time; or a stopwatch that
+    finds out.
     """
     table = interference or _estimated(workload)
     pace: Pace[Running] = ByLevel() if table is None else ByInterference(table)
@@ -108,6 +111,7 @@ def simulate(
         failures=failures,
         rescales_training=rescales_training,
         spans_until_s=spans_until_s,
+        decisions=decisions,
     )
     simulation.observer = observer
     simulation.checks = checks
@@ -136,6 +140,7 @@ class _Simulation:
         failures: Sequence[NodeFailure] = (),
         rescales_training: bool = False,
         spans_until_s: float = 0.0,
+        decisions: Decisions | None = None,
     ) -> None:
         self.observer: Callable[[Event, list[Action]], None] | None = None
         self.checks = False
@@ -151,6 +156,10 @@ class _Simulation:
         self._wants_news = policy.reacts_to_progress or not self._are_apart
         self._rescales_training = rescales_training
         self._spans_until_s = spans_until_s
+        self._decisions = decisions
+        self._num_devices = sum(
+            (pool.num_nodes or 0) * pool.devices_per_node for pool in workload.cluster.pools.values()
+        )
         self._now_s = 0.0
         self._sequence = 0
         self._heap: list[tuple[float, int, int, Any]] = []
@@ -178,7 +187,8 @@ class _Simulation:
 
     def run(self) -> SimResult:
         began = time.perf_counter()
-        heap, handle, carry_out = self._heap, self.scheduler.handle, self._carry_out
+        heap, carry_out = self._heap, self._carry_out
+        handle = self.scheduler.handle if self._decisions is None else self._handle_in_time
         num_arrivals = len(self._workload.arrivals)
         is_watched = self.observer is not None or self.checks
         num_events = 0
@@ -204,6 +214,24 @@ class _Simulation:
         actions = self.scheduler.handle(event)
         self._collector.decision_ms.append((time.perf_counter() - began) * 1e3)
         return actions
+
+    def _handle_in_time(self, event: Event) -> list[Action]:
+        """Where decisions take time: orders begin that much later, and others may lose a core to them."""
+        assert self._decisions is not None
+        actions, seconds = self._decisions.decide(self.scheduler.handle, event, self._now_s)
+        if seconds > 0.0 and self._decisions.takes_cores:
+            busy = [one for one in self.running.values() if one.devices and not one.is_waiting]
+            if len({device for one in busy for device in one.devices}) >= self._num_devices:
+                for running in busy:
+                    self._settle(running)
+                    self._hold_up(running, seconds / self._num_devices)
+                    self._foresee(running)
+        return actions
+
+    def _hold_up(self, running: Running, seconds: float) -> None:
+        """It computes nothing for so long."""
+        running.since_s += seconds
+        running.waited_s += seconds
 
     def _look(self, event: Event, actions: list[Action]) -> None:
         if self.observer is not None:
@@ -348,6 +376,8 @@ class _Simulation:
             work, since_s = stored
             work.advance(now_s + switch_s - since_s, 0.0)
         running = Running(action, actor, work, now_s, switch_s, now_s + switch_s, action.level or 1.0)
+        if self._decisions is not None:
+            self._hold_up(running, self._decisions.left_s(now_s))
         self.running[action.order] = running
         if self._are_apart:
             self._foresee(running)

@@ -18,6 +18,7 @@ from typing import Any, TypeVar
 from rlmux.core.errors import UserError
 from rlmux.core.policies import POLICIES, Policy
 from rlmux.sim.arrivals import Workload
+from rlmux.sim.deciding import Decisions, Stopwatch
 from rlmux.sim.metrics import SimResult
 from rlmux.sim.simulator import simulate
 
@@ -34,6 +35,8 @@ class Task:
     policy: str | Policy
     """A name of POLICIES, or the policy itself."""
     spans_until_s: float = 0.0
+    counts_decisions: bool = False
+    """Decisions take what they take here: the result then depends on this machine's speed, too."""
 
 
 def make_policy(name: str, *, seed: int = 0, **options: Any) -> Policy:
@@ -58,7 +61,12 @@ def run_task(task: Task) -> SimResult:
     policy = task.policy
     if isinstance(policy, str):
         policy = make_policy(policy, seed=task.workload.seed)
-    return simulate(task.workload, policy, spans_until_s=task.spans_until_s)
+    decisions = None
+    if task.counts_decisions:
+        watch, neighbours = Stopwatch(), task.workload.neighbours
+        simulate(task.workload, policy, decisions=watch)
+        decisions = Decisions(seconds=watch.means(), takes_cores=neighbours is not None and neighbours.are_cores)
+    return simulate(task.workload, policy, spans_until_s=task.spans_until_s, decisions=decisions)
 
 
 def sweep(
