@@ -90,7 +90,6 @@ def test_a_share_moved_before_requests_are_dealt_out_is_sampled_by_its_target(ro
     rollout.run(2, RIGHT)
     assert not rollout.worker(LEFT).calls, "there is nothing to take yet"
     rollout.deal_out()
-    rollout.worker(LEFT).answer("take_partials", [])
     (moved,) = rollout.events(TrajectoriesMoved)
     given = rollout.chunk(RIGHT, active=1)
     given += rollout.chunk(RIGHT, active=1)
@@ -98,11 +97,24 @@ def test_a_share_moved_before_requests_are_dealt_out_is_sampled_by_its_target(ro
     assert moved.num_trajectories == len(rollout.requests) // 2
 
 
+def test_a_worker_is_not_asked_for_a_share_that_it_was_not_given(rollout: Rollout) -> None:
+    rollout.run(1, RIGHT)
+    rollout.deal_out()
+    rollout.move(2, LEFT, RIGHT)
+    assert not rollout.worker(LEFT).calls
+    (moved,) = rollout.events(TrajectoriesMoved)
+    assert moved.num_trajectories == len(rollout.requests) // 2
+    rollout.run(3, LEFT)
+    rollout.chunk(RIGHT, active=1)
+    rollout.chunk(RIGHT, active=1)
+    rollout.move(4, RIGHT, LEFT)
+    assert "take_partials" in rollout.worker(RIGHT).asked()
+
+
 def test_a_share_that_is_given_another_in_its_last_chunk_goes_on(rollout: Rollout) -> None:
     rollout.run(1, RIGHT)
     rollout.deal_out()
     rollout.move(2, LEFT, RIGHT)
-    rollout.worker(LEFT).answer("take_partials", [])
     rollout.chunk(RIGHT)  # all that it had is over
     assert not rollout.events(StageFinished)
     assert len(rollout.chunk(RIGHT)) == len(rollout.requests) // 2

@@ -135,6 +135,8 @@ class _Share:
     released: list[TrajectoryId] = field(default_factory=list)
     unfinished: dict[TrajectoryId, TrajectoryRequest] = field(default_factory=dict)
     """Not yet over as far as the host has said: what a lost worker has to do again."""
+    is_begun: bool = False
+    """Its worker was given some of it."""
     is_lost: bool = False
     """Its worker died: what the host still answers it is for trajectories that begin anew elsewhere."""
     moved_to: _Share | None = None
@@ -615,6 +617,7 @@ class WorkerBackend:
             self._host_memory.load(workers.rollout[device].name)
         workers.version_by_device[device] = version
         share.to_submit, share.partials, share.replies, share.released = [], [], [], []
+        share.is_begun = True
         run.is_calling = True
         self._call(workers, workers.rollout[device], "run_chunk", (chunk,), partial(self._chunk_done, workers, run))
 
@@ -731,10 +734,16 @@ class WorkerBackend:
 
     def _migrate(self, action: Migrate) -> None:
         workers = self._workers[action.pipeline]
-        hand_over = partial(self._hand_over, workers, action, self.now_s())
-        source = workers.rollout[action.source]
-        take = partial(self._call, workers, source, "take_partials", (action.copies_kv,), hand_over)
-        self._with_shares(workers, action.step, take)
+        self._with_shares(workers, action.step, partial(self._take, workers, action, self.now_s()))
+
+    def _take(self, workers: _Workers, action: Migrate, started_s: float) -> None:
+        """Its worker is asked only for what it was given."""
+        source = workers.shares[action.source]
+        hand_over = partial(self._hand_over, workers, action, started_s)
+        if source.is_begun:
+            self._call(workers, workers.rollout[action.source], "take_partials", (action.copies_kv,), hand_over)
+        else:
+            hand_over([])
 
     def _hand_over(
         self, workers: _Workers, action: Migrate, started_s: float, partials: list[PartialTrajectory]
