@@ -9,11 +9,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torch")
+
+from rlmux.cli import visits
+from rlmux.report.log import RunLog, run_header
+from rlmux.runtime.control import ControlServer
 
 SMALL = """\
 cluster: {pools: {rollout: {devices: 1}, train: {devices: 1}}}
@@ -132,6 +137,14 @@ def test_a_file_that_does_not_fit_the_runs_cluster_is_refused_here_with_the_numb
     out, _ = going.communicate(timeout=LIMIT_S)
     assert going.returncode == 0, "an idle run that was kept open ends well"
     assert set(json.loads(out)["pipelines"]) == {"a"}
+
+
+def test_a_run_that_is_too_busy_to_answer_is_shown_as_going_on(folder, rlmux, monkeypatch):
+    monkeypatch.setattr(visits, "_STATUS_LIMIT_S", 0.05)
+    header = run_header(policy="rollmux", backend="local")
+    with RunLog.create(folder / "one", header), closing(ControlServer(folder / "one")):
+        assert "goes on (busy, and gave no answer)" in rlmux("status", "one").out
+    assert "nothing runs here now" in rlmux("status", "one").out
 
 
 @pytest.mark.parametrize(

@@ -18,7 +18,7 @@ from rlmux.core.errors import RlmuxError, UserError
 from rlmux.report.history import History
 from rlmux.report.log import LogReader
 from rlmux.report.status import status
-from rlmux.runtime.control import NotRunningError, ask
+from rlmux.runtime.control import NoAnswerError, NotRunningError, ask
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -91,6 +91,8 @@ class StatusReader:
             return ask(self._folder, "status", limit_s=_STATUS_LIMIT_S)
         except NotRunningError:
             return None
+        except NoAnswerError:
+            return {"now_s": 0.0, "pid": None, "is_kept_open": False, "upcoming": []}
         except RlmuxError:  # it ended while it was being asked
             return None
 
@@ -150,7 +152,8 @@ def _tables(shown: Mapping[str, Any]) -> Table:
 
 
 def _heading(shown: Mapping[str, Any]) -> str:
-    going = f"goes on (pid {shown['pid']})" if shown["is_going_on"] else "nothing runs here now"
+    who = "busy, and gave no answer" if shown["pid"] is None else f"pid {shown['pid']}"
+    going = f"goes on ({who})" if shown["is_going_on"] else "nothing runs here now"
     kept_open = ", kept open" if shown["is_kept_open"] else ""
     return f"policy {shown['policy']}, {shown['now_s']:.0f} s, {going}{kept_open}"
 

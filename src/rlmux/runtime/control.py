@@ -135,13 +135,18 @@ class ControlServer:
         client.connection.close()
 
 
-def ask(folder: Path, request: str, *, limit_s: float = 30.0, **fields: Any) -> dict[str, Any]:
-    """Ask the controller that runs in this folder. Raises UserError if it refuses, or if none runs there."""
+def ask(folder: Path, request: str, *, limit_s: float = 120.0, **fields: Any) -> dict[str, Any]:
+    """Ask the controller that runs in this folder.
+
+    Raises UserError if it refuses, NotRunningError if none runs there, NoAnswerError if it is busy for so long.
+    """
     with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as connection:
         connection.settimeout(limit_s)
         try:
             with _address(folder) as address:
                 connection.connect(address)
+        except BlockingIOError:
+            raise NoAnswerError(f"{folder}: its controller has too many visitors") from None
         except OSError:
             raise NotRunningError(
                 f"{folder}: nothing runs there now; accepted: the folder of a run that goes on, "
@@ -152,7 +157,7 @@ def ask(folder: Path, request: str, *, limit_s: float = 30.0, **fields: Any) -> 
             with connection.makefile("rb") as answers:
                 line = answers.readline()
         except TimeoutError:
-            raise RlmuxError(f"{folder}: its controller gave no answer in {limit_s:g} s") from None
+            raise NoAnswerError(f"{folder}: its controller gave no answer in {limit_s:g} s") from None
         except OSError:
             line = b""
     if not line:
@@ -165,6 +170,10 @@ def ask(folder: Path, request: str, *, limit_s: float = 30.0, **fields: Any) -> 
 
 class NotRunningError(UserError):
     """No controller runs in the folder."""
+
+
+class NoAnswerError(RlmuxError):
+    """A controller runs in the folder, and is busy."""
 
 
 @contextlib.contextmanager
