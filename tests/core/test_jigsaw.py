@@ -89,12 +89,12 @@ def test_two_pipelines_end_whatever_shares_their_devices(builders, policy):
     assert driver.now_s < 3 * (2 + 1 + 3 + 1)
 
 
-def waiting_behind_a_tail(builders, policy: Jigsaw):
+def waiting_behind_a_tail(builders, policy: Jigsaw, *, num_steps: int = 1):
     """b's long training is ready on node 0, where a's share is in its tail; a's share on node 1 has more to do."""
     scheduler = Scheduler(one_pool(), policy)
     driver = builders.Driver(scheduler)
     driver.submit(builders.pipeline("b", rollout_s=10.0, train_s=20.0, num_steps=1))
-    driver.submit(builders.pipeline("a", rollout_s=10.0, train_s=2.0, num_steps=1))
+    driver.submit(builders.pipeline("a", rollout_s=10.0, train_s=2.0, num_steps=num_steps))
     finish(driver, order_of(scheduler, "b", 0), 4.0)
     report(driver, order_of(scheduler, "a", 0), 4.1, 64)
     finish(driver, order_of(scheduler, "b", 1), 11.0)
@@ -313,3 +313,24 @@ def test_the_curve_of_a_share_that_went_to_a_free_device_is_learned_as_that_of_a
     history.share_ended(right, 6.0)
     assert history.estimates().share_s == pytest.approx(5.0), "the median of both"
     assert history.estimates().gather_growth is None
+
+
+def test_what_is_known_of_a_share_goes_with_it_to_a_device_that_gave_its_own_away(builders):
+    history = StepHistory(builders.pipeline("a"))
+    left, right = DeviceId("gpu", 0, 0), DeviceId("gpu", 1, 0)
+    history.open_rollout(1, (left, right), 0.0)
+    history.moved(left, right, 16, 0.0, is_fresh=True)
+    history.progress(right, 5, 1.0)
+    history.paused(right, 2.0)
+    history.moved(right, left, 5, 0.1)
+    assert history.live(left) == (5, 2.0)
+    assert history.live(right) == (None, 0.0)
+
+
+def test_moves_that_came_to_nothing_are_forgotten_with_their_step(builders):
+    scheduler, driver = waiting_behind_a_tail(builders, policy := Jigsaw(), num_steps=2)
+    report(driver, tail := order_of(scheduler, "a", 0), 11.5, 4)
+    assert [step for _, step, _ in policy._moves] == [1]
+    finish(driver, tail, 11.6)  # it ended before it could pause
+    while policy._moves:
+        assert driver.step(), "it is never forgotten"

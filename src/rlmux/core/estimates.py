@@ -211,14 +211,12 @@ class StepHistory:
         if num_trajectories and not is_fresh:
             self._move_s.append(seconds / num_trajectories)
             self._estimates = None
-        if target not in self._open and source in self._open:  # its own has ended: the source's goes on there
-            self._open[target] = self._open.pop(source)
-            return
-        for device in (source, target):
-            if device in self._open:
-                self._open[device].is_whole = False
-        if is_fresh and target in self._open:
-            self._open[target].num_gathered += 1
+        left = self._open.pop(source, None)
+        if target in self._open:
+            self._open[target].is_whole = False
+            self._open[target].num_gathered += is_fresh
+        elif left is not None:  # its own has ended, or left before: the source's goes on there
+            self._open[target] = left
 
     def waited(self, seconds: float) -> None:
         """A paused share had nothing to compute for so long."""

@@ -145,6 +145,9 @@ class Jigsaw:
         if not self._moves:
             return gone
         members = {member.id: member for member in view.members}
+        for pipeline, step, device in list(self._moves):  # a share may end before it has paused
+            if pipeline in members and step < members[pipeline].rollout_step:
+                del self._moves[pipeline, step, device]
         for work in view.ready:
             if work.stage is not Stage.GENERATE:
                 continue
