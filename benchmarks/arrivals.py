@@ -30,15 +30,15 @@ from typing import Any
 import yaml
 
 from rlmux.cli import inputs
+from rlmux.config.load import Purpose, load_spec
 from rlmux.core.actions import Replace
 from rlmux.core.model import Stage
-from rlmux.core.policies import POLICIES
+from rlmux.policies import POLICIES
 from rlmux.report.api import read_timeline
 from rlmux.report.log import LogReader
 from rlmux.runtime.backend import Submission
 from rlmux.runtime.run import run_pipelines
 from rlmux.sim import api
-from rlmux.spec.load import Purpose, load_spec
 
 POLICY = "rollmux"
 STALL_S = 2.0

@@ -22,15 +22,15 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from rlmux.config.load import load_spec
 from rlmux.core.actions import Admit, RunStage
 from rlmux.core.events import ChunkFinished, StageFinished
 from rlmux.core.model import DeviceId, Stage
-from rlmux.core.policies import POLICIES
+from rlmux.policies import POLICIES
 from rlmux.report.log import LogReader
 from rlmux.runtime.backend import Submission
 from rlmux.runtime.local import local_backend
 from rlmux.runtime.run import run_pipelines
-from rlmux.spec.load import load_spec
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "two_pipelines.yaml"
 NUM_CALLS = 100

@@ -36,8 +36,8 @@ from rlmux.core.model import (
     Pool,
     Stage,
 )
-from rlmux.core.policies import POLICIES
 from rlmux.core.scheduler import Scheduler
+from rlmux.policies import POLICIES
 from rlmux.report.log import RunLog, run_header
 from rlmux.rl.config import TrainingPlan
 from rlmux.runtime.backend import Note, Submission

@@ -27,23 +27,23 @@ from statistics import median
 
 import numpy as np
 
-from rlmux.sim.batching import (
+from rlmux.sim.models.batching import (
     MEASURED_MEMORY_FRACTION,
     EngineLimits,
     ToolCalls,
     kv_pool_tokens,
     predict_rollout,
 )
-from rlmux.sim.costs import MEASURED_GPU, TRAIN_STAGES, RolloutCosts, rollout_costs, train_cost_by_size
-from rlmux.sim.curves import LOW_ACTIVE, DecodeCurve, HostCosts, PrefillCurve, StageCost
-from rlmux.sim.hardware import ModelShape, gpu_spec, model_shape
-from rlmux.sim.lengths import (
+from rlmux.sim.models.costs import MEASURED_GPU, TRAIN_STAGES, RolloutCosts, rollout_costs, train_cost_by_size
+from rlmux.sim.models.curves import LOW_ACTIVE, DecodeCurve, HostCosts, PrefillCurve, StageCost
+from rlmux.sim.models.hardware import ModelShape, gpu_spec, model_shape
+from rlmux.sim.models.lengths import (
     PROBABILITIES,
     LengthDistribution,
     length_distribution,
     length_distribution_names,
 )
-from rlmux.sim.roofline import RooflineConstants, estimate_curves, roofline_constants
+from rlmux.sim.models.roofline import RooflineConstants, estimate_curves, roofline_constants
 
 TP = 4
 SAMPLES_PER_STEP = 1024

@@ -40,14 +40,14 @@ from substages import from_log
 
 from rlmux.cli import profiling
 from rlmux.core.model import Cluster, Phase, Pipeline, PipelineId, Pool, Stage
-from rlmux.core.policies import Policy
-from rlmux.core.policies.colocated import Colocated
-from rlmux.core.policies.jigsaw import Jigsaw
+from rlmux.core.policy import Policy
 from rlmux.core.sharing import SharingTable
-from rlmux.engines.levels import WHOLE, Levels, probe
-from rlmux.engines.pieces import PIECES, PieceSizes, piece_processes, rates, usual_sizes
+from rlmux.engines.device_fraction import WHOLE, Levels, probe
 from rlmux.engines.rollout import SlotRolloutEngine
 from rlmux.engines.train import TorchTrainEngine
+from rlmux.policies.baselines import Colocated
+from rlmux.policies.jigsaw import Jigsaw
+from rlmux.profiling.micro_benchmarks import PIECES, PieceSizes, piece_processes, rates, usual_sizes
 from rlmux.rl.config import (
     AlgorithmConfig,
     ModelConfig,
@@ -59,7 +59,7 @@ from rlmux.rl.config import (
 from rlmux.runtime.backend import Submission
 from rlmux.runtime.run import run_pipelines
 from rlmux.runtime.worker_backend import WorkerOptions
-from rlmux.sim.interference import InterferenceTable
+from rlmux.sim.models.interference import InterferenceTable
 
 PARTS = ("curves", "interference", "switches", "pipelines")
 RESULTS = Path(__file__).parent / "results"

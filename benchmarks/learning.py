@@ -27,7 +27,7 @@ from rlmux.engines.rollout import SlotRolloutEngine
 from rlmux.engines.train import STAGES, TorchTrainEngine
 from rlmux.rl.batch_metrics import batch_metrics
 from rlmux.rl.config import AlgorithmConfig, RolloutConfig, TaskConfig, TrainingPlan, WarmStartConfig
-from rlmux.rl.host import PipelineHost
+from rlmux.rl.env_worker import PipelineHost
 
 AVERAGED_STEPS = 20
 

@@ -20,13 +20,13 @@ import time
 from typing import Any
 
 from rlmux.core.errors import UserError
-from rlmux.core.lookahead import greedy, plan
-from rlmux.core.policies.jigsaw import Jigsaw
-from rlmux.sim.exact import least_makespan, random_problem
-from rlmux.sim.interference import estimated_table, share_levels, sharing_table
-from rlmux.sim.pace import ByInterference
+from rlmux.policies.jigsaw import Jigsaw
+from rlmux.policies.planning.exact_schedule import least_makespan, random_problem
+from rlmux.policies.planning.lookahead import greedy, plan
+from rlmux.sim.models.interference import estimated_table, share_levels, sharing_table
+from rlmux.sim.models.rates import ByInterference
 from rlmux.sim.simulator import _Simulation
-from rlmux.sim.substage_workloads import HOMOGENEOUS, crowd
+from rlmux.sim.workloads.substage_pairs import HOMOGENEOUS, crowd
 
 NUM_WORKERS = 8
 MEAN_BUDGET, WORST_BUDGET, DECISION_BUDGET_MS = 0.03, 0.15, 5.0

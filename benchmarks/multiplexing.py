@@ -28,13 +28,13 @@ from typing import Any
 import psutil
 
 from rlmux.cli.training import header, submissions
+from rlmux.config import Spec, load_spec
 from rlmux.core.actions import RunStage
 from rlmux.core.events import StageFinished
 from rlmux.core.model import PHASE_BY_STAGE, Phase, PipelineId, Stage
-from rlmux.core.policies import POLICIES
+from rlmux.policies import POLICIES
 from rlmux.report.log import LogReader
 from rlmux.runtime.run import run_pipelines
-from rlmux.spec import Spec, load_spec
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,8 +15,8 @@ import time
 
 from rlmux.core.model import Pipeline, PipelineId
 from rlmux.core.placement import PlacementLedger, Refusal
-from rlmux.core.policies import POLICIES
-from rlmux.sim import workloads
+from rlmux.policies import POLICIES
+from rlmux.sim.workloads import arrivals
 
 PUBLISHED_MS = {5: 5.6, 9: 6.5, 13: 7.6, 100: 41.9, 500: 198.0, 1000: 318.0, 2000: 591.0}
 
@@ -38,7 +38,7 @@ def main() -> None:
 
 def row(policy_name: str, size: int, num_arrivals: int) -> str:
     policy = POLICIES[policy_name]()
-    cluster = workloads.h20_h800_cluster()
+    cluster = arrivals.h20_h800_cluster()
     ledger = PlacementLedger(cluster)
     view = ledger.view()
     generator = random.Random(0)
@@ -85,7 +85,7 @@ def drawn(name: str, generator: random.Random) -> Pipeline:
     )
 
 
-PROFILES = tuple(workloads.profiles().values())
+PROFILES = tuple(arrivals.profiles().values())
 
 if __name__ == "__main__":
     main()

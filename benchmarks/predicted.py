@@ -30,15 +30,15 @@ from typing import Any
 
 from rlmux.cli import neighbour_costs
 from rlmux.cli.training import header, submissions
+from rlmux.config import Spec, load_spec
 from rlmux.core.model import PHASE_BY_STAGE, Phase, Stage
-from rlmux.core.policies import POLICIES
+from rlmux.policies import POLICIES
 from rlmux.report.api import read_timeline
 from rlmux.runtime.run import run_pipelines
 from rlmux.runtime.worker_backend import WorkerOptions
-from rlmux.sim.neighbours import Neighbours
-from rlmux.sim.recorded import recorded_workload
+from rlmux.sim.models.neighbours import Neighbours
 from rlmux.sim.sweep import Task, run_task
-from rlmux.spec import Spec, load_spec
+from rlmux.sim.workloads.recorded import recorded_workload
 
 FILES = ("examples/two_pipelines.yaml", "examples/long_tails.yaml", "examples/tool_waits.yaml")
 BASE = "solo"

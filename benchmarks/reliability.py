@@ -33,8 +33,8 @@ from rlmux.core.actions import Admit, Release, RunStage
 from rlmux.core.errors import LogError
 from rlmux.core.events import ChunkFinished, StageFinished, StagePaused
 from rlmux.core.model import Cluster, Phase, Pipeline, PipelineId, Pool, Stage
-from rlmux.core.policies import POLICIES
 from rlmux.core.scheduler import Scheduler
+from rlmux.policies import POLICIES
 from rlmux.report.log import LogReader, RunLog, run_header
 from rlmux.rl.config import AlgorithmConfig, ModelConfig, RolloutConfig, TaskConfig, TrainingPlan, WarmStartConfig
 from rlmux.runtime.backend import Submission

@@ -26,9 +26,9 @@ from typing import Any
 from rlmux.core.actions import Prefetch, RunStage, Switch
 from rlmux.core.events import StageFinished
 from rlmux.core.model import Cluster, Phase, Pipeline, PipelineId, Pool, Stage
-from rlmux.core.policies import POLICIES
 from rlmux.core.scheduler import Scheduler
-from rlmux.engines.switch_times import switch_times
+from rlmux.policies import POLICIES
+from rlmux.profiling.switch_times import switch_times
 from rlmux.rl.config import AlgorithmConfig, ModelConfig, RolloutConfig, TaskConfig, TrainingPlan
 from rlmux.rl.footprint import footprint_of
 from rlmux.runtime import worker_backend

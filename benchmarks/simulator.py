@@ -21,14 +21,14 @@ import time
 from dataclasses import replace
 from typing import Any
 
-from rlmux.core.policies.rollmux import RollMux
-from rlmux.sim import workloads
-from rlmux.sim.arrivals import Workload
+from rlmux.policies.rollmux import RollMux
 from rlmux.sim.simulator import _Simulation, simulate
+from rlmux.sim.workloads import catalog
+from rlmux.sim.workloads.arrivals import Workload
 
 
 def measure(repeats: int) -> dict[str, Any]:
-    weave = workloads.build("weave")
+    weave = catalog.build("weave")
     runs = [_timed(weave) for _ in range(repeats)]
     loops = [_loop_seconds(weave) for _ in range(repeats)]
     events = runs[0][1]
@@ -70,7 +70,7 @@ def _loop_seconds(workload: Workload) -> float:
 
 def _handle_microseconds() -> float:
     """Median of one `handle`, 100 pipelines running."""
-    made = workloads.build("mixed", num_pipelines=100)
+    made = catalog.build("mixed", num_pipelines=100)
     simulation = _Simulation(_all_at_once(made), RollMux())
     handle = simulation.scheduler.handle
     taken: list[float] = []

@@ -27,16 +27,17 @@ from pathlib import Path
 from typing import Any
 
 from rlmux.cli.training import header, submissions
+from rlmux.config import Spec, load_spec
 from rlmux.core.actions import Migrate, RunStage
 from rlmux.core.events import StageFinished
 from rlmux.core.model import PHASE_BY_STAGE, Cluster, Phase, PipelineId, Stage
-from rlmux.core.policies import POLICIES, Policy
-from rlmux.core.policies.split import Split
+from rlmux.core.policy import Policy
+from rlmux.policies import POLICIES
+from rlmux.policies.baselines import Split
 from rlmux.report.log import LogReader
 from rlmux.runtime.backend import Submission
 from rlmux.runtime.run import run_pipelines
 from rlmux.runtime.worker_backend import WorkerOptions
-from rlmux.spec import Spec, load_spec
 
 FILES = ("examples/long_tails.yaml", "examples/tool_waits.yaml")
 

@@ -14,10 +14,10 @@ from __future__ import annotations
 import argparse
 import json
 
-from rlmux.core.policies import POLICIES
+from rlmux.policies import POLICIES
+from rlmux.sim.models.multi_turn import ToolUse
 from rlmux.sim.simulator import simulate
-from rlmux.sim.substage_workloads import GSM8K_06B, crowd
-from rlmux.sim.turns import ToolUse
+from rlmux.sim.workloads.substage_pairs import GSM8K_06B, crowd
 
 WAITS_S = (0.0, 5.0, 20.0, 60.0)
 """Mean wait of a call; 0 is no tools."""

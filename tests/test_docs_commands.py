@@ -12,9 +12,9 @@ import typer
 import yaml
 
 from rlmux.cli.commands import app
-from rlmux.core.policies import POLICIES
+from rlmux.config import reference
+from rlmux.policies import POLICIES
 from rlmux.rl.tasks import TASKS
-from rlmux.spec import reference
 
 DOCS = Path(__file__).parent.parent / "docs"
 COMMANDS = {command.callback.__name__: command for command in app.registered_commands}
@@ -58,7 +58,7 @@ def test_every_task_is_documented(spec_page):
 
 
 def test_the_spec_page_has_the_tables_of_the_models_that_check_the_file(spec_page):
-    told = "run: python -m rlmux.spec.reference, and put it below the comment in docs/spec.md"
+    told = "run: python -m rlmux.config.reference, and put it below the comment in docs/spec.md"
     assert spec_page.endswith(reference.markdown() + "\n"), told
 
 

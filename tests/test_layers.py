@@ -1,11 +1,13 @@
 """The house: which room may import which, and what from outside. Read from the source, not from what ran.
 
-cli                     web
-sim  |  runtime          |
- |   |   engines         |
- |   |     rl            |
-report ----------------- +
-core
+cli
+papers | profiling
+sim    | runtime
+       | engines
+       | rl
+report |
+policies
+core          (config: the user's file)
 """
 
 from __future__ import annotations
@@ -24,18 +26,20 @@ TRAINING = {"torch", "transformers", "safetensors", "tokenizers"}
 ROOMS: dict[str, tuple[set[str], set[str]]] = {
     # room: (what it may import of rlmux, what from outside)
     "core": (set(), set()),
+    "policies": ({"core"}, {"ortools"}),
     "report": ({"core"}, set()),
     "rl": ({"core.model", "core.errors"}, {*TRAINING, "reasoning_gym", "gymnasium", "pyarrow"}),
     "engines": ({"core.model", "core.errors", "rl"}, {*TRAINING, "numpy", "psutil"}),
-    "sim": ({"core", "report"}, {"numpy", "ortools"}),
-    "runtime": ({"core", "report", "rl", "engines"}, {*TRAINING, "psutil", "tensorboard"}),
-    "web": ({"core.model", "core.errors", "report"}, {"starlette", "uvicorn"}),
-    "spec": (
+    "sim": ({"core", "policies", "report"}, {"numpy"}),
+    "papers": ({"core", "policies", "report", "sim"}, {"numpy"}),
+    "runtime": ({"core", "policies", "report", "rl", "engines"}, {*TRAINING, "psutil", "tensorboard"}),
+    "profiling": ({"core", "rl", "engines"}, TRAINING),
+    "config": (
         {"core.model", "core.errors", "rl.config"},
         {"pydantic", "pydantic_core", "annotated_types", "yaml"},
     ),
     "cli": (
-        {"core", "report", "rl", "engines", "sim", "runtime", "web", "spec"},
+        {"core", "policies", "report", "rl", "engines", "sim", "papers", "runtime", "profiling", "config"},
         {"typer", "rich", "psutil"},
     ),
 }
@@ -43,7 +47,7 @@ ONLY_IN = {
     # outside package: modules that alone may import it
     "ray": lambda module: module.startswith("runtime.ray_"),
     "torch": lambda module: module not in ("rl.config", "rl.types", "rl.vocabulary") and "rl.tasks" not in module,
-    "ortools": lambda module: module == "sim.exact",
+    "ortools": lambda module: module == "policies.planning.exact_schedule",
 }
 EVERYWHERE = {"rlmux"}
 """The package itself, for its version."""
@@ -118,9 +122,9 @@ def test_every_room_is_in_the_table():
         ("core.scheduler", "rlmux.report.log", False),
         ("core.scheduler", "numpy", False),
         ("core.scheduler", "heapq", True),
-        ("spec.load", "rlmux.core.model", True),
-        ("spec.load", "rlmux.core.policies", False),
-        ("spec.load", "rlmux.rl.tasks", False),
+        ("config.load", "rlmux.core.model", True),
+        ("config.load", "rlmux.policies", False),
+        ("config.load", "rlmux.rl.tasks", False),
         ("sim.world", "rlmux.runtime.backend", False),
         ("runtime.local", "ray", False),
         ("runtime.ray_backend", "ray", True),
@@ -139,7 +143,7 @@ WITHOUT_TORCH = "import sys; sys.modules.update(torch=None, transformers=None)\n
     "code",
     [
         "import rlmux",
-        "import rlmux.sim.api, rlmux.report.api, rlmux.spec, rlmux.core.scheduler",
+        "import rlmux.sim.api, rlmux.report.api, rlmux.config, rlmux.core.scheduler",
         "from rlmux.cli import main; main(['--help'])",
         "from rlmux.cli import main; main(['simulate', '--help'])",
         "from rlmux.cli import main; main(['plan', '--help'])",
@@ -154,7 +158,7 @@ def test_what_needs_no_torch_works_without_it(code):
     assert ran.returncode == 0, ran.stderr
 
 
-@pytest.mark.parametrize("module", ["rlmux", "rlmux.core.scheduler", "rlmux.spec", "rlmux.cli.commands"])
+@pytest.mark.parametrize("module", ["rlmux", "rlmux.core.scheduler", "rlmux.config", "rlmux.cli.commands"])
 def test_light_modules_import_nothing_heavy(module):
     heavy = sorted({"torch", "transformers", "numpy", "ray", "reasoning_gym"})
     code = f"import sys, {module}; print([name for name in {heavy!r} if name in sys.modules])"

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 
 from rlmux.cli.live import Live
+from rlmux.config import load_spec
 from rlmux.core.actions import RunStage
 from rlmux.core.events import ChunkFinished, PipelineFailed, PipelineRestarted, StageFinished, WorkerLost
 from rlmux.core.model import DeviceId, OrderId, PipelineId, Stage
 from rlmux.runtime.backend import Note
-from rlmux.spec import load_spec
 
 ROLLOUT, TRAIN = DeviceId("rollout", 0, 0), DeviceId("train", 0, 0)
 A = PipelineId("a")

@@ -9,10 +9,10 @@ import pytest
 
 from rlmux.cli import neighbour_costs, profiling
 from rlmux.cli.main import run_command_line
-from rlmux.engines.pieces import PieceSizes
+from rlmux.profiling.micro_benchmarks import PieceSizes
 from rlmux.rl.config import ModelConfig
-from rlmux.sim.interference import InterferenceTable, ShareLevels
-from rlmux.sim.neighbours import KINDS, Neighbours, load_neighbours
+from rlmux.sim.models.interference import InterferenceTable, ShareLevels
+from rlmux.sim.models.neighbours import KINDS, Neighbours, load_neighbours
 
 TINY = PieceSizes(
     model=ModelConfig(hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1, intermediate_size=64),

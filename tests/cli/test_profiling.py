@@ -10,10 +10,10 @@ from typer.testing import CliRunner
 from rlmux.cli import profiling
 from rlmux.cli.commands import app
 from rlmux.core.errors import UserError
-from rlmux.engines.levels import Levels, probe
-from rlmux.engines.pieces import PieceSizes
+from rlmux.engines.device_fraction import Levels, probe
+from rlmux.profiling.micro_benchmarks import PieceSizes
 from rlmux.rl.config import ModelConfig
-from rlmux.sim.interference import InterferenceTable
+from rlmux.sim.models.interference import InterferenceTable
 
 HERE = Levels(device="a device", how="nice", shares=(0.25, 0.5, 0.75), num_units=20)
 TINY = PieceSizes(

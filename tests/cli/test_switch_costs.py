@@ -12,11 +12,11 @@ from rlmux.cli import profiling, switch_costs, training
 from rlmux.cli.inputs import load_for_run
 from rlmux.core.errors import UserError
 from rlmux.core.model import Phase, SwitchEstimate
-from rlmux.engines.levels import Levels
-from rlmux.engines.switch_times import SwitchTimes, switch_times
+from rlmux.engines.device_fraction import Levels
+from rlmux.profiling.switch_times import SwitchTimes, switch_times
 from rlmux.rl.config import TrainingPlan
 from rlmux.rl.footprint import footprint_of
-from rlmux.sim.interference import InterferenceTable, ShareLevels
+from rlmux.sim.models.interference import InterferenceTable, ShareLevels
 
 DEVICE = "a device"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from rlmux.core.actions import Admit, Release
 from rlmux.core.events import NodeJoined, NodeLost, PipelineCancelled
 from rlmux.core.model import NodeId, PipelineId, PipelineStatus
-from rlmux.core.policies import POLICIES
 from rlmux.core.scheduler import Scheduler
+from rlmux.policies import POLICIES
 
 
 def status(driver, name: str) -> PipelineStatus:

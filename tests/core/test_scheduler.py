@@ -16,9 +16,9 @@ from rlmux.core.events import (
     WorkerLost,
 )
 from rlmux.core.model import OrderId, Phase, PipelineId, PipelineStatus, Resident, Stage
-from rlmux.core.policies.colocated import Colocated
-from rlmux.core.policies.rollmux import RollMux
 from rlmux.core.scheduler import Scheduler
+from rlmux.policies.baselines import Colocated
+from rlmux.policies.rollmux import RollMux
 
 REAL_STAGES = (Stage.GENERATE, Stage.REWARD, Stage.OLD_LOGPROBS, Stage.UPDATE, Stage.PUBLISH)
 

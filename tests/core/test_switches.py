@@ -10,13 +10,13 @@ import pytest
 from rlmux.core.actions import Pause, Prefetch, RunStage, Switch
 from rlmux.core.estimates import StepHistory
 from rlmux.core.events import ChunkFinished, ReplyArrived, StageFinished, StagePaused
-from rlmux.core.lookahead import Merge, Problem, Task, plan
 from rlmux.core.model import Cluster, DeviceId, Footprint, NodeId, Phase, Pool, SwitchEstimate
-from rlmux.core.policies.jigsaw import Jigsaw
-from rlmux.core.policies.rlmux import RlMux
-from rlmux.core.policies.rollmux import RollMux
 from rlmux.core.scheduler import Scheduler
 from rlmux.core.switches import num_fitting, switch_seconds
+from rlmux.policies.jigsaw import Jigsaw
+from rlmux.policies.planning.lookahead import Merge, Problem, Task, plan
+from rlmux.policies.rlmux import RlMux
+from rlmux.policies.rollmux import RollMux
 
 DEAR = SwitchEstimate(rollout_s=0.5, train_s=0.5)
 SIX = Footprint(rollout_device_bytes=6.0, train_device_bytes=6.0)

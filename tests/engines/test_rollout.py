@@ -235,18 +235,6 @@ def test_a_freed_slot_is_refilled_at_once(new_engine: NewEngine, new_requests: N
     assert report.sampled_tokens == sum(request.max_new_tokens for request in requests)
 
 
-def test_a_chunk_stops_at_the_tail(new_engine: NewEngine, new_requests: NewRequests, drain: Drain) -> None:
-    requests = new_requests(20, stop_tokens=())
-    engine = new_engine(num_slots=8)
-    engine.submit(requests)
-    report = engine.run_chunk(max_decode_steps=10_000, max_seconds=60.0, stop_active=3)
-    assert report.num_waiting == 0
-    assert 1 <= report.num_active <= 3
-    assert len(report.finished) + report.num_active == 40
-    assert engine.run_chunk(max_decode_steps=100, max_seconds=60.0, stop_active=3).decode_steps == 0
-    assert len(drain(engine)) == report.num_active
-
-
 def test_a_chunk_keeps_its_step_limit_and_makes_a_step_however_little_time_it_has(
     new_engine: NewEngine, requests: list[TrajectoryRequest]
 ) -> None:

@@ -9,7 +9,7 @@ import pytest
 from rlmux.engines.rollout import SlotRolloutEngine
 from rlmux.engines.train import STAGES, TorchTrainEngine
 from rlmux.rl.config import AlgorithmConfig, RolloutConfig, TaskConfig, TrainingPlan, WarmStartConfig
-from rlmux.rl.host import PipelineHost
+from rlmux.rl.env_worker import PipelineHost
 
 
 def plan(task: str = "sort", params: dict[str, Any] | None = None, **algorithm: Any) -> TrainingPlan:

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlmux.core.actions import Action, Admit, RunStage, SetTimer, Switch
+from rlmux.core.actions import Action, Admit, RunStage, Switch
 from rlmux.core.errors import LogError
-from rlmux.core.events import Event, NodeLost, PipelineSubmitted, StageFinished
+from rlmux.core.events import Event, NodeJoined, NodeLost, PipelineSubmitted, StageFinished
 from rlmux.core.model import (
     AdmissionKind,
     DeviceId,
@@ -147,6 +147,6 @@ def test_free_form_numbers_outside_json_read_back_with_float() -> None:
     assert math.isnan(float(fields["scalar"]))
 
 
-def test_a_timer_keeps_its_time_exactly() -> None:
-    timer = SetTimer(at_s=0.1 + 0.2)
-    assert decode(encode(timer)) == timer
+def test_a_time_keeps_every_bit() -> None:
+    joined = NodeJoined(time_s=0.1 + 0.2, node=NodeId("rollout", 0))
+    assert decode(encode(joined)) == joined

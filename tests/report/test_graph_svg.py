@@ -9,9 +9,9 @@ from xml.etree import ElementTree
 import pytest
 
 from rlmux.core.errors import UserError
-from rlmux.core.graph import ShareRecord, StageRecord, graph_of_step
 from rlmux.core.model import DeviceId, PipelineId, Stage
 from rlmux.report.graph_svg import draw, write_graph
+from rlmux.report.step_graph import ShareRecord, StageRecord, graph_of_step
 
 D0, D1 = DeviceId("gpu", 0, 0), DeviceId("gpu", 1, 0)
 

@@ -16,10 +16,11 @@ import pytest
 
 from rlmux.core.actions import Pause, RunStage
 from rlmux.core.errors import LogError
-from rlmux.core.events import TimerFired
-from rlmux.core.model import Cluster, DeviceId, Phase, Pool, Stage
+from rlmux.core.events import NodeJoined
+from rlmux.core.model import Cluster, DeviceId, NodeId, Phase, Pool, Stage
 from rlmux.report.log import LOG_NAME, SCHEMA_VERSION, LogReader, RunLog, run_header
 
+NODE = NodeId("rollout", 0)
 HEADER = {"policy": "rollmux", "backend": "local"}
 
 
@@ -41,7 +42,7 @@ def times(folder: Path) -> list[float]:
 
 def test_event_and_its_orders_come_back_in_order(tmp_path: Path) -> None:
     with RunLog.create(tmp_path / "run", HEADER) as log:
-        log.append_event(TimerFired(time_s=1.5))
+        log.append_event(NodeJoined(time_s=1.5, node=NODE))
         log.append_actions([order(1), Pause(order=1)])
         log.note("step", 2.0, pipeline="a", step=1, reward_mean=0.25)
     with LogReader(tmp_path / "run") as reader:
@@ -49,7 +50,7 @@ def test_event_and_its_orders_come_back_in_order(tmp_path: Path) -> None:
         header, *rows = list(reader.entries())
     assert header.kind == "header"
     assert [(row.kind, row.type, row.time_s) for row in rows] == [
-        ("event", "TimerFired", 1.5),
+        ("event", "NodeJoined", 1.5),
         ("action", "RunStage", 1.5),
         ("action", "Pause", 1.5),
         ("note", "step", 2.0),
@@ -61,12 +62,12 @@ def test_event_and_its_orders_come_back_in_order(tmp_path: Path) -> None:
 def test_uncommitted_rows_are_invisible_and_a_reader_can_follow(tmp_path: Path) -> None:
     log = RunLog.create(tmp_path / "run", HEADER)
     with LogReader(tmp_path / "run") as reader:
-        log.append_event(TimerFired(time_s=1.0))
+        log.append_event(NodeJoined(time_s=1.0, node=NODE))
         assert list(reader.events()) == []
         log.commit()
         assert [event.time_s for event in reader.events()] == [1.0]
         last = max(entry.seq for entry in reader.entries())
-        log.append_event(TimerFired(time_s=2.0))
+        log.append_event(NodeJoined(time_s=2.0, node=NODE))
         log.commit()
         assert [entry.time_s for entry in reader.entries(after=last)] == [2.0]
     log.close()
@@ -75,7 +76,7 @@ def test_uncommitted_rows_are_invisible_and_a_reader_can_follow(tmp_path: Path) 
 def test_log_is_private_to_its_user(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with RunLog.create(folder, HEADER) as log:
-        log.append_event(TimerFired(time_s=1.0))
+        log.append_event(NodeJoined(time_s=1.0, node=NODE))
         log.commit()
         modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
         assert modes == dict.fromkeys([LOG_NAME, LOG_NAME + "-wal", LOG_NAME + "-shm"], 0o600)
@@ -101,21 +102,22 @@ def test_a_second_writer_is_refused_while_the_first_lives(tmp_path: Path) -> Non
 
 def test_open_goes_on_after_the_last_row(tmp_path: Path) -> None:
     with RunLog.create(tmp_path, HEADER) as log:
-        log.append_event(TimerFired(time_s=3.25))
+        log.append_event(NodeJoined(time_s=3.25, node=NODE))
     with RunLog.open(tmp_path) as log:
         assert log.last_time_s == 3.25
-        log.append_event(TimerFired(time_s=4.0))
+        log.append_event(NodeJoined(time_s=4.0, node=NODE))
     assert times(tmp_path) == [3.25, 4.0]
 
 
 WRITER = """
 import sys
-from rlmux.core.events import TimerFired
+from rlmux.core.events import NodeJoined
+from rlmux.core.model import NodeId
 from rlmux.core.actions import Pause
 from rlmux.report.log import RunLog
 log = RunLog.create(sys.argv[1], {"policy": "p"})
 for number in range(1, 10**9):
-    log.append_event(TimerFired(time_s=float(number)))
+    log.append_event(NodeJoined(time_s=float(number), node=NodeId("rollout", 0)))
     log.append_actions([Pause(order=number)] * 3)
     log.commit()
     if number % 100 == 0:
@@ -139,9 +141,9 @@ def test_sigkill_loses_nothing_committed_and_splits_no_transaction(tmp_path: Pat
     with LogReader(tmp_path) as reader:
         entries = list(reader.entries())[1:]
     assert len(entries) >= 4 * num_acknowledged
-    assert [e.type for e in entries] == ["TimerFired", "Pause", "Pause", "Pause"] * (len(entries) // 4)
+    assert [e.type for e in entries] == ["NodeJoined", "Pause", "Pause", "Pause"] * (len(entries) // 4)
     with RunLog.open(tmp_path) as log:
-        log.append_event(TimerFired(time_s=0.5))
+        log.append_event(NodeJoined(time_s=0.5, node=NODE))
     assert len(times(tmp_path)) == len(entries) // 4 + 1
 
 
@@ -150,7 +152,7 @@ def copy_of_live_log(tmp_path: Path) -> Path:
     log = RunLog.create(tmp_path / "live", HEADER)
     log._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     for number in range(10):
-        log.append_event(TimerFired(time_s=float(number)))
+        log.append_event(NodeJoined(time_s=float(number), node=NODE))
         log.commit()
     crashed = tmp_path / "crashed"
     crashed.mkdir()
@@ -168,7 +170,7 @@ def test_torn_tail_costs_only_the_tail(tmp_path: Path, lost_bytes: int) -> None:
     num_commits = 10 - -(-lost_bytes // 4120)
     assert times(crashed) == [float(number) for number in range(num_commits)]
     with RunLog.open(crashed) as log:
-        log.append_event(TimerFired(time_s=99.0))
+        log.append_event(NodeJoined(time_s=99.0, node=NODE))
     assert times(crashed)[-1] == 99.0
 
 
@@ -183,7 +185,7 @@ def test_flipped_bit_in_the_tail_costs_only_what_follows(tmp_path: Path) -> None
 
 def test_rows_cannot_be_changed_or_removed(tmp_path: Path) -> None:
     with RunLog.create(tmp_path, HEADER) as log:
-        log.append_event(TimerFired(time_s=1.0))
+        log.append_event(NodeJoined(time_s=1.0, node=NODE))
     connection = sqlite3.connect(tmp_path / LOG_NAME)
     for statement in ("DELETE FROM log", "UPDATE log SET time_s = 0"):
         with pytest.raises(sqlite3.IntegrityError, match="append-only"):
@@ -221,7 +223,7 @@ def test_full_database_is_a_clear_error_and_leaves_a_readable_log(tmp_path: Path
 
     def fill() -> None:
         for number in itertools.count():
-            log.append_event(TimerFired(time_s=float(number)))
+            log.append_event(NodeJoined(time_s=float(number), node=NODE))
             log.commit()
 
     with pytest.raises(LogError, match=r"cannot append to the run log: database or disk is full"):
@@ -230,7 +232,7 @@ def test_full_database_is_a_clear_error_and_leaves_a_readable_log(tmp_path: Path
     assert len(kept) > 10
     assert kept == [float(number) for number in range(len(kept))]
     log._connection.execute("PRAGMA max_page_count = 1000000")
-    log.append_event(TimerFired(time_s=-1.0))
+    log.append_event(NodeJoined(time_s=-1.0, node=NODE))
     log.close()
     assert times(tmp_path)[-1] == -1.0
 
@@ -255,13 +257,13 @@ def test_full_disk_is_a_clear_error_and_leaves_a_readable_log(tmp_path: Path) ->
     printed = done.stdout.split()
     assert len(times(tmp_path)) >= (int(printed[-1]) if printed else 1)
     with RunLog.open(tmp_path) as log:
-        log.append_event(TimerFired(time_s=0.0))
+        log.append_event(NodeJoined(time_s=0.0, node=NODE))
 
 
 def test_read_only_folder_can_be_read(tmp_path: Path) -> None:
     folder = tmp_path / "run"
     with RunLog.create(folder, HEADER) as log:
-        log.append_event(TimerFired(time_s=1.0))
+        log.append_event(NodeJoined(time_s=1.0, node=NODE))
     folder.chmod(0o500)
     try:
         assert times(folder) == [1.0]

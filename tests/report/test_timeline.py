@@ -12,20 +12,21 @@ import pytest
 from rlmux.core.actions import Migrate, Release, RunStage, Switch
 from rlmux.core.events import (
     ChunkFinished,
+    NodeJoined,
     PipelineFailed,
     PipelineRestarted,
     StageFinished,
     StagePaused,
-    TimerFired,
     TrajectoriesMoved,
     WorkerLost,
 )
-from rlmux.core.model import DeviceId, Stage
+from rlmux.core.model import DeviceId, NodeId, Stage
 from rlmux.report.intervals import Interval, Kind
 from rlmux.report.timeline import Timeline
 
 ROLLOUT = DeviceId("rollout", 0, 0)
 TRAIN = DeviceId("train", 0, 0)
+NODE = NodeId("rollout", 9)
 GENERATE, UPDATE, PUBLISH, REWARD = Stage.GENERATE, Stage.UPDATE, Stage.PUBLISH, Stage.REWARD
 
 Order = Callable[..., RunStage]
@@ -76,7 +77,7 @@ def test_one_pipeline_alone_waits_for_its_own_other_phase(story: Any, make_order
 def test_held_time_splits_into_lead_switch_and_compute(story: Any, make_order: Order) -> None:
     story.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT, switch=Switch.COLD), num_steps=1)
     story.event(StagePaused(time_s=3.0, order=1, seconds=1.5, switch_s=0.5))
-    story.event(TimerFired(time_s=3.0), make_order(2, "a", GENERATE, ROLLOUT, switch=Switch.WARM))
+    story.event(NodeJoined(time_s=3.0, node=NODE), make_order(2, "a", GENERATE, ROLLOUT, switch=Switch.WARM))
     story.event(finished(4.0, 2, 0.7, switch_s=0.25), Release(pipeline="a"))
     timeline = story.timeline()
     assert named(timeline, ROLLOUT) == [
@@ -178,7 +179,7 @@ def test_ready_work_that_is_not_ordered_is_control_or_held_back(
 ) -> None:
     story.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT))
     story.event(StagePaused(time_s=1.0, order=1, seconds=1.0))
-    story.event(TimerFired(time_s=1.0 + gap_s), make_order(2, "a", GENERATE, ROLLOUT))
+    story.event(NodeJoined(time_s=1.0 + gap_s, node=NODE), make_order(2, "a", GENERATE, ROLLOUT))
     story.event(finished(2.0, 2, 1.0 - gap_s), Release(pipeline="a"))
     assert named(story.timeline(), ROLLOUT)[1] == (1.0, round(1.0 + gap_s, 3), "bubble", label)
 
@@ -207,7 +208,7 @@ def test_nobody_pinned_is_idle(story: Any, make_order: Order) -> None:
 def test_orders_that_share_a_device_count_once_and_lie_side_by_side(story: Any, make_order: Order) -> None:
     story.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT, level=0.5))
     story.submit(0.0, "b")
-    story.event(TimerFired(time_s=1.0), make_order(2, "b", GENERATE, ROLLOUT, level=0.5, switch=Switch.WARM))
+    story.event(NodeJoined(time_s=1.0, node=NODE), make_order(2, "b", GENERATE, ROLLOUT, level=0.5, switch=Switch.WARM))
     story.event(finished(3.0, 1, 3.0))
     story.event(finished(4.0, 2, 2.5, switch_s=0.5), Release(pipeline="a"), Release(pipeline="b"))
     timeline = story.timeline()
@@ -271,7 +272,7 @@ def test_resumed_run_shows_the_time_it_was_down(story: Any, make_order: Order) -
     story.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT))
     story.event(ChunkFinished(time_s=1.0, order=1, num_active=4, num_waiting=0, seconds=1.0))
     story.note(5.0, "resumed")
-    story.event(TimerFired(time_s=5.0), make_order(1, "a", GENERATE, ROLLOUT))
+    story.event(NodeJoined(time_s=5.0, node=NODE), make_order(1, "a", GENERATE, ROLLOUT))
     story.event(finished(6.0, 1, 1.0), Release(pipeline="a"))
     timeline = story.timeline()
     assert named(timeline, ROLLOUT) == [

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from rlmux.core.model import Cluster, Phase, Pipeline, PipelineId, Pool, Stage
-from rlmux.core.policies import POLICIES
-from rlmux.core.policies.dispatching import first_fit
-from rlmux.core.policies.rollmux import RollMux
 from rlmux.core.scheduler import Scheduler
 from rlmux.core.views import Choice, GroupView, MoveShare, PauseOrder
+from rlmux.policies import POLICIES
+from rlmux.policies.planning.dispatching import first_fit
+from rlmux.policies.rollmux import RollMux
 from rlmux.rl.config import (
     AlgorithmConfig,
     ModelConfig,

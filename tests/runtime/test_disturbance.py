@@ -20,12 +20,12 @@ from rlmux.core.model import (
     PipelineStatus,
     Pool,
 )
-from rlmux.core.policies import POLICIES
 from rlmux.core.scheduler import Scheduler
+from rlmux.policies import POLICIES
 from rlmux.rl.config import TrainingPlan
 from rlmux.runtime.backend import Submission
 from rlmux.runtime.controller import Controller
-from rlmux.runtime.fake import FakeBackend
+from rlmux.runtime.fake_backend import FakeBackend
 
 NUM_PIPELINES = 40
 NODES = 30

@@ -9,7 +9,7 @@ import pytest
 from rlmux.core.actions import Prefetch, RunStage
 from rlmux.core.errors import RefusedError
 from rlmux.core.model import Cluster, Footprint, Phase
-from rlmux.core.policies import POLICIES
+from rlmux.policies import POLICIES
 from rlmux.runtime.memory import with_footprint
 from rlmux.runtime.run import run_pipelines
 

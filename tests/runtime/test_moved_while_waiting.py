@@ -16,7 +16,7 @@ def test_a_reply_may_come_with_the_trajectory_that_it_is_for(real, one_thread):
     requests = [replace(request, stop_tokens=tuple(range(8))) for request in requests[:8]]  # one comes soon
     chunk = RolloutChunk(
         weights=None, requests=requests, partials=(), replies=(), released=(), max_decode_steps=1000,
-        max_seconds=60.0, stop_active=0, is_load_needed=False,
+        max_seconds=60.0, is_load_needed=False,
     )  # fmt: skip
     source, target = RolloutWorker(plan), RolloutWorker(plan)
     source.run_chunk(chunk)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rlmux.core.policies import POLICIES
+from rlmux.policies import POLICIES
 from rlmux.report.log import LogReader
 from rlmux.runtime.run import resume_pipelines, run_pipelines
 

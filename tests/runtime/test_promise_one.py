@@ -9,9 +9,9 @@ import pytest
 from rlmux.core.actions import Migrate
 from rlmux.core.events import StagePaused
 from rlmux.core.model import Stage
-from rlmux.core.policies.dispatching import first_come
-from rlmux.core.policies.rollmux import RollMux
 from rlmux.core.views import Choice, GroupView, PauseOrder
+from rlmux.policies.planning.dispatching import first_come
+from rlmux.policies.rollmux import RollMux
 from rlmux.runtime.worker_backend import WorkerOptions
 
 

@@ -8,8 +8,8 @@ from rlmux.core.actions import Replace
 from rlmux.core.events import PipelineRestarted
 from rlmux.core.model import AdmissionKind, NodeId, Pipeline, PipelineId
 from rlmux.core.placement import PlacementChoice, PlacementView, Relocation
-from rlmux.core.policies.dispatching import first_come
 from rlmux.core.views import GroupView, RunWork
+from rlmux.policies.planning.dispatching import first_come
 
 ON_NEW_NODES = PlacementChoice(
     kind=AdmissionKind.NEW, group=None, num_new_rollout_nodes=1, num_new_train_nodes=1

@@ -20,8 +20,8 @@ import pytest
 
 from rlmux.core.errors import UserError
 from rlmux.core.model import PipelineStatus
-from rlmux.core.policies import POLICIES
 from rlmux.core.scheduler import Scheduler
+from rlmux.policies import POLICIES
 from rlmux.report.codec import encode
 from rlmux.report.log import LogReader
 from rlmux.runtime import local

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from rlmux.core.actions import RunStage, SetLevel
-from rlmux.core.policies.jigsaw import Jigsaw
 from rlmux.core.sharing import SharingEntry, SharingTable
+from rlmux.policies.jigsaw import Jigsaw
 from rlmux.runtime.memory import with_footprint
 
 KINDS = ("dense", "tail", "train")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from rlmux.core.policies import POLICIES
+from rlmux.policies import POLICIES
 from rlmux.runtime.local import SharedMemoryFolder
 from rlmux.runtime.run import run_pipelines
 

@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from rlmux.core.model import Cluster, Phase, PhaseSeconds, Pipeline, PipelineId, Pool, Stage
-from rlmux.core.policies import POLICIES
 from rlmux.core.scheduler import Scheduler
+from rlmux.policies import POLICIES
 from rlmux.rl.config import TrainingPlan
 from rlmux.runtime.backend import Submission
 from rlmux.runtime.controller import Controller
-from rlmux.runtime.fake import FakeBackend
-from rlmux.sim.arrivals import Arrival, Workload
+from rlmux.runtime.fake_backend import FakeBackend
 from rlmux.sim.simulator import simulate
+from rlmux.sim.workloads.arrivals import Arrival, Workload
 from rlmux.sim.world import TrueSeconds
 
 PHASES = {

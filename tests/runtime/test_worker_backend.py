@@ -10,7 +10,7 @@ import pytest
 from rlmux.core.actions import Admit, Migrate, Pause, RunStage
 from rlmux.core.events import ReplyArrived, StageFinished, StagePaused, TrajectoriesMoved
 from rlmux.core.model import AdmissionKind, DeviceId, GroupId, NodeId, OrderId, PipelineId, Placement, Stage
-from rlmux.rl.host import PipelineHost
+from rlmux.rl.env_worker import PipelineHost
 from rlmux.rl.types import ChunkReport, FinishedTurn, TrajectoryRequest, TurnReply
 from rlmux.runtime.worker_backend import WorkerBackend
 from rlmux.runtime.workers import RolloutChunkResult

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 
 from rlmux.core.model import Cluster, PhaseSeconds, Pipeline, PipelineId
-from rlmux.sim.arrivals import Arrival, Workload, h20_h800_cluster
+from rlmux.policies import make_policy
 from rlmux.sim.simulator import simulate
-from rlmux.sim.sweep import make_policy
+from rlmux.sim.workloads.arrivals import Arrival, Workload, h20_h800_cluster
 from rlmux.sim.world import TrueSeconds
 
 TOLERANCE = {"solo": 0.0, "split": 0.0, "fifo": 0.0, "gap-ratio": 0.16, "rollmux": 0.1, "rlmux": 0.1}

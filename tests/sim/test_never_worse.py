@@ -11,8 +11,8 @@ from dataclasses import replace
 import pytest
 
 from rlmux.core.model import Cluster
-from rlmux.sim import workloads
 from rlmux.sim.sweep import Task, run_task
+from rlmux.sim.workloads import catalog
 from rlmux.sim.world import STEADY
 
 POLICIES = ("rollmux", "jigsaw", "rlmux")
@@ -66,28 +66,28 @@ def assert_never_worse(workload):
 
 @pytest.mark.parametrize("mix", MIXES)
 def test_rlmux_costs_no_more_than_either_grain_alone(mix):
-    assert_never_worse(workloads.load(f"{mix}:num_pipelines=8", seed=3))
+    assert_never_worse(catalog.load(f"{mix}:num_pipelines=8", seed=3))
 
 
 @pytest.mark.parametrize("name", ["micro-a", "micro-b", "micro-c"])
 def test_rlmux_ends_no_later_than_either_grain_alone(name):
-    assert_never_worse(workloads.load(f"{name}:num_steps=12"))
+    assert_never_worse(catalog.load(f"{name}:num_steps=12"))
 
 
 @pytest.mark.parametrize("with_prices", [False, True])
 @pytest.mark.parametrize("name", PAIRS[::4])
 def test_rlmux_chooses_the_grain_that_is_better_for_a_pair(name, with_prices):
-    made = workloads.load(name)
+    made = catalog.load(name)
     assert_never_worse(priced(made) if with_prices else made)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", [*PAIRS, *(f"{mix}:num_pipelines=25" for mix in (*MIXES, *SIZED))])
 def test_rlmux_is_never_worse_on_any_pair_or_mix(name):
-    assert_never_worse(priced(workloads.load(name, seed=3)) if "pair" in name else workloads.load(name, seed=3))
+    assert_never_worse(priced(catalog.load(name, seed=3)) if "pair" in name else catalog.load(name, seed=3))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["weave", "drift-up", "drift-down", "drift-mixed", *MIXES])
 def test_rlmux_costs_no_more_on_the_whole_of_a_long_trace(name):
-    assert_never_worse(workloads.load(name, seed=3))
+    assert_never_worse(catalog.load(name, seed=3))

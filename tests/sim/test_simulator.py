@@ -8,15 +8,15 @@ from dataclasses import dataclass, replace
 import pytest
 
 from rlmux.core.model import Cluster, Footprint, NodeId, Phase, PhaseSeconds, Pipeline, PipelineId, Pool, Stage
-from rlmux.core.policies import POLICIES
-from rlmux.core.policies.dispatching import in_turn
-from rlmux.core.policies.rollmux import RollMux
-from rlmux.core.policies.solo import Solo
 from rlmux.core.scheduler import Scheduler
 from rlmux.core.views import MoveShare, PauseOrder
-from rlmux.sim import workloads
-from rlmux.sim.arrivals import Arrival, Workload, h20_h800_cluster
+from rlmux.policies import POLICIES
+from rlmux.policies.baselines import Solo
+from rlmux.policies.planning.dispatching import in_turn
+from rlmux.policies.rollmux import RollMux
 from rlmux.sim.simulator import NodeFailure, simulate
+from rlmux.sim.workloads import catalog
+from rlmux.sim.workloads.arrivals import Arrival, Workload, h20_h800_cluster
 from rlmux.sim.world import Drifting, Sampled, SwitchSeconds, TrueSeconds
 
 
@@ -81,8 +81,8 @@ def test_a_group_runs_at_its_strict_period_however_late_its_members_join(phases,
 
 
 def test_weave_costs_what_the_paper_says_and_keeps_every_slo_step_by_step():
-    made = workloads.build("weave", seed=1, train_nodes_32b=1)
-    solo = simulate(replace(made, arrivals=workloads.build("weave").arrivals), Solo())
+    made = catalog.build("weave", seed=1, train_nodes_32b=1)
+    solo = simulate(replace(made, arrivals=catalog.build("weave").arrivals), Solo())
     assert solo.cost_usd_per_hour == pytest.approx(944.96, abs=0.01)
     result = simulate(made, RollMux())
     assert result.cost_usd_per_hour == pytest.approx(510, rel=0.04)
@@ -94,7 +94,7 @@ def test_weave_costs_what_the_paper_says_and_keeps_every_slo_step_by_step():
 def test_the_same_seed_gives_the_same_run_and_another_seed_another():
     def decisions(seed):
         seen = []
-        simulate(workloads.build("rh-s", seed=seed, num_pipelines=40), RollMux(), observer=lambda e, a: seen.append(a))
+        simulate(catalog.build("rh-s", seed=seed, num_pipelines=40), RollMux(), observer=lambda e, a: seen.append(a))
         return seen
 
     first = decisions(3)
@@ -166,7 +166,7 @@ def test_a_lost_node_costs_the_step_under_way_and_nothing_else():
 
 
 def test_random_failures_never_lose_or_repeat_a_step():
-    made = workloads.build("bl-s", seed=2, num_pipelines=60)
+    made = catalog.build("bl-s", seed=2, num_pipelines=60)
     made = replace(
         made,
         arrivals=tuple(replace(a, depart_s=None, pipeline=replace(a.pipeline, num_steps=30)) for a in made.arrivals),
@@ -251,7 +251,7 @@ def test_a_tail_gathers_on_one_gpu_and_the_others_go_to_the_next_pipeline():
 
 
 def test_every_policy_plays_the_same_workload_to_its_end():
-    made = workloads.build("mixed", seed=5, num_pipelines=25)
+    made = catalog.build("mixed", seed=5, num_pipelines=25)
     for name, make in POLICIES.items():
         result = simulate(made, make())
         assert all(p.left_s is not None for p in result.pipelines), name
@@ -270,7 +270,7 @@ def test_the_penalty_and_the_cost_agree_with_a_hand_made_integral():
 
 
 def test_other_names_change_nothing():
-    made = workloads.build("mixed", seed=6, num_pipelines=40)
+    made = catalog.build("mixed", seed=6, num_pipelines=40)
     renamed = replace(
         made,
         arrivals=tuple(
@@ -285,7 +285,7 @@ def test_other_names_change_nothing():
 
 
 def test_replaying_the_events_gives_the_same_orders():
-    made = workloads.build("bl-m", seed=3, num_pipelines=30)
+    made = catalog.build("bl-m", seed=3, num_pipelines=30)
     for name in ("rollmux", "rlmux"):
         seen = []
         simulate(made, POLICIES[name](), observer=lambda event, actions, seen=seen: seen.append((event, list(actions))))

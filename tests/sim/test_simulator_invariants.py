@@ -7,9 +7,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rlmux.core.model import Footprint, NodeId, PhaseSeconds, Pipeline, PipelineId, Stage
-from rlmux.core.policies import POLICIES
-from rlmux.sim.arrivals import Arrival, Workload, h20_h800_cluster
+from rlmux.policies import POLICIES
 from rlmux.sim.simulator import NodeFailure, simulate
+from rlmux.sim.workloads.arrivals import Arrival, Workload, h20_h800_cluster
 from rlmux.sim.world import Sampled, SwitchSeconds, TrueSeconds
 
 SWITCH = SwitchSeconds(cold_rollout_s=20.0, cold_train_s=15.0, warm_rollout_s=1.0, warm_train_s=3.0)

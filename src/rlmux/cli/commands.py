@@ -277,7 +277,7 @@ def submit(
     \b
     Example: rlmux submit examples/tool_use.yaml --to runs/demo
     """
-    from rlmux.cli import visits
+    from rlmux.cli import remote as visits
 
     raise typer.Exit(visits.show_submission(visits.submit(file, to, sets), as_json=json))
 
@@ -293,7 +293,7 @@ def cancel(
     \b
     Example: rlmux cancel runs/demo sort
     """
-    from rlmux.cli import visits
+    from rlmux.cli import remote as visits
 
     typer.echo(f"{name}: {visits.cancel(folder, name)['outcome']}")
 
@@ -311,7 +311,7 @@ def status(
     \b
     Example: rlmux status runs/demo
     """
-    from rlmux.cli import visits
+    from rlmux.cli import remote as visits
 
     visits.show_status(folder, as_json=json, is_once=once)
 
@@ -327,7 +327,7 @@ def logs(
     \b
     Example: rlmux logs runs/demo sort -f
     """
-    from rlmux.cli import visits
+    from rlmux.cli import remote as visits
 
     visits.show_logs(folder, name, is_following=follow)
 
@@ -354,7 +354,7 @@ def chaos(
     spec = inputs.load_for_run(file, sets, policy)
     folder = folders.choose(out, f"{Path(file).stem}-chaos")
 
-    from rlmux.cli import endurance
+    from rlmux.cli import chaos as endurance
 
     result = endurance.chaos(
         file, folder, num_kills=kills, seed=seed, policy=spec.policy, sets=sets or (), is_quiet=json
@@ -433,10 +433,10 @@ def reproduce(
 
     inputs.check_paper(paper)
 
-    from rlmux.sim import api
+    from rlmux import papers
 
     with progress.bar("simulations", is_quiet=json) as report_progress:
-        result = api.reproduce(paper, num_seeds=seeds, progress=report_progress, out=out)
+        result = papers.reproduce(paper, num_seeds=seeds, progress=report_progress, out=out)
     tables.show_reproduction(result, as_json=json)
 
 

@@ -19,8 +19,8 @@ from statistics import fmean
 from typing import Any
 
 from rlmux.cli import tables, training
+from rlmux.config import Spec
 from rlmux.core.errors import UserError
-from rlmux.spec import Spec
 
 _TABLE = "compare.json"
 

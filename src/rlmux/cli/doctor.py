@@ -223,7 +223,7 @@ if torch.cuda.is_available():
     except Exception as error:
         found["green"] = f"{type(error).__name__}: {error}"
 from dataclasses import asdict
-from rlmux.engines.levels import probe
+from rlmux.engines.device_fraction import probe
 found["levels"] = [asdict(probe(device)) for device in (["cpu", "cuda"] if found["gpus"] else ["cpu"])]
 print(json.dumps(found))
 """

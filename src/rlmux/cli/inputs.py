@@ -9,13 +9,13 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlmux.config import Purpose, Spec, load_spec
 from rlmux.core.errors import UserError
 from rlmux.rl.config import TaskConfig
-from rlmux.spec import Purpose, Spec, load_spec
 
 if TYPE_CHECKING:
-    from rlmux.sim.arrivals import Workload
-    from rlmux.sim.neighbours import Neighbours
+    from rlmux.sim.models.neighbours import Neighbours
+    from rlmux.sim.workloads.arrivals import Workload
 
 BACKENDS = ("local", "ray")
 PAPERS = ("rollmux", "jigsawrl")
@@ -39,7 +39,7 @@ def load_for_submission(file: str, sets: Sequence[str] | None, run: Spec) -> Spe
 def _load(
     file: str, sets: Sequence[str] | None, policy: str | None, purpose: Purpose, cluster_of: Spec | None = None
 ) -> Spec:
-    from rlmux.core.policies import POLICIES
+    from rlmux.policies import POLICIES
 
     if policy is not None:
         _check_choice("--policy", policy, list(POLICIES))
@@ -63,7 +63,7 @@ def _check_task(config: TaskConfig, seed: int) -> None:
 
 def policy_names(text: str) -> tuple[str, ...]:
     """The names of a comma-separated list, each of them a policy, none twice."""
-    from rlmux.core.policies import POLICIES
+    from rlmux.policies import POLICIES
 
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     for name in names or ("",):
@@ -100,7 +100,7 @@ def workload_or_run(
     if sets:
         raise UserError(f"--set {sets[0]}: only a YAML file takes overrides, and a run is as it was")
     from rlmux.cli import folders
-    from rlmux.sim.recorded import recorded_workload
+    from rlmux.sim.workloads.recorded import recorded_workload
 
     folders.check_run(run)
     return recorded_workload(run, None if profile is None else _neighbours(profile))
@@ -109,7 +109,7 @@ def workload_or_run(
 def _neighbours(profile: Path) -> Neighbours | None:
     """What the profile has of them; what it has not is told."""
     from rlmux.cli.profiling import levels_here  # brings torch along, to look at the devices
-    from rlmux.sim.neighbours import load_neighbours
+    from rlmux.sim.models.neighbours import load_neighbours
 
     neighbours, warnings = load_neighbours(profile, levels_here().device)
     for warning in warnings:
@@ -136,7 +136,7 @@ def workload(text: str, sets: Sequence[str] | None) -> Workload | str:
 
 def workload_of(spec: Spec) -> Workload:
     """The file's pipelines as the simulator takes them: durations as estimated, the same at every step."""
-    from rlmux.sim.arrivals import Arrival, Workload
+    from rlmux.sim.workloads.arrivals import Arrival, Workload
     from rlmux.sim.world import TrueSeconds
 
     arrivals = []

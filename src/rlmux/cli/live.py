@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from rlmux.config import Spec
 from rlmux.core.actions import Action, Migrate, RunStage
 from rlmux.core.events import (
     ChunkFinished,
@@ -29,7 +30,6 @@ from rlmux.core.events import (
 )
 from rlmux.core.model import DeviceId, OrderId, PipelineId
 from rlmux.runtime.backend import Note
-from rlmux.spec import Spec
 
 if TYPE_CHECKING:
     from rich.live import Live as RichLive

@@ -1,6 +1,6 @@
 """What busy neighbours cost on this machine: measured for a profile, shown to people.
 
-    measure ──▶ ratios, round after round ──▶ Neighbours ──▶ profile.json "neighbours" ──▶ sim/neighbours.py
+    measure ──▶ ratios, round after round ──▶ Neighbours ──▶ profile.json "neighbours" ──▶ sim/models/neighbours.py
 
 Two pieces of work on two devices, each with one of its own: first the one alone, then both, then the other alone.
 A machine drifts within seconds by more than neighbours cost, so each moment beside a neighbour is compared with the one
@@ -17,9 +17,9 @@ from math import floor, sqrt
 from statistics import median
 from typing import Any
 
-from rlmux.engines.levels import num_gpus, probe
-from rlmux.engines.pieces import PieceSizes, piece_processes, rates_in_turn, usual_sizes
-from rlmux.sim.neighbours import KINDS, Neighbours
+from rlmux.engines.device_fraction import num_gpus, probe
+from rlmux.profiling.micro_benchmarks import PieceSizes, piece_processes, rates_in_turn, usual_sizes
+from rlmux.sim.models.neighbours import KINDS, Neighbours
 
 Ratios = dict[tuple[str, str], list[float]]
 """By (who, beside whom): its rate alone over its rate then."""

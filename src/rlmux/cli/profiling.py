@@ -20,13 +20,14 @@ from typing import Any
 
 from rlmux.cli import neighbour_costs, switch_costs, tables
 from rlmux.core.errors import UserError
-from rlmux.core.policies import POLICIES, Policy
+from rlmux.core.policy import Policy
 from rlmux.core.sharing import MIN_GAIN, SharingEntry, SharingTable
-from rlmux.engines.levels import Levels, probe
-from rlmux.engines.pieces import PIECES, PieceSizes, piece_processes, rates, usual_sizes
-from rlmux.engines.switch_times import SwitchTimes
-from rlmux.sim.interference import NO_SPLIT, InterferenceTable, ShareLevels, load_interference
-from rlmux.sim.neighbours import Neighbours
+from rlmux.engines.device_fraction import Levels, probe
+from rlmux.policies import POLICIES
+from rlmux.profiling.micro_benchmarks import PIECES, PieceSizes, piece_processes, rates, usual_sizes
+from rlmux.profiling.switch_times import SwitchTimes
+from rlmux.sim.models.interference import NO_SPLIT, InterferenceTable, ShareLevels, load_interference
+from rlmux.sim.models.neighbours import Neighbours
 
 DEVICES = ("cpu", "cuda")
 Switches = Mapping[str, Sequence[SwitchTimes]]

@@ -17,8 +17,8 @@ from typing import Any
 
 from rlmux.core.errors import UserError
 from rlmux.core.model import Cluster, Phase, SwitchEstimate
-from rlmux.engines.pieces import PieceSizes, usual_sizes
-from rlmux.engines.switch_times import SwitchTimes, switch_times
+from rlmux.profiling.micro_benchmarks import PieceSizes, usual_sizes
+from rlmux.profiling.switch_times import SwitchTimes, switch_times
 from rlmux.rl.config import AlgorithmConfig, RolloutConfig, TrainingPlan
 from rlmux.rl.footprint import footprint_of
 from rlmux.runtime.backend import Submission

@@ -15,16 +15,17 @@ from pathlib import Path
 from typing import Any
 
 from rlmux.cli.live import Live
+from rlmux.config import Spec
+from rlmux.config.load import parse_spec
 from rlmux.core.errors import UserError
 from rlmux.core.model import Cluster
-from rlmux.core.policies import POLICIES, Policy
+from rlmux.core.policy import Policy
+from rlmux.policies import POLICIES
 from rlmux.report.log import LogReader
 from rlmux.runtime.backend import Submission
-from rlmux.runtime.desk import ParseSubmission, submitted_to
 from rlmux.runtime.local import local_backend
 from rlmux.runtime.run import LOCAL, MakeBackend, RunResult, resume_pipelines, run_pipelines
-from rlmux.spec import Spec
-from rlmux.spec.load import parse_spec
+from rlmux.runtime.run_api import ParseSubmission, submitted_to
 
 
 def start(

@@ -121,11 +121,4 @@ class Prefetch:
     devices: tuple[DeviceId, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SetTimer:
-    """Ask for a TimerFired at this time."""
-
-    at_s: float
-
-
-Action = Admit | Replace | Refuse | Wait | Release | RunStage | Pause | Migrate | SetLevel | Prefetch | SetTimer
+Action = Admit | Replace | Refuse | Wait | Release | RunStage | Pause | Migrate | SetLevel | Prefetch

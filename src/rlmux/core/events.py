@@ -129,13 +129,6 @@ class NodeJoined:
     node: NodeId
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TimerFired:
-    """A SetTimer came due."""
-
-    time_s: float
-
-
 Event = (
     PipelineSubmitted
     | PipelineCancelled
@@ -149,5 +142,4 @@ Event = (
     | PipelineRestarted
     | NodeLost
     | NodeJoined
-    | TimerFired
 )

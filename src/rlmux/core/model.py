@@ -91,6 +91,27 @@ class Stage(StrEnum):
     PUBLISH = "publish"
 
 
+class SubStage(StrEnum):
+    """A piece of a stage on one worker, with one compute and memory character (JigsawRL section 3)."""
+
+    __hash__ = str.__hash__  # as above
+
+    PREFILL = "prefill"
+    DENSE_DECODE = "dense"
+    """Decode of DENSE_DECODE_MIN or more sequences at once."""
+    TAIL_DECODE = "tail"
+    """Decode of fewer: bound by latency and memory."""
+    TOOL_WAIT = "tool_wait"
+    """Every unfinished trajectory waits for its environment: the device computes nothing."""
+    REFERENCE = "reference"
+    OLD_LOGPROBS = "old_logprobs"
+    UPDATE = "update"
+    """Stands for all of training where only one character of it was measured."""
+
+
+DENSE_DECODE_MIN = 128
+"""Sequences in one engine iteration from which decode counts as dense rather than as a tail (JigsawRL's cut)."""
+
 PHASE_BY_STAGE: Mapping[Stage, Phase] = {
     Stage.WARM_START: Phase.TRAIN,
     Stage.GENERATE: Phase.ROLLOUT,

@@ -31,7 +31,6 @@ from rlmux.core.actions import (
     Replace,
     RunStage,
     SetLevel,
-    SetTimer,
     Switch,
     Wait,
 )
@@ -48,7 +47,6 @@ from rlmux.core.events import (
     ReplyArrived,
     StageFinished,
     StagePaused,
-    TimerFired,
     TrajectoriesMoved,
     WorkerLost,
 )
@@ -65,7 +63,7 @@ from rlmux.core.model import (
     Stage,
 )
 from rlmux.core.placement import PlacementLedger, Refusal
-from rlmux.core.policies import Policy
+from rlmux.core.policy import Policy
 from rlmux.core.state import (
     DeviceState,
     GroupState,
@@ -113,7 +111,6 @@ class Scheduler:
             WorkerLost: self._on_worker_lost,
             NodeLost: self._on_node_lost,
             NodeJoined: self._on_node_joined,
-            TimerFired: self._on_timer,
         }
 
     def handle(self, event: Event) -> list[Action]:
@@ -552,10 +549,6 @@ class Scheduler:
         self.ledger.regain_node(event.node)
         self._place_waiting()
 
-    def _on_timer(self, event: TimerFired) -> None:
-        for group in list(self._state.groups.values()):
-            self._dispatch(group)
-
     # ------------------------------------------------------------------ dispatch: choices become orders
 
     def _dispatch(self, group: GroupState) -> None:
@@ -568,10 +561,8 @@ class Scheduler:
                 self._pause(self._order(choice.order))
             elif isinstance(choice, MoveShare):
                 self._move(group, choice)
-            elif isinstance(choice, ChangeLevel):
-                self._change_level(self._order(choice.order), choice)
             else:
-                self._actions.append(SetTimer(at_s=choice.at_s))
+                self._change_level(self._order(choice.order), choice)
         if self._spills:
             self._announce(group)
 

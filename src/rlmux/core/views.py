@@ -53,14 +53,7 @@ class MoveShare:
     copies_kv: bool = True
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WakeAt:
-    """A policy's choice: decide again at this time."""
-
-    at_s: float
-
-
-Choice = RunWork | ChangeLevel | PauseOrder | MoveShare | WakeAt
+Choice = RunWork | ChangeLevel | PauseOrder | MoveShare
 
 
 class OrderView:

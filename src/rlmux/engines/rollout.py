@@ -206,7 +206,7 @@ class SlotRolloutEngine:
     # --- the chunk ------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def run_chunk(self, *, max_decode_steps: int, max_seconds: float, stop_active: int = 0) -> ChunkReport:
+    def run_chunk(self, *, max_decode_steps: int, max_seconds: float) -> ChunkReport:
         """At least one step is made where one can be, however small `max_seconds` is."""
         if self._offloaded is not None:
             raise IllegalTransitionError("an offloaded rollout engine was asked to run")
@@ -218,9 +218,8 @@ class SlotRolloutEngine:
         while True:
             self._refill()
             active = self._active()
-            is_tail = not self._waiting and len(active) <= stop_active
             is_over = decode_steps >= max_decode_steps or (decode_steps and time.perf_counter() >= deadline)
-            if not active or is_tail or is_over:
+            if not active or is_over:
                 break
             steps, sampled, ended = self._decode(active, max_decode_steps - decode_steps, deadline)
             decode_steps += steps

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from rlmux.core.errors import UserError
 from rlmux.core.estimates import tail_count
-from rlmux.core.graph import DENSE_TOKENS, Band, ShareRecord, StageRecord, SubStage, SubStageGraph, graph_of_step
-from rlmux.core.model import DeviceId, PipelineId, Stage
+from rlmux.core.model import DENSE_DECODE_MIN, DeviceId, PipelineId, Stage
 from rlmux.report.history import History
 from rlmux.report.log import LogReader
+from rlmux.report.step_graph import Band, ShareRecord, StageRecord, SubStage, SubStageGraph, graph_of_step
 from rlmux.report.svg import bar, number, seconds_text, tag
 
 _COLUMN, _GAP, _TOP, _HEIGHT, _LEFT = 130.0, 34.0, 46.0, 460.0, 64.0
@@ -38,7 +38,9 @@ _STYLE = (
 )
 
 
-def step_graph(history: History, pipeline: PipelineId, step: int, *, dense_above: int = 128) -> SubStageGraph:
+def step_graph(
+    history: History, pipeline: PipelineId, step: int, *, dense_above: int = DENSE_DECODE_MIN
+) -> SubStageGraph:
     """A step of a run from its log; empty for a step that never began."""
     shares: dict[DeviceId, ShareRecord] = {}
     stages: dict[Stage, StageRecord] = {}
@@ -92,7 +94,7 @@ def _dense_above(history: History, name: str) -> int:
     peak = max(
         (chunk.num_active for order in history.orders if order.pipeline == name for chunk in order.chunks), default=0
     )
-    return DENSE_TOKENS if peak >= DENSE_TOKENS else tail_count(peak) + 1
+    return DENSE_DECODE_MIN if peak >= DENSE_DECODE_MIN else tail_count(peak) + 1
 
 
 def draw(graph: SubStageGraph, *, title: str = "") -> str:

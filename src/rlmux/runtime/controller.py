@@ -4,24 +4,23 @@
        ▲                                                                                            │
        └────────────────────────────────────────────────────────────────────────────────────────────┘
 
-Nothing is done before it is in the log. The loop holds no state of its own beyond the submissions and timers that
+Nothing is done before it is in the log. The loop holds no state of its own beyond the submissions that
 are not due yet.
 """
 
 from __future__ import annotations
 
-import heapq
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from rlmux.core.actions import Action, Migrate, RunStage, SetTimer
+from rlmux.core.actions import Action, Migrate, RunStage
 from rlmux.core.errors import IllegalTransitionError
-from rlmux.core.events import Event, PipelineSubmitted, TimerFired
+from rlmux.core.events import Event, PipelineSubmitted
 from rlmux.core.scheduler import Scheduler
 from rlmux.report.log import RunLog
 from rlmux.runtime.backend import Backend, Note, Submission
-from rlmux.runtime.desk import Desk
+from rlmux.runtime.run_api import Desk
 
 _POLL_S = 0.25
 
@@ -51,7 +50,6 @@ class Controller:
         self._log = log
         self._listeners = [*listeners, desk] if desk is not None else listeners
         self._desk = desk
-        self._timers: list[float] = []
         self._is_stopping = False
         self.control_s = 0.0
         """CPU seconds of deciding, logging and passing on; waiting left out."""
@@ -109,14 +107,12 @@ class Controller:
                 self._log.note(note.type, now_s, **note.fields)
             self._log.commit()
         for action in actions:
-            if isinstance(action, SetTimer):
-                heapq.heappush(self._timers, action.at_s)
-            elif not self._is_overtaken(action):
+            if not self._is_overtaken(action):
                 self._backend.execute(action)
         for listener in self._listeners:
             listener.update(now_s, events, actions, notes)
         self.control_s += time.thread_time() - start_s
-        if not events and not self._scheduler.state.orders and not self._timers:
+        if not events and not self._scheduler.state.orders:
             self._check_not_stuck()
 
     def _is_overtaken(self, action: Action) -> bool:
@@ -124,18 +120,15 @@ class Controller:
         return isinstance(action, RunStage | Migrate) and action.order not in self._scheduler.state.orders
 
     def _due(self, waiting: list[Submission]) -> list[Event]:
-        """Submissions and timers whose time has come."""
+        """Submissions whose time has come."""
         now_s = self._backend.now_s()
         due: list[Event] = []
         while waiting and waiting[0].submit_at_s <= now_s:
             due.append(PipelineSubmitted(time_s=now_s, pipeline=waiting.pop(0).pipeline))
-        while self._timers and self._timers[0] <= now_s:
-            heapq.heappop(self._timers)
-            due.append(TimerFired(time_s=now_s))
         return due
 
     def _patience(self, waiting: Sequence[Submission]) -> float:
-        nexts = [_POLL_S + self._backend.now_s(), *self._timers[:1]]
+        nexts = [_POLL_S + self._backend.now_s()]
         if waiting:
             nexts.append(waiting[0].submit_at_s)
         return max(0.0, min(nexts) - self._backend.now_s())

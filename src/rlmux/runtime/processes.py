@@ -34,7 +34,7 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from rlmux.core.errors import PipelineError, RlmuxError, WorkerLostError
-from rlmux.runtime.undertaker import marking
+from rlmux.runtime.reaper import marking
 
 _FORKSERVER = get_context("forkserver")
 _PRELOAD = "rlmux.runtime.preload"

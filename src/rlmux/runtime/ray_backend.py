@@ -30,8 +30,8 @@ from rlmux.core.model import Cluster, DeviceId, NodeId
 from rlmux.runtime.local import SharedMemoryFolder
 from rlmux.runtime.ray_actor import NodeProbe, RayWorkerActor, RayWorkerSetup, probe_node
 from rlmux.runtime.ray_cluster import RayNode, alive_nodes, connect, nodes_by_pool, resource_of
+from rlmux.runtime.ray_fork_servers import Nurseries
 from rlmux.runtime.ray_gpus import GpuReservations, check_gpus
-from rlmux.runtime.ray_nursery import Nurseries
 from rlmux.runtime.ray_sync import Deliveries, RaySync
 from rlmux.runtime.ray_worker import LOOK_EVERY_S, RayWorker
 from rlmux.runtime.worker_backend import Worker, WorkerBackend, WorkerOptions

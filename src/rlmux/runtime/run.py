@@ -19,21 +19,19 @@ from rlmux.core.actions import Action, Refuse, Release
 from rlmux.core.errors import LogError, StorageError, UserError
 from rlmux.core.events import Event, PipelineCancelled, PipelineFailed
 from rlmux.core.model import Cluster, PipelineId, PipelineStatus
-from rlmux.core.policies import Policy
+from rlmux.core.policy import Policy
 from rlmux.core.scheduler import Scheduler
 from rlmux.report.api import write_report
-from rlmux.report.log import LogReader, RunLog, run_header
+from rlmux.report.log import LOG_NAME, LogReader, RunLog, run_header
 from rlmux.runtime.backend import Backend, Submission
 from rlmux.runtime.checkpoints import checkpoint_folder
-from rlmux.runtime.control import ControlServer
+from rlmux.runtime.control_socket import ControlServer
 from rlmux.runtime.controller import Controller, Listener
-from rlmux.runtime.desk import Desk, ParseSubmission
 from rlmux.runtime.local import local_backend
 from rlmux.runtime.memory import check_each_fits, with_footprint, with_machine_memory
 from rlmux.runtime.metrics import MetricsWriter
+from rlmux.runtime.run_api import Desk, ParseSubmission
 from rlmux.runtime.worker_backend import WorkerBackend, WorkerOptions
-
-LOG_NAME = "run.db"
 
 LOCAL = "local"
 

@@ -272,7 +272,7 @@ class WorkerBackend:
             case Release():
                 self._release(action.pipeline)
             case _:
-                pass  # Refuse, Wait and timers are the controller's to show
+                pass  # Refuse and Wait are the controller's to show
 
     def poll(self, timeout_s: float) -> tuple[Sequence[Event], Sequence[Note]]:
         if self._events:  # of orders given since the last poll: the scheduler may have heard of later things
@@ -609,7 +609,6 @@ class WorkerBackend:
             released=share.released,
             max_decode_steps=options.chunk_decode_steps if workers.is_single_turn else options.multi_turn_decode_steps,
             max_seconds=options.chunk_s,
-            stop_active=0,
             is_load_needed=run.action.switch is not Switch.NONE and run.seconds == 0.0,
             level=run.level,
         )

@@ -45,7 +45,6 @@ class RolloutChunk:
     released: Sequence[TrajectoryId]
     max_decode_steps: int
     max_seconds: float
-    stop_active: int
     is_load_needed: bool
     level: float = 1.0
     """Share of the device, for this call and until another comes."""
@@ -80,7 +79,7 @@ class HostWorker:
     """The user's code side of a pipeline, in its own process."""
 
     def __init__(self, plan: TrainingPlan) -> None:
-        from rlmux.rl.host import PipelineHost
+        from rlmux.rl.env_worker import PipelineHost
 
         self._host = PipelineHost(plan)
 
@@ -134,7 +133,7 @@ class RolloutWorker:
     def __init__(self, plan: TrainingPlan) -> None:
         import torch
 
-        from rlmux.engines.levels import level_setter
+        from rlmux.engines.device_fraction import level_setter
         from rlmux.engines.rollout import SlotRolloutEngine
         from rlmux.rl.tasks import make_task
         from rlmux.rl.vocabulary import load_vocabulary
@@ -170,7 +169,7 @@ class RolloutWorker:
         if chunk.requests:
             self._engine.submit(chunk.requests)
         report = self._engine.run_chunk(
-            max_decode_steps=chunk.max_decode_steps, max_seconds=chunk.max_seconds, stop_active=chunk.stop_active
+            max_decode_steps=chunk.max_decode_steps, max_seconds=chunk.max_seconds
         )
         return RolloutChunkResult(report=report, load_s=load_s)
 
@@ -195,7 +194,7 @@ class TrainWorker:
     def __init__(self, plan: TrainingPlan, restore_from: Path | None) -> None:
         import torch
 
-        from rlmux.engines.levels import level_setter
+        from rlmux.engines.device_fraction import level_setter
         from rlmux.engines.train import TorchTrainEngine
 
         torch.set_num_threads(plan.num_threads)

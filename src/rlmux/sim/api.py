@@ -2,7 +2,6 @@
 
     simulate(workload, policies=..., num_seeds=...)  ─▶ figures by policy: means over seeds, with min and max
     plan(workload, policy=...)                       ─▶ where every pipeline would go, its slowdown, $/h
-    reproduce("rollmux")                             ─▶ rows of published / ours / deviation
 
 `progress(done, total)` is called as simulations end. Nothing here prints.
 """
@@ -11,8 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from importlib import import_module
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +19,15 @@ from rlmux.core.events import PipelineSubmitted
 from rlmux.core.model import AdmissionKind
 from rlmux.core.placement import GroupLoad, PlacementLedger
 from rlmux.core.scheduler import Scheduler
-from rlmux.sim import workloads
-from rlmux.sim.arrivals import Workload
+from rlmux.policies import make_policy
 from rlmux.sim.metrics import SimResult, predicted_slowdown
 from rlmux.sim.pictures import write_pictures
-from rlmux.sim.sweep import Progress, Task, make_policy, sweep
+from rlmux.sim.sweep import Progress, Task, sweep
+from rlmux.sim.workloads import catalog
+from rlmux.sim.workloads.arrivals import Workload
 
 WorkloadMaker = Callable[[int], Workload]
 """From a seed to the workload."""
-_PAPERS = {"rollmux": "rlmux.sim.reproduce", "jigsawrl": "rlmux.sim.reproduce_jigsaw"}
 
 
 def simulate(
@@ -87,7 +84,7 @@ def tasks_of(workload: str | Workload | WorkloadMaker, policies: Sequence[str], 
         if isinstance(workload, Workload):
             made = workload
         else:
-            made = workloads.load(workload, seed=seed) if isinstance(workload, str) else workload(seed)
+            made = catalog.load(workload, seed=seed) if isinstance(workload, str) else workload(seed)
         tasks += [Task(workload=made, policy=name) for name in policies]
     return tuple(tasks)
 
@@ -122,7 +119,7 @@ def plan(workload: str | Workload, *, policy: str = "rollmux") -> dict[str, Any]
 
     A pipeline's `usd_per_hour` is its share of its group's cost by solo seconds.
     """
-    made = workloads.load(workload) if isinstance(workload, str) else workload
+    made = catalog.load(workload) if isinstance(workload, str) else workload
     scheduler = Scheduler(made.cluster, make_policy(policy))
     kinds: dict[str, AdmissionKind] = {}
     reasons: dict[str, str] = {}
@@ -202,18 +199,3 @@ def _share_usd_per_hour(ledger: PlacementLedger, group: GroupLoad, pipeline: Any
     weights = {m.pipeline.id: m.phase_load.solo_s for m in group.members}
     total = sum(weights.values())
     return cost * (weights[pipeline.id] / total if total else 1 / len(weights))
-
-
-def reproduce(
-    paper: str,
-    *,
-    num_seeds: int = 5,
-    progress: Progress | None = None,
-    out: Path | None = None,
-) -> dict[str, Any]:
-    """The paper's figures again: {"paper", "rows": [{"section", "figure", "published", "ours", ...}]}."""
-    known = [name for name, module in _PAPERS.items() if find_spec(module) is not None]
-    if paper not in known:
-        raise UserError(f"paper {paper!r} is unknown; accepted: {', '.join(known)}")
-    result: dict[str, Any] = import_module(_PAPERS[paper]).reproduce(num_seeds=num_seeds, progress=progress, out=out)
-    return result

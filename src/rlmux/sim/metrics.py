@@ -17,7 +17,7 @@ from typing import Any
 from rlmux.core.actions import Admit, Replace
 from rlmux.core.model import DeviceId, GroupId, NodeId, Phase, Pipeline, PipelineId, Stage
 from rlmux.core.placement import GroupLoad, PlacementLedger
-from rlmux.sim.arrivals import Workload
+from rlmux.sim.workloads.arrivals import Workload
 from rlmux.sim.world import TrueSeconds
 
 SLO_TOLERANCE = 1e-3

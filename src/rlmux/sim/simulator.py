@@ -36,7 +36,6 @@ from rlmux.core.actions import (
     Replace,
     RunStage,
     SetLevel,
-    SetTimer,
     Switch,
     Wait,
 )
@@ -50,24 +49,23 @@ from rlmux.core.events import (
     ReplyArrived,
     StageFinished,
     StagePaused,
-    TimerFired,
     TrajectoriesMoved,
 )
 from rlmux.core.model import PHASE_BY_STAGE, DeviceId, NodeId, OrderId, PipelineId, PipelineStatus, Stage
-from rlmux.core.policies import Policy
+from rlmux.core.policy import Policy
 from rlmux.core.scheduler import Scheduler
 from rlmux.core.sharing import SharingTable
 from rlmux.core.state import ReadyWork
-from rlmux.sim.arrivals import Arrival, Workload
-from rlmux.sim.deciding import Decisions
-from rlmux.sim.interference import InterferenceTable, estimated_table, share_levels, sharing_table
+from rlmux.sim.decision_cost import Decisions
 from rlmux.sim.metrics import Collector, SimResult, Span
-from rlmux.sim.pace import BesideNeighbours, ByInterference, ByLevel, Pace
-from rlmux.sim.remaining import DONE_S, Remaining, SoloSeconds
-from rlmux.sim.underway import Actor, Moving, Running, place_of
+from rlmux.sim.models.interference import InterferenceTable, estimated_table, share_levels, sharing_table
+from rlmux.sim.models.rates import BesideNeighbours, ByInterference, ByLevel, Pace
+from rlmux.sim.models.work import DONE_S, Remaining, SoloSeconds
+from rlmux.sim.sim_state import Actor, Moving, Running, place_of
+from rlmux.sim.workloads.arrivals import Arrival, Workload
 from rlmux.sim.world import KIND_BY_STAGE
 
-WORK_ENDS, DEPARTURE, NODE_CHANGE, ARRIVAL, TIMER = range(5)
+WORK_ENDS, DEPARTURE, NODE_CHANGE, ARRIVAL = range(4)
 """Priorities at one instant."""
 
 
@@ -176,7 +174,6 @@ class _Simulation:
             Migrate: self._migrate,
             SetLevel: self._set_level,
             Prefetch: lambda _: None,
-            SetTimer: self._set_timer,
         }
         for arrival in workload.arrivals:
             self._schedule(arrival.submit_s, ARRIVAL, arrival)
@@ -467,9 +464,6 @@ class _Simulation:
         self._settle(running)
         running.level = action.level
         self._repace(self._pace.changes(running))
-
-    def _set_timer(self, action: SetTimer) -> None:
-        self._schedule(action.at_s, TIMER, TimerFired(time_s=action.at_s))
 
     def _admit(self, action: Admit | Replace) -> None:
         actor = self.actors[action.pipeline]

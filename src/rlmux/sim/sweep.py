@@ -11,16 +11,15 @@ import multiprocessing
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import dataclass, fields, is_dataclass, replace
-from difflib import get_close_matches
-from typing import Any, TypeVar
+from dataclasses import dataclass
+from typing import TypeVar
 
-from rlmux.core.errors import UserError
-from rlmux.core.policies import POLICIES, Policy
-from rlmux.sim.arrivals import Workload
-from rlmux.sim.deciding import Decisions, Stopwatch
+from rlmux.core.policy import Policy
+from rlmux.policies import make_policy
+from rlmux.sim.decision_cost import Decisions, Stopwatch
 from rlmux.sim.metrics import SimResult
 from rlmux.sim.simulator import simulate
+from rlmux.sim.workloads.arrivals import Workload
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -37,23 +36,6 @@ class Task:
     spans_until_s: float = 0.0
     counts_decisions: bool = False
     """Decisions take what they take here: the result then depends on this machine's speed, too."""
-
-
-def make_policy(name: str, *, seed: int = 0, **options: Any) -> Policy:
-    """The policy of that name with these options; one that draws lots does so from `seed`."""
-    if name not in POLICIES:
-        near = get_close_matches(name, POLICIES, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise UserError(f"policy {name!r} is unknown; accepted: {', '.join(POLICIES)}{hint}")
-    policy: Any = POLICIES[name]()
-    known = [item.name for item in fields(policy)] if is_dataclass(policy) else []
-    for key in options:
-        if key not in known:
-            raise UserError(f"policy {name!r} has no option {key!r}; accepted: {', '.join(known)}")
-    if "seed" in known:
-        options = {"seed": seed, **options}
-    made: Policy = replace(policy, **options) if options else policy
-    return made
 
 
 def run_task(task: Task) -> SimResult:

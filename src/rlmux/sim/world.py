@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from rlmux.core.model import PHASE_BY_STAGE, Phase, PhaseSeconds, Stage
 from rlmux.sim import tables
-from rlmux.sim.remaining import ROLLOUT_KIND, Remaining, SoloSeconds, TrajectorySeconds
+from rlmux.sim.models.work import ROLLOUT_KIND, Remaining, SoloSeconds, TrajectorySeconds
 
 KIND_BY_STAGE = {
     Stage.REFERENCE_LOGPROBS: "reference",

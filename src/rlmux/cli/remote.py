@@ -1,0 +1,232 @@
+"""Acting on a run that goes on in another process: what is sent to its desk, and what is shown of it.
+
+submit, cancel     through the run's control socket
+status             from its log; the socket only says who runs it and who is still to come
+logs               its pipelines' own output, from their files
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rlmux.cli import folders, inputs, tables
+from rlmux.core.errors import RlmuxError, UserError
+from rlmux.report.history import History
+from rlmux.report.log import LogReader
+from rlmux.report.status import status
+from rlmux.runtime.control_socket import NoAnswerError, NotRunningError, ask
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+_REDRAW_S = 1.0
+_FOLLOW_S = 0.3
+_STATUS_LIMIT_S = 5.0
+
+
+def submit(file: str, folder: Path, sets: Sequence[str] | None) -> dict[str, Any]:
+    """Check the file against the run's cluster here, then hand it over; returns what became of each pipeline."""
+    from rlmux.cli.training import spec_of
+
+    folders.check_run(folder)
+    spec = inputs.load_for_submission(file, sets, spec_of(folder))
+    return ask(folder, "submit", text=spec.resolved, source=file)
+
+
+def cancel(folder: Path, name: str) -> dict[str, Any]:
+    folders.check_run(folder)
+    return ask(folder, "cancel", name=name)
+
+
+def show_submission(answer: Mapping[str, Any], *, as_json: bool) -> int:
+    """One line for each pipeline; exit code 1 if one was refused."""
+    pipelines = answer["pipelines"]
+    if as_json:
+        tables.print_json({"pipelines": pipelines})
+    else:
+        for one in pipelines:
+            print(f"{one['pipeline']}: {_in_words(one)}")
+    return int(any(one["outcome"] == "refused" for one in pipelines))
+
+
+def _in_words(one: Mapping[str, Any]) -> str:
+    match one["outcome"]:
+        case "placed":
+            nodes = " ".join([*one["rollout_nodes"], *one["train_nodes"]])
+            return f"placed ({one['kind']}) in group {one['group']} on {nodes}"
+        case "upcoming":
+            return f"comes at {one['at_s']:.1f} s of the run"
+        case outcome:
+            return f"{outcome}: {one['reason']}"
+
+
+class StatusReader:
+    """The status of a run, over and over; reads only what is new in its log."""
+
+    def __init__(self, folder: Path) -> None:
+        folders.check_run(folder)
+        self._folder = folder
+        self._log = LogReader(folder)
+        self._history = History(self._log.header)
+        self._seq = 0
+
+    def read(self) -> dict[str, Any]:
+        desk = self._ask()  # before the log: a run that ends between the two is then shown as ended
+        for entry in self._log.entries(after=self._seq):
+            self._history.add(entry)
+            self._seq = entry.seq
+        shown = status(self._history, is_going_on=desk is not None)
+        shown["now_s"] = max(shown["now_s"], desk["now_s"]) if desk else shown["now_s"]
+        shown["pid"] = desk["pid"] if desk else None
+        shown["is_kept_open"] = bool(desk and desk["is_kept_open"])
+        shown["upcoming"] = desk["upcoming"] if desk else []
+        return shown
+
+    def _ask(self) -> dict[str, Any] | None:
+        try:
+            return ask(self._folder, "status", limit_s=_STATUS_LIMIT_S)
+        except NotRunningError:
+            return None
+        except NoAnswerError:
+            return {"now_s": 0.0, "pid": None, "is_kept_open": False, "upcoming": []}
+        except RlmuxError:  # it ended while it was being asked
+            return None
+
+    def close(self) -> None:
+        self._log.close()
+
+
+def show_status(folder: Path, *, as_json: bool, is_once: bool) -> None:
+    """Redrawn on a terminal while the run goes on, until it ends or Ctrl-C; once everywhere else."""
+    reader = StatusReader(folder)
+    try:
+        shown = reader.read()
+        if as_json:
+            tables.print_json(shown)
+        elif is_once or not shown["is_going_on"] or not sys.stdout.isatty():
+            _print_status(shown)
+        else:
+            _redraw(reader)
+    finally:
+        reader.close()
+
+
+def _redraw(reader: StatusReader) -> None:
+    from rich.live import Live
+
+    shown = reader.read()
+    with Live(_tables(shown), auto_refresh=False, transient=True) as display:
+        try:
+            while shown["is_going_on"]:
+                time.sleep(_REDRAW_S)
+                shown = reader.read()
+                display.update(_tables(shown), refresh=True)
+        except KeyboardInterrupt:
+            pass
+    _print_status(shown)
+
+
+def _print_status(shown: Mapping[str, Any]) -> None:
+    print(_heading(shown) + "\n")
+    tables.print_rows(_pipeline_rows(shown))
+    print()
+    tables.print_rows(_device_rows(shown))
+
+
+def _tables(shown: Mapping[str, Any]) -> Table:
+    from rich.table import Table
+
+    both = Table.grid(padding=(1, 0))
+    both.add_row(_heading(shown))
+    for rows in (_pipeline_rows(shown), _device_rows(shown)):
+        if rows:
+            table = Table(*rows[0], box=None, pad_edge=False)
+            for row in rows:
+                table.add_row(*(str(value) for value in row.values()))
+            both.add_row(table)
+    return both
+
+
+def _heading(shown: Mapping[str, Any]) -> str:
+    who = "busy, and gave no answer" if shown["pid"] is None else f"pid {shown['pid']}"
+    going = f"goes on ({who})" if shown["is_going_on"] else "nothing runs here now"
+    kept_open = ", kept open" if shown["is_kept_open"] else ""
+    return f"policy {shown['policy']}, {shown['now_s']:.0f} s, {going}{kept_open}"
+
+
+def _pipeline_rows(shown: Mapping[str, Any]) -> list[dict[str, Any]]:
+    rows = []
+    for name, one in shown["pipelines"].items():
+        reward = "-" if one["reward_last"] is None else f"{one['reward_first']:.3f} → {one['reward_last']:.3f}"
+        rows.append(
+            {
+                "pipeline": name,
+                "status": one["status"],
+                "step": f"{one['step']}/{'∞' if one['num_steps'] is None else one['num_steps']}",
+                "reward": reward,
+                "nodes": " ".join([*one["rollout_nodes"], *one["train_nodes"]]) or "-",
+                "doing": one["doing"] or one["reason"] or "-",
+            }
+        )
+    for one in shown["upcoming"]:
+        row = {"pipeline": one["pipeline"], "status": "upcoming", "step": "-", "reward": "-", "nodes": "-"}
+        rows.append({**row, "doing": f"comes at {one['at_s']:.0f} s"})
+    return rows
+
+
+def _device_rows(shown: Mapping[str, Any]) -> list[dict[str, Any]]:
+    rows = []
+    for name, device in shown["devices"].items():
+        held = (
+            f"{device['pipeline']}: {device['stage'].replace('_', ' ')} {device['step']}".removesuffix(" 0")
+            if device["pipeline"]
+            else "-"
+        )
+        rows.append({"device": name, "held by": held})
+    return rows
+
+
+def show_logs(folder: Path, name: str, *, is_following: bool) -> None:
+    """What a pipeline's workers printed; following, until the pipeline is over."""
+    reader = StatusReader(folder)
+    try:
+        shown = reader.read()
+        known = [*shown["pipelines"], *(one["pipeline"] for one in shown["upcoming"])]
+        if name not in known:
+            raise UserError(f"{folder}: no pipeline {name!r}; accepted: {', '.join(known) or 'none yet'}")
+        path = folder / name / "workers.log"
+        position = 0
+        for is_last in _until_over(reader, name) if is_following else (True,):
+            position = _print_from(path, position)
+            if is_last:
+                return
+            time.sleep(_FOLLOW_S)
+    except KeyboardInterrupt:
+        pass
+    finally:
+        reader.close()
+
+
+def _until_over(reader: StatusReader, name: str) -> Iterator[bool]:
+    """False while the pipeline may still print, then True."""
+    while True:
+        shown = reader.read()
+        status_now = shown["pipelines"].get(name, {}).get("status", "upcoming")
+        is_over = not shown["is_going_on"] or status_now not in ("running", "waiting", "upcoming")
+        yield is_over
+        if is_over:
+            return
+
+
+def _print_from(path: Path, position: int) -> int:
+    if not path.is_file():
+        return position
+    with path.open("rb") as file:
+        file.seek(position)
+        sys.stdout.write(file.read().decode(errors="replace"))
+        sys.stdout.flush()
+        return file.tell()

@@ -1,0 +1,41 @@
+"""What the scheduler asks of a policy. A policy is a stranger: frozen views in, a choice out.
+
+    place(pipeline, view)   which group and nodes a pipeline gets           placement tier
+    rebalance(view)         which placed pipelines had better move          placement tier, after each change
+    dispatch(view)          which ready work starts on which free device    group tier
+
+The scheduler checks every choice before it becomes an action. `rlmux.policies` has the implementations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Protocol
+
+from rlmux.core.model import Pipeline
+from rlmux.core.placement import PlacementChoice, PlacementView, Refusal, Relocation
+from rlmux.core.views import Choice, GroupView
+
+
+class Policy(Protocol):
+    """A scheduling policy; see the module."""
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def reacts_to_progress(self) -> bool:
+        """Whether dispatch is asked again at every ChunkFinished."""
+        ...
+
+    def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
+        """Where the pipeline goes, or why it does not."""
+        ...
+
+    def rebalance(self, view: PlacementView) -> tuple[Relocation, ...]:
+        """Moves that make the placement cheaper, each valid once those before it are done. Mostly none."""
+        ...
+
+    def dispatch(self, view: GroupView) -> Iterable[Choice]:
+        """What starts, pauses or moves in this group now."""
+        ...

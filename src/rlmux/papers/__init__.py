@@ -1,0 +1,34 @@
+"""Both papers' tables again: published, ours, deviation, cause.
+
+    reproduce("rollmux")    OSDI'26 "Weave": placement, cycles, switches       papers/rollmux.py
+    reproduce("jigsawrl")   sub-stages, sharing, tail migration                papers/jigsawrl.py
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+from rlmux.core.errors import UserError
+from rlmux.sim.sweep import Progress
+
+PAPERS = {"rollmux": "rlmux.papers.rollmux", "jigsawrl": "rlmux.papers.jigsawrl"}
+"""Module of each paper, by the name that a user types."""
+
+
+def reproduce(
+    paper: str,
+    *,
+    num_seeds: int = 5,
+    progress: Progress | None = None,
+    out: Path | None = None,
+) -> dict[str, Any]:
+    """The paper's figures again: {"paper", "rows": [{"section", "figure", "published", "ours", ...}]}.
+
+    Raises UserError for a paper that is not in PAPERS.
+    """
+    if paper not in PAPERS:
+        raise UserError(f"paper {paper!r} is unknown; accepted: {', '.join(PAPERS)}")
+    result: dict[str, Any] = import_module(PAPERS[paper]).reproduce(num_seeds=num_seeds, progress=progress, out=out)
+    return result

@@ -1,0 +1,128 @@
+"""The paper's three micro-benchmarks: what sharing gives per dollar, in the paper's groups (section 8.4).
+
+    (a) temporal          A, A on one rollout node and one training node
+    (b) training shared   D, D, E on a rollout node each and one training node
+    (c) spatial           C on two rollout nodes, a D on each of them; two training nodes
+
+    gain over Solo-D = mean over pipelines of 1 / step slowdown  x  $/h of Solo-D / $/h of the group
+
+Switches and weight sync cost what was measured. The small pipelines of (c) train on twice the GPUs they
+ask for, so their training takes half as long. Long-tail migration is left out here (`tail.py` has it).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+
+from rlmux.core.model import AdmissionKind, Pipeline
+from rlmux.core.placement import PlacementChoice, PlacementView, Refusal, Relocation
+from rlmux.core.views import Choice, GroupView
+from rlmux.policies.planning.dispatching import first_come, in_turn
+from rlmux.sim.api import solo_usd_per_hour
+from rlmux.sim.simulator import simulate
+from rlmux.sim.workloads import catalog
+from rlmux.sim.workloads.arrivals import Workload
+
+PUBLISHED: Mapping[str, tuple[float, float]] = {
+    "micro-a": (1.82, 1.47),
+    "micro-b": (1.90, 1.35),
+    "micro-c": (1.99, 1.43),
+}
+"""OSDI: gain over Solo-D, and over veRL, in throughput at equal $/h."""
+_ROLLOUT_NODES: Mapping[str, tuple[tuple[int, ...], ...]] = {
+    "micro-a": ((0,), (0,)),
+    "micro-b": ((0,), (1,), (2,)),
+    "micro-c": ((0, 1), (0,), (1,)),
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AsDrawn:
+    """All pipelines in one group, each on the rollout nodes that the paper's figure gives it."""
+
+    rollout_nodes: tuple[tuple[int, ...], ...]
+    """By pipeline, in order of submission."""
+    is_strict: bool
+    """Round robin; False lets a short pipeline lap a long one (first come, first served)."""
+    name: str = "as-drawn"
+    reacts_to_progress: bool = False
+
+    def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
+        wanted = self.rollout_nodes[view.num_pipelines]
+        if not view.num_pipelines:
+            return PlacementChoice(
+                kind=AdmissionKind.NEW,
+                group=None,
+                num_new_rollout_nodes=len(wanted),
+                num_new_train_nodes=pipeline.num_train_nodes,
+            )
+        group = next(iter(view.groups()))
+        held = tuple(node for node in group.rollout_nodes if node.index in wanted)
+        return PlacementChoice(
+            kind=AdmissionKind.DIRECT if len(held) == len(wanted) else AdmissionKind.SCALED,
+            group=group.id,
+            rollout_nodes=held,
+            num_new_rollout_nodes=len(wanted) - len(held),
+            train_nodes=group.train_nodes,
+        )
+
+    def rebalance(self, view: PlacementView) -> tuple[Relocation, ...]:
+        return ()
+
+    def dispatch(self, view: GroupView) -> Iterable[Choice]:
+        return in_turn(view) if self.is_strict else first_come(view)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MicroGain:
+    """One case, one order inside the group."""
+
+    case: str
+    is_strict: bool
+    over_solo: float
+    over_colocated: float
+    slowdowns: Mapping[str, float]
+
+
+def micro_gain(case: str, *, is_strict: bool) -> MicroGain:
+    """Simulate the case with all of its pipelines there all the time."""
+    workload = catalog.load(case)
+    policy = AsDrawn(rollout_nodes=_ROLLOUT_NODES[case], is_strict=is_strict)
+    num_rollout, num_train = catalog.micro_gpus(case)
+    pools = workload.cluster.pools
+    usd = num_rollout * pools["h20"].usd_per_node_hour + num_train * pools["h800"].usd_per_node_hour
+    result = simulate(_ending_together(workload), policy, rescales_training=True)
+    slowdowns = {str(p.pipeline): p.step_slowdown or 1.0 for p in result.pipelines}
+    throughput = sum(1.0 / slowdown for slowdown in slowdowns.values()) / len(slowdowns)
+    over_solo = throughput * solo_usd_per_hour(workload) / usd
+    return MicroGain(
+        case=case,
+        is_strict=is_strict,
+        over_solo=over_solo,
+        over_colocated=over_solo / colocated_over_solo(workload),
+        slowdowns=slowdowns,
+    )
+
+
+def colocated_over_solo(workload: Workload) -> float:
+    """Throughput at equal $/h of every pipeline alone on its training nodes, over Solo-D."""
+    speed = 0.0
+    usd = 0.0
+    for arrival in workload.arrivals:
+        pipeline = arrival.pipeline
+        assert pipeline.estimate is not None
+        assert pipeline.colocated_estimate is not None
+        speed += pipeline.estimate.solo_s / pipeline.colocated_estimate.solo_s
+        usd += pipeline.num_train_nodes * workload.cluster.pools["h800"].usd_per_node_hour
+    return speed / len(workload.arrivals) * solo_usd_per_hour(workload) / usd
+
+
+def _ending_together(workload: Workload) -> Workload:
+    """Everybody leaves at the same time, after 40 steps of the slowest."""
+    longest_s = max(arrival.world.solo_s(1) for arrival in workload.arrivals)
+    arrivals = tuple(
+        replace(arrival, depart_s=40 * longest_s, pipeline=replace(arrival.pipeline, num_steps=None))
+        for arrival in workload.arrivals
+    )
+    return replace(workload, arrivals=arrivals)

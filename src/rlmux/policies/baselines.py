@@ -1,0 +1,323 @@
+"""The baselines: policies of one rule each, that others are compared with.
+
+solo          every pipeline alone on its own rollout and training nodes
+fifo          one lock for each shared set of nodes, first come first served
+split         the cluster divided statically among the pipelines
+colocated     each pipeline on training nodes for both phases
+gap-ratio, gavel, most-idle, random    group by another rule than RollMux's
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rlmux.core.model import AdmissionKind, GroupId, Phase, Pipeline
+from rlmux.core.placement import GroupLoad, PlacementChoice, PlacementView, Refusal, Relocation, budget_of, solo_s
+from rlmux.core.state import ReadyWork
+from rlmux.core.views import GroupView, RunWork
+from rlmux.policies.planning.candidates import any_room, founding, impossible, queue, sharing_everything
+from rlmux.policies.planning.dispatching import first_come, first_fit
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solo:
+    """`solo`: every pipeline alone on its own rollout and training nodes (the paper's Solo-D).
+
+    It queues while the cluster is full. Nothing fills its bubbles: the baseline that everything is compared with.
+    """
+
+    name: str = "solo"
+    reacts_to_progress: bool = False
+
+    def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
+        return impossible(pipeline, view) or founding(pipeline, view) or queue(pipeline, view)
+
+    def rebalance(self, view: PlacementView) -> tuple[Relocation, ...]:
+        return ()
+
+    def dispatch(self, view: GroupView) -> Iterator[RunWork]:
+        return first_come(view)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fifo:
+    """`fifo`: one lock per shared set of nodes, first come first served (what llm-d's time slicing does).
+
+    On a finite cluster everybody shares all of it, memory or cap permitting. On an unbounded one a set is what
+    the first comer asks for, and the next ones join the youngest set until it is full. SLOs play no part.
+    """
+
+    name: str = "fifo"
+    reacts_to_progress: bool = False
+
+    def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
+        return impossible(pipeline, view) or sharing_everything(pipeline, view) or queue(pipeline, view)
+
+    def rebalance(self, view: PlacementView) -> tuple[Relocation, ...]:
+        return ()
+
+    def dispatch(self, view: GroupView) -> Iterator[RunWork]:
+        return first_come(view)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Split:
+    """`split`: the cluster divided statically among the pipelines, each on its own share for both phases.
+
+    A finite cluster's nodes are dealt in `num_shares` equal shares, training nodes first; a pipeline rolls out
+    on all nodes of its share and trains on the first. Without a number a share is what the pipeline asks for.
+    On an unbounded cluster a share is a pipeline's own request, which is `solo`.
+    """
+
+    name: str = "split"
+    reacts_to_progress: bool = False
+    num_shares: int | None = None
+    """Pipelines that are expected to run side by side."""
+
+    def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
+        num_nodes = view.num_nodes(Phase.ROLLOUT) + view.num_nodes(Phase.TRAIN)
+        if self.num_shares is None or num_nodes == math.inf:
+            return impossible(pipeline, view) or founding(pipeline, view) or queue(pipeline, view)
+        size = max(1, int(num_nodes) // self.num_shares)
+        refusal = impossible(pipeline, view, needs={Phase.TRAIN: min(1, size)}, is_colocated=True)
+        if refusal is not None:
+            return refusal
+        from_train = int(min(size, view.num_free_nodes(Phase.TRAIN)))
+        from_rollout = size - from_train
+        if from_rollout > view.num_free_nodes(Phase.ROLLOUT):
+            return queue(pipeline, view)
+        return PlacementChoice(
+            kind=AdmissionKind.NEW,
+            group=None,
+            num_new_rollout_nodes=from_rollout,
+            num_new_train_nodes=from_train,
+            is_colocated=True,
+        )
+
+    def rebalance(self, view: PlacementView) -> tuple[Relocation, ...]:
+        return ()
+
+    def dispatch(self, view: GroupView) -> Iterator[RunWork]:
+        return first_come(view)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Colocated:
+    """`colocated`: both phases of a pipeline on one set of nodes of its own (verl-like).
+
+    The set is the `num_train_nodes` training nodes it asks for where it is known how fast its rollouts are
+    there (`colocated_estimate`) or where the cluster has no rollout pool. Otherwise the set is all that `solo`
+    would hold: its training and its rollout nodes, rollouts on all of them, training on the first. On a small
+    cluster the sets are few, so pipelines run one after another.
+    """
+
+    name: str = "colocated"
+    reacts_to_progress: bool = False
+
+    def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
+        takes_rollout_nodes = pipeline.colocated_estimate is None and view.cluster.pool_for(Phase.ROLLOUT) is not None
+        needs = {
+            Phase.TRAIN: pipeline.num_train_nodes,
+            Phase.ROLLOUT: pipeline.num_rollout_nodes if takes_rollout_nodes else 0,
+        }
+        refusal = impossible(pipeline, view, needs=needs, is_colocated=True)
+        if refusal is not None:
+            return refusal
+        if any(count > view.num_free_nodes(phase) for phase, count in needs.items()):
+            return queue(pipeline, view)
+        return PlacementChoice(
+            kind=AdmissionKind.NEW,
+            group=None,
+            num_new_rollout_nodes=needs[Phase.ROLLOUT],
+            num_new_train_nodes=needs[Phase.TRAIN],
+            is_colocated=True,
+        )
+
+    def rebalance(self, view: PlacementView) -> tuple[Relocation, ...]:
+        return ()
+
+    def dispatch(self, view: GroupView) -> Iterator[RunWork]:
+        return first_come(view)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GapRatio:
+    """`gap-ratio`: elastic rollouts, each pipeline's share by its remaining work (what RLix does).
+
+    Everybody's rollouts may use all rollout nodes of the shared set; who holds which device at a moment is decided in
+    `dispatch`. Sets are those of `fifo`. SLOs play no part.
+
+        remaining  unfinished shares of a pipeline's open rollout
+        target     devices x remaining / remaining of all
+        next       the ready share whose pipeline is furthest below its target, as a part of it; the oldest of equals
+
+    A free device is always given to somebody: targets are not rounded. Nothing that runs is stopped for a target:
+    a share keeps its device until it ends.
+    """
+
+    name: str = "gap-ratio"
+    reacts_to_progress: bool = False
+
+    def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
+        return impossible(pipeline, view) or sharing_everything(pipeline, view) or queue(pipeline, view)
+
+    def rebalance(self, view: PlacementView) -> tuple[Relocation, ...]:
+        return ()
+
+    def dispatch(self, view: GroupView) -> Iterator[RunWork]:
+        free = [work for work in sorted(view.ready, key=_age) if view.is_free(work.devices)]
+        shares = [work for work in free if work.phase is Phase.ROLLOUT and not work.is_continuation]
+        others = [work for work in free if work.phase is not Phase.ROLLOUT or work.is_continuation]
+        yield from first_fit(view, [*others, *_by_gap(view, shares)])
+
+
+def _by_gap(view: GroupView, shares: list[ReadyWork]) -> list[ReadyWork]:
+    """One share for each free device, in the order of choosing."""
+    remaining = {member.id: len(member.unfinished_rollout_devices) for member in view.members}
+    num_devices = len({device for member in view.members for device in member.rollout_devices})
+    per_share = num_devices / max(1, sum(remaining.values()))
+    held = dict.fromkeys(remaining, 0)
+    for order in view.running:
+        held[order.pipeline] += order.phase is Phase.ROLLOUT
+    chosen: list[ReadyWork] = []
+    while shares:
+        best = min(shares, key=lambda work: held[work.pipeline] / (per_share * remaining[work.pipeline]))
+        chosen.append(best)
+        held[best.pipeline] += 1
+        shares = [work for work in shares if work.devices != best.devices]
+    return chosen
+
+
+def _age(work: ReadyWork) -> tuple[bool, int]:
+    return (not work.is_continuation, work.sequence)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Gavel:
+    """`gavel`: job-level fractional shares of heterogeneous nodes, without phase interleaving.
+
+    Pipelines that share nodes take turns by whole steps: nobody rolls out while another trains. A round of a
+    shared set is then the sum of its members' solo steps, and a pipeline joins where that sum keeps every SLO.
+    Otherwise it founds the cheapest set that keeps its own: its training nodes alone for both phases (if it is
+    known how fast that is), or rollout and training nodes. Queue order is by arrival.
+    """
+
+    name: str = "gavel"
+    reacts_to_progress: bool = False
+
+    def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
+        for group in view.groups():
+            if self._round_s(group, pipeline) <= min(group.budget_s, budget_of(pipeline)):
+                choice = next(any_room(group, pipeline), None)
+                if choice is not None:
+                    return choice
+        return (
+            self._on_train_nodes(pipeline, view)
+            or impossible(pipeline, view)
+            or founding(pipeline, view)
+            or queue(pipeline, view)
+        )
+
+    def _round_s(self, group: GroupLoad, pipeline: Pipeline) -> float:
+        """Seconds in which every member makes one step, one after another."""
+        return sum(solo_s(member.pipeline) for member in group.members) + solo_s(pipeline)
+
+    def _on_train_nodes(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | None:
+        alone = pipeline.colocated_estimate
+        if alone is None or alone.solo_s > budget_of(pipeline):
+            return None
+        if pipeline.num_train_nodes > view.num_free_nodes(Phase.TRAIN):
+            return None
+        return PlacementChoice(
+            kind=AdmissionKind.NEW,
+            group=None,
+            num_new_train_nodes=pipeline.num_train_nodes,
+            is_colocated=True,
+        )
+
+    def rebalance(self, view: PlacementView) -> tuple[Relocation, ...]:
+        return ()
+
+    def dispatch(self, view: GroupView) -> Iterator[RunWork]:
+        return first_come(view)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MostIdle:
+    """`most-idle`: the group with the highest idle share, on its most idle rollout nodes (RollMux 8.2, Greedy).
+
+    A new group only when no group has room. SLOs play no part. A group's idle share is 1 - busy seconds /
+    (nodes x period) in its meta-iteration, over rollout and training nodes together.
+    """
+
+    name: str = "most-idle"
+    reacts_to_progress: bool = False
+
+    def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
+        refusal = impossible(pipeline, view)
+        if refusal is not None:
+            return refusal
+        best: PlacementChoice | None = None
+        best_rank = (math.inf, math.inf)
+        for group in view.groups():
+            rank = -idle_share(group)
+            if rank > best_rank[0]:
+                continue
+            for choice in any_room(group, pipeline):
+                load_s = sum(group.rollout_loads_s[group.rollout_nodes.index(node)] for node in choice.rollout_nodes)
+                if (rank, load_s) < best_rank:
+                    best, best_rank = choice, (rank, load_s)
+        return best or founding(pipeline, view) or queue(pipeline, view)
+
+    def rebalance(self, view: PlacementView) -> tuple[Relocation, ...]:
+        return ()
+
+    def dispatch(self, view: GroupView) -> Iterator[RunWork]:
+        return first_come(view)
+
+
+def idle_share(group: GroupLoad) -> float:
+    """Of all node-seconds in one meta-iteration; 1 where no duration is known."""
+    if group.period_s == 0:
+        return 1.0
+    num_nodes = len(group.rollout_nodes) + len(group.train_nodes)
+    busy_s = sum(group.rollout_loads_s) + group.train_load_s * len(group.train_nodes)
+    return 1.0 - busy_s / (num_nodes * group.period_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RandomGroups:
+    """`random`: a random group that has room, or a new one, and random rollout nodes there (RollMux section 8.2).
+
+    SLOs play no part. The draw depends on the seed, the pipeline's name and how many are placed, so that the same
+    submissions get the same places.
+    """
+
+    name: str = "random"
+    reacts_to_progress: bool = False
+    seed: int = 0
+
+    def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
+        refusal = impossible(pipeline, view)
+        if refusal is not None:
+            return refusal
+        generator = random.Random(f"{self.seed}/{pipeline.id}/{view.num_pipelines}")
+        choices = [choice for group in view.groups() for choice in any_room(group, pipeline)]
+        by_group: dict[GroupId | None, list[PlacementChoice]] = {}
+        for choice in choices:
+            by_group.setdefault(choice.group, []).append(choice)
+        fresh = founding(pipeline, view)
+        if fresh is not None:
+            by_group[None] = [fresh]
+        if not by_group:
+            return queue(pipeline, view)
+        return generator.choice(by_group[generator.choice(list(by_group))])
+
+    def rebalance(self, view: PlacementView) -> tuple[Relocation, ...]:
+        return ()
+
+    def dispatch(self, view: GroupView) -> Iterator[RunWork]:
+        return first_come(view)

@@ -1,0 +1,270 @@
+"""The best that any schedule could do for a look-ahead problem, by constraint programming: what `plan` is judged by.
+
+    Problem ── intervals, overlaps, precedence ──▶ CP-SAT ──▶ least makespan
+
+The model is that of `policies/planning/lookahead.py`: tasks are never interrupted; two may overlap on a device if the table says
+so, and each then loses (1 - rate) of the time of the overlap; a merge takes a tail away and lengthens another. Where a
+task on several devices is slowed on more than one of them at once, the model takes the worst device's total, which no
+schedule can beat: so the answer is a lower bound, and the optimum wherever tasks on several devices share with at
+most one at a time.
+
+Needs the `solver` extra.
+"""
+
+from __future__ import annotations
+
+import random
+from dataclasses import dataclass
+from itertools import combinations
+from typing import Any
+
+from rlmux.core.errors import UserError
+from rlmux.core.sharing import NO_SHARING, SharingEntry, SharingTable
+from rlmux.policies.planning.lookahead import Merge, Problem, Task
+
+UNITS_PER_S = 50
+_PERCENT = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exact:
+    """What the solver found."""
+
+    makespan_s: float
+    """Of the best schedule."""
+    bound_s: float
+    """No schedule ends sooner."""
+    is_proved: bool
+
+
+def least_makespan(problem: Problem, *, limit_s: float = 10.0, upper_s: float | None = None) -> Exact:
+    """The least makespan of a small problem in which nothing runs yet; `upper_s` is one that can be had."""
+    try:
+        from ortools.sat.python import cp_model
+    except ImportError:
+        raise UserError("the exact schedule needs OR-tools: pip install 'rlmux[solver]'") from None
+    builder = _Model(problem, cp_model.CpModel(), upper_s)
+    builder.build()
+    solver = cp_model.CpSolver()
+    solver.parameters.max_time_in_seconds = limit_s
+    solver.parameters.num_workers = 1
+    status = solver.solve(builder.model)
+    if status not in (cp_model.OPTIMAL, cp_model.FEASIBLE):
+        raise UserError(f"no exact schedule within {limit_s:g} s")
+    return Exact(
+        makespan_s=solver.objective_value / UNITS_PER_S,
+        bound_s=solver.best_objective_bound / UNITS_PER_S,
+        is_proved=status == cp_model.OPTIMAL,
+    )
+
+
+class _Model:
+    """A problem as intervals. A share is two of them back to back: before its tail, and its tail."""
+
+    def __init__(self, problem: Problem, model: Any, upper_s: float | None = None) -> None:
+        self.problem = problem
+        self.model = model
+        total_s = sum(task.seconds for task in problem.tasks)
+        slowest = 1.0 / min([1.0, *problem.sharing.rates.values()])
+        self.horizon = int((total_s * slowest + sum(merge.cost_s for merge in problem.merges)) * UNITS_PER_S * 2) + 10
+        if upper_s is not None:
+            # Rounding of every piece may add a unit.
+            self.horizon = min(self.horizon, int(upper_s * UNITS_PER_S) + 2 * len(problem.tasks) + 2)
+
+    def build(self) -> None:
+        model, tasks = self.model, self.problem.tasks
+        self.merged = [model.new_bool_var(f"merge{number}") for number in range(len(self.problem.merges))]
+        self.pieces: list[list[tuple[str, Any, Any, Any, int]]] = []
+        """Of each task: (kind, start, end, duration, seconds in units)."""
+        self.gone: dict[int, list[Any]] = {}
+        """Of each source: the merges that take its tail away."""
+        for number, merge in enumerate(self.problem.merges):
+            self.gone.setdefault(merge.source, []).append(self.merged[number])
+        for index, task in enumerate(tasks):
+            self.pieces.append(self._pieces_of(index, task))
+        self._exclude_merges()
+        delays = self._overlaps()
+        for index, task in enumerate(tasks):
+            self._durations(index, task, delays)
+            for need in task.needs:
+                model.add(self.pieces[index][0][1] >= self.pieces[need][-1][2])
+        makespan = model.new_int_var(0, self.horizon, "makespan")
+        for pieces in self.pieces:
+            model.add(makespan >= pieces[-1][2])
+        model.minimize(makespan)
+
+    def _pieces_of(self, index: int, task: Task) -> list[tuple[str, Any, Any, Any, int]]:
+        model = self.model
+        tail = round(min(task.tail_s, task.seconds) * UNITS_PER_S)
+        parts = [(task.kind, round(task.seconds * UNITS_PER_S) - tail), ("tail", tail)]
+        found: list[tuple[str, Any, Any, Any, int]] = []
+        for kind, units in parts:
+            if units <= 0:
+                continue
+            name = f"{kind}{index}"
+            start = model.new_int_var(0, self.horizon, f"start_{name}")
+            end = model.new_int_var(0, self.horizon, f"end_{name}")
+            duration = model.new_int_var(0, self.horizon, f"duration_{name}")
+            model.add(end == start + duration)
+            if found:
+                model.add(start == found[-1][2])
+            found.append((kind, start, end, duration, units))
+        return found
+
+    def _exclude_merges(self) -> None:
+        for first, second in combinations(range(len(self.problem.merges)), 2):
+            a, b = self.problem.merges[first], self.problem.merges[second]
+            if a.source in (b.source, b.target) or b.source == a.target:
+                self.model.add(self.merged[first] + self.merged[second] <= 1)
+
+    def _overlaps(self) -> dict[tuple[int, int], list[tuple[int, Any, int]]]:
+        """For each piece: (device, overlap in units, percent lost) with everyone it may overlap with."""
+        model, tasks = self.model, self.problem.tasks
+        delays: dict[tuple[int, int], list[tuple[int, Any, int]]] = {}
+        by_device: dict[int, list[Any]] = {}
+        for index, task in enumerate(tasks):
+            for number, (_, start, end, duration, _) in enumerate(self.pieces[index]):
+                interval = model.new_interval_var(start, duration, end, f"interval{index}_{number}")
+                for device in task.devices:
+                    by_device.setdefault(device, []).append(interval)
+        for intervals in by_device.values():
+            model.add_cumulative(intervals, [1] * len(intervals), 2)
+        for first, second in combinations(range(len(tasks)), 2):
+            common = set(tasks[first].devices) & set(tasks[second].devices)
+            if not common or self._is_before(first, second):
+                continue
+            for i, piece_a in enumerate(self.pieces[first]):
+                for j, piece_b in enumerate(self.pieces[second]):
+                    overlap = self._overlap(piece_a, piece_b)
+                    if overlap is None:
+                        continue
+                    lost_a, lost_b = self._lost(piece_a[0], piece_b[0])
+                    for device in sorted(common):
+                        delays.setdefault((first, i), []).append((device, overlap, lost_a))
+                        delays.setdefault((second, j), []).append((device, overlap, lost_b))
+        return delays
+
+    def _is_before(self, first: int, second: int) -> bool:
+        needs = self.problem.tasks[second].needs
+        return any(need == first or self._is_before(first, need) for need in needs)
+
+    def _overlap(self, a: tuple[str, Any, Any, Any, int], b: tuple[str, Any, Any, Any, int]) -> Any:
+        """How long both run at once, or None where they must not."""
+        model = self.model
+        before, after = model.new_bool_var(""), model.new_bool_var("")
+        model.add(a[2] <= b[1]).only_enforce_if(before)
+        model.add(b[2] <= a[1]).only_enforce_if(after)
+        if (a[0], b[0]) not in self.problem.sharing.rates:
+            model.add_bool_or(before, after)
+            return None
+        overlap = model.new_int_var(0, self.horizon, "")
+        latest_start = model.new_int_var(0, self.horizon, "")
+        earliest_end = model.new_int_var(0, self.horizon, "")
+        model.add_max_equality(latest_start, [a[1], b[1]])
+        model.add_min_equality(earliest_end, [a[2], b[2]])
+        model.add(overlap >= earliest_end - latest_start)
+        model.add(overlap == 0).only_enforce_if(before)
+        model.add(overlap == 0).only_enforce_if(after)
+        model.add(overlap == earliest_end - latest_start).only_enforce_if(before.negated(), after.negated())
+        return overlap
+
+    def _lost(self, kind_a: str, kind_b: str) -> tuple[int, int]:
+        rates = self.problem.sharing.rates
+        return (
+            round(_PERCENT * (1 - rates[kind_a, kind_b])),
+            round(_PERCENT * (1 - rates[kind_b, kind_a])),
+        )
+
+    def _durations(self, index: int, task: Task, delays: dict[tuple[int, int], list[tuple[int, Any, int]]]) -> None:
+        """Solo seconds, and what each overlap costs; the worst device counts."""
+        model = self.model
+        for number, (_, _, _, duration, units) in enumerate(self.pieces[index]):
+            is_tail = number == len(self.pieces[index]) - 1
+            base: Any = units
+            if is_tail:
+                base = self._tail_units(index, units)
+            slowed = delays.get((index, number), [])
+            if not slowed:
+                model.add(duration == base)
+            for device in task.devices if slowed else ():
+                lost = sum(overlap * percent for at, overlap, percent in slowed if at == device)
+                model.add(_PERCENT * duration >= _PERCENT * base + lost)
+
+    def _tail_units(self, index: int, units: int) -> Any:
+        """A tail that is taken away has none; one that takes over has the longer of the two, stretched."""
+        model = self.model
+        incoming = [(n, merge) for n, merge in enumerate(self.problem.merges) if merge.target == index]
+        gone = self.gone.get(index, [])
+        if not incoming and not gone:
+            return units
+        base = model.new_int_var(0, self.horizon, "")
+        none_in = [self.merged[n].negated() for n, _ in incoming]
+        model.add(base == units).only_enforce_if(*none_in, *(flag.negated() for flag in gone))
+        for flag in gone:
+            model.add(base == 0).only_enforce_if(flag)
+        for number, merge in incoming:
+            source = self.problem.tasks[merge.source]
+            longest = max(min(source.tail_s, source.seconds) * UNITS_PER_S, units)
+            after = round(longest * merge.stretch + merge.cost_s * UNITS_PER_S)
+            model.add(base >= after).only_enforce_if(self.merged[number])
+            # Both sides are in their tails when it happens.
+            model.add(self.pieces[index][-1][1] >= self.pieces[merge.source][-1][1]).only_enforce_if(
+                self.merged[number]
+            )
+        return base
+
+
+def random_problem(generator: random.Random, *, is_sharing: bool = True) -> Problem:
+    """A small graph like those of pipelines: rollouts by device with tails, training, a step or two ahead."""
+    num_pipelines = 2 if is_sharing else generator.randint(2, 3)
+    num_devices = generator.randint(1, 2 if is_sharing else 3)
+    tasks: list[Task] = []
+    merges: list[Merge] = []
+    for pipeline in range(num_pipelines):
+        needs: tuple[int, ...] = ()
+        train_devices = (
+            tuple(range(num_devices)) if generator.random() < 0.5 else (generator.randrange(num_devices),)
+        )
+        rollout_s, train_s = generator.uniform(2, 8), generator.uniform(1, 8)
+        for _ in range(2 if num_pipelines * num_devices <= (2 if is_sharing else 4) else 1):
+            shares = []
+            for device in range(num_devices):
+                seconds = round(rollout_s * generator.uniform(0.6, 1.4), 1)
+                tail_s = round(seconds * generator.uniform(0.2, 0.7), 1)
+                task = Task(
+                    pipeline=pipeline, kind="dense", devices=(device,), seconds=seconds, tail_s=tail_s, needs=needs
+                )
+                tasks.append(task)
+                shares.append(len(tasks) - 1)
+            target = max(shares, key=lambda index: tasks[index].seconds)
+            if num_devices > 1 and generator.random() < 0.6:
+                source = next(index for index in shares if index != target)
+                merges.append(Merge(source=source, target=target, cost_s=0.2, stretch=1.1))
+            tasks.append(
+                Task(
+                    pipeline=pipeline, kind="train", devices=train_devices, seconds=round(train_s, 1),
+                    needs=tuple(shares),
+                )
+            )  # fmt: skip
+            needs = (len(tasks) - 1,)
+    return Problem(
+        tasks=tuple(tasks),
+        merges=tuple(merges),
+        sharing=_random_sharing(generator) if is_sharing else NO_SHARING,
+    )
+
+
+def _random_sharing(generator: random.Random) -> SharingTable:
+    """Training beside decoding helps, decoding beside decoding more, training beside training does not."""
+    entries = []
+    for kind_a, kind_b, low, high in (
+        ("train", "tail", 1.1, 1.6), ("train", "dense", 1.3, 2.2), ("tail", "tail", 1.0, 1.3),
+        ("dense", "tail", 1.1, 1.6), ("dense", "dense", 1.4, 2.2),
+    ):  # fmt: skip
+        slow_a, slow_b = generator.uniform(low, high), generator.uniform(low, high)
+        if kind_a == kind_b:
+            slow_b = slow_a
+        entries.append(
+            SharingEntry(kind_a=kind_a, kind_b=kind_b, level=0.5, slowdown_a=slow_a, slowdown_b=slow_b)
+        )
+    return SharingTable.of(entries)

@@ -1,0 +1,225 @@
+"""From a better partition to moves: one pipeline at a time, every state in between within all SLOs.
+
+    targets: groups as they should be ─▶ hosts: existing groups that become them ─▶ relocations in a valid
+    order
+
+A target's host is the existing group that shares most members with it and has as many training nodes; a
+target without one is founded by its first mover. A move is valid when its new group keeps every SLO and has
+the memory as things stand then. Where two groups wait for each other's room, one pipeline steps aside into
+a group of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from rlmux.core.errors import IllegalTransitionError
+from rlmux.core.model import AdmissionKind, GroupId, NodeId, PipelineId
+from rlmux.core.placement import GroupLoad, PlacementChoice, PlacementLedger, Relocation, budget_of
+from rlmux.policies.planning.partition import Column
+
+TIGHT_WEIGHT = 3.0
+
+
+@dataclass(slots=True, kw_only=True)
+class Target:
+    """One group as it should be."""
+
+    pins: Mapping[PipelineId, tuple[int, ...]]
+    """By member: the numbers of its rollout nodes within this target."""
+    turns: Mapping[PipelineId, int]
+    num_train_nodes: int
+    is_colocated: bool
+    host: GroupId | None = None
+    nodes: dict[int, NodeId] = field(default_factory=dict)
+    """Rollout nodes that exist already, by their number within this target."""
+
+
+def targets_of(columns: Sequence[Column], names: Sequence[PipelineId]) -> list[Target]:
+    return [
+        Target(
+            pins={names[i]: pins for i, pins in zip(column.members, column.pins, strict=True)},
+            turns={
+                names[i]: turns
+                for i, turns in zip(column.members, column.turns or (1,) * len(column.members), strict=True)
+            },
+            num_train_nodes=column.num_train_nodes,
+            is_colocated=column.is_colocated,
+        )
+        for column in columns
+    ]
+
+
+def relocations_to(targets: Sequence[Target], ledger: PlacementLedger, max_detours: int = 2) -> tuple[Relocation, ...]:
+    """Moves that lead the ledger, a sandbox of the caller's, to the targets; () where no way is found."""
+    return _Regrouping(targets, ledger).run(max_detours)
+
+
+class _Regrouping:
+    def __init__(self, targets: Sequence[Target], ledger: PlacementLedger) -> None:
+        self.ledger = ledger
+        self.relocations: list[Relocation] = []
+        self.target_of = {name: target for target in targets for name in target.pins}
+        _choose_hosts(targets, ledger)
+        for target in targets:
+            if target.host is not None and not target.is_colocated:
+                _keep_nodes(target, ledger)
+
+    def run(self, max_detours: int) -> tuple[Relocation, ...]:
+        pending = [name for name in self.target_of if not self._is_there(name)]
+        while pending:
+            left = [name for name in pending if not self._move_to_target(name)]
+            if len(left) == len(pending):
+                if max_detours == 0 or not self._step_aside(left):
+                    return ()
+                max_detours -= 1
+            pending = left
+        return tuple(self.relocations) if self._have_turns() else ()
+
+    def _have_turns(self) -> bool:
+        """Whether every member has ended up with its turns: nobody moved where a change of turns was all."""
+        return all(self.ledger.member(name).turns == target.turns[name] for name, target in self.target_of.items())
+
+    def _is_there(self, name: PipelineId) -> bool:
+        target = self.target_of[name]
+        placement = self.ledger.placement(name)
+        if placement.group != target.host:
+            return False
+        return target.is_colocated or placement.rollout_nodes == tuple(
+            target.nodes.get(number) for number in target.pins[name]
+        )
+
+    def _move_to_target(self, name: PipelineId) -> bool:
+        target = self.target_of[name]
+        pins = target.pins[name]
+        if target.host is None:
+            choice = PlacementChoice(
+                kind=AdmissionKind.NEW,
+                group=None,
+                num_new_rollout_nodes=len(pins),  # none where both phases run on the training nodes
+                num_new_train_nodes=target.num_train_nodes,
+                is_colocated=target.is_colocated,
+            )
+        else:
+            known = tuple(target.nodes[number] for number in pins if number in target.nodes)
+            group = self.ledger.group(target.host)
+            choice = PlacementChoice(
+                kind=AdmissionKind.DIRECT if len(known) == len(pins) else AdmissionKind.SCALED,
+                group=target.host,
+                rollout_nodes=known,
+                num_new_rollout_nodes=len(pins) - len(known),
+                train_nodes=group.train_nodes,
+                turns=_turns_of(target, group, name),
+            )
+        if not self._try(name, choice):
+            return False
+        placement = self.ledger.placement(name)
+        target.host = placement.group
+        new_nodes = placement.rollout_nodes[len(choice.rollout_nodes) :]
+        new_numbers = [number for number in pins if number not in target.nodes]
+        target.nodes.update(zip(new_numbers, new_nodes, strict=False))
+        return True
+
+    def _try(self, name: PipelineId, choice: PlacementChoice) -> bool:
+        pipeline = self.ledger.pipeline(name)
+        if choice.group is not None and choice.group != self.ledger.placement(name).group:
+            group = self.ledger.group(choice.group)
+            has_one_turn_each = all(count == 1 for _, count in choice.turns)
+            if has_one_turn_each and not group.keeps_slos_with(
+                pipeline, choice.rollout_nodes, choice.num_new_rollout_nodes
+            ):
+                return False
+        before = self.ledger.copy()
+        try:
+            placement, _ = self.ledger.move(name, choice)
+        except IllegalTransitionError:
+            return False
+        after = self.ledger.group(placement.group)
+        if after.period_s > after.budget_s:
+            self.ledger.become(before)
+            return False
+        self.relocations.append(Relocation(pipeline=name, choice=choice))
+        return True
+
+    def _step_aside(self, pending: Sequence[PipelineId]) -> bool:
+        """Someone who is in another's way leaves for a group of its own; the second move comes later."""
+        for name in pending:
+            group = self.ledger.group(self.ledger.placement(name).group)
+            pipeline = self.ledger.pipeline(name)
+            is_in_the_way = any(target.host == group.id for target in self.target_of.values())
+            if group.num_members > 1 and is_in_the_way:
+                choice = PlacementChoice(
+                    kind=AdmissionKind.NEW,
+                    group=None,
+                    num_new_rollout_nodes=pipeline.num_rollout_nodes,
+                    num_new_train_nodes=pipeline.num_train_nodes,
+                )
+                if self._try(name, choice):
+                    return True
+        return False
+
+
+def move_weight(reach_s: float, tightest_s: float) -> float:
+    """What moving a member counts; `reach_s` is the longest period that it accepts.
+
+    A move costs a wait for its turn in the new group. Who has no slack there cannot make up for it: it counts more.
+    """
+    return TIGHT_WEIGHT if reach_s < 1.05 * tightest_s else 1.0
+
+
+def _turns_of(target: Target, group: GroupLoad, newcomer: PipelineId) -> tuple[tuple[PipelineId, int], ...]:
+    """The target's turns, in its order, for those who will be there; () where all have and had one."""
+    present = {member.pipeline.id: member.turns for member in group.members} | {newcomer: 1}
+    turns = tuple((name, count) for name, count in target.turns.items() if name in present)
+    has_several = any(count > 1 for _, count in turns) or any(count > 1 for count in present.values())
+    return turns if has_several else ()
+
+
+def _choose_hosts(targets: Sequence[Target], ledger: PlacementLedger) -> None:
+    """Each group hosts at most one target: the most to keep in place first, older groups first among equals."""
+    offers: list[tuple[float, GroupId, int]] = []
+    for number, target in enumerate(targets):
+        shared: dict[GroupId, float] = {}
+        reach_s = {name: turns * budget_of(ledger.pipeline(name)) for name, turns in target.turns.items()}
+        tightest_s = min(reach_s.values())
+        for name in target.pins:
+            group_id = ledger.placement(name).group
+            shared[group_id] = shared.get(group_id, 0.0) + move_weight(reach_s[name], tightest_s)
+        for group_id, count in shared.items():
+            group = ledger.group(group_id)
+            is_alike = len(group.train_nodes) == target.num_train_nodes and group.is_colocated == target.is_colocated
+            if is_alike:
+                offers.append((-count, group_id, number))
+    taken: set[GroupId] = set()
+    for _, group_id, number in sorted(offers):
+        if targets[number].host is None and group_id not in taken:
+            targets[number].host = group_id
+            taken.add(group_id)
+
+
+def _keep_nodes(target: Target, ledger: PlacementLedger) -> None:
+    """Number the host's rollout nodes as the target does, so that as many members as possible stay put.
+
+    Only nodes that a staying member holds are kept: the others leave with their last member.
+    """
+    used: dict[NodeId, None] = {}
+    stayers = [
+        (name, placement.rollout_nodes)
+        for name in target.pins
+        if (placement := ledger.placement(name)).group == target.host
+    ]
+    for name, nodes in sorted(stayers, key=lambda item: -len(item[1])):
+        for number, node in zip(target.pins[name], nodes, strict=True):
+            if number not in target.nodes and node not in used:
+                target.nodes[number] = node
+                used[node] = None
+    held = {
+        node
+        for name, nodes in stayers
+        if nodes == tuple(target.nodes.get(number) for number in target.pins[name])
+        for node in nodes
+    }
+    for number, node in list(target.nodes.items()):
+        if node not in held:
+            del target.nodes[number]

@@ -1,0 +1,317 @@
+"""`rlmux`: best-fit placement, and regrouping whenever something came or left.
+
+    place       cheapest candidate over all groups; among equals the best fit       constant time per group
+    rebalance   the most wasteful groups' pipelines are partitioned anew, exactly,  bounded work per change
+                and moved if the dollars saved outweigh the moves
+
+It promises what `rollmux` promises by the same rule: step slowdown max(T_cycle, T_load) / T_solo within
+every SLO under the strict meta-iteration that its groups run. A pipeline that fits nobody may stand alone
+on its training nodes, both phases there, where its measured colocated step keeps its SLO. On a cluster
+without prices nodes are sunk cost: pipelines spread over free nodes before they share.
+
+Inside a group whose nodes are kept apart by phase, the meta-iteration's turns decide. Where nodes serve both phases of
+everyone (one pool; a table that says it helps; nodes that cost nothing and pipelines nobody knows yet), its dispatch is
+`jigsaw`'s: sub-stages of all members, look-ahead, sharing, merged tails.
+
+Waste of a group: its dollars less what its members would cost on nodes never idle, each as slow as its SLO
+allows.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from rlmux.core.model import AdmissionKind, GroupId, NodeId, Phase, Pipeline, PipelineId
+from rlmux.core.placement import (
+    GroupLoad,
+    PlacementChoice,
+    PlacementView,
+    Refusal,
+    Relocation,
+    budget_of,
+)
+from rlmux.core.sharing import NO_SHARING, SharingTable
+from rlmux.core.views import Choice, GroupView
+from rlmux.policies.jigsaw import Jigsaw, place_sharing
+from rlmux.policies.planning.candidates import founding, impossible, joining, may_join, queue
+from rlmux.policies.planning.cycle_steps import LapFinder
+from rlmux.policies.planning.dispatching import in_turn, in_turn_unless_late
+from rlmux.policies.planning.partition import (
+    Column,
+    Item,
+    NodePrices,
+    Partition,
+    cheapest_partition,
+    columns_of,
+    item_of,
+)
+from rlmux.policies.planning.regrouping import move_weight, relocations_to, targets_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RlMux:
+    name: str = "rlmux"
+    reacts_to_progress: bool = True
+    sharing: SharingTable = NO_SHARING
+    """Pairs of sub-stages that were measured to help on these devices."""
+    max_neighbourhood: int = 16
+    """Pipelines that are partitioned anew at once."""
+    max_search_nodes: int = 300
+    max_tries: int = 1
+    """Neighbourhoods tried after each change."""
+    usd_per_hour_per_move: float = 2.0
+    """What a regrouping must save for each pipeline it moves: a switch, and nodes held until a step's end."""
+    slo_margin: float = 0.0
+    """Share of each SLO kept in hand for what the meta-iteration does not show: waiting for a turn after a move."""
+    overtakes: bool = True
+    """Leave the order of turns where a gap or a threatened SLO asks for it and nobody becomes late."""
+    laps: bool = True
+    """Let short pipelines take several turns in a long one's meta-iteration."""
+    _lap_finder: LapFinder = field(default_factory=LapFinder, repr=False, compare=False)
+    _fruitless: dict[tuple[PipelineId, ...], None] = field(default_factory=dict, repr=False, compare=False)
+    """Neighbourhoods that were searched in vain, by their members; the oldest are forgotten."""
+
+    _sub_stages: Jigsaw = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "_sub_stages", Jigsaw(sharing=self.sharing))
+
+    def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
+        if self._shares_devices(pipeline, view):
+            return place_sharing(pipeline, view, max_members=self._sub_stages.max_members)
+        refusal = impossible(pipeline, view)
+        if refusal is not None:
+            return refusal
+        is_free = _is_free_of_charge(view)
+        if is_free:
+            spread = founding(pipeline, view)
+            if spread is not None:
+                return spread
+        best: PlacementChoice | None = None
+        best_rank = (math.inf, math.inf)
+        rollout_usd = view.usd_per_node_hour(Phase.ROLLOUT)
+        train_usd = view.usd_per_node_hour(Phase.TRAIN)
+        num_free = view.num_free_nodes(Phase.ROLLOUT)
+        for group in view.groups_with_room(pipeline):
+            if not may_join(group, pipeline):
+                continue
+            nodes, num_new = _emptiest_nodes(group, pipeline, num_free) if is_free else _best_nodes(group, pipeline)
+            rank = (num_new * rollout_usd, _misfit(group, pipeline))
+            if rank < best_rank and num_new <= num_free and self._takes(group, pipeline, nodes, num_new):
+                best, best_rank = joining(group, nodes, num_new), rank
+        alone = _alone(pipeline, view)
+        if alone is not None:
+            usd = alone.num_new_rollout_nodes * rollout_usd + alone.num_new_train_nodes * train_usd
+            if usd < best_rank[0]:
+                best = alone
+        return best or queue(pipeline, view)
+
+    def rebalance(self, view: PlacementView) -> tuple[Relocation, ...]:
+        if _is_free_of_charge(view):
+            return ()
+        by_waste = sorted(
+            (group for group in view.groups() if group.budget_s < math.inf),
+            key=lambda group: (group.least_usd_per_hour - group.usd_per_hour, group.id),
+        )
+        num_tries = 0
+        for seed in by_waste:
+            groups = self._neighbourhood(seed, by_waste)
+            names = tuple(member.pipeline.id for group in groups for member in group.members)
+            if names in self._fruitless:
+                continue
+            relocations = self._regroup(groups, view)
+            if relocations:
+                return relocations
+            self._fruitless[names] = None
+            if len(self._fruitless) > 10_000:
+                del self._fruitless[next(iter(self._fruitless))]
+            num_tries += 1
+            if num_tries >= self.max_tries or len(groups) == len(by_waste):
+                break
+        return ()
+
+    def dispatch(self, view: GroupView) -> Iterator[Choice]:
+        if view.num_members > 1 and view.serves_both_phases:
+            return self._sub_stages.dispatch(view)
+        return in_turn_unless_late(view) if self.overtakes else in_turn(view)
+
+    def _shares_devices(self, pipeline: Pipeline, view: PlacementView) -> bool:
+        """Whether nodes are to serve both phases of everyone: there is one pool, or sharing is expected to be better.
+
+        It is where nothing is paid for it (nodes cost nothing, or the pipeline would hold them all anyway) and a table
+        says that sub-stages help each other. Of a pipeline whose seconds nobody knows no turns can be promised: it
+        shares nodes that cost nothing, and what it does decides.
+        """
+        if view.cluster.pool_for(Phase.ROLLOUT) is None:
+            return True
+        num_rollout, num_train = view.num_nodes(Phase.ROLLOUT), view.num_nodes(Phase.TRAIN)
+        if num_rollout + num_train == math.inf:
+            return False
+        group = view.youngest_group()
+        if group is not None:
+            return group.is_shared
+        if pipeline.estimate is None:
+            return _is_free_of_charge(view)
+        if not self.sharing.entries:
+            return False
+        holds_all = pipeline.num_rollout_nodes == num_rollout and pipeline.num_train_nodes == num_train
+        return holds_all or _is_free_of_charge(view)
+
+    def _takes(self, group: GroupLoad, pipeline: Pipeline, nodes: tuple[NodeId, ...], num_new: int) -> bool:
+        if not group.has_memory_for(pipeline, nodes) or not group.keeps_slos_with(pipeline, nodes, num_new):
+            return False
+        budget_s = min(group.budget_s, budget_of(pipeline)) * (1.0 - self.slo_margin)
+        return budget_s == math.inf or group.period_with(pipeline, nodes, num_new) <= budget_s
+
+    def _neighbourhood(self, seed: GroupLoad, by_waste: list[GroupLoad]) -> list[GroupLoad]:
+        """The seed and the most wasteful others, up to the number of pipelines that are searched at once."""
+        groups, num_members = [seed], seed.num_members
+        for group in by_waste:
+            if group.id != seed.id and num_members + group.num_members <= self.max_neighbourhood:
+                groups.append(group)
+                num_members += group.num_members
+        return sorted(groups, key=lambda group: group.id)
+
+    def _regroup(self, groups: list[GroupLoad], view: PlacementView) -> tuple[Relocation, ...]:
+        """Moves to the cheapest partition of these groups' pipelines, or none if it does not pay."""
+        names, partition = partition_of(
+            groups,
+            view,
+            usd_per_move=self.usd_per_hour_per_move,
+            max_search_nodes=self.max_search_nodes,
+            lap_finder=self._lap_finder if self.laps else None,
+            slo_margin=self.slo_margin,
+        )
+        if partition is None:
+            return ()
+        sandbox = view.sandbox()
+        usd_before = sandbox.settled_usd_per_hour
+        relocations = relocations_to(targets_of(partition.columns, names), sandbox)
+        saved_usd = usd_before - sandbox.settled_usd_per_hour
+        if not relocations or saved_usd < self.usd_per_hour_per_move * len(relocations):
+            return ()
+        return relocations
+
+
+def partition_of(
+    groups: Sequence[GroupLoad],
+    view: PlacementView,
+    *,
+    usd_per_move: float,
+    max_search_nodes: int,
+    lap_finder: LapFinder | None,
+    slo_margin: float,
+) -> tuple[list[PipelineId], Partition | None]:
+    """These groups' pipelines, and their cheapest partition if it is cheaper than now, each move charged."""
+    members = [member for group in groups for member in group.members]
+    items, prices = [item_of(member.pipeline, slo_margin) for member in members], _prices(view)
+    if view.num_nodes(Phase.TRAIN) < math.inf:
+        items = [replace(item, colocated_s=math.inf) for item in items]  # nobody could join it
+    columns = columns_of(items, prices)
+    if lap_finder is not None:
+        columns += lap_finder.columns(items, prices, columns)
+    indices_by_group: dict[GroupId, list[int]] = {}
+    for index, member in enumerate(members):
+        indices_by_group.setdefault(member.placement.group, []).append(index)
+    costs = [column.cost_usd + usd_per_move * _moving_weight(column, items, indices_by_group) for column in columns]
+    partition = cheapest_partition(
+        columns,
+        len(members),
+        costs=costs,
+        max_nodes=max_search_nodes,
+        upper=sum(group.usd_per_hour for group in groups) - 1e-6,
+    )
+    return [member.pipeline.id for member in members], partition
+
+
+def _moving_weight(column: Column, items: Sequence[Item], indices_by_group: Mapping[GroupId, Sequence[int]]) -> float:
+    """How much moves to make this group: each member counts that is not in the group that will host it."""
+    turns = column.turns or (1,) * len(column.members)
+    reach_s = [count * items[i].budget_s for i, count in zip(column.members, turns, strict=True)]
+    weights = {i: move_weight(s, min(reach_s)) for i, s in zip(column.members, reach_s, strict=True)}
+    staying = max(sum(weights.get(i, 0.0) for i in indices) for indices in indices_by_group.values())
+    return sum(weights.values()) - staying
+
+
+def _is_free_of_charge(view: PlacementView) -> bool:
+    return view.usd_per_node_hour(Phase.ROLLOUT) == 0 and view.usd_per_node_hour(Phase.TRAIN) == 0
+
+
+def _prices(view: PlacementView) -> NodePrices:
+    rollout, train = view.cluster.pool_for(Phase.ROLLOUT), view.cluster.pool_for(Phase.TRAIN)
+    return NodePrices(
+        rollout_usd=rollout.usd_per_node_hour if rollout else 0.0,
+        train_usd=train.usd_per_node_hour if train else 0.0,
+        rollout_host_bytes=rollout.host_memory_bytes if rollout else 0.0,
+        train_host_bytes=train.host_memory_bytes if train else 0.0,
+    )
+
+
+def _best_nodes(group: GroupLoad, pipeline: Pipeline) -> tuple[tuple[NodeId, ...], int]:
+    """The fullest rollout nodes that still take the pipeline; new ones for what is missing."""
+    budget_s = min(group.budget_s, budget_of(pipeline))
+    rollout_s = pipeline.estimate.rollout_s if pipeline.estimate else 0.0
+    rollout_s += pipeline.switch.rollout_s if pipeline.switch and group.has_switches else 0.0
+    fitting = [
+        (-load_s, node)
+        for node, load_s, free_bytes in zip(
+            group.rollout_nodes, group.rollout_loads_s, group.free_rollout_bytes, strict=True
+        )
+        if load_s + rollout_s <= budget_s and pipeline.footprint.rollout_host_bytes <= free_bytes
+    ]
+    nodes = tuple(node for _, node in sorted(fitting)[: pipeline.num_rollout_nodes])
+    return nodes, pipeline.num_rollout_nodes - len(nodes)
+
+
+def _emptiest_nodes(group: GroupLoad, pipeline: Pipeline, num_free: float) -> tuple[tuple[NodeId, ...], int]:
+    """Free nodes as far as there are any, and the least busy of the group's for what is missing."""
+    num_new = int(min(num_free, pipeline.num_rollout_nodes))
+    fitting = sorted(
+        (load_s, node)
+        for node, load_s, free_bytes in zip(
+            group.rollout_nodes, group.rollout_loads_s, group.free_rollout_bytes, strict=True
+        )
+        if pipeline.footprint.rollout_host_bytes <= free_bytes
+    )
+    nodes = tuple(node for _, node in fitting[: pipeline.num_rollout_nodes - num_new])
+    return nodes, pipeline.num_rollout_nodes - len(nodes)
+
+
+def _misfit(group: GroupLoad, pipeline: Pipeline) -> float:
+    """Lower is better: how much of the training nodes stays unused, and how unlike the budgets are."""
+    budget_s = min(group.budget_s, budget_of(pipeline))
+    if budget_s == math.inf:
+        return float(group.num_members)
+    train_s = pipeline.estimate.train_s if pipeline.estimate else 0.0
+    widest_s = max(budget_of(pipeline), group.budget_s)
+    unlike = 1.0 - budget_s / widest_s
+    return 1.0 - (group.train_load_s + train_s) / budget_s + unlike
+
+
+def _alone(pipeline: Pipeline, view: PlacementView) -> PlacementChoice | None:
+    """A group of its own: on its training nodes alone where that is cheaper and keeps its SLO, if nodes never run out.
+
+    Nobody can join a colocated pipeline, so where training nodes are counted it would keep others waiting.
+    """
+    apart = founding(pipeline, view)
+    if apart is not None and view.num_nodes(Phase.TRAIN) < math.inf:
+        return apart
+    colocated = pipeline.colocated_estimate
+    footprint = pipeline.footprint
+    pool = view.cluster.pool_for(Phase.TRAIN)
+    if (
+        colocated is not None
+        and pool is not None
+        and colocated.solo_s <= budget_of(pipeline)
+        and footprint.rollout_host_bytes + footprint.train_host_bytes <= pool.host_memory_bytes
+        and pipeline.num_train_nodes <= view.num_free_nodes(Phase.TRAIN)
+    ):
+        return PlacementChoice(
+            kind=AdmissionKind.NEW,
+            group=None,
+            num_new_train_nodes=pipeline.num_train_nodes,
+            is_colocated=True,
+        )
+    return apart

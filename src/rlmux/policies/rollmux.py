@@ -1,0 +1,68 @@
+"""`rollmux`: marginal-cost placement, Algorithm 1 of RollMux (OSDI'26 "Weave").
+
+    for each group, oldest first:  direct candidates (cost 0), then the scaled one
+    then a new group                                      the strictly cheapest wins, the first found among
+    equals
+
+An insertion may saturate its group as long as every SLO holds under the strict meta-iteration that the
+group will run. On a finite cluster without nodes for a new group, saturated groups are tried too before the
+pipeline queues.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rlmux.core.model import Pipeline
+from rlmux.core.placement import GroupLoad, PlacementChoice, PlacementView, Refusal, Relocation
+from rlmux.core.views import GroupView, RunWork
+from rlmux.policies.planning.candidates import direct, founding, impossible, may_join, queue, scaled
+from rlmux.policies.planning.dispatching import in_turn
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RollMux:
+    name: str = "rollmux"
+    reacts_to_progress: bool = False
+    skips_saturated: bool = False
+    """Skip groups that are saturated before the insertion, as Algorithm 1 is printed. The published cost and
+    admission mix come out without it; with it 64/8/28 % and 7 % dearer on the production trace."""
+
+    def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
+        refusal = impossible(pipeline, view)
+        if refusal is not None:
+            return refusal
+        best: PlacementChoice | None = None
+        for group in view.groups_with_room(pipeline):
+            if self._is_skipped(group) or not may_join(group, pipeline):
+                continue
+            packed = next(direct(group, pipeline), None)
+            if packed is not None:
+                return packed
+            best = best or scaled(group, pipeline, view)
+        best = best or founding(pipeline, view)
+        return best or self._over_saturate(pipeline, view) or queue(pipeline, view)
+
+    def rebalance(self, view: PlacementView) -> tuple[Relocation, ...]:
+        return ()
+
+    def dispatch(self, view: GroupView) -> Iterator[RunWork]:
+        return in_turn(view)
+
+    def _is_skipped(self, group: GroupLoad) -> bool:
+        """Saturated before the insertion. A group of nothing but unknown durations never is."""
+        return self.skips_saturated and group.is_saturated and group.cycle_s > 0
+
+    def _over_saturate(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | None:
+        """The least loaded group that can still take it: only where no node is left for a new one."""
+        best, best_period_s = None, math.inf
+        for group in view.groups_with_room(pipeline):
+            if not may_join(group, pipeline):
+                continue
+            for choice in direct(group, pipeline):
+                period_s = group.period_with(pipeline, choice.rollout_nodes, 0)
+                if period_s < best_period_s:
+                    best, best_period_s = choice, period_s
+        return best

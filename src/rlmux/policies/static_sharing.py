@@ -1,0 +1,78 @@
+"""Fixed ways of running pipelines on shared devices: what `jigsaw` is compared with, nothing foreseen.
+
+    serial          whole devices, one phase at a time, first come first served
+    mux-rollouts    two rollouts share a device, training has it alone           (MuxServe for rollouts only)
+    mux-training    a rollout and a training share a device, rollouts do not
+    mux-all         every pair that was measured to help, at once
+
+All begin what is ready as soon as their rule allows it, continuations and older work first; no tail is moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from rlmux.core.model import DeviceId, Phase, Pipeline
+from rlmux.core.placement import PlacementChoice, PlacementView, Refusal, Relocation
+from rlmux.core.sharing import NO_SHARING, SharingTable
+from rlmux.core.state import ReadyWork
+from rlmux.core.views import Choice, GroupView
+from rlmux.policies.jigsaw import place_sharing, start_side_by_side
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StaticSharing:
+    name: str
+    reacts_to_progress: bool = True
+    sharing: SharingTable = NO_SHARING
+    """Pairs that were measured to help on these devices."""
+    rollouts_share: bool = False
+    """With each other."""
+    training_shares: bool = False
+    """With a rollout."""
+    max_members: int = 8
+
+    def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
+        return place_sharing(pipeline, view, max_members=self.max_members)
+
+    def rebalance(self, view: PlacementView) -> tuple[Relocation, ...]:
+        return ()
+
+    def dispatch(self, view: GroupView) -> Iterator[Choice]:
+        phases: dict[DeviceId, list[Phase]] = {}
+        for order in view.running:
+            for device in order.devices:
+                phases.setdefault(device, []).append(order.phase)
+        allowed = []
+        for work in sorted(view.ready, key=lambda work: (not work.is_continuation, work.sequence)):
+            if all(self._may_join(work, phases.get(device, [])) for device in work.devices):
+                allowed.append(work)
+                for device in work.devices:
+                    phases.setdefault(device, []).append(work.phase)
+        yield from start_side_by_side(view, allowed, self.sharing)
+
+    def _may_join(self, work: ReadyWork, there: list[Phase]) -> bool:
+        if not there:
+            return True
+        if len(there) > 1 or work.phase is there[0] is Phase.TRAIN:
+            return False
+        if work.phase is there[0]:
+            return self.rollouts_share
+        return self.training_shares
+
+
+def serial() -> StaticSharing:
+    return StaticSharing(name="serial")
+
+
+def mux_rollouts() -> StaticSharing:
+    return StaticSharing(name="mux-rollouts", rollouts_share=True)
+
+
+def mux_training() -> StaticSharing:
+    return StaticSharing(name="mux-training", training_shares=True)
+
+
+def mux_all() -> StaticSharing:
+    return StaticSharing(name="mux-all", rollouts_share=True, training_shares=True)

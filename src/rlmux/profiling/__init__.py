@@ -1,0 +1,1 @@
+"""What this machine's devices cost: micro-benchmarks, switches, the profile file."""

@@ -1,0 +1,306 @@
+"""One kind of work of the real engines, over and over: what a profile and a benchmark time.
+
+    make_piece(kind, sizes, device) ──▶ a call that does one unit and waits until the device has done it
+    PieceProcess        the same in a process of its own, pinned to a core: windows of time ──▶ units / s in each
+
+    prefill         a batch of new prompts        old_log_probs   forward of a micro-batch
+    dense, tail     decode steps, full or few     update          forward, backward, optimizer step
+
+Processes are told to begin and end at the same moments, and work on a little beyond both, so that what is counted was
+done beside the others from first to last. On a core, a second is one of the processor time that these processes got
+together (or each, on cores of their own): strangers on the same core slow them, and change nothing in what they do to
+each other.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from itertools import count
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+
+import torch
+from torch import nn
+
+from rlmux.core.errors import UserError
+from rlmux.engines.adamw import AdamW
+from rlmux.engines.device_fraction import level_setter
+from rlmux.engines.flat_parameters import FlatParameters
+from rlmux.engines.micro_batches import TrainingSequence, cut, token_logprobs
+from rlmux.engines.model_io import build_model
+from rlmux.engines.rollout import SlotRolloutEngine
+from rlmux.rl.config import ModelConfig, RolloutConfig
+from rlmux.rl.types import TrajectoryId, TrajectoryRequest
+
+PIECES = ("prefill", "dense", "tail", "old_log_probs", "update")
+_SEED = 1
+_PAD_S = 0.05
+"""Worked on beyond the counted window, for the others' sake."""
+_SHORT_PAD_S = 0.01
+"""The same between windows that follow each other."""
+Window = tuple[float, float]
+"""From when to when, of the monotonic clock."""
+_ANSWER_LIMIT_S = 300.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PieceSizes:
+    """How much work a unit is."""
+
+    model: ModelConfig = field(
+        default_factory=lambda: ModelConfig(
+            hidden_size=128, num_layers=4, num_heads=4, num_kv_heads=2, intermediate_size=256
+        )
+    )
+    vocab_size: int = 64
+    num_slots: int = 32
+    num_tail: int = 2
+    """Sequences that a tail still decodes."""
+    prompt_tokens: int = 64
+    new_tokens: int = 96
+    num_prompts: int = 8
+    """Of one unit of prefill."""
+    decode_steps: int = 4
+    """Of one unit of decoding."""
+    micro_batch_size: int = 8
+    train_tokens: int = 64
+    """Of each sequence of a micro-batch."""
+
+
+CPU_SIZES = PieceSizes()
+CUDA_SIZES = PieceSizes(
+    model=ModelConfig(hidden_size=1024, num_layers=16, num_heads=16, num_kv_heads=8, intermediate_size=3072),
+    vocab_size=32_000,
+    num_slots=256,
+    num_tail=8,
+    prompt_tokens=512,
+    new_tokens=1024,
+    num_prompts=16,
+    decode_steps=8,
+    micro_batch_size=8,
+    train_tokens=1024,
+)
+
+
+def usual_sizes(device: str) -> PieceSizes:
+    return CUDA_SIZES if device.startswith("cuda") else CPU_SIZES
+
+
+def make_piece(kind: str, sizes: PieceSizes, device: str) -> Callable[[], None]:
+    """A unit of this kind, warmed up."""
+    if kind not in PIECES:
+        raise UserError(f"kind of work {kind!r}; accepted: {', '.join(PIECES)}")
+    if kind in ("old_log_probs", "update"):
+        unit = _training(sizes, device, is_update=kind == "update")
+    else:
+        unit = _sampling(kind, sizes, device)
+
+    def settled() -> None:
+        unit()
+        if device.startswith("cuda"):
+            torch.cuda.synchronize()
+
+    for _ in range(2):
+        settled()
+    return settled
+
+
+def _sampling(kind: str, sizes: PieceSizes, device: str) -> Callable[[], None]:
+    limits = RolloutConfig(
+        max_new_tokens=sizes.new_tokens, max_prompt_tokens=sizes.prompt_tokens, num_slots=sizes.num_slots
+    )
+    engine = SlotRolloutEngine(
+        sizes.model,
+        limits,
+        vocab_size=sizes.vocab_size,
+        seed=_SEED,
+        device=device,
+    )
+    num_active = {"prefill": sizes.num_prompts, "dense": sizes.num_slots, "tail": sizes.num_tail}[kind]
+    new_tokens = 1 if kind == "prefill" else sizes.new_tokens
+    prompt_tokens = sizes.prompt_tokens if kind == "prefill" else min(8, sizes.prompt_tokens)
+    steps = count()
+
+    def unit() -> None:
+        left = engine.run_chunk(max_decode_steps=sizes.decode_steps, max_seconds=60.0)
+        if left.num_active + left.num_waiting == 0:
+            step = next(steps)
+            engine.submit(
+                [_request(step, number, prompt_tokens, new_tokens, sizes.vocab_size) for number in range(num_active)]
+            )
+
+    unit()
+    return unit
+
+
+def _request(step: int, number: int, prompt_tokens: int, new_tokens: int, vocab_size: int) -> TrajectoryRequest:
+    """No two prompts are alike, and nothing stops but by length."""
+    first = (step * 7919 + number * 104_729) % vocab_size
+    return TrajectoryRequest(
+        id=TrajectoryId(step, number, 0),
+        prompt_tokens=tuple((first + place * (number + 1)) % vocab_size for place in range(prompt_tokens)),
+        max_new_tokens=new_tokens,
+        stop_tokens=(),
+        seed=_SEED,
+    )
+
+
+def _training(sizes: PieceSizes, device: str, *, is_update: bool) -> Callable[[], None]:
+    """What `TorchTrainEngine` does with a micro-batch, one micro-batch to the step."""
+    model: nn.Module = build_model(sizes.model, sizes.vocab_size, _SEED)
+    model = model.to(device)
+    flat = FlatParameters(model)
+    optimizer = AdamW(flat.weights, betas=(0.9, 0.99), weight_decay=0.0)
+    half = sizes.train_tokens // 2
+    sequences = [
+        TrainingSequence(
+            prompt_tokens=[(row + place) % sizes.vocab_size for place in range(half)],
+            tokens=[(3 * row + place) % sizes.vocab_size for place in range(half)],
+            is_sampled=[True] * half,
+            weight=1.0 / (half * sizes.micro_batch_size),
+        )
+        for row in range(sizes.micro_batch_size)
+    ]
+    batch = cut(sequences, sizes.micro_batch_size, 0)[0].to(torch.device(device))
+
+    def forward() -> None:
+        with torch.no_grad():
+            token_logprobs(model, batch, 1.0)[0].cpu()
+
+    def update() -> None:
+        logprobs, _ = token_logprobs(model, batch, 1.0)
+        loss = -(logprobs * batch.weights).sum()
+        flat.gradients.zero_()
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.update(flat.weights, flat.gradients, 1e-4)
+
+    return update if is_update else forward
+
+
+# --- in processes of their own ------------------------------------------------------------------------------
+
+
+class PieceProcess:
+    """A piece that can be told when to work and at which level."""
+
+    def __init__(self, kind: str, sizes: PieceSizes, device: str, core: int | None) -> None:
+        context = get_context("forkserver")  # it imports torch once for all of them, and touches no device
+        context.set_forkserver_preload([__name__])
+        self._connection, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, kind, sizes, device, core), daemon=True)
+        self._process.start()
+        theirs.close()
+
+    def wait_until_ready(self) -> None:
+        self._answer()
+
+    def begin(self, windows: Sequence[Window], level: float, *, pad_s: float) -> None:
+        """Work in each of these windows, and that much longer before and after."""
+        self._connection.send((windows, level, pad_s))
+
+    def rates(self) -> Sequence[tuple[float, float]]:
+        """Units per second in each window, and the part of a core that the process had."""
+        return self._answer()
+
+    def end(self) -> None:
+        self._connection.close()
+        self._process.join(5)
+        if self._process.is_alive():
+            self._process.kill()
+            self._process.join(5)
+
+    def _answer(self) -> Sequence[tuple[float, float]]:
+        if not self._connection.poll(_ANSWER_LIMIT_S):
+            raise TimeoutError("a piece of work gave no answer")
+        return [(float(units_per_s), float(core_share)) for units_per_s, core_share in self._connection.recv()]
+
+
+@contextmanager
+def piece_processes(
+    kinds: Sequence[str], sizes: PieceSizes, device: str, core: int | None, *, num_each: int = 2
+) -> Iterator[dict[str, list[PieceProcess]]]:
+    """So many processes of each kind, idle until told; all of one core, or of one GPU (`cuda`, `cuda:1`)."""
+    made = {kind: [PieceProcess(kind, sizes, device, core) for _ in range(num_each)] for kind in kinds}
+    try:
+        for pair in made.values():
+            for process in pair:
+                process.wait_until_ready()
+        yield made
+    finally:
+        for pair in made.values():
+            for process in pair:
+                process.end()
+
+
+def rates(working: Sequence[tuple[PieceProcess, float]], seconds: float, *, is_core: bool) -> list[float]:
+    """Units per second of processes that work at once, each at its level; see the module for seconds of a core."""
+    from_s = time.monotonic() + _PAD_S
+    for process, level in working:
+        process.begin([(from_s, from_s + seconds)], level, pad_s=_PAD_S)
+    answers = [process.rates()[0] for process, _ in working]
+    core_s = sum(share for _, share in answers) if is_core else 1.0
+    return [units / max(core_s, 1e-9) for units, _ in answers]
+
+
+def rates_in_turn(
+    first: PieceProcess, second: PieceProcess, seconds: float, num_turns: int, *, is_core: bool
+) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
+    """Two processes with a device each: the first alone, both at once, the second alone, over and over.
+
+    Of each process and turn units per second (alone, beside the other); on a core, a second of what it had itself.
+    """
+    pace_s = seconds + 2 * _SHORT_PAD_S
+    begin_s = time.monotonic() + _PAD_S
+    windows = [(begin_s + at * pace_s, begin_s + at * pace_s + seconds) for at in range(3 * num_turns)]
+    first.begin([window for at, window in enumerate(windows) if at % 3 != 2], 1.0, pad_s=_SHORT_PAD_S)
+    second.begin([window for at, window in enumerate(windows) if at % 3 != 0], 1.0, pad_s=_SHORT_PAD_S)
+    alone_beside, beside_alone = (
+        [units / max(share if is_core else 1.0, 1e-9) for units, share in process.rates()]
+        for process in (first, second)
+    )
+    return (
+        list(zip(alone_beside[0::2], alone_beside[1::2], strict=True)),
+        list(zip(beside_alone[1::2], beside_alone[0::2], strict=True)),
+    )
+
+
+def _serve(connection: Connection, kind: str, sizes: PieceSizes, device: str, core: int | None) -> None:
+    torch.set_num_threads(1)
+    if os.getsid(0) != os.getpid():
+        os.setsid()  # as workers are: niceness may be a matter of sessions
+    if core is not None:
+        os.sched_setaffinity(0, {core})
+    if device.startswith("cuda:"):
+        torch.cuda.set_device(device)
+    unit = make_piece(kind, sizes, device)
+    share = level_setter(device)
+    connection.send([])
+    try:
+        while True:
+            windows, level, pad_s = connection.recv()
+            share.set(level)
+            connection.send([_timed(unit, from_s, to_s, pad_s) for from_s, to_s in windows])
+    except (EOFError, OSError):
+        return
+
+
+def _timed(unit: Callable[[], None], from_s: float, to_s: float, pad_s: float) -> tuple[float, float]:
+    """(units per second, processor seconds per second), by the units that ended within the window."""
+    time.sleep(max(0.0, from_s - pad_s - time.monotonic()))
+    ended: list[tuple[float, float]] = []
+    while (now_s := time.monotonic()) < to_s + pad_s:
+        if now_s >= from_s:
+            ended.append((now_s, time.process_time()))
+        unit()
+    ended.append((time.monotonic(), time.process_time()))
+    within = [moment for moment in ended if moment[0] <= to_s]
+    if len(within) < 3:  # units as long as the window: by all that began in it
+        within = ended
+    if len(within) < 2:
+        return 1.0 / max(ended[-1][0] - from_s, 1e-9), 1.0
+    (first_s, first_cpu_s), (last_s, last_cpu_s) = within[0], within[-1]
+    return (len(within) - 1) / (last_s - first_s), (last_cpu_s - first_cpu_s) / (last_s - first_s)

@@ -1,0 +1,212 @@
+"""The front desk of a running controller: who may come in, who wants to leave, how things stand.
+
+    submit {text, source}   parsed and checked ─▶ note `submitted` in the log ─▶ PipelineSubmitted when due
+                            answered once every pipeline of it is placed, waiting, refused, or known to come later
+    cancel {name}           ─▶ PipelineCancelled; one that has not come yet is struck off
+    status {}               who runs this, and who is still to come; everything else is in the log
+
+A submission that is refused for its text leaves no trace. One that is taken is in the log before anything of it is
+started, so that a resumed run knows it.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rlmux.core.actions import Action, Admit, Refuse, Wait
+from rlmux.core.errors import UserError
+from rlmux.core.events import Event, PipelineCancelled
+from rlmux.core.model import PipelineId, PipelineStatus
+from rlmux.core.scheduler import Scheduler
+from rlmux.report.log import LogReader
+from rlmux.runtime.backend import Note, Submission
+from rlmux.runtime.control_socket import ControlServer, Request
+
+ParseSubmission = Callable[[str, str], Sequence[Submission]]
+"""(text of a file, its name) to its pipelines, `submit_at_s` counted from now. Raises UserError."""
+
+_REQUESTS = ("submit", "cancel", "status")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """What the visitors of one turn come to, for the controller to carry out."""
+
+    submissions: Sequence[Submission] = ()
+    withdrawn: Sequence[PipelineId] = ()
+    """Were to come later, and now will not."""
+    events: Sequence[Event] = ()
+    notes: Sequence[Note] = ()
+
+
+@dataclass(slots=True)
+class _Turn:
+    """`Asked` in the making."""
+
+    submissions: list[Submission] = field(default_factory=list)
+    withdrawn: list[PipelineId] = field(default_factory=list)
+    cancelled: list[PipelineId] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
+
+
+class _Answer(NamedTuple):
+    """To a submission, as far as it is known."""
+
+    request: Request
+    outcome_by_pipeline: dict[PipelineId, dict[str, Any] | None]
+
+
+class Desk:
+    """Takes requests, and listens to the run to answer them."""
+
+    def __init__(
+        self,
+        server: ControlServer,
+        scheduler: Scheduler,
+        parse: ParseSubmission,
+        *,
+        over: Mapping[PipelineId, Any],
+        is_kept_open: bool,
+    ) -> None:
+        """`over`: pipelines that ended in earlier parts of the run, whose names are taken too."""
+        self._server = server
+        self._scheduler = scheduler
+        self._parse = parse
+        self._over = set(over)
+        self._answers: list[_Answer] = []
+        self.is_kept_open = is_kept_open
+        """The run waits for more when all its pipelines are over."""
+
+    def open(self, now_s: float, upcoming: Sequence[Submission]) -> Asked:
+        """See to whoever stands there; never waits."""
+        turn = _Turn()
+        for request in self._server.requests():
+            try:
+                self._serve(request, now_s, upcoming, turn)
+            except UserError as error:
+                request.refuse(str(error))
+        return Asked(
+            submissions=turn.submissions,
+            withdrawn=turn.withdrawn,
+            events=[PipelineCancelled(time_s=now_s, pipeline=pipeline) for pipeline in turn.cancelled],
+            notes=turn.notes,
+        )
+
+    def update(self, now_s: float, events: Sequence[Event], actions: Sequence[Action], notes: Sequence[Note]) -> None:
+        """Answer those whose pipelines have been decided on."""
+        for action in actions if self._answers else ():
+            outcome = _outcome(action)
+            if outcome is not None:
+                for answer in self._answers:
+                    if answer.outcome_by_pipeline.get(action.pipeline, outcome) is None:  # type: ignore[union-attr]
+                        answer.outcome_by_pipeline[action.pipeline] = outcome  # type: ignore[union-attr]
+        self._give_answers()
+
+    def close(self) -> None:
+        self._server.close()
+
+    def _serve(self, request: Request, now_s: float, upcoming: Sequence[Submission], turn: _Turn) -> None:
+        match request.words:
+            case {"request": "submit", "text": str(text), "source": str(source)}:
+                self._submit(request, text, source, now_s, upcoming, turn)
+            case {"request": "cancel", "name": str(name)}:
+                self._cancel(request, PipelineId(name), upcoming, turn)
+            case {"request": "status"}:
+                to_come = [{"pipeline": one.pipeline.id, "at_s": one.submit_at_s} for one in upcoming]
+                request.answer(pid=os.getpid(), now_s=now_s, is_kept_open=self.is_kept_open, upcoming=to_come)
+            case _:
+                asked = request.words.get("request")
+                raise UserError(f"request {asked!r} with {sorted(request.words)}: accepted: {', '.join(_REQUESTS)}")
+
+    def _submit(
+        self, request: Request, text: str, source: str, now_s: float, upcoming: Sequence[Submission], turn: _Turn
+    ) -> None:
+        parsed = self._parse(text, source)
+        taken = {*self._scheduler.state.runs, *self._over}
+        taken.update(one.pipeline.id for one in (*upcoming, *turn.submissions))
+        for one in parsed:
+            if one.pipeline.id in taken:
+                raise UserError(
+                    f"{source}: pipeline {one.pipeline.id!r} is in this run already; accepted: a name of its own "
+                    f"(--set pipelines.{one.pipeline.id}.name=...)"
+                )
+        outcomes: dict[PipelineId, dict[str, Any] | None] = {}
+        for one in parsed:
+            at_s = now_s + one.submit_at_s
+            turn.submissions.append(replace(one, submit_at_s=at_s))
+            is_later = one.submit_at_s > 0.0
+            outcomes[one.pipeline.id] = {"outcome": "upcoming", "at_s": at_s} if is_later else None
+        names = [one.pipeline.id for one in parsed]
+        turn.notes.append(
+            Note(type="submitted", fields={"pipelines": names, "at_s": now_s, "source": source, "resolved": text})
+        )
+        self._answers.append(_Answer(request, outcomes))
+
+    def _cancel(
+        self, request: Request, name: PipelineId, upcoming: Sequence[Submission], turn: _Turn
+    ) -> None:
+        run = self._scheduler.state.runs.get(name)
+        if run is None and name in [one.pipeline.id for one in upcoming] and name not in turn.withdrawn:
+            turn.withdrawn.append(name)
+            self._over.add(name)
+            fields = {"pipeline": name, "status": PipelineStatus.CANCELLED.value, "reason": "before it came"}
+            turn.notes.append(Note(type="pipeline_end", fields={**fields, "weights_sha256": None}))
+            request.answer(pipeline=name, outcome="struck off")
+            return
+        if run is None:
+            known = ", ".join(self._scheduler.state.runs) or "none"
+            over = f"pipeline {name!r} is over" if name in self._over else f"no pipeline {name!r}"
+            raise UserError(f"{over}; accepted: one that waits or runs, of: {known}")
+        if run.status not in (PipelineStatus.WAITING, PipelineStatus.RUNNING) or name in turn.cancelled:
+            raise UserError(f"pipeline {name!r} is {run.status.value}; accepted: one that waits or runs")
+        turn.cancelled.append(name)
+        outcome = "ends at its next safe point" if run.status is PipelineStatus.RUNNING else "waits no longer"
+        request.answer(pipeline=name, outcome=outcome)
+
+    def _give_answers(self) -> None:
+        for answer in list(self._answers):
+            outcomes = answer.outcome_by_pipeline
+            if all(outcome is not None for outcome in outcomes.values()):
+                self._answers.remove(answer)
+                answer.request.answer(pipelines=[{"pipeline": name, **(outcomes[name] or {})} for name in outcomes])
+
+
+def _outcome(action: Action) -> dict[str, Any] | None:
+    match action:
+        case Admit():
+            placement = action.placement
+            return {
+                "outcome": "placed",
+                "kind": action.kind.value,
+                "group": placement.group,
+                "rollout_nodes": [str(node) for node in placement.rollout_nodes],
+                "train_nodes": [str(node) for node in placement.train_nodes],
+            }
+        case Refuse():
+            return {"outcome": "refused", "reason": action.reason}
+        case Wait():
+            return {"outcome": "waiting", "reason": action.reason}
+    return None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submitted:
+    """What came through the desk of a run, as its log keeps it."""
+
+    source: str
+    resolved: str
+    at_s: float
+
+
+def submitted_to(folder: Path) -> list[Submitted]:
+    """Everything that was submitted to a run while it ran, oldest first."""
+    with LogReader(folder) as reader:
+        return [
+            Submitted(source=entry.value["source"], resolved=entry.value["resolved"], at_s=entry.value["at_s"])
+            for entry in reader.entries()
+            if entry.type == "submitted" and isinstance(entry.value, dict)
+        ]

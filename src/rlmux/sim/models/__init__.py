@@ -1,0 +1,1 @@
+"""What the simulated world does and what it takes: hardware, costs, decoding, interference."""

@@ -1,0 +1,317 @@
+"""How two sub-stages on one device slow each other: a measured table, with an estimate behind its holes.
+
+    profile file (JSON) ──load_interference──> InterferenceTable ──slowdowns(a, b, level)──> (of a, of b)
+                                  └──> warnings: another device's file, holes, impossible levels
+
+A level is the share of the device that the first sub-stage gets; the second has the rest. Level 1.0 means no
+split: both may use everything. A table always answers: with the entry, with its mirror (b, a, 1 - level),
+with the nearest level the device can do, and last with `roofline_interference`; the warnings say which of
+these it will be.
+
+The estimate splits the solo time of a sub-stage into a part bound by arithmetic, a part bound by memory
+bandwidth and a rest of latencies. The first stretches as 1 / share; the second only when the share is too
+small to draw the whole bandwidth, or when both together ask for more than there is; the rest does not
+stretch. Without a split, whatever fills the device waits for the other's kernels that fill it too.
+Invariant: a slowdown is at least 1, and over the splits that of the first does not rise with its share.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+from rlmux.core.errors import UserError
+from rlmux.core.sharing import SharingEntry, SharingTable
+from rlmux.sim.models.hardware import gpu_spec
+
+NO_SPLIT = 1.0
+"""The level at which both use the whole device."""
+BANDWIDTH_SHARE = 0.4
+"""Share of a GPU's multiprocessors that is enough to draw its whole memory bandwidth (an assumption)."""
+_SHARED_KINDS = {"prefill": "prefill", "dense": "dense", "tail": "tail", "train": "update"}
+"""The scheduler's characters, and whose interference stands for each."""
+_TOLERANCE = 1e-6
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class SubStageProfile:
+    """What bounds a sub-stage that has the device for itself."""
+
+    compute: float
+    """Part of its time bound by arithmetic, in [0, 1]."""
+    bandwidth: float
+    """Part of its time bound by memory bandwidth; compute and bandwidth together at most 1."""
+
+    def __post_init__(self) -> None:
+        if min(self.compute, self.bandwidth) < 0 or self.compute + self.bandwidth > 1 + _TOLERANCE:
+            raise UserError(
+                f"compute={self.compute} and bandwidth={self.bandwidth} "
+                "must be at least 0 and at most 1 together"
+            )
+
+
+SUB_STAGE_PROFILES: Mapping[str, SubStageProfile] = {
+    "prefill": SubStageProfile(compute=0.60, bandwidth=0.15),
+    "dense": SubStageProfile(compute=0.15, bandwidth=0.50),
+    "tail": SubStageProfile(compute=0.02, bandwidth=0.35),
+    "reference": SubStageProfile(compute=0.45, bandwidth=0.20),
+    "old_log_probs": SubStageProfile(compute=0.45, bandwidth=0.20),
+    "update": SubStageProfile(compute=0.50, bandwidth=0.25),
+    "publish": SubStageProfile(compute=0.0, bandwidth=0.20),
+    "tool": SubStageProfile(compute=0.0, bandwidth=0.0),
+}
+"""Typical sub-stages. The measured runs reach 16-42 % of peak arithmetic in prefill bursts, 4-15 % in dense
+and 0.5-3 % in tail decoding, 10-29 % in updates; a tail step reads its weights for 20-50 % of its time."""
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class ShareLevels:
+    """The splits of a device that can be made."""
+
+    device: str
+    num_units: int
+    """Multiprocessors of a GPU, cores of a CPU device."""
+    unit_step: int = 1
+    """Units come in multiples of this."""
+    min_units: int = 1
+
+    def can_do(self, level: float) -> bool:
+        return abs(self.nearest(level) - level) <= 0.5 / self.num_units + _TOLERANCE
+
+    def nearest(self, level: float) -> float:
+        """The closest share that leaves both sides at least the minimum; 1.0 is no split."""
+        if level >= NO_SPLIT:
+            return NO_SPLIT
+        last = (self.num_units - self.min_units) // self.unit_step * self.unit_step
+        if last < self.min_units:
+            return NO_SPLIT
+        units = round(level * self.num_units / self.unit_step) * self.unit_step
+        first = -(-self.min_units // self.unit_step) * self.unit_step
+        return min(max(units, first), last) / self.num_units
+
+    def usual(self) -> tuple[float, ...]:
+        """Four even splits from 20 % to 90 %, as far as the device can do them, and no split."""
+        wanted = [self.nearest(0.2 + 0.7 * i / 3) for i in range(4)]
+        return (*sorted(set(wanted) - {NO_SPLIT}), NO_SPLIT)
+
+
+def share_levels(device: str, num_units: int | None = None) -> ShareLevels:
+    """Splits of a known GPU; any other name is a device of `num_units` equal units (cores)."""
+    if num_units is not None:
+        return ShareLevels(device=device, num_units=num_units)
+    spec = gpu_spec(device)
+    # Compute capability 9 and later hands out multiprocessors by eight, 8 by two with a minimum of four.
+    is_ampere_or_ada = spec.name.startswith(("A100", "L40"))
+    return ShareLevels(
+        device=spec.name,
+        num_units=spec.num_sms,
+        unit_step=2 if is_ampere_or_ada else 8,
+        min_units=4 if is_ampere_or_ada else 8,
+    )
+
+
+def roofline_interference(
+    kind_a: str | SubStageProfile, kind_b: str | SubStageProfile, level: float
+) -> tuple[float, float]:
+    """Estimated slowdowns of two sub-stages that run together, the first with share `level` of the device."""
+    if not 0.0 < level <= 1.0:
+        raise UserError(f"level {level} is not a share of a device; accepted: above 0, up to 1 (no split)")
+    return _estimate(_profile(kind_a), _profile(kind_b), level)
+
+
+@lru_cache(maxsize=4096)
+def _estimate(a: SubStageProfile, b: SubStageProfile, level: float) -> tuple[float, float]:
+    slow_a, slow_b = _alone(a, level), _alone(b, NO_SPLIT if level == NO_SPLIT else 1.0 - level)
+    alone_a, alone_b = slow_a, slow_b
+    # Each side's demand falls as it is slowed: a few damped rounds reach the balance.
+    for _ in range(20):
+        if level == NO_SPLIT:
+            # Kernels that fill the device queue behind each other.
+            wait_a = (a.compute + a.bandwidth) * (b.compute + b.bandwidth) / slow_b
+            wait_b = (a.compute + a.bandwidth) * (b.compute + b.bandwidth) / slow_a
+        else:
+            stretch = max(0.0, a.bandwidth / slow_a + b.bandwidth / slow_b - 1.0)
+            wait_a, wait_b = a.bandwidth * stretch, b.bandwidth * stretch
+        slow_a, slow_b = (slow_a + alone_a + wait_a) / 2, (slow_b + alone_b + wait_b) / 2
+    return slow_a, slow_b
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class InterferenceTable:
+    """Measured slowdowns of pairs on one device, with an estimate behind every hole."""
+
+    device: str
+    levels: ShareLevels
+    measured: Mapping[tuple[str, str, float], tuple[float, float]] = field(default_factory=dict)
+    """(first kind, second kind, level) to (slowdown of the first, of the second)."""
+    profiles: Mapping[str, SubStageProfile] = field(default_factory=lambda: SUB_STAGE_PROFILES)
+    _by_units: dict[tuple[str, str, int], tuple[float, float]] = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        by_units = {
+            (a, b, round(at * self.levels.num_units)): slow for (a, b, at), slow in self.measured.items()
+        }
+        object.__setattr__(self, "_by_units", by_units)
+
+    def slowdowns(self, kind_a: str, kind_b: str, level: float) -> tuple[float, float]:
+        """The answer for a pair; see the module for what stands in for a missing entry."""
+        level = self.levels.nearest(level)
+        found = self._entry(kind_a, kind_b, level)
+        if found is not None:
+            return found
+        return roofline_interference(_profile(kind_a, self.profiles), _profile(kind_b, self.profiles), level)
+
+    def slowdown_alone(self, kind: str, level: float) -> float:
+        """Of a sub-stage that keeps to its share though nobody uses the rest; always the estimate."""
+        return _alone(_profile(kind, self.profiles), self.levels.nearest(level))
+
+    def is_measured(self, kind_a: str, kind_b: str, level: float) -> bool:
+        return self._entry(kind_a, kind_b, self.levels.nearest(level)) is not None
+
+    def holes(
+        self, kinds: Iterable[str], levels: Iterable[float] | None = None
+    ) -> list[tuple[str, str, float]]:
+        """Pairs that a scheduler may ask for and that only the estimate can answer."""
+        asked = self.levels.usual() if levels is None else tuple(levels)
+        names = list(kinds)
+        return [key for key in product(names, names, asked) if not self.is_measured(*key)]
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "schema": 1,
+            "device": self.device,
+            "num_units": self.levels.num_units,
+            "unit_step": self.levels.unit_step,
+            "min_units": self.levels.min_units,
+            "entries": [
+                {"a": a, "b": b, "level": level, "slowdown_a": slow_a, "slowdown_b": slow_b}
+                for (a, b, level), (slow_a, slow_b) in self.measured.items()
+            ],
+        }
+
+    def save(self, path: str | Path) -> None:
+        Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+
+    def _entry(self, kind_a: str, kind_b: str, level: float) -> tuple[float, float] | None:
+        units = round(level * self.levels.num_units)
+        if (kind_a, kind_b, units) in self._by_units:
+            return self._by_units[kind_a, kind_b, units]
+        mirror = units if level == NO_SPLIT else self.levels.num_units - units
+        if (kind_b, kind_a, mirror) in self._by_units:
+            slow_b, slow_a = self._by_units[kind_b, kind_a, mirror]
+            return slow_a, slow_b
+        return None
+
+
+def estimated_table(levels: ShareLevels) -> InterferenceTable:
+    """A table with nothing measured: every answer is the estimate."""
+    return InterferenceTable(device=levels.device, levels=levels)
+
+
+def sharing_table(table: InterferenceTable, levels: tuple[float, ...] | None = None) -> SharingTable:
+    """What the scheduler may know of a table: every pair at every level, as a profile of the device would list it."""
+    entries = []
+    for level in levels or table.levels.usual():
+        if level >= NO_SPLIT:
+            continue
+        for (first, kind_a), (second, kind_b) in product(_SHARED_KINDS.items(), repeat=2):
+            slow_a, slow_b = table.slowdowns(kind_a, kind_b, level)
+            entries.append(
+                SharingEntry(kind_a=first, kind_b=second, level=level, slowdown_a=slow_a, slowdown_b=slow_b)
+            )
+    return SharingTable.of(entries)
+
+
+def load_interference(
+    path: str | Path | None,
+    levels: ShareLevels,
+    kinds: Iterable[str] = tuple(SUB_STAGE_PROFILES),
+    *,
+    asked: Iterable[float] | None = None,
+) -> tuple[InterferenceTable, list[str]]:
+    """The table of a profile file for one device, and what was wrong with the file and is used instead.
+
+    Holes are looked for at the levels that will be asked for, by default the usual ones. A file that is no
+    profile at all is an error; one that does not fit only costs accuracy and is a warning.
+    """
+    if path is None:
+        return estimated_table(levels), [
+            f"no interference profile for {levels.device}: every pair is estimated"
+        ]
+    content = read_profile(Path(path))
+    if content["device"] != levels.device:
+        return estimated_table(levels), [
+            f"{path} was measured on {content['device']!r}, not on {levels.device!r}: "
+            "nothing of it is used, every pair is estimated"
+        ]
+    warnings, measured = [], {}
+    for entry in content["entries"]:
+        if not levels.can_do(entry["level"]):
+            warnings.append(
+                f"{path}: {levels.device} cannot do level {entry['level']:g} "
+                f"of ({entry['a']}, {entry['b']}); the entry is left out, "
+                f"{levels.nearest(entry['level']):.3g} is the nearest it can do"
+            )
+            continue
+        measured[entry["a"], entry["b"], entry["level"]] = (entry["slowdown_a"], entry["slowdown_b"])
+    table = InterferenceTable(device=levels.device, levels=levels, measured=measured)
+    holes = table.holes(kinds, asked)
+    if holes:
+        named = ", ".join(f"({a}, {b}, {level:.3g})" for a, b, level in holes[:4])
+        more = f" and {len(holes) - 4} more" if len(holes) > 4 else ""
+        warnings.append(f"{path} has {len(holes)} holes: {named}{more}; these are estimated")
+    return table, warnings
+
+
+def read_profile(path: Path) -> dict[str, Any]:
+    """All that is in a profile file. Raises UserError for a file that is none."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, json.JSONDecodeError) as error:
+        raise UserError(f"interference profile {path} cannot be read: {error}") from error
+    if (
+        not isinstance(content, dict)
+        or content.get("schema") != 1
+        or not isinstance(content.get("entries"), list)
+    ):
+        raise UserError(
+            f"{path} is not an interference profile: expected schema 1 with 'device' and 'entries'"
+        )
+    for number, entry in enumerate(content["entries"], 1):
+        if not _is_entry(entry):
+            raise UserError(
+                f"{path}: entry {number} is {entry!r}; "
+                "expected a, b, level in (0, 1], slowdown_a and slowdown_b above 0"
+            )
+    return {**content, "device": str(content.get("device", ""))}
+
+
+def _is_entry(entry: object) -> bool:
+    if not isinstance(entry, dict) or not all(isinstance(entry.get(side), str) for side in ("a", "b")):
+        return False
+    numbers = [entry.get(key) for key in ("level", "slowdown_a", "slowdown_b")]
+    if not all(isinstance(number, int | float) and 0 < number < math.inf for number in numbers):
+        return False
+    return bool(entry["level"] <= 1)
+
+
+def _profile(
+    kind: str | SubStageProfile, profiles: Mapping[str, SubStageProfile] = SUB_STAGE_PROFILES
+) -> SubStageProfile:
+    if isinstance(kind, SubStageProfile):
+        return kind
+    if kind not in profiles:
+        raise UserError(f"sub-stage {kind!r} is unknown; known: {', '.join(profiles)}")
+    return profiles[kind]
+
+
+def _alone(profile: SubStageProfile, share: float) -> float:
+    """Slowdown by the smaller share alone, with nobody on the rest."""
+    rest = 1.0 - profile.compute - profile.bandwidth
+    return profile.compute / share + profile.bandwidth * max(1.0, BANDWIDTH_SHARE / share) + rest

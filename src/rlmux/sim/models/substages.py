@@ -1,0 +1,151 @@
+"""The truth at the grain of sub-stages: one pipeline's rollouts by worker and sequence, its training by stage.
+
+    lengths of a step ──dealt to workers──▶ Decoder (one share; decoder.py)
+    tokens of a step ──▶ seconds of reference, old log-probs, update, publish
+
+What a step contains is a function of (seed, step) only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+
+import numpy as np
+
+from rlmux.core.errors import UserError
+from rlmux.core.model import PhaseSeconds, Stage
+from rlmux.sim.models.costs import MEASURED_GPU, TrainCosts, rollout_costs, train_costs
+from rlmux.sim.models.decoder import Decoder, Unfinished, copy_s, recompute_s
+from rlmux.sim.models.lengths import length_distribution
+from rlmux.sim.models.multi_turn import ToolUse, TurnDecoder
+from rlmux.sim.models.work import Remaining
+from rlmux.sim.world import KIND_BY_STAGE, TrueSeconds
+
+STAGES = (Stage.GENERATE, *KIND_BY_STAGE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SubStageWorld(TrueSeconds):
+    """One pipeline's truth. `by_stage` is not used: every second follows from the lengths."""
+
+    by_stage: dict[Stage, float] = field(default_factory=dict)
+    model: str
+    lengths_of: str
+    """A recorded run whose answer lengths are drawn from."""
+    num_sequences: int
+    """Trajectories of a step."""
+    num_rollout_devices: int
+    num_train_devices: int
+    """Devices of the pipeline alone, which its solo time refers to."""
+    seed: int = 0
+    gpu: str = MEASURED_GPU
+    tp: int = 4
+    """GPUs that act as one device."""
+    slots: int = 512
+    """Sequences that a worker decodes at once."""
+    is_colocated: bool = True
+    """Training takes all devices; else only those of the training pool."""
+    tools: ToolUse | None = None
+    """Trajectories wait for their environment between turns; None: they have one turn."""
+
+    def __post_init__(self) -> None:
+        if self.num_sequences < 1 or self.slots < 1:
+            raise UserError(
+                f"pipeline of {self.lengths_of!r}: num_sequences is {self.num_sequences} and slots {self.slots}; "
+                "both must be at least 1"
+            )
+
+    def share(self, step: int, index: int, num_devices: int) -> Remaining:
+        """Whole prompt groups, dealt to the devices in turn."""
+        distribution = length_distribution(self.lengths_of)
+        group = distribution.group_size
+        costs = rollout_costs(self.model, self.gpu, self.tp)
+        sequences = [
+            one for number, one in enumerate(self._trajectories(step)) if number // group % num_devices == index
+        ]
+        if self.tools is None:
+            return Decoder(costs, sequences, slots=self.slots, group_size=group)
+        return TurnDecoder(
+            costs, sequences, slots=self.slots, group_size=group, keeps_slots=self.tools.keeps_slots
+        )
+
+    def _trajectories(self, step: int) -> list[Unfinished]:
+        lengths = self.lengths(step)
+        prompt_tokens = length_distribution(self.lengths_of).prompt_tokens
+        if self.tools is None:
+            return [Unfinished(length, -prompt_tokens) for length in lengths]
+        generator = np.random.default_rng([self.seed, step, 1])
+        turns = self.tools.turns_of(lengths, generator)
+        return [Unfinished(first, -prompt_tokens, later) for first, later in turns]
+
+    def lengths(self, step: int) -> tuple[int, ...]:
+        return _lengths(self.lengths_of, self.num_sequences, self.seed, step)
+
+    def tokens(self, step: int) -> int:
+        """Prompt and response tokens of a step."""
+        prompt = length_distribution(self.lengths_of).prompt_tokens
+        return int(sum(self.lengths(step)) + prompt * self.num_sequences)
+
+    def stage_s(self, stage: Stage, step: int, num_devices: int) -> float:
+        """Of a training stage on so many devices, or of publishing (0: it holds none)."""
+        if stage not in KIND_BY_STAGE:
+            return 0.0
+        costs = _train_costs(self.model, self.gpu, self.tp * (num_devices or self.num_train_devices))
+        return costs.stage_s(KIND_BY_STAGE[stage], self.tokens(step))
+
+    def moving_s(self, moved: Sequence[Unfinished], *, copies_kv: bool) -> tuple[float, float]:
+        costs = rollout_costs(self.model, self.gpu, self.tp)
+        return (copy_s(costs, moved), 0.0) if copies_kv else (0.0, recompute_s(costs, moved))
+
+    def rollout_s(self, step: int) -> float:
+        """Alone: until the slowest share ends."""
+        return _rollout_s(
+            self.model, self.gpu, self.tp, self.lengths_of, self.num_sequences, self.slots, self.tools, self.seed,
+            step, self.num_rollout_devices,
+        )  # fmt: skip
+
+    def train_s(self, step: int) -> float:
+        stages = (Stage.REFERENCE_LOGPROBS, Stage.OLD_LOGPROBS, Stage.UPDATE)
+        return sum(self.stage_s(stage, step, self.num_train_devices) for stage in stages)
+
+    def seconds(self, stage: Stage, step: int) -> float:
+        if stage is Stage.GENERATE:
+            return self.rollout_s(step)
+        return self.stage_s(stage, step, self.num_train_devices)
+
+    def solo_s(self, step: int) -> float:
+        return sum(self.seconds(stage, step) for stage in STAGES)
+
+    def mean_phases(self, num_steps: int = 3) -> PhaseSeconds:
+        """What its owner would have measured: means over a few steps of another seed."""
+        other = replace(self, seed=self.seed + 7919)
+        steps = range(1, num_steps + 1)
+        return PhaseSeconds(
+            rollout_s=sum(other.rollout_s(step) for step in steps) / num_steps,
+            train_s=sum(other.train_s(step) for step in steps) / num_steps,
+        )
+
+
+@lru_cache(maxsize=4096)
+def _lengths(run: str, num_sequences: int, seed: int, step: int) -> tuple[int, ...]:
+    generator = np.random.default_rng([seed, step])
+    return tuple(int(n) for n in length_distribution(run).sample(generator, num_sequences))
+
+
+@lru_cache(maxsize=256)
+def _train_costs(model: str, gpu: str, num_gpus: int) -> TrainCosts:
+    return train_costs(model, gpu, num_gpus)
+
+
+@lru_cache(maxsize=4096)
+def _rollout_s(
+    model: str, gpu: str, tp: int, run: str, num_sequences: int, slots: int, tools: ToolUse | None, seed: int,
+    step: int, num_devices: int,
+) -> float:
+    world = SubStageWorld(
+        model=model, lengths_of=run, num_sequences=num_sequences, num_rollout_devices=num_devices,
+        num_train_devices=num_devices, seed=seed, gpu=gpu, tp=tp, slots=slots, tools=tools,
+    )  # fmt: skip
+    return max(world.share(step, index, num_devices).until_over(1.0) for index in range(num_devices))

@@ -1,0 +1,1 @@
+"""Who arrives when: named workloads, traces, recorded runs."""

@@ -1,0 +1,175 @@
+"""What a simulation is given: who arrives when, what the scheduler believes of it, and what is true.
+
+    Workload = Cluster + Arrivals            Arrival = Pipeline (estimates) + TrueSeconds + costs + its end
+
+The measured profiles (phase means of real pipelines) and the costs of switching between them are here too,
+since an arrival is mostly made from one: `profiled_arrival`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from rlmux.core.model import Cluster, Footprint, Phase, PhaseSeconds, Pipeline, PipelineId, Pool, Stage
+from rlmux.sim import tables
+from rlmux.sim.models.neighbours import Neighbours
+from rlmux.sim.world import NO_SWITCH, STEADY, SwitchSeconds, TrueSeconds, Variation
+
+H20_USD_PER_GPU_HOUR = 1.76
+H800_USD_PER_GPU_HOUR = 5.28
+GPUS_PER_NODE = 8
+_GB = 1e9
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrival:
+    """One pipeline's appearance, and the truth about it."""
+
+    submit_s: float
+    pipeline: Pipeline
+    world: TrueSeconds
+    depart_s: float | None = None
+    """It is cancelled then; None: it leaves when its steps are done."""
+    colocated_world: TrueSeconds | None = None
+    """On the training pool's GPUs for both phases; None: as `world`."""
+    switch: SwitchSeconds = NO_SWITCH
+    tokens_per_step: float = 0.0
+    """0 where nothing is known."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Everything a simulation needs but the policy."""
+
+    name: str
+    cluster: Cluster
+    arrivals: tuple[Arrival, ...]
+    """In order of submission."""
+    seed: int = 0
+    about: str = ""
+    """One line for tables and pictures."""
+    neighbours: Neighbours | None = None
+    """What orders on devices of one machine cost each other; None: nothing."""
+
+    @property
+    def end_s(self) -> float | None:
+        """When the last pipeline has left, where departures are given: cost is averaged until then."""
+        departures = [arrival.depart_s for arrival in self.arrivals if arrival.depart_s is not None]
+        return max(departures) if len(departures) == len(self.arrivals) else None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """Mean phase seconds of one model at one response cap."""
+
+    name: str
+    disaggregated: PhaseSeconds
+    colocated: PhaseSeconds
+
+    @property
+    def model(self) -> str:
+        return self.name.partition("_")[0]
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes per pool in the measured set-up."""
+        return 2 if self.model == "32B" else 1
+
+
+def profiles() -> Mapping[str, Profile]:
+    """The 16 measured profiles, by name such as `7B_8k`."""
+    return {
+        row["profile"]: Profile(
+            name=row["profile"],
+            disaggregated=PhaseSeconds(rollout_s=float(row["rollout_s"]), train_s=float(row["train_s"])),
+            colocated=PhaseSeconds(
+                rollout_s=float(row["colocated_rollout_s"]), train_s=float(row["colocated_train_s"])
+            ),
+        )
+        for row in tables.rows("weave_profiles")
+    }
+
+
+def profiled_arrival(
+    name: str,
+    profile: Profile,
+    *,
+    submit_s: float,
+    slo_slowdown: float,
+    depart_s: float | None = None,
+    num_steps: int | None = None,
+    num_rollout_nodes: int | None = None,
+    num_train_nodes: int | None = None,
+    costs: bool = False,
+    has_footprint: bool = False,
+    variation: Variation = STEADY,
+) -> Arrival:
+    """A pipeline whose estimate is the profile's means, in a world where these hold up to the variation."""
+    row = _switch_row(profile.model)
+    sync_s = float(row["sync_s"]) if costs else 0.0
+    footprint = Footprint()
+    if has_footprint:
+        footprint = Footprint(
+            rollout_host_bytes=float(row["rollout_host_gb"]) * _GB,
+            train_host_bytes=float(row["train_host_gb"]) * _GB,
+        )
+    stages = (Stage.GENERATE, Stage.UPDATE, Stage.PUBLISH) if costs else (Stage.GENERATE, Stage.UPDATE)
+    return Arrival(
+        submit_s=submit_s,
+        depart_s=depart_s,
+        pipeline=Pipeline(
+            id=PipelineId(name),
+            num_steps=num_steps,
+            stages=stages,
+            num_rollout_nodes=num_rollout_nodes or profile.num_nodes,
+            num_train_nodes=num_train_nodes or profile.num_nodes,
+            estimate=profile.disaggregated,
+            colocated_estimate=profile.colocated,
+            slo_slowdown=slo_slowdown,
+            footprint=footprint,
+        ),
+        world=TrueSeconds.of_phases(profile.disaggregated, sync_s=sync_s, variation=variation),
+        colocated_world=TrueSeconds.of_phases(profile.colocated, variation=variation),
+        switch=switch_seconds(profile.model) if costs else NO_SWITCH,
+    )
+
+
+def switch_seconds(model: str) -> SwitchSeconds:
+    """Cold and warm starts of one 8-GPU node, of `3B`, `4B`, `7B`, `8B`, `14B` or `32B`."""
+    row = _switch_row(model)
+    return SwitchSeconds(
+        cold_rollout_s=float(row["cold_rollout_s"]),
+        cold_train_s=float(row["cold_train_s"]),
+        warm_rollout_s=float(row["warm_rollout_s"]),
+        warm_train_s=float(row["warm_train_s"]),
+    )
+
+
+def h20_h800_cluster(
+    *,
+    num_rollout_nodes: int | None = None,
+    num_train_nodes: int | None = None,
+    host_memory_gb: float | None = None,
+    devices_per_node: int = 1,
+) -> Cluster:
+    """Rollout on H20, training on H800, 8 GPUs a node; the prices of the paper's curves (H20 = H800 / 3)."""
+    memory_bytes = math.inf if host_memory_gb is None else host_memory_gb * _GB
+    pools = (
+        Pool(
+            name="h20", phase=Phase.ROLLOUT, num_nodes=num_rollout_nodes, gpus_per_node=GPUS_PER_NODE,
+            devices_per_node=devices_per_node, usd_per_gpu_hour=H20_USD_PER_GPU_HOUR,
+            host_memory_bytes=memory_bytes,
+        ),
+        Pool(
+            name="h800", phase=Phase.TRAIN, num_nodes=num_train_nodes, gpus_per_node=GPUS_PER_NODE,
+            usd_per_gpu_hour=H800_USD_PER_GPU_HOUR, host_memory_bytes=memory_bytes,
+        ),
+    )  # fmt: skip
+    return Cluster(pools={pool.name: pool for pool in pools})
+
+
+def _switch_row(model: str) -> Mapping[str, str]:
+    nearest = {"4B": "3B", "8B": "7B"}.get(model, model)
+    return next(row for row in tables.rows("switch_costs") if row["model"] == nearest)

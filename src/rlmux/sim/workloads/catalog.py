@@ -1,0 +1,340 @@
+"""Workloads by name: who arrives when, what the scheduler believes about it, and what is true.
+
+    weave            200 production pipelines with measured phase means       (RollMux section 8.6)
+    bl rh th mixed   300 synthetic pipelines over Philly arrivals             (8.7, Table 6)
+    bl-s, rh-m ...   the same of one size: s, m or l
+    micro-a b c      the three micro-benchmarks                               (8.4)
+    drift-*          weave with durations that drift: up, down, mixed         (8.8)
+    pair             two recorded pipelines at the grain of sub-stages        (JigsawRL)
+    anything else    a CSV file: `trace_csv.py`
+
+A workload is a frozen value: built once from (name, seed, parameters), simulated under any number of
+policies. SLOs and durations come from generators seeded by `seed` alone, in the order of arrival.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Mapping
+from difflib import get_close_matches
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rlmux.core.errors import UserError
+from rlmux.core.model import PhaseSeconds, Pipeline, PipelineId
+from rlmux.sim import tables
+from rlmux.sim.workloads import substage_pairs, trace_csv
+from rlmux.sim.workloads.arrivals import Arrival, Profile, Workload, h20_h800_cluster, profiled_arrival, profiles
+from rlmux.sim.world import STEADY, Drifting, TrueSeconds, Variation, drift_curve
+
+__all__ = ["Arrival", "Workload", "build", "load", "micro_gpus", "names"]
+
+
+def load(text: str, *, seed: int = 0) -> Workload:
+    """A workload as a user names it: a path that ends in .csv, a name, or NAME:key=value,key=value."""
+    if text.endswith(".csv"):
+        return trace_csv.load(Path(text))
+    name, _, assignments = text.partition(":")
+    params = dict(_param(name, item) for item in assignments.split(",") if item)
+    return build(name, seed=seed, **params)
+
+
+def _param(workload: str, item: str) -> tuple[str, Any]:
+    key, sign, value = item.partition("=")
+    if not sign:
+        raise UserError(f"workload {workload!r}: {item!r} is no parameter; accepted: key=value")
+    for parse in (int, float):
+        try:
+            return key, parse(value)
+        except ValueError:
+            continue
+    return key, {"true": True, "false": False}.get(value.lower(), value)
+
+
+def build(name: str, *, seed: int = 0, **params: Any) -> Workload:
+    """The workload of that name. Unknown names and parameters are refused with what there is."""
+    builder = _BUILDERS.get(name)
+    if builder is None:
+        near = get_close_matches(name, _BUILDERS, n=1)
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise UserError(
+            f"workload {name!r} is neither the path of a .csv file nor built in: {', '.join(_BUILDERS)}{hint}"
+        )
+    unknown = [key for key in params if key not in _PARAMS[name]]
+    if unknown:
+        accepted = ", ".join(_PARAMS[name]) or "none"
+        raise UserError(f"workload {name!r} has no parameter {unknown[0]!r}; accepted: {accepted}")
+    return builder(seed=seed, **params)
+
+
+def names() -> tuple[str, ...]:
+    return tuple(_BUILDERS)
+
+
+# ------------------------------------------------------------------ the production trace
+
+
+def weave(
+    *,
+    seed: int = 0,
+    train_nodes_32b: int = 2,
+    slo: tuple[float, float] = (1.1, 2.0),
+    departure: str = "wall",
+    costs: bool = False,
+    host_memory_gb: float | None = None,
+    drift: str = "none",
+) -> Workload:
+    """The 200 production pipelines.
+
+    `train_nodes_32b=1` charges a 32B pipeline one training node, as the published $/h does; it needs 2.
+    `departure` is `wall` (it leaves when it did in the original cluster) or `work` (after as many steps as it
+    would have done alone in that time, so a slower policy keeps it longer). `costs` adds switches and sync.
+    `host_memory_gb` gives nodes that much and pipelines their footprints; without it the cap on a group
+    stands in.
+    `drift` is none, up, down or mixed (section 8.8).
+    """
+    low, high = _slo_range(slo)
+    _require_choice("train_nodes_32b", train_nodes_32b, (1, 2))
+    _require_choice("departure", departure, ("wall", "work"))
+    _require_choice("drift", drift, ("none", "up", "down", "mixed"))
+    generator = random.Random(seed)
+    drift_generator = random.Random(f"{seed}/drift")
+    by_name = profiles()
+    arrivals = []
+    for row in tables.rows("weave_jobs"):
+        profile = by_name[row["profile"]]
+        submit_s, duration_s = float(row["submit_s"]), float(row["duration_s"])
+        steps = max(1, round(duration_s / profile.disaggregated.solo_s)) if departure == "work" else None
+        arrivals.append(
+            profiled_arrival(
+                row["job"],
+                profile,
+                submit_s=submit_s,
+                depart_s=submit_s + duration_s if departure == "wall" else None,
+                num_steps=steps,
+                slo_slowdown=generator.uniform(low, high),
+                num_train_nodes=train_nodes_32b if profile.model == "32B" else 1,
+                costs=costs,
+                has_footprint=host_memory_gb is not None,
+                variation=_drift(drift, profile.model, duration_s / profile.disaggregated.solo_s, drift_generator),
+            )
+        )
+    return Workload(
+        name="weave",
+        cluster=h20_h800_cluster(host_memory_gb=host_memory_gb),
+        arrivals=tuple(arrivals),
+        seed=seed,
+        about=f"200 production pipelines, SLO U({low:g}, {high:g}), 32B trains on {train_nodes_32b} node(s)",
+    )
+
+
+# ------------------------------------------------------------------ synthetic mixes over Philly arrivals
+
+_TABLE_6: Mapping[str, Mapping[str, tuple[tuple[float, float], tuple[float, float]]]] = {
+    "bl": {
+        "s": ((50, 100), (50, 100)),
+        "m": ((100, 200), (100, 200)),
+        "l": ((200, 300), (200, 300)),
+    },
+    "rh": {
+        "s": ((100, 200), (25, 50)),
+        "m": ((200, 400), (50, 100)),
+        "l": ((400, 600), (100, 200)),
+    },
+    "th": {
+        "s": ((25, 50), (100, 200)),
+        "m": ((50, 100), (200, 400)),
+        "l": ((100, 200), (400, 600)),
+    },
+}
+"""Uniform ranges of rollout and training seconds: balanced, rollout-heavy, training-heavy (Table 6)."""
+
+
+def synthetic(
+    *,
+    kinds: tuple[tuple[str, str], ...],
+    name: str,
+    seed: int = 0,
+    slo: tuple[float, float] = (1.0, 2.0),
+    num_pipelines: int = 300,
+) -> Workload:
+    """Pipelines of these (kind, size) pairs in equal shares that come and go as Philly's training jobs do.
+
+    Up to 300 of them come from the embedded sample (mean 10.6 h; the paper's own sample had 14.4 h).
+    """
+    low, high = _slo_range(slo)
+    table = tables.rows("philly_arrivals")
+    if not 1 <= num_pipelines <= len(table):
+        raise UserError(f"workload {name!r}: num_pipelines is {num_pipelines}; accepted: 1 to {len(table)}")
+    generator = random.Random(seed)
+    arrivals = []
+    for index, row in enumerate(table[:num_pipelines]):
+        kind, size = generator.choice(kinds)
+        rollout, train = _TABLE_6[kind][size]
+        phases = PhaseSeconds(rollout_s=generator.uniform(*rollout), train_s=generator.uniform(*train))
+        submit_s = float(row["submit_s"])
+        arrivals.append(
+            Arrival(
+                submit_s=submit_s,
+                depart_s=submit_s + float(row["duration_s"]),
+                pipeline=Pipeline(
+                    id=PipelineId(f"{kind}-{size}-{index}"),
+                    num_steps=None,
+                    estimate=phases,
+                    slo_slowdown=generator.uniform(low, high),
+                ),
+                world=TrueSeconds.of_phases(phases),
+            )
+        )
+    return Workload(
+        name=name,
+        cluster=h20_h800_cluster(),
+        arrivals=tuple(arrivals),
+        seed=seed,
+        about=f"{num_pipelines} synthetic pipelines over Philly arrivals, SLO U({low:g}, {high:g})",
+    )
+
+
+# ------------------------------------------------------------------ micro-benchmarks
+
+MICRO_TYPES: Mapping[str, Profile] = {
+    "A": Profile(
+        name="7B_8k",
+        disaggregated=PhaseSeconds(rollout_s=133.8, train_s=112.8),
+        colocated=PhaseSeconds(rollout_s=159.6, train_s=98.2),
+    ),
+    "B": Profile(
+        name="14B_8k",
+        disaggregated=PhaseSeconds(rollout_s=238.6, train_s=197.4),
+        colocated=PhaseSeconds(rollout_s=182.4, train_s=173.6),
+    ),
+    "C": Profile(
+        name="32B_8k",
+        disaggregated=PhaseSeconds(rollout_s=267.6, train_s=271.333),
+        colocated=PhaseSeconds(rollout_s=277.0, train_s=271.333),
+    ),
+    "D": Profile(
+        name="8B_8k",
+        disaggregated=PhaseSeconds(rollout_s=310.125, train_s=120.5),
+        colocated=PhaseSeconds(rollout_s=189.0, train_s=119.333),
+    ),
+    "E": Profile(
+        name="14B_16k",
+        disaggregated=PhaseSeconds(rollout_s=652.0, train_s=108.7),
+        colocated=PhaseSeconds(rollout_s=497.0, train_s=107.5),
+    ),
+}
+"""Table 3. A to D are profile rows (D's ratio 2.6 is the paper's 'about 2.5'). E has no row: Qwen3-14B, 16K,
+batch 64. Its training is 8B-16k's 241.0 s scaled by batch (64 / 256) and parameters (14.77 / 8.19) = 108.7 s;
+its rollout is 'about 6x' of that = 652 s. Its colocated times keep 14B-8k's ratio for rollout (0.764) and
+8B-16k's for training.
+"""
+
+_MICRO_CASES: Mapping[str, tuple[tuple[str, ...], int, int]] = {
+    "micro-a": (("A", "A"), 1, 1),
+    "micro-b": (("D", "D", "E"), 3, 1),
+    "micro-c": (("C", "D", "D"), 2, 2),
+}
+"""Types, rollout nodes and training nodes RollMux has: 8+8, 24+8 and 16+16 GPUs."""
+
+
+def micro(
+    *,
+    case: str,
+    seed: int = 0,
+    num_steps: int = 50,
+    slo_slowdown: float = 2.0,
+    costs: bool = True,
+    unbounded: bool = False,
+) -> Workload:
+    """One of the three micro-benchmarks on the paper's GPUs; `unbounded` gives a policy what it asks for."""
+    types, num_rollout, num_train = _MICRO_CASES[case]
+    arrivals = tuple(
+        profiled_arrival(
+            f"{kind.lower()}{index}",
+            MICRO_TYPES[kind],
+            submit_s=0.0,
+            num_steps=num_steps,
+            slo_slowdown=slo_slowdown,
+            costs=costs,
+        )
+        for index, kind in enumerate(types)
+    )
+    cluster = h20_h800_cluster(
+        num_rollout_nodes=None if unbounded else num_rollout, num_train_nodes=None if unbounded else num_train
+    )
+    return Workload(name=case, cluster=cluster, arrivals=arrivals, seed=seed, about=" + ".join(types))
+
+
+def micro_gpus(case: str) -> tuple[int, int]:
+    """Rollout and training nodes of the case."""
+    _, num_rollout, num_train = _MICRO_CASES[case]
+    return num_rollout, num_train
+
+
+# ------------------------------------------------------------------ helpers
+
+
+def _slo_range(slo: Any) -> tuple[float, float]:
+    """A pair, or one number for all; at least 1."""
+    try:
+        low, high = (float(slo), float(slo)) if isinstance(slo, int | float) else (float(slo[0]), float(slo[1]))
+    except (TypeError, ValueError, IndexError):
+        raise UserError(f"slo is {slo!r}; accepted: a slowdown or a pair of them, such as (1.1, 2.0)") from None
+    if not 1.0 <= low <= high:
+        raise UserError(f"slo is ({low:g}, {high:g}); accepted: 1 <= low <= high, as a step cannot beat its solo time")
+    return low, high
+
+
+def _require_choice(name: str, value: Any, accepted: tuple[Any, ...]) -> None:
+    if value not in accepted:
+        raise UserError(f"{name} is {value!r}; accepted: {', '.join(map(str, accepted))}")
+
+
+def _drift(kind: str, model: str, num_steps: float, generator: random.Random) -> Variation:
+    """One of the seven templates: none, or up or down at 0.5, 1.0 or 1.5 times the measured curve.
+
+    Measured curves fall. A 3B or 4B pipeline drifts half as far. The 88 measured steps span the whole run.
+    """
+    if kind == "none":
+        return STEADY
+    templates = {"up": (-0.5, -1.0, -1.5), "down": (0.5, 1.0, 1.5)}
+    amplitudes = (0.0, *templates.get(kind, (*templates["up"], *templates["down"])))
+    amplitude = generator.choice(amplitudes)
+    if model in ("3B", "4B"):
+        amplitude /= 2
+    curve = drift_curve("14B" if model in ("14B", "32B") else "7B")
+    return Drifting(ratios=curve, amplitude=amplitude, steps_per_value=max(1, round(num_steps / len(curve))))
+
+
+def _synthetic_builders() -> dict[str, Callable[..., Workload]]:
+    builders: dict[str, Callable[..., Workload]] = {}
+    everything = tuple((kind, size) for kind, sizes in _TABLE_6.items() for size in sizes)
+    for kind, sizes in _TABLE_6.items():
+        builders[kind] = partial(synthetic, name=kind, kinds=tuple((kind, size) for size in sizes))
+        for size in sizes:
+            builders[f"{kind}-{size}"] = partial(synthetic, name=f"{kind}-{size}", kinds=((kind, size),))
+    builders["mixed"] = partial(synthetic, name="mixed", kinds=everything)
+    return builders
+
+
+_BUILDERS: Mapping[str, Callable[..., Workload]] = {
+    "weave": weave,
+    **{f"drift-{kind}": partial(weave, drift=kind, slo=(1.5, 1.5)) for kind in ("up", "down", "mixed")},
+    **_synthetic_builders(),
+    **{case: partial(micro, case=case) for case in _MICRO_CASES},
+    "pair": substage_pairs.pair,
+}
+
+_WEAVE_PARAMS = ("train_nodes_32b", "slo", "departure", "costs", "host_memory_gb", "drift")
+_PARAMS: Mapping[str, tuple[str, ...]] = {
+    name: _WEAVE_PARAMS
+    if name == "weave" or name.startswith("drift-")
+    else ("num_steps", "slo_slowdown", "costs", "unbounded")
+    if name.startswith("micro-")
+    else ("first", "second", "num_gpus", "deployment", "num_steps", "staleness")
+    if name == "pair"
+    else ("slo", "num_pipelines")
+    for name in _BUILDERS
+}

@@ -1,0 +1,248 @@
+"""A finished run as a workload: what would it have taken under another policy?
+
+    run.db ─▶ orders with their reports ─▶ RecordedSeconds, one world per pipeline ─▶ Workload ─▶ simulate
+
+Every stage of every step takes what it took, from its order to the event that ended it: so the hand-overs between
+processes are in. What the first orders took longer than they computed was their processes' starting, and becomes the
+cost of a cold switch. Where it is known what busy neighbours cost (neighbours.py), what orders lost to them is taken
+off: under each policy, the simulation puts it on again for those who are neighbours then.
+
+Rollouts are decoded again, trajectory by trajectory (recorded_rollout.py): the log has their tokens, what an iteration
+took, and how long each waited for its environment. A log without (of a simulation) has only a rollout's seconds.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rlmux.core.actions import Switch
+from rlmux.core.errors import UserError
+from rlmux.core.model import PHASE_BY_STAGE, Cluster, DeviceId, Phase, PipelineId, Pool, Stage
+from rlmux.report.api import read_timeline
+from rlmux.report.history import Ending, OrderRecord, PipelineRecord
+from rlmux.report.timeline import Timeline
+from rlmux.sim.models.neighbours import Busy, Neighbours, seconds_lost
+from rlmux.sim.models.work import ROLLOUT_KIND, Remaining
+from rlmux.sim.workloads.arrivals import Arrival, Workload
+from rlmux.sim.workloads.recorded_rollout import Iterations, RecordedRollout
+from rlmux.sim.world import KIND_BY_STAGE, SwitchSeconds, TrueSeconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedSeconds(TrueSeconds):
+    """What each stage of each step took. `by_stage` are means, for steps that were not recorded."""
+
+    by_stage: Mapping[Stage, float]
+    by_step: Mapping[tuple[Stage, int], float]
+    rollouts: Mapping[int, RecordedRollout] = field(default_factory=dict)
+
+    def seconds(self, stage: Stage, step: int) -> float:
+        return self.by_step.get((stage, step), self.by_stage.get(stage, 0.0))
+
+    def solo_s(self, step: int) -> float:
+        return sum(self.seconds(stage, step) for stage in self.by_stage if stage is not Stage.WARM_START)
+
+    def share(self, step: int, index: int, num_devices: int) -> Remaining:
+        if not self.rollouts:
+            return TrueSeconds.share(self, step, index, num_devices)  # a dataclass with slots has no super()
+        return self.rollouts.get(step, self.rollouts[max(self.rollouts)]).share(index, num_devices)
+
+
+def recorded_workload(folder: str | Path, neighbours: Neighbours | None = None) -> Workload:
+    """The run's pipelines and cluster; prices and memory of the cluster are not in the log.
+
+    Raises UserError for a folder without a finished pipeline.
+    """
+    timeline = read_timeline(folder)
+    orders_by_pipeline = {
+        name: [order for order in timeline.orders if order.pipeline == name and order.counts]
+        for name in timeline.pipelines
+    }
+    switches = {name: _switch_seconds(orders) for name, orders in orders_by_pipeline.items()}
+    lost_s: Mapping[int, float] = {}
+    if neighbours is not None:
+        neighbours = replace(neighbours, is_one_machine=timeline.header.get("backend") == "local")
+        lost_s = seconds_lost(_busy(timeline.orders, switches), neighbours)
+    arrivals = []
+    for name, record in timeline.pipelines.items():
+        if record.pipeline.num_steps in record.published:
+            arrivals.append(_arrival(record, orders_by_pipeline[name], switches[name], lost_s))
+    if len(arrivals) < len(timeline.pipelines) or not arrivals:
+        missing = [str(name) for name in timeline.pipelines if name not in {one.pipeline.id for one in arrivals}]
+        names = ", ".join(missing) or "no pipeline"
+        raise UserError(f"{folder}: not finished: {names}; accepted: a run whose pipelines have all finished")
+    arrivals.sort(key=lambda arrival: arrival.submit_s)
+    about = f"as measured under {timeline.header.get('policy')} in {timeline.makespan_s:.1f} s"
+    return Workload(
+        name=Path(folder).absolute().name,
+        cluster=_cluster(timeline),
+        arrivals=tuple(arrivals),
+        about=about,
+        neighbours=neighbours,
+    )
+
+
+def _cluster(timeline: Timeline) -> Cluster:
+    pools = {}
+    for name, pool in timeline.header.get("pools", {}).items():
+        devices = [DeviceId(*device) for device in pool["devices"]]
+        pools[name] = Pool(
+            name=name,
+            phase=Phase(pool["phase"]),
+            num_nodes=len({device.node for device in devices}),
+            devices_per_node=1 + max((device.index for device in devices), default=0),
+        )
+    return Cluster(pools=pools)
+
+
+def _arrival(
+    record: PipelineRecord, orders: Sequence[OrderRecord], switch: SwitchSeconds, lost_s: Mapping[int, float]
+) -> Arrival:
+    def alone_s(order: OrderRecord) -> float:
+        return max(_elapsed_s(order, switch) - lost_s.get(order.id, 0.0), 0.0)
+
+    by_step: dict[tuple[Stage, int], float] = {}
+    for order in orders:
+        if order.stage is not Stage.GENERATE and not order.is_migration:
+            key = (order.stage, order.step)
+            by_step[key] = by_step.get(key, 0.0) + alone_s(order)
+    orders_by_step = _by_step(orders)
+    by_step.update({(Stage.GENERATE, step): _longest_s(mine, alone_s) for step, mine in orders_by_step.items()})
+    iterations = Iterations.of_notes(record.rollouts.values())
+    rollouts = {
+        step: _rollout(mine, record.rollouts[step], iterations, alone_s)
+        for step, mine in orders_by_step.items()
+        if step in record.rollouts
+    }
+    by_stage = {
+        stage: sum(values) / len(values)
+        for stage in dict.fromkeys(stage for stage, _ in by_step)
+        if (values := [seconds for (other, _), seconds in by_step.items() if other is stage])
+    }
+    moves_s = [order.end_s - order.start_s for order in orders if order.is_migration]
+    tokens = [metrics["tokens"] for metrics in record.metrics.values() if "tokens" in metrics]
+    return Arrival(
+        submit_s=record.submitted_s,
+        pipeline=record.pipeline,
+        world=RecordedSeconds(
+            by_stage=by_stage, by_step=by_step, rollouts=rollouts, move_s=median(moves_s) if moves_s else 0.0
+        ),
+        switch=switch,
+        tokens_per_step=sum(tokens) / len(tokens) if tokens else 0.0,
+    )
+
+
+def _by_step(orders: Iterable[OrderRecord]) -> dict[int, list[OrderRecord]]:
+    """Rollout orders."""
+    found: dict[int, list[OrderRecord]] = {}
+    for order in orders:
+        if order.stage is Stage.GENERATE and not order.is_migration:
+            found.setdefault(order.step, []).append(order)
+    return found
+
+
+# --- seconds ------------------------------------------------------------------------------------------------
+
+
+def _elapsed_s(order: OrderRecord, switch: SwitchSeconds) -> float:
+    """From the order to its end, without what its switch is said to take."""
+    return max(order.end_s - order.start_s - _switched_s(order, switch), 0.0)
+
+
+def _switched_s(order: OrderRecord, switch: SwitchSeconds) -> float:
+    if order.switch is Switch.NONE:
+        return 0.0
+    return switch.seconds(PHASE_BY_STAGE[order.stage], is_warm=order.switch is Switch.WARM)
+
+
+def _busy(orders: Iterable[OrderRecord], switches: Mapping[PipelineId, SwitchSeconds]) -> list[Busy]:
+    """When orders computed on devices; a switch is nobody's computing, as in the simulator."""
+    pieces: list[Busy] = []
+    for order in orders:
+        if order.is_migration or not order.devices or not math.isfinite(order.end_s):
+            continue
+        at_s = min(order.start_s + _switched_s(order, switches[order.pipeline]), order.end_s)
+        spans: list[tuple[int | None, float, float]] = [(None, order.start_s, at_s)]
+        for chunk, wait_s in zip(order.chunks, _waits(order), strict=True):
+            if wait_s > 0.0:
+                spans.append((order.id, at_s, chunk.time_s))
+                at_s = chunk.time_s + wait_s
+        spans.append((order.id, at_s, order.end_s))
+        kind = ROLLOUT_KIND if order.stage is Stage.GENERATE else KIND_BY_STAGE.get(order.stage, "update")
+        pieces += [
+            Busy(order=whose, device=device, kind=kind, start_s=start_s, end_s=end_s)
+            for device in order.devices
+            for whose, start_s, end_s in spans
+        ]
+    return pieces
+
+
+def _switch_seconds(orders: Sequence[OrderRecord]) -> SwitchSeconds:
+    """What orders with a switch took beyond their computing, more than others did; a mean over them."""
+    costs: dict[tuple[Phase, Switch], float] = {}
+    for phase in (Phase.ROLLOUT, Phase.TRAIN):
+        mine = [order for order in orders if PHASE_BY_STAGE[order.stage] is phase and not order.is_migration]
+        usual_s = [_overhead_s(order) for order in mine if order.switch is Switch.NONE]
+        for kind in (Switch.COLD, Switch.WARM):
+            spent_s = [_overhead_s(order) for order in mine if order.switch is kind]
+            if spent_s:
+                costs[phase, kind] = max(0.0, sum(spent_s) / len(spent_s) - (median(usual_s) if usual_s else 0.0))
+    return SwitchSeconds(
+        cold_rollout_s=costs.get((Phase.ROLLOUT, Switch.COLD), 0.0),
+        cold_train_s=costs.get((Phase.TRAIN, Switch.COLD), 0.0),
+        warm_rollout_s=costs.get((Phase.ROLLOUT, Switch.WARM), 0.0),
+        warm_train_s=costs.get((Phase.TRAIN, Switch.WARM), 0.0),
+    )
+
+
+def _overhead_s(order: OrderRecord) -> float:
+    """Neither computing nor waiting for tools."""
+    return max(0.0, order.end_s - order.start_s - order.seconds - sum(_waits(order)))
+
+
+def _rollout(
+    orders: Sequence[OrderRecord],
+    note: Mapping[str, Any],
+    iterations: Iterations,
+    alone_s: Callable[[OrderRecord], float],
+) -> RecordedRollout:
+    """Of one step, such that the devices that it had compute, and wait, as long as they did. What environments took
+    while a share was paused is not seen on its device: then waits are left as each trajectory had them."""
+    num_devices = len({order.devices[0] for order in orders})
+    begun = [order for order in orders if order.switch is Switch.NONE]
+    fixed_s = sum(_before_decoding_s(order) for order in begun) / num_devices
+    waited_s = sum(sum(_waits(order)) for order in orders)
+    computed_s = sum(alone_s(order) for order in orders) - waited_s - fixed_s * num_devices
+    is_whole = all(order.ending is not Ending.PAUSED for order in orders)
+    recorded = RecordedRollout.of_note(note, iterations, fixed_s)
+    return recorded.taking(max(computed_s, 0.0), waited_s if is_whole else None, num_devices)
+
+
+def _before_decoding_s(order: OrderRecord) -> float:
+    """Passing requests on, loading weights."""
+    if not order.chunks:
+        return _overhead_s(order)
+    first = order.chunks[0]
+    return max(0.0, first.time_s - order.start_s - first.seconds)
+
+
+def _longest_s(orders: Sequence[OrderRecord], alone_s: Callable[[OrderRecord], float]) -> float:
+    """Of the devices that it had."""
+    by_device: dict[DeviceId, float] = {}
+    for order in orders:
+        by_device[order.devices[0]] = by_device.get(order.devices[0], 0.0) + alone_s(order)
+    return max(by_device.values())
+
+
+def _waits(order: OrderRecord) -> list[float]:
+    """After each report: seconds in which every trajectory with a slot waited for its tool."""
+    ends = [*((chunk.time_s, chunk.seconds) for chunk in order.chunks[1:]), (order.end_s, order.seconds)]
+    return [
+        max(0.0, end_s - chunk.time_s - (seconds - chunk.seconds)) if chunk.num_active == 0 < chunk.num_parked else 0.0
+        for chunk, (end_s, seconds) in zip(order.chunks, ends, strict=False)
+    ]

@@ -1,0 +1,156 @@
+"""A rollout as a log tells of it, decoded again on any number of devices.
+
+    tokens of each trajectory, waits of each turn   ┐
+    seconds of an iteration, by rows computed       ├─▶ RecordedRollout ── share(i, n) ──▶ Decoder | TurnDecoder
+    seconds before decoding begins                  ┘
+
+Prompt groups are dealt to devices as the runtime deals them. Half of the trajectories do not decode in half of the
+seconds: the longest of them goes on to its end, wherever it is, and an iteration of few rows is not much cheaper than
+one of many.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import zip_longest
+from statistics import median
+from typing import Any
+
+from rlmux.sim.models.decoder import Decoder, Turn, Unfinished
+from rlmux.sim.models.multi_turn import TurnDecoder
+from rlmux.sim.models.work import Remaining
+
+_FRESH = -1.0
+"""The context of a trajectory that has not begun: `Iterations` counts prompts and not their tokens."""
+_NUM_FITS = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Iterations:
+    """Seconds of a device, as measured: the costs of a `Decoder`."""
+
+    rows: tuple[int, ...]
+    """Batch widths, ascending."""
+    seconds: tuple[float, ...]
+    """Of one decode iteration at each."""
+    prompt_s: float
+    """Prefill of a trajectory."""
+
+    @classmethod
+    def of_notes(cls, notes: Iterable[Mapping[str, Any]]) -> Iterations:
+        """Means over all steps."""
+        spent: dict[int, tuple[int, float]] = {}
+        prefill_s, num_trajectories = 0.0, 0
+        for note in notes:
+            num_trajectories += len(note["runs"])
+            for kind, rows, iterations, _, ms in note["bands"]:
+                if kind == "prefill":
+                    prefill_s += ms * 1e-3
+                else:
+                    before = spent.get(rows, (0, 0.0))
+                    spent[rows] = before[0] + iterations, before[1] + ms * 1e-3
+        rows = tuple(sorted(spent))
+        seconds = tuple(total_s / iterations for iterations, total_s in (spent[width] for width in rows))
+        return cls(rows, seconds, prefill_s / max(num_trajectories, 1))
+
+    def decode_span_s(self, active: float, context: float, num_iterations: float) -> float:
+        """At the least width that was seen and has room for all."""
+        place = min(bisect_left(self.rows, active), len(self.rows) - 1)
+        return num_iterations * self.seconds[place]
+
+    def prefill_s(self, tokens: float) -> float:
+        """`tokens`: prompts."""
+        return tokens * self.prompt_s
+
+    def scaled(self, factor: float) -> Iterations:
+        return Iterations(self.rows, tuple(factor * seconds for seconds in self.seconds), factor * self.prompt_s)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedRollout:
+    """One step's."""
+
+    trajectories: Sequence[Unfinished]
+    """In the order of ids: `group_size` of each prompt."""
+    group_size: int
+    slots: int
+    iterations: Iterations
+    fixed_s: float
+    """Of each share, before anything is decoded."""
+
+    @classmethod
+    def of_note(cls, note: Mapping[str, Any], iterations: Iterations, fixed_s: float) -> RecordedRollout:
+        runs = note["runs"]
+        waits = _waits_s(note, len(runs))
+        return cls(
+            trajectories=tuple(_trajectory(own, waits_s) for own, waits_s in zip(runs, waits, strict=True)),
+            group_size=note["group_size"],
+            slots=note["slots"],
+            iterations=iterations,
+            fixed_s=fixed_s,
+        )
+
+    def taking(self, computed_s: float, waited_s: float | None, num_devices: int) -> RecordedRollout:
+        """The same, its iterations and waits stretched or shortened all alike, so that these devices together compute
+        and wait for so long (None: as it is). With turns the one depends on the other: a few fits come close."""
+        fitted = self
+        for _ in range(_NUM_FITS if self._has_turns else 1):
+            modelled_s, idle_s = fitted._computed_and_waited_s(num_devices)
+            if modelled_s > 0.0:
+                fitted = replace(fitted, iterations=fitted.iterations.scaled(computed_s / modelled_s))
+            if idle_s > 0.0 and waited_s:
+                stretched = tuple(_with_waits(one, waited_s / idle_s) for one in fitted.trajectories)
+                fitted = replace(fitted, trajectories=stretched)
+        return fitted
+
+    def share(self, index: int, num_devices: int) -> Remaining:
+        """Not begun yet."""
+        mine = [
+            one
+            for number, one in enumerate(self.trajectories)
+            if number // self.group_size % num_devices == index
+        ]
+        if self._has_turns:
+            return TurnDecoder(self.iterations, mine, slots=self.slots, keeps_slots=True, first_s=self.fixed_s)
+        return Decoder(self.iterations, mine, slots=self.slots, first_s=self.fixed_s)
+
+    @property
+    def _has_turns(self) -> bool:
+        return any(one.later for one in self.trajectories)
+
+    def _computed_and_waited_s(self, num_devices: int) -> tuple[float, float]:
+        computed_s = waited_s = 0.0
+        for index in range(num_devices):
+            share = self.share(index, num_devices)
+            total_s = share.until_over(1.0)
+            busy_s = share.advance(total_s, 1.0)
+            computed_s += busy_s - self.fixed_s
+            waited_s += total_s - busy_s
+        return computed_s, waited_s
+
+
+def _waits_s(note: Mapping[str, Any], num_trajectories: int) -> list[list[float]]:
+    """Of each trajectory, after each of its turns. Where a crash has lost some, all waited as long as the median."""
+    waits_ms = note.get("waits_ms")
+    if waits_ms is None:
+        return [[]] * num_trajectories
+    if len(waits_ms) == num_trajectories:
+        return [[wait_ms * 1e-3 for wait_ms in own] for own in waits_ms]
+    usual_s = median(wait_ms for own in waits_ms for wait_ms in own) * 1e-3
+    return [[usual_s] * (len(own) // 2 + 1) for own in note["runs"]]
+
+
+def _with_waits(one: Unfinished, factor: float) -> Unfinished:
+    return replace(one, later=tuple(replace(turn, wait_s=factor * turn.wait_s) for turn in one.later))
+
+
+def _trajectory(runs: Sequence[int], waits_s: Sequence[float]) -> Unfinished:
+    """A reply's tokens are fed one by one, like those that are sampled. After its last turn a trajectory keeps its slot
+    until it is let go."""
+    later = tuple(
+        Turn(wait_s, 0, reply + sampled)
+        for wait_s, reply, sampled in zip_longest(waits_s, runs[1::2], runs[2::2], fillvalue=0)
+    )
+    return Unfinished(runs[0], _FRESH, later)

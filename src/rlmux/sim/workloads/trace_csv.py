@@ -1,0 +1,217 @@
+"""A workload from a CSV file: one pipeline a row, in any order of time.
+
+    pipeline,submit_s,duration_s,profile,slo_slowdown
+    sales,0,86400,7B_8k,1.5
+
+| column | what it is |
+|---|---|
+| `pipeline` | its name, once in the file |
+| `submit_s` | seconds since the trace began, 0 or more |
+| `depart_s` | seconds; it leaves then. A row has exactly one of this and the next two |
+| `duration_s` | it leaves so long after its submission, above 0 |
+| `num_steps` | it leaves after so many steps, 1 or more |
+| `profile` | a measured profile such as `7B_8k`, or empty with the next two |
+| `rollout_s`, `train_s` | solo seconds of a step's phases, above 0 |
+| `colocated_rollout_s`, `colocated_train_s` | the same with both phases on training GPUs (optional) |
+| `slo_slowdown` | 1 or more (optional: none) |
+| `num_rollout_nodes`, `num_train_nodes` | 1 or more (optional: the profile's, else 1) |
+| `rollout_host_gb`, `train_host_gb` | what it keeps resident on each node (optional) |
+| `tokens_per_step` | for tokens per second (optional) |
+
+A mistake is one line: file, row (as an editor numbers lines), column, value, and what is accepted.
+"""
+
+from __future__ import annotations
+
+import csv
+import math
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+
+from rlmux.core.errors import UserError
+from rlmux.core.model import Cluster, Footprint, PhaseSeconds, Pipeline, PipelineId
+from rlmux.sim.workloads.arrivals import Arrival, Workload, h20_h800_cluster, profiles
+from rlmux.sim.world import TrueSeconds
+
+_ENDS = ("depart_s", "duration_s", "num_steps")
+_OPTIONAL = (
+    "profile",
+    "rollout_s",
+    "train_s",
+    "colocated_rollout_s",
+    "colocated_train_s",
+    "slo_slowdown",
+    "num_rollout_nodes",
+    "num_train_nodes",
+    "rollout_host_gb",
+    "train_host_gb",
+    "tokens_per_step",
+)
+COLUMNS = ("pipeline", "submit_s", *_ENDS, *_OPTIONAL)
+
+
+def load(path: Path | str, *, cluster: Cluster | None = None) -> Workload:
+    """Read the file. Without a cluster: as many H20 and H800 nodes as anyone pays for."""
+    path = Path(path)
+    try:
+        text = path.read_text("utf-8-sig")
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not readable as text: {error}") from None
+    lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if _has_data(line)]
+    if not lines:
+        raise UserError(f"{path}: it is empty; accepted: a header with {', '.join(COLUMNS)}, then a row per pipeline")
+    header = [name.strip() for name in next(csv.reader([lines[0][1]]))]
+    _check_header(path, header)
+    if len(lines) == 1:
+        raise UserError(f"{path}: it has a header and no row; accepted: a row per pipeline")
+    arrivals = []
+    line_by_name: dict[str, int] = {}
+    for number, line in lines[1:]:
+        row = _Row(path, number, header, next(csv.reader([line])))
+        name = row.text("pipeline")
+        if name in line_by_name:
+            raise row.error("pipeline", f"was given before, in row {line_by_name[name]}; accepted: each name once")
+        line_by_name[name] = number
+        arrivals.append(_arrival(row))
+    arrivals.sort(key=lambda arrival: arrival.submit_s)
+    return Workload(
+        name=path.stem,
+        cluster=cluster or h20_h800_cluster(),
+        arrivals=tuple(arrivals),
+        about=f"{len(arrivals)} pipelines from {path.name}",
+    )
+
+
+def _has_data(line: str) -> bool:
+    return bool(line.strip()) and not line.lstrip().startswith("#")
+
+
+def _check_header(path: Path, header: list[str]) -> None:
+    for name in header:
+        if name not in COLUMNS:
+            near = get_close_matches(name, COLUMNS, n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise UserError(f"{path}: row 1: column {name!r} is unknown; {hint}accepted: {', '.join(COLUMNS)}")
+        if header.count(name) > 1:
+            raise UserError(f"{path}: row 1: column {name!r} is there {header.count(name)} times; accepted: once")
+    missing = [name for name in ("pipeline", "submit_s") if name not in header]
+    if not any(name in header for name in _ENDS):
+        missing.append("depart_s (or duration_s, or num_steps)")
+    if "profile" not in header and not {"rollout_s", "train_s"} <= set(header):
+        missing.append("profile (or rollout_s and train_s)")
+    if missing:
+        raise UserError(f"{path}: row 1: missing column {missing[0]}; found: {', '.join(header)}")
+
+
+@dataclass(frozen=True, slots=True)
+class _Row:
+    path: Path
+    number: int
+    header: list[str]
+    values: list[str]
+
+    def __post_init__(self) -> None:
+        if len(self.values) != len(self.header):
+            raise UserError(
+                f"{self.path}: row {self.number}: {len(self.values)} values for {len(self.header)} columns; "
+                f"accepted: one for each of {', '.join(self.header)}"
+            )
+
+    def optional(self, column: str) -> str:
+        return self.values[self.header.index(column)].strip() if column in self.header else ""
+
+    def text(self, column: str) -> str:
+        value = self.optional(column)
+        if not value:
+            raise self.error(column, "is empty; accepted: a value in every row")
+        return value
+
+    def number_of(self, column: str, *, at_least: float, default: float | None = None, above: bool = False) -> float:
+        """A finite number at least (or above) the bound."""
+        accepted = f"a number {'above' if above else 'of at least'} {at_least:g}"
+        text = self.optional(column)
+        if not text and default is not None:
+            return default
+        if not text:
+            raise self.error(column, f"is empty; accepted: {accepted}")
+        try:
+            value = float(text)
+        except ValueError:
+            raise self.error(column, f"is {text!r}; accepted: {accepted}") from None
+        if not math.isfinite(value) or value < at_least or (above and value == at_least):
+            raise self.error(column, f"is {text}; accepted: {accepted}")
+        return value
+
+    def count(self, column: str, *, default: int | None = None) -> int:
+        value = self.number_of(column, at_least=1, default=default)
+        if value != int(value):
+            raise self.error(column, f"is {value:g}; accepted: a whole number of at least 1")
+        return int(value)
+
+    def error(self, column: str, what: str) -> UserError:
+        return UserError(f"{self.path}: row {self.number}: column {column!r} {what}")
+
+
+def _arrival(row: _Row) -> Arrival:
+    submit_s = row.number_of("submit_s", at_least=0)
+    given = [column for column in _ENDS if row.optional(column)]
+    if len(given) != 1:
+        what = "are all empty" if not given else f"has {', '.join(given)} together"
+        raise row.error(" / ".join(_ENDS), f"{what}; accepted: exactly one of them")
+    num_steps, depart_s = None, None
+    if given[0] == "num_steps":
+        num_steps = row.count("num_steps")
+    elif given[0] == "duration_s":
+        depart_s = submit_s + row.number_of("duration_s", at_least=0, above=True)
+    else:
+        depart_s = row.number_of("depart_s", at_least=0)
+        if depart_s <= submit_s:
+            raise row.error("depart_s", f"is {depart_s:g}, not after submit_s {submit_s:g}; accepted: a later time")
+    phases, colocated, num_nodes = _phases(row)
+    pipeline = Pipeline(
+        id=PipelineId(row.text("pipeline")),
+        num_steps=num_steps,
+        num_rollout_nodes=row.count("num_rollout_nodes", default=num_nodes),
+        num_train_nodes=row.count("num_train_nodes", default=num_nodes),
+        estimate=phases,
+        colocated_estimate=colocated,
+        slo_slowdown=row.number_of("slo_slowdown", at_least=1) if row.optional("slo_slowdown") else math.inf,
+        footprint=Footprint(
+            rollout_host_bytes=row.number_of("rollout_host_gb", at_least=0, default=0.0) * 1e9,
+            train_host_bytes=row.number_of("train_host_gb", at_least=0, default=0.0) * 1e9,
+        ),
+    )
+    return Arrival(
+        submit_s=submit_s,
+        depart_s=depart_s,
+        pipeline=pipeline,
+        world=TrueSeconds.of_phases(phases),
+        colocated_world=TrueSeconds.of_phases(colocated) if colocated else None,
+        tokens_per_step=row.number_of("tokens_per_step", at_least=0, default=0.0),
+    )
+
+
+def _phases(row: _Row) -> tuple[PhaseSeconds, PhaseSeconds | None, int]:
+    """Solo seconds, colocated seconds, and the nodes a profile was measured on."""
+    name = row.optional("profile")
+    if name:
+        profile = profiles().get(name)
+        if profile is None:
+            near = get_close_matches(name, profiles(), n=1)
+            hint = f"did you mean {near[0]!r}? " if near else ""
+            raise row.error("profile", f"is {name!r}; {hint}accepted: {', '.join(profiles())}")
+        return profile.disaggregated, profile.colocated, profile.num_nodes
+    phases = PhaseSeconds(
+        rollout_s=row.number_of("rollout_s", at_least=0, above=True),
+        train_s=row.number_of("train_s", at_least=0, above=True),
+    )
+    colocated = None
+    if row.optional("colocated_rollout_s") or row.optional("colocated_train_s"):
+        colocated = PhaseSeconds(
+            rollout_s=row.number_of("colocated_rollout_s", at_least=0, above=True),
+            train_s=row.number_of("colocated_train_s", at_least=0, above=True),
+        )
+    return phases, colocated, 1

@@ -1,0 +1,164 @@
+"""Commands that act on a run while it goes on in another process."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from rlmux.cli import remote as visits
+from rlmux.report.log import RunLog, run_header
+from rlmux.runtime.control_socket import ControlServer
+
+SMALL = """\
+cluster: {pools: {rollout: {devices: 1}, train: {devices: 1}}}
+defaults:
+  steps: 6
+  model: {hidden_size: 16, layers: 1, heads: 2, kv_heads: 1, intermediate_size: 32}
+  warm_start: {updates: 2, batch_size: 8}
+  algorithm: {prompts_per_step: 2, group_size: 4}
+  rollout: {max_new_tokens: 6, slots: 8}
+pipelines:
+"""
+ONE = SMALL + "  - {name: a, seed: 1, task: sort}\n"
+MORE = "\n".join(SMALL.splitlines()[1:]) + "\n  - {name: b, seed: 2, task: reverse}\n"
+LIMIT_S = 200
+
+
+def start(folder: Path, *words: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-c", "from rlmux.cli import main; main()", *words],
+        cwd=folder,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def until(is_so: Callable[[], bool]) -> None:
+    limit_s = time.monotonic() + LIMIT_S
+    while not is_so():
+        assert time.monotonic() < limit_s
+        time.sleep(0.1)
+
+
+@pytest.fixture
+def going(folder: Path) -> Iterator[subprocess.Popen[str]]:
+    """A run of `a` in the folder `one`, kept open."""
+    (folder / "one.yaml").write_text(ONE)
+    (folder / "more.yaml").write_text(MORE)
+    process = start(folder, "run", "one.yaml", "--out", "one", "--keep-open", "--json")
+    until(lambda: (folder / "one" / "control.sock").exists() or process.poll() is not None)
+    yield process
+    process.kill()
+    process.communicate()
+
+
+@pytest.fixture
+def state(rlmux) -> Callable[[], dict]:
+    return lambda: json.loads(rlmux("status", "one", "--json").out)
+
+
+def test_pipelines_come_go_and_are_known_to_a_resume(folder, going, rlmux, state):
+    said = rlmux("submit", "more.yaml", "--to", "one")
+    assert said.code == 0, said.err
+    assert said.out.startswith("b: placed (")
+    assert said.out.endswith(" on rollout-0 train-0\n")
+    long = rlmux(
+        "submit", "more.yaml", "--to", "one", "--set", "pipelines.b.steps=100000", "--set", "pipelines.b.name=c"
+    )
+    assert long.code == 0, long.err
+    until(lambda: state()["pipelines"].get("c", {}).get("step", 0) >= 2)
+
+    shown = state()
+    assert shown["is_going_on"]
+    assert shown["pid"] == going.pid
+    assert {"a", "b", "c"} == set(shown["pipelines"])
+    assert shown["pipelines"]["c"]["rollout_nodes"] == ["rollout-0"]
+    table = rlmux("status", "one").out
+    assert "kept open" in table
+    assert "rollout-0.0" in table
+
+    assert rlmux("cancel", "one", "c").out == "c: ends at its next safe point\n"
+    until(lambda: all(one["status"] in ("finished", "cancelled") for one in state()["pipelines"].values()))
+    again = rlmux("cancel", "one", "c")
+    assert (again.code, again.err) == (
+        2,
+        "rlmux: pipeline 'c' is cancelled; accepted: one that waits or runs\n",
+    )
+    logs = rlmux("logs", "one", "b", "-f")
+    assert logs.code == 0, "following ends with the pipeline"
+    assert rlmux("logs", "one", "nobody").err == "rlmux: one: no pipeline 'nobody'; accepted: a, b, c\n"
+
+    late = rlmux("submit", "more.yaml", "--to", "one", "--set", "pipelines.b.name=d", "--set", "pipelines.d.steps=60")
+    assert late.code == 0, late.err
+    until(lambda: state()["pipelines"]["d"]["step"] >= 1)
+    os.kill(going.pid, signal.SIGKILL)
+    going.wait()
+    stopped = state()
+    assert not stopped["is_going_on"]
+    assert stopped["pipelines"]["d"]["status"] == "stopped"
+    refused = rlmux("submit", "more.yaml", "--to", "one")
+    assert refused.code == 2
+    assert refused.err.startswith("rlmux: one: nothing runs there now; accepted: ")
+
+    resumed = start(folder, "resume", "one", "--json")
+    out, err = resumed.communicate(timeout=LIMIT_S)
+    assert resumed.returncode == 0, err
+    summary = json.loads(out)
+    assert summary["pipelines"]["d"]["steps"] == 60
+    assert summary["pipelines"]["c"]["status"] == "cancelled"
+
+    text = ONE.replace("{name: a, seed: 1, task: sort}", "{name: b, seed: 2, task: reverse}")
+    (folder / "alone.yaml").write_text(text)
+    alone = start(folder, "run", "alone.yaml", "--out", "alone", "--json", "--set", "pipelines.b.steps=60")
+    out, err = alone.communicate(timeout=LIMIT_S)
+    assert alone.returncode == 0, err
+    weights = json.loads(out)["pipelines"]["b"]["weights_sha256"]
+    assert summary["pipelines"]["d"]["weights_sha256"] == weights, "submitted, killed, resumed: the same weights"
+
+
+def test_a_file_that_does_not_fit_the_runs_cluster_is_refused_here_with_the_numbers(folder, going, rlmux, state):
+    said = rlmux("submit", "more.yaml", "--to", "one", "--set", "pipelines.b.rollout.workers=3")
+    assert said.code == 2
+    assert "pipelines.b.rollout.workers is 3; accepted: up to 1, the size of pool 'rollout'" in said.err
+    until(lambda: state()["pipelines"].get("a", {}).get("status") == "finished")
+    os.kill(going.pid, signal.SIGINT)
+    out, _ = going.communicate(timeout=LIMIT_S)
+    assert going.returncode == 0, "an idle run that was kept open ends well"
+    assert set(json.loads(out)["pipelines"]) == {"a"}
+
+
+def test_a_run_that_is_too_busy_to_answer_is_shown_as_going_on(folder, rlmux, monkeypatch):
+    monkeypatch.setattr(visits, "_STATUS_LIMIT_S", 0.05)
+    header = run_header(policy="rollmux", backend="local")
+    with RunLog.create(folder / "one", header), closing(ControlServer(folder / "one")):
+        assert "goes on (busy, and gave no answer)" in rlmux("status", "one").out
+    assert "nothing runs here now" in rlmux("status", "one").out
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["submit", "more.yaml"], "Missing option '--to'; try: rlmux submit --help"),
+        (["submit", "more.yaml", "--to", "nowhere"], "nowhere: no such folder; accepted: the folder of a run"),
+        (["status", "nowhere"], "nowhere: no such folder; accepted: the folder of a run"),
+        (["cancel", "nowhere", "a"], "nowhere: no such folder; accepted: the folder of a run"),
+        (["logs", "nowhere", "a"], "nowhere: no such folder; accepted: the folder of a run"),
+    ],
+)
+def test_a_mistake_is_one_line_and_exit_code_2(folder, rlmux, words, line):
+    said = rlmux(*words)
+    assert (said.code, said.out) == (2, "")
+    assert said.err.startswith(f"rlmux: {line}"), said.err
+    assert said.err.count("\n") == 1

@@ -1,0 +1,333 @@
+"""Every mistake is one line that names file, line, key, value, and what is accepted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from rlmux.config import Purpose, load_spec
+from rlmux.core.errors import SpecError, UserError
+
+WHOLE_NUMBER = "a whole number, 1 or more"
+NAMES = "1 to 64 letters, digits, '-' and '_', as it names a folder"
+CASES = {
+    "unknown key": (
+        [("slots: 32", "slot: 32")],
+        "two.yaml:11: pipelines.sort.rollout.slot is 32: unknown key; nearest: slots; "
+        "accepted: workers, max_new_tokens, max_prompt_tokens, temperature, slots",
+    ),
+    "unknown key at the top": (
+        [("pipelines:\n", "pipeline:\n")],
+        "two.yaml:7: pipeline is a list of 2: unknown key; nearest: pipelines; accepted: cluster, code_folde",
+    ),
+    "unknown key in the defaults": (
+        [("steps: 60", "step: 60")],
+        "two.yaml:6: pipelines.sort.step is 60: unknown key; nearest: steps; accepted: name, seed, steps,",
+    ),
+    "wrong type": (
+        [("steps: 60", "steps: many")],
+        f"two.yaml:6: pipelines.sort.steps is 'many'; accepted: {WHOLE_NUMBER}",
+    ),
+    "a quoted number": (
+        [("steps: 60", "steps: '60'")],
+        f"two.yaml:6: pipelines.sort.steps is '60'; accepted: {WHOLE_NUMBER}",
+    ),
+    "a truth value as a number": (
+        [("steps: 60", "steps: true")],
+        f"two.yaml:6: pipelines.sort.steps is true; accepted: {WHOLE_NUMBER}",
+    ),
+    "a fraction": (
+        [("steps: 60", "steps: 1.5")],
+        f"two.yaml:6: pipelines.sort.steps is 1.5; accepted: {WHOLE_NUMBER}",
+    ),
+    "no value": (
+        [("slots: 32", "slots:")],
+        "two.yaml:11: pipelines.sort.rollout.slots is empty; accepted: a whole number, 1 or more, 4096 or le",
+    ),
+    "zero devices": (
+        [("rollout: {devices: 1}", "rollout: {devices: 0}")],
+        f"two.yaml:3: cluster.pools.rollout.devices is 0; accepted: {WHOLE_NUMBER}",
+    ),
+    "out of range": (
+        [("slots: 32", "temperature: -0.5")],
+        "two.yaml:11: pipelines.sort.rollout.temperature is -0.5; accepted: a number, more than 0, 10 or les",
+    ),
+    "not a number": (
+        [("slots: 32", "temperature: .nan")],
+        "two.yaml:11: pipelines.sort.rollout.temperature is nan; accepted: a number, more than 0, 10 or less",
+    ),
+    "an SLO below one": (
+        [("steps: 60", "slo_slowdown: 0.9")],
+        "two.yaml:6: pipelines.sort.slo_slowdown is 0.9; accepted: a number, 1 or more",
+    ),
+    "a list for a mapping": (
+        [("    rollout:\n      slots: 32\n", "    rollout: [slots]\n")],
+        "two.yaml:10: pipelines.sort.rollout is a list of 1; accepted: a mapping",
+    ),
+    "a mapping for a list": (
+        [("pipelines:\n  - name: sort", "pipelines:\n  sort: 1\nx:\n  - name: sort")],
+        "two.yaml:7: pipelines is a mapping; accepted: a list of mappings, at least 1",
+    ),
+    "a text for a pipeline": (
+        [("  - name: reverse\n    task: reverse\n", "  - reverse\n")],
+        "two.yaml:12: pipelines.1 is 'reverse'; accepted: a mapping",
+    ),
+    "two pipelines of one name": (
+        [("name: reverse", "name: sort")],
+        "two.yaml:12: pipelines.sort.name is 'sort', which two.yaml:8 has too; accepted: a name for each pip",
+    ),
+    "no name": (
+        [("- name: reverse\n    task", "- task")],
+        f"two.yaml:12: pipelines.1.name is missing; accepted: {NAMES}",
+    ),
+    "a name that is no folder": (
+        [("name: reverse", "name: ../up")],
+        f"two.yaml:12: pipelines.../up.name is '../up'; accepted: {NAMES}",
+    ),
+    "a pool name that is no name": (
+        [("    train: {devices: 1}", "    'a b': {devices: 1}")],
+        f"two.yaml:4: cluster.pools.a b cannot be a name; accepted: {NAMES}",
+    ),
+    "nothing at all to train": (
+        [("pipelines:\n  - name", "x:\n  - name")],
+        "two.yaml:7: x is a list of 2: unknown key; accepted: cluster, code_folder, policy, defaults, pipeli",
+    ),
+    "no task": (
+        [("\n    task: reverse", "")],
+        "two.yaml:12: pipelines.reverse.task is missing; accepted: a task's name, or a mapping (docs/spec.md",
+    ),
+    "an unknown algorithm": (
+        [("    task: reverse", "    task: reverse\n    algorithm: ppo")],
+        "two.yaml:14: pipelines.reverse.algorithm.name is 'ppo'; accepted: one of grpo, dr-grpo, rloo",
+    ),
+    "no training pool": (
+        [("    train: {devices: 1}\n", "")],
+        "two.yaml:2: cluster.pools is a mapping: no pool for train; accepted: one pool for rollout and one f",
+    ),
+    "two pools of a phase": (
+        [("train: {devices: 1}", "train: {phase: rollout, devices: 1}")],
+        "two.yaml:4: cluster.pools.train is a mapping: a second pool for rollout beside 'rollout'; accepted:",
+    ),
+    "a pool without a phase": (
+        [("    train: {devices: 1}", "    h800: {devices: 1}")],
+        "two.yaml:4: cluster.pools.h800 is a mapping: no phase; accepted: phase: rollout, or phase: train",
+    ),
+    "devices and nodes": (
+        [("train: {devices: 1}", "train: {devices: 1, nodes: 2}")],
+        "two.yaml:4: cluster.pools.train.nodes is 2: does not go with 'devices'; accepted: devices or nodes",
+    ),
+    "a pool without a size": (
+        [("train: {devices: 1}", "train: {}")],
+        f"two.yaml:4: cluster.pools.train.devices is missing; accepted: {WHOLE_NUMBER}",
+    ),
+    "more workers than devices": (
+        [("slots: 32", "workers: 2")],
+        "two.yaml:11: pipelines.sort.rollout.workers is 2; accepted: up to 1, the size of pool 'rollout'",
+    ),
+    "heads that do not divide": (
+        [("steps: 60", "model: {heads: 5}")],
+        "two.yaml:6: pipelines.sort.model.heads is 5; accepted: a divisor of half of hidden_size 64",
+    ),
+    "a checkpoint with sizes": (
+        [("steps: 60", "model: {path: x, layers: 2}")],
+        "two.yaml:6: pipelines.sort.model.layers is 2: does not go with 'path': the checkpoint's own",
+    ),
+    "a checkpoint that does not exist": (
+        [("steps: 60", "model: {path: ckpt}")],
+        "two.yaml:6: pipelines.sort.model.path is 'ckpt': no such folder (",
+    ),
+    "rows that do not exist": (
+        [("task: reverse", "task: {name: file, path: rows.jsonl}")],
+        "two.yaml:13: pipelines.reverse.task.path is 'rows.jsonl': no such file (",
+    ),
+    "rows of another kind": (
+        [("task: reverse", "task: {name: file, path: rows.csv}")],
+        "two.yaml:13: pipelines.reverse.task.path is 'rows.csv': not a file of rows by its name; accepted: .",
+    ),
+    "a file task without a file": (
+        [("task: reverse", "task: file")],
+        "two.yaml:13: pipelines.reverse.task is a mapping: 'path' is missing; accepted: a .jsonl or .parquet",
+    ),
+    "a path that no file task reads": (
+        [("task: reverse", "task: {name: reverse, path: rows.jsonl}")],
+        "two.yaml:13: pipelines.reverse.task.path is 'rows.jsonl': does not go with the task 'reverse'",
+    ),
+    "a reward that is no reference": (
+        [("task: reverse", "task: {name: reverse, reward: my_rewards.score}")],
+        "two.yaml:13: pipelines.reverse.task.reward is 'my_rewards.score'; accepted: module:function, such a",
+    ),
+    "a reward module that does not exist": (
+        [("task: reverse", "task: {name: reverse, reward: 'my_rewards:score'}")],
+        "two.yaml:13: pipelines.reverse.task.reward is 'my_rewards:score': no module 'my_rewards'; accepted:",
+    ),
+    "half of a colocated estimate": (
+        [("steps: 60", "estimate: {rollout_s: 1, train_s: 1, colocated_train_s: 3}")],
+        "two.yaml:6: pipelines.sort.estimate.colocated_train_s is 3; accepted: colocated_rollout_s and",
+    ),
+    "half of an estimate": (
+        [("steps: 60", "estimate: {rollout_s: 1}")],
+        "two.yaml:6: pipelines.sort.estimate.train_s is missing; accepted: a number, more than 0",
+    ),
+    "one beta": (
+        [("steps: 60", "algorithm: {adam_betas: [0.9]}")],
+        "two.yaml:6: pipelines.sort.algorithm.adam_betas is a list of 1; accepted: a list of numbers, at lea",
+    ),
+    "a beta out of range": (
+        [("steps: 60", "algorithm: {adam_betas: [0.9, 1.5]}")],
+        "two.yaml:6: pipelines.sort.algorithm.adam_betas.1 is 1.5; accepted: a number, 0 or more, less than",
+    ),
+    "defaults that are no mapping": (
+        [("defaults:\n  steps: 60", "defaults: [1]")],
+        "two.yaml:5: defaults is a list of 1; accepted: a mapping",
+    ),
+    "a key given twice": (
+        [("      slots: 32\n", "      slots: 32\n      slots: 16\n")],
+        "two.yaml:12: key 'slots' is given twice; first at two.yaml:11",
+    ),
+    "a merge key": (
+        [("    rollout:\n      slots: 32", "    <<: {seed: 1}")],
+        "two.yaml:10: merge keys (<<) are not accepted; use 'defaults'",
+    ),
+    "no YAML": (
+        [("  - name: sort", "  - name: [sort")],
+        "two.yaml:9: this is not YAML: while parsing a flow sequence",
+    ),
+    "a tab": (
+        [("      slots: 32", "\tslots: 32")],
+        "two.yaml:11: this is not YAML: while scanning for the next token found character",
+    ),
+    "a tag": (
+        [("steps: 60", "steps: !!python/name:os.system 60")],
+        "two.yaml:6: tag 'python/name:os.system' is not accepted; write the plain value",
+    ),
+    "an alias of itself": (
+        [("steps: 60", "task: &a {name: *a}")],
+        "two.yaml:6: an alias (*) contains itself",
+    ),
+    "a second document": (
+        [("pipelines:\n", "---\npipelines:\n")],
+        "two.yaml:7: this is not YAML: expected a single document",
+    ),
+    "no code folder": (
+        [("defaults:\n", "code_folder: nowhere\ndefaults:\n")],
+        "two.yaml:5: code_folder is 'nowhere'; accepted: a folder that exists",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", CASES)
+def test_a_mistake_is_one_line_with_place_value_and_remedy(complaint, good, mistake):
+    replace, expected = CASES[mistake]
+    assert complaint(good, replace=replace).startswith(expected)
+
+
+def test_the_first_mistake_of_the_file_is_reported(complaint, good):
+    message = complaint(good, replace=[("slots: 32", "slots: 0"), ("steps: 60", "steps: 0")])
+    assert message.startswith("two.yaml:6:")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "two.yaml:1: the file is empty; accepted: a mapping with cluster and pipelines"),
+        ("# nothing\n", "two.yaml:1: the file is empty"),
+        ("- a\n- b\n", "two.yaml:1: the file is a list of 2; accepted: a mapping with cluster and pipelines"),
+        ("hello\n", "two.yaml:1: the file is 'hello'; accepted: a mapping with cluster and pipelines"),
+        ("[" * 5000, "two.yaml: this is not YAML: nested too deeply"),
+    ],
+)
+def test_a_file_of_another_shape_is_refused(complaint, text, expected):
+    assert complaint(text).startswith(expected)
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("pipelines.sort.steps=x", f"pipelines.sort.steps is 'x'; accepted: {WHOLE_NUMBER}"),
+        (
+            "pipelines.sort.stepz=4",
+            "pipelines.sort.stepz is 4: unknown key; nearest: steps; accepted: name, seed,",
+        ),
+        (
+            "pipelines.srt.steps=4",
+            "nothing is called 'srt' there; nearest: sort; accepted: sort, reverse, 0 to 1, *",
+        ),
+        ("pipelines.7.steps=4", "nothing is called '7' there; accepted: sort, reverse, 0 to 1, *"),
+        ("policy.x=4", "policy is 'rollmux' and has no keys"),
+        ("nonsense", "accepted: key.key=value, such as pipelines.sort.steps=5"),
+        ("a..b=1", "accepted: key.key=value, such as pipelines.sort.steps=5"),
+        ("policy=[", "value:1: this is not YAML: while parsing a flow node"),
+        ("policy=", "policy is empty; accepted: a text"),
+        ("pipelines.sort.task=nope", "pipelines.sort.task"),
+    ],
+)
+def test_a_wrong_override_names_itself_instead_of_a_line(complaint, good, override, expected):
+    text = good + "policy: rollmux\n"
+    message = complaint(text, override, check_task=refuse_unknown_task)
+    assert message.startswith(f"--set {override}: {expected}")
+
+
+def refuse_unknown_task(config, seed):
+    """As `rl.tasks` complains."""
+    if config.name not in ("sort", "reverse"):
+        raise UserError(f"task.name: unknown task {config.name!r}; accepted: sort, reverse")
+    if "digits" in config.params and not isinstance(config.params["digits"], int):
+        raise UserError(f"task.params.digits of task 'sort': {config.params['digits']!r}; accepted: a number")
+
+
+def test_a_tasks_own_complaint_is_placed_at_its_key(complaint, good):
+    message = complaint(good, replace=[("digits: 5", "digits: x")], check_task=refuse_unknown_task)
+    assert message == "two.yaml:9: pipelines.sort.task.digits of task 'sort': 'x'; accepted: a number"
+    message = complaint(good, replace=[("task: reverse", "task: nope")], check_task=refuse_unknown_task)
+    assert message == "two.yaml:13: pipelines.reverse.task.name: unknown task 'nope'; accepted: sort, reverse"
+
+
+def test_an_unknown_policy_is_refused_where_policies_are_known(complaint, good):
+    message = complaint(good + "policy: rolmux\n", policies=["rollmux", "solo"])
+    assert message == "two.yaml:14: policy is 'rolmux': no such policy; nearest: rollmux; accepted: rollmux, solo"
+
+
+def test_planning_needs_estimates_but_no_task(complaint, load, good):
+    message = complaint(good, purpose=Purpose.PLAN)
+    assert message.startswith("two.yaml:8: pipelines.sort.estimate is missing; accepted: {rollout_s: seconds,")
+    estimates = "pipelines.*.estimate={rollout_s: 2, train_s: 1}"
+    assert load(good, estimates, purpose=Purpose.PLAN).pipelines[0].pipeline.estimate.solo_s == 3
+
+
+def test_a_reward_function_that_its_module_lacks_is_refused_with_the_nearest(complaint, good, tmp_path):
+    (tmp_path / "my_rewards.py").write_text("import re\ndef score(x): return 0\ndef length(x): return 1\n")
+    replace = [("task: reverse", "task: {name: reverse, reward: 'my_rewards:scor'}")]
+    message = complaint(good, replace=replace)
+    assert message.endswith("my_rewards.py has no 'scor'; nearest: score; accepted: re, score, length")
+    (tmp_path / "my_rewards.py").write_text("def score(:\n")
+    assert "my_rewards.py, line 1: not Python" in complaint(good, replace=replace)
+
+
+@pytest.mark.parametrize(("files", "lack"), [([], "has no config.json"), (["config.json"], "has no *.safetensors")])
+def test_a_folder_that_is_no_checkpoint_is_refused(complaint, good, tmp_path, files, lack):
+    (tmp_path / "ckpt").mkdir()
+    for file in files:
+        (tmp_path / "ckpt" / file).write_text("{}")
+    assert lack in complaint(good, replace=[("steps: 60", "model: {path: ckpt}")])
+
+
+def test_an_alias_bomb_is_refused_rather_than_expanded(complaint):
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 9)]
+    assert "aliases expand to more than 200,000 values" in complaint("\n".join(lines))
+
+
+def test_a_missing_file_is_refused_with_those_that_are_there(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("two.yaml").write_text("x: 1")
+    with pytest.raises(SpecError, match=r"^tow\.yaml: no such file; accepted: a YAML file; there: two\.yaml$"):
+        load_spec("tow.yaml")
+
+
+def test_a_folder_or_binary_file_is_refused(tmp_path):
+    with pytest.raises(SpecError, match="cannot be read: Is a directory"):
+        load_spec(tmp_path)
+    (tmp_path / "x.yaml").write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(SpecError, match="not UTF-8 text"):
+        load_spec(tmp_path / "x.yaml")

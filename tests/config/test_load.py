@@ -1,0 +1,172 @@
+"""What a good file becomes."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+
+from rlmux.config import Purpose
+from rlmux.config.load import parse_spec
+from rlmux.core.errors import SpecError
+from rlmux.core.model import Phase, PhaseSeconds, Stage
+from rlmux.rl.config import AlgorithmConfig, RolloutConfig, TaskConfig, TrainingPlan
+
+POOLS = "cluster: {pools: {rollout: {devices: 2}, train: {devices: 1}}}\n"
+
+
+def test_a_file_becomes_what_scheduler_and_engines_take(load, good):
+    spec = load(good)
+    first, second = spec.pipelines
+    assert [pipeline.name for pipeline in spec.pipelines] == ["sort", "reverse"]
+    assert first.plan == TrainingPlan(
+        name="sort",
+        num_steps=60,
+        task=TaskConfig(name="sort", params={"digits": 5}),
+        rollout=RolloutConfig(num_slots=32),
+    )
+    assert second.plan == TrainingPlan(name="reverse", num_steps=60, task=TaskConfig(name="reverse"))
+    assert first.pipeline.stages == (
+        Stage.GENERATE,
+        Stage.REWARD,
+        Stage.OLD_LOGPROBS,
+        Stage.UPDATE,
+        Stage.PUBLISH,
+    )
+    assert first.pipeline.num_steps == 60
+    assert first.pipeline.estimate is None
+    assert first.pipeline.slo_slowdown == math.inf
+    assert (first.submit_at_s, first.num_rollout_workers, first.num_train_workers) == (0.0, 1, 1)
+    assert not first.pipeline.has_warm_start
+    assert spec.policy == "rollmux"
+
+
+def test_devices_are_nodes_that_take_one_worker_each(load):
+    spec = load(POOLS + "pipelines: [{name: a, task: sort, rollout: {workers: 2}}]")
+    pool = spec.cluster.pools["rollout"]
+    assert (pool.phase, pool.num_nodes, pool.devices_per_node, pool.gpus_per_node) == (Phase.ROLLOUT, 2, 1, 1)
+    assert spec.pipelines[0].pipeline.num_rollout_nodes == 2
+
+
+def test_a_cluster_may_be_nodes_with_prices_and_memory(load):
+    spec = load(
+        "cluster: {pools: {cheap: {phase: rollout, nodes: 4, gpus_per_node: 8, usd_per_gpu_hour: 1.76,"
+        " host_memory_gb: 1000}, fast: {phase: train, gpus_per_node: 8, usd_per_gpu_hour: 5}}}\n"
+        "pipelines: [{name: a, estimate: {rollout_s: 100, train_s: 50.5}, footprint: {train_host_gb: 200}}]",
+        purpose=Purpose.PLAN,
+    )
+    cheap, fast = spec.cluster.pools["cheap"], spec.cluster.pools["fast"]
+    assert cheap.usd_per_node_hour == pytest.approx(8 * 1.76)
+    assert (cheap.num_nodes, cheap.host_memory_bytes) == (4, 1e12)
+    assert (fast.num_nodes, fast.host_memory_bytes) == (None, math.inf)
+    pipeline = spec.pipelines[0].pipeline
+    assert pipeline.estimate == PhaseSeconds(rollout_s=100, train_s=50.5)
+    assert pipeline.footprint.train_host_bytes == 2e11
+    assert spec.pipelines[0].training is None
+    with pytest.raises(SpecError, match="names no task"):
+        _ = spec.pipelines[0].plan
+
+
+def test_the_reference_stage_is_there_only_with_a_kl_penalty(load):
+    spec = load(POOLS + "pipelines: [{name: a, task: sort, algorithm: {kl_coef: 0.1}}]")
+    assert spec.pipelines[0].pipeline.stages[2] is Stage.REFERENCE_LOGPROBS
+
+
+def test_staleness_and_warm_start_reach_the_scheduler(load):
+    spec = load(POOLS + "pipelines: [{name: a, task: sort, warm_start: {updates: 9}, algorithm: {staleness: 1}}]")
+    assert spec.pipelines[0].pipeline.staleness == 1
+    assert spec.pipelines[0].pipeline.has_warm_start
+    assert spec.pipelines[0].plan.warm_start.num_updates == 9
+
+
+def test_defaults_merge_under_each_pipeline_key_by_key(load):
+    spec = load(
+        POOLS + "defaults: {seed: 7, algorithm: {group_size: 4, kl_coef: 0.1}, rollout: {slots: 16}}\n"
+        "pipelines: [{name: a, task: sort, algorithm: rloo},"
+        " {name: b, task: sort, seed: 8, rollout: {workers: 2}}]"
+    )
+    a, b = (pipeline.plan for pipeline in spec.pipelines)
+    assert a.algorithm == AlgorithmConfig(name="rloo", group_size=4, kl_coef=0.1)
+    assert (a.seed, b.seed, b.rollout.num_slots) == (7, 8, 16)
+
+
+def test_a_task_or_model_of_its_own_takes_nothing_from_the_default_one(load):
+    spec = load(
+        POOLS + "defaults: {task: {name: sort, digits: 5}, model: {hidden_size: 32}}\n"
+        "pipelines: [{name: a, model: {layers: 3}}, {name: b, task: reverse}]"
+    )
+    a, b = (pipeline.plan for pipeline in spec.pipelines)
+    assert a.task.params == {"digits": 5}
+    assert b.task.params == {}
+    assert (a.model.hidden_size, b.model.hidden_size) == (64, 32)
+
+
+def test_overrides_win_over_file_and_defaults(load, good):
+    spec = load(
+        good,
+        "pipelines.sort.steps=3",
+        "pipelines.1.task.digits=4",
+        "pipelines.*.rollout.max_new_tokens=9",
+        "defaults.algorithm.learning_rate=1e-4",
+        "policy=solo",
+        "cluster.pools.rollout.devices=2",
+    )
+    sort, reverse = (pipeline.plan for pipeline in spec.pipelines)
+    assert (sort.num_steps, reverse.num_steps) == (3, 60)
+    assert reverse.task.params == {"digits": 4}
+    assert sort.rollout.max_new_tokens == reverse.rollout.max_new_tokens == 9
+    assert sort.algorithm.learning_rate == 1e-4
+    assert spec.policy == "solo"
+    assert spec.cluster.pools["rollout"].num_nodes == 2
+
+
+def test_short_forms_work_in_overrides_too(load, good):
+    spec = load(good, "pipelines.sort.task=reverse", "pipelines.*.algorithm=rloo")
+    assert spec.pipelines[0].plan.task == TaskConfig(name="reverse")
+    assert [pipeline.plan.algorithm.name for pipeline in spec.pipelines] == ["rloo", "rloo"]
+
+
+def test_scalars_are_read_as_people_expect(load):
+    spec = load(
+        POOLS + "pipelines: [{name: no, task: {name: sort, digits: 010, flag: yes, day: 2024-01-01},"
+        " algorithm: {learning_rate: 3e-4}}]"
+    )
+    plan = spec.pipelines[0].plan
+    assert plan.name == "no"
+    assert plan.task.params == {"digits": 10, "flag": "yes", "day": "2024-01-01"}
+    assert plan.algorithm.learning_rate == 3e-4
+
+
+def test_anchors_work(load):
+    spec = load(
+        POOLS + "pipelines: [{name: a, task: &t {name: sort, digits: 3}}, {name: b, task: *t}]",
+    )
+    assert spec.pipelines[0].plan.task == spec.pipelines[1].plan.task
+
+
+def test_paths_are_relative_to_the_file(load, tmp_path):
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
+    (tmp_path / "my_rewards.py").write_text("def score(data_source, solution_str, ground_truth): return 0.0\n")
+    checkpoint = tmp_path / "ckpt"
+    checkpoint.mkdir()
+    (checkpoint / "config.json").write_text("{}")
+    (checkpoint / "model.safetensors").write_bytes(b"")
+    spec = load(
+        POOLS + "pipelines: [{name: a, model: {path: ckpt}, "
+        "task: {name: file, path: rows.jsonl, reward: 'my_rewards:score'}}]"
+    )
+    plan = spec.pipelines[0].plan
+    assert plan.model.path == str(checkpoint)
+    assert plan.task.path == str(tmp_path / "rows.jsonl")
+    assert spec.code_folder == tmp_path
+    again = parse_spec(spec.resolved, source="spec.yaml", folder=Path("/"))
+    assert again.pipelines == spec.pipelines
+    assert again.code_folder == tmp_path
+
+
+def test_the_resolved_file_loads_to_the_same_pipelines(load, good):
+    spec = load(good, "pipelines.reverse.algorithm.kl_coef=0.05", "pipelines.sort.estimate={rollout_s: 1, train_s: 2}")
+    again = parse_spec(spec.resolved, source="spec.yaml", folder=Path("/"))
+    assert (again.pipelines, again.cluster, again.policy) == (spec.pipelines, spec.cluster, spec.policy)
+    assert again.resolved == spec.resolved

@@ -1,0 +1,60 @@
+"""What the last steps say of the next."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlmux.core.estimates import Curve, StepHistory
+from rlmux.core.model import DeviceId, PhaseSeconds, Pipeline, PipelineId
+
+A = PipelineId("a")
+D0, D1 = DeviceId("gpu", 0, 0), DeviceId("gpu", 1, 0)
+
+
+def history(curves: list[list[tuple[float, int]]]) -> StepHistory:
+    pipeline = Pipeline(id=A, num_steps=None, estimate=PhaseSeconds(rollout_s=9.0, train_s=2.0))
+    made = StepHistory(pipeline)
+    for step, reports in enumerate(curves, 1):
+        made.open_rollout(step, (D0,), 0.0)
+        for seconds, active in reports[:-1]:
+            made.progress(D0, active, seconds)
+        made.share_ended(D0, reports[-1][0])
+    return made
+
+
+SHORT, LONG = [(1.0, 32), (4.0, 8), (6.0, 0)], [(1.0, 32), (4.2, 8), (12.0, 0)]
+
+
+def test_bands_begin_as_in_the_last_steps_and_the_tails_end_is_a_range():
+    known = history([SHORT, LONG, SHORT]).estimates()
+    assert known.share_s == 6.0
+    assert known.tail_s == 2.0
+    left = known.remaining(8, run_s=4.0)
+    assert (left.low_s, left.median_s, left.high_s) == (2.0, 2.0, pytest.approx(7.8))
+
+
+def test_the_live_count_corrects_the_prediction():
+    known = history([SHORT, SHORT, SHORT]).estimates()
+    assert known.remaining(8, run_s=9.0).median_s == 2.0  # late: still 8 to go
+    assert known.remaining(None, run_s=4.0).median_s == 2.0
+
+
+def test_before_the_first_step_the_users_estimate_stands_in():
+    known = history([]).estimates()
+    assert (known.share_s, known.train_s) == (9.0, 2.0)
+    assert known.remaining(None, run_s=4.0).median_s == 5.0
+
+
+def test_a_share_that_was_moved_does_not_teach():
+    made = history([SHORT])
+    made.open_rollout(2, (D0, D1), 0.0)
+    made.moved(D1, D0, 4, 0.4)
+    made.share_ended(D0, 99.0)
+    assert made.estimates().share_s == 6.0
+    assert made.estimates().move_s == pytest.approx(0.1)
+
+
+def test_a_curve_knows_when_it_fell_for_good():
+    curve = Curve((0.0, 1.0, 2.0, 3.0, 5.0), (8, 4, 6, 2, 0))
+    assert curve.time_to(4) == 3.0
+    assert curve.time_to(8) == 0.0

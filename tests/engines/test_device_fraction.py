@@ -1,0 +1,80 @@
+"""Shares of a device: what is prepared, and that a share is a share."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from rlmux.engines import device_fraction as levels
+
+
+def test_the_larger_share_is_never_held_back():
+    assert [levels.nice_of(level) for level in (0.5, 0.75, 1.0)] == [0, 0, 0]
+
+
+@pytest.mark.parametrize(("level", "nice"), [(0.1, 10), (0.25, 5), (0.014, 19), (0.0001, 19)])
+def test_the_smaller_share_has_the_niceness_whose_weight_it_is(level, nice):
+    assert levels.nice_of(level) == nice
+
+
+def test_a_level_ends_with_the_next_one():
+    """In a process of its own, as a worker is."""
+    probe = levels.probe("cpu")
+    if not probe.shares:
+        pytest.skip(f"no levels here: {probe.missing}")
+    code = (
+        "import os, time; from rlmux.engines.device_fraction import level_setter\n"
+        "os.setsid() if os.getsid(0) != os.getpid() else None\n"
+        "setter = level_setter('cpu'); seen = []\n"
+        "for level in (1.0, 0.25, 0.25, 0.75, 1.0):\n"
+        "    setter.set(level); seen.append(os.getpriority(0, 0))\n"
+        "    while setter._level != level:\n"  # Linux allows ten changes a second, of all sessions together
+        "        time.sleep(0.1); setter.set(level)\n"
+        "print(seen, open('/proc/self/autogroup').read().split()[-1] if os.path.exists('/proc/self/autogroup') else 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
+    base = os.getpriority(os.PRIO_PROCESS, 0)
+    changes = [base, min(19, base + 5), min(19, base + 5), base, base]
+    assert done.stdout.split("]")[0] + "]" in (str(changes), str([base] * 5))
+    assert done.stdout.split()[-1] == "0"
+
+
+def test_a_probe_leaves_this_process_as_it_was():
+    before = os.getpriority(os.PRIO_PROCESS, 0)
+    found = levels.probe("cpu")
+    assert os.getpriority(os.PRIO_PROCESS, 0) == before
+    assert found.device.startswith("cpu: ")
+    assert bool(found.shares) != bool(found.missing)
+
+
+def test_without_a_gpu_the_probe_says_so():
+    found = levels.probe("cuda")
+    if not found.device.startswith("cuda"):
+        pytest.skip("there is a GPU")
+    assert (found.shares, found.how, found.missing) == ((), "", "torch sees no CUDA device")
+    levels.level_setter("cuda").set(0.5)  # nothing to set, nothing raised
+
+
+@pytest.mark.parametrize(
+    ("num_sms", "major", "sizes"), [(132, 9, [24, 48, 72, 104]), (108, 8, [20, 42, 64, 86]), (8, 8, [4])]
+)
+def test_green_contexts_leave_room_for_the_other_side(num_sms, major, sizes):
+    made = levels.green_sizes(num_sms, major)
+    assert list(made.values()) == sizes
+    assert all(share == size / num_sms for share, size in made.items())
+
+
+def test_a_change_that_the_system_refuses_is_tried_again(monkeypatch, tmp_path):
+    """Linux allows ten changes of a session's niceness a second."""
+    group = tmp_path / "missing" / "autogroup"
+    monkeypatch.setattr(levels, "_AUTOGROUP", group)
+    setter = levels.NiceLevel()
+    monkeypatch.setattr(levels.NiceLevel, "_can_raise", False)
+    monkeypatch.setattr(levels.NiceLevel, "_has_group", True)
+    setter.set(0.25)
+    group.parent.mkdir()
+    setter.set(0.25)
+    assert int(group.read_text()) == os.getpriority(os.PRIO_PROCESS, 0) + levels.nice_of(0.25)

@@ -1,0 +1,5 @@
+"""Scheduler tests share one set of builders and one driver in virtual time."""
+
+from tests.scheduling import builders
+
+__all__ = ["builders"]

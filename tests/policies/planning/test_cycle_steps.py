@@ -1,0 +1,116 @@
+"""Several turns in a meta-iteration: from the policy's choice to the order in which the scheduler grants devices."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import pytest
+
+from rlmux.core.errors import IllegalTransitionError
+from rlmux.core.model import AdmissionKind, Cluster, Phase, PipelineId, Pool
+from rlmux.core.placement import PlacementChoice, PlacementLedger
+from rlmux.core.scheduler import Scheduler
+from rlmux.policies.planning.cycle_steps import LapFinder
+from rlmux.policies.planning.partition import NodePrices, columns_of, item_of
+from rlmux.policies.rlmux import RlMux
+from rlmux.policies.rollmux import RollMux
+
+LONG, SHORT = PipelineId("long"), PipelineId("short")
+
+
+class Lapping(RollMux):
+    """Puts `short` beside `long`, on a rollout node of its own, three turns to one."""
+
+    def place(self, pipeline, view):
+        if pipeline.id == LONG:
+            return super().place(pipeline, view)
+        (group,) = view.groups()
+        return PlacementChoice(
+            kind=AdmissionKind.SCALED, group=group.id, num_new_rollout_nodes=1, train_nodes=group.train_nodes,
+            turns=((LONG, 1), (SHORT, 3)),
+        )  # fmt: skip
+
+
+@pytest.fixture
+def pair(builders):
+    return (
+        builders.pipeline("long", rollout_s=80, train_s=20, num_steps=8, slo_slowdown=1.1),
+        builders.pipeline("short", rollout_s=12, train_s=10, num_steps=24, slo_slowdown=2.0),
+    )
+
+
+def priced(rollout=None, train=None):
+    return Cluster(
+        pools={
+            "r": Pool(name="r", phase=Phase.ROLLOUT, num_nodes=rollout, usd_per_gpu_hour=1.0),
+            "t": Pool(name="t", phase=Phase.TRAIN, num_nodes=train, usd_per_gpu_hour=3.0),
+        }
+    )
+
+
+def test_the_scheduler_grants_turns_as_the_meta_iteration_was_computed(builders, pair):
+    driver = builders.Driver(Scheduler(builders.cluster(rollout=2, train=1), Lapping()))
+    driver.submit(*pair)
+    driver.run()
+    training = [name for _, name, stage, _ in driver.starts() if stage == "update"]
+    assert training[:12] == ["short", "short", "short", "long"] * 3  # the first three while `long` rolls out
+    starts = [time_s for time_s, name, stage, _ in driver.starts() if (name, stage) == ("long", "generate")]
+    assert {later - earlier for earlier, later in itertools.pairwise(starts)} == {100.0}
+
+
+def test_a_group_with_several_turns_promises_the_mean_step(pair):
+    ledger = PlacementLedger(priced())
+    policy = Lapping()
+    for one in pair:
+        ledger.admit(one, policy.place(one, ledger.view()))
+        ledger.check()
+    (group,) = ledger.groups()
+    assert group.period_s == 100.0
+    assert group.slowdown_of(LONG) == 1.0
+    assert group.slowdown_of(SHORT) == pytest.approx(100 / 3 / 22)
+    assert group.budget_s == pytest.approx(110.0)
+    assert not group.keeps_slos_with(replace(pair[1], id=PipelineId("other")), (), 1)  # one turn in 100 s
+
+
+def test_who_stays_behind_alone_has_one_turn(pair):
+    ledger = PlacementLedger(priced())
+    policy = Lapping()
+    for one in pair:
+        ledger.admit(one, policy.place(one, ledger.view()))
+    ledger.depart(LONG)
+    ledger.check()
+    assert ledger.member(SHORT).turns == 1
+
+
+def test_no_turn_at_all_is_refused(pair):
+    ledger = PlacementLedger(priced())
+    choice = PlacementChoice(
+        kind=AdmissionKind.NEW, group=None, num_new_rollout_nodes=1, num_new_train_nodes=1, turns=((LONG, 0),)
+    )
+    with pytest.raises(IllegalTransitionError, match="no turn"):
+        ledger.admit(pair[0], choice)
+
+
+def test_laps_are_found_where_one_turn_each_does_not_fit(pair):
+    items = [item_of(one) for one in pair]
+    prices = NodePrices(rollout_usd=1.0, train_usd=3.0)
+    alone = columns_of(items, prices)
+    assert [column.members for column in alone if len(column.members) == 2] == []
+    (found,) = LapFinder().columns(items, prices, alone)
+    assert (found.cost_usd, found.members, found.turns) == (5.0, (0, 1), (1, 3))
+
+
+def test_rlmux_lets_a_short_pipeline_lap_a_long_one(pair):
+    ledger = PlacementLedger(priced())
+    policy = RlMux(usd_per_hour_per_move=0.5)
+    for one in pair:
+        ledger.admit(one, policy.place(one, ledger.view()))
+    assert ledger.usd_per_hour == 8.0
+    for relocation in policy.rebalance(ledger.view()):
+        ledger.move(relocation.pipeline, relocation.choice)
+        ledger.settle(relocation.pipeline)
+        ledger.check()
+    assert ledger.usd_per_hour == 5.0
+    (group,) = ledger.groups()
+    assert group.period_s <= group.budget_s

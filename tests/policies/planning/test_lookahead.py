@@ -1,0 +1,218 @@
+"""The planner on graphs small enough to reason about, and against the exact optimum."""
+
+from __future__ import annotations
+
+import random
+import statistics
+from dataclasses import replace
+
+import pytest
+
+from rlmux.core.sharing import SharingEntry, SharingTable
+from rlmux.policies.planning.lookahead import Merge, Migration, Problem, Task, greedy, longest_paths, plan
+
+
+def task(pipeline: int, kind: str, devices: tuple[int, ...], seconds: float, **fields) -> Task:
+    return Task(pipeline=pipeline, kind=kind, devices=devices, seconds=seconds, **fields)
+
+
+TABLE = SharingTable.of(
+    [
+        SharingEntry(kind_a="train", kind_b="tail", level=0.75, slowdown_a=1.15, slowdown_b=1.3),
+        SharingEntry(kind_a="dense", kind_b="tail", level=0.5, slowdown_a=1.3, slowdown_b=1.3),
+    ]
+)
+
+
+def figure_11() -> Problem:
+    """A tail, a training and a share: the pair that does most per second leaves the share alone for its whole time."""
+    return Problem(
+        tasks=(
+            task(0, "tail", (0,), 4.0, tail_s=4.0),
+            task(1, "train", (0,), 4.0),
+            task(2, "dense", (0,), 8.0, tail_s=4.0),
+        ),
+        sharing=TABLE,
+    )
+
+
+def test_greedy_takes_the_best_pair_and_ends_later_than_the_look_ahead():
+    by_greed, ahead = greedy(figure_11()), plan(figure_11())
+    assert by_greed.starts_now == (0, 1)
+    assert ahead.starts_now == (0, 2)
+    assert by_greed.makespan_s == pytest.approx(8 + 4 * 1.15 + (4 - 4 * 1.15 / 1.3) * 0.3 / 1.3, abs=0.2)
+    assert ahead.makespan_s == pytest.approx(10.26, abs=0.01)
+    assert by_greed.makespan_s > 1.2 * ahead.makespan_s
+
+
+def test_tasks_on_one_device_without_sharing_run_one_after_another():
+    problem = Problem(tasks=(task(0, "train", (0,), 2.0), task(1, "train", (0, 1), 3.0), task(2, "dense", (1,), 1.0)))
+    made = plan(problem)
+    assert made.makespan_s == pytest.approx(5.0)
+    for first in range(3):
+        for second in range(first):
+            if set(problem.tasks[first].devices) & set(problem.tasks[second].devices):
+                assert made.end_s[second] <= made.start_s[first] or made.end_s[first] <= made.start_s[second]
+
+
+def test_a_device_is_held_for_the_critical_path_where_that_ends_sooner():
+    """The long chain comes free in a second; starting the filler now would delay all of it."""
+    problem = Problem(
+        tasks=(
+            task(0, "dense", (1,), 1.0),
+            task(0, "train", (0, 1), 6.0, needs=(0,)),
+            task(1, "dense", (0,), 5.0),
+            task(0, "dense", (1,), 6.0, needs=(1,)),
+        )
+    )
+    made = plan(problem)
+    assert made.makespan_s == pytest.approx(13.0)
+    assert 2 not in made.starts_now
+    assert greedy(problem).makespan_s == pytest.approx(17.0)
+
+
+def test_a_pair_runs_at_the_pace_of_the_table_and_speeds_up_when_one_ends():
+    problem = Problem(
+        tasks=(task(0, "train", (0,), 4.0), task(1, "tail", (0,), 6.0, tail_s=6.0)), sharing=TABLE
+    )
+    made = plan(problem)
+    assert made.end_s[0] == pytest.approx(4.6)
+    assert made.end_s[1] == pytest.approx(4.6 + 6.0 - 4.6 / 1.3)
+
+
+def test_work_on_several_devices_goes_at_the_pace_of_the_slowest():
+    problem = Problem(
+        tasks=(task(0, "train", (0, 1), 4.0), task(1, "tail", (1,), 10.0, tail_s=10.0)), sharing=TABLE
+    )
+    assert plan(problem).end_s[0] == pytest.approx(4.6)
+
+
+def merging(cost_s: float) -> Problem:
+    """A tail on each of two devices, and training that waits for one of them."""
+    return Problem(
+        tasks=(
+            task(0, "dense", (0,), 4.0, tail_s=4.0, is_running=True),
+            task(0, "dense", (1,), 5.0, tail_s=5.0, is_running=True),
+            task(1, "train", (0,), 6.0),
+        ),
+        merges=(Merge(source=0, target=1, cost_s=cost_s, stretch=1.1),),
+    )
+
+
+def test_a_tail_is_moved_where_that_lets_another_pipeline_start():
+    made = plan(merging(cost_s=0.2))
+    assert made.merges_now == (0,)
+    assert made.start_s[2] == 0.0
+    assert made.makespan_s == pytest.approx(6.0)
+
+
+def test_no_tail_is_moved_where_moving_costs_more_than_it_frees():
+    made = plan(merging(cost_s=8.0))
+    assert made.merges == ()
+    assert made.makespan_s == pytest.approx(10.0)
+
+
+def test_a_deadline_comes_before_the_makespan():
+    long, urgent = task(0, "train", (0,), 5.0), task(1, "train", (0,), 1.0, deadline_s=1.0)
+    tasks = (long, urgent, task(0, "dense", (1,), 9.0, needs=(0,)))
+    assert plan(Problem(tasks=tasks)).start_s[1] == 0.0
+
+
+def test_the_longest_path_counts_what_waits():
+    tasks = (task(0, "dense", (0,), 2.0), task(0, "train", (0,), 3.0, needs=(0,)), task(1, "dense", (1,), 4.0))
+    assert longest_paths(tasks) == [5.0, 3.0, 4.0]
+
+
+def test_a_plan_is_a_function_of_its_problem():
+    assert plan(figure_11()) == plan(figure_11())
+
+
+def test_plans_are_near_the_exact_optimum():
+    """The whole comparison is in benchmarks/lookahead.py; these are few and quickly proved."""
+    exact = pytest.importorskip("rlmux.policies.planning.exact_schedule")
+    pytest.importorskip("ortools")
+    gaps, greedy_gaps = [], []
+    for seed in range(30):
+        problem = exact.random_problem(random.Random(seed), is_sharing=False)
+        made = plan(problem)
+        least = exact.least_makespan(problem, upper_s=made.makespan_s)
+        assert least.is_proved
+        gaps.append(made.makespan_s / least.makespan_s - 1)
+        greedy_gaps.append(greedy(problem).makespan_s / least.makespan_s - 1)
+    assert statistics.mean(gaps) <= 0.03
+    assert max(gaps) <= 0.15
+    assert statistics.mean(gaps) < statistics.mean(greedy_gaps)
+
+
+def gathering(cost_s: float) -> Problem:
+    """Two pipelines, each with a share of 4 s on both devices, of which nothing has begun; then 2 s of training."""
+    shares = [task(number, "dense", (device,), 4.0, tail_s=3.0) for number in (0, 1) for device in (0, 1)]
+    trains = (task(0, "train", (0,), 2.0, needs=(0, 1)), task(1, "train", (1,), 2.0, needs=(2, 3)))
+    return Problem(
+        tasks=(*shares, *trains),
+        merges=(
+            Merge(source=1, target=0, cost_s=cost_s, is_whole=True),
+            Merge(source=0, target=1, cost_s=cost_s, is_whole=True),
+            Merge(source=2, target=3, cost_s=cost_s, is_whole=True),
+            Merge(source=3, target=2, cost_s=cost_s, is_whole=True),
+        ),
+    )
+
+
+def test_shares_are_gathered_where_that_saves_device_time():
+    made = plan(gathering(cost_s=1.0))
+    assert made.merges_now == (0, 2)
+    assert made.makespan_s == pytest.approx(4.0 + 1.0 + 2.0)
+
+
+def test_no_share_is_gathered_where_its_sibling_would_take_twice_as_long():
+    made = plan(gathering(cost_s=4.0))
+    assert made.merges == ()
+    assert made.makespan_s == pytest.approx(8.0 + 2.0)
+
+
+def test_a_share_that_has_begun_is_not_gathered():
+    problem = gathering(cost_s=0.1)
+    begun = tuple(replace(one, is_running=True) if number == 1 else one for number, one in enumerate(problem.tasks))
+    assert not {0} & set(plan(replace(problem, tasks=begun)).merges_now)
+
+
+def migrating(cost_s: float, *, is_running: bool) -> Problem:
+    """Device 0 is wanted by a share of one pipeline and training of another; device 1 is free for the share."""
+    share = task(0, "dense", (0,), 4.0, is_running=is_running)
+    return Problem(tasks=(share, task(1, "train", (0,), 6.0)), migrations=(Migration(task=0, device=1, cost_s=cost_s),))
+
+
+@pytest.mark.parametrize("is_running", [False, True])
+def test_a_share_migrates_to_a_free_device_where_others_want_its_own(is_running):
+    made = plan(migrating(0.5, is_running=is_running))
+    assert made.migrations_now == (0,)
+    assert made.start_s[1] == 0.0
+    assert made.end_s == pytest.approx((4.5, 6.0))
+
+
+@pytest.mark.parametrize("is_running", [False, True])
+def test_no_share_migrates_where_that_costs_more_than_it_frees(is_running):
+    made = plan(migrating(7.0, is_running=is_running))
+    assert made.migrations_now == ()
+    assert made.makespan_s == pytest.approx(10.0)
+
+
+def test_a_share_that_migrates_later_stays_until_then():
+    problem = migrating(0.5, is_running=False)
+    held = (*problem.tasks, task(1, "dense", (1,), 1.0, is_running=True))
+    made = plan(replace(problem, tasks=held))
+    assert made.makespan_s == pytest.approx(6.0)
+    assert made.migrations_now == ()
+
+
+def test_a_rollout_to_come_is_gathered_in_the_plan_and_not_made():
+    """So the pipeline whose training runs is seen to need one device next, and the other one keeps its own."""
+    later = [task(0, "dense", (device,), 4.0, tail_s=3.0, needs=(0,)) for device in (0, 1)]
+    tasks = (task(0, "train", (0,), 1.0, is_running=True), *later, task(1, "dense", (1,), 6.0))
+    gather = Merge(source=2, target=1, cost_s=1.0, is_whole=True, is_later=True)
+    made = plan(Problem(tasks=tasks, merges=(gather,)))
+    assert made.makespan_s == pytest.approx(6.0)
+    assert made.merges == (0,)
+    assert made.merges_now == ()
+    assert plan(Problem(tasks=tasks)).makespan_s == pytest.approx(10.0)

@@ -1,0 +1,336 @@
+"""What `jigsaw` decides, event by event, through the real scheduler."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlmux.core.actions import Migrate, Pause, RunStage, SetLevel
+from rlmux.core.estimates import StepHistory
+from rlmux.core.events import (
+    ChunkFinished,
+    ReplyArrived,
+    StageFinished,
+    StagePaused,
+    TrajectoriesMoved,
+    WorkerLost,
+)
+from rlmux.core.model import Cluster, DeviceId, Footprint, Phase, Pool, Stage
+from rlmux.core.scheduler import Scheduler
+from rlmux.core.sharing import SharingEntry, SharingTable
+from rlmux.core.state import ReadyWork
+from rlmux.policies.jigsaw import Jigsaw
+from rlmux.policies.rlmux import RlMux
+from rlmux.policies.static_sharing import mux_all, serial
+
+HELPS = SharingTable.of(
+    [
+        SharingEntry(kind_a="train", kind_b="tail", level=0.75, slowdown_a=1.1, slowdown_b=1.2),
+        SharingEntry(kind_a="train", kind_b="dense", level=0.75, slowdown_a=1.2, slowdown_b=1.3),
+    ]
+)
+
+
+def one_pool(num_nodes: int = 2) -> Cluster:
+    pool = Pool(name="gpu", phase=Phase.TRAIN, num_nodes=num_nodes, device_memory_bytes=10.0)
+    return Cluster(pools={"gpu": pool})
+
+
+def started(actions) -> list[tuple[str, str, int]]:
+    return [(a.pipeline, a.stage.value, a.devices[0].node) for a in actions if isinstance(a, RunStage)]
+
+
+def order_of(scheduler: Scheduler, pipeline: str, node: int, stage: Stage = Stage.GENERATE):
+    return next(
+        order
+        for order in scheduler.state.orders.values()
+        if order.pipeline == pipeline and order.stage is stage and order.devices[0].node == node
+    )
+
+
+def finish(driver, order, at_s: float):
+    return driver.send(StageFinished(time_s=at_s, order=order.id, seconds=at_s - order.started_s))
+
+
+def report(driver, order, at_s: float, num_active: int):
+    return driver.send(
+        ChunkFinished(
+            time_s=at_s, order=order.id, num_active=num_active, num_waiting=0, seconds=at_s - order.started_s
+        )
+    )
+
+
+def test_everyone_rolls_out_on_all_nodes_and_trains_on_the_least_loaded(builders):
+    scheduler = Scheduler(builders.cluster(), Jigsaw())
+    driver = builders.Driver(scheduler)
+    driver.submit(builders.pipeline("a"), builders.pipeline("b"))
+    runs = scheduler.state.runs
+    assert runs["a"].rollout_devices == runs["b"].rollout_devices
+    assert len(runs["a"].rollout_devices) == 2
+    assert runs["a"].train_devices != runs["b"].train_devices
+
+
+def test_nobody_joins_where_one_after_another_would_break_an_slo(builders):
+    scheduler = Scheduler(one_pool(), Jigsaw())
+    driver = builders.Driver(scheduler)
+    driver.submit(builders.pipeline("a", slo_slowdown=1.5), builders.pipeline("b"))
+    assert scheduler.status("b") == "waiting"
+    assert "SLO" in scheduler.state.runs["b"].reason
+    driver.run()
+    assert scheduler.status("b") == "finished"
+
+
+@pytest.mark.parametrize("policy", [Jigsaw(), Jigsaw(looks_ahead=False), serial(), mux_all(), RlMux()])
+def test_two_pipelines_end_whatever_shares_their_devices(builders, policy):
+    scheduler = Scheduler(one_pool(), policy)
+    driver = builders.Driver(scheduler)
+    driver.submit(builders.pipeline("a", staleness=1), builders.pipeline("b", rollout_s=3.0))
+    driver.run()
+    assert scheduler.is_idle()
+    assert driver.now_s < 3 * (2 + 1 + 3 + 1)
+
+
+def waiting_behind_a_tail(builders, policy: Jigsaw, *, num_steps: int = 1):
+    """b's long training is ready on node 0, where a's share is in its tail; a's share on node 1 has more to do."""
+    scheduler = Scheduler(one_pool(), policy)
+    driver = builders.Driver(scheduler)
+    driver.submit(builders.pipeline("b", rollout_s=10.0, train_s=20.0, num_steps=1))
+    driver.submit(builders.pipeline("a", rollout_s=10.0, train_s=2.0, num_steps=num_steps))
+    finish(driver, order_of(scheduler, "b", 0), 4.0)
+    report(driver, order_of(scheduler, "a", 0), 4.1, 64)
+    finish(driver, order_of(scheduler, "b", 1), 11.0)
+    return scheduler, driver
+
+
+def test_a_tail_leaves_for_its_sibling_so_that_another_pipeline_can_train(builders):
+    scheduler, driver = waiting_behind_a_tail(builders, Jigsaw())
+    tail = order_of(scheduler, "a", 0)
+    actions = report(driver, tail, 11.5, 4)
+    paused = [a for a in (*driver.actions(Pause), *actions) if isinstance(a, Pause)]
+    assert [a.order for a in paused[:1]] == [tail.id]
+    if tail.id in scheduler.state.orders:
+        driver.send(StagePaused(time_s=11.6, order=tail.id, seconds=7.5))
+    moves = driver.actions(Migrate)
+    assert [(move.source.node, move.target.node) for move in moves] == [(0, 1)]
+    driver.send(TrajectoriesMoved(time_s=11.7, order=moves[0].order, num_trajectories=4, seconds=0.1))
+    assert order_of(scheduler, "b", 0, Stage.UPDATE)
+    target = scheduler.state.runs["a"].open_shares
+    assert [share is None for share in target.values()] == [True, False]
+    driver.run()
+    assert scheduler.is_idle()
+
+
+def test_no_tail_moves_where_contexts_make_it_too_dear(builders):
+    scheduler, driver = waiting_behind_a_tail(builders, Jigsaw(move_part=5.0))
+    report(driver, order_of(scheduler, "a", 0), 11.5, 4)
+    assert not driver.actions(Pause, Migrate)
+
+
+def test_no_tail_moves_while_nobody_waits(builders):
+    scheduler = Scheduler(one_pool(), Jigsaw())
+    driver = builders.Driver(scheduler)
+    driver.submit(builders.pipeline("a", rollout_s=10.0))
+    for num_active in (64, 16, 4, 1):
+        report(driver, order_of(scheduler, "a", 0), 9.0 - num_active / 10, num_active)
+    driver.run()
+    assert not driver.actions(Pause, Migrate)
+
+
+def test_training_joins_a_tail_at_the_measured_level_and_leaves_it_the_whole_device(builders):
+    scheduler = Scheduler(one_pool(1), Jigsaw(sharing=HELPS))
+    driver = builders.Driver(scheduler)
+    small = Footprint(rollout_device_bytes=4.0, train_device_bytes=4.0)
+    driver.submit(builders.pipeline("a", rollout_s=4.0, train_s=4.0, footprint=small))
+    driver.submit(builders.pipeline("b", rollout_s=9.0, train_s=4.0, footprint=small))
+    actions = finish(driver, order_of(scheduler, "a", 0), 4.0)
+    levels = {a.pipeline: a.level for a in actions if isinstance(a, RunStage)}
+    assert levels == {"a": 0.75, "b": 0.25}
+    ended = finish(driver, order_of(scheduler, "a", 0, Stage.UPDATE), 9.0)
+    assert [a.level for a in ended if isinstance(a, SetLevel)] == [1.0] or started(ended)
+
+
+def test_states_of_unknown_size_never_share_a_device(builders):
+    scheduler = Scheduler(one_pool(1), Jigsaw(sharing=HELPS))
+    driver = builders.Driver(scheduler)
+    driver.submit(builders.pipeline("a"), builders.pipeline("b"))
+    driver.run()
+    assert {a.level for a in driver.actions(RunStage)} == {1.0}
+
+
+def test_reports_that_change_nothing_are_not_planned_anew(builders):
+    policy = Jigsaw()
+    scheduler = Scheduler(one_pool(1), policy)
+    driver = builders.Driver(scheduler)
+    driver.submit(builders.pipeline("a"), builders.pipeline("b"))
+    order = next(iter(scheduler.state.orders.values()))
+    report(driver, order, 0.5, 40)
+    seen = dict(policy._seen)
+    report(driver, order, 0.6, 39)
+    assert policy._seen == seen
+
+
+def test_rlmux_keeps_turns_where_pools_are_apart_and_sub_stages_where_they_are_not(builders):
+    apart = Scheduler(builders.cluster(), RlMux())
+    builders.Driver(apart).submit(builders.pipeline("a"))
+    shared = Scheduler(one_pool(), RlMux())
+    builders.Driver(shared).submit(builders.pipeline("a"), builders.pipeline("b"))
+    assert set(apart.state.runs["a"].train_devices).isdisjoint(apart.state.runs["a"].rollout_devices)
+    assert shared.state.runs["b"].train_devices[0] in shared.state.runs["a"].rollout_devices
+
+
+def test_the_growth_of_a_gathered_share_is_learned(builders):
+    history = StepHistory(builders.pipeline("a"))
+    left, right = DeviceId("gpu", 0, 0), DeviceId("gpu", 1, 0)
+    history.open_rollout(1, (left, right), 0.0)
+    for device in (left, right):
+        history.progress(device, 16, 0.1)
+        history.progress(device, 2, 3.0)
+        history.share_ended(device, 4.0)
+    assert history.estimates().gathered_s == pytest.approx(3.0)
+    history.open_rollout(2, (left, right), 10.0)
+    history.moved(left, right, 16, 0.0, is_fresh=True)
+    history.share_ended(right, 5.0)
+    estimates = history.estimates()
+    assert estimates.gathered_s == pytest.approx(1.0)
+    assert estimates.share_s == pytest.approx(4.0)
+    assert estimates.move_s is None
+
+
+def test_a_gathered_share_adds_at_most_its_own_seconds_however_long_that_steps_answers_were(builders):
+    history = StepHistory(builders.pipeline("a"))
+    left, right = DeviceId("gpu", 0, 0), DeviceId("gpu", 1, 0)
+    history.open_rollout(1, (left, right), 0.0)
+    for device in (left, right):
+        history.progress(device, 16, 0.1)
+        history.share_ended(device, 4.0)
+    history.open_rollout(2, (left, right), 10.0)
+    history.moved(left, right, 16, 0.0, is_fresh=True)
+    history.share_ended(right, 60.0)
+    assert history.estimates().gathered_s == pytest.approx(4.0)
+
+
+def waiting_for_tools(builders):
+    """Two pipelines on one device: a's share decodes nothing, all its trajectories wait for their tools."""
+    scheduler = Scheduler(one_pool(1), Jigsaw())
+    driver = builders.Driver(scheduler)
+    driver.submit(builders.pipeline("a", rollout_s=4.0), builders.pipeline("b", rollout_s=4.0))
+    share = order_of(scheduler, "a", 0)
+    report = ChunkFinished(time_s=1.0, order=share.id, num_active=0, num_waiting=0, num_parked=8, seconds=0.5)
+    return scheduler, driver, share, driver.send(report)
+
+
+def test_a_share_that_waits_for_tools_leaves_its_device_to_another_pipeline(builders):
+    _, driver, share, actions = waiting_for_tools(builders)
+    assert [a.order for a in actions if isinstance(a, Pause)] == [share.id]
+    actions = driver.send(StagePaused(time_s=1.0, order=share.id, seconds=0.5, is_waiting=True))
+    assert started(actions) == [("b", "generate", 0)]
+
+
+def test_a_waiting_share_starts_when_a_reply_has_come_not_before(builders):
+    scheduler, driver, share, _ = waiting_for_tools(builders)
+    driver.send(StagePaused(time_s=1.0, order=share.id, seconds=0.5, is_waiting=True))
+    of_b = order_of(scheduler, "b", 0)
+    idle = ChunkFinished(time_s=1.5, order=of_b.id, num_active=0, num_waiting=0, num_parked=8, seconds=0.5)
+    assert driver.send(idle) == [], "there is nobody to yield to"
+    actions = driver.send(ReplyArrived(time_s=2.0, pipeline="a", device=share.devices[0]))
+    assert [a.order for a in actions if isinstance(a, Pause)] == [of_b.id]
+    actions = driver.send(StagePaused(time_s=2.0, order=of_b.id, seconds=0.5, is_waiting=True))
+    assert started(actions) == [("a", "generate", 0)]
+
+
+def test_a_reply_that_comes_when_the_share_is_over_changes_nothing(builders):
+    _, driver, share, _ = waiting_for_tools(builders)
+    driver.send(StageFinished(time_s=1.5, order=share.id, seconds=1.0))
+    assert driver.send(ReplyArrived(time_s=2.0, pipeline="a", device=share.devices[0])) == []
+
+
+def test_a_waiting_share_whose_worker_dies_is_ready_at_once(builders):
+    scheduler, driver, share, _ = waiting_for_tools(builders)
+    driver.send(StagePaused(time_s=1.0, order=share.id, seconds=0.5, is_waiting=True))
+    driver.send(WorkerLost(time_s=1.5, pipeline="a", device=share.devices[0]))
+    (work,) = [work for work in scheduler.state.runs["a"].open_shares.values() if isinstance(work, ReadyWork)]
+    assert not work.is_waiting
+
+
+def test_no_device_is_kept_for_a_share_that_waits_for_tools(builders):
+    """By the plan b's few seconds would come first: they hold up 30 s of its training."""
+    scheduler = Scheduler(one_pool(), Jigsaw())
+    driver = builders.Driver(scheduler)
+    driver.submit(builders.pipeline("a", rollout_s=1.0, train_s=9.0, num_steps=1))
+    driver.submit(builders.pipeline("b", rollout_s=5.0, train_s=30.0, num_steps=1))
+    finish(driver, order_of(scheduler, "a", 0), 1.0)
+    finish(driver, order_of(scheduler, "a", 1), 1.0)
+    share = order_of(scheduler, "b", 0)
+    idle = ChunkFinished(time_s=4.1, order=share.id, num_active=0, num_waiting=0, num_parked=4, seconds=3.0)
+    assert [a.order for a in driver.send(idle) if isinstance(a, Pause)] == [share.id]
+    actions = driver.send(StagePaused(time_s=4.1, order=share.id, seconds=3.0, is_waiting=True))
+    assert started(actions) == [("a", "update", 0)]
+
+
+def test_a_ready_share_whose_device_is_held_begins_on_a_free_one(builders):
+    scheduler = Scheduler(one_pool(), Jigsaw())
+    driver = builders.Driver(scheduler)
+    driver.submit(builders.pipeline("a", rollout_s=1.0, train_s=9.0, num_steps=2))
+    finish(driver, order_of(scheduler, "a", 0), 1.0)
+    finish(driver, order_of(scheduler, "a", 1), 1.0)
+    driver.submit(builders.pipeline("b", rollout_s=20.0, train_s=1.0, num_steps=2))
+    assert started(driver.actions(RunStage)[-2:]) == [("a", "update", 0), ("b", "generate", 1)]
+    finish(driver, order_of(scheduler, "b", 1), 2.0)
+    (move,) = driver.actions(Migrate)
+    assert (move.pipeline, move.source.node, move.target.node) == ("b", 0, 1)
+    actions = driver.send(TrajectoriesMoved(time_s=2.0, order=move.order, num_trajectories=8, seconds=0.0))
+    assert started(actions) == [("b", "generate", 1)]
+    driver.run()
+    assert scheduler.is_idle()
+
+
+def test_a_running_share_makes_room_for_training_where_another_device_is_free(builders):
+    scheduler = Scheduler(one_pool(), Jigsaw())
+    driver = builders.Driver(scheduler)
+    driver.submit(builders.pipeline("a", rollout_s=5.0, train_s=9.0, num_steps=1))
+    driver.submit(builders.pipeline("b", rollout_s=4.0, train_s=1.0, num_steps=1))
+    finish(driver, order_of(scheduler, "a", 0), 0.5)
+    finish(driver, order_of(scheduler, "a", 1), 1.0)
+    share = order_of(scheduler, "b", 0)
+    assert not driver.actions(Pause), "nowhere to go"
+    finish(driver, order_of(scheduler, "b", 1), 1.5)
+    (pause,) = driver.actions(Pause)
+    assert pause.order == share.id
+    actions = driver.send(StagePaused(time_s=1.5, order=share.id, seconds=1.0))
+    (move,) = [action for action in actions if isinstance(action, Migrate)]
+    assert (move.source.node, move.target.node) == (0, 1)
+    assert started(actions) == [("a", "update", 0)]
+    driver.run()
+    assert scheduler.is_idle()
+
+
+def test_the_curve_of_a_share_that_went_to_a_free_device_is_learned_as_that_of_a_whole_one(builders):
+    history = StepHistory(builders.pipeline("a"))
+    left, right = DeviceId("gpu", 0, 0), DeviceId("gpu", 1, 0)
+    history.open_rollout(1, (left, right), 0.0)
+    history.share_ended(right, 4.0)
+    history.moved(left, right, 16, 0.0, is_fresh=True)
+    history.progress(right, 16, 0.1)
+    history.share_ended(right, 6.0)
+    assert history.estimates().share_s == pytest.approx(5.0), "the median of both"
+    assert history.estimates().gather_growth is None
+
+
+def test_what_is_known_of_a_share_goes_with_it_to_a_device_that_gave_its_own_away(builders):
+    history = StepHistory(builders.pipeline("a"))
+    left, right = DeviceId("gpu", 0, 0), DeviceId("gpu", 1, 0)
+    history.open_rollout(1, (left, right), 0.0)
+    history.moved(left, right, 16, 0.0, is_fresh=True)
+    history.progress(right, 5, 1.0)
+    history.paused(right, 2.0)
+    history.moved(right, left, 5, 0.1)
+    assert history.live(left) == (5, 2.0)
+    assert history.live(right) == (None, 0.0)
+
+
+def test_moves_that_came_to_nothing_are_forgotten_with_their_step(builders):
+    scheduler, driver = waiting_behind_a_tail(builders, policy := Jigsaw(), num_steps=2)
+    report(driver, tail := order_of(scheduler, "a", 0), 11.5, 4)
+    assert [step for _, step, _ in policy._moves] == [1]
+    finish(driver, tail, 11.6)  # it ended before it could pause
+    while policy._moves:
+        assert driver.step(), "it is never forgotten"

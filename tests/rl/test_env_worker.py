@@ -1,0 +1,347 @@
+import asyncio
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from random import Random
+
+import pytest
+
+from rlmux.core.errors import IllegalTransitionError, PipelineError, UserError
+from rlmux.rl.batch_metrics import batch_metrics
+from rlmux.rl.config import TrainingPlan
+from rlmux.rl.env_worker import PipelineHost
+from rlmux.rl.tasks import make_task
+from rlmux.rl.types import FinishedTurn, TrainingBatch, TrajectoryId, TrajectoryRequest
+from rlmux.rl.vocabulary import CharVocabulary
+
+Plan = Callable[..., TrainingPlan]
+Finish = Callable[..., FinishedTurn]
+
+VOCABULARY = CharVocabulary()
+EOS = (VOCABULARY.eos_token,)
+
+
+def spoken(text: str, *, ends: bool = False) -> tuple[tuple[int, ...], bool]:
+    return VOCABULARY.encode(text) + (EOS if ends else ()), True
+
+
+def heard(text: str) -> tuple[tuple[int, ...], bool]:
+    return VOCABULARY.encode(text), False
+
+
+def answers(plan: TrainingPlan, finish: Finish, requests: list[TrajectoryRequest]) -> list[FinishedTurn]:
+    """Right answers from even samples, a wrong first symbol from odd ones."""
+    task = make_task(plan.task, seed=plan.seed, vocabulary=VOCABULARY)
+    turns = []
+    for request in requests:
+        step, prompt, sample = request.id
+        answer = task.prompt((step - 1) * plan.algorithm.prompts_per_step + prompt).answer or ""
+        turns.append(finish(request, spoken("z" + answer[1:] if sample % 2 else answer, ends=True)))
+    return turns
+
+
+def test_requests_carry_the_plan(make_plan: Plan) -> None:
+    requests = PipelineHost(make_plan(seed=9)).begin_step(2)
+    assert [request.id for request in requests] == [
+        TrajectoryId(2, prompt, sample) for prompt in range(3) for sample in range(2)
+    ]
+    assert requests[0].prompt_tokens == requests[1].prompt_tokens != requests[2].prompt_tokens
+    assert {(each.max_new_tokens, each.stop_tokens, each.seed) for each in requests} == {(32, EOS, 9)}
+
+
+def test_a_batch_is_the_same_whatever_the_order_and_grouping(make_plan: Plan, finish: Finish) -> None:
+    plan = make_plan(algorithm={"prompts_per_step": 4, "group_size": 4})
+    batches: list[TrainingBatch] = []
+    for seed in range(5):
+        host = PipelineHost(plan)
+        turns = answers(plan, finish, host.begin_step(1))
+        random = Random(seed)
+        random.shuffle(turns)
+        while turns:
+            num = random.randint(1, 5)
+            replies, released = host.on_turns(turns[:num])
+            assert not replies
+            assert released == sorted(turn.id for turn in turns[:num])
+            del turns[:num]
+        batches.append(host.finish_step(1))
+    assert all(batch == batches[0] for batch in batches)
+    assert [each.id for each in batches[0].trajectories] == sorted(each.id for each in batches[0].trajectories)
+    assert [each.reward for each in batches[0].trajectories[:4]] == [1.0, 0.8, 1.0, 0.8]
+    assert batches[0].advantages[0] > 0 > batches[0].advantages[1]
+    assert pickle.loads(pickle.dumps(batches[0])) == batches[0]
+
+
+def test_a_turn_delivered_twice_counts_once(make_plan: Plan, finish: Finish) -> None:
+    plan = make_plan()
+    host = PipelineHost(plan)
+    requests = host.begin_step(1)
+    turns = answers(plan, finish, requests)
+    host.on_turns(turns[:2])
+    again = finish(requests[0], spoken("other", ends=True))
+    assert host.on_turns([again, *turns[1:]]) == ([], [turn.id for turn in turns])
+    batch = host.finish_step(1)
+    assert batch.trajectories[0].tokens == turns[0].tokens
+    assert len(batch.trajectories) == 6
+    assert host.on_turns(turns[:1]) == ([], [turns[0].id])
+    assert host.finish_step(1) == batch
+
+
+def test_a_host_started_later_lets_go_of_what_was_before(make_plan: Plan, finish: Finish) -> None:
+    plan = make_plan()
+    late = finish(PipelineHost(plan).begin_step(4)[0], spoken("12", ends=True))
+    host = PipelineHost(plan)
+    host.begin_step(5)
+    assert host.on_turns([late]) == ([], [late.id])
+    with pytest.raises(IllegalTransitionError, match="step 6 is not under way"):
+        host.on_turns([finish(PipelineHost(plan).begin_step(6)[0], spoken("12", ends=True))])
+
+
+def test_steps_may_overlap(make_plan: Plan, finish: Finish) -> None:
+    plan = make_plan(algorithm={"staleness": 1})
+    host = PipelineHost(plan)
+    first, second = host.begin_step(1), host.begin_step(2)
+    host.on_turns([*answers(plan, finish, second), *answers(plan, finish, first)[:-1]])
+    assert host.is_step_complete(2)
+    assert not host.is_step_complete(1)
+    assert host.unfinished_requests(1) == first[-1:]
+    with pytest.raises(IllegalTransitionError, match="1 trajectories unscored"):
+        host.finish_step(1)
+    host.on_turns(answers(plan, finish, first)[-1:])
+    assert (host.finish_step(1).step, host.finish_step(2).step) == (1, 2)
+
+
+def test_a_step_under_way_begins_again_without_forgetting(make_plan: Plan, finish: Finish) -> None:
+    plan = make_plan()
+    host = PipelineHost(plan)
+    requests = host.begin_step(1)
+    host.on_turns(answers(plan, finish, requests)[:2])
+    assert host.begin_step(1) == requests
+    assert host.unfinished_requests(1) == requests[2:]
+
+
+def test_a_prompt_that_does_not_fit_is_named(make_plan: Plan) -> None:
+    host = PipelineHost(make_plan(rollout={"max_prompt_tokens": 7}))
+    with pytest.raises(PipelineError, match=r"prompt 0 of task 'sort' has 8 tokens.*max_prompt_tokens 7"):
+        host.begin_step(1)
+
+
+def test_an_unknown_algorithm_names_the_nearest(make_plan: Plan) -> None:
+    with pytest.raises(UserError, match="did you mean 'grpo'"):
+        PipelineHost(make_plan(algorithm={"name": "gpro"}))
+    with pytest.raises(UserError, match="group_size: 1; accepted: 2 or more"):
+        PipelineHost(make_plan(algorithm={"group_size": 1}))
+
+
+def test_metrics_say_what_the_step_was_like(make_plan: Plan, finish: Finish) -> None:
+    plan = make_plan()
+    host = PipelineHost(plan)
+    host.on_turns(answers(plan, finish, host.begin_step(1)))
+    metrics = batch_metrics(host.finish_step(1))
+    assert metrics["reward_mean"] == pytest.approx(0.9)
+    assert metrics["reward_min"] == 0.8
+    assert metrics["response_tokens_mean"] == 6
+    assert (metrics["turns_mean"], metrics["cut_share"], metrics["uniform_group_share"]) == (1, 0, 0)
+
+
+def test_demonstrations_follow_the_task_and_mask_the_tool(make_plan: Plan) -> None:
+    host = PipelineHost(make_plan("calculator"))
+    batch = host.warm_start_batch(1)
+    assert len(batch) == 4
+    assert batch == PipelineHost(make_plan("calculator")).warm_start_batch(1) != host.warm_start_batch(0)
+    prompt_tokens, tokens, is_sampled = batch[0]
+    question = VOCABULARY.decode(prompt_tokens)[2:-1]
+    result = str(eval(question))
+    assert VOCABULARY.decode(tokens) == f"<{question}>{result}|{result}"
+    hidden = [VOCABULARY.decode([token]) for token, seen in zip(tokens, is_sampled, strict=True) if not seen]
+    assert "".join(hidden) == f"{result}|"
+    assert tokens[-1] == VOCABULARY.eos_token
+    assert is_sampled[-1]
+
+
+def test_a_demonstration_beyond_the_budget_is_refused(make_plan: Plan) -> None:
+    with pytest.raises(PipelineError, match=r"takes 6 tokens, more than rollout.max_new_tokens 5"):
+        PipelineHost(make_plan(rollout={"max_new_tokens": 5})).warm_start_batch(0)
+
+
+def test_a_host_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from rlmux.rl.env_worker import PipelineHost; from rlmux.rl.config import TrainingPlan; "
+        "PipelineHost(TrainingPlan(name='p')).begin_step(1); "
+        "print([name for name in ('torch', 'transformers', 'pyarrow') if name in sys.modules])"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
+
+
+# Several turns.
+
+
+def test_the_calculator_answers_and_the_last_word_is_scored(make_plan: Plan, finish: Finish) -> None:
+    host = PipelineHost(make_plan("calculator"))
+    request, other, *rest = host.begin_step(1)
+    assert request.stop_tokens == (*EOS, *VOCABULARY.encode(">"))
+    question = VOCABULARY.decode(request.prompt_tokens)[2:-1]
+    result = str(eval(question))
+    first = [spoken(f"<{question}>")]
+    replies, released = host.on_turns([finish(request, *first), finish(other, spoken("7", ends=True))])
+    assert ([reply.id for reply in replies], released) == ([request.id], [other.id])
+    assert VOCABULARY.decode(replies[0].tokens) == f"{result}|"
+    second = [*first, heard(f"{result}|"), spoken(result, ends=True)]
+    assert host.on_turns([finish(request, *second)]) == ([], [request.id])
+    host.on_turns([finish(each, spoken("7", ends=True)) for each in rest])
+    trajectories = host.finish_step(1).trajectories
+    assert [each.reward for each in trajectories[:2]] == [1.0, 0.0]
+    assert sum(trajectories[0].is_sampled) == len(trajectories[0].tokens) - len(result) - 1
+
+
+def test_a_turn_delivered_twice_gets_the_same_reply(make_plan: Plan, finish: Finish) -> None:
+    host = PipelineHost(make_plan("calculator", params={"max_calls": 1}))
+    request = host.begin_step(1)[0]
+    turn = finish(request, spoken("<1+2>"))
+    assert host.on_turns([turn]) == host.on_turns([turn])
+    later = finish(request, spoken("<1+2>"), heard("3|"), spoken("<3+4>"))
+    assert host.on_turns([turn])[1] == []
+    assert host.on_turns([later]) == ([], [request.id])
+
+
+def test_a_story_told_differently_after_a_crash_is_replayed(make_plan: Plan, finish: Finish) -> None:
+    host = PipelineHost(make_plan("calculator", params={"max_calls": 2}))
+    request = host.begin_step(1)[0]
+    host.on_turns([finish(request, spoken("<1+2>"))])
+    host.on_turns([finish(request, spoken("<1+2>"), heard("3|"), spoken("<5+5>"))])
+    other = finish(request, spoken("<2+2>"), heard("4|"), spoken("<4+4>"))
+    replies, _ = host.on_turns([other])
+    assert VOCABULARY.decode(replies[0].tokens) == "8|"
+
+
+@pytest.fixture
+def thinker(make_plan: Plan, monkeypatch: pytest.MonkeyPatch) -> tuple[PipelineHost, dict[str, asyncio.Event]]:
+    """A host whose environments reply to a question once its event is set; so that no clock decides."""
+    events: dict[str, asyncio.Event] = {}
+
+    async def reply(self: object, text: str) -> str:
+        await events.setdefault(text, asyncio.Event()).wait()
+        return f"{len(text)}|"
+
+    host = PipelineHost(make_plan("calculator", params={"wait_s": 0.1}))
+    environment = host._task.environment(host._task.prompt(0))
+    monkeypatch.setattr(type(environment), "reply", reply)
+    return host, events
+
+
+def test_replies_that_wait_wait_together(thinker, finish: Finish, monkeypatch: pytest.MonkeyPatch) -> None:
+    """None replies before all think."""
+    host, _ = thinker
+    requests = host.begin_step(1)
+    all_think = asyncio.Barrier(len(requests))
+
+    async def reply(self: object, text: str) -> str:
+        await all_think.wait()
+        return f"{len(text)}|"
+
+    monkeypatch.setattr(type(host._task.environment(host._task.prompt(0))), "reply", reply)
+    replies, _ = host.on_turns([finish(request, spoken("<1+2>")) for request in requests])
+    assert [reply.id for reply in replies] == [request.id for request in requests]
+
+
+def set_already() -> asyncio.Event:
+    event = asyncio.Event()
+    event.set()
+    return event
+
+
+def test_an_environment_that_thinks_keeps_no_others_answer_back(thinker, finish: Finish) -> None:
+    host, events = thinker
+    first, second, *_ = host.begin_step(1)
+    events["<22>"] = set_already()
+    turns = [finish(first, spoken("<1>")), finish(second, spoken("<22>"))]
+    replies, released = host.on_turns(turns, 0.01)
+    assert ([reply.id for reply in replies], released) == ([second.id], [])
+    assert host.on_turns([], 0.0) == ([], [])
+    events["<1>"].set()
+    replies, _ = host.on_turns([])
+    assert [(reply.id, VOCABULARY.decode(reply.tokens)) for reply in replies] == [(first.id, "3|")]
+    assert host.on_turns([]) == ([], [])
+
+
+def test_a_turn_that_comes_again_while_its_environment_thinks_is_answered_once(thinker, finish: Finish) -> None:
+    host, events = thinker
+    request = host.begin_step(1)[0]
+    turn = finish(request, spoken("<1>"))
+    assert host.on_turns([turn], 0.0) == host.on_turns([turn], 0.0) == ([], [])
+    events["<1>"].set()
+    assert [reply.id for reply in host.on_turns([turn])[0]] == [request.id]
+    assert host.on_turns([]) == ([], [])
+
+
+def test_what_is_thought_about_a_turn_taken_back_is_not_told(thinker, finish: Finish) -> None:
+    """A worker was lost after its second turn: its trajectory begins anew, and the first turn is answered at once."""
+    host, events = thinker
+    request = host.begin_step(1)[0]
+    events["<1>"] = set_already()
+    first, second = finish(request, spoken("<1>")), finish(request, spoken("<1>"), heard("3|"), spoken("<22>"))
+    (told,), _ = host.on_turns([first])
+    assert host.on_turns([second], 0.0) == ([], [])
+    assert host.on_turns([first], 0.0) == ([told], [])
+    events["<22>"].set()
+    assert host.on_turns([], 0.1) == ([], [])
+    assert [VOCABULARY.decode(reply.tokens) for reply in host.on_turns([second])[0]] == ["4|"]
+
+
+def test_another_story_than_the_one_that_is_thought_about_gets_a_fresh_environment(thinker, finish: Finish) -> None:
+    host, events = thinker
+    request = host.begin_step(1)[0]
+    assert host.on_turns([finish(request, spoken("<1>"))], 0.0) == ([], [])
+    events["<333>"] = set_already()
+    replies, _ = host.on_turns([finish(request, spoken("<333>"))])
+    assert [VOCABULARY.decode(reply.tokens) for reply in replies] == ["5|"]
+
+
+def test_an_environment_that_still_thinks_when_its_step_is_over_is_let_go(thinker, finish: Finish) -> None:
+    """The trajectory began anew after a crash, and this time its budget ran out before it asked."""
+    host, events = thinker
+    requests = host.begin_step(1)
+    assert host.on_turns([finish(requests[0], spoken("<1>"))], 0.0) == ([], [])
+    host.on_turns([finish(request, spoken("7" * 32), stop_reason="length") for request in requests], 0.0)
+    assert host.finish_step(1).step == 1
+    events["<1>"].set()
+    host.begin_step(2)
+    assert host.on_turns([], 0.1) == ([], [])
+
+
+def test_an_environment_that_fails_late_is_named(thinker, finish: Finish, monkeypatch: pytest.MonkeyPatch) -> None:
+    host, _ = thinker
+    request = host.begin_step(1)[0]
+
+    async def fails(self: object, text: str) -> str:
+        await asyncio.sleep(0)
+        raise KeyError(text)
+
+    monkeypatch.setattr(type(host._task.environment(host._task.prompt(0))), "reply", fails)
+    with pytest.raises(PipelineError, match="the environment at step 1 prompt 0 sample 0 raised KeyError"):
+        host.on_turns([finish(request, spoken("<1>"))], 1.0)
+
+
+def test_a_used_up_budget_ends_the_trajectory(make_plan: Plan, finish: Finish) -> None:
+    host = PipelineHost(make_plan("calculator", rollout={"max_new_tokens": 7}))
+    first, second, third, *_ = host.begin_step(1)
+    cut = finish(first, spoken("<11+11>"), stop_reason="length")
+    no_room = finish(second, spoken("<1+2>"))
+    with_room = finish(third, spoken("<>"))
+    replies, released = host.on_turns([cut, no_room, with_room])
+    assert released == [first.id, second.id]
+    assert [reply.id for reply in replies] == [third.id]
+
+
+def test_guessing_goes_on_until_the_number_is_found(make_plan: Plan, finish: Finish) -> None:
+    plan = make_plan("guess", params={"largest": 7, "max_guesses": 3})
+    host = PipelineHost(plan)
+    request = host.begin_step(1)[0]
+    prompt = make_task(plan.task, seed=0, vocabulary=VOCABULARY).prompt(0)
+    secret = int(prompt.answer or 0)
+    wrong = 0 if secret else 7
+    hint = ">" if secret else "<"
+    replies, _ = host.on_turns([finish(request, spoken(f"{wrong}?"))])
+    assert VOCABULARY.decode(replies[0].tokens) == hint
+    end = finish(request, spoken(f"{wrong}?"), heard(hint), spoken(f"{secret}?"))
+    assert host.on_turns([end]) == ([], [request.id])

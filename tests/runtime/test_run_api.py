@@ -1,0 +1,262 @@
+"""Pipelines that come and go while a controller runs: the socket, the desk, and what the log keeps."""
+
+from __future__ import annotations
+
+import json
+import socket
+import stat
+import threading
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlmux.core.actions import Admit, Refuse, Release, RunStage
+from rlmux.core.errors import RlmuxError, UserError
+from rlmux.core.model import PipelineId
+from rlmux.core.scheduler import Scheduler
+from rlmux.policies import POLICIES
+from rlmux.report.log import RunLog, run_header
+from rlmux.runtime.control_socket import SOCKET_NAME, ControlServer, NotRunningError, ask
+from rlmux.runtime.controller import Controller
+from rlmux.runtime.fake_backend import FakeBackend
+from rlmux.runtime.run_api import Desk, submitted_to
+
+STAGE_S = 0.05
+
+
+class Run:
+    """A controller, by default on the fake backend, asked from threads as other processes would."""
+
+    def __init__(self, folder: Path, real: Any, *, make_backend: Any = None) -> None:
+        self.folder = folder
+        folder.mkdir()
+        cluster = real.cluster()
+        self.scheduler = Scheduler(cluster, POLICIES["rollmux"]())
+        self.backend: Any = (
+            make_backend(cluster, folder, options=None) if make_backend else FakeBackend(lambda action: STAGE_S)
+        )
+        self.log = RunLog.create(folder, run_header(policy="rollmux", backend="fake", cluster=cluster))
+        self.desk = Desk(ControlServer(folder), self.scheduler, parse(real), over={"past": {}}, is_kept_open=True)
+        self.controller = Controller(self.scheduler, self.backend, self.log, desk=self.desk)
+        self.answers: list[dict[str, Any]] = []
+
+    def run(self, given: list[Any], *asked: dict[str, Any], until: Callable[[], bool] = lambda: True) -> None:
+        """Ask one thing after another while it runs; end when all are answered and `until` holds."""
+
+        def visit() -> None:
+            for fields in asked:
+                try:
+                    self.answers.append(ask(self.folder, limit_s=120, **fields))
+                except UserError as error:
+                    self.answers.append({"refused": str(error)})
+
+        visitor = threading.Thread(target=visit)
+        visitor.start()
+        try:
+            self.controller.run(given, until=lambda: not visitor.is_alive() and until())
+        finally:
+            self.desk.close()
+            self.backend.close()
+            self.log.close()
+            visitor.join()
+
+    def is_over(self, name: str) -> bool:
+        run = self.scheduler.state.runs.get(PipelineId(name))
+        return run is not None and run.status.value not in ("waiting", "running")
+
+
+def parse(real: Any) -> Any:
+    """`NAME STEPS [AT_S] [NODES]` lines stand for a file."""
+
+    def parse_lines(text: str, source: str) -> list[Any]:
+        given = []
+        for line in text.splitlines():
+            name, steps, *more = line.split()
+            if not steps.isdigit():
+                raise UserError(f"{source}: steps is {steps!r}; accepted: a whole number")
+            nodes = int(more[1]) if len(more) > 1 else 1
+            one = real.submission(name, num_steps=int(steps), num_rollout_nodes=nodes)
+            given.append(real.replace(one, submit_at_s=float(more[0]) if more else 0.0))
+        return given
+
+    return parse_lines
+
+
+def submit(text: str) -> dict[str, Any]:
+    return {"request": "submit", "text": text, "source": "more.yaml"}
+
+
+def cancel(name: str) -> dict[str, Any]:
+    return {"request": "cancel", "name": name}
+
+
+@pytest.fixture
+def going(tmp_path, real):
+    return Run(tmp_path / "run", real)
+
+
+def test_a_submitted_pipeline_is_placed_runs_and_leaves(going, real):
+    going.run([real.submission("a")], submit("b 3"), until=lambda: going.is_over("b"))
+    (placed,) = going.answers[0]["pipelines"]
+    assert (placed["pipeline"], placed["outcome"]) == ("b", "placed")
+    assert placed["rollout_nodes"] == ["rollout-0"]
+    assert going.scheduler.status(PipelineId("b")).value == "finished"
+    orders = [action for action in going.backend.executed if isinstance(action, RunStage)]
+    assert {order.step for order in orders if order.pipeline == "b"} == {0, 1, 2, 3}
+
+
+def test_one_that_can_never_fit_is_refused_with_the_numbers_and_disturbs_nobody(going, real):
+    going.run([real.submission("a")], submit("big 3 0 4"), until=lambda: going.is_over("a"))
+    (refused,) = going.answers[0]["pipelines"]
+    assert refused["outcome"] == "refused"
+    assert "4" in refused["reason"]
+    assert "1" in refused["reason"]
+    assert any(isinstance(action, Refuse) for action in going.backend.executed)
+    assert going.scheduler.status(PipelineId("a")).value == "finished"
+
+
+def test_what_cannot_be_read_is_refused_and_leaves_no_trace(going, real):
+    going.run([real.submission("a")], submit("b many"), submit("a 3"), submit("past 3"))
+    assert going.answers[0] == {"refused": "more.yaml: steps is 'many'; accepted: a whole number"}
+    assert "pipeline 'a' is in this run already" in going.answers[1]["refused"]
+    assert "pipeline 'past' is in this run already" in going.answers[2]["refused"]
+    assert submitted_to(going.folder) == []
+    assert {action.pipeline for action in going.backend.executed if isinstance(action, Admit)} <= {"a"}
+
+
+def test_what_was_taken_is_in_the_log_before_anything_of_it_starts(going, real):
+    going.run([], submit("b 2\nc 2"), until=lambda: going.is_over("c"))
+    (submitted,) = submitted_to(going.folder)
+    assert (submitted.source, submitted.resolved) == ("more.yaml", "b 2\nc 2")
+    assert submitted.at_s >= 0.0
+
+
+def test_a_cancelled_pipeline_ends_at_a_safe_point_and_gives_its_nodes_back(going, real):
+    going.run([], submit("b 100000"), cancel("b"), submit("c 1"), until=lambda: going.is_over("c"))
+    assert going.answers[1]["outcome"] == "ends at its next safe point"
+    assert going.scheduler.status(PipelineId("b")).value == "cancelled"
+    assert Release(pipeline=PipelineId("b")) in going.backend.executed
+    assert going.scheduler.status(PipelineId("c")).value == "finished"
+
+
+def test_one_that_is_still_to_come_is_shown_and_can_be_struck_off(going, real):
+    look = {"request": "status"}
+    going.run([], submit("late 2 1000000"), look, cancel("late"), look, submit("late 2"))
+    assert going.answers[0]["pipelines"][0]["outcome"] == "upcoming"
+    assert [one["pipeline"] for one in going.answers[1]["upcoming"]] == ["late"]
+    assert going.answers[2]["outcome"] == "struck off"
+    assert going.answers[3]["upcoming"] == []
+    assert "in this run already" in going.answers[4]["refused"]
+
+
+@pytest.mark.quick_on_ray
+def test_others_come_and_go_and_those_who_stay_train_the_same_weights(real, make_backend, tmp_path):
+    alone = real.run(tmp_path / "alone", [real.submission("stays", num_steps=6), real.submission("comes", num_steps=3)])
+    going = Run(tmp_path / "run", real, make_backend=make_backend)
+    going.run(
+        [real.submission("stays", num_steps=6)],
+        submit("comes 3\ngoes 100000"),
+        cancel("goes"),
+        submit("big 3 0 4"),
+        until=lambda: going.is_over("stays") and going.is_over("comes") and going.is_over("goes"),
+    )
+    assert [one["outcome"] for one in going.answers[0]["pipelines"]] == ["placed", "placed"]
+    assert going.answers[2]["pipelines"][0]["outcome"] == "refused"
+    status = {name: run.status.value for name, run in going.scheduler.state.runs.items()}
+    assert status == {"stays": "finished", "comes": "finished", "goes": "cancelled", "big": "refused"}
+    assert {name: going.backend.weights_sha256(name) for name in ("stays", "comes")} == alone.sha256
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        (cancel("nobody"), "no pipeline 'nobody'; accepted: one that waits or runs, of: a"),
+        (cancel("past"), "pipeline 'past' is over"),
+        ({"request": "dance"}, "request 'dance' with ['request']: accepted: submit, cancel, status"),
+        ({"request": "cancel"}, "request 'cancel' with ['request']: accepted: submit, cancel, status"),
+    ],
+)
+def test_a_wrong_request_is_told_what_is_accepted(going, real, asked, reason):
+    going.run([real.submission("a", num_steps=100_000)], asked)
+    assert going.answers[0]["refused"].startswith(reason)
+
+
+def test_only_the_owner_gets_to_the_socket_and_it_goes_with_the_run(tmp_path):
+    tmp_path.chmod(0o700)
+    server = ControlServer(tmp_path)
+    assert stat.S_IMODE((tmp_path / SOCKET_NAME).stat().st_mode) == 0o600
+    server.close()
+    assert not (tmp_path / SOCKET_NAME).exists()
+    with pytest.raises(NotRunningError, match="nothing runs there now"):
+        ask(tmp_path, "status")
+
+
+def test_a_socket_that_a_killed_run_left_behind_is_taken_over(tmp_path):
+    with closing(socket.socket(socket.AF_UNIX)) as dead:
+        dead.bind(str(tmp_path / SOCKET_NAME))
+    with pytest.raises(NotRunningError):
+        ask(tmp_path, "status")
+    ControlServer(tmp_path).close()
+
+
+def test_a_folder_deeper_than_socket_addresses_may_be_long_works(tmp_path):
+    deep = tmp_path / ("x" * 120) / ("y" * 120)
+    deep.mkdir(parents=True)
+    with closing(ControlServer(deep)) as server, closing(Served(server)):
+        assert ask(deep, "status")["echo"] == {"request": "status"}
+
+
+class Served:
+    """Answers every request of a server with what was asked."""
+
+    def __init__(self, server: ControlServer) -> None:
+        self._server = server
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._serve)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        while not self._is_over.wait(0.005):
+            for request in self._server.requests():
+                request.answer(echo=request.words)
+
+    def close(self) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+
+def test_clients_that_talk_nonsense_or_nothing_or_leave_hold_nobody_up(tmp_path):
+    with closing(ControlServer(tmp_path)) as server, closing(Served(server)):
+        idle = [socket.socket(socket.AF_UNIX) for _ in range(40)]
+        for one in idle:
+            one.connect(str(tmp_path / SOCKET_NAME))
+        idle[-1].sendall(b'[1, 2]\n{"request": "st')
+        assert b"not a JSON object" in idle[-1].recv(1000)
+        idle[-2].sendall(b"x" * 1000)
+        idle[-3].close()
+        assert ask(tmp_path, "status")["echo"] == {"request": "status"}
+        idle[-1].sendall(b'atus"}\n')
+        assert json.loads(idle[-1].recv(1000))["echo"] == {"request": "status"}
+        for one in idle:
+            one.close()
+
+
+def test_a_run_that_ends_before_it_answers_says_so(tmp_path):
+    server = ControlServer(tmp_path)
+    failures: list[str] = []
+
+    def visit() -> None:
+        with pytest.raises(RlmuxError) as caught:
+            ask(tmp_path, "status")
+        failures.append(str(caught.value))
+
+    visitor = threading.Thread(target=visit)
+    visitor.start()
+    while not server.requests():
+        pass
+    server.close()
+    visitor.join()
+    assert failures == [f"{tmp_path}: the run ended before it answered"]

@@ -1,0 +1,81 @@
+"""What is left of an order, and how fast it goes."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlmux.core.model import DeviceId
+from rlmux.sim.models.interference import estimated_table, share_levels
+from rlmux.sim.models.rates import ByInterference, ByLevel
+from rlmux.sim.models.work import SoloSeconds, TrajectorySeconds
+
+TABLE = estimated_table(share_levels("H100"))
+
+
+class Order:
+    """An order under way, as far as paces go."""
+
+    def __init__(self, kind, *devices, level=1.0):
+        self.kind, self.level = kind, level
+        self.devices = tuple(DeviceId("gpu", 0, index) for index in devices)
+
+
+def test_half_the_pace_takes_twice_as_long():
+    work = SoloSeconds(10.0, "update")
+    assert work.until_over(0.5) == 20.0
+    work.advance(10.0, 0.5)
+    assert work.until_over(1.0) == pytest.approx(5.0)
+
+
+def test_a_pause_costs_nothing_and_gains_nothing():
+    work = TrajectorySeconds([1.0, 4.0])
+    work.advance(100.0, 0.0)
+    assert work.until_over(1.0) == 4.0
+    assert not work.is_over
+
+
+def test_trajectories_end_one_by_one_and_each_is_news():
+    work = TrajectorySeconds([3.0, 1.0, 2.0])
+    seen = []
+    while not work.is_over:
+        work.advance(work.until_news(1.0), 1.0)
+        seen.append(work.report())
+    assert seen == [(2, 0, 0), (1, 0, 0), (0, 0, 0)]
+
+
+def test_what_is_taken_is_given_whole():
+    source, target = TrajectorySeconds([5.0, 7.0]), TrajectorySeconds([1.0])
+    source.advance(2.0, 1.0)
+    target.give(source.take(), 0.5)
+    assert source.is_over
+    assert target.report() == (3, 0, 0)
+    assert target.until_over(1.0) == pytest.approx(5.5)
+
+
+def test_orders_without_a_table_go_at_their_level_beside_anybody():
+    pace, first, second = ByLevel(), Order("dense", 0, level=0.3), Order("update", 0, level=0.7)
+    assert list(pace.begins(first)) == [first]
+    pace.begins(second)
+    assert (pace.of(first), pace.of(second)) == (0.3, 0.7)
+    assert list(pace.ends(first)) == []
+
+
+def test_with_a_table_whoever_shares_a_device_is_asked_again_and_the_worst_device_counts():
+    pace = ByInterference(TABLE)
+    tail, wide, alone = Order("tail", 0, level=0.2), Order("update", 0, 1, level=0.8), Order("dense", 2)
+    for one in (tail, alone):
+        pace.begins(one)
+    assert pace.of(tail) == pytest.approx(1.0 / TABLE.slowdown_alone("tail", 0.2))
+    assert list(pace.begins(wide)) == [tail, wide]
+    assert pace.of(wide) == pytest.approx(
+        min(1 / TABLE.slowdowns("update", "tail", 0.8)[0], 1 / TABLE.slowdown_alone("update", 0.8))
+    )
+    assert pace.of(alone) == 1.0
+    assert list(pace.ends(tail)) == [wide]
+    assert list(pace.ends(wide)) == []
+
+
+def test_an_order_that_holds_no_device_is_slowed_by_nobody():
+    pace, publishing = ByInterference(TABLE), Order("publish", level=1.0)
+    assert list(pace.begins(publishing)) == [publishing]
+    assert pace.of(publishing) == 1.0

@@ -1,0 +1,150 @@
+"""Workloads by name and from CSV: what they hold, and one line for every mistake."""
+
+from __future__ import annotations
+
+import pickle
+
+import pytest
+
+from rlmux.core.errors import UserError
+from rlmux.policies import make_policy
+from rlmux.sim.workloads import catalog, trace_csv
+from rlmux.sim.workloads.arrivals import profiles
+
+
+def test_weave_is_the_published_trace():
+    made = catalog.build("weave")
+    hours = made.end_s / 3600
+    assert len(made.arrivals) == 200
+    assert hours == pytest.approx(370.16, abs=0.01)
+    stays = [a.depart_s - a.submit_s for a in made.arrivals]
+    assert sum(stays) / 200 / 3600 == pytest.approx(27.95, abs=0.01)
+    assert max(stays) / 3600 == pytest.approx(154.9, abs=0.1)
+    assert all(1.1 <= a.pipeline.slo_slowdown <= 2.0 for a in made.arrivals)
+
+
+def test_a_32b_pipeline_takes_two_nodes_of_each_pool_unless_charged_one():
+    def widths(**params):
+        made = catalog.build("weave", **params)
+        wide = [a.pipeline for a in made.arrivals if a.pipeline.num_rollout_nodes == 2]
+        return len(wide), {p.num_train_nodes for p in wide}
+
+    assert widths() == (10, {2})
+    assert widths(train_nodes_32b=1) == (10, {1})
+
+
+@pytest.mark.parametrize("name", catalog.names())
+def test_a_workload_is_a_function_of_its_seed_and_travels_between_processes(name):
+    first = catalog.build(name, seed=4)
+    assert catalog.build(name, seed=4) == first
+    assert pickle.loads(pickle.dumps(first)) == first
+    assert [a.submit_s for a in first.arrivals] == sorted(a.submit_s for a in first.arrivals)
+    if not name.startswith(("micro", "drift")):
+        assert catalog.build(name, seed=5) != first
+
+
+def test_synthetic_durations_lie_within_table_6():
+    for a in catalog.build("rh-l", seed=1).arrivals:
+        assert 400 <= a.pipeline.estimate.rollout_s <= 600
+        assert 100 <= a.pipeline.estimate.train_s <= 200
+    kinds = {str(a.pipeline.id).rpartition("-")[0] for a in catalog.build("mixed", seed=1).arrivals}
+    assert len(kinds) == 9
+
+
+def test_profiles_add_up_to_the_published_step_times():
+    published = {"7B_8k": 247, "8B_8k": 431, "8B_16k": 822, "14B_8k": 436, "4B_4k": 173, "32B_8k": 539, "8B_32k": 1448}
+    for name, seconds in published.items():
+        assert profiles()[name].disaggregated.solo_s == pytest.approx(seconds, abs=1.0)
+
+
+def test_parameters_can_be_typed_behind_the_name():
+    made = catalog.load("weave:slo=1.5,costs=true,host_memory_gb=2000", seed=3)
+    assert {a.pipeline.slo_slowdown for a in made.arrivals} == {1.5}
+    assert all(a.switch.cold_rollout_s > 20 for a in made.arrivals)
+    assert made.cluster.pools["h20"].host_memory_bytes == 2e12
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("weav", "did you mean 'weave'"),
+        ("weave:slos=2", "no parameter 'slos'; accepted: train_nodes_32b, slo"),
+        ("weave:slo", "'slo' is no parameter"),
+        ("weave:slo=0.5", "1 <= low <= high"),
+        ("weave:train_nodes_32b=3", "train_nodes_32b is 3; accepted: 1, 2"),
+        ("bl:num_pipelines=301", "accepted: 1 to 300"),
+        ("nowhere.csv", "nowhere.csv: no such file"),
+    ],
+)
+def test_a_mistaken_name_or_parameter_says_what_is_accepted(text, expected):
+    with pytest.raises(UserError) as caught:
+        catalog.load(text)
+    assert expected in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def written(tmp_path, text):
+    path = tmp_path / "trace.csv"
+    path.write_text(text)
+    return path
+
+
+def test_a_csv_trace_becomes_a_workload(tmp_path):
+    path = written(
+        tmp_path,
+        "# two of them\n"
+        "pipeline,submit_s,duration_s,num_steps,profile,rollout_s,train_s,slo_slowdown,tokens_per_step,rollout_host_gb\n"
+        "b,20,,5,,60.5,40,,,\n"
+        "a,10,3600,,32B_8k,,,1.5,2e6,100\n",
+    )
+    a, b = trace_csv.load(path).arrivals
+    assert (a.pipeline.id, a.depart_s, a.pipeline.num_rollout_nodes) == ("a", 3610.0, 2)
+    assert a.pipeline.footprint.rollout_host_bytes == 100e9
+    assert a.tokens_per_step == 2e6
+    assert (b.pipeline.num_steps, b.pipeline.estimate.rollout_s, b.pipeline.slo_slowdown) == (5, 60.5, float("inf"))
+
+
+HEADER = "pipeline,submit_s,depart_s,profile,slo_slowdown\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("", "it is empty; accepted: a header"),
+        (HEADER, "a header and no row"),
+        ("pipeline,depart_s,profile\na,1,7B_8k\n", "row 1: missing column submit_s; found: pipeline, depart_s"),
+        ("pipeline,submit_s,profile\na,1,7B_8k\n", "missing column depart_s (or duration_s, or num_steps)"),
+        ("pipeline,submit_s,depart_s\na,1,2\n", "missing column profile (or rollout_s and train_s)"),
+        ("pipeline,submit_s,depart_s,profil\na,1,2,7B_8k\n", "column 'profil' is unknown; did you mean 'profile'"),
+        (
+            HEADER + "a,1,2,7B_8k,1.5\nb,x,2,7B_8k,1.5\n",
+            "row 3: column 'submit_s' is 'x'; accepted: a number of at least 0",
+        ),
+        (HEADER + "a,-1,2,7B_8k,1.5\n", "row 2: column 'submit_s' is -1; accepted: a number of at least 0"),
+        (HEADER + "a,nan,2,7B_8k,1.5\n", "column 'submit_s' is nan"),
+        (HEADER + "a,5,4,7B_8k,1.5\n", "column 'depart_s' is 4, not after submit_s 5"),
+        (HEADER + "a,1,2,7B_9k,1.5\n", "column 'profile' is '7B_9k'; did you mean '7B_8k'"),
+        (HEADER + "a,1,2,7B_8k,0.9\n", "column 'slo_slowdown' is 0.9; accepted: a number of at least 1"),
+        (HEADER + "a,1,2,7B_8k\n", "row 2: 4 values for 5 columns"),
+        (HEADER + "a,1,2,7B_8k,1.5\na,1,2,7B_8k,1.5\n", "column 'pipeline' was given before, in row 2"),
+        (HEADER + ",1,2,7B_8k,1.5\n", "column 'pipeline' is empty"),
+        (HEADER + "a,1,,7B_8k,1.5\n", "are all empty; accepted: exactly one"),
+    ],
+)
+def test_a_mistake_in_a_trace_is_one_line_with_file_row_and_column(tmp_path, text, expected):
+    path = written(tmp_path, text)
+    with pytest.raises(UserError) as caught:
+        trace_csv.load(path)
+    message = str(caught.value)
+    assert message.startswith(str(path))
+    assert expected in message
+    assert "\n" not in message
+
+
+def test_a_policy_is_made_by_name_with_its_options():
+    assert make_policy("random", seed=3).seed == 3
+    assert make_policy("rollmux", skips_saturated=True).skips_saturated
+    with pytest.raises(UserError, match="did you mean 'rollmux'"):
+        make_policy("rolmux")
+    with pytest.raises(UserError, match="no option 'size'; accepted"):
+        make_policy("solo", size=2)
