@@ -31,7 +31,7 @@ import yaml
 
 from rlmux.cli import inputs
 from rlmux.config.load import Purpose, load_spec
-from rlmux.core.actions import Replace
+from rlmux.core.actions import Relocate
 from rlmux.core.model import Stage
 from rlmux.policies import POLICIES
 from rlmux.report.api import read_timeline
@@ -122,7 +122,7 @@ def beside_change(pipelines: list[dict[str, Any]], timeline: Any) -> list[float]
 
 def num_moves(folder: Path) -> int:
     with LogReader(folder) as log:
-        return sum(isinstance(entry.value, Replace) for entry in log.entries())
+        return sum(isinstance(entry.value, Relocate) for entry in log.entries())
 
 
 def main() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from rlmux.core.actions import Pause, Release, Replace, RunStage, Switch
+from rlmux.core.actions import Pause, Release, Relocate, RunStage, Switch
 from rlmux.core.events import PipelineCancelled, PipelineSubmitted
 from rlmux.core.model import (
     PHASE_BY_STAGE,
@@ -103,7 +103,7 @@ def test_a_change_moves_each_other_pipeline_once_at_most_and_pauses_nobody(polic
                 num_changes += 1
                 if isinstance(told, PipelineCancelled):
                     cancelled.add(told.pipeline)
-            case Replace(pipeline=pipeline):
+            case Relocate(pipeline=pipeline):
                 moves[pipeline] += 1
                 moves_in_all[pipeline] += 1
                 assert moves[pipeline] == 1, f"{pipeline} was moved twice for one change"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rlmux.core.actions import Replace
+from rlmux.core.actions import Relocate
 from rlmux.core.events import PipelineRestarted
 from rlmux.core.model import AdmissionKind, NodeId, Pipeline, PipelineId
 from rlmux.core.placement import PlacementChoice, PlacementView, Relocation
@@ -45,7 +45,7 @@ def test_a_pipeline_that_moves_between_two_steps_trains_the_same_weights(real, m
     two = real.cluster(rollout=2, train=2)
     alone = real.run(tmp_path / "alone", [pair[1]], policy="solo")
     moved = real.run(tmp_path / "moved", pair, policy=MovesOnce(), on=two, make_backend=make_backend)
-    (replace,) = [action for action in moved.recorder.actions if isinstance(action, Replace)]
+    (replace,) = [action for action in moved.recorder.actions if isinstance(action, Relocate)]
     assert replace.placement.rollout_nodes == (NodeId("rollout", 0),), "from rollout-1, to what became free"
     (restart,) = [event for event in moved.recorder.events if isinstance(event, PipelineRestarted)]
     assert restart.restored_step >= 1

@@ -37,7 +37,7 @@ Out = Annotated[
 Pictures = Annotated[
     Path | None, typer.Option("--out", metavar="DIR", help="Write pictures (SVG, PNG) and a page there.")
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the run that is in --out.")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Relocate the run that is in --out.")]
 KeepOpen = Annotated[
     bool, typer.Option("--keep-open", help="When all pipelines are over, wait for more, until Ctrl-C.")
 ]

@@ -35,7 +35,7 @@ class Admit:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Replace:
+class Relocate:
     """Pin an admitted pipeline to other nodes, at a step boundary."""
 
     pipeline: PipelineId
@@ -121,4 +121,4 @@ class Prefetch:
     devices: tuple[DeviceId, ...]
 
 
-Action = Admit | Replace | Refuse | Wait | Release | RunStage | Pause | Migrate | SetLevel | Prefetch
+Action = Admit | Relocate | Refuse | Wait | Release | RunStage | Pause | Migrate | SetLevel | Prefetch

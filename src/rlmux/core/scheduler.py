@@ -28,7 +28,7 @@ from rlmux.core.actions import (
     Prefetch,
     Refuse,
     Release,
-    Replace,
+    Relocate,
     RunStage,
     SetLevel,
     Switch,
@@ -273,7 +273,7 @@ class Scheduler:
         self.ledger.settle(run.pipeline.id)
         self._take_turns(old)
         self._join(run, placement)
-        self._actions.append(Replace(pipeline=run.pipeline.id, placement=placement))
+        self._actions.append(Relocate(pipeline=run.pipeline.id, placement=placement))
         if old.members:
             self._dispatch(old)
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from rlmux.core.actions import Action, Admit, Migrate, Refuse, Release, Replace, RunStage, SetLevel, Switch
+from rlmux.core.actions import Action, Admit, Migrate, Refuse, Release, Relocate, RunStage, SetLevel, Switch
 from rlmux.core.events import (
     ChunkFinished,
     Event,
@@ -164,7 +164,7 @@ class History:
             NodeLost: self._on_node_lost,
             NodeJoined: self._on_node_joined,
             Admit: self._on_admit,
-            Replace: self._on_admit,
+            Relocate: self._on_admit,
             Refuse: self._on_refuse,
             Release: self._on_release,
             RunStage: self._on_run_stage,
@@ -232,7 +232,7 @@ class History:
         if record is not None:
             record.status, record.reason, record.ended_s = status, reason, time_s
 
-    def _on_admit(self, time_s: float, action: Admit | Replace) -> None:
+    def _on_admit(self, time_s: float, action: Admit | Relocate) -> None:
         self._unpin(time_s, action.pipeline)
         pin = self._pin_by_pipeline[action.pipeline] = Pin(action.pipeline, action.placement, time_s)
         self.pins.append(pin)

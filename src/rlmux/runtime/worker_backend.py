@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlmux.core.actions import Action, Admit, Migrate, Pause, Prefetch, Release, Replace, RunStage, SetLevel, Switch
+from rlmux.core.actions import Action, Admit, Migrate, Pause, Prefetch, Release, Relocate, RunStage, SetLevel, Switch
 from rlmux.core.errors import RlmuxError, StorageError, WorkerLostError
 from rlmux.core.events import (
     ChunkFinished,
@@ -267,7 +267,7 @@ class WorkerBackend:
                 self._migrate(action)
             case Prefetch():
                 self._prefetch(action)
-            case Replace():
+            case Relocate():
                 self._replace(action)
             case Release():
                 self._release(action.pipeline)
@@ -320,7 +320,7 @@ class WorkerBackend:
                 PipelineRestarted(time_s=self.now_s(), pipeline=action.pipeline, restored_step=step)
             )
 
-    def _replace(self, action: Replace) -> None:
+    def _replace(self, action: Relocate) -> None:
         """Between two steps: go on from a checkpoint on other nodes, once the one under way is written."""
         workers = self._workers[action.pipeline]
         workers.placement = action.placement

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlmux.core.actions import Admit, Replace
+from rlmux.core.actions import Admit, Relocate
 from rlmux.core.model import DeviceId, GroupId, NodeId, Phase, Pipeline, PipelineId, Stage
 from rlmux.core.placement import GroupLoad, PlacementLedger
 from rlmux.sim.workloads.arrivals import Workload
@@ -192,7 +192,7 @@ class Collector:
             arrival.submit_s, arrival.pipeline.slo_slowdown, arrival.tokens_per_step, arrival.world
         )
 
-    def place(self, action: Admit | Replace, now_s: float, world: TrueSeconds) -> None:
+    def place(self, action: Admit | Relocate, now_s: float, world: TrueSeconds) -> None:
         progress = self._progress[action.pipeline]
         progress.world = world
         before = self._group_of.get(action.pipeline)
@@ -200,7 +200,7 @@ class Collector:
         self._book(now_s)
         self._pin(action.pipeline, action.placement.nodes)
         self._change(now_s, (before, action.placement.group))
-        if isinstance(action, Replace):
+        if isinstance(action, Relocate):
             self._num_moves += 1
         elif progress.admitted_s is None:
             progress.admitted_s = now_s

@@ -33,7 +33,7 @@ from rlmux.core.actions import (
     Prefetch,
     Refuse,
     Release,
-    Replace,
+    Relocate,
     RunStage,
     SetLevel,
     Switch,
@@ -166,7 +166,7 @@ class _Simulation:
         self._carry_out: dict[type, Callable[[Any], None]] = {
             RunStage: self._run_stage,
             Admit: self._admit,
-            Replace: self._admit,
+            Relocate: self._admit,
             Release: self._release,
             Refuse: self._refuse,
             Wait: self._note_wait,
@@ -465,7 +465,7 @@ class _Simulation:
         running.level = action.level
         self._repace(self._pace.changes(running))
 
-    def _admit(self, action: Admit | Replace) -> None:
+    def _admit(self, action: Admit | Relocate) -> None:
         actor = self.actors[action.pipeline]
         actor.placement = placement = action.placement
         arrival = actor.arrival
