@@ -99,6 +99,6 @@ def test_host_memory_is_a_budget_for_all_who_share_a_node(real, pair, tmp_path):
     hungry = [replace(one, pipeline=replace(one.pipeline, footprint=footprint)) for one in pair]
     run = real.run(tmp_path / "run", hungry, on=with_memory(real.cluster(), 100 * MEGABYTE, 9e9))
     assert set(run.status.values()) == {"finished"}
-    waits = [action for action in run.recorder.actions if type(action).__name__ == "Wait"]
+    waits = [action for action in run.recorder.actions if type(action).__name__ == "Queue"]
     assert {action.pipeline for action in waits} == {"reverse"}
     assert "memory" in waits[0].reason

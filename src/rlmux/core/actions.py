@@ -51,7 +51,7 @@ class Refuse:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Wait:
+class Queue:
     """It fits, but not now; it is tried again whenever something leaves."""
 
     pipeline: PipelineId
@@ -121,4 +121,4 @@ class Prefetch:
     devices: tuple[DeviceId, ...]
 
 
-Action = Admit | Relocate | Refuse | Wait | Release | RunStage | Pause | Migrate | SetLevel | Prefetch
+Action = Admit | Relocate | Refuse | Queue | Release | RunStage | Pause | Migrate | SetLevel | Prefetch

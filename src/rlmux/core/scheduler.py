@@ -32,7 +32,7 @@ from rlmux.core.actions import (
     RunStage,
     SetLevel,
     Switch,
-    Wait,
+    Queue,
 )
 from rlmux.core.errors import IllegalTransitionError
 from rlmux.core.events import (
@@ -188,7 +188,7 @@ class Scheduler:
                 self._actions.append(Refuse(pipeline=run.pipeline.id, reason=choice.reason))
             elif choice.reason != run.reason:
                 run.reason = choice.reason
-                self._actions.append(Wait(pipeline=run.pipeline.id, reason=choice.reason))
+                self._actions.append(Queue(pipeline=run.pipeline.id, reason=choice.reason))
             return
         placement = self.ledger.admit(run.pipeline, choice)
         del self._waiting[run.pipeline.id]

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlmux.core.actions import Action, Admit, Refuse, Wait
+from rlmux.core.actions import Action, Admit, Refuse, Queue
 from rlmux.core.errors import UserError
 from rlmux.core.events import Event, PipelineCancelled
 from rlmux.core.model import PipelineId, PipelineStatus
@@ -188,7 +188,7 @@ def _outcome(action: Action) -> dict[str, Any] | None:
             }
         case Refuse():
             return {"outcome": "refused", "reason": action.reason}
-        case Wait():
+        case Queue():
             return {"outcome": "waiting", "reason": action.reason}
     return None
 

@@ -272,7 +272,7 @@ class WorkerBackend:
             case Release():
                 self._release(action.pipeline)
             case _:
-                pass  # Refuse and Wait are the controller's to show
+                pass  # Refuse and Queue are the controller's to show
 
     def poll(self, timeout_s: float) -> tuple[Sequence[Event], Sequence[Note]]:
         if self._events:  # of orders given since the last poll: the scheduler may have heard of later things

@@ -234,7 +234,7 @@ class TrainWorker:
         self._checkpoints.begin(folder, partial(self._snapshot, keep))
 
     def finish_checkpoint(self) -> list[Written]:
-        """Wait for the one that is being written."""
+        """Queue for the one that is being written."""
         self._checkpoints.wait()
         return self._checkpoints.written()
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rlmux.core.actions import Admit, Refuse, Wait
+from rlmux.core.actions import Admit, Refuse, Queue
 from rlmux.core.errors import UserError
 from rlmux.core.events import PipelineSubmitted
 from rlmux.core.model import AdmissionKind
@@ -127,7 +127,7 @@ def plan(workload: str | Workload, *, policy: str = "rollmux") -> dict[str, Any]
         for action in scheduler.handle(PipelineSubmitted(time_s=arrival.submit_s, pipeline=arrival.pipeline)):
             if isinstance(action, Admit):
                 kinds[action.pipeline] = action.kind
-            elif isinstance(action, Refuse | Wait):
+            elif isinstance(action, Refuse | Queue):
                 reasons[action.pipeline] = action.reason
     ledger = scheduler.ledger
     pools = made.cluster.pools

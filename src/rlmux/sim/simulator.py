@@ -37,7 +37,7 @@ from rlmux.core.actions import (
     RunStage,
     SetLevel,
     Switch,
-    Wait,
+    Queue,
 )
 from rlmux.core.events import (
     ChunkFinished,
@@ -169,7 +169,7 @@ class _Simulation:
             Relocate: self._admit,
             Release: self._release,
             Refuse: self._refuse,
-            Wait: self._note_wait,
+            Queue: self._note_wait,
             Pause: self._pause,
             Migrate: self._migrate,
             SetLevel: self._set_level,
@@ -483,7 +483,7 @@ class _Simulation:
         self._collector.refuse(action.pipeline, action.reason)
         self._over(self.actors[action.pipeline])
 
-    def _note_wait(self, action: Wait) -> None:
+    def _note_wait(self, action: Queue) -> None:
         self._collector.num_waits += 1
 
     def _over(self, actor: Actor) -> None:
