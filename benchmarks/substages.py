@@ -28,7 +28,7 @@ from typing import Any
 
 from rlmux.cli.training import header, submissions
 from rlmux.config import Spec, load_spec
-from rlmux.core.actions import Migrate, RunStage
+from rlmux.core.actions import MigrateShard, RunStage
 from rlmux.core.events import StageFinished
 from rlmux.core.model import PHASE_BY_STAGE, Cluster, Phase, PipelineId, Stage
 from rlmux.core.policy import Policy
@@ -159,7 +159,7 @@ def from_log(folder: Path) -> tuple[float, int, int]:
                 order = orders[entry.value.order]
                 if order.step > 0 and order.stage is Stage.PUBLISH:
                     end[order.pipeline, order.step] = entry.time_s
-            elif isinstance(entry.value, Migrate):
+            elif isinstance(entry.value, MigrateShard):
                 num_migrations += 1
             else:
                 num_moved += getattr(entry.value, "num_trajectories", 0)

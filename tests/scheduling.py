@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from rlmux.core import invariants
-from rlmux.core.actions import Action, Migrate, Pause, RunStage
-from rlmux.core.events import Event, PipelineSubmitted, StageFinished, StagePaused, TrajectoriesMoved
+from rlmux.core.actions import Action, MigrateShard, Pause, RunStage
+from rlmux.core.events import Event, PipelineSubmitted, StageFinished, StagePaused, TrajectoriesMigrated
 from rlmux.core.model import Cluster, OrderId, Phase, PhaseSeconds, Pipeline, PipelineId, Pool, Stage
 from rlmux.core.scheduler import Scheduler
 
@@ -56,7 +56,7 @@ class Driver:
             self.log.append((event.time_s, action))
             if isinstance(action, RunStage):
                 self._begin(action, self._seconds(action))
-            elif isinstance(action, Migrate):
+            elif isinstance(action, MigrateShard):
                 self._begin(action, 0.0)
             elif isinstance(action, Pause):
                 self._orders[action.order] = action
@@ -67,7 +67,7 @@ class Driver:
         for one in pipelines:
             self.send(PipelineSubmitted(time_s=self.now_s, pipeline=one))
 
-    def _begin(self, action: RunStage | Migrate, seconds: float) -> None:
+    def _begin(self, action: RunStage | MigrateShard, seconds: float) -> None:
         self._orders[action.order] = action
         self._taken_s[action.order] = seconds
         self._push(seconds, action.order)
@@ -85,8 +85,8 @@ class Driver:
                 continue
             if isinstance(action, Pause):
                 self.send(StagePaused(time_s=time_s, order=order, seconds=0.0))
-            elif isinstance(action, Migrate):
-                self.send(TrajectoriesMoved(time_s=time_s, order=order, num_trajectories=1, seconds=0.0))
+            elif isinstance(action, MigrateShard):
+                self.send(TrajectoriesMigrated(time_s=time_s, order=order, num_trajectories=1, seconds=0.0))
             else:
                 self.send(StageFinished(time_s=time_s, order=order, seconds=self._taken_s[order]))
             return True

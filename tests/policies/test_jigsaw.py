@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 
-from rlmux.core.actions import Migrate, Pause, RunStage, SetLevel
+from rlmux.core.actions import MigrateShard, Pause, RunStage, SetLevel
 from rlmux.core.estimates import StepHistory
 from rlmux.core.events import (
     ChunkFinished,
     ReplyArrived,
     StageFinished,
     StagePaused,
-    TrajectoriesMoved,
+    TrajectoriesMigrated,
     WorkerLost,
 )
 from rlmux.core.model import Cluster, DeviceId, Footprint, Phase, Pool, Stage
@@ -109,9 +109,9 @@ def test_a_tail_leaves_for_its_sibling_so_that_another_pipeline_can_train(builde
     assert [a.order for a in paused[:1]] == [tail.id]
     if tail.id in scheduler.state.orders:
         driver.send(StagePaused(time_s=11.6, order=tail.id, seconds=7.5))
-    moves = driver.actions(Migrate)
+    moves = driver.actions(MigrateShard)
     assert [(move.source.node, move.target.node) for move in moves] == [(0, 1)]
-    driver.send(TrajectoriesMoved(time_s=11.7, order=moves[0].order, num_trajectories=4, seconds=0.1))
+    driver.send(TrajectoriesMigrated(time_s=11.7, order=moves[0].order, num_trajectories=4, seconds=0.1))
     assert order_of(scheduler, "b", 0, Stage.UPDATE)
     target = scheduler.state.runs["a"].open_shares
     assert [share is None for share in target.values()] == [True, False]
@@ -122,7 +122,7 @@ def test_a_tail_leaves_for_its_sibling_so_that_another_pipeline_can_train(builde
 def test_no_tail_moves_where_contexts_make_it_too_dear(builders):
     scheduler, driver = waiting_behind_a_tail(builders, Jigsaw(move_part=5.0))
     report(driver, order_of(scheduler, "a", 0), 11.5, 4)
-    assert not driver.actions(Pause, Migrate)
+    assert not driver.actions(Pause, MigrateShard)
 
 
 def test_no_tail_moves_while_nobody_waits(builders):
@@ -132,7 +132,7 @@ def test_no_tail_moves_while_nobody_waits(builders):
     for num_active in (64, 16, 4, 1):
         report(driver, order_of(scheduler, "a", 0), 9.0 - num_active / 10, num_active)
     driver.run()
-    assert not driver.actions(Pause, Migrate)
+    assert not driver.actions(Pause, MigrateShard)
 
 
 def test_training_joins_a_tail_at_the_measured_level_and_leaves_it_the_whole_device(builders):
@@ -275,9 +275,9 @@ def test_a_ready_share_whose_device_is_held_begins_on_a_free_one(builders):
     driver.submit(builders.pipeline("b", rollout_s=20.0, train_s=1.0, num_steps=2))
     assert started(driver.actions(RunStage)[-2:]) == [("a", "update", 0), ("b", "generate", 1)]
     finish(driver, order_of(scheduler, "b", 1), 2.0)
-    (move,) = driver.actions(Migrate)
+    (move,) = driver.actions(MigrateShard)
     assert (move.pipeline, move.source.node, move.target.node) == ("b", 0, 1)
-    actions = driver.send(TrajectoriesMoved(time_s=2.0, order=move.order, num_trajectories=8, seconds=0.0))
+    actions = driver.send(TrajectoriesMigrated(time_s=2.0, order=move.order, num_trajectories=8, seconds=0.0))
     assert started(actions) == [("b", "generate", 1)]
     driver.run()
     assert scheduler.is_idle()
@@ -296,7 +296,7 @@ def test_a_running_share_makes_room_for_training_where_another_device_is_free(bu
     (pause,) = driver.actions(Pause)
     assert pause.order == share.id
     actions = driver.send(StagePaused(time_s=1.5, order=share.id, seconds=1.0))
-    (move,) = [action for action in actions if isinstance(action, Migrate)]
+    (move,) = [action for action in actions if isinstance(action, MigrateShard)]
     assert (move.source.node, move.target.node) == (0, 1)
     assert started(actions) == [("a", "update", 0)]
     driver.run()

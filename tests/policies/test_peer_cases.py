@@ -11,7 +11,7 @@ from collections import Counter
 import pytest
 
 from rlmux.core import invariants
-from rlmux.core.actions import Admit, Migrate, Pause, Refuse, Release, RunStage
+from rlmux.core.actions import Admit, MigrateShard, Pause, Refuse, Release, RunStage
 from rlmux.core.errors import IllegalTransitionError
 from rlmux.core.events import ChunkFinished, PipelineCancelled, PipelineFailed, StageFinished
 from rlmux.core.model import Cluster, Phase, PipelineId, PipelineStatus, Pool, Stage
@@ -42,7 +42,7 @@ def assert_nothing_grantable_waits(driver, *, may_wait_for_turn):
 
 def assert_stopped_only_to_move(driver):
     """Only a tail that goes on elsewhere, tokens and all, is ever stopped."""
-    stopped, moved = len(driver.actions(Pause)), len(driver.actions(Migrate))
+    stopped, moved = len(driver.actions(Pause)), len(driver.actions(MigrateShard))
     assert stopped <= moved
 
 
@@ -258,7 +258,7 @@ def test_rb23_a_tail_is_never_stopped_to_begin_again_from_the_prompt(builders, p
     generated = [(name, step) for _, name, stage, step in driver.starts() if stage == Stage.GENERATE and name == "a"]
     shares = Counter(generated)
     assert_stopped_only_to_move(driver)
-    if not driver.actions(Migrate):
+    if not driver.actions(MigrateShard):
         assert len(set(shares.values())) == 1, "each share of each step was begun once"
 
 

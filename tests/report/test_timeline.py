@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rlmux.core.actions import Migrate, Release, RunStage, Switch
+from rlmux.core.actions import MigrateShard, Release, RunStage, Switch
 from rlmux.core.events import (
     ChunkFinished,
     NodeJoined,
@@ -17,7 +17,7 @@ from rlmux.core.events import (
     PipelineRestarted,
     StageFinished,
     StagePaused,
-    TrajectoriesMoved,
+    TrajectoriesMigrated,
     WorkerLost,
 )
 from rlmux.core.model import DeviceId, NodeId, Stage
@@ -287,11 +287,11 @@ def test_migration_is_an_instant_and_explains_a_wait(story: Any, make_order: Ord
     story.num_rollout = 2
     other = DeviceId("rollout", 1, 0)
     story.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT), make_order(2, "a", GENERATE, other), num_steps=1)
-    move = Migrate(order=3, pipeline="a", step=1, source=other, target=ROLLOUT, copies_kv=True)
+    move = MigrateShard(order=3, pipeline="a", step=1, source=other, target=ROLLOUT, copies_kv=True)
     story.event(finished(1.0, 1, 1.0))
     story.event(StagePaused(time_s=1.0, order=2, seconds=1.0), move)
     story.event(
-        TrajectoriesMoved(time_s=1.5, order=3, num_trajectories=3, seconds=0.5),
+        TrajectoriesMigrated(time_s=1.5, order=3, num_trajectories=3, seconds=0.5),
         make_order(4, "a", GENERATE, ROLLOUT),
     )
     story.event(finished(2.0, 4, 0.5), Release(pipeline="a"))

@@ -17,7 +17,7 @@ import pytest
 
 from rlmux.core.model import Cluster, Phase, Pipeline, PipelineId, Pool, Stage
 from rlmux.core.scheduler import Scheduler
-from rlmux.core.views import Choice, GroupView, MoveShare, PauseOrder
+from rlmux.core.views import Choice, GroupView, MigrateWork, PauseOrder
 from rlmux.policies import POLICIES
 from rlmux.policies.planning.dispatching import first_fit
 from rlmux.policies.rollmux import RollMux
@@ -165,7 +165,7 @@ class MovesEverything(Meddler):
                 self.paused.discard(key)
                 self.num_moves[key] = moves + 1
                 source, target = work.devices[0], devices[work.pipeline][1 - moves]
-                yield MoveShare(pipeline=work.pipeline, source=source, target=target, copies_kv=self.copies_kv)
+                yield MigrateWork(pipeline=work.pipeline, source=source, target=target, copies_kv=self.copies_kv)
             else:
                 going_on.append(work)
         yield from first_fit(view, going_on)

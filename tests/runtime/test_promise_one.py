@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from rlmux.core.actions import Migrate
+from rlmux.core.actions import MigrateShard
 from rlmux.core.events import StagePaused
 from rlmux.core.model import Stage
 from rlmux.core.views import Choice, GroupView, PauseOrder
@@ -101,7 +101,7 @@ def test_moving_every_trajectory_to_another_worker_mid_way_changes_nothing(real,
         make_backend=make_backend,
     )
     assert moved.status == alone.status, moved.recorder.notes
-    moves = [action for action in moved.recorder.actions if isinstance(action, Migrate)]
+    moves = [action for action in moved.recorder.actions if isinstance(action, MigrateShard)]
     assert {(move.pipeline, move.step) for move in moves} == {(name, step) for name in alone.status for step in (1, 2)}
     assert len(moves) > 4, "some rollouts are moved there and back; one may end before its second move"
     assert moved.sha256 == alone.sha256

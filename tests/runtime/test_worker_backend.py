@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from rlmux.core.actions import Admit, Migrate, Pause, RunStage
-from rlmux.core.events import ReplyArrived, StageFinished, StagePaused, TrajectoriesMoved
+from rlmux.core.actions import Admit, MigrateShard, Pause, RunStage
+from rlmux.core.events import ReplyArrived, StageFinished, StagePaused, TrajectoriesMigrated
 from rlmux.core.model import AdmissionKind, DeviceId, GroupId, NodeId, OrderId, PipelineId, Placement, Stage
 from rlmux.rl.env_worker import PipelineHost
 from rlmux.rl.types import ChunkReport, FinishedTurn, TrajectoryRequest, TurnReply
@@ -48,7 +48,7 @@ class Rollout:
 
     def move(self, order: int, source: DeviceId, target: DeviceId) -> None:
         self.backend.execute(
-            Migrate(
+            MigrateShard(
                 order=OrderId(order), pipeline=PipelineId("p"), step=1, source=source, target=target, copies_kv=True
             )
         )
@@ -90,7 +90,7 @@ def test_a_share_moved_before_requests_are_dealt_out_is_sampled_by_its_target(ro
     rollout.run(2, RIGHT)
     assert not rollout.worker(LEFT).calls, "there is nothing to take yet"
     rollout.deal_out()
-    (moved,) = rollout.events(TrajectoriesMoved)
+    (moved,) = rollout.events(TrajectoriesMigrated)
     given = rollout.chunk(RIGHT, active=1)
     given += rollout.chunk(RIGHT, active=1)
     assert sorted(request.id for request in given) == [request.id for request in rollout.requests]
@@ -102,7 +102,7 @@ def test_a_worker_is_not_asked_for_a_share_that_it_was_not_given(rollout: Rollou
     rollout.deal_out()
     rollout.move(2, LEFT, RIGHT)
     assert not rollout.worker(LEFT).calls
-    (moved,) = rollout.events(TrajectoriesMoved)
+    (moved,) = rollout.events(TrajectoriesMigrated)
     assert moved.num_trajectories == len(rollout.requests) // 2
     rollout.run(3, LEFT)
     rollout.chunk(RIGHT, active=1)

@@ -9,7 +9,7 @@ import pytest
 
 from rlmux.core.model import Cluster, Footprint, NodeId, Phase, PhaseSeconds, Pipeline, PipelineId, Pool, Stage
 from rlmux.core.scheduler import Scheduler
-from rlmux.core.views import MoveShare, PauseOrder
+from rlmux.core.views import MigrateWork, PauseOrder
 from rlmux.policies import POLICIES
 from rlmux.policies.baselines import Solo
 from rlmux.policies.planning.dispatching import in_turn
@@ -222,7 +222,7 @@ def gather_tail(view, member, position, per_gpu):
     target = max(shares, key=lambda order: (not order.is_pausing, order.devices[0] == wanted, order.num_active or 0))
     moving = [work for work in waiting if work.is_continuation or not view.is_free(work.devices)]
     for work in moving:
-        yield MoveShare(pipeline=member.id, source=work.devices[0], target=target.devices[0], copies_kv=False)
+        yield MigrateWork(pipeline=member.id, source=work.devices[0], target=target.devices[0], copies_kv=False)
     if len(moving) < len(waiting) or len(shares) < 2:
         return
     num_left = sum(per_gpu if order.num_active is None else order.num_active for order in shares)

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from rlmux.config import Spec
-from rlmux.core.actions import Action, Migrate, RunStage
+from rlmux.core.actions import Action, MigrateShard, RunStage
 from rlmux.core.events import (
     ChunkFinished,
     Event,
@@ -97,7 +97,7 @@ class Live:
         for action in actions:
             if isinstance(action, RunStage):
                 self._begin(action)
-            elif isinstance(action, Migrate):
+            elif isinstance(action, MigrateShard):
                 self._rows[action.pipeline].doing = "moving its tail"
         for note in notes:
             self._take_note(note)

@@ -1,8 +1,8 @@
 """Orders, in the imperative: everything the scheduler can ask of a driver.
 
-    RunStage / Migrate carry an id; exactly one event names it when it ends
+    RunStage / MigrateShard carry an id; exactly one event names it when it ends
         RunStage ─▶ ChunkFinished* ─▶ StageFinished | StagePaused (after a Pause, or when the driver must stop)
-        Migrate  ─▶ TrajectoriesMoved
+        MigrateShard  ─▶ TrajectoriesMigrated
     the others take effect at once
 """
 
@@ -92,7 +92,7 @@ class Pause:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Migrate:
+class MigrateShard:
     """Move a rollout's unfinished trajectories between two workers of one pipeline. Nothing is dropped."""
 
     order: OrderId
@@ -121,4 +121,4 @@ class Prefetch:
     devices: tuple[DeviceId, ...]
 
 
-Action = Admit | Relocate | Refuse | Queue | Release | RunStage | Pause | Migrate | SetLevel | Prefetch
+Action = Admit | Relocate | Refuse | Queue | Release | RunStage | Pause | MigrateShard | SetLevel | Prefetch

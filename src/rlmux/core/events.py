@@ -87,8 +87,8 @@ class ChunkFinished:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrajectoriesMoved:
-    """A Migrate order is complete: its sources hold nothing of that step any more."""
+class TrajectoriesMigrated:
+    """A MigrateShard order is complete: its sources hold nothing of that step any more."""
 
     time_s: float
     order: OrderId
@@ -137,7 +137,7 @@ Event = (
     | StagePaused
     | ReplyArrived
     | ChunkFinished
-    | TrajectoriesMoved
+    | TrajectoriesMigrated
     | WorkerLost
     | PipelineRestarted
     | NodeLost

@@ -23,7 +23,7 @@ from typing import Any
 from rlmux.core.actions import (
     Action,
     Admit,
-    Migrate,
+    MigrateShard,
     Pause,
     Prefetch,
     Refuse,
@@ -47,7 +47,7 @@ from rlmux.core.events import (
     ReplyArrived,
     StageFinished,
     StagePaused,
-    TrajectoriesMoved,
+    TrajectoriesMigrated,
     WorkerLost,
 )
 from rlmux.core.model import (
@@ -74,7 +74,7 @@ from rlmux.core.state import (
     SchedulerState,
 )
 from rlmux.core.transitions import check_move
-from rlmux.core.views import ChangeLevel, GroupView, MoveShare, PauseOrder, RunWork
+from rlmux.core.views import ChangeLevel, GroupView, MigrateWork, PauseOrder, RunWork
 
 _STORY_LENGTH = 12
 _SHARE_TOLERANCE = 1e-9
@@ -107,7 +107,7 @@ class Scheduler:
             StagePaused: self._on_stage_paused,
             ReplyArrived: self._on_reply_arrived,
             ChunkFinished: self._on_chunk_finished,
-            TrajectoriesMoved: self._on_trajectories_moved,
+            TrajectoriesMigrated: self._on_trajectories_moved,
             WorkerLost: self._on_worker_lost,
             NodeLost: self._on_node_lost,
             NodeJoined: self._on_node_joined,
@@ -461,7 +461,7 @@ class Scheduler:
         if self.policy.reacts_to_progress:
             self._dispatch(self._group_of(self._state.runs[order.pipeline]))
 
-    def _on_trajectories_moved(self, event: TrajectoriesMoved) -> None:
+    def _on_trajectories_moved(self, event: TrajectoriesMigrated) -> None:
         order, run = self._end_named(event.order)
         if run.status is not PipelineStatus.RUNNING:
             return
@@ -559,7 +559,7 @@ class Scheduler:
                 self._start(group, choice)
             elif isinstance(choice, PauseOrder):
                 self._pause(self._order(choice.order))
-            elif isinstance(choice, MoveShare):
+            elif isinstance(choice, MigrateWork):
                 self._move(group, choice)
             else:
                 self._change_level(self._order(choice.order), choice)
@@ -703,7 +703,7 @@ class Scheduler:
         solo_s = order.solo_s + (self._state.now_s - order.paced_s) / order.slowdown
         return seconds * solo_s / since_s
 
-    def _move(self, group: GroupState, choice: MoveShare) -> None:
+    def _move(self, group: GroupState, choice: MigrateWork) -> None:
         run = self._run(choice.pipeline)
         share = run.open_shares.get(choice.source)
         if not isinstance(share, ReadyWork) or choice.target not in run.open_shares or choice.target == choice.source:
@@ -717,7 +717,7 @@ class Scheduler:
             self._state.now_s, migrates_from=choice.source, is_fresh=not share.is_continuation,
         )  # fmt: skip
         self._actions.append(
-            Migrate(
+            MigrateShard(
                 order=order_id,
                 pipeline=choice.pipeline,
                 step=run.rollout_step,

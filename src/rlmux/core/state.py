@@ -58,7 +58,7 @@ class OrderStatus(StrEnum):
 
 @dataclass(slots=True)
 class Order:
-    """A RunStage or Migrate that has not ended."""
+    """A RunStage or MigrateShard that has not ended."""
 
     id: OrderId
     pipeline: PipelineId
@@ -70,9 +70,9 @@ class Order:
     started_s: float
     status: OrderStatus = OrderStatus.RUNNING
     migrates_from: DeviceId | None = None
-    """Set for a Migrate: `devices` is then its target, and it leases nothing."""
+    """Set for a MigrateShard: `devices` is then its target, and it leases nothing."""
     is_fresh: bool = False
-    """Of a Migrate: the share had not begun."""
+    """Of a MigrateShard: the share had not begun."""
     switch: Switch = Switch.NONE
     slowdown: float = 1.0
     """Expected at its level beside whoever shares its devices."""

@@ -44,7 +44,7 @@ class ChangeLevel:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MoveShare:
+class MigrateWork:
     """A policy's choice: move the unfinished trajectories of a ready or running share to another device's share."""
 
     pipeline: PipelineId
@@ -53,7 +53,7 @@ class MoveShare:
     copies_kv: bool = True
 
 
-Choice = RunWork | ChangeLevel | PauseOrder | MoveShare
+Choice = RunWork | ChangeLevel | PauseOrder | MigrateWork
 
 
 class OrderView:

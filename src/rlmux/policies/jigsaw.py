@@ -26,7 +26,7 @@ from rlmux.core.model import AdmissionKind, DeviceId, GroupId, NodeId, OrderId, 
 from rlmux.core.placement import GroupLoad, PlacementChoice, PlacementView, Refusal, Relocation
 from rlmux.core.sharing import NO_SHARING, SharingTable
 from rlmux.core.state import ReadyWork
-from rlmux.core.views import ChangeLevel, Choice, GroupView, MemberView, MoveShare, OrderView, PauseOrder, RunWork
+from rlmux.core.views import ChangeLevel, Choice, GroupView, MemberView, MigrateWork, OrderView, PauseOrder, RunWork
 from rlmux.policies.planning.candidates import impossible, queue
 from rlmux.policies.planning.dispatching import first_fit
 from rlmux.policies.planning.forecast import Upcoming, decode_kind, is_idle, solo_step_s, upcoming
@@ -159,7 +159,7 @@ class Jigsaw:
             is_there = target in member.unfinished_rollout_devices or view.is_free((target,))
             if is_there and not is_moving:
                 gone.add(work.sequence)
-                yield MoveShare(pipeline=work.pipeline, source=work.devices[0], target=target)
+                yield MigrateWork(pipeline=work.pipeline, source=work.devices[0], target=target)
         return gone
 
     def _move_s(self, member: MemberView, device: DeviceId) -> float:
@@ -177,7 +177,7 @@ class Jigsaw:
                 yield from self._pause_to_move(order, target)
             elif merge.source in ahead.works:
                 work = ahead.works.pop(merge.source)
-                yield MoveShare(pipeline=work.pipeline, source=source, target=target)
+                yield MigrateWork(pipeline=work.pipeline, source=source, target=target)
 
     def _begin_migrations(
         self, ahead: Upcoming, problem: Problem, movers: Sequence[Mover], made: Plan
@@ -187,7 +187,7 @@ class Jigsaw:
             if isinstance(share, OrderView):
                 yield from self._pause_to_move(share, device)
             elif ahead.works.pop(problem.migrations[number].task, None) is not None:
-                yield MoveShare(pipeline=share.pipeline, source=share.devices[0], target=device)
+                yield MigrateWork(pipeline=share.pipeline, source=share.devices[0], target=device)
 
     def _pause_to_move(self, order: OrderView, target: DeviceId) -> Iterator[PauseOrder]:
         move = (order.pipeline, order.step, order.devices[0])

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from rlmux.core.actions import Action, Admit, Migrate, Refuse, Release, Relocate, RunStage, SetLevel, Switch
+from rlmux.core.actions import Action, Admit, MigrateShard, Refuse, Release, Relocate, RunStage, SetLevel, Switch
 from rlmux.core.events import (
     ChunkFinished,
     Event,
@@ -29,7 +29,7 @@ from rlmux.core.events import (
     PipelineSubmitted,
     StageFinished,
     StagePaused,
-    TrajectoriesMoved,
+    TrajectoriesMigrated,
     WorkerLost,
 )
 from rlmux.core.model import (
@@ -58,7 +58,7 @@ class Ending(StrEnum):
 
 @dataclass(slots=True)
 class OrderRecord:
-    """A RunStage or Migrate and what became of it."""
+    """A RunStage or MigrateShard and what became of it."""
 
     id: OrderId
     pipeline: PipelineId
@@ -159,7 +159,7 @@ class History:
             StageFinished: self._on_stage_ended,
             StagePaused: self._on_stage_ended,
             ChunkFinished: self._on_chunk,
-            TrajectoriesMoved: self._on_moved,
+            TrajectoriesMigrated: self._on_moved,
             WorkerLost: self._on_worker_lost,
             NodeLost: self._on_node_lost,
             NodeJoined: self._on_node_joined,
@@ -168,7 +168,7 @@ class History:
             Refuse: self._on_refuse,
             Release: self._on_release,
             RunStage: self._on_run_stage,
-            Migrate: self._on_migrate,
+            MigrateShard: self._on_migrate,
             SetLevel: self._on_set_level,
         }
 
@@ -274,7 +274,7 @@ class History:
             )
         )
 
-    def _on_migrate(self, time_s: float, action: Migrate) -> None:
+    def _on_migrate(self, time_s: float, action: MigrateShard) -> None:
         self._begin(
             OrderRecord(
                 id=action.order,
@@ -325,7 +325,7 @@ class History:
         if order.step >= 1 and order.stage is (Stage.PUBLISH if Stage.PUBLISH in stages else stages[-1]):
             record.published[order.step] = time_s
 
-    def _on_moved(self, time_s: float, event: TrajectoriesMoved) -> None:
+    def _on_moved(self, time_s: float, event: TrajectoriesMigrated) -> None:
         order = self._running.pop(event.order, None)
         if order is None:
             return

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from rlmux.core.actions import Action, Migrate, RunStage
+from rlmux.core.actions import Action, MigrateShard, RunStage
 from rlmux.core.errors import IllegalTransitionError
 from rlmux.core.events import Event, PipelineSubmitted
 from rlmux.core.scheduler import Scheduler
@@ -117,7 +117,7 @@ class Controller:
 
     def _is_overtaken(self, action: Action) -> bool:
         """A later event of the same turn has ended the order already: its pipeline failed or began again."""
-        return isinstance(action, RunStage | Migrate) and action.order not in self._scheduler.state.orders
+        return isinstance(action, RunStage | MigrateShard) and action.order not in self._scheduler.state.orders
 
     def _due(self, waiting: list[Submission]) -> list[Event]:
         """Submissions whose time has come."""

@@ -8,8 +8,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 
-from rlmux.core.actions import Action, Migrate, Pause, RunStage
-from rlmux.core.events import Event, StageFinished, StagePaused, TrajectoriesMoved
+from rlmux.core.actions import Action, MigrateShard, Pause, RunStage
+from rlmux.core.events import Event, StageFinished, StagePaused, TrajectoriesMigrated
 from rlmux.core.model import OrderId, PipelineId
 from rlmux.runtime.backend import Note, Submission
 
@@ -23,7 +23,7 @@ class FakeBackend:
         self._sequence = 0
         self._ends: list[tuple[float, int, OrderId, bool]] = []
         """(when, sequence, order, is its work whole then)."""
-        self._running: dict[OrderId, tuple[RunStage | Migrate, float]] = {}
+        self._running: dict[OrderId, tuple[RunStage | MigrateShard, float]] = {}
         self.executed: list[Action] = []
         """Every action, in order."""
 
@@ -38,7 +38,7 @@ class FakeBackend:
         match action:
             case RunStage():
                 self._begin(action, self._duration_s(action))
-            case Migrate():
+            case MigrateShard():
                 self._begin(action, 0.0)
             case Pause(order=order) if order in self._running:
                 self._begin(self._running[order][0], 0.0, is_whole=False)
@@ -63,7 +63,7 @@ class FakeBackend:
     def close(self) -> None:
         self._running.clear()
 
-    def _begin(self, action: RunStage | Migrate, seconds: float, *, is_whole: bool = True) -> None:
+    def _begin(self, action: RunStage | MigrateShard, seconds: float, *, is_whole: bool = True) -> None:
         started_s = self._running.get(action.order, (action, self._now_s))[1]
         self._running[action.order] = (action, started_s)
         self._sequence += 1
@@ -71,7 +71,7 @@ class FakeBackend:
 
     def _end(self, order: OrderId, end_s: float, is_whole: bool) -> Event:
         action, started_s = self._running.pop(order)
-        if isinstance(action, Migrate):
-            return TrajectoriesMoved(time_s=end_s, order=order, num_trajectories=1, seconds=end_s - started_s)
+        if isinstance(action, MigrateShard):
+            return TrajectoriesMigrated(time_s=end_s, order=order, num_trajectories=1, seconds=end_s - started_s)
         event = StageFinished if is_whole else StagePaused
         return event(time_s=end_s, order=order, seconds=end_s - started_s)

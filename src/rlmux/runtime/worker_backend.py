@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlmux.core.actions import Action, Admit, Migrate, Pause, Prefetch, Release, Relocate, RunStage, SetLevel, Switch
+from rlmux.core.actions import Action, Admit, MigrateShard, Pause, Prefetch, Release, Relocate, RunStage, SetLevel, Switch
 from rlmux.core.errors import RlmuxError, StorageError, WorkerLostError
 from rlmux.core.events import (
     ChunkFinished,
@@ -37,7 +37,7 @@ from rlmux.core.events import (
     ReplyArrived,
     StageFinished,
     StagePaused,
-    TrajectoriesMoved,
+    TrajectoriesMigrated,
     WorkerLost,
 )
 from rlmux.core.model import Cluster, DeviceId, NodeId, OrderId, Phase, PipelineId, Placement, Stage
@@ -246,7 +246,7 @@ class WorkerBackend:
 
     def execute(self, action: Action) -> None:
         match action:
-            case RunStage() | Migrate() if action.pipeline in self._told_to_begin_anew:
+            case RunStage() | MigrateShard() if action.pipeline in self._told_to_begin_anew:
                 pass
             case Admit():
                 self._admit(action)
@@ -263,7 +263,7 @@ class WorkerBackend:
             case SetLevel():
                 if action.order in self._running:  # else it ended meanwhile
                     self._running[action.order].level = action.level
-            case Migrate():
+            case MigrateShard():
                 self._migrate(action)
             case Prefetch():
                 self._prefetch(action)
@@ -444,7 +444,7 @@ class WorkerBackend:
             self._fail(pipeline, f"{reason}; that worker was lost {num_losses} times without a step between")
             return
         device = next((device for device, other in workers.rollout.items() if other is process), None)
-        if device is None or any(isinstance(run.action, Migrate) for run in self._orders_of(pipeline)):
+        if device is None or any(isinstance(run.action, MigrateShard) for run in self._orders_of(pipeline)):
             self._restart(pipeline)
         else:
             self._replace_rollout_worker(pipeline, device)
@@ -731,11 +731,11 @@ class WorkerBackend:
         if not run.is_calling:  # it waits for its environments
             self._end_paused(run, self._workers[run.action.pipeline].shares[run.action.devices[0]])
 
-    def _migrate(self, action: Migrate) -> None:
+    def _migrate(self, action: MigrateShard) -> None:
         workers = self._workers[action.pipeline]
         self._with_shares(workers, action.step, partial(self._take, workers, action, self.now_s()))
 
-    def _take(self, workers: _Workers, action: Migrate, started_s: float) -> None:
+    def _take(self, workers: _Workers, action: MigrateShard, started_s: float) -> None:
         """Its worker is asked only for what it was given."""
         source = workers.shares[action.source]
         hand_over = partial(self._hand_over, workers, action, started_s)
@@ -745,7 +745,7 @@ class WorkerBackend:
             hand_over([])
 
     def _hand_over(
-        self, workers: _Workers, action: Migrate, started_s: float, partials: list[PartialTrajectory]
+        self, workers: _Workers, action: MigrateShard, started_s: float, partials: list[PartialTrajectory]
     ) -> None:
         source, target = workers.shares[action.source], workers.shares[action.target]
         target.partials += [*partials, *source.partials]
@@ -758,7 +758,7 @@ class WorkerBackend:
         num_moved = len(partials) + len(source.partials) + len(source.to_submit)
         now_s = self.now_s()
         self._events.append(
-            TrajectoriesMoved(time_s=now_s, order=action.order, num_trajectories=num_moved, seconds=now_s - started_s)
+            TrajectoriesMigrated(time_s=now_s, order=action.order, num_trajectories=num_moved, seconds=now_s - started_s)
         )
         self._go_on(workers, target)
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlmux.core.actions import Migrate, RunStage
+from rlmux.core.actions import MigrateShard, RunStage
 from rlmux.core.model import DeviceId, Placement, Stage
 from rlmux.sim.models.work import Remaining
 from rlmux.sim.workloads.arrivals import Arrival
@@ -81,7 +81,7 @@ class Running:
 class Moving:
     """Trajectories between two devices."""
 
-    action: Migrate
+    action: MigrateShard
     actor: Actor
     trajectories: list[Any]
     cost_s: float

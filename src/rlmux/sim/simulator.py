@@ -28,7 +28,7 @@ from rlmux.core import invariants
 from rlmux.core.actions import (
     Action,
     Admit,
-    Migrate,
+    MigrateShard,
     Pause,
     Prefetch,
     Refuse,
@@ -49,7 +49,7 @@ from rlmux.core.events import (
     ReplyArrived,
     StageFinished,
     StagePaused,
-    TrajectoriesMoved,
+    TrajectoriesMigrated,
 )
 from rlmux.core.model import PHASE_BY_STAGE, DeviceId, NodeId, OrderId, PipelineId, PipelineStatus, Stage
 from rlmux.core.policy import Policy
@@ -171,7 +171,7 @@ class _Simulation:
             Refuse: self._refuse,
             Queue: self._note_wait,
             Pause: self._pause,
-            Migrate: self._migrate,
+            MigrateShard: self._migrate,
             SetLevel: self._set_level,
             Prefetch: lambda _: None,
         }
@@ -301,7 +301,7 @@ class _Simulation:
             return None
         if isinstance(what, ReplyArrived) and not self._is_awaited(what):
             return None
-        if isinstance(what, TrajectoriesMoved):
+        if isinstance(what, TrajectoriesMigrated):
             if what.order not in self.moving:
                 return None
             self._arrive(self.moving.pop(what.order))
@@ -418,7 +418,7 @@ class _Simulation:
         reply_s = self._now_s + idle_s
         self._schedule(reply_s, WORK_ENDS, ReplyArrived(time_s=reply_s, pipeline=pipeline, device=device))
 
-    def _migrate(self, action: Migrate) -> None:
+    def _migrate(self, action: MigrateShard) -> None:
         actor = self.actors[action.pipeline]
         stored = actor.stored.pop(action.source, None)
         if stored is None:  # not begun: there is no context to move or to compute again
@@ -430,7 +430,7 @@ class _Simulation:
             on_the_way_s, cost_s = actor.world.moving_s(moved, copies_kv=action.copies_kv)
         self.moving[action.order] = Moving(action, actor, moved, cost_s)
         self._collector.num_migrations += 1
-        done = TrajectoriesMoved(
+        done = TrajectoriesMigrated(
             time_s=self._now_s + on_the_way_s,
             order=action.order,
             num_trajectories=len(moved),
