@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlmux.core.actions import MigrateShard, Pause, RunStage, SetLevel
+from rlmux.core.actions import MigrateShard, Pause, RunStage, SetDeviceFraction
 from rlmux.core.estimates import StepHistory
 from rlmux.core.events import (
     ChunkFinished,
@@ -145,7 +145,7 @@ def test_training_joins_a_tail_at_the_measured_level_and_leaves_it_the_whole_dev
     levels = {a.pipeline: a.level for a in actions if isinstance(a, RunStage)}
     assert levels == {"a": 0.75, "b": 0.25}
     ended = finish(driver, order_of(scheduler, "a", 0, Stage.UPDATE), 9.0)
-    assert [a.level for a in ended if isinstance(a, SetLevel)] == [1.0] or started(ended)
+    assert [a.level for a in ended if isinstance(a, SetDeviceFraction)] == [1.0] or started(ended)
 
 
 def test_states_of_unknown_size_never_share_a_device(builders):

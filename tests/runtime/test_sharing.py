@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from rlmux.core.actions import RunStage, SetLevel
+from rlmux.core.actions import RunStage, SetDeviceFraction
 from rlmux.core.sharing import SharingEntry, SharingTable
 from rlmux.policies.jigsaw import Jigsaw
 from rlmux.runtime.memory import with_footprint
@@ -32,7 +32,7 @@ def test_sharing_devices_at_levels_changes_nothing_but_time(real, make_backend, 
         tmp_path / "shared", submissions, policy=Jigsaw(sharing=HELPFUL), on=on, make_backend=make_backend
     )
     assert shared.sha256 == alone.sha256
-    levels = {a.level for a in shared.recorder.actions if isinstance(a, RunStage | SetLevel)}
+    levels = {a.level for a in shared.recorder.actions if isinstance(a, RunStage | SetDeviceFraction)}
     assert {0.25, 0.75} <= levels
     assert {a.level for a in alone.recorder.actions if isinstance(a, RunStage)} <= {0.0, 1.0}
     assert shared.status == {"first": "finished", "second": "finished"}

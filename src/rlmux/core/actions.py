@@ -105,7 +105,7 @@ class MigrateShard:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SetLevel:
+class SetDeviceFraction:
     """Change the share of a running order's devices."""
 
     order: OrderId
@@ -121,4 +121,4 @@ class Prefetch:
     devices: tuple[DeviceId, ...]
 
 
-Action = Admit | Relocate | Refuse | Queue | Release | RunStage | Pause | MigrateShard | SetLevel | Prefetch
+Action = Admit | Relocate | Refuse | Queue | Release | RunStage | Pause | MigrateShard | SetDeviceFraction | Prefetch

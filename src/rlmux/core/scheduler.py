@@ -30,7 +30,7 @@ from rlmux.core.actions import (
     Release,
     Relocate,
     RunStage,
-    SetLevel,
+    SetDeviceFraction,
     Switch,
     Queue,
 )
@@ -74,7 +74,7 @@ from rlmux.core.state import (
     SchedulerState,
 )
 from rlmux.core.transitions import check_move
-from rlmux.core.views import ChangeLevel, GroupView, MigrateWork, PauseOrder, RunWork
+from rlmux.core.views import ChangeFraction, GroupView, MigrateWork, PauseOrder, RunWork
 
 _STORY_LENGTH = 12
 _SHARE_TOLERANCE = 1e-9
@@ -680,7 +680,7 @@ class Scheduler:
             order.status = OrderStatus.PAUSING
             self._actions.append(Pause(order=order.id))
 
-    def _change_level(self, order: Order, choice: ChangeLevel) -> None:
+    def _change_level(self, order: Order, choice: ChangeFraction) -> None:
         level = choice.level
         for device in order.devices:
             others = sum(held for other, held in self._state.devices[device].orders.items() if other != order.id)
@@ -693,7 +693,7 @@ class Scheduler:
             order.level = level
             for device in order.devices:
                 self._state.devices[device].orders[order.id] = level
-            self._actions.append(SetLevel(order=order.id, level=level))
+            self._actions.append(SetDeviceFraction(order=order.id, level=level))
 
     def _solo_s(self, order: Order, seconds: float) -> float:
         """The driver's seconds of an order without what sharing added to them."""

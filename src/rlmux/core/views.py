@@ -34,7 +34,7 @@ class PauseOrder:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ChangeLevel:
+class ChangeFraction:
     """A policy's choice: give a running order another share of its devices, from its next safe point on."""
 
     order: OrderId
@@ -53,7 +53,7 @@ class MigrateWork:
     copies_kv: bool = True
 
 
-Choice = RunWork | ChangeLevel | PauseOrder | MigrateWork
+Choice = RunWork | ChangeFraction | PauseOrder | MigrateWork
 
 
 class OrderView:

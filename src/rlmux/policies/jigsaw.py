@@ -26,7 +26,7 @@ from rlmux.core.model import AdmissionKind, DeviceId, GroupId, NodeId, OrderId, 
 from rlmux.core.placement import GroupLoad, PlacementChoice, PlacementView, Refusal, Relocation
 from rlmux.core.sharing import NO_SHARING, SharingTable
 from rlmux.core.state import ReadyWork
-from rlmux.core.views import ChangeLevel, Choice, GroupView, MemberView, MigrateWork, OrderView, PauseOrder, RunWork
+from rlmux.core.views import ChangeFraction, Choice, GroupView, MemberView, MigrateWork, OrderView, PauseOrder, RunWork
 from rlmux.policies.planning.candidates import impossible, queue
 from rlmux.policies.planning.dispatching import first_fit
 from rlmux.policies.planning.forecast import Upcoming, decode_kind, is_idle, solo_step_s, upcoming
@@ -360,14 +360,14 @@ def start_side_by_side(
             residents.setdefault(device, []).append((-work.sequence, kind))
         granted.append((work, kind))
     levels = _levels(residents, sharing)
-    raised: list[ChangeLevel] = []
+    raised: list[ChangeFraction] = []
     for order in view.running:
         level, slowdown = levels[order.id]
         if order.is_pausing or (abs(level - order.level) < 1e-9 and not granted):
             continue
         if level > order.level and not blocked.isdisjoint(order.devices):
             continue  # who is pausing there keeps its level until it has gone
-        change = ChangeLevel(order=order.id, level=level, slowdown=slowdown)
+        change = ChangeFraction(order=order.id, level=level, slowdown=slowdown)
         if level > order.level:
             raised.append(change)
         else:

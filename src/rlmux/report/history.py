@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from rlmux.core.actions import Action, Admit, MigrateShard, Refuse, Release, Relocate, RunStage, SetLevel, Switch
+from rlmux.core.actions import Action, Admit, MigrateShard, Refuse, Release, Relocate, RunStage, SetDeviceFraction, Switch
 from rlmux.core.events import (
     ChunkFinished,
     Event,
@@ -169,7 +169,7 @@ class History:
             Release: self._on_release,
             RunStage: self._on_run_stage,
             MigrateShard: self._on_migrate,
-            SetLevel: self._on_set_level,
+            SetDeviceFraction: self._on_set_level,
         }
 
     @classmethod
@@ -296,7 +296,7 @@ class History:
         self._last_order = max(self._last_order, order.id)
         self.orders.append(order)
 
-    def _on_set_level(self, time_s: float, action: SetLevel) -> None:
+    def _on_set_level(self, time_s: float, action: SetDeviceFraction) -> None:
         order = self._running.get(action.order)
         if order is not None:
             order.level = action.level

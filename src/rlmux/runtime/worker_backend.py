@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlmux.core.actions import Action, Admit, MigrateShard, Pause, Prefetch, Release, Relocate, RunStage, SetLevel, Switch
+from rlmux.core.actions import Action, Admit, MigrateShard, Pause, Prefetch, Release, Relocate, RunStage, SetDeviceFraction, Switch
 from rlmux.core.errors import RlmuxError, StorageError, WorkerLostError
 from rlmux.core.events import (
     ChunkFinished,
@@ -260,7 +260,7 @@ class WorkerBackend:
                 self._run_training(action)
             case Pause():
                 self._pause(action.order)
-            case SetLevel():
+            case SetDeviceFraction():
                 if action.order in self._running:  # else it ended meanwhile
                     self._running[action.order].level = action.level
             case MigrateShard():

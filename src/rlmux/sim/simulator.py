@@ -35,7 +35,7 @@ from rlmux.core.actions import (
     Release,
     Relocate,
     RunStage,
-    SetLevel,
+    SetDeviceFraction,
     Switch,
     Queue,
 )
@@ -172,7 +172,7 @@ class _Simulation:
             Queue: self._note_wait,
             Pause: self._pause,
             MigrateShard: self._migrate,
-            SetLevel: self._set_level,
+            SetDeviceFraction: self._set_level,
             Prefetch: lambda _: None,
         }
         for arrival in workload.arrivals:
@@ -459,7 +459,7 @@ class _Simulation:
         actor.stored[action.target] = (work, self._now_s)
         self._schedule_reply(action.pipeline, action.target, work.idle_s)
 
-    def _set_level(self, action: SetLevel) -> None:
+    def _set_level(self, action: SetDeviceFraction) -> None:
         running = self.running[action.order]
         self._settle(running)
         running.level = action.level
