@@ -209,7 +209,7 @@ def one_device(builders, *, memory_bytes: float, switch: SwitchEstimate | None):
 
 
 def idle(order, at_s: float) -> ChunkFinished:
-    return ChunkFinished(time_s=at_s, order=order.id, num_active=0, num_waiting=0, num_parked=8, seconds=0.5)
+    return ChunkFinished(time_s=at_s, order=order.id, num_active=0, num_waiting=0, num_waiting_for_env=8, seconds=0.5)
 
 
 @pytest.mark.parametrize(

@@ -257,7 +257,7 @@ def test_a_report_adds_up(
     decoded = [band for band in report.bands if band.kind == "decode"]
     assert sum(band.tokens for band in decoded) == report.sampled_tokens
     assert sum(band.ms for band in report.bands) <= report.seconds * 1e3
-    assert (report.num_active, report.num_waiting, report.num_parked) == (0, 0, 0)
+    assert (report.num_active, report.num_waiting, report.num_waiting_for_env) == (0, 0, 0)
 
 
 def test_the_prompt_of_a_group_is_prefilled_once(new_engine: NewEngine, new_requests: NewRequests) -> None:
@@ -416,13 +416,13 @@ def test_a_parked_trajectory_keeps_its_slot_until_it_is_released(
     engine.submit(requests)
     report = engine.run_chunk(max_decode_steps=10_000, max_seconds=60.0)
     parked = [turn.id for turn in report.finished if turn.stop_reason == "stop"]
-    assert (report.num_active, report.num_parked, len(parked)) == (0, 4, 4)
+    assert (report.num_active, report.num_waiting_for_env, len(parked)) == (0, 4, 4)
     assert report.num_waiting == 12 - (len(report.finished) - 4)
     engine.reply([], parked[:2])
     report = engine.run_chunk(max_decode_steps=1, max_seconds=60.0)
-    assert report.num_parked >= 2
-    assert report.num_active + report.num_parked + len(report.finished) >= 4
-    assert engine.run_chunk(max_decode_steps=0, max_seconds=60.0).num_parked >= 2
+    assert report.num_waiting_for_env >= 2
+    assert report.num_active + report.num_waiting_for_env + len(report.finished) >= 4
+    assert engine.run_chunk(max_decode_steps=0, max_seconds=60.0).num_waiting_for_env >= 2
 
 
 def test_parked_trajectories_survive_offload_and_migration(new_engine: NewEngine, new_requests: NewRequests) -> None:

@@ -214,7 +214,7 @@ def waiting_for_tools(builders):
     driver = builders.Driver(scheduler)
     driver.submit(builders.pipeline("a", rollout_s=4.0), builders.pipeline("b", rollout_s=4.0))
     share = order_of(scheduler, "a", 0)
-    report = ChunkFinished(time_s=1.0, order=share.id, num_active=0, num_waiting=0, num_parked=8, seconds=0.5)
+    report = ChunkFinished(time_s=1.0, order=share.id, num_active=0, num_waiting=0, num_waiting_for_env=8, seconds=0.5)
     return scheduler, driver, share, driver.send(report)
 
 
@@ -229,7 +229,7 @@ def test_a_waiting_share_starts_when_a_reply_has_come_not_before(builders):
     scheduler, driver, share, _ = waiting_for_tools(builders)
     driver.send(StagePaused(time_s=1.0, order=share.id, seconds=0.5, is_waiting=True))
     of_b = order_of(scheduler, "b", 0)
-    idle = ChunkFinished(time_s=1.5, order=of_b.id, num_active=0, num_waiting=0, num_parked=8, seconds=0.5)
+    idle = ChunkFinished(time_s=1.5, order=of_b.id, num_active=0, num_waiting=0, num_waiting_for_env=8, seconds=0.5)
     assert driver.send(idle) == [], "there is nobody to yield to"
     actions = driver.send(ReplyArrived(time_s=2.0, pipeline="a", device=share.devices[0]))
     assert [a.order for a in actions if isinstance(a, Pause)] == [of_b.id]
@@ -260,7 +260,7 @@ def test_no_device_is_kept_for_a_share_that_waits_for_tools(builders):
     finish(driver, order_of(scheduler, "a", 0), 1.0)
     finish(driver, order_of(scheduler, "a", 1), 1.0)
     share = order_of(scheduler, "b", 0)
-    idle = ChunkFinished(time_s=4.1, order=share.id, num_active=0, num_waiting=0, num_parked=4, seconds=3.0)
+    idle = ChunkFinished(time_s=4.1, order=share.id, num_active=0, num_waiting=0, num_waiting_for_env=4, seconds=3.0)
     assert [a.order for a in driver.send(idle) if isinstance(a, Pause)] == [share.id]
     actions = driver.send(StagePaused(time_s=4.1, order=share.id, seconds=3.0, is_waiting=True))
     assert started(actions) == [("a", "update", 0)]

@@ -231,7 +231,7 @@ class _AlternatingRun:
                 now_s,
                 lambda t, a=active, p=parked, k=tokens, s=seconds: self.story.event(
                     ChunkFinished(
-                        time_s=t, order=number, num_active=a, num_waiting=0, num_parked=p, tokens=k, seconds=s
+                        time_s=t, order=number, num_active=a, num_waiting=0, num_waiting_for_env=p, tokens=k, seconds=s
                     )
                 ),
             )

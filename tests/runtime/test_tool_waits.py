@@ -25,7 +25,7 @@ def test_a_rollout_whose_slots_all_wait_for_tools_asks_nothing_of_its_worker(rea
     stalled = [
         e.order
         for e in run.recorder.events
-        if isinstance(e, ChunkFinished) and e.order in rollouts and e.num_parked == 8 and e.num_active == 0
+        if isinstance(e, ChunkFinished) and e.order in rollouts and e.num_waiting_for_env == 8 and e.num_active == 0
     ]
     assert stalled, "the slots never all waited: the test shows nothing"
     assert max(Counter(stalled).values()) <= 16, "one report for each reply that came, at most"

@@ -64,7 +64,7 @@ class Rollout:
     ) -> list[TrajectoryRequest]:
         """Its worker answers; returns the requests that it had been given."""
         report = ChunkReport(
-            finished=finished, num_active=active, num_waiting=0, num_parked=parked, sampled_tokens=0,
+            finished=finished, num_active=active, num_waiting=0, num_waiting_for_env=parked, sampled_tokens=0,
             prefill_tokens=0, decode_steps=0, seconds=0.1,
         )  # fmt: skip
         (chunk,) = self.worker(device).answer("run_chunk", RolloutChunkResult(report=report, load_s=0.0))

@@ -78,7 +78,7 @@ class ChunkFinished:
     order: OrderId
     num_active: int
     num_waiting: int
-    num_parked: int = 0
+    num_waiting_for_env: int = 0
     """Waiting for their environment: the device does nothing for them."""
     tokens: int = 0
     """Since the order began."""

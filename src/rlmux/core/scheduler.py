@@ -452,11 +452,11 @@ class Scheduler:
         order = self._order(event.order)
         order.num_active = event.num_active
         order.num_waiting = event.num_waiting
-        order.num_parked = event.num_parked
+        order.num_waiting_for_env = event.num_waiting_for_env
         order.tokens = event.tokens
         if order.stage is Stage.GENERATE:
             run = self._state.runs[order.pipeline]
-            num_left = event.num_active + event.num_waiting + event.num_parked
+            num_left = event.num_active + event.num_waiting + event.num_waiting_for_env
             run.history.progress(order.devices[0], num_left, self._solo_s(order, event.seconds))
         if self.policy.reacts_to_progress:
             self._dispatch(self._group_of(self._state.runs[order.pipeline]))

@@ -82,7 +82,7 @@ class Order:
     """Seconds up to then, each divided by the slowdown of its time."""
     num_active: int | None = None
     num_waiting: int = 0
-    num_parked: int = 0
+    num_waiting_for_env: int = 0
     tokens: int = 0
     """The last progress report; None before the first."""
 

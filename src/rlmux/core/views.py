@@ -114,8 +114,8 @@ class OrderView:
         return self._order.num_waiting
 
     @property
-    def num_parked(self) -> int:
-        return self._order.num_parked
+    def num_waiting_for_env(self) -> int:
+        return self._order.num_waiting_for_env
 
     @property
     def tokens(self) -> int:

@@ -74,7 +74,7 @@ class _Live:
     num_forced: int = 0
     """Of the response tokens beyond `is_sampled`, how many come from the environment; they come first."""
     num_turns: int = 0
-    is_parked: bool = False
+    is_waiting_for_env: bool = False
     slot: int | None = None
     position: int = field(init=False)
     """Of the next token to feed."""
@@ -182,7 +182,7 @@ class SlotRolloutEngine:
                 pending=list(partial.pending_tokens),
                 num_forced=len(partial.pending_tokens),
                 num_turns=partial.num_turns,
-                is_parked=partial.is_waiting_for_reply,
+                is_waiting_for_env=partial.is_waiting_for_reply,
                 kv=partial.kv,
             )
             self._enqueue(live)
@@ -192,13 +192,13 @@ class SlotRolloutEngine:
         """Releasing a trajectory that holds no slot any more (its budget ran out) does nothing."""
         for turn in replies:
             live = self._live.get(turn.id)
-            if live is None or not live.is_parked:
+            if live is None or not live.is_waiting_for_env:
                 raise IllegalTransitionError(f"{turn.id} got a reply but is not waiting for one")
             self._check_tokens(turn.tokens, f"reply to {turn.id}")
             self._resume(live, turn.tokens)
         for trajectory_id in released:
             live = self._live.get(trajectory_id)
-            if live is not None and not live.is_parked:
+            if live is not None and not live.is_waiting_for_env:
                 raise IllegalTransitionError(f"{trajectory_id} was released in the middle of a turn")
             if live is not None:
                 self._forget(live)
@@ -235,7 +235,7 @@ class SlotRolloutEngine:
             finished=finished,
             num_active=len(active),
             num_waiting=len(self._waiting),
-            num_parked=sum(live.is_parked for live in self._live.values()),
+            num_waiting_for_env=sum(live.is_waiting_for_env for live in self._live.values()),
             sampled_tokens=sampled_tokens,
             prefill_tokens=sum(band.tokens for band in bands if band.kind == "prefill"),
             decode_steps=decode_steps,
@@ -284,7 +284,7 @@ class SlotRolloutEngine:
         if stop_reason == "length" or self._is_single_turn:
             self._forget(live)
         else:
-            live.is_parked = True
+            live.is_waiting_for_env = True
             assert live.slot is not None
             self._buffers.park(live.slot)
         return _turn(live, stop_reason)
@@ -292,13 +292,13 @@ class SlotRolloutEngine:
     # --- slots ----------------------------------------------------------------------------------------------
 
     def _active(self) -> list[_Live]:
-        return [live for live in self._slots if live is not None and not live.is_parked]
+        return [live for live in self._slots if live is not None and not live.is_waiting_for_env]
 
     def _enqueue(self, live: _Live) -> None:
         if live.request.id in self._live:
             raise IllegalTransitionError(f"{live.request.id} is already here")
         self._live[live.request.id] = live
-        if not live.is_parked:
+        if not live.is_waiting_for_env:
             self._waiting.append(live)
 
     def _refill(self) -> None:
@@ -336,7 +336,7 @@ class SlotRolloutEngine:
             self._forget(live)
             return
         forced = list(tokens[:room])
-        live.is_parked = False
+        live.is_waiting_for_env = False
         live.num_forced = len(forced)
         if live.slot is None:
             live.pending = forced
@@ -393,7 +393,7 @@ class SlotRolloutEngine:
     def _compact(self, active: list[_Live], width: int) -> None:
         """Exchange active sequences beyond `width` with idle slots below it."""
         high = [_slot_of(live) for live in active if _slot_of(live) >= width]
-        idle = [slot for slot, live in enumerate(self._slots[:width]) if live is None or live.is_parked]
+        idle = [slot for slot, live in enumerate(self._slots[:width]) if live is None or live.is_waiting_for_env]
         low = idle[: len(high)]
         slots = torch.tensor(low + high, device=self._device)
         sources = torch.tensor(high + low, device=self._device)
@@ -467,7 +467,7 @@ class SlotRolloutEngine:
             versions=tuple(live.versions),
             pending_tokens=tuple(live.pending),
             num_turns=live.num_turns,
-            is_waiting_for_reply=live.is_parked,
+            is_waiting_for_reply=live.is_waiting_for_env,
             kv=live.kv,
         )
 
@@ -506,7 +506,7 @@ class SlotRolloutEngine:
                 live.kv, live.is_prefilled_here = None, False
         for live in seated:
             self._evict(live, with_kv=True)
-        self._waiting.extendleft(live for live in reversed(seated) if not live.is_parked)
+        self._waiting.extendleft(live for live in reversed(seated) if not live.is_waiting_for_env)
         self._spilled_kv = [live for live in self._live.values() if live.kv is not None] if spill_to else []
         kv = [live.kv for live in self._spilled_kv if live.kv is not None]
         self._offloaded = Offloaded([*self._kept_tensors(), *kv], spill_to=spill_to)

@@ -50,7 +50,7 @@ def step_graph(
         end_s = min(order.end_s, history.last_s)
         if order.stage is Stage.GENERATE:
             before = shares.get(order.devices[0])
-            reports = tuple((chunk.time_s, chunk.num_active, chunk.num_parked) for chunk in order.chunks)
+            reports = tuple((chunk.time_s, chunk.num_active, chunk.num_waiting_for_env) for chunk in order.chunks)
             shares[order.devices[0]] = ShareRecord(
                 device=order.devices[0],
                 begin_s=before.begin_s if before else order.start_s,

@@ -41,7 +41,7 @@ def lay_out_order(order: OrderRecord, peak_active: int, now_s: float) -> list[In
         at_s, seconds, tokens, switch_s = chunk.time_s, chunk.seconds, chunk.tokens, 0.0
         wait, label = Cause.CONTROL, Cause.COMPUTE
         if order.stage is Stage.GENERATE and chunk.num_waiting == 0:
-            if chunk.num_active == 0 and chunk.num_parked > 0:
+            if chunk.num_active == 0 and chunk.num_waiting_for_env > 0:
                 wait = Cause.TOOL_WAIT
             elif 1 <= chunk.num_active <= max(1, peak_active * TAIL_SHARE) and peak_active > 1:
                 label = Cause.TAIL

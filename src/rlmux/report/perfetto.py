@@ -151,7 +151,7 @@ class _Tracer:
 
     def _add_active(self, device: DeviceId, order: OrderRecord) -> None:
         process = self._process[device]
-        samples = [(chunk.time_s, chunk.num_active, chunk.num_parked) for chunk in order.chunks]
+        samples = [(chunk.time_s, chunk.num_active, chunk.num_waiting_for_env) for chunk in order.chunks]
         if math.isfinite(order.end_s):
             samples.append((order.end_s, 0, 0))
         for time_s, active, parked in samples:

@@ -145,7 +145,7 @@ class ChunkReport:
     """Sequences in a slot that can decode now."""
     num_waiting: int
     """Submitted, without a slot yet."""
-    num_parked: int
+    num_waiting_for_env: int
     """In a slot, waiting for the host's reply."""
     sampled_tokens: int
     prefill_tokens: int

@@ -643,11 +643,11 @@ class WorkerBackend:
             workers.unasked += [(share, turn) for turn in report.finished]
             if not workers.is_asking:
                 self._ask_host(workers)
-        if report.num_active + report.num_waiting + report.num_parked == 0 and not (share.partials or share.to_submit):
+        if report.num_active + report.num_waiting + report.num_waiting_for_env == 0 and not (share.partials or share.to_submit):
             share.unfinished.clear()
             self._end(run)
             return
-        has_free_slot = report.num_parked < workers.plan.rollout.num_slots  # else nobody can begin meanwhile
+        has_free_slot = report.num_waiting_for_env < workers.plan.rollout.num_slots  # else nobody can begin meanwhile
         can_go_on = bool(report.num_active or (report.num_waiting and has_free_slot) or _has_input(share))
         if run.is_pausing:
             self._end_paused(run, None if can_go_on else share)
@@ -658,7 +658,7 @@ class WorkerBackend:
                     order=run.action.order,
                     num_active=report.num_active,
                     num_waiting=report.num_waiting,
-                    num_parked=report.num_parked,
+                    num_waiting_for_env=report.num_waiting_for_env,
                     tokens=run.tokens,
                     seconds=run.seconds,
                 )

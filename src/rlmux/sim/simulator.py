@@ -259,13 +259,13 @@ class _Simulation:
         if counts is None or counts == running.reported:
             return None
         running.reported = counts
-        num_active, num_waiting, num_parked = counts
+        num_active, num_waiting, num_waiting_for_env = counts
         return ChunkFinished(
             time_s=self._now_s,
             order=running.action.order,
             num_active=num_active,
             num_waiting=num_waiting,
-            num_parked=num_parked,
+            num_waiting_for_env=num_waiting_for_env,
             seconds=self._computed_s(running),
         )
 

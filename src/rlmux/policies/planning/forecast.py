@@ -111,7 +111,7 @@ def decode_kind(num_active: int | None) -> str:
 
 def is_idle(order: OrderView) -> bool:
     """It decodes nothing: every trajectory that has a slot waits for its environment."""
-    return order.num_active == 0 and order.num_parked > 0
+    return order.num_active == 0 and order.num_waiting_for_env > 0
 
 
 def solo_step_s(member: MemberView) -> float:
