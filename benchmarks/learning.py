@@ -27,7 +27,7 @@ from rlmux.engines.rollout import SlotRolloutEngine
 from rlmux.engines.train import STAGES, TorchTrainEngine
 from rlmux.rl.batch_metrics import batch_metrics
 from rlmux.rl.config import AlgorithmConfig, RolloutConfig, TaskConfig, TrainingPlan, WarmStartConfig
-from rlmux.rl.env_worker import PipelineHost
+from rlmux.rl.env_worker import PipelineEnv
 
 AVERAGED_STEPS = 20
 
@@ -73,7 +73,7 @@ class Stopwatch:
 def learn(plan: TrainingPlan) -> dict[str, Any]:
     """The whole run, and what it was like."""
     watch = Stopwatch()
-    host, trainer = PipelineHost(plan), TorchTrainEngine(plan)
+    host, trainer = PipelineEnv(plan), TorchTrainEngine(plan)
     rollout = SlotRolloutEngine(
         plan.model,
         plan.rollout,

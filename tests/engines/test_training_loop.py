@@ -9,7 +9,7 @@ import pytest
 from rlmux.engines.rollout import SlotRolloutEngine
 from rlmux.engines.train import STAGES, TorchTrainEngine
 from rlmux.rl.config import AlgorithmConfig, RolloutConfig, TaskConfig, TrainingPlan, WarmStartConfig
-from rlmux.rl.env_worker import PipelineHost
+from rlmux.rl.env_worker import PipelineEnv
 
 
 def plan(task: str = "sort", params: dict[str, Any] | None = None, **algorithm: Any) -> TrainingPlan:
@@ -27,7 +27,7 @@ class Loop:
     """One pipeline, one step after another."""
 
     def __init__(self, training_plan: TrainingPlan, folder: Path, *, is_disturbed: bool = False) -> None:
-        self.host = PipelineHost(training_plan)
+        self.host = PipelineEnv(training_plan)
         self.trainer = TorchTrainEngine(training_plan)
         self.rollout = SlotRolloutEngine(
             training_plan.model,

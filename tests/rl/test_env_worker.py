@@ -10,7 +10,7 @@ import pytest
 from rlmux.core.errors import IllegalTransitionError, PipelineError, UserError
 from rlmux.rl.batch_metrics import batch_metrics
 from rlmux.rl.config import TrainingPlan
-from rlmux.rl.env_worker import PipelineHost
+from rlmux.rl.env_worker import PipelineEnv
 from rlmux.rl.tasks import make_task
 from rlmux.rl.types import FinishedTurn, TrainingBatch, TrajectoryId, TrajectoryRequest
 from rlmux.rl.vocabulary import CharVocabulary
@@ -42,7 +42,7 @@ def answers(plan: TrainingPlan, finish: Finish, requests: list[TrajectoryRequest
 
 
 def test_requests_carry_the_plan(make_plan: Plan) -> None:
-    requests = PipelineHost(make_plan(seed=9)).begin_step(2)
+    requests = PipelineEnv(make_plan(seed=9)).begin_step(2)
     assert [request.id for request in requests] == [
         TrajectoryId(2, prompt, sample) for prompt in range(3) for sample in range(2)
     ]
@@ -54,7 +54,7 @@ def test_a_batch_is_the_same_whatever_the_order_and_grouping(make_plan: Plan, fi
     plan = make_plan(algorithm={"prompts_per_step": 4, "group_size": 4})
     batches: list[TrainingBatch] = []
     for seed in range(5):
-        host = PipelineHost(plan)
+        host = PipelineEnv(plan)
         turns = answers(plan, finish, host.begin_step(1))
         random = Random(seed)
         random.shuffle(turns)
@@ -74,7 +74,7 @@ def test_a_batch_is_the_same_whatever_the_order_and_grouping(make_plan: Plan, fi
 
 def test_a_turn_delivered_twice_counts_once(make_plan: Plan, finish: Finish) -> None:
     plan = make_plan()
-    host = PipelineHost(plan)
+    host = PipelineEnv(plan)
     requests = host.begin_step(1)
     turns = answers(plan, finish, requests)
     host.on_turns(turns[:2])
@@ -89,17 +89,17 @@ def test_a_turn_delivered_twice_counts_once(make_plan: Plan, finish: Finish) -> 
 
 def test_a_host_started_later_lets_go_of_what_was_before(make_plan: Plan, finish: Finish) -> None:
     plan = make_plan()
-    late = finish(PipelineHost(plan).begin_step(4)[0], spoken("12", ends=True))
-    host = PipelineHost(plan)
+    late = finish(PipelineEnv(plan).begin_step(4)[0], spoken("12", ends=True))
+    host = PipelineEnv(plan)
     host.begin_step(5)
     assert host.on_turns([late]) == ([], [late.id])
     with pytest.raises(IllegalTransitionError, match="step 6 is not under way"):
-        host.on_turns([finish(PipelineHost(plan).begin_step(6)[0], spoken("12", ends=True))])
+        host.on_turns([finish(PipelineEnv(plan).begin_step(6)[0], spoken("12", ends=True))])
 
 
 def test_steps_may_overlap(make_plan: Plan, finish: Finish) -> None:
     plan = make_plan(algorithm={"staleness": 1})
-    host = PipelineHost(plan)
+    host = PipelineEnv(plan)
     first, second = host.begin_step(1), host.begin_step(2)
     host.on_turns([*answers(plan, finish, second), *answers(plan, finish, first)[:-1]])
     assert host.is_step_complete(2)
@@ -113,7 +113,7 @@ def test_steps_may_overlap(make_plan: Plan, finish: Finish) -> None:
 
 def test_a_step_under_way_begins_again_without_forgetting(make_plan: Plan, finish: Finish) -> None:
     plan = make_plan()
-    host = PipelineHost(plan)
+    host = PipelineEnv(plan)
     requests = host.begin_step(1)
     host.on_turns(answers(plan, finish, requests)[:2])
     assert host.begin_step(1) == requests
@@ -121,21 +121,21 @@ def test_a_step_under_way_begins_again_without_forgetting(make_plan: Plan, finis
 
 
 def test_a_prompt_that_does_not_fit_is_named(make_plan: Plan) -> None:
-    host = PipelineHost(make_plan(rollout={"max_prompt_tokens": 7}))
+    host = PipelineEnv(make_plan(rollout={"max_prompt_tokens": 7}))
     with pytest.raises(PipelineError, match=r"prompt 0 of task 'sort' has 8 tokens.*max_prompt_tokens 7"):
         host.begin_step(1)
 
 
 def test_an_unknown_algorithm_names_the_nearest(make_plan: Plan) -> None:
     with pytest.raises(UserError, match="did you mean 'grpo'"):
-        PipelineHost(make_plan(algorithm={"name": "gpro"}))
+        PipelineEnv(make_plan(algorithm={"name": "gpro"}))
     with pytest.raises(UserError, match="group_size: 1; accepted: 2 or more"):
-        PipelineHost(make_plan(algorithm={"group_size": 1}))
+        PipelineEnv(make_plan(algorithm={"group_size": 1}))
 
 
 def test_metrics_say_what_the_step_was_like(make_plan: Plan, finish: Finish) -> None:
     plan = make_plan()
-    host = PipelineHost(plan)
+    host = PipelineEnv(plan)
     host.on_turns(answers(plan, finish, host.begin_step(1)))
     metrics = batch_metrics(host.finish_step(1))
     assert metrics["reward_mean"] == pytest.approx(0.9)
@@ -145,10 +145,10 @@ def test_metrics_say_what_the_step_was_like(make_plan: Plan, finish: Finish) -> 
 
 
 def test_demonstrations_follow_the_task_and_mask_the_tool(make_plan: Plan) -> None:
-    host = PipelineHost(make_plan("calculator"))
+    host = PipelineEnv(make_plan("calculator"))
     batch = host.warm_start_batch(1)
     assert len(batch) == 4
-    assert batch == PipelineHost(make_plan("calculator")).warm_start_batch(1) != host.warm_start_batch(0)
+    assert batch == PipelineEnv(make_plan("calculator")).warm_start_batch(1) != host.warm_start_batch(0)
     prompt_tokens, tokens, is_sampled = batch[0]
     question = VOCABULARY.decode(prompt_tokens)[2:-1]
     result = str(eval(question))
@@ -161,13 +161,13 @@ def test_demonstrations_follow_the_task_and_mask_the_tool(make_plan: Plan) -> No
 
 def test_a_demonstration_beyond_the_budget_is_refused(make_plan: Plan) -> None:
     with pytest.raises(PipelineError, match=r"takes 6 tokens, more than rollout.max_new_tokens 5"):
-        PipelineHost(make_plan(rollout={"max_new_tokens": 5})).warm_start_batch(0)
+        PipelineEnv(make_plan(rollout={"max_new_tokens": 5})).warm_start_batch(0)
 
 
 def test_a_host_imports_nothing_heavy() -> None:
     code = (
-        "import sys; from rlmux.rl.env_worker import PipelineHost; from rlmux.rl.config import TrainingPlan; "
-        "PipelineHost(TrainingPlan(name='p')).begin_step(1); "
+        "import sys; from rlmux.rl.env_worker import PipelineEnv; from rlmux.rl.config import TrainingPlan; "
+        "PipelineEnv(TrainingPlan(name='p')).begin_step(1); "
         "print([name for name in ('torch', 'transformers', 'pyarrow') if name in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"
@@ -177,7 +177,7 @@ def test_a_host_imports_nothing_heavy() -> None:
 
 
 def test_the_calculator_answers_and_the_last_word_is_scored(make_plan: Plan, finish: Finish) -> None:
-    host = PipelineHost(make_plan("calculator"))
+    host = PipelineEnv(make_plan("calculator"))
     request, other, *rest = host.begin_step(1)
     assert request.stop_tokens == (*EOS, *VOCABULARY.encode(">"))
     question = VOCABULARY.decode(request.prompt_tokens)[2:-1]
@@ -195,7 +195,7 @@ def test_the_calculator_answers_and_the_last_word_is_scored(make_plan: Plan, fin
 
 
 def test_a_turn_delivered_twice_gets_the_same_reply(make_plan: Plan, finish: Finish) -> None:
-    host = PipelineHost(make_plan("calculator", params={"max_calls": 1}))
+    host = PipelineEnv(make_plan("calculator", params={"max_calls": 1}))
     request = host.begin_step(1)[0]
     turn = finish(request, spoken("<1+2>"))
     assert host.on_turns([turn]) == host.on_turns([turn])
@@ -205,7 +205,7 @@ def test_a_turn_delivered_twice_gets_the_same_reply(make_plan: Plan, finish: Fin
 
 
 def test_a_story_told_differently_after_a_crash_is_replayed(make_plan: Plan, finish: Finish) -> None:
-    host = PipelineHost(make_plan("calculator", params={"max_calls": 2}))
+    host = PipelineEnv(make_plan("calculator", params={"max_calls": 2}))
     request = host.begin_step(1)[0]
     host.on_turns([finish(request, spoken("<1+2>"))])
     host.on_turns([finish(request, spoken("<1+2>"), heard("3|"), spoken("<5+5>"))])
@@ -215,7 +215,7 @@ def test_a_story_told_differently_after_a_crash_is_replayed(make_plan: Plan, fin
 
 
 @pytest.fixture
-def thinker(make_plan: Plan, monkeypatch: pytest.MonkeyPatch) -> tuple[PipelineHost, dict[str, asyncio.Event]]:
+def thinker(make_plan: Plan, monkeypatch: pytest.MonkeyPatch) -> tuple[PipelineEnv, dict[str, asyncio.Event]]:
     """A host whose environments reply to a question once its event is set; so that no clock decides."""
     events: dict[str, asyncio.Event] = {}
 
@@ -223,7 +223,7 @@ def thinker(make_plan: Plan, monkeypatch: pytest.MonkeyPatch) -> tuple[PipelineH
         await events.setdefault(text, asyncio.Event()).wait()
         return f"{len(text)}|"
 
-    host = PipelineHost(make_plan("calculator", params={"wait_s": 0.1}))
+    host = PipelineEnv(make_plan("calculator", params={"wait_s": 0.1}))
     environment = host._task.environment(host._task.prompt(0))
     monkeypatch.setattr(type(environment), "reply", reply)
     return host, events
@@ -323,7 +323,7 @@ def test_an_environment_that_fails_late_is_named(thinker, finish: Finish, monkey
 
 
 def test_a_used_up_budget_ends_the_trajectory(make_plan: Plan, finish: Finish) -> None:
-    host = PipelineHost(make_plan("calculator", rollout={"max_new_tokens": 7}))
+    host = PipelineEnv(make_plan("calculator", rollout={"max_new_tokens": 7}))
     first, second, third, *_ = host.begin_step(1)
     cut = finish(first, spoken("<11+11>"), stop_reason="length")
     no_room = finish(second, spoken("<1+2>"))
@@ -335,7 +335,7 @@ def test_a_used_up_budget_ends_the_trajectory(make_plan: Plan, finish: Finish) -
 
 def test_guessing_goes_on_until_the_number_is_found(make_plan: Plan, finish: Finish) -> None:
     plan = make_plan("guess", params={"largest": 7, "max_guesses": 3})
-    host = PipelineHost(plan)
+    host = PipelineEnv(plan)
     request = host.begin_step(1)[0]
     prompt = make_task(plan.task, seed=0, vocabulary=VOCABULARY).prompt(0)
     secret = int(prompt.answer or 0)

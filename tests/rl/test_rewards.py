@@ -7,7 +7,7 @@ import pytest
 
 from rlmux.core.errors import PipelineError, UserError
 from rlmux.rl.config import TrainingPlan
-from rlmux.rl.env_worker import PipelineHost
+from rlmux.rl.env_worker import PipelineEnv
 from rlmux.rl.rewards import load_reward
 from rlmux.rl.types import FinishedTurn
 from rlmux.rl.vocabulary import CharVocabulary
@@ -36,7 +36,7 @@ def write_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wr
 def run(plan: TrainingPlan, finish: Finish, backwards: bool = False) -> list[float]:
     """Rewards of one step in which sample s of prompt p says 'p-s'."""
     vocabulary = CharVocabulary()
-    host = PipelineHost(plan)
+    host = PipelineEnv(plan)
     turns = [
         finish(request, (vocabulary.encode(f"{request.id.prompt}-{request.id.sample}"), True))
         for request in host.begin_step(1)
@@ -177,7 +177,7 @@ def test_an_environment_that_raises_is_named(make_plan: Plan, finish: Finish, mo
         raise KeyError("tool")
 
     monkeypatch.setattr(Calculator, "reply", broken)
-    host = PipelineHost(make_plan("calculator"))
+    host = PipelineEnv(make_plan("calculator"))
     turn = finish(host.begin_step(1)[1], (CharVocabulary().encode("<1+1>"), True))
     with pytest.raises(PipelineError, match=r"the environment at step 1 prompt 0 sample 1 raised KeyError"):
         host.on_turns([turn])

@@ -6,12 +6,12 @@ import pickle
 from dataclasses import replace
 
 from rlmux.rl.types import TurnReply
-from rlmux.runtime.workers import HostWorker, RolloutChunk, RolloutWorker
+from rlmux.runtime.workers import EnvWorker, RolloutChunk, RolloutWorker
 
 
 def test_a_reply_may_come_with_the_trajectory_that_it_is_for(real, one_thread):
     plan = real.submission("moved", task="guess", max_new_tokens=24).plan
-    requests, is_single_turn = HostWorker(plan).begin_step(1)
+    requests, is_single_turn = EnvWorker(plan).begin_step(1)
     assert not is_single_turn
     requests = [replace(request, stop_tokens=tuple(range(8))) for request in requests[:8]]  # one comes soon
     chunk = RolloutChunk(

@@ -10,7 +10,7 @@ import pytest
 from rlmux.core.actions import Admit, MigrateShard, Pause, RunStage
 from rlmux.core.events import ReplyArrived, StageFinished, StagePaused, TrajectoriesMigrated
 from rlmux.core.model import AdmissionKind, DeviceId, GroupId, NodeId, OrderId, PipelineId, Placement, Stage
-from rlmux.rl.env_worker import PipelineHost
+from rlmux.rl.env_worker import PipelineEnv
 from rlmux.rl.types import ChunkReport, FinishedTurn, TrajectoryRequest, TurnReply
 from rlmux.runtime.worker_backend import WorkerBackend
 from rlmux.runtime.workers import RolloutChunkResult
@@ -31,7 +31,7 @@ class Rollout:
         nodes = (NodeId("rollout", 0), NodeId("rollout", 1))
         placement = Placement(group=GroupId(1), rollout_nodes=nodes, train_nodes=(NodeId("train", 0),))
         self.backend.execute(Admit(pipeline=PipelineId("p"), placement=placement, kind=AdmissionKind.NEW))
-        host = PipelineHost(submission.plan)
+        host = PipelineEnv(submission.plan)
         self.requests, self.is_single_turn = host.begin_step(1), host.is_single_turn
 
     def run(self, order: int, device: DeviceId) -> None:

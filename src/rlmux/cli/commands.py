@@ -48,7 +48,7 @@ ProfileFile = Annotated[
 BackendName = Annotated[str, typer.Option("--backend", help="Where workers live: local, ray.")]
 Address = Annotated[
     str | None,
-    typer.Option("--address", metavar="HOST:PORT", help="Of a Ray cluster; by default this machine's own."),
+    typer.Option("--address", metavar="ENV:PORT", help="Of a Ray cluster; by default this machine's own."),
 ]
 
 

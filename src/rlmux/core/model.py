@@ -64,7 +64,7 @@ class Phase(StrEnum):
 
     ROLLOUT = "rollout"
     TRAIN = "train"
-    HOST = "host"
+    ENV = "host"
     """The pipeline's own process: rewards. Holds no device."""
     SYNC = "sync"
     """Carries weights between the pools. Holds no device."""
@@ -115,7 +115,7 @@ DENSE_DECODE_MIN = 128
 PHASE_BY_STAGE: Mapping[Stage, Phase] = {
     Stage.WARM_START: Phase.TRAIN,
     Stage.GENERATE: Phase.ROLLOUT,
-    Stage.REWARD: Phase.HOST,
+    Stage.REWARD: Phase.ENV,
     Stage.REFERENCE_LOGPROBS: Phase.TRAIN,
     Stage.OLD_LOGPROBS: Phase.TRAIN,
     Stage.UPDATE: Phase.TRAIN,

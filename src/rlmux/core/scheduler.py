@@ -370,7 +370,7 @@ class Scheduler:
             run.history.stage_ended(order.stage, solo_s)
             if order.phase is Phase.TRAIN:
                 self._finish_train_stage(run, order)
-            elif order.phase is Phase.HOST:
+            elif order.phase is Phase.ENV:
                 self._finish_generating(run)
             else:
                 self._publish(run, order.step)
@@ -388,7 +388,7 @@ class Scheduler:
         if any(share is not None for share in run.open_shares.values()):
             return
         if Stage.REWARD in run.pipeline.stages:
-            self._order_work(run, run.rollout_step, Stage.REWARD, Phase.HOST, (), level=0.0)
+            self._order_work(run, run.rollout_step, Stage.REWARD, Phase.ENV, (), level=0.0)
         else:
             self._finish_generating(run)
 

@@ -4,7 +4,7 @@
     prefetch:  the file is read ahead, while others compute
     load:      device storage back ─▶ Offloaded.copy_to(tensors), bit for bit
 
-    HOST   copies in host memory, pinned where the device is a GPU
+    ENV   copies in host memory, pinned where the device is a GPU
     DISK   one file, readable by its owner alone. It loses its name as soon as it is made, so it goes with the
            process, however that ends, and holds no host memory but what the system has to spare for its cache
 

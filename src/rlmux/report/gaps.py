@@ -37,7 +37,7 @@ _ROUNDING_S = 1e-9
 _CAUSE_BY_PHASE = {
     Phase.ROLLOUT: Cause.ROLLOUT,
     Phase.TRAIN: Cause.TRAINING,
-    Phase.HOST: Cause.REWARD,
+    Phase.ENV: Cause.REWARD,
     Phase.SYNC: Cause.SYNC,
 }
 

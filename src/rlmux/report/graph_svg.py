@@ -29,7 +29,7 @@ _FILL = {
     Band.TOOL_WAIT: "#e69f00",
     Band.TRAIN: "#009e73",
     Band.SYNC: "#cc79a7",
-    Band.HOST: "#7f7f7f",
+    Band.ENV: "#7f7f7f",
 }
 _STYLE = (
     "text{font:12px system-ui,sans-serif;fill:#222}.on{fill:#fff}.e{stroke:#999;fill:none}"

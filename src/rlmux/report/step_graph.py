@@ -32,7 +32,7 @@ class Band(StrEnum):
     """Every unfinished trajectory waits for its environment: the device does nothing for them."""
     TRAIN = "train"
     SYNC = "sync"
-    HOST = "host"
+    ENV = "host"
 
 
 class SubStageKey(NamedTuple):
@@ -211,7 +211,7 @@ def _bands(share: ShareRecord, dense_above: int, min_part: float) -> list[tuple[
 
 
 def _band_of(stage: Stage) -> Band:
-    return {Phase.TRAIN: Band.TRAIN, Phase.SYNC: Band.SYNC, Phase.HOST: Band.HOST}.get(
+    return {Phase.TRAIN: Band.TRAIN, Phase.SYNC: Band.SYNC, Phase.ENV: Band.ENV}.get(
         PHASE_BY_STAGE[stage], Band.DENSE
     )
 

@@ -61,7 +61,7 @@ class _Episode:
     reward: float | None = None
 
 
-class PipelineHost:
+class PipelineEnv:
     """Makes requests, answers turns, scores trajectories, builds batches."""
 
     def __init__(self, plan: TrainingPlan) -> None:

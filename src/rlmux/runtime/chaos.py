@@ -27,9 +27,9 @@ from rlmux.core.errors import LogError, RlmuxError
 from rlmux.report.api import load_summary
 from rlmux.report.log import LogReader
 
-ROLLOUT, TRAIN, HOST, CONTROLLER, EVERYTHING = KINDS = ("rollout", "train", "host", "controller", "everything")
+ROLLOUT, TRAIN, ENV, CONTROLLER, EVERYTHING = KINDS = ("rollout", "train", "host", "controller", "everything")
 """What a kill takes: one worker of a pipeline, the controller, or the controller and all workers at once."""
-_SHARES = {ROLLOUT: 6, TRAIN: 5, HOST: 5, CONTROLLER: 2, EVERYTHING: 2}
+_SHARES = {ROLLOUT: 6, TRAIN: 5, ENV: 5, CONTROLLER: 2, EVERYTHING: 2}
 """Of twenty kills."""
 _MAX_PER_STEP = 2
 """Kills of one worker between two steps of its pipeline: a worker that dies more often is taken for faulty itself."""

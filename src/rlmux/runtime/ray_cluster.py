@@ -108,7 +108,7 @@ def _check_reachable(address: str) -> None:
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or "/" in host:
         raise UserError(
-            f"--address {address}: accepted: HOST:PORT of the cluster's head, as `ray start --head` prints it, "
+            f"--address {address}: accepted: ENV:PORT of the cluster's head, as `ray start --head` prints it, "
             "from a machine of the cluster"
         )
     try:

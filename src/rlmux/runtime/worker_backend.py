@@ -47,7 +47,7 @@ from rlmux.runtime.backend import Note, Submission
 from rlmux.runtime.checkpoints import CheckpointFolder, Written, checkpoint_folder
 from rlmux.runtime.memory import HostMemory
 from rlmux.runtime.rollout_record import RolloutRecord
-from rlmux.runtime.workers import HostWorker, RolloutChunk, RolloutChunkResult, RolloutWorker, StepBatch, TrainWorker
+from rlmux.runtime.workers import EnvWorker, RolloutChunk, RolloutChunkResult, RolloutWorker, StepBatch, TrainWorker
 
 _PATIENCE_S = 0.02
 """So long the host may wait for environments while others of its trajectories decode: their turns end meanwhile."""
@@ -344,7 +344,7 @@ class WorkerBackend:
         if restored and restored.weights_sha256:
             self._sha256[submission.pipeline.id] = restored.weights_sha256
         train_device = self._devices(placement.train_nodes)[0]
-        host = self._spawn(plan, "host", HostWorker, (plan,), None, folder)
+        host = self._spawn(plan, "host", EnvWorker, (plan,), None, folder)
         trainer = self._spawn(
             plan, "train", TrainWorker, (plan, restored.path if restored else None), train_device, folder
         )

@@ -1,6 +1,6 @@
 """What lives inside worker processes: thin shells that put an engine behind bounded calls.
 
-    HostWorker      prompts, environments, rewards          one per pipeline
+    EnvWorker      prompts, environments, rewards          one per pipeline
     RolloutWorker   a rollout engine                        one per (pipeline, rollout device)
     TrainWorker     a train engine                          one per pipeline
 
@@ -75,13 +75,13 @@ class StepBatch:
     """Of each trajectory in the order of ids: tokens sampled, then forced by its environment, then sampled again."""
 
 
-class HostWorker:
+class EnvWorker:
     """The user's code side of a pipeline, in its own process."""
 
     def __init__(self, plan: TrainingPlan) -> None:
-        from rlmux.rl.env_worker import PipelineHost
+        from rlmux.rl.env_worker import PipelineEnv
 
-        self._host = PipelineHost(plan)
+        self._host = PipelineEnv(plan)
 
     def begin_step(self, step: int) -> tuple[list[TrajectoryRequest], bool]:
         """(the step's requests, is the task single-turn)."""
