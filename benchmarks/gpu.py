@@ -54,7 +54,7 @@ from rlmux.rl.config import (
     RolloutConfig,
     TaskConfig,
     TrainingPlan,
-    WarmStartConfig,
+    SftWarmupConfig,
 )
 from rlmux.runtime.backend import Submission
 from rlmux.runtime.run import run_pipelines
@@ -311,7 +311,7 @@ def submission(name: str, seed: int, device: str, *, is_quick: bool) -> Submissi
         num_steps=num_steps,
         model=model,
         task=TaskConfig(name=name, params={f"min_{symbols}": 2, f"mean_{symbols}": mean, f"max_{symbols}": longest}),
-        warm_start=WarmStartConfig(num_updates=4 if is_quick else 100, batch_size=32, learning_rate=1e-3),
+        warm_start=SftWarmupConfig(num_updates=4 if is_quick else 100, batch_size=32, learning_rate=1e-3),
         algorithm=AlgorithmConfig(
             prompts_per_step=4 if is_quick else 32, group_size=4 if is_quick else 8, micro_batch_size=8
         ),
@@ -319,7 +319,7 @@ def submission(name: str, seed: int, device: str, *, is_quick: bool) -> Submissi
             max_new_tokens=longest + 16, max_prompt_tokens=longest + 16, num_slots=8 if is_quick else 128
         ),
     )
-    pipeline = Pipeline(id=PipelineId(name), num_steps=num_steps, stages=STAGES, has_warm_start=True)
+    pipeline = Pipeline(id=PipelineId(name), num_steps=num_steps, stages=STAGES, has_sft_warmup=True)
     return Submission(pipeline=pipeline, plan=plan)
 
 

@@ -26,7 +26,7 @@ import torch
 from rlmux.engines.rollout import SlotRolloutEngine
 from rlmux.engines.train import STAGES, TorchTrainEngine
 from rlmux.rl.batch_metrics import batch_metrics
-from rlmux.rl.config import AlgorithmConfig, RolloutConfig, TaskConfig, TrainingPlan, WarmStartConfig
+from rlmux.rl.config import AlgorithmConfig, RolloutConfig, TaskConfig, TrainingPlan, SftWarmupConfig
 from rlmux.rl.env_worker import PipelineEnv
 
 AVERAGED_STEPS = 20
@@ -39,7 +39,7 @@ def demo(name: str, task: str, params: dict[str, Any], warm_start: int, max_new_
         num_steps=150,
         task=TaskConfig(name=task, params=params),
         algorithm=AlgorithmConfig(learning_rate=1e-3),
-        warm_start=WarmStartConfig(num_updates=warm_start),
+        warm_start=SftWarmupConfig(num_updates=warm_start),
         rollout=RolloutConfig(max_new_tokens=max_new_tokens, max_prompt_tokens=32),
     )
 

@@ -113,7 +113,7 @@ def phase_seconds(folder: Path) -> dict[tuple[PipelineId, Phase], float]:
                 started[entry.value.order] = (entry.value, entry.time_s)
             elif isinstance(entry.value, StageFinished):
                 order, time_s = started[entry.value.order]
-                if order.step > 1 and order.stage is not Stage.WARM_START:
+                if order.step > 1 and order.stage is not Stage.SFT_WARMUP:
                     key = (order.pipeline, PHASE_BY_STAGE[order.stage], order.step)
                     begin.setdefault(key, time_s)
                     end[key] = entry.time_s

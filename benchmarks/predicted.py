@@ -61,7 +61,7 @@ def stage_seconds(folder: Path) -> dict[str, float]:
     total = {"rollout": 0.0, "train": 0.0}
     for order in timeline.orders:
         phase = PHASE_BY_STAGE[order.stage]
-        if order.counts and not order.is_migration and order.stage is not Stage.WARM_START and order.devices:
+        if order.counts and not order.is_migration and order.stage is not Stage.SFT_WARMUP and order.devices:
             total["rollout" if phase is Phase.ROLLOUT else "train"] += order.end_s - order.start_s
     return total
 

@@ -36,7 +36,7 @@ from rlmux.core.model import Cluster, Phase, Pipeline, PipelineId, Pool, Stage
 from rlmux.core.scheduler import Scheduler
 from rlmux.policies import POLICIES
 from rlmux.report.log import LogReader, RunLog, run_header
-from rlmux.rl.config import AlgorithmConfig, ModelConfig, RolloutConfig, TaskConfig, TrainingPlan, WarmStartConfig
+from rlmux.rl.config import AlgorithmConfig, ModelConfig, RolloutConfig, TaskConfig, TrainingPlan, SftWarmupConfig
 from rlmux.runtime.backend import Submission
 from rlmux.runtime.controller import Controller
 from rlmux.runtime.local import local_backend
@@ -73,11 +73,11 @@ def submission(name: str, seed: int, num_steps: int, size: str) -> Submission:
         num_steps=num_steps,
         model=model,
         task=TaskConfig(name="sort"),
-        warm_start=WarmStartConfig(num_updates=4, batch_size=16),
+        warm_start=SftWarmupConfig(num_updates=4, batch_size=16),
         algorithm=AlgorithmConfig(**algorithm),
         rollout=RolloutConfig(**rollout),
     )
-    pipeline = Pipeline(id=PipelineId(name), num_steps=num_steps, stages=STAGES, has_warm_start=True)
+    pipeline = Pipeline(id=PipelineId(name), num_steps=num_steps, stages=STAGES, has_sft_warmup=True)
     return Submission(pipeline=pipeline, plan=plan)
 
 

@@ -41,7 +41,7 @@ def test_two_balanced_pipelines_fill_each_others_bubbles(driver, builders):
 
 
 def test_a_step_runs_its_stages_in_order_and_only_some_hold_a_device(driver, builders):
-    driver.submit(builders.pipeline("a", num_steps=1, stages=REAL_STAGES, has_warm_start=True))
+    driver.submit(builders.pipeline("a", num_steps=1, stages=REAL_STAGES, has_sft_warmup=True))
     driver.run()
     runs = driver.actions(RunStage)
     assert [run.stage.value for run in runs] == [

@@ -12,7 +12,7 @@ from rlmux.core.errors import CheckpointError, IllegalTransitionError, PipelineE
 from rlmux.engines.model_io import build_model
 from rlmux.engines.train import STAGES, TorchTrainEngine
 from rlmux.engines.weights import read_tensors
-from rlmux.rl.config import AlgorithmConfig, RolloutConfig, TaskConfig, TrainingPlan, WarmStartConfig
+from rlmux.rl.config import AlgorithmConfig, RolloutConfig, TaskConfig, TrainingPlan, SftWarmupConfig
 from rlmux.rl.types import TrainingBatch, Trajectory, TrajectoryId
 from rlmux.rl.vocabulary import CharVocabulary
 
@@ -24,7 +24,7 @@ def plan(warm_start: int = 0, task: str = "sort", **algorithm: Any) -> TrainingP
         task=TaskConfig(name=task),
         algorithm=AlgorithmConfig(**fields),
         rollout=RolloutConfig(max_new_tokens=24, temperature=0.8),
-        warm_start=WarmStartConfig(num_updates=warm_start, batch_size=5),
+        warm_start=SftWarmupConfig(num_updates=warm_start, batch_size=5),
     )
 
 
@@ -394,8 +394,8 @@ def test_offloading_at_any_safe_point_changes_nothing(is_spilled: bool, tmp_path
 
 def test_the_warm_start_learns_to_copy_its_demonstrations() -> None:
     training_plan = replace(
-        plan(micro_batch_size=8), warm_start=WarmStartConfig(num_updates=30, batch_size=16)
+        plan(micro_batch_size=8), warm_start=SftWarmupConfig(num_updates=30, batch_size=16)
     )
     engine = TorchTrainEngine(training_plan)
-    first = TorchTrainEngine(replace(training_plan, warm_start=WarmStartConfig(num_updates=1, batch_size=16)))
+    first = TorchTrainEngine(replace(training_plan, warm_start=SftWarmupConfig(num_updates=1, batch_size=16)))
     assert run_stage(engine, "warm_start")["loss"] < 0.6 * run_stage(first, "warm_start")["loss"]

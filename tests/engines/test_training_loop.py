@@ -8,7 +8,7 @@ import pytest
 
 from rlmux.engines.rollout import SlotRolloutEngine
 from rlmux.engines.train import STAGES, TorchTrainEngine
-from rlmux.rl.config import AlgorithmConfig, RolloutConfig, TaskConfig, TrainingPlan, WarmStartConfig
+from rlmux.rl.config import AlgorithmConfig, RolloutConfig, TaskConfig, TrainingPlan, SftWarmupConfig
 from rlmux.rl.env_worker import PipelineEnv
 
 
@@ -18,7 +18,7 @@ def plan(task: str = "sort", params: dict[str, Any] | None = None, **algorithm: 
         name="p",
         task=TaskConfig(name=task, params=params or {}),
         algorithm=AlgorithmConfig(**fields),
-        warm_start=WarmStartConfig(num_updates=4, batch_size=16),
+        warm_start=SftWarmupConfig(num_updates=4, batch_size=16),
         rollout=RolloutConfig(max_new_tokens=24, max_prompt_tokens=16, num_slots=8),
     )
 
@@ -121,7 +121,7 @@ def test_one_step_off_policy_trains_within_its_bound(tmp_path: Path) -> None:
 
 def test_the_reward_rises(tmp_path: Path) -> None:
     training_plan = plan("sort", {"digits": 4}, prompts_per_step=8, group_size=8, micro_batch_size=64)
-    warm_start = WarmStartConfig(num_updates=60, batch_size=32)
+    warm_start = SftWarmupConfig(num_updates=60, batch_size=32)
     rewards = Loop(replace(training_plan, warm_start=warm_start), tmp_path).run(40)
     first, last = sum(rewards[:8]) / 8, sum(rewards[-8:]) / 8
     assert last > first + 0.05, rewards

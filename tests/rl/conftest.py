@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlmux.rl.config import AlgorithmConfig, RolloutConfig, TaskConfig, TrainingPlan, WarmStartConfig
+from rlmux.rl.config import AlgorithmConfig, RolloutConfig, TaskConfig, TrainingPlan, SftWarmupConfig
 from rlmux.rl.types import FinishedTurn, TrajectoryRequest
 
 
@@ -23,7 +23,7 @@ def make_plan() -> Callable[..., TrainingPlan]:
             task=TaskConfig(name=task, **{key: changes.pop(key) for key in task_fields & set(changes)}),
             algorithm=AlgorithmConfig(**algorithm),
             rollout=RolloutConfig(**rollout),
-            warm_start=WarmStartConfig(num_updates=2, batch_size=4),
+            warm_start=SftWarmupConfig(num_updates=2, batch_size=4),
             **changes,
         )
 

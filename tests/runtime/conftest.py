@@ -27,7 +27,7 @@ from rlmux.rl.config import (
     RolloutConfig,
     TaskConfig,
     TrainingPlan,
-    WarmStartConfig,
+    SftWarmupConfig,
 )
 from rlmux.runtime.backend import Submission
 from rlmux.runtime.controller import Controller
@@ -55,7 +55,7 @@ def submission(name: str, *, num_steps: int = 2, task: str = "sort", seed: int =
         num_steps=num_steps,
         model=ModelConfig(hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1, intermediate_size=64),
         task=TaskConfig(name=task, **changes.pop("task_fields", {})),
-        warm_start=WarmStartConfig(num_updates=4, batch_size=16),
+        warm_start=SftWarmupConfig(num_updates=4, batch_size=16),
         algorithm=algorithm,
         rollout=RolloutConfig(max_new_tokens=changes.pop("max_new_tokens", 16), num_slots=8),
     )
@@ -63,7 +63,7 @@ def submission(name: str, *, num_steps: int = 2, task: str = "sort", seed: int =
         id=PipelineId(name),
         num_steps=num_steps,
         stages=STAGES,
-        has_warm_start=True,
+        has_sft_warmup=True,
         staleness=algorithm.staleness,
         num_rollout_nodes=changes.pop("num_rollout_nodes", 1),
     )

@@ -119,7 +119,7 @@ def syncs(recorder, pipeline: str) -> list[float]:
     seconds, made_s = [], 0.0
     for event in ended:
         order = orders[event.order]
-        if order.pipeline == pipeline and order.stage in (Stage.UPDATE, Stage.WARM_START):
+        if order.pipeline == pipeline and order.stage in (Stage.UPDATE, Stage.SFT_WARMUP):
             made_s = event.time_s
         if order.pipeline == pipeline and order.stage is Stage.PUBLISH:
             seconds.append(event.time_s - made_s)

@@ -56,7 +56,7 @@ class Pair:
                 order=OrderId(order),
                 pipeline=PipelineId(name),
                 step=0,
-                stage=Stage.WARM_START,
+                stage=Stage.SFT_WARMUP,
                 devices=(DEVICE,),
                 weight_version=0,
                 switch=Switch.WARM if after else Switch.COLD,

@@ -9,7 +9,7 @@ from typing import Any
 from rlmux.core.actions import RunStage
 from rlmux.core.events import ChunkFinished, ReplyArrived, StagePaused
 from rlmux.core.model import Cluster, Phase, Pool, Stage
-from rlmux.rl.config import WarmStartConfig
+from rlmux.rl.config import SftWarmupConfig
 
 
 def test_a_rollout_whose_slots_all_wait_for_tools_asks_nothing_of_its_worker(real, make_backend, tmp_path):
@@ -18,7 +18,7 @@ def test_a_rollout_whose_slots_all_wait_for_tools_asks_nothing_of_its_worker(rea
         "slow", task="calculator", num_steps=1, task_fields={"params": {"digits": 1, "wait_s": 0.5}}
     )
     # Long enough for it to learn to ask.
-    plan = replace(slow.plan, warm_start=WarmStartConfig(num_updates=100, batch_size=32, learning_rate=5e-3))
+    plan = replace(slow.plan, warm_start=SftWarmupConfig(num_updates=100, batch_size=32, learning_rate=5e-3))
     run = real.run(tmp_path, [replace(slow, plan=plan)], make_backend=make_backend)
     assert run.status == {"slow": "finished"}, run.scheduler.state.runs["slow"].reason
     rollouts = {a.order for a in run.recorder.actions if isinstance(a, RunStage) and a.stage is Stage.GENERATE}
@@ -34,7 +34,7 @@ def test_a_rollout_whose_slots_all_wait_for_tools_asks_nothing_of_its_worker(rea
 def test_devices_go_to_others_while_tools_work_and_the_weights_are_the_same(real, make_backend, tmp_path):
     def given() -> list[Any]:
         slow = real.submission("slow", task="calculator", task_fields={"params": {"digits": 1, "wait_s": 0.5}})
-        plan = replace(slow.plan, warm_start=WarmStartConfig(num_updates=100, batch_size=32, learning_rate=5e-3))
+        plan = replace(slow.plan, warm_start=SftWarmupConfig(num_updates=100, batch_size=32, learning_rate=5e-3))
         return [replace(slow, plan=plan), real.submission("busy", num_steps=6)]
 
     one = Cluster(pools={"core": Pool(name="core", phase=Phase.TRAIN, num_nodes=1)})

@@ -34,7 +34,7 @@ def arrivals(draw):
                     ]
                 )
             ),
-            has_warm_start=draw(st.booleans()),
+            has_sft_warmup=draw(st.booleans()),
             num_rollout_nodes=draw(st.integers(1, 2)),
             estimate=phases,
             slo_slowdown=draw(st.floats(1, 3)),

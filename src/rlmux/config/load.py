@@ -41,7 +41,7 @@ from rlmux.rl.config import (
     RolloutConfig,
     TaskConfig,
     TrainingPlan,
-    WarmStartConfig,
+    SftWarmupConfig,
 )
 
 BYTES_PER_GB = 1e9
@@ -311,7 +311,7 @@ class _Builder:
                 id=PipelineId(given.name),
                 num_steps=given.steps,
                 stages=tuple(stages),
-                has_warm_start=given.warm_start.updates > 0,
+                has_sft_warmup=given.warm_start.updates > 0,
                 num_rollout_nodes=self._num_nodes(path, "rollout", given.rollout.workers, cluster),
                 num_train_nodes=self._num_nodes(path, "train", given.train.workers, cluster),
                 estimate=estimate,
@@ -370,7 +370,7 @@ class _Builder:
             num_steps=given.steps,
             model=self._model((*path, "model"), given.model),
             task=self._task((*path, "task"), given.task, given.seed),
-            warm_start=WarmStartConfig(
+            warm_start=SftWarmupConfig(
                 num_updates=given.warm_start.updates,
                 batch_size=given.warm_start.batch_size,
                 learning_rate=given.warm_start.learning_rate,

@@ -24,12 +24,12 @@ from rlmux.rl.config import (
     RolloutConfig,
     TaskConfig,
     TrainingPlan,
-    WarmStartConfig,
+    SftWarmupConfig,
 )
 
 _MODEL = ModelConfig()
 _TASK = TaskConfig(name="")
-_WARM = WarmStartConfig()
+_WARM = SftWarmupConfig()
 _ALGORITHM = AlgorithmConfig()
 _ROLLOUT = RolloutConfig()
 _PLAN = TrainingPlan(name="")

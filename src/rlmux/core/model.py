@@ -82,7 +82,7 @@ class Stage(StrEnum):
 
     __hash__ = str.__hash__  # as above
 
-    WARM_START = "warm_start"
+    SFT_WARMUP = "warm_start"
     GENERATE = "generate"
     REWARD = "reward"
     REFERENCE_LOGPROBS = "reference_logprobs"
@@ -113,7 +113,7 @@ DENSE_DECODE_MIN = 128
 """Sequences in one engine iteration from which decode counts as dense rather than as a tail (JigsawRL's cut)."""
 
 PHASE_BY_STAGE: Mapping[Stage, Phase] = {
-    Stage.WARM_START: Phase.TRAIN,
+    Stage.SFT_WARMUP: Phase.TRAIN,
     Stage.GENERATE: Phase.ROLLOUT,
     Stage.REWARD: Phase.ENV,
     Stage.REFERENCE_LOGPROBS: Phase.TRAIN,
@@ -201,7 +201,7 @@ class Pipeline:
     """None runs until cancelled."""
     stages: tuple[Stage, ...] = (Stage.GENERATE, Stage.UPDATE)
     """Of one step, in order. Stages of one phase are adjacent."""
-    has_warm_start: bool = False
+    has_sft_warmup: bool = False
     num_rollout_nodes: int = 1
     num_train_nodes: int = 1
     estimate: PhaseSeconds | None = None

@@ -146,7 +146,7 @@ class Scheduler:
         if pipeline.id in self._state.runs:
             raise self._illegal(f"pipeline {pipeline.id} was submitted before")
         run = PipelineRun(pipeline, event.time_s, self._next_sequence())
-        run.restart_step = -1 if pipeline.has_warm_start and pipeline.first_step == 1 else pipeline.first_step - 1
+        run.restart_step = -1 if pipeline.has_sft_warmup and pipeline.first_step == 1 else pipeline.first_step - 1
         self._state.runs[pipeline.id] = run
         self._waiting[pipeline.id] = run
         self._try_to_place(run)
@@ -310,7 +310,7 @@ class Scheduler:
         run.open_shares.clear()
         run.train_stage = run.train_work = None
         if restored_step < 0:
-            self._add_training_work(run, step=0, stage=Stage.WARM_START, is_continuation=False)
+            self._add_training_work(run, step=0, stage=Stage.SFT_WARMUP, is_continuation=False)
         else:
             self._open_rollout(run)
 
@@ -400,7 +400,7 @@ class Scheduler:
 
     def _finish_train_stage(self, run: PipelineRun, order: Order) -> None:
         run.train_work = None
-        if order.stage is not Stage.WARM_START:
+        if order.stage is not Stage.SFT_WARMUP:
             assert run.train_stage is not None
             run.train_stage += 1
             if run.train_stage < len(run.train_stages):

@@ -42,7 +42,7 @@ from rlmux.rl.tasks import make_task
 from rlmux.rl.types import TrainingBatch, TrainReport, Trajectory
 from rlmux.rl.vocabulary import Vocabulary, load_vocabulary
 
-WARM_START, REFERENCE_LOGPROBS, OLD_LOGPROBS, UPDATE = STAGES = (
+SFT_WARMUP, REFERENCE_LOGPROBS, OLD_LOGPROBS, UPDATE = STAGES = (
     "warm_start",
     "reference_logprobs",
     "old_logprobs",
@@ -259,7 +259,7 @@ class TorchTrainEngine:
     # The stages.
 
     def _work_of(self, stage: str) -> _Work:
-        if stage == WARM_START:
+        if stage == SFT_WARMUP:
             if self._warm_start is None:
                 self._warm_start = self._begin_warm_start()
             return self._warm_start
@@ -316,12 +316,12 @@ class TorchTrainEngine:
             for place, batch in enumerate(batches):
                 on_device = batch.to(self._device)
                 logprobs, _ = token_logprobs(self._model, on_device, 1.0)
-                total_loss += self._add_gradient(-(logprobs * on_device.weights).sum(), WARM_START)
+                total_loss += self._add_gradient(-(logprobs * on_device.weights).sum(), SFT_WARMUP)
                 if place == len(batches) - 1:
                     rate = _warm_start_rate(
                         plan.warm_start.learning_rate, update, plan.warm_start.num_updates
                     )
-                    metrics["grad_norm"] = self._optimizer_step(rate, WARM_START)
+                    metrics["grad_norm"] = self._optimizer_step(rate, SFT_WARMUP)
                     metrics["loss"] = total_loss
                     self._warm_start_updates += 1
                     if self.is_warm:

@@ -54,7 +54,7 @@ CLASS_BY_CAUSE = {
     Cause.DOWN: "idle",
 }
 _CLASS_BY_STAGE = {
-    Stage.WARM_START: "s-warm",
+    Stage.SFT_WARMUP: "s-warm",
     Stage.REFERENCE_LOGPROBS: "s-reference",
     Stage.OLD_LOGPROBS: "s-old",
     Stage.UPDATE: "s-update",

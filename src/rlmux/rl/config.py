@@ -46,7 +46,7 @@ class TaskConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class WarmStartConfig:
+class SftWarmupConfig:
     """Supervised training on the task's own answers before RL, so that rewards are not all zero."""
 
     num_updates: int = 0
@@ -98,7 +98,7 @@ class TrainingPlan:
     num_steps: int = 100
     model: ModelConfig = field(default_factory=ModelConfig)
     task: TaskConfig = field(default_factory=lambda: TaskConfig(name="sort"))
-    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    warm_start: SftWarmupConfig = field(default_factory=SftWarmupConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     num_threads: int = 1

@@ -105,7 +105,7 @@ def checkpoint_folder(
     return CheckpointFolder(
         run_folder / submission.plan.name,
         staleness=submission.pipeline.staleness,
-        first_version=0 if submission.pipeline.has_warm_start else 1,
+        first_version=0 if submission.pipeline.has_sft_warmup else 1,
         say=say,
     )
 

@@ -340,7 +340,7 @@ class WorkerBackend:
         plan = submission.plan
         checkpoints.remove_leftovers()
         restored = checkpoints.newest(before=plan.num_steps)
-        step = restored.step if restored else (-1 if submission.pipeline.has_warm_start else 0)
+        step = restored.step if restored else (-1 if submission.pipeline.has_sft_warmup else 0)
         if restored and restored.weights_sha256:
             self._sha256[submission.pipeline.id] = restored.weights_sha256
         train_device = self._devices(placement.train_nodes)[0]
@@ -599,7 +599,7 @@ class WorkerBackend:
         device, version = run.action.devices[0], run.action.weight_version
         share = workers.shares[device]
         options = self._options
-        initial = None if workers.submission.pipeline.has_warm_start else 0
+        initial = None if workers.submission.pipeline.has_sft_warmup else 0
         needs_weights = workers.version_by_device.get(device, initial) != version
         chunk = RolloutChunk(
             weights=(self._weights_path(workers, version), version) if needs_weights else None,
@@ -790,7 +790,7 @@ class WorkerBackend:
         if run.action.order not in self._running:
             return
         step = run.action.step
-        if run.action.stage is not Stage.WARM_START and workers.trainer_step != step:
+        if run.action.stage is not Stage.SFT_WARMUP and workers.trainer_step != step:
             self._hand_batch_to_trainer(workers, step)
         self._next_train_call(workers, run)
 

@@ -136,12 +136,12 @@ class TrueSeconds:
     def solo_s(self, step: int) -> float:
         """The step's stages one after another, with nobody else around."""
         if self.variation is STEADY:
-            return sum(self.by_stage.values()) - self.by_stage.get(Stage.WARM_START, 0.0)
+            return sum(self.by_stage.values()) - self.by_stage.get(Stage.SFT_WARMUP, 0.0)
         factor = self.variation.factor(step)
         return sum(
             base if PHASE_BY_STAGE[stage] is Phase.SYNC else base * factor
             for stage, base in self.by_stage.items()
-            if stage is not Stage.WARM_START
+            if stage is not Stage.SFT_WARMUP
         )
 
     @classmethod

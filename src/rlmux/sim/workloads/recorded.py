@@ -45,7 +45,7 @@ class RecordedSeconds(TrueSeconds):
         return self.by_step.get((stage, step), self.by_stage.get(stage, 0.0))
 
     def solo_s(self, step: int) -> float:
-        return sum(self.seconds(stage, step) for stage in self.by_stage if stage is not Stage.WARM_START)
+        return sum(self.seconds(stage, step) for stage in self.by_stage if stage is not Stage.SFT_WARMUP)
 
     def share(self, step: int, index: int, num_devices: int) -> Remaining:
         if not self.rollouts:
