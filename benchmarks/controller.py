@@ -39,7 +39,7 @@ from rlmux.core.model import (
 from rlmux.core.scheduler import Scheduler
 from rlmux.policies import POLICIES
 from rlmux.report.log import RunLog, run_header
-from rlmux.rl.config import TrainingPlan
+from rlmux.rl.config import TrainingConfig
 from rlmux.runtime.backend import Note, Submission
 from rlmux.runtime.controller import Controller
 
@@ -160,7 +160,7 @@ def submission(name: str) -> Submission:
         }
     )
     pipeline = Pipeline(id=PipelineId(name), num_steps=1_000_000, stages=STAGES, estimate=estimate, slo_slowdown=2.0)
-    return Submission(pipeline=pipeline, plan=TrainingPlan(name=name, num_steps=1_000_000))
+    return Submission(pipeline=pipeline, plan=TrainingConfig(name=name, num_steps=1_000_000))
 
 
 def main() -> None:

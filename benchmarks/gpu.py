@@ -53,7 +53,7 @@ from rlmux.rl.config import (
     ModelConfig,
     RolloutConfig,
     TaskConfig,
-    TrainingPlan,
+    TrainingConfig,
     SftWarmupConfig,
 )
 from rlmux.runtime.backend import Submission
@@ -209,7 +209,7 @@ def switches(device: str, sizes: PieceSizes, *, num_repeats: int) -> dict[str, d
     )
     engines: dict[str, Any] = {
         "rollout": SlotRolloutEngine(sizes.model, rollout, vocab_size=sizes.vocab_size, seed=1, device=device),
-        "train": TorchTrainEngine(TrainingPlan(name="switch", model=sizes.model), device=device),
+        "train": TorchTrainEngine(TrainingConfig(name="switch", model=sizes.model), device=device),
     }
     found = {}
     for name, engine in engines.items():
@@ -305,7 +305,7 @@ def submission(name: str, seed: int, device: str, *, is_quick: bool) -> Submissi
     if device == "cuda" and not is_quick:
         model = ModelConfig(hidden_size=1024, num_layers=16, num_heads=16, num_kv_heads=8, intermediate_size=3072)
     num_steps = 3 if is_quick else 12
-    plan = TrainingPlan(
+    plan = TrainingConfig(
         name=name,
         seed=seed,
         num_steps=num_steps,

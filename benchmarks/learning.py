@@ -26,15 +26,15 @@ import torch
 from rlmux.engines.rollout import SlotRolloutEngine
 from rlmux.engines.train import STAGES, TorchTrainEngine
 from rlmux.rl.batch_metrics import batch_metrics
-from rlmux.rl.config import AlgorithmConfig, RolloutConfig, TaskConfig, TrainingPlan, SftWarmupConfig
+from rlmux.rl.config import AlgorithmConfig, RolloutConfig, TaskConfig, TrainingConfig, SftWarmupConfig
 from rlmux.rl.env_worker import PipelineEnv
 
 AVERAGED_STEPS = 20
 
 
-def demo(name: str, task: str, params: dict[str, Any], warm_start: int, max_new_tokens: int) -> TrainingPlan:
+def demo(name: str, task: str, params: dict[str, Any], warm_start: int, max_new_tokens: int) -> TrainingConfig:
     """A 0.1M-parameter model, 16 prompts of 8 trajectories a step."""
-    return TrainingPlan(
+    return TrainingConfig(
         name=name,
         num_steps=150,
         task=TaskConfig(name=task, params=params),
@@ -70,7 +70,7 @@ class Stopwatch:
         self.seconds[name] += time.process_time() - started
 
 
-def learn(plan: TrainingPlan) -> dict[str, Any]:
+def learn(plan: TrainingConfig) -> dict[str, Any]:
     """The whole run, and what it was like."""
     watch = Stopwatch()
     host, trainer = PipelineEnv(plan), TorchTrainEngine(plan)

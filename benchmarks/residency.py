@@ -29,7 +29,7 @@ from rlmux.core.model import Cluster, Phase, Pipeline, PipelineId, Pool, Stage
 from rlmux.core.scheduler import Scheduler
 from rlmux.policies import POLICIES
 from rlmux.profiling.switch_times import switch_times
-from rlmux.rl.config import AlgorithmConfig, ModelConfig, RolloutConfig, TaskConfig, TrainingPlan
+from rlmux.rl.config import AlgorithmConfig, ModelConfig, RolloutConfig, TaskConfig, TrainingConfig
 from rlmux.rl.footprint import footprint_of
 from rlmux.runtime import worker_backend
 from rlmux.runtime.backend import Submission
@@ -81,8 +81,8 @@ class ForgetfulTrain(_Forgetful, TrainWorker):
         return super().run_stage(*args)
 
 
-def plan(name: str, model: ModelConfig, num_steps: int) -> TrainingPlan:
-    return TrainingPlan(
+def plan(name: str, model: ModelConfig, num_steps: int) -> TrainingConfig:
+    return TrainingConfig(
         name=name,
         seed=1 if name == "a" else 2,
         num_steps=num_steps,

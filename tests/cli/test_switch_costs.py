@@ -14,7 +14,7 @@ from rlmux.core.errors import UserError
 from rlmux.core.model import Phase, SwitchEstimate
 from rlmux.engines.device_fraction import Levels
 from rlmux.profiling.switch_times import SwitchTimes, switch_times
-from rlmux.rl.config import TrainingPlan
+from rlmux.rl.config import TrainingConfig
 from rlmux.rl.footprint import footprint_of
 from rlmux.sim.models.interference import InterferenceTable, ShareLevels
 
@@ -42,7 +42,7 @@ def submission(folder: Path, **sets):
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory) -> list[SwitchTimes]:
-    plan = TrainingPlan(name="tiny")
+    plan = TrainingConfig(name="tiny")
     return switch_times(plan, "cpu", tmp_path_factory.mktemp("disk"), num_rounds=2)
 
 
@@ -64,7 +64,7 @@ def test_the_profile_keeps_seconds_and_bytes_a_second(measured, tmp_path):
 def test_pipelines_whose_states_are_alike_are_measured_once(monkeypatch, tmp_path):
     asked = []
     monkeypatch.setattr(switch_costs, "switch_times", lambda plan, *_, **__: asked.append(plan.name) or [])
-    plan = TrainingPlan(name="a")
+    plan = TrainingConfig(name="a")
     larger = replace(plan, name="c", model=replace(plan.model, hidden_size=128))
     switch_costs.measure([plan, replace(plan, name="b", seed=7), larger], "cpu", tmp_path)
     assert asked == ["a", "c"]

@@ -11,7 +11,7 @@ from rlmux.config import Purpose
 from rlmux.config.load import parse_spec
 from rlmux.core.errors import SpecError
 from rlmux.core.model import Phase, PhaseSeconds, Stage
-from rlmux.rl.config import AlgorithmConfig, RolloutConfig, TaskConfig, TrainingPlan
+from rlmux.rl.config import AlgorithmConfig, RolloutConfig, TaskConfig, TrainingConfig
 
 POOLS = "cluster: {pools: {rollout: {devices: 2}, train: {devices: 1}}}\n"
 
@@ -20,13 +20,13 @@ def test_a_file_becomes_what_scheduler_and_engines_take(load, good):
     spec = load(good)
     first, second = spec.pipelines
     assert [pipeline.name for pipeline in spec.pipelines] == ["sort", "reverse"]
-    assert first.plan == TrainingPlan(
+    assert first.plan == TrainingConfig(
         name="sort",
         num_steps=60,
         task=TaskConfig(name="sort", params={"digits": 5}),
         rollout=RolloutConfig(num_slots=32),
     )
-    assert second.plan == TrainingPlan(name="reverse", num_steps=60, task=TaskConfig(name="reverse"))
+    assert second.plan == TrainingConfig(name="reverse", num_steps=60, task=TaskConfig(name="reverse"))
     assert first.pipeline.stages == (
         Stage.GENERATE,
         Stage.REWARD,

@@ -12,14 +12,14 @@ from rlmux.core.errors import CheckpointError, IllegalTransitionError, PipelineE
 from rlmux.engines.model_io import build_model
 from rlmux.engines.train import STAGES, TorchTrainEngine
 from rlmux.engines.weights import read_tensors
-from rlmux.rl.config import AlgorithmConfig, RolloutConfig, TaskConfig, TrainingPlan, SftWarmupConfig
+from rlmux.rl.config import AlgorithmConfig, RolloutConfig, TaskConfig, TrainingConfig, SftWarmupConfig
 from rlmux.rl.types import TrainingBatch, Trajectory, TrajectoryId
 from rlmux.rl.vocabulary import CharVocabulary
 
 
-def plan(warm_start: int = 0, task: str = "sort", **algorithm: Any) -> TrainingPlan:
+def plan(warm_start: int = 0, task: str = "sort", **algorithm: Any) -> TrainingConfig:
     fields = {"prompts_per_step": 3, "group_size": 2, "micro_batch_size": 2, **algorithm}
-    return TrainingPlan(
+    return TrainingConfig(
         name="p",
         task=TaskConfig(name=task),
         algorithm=AlgorithmConfig(**fields),
@@ -65,8 +65,8 @@ def run_step(
     return [run_stage(engine, stage, max_seconds) for stage in STAGES[1:]][-1]
 
 
-def run(training_plan: TrainingPlan, num_steps: int, max_seconds: float = math.inf) -> str:
-    engine = TorchTrainEngine(training_plan)
+def run(training_config: TrainingConfig, num_steps: int, max_seconds: float = math.inf) -> str:
+    engine = TorchTrainEngine(training_config)
     run_stage(engine, "warm_start", max_seconds)
     for step in range(1, num_steps + 1):
         run_step(engine, batch(step), max_seconds)
@@ -74,10 +74,10 @@ def run(training_plan: TrainingPlan, num_steps: int, max_seconds: float = math.i
 
 
 def test_weights_do_not_depend_on_how_stages_are_cut() -> None:
-    training_plan = plan(warm_start=3, kl_coef=0.1)
-    whole = run(training_plan, 2)
-    assert run(training_plan, 2, max_seconds=0) == whole
-    assert run(replace(training_plan, seed=1), 2) != whole
+    training_config = plan(warm_start=3, kl_coef=0.1)
+    whole = run(training_config, 2)
+    assert run(training_config, 2, max_seconds=0) == whole
+    assert run(replace(training_config, seed=1), 2) != whole
 
 
 def test_a_call_without_time_does_one_micro_batch() -> None:
@@ -104,8 +104,8 @@ def test_micro_batches_add_up_to_the_whole_batch(name: str) -> None:
 
 def test_the_gradient_is_that_of_the_written_formula() -> None:
     """GRPO on-policy, against a plain masked forward of the padded batch."""
-    training_plan = plan(grad_clip=1e9)
-    model: Any = build_model(training_plan.model, CharVocabulary.vocab_size, 0)
+    training_config = plan(grad_clip=1e9)
+    model: Any = build_model(training_config.model, CharVocabulary.vocab_size, 0)
     total = torch.zeros(())
     for each, advantage in zip(batch(1).trajectories, batch(1).advantages, strict=True):
         tokens = torch.tensor([*each.prompt_tokens, *each.tokens])
@@ -114,7 +114,7 @@ def test_the_gradient_is_that_of_the_written_formula() -> None:
         total = total - advantage * logprobs.mean() / 6
     total.backward()
     expected = math.sqrt(sum(float(parameter.grad.square().sum()) for parameter in model.parameters()))
-    assert run_step(TorchTrainEngine(training_plan), batch(1))["grad_norm"] == pytest.approx(
+    assert run_step(TorchTrainEngine(training_config), batch(1))["grad_norm"] == pytest.approx(
         expected, rel=1e-4
     )
 
@@ -266,13 +266,13 @@ def test_learning_rates_warm_up() -> None:
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.1])
 def test_a_restored_engine_goes_on_bit_for_bit(tmp_path: Path, kl_coef: float) -> None:
-    training_plan = plan(warm_start=2, kl_coef=kl_coef)
-    engine = TorchTrainEngine(training_plan)
+    training_config = plan(warm_start=2, kl_coef=kl_coef)
+    engine = TorchTrainEngine(training_config)
     run_stage(engine, "warm_start")
     run_step(engine, batch(1))
     engine.save(tmp_path / "step_1")
     run_step(engine, batch(2))
-    restored = TorchTrainEngine(replace(training_plan, seed=99))
+    restored = TorchTrainEngine(replace(training_config, seed=99))
     restored.restore(tmp_path / "step_1")
     assert restored.version == 1
     run_step(restored, batch(2))
@@ -280,13 +280,13 @@ def test_a_restored_engine_goes_on_bit_for_bit(tmp_path: Path, kl_coef: float) -
 
 
 def test_a_warm_start_cut_short_is_taken_up_again(tmp_path: Path) -> None:
-    training_plan = plan(warm_start=4)
-    engine = TorchTrainEngine(training_plan)
+    training_config = plan(warm_start=4)
+    engine = TorchTrainEngine(training_config)
     for _ in range(4):
         engine.run_stage("warm_start", max_seconds=0)
     engine.save(tmp_path / "warm")
     run_stage(engine, "warm_start")
-    restored = TorchTrainEngine(training_plan)
+    restored = TorchTrainEngine(training_config)
     restored.restore(tmp_path / "warm")
     assert not restored.is_warm
     run_stage(restored, "warm_start")
@@ -325,9 +325,9 @@ def test_a_pipeline_can_start_from_another_ones_checkpoint(tmp_path: Path) -> No
     first = TorchTrainEngine(plan())
     run_step(first, batch(1))
     first.save(tmp_path / "step_1")
-    training_plan = plan()
+    training_config = plan()
     second = TorchTrainEngine(
-        replace(training_plan, model=replace(training_plan.model, path=str(tmp_path / "step_1")))
+        replace(training_config, model=replace(training_config.model, path=str(tmp_path / "step_1")))
     )
     assert second.weights_sha256() == first.weights_sha256()
     assert second.version == 0
@@ -348,12 +348,12 @@ def test_a_damaged_checkpoint_is_refused_and_changes_nothing(tmp_path: Path) -> 
 
 
 def test_another_models_checkpoint_is_refused(tmp_path: Path) -> None:
-    training_plan = plan()
-    TorchTrainEngine(replace(training_plan, model=replace(training_plan.model, num_layers=1))).save(
+    training_config = plan()
+    TorchTrainEngine(replace(training_config, model=replace(training_config.model, num_layers=1))).save(
         tmp_path / "step_0"
     )
     with pytest.raises(CheckpointError, match="another model"):
-        TorchTrainEngine(training_plan).restore(tmp_path / "step_0")
+        TorchTrainEngine(training_config).restore(tmp_path / "step_0")
 
 
 def test_exported_weights_carry_their_version_and_no_tied_copy(tmp_path: Path) -> None:
@@ -368,8 +368,8 @@ def test_exported_weights_carry_their_version_and_no_tied_copy(tmp_path: Path) -
 
 @pytest.mark.parametrize("is_spilled", [False, True])
 def test_offloading_at_any_safe_point_changes_nothing(is_spilled: bool, tmp_path: Path) -> None:
-    training_plan = plan(warm_start=2, kl_coef=0.1)
-    engine = TorchTrainEngine(training_plan)
+    training_config = plan(warm_start=2, kl_coef=0.1)
+    engine = TorchTrainEngine(training_config)
     resident = engine.resident_bytes()
 
     def away_and_back() -> None:
@@ -389,13 +389,13 @@ def test_offloading_at_any_safe_point_changes_nothing(is_spilled: bool, tmp_path
         while not engine.run_stage(stage, max_seconds=0).is_done:
             away_and_back()
     away_and_back()
-    assert engine.weights_sha256() == run(training_plan, 1)
+    assert engine.weights_sha256() == run(training_config, 1)
 
 
 def test_the_warm_start_learns_to_copy_its_demonstrations() -> None:
-    training_plan = replace(
+    training_config = replace(
         plan(micro_batch_size=8), warm_start=SftWarmupConfig(num_updates=30, batch_size=16)
     )
-    engine = TorchTrainEngine(training_plan)
-    first = TorchTrainEngine(replace(training_plan, warm_start=SftWarmupConfig(num_updates=1, batch_size=16)))
+    engine = TorchTrainEngine(training_config)
+    first = TorchTrainEngine(replace(training_config, warm_start=SftWarmupConfig(num_updates=1, batch_size=16)))
     assert run_stage(engine, "warm_start")["loss"] < 0.6 * run_stage(first, "warm_start")["loss"]

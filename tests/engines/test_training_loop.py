@@ -8,13 +8,13 @@ import pytest
 
 from rlmux.engines.rollout import SlotRolloutEngine
 from rlmux.engines.train import STAGES, TorchTrainEngine
-from rlmux.rl.config import AlgorithmConfig, RolloutConfig, TaskConfig, TrainingPlan, SftWarmupConfig
+from rlmux.rl.config import AlgorithmConfig, RolloutConfig, TaskConfig, TrainingConfig, SftWarmupConfig
 from rlmux.rl.env_worker import PipelineEnv
 
 
-def plan(task: str = "sort", params: dict[str, Any] | None = None, **algorithm: Any) -> TrainingPlan:
+def plan(task: str = "sort", params: dict[str, Any] | None = None, **algorithm: Any) -> TrainingConfig:
     fields = {"prompts_per_step": 4, "group_size": 4, "micro_batch_size": 6, "learning_rate": 1e-3, **algorithm}
-    return TrainingPlan(
+    return TrainingConfig(
         name="p",
         task=TaskConfig(name=task, params=params or {}),
         algorithm=AlgorithmConfig(**fields),
@@ -26,15 +26,15 @@ def plan(task: str = "sort", params: dict[str, Any] | None = None, **algorithm: 
 class Loop:
     """One pipeline, one step after another."""
 
-    def __init__(self, training_plan: TrainingPlan, folder: Path, *, is_disturbed: bool = False) -> None:
-        self.host = PipelineEnv(training_plan)
-        self.trainer = TorchTrainEngine(training_plan)
+    def __init__(self, training_config: TrainingConfig, folder: Path, *, is_disturbed: bool = False) -> None:
+        self.host = PipelineEnv(training_config)
+        self.trainer = TorchTrainEngine(training_config)
         self.rollout = SlotRolloutEngine(
-            training_plan.model,
-            training_plan.rollout,
+            training_config.model,
+            training_config.rollout,
             vocab_size=self.host.vocabulary.vocab_size,
-            seed=training_plan.seed,
-            staleness=training_plan.algorithm.staleness,
+            seed=training_config.seed,
+            staleness=training_config.algorithm.staleness,
             is_single_turn=self.host.is_single_turn,
         )
         self.weights = folder / "weights.safetensors"
@@ -86,12 +86,12 @@ class Loop:
 
 
 @pytest.mark.parametrize(
-    "training_plan", [plan(), plan(kl_coef=0.1, name="dr-grpo"), plan("calculator", {"digits": 1})]
+    "training_config", [plan(), plan(kl_coef=0.1, name="dr-grpo"), plan("calculator", {"digits": 1})]
 )
 def test_pauses_chunks_offloads_and_the_order_of_turns_change_nothing(
-    training_plan: TrainingPlan, tmp_path: Path
+    training_config: TrainingConfig, tmp_path: Path
 ) -> None:
-    calm, disturbed = (Loop(training_plan, tmp_path, is_disturbed=each) for each in (False, True))
+    calm, disturbed = (Loop(training_config, tmp_path, is_disturbed=each) for each in (False, True))
     assert calm.run(3) == disturbed.run(3)
     assert calm.trainer.weights_sha256() == disturbed.trainer.weights_sha256()
 
@@ -120,8 +120,8 @@ def test_one_step_off_policy_trains_within_its_bound(tmp_path: Path) -> None:
 
 
 def test_the_reward_rises(tmp_path: Path) -> None:
-    training_plan = plan("sort", {"digits": 4}, prompts_per_step=8, group_size=8, micro_batch_size=64)
+    training_config = plan("sort", {"digits": 4}, prompts_per_step=8, group_size=8, micro_batch_size=64)
     warm_start = SftWarmupConfig(num_updates=60, batch_size=32)
-    rewards = Loop(replace(training_plan, warm_start=warm_start), tmp_path).run(40)
+    rewards = Loop(replace(training_config, warm_start=warm_start), tmp_path).run(40)
     first, last = sum(rewards[:8]) / 8, sum(rewards[-8:]) / 8
     assert last > first + 0.05, rewards

@@ -7,17 +7,17 @@ from typing import Any
 
 import pytest
 
-from rlmux.rl.config import AlgorithmConfig, RolloutConfig, TaskConfig, TrainingPlan, SftWarmupConfig
+from rlmux.rl.config import AlgorithmConfig, RolloutConfig, TaskConfig, TrainingConfig, SftWarmupConfig
 from rlmux.rl.types import FinishedTurn, TrajectoryRequest
 
 
 @pytest.fixture
-def make_plan() -> Callable[..., TrainingPlan]:
-    def make(task: str = "sort", **changes: Any) -> TrainingPlan:
+def make_plan() -> Callable[..., TrainingConfig]:
+    def make(task: str = "sort", **changes: Any) -> TrainingConfig:
         task_fields = {"name", "params", "path", "prompt_key", "answer_key", "reward", "reward_timeout_s"}
         algorithm = {"prompts_per_step": 3, "group_size": 2, **changes.pop("algorithm", {})}
         rollout = {"max_new_tokens": 32, "max_prompt_tokens": 64, **changes.pop("rollout", {})}
-        return TrainingPlan(
+        return TrainingConfig(
             name="p",
             seed=changes.pop("seed", 0),
             task=TaskConfig(name=task, **{key: changes.pop(key) for key in task_fields & set(changes)}),

@@ -9,13 +9,13 @@ import pytest
 
 from rlmux.core.errors import IllegalTransitionError, PipelineError, UserError
 from rlmux.rl.batch_metrics import batch_metrics
-from rlmux.rl.config import TrainingPlan
+from rlmux.rl.config import TrainingConfig
 from rlmux.rl.env_worker import PipelineEnv
 from rlmux.rl.tasks import make_task
 from rlmux.rl.types import FinishedTurn, TrainingBatch, TrajectoryId, TrajectoryRequest
 from rlmux.rl.vocabulary import CharVocabulary
 
-Plan = Callable[..., TrainingPlan]
+Plan = Callable[..., TrainingConfig]
 Finish = Callable[..., FinishedTurn]
 
 VOCABULARY = CharVocabulary()
@@ -30,7 +30,7 @@ def heard(text: str) -> tuple[tuple[int, ...], bool]:
     return VOCABULARY.encode(text), False
 
 
-def answers(plan: TrainingPlan, finish: Finish, requests: list[TrajectoryRequest]) -> list[FinishedTurn]:
+def answers(plan: TrainingConfig, finish: Finish, requests: list[TrajectoryRequest]) -> list[FinishedTurn]:
     """Right answers from even samples, a wrong first symbol from odd ones."""
     task = make_task(plan.task, seed=plan.seed, vocabulary=VOCABULARY)
     turns = []
@@ -166,8 +166,8 @@ def test_a_demonstration_beyond_the_budget_is_refused(make_plan: Plan) -> None:
 
 def test_a_host_imports_nothing_heavy() -> None:
     code = (
-        "import sys; from rlmux.rl.env_worker import PipelineEnv; from rlmux.rl.config import TrainingPlan; "
-        "PipelineEnv(TrainingPlan(name='p')).begin_step(1); "
+        "import sys; from rlmux.rl.env_worker import PipelineEnv; from rlmux.rl.config import TrainingConfig; "
+        "PipelineEnv(TrainingConfig(name='p')).begin_step(1); "
         "print([name for name in ('torch', 'transformers', 'pyarrow') if name in sys.modules])"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "[]\n"

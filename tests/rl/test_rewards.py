@@ -6,13 +6,13 @@ from textwrap import dedent
 import pytest
 
 from rlmux.core.errors import PipelineError, UserError
-from rlmux.rl.config import TrainingPlan
+from rlmux.rl.config import TrainingConfig
 from rlmux.rl.env_worker import PipelineEnv
 from rlmux.rl.rewards import load_reward
 from rlmux.rl.types import FinishedTurn
 from rlmux.rl.vocabulary import CharVocabulary
 
-Plan = Callable[..., TrainingPlan]
+Plan = Callable[..., TrainingConfig]
 Finish = Callable[..., FinishedTurn]
 Write = Callable[[str], str]
 
@@ -33,7 +33,7 @@ def write_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wr
     sys.modules.pop(name, None)
 
 
-def run(plan: TrainingPlan, finish: Finish, backwards: bool = False) -> list[float]:
+def run(plan: TrainingConfig, finish: Finish, backwards: bool = False) -> list[float]:
     """Rewards of one step in which sample s of prompt p says 'p-s'."""
     vocabulary = CharVocabulary()
     host = PipelineEnv(plan)

@@ -26,7 +26,7 @@ from rlmux.rl.config import (
     ModelConfig,
     RolloutConfig,
     TaskConfig,
-    TrainingPlan,
+    TrainingConfig,
     SftWarmupConfig,
 )
 from rlmux.runtime.backend import Submission
@@ -49,7 +49,7 @@ def submission(name: str, *, num_steps: int = 2, task: str = "sort", seed: int =
     algorithm = AlgorithmConfig(
         prompts_per_step=4, group_size=4, micro_batch_size=4, kl_coef=0.01, staleness=changes.pop("staleness", 0)
     )
-    plan = TrainingPlan(
+    plan = TrainingConfig(
         name=name,
         seed=seed,
         num_steps=num_steps,

@@ -22,7 +22,7 @@ from rlmux.core.model import (
 )
 from rlmux.core.scheduler import Scheduler
 from rlmux.policies import POLICIES
-from rlmux.rl.config import TrainingPlan
+from rlmux.rl.config import TrainingConfig
 from rlmux.runtime.backend import Submission
 from rlmux.runtime.controller import Controller
 from rlmux.runtime.fake_backend import FakeBackend
@@ -77,7 +77,7 @@ def story(policy: str, seed: int) -> list[Any]:
             estimate=PhaseSeconds(rollout_s=rollout_s, train_s=train_s),
             slo_slowdown=given.uniform(1.2, 3.0),
         )
-        submissions.append(Submission(pipeline=pipeline, plan=TrainingPlan(name=name), submit_at_s=at_s))
+        submissions.append(Submission(pipeline=pipeline, plan=TrainingConfig(name=name), submit_at_s=at_s))
         if given.random() < 0.4:
             cancels.append((at_s + given.uniform(50.0, 1500.0), name))
     scheduler = Scheduler(Cluster(pools=pools), POLICIES[policy]())

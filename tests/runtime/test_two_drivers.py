@@ -10,7 +10,7 @@ import pytest
 from rlmux.core.model import Cluster, Phase, PhaseSeconds, Pipeline, PipelineId, Pool, Stage
 from rlmux.core.scheduler import Scheduler
 from rlmux.policies import POLICIES
-from rlmux.rl.config import TrainingPlan
+from rlmux.rl.config import TrainingConfig
 from rlmux.runtime.backend import Submission
 from rlmux.runtime.controller import Controller
 from rlmux.runtime.fake_backend import FakeBackend
@@ -79,7 +79,7 @@ def test_simulator_and_controller_make_identical_decisions(cluster, pipelines, p
     backend = FakeBackend(
         lambda action: getattr(PHASES[action.pipeline], "rollout_s" if action.stage is Stage.GENERATE else "train_s")
     )
-    submissions = [Submission(pipeline=one, plan=TrainingPlan(name=one.id)) for one in pipelines]
+    submissions = [Submission(pipeline=one, plan=TrainingConfig(name=one.id)) for one in pipelines]
     assert Controller(Scheduler(cluster, controlled), backend, None).run(submissions)
 
     assert len(controlled.decisions) >= len(PHASES) * (1 + 2 * NUM_STEPS)

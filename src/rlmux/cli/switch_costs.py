@@ -19,7 +19,7 @@ from rlmux.core.errors import UserError
 from rlmux.core.model import Cluster, Phase, SwitchEstimate
 from rlmux.profiling.micro_benchmarks import PieceSizes, usual_sizes
 from rlmux.profiling.switch_times import SwitchTimes, switch_times
-from rlmux.rl.config import AlgorithmConfig, RolloutConfig, TrainingPlan
+from rlmux.rl.config import AlgorithmConfig, RolloutConfig, TrainingConfig
 from rlmux.rl.footprint import footprint_of
 from rlmux.runtime.backend import Submission
 
@@ -28,10 +28,10 @@ _SECONDS = tuple(field.name for field in fields(SwitchTimes) if field.name.endsw
 _NUMBERS = ("state_bytes", "footprint_bytes", *_SECONDS)
 
 
-def usual_plan(device: str) -> TrainingPlan:
+def usual_plan(device: str) -> TrainingConfig:
     """Of the pieces that are profiled where no file is given."""
     sizes: PieceSizes = usual_sizes(device)
-    return TrainingPlan(
+    return TrainingConfig(
         name="usual sizes",
         model=sizes.model,
         rollout=RolloutConfig(
@@ -42,7 +42,7 @@ def usual_plan(device: str) -> TrainingPlan:
 
 
 def measure(
-    plans: Sequence[TrainingPlan],
+    plans: Sequence[TrainingConfig],
     device: str,
     folder: Path,
     *,

@@ -1,7 +1,7 @@
 """From the user's file to frozen values.
 
     text ─ parse ─▶ nodes ─ --set ─▶ nodes ─ merge defaults ─▶ nodes ─ --set pipelines.X ─▶ nodes
-         ─ pydantic ─▶ SpecFile ─ cross-checks ─▶ Spec (Cluster, Pipeline, TrainingPlan)
+         ─ pydantic ─▶ SpecFile ─ cross-checks ─▶ Spec (Cluster, Pipeline, TrainingConfig)
 
 Everything that can be known to be wrong without starting anything is found here, as a SpecError of one line.
 Paths in the file are relative to the file's folder; in a Spec they are absolute.
@@ -40,7 +40,7 @@ from rlmux.rl.config import (
     ModelConfig,
     RolloutConfig,
     TaskConfig,
-    TrainingPlan,
+    TrainingConfig,
     SftWarmupConfig,
 )
 
@@ -65,7 +65,7 @@ class PipelineSpec:
 
     pipeline: Pipeline
     """For the scheduler."""
-    training: TrainingPlan | None
+    training: TrainingConfig | None
     """For hosts and engines; None where the file names no task, which is enough to plan."""
     submit_at_s: float
     num_rollout_workers: int
@@ -76,7 +76,7 @@ class PipelineSpec:
         return str(self.pipeline.id)
 
     @property
-    def plan(self) -> TrainingPlan:
+    def plan(self) -> TrainingConfig:
         """What it trains; only for a file read with Purpose.RUN, whose pipelines all have one."""
         if self.training is None:
             raise SpecError(f"pipeline {self.name} names no task: it can be planned, not run")
@@ -358,13 +358,13 @@ class _Builder:
             return solo, None
         return solo, PhaseSeconds(rollout_s=estimate.colocated_rollout_s, train_s=estimate.colocated_train_s)
 
-    def _training_plan(self, path: tuple[PathPart, ...], given: PipelineModel) -> TrainingPlan | None:
+    def _training_plan(self, path: tuple[PathPart, ...], given: PipelineModel) -> TrainingConfig | None:
         if given.task is None:
             if self._purpose is Purpose.RUN:
                 raise self._error((*path, "task"), "is missing; accepted: a task's name, or a mapping (docs/spec.md)")
             return None
         algorithm = given.algorithm
-        return TrainingPlan(
+        return TrainingConfig(
             name=given.name,
             seed=given.seed,
             num_steps=given.steps,

@@ -23,7 +23,7 @@ from rlmux.rl.config import (
     ModelConfig,
     RolloutConfig,
     TaskConfig,
-    TrainingPlan,
+    TrainingConfig,
     SftWarmupConfig,
 )
 
@@ -32,7 +32,7 @@ _TASK = TaskConfig(name="")
 _WARM = SftWarmupConfig()
 _ALGORITHM = AlgorithmConfig()
 _ROLLOUT = RolloutConfig()
-_PLAN = TrainingPlan(name="")
+_PLAN = TrainingConfig(name="")
 
 Count = Annotated[int, Field(ge=1)]
 Seconds = Annotated[float, Field(gt=0)]

@@ -36,7 +36,7 @@ from rlmux.engines.snapshot import TrainSnapshot
 from rlmux.engines.tree_sum import TreeSum
 from rlmux.engines.weights import own_copies, read_tensors, weights_sha256, write_tensors
 from rlmux.rl.algorithms import ALGORITHMS, clipped_surrogate, kl_k3
-from rlmux.rl.config import TrainingPlan
+from rlmux.rl.config import TrainingConfig
 from rlmux.rl.demonstrations import demonstration_batch
 from rlmux.rl.tasks import make_task
 from rlmux.rl.types import TrainingBatch, TrainReport, Trajectory
@@ -77,7 +77,7 @@ class TorchTrainEngine:
     """One rank's `TrainEngine` in torch, float32."""
 
     def __init__(
-        self, plan: TrainingPlan, *, vocabulary: Vocabulary | None = None, device: str = "cpu"
+        self, plan: TrainingConfig, *, vocabulary: Vocabulary | None = None, device: str = "cpu"
     ) -> None:
         if plan.algorithm.name not in ALGORITHMS:
             raise UserError(f"algorithm.name: {plan.algorithm.name!r}; accepted: {', '.join(ALGORITHMS)}")

@@ -22,7 +22,7 @@ import torch
 from rlmux.core.model import Phase
 from rlmux.engines.rollout import SlotRolloutEngine
 from rlmux.engines.train import TorchTrainEngine
-from rlmux.rl.config import TrainingPlan
+from rlmux.rl.config import TrainingConfig
 from rlmux.rl.footprint import footprint_of
 from rlmux.rl.vocabulary import load_vocabulary
 
@@ -55,7 +55,7 @@ class SwitchTimes:
 
 
 def switch_times(
-    plan: TrainingPlan, device: str, folder: Path, *, num_rounds: int = 5, tick: Callable[[], None] = lambda: None
+    plan: TrainingConfig, device: str, folder: Path, *, num_rounds: int = 5, tick: Callable[[], None] = lambda: None
 ) -> list[SwitchTimes]:
     """Of the plan's rollout state and of its training state. `folder`: where states go that are spilled."""
     footprint = footprint_of(plan)
@@ -81,12 +81,12 @@ def _one_thread(num_threads: int) -> Iterator[None]:
 _Engine = SlotRolloutEngine | TorchTrainEngine
 
 
-def _rollout_engine(plan: TrainingPlan, device: str) -> Callable[[], _Engine]:
+def _rollout_engine(plan: TrainingConfig, device: str) -> Callable[[], _Engine]:
     vocab_size = load_vocabulary(plan.model).vocab_size
     return lambda: SlotRolloutEngine(plan.model, plan.rollout, vocab_size=vocab_size, seed=plan.seed, device=device)
 
 
-def _train_engine(plan: TrainingPlan, device: str, folder: Path) -> Callable[[], _Engine]:
+def _train_engine(plan: TrainingConfig, device: str, folder: Path) -> Callable[[], _Engine]:
     checkpoint = folder / "checkpoint"
     TorchTrainEngine(plan, device=device).save(checkpoint)
 

@@ -90,7 +90,7 @@ class RolloutConfig:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingPlan:
+class TrainingConfig:
     """All that decides a pipeline's weights, in one value."""
 
     name: str

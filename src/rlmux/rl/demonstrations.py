@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from rlmux.core.errors import PipelineError
-from rlmux.rl.config import TrainingPlan
+from rlmux.rl.config import TrainingConfig
 from rlmux.rl.tasks import Task
 from rlmux.rl.vocabulary import Vocabulary
 
@@ -25,7 +25,7 @@ class Demonstration(NamedTuple):
 
 
 def demonstration_batch(
-    plan: TrainingPlan, task: Task, vocabulary: Vocabulary, update_index: int
+    plan: TrainingConfig, task: Task, vocabulary: Vocabulary, update_index: int
 ) -> list[Demonstration]:
     """The demonstrations of one warm-start update; updates count from 0."""
     size = plan.warm_start.batch_size
@@ -34,7 +34,7 @@ def demonstration_batch(
     ]
 
 
-def _demonstration(plan: TrainingPlan, task: Task, vocabulary: Vocabulary, index: int) -> Demonstration:
+def _demonstration(plan: TrainingConfig, task: Task, vocabulary: Vocabulary, index: int) -> Demonstration:
     prompt = task.prompt(index)
     if prompt.answer is None:
         raise PipelineError(

@@ -25,7 +25,7 @@ from typing import Any
 
 from rlmux.core.errors import IllegalTransitionError, PipelineError, UserError
 from rlmux.rl.algorithms import ALGORITHMS
-from rlmux.rl.config import TrainingPlan
+from rlmux.rl.config import TrainingConfig
 from rlmux.rl.demonstrations import Demonstration, demonstration_batch
 from rlmux.rl.rewards import Reward
 from rlmux.rl.tasks import Environment, Task, make_task
@@ -64,7 +64,7 @@ class _Episode:
 class PipelineEnv:
     """Makes requests, answers turns, scores trajectories, builds batches."""
 
-    def __init__(self, plan: TrainingPlan) -> None:
+    def __init__(self, plan: TrainingConfig) -> None:
         self._plan = plan
         self._algorithm = _algorithm_of(plan)
         self._vocabulary: Vocabulary = load_vocabulary(plan.model)
@@ -328,7 +328,7 @@ class PipelineEnv:
         return self._plan.task.reward_timeout_s
 
 
-def _algorithm_of(plan: TrainingPlan) -> Any:
+def _algorithm_of(plan: TrainingConfig) -> Any:
     name = plan.algorithm.name
     if name not in ALGORITHMS:
         close = get_close_matches(name, ALGORITHMS, n=1)

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rlmux.core.errors import UserError
 from rlmux.core.model import Footprint
-from rlmux.rl.config import ModelConfig, TrainingPlan
+from rlmux.rl.config import ModelConfig, TrainingConfig
 from rlmux.rl.vocabulary import CharVocabulary
 
 _FLOAT_BYTES = 4
@@ -44,7 +44,7 @@ class _Shape:
         return self.num_layers * (query_and_output + key_and_value + mlp) + embeddings
 
 
-def footprint_of(plan: TrainingPlan) -> Footprint:
+def footprint_of(plan: TrainingConfig) -> Footprint:
     """Bytes that each worker of the pipeline keeps on its device, and in host memory while it is resident there."""
     shape = _shape_of(plan.model)
     weights = shape.num_parameters * _FLOAT_BYTES

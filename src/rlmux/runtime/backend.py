@@ -17,7 +17,7 @@ from typing import Any, Protocol
 from rlmux.core.actions import Action
 from rlmux.core.events import Event
 from rlmux.core.model import Pipeline, PipelineId
-from rlmux.rl.config import TrainingPlan
+from rlmux.rl.config import TrainingConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,7 +34,7 @@ class Submission:
     """A pipeline as the runtime gets it: what the scheduler knows, and what the workers need."""
 
     pipeline: Pipeline
-    plan: TrainingPlan
+    plan: TrainingConfig
     submit_at_s: float = 0.0
 
 

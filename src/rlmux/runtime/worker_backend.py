@@ -41,7 +41,7 @@ from rlmux.core.events import (
     WorkerLost,
 )
 from rlmux.core.model import Cluster, DeviceId, NodeId, OrderId, Phase, PipelineId, Placement, Stage
-from rlmux.rl.config import TrainingPlan
+from rlmux.rl.config import TrainingConfig
 from rlmux.rl.types import FinishedTurn, PartialTrajectory, TrainReport, TrajectoryId, TrajectoryRequest, TurnReply
 from rlmux.runtime.backend import Note, Submission
 from rlmux.runtime.checkpoints import CheckpointFolder, Written, checkpoint_folder
@@ -194,7 +194,7 @@ class _Workers:
     is_single_turn: bool = True
 
     @property
-    def plan(self) -> TrainingPlan:
+    def plan(self) -> TrainingConfig:
         return self.submission.plan
 
     @property
@@ -361,7 +361,7 @@ class WorkerBackend:
 
     def _spawn(
         self,
-        plan: TrainingPlan,
+        plan: TrainingConfig,
         role: str,
         make_worker: Callable[..., Any],
         args: tuple[Any, ...],
@@ -382,7 +382,7 @@ class WorkerBackend:
             self._host_memory.pin(process.name, device, footprint, Phase.TRAIN if role == "train" else Phase.ROLLOUT)
         return process
 
-    def _call_limit_s(self, plan: TrainingPlan, role: str) -> float:
+    def _call_limit_s(self, plan: TrainingConfig, role: str) -> float:
         """User code has a limit of its own for each answer; a call of the host covers many answers."""
         if role != "host":
             return self._options.call_limit_s

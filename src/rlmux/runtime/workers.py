@@ -20,7 +20,7 @@ from itertools import groupby
 from pathlib import Path
 
 from rlmux.core.errors import StorageError
-from rlmux.rl.config import TrainingPlan
+from rlmux.rl.config import TrainingConfig
 from rlmux.rl.types import (
     ChunkReport,
     FinishedTurn,
@@ -78,7 +78,7 @@ class StepBatch:
 class EnvWorker:
     """The user's code side of a pipeline, in its own process."""
 
-    def __init__(self, plan: TrainingPlan) -> None:
+    def __init__(self, plan: TrainingConfig) -> None:
         from rlmux.rl.env_worker import PipelineEnv
 
         self._host = PipelineEnv(plan)
@@ -130,7 +130,7 @@ def _unpacked(partial: PartialTrajectory) -> PartialTrajectory:
 class RolloutWorker:
     """A rollout engine in its own process."""
 
-    def __init__(self, plan: TrainingPlan) -> None:
+    def __init__(self, plan: TrainingConfig) -> None:
         import torch
 
         from rlmux.engines.device_fraction import level_setter
@@ -191,7 +191,7 @@ class RolloutWorker:
 class TrainWorker:
     """A train engine in its own process."""
 
-    def __init__(self, plan: TrainingPlan, restore_from: Path | None) -> None:
+    def __init__(self, plan: TrainingConfig, restore_from: Path | None) -> None:
         import torch
 
         from rlmux.engines.device_fraction import level_setter
