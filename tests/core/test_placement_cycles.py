@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlmux.core.cycles import PhaseLoad, cycle_s, fits_period, load_s, meta_iteration_s, turn_order
+from rlmux.core.cycles import PhaseLoad, cycle_s, fits_period, load_s, meta_iteration_s, cycle_order
 
 
 def load(rollout_s, train_s, *nodes):
@@ -64,13 +64,13 @@ def test_an_empty_group_takes_no_time():
     assert meta_iteration_s([]) == 0.0
 
 
-# several turns
+# several steps_per_cycle
 
 
 def simulated_turns_s(loads, num_rounds=240):
     node_s, trained_s, train_s, ends = {}, {}, 0.0, []
     for _ in range(num_rounds):
-        for j in turn_order([one.turns for one in loads]):
+        for j in cycle_order([one.steps_per_cycle for one in loads]):
             one = loads[j]
             end = max([trained_s.get(j, 0.0), *(node_s.get(node, 0.0) for node in one.rollout_nodes)]) + one.rollout_s
             node_s.update(dict.fromkeys(one.rollout_nodes, end))
@@ -80,8 +80,8 @@ def simulated_turns_s(loads, num_rounds=240):
 
 
 with_turns = st.builds(
-    lambda rollout_s, train_s, nodes, turns: PhaseLoad(
-        rollout_s=rollout_s, train_s=train_s, rollout_nodes=tuple(nodes), turns=turns
+    lambda rollout_s, train_s, nodes, steps_per_cycle: PhaseLoad(
+        rollout_s=rollout_s, train_s=train_s, rollout_nodes=tuple(nodes), steps_per_cycle=steps_per_cycle
     ),
     seconds, seconds, st.lists(st.sampled_from("AB"), min_size=1, max_size=2, unique=True), st.integers(1, 3),
 )  # fmt: skip
@@ -97,13 +97,13 @@ def test_several_turns_take_as_long_as_simulated_and_the_quick_test_agrees(loads
 
 
 def test_turns_are_spread_over_the_meta_iteration():
-    assert turn_order([1, 1, 1]) == [0, 1, 2]
-    assert turn_order([1, 3]) == [0, 1, 1, 1]
-    assert turn_order([2, 3]) == [0, 1, 1, 0, 1]
+    assert cycle_order([1, 1, 1]) == [0, 1, 2]
+    assert cycle_order([1, 3]) == [0, 1, 1, 1]
+    assert cycle_order([2, 3]) == [0, 1, 1, 0, 1]
 
 
 def test_a_short_member_laps_a_long_one_at_three_steps_to_one():
     long, short = load(80, 20, "A"), load(12, 10, "B")
     assert meta_iteration_s([long, short]) == 100
-    lapped = PhaseLoad(rollout_s=12, train_s=10, rollout_nodes=("B",), turns=3)
+    lapped = PhaseLoad(rollout_s=12, train_s=10, rollout_nodes=("B",), steps_per_cycle=3)
     assert meta_iteration_s([long, lapped]) == 100  # 33 s a step instead of 100

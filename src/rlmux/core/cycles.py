@@ -1,7 +1,7 @@
 """How long a group's strict meta-iteration takes.
 
-In a strict meta-iteration every member has its turns, one rollout and one train phase each, and every node serves
-the turns of its members in the same cyclic order. The k-th meta-iteration obeys
+In a strict meta-iteration every member has its steps_per_cycle, one rollout and one train phase each, and every node serves
+the steps_per_cycle of its members in the same cyclic order. The k-th meta-iteration obeys
 
     rollout of a turn after the same member's previous train phase
     rollout of a turn after the previous turn's rollout on each of its nodes
@@ -17,12 +17,12 @@ train phases, each once, at most T_load in all: at most (q + 1) T_load over at l
 
 The proof needs node sets that are equal or disjoint. Counterexample: order a, ab, b with rollout seconds
 10, 1, 10 on nodes {A}, {A, B}, {B} and 1 s of training each: T_cycle = T_load = 11, the period is 11.5, as a run
-of rollouts crosses from A to B inside `ab`. Such groups, and those with several turns for a member, are computed
+of rollouts crosses from A to B inside `ab`. Such groups, and those with several steps_per_cycle for a member, are computed
 exactly (Karp's maximum cycle mean).
 
-Several turns: a member with m turns has its n-th (from 0) at n / m of the meta-iteration, ties in the members' order:
+Several steps_per_cycle: a member with m steps_per_cycle has its n-th (from 0) at n / m of the meta-iteration, ties in the members' order:
 
-    turns a: 1, b: 3    order  a b b b        turns a: 2, b: 3    order  a b b a b
+    steps_per_cycle a: 1, b: 3    order  a b b b        steps_per_cycle a: 2, b: 3    order  a b b a b
 
 A step of that member then takes period / m on average.
 """
@@ -42,7 +42,7 @@ class PhaseLoad:
     train_s: float
     rollout_nodes: tuple[Hashable, ...]
     """The nodes that all work on its rollout at once."""
-    turns: int = 1
+    steps_per_cycle: int = 1
     """Steps in each meta-iteration."""
 
     @property
@@ -51,8 +51,8 @@ class PhaseLoad:
 
 
 def cycle_s(loads: Sequence[PhaseLoad]) -> float:
-    """T_cycle: the longest that a member needs for its turns when alone (RollMux section 4.1)."""
-    return max((load.solo_s * load.turns for load in loads), default=0.0)
+    """T_cycle: the longest that a member needs for its steps_per_cycle when alone (RollMux section 4.1)."""
+    return max((load.solo_s * load.steps_per_cycle for load in loads), default=0.0)
 
 
 def load_s(loads: Sequence[PhaseLoad]) -> float:
@@ -60,8 +60,8 @@ def load_s(loads: Sequence[PhaseLoad]) -> float:
     rollout_s_by_node: dict[Hashable, float] = {}
     for load in loads:
         for node in load.rollout_nodes:
-            rollout_s_by_node[node] = rollout_s_by_node.get(node, 0.0) + load.rollout_s * load.turns
-    train_s = sum(load.train_s * load.turns for load in loads)
+            rollout_s_by_node[node] = rollout_s_by_node.get(node, 0.0) + load.rollout_s * load.steps_per_cycle
+    train_s = sum(load.train_s * load.steps_per_cycle for load in loads)
     return max(train_s, max(rollout_s_by_node.values(), default=0.0))
 
 
@@ -85,7 +85,7 @@ def fits_period(loads: Sequence[PhaseLoad], period_s: float) -> bool:
     numbers = {node: n for n, node in enumerate(dict.fromkeys(n for load in loads for n in load.rollout_nodes))}
     played = [
         (j, loads[j].rollout_s, loads[j].train_s, [numbers[node] for node in loads[j].rollout_nodes])
-        for j in turn_order([load.turns for load in loads])
+        for j in cycle_order([load.steps_per_cycle for load in loads])
     ]
     node_s, trained_s, train_s = [0.0] * len(numbers), [0.0] * len(loads), 0.0
     slack = 1e-9 * period_s
@@ -111,16 +111,16 @@ def fits_period(loads: Sequence[PhaseLoad], period_s: float) -> bool:
     return False
 
 
-def turn_order(turns: Sequence[int]) -> list[int]:
-    """The members' numbers in the cyclic order of their turns."""
-    if max(turns, default=1) == 1:
-        return list(range(len(turns)))
-    return [j for _, j in sorted((n / count, j) for j, count in enumerate(turns) for n in range(count))]
+def cycle_order(steps_per_cycle: Sequence[int]) -> list[int]:
+    """The members' numbers in the cyclic order of their steps_per_cycle."""
+    if max(steps_per_cycle, default=1) == 1:
+        return list(range(len(steps_per_cycle)))
+    return [j for _, j in sorted((n / count, j) for j, count in enumerate(steps_per_cycle) for n in range(count))]
 
 
 def is_formula_exact(loads: Sequence[PhaseLoad]) -> bool:
     """Whether the meta-iteration is known to take max(T_cycle, T_load)."""
-    return all(load.turns == 1 for load in loads) and has_separate_node_sets([load.rollout_nodes for load in loads])
+    return all(load.steps_per_cycle == 1 for load in loads) and has_separate_node_sets([load.rollout_nodes for load in loads])
 
 
 def has_separate_node_sets(node_sets: Sequence[tuple[Hashable, ...]]) -> bool:
@@ -142,7 +142,7 @@ def _one_meta_iteration(loads: Sequence[PhaseLoad]) -> list[list[float]]:
 
     Row and column t are the t-th turn's rollout, n + t its train phase; minus infinity where nothing is awaited.
     """
-    order = turn_order([load.turns for load in loads])
+    order = cycle_order([load.steps_per_cycle for load in loads])
     n = len(order)
     last_on_node: dict[Hashable, int] = {}
     last_of_member: dict[int, int] = {}

@@ -60,9 +60,9 @@ class PlacementChoice:
     """Rollouts run on all nodes taken, training nodes first; training on the first `num_train_nodes`."""
     is_shared: bool = False
     """With `is_colocated`: others may join on the same nodes, each training on the `train_nodes` it names."""
-    turns: tuple[tuple[PipelineId, int], ...] = ()
+    steps_per_cycle: tuple[tuple[PipelineId, int], ...] = ()
     """Steps in each meta-iteration and, by their order, the cyclic order: for the pipeline and members of its new
-    group. The others keep their turns and follow; a newcomer has 1."""
+    group. The others keep their steps_per_cycle and follow; a newcomer has 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -89,7 +89,7 @@ class Member:
 
     pipeline: Pipeline
     placement: Placement
-    turns: int = 1
+    steps_per_cycle: int = 1
     """Steps in each meta-iteration."""
 
     @property
@@ -105,7 +105,7 @@ class Member:
             rollout_s=estimate.rollout_s if estimate else 0.0,
             train_s=estimate.train_s if estimate else 0.0,
             rollout_nodes=self.placement.rollout_nodes,
-            turns=self.turns,
+            steps_per_cycle=self.steps_per_cycle,
         )
 
 
@@ -123,7 +123,7 @@ class GroupLoad:
     """Of one meta-iteration, by rollout node."""
     train_load_s: float
     cycle_s: float
-    """T_cycle: the longest that a member needs for its turns when alone."""
+    """T_cycle: the longest that a member needs for its steps_per_cycle when alone."""
     load_s: float
     """T_load: the busiest node's work in one meta-iteration."""
     period_s: float
@@ -185,7 +185,7 @@ class GroupLoad:
     def slowdown_of(self, pipeline_id: PipelineId) -> float:
         """A member's mean step in the meta-iteration over its solo step, without switches; 1 where nothing is known."""
         load = next(member.phase_load for member in self.members if member.pipeline.id == pipeline_id)
-        return self.period_s / (load.turns * load.solo_s) if load.solo_s else 1.0
+        return self.period_s / (load.steps_per_cycle * load.solo_s) if load.solo_s else 1.0
 
     def _is_alone_or_unshared(self, node: NodeId) -> bool:
         return all(
@@ -538,7 +538,7 @@ class PlacementLedger:
             still_pinned.update(group.train_nodes)
             released = tuple(node for node in group.rollout_nodes if node not in still_pinned)
             rollout_nodes = tuple(node for node in group.rollout_nodes if node in still_pinned)
-            self._store(group.id, _with_turns(staying, {}), rollout_nodes, group.train_nodes)
+            self._store(group.id, _with_steps_per_cycle(staying, {}), rollout_nodes, group.train_nodes)
         return released
 
     def _let_go(self, nodes: tuple[NodeId, ...]) -> tuple[NodeId, ...]:
@@ -574,7 +574,7 @@ class PlacementLedger:
                 raise IllegalTransitionError(
                     f"{story} needs {need:.0f} bytes on a {phase} node of {pool.host_memory_bytes:.0f}"
                 )
-        if any(count < 1 for _, count in choice.turns):
+        if any(count < 1 for _, count in choice.steps_per_cycle):
             raise IllegalTransitionError(f"{story} gives a member no turn")
         if choice.group is None:
             self._validate_founding(choice, story)
@@ -644,7 +644,7 @@ class PlacementLedger:
         self._group_of[pipeline.id] = group_id
         self._store(
             group_id,
-            _with_turns((*members, Member(pipeline=pipeline, placement=placement)), dict(choice.turns)),
+            _with_steps_per_cycle((*members, Member(pipeline=pipeline, placement=placement)), dict(choice.steps_per_cycle)),
             tuple(dict.fromkeys(group_rollout + rollout_nodes)),
             group_train,
         )
@@ -692,12 +692,12 @@ class PlacementLedger:
         for member, load in zip(members, loads, strict=True):
             footprint = member.pipeline.footprint
             for node in member.placement.rollout_nodes:
-                rollout_s[node] += load.rollout_s * load.turns
+                rollout_s[node] += load.rollout_s * load.steps_per_cycle
                 held_bytes[node] += footprint.rollout_host_bytes
             for node in member.placement.train_nodes:
                 held_bytes[node] += footprint.train_host_bytes
-        train_s = sum(load.train_s * load.turns for load in loads)
-        cycle = max(load.solo_s * load.turns for load in loads)
+        train_s = sum(load.train_s * load.steps_per_cycle for load in loads)
+        cycle = max(load.solo_s * load.steps_per_cycle for load in loads)
         busiest = max(train_s, *rollout_s.values())
         is_exact = is_formula_exact(loads)
         is_colocated = any(member.is_colocated for member in members)
@@ -715,7 +715,7 @@ class PlacementLedger:
             cycle_s=cycle,
             load_s=busiest,
             period_s=max(cycle, busiest) if is_exact or is_colocated else meta_iteration_s(loads),
-            budget_s=min(budget_of(member.pipeline) * member.turns for member in members),
+            budget_s=min(budget_of(member.pipeline) * member.steps_per_cycle for member in members),
             free_rollout_bytes=tuple(free[node] for node in rollout_nodes),
             free_train_bytes=min(free[node] for node in train_nodes),
             usd_per_hour=sum(self.cluster.pools[node.pool].usd_per_node_hour for node in held_bytes),
@@ -749,15 +749,15 @@ class PlacementLedger:
         return footprint.rollout_host_bytes if phase is Phase.ROLLOUT else footprint.train_host_bytes
 
 
-def _with_turns(members: tuple[Member, ...], turns: Mapping[PipelineId, int]) -> tuple[Member, ...]:
-    """New turns where given, in lowest terms; these members come first, in the order given."""
-    counts = [turns.get(member.pipeline.id, member.turns) for member in members]
+def _with_steps_per_cycle(members: tuple[Member, ...], steps_per_cycle: Mapping[PipelineId, int]) -> tuple[Member, ...]:
+    """New steps_per_cycle where given, in lowest terms; these members come first, in the order given."""
+    counts = [steps_per_cycle.get(member.pipeline.id, member.steps_per_cycle) for member in members]
     divisor = math.gcd(*counts)
     changed = [
-        member if member.turns == count // divisor else replace(member, turns=count // divisor)
+        member if member.steps_per_cycle == count // divisor else replace(member, steps_per_cycle=count // divisor)
         for member, count in zip(members, counts, strict=True)
     ]
-    rank = {name: number for number, name in enumerate(turns)}
+    rank = {name: number for number, name in enumerate(steps_per_cycle)}
     return tuple(sorted(changed, key=lambda member: rank.get(member.pipeline.id, len(rank))))
 
 

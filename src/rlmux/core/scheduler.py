@@ -216,12 +216,12 @@ class Scheduler:
                 memory_bytes = pools[key[1].pool].device_memory_bytes
                 self._state.devices[key[1]] = DeviceState(key[1], memory_bytes=memory_bytes)
         group.members[run.pipeline.id] = run
-        self._take_turns(group, has_newcomer=True)
+        self._refresh_cycle(group, has_newcomer=True)
 
-    def _take_turns(self, group: GroupState, *, has_newcomer: bool = False) -> None:
-        """Learn the members' turns and order from the books; the meta-iteration begins anew where they changed.
+    def _refresh_cycle(self, group: GroupState, *, has_newcomer: bool = False) -> None:
+        """Learn the members' steps_per_cycle and order from the books; the meta-iteration begins anew where they changed.
 
-        What a member is ahead with its rollout (begun, not yet trained) it stays ahead with. Who has fewer turns
+        What a member is ahead with its rollout (begun, not yet trained) it stays ahead with. Who has fewer steps_per_cycle
         than others and no trajectories to train on yet comes last: the others lap it while it rolls out.
         """
         if not self.ledger.has_group(group.id):
@@ -230,20 +230,20 @@ class Scheduler:
         for place, member in enumerate(self.ledger.group(group.id).members):
             run = group.members.get(member.pipeline.id)
             if run is not None:
-                has_changed |= run.turns != member.turns
-                run.place, run.turns = place, member.turns
-        most_turns = max((run.turns for run in group.members.values()), default=1)
-        if has_changed or (most_turns > 1 and has_newcomer):
+                has_changed |= run.steps_per_cycle != member.steps_per_cycle
+                run.place, run.steps_per_cycle = place, member.steps_per_cycle
+        most_steps_per_cycle = max((run.steps_per_cycle for run in group.members.values()), default=1)
+        if has_changed or (most_steps_per_cycle > 1 and has_newcomer):
             for run in group.members.values():
-                is_last = run.turns < most_turns and run.train_work is None
-                shift = (run.turns if is_last else 0) - min(run.rounds.values())
+                is_last = run.steps_per_cycle < most_steps_per_cycle and run.train_work is None
+                shift = (run.steps_per_cycle if is_last else 0) - min(run.rounds.values())
                 run.rounds = {key: count + shift for key, count in run.rounds.items()}
 
     def _leave(self, run: PipelineRun) -> None:
         """The pipeline is over: its nodes go back, whoever waits is tried again, its group goes on."""
         group = self._unpin(run)
         self.ledger.depart(run.pipeline.id)
-        self._take_turns(group)
+        self._refresh_cycle(group)
         self._actions.append(Release(pipeline=run.pipeline.id))
         self._place_waiting()
         self._rebalance()
@@ -271,7 +271,7 @@ class Scheduler:
         run.next_placement = None
         old = self._unpin(run)
         self.ledger.settle(run.pipeline.id)
-        self._take_turns(old)
+        self._refresh_cycle(old)
         self._join(run, placement)
         self._actions.append(Relocate(pipeline=run.pipeline.id, placement=placement))
         if old.members:
@@ -293,7 +293,7 @@ class Scheduler:
             del self._views[group.id]
         run.placement = None
         run.rounds.clear()
-        run.turns = 1
+        run.steps_per_cycle = 1
         run.host_resident.clear()
         return group
 
@@ -510,7 +510,7 @@ class Scheduler:
             self._state.devices[device].residents.pop((event.pipeline, phase), None)
         run.host_resident.clear()
         run.rounds.update(dict.fromkeys(run.rounds, _rounds_before(self._group_of(run))))
-        self._take_turns(self._group_of(run), has_newcomer=True)
+        self._refresh_cycle(self._group_of(run), has_newcomer=True)
         self._begin_from(run, event.restored_step)
         self._dispatch(self._group_of(run))
 
@@ -784,7 +784,7 @@ class Scheduler:
 def _rounds_before(group: GroupState) -> int:
     """What a newcomer counts as begun: it takes the last turn of the cycle under way.
 
-    One number for all its devices, so that its turns in rollout and in training belong to the same cycle: were
+    One number for all its devices, so that its steps_per_cycle in rollout and in training belong to the same cycle: were
     its first training phase counted into another cycle than its first rollout, each pool would wait for the
     other and the group would run one phase at a time for ever.
     """

@@ -123,7 +123,7 @@ class PipelineRun:
     train_work: ReadyWork | OrderId | None = None
     trained_step: int = -1
     published_version: int = -1
-    turns: int = 1
+    steps_per_cycle: int = 1
     """Steps in each meta-iteration of its group."""
     place: int = 0
     """In the cyclic order of its group."""

@@ -283,38 +283,38 @@ class GroupView:
         run = self._group.members[work.pipeline]
         return max(self._switch_s(run, work.phase, device)[0] for device in work.devices)
 
-    def is_turn(self, work: ReadyWork) -> bool:
+    def is_next_in_cycle(self, work: ReadyWork) -> bool:
         """In a strict meta-iteration, is it this pipeline's turn on all of the work's devices?
 
-        A member with m turns has its n-th (from 0) at n / m of the meta-iteration. On every device the member
+        A member with m steps_per_cycle has its n-th (from 0) at n / m of the meta-iteration. On every device the member
         whose next turn comes first is next, ties in cyclic order, ready or not. With one turn each that is
         RollMux section 5.1: one rollout and one training phase each per cycle.
         """
         return all(self._is_next(work, device) for device in work.devices)
 
-    def turn_of(self, work: ReadyWork) -> Turn:
+    def cycle_slot(self, work: ReadyWork) -> Turn:
         """The phase that begins with this work."""
         run = self._group.members[work.pipeline]
         seconds = _phase_s(run, work.phase)
         switch_s, forced_s = self._switch_s(run, work.phase, work.devices[0])
         return Turn(gap_s=0.0, seconds=seconds, switch_s=switch_s, forced_s=forced_s, laxity_s=self._laxity_s(run))
 
-    def turns_before(self, work: ReadyWork, device: DeviceId) -> list[Turn]:
-        """Who is to begin there before this work, in the order of their turns."""
+    def cycle_slots_before(self, work: ReadyWork, device: DeviceId) -> list[Turn]:
+        """Who is to begin there before this work, in the order of their steps_per_cycle."""
         key = (work.phase, device)
         pinned = self._group.members_by_device[key]
         mine = pinned[work.pipeline]
-        own_rank = (mine.rounds[key] / mine.turns, mine.place)
+        own_rank = (mine.rounds[key] / mine.steps_per_cycle, mine.place)
         ranked = [
             (rank, run)
             for run in pinned.values()
-            if (rank := (run.rounds[key] / run.turns, run.place)) < own_rank and _will_begin(run, key)
+            if (rank := (run.rounds[key] / run.steps_per_cycle, run.place)) < own_rank and _will_begin(run, key)
         ]
         ranked.sort(key=itemgetter(0))
-        turns = []
+        steps_per_cycle = []
         for _, run in ranked:
             switch_s, forced_s = self._switch_s(run, work.phase, device)
-            turns.append(
+            steps_per_cycle.append(
                 Turn(
                     gap_s=self._gap_s(run, work.phase, device),
                     seconds=_phase_s(run, work.phase),
@@ -323,7 +323,7 @@ class GroupView:
                     laxity_s=self._laxity_s(run),
                 )
             )
-        return turns
+        return steps_per_cycle
 
     def _switch_s(self, run: PipelineRun, phase: Phase, device: DeviceId) -> tuple[float, float]:
         """To bring its state to the device now, and to bring it back after another's."""
@@ -384,9 +384,9 @@ class GroupView:
         if len(pinned) == 1:
             return True
         mine = pinned[work.pipeline]
-        begun, turns, place = mine.rounds[key], mine.turns, mine.place
+        begun, steps_per_cycle, place = mine.rounds[key], mine.steps_per_cycle, mine.place
         for pipeline_id, run in pinned.items():
-            lead = begun * run.turns - run.rounds[key] * turns  # positive: the other's next turn comes first
+            lead = begun * run.steps_per_cycle - run.rounds[key] * steps_per_cycle  # positive: the other's next turn comes first
             if (
                 (lead > 0 or (lead == 0 and run.place < place))
                 and pipeline_id != work.pipeline

@@ -185,7 +185,7 @@ def _planned(
         admission=str(kinds[pipeline.id]),
         rollout_nodes=[str(node) for node in placement.rollout_nodes],
         train_nodes=[str(node) for node in placement.train_nodes],
-        step_s=group.period_s / ledger.member(pipeline.id).turns,
+        step_s=group.period_s / ledger.member(pipeline.id).steps_per_cycle,
         step_slowdown=predicted_slowdown(group, pipeline),
         usd_per_hour=_share_usd_per_hour(ledger, group, pipeline),
     )

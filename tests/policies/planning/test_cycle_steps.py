@@ -1,4 +1,4 @@
-"""Several turns in a meta-iteration: from the policy's choice to the order in which the scheduler grants devices."""
+"""Several steps_per_cycle in a meta-iteration: from the policy's choice to the order in which the scheduler grants devices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LONG, SHORT = PipelineId("long"), PipelineId("short")
 
 
 class Lapping(RollMux):
-    """Puts `short` beside `long`, on a rollout node of its own, three turns to one."""
+    """Puts `short` beside `long`, on a rollout node of its own, three steps_per_cycle to one."""
 
     def place(self, pipeline, view):
         if pipeline.id == LONG:
@@ -28,7 +28,7 @@ class Lapping(RollMux):
         (group,) = view.groups()
         return PlacementChoice(
             kind=AdmissionKind.SCALED, group=group.id, num_new_rollout_nodes=1, train_nodes=group.train_nodes,
-            turns=((LONG, 1), (SHORT, 3)),
+            steps_per_cycle=((LONG, 1), (SHORT, 3)),
         )  # fmt: skip
 
 
@@ -80,13 +80,13 @@ def test_who_stays_behind_alone_has_one_turn(pair):
         ledger.admit(one, policy.place(one, ledger.view()))
     ledger.depart(LONG)
     ledger.check()
-    assert ledger.member(SHORT).turns == 1
+    assert ledger.member(SHORT).steps_per_cycle == 1
 
 
 def test_no_turn_at_all_is_refused(pair):
     ledger = PlacementLedger(priced())
     choice = PlacementChoice(
-        kind=AdmissionKind.NEW, group=None, num_new_rollout_nodes=1, num_new_train_nodes=1, turns=((LONG, 0),)
+        kind=AdmissionKind.NEW, group=None, num_new_rollout_nodes=1, num_new_train_nodes=1, steps_per_cycle=((LONG, 0),)
     )
     with pytest.raises(IllegalTransitionError, match="no turn"):
         ledger.admit(pair[0], choice)
@@ -98,7 +98,7 @@ def test_laps_are_found_where_one_turn_each_does_not_fit(pair):
     alone = columns_of(items, prices)
     assert [column.members for column in alone if len(column.members) == 2] == []
     (found,) = LapFinder().columns(items, prices, alone)
-    assert (found.cost_usd, found.members, found.turns) == (5.0, (0, 1), (1, 3))
+    assert (found.cost_usd, found.members, found.steps_per_cycle) == (5.0, (0, 1), (1, 3))
 
 
 def test_rlmux_lets_a_short_pipeline_lap_a_long_one(pair):

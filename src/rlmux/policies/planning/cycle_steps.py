@@ -1,11 +1,11 @@
 """Groups in which a short pipeline laps a long one, so that both fit one set of nodes.
 
 With one turn each, a group's period is at least its longest member's step, so a pipeline whose SLO allows less cannot
-join: a 250 s pipeline that accepts 1.5 times never shares with one of 1450 s. With several turns it can:
+join: a 250 s pipeline that accepts 1.5 times never shares with one of 1450 s. With several steps_per_cycle it can:
 
-    turns long: 1, short: 4    train node   | long ........ | s | s | s | s |    period within 4 budgets of `short`
+    steps_per_cycle long: 1, short: 4    train node   | long ........ | s | s | s | s |    period within 4 budgets of `short`
 
-Candidates: each member in turn sets the pace with one turn, everybody else gets the fewest turns that keep its SLO.
+Candidates: each member in turn sets the pace with one turn, everybody else gets the fewest steps_per_cycle that keep its SLO.
 A candidate counts if an exact test of the meta-iteration says that it fits. There is no formula for these groups, so
 they are kept small; what was found is remembered, as most of it is asked again at the next change.
 """
@@ -21,7 +21,7 @@ from rlmux.core.cycles import PhaseLoad, fits_period
 from rlmux.core.placement import MAX_PIPELINES_PER_GROUP
 from rlmux.policies.planning.partition import Column, Item, NodePrices, pack_rollouts
 
-MAX_TURNS = 4
+MAX_STEPS_PER_CYCLE = 4
 MAX_LAPPED_MEMBERS = 3
 _MAX_REMEMBERED = 100_000
 
@@ -35,15 +35,15 @@ class LapFinder:
         self._numbers: dict[NodePrices | Item, int] = {}
         """Hashing an item takes as long as many look-ups of its number."""
 
-    def columns(self, items: Sequence[Item], prices: NodePrices, one_turn_each: Sequence[Column]) -> list[Column]:
-        """Columns with several turns that are cheaper than the same members with one turn each."""
+    def columns(self, items: Sequence[Item], prices: NodePrices, one_step_each: Sequence[Column]) -> list[Column]:
+        """Columns with several steps_per_cycle that are cheaper than the same members with one turn each."""
         if len(self._known) > _MAX_REMEMBERED:
             self._known.clear()
             self._numbers.clear()
         search = _LapSearch(
             items=items,
             prices=prices,
-            cost_by_mask={column.mask: column.cost_usd for column in one_turn_each},
+            cost_by_mask={column.mask: column.cost_usd for column in one_step_each},
             known=self._known,
             numbers=[self._numbers.setdefault(item, len(self._numbers)) for item in items],
         )
@@ -77,7 +77,7 @@ class _LapSearch:
                 self.extend(grown, grown_key, grown_mask, later[position + 1 :])
 
     def _best(self, members: tuple[int, ...], key: tuple[int, ...], below_usd: float) -> Column | None:
-        """The cheapest group of exactly these with several turns for some, its members numbered as given.
+        """The cheapest group of exactly these with several steps_per_cycle for some, its members numbered as given.
 
         `below_usd` is what they cost with one turn each: a function of the same members and prices.
         """
@@ -97,12 +97,12 @@ def _best_column(items: list[Item], prices: NodePrices, below_usd: float) -> Col
     best: Column | None = None
     below_usd -= 1e-9
     num_train = max(item.num_train_nodes for item in items)
-    for turns, period_s in _candidates(items):
-        fewest_usd = prices.train_usd * num_train + prices.rollout_usd * _fewest_nodes(items, turns, period_s)
+    for steps_per_cycle, period_s in _candidates(items):
+        fewest_usd = prices.train_usd * num_train + prices.rollout_usd * _fewest_nodes(items, steps_per_cycle, period_s)
         if fewest_usd >= below_usd:
             continue
-        order = sorted(range(len(items)), key=lambda i: turn_rank(turns[i], items[i].solo_s))
-        busy = [replace(items[i], rollout_s=items[i].rollout_s * turns[i]) for i in order]
+        order = sorted(range(len(items)), key=lambda i: cycle_rank(steps_per_cycle[i], items[i].solo_s))
+        busy = [replace(items[i], rollout_s=items[i].rollout_s * steps_per_cycle[i]) for i in order]
         for num_rollout in count(1):
             pins = pack_rollouts(busy, period_s, prices.rollout_host_bytes, at_least=num_rollout)
             if pins is None:
@@ -112,39 +112,39 @@ def _best_column(items: list[Item], prices: NodePrices, below_usd: float) -> Col
             if cost >= below_usd or num_used < num_rollout:
                 break
             loads = [
-                PhaseLoad(rollout_s=items[i].rollout_s, train_s=items[i].train_s, rollout_nodes=nodes, turns=turns[i])
+                PhaseLoad(rollout_s=items[i].rollout_s, train_s=items[i].train_s, rollout_nodes=nodes, steps_per_cycle=steps_per_cycle[i])
                 for i, nodes in zip(order, pins, strict=True)
             ]
             if fits_period(loads, period_s):
-                in_order = tuple(turns[i] for i in order)
+                in_order = tuple(steps_per_cycle[i] for i in order)
                 best = Column(0, tuple(order), cost, num_train, num_used, pins, False, in_order)
                 below_usd = cost
                 break
     return best
 
 
-def _fewest_nodes(items: Sequence[Item], turns: Sequence[int], period_s: float) -> int:
-    busy_s = sum(item.rollout_s * item.num_rollout_nodes * count for item, count in zip(items, turns, strict=True))
+def _fewest_nodes(items: Sequence[Item], steps_per_cycle: Sequence[int], period_s: float) -> int:
+    busy_s = sum(item.rollout_s * item.num_rollout_nodes * count for item, count in zip(items, steps_per_cycle, strict=True))
     return max(math.ceil(busy_s / period_s - 1e-9), *(item.num_rollout_nodes for item in items))
 
 
-def turn_rank(turns: int, solo_s: float) -> tuple[int, float]:
-    """The cyclic order of members with several turns: few turns first, then long steps first."""
-    return (turns, -solo_s)
+def cycle_rank(steps_per_cycle: int, solo_s: float) -> tuple[int, float]:
+    """The cyclic order of members with several steps_per_cycle: few steps_per_cycle first, then long steps first."""
+    return (steps_per_cycle, -solo_s)
 
 
 def _candidates(items: Sequence[Item]) -> Iterator[tuple[tuple[int, ...], float]]:
-    """(turns, longest period within every SLO), each once, that could fit by utilisation."""
+    """(steps_per_cycle, longest period within every SLO), each once, that could fit by utilisation."""
     seen: dict[tuple[int, ...], None] = {}
     for item in items:
         if item.budget_s == math.inf:
             continue
-        turns = tuple(max(1, math.ceil(item.budget_s / other.budget_s - 1e-9)) for other in items)
-        if turns in seen or max(turns) > MAX_TURNS or max(turns) == 1:
+        steps_per_cycle = tuple(max(1, math.ceil(item.budget_s / other.budget_s - 1e-9)) for other in items)
+        if steps_per_cycle in seen or max(steps_per_cycle) > MAX_STEPS_PER_CYCLE or max(steps_per_cycle) == 1:
             continue
-        seen[turns] = None
-        period_s = min(count * other.budget_s for count, other in zip(turns, items, strict=True))
-        works_s = sum(count * other.train_s for count, other in zip(turns, items, strict=True))
-        longest_s = max(count * other.solo_s for count, other in zip(turns, items, strict=True))
+        seen[steps_per_cycle] = None
+        period_s = min(count * other.budget_s for count, other in zip(steps_per_cycle, items, strict=True))
+        works_s = sum(count * other.train_s for count, other in zip(steps_per_cycle, items, strict=True))
+        longest_s = max(count * other.solo_s for count, other in zip(steps_per_cycle, items, strict=True))
         if max(works_s, longest_s) <= period_s:
-            yield turns, period_s
+            yield steps_per_cycle, period_s

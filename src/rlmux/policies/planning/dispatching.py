@@ -28,13 +28,13 @@ def in_turn(view: GroupView) -> Iterator[RunWork]:
     cycle and take no turn.
     """
     on_turn = (
-        work for work in sorted(view.ready, key=_age) if work.is_continuation or work.step == 0 or view.is_turn(work)
+        work for work in sorted(view.ready, key=_age) if work.is_continuation or work.step == 0 or view.is_next_in_cycle(work)
     )
     return first_fit(view, on_turn)
 
 
 def in_turn_unless_late(view: GroupView) -> Iterator[RunWork]:
-    """In turn, but where turns would break an SLO or leave a gap, the order is another:
+    """In turn, but where steps_per_cycle would break an SLO or leave a gap, the order is another:
 
         into a gap    a ready work whose turn has not come starts if it ends before those before it can begin, and
                       computes for longer than the switches take that it brings
@@ -47,7 +47,7 @@ def in_turn_unless_late(view: GroupView) -> Iterator[RunWork]:
     for work in sorted(view.ready, key=_age):
         if not (taken.isdisjoint(work.devices) and view.is_free(work.devices)):
             continue
-        if work.is_continuation or work.step == 0 or view.is_turn(work):
+        if work.is_continuation or work.step == 0 or view.is_next_in_cycle(work):
             taken.update(work.devices)
             yield RunWork(work=work)
         else:
@@ -59,8 +59,8 @@ def in_turn_unless_late(view: GroupView) -> Iterator[RunWork]:
 
 
 def _may_overtake(view: GroupView, work: ReadyWork) -> bool:
-    mine = view.turn_of(work)
-    lines = [view.turns_before(work, device) for device in work.devices]
+    mine = view.cycle_slot(work)
+    lines = [view.cycle_slots_before(work, device) for device in work.devices]
     if all(_fits_gap(mine, line[0]) for line in lines if line):
         return True
     if all(_free_after(line) <= mine.laxity_s for line in lines):
@@ -78,18 +78,18 @@ def _fits_gap(mine: Turn, following: Turn) -> bool:
     )
 
 
-def _free_after(turns: Sequence[Turn]) -> float:
+def _free_after(steps_per_cycle: Sequence[Turn]) -> float:
     """When the device is free again if it serves these one after another."""
     free_s = 0.0
-    for number, turn in enumerate(turns):
+    for number, turn in enumerate(steps_per_cycle):
         switch_s = turn.switch_s + (turn.forced_s if number else 0.0)
         free_s = max(free_s, turn.gap_s) + switch_s + turn.seconds
     return free_s
 
 
-def _are_in_time(turns: Sequence[Turn], free_s: float = 0.0) -> bool:
+def _are_in_time(steps_per_cycle: Sequence[Turn], free_s: float = 0.0) -> bool:
     """Whether the steps of all of these keep their SLOs if the device serves them one after another from then on."""
-    for turn in turns:
+    for turn in steps_per_cycle:
         start_s = max(free_s, turn.gap_s) + turn.switch_s + turn.forced_s
         if start_s - turn.gap_s > turn.laxity_s:
             return False

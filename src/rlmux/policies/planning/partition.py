@@ -83,7 +83,7 @@ class Column:
     pins: tuple[tuple[int, ...], ...]
     """By member: the numbers of its rollout nodes; empty tuples in a colocated one."""
     is_colocated: bool
-    turns: tuple[int, ...] = ()
+    steps_per_cycle: tuple[int, ...] = ()
     """By member: steps in each meta-iteration; () for one each."""
 
 

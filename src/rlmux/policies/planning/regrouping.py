@@ -28,7 +28,7 @@ class Target:
 
     pins: Mapping[PipelineId, tuple[int, ...]]
     """By member: the numbers of its rollout nodes within this target."""
-    turns: Mapping[PipelineId, int]
+    steps_per_cycle: Mapping[PipelineId, int]
     num_train_nodes: int
     is_colocated: bool
     host: GroupId | None = None
@@ -40,9 +40,9 @@ def targets_of(columns: Sequence[Column], names: Sequence[PipelineId]) -> list[T
     return [
         Target(
             pins={names[i]: pins for i, pins in zip(column.members, column.pins, strict=True)},
-            turns={
-                names[i]: turns
-                for i, turns in zip(column.members, column.turns or (1,) * len(column.members), strict=True)
+            steps_per_cycle={
+                names[i]: steps_per_cycle
+                for i, steps_per_cycle in zip(column.members, column.steps_per_cycle or (1,) * len(column.members), strict=True)
             },
             num_train_nodes=column.num_train_nodes,
             is_colocated=column.is_colocated,
@@ -75,11 +75,11 @@ class _Regrouping:
                     return ()
                 max_detours -= 1
             pending = left
-        return tuple(self.relocations) if self._have_turns() else ()
+        return tuple(self.relocations) if self._have_several_steps() else ()
 
-    def _have_turns(self) -> bool:
-        """Whether every member has ended up with its turns: nobody moved where a change of turns was all."""
-        return all(self.ledger.member(name).turns == target.turns[name] for name, target in self.target_of.items())
+    def _have_several_steps(self) -> bool:
+        """Whether every member has ended up with its steps_per_cycle: nobody moved where a change of steps_per_cycle was all."""
+        return all(self.ledger.member(name).steps_per_cycle == target.steps_per_cycle[name] for name, target in self.target_of.items())
 
     def _is_there(self, name: PipelineId) -> bool:
         target = self.target_of[name]
@@ -110,7 +110,7 @@ class _Regrouping:
                 rollout_nodes=known,
                 num_new_rollout_nodes=len(pins) - len(known),
                 train_nodes=group.train_nodes,
-                turns=_turns_of(target, group, name),
+                steps_per_cycle=_steps_per_cycle_of(target, group, name),
             )
         if not self._try(name, choice):
             return False
@@ -125,8 +125,8 @@ class _Regrouping:
         pipeline = self.ledger.pipeline(name)
         if choice.group is not None and choice.group != self.ledger.placement(name).group:
             group = self.ledger.group(choice.group)
-            has_one_turn_each = all(count == 1 for _, count in choice.turns)
-            if has_one_turn_each and not group.keeps_slos_with(
+            has_one_step_each = all(count == 1 for _, count in choice.steps_per_cycle)
+            if has_one_step_each and not group.keeps_slos_with(
                 pipeline, choice.rollout_nodes, choice.num_new_rollout_nodes
             ):
                 return False
@@ -168,12 +168,12 @@ def move_weight(reach_s: float, tightest_s: float) -> float:
     return TIGHT_WEIGHT if reach_s < 1.05 * tightest_s else 1.0
 
 
-def _turns_of(target: Target, group: GroupLoad, newcomer: PipelineId) -> tuple[tuple[PipelineId, int], ...]:
-    """The target's turns, in its order, for those who will be there; () where all have and had one."""
-    present = {member.pipeline.id: member.turns for member in group.members} | {newcomer: 1}
-    turns = tuple((name, count) for name, count in target.turns.items() if name in present)
-    has_several = any(count > 1 for _, count in turns) or any(count > 1 for count in present.values())
-    return turns if has_several else ()
+def _steps_per_cycle_of(target: Target, group: GroupLoad, newcomer: PipelineId) -> tuple[tuple[PipelineId, int], ...]:
+    """The target's steps_per_cycle, in its order, for those who will be there; () where all have and had one."""
+    present = {member.pipeline.id: member.steps_per_cycle for member in group.members} | {newcomer: 1}
+    steps_per_cycle = tuple((name, count) for name, count in target.steps_per_cycle.items() if name in present)
+    has_several = any(count > 1 for _, count in steps_per_cycle) or any(count > 1 for count in present.values())
+    return steps_per_cycle if has_several else ()
 
 
 def _choose_hosts(targets: Sequence[Target], ledger: PlacementLedger) -> None:
@@ -181,7 +181,7 @@ def _choose_hosts(targets: Sequence[Target], ledger: PlacementLedger) -> None:
     offers: list[tuple[float, GroupId, int]] = []
     for number, target in enumerate(targets):
         shared: dict[GroupId, float] = {}
-        reach_s = {name: turns * budget_of(ledger.pipeline(name)) for name, turns in target.turns.items()}
+        reach_s = {name: steps_per_cycle * budget_of(ledger.pipeline(name)) for name, steps_per_cycle in target.steps_per_cycle.items()}
         tightest_s = min(reach_s.values())
         for name in target.pins:
             group_id = ledger.placement(name).group
