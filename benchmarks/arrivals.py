@@ -158,9 +158,9 @@ def main() -> None:
                 "train_s": max(seconds[Stage.UPDATE] / one["steps"], 1e-4),
             }
         file.write_text(yaml.safe_dump(spec))
-        predicted = api.simulate(
-            inputs.workload_of(load_spec(file, purpose=Purpose.PLAN)), policies=[POLICY]
-        )["policies"][POLICY]
+        predicted = api.simulate(inputs.workload_of(load_spec(file, purpose=Purpose.PLAN)), policies=[POLICY])[
+            "policies"
+        ][POLICY]
     longest_s, num_stalls = stalls(gaps, spec["pipelines"], timeline)
     ratios = beside_change(spec["pipelines"], timeline)
     num_steps = sum(one["steps"] for one in spec["pipelines"])

@@ -210,9 +210,7 @@ def decode_bins(folder: Path, runs: list[str]) -> np.ndarray:
                 continue
             # Rare pauses of seconds are not a property of the batch.
             kept = ms[inside] <= 3 * np.quantile(ms[inside], 0.98)
-            rows.append(
-                (active[inside].mean(), context[inside].mean(), ms[inside][kept].mean(), inside.sum())
-            )
+            rows.append((active[inside].mean(), context[inside].mean(), ms[inside][kept].mean(), inside.sum()))
     return np.array(rows)
 
 
@@ -276,9 +274,7 @@ def fit_host(folder: Path, steps: dict[str, list[Step]], runs: list[str]) -> dic
     columns = [row[:3] + [row[3] * (m == model_of(step.run)) for m in told] for step, _, row in warm]
     x = nnls(np.array(columns), np.array([over_s for _, over_s, _ in warm]))
     token_us = float(np.mean(x[3:])) if told else 0.0
-    first = [
-        over_s - float(np.dot(row, [*x[:3], token_us])) for step, over_s, row in pieces if step.step == 1
-    ]
+    first = [over_s - float(np.dot(row, [*x[:3], token_us])) for step, over_s, row in pieces if step.step == 1]
     typical = HostCosts(
         iteration_ms=float(x[1]),
         prefill_ms=float(x[2]),
@@ -385,10 +381,7 @@ def kernel_efficiencies(folder: str) -> dict[str, float]:
     import pyarrow.parquet as pq
 
     spec = gpu_spec(MEASURED_GPU)
-    gemm = {
-        k: np.array(v)
-        for k, v in pq.read_table(Path(folder) / "perf/gemm_latency.parquet").to_pydict().items()
-    }
+    gemm = {k: np.array(v) for k, v in pq.read_table(Path(folder) / "perf/gemm_latency.parquet").to_pydict().items()}
     weights = gemm["n"].astype(float) * gemm["k"]
     h100 = (gemm["gpu"] == "h100_sxm") & (gemm["gemm_dtype"] == "bfloat16")
     read = h100 & (gemm["m"] == 1) & (weights > 2e7)
@@ -403,9 +396,7 @@ def kernel_efficiencies(folder: str) -> dict[str, float]:
 
     table = pq.read_table(Path(folder) / "perf/attention_decode_latency.parquet").to_pydict()
     attention = {k: np.array(v) for k, v in table.items()}
-    cached = (
-        attention["batch_size"].astype(float) * attention["context_len"] * attention["num_key_value_heads"]
-    )
+    cached = attention["batch_size"].astype(float) * attention["context_len"] * attention["num_key_value_heads"]
     cached_bytes = cached * attention["head_dim"] * 4
     busy = (attention["gpu"] == "h100_sxm") & (cached_bytes > 1e8)
     collective = [
@@ -417,12 +408,8 @@ def kernel_efficiencies(folder: str) -> dict[str, float]:
         and 2048 <= int(row["message_elements"]) <= 32768
     ]
     return {
-        "weight_efficiency": float(
-            np.median(2 * weights[read] / gemm["latency_ms"][read] / 1e9 / spec.hbm_tbps)
-        ),
-        "kv_efficiency": float(
-            np.median(cached_bytes[busy] / attention["latency_ms"][busy] / 1e9 / spec.hbm_tbps)
-        ),
+        "weight_efficiency": float(np.median(2 * weights[read] / gemm["latency_ms"][read] / 1e9 / spec.hbm_tbps)),
+        "kv_efficiency": float(np.median(cached_bytes[busy] / attention["latency_ms"][busy] / 1e9 / spec.hbm_tbps)),
         "compute_efficiency": float(np.median(speed[big])),
         "decode_compute_share": (row_ms(512) - row_ms(16)) / (512 - 16),
         "collective_us": 2e3 * median(collective),
@@ -458,9 +445,7 @@ class Calibration:
         )
 
     def train_cost(self, model: str, stage: str) -> StageCost:
-        return self.train.get((model, stage)) or train_cost_by_size(
-            stage, model_shape(model).params, self.train
-        )
+        return self.train.get((model, stage)) or train_cost_by_size(stage, model_shape(model).params, self.train)
 
 
 def calibrate(folder: Path, steps: dict[str, list[Step]], exclude: str | None = None) -> Calibration:
@@ -480,9 +465,7 @@ def calibrate(folder: Path, steps: dict[str, list[Step]], exclude: str | None = 
 
 def predict_gen_s(step: Step, costs: RolloutCosts, memory_fraction: float, tool_s_per_call: float) -> float:
     limits = EngineLimits(kv_pool_tokens=kv_pool_tokens(costs.shape, MEASURED_GPU, TP, memory_fraction))
-    tools = (
-        ToolCalls(num_calls=step.extra_turns, seconds_per_call=tool_s_per_call) if step.is_search else None
-    )
+    tools = ToolCalls(num_calls=step.extra_turns, seconds_per_call=tool_s_per_call) if step.is_search else None
     return predict_rollout(
         step.lengths,
         costs,
@@ -551,9 +534,7 @@ def validate(folder: Path, steps: dict[str, list[Step]]) -> list[dict]:
 
 def tool_seconds(steps: dict[str, list[Step]], exclude: str | None) -> float:
     """Seconds per retrieval over the search runs, as if calls were served one at a time."""
-    rates = [
-        s.gen_s / s.extra_turns for run, ss in steps.items() if run != exclude for s in ss if s.is_search
-    ]
+    rates = [s.gen_s / s.extra_turns for run, ss in steps.items() if run != exclude for s in ss if s.is_search]
     return median(rates)
 
 
@@ -565,12 +546,7 @@ def validate_serving(folder: Path) -> list[dict]:
     rows = []
     for row in read_rows(folder / "perf" / "serving_ttft_tpot.csv.gz"):
         known = any(name in row["model"] for name in ("Llama-3.1-8B", "Qwen3-32B"))
-        if (
-            not known
-            or row["gpu"] != "h100_sxm"
-            or row["precision"] != "unspecified"
-            or row["pp"] not in ("", "1")
-        ):
+        if not known or row["gpu"] != "h100_sxm" or row["precision"] != "unspecified" or row["pp"] not in ("", "1"):
             continue
         shape, tp = model_shape(row["model"]), int(row["tp"])
         decode, prefill = estimate_curves(shape, MEASURED_GPU, tp)
@@ -600,14 +576,10 @@ def validate_serving(folder: Path) -> list[dict]:
 # --- output -------------------------------------------------------------------------------------------------
 
 
-def write_tables(
-    folder: Path, fitted: Calibration, logs: dict[str, list[str]], steps: dict[str, list[Step]]
-) -> None:
+def write_tables(folder: Path, fitted: Calibration, logs: dict[str, list[str]], steps: dict[str, list[Step]]) -> None:
     def write(name: str, source: str, rows: list[dict]) -> None:
         lines = [f"# source: {source}", ",".join(rows[0])]
-        lines += [
-            ",".join(f"{v:.6g}" if isinstance(v, float) else str(v) for v in row.values()) for row in rows
-        ]
+        lines += [",".join(f"{v:.6g}" if isinstance(v, float) else str(v) for v in row.values()) for row in rows]
         (folder / f"{name}.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
 
     curves = []
@@ -673,9 +645,7 @@ def resampled_errors(steps: dict[str, list[Step]], num_seeds: int = 6) -> list[f
         if not warm:
             continue
         drawn_from, costs = length_distribution(run), rollout_costs(model_of(run))
-        limits = EngineLimits(
-            kv_pool_tokens=kv_pool_tokens(costs.shape, memory_fraction=MEASURED_MEMORY_FRACTION)
-        )
+        limits = EngineLimits(kv_pool_tokens=kv_pool_tokens(costs.shape, memory_fraction=MEASURED_MEMORY_FRACTION))
         seconds = [
             predict_rollout(
                 drawn_from.sample(np.random.default_rng(seed), SAMPLES_PER_STEP),
@@ -705,9 +675,7 @@ def summary(runs: list[dict], serving: list[dict], resampled: list[float]) -> di
         "gen_median_abs_error": median(abs(r["gen_error"]) for r in plain),
         "gen_within_10_percent": sum(abs(r["gen_error"]) <= 0.10 for r in plain),
         "gen_runs": len(plain),
-        "gen_median_abs_error_by_shape": median(
-            abs(r["gen_error"]) for r in plain if r["decode"] == "by shape"
-        ),
+        "gen_median_abs_error_by_shape": median(abs(r["gen_error"]) for r in plain if r["decode"] == "by shape"),
         "gen_after_one_step_median_abs_error": median(after),
         "gen_resampled_median_abs_error": median(abs(error) for error in resampled),
         "train_median_abs_error": median(abs(r["train_error"]) for r in plain),
@@ -718,9 +686,7 @@ def summary(runs: list[dict], serving: list[dict], resampled: list[float]) -> di
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", action="store_true")
     parser.add_argument("--write", type=Path, metavar="DIR", help="store the fitted tables")
     options = parser.parse_args()

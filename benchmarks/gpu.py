@@ -52,9 +52,9 @@ from rlmux.rl.config import (
     AlgorithmConfig,
     ModelConfig,
     RolloutConfig,
+    SftWarmupConfig,
     TaskConfig,
     TrainingConfig,
-    SftWarmupConfig,
 )
 from rlmux.runtime.backend import Submission
 from rlmux.runtime.run import run_pipelines

@@ -80,9 +80,7 @@ def quality(num_graphs: int, *, is_sharing: bool, limit_s: float) -> dict[str, f
         problem = random_problem(random.Random(seed), is_sharing=is_sharing)
         made, by_greed = plan(problem), greedy(problem)
         try:
-            least = least_makespan(
-                problem, limit_s=limit_s, upper_s=min(made.makespan_s, by_greed.makespan_s)
-            )
+            least = least_makespan(problem, limit_s=limit_s, upper_s=min(made.makespan_s, by_greed.makespan_s))
         except UserError:
             num_unproved += 1
             continue

@@ -50,9 +50,7 @@ def test_only_levels_that_helped_reach_a_policy(tmp_path):
 
 
 def test_the_worst_piece_of_training_speaks_for_all(tmp_path):
-    path = save(
-        tmp_path, {("tail", "update", 0.5): (1.2, 1.1), ("tail", "old_log_probs", 0.5): (1.1, 1.5)}
-    )
+    path = save(tmp_path, {("tail", "update", 0.5): (1.2, 1.1), ("tail", "old_log_probs", 0.5): (1.1, 1.5)})
     pace = profiling.sharing_of(path, HERE)[0].pace("tail", "train")
     assert (pace.slowdown, pace.other_slowdown) == (1.2, 1.5)
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlmux.core.cycles import PhaseLoad, cycle_s, fits_period, load_s, meta_iteration_s, cycle_order
+from rlmux.core.cycles import PhaseLoad, cycle_order, cycle_s, fits_period, load_s, meta_iteration_s
 
 
 def load(rollout_s, train_s, *nodes):
@@ -64,7 +64,7 @@ def test_an_empty_group_takes_no_time():
     assert meta_iteration_s([]) == 0.0
 
 
-# several steps_per_cycle
+# several steps per cycle
 
 
 def simulated_turns_s(loads, num_rounds=240):

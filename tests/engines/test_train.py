@@ -12,7 +12,7 @@ from rlmux.core.errors import CheckpointError, IllegalTransitionError, PipelineE
 from rlmux.engines.model_io import build_model
 from rlmux.engines.train import STAGES, TorchTrainEngine
 from rlmux.engines.weights import read_tensors
-from rlmux.rl.config import AlgorithmConfig, RolloutConfig, TaskConfig, TrainingConfig, SftWarmupConfig
+from rlmux.rl.config import AlgorithmConfig, RolloutConfig, SftWarmupConfig, TaskConfig, TrainingConfig
 from rlmux.rl.types import TrainingBatch, Trajectory, TrajectoryId
 from rlmux.rl.vocabulary import CharVocabulary
 
@@ -114,9 +114,7 @@ def test_the_gradient_is_that_of_the_written_formula() -> None:
         total = total - advantage * logprobs.mean() / 6
     total.backward()
     expected = math.sqrt(sum(float(parameter.grad.square().sum()) for parameter in model.parameters()))
-    assert run_step(TorchTrainEngine(training_config), batch(1))["grad_norm"] == pytest.approx(
-        expected, rel=1e-4
-    )
+    assert run_step(TorchTrainEngine(training_config), batch(1))["grad_norm"] == pytest.approx(expected, rel=1e-4)
 
 
 def test_the_optimizer_is_torchs_adamw() -> None:
@@ -140,9 +138,7 @@ def test_the_environments_tokens_carry_no_loss() -> None:
         first = changed.trajectories[0]
         mask = (*(True,) * (len(first.tokens) - 1), False)
         heard = replace(first, tokens=(*first.tokens[:-1], told), is_sampled=mask)
-        both = TrainingBatch(
-            step=1, trajectories=[heard, *changed.trajectories[1:]], advantages=changed.advantages
-        )
+        both = TrainingBatch(step=1, trajectories=[heard, *changed.trajectories[1:]], advantages=changed.advantages)
         return run_step(TorchTrainEngine(plan()), both)["grad_norm"]
 
     assert losses(5) == losses(60)
@@ -393,9 +389,7 @@ def test_offloading_at_any_safe_point_changes_nothing(is_spilled: bool, tmp_path
 
 
 def test_the_warm_start_learns_to_copy_its_demonstrations() -> None:
-    training_config = replace(
-        plan(micro_batch_size=8), warm_start=SftWarmupConfig(num_updates=30, batch_size=16)
-    )
+    training_config = replace(plan(micro_batch_size=8), warm_start=SftWarmupConfig(num_updates=30, batch_size=16))
     engine = TorchTrainEngine(training_config)
     first = TorchTrainEngine(replace(training_config, warm_start=SftWarmupConfig(num_updates=1, batch_size=16)))
     assert run_stage(engine, "warm_start")["loss"] < 0.6 * run_stage(first, "warm_start")["loss"]

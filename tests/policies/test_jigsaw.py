@@ -53,9 +53,7 @@ def finish(driver, order, at_s: float):
 
 def report(driver, order, at_s: float, num_active: int):
     return driver.send(
-        ChunkFinished(
-            time_s=at_s, order=order.id, num_active=num_active, num_waiting=0, seconds=at_s - order.started_s
-        )
+        ChunkFinished(time_s=at_s, order=order.id, num_active=num_active, num_waiting=0, seconds=at_s - order.started_s)
     )
 
 

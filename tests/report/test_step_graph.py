@@ -24,7 +24,6 @@ def node(step: int, seconds: float = 1.0) -> SubStage:
     return SubStage(key=SubStageKey(A, step, D0, Stage.GENERATE, Band.DENSE), devices=(D0,), seconds=seconds)
 
 
-
 def recorded() -> SubStageGraph:
     return graph_of_step(
         A,
@@ -51,7 +50,6 @@ def test_training_waits_for_the_last_band_of_every_share():
     assert [graph.nodes[i].key.worker for i in graph.predecessors(update)] == [D0, D1]
     assert graph.critical_path_s == 15
     assert seconds_by_band(graph)[Band.TOOL_WAIT] == 2
-
 
 
 def test_a_graph_refuses_cycles_twins_and_negative_seconds():

@@ -120,9 +120,13 @@ def test_tail_begins_at_an_eighth_of_the_most_that_were_active(story: Any, make_
 def test_parked_trajectories_make_a_tool_wait(story: Any, make_order: Order, counts_waiting: bool) -> None:
     story.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT), num_steps=1)
     later_s = 1.0 if counts_waiting else 0.0
-    story.event(ChunkFinished(time_s=1.0, order=1, num_active=0, num_waiting=0, num_waiting_for_env=5, seconds=1.0, tokens=50))
     story.event(
-        ChunkFinished(time_s=2.0, order=1, num_active=0, num_waiting=0, num_waiting_for_env=5, seconds=1.0 + later_s, tokens=50)
+        ChunkFinished(time_s=1.0, order=1, num_active=0, num_waiting=0, num_waiting_for_env=5, seconds=1.0, tokens=50)
+    )
+    story.event(
+        ChunkFinished(
+            time_s=2.0, order=1, num_active=0, num_waiting=0, num_waiting_for_env=5, seconds=1.0 + later_s, tokens=50
+        )
     )
     story.event(ChunkFinished(time_s=2.5, order=1, num_active=5, num_waiting=0, seconds=1.5 + later_s, tokens=99))
     story.event(finished(3.0, 1, 2.0 + later_s, tokens=120), Release(pipeline="a"))

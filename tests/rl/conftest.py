@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rlmux.rl.config import AlgorithmConfig, RolloutConfig, TaskConfig, TrainingConfig, SftWarmupConfig
+from rlmux.rl.config import AlgorithmConfig, RolloutConfig, SftWarmupConfig, TaskConfig, TrainingConfig
 from rlmux.rl.types import FinishedTurn, TrajectoryRequest
 
 

@@ -25,9 +25,9 @@ from rlmux.rl.config import (
     AlgorithmConfig,
     ModelConfig,
     RolloutConfig,
+    SftWarmupConfig,
     TaskConfig,
     TrainingConfig,
-    SftWarmupConfig,
 )
 from rlmux.runtime.backend import Submission
 from rlmux.runtime.controller import Controller
@@ -262,9 +262,7 @@ class Nodes:
     def add(self, *, num_gpus: int = 0, **num_devices: int) -> Any:
         """A node that offers so many devices of each pool."""
         resources = {f"rlmux_{pool}": num for pool, num in num_devices.items()}
-        return self.ray.add_node(
-            num_cpus=1, num_gpus=num_gpus, resources=resources, object_store_memory=80_000_000
-        )
+        return self.ray.add_node(num_cpus=1, num_gpus=num_gpus, resources=resources, object_store_memory=80_000_000)
 
     def make_backend(self, **options: Any) -> Callable[..., WorkerBackend]:
         from rlmux.runtime.ray_backend import ray_backend

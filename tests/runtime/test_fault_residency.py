@@ -27,9 +27,7 @@ def pair(real):
     return [replace(one, pipeline=replace(one.pipeline, footprint=footprint)) for one in pair]
 
 
-def with_memory(
-    cluster: Cluster, device_bytes: float, host_bytes: float, *, spills_to_disk: bool = False
-) -> Cluster:
+def with_memory(cluster: Cluster, device_bytes: float, host_bytes: float, *, spills_to_disk: bool = False) -> Cluster:
     return Cluster(
         pools={
             name: replace(

@@ -90,8 +90,7 @@ def once_at(pipeline: str, stage: Stage, step: int, act):
 
     def watch(backend, recorder) -> bool:
         is_there = any(
-            isinstance(action, RunStage)
-            and (action.pipeline, action.stage, action.step) == (pipeline, stage, step)
+            isinstance(action, RunStage) and (action.pipeline, action.stage, action.step) == (pipeline, stage, step)
             for action in recorder.actions
         )
         if is_there and not done:
@@ -173,9 +172,7 @@ def test_a_worker_that_always_dies_fails_its_pipeline_after_a_few_tries(
         return False
 
     options = WorkerOptions(max_losses=2)
-    run = real.run(
-        tmp_path / "run", pair, watch=kill_every_host_of_sort, options=options, make_backend=make_backend
-    )
+    run = real.run(tmp_path / "run", pair, watch=kill_every_host_of_sort, options=options, make_backend=make_backend)
     (failure,) = [event for event in run.recorder.events if isinstance(event, PipelineFailed)]
     assert failure.pipeline == "sort"
     assert "sort/host" in failure.reason

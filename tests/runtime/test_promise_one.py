@@ -79,9 +79,7 @@ class PausesEverything(Meddler):
 @pytest.mark.quick_on_ray
 def test_a_forced_pause_changes_nothing(real, make_backend, pair, solo, tmp_path):
     options = WorkerOptions(chunk_decode_steps=2, chunk_s=0.001)
-    paused = real.run(
-        tmp_path / "run", pair, policy=PausesEverything(), options=options, make_backend=make_backend
-    )
+    paused = real.run(tmp_path / "run", pair, policy=PausesEverything(), options=options, make_backend=make_backend)
     assert sum(isinstance(event, StagePaused) for event in paused.recorder.events) >= 4
     assert paused.sha256 == solo.sha256
 
@@ -134,9 +132,7 @@ def test_asynchronous_shares_on_both_devices_beside_another_pipeline_give_the_sa
     ]
     alone = real.run(tmp_path / "alone", pair, policy="solo")
     shared = real.run(tmp_path / "shared", pair, policy="jigsaw")
-    devices = {
-        action.devices for action in shared.recorder.actions if getattr(action, "stage", None) is Stage.GENERATE
-    }
+    devices = {action.devices for action in shared.recorder.actions if getattr(action, "stage", None) is Stage.GENERATE}
     assert len(devices) == 2
     assert alone.status == {"async": "finished", "tool": "finished"}
     assert shared.sha256 == alone.sha256

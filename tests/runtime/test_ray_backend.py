@@ -42,9 +42,7 @@ def local(real, pair, tmp_path_factory):
     return real.run(tmp_path_factory.mktemp("local"), pair, policy="solo")
 
 
-@pytest.mark.parametrize(
-    "transport", [Transport.HIERARCHICAL, pytest.param(Transport.OBJECTS, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("transport", [Transport.HIERARCHICAL, pytest.param(Transport.OBJECTS, marks=pytest.mark.slow)])
 def test_without_shared_memory_weights_are_delivered_and_are_the_same(real, pair, local, nodes, tmp_path, transport):
     apart = nodes.make_backend(is_sharing_memory=False, sync=RaySync(transport=transport))
     far = real.run(tmp_path / "run", pair, make_backend=apart)
@@ -283,9 +281,7 @@ class Asked:
         self._raylets: dict[str, Any] = {}
 
     def add(self, name: str, device: DeviceId) -> None:
-        worker = self._workplace.spawn(
-            name, __import__, ("os",), device=device, log_path=self._log, call_limit_s=60.0
-        )
+        worker = self._workplace.spawn(name, __import__, ("os",), device=device, log_path=self._log, call_limit_s=60.0)
         self._said[name] = []
         worker.call(0.0, "getenv", ("CUDA_VISIBLE_DEVICES",), self._said[name].append)
         self._raylets[name] = worker._actor.__ray_call__.remote(lambda actor: os.getppid())

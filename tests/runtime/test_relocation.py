@@ -11,9 +11,7 @@ from rlmux.core.placement import PlacementChoice, PlacementView, Relocation
 from rlmux.core.views import GroupView, RunWork
 from rlmux.policies.planning.dispatching import first_come
 
-ON_NEW_NODES = PlacementChoice(
-    kind=AdmissionKind.NEW, group=None, num_new_rollout_nodes=1, num_new_train_nodes=1
-)
+ON_NEW_NODES = PlacementChoice(kind=AdmissionKind.NEW, group=None, num_new_rollout_nodes=1, num_new_train_nodes=1)
 
 
 class MovesOnce:

@@ -38,9 +38,7 @@ def take_part(
     )
     inside = dist.new_group([layout.receiver_rank(receiver) for receiver in range(layout.num_receivers)])
     for version in (3, 4):
-        payload = torch.randint(
-            256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(version)
-        )
+        payload = torch.randint(256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(version))
         if rank < layout.num_senders:
             counter = Counter()
             sender(layout, rank, dist.group.WORLD, link=counter).send(payload, version, scheme)

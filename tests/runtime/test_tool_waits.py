@@ -14,9 +14,7 @@ from rlmux.rl.config import SftWarmupConfig
 
 def test_a_rollout_whose_slots_all_wait_for_tools_asks_nothing_of_its_worker(real, make_backend, tmp_path):
     """16 trajectories on 8 slots: while 8 wait for the tool, 8 wait for them."""
-    slow = real.submission(
-        "slow", task="calculator", num_steps=1, task_fields={"params": {"digits": 1, "wait_s": 0.5}}
-    )
+    slow = real.submission("slow", task="calculator", num_steps=1, task_fields={"params": {"digits": 1, "wait_s": 0.5}})
     # Long enough for it to learn to ask.
     plan = replace(slow.plan, warm_start=SftWarmupConfig(num_updates=100, batch_size=32, learning_rate=5e-3))
     run = real.run(tmp_path, [replace(slow, plan=plan)], make_backend=make_backend)

@@ -146,9 +146,7 @@ def test_scores_are_asked_for_after_every_turn(rollout: Rollout) -> None:
     rollout.chunk(LEFT, active=1, finished=[turn_of(rollout.requests[0])])
     rollout.chunk(LEFT, active=1, finished=[turn_of(rollout.requests[1])])
     rollout.backend.execute(
-        RunStage(
-            order=OrderId(3), pipeline=PipelineId("p"), step=1, stage=Stage.REWARD, devices=(), weight_version=0
-        )
+        RunStage(order=OrderId(3), pipeline=PipelineId("p"), step=1, stage=Stage.REWARD, devices=(), weight_version=0)
     )
     assert [method for method, *_ in rollout.worker("host").calls] == ["on_turns", "on_turns", "finish_step"]
 

@@ -103,9 +103,7 @@ def test_pixels_without_the_extra_are_refused_by_name_and_the_rest_is_written(mo
 
 def span(pipeline, *nodes):
     devices = tuple(DeviceId("train", node, 0) for node in nodes)
-    return Span(
-        pipeline=pipeline, devices=devices, stage=Stage.UPDATE, step=1, begin_s=0.0, end_s=1.0, switch_s=0.0
-    )
+    return Span(pipeline=pipeline, devices=devices, stage=Stage.UPDATE, step=1, begin_s=0.0, end_s=1.0, switch_s=0.0)
 
 
 def test_a_group_is_whoever_shares_devices_directly_or_through_others():

@@ -121,7 +121,9 @@ class Live:
                 action = self._orders.get(event.order)
                 if action is not None:
                     row = self._rows[action.pipeline]
-                    row.doing = f"{_words(action)}, {event.num_active + event.num_waiting + event.num_waiting_for_env} open"
+                    row.doing = (
+                        f"{_words(action)}, {event.num_active + event.num_waiting + event.num_waiting_for_env} open"
+                    )
 
     def _begin(self, action: RunStage) -> None:
         self._orders[action.order] = action

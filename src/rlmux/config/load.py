@@ -39,9 +39,9 @@ from rlmux.rl.config import (
     AlgorithmConfig,
     ModelConfig,
     RolloutConfig,
+    SftWarmupConfig,
     TaskConfig,
     TrainingConfig,
-    SftWarmupConfig,
 )
 
 BYTES_PER_GB = 1e9

@@ -22,9 +22,9 @@ from rlmux.rl.config import (
     AlgorithmConfig,
     ModelConfig,
     RolloutConfig,
+    SftWarmupConfig,
     TaskConfig,
     TrainingConfig,
-    SftWarmupConfig,
 )
 
 _MODEL = ModelConfig()

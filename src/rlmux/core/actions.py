@@ -1,9 +1,9 @@
 """Orders, in the imperative: everything the scheduler can ask of a driver.
 
-    RunStage / MigrateShard carry an id; exactly one event names it when it ends
-        RunStage ─▶ ChunkFinished* ─▶ StageFinished | StagePaused (after a Pause, or when the driver must stop)
-        MigrateShard  ─▶ TrajectoriesMigrated
-    the others take effect at once
+RunStage / MigrateShard carry an id; exactly one event names it when it ends
+    RunStage ─▶ ChunkFinished* ─▶ StageFinished | StagePaused (after a Pause, or when the driver must stop)
+    MigrateShard  ─▶ TrajectoriesMigrated
+the others take effect at once
 """
 
 from __future__ import annotations

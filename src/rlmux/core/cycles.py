@@ -1,7 +1,7 @@
 """How long a group's strict meta-iteration takes.
 
-In a strict meta-iteration every member has its steps_per_cycle, one rollout and one train phase each, and every node serves
-the steps_per_cycle of its members in the same cyclic order. The k-th meta-iteration obeys
+In a strict meta-iteration every member has its steps per cycle, one rollout and one train phase each, and every node serves
+the steps per cycle of its members in the same cyclic order. The k-th meta-iteration obeys
 
     rollout of a turn after the same member's previous train phase
     rollout of a turn after the previous turn's rollout on each of its nodes
@@ -17,12 +17,12 @@ train phases, each once, at most T_load in all: at most (q + 1) T_load over at l
 
 The proof needs node sets that are equal or disjoint. Counterexample: order a, ab, b with rollout seconds
 10, 1, 10 on nodes {A}, {A, B}, {B} and 1 s of training each: T_cycle = T_load = 11, the period is 11.5, as a run
-of rollouts crosses from A to B inside `ab`. Such groups, and those with several steps_per_cycle for a member, are computed
+of rollouts crosses from A to B inside `ab`. Such groups, and those with several steps per cycle for a member, are computed
 exactly (Karp's maximum cycle mean).
 
-Several steps_per_cycle: a member with m steps_per_cycle has its n-th (from 0) at n / m of the meta-iteration, ties in the members' order:
+Several steps_per_cycle: a member with m steps per cycle has its n-th (from 0) at n / m of the meta-iteration, ties in the members' order:
 
-    steps_per_cycle a: 1, b: 3    order  a b b b        steps_per_cycle a: 2, b: 3    order  a b b a b
+    steps per cycle a: 1, b: 3    order  a b b b        steps per cycle a: 2, b: 3    order  a b b a b
 
 A step of that member then takes period / m on average.
 """
@@ -51,7 +51,7 @@ class PhaseLoad:
 
 
 def cycle_s(loads: Sequence[PhaseLoad]) -> float:
-    """T_cycle: the longest that a member needs for its steps_per_cycle when alone (RollMux section 4.1)."""
+    """T_cycle: the longest that a member needs for its steps per cycle when alone (RollMux section 4.1)."""
     return max((load.solo_s * load.steps_per_cycle for load in loads), default=0.0)
 
 
@@ -112,7 +112,7 @@ def fits_period(loads: Sequence[PhaseLoad], period_s: float) -> bool:
 
 
 def cycle_order(steps_per_cycle: Sequence[int]) -> list[int]:
-    """The members' numbers in the cyclic order of their steps_per_cycle."""
+    """The members' numbers in the cyclic order of their steps per cycle."""
     if max(steps_per_cycle, default=1) == 1:
         return list(range(len(steps_per_cycle)))
     return [j for _, j in sorted((n / count, j) for j, count in enumerate(steps_per_cycle) for n in range(count))]
@@ -120,7 +120,9 @@ def cycle_order(steps_per_cycle: Sequence[int]) -> list[int]:
 
 def is_formula_exact(loads: Sequence[PhaseLoad]) -> bool:
     """Whether the meta-iteration is known to take max(T_cycle, T_load)."""
-    return all(load.steps_per_cycle == 1 for load in loads) and has_separate_node_sets([load.rollout_nodes for load in loads])
+    return all(load.steps_per_cycle == 1 for load in loads) and has_separate_node_sets(
+        [load.rollout_nodes for load in loads]
+    )
 
 
 def has_separate_node_sets(node_sets: Sequence[tuple[Hashable, ...]]) -> bool:

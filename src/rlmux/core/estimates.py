@@ -180,9 +180,7 @@ class StepHistory:
         """When the open step must have ended for the mean of all steps to keep the SLO; infinite without one."""
         self._last_step = math.inf
 
-    def open_rollout(
-        self, step: int, devices: Sequence[DeviceId], now_s: float, *, is_colocated: bool = False
-    ) -> None:
+    def open_rollout(self, step: int, devices: Sequence[DeviceId], now_s: float, *, is_colocated: bool = False) -> None:
         pipeline = self._pipeline
         estimate = (pipeline.colocated_estimate if is_colocated else None) or pipeline.estimate
         if step <= self._last_step:  # the first one, or again from a restored step

@@ -62,7 +62,7 @@ class PlacementChoice:
     """With `is_colocated`: others may join on the same nodes, each training on the `train_nodes` it names."""
     steps_per_cycle: tuple[tuple[PipelineId, int], ...] = ()
     """Steps in each meta-iteration and, by their order, the cyclic order: for the pipeline and members of its new
-    group. The others keep their steps_per_cycle and follow; a newcomer has 1."""
+    group. The others keep their steps per cycle and follow; a newcomer has 1."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,7 +123,7 @@ class GroupLoad:
     """Of one meta-iteration, by rollout node."""
     train_load_s: float
     cycle_s: float
-    """T_cycle: the longest that a member needs for its steps_per_cycle when alone."""
+    """T_cycle: the longest that a member needs for its steps per cycle when alone."""
     load_s: float
     """T_load: the busiest node's work in one meta-iteration."""
     period_s: float
@@ -644,7 +644,9 @@ class PlacementLedger:
         self._group_of[pipeline.id] = group_id
         self._store(
             group_id,
-            _with_steps_per_cycle((*members, Member(pipeline=pipeline, placement=placement)), dict(choice.steps_per_cycle)),
+            _with_steps_per_cycle(
+                (*members, Member(pipeline=pipeline, placement=placement)), dict(choice.steps_per_cycle)
+            ),
             tuple(dict.fromkeys(group_rollout + rollout_nodes)),
             group_train,
         )
@@ -750,7 +752,7 @@ class PlacementLedger:
 
 
 def _with_steps_per_cycle(members: tuple[Member, ...], steps_per_cycle: Mapping[PipelineId, int]) -> tuple[Member, ...]:
-    """New steps_per_cycle where given, in lowest terms; these members come first, in the order given."""
+    """New steps per cycle where given, in lowest terms; these members come first, in the order given."""
     counts = [steps_per_cycle.get(member.pipeline.id, member.steps_per_cycle) for member in members]
     divisor = math.gcd(*counts)
     changed = [

@@ -26,13 +26,13 @@ from rlmux.core.actions import (
     MigrateShard,
     Pause,
     Prefetch,
+    Queue,
     Refuse,
     Release,
     Relocate,
     RunStage,
     SetDeviceFraction,
     Switch,
-    Queue,
 )
 from rlmux.core.errors import IllegalTransitionError
 from rlmux.core.events import (
@@ -219,9 +219,9 @@ class Scheduler:
         self._refresh_cycle(group, has_newcomer=True)
 
     def _refresh_cycle(self, group: GroupState, *, has_newcomer: bool = False) -> None:
-        """Learn the members' steps_per_cycle and order from the books; the meta-iteration begins anew where they changed.
+        """Learn the members' steps per cycle and order from the books; the meta-iteration begins anew where they changed.
 
-        What a member is ahead with its rollout (begun, not yet trained) it stays ahead with. Who has fewer steps_per_cycle
+        What a member is ahead with its rollout (begun, not yet trained) it stays ahead with. Who has fewer steps per cycle
         than others and no trajectories to train on yet comes last: the others lap it while it rolls out.
         """
         if not self.ledger.has_group(group.id):
@@ -784,15 +784,12 @@ class Scheduler:
 def _rounds_before(group: GroupState) -> int:
     """What a newcomer counts as begun: it takes the last turn of the cycle under way.
 
-    One number for all its devices, so that its steps_per_cycle in rollout and in training belong to the same cycle: were
+    One number for all its devices, so that its steps per cycle in rollout and in training belong to the same cycle: were
     its first training phase counted into another cycle than its first rollout, each pool would wait for the
     other and the group would run one phase at a time for ever.
     """
     begun = [
-        count
-        for run in group.members.values()
-        for (phase, _), count in run.rounds.items()
-        if phase is Phase.ROLLOUT
+        count for run in group.members.values() for (phase, _), count in run.rounds.items() if phase is Phase.ROLLOUT
     ]
     return max(0, min(max(begun) - 1, min(begun))) if begun else 0  # who filled gaps is ahead of the cycle
 

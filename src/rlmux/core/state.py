@@ -1,14 +1,14 @@
 """What the scheduler remembers. Mutable, and owned by `Scheduler` alone: nobody else holds one of these.
 
-    SchedulerState
-    ├── runs:    pipeline ─▶ PipelineRun      where each pipeline is in its steps
-    ├── groups:  group    ─▶ GroupState       its members in cyclic order, its ready work
-    ├── devices: device   ─▶ DeviceState      who computes there, whose state is resident
-    └── orders:  order    ─▶ Order            what was ordered and has not ended
+SchedulerState
+├── runs:    pipeline ─▶ PipelineRun      where each pipeline is in its steps
+├── groups:  group    ─▶ GroupState       its members in cyclic order, its ready work
+├── devices: device   ─▶ DeviceState      who computes there, whose state is resident
+└── orders:  order    ─▶ Order            what was ordered and has not ended
 
-    a rollout share (one step's trajectories on one device):  CLOSED ─▶ READY ─▶ RUNNING ─▶ DONE
-                                                                          ▲         │
-                                                                          └─ paused ┘
+a rollout share (one step's trajectories on one device):  CLOSED ─▶ READY ─▶ RUNNING ─▶ DONE
+                                                                      ▲         │
+                                                                      └─ paused ┘
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The legal moves of a pipeline's life, as a table.
 
-    WAITING ─▶ RUNNING ─▶ FINISHED | CANCELLED | FAILED
-       ▲  │       │
-       │  │       └─▶ WAITING   (its node was lost)
-       │  └─▶ REFUSED | CANCELLED | FAILED
+WAITING ─▶ RUNNING ─▶ FINISHED | CANCELLED | FAILED
+   ▲  │       │
+   │  │       └─▶ WAITING   (its node was lost)
+   │  └─▶ REFUSED | CANCELLED | FAILED
 """
 
 from __future__ import annotations

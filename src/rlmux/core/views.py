@@ -183,7 +183,7 @@ class MemberView:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Turn:
+class CycleSlot:
     """A member's next phase on a device. By the estimates."""
 
     gap_s: float
@@ -286,21 +286,21 @@ class GroupView:
     def is_next_in_cycle(self, work: ReadyWork) -> bool:
         """In a strict meta-iteration, is it this pipeline's turn on all of the work's devices?
 
-        A member with m steps_per_cycle has its n-th (from 0) at n / m of the meta-iteration. On every device the member
+        A member with m steps per cycle has its n-th (from 0) at n / m of the meta-iteration. On every device the member
         whose next turn comes first is next, ties in cyclic order, ready or not. With one turn each that is
         RollMux section 5.1: one rollout and one training phase each per cycle.
         """
         return all(self._is_next(work, device) for device in work.devices)
 
-    def cycle_slot(self, work: ReadyWork) -> Turn:
+    def cycle_slot(self, work: ReadyWork) -> CycleSlot:
         """The phase that begins with this work."""
         run = self._group.members[work.pipeline]
         seconds = _phase_s(run, work.phase)
         switch_s, forced_s = self._switch_s(run, work.phase, work.devices[0])
-        return Turn(gap_s=0.0, seconds=seconds, switch_s=switch_s, forced_s=forced_s, laxity_s=self._laxity_s(run))
+        return CycleSlot(gap_s=0.0, seconds=seconds, switch_s=switch_s, forced_s=forced_s, laxity_s=self._laxity_s(run))
 
-    def cycle_slots_before(self, work: ReadyWork, device: DeviceId) -> list[Turn]:
-        """Who is to begin there before this work, in the order of their steps_per_cycle."""
+    def cycle_slots_before(self, work: ReadyWork, device: DeviceId) -> list[CycleSlot]:
+        """Who is to begin there before this work, in the order of their steps per cycle."""
         key = (work.phase, device)
         pinned = self._group.members_by_device[key]
         mine = pinned[work.pipeline]
@@ -315,7 +315,7 @@ class GroupView:
         for _, run in ranked:
             switch_s, forced_s = self._switch_s(run, work.phase, device)
             steps_per_cycle.append(
-                Turn(
+                CycleSlot(
                     gap_s=self._gap_s(run, work.phase, device),
                     seconds=_phase_s(run, work.phase),
                     switch_s=switch_s,
@@ -386,7 +386,9 @@ class GroupView:
         mine = pinned[work.pipeline]
         begun, steps_per_cycle, place = mine.rounds[key], mine.steps_per_cycle, mine.place
         for pipeline_id, run in pinned.items():
-            lead = begun * run.steps_per_cycle - run.rounds[key] * steps_per_cycle  # positive: the other's next turn comes first
+            lead = (
+                begun * run.steps_per_cycle - run.rounds[key] * steps_per_cycle
+            )  # positive: the other's next turn comes first
             if (
                 (lead > 0 or (lead == 0 and run.place < place))
                 and pipeline_id != work.pipeline

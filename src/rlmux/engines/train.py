@@ -76,9 +76,7 @@ class _Step:
 class TorchTrainEngine:
     """One rank's `TrainEngine` in torch, float32."""
 
-    def __init__(
-        self, plan: TrainingConfig, *, vocabulary: Vocabulary | None = None, device: str = "cpu"
-    ) -> None:
+    def __init__(self, plan: TrainingConfig, *, vocabulary: Vocabulary | None = None, device: str = "cpu") -> None:
         if plan.algorithm.name not in ALGORITHMS:
             raise UserError(f"algorithm.name: {plan.algorithm.name!r}; accepted: {', '.join(ALGORITHMS)}")
         self._plan = plan
@@ -318,9 +316,7 @@ class TorchTrainEngine:
                 logprobs, _ = token_logprobs(self._model, on_device, 1.0)
                 total_loss += self._add_gradient(-(logprobs * on_device.weights).sum(), SFT_WARMUP)
                 if place == len(batches) - 1:
-                    rate = _warm_start_rate(
-                        plan.warm_start.learning_rate, update, plan.warm_start.num_updates
-                    )
+                    rate = _warm_start_rate(plan.warm_start.learning_rate, update, plan.warm_start.num_updates)
                     metrics["grad_norm"] = self._optimizer_step(rate, SFT_WARMUP)
                     metrics["loss"] = total_loss
                     self._warm_start_updates += 1
@@ -389,9 +385,7 @@ class TorchTrainEngine:
             totals["clip_fraction"] += float(is_clipped.sum()) / num_sampled
             totals["stale_token_share"] += float(on_device.is_stale.sum()) / num_sampled
             if place == len(step.micro_batches) - 1:
-                rate = _warmed_up(
-                    algorithm.learning_rate, self._optimizer.num_updates, algorithm.lr_warmup_steps
-                )
+                rate = _warmed_up(algorithm.learning_rate, self._optimizer.num_updates, algorithm.lr_warmup_steps)
                 metrics["grad_norm"] = self._optimizer_step(rate, UPDATE)
                 metrics["learning_rate"] = rate
                 metrics.update(totals)
@@ -406,9 +400,7 @@ class TorchTrainEngine:
         """Backward of one micro-batch; its gradient becomes the tree's next leaf."""
         value = float(loss.detach())
         if not math.isfinite(value):
-            raise PipelineError(
-                f"{self._place(stage)}: the loss is {value}; the weights are left as they were"
-            )
+            raise PipelineError(f"{self._place(stage)}: the loss is {value}; the weights are left as they were")
         self._flat.gradients.zero_()
         loss.backward()  # type: ignore[no-untyped-call]
         self._gradient_sum.add(self._flat.gradients.clone())
@@ -419,9 +411,7 @@ class TorchTrainEngine:
         gradients = self._gradient_sum.total()
         norm = float(torch.linalg.vector_norm(gradients))
         if not math.isfinite(norm):
-            raise PipelineError(
-                f"{self._place(stage)}: the gradient norm is {norm}; the weights are left as they were"
-            )
+            raise PipelineError(f"{self._place(stage)}: the gradient norm is {norm}; the weights are left as they were")
         if norm > self._plan.algorithm.grad_clip:
             gradients.mul_(self._plan.algorithm.grad_clip / norm)
         self._optimizer.update(self._flat.weights, gradients, learning_rate)

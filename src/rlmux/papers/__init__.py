@@ -1,7 +1,7 @@
 """Both papers' tables again: published, ours, deviation, cause.
 
-    reproduce("rollmux")    OSDI'26 "Weave": placement, cycles, switches       papers/rollmux.py
-    reproduce("jigsawrl")   sub-stages, sharing, tail migration                papers/jigsawrl.py
+reproduce("rollmux")    OSDI'26 "Weave": placement, cycles, switches       papers/rollmux.py
+reproduce("jigsawrl")   sub-stages, sharing, tail migration                papers/jigsawrl.py
 """
 
 from __future__ import annotations

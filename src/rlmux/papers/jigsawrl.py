@@ -95,9 +95,7 @@ _DEPLOYMENTS: dict[str, dict[str, Any]] = {
 }
 
 
-def _add(
-    work: dict[_Key, Task], how: str, pair: Sequence[Recorded], num_gpus: int, seed: int, *policies: str
-) -> None:
+def _add(work: dict[_Key, Task], how: str, pair: Sequence[Recorded], num_gpus: int, seed: int, *policies: str) -> None:
     made = crowd(pair, num_gpus=num_gpus, num_steps=_NUM_STEPS, seed=seed, **_DEPLOYMENTS[how])
     for policy in policies:
         work[_name(pair), f"{how}/{policy}", num_gpus, seed] = Task(workload=made, policy=policy)

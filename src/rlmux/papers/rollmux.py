@@ -277,7 +277,7 @@ def _beyond_rows(done: Mapping[tuple[Any, ...], Any], num_seeds: int) -> list[Ro
 
 _BOUND = (
     "whole nodes that the running pipelines keep busy, as if any work could share any node at any moment: what stands "
-    "between is strict steps_per_cycle (a node pair serves whose steps fit one cycle), the cap of 5, and moves at step ends only"
+    "between is a strict cycle (a node pair serves whose steps fit one cycle), the cap of 5, and moves at step ends only"
 )
 
 

@@ -199,7 +199,7 @@ def _age(work: ReadyWork) -> tuple[bool, int]:
 class Gavel:
     """`gavel`: job-level fractional shares of heterogeneous nodes, without phase interleaving.
 
-    Pipelines that share nodes take steps_per_cycle by whole steps: nobody rolls out while another trains. A round of a
+    Pipelines that share nodes alternate by whole steps: nobody rolls out while another trains. A round of a
     shared set is then the sum of its members' solo steps, and a pipeline joins where that sum keeps every SLO.
     Otherwise it founds the cheapest set that keeps its own: its training nodes alone for both phases (if it is
     known how fast that is), or rollout and training nodes. Queue order is by arrival.

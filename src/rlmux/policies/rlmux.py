@@ -9,7 +9,7 @@ every SLO under the strict meta-iteration that its groups run. A pipeline that f
 on its training nodes, both phases there, where its measured colocated step keeps its SLO. On a cluster
 without prices nodes are sunk cost: pipelines spread over free nodes before they share.
 
-Inside a group whose nodes are kept apart by phase, the meta-iteration's steps_per_cycle decide. Where nodes serve both phases of
+Inside a group whose nodes are kept apart by phase, the meta-iteration's steps per cycle decide. Where nodes serve both phases of
 everyone (one pool; a table that says it helps; nodes that cost nothing and pipelines nobody knows yet), its dispatch is
 `jigsaw`'s: sub-stages of all members, look-ahead, sharing, merged tails.
 
@@ -66,9 +66,9 @@ class RlMux:
     slo_margin: float = 0.0
     """Share of each SLO kept in hand for what the meta-iteration does not show: waiting for a turn after a move."""
     overtakes: bool = True
-    """Leave the order of steps_per_cycle where a gap or a threatened SLO asks for it and nobody becomes late."""
+    """Leave the order of steps per cycle where a gap or a threatened SLO asks for it and nobody becomes late."""
     laps: bool = True
-    """Let short pipelines take several steps_per_cycle in a long one's meta-iteration."""
+    """Let short pipelines take several steps per cycle in a long one's meta-iteration."""
     _lap_finder: LapFinder = field(default_factory=LapFinder, repr=False, compare=False)
     _fruitless: dict[tuple[PipelineId, ...], None] = field(default_factory=dict, repr=False, compare=False)
     """Neighbourhoods that were searched in vain, by their members; the oldest are forgotten."""
@@ -141,7 +141,7 @@ class RlMux:
         """Whether nodes are to serve both phases of everyone: there is one pool, or sharing is expected to be better.
 
         It is where nothing is paid for it (nodes cost nothing, or the pipeline would hold them all anyway) and a table
-        says that sub-stages help each other. Of a pipeline whose seconds nobody knows no steps_per_cycle can be promised: it
+        says that sub-stages help each other. Of a pipeline whose seconds nobody knows no steps per cycle can be promised: it
         shares nodes that cost nothing, and what it does decides.
         """
         if view.cluster.pool_for(Phase.ROLLOUT) is None:

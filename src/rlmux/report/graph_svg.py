@@ -61,9 +61,7 @@ def step_graph(
         else:
             known = stages.get(order.stage)
             begin_s = known.begin_s if known else order.start_s
-            stages[order.stage] = StageRecord(
-                stage=order.stage, devices=order.devices, begin_s=begin_s, end_s=end_s
-            )
+            stages[order.stage] = StageRecord(stage=order.stage, devices=order.devices, begin_s=begin_s, end_s=end_s)
     return graph_of_step(pipeline, step, list(shares.values()), list(stages.values()), dense_above=dense_above)
 
 
@@ -205,5 +203,3 @@ def _marker() -> str:
 
 def _escaped(text: str) -> str:
     return text.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
-
-

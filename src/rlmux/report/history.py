@@ -17,7 +17,17 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from rlmux.core.actions import Action, Admit, MigrateShard, Refuse, Release, Relocate, RunStage, SetDeviceFraction, Switch
+from rlmux.core.actions import (
+    Action,
+    Admit,
+    MigrateShard,
+    Refuse,
+    Release,
+    Relocate,
+    RunStage,
+    SetDeviceFraction,
+    Switch,
+)
 from rlmux.core.events import (
     ChunkFinished,
     Event,

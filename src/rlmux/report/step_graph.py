@@ -211,9 +211,7 @@ def _bands(share: ShareRecord, dense_above: int, min_part: float) -> list[tuple[
 
 
 def _band_of(stage: Stage) -> Band:
-    return {Phase.TRAIN: Band.TRAIN, Phase.SYNC: Band.SYNC, Phase.ENV: Band.ENV}.get(
-        PHASE_BY_STAGE[stage], Band.DENSE
-    )
+    return {Phase.TRAIN: Band.TRAIN, Phase.SYNC: Band.SYNC, Phase.ENV: Band.ENV}.get(PHASE_BY_STAGE[stage], Band.DENSE)
 
 
 def seconds_by_band(graph: SubStageGraph) -> Mapping[Band, float]:

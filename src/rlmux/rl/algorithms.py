@@ -64,9 +64,7 @@ ALGORITHMS: dict[str, Algorithm] = {
     ),
     "dr-grpo": Algorithm(
         advantages=group_centered,
-        trajectory_weight=lambda num_trajectories, length, max_new_tokens: (
-            1 / (num_trajectories * max_new_tokens)
-        ),
+        trajectory_weight=lambda num_trajectories, length, max_new_tokens: 1 / (num_trajectories * max_new_tokens),
     ),
     "rloo": Algorithm(
         advantages=leave_one_out,

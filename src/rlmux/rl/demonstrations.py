@@ -29,9 +29,7 @@ def demonstration_batch(
 ) -> list[Demonstration]:
     """The demonstrations of one warm-start update; updates count from 0."""
     size = plan.warm_start.batch_size
-    return [
-        _demonstration(plan, task, vocabulary, -1 - (update_index * size + place)) for place in range(size)
-    ]
+    return [_demonstration(plan, task, vocabulary, -1 - (update_index * size + place)) for place in range(size)]
 
 
 def _demonstration(plan: TrainingConfig, task: Task, vocabulary: Vocabulary, index: int) -> Demonstration:

@@ -22,8 +22,7 @@ from rlmux.rl.tasks.base import Task
 from rlmux.rl.types import Prompt
 
 _ACCEPTED = (
-    "accepted: verl's (data_source, solution_str, ground_truth, extra_info) "
-    "or TRL's (prompts, completions, **columns)"
+    "accepted: verl's (data_source, solution_str, ground_truth, extra_info) or TRL's (prompts, completions, **columns)"
 )
 
 
@@ -72,9 +71,7 @@ class Reward:
             return result
         if "score" not in result:
             keys = ", ".join(sorted(map(str, result)))
-            raise PipelineError(
-                f"{self.name} returned a dict with {keys or 'no keys'}; accepted: one with 'score'"
-            )
+            raise PipelineError(f"{self.name} returned a dict with {keys or 'no keys'}; accepted: one with 'score'")
         return result["score"]
 
     def _number(self, reward: Any) -> float:
@@ -97,22 +94,16 @@ def load_reward(spec: str) -> Callable[..., Any]:
         module = importlib.import_module(module_name)
     except ModuleNotFoundError as error:
         if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise UserError(
-                f"task.reward: {spec!r} imports {error.name!r}, which is not installed"
-            ) from error
+            raise UserError(f"task.reward: {spec!r} imports {error.name!r}, which is not installed") from error
         raise UserError(
             f"task.reward: no module {module_name!r} beside the spec file, in the working folder or installed"
         ) from None
     except Exception as error:
-        raise UserError(
-            f"task.reward: importing {module_name!r} raised {type(error).__name__}: {error}"
-        ) from error
+        raise UserError(f"task.reward: importing {module_name!r} raised {type(error).__name__}: {error}") from error
     function = getattr(module, function_name, None)
     if not callable(function):
         names = ", ".join(name for name, value in vars(module).items() if inspect.isfunction(value))
-        raise UserError(
-            f"task.reward: {module_name!r} has no function {function_name!r}; it has: {names or 'none'}"
-        )
+        raise UserError(f"task.reward: {module_name!r} has no function {function_name!r}; it has: {names or 'none'}")
     parameters = inspect.signature(function).parameters
     if "solution_str" not in parameters and not _is_trl(function):
         raise UserError(f"task.reward: {spec!r} takes ({', '.join(parameters)}); {_ACCEPTED}")

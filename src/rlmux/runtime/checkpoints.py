@@ -159,7 +159,7 @@ class CheckpointWriter:
         self._written: list[Written] = []
 
     def begin(self, folder: Path, snapshot: Callable[[], Callable[[Path], None]]) -> None:
-        """Queue for the one before, have a snapshot taken, and begin to write it.
+        """Wait for the one before, have a snapshot taken, and begin to write it.
 
         `snapshot` returns what writes it into a folder. Raises what writing the one before raised.
         """

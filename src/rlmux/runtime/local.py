@@ -1,8 +1,8 @@
 """Backend `local`: every worker is a process on this machine. No server, no Ray.
 
-    device    one GPU, where there are any that may be used (CUDA_VISIBLE_DEVICES; empty: none); else one CPU core,
-              which its workers are pinned to; a worker computes with one thread there
-    weights   files in shared memory, in a folder that only the user can read
+device    one GPU, where there are any that may be used (CUDA_VISIBLE_DEVICES; empty: none); else one CPU core,
+          which its workers are pinned to; a worker computes with one thread there
+weights   files in shared memory, in a folder that only the user can read
 """
 
 from __future__ import annotations

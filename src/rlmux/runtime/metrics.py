@@ -34,9 +34,7 @@ class MetricsWriter:
         self._writers: dict[PipelineId, Any] = {}
         self._last_step: dict[PipelineId, int] = {}
 
-    def update(
-        self, now_s: float, events: Sequence[Event], actions: Sequence[Action], notes: Sequence[Note]
-    ) -> None:
+    def update(self, now_s: float, events: Sequence[Event], actions: Sequence[Action], notes: Sequence[Note]) -> None:
         for note in notes:
             if note.type == "step":
                 self._write(now_s, note.fields["pipeline"], note.fields["step"], note.fields["metrics"])

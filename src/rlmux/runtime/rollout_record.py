@@ -1,8 +1,8 @@
 """What one step's rollout was like, for the log: enough to ask what it would have taken on other devices.
 
-    chunks ──▶ seconds of iterations, by rows     ┐
-    turns, replies ──▶ waits of each trajectory   ├─▶ note `rollout`  ──▶  sim/workloads/recorded.py
-    the step's batch ──▶ tokens of each           ┘
+chunks ──▶ seconds of iterations, by rows     ┐
+turns, replies ──▶ waits of each trajectory   ├─▶ note `rollout`  ──▶  sim/workloads/recorded.py
+the step's batch ──▶ tokens of each           ┘
 """
 
 from __future__ import annotations

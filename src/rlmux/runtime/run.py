@@ -1,7 +1,7 @@
 """One run from start to end: the folder, the log, the scheduler, a backend, the reports.
 
-    run_pipelines    a new run in a new folder
-    resume_pipelines the same folder after a stop or a crash: every pipeline goes on from its newest checkpoint
+run_pipelines    a new run in a new folder
+resume_pipelines the same folder after a stop or a crash: every pipeline goes on from its newest checkpoint
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rlmux.core.actions import Action, Admit, Refuse, Queue
+from rlmux.core.actions import Action, Admit, Queue, Refuse
 from rlmux.core.errors import UserError
 from rlmux.core.events import Event, PipelineCancelled
 from rlmux.core.model import PipelineId, PipelineStatus
@@ -146,9 +146,7 @@ class Desk:
         )
         self._answers.append(_Answer(request, outcomes))
 
-    def _cancel(
-        self, request: Request, name: PipelineId, upcoming: Sequence[Submission], turn: _Turn
-    ) -> None:
+    def _cancel(self, request: Request, name: PipelineId, upcoming: Sequence[Submission], turn: _Turn) -> None:
         run = self._scheduler.state.runs.get(name)
         if run is None and name in [one.pipeline.id for one in upcoming] and name not in turn.withdrawn:
             turn.withdrawn.append(name)

@@ -83,7 +83,7 @@ class Link:
         self._free_at_s = time.monotonic()
 
     def take(self, num_bytes: int) -> None:
-        """Queue until so many bytes have had their time on the link."""
+        """Wait until so many bytes have had their time on the link."""
         self._free_at_s = max(self._free_at_s, time.monotonic() - self._burst_s) + num_bytes / self._bytes_per_s
         time.sleep(max(0.0, self._free_at_s - time.monotonic()))
 

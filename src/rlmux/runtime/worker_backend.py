@@ -25,7 +25,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlmux.core.actions import Action, Admit, MigrateShard, Pause, Prefetch, Release, Relocate, RunStage, SetDeviceFraction, Switch
+from rlmux.core.actions import (
+    Action,
+    Admit,
+    MigrateShard,
+    Pause,
+    Prefetch,
+    Release,
+    Relocate,
+    RunStage,
+    SetDeviceFraction,
+    Switch,
+)
 from rlmux.core.errors import RlmuxError, StorageError, WorkerLostError
 from rlmux.core.events import (
     ChunkFinished,
@@ -84,8 +95,14 @@ class Workplace(Protocol):
     """Where workers live: processes of this machine, or actors of a cluster."""
 
     def spawn(
-        self, name: str, make_worker: Callable[..., Any], args: tuple[Any, ...], *,
-        device: DeviceId | None, log_path: Path, call_limit_s: float,
+        self,
+        name: str,
+        make_worker: Callable[..., Any],
+        args: tuple[Any, ...],
+        *,
+        device: DeviceId | None,
+        log_path: Path,
+        call_limit_s: float,
     ) -> Worker:
         """Start a worker, pinned to its device."""
 
@@ -316,9 +333,7 @@ class WorkerBackend:
         if before is not None:
             self._keep_count(before, self._workers[action.pipeline])
             self._told_to_begin_anew.add(action.pipeline)
-            self._events.append(
-                PipelineRestarted(time_s=self.now_s(), pipeline=action.pipeline, restored_step=step)
-            )
+            self._events.append(PipelineRestarted(time_s=self.now_s(), pipeline=action.pipeline, restored_step=step))
 
     def _replace(self, action: Relocate) -> None:
         """Between two steps: go on from a checkpoint on other nodes, once the one under way is written."""
@@ -474,9 +489,7 @@ class WorkerBackend:
         self._drop_orders(pipeline)
         for process in workers.processes:
             self._kill(process)
-        step = self._start(
-            workers.submission, workers.placement, workers.folder, workers.weights, workers.checkpoints
-        )
+        step = self._start(workers.submission, workers.placement, workers.folder, workers.weights, workers.checkpoints)
         self._keep_count(workers, self._workers[pipeline])
         self._events.append(PipelineRestarted(time_s=self.now_s(), pipeline=pipeline, restored_step=step))
 
@@ -508,9 +521,7 @@ class WorkerBackend:
             self._kill(process)
         shutil.rmtree(workers.weights, ignore_errors=True)
         log = workers.folder / "workers.log"
-        self._notes.append(
-            Note(type="failure", fields={"pipeline": pipeline, "reason": reason, "traceback": str(log)})
-        )
+        self._notes.append(Note(type="failure", fields={"pipeline": pipeline, "reason": reason, "traceback": str(log)}))
         self._events.append(PipelineFailed(time_s=self.now_s(), pipeline=pipeline, reason=reason))
 
     def _release(self, pipeline: PipelineId) -> None:
@@ -574,9 +585,7 @@ class WorkerBackend:
         then = partial(self._requests_ready, workers, step)
         self._call(workers, workers.host, "begin_step", (step,), then)
 
-    def _requests_ready(
-        self, workers: _Workers, step: int, answer: tuple[Sequence[TrajectoryRequest], bool]
-    ) -> None:
+    def _requests_ready(self, workers: _Workers, step: int, answer: tuple[Sequence[TrajectoryRequest], bool]) -> None:
         if all(share.step < step for share in workers.shares.values()):  # else it was asked twice
             workers.requests_by_step[step] = answer
         waiting, workers.waiting_for_requests = workers.waiting_for_requests, []
@@ -643,7 +652,9 @@ class WorkerBackend:
             workers.unasked += [(share, turn) for turn in report.finished]
             if not workers.is_asking:
                 self._ask_host(workers)
-        if report.num_active + report.num_waiting + report.num_waiting_for_env == 0 and not (share.partials or share.to_submit):
+        if report.num_active + report.num_waiting + report.num_waiting_for_env == 0 and not (
+            share.partials or share.to_submit
+        ):
             share.unfinished.clear()
             self._end(run)
             return
@@ -758,7 +769,9 @@ class WorkerBackend:
         num_moved = len(partials) + len(source.partials) + len(source.to_submit)
         now_s = self.now_s()
         self._events.append(
-            TrajectoriesMigrated(time_s=now_s, order=action.order, num_trajectories=num_moved, seconds=now_s - started_s)
+            TrajectoriesMigrated(
+                time_s=now_s, order=action.order, num_trajectories=num_moved, seconds=now_s - started_s
+            )
         )
         self._go_on(workers, target)
 

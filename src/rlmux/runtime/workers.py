@@ -168,9 +168,7 @@ class RolloutWorker:
             self._engine.reply(chunk.replies, chunk.released)
         if chunk.requests:
             self._engine.submit(chunk.requests)
-        report = self._engine.run_chunk(
-            max_decode_steps=chunk.max_decode_steps, max_seconds=chunk.max_seconds
-        )
+        report = self._engine.run_chunk(max_decode_steps=chunk.max_decode_steps, max_seconds=chunk.max_seconds)
         return RolloutChunkResult(report=report, load_s=load_s)
 
     def take_partials(self, copies_kv: bool) -> list[PartialTrajectory]:
@@ -234,7 +232,7 @@ class TrainWorker:
         self._checkpoints.begin(folder, partial(self._snapshot, keep))
 
     def finish_checkpoint(self) -> list[Written]:
-        """Queue for the one that is being written."""
+        """Wait for the one that is being written."""
         self._checkpoints.wait()
         return self._checkpoints.written()
 

@@ -32,9 +32,7 @@ class NodeShares:
     train: float
 
 
-def solo_speed_bound_usd(
-    pipelines: Sequence[Pipeline], cluster: Cluster, *, colocated: bool = False
-) -> float:
+def solo_speed_bound_usd(pipelines: Sequence[Pipeline], cluster: Cluster, *, colocated: bool = False) -> float:
     """Dollars an hour below which some step must take longer than T_solo."""
     return _bound_usd(pipelines, cluster, uses_slack=False, colocated=colocated)
 
@@ -55,9 +53,7 @@ def node_shares(pipeline: Pipeline, step_s: float) -> NodeShares:
     )
 
 
-def _bound_usd(
-    pipelines: Sequence[Pipeline], cluster: Cluster, *, uses_slack: bool, colocated: bool
-) -> float:
+def _bound_usd(pipelines: Sequence[Pipeline], cluster: Cluster, *, uses_slack: bool, colocated: bool) -> float:
     rollout_pool, train_pool = cluster.pool_for(Phase.ROLLOUT), cluster.pool_for(Phase.TRAIN)
     rollout_usd = rollout_pool.usd_per_node_hour if rollout_pool else 0.0
     train_usd = train_pool.usd_per_node_hour if train_pool else 0.0

@@ -31,13 +31,13 @@ from rlmux.core.actions import (
     MigrateShard,
     Pause,
     Prefetch,
+    Queue,
     Refuse,
     Release,
     Relocate,
     RunStage,
     SetDeviceFraction,
     Switch,
-    Queue,
 )
 from rlmux.core.events import (
     ChunkFinished,

@@ -67,7 +67,7 @@ class Drifting:
 
     ratios: tuple[float, ...]
     amplitude: float = 1.0
-    """1 follows the curve, 0.5 goes half as far from 1; negative steps_per_cycle a fall into a rise."""
+    """1 follows the curve, 0.5 goes half as far from 1; negative turns a fall into a rise."""
     steps_per_value: int = 1
     """Steps that share one value of the curve: stretches a short recording over a long run."""
 

@@ -1,4 +1,4 @@
-"""Several steps_per_cycle in a meta-iteration: from the policy's choice to the order in which the scheduler grants devices."""
+"""Several steps per cycle in a meta-iteration: from the policy's choice to the order in which the scheduler grants devices."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LONG, SHORT = PipelineId("long"), PipelineId("short")
 
 
 class Lapping(RollMux):
-    """Puts `short` beside `long`, on a rollout node of its own, three steps_per_cycle to one."""
+    """Puts `short` beside `long`, on a rollout node of its own, three steps per cycle to one."""
 
     def place(self, pipeline, view):
         if pipeline.id == LONG:

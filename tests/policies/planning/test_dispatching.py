@@ -1,4 +1,4 @@
-"""Dispatch rules: steps_per_cycle, gaps in them, and who may overtake."""
+"""Dispatch rules: steps per cycle, gaps in them, and who may overtake."""
 
 from __future__ import annotations
 

@@ -72,18 +72,14 @@ def test_a_device_is_held_for_the_critical_path_where_that_ends_sooner():
 
 
 def test_a_pair_runs_at_the_pace_of_the_table_and_speeds_up_when_one_ends():
-    problem = Problem(
-        tasks=(task(0, "train", (0,), 4.0), task(1, "tail", (0,), 6.0, tail_s=6.0)), sharing=TABLE
-    )
+    problem = Problem(tasks=(task(0, "train", (0,), 4.0), task(1, "tail", (0,), 6.0, tail_s=6.0)), sharing=TABLE)
     made = plan(problem)
     assert made.end_s[0] == pytest.approx(4.6)
     assert made.end_s[1] == pytest.approx(4.6 + 6.0 - 4.6 / 1.3)
 
 
 def test_work_on_several_devices_goes_at_the_pace_of_the_slowest():
-    problem = Problem(
-        tasks=(task(0, "train", (0, 1), 4.0), task(1, "tail", (1,), 10.0, tail_s=10.0)), sharing=TABLE
-    )
+    problem = Problem(tasks=(task(0, "train", (0, 1), 4.0), task(1, "tail", (1,), 10.0, tail_s=10.0)), sharing=TABLE)
     assert plan(problem).end_s[0] == pytest.approx(4.6)
 
 

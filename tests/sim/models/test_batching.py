@@ -110,9 +110,7 @@ def test_tail_is_most_of_a_short_answer_rollout_and_little_of_its_tokens():
 def test_first_admission_is_what_the_reserve_leaves_room_for():
     """The published 4B run, whose cache held about 365 thousand tokens, started 2 and then 85 sequences."""
     pool = EngineLimits(kv_pool_tokens=365_000)
-    worker = predict_rollout([2000] * 1024, "qwen3-4b", prompt_tokens=83, group_size=4, limits=pool).workers[
-        0
-    ]
+    worker = predict_rollout([2000] * 1024, "qwen3-4b", prompt_tokens=83, group_size=4, limits=pool).workers[0]
     assert worker.active[0] == pytest.approx(87, abs=3)
 
 
@@ -136,12 +134,8 @@ def test_static_batches_wait_for_their_longest():
 def test_tools_add_only_what_decoding_does_not_cover():
     lengths = [200] * 64
     engine_s = predict_rollout(lengths, "qwen3-4b", limits=FREE).seconds
-    few = predict_rollout(
-        lengths, "qwen3-4b", limits=FREE, tools=ToolCalls(num_calls=4, seconds_per_call=0.01)
-    )
-    many = predict_rollout(
-        lengths, "qwen3-4b", limits=FREE, tools=ToolCalls(num_calls=1000, seconds_per_call=0.18)
-    )
+    few = predict_rollout(lengths, "qwen3-4b", limits=FREE, tools=ToolCalls(num_calls=4, seconds_per_call=0.01))
+    many = predict_rollout(lengths, "qwen3-4b", limits=FREE, tools=ToolCalls(num_calls=1000, seconds_per_call=0.18))
     assert few.seconds == engine_s
     assert many.seconds == pytest.approx(180)
 

@@ -110,13 +110,9 @@ def test_an_impossible_level_is_left_out_and_the_nearest_named(tmp_path):
 
 
 def test_a_missing_pair_is_read_from_its_mirror():
-    table = InterferenceTable(
-        device=H100.device, levels=H100, measured={("tail", "update", 24 / 132): (1.2, 1.05)}
-    )
+    table = InterferenceTable(device=H100.device, levels=H100, measured={("tail", "update", 24 / 132): (1.2, 1.05)})
     assert table.slowdowns("update", "tail", 108 / 132) != (1.05, 1.2)  # 108 multiprocessors cannot be had
-    exact = InterferenceTable(
-        device="cpu", levels=share_levels("cpu", 4), measured={("a", "b", 0.25): (1.2, 1.05)}
-    )
+    exact = InterferenceTable(device="cpu", levels=share_levels("cpu", 4), measured={("a", "b", 0.25): (1.2, 1.05)})
     assert exact.slowdowns("b", "a", 0.75) == (1.05, 1.2)
 
 

@@ -1,11 +1,11 @@
 """Groups in which a short pipeline laps a long one, so that both fit one set of nodes.
 
 With one turn each, a group's period is at least its longest member's step, so a pipeline whose SLO allows less cannot
-join: a 250 s pipeline that accepts 1.5 times never shares with one of 1450 s. With several steps_per_cycle it can:
+join: a 250 s pipeline that accepts 1.5 times never shares with one of 1450 s. With several steps per cycle it can:
 
-    steps_per_cycle long: 1, short: 4    train node   | long ........ | s | s | s | s |    period within 4 budgets of `short`
+    steps per cycle long: 1, short: 4    train node   | long ........ | s | s | s | s |    period within 4 budgets of `short`
 
-Candidates: each member in turn sets the pace with one turn, everybody else gets the fewest steps_per_cycle that keep its SLO.
+Candidates: each member in turn sets the pace with one turn, everybody else gets the fewest steps per cycle that keep its SLO.
 A candidate counts if an exact test of the meta-iteration says that it fits. There is no formula for these groups, so
 they are kept small; what was found is remembered, as most of it is asked again at the next change.
 """
@@ -36,7 +36,7 @@ class LapFinder:
         """Hashing an item takes as long as many look-ups of its number."""
 
     def columns(self, items: Sequence[Item], prices: NodePrices, one_step_each: Sequence[Column]) -> list[Column]:
-        """Columns with several steps_per_cycle that are cheaper than the same members with one turn each."""
+        """Columns with several steps per cycle that are cheaper than the same members with one turn each."""
         if len(self._known) > _MAX_REMEMBERED:
             self._known.clear()
             self._numbers.clear()
@@ -77,7 +77,7 @@ class _LapSearch:
                 self.extend(grown, grown_key, grown_mask, later[position + 1 :])
 
     def _best(self, members: tuple[int, ...], key: tuple[int, ...], below_usd: float) -> Column | None:
-        """The cheapest group of exactly these with several steps_per_cycle for some, its members numbered as given.
+        """The cheapest group of exactly these with several steps per cycle for some, its members numbered as given.
 
         `below_usd` is what they cost with one turn each: a function of the same members and prices.
         """
@@ -112,7 +112,12 @@ def _best_column(items: list[Item], prices: NodePrices, below_usd: float) -> Col
             if cost >= below_usd or num_used < num_rollout:
                 break
             loads = [
-                PhaseLoad(rollout_s=items[i].rollout_s, train_s=items[i].train_s, rollout_nodes=nodes, steps_per_cycle=steps_per_cycle[i])
+                PhaseLoad(
+                    rollout_s=items[i].rollout_s,
+                    train_s=items[i].train_s,
+                    rollout_nodes=nodes,
+                    steps_per_cycle=steps_per_cycle[i],
+                )
                 for i, nodes in zip(order, pins, strict=True)
             ]
             if fits_period(loads, period_s):
@@ -124,12 +129,14 @@ def _best_column(items: list[Item], prices: NodePrices, below_usd: float) -> Col
 
 
 def _fewest_nodes(items: Sequence[Item], steps_per_cycle: Sequence[int], period_s: float) -> int:
-    busy_s = sum(item.rollout_s * item.num_rollout_nodes * count for item, count in zip(items, steps_per_cycle, strict=True))
+    busy_s = sum(
+        item.rollout_s * item.num_rollout_nodes * count for item, count in zip(items, steps_per_cycle, strict=True)
+    )
     return max(math.ceil(busy_s / period_s - 1e-9), *(item.num_rollout_nodes for item in items))
 
 
 def cycle_rank(steps_per_cycle: int, solo_s: float) -> tuple[int, float]:
-    """The cyclic order of members with several steps_per_cycle: few steps_per_cycle first, then long steps first."""
+    """The cyclic order of members with several steps_per_cycle: few steps per cycle first, then long steps first."""
     return (steps_per_cycle, -solo_s)
 
 

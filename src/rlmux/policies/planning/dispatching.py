@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from rlmux.core.model import DeviceId
 from rlmux.core.state import ReadyWork
-from rlmux.core.views import GroupView, RunWork, Turn
+from rlmux.core.views import CycleSlot, GroupView, RunWork
 
 
 def first_come(view: GroupView) -> Iterator[RunWork]:
@@ -28,13 +28,15 @@ def in_turn(view: GroupView) -> Iterator[RunWork]:
     cycle and take no turn.
     """
     on_turn = (
-        work for work in sorted(view.ready, key=_age) if work.is_continuation or work.step == 0 or view.is_next_in_cycle(work)
+        work
+        for work in sorted(view.ready, key=_age)
+        if work.is_continuation or work.step == 0 or view.is_next_in_cycle(work)
     )
     return first_fit(view, on_turn)
 
 
 def in_turn_unless_late(view: GroupView) -> Iterator[RunWork]:
-    """In turn, but where steps_per_cycle would break an SLO or leave a gap, the order is another:
+    """In turn, but where steps per cycle would break an SLO or leave a gap, the order is another:
 
         into a gap    a ready work whose turn has not come starts if it ends before those before it can begin, and
                       computes for longer than the switches take that it brings
@@ -68,7 +70,7 @@ def _may_overtake(view: GroupView, work: ReadyWork) -> bool:
     return all(_are_in_time(line, mine.switch_s + mine.seconds) for line in lines)
 
 
-def _fits_gap(mine: Turn, following: Turn) -> bool:
+def _fits_gap(mine: CycleSlot, following: CycleSlot) -> bool:
     """What follows is late by the switch back to it at most, and the work is worth both switches."""
     switches_s = mine.switch_s + following.forced_s
     return (
@@ -78,7 +80,7 @@ def _fits_gap(mine: Turn, following: Turn) -> bool:
     )
 
 
-def _free_after(steps_per_cycle: Sequence[Turn]) -> float:
+def _free_after(steps_per_cycle: Sequence[CycleSlot]) -> float:
     """When the device is free again if it serves these one after another."""
     free_s = 0.0
     for number, turn in enumerate(steps_per_cycle):
@@ -87,7 +89,7 @@ def _free_after(steps_per_cycle: Sequence[Turn]) -> float:
     return free_s
 
 
-def _are_in_time(steps_per_cycle: Sequence[Turn], free_s: float = 0.0) -> bool:
+def _are_in_time(steps_per_cycle: Sequence[CycleSlot], free_s: float = 0.0) -> bool:
     """Whether the steps of all of these keep their SLOs if the device serves them one after another from then on."""
     for turn in steps_per_cycle:
         start_s = max(free_s, turn.gap_s) + turn.switch_s + turn.forced_s

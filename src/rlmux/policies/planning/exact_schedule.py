@@ -222,9 +222,7 @@ def random_problem(generator: random.Random, *, is_sharing: bool = True) -> Prob
     merges: list[Merge] = []
     for pipeline in range(num_pipelines):
         needs: tuple[int, ...] = ()
-        train_devices = (
-            tuple(range(num_devices)) if generator.random() < 0.5 else (generator.randrange(num_devices),)
-        )
+        train_devices = tuple(range(num_devices)) if generator.random() < 0.5 else (generator.randrange(num_devices),)
         rollout_s, train_s = generator.uniform(2, 8), generator.uniform(1, 8)
         for _ in range(2 if num_pipelines * num_devices <= (2 if is_sharing else 4) else 1):
             shares = []
@@ -264,7 +262,5 @@ def _random_sharing(generator: random.Random) -> SharingTable:
         slow_a, slow_b = generator.uniform(low, high), generator.uniform(low, high)
         if kind_a == kind_b:
             slow_b = slow_a
-        entries.append(
-            SharingEntry(kind_a=kind_a, kind_b=kind_b, level=0.5, slowdown_a=slow_a, slowdown_b=slow_b)
-        )
+        entries.append(SharingEntry(kind_a=kind_a, kind_b=kind_b, level=0.5, slowdown_a=slow_a, slowdown_b=slow_b))
     return SharingTable.of(entries)

@@ -176,9 +176,7 @@ class _Member:
             self.ahead.later_shares.setdefault(member.id, []).append(rollouts)
             last_train = self._add_train(following, rollouts, estimates, train_devices, trains, last_train)
 
-    def _add_training(
-        self, estimates: StepEstimates, devices: tuple[int, ...], trains: dict[int, int]
-    ) -> int | None:
+    def _add_training(self, estimates: StepEstimates, devices: tuple[int, ...], trains: dict[int, int]) -> int | None:
         """The training that is ready or runs, all its later stages included."""
         for order in self.running:
             if order.phase is Phase.TRAIN:
@@ -246,9 +244,7 @@ class _Member:
         """Until an environment replies, on no device."""
         known_s = estimates.wait_s if estimates.wait_s is not None else 0.1 * estimates.share_s
         left_s = max(known_s - (self.view.now_s - work.since_s), 0.1 * known_s, _SHORTEST_S)
-        return self.ahead.add(
-            Task(pipeline=self.number, kind="wait", devices=(), seconds=left_s, is_running=True)
-        )
+        return self.ahead.add(Task(pipeline=self.number, kind="wait", devices=(), seconds=left_s, is_running=True))
 
     def _add_train(
         self,

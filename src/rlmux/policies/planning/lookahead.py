@@ -649,10 +649,7 @@ class _GreedyPlay(_Play):
 
     def _start_ready(self) -> None:
         while True:
-            options = [
-                (self._gain(chosen), -place, chosen)
-                for place, chosen in enumerate(self._options())
-            ]
+            options = [(self._gain(chosen), -place, chosen) for place, chosen in enumerate(self._options())]
             if not options:
                 return
             gain, _, chosen = max(options)

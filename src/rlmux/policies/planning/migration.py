@@ -1,8 +1,8 @@
 """Which parts of rollouts could go to another device now; a plan says which of them do.
 
-    merge      the tail of a share goes to the sibling that will end last
-    gather     a share that has not begun goes to a sibling as a whole; planned for rollouts to come as well
-    migrate    a share whose device is held, or wanted, goes to a free one on which its pipeline's share has ended
+merge      the tail of a share goes to the sibling that will end last
+gather     a share that has not begun goes to a sibling as a whole; planned for rollouts to come as well
+migrate    a share whose device is held, or wanted, goes to a free one on which its pipeline's share has ended
 """
 
 from __future__ import annotations

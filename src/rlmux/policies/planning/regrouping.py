@@ -42,7 +42,9 @@ def targets_of(columns: Sequence[Column], names: Sequence[PipelineId]) -> list[T
             pins={names[i]: pins for i, pins in zip(column.members, column.pins, strict=True)},
             steps_per_cycle={
                 names[i]: steps_per_cycle
-                for i, steps_per_cycle in zip(column.members, column.steps_per_cycle or (1,) * len(column.members), strict=True)
+                for i, steps_per_cycle in zip(
+                    column.members, column.steps_per_cycle or (1,) * len(column.members), strict=True
+                )
             },
             num_train_nodes=column.num_train_nodes,
             is_colocated=column.is_colocated,
@@ -78,8 +80,11 @@ class _Regrouping:
         return tuple(self.relocations) if self._have_several_steps() else ()
 
     def _have_several_steps(self) -> bool:
-        """Whether every member has ended up with its steps_per_cycle: nobody moved where a change of steps_per_cycle was all."""
-        return all(self.ledger.member(name).steps_per_cycle == target.steps_per_cycle[name] for name, target in self.target_of.items())
+        """Whether every member has ended up with its steps_per_cycle: nobody moved where a change of steps per cycle was all."""
+        return all(
+            self.ledger.member(name).steps_per_cycle == target.steps_per_cycle[name]
+            for name, target in self.target_of.items()
+        )
 
     def _is_there(self, name: PipelineId) -> bool:
         target = self.target_of[name]
@@ -169,7 +174,7 @@ def move_weight(reach_s: float, tightest_s: float) -> float:
 
 
 def _steps_per_cycle_of(target: Target, group: GroupLoad, newcomer: PipelineId) -> tuple[tuple[PipelineId, int], ...]:
-    """The target's steps_per_cycle, in its order, for those who will be there; () where all have and had one."""
+    """The target's steps per cycle, in its order, for those who will be there; () where all have and had one."""
     present = {member.pipeline.id: member.steps_per_cycle for member in group.members} | {newcomer: 1}
     steps_per_cycle = tuple((name, count) for name, count in target.steps_per_cycle.items() if name in present)
     has_several = any(count > 1 for _, count in steps_per_cycle) or any(count > 1 for count in present.values())
@@ -181,7 +186,10 @@ def _choose_hosts(targets: Sequence[Target], ledger: PlacementLedger) -> None:
     offers: list[tuple[float, GroupId, int]] = []
     for number, target in enumerate(targets):
         shared: dict[GroupId, float] = {}
-        reach_s = {name: steps_per_cycle * budget_of(ledger.pipeline(name)) for name, steps_per_cycle in target.steps_per_cycle.items()}
+        reach_s = {
+            name: steps_per_cycle * budget_of(ledger.pipeline(name))
+            for name, steps_per_cycle in target.steps_per_cycle.items()
+        }
         tightest_s = min(reach_s.values())
         for name in target.pins:
             group_id = ledger.placement(name).group

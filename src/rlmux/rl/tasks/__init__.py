@@ -51,7 +51,6 @@ def make_task(config: TaskConfig, *, seed: int, vocabulary: Vocabulary) -> Task:
         close = get_close_matches(config.name, [*TASKS, "file"], n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise UserError(
-            f"task.name: unknown task {config.name!r}; {hint}"
-            f"accepted: {', '.join(TASKS)}, file, reasoning-gym:NAME"
+            f"task.name: unknown task {config.name!r}; {hint}accepted: {', '.join(TASKS)}, file, reasoning-gym:NAME"
         )
     return TASKS[config.name](config.params, seed)

@@ -65,9 +65,7 @@ class FileTask(SingleTurnTask):
         if found is None:
             raise UserError(f"{where}: no {self._prompt_key!r}; its columns: {', '.join(columns) or 'none'}")
         answer = _lookup(columns, self._answer_key)
-        return Prompt(
-            text=self._text_of(found, where), answer=None if answer is None else str(answer), data=columns
-        )
+        return Prompt(text=self._text_of(found, where), answer=None if answer is None else str(answer), data=columns)
 
     def _text_of(self, found: Any, where: str) -> str:
         if isinstance(found, str):

@@ -32,18 +32,14 @@ class Options:
         self._known.append(name)
         value = self._left.pop(name, 0.0)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 3600:
-            raise UserError(
-                f"task.params.{name} of task {self._task!r}: {value!r}; accepted: seconds from 0 to 3600"
-            )
+            raise UserError(f"task.params.{name} of task {self._task!r}: {value!r}; accepted: seconds from 0 to 3600")
         return float(value)
 
     def take_choice(self, name: str, default: str, accepted: tuple[str, ...]) -> str:
         self._known.append(name)
         value = self._left.pop(name, default)
         if value not in accepted:
-            raise UserError(
-                f"task.params.{name} of task {self._task!r}: {value!r}; accepted: {', '.join(accepted)}"
-            )
+            raise UserError(f"task.params.{name} of task {self._task!r}: {value!r}; accepted: {', '.join(accepted)}")
         return str(value)
 
     def take_bool(self, name: str, default: bool) -> bool:
@@ -71,9 +67,7 @@ class Options:
             close = get_close_matches(name, self._known, n=1)
             hint = f"did you mean {close[0]!r}? " if close else ""
             accepted = ", ".join(self._known) or "none"
-            raise UserError(
-                f"task.params.{name}: task {self._task!r} has no such option; {hint}accepted: {accepted}"
-            )
+            raise UserError(f"task.params.{name}: task {self._task!r} has no such option; {hint}accepted: {accepted}")
 
 
 class LengthRange:

@@ -299,13 +299,9 @@ def _admitting(job: _Job, lengths: IntArray) -> WorkerRollout:
         if math.isfinite(limits.kv_pool_tokens) and running.size > 1:
             length = min(ending, max(int((limits.kv_pool_tokens - held) // running.size), 0))
         if length > 0:
-            spans.append(
-                (length, running.size, float(done[running].mean()) + job.prompt, count, prefill_tokens)
-            )
+            spans.append((length, running.size, float(done[running].mean()) + job.prompt, count, prefill_tokens))
         done[running] += length
-        reserve = max(
-            reserve - limits.reserve_decay * length, min(limits.reserve_floor, limits.reserve_start)
-        )
+        reserve = max(reserve - limits.reserve_decay * length, min(limits.reserve_floor, limits.reserve_start))
         is_done = done[running] >= lengths[running]
         is_open = is_open or bool(is_done.any())
         running = running[~is_done]
@@ -381,9 +377,7 @@ def _summed(
         [decode.span_s(a, c, d) for a, c, d in zip(active, contexts, durations, strict=True)],
         dtype=np.float64,
     )
-    prefills_by_span = np.where(
-        is_admitting, np.maximum(np.ceil(prefill_tokens / prefill.chunk_tokens), 1), 0.0
-    )
+    prefills_by_span = np.where(is_admitting, np.maximum(np.ceil(prefill_tokens / prefill.chunk_tokens), 1), 0.0)
     prefill_by_span = (prefills_by_span * prefill.fixed_ms + prefill.ktoken_ms * prefill_tokens * 1e-3) * 1e-3
     # A later turn prefills little more than its own message; such iterations fall anywhere in the rollout.
     prefill_by_span += job.turn_prefills / durations.size * prefill.fixed_ms * 1e-3

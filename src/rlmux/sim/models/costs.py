@@ -87,9 +87,7 @@ class TrainCosts:
         return sum(cost.seconds(tokens) for cost in self.cost_by_stage.values())
 
 
-def rollout_costs(
-    model: str | ModelShape, gpu: str = MEASURED_GPU, tp: int = MEASURED_NUM_GPUS
-) -> RolloutCosts:
+def rollout_costs(model: str | ModelShape, gpu: str = MEASURED_GPU, tp: int = MEASURED_NUM_GPUS) -> RolloutCosts:
     """The measured curves where there are any for (model, gpu, tp), else the roofline estimate."""
     shape = model if isinstance(model, ModelShape) else model_shape(model)
     gpu = gpu_spec(gpu).name
@@ -116,9 +114,7 @@ def host_costs(model: str) -> HostCosts:
     return HostCosts(**{key: float(value) for key, value in row.items() if key != "model"})
 
 
-def train_costs(
-    model: str | ModelShape, gpu: str = MEASURED_GPU, num_gpus: int = MEASURED_NUM_GPUS
-) -> TrainCosts:
+def train_costs(model: str | ModelShape, gpu: str = MEASURED_GPU, num_gpus: int = MEASURED_NUM_GPUS) -> TrainCosts:
     """Training seconds by stage: as measured on 4 H100, other sizes by parameter count, other devices by
     speed.
 
@@ -149,9 +145,7 @@ def train_cost_by_size(stage: str, params: float, measured: dict[tuple[str, str]
     """A stage of an unmeasured model: at two loads, log(seconds) is a line in log(parameters) over the
     measured ones."""
     rows = [(model_shapes()[model].params, cost) for (model, at), cost in measured.items() if at == stage]
-    low, high = (
-        _power_law([(size, cost.seconds(tokens)) for size, cost in rows], params) for tokens in _ANCHOR_TOKENS
-    )
+    low, high = (_power_law([(size, cost.seconds(tokens)) for size, cost in rows], params) for tokens in _ANCHOR_TOKENS)
     slope = max(0.0, (high - low) / (_ANCHOR_TOKENS[1] - _ANCHOR_TOKENS[0]) * 1e6)
     return StageCost(fixed_s=max(0.0, low - slope * _ANCHOR_TOKENS[0] * 1e-6), mtoken_s=slope)
 
@@ -159,9 +153,7 @@ def train_cost_by_size(stage: str, params: float, measured: dict[tuple[str, str]
 @cache
 def measured_train_costs() -> dict[tuple[str, str], StageCost]:
     return {
-        (row["model"], row["stage"]): StageCost(
-            fixed_s=float(row["fixed_s"]), mtoken_s=float(row["mtoken_s"])
-        )
+        (row["model"], row["stage"]): StageCost(fixed_s=float(row["fixed_s"]), mtoken_s=float(row["mtoken_s"]))
         for row in tables.rows("train_costs")
     }
 
@@ -189,9 +181,7 @@ def _measured_curves() -> dict[tuple[str, str, int], RolloutCosts]:
                 kv_us=float(row["kv_us"]),
                 eager_floor_ms=float(row["eager_floor_ms"]),
             ),
-            prefill=PrefillCurve(
-                fixed_ms=float(row["prefill_fixed_ms"]), ktoken_ms=float(row["prefill_ktoken_ms"])
-            ),
+            prefill=PrefillCurve(fixed_ms=float(row["prefill_fixed_ms"]), ktoken_ms=float(row["prefill_ktoken_ms"])),
             host=host_costs(row["model"]),
             is_measured=True,
             source=row["source"],

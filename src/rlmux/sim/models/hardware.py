@@ -34,9 +34,7 @@ class ModelShape:
     def __post_init__(self) -> None:
         for field in ("params", "layers", "hidden", "kv_heads", "head_dim", "bytes_per_weight"):
             if not getattr(self, field) > 0:
-                raise UserError(
-                    f"model {self.name!r}: {field} must be more than 0, not {getattr(self, field)}"
-                )
+                raise UserError(f"model {self.name!r}: {field} must be more than 0, not {getattr(self, field)}")
 
     @property
     def weight_bytes(self) -> float:

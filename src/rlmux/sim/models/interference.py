@@ -51,8 +51,7 @@ class SubStageProfile:
     def __post_init__(self) -> None:
         if min(self.compute, self.bandwidth) < 0 or self.compute + self.bandwidth > 1 + _TOLERANCE:
             raise UserError(
-                f"compute={self.compute} and bandwidth={self.bandwidth} "
-                "must be at least 0 and at most 1 together"
+                f"compute={self.compute} and bandwidth={self.bandwidth} must be at least 0 and at most 1 together"
             )
 
 
@@ -154,9 +153,7 @@ class InterferenceTable:
     _by_units: dict[tuple[str, str, int], tuple[float, float]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        by_units = {
-            (a, b, round(at * self.levels.num_units)): slow for (a, b, at), slow in self.measured.items()
-        }
+        by_units = {(a, b, round(at * self.levels.num_units)): slow for (a, b, at), slow in self.measured.items()}
         object.__setattr__(self, "_by_units", by_units)
 
     def slowdowns(self, kind_a: str, kind_b: str, level: float) -> tuple[float, float]:
@@ -174,9 +171,7 @@ class InterferenceTable:
     def is_measured(self, kind_a: str, kind_b: str, level: float) -> bool:
         return self._entry(kind_a, kind_b, self.levels.nearest(level)) is not None
 
-    def holes(
-        self, kinds: Iterable[str], levels: Iterable[float] | None = None
-    ) -> list[tuple[str, str, float]]:
+    def holes(self, kinds: Iterable[str], levels: Iterable[float] | None = None) -> list[tuple[str, str, float]]:
         """Pairs that a scheduler may ask for and that only the estimate can answer."""
         asked = self.levels.usual() if levels is None else tuple(levels)
         names = list(kinds)
@@ -222,9 +217,7 @@ def sharing_table(table: InterferenceTable, levels: tuple[float, ...] | None = N
             continue
         for (first, kind_a), (second, kind_b) in product(_SHARED_KINDS.items(), repeat=2):
             slow_a, slow_b = table.slowdowns(kind_a, kind_b, level)
-            entries.append(
-                SharingEntry(kind_a=first, kind_b=second, level=level, slowdown_a=slow_a, slowdown_b=slow_b)
-            )
+            entries.append(SharingEntry(kind_a=first, kind_b=second, level=level, slowdown_a=slow_a, slowdown_b=slow_b))
     return SharingTable.of(entries)
 
 
@@ -241,9 +234,7 @@ def load_interference(
     profile at all is an error; one that does not fit only costs accuracy and is a warning.
     """
     if path is None:
-        return estimated_table(levels), [
-            f"no interference profile for {levels.device}: every pair is estimated"
-        ]
+        return estimated_table(levels), [f"no interference profile for {levels.device}: every pair is estimated"]
     content = read_profile(Path(path))
     if content["device"] != levels.device:
         return estimated_table(levels), [
@@ -275,14 +266,8 @@ def read_profile(path: Path) -> dict[str, Any]:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:
         raise UserError(f"interference profile {path} cannot be read: {error}") from error
-    if (
-        not isinstance(content, dict)
-        or content.get("schema") != 1
-        or not isinstance(content.get("entries"), list)
-    ):
-        raise UserError(
-            f"{path} is not an interference profile: expected schema 1 with 'device' and 'entries'"
-        )
+    if not isinstance(content, dict) or content.get("schema") != 1 or not isinstance(content.get("entries"), list):
+        raise UserError(f"{path} is not an interference profile: expected schema 1 with 'device' and 'entries'")
     for number, entry in enumerate(content["entries"], 1):
         if not _is_entry(entry):
             raise UserError(

@@ -67,9 +67,7 @@ class SubStageWorld(TrueSeconds):
         ]
         if self.tools is None:
             return Decoder(costs, sequences, slots=self.slots, group_size=group)
-        return TurnDecoder(
-            costs, sequences, slots=self.slots, group_size=group, keeps_slots=self.tools.keeps_slots
-        )
+        return TurnDecoder(costs, sequences, slots=self.slots, group_size=group, keeps_slots=self.tools.keeps_slots)
 
     def _trajectories(self, step: int) -> list[Unfinished]:
         lengths = self.lengths(step)
@@ -141,8 +139,16 @@ def _train_costs(model: str, gpu: str, num_gpus: int) -> TrainCosts:
 
 @lru_cache(maxsize=4096)
 def _rollout_s(
-    model: str, gpu: str, tp: int, run: str, num_sequences: int, slots: int, tools: ToolUse | None, seed: int,
-    step: int, num_devices: int,
+    model: str,
+    gpu: str,
+    tp: int,
+    run: str,
+    num_sequences: int,
+    slots: int,
+    tools: ToolUse | None,
+    seed: int,
+    step: int,
+    num_devices: int,
 ) -> float:
     world = SubStageWorld(
         model=model, lengths_of=run, num_sequences=num_sequences, num_rollout_devices=num_devices,

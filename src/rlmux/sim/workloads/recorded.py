@@ -243,6 +243,8 @@ def _waits(order: OrderRecord) -> list[float]:
     """After each report: seconds in which every trajectory with a slot waited for its tool."""
     ends = [*((chunk.time_s, chunk.seconds) for chunk in order.chunks[1:]), (order.end_s, order.seconds)]
     return [
-        max(0.0, end_s - chunk.time_s - (seconds - chunk.seconds)) if chunk.num_active == 0 < chunk.num_waiting_for_env else 0.0
+        max(0.0, end_s - chunk.time_s - (seconds - chunk.seconds))
+        if chunk.num_active == 0 < chunk.num_waiting_for_env
+        else 0.0
         for chunk, (end_s, seconds) in zip(order.chunks, ends, strict=False)
     ]

@@ -107,11 +107,7 @@ class RecordedRollout:
 
     def share(self, index: int, num_devices: int) -> Remaining:
         """Not begun yet."""
-        mine = [
-            one
-            for number, one in enumerate(self.trajectories)
-            if number // self.group_size % num_devices == index
-        ]
+        mine = [one for number, one in enumerate(self.trajectories) if number // self.group_size % num_devices == index]
         if self._has_turns:
             return TurnDecoder(self.iterations, mine, slots=self.slots, keeps_slots=True, first_s=self.fixed_s)
         return Decoder(self.iterations, mine, slots=self.slots, first_s=self.fixed_s)

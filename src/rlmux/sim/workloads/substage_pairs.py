@@ -56,10 +56,7 @@ MIXED = (
 )
 
 
-RECORDED = {
-    one.lengths_of: one
-    for one in (*HOMOGENEOUS, GSM8K_8B, MATH_14B)
-}
+RECORDED = {one.lengths_of: one for one in (*HOMOGENEOUS, GSM8K_8B, MATH_14B)}
 """By the recorded run."""
 
 
@@ -155,9 +152,7 @@ def crowd(
     return Workload(name=name or "sub-stages", cluster=cluster, arrivals=tuple(arrivals), seed=seed, about=about)
 
 
-def _deployed(
-    deployment: str, num_devices: int, train_part: float, gpu: str, tp: int
-) -> tuple[Cluster, int, int]:
+def _deployed(deployment: str, num_devices: int, train_part: float, gpu: str, tp: int) -> tuple[Cluster, int, int]:
     """The cluster, and how many devices a pipeline has for rollouts and for training."""
     memory_bytes = gpu_spec(gpu).hbm_gb * 1e9
     if deployment == "shared":
