@@ -23,7 +23,7 @@ def simulated_period_s(loads, num_rounds=240):
             node_s.update(dict.fromkeys(one.rollout_nodes, end))
             train_s = trained_s[j] = max(train_s, end) + one.train_s
         ends.append(train_s)
-    half = num_rounds // 2  # an even number of rounds of every small period
+    half = num_rounds // 2  # an even number of phases_started of every small period
     return (ends[-1] - ends[half - 1]) / (num_rounds - half)
 
 

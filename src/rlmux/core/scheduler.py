@@ -208,9 +208,9 @@ class Scheduler:
         group = self._state.groups.setdefault(placement.group, GroupState(placement.group))
         if placement.group not in self._views:
             self._views[placement.group] = GroupView(self._state, group)
-        present = _rounds_before(group)
+        present = _phases_started_before(group)
         for key in self._device_keys(run):
-            run.rounds[key] = present
+            run.phases_started[key] = present
             group.members_by_device.setdefault(key, {})[run.pipeline.id] = run
             if key[1] not in self._state.devices:
                 memory_bytes = pools[key[1].pool].device_memory_bytes
@@ -236,8 +236,8 @@ class Scheduler:
         if has_changed or (most_steps_per_cycle > 1 and has_newcomer):
             for run in group.members.values():
                 is_last = run.steps_per_cycle < most_steps_per_cycle and run.train_work is None
-                shift = (run.steps_per_cycle if is_last else 0) - min(run.rounds.values())
-                run.rounds = {key: count + shift for key, count in run.rounds.items()}
+                shift = (run.steps_per_cycle if is_last else 0) - min(run.phases_started.values())
+                run.phases_started = {key: count + shift for key, count in run.phases_started.items()}
 
     def _leave(self, run: PipelineRun) -> None:
         """The pipeline is over: its nodes go back, whoever waits is tried again, its group goes on."""
@@ -292,7 +292,7 @@ class Scheduler:
             del self._state.groups[group.id]
             del self._views[group.id]
         run.placement = None
-        run.rounds.clear()
+        run.phases_started.clear()
         run.steps_per_cycle = 1
         run.host_resident.clear()
         return group
@@ -509,7 +509,7 @@ class Scheduler:
         for phase, device in self._device_keys(run):
             self._state.devices[device].residents.pop((event.pipeline, phase), None)
         run.host_resident.clear()
-        run.rounds.update(dict.fromkeys(run.rounds, _rounds_before(self._group_of(run))))
+        run.phases_started.update(dict.fromkeys(run.phases_started, _phases_started_before(self._group_of(run))))
         self._refresh_cycle(self._group_of(run), has_newcomer=True)
         self._begin_from(run, event.restored_step)
         self._dispatch(self._group_of(run))
@@ -598,7 +598,7 @@ class Scheduler:
             run.train_work = order
         if not work.is_continuation and work.step > 0:
             for device in work.devices:
-                run.rounds[work.phase, device] += 1
+                run.phases_started[work.phase, device] += 1
 
     def _order_work(
         self, run: PipelineRun, step: int, stage: Stage, phase: Phase, devices: tuple[DeviceId, ...], level: float
@@ -781,7 +781,7 @@ class Scheduler:
         return IllegalTransitionError(f"{what}\nrecent events, newest last:\n  {story}")
 
 
-def _rounds_before(group: GroupState) -> int:
+def _phases_started_before(group: GroupState) -> int:
     """What a newcomer counts as begun: it takes the last turn of the cycle under way.
 
     One number for all its devices, so that its steps per cycle in rollout and in training belong to the same cycle: were
@@ -789,7 +789,7 @@ def _rounds_before(group: GroupState) -> int:
     other and the group would run one phase at a time for ever.
     """
     begun = [
-        count for run in group.members.values() for (phase, _), count in run.rounds.items() if phase is Phase.ROLLOUT
+        count for run in group.members.values() for (phase, _), count in run.phases_started.items() if phase is Phase.ROLLOUT
     ]
     return max(0, min(max(begun) - 1, min(begun))) if begun else 0  # who filled gaps is ahead of the cycle
 

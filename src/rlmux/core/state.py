@@ -127,7 +127,7 @@ class PipelineRun:
     """Steps in each meta-iteration of its group."""
     place: int = 0
     """In the cyclic order of its group."""
-    rounds: dict[tuple[Phase, DeviceId], int] = field(default_factory=dict)
+    phases_started: dict[tuple[Phase, DeviceId], int] = field(default_factory=dict)
     """Phases begun on each device: whose turn it is in the meta-iteration."""
     host_resident: set[tuple[Phase, DeviceId]] = field(default_factory=set)
     """Where a load is warm: state was there before (membership tests only)."""

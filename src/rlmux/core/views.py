@@ -304,11 +304,11 @@ class GroupView:
         key = (work.phase, device)
         pinned = self._group.members_by_device[key]
         mine = pinned[work.pipeline]
-        own_rank = (mine.rounds[key] / mine.steps_per_cycle, mine.place)
+        own_rank = (mine.phases_started[key] / mine.steps_per_cycle, mine.place)
         ranked = [
             (rank, run)
             for run in pinned.values()
-            if (rank := (run.rounds[key] / run.steps_per_cycle, run.place)) < own_rank and _will_begin(run, key)
+            if (rank := (run.phases_started[key] / run.steps_per_cycle, run.place)) < own_rank and _will_begin(run, key)
         ]
         ranked.sort(key=itemgetter(0))
         steps_per_cycle = []
@@ -384,10 +384,10 @@ class GroupView:
         if len(pinned) == 1:
             return True
         mine = pinned[work.pipeline]
-        begun, steps_per_cycle, place = mine.rounds[key], mine.steps_per_cycle, mine.place
+        begun, steps_per_cycle, place = mine.phases_started[key], mine.steps_per_cycle, mine.place
         for pipeline_id, run in pinned.items():
             lead = (
-                begun * run.steps_per_cycle - run.rounds[key] * steps_per_cycle
+                begun * run.steps_per_cycle - run.phases_started[key] * steps_per_cycle
             )  # positive: the other's next turn comes first
             if (
                 (lead > 0 or (lead == 0 and run.place < place))
