@@ -231,7 +231,7 @@ class Scheduler:
             run = group.members.get(member.pipeline.id)
             if run is not None:
                 has_changed |= run.steps_per_cycle != member.steps_per_cycle
-                run.place, run.steps_per_cycle = place, member.steps_per_cycle
+                run.cycle_index, run.steps_per_cycle = place, member.steps_per_cycle
         most_steps_per_cycle = max((run.steps_per_cycle for run in group.members.values()), default=1)
         if has_changed or (most_steps_per_cycle > 1 and has_newcomer):
             for run in group.members.values():
