@@ -42,7 +42,7 @@ from rlmux.cli import profiling
 from rlmux.core.model import Cluster, Phase, Pipeline, PipelineId, Pool, Stage
 from rlmux.core.policy import Policy
 from rlmux.core.sharing import SharingTable
-from rlmux.engines.device_fraction import WHOLE, Levels, probe
+from rlmux.engines.device_fraction import WHOLE, DeviceFractions, probe
 from rlmux.engines.rollout import SlotRolloutEngine
 from rlmux.engines.train import TorchTrainEngine
 from rlmux.policies.baselines import Colocated
@@ -128,7 +128,7 @@ def measure(device: str, parts: list[str], *, is_quick: bool, num_repeats: int, 
 # --- the machine --------------------------------------------------------------------------------------------
 
 
-def machine(device: str, levels: Levels, mps: str) -> dict[str, Any]:
+def machine(device: str, levels: DeviceFractions, mps: str) -> dict[str, Any]:
     return {
         "device": levels.device,
         "num_units": levels.num_units,
@@ -179,7 +179,7 @@ def mps_daemon(*, is_wanted: bool) -> Iterator[str]:
 
 
 def curves(
-    device: str, levels: Levels, sizes: PieceSizes, *, is_quick: bool, window_s: float, num_rounds: int
+    device: str, levels: DeviceFractions, sizes: PieceSizes, *, is_quick: bool, window_s: float, num_rounds: int
 ) -> dict[str, dict[str, float]]:
     """Median units per second of each kind alone, by its share; and of decoding, by its active sequences."""
     is_core = device == "cpu"
@@ -232,7 +232,7 @@ def switches(device: str, sizes: PieceSizes, *, num_repeats: int) -> dict[str, d
 
 
 def pipelines(
-    device: str, levels: Levels, table: InterferenceTable | None, *, is_quick: bool, num_repeats: int
+    device: str, levels: DeviceFractions, table: InterferenceTable | None, *, is_quick: bool, num_repeats: int
 ) -> dict[str, Any]:
     """Tokens per second of two pipelines with long tails on the one device, in three ways, in turn."""
     sharing = SharingTable()
@@ -249,7 +249,7 @@ def pipelines(
         "side by side": Jigsaw(sharing=sharing),
     }
     if device == "cuda":
-        notes.append("a worker computes on the GPU that it is given, at its level; see machine.mps")
+        notes.append("a worker computes on the GPU that it is given, at its device_fraction; see machine.mps")
     found: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
     for _ in range(num_repeats):
         for way, policy in ways.items():
@@ -331,7 +331,7 @@ def lines_of(result: Mapping[str, Any]) -> list[str]:
     lines = [
         f"{about['device']}; driver {about['driver']}; torch {about['torch']}, CUDA {about['cuda']}; "
         f"MPS: {about['mps']}",
-        f"levels: {', '.join(f'{level:.3g}' for level in about['levels']) or 'none'} "
+        f"levels: {', '.join(f'{device_fraction:.3g}' for device_fraction in about['levels']) or 'none'} "
         f"by {about['levels_by'] or 'nothing'}" + (f"; missing: {about['missing']}" if about["missing"] else ""),
     ]
     for kind, row in result.get("curves", {}).items():

@@ -23,7 +23,7 @@ from rlmux.core.errors import UserError
 from rlmux.policies.jigsaw import Jigsaw
 from rlmux.policies.planning.exact_schedule import least_makespan, random_problem
 from rlmux.policies.planning.lookahead import greedy, plan
-from rlmux.sim.models.interference import estimated_table, share_levels, sharing_table
+from rlmux.sim.models.interference import estimated_table, fraction_grid, sharing_table
 from rlmux.sim.models.rates import ByInterference
 from rlmux.sim.simulator import _Simulation
 from rlmux.sim.workloads.substage_pairs import HOMOGENEOUS, crowd
@@ -50,7 +50,7 @@ def decision_times(num_pipelines: int) -> dict[str, float]:
     """Of all events of a run in which every pair that the estimate calls helpful may share."""
     chosen = [HOMOGENEOUS[number % len(HOMOGENEOUS)] for number in range(num_pipelines)]
     workload = crowd(chosen, num_gpus=4 * NUM_WORKERS, num_steps=2, sequences_per_device=64)
-    table = estimated_table(share_levels("H100"))
+    table = estimated_table(fraction_grid("H100"))
     simulation = _Simulation(workload, Jigsaw(sharing=sharing_table(table)), pace=ByInterference(table))
     handle, times = simulation.scheduler.handle, []
 

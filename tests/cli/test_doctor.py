@@ -67,10 +67,10 @@ def test_cores_are_shown_as_ranges(cores, shown):
 def test_share_levels_are_told_with_what_makes_them():
     cpu = {"device": "cpu: EPYC", "how": "nice", "shares": [0.25, 0.5], "missing": ""}
     gpu = {"device": "H200", "how": "", "shares": [], "missing": "green contexts: no driver"}
-    finding = doctor._levels({"levels": [cpu, gpu]})
+    finding = doctor._fractions({"levels": [cpu, gpu]})
     assert (finding.is_ok, finding.value) == (
         True,
         "cpu: EPYC: 25%, 50% by nice; H200: none: green contexts: no driver",
     )
-    assert not doctor._levels({"levels": [gpu]}).is_ok
-    assert "alone" in doctor._levels(None).meaning
+    assert not doctor._fractions({"levels": [gpu]}).is_ok
+    assert "alone" in doctor._fractions(None).meaning

@@ -11,7 +11,7 @@ from rlmux.cli import neighbour_costs, profiling
 from rlmux.cli.main import run_command_line
 from rlmux.profiling.micro_benchmarks import PieceSizes
 from rlmux.rl.config import ModelConfig
-from rlmux.sim.models.interference import InterferenceTable, ShareLevels
+from rlmux.sim.models.interference import InterferenceTable, FractionGrid
 from rlmux.sim.models.neighbours import KINDS, Neighbours, load_neighbours
 
 TINY = PieceSizes(
@@ -24,7 +24,7 @@ COSTS = {("dense", "dense"): 1.1, ("dense", "update"): 1.05, ("update", "dense")
 
 def save(folder, neighbours):
     path = folder / "profile.json"
-    table = InterferenceTable(device=DEVICE, levels=ShareLevels(device=DEVICE, num_units=20))
+    table = InterferenceTable(device=DEVICE, levels=FractionGrid(device=DEVICE, num_units=20))
     profiling.save(table, {}, path, neighbours)
     return path
 
@@ -69,7 +69,7 @@ def test_the_profile_keeps_them_and_gives_them_back(tmp_path):
 
 
 def test_people_get_a_row_for_each_and_a_column_for_each_neighbour(tmp_path, capsys):
-    table = InterferenceTable(device=DEVICE, levels=ShareLevels(device=DEVICE, num_units=20))
+    table = InterferenceTable(device=DEVICE, levels=FractionGrid(device=DEVICE, num_units=20))
     profiling.show(table, {}, tmp_path, Neighbours(device=DEVICE, measured=COSTS), as_json=False)
     said = capsys.readouterr().out.splitlines()
     assert ["dense", "1.10", "1.05"] in [line.split() for line in said]

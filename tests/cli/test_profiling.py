@@ -10,12 +10,12 @@ from typer.testing import CliRunner
 from rlmux.cli import profiling
 from rlmux.cli.commands import app
 from rlmux.core.errors import UserError
-from rlmux.engines.device_fraction import Levels, probe
+from rlmux.engines.device_fraction import DeviceFractions, probe
 from rlmux.profiling.micro_benchmarks import PieceSizes
 from rlmux.rl.config import ModelConfig
 from rlmux.sim.models.interference import InterferenceTable
 
-HERE = Levels(device="a device", how="nice", shares=(0.25, 0.5, 0.75), num_units=20)
+HERE = DeviceFractions(device="a device", how="nice", shares=(0.25, 0.5, 0.75), num_units=20)
 TINY = PieceSizes(
     model=ModelConfig(hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1, intermediate_size=64),
     num_slots=8, num_tail=2, prompt_tokens=16, new_tokens=32, num_prompts=4, micro_batch_size=4, train_tokens=16,
@@ -24,7 +24,7 @@ TINY = PieceSizes(
 
 def save(folder, measured, levels=HERE):
     path = folder / "profile.json"
-    table = InterferenceTable(device=levels.device, levels=profiling.share_levels_of(levels), measured=measured)
+    table = InterferenceTable(device=levels.device, levels=profiling.fraction_grid_of(levels), measured=measured)
     table.save(path)
     return path
 
@@ -45,7 +45,7 @@ def test_only_levels_that_helped_reach_a_policy(tmp_path):
     )
     sharing, warnings = profiling.sharing_of(path, HERE)
     assert sharing.pace("dense", "dense") is None
-    assert sharing.pace("tail", "train").level == 0.25
+    assert sharing.pace("tail", "train").device_fraction == 0.25
     assert any("holes" in warning and "estimated" in warning for warning in warnings)
 
 
@@ -56,7 +56,7 @@ def test_the_worst_piece_of_training_speaks_for_all(tmp_path):
 
 
 def test_a_profile_of_another_device_is_named_and_not_used(tmp_path):
-    other = Levels(device="another", how="nice", shares=(0.5,), num_units=20)
+    other = DeviceFractions(device="another", how="nice", shares=(0.5,), num_units=20)
     sharing, warnings = profiling.sharing_of(save(tmp_path, {("tail", "update", 0.5): (1.1, 1.1)}, other), HERE)
     assert sharing.rates == {}
     assert "'another', not on 'a device'" in warnings[0]
@@ -66,12 +66,12 @@ def test_a_profile_of_another_device_is_named_and_not_used(tmp_path):
 def test_a_level_that_is_not_prepared_is_named_with_those_that_are(tmp_path):
     path = save(tmp_path, {("tail", "update", 0.35): (1.1, 1.1), ("tail", "update", 0.5): (1.1, 1.2)})
     sharing, warnings = profiling.sharing_of(path, HERE)
-    assert sharing.pace("tail", "train").level == 0.5
+    assert sharing.pace("tail", "train").device_fraction == 0.5
     assert any("level 0.35 is not prepared here; used instead: 0.25, 0.5, 0.75" in warning for warning in warnings)
 
 
 def test_a_device_without_levels_is_not_shared(tmp_path):
-    bare = Levels(device="a device", how="", num_units=20, missing="no nice")
+    bare = DeviceFractions(device="a device", how="", num_units=20, missing="no nice")
     sharing, warnings = profiling.sharing_of(save(tmp_path, {("tail", "update", 0.5): (1.1, 1.1)}), bare)
     assert (sharing.rates, "no nice" in warnings[-1]) == ({}, True)
 

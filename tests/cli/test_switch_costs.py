@@ -12,11 +12,11 @@ from rlmux.cli import profiling, switch_costs, training
 from rlmux.cli.inputs import load_for_run
 from rlmux.core.errors import UserError
 from rlmux.core.model import Phase, SwitchEstimate
-from rlmux.engines.device_fraction import Levels
+from rlmux.engines.device_fraction import DeviceFractions
 from rlmux.profiling.switch_times import SwitchTimes, switch_times
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.footprint import footprint_of
-from rlmux.sim.models.interference import InterferenceTable, ShareLevels
+from rlmux.sim.models.interference import InterferenceTable, FractionGrid
 
 DEVICE = "a device"
 
@@ -30,7 +30,7 @@ def times(phase: Phase = Phase.TRAIN, footprint_bytes: float = 1e6, seconds: flo
 
 def saved(folder: Path, *given: SwitchTimes, device: str = DEVICE) -> Path:
     path = folder / "profile.json"
-    table = InterferenceTable(device=device, levels=ShareLevels(device=device, num_units=20))
+    table = InterferenceTable(device=device, levels=FractionGrid(device=device, num_units=20))
     profiling.save(table, {"a": given}, path)
     return path
 
@@ -58,7 +58,7 @@ def test_the_profile_keeps_seconds_and_bytes_a_second(measured, tmp_path):
     entry = json.loads(path.read_text())["switches"][1]
     assert entry["warm_bytes_per_s"] == pytest.approx(measured[1].state_bytes / measured[1].warm_s)
     assert switch_costs.load(path, DEVICE) == (switch_costs.SwitchCosts(tuple(measured)), [])
-    assert profiling.load_interference(path, ShareLevels(device=DEVICE, num_units=20))[0].device == DEVICE
+    assert profiling.load_interference(path, FractionGrid(device=DEVICE, num_units=20))[0].device == DEVICE
 
 
 def test_pipelines_whose_states_are_alike_are_measured_once(monkeypatch, tmp_path):
@@ -127,7 +127,7 @@ def test_switches_that_are_no_numbers_are_told_with_what_is_expected(tmp_path, w
 
 
 def test_people_see_a_row_for_each_state(measured, capsys, tmp_path):
-    table = InterferenceTable(device=DEVICE, levels=ShareLevels(device=DEVICE, num_units=20))
+    table = InterferenceTable(device=DEVICE, levels=FractionGrid(device=DEVICE, num_units=20))
     profiling.show(table, {"tiny": measured}, tmp_path / "profile.json", as_json=False)
     shown = capsys.readouterr().out
     assert "tiny | rollout" in shown
@@ -135,8 +135,10 @@ def test_people_see_a_row_for_each_state(measured, capsys, tmp_path):
 
 
 def test_what_a_profile_says_reaches_those_who_are_submitted_late_too(folder, tmp_path, monkeypatch, capsys):
-    here = Levels(device=DEVICE, how="nice", shares=(0.5,), num_units=20)
-    monkeypatch.setattr(profiling, "probe", lambda device: here if device == "cpu" else Levels(device="", how=""))
+    here = DeviceFractions(device=DEVICE, how="nice", shares=(0.5,), num_units=20)
+    monkeypatch.setattr(
+        profiling, "probe", lambda device: here if device == "cpu" else DeviceFractions(device="", how="")
+    )
     path = saved(tmp_path, times(Phase.ROLLOUT), times(Phase.TRAIN))
     spec = load_for_run(str(folder / "small.yaml"), None, None)
     policy, costs = training._profiled("rollmux", spec.cluster, path)

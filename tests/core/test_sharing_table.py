@@ -5,22 +5,25 @@ from __future__ import annotations
 from rlmux.core.sharing import SharingEntry, SharingTable
 
 
-def entry(a, b, level, slow_a, slow_b):
-    return SharingEntry(kind_a=a, kind_b=b, level=level, slowdown_a=slow_a, slowdown_b=slow_b)
+def entry(a, b, device_fraction, slow_a, slow_b):
+    return SharingEntry(kind_a=a, kind_b=b, device_fraction=device_fraction, slowdown_a=slow_a, slowdown_b=slow_b)
 
 
 def test_the_two_sides_of_a_pair_never_have_more_than_the_device():
     table = SharingTable.of(
-        entry(a, b, level, 1.1, 1.4) for a in ("x", "y") for b in ("x", "y") for level in (0.25, 0.75, 0.9)
+        entry(a, b, device_fraction, 1.1, 1.4)
+        for a in ("x", "y")
+        for b in ("x", "y")
+        for device_fraction in (0.25, 0.75, 0.9)
     )
     for a in ("x", "y"):
         for b in ("x", "y"):
-            assert table.pace(a, b).level + table.pace(b, a).level <= 1.0
+            assert table.pace(a, b).device_fraction + table.pace(b, a).device_fraction <= 1.0
 
 
 def test_two_alike_both_get_the_smaller_share_and_its_slowdown():
     pace = SharingTable.of([entry("x", "x", 0.75, 1.1, 1.7)]).pace("x", "x")
-    assert (pace.level, pace.slowdown, pace.other_slowdown) == (0.25, 1.7, 1.7)
+    assert (pace.device_fraction, pace.slowdown, pace.other_slowdown) == (0.25, 1.7, 1.7)
 
 
 def test_a_pair_that_does_no_more_together_than_in_turn_is_not_in_the_table():

@@ -12,12 +12,12 @@ from rlmux.engines import device_fraction as levels
 
 
 def test_the_larger_share_is_never_held_back():
-    assert [levels.nice_of(level) for level in (0.5, 0.75, 1.0)] == [0, 0, 0]
+    assert [levels.nice_of(device_fraction) for device_fraction in (0.5, 0.75, 1.0)] == [0, 0, 0]
 
 
 @pytest.mark.parametrize(("level", "nice"), [(0.1, 10), (0.25, 5), (0.014, 19), (0.0001, 19)])
-def test_the_smaller_share_has_the_niceness_whose_weight_it_is(level, nice):
-    assert levels.nice_of(level) == nice
+def test_the_smaller_share_has_the_niceness_whose_weight_it_is(device_fraction, nice):
+    assert levels.nice_of(device_fraction) == nice
 
 
 def test_a_level_ends_with_the_next_one():
@@ -26,13 +26,13 @@ def test_a_level_ends_with_the_next_one():
     if not probe.shares:
         pytest.skip(f"no levels here: {probe.missing}")
     code = (
-        "import os, time; from rlmux.engines.device_fraction import level_setter\n"
+        "import os, time; from rlmux.engines.device_fraction import fraction_setter\n"
         "os.setsid() if os.getsid(0) != os.getpid() else None\n"
-        "setter = level_setter('cpu'); seen = []\n"
-        "for level in (1.0, 0.25, 0.25, 0.75, 1.0):\n"
-        "    setter.set(level); seen.append(os.getpriority(0, 0))\n"
-        "    while setter._level != level:\n"  # Linux allows ten changes a second, of all sessions together
-        "        time.sleep(0.1); setter.set(level)\n"
+        "setter = fraction_setter('cpu'); seen = []\n"
+        "for device_fraction in (1.0, 0.25, 0.25, 0.75, 1.0):\n"
+        "    setter.set(device_fraction); seen.append(os.getpriority(0, 0))\n"
+        "    while setter._fraction != device_fraction:\n"  # Linux allows ten changes a second, of all sessions together
+        "        time.sleep(0.1); setter.set(device_fraction)\n"
         "print(seen, open('/proc/self/autogroup').read().split()[-1] if os.path.exists('/proc/self/autogroup') else 0)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
@@ -55,7 +55,7 @@ def test_without_a_gpu_the_probe_says_so():
     if not found.device.startswith("cuda"):
         pytest.skip("there is a GPU")
     assert (found.shares, found.how, found.missing) == ((), "", "torch sees no CUDA device")
-    levels.level_setter("cuda").set(0.5)  # nothing to set, nothing raised
+    levels.fraction_setter("cuda").set(0.5)  # nothing to set, nothing raised
 
 
 @pytest.mark.parametrize(
@@ -71,9 +71,9 @@ def test_a_change_that_the_system_refuses_is_tried_again(monkeypatch, tmp_path):
     """Linux allows ten changes of a session's niceness a second."""
     group = tmp_path / "missing" / "autogroup"
     monkeypatch.setattr(levels, "_AUTOGROUP", group)
-    setter = levels.NiceLevel()
-    monkeypatch.setattr(levels.NiceLevel, "_can_raise", False)
-    monkeypatch.setattr(levels.NiceLevel, "_has_group", True)
+    setter = levels.NiceFraction()
+    monkeypatch.setattr(levels.NiceFraction, "_can_raise", False)
+    monkeypatch.setattr(levels.NiceFraction, "_has_group", True)
     setter.set(0.25)
     group.parent.mkdir()
     setter.set(0.25)

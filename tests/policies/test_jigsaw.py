@@ -24,8 +24,8 @@ from rlmux.policies.static_sharing import mux_all, serial
 
 HELPS = SharingTable.of(
     [
-        SharingEntry(kind_a="train", kind_b="tail", level=0.75, slowdown_a=1.1, slowdown_b=1.2),
-        SharingEntry(kind_a="train", kind_b="dense", level=0.75, slowdown_a=1.2, slowdown_b=1.3),
+        SharingEntry(kind_a="train", kind_b="tail", device_fraction=0.75, slowdown_a=1.1, slowdown_b=1.2),
+        SharingEntry(kind_a="train", kind_b="dense", device_fraction=0.75, slowdown_a=1.2, slowdown_b=1.3),
     ]
 )
 
@@ -140,10 +140,10 @@ def test_training_joins_a_tail_at_the_measured_level_and_leaves_it_the_whole_dev
     driver.submit(builders.pipeline("a", rollout_s=4.0, train_s=4.0, footprint=small))
     driver.submit(builders.pipeline("b", rollout_s=9.0, train_s=4.0, footprint=small))
     actions = finish(driver, order_of(scheduler, "a", 0), 4.0)
-    levels = {a.pipeline: a.level for a in actions if isinstance(a, RunStage)}
+    levels = {a.pipeline: a.device_fraction for a in actions if isinstance(a, RunStage)}
     assert levels == {"a": 0.75, "b": 0.25}
     ended = finish(driver, order_of(scheduler, "a", 0, Stage.UPDATE), 9.0)
-    assert [a.level for a in ended if isinstance(a, SetDeviceFraction)] == [1.0] or started(ended)
+    assert [a.device_fraction for a in ended if isinstance(a, SetDeviceFraction)] == [1.0] or started(ended)
 
 
 def test_states_of_unknown_size_never_share_a_device(builders):
@@ -151,7 +151,7 @@ def test_states_of_unknown_size_never_share_a_device(builders):
     driver = builders.Driver(scheduler)
     driver.submit(builders.pipeline("a"), builders.pipeline("b"))
     driver.run()
-    assert {a.level for a in driver.actions(RunStage)} == {1.0}
+    assert {a.device_fraction for a in driver.actions(RunStage)} == {1.0}
 
 
 def test_reports_that_change_nothing_are_not_planned_anew(builders):

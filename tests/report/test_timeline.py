@@ -210,9 +210,12 @@ def test_nobody_pinned_is_idle(story: Any, make_order: Order) -> None:
 
 
 def test_orders_that_share_a_device_count_once_and_lie_side_by_side(story: Any, make_order: Order) -> None:
-    story.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT, level=0.5))
+    story.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT, device_fraction=0.5))
     story.submit(0.0, "b")
-    story.event(NodeJoined(time_s=1.0, node=NODE), make_order(2, "b", GENERATE, ROLLOUT, level=0.5, switch=Switch.WARM))
+    story.event(
+        NodeJoined(time_s=1.0, node=NODE),
+        make_order(2, "b", GENERATE, ROLLOUT, device_fraction=0.5, switch=Switch.WARM),
+    )
     story.event(finished(3.0, 1, 3.0))
     story.event(finished(4.0, 2, 2.5, switch_s=0.5), Release(pipeline="a"), Release(pipeline="b"))
     timeline = story.timeline()

@@ -11,7 +11,7 @@ from rlmux.runtime.memory import with_footprint
 
 KINDS = ("dense", "tail", "train")
 HELPFUL = SharingTable.of(
-    SharingEntry(kind_a=a, kind_b=b, level=0.75, slowdown_a=1.2, slowdown_b=1.5) for a in KINDS for b in KINDS
+    SharingEntry(kind_a=a, kind_b=b, device_fraction=0.75, slowdown_a=1.2, slowdown_b=1.5) for a in KINDS for b in KINDS
 )
 """As if sharing helped every pair. On one core none does; what is computed does not mind."""
 
@@ -32,7 +32,7 @@ def test_sharing_devices_at_levels_changes_nothing_but_time(real, make_backend, 
         tmp_path / "shared", submissions, policy=Jigsaw(sharing=HELPFUL), on=on, make_backend=make_backend
     )
     assert shared.sha256 == alone.sha256
-    levels = {a.level for a in shared.recorder.actions if isinstance(a, RunStage | SetDeviceFraction)}
+    levels = {a.device_fraction for a in shared.recorder.actions if isinstance(a, RunStage | SetDeviceFraction)}
     assert {0.25, 0.75} <= levels
-    assert {a.level for a in alone.recorder.actions if isinstance(a, RunStage)} <= {0.0, 1.0}
+    assert {a.device_fraction for a in alone.recorder.actions if isinstance(a, RunStage)} <= {0.0, 1.0}
     assert shared.status == {"first": "finished", "second": "finished"}

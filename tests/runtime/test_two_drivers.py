@@ -46,7 +46,9 @@ class Recording:
     def dispatch(self, view) -> Iterator[Any]:
         for choice in self._policy.dispatch(view):
             work = choice.work
-            self.decisions.append((view.now_s, work.pipeline, work.stage, work.step, work.devices, choice.level))
+            self.decisions.append(
+                (view.now_s, work.pipeline, work.stage, work.step, work.devices, choice.device_fraction)
+            )
             yield choice
 
 

@@ -67,7 +67,7 @@ def examine() -> list[Finding]:
         _gpus(torch),
         _green_contexts(torch),
         _mps(torch),
-        _levels(torch),
+        _fractions(torch),
         *(_package(name, extra, meaning) for name, (extra, meaning) in _EXTRAS.items()),
     ]
 
@@ -312,7 +312,7 @@ def _mps(torch: dict[str, Any] | None) -> Finding:
     )
 
 
-def _levels(torch: dict[str, Any] | None) -> Finding:
+def _fractions(torch: dict[str, Any] | None) -> Finding:
     """Shares of a device that two pipelines can be given at once; `rlmux profile` measures what they are worth."""
     name = "share levels"
     found = (torch or {}).get("levels", [])

@@ -108,10 +108,10 @@ def workload_or_run(
 
 def _neighbours(profile: Path) -> Neighbours | None:
     """What the profile has of them; what it has not is told."""
-    from rlmux.cli.profiling import levels_here  # brings torch along, to look at the devices
+    from rlmux.cli.profiling import fractions_here  # brings torch along, to look at the devices
     from rlmux.sim.models.neighbours import load_neighbours
 
-    neighbours, warnings = load_neighbours(profile, levels_here().device)
+    neighbours, warnings = load_neighbours(profile, fractions_here().device)
     for warning in warnings:
         print(f"rlmux: {warning}", file=sys.stderr)
     return neighbours

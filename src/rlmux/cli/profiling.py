@@ -22,11 +22,11 @@ from rlmux.cli import neighbour_costs, switch_costs, tables
 from rlmux.core.errors import UserError
 from rlmux.core.policy import Policy
 from rlmux.core.sharing import MIN_GAIN, SharingEntry, SharingTable
-from rlmux.engines.device_fraction import Levels, probe
+from rlmux.engines.device_fraction import DeviceFractions, probe
 from rlmux.policies import POLICIES
 from rlmux.profiling.micro_benchmarks import PIECES, PieceSizes, piece_processes, rates, usual_sizes
 from rlmux.profiling.switch_times import SwitchTimes
-from rlmux.sim.models.interference import NO_SPLIT, InterferenceTable, ShareLevels, load_interference
+from rlmux.sim.models.interference import NO_SPLIT, InterferenceTable, FractionGrid, load_interference
 from rlmux.sim.models.neighbours import Neighbours
 
 DEVICES = ("cpu", "cuda")
@@ -57,7 +57,7 @@ def measure(
     num_rounds: int = 3,
     progress: Callable[[int, int], None] | None = None,
 ) -> InterferenceTable:
-    """Every pair of kinds, side by side on one core or one GPU, at every level that is prepared here.
+    """Every pair of kinds, side by side on one core or one GPU, at every device fraction that is prepared here.
 
     Rounds are interleaved, since machines drift. A slowdown is of the median rate beside the best rate alone: where
     rates are noisy, sharing looks worse than it is, never better.
@@ -86,52 +86,54 @@ def measure(
         )
         for (a, b, share), rounds in beside.items()
     }
-    return InterferenceTable(device=levels.device, levels=share_levels_of(levels), measured=measured)
+    return InterferenceTable(device=levels.device, levels=fraction_grid_of(levels), measured=measured)
 
 
-def share_levels_of(levels: Levels) -> ShareLevels:
-    return ShareLevels(
+def fraction_grid_of(levels: DeviceFractions) -> FractionGrid:
+    return FractionGrid(
         device=levels.device, num_units=levels.num_units, unit_step=levels.unit_step, min_units=levels.min_units
     )
 
 
-def sharing_of(path: Path, levels: Levels) -> tuple[SharingTable, list[str]]:
+def sharing_of(path: Path, levels: DeviceFractions) -> tuple[SharingTable, list[str]]:
     """What a profile file lets policies do on this device, and what of it cannot be used.
 
     Raises UserError for a file that is no profile.
     """
     asked = (*levels.shares, NO_SPLIT)
-    table, warnings = load_interference(path, share_levels_of(levels), PIECES, asked=asked)
+    table, warnings = load_interference(path, fraction_grid_of(levels), PIECES, asked=asked)
     if not levels.shares:
         return SharingTable(), [*warnings, f"{levels.device} has no levels ({levels.missing}): devices are not shared"]
     entries: dict[tuple[str, str, float], SharingEntry] = {}
     unprepared: dict[float, None] = {}
-    for (a, b, level), (slow_a, slow_b) in table.measured.items():
-        if level >= NO_SPLIT:
+    for (a, b, device_fraction), (slow_a, slow_b) in table.measured.items():
+        if device_fraction >= NO_SPLIT:
             continue
-        if all(abs(level - share) > 0.5 / levels.num_units for share in levels.shares):
-            unprepared[level] = None
+        if all(abs(device_fraction - share) > 0.5 / levels.num_units for share in levels.shares):
+            unprepared[device_fraction] = None
             continue
-        key = (_CHARACTER.get(a, a), _CHARACTER.get(b, b), level)
+        key = (_CHARACTER.get(a, a), _CHARACTER.get(b, b), device_fraction)
         worst = entries.get(key)
         entries[key] = SharingEntry(
             kind_a=key[0],
             kind_b=key[1],
-            level=level,
+            device_fraction=device_fraction,
             slowdown_a=max(slow_a, 1.0, worst.slowdown_a if worst else 1.0),
             slowdown_b=max(slow_b, 1.0, worst.slowdown_b if worst else 1.0),
         )
     if unprepared:
-        named = ", ".join(f"{level:g}" for level in unprepared)
-        prepared = ", ".join(f"{level:g}" for level in levels.shares)
-        warnings.append(f"{path}: level {named} is not prepared here; used instead: {prepared}, where measured")
+        named = ", ".join(f"{device_fraction:g}" for device_fraction in unprepared)
+        prepared = ", ".join(f"{device_fraction:g}" for device_fraction in levels.shares)
+        warnings.append(
+            f"{path}: fraction {named} is not prepared here; used instead: {prepared}, where measured"
+        )
     sharing = SharingTable.of(entries.values())
     if not sharing.rates:
         warnings.append(f"{path}: no pair gains {_least_gain()} by sharing; every order has its devices alone")
     return sharing, warnings
 
 
-def levels_here() -> Levels:
+def fractions_here() -> DeviceFractions:
     """Of the GPU, where there is one."""
     gpu = probe("cuda")
     return gpu if gpu.num_units > 1 else probe("cpu")
@@ -140,7 +142,7 @@ def levels_here() -> Levels:
 def policy_named(name: str, profile: Path) -> tuple[Policy, list[str]]:
     """The policy, told what the profile has for it if it can share devices; and what cannot be used."""
     policy = POLICIES[name]()
-    sharing, warnings = sharing_of(profile, levels_here())
+    sharing, warnings = sharing_of(profile, fractions_here())
     if is_dataclass(policy) and any(one.name == "sharing" for one in fields(policy)):
         shared: Any = policy
         return replace(shared, sharing=sharing), warnings
@@ -165,15 +167,15 @@ def show(
     as_json: bool,
     without_neighbours: str | None = None,
 ) -> None:
-    """One row for each pair: the slowdowns at each level, and whether the best of them helps. Then the slowdowns of
+    """One row for each pair: the slowdowns at each device fraction, and whether the best of them helps. Then the slowdowns of
     neighbours, or why there are none, and one row for each state."""
     if as_json:
         tables.print_json(_to_json(table, switches, neighbours))
         return
     rows: dict[tuple[str, str], dict[str, Any]] = {}
-    for (a, b, level), (slow_a, slow_b) in table.measured.items():
+    for (a, b, device_fraction), (slow_a, slow_b) in table.measured.items():
         row = rows.setdefault((a, b), {"beside": f"{a} | {b}"})
-        row["whole" if level >= NO_SPLIT else f"{level:.2g}"] = f"{slow_a:.2f} {slow_b:.2f}"
+        row["whole" if device_fraction >= NO_SPLIT else f"{device_fraction:.2g}"] = f"{slow_a:.2f} {slow_b:.2f}"
         gain = 1.0 / slow_a + 1.0 / slow_b
         row["best together"] = max(gain, row.get("best together", 0.0))
     for row in rows.values():

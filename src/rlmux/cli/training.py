@@ -120,10 +120,10 @@ def _profiled(name: str, cluster: Cluster, profile: Path | None) -> tuple[Policy
     if profile is None:
         return POLICIES[name](), lambda submission: submission
     from rlmux.cli import switch_costs
-    from rlmux.cli.profiling import levels_here, policy_named  # brings torch along, to look at the devices
+    from rlmux.cli.profiling import fractions_here, policy_named  # brings torch along, to look at the devices
 
     policy, warnings = policy_named(name, profile)
-    costs, more = switch_costs.load(profile, levels_here().device)
+    costs, more = switch_costs.load(profile, fractions_here().device)
     for warning in (*warnings, *more):
         print(f"rlmux: {warning}", file=sys.stderr)
     return policy, lambda submission: costs.applied_to(submission, cluster)

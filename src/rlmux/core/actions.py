@@ -77,7 +77,7 @@ class RunStage:
     """One for a worker's share of a rollout; all training devices at once; none for PUBLISH."""
     weight_version: int
     """The version the stage computes with."""
-    level: float = 1.0
+    device_fraction: float = 1.0
     """Share of each device it may use, of the levels prepared there."""
     switch: Switch = Switch.NONE
     evicted: tuple[Resident, ...] = ()
@@ -109,7 +109,7 @@ class SetDeviceFraction:
     """Change the share of a running order's devices."""
 
     order: OrderId
-    level: float
+    device_fraction: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

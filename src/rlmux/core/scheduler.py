@@ -388,7 +388,7 @@ class Scheduler:
         if any(share is not None for share in run.open_shares.values()):
             return
         if Stage.REWARD in run.pipeline.stages:
-            self._order_work(run, run.rollout_step, Stage.REWARD, Phase.ENV, (), level=0.0)
+            self._order_work(run, run.rollout_step, Stage.REWARD, Phase.ENV, (), device_fraction=0.0)
         else:
             self._finish_generating(run)
 
@@ -410,7 +410,7 @@ class Scheduler:
             run.train_stage = None
         run.trained_step = order.step
         if Stage.PUBLISH in run.pipeline.stages:
-            self._order_work(run, order.step, Stage.PUBLISH, Phase.SYNC, (), level=0.0)
+            self._order_work(run, order.step, Stage.PUBLISH, Phase.SYNC, (), device_fraction=0.0)
         else:
             self._publish(run, order.step)
         self._open_training(run)
@@ -562,7 +562,7 @@ class Scheduler:
             elif isinstance(choice, MigrateWork):
                 self._move(group, choice)
             else:
-                self._change_level(self._order(choice.order), choice)
+                self._change_fraction(self._order(choice.order), choice)
         if self._spills:
             self._announce(group)
 
@@ -590,7 +590,7 @@ class Scheduler:
         if group.ready.pop(work.sequence, None) is not work:
             raise self._illegal(f"policy {self.policy.name} starts {work}, which is not ready")
         run = self._state.runs[work.pipeline]
-        order = self._order_work(run, work.step, work.stage, work.phase, work.devices, choice.level)
+        order = self._order_work(run, work.step, work.stage, work.phase, work.devices, choice.device_fraction)
         self._state.orders[order].slowdown = choice.slowdown
         if work.phase is Phase.ROLLOUT:
             run.open_shares[work.devices[0]] = order
@@ -601,15 +601,30 @@ class Scheduler:
                 run.phases_started[work.phase, device] += 1
 
     def _order_work(
-        self, run: PipelineRun, step: int, stage: Stage, phase: Phase, devices: tuple[DeviceId, ...], level: float
+        self,
+        run: PipelineRun,
+        step: int,
+        stage: Stage,
+        phase: Phase,
+        devices: tuple[DeviceId, ...],
+        device_fraction: float,
     ) -> OrderId:
         state = self._state
         pipeline = run.pipeline
         order_id = OrderId(state.next_order)
         state.next_order += 1
-        switch, evicted = self._take_devices(run, phase, devices, order_id, level)
+        switch, evicted = self._take_devices(run, phase, devices, order_id, device_fraction)
         order = Order(
-            order_id, pipeline.id, step, stage, phase, devices, level, state.now_s, switch=switch, paced_s=state.now_s
+            order_id,
+            pipeline.id,
+            step,
+            stage,
+            phase,
+            devices,
+            device_fraction,
+            state.now_s,
+            switch=switch,
+            paced_s=state.now_s,
         )
         state.orders[order_id] = order
         if devices:
@@ -623,7 +638,7 @@ class Scheduler:
                 stage=stage,
                 devices=devices,
                 weight_version=max(version, 0),
-                level=level,
+                device_fraction=device_fraction,
                 switch=switch,
                 evicted=evicted,
             )
@@ -631,7 +646,7 @@ class Scheduler:
         return order_id
 
     def _take_devices(
-        self, run: PipelineRun, phase: Phase, devices: tuple[DeviceId, ...], order: OrderId, level: float
+        self, run: PipelineRun, phase: Phase, devices: tuple[DeviceId, ...], order: OrderId, device_fraction: float
     ) -> tuple[Switch, tuple[Resident, ...]]:
         """Lease the devices; make room there for the pipeline's state. The worst switch of all devices counts."""
         key = (run.pipeline.id, phase)
@@ -641,9 +656,11 @@ class Scheduler:
         evicted: dict[Resident, None] = {}
         for device_id in devices:
             device = self._state.devices[device_id]
-            if level <= 0.0 or sum(device.orders.values()) + level > 1.0 + _SHARE_TOLERANCE:
-                raise self._illegal(f"policy {self.policy.name} leases {level} of {device_id}, held by {device.orders}")
-            device.orders[order] = level
+            if device_fraction <= 0.0 or sum(device.orders.values()) + device_fraction > 1.0 + _SHARE_TOLERANCE:
+                raise self._illegal(
+                    f"policy {self.policy.name} leases {device_fraction} of {device_id}, held by {device.orders}"
+                )
+            device.orders[order] = device_fraction
             if key in device.residents:
                 device.residents[key] = device.residents.pop(key)  # most recently used last
                 continue
@@ -676,24 +693,28 @@ class Scheduler:
         return evicted
 
     def _pause(self, order: Order) -> None:
-        if order.status is OrderStatus.RUNNING and order.level > 0.0:
+        if order.status is OrderStatus.RUNNING and order.device_fraction > 0.0:
             order.status = OrderStatus.PAUSING
             self._actions.append(Pause(order=order.id))
 
-    def _change_level(self, order: Order, choice: ChangeFraction) -> None:
-        level = choice.level
+    def _change_fraction(self, order: Order, choice: ChangeFraction) -> None:
+        device_fraction = choice.device_fraction
         for device in order.devices:
             others = sum(held for other, held in self._state.devices[device].orders.items() if other != order.id)
-            if level <= 0.0 or order.level == 0.0 or others + level > 1.0 + _SHARE_TOLERANCE:
-                raise self._illegal(f"policy {self.policy.name} gives order {order.id} {level} of {device}")
+            if (
+                device_fraction <= 0.0
+                or order.device_fraction == 0.0
+                or others + device_fraction > 1.0 + _SHARE_TOLERANCE
+            ):
+                raise self._illegal(f"policy {self.policy.name} gives order {order.id} {device_fraction} of {device}")
         now_s = self._state.now_s
         order.solo_s += (now_s - order.paced_s) / order.slowdown
         order.paced_s, order.slowdown = now_s, choice.slowdown
-        if level != order.level:
-            order.level = level
+        if device_fraction != order.device_fraction:
+            order.device_fraction = device_fraction
             for device in order.devices:
-                self._state.devices[device].orders[order.id] = level
-            self._actions.append(SetDeviceFraction(order=order.id, level=level))
+                self._state.devices[device].orders[order.id] = device_fraction
+            self._actions.append(SetDeviceFraction(order=order.id, device_fraction=device_fraction))
 
     def _solo_s(self, order: Order, seconds: float) -> float:
         """The driver's seconds of an order without what sharing added to them."""
@@ -731,7 +752,7 @@ class Scheduler:
 
     def _end_order(self, order: Order) -> None:
         del self._state.orders[order.id]
-        if order.level == 0.0:  # rewards, a publication, a migration: it leases nothing
+        if order.device_fraction == 0.0:  # rewards, a publication, a migration: it leases nothing
             return
         del self._group_of(self._state.runs[order.pipeline]).running[order.id]
         for device in order.devices:
@@ -789,7 +810,10 @@ def _phases_started_before(group: GroupState) -> int:
     other and the group would run one phase at a time for ever.
     """
     begun = [
-        count for run in group.members.values() for (phase, _), count in run.phases_started.items() if phase is Phase.ROLLOUT
+        count
+        for run in group.members.values()
+        for (phase, _), count in run.phases_started.items()
+        if phase is Phase.ROLLOUT
     ]
     return max(0, min(max(begun) - 1, min(begun))) if begun else 0  # who filled gaps is ahead of the cycle
 

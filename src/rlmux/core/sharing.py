@@ -1,6 +1,6 @@
-"""Which pairs of sub-stages may share a device, at which level, and how much each slows the other.
+"""Which pairs of sub-stages may share a device, at which device fraction, and how much each slows the other.
 
-    rlmux profile / a simulated device ──entries──▶ SharingTable ──pace(a, b)──▶ level and slowdowns, or None
+    rlmux profile / a simulated device ──entries──▶ SharingTable ──pace(a, b)──▶ device fraction and slowdowns, or None
 
 Kinds are the sub-stages' characters: `prefill`, `dense`, `tail`, and `train` for every piece of training. A pair is
 in the table only if it was measured to help: together they do more work in a second than one after the other.
@@ -22,7 +22,7 @@ class SharingEntry:
 
     kind_a: str
     kind_b: str
-    level: float
+    device_fraction: float
     """Share of the device that `kind_a` has; the other has the rest."""
     slowdown_a: float
     slowdown_b: float
@@ -36,7 +36,7 @@ class SharingEntry:
 class Pace:
     """How a pair runs."""
 
-    level: float
+    device_fraction: float
     """Of the one asked for first."""
     slowdown: float
     other_slowdown: float
@@ -44,7 +44,7 @@ class Pace:
 
 @dataclass(frozen=True, slots=True)
 class SharingTable:
-    """The best level of every pair that helps; see the module."""
+    """The best device fraction of every pair that helps; see the module."""
 
     entries: tuple[SharingEntry, ...] = ()
     _pace: dict[tuple[str, str], Pace] = field(init=False, repr=False, compare=False)
@@ -53,14 +53,14 @@ class SharingTable:
     def __post_init__(self) -> None:
         best: dict[tuple[str, str], tuple[float, Pace]] = {}
         for entry in self.entries:
-            if not 0.0 < entry.level < 1.0 or min(entry.slowdown_a, entry.slowdown_b) < 1.0:
-                raise ValueError(f"{entry} is no measured pair: 0 < level < 1, slowdowns at least 1")
+            if not 0.0 < entry.device_fraction < 1.0 or min(entry.slowdown_a, entry.slowdown_b) < 1.0:
+                raise ValueError(f"{entry} is no measured pair: 0 < device_fraction < 1, slowdowns at least 1")
             if entry.kind_a == entry.kind_b:
                 entry = _even(entry)
             if entry.gain < MIN_GAIN:
                 continue
-            forward = Pace(entry.level, entry.slowdown_a, entry.slowdown_b)
-            backward = Pace(1.0 - entry.level, entry.slowdown_b, entry.slowdown_a)
+            forward = Pace(entry.device_fraction, entry.slowdown_a, entry.slowdown_b)
+            backward = Pace(1.0 - entry.device_fraction, entry.slowdown_b, entry.slowdown_a)
             for key, pace in (
                 ((entry.kind_a, entry.kind_b), forward),
                 ((entry.kind_b, entry.kind_a), backward),
@@ -86,10 +86,10 @@ class SharingTable:
 
 def _even(entry: SharingEntry) -> SharingEntry:
     """Two alike cannot be told apart, so both get what the smaller share was measured with."""
-    is_first_smaller = entry.level <= 0.5
+    is_first_smaller = entry.device_fraction <= 0.5
     slowdown = entry.slowdown_a if is_first_smaller else entry.slowdown_b
-    level = entry.level if is_first_smaller else 1.0 - entry.level
-    return replace(entry, level=level, slowdown_a=slowdown, slowdown_b=slowdown)
+    device_fraction = entry.device_fraction if is_first_smaller else 1.0 - entry.device_fraction
+    return replace(entry, device_fraction=device_fraction, slowdown_a=slowdown, slowdown_b=slowdown)
 
 
 NO_SHARING = SharingTable()

@@ -66,7 +66,7 @@ class Order:
     stage: Stage
     phase: Phase
     devices: tuple[DeviceId, ...]
-    level: float
+    device_fraction: float
     started_s: float
     status: OrderStatus = OrderStatus.RUNNING
     migrates_from: DeviceId | None = None
@@ -75,7 +75,7 @@ class Order:
     """Of a MigrateShard: the share had not begun."""
     switch: Switch = Switch.NONE
     slowdown: float = 1.0
-    """Expected at its level beside whoever shares its devices."""
+    """Expected at its device fraction beside whoever shares its devices."""
     paced_s: float = 0.0
     """Since when it has that slowdown."""
     solo_s: float = 0.0
@@ -125,7 +125,7 @@ class PipelineRun:
     published_version: int = -1
     steps_per_cycle: int = 1
     """Steps in each meta-iteration of its group."""
-    place: int = 0
+    cycle_index: int = 0
     """In the cyclic order of its group."""
     phases_started: dict[tuple[Phase, DeviceId], int] = field(default_factory=dict)
     """Phases begun on each device: whose turn it is in the meta-iteration."""

@@ -21,7 +21,7 @@ class RunWork:
     """A policy's choice: start this ready work now, on this share of its devices."""
 
     work: ReadyWork
-    level: float = 1.0
+    device_fraction: float = 1.0
     slowdown: float = 1.0
     """Expected beside whoever shares its devices, over having them alone."""
 
@@ -38,7 +38,7 @@ class ChangeFraction:
     """A policy's choice: give a running order another share of its devices, from its next safe point on."""
 
     order: OrderId
-    level: float
+    device_fraction: float
     slowdown: float = 1.0
     """As of RunWork, from now on."""
 
@@ -89,8 +89,8 @@ class OrderView:
         return self._order.devices
 
     @property
-    def level(self) -> float:
-        return self._order.level
+    def device_fraction(self) -> float:
+        return self._order.device_fraction
 
     @property
     def started_s(self) -> float:
@@ -304,11 +304,12 @@ class GroupView:
         key = (work.phase, device)
         pinned = self._group.members_by_device[key]
         mine = pinned[work.pipeline]
-        own_rank = (mine.phases_started[key] / mine.steps_per_cycle, mine.place)
+        own_rank = (mine.phases_started[key] / mine.steps_per_cycle, mine.cycle_index)
         ranked = [
             (rank, run)
             for run in pinned.values()
-            if (rank := (run.phases_started[key] / run.steps_per_cycle, run.place)) < own_rank and _will_begin(run, key)
+            if (rank := (run.phases_started[key] / run.steps_per_cycle, run.cycle_index)) < own_rank
+            and _will_begin(run, key)
         ]
         ranked.sort(key=itemgetter(0))
         steps_per_cycle = []
@@ -384,13 +385,13 @@ class GroupView:
         if len(pinned) == 1:
             return True
         mine = pinned[work.pipeline]
-        begun, steps_per_cycle, place = mine.phases_started[key], mine.steps_per_cycle, mine.place
+        begun, steps_per_cycle, cycle_index = mine.phases_started[key], mine.steps_per_cycle, mine.cycle_index
         for pipeline_id, run in pinned.items():
             lead = (
                 begun * run.steps_per_cycle - run.phases_started[key] * steps_per_cycle
             )  # positive: the other's next turn comes first
             if (
-                (lead > 0 or (lead == 0 and run.place < place))
+                (lead > 0 or (lead == 0 and run.cycle_index < cycle_index))
                 and pipeline_id != work.pipeline
                 and _will_begin(run, key)
             ):

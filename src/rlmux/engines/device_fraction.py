@@ -1,16 +1,16 @@
 """Shares of a device, in levels that are prepared before anyone asks for one.
 
-    probe(device) ──▶ Levels: which shares there are here, and how they are made, or what is missing
-    level_setter(device) ──▶ set(level), in the process that computes, between two calls of its engine
+    probe(device) ──▶ DeviceFractions: which shares there are here, and how they are made, or what is missing
+    fraction_setter(device) ──▶ set(device_fraction), in the process that computes, between two calls of its engine
 
     cpu    two worker processes on one core; their niceness splits its time:   share l beside 1 - l
                the larger share stays at nice 0, the smaller goes to where the scheduler's weights are l : 1 - l
     cuda   green contexts: a process keeps its kernels to some of the multiprocessors
            MPS: kernels of two processes run at once at all; its percentage is fixed when a process starts
 
-A level is the share of whoever asks for it; 1.0 takes no share away. Nothing here starts a thread or a daemon.
-Invariant: levels change when work is done, never what it computes. Where a level cannot be made, setting it does
-nothing, and `Levels` says so, so that nobody plans with it.
+A device fraction is the share of whoever asks for it; 1.0 takes no share away. Nothing here starts a thread or a daemon.
+Invariant: levels change when work is done, never what it computes. Where a device fraction cannot be made, setting it does
+nothing, and `DeviceFractions` says so, so that nobody plans with it.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from typing import Any, Protocol
 import torch
 
 WHOLE = 1.0
-"""The level at which nobody is held back."""
+"""The device fraction at which nobody is held back."""
 _NICE_STEP = 1.25
 """Ratio of the Linux scheduler's weights of two neighbouring nice values."""
 _MAX_NICE = 19
 _NICE_UNITS = 20
 """Shares of a core are told apart to a twentieth: the finest that nice values can make."""
-_NICE_LEVELS = (0.1, 0.25, 0.5, 0.75, 0.9)
+_NICE_FRACTIONS = (0.1, 0.25, 0.5, 0.75, 0.9)
 _GREEN_PARTS = (0.2, 0.4, 0.6, 0.8)
 _AUTOGROUP = Path("/proc/self/autogroup")
 _AUTOGROUP_SWITCH = Path("/proc/sys/kernel/sched_autogroup_enabled")
@@ -43,7 +43,7 @@ _NICE_PROBE = "import os; n = os.getpriority(0, 0); os.setpriority(0, 0, n + 1);
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Levels:
+class DeviceFractions:
     """The shares of one kind of device that can be made here."""
 
     device: str
@@ -60,14 +60,14 @@ class Levels:
     """What cannot be done here, and why."""
 
 
-class LevelSetter(Protocol):
+class FractionSetter(Protocol):
     """Lives in the process that computes."""
 
-    def set(self, level: float) -> None:
+    def set(self, device_fraction: float) -> None:
         """Hold back to this share from now on; cheap when it is the present one."""
 
 
-def probe(device: str = "cpu") -> Levels:
+def probe(device: str = "cpu") -> DeviceFractions:
     """What this machine can do for a device (`cpu` or `cuda`); leaves everything as it was."""
     return _probe_cuda() if device.startswith("cuda") else _probe_cpu()
 
@@ -77,15 +77,15 @@ def num_gpus() -> int:
     return torch.cuda.device_count()
 
 
-def level_setter(device: str = "cpu") -> LevelSetter:
-    """For this process. What can be done is found out when a level below 1.0 is first asked for."""
-    return GreenContextLevel() if device.startswith("cuda") else NiceLevel()
+def fraction_setter(device: str = "cpu") -> FractionSetter:
+    """For this process. What can be done is found out when a device fraction below 1.0 is first asked for."""
+    return GreenContextFraction() if device.startswith("cuda") else NiceFraction()
 
 
 # --- CPU ----------------------------------------------------------------------------------------------------
 
 
-class NiceLevel:
+class NiceFraction:
     """Share of a core by niceness.
 
     Linux may group processes by session before it looks at niceness; a worker is a session of its own, so the
@@ -93,7 +93,7 @@ class NiceLevel:
     """
 
     def __init__(self) -> None:
-        self._level = WHOLE
+        self._fraction = WHOLE
 
     @cached_property
     def _base(self) -> int:
@@ -107,10 +107,10 @@ class NiceLevel:
     def _has_group(self) -> bool:
         return _has_autogroups() and os.getsid(0) == os.getpid()
 
-    def set(self, level: float) -> None:
-        if level == self._level:
+    def set(self, device_fraction: float) -> None:
+        if device_fraction == self._fraction:
             return
-        nice = min(_MAX_NICE, self._base + nice_of(level))
+        nice = min(_MAX_NICE, self._base + nice_of(device_fraction))
         if self._can_raise:  # else nobody could undo it
             os.setpriority(os.PRIO_PROCESS, 0, nice)
         if self._has_group:
@@ -118,14 +118,14 @@ class NiceLevel:
                 _AUTOGROUP.write_text(str(nice))
             except OSError:  # ten changes a second are allowed; the next call tries again
                 return
-        self._level = level
+        self._fraction = device_fraction
 
 
-def nice_of(level: float) -> int:
+def nice_of(device_fraction: float) -> int:
     """Niceness of the one with this share beside one with the rest; 0 for the larger share and for no split."""
-    if level >= 0.5:
+    if device_fraction >= 0.5:
         return 0
-    return min(_MAX_NICE, round(log((1.0 - level) / max(level, 1e-3)) / log(_NICE_STEP)))
+    return min(_MAX_NICE, round(log((1.0 - device_fraction) / max(device_fraction, 1e-3)) / log(_NICE_STEP)))
 
 
 def cpu_name() -> str:
@@ -137,17 +137,17 @@ def cpu_name() -> str:
     return f"cpu: {platform.processor() or platform.machine()}"
 
 
-def _probe_cpu() -> Levels:
+def _probe_cpu() -> DeviceFractions:
     ways = ["nice"] if _can_raise_priority() else []
     if _has_autogroups():
         ways.append("niceness of sessions")
     if not ways:
-        return Levels(
+        return DeviceFractions(
             device=cpu_name(),
             how="",
             missing="a process that has lowered its priority may not raise it again (RLIMIT_NICE, CAP_SYS_NICE)",
         )
-    return Levels(device=cpu_name(), how=" and ".join(ways), shares=_NICE_LEVELS, num_units=_NICE_UNITS)
+    return DeviceFractions(device=cpu_name(), how=" and ".join(ways), shares=_NICE_FRACTIONS, num_units=_NICE_UNITS)
 
 
 def _can_raise_priority() -> bool:
@@ -169,8 +169,8 @@ def _has_autogroups() -> bool:
 # --- CUDA ---------------------------------------------------------------------------------------------------
 
 
-class GreenContextLevel:
-    """Share of a GPU's multiprocessors by a green context, made when a level is first asked for and kept.
+class GreenContextFraction:
+    """Share of a GPU's multiprocessors by a green context, made when a device fraction is first asked for and kept.
 
     Entering one lets the kernels that are queued end first, so a change belongs between two calls.
     """
@@ -178,24 +178,24 @@ class GreenContextLevel:
     def __init__(self) -> None:
         self._contexts: dict[int, Any] = {}
         self._current: Any = None
-        self._level = WHOLE
+        self._fraction = WHOLE
 
     @cached_property
     def _sizes(self) -> dict[float, int]:
         return _green_sizes()
 
-    def set(self, level: float) -> None:
-        if level == self._level or not self._sizes:
+    def set(self, device_fraction: float) -> None:
+        if device_fraction == self._fraction or not self._sizes:
             return
         torch.cuda.synchronize()
         if self._current is not None:
             self._current.pop_context()
             self._current = None
-        if level < WHOLE:
-            nearest = min(self._sizes, key=lambda share: abs(share - level))
+        if device_fraction < WHOLE:
+            nearest = min(self._sizes, key=lambda share: abs(share - device_fraction))
             self._current = self._context(self._sizes[nearest])
             self._current.set_context()
-        self._level = level
+        self._fraction = device_fraction
 
     def _context(self, num_sms: int) -> Any:
         if num_sms not in self._contexts:
@@ -229,9 +229,9 @@ def mps_problem() -> str:
     return f"no MPS daemon listens in {pipe}, so kernels of different processes take turns"
 
 
-def _probe_cuda() -> Levels:
+def _probe_cuda() -> DeviceFractions:
     if not torch.cuda.is_available():
-        return Levels(device="cuda", how="", missing="torch sees no CUDA device")
+        return DeviceFractions(device="cuda", how="", missing="torch sees no CUDA device")
     gpu = torch.cuda.get_device_properties(torch.cuda.current_device())
     step, least = green_unit(gpu.major)
     problem = _green_problem(least)
@@ -243,7 +243,7 @@ def _probe_cuda() -> Levels:
     if not mps_problem():
         percent = os.environ.get("CUDA_MPS_ACTIVE_THREAD_PERCENTAGE")
         ways.append("MPS" + (f" at {percent} % of this process" if percent else ""))
-    return Levels(
+    return DeviceFractions(
         device=gpu.name,
         how=" and ".join(ways),
         shares=tuple(sizes),

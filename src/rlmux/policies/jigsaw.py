@@ -5,7 +5,7 @@
 Every pipeline of the group rolls out on all of its devices and trains on as many as it asks for. At each event the
 tasks that are known or predicted are scheduled anew as a whole, and what that schedule does now is done:
 
-    start      ready work on free devices; beside another only at a level that was measured to help
+    start      ready work on free devices; beside another only at a device fraction that was measured to help
     merge      the tail of a pipeline leaves one device for a sibling's: pause, then move, then the device is free
     gather     a share that has not begun joins a sibling's: fewer, fuller batches, and the device is another's
     migrate    a share whose device is held, or wanted, goes to a free one on which its pipeline's share has ended
@@ -339,7 +339,7 @@ def _can_share(view: GroupView) -> bool:
 def start_side_by_side(
     view: GroupView, works: Sequence[ReadyWork], sharing: SharingTable
 ) -> Generator[Choice, None, bool]:
-    """Grant these, lowering the level of whoever is there, and raise those that are alone again."""
+    """Grant these, lowering the device fraction of whoever is there, and raise those that are alone again."""
     members = {member.id: member for member in view.members}
     residents: dict[DeviceId, list[tuple[OrderId | int, str]]] = {}
     blocked: set[DeviceId] = set()
@@ -359,40 +359,40 @@ def start_side_by_side(
         for device in work.devices:
             residents.setdefault(device, []).append((-work.sequence, kind))
         granted.append((work, kind))
-    levels = _levels(residents, sharing)
+    levels = _fractions(residents, sharing)
     raised: list[ChangeFraction] = []
     for order in view.running:
-        level, slowdown = levels[order.id]
-        if order.is_pausing or (abs(level - order.level) < 1e-9 and not granted):
+        device_fraction, slowdown = levels[order.id]
+        if order.is_pausing or (abs(device_fraction - order.device_fraction) < 1e-9 and not granted):
             continue
-        if level > order.level and not blocked.isdisjoint(order.devices):
-            continue  # who is pausing there keeps its level until it has gone
-        change = ChangeFraction(order=order.id, level=level, slowdown=slowdown)
-        if level > order.level:
+        if device_fraction > order.device_fraction and not blocked.isdisjoint(order.devices):
+            continue  # who is pausing there keeps its device fraction until it has gone
+        change = ChangeFraction(order=order.id, device_fraction=device_fraction, slowdown=slowdown)
+        if device_fraction > order.device_fraction:
             raised.append(change)
         else:
             yield change
     for work, _ in granted:
-        level, slowdown = levels[-work.sequence]
-        yield RunWork(work=work, level=level, slowdown=slowdown)
+        device_fraction, slowdown = levels[-work.sequence]
+        yield RunWork(work=work, device_fraction=device_fraction, slowdown=slowdown)
     yield from raised
     return bool(granted)
 
 
-def _levels(
+def _fractions(
     residents: dict[DeviceId, list[tuple[OrderId | int, str]]], sharing: SharingTable
 ) -> dict[OrderId | int, tuple[float, float]]:
-    """Level and slowdown of each: the least level and the largest slowdown over its devices."""
+    """Level and slowdown of each: the least device fraction and the largest slowdown over its devices."""
     levels: dict[OrderId | int, tuple[float, float]] = {}
     for there in residents.values():
         for name, kind in there:
-            level, slowdown = levels.get(name, (1.0, 1.0))
+            device_fraction, slowdown = levels.get(name, (1.0, 1.0))
             for other, other_kind in there:
                 if other != name:
                     pace = sharing.pace(kind, other_kind)
-                    mine = (pace.level, pace.slowdown) if pace else (0.5, 2.0)
-                    level, slowdown = min(level, mine[0]), max(slowdown, mine[1])
-            levels[name] = (level, slowdown)
+                    mine = (pace.device_fraction, pace.slowdown) if pace else (0.5, 2.0)
+                    device_fraction, slowdown = min(device_fraction, mine[0]), max(slowdown, mine[1])
+            levels[name] = (device_fraction, slowdown)
     return levels
 
 

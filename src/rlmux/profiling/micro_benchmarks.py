@@ -28,7 +28,7 @@ from torch import nn
 
 from rlmux.core.errors import UserError
 from rlmux.engines.adamw import AdamW
-from rlmux.engines.device_fraction import level_setter
+from rlmux.engines.device_fraction import fraction_setter
 from rlmux.engines.flat_parameters import FlatParameters
 from rlmux.engines.micro_batches import TrainingSequence, cut, token_logprobs
 from rlmux.engines.model_io import build_model
@@ -185,7 +185,7 @@ def _training(sizes: PieceSizes, device: str, *, is_update: bool) -> Callable[[]
 
 
 class PieceProcess:
-    """A piece that can be told when to work and at which level."""
+    """A piece that can be told when to work and at which device fraction."""
 
     def __init__(self, kind: str, sizes: PieceSizes, device: str, core: int | None) -> None:
         context = get_context("forkserver")  # it imports torch once for all of them, and touches no device
@@ -198,9 +198,9 @@ class PieceProcess:
     def wait_until_ready(self) -> None:
         self._answer()
 
-    def begin(self, windows: Sequence[Window], level: float, *, pad_s: float) -> None:
+    def begin(self, windows: Sequence[Window], device_fraction: float, *, pad_s: float) -> None:
         """Work in each of these windows, and that much longer before and after."""
-        self._connection.send((windows, level, pad_s))
+        self._connection.send((windows, device_fraction, pad_s))
 
     def rates(self) -> Sequence[tuple[float, float]]:
         """Units per second in each window, and the part of a core that the process had."""
@@ -237,10 +237,10 @@ def piece_processes(
 
 
 def rates(working: Sequence[tuple[PieceProcess, float]], seconds: float, *, is_core: bool) -> list[float]:
-    """Units per second of processes that work at once, each at its level; see the module for seconds of a core."""
+    """Units per second of processes that work at once, each at its device fraction; see the module for seconds of a core."""
     from_s = time.monotonic() + _PAD_S
-    for process, level in working:
-        process.begin([(from_s, from_s + seconds)], level, pad_s=_PAD_S)
+    for process, device_fraction in working:
+        process.begin([(from_s, from_s + seconds)], device_fraction, pad_s=_PAD_S)
     answers = [process.rates()[0] for process, _ in working]
     core_s = sum(share for _, share in answers) if is_core else 1.0
     return [units / max(core_s, 1e-9) for units, _ in answers]
@@ -277,12 +277,12 @@ def _serve(connection: Connection, kind: str, sizes: PieceSizes, device: str, co
     if device.startswith("cuda:"):
         torch.cuda.set_device(device)
     unit = make_piece(kind, sizes, device)
-    share = level_setter(device)
+    share = fraction_setter(device)
     connection.send([])
     try:
         while True:
-            windows, level, pad_s = connection.recv()
-            share.set(level)
+            windows, device_fraction, pad_s = connection.recv()
+            share.set(device_fraction)
             connection.send([_timed(unit, from_s, to_s, pad_s) for from_s, to_s in windows])
     except (EOFError, OSError):
         return

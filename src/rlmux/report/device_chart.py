@@ -203,7 +203,7 @@ class Chart:
         if interval.kind is Kind.BUSY:
             what = f"{interval.pipeline} · {str(interval.stage).replace('_', ' ')} · step {interval.step}"
             more = " · tail" if interval.cause is Cause.TAIL else ""
-            more += f" · level {interval.level:g}" if interval.level != 1.0 else ""
+            more += f" · fraction {interval.device_fraction:g}" if interval.device_fraction != 1.0 else ""
             return f"{what}{more}\n{at}" + (" · not ended in the log" if interval.is_open else "")
         who = f" · {interval.pipeline}, step {interval.step}" if interval.stage is not None else ""
         return f"{interval.label}{who}\n{at}"
@@ -403,7 +403,7 @@ def _stacking(css: str) -> tuple[int, str]:
 
 
 def _without_repeats(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Without points in the middle of a level stretch."""
+    """Without points in the middle of a device fraction stretch."""
     return [
         point
         for index, point in enumerate(points)

@@ -78,7 +78,7 @@ class OrderRecord:
     devices: tuple[DeviceId, ...]
     start_s: float
     switch: Switch = Switch.NONE
-    level: float = 1.0
+    device_fraction: float = 1.0
     weight_version: int = 0
     is_migration: bool = False
     end_s: float = math.inf
@@ -179,7 +179,7 @@ class History:
             Release: self._on_release,
             RunStage: self._on_run_stage,
             MigrateShard: self._on_migrate,
-            SetDeviceFraction: self._on_set_level,
+            SetDeviceFraction: self._on_set_device_fraction,
         }
 
     @classmethod
@@ -279,7 +279,7 @@ class History:
                 devices=action.devices,
                 start_s=time_s,
                 switch=action.switch,
-                level=action.level,
+                device_fraction=action.device_fraction,
                 weight_version=action.weight_version,
             )
         )
@@ -294,7 +294,7 @@ class History:
                 phase=Phase.ROLLOUT,
                 devices=(action.source, action.target),
                 start_s=time_s,
-                level=0.0,
+                device_fraction=0.0,
                 is_migration=True,
             )
         )
@@ -306,10 +306,10 @@ class History:
         self._last_order = max(self._last_order, order.id)
         self.orders.append(order)
 
-    def _on_set_level(self, time_s: float, action: SetDeviceFraction) -> None:
+    def _on_set_device_fraction(self, time_s: float, action: SetDeviceFraction) -> None:
         order = self._running.get(action.order)
         if order is not None:
-            order.level = action.level
+            order.device_fraction = action.device_fraction
 
     def _on_chunk(self, time_s: float, event: ChunkFinished) -> None:
         order = self._running.get(event.order)

@@ -60,7 +60,7 @@ class Interval:
     step: int = 0
     stage: Stage | None = None
     order: OrderId | None = None
-    level: float = 1.0
+    device_fraction: float = 1.0
     lane: int = 0
     """Orders that share a device lie side by side; 0 where it is not shared."""
     is_open: bool = False

@@ -114,5 +114,5 @@ class _Pieces:
             step=order.step,
             stage=order.stage,
             order=order.id,
-            level=order.level,
+            device_fraction=order.device_fraction,
         )

@@ -133,7 +133,7 @@ class _Tracer:
         self._slice(
             process, interval.lane, name, interval.start_s, interval.end_s, colour,
             pipeline=interval.pipeline, step=interval.step, stage=interval.stage, order=interval.order,
-            cause=interval.cause, level=interval.level, open=interval.is_open,
+            cause=interval.cause, device_fraction=interval.device_fraction, open=interval.is_open,
         )  # fmt: skip
         if is_busy and interval.order is not None:
             middle_s = (interval.start_s + interval.end_s) / 2

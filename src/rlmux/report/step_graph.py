@@ -56,8 +56,8 @@ class SubStage:
     devices: tuple[DeviceId, ...]
     seconds: float
     """Solo, on whole devices."""
-    seconds_by_level: tuple[tuple[float, float], ...] = ()
-    """(level, solo seconds at it) of the levels prepared on its devices."""
+    seconds_by_fraction: tuple[tuple[float, float], ...] = ()
+    """(device_fraction, solo seconds at it) of the levels prepared on its devices."""
     num_tokens: int = 0
     num_bytes: float | None = None
     """On each device while it runs; None: unknown."""

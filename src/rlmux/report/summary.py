@@ -8,7 +8,7 @@
                         the rollout worker that computed and waited for its environment longest
                       + the reward, training and publish stages
                     a pipeline with staleness overlaps the two, alone too: the larger of them. Switches and
-                    gaps are left out. Where orders shared a device by level, their seconds contain the
+                    gaps are left out. Where orders shared a device by device fraction, their seconds contain the
                     interference, so the estimate is high and the slowdown is low
     utilization     busy_s over the makespan
     control_overhead

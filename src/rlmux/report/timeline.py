@@ -11,7 +11,7 @@ Over [start, end] of a run (first submission to last release) each device's seco
     bubble  a pipeline holds the device (it is pinned there) while nothing runs
     idle    nobody is pinned, or the whole run was down
 
-Orders that share a device by level count once: busy wins over switch, switch over bubble.
+Orders that share a device by device fraction count once: busy wins over switch, switch over bubble.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ class _Running:
     """An order under way."""
 
     action: RunStage
-    level: float
+    device_fraction: float
     """Share of its devices, from the next call on."""
     seconds: float = 0.0
     switch_s: float = 0.0
@@ -279,7 +279,7 @@ class WorkerBackend:
                 self._pause(action.order)
             case SetDeviceFraction():
                 if action.order in self._running:  # else it ended meanwhile
-                    self._running[action.order].level = action.level
+                    self._running[action.order].device_fraction = action.device_fraction
             case MigrateShard():
                 self._migrate(action)
             case Prefetch():
@@ -562,7 +562,7 @@ class WorkerBackend:
 
     def _run_share(self, action: RunStage) -> None:
         workers = self._workers[action.pipeline]
-        run = self._running[action.order] = _Running(action, action.level)
+        run = self._running[action.order] = _Running(action, action.device_fraction)
         self._evict_then(run, lambda: self._begin_share(workers, run))
 
     def _begin_share(self, workers: _Workers, run: _Running) -> None:
@@ -619,7 +619,7 @@ class WorkerBackend:
             max_decode_steps=options.chunk_decode_steps if workers.is_single_turn else options.multi_turn_decode_steps,
             max_seconds=options.chunk_s,
             is_load_needed=run.action.switch is not Switch.NONE and run.seconds == 0.0,
-            level=run.level,
+            device_fraction=run.device_fraction,
         )
         if chunk.is_load_needed:
             self._host_memory.load(workers.rollout[device].name)
@@ -780,7 +780,7 @@ class WorkerBackend:
     def _run_reward(self, action: RunStage) -> None:
         """Complete once everything that was sampled is scored: answers come in the order of the calls."""
         workers = self._workers[action.pipeline]
-        run = self._running[action.order] = _Running(action, action.level)
+        run = self._running[action.order] = _Running(action, action.device_fraction)
         if workers.unasked:
             self._ask_host(workers)
         self._call(workers, workers.host, "finish_step", (action.step,), partial(self._batch_ready, workers, run))
@@ -796,7 +796,7 @@ class WorkerBackend:
 
     def _run_training(self, action: RunStage) -> None:
         workers = self._workers[action.pipeline]
-        run = self._running[action.order] = _Running(action, action.level)
+        run = self._running[action.order] = _Running(action, action.device_fraction)
         self._evict_then(run, lambda: self._begin_training(workers, run))
 
     def _begin_training(self, workers: _Workers, run: _Running) -> None:
@@ -815,7 +815,7 @@ class WorkerBackend:
         is_load_needed = run.action.switch is not Switch.NONE and run.seconds == 0.0
         if is_load_needed:
             self._host_memory.load(workers.trainer.name)
-        args = (run.action.stage.value, self._options.chunk_s, is_load_needed, run.level)
+        args = (run.action.stage.value, self._options.chunk_s, is_load_needed, run.device_fraction)
         self._call(workers, workers.trainer, "run_stage", args, partial(self._train_call_done, workers, run))
 
     def _train_call_done(
@@ -850,7 +850,7 @@ class WorkerBackend:
         The last step's checkpoint is there before its end is told: nobody is released without one.
         """
         workers = self._workers[action.pipeline]
-        run = self._running[action.order] = _Running(action, action.level)
+        run = self._running[action.order] = _Running(action, action.device_fraction)
         step = action.step
         is_last = step == workers.plan.num_steps
         if is_last:

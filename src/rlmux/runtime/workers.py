@@ -46,7 +46,7 @@ class RolloutChunk:
     max_decode_steps: int
     max_seconds: float
     is_load_needed: bool
-    level: float = 1.0
+    device_fraction: float = 1.0
     """Share of the device, for this call and until another comes."""
 
 
@@ -133,7 +133,7 @@ class RolloutWorker:
     def __init__(self, plan: TrainingConfig) -> None:
         import torch
 
-        from rlmux.engines.device_fraction import level_setter
+        from rlmux.engines.device_fraction import fraction_setter
         from rlmux.engines.rollout import SlotRolloutEngine
         from rlmux.rl.tasks import make_task
         from rlmux.rl.vocabulary import load_vocabulary
@@ -151,11 +151,11 @@ class RolloutWorker:
             is_single_turn=task.is_single_turn,
             device=device,
         )
-        self._share = level_setter(device)
+        self._share = fraction_setter(device)
         self._is_core = device == "cpu"
 
     def run_chunk(self, chunk: RolloutChunk) -> RolloutChunkResult:
-        self._share.set(chunk.level)
+        self._share.set(chunk.device_fraction)
         start = time.perf_counter()
         if chunk.is_load_needed:
             self._engine.load()
@@ -192,14 +192,14 @@ class TrainWorker:
     def __init__(self, plan: TrainingConfig, restore_from: Path | None) -> None:
         import torch
 
-        from rlmux.engines.device_fraction import level_setter
+        from rlmux.engines.device_fraction import fraction_setter
         from rlmux.engines.train import TorchTrainEngine
 
         torch.set_num_threads(plan.num_threads)
         device = _device()
         self._engine = TorchTrainEngine(plan, device=device)
         self._checkpoints = CheckpointWriter()
-        self._share = level_setter(device)
+        self._share = fraction_setter(device)
         self._is_core = device == "cpu"
         if restore_from is not None:
             self._engine.restore(restore_from)
@@ -208,10 +208,10 @@ class TrainWorker:
         self._engine.begin_step(pickle.loads(payload))
 
     def run_stage(
-        self, stage: str, max_seconds: float, is_load_needed: bool, level: float = 1.0
+        self, stage: str, max_seconds: float, is_load_needed: bool, device_fraction: float = 1.0
     ) -> tuple[TrainReport, float, list[Written]]:
-        """(report, seconds of loading, checkpoints that are there now). The level holds until another comes."""
-        self._share.set(level)
+        """(report, seconds of loading, checkpoints that are there now). The device fraction holds until another comes."""
+        self._share.set(device_fraction)
         start = time.perf_counter()
         if is_load_needed:
             self._engine.load()

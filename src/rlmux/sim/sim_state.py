@@ -46,10 +46,10 @@ class Running:
     switch_s: float
     since_s: float
     """Up to when its work was moved on; until its switch is over, when that will be."""
-    level: float
+    device_fraction: float
     pace: float = 1.0
     busy_s: float = 0.0
-    """Seconds of computing, times level."""
+    """Seconds of computing, times device fraction."""
     waited_s: float = 0.0
     """For environments, with nothing to compute."""
     reported: tuple[int, int, int] | None = None

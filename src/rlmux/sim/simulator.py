@@ -13,7 +13,7 @@ or an engine with sequences, slots and tools (remaining.py). How fast it goes is
 state onto devices takes what the arrival's `SwitchSeconds` say.
 
 Not modelled: contention of several loads for one host's memory bus, a step's network traffic, and the switch at a
-change of level.
+change of device fraction.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ from rlmux.core.sharing import SharingTable
 from rlmux.core.state import ReadyWork
 from rlmux.sim.decision_cost import Decisions
 from rlmux.sim.metrics import Collector, SimResult, Span
-from rlmux.sim.models.interference import InterferenceTable, estimated_table, share_levels, sharing_table
-from rlmux.sim.models.rates import BesideNeighbours, ByInterference, ByLevel, Pace
+from rlmux.sim.models.interference import InterferenceTable, estimated_table, fraction_grid, sharing_table
+from rlmux.sim.models.rates import BesideNeighbours, ByInterference, ByFraction, Pace
 from rlmux.sim.models.work import DONE_S, Remaining, SoloSeconds
 from rlmux.sim.sim_state import Actor, Moving, Running, place_of
 from rlmux.sim.workloads.arrivals import Arrival, Workload
@@ -101,7 +101,7 @@ def simulate(
     finds out.
     """
     table = interference or _estimated(workload)
-    pace: Pace[Running] = ByLevel() if table is None else ByInterference(table)
+    pace: Pace[Running] = ByFraction() if table is None else ByInterference(table)
     simulation = _Simulation(
         workload,
         _with_table(policy, table),
@@ -118,7 +118,7 @@ def simulate(
 
 def _estimated(workload: Workload) -> InterferenceTable | None:
     gpu = next((arrival.world.gpu for arrival in workload.arrivals if arrival.world.gpu), None)
-    return None if gpu is None else estimated_table(share_levels(gpu))
+    return None if gpu is None else estimated_table(fraction_grid(gpu))
 
 
 def _with_table(policy: Any, table: InterferenceTable | None) -> Any:
@@ -148,7 +148,7 @@ class _Simulation:
         self.moving: dict[OrderId, Moving] = {}
         self._pausing: dict[OrderId, Actor] = {}
         self._workload = workload
-        self._pace: Pace[Running] = pace or ByLevel()
+        self._pace: Pace[Running] = pace or ByFraction()
         self._are_apart = not self._pace.depends_on_kind
         """Orders do not slow each other: who begins or ends concerns nobody else."""
         self._wants_news = policy.reacts_to_progress or not self._are_apart
@@ -172,7 +172,7 @@ class _Simulation:
             Queue: self._note_wait,
             Pause: self._pause,
             MigrateShard: self._migrate,
-            SetDeviceFraction: self._set_level,
+            SetDeviceFraction: self._set_device_fraction,
             Prefetch: lambda _: None,
         }
         for arrival in workload.arrivals:
@@ -249,7 +249,7 @@ class _Simulation:
             return None
         work = running.work
         if type(work) is SoloSeconds:  # of it there is no news but its end
-            running.busy_s += (self._now_s - running.since_s) * running.level
+            running.busy_s += (self._now_s - running.since_s) * running.device_fraction
             return self._finish(running)
         self._settle(running)
         if work.is_over:
@@ -372,7 +372,7 @@ class _Simulation:
         else:
             work, since_s = stored
             work.advance(now_s + switch_s - since_s, 0.0)
-        running = Running(action, actor, work, now_s, switch_s, now_s + switch_s, action.level or 1.0)
+        running = Running(action, actor, work, now_s, switch_s, now_s + switch_s, action.device_fraction or 1.0)
         if self._decisions is not None:
             self._hold_up(running, self._decisions.left_s(now_s))
         self.running[action.order] = running
@@ -459,10 +459,10 @@ class _Simulation:
         actor.stored[action.target] = (work, self._now_s)
         self._schedule_reply(action.pipeline, action.target, work.idle_s)
 
-    def _set_level(self, action: SetDeviceFraction) -> None:
+    def _set_device_fraction(self, action: SetDeviceFraction) -> None:
         running = self.running[action.order]
         self._settle(running)
-        running.level = action.level
+        running.device_fraction = action.device_fraction
         self._repace(self._pace.changes(running))
 
     def _admit(self, action: Admit | Relocate) -> None:
@@ -497,7 +497,7 @@ class _Simulation:
         elapsed_s = self._now_s - running.since_s
         if elapsed_s > 0.0:
             computed_s = running.work.advance(elapsed_s, running.pace)
-            running.busy_s += computed_s * running.level
+            running.busy_s += computed_s * running.device_fraction
             if computed_s < elapsed_s:
                 running.waited_s += elapsed_s - computed_s
             running.since_s = self._now_s
@@ -510,7 +510,7 @@ class _Simulation:
 
     def _foresee(self, running: Running) -> None:
         """When it is next to be looked at."""
-        pace = running.pace = running.level if self._are_apart else self._pace.of(running)
+        pace = running.pace = running.device_fraction if self._are_apart else self._pace.of(running)
         work = running.work
         if type(work) is SoloSeconds:
             next_s = work.left_s / pace

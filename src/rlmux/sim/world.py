@@ -106,7 +106,7 @@ class TrueSeconds:
 
     @property
     def gpu(self) -> str | None:
-        """The device whose interference is known; None: whoever shares a device is as fast as its level."""
+        """The device whose interference is known; None: whoever shares a device is as fast as its device fraction."""
         return None
 
     def share(self, step: int, index: int, num_devices: int) -> Remaining:

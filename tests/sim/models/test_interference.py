@@ -17,10 +17,10 @@ from rlmux.sim.models.interference import (
     estimated_table,
     load_interference,
     roofline_interference,
-    share_levels,
+    fraction_grid,
 )
 
-H100 = share_levels("H100")
+H100 = fraction_grid("H100")
 KINDS = ("tail", "update")
 fractions = st.tuples(st.floats(0, 1), st.floats(0, 1)).map(
     lambda pair: SubStageProfile(compute=pair[0] * (1 - pair[1]), bandwidth=pair[1])
@@ -28,13 +28,13 @@ fractions = st.tuples(st.floats(0, 1), st.floats(0, 1)).map(
 
 
 def full_table() -> InterferenceTable:
-    measured = {(a, b, level): (1.1, 1.3) for a in KINDS for b in KINDS for level in H100.usual()}
+    measured = {(a, b, device_fraction): (1.1, 1.3) for a in KINDS for b in KINDS for device_fraction in H100.usual()}
     return InterferenceTable(device=H100.device, levels=H100, measured=measured)
 
 
-@given(a=fractions, b=fractions, level=st.floats(0.05, 1.0))
-def test_nobody_gets_faster_by_sharing(a, b, level):
-    slow_a, slow_b = roofline_interference(a, b, level)
+@given(a=fractions, b=fractions, device_fraction=st.floats(0.05, 1.0))
+def test_nobody_gets_faster_by_sharing(a, b, device_fraction):
+    slow_a, slow_b = roofline_interference(a, b, device_fraction)
     assert slow_a >= 1 - 1e-9
     assert slow_b >= 1 - 1e-9
 
@@ -45,10 +45,10 @@ def test_a_larger_share_slows_less(a, b, levels):
     assert roofline_interference(a, b, high)[0] <= roofline_interference(a, b, low)[0] + 1e-6
 
 
-@given(a=fractions, b=fractions, level=st.floats(0.05, 0.95))
-def test_the_two_sides_swap(a, b, level):
-    slow_a, slow_b = roofline_interference(a, b, level)
-    assert roofline_interference(b, a, 1 - level) == pytest.approx((slow_b, slow_a))
+@given(a=fractions, b=fractions, device_fraction=st.floats(0.05, 0.95))
+def test_the_two_sides_swap(a, b, device_fraction):
+    slow_a, slow_b = roofline_interference(a, b, device_fraction)
+    assert roofline_interference(b, a, 1 - device_fraction) == pytest.approx((slow_b, slow_a))
 
 
 def test_a_tail_beside_an_update_beats_two_updates():
@@ -62,9 +62,9 @@ def test_a_tool_wait_disturbs_nobody():
 
 
 def test_gpu_levels_are_whole_groups_of_multiprocessors():
-    assert [round(level * 132) for level in H100.usual()] == [24, 56, 88, 120, 132]
-    assert share_levels("cpu", 2).usual() == (0.5, NO_SPLIT)
-    assert share_levels("cpu", 1).usual() == (NO_SPLIT,)
+    assert [round(device_fraction * 132) for device_fraction in H100.usual()] == [24, 56, 88, 120, 132]
+    assert fraction_grid("cpu", 2).usual() == (0.5, NO_SPLIT)
+    assert fraction_grid("cpu", 1).usual() == (NO_SPLIT,)
 
 
 def test_a_saved_table_loads_as_it_was(tmp_path):
@@ -77,7 +77,7 @@ def test_a_saved_table_loads_as_it_was(tmp_path):
 
 def test_a_file_of_another_device_is_not_used_and_says_so(tmp_path):
     full_table().save(tmp_path / "h100.json")
-    a100 = share_levels("A100")
+    a100 = fraction_grid("A100")
     loaded, warnings = load_interference(tmp_path / "h100.json", a100, KINDS)
     assert loaded == estimated_table(a100)
     assert len(warnings) == 1
@@ -93,9 +93,9 @@ def test_holes_are_counted_named_and_estimated(tmp_path):
     assert len(warnings) == 1
     assert "has 5 holes: (tail, tail, 0.182)" in warnings[0]
     assert "and 1 more; these are estimated" in warnings[0]
-    level = H100.usual()[0]
-    assert not loaded.is_measured("tail", "tail", level)
-    assert loaded.slowdowns("tail", "tail", level) == roofline_interference("tail", "tail", level)
+    device_fraction = H100.usual()[0]
+    assert not loaded.is_measured("tail", "tail", device_fraction)
+    assert loaded.slowdowns("tail", "tail", device_fraction) == roofline_interference("tail", "tail", device_fraction)
 
 
 def test_an_impossible_level_is_left_out_and_the_nearest_named(tmp_path):
@@ -104,7 +104,7 @@ def test_an_impossible_level_is_left_out_and_the_nearest_named(tmp_path):
     (tmp_path / "odd.json").write_text(json.dumps(content))
     loaded, warnings = load_interference(tmp_path / "odd.json", H100, KINDS)
     assert len(warnings) == 1
-    assert "cannot do level 0.5 of (tail, update)" in warnings[0]
+    assert "cannot do fraction 0.5 of (tail, update)" in warnings[0]
     assert "0.485 is the nearest" in warnings[0]
     assert (9, 9) not in loaded.measured.values()
 
@@ -112,7 +112,7 @@ def test_an_impossible_level_is_left_out_and_the_nearest_named(tmp_path):
 def test_a_missing_pair_is_read_from_its_mirror():
     table = InterferenceTable(device=H100.device, levels=H100, measured={("tail", "update", 24 / 132): (1.2, 1.05)})
     assert table.slowdowns("update", "tail", 108 / 132) != (1.05, 1.2)  # 108 multiprocessors cannot be had
-    exact = InterferenceTable(device="cpu", levels=share_levels("cpu", 4), measured={("a", "b", 0.25): (1.2, 1.05)})
+    exact = InterferenceTable(device="cpu", levels=fraction_grid("cpu", 4), measured={("a", "b", 0.25): (1.2, 1.05)})
     assert exact.slowdowns("b", "a", 0.75) == (1.05, 1.2)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from rlmux.core.errors import UserError
 from rlmux.core.model import DeviceId
-from rlmux.sim.models.interference import InterferenceTable, ShareLevels
+from rlmux.sim.models.interference import InterferenceTable, FractionGrid
 from rlmux.sim.models.neighbours import Busy, Neighbours, load_neighbours, seconds_lost
 
 HERE, THERE, ELSEWHERE = DeviceId("rollout", 0, 0), DeviceId("rollout", 0, 1), DeviceId("train", 0, 0)
@@ -22,7 +22,7 @@ def busy(order, device, start_s, end_s, kind="dense"):
 
 def save(folder, **fields):
     path = folder / "profile.json"
-    table = InterferenceTable(device="a cpu", levels=ShareLevels(device="a cpu", num_units=20))
+    table = InterferenceTable(device="a cpu", levels=FractionGrid(device="a cpu", num_units=20))
     path.write_text(json.dumps({**table.to_json(), **fields}))
     return path
 

@@ -8,7 +8,7 @@ import pytest
 
 from rlmux.core.model import DeviceId
 from rlmux.sim.models.neighbours import Neighbours
-from rlmux.sim.models.rates import BesideNeighbours, ByLevel
+from rlmux.sim.models.rates import BesideNeighbours, ByFraction
 
 HERE, THERE, ELSEWHERE = DeviceId("rollout", 0, 0), DeviceId("rollout", 0, 1), DeviceId("train", 0, 0)
 TABLE = Neighbours(device="a cpu", measured={("dense", "dense"): 1.25, ("dense", "update"): 2.0})
@@ -20,12 +20,12 @@ class Order:
 
     devices: tuple[DeviceId, ...]
     kind: str = "dense"
-    level: float = 1.0
+    device_fraction: float = 1.0
     is_waiting: bool = False
 
 
 def paces(*orders, table=TABLE):
-    pace = BesideNeighbours(table, ByLevel())
+    pace = BesideNeighbours(table, ByFraction())
     for order in orders:
         pace.begins(order)
     return [pace.of(order) for order in orders]
@@ -55,12 +55,12 @@ def test_who_holds_no_device_slows_nobody_and_is_not_slowed():
 
 
 def test_who_shares_the_only_device_is_no_neighbour_and_levels_count_as_before():
-    assert paces(Order((HERE,), level=0.25), Order((HERE,), level=0.75)) == [0.25, 0.75]
-    assert paces(Order((HERE,), level=0.25), Order((THERE,)))[0] == pytest.approx(0.25 * 0.8)
+    assert paces(Order((HERE,), device_fraction=0.25), Order((HERE,), device_fraction=0.75)) == [0.25, 0.75]
+    assert paces(Order((HERE,), device_fraction=0.25), Order((THERE,)))[0] == pytest.approx(0.25 * 0.8)
 
 
 def test_whoever_begins_changes_or_ends_concerns_its_neighbours_and_no_others():
-    pace = BesideNeighbours(TABLE, ByLevel())
+    pace = BesideNeighbours(TABLE, ByFraction())
     far, mine, other = Order((ELSEWHERE,)), Order((HERE,)), Order((THERE,))
     assert pace.begins(far) == [far]
     assert pace.begins(mine) == [mine]

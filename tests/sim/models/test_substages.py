@@ -15,7 +15,7 @@ from rlmux.policies import POLICIES
 from rlmux.policies.jigsaw import Jigsaw
 from rlmux.sim.models.costs import rollout_costs
 from rlmux.sim.models.decoder import Decoder, Unfinished
-from rlmux.sim.models.interference import estimated_table, share_levels, sharing_table
+from rlmux.sim.models.interference import estimated_table, fraction_grid, sharing_table
 from rlmux.sim.models.multi_turn import ToolUse, TurnDecoder
 from rlmux.sim.models.rates import ByInterference
 from rlmux.sim.models.substages import SubStageWorld
@@ -23,8 +23,10 @@ from rlmux.sim.simulator import NodeFailure, _Simulation, simulate
 from rlmux.sim.sweep import Task, run_task
 from rlmux.sim.workloads.substage_pairs import GSM8K_06B, GSM8K_4B, GSM8K_8B, HOMOGENEOUS, MATH_06B, crowd
 
-TABLE = estimated_table(share_levels("H100"))
-NOTHING_HELPS = SharingTable.of([SharingEntry(kind_a="x", kind_b="y", level=0.5, slowdown_a=1.0, slowdown_b=1.0)])
+TABLE = estimated_table(fraction_grid("H100"))
+NOTHING_HELPS = SharingTable.of(
+    [SharingEntry(kind_a="x", kind_b="y", device_fraction=0.5, slowdown_a=1.0, slowdown_b=1.0)]
+)
 """A table in which no pair of real sub-stages is."""
 
 
@@ -209,13 +211,13 @@ def test_two_on_a_device_go_at_the_interference_tables_pace():
     def look(event, actions) -> None:
         there = pace.on(DeviceId("gpu", 0, 0))
         if len(there) == 2 and all(one.kind == "tail" for one in there):
-            seen.append([(one.pace, one.level) for one in there])
+            seen.append([(one.pace, one.device_fraction) for one in there])
 
     simulation.observer = look
     simulation.run()
     slow, _ = TABLE.slowdowns("tail", "tail", seen[-1][0][1])
     assert seen[-1][0][0] == pytest.approx(1 / slow)
-    assert sum(level for _, level in seen[-1]) <= 1.0
+    assert sum(device_fraction for _, device_fraction in seen[-1]) <= 1.0
 
 
 @pytest.mark.parametrize("policy", ["colocated", "jigsaw", "rlmux"])

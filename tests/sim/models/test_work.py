@@ -5,18 +5,18 @@ from __future__ import annotations
 import pytest
 
 from rlmux.core.model import DeviceId
-from rlmux.sim.models.interference import estimated_table, share_levels
-from rlmux.sim.models.rates import ByInterference, ByLevel
+from rlmux.sim.models.interference import estimated_table, fraction_grid
+from rlmux.sim.models.rates import ByInterference, ByFraction
 from rlmux.sim.models.work import SoloSeconds, TrajectorySeconds
 
-TABLE = estimated_table(share_levels("H100"))
+TABLE = estimated_table(fraction_grid("H100"))
 
 
 class Order:
     """An order under way, as far as paces go."""
 
-    def __init__(self, kind, *devices, level=1.0):
-        self.kind, self.level = kind, level
+    def __init__(self, kind, *devices, device_fraction=1.0):
+        self.kind, self.device_fraction = kind, device_fraction
         self.devices = tuple(DeviceId("gpu", 0, index) for index in devices)
 
 
@@ -53,7 +53,7 @@ def test_what_is_taken_is_given_whole():
 
 
 def test_orders_without_a_table_go_at_their_level_beside_anybody():
-    pace, first, second = ByLevel(), Order("dense", 0, level=0.3), Order("update", 0, level=0.7)
+    pace, first, second = ByFraction(), Order("dense", 0, device_fraction=0.3), Order("update", 0, device_fraction=0.7)
     assert list(pace.begins(first)) == [first]
     pace.begins(second)
     assert (pace.of(first), pace.of(second)) == (0.3, 0.7)
@@ -62,7 +62,11 @@ def test_orders_without_a_table_go_at_their_level_beside_anybody():
 
 def test_with_a_table_whoever_shares_a_device_is_asked_again_and_the_worst_device_counts():
     pace = ByInterference(TABLE)
-    tail, wide, alone = Order("tail", 0, level=0.2), Order("update", 0, 1, level=0.8), Order("dense", 2)
+    tail, wide, alone = (
+        Order("tail", 0, device_fraction=0.2),
+        Order("update", 0, 1, device_fraction=0.8),
+        Order("dense", 2),
+    )
     for one in (tail, alone):
         pace.begins(one)
     assert pace.of(tail) == pytest.approx(1.0 / TABLE.slowdown_alone("tail", 0.2))
@@ -76,6 +80,6 @@ def test_with_a_table_whoever_shares_a_device_is_asked_again_and_the_worst_devic
 
 
 def test_an_order_that_holds_no_device_is_slowed_by_nobody():
-    pace, publishing = ByInterference(TABLE), Order("publish", level=1.0)
+    pace, publishing = ByInterference(TABLE), Order("publish", device_fraction=1.0)
     assert list(pace.begins(publishing)) == [publishing]
     assert pace.of(publishing) == 1.0

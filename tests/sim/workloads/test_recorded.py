@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 from rlmux.cli.main import run_command_line
-from rlmux.cli.profiling import save, share_levels_of
+from rlmux.cli.profiling import save, fraction_grid_of
 from rlmux.core.errors import UserError
 from rlmux.core.events import StageFinished
 from rlmux.core.model import Cluster, Phase, PhaseSeconds, Pipeline, PipelineId, Pool, Stage
-from rlmux.engines.device_fraction import Levels
+from rlmux.engines.device_fraction import DeviceFractions
 from rlmux.policies import POLICIES
 from rlmux.report.log import RunLog, run_header
 from rlmux.sim.models.interference import InterferenceTable
@@ -109,9 +109,9 @@ def test_the_command_puts_the_prediction_beside_what_was_measured(tmp_path, caps
 
 def test_the_command_counts_what_its_profile_says_of_neighbours(tmp_path, capsys, monkeypatch):
     record(pair(), "rollmux", tmp_path / "run")
-    here = Levels(device="a cpu", how="nice", num_units=20)
-    monkeypatch.setattr("rlmux.cli.profiling.levels_here", lambda: here)
-    table = InterferenceTable(device="a cpu", levels=share_levels_of(here))
+    here = DeviceFractions(device="a cpu", how="nice", num_units=20)
+    monkeypatch.setattr("rlmux.cli.profiling.fractions_here", lambda: here)
+    table = InterferenceTable(device="a cpu", levels=fraction_grid_of(here))
     costs = {("dense", "update"): 1.25, ("update", "dense"): 1.25}
     save(table, {}, tmp_path / "profile.json", Neighbours(device="a cpu", measured=costs))
     save(table, {}, tmp_path / "older.json")

@@ -262,5 +262,7 @@ def _random_sharing(generator: random.Random) -> SharingTable:
         slow_a, slow_b = generator.uniform(low, high), generator.uniform(low, high)
         if kind_a == kind_b:
             slow_b = slow_a
-        entries.append(SharingEntry(kind_a=kind_a, kind_b=kind_b, level=0.5, slowdown_a=slow_a, slowdown_b=slow_b))
+        entries.append(
+            SharingEntry(kind_a=kind_a, kind_b=kind_b, device_fraction=0.5, slowdown_a=slow_a, slowdown_b=slow_b)
+        )
     return SharingTable.of(entries)

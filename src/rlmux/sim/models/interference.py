@@ -1,11 +1,11 @@
 """How two sub-stages on one device slow each other: a measured table, with an estimate behind its holes.
 
-    profile file (JSON) ──load_interference──> InterferenceTable ──slowdowns(a, b, level)──> (of a, of b)
+    profile file (JSON) ──load_interference──> InterferenceTable ──slowdowns(a, b, device fraction)──> (of a, of b)
                                   └──> warnings: another device's file, holes, impossible levels
 
-A level is the share of the device that the first sub-stage gets; the second has the rest. Level 1.0 means no
-split: both may use everything. A table always answers: with the entry, with its mirror (b, a, 1 - level),
-with the nearest level the device can do, and last with `roofline_interference`; the warnings say which of
+A device fraction is the share of the device that the first sub-stage gets; the second has the rest. Level 1.0 means no
+split: both may use everything. A table always answers: with the entry, with its mirror (b, a, 1 - device fraction),
+with the nearest device fraction the device can do, and last with `roofline_interference`; the warnings say which of
 these it will be.
 
 The estimate splits the solo time of a sub-stage into a part bound by arithmetic, a part bound by memory
@@ -31,7 +31,7 @@ from rlmux.core.sharing import SharingEntry, SharingTable
 from rlmux.sim.models.hardware import gpu_spec
 
 NO_SPLIT = 1.0
-"""The level at which both use the whole device."""
+"""The device fraction at which both use the whole device."""
 BANDWIDTH_SHARE = 0.4
 """Share of a GPU's multiprocessors that is enough to draw its whole memory bandwidth (an assumption)."""
 _SHARED_KINDS = {"prefill": "prefill", "dense": "dense", "tail": "tail", "train": "update"}
@@ -70,7 +70,7 @@ and 0.5-3 % in tail decoding, 10-29 % in updates; a tail step reads its weights 
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class ShareLevels:
+class FractionGrid:
     """The splits of a device that can be made."""
 
     device: str
@@ -80,17 +80,17 @@ class ShareLevels:
     """Units come in multiples of this."""
     min_units: int = 1
 
-    def can_do(self, level: float) -> bool:
-        return abs(self.nearest(level) - level) <= 0.5 / self.num_units + _TOLERANCE
+    def can_do(self, device_fraction: float) -> bool:
+        return abs(self.nearest(device_fraction) - device_fraction) <= 0.5 / self.num_units + _TOLERANCE
 
-    def nearest(self, level: float) -> float:
+    def nearest(self, device_fraction: float) -> float:
         """The closest share that leaves both sides at least the minimum; 1.0 is no split."""
-        if level >= NO_SPLIT:
+        if device_fraction >= NO_SPLIT:
             return NO_SPLIT
         last = (self.num_units - self.min_units) // self.unit_step * self.unit_step
         if last < self.min_units:
             return NO_SPLIT
-        units = round(level * self.num_units / self.unit_step) * self.unit_step
+        units = round(device_fraction * self.num_units / self.unit_step) * self.unit_step
         first = -(-self.min_units // self.unit_step) * self.unit_step
         return min(max(units, first), last) / self.num_units
 
@@ -100,14 +100,14 @@ class ShareLevels:
         return (*sorted(set(wanted) - {NO_SPLIT}), NO_SPLIT)
 
 
-def share_levels(device: str, num_units: int | None = None) -> ShareLevels:
+def fraction_grid(device: str, num_units: int | None = None) -> FractionGrid:
     """Splits of a known GPU; any other name is a device of `num_units` equal units (cores)."""
     if num_units is not None:
-        return ShareLevels(device=device, num_units=num_units)
+        return FractionGrid(device=device, num_units=num_units)
     spec = gpu_spec(device)
     # Compute capability 9 and later hands out multiprocessors by eight, 8 by two with a minimum of four.
     is_ampere_or_ada = spec.name.startswith(("A100", "L40"))
-    return ShareLevels(
+    return FractionGrid(
         device=spec.name,
         num_units=spec.num_sms,
         unit_step=2 if is_ampere_or_ada else 8,
@@ -116,21 +116,24 @@ def share_levels(device: str, num_units: int | None = None) -> ShareLevels:
 
 
 def roofline_interference(
-    kind_a: str | SubStageProfile, kind_b: str | SubStageProfile, level: float
+    kind_a: str | SubStageProfile, kind_b: str | SubStageProfile, device_fraction: float
 ) -> tuple[float, float]:
-    """Estimated slowdowns of two sub-stages that run together, the first with share `level` of the device."""
-    if not 0.0 < level <= 1.0:
-        raise UserError(f"level {level} is not a share of a device; accepted: above 0, up to 1 (no split)")
-    return _estimate(_profile(kind_a), _profile(kind_b), level)
+    """Estimated slowdowns of two sub-stages that run together, the first with share `device_fraction` of the device."""
+    if not 0.0 < device_fraction <= 1.0:
+        raise UserError(f"level {device_fraction} is not a share of a device; accepted: above 0, up to 1 (no split)")
+    return _estimate(_profile(kind_a), _profile(kind_b), device_fraction)
 
 
 @lru_cache(maxsize=4096)
-def _estimate(a: SubStageProfile, b: SubStageProfile, level: float) -> tuple[float, float]:
-    slow_a, slow_b = _alone(a, level), _alone(b, NO_SPLIT if level == NO_SPLIT else 1.0 - level)
+def _estimate(a: SubStageProfile, b: SubStageProfile, device_fraction: float) -> tuple[float, float]:
+    slow_a, slow_b = (
+        _alone(a, device_fraction),
+        _alone(b, NO_SPLIT if device_fraction == NO_SPLIT else 1.0 - device_fraction),
+    )
     alone_a, alone_b = slow_a, slow_b
     # Each side's demand falls as it is slowed: a few damped rounds reach the balance.
     for _ in range(20):
-        if level == NO_SPLIT:
+        if device_fraction == NO_SPLIT:
             # Kernels that fill the device queue behind each other.
             wait_a = (a.compute + a.bandwidth) * (b.compute + b.bandwidth) / slow_b
             wait_b = (a.compute + a.bandwidth) * (b.compute + b.bandwidth) / slow_a
@@ -146,9 +149,9 @@ class InterferenceTable:
     """Measured slowdowns of pairs on one device, with an estimate behind every hole."""
 
     device: str
-    levels: ShareLevels
+    levels: FractionGrid
     measured: Mapping[tuple[str, str, float], tuple[float, float]] = field(default_factory=dict)
-    """(first kind, second kind, level) to (slowdown of the first, of the second)."""
+    """(first kind, second kind, device fraction) to (slowdown of the first, of the second)."""
     profiles: Mapping[str, SubStageProfile] = field(default_factory=lambda: SUB_STAGE_PROFILES)
     _by_units: dict[tuple[str, str, int], tuple[float, float]] = field(init=False, repr=False, compare=False)
 
@@ -156,20 +159,20 @@ class InterferenceTable:
         by_units = {(a, b, round(at * self.levels.num_units)): slow for (a, b, at), slow in self.measured.items()}
         object.__setattr__(self, "_by_units", by_units)
 
-    def slowdowns(self, kind_a: str, kind_b: str, level: float) -> tuple[float, float]:
+    def slowdowns(self, kind_a: str, kind_b: str, device_fraction: float) -> tuple[float, float]:
         """The answer for a pair; see the module for what stands in for a missing entry."""
-        level = self.levels.nearest(level)
-        found = self._entry(kind_a, kind_b, level)
+        device_fraction = self.levels.nearest(device_fraction)
+        found = self._entry(kind_a, kind_b, device_fraction)
         if found is not None:
             return found
-        return roofline_interference(_profile(kind_a, self.profiles), _profile(kind_b, self.profiles), level)
+        return roofline_interference(_profile(kind_a, self.profiles), _profile(kind_b, self.profiles), device_fraction)
 
-    def slowdown_alone(self, kind: str, level: float) -> float:
+    def slowdown_alone(self, kind: str, device_fraction: float) -> float:
         """Of a sub-stage that keeps to its share though nobody uses the rest; always the estimate."""
-        return _alone(_profile(kind, self.profiles), self.levels.nearest(level))
+        return _alone(_profile(kind, self.profiles), self.levels.nearest(device_fraction))
 
-    def is_measured(self, kind_a: str, kind_b: str, level: float) -> bool:
-        return self._entry(kind_a, kind_b, self.levels.nearest(level)) is not None
+    def is_measured(self, kind_a: str, kind_b: str, device_fraction: float) -> bool:
+        return self._entry(kind_a, kind_b, self.levels.nearest(device_fraction)) is not None
 
     def holes(self, kinds: Iterable[str], levels: Iterable[float] | None = None) -> list[tuple[str, str, float]]:
         """Pairs that a scheduler may ask for and that only the estimate can answer."""
@@ -185,45 +188,49 @@ class InterferenceTable:
             "unit_step": self.levels.unit_step,
             "min_units": self.levels.min_units,
             "entries": [
-                {"a": a, "b": b, "level": level, "slowdown_a": slow_a, "slowdown_b": slow_b}
-                for (a, b, level), (slow_a, slow_b) in self.measured.items()
+                {"a": a, "b": b, "level": device_fraction, "slowdown_a": slow_a, "slowdown_b": slow_b}
+                for (a, b, device_fraction), (slow_a, slow_b) in self.measured.items()
             ],
         }
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
 
-    def _entry(self, kind_a: str, kind_b: str, level: float) -> tuple[float, float] | None:
-        units = round(level * self.levels.num_units)
+    def _entry(self, kind_a: str, kind_b: str, device_fraction: float) -> tuple[float, float] | None:
+        units = round(device_fraction * self.levels.num_units)
         if (kind_a, kind_b, units) in self._by_units:
             return self._by_units[kind_a, kind_b, units]
-        mirror = units if level == NO_SPLIT else self.levels.num_units - units
+        mirror = units if device_fraction == NO_SPLIT else self.levels.num_units - units
         if (kind_b, kind_a, mirror) in self._by_units:
             slow_b, slow_a = self._by_units[kind_b, kind_a, mirror]
             return slow_a, slow_b
         return None
 
 
-def estimated_table(levels: ShareLevels) -> InterferenceTable:
+def estimated_table(levels: FractionGrid) -> InterferenceTable:
     """A table with nothing measured: every answer is the estimate."""
     return InterferenceTable(device=levels.device, levels=levels)
 
 
 def sharing_table(table: InterferenceTable, levels: tuple[float, ...] | None = None) -> SharingTable:
-    """What the scheduler may know of a table: every pair at every level, as a profile of the device would list it."""
+    """What the scheduler may know of a table: every pair at every device fraction, as a profile of the device would list it."""
     entries = []
-    for level in levels or table.levels.usual():
-        if level >= NO_SPLIT:
+    for device_fraction in levels or table.levels.usual():
+        if device_fraction >= NO_SPLIT:
             continue
         for (first, kind_a), (second, kind_b) in product(_SHARED_KINDS.items(), repeat=2):
-            slow_a, slow_b = table.slowdowns(kind_a, kind_b, level)
-            entries.append(SharingEntry(kind_a=first, kind_b=second, level=level, slowdown_a=slow_a, slowdown_b=slow_b))
+            slow_a, slow_b = table.slowdowns(kind_a, kind_b, device_fraction)
+            entries.append(
+                SharingEntry(
+                    kind_a=first, kind_b=second, device_fraction=device_fraction, slowdown_a=slow_a, slowdown_b=slow_b
+                )
+            )
     return SharingTable.of(entries)
 
 
 def load_interference(
     path: str | Path | None,
-    levels: ShareLevels,
+    levels: FractionGrid,
     kinds: Iterable[str] = tuple(SUB_STAGE_PROFILES),
     *,
     asked: Iterable[float] | None = None,
@@ -245,7 +252,7 @@ def load_interference(
     for entry in content["entries"]:
         if not levels.can_do(entry["level"]):
             warnings.append(
-                f"{path}: {levels.device} cannot do level {entry['level']:g} "
+                f"{path}: {levels.device} cannot do fraction {entry['level']:g} "
                 f"of ({entry['a']}, {entry['b']}); the entry is left out, "
                 f"{levels.nearest(entry['level']):.3g} is the nearest it can do"
             )
@@ -254,7 +261,7 @@ def load_interference(
     table = InterferenceTable(device=levels.device, levels=levels, measured=measured)
     holes = table.holes(kinds, asked)
     if holes:
-        named = ", ".join(f"({a}, {b}, {level:.3g})" for a, b, level in holes[:4])
+        named = ", ".join(f"({a}, {b}, {device_fraction:.3g})" for a, b, device_fraction in holes[:4])
         more = f" and {len(holes) - 4} more" if len(holes) > 4 else ""
         warnings.append(f"{path} has {len(holes)} holes: {named}{more}; these are estimated")
     return table, warnings
@@ -272,7 +279,7 @@ def read_profile(path: Path) -> dict[str, Any]:
         if not _is_entry(entry):
             raise UserError(
                 f"{path}: entry {number} is {entry!r}; "
-                "expected a, b, level in (0, 1], slowdown_a and slowdown_b above 0"
+                "expected a, b, device_fraction in (0, 1], slowdown_a and slowdown_b above 0"
             )
     return {**content, "device": str(content.get("device", ""))}
 

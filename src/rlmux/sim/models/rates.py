@@ -1,6 +1,6 @@
-"""How fast orders run: solo seconds per second, at a level, beside others.
+"""How fast orders run: solo seconds per second, at a device fraction, beside others.
 
-    ByLevel            as fast as its level says, whoever else is there
+    ByFraction            as fast as its device fraction says, whoever else is there
     ByInterference     1 alone on whole devices; else one over the slowdown of a table, the worst of its devices and
                        of those that it shares them with
     BesideNeighbours   as fast as another of these says, over the slowdown by who computes on other devices of its
@@ -22,7 +22,7 @@ from rlmux.sim.models.neighbours import Neighbours
 class Computing(Protocol):
     """An order under way, as far as paces go."""
 
-    level: float
+    device_fraction: float
 
     @property
     def devices(self) -> tuple[DeviceId, ...]: ...
@@ -54,7 +54,7 @@ class Pace(Protocol[C]):
     def of(self, one: C) -> float: ...
 
 
-class ByLevel:
+class ByFraction:
     """Orders do not slow each other."""
 
     depends_on_kind = False
@@ -69,7 +69,7 @@ class ByLevel:
         return ()
 
     def of(self, one: Computing) -> float:
-        return one.level
+        return one.device_fraction
 
 
 class ByInterference(Generic[C]):
@@ -106,8 +106,10 @@ class ByInterference(Generic[C]):
     def _on(self, device: DeviceId, one: C) -> float:
         others = [other for other in self._on_device[device] if other is not one]
         if not others:
-            return 1.0 if one.level >= 1.0 else 1.0 / self._table.slowdown_alone(one.kind, one.level)
-        return 1.0 / max(self._table.slowdowns(one.kind, other.kind, one.level)[0] for other in others)
+            return (
+                1.0 if one.device_fraction >= 1.0 else 1.0 / self._table.slowdown_alone(one.kind, one.device_fraction)
+            )
+        return 1.0 / max(self._table.slowdowns(one.kind, other.kind, one.device_fraction)[0] for other in others)
 
 
 class BesideNeighbours(Generic[C]):
