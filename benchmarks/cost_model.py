@@ -50,7 +50,7 @@ SAMPLES_PER_STEP = 1024
 GROUP = 4
 STAGE_COLUMN = {
     "reference": "ref_s",
-    "old_log_probs": "old_log_prob_s",
+    "old_logprobs": "old_log_prob_s",
     "update": "update_actor_s",
     "publish": "update_weights_s",
 }

@@ -11,7 +11,7 @@ from rlmux.cli import neighbour_costs, profiling
 from rlmux.cli.main import run_command_line
 from rlmux.profiling.micro_benchmarks import PieceSizes
 from rlmux.rl.config import ModelConfig
-from rlmux.sim.models.interference import InterferenceTable, FractionGrid
+from rlmux.sim.models.interference import FractionGrid, InterferenceTable
 from rlmux.sim.models.neighbours import KINDS, Neighbours, load_neighbours
 
 TINY = PieceSizes(

@@ -16,7 +16,7 @@ from rlmux.engines.device_fraction import DeviceFractions
 from rlmux.profiling.switch_times import SwitchTimes, switch_times
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.footprint import footprint_of
-from rlmux.sim.models.interference import InterferenceTable, FractionGrid
+from rlmux.sim.models.interference import FractionGrid, InterferenceTable
 
 DEVICE = "a device"
 

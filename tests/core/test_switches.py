@@ -179,7 +179,7 @@ def test_a_tail_is_not_moved_for_work_that_would_pay_for_it_in_switches(switch_s
     tasks = (
         Task(pipeline=0, kind="tail", devices=(0,), seconds=2.0, tail_s=2.0, is_running=True, state=0),
         Task(pipeline=0, kind="tail", devices=(1,), seconds=2.2, tail_s=2.2, is_running=True, state=0),
-        Task(pipeline=1, kind="train", devices=(0,), seconds=2.0, state=3, switch_s=switch_s),
+        Task(pipeline=1, kind="update", devices=(0,), seconds=2.0, state=3, switch_s=switch_s),
         Task(pipeline=0, kind="dense", devices=(0,), seconds=1.0, needs=(1,), state=0, switch_s=switch_s),
     )
     merge = Merge(source=0, target=1, cost_s=0.1)

@@ -9,7 +9,7 @@ from rlmux.core.sharing import SharingEntry, SharingTable
 from rlmux.policies.jigsaw import Jigsaw
 from rlmux.runtime.memory import with_footprint
 
-KINDS = ("dense", "tail", "train")
+KINDS = ("dense", "tail", "update")
 HELPFUL = SharingTable.of(
     SharingEntry(kind_a=a, kind_b=b, device_fraction=0.75, slowdown_a=1.2, slowdown_b=1.5) for a in KINDS for b in KINDS
 )

@@ -20,13 +20,14 @@ from typing import Any
 
 from rlmux.cli import neighbour_costs, switch_costs, tables
 from rlmux.core.errors import UserError
+from rlmux.core.model import SubStage
 from rlmux.core.policy import Policy
 from rlmux.core.sharing import MIN_GAIN, SharingEntry, SharingTable
 from rlmux.engines.device_fraction import DeviceFractions, probe
 from rlmux.policies import POLICIES
 from rlmux.profiling.micro_benchmarks import PIECES, PieceSizes, piece_processes, rates, usual_sizes
 from rlmux.profiling.switch_times import SwitchTimes
-from rlmux.sim.models.interference import NO_SPLIT, InterferenceTable, FractionGrid, load_interference
+from rlmux.sim.models.interference import NO_SPLIT, FractionGrid, InterferenceTable, load_interference
 from rlmux.sim.models.neighbours import Neighbours
 
 DEVICES = ("cpu", "cuda")
@@ -34,7 +35,7 @@ Switches = Mapping[str, Sequence[SwitchTimes]]
 """By pipeline: of its rollout state and of its training state."""
 QUICK: Mapping[str, Any] = {"window_s": 0.05, "num_rounds": 1}
 """Enough to see that it works."""
-_CHARACTER = {"update": "train", "old_log_probs": "train", "reference": "train"}
+_CHARACTER: Mapping[str, str] = {SubStage.OLD_LOGPROBS: SubStage.UPDATE, SubStage.REFERENCE: SubStage.UPDATE}
 """Pieces that the scheduler does not tell apart; the others keep their names."""
 
 
@@ -124,9 +125,7 @@ def sharing_of(path: Path, levels: DeviceFractions) -> tuple[SharingTable, list[
     if unprepared:
         named = ", ".join(f"{device_fraction:g}" for device_fraction in unprepared)
         prepared = ", ".join(f"{device_fraction:g}" for device_fraction in levels.shares)
-        warnings.append(
-            f"{path}: fraction {named} is not prepared here; used instead: {prepared}, where measured"
-        )
+        warnings.append(f"{path}: fraction {named} is not prepared here; used instead: {prepared}, where measured")
     sharing = SharingTable.of(entries.values())
     if not sharing.rates:
         warnings.append(f"{path}: no pair gains {_least_gain()} by sharing; every order has its devices alone")

@@ -31,6 +31,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rlmux.core.errors import IllegalTransitionError, PipelineError, UserError
+from rlmux.core.model import SubStage
 from rlmux.engines.batch_probe import PREFILL_BUCKET, BatchProbe, pad_rows
 from rlmux.engines.model_io import build_model
 from rlmux.engines.residency import Offloaded, give_back
@@ -237,7 +238,7 @@ class SlotRolloutEngine:
             num_waiting=len(self._waiting),
             num_waiting_for_env=sum(live.is_waiting_for_env for live in self._live.values()),
             sampled_tokens=sampled_tokens,
-            prefill_tokens=sum(band.tokens for band in bands if band.kind == "prefill"),
+            prefill_tokens=sum(band.tokens for band in bands if band.kind == SubStage.PREFILL),
             decode_steps=decode_steps,
             seconds=time.perf_counter() - start,
             bands=bands,
@@ -436,7 +437,7 @@ class SlotRolloutEngine:
         for row, context in enumerate(contexts):
             tokens[row, : len(context)] = torch.tensor(context)
         kv = prefill(self._weights, self._tables, pad_rows(tokens, rows).to(self._device))
-        self._count("prefill", rows, 1, sum(map(len, contexts)), time.perf_counter() - start)
+        self._count(SubStage.PREFILL, rows, 1, sum(map(len, contexts)), time.perf_counter() - start)
         return [kv[row, :, :, :, : len(context)] for row, context in enumerate(contexts)]
 
     # --- migration, weights, residency ----------------------------------------------------------------------

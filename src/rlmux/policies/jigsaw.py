@@ -22,7 +22,18 @@ import math
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 
-from rlmux.core.model import AdmissionKind, DeviceId, GroupId, NodeId, OrderId, Phase, Pipeline, PipelineId, Stage
+from rlmux.core.model import (
+    AdmissionKind,
+    DeviceId,
+    GroupId,
+    NodeId,
+    OrderId,
+    Phase,
+    Pipeline,
+    PipelineId,
+    Stage,
+    SubStage,
+)
 from rlmux.core.placement import GroupLoad, PlacementChoice, PlacementView, Refusal, Relocation
 from rlmux.core.sharing import NO_SHARING, SharingTable
 from rlmux.core.state import ReadyWork
@@ -399,13 +410,13 @@ def _fractions(
 def kind_of(order: OrderView) -> str:
     """The character of what the order does now."""
     if order.phase is Phase.TRAIN:
-        return "train"
+        return SubStage.UPDATE
     return decode_kind(order.num_active)
 
 
 def _ready_kind(member: MemberView, work: ReadyWork) -> str:
     """What ready work will be; a share that has not begun begins as the last ones did."""
     if work.phase is Phase.TRAIN:
-        return "train"
+        return SubStage.UPDATE
     num_active = member.live_share(work.devices[0])[0] if work.is_continuation else member.estimates.peak
     return decode_kind(num_active)

@@ -3,7 +3,7 @@
     make_piece(kind, sizes, device) ──▶ a call that does one unit and waits until the device has done it
     PieceProcess        the same in a process of its own, pinned to a core: windows of time ──▶ units / s in each
 
-    prefill         a batch of new prompts        old_log_probs   forward of a micro-batch
+    prefill         a batch of new prompts        old_logprobs   forward of a micro-batch
     dense, tail     decode steps, full or few     update          forward, backward, optimizer step
 
 Processes are told to begin and end at the same moments, and work on a little beyond both, so that what is counted was
@@ -27,6 +27,7 @@ import torch
 from torch import nn
 
 from rlmux.core.errors import UserError
+from rlmux.core.model import SubStage
 from rlmux.engines.adamw import AdamW
 from rlmux.engines.device_fraction import fraction_setter
 from rlmux.engines.flat_parameters import FlatParameters
@@ -36,7 +37,7 @@ from rlmux.engines.rollout import SlotRolloutEngine
 from rlmux.rl.config import ModelConfig, RolloutConfig
 from rlmux.rl.types import TrajectoryId, TrajectoryRequest
 
-PIECES = ("prefill", "dense", "tail", "old_log_probs", "update")
+PIECES = (SubStage.PREFILL, SubStage.DENSE_DECODE, SubStage.TAIL_DECODE, SubStage.OLD_LOGPROBS, SubStage.UPDATE)
 _SEED = 1
 _PAD_S = 0.05
 """Worked on beyond the counted window, for the others' sake."""
@@ -94,8 +95,8 @@ def make_piece(kind: str, sizes: PieceSizes, device: str) -> Callable[[], None]:
     """A unit of this kind, warmed up."""
     if kind not in PIECES:
         raise UserError(f"kind of work {kind!r}; accepted: {', '.join(PIECES)}")
-    if kind in ("old_log_probs", "update"):
-        unit = _training(sizes, device, is_update=kind == "update")
+    if kind in (SubStage.OLD_LOGPROBS, SubStage.UPDATE):
+        unit = _training(sizes, device, is_update=kind == SubStage.UPDATE)
     else:
         unit = _sampling(kind, sizes, device)
 
@@ -120,9 +121,13 @@ def _sampling(kind: str, sizes: PieceSizes, device: str) -> Callable[[], None]:
         seed=_SEED,
         device=device,
     )
-    num_active = {"prefill": sizes.num_prompts, "dense": sizes.num_slots, "tail": sizes.num_tail}[kind]
-    new_tokens = 1 if kind == "prefill" else sizes.new_tokens
-    prompt_tokens = sizes.prompt_tokens if kind == "prefill" else min(8, sizes.prompt_tokens)
+    num_active = {
+        SubStage.PREFILL: sizes.num_prompts,
+        SubStage.DENSE_DECODE: sizes.num_slots,
+        SubStage.TAIL_DECODE: sizes.num_tail,
+    }[SubStage(kind)]
+    new_tokens = 1 if kind == SubStage.PREFILL else sizes.new_tokens
+    prompt_tokens = sizes.prompt_tokens if kind == SubStage.PREFILL else min(8, sizes.prompt_tokens)
     steps = count()
 
     def unit() -> None:

@@ -51,7 +51,7 @@ from rlmux.core.events import (
     StagePaused,
     TrajectoriesMigrated,
 )
-from rlmux.core.model import PHASE_BY_STAGE, DeviceId, NodeId, OrderId, PipelineId, PipelineStatus, Stage
+from rlmux.core.model import PHASE_BY_STAGE, DeviceId, NodeId, OrderId, PipelineId, PipelineStatus, Stage, SubStage
 from rlmux.core.policy import Policy
 from rlmux.core.scheduler import Scheduler
 from rlmux.core.sharing import SharingTable
@@ -59,7 +59,7 @@ from rlmux.core.state import ReadyWork
 from rlmux.sim.decision_cost import Decisions
 from rlmux.sim.metrics import Collector, SimResult, Span
 from rlmux.sim.models.interference import InterferenceTable, estimated_table, fraction_grid, sharing_table
-from rlmux.sim.models.rates import BesideNeighbours, ByInterference, ByFraction, Pace
+from rlmux.sim.models.rates import BesideNeighbours, ByFraction, ByInterference, Pace
 from rlmux.sim.models.work import DONE_S, Remaining, SoloSeconds
 from rlmux.sim.sim_state import Actor, Moving, Running, place_of
 from rlmux.sim.workloads.arrivals import Arrival, Workload
@@ -388,7 +388,7 @@ class _Simulation:
         seconds = actor.world.stage_s(stage, action.step, len(action.devices))
         if action.devices:
             seconds *= actor.train_scale
-        return SoloSeconds(seconds, KIND_BY_STAGE.get(stage, "update"))
+        return SoloSeconds(seconds, KIND_BY_STAGE.get(stage, SubStage.UPDATE))
 
     def _fresh_share(self, actor: Actor, pipeline: PipelineId, step: int, device: DeviceId) -> Remaining:
         devices = self.scheduler.state.runs[pipeline].rollout_devices

@@ -19,14 +19,14 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any, Protocol
 
-from rlmux.core.model import PHASE_BY_STAGE, Phase, PhaseSeconds, Stage
+from rlmux.core.model import PHASE_BY_STAGE, Phase, PhaseSeconds, Stage, SubStage
 from rlmux.sim import tables
 from rlmux.sim.models.work import ROLLOUT_KIND, Remaining, SoloSeconds, TrajectorySeconds
 
 KIND_BY_STAGE = {
-    Stage.REFERENCE_LOGPROBS: "reference",
-    Stage.OLD_LOGPROBS: "old_log_probs",
-    Stage.UPDATE: "update",
+    Stage.REFERENCE_LOGPROBS: SubStage.REFERENCE,
+    Stage.OLD_LOGPROBS: SubStage.OLD_LOGPROBS,
+    Stage.UPDATE: SubStage.UPDATE,
     Stage.PUBLISH: "publish",
 }
 """What cost models and interference tables call the stages of training."""

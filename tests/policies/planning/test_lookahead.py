@@ -18,7 +18,7 @@ def task(pipeline: int, kind: str, devices: tuple[int, ...], seconds: float, **f
 
 TABLE = SharingTable.of(
     [
-        SharingEntry(kind_a="train", kind_b="tail", device_fraction=0.75, slowdown_a=1.15, slowdown_b=1.3),
+        SharingEntry(kind_a="update", kind_b="tail", device_fraction=0.75, slowdown_a=1.15, slowdown_b=1.3),
         SharingEntry(kind_a="dense", kind_b="tail", device_fraction=0.5, slowdown_a=1.3, slowdown_b=1.3),
     ]
 )
@@ -29,7 +29,7 @@ def figure_11() -> Problem:
     return Problem(
         tasks=(
             task(0, "tail", (0,), 4.0, tail_s=4.0),
-            task(1, "train", (0,), 4.0),
+            task(1, "update", (0,), 4.0),
             task(2, "dense", (0,), 8.0, tail_s=4.0),
         ),
         sharing=TABLE,
@@ -46,7 +46,7 @@ def test_greedy_takes_the_best_pair_and_ends_later_than_the_look_ahead():
 
 
 def test_tasks_on_one_device_without_sharing_run_one_after_another():
-    problem = Problem(tasks=(task(0, "train", (0,), 2.0), task(1, "train", (0, 1), 3.0), task(2, "dense", (1,), 1.0)))
+    problem = Problem(tasks=(task(0, "update", (0,), 2.0), task(1, "update", (0, 1), 3.0), task(2, "dense", (1,), 1.0)))
     made = plan(problem)
     assert made.makespan_s == pytest.approx(5.0)
     for first in range(3):
@@ -60,7 +60,7 @@ def test_a_device_is_held_for_the_critical_path_where_that_ends_sooner():
     problem = Problem(
         tasks=(
             task(0, "dense", (1,), 1.0),
-            task(0, "train", (0, 1), 6.0, needs=(0,)),
+            task(0, "update", (0, 1), 6.0, needs=(0,)),
             task(1, "dense", (0,), 5.0),
             task(0, "dense", (1,), 6.0, needs=(1,)),
         )
@@ -72,14 +72,14 @@ def test_a_device_is_held_for_the_critical_path_where_that_ends_sooner():
 
 
 def test_a_pair_runs_at_the_pace_of_the_table_and_speeds_up_when_one_ends():
-    problem = Problem(tasks=(task(0, "train", (0,), 4.0), task(1, "tail", (0,), 6.0, tail_s=6.0)), sharing=TABLE)
+    problem = Problem(tasks=(task(0, "update", (0,), 4.0), task(1, "tail", (0,), 6.0, tail_s=6.0)), sharing=TABLE)
     made = plan(problem)
     assert made.end_s[0] == pytest.approx(4.6)
     assert made.end_s[1] == pytest.approx(4.6 + 6.0 - 4.6 / 1.3)
 
 
 def test_work_on_several_devices_goes_at_the_pace_of_the_slowest():
-    problem = Problem(tasks=(task(0, "train", (0, 1), 4.0), task(1, "tail", (1,), 10.0, tail_s=10.0)), sharing=TABLE)
+    problem = Problem(tasks=(task(0, "update", (0, 1), 4.0), task(1, "tail", (1,), 10.0, tail_s=10.0)), sharing=TABLE)
     assert plan(problem).end_s[0] == pytest.approx(4.6)
 
 
@@ -89,7 +89,7 @@ def merging(cost_s: float) -> Problem:
         tasks=(
             task(0, "dense", (0,), 4.0, tail_s=4.0, is_running=True),
             task(0, "dense", (1,), 5.0, tail_s=5.0, is_running=True),
-            task(1, "train", (0,), 6.0),
+            task(1, "update", (0,), 6.0),
         ),
         merges=(Merge(source=0, target=1, cost_s=cost_s, stretch=1.1),),
     )
@@ -109,13 +109,13 @@ def test_no_tail_is_moved_where_moving_costs_more_than_it_frees():
 
 
 def test_a_deadline_comes_before_the_makespan():
-    long, urgent = task(0, "train", (0,), 5.0), task(1, "train", (0,), 1.0, deadline_s=1.0)
+    long, urgent = task(0, "update", (0,), 5.0), task(1, "update", (0,), 1.0, deadline_s=1.0)
     tasks = (long, urgent, task(0, "dense", (1,), 9.0, needs=(0,)))
     assert plan(Problem(tasks=tasks)).start_s[1] == 0.0
 
 
 def test_the_longest_path_counts_what_waits():
-    tasks = (task(0, "dense", (0,), 2.0), task(0, "train", (0,), 3.0, needs=(0,)), task(1, "dense", (1,), 4.0))
+    tasks = (task(0, "dense", (0,), 2.0), task(0, "update", (0,), 3.0, needs=(0,)), task(1, "dense", (1,), 4.0))
     assert longest_paths(tasks) == [5.0, 3.0, 4.0]
 
 
@@ -143,7 +143,7 @@ def test_plans_are_near_the_exact_optimum():
 def gathering(cost_s: float) -> Problem:
     """Two pipelines, each with a share of 4 s on both devices, of which nothing has begun; then 2 s of training."""
     shares = [task(number, "dense", (device,), 4.0, tail_s=3.0) for number in (0, 1) for device in (0, 1)]
-    trains = (task(0, "train", (0,), 2.0, needs=(0, 1)), task(1, "train", (1,), 2.0, needs=(2, 3)))
+    trains = (task(0, "update", (0,), 2.0, needs=(0, 1)), task(1, "update", (1,), 2.0, needs=(2, 3)))
     return Problem(
         tasks=(*shares, *trains),
         merges=(
@@ -176,7 +176,9 @@ def test_a_share_that_has_begun_is_not_gathered():
 def migrating(cost_s: float, *, is_running: bool) -> Problem:
     """Device 0 is wanted by a share of one pipeline and training of another; device 1 is free for the share."""
     share = task(0, "dense", (0,), 4.0, is_running=is_running)
-    return Problem(tasks=(share, task(1, "train", (0,), 6.0)), migrations=(Migration(task=0, device=1, cost_s=cost_s),))
+    return Problem(
+        tasks=(share, task(1, "update", (0,), 6.0)), migrations=(Migration(task=0, device=1, cost_s=cost_s),)
+    )
 
 
 @pytest.mark.parametrize("is_running", [False, True])
@@ -205,7 +207,7 @@ def test_a_share_that_migrates_later_stays_until_then():
 def test_a_rollout_to_come_is_gathered_in_the_plan_and_not_made():
     """So the pipeline whose training runs is seen to need one device next, and the other one keeps its own."""
     later = [task(0, "dense", (device,), 4.0, tail_s=3.0, needs=(0,)) for device in (0, 1)]
-    tasks = (task(0, "train", (0,), 1.0, is_running=True), *later, task(1, "dense", (1,), 6.0))
+    tasks = (task(0, "update", (0,), 1.0, is_running=True), *later, task(1, "dense", (1,), 6.0))
     gather = Merge(source=2, target=1, cost_s=1.0, is_whole=True, is_later=True)
     made = plan(Problem(tasks=tasks, merges=(gather,)))
     assert made.makespan_s == pytest.approx(6.0)

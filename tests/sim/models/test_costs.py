@@ -112,7 +112,7 @@ def test_training_a_warm_step_costs_what_was_measured():
     costs = train_costs("qwen3-4b")
     # GSM8K, 1.43 million tokens: reference 20, old log-probs 17, update 58 seconds.
     assert costs.stage_s("reference", 1.43e6) == pytest.approx(20.2, rel=0.15)
-    assert costs.stage_s("old_log_probs", 1.43e6) == pytest.approx(17.0, rel=0.15)
+    assert costs.stage_s("old_logprobs", 1.43e6) == pytest.approx(17.0, rel=0.15)
     assert costs.stage_s("update", 1.43e6) == pytest.approx(58.3, rel=0.15)
     assert costs.total_s(1.43e6) == pytest.approx(sum(costs.stage_s(s, 1.43e6) for s in TRAIN_STAGES))
 

@@ -15,9 +15,9 @@ from rlmux.sim.models.interference import (
     InterferenceTable,
     SubStageProfile,
     estimated_table,
+    fraction_grid,
     load_interference,
     roofline_interference,
-    fraction_grid,
 )
 
 H100 = fraction_grid("H100")

@@ -8,7 +8,7 @@ import pytest
 
 from rlmux.core.errors import UserError
 from rlmux.core.model import DeviceId
-from rlmux.sim.models.interference import InterferenceTable, FractionGrid
+from rlmux.sim.models.interference import FractionGrid, InterferenceTable
 from rlmux.sim.models.neighbours import Busy, Neighbours, load_neighbours, seconds_lost
 
 HERE, THERE, ELSEWHERE = DeviceId("rollout", 0, 0), DeviceId("rollout", 0, 1), DeviceId("train", 0, 0)
@@ -34,7 +34,7 @@ def test_the_worst_neighbour_counts():
 
 def test_sub_stages_go_by_the_one_that_was_measured_for_them():
     assert TABLE.slowdown("tail", ["prefill"]) == 1.25
-    assert TABLE.slowdown("old_log_probs", ["tail"]) == 1.6
+    assert TABLE.slowdown("old_logprobs", ["tail"]) == 1.6
 
 
 def test_a_pair_that_was_not_measured_costs_nothing():
@@ -48,7 +48,7 @@ def test_an_order_loses_while_another_computes_beside_it_and_only_then():
 
 
 def test_training_and_decoding_lose_each_as_measured():
-    lost = seconds_lost([busy(1, HERE, 0.0, 4.0), busy(2, THERE, 2.0, 9.0, "old_log_probs")], TABLE)
+    lost = seconds_lost([busy(1, HERE, 0.0, 4.0), busy(2, THERE, 2.0, 9.0, "old_logprobs")], TABLE)
     assert lost == {1: pytest.approx(2 * 0.5), 2: pytest.approx(2 * 0.375)}
 
 

@@ -6,7 +6,7 @@ import pytest
 
 from rlmux.core.model import DeviceId
 from rlmux.sim.models.interference import estimated_table, fraction_grid
-from rlmux.sim.models.rates import ByInterference, ByFraction
+from rlmux.sim.models.rates import ByFraction, ByInterference
 from rlmux.sim.models.work import SoloSeconds, TrajectorySeconds
 
 TABLE = estimated_table(fraction_grid("H100"))

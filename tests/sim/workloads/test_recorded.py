@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from rlmux.cli.main import run_command_line
-from rlmux.cli.profiling import save, fraction_grid_of
+from rlmux.cli.profiling import fraction_grid_of, save
 from rlmux.core.errors import UserError
 from rlmux.core.events import StageFinished
 from rlmux.core.model import Cluster, Phase, PhaseSeconds, Pipeline, PipelineId, Pool, Stage

@@ -19,6 +19,7 @@ from itertools import combinations
 from typing import Any
 
 from rlmux.core.errors import UserError
+from rlmux.core.model import SubStage
 from rlmux.core.sharing import NO_SHARING, SharingEntry, SharingTable
 from rlmux.policies.planning.lookahead import Merge, Problem, Task
 
@@ -96,7 +97,7 @@ class _Model:
     def _pieces_of(self, index: int, task: Task) -> list[tuple[str, Any, Any, Any, int]]:
         model = self.model
         tail = round(min(task.tail_s, task.seconds) * UNITS_PER_S)
-        parts = [(task.kind, round(task.seconds * UNITS_PER_S) - tail), ("tail", tail)]
+        parts = [(task.kind, round(task.seconds * UNITS_PER_S) - tail), (SubStage.TAIL_DECODE, tail)]
         found: list[tuple[str, Any, Any, Any, int]] = []
         for kind, units in parts:
             if units <= 0:
@@ -230,7 +231,12 @@ def random_problem(generator: random.Random, *, is_sharing: bool = True) -> Prob
                 seconds = round(rollout_s * generator.uniform(0.6, 1.4), 1)
                 tail_s = round(seconds * generator.uniform(0.2, 0.7), 1)
                 task = Task(
-                    pipeline=pipeline, kind="dense", devices=(device,), seconds=seconds, tail_s=tail_s, needs=needs
+                    pipeline=pipeline,
+                    kind=SubStage.DENSE_DECODE,
+                    devices=(device,),
+                    seconds=seconds,
+                    tail_s=tail_s,
+                    needs=needs,
                 )
                 tasks.append(task)
                 shares.append(len(tasks) - 1)
@@ -240,7 +246,7 @@ def random_problem(generator: random.Random, *, is_sharing: bool = True) -> Prob
                 merges.append(Merge(source=source, target=target, cost_s=0.2, stretch=1.1))
             tasks.append(
                 Task(
-                    pipeline=pipeline, kind="train", devices=train_devices, seconds=round(train_s, 1),
+                    pipeline=pipeline, kind=SubStage.UPDATE, devices=train_devices, seconds=round(train_s, 1),
                     needs=tuple(shares),
                 )
             )  # fmt: skip
@@ -256,8 +262,8 @@ def _random_sharing(generator: random.Random) -> SharingTable:
     """Training beside decoding helps, decoding beside decoding more, training beside training does not."""
     entries = []
     for kind_a, kind_b, low, high in (
-        ("train", "tail", 1.1, 1.6), ("train", "dense", 1.3, 2.2), ("tail", "tail", 1.0, 1.3),
-        ("dense", "tail", 1.1, 1.6), ("dense", "dense", 1.4, 2.2),
+        (SubStage.UPDATE, SubStage.TAIL_DECODE, 1.1, 1.6), (SubStage.UPDATE, SubStage.DENSE_DECODE, 1.3, 2.2), (SubStage.TAIL_DECODE, SubStage.TAIL_DECODE, 1.0, 1.3),
+        (SubStage.DENSE_DECODE, SubStage.TAIL_DECODE, 1.1, 1.6), (SubStage.DENSE_DECODE, SubStage.DENSE_DECODE, 1.4, 2.2),
     ):  # fmt: skip
         slow_a, slow_b = generator.uniform(low, high), generator.uniform(low, high)
         if kind_a == kind_b:

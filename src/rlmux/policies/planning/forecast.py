@@ -14,7 +14,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 
 from rlmux.core.estimates import StepEstimates
-from rlmux.core.model import DENSE_DECODE_MIN, DeviceId, Phase, PipelineId, Stage
+from rlmux.core.model import DENSE_DECODE_MIN, DeviceId, Phase, PipelineId, Stage, SubStage
 from rlmux.core.state import ReadyWork
 from rlmux.core.views import GroupView, MemberView, OrderView
 from rlmux.policies.planning.lookahead import Task
@@ -106,7 +106,7 @@ def state_number(pipeline: int, phase: Phase) -> int:
 
 def decode_kind(num_active: int | None) -> str:
     """The character of decoding so many sequences; None: nothing is known yet."""
-    return "tail" if num_active is not None and num_active < DENSE_DECODE_MIN else "dense"
+    return SubStage.TAIL_DECODE if num_active is not None and num_active < DENSE_DECODE_MIN else SubStage.DENSE_DECODE
 
 
 def is_idle(order: OrderView) -> bool:
@@ -267,7 +267,7 @@ class _Member:
         return self.ahead.add(
             Task(
                 pipeline=self.number,
-                kind="train",
+                kind=SubStage.UPDATE,
                 devices=devices,
                 seconds=max(seconds, _SHORTEST_S),
                 needs=needs,

@@ -24,6 +24,7 @@ from bisect import insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
+from rlmux.core.model import SubStage
 from rlmux.core.sharing import NO_SHARING, SharingTable
 
 _DONE = 1e-9
@@ -390,7 +391,7 @@ class _Play:
         self.now = 0.0
         self.left = [task.seconds for task in tasks]
         self.tail_s = [task.tail_s for task in tasks]
-        self.kind = ["tail" if task.seconds <= task.tail_s + _DONE else task.kind for task in tasks]
+        self.kind = [SubStage.TAIL_DECODE if task.seconds <= task.tail_s + _DONE else task.kind for task in tasks]
         self.start = [_NEVER] * len(tasks)
         self.end = [_NEVER] * len(tasks)
         self.since = [0.0] * len(tasks)
@@ -501,7 +502,7 @@ class _Play:
         """It ends, or its tail begins."""
         self._settle(index)
         if self.left[index] > _DONE:
-            self.kind[index] = "tail"
+            self.kind[index] = SubStage.TAIL_DECODE
             self._foresee(index)
             if self.shared & self.masks[index]:
                 self._repace_all(index)

@@ -29,7 +29,7 @@ import numpy as np
 import numpy.typing as npt
 
 from rlmux.core.errors import UserError
-from rlmux.core.model import DENSE_DECODE_MIN
+from rlmux.core.model import DENSE_DECODE_MIN, SubStage
 from rlmux.sim.models.costs import MEASURED_GPU, MEASURED_NUM_GPUS, RolloutCosts, rollout_costs
 from rlmux.sim.models.hardware import ModelShape, gpu_spec
 
@@ -131,7 +131,9 @@ class WorkerRollout:
         cuts = [0.0, float(self.times_s[0]), self.time_to_active(dense_above - 1), float(self.times_s[-1])]
         cuts[2] = max(cuts[1], cuts[2])
         found = []
-        for kind, start, end in zip(("prefill", "dense", "tail"), cuts, cuts[1:], strict=False):
+        for kind, start, end in zip(
+            (SubStage.PREFILL, SubStage.DENSE_DECODE, SubStage.TAIL_DECODE), cuts, cuts[1:], strict=False
+        ):
             if end <= start:
                 continue
             inside = (self.times_s[:-1] >= start - 1e-12) & (self.times_s[:-1] < end - 1e-12)

@@ -27,7 +27,7 @@ MEASURED_GPU = "H100-80GB-SXM"
 """The device of the measured runs."""
 MEASURED_NUM_GPUS = 4
 """GPUs of the measured runs: one tensor-parallel engine, and the trainer sharded over the same four."""
-TRAIN_STAGES = ("reference", "old_log_probs", "update", "publish")
+TRAIN_STAGES = ("reference", "old_logprobs", "update", "publish")
 _ANCHOR_TOKENS = (0.5e6, 4.0e6)
 
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from rlmux.core.model import DENSE_DECODE_MIN
+from rlmux.core.model import DENSE_DECODE_MIN, SubStage
 from rlmux.sim.models.costs import RolloutCosts
 from rlmux.sim.models.work import DONE_S
 
@@ -107,7 +107,7 @@ class Decoder:
     @property
     def kind(self) -> str:
         if self.is_prefilling:
-            return "prefill"
+            return SubStage.PREFILL
         return decode_kind(self.num_active)
 
     @property
@@ -242,7 +242,7 @@ class Decoder:
 
 def decode_kind(num_active: int) -> str:
     """The character of decoding so many sequences."""
-    return "dense" if num_active >= DENSE_DECODE_MIN else "tail"
+    return SubStage.DENSE_DECODE if num_active >= DENSE_DECODE_MIN else SubStage.TAIL_DECODE
 
 
 def recompute_s(costs: RolloutCosts, sequences: Sequence[Unfinished]) -> float:

@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from rlmux.core.errors import UserError
+from rlmux.core.model import SubStage
 from rlmux.core.sharing import SharingEntry, SharingTable
 from rlmux.sim.models.hardware import gpu_spec
 
@@ -34,7 +35,12 @@ NO_SPLIT = 1.0
 """The device fraction at which both use the whole device."""
 BANDWIDTH_SHARE = 0.4
 """Share of a GPU's multiprocessors that is enough to draw its whole memory bandwidth (an assumption)."""
-_SHARED_KINDS = {"prefill": "prefill", "dense": "dense", "tail": "tail", "train": "update"}
+_SHARED_KINDS = {
+    SubStage.PREFILL: SubStage.PREFILL,
+    SubStage.DENSE_DECODE: SubStage.DENSE_DECODE,
+    SubStage.TAIL_DECODE: SubStage.TAIL_DECODE,
+    SubStage.UPDATE: SubStage.UPDATE,
+}
 """The scheduler's characters, and whose interference stands for each."""
 _TOLERANCE = 1e-6
 
@@ -56,12 +62,12 @@ class SubStageProfile:
 
 
 SUB_STAGE_PROFILES: Mapping[str, SubStageProfile] = {
-    "prefill": SubStageProfile(compute=0.60, bandwidth=0.15),
-    "dense": SubStageProfile(compute=0.15, bandwidth=0.50),
-    "tail": SubStageProfile(compute=0.02, bandwidth=0.35),
-    "reference": SubStageProfile(compute=0.45, bandwidth=0.20),
-    "old_log_probs": SubStageProfile(compute=0.45, bandwidth=0.20),
-    "update": SubStageProfile(compute=0.50, bandwidth=0.25),
+    SubStage.PREFILL: SubStageProfile(compute=0.60, bandwidth=0.15),
+    SubStage.DENSE_DECODE: SubStageProfile(compute=0.15, bandwidth=0.50),
+    SubStage.TAIL_DECODE: SubStageProfile(compute=0.02, bandwidth=0.35),
+    SubStage.REFERENCE: SubStageProfile(compute=0.45, bandwidth=0.20),
+    SubStage.OLD_LOGPROBS: SubStageProfile(compute=0.45, bandwidth=0.20),
+    SubStage.UPDATE: SubStageProfile(compute=0.50, bandwidth=0.25),
     "publish": SubStageProfile(compute=0.0, bandwidth=0.20),
     "tool": SubStageProfile(compute=0.0, bandwidth=0.0),
 }

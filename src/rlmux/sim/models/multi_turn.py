@@ -22,6 +22,7 @@ from heapq import heappop, heappush
 import numpy as np
 
 from rlmux.core.errors import UserError
+from rlmux.core.model import SubStage
 from rlmux.sim.models.decoder import REPORT_AT, DecodeSeconds, Turn, Unfinished, decode_kind
 from rlmux.sim.models.work import DONE_S
 
@@ -107,7 +108,7 @@ class TurnDecoder:
         if not self._active:
             return "tool"
         if self._prefill_s > 0.0 and self._iteration == 0.0:  # a reply's is over at once
-            return "prefill"
+            return SubStage.PREFILL
         return decode_kind(len(self._active))
 
     @property

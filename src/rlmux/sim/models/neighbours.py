@@ -18,12 +18,17 @@ from pathlib import Path
 from typing import Any
 
 from rlmux.core.errors import UserError
-from rlmux.core.model import DeviceId
+from rlmux.core.model import DeviceId, SubStage
 from rlmux.sim.models.interference import read_profile
 
-KINDS = ("dense", "update")
+KINDS = (SubStage.DENSE_DECODE, SubStage.UPDATE)
 """What is measured."""
-_STANDS_FOR = {"prefill": "dense", "tail": "dense", "reference": "update", "old_log_probs": "update"}
+_STANDS_FOR: Mapping[str, str] = {
+    SubStage.PREFILL: SubStage.DENSE_DECODE,
+    SubStage.TAIL_DECODE: SubStage.DENSE_DECODE,
+    SubStage.REFERENCE: SubStage.UPDATE,
+    SubStage.OLD_LOGPROBS: SubStage.UPDATE,
+}
 _KEY = "neighbours"
 
 

@@ -16,9 +16,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from rlmux.core.model import SubStage
+
 DONE_S = 1e-6
 """Less than this is rounding: whoever has no more left is over."""
-ROLLOUT_KIND = "dense"
+ROLLOUT_KIND = SubStage.DENSE_DECODE
 """Character of a rollout of which only seconds are known."""
 
 

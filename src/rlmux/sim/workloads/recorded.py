@@ -22,7 +22,7 @@ from typing import Any
 
 from rlmux.core.actions import Switch
 from rlmux.core.errors import UserError
-from rlmux.core.model import PHASE_BY_STAGE, Cluster, DeviceId, Phase, PipelineId, Pool, Stage
+from rlmux.core.model import PHASE_BY_STAGE, Cluster, DeviceId, Phase, PipelineId, Pool, Stage, SubStage
 from rlmux.report.api import read_timeline
 from rlmux.report.history import Ending, OrderRecord, PipelineRecord
 from rlmux.report.timeline import Timeline
@@ -173,7 +173,7 @@ def _busy(orders: Iterable[OrderRecord], switches: Mapping[PipelineId, SwitchSec
                 spans.append((order.id, at_s, chunk.time_s))
                 at_s = chunk.time_s + wait_s
         spans.append((order.id, at_s, order.end_s))
-        kind = ROLLOUT_KIND if order.stage is Stage.GENERATE else KIND_BY_STAGE.get(order.stage, "update")
+        kind = ROLLOUT_KIND if order.stage is Stage.GENERATE else KIND_BY_STAGE.get(order.stage, SubStage.UPDATE)
         pieces += [
             Busy(order=whose, device=device, kind=kind, start_s=start_s, end_s=end_s)
             for device in order.devices

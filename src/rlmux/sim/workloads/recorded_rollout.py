@@ -18,6 +18,7 @@ from itertools import zip_longest
 from statistics import median
 from typing import Any
 
+from rlmux.core.model import SubStage
 from rlmux.sim.models.decoder import Decoder, Turn, Unfinished
 from rlmux.sim.models.multi_turn import TurnDecoder
 from rlmux.sim.models.work import Remaining
@@ -46,7 +47,7 @@ class Iterations:
         for note in notes:
             num_trajectories += len(note["runs"])
             for kind, rows, iterations, _, ms in note["bands"]:
-                if kind == "prefill":
+                if kind == SubStage.PREFILL:
                     prefill_s += ms * 1e-3
                 else:
                     before = spent.get(rows, (0, 0.0))
