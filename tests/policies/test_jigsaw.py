@@ -24,8 +24,8 @@ from rlmux.policies.static_sharing import mux_all, serial
 
 HELPS = SharingTable.of(
     [
-        SharingEntry(kind_a="update", kind_b="tail", device_fraction=0.75, slowdown_a=1.1, slowdown_b=1.2),
-        SharingEntry(kind_a="update", kind_b="dense", device_fraction=0.75, slowdown_a=1.2, slowdown_b=1.3),
+        SharingEntry(sub_stage_a="update", sub_stage_b="tail", device_fraction=0.75, slowdown_a=1.1, slowdown_b=1.2),
+        SharingEntry(sub_stage_a="update", sub_stage_b="dense", device_fraction=0.75, slowdown_a=1.2, slowdown_b=1.3),
     ]
 )
 

@@ -116,8 +116,8 @@ def sharing_of(path: Path, levels: DeviceFractions) -> tuple[SharingTable, list[
         key = (_CHARACTER.get(a, a), _CHARACTER.get(b, b), device_fraction)
         worst = entries.get(key)
         entries[key] = SharingEntry(
-            kind_a=key[0],
-            kind_b=key[1],
+            sub_stage_a=key[0],
+            sub_stage_b=key[1],
             device_fraction=device_fraction,
             slowdown_a=max(slow_a, 1.0, worst.slowdown_a if worst else 1.0),
             slowdown_b=max(slow_b, 1.0, worst.slowdown_b if worst else 1.0),

@@ -20,10 +20,10 @@ MIN_GAIN = 1.05
 class SharingEntry:
     """A measured pair."""
 
-    kind_a: str
-    kind_b: str
+    sub_stage_a: str
+    sub_stage_b: str
     device_fraction: float
-    """Share of the device that `kind_a` has; the other has the rest."""
+    """Share of the device that `sub_stage_a` has; the other has the rest."""
     slowdown_a: float
     slowdown_b: float
 
@@ -55,15 +55,15 @@ class SharingTable:
         for entry in self.entries:
             if not 0.0 < entry.device_fraction < 1.0 or min(entry.slowdown_a, entry.slowdown_b) < 1.0:
                 raise ValueError(f"{entry} is no measured pair: 0 < device_fraction < 1, slowdowns at least 1")
-            if entry.kind_a == entry.kind_b:
+            if entry.sub_stage_a == entry.sub_stage_b:
                 entry = _even(entry)
             if entry.gain < MIN_GAIN:
                 continue
             forward = Pace(entry.device_fraction, entry.slowdown_a, entry.slowdown_b)
             backward = Pace(1.0 - entry.device_fraction, entry.slowdown_b, entry.slowdown_a)
             for key, pace in (
-                ((entry.kind_a, entry.kind_b), forward),
-                ((entry.kind_b, entry.kind_a), backward),
+                ((entry.sub_stage_a, entry.sub_stage_b), forward),
+                ((entry.sub_stage_b, entry.sub_stage_a), backward),
             ):
                 if key not in best or entry.gain > best[key][0]:
                     best[key] = (entry.gain, pace)

@@ -18,8 +18,8 @@ def task(pipeline: int, kind: str, devices: tuple[int, ...], seconds: float, **f
 
 TABLE = SharingTable.of(
     [
-        SharingEntry(kind_a="update", kind_b="tail", device_fraction=0.75, slowdown_a=1.15, slowdown_b=1.3),
-        SharingEntry(kind_a="dense", kind_b="tail", device_fraction=0.5, slowdown_a=1.3, slowdown_b=1.3),
+        SharingEntry(sub_stage_a="update", sub_stage_b="tail", device_fraction=0.75, slowdown_a=1.15, slowdown_b=1.3),
+        SharingEntry(sub_stage_a="dense", sub_stage_b="tail", device_fraction=0.5, slowdown_a=1.3, slowdown_b=1.3),
     ]
 )
 

@@ -169,11 +169,11 @@ class _Model:
         model.add(overlap == earliest_end - latest_start).only_enforce_if(before.negated(), after.negated())
         return overlap
 
-    def _lost(self, kind_a: str, kind_b: str) -> tuple[int, int]:
+    def _lost(self, sub_stage_a: str, sub_stage_b: str) -> tuple[int, int]:
         rates = self.problem.sharing.rates
         return (
-            round(_PERCENT * (1 - rates[kind_a, kind_b])),
-            round(_PERCENT * (1 - rates[kind_b, kind_a])),
+            round(_PERCENT * (1 - rates[sub_stage_a, sub_stage_b])),
+            round(_PERCENT * (1 - rates[sub_stage_b, sub_stage_a])),
         )
 
     def _durations(self, index: int, task: Task, delays: dict[tuple[int, int], list[tuple[int, Any, int]]]) -> None:
@@ -261,14 +261,14 @@ def random_problem(generator: random.Random, *, is_sharing: bool = True) -> Prob
 def _random_sharing(generator: random.Random) -> SharingTable:
     """Training beside decoding helps, decoding beside decoding more, training beside training does not."""
     entries = []
-    for kind_a, kind_b, low, high in (
+    for sub_stage_a, sub_stage_b, low, high in (
         (SubStage.UPDATE, SubStage.TAIL_DECODE, 1.1, 1.6), (SubStage.UPDATE, SubStage.DENSE_DECODE, 1.3, 2.2), (SubStage.TAIL_DECODE, SubStage.TAIL_DECODE, 1.0, 1.3),
         (SubStage.DENSE_DECODE, SubStage.TAIL_DECODE, 1.1, 1.6), (SubStage.DENSE_DECODE, SubStage.DENSE_DECODE, 1.4, 2.2),
     ):  # fmt: skip
         slow_a, slow_b = generator.uniform(low, high), generator.uniform(low, high)
-        if kind_a == kind_b:
+        if sub_stage_a == sub_stage_b:
             slow_b = slow_a
         entries.append(
-            SharingEntry(kind_a=kind_a, kind_b=kind_b, device_fraction=0.5, slowdown_a=slow_a, slowdown_b=slow_b)
+            SharingEntry(sub_stage_a=sub_stage_a, sub_stage_b=sub_stage_b, device_fraction=0.5, slowdown_a=slow_a, slowdown_b=slow_b)
         )
     return SharingTable.of(entries)

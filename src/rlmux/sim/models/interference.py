@@ -122,12 +122,12 @@ def fraction_grid(device: str, num_units: int | None = None) -> FractionGrid:
 
 
 def roofline_interference(
-    kind_a: str | SubStageProfile, kind_b: str | SubStageProfile, device_fraction: float
+    sub_stage_a: str | SubStageProfile, sub_stage_b: str | SubStageProfile, device_fraction: float
 ) -> tuple[float, float]:
     """Estimated slowdowns of two sub-stages that run together, the first with share `device_fraction` of the device."""
     if not 0.0 < device_fraction <= 1.0:
         raise UserError(f"level {device_fraction} is not a share of a device; accepted: above 0, up to 1 (no split)")
-    return _estimate(_profile(kind_a), _profile(kind_b), device_fraction)
+    return _estimate(_profile(sub_stage_a), _profile(sub_stage_b), device_fraction)
 
 
 @lru_cache(maxsize=4096)
@@ -165,20 +165,20 @@ class InterferenceTable:
         by_units = {(a, b, round(at * self.levels.num_units)): slow for (a, b, at), slow in self.measured.items()}
         object.__setattr__(self, "_by_units", by_units)
 
-    def slowdowns(self, kind_a: str, kind_b: str, device_fraction: float) -> tuple[float, float]:
+    def slowdowns(self, sub_stage_a: str, sub_stage_b: str, device_fraction: float) -> tuple[float, float]:
         """The answer for a pair; see the module for what stands in for a missing entry."""
         device_fraction = self.levels.nearest(device_fraction)
-        found = self._entry(kind_a, kind_b, device_fraction)
+        found = self._entry(sub_stage_a, sub_stage_b, device_fraction)
         if found is not None:
             return found
-        return roofline_interference(_profile(kind_a, self.profiles), _profile(kind_b, self.profiles), device_fraction)
+        return roofline_interference(_profile(sub_stage_a, self.profiles), _profile(sub_stage_b, self.profiles), device_fraction)
 
     def slowdown_alone(self, kind: str, device_fraction: float) -> float:
         """Of a sub-stage that keeps to its share though nobody uses the rest; always the estimate."""
         return _alone(_profile(kind, self.profiles), self.levels.nearest(device_fraction))
 
-    def is_measured(self, kind_a: str, kind_b: str, device_fraction: float) -> bool:
-        return self._entry(kind_a, kind_b, self.levels.nearest(device_fraction)) is not None
+    def is_measured(self, sub_stage_a: str, sub_stage_b: str, device_fraction: float) -> bool:
+        return self._entry(sub_stage_a, sub_stage_b, self.levels.nearest(device_fraction)) is not None
 
     def holes(self, kinds: Iterable[str], levels: Iterable[float] | None = None) -> list[tuple[str, str, float]]:
         """Pairs that a scheduler may ask for and that only the estimate can answer."""
@@ -202,13 +202,13 @@ class InterferenceTable:
     def save(self, path: str | Path) -> None:
         Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
 
-    def _entry(self, kind_a: str, kind_b: str, device_fraction: float) -> tuple[float, float] | None:
+    def _entry(self, sub_stage_a: str, sub_stage_b: str, device_fraction: float) -> tuple[float, float] | None:
         units = round(device_fraction * self.levels.num_units)
-        if (kind_a, kind_b, units) in self._by_units:
-            return self._by_units[kind_a, kind_b, units]
+        if (sub_stage_a, sub_stage_b, units) in self._by_units:
+            return self._by_units[sub_stage_a, sub_stage_b, units]
         mirror = units if device_fraction == NO_SPLIT else self.levels.num_units - units
-        if (kind_b, kind_a, mirror) in self._by_units:
-            slow_b, slow_a = self._by_units[kind_b, kind_a, mirror]
+        if (sub_stage_b, sub_stage_a, mirror) in self._by_units:
+            slow_b, slow_a = self._by_units[sub_stage_b, sub_stage_a, mirror]
             return slow_a, slow_b
         return None
 
@@ -224,11 +224,11 @@ def sharing_table(table: InterferenceTable, levels: tuple[float, ...] | None = N
     for device_fraction in levels or table.levels.usual():
         if device_fraction >= NO_SPLIT:
             continue
-        for (first, kind_a), (second, kind_b) in product(_SHARED_KINDS.items(), repeat=2):
-            slow_a, slow_b = table.slowdowns(kind_a, kind_b, device_fraction)
+        for (first, sub_stage_a), (second, sub_stage_b) in product(_SHARED_KINDS.items(), repeat=2):
+            slow_a, slow_b = table.slowdowns(sub_stage_a, sub_stage_b, device_fraction)
             entries.append(
                 SharingEntry(
-                    kind_a=first, kind_b=second, device_fraction=device_fraction, slowdown_a=slow_a, slowdown_b=slow_b
+                    sub_stage_a=first, sub_stage_b=second, device_fraction=device_fraction, slowdown_a=slow_a, slowdown_b=slow_b
                 )
             )
     return SharingTable.of(entries)
