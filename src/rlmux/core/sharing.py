@@ -1,6 +1,6 @@
 """Which pairs of sub-stages may share a device, at which device fraction, and how much each slows the other.
 
-    rlmux profile / a simulated device ──entries──▶ SharingTable ──pace(a, b)──▶ device fraction and slowdowns, or None
+    rlmux profile / a simulated device ──entries──▶ SharingTable ──pair_rates(a, b)──▶ device fraction and slowdowns, or None
 
 Kinds are the sub-stages' characters: `prefill`, `dense`, `tail`, and `train` for every piece of training. A pair is
 in the table only if it was measured to help: together they do more work in a second than one after the other.
@@ -33,7 +33,7 @@ class SharingEntry:
 
 
 @dataclass(frozen=True, slots=True)
-class Pace:
+class PairRates:
     """How a pair runs."""
 
     device_fraction: float
@@ -47,11 +47,11 @@ class SharingTable:
     """The best device fraction of every pair that helps; see the module."""
 
     entries: tuple[SharingEntry, ...] = ()
-    _pace: dict[tuple[str, str], Pace] = field(init=False, repr=False, compare=False)
+    _pair_rates: dict[tuple[str, str], PairRates] = field(init=False, repr=False, compare=False)
     _rates: dict[tuple[str, str], float] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        best: dict[tuple[str, str], tuple[float, Pace]] = {}
+        best: dict[tuple[str, str], tuple[float, PairRates]] = {}
         for entry in self.entries:
             if not 0.0 < entry.device_fraction < 1.0 or min(entry.slowdown_a, entry.slowdown_b) < 1.0:
                 raise ValueError(f"{entry} is no measured pair: 0 < device_fraction < 1, slowdowns at least 1")
@@ -59,16 +59,16 @@ class SharingTable:
                 entry = _even(entry)
             if entry.gain < MIN_GAIN:
                 continue
-            forward = Pace(entry.device_fraction, entry.slowdown_a, entry.slowdown_b)
-            backward = Pace(1.0 - entry.device_fraction, entry.slowdown_b, entry.slowdown_a)
-            for key, pace in (
+            forward = PairRates(entry.device_fraction, entry.slowdown_a, entry.slowdown_b)
+            backward = PairRates(1.0 - entry.device_fraction, entry.slowdown_b, entry.slowdown_a)
+            for key, pair_rates in (
                 ((entry.sub_stage_a, entry.sub_stage_b), forward),
                 ((entry.sub_stage_b, entry.sub_stage_a), backward),
             ):
                 if key not in best or entry.gain > best[key][0]:
-                    best[key] = (entry.gain, pace)
-        object.__setattr__(self, "_pace", {key: pace for key, (_, pace) in best.items()})
-        object.__setattr__(self, "_rates", {key: 1.0 / pace.slowdown for key, (_, pace) in best.items()})
+                    best[key] = (entry.gain, pair_rates)
+        object.__setattr__(self, "_pair_rates", {key: pair_rates for key, (_, pair_rates) in best.items()})
+        object.__setattr__(self, "_rates", {key: 1.0 / pair_rates.slowdown for key, (_, pair_rates) in best.items()})
 
     @classmethod
     def of(cls, entries: Iterable[SharingEntry]) -> SharingTable:
@@ -79,9 +79,9 @@ class SharingTable:
         """Solo seconds per second of the first beside the second, for every pair that helps."""
         return self._rates
 
-    def pace(self, kind: str, other: str) -> Pace | None:
+    def pair_rates(self, kind: str, other: str) -> PairRates | None:
         """How `kind` runs beside `other`; None where sharing was not measured to help."""
-        return self._pace.get((kind, other))
+        return self._pair_rates.get((kind, other))
 
 
 def _even(entry: SharingEntry) -> SharingEntry:

@@ -1,9 +1,9 @@
 """`jigsaw`: pipelines share all devices at the grain of sub-stages; a look-ahead decides (after JigsawRL).
 
-    view ──▶ upcoming (tasks of this step and the next ones) ──▶ lookahead.plan ──▶ its first moment ──▶ choices
+    view ──▶ upcoming (work_items of this step and the next ones) ──▶ lookahead.plan ──▶ its first moment ──▶ choices
 
 Every pipeline of the group rolls out on all of its devices and trains on as many as it asks for. At each event the
-tasks that are known or predicted are scheduled anew as a whole, and what that schedule does now is done:
+work_items that are known or predicted are scheduled anew as a whole, and what that schedule does now is done:
 
     start      ready work on free devices; beside another only at a device fraction that was measured to help
     merge      the tail of a pipeline leaves one device for a sibling's: pause, then move, then the device is free
@@ -41,7 +41,7 @@ from rlmux.core.views import ChangeFraction, Choice, GroupView, MemberView, Migr
 from rlmux.policies.planning.candidates import impossible, queue
 from rlmux.policies.planning.dispatching import first_fit
 from rlmux.policies.planning.forecast import Upcoming, decode_kind, is_idle, solo_step_s, upcoming
-from rlmux.policies.planning.lookahead import BUDGET, Merge, Plan, Problem, greedy, plan
+from rlmux.policies.planning.lookahead import BUDGET, Merge, Schedule, Problem, greedy, plan
 from rlmux.policies.planning.migration import Mover, later_gathers, migrations_of, possible_merges, possible_movers
 
 PATIENCE_STEPS = 2
@@ -91,7 +91,7 @@ class Jigsaw:
             return
         ahead = upcoming(view, without=moved)
         problem = Problem(
-            tasks=tuple(ahead.tasks),
+            work_items=tuple(ahead.work_items),
             merges=self._merges(view, ahead, sharing) if self.merges_tails else (),
             migrations=migrations_of(view, ahead, movers, self._move_s),
             sharing=sharing,
@@ -179,7 +179,7 @@ class Jigsaw:
             return self.move_part * estimates.share_s
         return estimates.move_s * (member.live_share(device)[0] or 1)
 
-    def _begin_merges(self, ahead: Upcoming, problem: Problem, made: Plan) -> Iterator[Choice]:
+    def _begin_merges(self, ahead: Upcoming, problem: Problem, made: Schedule) -> Iterator[Choice]:
         for number in made.merges_now:
             merge = problem.merges[number]
             source, target = ahead.device_of[merge.source], ahead.device_of[merge.target]
@@ -191,7 +191,7 @@ class Jigsaw:
                 yield MigrateWork(pipeline=work.pipeline, source=source, target=target)
 
     def _begin_migrations(
-        self, ahead: Upcoming, problem: Problem, movers: Sequence[Mover], made: Plan
+        self, ahead: Upcoming, problem: Problem, movers: Sequence[Mover], made: Schedule
     ) -> Iterator[Choice]:
         for number in made.migrations_now:
             share, device = movers[number]
@@ -270,7 +270,7 @@ def _least_loaded(group: GroupLoad, count: int) -> tuple[NodeId, ...]:
     return tuple(sorted(group.rollout_nodes, key=lambda node: load_s[node])[:count])
 
 
-def _to_start(view: GroupView, ahead: Upcoming, made: Plan) -> list[ReadyWork]:
+def _to_start(view: GroupView, ahead: Upcoming, made: Schedule) -> list[ReadyWork]:
     """What the plan starts now. While tools are waited for, whatever else could start follows, in the plan's order:
     a device that is kept for a reply waits for nobody knows how long."""
     now = [index for index in made.starts_now if index in ahead.works]
@@ -365,7 +365,7 @@ def start_side_by_side(
         present = [residents.get(device, []) for device in work.devices]
         if any(device in blocked for device in work.devices) or any(len(there) > 1 for there in present):
             continue
-        if any(sharing.pace(kind, other) is None for there in present for _, other in there):
+        if any(sharing.pair_rates(kind, other) is None for there in present for _, other in there):
             continue
         for device in work.devices:
             residents.setdefault(device, []).append((-work.sequence, kind))
@@ -400,8 +400,8 @@ def _fractions(
             device_fraction, slowdown = levels.get(name, (1.0, 1.0))
             for other, other_kind in there:
                 if other != name:
-                    pace = sharing.pace(kind, other_kind)
-                    mine = (pace.device_fraction, pace.slowdown) if pace else (0.5, 2.0)
+                    pair_rates = sharing.pair_rates(kind, other_kind)
+                    mine = (pair_rates.device_fraction, pair_rates.slowdown) if pair_rates else (0.5, 2.0)
                     device_fraction, slowdown = min(device_fraction, mine[0]), max(slowdown, mine[1])
             levels[name] = (device_fraction, slowdown)
     return levels

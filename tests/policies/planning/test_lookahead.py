@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 
 from rlmux.core.sharing import SharingEntry, SharingTable
-from rlmux.policies.planning.lookahead import Merge, Migration, Problem, Task, greedy, longest_paths, plan
+from rlmux.policies.planning.lookahead import Merge, Migration, Problem, WorkItem, greedy, longest_paths, plan
 
 
-def task(pipeline: int, kind: str, devices: tuple[int, ...], seconds: float, **fields) -> Task:
-    return Task(pipeline=pipeline, kind=kind, devices=devices, seconds=seconds, **fields)
+def task(pipeline: int, kind: str, devices: tuple[int, ...], seconds: float, **fields) -> WorkItem:
+    return WorkItem(pipeline=pipeline, kind=kind, devices=devices, seconds=seconds, **fields)
 
 
 TABLE = SharingTable.of(
@@ -27,7 +27,7 @@ TABLE = SharingTable.of(
 def figure_11() -> Problem:
     """A tail, a training and a share: the pair that does most per second leaves the share alone for its whole time."""
     return Problem(
-        tasks=(
+        work_items=(
             task(0, "tail", (0,), 4.0, tail_s=4.0),
             task(1, "update", (0,), 4.0),
             task(2, "dense", (0,), 8.0, tail_s=4.0),
@@ -46,19 +46,19 @@ def test_greedy_takes_the_best_pair_and_ends_later_than_the_look_ahead():
 
 
 def test_tasks_on_one_device_without_sharing_run_one_after_another():
-    problem = Problem(tasks=(task(0, "update", (0,), 2.0), task(1, "update", (0, 1), 3.0), task(2, "dense", (1,), 1.0)))
+    problem = Problem(work_items=(task(0, "update", (0,), 2.0), task(1, "update", (0, 1), 3.0), task(2, "dense", (1,), 1.0)))
     made = plan(problem)
     assert made.makespan_s == pytest.approx(5.0)
     for first in range(3):
         for second in range(first):
-            if set(problem.tasks[first].devices) & set(problem.tasks[second].devices):
+            if set(problem.work_items[first].devices) & set(problem.work_items[second].devices):
                 assert made.end_s[second] <= made.start_s[first] or made.end_s[first] <= made.start_s[second]
 
 
 def test_a_device_is_held_for_the_critical_path_where_that_ends_sooner():
     """The long chain comes free in a second; starting the filler now would delay all of it."""
     problem = Problem(
-        tasks=(
+        work_items=(
             task(0, "dense", (1,), 1.0),
             task(0, "update", (0, 1), 6.0, needs=(0,)),
             task(1, "dense", (0,), 5.0),
@@ -72,21 +72,21 @@ def test_a_device_is_held_for_the_critical_path_where_that_ends_sooner():
 
 
 def test_a_pair_runs_at_the_pace_of_the_table_and_speeds_up_when_one_ends():
-    problem = Problem(tasks=(task(0, "update", (0,), 4.0), task(1, "tail", (0,), 6.0, tail_s=6.0)), sharing=TABLE)
+    problem = Problem(work_items=(task(0, "update", (0,), 4.0), task(1, "tail", (0,), 6.0, tail_s=6.0)), sharing=TABLE)
     made = plan(problem)
     assert made.end_s[0] == pytest.approx(4.6)
     assert made.end_s[1] == pytest.approx(4.6 + 6.0 - 4.6 / 1.3)
 
 
 def test_work_on_several_devices_goes_at_the_pace_of_the_slowest():
-    problem = Problem(tasks=(task(0, "update", (0, 1), 4.0), task(1, "tail", (1,), 10.0, tail_s=10.0)), sharing=TABLE)
+    problem = Problem(work_items=(task(0, "update", (0, 1), 4.0), task(1, "tail", (1,), 10.0, tail_s=10.0)), sharing=TABLE)
     assert plan(problem).end_s[0] == pytest.approx(4.6)
 
 
 def merging(cost_s: float) -> Problem:
     """A tail on each of two devices, and training that waits for one of them."""
     return Problem(
-        tasks=(
+        work_items=(
             task(0, "dense", (0,), 4.0, tail_s=4.0, is_running=True),
             task(0, "dense", (1,), 5.0, tail_s=5.0, is_running=True),
             task(1, "update", (0,), 6.0),
@@ -110,13 +110,13 @@ def test_no_tail_is_moved_where_moving_costs_more_than_it_frees():
 
 def test_a_deadline_comes_before_the_makespan():
     long, urgent = task(0, "update", (0,), 5.0), task(1, "update", (0,), 1.0, deadline_s=1.0)
-    tasks = (long, urgent, task(0, "dense", (1,), 9.0, needs=(0,)))
-    assert plan(Problem(tasks=tasks)).start_s[1] == 0.0
+    work_items = (long, urgent, task(0, "dense", (1,), 9.0, needs=(0,)))
+    assert plan(Problem(work_items=work_items)).start_s[1] == 0.0
 
 
 def test_the_longest_path_counts_what_waits():
-    tasks = (task(0, "dense", (0,), 2.0), task(0, "update", (0,), 3.0, needs=(0,)), task(1, "dense", (1,), 4.0))
-    assert longest_paths(tasks) == [5.0, 3.0, 4.0]
+    work_items = (task(0, "dense", (0,), 2.0), task(0, "update", (0,), 3.0, needs=(0,)), task(1, "dense", (1,), 4.0))
+    assert longest_paths(work_items) == [5.0, 3.0, 4.0]
 
 
 def test_a_plan_is_a_function_of_its_problem():
@@ -145,7 +145,7 @@ def gathering(cost_s: float) -> Problem:
     shares = [task(number, "dense", (device,), 4.0, tail_s=3.0) for number in (0, 1) for device in (0, 1)]
     trains = (task(0, "update", (0,), 2.0, needs=(0, 1)), task(1, "update", (1,), 2.0, needs=(2, 3)))
     return Problem(
-        tasks=(*shares, *trains),
+        work_items=(*shares, *trains),
         merges=(
             Merge(source=1, target=0, cost_s=cost_s, is_whole=True),
             Merge(source=0, target=1, cost_s=cost_s, is_whole=True),
@@ -169,15 +169,15 @@ def test_no_share_is_gathered_where_its_sibling_would_take_twice_as_long():
 
 def test_a_share_that_has_begun_is_not_gathered():
     problem = gathering(cost_s=0.1)
-    begun = tuple(replace(one, is_running=True) if number == 1 else one for number, one in enumerate(problem.tasks))
-    assert not {0} & set(plan(replace(problem, tasks=begun)).merges_now)
+    begun = tuple(replace(one, is_running=True) if number == 1 else one for number, one in enumerate(problem.work_items))
+    assert not {0} & set(plan(replace(problem, work_items=begun)).merges_now)
 
 
 def migrating(cost_s: float, *, is_running: bool) -> Problem:
     """Device 0 is wanted by a share of one pipeline and training of another; device 1 is free for the share."""
     share = task(0, "dense", (0,), 4.0, is_running=is_running)
     return Problem(
-        tasks=(share, task(1, "update", (0,), 6.0)), migrations=(Migration(task=0, device=1, cost_s=cost_s),)
+        work_items=(share, task(1, "update", (0,), 6.0)), migrations=(Migration(task=0, device=1, cost_s=cost_s),)
     )
 
 
@@ -198,8 +198,8 @@ def test_no_share_migrates_where_that_costs_more_than_it_frees(is_running):
 
 def test_a_share_that_migrates_later_stays_until_then():
     problem = migrating(0.5, is_running=False)
-    held = (*problem.tasks, task(1, "dense", (1,), 1.0, is_running=True))
-    made = plan(replace(problem, tasks=held))
+    held = (*problem.work_items, task(1, "dense", (1,), 1.0, is_running=True))
+    made = plan(replace(problem, work_items=held))
     assert made.makespan_s == pytest.approx(6.0)
     assert made.migrations_now == ()
 
@@ -207,10 +207,10 @@ def test_a_share_that_migrates_later_stays_until_then():
 def test_a_rollout_to_come_is_gathered_in_the_plan_and_not_made():
     """So the pipeline whose training runs is seen to need one device next, and the other one keeps its own."""
     later = [task(0, "dense", (device,), 4.0, tail_s=3.0, needs=(0,)) for device in (0, 1)]
-    tasks = (task(0, "update", (0,), 1.0, is_running=True), *later, task(1, "dense", (1,), 6.0))
+    work_items = (task(0, "update", (0,), 1.0, is_running=True), *later, task(1, "dense", (1,), 6.0))
     gather = Merge(source=2, target=1, cost_s=1.0, is_whole=True, is_later=True)
-    made = plan(Problem(tasks=tasks, merges=(gather,)))
+    made = plan(Problem(work_items=work_items, merges=(gather,)))
     assert made.makespan_s == pytest.approx(6.0)
     assert made.merges == (0,)
     assert made.merges_now == ()
-    assert plan(Problem(tasks=tasks)).makespan_s == pytest.approx(10.0)
+    assert plan(Problem(work_items=work_items)).makespan_s == pytest.approx(10.0)

@@ -5,7 +5,7 @@ join: a 250 s pipeline that accepts 1.5 times never shares with one of 1450 s. W
 
     steps per cycle long: 1, short: 4    train node   | long ........ | s | s | s | s |    period within 4 budgets of `short`
 
-Candidates: each member in turn sets the pace with one turn, everybody else gets the fewest steps per cycle that keep its SLO.
+Candidates: each member in turn sets the pair_rates with one turn, everybody else gets the fewest steps per cycle that keep its SLO.
 A candidate counts if an exact test of the meta-iteration says that it fits. There is no formula for these groups, so
 they are kept small; what was found is remembered, as most of it is asked again at the next change.
 """

@@ -2,10 +2,10 @@
 
     Problem ── intervals, overlaps, precedence ──▶ CP-SAT ──▶ least makespan
 
-The model is that of `policies/planning/lookahead.py`: tasks are never interrupted; two may overlap on a device if the table says
+The model is that of `policies/planning/lookahead.py`: work_items are never interrupted; two may overlap on a device if the table says
 so, and each then loses (1 - rate) of the time of the overlap; a merge takes a tail away and lengthens another. Where a
 task on several devices is slowed on more than one of them at once, the model takes the worst device's total, which no
-schedule can beat: so the answer is a lower bound, and the optimum wherever tasks on several devices share with at
+schedule can beat: so the answer is a lower bound, and the optimum wherever work_items on several devices share with at
 most one at a time.
 
 Needs the `solver` extra.
@@ -21,7 +21,7 @@ from typing import Any
 from rlmux.core.errors import UserError
 from rlmux.core.model import SubStage
 from rlmux.core.sharing import NO_SHARING, SharingEntry, SharingTable
-from rlmux.policies.planning.lookahead import Merge, Problem, Task
+from rlmux.policies.planning.lookahead import Merge, Problem, WorkItem
 
 UNITS_PER_S = 50
 _PERCENT = 100
@@ -65,15 +65,15 @@ class _Model:
     def __init__(self, problem: Problem, model: Any, upper_s: float | None = None) -> None:
         self.problem = problem
         self.model = model
-        total_s = sum(task.seconds for task in problem.tasks)
+        total_s = sum(task.seconds for task in problem.work_items)
         slowest = 1.0 / min([1.0, *problem.sharing.rates.values()])
         self.horizon = int((total_s * slowest + sum(merge.cost_s for merge in problem.merges)) * UNITS_PER_S * 2) + 10
         if upper_s is not None:
             # Rounding of every piece may add a unit.
-            self.horizon = min(self.horizon, int(upper_s * UNITS_PER_S) + 2 * len(problem.tasks) + 2)
+            self.horizon = min(self.horizon, int(upper_s * UNITS_PER_S) + 2 * len(problem.work_items) + 2)
 
     def build(self) -> None:
-        model, tasks = self.model, self.problem.tasks
+        model, work_items = self.model, self.problem.work_items
         self.merged = [model.new_bool_var(f"merge{number}") for number in range(len(self.problem.merges))]
         self.pieces: list[list[tuple[str, Any, Any, Any, int]]] = []
         """Of each task: (kind, start, end, duration, seconds in units)."""
@@ -81,11 +81,11 @@ class _Model:
         """Of each source: the merges that take its tail away."""
         for number, merge in enumerate(self.problem.merges):
             self.gone.setdefault(merge.source, []).append(self.merged[number])
-        for index, task in enumerate(tasks):
+        for index, task in enumerate(work_items):
             self.pieces.append(self._pieces_of(index, task))
         self._exclude_merges()
         delays = self._overlaps()
-        for index, task in enumerate(tasks):
+        for index, task in enumerate(work_items):
             self._durations(index, task, delays)
             for need in task.needs:
                 model.add(self.pieces[index][0][1] >= self.pieces[need][-1][2])
@@ -94,7 +94,7 @@ class _Model:
             model.add(makespan >= pieces[-1][2])
         model.minimize(makespan)
 
-    def _pieces_of(self, index: int, task: Task) -> list[tuple[str, Any, Any, Any, int]]:
+    def _pieces_of(self, index: int, task: WorkItem) -> list[tuple[str, Any, Any, Any, int]]:
         model = self.model
         tail = round(min(task.tail_s, task.seconds) * UNITS_PER_S)
         parts = [(task.kind, round(task.seconds * UNITS_PER_S) - tail), (SubStage.TAIL_DECODE, tail)]
@@ -120,18 +120,18 @@ class _Model:
 
     def _overlaps(self) -> dict[tuple[int, int], list[tuple[int, Any, int]]]:
         """For each piece: (device, overlap in units, percent lost) with everyone it may overlap with."""
-        model, tasks = self.model, self.problem.tasks
+        model, work_items = self.model, self.problem.work_items
         delays: dict[tuple[int, int], list[tuple[int, Any, int]]] = {}
         by_device: dict[int, list[Any]] = {}
-        for index, task in enumerate(tasks):
+        for index, task in enumerate(work_items):
             for number, (_, start, end, duration, _) in enumerate(self.pieces[index]):
                 interval = model.new_interval_var(start, duration, end, f"interval{index}_{number}")
                 for device in task.devices:
                     by_device.setdefault(device, []).append(interval)
         for intervals in by_device.values():
             model.add_cumulative(intervals, [1] * len(intervals), 2)
-        for first, second in combinations(range(len(tasks)), 2):
-            common = set(tasks[first].devices) & set(tasks[second].devices)
+        for first, second in combinations(range(len(work_items)), 2):
+            common = set(work_items[first].devices) & set(work_items[second].devices)
             if not common or self._is_before(first, second):
                 continue
             for i, piece_a in enumerate(self.pieces[first]):
@@ -146,7 +146,7 @@ class _Model:
         return delays
 
     def _is_before(self, first: int, second: int) -> bool:
-        needs = self.problem.tasks[second].needs
+        needs = self.problem.work_items[second].needs
         return any(need == first or self._is_before(first, need) for need in needs)
 
     def _overlap(self, a: tuple[str, Any, Any, Any, int], b: tuple[str, Any, Any, Any, int]) -> Any:
@@ -176,7 +176,7 @@ class _Model:
             round(_PERCENT * (1 - rates[sub_stage_b, sub_stage_a])),
         )
 
-    def _durations(self, index: int, task: Task, delays: dict[tuple[int, int], list[tuple[int, Any, int]]]) -> None:
+    def _durations(self, index: int, task: WorkItem, delays: dict[tuple[int, int], list[tuple[int, Any, int]]]) -> None:
         """Solo seconds, and what each overlap costs; the worst device counts."""
         model = self.model
         for number, (_, _, _, duration, units) in enumerate(self.pieces[index]):
@@ -204,7 +204,7 @@ class _Model:
         for flag in gone:
             model.add(base == 0).only_enforce_if(flag)
         for number, merge in incoming:
-            source = self.problem.tasks[merge.source]
+            source = self.problem.work_items[merge.source]
             longest = max(min(source.tail_s, source.seconds) * UNITS_PER_S, units)
             after = round(longest * merge.stretch + merge.cost_s * UNITS_PER_S)
             model.add(base >= after).only_enforce_if(self.merged[number])
@@ -219,7 +219,7 @@ def random_problem(generator: random.Random, *, is_sharing: bool = True) -> Prob
     """A small graph like those of pipelines: rollouts by device with tails, training, a step or two ahead."""
     num_pipelines = 2 if is_sharing else generator.randint(2, 3)
     num_devices = generator.randint(1, 2 if is_sharing else 3)
-    tasks: list[Task] = []
+    work_items: list[WorkItem] = []
     merges: list[Merge] = []
     for pipeline in range(num_pipelines):
         needs: tuple[int, ...] = ()
@@ -230,7 +230,7 @@ def random_problem(generator: random.Random, *, is_sharing: bool = True) -> Prob
             for device in range(num_devices):
                 seconds = round(rollout_s * generator.uniform(0.6, 1.4), 1)
                 tail_s = round(seconds * generator.uniform(0.2, 0.7), 1)
-                task = Task(
+                task = WorkItem(
                     pipeline=pipeline,
                     kind=SubStage.DENSE_DECODE,
                     devices=(device,),
@@ -238,21 +238,21 @@ def random_problem(generator: random.Random, *, is_sharing: bool = True) -> Prob
                     tail_s=tail_s,
                     needs=needs,
                 )
-                tasks.append(task)
-                shares.append(len(tasks) - 1)
-            target = max(shares, key=lambda index: tasks[index].seconds)
+                work_items.append(task)
+                shares.append(len(work_items) - 1)
+            target = max(shares, key=lambda index: work_items[index].seconds)
             if num_devices > 1 and generator.random() < 0.6:
                 source = next(index for index in shares if index != target)
                 merges.append(Merge(source=source, target=target, cost_s=0.2, stretch=1.1))
-            tasks.append(
-                Task(
+            work_items.append(
+                WorkItem(
                     pipeline=pipeline, kind=SubStage.UPDATE, devices=train_devices, seconds=round(train_s, 1),
                     needs=tuple(shares),
                 )
             )  # fmt: skip
-            needs = (len(tasks) - 1,)
+            needs = (len(work_items) - 1,)
     return Problem(
-        tasks=tuple(tasks),
+        work_items=tuple(work_items),
         merges=tuple(merges),
         sharing=_random_sharing(generator) if is_sharing else NO_SHARING,
     )

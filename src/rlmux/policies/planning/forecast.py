@@ -1,4 +1,4 @@
-"""The near future of a group as tasks for the look-ahead: what runs, what is ready, and the steps after.
+"""The near future of a group as work_items for the look-ahead: what runs, what is ready, and the steps after.
 
     each pipeline, staleness k:   R[n] ──▶ T[n] ──▶ R[n+1+k]        R: one task per device and step; T: one per step
                                   R[n] ──▶ R[n+1],  T[n] ──▶ T[n+1]
@@ -17,9 +17,9 @@ from rlmux.core.estimates import StepEstimates
 from rlmux.core.model import DENSE_DECODE_MIN, DeviceId, Phase, PipelineId, Stage, SubStage
 from rlmux.core.state import ReadyWork
 from rlmux.core.views import GroupView, MemberView, OrderView
-from rlmux.policies.planning.lookahead import Task
+from rlmux.policies.planning.lookahead import WorkItem
 
-MAX_TASKS = 96
+MAX_WORK_ITEMS = 96
 """More would leave time for one schedule only: crowds look ahead less far."""
 _SHORTEST_S = 1e-6
 
@@ -28,7 +28,7 @@ _SHORTEST_S = 1e-6
 class Upcoming:
     """Tasks, and what each of them is."""
 
-    tasks: list[Task] = field(default_factory=list)
+    work_items: list[WorkItem] = field(default_factory=list)
     works: dict[int, ReadyWork] = field(default_factory=dict)
     """Tasks that are ready."""
     orders: dict[int, OrderView] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class Upcoming:
     device_of: dict[int, DeviceId] = field(default_factory=dict)
     """Of a share."""
     numbers: dict[DeviceId, int] = field(default_factory=dict)
-    """Of the group's devices, as tasks name them."""
+    """Of the group's devices, as work_items name them."""
 
     def is_fresh(self, index: int) -> bool:
         """A share that has not begun."""
@@ -50,13 +50,13 @@ class Upcoming:
     num_kept: tuple[float, ...] = ()
     """As of `Problem`; () where all states fit all devices, or switches take no time."""
 
-    def add(self, task: Task) -> int:
-        self.tasks.append(task)
-        return len(self.tasks) - 1
+    def add(self, task: WorkItem) -> int:
+        self.work_items.append(task)
+        return len(self.work_items) - 1
 
 
 def upcoming(view: GroupView, *, without: Collection[int] = ()) -> Upcoming:
-    """The group's tasks; ready works of these sequences, in `without`, are on their way elsewhere."""
+    """The group's work_items; ready works of these sequences, in `without`, are on their way elsewhere."""
     members = view.members
     numbers: dict[DeviceId, int] = {}
     for member in members:
@@ -75,10 +75,10 @@ def upcoming(view: GroupView, *, without: Collection[int] = ()) -> Upcoming:
     per_step = sum(len(member.rollout_devices) + 1 for member in members)
     for number, (member, solo_s) in enumerate(zip(members, solos, strict=True)):
         num_steps = min(3, max(1, round(longest_s / solo_s))) if solo_s > 0 else 1
-        if per_step * (num_steps + 1) > MAX_TASKS:
-            num_steps = 1 if 2 * per_step <= MAX_TASKS else 0
+        if per_step * (num_steps + 1) > MAX_WORK_ITEMS:
+            num_steps = 1 if 2 * per_step <= MAX_WORK_ITEMS else 0
         _Member(view, ahead, member, number, numbers, ready[member.id], running[member.id]).add(num_steps)
-    if any(task.switch_s for task in ahead.tasks):
+    if any(task.switch_s for task in ahead.work_items):
         _add_kept(view, ahead, numbers)
     return ahead
 
@@ -122,7 +122,7 @@ def solo_step_s(member: MemberView) -> float:
 
 @dataclass(slots=True)
 class _Member:
-    """Adds one pipeline's tasks."""
+    """Adds one pipeline's work_items."""
 
     view: GroupView
     ahead: Upcoming
@@ -160,7 +160,7 @@ class _Member:
                 needs.append(trained)
             rollouts = [
                 self.ahead.add(
-                    Task(
+                    WorkItem(
                         pipeline=self.number,
                         kind=decode_kind(estimates.peak),
                         devices=(self.numbers[device],),
@@ -219,7 +219,7 @@ class _Member:
             else:
                 left_s = estimates.share_s
             index = self.ahead.add(
-                Task(
+                WorkItem(
                     pipeline=self.number,
                     kind=decode_kind(num_active if num_active is not None else estimates.peak),
                     devices=(self.numbers[device],),
@@ -244,7 +244,7 @@ class _Member:
         """Until an environment replies, on no device."""
         known_s = estimates.wait_s if estimates.wait_s is not None else 0.1 * estimates.share_s
         left_s = max(known_s - (self.view.now_s - work.since_s), 0.1 * known_s, _SHORTEST_S)
-        return self.ahead.add(Task(pipeline=self.number, kind="wait", devices=(), seconds=left_s, is_running=True))
+        return self.ahead.add(WorkItem(pipeline=self.number, kind="wait", devices=(), seconds=left_s, is_running=True))
 
     def _add_train(
         self,
@@ -265,7 +265,7 @@ class _Member:
         self, seconds: float, devices: tuple[int, ...], needs: tuple[int, ...], step: int, *, is_running: bool = False
     ) -> int:
         return self.ahead.add(
-            Task(
+            WorkItem(
                 pipeline=self.number,
                 kind=SubStage.UPDATE,
                 devices=devices,

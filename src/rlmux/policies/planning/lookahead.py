@@ -1,13 +1,13 @@
 """What to start now, judged by how everything that is known of the future would then end.
 
-    Problem (tasks of the next steps, what runs) ──plan──▶ Plan: the whole schedule; its first moment is the decision
+    Problem (work_items of the next steps, what runs) ──plan──▶ Schedule: the whole schedule; its first moment is the decision
 
-    plan      list scheduling by longest remaining path, then local improvement of the list: tasks that stood in
+    plan      list scheduling by longest remaining path, then local improvement of the list: work_items that stood in
               another's way trade places, hold back for it, tails are merged or not; least score wins
-    greedy    at each moment the pair of ready tasks that does most work per second, nothing foreseen
+    greedy    at each moment the pair of ready work_items that does most work per second, nothing foreseen
 
 A schedule is what a list produces when it is played out: whenever something ends, every ready task is offered its
-devices in the order of the list. Two tasks share a device only if the table says that it helps; both then run slower
+devices in the order of the list. Two work_items share a device only if the table says that it helps; both then run slower
 by the table's figures, and faster again when one ends. A task that finds its state gone from a device, because others
 were there since, takes its switch longer. A task is never interrupted; a `Merge` ends a share where its
 tail begins and lengthens a sibling's tail by it, or hands a share that has not begun to a sibling as a whole; a
@@ -35,7 +35,7 @@ _MEAN_WEIGHT = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class WorkItem:
     """One uninterrupted piece of a pipeline on its devices."""
 
     pipeline: int
@@ -89,7 +89,7 @@ class Migration:
 class Problem:
     """All that is planned at one moment."""
 
-    tasks: tuple[Task, ...]
+    work_items: tuple[WorkItem, ...]
     merges: tuple[Merge, ...] = ()
     migrations: tuple[Migration, ...] = ()
     """At most one of each task."""
@@ -101,7 +101,7 @@ class Problem:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Plan:
+class Schedule:
     """A schedule of the whole problem."""
 
     start_s: tuple[float, ...]
@@ -110,7 +110,7 @@ class Plan:
     """Indices of the merges that are made."""
     merges_now: tuple[int, ...]
     migrations_now: tuple[int, ...]
-    """Of tasks that start at this moment, or run."""
+    """Of work_items that start at this moment, or run."""
     score: tuple[float, float]
     num_tried: int
 
@@ -131,7 +131,7 @@ class _List:
     rank: list[int]
     """Position of each task in the list."""
     after: dict[int, int] = field(default_factory=dict)
-    """Task: the task that must have started before it may."""
+    """WorkItem: the task that must have started before it may."""
     merges: tuple[int, ...] = ()
     not_shared: frozenset[int] = frozenset()
     """Tasks that share with nobody."""
@@ -159,34 +159,34 @@ BUDGET = 400
 """Starts on one device that a decision may play out: about 3 ms of one core."""
 
 
-def plan(problem: Problem, *, budget: int = BUDGET) -> Plan:
+def plan(problem: Problem, *, budget: int = BUDGET) -> Schedule:
     """The best schedule found by playing out about `budget` starts, a task counting once for each device."""
-    tasks = problem.tasks
-    if not tasks:
-        return Plan(start_s=(), end_s=(), merges=(), merges_now=(), migrations_now=(), score=(0.0, 0.0), num_tried=0)
-    num_starts = sum(max(1, len(task.devices)) for task in tasks)
+    work_items = problem.work_items
+    if not work_items:
+        return Schedule(start_s=(), end_s=(), merges=(), merges_now=(), migrations_now=(), score=(0.0, 0.0), num_tried=0)
+    num_starts = sum(max(1, len(task.devices)) for task in work_items)
     # On whole devices a start takes half the time: there are no paces to keep.
     num_plays = (budget if problem.sharing.entries else 2 * budget) // num_starts
     search = _Search(problem, max(1, num_plays))
     return search.best()
 
 
-def greedy(problem: Problem) -> Plan:
+def greedy(problem: Problem) -> Schedule:
     """At each moment the task or pair that does most work per second; what it does to later moments is not looked at.
 
     Tails are merged whenever they can be.
     """
-    ranked = _List(_ranked([task.seconds * max(1, len(task.devices)) for task in problem.tasks]))
+    ranked = _List(_ranked([task.seconds * max(1, len(task.devices)) for task in problem.work_items]))
     everything = tuple(range(len(problem.merges)))
     return _GreedyPlay(_Game(problem), ranked.changed(merges=_compatible(problem, everything))).result()
 
 
-def longest_paths(tasks: Sequence[Task]) -> list[float]:
+def longest_paths(work_items: Sequence[WorkItem]) -> list[float]:
     """Of each task: its seconds and those of the longest chain that waits for it."""
-    paths = [task.seconds for task in tasks]
-    for index in range(len(tasks) - 1, -1, -1):
-        for need in tasks[index].needs:
-            paths[need] = max(paths[need], tasks[need].seconds + paths[index])
+    paths = [task.seconds for task in work_items]
+    for index in range(len(work_items) - 1, -1, -1):
+        for need in work_items[index].needs:
+            paths[need] = max(paths[need], work_items[need].seconds + paths[index])
     return paths
 
 
@@ -202,7 +202,7 @@ class _Search:
         self.num_left = num_plays
         self.num_tried = 0
 
-    def best(self) -> Plan:
+    def best(self) -> Schedule:
         tried = []
         for candidate in _openings(self.problem):
             tried.append((candidate, self.try_out(candidate)))
@@ -218,12 +218,12 @@ class _Search:
                 best = improved
         return replace(best, num_tried=self.num_tried)
 
-    def try_out(self, candidate: _List) -> Plan:
+    def try_out(self, candidate: _List) -> Schedule:
         self.num_left -= 1
         self.num_tried += 1
         return _Play(self.game, candidate).result()
 
-    def improved(self, current: _List, made: Plan) -> Plan:
+    def improved(self, current: _List, made: Schedule) -> Schedule:
         """The first small change that helps, again and again, until none does."""
         is_better = True
         while is_better and self.num_left > 0:
@@ -239,9 +239,9 @@ class _Search:
 
 
 def _openings(problem: Problem) -> Iterator[_List]:
-    """Lists worth a try whatever the problem: by path, merges, pipelines first, long and short tasks first."""
-    tasks = problem.tasks
-    paths = longest_paths(tasks)
+    """Lists worth a try whatever the problem: by path, merges, pipelines first, long and short work_items first."""
+    work_items = problem.work_items
+    paths = longest_paths(work_items)
     by_path = _List(_ranked(paths))
     yield by_path
     later = tuple(number for number, merge in enumerate(problem.merges) if merge.is_later)
@@ -253,11 +253,11 @@ def _openings(problem: Problem) -> Iterator[_List]:
     ]
     if len(subsets) > 1:
         subsets.append(_compatible(problem, tuple(range(len(problem.merges)))))
-    pipelines = sorted({task.pipeline for task in tasks})
+    pipelines = sorted({task.pipeline for task in work_items})
     total = max(paths, default=0.0) + 1.0
     firsts = [
         by_path.changed(
-            rank=_ranked([path + total * (task.pipeline == first) for task, path in zip(tasks, paths, strict=True)])
+            rank=_ranked([path + total * (task.pipeline == first) for task, path in zip(work_items, paths, strict=True)])
         )
         for first in pipelines
         if len(pipelines) > 1
@@ -268,17 +268,17 @@ def _openings(problem: Problem) -> Iterator[_List]:
         yield by_path.changed(merges=subset)
     yield from firsts
     if problem.sharing.entries:
-        yield by_path.changed(not_shared=frozenset(range(len(tasks))))
-    yield by_path.changed(rank=_ranked([task.seconds * len(task.devices) for task in tasks]))
-    yield by_path.changed(rank=_ranked([-task.seconds for task in tasks]))
+        yield by_path.changed(not_shared=frozenset(range(len(work_items))))
+    yield by_path.changed(rank=_ranked([task.seconds * len(task.devices) for task in work_items]))
+    yield by_path.changed(rank=_ranked([-task.seconds for task in work_items]))
     for first in firsts:
         for subset in subsets:
             yield first.changed(merges=subset)
 
 
-def _neighbours(problem: Problem, current: _List, made: Plan) -> Iterator[_List]:
+def _neighbours(problem: Problem, current: _List, made: Schedule) -> Iterator[_List]:
     """Small changes, those at the first moments first: what is decided now matters most."""
-    tasks = problem.tasks
+    work_items = problem.work_items
     for number in range(len(problem.migrations)):
         yield current.changed(migrations=current.migrations ^ {number})
     for number in range(len(problem.merges)):
@@ -286,17 +286,17 @@ def _neighbours(problem: Problem, current: _List, made: Plan) -> Iterator[_List]
             yield current.changed(merges=tuple(m for m in current.merges if m != number))
         else:
             yield current.changed(merges=_compatible(problem, (number, *current.merges)))
-    order = sorted(range(len(tasks)), key=lambda index: (made.start_s[index], current.rank[index]))
-    masks = [sum(1 << device for device in task.devices) for task in tasks]
+    order = sorted(range(len(work_items)), key=lambda index: (made.start_s[index], current.rank[index]))
+    masks = [sum(1 << device for device in task.devices) for task in work_items]
     for place, later in enumerate(order):
-        if tasks[later].is_running:
+        if work_items[later].is_running:
             continue
         if later in current.after:
             yield current.changed(after={k: v for k, v in current.after.items() if k != later})
         if problem.sharing.entries:
             yield current.changed(not_shared=current.not_shared ^ {later})
         for earlier in reversed(order[:place]):
-            if not masks[earlier] & masks[later] or tasks[earlier].is_running or _leads_to(tasks, earlier, later):
+            if not masks[earlier] & masks[later] or work_items[earlier].is_running or _leads_to(work_items, earlier, later):
                 continue
             rank = list(current.rank)
             rank[earlier], rank[later] = rank[later], rank[earlier]
@@ -306,11 +306,11 @@ def _neighbours(problem: Problem, current: _List, made: Plan) -> Iterator[_List]
                 yield current.changed(rank=rank, after={**current.after, earlier: later})
 
 
-def _leads_to(tasks: Sequence[Task], first: int, last: int) -> bool:
+def _leads_to(work_items: Sequence[WorkItem], first: int, last: int) -> bool:
     """Does `last` need `first`, however indirectly?"""
     if first >= last:
         return False
-    return any(need == first or _leads_to(tasks, first, need) for need in tasks[last].needs)
+    return any(need == first or _leads_to(work_items, first, need) for need in work_items[last].needs)
 
 
 def _compatible(problem: Problem, merges: tuple[int, ...]) -> tuple[int, ...]:
@@ -351,21 +351,21 @@ class _Game:
     )  # fmt: skip
 
     def __init__(self, problem: Problem) -> None:
-        tasks = problem.tasks
+        work_items = problem.work_items
         self.problem = problem
-        self.devices = [task.devices for task in tasks]
+        self.devices = [task.devices for task in work_items]
         self.masks = [sum(1 << device for device in devices) for devices in self.devices]
         self.num_devices = max(
             [mask.bit_length() for mask in self.masks] + [move.device + 1 for move in problem.migrations], default=0
         )
-        self.num_needs = [len(task.needs) for task in tasks]
-        self.followers: list[list[int]] = [[] for _ in tasks]
-        for index, task in enumerate(tasks):
+        self.num_needs = [len(task.needs) for task in work_items]
+        self.followers: list[list[int]] = [[] for _ in work_items]
+        for index, task in enumerate(work_items):
             for need in task.needs:
                 self.followers[need].append(index)
         self.is_sharing = bool(problem.sharing.entries)
         self.rates = problem.sharing.rates
-        self.deadlines = [(i, t.deadline_s) for i, t in enumerate(tasks) if t.deadline_s is not None]
+        self.deadlines = [(i, t.deadline_s) for i, t in enumerate(work_items) if t.deadline_s is not None]
 
 
 class _Play:
@@ -374,13 +374,13 @@ class _Play:
     __slots__ = (
         "after", "change_s", "devices", "end", "game", "holders", "kept", "kind", "left", "masks", "merges",
         "merges_now", "migrations", "not_shared", "now", "open_merges", "rank", "rate", "ready", "running", "shared",
-        "since", "start", "tail_s", "taken", "tasks", "waits",
+        "since", "start", "tail_s", "taken", "work_items", "waits",
     )  # fmt: skip
 
     def __init__(self, game: _Game, candidate: _List) -> None:
-        tasks = game.problem.tasks
+        work_items = game.problem.work_items
         self.game = game
-        self.tasks = tasks
+        self.work_items = work_items
         self.rank = candidate.rank
         self.after = candidate.after
         self.not_shared = candidate.not_shared
@@ -389,14 +389,14 @@ class _Play:
         self.migrations = candidate.migrations
         self.merges_now: list[int] = []
         self.now = 0.0
-        self.left = [task.seconds for task in tasks]
-        self.tail_s = [task.tail_s for task in tasks]
-        self.kind = [SubStage.TAIL_DECODE if task.seconds <= task.tail_s + _DONE else task.kind for task in tasks]
-        self.start = [_NEVER] * len(tasks)
-        self.end = [_NEVER] * len(tasks)
-        self.since = [0.0] * len(tasks)
-        self.rate = [1.0] * len(tasks)
-        self.change_s = [0.0] * len(tasks)
+        self.left = [task.seconds for task in work_items]
+        self.tail_s = [task.tail_s for task in work_items]
+        self.kind = [SubStage.TAIL_DECODE if task.seconds <= task.tail_s + _DONE else task.kind for task in work_items]
+        self.start = [_NEVER] * len(work_items)
+        self.end = [_NEVER] * len(work_items)
+        self.since = [0.0] * len(work_items)
+        self.rate = [1.0] * len(work_items)
+        self.change_s = [0.0] * len(work_items)
         """When each running task ends or begins its tail."""
         self.kept = list(game.problem.kept)
         self.waits = list(game.num_needs)
@@ -419,8 +419,8 @@ class _Play:
             self.devices[move.task] = (move.device,)
             self.left[move.task] += move.cost_s
 
-    def result(self) -> Plan:
-        for index, task in enumerate(self.tasks):
+    def result(self) -> Schedule:
+        for index, task in enumerate(self.work_items):
             if task.is_running:
                 self._begin(index)
                 self.start[index] = _BEFORE
@@ -475,7 +475,7 @@ class _Play:
         self.shared |= both
         self.taken |= mask
         if self.kept:
-            self._bring_state(self.tasks[index], self.devices[index], index)
+            self._bring_state(self.work_items[index], self.devices[index], index)
         self.running.append(index)
         self.since[index] = self.now
         if self.game.is_sharing:
@@ -489,7 +489,7 @@ class _Play:
                 self.rate[index] = self._rate(index)
         self._foresee(index)
 
-    def _bring_state(self, task: Task, devices: tuple[int, ...], index: int) -> None:
+    def _bring_state(self, task: WorkItem, devices: tuple[int, ...], index: int) -> None:
         state, kept = task.state, self.kept
         num_kept = self.game.problem.num_kept
         if any(state not in kept[device] for device in devices):
@@ -625,14 +625,14 @@ class _Play:
 
     # the score
 
-    def _plan(self) -> Plan:
+    def _plan(self) -> Schedule:
         last: dict[int, float] = {}
-        for task, at in zip(self.tasks, self.end, strict=True):
+        for task, at in zip(self.work_items, self.end, strict=True):
             if at > last.get(task.pipeline, 0.0):
                 last[task.pipeline] = at
         missed = sum(max(0.0, self.end[index] - deadline) for index, deadline in self.game.deadlines)
         mean = sum(last.values()) / max(len(last), 1)
-        return Plan(
+        return Schedule(
             start_s=tuple(self.start),
             end_s=tuple(self.end),
             merges=self.merges,

@@ -34,7 +34,7 @@ def possible_merges(view: GroupView, ahead: Upcoming, move_s: MoveSeconds, stret
         merges += _gathers(ahead, member, shares, is_odd=number % 2 == 1)
         if not _is_tail_near(ahead, shares):
             continue
-        target = max(shares, key=lambda index: ahead.tasks[index].seconds)
+        target = max(shares, key=lambda index: ahead.work_items[index].seconds)
         for source in shares:
             if source != target and not ahead.is_fresh(source):
                 cost_s = move_s(member, ahead.device_of[source])
@@ -56,7 +56,7 @@ def later_gathers(view: GroupView, ahead: Upcoming) -> tuple[Merge, ...]:
         trains_on = {ahead.numbers[device] for device in member.train_devices}
         for shares in ahead.later_shares.get(member.id, ()):
             for first, second in zip(shares[::2], shares[1::2], strict=False):
-                is_first = ahead.tasks[first].devices[0] in trains_on
+                is_first = ahead.work_items[first].devices[0] in trains_on
                 source, target = (second, first) if is_first else (first, second)
                 cost_s = member.estimates.gathered_s
                 merges.append(Merge(source=source, target=target, cost_s=cost_s, is_whole=True, is_later=True))
@@ -64,7 +64,7 @@ def later_gathers(view: GroupView, ahead: Upcoming) -> tuple[Merge, ...]:
 
 
 def _is_tail_near(ahead: Upcoming, shares: Sequence[int]) -> bool:
-    return any(ahead.tasks[index].seconds <= 1.5 * ahead.tasks[index].tail_s for index in shares)
+    return any(ahead.work_items[index].seconds <= 1.5 * ahead.work_items[index].tail_s for index in shares)
 
 
 def _gathers(ahead: Upcoming, member: MemberView, shares: Sequence[int], *, is_odd: bool) -> Iterator[Merge]:
