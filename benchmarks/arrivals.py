@@ -53,7 +53,7 @@ def spec_of(num_pipelines: int, window_s: float, seed: int) -> dict[str, Any]:
         "cluster": {"pools": {"rollout": {"devices": 1}, "train": {"devices": 1}}},
         "defaults": {
             "model": {"hidden_size": 32, "layers": 2, "heads": 2, "kv_heads": 1, "intermediate_size": 64},
-            "warm_start": {"updates": 0},
+            "sft_warmup": {"updates": 0},
             "algorithm": {"prompts_per_step": 4, "group_size": 4},
             "rollout": {"max_new_tokens": 12, "slots": 16},
         },
@@ -73,7 +73,7 @@ def spec_of(num_pipelines: int, window_s: float, seed: int) -> dict[str, Any]:
 def train(file: Path, folder: Path) -> None:
     spec = load_spec(file)
     submissions = [
-        Submission(pipeline=one.pipeline, plan=one.plan, submit_at_s=one.submit_at_s) for one in spec.pipelines
+        Submission(pipeline=one.pipeline, config=one.config, submit_at_s=one.submit_at_s) for one in spec.pipelines
     ]
     run_pipelines(spec.cluster, submissions, POLICIES[POLICY](), folder, spec={})
 

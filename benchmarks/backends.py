@@ -84,7 +84,7 @@ def _call(workplace: Any, worker: Any) -> float:
 
 def one_run(name: str, make_backend: Callable[..., Any], spec: Any) -> dict[str, Any]:
     """Figures of one run of the pair."""
-    submissions = [Submission(pipeline=one.pipeline, plan=one.plan) for one in spec.pipelines]
+    submissions = [Submission(pipeline=one.pipeline, config=one.config) for one in spec.pipelines]
     start_s = 0.0
 
     def timed(*given: Any, **options: Any) -> Any:
@@ -134,7 +134,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
-    sets = [f"pipelines.*.steps={arguments.steps}", "pipelines.*.warm_start.updates=0"]
+    sets = [f"pipelines.*.steps={arguments.steps}", "pipelines.*.sft_warmup.updates=0"]
     spec = load_spec(EXAMPLE, overrides=sets)
     backends: dict[str, Callable[..., Any]] = {"local": local_backend}
     try:

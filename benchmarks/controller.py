@@ -160,7 +160,7 @@ def submission(name: str) -> Submission:
         }
     )
     pipeline = Pipeline(id=PipelineId(name), num_steps=1_000_000, stages=STAGES, estimate=estimate, slo_slowdown=2.0)
-    return Submission(pipeline=pipeline, plan=TrainingConfig(name=name, num_steps=1_000_000))
+    return Submission(pipeline=pipeline, config=TrainingConfig(name=name, num_steps=1_000_000))
 
 
 def main() -> None:

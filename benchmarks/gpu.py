@@ -305,13 +305,13 @@ def submission(name: str, seed: int, device: str, *, is_quick: bool) -> Submissi
     if device == "cuda" and not is_quick:
         model = ModelConfig(hidden_size=1024, num_layers=16, num_heads=16, num_kv_heads=8, intermediate_size=3072)
     num_steps = 3 if is_quick else 12
-    plan = TrainingConfig(
+    config = TrainingConfig(
         name=name,
         seed=seed,
         num_steps=num_steps,
         model=model,
         task=TaskConfig(name=name, params={f"min_{symbols}": 2, f"mean_{symbols}": mean, f"max_{symbols}": longest}),
-        warm_start=SftWarmupConfig(num_updates=4 if is_quick else 100, batch_size=32, learning_rate=1e-3),
+        sft_warmup=SftWarmupConfig(num_updates=4 if is_quick else 100, batch_size=32, learning_rate=1e-3),
         algorithm=AlgorithmConfig(
             prompts_per_step=4 if is_quick else 32, group_size=4 if is_quick else 8, micro_batch_size=8
         ),
@@ -320,7 +320,7 @@ def submission(name: str, seed: int, device: str, *, is_quick: bool) -> Submissi
         ),
     )
     pipeline = Pipeline(id=PipelineId(name), num_steps=num_steps, stages=STAGES, has_sft_warmup=True)
-    return Submission(pipeline=pipeline, plan=plan)
+    return Submission(pipeline=pipeline, config=config)
 
 
 # --- shown --------------------------------------------------------------------------------------------------

@@ -32,14 +32,14 @@ from rlmux.rl.env_worker import PipelineEnv
 AVERAGED_STEPS = 20
 
 
-def demo(name: str, task: str, params: dict[str, Any], warm_start: int, max_new_tokens: int) -> TrainingConfig:
+def demo(name: str, task: str, params: dict[str, Any], sft_warmup: int, max_new_tokens: int) -> TrainingConfig:
     """A 0.1M-parameter model, 16 prompts of 8 trajectories a step."""
     return TrainingConfig(
         name=name,
         num_steps=150,
         task=TaskConfig(name=task, params=params),
         algorithm=AlgorithmConfig(learning_rate=1e-3),
-        warm_start=SftWarmupConfig(num_updates=warm_start),
+        sft_warmup=SftWarmupConfig(num_updates=sft_warmup),
         rollout=RolloutConfig(max_new_tokens=max_new_tokens, max_prompt_tokens=32),
     )
 
@@ -70,22 +70,22 @@ class Stopwatch:
         self.seconds[name] += time.process_time() - started
 
 
-def learn(plan: TrainingConfig) -> dict[str, Any]:
+def learn(config: TrainingConfig) -> dict[str, Any]:
     """The whole run, and what it was like."""
     watch = Stopwatch()
-    host, trainer = PipelineEnv(plan), TorchTrainEngine(plan)
+    host, trainer = PipelineEnv(config), TorchTrainEngine(config)
     rollout = SlotRolloutEngine(
-        plan.model,
-        plan.rollout,
+        config.model,
+        config.rollout,
         vocab_size=host.vocabulary.vocab_size,
-        seed=plan.seed,
+        seed=config.seed,
         is_single_turn=host.is_single_turn,
     )
-    with watch.part("warm_start"):
-        trainer.run_stage("warm_start", max_seconds=float("inf"))
+    with watch.part("sft_warmup"):
+        trainer.run_stage("sft_warmup", max_seconds=float("inf"))
     rewards, lengths, longest, gap = [], [], 0.0, 0.0
     with tempfile.TemporaryDirectory() as folder:
-        for step in range(1, plan.num_steps + 1):
+        for step in range(1, config.num_steps + 1):
             with watch.part("publish"):
                 path = Path(folder) / "weights.safetensors"
                 rollout.load_weights(path, trainer.export_weights(path))
@@ -109,9 +109,9 @@ def learn(plan: TrainingConfig) -> dict[str, Any]:
             longest = max(longest, metrics["response_tokens_max"])
             gap = max(gap, report.metrics["logprob_gap"])
     return {
-        "pipeline": plan.name,
-        "seed": plan.seed,
-        "steps": plan.num_steps,
+        "pipeline": config.name,
+        "seed": config.seed,
+        "steps": config.num_steps,
         "reward_first": fmean(rewards[:AVERAGED_STEPS]),
         "reward_last": fmean(rewards[-AVERAGED_STEPS:]),
         "cpu_s": sum(watch.seconds.values()),
@@ -133,8 +133,8 @@ def main() -> None:
     torch.set_num_threads(1)
     for name in arguments.pipelines.split(","):
         for seed in range(arguments.seeds):
-            plan = replace(PLANS[name], seed=seed)
-            result = learn(replace(plan, num_steps=arguments.steps or plan.num_steps))
+            config = replace(PLANS[name], seed=seed)
+            result = learn(replace(config, num_steps=arguments.steps or config.num_steps))
             if arguments.json:
                 print(json.dumps(result), flush=True)
                 continue

@@ -156,7 +156,7 @@ def first_token_s(file: str) -> float:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "run"
         command = [sys.executable, "-m", "rlmux.cli", "run", file, "--out", str(folder), "--json"]
-        command += ["--set", "defaults.steps=1", "--set", "defaults.warm_start.updates=0"]
+        command += ["--set", "defaults.steps=1", "--set", "defaults.sft_warmup.updates=0"]
         start_s = time.time()
         subprocess.run(command, check=True, capture_output=True)
         took_s = time.time() - start_s

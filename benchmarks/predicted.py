@@ -37,7 +37,7 @@ from rlmux.report.api import read_timeline
 from rlmux.runtime.run import run_pipelines
 from rlmux.runtime.worker_backend import WorkerOptions
 from rlmux.sim.models.neighbours import Neighbours
-from rlmux.sim.sweep import Task, run_task
+from rlmux.sim.sweep import SimRun, run_simulation
 from rlmux.sim.workloads.recorded import recorded_workload
 
 FILES = ("examples/two_pipelines.yaml", "examples/long_tails.yaml", "examples/tool_waits.yaml")
@@ -87,7 +87,7 @@ def train_each(file: str, spec: Spec, policies: list[str], parent: Path, chunk_s
 
 def predicted_s(run: Path, policy: str, neighbours: Neighbours | None, *, counts_decisions: bool = False) -> float:
     workload = recorded_workload(run, neighbours)
-    return run_task(Task(workload=workload, policy=policy, counts_decisions=counts_decisions)).hours * 3600
+    return run_simulation(SimRun(workload=workload, policy=policy, counts_decisions=counts_decisions)).hours * 3600
 
 
 def figures(parent: Path, finished: list[str], neighbours: Neighbours | None) -> dict[str, Any]:

@@ -73,12 +73,12 @@ def submission(name: str, seed: int, num_steps: int, size: str) -> Submission:
         num_steps=num_steps,
         model=model,
         task=TaskConfig(name="sort"),
-        warm_start=SftWarmupConfig(num_updates=4, batch_size=16),
+        sft_warmup=SftWarmupConfig(num_updates=4, batch_size=16),
         algorithm=AlgorithmConfig(**algorithm),
         rollout=RolloutConfig(**rollout),
     )
     pipeline = Pipeline(id=PipelineId(name), num_steps=num_steps, stages=STAGES, has_sft_warmup=True)
-    return Submission(pipeline=pipeline, plan=plan)
+    return Submission(pipeline=pipeline, config=plan)
 
 
 FINE = WorkerOptions(chunk_s=0.05, chunk_decode_steps=4)

@@ -81,7 +81,7 @@ class ForgetfulTrain(_Forgetful, TrainWorker):
         return super().run_stage(*args)
 
 
-def plan(name: str, model: ModelConfig, num_steps: int) -> TrainingConfig:
+def config(name: str, model: ModelConfig, num_steps: int) -> TrainingConfig:
     return TrainingConfig(
         name=name,
         seed=1 if name == "a" else 2,
@@ -97,7 +97,7 @@ def states(names: Sequence[str], rounds: int) -> list[list[str]]:
     rows = [["model", "state", "MB", "leave", "come back", "to disk", "from disk", "new engine"]]
     with tempfile.TemporaryDirectory(dir=Path.cwd()) as folder:
         for name in names:
-            for one in switch_times(plan("a", MODELS[name], 1), "cpu", Path(folder), num_rounds=rounds):
+            for one in switch_times(config("a", MODELS[name], 1), "cpu", Path(folder), num_rounds=rounds):
                 seconds = (one.offload_s, one.load_s, one.spill_s, one.reload_s, one.checkpoint_s)
                 rows.append([name, one.phase.value, f"{one.state_bytes / 1e6:.1f}", *(f"{s:.4f}" for s in seconds)])
     return rows
@@ -119,8 +119,8 @@ def makespan(name: str, num_steps: int, rounds: int) -> list[list[str]]:
 
 
 def _run(folder: Path, model: ModelConfig, num_steps: int, is_reading_ahead: bool) -> dict[str, float]:
-    plans = [plan(name, model, num_steps) for name in "ab"]
-    footprint = footprint_of(plans[0])
+    configs = [config(name, model, num_steps) for name in "ab"]
+    footprint = footprint_of(configs[0])
     # Room for one state on a device, and for none in host memory.
     sizes = {Phase.ROLLOUT: footprint.rollout_device_bytes, Phase.TRAIN: footprint.train_device_bytes}
     cluster = Cluster(
@@ -136,9 +136,9 @@ def _run(folder: Path, model: ModelConfig, num_steps: int, is_reading_ahead: boo
     pair = [
         Submission(
             pipeline=Pipeline(id=PipelineId(each.name), num_steps=num_steps, stages=STAGES, footprint=footprint),
-            plan=each,
+            config=each,
         )
-        for each in plans
+        for each in configs
     ]
     backend: WorkerBackend = local_backend(cluster, folder, options=WorkerOptions(checkpoint_every=NEVER))
     if not is_reading_ahead:

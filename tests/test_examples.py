@@ -16,7 +16,7 @@ FILES = sorted(path.name for path in EXAMPLES.glob("*.yaml"))
 @pytest.mark.parametrize("name", [name for name in FILES if name not in TO_PLAN])
 def test_an_example_can_be_run(name):
     spec = inputs.load_for_run(str(EXAMPLES / name), None, None)
-    assert all(pipeline.plan.warm_start.num_updates > 0 for pipeline in spec.pipelines)
+    assert all(pipeline.plan.sft_warmup.num_updates > 0 for pipeline in spec.pipelines)
     assert {pool.num_nodes for pool in spec.cluster.pools.values()} == {1}, "examples fit on two cores"
 
 

@@ -25,7 +25,7 @@ cluster: {pools: {rollout: {devices: 1}, train: {devices: 1}}}
 defaults:
   steps: 6
   model: {hidden_size: 16, layers: 1, heads: 2, kv_heads: 1, intermediate_size: 32}
-  warm_start: {updates: 2, batch_size: 8}
+  sft_warmup: {updates: 2, batch_size: 8}
   algorithm: {prompts_per_step: 2, group_size: 4}
   rollout: {max_new_tokens: 6, slots: 8}
 pipelines:

@@ -42,8 +42,8 @@ def submission(folder: Path, **sets):
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory) -> list[SwitchTimes]:
-    plan = TrainingConfig(name="tiny")
-    return switch_times(plan, "cpu", tmp_path_factory.mktemp("disk"), num_rounds=2)
+    config = TrainingConfig(name="tiny")
+    return switch_times(config, "cpu", tmp_path_factory.mktemp("disk"), num_rounds=2)
 
 
 def test_both_states_of_a_plan_are_measured_on_every_way(measured):
@@ -63,10 +63,10 @@ def test_the_profile_keeps_seconds_and_bytes_a_second(measured, tmp_path):
 
 def test_pipelines_whose_states_are_alike_are_measured_once(monkeypatch, tmp_path):
     asked = []
-    monkeypatch.setattr(switch_costs, "switch_times", lambda plan, *_, **__: asked.append(plan.name) or [])
-    plan = TrainingConfig(name="a")
-    larger = replace(plan, name="c", model=replace(plan.model, hidden_size=128))
-    switch_costs.measure([plan, replace(plan, name="b", seed=7), larger], "cpu", tmp_path)
+    monkeypatch.setattr(switch_costs, "switch_times", lambda config, *_, **__: asked.append(config.name) or [])
+    config = TrainingConfig(name="a")
+    larger = replace(config, name="c", model=replace(config.model, hidden_size=128))
+    switch_costs.measure([config, replace(config, name="b", seed=7), larger], "cpu", tmp_path)
     assert asked == ["a", "c"]
 
 
@@ -81,7 +81,7 @@ def test_a_state_of_another_size_takes_time_after_the_nearest_that_was_measured(
 @pytest.mark.parametrize("spills", [False, True])
 def test_a_runs_pipelines_are_told_what_their_switches_take(folder, tmp_path, spills):
     given, cluster = submission(folder, **{"cluster.pools.train.spills_to_disk": str(spills).lower()})
-    footprint = footprint_of(given.plan)
+    footprint = footprint_of(given.config)
     costs = switch_costs.SwitchCosts(
         (
             times(Phase.ROLLOUT, footprint.rollout_device_bytes, 1.0),

@@ -20,13 +20,13 @@ def test_a_file_becomes_what_scheduler_and_engines_take(load, good):
     spec = load(good)
     first, second = spec.pipelines
     assert [pipeline.name for pipeline in spec.pipelines] == ["sort", "reverse"]
-    assert first.plan == TrainingConfig(
+    assert first.config == TrainingConfig(
         name="sort",
         num_steps=60,
         task=TaskConfig(name="sort", params={"digits": 5}),
         rollout=RolloutConfig(num_slots=32),
     )
-    assert second.plan == TrainingConfig(name="reverse", num_steps=60, task=TaskConfig(name="reverse"))
+    assert second.config == TrainingConfig(name="reverse", num_steps=60, task=TaskConfig(name="reverse"))
     assert first.pipeline.stages == (
         Stage.GENERATE,
         Stage.REWARD,
@@ -65,7 +65,7 @@ def test_a_cluster_may_be_nodes_with_prices_and_memory(load):
     assert pipeline.footprint.train_host_bytes == 2e11
     assert spec.pipelines[0].training is None
     with pytest.raises(SpecError, match="names no task"):
-        _ = spec.pipelines[0].plan
+        _ = spec.pipelines[0].config
 
 
 def test_the_reference_stage_is_there_only_with_a_kl_penalty(load):
@@ -74,10 +74,10 @@ def test_the_reference_stage_is_there_only_with_a_kl_penalty(load):
 
 
 def test_staleness_and_warm_start_reach_the_scheduler(load):
-    spec = load(POOLS + "pipelines: [{name: a, task: sort, warm_start: {updates: 9}, algorithm: {staleness: 1}}]")
+    spec = load(POOLS + "pipelines: [{name: a, task: sort, sft_warmup: {updates: 9}, algorithm: {staleness: 1}}]")
     assert spec.pipelines[0].pipeline.staleness == 1
     assert spec.pipelines[0].pipeline.has_sft_warmup
-    assert spec.pipelines[0].plan.warm_start.num_updates == 9
+    assert spec.pipelines[0].config.sft_warmup.num_updates == 9
 
 
 def test_defaults_merge_under_each_pipeline_key_by_key(load):
@@ -86,7 +86,7 @@ def test_defaults_merge_under_each_pipeline_key_by_key(load):
         "pipelines: [{name: a, task: sort, algorithm: rloo},"
         " {name: b, task: sort, seed: 8, rollout: {workers: 2}}]"
     )
-    a, b = (pipeline.plan for pipeline in spec.pipelines)
+    a, b = (pipeline.config for pipeline in spec.pipelines)
     assert a.algorithm == AlgorithmConfig(name="rloo", group_size=4, kl_coef=0.1)
     assert (a.seed, b.seed, b.rollout.num_slots) == (7, 8, 16)
 
@@ -96,7 +96,7 @@ def test_a_task_or_model_of_its_own_takes_nothing_from_the_default_one(load):
         POOLS + "defaults: {task: {name: sort, digits: 5}, model: {hidden_size: 32}}\n"
         "pipelines: [{name: a, model: {layers: 3}}, {name: b, task: reverse}]"
     )
-    a, b = (pipeline.plan for pipeline in spec.pipelines)
+    a, b = (pipeline.config for pipeline in spec.pipelines)
     assert a.task.params == {"digits": 5}
     assert b.task.params == {}
     assert (a.model.hidden_size, b.model.hidden_size) == (64, 32)
@@ -112,7 +112,7 @@ def test_overrides_win_over_file_and_defaults(load, good):
         "policy=solo",
         "cluster.pools.rollout.devices=2",
     )
-    sort, reverse = (pipeline.plan for pipeline in spec.pipelines)
+    sort, reverse = (pipeline.config for pipeline in spec.pipelines)
     assert (sort.num_steps, reverse.num_steps) == (3, 60)
     assert reverse.task.params == {"digits": 4}
     assert sort.rollout.max_new_tokens == reverse.rollout.max_new_tokens == 9
@@ -123,8 +123,8 @@ def test_overrides_win_over_file_and_defaults(load, good):
 
 def test_short_forms_work_in_overrides_too(load, good):
     spec = load(good, "pipelines.sort.task=reverse", "pipelines.*.algorithm=rloo")
-    assert spec.pipelines[0].plan.task == TaskConfig(name="reverse")
-    assert [pipeline.plan.algorithm.name for pipeline in spec.pipelines] == ["rloo", "rloo"]
+    assert spec.pipelines[0].config.task == TaskConfig(name="reverse")
+    assert [pipeline.config.algorithm.name for pipeline in spec.pipelines] == ["rloo", "rloo"]
 
 
 def test_scalars_are_read_as_people_expect(load):
@@ -132,17 +132,17 @@ def test_scalars_are_read_as_people_expect(load):
         POOLS + "pipelines: [{name: no, task: {name: sort, digits: 010, flag: yes, day: 2024-01-01},"
         " algorithm: {learning_rate: 3e-4}}]"
     )
-    plan = spec.pipelines[0].plan
-    assert plan.name == "no"
-    assert plan.task.params == {"digits": 10, "flag": "yes", "day": "2024-01-01"}
-    assert plan.algorithm.learning_rate == 3e-4
+    config = spec.pipelines[0].config
+    assert config.name == "no"
+    assert config.task.params == {"digits": 10, "flag": "yes", "day": "2024-01-01"}
+    assert config.algorithm.learning_rate == 3e-4
 
 
 def test_anchors_work(load):
     spec = load(
         POOLS + "pipelines: [{name: a, task: &t {name: sort, digits: 3}}, {name: b, task: *t}]",
     )
-    assert spec.pipelines[0].plan.task == spec.pipelines[1].plan.task
+    assert spec.pipelines[0].config.task == spec.pipelines[1].config.task
 
 
 def test_paths_are_relative_to_the_file(load, tmp_path):
@@ -156,9 +156,9 @@ def test_paths_are_relative_to_the_file(load, tmp_path):
         POOLS + "pipelines: [{name: a, model: {path: ckpt}, "
         "task: {name: file, path: rows.jsonl, reward: 'my_rewards:score'}}]"
     )
-    plan = spec.pipelines[0].plan
-    assert plan.model.path == str(checkpoint)
-    assert plan.task.path == str(tmp_path / "rows.jsonl")
+    config = spec.pipelines[0].config
+    assert config.model.path == str(checkpoint)
+    assert config.task.path == str(tmp_path / "rows.jsonl")
     assert spec.code_folder == tmp_path
     again = parse_spec(spec.resolved, source="spec.yaml", folder=Path("/"))
     assert again.pipelines == spec.pipelines

@@ -29,20 +29,20 @@ def test_bands_begin_as_in_the_last_steps_and_the_tails_end_is_a_range():
     known = history([SHORT, LONG, SHORT]).estimates()
     assert known.share_s == 6.0
     assert known.tail_s == 2.0
-    left = known.remaining(8, run_s=4.0)
+    left = known.remaining_time(8, run_s=4.0)
     assert (left.low_s, left.median_s, left.high_s) == (2.0, 2.0, pytest.approx(7.8))
 
 
 def test_the_live_count_corrects_the_prediction():
     known = history([SHORT, SHORT, SHORT]).estimates()
-    assert known.remaining(8, run_s=9.0).median_s == 2.0  # late: still 8 to go
-    assert known.remaining(None, run_s=4.0).median_s == 2.0
+    assert known.remaining_time(8, run_s=9.0).median_s == 2.0  # late: still 8 to go
+    assert known.remaining_time(None, run_s=4.0).median_s == 2.0
 
 
 def test_before_the_first_step_the_users_estimate_stands_in():
     known = history([]).estimates()
     assert (known.share_s, known.train_s) == (9.0, 2.0)
-    assert known.remaining(None, run_s=4.0).median_s == 5.0
+    assert known.remaining_time(None, run_s=4.0).median_s == 5.0
 
 
 def test_a_share_that_was_moved_does_not_teach():

@@ -45,7 +45,7 @@ def test_a_step_runs_its_stages_in_order_and_only_some_hold_a_device(driver, bui
     driver.run()
     runs = driver.actions(RunStage)
     assert [run.stage.value for run in runs] == [
-        "warm_start", "publish", "generate", "reward", "old_logprobs", "update", "publish",
+        "sft_warmup", "publish", "generate", "reward", "old_logprobs", "update", "publish",
     ]  # fmt: skip
     assert [len(run.devices) for run in runs] == [1, 0, 1, 0, 1, 1, 0]
     assert [run.weight_version for run in runs] == [0, 0, 0, 1, 0, 0, 1]

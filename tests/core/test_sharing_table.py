@@ -6,7 +6,9 @@ from rlmux.core.sharing import SharingEntry, SharingTable
 
 
 def entry(a, b, device_fraction, slow_a, slow_b):
-    return SharingEntry(sub_stage_a=a, sub_stage_b=b, device_fraction=device_fraction, slowdown_a=slow_a, slowdown_b=slow_b)
+    return SharingEntry(
+        sub_stage_a=a, sub_stage_b=b, device_fraction=device_fraction, slowdown_a=slow_a, slowdown_b=slow_b
+    )
 
 
 def test_the_two_sides_of_a_pair_never_have_more_than_the_device():

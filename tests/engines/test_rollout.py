@@ -206,9 +206,9 @@ def test_a_shape_whose_bits_differ_is_not_used(
 ) -> None:
     step = DecodePlan.step
 
-    def step_that_rounds_differently(plan: DecodePlan, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        logits = step(plan, tokens, positions)
-        return logits if plan.width in (8, 16) else logits * (1 + 2**-20)
+    def step_that_rounds_differently(config: DecodePlan, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        logits = step(config, tokens, positions)
+        return logits if config.width in (8, 16) else logits * (1 + 2**-20)
 
     monkeypatch.setattr(DecodePlan, "step", step_that_rounds_differently)
     monkeypatch.setattr("rlmux.engines.batch_probe._is_exact_by_shape", {})

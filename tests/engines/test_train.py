@@ -17,14 +17,14 @@ from rlmux.rl.types import TrainingBatch, Trajectory, TrajectoryId
 from rlmux.rl.vocabulary import CharVocabulary
 
 
-def plan(warm_start: int = 0, task: str = "sort", **algorithm: Any) -> TrainingConfig:
+def config(sft_warmup: int = 0, task: str = "sort", **algorithm: Any) -> TrainingConfig:
     fields = {"prompts_per_step": 3, "group_size": 2, "micro_batch_size": 2, **algorithm}
     return TrainingConfig(
         name="p",
         task=TaskConfig(name=task),
         algorithm=AlgorithmConfig(**fields),
         rollout=RolloutConfig(max_new_tokens=24, temperature=0.8),
-        warm_start=SftWarmupConfig(num_updates=warm_start, batch_size=5),
+        sft_warmup=SftWarmupConfig(num_updates=sft_warmup, batch_size=5),
     )
 
 
@@ -67,21 +67,21 @@ def run_step(
 
 def run(training_config: TrainingConfig, num_steps: int, max_seconds: float = math.inf) -> str:
     engine = TorchTrainEngine(training_config)
-    run_stage(engine, "warm_start", max_seconds)
+    run_stage(engine, "sft_warmup", max_seconds)
     for step in range(1, num_steps + 1):
         run_step(engine, batch(step), max_seconds)
     return engine.weights_sha256()
 
 
 def test_weights_do_not_depend_on_how_stages_are_cut() -> None:
-    training_config = plan(warm_start=3, kl_coef=0.1)
+    training_config = config(sft_warmup=3, kl_coef=0.1)
     whole = run(training_config, 2)
     assert run(training_config, 2, max_seconds=0) == whole
     assert run(replace(training_config, seed=1), 2) != whole
 
 
 def test_a_call_without_time_does_one_micro_batch() -> None:
-    engine = TorchTrainEngine(plan())
+    engine = TorchTrainEngine(config())
     engine.begin_step(batch(1))
     reports = [engine.run_stage("old_logprobs", max_seconds=0) for _ in range(3)]
     assert [(each.micro_batches_done, each.micro_batches_total, each.is_done) for each in reports] == [
@@ -96,7 +96,7 @@ def test_a_call_without_time_does_one_micro_batch() -> None:
 
 @pytest.mark.parametrize("name", ["grpo", "dr-grpo", "rloo"])
 def test_micro_batches_add_up_to_the_whole_batch(name: str) -> None:
-    engines = [TorchTrainEngine(plan(name=name, micro_batch_size=size)) for size in (1, 6)]
+    engines = [TorchTrainEngine(config(name=name, micro_batch_size=size)) for size in (1, 6)]
     small, whole = (run_step(engine, batch(1)) for engine in engines)
     assert small["grad_norm"] == pytest.approx(whole["grad_norm"], rel=1e-4)
     assert small["loss"] == pytest.approx(whole["loss"], abs=1e-5)
@@ -104,7 +104,7 @@ def test_micro_batches_add_up_to_the_whole_batch(name: str) -> None:
 
 def test_the_gradient_is_that_of_the_written_formula() -> None:
     """GRPO on-policy, against a plain masked forward of the padded batch."""
-    training_config = plan(grad_clip=1e9)
+    training_config = config(grad_clip=1e9)
     model: Any = build_model(training_config.model, CharVocabulary.vocab_size, 0)
     total = torch.zeros(())
     for each, advantage in zip(batch(1).trajectories, batch(1).advantages, strict=True):
@@ -139,13 +139,13 @@ def test_the_environments_tokens_carry_no_loss() -> None:
         mask = (*(True,) * (len(first.tokens) - 1), False)
         heard = replace(first, tokens=(*first.tokens[:-1], told), is_sampled=mask)
         both = TrainingBatch(step=1, trajectories=[heard, *changed.trajectories[1:]], advantages=changed.advantages)
-        return run_step(TorchTrainEngine(plan()), both)["grad_norm"]
+        return run_step(TorchTrainEngine(config()), both)["grad_norm"]
 
     assert losses(5) == losses(60)
 
 
 def test_rl_raises_the_rewarded_and_lowers_the_others() -> None:
-    engine = TorchTrainEngine(plan(learning_rate=1e-3))
+    engine = TorchTrainEngine(config(learning_rate=1e-3))
 
     def logprob_means() -> list[float]:
         step = engine._step
@@ -172,11 +172,11 @@ def as_step_2(each: Trajectory) -> Trajectory:
 
 
 def test_a_stale_token_is_corrected_towards_its_sampler() -> None:
-    on_policy = TorchTrainEngine(plan(staleness=1))
+    on_policy = TorchTrainEngine(config(staleness=1))
     run_step(on_policy, batch(1))
     metrics = run_step(on_policy, batch(2))
     assert (metrics["clip_fraction"], metrics["stale_token_share"]) == (0, 0)
-    stale = TorchTrainEngine(plan(staleness=1))
+    stale = TorchTrainEngine(config(staleness=1))
     run_step(stale, batch(1))
     made_before = [
         replace(each, versions=(0,) * len(each.tokens), logprobs=(-30.0,) * len(each.tokens))
@@ -194,7 +194,7 @@ def test_a_stale_token_is_corrected_towards_its_sampler() -> None:
 
 @pytest.mark.parametrize(("staleness", "version"), [(0, 0), (0, 2), (1, 2), (1, -1)])
 def test_a_token_beyond_the_staleness_bound_is_named(staleness: int, version: int) -> None:
-    engine = TorchTrainEngine(plan(staleness=staleness))
+    engine = TorchTrainEngine(config(staleness=staleness))
     run_step(engine, batch(1))
     wrong = batch(2)
     fourth = wrong.trajectories[3]
@@ -205,7 +205,7 @@ def test_a_token_beyond_the_staleness_bound_is_named(staleness: int, version: in
 
 
 def test_stages_out_of_order_are_refused() -> None:
-    engine = TorchTrainEngine(plan(kl_coef=0.1))
+    engine = TorchTrainEngine(config(kl_coef=0.1))
     with pytest.raises(IllegalTransitionError):
         engine.run_stage("old_logprobs", max_seconds=1)
     with pytest.raises(IllegalTransitionError, match="step 2 was to begin at version 0"):
@@ -214,26 +214,26 @@ def test_stages_out_of_order_are_refused() -> None:
     with pytest.raises(IllegalTransitionError, match="reference_logprobs is not done"):
         engine.run_stage("update", max_seconds=1)
     with pytest.raises(IllegalTransitionError, match="0 of 2 warm-start updates"):
-        TorchTrainEngine(plan(warm_start=2)).begin_step(batch(1))
+        TorchTrainEngine(config(sft_warmup=2)).begin_step(batch(1))
 
 
 def test_without_a_kl_penalty_the_reference_stage_is_skipped() -> None:
-    engine = TorchTrainEngine(plan())
+    engine = TorchTrainEngine(config())
     engine.begin_step(batch(1))
     report = engine.run_stage("reference_logprobs", max_seconds=0)
     assert (report.is_done, report.micro_batches_total) == (True, 0)
 
 
 def test_the_reference_is_what_the_warm_start_left() -> None:
-    engine = TorchTrainEngine(plan(warm_start=2, kl_coef=0.5))
-    run_stage(engine, "warm_start")
+    engine = TorchTrainEngine(config(sft_warmup=2, kl_coef=0.5))
+    run_stage(engine, "sft_warmup")
     assert run_step(engine, batch(1))["kl"] == 0
     assert run_step(engine, batch(2))["kl"] > 0
 
 
 @pytest.mark.parametrize("poison", [math.nan, math.inf])
 def test_a_loss_that_is_not_finite_leaves_the_weights(poison: float) -> None:
-    engine = TorchTrainEngine(plan())
+    engine = TorchTrainEngine(config())
     before = engine.weights_sha256()
     with pytest.raises(PipelineError, match=r"step 1 stage update: the loss is .*weights are left"):
         run_step(engine, replace(batch(1), advantages=[0.0, 0.0, 0.0, 0.0, 0.0, poison]))
@@ -242,7 +242,7 @@ def test_a_loss_that_is_not_finite_leaves_the_weights(poison: float) -> None:
 
 
 def test_a_gradient_that_is_not_finite_leaves_the_weights() -> None:
-    engine = TorchTrainEngine(plan())
+    engine = TorchTrainEngine(config())
     before = engine.weights_sha256()
     with pytest.raises(PipelineError, match=r"the gradient norm is (inf|nan)"):
         run_step(engine, replace(batch(1), advantages=[3e38, -3e38] * 3))
@@ -250,9 +250,9 @@ def test_a_gradient_that_is_not_finite_leaves_the_weights() -> None:
 
 
 def test_learning_rates_warm_up() -> None:
-    engine = TorchTrainEngine(plan(lr_warmup_steps=3, learning_rate=4.0))
+    engine = TorchTrainEngine(config(lr_warmup_steps=3, learning_rate=4.0))
     rates = [run_step(engine, batch(1))["learning_rate"]]
-    engine = TorchTrainEngine(plan(lr_warmup_steps=3, learning_rate=4e-4))
+    engine = TorchTrainEngine(config(lr_warmup_steps=3, learning_rate=4e-4))
     rates = [run_step(engine, batch(step))["learning_rate"] for step in range(1, 6)]
     assert rates == pytest.approx([1e-4, 2e-4, 3e-4, 4e-4, 4e-4])
 
@@ -262,9 +262,9 @@ def test_learning_rates_warm_up() -> None:
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.1])
 def test_a_restored_engine_goes_on_bit_for_bit(tmp_path: Path, kl_coef: float) -> None:
-    training_config = plan(warm_start=2, kl_coef=kl_coef)
+    training_config = config(sft_warmup=2, kl_coef=kl_coef)
     engine = TorchTrainEngine(training_config)
-    run_stage(engine, "warm_start")
+    run_stage(engine, "sft_warmup")
     run_step(engine, batch(1))
     engine.save(tmp_path / "step_1")
     run_step(engine, batch(2))
@@ -276,21 +276,21 @@ def test_a_restored_engine_goes_on_bit_for_bit(tmp_path: Path, kl_coef: float) -
 
 
 def test_a_warm_start_cut_short_is_taken_up_again(tmp_path: Path) -> None:
-    training_config = plan(warm_start=4)
+    training_config = config(sft_warmup=4)
     engine = TorchTrainEngine(training_config)
     for _ in range(4):
-        engine.run_stage("warm_start", max_seconds=0)
+        engine.run_stage("sft_warmup", max_seconds=0)
     engine.save(tmp_path / "warm")
-    run_stage(engine, "warm_start")
+    run_stage(engine, "sft_warmup")
     restored = TorchTrainEngine(training_config)
     restored.restore(tmp_path / "warm")
     assert not restored.is_warm
-    run_stage(restored, "warm_start")
+    run_stage(restored, "sft_warmup")
     assert restored.weights_sha256() == engine.weights_sha256()
 
 
 def test_an_engine_may_be_restored_in_the_middle_of_a_step(tmp_path: Path) -> None:
-    engine = TorchTrainEngine(plan())
+    engine = TorchTrainEngine(config())
     run_step(engine, batch(1))
     engine.save(tmp_path / "step_1")
     engine.begin_step(batch(2))
@@ -298,14 +298,14 @@ def test_an_engine_may_be_restored_in_the_middle_of_a_step(tmp_path: Path) -> No
     engine.run_stage("update", max_seconds=0)
     engine.restore(tmp_path / "step_1")
     run_step(engine, batch(2))
-    undisturbed = TorchTrainEngine(plan())
+    undisturbed = TorchTrainEngine(config())
     for step in (1, 2):
         run_step(undisturbed, batch(step))
     assert engine.weights_sha256() == undisturbed.weights_sha256()
 
 
 def test_a_checkpoint_is_a_hugging_face_model(tmp_path: Path) -> None:
-    engine = TorchTrainEngine(plan())
+    engine = TorchTrainEngine(config())
     run_step(engine, batch(1))
     engine.save(tmp_path / "step_1")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "step_1")
@@ -318,10 +318,10 @@ def test_a_checkpoint_is_a_hugging_face_model(tmp_path: Path) -> None:
 
 
 def test_a_pipeline_can_start_from_another_ones_checkpoint(tmp_path: Path) -> None:
-    first = TorchTrainEngine(plan())
+    first = TorchTrainEngine(config())
     run_step(first, batch(1))
     first.save(tmp_path / "step_1")
-    training_config = plan()
+    training_config = config()
     second = TorchTrainEngine(
         replace(training_config, model=replace(training_config.model, path=str(tmp_path / "step_1")))
     )
@@ -330,7 +330,7 @@ def test_a_pipeline_can_start_from_another_ones_checkpoint(tmp_path: Path) -> No
 
 
 def test_a_damaged_checkpoint_is_refused_and_changes_nothing(tmp_path: Path) -> None:
-    engine = TorchTrainEngine(plan())
+    engine = TorchTrainEngine(config())
     engine.save(tmp_path / "step_0")
     run_step(engine, batch(1))
     before = engine.weights_sha256()
@@ -344,7 +344,7 @@ def test_a_damaged_checkpoint_is_refused_and_changes_nothing(tmp_path: Path) -> 
 
 
 def test_another_models_checkpoint_is_refused(tmp_path: Path) -> None:
-    training_config = plan()
+    training_config = config()
     TorchTrainEngine(replace(training_config, model=replace(training_config.model, num_layers=1))).save(
         tmp_path / "step_0"
     )
@@ -353,7 +353,7 @@ def test_another_models_checkpoint_is_refused(tmp_path: Path) -> None:
 
 
 def test_exported_weights_carry_their_version_and_no_tied_copy(tmp_path: Path) -> None:
-    engine = TorchTrainEngine(plan())
+    engine = TorchTrainEngine(config())
     run_step(engine, batch(1))
     assert engine.export_weights(tmp_path / "w.safetensors") == 1
     tensors, metadata = read_tensors(tmp_path / "w.safetensors")
@@ -364,7 +364,7 @@ def test_exported_weights_carry_their_version_and_no_tied_copy(tmp_path: Path) -
 
 @pytest.mark.parametrize("is_spilled", [False, True])
 def test_offloading_at_any_safe_point_changes_nothing(is_spilled: bool, tmp_path: Path) -> None:
-    training_config = plan(warm_start=2, kl_coef=0.1)
+    training_config = config(sft_warmup=2, kl_coef=0.1)
     engine = TorchTrainEngine(training_config)
     resident = engine.resident_bytes()
 
@@ -378,7 +378,7 @@ def test_offloading_at_any_safe_point_changes_nothing(is_spilled: bool, tmp_path
         engine.load()
         assert engine.resident_bytes() >= resident
 
-    while not engine.run_stage("warm_start", max_seconds=0).is_done:
+    while not engine.run_stage("sft_warmup", max_seconds=0).is_done:
         away_and_back()
     engine.begin_step(batch(1))
     for stage in STAGES[1:]:
@@ -389,7 +389,7 @@ def test_offloading_at_any_safe_point_changes_nothing(is_spilled: bool, tmp_path
 
 
 def test_the_warm_start_learns_to_copy_its_demonstrations() -> None:
-    training_config = replace(plan(micro_batch_size=8), warm_start=SftWarmupConfig(num_updates=30, batch_size=16))
+    training_config = replace(config(micro_batch_size=8), sft_warmup=SftWarmupConfig(num_updates=30, batch_size=16))
     engine = TorchTrainEngine(training_config)
-    first = TorchTrainEngine(replace(training_config, warm_start=SftWarmupConfig(num_updates=1, batch_size=16)))
-    assert run_stage(engine, "warm_start")["loss"] < 0.6 * run_stage(first, "warm_start")["loss"]
+    first = TorchTrainEngine(replace(training_config, sft_warmup=SftWarmupConfig(num_updates=1, batch_size=16)))
+    assert run_stage(engine, "sft_warmup")["loss"] < 0.6 * run_stage(first, "sft_warmup")["loss"]

@@ -12,13 +12,13 @@ from rlmux.rl.config import AlgorithmConfig, RolloutConfig, SftWarmupConfig, Tas
 from rlmux.rl.env_worker import PipelineEnv
 
 
-def plan(task: str = "sort", params: dict[str, Any] | None = None, **algorithm: Any) -> TrainingConfig:
+def config(task: str = "sort", params: dict[str, Any] | None = None, **algorithm: Any) -> TrainingConfig:
     fields = {"prompts_per_step": 4, "group_size": 4, "micro_batch_size": 6, "learning_rate": 1e-3, **algorithm}
     return TrainingConfig(
         name="p",
         task=TaskConfig(name=task, params=params or {}),
         algorithm=AlgorithmConfig(**fields),
-        warm_start=SftWarmupConfig(num_updates=4, batch_size=16),
+        sft_warmup=SftWarmupConfig(num_updates=4, batch_size=16),
         rollout=RolloutConfig(max_new_tokens=24, max_prompt_tokens=16, num_slots=8),
     )
 
@@ -40,7 +40,7 @@ class Loop:
         self.weights = folder / "weights.safetensors"
         self.is_disturbed = is_disturbed
         self.metrics: dict[str, float] = {}
-        self.run_stage("warm_start")
+        self.run_stage("sft_warmup")
         self.publish()
 
     def run_stage(self, stage: str) -> None:
@@ -86,7 +86,7 @@ class Loop:
 
 
 @pytest.mark.parametrize(
-    "training_config", [plan(), plan(kl_coef=0.1, name="dr-grpo"), plan("calculator", {"digits": 1})]
+    "training_config", [config(), config(kl_coef=0.1, name="dr-grpo"), config("calculator", {"digits": 1})]
 )
 def test_pauses_chunks_offloads_and_the_order_of_turns_change_nothing(
     training_config: TrainingConfig, tmp_path: Path
@@ -97,13 +97,13 @@ def test_pauses_chunks_offloads_and_the_order_of_turns_change_nothing(
 
 
 def test_on_policy_both_engines_agree_on_every_log_probability(tmp_path: Path) -> None:
-    loop = Loop(plan("guess"), tmp_path)
+    loop = Loop(config("guess"), tmp_path)
     loop.run(3)
     assert 0 < loop.metrics["logprob_gap"] < 1e-4
 
 
 def test_one_step_off_policy_trains_within_its_bound(tmp_path: Path) -> None:
-    loop = Loop(plan(staleness=1), tmp_path)
+    loop = Loop(config(staleness=1), tmp_path)
     loop.rollout.submit(loop.host.begin_step(1))
     shares = []
     for step in range(1, 4):
@@ -120,8 +120,8 @@ def test_one_step_off_policy_trains_within_its_bound(tmp_path: Path) -> None:
 
 
 def test_the_reward_rises(tmp_path: Path) -> None:
-    training_config = plan("sort", {"digits": 4}, prompts_per_step=8, group_size=8, micro_batch_size=64)
-    warm_start = SftWarmupConfig(num_updates=60, batch_size=32)
-    rewards = Loop(replace(training_config, warm_start=warm_start), tmp_path).run(40)
+    training_config = config("sort", {"digits": 4}, prompts_per_step=8, group_size=8, micro_batch_size=64)
+    sft_warmup = SftWarmupConfig(num_updates=60, batch_size=32)
+    rewards = Loop(replace(training_config, sft_warmup=sft_warmup), tmp_path).run(40)
     first, last = sum(rewards[:8]) / 8, sum(rewards[-8:]) / 8
     assert last > first + 0.05, rewards

@@ -14,7 +14,7 @@ from rlmux.papers import micro_benchmarks as micro
 from rlmux.papers import tail_migration as tail
 from rlmux.papers.offline_optimum import offline_cost
 from rlmux.sim import api
-from rlmux.sim.sweep import Task, spread, sweep
+from rlmux.sim.sweep import SimRun, spread, sweep
 from rlmux.sim.workloads import catalog
 
 
@@ -51,7 +51,7 @@ def test_the_offline_optimum_bounds_every_policy_that_keeps_slos():
     made = catalog.build("mixed", seed=1, num_pipelines=40)
     best = offline_cost(made)
     assert best.num_proven == best.num_groupings
-    solo, rollmux = sweep([Task(workload=made, policy=name) for name in ("solo", "rollmux")], num_processes=1)
+    solo, rollmux = sweep([SimRun(workload=made, policy=name) for name in ("solo", "rollmux")], num_processes=1)
     assert best.cost_usd <= rollmux.cost_usd <= solo.cost_usd
     assert best.bound_usd <= best.cost_usd
 

@@ -1,4 +1,4 @@
-"""Builders for the tests of this room: plans, and turns as an engine would finish them."""
+"""Builders for the tests of this room: configs, and turns as an engine would finish them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from rlmux.rl.types import FinishedTurn, TrajectoryRequest
 
 
 @pytest.fixture
-def make_plan() -> Callable[..., TrainingConfig]:
+def make_config() -> Callable[..., TrainingConfig]:
     def make(task: str = "sort", **changes: Any) -> TrainingConfig:
         task_fields = {"name", "params", "path", "prompt_key", "answer_key", "reward", "reward_timeout_s"}
         algorithm = {"prompts_per_step": 3, "group_size": 2, **changes.pop("algorithm", {})}
@@ -23,7 +23,7 @@ def make_plan() -> Callable[..., TrainingConfig]:
             task=TaskConfig(name=task, **{key: changes.pop(key) for key in task_fields & set(changes)}),
             algorithm=AlgorithmConfig(**algorithm),
             rollout=RolloutConfig(**rollout),
-            warm_start=SftWarmupConfig(num_updates=2, batch_size=4),
+            sft_warmup=SftWarmupConfig(num_updates=2, batch_size=4),
             **changes,
         )
 

@@ -30,19 +30,19 @@ def heard(text: str) -> tuple[tuple[int, ...], bool]:
     return VOCABULARY.encode(text), False
 
 
-def answers(plan: TrainingConfig, finish: Finish, requests: list[TrajectoryRequest]) -> list[FinishedTurn]:
+def answers(config: TrainingConfig, finish: Finish, requests: list[TrajectoryRequest]) -> list[FinishedTurn]:
     """Right answers from even samples, a wrong first symbol from odd ones."""
-    task = make_task(plan.task, seed=plan.seed, vocabulary=VOCABULARY)
+    task = make_task(config.task, seed=config.seed, vocabulary=VOCABULARY)
     turns = []
     for request in requests:
         step, prompt, sample = request.id
-        answer = task.prompt((step - 1) * plan.algorithm.prompts_per_step + prompt).answer or ""
+        answer = task.prompt((step - 1) * config.algorithm.prompts_per_step + prompt).answer or ""
         turns.append(finish(request, spoken("z" + answer[1:] if sample % 2 else answer, ends=True)))
     return turns
 
 
-def test_requests_carry_the_plan(make_plan: Plan) -> None:
-    requests = PipelineEnv(make_plan(seed=9)).begin_step(2)
+def test_requests_carry_the_plan(make_config: Plan) -> None:
+    requests = PipelineEnv(make_config(seed=9)).begin_step(2)
     assert [request.id for request in requests] == [
         TrajectoryId(2, prompt, sample) for prompt in range(3) for sample in range(2)
     ]
@@ -50,12 +50,12 @@ def test_requests_carry_the_plan(make_plan: Plan) -> None:
     assert {(each.max_new_tokens, each.stop_tokens, each.seed) for each in requests} == {(32, EOS, 9)}
 
 
-def test_a_batch_is_the_same_whatever_the_order_and_grouping(make_plan: Plan, finish: Finish) -> None:
-    plan = make_plan(algorithm={"prompts_per_step": 4, "group_size": 4})
+def test_a_batch_is_the_same_whatever_the_order_and_grouping(make_config: Plan, finish: Finish) -> None:
+    config = make_config(algorithm={"prompts_per_step": 4, "group_size": 4})
     batches: list[TrainingBatch] = []
     for seed in range(5):
-        host = PipelineEnv(plan)
-        turns = answers(plan, finish, host.begin_step(1))
+        host = PipelineEnv(config)
+        turns = answers(config, finish, host.begin_step(1))
         random = Random(seed)
         random.shuffle(turns)
         while turns:
@@ -72,11 +72,11 @@ def test_a_batch_is_the_same_whatever_the_order_and_grouping(make_plan: Plan, fi
     assert pickle.loads(pickle.dumps(batches[0])) == batches[0]
 
 
-def test_a_turn_delivered_twice_counts_once(make_plan: Plan, finish: Finish) -> None:
-    plan = make_plan()
-    host = PipelineEnv(plan)
+def test_a_turn_delivered_twice_counts_once(make_config: Plan, finish: Finish) -> None:
+    config = make_config()
+    host = PipelineEnv(config)
     requests = host.begin_step(1)
-    turns = answers(plan, finish, requests)
+    turns = answers(config, finish, requests)
     host.on_turns(turns[:2])
     again = finish(requests[0], spoken("other", ends=True))
     assert host.on_turns([again, *turns[1:]]) == ([], [turn.id for turn in turns])
@@ -87,56 +87,56 @@ def test_a_turn_delivered_twice_counts_once(make_plan: Plan, finish: Finish) -> 
     assert host.finish_step(1) == batch
 
 
-def test_a_host_started_later_lets_go_of_what_was_before(make_plan: Plan, finish: Finish) -> None:
-    plan = make_plan()
-    late = finish(PipelineEnv(plan).begin_step(4)[0], spoken("12", ends=True))
-    host = PipelineEnv(plan)
+def test_a_host_started_later_lets_go_of_what_was_before(make_config: Plan, finish: Finish) -> None:
+    config = make_config()
+    late = finish(PipelineEnv(config).begin_step(4)[0], spoken("12", ends=True))
+    host = PipelineEnv(config)
     host.begin_step(5)
     assert host.on_turns([late]) == ([], [late.id])
     with pytest.raises(IllegalTransitionError, match="step 6 is not under way"):
-        host.on_turns([finish(PipelineEnv(plan).begin_step(6)[0], spoken("12", ends=True))])
+        host.on_turns([finish(PipelineEnv(config).begin_step(6)[0], spoken("12", ends=True))])
 
 
-def test_steps_may_overlap(make_plan: Plan, finish: Finish) -> None:
-    plan = make_plan(algorithm={"staleness": 1})
-    host = PipelineEnv(plan)
+def test_steps_may_overlap(make_config: Plan, finish: Finish) -> None:
+    config = make_config(algorithm={"staleness": 1})
+    host = PipelineEnv(config)
     first, second = host.begin_step(1), host.begin_step(2)
-    host.on_turns([*answers(plan, finish, second), *answers(plan, finish, first)[:-1]])
+    host.on_turns([*answers(config, finish, second), *answers(config, finish, first)[:-1]])
     assert host.is_step_complete(2)
     assert not host.is_step_complete(1)
     assert host.unfinished_requests(1) == first[-1:]
     with pytest.raises(IllegalTransitionError, match="1 trajectories unscored"):
         host.finish_step(1)
-    host.on_turns(answers(plan, finish, first)[-1:])
+    host.on_turns(answers(config, finish, first)[-1:])
     assert (host.finish_step(1).step, host.finish_step(2).step) == (1, 2)
 
 
-def test_a_step_under_way_begins_again_without_forgetting(make_plan: Plan, finish: Finish) -> None:
-    plan = make_plan()
-    host = PipelineEnv(plan)
+def test_a_step_under_way_begins_again_without_forgetting(make_config: Plan, finish: Finish) -> None:
+    config = make_config()
+    host = PipelineEnv(config)
     requests = host.begin_step(1)
-    host.on_turns(answers(plan, finish, requests)[:2])
+    host.on_turns(answers(config, finish, requests)[:2])
     assert host.begin_step(1) == requests
     assert host.unfinished_requests(1) == requests[2:]
 
 
-def test_a_prompt_that_does_not_fit_is_named(make_plan: Plan) -> None:
-    host = PipelineEnv(make_plan(rollout={"max_prompt_tokens": 7}))
+def test_a_prompt_that_does_not_fit_is_named(make_config: Plan) -> None:
+    host = PipelineEnv(make_config(rollout={"max_prompt_tokens": 7}))
     with pytest.raises(PipelineError, match=r"prompt 0 of task 'sort' has 8 tokens.*max_prompt_tokens 7"):
         host.begin_step(1)
 
 
-def test_an_unknown_algorithm_names_the_nearest(make_plan: Plan) -> None:
+def test_an_unknown_algorithm_names_the_nearest(make_config: Plan) -> None:
     with pytest.raises(UserError, match="did you mean 'grpo'"):
-        PipelineEnv(make_plan(algorithm={"name": "gpro"}))
+        PipelineEnv(make_config(algorithm={"name": "gpro"}))
     with pytest.raises(UserError, match="group_size: 1; accepted: 2 or more"):
-        PipelineEnv(make_plan(algorithm={"group_size": 1}))
+        PipelineEnv(make_config(algorithm={"group_size": 1}))
 
 
-def test_metrics_say_what_the_step_was_like(make_plan: Plan, finish: Finish) -> None:
-    plan = make_plan()
-    host = PipelineEnv(plan)
-    host.on_turns(answers(plan, finish, host.begin_step(1)))
+def test_metrics_say_what_the_step_was_like(make_config: Plan, finish: Finish) -> None:
+    config = make_config()
+    host = PipelineEnv(config)
+    host.on_turns(answers(config, finish, host.begin_step(1)))
     metrics = batch_metrics(host.finish_step(1))
     assert metrics["reward_mean"] == pytest.approx(0.9)
     assert metrics["reward_min"] == 0.8
@@ -144,11 +144,11 @@ def test_metrics_say_what_the_step_was_like(make_plan: Plan, finish: Finish) -> 
     assert (metrics["turns_mean"], metrics["cut_share"], metrics["uniform_group_share"]) == (1, 0, 0)
 
 
-def test_demonstrations_follow_the_task_and_mask_the_tool(make_plan: Plan) -> None:
-    host = PipelineEnv(make_plan("calculator"))
+def test_demonstrations_follow_the_task_and_mask_the_tool(make_config: Plan) -> None:
+    host = PipelineEnv(make_config("calculator"))
     batch = host.warm_start_batch(1)
     assert len(batch) == 4
-    assert batch == PipelineEnv(make_plan("calculator")).warm_start_batch(1) != host.warm_start_batch(0)
+    assert batch == PipelineEnv(make_config("calculator")).warm_start_batch(1) != host.warm_start_batch(0)
     prompt_tokens, tokens, is_sampled = batch[0]
     question = VOCABULARY.decode(prompt_tokens)[2:-1]
     result = str(eval(question))
@@ -159,9 +159,9 @@ def test_demonstrations_follow_the_task_and_mask_the_tool(make_plan: Plan) -> No
     assert is_sampled[-1]
 
 
-def test_a_demonstration_beyond_the_budget_is_refused(make_plan: Plan) -> None:
+def test_a_demonstration_beyond_the_budget_is_refused(make_config: Plan) -> None:
     with pytest.raises(PipelineError, match=r"takes 6 tokens, more than rollout.max_new_tokens 5"):
-        PipelineEnv(make_plan(rollout={"max_new_tokens": 5})).warm_start_batch(0)
+        PipelineEnv(make_config(rollout={"max_new_tokens": 5})).warm_start_batch(0)
 
 
 def test_a_host_imports_nothing_heavy() -> None:
@@ -176,8 +176,8 @@ def test_a_host_imports_nothing_heavy() -> None:
 # Several turns.
 
 
-def test_the_calculator_answers_and_the_last_word_is_scored(make_plan: Plan, finish: Finish) -> None:
-    host = PipelineEnv(make_plan("calculator"))
+def test_the_calculator_answers_and_the_last_word_is_scored(make_config: Plan, finish: Finish) -> None:
+    host = PipelineEnv(make_config("calculator"))
     request, other, *rest = host.begin_step(1)
     assert request.stop_tokens == (*EOS, *VOCABULARY.encode(">"))
     question = VOCABULARY.decode(request.prompt_tokens)[2:-1]
@@ -194,8 +194,8 @@ def test_the_calculator_answers_and_the_last_word_is_scored(make_plan: Plan, fin
     assert sum(trajectories[0].is_sampled) == len(trajectories[0].tokens) - len(result) - 1
 
 
-def test_a_turn_delivered_twice_gets_the_same_reply(make_plan: Plan, finish: Finish) -> None:
-    host = PipelineEnv(make_plan("calculator", params={"max_calls": 1}))
+def test_a_turn_delivered_twice_gets_the_same_reply(make_config: Plan, finish: Finish) -> None:
+    host = PipelineEnv(make_config("calculator", params={"max_calls": 1}))
     request = host.begin_step(1)[0]
     turn = finish(request, spoken("<1+2>"))
     assert host.on_turns([turn]) == host.on_turns([turn])
@@ -204,8 +204,8 @@ def test_a_turn_delivered_twice_gets_the_same_reply(make_plan: Plan, finish: Fin
     assert host.on_turns([later]) == ([], [request.id])
 
 
-def test_a_story_told_differently_after_a_crash_is_replayed(make_plan: Plan, finish: Finish) -> None:
-    host = PipelineEnv(make_plan("calculator", params={"max_calls": 2}))
+def test_a_story_told_differently_after_a_crash_is_replayed(make_config: Plan, finish: Finish) -> None:
+    host = PipelineEnv(make_config("calculator", params={"max_calls": 2}))
     request = host.begin_step(1)[0]
     host.on_turns([finish(request, spoken("<1+2>"))])
     host.on_turns([finish(request, spoken("<1+2>"), heard("3|"), spoken("<5+5>"))])
@@ -215,7 +215,7 @@ def test_a_story_told_differently_after_a_crash_is_replayed(make_plan: Plan, fin
 
 
 @pytest.fixture
-def thinker(make_plan: Plan, monkeypatch: pytest.MonkeyPatch) -> tuple[PipelineEnv, dict[str, asyncio.Event]]:
+def thinker(make_config: Plan, monkeypatch: pytest.MonkeyPatch) -> tuple[PipelineEnv, dict[str, asyncio.Event]]:
     """A host whose environments reply to a question once its event is set; so that no clock decides."""
     events: dict[str, asyncio.Event] = {}
 
@@ -223,7 +223,7 @@ def thinker(make_plan: Plan, monkeypatch: pytest.MonkeyPatch) -> tuple[PipelineE
         await events.setdefault(text, asyncio.Event()).wait()
         return f"{len(text)}|"
 
-    host = PipelineEnv(make_plan("calculator", params={"wait_s": 0.1}))
+    host = PipelineEnv(make_config("calculator", params={"wait_s": 0.1}))
     environment = host._task.environment(host._task.prompt(0))
     monkeypatch.setattr(type(environment), "reply", reply)
     return host, events
@@ -322,8 +322,8 @@ def test_an_environment_that_fails_late_is_named(thinker, finish: Finish, monkey
         host.on_turns([finish(request, spoken("<1>"))], 1.0)
 
 
-def test_a_used_up_budget_ends_the_trajectory(make_plan: Plan, finish: Finish) -> None:
-    host = PipelineEnv(make_plan("calculator", rollout={"max_new_tokens": 7}))
+def test_a_used_up_budget_ends_the_trajectory(make_config: Plan, finish: Finish) -> None:
+    host = PipelineEnv(make_config("calculator", rollout={"max_new_tokens": 7}))
     first, second, third, *_ = host.begin_step(1)
     cut = finish(first, spoken("<11+11>"), stop_reason="length")
     no_room = finish(second, spoken("<1+2>"))
@@ -333,11 +333,11 @@ def test_a_used_up_budget_ends_the_trajectory(make_plan: Plan, finish: Finish) -
     assert [reply.id for reply in replies] == [third.id]
 
 
-def test_guessing_goes_on_until_the_number_is_found(make_plan: Plan, finish: Finish) -> None:
-    plan = make_plan("guess", params={"largest": 7, "max_guesses": 3})
-    host = PipelineEnv(plan)
+def test_guessing_goes_on_until_the_number_is_found(make_config: Plan, finish: Finish) -> None:
+    config = make_config("guess", params={"largest": 7, "max_guesses": 3})
+    host = PipelineEnv(config)
     request = host.begin_step(1)[0]
-    prompt = make_task(plan.task, seed=0, vocabulary=VOCABULARY).prompt(0)
+    prompt = make_task(config.task, seed=0, vocabulary=VOCABULARY).prompt(0)
     secret = int(prompt.answer or 0)
     wrong = 0 if secret else 7
     hint = ">" if secret else "<"

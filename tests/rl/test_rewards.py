@@ -33,10 +33,10 @@ def write_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wr
     sys.modules.pop(name, None)
 
 
-def run(plan: TrainingConfig, finish: Finish, backwards: bool = False) -> list[float]:
+def run(config: TrainingConfig, finish: Finish, backwards: bool = False) -> list[float]:
     """Rewards of one step in which sample s of prompt p says 'p-s'."""
     vocabulary = CharVocabulary()
-    host = PipelineEnv(plan)
+    host = PipelineEnv(config)
     turns = [
         finish(request, (vocabulary.encode(f"{request.id.prompt}-{request.id.sample}"), True))
         for request in host.begin_step(1)
@@ -47,19 +47,19 @@ def run(plan: TrainingConfig, finish: Finish, backwards: bool = False) -> list[f
 
 
 def test_verls_signature_gets_one_response_and_its_columns(
-    make_plan: Plan, finish: Finish, write_module: Write
+    make_config: Plan, finish: Finish, write_module: Write
 ) -> None:
     name = write_module(f"""
         def score({VERL}):
             assert data_source == "sort" and ground_truth.isdigit() and extra_info == {{}}
             return {{"score": int(solution_str[0]) + int(solution_str[2]) / 10, "note": "ignored"}}
     """)
-    assert run(make_plan(reward=f"{name}:score"), finish) == [0.0, 0.1, 1.0, 1.1, 2.0, 2.1]
+    assert run(make_config(reward=f"{name}:score"), finish) == [0.0, 0.1, 1.0, 1.1, 2.0, 2.1]
 
 
 @pytest.mark.parametrize("backwards", [False, True])
 def test_trls_signature_gets_whole_groups_in_sample_order(
-    make_plan: Plan, finish: Finish, write_module: Write, backwards: bool
+    make_config: Plan, finish: Finish, write_module: Write, backwards: bool
 ) -> None:
     name = write_module("""
         def score(prompts, completions, answer, **columns):
@@ -68,17 +68,17 @@ def test_trls_signature_gets_whole_groups_in_sample_order(
             assert completions == [f"{prompt}-{sample}" for sample in range(len(prompts))]
             return [None, *(float(prompt) for _ in completions[1:])]
     """)
-    assert run(make_plan(reward=f"{name}:score"), finish, backwards) == [0.0, 0.0, 0.0, 1.0, 0.0, 2.0]
+    assert run(make_config(reward=f"{name}:score"), finish, backwards) == [0.0, 0.0, 0.0, 1.0, 0.0, 2.0]
 
 
-def test_a_reward_may_be_asynchronous(make_plan: Plan, finish: Finish, write_module: Write) -> None:
+def test_a_reward_may_be_asynchronous(make_config: Plan, finish: Finish, write_module: Write) -> None:
     name = write_module(f"""
         import asyncio
         async def score({VERL}):
             await asyncio.sleep(0.001)
             return len(solution_str)
     """)
-    assert run(make_plan(reward=f"{name}:score"), finish) == [3.0] * 6
+    assert run(make_config(reward=f"{name}:score"), finish) == [3.0] * 6
 
 
 @pytest.mark.parametrize(
@@ -95,16 +95,16 @@ def test_a_reward_may_be_asynchronous(make_plan: Plan, finish: Finish, write_mod
     ],
 )
 def test_a_reward_that_misbehaves_stops_its_pipeline_with_one_line(
-    make_plan: Plan, finish: Finish, write_module: Write, body: str, text: str
+    make_config: Plan, finish: Finish, write_module: Write, body: str, text: str
 ) -> None:
     name = write_module(f"def score({VERL}):\n    {body}\n")
     with pytest.raises(PipelineError, match=text) as caught:
-        run(make_plan(reward=f"{name}:score", reward_timeout_s=0.2 if "0.2 s" in text else 60.0), finish)
+        run(make_config(reward=f"{name}:score", reward_timeout_s=0.2 if "0.2 s" in text else 60.0), finish)
     assert "\n" not in str(caught.value)
     assert f"reward {name}:score" in str(caught.value)
 
 
-def test_a_swallowed_alarm_rings_again(make_plan: Plan, finish: Finish, write_module: Write) -> None:
+def test_a_swallowed_alarm_rings_again(make_config: Plan, finish: Finish, write_module: Write) -> None:
     name = write_module(f"""
         import time
         def score({VERL}):
@@ -114,7 +114,7 @@ def test_a_swallowed_alarm_rings_again(make_plan: Plan, finish: Finish, write_mo
                 time.sleep(30)
     """)
     with pytest.raises(PipelineError, match="did not return within"):
-        run(make_plan(reward=f"{name}:score", reward_timeout_s=0.05), finish)
+        run(make_config(reward=f"{name}:score", reward_timeout_s=0.05), finish)
 
 
 @pytest.mark.parametrize(
@@ -126,21 +126,21 @@ def test_a_swallowed_alarm_rings_again(make_plan: Plan, finish: Finish, write_mo
     ],
 )
 def test_a_group_reward_that_misbehaves_is_named(
-    make_plan: Plan, finish: Finish, write_module: Write, body: str, text: str
+    make_config: Plan, finish: Finish, write_module: Write, body: str, text: str
 ) -> None:
     name = write_module(f"def score(prompts, completions, **columns):\n    {body}\n")
     with pytest.raises(PipelineError, match=text):
-        run(make_plan(reward=f"{name}:score"), finish)
+        run(make_config(reward=f"{name}:score"), finish)
 
 
-def test_an_awaitable_that_hangs_is_named(make_plan: Plan, finish: Finish, write_module: Write) -> None:
+def test_an_awaitable_that_hangs_is_named(make_config: Plan, finish: Finish, write_module: Write) -> None:
     name = write_module(f"""
         import asyncio
         async def score({VERL}):
             await asyncio.Event().wait()
     """)
     with pytest.raises(PipelineError, match=r"sample 0 did not return within 0.1 s"):
-        run(make_plan(reward=f"{name}:score", reward_timeout_s=0.1), finish)
+        run(make_config(reward=f"{name}:score", reward_timeout_s=0.1), finish)
 
 
 def test_a_reward_that_cannot_be_loaded_is_a_users_error(write_module: Write) -> None:
@@ -170,14 +170,16 @@ def test_a_module_that_fails_to_import_is_a_users_error(write_module: Write, sou
         load_reward(f"{write_module(source)}:score")
 
 
-def test_an_environment_that_raises_is_named(make_plan: Plan, finish: Finish, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_environment_that_raises_is_named(
+    make_config: Plan, finish: Finish, monkeypatch: pytest.MonkeyPatch
+) -> None:
     from rlmux.rl.tasks.calculator import Calculator
 
     async def broken(self: Calculator, turn: str) -> str | None:
         raise KeyError("tool")
 
     monkeypatch.setattr(Calculator, "reply", broken)
-    host = PipelineEnv(make_plan("calculator"))
+    host = PipelineEnv(make_config("calculator"))
     turn = finish(host.begin_step(1)[1], (CharVocabulary().encode("<1+1>"), True))
     with pytest.raises(PipelineError, match=r"the environment at step 1 prompt 0 sample 1 raised KeyError"):
         host.on_turns([turn])

@@ -49,13 +49,13 @@ def submission(name: str, *, num_steps: int = 2, task: str = "sort", seed: int =
     algorithm = AlgorithmConfig(
         prompts_per_step=4, group_size=4, micro_batch_size=4, kl_coef=0.01, staleness=changes.pop("staleness", 0)
     )
-    plan = TrainingConfig(
+    config = TrainingConfig(
         name=name,
         seed=seed,
         num_steps=num_steps,
         model=ModelConfig(hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1, intermediate_size=64),
         task=TaskConfig(name=task, **changes.pop("task_fields", {})),
-        warm_start=SftWarmupConfig(num_updates=4, batch_size=16),
+        sft_warmup=SftWarmupConfig(num_updates=4, batch_size=16),
         algorithm=algorithm,
         rollout=RolloutConfig(max_new_tokens=changes.pop("max_new_tokens", 16), num_slots=8),
     )
@@ -68,7 +68,7 @@ def submission(name: str, *, num_steps: int = 2, task: str = "sort", seed: int =
         num_rollout_nodes=changes.pop("num_rollout_nodes", 1),
     )
     assert not changes, changes
-    return Submission(pipeline=pipeline, plan=plan)
+    return Submission(pipeline=pipeline, config=config)
 
 
 def cluster(*, rollout: int = 1, train: int = 1) -> Cluster:

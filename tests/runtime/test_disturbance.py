@@ -77,7 +77,7 @@ def story(policy: str, seed: int) -> list[Any]:
             estimate=PhaseSeconds(rollout_s=rollout_s, train_s=train_s),
             slo_slowdown=given.uniform(1.2, 3.0),
         )
-        submissions.append(Submission(pipeline=pipeline, plan=TrainingConfig(name=name), submit_at_s=at_s))
+        submissions.append(Submission(pipeline=pipeline, config=TrainingConfig(name=name), submit_at_s=at_s))
         if given.random() < 0.4:
             cancels.append((at_s + given.uniform(50.0, 1500.0), name))
     scheduler = Scheduler(Cluster(pools=pools), POLICIES[policy]())

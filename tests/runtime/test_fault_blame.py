@@ -63,8 +63,8 @@ def alone(real, good, tmp_path_factory):
 def bad(real, name: str):
     submission = real.submission(name, seed=3, num_steps=6)
     limit_s = 0.3 if name == "hangs" else 60.0  # the others are to fail of what they do, on a busy machine too
-    task = replace(submission.plan.task, reward=f"my_bad_rewards:{name}", reward_timeout_s=limit_s)
-    return replace(submission, plan=replace(submission.plan, task=task))
+    task = replace(submission.config.task, reward=f"my_bad_rewards:{name}", reward_timeout_s=limit_s)
+    return replace(submission, config=replace(submission.config, task=task))
 
 
 def test_whatever_user_code_does_its_pipeline_alone_fails(real, make_backend, good, alone, tmp_path, monkeypatch):
@@ -85,8 +85,8 @@ def test_whatever_user_code_does_its_pipeline_alone_fails(real, make_backend, go
 
 def test_numbers_that_blow_up_fail_their_pipeline(real, make_backend, good, alone, tmp_path):
     submission = real.submission("wild", seed=3, num_steps=6)
-    algorithm = replace(submission.plan.algorithm, learning_rate=1e30)
-    wild = replace(submission, plan=replace(submission.plan, algorithm=algorithm))
+    algorithm = replace(submission.config.algorithm, learning_rate=1e30)
+    wild = replace(submission, config=replace(submission.config, algorithm=algorithm))
     run = real.run(tmp_path / "run", [wild, good], make_backend=make_backend)
     assert run.status == {"wild": "failed", "good": "finished"}
     (failure,) = [event for event in run.recorder.events if isinstance(event, PipelineFailed)]

@@ -59,7 +59,7 @@ policy: rollmux
 defaults:
   steps: 4
   model: {hidden_size: 32, layers: 2, heads: 2, kv_heads: 1, intermediate_size: 64}
-  warm_start: {updates: 4, batch_size: 16}
+  sft_warmup: {updates: 4, batch_size: 16}
   rollout: {max_new_tokens: 16, slots: 8}
   algorithm: {prompts_per_step: 4, group_size: 4, micro_batch_size: 4}
 pipelines:

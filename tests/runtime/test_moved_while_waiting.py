@@ -10,15 +10,15 @@ from rlmux.runtime.workers import EnvWorker, RolloutChunk, RolloutWorker
 
 
 def test_a_reply_may_come_with_the_trajectory_that_it_is_for(real, one_thread):
-    plan = real.submission("moved", task="guess", max_new_tokens=24).plan
-    requests, is_single_turn = EnvWorker(plan).begin_step(1)
+    config = real.submission("moved", task="guess", max_new_tokens=24).config
+    requests, is_single_turn = EnvWorker(config).begin_step(1)
     assert not is_single_turn
     requests = [replace(request, stop_tokens=tuple(range(8))) for request in requests[:8]]  # one comes soon
     chunk = RolloutChunk(
         weights=None, requests=requests, partials=(), replies=(), released=(), max_decode_steps=1000,
         max_seconds=60.0, is_load_needed=False,
     )  # fmt: skip
-    source, target = RolloutWorker(plan), RolloutWorker(plan)
+    source, target = RolloutWorker(config), RolloutWorker(config)
     source.run_chunk(chunk)
     partials = source.take_partials(True)
     waiting = [partial for partial in partials if partial.is_waiting_for_reply]

@@ -11,7 +11,9 @@ from rlmux.runtime.memory import with_footprint
 
 KINDS = ("dense", "tail", "update")
 HELPFUL = SharingTable.of(
-    SharingEntry(sub_stage_a=a, sub_stage_b=b, device_fraction=0.75, slowdown_a=1.2, slowdown_b=1.5) for a in KINDS for b in KINDS
+    SharingEntry(sub_stage_a=a, sub_stage_b=b, device_fraction=0.75, slowdown_a=1.2, slowdown_b=1.5)
+    for a in KINDS
+    for b in KINDS
 )
 """As if sharing helped every pair. On one core none does; what is computed does not mind."""
 

@@ -50,7 +50,7 @@ class Pair:
     def trainer(self, name: str) -> Any:
         return self.workplace.workers[f"{name}/train"]
 
-    def warm_start(self, order: int, name: str, *, after: str | None = None) -> None:
+    def sft_warmup(self, order: int, name: str, *, after: str | None = None) -> None:
         self.backend.execute(
             RunStage(
                 order=OrderId(order),
@@ -76,10 +76,10 @@ class Pair:
 
 def test_the_time_in_which_others_leave_is_part_of_the_switch(real: Any, tmp_path: Any, monkeypatch: Any) -> None:
     pair = Pair(real, tmp_path, 100.0)
-    pair.warm_start(1, "a")
+    pair.sft_warmup(1, "a")
     pair.trained("a")
     monkeypatch.setattr(pair.backend, "now_s", lambda: 10.0)
-    pair.warm_start(2, "b", after="a")
+    pair.sft_warmup(2, "b", after="a")
     assert pair.trainer("b").asked() == [], "the device is not free yet"
     monkeypatch.setattr(pair.backend, "now_s", lambda: 12.0)
     pair.trainer("a").answer("offload", 0)
@@ -90,11 +90,11 @@ def test_the_time_in_which_others_leave_is_part_of_the_switch(real: Any, tmp_pat
 
 def test_only_a_state_on_disk_is_read_ahead(real: Any, tmp_path: Any) -> None:
     pair = Pair(real, tmp_path, 5.0)
-    pair.warm_start(1, "a")
+    pair.sft_warmup(1, "a")
     pair.trained("a")
     pair.prefetch("a")
     assert pair.trainer("a").asked() == [], "it is on its device"
-    pair.warm_start(2, "b", after="a")
+    pair.sft_warmup(2, "b", after="a")
     (spill_to,) = pair.trainer("a").answer("offload", 0)
     assert spill_to is not None
     pair.prefetch("a")
@@ -103,9 +103,9 @@ def test_only_a_state_on_disk_is_read_ahead(real: Any, tmp_path: Any) -> None:
 
 def test_a_state_in_host_memory_is_not_read_ahead(real: Any, tmp_path: Any) -> None:
     pair = Pair(real, tmp_path, 100.0)
-    pair.warm_start(1, "a")
+    pair.sft_warmup(1, "a")
     pair.trained("a")
-    pair.warm_start(2, "b", after="a")
+    pair.sft_warmup(2, "b", after="a")
     assert pair.trainer("a").answer("offload", 0) == (None,)
     pair.prefetch("a")
     assert pair.trainer("a").asked() == []

@@ -16,8 +16,8 @@ def test_a_rollout_whose_slots_all_wait_for_tools_asks_nothing_of_its_worker(rea
     """16 trajectories on 8 slots: while 8 wait for the tool, 8 wait for them."""
     slow = real.submission("slow", task="calculator", num_steps=1, task_fields={"params": {"digits": 1, "wait_s": 0.5}})
     # Long enough for it to learn to ask.
-    plan = replace(slow.plan, warm_start=SftWarmupConfig(num_updates=100, batch_size=32, learning_rate=5e-3))
-    run = real.run(tmp_path, [replace(slow, plan=plan)], make_backend=make_backend)
+    config = replace(slow.config, sft_warmup=SftWarmupConfig(num_updates=100, batch_size=32, learning_rate=5e-3))
+    run = real.run(tmp_path, [replace(slow, config=config)], make_backend=make_backend)
     assert run.status == {"slow": "finished"}, run.scheduler.state.runs["slow"].reason
     rollouts = {a.order for a in run.recorder.actions if isinstance(a, RunStage) and a.stage is Stage.GENERATE}
     stalled = [
@@ -32,8 +32,8 @@ def test_a_rollout_whose_slots_all_wait_for_tools_asks_nothing_of_its_worker(rea
 def test_devices_go_to_others_while_tools_work_and_the_weights_are_the_same(real, make_backend, tmp_path):
     def given() -> list[Any]:
         slow = real.submission("slow", task="calculator", task_fields={"params": {"digits": 1, "wait_s": 0.5}})
-        plan = replace(slow.plan, warm_start=SftWarmupConfig(num_updates=100, batch_size=32, learning_rate=5e-3))
-        return [replace(slow, plan=plan), real.submission("busy", num_steps=6)]
+        config = replace(slow.config, sft_warmup=SftWarmupConfig(num_updates=100, batch_size=32, learning_rate=5e-3))
+        return [replace(slow, config=config), real.submission("busy", num_steps=6)]
 
     one = Cluster(pools={"core": Pool(name="core", phase=Phase.TRAIN, num_nodes=1)})
     shared = real.run(tmp_path / "jigsaw", given(), policy="jigsaw", on=one, make_backend=make_backend)

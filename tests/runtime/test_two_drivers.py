@@ -81,7 +81,7 @@ def test_simulator_and_controller_make_identical_decisions(cluster, pipelines, p
     backend = FakeBackend(
         lambda action: getattr(PHASES[action.pipeline], "rollout_s" if action.stage is Stage.GENERATE else "train_s")
     )
-    submissions = [Submission(pipeline=one, plan=TrainingConfig(name=one.id)) for one in pipelines]
+    submissions = [Submission(pipeline=one, config=TrainingConfig(name=one.id)) for one in pipelines]
     assert Controller(Scheduler(cluster, controlled), backend, None).run(submissions)
 
     assert len(controlled.decisions) >= len(PHASES) * (1 + 2 * NUM_STEPS)

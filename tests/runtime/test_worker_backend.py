@@ -31,7 +31,7 @@ class Rollout:
         nodes = (NodeId("rollout", 0), NodeId("rollout", 1))
         placement = Placement(group=GroupId(1), rollout_nodes=nodes, train_nodes=(NodeId("train", 0),))
         self.backend.execute(Admit(pipeline=PipelineId("p"), placement=placement, kind=AdmissionKind.NEW))
-        host = PipelineEnv(submission.plan)
+        host = PipelineEnv(submission.config)
         self.requests, self.is_single_turn = host.begin_step(1), host.is_single_turn
 
     def run(self, order: int, device: DeviceId) -> None:

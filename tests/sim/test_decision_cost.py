@@ -14,7 +14,7 @@ from rlmux.policies import POLICIES
 from rlmux.sim.decision_cost import Decisions, Stopwatch
 from rlmux.sim.models.neighbours import Neighbours
 from rlmux.sim.simulator import simulate
-from rlmux.sim.sweep import Task, run_task
+from rlmux.sim.sweep import SimRun, run_simulation
 from rlmux.sim.workloads.arrivals import Arrival, Workload
 from rlmux.sim.world import TrueSeconds
 
@@ -87,9 +87,9 @@ def test_a_stopwatch_changes_nothing_and_finds_what_each_kind_takes():
 
 def test_a_task_counts_decisions_when_told_to_and_cores_where_devices_are_some():
     neighbours = Neighbours(device="cpu: some", measured={}, is_one_machine=True)
-    task = Task(workload=replace(workload(2), neighbours=neighbours), policy="rollmux")
+    task = SimRun(workload=replace(workload(2), neighbours=neighbours), policy="rollmux")
     assert (neighbours.are_cores, replace(neighbours, device="a GPU").are_cores) == (True, False)
-    assert run_task(replace(task, counts_decisions=True)).hours > run_task(task).hours
+    assert run_simulation(replace(task, counts_decisions=True)).hours > run_simulation(task).hours
 
 
 def test_the_command_counts_them_when_told_to(capsys):

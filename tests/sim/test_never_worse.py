@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 
 from rlmux.core.model import Cluster
-from rlmux.sim.sweep import Task, run_task
+from rlmux.sim.sweep import SimRun, run_simulation
 from rlmux.sim.workloads import catalog
 from rlmux.sim.world import STEADY
 
@@ -46,7 +46,7 @@ def judged(workload):
     """By policy: seconds, or dollars where pipelines leave at given times; infinite for who does not keep its word."""
     figures = {}
     for name in POLICIES:
-        result = run_task(Task(workload=workload, policy=name))
+        result = run_simulation(SimRun(workload=workload, policy=name))
         has_departures = workload.end_s is not None
         is_done = has_departures or all(
             one.steps == arrival.pipeline.num_steps

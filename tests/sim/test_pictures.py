@@ -11,7 +11,7 @@ from rlmux.core.model import DeviceId, Stage
 from rlmux.report.charts import Bar, Line, Row, distribution, gantt_chart, line_chart, tick_text
 from rlmux.sim import api, pictures
 from rlmux.sim.metrics import Span
-from rlmux.sim.sweep import Task, run_task
+from rlmux.sim.sweep import SimRun, run_simulation
 from rlmux.sim.workloads import catalog
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -79,7 +79,7 @@ def test_a_sweep_writes_pictures_and_a_page_that_needs_no_network(tmp_path):
 
 def test_a_groups_gantt_shows_its_devices():
     made = catalog.load("micro-b")
-    result = run_task(Task(workload=made, policy="rollmux", spans_until_s=3000.0))
+    result = run_simulation(SimRun(workload=made, policy="rollmux", spans_until_s=3000.0))
     lanes = texts(pictures.gantt(result.spans, title="micro-b"))
     assert {"h20 0.0", "h20 1.0", "h800 0.0"} <= set(lanes)
 
@@ -96,7 +96,7 @@ def test_pixels_without_the_extra_are_refused_by_name_and_the_rest_is_written(mo
     monkeypatch.setattr(pictures, "can_draw_pixels", lambda: False)
     with pytest.raises(UserError, match=r"pip install 'rlmux\[png\]'"):
         pictures.png("<svg/>")
-    result = run_task(Task(workload=catalog.load("micro-a:num_steps=2"), policy="rollmux"))
+    result = run_simulation(SimRun(workload=catalog.load("micro-a:num_steps=2"), policy="rollmux"))
     written = pictures.write_pictures({"rollmux": [result]}, tmp_path, title="t")
     assert {path.suffix for path in written} == {".svg", ".html"}
 

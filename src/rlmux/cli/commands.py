@@ -402,7 +402,7 @@ def profile(
     folder = out.absolute().parent
     if out.is_dir() or not folder.is_dir():
         raise UserError(f"--out {out}: accepted: a file in a folder that exists")
-    plans = [one.plan for one in inputs.load_for_run(file, None, None).pipelines] if file else []
+    plans = [one.config for one in inputs.load_for_run(file, None, None).pipelines] if file else []
     plans = plans or [switch_costs.usual_plan(device)]
     with progress.bar("pairs", is_quiet=json) as report_progress:
         table = profiling.measure(device, progress=report_progress, **(profiling.QUICK if quick else {}))

@@ -56,7 +56,7 @@ class Live:
 
     def __init__(self, spec: Spec, *, is_quiet: bool) -> None:
         self._is_quiet = is_quiet
-        self._rows = {given.pipeline.id: _PipelineRow(num_steps=given.plan.num_steps) for given in spec.pipelines}
+        self._rows = {given.pipeline.id: _PipelineRow(num_steps=given.config.num_steps) for given in spec.pipelines}
         self._holder_by_device: dict[str, str] = {
             f"{pool.name}-{node}.{device}": ""
             for pool in spec.cluster.pools.values()

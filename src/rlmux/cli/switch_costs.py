@@ -1,6 +1,6 @@
 """What switches of the file's own states cost here: measured, kept in the profile, and told to the scheduler.
 
-    measure ──▶ SwitchTimes ──▶ profile.json "switches" ──load──▶ SwitchCosts ──estimate_of(plan)──▶ Pipeline.switch
+    measure ──▶ SwitchTimes ──▶ profile.json "switches" ──load──▶ SwitchCosts ──estimate_of(config)──▶ Pipeline.switch
 
 A state of another size takes time in proportion to its bytes, after the measured one whose size is nearest. In a pool
 that spills, a switch counts as one from disk, until the run has seen what its own take.
@@ -42,7 +42,7 @@ def usual_plan(device: str) -> TrainingConfig:
 
 
 def measure(
-    plans: Sequence[TrainingConfig],
+    configs: Sequence[TrainingConfig],
     device: str,
     folder: Path,
     *,
@@ -50,7 +50,7 @@ def measure(
     progress: Callable[[int, int], None] | None = None,
 ) -> dict[str, list[SwitchTimes]]:
     """By pipeline; those whose states are alike are measured once. `folder`: on the disk that states spill to."""
-    unlike = list({footprint_of(plan): plan for plan in reversed(plans)}.values())[::-1]
+    unlike = list({footprint_of(config): config for config in reversed(configs)}.values())[::-1]
     measured: dict[str, list[SwitchTimes]] = {}
     num_done = 0
 
@@ -60,8 +60,8 @@ def measure(
         if progress is not None:
             progress(num_done, 2 * num_rounds * len(unlike))
 
-    for plan in unlike:
-        measured[plan.name] = switch_times(plan, device, folder, num_rounds=num_rounds, tick=tick)
+    for config in unlike:
+        measured[config.name] = switch_times(config, device, folder, num_rounds=num_rounds, tick=tick)
     return measured
 
 
@@ -114,7 +114,7 @@ class SwitchCosts:
 
     def applied_to(self, submission: Submission, cluster: Cluster) -> Submission:
         """The submission, its pipeline told what its switches take."""
-        footprint = footprint_of(submission.plan)
+        footprint = footprint_of(submission.config)
         seconds = {
             phase: self.seconds(phase, size or 0.0, is_spilled=_spills(cluster, phase))
             for phase, size in (

@@ -144,7 +144,8 @@ def _parser(run: Spec, costs: CountSwitches) -> ParseSubmission:
 def submissions(spec: Spec) -> list[Submission]:
     """The file's pipelines as the runtime takes them."""
     return [
-        Submission(pipeline=given.pipeline, plan=given.plan, submit_at_s=given.submit_at_s) for given in spec.pipelines
+        Submission(pipeline=given.pipeline, config=given.config, submit_at_s=given.submit_at_s)
+        for given in spec.pipelines
     ]
 
 
@@ -177,7 +178,7 @@ def _make_importable(folder: Path, *, is_late: bool = False) -> None:
 def _check_reward_modules(spec: Spec) -> None:
     """Raises UserError for a reward module that another folder's module of the same name hides."""
     for given in spec.pipelines:
-        module = (given.plan.task.reward or "").partition(":")[0].partition(".")[0]
+        module = (given.config.task.reward or "").partition(":")[0].partition(".")[0]
         own = [path for path in (spec.code_folder / f"{module}.py", spec.code_folder / module) if path.exists()]
         found = importlib.util.find_spec(module) if module and own else None
         if found is not None and found.origin and not Path(found.origin).is_relative_to(spec.code_folder):

@@ -66,7 +66,7 @@ class PipelineSpec:
     pipeline: Pipeline
     """For the scheduler."""
     training: TrainingConfig | None
-    """For hosts and engines; None where the file names no task, which is enough to plan."""
+    """For hosts and engines; None where the file names no task, which is enough to config."""
     submit_at_s: float
     num_rollout_workers: int
     num_train_workers: int
@@ -76,7 +76,7 @@ class PipelineSpec:
         return str(self.pipeline.id)
 
     @property
-    def plan(self) -> TrainingConfig:
+    def config(self) -> TrainingConfig:
         """What it trains; only for a file read with Purpose.RUN, whose pipelines all have one."""
         if self.training is None:
             raise SpecError(f"pipeline {self.name} names no task: it can be planned, not run")
@@ -311,7 +311,7 @@ class _Builder:
                 id=PipelineId(given.name),
                 num_steps=given.steps,
                 stages=tuple(stages),
-                has_sft_warmup=given.warm_start.updates > 0,
+                has_sft_warmup=given.sft_warmup.updates > 0,
                 num_rollout_nodes=self._num_nodes(path, "rollout", given.rollout.workers, cluster),
                 num_train_nodes=self._num_nodes(path, "train", given.train.workers, cluster),
                 estimate=estimate,
@@ -370,10 +370,10 @@ class _Builder:
             num_steps=given.steps,
             model=self._model((*path, "model"), given.model),
             task=self._task((*path, "task"), given.task, given.seed),
-            warm_start=SftWarmupConfig(
-                num_updates=given.warm_start.updates,
-                batch_size=given.warm_start.batch_size,
-                learning_rate=given.warm_start.learning_rate,
+            sft_warmup=SftWarmupConfig(
+                num_updates=given.sft_warmup.updates,
+                batch_size=given.sft_warmup.batch_size,
+                learning_rate=given.sft_warmup.learning_rate,
             ),
             algorithm=AlgorithmConfig(
                 **algorithm.model_dump(exclude={"adam_betas"}),

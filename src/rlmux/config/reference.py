@@ -16,7 +16,7 @@ SECTIONS: tuple[tuple[str, type[BaseModel]], ...] = (
     ("`pipelines[]` and `defaults`", schema.PipelineModel),
     ("`model`", schema.ModelModel),
     ("`task`", schema.TaskModel),
-    ("`warm_start`", schema.WarmStartModel),
+    ("`sft_warmup`", schema.WarmStartModel),
     ("`algorithm`", schema.AlgorithmModel),
     ("`rollout`", schema.RolloutModel),
     ("`train`", schema.TrainModel),

@@ -3,7 +3,7 @@
     SpecFile ── cluster ── pools ── PoolModel
              ── policy
              ── defaults            (merged under the pipelines and gone before the check)
-             ── pipelines ── PipelineModel ── model, task, warm_start, algorithm, rollout, train,
+             ── pipelines ── PipelineModel ── model, task, sft_warmup, algorithm, rollout, train,
                                               estimate, footprint
 
 Names are those of `rl/config.py` and `core/model.py`; a count drops its `num_`. Default values are theirs,
@@ -308,7 +308,7 @@ class PipelineModel(_Mapping):
     """What is trained."""
     task: TaskModel | None = Field(default=None, json_schema_extra={"accepted": "a task's name, or a mapping"})
     """Where prompts come from and how answers are scored. Needed by `run`."""
-    warm_start: WarmStartModel = WarmStartModel()
+    sft_warmup: WarmStartModel = WarmStartModel()
     """Supervised training before RL."""
     algorithm: AlgorithmModel = Field(
         default=AlgorithmModel(), json_schema_extra={"accepted": "an algorithm's name, or a mapping"}

@@ -57,7 +57,7 @@ class Curve:
 
 
 @dataclass(frozen=True, slots=True)
-class Remaining:
+class RemainingTime:
     """When a share will end, as solo seconds from now."""
 
     low_s: float
@@ -127,17 +127,17 @@ class StepEstimates:
         """Sequences that a share begins with."""
         return max((curve.peak for curve in self.curves), default=None)
 
-    def remaining(self, num_active: int | None, run_s: float) -> Remaining:
+    def remaining_time(self, num_active: int | None, run_s: float) -> RemainingTime:
         """Until the end, of a share that has run `run_s` and has `num_active` left (None: no report yet)."""
         curves = self.curves
         if not curves:
             left_s = max(self.rollout_s - run_s, 0.05 * self.rollout_s)
-            return Remaining(0.5 * left_s, left_s, 2.0 * left_s)
+            return RemainingTime(0.5 * left_s, left_s, 2.0 * left_s)
         if num_active is None:
             ends = sorted(max(curve.end_s - run_s, 0.02 * curve.end_s) for curve in curves)
         else:
             ends = sorted(curve.end_s - curve.time_to(num_active) for curve in curves)
-        return Remaining(ends[0], _median(ends), ends[-1])
+        return RemainingTime(ends[0], _median(ends), ends[-1])
 
 
 def tail_count(peak: int) -> int:

@@ -82,7 +82,7 @@ class Stage(StrEnum):
 
     __hash__ = str.__hash__  # as above
 
-    SFT_WARMUP = "warm_start"
+    SFT_WARMUP = "sft_warmup"
     GENERATE = "generate"
     REWARD = "reward"
     REFERENCE_LOGPROBS = "reference_logprobs"

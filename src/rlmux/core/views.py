@@ -366,7 +366,7 @@ class GroupView:
             num_active, run_s = run.history.live(device)
             if not isinstance(share, ReadyWork):
                 run_s += OrderView(self._state.orders[share]).solo_s(self.now_s)
-            left_s = max(left_s, estimates.remaining(num_active, run_s).low_s)
+            left_s = max(left_s, estimates.remaining_time(num_active, run_s).low_s)
         return left_s
 
     def _laxity_s(self, run: PipelineRun) -> float:

@@ -1,13 +1,13 @@
 """Trains one pipeline's model, one micro-batch at a time.
 
-    warm_start ─▶ version 0 ─┬─▶ begin_step(n) ─▶ reference_logprobs ─▶ old_logprobs ─▶ update ─▶ version n
+    sft_warmup ─▶ version 0 ─┬─▶ begin_step(n) ─▶ reference_logprobs ─▶ old_logprobs ─▶ update ─▶ version n
                              │                       (kl_coef > 0)                                   │
                              └─────────────────────────────────── n + 1 ◀────────────────────────────┘
 
 A stage is a generator that stops after each micro-batch; `run_stage` lets it go on until its time is up, so
 every call is bounded by one micro-batch more than asked.
 
-Invariants: the weights after step n are a function of the plan and of the batches 1 .. n, however the stages
+Invariants: the weights after step n are a function of the config and of the batches 1 .. n, however the stages
 were cut into calls, offloaded, or restored in between. A checkpoint holds what the last optimizer step left.
 No optimizer step is made with a loss or gradient that is not finite.
 """
@@ -43,7 +43,7 @@ from rlmux.rl.types import TrainingBatch, TrainReport, Trajectory
 from rlmux.rl.vocabulary import Vocabulary, load_vocabulary
 
 SFT_WARMUP, REFERENCE_LOGPROBS, OLD_LOGPROBS, UPDATE = STAGES = (
-    "warm_start",
+    "sft_warmup",
     "reference_logprobs",
     "old_logprobs",
     "update",
@@ -76,32 +76,32 @@ class _Step:
 class TorchTrainEngine:
     """One rank's `TrainEngine` in torch, float32."""
 
-    def __init__(self, plan: TrainingConfig, *, vocabulary: Vocabulary | None = None, device: str = "cpu") -> None:
-        if plan.algorithm.name not in ALGORITHMS:
-            raise UserError(f"algorithm.name: {plan.algorithm.name!r}; accepted: {', '.join(ALGORITHMS)}")
-        self._plan = plan
+    def __init__(self, config: TrainingConfig, *, vocabulary: Vocabulary | None = None, device: str = "cpu") -> None:
+        if config.algorithm.name not in ALGORITHMS:
+            raise UserError(f"algorithm.name: {config.algorithm.name!r}; accepted: {', '.join(ALGORITHMS)}")
+        self._config = config
         self._device = torch.device(device)
-        self._vocabulary = load_vocabulary(plan.model) if vocabulary is None else vocabulary
-        model: nn.Module = build_model(plan.model, self._vocabulary.vocab_size, plan.seed)
+        self._vocabulary = load_vocabulary(config.model) if vocabulary is None else vocabulary
+        model: nn.Module = build_model(config.model, self._vocabulary.vocab_size, config.seed)
         self._model = model.to(self._device)
         self._flat = FlatParameters(self._model)
         self._optimizer = AdamW(
             self._flat.weights,
-            betas=plan.algorithm.adam_betas,
-            weight_decay=plan.algorithm.weight_decay,
+            betas=config.algorithm.adam_betas,
+            weight_decay=config.algorithm.weight_decay,
         )
         self._reference: Tensor | None = None
         """Weights of version 0, once the warm start is over; only with a KL penalty."""
         self._gradient_sum = TreeSum()
         self._version = 0
-        self._warm_start_updates = 0
+        self._sft_warmup_updates = 0
         self._warm_start: _Work | None = None
         self._step: _Step | None = None
         self._offloaded: Offloaded | None = None
         self._sha256: tuple[tuple[int, int], str] | None = None
         """Of the weights that so many updates left: wanted by whoever publishes them and by whoever keeps them."""
         self._file_by_name: dict[str, bytes] = {}
-        if plan.warm_start.num_updates == 0:
+        if config.sft_warmup.num_updates == 0:
             self._end_warm_start()
 
     @property
@@ -112,19 +112,19 @@ class TorchTrainEngine:
     @property
     def is_warm(self) -> bool:
         """The warm start is over."""
-        return self._warm_start_updates == self._plan.warm_start.num_updates
+        return self._sft_warmup_updates == self._config.sft_warmup.num_updates
 
     def begin_step(self, batch: TrainingBatch) -> None:
         """Take the batch of a step; a token that breaks the staleness bound is a `PipelineError`."""
         if not self.is_warm or batch.step != self._version + 1:
             raise IllegalTransitionError(
-                f"pipeline {self._plan.name}: step {batch.step} was to begin at version {self._version}, "
-                f"{self._warm_start_updates} of {self._plan.warm_start.num_updates} warm-start updates done"
+                f"pipeline {self._config.name}: step {batch.step} was to begin at version {self._version}, "
+                f"{self._sft_warmup_updates} of {self._config.sft_warmup.num_updates} warm-start updates done"
             )
-        expected = self._plan.algorithm.prompts_per_step * self._plan.algorithm.group_size
+        expected = self._config.algorithm.prompts_per_step * self._config.algorithm.group_size
         if len(batch.trajectories) != expected or len(batch.advantages) != expected:
             raise IllegalTransitionError(
-                f"pipeline {self._plan.name}: step {batch.step} came with {len(batch.trajectories)} "
+                f"pipeline {self._config.name}: step {batch.step} came with {len(batch.trajectories)} "
                 f"trajectories and {len(batch.advantages)} advantages instead of {expected}"
             )
         sequences = [
@@ -134,7 +134,7 @@ class TorchTrainEngine:
         self._gradient_sum = TreeSum()
         self._step = _Step(
             number=batch.step,
-            micro_batches=cut(sequences, self._plan.algorithm.micro_batch_size, self._vocabulary.pad_token),
+            micro_batches=cut(sequences, self._config.algorithm.micro_batch_size, self._vocabulary.pad_token),
         )
 
     def run_stage(self, stage: str, *, max_seconds: float) -> TrainReport:
@@ -149,7 +149,7 @@ class TorchTrainEngine:
             except torch.OutOfMemoryError as error:
                 raise PipelineError(
                     f"{self._place(stage)}: out of device memory with algorithm.micro_batch_size "
-                    f"{self._plan.algorithm.micro_batch_size}: {' '.join(str(error).split())[:160]}"
+                    f"{self._config.algorithm.micro_batch_size}: {' '.join(str(error).split())[:160]}"
                 ) from error
             if done_tokens is None:
                 work.is_done = True
@@ -176,7 +176,7 @@ class TorchTrainEngine:
     def weights_sha256(self) -> str:
         """Hash of all parameters in name order."""
         self._require_resident()
-        updates = (self._warm_start_updates, self._version)
+        updates = (self._sft_warmup_updates, self._version)
         if self._sha256 is None or self._sha256[0] != updates:
             self._sha256 = updates, weights_sha256(self._flat.named())
         return self._sha256[1]
@@ -194,9 +194,9 @@ class TorchTrainEngine:
             tensors["reference.safetensors"] = self._flat.named(self._reference)
         return TrainSnapshot(
             state={
-                "pipeline": self._plan.name,
+                "pipeline": self._config.name,
                 "version": self._version,
-                "warm_start_updates": self._warm_start_updates,
+                "warm_start_updates": self._sft_warmup_updates,
                 "optimizer_updates": self._optimizer.num_updates,
                 "weights_sha256": self.weights_sha256(),
             },
@@ -212,14 +212,14 @@ class TorchTrainEngine:
         moments, _ = read_tensors(folder / "optimizer.safetensors")
         mine = {name: tensor.shape for name, tensor in self._flat.named().items()}
         if {name: tensor.shape for name, tensor in weights.items()} != mine:
-            raise CheckpointError(f"{folder} holds another model than pipeline {self._plan.name} trains")
+            raise CheckpointError(f"{folder} holds another model than pipeline {self._config.name} trains")
         self._flat.copy_from(weights)
         self._sha256 = None
         self._optimizer.first_moment.copy_(moments["first_moment"])
         self._optimizer.second_moment.copy_(moments["second_moment"])
         self._optimizer.num_updates = int(state["optimizer_updates"])
         self._version = int(state["version"])
-        self._warm_start_updates = int(state["warm_start_updates"])
+        self._sft_warmup_updates = int(state["warm_start_updates"])
         self._warm_start = self._step = None
         self._gradient_sum = TreeSum()
         self._restore_reference(folder / "reference.safetensors")
@@ -280,13 +280,13 @@ class TorchTrainEngine:
         return step.work_by_stage[stage]
 
     def _begin_warm_start(self) -> _Work:
-        config = self._plan.warm_start
-        per_update = -(-config.batch_size // self._plan.algorithm.micro_batch_size)
+        config = self._config.sft_warmup
+        per_update = -(-config.batch_size // self._config.algorithm.micro_batch_size)
         metrics: dict[str, float] = {}
         return _Work(
             micro_batches=self._run_warm_start(metrics),
             total=per_update * config.num_updates,
-            done=per_update * self._warm_start_updates,
+            done=per_update * self._sft_warmup_updates,
             metrics=metrics,
         )
 
@@ -294,11 +294,11 @@ class TorchTrainEngine:
         """Cross-entropy on demonstrations; every sampled token of an update weighs the same."""
         if self.is_warm:
             return
-        plan = self._plan
-        task = make_task(plan.task, seed=plan.seed, vocabulary=self._vocabulary)
+        config = self._config
+        task = make_task(config.task, seed=config.seed, vocabulary=self._vocabulary)
         while not self.is_warm:
-            update = self._warm_start_updates
-            demonstrations = demonstration_batch(plan, task, self._vocabulary, update)
+            update = self._sft_warmup_updates
+            demonstrations = demonstration_batch(config, task, self._vocabulary, update)
             num_sampled = sum(sum(each.is_sampled) for each in demonstrations)
             sequences = [
                 TrainingSequence(
@@ -309,24 +309,24 @@ class TorchTrainEngine:
                 )
                 for each in demonstrations
             ]
-            batches = cut(sequences, plan.algorithm.micro_batch_size, self._vocabulary.pad_token)
+            batches = cut(sequences, config.algorithm.micro_batch_size, self._vocabulary.pad_token)
             total_loss = 0.0
             for place, batch in enumerate(batches):
                 on_device = batch.to(self._device)
                 logprobs, _ = token_logprobs(self._model, on_device, 1.0)
                 total_loss += self._add_gradient(-(logprobs * on_device.weights).sum(), SFT_WARMUP)
                 if place == len(batches) - 1:
-                    rate = _warm_start_rate(plan.warm_start.learning_rate, update, plan.warm_start.num_updates)
+                    rate = _sft_warmup_rate(config.sft_warmup.learning_rate, update, config.sft_warmup.num_updates)
                     metrics["grad_norm"] = self._optimizer_step(rate, SFT_WARMUP)
                     metrics["loss"] = total_loss
-                    self._warm_start_updates += 1
+                    self._sft_warmup_updates += 1
                     if self.is_warm:
                         self._end_warm_start()
                 yield batch.num_tokens
 
     def _end_warm_start(self) -> None:
         self._optimizer.reset()
-        if self._plan.algorithm.kl_coef > 0:
+        if self._config.algorithm.kl_coef > 0:
             self._reference = self._flat.weights.clone()
 
     def _run_reference_logprobs(self, step: _Step, metrics: dict[str, float]) -> Iterator[int]:
@@ -360,7 +360,7 @@ class TorchTrainEngine:
             is_skipped = needed == REFERENCE_LOGPROBS and self._reference is None
             if not is_skipped and not (needed in step.work_by_stage and step.work_by_stage[needed].is_done):
                 raise IllegalTransitionError(f"{self._place(UPDATE)}: {needed} is not done")
-        algorithm = self._plan.algorithm
+        algorithm = self._config.algorithm
         totals = dict.fromkeys(("loss", "kl", "clip_fraction", "stale_token_share"), 0.0)
         num_sampled = sum(len(batch.targets) for batch in step.micro_batches)
         for place, batch in enumerate(step.micro_batches):
@@ -394,7 +394,7 @@ class TorchTrainEngine:
             yield batch.num_tokens
 
     def _forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        return token_logprobs(self._model, batch, self._plan.rollout.temperature)
+        return token_logprobs(self._model, batch, self._config.rollout.temperature)
 
     def _add_gradient(self, loss: Tensor, stage: str) -> float:
         """Backward of one micro-batch; its gradient becomes the tree's next leaf."""
@@ -412,21 +412,21 @@ class TorchTrainEngine:
         norm = float(torch.linalg.vector_norm(gradients))
         if not math.isfinite(norm):
             raise PipelineError(f"{self._place(stage)}: the gradient norm is {norm}; the weights are left as they were")
-        if norm > self._plan.algorithm.grad_clip:
-            gradients.mul_(self._plan.algorithm.grad_clip / norm)
+        if norm > self._config.algorithm.grad_clip:
+            gradients.mul_(self._config.algorithm.grad_clip / norm)
         self._optimizer.update(self._flat.weights, gradients, learning_rate)
         return norm
 
     # What the above stands on.
 
     def _sequence_of(self, trajectory: Trajectory, advantage: float) -> TrainingSequence:
-        algorithm = self._plan.algorithm
+        algorithm = self._config.algorithm
         newest = self._version
         oldest = newest - algorithm.staleness
         for version, is_sampled in zip(trajectory.versions, trajectory.is_sampled, strict=True):
             if is_sampled and not oldest <= version <= newest:
                 raise PipelineError(
-                    f"pipeline {self._plan.name}: {trajectory.id} has a token of weight version {version}; "
+                    f"pipeline {self._config.name}: {trajectory.id} has a token of weight version {version}; "
                     f"step {self._version + 1} accepts {oldest} to {newest} (algorithm.staleness "
                     f"{algorithm.staleness})"
                 )
@@ -437,7 +437,7 @@ class TorchTrainEngine:
             weight=ALGORITHMS[algorithm.name].trajectory_weight(
                 algorithm.prompts_per_step * algorithm.group_size,
                 sum(trajectory.is_sampled),
-                self._plan.rollout.max_new_tokens,
+                self._config.rollout.max_new_tokens,
             ),
             advantage=advantage,
             logprobs=trajectory.logprobs,
@@ -453,7 +453,7 @@ class TorchTrainEngine:
 
     def _require_resident(self) -> None:
         if self._offloaded is not None:
-            raise IllegalTransitionError(f"pipeline {self._plan.name}: the train engine is offloaded")
+            raise IllegalTransitionError(f"pipeline {self._config.name}: the train engine is offloaded")
 
     def _small_files(self) -> Mapping[str, bytes]:
         """The same in every checkpoint of the pipeline."""
@@ -470,7 +470,7 @@ class TorchTrainEngine:
 
     def _restore_reference(self, path: Path) -> None:
         self._reference = None
-        if not self.is_warm or self._plan.algorithm.kl_coef == 0:
+        if not self.is_warm or self._config.algorithm.kl_coef == 0:
             return
         if not path.is_file():
             raise CheckpointError(f"{path} is absent, but algorithm.kl_coef needs the reference weights")
@@ -480,7 +480,7 @@ class TorchTrainEngine:
 
     def _place(self, stage: str) -> str:
         number = self._step.number if self._step is not None else 0
-        return f"pipeline {self._plan.name} step {number} stage {stage}"
+        return f"pipeline {self._config.name} step {number} stage {stage}"
 
 
 def _warmed_up(learning_rate: float, num_updates: int, num_warmup: int) -> float:
@@ -488,7 +488,7 @@ def _warmed_up(learning_rate: float, num_updates: int, num_warmup: int) -> float
     return learning_rate * min(1.0, (num_updates + 1) / (num_warmup + 1))
 
 
-def _warm_start_rate(learning_rate: float, update: int, num_updates: int) -> float:
+def _sft_warmup_rate(learning_rate: float, update: int, num_updates: int) -> float:
     """Rises over the first tenth, then falls along half a cosine to a tenth: the next phase starts small."""
     risen = _warmed_up(learning_rate, update, num_updates // 10)
     return risen * (0.55 + 0.45 * math.cos(math.pi * update / num_updates))

@@ -24,7 +24,7 @@ from rlmux.sim.metrics import SimResult
 from rlmux.sim.models.costs import rollout_costs
 from rlmux.sim.models.lengths import length_distribution
 from rlmux.sim.models.substages import SubStageWorld
-from rlmux.sim.sweep import Progress, Task, sweep
+from rlmux.sim.sweep import Progress, SimRun, sweep
 from rlmux.sim.workloads.substage_pairs import (
     AIME_4B,
     GSM8K_06B,
@@ -51,7 +51,7 @@ _Key = tuple[str, str, int, int]
 
 def reproduce(*, num_seeds: int = 1, progress: Progress | None = None, out: Path | None = None) -> dict[str, Any]:
     """{"paper", "num_seeds", "rows", "workloads": the same by workload}."""
-    work: dict[_Key, Task] = {}
+    work: dict[_Key, SimRun] = {}
     for seed in range(num_seeds):
         _add_pairs(work, seed)
     for number in _SCALES:
@@ -66,7 +66,7 @@ def reproduce(*, num_seeds: int = 1, progress: Progress | None = None, out: Path
     }
 
 
-def _add_pairs(work: dict[_Key, Task], seed: int) -> None:
+def _add_pairs(work: dict[_Key, SimRun], seed: int) -> None:
     for one in HOMOGENEOUS:
         pair = (one, one)
         _add(work, "shared", pair, 8, seed, "colocated", "jigsaw", "mux-rollouts", "mux-all")
@@ -95,10 +95,12 @@ _DEPLOYMENTS: dict[str, dict[str, Any]] = {
 }
 
 
-def _add(work: dict[_Key, Task], how: str, pair: Sequence[Recorded], num_gpus: int, seed: int, *policies: str) -> None:
+def _add(
+    work: dict[_Key, SimRun], how: str, pair: Sequence[Recorded], num_gpus: int, seed: int, *policies: str
+) -> None:
     made = crowd(pair, num_gpus=num_gpus, num_steps=_NUM_STEPS, seed=seed, **_DEPLOYMENTS[how])
     for policy in policies:
-        work[_name(pair), f"{how}/{policy}", num_gpus, seed] = Task(workload=made, policy=policy)
+        work[_name(pair), f"{how}/{policy}", num_gpus, seed] = SimRun(workload=made, policy=policy)
 
 
 def _name(pair: Sequence[Recorded]) -> str:

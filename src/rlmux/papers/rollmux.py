@@ -22,7 +22,7 @@ from rlmux.papers.offline_optimum import OfflineCost, lower_bound_usd_per_hour, 
 from rlmux.policies import POLICIES
 from rlmux.sim.metrics import SimResult
 from rlmux.sim.pictures import write_pictures
-from rlmux.sim.sweep import Progress, Task, run_task, spread
+from rlmux.sim.sweep import Progress, SimRun, run_simulation, spread
 from rlmux.sim.workloads import catalog
 from rlmux.sim.workloads.arrivals import Workload
 
@@ -138,33 +138,33 @@ class _Plan:
 
     def __init__(self, num_seeds: int) -> None:
         self.keys: list[tuple[Any, ...]] = []
-        self.work: list[Task | _Regroup] = []
+        self.work: list[SimRun | _Regroup] = []
         self.placing = [name for name in ("rollmux", "rlmux") if name in POLICIES]
         for drift in _DRIFTS:
             for seed in range(min(num_seeds, _MAX_DRIFT_SEEDS)):
                 drifting = catalog.build(f"drift-{drift}", seed=seed)
                 self._add(("drift", drift, "offline", seed), _Regroup(drifting, _HOUR_S))
-                self._add(("drift", drift, "rollmux", seed), Task(workload=drifting, policy="rollmux"))
+                self._add(("drift", drift, "rollmux", seed), SimRun(workload=drifting, policy="rollmux"))
         for seed in range(num_seeds):
             for nodes in (1, 2):
                 made = catalog.build("weave", seed=seed, train_nodes_32b=nodes)
                 for name in self.placing if seed else ("solo", "colocated", *self.placing):
-                    self._add(("weave", nodes, name, seed), Task(workload=made, policy=name))
+                    self._add(("weave", nodes, name, seed), SimRun(workload=made, policy=name))
             for mix in _MIXES:
                 made = catalog.build(mix, seed=seed)
                 self._add((mix, "offline", seed), _Regroup(made))
                 for name in _MIX_POLICIES:
-                    self._add((mix, name, seed), Task(workload=made, policy=name))
+                    self._add((mix, name, seed), SimRun(workload=made, policy=name))
 
-    def _add(self, key: tuple[Any, ...], work: Task | _Regroup) -> None:
+    def _add(self, key: tuple[Any, ...], work: SimRun | _Regroup) -> None:
         self.keys.append(key)
         self.work.append(work)
 
 
-def _run(work: Task | _Regroup) -> SimResult | OfflineCost:
+def _run(work: SimRun | _Regroup) -> SimResult | OfflineCost:
     if isinstance(work, _Regroup):
         return offline_cost(work.workload, regroup_every_s=work.every_s)
-    result = run_task(work)
+    result = run_simulation(work)
     return replace(result, pipelines=result.pipelines, spans=())
 
 

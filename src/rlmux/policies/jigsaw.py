@@ -41,7 +41,7 @@ from rlmux.core.views import ChangeFraction, Choice, GroupView, MemberView, Migr
 from rlmux.policies.planning.candidates import impossible, queue
 from rlmux.policies.planning.dispatching import first_fit
 from rlmux.policies.planning.forecast import Upcoming, decode_kind, is_idle, solo_step_s, upcoming
-from rlmux.policies.planning.lookahead import BUDGET, Merge, Schedule, Problem, greedy, plan
+from rlmux.policies.planning.lookahead import BUDGET, Merge, Problem, Schedule, greedy, plan
 from rlmux.policies.planning.migration import Mover, later_gathers, migrations_of, possible_merges, possible_movers
 
 PATIENCE_STEPS = 2

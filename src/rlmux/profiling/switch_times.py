@@ -4,7 +4,7 @@
     spilled      device ─▶ disk ─▶ device, and nothing of it in the system's cache
     checkpoint   a new engine with what a checkpoint has: what a cold switch has to do
 
-The engines are those of the pipeline's own plan. Rounds are interleaved, and medians of them count.
+The engines are those of the pipeline's own config. Rounds are interleaved, and medians of them count.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class SwitchTimes:
     state_bytes: float
     """That it holds on the device."""
     footprint_bytes: float
-    """That its plan says it takes there at most: what other plans' states are compared with it by."""
+    """That its config says it takes there at most: what other plans' states are compared with it by."""
     offload_s: float
     load_s: float
     """To host memory, and back."""
@@ -55,15 +55,15 @@ class SwitchTimes:
 
 
 def switch_times(
-    plan: TrainingConfig, device: str, folder: Path, *, num_rounds: int = 5, tick: Callable[[], None] = lambda: None
+    config: TrainingConfig, device: str, folder: Path, *, num_rounds: int = 5, tick: Callable[[], None] = lambda: None
 ) -> list[SwitchTimes]:
     """Of the plan's rollout state and of its training state. `folder`: where states go that are spilled."""
-    footprint = footprint_of(plan)
-    with _one_thread(plan.num_threads), tempfile.TemporaryDirectory(dir=folder) as scratch:
+    footprint = footprint_of(config)
+    with _one_thread(config.num_threads), tempfile.TemporaryDirectory(dir=folder) as scratch:
         return [
-            _measured(Phase.ROLLOUT, _rollout_engine(plan, device), footprint.rollout_device_bytes or 0.0, num_rounds,
+            _measured(Phase.ROLLOUT, _rollout_engine(config, device), footprint.rollout_device_bytes or 0.0, num_rounds,
                       Path(scratch), device, tick),
-            _measured(Phase.TRAIN, _train_engine(plan, device, Path(scratch)), footprint.train_device_bytes or 0.0,
+            _measured(Phase.TRAIN, _train_engine(config, device, Path(scratch)), footprint.train_device_bytes or 0.0,
                       num_rounds, Path(scratch), device, tick),
         ]  # fmt: skip
 
@@ -81,17 +81,19 @@ def _one_thread(num_threads: int) -> Iterator[None]:
 _Engine = SlotRolloutEngine | TorchTrainEngine
 
 
-def _rollout_engine(plan: TrainingConfig, device: str) -> Callable[[], _Engine]:
-    vocab_size = load_vocabulary(plan.model).vocab_size
-    return lambda: SlotRolloutEngine(plan.model, plan.rollout, vocab_size=vocab_size, seed=plan.seed, device=device)
+def _rollout_engine(config: TrainingConfig, device: str) -> Callable[[], _Engine]:
+    vocab_size = load_vocabulary(config.model).vocab_size
+    return lambda: SlotRolloutEngine(
+        config.model, config.rollout, vocab_size=vocab_size, seed=config.seed, device=device
+    )
 
 
-def _train_engine(plan: TrainingConfig, device: str, folder: Path) -> Callable[[], _Engine]:
+def _train_engine(config: TrainingConfig, device: str, folder: Path) -> Callable[[], _Engine]:
     checkpoint = folder / "checkpoint"
-    TorchTrainEngine(plan, device=device).save(checkpoint)
+    TorchTrainEngine(config, device=device).save(checkpoint)
 
     def restored() -> TorchTrainEngine:
-        engine = TorchTrainEngine(plan, device=device)
+        engine = TorchTrainEngine(config, device=device)
         engine.restore(checkpoint)
         return engine
 

@@ -98,7 +98,7 @@ class TrainingConfig:
     num_steps: int = 100
     model: ModelConfig = field(default_factory=ModelConfig)
     task: TaskConfig = field(default_factory=lambda: TaskConfig(name="sort"))
-    warm_start: SftWarmupConfig = field(default_factory=SftWarmupConfig)
+    sft_warmup: SftWarmupConfig = field(default_factory=SftWarmupConfig)
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
     num_threads: int = 1

@@ -1,7 +1,7 @@
 """What the warm start imitates: the task's own answers, as tokens with a loss mask, by update index.
 
 Task indices run down from -1, so that no RL prompt was seen before. Hosts and train engines make the same
-batches from the plan alone; nothing has to be sent.
+batches from the config alone; nothing has to be sent.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ class Demonstration(NamedTuple):
 
 
 def demonstration_batch(
-    plan: TrainingConfig, task: Task, vocabulary: Vocabulary, update_index: int
+    config: TrainingConfig, task: Task, vocabulary: Vocabulary, update_index: int
 ) -> list[Demonstration]:
     """The demonstrations of one warm-start update; updates count from 0."""
-    size = plan.warm_start.batch_size
-    return [_demonstration(plan, task, vocabulary, -1 - (update_index * size + place)) for place in range(size)]
+    size = config.sft_warmup.batch_size
+    return [_demonstration(config, task, vocabulary, -1 - (update_index * size + place)) for place in range(size)]
 
 
-def _demonstration(plan: TrainingConfig, task: Task, vocabulary: Vocabulary, index: int) -> Demonstration:
+def _demonstration(config: TrainingConfig, task: Task, vocabulary: Vocabulary, index: int) -> Demonstration:
     prompt = task.prompt(index)
     if prompt.answer is None:
         raise PipelineError(
-            f"warm_start: task {plan.task.name!r} has a prompt without an answer to learn from: "
-            f"{prompt.text[:40]!r}; set task.answer_key, or warm_start.num_updates to 0"
+            f"sft_warmup: task {config.task.name!r} has a prompt without an answer to learn from: "
+            f"{prompt.text[:40]!r}; set task.answer_key, or sft_warmup.num_updates to 0"
         )
     prompt_tokens = vocabulary.encode(prompt.text)
     tokens: list[int] = []
@@ -50,9 +50,9 @@ def _demonstration(plan: TrainingConfig, task: Task, vocabulary: Vocabulary, ind
     if not (tokens and vocabulary.decode(tokens[-1:]) in task.stop):
         tokens.append(vocabulary.eos_token)
         is_sampled.append(True)
-    if len(tokens) > plan.rollout.max_new_tokens:
+    if len(tokens) > config.rollout.max_new_tokens:
         raise PipelineError(
-            f"warm_start: the answer to {prompt.text[:40]!r} takes {len(tokens)} tokens, more than "
-            f"rollout.max_new_tokens {plan.rollout.max_new_tokens}"
+            f"sft_warmup: the answer to {prompt.text[:40]!r} takes {len(tokens)} tokens, more than "
+            f"rollout.max_new_tokens {config.rollout.max_new_tokens}"
         )
     return Demonstration(prompt_tokens, tuple(tokens), tuple(is_sampled))

@@ -8,7 +8,7 @@
 
     an episode:   begun ──▶ (turn ──▶ reply)* ──▶ over ──▶ scored
 
-Invariants: everything that comes out is a function of the plan and of the turns that came in, whatever their
+Invariants: everything that comes out is a function of the config and of the turns that came in, whatever their
 order and grouping; a turn delivered twice is answered alike and counted once; steps may overlap. Nothing here
 knows who shares the machine.
 """
@@ -64,12 +64,12 @@ class _Episode:
 class PipelineEnv:
     """Makes requests, answers turns, scores trajectories, builds batches."""
 
-    def __init__(self, plan: TrainingConfig) -> None:
-        self._plan = plan
-        self._algorithm = _algorithm_of(plan)
-        self._vocabulary: Vocabulary = load_vocabulary(plan.model)
-        self._task: Task = make_task(plan.task, seed=plan.seed, vocabulary=self._vocabulary)
-        self._reward = Reward(self._task, plan.task)
+    def __init__(self, config: TrainingConfig) -> None:
+        self._config = config
+        self._algorithm = _algorithm_of(config)
+        self._vocabulary: Vocabulary = load_vocabulary(config.model)
+        self._task: Task = make_task(config.task, seed=config.seed, vocabulary=self._vocabulary)
+        self._reward = Reward(self._task, config.task)
         self._stop_tokens = _stop_tokens(self._task, self._vocabulary)
         self._episodes_by_step: dict[int, dict[TrajectoryId, _Episode]] = {}
         self._batch_by_step: dict[int, TrainingBatch] = {}
@@ -93,7 +93,7 @@ class PipelineEnv:
         """The step's requests, in id order. Again for a step under way: the same, nothing is forgotten."""
         if step <= self._last_finished_step:
             raise IllegalTransitionError(
-                f"pipeline {self._plan.name}: step {step} was to begin after step {self._last_finished_step} ended"
+                f"pipeline {self._config.name}: step {step} was to begin after step {self._last_finished_step} ended"
             )
         if step not in self._episodes_by_step:
             self._episodes_by_step[step] = {
@@ -149,7 +149,7 @@ class PipelineEnv:
         if not self.is_step_complete(step):
             missing = sum(episode.reward is None for episode in self._begun(step).values())
             raise IllegalTransitionError(
-                f"pipeline {self._plan.name}: step {step} was to finish with {missing} trajectories unscored"
+                f"pipeline {self._config.name}: step {step} was to finish with {missing} trajectories unscored"
             )
         trajectories = [_trajectory_of(episode) for episode in self._begun(step).values()]
         advantages: list[float] = []
@@ -167,19 +167,19 @@ class PipelineEnv:
 
     def warm_start_batch(self, update_index: int) -> list[Demonstration]:
         """(prompt_tokens, answer_tokens, is_sampled) of each demonstration of one update."""
-        return demonstration_batch(self._plan, self._task, self._vocabulary, update_index)
+        return demonstration_batch(self._config, self._task, self._vocabulary, update_index)
 
     def _requests_of(self, step: int) -> Iterable[tuple[Prompt, TrajectoryRequest]]:
-        algorithm, rollout = self._plan.algorithm, self._plan.rollout
+        algorithm, rollout = self._config.algorithm, self._config.rollout
         for place in range(algorithm.prompts_per_step):
             index = (step - 1) * algorithm.prompts_per_step + place
             prompt: Prompt = self._call_user(
-                f"prompt {index} of task {self._plan.task.name!r}", partial(self._task.prompt, index)
+                f"prompt {index} of task {self._config.task.name!r}", partial(self._task.prompt, index)
             )
             tokens = self._vocabulary.encode(prompt.text)
             if not 1 <= len(tokens) <= rollout.max_prompt_tokens:
                 raise PipelineError(
-                    f"prompt {index} of task {self._plan.task.name!r} has {len(tokens)} tokens; "
+                    f"prompt {index} of task {self._config.task.name!r} has {len(tokens)} tokens; "
                     f"accepted: 1 to rollout.max_prompt_tokens {rollout.max_prompt_tokens}"
                 )
             for sample in range(algorithm.group_size):
@@ -190,13 +190,13 @@ class PipelineEnv:
                         prompt_tokens=tokens,
                         max_new_tokens=rollout.max_new_tokens,
                         stop_tokens=self._stop_tokens,
-                        seed=self._plan.seed,
+                        seed=self._config.seed,
                     ),
                 )
 
     def _begun(self, step: int) -> dict[TrajectoryId, _Episode]:
         if step not in self._episodes_by_step:
-            raise IllegalTransitionError(f"pipeline {self._plan.name}: step {step} is not under way")
+            raise IllegalTransitionError(f"pipeline {self._config.name}: step {step} is not under way")
         return self._episodes_by_step[step]
 
     def _episode_of(self, turn: FinishedTurn) -> _Episode | None:
@@ -325,18 +325,18 @@ class PipelineEnv:
 
     @property
     def _limit_s(self) -> float:
-        return self._plan.task.reward_timeout_s
+        return self._config.task.reward_timeout_s
 
 
-def _algorithm_of(plan: TrainingConfig) -> Any:
-    name = plan.algorithm.name
+def _algorithm_of(config: TrainingConfig) -> Any:
+    name = config.algorithm.name
     if name not in ALGORITHMS:
         close = get_close_matches(name, ALGORITHMS, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise UserError(f"algorithm.name: {name!r}; {hint}accepted: {', '.join(ALGORITHMS)}")
-    if plan.algorithm.group_size < 2:
+    if config.algorithm.group_size < 2:
         raise UserError(
-            f"algorithm.group_size: {plan.algorithm.group_size}; accepted: 2 or more, "
+            f"algorithm.group_size: {config.algorithm.group_size}; accepted: 2 or more, "
             "since trajectories of one prompt are compared with each other"
         )
     return ALGORITHMS[name]

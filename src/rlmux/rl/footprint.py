@@ -1,4 +1,4 @@
-"""How many bytes a pipeline's state takes, from its plan alone: what is added up before it is placed.
+"""How many bytes a pipeline's state takes, from its config alone: what is added up before it is placed.
 
     rollout worker   weights, their fused copies, the KV cache of all slots
     train worker     weights, gradients, two moments, partial gradient sums, the reference; activations of a micro-batch
@@ -44,15 +44,17 @@ class _Shape:
         return self.num_layers * (query_and_output + key_and_value + mlp) + embeddings
 
 
-def footprint_of(plan: TrainingConfig) -> Footprint:
+def footprint_of(config: TrainingConfig) -> Footprint:
     """Bytes that each worker of the pipeline keeps on its device, and in host memory while it is resident there."""
-    shape = _shape_of(plan.model)
+    shape = _shape_of(config.model)
     weights = shape.num_parameters * _FLOAT_BYTES
-    rollout, algorithm = plan.rollout, plan.algorithm
+    rollout, algorithm = config.rollout, config.algorithm
     context = rollout.max_prompt_tokens + rollout.max_new_tokens
     kv_per_token = 2 * shape.num_layers * shape.num_kv_heads * shape.head_dim * _FLOAT_BYTES
     rollout_bytes = 2 * weights + 2 * rollout.num_slots * context * kv_per_token
-    tokens = max(algorithm.micro_batch_size, plan.warm_start.batch_size if plan.warm_start.num_updates else 0) * context
+    tokens = (
+        max(algorithm.micro_batch_size, config.sft_warmup.batch_size if config.sft_warmup.num_updates else 0) * context
+    )
     activations = tokens * _FLOAT_BYTES * (
         shape.num_layers * shape.hidden_size * _ACTIVATIONS_PER_LAYER + 3 * shape.vocab_size
     )  # fmt: skip

@@ -4,7 +4,7 @@
     TRL    reward(prompts, completions, **columns) -> list[float | None]        (None counts as 0.0)
 
 The two are told apart by their parameters' names. verl's is called once per trajectory. TRL's is called once
-per prompt group, in sample order, when the group is complete: what it sees together is fixed by the plan, not
+per prompt group, in sample order, when the group is complete: what it sees together is fixed by the config, not
 by who finished first. Either may be `async def`.
 """
 

@@ -34,7 +34,7 @@ class Submission:
     """A pipeline as the runtime gets it: what the scheduler knows, and what the workers need."""
 
     pipeline: Pipeline
-    plan: TrainingConfig
+    config: TrainingConfig
     submit_at_s: float = 0.0
 
 

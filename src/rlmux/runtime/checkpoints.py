@@ -103,7 +103,7 @@ def checkpoint_folder(
 ) -> CheckpointFolder:
     """The checkpoints of a pipeline of a run."""
     return CheckpointFolder(
-        run_folder / submission.plan.name,
+        run_folder / submission.config.name,
         staleness=submission.pipeline.staleness,
         first_version=0 if submission.pipeline.has_sft_warmup else 1,
         say=say,

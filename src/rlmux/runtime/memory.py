@@ -44,7 +44,7 @@ def with_machine_memory(cluster: Cluster) -> Cluster:
 
 
 def with_footprint(submission: Submission, cluster: Cluster) -> Submission:
-    """The submission with its footprint estimated from its plan, where the file does not give it.
+    """The submission with its footprint estimated from its config, where the file does not give it.
 
     In a pool that spills, a node's host memory must hold its process; its state has the disk.
     """
@@ -63,7 +63,7 @@ def _estimated_footprint(submission: Submission) -> Footprint:
     given = submission.pipeline.footprint
     if given.rollout_device_bytes is not None and given.train_device_bytes is not None:
         return given
-    estimated = footprint_of(submission.plan)
+    estimated = footprint_of(submission.config)
     return replace(
         given,
         rollout_device_bytes=_first(given.rollout_device_bytes, estimated.rollout_device_bytes),
@@ -85,8 +85,8 @@ def check_each_fits(cluster: Cluster, submissions: Sequence[Submission]) -> None
             if pool is None:
                 continue
             kind = "host memory, with its state on disk" if pool.spills_to_disk else "host memory"
-            _check(submission.plan.name, phase, "device memory", device_bytes or 0.0, pool.device_memory_bytes)
-            _check(submission.plan.name, phase, kind, host_bytes, pool.host_memory_bytes)
+            _check(submission.config.name, phase, "device memory", device_bytes or 0.0, pool.device_memory_bytes)
+            _check(submission.config.name, phase, kind, host_bytes, pool.host_memory_bytes)
 
 
 def _check(name: str, phase: Phase, kind: str, need: float, capacity: float) -> None:

@@ -138,7 +138,7 @@ def ended_pipelines(folder: Path) -> dict[PipelineId, dict[str, Any]]:
 
 def _from_checkpoint(submission: Submission, folder: Path) -> Submission:
     """Damaged checkpoints are told of when the pipeline is admitted."""
-    newest = checkpoint_folder(submission, folder).newest(before=submission.plan.num_steps)
+    newest = checkpoint_folder(submission, folder).newest(before=submission.config.num_steps)
     if newest is None:
         return submission
     return replace(submission, pipeline=replace(submission.pipeline, first_step=newest.step + 1))

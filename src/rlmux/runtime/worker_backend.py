@@ -11,7 +11,7 @@ progress is reported, and what a lost worker falls back to. Everything runs in o
 
 A rollout worker that dies is replaced and does again what it had not handed over. A host or train worker that dies
 takes its pipeline back to the newest checkpoint, and so does a lost node, once the pipeline has another. All give the
-same weights as if nothing had happened, since trajectories and updates are functions of the plan.
+same weights as if nothing had happened, since trajectories and updates are functions of the config.
 """
 
 from __future__ import annotations
@@ -211,8 +211,8 @@ class _Workers:
     is_single_turn: bool = True
 
     @property
-    def plan(self) -> TrainingConfig:
-        return self.submission.plan
+    def config(self) -> TrainingConfig:
+        return self.submission.config
 
     @property
     def processes(self) -> list[Worker]:
@@ -317,9 +317,9 @@ class WorkerBackend:
 
     def _admit(self, action: Admit) -> None:
         submission = self._submissions[action.pipeline]
-        folder = self._folder / submission.plan.name
+        folder = self._folder / submission.config.name
         folder.mkdir(mode=0o700, exist_ok=True)
-        weights = self._weights_folder / submission.plan.name
+        weights = self._weights_folder / submission.config.name
         weights.mkdir(mode=0o700, exist_ok=True)
         checkpoints = checkpoint_folder(
             submission,
@@ -352,19 +352,19 @@ class WorkerBackend:
         self, submission: Submission, placement: Placement, folder: Path, weights: Path, checkpoints: CheckpointFolder
     ) -> int:
         """Start a pipeline's processes from its newest good checkpoint; returns that step, -1 without one."""
-        plan = submission.plan
+        config = submission.config
         checkpoints.remove_leftovers()
-        restored = checkpoints.newest(before=plan.num_steps)
+        restored = checkpoints.newest(before=config.num_steps)
         step = restored.step if restored else (-1 if submission.pipeline.has_sft_warmup else 0)
         if restored and restored.weights_sha256:
             self._sha256[submission.pipeline.id] = restored.weights_sha256
         train_device = self._devices(placement.train_nodes)[0]
-        host = self._spawn(plan, "host", EnvWorker, (plan,), None, folder)
+        host = self._spawn(config, "host", EnvWorker, (config,), None, folder)
         trainer = self._spawn(
-            plan, "train", TrainWorker, (plan, restored.path if restored else None), train_device, folder
+            config, "train", TrainWorker, (config, restored.path if restored else None), train_device, folder
         )
         rollout = {
-            device: self._spawn(plan, f"rollout-{device}", RolloutWorker, (plan,), device, folder)
+            device: self._spawn(config, f"rollout-{device}", RolloutWorker, (config,), device, folder)
             for device in self._devices(placement.rollout_nodes)
         }
         workers = _Workers(submission, placement, folder, weights, checkpoints, host, trainer, rollout)
@@ -376,7 +376,7 @@ class WorkerBackend:
 
     def _spawn(
         self,
-        plan: TrainingConfig,
+        config: TrainingConfig,
         role: str,
         make_worker: Callable[..., Any],
         args: tuple[Any, ...],
@@ -384,25 +384,25 @@ class WorkerBackend:
         folder: Path,
     ) -> Worker:
         process = self._workplace.spawn(
-            f"{plan.name}/{role}",
+            f"{config.name}/{role}",
             make_worker,
             args,
             device=device,
             log_path=folder / "workers.log",
-            call_limit_s=self._call_limit_s(plan, role),
+            call_limit_s=self._call_limit_s(config, role),
         )
-        self._notes.append(Note(type="worker", fields={"pipeline": plan.name, "role": role, "pid": process.pid}))
+        self._notes.append(Note(type="worker", fields={"pipeline": config.name, "role": role, "pid": process.pid}))
         if device is not None:
-            footprint = self._submissions[PipelineId(plan.name)].pipeline.footprint
+            footprint = self._submissions[PipelineId(config.name)].pipeline.footprint
             self._host_memory.pin(process.name, device, footprint, Phase.TRAIN if role == "train" else Phase.ROLLOUT)
         return process
 
-    def _call_limit_s(self, plan: TrainingConfig, role: str) -> float:
+    def _call_limit_s(self, config: TrainingConfig, role: str) -> float:
         """User code has a limit of its own for each answer; a call of the host covers many answers."""
         if role != "host":
             return self._options.call_limit_s
-        num_answers = plan.algorithm.prompts_per_step * plan.algorithm.group_size
-        return self._options.call_limit_s + plan.task.reward_timeout_s * num_answers
+        num_answers = config.algorithm.prompts_per_step * config.algorithm.group_size
+        return self._options.call_limit_s + config.task.reward_timeout_s * num_answers
 
     def _num_kept(self, submission: Submission) -> int:
         """Checkpoints. With gaps between them, each brings along the older versions that staleness needs."""
@@ -468,7 +468,7 @@ class WorkerBackend:
         workers = self._workers[pipeline]
         self._kill(workers.rollout[device])
         workers.rollout[device] = self._spawn(
-            workers.plan, f"rollout-{device}", RolloutWorker, (workers.plan,), device, workers.folder
+            workers.config, f"rollout-{device}", RolloutWorker, (workers.config,), device, workers.folder
         )
         self._listen(pipeline, workers.rollout[device])
         workers.version_by_device.pop(device, None)
@@ -658,7 +658,7 @@ class WorkerBackend:
             share.unfinished.clear()
             self._end(run)
             return
-        has_free_slot = report.num_waiting_for_env < workers.plan.rollout.num_slots  # else nobody can begin meanwhile
+        has_free_slot = report.num_waiting_for_env < workers.config.rollout.num_slots  # else nobody can begin meanwhile
         can_go_on = bool(report.num_active or (report.num_waiting and has_free_slot) or _has_input(share))
         if run.is_pausing:
             self._end_paused(run, None if can_go_on else share)
@@ -788,9 +788,9 @@ class WorkerBackend:
     def _batch_ready(self, workers: _Workers, run: _Running, batch: StepBatch) -> None:
         step = run.action.step
         workers.batch_by_step[step] = batch
-        if step < workers.plan.num_steps:
+        if step < workers.config.num_steps:
             self._ask_for_requests(workers, step + 1)  # the host has nothing else to do while others compute
-        if workers.plan.algorithm.staleness == 0:
+        if workers.config.algorithm.staleness == 0:
             self._hand_batch_to_trainer(workers, step)  # it is idle until then; an asynchronous one may be training
         self._end(run)
 
@@ -852,14 +852,14 @@ class WorkerBackend:
         workers = self._workers[action.pipeline]
         run = self._running[action.order] = _Running(action, action.device_fraction)
         step = action.step
-        is_last = step == workers.plan.num_steps
+        is_last = step == workers.config.num_steps
         if is_last:
             self._begin_checkpoint(workers, step)
             self._call(workers, workers.trainer, "finish_checkpoint", (), partial(self._checkpointed, workers))
         path = workers.weights / f"{step}.safetensors"
         self._call(workers, workers.trainer, "publish", (path,), partial(self._published, workers, run))
         # Where there are gaps between checkpoints, each comes with the versions that staleness needs.
-        is_due = -step % self._options.checkpoint_every <= workers.plan.algorithm.staleness
+        is_due = -step % self._options.checkpoint_every <= workers.config.algorithm.staleness
         if not is_last and is_due:
             self._begin_checkpoint(workers, step)
 
@@ -870,7 +870,7 @@ class WorkerBackend:
         if version > workers.furthest_step:
             workers.furthest_step = version
             workers.num_losses_by_worker.clear()
-        (workers.weights / f"{version - workers.plan.algorithm.staleness - 2}.safetensors").unlink(missing_ok=True)
+        (workers.weights / f"{version - workers.config.algorithm.staleness - 2}.safetensors").unlink(missing_ok=True)
         batch = workers.batch_by_step.pop(version, None)
         if batch is not None:
             fields = _step_fields(pipeline, version, batch, workers.metrics)
@@ -884,9 +884,9 @@ class WorkerBackend:
     def _note_rollout(self, workers: _Workers, step: int, batch: StepBatch) -> None:
         record = workers.rollout_by_step.pop(step, None)
         if record is not None:  # else it was sampled before a crash
-            plan = workers.plan
-            slots, group_size = plan.rollout.num_slots, plan.algorithm.group_size
-            self._notes.append(record.note(plan.name, step, batch, slots=slots, group_size=group_size))
+            config = workers.config
+            slots, group_size = config.rollout.num_slots, config.algorithm.group_size
+            self._notes.append(record.note(config.name, step, batch, slots=slots, group_size=group_size))
 
     def _delivered(self, run: _Running) -> None:
         if run.action.order in self._running:  # else its pipeline was cancelled meanwhile

@@ -78,10 +78,10 @@ class StepBatch:
 class EnvWorker:
     """The user's code side of a pipeline, in its own process."""
 
-    def __init__(self, plan: TrainingConfig) -> None:
+    def __init__(self, config: TrainingConfig) -> None:
         from rlmux.rl.env_worker import PipelineEnv
 
-        self._host = PipelineEnv(plan)
+        self._host = PipelineEnv(config)
 
     def begin_step(self, step: int) -> tuple[list[TrajectoryRequest], bool]:
         """(the step's requests, is the task single-turn)."""
@@ -130,7 +130,7 @@ def _unpacked(partial: PartialTrajectory) -> PartialTrajectory:
 class RolloutWorker:
     """A rollout engine in its own process."""
 
-    def __init__(self, plan: TrainingConfig) -> None:
+    def __init__(self, config: TrainingConfig) -> None:
         import torch
 
         from rlmux.engines.device_fraction import fraction_setter
@@ -138,16 +138,16 @@ class RolloutWorker:
         from rlmux.rl.tasks import make_task
         from rlmux.rl.vocabulary import load_vocabulary
 
-        torch.set_num_threads(plan.num_threads)
+        torch.set_num_threads(config.num_threads)
         device = _device()
-        vocabulary = load_vocabulary(plan.model)
-        task = make_task(plan.task, seed=plan.seed, vocabulary=vocabulary)
+        vocabulary = load_vocabulary(config.model)
+        task = make_task(config.task, seed=config.seed, vocabulary=vocabulary)
         self._engine = SlotRolloutEngine(
-            plan.model,
-            plan.rollout,
+            config.model,
+            config.rollout,
             vocab_size=vocabulary.vocab_size,
-            seed=plan.seed,
-            staleness=plan.algorithm.staleness,
+            seed=config.seed,
+            staleness=config.algorithm.staleness,
             is_single_turn=task.is_single_turn,
             device=device,
         )
@@ -189,15 +189,15 @@ class RolloutWorker:
 class TrainWorker:
     """A train engine in its own process."""
 
-    def __init__(self, plan: TrainingConfig, restore_from: Path | None) -> None:
+    def __init__(self, config: TrainingConfig, restore_from: Path | None) -> None:
         import torch
 
         from rlmux.engines.device_fraction import fraction_setter
         from rlmux.engines.train import TorchTrainEngine
 
-        torch.set_num_threads(plan.num_threads)
+        torch.set_num_threads(config.num_threads)
         device = _device()
-        self._engine = TorchTrainEngine(plan, device=device)
+        self._engine = TorchTrainEngine(config, device=device)
         self._checkpoints = CheckpointWriter()
         self._share = fraction_setter(device)
         self._is_core = device == "cpu"

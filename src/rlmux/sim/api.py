@@ -22,7 +22,7 @@ from rlmux.core.scheduler import Scheduler
 from rlmux.policies import make_policy
 from rlmux.sim.metrics import SimResult, predicted_slowdown
 from rlmux.sim.pictures import write_pictures
-from rlmux.sim.sweep import Progress, Task, sweep
+from rlmux.sim.sweep import Progress, SimRun, sweep
 from rlmux.sim.workloads import catalog
 from rlmux.sim.workloads.arrivals import Workload
 
@@ -71,7 +71,7 @@ def _first_steps_s(workload: Workload) -> float:
     return workload.arrivals[0].submit_s + 10 * longest_s
 
 
-def tasks_of(workload: str | Workload | WorkloadMaker, policies: Sequence[str], num_seeds: int) -> tuple[Task, ...]:
+def tasks_of(workload: str | Workload | WorkloadMaker, policies: Sequence[str], num_seeds: int) -> tuple[SimRun, ...]:
     """One simulation for each policy and seed."""
     if not policies:
         raise UserError("no policy was named; accepted: one or more of those in docs/policies.md")
@@ -85,7 +85,7 @@ def tasks_of(workload: str | Workload | WorkloadMaker, policies: Sequence[str], 
             made = workload
         else:
             made = catalog.load(workload, seed=seed) if isinstance(workload, str) else workload(seed)
-        tasks += [Task(workload=made, policy=name) for name in policies]
+        tasks += [SimRun(workload=made, policy=name) for name in policies]
     return tuple(tasks)
 
 

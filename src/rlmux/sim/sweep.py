@@ -27,7 +27,7 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Task:
+class SimRun:
     """One simulation."""
 
     workload: Workload
@@ -38,7 +38,7 @@ class Task:
     """Decisions take what they take here: the result then depends on this machine's speed, too."""
 
 
-def run_task(task: Task) -> SimResult:
+def run_simulation(task: SimRun) -> SimResult:
     """The simulation of one task, in this process."""
     policy = task.policy
     if isinstance(policy, str):
@@ -52,10 +52,10 @@ def run_task(task: Task) -> SimResult:
 
 
 def sweep(
-    tasks: Sequence[Task], *, progress: Progress | None = None, num_processes: int | None = None
+    tasks: Sequence[SimRun], *, progress: Progress | None = None, num_processes: int | None = None
 ) -> tuple[SimResult, ...]:
     """The results of all tasks, in their order."""
-    return spread(run_task, tasks, progress=progress, num_processes=num_processes)
+    return spread(run_simulation, tasks, progress=progress, num_processes=num_processes)
 
 
 def spread(

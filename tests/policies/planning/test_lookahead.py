@@ -46,7 +46,9 @@ def test_greedy_takes_the_best_pair_and_ends_later_than_the_look_ahead():
 
 
 def test_tasks_on_one_device_without_sharing_run_one_after_another():
-    problem = Problem(work_items=(task(0, "update", (0,), 2.0), task(1, "update", (0, 1), 3.0), task(2, "dense", (1,), 1.0)))
+    problem = Problem(
+        work_items=(task(0, "update", (0,), 2.0), task(1, "update", (0, 1), 3.0), task(2, "dense", (1,), 1.0))
+    )
     made = plan(problem)
     assert made.makespan_s == pytest.approx(5.0)
     for first in range(3):
@@ -79,7 +81,9 @@ def test_a_pair_runs_at_the_pace_of_the_table_and_speeds_up_when_one_ends():
 
 
 def test_work_on_several_devices_goes_at_the_pace_of_the_slowest():
-    problem = Problem(work_items=(task(0, "update", (0, 1), 4.0), task(1, "tail", (1,), 10.0, tail_s=10.0)), sharing=TABLE)
+    problem = Problem(
+        work_items=(task(0, "update", (0, 1), 4.0), task(1, "tail", (1,), 10.0, tail_s=10.0)), sharing=TABLE
+    )
     assert plan(problem).end_s[0] == pytest.approx(4.6)
 
 
@@ -169,7 +173,9 @@ def test_no_share_is_gathered_where_its_sibling_would_take_twice_as_long():
 
 def test_a_share_that_has_begun_is_not_gathered():
     problem = gathering(cost_s=0.1)
-    begun = tuple(replace(one, is_running=True) if number == 1 else one for number, one in enumerate(problem.work_items))
+    begun = tuple(
+        replace(one, is_running=True) if number == 1 else one for number, one in enumerate(problem.work_items)
+    )
     assert not {0} & set(plan(replace(problem, work_items=begun)).merges_now)
 
 

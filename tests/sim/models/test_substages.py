@@ -20,7 +20,7 @@ from rlmux.sim.models.multi_turn import ToolUse, TurnDecoder
 from rlmux.sim.models.rates import ByInterference
 from rlmux.sim.models.substages import SubStageWorld
 from rlmux.sim.simulator import NodeFailure, _Simulation, simulate
-from rlmux.sim.sweep import Task, run_task
+from rlmux.sim.sweep import SimRun, run_simulation
 from rlmux.sim.workloads.substage_pairs import GSM8K_06B, GSM8K_4B, GSM8K_8B, HOMOGENEOUS, MATH_06B, crowd
 
 TABLE = estimated_table(fraction_grid("H100"))
@@ -163,14 +163,16 @@ def test_tails_are_merged_and_nothing_is_lost_by_it():
 
 def test_a_run_is_a_function_of_workload_and_policy():
     workload = crowd([GSM8K_06B, GSM8K_4B], num_gpus=8, num_steps=2, sequences_per_device=16)
-    first, second = (run_task(Task(workload=workload, policy="jigsaw")) for _ in range(2))
+    first, second = (run_simulation(SimRun(workload=workload, policy="jigsaw")) for _ in range(2))
     assert (first.hours, first.events, first.num_migrations) == (second.hours, second.events, second.num_migrations)
 
 
 def test_alone_a_pipeline_runs_as_fast_as_its_solo_time_says():
     workload = crowd([GSM8K_4B], num_gpus=8, num_steps=3, sequences_per_device=32)
     for policy in ("colocated", "jigsaw", "rlmux"):
-        assert run_task(Task(workload=workload, policy=policy)).mean_step_slowdown == pytest.approx(1.0, abs=0.01)
+        assert run_simulation(SimRun(workload=workload, policy=policy)).mean_step_slowdown == pytest.approx(
+            1.0, abs=0.01
+        )
 
 
 def test_sharing_beats_one_after_another_and_the_look_ahead_beats_fixed_rules():
@@ -189,13 +191,13 @@ def test_both_grains_are_never_worse_than_either(deployment):
     for pair in ((GSM8K_4B, GSM8K_4B), (MATH_06B, GSM8K_8B)):
         workload = crowd(pair, num_gpus=8, num_steps=3, deployment=deployment)
         names = ("jigsaw", "rlmux") if deployment == "shared" else ("rollmux", "jigsaw", "rlmux")
-        speed = {name: run_task(Task(workload=workload, policy=name)).tokens_per_s for name in names}
+        speed = {name: run_simulation(SimRun(workload=workload, policy=name)).tokens_per_s for name in names}
         assert speed["rlmux"] >= 0.999 * max(speed.values()), (pair, speed)
 
 
 def test_staleness_lets_a_pipeline_fill_its_own_bubbles():
     in_step, off = (
-        run_task(Task(workload=crowd([GSM8K_4B], num_gpus=8, num_steps=4, staleness=k), policy="jigsaw"))
+        run_simulation(SimRun(workload=crowd([GSM8K_4B], num_gpus=8, num_steps=4, staleness=k), policy="jigsaw"))
         for k in (0, 1)
     )
     assert off.tokens_per_s > 1.2 * in_step.tokens_per_s

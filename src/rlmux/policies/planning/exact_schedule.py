@@ -269,6 +269,12 @@ def _random_sharing(generator: random.Random) -> SharingTable:
         if sub_stage_a == sub_stage_b:
             slow_b = slow_a
         entries.append(
-            SharingEntry(sub_stage_a=sub_stage_a, sub_stage_b=sub_stage_b, device_fraction=0.5, slowdown_a=slow_a, slowdown_b=slow_b)
+            SharingEntry(
+                sub_stage_a=sub_stage_a,
+                sub_stage_b=sub_stage_b,
+                device_fraction=0.5,
+                slowdown_a=slow_a,
+                slowdown_b=slow_b,
+            )
         )
     return SharingTable.of(entries)

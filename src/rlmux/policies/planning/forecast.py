@@ -212,10 +212,10 @@ class _Member:
             tail_s = estimates.tail_s
             if order is not None:
                 run_s = before_s + order.solo_s(self.view.now_s)
-                left_s = estimates.remaining(num_active, run_s).median_s
+                left_s = estimates.remaining_time(num_active, run_s).median_s
                 left_s = _SHORTEST_S if order.is_pausing else max(left_s, 0.02 * estimates.share_s)
             elif work is not None and work.is_continuation:
-                left_s = estimates.remaining(num_active, before_s).median_s
+                left_s = estimates.remaining_time(num_active, before_s).median_s
             else:
                 left_s = estimates.share_s
             index = self.ahead.add(

@@ -2,7 +2,7 @@
 
     Problem (work_items of the next steps, what runs) ──plan──▶ Schedule: the whole schedule; its first moment is the decision
 
-    plan      list scheduling by longest remaining path, then local improvement of the list: work_items that stood in
+    plan      list scheduling by longest remaining_time path, then local improvement of the list: work_items that stood in
               another's way trade places, hold back for it, tails are merged or not; least score wins
     greedy    at each moment the pair of ready work_items that does most work per second, nothing foreseen
 
@@ -67,7 +67,7 @@ class Merge:
     cost_s: float = 0.0
     """Added to the target: contexts computed again, or copied."""
     stretch: float = 1.0
-    """The target's remaining seconds grow by this: more sequences in each iteration."""
+    """The target's remaining_time seconds grow by this: more sequences in each iteration."""
     is_whole: bool = False
     """The source goes before it begins, and the target grows by `cost_s` alone; else its tail goes."""
     is_later: bool = False
@@ -163,7 +163,9 @@ def plan(problem: Problem, *, budget: int = BUDGET) -> Schedule:
     """The best schedule found by playing out about `budget` starts, a task counting once for each device."""
     work_items = problem.work_items
     if not work_items:
-        return Schedule(start_s=(), end_s=(), merges=(), merges_now=(), migrations_now=(), score=(0.0, 0.0), num_tried=0)
+        return Schedule(
+            start_s=(), end_s=(), merges=(), merges_now=(), migrations_now=(), score=(0.0, 0.0), num_tried=0
+        )
     num_starts = sum(max(1, len(task.devices)) for task in work_items)
     # On whole devices a start takes half the time: there are no paces to keep.
     num_plays = (budget if problem.sharing.entries else 2 * budget) // num_starts
@@ -257,7 +259,9 @@ def _openings(problem: Problem) -> Iterator[_List]:
     total = max(paths, default=0.0) + 1.0
     firsts = [
         by_path.changed(
-            rank=_ranked([path + total * (task.pipeline == first) for task, path in zip(work_items, paths, strict=True)])
+            rank=_ranked(
+                [path + total * (task.pipeline == first) for task, path in zip(work_items, paths, strict=True)]
+            )
         )
         for first in pipelines
         if len(pipelines) > 1
@@ -296,7 +300,11 @@ def _neighbours(problem: Problem, current: _List, made: Schedule) -> Iterator[_L
         if problem.sharing.entries:
             yield current.changed(not_shared=current.not_shared ^ {later})
         for earlier in reversed(order[:place]):
-            if not masks[earlier] & masks[later] or work_items[earlier].is_running or _leads_to(work_items, earlier, later):
+            if (
+                not masks[earlier] & masks[later]
+                or work_items[earlier].is_running
+                or _leads_to(work_items, earlier, later)
+            ):
                 continue
             rank = list(current.rank)
             rank[earlier], rank[later] = rank[later], rank[earlier]

@@ -171,7 +171,9 @@ class InterferenceTable:
         found = self._entry(sub_stage_a, sub_stage_b, device_fraction)
         if found is not None:
             return found
-        return roofline_interference(_profile(sub_stage_a, self.profiles), _profile(sub_stage_b, self.profiles), device_fraction)
+        return roofline_interference(
+            _profile(sub_stage_a, self.profiles), _profile(sub_stage_b, self.profiles), device_fraction
+        )
 
     def slowdown_alone(self, kind: str, device_fraction: float) -> float:
         """Of a sub-stage that keeps to its share though nobody uses the rest; always the estimate."""
@@ -228,7 +230,11 @@ def sharing_table(table: InterferenceTable, levels: tuple[float, ...] | None = N
             slow_a, slow_b = table.slowdowns(sub_stage_a, sub_stage_b, device_fraction)
             entries.append(
                 SharingEntry(
-                    sub_stage_a=first, sub_stage_b=second, device_fraction=device_fraction, slowdown_a=slow_a, slowdown_b=slow_b
+                    sub_stage_a=first,
+                    sub_stage_b=second,
+                    device_fraction=device_fraction,
+                    slowdown_a=slow_a,
+                    slowdown_b=slow_b,
                 )
             )
     return SharingTable.of(entries)
