@@ -65,7 +65,7 @@ def imports(module: str) -> Iterator[tuple[int, str]]:
         if isinstance(node, ast.Import):
             yield from ((node.lineno, alias.name) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.device_fraction == 0, f"{path}:{node.lineno}: relative import"
+            assert node.level == 0, f"{path}:{node.lineno}: relative import"
             name = node.module or ""
             yield node.lineno, name
             if name.startswith("rlmux"):

@@ -67,7 +67,7 @@ def test_a_level_that_is_not_prepared_is_named_with_those_that_are(tmp_path):
     path = save(tmp_path, {("tail", "update", 0.35): (1.1, 1.1), ("tail", "update", 0.5): (1.1, 1.2)})
     sharing, warnings = profiling.sharing_of(path, HERE)
     assert sharing.pair_rates("tail", "update").device_fraction == 0.5
-    assert any("level 0.35 is not prepared here; used instead: 0.25, 0.5, 0.75" in warning for warning in warnings)
+    assert any("fraction 0.35 is not prepared here; used instead: 0.25, 0.5, 0.75" in warning for warning in warnings)
 
 
 def test_a_device_without_levels_is_not_shared(tmp_path):

@@ -8,21 +8,21 @@ import sys
 
 import pytest
 
-from rlmux.engines import device_fraction as levels
+from rlmux.engines import device_fraction as device_fractions
 
 
 def test_the_larger_share_is_never_held_back():
-    assert [levels.nice_of(device_fraction) for device_fraction in (0.5, 0.75, 1.0)] == [0, 0, 0]
+    assert [device_fractions.nice_of(device_fraction) for device_fraction in (0.5, 0.75, 1.0)] == [0, 0, 0]
 
 
-@pytest.mark.parametrize(("level", "nice"), [(0.1, 10), (0.25, 5), (0.014, 19), (0.0001, 19)])
+@pytest.mark.parametrize(("device_fraction", "nice"), [(0.1, 10), (0.25, 5), (0.014, 19), (0.0001, 19)])
 def test_the_smaller_share_has_the_niceness_whose_weight_it_is(device_fraction, nice):
-    assert levels.nice_of(device_fraction) == nice
+    assert device_fractions.nice_of(device_fraction) == nice
 
 
 def test_a_level_ends_with_the_next_one():
     """In a process of its own, as a worker is."""
-    probe = levels.probe("cpu")
+    probe = device_fractions.probe("cpu")
     if not probe.shares:
         pytest.skip(f"no levels here: {probe.missing}")
     code = (
@@ -44,25 +44,25 @@ def test_a_level_ends_with_the_next_one():
 
 def test_a_probe_leaves_this_process_as_it_was():
     before = os.getpriority(os.PRIO_PROCESS, 0)
-    found = levels.probe("cpu")
+    found = device_fractions.probe("cpu")
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
     assert found.device.startswith("cpu: ")
     assert bool(found.shares) != bool(found.missing)
 
 
 def test_without_a_gpu_the_probe_says_so():
-    found = levels.probe("cuda")
+    found = device_fractions.probe("cuda")
     if not found.device.startswith("cuda"):
         pytest.skip("there is a GPU")
     assert (found.shares, found.how, found.missing) == ((), "", "torch sees no CUDA device")
-    levels.fraction_setter("cuda").set(0.5)  # nothing to set, nothing raised
+    device_fractions.fraction_setter("cuda").set(0.5)  # nothing to set, nothing raised
 
 
 @pytest.mark.parametrize(
     ("num_sms", "major", "sizes"), [(132, 9, [24, 48, 72, 104]), (108, 8, [20, 42, 64, 86]), (8, 8, [4])]
 )
 def test_green_contexts_leave_room_for_the_other_side(num_sms, major, sizes):
-    made = levels.green_sizes(num_sms, major)
+    made = device_fractions.green_sizes(num_sms, major)
     assert list(made.values()) == sizes
     assert all(share == size / num_sms for share, size in made.items())
 
@@ -71,10 +71,10 @@ def test_a_change_that_the_system_refuses_is_tried_again(monkeypatch, tmp_path):
     """Linux allows ten changes of a session's niceness a second."""
     group = tmp_path / "missing" / "autogroup"
     monkeypatch.setattr(levels, "_AUTOGROUP", group)
-    setter = levels.NiceFraction()
-    monkeypatch.setattr(levels.NiceFraction, "_can_raise", False)
-    monkeypatch.setattr(levels.NiceFraction, "_has_group", True)
+    setter = device_fractions.NiceFraction()
+    monkeypatch.setattr(device_fractions.NiceFraction, "_can_raise", False)
+    monkeypatch.setattr(device_fractions.NiceFraction, "_has_group", True)
     setter.set(0.25)
     group.parent.mkdir()
     setter.set(0.25)
-    assert int(group.read_text()) == os.getpriority(os.PRIO_PROCESS, 0) + levels.nice_of(0.25)
+    assert int(group.read_text()) == os.getpriority(os.PRIO_PROCESS, 0) + device_fractions.nice_of(0.25)

@@ -152,7 +152,7 @@ def test_rb12_what_is_left_of_a_share_is_never_negative(builders, num_active):
     (order,) = running(driver, Phase.ROLLOUT)
     driver.send(ChunkFinished(time_s=1.9, order=order.id, num_active=num_active, num_waiting=0, seconds=1.9))
     history = driver.scheduler.state.runs[PipelineId("a")].history
-    left = history.estimates().remaining(num_active, 50.0)
+    left = history.estimates().remaining_time(num_active, 50.0)
     assert 0.0 <= left.low_s <= left.median_s <= left.high_s
 
 

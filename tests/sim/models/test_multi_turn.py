@@ -142,7 +142,7 @@ def test_a_paused_share_knows_when_it_has_something_to_compute_again():
 def test_devices_go_to_others_while_tools_work():
     """Whole devices only: what is gained is gained in the waits."""
     nothing_helps = SharingTable.of(
-        [SharingEntry(kind_a="x", kind_b="y", device_fraction=0.5, slowdown_a=1.0, slowdown_b=1.0)]
+        [SharingEntry(sub_stage_a="x", sub_stage_b="y", device_fraction=0.5, slowdown_a=1.0, slowdown_b=1.0)]
     )
     workload = crowd(
         [GSM8K_06B] * 2, num_gpus=4, num_steps=3, sequences_per_device=16, tools=ToolUse(mean_calls=2.0, wait_s=30.0)

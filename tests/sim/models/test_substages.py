@@ -25,7 +25,7 @@ from rlmux.sim.workloads.substage_pairs import GSM8K_06B, GSM8K_4B, GSM8K_8B, HO
 
 TABLE = estimated_table(fraction_grid("H100"))
 NOTHING_HELPS = SharingTable.of(
-    [SharingEntry(kind_a="x", kind_b="y", device_fraction=0.5, slowdown_a=1.0, slowdown_b=1.0)]
+    [SharingEntry(sub_stage_a="x", sub_stage_b="y", device_fraction=0.5, slowdown_a=1.0, slowdown_b=1.0)]
 )
 """A table in which no pair of real sub-stages is."""
 

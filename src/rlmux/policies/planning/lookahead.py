@@ -380,9 +380,33 @@ class _Play:
     """One list, from now until everything has ended."""
 
     __slots__ = (
-        "after", "change_s", "devices", "end", "game", "holders", "kept", "kind", "left", "masks", "merges",
-        "merges_now", "migrations", "not_shared", "now", "open_merges", "rank", "rate", "ready", "running", "shared",
-        "since", "start", "tail_s", "taken", "work_items", "waits",
+        "after",
+        "change_s",
+        "devices",
+        "end",
+        "game",
+        "holders",
+        "kept",
+        "kind",
+        "left",
+        "masks",
+        "merges",
+        "merges_now",
+        "migrations",
+        "not_shared",
+        "now",
+        "open_merges",
+        "rank",
+        "rate",
+        "ready",
+        "running",
+        "shared",
+        "since",
+        "start",
+        "tail_s",
+        "taken",
+        "waits",
+        "work_items",
     )  # fmt: skip
 
     def __init__(self, game: _Game, candidate: _List) -> None:

@@ -291,7 +291,7 @@ def read_profile(path: Path) -> dict[str, Any]:
         if not _is_entry(entry):
             raise UserError(
                 f"{path}: entry {number} is {entry!r}; "
-                "expected a, b, device_fraction in (0, 1], slowdown_a and slowdown_b above 0"
+                "expected a, b, level in (0, 1], slowdown_a and slowdown_b above 0"
             )
     return {**content, "device": str(content.get("device", ""))}
 
