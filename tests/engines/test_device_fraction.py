@@ -70,7 +70,7 @@ def test_green_contexts_leave_room_for_the_other_side(num_sms, major, sizes):
 def test_a_change_that_the_system_refuses_is_tried_again(monkeypatch, tmp_path):
     """Linux allows ten changes of a session's niceness a second."""
     group = tmp_path / "missing" / "autogroup"
-    monkeypatch.setattr(levels, "_AUTOGROUP", group)
+    monkeypatch.setattr(device_fractions, "_AUTOGROUP", group)
     setter = device_fractions.NiceFraction()
     monkeypatch.setattr(device_fractions.NiceFraction, "_can_raise", False)
     monkeypatch.setattr(device_fractions.NiceFraction, "_has_group", True)
