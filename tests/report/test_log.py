@@ -205,6 +205,20 @@ def test_newer_schema_is_refused_with_both_versions(tmp_path: Path) -> None:
         RunLog.open(tmp_path)
 
 
+def test_older_schema_is_refused_with_the_version_that_wrote_it(tmp_path: Path) -> None:
+    RunLog.create(tmp_path, {**HEADER, "rlmux_version": "0.0.9"}).close()
+    connection = sqlite3.connect(tmp_path / LOG_NAME)
+    connection.execute(f"PRAGMA user_version = {SCHEMA_VERSION - 1}")
+    connection.close()
+    told = (
+        rf"written by rlmux 0\.0\.9: its log schema is {SCHEMA_VERSION - 1}, .* with rlmux 0\.0\.9, or start a new run"
+    )
+    with pytest.raises(LogError, match=told):
+        LogReader(tmp_path)
+    with pytest.raises(LogError, match=told):
+        RunLog.open(tmp_path)
+
+
 def test_what_is_not_a_run_log_is_told_apart(tmp_path: Path) -> None:
     with pytest.raises(LogError, match="there is no run log"):
         LogReader(tmp_path)

@@ -42,8 +42,11 @@ from rlmux.core.events import Event
 from rlmux.core.model import Cluster, NodeId
 from rlmux.report import codec
 
-SCHEMA_VERSION = 1
-"""Raised when an older rlmux could misread a newer log. New fields and new notes do not raise it."""
+SCHEMA_VERSION = 2
+"""Version of the rows' names: raised when an event, an action or a field is renamed or changes its meaning.
+
+A reader takes logs of its own version only. New fields with a default and new notes leave the version as it is.
+"""
 
 LOG_NAME = "run.db"
 _APPLICATION_ID = 0x726C6D78
@@ -269,7 +272,14 @@ class LogReader:
         row = self._connection.execute("SELECT json FROM log WHERE kind = 'header' ORDER BY seq LIMIT 1").fetchone()
         if row is None:
             raise LogError(f"{self.path}: the run log has no header")
-        return cast("dict[str, Any]", codec.loads(row[0]))
+        header = cast("dict[str, Any]", codec.loads(row[0]))
+        if schema_version < SCHEMA_VERSION:
+            writer = header.get("rlmux_version", "of unknown version")
+            raise LogError(
+                f"{self.path}: written by rlmux {writer}: its log schema is {schema_version}, this rlmux "
+                f"{version('rlmux')} reads {SCHEMA_VERSION}; finish it and read it with rlmux {writer}, or start a new run"
+            )
+        return header
 
 
 def _value(seq: int, kind: str, text: str) -> Any:
