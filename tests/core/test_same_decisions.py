@@ -1,0 +1,87 @@
+"""The scheduler decides as version 0.1.0 did: its recorded events, fed in again, give its recorded actions.
+
+Each file of tests/data/decisions is one run of 0.1.0 under one policy: a first row with cluster, policy, seed and
+sharing table, then one row for each event with the actions that followed. `micro-*`, `pair` and `weave` were simulated,
+`run-*` are real runs of the examples. The rows have the names that the log had then; `renamed` gives them today's.
+"""
+
+from __future__ import annotations
+
+import json
+import lzma
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlmux.core import invariants
+from rlmux.core.model import Cluster, Phase, Pool
+from rlmux.core.scheduler import Scheduler
+from rlmux.core.sharing import SharingEntry, SharingTable
+from rlmux.policies import make_policy
+from rlmux.report import codec
+
+RECORDINGS = sorted((Path(__file__).parent.parent / "data" / "decisions").glob("*.jsonl.xz"))
+CHECK_EVERY = 20
+"""Events between two checks of every invariant: each takes longer than a decision."""
+
+NEW_TYPES = {
+    "Replace": "Relocate",
+    "Wait": "Queue",
+    "Migrate": "MigrateShard",
+    "TrajectoriesMoved": "TrajectoriesMigrated",
+    "SetLevel": "SetDeviceFraction",
+}
+NEW_FIELDS = {"level": "device_fraction", "num_parked": "num_waiting_for_env", "has_warm_start": "has_sft_warmup"}
+NEW_ENTRY_FIELDS = {"kind_a": "sub_stage_a", "kind_b": "sub_stage_b", "level": "device_fraction"}
+
+
+def renamed(row: dict[str, Any]) -> dict[str, Any]:
+    """An event or action of 0.1.0 in today's names."""
+    new = {NEW_FIELDS.get(key, key): value for key, value in row.items()}
+    new["type"] = NEW_TYPES.get(row["type"], row["type"])
+    if "stage" in new:
+        new["stage"] = new["stage"].replace("warm_start", "sft_warmup")
+    if isinstance(new.get("pipeline"), dict):
+        new["pipeline"] = {NEW_FIELDS.get(key, key): value for key, value in new["pipeline"].items()}
+    return new
+
+
+def cluster_of(row: dict[str, Any]) -> Cluster:
+    pools = {}
+    for name, fields in row["pools"].items():
+        values = {key: float(value) if value == "inf" else value for key, value in fields.items()}
+        pools[name] = Pool(**{**values, "phase": Phase(values["phase"])})
+    return Cluster(pools=pools)
+
+
+def sharing_of(rows: list[dict[str, Any]] | None) -> SharingTable | None:
+    if rows is None:
+        return None
+    entries = []
+    for row in rows:
+        fields = {NEW_ENTRY_FIELDS.get(key, key): value for key, value in row.items()}
+        for side in ("sub_stage_a", "sub_stage_b"):
+            fields[side] = fields[side].replace("train", "update")
+        entries.append(SharingEntry(**fields))
+    return SharingTable.of(entries)
+
+
+@pytest.mark.parametrize("path", RECORDINGS, ids=lambda path: path.name.removesuffix(".jsonl.xz"))
+def test_recorded_events_give_the_recorded_actions(path):
+    first, *rows = map(json.loads, lzma.open(path, "rt", encoding="utf-8"))
+    sharing = sharing_of(first["sharing"])
+    options = {} if sharing is None else {"sharing": sharing}
+    policy = make_policy(first["policy"], seed=first["seed"], **options)
+    scheduler = Scheduler(cluster_of(first["cluster"]), policy)
+    for number, row in enumerate(rows):
+        event = codec.decode(json.dumps(renamed(row["event"])))
+        actions = [json.loads(codec.encode(action)) for action in scheduler.handle(event)]
+        assert actions == [renamed(action) for action in row["actions"]], f"after event {number}: {row['event']}"
+        if number % CHECK_EVERY == 0:
+            invariants.check(scheduler)
+
+
+def test_there_are_recordings_of_every_kind():
+    kinds = {path.name.partition(".")[0].partition("-")[0] for path in RECORDINGS}
+    assert kinds == {"micro", "pair", "weave", "run"}
