@@ -9,7 +9,7 @@ TESTED := $(VENV)/.ready-to-test
 
 .PHONY: demo test prove lint setup clean
 demo: $(READY)
-	$(BIN)/rlmux run examples/two_pipelines.yaml --policy rollmux --overwrite --out runs/demo
+	$(BIN)/rlmux run examples/01_two_pipelines.yaml --policy rollmux --overwrite --out runs/demo
 
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadgroup

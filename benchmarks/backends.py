@@ -32,7 +32,7 @@ from rlmux.runtime.backend import Submission
 from rlmux.runtime.local import local_backend
 from rlmux.runtime.run import run_pipelines
 
-EXAMPLE = Path(__file__).parent.parent / "examples" / "two_pipelines.yaml"
+EXAMPLE = Path(__file__).parent.parent / "examples" / "01_two_pipelines.yaml"
 NUM_CALLS = 100
 ROWS = {
     "round_trip_ms": "round trip of an empty call, median, ms",

@@ -57,7 +57,7 @@ class Measured:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("file", nargs="?", default="examples/two_pipelines.yaml")
+    parser.add_argument("file", nargs="?", default="examples/01_two_pipelines.yaml")
     parser.add_argument("--policies", default="solo,colocated,rollmux")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--steps", type=int, default=None)

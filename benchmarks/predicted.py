@@ -40,7 +40,7 @@ from rlmux.sim.models.neighbours import Neighbours
 from rlmux.sim.sweep import SimRun, run_simulation
 from rlmux.sim.workloads.recorded import recorded_workload
 
-FILES = ("examples/two_pipelines.yaml", "examples/long_tails.yaml", "examples/tool_waits.yaml")
+FILES = ("examples/01_two_pipelines.yaml", "examples/05_long_tails.yaml", "examples/06_tool_waits.yaml")
 BASE = "solo"
 NEIGHBOUR_ROUNDS = 2
 """Of measuring what neighbours cost, in each round: 12 s."""

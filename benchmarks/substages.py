@@ -39,7 +39,7 @@ from rlmux.runtime.backend import Submission
 from rlmux.runtime.run import run_pipelines
 from rlmux.runtime.worker_backend import WorkerOptions
 
-FILES = ("examples/long_tails.yaml", "examples/tool_waits.yaml")
+FILES = ("examples/05_long_tails.yaml", "examples/06_tool_waits.yaml")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,16 +1,16 @@
-"""Two rewards for `file_rewards.yaml`, one in each of the two signatures the field uses."""
+"""Two rewards for `03_own_rewards.yaml`: one with the signature of verl, one with the signature of TRL."""
 
 
 def score(data_source, solution_str, ground_truth, extra_info=None):
-    """verl's: one response at a time. The share of characters in the right place."""
+    """verl's signature: one response at a time. The reward is the fraction of characters in the right place."""
     right = sum(given == wanted for given, wanted in zip(solution_str, ground_truth, strict=False))
     return right / max(len(solution_str), len(ground_truth), 1)
 
 
 def brevity(prompts, completions, answer, **columns):
-    """TRL's: all responses to one prompt at once. Right answers, and among them the shorter ones, score more.
+    """TRL's signature: all responses to one prompt at once. A right answer scores more, and a shorter one a bit more.
 
-    A column of the file arrives under its own name, once for each completion.
+    Each column of the file is an argument of that name: a list with one value for each completion.
     """
     rewards = []
     for completion, wanted in zip(completions, answer, strict=True):

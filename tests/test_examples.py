@@ -1,7 +1,8 @@
-"""Every example is a valid file, with tasks, rewards and rows that exist."""
+"""The examples are a staircase: numbered without a gap, each with its command on top, all of them valid files."""
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,14 +10,19 @@ import pytest
 from rlmux.cli import inputs
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-TO_PLAN = {"cluster_what_if.yaml"}
+TO_PLAN = {"07_what_if.yaml"}
 FILES = sorted(path.name for path in EXAMPLES.glob("*.yaml"))
+
+
+def test_the_numbers_of_the_examples_have_no_gap():
+    assert [name.partition("_")[0] for name in FILES] == [f"{number:02}" for number in range(1, len(FILES) + 1)]
+    assert len(FILES) == 7
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name not in TO_PLAN])
 def test_an_example_can_be_run(name):
     spec = inputs.load_for_run(str(EXAMPLES / name), None, None)
-    assert all(pipeline.plan.sft_warmup.num_updates > 0 for pipeline in spec.pipelines)
+    assert all(pipeline.config.sft_warmup.num_updates > 0 for pipeline in spec.pipelines)
     assert {pool.num_nodes for pool in spec.cluster.pools.values()} == {1}, "examples fit on two cores"
 
 
@@ -27,6 +33,6 @@ def test_an_example_can_be_planned(name):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_an_example_says_how_it_is_used(name):
+def test_an_example_begins_with_its_new_idea_and_its_command(name):
     comment = (EXAMPLES / name).read_text(encoding="utf-8").partition("cluster:")[0]
-    assert f"rlmux {'plan' if name in TO_PLAN else 'run'} examples/{name}" in comment
+    assert re.match(rf"# New here: .+\n#\n#   rlmux {'plan' if name in TO_PLAN else 'run'} examples/{name}\n", comment)

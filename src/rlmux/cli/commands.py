@@ -74,7 +74,7 @@ def run(
     """Train the file's pipelines, for real, on this machine or a Ray cluster.
 
     \b
-    Example: rlmux run examples/two_pipelines.yaml --policy rollmux --set 'pipelines.*.steps=10'
+    Example: rlmux run examples/01_two_pipelines.yaml --policy rollmux --set 'pipelines.*.steps=10'
     """
     from rlmux.cli import folders, inputs
 
@@ -114,7 +114,7 @@ def compare(
     Every policy gets the same file and seeds, one after another on this machine; ratios are to the first one.
 
     \b
-    Example: rlmux compare examples/two_pipelines.yaml --policies solo,colocated,rollmux
+    Example: rlmux compare examples/01_two_pipelines.yaml --policies solo,colocated,rollmux
     """
     from rlmux.cli import folders, inputs
 
@@ -196,7 +196,7 @@ def plan(file: File, policy: PolicyName = None, sets: Sets = None, json: Json = 
     Starts nothing.
 
     \b
-    Example: rlmux plan examples/cluster_what_if.yaml --policy rollmux
+    Example: rlmux plan examples/07_what_if.yaml --policy rollmux
     """
     from rlmux.cli import inputs, tables
 
@@ -275,7 +275,7 @@ def submit(
     The run's cluster and policy hold, whatever the file says of them.
 
     \b
-    Example: rlmux submit examples/tool_use.yaml --to runs/demo
+    Example: rlmux submit examples/04_tool_use.yaml --to runs/demo
     """
     from rlmux.cli import remote as visits
 
@@ -347,7 +347,7 @@ def chaos(
     Runs the file undisturbed once, then with SIGKILLs of workers, hosts and the controller, resumed each time.
 
     \b
-    Example: rlmux chaos examples/two_pipelines.yaml --kills 20 --seed 1 --set 'pipelines.*.steps=20'
+    Example: rlmux chaos examples/01_two_pipelines.yaml --kills 20 --seed 1 --set 'pipelines.*.steps=20'
     """
     from rlmux.cli import folders, inputs
 
@@ -394,7 +394,7 @@ def profile(
     host memory or disk, and to come back.
 
     \b
-    Example: rlmux profile examples/two_pipelines.yaml --out profile.json
+    Example: rlmux profile examples/01_two_pipelines.yaml --out profile.json
     """
     from rlmux.cli import inputs, neighbour_costs, profiling, progress, switch_costs
 
