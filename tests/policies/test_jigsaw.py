@@ -155,15 +155,17 @@ def test_states_of_unknown_size_never_share_a_device(builders):
 
 
 def test_reports_that_change_nothing_are_not_planned_anew(builders):
-    policy = Jigsaw()
-    scheduler = Scheduler(one_pool(1), policy)
+    scheduler = Scheduler(one_pool(1), Jigsaw())
     driver = builders.Driver(scheduler)
     driver.submit(builders.pipeline("a"), builders.pipeline("b"))
     order = next(iter(scheduler.state.orders.values()))
+    (group,) = scheduler.state.groups.values()
     report(driver, order, 0.5, 40)
-    seen = dict(policy._seen)
+    planned = group.planned
     report(driver, order, 0.6, 39)
-    assert policy._seen == seen
+    assert group.planned is planned
+    report(driver, order, 0.7, 9)
+    assert group.planned not in (None, planned)
 
 
 def test_rlmux_keeps_turns_where_pools_are_apart_and_sub_stages_where_they_are_not(builders):
@@ -325,10 +327,25 @@ def test_what_is_known_of_a_share_goes_with_it_to_a_device_that_gave_its_own_awa
     assert history.live(right) == (None, 0.0)
 
 
-def test_moves_that_came_to_nothing_are_forgotten_with_their_step(builders):
-    scheduler, driver = waiting_behind_a_tail(builders, policy := Jigsaw(), num_steps=2)
+def asked_migrations(scheduler) -> list[int]:
+    """The node that each shard was asked to migrate to, pausing and paused ones."""
+    works = [work for group in scheduler.state.groups.values() for work in group.ready.values()]
+    return [one.migrate_to.node for one in (*scheduler.state.orders.values(), *works) if one.migrate_to is not None]
+
+
+def test_a_migration_that_comes_to_nothing_is_forgotten_with_its_order(builders):
+    scheduler, driver = waiting_behind_a_tail(builders, Jigsaw(), num_steps=2)
     report(driver, tail := order_of(scheduler, "a", 0), 11.5, 4)
-    assert [step for _, step, _ in policy._moves] == [1]
+    assert asked_migrations(scheduler) == [1]
     finish(driver, tail, 11.6)  # it ended before it could pause
-    while policy._moves:
-        assert driver.step(), "it is never forgotten"
+    assert asked_migrations(scheduler) == []
+
+
+def test_two_schedulers_with_one_policy_decide_as_with_one_each(builders):
+    shared = Jigsaw()
+    runs = [waiting_behind_a_tail(builders, shared) for _ in range(2)]
+    alone = waiting_behind_a_tail(builders, Jigsaw())
+    for scheduler, driver in (*runs, alone):
+        report(driver, order_of(scheduler, "a", 0), 11.5, 4)
+    (first, second), expected = [driver.actions(Pause) for _, driver in runs], alone[1].actions(Pause)
+    assert first == second == expected != []

@@ -5,14 +5,15 @@
 3. Every order belongs to a running (or cancelled, draining) pipeline of the device's group.
 4. A rollout share is in exactly one place: ready, ordered, or done; a training stage likewise.
 5. On-policy: a rollout that is open samples from a version that is published, within the staleness bound.
-6. Placement adds up (the ledger's own check).
+6. A migration that was asked for belongs to a rollout that is pausing, and its target has a shard of the same step.
+7. Placement adds up (the ledger's own check).
 """
 
 from __future__ import annotations
 
-from rlmux.core.model import Phase, PipelineStatus
+from rlmux.core.model import DeviceId, Phase, PipelineStatus
 from rlmux.core.scheduler import Scheduler
-from rlmux.core.state import PipelineRun, ReadyWork, SchedulerState
+from rlmux.core.state import OrderStatus, PipelineRun, ReadyWork, SchedulerState
 
 _TOLERANCE = 1e-9
 
@@ -22,6 +23,7 @@ def check(scheduler: Scheduler) -> None:
     state = scheduler.state
     _check_devices(scheduler)
     _check_ready_lists(state)
+    _check_asked_migrations(state)
     for run in state.runs.values():
         if run.status is PipelineStatus.RUNNING:
             _check_run(state, run)
@@ -56,6 +58,24 @@ def _check_ready_lists(state: SchedulerState) -> None:
             run = group.members[work.pipeline]
             place = run.open_shares.get(work.devices[0]) if work.phase is Phase.ROLLOUT else run.train_work
             assert place is work, f"{work} is listed as ready, but its pipeline says {place}"
+
+
+def _check_asked_migrations(state: SchedulerState) -> None:
+    for order in state.orders.values():
+        if order.migrate_to is not None and state.runs[order.pipeline].status is PipelineStatus.RUNNING:
+            assert order.status is OrderStatus.PAUSING, f"order {order.id} is to migrate without being paused"
+            assert order.phase is Phase.ROLLOUT, f"order {order.id} is to migrate and is no rollout"
+            _check_migration_target(state.runs[order.pipeline], order.devices[0], order.migrate_to)
+    for group in state.groups.values():
+        for work in group.ready.values():
+            if work.migrate_to is not None:
+                assert work.is_continuation, f"{work} is to migrate and was never paused"
+                _check_migration_target(group.members[work.pipeline], work.devices[0], work.migrate_to)
+
+
+def _check_migration_target(run: PipelineRun, source: DeviceId, target: DeviceId) -> None:
+    assert target != source, f"{run.pipeline.id}: the shard on {source} is to migrate to where it is"
+    assert target in run.open_shares, f"{run.pipeline.id}: the shard on {source} is to migrate to {target}, without one"
 
 
 def _check_run(state: SchedulerState, run: PipelineRun) -> None:

@@ -39,6 +39,8 @@ from rlmux.core.model import (
 )
 from rlmux.core.switches import Tenant, switch_seconds
 
+MAX_FRUITLESS_SEARCHES = 10_000
+"""Searches of a policy that are remembered."""
 MAX_PIPELINES_PER_GROUP = 5
 """Stands in for host memory where footprints are unknown (the paper keeps 2 to 5 on a node of 1 to 2 TB)."""
 
@@ -81,6 +83,13 @@ class Relocation:
 
     pipeline: PipelineId
     choice: PlacementChoice
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FruitlessSearch:
+    """A search for a better grouping of these pipelines that found none."""
+
+    pipelines: tuple[PipelineId, ...]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -293,6 +302,10 @@ class PlacementView:
     def placement(self, pipeline_id: PipelineId) -> Placement:
         return self._ledger.placement(pipeline_id)
 
+    def was_searched_in_vain(self, pipelines: tuple[PipelineId, ...]) -> bool:
+        """Whether a `FruitlessSearch` of exactly these, in this order, was reported before."""
+        return self._ledger.was_searched_in_vain(pipelines)
+
     def num_free_nodes(self, phase: Phase) -> float:
         """Infinite for an unbounded pool, 0 where the cluster has no pool for the phase."""
         return self._ledger.num_free_nodes(phase)
@@ -327,6 +340,8 @@ class PlacementLedger:
         """Of nodes in use: by a group, and by each pipeline that vacates it."""
         self._next_group = 0
         self._peak_by_pool = dict.fromkeys(cluster.pools, 0)
+        self._fruitless_searches: dict[tuple[PipelineId, ...], None] = {}
+        """Groups of pipelines that a policy found no better grouping for, oldest first; a sandbox has none."""
 
     # reading
 
@@ -402,7 +417,16 @@ class PlacementLedger:
         """Once every move under way is settled."""
         return sum(group.usd_per_hour for group in self._groups.values())
 
+    def was_searched_in_vain(self, pipelines: tuple[PipelineId, ...]) -> bool:
+        return pipelines in self._fruitless_searches
+
     # changing
+
+    def note_fruitless_search(self, pipelines: tuple[PipelineId, ...]) -> None:
+        """Remember that no better grouping of these was found; beyond `MAX_FRUITLESS_SEARCHES` the oldest is dropped."""
+        self._fruitless_searches[pipelines] = None
+        if len(self._fruitless_searches) > MAX_FRUITLESS_SEARCHES:
+            del self._fruitless_searches[next(iter(self._fruitless_searches))]
 
     def admit(self, pipeline: Pipeline, choice: PlacementChoice) -> Placement:
         """Pin the pipeline where the choice says. A choice that does not hold raises and changes nothing."""
@@ -509,6 +533,7 @@ class PlacementLedger:
             )
         if self._index is not None:
             self._index.check(self._groups)
+        _require(len(self._fruitless_searches) <= MAX_FRUITLESS_SEARCHES, "too many fruitless searches are remembered")
         num_members = sum(len(group.members) for group in self._groups.values())
         _require(num_members == len(self._group_of), "a pipeline is in two groups or in none")
         num_uses = dict.fromkeys(held, 1)

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from typing import Protocol
 
 from rlmux.core.model import Pipeline
-from rlmux.core.placement import PlacementChoice, PlacementView, Refusal, Relocation
+from rlmux.core.placement import FruitlessSearch, PlacementChoice, PlacementView, Refusal, Relocation
 from rlmux.core.views import Choice, GroupView
 
 
@@ -32,8 +32,11 @@ class Policy(Protocol):
         """Where the pipeline goes, or why it does not."""
         ...
 
-    def rebalance(self, view: PlacementView) -> tuple[Relocation, ...]:
-        """Moves that make the placement cheaper, each valid once those before it are done. Mostly none."""
+    def rebalance(self, view: PlacementView) -> tuple[Relocation | FruitlessSearch, ...]:
+        """Moves that make the placement cheaper, each valid once those before it are done. Mostly none.
+
+        A search that found nothing is reported too; `PlacementView.was_searched_in_vain` then knows it.
+        """
         ...
 
     def dispatch(self, view: GroupView) -> Iterable[Choice]:

@@ -62,7 +62,7 @@ from rlmux.core.model import (
     Resident,
     Stage,
 )
-from rlmux.core.placement import PlacementLedger, Refusal
+from rlmux.core.placement import FruitlessSearch, PlacementLedger, Refusal
 from rlmux.core.policy import Policy
 from rlmux.core.state import (
     DeviceState,
@@ -74,7 +74,7 @@ from rlmux.core.state import (
     SchedulerState,
 )
 from rlmux.core.transitions import check_move
-from rlmux.core.views import ChangeFraction, GroupView, MigrateWork, PauseOrder, RunWork
+from rlmux.core.views import ChangeFraction, GroupView, MarkPlanned, MigrateWork, PauseOrder, RunWork
 
 _STORY_LENGTH = 12
 _SHARE_TOLERANCE = 1e-9
@@ -252,7 +252,12 @@ class Scheduler:
 
     def _rebalance(self) -> None:
         """Let the policy move pipelines into what has become free. The move itself waits for a step boundary."""
-        relocations = self.policy.rebalance(self._placement_view)
+        relocations = []
+        for choice in self.policy.rebalance(self._placement_view):
+            if isinstance(choice, FruitlessSearch):
+                self.ledger.note_fruitless_search(choice.pipelines)
+            else:
+                relocations.append(choice)
         for relocation in relocations:  # all in the books first: later ones count on the nodes of earlier ones
             placement, _ = self.ledger.move(relocation.pipeline, relocation.choice)
             self._state.runs[relocation.pipeline].next_placement = placement
@@ -333,11 +338,17 @@ class Scheduler:
             self._add_share(run, device, is_continuation=False)
 
     def _add_share(
-        self, run: PipelineRun, device: DeviceId, *, is_continuation: bool, is_waiting: bool = False
+        self,
+        run: PipelineRun,
+        device: DeviceId,
+        *,
+        is_continuation: bool,
+        is_waiting: bool = False,
+        migrate_to: DeviceId | None = None,
     ) -> None:
         work = ReadyWork(
             run.pipeline.id, run.rollout_step, Stage.GENERATE, Phase.ROLLOUT, (device,),
-            self._state.now_s, self._next_sequence(), is_continuation, is_waiting,
+            self._state.now_s, self._next_sequence(), is_continuation, is_waiting, migrate_to,
         )  # fmt: skip
         run.open_shares[device] = work
         self._group_of(run).ready[work.sequence] = work
@@ -430,7 +441,13 @@ class Scheduler:
         self._learn_switch(run, order, event.switch_s)
         if order.phase is Phase.ROLLOUT:
             run.history.paused(order.devices[0], self._solo_s(order, event.seconds))
-            self._add_share(run, order.devices[0], is_continuation=True, is_waiting=event.is_waiting)
+            self._add_share(
+                run,
+                order.devices[0],
+                is_continuation=True,
+                is_waiting=event.is_waiting,
+                migrate_to=order.migrate_to,
+            )
         else:
             self._add_training_work(run, step=order.step, stage=order.stage, is_continuation=True)
         self._dispatch(self._group_of(run))
@@ -496,7 +513,7 @@ class Scheduler:
         if isinstance(share, int):
             order = self._state.orders[share]
             self._end_order(order)
-            self._add_share(run, event.device, is_continuation=True)
+            self._add_share(run, event.device, is_continuation=True, migrate_to=order.migrate_to)
         self._dispatch(self._group_of(run))
 
     def _on_restarted(self, event: PipelineRestarted) -> None:
@@ -558,9 +575,11 @@ class Scheduler:
             if isinstance(choice, RunWork):
                 self._start(group, choice)
             elif isinstance(choice, PauseOrder):
-                self._pause(self._order(choice.order))
+                self._pause_as_chosen(choice)
             elif isinstance(choice, MigrateWork):
                 self._move(group, choice)
+            elif isinstance(choice, MarkPlanned):
+                group.planned = self._views[group.id].look
             else:
                 self._change_fraction(self._order(choice.order), choice)
         if self._spills:
@@ -696,6 +715,17 @@ class Scheduler:
         if order.status is OrderStatus.RUNNING and order.device_fraction > 0.0:
             order.status = OrderStatus.PAUSING
             self._actions.append(Pause(order=order.id))
+
+    def _pause_as_chosen(self, choice: PauseOrder) -> None:
+        order = self._order(choice.order)
+        target = choice.migrate_to
+        if target is not None:
+            shards = self._state.runs[order.pipeline].open_shares
+            if order.phase is not Phase.ROLLOUT or target not in shards or target in order.devices:
+                raise self._illegal(f"policy {self.policy.name} pauses {order} to migrate its shard to {target}")
+        self._pause(order)
+        if order.status is OrderStatus.PAUSING:
+            order.migrate_to = target
 
     def _change_fraction(self, order: Order, choice: ChangeFraction) -> None:
         device_fraction = choice.device_fraction

@@ -48,7 +48,9 @@ class ReadyWork:
     is_continuation: bool
     """Its phase has begun: an earlier training stage of the step ran, or this share was paused."""
     is_waiting: bool = False
-    """A paused share of which every trajectory waits for its environment: started, it would compute nothing yet."""
+    """A paused shard of which every trajectory waits for its environment: started, it would compute nothing yet."""
+    migrate_to: DeviceId | None = None
+    """The device to which this shard was paused to migrate. The policy makes the migration or starts the shard."""
 
 
 class OrderStatus(StrEnum):
@@ -80,11 +82,26 @@ class Order:
     """Since when it has that slowdown."""
     solo_s: float = 0.0
     """Seconds up to then, each divided by the slowdown of its time."""
+    migrate_to: DeviceId | None = None
+    """The device to which the shard migrates once this order has paused; set only while it is PAUSING."""
     num_active: int | None = None
     num_waiting: int = 0
     num_waiting_for_env: int = 0
     tokens: int = 0
     """The last progress report; None before the first."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupLook:
+    """What a plan of a group depends on, in whole steps: most progress reports leave it as it is."""
+
+    ready: tuple[tuple[int, bool], ...]
+    """Sequence of each ready work, and whether it waits for an environment."""
+    running: tuple[tuple[OrderId, bool, int], ...]
+    """Each order that computes: its id, whether it is pausing, and the bit length of its active count."""
+    num_idle: int
+    """Orders whose every slot waits for an environment."""
+    num_migrating: int
 
 
 @dataclass(slots=True)
@@ -155,6 +172,8 @@ class GroupState:
     running: dict[OrderId, Order] = field(default_factory=dict)
     """Orders of its members that compute, in the order they were given."""
     members_by_device: dict[tuple[Phase, DeviceId], dict[PipelineId, PipelineRun]] = field(default_factory=dict)
+    planned: GroupLook | None = None
+    """What the group looked like when its policy last planned it; None before the first time."""
     announced: dict[int, None] = field(default_factory=dict)
     """Ready work, by sequence, whose state the driver was told to read ahead."""
 

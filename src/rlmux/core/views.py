@@ -12,7 +12,7 @@ from operator import itemgetter
 
 from rlmux.core.estimates import StepEstimates
 from rlmux.core.model import DeviceId, GroupId, OrderId, Phase, Pipeline, PipelineId, Stage
-from rlmux.core.state import GroupState, Order, OrderStatus, PipelineRun, ReadyWork, SchedulerState
+from rlmux.core.state import GroupLook, GroupState, Order, OrderStatus, PipelineRun, ReadyWork, SchedulerState
 from rlmux.core.switches import num_fitting
 
 
@@ -31,6 +31,8 @@ class PauseOrder:
     """A policy's choice: stop this order at its next safe point."""
 
     order: OrderId
+    migrate_to: DeviceId | None = None
+    """The device to which the order's shard is to migrate then; the paused shard says so when it is ready."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,7 +55,12 @@ class MigrateWork:
     copies_kv: bool = True
 
 
-Choice = RunWork | ChangeFraction | PauseOrder | MigrateWork
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MarkPlanned:
+    """A policy's choice: the group is planned as it is now. `GroupView.has_changed` is False until something differs."""
+
+
+Choice = RunWork | ChangeFraction | PauseOrder | MigrateWork | MarkPlanned
 
 
 class OrderView:
@@ -228,6 +235,25 @@ class GroupView:
     @property
     def num_members(self) -> int:
         return len(self._group.members)
+
+    @property
+    def look(self) -> GroupLook:
+        """What a plan of the group depends on."""
+        running = self._group.running.values()
+        return GroupLook(
+            ready=tuple((work.sequence, work.is_waiting) for work in self._group.ready.values()),
+            running=tuple(
+                (order.id, order.status is OrderStatus.PAUSING, (order.num_active or 0).bit_length())
+                for order in running
+            ),
+            num_idle=sum(order.num_active == 0 and order.num_waiting_for_env > 0 for order in running),
+            num_migrating=len(self.moving),
+        )
+
+    @property
+    def has_changed(self) -> bool:
+        """Whether the group looks different from when it was last marked as planned."""
+        return self._group.planned != self.look
 
     @property
     def serves_both_phases(self) -> bool:

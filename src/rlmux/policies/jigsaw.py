@@ -20,29 +20,44 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from rlmux.core.model import (
     AdmissionKind,
     DeviceId,
-    GroupId,
     NodeId,
     OrderId,
     Phase,
     Pipeline,
     PipelineId,
-    Stage,
     SubStage,
 )
 from rlmux.core.placement import GroupLoad, PlacementChoice, PlacementView, Refusal, Relocation
 from rlmux.core.sharing import NO_SHARING, SharingTable
 from rlmux.core.state import ReadyWork
-from rlmux.core.views import ChangeFraction, Choice, GroupView, MemberView, MigrateWork, OrderView, PauseOrder, RunWork
+from rlmux.core.views import (
+    ChangeFraction,
+    Choice,
+    GroupView,
+    MarkPlanned,
+    MemberView,
+    MigrateWork,
+    OrderView,
+    PauseOrder,
+    RunWork,
+)
 from rlmux.policies.planning.candidates import impossible, queue
 from rlmux.policies.planning.dispatching import first_fit
 from rlmux.policies.planning.forecast import Upcoming, decode_kind, is_idle, solo_step_s, upcoming
 from rlmux.policies.planning.lookahead import BUDGET, Merge, Problem, Schedule, greedy, plan
-from rlmux.policies.planning.migration import Mover, later_gathers, migrations_of, possible_merges, possible_movers
+from rlmux.policies.planning.migration import (
+    Mover,
+    continue_migrations,
+    later_gathers,
+    migrations_of,
+    possible_merges,
+    possible_movers,
+)
 
 PATIENCE_STEPS = 2
 """Of the longest member's: after so long, devices are kept for work that is ready."""
@@ -68,10 +83,6 @@ class Jigsaw:
     budget: int = BUDGET
     """Starts on a device that one decision may play out; fewer where steps take less than a second."""
     max_members: int = 8
-    _moves: dict[tuple[PipelineId, int, DeviceId], DeviceId] = field(default_factory=dict, repr=False, compare=False)
-    """Shares that were paused to be moved: (pipeline, step, source) to target."""
-    _seen: dict[GroupId, tuple[object, ...]] = field(default_factory=dict, repr=False, compare=False)
-    """What each group looked like when it was last planned."""
 
     def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
         return place_sharing(pipeline, view, max_members=self.max_members)
@@ -80,16 +91,17 @@ class Jigsaw:
         return ()
 
     def dispatch(self, view: GroupView) -> Iterator[Choice]:
-        moved = yield from self._finish_moves(view)
-        if not self._is_news(view) and not moved:
+        has_migrated = yield from continue_migrations(view)
+        if not view.has_changed:
             return
+        yield MarkPlanned()
         yield from yield_devices(view)
         sharing = self.sharing if self.sharing.entries and _can_share(view) else NO_SHARING
-        movers = possible_movers(view, without=moved) if self.merges_tails else ()
+        movers = possible_movers(view) if self.merges_tails else ()
         if not movers and not self._is_choice(view, sharing):
             yield from start_side_by_side(view, (), sharing)  # who is alone again gets the whole device
             return
-        ahead = upcoming(view, without=moved)
+        ahead = upcoming(view)
         problem = Problem(
             work_items=tuple(ahead.work_items),
             merges=self._merges(view, ahead, sharing) if self.merges_tails else (),
@@ -103,7 +115,7 @@ class Jigsaw:
         yield from self._begin_migrations(ahead, problem, movers, made)
         works = _overdue_first(view, _to_start(view, ahead, made))
         started = yield from start_side_by_side(view, works, problem.sharing)
-        if not started and not view.running and not view.moving and not moved:
+        if not started and not view.running and not view.moving and not has_migrated:
             yield from first_fit(view, [work for work in view.ready if not work.is_waiting])
 
     def _merges(self, view: GroupView, ahead: Upcoming, sharing: SharingTable) -> tuple[Merge, ...]:
@@ -113,19 +125,6 @@ class Jigsaw:
     def _budget(self, view: GroupView) -> int:
         shortest_s = min(solo_step_s(member) for member in view.members)
         return min(self.budget, max(_LEAST_STARTS, int(_STARTS_PER_STEP_S * shortest_s)))
-
-    def _is_news(self, view: GroupView) -> bool:
-        """Whether anything differs from when this group was last planned: most reports of progress change nothing."""
-        seen = (
-            tuple((work.sequence, work.is_waiting) for work in view.ready),
-            tuple((order.id, order.is_pausing, (order.num_active or 0).bit_length()) for order in view.running),
-            sum(is_idle(order) for order in view.running),
-            len(view.moving),
-        )
-        if self._seen.get(view.id) == seen:
-            return False
-        self._seen[view.id] = seen
-        return True
 
     def _is_choice(self, view: GroupView, sharing: SharingTable) -> bool:
         """Whether anything could be started or merged now, so that a plan is worth its milliseconds."""
@@ -150,29 +149,6 @@ class Jigsaw:
 
     # ------------------------------------------------------------------ moves
 
-    def _finish_moves(self, view: GroupView) -> Generator[Choice, None, set[int]]:
-        """Shares that have stopped to be moved go now; returns the works that are gone."""
-        gone: set[int] = set()
-        if not self._moves:
-            return gone
-        members = {member.id: member for member in view.members}
-        for pipeline, step, device in list(self._moves):  # a share may end before it has paused
-            if pipeline in members and step < members[pipeline].rollout_step:
-                del self._moves[pipeline, step, device]
-        for work in view.ready:
-            if work.stage is not Stage.GENERATE:
-                continue
-            target = self._moves.pop((work.pipeline, work.step, work.devices[0]), None)
-            if target is None:
-                continue
-            member = members[work.pipeline]
-            is_moving = any(one == (work.pipeline, target) for one in view.moving)
-            is_there = target in member.unfinished_rollout_devices or view.is_free((target,))
-            if is_there and not is_moving:
-                gone.add(work.sequence)
-                yield MigrateWork(pipeline=work.pipeline, source=work.devices[0], target=target)
-        return gone
-
     def _move_s(self, member: MemberView, device: DeviceId) -> float:
         estimates = member.estimates
         if estimates.move_s is None:
@@ -185,7 +161,7 @@ class Jigsaw:
             source, target = ahead.device_of[merge.source], ahead.device_of[merge.target]
             order = ahead.orders.get(merge.source)
             if order is not None:
-                yield from self._pause_to_move(order, target)
+                yield from _pause_to_migrate(order, target)
             elif merge.source in ahead.works:
                 work = ahead.works.pop(merge.source)
                 yield MigrateWork(pipeline=work.pipeline, source=source, target=target)
@@ -196,15 +172,14 @@ class Jigsaw:
         for number in made.migrations_now:
             share, device = movers[number]
             if isinstance(share, OrderView):
-                yield from self._pause_to_move(share, device)
+                yield from _pause_to_migrate(share, device)
             elif ahead.works.pop(problem.migrations[number].task, None) is not None:
                 yield MigrateWork(pipeline=share.pipeline, source=share.devices[0], target=device)
 
-    def _pause_to_move(self, order: OrderView, target: DeviceId) -> Iterator[PauseOrder]:
-        move = (order.pipeline, order.step, order.devices[0])
-        if not order.is_pausing and move not in self._moves:
-            self._moves[move] = target
-            yield PauseOrder(order=order.id)
+
+def _pause_to_migrate(order: OrderView, target: DeviceId) -> Iterator[PauseOrder]:
+    if not order.is_pausing:
+        yield PauseOrder(order=order.id, migrate_to=target)
 
 
 # --- placement ----------------------------------------------------------------------------------------------

@@ -25,6 +25,7 @@ from dataclasses import dataclass, field, replace
 
 from rlmux.core.model import AdmissionKind, GroupId, NodeId, Phase, Pipeline, PipelineId
 from rlmux.core.placement import (
+    FruitlessSearch,
     GroupLoad,
     PlacementChoice,
     PlacementView,
@@ -69,9 +70,8 @@ class RlMux:
     """Leave the order of steps per cycle where a gap or a threatened SLO asks for it and nobody becomes late."""
     laps: bool = True
     """Let short pipelines take several steps per cycle in a long one's meta-iteration."""
-    _lap_finder: LapFinder = field(default_factory=LapFinder, repr=False, compare=False)
-    _fruitless: dict[tuple[PipelineId, ...], None] = field(default_factory=dict, repr=False, compare=False)
-    """Neighbourhoods that were searched in vain, by their members; the oldest are forgotten."""
+    _lap_finder: LapFinder = field(init=False, default_factory=LapFinder, repr=False, compare=False)
+    """A cache of this object alone: `replace` makes a new one. Dropping what it knows changes no decision."""
 
     _sub_stages: Jigsaw = field(init=False, repr=False, compare=False)
 
@@ -108,29 +108,27 @@ class RlMux:
                 best = alone
         return best or queue(pipeline, view)
 
-    def rebalance(self, view: PlacementView) -> tuple[Relocation, ...]:
+    def rebalance(self, view: PlacementView) -> tuple[Relocation | FruitlessSearch, ...]:
         if _is_free_of_charge(view):
             return ()
         by_waste = sorted(
             (group for group in view.groups() if group.budget_s < math.inf),
             key=lambda group: (group.least_usd_per_hour - group.usd_per_hour, group.id),
         )
-        num_tries = 0
+        fruitless: list[FruitlessSearch] = []
         for seed in by_waste:
             groups = self._neighbourhood(seed, by_waste)
             names = tuple(member.pipeline.id for group in groups for member in group.members)
-            if names in self._fruitless:
+            search = FruitlessSearch(pipelines=names)
+            if view.was_searched_in_vain(names) or search in fruitless:
                 continue
             relocations = self._regroup(groups, view)
             if relocations:
-                return relocations
-            self._fruitless[names] = None
-            if len(self._fruitless) > 10_000:
-                del self._fruitless[next(iter(self._fruitless))]
-            num_tries += 1
-            if num_tries >= self.max_tries or len(groups) == len(by_waste):
+                return (*fruitless, *relocations)
+            fruitless.append(search)
+            if len(fruitless) >= self.max_tries or len(groups) == len(by_waste):
                 break
-        return ()
+        return tuple(fruitless)
 
     def dispatch(self, view: GroupView) -> Iterator[Choice]:
         if view.num_members > 1 and view.serves_both_phases:

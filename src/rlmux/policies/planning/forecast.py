@@ -10,7 +10,7 @@ pipeline is looked ahead to about the same time, the end of the longest one's ne
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from rlmux.core.estimates import StepEstimates
@@ -55,8 +55,8 @@ class Upcoming:
         return len(self.work_items) - 1
 
 
-def upcoming(view: GroupView, *, without: Collection[int] = ()) -> Upcoming:
-    """The group's work_items; ready works of these sequences, in `without`, are on their way elsewhere."""
+def upcoming(view: GroupView) -> Upcoming:
+    """The group's work items."""
     members = view.members
     numbers: dict[DeviceId, int] = {}
     for member in members:
@@ -66,8 +66,7 @@ def upcoming(view: GroupView, *, without: Collection[int] = ()) -> Upcoming:
     ready: dict[PipelineId, list[ReadyWork]] = {member.id: [] for member in members}
     running: dict[PipelineId, list[OrderView]] = {member.id: [] for member in members}
     for work in view.ready:
-        if work.sequence not in without:
-            ready[work.pipeline].append(work)
+        ready[work.pipeline].append(work)
     for order in view.running:
         running[order.pipeline].append(order)
     solos = [solo_step_s(member) for member in members]

@@ -7,11 +7,11 @@ migrate    a share whose device is held, or wanted, goes to a free one on which 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 
 from rlmux.core.model import DeviceId, Phase, PipelineId, Stage
 from rlmux.core.state import ReadyWork
-from rlmux.core.views import GroupView, MemberView, OrderView
+from rlmux.core.views import GroupView, MemberView, MigrateWork, OrderView
 from rlmux.policies.planning.forecast import Upcoming, is_idle
 from rlmux.policies.planning.lookahead import Merge, Migration
 
@@ -81,11 +81,29 @@ def _gathers(ahead: Upcoming, member: MemberView, shares: Sequence[int], *, is_o
                 yield Merge(source=source, target=target, cost_s=member.estimates.gathered_s, is_whole=True)
 
 
-def possible_movers(view: GroupView, *, without: Collection[int]) -> tuple[Mover, ...]:
+def continue_migrations(view: GroupView) -> Generator[MigrateWork, None, bool]:
+    """Migrate the shards that were paused for it and whose target can take them; returns whether there was one."""
+    has_migrated = False
+    for work in view.ready:
+        if work.migrate_to is not None and _can_take(view, work.pipeline, work.migrate_to):
+            has_migrated = True
+            yield MigrateWork(pipeline=work.pipeline, source=work.devices[0], target=work.migrate_to)
+    return has_migrated
+
+
+def _can_take(view: GroupView, pipeline: PipelineId, target: DeviceId) -> bool:
+    """The target's shard stays there and has not ended, or no order computes there."""
+    member = next(member for member in view.members if member.id == pipeline)
+    if (pipeline, target) in view.moving:
+        return False
+    return target in member.unfinished_rollout_devices or view.is_free((target,))
+
+
+def possible_movers(view: GroupView) -> tuple[Mover, ...]:
     """Ready shares whose device is held and running ones whose device is wanted, each with a free device on which its
-    pipeline has nothing left to do in this step. Ready works of the sequences in `without` are on their way elsewhere.
+    pipeline has nothing left to do in this step.
     """
-    ready = [work for work in view.ready if not work.is_waiting and work.sequence not in without]
+    ready = [work for work in view.ready if not work.is_waiting]
     if not ready or not view.running:
         return ()
     wanted = {device for work in ready for device in work.devices}

@@ -236,6 +236,11 @@ class Partition:
     """No partition costs less."""
     is_proven: bool
 
+    @property
+    def gap(self) -> float:
+        """(cost - proven bound) / cost; 0 where the partition is proven to be the cheapest."""
+        return 1.0 - self.bound_usd / self.cost_usd if self.cost_usd else 0.0
+
 
 def cheapest_partition(
     columns: Sequence[Column],
