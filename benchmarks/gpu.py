@@ -38,7 +38,6 @@ from typing import Any
 import torch
 from substages import from_log
 
-from rlmux.cli import profiling
 from rlmux.core.model import Cluster, Phase, Pipeline, PipelineId, Pool, Stage
 from rlmux.core.policy import Policy
 from rlmux.core.sharing import SharingTable
@@ -47,7 +46,9 @@ from rlmux.engines.rollout import SlotRolloutEngine
 from rlmux.engines.train import TorchTrainEngine
 from rlmux.policies.baselines import Colocated
 from rlmux.policies.jigsaw import Jigsaw
+from rlmux.profiling.interference import QUICK, measure_interference
 from rlmux.profiling.micro_benchmarks import PIECES, PieceSizes, piece_processes, rates, usual_sizes
+from rlmux.profiling.profile_file import load_sharing
 from rlmux.rl.config import (
     AlgorithmConfig,
     ModelConfig,
@@ -106,7 +107,7 @@ def measure(device: str, parts: list[str], *, is_quick: bool, num_repeats: int, 
     sizes = QUICK_SIZES if is_quick else usual_sizes(device)
     levels = probe(device)
     result: dict[str, Any] = {"machine": machine(device, levels, mps), "is_quick": is_quick}
-    window: Mapping[str, Any] = profiling.QUICK if is_quick else {"window_s": 0.5, "num_rounds": num_repeats}
+    window: Mapping[str, Any] = QUICK if is_quick else {"window_s": 0.5, "num_rounds": num_repeats}
     if "curves" in parts:
         say("curves")
         result["curves"] = curves(device, levels, sizes, is_quick=is_quick, **window)
@@ -114,7 +115,7 @@ def measure(device: str, parts: list[str], *, is_quick: bool, num_repeats: int, 
     if "interference" in parts:
         say("interference")
         kinds = ("tail", "update") if is_quick else PIECES
-        table = profiling.measure(device, kinds=kinds, sizes=sizes, **window)
+        table = measure_interference(device, kinds=kinds, sizes=sizes, **window)
         result["interference"] = table.to_json()
     if "switches" in parts:
         say("switches")
@@ -241,7 +242,7 @@ def pipelines(
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "profile.json"
             table.save(path)
-            sharing, warnings = profiling.sharing_of(path, levels)
+            sharing, warnings = load_sharing(path, levels)
             notes += [warning.replace(f"{path}: ", "").replace(f"{path} ", "") for warning in warnings]
     ways: dict[str, Policy] = {
         "one after the other": Colocated(),

@@ -27,13 +27,13 @@ from typing import Any
 
 import psutil
 
-from rlmux.cli.training import header, submissions
 from rlmux.config import Spec, load_spec
 from rlmux.core.actions import RunStage
 from rlmux.core.events import StageFinished
 from rlmux.core.model import PHASE_BY_STAGE, Phase, PipelineId, Stage
 from rlmux.policies import POLICIES
 from rlmux.report.log import LogReader
+from rlmux.runtime.launch import header, submissions
 from rlmux.runtime.run import run_pipelines
 
 
@@ -155,7 +155,7 @@ def first_token_s(file: str) -> float:
     """From `rlmux run` to the first sampled token in the log, without a warm start in between."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "run"
-        command = [sys.executable, "-m", "rlmux.cli", "run", file, "--out", str(folder), "--json"]
+        command = [sys.executable, "-m", "rlmux", "run", file, "--out", str(folder), "--json"]
         command += ["--set", "defaults.steps=1", "--set", "defaults.sft_warmup.updates=0"]
         start_s = time.time()
         subprocess.run(command, check=True, capture_output=True)

@@ -28,12 +28,12 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
-from rlmux.cli import neighbour_costs
-from rlmux.cli.training import header, submissions
 from rlmux.config import Spec, load_spec
 from rlmux.core.model import PHASE_BY_STAGE, Phase, Stage
 from rlmux.policies import POLICIES
+from rlmux.profiling import neighbours as neighbours_profile
 from rlmux.report.api import read_timeline
+from rlmux.runtime.launch import header, submissions
 from rlmux.runtime.run import run_pipelines
 from rlmux.runtime.worker_backend import WorkerOptions
 from rlmux.sim.models.neighbours import Neighbours
@@ -66,10 +66,10 @@ def stage_seconds(folder: Path) -> dict[str, float]:
     return total
 
 
-def measured_neighbours() -> neighbour_costs.Ratios:
+def measured_neighbours() -> neighbours_profile.Ratios:
     """In a process of its own: the fork server of a run is not the one of these pieces."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
-        return pool.submit(neighbour_costs.measure, "cpu", num_rounds=NEIGHBOUR_ROUNDS).result()
+        return pool.submit(neighbours_profile.measure_neighbours, "cpu", num_rounds=NEIGHBOUR_ROUNDS).result()
 
 
 def train_each(file: str, spec: Spec, policies: list[str], parent: Path, chunk_s: float) -> list[str]:
@@ -157,7 +157,7 @@ def main() -> None:
         train(first, BASE, Path(scratch) / "warm-up", arguments.chunk_s)  # what starts once a process is not compared
         for file in arguments.files:
             spec = load_spec(file, overrides=[f"defaults.steps={arguments.steps}"])
-            ratios: neighbour_costs.Ratios = {}
+            ratios: neighbours_profile.Ratios = {}
             trained = []
             for number in range(arguments.rounds):
                 print(f"{file}: round {number + 1} of {arguments.rounds}", file=sys.stderr, flush=True)
@@ -166,7 +166,7 @@ def main() -> None:
                 for pair, seen in measured_neighbours().items():
                     ratios.setdefault(pair, []).extend(seen)
                 trained.append((folder, train_each(file, spec, policies, folder, arguments.chunk_s)))
-            neighbours = neighbour_costs.neighbours_of("cpu", ratios)
+            neighbours = neighbours_profile.neighbours_of("cpu", ratios)
             rounds = [figures(folder, finished, neighbours) for folder, finished in trained]
             results[file] = {
                 "neighbours": list(neighbours.measured.items()) if neighbours else [],

@@ -26,7 +26,6 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlmux.cli.training import header, submissions
 from rlmux.config import Spec, load_spec
 from rlmux.core.actions import MigrateShard, RunStage
 from rlmux.core.events import StageFinished
@@ -36,6 +35,7 @@ from rlmux.policies import POLICIES
 from rlmux.policies.baselines import Split
 from rlmux.report.log import LogReader
 from rlmux.runtime.backend import Submission
+from rlmux.runtime.launch import header, submissions
 from rlmux.runtime.run import run_pipelines
 from rlmux.runtime.worker_backend import WorkerOptions
 

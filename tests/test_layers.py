@@ -32,8 +32,8 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "engines": ({"core.model", "core.errors", "rl"}, {*TRAINING, "numpy", "psutil"}),
     "sim": ({"core", "policies", "report"}, {"numpy"}),
     "papers": ({"core", "policies", "report", "sim"}, {"numpy"}),
-    "runtime": ({"core", "policies", "report", "rl", "engines"}, {*TRAINING, "psutil", "tensorboard"}),
-    "profiling": ({"core", "rl", "engines"}, TRAINING),
+    "runtime": ({"core", "policies", "report", "rl", "engines", "config"}, {*TRAINING, "psutil", "tensorboard"}),
+    "profiling": ({"core", "rl", "engines", "sim.models"}, TRAINING),
     "config": (
         {"core.model", "core.errors", "rl.config"},
         {"pydantic", "pydantic_core", "annotated_types", "yaml"},

@@ -37,7 +37,7 @@ LIMIT_S = 200
 
 def start(folder: Path, *words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-c", "from rlmux.cli import main; main()", *words],
+        [sys.executable, "-m", "rlmux", *words],
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from rlmux.cli import comparison, tables
+from rlmux.cli import tables
+from rlmux.runtime import comparison
 
 
 def summary(makespan_s: float, *, sha: str = "x", status: str = "finished") -> dict:

@@ -34,7 +34,7 @@ pipelines:
 def commands(tmp_path, backend_words):
     file = tmp_path / "two.yaml"
     file.write_text(FILE)
-    rlmux = [sys.executable, "-m", "rlmux.cli"]
+    rlmux = [sys.executable, "-m", "rlmux"]
     return Commands(
         run=lambda folder: [*rlmux, "run", str(file), "--out", str(folder), *backend_words.run],
         resume=lambda folder: [*rlmux, "resume", str(folder), *backend_words.resume],

@@ -81,7 +81,7 @@ def score(data_source, solution_str, ground_truth, extra_info):
 
 def run(folder: Path, **environment: str) -> dict:
     file, out = str(folder / "file.yaml"), str(folder / "run")
-    words = [sys.executable, "-m", "rlmux.cli", "run", file, "--out", out, "--json"]
+    words = [sys.executable, "-m", "rlmux", "run", file, "--out", out, "--json"]
     (folder / "file.yaml").write_text(FILE)
     (folder / "clock_rewards.py").write_text(REWARDS % (folder / "looks"))
     done = subprocess.run(words, env={**os.environ, **environment}, capture_output=True, text=True, timeout=300)

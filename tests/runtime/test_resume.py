@@ -324,7 +324,7 @@ def command(tmp_path):
 
         with (tmp_path / "said.txt").open("w") as said:
             process = subprocess.Popen(
-                [sys.executable, "-m", "rlmux.cli", *words],
+                [sys.executable, "-m", "rlmux", *words],
                 stdout=subprocess.DEVNULL,
                 stderr=said,
                 preexec_fn=limit_files,

@@ -1,33 +1,36 @@
-"""Runs of the command line itself under hardship, each in a process of its own: what `rlmux chaos` shows."""
+"""What `rlmux chaos` runs, each run in a process of its own, and what it shows of the kills."""
 
 from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from rlmux.cli import tables
-from rlmux.core.errors import UserError
-from rlmux.runtime.chaos import ChaosResult, Commands, run_chaos
+from rlmux.runtime.chaos import ChaosResult, Commands
 
-_RLMUX = (sys.executable, "-m", "rlmux.cli")
+_RLMUX = (sys.executable, "-m", "rlmux")
 
 
-def chaos(
-    file: str, folder: Path, *, num_kills: int, seed: int, policy: str, sets: Sequence[str], is_quiet: bool
-) -> ChaosResult:
-    """The file undisturbed, then with kills, in subfolders of `folder`."""
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UserError(f"--out {folder}: not empty; accepted: a folder that does not exist or is empty")
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+def commands_of(file: str, *, policy: str, sets: Sequence[str]) -> Commands:
+    """The command lines that run the file into a folder, and that resume a folder."""
     options = [word for each in sets for word in ("--set", each)]
-    commands = Commands(
+    return Commands(
         run=lambda out: [*_RLMUX, "run", file, "--policy", policy, "--out", str(out), *options],
         resume=lambda out: [*_RLMUX, "resume", str(out)],
     )
-    return run_chaos(commands, folder, num_kills=num_kills, seed=seed, say=lambda text: _say(text, is_quiet))
+
+
+def speaker(*, is_quiet: bool) -> Callable[[str], None]:
+    """What prints progress on stderr, or nothing."""
+
+    def say(text: str) -> None:
+        if not is_quiet:
+            print(text, file=sys.stderr, flush=True)
+
+    return say
 
 
 def show_chaos(result: ChaosResult, folder: Path, *, as_json: bool) -> None:
@@ -60,8 +63,3 @@ def show_chaos(result: ChaosResult, folder: Path, *, as_json: bool) -> None:
     tables.print_rows(rows)
     print(f"\n{len(result.kills)} kills in {len(result.rounds)} rounds, {len(result.orphans)} processes left behind")
     print(f"runs: {folder}")
-
-
-def _say(text: str, is_quiet: bool) -> None:
-    if not is_quiet:
-        print(text, file=sys.stderr, flush=True)

@@ -1,4 +1,7 @@
-"""Every command. Imports are made when a command runs, so that `--help`, `simulate` and `plan` stay light."""
+"""Every command: its words, the function of another room that does the work, and the display of what came out.
+
+Imports are made when a command runs, so that `--help`, `simulate` and `plan` stay light.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ import typer
 from rlmux.core.errors import UserError
 
 if TYPE_CHECKING:
+    from rlmux.config import Spec
     from rlmux.runtime.run import RunResult
 
 app = typer.Typer(
@@ -27,8 +31,8 @@ Sets = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Lay a value over the file's; may be repeated."),
 ]
-PolicyName = Annotated[str | None, typer.Option("--policy", help="Who decides; by default the file's own policy.")]
-PolicyNames = Annotated[str, typer.Option("--policies", help="Policies to compare, with commas.")]
+PolicyName = Annotated[str | None, typer.Option("--policy", help="Policy that decides; by default the file's own.")]
+PolicyNames = Annotated[str, typer.Option("--policies", help="Policies to compare, separated by commas.")]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON with stable keys, and nothing else, on stdout.")]
 Out = Annotated[
     str | None,
@@ -37,18 +41,20 @@ Out = Annotated[
 Pictures = Annotated[
     Path | None, typer.Option("--out", metavar="DIR", help="Write pictures (SVG, PNG) and a page there.")
 ]
-Overwrite = Annotated[bool, typer.Option("--overwrite", help="Relocate the run that is in --out.")]
-KeepOpen = Annotated[
-    bool, typer.Option("--keep-open", help="When all pipelines are over, wait for more, until Ctrl-C.")
-]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the run that is in --out.")]
+KeepOpen = Annotated[bool, typer.Option("--keep-open", help="When all pipelines are over, wait for more until Ctrl-C.")]
 ProfileFile = Annotated[
     Path | None,
-    typer.Option("--profile", metavar="FILE", help="What `rlmux profile` measured here: sharing a device, switches."),
+    typer.Option(
+        "--profile",
+        metavar="FILE",
+        help="File that `rlmux profile` wrote here: what sharing a device and switches cost.",
+    ),
 ]
 BackendName = Annotated[str, typer.Option("--backend", help="Where workers live: local, ray.")]
 Address = Annotated[
     str | None,
-    typer.Option("--address", metavar="ENV:PORT", help="Of a Ray cluster; by default this machine's own."),
+    typer.Option("--address", metavar="HOST:PORT", help="Address of a Ray cluster; by default this machine's own."),
 ]
 
 
@@ -82,18 +88,22 @@ def run(
     spec = inputs.load_for_run(file, sets, policy)
     folder = folders.choose(out, f"{Path(file).stem}-{spec.policy}")
 
-    from rlmux.cli import training
+    from rlmux.cli.live import Live
+    from rlmux.runtime import launch
 
-    result = training.start(
-        spec,
-        folder,
-        is_overwriting=overwrite,
-        is_quiet=json,
-        is_kept_open=keep_open,
-        backend=backend,
-        profile=profile,
-        address=address,
-    )
+    chosen, estimate_switch = inputs.policy_and_switches(spec.policy, profile)
+    with Live(spec, is_quiet=json) as live:
+        result = launch.start_run(
+            spec,
+            folder,
+            policy=chosen,
+            estimate_switch=estimate_switch,
+            listeners=[live],
+            is_overwriting=overwrite,
+            is_kept_open=keep_open,
+            backend=backend,
+            address=address,
+        )
     _end(result, json)
 
 
@@ -123,19 +133,25 @@ def compare(
     spec = inputs.load_for_run(file, sets, None)
     folder = folders.choose(out, f"{Path(file).stem}-compare")
 
-    from rlmux.cli import comparison
+    from rlmux.cli import tables
+    from rlmux.cli.live import Live
+    from rlmux.runtime import comparison, launch
 
-    table = comparison.run_each(
-        spec,
-        names,
-        folder,
-        is_overwriting=overwrite,
-        is_quiet=json,
-        backend=backend,
-        address=address,
-        profile=profile,
-    )
-    comparison.show(table, as_json=json)
+    def start(one: Spec, into: Path) -> RunResult:
+        chosen, estimate_switch = inputs.policy_and_switches(one.policy, profile)
+        with Live(one, is_quiet=json) as live:
+            return launch.start_run(
+                one,
+                into,
+                policy=chosen,
+                estimate_switch=estimate_switch,
+                listeners=[live],
+                backend=backend,
+                address=address,
+            )
+
+    table = comparison.run_each(spec, names, folder, start, is_overwriting=overwrite)
+    tables.show_comparison(table, as_json=json)
 
 
 @app.command()
@@ -255,9 +271,22 @@ def resume(
 
     folders.check_run(folder)
 
-    from rlmux.cli import training
+    from rlmux.cli import inputs
+    from rlmux.cli.live import Live
+    from rlmux.runtime import launch
 
-    result = training.go_on(folder, is_quiet=json, is_kept_open=keep_open, address=address, profile=profile)
+    spec = launch.spec_of(folder)
+    chosen, estimate_switch = inputs.policy_and_switches(spec.policy, profile)
+    with Live(spec, is_quiet=json) as live:
+        result = launch.resume_run(
+            spec,
+            folder,
+            policy=chosen,
+            estimate_switch=estimate_switch,
+            listeners=[live],
+            is_kept_open=keep_open,
+            address=address,
+        )
     if result.was_over:
         typer.echo("rlmux: nothing to resume: every pipeline is over", err=True)
     _end(result, json)
@@ -277,9 +306,9 @@ def submit(
     \b
     Example: rlmux submit examples/04_tool_use.yaml --to runs/demo
     """
-    from rlmux.cli import remote as visits
+    from rlmux.cli import remote
 
-    raise typer.Exit(visits.show_submission(visits.submit(file, to, sets), as_json=json))
+    raise typer.Exit(remote.show_submission(remote.submit(file, to, sets), as_json=json))
 
 
 @app.command()
@@ -293,9 +322,9 @@ def cancel(
     \b
     Example: rlmux cancel runs/demo sort
     """
-    from rlmux.cli import remote as visits
+    from rlmux.cli import remote
 
-    typer.echo(f"{name}: {visits.cancel(folder, name)['outcome']}")
+    typer.echo(f"{name}: {remote.cancel(folder, name)['outcome']}")
 
 
 @app.command()
@@ -311,9 +340,9 @@ def status(
     \b
     Example: rlmux status runs/demo
     """
-    from rlmux.cli import remote as visits
+    from rlmux.cli import remote
 
-    visits.show_status(folder, as_json=json, is_once=once)
+    remote.show_status(folder, as_json=json, is_once=once)
 
 
 @app.command()
@@ -327,9 +356,9 @@ def logs(
     \b
     Example: rlmux logs runs/demo sort -f
     """
-    from rlmux.cli import remote as visits
+    from rlmux.cli import remote
 
-    visits.show_logs(folder, name, is_following=follow)
+    remote.show_logs(folder, name, is_following=follow)
 
 
 @app.command()
@@ -354,12 +383,13 @@ def chaos(
     spec = inputs.load_for_run(file, sets, policy)
     folder = folders.choose(out, f"{Path(file).stem}-chaos")
 
-    from rlmux.cli import chaos as endurance
+    from rlmux.cli import chaos as chaos_display
+    from rlmux.runtime.chaos import run_chaos
 
-    result = endurance.chaos(
-        file, folder, num_kills=kills, seed=seed, policy=spec.policy, sets=sets or (), is_quiet=json
-    )
-    endurance.show_chaos(result, folder, as_json=json)
+    commands = chaos_display.commands_of(file, policy=spec.policy, sets=sets or ())
+    say = chaos_display.speaker(is_quiet=json)
+    result = run_chaos(commands, folder, num_kills=kills, seed=seed, say=say)
+    chaos_display.show_chaos(result, folder, as_json=json)
     raise typer.Exit(0 if result.is_equal and not result.orphans else 1)
 
 
@@ -396,25 +426,28 @@ def profile(
     \b
     Example: rlmux profile examples/01_two_pipelines.yaml --out profile.json
     """
-    from rlmux.cli import inputs, neighbour_costs, profiling, progress, switch_costs
+    from rlmux.cli import inputs, profile_tables, progress
+    from rlmux.profiling import interference, neighbours
+    from rlmux.profiling.profile_file import Profile
+    from rlmux.profiling.switch_times import measure_switches, usual_config
 
-    profiling.check_device(device)
+    interference.check_device(device)
     folder = out.absolute().parent
     if out.is_dir() or not folder.is_dir():
         raise UserError(f"--out {out}: accepted: a file in a folder that exists")
-    plans = [one.config for one in inputs.load_for_run(file, None, None).pipelines] if file else []
-    plans = plans or [switch_costs.usual_plan(device)]
+    configs = [one.config for one in inputs.load_for_run(file, None, None).pipelines] if file else []
+    configs = configs or [usual_config(device)]
+    effort = interference.QUICK if quick else {}
     with progress.bar("pairs", is_quiet=json) as report_progress:
-        table = profiling.measure(device, progress=report_progress, **(profiling.QUICK if quick else {}))
+        table = interference.measure_interference(device, progress=report_progress, **effort)
     with progress.bar("neighbours", is_quiet=json) as report_progress:
-        ratios = neighbour_costs.measure(device, progress=report_progress, **(profiling.QUICK if quick else {}))
+        ratios = neighbours.measure_neighbours(device, progress=report_progress, **effort)
     with progress.bar("switches", is_quiet=json) as report_progress:
-        num_rounds = 1 if quick else 5
-        switches = switch_costs.measure(plans, device, folder, num_rounds=num_rounds, progress=report_progress)
-    neighbours = neighbour_costs.neighbours_of(device, ratios)
-    profiling.save(table, switches, out, neighbours)
-    without = neighbour_costs.missing(device)
-    profiling.show(table, switches, out, neighbours, as_json=json, without_neighbours=without)
+        switches = measure_switches(configs, device, folder, num_rounds=1 if quick else 5, progress=report_progress)
+    measured = Profile(table=table, switches=switches, neighbours=neighbours.neighbours_of(device, ratios))
+    measured.save(out)
+    without = neighbours.missing_neighbours(device)
+    profile_tables.show(measured, out, as_json=json, without_neighbours=without)
 
 
 @app.command()
@@ -455,7 +488,7 @@ def version() -> None:
 def _end(result: RunResult, as_json: bool) -> None:
     """Show a run that ended or was stopped, and exit accordingly."""
     from rlmux.cli import tables
-    from rlmux.cli.main import INTERRUPTED
+    from rlmux.cli.exit_codes import INTERRUPTED
 
     tables.show_run(result.summary, result.folder, as_json=as_json)
     if not result.is_complete:

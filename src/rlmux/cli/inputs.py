@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import fields, is_dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,6 +14,8 @@ from rlmux.core.errors import UserError
 from rlmux.rl.config import TaskConfig
 
 if TYPE_CHECKING:
+    from rlmux.core.policy import Policy
+    from rlmux.runtime.launch import EstimateSwitch
     from rlmux.sim.models.neighbours import Neighbours
     from rlmux.sim.workloads.arrivals import Workload
 
@@ -107,14 +109,43 @@ def workload_or_run(
 
 
 def _neighbours(profile: Path) -> Neighbours | None:
-    """What the profile has of them; what it has not is told."""
-    from rlmux.cli.profiling import fractions_here  # brings torch along, to look at the devices
+    """Slowdowns by busy neighbours, as far as the profile has them."""
+    from rlmux.profiling.interference import fractions_here  # brings torch along, to look at the devices
     from rlmux.sim.models.neighbours import load_neighbours
 
     neighbours, warnings = load_neighbours(profile, fractions_here().device)
+    _warn(warnings)
+    return neighbours
+
+
+def policy_and_switches(name: str, profile: Path | None) -> tuple[Policy, EstimateSwitch]:
+    """The policy, told what the profile has for it, and what estimates switches.
+
+    What of the profile cannot be used is told on stderr, with what is used instead.
+    """
+    from rlmux.policies import make_policy
+    from rlmux.runtime.launch import estimate_nothing
+
+    policy = make_policy(name)
+    if profile is None:
+        return policy, estimate_nothing
+    from rlmux.profiling.interference import fractions_here  # brings torch along, to look at the devices
+    from rlmux.profiling.profile_file import load_sharing, load_switch_costs
+
+    here = fractions_here()
+    sharing, warnings = load_sharing(profile, here)
+    if is_dataclass(policy) and any(one.name == "sharing" for one in fields(policy)):
+        policy = make_policy(name, sharing=sharing)
+    else:
+        warnings.append(f"--profile: policy {name} gives devices as a whole: only its switches are used")
+    costs, more = load_switch_costs(profile, here.device)
+    _warn([*warnings, *more])
+    return policy, costs.estimate_of
+
+
+def _warn(warnings: Sequence[str]) -> None:
     for warning in warnings:
         print(f"rlmux: {warning}", file=sys.stderr)
-    return neighbours
 
 
 def measured(run: Path) -> dict[str, object]:

@@ -1,7 +1,7 @@
-"""The entry point: runs a command and turns every error a person can cause into one line and an exit code.
+"""The entry point: runs a command and turns every error that a user can cause into one line and an exit code.
 
-0    done                                2    the person's mistake: one line on stderr, nothing was started
-1    it ran and something failed       130    Ctrl-C, at the next safe point
+words ──▶ commands.app ──▶ a command ──▶ its exit code
+                                    └──▶ an error: one line on stderr and a code of exit_codes.py
 """
 
 from __future__ import annotations
@@ -13,9 +13,8 @@ from typing import NoReturn
 
 import typer
 
+from rlmux.cli.exit_codes import FAILED, INTERRUPTED, MISTAKE
 from rlmux.core.errors import RlmuxError, UserError
-
-FAILED, MISTAKE, INTERRUPTED = 1, 2, 130
 
 _UsageError: type[Exception] = typer.BadParameter.__bases__[0]
 """Typer's own complaints about the words of a command line. Typer exports its children only."""
@@ -42,7 +41,7 @@ def run_command_line(words: Sequence[str] | None = None) -> int:
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
     except BrokenPipeError:
-        # Whoever read us has gone (`| head`): the interpreter's own last flush must not fail.
+        # The reader has gone (`| head`): the interpreter's own last flush must not fail.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return FAILED
     return code if isinstance(code, int) else 0

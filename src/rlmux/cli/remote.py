@@ -30,7 +30,7 @@ _STATUS_LIMIT_S = 5.0
 
 def submit(file: str, folder: Path, sets: Sequence[str] | None) -> dict[str, Any]:
     """Check the file against the run's cluster here, then hand it over; returns what became of each pipeline."""
-    from rlmux.cli.training import spec_of
+    from rlmux.runtime.launch import spec_of
 
     folders.check_run(folder)
     spec = inputs.load_for_submission(file, sets, spec_of(folder))

@@ -65,6 +65,14 @@ def show_by_policy(figures: Mapping[str, Row], *, as_json: bool) -> None:
     print_rows([{"policy": policy, **flat(row)} for policy, row in figures.items()])
 
 
+def show_comparison(table: Row, *, as_json: bool) -> None:
+    """One row for each policy that was trained under, and where the runs are."""
+    show_by_policy(table["policies"], as_json=as_json)
+    if not as_json:
+        first = next(iter(table["policies"]))
+        print(f"\nspeedup and tokens_ratio: against {first}\nruns: {table['folder']}")
+
+
 def show_simulation(result: Row, *, as_json: bool) -> None:
     """One row for each policy; means over the seeds."""
     if as_json:

@@ -1,4 +1,4 @@
-"""How long a pipeline's states take to leave a device and to come back: what a profile times.
+"""Measures how long a pipeline's states take to leave a device and to come back.
 
     warm         device ─▶ host memory ─▶ device
     spilled      device ─▶ disk ─▶ device, and nothing of it in the system's cache
@@ -10,7 +10,7 @@ The engines are those of the pipeline's own config. Rounds are interleaved, and 
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,28 +22,31 @@ import torch
 from rlmux.core.model import Phase
 from rlmux.engines.rollout import SlotRolloutEngine
 from rlmux.engines.train import TorchTrainEngine
-from rlmux.rl.config import TrainingConfig
+from rlmux.profiling.micro_benchmarks import usual_sizes
+from rlmux.rl.config import AlgorithmConfig, RolloutConfig, TrainingConfig
 from rlmux.rl.footprint import footprint_of
 from rlmux.rl.vocabulary import load_vocabulary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwitchTimes:
-    """Of one phase's state on one device."""
+    """Seconds that one phase's state takes to leave and to enter one device."""
 
     phase: Phase
     state_bytes: float
-    """That it holds on the device."""
+    """Bytes that the state holds on the device."""
     footprint_bytes: float
-    """That its config says it takes there at most: what other plans' states are compared with it by."""
+    """Bytes that the config says the state takes on the device at most; states of other configs are compared by it."""
     offload_s: float
+    """Seconds from the device to host memory."""
     load_s: float
-    """To host memory, and back."""
+    """Seconds from host memory to the device."""
     spill_s: float
+    """Seconds from the device to disk."""
     reload_s: float
-    """To disk, and back."""
+    """Seconds from disk to the device."""
     checkpoint_s: float
-    """A new engine, from its checkpoint."""
+    """Seconds to make a new engine from its checkpoint."""
 
     @property
     def warm_s(self) -> float:
@@ -54,10 +57,52 @@ class SwitchTimes:
         return self.spill_s + self.reload_s
 
 
+def usual_config(device: str) -> TrainingConfig:
+    """A pipeline of the sizes that micro-benchmarks use, for a profile that no file is given for."""
+    sizes = usual_sizes(device)
+    return TrainingConfig(
+        name="usual sizes",
+        model=sizes.model,
+        rollout=RolloutConfig(
+            max_new_tokens=sizes.new_tokens, max_prompt_tokens=sizes.prompt_tokens, num_slots=sizes.num_slots
+        ),
+        algorithm=AlgorithmConfig(micro_batch_size=sizes.micro_batch_size),
+    )
+
+
+def measure_switches(
+    configs: Sequence[TrainingConfig],
+    device: str,
+    folder: Path,
+    *,
+    num_rounds: int = 5,
+    progress: Callable[[int, int], None] | None = None,
+) -> dict[str, list[SwitchTimes]]:
+    """Switch times by pipeline; pipelines whose states are alike are measured once, under the first one's name.
+
+    `folder`: on the disk that states spill to. `progress`: called with (rounds done, rounds in all).
+    """
+    unlike = list({footprint_of(config): config for config in reversed(configs)}.values())[::-1]
+    num_done = 0
+
+    def count_round() -> None:
+        nonlocal num_done
+        num_done += 1
+        if progress is not None:
+            progress(num_done, 2 * num_rounds * len(unlike))
+
+    return {
+        config.name: switch_times(config, device, folder, num_rounds=num_rounds, tick=count_round) for config in unlike
+    }
+
+
 def switch_times(
     config: TrainingConfig, device: str, folder: Path, *, num_rounds: int = 5, tick: Callable[[], None] = lambda: None
 ) -> list[SwitchTimes]:
-    """Of the plan's rollout state and of its training state. `folder`: where states go that are spilled."""
+    """Times of the config's rollout state and of its training state, in that order.
+
+    `folder`: where spilled states go. `tick`: called after every round of either state.
+    """
     footprint = footprint_of(config)
     with _one_thread(config.num_threads), tempfile.TemporaryDirectory(dir=folder) as scratch:
         return [

@@ -23,7 +23,7 @@ from typing import Any
 
 import psutil
 
-from rlmux.core.errors import LogError, RlmuxError
+from rlmux.core.errors import LogError, RlmuxError, UserError
 from rlmux.report.api import load_summary
 from rlmux.report.log import LogReader
 
@@ -89,7 +89,13 @@ def run_chaos(
     seed: int,
     say: Callable[[str], None] = lambda _: None,
 ) -> ChaosResult:
-    """Run undisturbed, then with kills, in subfolders of `folder`. Raises RlmuxError when a run fails."""
+    """Run undisturbed, then with kills, in subfolders of `folder`.
+
+    Raises UserError for a folder that is not empty, RlmuxError when a run fails.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UserError(f"--out {folder}: not empty; accepted: a folder that does not exist or is empty")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     rng = random.Random(seed)
     undisturbed = folder / "undisturbed"
     say("undisturbed")

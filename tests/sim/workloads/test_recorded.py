@@ -7,12 +7,13 @@ from dataclasses import replace
 import pytest
 
 from rlmux.cli.main import run_command_line
-from rlmux.cli.profiling import fraction_grid_of, save
 from rlmux.core.errors import UserError
 from rlmux.core.events import StageFinished
 from rlmux.core.model import Cluster, Phase, PhaseSeconds, Pipeline, PipelineId, Pool, Stage
 from rlmux.engines.device_fraction import DeviceFractions
 from rlmux.policies import POLICIES
+from rlmux.profiling.interference import fraction_grid_of
+from rlmux.profiling.profile_file import Profile
 from rlmux.report.log import RunLog, run_header
 from rlmux.sim.models.interference import InterferenceTable
 from rlmux.sim.models.neighbours import Neighbours
@@ -110,11 +111,11 @@ def test_the_command_puts_the_prediction_beside_what_was_measured(tmp_path, caps
 def test_the_command_counts_what_its_profile_says_of_neighbours(tmp_path, capsys, monkeypatch):
     record(pair(), "rollmux", tmp_path / "run")
     here = DeviceFractions(device="a cpu", how="nice", num_units=20)
-    monkeypatch.setattr("rlmux.cli.profiling.fractions_here", lambda: here)
+    monkeypatch.setattr("rlmux.profiling.interference.fractions_here", lambda: here)
     table = InterferenceTable(device="a cpu", levels=fraction_grid_of(here))
     costs = {("dense", "update"): 1.25, ("update", "dense"): 1.25}
-    save(table, {}, tmp_path / "profile.json", Neighbours(device="a cpu", measured=costs))
-    save(table, {}, tmp_path / "older.json")
+    Profile(table=table, neighbours=Neighbours(device="a cpu", measured=costs)).save(tmp_path / "profile.json")
+    Profile(table=table).save(tmp_path / "older.json")
 
     def solo_s(*options: str) -> tuple[float, str]:
         assert run_command_line(["simulate", "--from-run", str(tmp_path / "run"), "--policies", "solo", *options]) == 0

@@ -1,4 +1,4 @@
-"""What busy neighbours cost: measured without phantoms, and used by a prediction from a run."""
+"""What busy neighbours cost: measured without phantoms, kept in a profile and read back."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import random
 
 import pytest
 
-from rlmux.cli import neighbour_costs, profiling
-from rlmux.cli.main import run_command_line
 from rlmux.profiling.micro_benchmarks import PieceSizes
+from rlmux.profiling.neighbours import measure_neighbours, missing_neighbours, neighbours_of, slowdown_of
+from rlmux.profiling.profile_file import Profile
 from rlmux.rl.config import ModelConfig
 from rlmux.sim.models.interference import FractionGrid, InterferenceTable
 from rlmux.sim.models.neighbours import KINDS, Neighbours, load_neighbours
@@ -25,25 +25,25 @@ COSTS = {("dense", "dense"): 1.1, ("dense", "update"): 1.05, ("update", "dense")
 def save(folder, neighbours):
     path = folder / "profile.json"
     table = InterferenceTable(device=DEVICE, levels=FractionGrid(device=DEVICE, num_units=20))
-    profiling.save(table, {}, path, neighbours)
+    Profile(table=table, neighbours=neighbours).save(path)
     return path
 
 
 def test_every_pair_is_measured_on_two_devices_as_often_from_either_side():
-    if neighbour_costs.missing("cpu"):
+    if missing_neighbours("cpu"):
         pytest.skip("one core")
-    ratios = neighbour_costs.measure("cpu", sizes=TINY, window_s=0.02, num_rounds=1, num_turns=1)
+    ratios = measure_neighbours("cpu", sizes=TINY, window_s=0.02, num_rounds=1, num_windows=1)
     assert {pair: len(values) for pair, values in ratios.items()} == {(a, b): 2 for a in KINDS for b in KINDS}
     assert all(value > 0.0 for values in ratios.values() for value in values)
-    neighbours = neighbour_costs.neighbours_of("cpu", ratios)
+    neighbours = neighbours_of("cpu", ratios)
     assert min(neighbours.measured.values()) >= 1.0
 
 
 def test_with_one_core_there_is_nothing_and_a_reason(monkeypatch):
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {3})
-    assert neighbour_costs.measure("cpu") == {}
-    assert neighbour_costs.neighbours_of("cpu", {}) is None
-    assert "left out, since there is one core" in neighbour_costs.missing("cpu")
+    assert measure_neighbours("cpu") == {}
+    assert neighbours_of("cpu", {}) is None
+    assert "left out, since there is one core" in missing_neighbours("cpu")
 
 
 def test_noise_makes_no_phantoms_and_hides_no_slowdown():
@@ -51,7 +51,7 @@ def test_noise_makes_no_phantoms_and_hides_no_slowdown():
     rng = random.Random(1)
 
     def found(slowdown):
-        return [neighbour_costs.slowdown_of([slowdown * rng.gauss(1.0, 0.1) for _ in range(36)]) for _ in range(300)]
+        return [slowdown_of([slowdown * rng.gauss(1.0, 0.1) for _ in range(36)]) for _ in range(300)]
 
     assert sum(value > 1.0 for value in found(1.0)) < 0.25 * 300
     assert sum(found(1.0)) / 300 < 1.01
@@ -59,24 +59,10 @@ def test_noise_makes_no_phantoms_and_hides_no_slowdown():
 
 
 def test_faster_beside_another_is_noise():
-    assert neighbour_costs.slowdown_of([0.8, 0.85, 0.9]) == 1.0
+    assert slowdown_of([0.8, 0.85, 0.9]) == 1.0
 
 
 def test_the_profile_keeps_them_and_gives_them_back(tmp_path):
     neighbours = Neighbours(device=DEVICE, measured=COSTS)
     assert load_neighbours(save(tmp_path, neighbours), DEVICE) == (neighbours, [])
     assert "neighbours" not in json.loads(save(tmp_path, None).read_text())
-
-
-def test_people_get_a_row_for_each_and_a_column_for_each_neighbour(tmp_path, capsys):
-    table = InterferenceTable(device=DEVICE, levels=FractionGrid(device=DEVICE, num_units=20))
-    profiling.show(table, {}, tmp_path, Neighbours(device=DEVICE, measured=COSTS), as_json=False)
-    said = capsys.readouterr().out.splitlines()
-    assert ["dense", "1.10", "1.05"] in [line.split() for line in said]
-    profiling.show(table, {}, tmp_path, as_json=False, without_neighbours="left out")
-    assert "left out" in capsys.readouterr().out.splitlines()
-
-
-def test_a_profile_is_of_devices_and_not_of_workloads(tmp_path, capsys):
-    assert run_command_line(["simulate", "weave", "--profile", str(save(tmp_path, None))]) == 2
-    assert "goes with --from-run only" in capsys.readouterr().err

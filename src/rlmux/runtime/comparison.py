@@ -1,4 +1,4 @@
-"""The same pipelines under one policy after another, and what that did to time and nothing else.
+"""Trains the same pipelines under one policy after another: what a policy does to time, and to nothing else.
 
     FOLDER/solo/run.db ...      a whole run each
     FOLDER/rollmux/run.db ...
@@ -12,15 +12,15 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from rlmux.cli import tables, training
 from rlmux.config import Spec
 from rlmux.core.errors import UserError
+from rlmux.runtime.run import RunResult
 
 _TABLE = "compare.json"
 
@@ -29,26 +29,19 @@ def run_each(
     spec: Spec,
     policies: Sequence[str],
     folder: Path,
+    start: Callable[[Spec, Path], RunResult],
     *,
     is_overwriting: bool,
-    is_quiet: bool,
-    backend: str = "local",
-    address: str | None = None,
-    profile: Path | None = None,
 ) -> dict[str, Any]:
-    """Train under each policy; stops at the first run that is stopped. Returns and writes the table."""
+    """Train under each policy, one after another; returns and writes the table.
+
+    `start`: trains one file in one folder, such as `launch.start_run` with a policy made for it.
+    Raises UserError for a folder that cannot be used, and KeyboardInterrupt as soon as a run is stopped.
+    """
     _prepare(folder, is_overwriting=is_overwriting)
     summaries: dict[str, Mapping[str, Any]] = {}
     for policy in policies:
-        result = training.start(
-            replace(spec, policy=policy),
-            folder / policy,
-            is_overwriting=False,
-            is_quiet=is_quiet,
-            backend=backend,
-            address=address,
-            profile=profile,
-        )
+        result = start(replace(spec, policy=policy), folder / policy)
         if not result.is_complete:
             raise KeyboardInterrupt
         summaries[policy] = result.summary
@@ -58,7 +51,7 @@ def run_each(
 
 
 def compare(summaries: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
-    """Figures of each policy. Ratios are to the first: above 1 is faster."""
+    """Figures of each policy, from its summary. Ratios are to the first policy: above 1 is faster."""
     first = next(iter(summaries.values()))
     rows: dict[str, dict[str, Any]] = {}
     for policy, summary in summaries.items():
@@ -81,16 +74,8 @@ def compare(summaries: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, A
     return rows
 
 
-def show(table: Mapping[str, Any], *, as_json: bool) -> None:
-    """The table, and where the runs are."""
-    tables.show_by_policy(table["policies"], as_json=as_json)
-    if not as_json:
-        first = next(iter(table["policies"]))
-        print(f"\nspeedup and tokens_ratio: against {first}\nruns: {table['folder']}")
-
-
 def _same_weights(summary: Mapping[str, Any], first: Mapping[str, Any]) -> bool | None:
-    """Bit for bit, in every pipeline; None where a pipeline ended without any."""
+    """Weights are equal bit for bit in every pipeline; None where a pipeline ended without any."""
     pairs = [
         (pipeline["weights_sha256"], first["pipelines"][name]["weights_sha256"])
         for name, pipeline in summary["pipelines"].items()
@@ -101,7 +86,7 @@ def _same_weights(summary: Mapping[str, Any], first: Mapping[str, Any]) -> bool 
 
 
 def _utilization(summary: Mapping[str, Any]) -> dict[str, float]:
-    """Mean over the devices of each pool."""
+    """Mean utilization over the devices of each pool."""
     by_pool: dict[str, list[float]] = {}
     for device in summary["devices"].values():
         by_pool.setdefault(device["pool"], []).append(device["utilization"] or 0.0)
@@ -113,7 +98,7 @@ def _ratio(above: float | None, below: float | None) -> float | None:
 
 
 def _prepare(folder: Path, *, is_overwriting: bool) -> None:
-    """An empty folder. Only one that holds a comparison is ever overwritten."""
+    """Make an empty folder. Only a folder that holds a comparison is ever overwritten."""
     if folder.is_dir() and any(folder.iterdir()):
         if not (folder / _TABLE).is_file():
             raise UserError(f"--out {folder}: not empty and holds no comparison; accepted: a new or empty folder")

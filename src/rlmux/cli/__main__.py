@@ -1,6 +1,0 @@
-"""`python -m rlmux.cli`, for where the console script is not on the path."""
-
-from rlmux.cli import main
-
-if __name__ == "__main__":
-    main()

@@ -1,0 +1,73 @@
+"""A measured profile for people: slowdowns of pairs, slowdowns of neighbours, seconds of switches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlmux.cli import tables
+from rlmux.core.sharing import MIN_GAIN
+from rlmux.profiling.profile_file import Profile
+from rlmux.profiling.switch_times import SwitchTimes
+from rlmux.sim.models.interference import NO_SPLIT, InterferenceTable
+
+
+def show(profile: Profile, path: Path, *, as_json: bool, without_neighbours: str | None = None) -> None:
+    """Print what `path` now holds.
+
+    One row for each pair: the slowdowns at each device fraction, and whether the best of them helps. Then the slowdowns
+    of neighbours, or why there are none, and one row for each state.
+    """
+    if as_json:
+        tables.print_json(profile.to_json())
+        return
+    device = profile.table.device
+    print(f"{device}: slowdown of each of two side by side, by the first one's device fraction")
+    tables.print_rows(_pair_rows(profile.table))
+    print(f"best together: work in a second, over one after the other; {MIN_GAIN:g} or more helps")
+    if profile.neighbours is not None:
+        print(f"{device}: slowdown of each on neighbouring devices, each on one of its own")
+        tables.print_rows(_neighbour_rows(profile.neighbours.measured))
+    elif without_neighbours:
+        print(without_neighbours)
+    print(f"{device}: seconds of a switch, another state of that size leaving included")
+    tables.print_rows(_switch_rows(profile.switches))
+    print(f"Written: {path}")
+
+
+def _pair_rows(table: InterferenceTable) -> list[dict[str, Any]]:
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    best: dict[tuple[str, str], float] = {}
+    for (a, b, fraction), (slow_a, slow_b) in table.measured.items():
+        row = rows.setdefault((a, b), {"beside": f"{a} | {b}"})
+        row["whole" if fraction >= NO_SPLIT else f"{fraction:.2g}"] = f"{slow_a:.2f} {slow_b:.2f}"
+        best[a, b] = max(best.get((a, b), 0.0), 1.0 / slow_a + 1.0 / slow_b)
+    for pair, row in rows.items():
+        row["best together"] = f"{best[pair]:.2f}" + (" helps" if best[pair] >= MIN_GAIN else "")
+    return list(rows.values())
+
+
+def _neighbour_rows(measured: Mapping[tuple[str, str], float]) -> list[dict[str, Any]]:
+    """One row for each sub-stage, a column for each neighbour."""
+    rows: dict[str, dict[str, Any]] = {}
+    for (kind, beside), slowdown in measured.items():
+        rows.setdefault(kind, {"slowdown of": kind})[f"beside {beside}"] = f"{slowdown:.2f}"
+    return list(rows.values())
+
+
+def _switch_rows(measured: Mapping[str, Sequence[SwitchTimes]]) -> list[dict[str, Any]]:
+    """One row for each state."""
+    return [
+        {
+            "switch to": f"{name} | {one.phase}",
+            "MB": f"{one.state_bytes / 1e6:.1f}",
+            "warm s": f"{one.warm_s:.4f}",
+            "from disk s": f"{one.spilled_s:.4f}",
+            "from checkpoint s": f"{one.checkpoint_s:.3f}",
+            "warm GB/s": f"{one.state_bytes / 1e9 / max(one.warm_s, 1e-9):.1f}",
+            "from disk GB/s": f"{one.state_bytes / 1e9 / max(one.spilled_s, 1e-9):.2f}",
+        }
+        for name, times in measured.items()
+        for one in times
+    ]

@@ -1,0 +1,146 @@
+"""The profile file: what was measured on this machine's devices, and what a policy may use of it.
+
+    Profile ──save──▶ profile.json ──load_sharing──▶ SharingTable ──▶ a policy that shares devices
+                                   ──load_switch_costs──▶ SwitchCosts ──▶ Pipeline.switch
+                                   ──sim.models──▶ what a prediction uses
+
+A policy is only told of pairs and device fractions that were measured on this very device and that helped: both
+together did more in a second than one after the other. What a file has beyond that is named in a warning, with what is
+used instead.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from rlmux.core.errors import UserError
+from rlmux.core.model import Phase, SubStage
+from rlmux.core.sharing import MIN_GAIN, SharingEntry, SharingTable
+from rlmux.engines.device_fraction import DeviceFractions
+from rlmux.profiling.interference import fraction_grid_of
+from rlmux.profiling.micro_benchmarks import PIECES
+from rlmux.profiling.switch_costs import SwitchCosts
+from rlmux.profiling.switch_times import SwitchTimes
+from rlmux.sim.models.interference import NO_SPLIT, InterferenceTable, load_interference
+from rlmux.sim.models.neighbours import Neighbours
+
+_SWITCHES = "switches"
+_SECONDS = tuple(one.name for one in fields(SwitchTimes) if one.name.endswith("_s"))
+_NUMBERS = ("state_bytes", "footprint_bytes", *_SECONDS)
+_SCHEDULED_AS: Mapping[str, str] = {SubStage.OLD_LOGPROBS: SubStage.UPDATE, SubStage.REFERENCE: SubStage.UPDATE}
+"""Sub-stages that the scheduler does not tell apart from another; all others keep their names."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profile:
+    """All that was measured of one kind of device."""
+
+    table: InterferenceTable
+    switches: Mapping[str, Sequence[SwitchTimes]] = field(default_factory=dict)
+    """Times of the rollout state and of the training state, by pipeline."""
+    neighbours: Neighbours | None = None
+    """None where the machine has no two devices of the kind."""
+
+    def to_json(self) -> dict[str, Any]:
+        """The content of the profile file."""
+        content = {**self.table.to_json(), _SWITCHES: _switches_to_json(self.switches)}
+        return content if self.neighbours is None else {**content, "neighbours": self.neighbours.to_json()}
+
+    def save(self, path: Path) -> None:
+        """Write the profile file."""
+        path.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+
+
+def _switches_to_json(measured: Mapping[str, Sequence[SwitchTimes]]) -> list[dict[str, Any]]:
+    """Seconds, and the bytes a second that they amount to."""
+    return [
+        {
+            "pipeline": name,
+            **asdict(one),
+            "warm_bytes_per_s": one.state_bytes / max(one.warm_s, 1e-9),
+            "spilled_bytes_per_s": one.state_bytes / max(one.spilled_s, 1e-9),
+            "checkpoint_bytes_per_s": one.state_bytes / max(one.checkpoint_s, 1e-9),
+        }
+        for name, times in measured.items()
+        for one in times
+    ]
+
+
+def load_sharing(path: Path, fractions: DeviceFractions) -> tuple[SharingTable, list[str]]:
+    """What a profile file lets policies do on this device, and warnings of what cannot be used.
+
+    Raises UserError for a file that is no profile.
+    """
+    asked = (*fractions.shares, NO_SPLIT)
+    table, warnings = load_interference(path, fraction_grid_of(fractions), PIECES, asked=asked)
+    if not fractions.shares:
+        reason = f"{fractions.device} has no levels ({fractions.missing}): devices are not shared"
+        return SharingTable(), [*warnings, reason]
+    prepared = {key: slowdowns for key, slowdowns in table.measured.items() if _is_prepared(key[2], fractions)}
+    others = [key[2] for key in table.measured if key[2] < NO_SPLIT and key not in prepared]
+    if others:
+        named = ", ".join(f"{fraction:g}" for fraction in dict.fromkeys(others))
+        accepted = ", ".join(f"{fraction:g}" for fraction in fractions.shares)
+        warnings.append(f"{path}: fraction {named} is not prepared here; used instead: {accepted}, where measured")
+    sharing = SharingTable.of(_worst_entries(prepared))
+    if not sharing.rates:
+        warnings.append(f"{path}: no pair gains {MIN_GAIN:g} or more by sharing; every order has its devices alone")
+    return sharing, warnings
+
+
+def _is_prepared(fraction: float, fractions: DeviceFractions) -> bool:
+    """Engines can be held to this fraction here; no split needs no preparation and shares nothing."""
+    return fraction < NO_SPLIT and any(abs(fraction - share) <= 0.5 / fractions.num_units for share in fractions.shares)
+
+
+def _worst_entries(measured: Mapping[tuple[str, str, float], tuple[float, float]]) -> list[SharingEntry]:
+    """One entry for each pair that the scheduler tells apart, with the worst slowdown of those it does not."""
+    entries: dict[tuple[str, str, float], SharingEntry] = {}
+    for (a, b, fraction), (slow_a, slow_b) in measured.items():
+        key = (_SCHEDULED_AS.get(a, a), _SCHEDULED_AS.get(b, b), fraction)
+        worst = entries.get(key)
+        entries[key] = SharingEntry(
+            sub_stage_a=key[0],
+            sub_stage_b=key[1],
+            device_fraction=fraction,
+            slowdown_a=max(slow_a, 1.0, worst.slowdown_a if worst else 1.0),
+            slowdown_b=max(slow_b, 1.0, worst.slowdown_b if worst else 1.0),
+        )
+    return list(entries.values())
+
+
+def load_switch_costs(path: Path, device: str) -> tuple[SwitchCosts, list[str]]:
+    """Switches of a profile file that were measured on `device` (as profiles name it), and warnings of what is missing.
+
+    Raises UserError for a file that cannot be read, or switches that are no numbers.
+    """
+    used_instead = "switches count as nothing until the run has seen what its own take"
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise UserError(f"profile {path} cannot be read: {error}") from error
+    if content.get("device") != device:
+        return SwitchCosts(), [f"{path} was measured on {content.get('device')!r}, not on {device!r}: {used_instead}"]
+    if _SWITCHES not in content:
+        return SwitchCosts(), [f"{path} has no switches, it was written before they were measured: {used_instead}"]
+    return SwitchCosts(tuple(_read_switch(path, number, one) for number, one in enumerate(content[_SWITCHES], 1))), []
+
+
+def _read_switch(path: Path, number: int, entry: Any) -> SwitchTimes:
+    phases = [phase.value for phase in (Phase.ROLLOUT, Phase.TRAIN)]
+    is_entry = isinstance(entry, dict) and entry.get("phase") in phases
+    if not is_entry or not all(_is_amount(entry.get(name)) for name in _NUMBERS):
+        raise UserError(
+            f"{path}: switch {number} is {entry!r}; expected phase rollout or train, and numbers of 0 or more for "
+            f"{', '.join(_NUMBERS)}"
+        )
+    return SwitchTimes(phase=Phase(entry["phase"]), **{name: float(entry[name]) for name in _NUMBERS})
+
+
+def _is_amount(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0.0 <= value < math.inf

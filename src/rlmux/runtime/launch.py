@@ -1,0 +1,192 @@
+"""Starts a training run from the user's file, and resumes one from its folder.
+
+    file ──config──▶ Spec ──start_run──▶ submissions, policy, backend ──▶ run_pipelines
+    folder ──spec_of──▶ Spec, and what was submitted late ──resume_run──▶ resume_pipelines
+
+The run's log carries the resolved file, so a run can be resumed from its folder alone. What this module does not do:
+read profiles, choose a display, or print; its callers hand it what those come to.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from rlmux.config import Spec
+from rlmux.config.load import parse_spec
+from rlmux.core.errors import UserError
+from rlmux.core.model import Cluster, SwitchEstimate
+from rlmux.core.policy import Policy
+from rlmux.report.log import LogReader
+from rlmux.rl.config import TrainingConfig
+from rlmux.runtime.backend import Submission
+from rlmux.runtime.controller import Listener
+from rlmux.runtime.local import local_backend
+from rlmux.runtime.run import LOCAL, MakeBackend, RunResult, resume_pipelines, run_pipelines
+from rlmux.runtime.run_api import ParseSubmission, submitted_to
+
+EstimateSwitch = Callable[[TrainingConfig, Cluster], SwitchEstimate | None]
+"""What is believed of a pipeline's switches before any was seen; None: nothing."""
+
+
+def estimate_nothing(config: TrainingConfig, cluster: Cluster) -> None:
+    """The estimate of a run without a profile."""
+
+
+def start_run(
+    spec: Spec,
+    folder: Path,
+    *,
+    policy: Policy,
+    estimate_switch: EstimateSwitch = estimate_nothing,
+    listeners: Sequence[Listener] = (),
+    is_overwriting: bool = False,
+    is_kept_open: bool = False,
+    backend: str = LOCAL,
+    address: str | None = None,
+) -> RunResult:
+    """Train the file's pipelines in a new folder. `address`: of a Ray cluster.
+
+    Raises UserError, before anything is made, where the backend or the folder cannot be had.
+    """
+    make_backend = backend_maker(backend, address, spec.cluster)
+    make_importable(spec.code_folder)
+    return run_pipelines(
+        spec.cluster,
+        submissions(spec, estimate_switch),
+        policy,
+        folder,
+        spec=header(spec),
+        is_overwriting=is_overwriting,
+        listeners=listeners,
+        parse=parser(spec, estimate_switch),
+        is_kept_open=is_kept_open,
+        backend_name=backend,
+        make_backend=make_backend,
+    )
+
+
+def resume_run(
+    spec: Spec,
+    folder: Path,
+    *,
+    policy: Policy,
+    estimate_switch: EstimateSwitch = estimate_nothing,
+    listeners: Sequence[Listener] = (),
+    is_kept_open: bool = False,
+    address: str | None = None,
+) -> RunResult:
+    """Train what is left of a run that was stopped or killed, on the backend it had.
+
+    `spec`: what `spec_of` reads from the folder. Pipelines that were submitted while the run went on are part of it.
+    """
+    with LogReader(folder) as log:
+        backend = str(log.header.get("backend", LOCAL))
+    make_backend = backend_maker(backend, address, spec.cluster)
+    make_importable(spec.code_folder)
+    parse = parser(spec, estimate_switch)
+    given = submissions(spec, estimate_switch)
+    for submitted in submitted_to(folder):
+        late = parse(submitted.resolved, submitted.source)
+        given += [replace(one, submit_at_s=submitted.at_s + one.submit_at_s) for one in late]
+    return resume_pipelines(
+        spec.cluster,
+        given,
+        policy,
+        folder,
+        listeners=listeners,
+        parse=parse,
+        is_kept_open=is_kept_open,
+        backend_name=backend,
+        make_backend=make_backend,
+    )
+
+
+def backend_maker(backend: str, address: str | None, cluster: Cluster) -> MakeBackend:
+    """What makes the run's backend.
+
+    Raises UserError, before anything is made, where the backend cannot be had: its package is not installed, it takes
+    no address, no cluster answers there, or the cluster has less than the file needs.
+    """
+    if backend == LOCAL:
+        if address is not None:
+            raise UserError(f"--address {address}: only --backend ray takes one")
+        return local_backend
+    try:
+        from rlmux.runtime.ray_backend import join_cluster, ray_backend
+    except ModuleNotFoundError as error:
+        if error.name != "ray":
+            raise
+        raise UserError("--backend ray: ray is not installed; install it with: pip install 'rlmux[ray]'") from None
+    join_cluster(cluster, address)
+    return partial(ray_backend, address=address)
+
+
+def parser(run: Spec, estimate_switch: EstimateSwitch = estimate_nothing) -> ParseSubmission:
+    """What reads a file that is submitted to this run: the run's cluster holds, whatever cluster the file names."""
+
+    def parse(text: str, source: str) -> list[Submission]:
+        spec = parse_spec(text, source=source, folder=run.code_folder, cluster_of=run)
+        make_importable(spec.code_folder, is_late=True)
+        _check_reward_modules(spec)
+        return submissions(spec, estimate_switch)
+
+    return parse
+
+
+def submissions(spec: Spec, estimate_switch: EstimateSwitch = estimate_nothing) -> list[Submission]:
+    """The file's pipelines as the runtime takes them, with an estimate of their switches where there is one."""
+    taken = []
+    for given in spec.pipelines:
+        switch = estimate_switch(given.config, spec.cluster)
+        pipeline = given.pipeline if switch is None else replace(given.pipeline, switch=switch)
+        taken.append(Submission(pipeline=pipeline, config=given.config, submit_at_s=given.submit_at_s))
+    return taken
+
+
+def header(spec: Spec) -> Mapping[str, Any]:
+    """What the log keeps of the file."""
+    return {"source": spec.source, "resolved": spec.resolved}
+
+
+def spec_of(folder: Path) -> Spec:
+    """The file that began a run, as its log keeps it, with the policy of the run.
+
+    Raises UserError where the log keeps none.
+    """
+    with LogReader(folder) as log:
+        header = log.header
+    written = header.get("spec") or {}
+    if "resolved" not in written:
+        raise UserError(f"{folder}: its log keeps no file to resume from; accepted: a folder that `rlmux run` made")
+    spec = parse_spec(written["resolved"], source=f"{folder} ({written['source']})", folder=folder.absolute())
+    return replace(spec, policy=str(header["policy"]))
+
+
+def make_importable(folder: Path, *, is_late: bool = False) -> None:
+    """Put the folder of reward modules on the module search path, which worker processes take over.
+
+    `is_late`: the folder goes behind the others, so that a pipeline submitted later changes nothing for earlier ones.
+    """
+    if str(folder) not in sys.path:
+        sys.path.insert(len(sys.path) if is_late else 0, str(folder))
+        importlib.invalidate_caches()
+
+
+def _check_reward_modules(spec: Spec) -> None:
+    """Raises UserError for a reward module that another folder's module of the same name hides."""
+    for given in spec.pipelines:
+        module = (given.config.task.reward or "").partition(":")[0].partition(".")[0]
+        own = [path for path in (spec.code_folder / f"{module}.py", spec.code_folder / module) if path.exists()]
+        found = importlib.util.find_spec(module) if module and own else None
+        if found is not None and found.origin and not Path(found.origin).is_relative_to(spec.code_folder):
+            raise UserError(
+                f"pipeline {given.name}: task.reward: {own[0]} is hidden by {found.origin}, which this run uses "
+                "already; accepted: a module with a name of its own"
+            )

@@ -1,0 +1,90 @@
+"""`rlmux profile` and `--profile`: mistakes, what people see of a profile, and what a run takes from one."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlmux.cli import profile_tables
+from rlmux.cli.inputs import load_for_run, policy_and_switches
+from rlmux.core.model import Phase
+from rlmux.engines.device_fraction import DeviceFractions
+from rlmux.profiling.profile_file import Profile
+from rlmux.profiling.switch_times import SwitchTimes
+from rlmux.runtime import launch
+from rlmux.sim.models.interference import FractionGrid, InterferenceTable
+from rlmux.sim.models.neighbours import Neighbours
+
+DEVICE = "a device"
+TABLE = InterferenceTable(device=DEVICE, levels=FractionGrid(device=DEVICE, num_units=20))
+SLOWDOWNS = {("dense", "dense"): 1.1, ("dense", "update"): 1.05, ("update", "dense"): 1.0, ("update", "update"): 1.2}
+
+
+def switch_times(phase: Phase) -> SwitchTimes:
+    return SwitchTimes(
+        phase=phase, state_bytes=5e5, footprint_bytes=1e6, offload_s=0.04, load_s=0.06, spill_s=0.3, reload_s=0.4,
+        checkpoint_s=2.0,
+    )  # fmt: skip
+
+
+SWITCHES = {"tiny": [switch_times(Phase.ROLLOUT), switch_times(Phase.TRAIN)]}
+
+
+@pytest.fixture
+def here(monkeypatch) -> DeviceFractions:
+    """This machine is said to have DEVICE."""
+    fractions = DeviceFractions(device=DEVICE, how="nice", shares=(0.5,), num_units=20)
+    monkeypatch.setattr("rlmux.profiling.interference.fractions_here", lambda: fractions)
+    return fractions
+
+
+@pytest.mark.parametrize(
+    ("options", "problem"),
+    [
+        (["--device", "tpu"], "--device tpu; accepted: cpu or cuda"),
+        (["--out", "/no/such/folder/profile.json"], "accepted: a file in a folder that exists"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_measured(rlmux, options, problem):
+    said = rlmux("profile", *options)
+    assert said.code == 2
+    assert problem in said.err
+
+
+def test_a_profile_is_of_devices_and_not_of_workloads(rlmux, tmp_path):
+    Profile(table=TABLE).save(tmp_path / "profile.json")
+    said = rlmux("simulate", "weave", "--profile", str(tmp_path / "profile.json"))
+    assert said.code == 2
+    assert "goes with --from-run only" in said.err
+
+
+def test_people_see_a_row_for_each_state(capsys, tmp_path):
+    profile_tables.show(Profile(table=TABLE, switches=SWITCHES), tmp_path / "profile.json", as_json=False)
+    shown = capsys.readouterr().out
+    assert "tiny | rollout" in shown
+    assert "from disk s" in shown
+
+
+def test_people_get_a_row_for_each_sub_stage_and_a_column_for_each_neighbour(tmp_path, capsys):
+    with_neighbours = Profile(table=TABLE, neighbours=Neighbours(device=DEVICE, measured=SLOWDOWNS))
+    profile_tables.show(with_neighbours, tmp_path, as_json=False)
+    said = capsys.readouterr().out.splitlines()
+    assert ["dense", "1.10", "1.05"] in [line.split() for line in said]
+    profile_tables.show(Profile(table=TABLE), tmp_path, as_json=False, without_neighbours="left out")
+    assert "left out" in capsys.readouterr().out.splitlines()
+
+
+def test_a_policy_that_shares_nothing_says_that_only_switches_are_used(here, tmp_path, capsys):
+    Profile(table=TABLE, switches=SWITCHES).save(tmp_path / "profile.json")
+    policy, _ = policy_and_switches("solo", tmp_path / "profile.json")
+    assert policy.name == "solo"
+    assert "solo gives devices as a whole: only its switches are used" in capsys.readouterr().err
+
+
+def test_a_profile_reaches_pipelines_that_are_submitted_late_too(here, folder):
+    Profile(table=TABLE, switches=SWITCHES).save(folder / "profile.json")
+    spec = load_for_run(str(folder / "small.yaml"), None, None)
+    _, estimate_switch = policy_and_switches("rollmux", folder / "profile.json")
+    parse = launch.parser(spec, estimate_switch)
+    late = [one.pipeline.switch for one in parse((folder / "small.yaml").read_text(), "late.yaml")]
+    assert late == [one.pipeline.switch for one in launch.submissions(spec, estimate_switch)]
+    assert None not in late
