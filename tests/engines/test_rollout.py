@@ -17,7 +17,7 @@ from rlmux.core.errors import IllegalTransitionError, PipelineError, UserError
 from rlmux.engines.batch_probe import BatchProbe
 from rlmux.engines.model_io import build_model
 from rlmux.engines.rollout import SlotRolloutEngine
-from rlmux.engines.transformer import DecodePlan
+from rlmux.engines.transformer import DecodePlan, DecoderShape, DecoderWeights, KvCache, PositionTables
 from rlmux.rl.config import ModelConfig, RolloutConfig
 from rlmux.rl.types import FinishedTurn, TrajectoryId, TrajectoryRequest, TurnReply
 
@@ -119,17 +119,22 @@ def test_requests_that_come_later_change_nothing(
 
 
 def test_offloading_in_the_middle_changes_nothing_and_frees_everything(
-    new_engine: NewEngine, requests: list[TrajectoryRequest], expected: list[FinishedTurn], drain: Drain
+    lively_model: PreTrainedModel,
+    new_engine: NewEngine,
+    requests: list[TrajectoryRequest],
+    expected: list[FinishedTurn],
+    drain: Drain,
 ) -> None:
     engine = new_engine()
     held = engine.resident_bytes()
-    assert held > engine._cache.keys.nbytes + engine._cache.values.nbytes + engine._weights.flat.nbytes
+    weights = DecoderWeights(DecoderShape.of(lively_model), torch.device("cpu"))
+    cache = KvCache(weights.shape, num_slots=16, max_len=80, device=torch.device("cpu"))
+    assert held > cache.keys.nbytes + cache.values.nbytes + weights.flat.nbytes
     engine.submit(requests)
     finished = list(engine.run_chunk(max_decode_steps=6, max_seconds=60.0).finished)
     engine.offload()
     engine.offload()
     assert engine.resident_bytes() == 0
-    assert engine._cache.keys.untyped_storage().nbytes() == 0
     with pytest.raises(IllegalTransitionError, match="offloaded"):
         engine.run_chunk(max_decode_steps=1, max_seconds=1.0)
     engine.load()
@@ -177,8 +182,8 @@ def test_where_no_smaller_batch_is_exact_the_full_one_gives_the_same_bits(
     expected: list[FinishedTurn],
     drain: Drain,
 ) -> None:
-    monkeypatch.setattr(BatchProbe, "_is_decode_exact", lambda self, width, window: False)
-    monkeypatch.setattr(BatchProbe, "_is_prefill_exact", lambda self, rows, length: False)
+    monkeypatch.setattr(BatchProbe, "is_decode_exact", lambda self, width, window: False)
+    monkeypatch.setattr(BatchProbe, "is_prefill_exact", lambda self, rows, length: False)
     monkeypatch.setattr("rlmux.engines.batch_probe._is_exact_by_shape", {})
     engine = new_engine()
     engine.submit(requests)
@@ -187,14 +192,19 @@ def test_where_no_smaller_batch_is_exact_the_full_one_gives_the_same_bits(
     assert {band.num_rows for band in report.bands if band.kind == "decode"} == {16}
 
 
-def test_this_machine_allows_smaller_batches_only_where_their_bits_are_equal(new_engine: NewEngine) -> None:
-    probe = new_engine()._probe
+def test_this_machine_allows_smaller_batches_only_where_their_bits_are_equal(
+    lively_model: PreTrainedModel,
+) -> None:
+    weights = DecoderWeights(DecoderShape.of(lively_model), torch.device("cpu"))
+    weights.refresh(lively_model.state_dict())
+    tables = PositionTables(lively_model, max_len=80, device=torch.device("cpu"))
+    probe = BatchProbe(weights, tables, num_slots=16, max_len=80)
     assert probe.is_slot_exact
     for num_rows in (1, 5, 9, 16):
         width, window = probe.decode_shape(num_rows, 20)
         assert width >= num_rows
         assert window >= 20
-        assert (width, window) == (16, 80) or probe._is_decode_exact(width, window)
+        assert (width, window) == (16, 80) or probe.is_decode_exact(width, window)
 
 
 def test_a_shape_whose_bits_differ_is_not_used(
@@ -206,9 +216,9 @@ def test_a_shape_whose_bits_differ_is_not_used(
 ) -> None:
     step = DecodePlan.step
 
-    def step_that_rounds_differently(config: DecodePlan, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        logits = step(config, tokens, positions)
-        return logits if config.width in (8, 16) else logits * (1 + 2**-20)
+    def step_that_rounds_differently(plan: DecodePlan, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        logits = step(plan, tokens, positions)
+        return logits if plan.width in (8, 16) else logits * (1 + 2**-20)
 
     monkeypatch.setattr(DecodePlan, "step", step_that_rounds_differently)
     monkeypatch.setattr("rlmux.engines.batch_probe._is_exact_by_shape", {})
@@ -301,13 +311,12 @@ def test_new_weights_are_used_and_named_in_the_versions(
     drain: Drain,
 ) -> None:
     engine = new_engine()
-    buffer = engine._weights.flat.data_ptr()
+    engine.submit(requests)
+    assert drain(engine) == expected
     if is_offloaded:
         engine.offload(spill_to=tmp_path / "spilled" if is_spilled else None)
     engine.load_weights(weight_file(lively_model, tmp_path / "w.safetensors", 0.5), 7)
     engine.load()
-    if not is_offloaded:
-        assert engine._weights.flat.data_ptr() == buffer
     engine.submit(requests)
     finished = drain(engine)
     assert {version for turn in finished for version in turn.versions} == {7}

@@ -54,7 +54,7 @@ class BatchProbe:
     @property
     def is_slot_exact(self) -> bool:
         """A sequence gives the same bits in every slot and beside any others, at the full shape."""
-        return self._remember(("slots",), lambda: self._is_decode_exact(self._num_slots, self._max_len))
+        return self._remember(("slots",), lambda: self.is_decode_exact(self._num_slots, self._max_len))
 
     def decode_shape(self, num_rows: int, num_positions: int) -> tuple[int, int]:
         """The smallest (width, window) that holds this many rows and positions and is exact."""
@@ -76,12 +76,12 @@ class BatchProbe:
     def _can_decode(self, width: int, window: int) -> bool:
         if (width, window) == (self._num_slots, self._max_len):
             return True
-        return self._remember(("decode", width, window), lambda: self._is_decode_exact(width, window))
+        return self._remember(("decode", width, window), lambda: self.is_decode_exact(width, window))
 
     def _can_prefill(self, rows: int, length: int) -> bool:
         if rows == _REFERENCE_PREFILL_ROWS:
             return True
-        return self._remember(("prefill", rows, length), lambda: self._is_prefill_exact(rows, length))
+        return self._remember(("prefill", rows, length), lambda: self.is_prefill_exact(rows, length))
 
     def _remember(self, shape: tuple[object, ...], measure: Callable[[], bool]) -> bool:
         key = (
@@ -96,7 +96,7 @@ class BatchProbe:
             _is_exact_by_shape[key] = measure()
         return _is_exact_by_shape[key]
 
-    def _is_decode_exact(self, width: int, window: int) -> bool:
+    def is_decode_exact(self, width: int, window: int) -> bool:
         """Against the full shape; the full shape itself against its rows in reverse order."""
         in_order = torch.arange(self._num_slots)
         full = self._num_slots, self._max_len
@@ -129,7 +129,7 @@ class BatchProbe:
         _, logprobs = sample(logits, uniforms[sequences].to(device), 1.0)
         return torch.cat([logits, logprobs], dim=1).cpu()
 
-    def _is_prefill_exact(self, rows: int, length: int) -> bool:
+    def is_prefill_exact(self, rows: int, length: int) -> bool:
         generator = torch.Generator().manual_seed(rows * 65_537 + length)
         tokens = torch.randint(self._weights.shape.vocab_size, (rows, length), generator=generator)
         tokens = tokens.to(self._weights.flat.device)

@@ -1,0 +1,132 @@
+"""Which trajectory has which slot, and the tensors of all slots: KV cache and `SlotBuffers`.
+
+    free ──seat──▶ active ──park──▶ parked (waits for its environment) ──resume──▶ active ...
+      ▲              │                │
+      └────free──────┴────────────────┘        evict: the trajectory takes its tokens and KV along
+
+Invariant: a trajectory's `slot` and this table always agree.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from rlmux.engines.live_trajectory import LiveTrajectory
+from rlmux.engines.sampling import trajectory_uniforms
+from rlmux.engines.slots import SlotBuffers, SlotRow
+from rlmux.engines.transformer import DecodePlan, DecoderShape, KvCache
+
+
+class SlotTable:
+    """`num_slots` slots of `max_len` positions each; trajectories move between slots, the tensors stay."""
+
+    def __init__(self, shape: DecoderShape, num_slots: int, max_len: int, device: torch.device) -> None:
+        self.cache = KvCache(shape, num_slots, max_len, device)
+        self._buffers = SlotBuffers(num_slots, max_len, device)
+        self._device = device
+        self._occupants: list[LiveTrajectory | None] = [None] * num_slots
+
+    @property
+    def num_slots(self) -> int:
+        return len(self._occupants)
+
+    @property
+    def free_slots(self) -> list[int]:
+        """Indices, ascending."""
+        return [slot for slot, occupant in enumerate(self._occupants) if occupant is None]
+
+    @property
+    def seated(self) -> list[LiveTrajectory]:
+        """All trajectories with a slot, in slot order."""
+        return [live for live in self._occupants if live is not None]
+
+    @property
+    def active(self) -> list[LiveTrajectory]:
+        """The seated trajectories that can decode now, in slot order."""
+        return [live for live in self.seated if not live.is_waiting_for_env]
+
+    def seat(self, live: LiveTrajectory, slot: int) -> None:
+        """Copy a trajectory's tokens and KV into a free slot."""
+        if live.kv is not None:
+            self.cache.write(slot, live.kv.to(self._device))
+        request = live.request
+        row = SlotRow(
+            position=live.position,
+            first=live.response_start - 1,
+            tokens=[request.prompt_tokens[-1], *live.tokens, *live.pending],
+            logprobs=live.logprobs,
+            response_start=live.response_start,
+            uniforms=torch.from_numpy(trajectory_uniforms(request.seed, request.id, request.max_new_tokens)),
+            stop_tokens=request.stop_tokens,
+        )
+        self._buffers.seat(slot, row)
+        live.slot, live.kv, live.pending, live.is_prefilled_here = slot, None, [], False
+        self._occupants[slot] = live
+
+    def park(self, live: LiveTrajectory) -> None:
+        """Stop decoding a trajectory; it keeps its slot."""
+        self._buffers.park(slot_of(live))
+
+    def resume(self, live: LiveTrajectory, forced: Sequence[int]) -> None:
+        """Decode a parked trajectory again, first through the environment's tokens `forced`."""
+        self._buffers.resume(slot_of(live), live.position, forced, live.request.stop_tokens)
+
+    def step(self, plan: DecodePlan, temperature: float, *, has_forced: bool, num_stops: int) -> list[int]:
+        """Make one token for each active trajectory; returns the slots that sampled a stop token.
+
+        `has_forced`: some of them may be fed the environment's tokens. `num_stops`: the most stop tokens of any.
+        """
+        return self._buffers.step(plan, temperature, has_forced=has_forced, num_stops=num_stops)
+
+    def record(self, live: LiveTrajectory, version: int) -> None:
+        """Bring a seated trajectory's record up to its position; `version` made what is new."""
+        tokens, logprobs = self._buffers.read(slot_of(live), live.response_start, live.position + 1)
+        live.record_tokens(tokens, logprobs, version)
+
+    def evict(self, live: LiveTrajectory, version: int, *, with_kv: bool) -> None:
+        """Free a trajectory's slot; the record keeps all it needs to continue, its KV in host memory if asked."""
+        self.record(live, version)
+        slot, ahead = slot_of(live), live.position + 1
+        live.pending = self._buffers.read(slot, ahead, ahead + live.num_forced)[0]
+        live.kv = self.cache.read(slot, live.position).cpu() if with_kv and live.position else None
+        self.free(live)
+
+    def free(self, live: LiveTrajectory) -> None:
+        """Give up a trajectory's slot; does nothing for one without."""
+        if live.slot is not None:
+            self._buffers.free(live.slot)
+            self._occupants[live.slot] = None
+            live.slot = None
+
+    def compact(self, active: Sequence[LiveTrajectory], width: int) -> None:
+        """Exchange active trajectories in slots from `width` on with idle slots below it."""
+        high = [slot_of(live) for live in active if slot_of(live) >= width]
+        idle = [slot for slot, live in enumerate(self._occupants[:width]) if live is None or live.is_waiting_for_env]
+        low = idle[: len(high)]
+        slots = torch.tensor(low + high, device=self._device)
+        sources = torch.tensor(high + low, device=self._device)
+        self.cache.exchange(slots, sources)
+        self._buffers.exchange(slots, sources)
+        for a, b in zip(low, high, strict=True):
+            self._occupants[a], self._occupants[b] = self._occupants[b], self._occupants[a]
+            for slot in (a, b):
+                occupant = self._occupants[slot]
+                if occupant is not None:
+                    occupant.slot = slot
+
+    def tensors(self) -> list[Tensor]:
+        """All tensors whose device memory an offload gives back."""
+        return [self.cache.keys, self.cache.values, *self._buffers.tensors()]
+
+    def reset(self) -> None:
+        """Make the tensors those of empty slots, after their memory came back."""
+        self._buffers.reset()
+
+
+def slot_of(live: LiveTrajectory) -> int:
+    """The slot of a seated trajectory."""
+    assert live.slot is not None
+    return live.slot
