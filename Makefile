@@ -1,4 +1,4 @@
-# The two commands a newcomer needs: `make demo` and `make test`. Both set everything up first.
+# The two commands a newcomer needs: `make demo` and `make test`. All set up what they need first.
 PYTHON ?= python3
 TORCH  ?= torch==2.13.0
 VENV   := .venv
@@ -6,8 +6,9 @@ BIN    := $(VENV)/bin
 PIP    := $(BIN)/pip install --quiet --disable-pip-version-check
 READY  := $(VENV)/.ready
 TESTED := $(VENV)/.ready-to-test
+DOCS   := $(VENV)/.ready-for-docs
 
-.PHONY: demo test prove lint setup clean
+.PHONY: demo test prove lint docs setup clean
 demo: $(READY)
 	$(BIN)/rlmux run examples/01_two_pipelines.yaml --policy rollmux --overwrite --out runs/demo
 
@@ -22,6 +23,11 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
+# The site, into site/. A link that leads nowhere is an error.
+docs: $(DOCS)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
+	@echo "open site/index.html"
+
 setup: $(TESTED)
 
 # torch goes in first and alone: a later requirement that it already satisfies then installs nothing more.
@@ -35,5 +41,11 @@ $(TESTED): $(READY)
 	$(PIP) -e '.[train,envs,solver,parquet,ray,dev]'
 	touch $(TESTED)
 
+# Without torch: the API reference is read from the sources, nothing is imported.
+$(DOCS): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) -e '.[docs]'
+	touch $(DOCS)
+
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache

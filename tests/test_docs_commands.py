@@ -1,9 +1,11 @@
-"""docs/cli.md and docs/spec.md say what the program does."""
+"""The pages say what the program does: their commands parse, the files, modules and options they name exist."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import re
+import shlex
 import subprocess
 from pathlib import Path
 
@@ -16,18 +18,127 @@ from rlmux.config import reference
 from rlmux.policies import POLICIES
 from rlmux.rl.tasks import TASKS
 
-DOCS = Path(__file__).parent.parent / "docs"
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
 COMMANDS = {command.callback.__name__: command for command in app.registered_commands}
+PAGES = {
+    str(path.relative_to(ROOT)): path.read_text(encoding="utf-8") for path in (*ROOT.glob("*.md"), *DOCS.rglob("*.md"))
+}
+USAGE_ERROR = typer.BadParameter.__bases__[0]
+"""What a wrong command line raises; typer exports its children only."""
+HISTORY = {"CHANGELOG.md"}
+"""Pages that name what was, too."""
+
+COMMAND_LINE = re.compile(rf"^.*?(?<![\w/.-])(?:\.venv/bin/)?rlmux ((?:{'|'.join(COMMANDS)})\b.*)$")
+BENCHMARK = re.compile(r"(?:python )?(benchmarks/\w+\.py)([^`\n]*)")
+NAMED_FILE = re.compile(r"`((?:[\w-]+/)+[\w-]+\.(?:py|yaml|md))`")
+
+
+def code_lines(page: str) -> list[str]:
+    """Lines of fenced and indented code blocks."""
+    fenced = re.findall(r"^ *```\w*\n(.*?)^ *```", page, re.MULTILINE | re.DOTALL)
+    indented = re.findall(
+        r"^    (\S.*)$", re.sub(r"^ *```.*?^ *```", "", page, flags=re.MULTILINE | re.DOTALL), re.MULTILINE
+    )
+    return [line.strip() for block in fenced for line in block.splitlines()] + indented
+
+
+def command_lines() -> list[tuple[str, str]]:
+    """(page, words after `rlmux`) of every complete command on the pages."""
+    found = []
+    for name, page in PAGES.items():
+        for line in code_lines(page):
+            match = COMMAND_LINE.match(line)
+            if match:
+                found.append((name, match[1].replace("[", "").replace("]", "")))
+    return found
 
 
 @pytest.fixture(scope="module")
 def cli_page() -> str:
-    return (DOCS / "cli.md").read_text(encoding="utf-8")
+    return PAGES["docs/cli.md"]
 
 
 @pytest.fixture(scope="module")
 def spec_page() -> str:
-    return (DOCS / "spec.md").read_text(encoding="utf-8")
+    return PAGES["docs/spec.md"]
+
+
+@pytest.mark.parametrize(("page", "line"), command_lines())
+def test_every_command_on_the_pages_is_one_that_the_program_takes(page, line):
+    in_quotes = line.count('"') % 2  # the whole command is an argument of another
+    words = shlex.split(line.removesuffix('"') if in_quotes else line, comments=True)
+    command = typer.main.get_command(app).commands[words[0]]
+    try:
+        context = command.make_context(words[0], words[1:])
+    except USAGE_ERROR as error:
+        pytest.fail(f"{page}: rlmux {line}: {error.format_message()}")
+    for value in map(str, context.params.values()):
+        if value.startswith("examples/"):
+            assert (ROOT / value).is_file(), f"{page}: {value} is no example"
+    for name in str(context.params.get("policies") or context.params.get("policy") or "solo").split(","):
+        assert name in POLICIES, f"{page}: {name} is no policy"
+
+
+def test_every_option_beside_a_command_in_running_text_exists():
+    group = typer.main.get_command(app)
+    for name, page in PAGES.items():
+        for line in re.findall(r"`rlmux (\w+ [^`]*)`", page):
+            words = line.split()
+            if words[0] not in group.commands:
+                continue
+            known = {option for param in group.commands[words[0]].params for option in param.opts}
+            assert {word.partition("=")[0] for word in words if word.startswith("--")} <= known, f"{name}: {line}"
+
+
+@pytest.mark.parametrize("name", [name for name in PAGES if name not in HISTORY])
+def test_every_benchmark_on_a_page_exists_with_its_options(name):
+    for path, words in BENCHMARK.findall(PAGES[name]):
+        source = (ROOT / path).read_text(encoding="utf-8")
+        for option in re.findall(r"--[a-z]+(?:-[a-z]+)*", words.partition("#")[0]):
+            assert f'"{option}"' in source, f"{name}: {path} takes no {option}"
+
+
+@pytest.mark.parametrize("name", [name for name in PAGES if name not in HISTORY])
+def test_every_file_that_a_page_names_exists(name):
+    roots = (ROOT, ROOT / "src" / "rlmux", DOCS)
+    missing = [path for path in NAMED_FILE.findall(PAGES[name]) if not any((root / path).exists() for root in roots)]
+    assert missing == []
+
+
+@pytest.mark.parametrize("name", PAGES)
+def test_every_link_between_the_pages_leads_somewhere(name):
+    folder = (ROOT / name).parent
+    targets = re.findall(r"\]\((?!https?://|#)([^)#]+)", PAGES[name])
+    made_by_the_site = {"index.md", "changelog.md"}
+    assert [one for one in targets if one not in made_by_the_site and not (folder / one).exists()] == []
+
+
+def test_the_site_shows_every_page_and_only_modules_that_exist():
+    text = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    shown = set(re.findall(r": ([\w/-]+\.md)$", text, re.MULTILINE))
+    written = {name.removeprefix("docs/") for name in PAGES if name.startswith("docs/")}
+    assert shown == written | {"index.md", "changelog.md"}
+    modules = {module for name in PAGES for module in re.findall(r"^::: ([\w.]+)", PAGES[name], re.MULTILINE)}
+    assert [module for module in sorted(modules) if importlib.util.find_spec(module) is None] == []
+
+
+def test_the_workflow_runs_the_commands_of_the_readme_on_the_pythons_that_are_promised():
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text(encoding="utf-8"))
+    commands = [step["run"] for job in workflow["jobs"].values() for step in job["steps"] if "run" in step]
+    assert commands == ["make demo", "make test", "make docs"]
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    for command in commands:
+        assert re.search(rf"^{command.split()[1]}:", makefile, re.MULTILINE)
+    assert {"make demo", "make test"} <= {line.partition("#")[0].strip() for line in code_lines(PAGES["README.md"])}
+    assert workflow["jobs"]["demo-and-test"]["strategy"]["matrix"]["python"] == ["3.11", "3.12", "3.13"]
+
+
+def test_the_citation_names_this_version_and_both_papers():
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    assert f'version = "{citation["version"]}"' in project
+    assert {one["url"].rpartition("/")[2] for one in citation["references"]} == {"2512.11306", "2604.23838"}
 
 
 @pytest.mark.parametrize("name", COMMANDS)
@@ -64,7 +175,7 @@ def test_the_spec_page_has_the_tables_of_the_models_that_check_the_file(spec_pag
 
 def test_the_files_of_the_cluster_page_can_be_read():
     """Their syntax, that is: none of them was run."""
-    page = (DOCS / "cluster.md").read_text(encoding="utf-8")
+    page = PAGES["docs/cluster.md"]
     blocks = re.findall(r"^```(\w+)\n(.*?)^```", page, re.MULTILINE | re.DOTALL)
     up, kuberay = [yaml.safe_load(text) for language, text in blocks if language == "yaml"]
     assert up["head_node_type"] in up["available_node_types"]
