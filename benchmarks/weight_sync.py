@@ -117,7 +117,7 @@ def main() -> None:
     arguments = parser.parse_args()
     layout = SyncLayout(num_senders=arguments.senders, num_receivers=arguments.receivers)
     context = mp.get_context("forkserver")
-    context.set_forkserver_preload(["rlmux.runtime.preload", "rlmux.runtime.sync"])
+    context.set_forkserver_preload(["rlmux.runtime.fork_server_imports", "rlmux.runtime.sync"])
     said = context.SimpleQueue()
     os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
     with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:

@@ -16,7 +16,7 @@ import pytest
 
 pytest.importorskip("torch")
 
-from rlmux.cli import remote as visits
+from rlmux.cli import remote
 from rlmux.report.log import RunLog, run_header
 from rlmux.runtime.control_socket import ControlServer
 
@@ -140,7 +140,7 @@ def test_a_file_that_does_not_fit_the_runs_cluster_is_refused_here_with_the_numb
 
 
 def test_a_run_that_is_too_busy_to_answer_is_shown_as_going_on(folder, rlmux, monkeypatch):
-    monkeypatch.setattr(visits, "_STATUS_LIMIT_S", 0.05)
+    monkeypatch.setattr(remote, "_STATUS_LIMIT_S", 0.05)
     header = run_header(policy="rollmux", backend="local")
     with RunLog.create(folder / "one", header), closing(ControlServer(folder / "one")):
         assert "goes on (busy, and gave no answer)" in rlmux("status", "one").out

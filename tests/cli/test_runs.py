@@ -100,7 +100,7 @@ def test_ctrl_c_stops_with_130_and_resume_reaches_the_weights_of_an_unbroken_run
     process.send_signal(signal.SIGINT)
     code, _, err = finish(process)
     assert code == 130, err
-    assert "rlmux: stopped; go on with: rlmux resume broken" in err
+    assert "rlmux: stopped; resume with: rlmux resume broken" in err
     assert "Traceback" not in err
 
     code, out, err = finish(start(folder, "resume", "broken", "--json"))

@@ -79,7 +79,7 @@ def newest_checkpoint(folder: Path, pipeline: str) -> int:
     return max(steps, default=0)
 
 
-def go_on(real, pair, folder: Path) -> dict[str, str]:
+def resume(real, pair, folder: Path) -> dict[str, str]:
     result = resume_pipelines(real.cluster(), pair, POLICIES["rollmux"](), folder)
     assert result.is_complete
     assert {one["status"] for one in result.summary["pipelines"].values()} == {"finished"}
@@ -97,7 +97,7 @@ def test_checkpoints_may_be_newer_than_the_log(real, pair, taken, tmp_path, kept
     tail.write_bytes(tail.read_bytes()[:size])
     for name in ("sort", "tool"):
         assert last_logged_step(folder, name) < newest_checkpoint(folder, name), "nothing was lost"
-    assert go_on(real, pair, folder) == undisturbed
+    assert resume(real, pair, folder) == undisturbed
 
 
 def test_the_log_may_be_newer_than_the_checkpoints(real, pair, taken, tmp_path):
@@ -110,7 +110,7 @@ def test_the_log_may_be_newer_than_the_checkpoints(real, pair, taken, tmp_path):
             for path in (folder / name).glob(f"step_{step}*"):
                 shutil.rmtree(path)
         assert last > newest_checkpoint(folder, name)
-    assert go_on(real, pair, folder) == undisturbed
+    assert resume(real, pair, folder) == undisturbed
 
 
 def test_both_may_be_behind_what_was_done(real, pair, taken, tmp_path):
@@ -120,4 +120,4 @@ def test_both_may_be_behind_what_was_done(real, pair, taken, tmp_path):
     shutil.copytree(image, folder)
     (folder / "run.db-wal").write_bytes(b"")
     shutil.rmtree(folder / "sort")
-    assert go_on(real, pair, folder) == undisturbed
+    assert resume(real, pair, folder) == undisturbed

@@ -175,22 +175,22 @@ def test_a_killed_trainer_writes_no_more_once_that_is_said(nodes, real, tmp_path
 
 
 @pytest.mark.slow
-def test_a_killed_nursery_is_replaced_and_changes_nothing(real, pair, local, nodes, tmp_path):
+def test_a_killed_fork_server_is_replaced_and_changes_nothing(real, pair, local, nodes, tmp_path):
     """All workers that came from it die with it."""
     import ray
 
     killed: list[int] = []
 
-    def kill_nurseries(backend, recorder) -> bool:
+    def kill_keepers(backend, recorder) -> bool:
         if not killed and any(note.type == "step" for note in recorder.notes):
-            nurseries = backend._workplace._nurseries._nursery_by_ray_id.values()
-            killed.extend(ray.get([one.__ray_call__.remote(lambda nursery: os.getpid()) for one in nurseries]))
+            keepers = backend._workplace._fork_servers.keepers()
+            killed.extend(ray.get([one.__ray_call__.remote(lambda keeper: os.getpid()) for one in keepers]))
             for pid in killed:
                 os.kill(pid, signal.SIGKILL)
         return False
 
     apart = nodes.make_backend(is_sharing_memory=False)
-    run = real.run(tmp_path / "run", pair, make_backend=apart, watch=kill_nurseries)
+    run = real.run(tmp_path / "run", pair, make_backend=apart, watch=kill_keepers)
     assert len(killed) == 2, "of the training node and of a rollout node"
     assert any(isinstance(event, PipelineRestarted) for event in run.recorder.events)
     assert run.sha256 == local.sha256, run.recorder.notes

@@ -391,7 +391,7 @@ def test_no_process_outlives_its_controller_even_in_user_code(tmp_path, command,
 
 
 @pytest.mark.parametrize(("limit_bytes", "hidden_size"), [(900_000, 192), (150_000, 16)], ids=["checkpoint", "log"])
-def test_a_full_disk_stops_the_run_with_one_line_and_it_can_go_on(tmp_path, command, limit_bytes, hidden_size):
+def test_a_full_disk_stops_the_run_with_one_line_and_it_can_be_resumed(tmp_path, command, limit_bytes, hidden_size):
     """No file may grow beyond the limit: with the larger model the moments of a checkpoint hit it first."""
     text = FILE.replace("  - {name: slow", "  # {name: slow").replace("hidden_size: 16", f"hidden_size: {hidden_size}")
     words = write_file(tmp_path, text)

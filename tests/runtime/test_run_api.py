@@ -1,4 +1,4 @@
-"""Pipelines that come and go while a controller runs: the socket, the desk, and what the log keeps."""
+"""Pipelines that come and go while a controller runs: the socket, the run API, and what the log keeps."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from rlmux.report.log import RunLog, run_header
 from rlmux.runtime.control_socket import SOCKET_NAME, ControlServer, NotRunningError, ask
 from rlmux.runtime.controller import Controller
 from rlmux.runtime.fake_backend import FakeBackend
-from rlmux.runtime.run_api import Desk, submitted_to
+from rlmux.runtime.run_api import RunApi, submitted_to
 
 STAGE_S = 0.05
 
@@ -39,29 +39,29 @@ class Run:
             make_backend(cluster, folder, options=None) if make_backend else FakeBackend(lambda action: STAGE_S)
         )
         self.log = RunLog.create(folder, run_header(policy="rollmux", backend="fake", cluster=cluster))
-        self.desk = Desk(ControlServer(folder), self.scheduler, parse(real), over={"past": {}}, is_kept_open=True)
-        self.controller = Controller(self.scheduler, self.backend, self.log, desk=self.desk)
+        self.run_api = RunApi(ControlServer(folder), self.scheduler, parse(real), over={"past": {}}, is_kept_open=True)
+        self.controller = Controller(self.scheduler, self.backend, self.log, run_api=self.run_api)
         self.answers: list[dict[str, Any]] = []
 
     def run(self, given: list[Any], *asked: dict[str, Any], until: Callable[[], bool] = lambda: True) -> None:
         """Ask one thing after another while it runs; end when all are answered and `until` holds."""
 
-        def visit() -> None:
+        def ask_all() -> None:
             for fields in asked:
                 try:
                     self.answers.append(ask(self.folder, limit_s=120, **fields))
                 except UserError as error:
                     self.answers.append({"refused": str(error)})
 
-        visitor = threading.Thread(target=visit)
-        visitor.start()
+        client = threading.Thread(target=ask_all)
+        client.start()
         try:
-            self.controller.run(given, until=lambda: not visitor.is_alive() and until())
+            self.controller.run(given, until=lambda: not client.is_alive() and until())
         finally:
-            self.desk.close()
+            self.run_api.close()
             self.backend.close()
             self.log.close()
-            visitor.join()
+            client.join()
 
     def is_over(self, name: str) -> bool:
         run = self.scheduler.state.runs.get(PipelineId(name))
@@ -108,7 +108,7 @@ def test_a_submitted_pipeline_is_placed_runs_and_leaves(going, real):
     assert {order.step for order in orders if order.pipeline == "b"} == {0, 1, 2, 3}
 
 
-def test_one_that_can_never_fit_is_refused_with_the_numbers_and_disturbs_nobody(going, real):
+def test_a_pipeline_that_can_never_fit_is_refused_with_the_numbers_and_disturbs_no_other(going, real):
     going.run([real.submission("a")], submit("big 3 0 4"), until=lambda: going.is_over("a"))
     (refused,) = going.answers[0]["pipelines"]
     assert refused["outcome"] == "refused"
@@ -142,7 +142,7 @@ def test_a_cancelled_pipeline_ends_at_a_safe_point_and_gives_its_nodes_back(goin
     assert going.scheduler.status(PipelineId("c")).value == "finished"
 
 
-def test_one_that_is_still_to_come_is_shown_and_can_be_struck_off(going, real):
+def test_a_pipeline_that_is_still_to_come_is_shown_and_can_be_struck_off(going, real):
     look = {"request": "status"}
     going.run([], submit("late 2 1000000"), look, cancel("late"), look, submit("late 2"))
     assert going.answers[0]["pipelines"][0]["outcome"] == "upcoming"
@@ -153,7 +153,7 @@ def test_one_that_is_still_to_come_is_shown_and_can_be_struck_off(going, real):
 
 
 @pytest.mark.quick_on_ray
-def test_others_come_and_go_and_those_who_stay_train_the_same_weights(real, make_backend, tmp_path):
+def test_pipelines_come_and_go_and_those_that_stay_train_the_same_weights(real, make_backend, tmp_path):
     alone = real.run(tmp_path / "alone", [real.submission("stays", num_steps=6), real.submission("comes", num_steps=3)])
     going = Run(tmp_path / "run", real, make_backend=make_backend)
     going.run(
@@ -228,7 +228,7 @@ class Served:
         self._thread.join()
 
 
-def test_clients_that_talk_nonsense_or_nothing_or_leave_hold_nobody_up(tmp_path):
+def test_clients_that_talk_nonsense_or_nothing_or_leave_hold_up_no_other(tmp_path):
     with closing(ControlServer(tmp_path)) as server, closing(Served(server)):
         idle = [socket.socket(socket.AF_UNIX) for _ in range(40)]
         for one in idle:
@@ -248,15 +248,15 @@ def test_a_run_that_ends_before_it_answers_says_so(tmp_path):
     server = ControlServer(tmp_path)
     failures: list[str] = []
 
-    def visit() -> None:
+    def ask_once() -> None:
         with pytest.raises(RlmuxError) as caught:
             ask(tmp_path, "status")
         failures.append(str(caught.value))
 
-    visitor = threading.Thread(target=visit)
-    visitor.start()
+    client = threading.Thread(target=ask_once)
+    client.start()
     while not server.requests():
         pass
     server.close()
-    visitor.join()
+    client.join()
     assert failures == [f"{tmp_path}: the run ended before it answered"]

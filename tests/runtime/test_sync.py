@@ -73,7 +73,7 @@ class Careless(WeightSender):
 def sync(
     layout: SyncLayout, num_bytes: int, scheme: Scheme, folder: Path, sender: type[WeightSender] = WeightSender
 ) -> list[tuple[Any, ...]]:
-    CONTEXT.set_forkserver_preload(["rlmux.runtime.preload", "rlmux.runtime.sync"])
+    CONTEXT.set_forkserver_preload(["rlmux.runtime.fork_server_imports", "rlmux.runtime.sync"])
     said = CONTEXT.SimpleQueue()
     world = layout.num_senders + layout.num_receivers
     shared = (layout, num_bytes, scheme, str(folder / "meet"), said.put, sender)

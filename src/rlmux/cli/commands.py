@@ -492,6 +492,6 @@ def _end(result: RunResult, as_json: bool) -> None:
 
     tables.show_run(result.summary, result.folder, as_json=as_json)
     if not result.is_complete:
-        typer.echo(f"rlmux: stopped; go on with: rlmux resume {result.folder}", err=True)
+        typer.echo(f"rlmux: stopped; resume with: rlmux resume {result.folder}", err=True)
         raise typer.Exit(INTERRUPTED)
     raise typer.Exit(tables.exit_code(result.summary))

@@ -1,7 +1,7 @@
-"""Acting on a run that goes on in another process: what is sent to its desk, and what is shown of it.
+"""Commands on a run that goes on in another process: what is asked of it, and what is shown of it.
 
 submit, cancel     through the run's control socket
-status             from its log; the socket only says who runs it and who is still to come
+status             from its log; the socket only says which process runs it and what is still to come
 logs               its pipelines' own output, from their files
 """
 
@@ -75,15 +75,15 @@ class StatusReader:
         self._seq = 0
 
     def read(self) -> dict[str, Any]:
-        desk = self._ask()  # before the log: a run that ends between the two is then shown as ended
+        answer = self._ask()  # before the log: a run that ends between the two is then shown as ended
         for entry in self._log.entries(after=self._seq):
             self._history.add(entry)
             self._seq = entry.seq
-        shown = status(self._history, is_going_on=desk is not None)
-        shown["now_s"] = max(shown["now_s"], desk["now_s"]) if desk else shown["now_s"]
-        shown["pid"] = desk["pid"] if desk else None
-        shown["is_kept_open"] = bool(desk and desk["is_kept_open"])
-        shown["upcoming"] = desk["upcoming"] if desk else []
+        shown = status(self._history, is_going_on=answer is not None)
+        shown["now_s"] = max(shown["now_s"], answer["now_s"]) if answer else shown["now_s"]
+        shown["pid"] = answer["pid"] if answer else None
+        shown["is_kept_open"] = bool(answer and answer["is_kept_open"])
+        shown["upcoming"] = answer["upcoming"] if answer else []
         return shown
 
     def _ask(self) -> dict[str, Any] | None:
@@ -152,8 +152,8 @@ def _tables(shown: Mapping[str, Any]) -> Table:
 
 
 def _heading(shown: Mapping[str, Any]) -> str:
-    who = "busy, and gave no answer" if shown["pid"] is None else f"pid {shown['pid']}"
-    going = f"goes on ({who})" if shown["is_going_on"] else "nothing runs here now"
+    process = "busy, and gave no answer" if shown["pid"] is None else f"pid {shown['pid']}"
+    going = f"goes on ({process})" if shown["is_going_on"] else "nothing runs here now"
     kept_open = ", kept open" if shown["is_kept_open"] else ""
     return f"policy {shown['policy']}, {shown['now_s']:.0f} s, {going}{kept_open}"
 

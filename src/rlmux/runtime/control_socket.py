@@ -4,8 +4,8 @@
                  ◀── {"ok": true, ...}\\n ───────────────────────────────── Request.answer(...)
 
 One JSON object a line, one request a connection at a time. The server never waits: the controller asks it between
-two turns of its loop. Only the owner of the folder gets to the socket (folder 0700, socket 0600), and nothing that
-comes through it is executed: the desk (`desk.py`) knows a few requests and checks each.
+two ticks of its loop. Only the owner of the folder gets to the socket (folder 0700, socket 0600), and nothing that
+comes through it is executed: `run_api.py` knows a few requests and checks each.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ _MAX_ADDRESS_BYTES = 100
 
 
 class Request:
-    """What one client asks. Answer it once, now or later."""
+    """What one client asks. Answer it once, now or later.
+
+    `words`: the JSON object of the request.
+    """
 
     def __init__(self, words: Mapping[str, Any], client: _Client) -> None:
         self.words = words
@@ -42,7 +45,7 @@ class Request:
 
 
 class _Client:
-    """A connection. Whoever does not take its answer is let go."""
+    """A connection. One that does not take its answer is dropped."""
 
     def __init__(self, connection: socket.socket) -> None:
         self.connection = connection
@@ -71,7 +74,7 @@ class _Client:
 
 
 class ControlServer:
-    """The controller's end. Make it only while holding the run's log: a socket that lies there is then nobody's."""
+    """The controller's end. Make it only while holding the run's log: a socket that lies there is then left over."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -95,12 +98,12 @@ class ControlServer:
             else:
                 asked += self._read(key.data)
         for client in [client for client in self._clients if client.is_gone]:
-            self._let_go(client)
+            self._drop(client)
         return asked
 
     def close(self) -> None:
         for client in list(self._clients):
-            self._let_go(client)
+            self._drop(client)
         self._selector.close()
         self._socket.close()
         (self._folder / SOCKET_NAME).unlink(missing_ok=True)
@@ -129,7 +132,7 @@ class ControlServer:
                 client.send({"ok": False, "reason": "not a JSON object; accepted: one JSON object a line"})
         return asked
 
-    def _let_go(self, client: _Client) -> None:
+    def _drop(self, client: _Client) -> None:
         self._clients.remove(client)
         self._selector.unregister(client.connection)
         client.connection.close()
@@ -146,11 +149,11 @@ def ask(folder: Path, request: str, *, limit_s: float = 120.0, **fields: Any) ->
             with _address(folder) as address:
                 connection.connect(address)
         except BlockingIOError:
-            raise NoAnswerError(f"{folder}: its controller has too many visitors") from None
+            raise NoAnswerError(f"{folder}: its controller has too many clients") from None
         except OSError:
             raise NotRunningError(
                 f"{folder}: nothing runs there now; accepted: the folder of a run that goes on, "
-                f"or go on with it: rlmux resume {folder}"
+                f"or resume it: rlmux resume {folder}"
             ) from None
         try:
             connection.sendall(json.dumps({"request": request, **fields}).encode() + b"\n")

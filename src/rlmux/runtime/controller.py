@@ -4,8 +4,8 @@
        ▲                                                                                            │
        └────────────────────────────────────────────────────────────────────────────────────────────┘
 
-Nothing is done before it is in the log. The loop holds no state of its own beyond the submissions that
-are not due yet.
+A pass of the loop is a tick. Nothing is done before it is in the log. The loop holds no state of its own beyond the
+submissions that are not due yet; requests from outside reach it through `run_api`, between two ticks.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from rlmux.core.events import Event, PipelineSubmitted
 from rlmux.core.scheduler import Scheduler
 from rlmux.report.log import RunLog
 from rlmux.runtime.backend import Backend, Note, Submission
-from rlmux.runtime.run_api import Desk
+from rlmux.runtime.run_api import RunApi
 
 _POLL_S = 0.25
 
 
 class Listener(Protocol):
-    """Someone who watches a run: a live display, a metrics writer."""
+    """A part that watches a run, such as a live display or a metrics writer."""
 
     def update(
         self, now_s: float, events: Sequence[Event], actions: Sequence[Action], notes: Sequence[Note]
@@ -34,7 +34,7 @@ class Listener(Protocol):
 
 
 class Controller:
-    """Drives one scheduler with one backend until every pipeline is over or someone asks it to stop."""
+    """Drives one scheduler with one backend until every pipeline is over or the run is stopped."""
 
     def __init__(
         self,
@@ -42,14 +42,14 @@ class Controller:
         backend: Backend,
         log: RunLog | None,
         listeners: Sequence[Listener] = (),
-        desk: Desk | None = None,
+        run_api: RunApi | None = None,
     ) -> None:
-        """`desk`: through which pipelines come and go while it runs."""
+        """`run_api`: through which pipelines come and go while it runs."""
         self._scheduler = scheduler
         self._backend = backend
         self._log = log
-        self._listeners = [*listeners, desk] if desk is not None else listeners
-        self._desk = desk
+        self._listeners = [*listeners, run_api] if run_api is not None else listeners
+        self._run_api = run_api
         self._is_stopping = False
         self.control_s = 0.0
         """CPU seconds of deciding, logging and passing on; waiting left out."""
@@ -59,48 +59,55 @@ class Controller:
         self._is_stopping = True
 
     def run(self, submissions: Sequence[Submission], *, until: Callable[[], bool] = lambda: False) -> bool:
-        """Returns True when every pipeline is over, False when it was stopped before.
+        """Returns True when every pipeline is over, False when the run was stopped before.
 
-        With a desk that is kept open it goes on until it is stopped.
+        A run that is kept open goes on until it is stopped.
         """
-        waiting = sorted(submissions, key=lambda submission: submission.submit_at_s)
-        for submission in waiting:
+        upcoming = sorted(submissions, key=lambda submission: submission.submit_at_s)
+        for submission in upcoming:
             self._backend.add_pipeline(submission)
         while not self._is_stopping and not until():
-            asked, asked_notes = self._see_to_desk(waiting)
-            due = [*asked, *self._due(waiting)]
-            if not waiting and not due and self._scheduler.is_idle() and not self._is_kept_open():
+            requested, requested_notes = self._take_requests(upcoming)
+            due = [*requested, *self._take_due(upcoming)]
+            if not upcoming and not due and self._scheduler.is_idle() and not self._is_kept_open():
                 return True
-            events, notes = ((), ()) if due else self._backend.poll(self._patience(waiting))
-            self._step([*due, *events], [*asked_notes, *notes])
-        return not waiting and self._scheduler.is_idle()
+            events, notes = ((), ()) if due else self._backend.poll(self._seconds_to_wait(upcoming))
+            self._tick([*due, *events], [*requested_notes, *notes])
+        return not upcoming and self._scheduler.is_idle()
 
     def _is_kept_open(self) -> bool:
-        return self._desk is not None and self._desk.is_kept_open
+        return self._run_api is not None and self._run_api.is_kept_open
 
-    def _see_to_desk(self, waiting: list[Submission]) -> tuple[Sequence[Event], Sequence[Note]]:
-        """Let visitors' pipelines in among those that wait, and those withdrawn out."""
-        if self._desk is None:
+    def _take_requests(self, upcoming: list[Submission]) -> tuple[Sequence[Event], Sequence[Note]]:
+        """Add what clients submit to what is upcoming, and drop what they withdraw."""
+        if self._run_api is None:
             return (), ()
-        asked = self._desk.open(self._backend.now_s(), waiting)
-        for submission in asked.submissions:
+        requested = self._run_api.take_requests(self._backend.now_s(), upcoming)
+        for submission in requested.submissions:
             self._backend.add_pipeline(submission)
-        if asked.submissions or asked.withdrawn:
-            waiting += asked.submissions
-            waiting[:] = [one for one in waiting if one.pipeline.id not in asked.withdrawn]
-            waiting.sort(key=lambda submission: submission.submit_at_s)
-        return asked.events, asked.notes
+        if requested.submissions or requested.withdrawn:
+            upcoming += requested.submissions
+            upcoming[:] = [one for one in upcoming if one.pipeline.id not in requested.withdrawn]
+            upcoming.sort(key=lambda submission: submission.submit_at_s)
+        return requested.events, requested.notes
 
-    def _step(self, events: Sequence[Event], notes: Sequence[Note]) -> None:
-        """One turn of the loop."""
+    def _take_due(self, upcoming: list[Submission]) -> list[Event]:
+        """Submissions whose time has come, as events."""
+        now_s = self._backend.now_s()
+        due: list[Event] = []
+        while upcoming and upcoming[0].submit_at_s <= now_s:
+            due.append(PipelineSubmitted(time_s=now_s, pipeline=upcoming.pop(0).pipeline))
+        return due
+
+    def _seconds_to_wait(self, upcoming: Sequence[Submission]) -> float:
+        """Seconds until the loop has to look again, at most."""
+        if not upcoming:
+            return _POLL_S
+        return min(_POLL_S, max(0.0, upcoming[0].submit_at_s - self._backend.now_s()))
+
+    def _tick(self, events: Sequence[Event], notes: Sequence[Note]) -> None:
         start_s = time.thread_time()
-        actions: list[Action] = []
-        for event in events:
-            orders = self._scheduler.handle(event)
-            if self._log is not None:
-                self._log.append_event(event)
-                self._log.append_actions(orders)
-            actions += orders
+        actions = self._decide(events)
         now_s = self._backend.now_s()
         if self._log is not None:
             for note in notes:
@@ -115,27 +122,24 @@ class Controller:
         if not events and not self._scheduler.state.orders:
             self._check_not_stuck()
 
+    def _decide(self, events: Sequence[Event]) -> list[Action]:
+        """Hand every event to the scheduler; events and what they led to go to the log."""
+        actions: list[Action] = []
+        for event in events:
+            orders = self._scheduler.handle(event)
+            if self._log is not None:
+                self._log.append_event(event)
+                self._log.append_actions(orders)
+            actions += orders
+        return actions
+
     def _is_overtaken(self, action: Action) -> bool:
-        """A later event of the same turn has ended the order already: its pipeline failed or began again."""
+        """A later event of the same tick has ended the order already: its pipeline failed or was restarted."""
         return isinstance(action, RunStage | MigrateShard) and action.order not in self._scheduler.state.orders
 
-    def _due(self, waiting: list[Submission]) -> list[Event]:
-        """Submissions whose time has come."""
-        now_s = self._backend.now_s()
-        due: list[Event] = []
-        while waiting and waiting[0].submit_at_s <= now_s:
-            due.append(PipelineSubmitted(time_s=now_s, pipeline=waiting.pop(0).pipeline))
-        return due
-
-    def _patience(self, waiting: Sequence[Submission]) -> float:
-        nexts = [_POLL_S + self._backend.now_s()]
-        if waiting:
-            nexts.append(waiting[0].submit_at_s)
-        return max(0.0, min(nexts) - self._backend.now_s())
-
     def _check_not_stuck(self) -> None:
-        """Nothing runs and nothing will happen by itself: a policy that leaves work lying would hang the run."""
+        """Raises IllegalTransitionError where work is ready, nothing runs and nothing will happen by itself."""
         ready = [work for group in self._scheduler.state.groups.values() for work in group.ready.values()]
-        stuck = [work for work in ready if not work.is_waiting]  # for its environment, which replies or is out of time
+        stuck = [work for work in ready if not work.is_waiting]  # waiting work: its environment replies or times out
         if stuck:
             raise IllegalTransitionError(f"policy {self._scheduler.policy.name} leaves ready work lying: {stuck[0]}")

@@ -37,7 +37,7 @@ from rlmux.core.errors import PipelineError, RlmuxError, WorkerLostError
 from rlmux.runtime.reaper import marking
 
 _FORKSERVER = get_context("forkserver")
-_PRELOAD = "rlmux.runtime.preload"
+_IMPORTS = "rlmux.runtime.fork_server_imports"
 _END_GRACE_S = 2.0
 _EXIT_REPORT_S = 5.0
 """How long the exit code of a process that has closed its pipe may take to arrive. It comes by way of the fork server,
@@ -61,9 +61,9 @@ def warm_up() -> None:
     from multiprocessing import forkserver
 
     server: Any = vars(forkserver)["_forkserver"]
-    if _PRELOAD not in server._preload_modules:
+    if _IMPORTS not in server._preload_modules:
         server._stop()  # one that somebody else started has not imported torch: every worker would have to
-    _FORKSERVER.set_forkserver_preload([_PRELOAD])
+    _FORKSERVER.set_forkserver_preload([_IMPORTS])
     with marking():
         forkserver.ensure_running()
 

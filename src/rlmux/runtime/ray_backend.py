@@ -30,7 +30,7 @@ from rlmux.core.model import Cluster, DeviceId, NodeId
 from rlmux.runtime.local import SharedMemoryFolder
 from rlmux.runtime.ray_actor import NodeProbe, RayWorkerActor, RayWorkerSetup, probe_node
 from rlmux.runtime.ray_cluster import RayNode, alive_nodes, connect, nodes_by_pool, resource_of
-from rlmux.runtime.ray_fork_servers import Nurseries
+from rlmux.runtime.ray_fork_servers import ForkServers
 from rlmux.runtime.ray_gpus import GpuReservations, check_gpus
 from rlmux.runtime.ray_sync import Deliveries, RaySync
 from rlmux.runtime.ray_worker import LOOK_EVERY_S, RayWorker
@@ -76,8 +76,8 @@ def ray_backend(
             deliveries = Deliveries(memory.path, addresses, sync or RaySync())
         cores = {ray_id: probe.cores for ray_id, probe in probes.items()}
         driver_id = ray.get_runtime_context().get_node_id()
-        nurseries = Nurseries(probes, here=[driver_id, *ids_here] if is_sharing_memory else [driver_id])
-        workplace = RayActors(cluster, nodes, cores, gpus, nurseries, memory, deliveries)
+        fork_servers = ForkServers(probes, here=[driver_id, *ids_here] if is_sharing_memory else [driver_id])
+        workplace = RayActors(cluster, nodes, cores, gpus, fork_servers, memory, deliveries)
     except BaseException:
         ray.shutdown()
         raise
@@ -135,14 +135,14 @@ class RayActors:
         nodes: Mapping[NodeId, RayNode],
         cores_by_ray_id: Mapping[str, Sequence[int]],
         gpus: GpuReservations,
-        nurseries: Nurseries,
+        fork_servers: ForkServers,
         memory: SharedMemoryFolder,
         deliveries: Deliveries | None,
     ) -> None:
         """`deliveries`: of weights, where nodes do not share a memory."""
         self._cluster = cluster
         self._gpus = gpus
-        self._nurseries = nurseries
+        self._fork_servers = fork_servers
         self._nodes = dict(nodes)
         self._core_by_device = self._assign_cores(cores_by_ray_id)
         self._memory = memory
@@ -180,7 +180,7 @@ class RayActors:
         ray_id = node.ray_id if node else self._driver_id
         where = self._gpus.actor_options(device, ray_id)
         options = {"num_cpus": 0, "max_concurrency": _NUM_THREADS, "max_restarts": 0, "max_task_retries": 0}
-        actor = make_actor.options(**where, **options).remote(setup, self._nurseries.address_on(ray_id))
+        actor = make_actor.options(**where, **options).remote(setup, self._fork_servers.address_on(ray_id))
         worker = RayWorker(name, actor, node, call_limit_s, is_node_lost=self._is_node_lost, on_end=self._on_end)
         self._workers[id(worker)] = worker
         return worker
@@ -268,7 +268,7 @@ class RayActors:
             if node.ray_id not in offers and node_id not in self._lost:
                 self._lost.add(node_id)
                 self._gpus.give_back(node_id)
-                self._nurseries.forget(node.ray_id)
+                self._fork_servers.forget(node.ray_id)
                 if self._deliveries is not None:
                     self._deliveries.forget_node(node.ray_id)
                 self._changes.append((node_id, False))

@@ -30,7 +30,7 @@ from rlmux.runtime.controller import Controller, Listener
 from rlmux.runtime.local import local_backend
 from rlmux.runtime.memory import check_each_fits, with_footprint, with_machine_memory
 from rlmux.runtime.metrics import MetricsWriter
-from rlmux.runtime.run_api import Desk, ParseSubmission
+from rlmux.runtime.run_api import ParseSubmission, RunApi
 from rlmux.runtime.worker_backend import WorkerBackend, WorkerOptions
 
 LOCAL = "local"
@@ -160,22 +160,22 @@ def _drive(
     scheduler = Scheduler(cluster, policy)
     metrics = MetricsWriter(folder)
     endings = _Endings(scheduler, backend, log, dict(ended or {}))
-    desk = None
+    run_api = None
     if parse is not None:
         server = ControlServer(folder)
         parse = _checked(parse, cluster)
-        desk = Desk(server, scheduler, parse, over=endings.by_pipeline, is_kept_open=is_kept_open)
-    controller = Controller(scheduler, backend, log, [metrics, endings, *listeners], desk)
+        run_api = RunApi(server, scheduler, parse, over=endings.by_pipeline, is_kept_open=is_kept_open)
+    controller = Controller(scheduler, backend, log, [metrics, endings, *listeners], run_api)
     try:
         with _private_files(), _stop_on_interrupt(controller.stop):
             is_complete = controller.run(submissions)
     except OSError as error:
-        raise StorageError(_how_to_go_on(folder, str(error))) from error
+        raise StorageError(_with_resume_hint(folder, str(error))) from error
     except (LogError, StorageError) as error:
-        raise StorageError(_how_to_go_on(folder, str(error))) from error
+        raise StorageError(_with_resume_hint(folder, str(error))) from error
     finally:
-        if desk is not None:
-            desk.close()
+        if run_api is not None:
+            run_api.close()
         backend.close()
         with contextlib.suppress(OSError, LogError):  # where the disk is full, what was committed before stands
             metrics.close()
@@ -189,8 +189,8 @@ def _drive(
     return RunResult(folder=folder, summary=write_report(folder), is_complete=is_complete)
 
 
-def _how_to_go_on(folder: Path, problem: str) -> str:
-    return f"{problem}; stopped, nothing that was finished is lost; go on with: rlmux resume {folder}"
+def _with_resume_hint(folder: Path, problem: str) -> str:
+    return f"{problem}; stopped, nothing that was finished is lost; resume with: rlmux resume {folder}"
 
 
 @contextlib.contextmanager

@@ -1,9 +1,9 @@
-"""The front desk of a running controller: who may come in, who wants to leave, how things stand.
+"""What a running controller is asked from outside: to take pipelines in, to end one, to say how things stand.
 
     submit {text, source}   parsed and checked ─▶ note `submitted` in the log ─▶ PipelineSubmitted when due
                             answered once every pipeline of it is placed, waiting, refused, or known to come later
-    cancel {name}           ─▶ PipelineCancelled; one that has not come yet is struck off
-    status {}               who runs this, and who is still to come; everything else is in the log
+    cancel {name}           ─▶ PipelineCancelled; a pipeline that is still to come is struck off
+    status {}               which process runs this, and what is still to come; everything else is in the log
 
 A submission that is refused for its text leaves no trace. One that is taken is in the log before anything of it is
 started, so that a resumed run knows it.
@@ -33,20 +33,26 @@ _REQUESTS = ("submit", "cancel", "status")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Asked:
-    """What the visitors of one turn come to, for the controller to carry out."""
+class Requested:
+    """What the requests of one tick amount to, for the controller to carry out."""
 
     submissions: Sequence[Submission] = ()
+    """Pipelines to take in, `submit_at_s` counted from the start of the run."""
     withdrawn: Sequence[PipelineId] = ()
-    """Were to come later, and now will not."""
+    """Pipelines that were still to come and no longer are."""
     events: Sequence[Event] = ()
+    """Facts for the scheduler."""
     notes: Sequence[Note] = ()
+    """Notes for the log."""
 
 
 @dataclass(slots=True)
-class _Turn:
-    """`Asked` in the making."""
+class _Tick:
+    """`Requested` in the making."""
 
+    now_s: float
+    upcoming: Sequence[Submission]
+    """Submissions that are not due yet."""
     submissions: list[Submission] = field(default_factory=list)
     withdrawn: list[PipelineId] = field(default_factory=list)
     cancelled: list[PipelineId] = field(default_factory=list)
@@ -54,14 +60,14 @@ class _Turn:
 
 
 class _Answer(NamedTuple):
-    """To a submission, as far as it is known."""
+    """The answer to a submission, as far as it is known."""
 
     request: Request
     outcome_by_pipeline: dict[PipelineId, dict[str, Any] | None]
 
 
-class Desk:
-    """Takes requests, and listens to the run to answer them."""
+class RunApi:
+    """Takes the requests of remote clients, and listens to the run to answer them."""
 
     def __init__(
         self,
@@ -81,87 +87,89 @@ class Desk:
         self.is_kept_open = is_kept_open
         """The run waits for more when all its pipelines are over."""
 
-    def open(self, now_s: float, upcoming: Sequence[Submission]) -> Asked:
-        """See to whoever stands there; never waits."""
-        turn = _Turn()
+    def take_requests(self, now_s: float, upcoming: Sequence[Submission]) -> Requested:
+        """Serve every request that has come since the last tick; never waits."""
+        tick = _Tick(now_s, upcoming)
         for request in self._server.requests():
             try:
-                self._serve(request, now_s, upcoming, turn)
+                self._serve(request, tick)
             except UserError as error:
                 request.refuse(str(error))
-        return Asked(
-            submissions=turn.submissions,
-            withdrawn=turn.withdrawn,
-            events=[PipelineCancelled(time_s=now_s, pipeline=pipeline) for pipeline in turn.cancelled],
-            notes=turn.notes,
+        return Requested(
+            submissions=tick.submissions,
+            withdrawn=tick.withdrawn,
+            events=[PipelineCancelled(time_s=now_s, pipeline=pipeline) for pipeline in tick.cancelled],
+            notes=tick.notes,
         )
 
     def update(self, now_s: float, events: Sequence[Event], actions: Sequence[Action], notes: Sequence[Note]) -> None:
-        """Answer those whose pipelines have been decided on."""
+        """Answer submissions whose pipelines have been decided on."""
         for action in actions if self._answers else ():
-            outcome = _outcome(action)
-            if outcome is not None:
+            decided = _outcome(action)
+            if decided is not None:
+                pipeline, outcome = decided
                 for answer in self._answers:
-                    if answer.outcome_by_pipeline.get(action.pipeline, outcome) is None:  # type: ignore[union-attr]
-                        answer.outcome_by_pipeline[action.pipeline] = outcome  # type: ignore[union-attr]
+                    if answer.outcome_by_pipeline.get(pipeline, outcome) is None:
+                        answer.outcome_by_pipeline[pipeline] = outcome
         self._give_answers()
 
     def close(self) -> None:
         self._server.close()
 
-    def _serve(self, request: Request, now_s: float, upcoming: Sequence[Submission], turn: _Turn) -> None:
+    def _serve(self, request: Request, tick: _Tick) -> None:
         match request.words:
             case {"request": "submit", "text": str(text), "source": str(source)}:
-                self._submit(request, text, source, now_s, upcoming, turn)
+                self._submit(request, text, source, tick)
             case {"request": "cancel", "name": str(name)}:
-                self._cancel(request, PipelineId(name), upcoming, turn)
+                self._cancel(request, PipelineId(name), tick)
             case {"request": "status"}:
-                to_come = [{"pipeline": one.pipeline.id, "at_s": one.submit_at_s} for one in upcoming]
-                request.answer(pid=os.getpid(), now_s=now_s, is_kept_open=self.is_kept_open, upcoming=to_come)
+                to_come = [{"pipeline": one.pipeline.id, "at_s": one.submit_at_s} for one in tick.upcoming]
+                request.answer(pid=os.getpid(), now_s=tick.now_s, is_kept_open=self.is_kept_open, upcoming=to_come)
             case _:
                 asked = request.words.get("request")
                 raise UserError(f"request {asked!r} with {sorted(request.words)}: accepted: {', '.join(_REQUESTS)}")
 
-    def _submit(
-        self, request: Request, text: str, source: str, now_s: float, upcoming: Sequence[Submission], turn: _Turn
-    ) -> None:
+    def _submit(self, request: Request, text: str, source: str, tick: _Tick) -> None:
         parsed = self._parse(text, source)
+        self._check_names(parsed, source, tick)
+        outcomes: dict[PipelineId, dict[str, Any] | None] = {}
+        for one in parsed:
+            at_s = tick.now_s + one.submit_at_s
+            tick.submissions.append(replace(one, submit_at_s=at_s))
+            is_later = one.submit_at_s > 0.0
+            outcomes[one.pipeline.id] = {"outcome": "upcoming", "at_s": at_s} if is_later else None
+        names = [one.pipeline.id for one in parsed]
+        fields = {"pipelines": names, "at_s": tick.now_s, "source": source, "resolved": text}
+        tick.notes.append(Note(type="submitted", fields=fields))
+        self._answers.append(_Answer(request, outcomes))
+
+    def _check_names(self, parsed: Sequence[Submission], source: str, tick: _Tick) -> None:
+        """Raises UserError for a pipeline whose name this run has used."""
         taken = {*self._scheduler.state.runs, *self._over}
-        taken.update(one.pipeline.id for one in (*upcoming, *turn.submissions))
+        taken.update(one.pipeline.id for one in (*tick.upcoming, *tick.submissions))
         for one in parsed:
             if one.pipeline.id in taken:
                 raise UserError(
                     f"{source}: pipeline {one.pipeline.id!r} is in this run already; accepted: a name of its own "
                     f"(--set pipelines.{one.pipeline.id}.name=...)"
                 )
-        outcomes: dict[PipelineId, dict[str, Any] | None] = {}
-        for one in parsed:
-            at_s = now_s + one.submit_at_s
-            turn.submissions.append(replace(one, submit_at_s=at_s))
-            is_later = one.submit_at_s > 0.0
-            outcomes[one.pipeline.id] = {"outcome": "upcoming", "at_s": at_s} if is_later else None
-        names = [one.pipeline.id for one in parsed]
-        turn.notes.append(
-            Note(type="submitted", fields={"pipelines": names, "at_s": now_s, "source": source, "resolved": text})
-        )
-        self._answers.append(_Answer(request, outcomes))
 
-    def _cancel(self, request: Request, name: PipelineId, upcoming: Sequence[Submission], turn: _Turn) -> None:
+    def _cancel(self, request: Request, name: PipelineId, tick: _Tick) -> None:
         run = self._scheduler.state.runs.get(name)
-        if run is None and name in [one.pipeline.id for one in upcoming] and name not in turn.withdrawn:
-            turn.withdrawn.append(name)
+        if run is None and name in [one.pipeline.id for one in tick.upcoming] and name not in tick.withdrawn:
+            tick.withdrawn.append(name)
             self._over.add(name)
             fields = {"pipeline": name, "status": PipelineStatus.CANCELLED.value, "reason": "before it came"}
-            turn.notes.append(Note(type="pipeline_end", fields={**fields, "weights_sha256": None}))
+            tick.notes.append(Note(type="pipeline_end", fields={**fields, "weights_sha256": None}))
             request.answer(pipeline=name, outcome="struck off")
             return
         if run is None:
             known = ", ".join(self._scheduler.state.runs) or "none"
             over = f"pipeline {name!r} is over" if name in self._over else f"no pipeline {name!r}"
             raise UserError(f"{over}; accepted: one that waits or runs, of: {known}")
-        if run.status not in (PipelineStatus.WAITING, PipelineStatus.RUNNING) or name in turn.cancelled:
+        if run.status not in (PipelineStatus.WAITING, PipelineStatus.RUNNING) or name in tick.cancelled:
             raise UserError(f"pipeline {name!r} is {run.status.value}; accepted: one that waits or runs")
-        turn.cancelled.append(name)
+        tick.cancelled.append(name)
         outcome = "ends at its next safe point" if run.status is PipelineStatus.RUNNING else "waits no longer"
         request.answer(pipeline=name, outcome=outcome)
 
@@ -173,11 +181,12 @@ class Desk:
                 answer.request.answer(pipelines=[{"pipeline": name, **(outcomes[name] or {})} for name in outcomes])
 
 
-def _outcome(action: Action) -> dict[str, Any] | None:
+def _outcome(action: Action) -> tuple[PipelineId, dict[str, Any]] | None:
+    """What an action says of a submitted pipeline; None for actions that say nothing of it."""
     match action:
         case Admit():
             placement = action.placement
-            return {
+            return action.pipeline, {
                 "outcome": "placed",
                 "kind": action.kind.value,
                 "group": placement.group,
@@ -185,19 +194,22 @@ def _outcome(action: Action) -> dict[str, Any] | None:
                 "train_nodes": [str(node) for node in placement.train_nodes],
             }
         case Refuse():
-            return {"outcome": "refused", "reason": action.reason}
+            return action.pipeline, {"outcome": "refused", "reason": action.reason}
         case Queue():
-            return {"outcome": "waiting", "reason": action.reason}
+            return action.pipeline, {"outcome": "waiting", "reason": action.reason}
     return None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Submitted:
-    """What came through the desk of a run, as its log keeps it."""
+    """A file that was submitted to a run while it ran, as the run's log keeps it."""
 
     source: str
+    """Name of the file."""
     resolved: str
+    """Text of the file, defaults and overrides worked in."""
     at_s: float
+    """Seconds since the start of the run."""
 
 
 def submitted_to(folder: Path) -> list[Submitted]:

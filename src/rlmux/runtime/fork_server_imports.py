@@ -1,7 +1,7 @@
 """What the fork server imports once, so that no worker has to: torch on one thread, and the engines.
 
-Imports leave no garbage, and looking for it takes a fifth of their time. What they have made is not looked at again
-afterwards either, so that workers go on sharing its memory with the fork server.
+Imports leave no garbage, and looking for it takes a fifth of their time, so the collector rests meanwhile. What the
+imports have made is not looked at again afterwards either: workers go on sharing its memory with the fork server.
 """
 
 import gc
