@@ -28,7 +28,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "core": (set(), set()),
     "policies": ({"core"}, {"ortools"}),
     "report": ({"core"}, set()),
-    "rl": ({"core.model", "core.errors"}, {*TRAINING, "reasoning_gym", "gymnasium", "pyarrow"}),
+    "rl": ({"core.model", "core.errors"}, {*TRAINING, "annotated_types", "reasoning_gym", "gymnasium", "pyarrow"}),
     "engines": ({"core.model", "core.errors", "rl"}, {*TRAINING, "numpy", "psutil"}),
     "sim": ({"core", "policies", "report"}, {"numpy"}),
     "papers": ({"core", "policies", "report", "sim"}, {"numpy"}),

@@ -171,7 +171,7 @@ CASES = {
     ),
     "one beta": (
         [("steps: 60", "algorithm: {adam_betas: [0.9]}")],
-        "two.yaml:6: pipelines.sort.algorithm.adam_betas is a list of 1; accepted: a list of numbers, at lea",
+        "two.yaml:6: pipelines.sort.algorithm.adam_betas is a list of 1; accepted: a list of 2 numbers",
     ),
     "a beta out of range": (
         [("steps: 60", "algorithm: {adam_betas: [0.9, 1.5]}")],
@@ -208,6 +208,22 @@ CASES = {
     "a second document": (
         [("pipelines:\n", "---\npipelines:\n")],
         "two.yaml:7: this is not YAML: expected a single document",
+    ),
+    "every pipeline wrong in one way": (
+        [("      slots: 32\n", "      slot: 32\n"), ("    task: reverse\n", "    task: reverse\n    sed: 1\n")],
+        "two.yaml:11: pipelines.sort.rollout.slot is 32: unknown key; nearest: slots",
+    ),
+    "no pipeline": (
+        [("pipelines:\n", "pipelines: []\nx:\n")],
+        "two.yaml:7: pipelines is an empty list; accepted: a list of mappings, at least 1",
+    ),
+    "three betas": (
+        [("steps: 60", "algorithm: {adam_betas: [0.9, 0.9, 0.9]}")],
+        "two.yaml:6: pipelines.sort.algorithm.adam_betas is a list of 3; accepted: a list of 2 numbers",
+    ),
+    "a character that is none": (
+        [("task: reverse", 'task: {name: reverse, letters: "\\ud800"}')],
+        "two.yaml:1: the file cannot be taken over: ",
     ),
     "no code folder": (
         [("defaults:\n", "code_folder: nowhere\ndefaults:\n")],

@@ -37,7 +37,7 @@ def test_a_file_becomes_what_scheduler_and_engines_take(load, good):
     assert first.pipeline.num_steps == 60
     assert first.pipeline.estimate is None
     assert first.pipeline.slo_slowdown == math.inf
-    assert (first.submit_at_s, first.num_rollout_workers, first.num_train_workers) == (0.0, 1, 1)
+    assert (first.submit_at_s, first.config.rollout.num_workers, first.config.train.num_workers) == (0.0, 1, 1)
     assert not first.pipeline.has_sft_warmup
     assert spec.policy == "rollmux"
 
@@ -73,7 +73,7 @@ def test_the_reference_stage_is_there_only_with_a_kl_penalty(load):
     assert spec.pipelines[0].pipeline.stages[2] is Stage.REFERENCE_LOGPROBS
 
 
-def test_staleness_and_warm_start_reach_the_scheduler(load):
+def test_staleness_and_sft_warmup_reach_the_scheduler(load):
     spec = load(POOLS + "pipelines: [{name: a, task: sort, sft_warmup: {updates: 9}, algorithm: {staleness: 1}}]")
     assert spec.pipelines[0].pipeline.staleness == 1
     assert spec.pipelines[0].pipeline.has_sft_warmup

@@ -53,6 +53,8 @@ def _load(
         policies=list(POLICIES),
         cluster_of=cluster_of,
     )
+    for hint in spec.hints:
+        print(f"rlmux: {hint}", file=sys.stderr)
     return spec if policy is None else replace(spec, policy=policy)
 
 

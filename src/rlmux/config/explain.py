@@ -7,6 +7,8 @@ two.yaml:7: pipelines.sort.steps is 0; accepted: a whole number, 1 or more
 
 from __future__ import annotations
 
+import collections.abc
+import dataclasses
 import types
 import typing
 from collections.abc import Sequence
@@ -14,50 +16,64 @@ from difflib import get_close_matches
 from typing import Any, Literal, Union, get_args, get_origin
 
 import annotated_types
-from pydantic import BaseModel, ValidationError
-from pydantic.fields import FieldInfo
+from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from rlmux.config.located import Node, PathPart
 from rlmux.core.errors import SpecError
+from rlmux.rl.config import FromFile, MisfitError, Takes, TaskConfig, key_of
 
 _SHOWN_CHARS = 60
 
 
 def spec_error(root: Node, path: Sequence[PathPart], text: str) -> SpecError:
-    """An error about the value at this path. `text` goes on after the key, as in "is 0; accepted: ..."."""
+    """An error about the value at this path. `text` follows the key, as in "is 0; accepted: ..."."""
     return SpecError(f"{root.nearest(path).where}: {shown_path(root, path)} {text}")
 
 
-def explain(error: ValidationError, root: Node, top: type[BaseModel]) -> SpecError:
+def explain(error: ValidationError, root: Node, top: type[FromFile]) -> SpecError:
     """The first mistake in reading order; what is missing comes last, since a misspelt key is missing too."""
 
     def rank(details: ErrorDetails) -> tuple[bool, int]:
         return details["type"] == "missing", root.nearest(_path(details)).order
 
-    return _explain_one(min(error.errors(), key=rank), root, top)
+    found = error.errors()
+    # pydantic calls a list too short as well if all its items are wrong
+    found = [one for one in found if one["type"] != "too_short" or not any(_is_inside(each, one) for each in found)]
+    return _explain_one(min(found, key=rank), root, top)
 
 
-def _explain_one(details: ErrorDetails, root: Node, top: type[BaseModel]) -> SpecError:
+def _explain_one(details: ErrorDetails, root: Node, top: type[FromFile]) -> SpecError:
     path = _path(details)
     value = shown_value(details["input"])
     match details["type"]:
-        case "extra_forbidden":
-            known = list(model_at(top, path[:-1]).model_fields)
+        case "unexpected_keyword_argument":
+            known = list(fields_by_key(_mapping_at(top, path[:-1])))
             return spec_error(root, path, f"is {value}: unknown key; {nearest_hint(str(path[-1]), known)}")
+        case "missing" if isinstance(path[-1], int):  # an item of a list of fixed length
+            path = path[:-1]
         case "missing":
-            return spec_error(root, path, f"is missing; accepted: {accepted_at(top, path)}")
-        case "together":
-            text = str(details["ctx"]["text"])
-            if details["ctx"]["key"]:
-                path = (*path, details["ctx"]["key"])
-                value = shown_value(root.nearest(path).plain())
-            glue = "; " if text.startswith("accepted") else ": "
-            return spec_error(root, path, f"is {value}{glue}{text}")
+            return spec_error(root, path, f"is missing; accepted: {accepted(_annotation_at(top, path))}")
+        case "json_invalid":
+            return spec_error(root, path, f"cannot be taken over: {details['ctx']['error']}")
+        case "value_error":
+            return _misfit(root, path, details["ctx"]["error"])
     if path and path[-1] == "[key]":
-        kind = accepted_at(top, (*path[:-2], "[key]"))
-        return spec_error(root, path[:-1], f"cannot be a name; accepted: {kind}")
-    return spec_error(root, path, f"is {value}; accepted: {accepted_at(top, path)}")
+        text = f"cannot be a name; accepted: {accepted(_annotation_at(top, path))}"
+        return spec_error(root, path[:-1], text)
+    return spec_error(root, path, f"is {value}; accepted: {accepted(_annotation_at(top, path))}")
+
+
+def _misfit(root: Node, path: tuple[PathPart, ...], error: MisfitError) -> SpecError:
+    path = (*path, *error.key.split("."))
+    value = shown_value(root.nearest(path).plain())
+    glue = "; " if error.text.startswith("accepted") else ": "
+    return spec_error(root, path, f"is {value}{glue}{error.text}")
+
+
+def _is_inside(inner: ErrorDetails, outer: ErrorDetails) -> bool:
+    depth = len(_path(outer))
+    return len(_path(inner)) > depth and _path(inner)[:depth] == _path(outer)
 
 
 def _path(details: ErrorDetails) -> tuple[PathPart, ...]:
@@ -99,35 +115,40 @@ def nearest_hint(word: str, known: Sequence[str]) -> str:
     return f"{nearest}accepted: {', '.join(known)}"
 
 
-def model_at(top: type[BaseModel], path: Sequence[PathPart]) -> type[BaseModel]:
-    """The model that checks the mapping at this path."""
-    annotation, _ = _field_at(top, path)
-    found = _bare(annotation)
-    assert isinstance(found, type), f"{path} is no mapping"
-    assert issubclass(found, BaseModel), f"{path} is no mapping"
-    return found
+def fields_by_key(mapping: type[FromFile]) -> dict[str, Any]:
+    """The annotation of every key that this mapping of the file takes, constraints included."""
+    annotations = typing.get_type_hints(mapping, include_extras=True)
+    keys = {key_of(each.name): annotations[each.name] for each in dataclasses.fields(mapping)}  # type: ignore[arg-type]
+    if mapping is TaskConfig:
+        del keys["params"]
+    return keys
 
 
-def accepted_at(top: type[BaseModel], path: Sequence[PathPart]) -> str:
-    annotation, field = _field_at(top, path)
-    return accepted(annotation, field)
+def _mapping_at(top: type[FromFile], path: Sequence[PathPart]) -> type[FromFile]:
+    """The class of the mapping at this path."""
+    found = _bare(_annotation_at(top, path))
+    assert _is_mapping(found), f"{path} is no mapping"
+    return typing.cast("type[FromFile]", found)
 
 
-def _field_at(top: type[BaseModel], path: Sequence[PathPart]) -> tuple[Any, FieldInfo | None]:
-    """The type, and where there is one the field, that the schema has for this path."""
+def _annotation_at(top: type[FromFile], path: Sequence[PathPart]) -> Any:
+    """The annotation that the tree has for the value (or, after "[key]", the key) at this path."""
     annotation: Any = top
-    field: FieldInfo | None = None
-    for part in path:
+    for position, part in enumerate(path):
         bare = _bare(annotation)
-        if isinstance(bare, type) and issubclass(bare, BaseModel):
-            field = bare.model_fields[str(part)]
-            annotation = field.annotation
+        if _is_mapping(bare):
+            annotation = fields_by_key(bare)[str(part)]
             continue
-        arguments = get_args(bare)
-        annotation, field = arguments[0 if part == "[key]" else -1], None
-        if part == "[key]":
-            break
-    return annotation, field
+        is_key = path[position + 1 :] == ("[key]",)
+        items = [option for option in get_args(bare) if option is not Ellipsis]
+        if is_key:
+            return items[0]
+        annotation = items[-1]
+    return annotation
+
+
+def _is_mapping(bare: Any) -> bool:
+    return isinstance(bare, type) and issubclass(bare, FromFile)
 
 
 def _bare(annotation: Any) -> Any:
@@ -139,13 +160,13 @@ def _bare(annotation: Any) -> Any:
     return annotation
 
 
-def accepted(annotation: Any, field: FieldInfo | None = None) -> str:
+def accepted(annotation: Any) -> str:
     """What a key takes, in words: "a whole number, 1 or more"."""
-    metadata = _metadata(annotation, field)
-    for item in metadata:
-        if isinstance(item, FieldInfo) and isinstance(item.json_schema_extra, dict):
-            return str(item.json_schema_extra["accepted"])
-    bounds = [text for item in metadata for text in _bound(item)]
+    constraints = _constraints(annotation)
+    for constraint in constraints:
+        if isinstance(constraint, Takes):
+            return constraint.text
+    bounds = [text for constraint in constraints for text in _bound(constraint)]
     return ", ".join([_kind(_bare(annotation)), *bounds])
 
 
@@ -153,29 +174,27 @@ def _kind(bare: Any) -> str:
     origin = get_origin(bare)
     if origin is Literal:
         return "one of " + ", ".join(map(str, get_args(bare)))
-    if origin is list:
-        inner = _bare(get_args(bare)[0])
-        is_model = isinstance(inner, type) and issubclass(inner, BaseModel)
-        return "a list of mappings" if is_model else f"a list of {_kind(inner).removeprefix('a ')}s"
-    if origin is dict or (isinstance(bare, type) and issubclass(bare, BaseModel)):
+    if origin is tuple:
+        return _kind_of_list(get_args(bare))
+    if origin is collections.abc.Mapping or _is_mapping(bare):
         return "a mapping"
     return {int: "a whole number", float: "a number", str: "a text", bool: "true or false"}[bare]
 
 
-def _metadata(annotation: Any, field: FieldInfo | None) -> list[Any]:
-    """Constraints of the field and of every `Annotated` inside its type."""
-    found: list[Any] = []
-    if field is not None:
-        found += [field, *field.metadata]
+def _kind_of_list(items: Sequence[Any]) -> str:
+    inner = _kind(_bare(items[0])).removeprefix("a ")
+    is_of_any_length = items[-1] is Ellipsis
+    return f"a list of {inner}s" if is_of_any_length else f"a list of {len(items)} {inner}s"
+
+
+def _constraints(annotation: Any) -> list[Any]:
+    """The metadata of every `Annotated` in this annotation, outermost first."""
     if get_origin(annotation) is typing.Annotated:
         inner, *extras = get_args(annotation)
-        for extra in extras:
-            found += [extra, *extra.metadata] if isinstance(extra, FieldInfo) else [extra]
-        found += _metadata(inner, None)
-    elif get_origin(annotation) in (Union, types.UnionType):
-        for option in get_args(annotation):
-            found += _metadata(option, None)
-    return found
+        return [*extras, *_constraints(inner)]
+    if get_origin(annotation) in (Union, types.UnionType):
+        return [constraint for option in get_args(annotation) for constraint in _constraints(option)]
+    return []
 
 
 def _bound(item: Any) -> list[str]:

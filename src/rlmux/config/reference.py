@@ -1,53 +1,81 @@
-"""The tables of docs/spec.md, from the models that check the file. To print: `python -m rlmux.config.reference`."""
+"""The tables of docs/spec.md, from the classes of the typed tree. To print: `python -m rlmux.config.reference`."""
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+import inspect
+from itertools import pairwise
 from typing import Any
 
-from pydantic import BaseModel
-from pydantic.fields import FieldInfo
+from rlmux.config import tree
+from rlmux.config.explain import accepted, fields_by_key
+from rlmux.config.old_keys import NEW_BY_OLD
+from rlmux.rl import config
 
-from rlmux.config import schema
-from rlmux.config.explain import accepted
-
-SECTIONS: tuple[tuple[str, type[BaseModel]], ...] = (
-    ("The file", schema.SpecFile),
-    ("`cluster.pools.NAME`", schema.PoolModel),
-    ("`pipelines[]` and `defaults`", schema.PipelineModel),
-    ("`model`", schema.ModelModel),
-    ("`task`", schema.TaskModel),
-    ("`sft_warmup`", schema.WarmStartModel),
-    ("`algorithm`", schema.AlgorithmModel),
-    ("`rollout`", schema.RolloutModel),
-    ("`train`", schema.TrainModel),
-    ("`estimate`", schema.EstimateModel),
-    ("`footprint`", schema.FootprintModel),
+SECTIONS: tuple[tuple[str, type[config.FromFile]], ...] = (
+    ("The file", tree.RunConfig),
+    ("`cluster.pools.NAME`", tree.PoolConfig),
+    ("`pipelines[]` and `defaults`", tree.PipelineConfig),
+    ("`model`", config.ModelConfig),
+    ("`task`", config.TaskConfig),
+    ("`sft_warmup`", config.SftWarmupConfig),
+    ("`algorithm`", config.AlgorithmConfig),
+    ("`rollout`", config.RolloutConfig),
+    ("`train`", config.TrainConfig),
+    ("`estimate`", tree.EstimateConfig),
+    ("`footprint`", tree.FootprintConfig),
 )
 
 
 def markdown() -> str:
-    """One heading, one sentence and one table for each mapping of the file."""
-    return "\n".join(_section(title, model) for title, model in SECTIONS)
+    """One heading, one sentence and one table for each mapping of the file; the old keys last."""
+    return "\n".join([*(_section(title, mapping) for title, mapping in SECTIONS), _old_keys()])
 
 
-def _section(title: str, model: type[BaseModel]) -> str:
-    about = " ".join((model.__doc__ or "").split())
-    rows = [_row(name, field) for name, field in model.model_fields.items()]
+def _section(title: str, mapping: type[config.FromFile]) -> str:
+    about = " ".join((mapping.__doc__ or "").split())
+    lines, defaults = field_lines(mapping), _defaults(mapping)
+    rows = [
+        f"| `{key}` | {accepted(annotation)} | {_shown(defaults[key])} | {lines[key]} |"
+        for key, annotation in fields_by_key(mapping).items()
+    ]
     return "\n".join([f"## {title}", "", about, "", "| key | takes | default | |", "|---|---|---|---|", *rows, ""])
 
 
-def _row(name: str, field: FieldInfo) -> str:
-    about = " ".join((field.description or "").split())
-    return f"| `{name}` | {accepted(field.annotation, field)} | {_default(field)} | {about} |"
+def field_lines(mapping: type[Any]) -> dict[str, str]:
+    """The line under each field, by key, those of the classes it extends included."""
+    lines: dict[str, str] = {}
+    for base in reversed(mapping.__mro__):
+        if not dataclasses.is_dataclass(base):
+            continue
+        (definition,) = ast.parse(inspect.getsource(base)).body
+        assert isinstance(definition, ast.ClassDef)
+        for statement, following in pairwise(definition.body):
+            match statement, following:
+                case ast.AnnAssign(target=ast.Name(id=name)), ast.Expr(value=ast.Constant(value=str(text))):
+                    lines[config.key_of(name)] = " ".join(text.split())
+    return lines
 
 
-def _default(field: FieldInfo) -> str:
-    if field.is_required():
-        return "required"
-    value: Any = field.default
-    if value is None or value == {} or isinstance(value, BaseModel):
+def _defaults(mapping: type[Any]) -> dict[str, Any]:
+    return {config.key_of(each.name): each for each in dataclasses.fields(mapping)}
+
+
+def _shown(field: dataclasses.Field[Any]) -> str:
+    """The default value; nothing where it is a mapping of its own, or none."""
+    if field.default is dataclasses.MISSING:
+        return "required" if field.default_factory is dataclasses.MISSING else ""
+    if field.default is None:
         return ""
-    return f"`{value}`"
+    default = list(field.default) if isinstance(field.default, tuple) else field.default
+    return f"`{str(default).lower() if isinstance(default, bool) else default}`"
+
+
+def _old_keys() -> str:
+    rows = [f"| `{old}` | `{new}` |" for old, new in NEW_BY_OLD.items()]
+    about = "Accepted until the next release, with a hint on stderr that names the new key."
+    return "\n".join(["## Old keys", "", about, "", "| old key of a pipeline | new |", "|---|---|", *rows, ""])
 
 
 if __name__ == "__main__":

@@ -104,7 +104,7 @@ def switch_times(
     `folder`: where spilled states go. `tick`: called after every round of either state.
     """
     footprint = footprint_of(config)
-    with _one_thread(config.num_threads), tempfile.TemporaryDirectory(dir=folder) as scratch:
+    with _one_thread(config.train.num_threads), tempfile.TemporaryDirectory(dir=folder) as scratch:
         return [
             _measured(Phase.ROLLOUT, _rollout_engine(config, device), footprint.rollout_device_bytes or 0.0, num_rounds,
                       Path(scratch), device, tick),

@@ -1,105 +1,229 @@
 """What one pipeline trains, how, and on what: frozen values that cross processes.
 
-`spec` builds these from the user's file; hosts and engines read them. Nothing here imports torch.
-All of them belong to the pipeline alone: nothing about who shares the machine may appear here,
-since a pipeline's weights are a function of these values only (promise 1 of docs/design.md).
+    TrainingConfig ── model, task, sft_warmup, algorithm, rollout, train
+
+These classes are also the training part of the user's file. `rlmux.config` reads them from it with pydantic, and
+every key, default value, bound and description is stated here only. In the file a count drops its `num_`.
+A value built in Python checks how its fields fit together; the bounds of each field are checked in files.
+
+All of it belongs to the pipeline alone. Nothing about other pipelines on the same devices may appear here, since a
+pipeline's weights are a function of these values only (promise 1 of docs/design.md). Nothing here imports torch.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
+
+from annotated_types import Ge, Gt, Le, Lt, Predicate
+
+from rlmux.core.errors import UserError
+
+
+@dataclass(frozen=True, slots=True)
+class Takes:
+    """What a field accepts, in words, where its type and bounds do not say it. For `Annotated`."""
+
+    text: str
+
+
+def is_name(text: str) -> bool:
+    """Whether a pipeline or a pool can have this name."""
+    return re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", text) is not None
+
+
+def is_function_reference(text: str) -> bool:
+    """Whether this is `module:function`, both of them Python names."""
+    return re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", text) is not None
+
+
+Name = Annotated[str, Predicate(is_name), Takes("1 to 64 letters, digits, '-' and '_', as it names a folder")]
+Count = Annotated[int, Ge(1)]
+PositiveFloat = Annotated[float, Gt(0)]
+NonNegativeFloat = Annotated[float, Ge(0)]
+BetaFloat = Annotated[float, Ge(0), Lt(1)]
+FunctionReference = Annotated[str, Predicate(is_function_reference), Takes("module:function, such as my_rewards:score")]
+
+
+class MisfitError(UserError):
+    """Two fields that do not fit together."""
+
+    def __init__(self, key: str, text: str) -> None:
+        super().__init__(key, text)
+        self.key = key
+        """Key of the file that is to be changed."""
+        self.text = text
+        """What is accepted there."""
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.text}"
+
+
+def key_of(field_name: str) -> str:
+    """The key of a field in the user's file."""
+    return field_name.removeprefix("num_")
+
+
+class FromFile:
+    """A mapping of the user's file. Unknown keys are errors, types are strict, numbers are finite."""
+
+    __slots__ = ()
+    __pydantic_config__: ClassVar[dict[str, Any]] = {
+        "alias_generator": key_of,
+        "allow_inf_nan": False,
+        "extra": "forbid",
+        "strict": True,
+    }
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ModelConfig:
-    """A tiny model made from a transformers config, or a local Hugging Face checkpoint folder."""
+class ModelConfig(FromFile):
+    """What is trained: a tiny new model, or a checkpoint. The sizes are those of a new model."""
 
     path: str | None = None
-    """Folder with config.json, *.safetensors and (optionally) a tokenizer; None makes a new model."""
-    architecture: str = "qwen3"
-    """`qwen3` or `llama`; ignored with `path`."""
-    hidden_size: int = 64
-    num_layers: int = 2
-    num_heads: int = 4
-    num_kv_heads: int = 2
-    intermediate_size: int = 128
+    """Hugging Face checkpoint folder, relative to this file. Excludes the other keys."""
+    architecture: Literal["qwen3", "llama"] = "qwen3"
+    """Architecture of a new model."""
+    hidden_size: Count = 64
+    """Width of the residual stream."""
+    num_layers: Count = 2
+    """Transformer blocks."""
+    num_heads: Count = 4
+    """Attention heads; a divisor of half of hidden_size."""
+    num_kv_heads: Count = 2
+    """Key/value heads; a divisor of heads."""
+    intermediate_size: Count = 128
+    """Width of the feed-forward layers."""
+
+    def __post_init__(self) -> None:
+        if self.hidden_size % (2 * self.num_heads):
+            raise MisfitError("heads", f"accepted: a divisor of half of hidden_size {self.hidden_size}")
+        if self.num_heads % self.num_kv_heads:
+            raise MisfitError("kv_heads", f"accepted: a divisor of heads {self.num_heads}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TaskConfig:
-    """Where prompts come from and how answers are scored."""
+class TaskConfig(FromFile):
+    """Where prompts come from and how answers are scored. A bare name is short for `{name: ...}`.
+
+    Further keys are the task's own options, such as `digits: 5`.
+    """
 
     name: str
-    """A built-in task (`sort`, `reverse`, `add`, `calculator`, ...), `reasoning-gym:NAME`, or `file`."""
+    """A built-in task (listed above), `reasoning-gym:NAME`, or `file`."""
     params: Mapping[str, Any] = field(default_factory=dict)
-    """Options of a built-in or reasoning-gym task, such as `digits: 5`."""
+    """Options of a built-in or reasoning-gym task: the further keys."""
     path: str | None = None
-    """JSONL or parquet rows for the task `file`."""
+    """JSONL or parquet rows of the task `file`, relative to this file."""
     prompt_key: str = "prompt"
+    """Column with the prompt, for `file`. Dots reach into nested columns."""
     answer_key: str = "answer"
-    reward: str | None = None
-    """`module:function` with verl's or TRL's signature; None takes the task's own reward."""
-    reward_timeout_s: float = 30.0
-    """A reward or environment call that takes longer fails its pipeline."""
+    """Column with the answer, for `file`."""
+    reward: FunctionReference | None = None
+    """`module:function` with the signature of verl or TRL, in `code_folder` or installed; without: the task's own."""
+    reward_timeout_s: PositiveFloat = 30.0
+    """Seconds after which a reward or environment call fails its pipeline."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SftWarmupConfig:
+class SftWarmupConfig(FromFile):
     """Supervised training on the task's own answers before RL, so that rewards are not all zero."""
 
-    num_updates: int = 0
-    batch_size: int = 64
-    learning_rate: float = 3e-3
+    num_updates: Annotated[int, Ge(0)] = 0
+    """Optimizer updates; 0 for none."""
+    batch_size: Count = 64
+    """Sequences of one update."""
+    learning_rate: PositiveFloat = 3e-3
+    """Learning rate of AdamW."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class AlgorithmConfig:
-    """The RL update. Names are the field's: see `rl/algorithms.py` for each formula and its source."""
+class AlgorithmConfig(FromFile):
+    """The RL update. A bare name is short for `{name: ...}`."""
 
-    name: str = "grpo"
-    """`grpo`, `dr-grpo`, or `rloo`."""
-    staleness: int = 0
-    """Largest allowed staleness in weight versions: 0 is on-policy, 1 is one-step-off-policy."""
-    prompts_per_step: int = 16
-    group_size: int = 8
-    learning_rate: float = 3e-4
-    lr_warmup_steps: int = 0
-    adam_betas: tuple[float, float] = (0.9, 0.99)
-    weight_decay: float = 0.0
-    grad_clip: float = 1.0
-    clip_low: float = 0.2
-    clip_high: float = 0.2
-    kl_coef: float = 0.0
-    """Weight of the KL penalty (low-variance estimator k3) against the frozen reference; 0 skips that stage."""
-    micro_batch_size: int = 32
-    """Sequences per forward/backward. Part of the spec because it fixes the order of summation."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RolloutConfig:
-    """How answers are sampled."""
-
-    max_new_tokens: int = 32
-    """Budget of one trajectory, environment replies included."""
-    max_prompt_tokens: int = 64
-    temperature: float = 1.0
-    num_slots: int = 64
-    """Sequences decoded at once per worker. Fixed shapes: the count belongs to the spec, not to the schedule."""
+    name: Literal["grpo", "dr-grpo", "rloo"] = "grpo"
+    """GRPO, Dr. GRPO, or RLOO; `rl/algorithms.py` has each formula and its source."""
+    staleness: Annotated[int, Ge(0), Le(8)] = 0
+    """Largest staleness in weight versions: 0 is on-policy, 1 is one-step-off-policy."""
+    prompts_per_step: Count = 16
+    """Prompt groups of one step."""
+    group_size: Annotated[int, Ge(2)] = 8
+    """Trajectories of one prompt, compared with each other."""
+    learning_rate: PositiveFloat = 3e-4
+    """Learning rate of AdamW."""
+    lr_warmup_steps: Annotated[int, Ge(0)] = 0
+    """Steps over which the learning rate rises from 0."""
+    adam_betas: tuple[BetaFloat, BetaFloat] = (0.9, 0.99)
+    """AdamW's two decay rates."""
+    weight_decay: NonNegativeFloat = 0.0
+    """Weight decay of AdamW."""
+    grad_clip: PositiveFloat = 1.0
+    """Largest norm of the gradient."""
+    clip_low: Annotated[float, Gt(0), Le(1)] = 0.2
+    """Distance of the probability ratio's lower clip from 1: it is 1 - clip_low."""
+    clip_high: PositiveFloat = 0.2
+    """Distance of the probability ratio's upper clip from 1: it is 1 + clip_high."""
+    kl_coef: NonNegativeFloat = 0.0
+    """Weight of the KL penalty (low-variance estimator k3) to the frozen reference; 0 skips that stage."""
+    micro_batch_size: Count = 32
+    """Sequences of one forward and backward pass. Results change with it in the last bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingConfig:
-    """All that decides a pipeline's weights, in one value."""
+class RolloutConfig(FromFile):
+    """How answers are sampled, and on how many devices."""
 
-    name: str
-    seed: int = 0
-    num_steps: int = 100
+    num_workers: Count = 1
+    """Devices of the rollout pool (whole nodes, where the pool is given in nodes). Never changes the results."""
+    max_new_tokens: Count = 32
+    """Token budget of one trajectory, environment replies included."""
+    max_prompt_tokens: Count = 64
+    """Tokens of the longest prompt that is accepted."""
+    temperature: Annotated[float, Gt(0), Le(10)] = 1.0
+    """Sampling temperature."""
+    num_slots: Annotated[int, Ge(1), Le(4096)] = 64
+    """Sequences decoded at once by each worker. Results change with it in the last bits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainConfig(FromFile):
+    """What the training side computes on."""
+
+    num_workers: Count = 1
+    """Devices of the training pool (whole nodes, where the pool is given in nodes). Never changes the results."""
+    num_threads: Annotated[int, Ge(1), Le(1024)] = 1
+    """Compute threads of each worker, rollout workers included. Results change with it in the last bits."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineKeys(FromFile):
+    """What a pipeline of the file and its `TrainingConfig` have in common: all but the task."""
+
+    name: Name
+    """Name of the pipeline, unlike all others of the file."""
+    seed: Annotated[int, Ge(0), Lt(2**31)] = 0
+    """Seed of every random number of the pipeline."""
+    num_steps: Count = 100
+    """Optimizer updates of RL."""
     model: ModelConfig = field(default_factory=ModelConfig)
-    task: TaskConfig = field(default_factory=lambda: TaskConfig(name="sort"))
+    """What is trained."""
     sft_warmup: SftWarmupConfig = field(default_factory=SftWarmupConfig)
-    algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
+    """Supervised training before RL."""
+    algorithm: Annotated[AlgorithmConfig, Takes("an algorithm's name, or a mapping")] = field(
+        default_factory=AlgorithmConfig
+    )
+    """The RL update."""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    num_threads: int = 1
-    """Compute threads of every worker; results change with it, so it is fixed here."""
+    """How answers are sampled, and on how many devices."""
+    train: TrainConfig = field(default_factory=TrainConfig)
+    """What the training side computes on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingConfig(PipelineKeys):
+    """All that decides a pipeline's weights, in one value. (The two `num_workers` decide only its speed.)"""
+
+    task: TaskConfig = field(default_factory=lambda: TaskConfig(name="sort"))
+    """Where prompts come from and how answers are scored."""

@@ -138,7 +138,7 @@ class RolloutWorker:
         from rlmux.rl.tasks import make_task
         from rlmux.rl.vocabulary import load_vocabulary
 
-        torch.set_num_threads(config.num_threads)
+        torch.set_num_threads(config.train.num_threads)
         device = _device()
         vocabulary = load_vocabulary(config.model)
         task = make_task(config.task, seed=config.seed, vocabulary=vocabulary)
@@ -195,7 +195,7 @@ class TrainWorker:
         from rlmux.engines.device_fraction import fraction_setter
         from rlmux.engines.train import TorchTrainEngine
 
-        torch.set_num_threads(config.num_threads)
+        torch.set_num_threads(config.train.num_threads)
         device = _device()
         self._engine = TorchTrainEngine(config, device=device)
         self._checkpoints = CheckpointWriter()

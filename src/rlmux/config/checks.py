@@ -1,0 +1,178 @@
+"""What can be known to be wrong with a whole file without starting anything, beyond the types and bounds of its keys.
+
+The first mistake is raised, as a SpecError that names its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+from rlmux.config import references
+from rlmux.config.explain import nearest_hint, shown_value, spec_error
+from rlmux.config.located import Node, PathPart
+from rlmux.config.tree import PipelineConfig, PoolConfig, RunConfig, phase_of_pool
+from rlmux.core.errors import SpecError, UserError
+from rlmux.core.model import Phase
+from rlmux.rl.config import ModelConfig, TaskConfig
+
+CheckTask = Callable[[TaskConfig, int], None]
+"""Raises UserError, its text beginning with the key ("task.digits: ..."), if the task cannot be made."""
+
+KeyPath = tuple[PathPart, ...]
+
+
+class Purpose(StrEnum):
+    """What the file is read for, which decides what it has to say."""
+
+    RUN = "run"
+    """Every pipeline has a task; every pool has a size."""
+    PLAN = "plan"
+    """Every pipeline has an estimate."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Checks:
+    """The checks of one file. Its paths are absolute already."""
+
+    root: Node
+    """The merged file, for the places and for what was really given."""
+    config: RunConfig
+    """The same file as a typed tree, with absolute paths."""
+    purpose: Purpose
+    check_task: CheckTask | None
+    """Knows the tasks; None accepts any."""
+    policies: Sequence[str] | None
+    """Names of policies; None accepts any."""
+
+    def run(self) -> None:
+        """Every check, in the order of the file."""
+        self._check_policy()
+        self._check_names()
+        self._check_code_folder()
+        for name, pool in self.config.cluster.pools.items():
+            self._check_pool(("cluster", "pools", name), pool)
+        for index, pipeline in enumerate(self.config.pipelines):
+            self._check_pipeline(("pipelines", index), pipeline)
+
+    def _error(self, path: Sequence[PathPart], text: str) -> SpecError:
+        return spec_error(self.root, path, text)
+
+    @contextmanager
+    def _placed(self, path: Sequence[PathPart]) -> Iterator[None]:
+        """A UserError about the value at this path gets its place and value."""
+        try:
+            yield
+        except UserError as error:
+            raise self._error(path, f"is {self._given(path)}: {error}") from None
+
+    def _given(self, path: Sequence[PathPart]) -> str:
+        return shown_value(self.root.nearest(path).plain())
+
+    def _keys(self, path: Sequence[PathPart]) -> set[str]:
+        """The keys that are really given in the mapping at this path."""
+        *above, key = path
+        parent = self.root.nearest(above).value
+        node = parent[key] if not isinstance(parent, dict) else parent.get(key)
+        return set(node.value) if node is not None and isinstance(node.value, dict) else set()
+
+    def _refuse_keys(self, path: Sequence[PathPart], keys: Sequence[str], text: str) -> None:
+        for key in keys:
+            if key in self._keys(path):
+                raise self._error((*path, key), f"is {self._given((*path, key))}: {text}")
+
+    def _check_policy(self) -> None:
+        policy = self.config.policy
+        if self.policies is not None and policy not in self.policies:
+            hint = nearest_hint(policy, self.policies)
+            raise self._error(["policy"], f"is {policy!r}: no such policy; {hint}")
+
+    def _check_names(self) -> None:
+        where_by_name: dict[str, str] = {}
+        for index, pipeline in enumerate(self.config.pipelines):
+            path = ("pipelines", index, "name")
+            if pipeline.name in where_by_name:
+                raise self._error(
+                    path,
+                    f"is {pipeline.name!r}, which {where_by_name[pipeline.name]} has too; "
+                    "accepted: a name for each pipeline",
+                )
+            where_by_name[pipeline.name] = self.root.nearest(path).where
+
+    def _check_code_folder(self) -> None:
+        if not self._code_folder.is_dir():
+            raise self._error(["code_folder"], f"is {self._given(['code_folder'])}; accepted: a folder that exists")
+
+    @property
+    def _code_folder(self) -> Path:
+        assert self.config.code_folder is not None, "paths are absolute already"
+        return Path(self.config.code_folder)
+
+    def _check_pool(self, path: KeyPath, pool: PoolConfig) -> None:
+        if pool.devices is not None:
+            not_both = "does not go with 'devices'; accepted: devices or nodes, not both"
+            self._refuse_keys(path, ("nodes", "gpus_per_node"), not_both)
+        if self.purpose is Purpose.RUN and pool.devices is None and pool.nodes is None:
+            raise self._error((*path, "devices"), "is missing; accepted: a whole number, 1 or more")
+
+    def _check_pipeline(self, path: KeyPath, pipeline: PipelineConfig) -> None:
+        if self.purpose is Purpose.PLAN and pipeline.estimate is None:
+            raise self._error(
+                (*path, "estimate"),
+                "is missing; accepted: {rollout_s: seconds, train_s: seconds} of one step alone, "
+                "which planning and simulating start from",
+            )
+        self._check_fits(path, Phase.ROLLOUT, pipeline.rollout.num_workers)
+        self._check_fits(path, Phase.TRAIN, pipeline.train.num_workers)
+        self._check_model((*path, "model"), pipeline.model)
+        if pipeline.task is not None:
+            self._check_task((*path, "task"), pipeline.task, pipeline)
+        elif self.purpose is Purpose.RUN:
+            raise self._error((*path, "task"), "is missing; accepted: a task's name, or a mapping (docs/spec.md)")
+
+    def _check_fits(self, path: KeyPath, phase: Phase, num_workers: int) -> None:
+        pools = self.config.cluster.pools.items()
+        name, pool = next((name, pool) for name, pool in pools if phase_of_pool(name, pool) == phase)
+        size = pool.nodes if pool.devices is None else pool.devices
+        if size is not None and num_workers > size:
+            raise self._error(
+                (*path, phase.value, "workers"),
+                f"is {num_workers}; accepted: up to {size}, the size of pool {name!r}",
+            )
+
+    def _check_model(self, path: KeyPath, model: ModelConfig) -> None:
+        if model.path is None:
+            return
+        others = sorted(self._keys(path) - {"path"})
+        self._refuse_keys(path, others, "does not go with 'path': the checkpoint's own config.json decides")
+        with self._placed((*path, "path")):
+            references.check_checkpoint(Path(model.path))
+
+    def _check_task(self, path: KeyPath, task: TaskConfig, pipeline: PipelineConfig) -> None:
+        if task.name != "file":
+            text = f"does not go with the task {task.name!r}; accepted with: name: file"
+            self._refuse_keys(path, ("path", "prompt_key", "answer_key"), text)
+        elif task.path is None:
+            raise self._error(path, "is a mapping: 'path' is missing; accepted: a .jsonl or .parquet file")
+        if task.path is not None:
+            with self._placed((*path, "path")):
+                references.check_rows_file(Path(task.path))
+        if task.reward is not None:
+            with self._placed((*path, "reward")):
+                references.check_function(task.reward, self._code_folder)
+        if self.check_task is not None:
+            try:
+                self.check_task(task, pipeline.seed)
+            except UserError as error:
+                raise self._task_error(path, pipeline.name, str(error)) from None
+
+    def _task_error(self, path: KeyPath, name: str, text: str) -> SpecError:
+        """Places a task's own complaint, "task.params.digits ...: ...", at the key it is about."""
+        head, _, _ = text.partition(" ")
+        key = head.rstrip(":").removeprefix("task.").removeprefix("params.")
+        where = self.root.nearest((*path, key)).where
+        shown = text.replace("task.params.", "task.", 1)
+        return SpecError(f"{where}: pipelines.{name}{'.' if shown.startswith('task.') else ': '}{shown}")

@@ -1,0 +1,76 @@
+"""What the scheduler knows of a file: `Cluster` and `Pipeline` of core, from the typed tree."""
+
+from __future__ import annotations
+
+import math
+
+from rlmux.config.tree import ClusterConfig, EstimateConfig, FootprintConfig, PipelineConfig, PoolConfig, phase_of_pool
+from rlmux.core.model import Cluster, Footprint, Phase, PhaseSeconds, Pipeline, PipelineId, Pool, Stage
+
+BYTES_PER_GB = 1e9
+
+
+def cluster_of(config: ClusterConfig) -> Cluster:
+    """Every pool, in the order of the file. Each device or whole node takes one worker."""
+    return Cluster(pools={name: _pool(name, pool) for name, pool in config.pools.items()})
+
+
+def _pool(name: str, config: PoolConfig) -> Pool:
+    phase = phase_of_pool(name, config)
+    assert phase is not None, "the tree refuses a pool without a phase"
+    return Pool(
+        name=name,
+        phase=Phase(phase),
+        num_nodes=config.nodes if config.devices is None else config.devices,
+        gpus_per_node=config.gpus_per_node,
+        usd_per_gpu_hour=config.usd_per_gpu_hour,
+        host_memory_bytes=_bytes(config.host_memory_gb) or math.inf,
+        device_memory_bytes=_bytes(config.device_memory_gb) or math.inf,
+        spills_to_disk=config.spills_to_disk,
+    )
+
+
+def pipeline_of(config: PipelineConfig) -> Pipeline:
+    """The stages of its step, the nodes it asks for, its estimates and its limits."""
+    solo, colocated = _estimates(config.estimate)
+    return Pipeline(
+        id=PipelineId(config.name),
+        num_steps=config.num_steps,
+        stages=_stages(has_reference=config.algorithm.kl_coef > 0),
+        has_sft_warmup=config.sft_warmup.num_updates > 0,
+        num_rollout_nodes=config.rollout.num_workers,
+        num_train_nodes=config.train.num_workers,
+        estimate=solo,
+        colocated_estimate=colocated,
+        slo_slowdown=math.inf if config.slo_slowdown is None else config.slo_slowdown,
+        footprint=_footprint(config.footprint),
+        staleness=config.algorithm.staleness,
+    )
+
+
+def _stages(*, has_reference: bool) -> tuple[Stage, ...]:
+    reference = (Stage.REFERENCE_LOGPROBS,) if has_reference else ()
+    return (Stage.GENERATE, Stage.REWARD, *reference, Stage.OLD_LOGPROBS, Stage.UPDATE, Stage.PUBLISH)
+
+
+def _estimates(config: EstimateConfig | None) -> tuple[PhaseSeconds | None, PhaseSeconds | None]:
+    """Disaggregated and colocated."""
+    if config is None:
+        return None, None
+    solo = PhaseSeconds(rollout_s=config.rollout_s, train_s=config.train_s)
+    if config.colocated_rollout_s is None or config.colocated_train_s is None:
+        return solo, None
+    return solo, PhaseSeconds(rollout_s=config.colocated_rollout_s, train_s=config.colocated_train_s)
+
+
+def _footprint(config: FootprintConfig) -> Footprint:
+    return Footprint(
+        rollout_host_bytes=config.rollout_host_gb * BYTES_PER_GB,
+        train_host_bytes=config.train_host_gb * BYTES_PER_GB,
+        rollout_device_bytes=_bytes(config.rollout_device_gb),
+        train_device_bytes=_bytes(config.train_device_gb),
+    )
+
+
+def _bytes(gigabytes: float | None) -> float | None:
+    return None if gigabytes is None else gigabytes * BYTES_PER_GB

@@ -1,0 +1,95 @@
+"""Lays a file, its defaults and the overrides of the command line over each other: nodes in, nodes out.
+
+nodes ─ --set ─▶ nodes ─ merge defaults ─▶ nodes ─ --set pipelines.X ─▶ nodes
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+from rlmux.config.explain import shown_value, spec_error
+from rlmux.config.located import Node
+from rlmux.config.old_keys import rename_keys, rename_override
+from rlmux.config.overrides import Override, apply_override, parse_override
+from rlmux.core.errors import SpecError
+
+_SHORT_FORMS = ("task", "algorithm")
+"""Keys whose bare name is short for `{name: ...}`."""
+_TAKEN_WHOLE = ("model", "task")
+"""Keys that are one decision: a pipeline's own takes nothing from the default one."""
+
+
+def merge(root: Node, source: str, override_texts: Sequence[str], hints: list[str]) -> Node:
+    """The tree with overrides and defaults worked in, `defaults` gone, and old keys renamed (with `hints`)."""
+    _check_is_mapping(root, source)
+    root = _with_new_keys(root, hints)
+    overrides = [_renamed(parse_override(text), hints) for text in override_texts]
+    for override in overrides:
+        if not override.is_of_one_pipeline:
+            root = apply_override(root, override)
+    root = _under_defaults(_with_new_keys(root, hints))  # once more: an override may be a whole mapping
+    for override in overrides:
+        if override.is_of_one_pipeline:
+            root = apply_override(root, override)
+    return _each_pipeline(root, _spelled_out)
+
+
+def _check_is_mapping(root: Node, source: str) -> None:
+    if root.value is None:
+        raise SpecError(f"{source}:1: the file is empty; accepted: a mapping with cluster and pipelines")
+    if not isinstance(root.value, dict):
+        shown = shown_value(root.plain())
+        raise SpecError(f"{root.where}: the file is {shown}; accepted: a mapping with cluster and pipelines")
+
+
+def _renamed(override: Override, hints: list[str]) -> Override:
+    return replace(override, keys=rename_override(override.keys, override.value.where, hints))
+
+
+def _with_new_keys(root: Node, hints: list[str]) -> Node:
+    if "defaults" in root.value:
+        root = root.replaced(["defaults"], rename_keys(root.value["defaults"], hints))
+    return _each_pipeline(root, lambda pipeline: rename_keys(pipeline, hints))
+
+
+def _under_defaults(root: Node) -> Node:
+    entries = dict(root.value)
+    defaults = entries.pop("defaults", Node(value={}, where=root.where))
+    if defaults.value is None:
+        defaults = Node(value={}, where=defaults.where)
+    if not isinstance(defaults.value, dict):
+        raise spec_error(root, ["defaults"], f"is {shown_value(defaults.plain())}; accepted: a mapping")
+    defaults = _spelled_out(defaults)
+    root = Node(value=entries, where=root.where, order=root.order)
+    return _each_pipeline(root, lambda pipeline: _deep_merge(defaults, _spelled_out(pipeline)))
+
+
+def _each_pipeline(root: Node, change: Callable[[Node], Node]) -> Node:
+    pipelines = root.value.get("pipelines")
+    if pipelines is None or not isinstance(pipelines.value, list):
+        return root
+    items = [change(pipeline) for pipeline in pipelines.value]
+    return root.replaced(["pipelines"], Node(value=items, where=pipelines.where, order=pipelines.order))
+
+
+def _spelled_out(pipeline: Node) -> Node:
+    """`task: sort` and `algorithm: grpo` as `{name: ...}`."""
+    if not isinstance(pipeline.value, dict):
+        return pipeline
+    entries = dict(pipeline.value)
+    for key in _SHORT_FORMS:
+        node = entries.get(key)
+        if node is not None and isinstance(node.value, str):
+            entries[key] = Node(value={"name": node}, where=node.where, order=node.order)
+    return Node(value=entries, where=pipeline.where, order=pipeline.order)
+
+
+def _deep_merge(below: Node, above: Node, key: str | None = None) -> Node:
+    """`above`, and under it what it does not state from `below`."""
+    if key in _TAKEN_WHOLE or not (isinstance(below.value, dict) and isinstance(above.value, dict)):
+        return above
+    entries = dict(below.value)
+    for name, node in above.value.items():
+        entries[name] = _deep_merge(entries[name], node, name) if name in entries else node
+    return Node(value=entries, where=above.where, order=above.order)

@@ -1,0 +1,192 @@
+"""The user's file as one typed tree of frozen dataclasses.
+
+    RunConfig ── cluster ── pools ── PoolConfig
+              ── code_folder, policy
+              ── defaults            (merged under the pipelines before the tree is built)
+              ── pipelines ── PipelineConfig ── model, task, sft_warmup, algorithm, rollout, train   (rl/config.py)
+                                             ── estimate, footprint
+
+The training part is made of the very classes that engines read. The rest is here: what only the scheduler and the
+simulator need. Every key, default value, bound and description is stated once, at its field; `read_tree` checks
+types and bounds, `explain.py` words the mistakes, and `docs/spec.md` has the same tables.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+from functools import cache
+from typing import Annotated, Any, Literal
+
+from annotated_types import Ge, MinLen
+from pydantic import BeforeValidator, TypeAdapter
+
+from rlmux.core.model import Phase
+from rlmux.rl.config import (
+    Count,
+    FromFile,
+    MisfitError,
+    Name,
+    NonNegativeFloat,
+    PipelineKeys,
+    PositiveFloat,
+    Takes,
+    TaskConfig,
+    TrainingConfig,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PoolConfig(FromFile):
+    """Nodes kept for one phase. Give `devices` on one machine, `nodes` on a cluster."""
+
+    phase: Literal["rollout", "train"] | None = None
+    """Phase that the pool is kept for. May be left out where the pool is named `rollout` or `train`."""
+    devices: Count | None = None
+    """Devices that this machine lends to the pool: GPUs, or else CPU cores. Each is placed by itself."""
+    nodes: Count | None = None
+    """Whole nodes of the pool; each takes one worker. With neither key: unlimited (to plan)."""
+    gpus_per_node: Count = 1
+    """GPUs of one node, for counting and billing."""
+    usd_per_gpu_hour: NonNegativeFloat = 0.0
+    """Price of one GPU for one hour."""
+    host_memory_gb: PositiveFloat | None = None
+    """Host memory of one node (of one device, with `devices`), in 10^9 bytes; without: not limited."""
+    device_memory_gb: PositiveFloat | None = None
+    """Memory of one device, in 10^9 bytes; without: not limited."""
+    spills_to_disk: bool = False
+    """Where host memory is full, states that are off their device go to disk: more fit, and a switch takes longer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClusterConfig(FromFile):
+    """The devices there are."""
+
+    pools: Annotated[Mapping[Name, PoolConfig], MinLen(1)]
+    """Pools by name: one for rollout, one for train."""
+
+    def __post_init__(self) -> None:
+        name_by_phase: dict[str, str] = {}
+        for name, pool in self.pools.items():
+            phase = phase_of_pool(name, pool)
+            if phase is None:
+                raise MisfitError(f"pools.{name}", "no phase; accepted: phase: rollout, or phase: train")
+            if phase in name_by_phase:
+                first = name_by_phase[phase]
+                raise MisfitError(f"pools.{name}", f"a second pool for {phase} beside {first!r}; accepted: one")
+            name_by_phase[phase] = name
+        for phase in (Phase.ROLLOUT, Phase.TRAIN):
+            if phase not in name_by_phase:
+                raise MisfitError("pools", f"no pool for {phase}; accepted: one pool for rollout and one for train")
+
+
+def phase_of_pool(name: str, pool: PoolConfig) -> str | None:
+    """The phase that the pool states, or else the one it is named after."""
+    if pool.phase is None and name in (Phase.ROLLOUT, Phase.TRAIN):
+        return name
+    return pool.phase
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EstimateConfig(FromFile):
+    """Solo seconds of one step, where known. `plan` and `simulate` need them; `run` learns its own."""
+
+    rollout_s: PositiveFloat
+    """Seconds of rollout on the rollout nodes that the pipeline asks for."""
+    train_s: PositiveFloat
+    """Seconds of training on the training nodes that the pipeline asks for."""
+    colocated_rollout_s: PositiveFloat | None = None
+    """Seconds of rollout with both phases on the training pool's nodes; goes with colocated_train_s."""
+    colocated_train_s: PositiveFloat | None = None
+    """Seconds of training with both phases on the training pool's nodes; goes with colocated_rollout_s."""
+
+    def __post_init__(self) -> None:
+        if (self.colocated_rollout_s is None) != (self.colocated_train_s is None):
+            given = "colocated_train_s" if self.colocated_rollout_s is None else "colocated_rollout_s"
+            raise MisfitError(given, "accepted: colocated_rollout_s and colocated_train_s together")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FootprintConfig(FromFile):
+    """Memory kept on every node that the pipeline is pinned to, where known. `run` measures its own."""
+
+    rollout_host_gb: NonNegativeFloat = 0.0
+    """Host memory of a rollout node, in 10^9 bytes."""
+    train_host_gb: NonNegativeFloat = 0.0
+    """Host memory of a training node, in 10^9 bytes."""
+    rollout_device_gb: NonNegativeFloat | None = None
+    """Memory of each rollout device while the pipeline is resident there, in 10^9 bytes; without: all of it."""
+    train_device_gb: NonNegativeFloat | None = None
+    """Memory of each training device while the pipeline is resident there, in 10^9 bytes; without: all of it."""
+
+
+def _gather_params(value: Any) -> Any:
+    """The mapping of a task, its own options under `params`."""
+    if not isinstance(value, dict):
+        return value
+    known = {each.name for each in fields(TaskConfig)} - {"params"}
+    own = {key: item for key, item in value.items() if key not in known}
+    return {key: item for key, item in value.items() if key in known} | {"params": own}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineConfig(PipelineKeys):
+    """One user's RL post-training run."""
+
+    task: Annotated[TaskConfig, BeforeValidator(_gather_params), Takes("a task's name, or a mapping")] | None = None
+    """Where prompts come from and how answers are scored. Needed by `run`."""
+    slo_slowdown: Annotated[float, Ge(1)] | None = None
+    """Largest accepted slowdown of a step against running alone; without: any."""
+    submit_at_s: NonNegativeFloat = 0.0
+    """Seconds from the start of the run to the submission."""
+    estimate: EstimateConfig | None = None
+    """Solo seconds of one step. Needed by `plan` and `simulate`."""
+    footprint: FootprintConfig = field(default_factory=FootprintConfig)
+    """Memory kept on every node that the pipeline is pinned to."""
+
+    @property
+    def training(self) -> TrainingConfig | None:
+        """The part that decides the weights; None without a task."""
+        if self.task is None:
+            return None
+        return TrainingConfig(**{each.name: getattr(self, each.name) for each in fields(TrainingConfig)})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunConfig(FromFile):
+    """The whole file."""
+
+    cluster: ClusterConfig
+    """The devices there are."""
+    code_folder: str | None = None
+    """Folder of reward modules, relative to this file; without: the file's own folder."""
+    policy: str = "rollmux"
+    """Policy that decides, unless the command line names another (docs/cli.md lists policies)."""
+    defaults: Mapping[str, Any] = field(default_factory=dict)
+    """Keys of a pipeline, merged under each of them. A pipeline's own `task` or `model` is taken whole."""
+    pipelines: Annotated[tuple[PipelineConfig, ...], MinLen(1)]
+    """What is to be trained."""
+
+
+@cache
+def _adapter() -> TypeAdapter[RunConfig]:
+    return TypeAdapter(RunConfig)
+
+
+def read_tree(plain: Any) -> RunConfig:
+    """The typed tree of nested dicts, lists and scalars. Raises pydantic's ValidationError.
+
+    JSON in between: with strict types pydantic takes a dict for a dataclass, and a list for a tuple, from JSON only.
+    """
+    return _adapter().validate_json(json.dumps(plain))
+
+
+def plain_tree(config: RunConfig) -> dict[str, Any]:
+    """The same tree as nested dicts by the file's keys, every default value written out, without empty keys."""
+    plain: dict[str, Any] = _adapter().dump_python(config, mode="json", by_alias=True, exclude_none=True)
+    del plain["defaults"]
+    for pipeline in plain["pipelines"]:
+        if "task" in pipeline:
+            pipeline["task"].update(pipeline["task"].pop("params"))
+    return plain
