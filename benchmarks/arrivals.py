@@ -33,7 +33,7 @@ from rlmux.cli import inputs
 from rlmux.config.load import Purpose, load_spec
 from rlmux.core.actions import Relocate
 from rlmux.core.model import Stage
-from rlmux.policies import POLICIES
+from rlmux.policies import make_policy
 from rlmux.report.api import read_timeline
 from rlmux.report.log import LogReader
 from rlmux.runtime.backend import Submission
@@ -75,7 +75,7 @@ def train(file: Path, folder: Path) -> None:
     submissions = [
         Submission(pipeline=one.pipeline, config=one.config, submit_at_s=one.submit_at_s) for one in spec.pipelines
     ]
-    run_pipelines(spec.cluster, submissions, POLICIES[POLICY](), folder, spec={})
+    run_pipelines(spec.cluster, submissions, make_policy(POLICY), folder, spec={})
 
 
 def stalls(gaps: list[tuple[float, float]], pipelines: list[dict[str, Any]], timeline: Any) -> tuple[float, int]:

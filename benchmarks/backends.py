@@ -26,7 +26,7 @@ from rlmux.config.load import load_spec
 from rlmux.core.actions import Admit, RunStage
 from rlmux.core.events import ChunkFinished, StageFinished
 from rlmux.core.model import DeviceId, Stage
-from rlmux.policies import POLICIES
+from rlmux.policies import make_policy
 from rlmux.report.log import LogReader
 from rlmux.runtime.backend import Submission
 from rlmux.runtime.local import local_backend
@@ -97,7 +97,7 @@ def one_run(name: str, make_backend: Callable[..., Any], spec: Any) -> dict[str,
     with tempfile.TemporaryDirectory() as parent:
         folder = Path(parent) / "run"
         result = run_pipelines(
-            spec.cluster, submissions, POLICIES["rollmux"](), folder,
+            spec.cluster, submissions, make_policy("rollmux"), folder,
             spec={}, backend_name=name, make_backend=timed,
         )  # fmt: skip
         summary = result.summary

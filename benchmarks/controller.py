@@ -37,7 +37,7 @@ from rlmux.core.model import (
     Stage,
 )
 from rlmux.core.scheduler import Scheduler
-from rlmux.policies import POLICIES
+from rlmux.policies import make_policy
 from rlmux.report.log import RunLog, run_header
 from rlmux.rl.config import TrainingConfig
 from rlmux.runtime.backend import Note, Submission
@@ -126,7 +126,7 @@ def measured(num_groups: int, policy: str, num_turns: int) -> dict[str, Any]:
         "train": Pool(name="train", phase=Phase.TRAIN, num_nodes=num_groups),
     }
     cluster = Cluster(pools=pools)
-    scheduler, backend, turns = Scheduler(cluster, POLICIES[policy]()), CountingBackend(), Turns()
+    scheduler, backend, turns = Scheduler(cluster, make_policy(policy)), CountingBackend(), Turns()
     with tempfile.TemporaryDirectory() as folder:
         header = run_header(policy=policy, backend="counting", cluster=cluster)
         with RunLog.create(Path(folder) / "run", header) as log:

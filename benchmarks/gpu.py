@@ -44,8 +44,8 @@ from rlmux.core.sharing import SharingTable
 from rlmux.engines.device_fraction import WHOLE, DeviceFractions, probe
 from rlmux.engines.rollout import SlotRolloutEngine
 from rlmux.engines.train import TorchTrainEngine
+from rlmux.policies import make_policy
 from rlmux.policies.baselines import Colocated
-from rlmux.policies.jigsaw import Jigsaw
 from rlmux.profiling.interference import QUICK, measure_interference
 from rlmux.profiling.micro_benchmarks import PIECES, PieceSizes, piece_processes, rates, usual_sizes
 from rlmux.profiling.profile_file import load_sharing
@@ -246,8 +246,8 @@ def pipelines(
             notes += [warning.replace(f"{path}: ", "").replace(f"{path} ", "") for warning in warnings]
     ways: dict[str, Policy] = {
         "one after the other": Colocated(),
-        "taking turns": Jigsaw(),
-        "side by side": Jigsaw(sharing=sharing),
+        "taking turns": make_policy("jigsaw"),
+        "side by side": make_policy("jigsaw", sharing=sharing),
     }
     if device == "cuda":
         notes.append("a worker computes on the GPU that it is given, at its device_fraction; see machine.mps")

@@ -20,7 +20,7 @@ import time
 from typing import Any
 
 from rlmux.core.errors import UserError
-from rlmux.policies.jigsaw import Jigsaw
+from rlmux.policies import make_policy
 from rlmux.policies.planning.exact_schedule import least_makespan, random_problem
 from rlmux.policies.planning.lookahead import greedy, plan
 from rlmux.sim.models.interference import estimated_table, fraction_grid, sharing_table
@@ -51,7 +51,7 @@ def decision_times(num_pipelines: int) -> dict[str, float]:
     chosen = [HOMOGENEOUS[number % len(HOMOGENEOUS)] for number in range(num_pipelines)]
     workload = crowd(chosen, num_gpus=4 * NUM_WORKERS, num_steps=2, sequences_per_device=64)
     table = estimated_table(fraction_grid("H100"))
-    simulation = _Simulation(workload, Jigsaw(sharing=sharing_table(table)), pace=ByInterference(table))
+    simulation = _Simulation(workload, make_policy("jigsaw", sharing=sharing_table(table)), pace=ByInterference(table))
     handle, times = simulation.scheduler.handle, []
 
     def timed(event: Any) -> Any:

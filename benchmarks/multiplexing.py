@@ -31,7 +31,7 @@ from rlmux.config import Spec, load_spec
 from rlmux.core.actions import RunStage
 from rlmux.core.events import StageFinished
 from rlmux.core.model import PHASE_BY_STAGE, Phase, PipelineId, Stage
-from rlmux.policies import POLICIES
+from rlmux.policies import make_policy
 from rlmux.report.log import LogReader
 from rlmux.runtime.launch import header, submissions
 from rlmux.runtime.run import run_pipelines
@@ -84,7 +84,7 @@ def main() -> None:
 def measure(spec: Spec, policy: str) -> Measured:
     with tempfile.TemporaryDirectory() as name, PeakMemory() as memory:
         folder = Path(name) / "run"
-        result = run_pipelines(spec.cluster, submissions(spec), POLICIES[policy](), folder, spec=header(spec))
+        result = run_pipelines(spec.cluster, submissions(spec), make_policy(policy), folder, spec=header(spec))
         phases = phase_seconds(folder)
         pipelines: Mapping[PipelineId, Any] = result.summary["pipelines"]
         steps = {name: fields["step_s_mean"] for name, fields in pipelines.items()}

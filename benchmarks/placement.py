@@ -15,7 +15,7 @@ import time
 
 from rlmux.core.model import Pipeline, PipelineId
 from rlmux.core.placement import PlacementLedger, Refusal
-from rlmux.policies import POLICIES
+from rlmux.policies import make_policy
 from rlmux.sim.workloads import arrivals
 
 PUBLISHED_MS = {5: 5.6, 9: 6.5, 13: 7.6, 100: 41.9, 500: 198.0, 1000: 318.0, 2000: 591.0}
@@ -37,7 +37,7 @@ def main() -> None:
 
 
 def row(policy_name: str, size: int, num_arrivals: int) -> str:
-    policy = POLICIES[policy_name]()
+    policy = make_policy(policy_name)
     cluster = arrivals.h20_h800_cluster()
     ledger = PlacementLedger(cluster)
     view = ledger.view()

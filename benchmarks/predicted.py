@@ -30,7 +30,7 @@ from typing import Any
 
 from rlmux.config import Spec, load_spec
 from rlmux.core.model import PHASE_BY_STAGE, Phase, Stage
-from rlmux.policies import POLICIES
+from rlmux.policies import make_policy
 from rlmux.profiling import neighbours as neighbours_profile
 from rlmux.report.api import read_timeline
 from rlmux.runtime.launch import header, submissions
@@ -50,7 +50,7 @@ def train(spec: Spec, policy: str, folder: Path, chunk_s: float) -> bool:
     """Whether every pipeline finished."""
     options = WorkerOptions(chunk_s=chunk_s)
     result = run_pipelines(
-        spec.cluster, submissions(spec), POLICIES[policy](), folder, spec=header(spec), options=options
+        spec.cluster, submissions(spec), make_policy(policy), folder, spec=header(spec), options=options
     )
     return all(fields["status"] == "finished" for fields in result.summary["pipelines"].values())
 

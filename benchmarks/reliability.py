@@ -34,7 +34,7 @@ from rlmux.core.errors import LogError
 from rlmux.core.events import ChunkFinished, StageFinished, StagePaused
 from rlmux.core.model import Cluster, Phase, Pipeline, PipelineId, Pool, Stage
 from rlmux.core.scheduler import Scheduler
-from rlmux.policies import POLICIES
+from rlmux.policies import make_policy
 from rlmux.report.log import LogReader, RunLog, run_header
 from rlmux.rl.config import AlgorithmConfig, ModelConfig, RolloutConfig, SftWarmupConfig, TaskConfig, TrainingConfig
 from rlmux.runtime.backend import Submission
@@ -100,7 +100,7 @@ def recovery(num_steps: int, kills: int) -> list[list[str]]:
                 _run_and_resume(folder, num_steps, killer)
             else:
                 run_pipelines(
-                    CLUSTER, one_pipeline(num_steps), POLICIES["rollmux"](), folder,
+                    CLUSTER, one_pipeline(num_steps), make_policy("rollmux"), folder,
                     spec={}, options=FINE, listeners=[killer],
                 )  # fmt: skip
             sampled, trained, per_step = _redone(folder)
@@ -256,7 +256,7 @@ def overhead(num_steps: int, rounds: int, size: str) -> list[list[str]]:
 
 def _timed_run(folder: Path, num_steps: int, size: str, options: WorkerOptions, *, has_log: bool) -> dict[str, Any]:
     pair = [submission("a", 1, num_steps, size), submission("b", 2, num_steps, size)]
-    policy = POLICIES["rollmux"]()
+    policy = make_policy("rollmux")
     header = run_header(policy="rollmux", backend="local", cluster=CLUSTER)
     log = RunLog.create(folder / "log", header) if has_log else None
     backend = local_backend(CLUSTER, folder, options=options)
@@ -306,7 +306,7 @@ def soak(num_pipelines: int, num_steps: int, every_s: float, rows_wanted: int = 
             replace(submission(f"p{number}", number, num_steps, "tiny"), submit_at_s=every_s * number)
             for number in range(num_pipelines)
         ]
-        result = run_pipelines(CLUSTER, submissions, POLICIES["rollmux"](), folder, spec={}, listeners=[gauge])
+        result = run_pipelines(CLUSTER, submissions, make_policy("rollmux"), folder, spec={}, listeners=[gauge])
         statuses = {one["status"] for one in result.summary["pipelines"].values()}
         assert statuses == {"finished"}, statuses
         gc.collect()
@@ -358,7 +358,7 @@ def show(rows: list[list[str]]) -> None:
 
 def child(folder: Path, num_steps: int, *, is_new: bool) -> None:
     """What `recovery` kills."""
-    given, policy = one_pipeline(num_steps), POLICIES["rollmux"]()
+    given, policy = one_pipeline(num_steps), make_policy("rollmux")
     if is_new:
         run_pipelines(CLUSTER, given, policy, folder, spec={}, options=FINE)
     else:

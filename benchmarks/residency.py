@@ -27,7 +27,7 @@ from rlmux.core.actions import Prefetch, RunStage, Switch
 from rlmux.core.events import StageFinished
 from rlmux.core.model import Cluster, Phase, Pipeline, PipelineId, Pool, Stage
 from rlmux.core.scheduler import Scheduler
-from rlmux.policies import POLICIES
+from rlmux.policies import make_policy
 from rlmux.profiling.switch_times import switch_times
 from rlmux.rl.config import AlgorithmConfig, ModelConfig, RolloutConfig, TaskConfig, TrainingConfig
 from rlmux.rl.footprint import footprint_of
@@ -146,7 +146,7 @@ def _run(folder: Path, model: ModelConfig, num_steps: int, is_reading_ahead: boo
     seen = _Seen()
     start = time.perf_counter()
     try:
-        Controller(Scheduler(cluster, POLICIES["rollmux"]()), backend, None, [seen]).run(pair)
+        Controller(Scheduler(cluster, make_policy("rollmux")), backend, None, [seen]).run(pair)
     finally:
         backend.close()
     return {"makespan s": time.perf_counter() - start, **seen.figures()}

@@ -31,7 +31,7 @@ from rlmux.core.actions import MigrateShard, RunStage
 from rlmux.core.events import StageFinished
 from rlmux.core.model import PHASE_BY_STAGE, Cluster, Phase, PipelineId, Stage
 from rlmux.core.policy import Policy
-from rlmux.policies import POLICIES
+from rlmux.policies import make_policy
 from rlmux.policies.baselines import Split
 from rlmux.report.log import LogReader
 from rlmux.runtime.backend import Submission
@@ -114,7 +114,7 @@ def measure_all(
 def policy_named(name: str, cluster: Cluster) -> Policy:
     """`split` divides the devices there are: each pipeline has one."""
     if name != "split":
-        return POLICIES[name]()
+        return make_policy(name)
     return Split(num_shares=sum((pool.num_nodes or 0) * pool.devices_per_node for pool in cluster.pools.values()))
 
 

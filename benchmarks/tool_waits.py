@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 
-from rlmux.policies import POLICIES
+from rlmux.policies import make_policy
 from rlmux.sim.models.multi_turn import ToolUse
 from rlmux.sim.simulator import simulate
 from rlmux.sim.workloads.substage_pairs import GSM8K_06B, crowd
@@ -33,7 +33,7 @@ def tokens_per_s(policy: str, wait_s: float, num_pipelines: int, num_steps: int,
         num_shares=num_shares,
         tools=ToolUse(mean_calls=MEAN_CALLS, wait_s=wait_s) if wait_s else None,
     )
-    return simulate(workload, POLICIES[policy]()).tokens_per_s or 0.0
+    return simulate(workload, make_policy(policy)).tokens_per_s or 0.0
 
 
 def main() -> None:

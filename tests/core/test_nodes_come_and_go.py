@@ -6,7 +6,7 @@ from rlmux.core.actions import Admit, Release
 from rlmux.core.events import NodeJoined, NodeLost, PipelineCancelled
 from rlmux.core.model import NodeId, PipelineId, PipelineStatus
 from rlmux.core.scheduler import Scheduler
-from rlmux.policies import POLICIES
+from rlmux.policies import make_policy
 
 
 def status(driver, name: str) -> PipelineStatus:
@@ -14,7 +14,7 @@ def status(driver, name: str) -> PipelineStatus:
 
 
 def test_a_pipeline_goes_on_from_its_last_version_on_what_is_left(builders):
-    driver = builders.Driver(Scheduler(builders.cluster(rollout=2), POLICIES["rollmux"]()))
+    driver = builders.Driver(Scheduler(builders.cluster(rollout=2), make_policy("rollmux")))
     driver.submit(builders.pipeline("a"))
     for _ in range(3):
         driver.step()
@@ -27,7 +27,7 @@ def test_a_pipeline_goes_on_from_its_last_version_on_what_is_left(builders):
 
 
 def test_with_nothing_left_it_waits_until_a_node_joins(builders):
-    driver = builders.Driver(Scheduler(builders.cluster(), POLICIES["rollmux"]()))
+    driver = builders.Driver(Scheduler(builders.cluster(), make_policy("rollmux")))
     driver.submit(builders.pipeline("a"))
     driver.step()
     driver.send(NodeLost(time_s=driver.now_s, node=NodeId("rollout", 0)))
@@ -39,7 +39,7 @@ def test_with_nothing_left_it_waits_until_a_node_joins(builders):
 
 
 def test_one_that_was_cancelled_leaves_with_the_node_that_ran_its_last_order(builders):
-    driver = builders.Driver(Scheduler(builders.cluster(), POLICIES["rollmux"]()))
+    driver = builders.Driver(Scheduler(builders.cluster(), make_policy("rollmux")))
     driver.submit(builders.pipeline("a"), builders.pipeline("b"))
     driver.send(PipelineCancelled(time_s=0.5, pipeline=PipelineId("a")))
     assert driver.scheduler.state.orders, "its order has not ended yet"

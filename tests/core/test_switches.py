@@ -13,10 +13,8 @@ from rlmux.core.events import ChunkFinished, ReplyArrived, StageFinished, StageP
 from rlmux.core.model import Cluster, DeviceId, Footprint, NodeId, Phase, Pool, SwitchEstimate
 from rlmux.core.scheduler import Scheduler
 from rlmux.core.switches import num_fitting, switch_seconds
-from rlmux.policies.jigsaw import Jigsaw
+from rlmux.policies import make_policy
 from rlmux.policies.planning.lookahead import Merge, Problem, WorkItem, plan
-from rlmux.policies.rlmux import RlMux
-from rlmux.policies.rollmux import RollMux
 
 DEAR = SwitchEstimate(rollout_s=0.5, train_s=0.5)
 SIX = Footprint(rollout_device_bytes=6.0, train_device_bytes=6.0)
@@ -56,7 +54,7 @@ def test_only_who_shares_a_device_with_others_that_do_not_fit_beside_it_pays(bui
 # --- placement ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("policy", [RollMux, RlMux])
+@pytest.mark.parametrize("policy", ["rollmux", "rlmux"])
 @pytest.mark.parametrize(
     ("switch", "memory_bytes", "num_groups"),
     [(None, 10.0, 1), (DEAR, 12.0, 1), (SwitchEstimate(rollout_s=0.0, train_s=0.0), 10.0, 1), (DEAR, 10.0, 2)],
@@ -64,7 +62,7 @@ def test_only_who_shares_a_device_with_others_that_do_not_fit_beside_it_pays(bui
 )
 def test_nobody_joins_a_group_in_which_switches_would_break_an_slo(builders, policy, switch, memory_bytes, num_groups):
     """Each takes 3 s alone and accepts 3.3; both in turn take 3 s, and 4 with two switches each."""
-    scheduler = Scheduler(pools(memory_bytes, usd=10.0), policy())
+    scheduler = Scheduler(pools(memory_bytes, usd=10.0), make_policy(policy))
     driver = builders.Driver(scheduler)
     for name in "ab":
         driver.submit(
@@ -77,7 +75,7 @@ def test_nobody_joins_a_group_in_which_switches_would_break_an_slo(builders, pol
 
 
 def test_a_group_knows_its_period_with_the_switches_in_it(builders):
-    scheduler = Scheduler(pools(10.0, usd=1.0), RollMux())
+    scheduler = Scheduler(pools(10.0, usd=1.0), make_policy("rollmux"))
     pair = [
         builders.pipeline(name, rollout_s=2.0, train_s=2.0, slo_slowdown=2.0, switch=DEAR, footprint=SIX)
         for name in "ab"
@@ -130,15 +128,15 @@ class Switching:
         return replace(event, switch_s=self.switch_s * (action.switch is Switch.WARM))
 
 
-@pytest.mark.parametrize("policy", [Jigsaw, RlMux])
+@pytest.mark.parametrize("policy", ["jigsaw", "rlmux"])
 def test_the_same_events_give_the_same_orders_again_whatever_was_learned_of_switches(builders, policy):
-    scheduler = Scheduler(pools(10.0), policy())
+    scheduler = Scheduler(pools(10.0), make_policy(policy))
     run = Switching(builders, scheduler, 0.4)
     run.driver.submit(*(builders.pipeline(name, num_steps=5, footprint=SIX) for name in "abc"))
     run.run()
     learned = [one.history.estimates().switch_s(Phase.TRAIN) for one in scheduler.state.runs.values()]
     assert max(learned) == pytest.approx(0.4)
-    again = Scheduler(pools(10.0), policy())
+    again = Scheduler(pools(10.0), make_policy(policy))
     assert [action for event in run.driver.events for action in again.handle(event)] == list(run.driver.actions())
 
 
@@ -193,7 +191,7 @@ def test_a_tail_is_not_moved_for_work_that_would_pay_for_it_in_switches(switch_s
 def one_device(builders, *, memory_bytes: float, switch: SwitchEstimate | None):
     """Two pipelines on one device; a's tools have been waited for once, for a second."""
     pool = Pool(name="gpu", phase=Phase.TRAIN, num_nodes=1, device_memory_bytes=memory_bytes)
-    scheduler = Scheduler(Cluster(pools={"gpu": pool}), Jigsaw())
+    scheduler = Scheduler(Cluster(pools={"gpu": pool}), make_policy("jigsaw"))
     driver = builders.Driver(scheduler)
     footprint = Footprint(rollout_device_bytes=2.0, train_device_bytes=2.0)
     driver.submit(*(builders.pipeline(n, rollout_s=40.0, switch=switch, footprint=footprint) for n in "ab"))
@@ -236,7 +234,9 @@ def test_a_gap_is_filled_only_by_work_worth_its_switches(builders, switch_s, is_
     ]
     cluster = pools(10.0)
     train = replace(cluster.pools["train"], num_nodes=1)
-    driver = builders.Driver(Scheduler(Cluster(pools={**cluster.pools, "train": train}), RlMux(laps=False)))
+    driver = builders.Driver(
+        Scheduler(Cluster(pools={**cluster.pools, "train": train}), make_policy("rlmux", laps=False))
+    )
     driver.submit(*pair)
     driver.run()
     starts = driver.starts()
@@ -253,7 +253,7 @@ def taking_turns(builders, *, spills: bool):
     cluster = Cluster(
         pools={name: replace(pool, num_nodes=1, spills_to_disk=spills) for name, pool in pools(10.0).pools.items()}
     )
-    scheduler = Scheduler(cluster, RollMux())
+    scheduler = Scheduler(cluster, make_policy("rollmux"))
     driver = builders.Driver(scheduler)
     driver.submit(*(builders.pipeline(name, num_steps=4, footprint=SIX) for name in "ab"))
     driver.run()
@@ -276,7 +276,7 @@ def test_whose_turn_comes_next_is_read_ahead_once_while_another_computes(builder
             hinted.append((action.pipeline, action.phase.value, len(hinted)))
     assert len(hinted) >= 3
     assert len(hinted) <= len(switches)
-    again = Scheduler(cluster, RollMux())
+    again = Scheduler(cluster, make_policy("rollmux"))
     assert [action for event in driver.events for action in again.handle(event)] == list(driver.actions())
 
 

@@ -17,14 +17,14 @@ from rlmux.core.events import ChunkFinished, PipelineCancelled, PipelineFailed, 
 from rlmux.core.model import Cluster, Phase, PipelineId, PipelineStatus, Pool, Stage
 from rlmux.core.placement import PlacementLedger
 from rlmux.core.scheduler import Scheduler
-from rlmux.policies import POLICIES
+from rlmux.policies import make_policy
 
 SHARING = ("fifo", "gap-ratio", "rollmux", "jigsaw", "rlmux")
 """Policies under which several pipelines use one set of devices."""
 
 
 def driver_of(builders, policy="rlmux", **pools):
-    return builders.Driver(Scheduler(builders.cluster(**pools), POLICIES[policy]()))
+    return builders.Driver(Scheduler(builders.cluster(**pools), make_policy(policy)))
 
 
 def running(driver, phase=None):
@@ -60,7 +60,7 @@ def test_rb02_an_estimate_is_enough_to_begin(builders):
 
 
 def test_rb04_progress_of_the_real_run_replaces_a_wrong_estimate(builders):
-    driver = builders.Driver(Scheduler(builders.cluster(), POLICIES["rlmux"]()), seconds=lambda action: 5.0)
+    driver = builders.Driver(Scheduler(builders.cluster(), make_policy("rlmux")), seconds=lambda action: 5.0)
     driver.submit(builders.pipeline("a", rollout_s=1000.0, train_s=1.0, num_steps=4))
     for _ in range(4):
         driver.step()
@@ -89,7 +89,7 @@ def test_rb05_the_one_with_most_left_gets_the_next_devices(builders):
 
 def test_rb07_a_cluster_without_the_pool_a_pipeline_needs_is_refused_by_name(builders):
     only_training = Cluster(pools={"big": Pool(name="big", phase=Phase.TRAIN, num_nodes=1)})
-    driver = builders.Driver(Scheduler(only_training, POLICIES["rollmux"]()))
+    driver = builders.Driver(Scheduler(only_training, make_policy("rollmux")))
     driver.submit(builders.pipeline("a"))
     (refusal,) = driver.actions(Refuse)
     assert "no pool for rollout" in refusal.reason
@@ -114,7 +114,7 @@ def test_rb09_a_rollout_starts_on_what_another_ones_training_leaves(builders):
 def test_rb10_a_choice_that_does_not_hold_is_refused_before_anything_changes(builders):
     ledger = PlacementLedger(builders.cluster(rollout=2, train=1))
     first, second = builders.pipeline("a"), builders.pipeline("b")
-    choice = POLICIES["rollmux"]().place(first, ledger.view())
+    choice = make_policy("rollmux").place(first, ledger.view())
     ledger.admit(first, choice)
     before = (list(ledger.groups()), ledger.num_free_nodes(Phase.TRAIN))
     with pytest.raises(IllegalTransitionError, match="takes 1 new train nodes; 0 are free"):
@@ -235,7 +235,7 @@ def test_rb20_nothing_is_stopped_for_a_request_that_cannot_be_met_by_it(builders
 def test_rb21_training_on_all_devices_is_not_starved_by_short_work_on_each(builders, policy):
     """D3: one that needs two devices at once was never served while two others alternated on them."""
     pool = Pool(name="all", phase=Phase.TRAIN, num_nodes=2)
-    driver = builders.Driver(Scheduler(Cluster(pools={"all": pool}), POLICIES[policy]()))
+    driver = builders.Driver(Scheduler(Cluster(pools={"all": pool}), make_policy(policy)))
     driver.submit(
         builders.pipeline("wide", num_steps=3, num_train_nodes=2, rollout_s=1.0, train_s=2.0),
         builders.pipeline("x", num_steps=40, rollout_s=1.0, train_s=1.5),
@@ -270,11 +270,11 @@ def test_rb25_rb26_the_events_alone_lead_to_the_same_state_from_any_moment(build
     driver = driver_of(builders, policy, rollout=2)
     driver.submit(builders.pipeline("a"), builders.pipeline("b", num_steps=5))
     driver.run()
-    live = Scheduler(driver.scheduler.cluster, POLICIES[policy]())
+    live = Scheduler(driver.scheduler.cluster, make_policy(policy))
     for number, event in enumerate(driver.events):
         answered = live.handle(event)
         if number % 3 == 0:  # a crash here: a new scheduler is told what is in the log
-            again = Scheduler(driver.scheduler.cluster, POLICIES[policy]())
+            again = Scheduler(driver.scheduler.cluster, make_policy(policy))
             replayed = [again.handle(one) for one in driver.events[: number + 1]]
             assert repr(replayed[-1]) == repr(answered)
             invariants.check(again)

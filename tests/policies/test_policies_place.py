@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from rlmux.core.model import AdmissionKind, Cluster, Footprint, Phase, PhaseSeconds, Pipeline, PipelineId, Pool
 from rlmux.core.placement import FruitlessSearch, PlacementLedger, Refusal
-from rlmux.policies import POLICIES
+from rlmux.policies import POLICIES, make_policy
 from rlmux.policies.baselines import Split
 from rlmux.policies.optimal import Optimal
 from rlmux.policies.planning.partition import NodePrices, cheapest_partition, columns_of, item_of
@@ -43,7 +43,7 @@ class World:
     """A ledger, a policy, and what became of everyone."""
 
     def __init__(self, policy, the_cluster=None):
-        self.policy = POLICIES[policy]() if isinstance(policy, str) else policy
+        self.policy = make_policy(policy) if isinstance(policy, str) else policy
         self.ledger = PlacementLedger(the_cluster or cluster())
         self.kinds = {}
         self.refusals = {}

@@ -18,7 +18,7 @@ import pytest
 from rlmux.core.model import Cluster, Phase, Pipeline, PipelineId, Pool, Stage
 from rlmux.core.scheduler import Scheduler
 from rlmux.core.views import Choice, GroupView, MigrateWork, PauseOrder
-from rlmux.policies import POLICIES
+from rlmux.policies import make_policy
 from rlmux.policies.planning.dispatching import first_fit
 from rlmux.policies.rollmux import RollMux
 from rlmux.rl.config import (
@@ -117,7 +117,7 @@ def run(
     """Train for real. `watch` is asked between turns of the loop and ends the run by returning True."""
     on = on or cluster()
     folder.mkdir(parents=True, exist_ok=True)
-    scheduler = Scheduler(on, POLICIES[policy]() if isinstance(policy, str) else policy)
+    scheduler = Scheduler(on, make_policy(policy) if isinstance(policy, str) else policy)
     backend = make_backend(on, folder, options=options)
     recorder = Recorder()
     try:
@@ -139,6 +139,7 @@ class Meddler:
 
     name = "meddler"
     reacts_to_progress = True
+    sharing = None
     place = RollMux().place
     rebalance = RollMux().rebalance
 

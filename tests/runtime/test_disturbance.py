@@ -21,7 +21,7 @@ from rlmux.core.model import (
     Pool,
 )
 from rlmux.core.scheduler import Scheduler
-from rlmux.policies import POLICIES
+from rlmux.policies import make_policy
 from rlmux.rl.config import TrainingConfig
 from rlmux.runtime.backend import Submission
 from rlmux.runtime.controller import Controller
@@ -80,7 +80,7 @@ def story(policy: str, seed: int) -> list[Any]:
         submissions.append(Submission(pipeline=pipeline, config=TrainingConfig(name=name), submit_at_s=at_s))
         if given.random() < 0.4:
             cancels.append((at_s + given.uniform(50.0, 1500.0), name))
-    scheduler = Scheduler(Cluster(pools=pools), POLICIES[policy]())
+    scheduler = Scheduler(Cluster(pools=pools), make_policy(policy))
     backend = Cancelling(lambda action: seconds[action.pipeline, PHASE_BY_STAGE[action.stage]], scheduler, cancels)
     heard = Story()
     Controller(scheduler, backend, None, [heard]).run(submissions)

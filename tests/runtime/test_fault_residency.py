@@ -9,7 +9,7 @@ import pytest
 from rlmux.core.actions import Prefetch, RunStage
 from rlmux.core.errors import RefusedError
 from rlmux.core.model import Cluster, Footprint, Phase
-from rlmux.policies import POLICIES
+from rlmux.policies import make_policy
 from rlmux.runtime.memory import with_footprint
 from rlmux.runtime.run import run_pipelines
 
@@ -86,7 +86,7 @@ def test_states_that_find_no_host_memory_go_to_disk_and_come_back_exactly(real, 
 def test_what_cannot_fit_is_refused_with_the_numbers_before_anything_starts(real, pair, tmp_path):
     small = with_memory(real.cluster(), 5 * MEGABYTE, 1e12)
     with pytest.raises(RefusedError, match=r"sort.*(0\.006|0\.01|6|8).*GB") as caught:
-        run_pipelines(small, pair, POLICIES["rollmux"](), tmp_path / "run", spec={})
+        run_pipelines(small, pair, make_policy("rollmux"), tmp_path / "run", spec={})
     assert "\n" not in str(caught.value)
     assert not (tmp_path / "run").exists()
 

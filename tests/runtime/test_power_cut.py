@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from rlmux.policies import POLICIES
+from rlmux.policies import make_policy
 from rlmux.report.log import LogReader
 from rlmux.runtime.run import resume_pipelines, run_pipelines
 
@@ -56,7 +56,7 @@ def taken(real, pair, tmp_path_factory):
     result = run_pipelines(
         real.cluster(),
         pair,
-        POLICIES["rollmux"](),
+        make_policy("rollmux"),
         base / "run",
         spec={},
         listeners=[takes_image],
@@ -80,7 +80,7 @@ def newest_checkpoint(folder: Path, pipeline: str) -> int:
 
 
 def resume(real, pair, folder: Path) -> dict[str, str]:
-    result = resume_pipelines(real.cluster(), pair, POLICIES["rollmux"](), folder)
+    result = resume_pipelines(real.cluster(), pair, make_policy("rollmux"), folder)
     assert result.is_complete
     assert {one["status"] for one in result.summary["pipelines"].values()} == {"finished"}
     return weights(result.summary)

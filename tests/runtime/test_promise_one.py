@@ -57,6 +57,7 @@ class Meddler:
 
     name = "meddler"
     reacts_to_progress = True
+    sharing = None
     place = RollMux().place
     rebalance = RollMux().rebalance
 

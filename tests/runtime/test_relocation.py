@@ -19,6 +19,7 @@ class MovesOnce:
 
     name = "moves-once"
     reacts_to_progress = False
+    sharing = None
 
     def __init__(self) -> None:
         self.has_moved = False

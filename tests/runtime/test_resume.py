@@ -21,7 +21,7 @@ import pytest
 from rlmux.core.errors import UserError
 from rlmux.core.model import PipelineStatus
 from rlmux.core.scheduler import Scheduler
-from rlmux.policies import POLICIES
+from rlmux.policies import make_policy
 from rlmux.report.codec import encode
 from rlmux.report.log import LogReader
 from rlmux.runtime import local
@@ -42,11 +42,11 @@ def pair(real):
 
 
 def run(real, pair, folder: Path, **how):
-    return run_pipelines(real.cluster(), pair, POLICIES["rollmux"](), folder, spec={}, **how)
+    return run_pipelines(real.cluster(), pair, make_policy("rollmux"), folder, spec={}, **how)
 
 
 def resume(real, pair, folder: Path, **how):
-    return resume_pipelines(real.cluster(), pair, POLICIES["rollmux"](), folder, **how)
+    return resume_pipelines(real.cluster(), pair, make_policy("rollmux"), folder, **how)
 
 
 def weights(summary) -> dict[str, str]:
@@ -212,7 +212,7 @@ def test_state_is_a_fold_over_the_log(real, pair, undisturbed, stopped, tmp_path
     resume(real, pair, resumed)
     for folder in (undisturbed.folder, stopped, resumed):
         for part in parts_of(folder):
-            scheduler = Scheduler(with_machine_memory(real.cluster()), POLICIES["rollmux"]())
+            scheduler = Scheduler(with_machine_memory(real.cluster()), make_policy("rollmux"))
             for place, entry in enumerate(part):
                 if entry.kind != "event":
                     continue

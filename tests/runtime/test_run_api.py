@@ -17,7 +17,7 @@ from rlmux.core.actions import Admit, Refuse, Release, RunStage
 from rlmux.core.errors import RlmuxError, UserError
 from rlmux.core.model import PipelineId
 from rlmux.core.scheduler import Scheduler
-from rlmux.policies import POLICIES
+from rlmux.policies import make_policy
 from rlmux.report.log import RunLog, run_header
 from rlmux.runtime.control_socket import SOCKET_NAME, ControlServer, NotRunningError, ask
 from rlmux.runtime.controller import Controller
@@ -34,7 +34,7 @@ class Run:
         self.folder = folder
         folder.mkdir()
         cluster = real.cluster()
-        self.scheduler = Scheduler(cluster, POLICIES["rollmux"]())
+        self.scheduler = Scheduler(cluster, make_policy("rollmux"))
         self.backend: Any = (
             make_backend(cluster, folder, options=None) if make_backend else FakeBackend(lambda action: STAGE_S)
         )

@@ -6,7 +6,7 @@ import pytest
 
 from rlmux.core.actions import RunStage, SetDeviceFraction
 from rlmux.core.sharing import SharingEntry, SharingTable
-from rlmux.policies.jigsaw import Jigsaw
+from rlmux.policies import make_policy
 from rlmux.runtime.memory import with_footprint
 
 KINDS = ("dense", "tail", "update")
@@ -29,9 +29,9 @@ def submissions(real):
 
 def test_sharing_devices_at_levels_changes_nothing_but_time(real, make_backend, submissions, tmp_path):
     on = real.cluster(rollout=1, train=1)
-    alone = real.run(tmp_path / "alone", submissions, policy=Jigsaw(), on=on)
+    alone = real.run(tmp_path / "alone", submissions, policy=make_policy("jigsaw"), on=on)
     shared = real.run(
-        tmp_path / "shared", submissions, policy=Jigsaw(sharing=HELPFUL), on=on, make_backend=make_backend
+        tmp_path / "shared", submissions, policy=make_policy("jigsaw", sharing=HELPFUL), on=on, make_backend=make_backend
     )
     assert shared.sha256 == alone.sha256
     levels = {a.device_fraction for a in shared.recorder.actions if isinstance(a, RunStage | SetDeviceFraction)}

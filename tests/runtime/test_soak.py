@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from rlmux.policies import POLICIES
+from rlmux.policies import make_policy
 from rlmux.runtime.local import SharedMemoryFolder
 from rlmux.runtime.run import run_pipelines
 
@@ -66,7 +66,7 @@ def test_pipelines_that_come_and_go_leave_nothing_behind(real, tmp_path):
     ]
     gauge = Gauge(tmp_path / "run")
     result = run_pipelines(
-        real.cluster(), submissions, POLICIES["rollmux"](), tmp_path / "run", spec={}, listeners=[gauge]
+        real.cluster(), submissions, make_policy("rollmux"), tmp_path / "run", spec={}, listeners=[gauge]
     )
     assert result.is_complete
     assert {one["status"] for one in result.summary["pipelines"].values()} == {"finished"}
@@ -87,6 +87,6 @@ def test_pipelines_that_come_and_go_leave_nothing_behind(real, tmp_path):
 
 def test_a_chunk_costs_the_log_little(real, tmp_path):
     run_pipelines(
-        real.cluster(), [real.submission("one", num_steps=6)], POLICIES["rollmux"](), tmp_path / "run", spec={}
+        real.cluster(), [real.submission("one", num_steps=6)], make_policy("rollmux"), tmp_path / "run", spec={}
     )
     assert (tmp_path / "run" / "run.db").stat().st_size < 6 * 20_000 + 30_000

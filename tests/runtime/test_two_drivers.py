@@ -9,7 +9,7 @@ import pytest
 
 from rlmux.core.model import Cluster, Phase, PhaseSeconds, Pipeline, PipelineId, Pool, Stage
 from rlmux.core.scheduler import Scheduler
-from rlmux.policies import POLICIES
+from rlmux.policies import make_policy
 from rlmux.rl.config import TrainingConfig
 from rlmux.runtime.backend import Submission
 from rlmux.runtime.controller import Controller
@@ -33,6 +33,7 @@ class Recording:
         self._policy = policy
         self.name = policy.name
         self.reacts_to_progress = policy.reacts_to_progress
+        self.sharing = policy.sharing
         self.decisions: list[object] = []
 
     def place(self, pipeline, view):
@@ -65,7 +66,7 @@ def pipelines():
 
 @pytest.mark.parametrize("policy", ["solo", "colocated", "split", "fifo", "rollmux"])
 def test_simulator_and_controller_make_identical_decisions(cluster, pipelines, policy):
-    simulated = Recording(POLICIES[policy]())
+    simulated = Recording(make_policy(policy))
     arrivals = tuple(
         Arrival(
             submit_s=0.0,
@@ -77,7 +78,7 @@ def test_simulator_and_controller_make_identical_decisions(cluster, pipelines, p
     )
     simulate(Workload(name="three", cluster=cluster, arrivals=arrivals), simulated)
 
-    controlled = Recording(POLICIES[policy]())
+    controlled = Recording(make_policy(policy))
     backend = FakeBackend(
         lambda action: getattr(PHASES[action.pipeline], "rollout_s" if action.stage is Stage.GENERATE else "train_s")
     )

@@ -10,7 +10,7 @@ import pytest
 from rlmux.cli.main import run_command_line
 from rlmux.core.events import ChunkFinished, PipelineSubmitted, StageFinished
 from rlmux.core.model import Cluster, Phase, PhaseSeconds, Pipeline, PipelineId, Pool
-from rlmux.policies import POLICIES
+from rlmux.policies import make_policy
 from rlmux.sim.decision_cost import Decisions, Stopwatch
 from rlmux.sim.models.neighbours import Neighbours
 from rlmux.sim.simulator import simulate
@@ -41,7 +41,7 @@ def reporting(given: Workload) -> Workload:
 
 
 def makespan_s(given: Workload, decisions: Decisions | None = None) -> float:
-    return simulate(given, POLICIES["rollmux"](), decisions=decisions, checks=True).hours * 3600
+    return simulate(given, make_policy("rollmux"), decisions=decisions, checks=True).hours * 3600
 
 
 def decisions(seconds: float, **more) -> Decisions:

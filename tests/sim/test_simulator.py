@@ -10,7 +10,7 @@ import pytest
 from rlmux.core.model import Cluster, Footprint, NodeId, Phase, PhaseSeconds, Pipeline, PipelineId, Pool, Stage
 from rlmux.core.scheduler import Scheduler
 from rlmux.core.views import MigrateWork, PauseOrder
-from rlmux.policies import POLICIES
+from rlmux.policies import POLICIES, make_policy
 from rlmux.policies.baselines import Solo
 from rlmux.policies.planning.dispatching import in_turn
 from rlmux.policies.rollmux import RollMux
@@ -104,7 +104,7 @@ def test_the_same_seed_gives_the_same_run_and_another_seed_another():
 
 def test_a_violated_slo_is_not_penalised_but_the_papers_figure_is():
     arrivals = [arrival(f"p{i}", 50.0, 50.0, num_steps=30, slo=1.01) for i in range(3)]
-    result = simulate(workload(*arrivals), POLICIES["most-idle"]())
+    result = simulate(workload(*arrivals), make_policy("most-idle"))
     assert result.slo_attainment < 1.0
     assert result.predicted_slo_attainment < 1.0
     assert result.penalised_cost_usd > 1.4 * result.cost_usd
@@ -279,7 +279,7 @@ def test_other_names_change_nothing():
         ),
     )
     for name in ("rollmux", "most-idle", "gavel", "rlmux"):
-        before, after = simulate(made, POLICIES[name]()), simulate(renamed, POLICIES[name]())
+        before, after = simulate(made, make_policy(name)), simulate(renamed, make_policy(name))
         assert before.cost_usd == after.cost_usd, name
         assert [p.step_slowdown for p in before.pipelines] == [p.step_slowdown for p in after.pipelines], name
 
@@ -288,6 +288,6 @@ def test_replaying_the_events_gives_the_same_orders():
     made = catalog.build("bl-m", seed=3, num_pipelines=30)
     for name in ("rollmux", "rlmux"):
         seen = []
-        simulate(made, POLICIES[name](), observer=lambda event, actions, seen=seen: seen.append((event, list(actions))))
-        again = Scheduler(made.cluster, POLICIES[name]())
+        simulate(made, make_policy(name), observer=lambda event, actions, seen=seen: seen.append((event, list(actions))))
+        again = Scheduler(made.cluster, make_policy(name))
         assert all(again.handle(event) == actions for event, actions in seen), name

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from rlmux.core.model import Footprint, NodeId, PhaseSeconds, Pipeline, PipelineId, Stage
-from rlmux.policies import POLICIES
+from rlmux.policies import POLICIES, make_policy
 from rlmux.sim.simulator import NodeFailure, simulate
 from rlmux.sim.workloads.arrivals import Arrival, Workload, h20_h800_cluster
 from rlmux.sim.world import Sampled, SwitchSeconds, TrueSeconds
@@ -68,7 +68,7 @@ def failures(draw):
 def test_all_is_well_after_every_event(policy, made, broken, num_nodes):
     cluster = h20_h800_cluster(num_rollout_nodes=num_nodes, num_train_nodes=num_nodes, host_memory_gb=1000)
     workload = Workload(name="random", cluster=cluster, arrivals=made)
-    result = simulate(workload, POLICIES[policy](), failures=broken, checks=True)
+    result = simulate(workload, make_policy(policy), failures=broken, checks=True)
     for one, arrival in zip(result.pipelines, made, strict=True):
         if arrival.depart_s is None and not one.refused:
             assert one.steps == arrival.pipeline.num_steps

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -128,17 +128,15 @@ def policy_and_switches(name: str, profile: Path | None) -> tuple[Policy, Estima
     from rlmux.policies import make_policy
     from rlmux.runtime.launch import estimate_nothing
 
-    policy = make_policy(name)
     if profile is None:
-        return policy, estimate_nothing
+        return make_policy(name), estimate_nothing
     from rlmux.profiling.interference import fractions_here  # brings torch along, to look at the devices
     from rlmux.profiling.profile_file import load_sharing, load_switch_costs
 
     here = fractions_here()
     sharing, warnings = load_sharing(profile, here)
-    if is_dataclass(policy) and any(one.name == "sharing" for one in fields(policy)):
-        policy = make_policy(name, sharing=sharing)
-    else:
+    policy = make_policy(name, sharing=sharing)
+    if policy.sharing is None:
         warnings.append(f"--profile: policy {name} gives devices as a whole: only its switches are used")
     costs, more = load_switch_costs(profile, here.device)
     _warn([*warnings, *more])

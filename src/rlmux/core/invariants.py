@@ -11,7 +11,7 @@
 
 from __future__ import annotations
 
-from rlmux.core.model import DeviceId, Phase, PipelineStatus
+from rlmux.core.model import Phase, PipelineStatus
 from rlmux.core.scheduler import Scheduler
 from rlmux.core.state import OrderStatus, PipelineRun, ReadyWork, SchedulerState
 
@@ -65,17 +65,12 @@ def _check_asked_migrations(state: SchedulerState) -> None:
         if order.migrate_to is not None and state.runs[order.pipeline].status is PipelineStatus.RUNNING:
             assert order.status is OrderStatus.PAUSING, f"order {order.id} is to migrate without being paused"
             assert order.phase is Phase.ROLLOUT, f"order {order.id} is to migrate and is no rollout"
-            _check_migration_target(state.runs[order.pipeline], order.devices[0], order.migrate_to)
+            assert order.migrate_to not in order.devices, f"order {order.id} is to migrate to where it is"
+            shards = state.runs[order.pipeline].open_shares
+            assert order.migrate_to in shards, f"order {order.id} is to migrate to {order.migrate_to}, without a shard"
     for group in state.groups.values():
         for work in group.ready.values():
-            if work.migrate_to is not None:
-                assert work.is_continuation, f"{work} is to migrate and was never paused"
-                _check_migration_target(group.members[work.pipeline], work.devices[0], work.migrate_to)
-
-
-def _check_migration_target(run: PipelineRun, source: DeviceId, target: DeviceId) -> None:
-    assert target != source, f"{run.pipeline.id}: the shard on {source} is to migrate to where it is"
-    assert target in run.open_shares, f"{run.pipeline.id}: the shard on {source} is to migrate to {target}, without one"
+            assert work.migrate_to is None, f"{work} is still to migrate"
 
 
 def _check_run(state: SchedulerState, run: PipelineRun) -> None:

@@ -14,6 +14,7 @@ from typing import Protocol
 
 from rlmux.core.model import Pipeline
 from rlmux.core.placement import FruitlessSearch, PlacementChoice, PlacementView, Refusal, Relocation
+from rlmux.core.sharing import SharingTable
 from rlmux.core.views import Choice, GroupView
 
 
@@ -26,6 +27,11 @@ class Policy(Protocol):
     @property
     def reacts_to_progress(self) -> bool:
         """Whether dispatch is asked again at every ChunkFinished."""
+        ...
+
+    @property
+    def sharing(self) -> SharingTable | None:
+        """Pairs of sub-stages that may run side by side on one device; None for a policy that gives devices whole."""
         ...
 
     def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:

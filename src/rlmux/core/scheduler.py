@@ -451,6 +451,14 @@ class Scheduler:
         else:
             self._add_training_work(run, step=order.step, stage=order.stage, is_continuation=True)
         self._dispatch(self._group_of(run))
+        self._forget_asked_migration(run, order.devices[0])
+
+    def _forget_asked_migration(self, run: PipelineRun, device: DeviceId) -> None:
+        """A shard that was paused to be migrated, and that its policy then left where it is, is ready like any other."""
+        shard = run.open_shares.get(device)
+        if isinstance(shard, ReadyWork) and shard.migrate_to is not None:
+            stays = replace(shard, migrate_to=None)
+            run.open_shares[device] = self._group_of(run).ready[shard.sequence] = stays
 
     def _on_reply_arrived(self, event: ReplyArrived) -> None:
         run = self._run(event.pipeline)
@@ -515,6 +523,7 @@ class Scheduler:
             self._end_order(order)
             self._add_share(run, event.device, is_continuation=True, migrate_to=order.migrate_to)
         self._dispatch(self._group_of(run))
+        self._forget_asked_migration(run, event.device)
 
     def _on_restarted(self, event: PipelineRestarted) -> None:
         run = self._run(event.pipeline)

@@ -50,7 +50,8 @@ class ReadyWork:
     is_waiting: bool = False
     """A paused shard of which every trajectory waits for its environment: started, it would compute nothing yet."""
     migrate_to: DeviceId | None = None
-    """The device to which this shard was paused to migrate. The policy makes the migration or starts the shard."""
+    """The device to which this shard was paused to migrate. Set while the policy is asked once: it makes the migration,
+    or the shard is ready like any other."""
 
 
 class OrderStatus(StrEnum):

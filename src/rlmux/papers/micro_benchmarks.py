@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from rlmux.core.model import AdmissionKind, Pipeline
 from rlmux.core.placement import PlacementChoice, PlacementView, Refusal, Relocation
@@ -47,6 +48,7 @@ class AsDrawn:
     """Round robin; False lets a short pipeline lap a long one (first come, first served)."""
     name: str = "as-drawn"
     reacts_to_progress: bool = False
+    sharing: ClassVar[None] = None
 
     def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
         wanted = self.rollout_nodes[view.num_pipelines]

@@ -13,6 +13,7 @@ from typing import Any
 
 from rlmux.core.errors import UserError
 from rlmux.core.policy import Policy
+from rlmux.core.sharing import SharingTable
 from rlmux.policies.baselines import Colocated, Fifo, GapRatio, Gavel, MostIdle, RandomGroups, Solo, Split
 from rlmux.policies.jigsaw import Jigsaw
 from rlmux.policies.optimal import Optimal
@@ -41,8 +42,12 @@ POLICIES: Mapping[str, Callable[[], Policy]] = {
 """By the name a user types."""
 
 
-def make_policy(name: str, *, seed: int = 0, **options: Any) -> Policy:
-    """The policy of that name with these options; one that draws lots does so from `seed`."""
+def make_policy(name: str, *, seed: int = 0, sharing: SharingTable | None = None, **options: Any) -> Policy:
+    """The policy of that name with these options: the one way to make a policy.
+
+    `seed` is used by a policy that draws lots, `sharing` by one that runs sub-stages side by side; other policies
+    ignore them (`policy.sharing` is then None). Raises UserError for a name or an option that is unknown.
+    """
     if name not in POLICIES:
         near = get_close_matches(name, POLICIES, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -54,5 +59,14 @@ def make_policy(name: str, *, seed: int = 0, **options: Any) -> Policy:
             raise UserError(f"policy {name!r} has no option {key!r}; accepted: {', '.join(known)}")
     if "seed" in known:
         options = {"seed": seed, **options}
-    made: Policy = replace(policy, **options) if options else policy
+    made: Policy = replace(policy, **options)
+    return made if sharing is None else with_sharing(made, sharing)
+
+
+def with_sharing(policy: Policy, sharing: SharingTable) -> Policy:
+    """The same policy with this table; the policy itself where it gives devices whole."""
+    if policy.sharing is None:
+        return policy
+    known: Any = policy
+    made: Policy = replace(known, sharing=sharing)
     return made

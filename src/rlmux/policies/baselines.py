@@ -13,6 +13,7 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 from rlmux.core.model import AdmissionKind, GroupId, Phase, Pipeline
 from rlmux.core.placement import GroupLoad, PlacementChoice, PlacementView, Refusal, Relocation, budget_of, solo_s
@@ -31,6 +32,7 @@ class Solo:
 
     name: str = "solo"
     reacts_to_progress: bool = False
+    sharing: ClassVar[None] = None
 
     def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
         return impossible(pipeline, view) or founding(pipeline, view) or queue(pipeline, view)
@@ -52,6 +54,7 @@ class Fifo:
 
     name: str = "fifo"
     reacts_to_progress: bool = False
+    sharing: ClassVar[None] = None
 
     def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
         return impossible(pipeline, view) or sharing_everything(pipeline, view) or queue(pipeline, view)
@@ -74,6 +77,7 @@ class Split:
 
     name: str = "split"
     reacts_to_progress: bool = False
+    sharing: ClassVar[None] = None
     num_shares: int | None = None
     """Pipelines that are expected to run side by side."""
 
@@ -116,6 +120,7 @@ class Colocated:
 
     name: str = "colocated"
     reacts_to_progress: bool = False
+    sharing: ClassVar[None] = None
 
     def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
         takes_rollout_nodes = pipeline.colocated_estimate is None and view.cluster.pool_for(Phase.ROLLOUT) is not None
@@ -160,6 +165,7 @@ class GapRatio:
 
     name: str = "gap-ratio"
     reacts_to_progress: bool = False
+    sharing: ClassVar[None] = None
 
     def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
         return impossible(pipeline, view) or sharing_everything(pipeline, view) or queue(pipeline, view)
@@ -207,6 +213,7 @@ class Gavel:
 
     name: str = "gavel"
     reacts_to_progress: bool = False
+    sharing: ClassVar[None] = None
 
     def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
         for group in view.groups():
@@ -255,6 +262,7 @@ class MostIdle:
 
     name: str = "most-idle"
     reacts_to_progress: bool = False
+    sharing: ClassVar[None] = None
 
     def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
         refusal = impossible(pipeline, view)
@@ -298,6 +306,7 @@ class RandomGroups:
 
     name: str = "random"
     reacts_to_progress: bool = False
+    sharing: ClassVar[None] = None
     seed: int = 0
 
     def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass
 from heapq import heappop, heappush
 from typing import Any
 
@@ -54,8 +54,8 @@ from rlmux.core.events import (
 from rlmux.core.model import PHASE_BY_STAGE, DeviceId, NodeId, OrderId, PipelineId, PipelineStatus, Stage, SubStage
 from rlmux.core.policy import Policy
 from rlmux.core.scheduler import Scheduler
-from rlmux.core.sharing import SharingTable
 from rlmux.core.state import ReadyWork
+from rlmux.policies import with_sharing
 from rlmux.sim.decision_cost import Decisions
 from rlmux.sim.metrics import Collector, SimResult, Span
 from rlmux.sim.models.interference import InterferenceTable, estimated_table, fraction_grid, sharing_table
@@ -121,11 +121,11 @@ def _estimated(workload: Workload) -> InterferenceTable | None:
     return None if gpu is None else estimated_table(fraction_grid(gpu))
 
 
-def _with_table(policy: Any, table: InterferenceTable | None) -> Any:
-    """The policy itself, unless it can share devices and knows of none that help."""
-    if table is not None and is_dataclass(policy) and getattr(policy, "sharing", None) == SharingTable():
-        return replace(policy, sharing=sharing_table(table))  # type: ignore[type-var]
-    return policy
+def _with_table(policy: Policy, table: InterferenceTable | None) -> Policy:
+    """The policy with this table, unless it was given one."""
+    if table is None or policy.sharing is None or policy.sharing.entries:
+        return policy
+    return with_sharing(policy, sharing_table(table))
 
 
 class _Simulation:

@@ -11,8 +11,7 @@ from rlmux.core.errors import UserError
 from rlmux.core.events import ReplyArrived, StageFinished, StagePaused
 from rlmux.core.model import Stage
 from rlmux.core.sharing import SharingEntry, SharingTable
-from rlmux.policies import POLICIES
-from rlmux.policies.jigsaw import Jigsaw
+from rlmux.policies import make_policy
 from rlmux.sim.models.costs import rollout_costs
 from rlmux.sim.models.decoder import Decoder, Turn, Unfinished
 from rlmux.sim.models.multi_turn import ToolUse, TurnDecoder
@@ -149,7 +148,7 @@ def test_devices_go_to_others_while_tools_work():
     )
     seen = []
     shared = simulate(
-        workload, Jigsaw(sharing=nothing_helps), observer=lambda event, actions: seen.append(event), checks=True
+        workload, make_policy("jigsaw", sharing=nothing_helps), observer=lambda event, actions: seen.append(event), checks=True
     )
     yielded = [event for event in seen if isinstance(event, StagePaused) and event.is_waiting]
     replies = [event for event in seen if isinstance(event, ReplyArrived)]
@@ -157,7 +156,7 @@ def test_devices_go_to_others_while_tools_work():
     assert replies
     assert len(replies) <= len(yielded)
     assert [one.steps for one in shared.pipelines] == [3, 3]
-    in_turn = simulate(workload, POLICIES["colocated"]())
+    in_turn = simulate(workload, make_policy("colocated"))
     assert shared.hours < 0.7 * in_turn.hours
 
 
@@ -167,7 +166,7 @@ def test_waiting_is_not_computing_in_what_is_reported_and_what_is_counted():
     )
     ends = []
     result = simulate(
-        workload, POLICIES["colocated"](), observer=lambda event, _: ends.append(event), spans_until_s=1e9
+        workload, make_policy("colocated"), observer=lambda event, _: ends.append(event), spans_until_s=1e9
     )
     rollout = next(span for span in result.spans if span.stage is Stage.GENERATE)
     end = next(event for event in ends if isinstance(event, StageFinished))
@@ -181,7 +180,7 @@ def test_levels_stay_within_a_device_while_a_share_that_waits_is_being_paused():
     workload = crowd(
         [GSM8K_06B] * 3, num_gpus=8, num_steps=3, sequences_per_device=64, tools=ToolUse(mean_calls=2.0, wait_s=20.0)
     )
-    assert [one.steps for one in simulate(workload, POLICIES["jigsaw"]()).pipelines] == [3, 3, 3]
+    assert [one.steps for one in simulate(workload, make_policy("jigsaw")).pipelines] == [3, 3, 3]
 
 
 def test_with_tool_waits_sub_stages_gain_more_over_whole_devices_and_over_split_ones():
@@ -192,7 +191,7 @@ def test_with_tool_waits_sub_stages_gain_more_over_whole_devices_and_over_split_
             workload = crowd(
                 [GSM8K_06B] * 3, num_gpus=8, num_steps=3, sequences_per_device=32, num_shares=num_shares, tools=tools
             )
-            result = simulate(workload, POLICIES[policy](), checks=True)
+            result = simulate(workload, make_policy(policy), checks=True)
             assert [one.steps for one in result.pipelines] == [3, 3, 3]
             assert result.tokens_per_s is not None
             return result.tokens_per_s

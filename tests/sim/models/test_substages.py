@@ -11,8 +11,7 @@ from rlmux.core.events import NodeJoined, NodeLost
 from rlmux.core.model import DeviceId, NodeId, PipelineStatus
 from rlmux.core.sharing import SharingEntry, SharingTable
 from rlmux.core.state import ReadyWork
-from rlmux.policies import POLICIES
-from rlmux.policies.jigsaw import Jigsaw
+from rlmux.policies import make_policy
 from rlmux.sim.models.costs import rollout_costs
 from rlmux.sim.models.decoder import Decoder, Unfinished
 from rlmux.sim.models.interference import estimated_table, fraction_grid, sharing_table
@@ -150,7 +149,7 @@ def test_small_workloads_end_with_every_trajectory_trained_on(picks, num_gpus, s
         [HOMOGENEOUS[pick] for pick in picks], num_gpus=num_gpus, num_steps=2, sequences_per_device=12,
         staleness=staleness, tools=tools, seed=seed,
     )  # fmt: skip
-    done = conserved(workload, Jigsaw(sharing=sharing_table(TABLE) if shares else NOTHING_HELPS))
+    done = conserved(workload, make_policy("jigsaw", sharing=sharing_table(TABLE) if shares else NOTHING_HELPS))
     assert done.scheduler.is_idle()
     for pipeline, run in done.scheduler.state.runs.items():
         assert (run.status, run.trained_step, run.published_version) == ("finished", 2, 2), pipeline
@@ -158,7 +157,7 @@ def test_small_workloads_end_with_every_trajectory_trained_on(picks, num_gpus, s
 
 def test_tails_are_merged_and_nothing_is_lost_by_it():
     workload = crowd([GSM8K_06B, GSM8K_8B, MATH_06B], num_gpus=16, num_steps=3, sequences_per_device=32)
-    assert conserved(workload, Jigsaw(sharing=NOTHING_HELPS))._collector.num_migrations > 0
+    assert conserved(workload, make_policy("jigsaw", sharing=NOTHING_HELPS))._collector.num_migrations > 0
 
 
 def test_a_run_is_a_function_of_workload_and_policy():
@@ -178,7 +177,7 @@ def test_alone_a_pipeline_runs_as_fast_as_its_solo_time_says():
 def test_sharing_beats_one_after_another_and_the_look_ahead_beats_fixed_rules():
     workload = crowd([GSM8K_4B, GSM8K_4B], num_gpus=8, num_steps=4)
     speed = {
-        name: simulate(workload, POLICIES[name]()).tokens_per_s
+        name: simulate(workload, make_policy(name)).tokens_per_s
         for name in ("colocated", "serial", "mux-rollouts", "mux-training", "jigsaw", "rlmux")
     }
     assert speed["jigsaw"] > 1.3 * speed["colocated"]
@@ -208,7 +207,7 @@ def test_two_on_a_device_go_at_the_interference_tables_pace():
     workload = crowd([GSM8K_4B, GSM8K_4B], num_gpus=4, num_steps=1, sequences_per_device=4)
     seen = []
     pace = ByInterference(TABLE)
-    simulation = _Simulation(workload, Jigsaw(sharing=sharing_table(TABLE)), pace=pace)
+    simulation = _Simulation(workload, make_policy("jigsaw", sharing=sharing_table(TABLE)), pace=pace)
 
     def look(event, actions) -> None:
         there = pace.on(DeviceId("gpu", 0, 0))
@@ -225,10 +224,10 @@ def test_two_on_a_device_go_at_the_interference_tables_pace():
 @pytest.mark.parametrize("policy", ["colocated", "jigsaw", "rlmux"])
 def test_a_lost_node_costs_sub_stage_pipelines_the_step_under_way_and_nothing_else(policy):
     workload = crowd([GSM8K_06B, GSM8K_4B], num_gpus=8, num_steps=3, sequences_per_device=16)
-    undisturbed = simulate(workload, POLICIES[policy]())
+    undisturbed = simulate(workload, make_policy(policy))
     moment_s = 0.3 * undisturbed.hours * 3600
     failures = [NodeFailure(node=NodeId("gpu", 1), at_s=moment_s * k, down_s=0.5 * moment_s) for k in (1, 2)]
-    broken = simulate(workload, POLICIES[policy](), failures=failures, checks=True)
+    broken = simulate(workload, make_policy(policy), failures=failures, checks=True)
     assert [one.steps for one in broken.pipelines] == [3, 3]
     assert broken.hours > undisturbed.hours
 
@@ -236,5 +235,5 @@ def test_a_lost_node_costs_sub_stage_pipelines_the_step_under_way_and_nothing_el
 def test_no_trajectory_is_lost_when_nodes_are():
     workload = crowd([GSM8K_06B, GSM8K_4B], num_gpus=8, num_steps=2, sequences_per_device=12)
     failures = [NodeFailure(node=NodeId("gpu", k % 2), at_s=7.0 + 23.0 * k, down_s=5.0) for k in range(4)]
-    done = conserved(workload, Jigsaw(sharing=sharing_table(TABLE)), failures)
+    done = conserved(workload, make_policy("jigsaw", sharing=sharing_table(TABLE)), failures)
     assert {run.published_version for run in done.scheduler.state.runs.values()} == {2}

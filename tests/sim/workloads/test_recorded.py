@@ -11,7 +11,7 @@ from rlmux.core.errors import UserError
 from rlmux.core.events import StageFinished
 from rlmux.core.model import Cluster, Phase, PhaseSeconds, Pipeline, PipelineId, Pool, Stage
 from rlmux.engines.device_fraction import DeviceFractions
-from rlmux.policies import POLICIES
+from rlmux.policies import make_policy
 from rlmux.profiling.interference import fraction_grid_of
 from rlmux.profiling.profile_file import Profile
 from rlmux.report.log import RunLog, run_header
@@ -53,23 +53,23 @@ def record(workload: Workload, policy: str, folder, *, until_step: int | None = 
             log.append_event(event)
             log.append_actions(actions)
 
-        return simulate(workload, POLICIES[policy](), observer=write)
+        return simulate(workload, make_policy(policy), observer=write)
 
 
 @pytest.mark.parametrize("policy", ["solo", "rollmux"])
 def test_under_its_own_policy_a_run_takes_what_was_measured(tmp_path, policy):
     measured = record(pair(), policy, tmp_path)
-    again = simulate(recorded_workload(tmp_path), POLICIES[policy]())
+    again = simulate(recorded_workload(tmp_path), make_policy(policy))
     assert again.hours == pytest.approx(measured.hours, rel=1e-6)
 
 
 @pytest.mark.parametrize("policy", ["rollmux", "fifo"])
 def test_another_policys_makespan_is_predicted_from_a_solo_run(tmp_path, policy):
     record(pair(), "solo", tmp_path)
-    truth = simulate(pair(), POLICIES[policy]())
-    predicted = simulate(recorded_workload(tmp_path), POLICIES[policy]())
+    truth = simulate(pair(), make_policy(policy))
+    predicted = simulate(recorded_workload(tmp_path), make_policy(policy))
     assert predicted.hours == pytest.approx(truth.hours, rel=1e-6)
-    assert truth.hours < 0.9 * simulate(pair(), POLICIES["solo"]()).hours
+    assert truth.hours < 0.9 * simulate(pair(), make_policy("solo")).hours
 
 
 def test_what_orders_lost_to_busy_neighbours_is_taken_off_and_put_on_again(tmp_path):
@@ -78,12 +78,12 @@ def test_what_orders_lost_to_busy_neighbours_is_taken_off_and_put_on_again(tmp_p
     neighbours = Neighbours(device="a cpu", measured=costs, is_one_machine=True)
     world = replace(pair(), neighbours=neighbours)
     measured = record(world, "rollmux", tmp_path)
-    assert measured.hours > 1.02 * simulate(pair(), POLICIES["rollmux"]()).hours
+    assert measured.hours > 1.02 * simulate(pair(), make_policy("rollmux")).hours
     recorded = recorded_workload(tmp_path, neighbours)
-    assert simulate(recorded, POLICIES["rollmux"]()).hours == pytest.approx(measured.hours, rel=1e-6)
+    assert simulate(recorded, make_policy("rollmux")).hours == pytest.approx(measured.hours, rel=1e-6)
     for policy in ("solo", "fifo"):
-        truth = simulate(world, POLICIES[policy]())
-        assert simulate(recorded, POLICIES[policy]()).hours == pytest.approx(truth.hours, rel=1e-6)
+        truth = simulate(world, make_policy(policy))
+        assert simulate(recorded, make_policy(policy)).hours == pytest.approx(truth.hours, rel=1e-6)
 
 
 def test_what_the_first_orders_took_longer_is_the_cost_of_a_cold_switch(tmp_path):
