@@ -23,8 +23,9 @@ from typing import Any
 
 import torch
 
+from rlmux.core.model import Stage
 from rlmux.engines.rollout import SlotRolloutEngine
-from rlmux.engines.train import STAGES, TorchTrainEngine
+from rlmux.engines.train import RL_STAGES, TorchTrainEngine
 from rlmux.rl.batch_metrics import batch_metrics
 from rlmux.rl.config import AlgorithmConfig, RolloutConfig, SftWarmupConfig, TaskConfig, TrainingConfig
 from rlmux.rl.env_worker import PipelineEnv
@@ -82,7 +83,7 @@ def learn(config: TrainingConfig) -> dict[str, Any]:
         is_single_turn=host.is_single_turn,
     )
     with watch.part("sft_warmup"):
-        trainer.run_stage("sft_warmup", max_seconds=float("inf"))
+        trainer.run_stage(Stage.SFT_WARMUP, max_seconds=float("inf"))
     rewards, lengths, longest, gap = [], [], 0.0, 0.0
     with tempfile.TemporaryDirectory() as folder:
         for step in range(1, config.num_steps + 1):
@@ -100,7 +101,7 @@ def learn(config: TrainingConfig) -> dict[str, Any]:
                 batch = host.finish_step(step)
             with watch.part("update"):
                 trainer.begin_step(batch)
-            for stage in STAGES[1:]:
+            for stage in RL_STAGES:
                 with watch.part(stage):
                     report = trainer.run_stage(stage, max_seconds=float("inf"))
             metrics = batch_metrics(batch)

@@ -55,7 +55,7 @@ class _Forgetful:
 
     def offload(self, spill_to: Path | None = None) -> int:
         held_bytes: int = super().offload(spill_to)  # type: ignore[misc]
-        self._forgetting = Thread(target=self._engine._offloaded.leave_cache)  # type: ignore[attr-defined]
+        self._forgetting = Thread(target=self._engine.leave_cache)  # type: ignore[attr-defined]
         self._forgetting.start()
         return held_bytes
 

@@ -1,4 +1,5 @@
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -9,8 +10,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from rlmux.core.errors import CheckpointError, IllegalTransitionError, PipelineError
+from rlmux.core.model import Stage
+from rlmux.engines import checkpoint
 from rlmux.engines.model_io import build_model
-from rlmux.engines.train import STAGES, TorchTrainEngine
+from rlmux.engines.train import RL_STAGES, TorchTrainEngine
 from rlmux.engines.weights import read_tensors
 from rlmux.rl.config import AlgorithmConfig, RolloutConfig, SftWarmupConfig, TaskConfig, TrainingConfig
 from rlmux.rl.types import TrainingBatch, Trajectory, TrajectoryId
@@ -51,7 +54,7 @@ def batch(step: int, **changes: Any) -> TrainingBatch:
     return TrainingBatch(step=step, trajectories=trajectories, advantages=advantages)
 
 
-def run_stage(engine: TorchTrainEngine, stage: str, max_seconds: float = math.inf) -> dict[str, float]:
+def run_stage(engine: TorchTrainEngine, stage: Stage, max_seconds: float = math.inf) -> dict[str, float]:
     while not (report := engine.run_stage(stage, max_seconds=max_seconds)).is_done:
         pass
     assert report.micro_batches_done == report.micro_batches_total
@@ -62,15 +65,31 @@ def run_step(
     engine: TorchTrainEngine, training_batch: TrainingBatch, max_seconds: float = math.inf
 ) -> dict[str, float]:
     engine.begin_step(training_batch)
-    return [run_stage(engine, stage, max_seconds) for stage in STAGES[1:]][-1]
+    return [run_stage(engine, stage, max_seconds) for stage in RL_STAGES][-1]
 
 
 def run(training_config: TrainingConfig, num_steps: int, max_seconds: float = math.inf) -> str:
     engine = TorchTrainEngine(training_config)
-    run_stage(engine, "sft_warmup", max_seconds)
+    run_stage(engine, Stage.SFT_WARMUP, max_seconds)
     for step in range(1, num_steps + 1):
         run_step(engine, batch(step), max_seconds)
     return engine.weights_sha256()
+
+
+def model_of(engine: TorchTrainEngine, folder: Path) -> Any:
+    """A Hugging Face model with the engine's present weights."""
+    model = build_model(config().model, CharVocabulary.vocab_size, 0)
+    engine.export_weights(folder / "present.safetensors")
+    tensors, _ = read_tensors(folder / "present.safetensors")
+    model.load_state_dict(tensors, strict=False)  # a tied head is written once
+    return model
+
+
+def token_logprobs(model: Any, each: Trajectory) -> torch.Tensor:
+    """Log-probability [tokens] of each response token, by a plain forward at the config's temperature."""
+    tokens = torch.tensor([*each.prompt_tokens, *each.tokens])
+    logits = model(tokens[None]).logits[0, len(each.prompt_tokens) - 1 : -1] / config().rollout.temperature
+    return torch.log_softmax(logits, -1)[torch.arange(len(each.tokens)), torch.tensor(each.tokens)]
 
 
 def test_weights_do_not_depend_on_how_stages_are_cut() -> None:
@@ -83,7 +102,7 @@ def test_weights_do_not_depend_on_how_stages_are_cut() -> None:
 def test_a_call_without_time_does_one_micro_batch() -> None:
     engine = TorchTrainEngine(config())
     engine.begin_step(batch(1))
-    reports = [engine.run_stage("old_logprobs", max_seconds=0) for _ in range(3)]
+    reports = [engine.run_stage(Stage.OLD_LOGPROBS, max_seconds=0) for _ in range(3)]
     assert [(each.micro_batches_done, each.micro_batches_total, each.is_done) for each in reports] == [
         (1, 3, False),
         (2, 3, False),
@@ -108,10 +127,7 @@ def test_the_gradient_is_that_of_the_written_formula() -> None:
     model: Any = build_model(training_config.model, CharVocabulary.vocab_size, 0)
     total = torch.zeros(())
     for each, advantage in zip(batch(1).trajectories, batch(1).advantages, strict=True):
-        tokens = torch.tensor([*each.prompt_tokens, *each.tokens])
-        logits = model(tokens[None]).logits[0, len(each.prompt_tokens) - 1 : -1] / 0.8
-        logprobs = torch.log_softmax(logits, -1)[torch.arange(len(each.tokens)), torch.tensor(each.tokens)]
-        total = total - advantage * logprobs.mean() / 6
+        total = total - advantage * token_logprobs(model, each).mean() / 6
     total.backward()
     expected = math.sqrt(sum(float(parameter.grad.square().sum()) for parameter in model.parameters()))
     assert run_step(TorchTrainEngine(training_config), batch(1))["grad_norm"] == pytest.approx(expected, rel=1e-4)
@@ -144,31 +160,19 @@ def test_the_environments_tokens_carry_no_loss() -> None:
     assert losses(5) == losses(60)
 
 
-def test_rl_raises_the_rewarded_and_lowers_the_others() -> None:
+def test_rl_raises_the_rewarded_and_lowers_the_others(tmp_path: Path) -> None:
     engine = TorchTrainEngine(config(learning_rate=1e-3))
 
-    def logprob_means() -> list[float]:
-        step = engine._step
-        assert step is not None
-        return [float(part.mean()) for part in step.old_logprobs]
+    def mean_logprob(trajectories: Sequence[Trajectory]) -> float:
+        model = model_of(engine, tmp_path)
+        return torch.cat([token_logprobs(model, each) for each in trajectories]).mean().item()
 
-    fixed = replace_groups(batch(1))
+    fixed = replace(batch(1), advantages=[1.0, 1.0, -1.0, -1.0, 0.0, 0.0])
+    rewarded, punished = fixed.trajectories[:2], fixed.trajectories[2:4]
+    before = mean_logprob(rewarded), mean_logprob(punished)
     run_step(engine, fixed)
-    before = logprob_means()
-    run_step(engine, replace(fixed, step=2, trajectories=[as_step_2(each) for each in fixed.trajectories]))
-    after = logprob_means()
-    assert after[0] > before[0]
-    assert after[1] < before[1]
-
-
-def replace_groups(whole: TrainingBatch) -> TrainingBatch:
-    """Micro-batch 0 all good, 1 all bad, 2 indifferent: sequences of like length go together."""
-    by_length = sorted(whole.trajectories, key=lambda each: len(each.prompt_tokens) + len(each.tokens))
-    return replace(whole, trajectories=by_length, advantages=[1.0, 1.0, -1.0, -1.0, 0.0, 0.0])
-
-
-def as_step_2(each: Trajectory) -> Trajectory:
-    return replace(each, id=each.id._replace(step=2), versions=(1,) * len(each.tokens))
+    assert mean_logprob(rewarded) > before[0]
+    assert mean_logprob(punished) < before[1]
 
 
 def test_a_stale_token_is_corrected_towards_its_sampler() -> None:
@@ -207,26 +211,26 @@ def test_a_token_beyond_the_staleness_bound_is_named(staleness: int, version: in
 def test_stages_out_of_order_are_refused() -> None:
     engine = TorchTrainEngine(config(kl_coef=0.1))
     with pytest.raises(IllegalTransitionError):
-        engine.run_stage("old_logprobs", max_seconds=1)
+        engine.run_stage(Stage.OLD_LOGPROBS, max_seconds=1)
     with pytest.raises(IllegalTransitionError, match="step 2 was to begin at version 0"):
         engine.begin_step(batch(2))
     engine.begin_step(batch(1))
     with pytest.raises(IllegalTransitionError, match="reference_logprobs is not done"):
-        engine.run_stage("update", max_seconds=1)
-    with pytest.raises(IllegalTransitionError, match="0 of 2 warm-start updates"):
+        engine.run_stage(Stage.UPDATE, max_seconds=1)
+    with pytest.raises(IllegalTransitionError, match="0 of 2 SFT warm-up updates"):
         TorchTrainEngine(config(sft_warmup=2)).begin_step(batch(1))
 
 
 def test_without_a_kl_penalty_the_reference_stage_is_skipped() -> None:
     engine = TorchTrainEngine(config())
     engine.begin_step(batch(1))
-    report = engine.run_stage("reference_logprobs", max_seconds=0)
+    report = engine.run_stage(Stage.REFERENCE_LOGPROBS, max_seconds=0)
     assert (report.is_done, report.micro_batches_total) == (True, 0)
 
 
-def test_the_reference_is_what_the_warm_start_left() -> None:
+def test_the_reference_is_what_the_sft_warmup_left() -> None:
     engine = TorchTrainEngine(config(sft_warmup=2, kl_coef=0.5))
-    run_stage(engine, "sft_warmup")
+    run_stage(engine, Stage.SFT_WARMUP)
     assert run_step(engine, batch(1))["kl"] == 0
     assert run_step(engine, batch(2))["kl"] > 0
 
@@ -264,7 +268,7 @@ def test_learning_rates_warm_up() -> None:
 def test_a_restored_engine_goes_on_bit_for_bit(tmp_path: Path, kl_coef: float) -> None:
     training_config = config(sft_warmup=2, kl_coef=kl_coef)
     engine = TorchTrainEngine(training_config)
-    run_stage(engine, "sft_warmup")
+    run_stage(engine, Stage.SFT_WARMUP)
     run_step(engine, batch(1))
     engine.save(tmp_path / "step_1")
     run_step(engine, batch(2))
@@ -275,17 +279,17 @@ def test_a_restored_engine_goes_on_bit_for_bit(tmp_path: Path, kl_coef: float) -
     assert restored.weights_sha256() == engine.weights_sha256()
 
 
-def test_a_warm_start_cut_short_is_taken_up_again(tmp_path: Path) -> None:
+def test_an_sft_warmup_cut_short_is_taken_up_again(tmp_path: Path) -> None:
     training_config = config(sft_warmup=4)
     engine = TorchTrainEngine(training_config)
     for _ in range(4):
-        engine.run_stage("sft_warmup", max_seconds=0)
+        engine.run_stage(Stage.SFT_WARMUP, max_seconds=0)
     engine.save(tmp_path / "warm")
-    run_stage(engine, "sft_warmup")
+    run_stage(engine, Stage.SFT_WARMUP)
     restored = TorchTrainEngine(training_config)
     restored.restore(tmp_path / "warm")
     assert not restored.is_warm
-    run_stage(restored, "sft_warmup")
+    run_stage(restored, Stage.SFT_WARMUP)
     assert restored.weights_sha256() == engine.weights_sha256()
 
 
@@ -294,8 +298,8 @@ def test_an_engine_may_be_restored_in_the_middle_of_a_step(tmp_path: Path) -> No
     run_step(engine, batch(1))
     engine.save(tmp_path / "step_1")
     engine.begin_step(batch(2))
-    run_stage(engine, "old_logprobs")
-    engine.run_stage("update", max_seconds=0)
+    run_stage(engine, Stage.OLD_LOGPROBS)
+    engine.run_stage(Stage.UPDATE, max_seconds=0)
     engine.restore(tmp_path / "step_1")
     run_step(engine, batch(2))
     undisturbed = TorchTrainEngine(config())
@@ -313,7 +317,7 @@ def test_a_checkpoint_is_a_hugging_face_model(tmp_path: Path) -> None:
     tokens = tokenizer("s:52=", return_tensors="pt").input_ids
     assert tuple(tokens[0].tolist()) == CharVocabulary().encode("s:52=")
     with torch.no_grad():
-        torch.testing.assert_close(model(tokens).logits, engine._model(tokens).logits)
+        torch.testing.assert_close(model(tokens).logits, model_of(engine, tmp_path)(tokens).logits)
     assert model.config.eos_token_id == tokenizer.eos_token_id == 1
 
 
@@ -327,6 +331,23 @@ def test_a_pipeline_can_start_from_another_ones_checkpoint(tmp_path: Path) -> No
     )
     assert second.weights_sha256() == first.weights_sha256()
     assert second.version == 0
+
+
+def test_a_checkpoint_of_format_1_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It calls the SFT warm-up a warm start."""
+    training_config = config(sft_warmup=2)
+    engine = TorchTrainEngine(training_config)
+    run_stage(engine, Stage.SFT_WARMUP)
+    snapshot = engine.snapshot()
+    state = dict(snapshot.state)
+    state["warm_start_updates"] = state.pop("sft_warmup_updates")
+    monkeypatch.setattr(checkpoint, "FORMAT", 1)
+    replace(snapshot, state=state).write(tmp_path / "step_0")
+    monkeypatch.undo()
+    restored = TorchTrainEngine(training_config)
+    restored.restore(tmp_path / "step_0")
+    assert restored.is_warm
+    assert restored.weights_sha256() == engine.weights_sha256()
 
 
 def test_a_damaged_checkpoint_is_refused_and_changes_nothing(tmp_path: Path) -> None:
@@ -378,18 +399,18 @@ def test_offloading_at_any_safe_point_changes_nothing(is_spilled: bool, tmp_path
         engine.load()
         assert engine.resident_bytes() >= resident
 
-    while not engine.run_stage("sft_warmup", max_seconds=0).is_done:
+    while not engine.run_stage(Stage.SFT_WARMUP, max_seconds=0).is_done:
         away_and_back()
     engine.begin_step(batch(1))
-    for stage in STAGES[1:]:
+    for stage in RL_STAGES:
         while not engine.run_stage(stage, max_seconds=0).is_done:
             away_and_back()
     away_and_back()
     assert engine.weights_sha256() == run(training_config, 1)
 
 
-def test_the_warm_start_learns_to_copy_its_demonstrations() -> None:
+def test_the_sft_warmup_learns_to_copy_its_demonstrations() -> None:
     training_config = replace(config(micro_batch_size=8), sft_warmup=SftWarmupConfig(num_updates=30, batch_size=16))
     engine = TorchTrainEngine(training_config)
     first = TorchTrainEngine(replace(training_config, sft_warmup=SftWarmupConfig(num_updates=1, batch_size=16)))
-    assert run_stage(engine, "sft_warmup")["loss"] < 0.6 * run_stage(first, "sft_warmup")["loss"]
+    assert run_stage(engine, Stage.SFT_WARMUP)["loss"] < 0.6 * run_stage(first, Stage.SFT_WARMUP)["loss"]

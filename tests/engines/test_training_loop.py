@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 
+from rlmux.core.model import Stage
 from rlmux.engines.rollout import SlotRolloutEngine
-from rlmux.engines.train import STAGES, TorchTrainEngine
+from rlmux.engines.train import RL_STAGES, TorchTrainEngine
 from rlmux.rl.config import AlgorithmConfig, RolloutConfig, SftWarmupConfig, TaskConfig, TrainingConfig
 from rlmux.rl.env_worker import PipelineEnv
 
@@ -40,10 +41,10 @@ class Loop:
         self.weights = folder / "weights.safetensors"
         self.is_disturbed = is_disturbed
         self.metrics: dict[str, float] = {}
-        self.run_stage("sft_warmup")
+        self.run_stage(Stage.SFT_WARMUP)
         self.publish()
 
-    def run_stage(self, stage: str) -> None:
+    def run_stage(self, stage: Stage) -> None:
         while True:
             report = self.trainer.run_stage(stage, max_seconds=0 if self.is_disturbed else 1e9)
             if self.is_disturbed:
@@ -71,7 +72,7 @@ class Loop:
     def train(self, step: int) -> float:
         batch = self.host.finish_step(step)
         self.trainer.begin_step(batch)
-        for stage in STAGES[1:]:
+        for stage in RL_STAGES:
             self.run_stage(stage)
         return sum(each.reward for each in batch.trajectories) / len(batch.trajectories)
 

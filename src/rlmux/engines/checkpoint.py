@@ -24,8 +24,8 @@ from rlmux.core.errors import CheckpointError
 from rlmux.engines.files import sync_path
 
 STATE_FILE = "state.json"
-FORMAT = 1
-"""Of state.json. A reader refuses what is newer."""
+FORMAT = 2
+"""Format of state.json. A reader refuses a newer one and reads older ones."""
 
 
 def write_checkpoint(folder: Path, write_files: Callable[[Path], None], state: dict[str, Any]) -> None:

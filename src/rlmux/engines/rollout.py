@@ -60,7 +60,7 @@ class SlotRolloutEngine:
     Trajectories   submit, continue_from, reply, take_partials
     Time           run_chunk: nothing is computed outside it
     Weights        load_weights, version
-    Residency      offload, load, prefetch, resident_bytes
+    Residency      offload, load, prefetch, leave_cache, resident_bytes
     """
 
     @torch.inference_mode()
@@ -377,6 +377,11 @@ class SlotRolloutEngine:
         """Begin to read ahead what was spilled; does nothing for what was not. Returns at once."""
         if self._offloaded is not None:
             self._offloaded.prefetch()
+
+    def leave_cache(self) -> None:
+        """Have the system forget what it keeps of a spilled file, so that a measured load reads the disk."""
+        if self._offloaded is not None:
+            self._offloaded.leave_cache()
 
     def resident_bytes(self) -> int:
         """Device bytes of weights, tables, slots and prefilled KV."""

@@ -171,8 +171,7 @@ def _measured(
         state_bytes = engine.resident_bytes()
         warm = seconds(engine.offload), seconds(engine.load)
         spill_s = seconds(lambda engine=engine, number=number: engine.offload(spill_to=folder / f"spilled-{number}"))  # type: ignore[misc]
-        assert engine._offloaded is not None
-        engine._offloaded.leave_cache()
+        engine.leave_cache()
         spent.append((*warm, spill_s, seconds(engine.load)))
         del engine
         tick()

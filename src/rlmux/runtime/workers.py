@@ -20,6 +20,7 @@ from itertools import groupby
 from pathlib import Path
 
 from rlmux.core.errors import StorageError
+from rlmux.core.model import Stage
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.types import (
     ChunkReport,
@@ -208,7 +209,7 @@ class TrainWorker:
         self._engine.begin_step(pickle.loads(payload))
 
     def run_stage(
-        self, stage: str, max_seconds: float, is_load_needed: bool, device_fraction: float = 1.0
+        self, stage: Stage, max_seconds: float, is_load_needed: bool, device_fraction: float = 1.0
     ) -> tuple[TrainReport, float, list[Written]]:
         """(report, seconds of loading, checkpoints that are there now). The device fraction holds until another comes."""
         self._share.set(device_fraction)

@@ -1,0 +1,46 @@
+"""A training stage under way, as micro-batches that are done one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from time import perf_counter
+
+from rlmux.rl.types import TrainReport
+
+
+@dataclass(slots=True, kw_only=True)
+class StageWork:
+    """How far a stage is. A stage is a generator that stops after each micro-batch, so it can be cut anywhere."""
+
+    micro_batches: Iterator[int]
+    """Does one micro-batch per item and yields its prompt and response tokens."""
+    total: int
+    """Micro-batches of the whole stage."""
+    done: int = 0
+    """Micro-batches done so far."""
+    is_done: bool = False
+    metrics: dict[str, float] = field(default_factory=dict)
+    """What the stage found, filled in as it runs; whole once `is_done`."""
+
+    def run(self, max_seconds: float) -> TrainReport:
+        """Do micro-batches until the stage is done or `max_seconds` have passed, but at least one."""
+        started = perf_counter()
+        tokens = 0
+        while not self.is_done:
+            done_tokens = next(self.micro_batches, None)
+            if done_tokens is None:
+                self.is_done = True
+                break
+            tokens += done_tokens
+            self.done += 1
+            if self.done < self.total and perf_counter() - started >= max_seconds:
+                break
+        return TrainReport(
+            is_done=self.is_done,
+            micro_batches_done=self.done,
+            micro_batches_total=self.total,
+            tokens=tokens,
+            seconds=perf_counter() - started,
+            metrics=dict(self.metrics) if self.is_done else {},
+        )

@@ -1,0 +1,219 @@
+"""The tensors of one training pipeline, and where they lie.
+
+    weights, gradients      FlatParameters        survive an offload: weights, moments, reference, partial sums
+    moments                 AdamW                 scratch: the gradients of the micro-batch under way
+    partial gradient sums   TreeSum
+    reference               a copy of the weights, with a KL penalty only
+
+    add_gradient (one micro-batch) ─▶ ... ─▶ update_weights ─▶ new weights, no partial sums
+
+Invariants: no optimizer step is made with a loss or gradient that is not finite. While offloaded, no tensor takes
+memory on the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+
+from rlmux.core.errors import CheckpointError, IllegalTransitionError, PipelineError
+from rlmux.engines.adamw import AdamW
+from rlmux.engines.flat_parameters import FlatParameters
+from rlmux.engines.residency import Offloaded, give_back
+from rlmux.engines.tree_sum import TreeSum
+from rlmux.engines.weights import own_copies, read_tensors, weights_sha256, write_tensors
+from rlmux.rl.config import TrainingConfig
+
+_MODEL_FILE = "model.safetensors"
+_OPTIMIZER_FILE = "optimizer.safetensors"
+_REFERENCE_FILE = "reference.safetensors"
+
+
+class TrainState:
+    """Takes over the parameters of a float32 model that is on its device."""
+
+    def __init__(self, model: nn.Module, config: TrainingConfig) -> None:
+        algorithm = config.algorithm
+        self.model = model
+        self._pipeline = config.name
+        self._flat = FlatParameters(model)
+        self._grad_clip = algorithm.grad_clip
+        self._optimizer = AdamW(self._flat.weights, betas=algorithm.adam_betas, weight_decay=algorithm.weight_decay)
+        self._gradient_sum = TreeSum()
+        self._reference: Tensor | None = None
+        """Flat weights [parameters] that the KL penalty compares with; None without one."""
+        self._offloaded: Offloaded | None = None
+        self._sha256: str | None = None
+        """Hash of the present weights, once it was asked for: published and kept weights are hashed once."""
+
+    @property
+    def device(self) -> torch.device:
+        return self._flat.weights.device
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer steps since the optimizer was reset."""
+        return self._optimizer.num_updates
+
+    @property
+    def has_reference(self) -> bool:
+        return self._reference is not None
+
+    # --- learning -------------------------------------------------------------------------------------------
+
+    def add_gradient(self, loss: Tensor, place: str) -> float:
+        """Backward of one micro-batch; its gradient becomes the tree's next leaf. Returns the loss.
+
+        Raises PipelineError, beginning with `place`, for a loss that is not finite.
+        """
+        value = float(loss.detach())
+        if not math.isfinite(value):
+            raise PipelineError(f"{place}: the loss is {value}; the weights are left as they were")
+        self._flat.gradients.zero_()
+        loss.backward()  # type: ignore[no-untyped-call]
+        self._gradient_sum.add(self._flat.gradients.clone())
+        return value
+
+    def update_weights(self, learning_rate: float, place: str) -> float:
+        """Clip the summed gradient and make one optimizer step; returns the norm before clipping.
+
+        Raises PipelineError, beginning with `place`, for a norm that is not finite.
+        """
+        gradients = self._gradient_sum.total()
+        norm = float(torch.linalg.vector_norm(gradients))
+        if not math.isfinite(norm):
+            raise PipelineError(f"{place}: the gradient norm is {norm}; the weights are left as they were")
+        if norm > self._grad_clip:
+            gradients.mul_(self._grad_clip / norm)
+        self._optimizer.update(self._flat.weights, gradients, learning_rate)
+        self._sha256 = None
+        return norm
+
+    def drop_gradients(self) -> None:
+        """Forget the partial sums of a step that will not be finished."""
+        self._gradient_sum = TreeSum()
+
+    def reset_optimizer(self) -> None:
+        """Zero the moments and the count of updates."""
+        self._optimizer.reset()
+
+    def keep_reference(self) -> None:
+        """Make the present weights the reference."""
+        self._reference = self._flat.weights.clone()
+
+    @contextmanager
+    def reference_weights(self) -> Iterator[None]:
+        """The model computes with the reference inside."""
+        assert self._reference is not None
+        with self._flat.using(self._reference):
+            yield
+
+    # --- files ----------------------------------------------------------------------------------------------
+
+    def write_weights(self, path: Path, version: int) -> None:
+        """Write the weights and their version as one safetensors file, atomically."""
+        self.require_loaded()
+        write_tensors(path, self._flat.named(), {"version": str(version)})
+
+    def weights_sha256(self) -> str:
+        """Hash of all parameters in name order."""
+        self.require_loaded()
+        if self._sha256 is None:
+            self._sha256 = weights_sha256(self._flat.named())
+        return self._sha256
+
+    def copies(self) -> dict[str, dict[str, Tensor]]:
+        """Everything that a checkpoint holds of this, by file name and tensor name, in host memory of its own."""
+        self.require_loaded()
+        tensors: dict[str, Mapping[str, Tensor]] = {
+            _MODEL_FILE: self._flat.named(),
+            _OPTIMIZER_FILE: {
+                "first_moment": self._optimizer.first_moment,
+                "second_moment": self._optimizer.second_moment,
+            },
+        }
+        if self._reference is not None:
+            tensors[_REFERENCE_FILE] = self._flat.named(self._reference)
+        return {name: own_copies(each) for name, each in tensors.items()}
+
+    def restore(self, folder: Path, *, num_updates: int, needs_reference: bool) -> None:
+        """Take over the tensors of a checkpoint and forget partial sums.
+
+        Raises CheckpointError, and changes nothing, for another model and for a reference that is needed and absent.
+        """
+        self.require_loaded()
+        weights, _ = read_tensors(folder / _MODEL_FILE)
+        moments, _ = read_tensors(folder / _OPTIMIZER_FILE)
+        mine = {name: tensor.shape for name, tensor in self._flat.named().items()}
+        if {name: tensor.shape for name, tensor in weights.items()} != mine:
+            raise CheckpointError(f"{folder} holds another model than pipeline {self._pipeline} trains")
+        reference = self._read_reference(folder / _REFERENCE_FILE) if needs_reference else None
+        self._flat.copy_from(weights)
+        self._sha256 = None
+        self._optimizer.first_moment.copy_(moments["first_moment"])
+        self._optimizer.second_moment.copy_(moments["second_moment"])
+        self._optimizer.num_updates = num_updates
+        self._reference = reference
+        self.drop_gradients()
+
+    def _read_reference(self, path: Path) -> Tensor:
+        if not path.is_file():
+            raise CheckpointError(f"{path} is absent, but algorithm.kl_coef needs the reference weights")
+        tensors, _ = read_tensors(path)
+        reference = torch.zeros_like(self._flat.weights)
+        self._flat.copy_from(tensors, reference)
+        return reference
+
+    # --- residency ------------------------------------------------------------------------------------------
+
+    def offload(self, *, spill_to: Path | None = None) -> None:
+        """Device to host, or to disk under this name. Does nothing when offloaded."""
+        if self._offloaded is not None:
+            return
+        self._offloaded = Offloaded(self._kept_tensors(), spill_to=spill_to)
+        for tensor in self._device_tensors():
+            tensor.untyped_storage().resize_(0)
+        give_back(self.device)
+
+    def load(self) -> None:
+        """Back to the device. Does nothing when already there."""
+        if self._offloaded is None:
+            return
+        for tensor in self._device_tensors():
+            tensor.untyped_storage().resize_(tensor.nbytes)
+        self._offloaded.copy_to(self._kept_tensors())
+        self._offloaded = None
+
+    def prefetch(self) -> None:
+        """Begin to read ahead what was spilled; does nothing for what was not. Returns at once."""
+        if self._offloaded is not None:
+            self._offloaded.prefetch()
+
+    def leave_cache(self) -> None:
+        """Have the system forget what it keeps of a spilled file, so that a measured load reads the disk."""
+        if self._offloaded is not None:
+            self._offloaded.leave_cache()
+
+    def resident_bytes(self) -> int:
+        """Device bytes of weights, gradients, moments, reference and partial sums."""
+        return sum(tensor.untyped_storage().nbytes() for tensor in self._device_tensors())
+
+    def require_loaded(self) -> None:
+        """Raises IllegalTransitionError while offloaded."""
+        if self._offloaded is not None:
+            raise IllegalTransitionError(f"pipeline {self._pipeline}: the train engine is offloaded")
+
+    def _kept_tensors(self) -> list[Tensor]:
+        """Tensors whose content survives an offload."""
+        tensors = [self._flat.weights, self._optimizer.first_moment, self._optimizer.second_moment]
+        if self._reference is not None:
+            tensors.append(self._reference)
+        return [*tensors, *self._gradient_sum.tensors]
+
+    def _device_tensors(self) -> list[Tensor]:
+        return [*self._kept_tensors(), self._flat.gradients]
