@@ -39,14 +39,15 @@ class Checks:
     """The checks of one file. Its paths are absolute already."""
 
     root: Node
-    """The merged file, for the places and for what was really given."""
+    """The merged file as nodes: it knows the place of every key, and which keys are really given."""
     config: RunConfig
     """The same file as a typed tree, with absolute paths."""
     purpose: Purpose
+    """What the file is read for."""
     check_task: CheckTask | None
-    """Knows the tasks; None accepts any."""
+    """Check of a task's name and options; None accepts any."""
     policies: Sequence[str] | None
-    """Names of policies; None accepts any."""
+    """Accepted names of policies; None accepts any."""
 
     def run(self) -> None:
         """Every check, in the order of the file."""
@@ -63,7 +64,7 @@ class Checks:
 
     @contextmanager
     def _placed(self, path: Sequence[PathPart]) -> Iterator[None]:
-        """A UserError about the value at this path gets its place and value."""
+        """Adds place and value to a UserError about the value at this path."""
         try:
             yield
         except UserError as error:
@@ -74,9 +75,7 @@ class Checks:
 
     def _keys(self, path: Sequence[PathPart]) -> set[str]:
         """The keys that are really given in the mapping at this path."""
-        *above, key = path
-        parent = self.root.nearest(above).value
-        node = parent[key] if not isinstance(parent, dict) else parent.get(key)
+        node = self.root.at(path)
         return set(node.value) if node is not None and isinstance(node.value, dict) else set()
 
     def _refuse_keys(self, path: Sequence[PathPart], keys: Sequence[str], text: str) -> None:

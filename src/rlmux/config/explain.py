@@ -1,4 +1,4 @@
-"""Says what is wrong with a file in one line: file, line, key, value, and what is accepted.
+"""Words a mistake in a file as one line: file, line, key, value, and what is accepted.
 
 two.yaml:9: pipelines.sort.rollout.slot is 64: unknown key; nearest: slots; accepted: workers, ..., slots
 two.yaml:7: pipelines.sort.steps is 0; accepted: a whole number, 1 or more
@@ -24,6 +24,7 @@ from rlmux.core.errors import SpecError
 from rlmux.rl.config import FromFile, MisfitError, Takes, TaskConfig, key_of
 
 _SHOWN_CHARS = 60
+"""Characters of a value that an error shows."""
 
 
 def spec_error(root: Node, path: Sequence[PathPart], text: str) -> SpecError:
@@ -32,7 +33,7 @@ def spec_error(root: Node, path: Sequence[PathPart], text: str) -> SpecError:
 
 
 def explain(error: ValidationError, root: Node, top: type[FromFile]) -> SpecError:
-    """The first mistake in reading order; what is missing comes last, since a misspelt key is missing too."""
+    """The first mistake in reading order. Missing keys come last, since a misspelt key is missing too."""
 
     def rank(details: ErrorDetails) -> tuple[bool, int]:
         return details["type"] == "missing", root.nearest(_path(details)).order
@@ -81,7 +82,7 @@ def _path(details: ErrorDetails) -> tuple[PathPart, ...]:
 
 
 def shown_path(root: Node, path: Sequence[PathPart]) -> str:
-    """Dotted, with pipelines by name."""
+    """The path with dots, pipelines by their names."""
     words: list[str] = []
     for depth, part in enumerate(path):
         word = str(part)
@@ -94,7 +95,7 @@ def shown_path(root: Node, path: Sequence[PathPart]) -> str:
 
 
 def shown_value(value: Any) -> str:
-    """On one line, and short."""
+    """The value on one line, at most _SHOWN_CHARS long."""
     match value:
         case None:
             return "empty"
@@ -109,7 +110,7 @@ def shown_value(value: Any) -> str:
 
 
 def nearest_hint(word: str, known: Sequence[str]) -> str:
-    """The nearest of the known words, if any is near, then all of them."""
+    """The nearest known word if one is near, then all known words."""
     close = get_close_matches(word, known, n=1)
     nearest = f"nearest: {close[0]}; " if close else ""
     return f"{nearest}accepted: {', '.join(known)}"
@@ -152,7 +153,7 @@ def _is_mapping(bare: Any) -> bool:
 
 
 def _bare(annotation: Any) -> Any:
-    """Without `| None` and without `Annotated`."""
+    """The annotation without `| None` and `Annotated`."""
     if get_origin(annotation) is typing.Annotated:
         return _bare(get_args(annotation)[0])
     if get_origin(annotation) in (Union, types.UnionType):

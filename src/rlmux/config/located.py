@@ -42,6 +42,13 @@ class Node:
             return [node.plain() for node in self.value]
         return self.value
 
+    def at(self, path: Sequence[PathPart]) -> Node | None:
+        """The node at this path; None where the path leads nowhere."""
+        node: Node | None = self
+        for part in path:
+            node = None if node is None else node._child(part)
+        return node
+
     def nearest(self, path: Sequence[PathPart]) -> Node:
         """The node at this path, or the deepest one on the way there."""
         node = self

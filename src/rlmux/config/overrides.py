@@ -17,7 +17,7 @@ from rlmux.config.located import Node, PathPart, parse_yaml
 from rlmux.core.errors import SpecError
 
 _AFTER_THE_FILE = 10**9
-"""Reading order of an override: mistakes of the file are reported first."""
+"""Line number of every override, beyond those of any file: mistakes of the file are reported first."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,11 +25,13 @@ class Override:
     """One `--set`, read."""
 
     keys: tuple[str, ...]
+    """Parts of the dotted key."""
     value: Node
+    """What the key is set to, placed at the override."""
 
     @property
     def is_of_one_pipeline(self) -> bool:
-        """Such overrides apply once the defaults are merged, so that they win over both."""
+        """Whether it applies after the defaults are merged, so that it wins over the file and the defaults."""
         return len(self.keys) > 2 and self.keys[0] == "pipelines"
 
 
@@ -59,7 +61,7 @@ def _paths(root: Node, override: Override) -> list[tuple[PathPart, ...]]:
     for key in override.keys:
         grown: list[tuple[PathPart, ...]] = []
         for path in paths:
-            node = _existing(root, path)
+            node = root.at(path)
             if node is None or node.value is None or isinstance(node.value, dict):
                 grown.append((*path, key))
             elif isinstance(node.value, list):
@@ -69,15 +71,6 @@ def _paths(root: Node, override: Override) -> list[tuple[PathPart, ...]]:
                 raise SpecError(f"{where}: {parent} is {node.value!r} and has no keys ({node.where})")
         paths = grown
     return paths
-
-
-def _existing(root: Node, path: tuple[PathPart, ...]) -> Node | None:
-    node = root
-    for part in path:
-        if isinstance(part, str) and not (isinstance(node.value, dict) and part in node.value):
-            return None
-        node = node.value[part]
-    return node
 
 
 def _indices(items: list[Node], key: str, where: str) -> list[int]:

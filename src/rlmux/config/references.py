@@ -58,7 +58,7 @@ def _beside(module: str, folder: Path) -> Path | None:
 
 
 def _is_installed(module: str) -> bool:
-    """Of a dotted name the first part is enough: finding the rest would import it."""
+    """Whether the first part of a dotted name is installed. (Finding the rest would import it.)"""
     try:
         return importlib.util.find_spec(module.partition(".")[0]) is not None
     except ValueError:
@@ -66,7 +66,7 @@ def _is_installed(module: str) -> bool:
 
 
 def _top_level_names(source: Path) -> list[str] | None:
-    """What the module could offer as a function; None where a star import hides it."""
+    """Names that could be functions; None where a star import or a condition hides them."""
     names: list[str] = []
     for statement in ast.parse(source.read_text(encoding="utf-8")).body:
         match statement:
