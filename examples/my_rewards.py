@@ -1,4 +1,4 @@
-"""Two rewards for `03_own_rewards.yaml`: one with the signature of verl, one with the signature of TRL."""
+"""Two rewards for `03_file_rewards.yaml`: one with the signature of verl, one with the signature of TRL."""
 
 
 def score(data_source, solution_str, ground_truth, extra_info=None):

@@ -10,7 +10,7 @@ import pytest
 from rlmux.cli import inputs
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
-TO_PLAN = {"07_what_if.yaml"}
+TO_PLAN = {"07_cluster_what_if.yaml"}
 FILES = sorted(path.name for path in EXAMPLES.glob("*.yaml"))
 
 

@@ -147,8 +147,8 @@ WITHOUT_TORCH = "import sys; sys.modules.update(torch=None, transformers=None)\n
         "from rlmux.cli import main; main(['--help'])",
         "from rlmux.cli import main; main(['simulate', '--help'])",
         "from rlmux.cli import main; main(['plan', '--help'])",
-        "from rlmux.cli import main; main(['plan', 'examples/07_what_if.yaml'])",
-        "from rlmux.cli import main; main(['simulate', 'examples/07_what_if.yaml'])",
+        "from rlmux.cli import main; main(['plan', 'examples/07_cluster_what_if.yaml'])",
+        "from rlmux.cli import main; main(['simulate', 'examples/07_cluster_what_if.yaml'])",
     ],
 )
 def test_what_needs_no_torch_works_without_it(code):

@@ -83,7 +83,7 @@ def test_the_installed_package_is_the_wheels_own(outside):
 def test_the_wheel_plans_and_simulates_outside_the_checkout(wheel, outside):
     rlmux = outside / ".venv" / "bin" / "rlmux"
     assert wheel.name.split("-")[1] in run(rlmux, "version", folder=outside)
-    planned = json.loads(run(rlmux, "plan", "examples/07_what_if.yaml", "--json", folder=outside))
+    planned = json.loads(run(rlmux, "plan", "examples/07_cluster_what_if.yaml", "--json", folder=outside))
     assert planned["pipelines"]
     simulated = json.loads(run(rlmux, "simulate", "micro-a", "--policies", "rollmux", "--json", folder=outside))
     assert simulated

@@ -212,7 +212,7 @@ def plan(file: File, policy: PolicyName = None, sets: Sets = None, json: Json = 
     Starts nothing.
 
     \b
-    Example: rlmux plan examples/07_what_if.yaml --policy rollmux
+    Example: rlmux plan examples/07_cluster_what_if.yaml --policy rollmux
     """
     from rlmux.cli import inputs, tables
 
