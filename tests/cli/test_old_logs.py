@@ -73,7 +73,7 @@ def old_run(folder: Path) -> Path:
 def test_an_old_run_is_refused_in_one_line_that_says_which_version_wrote_it(rlmux, old_run, words):
     before = {path.name: path.read_bytes() for path in old_run.iterdir()}
     said = rlmux(*words)
-    assert (said.code, said.out) == (1, "")
+    assert (said.code, said.out) == (2, "")
     assert said.err.startswith("rlmux: old/run.db: written by rlmux 0.1.0: its log schema is 1, this rlmux ")
     assert said.err.endswith("reads 2; finish it and read it with rlmux 0.1.0, or start a new run\n")
     assert said.err.count("\n") == 1

@@ -37,7 +37,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
 from rlmux.core.actions import Action
-from rlmux.core.errors import LogError
+from rlmux.core.errors import LogError, UserError
 from rlmux.core.events import Event
 from rlmux.core.model import Cluster, NodeId
 from rlmux.report import codec
@@ -218,6 +218,10 @@ class RunLog:
         return LogError(f"{self.path}: cannot append to the run log: {error}; what was committed stays readable")
 
 
+class OtherVersionError(LogError, UserError):
+    """The run log was written by a version whose logs this one does not read."""
+
+
 class LogReader:
     """Reads a run's log: while it is written, after it ended, after a crash."""
 
@@ -265,7 +269,7 @@ class LogReader:
         if application_id != _APPLICATION_ID:
             raise LogError(f"{self.path}: not a run log, or one whose creation was cut short")
         if schema_version > SCHEMA_VERSION:
-            raise LogError(
+            raise OtherVersionError(
                 f"{self.path}: written by a newer rlmux: its log schema is {schema_version}, "
                 f"this rlmux reads up to {SCHEMA_VERSION}"
             )
@@ -275,7 +279,7 @@ class LogReader:
         header = cast("dict[str, Any]", codec.loads(row[0]))
         if schema_version < SCHEMA_VERSION:
             writer = header.get("rlmux_version", "of unknown version")
-            raise LogError(
+            raise OtherVersionError(
                 f"{self.path}: written by rlmux {writer}: its log schema is {schema_version}, this rlmux "
                 f"{version('rlmux')} reads {SCHEMA_VERSION}; finish it and read it with rlmux {writer}, or start a new run"
             )

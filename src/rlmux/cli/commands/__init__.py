@@ -1,0 +1,48 @@
+"""Every command: its words, the function of another room that does the work, and the display of what came out.
+
+training      run, compare, resume, chaos                  prediction    simulate, plan, reproduce
+runs          report, submit, cancel, status, logs         machine       doctor, profile, version
+
+Imports are made when a command runs, so that `--help`, `simulate` and `plan` stay light.
+"""
+
+from __future__ import annotations
+
+import typer
+
+from rlmux.cli.commands import machine, prediction, runs, training
+
+app = typer.Typer(
+    name="rlmux",
+    help="Run many LLM RL post-training pipelines together on the GPUs you have.",
+    rich_markup_mode=None,
+    pretty_exceptions_enable=False,
+    add_completion=False,
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+)
+
+
+@app.callback(invoke_without_command=True)
+def _no_command(context: typer.Context) -> None:
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+
+
+for _command in (
+    training.run,
+    training.compare,
+    prediction.simulate,
+    prediction.plan,
+    runs.report,
+    training.resume,
+    runs.submit,
+    runs.cancel,
+    runs.status,
+    runs.logs,
+    training.chaos,
+    machine.doctor,
+    machine.profile,
+    prediction.reproduce,
+    machine.version,
+):  # in the order of `rlmux --help`
+    app.command()(_command)

@@ -1,0 +1,78 @@
+"""Commands about this machine: doctor, profile, version."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rlmux.cli.commands.options import Json
+from rlmux.core.errors import UserError
+
+
+def doctor(json: Json = False) -> None:
+    """Say what this machine can do, and what is missing.
+
+    Everything that is missing comes with what that means and what to do about it.
+
+    \b
+    Example: rlmux doctor
+    """
+    from rlmux.cli.doctor import examine, show
+
+    show(examine(), as_json=json)
+
+
+def profile(
+    file: Annotated[
+        str | None,
+        typer.Argument(metavar="[FILE]", help="File whose switches to measure; by default a usual pipeline's."),
+    ] = None,
+    device: Annotated[str, typer.Option("--device", help="Device to measure: cpu or cuda.")] = "cpu",
+    out: Annotated[Path, typer.Option("--out", metavar="FILE", help="File to write.")] = Path("profile.json"),
+    quick: Annotated[bool, typer.Option("--quick", help="Measure briefly: too noisy to plan with.")] = False,
+    json: Json = False,
+) -> None:
+    """Measure what sharing a device and switching cost here.
+
+    Measures how each pair of prefill, decoding, log-probs and updates slow each other: on one device, at every device
+    fraction that can be made here, and decoding and updates on two neighbouring devices. Then how long the file's own
+    states take to leave the device for host memory or disk, and to come back.
+
+    \b
+    Example: rlmux profile examples/01_two_pipelines.yaml --out profile.json
+    """
+    from rlmux.cli import inputs, profile_tables, progress
+    from rlmux.profiling import interference, neighbours
+    from rlmux.profiling.profile_file import Profile
+    from rlmux.profiling.switch_times import measure_switches, usual_config
+
+    interference.check_device(device)
+    folder = out.absolute().parent
+    if out.is_dir() or not folder.is_dir():
+        raise UserError(f"--out {out}: accepted: a file in a folder that exists")
+    configs = [one.config for one in inputs.load_for_run(file, None, None).pipelines] if file else []
+    configs = configs or [usual_config(device)]
+    effort = interference.QUICK if quick else {}
+    with progress.bar("pairs", is_quiet=json) as report_progress:
+        table = interference.measure_interference(device, progress=report_progress, **effort)
+    with progress.bar("neighbours", is_quiet=json) as report_progress:
+        ratios = neighbours.measure_neighbours(device, progress=report_progress, **effort)
+    with progress.bar("switches", is_quiet=json) as report_progress:
+        switches = measure_switches(configs, device, folder, num_rounds=1 if quick else 5, progress=report_progress)
+    measured = Profile(table=table, switches=switches, neighbours=neighbours.neighbours_of(device, ratios))
+    measured.save(out)
+    without = neighbours.missing_neighbours(device)
+    profile_tables.show(measured, out, as_json=json, without_neighbours=without)
+
+
+def version() -> None:
+    """Print the version.
+
+    \b
+    Example: rlmux version
+    """
+    from importlib.metadata import version as installed_version
+
+    typer.echo(f"rlmux {installed_version('rlmux')}")

@@ -1,0 +1,40 @@
+"""Words that several commands take."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+File = Annotated[str, typer.Argument(metavar="FILE", help="YAML file with cluster and pipelines (docs/spec.md).")]
+Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a run.")]
+Sets = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the file; may be repeated."),
+]
+PolicyName = Annotated[str | None, typer.Option("--policy", help="Policy that decides; by default the file's own.")]
+PolicyNames = Annotated[str, typer.Option("--policies", help="Policies to compare, separated by commas.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON with stable keys, and nothing else, on stdout.")]
+Out = Annotated[
+    str | None,
+    typer.Option("--out", metavar="DIR", help="Folder to make; by default runs/FILE-POLICY-TIME."),
+]
+Pictures = Annotated[
+    Path | None, typer.Option("--out", metavar="DIR", help="Write pictures (SVG, PNG) and a page there.")
+]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the run that is in --out.")]
+KeepOpen = Annotated[bool, typer.Option("--keep-open", help="When all pipelines are over, wait for more until Ctrl-C.")]
+ProfileFile = Annotated[
+    Path | None,
+    typer.Option(
+        "--profile",
+        metavar="FILE",
+        help="What `rlmux profile` measured here: sharing a device, switches.",
+    ),
+]
+BackendName = Annotated[str, typer.Option("--backend", help="Where workers live: local, ray.")]
+Address = Annotated[
+    str | None,
+    typer.Option("--address", metavar="HOST:PORT", help="Address of a Ray cluster; by default this machine's own."),
+]

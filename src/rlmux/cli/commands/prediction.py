@@ -1,0 +1,99 @@
+"""Commands that train nothing: simulate, plan, reproduce."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rlmux.cli.commands.options import File, Json, Pictures, PolicyName, PolicyNames, Sets
+
+
+def simulate(
+    workload: Annotated[
+        str | None,
+        typer.Argument(metavar="FILE|WORKLOAD", help="YAML file, CSV file, or a workload by name, such as weave."),
+    ] = None,
+    policies: PolicyNames = "solo,colocated,rollmux",
+    from_run: Annotated[
+        Path | None,
+        typer.Option("--from-run", metavar="DIR", help="Simulate a finished run instead, from its measured seconds."),
+    ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option("--profile", metavar="FILE", help="With --from-run: what busy neighbours cost (`rlmux profile`)."),
+    ] = None,
+    count_decisions: Annotated[
+        bool, typer.Option("--count-decisions", help="Count the seconds that decisions take here, instead of none.")
+    ] = False,
+    seeds: Annotated[int, typer.Option("--seeds", min=1, help="Number of seeds; figures are means over them.")] = 1,
+    out: Pictures = None,
+    sets: Sets = None,
+    json: Json = False,
+) -> None:
+    """Simulate a workload under each policy: cost, slowdowns, GPUs.
+
+    Needs no GPU and no torch. With --from-run it says what that run would have taken under other policies.
+
+    \b
+    Example: rlmux simulate weave --policies solo,rollmux --seeds 5
+    """
+    from rlmux.cli import inputs, progress, tables
+
+    names = inputs.policy_names(policies)
+    made = inputs.workload_or_run(workload, from_run, sets, profile)
+
+    from rlmux.sim import api
+
+    with progress.bar("simulations", is_quiet=json) as report_progress:
+        result = api.simulate(
+            made,
+            policies=names,
+            num_seeds=seeds,
+            progress=report_progress,
+            out=out,
+            counts_decisions=count_decisions,
+        )
+    if from_run is not None:
+        result["measured"] = inputs.measured(from_run)
+    tables.show_simulation(result, as_json=json)
+
+
+def plan(file: File, policy: PolicyName = None, sets: Sets = None, json: Json = False) -> None:
+    """Show placement, predicted slowdowns and cost per hour.
+
+    Starts nothing.
+
+    \b
+    Example: rlmux plan examples/07_cluster_what_if.yaml --policy rollmux
+    """
+    from rlmux.cli import inputs, tables
+
+    spec = inputs.load_for_plan(file, sets, policy)
+
+    from rlmux.sim import api
+
+    tables.show_plan(api.plan(inputs.workload_of(spec), policy=spec.policy), as_json=json)
+
+
+def reproduce(
+    paper: Annotated[str, typer.Argument(metavar="PAPER", help="rollmux or jigsawrl.")],
+    seeds: Annotated[int, typer.Option("--seeds", min=1, help="Number of seeds; figures are means over them.")] = 5,
+    out: Pictures = None,
+    json: Json = False,
+) -> None:
+    """Recompute a paper's figures: published, ours, deviation.
+
+    \b
+    Example: rlmux reproduce rollmux --seeds 5
+    """
+    from rlmux.cli import inputs, progress, tables
+
+    inputs.check_paper(paper)
+
+    from rlmux import papers
+
+    with progress.bar("simulations", is_quiet=json) as report_progress:
+        result = papers.reproduce(paper, num_seeds=seeds, progress=report_progress, out=out)
+    tables.show_reproduction(result, as_json=json)

@@ -1,0 +1,105 @@
+"""Commands on the folder of a run, finished or going on: report, submit, cancel, status, logs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from rlmux.cli.commands.options import File, Folder, Json, Sets
+
+
+def report(
+    folder: Folder,
+    graph: Annotated[
+        str | None, typer.Option("--graph", metavar="NAME:STEP", help="Draw the sub-stages of one step as SVG.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Write a run's summary, timeline and trace from its log.
+
+    The folder gets summary.json, trace.json (for ui.perfetto.dev) and timeline.html (for any browser).
+
+    \b
+    Example: rlmux report runs/demo
+    """
+    from rlmux.cli import folders, tables
+
+    folders.check_run(folder)
+    if graph is not None:
+        from rlmux.report.graph_svg import write_graph
+
+        typer.echo(write_graph(folder, graph))
+        return
+
+    from rlmux.report.api import write_report
+
+    tables.show_run(write_report(folder), folder, as_json=json)
+
+
+def submit(
+    file: File,
+    to: Annotated[Path, typer.Option("--to", metavar="DIR", help="Folder of a run that is going on.")],
+    sets: Sets = None,
+    json: Json = False,
+) -> None:
+    """Add the file's pipelines to a run while it runs.
+
+    The run's cluster and policy hold, not those of the file.
+
+    \b
+    Example: rlmux submit examples/04_tool_use.yaml --to runs/demo
+    """
+    from rlmux.cli import remote
+
+    raise typer.Exit(remote.show_submission(remote.submit(file, to, sets), as_json=json))
+
+
+def cancel(
+    folder: Folder, name: Annotated[str, typer.Argument(metavar="NAME", help="Name of one of its pipelines.")]
+) -> None:
+    """End one pipeline of a run that is going on.
+
+    The pipeline ends at its next safe point and keeps its checkpoints; the others take over its devices.
+
+    \b
+    Example: rlmux cancel runs/demo sort
+    """
+    from rlmux.cli import remote
+
+    typer.echo(f"{name}: {remote.cancel(folder, name)['outcome']}")
+
+
+def status(
+    folder: Folder,
+    once: Annotated[bool, typer.Option("--once", help="Print the tables once, on a terminal too.")] = False,
+    json: Json = False,
+) -> None:
+    """Show a run's pipelines, and what holds each device.
+
+    On a terminal the tables are redrawn while the run goes on; Ctrl-C leaves the run alone.
+
+    \b
+    Example: rlmux status runs/demo
+    """
+    from rlmux.cli import remote
+
+    remote.show_status(folder, as_json=json, is_once=once)
+
+
+def logs(
+    folder: Folder,
+    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of one of its pipelines.")],
+    follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing until the pipeline is over.")] = False,
+) -> None:
+    """Print a pipeline's own output, tracebacks included.
+
+    It is what the pipeline's processes printed, your code among them.
+
+    \b
+    Example: rlmux logs runs/demo sort -f
+    """
+    from rlmux.cli import remote
+
+    remote.show_logs(folder, name, is_following=follow)

@@ -1,0 +1,197 @@
+"""Commands that train: run, compare, resume, chaos."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from rlmux.cli.commands.options import (
+    Address,
+    BackendName,
+    File,
+    Folder,
+    Json,
+    KeepOpen,
+    Out,
+    Overwrite,
+    PolicyName,
+    PolicyNames,
+    ProfileFile,
+    Sets,
+)
+
+if TYPE_CHECKING:
+    from rlmux.config import Spec
+    from rlmux.runtime.run import RunResult
+
+
+def run(
+    file: File,
+    policy: PolicyName = None,
+    backend: BackendName = "local",
+    profile: ProfileFile = None,
+    address: Address = None,
+    out: Out = None,
+    overwrite: Overwrite = False,
+    keep_open: KeepOpen = False,
+    sets: Sets = None,
+    json: Json = False,
+) -> None:
+    """Train the file's pipelines here or on a Ray cluster.
+
+    \b
+    Example: rlmux run examples/01_two_pipelines.yaml --policy rollmux --set 'pipelines.*.steps=10'
+    """
+    from rlmux.cli import folders, inputs
+
+    inputs.check_backend(backend)
+    spec = inputs.load_for_run(file, sets, policy)
+    folder = folders.choose(out, f"{Path(file).stem}-{spec.policy}")
+
+    from rlmux.cli.live import Live
+    from rlmux.runtime import launch
+
+    chosen, estimate_switch = inputs.policy_and_switches(spec.policy, profile)
+    with Live(spec, is_quiet=json) as live:
+        result = launch.start_run(
+            spec,
+            folder,
+            policy=chosen,
+            estimate_switch=estimate_switch,
+            listeners=[live],
+            is_overwriting=overwrite,
+            is_kept_open=keep_open,
+            backend=backend,
+            address=address,
+        )
+    _end(result, json)
+
+
+def compare(
+    file: File,
+    policies: PolicyNames = "solo,colocated,rollmux",
+    backend: BackendName = "local",
+    profile: ProfileFile = None,
+    address: Address = None,
+    out: Out = None,
+    overwrite: Overwrite = False,
+    sets: Sets = None,
+    json: Json = False,
+) -> None:
+    """Train under several policies, and compare them.
+
+    Every policy gets the same file and seeds, one after another on the same devices; ratios are to the first policy.
+
+    \b
+    Example: rlmux compare examples/01_two_pipelines.yaml --policies solo,colocated,rollmux
+    """
+    from rlmux.cli import folders, inputs
+
+    inputs.check_backend(backend)
+    names = inputs.policy_names(policies)
+    spec = inputs.load_for_run(file, sets, None)
+    folder = folders.choose(out, f"{Path(file).stem}-compare")
+
+    from rlmux.cli import tables
+    from rlmux.cli.live import Live
+    from rlmux.runtime import comparison, launch
+
+    def start(one: Spec, into: Path) -> RunResult:
+        chosen, estimate_switch = inputs.policy_and_switches(one.policy, profile)
+        with Live(one, is_quiet=json) as live:
+            return launch.start_run(
+                one,
+                into,
+                policy=chosen,
+                estimate_switch=estimate_switch,
+                listeners=[live],
+                backend=backend,
+                address=address,
+            )
+
+    table = comparison.run_each(spec, names, folder, start, is_overwriting=overwrite)
+    tables.show_comparison(table, as_json=json)
+
+
+def resume(
+    folder: Folder,
+    address: Address = None,
+    keep_open: KeepOpen = False,
+    profile: ProfileFile = None,
+    json: Json = False,
+) -> None:
+    """Continue a run that was stopped or that crashed.
+
+    Every pipeline goes on from its newest checkpoint; the weights come out as if nothing had happened.
+
+    \b
+    Example: rlmux resume runs/demo
+    """
+    from rlmux.cli import folders
+
+    folders.check_run(folder)
+
+    from rlmux.cli import inputs
+    from rlmux.cli.live import Live
+    from rlmux.runtime import launch
+
+    spec = launch.spec_of(folder)
+    chosen, estimate_switch = inputs.policy_and_switches(spec.policy, profile)
+    with Live(spec, is_quiet=json) as live:
+        result = launch.resume_run(
+            spec,
+            folder,
+            policy=chosen,
+            estimate_switch=estimate_switch,
+            listeners=[live],
+            is_kept_open=keep_open,
+            address=address,
+        )
+    if result.was_over:
+        typer.echo("rlmux: nothing to resume: every pipeline is over", err=True)
+    _end(result, json)
+
+
+def chaos(
+    file: File,
+    kills: Annotated[int, typer.Option("--kills", min=1, help="Number of kills in all.")] = 20,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="Seed of the kinds and moments of the kills.")] = 0,
+    policy: PolicyName = None,
+    out: Out = None,
+    sets: Sets = None,
+    json: Json = False,
+) -> None:
+    """Kill parts of a run at random; compare the weights.
+
+    Runs the file undisturbed once, then with SIGKILLs of workers and the controller, resumed each time.
+
+    \b
+    Example: rlmux chaos examples/01_two_pipelines.yaml --kills 20 --seed 1 --set 'pipelines.*.steps=20'
+    """
+    from rlmux.cli import folders, inputs
+
+    spec = inputs.load_for_run(file, sets, policy)
+    folder = folders.choose(out, f"{Path(file).stem}-chaos")
+
+    from rlmux.cli import chaos as chaos_display
+    from rlmux.runtime.chaos import run_chaos
+
+    commands = chaos_display.commands_of(file, policy=spec.policy, sets=sets or ())
+    say = chaos_display.speaker(is_quiet=json)
+    result = run_chaos(commands, folder, num_kills=kills, seed=seed, say=say)
+    chaos_display.show_chaos(result, folder, as_json=json)
+    raise typer.Exit(0 if result.is_equal and not result.orphans else 1)
+
+
+def _end(result: RunResult, as_json: bool) -> None:
+    """Show a run that ended or was stopped, and exit accordingly."""
+    from rlmux.cli import tables
+    from rlmux.cli.exit_codes import INTERRUPTED
+
+    tables.show_run(result.summary, result.folder, as_json=as_json)
+    if not result.is_complete:
+        typer.echo(f"rlmux: stopped; resume with: rlmux resume {result.folder}", err=True)
+        raise typer.Exit(INTERRUPTED)
+    raise typer.Exit(tables.exit_code(result.summary))
