@@ -142,7 +142,7 @@ def measured(num_groups: int, policy: str, num_turns: int) -> dict[str, Any]:
     rate = len(seconds) / (backend.now_s() - begun_s)
     return {
         "policy": policy,
-        "groups": sum(bool(group.members) for group in scheduler.state.groups.values()),
+        "groups": scheduler.query.placement.num_groups,
         "placing_s": placing_s,
         "turn_ms": statistics.median(seconds) * 1e3,
         "turn_p99_ms": sorted(seconds)[int(len(seconds) * 0.99)] * 1e3,

@@ -43,7 +43,7 @@ class Driver:
         self._sequence = 0
 
     def _estimated(self, action: RunStage) -> float:
-        estimate = self.scheduler.state.runs[action.pipeline].pipeline.estimate
+        estimate = self.scheduler.query.pipeline(action.pipeline).pipeline.estimate
         assert estimate is not None
         return {Stage.GENERATE: estimate.rollout_s, Stage.UPDATE: estimate.train_s}.get(action.stage, 0.0)
 
@@ -81,7 +81,7 @@ class Driver:
         while self._heap:
             time_s, _, order = heapq.heappop(self._heap)
             action = self._orders.pop(order, None)
-            if action is None or order not in self.scheduler.state.orders:
+            if action is None or not self.scheduler.query.has_order(order):
                 continue
             if isinstance(action, Pause):
                 self.send(StagePaused(time_s=time_s, order=order, seconds=0.0))

@@ -10,7 +10,7 @@ from rlmux.policies import make_policy
 
 
 def status(driver, name: str) -> PipelineStatus:
-    return driver.scheduler.status(PipelineId(name))
+    return driver.scheduler.query.status(PipelineId(name))
 
 
 def test_a_pipeline_goes_on_from_its_last_version_on_what_is_left(builders):
@@ -42,7 +42,7 @@ def test_one_that_was_cancelled_leaves_with_the_node_that_ran_its_last_order(bui
     driver = builders.Driver(Scheduler(builders.cluster(), make_policy("rollmux")))
     driver.submit(builders.pipeline("a"), builders.pipeline("b"))
     driver.send(PipelineCancelled(time_s=0.5, pipeline=PipelineId("a")))
-    assert driver.scheduler.state.orders, "its order has not ended yet"
+    assert driver.scheduler.query.has_orders(), "its order has not ended yet"
     driver.send(NodeLost(time_s=0.6, node=NodeId("rollout", 0)))
     assert status(driver, "a") is PipelineStatus.CANCELLED
     assert Release(pipeline=PipelineId("a")) in driver.actions(Release)

@@ -99,8 +99,8 @@ def test_a_failed_pipeline_frees_its_share_and_the_other_does_not_notice(driver,
     driver.submit(builders.pipeline("bad"), builders.pipeline("good"))
     driver.send(PipelineFailed(time_s=0.5, pipeline=PipelineId("bad"), reason="reward raised"))
     assert driver.run() == 0.5 + 3 * 3.0
-    assert driver.scheduler.status(PipelineId("bad")) is PipelineStatus.FAILED
-    assert driver.scheduler.status(PipelineId("good")) is PipelineStatus.FINISHED
+    assert driver.scheduler.query.status(PipelineId("bad")) is PipelineStatus.FAILED
+    assert driver.scheduler.query.status(PipelineId("good")) is PipelineStatus.FINISHED
 
 
 def test_a_cancelled_pipeline_ends_its_orders_before_it_is_released(driver, builders):
@@ -109,7 +109,7 @@ def test_a_cancelled_pipeline_ends_its_orders_before_it_is_released(driver, buil
     assert not driver.actions(Release)
     driver.run()
     assert driver.actions(Release)
-    assert driver.scheduler.is_idle()
+    assert driver.scheduler.query.is_idle()
 
 
 def test_a_lost_rollout_worker_has_its_share_run_again(driver, builders):
@@ -122,17 +122,17 @@ def test_a_lost_rollout_worker_has_its_share_run_again(driver, builders):
         ("generate", 1, Switch.COLD),
     ]
     driver.run()
-    assert driver.scheduler.status(PipelineId("a")) is PipelineStatus.FINISHED
+    assert driver.scheduler.query.status(PipelineId("a")) is PipelineStatus.FINISHED
 
 
 def test_a_restarted_pipeline_goes_on_from_its_restored_step(driver, builders):
     driver.submit(builders.pipeline("a", num_steps=3))
-    while driver.scheduler.state.runs[PipelineId("a")].published_version < 2:
+    while driver.scheduler.query.pipeline(PipelineId("a")).published_version < 2:
         driver.step()
     driver.send(PipelineRestarted(time_s=driver.now_s, pipeline=PipelineId("a"), restored_step=1))
     assert driver.starts()[-1][2:] == ("generate", 2)
     driver.run()
-    assert driver.scheduler.status(PipelineId("a")) is PipelineStatus.FINISHED
+    assert driver.scheduler.query.status(PipelineId("a")) is PipelineStatus.FINISHED
 
 
 def test_states_of_unknown_size_alternate_on_a_device_by_warm_switches(driver, builders):
@@ -161,7 +161,7 @@ def test_a_third_pipeline_just_works(driver, builders):
     driver.submit(*(builders.pipeline(name) for name in "abc"))
     driver.run()
     assert len(driver.actions(Admit)) == 3
-    assert driver.scheduler.is_idle()
+    assert driver.scheduler.query.is_idle()
 
 
 def test_an_event_that_does_not_fit_raises_and_tells_the_story(driver, builders):

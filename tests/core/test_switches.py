@@ -70,7 +70,7 @@ def test_nobody_joins_a_group_in_which_switches_would_break_an_slo(builders, pol
                 name, rollout_s=1.5, train_s=1.5, slo_slowdown=1.1, switch=switch, footprint=SIX, num_steps=2
             )
         )
-    assert scheduler.ledger.num_groups == num_groups
+    assert scheduler.query.placement.num_groups == num_groups
     driver.run()
 
 
@@ -81,11 +81,11 @@ def test_a_group_knows_its_period_with_the_switches_in_it(builders):
         for name in "ab"
     ]
     builders.Driver(scheduler).submit(pair[0])
-    (alone,) = scheduler.ledger.groups()
+    (alone,) = scheduler.query.placement.groups()
     assert alone.period_s == pytest.approx(4.0)
     expected_s = alone.period_with(pair[1], alone.rollout_nodes, 0)
     builders.Driver(scheduler).submit(pair[1])
-    (both,) = scheduler.ledger.groups()
+    (both,) = scheduler.query.placement.groups()
     assert both.period_s == pytest.approx(expected_s) == pytest.approx(5.0)
 
 
@@ -134,7 +134,7 @@ def test_the_same_events_give_the_same_orders_again_whatever_was_learned_of_swit
     run = Switching(builders, scheduler, 0.4)
     run.driver.submit(*(builders.pipeline(name, num_steps=5, footprint=SIX) for name in "abc"))
     run.run()
-    learned = [one.history.estimates().switch_s(Phase.TRAIN) for one in scheduler.state.runs.values()]
+    learned = [scheduler.query.pipeline(name).estimates.switch_s(Phase.TRAIN) for name in scheduler.query.pipelines()]
     assert max(learned) == pytest.approx(0.4)
     again = Scheduler(pools(10.0), make_policy(policy))
     assert [action for event in run.driver.events for action in again.handle(event)] == list(run.driver.actions())
@@ -195,14 +195,14 @@ def one_device(builders, *, memory_bytes: float, switch: SwitchEstimate | None):
     driver = builders.Driver(scheduler)
     footprint = Footprint(rollout_device_bytes=2.0, train_device_bytes=2.0)
     driver.submit(*(builders.pipeline(n, rollout_s=40.0, switch=switch, footprint=footprint) for n in "ab"))
-    (share,) = scheduler.state.orders.values()
+    (share,) = scheduler.query.orders()
     driver.send(idle(share, 1.0))
     driver.send(StagePaused(time_s=1.0, order=share.id, seconds=0.5, is_waiting=True))
     driver.send(ReplyArrived(time_s=2.0, pipeline=share.pipeline, device=DeviceId("gpu", 0, 0)))
-    (other,) = scheduler.state.orders.values()
+    (other,) = scheduler.query.orders()
     driver.send(StagePaused(time_s=3.0, order=other.id, seconds=0.5, is_waiting=True))
     driver.send(ReplyArrived(time_s=4.0, pipeline=other.pipeline, device=DeviceId("gpu", 0, 0)))
-    (share,) = scheduler.state.orders.values()
+    (share,) = scheduler.query.orders()
     return driver, share
 
 

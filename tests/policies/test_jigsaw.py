@@ -17,7 +17,7 @@ from rlmux.core.events import (
 from rlmux.core.model import Cluster, DeviceId, Footprint, Phase, Pool, Stage
 from rlmux.core.scheduler import Scheduler
 from rlmux.core.sharing import SharingEntry, SharingTable
-from rlmux.core.state import ReadyWork
+from rlmux.core.state import WorkState
 from rlmux.policies.jigsaw import Jigsaw
 from rlmux.policies.rlmux import RlMux
 from rlmux.policies.static_sharing import mux_all, serial
@@ -42,7 +42,7 @@ def started(actions) -> list[tuple[str, str, int]]:
 def order_of(scheduler: Scheduler, pipeline: str, node: int, stage: Stage = Stage.GENERATE):
     return next(
         order
-        for order in scheduler.state.orders.values()
+        for order in scheduler.query.orders()
         if order.pipeline == pipeline and order.stage is stage and order.devices[0].node == node
     )
 
@@ -61,20 +61,20 @@ def test_everyone_rolls_out_on_all_nodes_and_trains_on_the_least_loaded(builders
     scheduler = Scheduler(builders.cluster(), Jigsaw())
     driver = builders.Driver(scheduler)
     driver.submit(builders.pipeline("a"), builders.pipeline("b"))
-    runs = scheduler.state.runs
-    assert runs["a"].rollout_devices == runs["b"].rollout_devices
-    assert len(runs["a"].rollout_devices) == 2
-    assert runs["a"].train_devices != runs["b"].train_devices
+    a, b = (scheduler.query.pipeline(name) for name in "ab")
+    assert a.rollout_devices == b.rollout_devices
+    assert len(a.rollout_devices) == 2
+    assert a.train_devices != b.train_devices
 
 
 def test_nobody_joins_where_one_after_another_would_break_an_slo(builders):
     scheduler = Scheduler(one_pool(), Jigsaw())
     driver = builders.Driver(scheduler)
     driver.submit(builders.pipeline("a", slo_slowdown=1.5), builders.pipeline("b"))
-    assert scheduler.status("b") == "waiting"
-    assert "SLO" in scheduler.state.runs["b"].reason
+    assert scheduler.query.status("b") == "waiting"
+    assert "SLO" in scheduler.query.reason("b")
     driver.run()
-    assert scheduler.status("b") == "finished"
+    assert scheduler.query.status("b") == "finished"
 
 
 @pytest.mark.parametrize("policy", [Jigsaw(), Jigsaw(looks_ahead=False), serial(), mux_all(), RlMux()])
@@ -83,7 +83,7 @@ def test_two_pipelines_end_whatever_shares_their_devices(builders, policy):
     driver = builders.Driver(scheduler)
     driver.submit(builders.pipeline("a", staleness=1), builders.pipeline("b", rollout_s=3.0))
     driver.run()
-    assert scheduler.is_idle()
+    assert scheduler.query.is_idle()
     assert driver.now_s < 3 * (2 + 1 + 3 + 1)
 
 
@@ -105,16 +105,16 @@ def test_a_tail_leaves_for_its_sibling_so_that_another_pipeline_can_train(builde
     actions = report(driver, tail, 11.5, 4)
     paused = [a for a in (*driver.actions(Pause), *actions) if isinstance(a, Pause)]
     assert [a.order for a in paused[:1]] == [tail.id]
-    if tail.id in scheduler.state.orders:
+    if scheduler.query.has_order(tail.id):
         driver.send(StagePaused(time_s=11.6, order=tail.id, seconds=7.5))
     moves = driver.actions(MigrateShard)
     assert [(move.source.node, move.target.node) for move in moves] == [(0, 1)]
     driver.send(TrajectoriesMigrated(time_s=11.7, order=moves[0].order, num_trajectories=4, seconds=0.1))
     assert order_of(scheduler, "b", 0, Stage.UPDATE)
-    target = scheduler.state.runs["a"].open_shares
-    assert [share is None for share in target.values()] == [True, False]
+    states = [scheduler.query.shard_state("a", DeviceId("gpu", node, 0)) for node in (0, 1)]
+    assert [state is WorkState.DONE for state in states] == [True, False]
     driver.run()
-    assert scheduler.is_idle()
+    assert scheduler.query.is_idle()
 
 
 def test_no_tail_moves_where_contexts_make_it_too_dear(builders):
@@ -158,8 +158,8 @@ def test_reports_that_change_nothing_are_not_planned_anew(builders):
     scheduler = Scheduler(one_pool(1), Jigsaw())
     driver = builders.Driver(scheduler)
     driver.submit(builders.pipeline("a"), builders.pipeline("b"))
-    order = next(iter(scheduler.state.orders.values()))
-    (group,) = scheduler.state.groups.values()
+    order = scheduler.query.orders()[0]
+    (group,) = scheduler.query.groups()
     report(driver, order, 0.5, 40)
     planned = group.planned
     report(driver, order, 0.6, 39)
@@ -173,8 +173,9 @@ def test_rlmux_keeps_turns_where_pools_are_apart_and_sub_stages_where_they_are_n
     builders.Driver(apart).submit(builders.pipeline("a"))
     shared = Scheduler(one_pool(), RlMux())
     builders.Driver(shared).submit(builders.pipeline("a"), builders.pipeline("b"))
-    assert set(apart.state.runs["a"].train_devices).isdisjoint(apart.state.runs["a"].rollout_devices)
-    assert shared.state.runs["b"].train_devices[0] in shared.state.runs["a"].rollout_devices
+    alone = apart.query.pipeline("a")
+    assert set(alone.train_devices).isdisjoint(alone.rollout_devices)
+    assert shared.query.pipeline("b").train_devices[0] in shared.query.pipeline("a").rollout_devices
 
 
 def test_the_growth_of_a_gathered_share_is_learned(builders):
@@ -247,8 +248,7 @@ def test_a_waiting_share_whose_worker_dies_is_ready_at_once(builders):
     scheduler, driver, share, _ = waiting_for_tools(builders)
     driver.send(StagePaused(time_s=1.0, order=share.id, seconds=0.5, is_waiting=True))
     driver.send(WorkerLost(time_s=1.5, pipeline="a", device=share.devices[0]))
-    (work,) = [work for work in scheduler.state.runs["a"].open_shares.values() if isinstance(work, ReadyWork)]
-    assert not work.is_waiting
+    assert scheduler.query.shard_state("a", share.devices[0]) is WorkState.READY
 
 
 def test_no_device_is_kept_for_a_share_that_waits_for_tools(builders):
@@ -280,7 +280,7 @@ def test_a_ready_share_whose_device_is_held_begins_on_a_free_one(builders):
     actions = driver.send(TrajectoriesMigrated(time_s=2.0, order=move.order, num_trajectories=8, seconds=0.0))
     assert started(actions) == [("b", "generate", 1)]
     driver.run()
-    assert scheduler.is_idle()
+    assert scheduler.query.is_idle()
 
 
 def test_a_running_share_makes_room_for_training_where_another_device_is_free(builders):
@@ -300,7 +300,7 @@ def test_a_running_share_makes_room_for_training_where_another_device_is_free(bu
     assert (move.source.node, move.target.node) == (0, 1)
     assert started(actions) == [("a", "update", 0)]
     driver.run()
-    assert scheduler.is_idle()
+    assert scheduler.query.is_idle()
 
 
 def test_the_curve_of_a_share_that_went_to_a_free_device_is_learned_as_that_of_a_whole_one(builders):
@@ -329,8 +329,8 @@ def test_what_is_known_of_a_share_goes_with_it_to_a_device_that_gave_its_own_awa
 
 def asked_migrations(scheduler) -> list[int]:
     """The node that each shard was asked to migrate to, pausing and paused ones."""
-    works = [work for group in scheduler.state.groups.values() for work in group.ready.values()]
-    return [one.migrate_to.node for one in (*scheduler.state.orders.values(), *works) if one.migrate_to is not None]
+    work = (*scheduler.query.orders(), *scheduler.query.ready_work())
+    return [one.migrate_to.node for one in work if one.migrate_to is not None]
 
 
 def test_a_migration_that_comes_to_nothing_is_forgotten_with_its_order(builders):

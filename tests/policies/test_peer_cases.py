@@ -28,16 +28,15 @@ def driver_of(builders, policy="rlmux", **pools):
 
 
 def running(driver, phase=None):
-    return [order for order in driver.scheduler.state.orders.values() if phase in (None, order.phase)]
+    return [order for order in driver.scheduler.query.orders() if phase in (None, order.phase)]
 
 
 def assert_nothing_grantable_waits(driver, *, may_wait_for_turn):
     """No device is free while work is ready that needs nothing else; a strict turn may hold one."""
-    devices = driver.scheduler.state.devices
-    for group in driver.scheduler.state.groups.values():
-        for work in group.ready.values():
-            is_free = not any(devices[device].orders for device in work.devices)
-            assert not is_free or may_wait_for_turn, f"{work} waits beside free devices"
+    query = driver.scheduler.query
+    for work in query.ready_work():
+        is_free = not any(query.held_fraction(device) for device in work.devices)
+        assert not is_free or may_wait_for_turn, f"{work} waits beside free devices"
 
 
 def assert_stopped_only_to_move(driver):
@@ -64,8 +63,7 @@ def test_rb04_progress_of_the_real_run_replaces_a_wrong_estimate(builders):
     driver.submit(builders.pipeline("a", rollout_s=1000.0, train_s=1.0, num_steps=4))
     for _ in range(4):
         driver.step()
-    history = driver.scheduler.state.runs[PipelineId("a")].history
-    assert history.estimates().share_s == 5.0
+    assert driver.scheduler.query.pipeline(PipelineId("a")).estimates.share_s == 5.0
 
 
 @pytest.mark.parametrize("policy", SHARING)
@@ -74,7 +72,7 @@ def test_rb05_rb06_a_newcomer_is_served_without_any_order_being_stopped(builders
     driver.submit(builders.pipeline("a", num_steps=3), builders.pipeline("b", num_steps=3))
     driver.run()
     assert_stopped_only_to_move(driver)
-    assert {driver.scheduler.status(PipelineId(name)) for name in "ab"} == {PipelineStatus.FINISHED}
+    assert {driver.scheduler.query.status(PipelineId(name)) for name in "ab"} == {PipelineStatus.FINISHED}
 
 
 def test_rb05_the_one_with_most_left_gets_the_next_devices(builders):
@@ -101,7 +99,7 @@ def test_rb08_training_takes_exactly_the_devices_it_asks_for(builders):
     driver.step()
     (order,) = running(driver, Phase.TRAIN)
     assert len(order.devices) == 2
-    assert driver.scheduler.ledger.num_free_nodes(Phase.TRAIN) == 2
+    assert driver.scheduler.query.placement.num_free_nodes(Phase.TRAIN) == 2
 
 
 def test_rb09_a_rollout_starts_on_what_another_ones_training_leaves(builders):
@@ -132,17 +130,18 @@ def test_rb11_one_that_goes_at_any_moment_leaks_nothing_and_the_other_goes_on(bu
     driver.submit(builders.pipeline("a"), builders.pipeline("b", num_steps=6))
     for _ in range(num_events):
         driver.step()
-    if driver.scheduler.status(PipelineId("a")) is PipelineStatus.RUNNING:
+    if driver.scheduler.query.status(PipelineId("a")) is PipelineStatus.RUNNING:
         gone = {
             "cancelled": PipelineCancelled(time_s=driver.now_s, pipeline=PipelineId("a")),
             "failed": PipelineFailed(time_s=driver.now_s, pipeline=PipelineId("a"), reason="NaN"),
         }
         driver.send(gone[how])
     driver.run()
-    assert driver.scheduler.status(PipelineId("b")) is PipelineStatus.FINISHED
+    assert driver.scheduler.query.status(PipelineId("b")) is PipelineStatus.FINISHED
     assert len(driver.actions(Release)) == 2
-    assert all(not device.orders for device in driver.scheduler.state.devices.values())
-    assert driver.scheduler.ledger.num_pipelines == 0
+    query = driver.scheduler.query
+    assert all(not query.held_fraction(device) for device in query.devices())
+    assert driver.scheduler.query.placement.num_pipelines == 0
 
 
 @pytest.mark.parametrize("num_active", [0, 3, 100])
@@ -151,8 +150,7 @@ def test_rb12_what_is_left_of_a_share_is_never_negative(builders, num_active):
     driver.submit(builders.pipeline("a", rollout_s=2.0))
     (order,) = running(driver, Phase.ROLLOUT)
     driver.send(ChunkFinished(time_s=1.9, order=order.id, num_active=num_active, num_waiting=0, seconds=1.9))
-    history = driver.scheduler.state.runs[PipelineId("a")].history
-    left = history.estimates().remaining_time(num_active, 50.0)
+    left = driver.scheduler.query.pipeline(PipelineId("a")).estimates.remaining_time(num_active, 50.0)
     assert 0.0 <= left.low_s <= left.median_s <= left.high_s
 
 
@@ -178,8 +176,8 @@ def test_rb15_progress_is_kept_by_device_and_added_up(builders):
     first, second = running(driver, Phase.ROLLOUT)
     for order, num_active in ((first, 20), (second, 80)):
         driver.send(ChunkFinished(time_s=0.5, order=order.id, num_active=num_active, num_waiting=0, seconds=0.5))
-    history = driver.scheduler.state.runs[PipelineId("a")].history
-    assert [history.live(order.devices[0])[0] for order in (first, second)] == [20, 80]
+    member = driver.scheduler.query.pipeline(PipelineId("a"))
+    assert [member.live_share(order.devices[0])[0] for order in (first, second)] == [20, 80]
 
 
 @pytest.mark.parametrize("policy", SHARING)
@@ -213,7 +211,7 @@ def test_rb19_rb22_no_device_idles_beside_ready_work_and_everybody_gets_a_share(
         if not driver.step():
             break
     assert placed
-    assert all(driver.scheduler.status(PipelineId(name)) is PipelineStatus.FINISHED for name in names)
+    assert all(driver.scheduler.query.status(PipelineId(name)) is PipelineStatus.FINISHED for name in names)
 
 
 @pytest.mark.parametrize("policy", SHARING)
@@ -293,7 +291,8 @@ def test_rb27_all_is_well_after_every_one_of_ten_thousand_events(builders, polic
     driver = driver_of(builders, policy, rollout=3, train=2)
     number = 0
     while len(driver.events) < 10_000:
-        alive = [name for name, run in driver.scheduler.state.runs.items() if run.status is PipelineStatus.RUNNING]
+        query = driver.scheduler.query
+        alive = [name for name in query.pipelines() if query.status(name) is PipelineStatus.RUNNING]
         draw = generator.random()
         if len(alive) < 5 and draw < 0.1:
             seconds = {key: generator.uniform(0.5, 9.0) for key in ("rollout_s", "train_s")}

@@ -128,7 +128,7 @@ def run(
     names = [one.pipeline.id for one in submissions]
     return Run(
         sha256={name: backend.weights_sha256(name) for name in names},
-        status={name: scheduler.status(name).value for name in names},
+        status={name: scheduler.query.status(name).value for name in names},
         recorder=recorder,
         scheduler=scheduler,
     )

@@ -42,8 +42,8 @@ class Cancelling(FakeBackend):
     def poll(self, timeout_s: float) -> Any:
         while self._cancels and self._cancels[0][0] <= self.now_s():
             _, pipeline = self._cancels.pop(0)
-            run = self._scheduler.state.runs.get(pipeline)
-            if run is not None and run.status is PipelineStatus.RUNNING:
+            query = self._scheduler.query
+            if pipeline in query and query.status(pipeline) is PipelineStatus.RUNNING:
                 return [PipelineCancelled(time_s=self.now_s(), pipeline=pipeline)], ()
         return super().poll(timeout_s)
 

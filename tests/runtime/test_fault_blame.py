@@ -80,7 +80,8 @@ def test_whatever_user_code_does_its_pipeline_alone_fails(real, make_backend, go
         assert all(word in reasons[name] for word in words), reasons[name]
         assert "\n" not in reasons[name]
         assert logged in (tmp_path / "run" / name / "workers.log").read_text()
-    assert all(not device.orders and not device.residents for device in run.scheduler.state.devices.values())
+    query = run.scheduler.query
+    assert all(not query.held_fraction(device) and not query.num_residents(device) for device in query.devices())
 
 
 def test_numbers_that_blow_up_fail_their_pipeline(real, make_backend, good, alone, tmp_path):
@@ -145,4 +146,5 @@ def test_a_prompt_that_crashes_the_engine_each_time_fails_its_pipeline_alone(
     log = (tmp_path / "run" / "poisoned" / "workers.log").read_text()
     assert log.count("Fatal Python error: Aborted") == 3
     assert "my_poisonable_worker.py" in log
-    assert all(not device.orders and not device.residents for device in run.scheduler.state.devices.values())
+    query = run.scheduler.query
+    assert all(not query.held_fraction(device) and not query.num_residents(device) for device in query.devices())

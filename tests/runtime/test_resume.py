@@ -222,7 +222,7 @@ def test_state_is_a_fold_over_the_log(real, pair, undisturbed, stopped, tmp_path
                         break
                     expected.append(encode(after.value))
                 assert [encode(action) for action in scheduler.handle(entry.value)] == expected
-    assert scheduler.status(pair[0].pipeline.id) is PipelineStatus.FINISHED
+    assert scheduler.query.status(pair[0].pipeline.id) is PipelineStatus.FINISHED
 
 
 def test_what_a_run_writes_is_the_users_alone_and_holds_no_pickle(undisturbed, stopped):

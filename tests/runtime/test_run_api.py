@@ -64,8 +64,8 @@ class Run:
             client.join()
 
     def is_over(self, name: str) -> bool:
-        run = self.scheduler.state.runs.get(PipelineId(name))
-        return run is not None and run.status.value not in ("waiting", "running")
+        query, pipeline = self.scheduler.query, PipelineId(name)
+        return pipeline in query and query.status(pipeline).value not in ("waiting", "running")
 
 
 def parse(real: Any) -> Any:
@@ -103,7 +103,7 @@ def test_a_submitted_pipeline_is_placed_runs_and_leaves(going, real):
     (placed,) = going.answers[0]["pipelines"]
     assert (placed["pipeline"], placed["outcome"]) == ("b", "placed")
     assert placed["rollout_nodes"] == ["rollout-0"]
-    assert going.scheduler.status(PipelineId("b")).value == "finished"
+    assert going.scheduler.query.status(PipelineId("b")).value == "finished"
     orders = [action for action in going.backend.executed if isinstance(action, RunStage)]
     assert {order.step for order in orders if order.pipeline == "b"} == {0, 1, 2, 3}
 
@@ -115,7 +115,7 @@ def test_a_pipeline_that_can_never_fit_is_refused_with_the_numbers_and_disturbs_
     assert "4" in refused["reason"]
     assert "1" in refused["reason"]
     assert any(isinstance(action, Refuse) for action in going.backend.executed)
-    assert going.scheduler.status(PipelineId("a")).value == "finished"
+    assert going.scheduler.query.status(PipelineId("a")).value == "finished"
 
 
 def test_what_cannot_be_read_is_refused_and_leaves_no_trace(going, real):
@@ -137,9 +137,9 @@ def test_what_was_taken_is_in_the_log_before_anything_of_it_starts(going, real):
 def test_a_cancelled_pipeline_ends_at_a_safe_point_and_gives_its_nodes_back(going, real):
     going.run([], submit("b 100000"), cancel("b"), submit("c 1"), until=lambda: going.is_over("c"))
     assert going.answers[1]["outcome"] == "ends at its next safe point"
-    assert going.scheduler.status(PipelineId("b")).value == "cancelled"
+    assert going.scheduler.query.status(PipelineId("b")).value == "cancelled"
     assert Release(pipeline=PipelineId("b")) in going.backend.executed
-    assert going.scheduler.status(PipelineId("c")).value == "finished"
+    assert going.scheduler.query.status(PipelineId("c")).value == "finished"
 
 
 def test_a_pipeline_that_is_still_to_come_is_shown_and_can_be_struck_off(going, real):
@@ -165,7 +165,8 @@ def test_pipelines_come_and_go_and_those_that_stay_train_the_same_weights(real, 
     )
     assert [one["outcome"] for one in going.answers[0]["pipelines"]] == ["placed", "placed"]
     assert going.answers[2]["pipelines"][0]["outcome"] == "refused"
-    status = {name: run.status.value for name, run in going.scheduler.state.runs.items()}
+    query = going.scheduler.query
+    status = {name: query.status(name).value for name in query.pipelines()}
     assert status == {"stays": "finished", "comes": "finished", "goes": "cancelled", "big": "refused"}
     assert {name: going.backend.weights_sha256(name) for name in ("stays", "comes")} == alone.sha256
 

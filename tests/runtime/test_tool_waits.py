@@ -18,7 +18,7 @@ def test_a_rollout_whose_slots_all_wait_for_tools_asks_nothing_of_its_worker(rea
     # Long enough for it to learn to ask.
     config = replace(slow.config, sft_warmup=SftWarmupConfig(num_updates=100, batch_size=32, learning_rate=5e-3))
     run = real.run(tmp_path, [replace(slow, config=config)], make_backend=make_backend)
-    assert run.status == {"slow": "finished"}, run.scheduler.state.runs["slow"].reason
+    assert run.status == {"slow": "finished"}, run.scheduler.query.reason("slow")
     rollouts = {a.order for a in run.recorder.actions if isinstance(a, RunStage) and a.stage is Stage.GENERATE}
     stalled = [
         e.order

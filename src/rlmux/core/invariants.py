@@ -1,9 +1,10 @@
 """All is well: what must hold after every event, checked from scratch.
 
 1. A device's leases never exceed it, and every lease belongs to an order that computes there.
-2. State resident on a device fits it, and whoever computes there is resident there.
+2. State resident on a device fits it, and the state that an order computes with is resident there.
 3. Every order belongs to a running (or cancelled, draining) pipeline of the device's group.
-4. A rollout share is in exactly one place: ready, ordered, or done; a training stage likewise.
+4. A shard or a training stage is in its group's ready work exactly while it is READY or WAITING_FOR_ENV, and has an
+   order exactly while it is RUNNING, PAUSING or MIGRATING; that order names it.
 5. On-policy: a rollout that is open samples from a version that is published, within the staleness bound.
 6. A migration that was asked for belongs to a rollout that is pausing, and its target has a shard of the same step.
 7. Placement adds up (the ledger's own check).
@@ -13,7 +14,7 @@ from __future__ import annotations
 
 from rlmux.core.model import Phase, PipelineStatus
 from rlmux.core.scheduler import Scheduler
-from rlmux.core.state import OrderStatus, PipelineRun, ReadyWork, SchedulerState
+from rlmux.core.state import PipelineRun, ReadyWork, RolloutShard, SchedulerState, TrainingStage, WorkState
 
 _TOLERANCE = 1e-9
 
@@ -22,11 +23,12 @@ def check(scheduler: Scheduler) -> None:
     """Raises AssertionError naming the first invariant that does not hold."""
     state = scheduler.state
     _check_devices(scheduler)
-    _check_ready_lists(state)
+    _check_ready_work(state)
     _check_asked_migrations(state)
     for run in state.runs.values():
         if run.status is PipelineStatus.RUNNING:
             _check_run(state, run)
+        assert (run.status is PipelineStatus.WAITING) == (run.pipeline.id in state.waiting), f"{run.pipeline.id} waits"
     scheduler.ledger.check()
 
 
@@ -50,24 +52,38 @@ def _check_devices(scheduler: Scheduler) -> None:
                 assert order.id in state.devices[device_id].orders, f"order {order.id} computes without a lease"
 
 
-def _check_ready_lists(state: SchedulerState) -> None:
+def _check_ready_work(state: SchedulerState) -> None:
     for group in state.groups.values():
         assert group.members, f"group {group.id} is empty"
-        for sequence, work in group.ready.items():
-            assert sequence == work.sequence
-            run = group.members[work.pipeline]
-            place = run.open_shares.get(work.devices[0]) if work.phase is Phase.ROLLOUT else run.train_work
-            assert place is work, f"{work} is listed as ready, but its pipeline says {place}"
+        for sequence, ready in group.ready.items():
+            assert sequence == ready.sequence
+            run = group.members[ready.pipeline]
+            work = run.shards[ready.devices[0]] if ready.phase is Phase.ROLLOUT else run.training
+            assert work.work is ready, f"{ready} is listed as ready, but its pipeline says {work}"
+            _check_work(state, group.ready, work)
+
+
+def _check_work(state: SchedulerState, ready: dict[int, ReadyWork], work: RolloutShard | TrainingStage) -> None:
+    is_ready = work.state in (WorkState.READY, WorkState.WAITING_FOR_ENV)
+    is_listed = work.work is not None and ready.get(work.work.sequence) is work.work
+    assert is_ready == is_listed, f"{work} is listed as ready: {is_listed}"
+    if is_ready and work.work is not None:
+        assert work.work.is_waiting == (work.state is WorkState.WAITING_FOR_ENV), f"{work} is seen as {work.work}"
+    is_ordered = work.state in (WorkState.RUNNING, WorkState.PAUSING, WorkState.MIGRATING)
+    assert is_ordered == (work.order is not None), f"{work} has order {work.order}"
+    if work.order is not None:
+        order = state.orders[work.order]
+        assert order.work is work, f"order {order} does not name {work}"
+        assert (order.migrates_from is not None) == (work.state is WorkState.MIGRATING), f"{work} has order {order}"
 
 
 def _check_asked_migrations(state: SchedulerState) -> None:
-    for order in state.orders.values():
-        if order.migrate_to is not None and state.runs[order.pipeline].status is PipelineStatus.RUNNING:
-            assert order.status is OrderStatus.PAUSING, f"order {order.id} is to migrate without being paused"
-            assert order.phase is Phase.ROLLOUT, f"order {order.id} is to migrate and is no rollout"
-            assert order.migrate_to not in order.devices, f"order {order.id} is to migrate to where it is"
-            shards = state.runs[order.pipeline].open_shares
-            assert order.migrate_to in shards, f"order {order.id} is to migrate to {order.migrate_to}, without a shard"
+    for run in state.runs.values():
+        for shard in run.shards.values():
+            if shard.migrate_to is not None:
+                assert shard.state is WorkState.PAUSING, f"{shard} is to migrate without being paused"
+                assert shard.migrate_to != shard.device, f"{shard} is to migrate to where it is"
+                assert shard.migrate_to in run.shards, f"{shard} is to migrate to {shard.migrate_to}, without a shard"
     for group in state.groups.values():
         for work in group.ready.values():
             assert work.migrate_to is None, f"{work} is still to migrate"
@@ -77,18 +93,17 @@ def _check_run(state: SchedulerState, run: PipelineRun) -> None:
     pipeline = run.pipeline
     assert run.placement is not None
     group = state.groups[run.placement.group]
-    for device, share in run.open_shares.items():
-        if isinstance(share, ReadyWork):
-            assert group.ready.get(share.sequence) is share, f"{pipeline.id}: share {share} is in no ready list"
-        elif share is not None:
-            order = state.orders[share]
-            places = (*order.devices, order.migrates_from)
-            assert device in places, f"{pipeline.id}: share on {device} has order {order}"
-    if isinstance(run.train_work, ReadyWork):
-        assert group.ready.get(run.train_work.sequence) is run.train_work
-    elif run.train_work is not None:
-        assert state.orders[run.train_work].phase is Phase.TRAIN
-    if run.open_shares:
+    for device, shard in run.shards.items():
+        assert shard.device == device, f"{pipeline.id}: {shard} is filed under {device}"
+        assert shard.work.step == run.rollout_step, f"{pipeline.id}: {shard} is of another step"
+        _check_work(state, group.ready, shard)
+        if shard.order is not None:
+            order = state.orders[shard.order]
+            assert device in (*order.devices, order.migrates_from), f"{pipeline.id}: {shard} has order {order}"
+    _check_work(state, group.ready, run.training)
+    if run.training.order is not None:
+        assert state.orders[run.training.order].phase is Phase.TRAIN
+    if run.shards:
         lag = run.rollout_step - 1 - max(run.published_version, 0)
         assert run.published_version >= 0, f"{pipeline.id} samples before its first version is published"
         assert lag <= pipeline.staleness, f"{pipeline.id} samples step {run.rollout_step} {lag} versions behind"

@@ -243,7 +243,7 @@ class Placement:
 
 
 class PipelineStatus(StrEnum):
-    """Where a pipeline is in its life; `transitions.py` has the legal moves."""
+    """Where a pipeline is in its life; `step_machine.py` has the legal moves."""
 
     WAITING = "waiting"
     """Submitted; nothing is free that would take it yet."""

@@ -302,6 +302,21 @@ class PlacementView:
     def placement(self, pipeline_id: PipelineId) -> Placement:
         return self._ledger.placement(pipeline_id)
 
+    def member(self, pipeline_id: PipelineId) -> Member:
+        return self._ledger.member(pipeline_id)
+
+    def __contains__(self, pipeline_id: PipelineId) -> bool:
+        """Whether the pipeline is placed."""
+        return pipeline_id in self._ledger
+
+    @property
+    def usd_per_hour(self) -> float:
+        """Price of all nodes in use."""
+        return self._ledger.usd_per_hour
+
+    def num_nodes_in_use(self, pool: str) -> int:
+        return self._ledger.num_nodes_in_use(pool)
+
     def was_searched_in_vain(self, pipelines: tuple[PipelineId, ...]) -> bool:
         """Whether a `FruitlessSearch` of exactly these, in this order, was reported before."""
         return self._ledger.was_searched_in_vain(pipelines)

@@ -1,14 +1,14 @@
-"""What the scheduler remembers. Mutable, and owned by `Scheduler` alone: nobody else holds one of these.
+"""What the scheduler remembers. Mutable, and owned by `Scheduler` and its parts alone.
 
 SchedulerState
 ├── runs:    pipeline ─▶ PipelineRun      where each pipeline is in its steps
+│                        ├── shards       the open rollout: device ─▶ RolloutShard
+│                        └── training     TrainingStage, one at a time
 ├── groups:  group    ─▶ GroupState       its members in cyclic order, its ready work
-├── devices: device   ─▶ DeviceState      who computes there, whose state is resident
+├── devices: device   ─▶ DeviceState      which orders compute there, whose state is resident
 └── orders:  order    ─▶ Order            what was ordered and has not ended
 
-a rollout share (one step's trajectories on one device):  CLOSED ─▶ READY ─▶ RUNNING ─▶ DONE
-                                                                      ▲         │
-                                                                      └─ paused ┘
+`step_machine` holds the legal moves of shards, training stages and pipelines, and makes all of them.
 """
 
 from __future__ import annotations
@@ -32,6 +32,24 @@ from rlmux.core.model import (
 )
 
 
+class WorkState(StrEnum):
+    """Where a rollout shard or a training stage is in its life."""
+
+    __hash__ = str.__hash__  # an Enum's own is Python code, and these are the keys of every move
+
+    READY = "ready"
+    """It could start now, were its devices free."""
+    WAITING_FOR_ENV = "waiting_for_env"
+    """A paused shard of which every trajectory waits for its environment: started, it would compute nothing yet."""
+    RUNNING = "running"
+    PAUSING = "pausing"
+    """Its order was told to pause and has not ended."""
+    MIGRATING = "migrating"
+    """A shard whose trajectories are on their way to another device."""
+    DONE = "done"
+    """Nothing of it is left to do in this step."""
+
+
 @dataclass(frozen=True, slots=True)
 class ReadyWork:
     """Work that could start now, were its devices free. Frozen: policies see these."""
@@ -41,22 +59,58 @@ class ReadyWork:
     stage: Stage
     phase: Phase
     devices: tuple[DeviceId, ...]
-    """One for a share of a rollout, every training device for a training stage."""
+    """One device for a rollout shard, every training device for a training stage."""
     since_s: float
+    """Time at which it became ready."""
     sequence: int
     """Total order of becoming ready: ties in time are broken on purpose."""
     is_continuation: bool
-    """Its phase has begun: an earlier training stage of the step ran, or this share was paused."""
+    """Its phase has begun: an earlier training stage of the step ran, or this shard was paused."""
     is_waiting: bool = False
-    """A paused shard of which every trajectory waits for its environment: started, it would compute nothing yet."""
+    """A shard in state WAITING_FOR_ENV."""
     migrate_to: DeviceId | None = None
     """The device to which this shard was paused to migrate. Set while the policy is asked once: it makes the migration,
     or the shard is ready like any other."""
 
 
-class OrderStatus(StrEnum):
-    RUNNING = "running"
-    PAUSING = "pausing"
+@dataclass(slots=True)
+class RolloutShard:
+    """The part of a step's rollout that one device has."""
+
+    work: ReadyWork
+    """What policies see of it while it is READY or WAITING_FOR_ENV; the last such value afterwards."""
+    state: WorkState = WorkState.READY
+    order: OrderId | None = None
+    """The order that runs or migrates it; None where there is none."""
+    migrate_to: DeviceId | None = None
+    """The device to which it is to migrate once it is paused; set only while it is PAUSING."""
+
+    @property
+    def device(self) -> DeviceId:
+        return self.work.devices[0]
+
+    @property
+    def is_ready(self) -> bool:
+        """It is in its group's ready work, with or without something to compute."""
+        return self.state is WorkState.READY or self.state is WorkState.WAITING_FOR_ENV
+
+
+@dataclass(slots=True)
+class TrainingStage:
+    """The training of a pipeline: one stage of one step at a time. DONE between two steps."""
+
+    work: ReadyWork | None = None
+    """What policies see of it while it is READY; the last such value afterwards. None before the first."""
+    state: WorkState = WorkState.DONE
+    order: OrderId | None = None
+    """The order that runs it; None where there is none."""
+    index: int | None = None
+    """Number of the stage among the pipeline's training stages; None between steps and for the SFT warm-up."""
+
+    @property
+    def is_open(self) -> bool:
+        """A stage of it is ready or runs."""
+        return self.state is not WorkState.DONE
 
 
 @dataclass(slots=True)
@@ -70,26 +124,33 @@ class Order:
     phase: Phase
     devices: tuple[DeviceId, ...]
     device_fraction: float
+    """Part of each device that it may use; 0 for one that leases no device."""
     started_s: float
-    status: OrderStatus = OrderStatus.RUNNING
+    work: RolloutShard | TrainingStage | None = None
+    """What it runs or migrates; None for rewards and publications."""
     migrates_from: DeviceId | None = None
-    """Set for a MigrateShard: `devices` is then its target, and it leases nothing."""
+    """Source of a MigrateShard: `devices` is then its target, and it leases nothing. None for a RunStage."""
     is_fresh: bool = False
-    """Of a MigrateShard: the share had not begun."""
+    """A MigrateShard of a shard that had not begun."""
     switch: Switch = Switch.NONE
     slowdown: float = 1.0
-    """Expected at its device fraction beside whoever shares its devices."""
-    paced_s: float = 0.0
-    """Since when it has that slowdown."""
+    """Expected at its device fraction beside the orders that share its devices."""
+    rate_since_s: float = 0.0
+    """Time from which it has had that slowdown."""
     solo_s: float = 0.0
-    """Seconds up to then, each divided by the slowdown of its time."""
-    migrate_to: DeviceId | None = None
-    """The device to which the shard migrates once this order has paused; set only while it is PAUSING."""
+    """Seconds up to `rate_since_s`, each divided by the slowdown of its time."""
     num_active: int | None = None
+    """Sequences decoding at the last progress report; None before the first."""
     num_waiting: int = 0
+    """Sequences waiting for a slot at the last progress report."""
     num_waiting_for_env: int = 0
+    """Sequences waiting for their environment at the last progress report."""
     tokens: int = 0
-    """The last progress report; None before the first."""
+    """Tokens since it began, at the last progress report."""
+
+    @property
+    def is_pausing(self) -> bool:
+        return self.work is not None and self.work.state is WorkState.PAUSING
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +170,7 @@ class GroupLook:
 class DeviceState:
     id: DeviceId
     orders: dict[OrderId, float] = field(default_factory=dict)
-    """Level of each order computing here; they sum to at most 1."""
+    """Device fraction of each order computing here; they sum to at most 1."""
     residents: dict[tuple[PipelineId, Phase], float | None] = field(default_factory=dict)
     """Device bytes of each state kept here, least recently used first; None fills the device."""
     memory_bytes: float = math.inf
@@ -120,43 +181,43 @@ class PipelineRun:
     pipeline: Pipeline
     submitted_s: float
     sequence: int
-    """Of submission: the order in which waiting pipelines are tried."""
+    """Place in the order of submission, in which waiting pipelines are tried."""
     status: PipelineStatus = PipelineStatus.WAITING
     reason: str = ""
+    """Why it waits, failed or was refused; empty otherwise."""
     placement: Placement | None = None
     next_placement: Placement | None = None
-    """Where it goes at its next step boundary; the ledger counts it there already."""
+    """Where it goes at its next step boundary; the ledger counts it there already. None: it stays."""
     rollout_devices: tuple[DeviceId, ...] = ()
     train_devices: tuple[DeviceId, ...] = ()
     rollout_step: int = 0
     """The step whose rollout is open, or the last one generated."""
-    open_shares: dict[DeviceId, ReadyWork | OrderId | None] = field(default_factory=dict)
-    """Of `rollout_step`: ready work, the order that runs it, or None when done. Empty: no rollout is open."""
+    shards: dict[DeviceId, RolloutShard] = field(default_factory=dict)
+    """Shards of `rollout_step`, in the order of `rollout_devices`. Empty where no rollout is open."""
     generated_step: int = 0
     """Last step whose trajectories are all complete."""
     train_step: int = 0
-    """The step in training, or the last one trained. 0 is the warm start."""
-    train_stage: int | None = None
-    """Index into its training stages of the one that is ready or runs; None between steps."""
-    train_work: ReadyWork | OrderId | None = None
+    """The step in training, or the last one trained. 0 is the SFT warm-up."""
+    training: TrainingStage = field(default_factory=TrainingStage)
     trained_step: int = -1
+    """Last step whose training is complete; -1 before the SFT warm-up."""
     published_version: int = -1
+    """Newest weight version that rollouts may sample from; -1 before the SFT warm-up."""
     steps_per_cycle: int = 1
     """Steps in each meta-iteration of its group."""
     cycle_index: int = 0
-    """In the cyclic order of its group."""
+    """Number in the cyclic order of its group, from 0."""
     phases_started: dict[tuple[Phase, DeviceId], int] = field(default_factory=dict)
-    """Phases begun on each device: whose turn it is in the meta-iteration."""
+    """Phases begun on each device: they say which member is next in the meta-iteration."""
     host_resident: set[tuple[Phase, DeviceId]] = field(default_factory=set)
-    """Where a load is warm: state was there before (membership tests only)."""
+    """Devices to which a load is warm, as state was there before (membership tests only)."""
     admitted_s: float = 0.0
     history: StepHistory = field(init=False)
     """What its steps took: estimates for the policies that plan ahead."""
     restart_step: int = 0
-    """What it begins from when it is placed: the last step whose result is kept; -1 before the warm start."""
-
+    """The last step whose result is kept, from which it begins when it is placed; -1 before the SFT warm-up."""
     train_stages: tuple[Stage, ...] = field(init=False)
-    """The pipeline's, kept because every training order asks for them."""
+    """The pipeline's training stages, kept because every training order asks for them."""
 
     def __post_init__(self) -> None:
         self.history = StepHistory(self.pipeline)
@@ -167,12 +228,13 @@ class PipelineRun:
 class GroupState:
     id: GroupId
     members: dict[PipelineId, PipelineRun] = field(default_factory=dict)
-    """In cyclic order: the order of joining."""
+    """Pipelines of the group, in the order of joining."""
     ready: dict[int, ReadyWork] = field(default_factory=dict)
-    """By sequence."""
+    """Work of its READY and WAITING_FOR_ENV shards and READY training stages, by sequence."""
     running: dict[OrderId, Order] = field(default_factory=dict)
     """Orders of its members that compute, in the order they were given."""
     members_by_device: dict[tuple[Phase, DeviceId], dict[PipelineId, PipelineRun]] = field(default_factory=dict)
+    """Pipelines pinned to each device for each phase."""
     planned: GroupLook | None = None
     """What the group looked like when its policy last planned it; None before the first time."""
     announced: dict[int, None] = field(default_factory=dict)
@@ -182,9 +244,22 @@ class GroupState:
 @dataclass(slots=True)
 class SchedulerState:
     runs: dict[PipelineId, PipelineRun] = field(default_factory=dict)
+    """Every pipeline that was submitted, in that order."""
+    waiting: dict[PipelineId, PipelineRun] = field(default_factory=dict)
+    """The pipelines of status WAITING."""
     groups: dict[GroupId, GroupState] = field(default_factory=dict)
     devices: dict[DeviceId, DeviceState] = field(default_factory=dict)
     orders: dict[OrderId, Order] = field(default_factory=dict)
     now_s: float = 0.0
     next_order: int = 1
     next_sequence: int = 1
+
+    def group_of(self, run: PipelineRun) -> GroupState:
+        """The co-execution group of a pipeline that is placed."""
+        assert run.placement is not None
+        return self.groups[run.placement.group]
+
+    def next_in_sequence(self) -> int:
+        """The next number of the total order of becoming ready and of being submitted."""
+        self.next_sequence += 1
+        return self.next_sequence - 1

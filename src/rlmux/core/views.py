@@ -12,7 +12,16 @@ from operator import itemgetter
 
 from rlmux.core.estimates import StepEstimates
 from rlmux.core.model import DeviceId, GroupId, OrderId, Phase, Pipeline, PipelineId, Stage
-from rlmux.core.state import GroupLook, GroupState, Order, OrderStatus, PipelineRun, ReadyWork, SchedulerState
+from rlmux.core.state import (
+    GroupLook,
+    GroupState,
+    Order,
+    PipelineRun,
+    ReadyWork,
+    RolloutShard,
+    SchedulerState,
+    WorkState,
+)
 from rlmux.core.switches import num_fitting
 
 
@@ -105,11 +114,17 @@ class OrderView:
 
     def solo_s(self, now_s: float) -> float:
         """Since it started, in seconds of having its devices alone."""
-        return self._order.solo_s + (now_s - self._order.paced_s) / self._order.slowdown
+        return self._order.solo_s + (now_s - self._order.rate_since_s) / self._order.slowdown
 
     @property
     def is_pausing(self) -> bool:
-        return self._order.status is OrderStatus.PAUSING
+        return self._order.is_pausing
+
+    @property
+    def migrate_to(self) -> DeviceId | None:
+        """The device to which its shard migrates once it has paused; None where it goes on where it is."""
+        work = self._order.work
+        return work.migrate_to if isinstance(work, RolloutShard) else None
 
     @property
     def num_active(self) -> int | None:
@@ -181,12 +196,12 @@ class MemberView:
 
     @property
     def is_rollout_open(self) -> bool:
-        return bool(self._run.open_shares)
+        return bool(self._run.shards)
 
     @property
     def unfinished_rollout_devices(self) -> tuple[DeviceId, ...]:
-        """Devices whose share of the open rollout is ready or running."""
-        return tuple(device for device, share in self._run.open_shares.items() if share is not None)
+        """Devices whose shard of the open rollout is not done."""
+        return tuple(device for device, shard in self._run.shards.items() if shard.state is not WorkState.DONE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -242,13 +257,15 @@ class GroupView:
         running = self._group.running.values()
         return GroupLook(
             ready=tuple((work.sequence, work.is_waiting) for work in self._group.ready.values()),
-            running=tuple(
-                (order.id, order.status is OrderStatus.PAUSING, (order.num_active or 0).bit_length())
-                for order in running
-            ),
+            running=tuple((order.id, order.is_pausing, (order.num_active or 0).bit_length()) for order in running),
             num_idle=sum(order.num_active == 0 and order.num_waiting_for_env > 0 for order in running),
             num_migrating=len(self.moving),
         )
+
+    @property
+    def planned(self) -> GroupLook | None:
+        """What the group looked like when it was last marked as planned; None before the first time."""
+        return self._group.planned
 
     @property
     def has_changed(self) -> bool:
@@ -364,34 +381,36 @@ class GroupView:
         if run.pipeline.staleness:
             return 0.0
         if phase is Phase.TRAIN:
-            return 0.0 if run.train_work is not None else self._until_trajectories_s(run)
-        if isinstance(run.open_shares.get(device), ReadyWork):
+            return 0.0 if run.training.is_open else self._until_trajectories_s(run)
+        shard = run.shards.get(device)
+        if shard is not None and shard.is_ready:
             return 0.0
-        if run.open_shares:
+        if run.shards:
             return self._until_trajectories_s(run) + run.history.estimates().train_s
         return self._until_trained_s(run)
 
     def _until_trained_s(self, run: PipelineRun) -> float:
         """Until the training that is ready or runs can have ended."""
-        if run.train_work is None or run.train_stage != 0:
+        training = run.training
+        if not training.is_open or training.index != 0:
             return 0.0
         train_s = run.history.estimates().train_s
-        if isinstance(run.train_work, ReadyWork):
+        if training.order is None:
             return train_s
-        return max(0.0, train_s - OrderView(self._state.orders[run.train_work]).solo_s(self.now_s))
+        return max(0.0, train_s - OrderView(self._state.orders[training.order]).solo_s(self.now_s))
 
     def _until_trajectories_s(self, run: PipelineRun) -> float:
         """Until its open rollout, or the next one, can have ended."""
         estimates = run.history.estimates()
-        if not run.open_shares:
+        if not run.shards:
             return estimates.share_s if run.rollout_devices else 0.0
         left_s = 0.0
-        for device, share in run.open_shares.items():
-            if share is None:
+        for device, shard in run.shards.items():
+            if shard.state is WorkState.DONE:
                 continue
             num_active, run_s = run.history.live(device)
-            if not isinstance(share, ReadyWork):
-                run_s += OrderView(self._state.orders[share]).solo_s(self.now_s)
+            if shard.order is not None:
+                run_s += OrderView(self._state.orders[shard.order]).solo_s(self.now_s)
             left_s = max(left_s, estimates.remaining_time(num_active, run_s).low_s)
         return left_s
 
@@ -399,7 +418,7 @@ class GroupView:
         due_s = run.history.due_s
         if due_s == math.inf:
             return math.inf
-        if run.open_shares:
+        if run.shards:
             left_s = self._until_trajectories_s(run) + run.history.estimates().train_s
         else:
             left_s = self._until_trained_s(run)
@@ -435,8 +454,9 @@ def _will_begin(run: PipelineRun, key: tuple[Phase, DeviceId]) -> bool:
     phase, device = key
     last = run.pipeline.num_steps
     if phase is Phase.ROLLOUT:
-        share = run.open_shares.get(device)
-        is_next_open = isinstance(share, ReadyWork) and not share.is_continuation
+        shard = run.shards.get(device)
+        is_next_open = shard is not None and shard.is_ready and not shard.work.is_continuation
         return is_next_open or last is None or run.rollout_step < last
-    is_next_open = isinstance(run.train_work, ReadyWork) and not run.train_work.is_continuation
+    training = run.training
+    is_next_open = training.state is WorkState.READY and training.work is not None and not training.work.is_continuation
     return is_next_open or last is None or run.train_step < last

@@ -69,11 +69,11 @@ class Controller:
         while not self._is_stopping and not until():
             requested, requested_notes = self._take_requests(upcoming)
             due = [*requested, *self._take_due(upcoming)]
-            if not upcoming and not due and self._scheduler.is_idle() and not self._is_kept_open():
+            if not upcoming and not due and self._scheduler.query.is_idle() and not self._is_kept_open():
                 return True
             events, notes = ((), ()) if due else self._backend.poll(self._seconds_to_wait(upcoming))
             self._tick([*due, *events], [*requested_notes, *notes])
-        return not upcoming and self._scheduler.is_idle()
+        return not upcoming and self._scheduler.query.is_idle()
 
     def _is_kept_open(self) -> bool:
         return self._run_api is not None and self._run_api.is_kept_open
@@ -119,7 +119,7 @@ class Controller:
         for listener in self._listeners:
             listener.update(now_s, events, actions, notes)
         self.control_s += time.thread_time() - start_s
-        if not events and not self._scheduler.state.orders:
+        if not events and not self._scheduler.query.has_orders():
             self._check_not_stuck()
 
     def _decide(self, events: Sequence[Event]) -> list[Action]:
@@ -135,11 +135,11 @@ class Controller:
 
     def _is_overtaken(self, action: Action) -> bool:
         """A later event of the same tick has ended the order already: its pipeline failed or was restarted."""
-        return isinstance(action, RunStage | MigrateShard) and action.order not in self._scheduler.state.orders
+        return isinstance(action, RunStage | MigrateShard) and not self._scheduler.query.has_order(action.order)
 
     def _check_not_stuck(self) -> None:
         """Raises IllegalTransitionError where work is ready, nothing runs and nothing will happen by itself."""
-        ready = [work for group in self._scheduler.state.groups.values() for work in group.ready.values()]
+        ready = self._scheduler.query.ready_work()
         stuck = [work for work in ready if not work.is_waiting]  # waiting work: its environment replies or times out
         if stuck:
             raise IllegalTransitionError(f"policy {self._scheduler.policy.name} leaves ready work lying: {stuck[0]}")

@@ -229,13 +229,15 @@ class _Endings:
         ends = PipelineFailed | PipelineCancelled | Release | Refuse
         if not any(isinstance(one, ends) for one in [*events, *actions]):
             return
-        for pipeline, run in self._scheduler.state.runs.items():
-            is_over = run.status not in (PipelineStatus.WAITING, PipelineStatus.RUNNING)
+        query = self._scheduler.query
+        for pipeline in query.pipelines():
+            status = query.status(pipeline)
+            is_over = status not in (PipelineStatus.WAITING, PipelineStatus.RUNNING)
             if is_over and pipeline not in self.by_pipeline:
                 fields = {
                     "pipeline": pipeline,
-                    "status": run.status.value,
-                    "reason": run.reason,
+                    "status": status.value,
+                    "reason": query.reason(pipeline),
                     "weights_sha256": self._backend.weights_sha256(pipeline),
                 }
                 self.by_pipeline[pipeline] = fields

@@ -145,7 +145,7 @@ class RunApi:
 
     def _check_names(self, parsed: Sequence[Submission], source: str, tick: _Tick) -> None:
         """Raises UserError for a pipeline whose name this run has used."""
-        taken = {*self._scheduler.state.runs, *self._over}
+        taken = {*self._scheduler.query.pipelines(), *self._over}
         taken.update(one.pipeline.id for one in (*tick.upcoming, *tick.submissions))
         for one in parsed:
             if one.pipeline.id in taken:
@@ -155,22 +155,23 @@ class RunApi:
                 )
 
     def _cancel(self, request: Request, name: PipelineId, tick: _Tick) -> None:
-        run = self._scheduler.state.runs.get(name)
-        if run is None and name in [one.pipeline.id for one in tick.upcoming] and name not in tick.withdrawn:
+        query = self._scheduler.query
+        if name not in query and name in [one.pipeline.id for one in tick.upcoming] and name not in tick.withdrawn:
             tick.withdrawn.append(name)
             self._over.add(name)
             fields = {"pipeline": name, "status": PipelineStatus.CANCELLED.value, "reason": "before it came"}
             tick.notes.append(Note(type="pipeline_end", fields={**fields, "weights_sha256": None}))
             request.answer(pipeline=name, outcome="struck off")
             return
-        if run is None:
-            known = ", ".join(self._scheduler.state.runs) or "none"
+        if name not in query:
+            known = ", ".join(query.pipelines()) or "none"
             over = f"pipeline {name!r} is over" if name in self._over else f"no pipeline {name!r}"
             raise UserError(f"{over}; accepted: one that waits or runs, of: {known}")
-        if run.status not in (PipelineStatus.WAITING, PipelineStatus.RUNNING) or name in tick.cancelled:
-            raise UserError(f"pipeline {name!r} is {run.status.value}; accepted: one that waits or runs")
+        status = query.status(name)
+        if status not in (PipelineStatus.WAITING, PipelineStatus.RUNNING) or name in tick.cancelled:
+            raise UserError(f"pipeline {name!r} is {status.value}; accepted: one that waits or runs")
         tick.cancelled.append(name)
-        outcome = "ends at its next safe point" if run.status is PipelineStatus.RUNNING else "waits no longer"
+        outcome = "ends at its next safe point" if status is PipelineStatus.RUNNING else "waits no longer"
         request.answer(pipeline=name, outcome=outcome)
 
     def _give_answers(self) -> None:

@@ -17,7 +17,7 @@ from rlmux.core.actions import Admit, Queue, Refuse
 from rlmux.core.errors import UserError
 from rlmux.core.events import PipelineSubmitted
 from rlmux.core.model import AdmissionKind
-from rlmux.core.placement import GroupLoad, PlacementLedger
+from rlmux.core.placement import GroupLoad, PlacementView
 from rlmux.core.scheduler import Scheduler
 from rlmux.policies import make_policy
 from rlmux.sim.metrics import SimResult, predicted_slowdown
@@ -129,16 +129,16 @@ def plan(workload: str | Workload, *, policy: str = "rollmux") -> dict[str, Any]
                 kinds[action.pipeline] = action.kind
             elif isinstance(action, Refuse | Queue):
                 reasons[action.pipeline] = action.reason
-    ledger = scheduler.ledger
+    view = scheduler.query.placement
     pools = made.cluster.pools
     return {
         "policy": policy,
-        "usd_per_hour": ledger.usd_per_hour,
+        "usd_per_hour": view.usd_per_hour,
         "solo_usd_per_hour": solo_usd_per_hour(made),
-        "gpus": {name: ledger.num_nodes_in_use(name) * pool.gpus_per_node for name, pool in pools.items()},
-        "num_groups": ledger.num_groups,
+        "gpus": {name: view.num_nodes_in_use(name) * pool.gpus_per_node for name, pool in pools.items()},
+        "num_groups": view.num_groups,
         "pipelines": [
-            _planned(ledger, arrival.pipeline, kinds, reasons, str(scheduler.status(arrival.pipeline.id)))
+            _planned(view, arrival.pipeline, kinds, reasons, str(scheduler.query.status(arrival.pipeline.id)))
             for arrival in made.arrivals
         ],
     }
@@ -157,7 +157,7 @@ def solo_usd_per_hour(workload: Workload) -> float:
 
 
 def _planned(
-    ledger: PlacementLedger,
+    view: PlacementView,
     pipeline: Any,
     kinds: Mapping[str, AdmissionKind],
     reasons: Mapping[str, str],
@@ -176,24 +176,24 @@ def _planned(
         "usd_per_hour": 0.0,
         "reason": reasons.get(pipeline.id, ""),
     }
-    if pipeline.id not in ledger:
+    if pipeline.id not in view:
         return row
-    placement = ledger.placement(pipeline.id)
-    group = ledger.group(placement.group)
+    placement = view.placement(pipeline.id)
+    group = view.group(placement.group)
     row.update(
         group=int(group.id),
         admission=str(kinds[pipeline.id]),
         rollout_nodes=[str(node) for node in placement.rollout_nodes],
         train_nodes=[str(node) for node in placement.train_nodes],
-        step_s=group.period_s / ledger.member(pipeline.id).steps_per_cycle,
+        step_s=group.period_s / view.member(pipeline.id).steps_per_cycle,
         step_slowdown=predicted_slowdown(group, pipeline),
-        usd_per_hour=_share_usd_per_hour(ledger, group, pipeline),
+        usd_per_hour=_share_usd_per_hour(view, group, pipeline),
     )
     return row
 
 
-def _share_usd_per_hour(ledger: PlacementLedger, group: GroupLoad, pipeline: Any) -> float:
-    pools = ledger.cluster.pools
+def _share_usd_per_hour(view: PlacementView, group: GroupLoad, pipeline: Any) -> float:
+    pools = view.cluster.pools
     nodes = dict.fromkeys(group.rollout_nodes + group.train_nodes)
     cost = sum(pools[node.pool].usd_per_node_hour for node in nodes)
     weights = {m.pipeline.id: m.phase_load.solo_s for m in group.members}

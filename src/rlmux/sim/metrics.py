@@ -16,7 +16,7 @@ from typing import Any
 
 from rlmux.core.actions import Admit, Relocate
 from rlmux.core.model import DeviceId, GroupId, NodeId, Phase, Pipeline, PipelineId, Stage
-from rlmux.core.placement import GroupLoad, PlacementLedger
+from rlmux.core.placement import GroupLoad, PlacementView
 from rlmux.sim.workloads.arrivals import Workload
 from rlmux.sim.world import TrueSeconds
 
@@ -156,14 +156,14 @@ class _Progress:
 class Collector:
     """Fed by the simulation; `result` at the end."""
 
-    def __init__(self, workload: Workload, policy: str, ledger: PlacementLedger) -> None:
+    def __init__(self, workload: Workload, policy: str, placement: PlacementView) -> None:
         self.spans: list[Span] = []
         self.decision_ms: list[float] = []
         self.num_migrations = 0
         self.num_waits = 0
         self._workload = workload
         self._policy = policy
-        self._ledger = ledger
+        self._placement = placement
         self._progress: dict[PipelineId, _Progress] = {}
         self._admissions = {"direct": 0, "scaled": 0, "new": 0}
         self._num_moves = 0
@@ -286,7 +286,7 @@ class Collector:
     def _penalty(self, group_id: GroupId) -> float:
         """$/h added to a group that breaks an SLO: its cost times (worst slowdown - 1)."""
         try:
-            group = self._ledger.group(group_id)
+            group = self._placement.group(group_id)
         except KeyError:
             return 0.0
         if group.period_s <= group.budget_s * (1 + 1e-9):

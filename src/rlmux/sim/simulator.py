@@ -54,7 +54,7 @@ from rlmux.core.events import (
 from rlmux.core.model import PHASE_BY_STAGE, DeviceId, NodeId, OrderId, PipelineId, PipelineStatus, Stage, SubStage
 from rlmux.core.policy import Policy
 from rlmux.core.scheduler import Scheduler
-from rlmux.core.state import ReadyWork
+from rlmux.core.state import WorkState
 from rlmux.policies import with_sharing
 from rlmux.sim.decision_cost import Decisions
 from rlmux.sim.metrics import Collector, SimResult, Span
@@ -162,7 +162,7 @@ class _Simulation:
         self._sequence = 0
         self._heap: list[tuple[float, int, int, Any]] = []
         self._num_over = 0
-        self._collector = Collector(workload, policy.name, self.scheduler.ledger)
+        self._collector = Collector(workload, policy.name, self.scheduler.query.placement)
         self._carry_out: dict[type, Callable[[Any], None]] = {
             RunStage: self._run_stage,
             Admit: self._admit,
@@ -292,7 +292,7 @@ class _Simulation:
             if what.is_over:
                 return None
             pipeline = what.arrival.pipeline.id
-            if self.scheduler.status(pipeline) is PipelineStatus.WAITING:
+            if self.scheduler.query.status(pipeline) is PipelineStatus.WAITING:
                 self._over(what)
             return PipelineCancelled(time_s=self._now_s, pipeline=pipeline)
         if isinstance(what, NodeLost):
@@ -310,9 +310,9 @@ class _Simulation:
 
     def _is_awaited(self, reply: ReplyArrived) -> bool:
         """Its share is still paused with nothing to compute, as far as the scheduler knows."""
-        share = self.scheduler.state.runs[reply.pipeline].open_shares.get(reply.device)
+        state = self.scheduler.query.shard_state(reply.pipeline, reply.device)
         stored = self.actors[reply.pipeline].stored.get(reply.device)
-        if not isinstance(share, ReadyWork) or not share.is_waiting or stored is None:
+        if state is not WorkState.WAITING_FOR_ENV or stored is None:
             return False
         work, since_s = stored
         return work.idle_s - (self._now_s - since_s) <= DONE_S  # else another, of an earlier pause
@@ -328,7 +328,7 @@ class _Simulation:
 
     def _waiting_again(self) -> list[PipelineId]:
         """Placed once, and waiting now."""
-        status = self.scheduler.status
+        status = self.scheduler.query.status
         return [
             pipeline
             for pipeline, actor in self.actors.items()
@@ -351,9 +351,9 @@ class _Simulation:
     def _is_pinned(self, actor: Actor, node: NodeId) -> bool:
         """Where it is, or where it is about to move."""
         pipeline = actor.arrival.pipeline.id
-        if actor.placement is None or pipeline not in self.scheduler.ledger:
+        if actor.placement is None or pipeline not in self.scheduler.query.placement:
             return False
-        return node in actor.placement.nodes or node in self.scheduler.ledger.placement(pipeline).nodes
+        return node in actor.placement.nodes or node in self.scheduler.query.placement.placement(pipeline).nodes
 
     # ------------------------------------------------------------------ from actions to the world
 
@@ -391,7 +391,7 @@ class _Simulation:
         return SoloSeconds(seconds, KIND_BY_STAGE.get(stage, SubStage.UPDATE))
 
     def _fresh_share(self, actor: Actor, pipeline: PipelineId, step: int, device: DeviceId) -> Remaining:
-        devices = self.scheduler.state.runs[pipeline].rollout_devices
+        devices = self.scheduler.query.pipeline(pipeline).rollout_devices
         num_devices = len(devices)
         return actor.world.share(step, devices.index(device) if num_devices > 1 else 0, num_devices)
 
@@ -450,7 +450,7 @@ class _Simulation:
         stored = actor.stored.get(action.target)
         if stored is None:
             work = self._fresh_share(actor, action.pipeline, action.step, action.target)
-            if self.scheduler.state.runs[action.pipeline].open_shares.get(action.target) is None:
+            if self.scheduler.query.shard_state(action.pipeline, action.target) in (None, WorkState.DONE):
                 work.take()  # its own have ended
         else:
             work = stored[0]

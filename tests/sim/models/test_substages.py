@@ -8,9 +8,8 @@ from hypothesis import strategies as st
 
 from rlmux.core.errors import UserError
 from rlmux.core.events import NodeJoined, NodeLost
-from rlmux.core.model import DeviceId, NodeId, PipelineStatus
+from rlmux.core.model import DeviceId, NodeId, Phase, PipelineStatus
 from rlmux.core.sharing import SharingEntry, SharingTable
-from rlmux.core.state import ReadyWork
 from rlmux.policies import make_policy
 from rlmux.sim.models.costs import rollout_costs
 from rlmux.sim.models.decoder import Decoder, Unfinished
@@ -109,25 +108,31 @@ def conserved(workload, policy, failures=()) -> _Simulation:
     left: dict[tuple[str, int], int] = {}
 
     def count(pipeline: str) -> int:
-        actor, run = simulation.actors[pipeline], simulation.scheduler.state.runs[pipeline]
+        actor, query = simulation.actors[pipeline], simulation.scheduler.query
+        run = query.pipeline(pipeline)
         places = [work for place, (work, _) in actor.stored.items() if isinstance(place, DeviceId)]
         under_way = [one.work for one in simulation.running.values() if one.actor is actor]
         places += [work for work in under_way if isinstance(work, Decoder | TurnDecoder)]
-        for index, (device, share) in enumerate(run.open_shares.items()):
-            if isinstance(share, ReadyWork) and not share.is_continuation and device not in actor.stored:
-                places.append(actor.world.share(run.rollout_step, index, len(run.open_shares)))
+        for work in query.ready_work():
+            if work.pipeline == pipeline and work.phase is Phase.ROLLOUT and not work.is_continuation:
+                (device,) = work.devices
+                if device not in actor.stored:
+                    index = run.rollout_devices.index(device)
+                    places.append(actor.world.share(work.step, index, len(run.rollout_devices)))
         moving = sum(len(one.trajectories) for one in simulation.moving.values() if one.actor is actor)
         return sum(len(place.sequences()) for place in places) + moving
 
     def check(event, actions) -> None:
-        for pipeline, run in simulation.scheduler.state.runs.items():
+        query = simulation.scheduler.query
+        for pipeline in query.pipelines():
+            run = query.pipeline(pipeline)
             step = (pipeline, run.rollout_step)
-            if isinstance(event, NodeLost | NodeJoined) or run.status is PipelineStatus.WAITING:
+            if isinstance(event, NodeLost | NodeJoined) or query.status(pipeline) is PipelineStatus.WAITING:
                 left.pop(step, None)  # it begins this step again
             num_left = count(pipeline)
             assert num_left <= left.get(step, num_left), f"{step}: trajectories from nowhere after {event}"
             left[step] = num_left
-            if not run.open_shares:
+            if not run.is_rollout_open:
                 assert num_left == 0, f"{step} left trajectories behind"
 
     simulation.observer, simulation.checks = check, True
@@ -150,9 +155,11 @@ def test_small_workloads_end_with_every_trajectory_trained_on(picks, num_gpus, s
         staleness=staleness, tools=tools, seed=seed,
     )  # fmt: skip
     done = conserved(workload, make_policy("jigsaw", sharing=sharing_table(TABLE) if shares else NOTHING_HELPS))
-    assert done.scheduler.is_idle()
-    for pipeline, run in done.scheduler.state.runs.items():
-        assert (run.status, run.trained_step, run.published_version) == ("finished", 2, 2), pipeline
+    assert done.scheduler.query.is_idle()
+    query = done.scheduler.query
+    for pipeline in query.pipelines():
+        run = query.pipeline(pipeline)
+        assert (query.status(pipeline), run.train_step, run.published_version) == ("finished", 2, 2), pipeline
 
 
 def test_tails_are_merged_and_nothing_is_lost_by_it():
@@ -236,4 +243,5 @@ def test_no_trajectory_is_lost_when_nodes_are():
     workload = crowd([GSM8K_06B, GSM8K_4B], num_gpus=8, num_steps=2, sequences_per_device=12)
     failures = [NodeFailure(node=NodeId("gpu", k % 2), at_s=7.0 + 23.0 * k, down_s=5.0) for k in range(4)]
     done = conserved(workload, make_policy("jigsaw", sharing=sharing_table(TABLE)), failures)
-    assert {run.published_version for run in done.scheduler.state.runs.values()} == {2}
+    query = done.scheduler.query
+    assert {query.pipeline(pipeline).published_version for pipeline in query.pipelines()} == {2}

@@ -1,0 +1,117 @@
+"""Co-execution groups as they run: who is a member on which devices, and whose phase comes next in the cycle.
+
+    join ─▶ member ─▶ leave            the first member founds the group, the last one dissolves it
+
+A pipeline counts the phases it has begun on each of its devices. In a strict meta-iteration the member is next whose
+count, over its steps per cycle, is the smallest.
+"""
+
+from __future__ import annotations
+
+from rlmux.core.leases import Leases
+from rlmux.core.model import Cluster, DeviceId, GroupId, Phase, Placement
+from rlmux.core.placement import PlacementLedger
+from rlmux.core.state import GroupState, PipelineRun, SchedulerState
+from rlmux.core.views import GroupView
+
+
+class Groups:
+    """Owns the groups' members and the counts of the cycle; see the module."""
+
+    def __init__(self, cluster: Cluster, state: SchedulerState, ledger: PlacementLedger, leases: Leases) -> None:
+        self._cluster = cluster
+        self._state = state
+        self._ledger = ledger
+        self._leases = leases
+        self._views: dict[GroupId, GroupView] = {}
+
+    def view(self, group: GroupState) -> GroupView:
+        """What a policy sees of the group."""
+        return self._views[group.id]
+
+    def join(self, run: PipelineRun, placement: Placement) -> None:
+        """Make the pipeline a member of the group that its placement names."""
+        pools = self._cluster.pools
+        run.placement = placement
+        run.rollout_devices = tuple(d for node in placement.rollout_nodes for d in pools[node.pool].devices(node))
+        run.train_devices = tuple(d for node in placement.train_nodes for d in pools[node.pool].devices(node))
+        group = self._state.groups.setdefault(placement.group, GroupState(placement.group))
+        if group.id not in self._views:
+            self._views[group.id] = GroupView(self._state, group)
+        self._leases.add_devices(placement)
+        num_started = _newcomer_phases_started(group)
+        for key in device_keys(run):
+            run.phases_started[key] = num_started
+            group.members_by_device.setdefault(key, {})[run.pipeline.id] = run
+        group.members[run.pipeline.id] = run
+        self.refresh_cycle(group, has_newcomer=True)
+
+    def leave(self, run: PipelineRun) -> GroupState:
+        """Take the pipeline, which has no ready work, out of its group; returns the group."""
+        group = self._state.group_of(run)
+        for key in device_keys(run):
+            pinned = group.members_by_device[key]
+            del pinned[run.pipeline.id]
+            if not pinned:
+                del group.members_by_device[key]
+            self._leases.remove_state(run, *key)
+        del group.members[run.pipeline.id]
+        if not group.members:
+            del self._state.groups[group.id]
+            del self._views[group.id]
+        run.placement = None
+        run.phases_started.clear()
+        run.steps_per_cycle = 1
+        run.host_resident.clear()
+        return group
+
+    def rejoin_cycle(self, run: PipelineRun) -> None:
+        """Count a member that was restarted as a newcomer."""
+        group = self._state.group_of(run)
+        run.phases_started.update(dict.fromkeys(run.phases_started, _newcomer_phases_started(group)))
+        self.refresh_cycle(group, has_newcomer=True)
+
+    def refresh_cycle(self, group: GroupState, *, has_newcomer: bool = False) -> None:
+        """Copy the members' steps per cycle and order from the ledger; where they changed, the meta-iteration begins
+        anew.
+
+        A rollout that a member has begun and not trained on yet stays counted. A member with fewer steps per cycle
+        than others and no trajectories to train on yet comes last: the others go through their steps while it rolls
+        out.
+        """
+        if not self._ledger.has_group(group.id):
+            return  # in the ledger all have moved on; the last steps end here
+        has_changed = False
+        for cycle_index, member in enumerate(self._ledger.group(group.id).members):
+            run = group.members.get(member.pipeline.id)
+            if run is not None:
+                has_changed |= run.steps_per_cycle != member.steps_per_cycle
+                run.cycle_index, run.steps_per_cycle = cycle_index, member.steps_per_cycle
+        most_steps_per_cycle = max((run.steps_per_cycle for run in group.members.values()), default=1)
+        if has_changed or (most_steps_per_cycle > 1 and has_newcomer):
+            for run in group.members.values():
+                is_last = run.steps_per_cycle < most_steps_per_cycle and not run.training.is_open
+                shift = (run.steps_per_cycle if is_last else 0) - min(run.phases_started.values())
+                run.phases_started = {key: count + shift for key, count in run.phases_started.items()}
+
+
+def device_keys(run: PipelineRun) -> list[tuple[Phase, DeviceId]]:
+    """Every device of the pipeline with the phase that it serves there, rollout first."""
+    rollout = [(Phase.ROLLOUT, device) for device in run.rollout_devices]
+    return rollout + [(Phase.TRAIN, device) for device in run.train_devices]
+
+
+def _newcomer_phases_started(group: GroupState) -> int:
+    """What a newcomer counts as begun: it takes the last slot of the cycle under way.
+
+    One number for all its devices, so that its slots in rollout and in training belong to the same cycle. Were its
+    first training phase counted into another cycle than its first rollout, each pool would wait for the other and the
+    group would run one phase at a time for ever.
+    """
+    started = [
+        count
+        for run in group.members.values()
+        for (phase, _), count in run.phases_started.items()
+        if phase is Phase.ROLLOUT
+    ]
+    return max(0, min(max(started) - 1, min(started))) if started else 0  # a member that filled gaps is ahead

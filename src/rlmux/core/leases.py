@@ -1,0 +1,146 @@
+"""Who computes on a device, and whose state lies there: leases and residency.
+
+    take     an order leases a device fraction; the state it needs is brought there, others are evicted
+    release  the order has ended; its state stays until its room is needed
+
+    state of a pipeline for one phase, on one device:
+        absent ── COLD ─▶ on the device ── evicted ─▶ off the device ── WARM ─▶ on the device
+
+A device's leases sum to at most 1. A state whose order computes is never evicted; among the others the least recently
+used leaves first.
+"""
+
+from __future__ import annotations
+
+from rlmux.core.actions import Prefetch, Switch
+from rlmux.core.journal import Journal
+from rlmux.core.model import Cluster, DeviceId, OrderId, Phase, Placement, Resident
+from rlmux.core.state import DeviceState, GroupState, Order, PipelineRun, SchedulerState
+
+_FRACTION_TOLERANCE = 1e-9
+
+
+class Leases:
+    """Owns the orders and residents of every device; see the module."""
+
+    def __init__(self, cluster: Cluster, state: SchedulerState, journal: Journal) -> None:
+        self._cluster = cluster
+        self._state = state
+        self._journal = journal
+        self._spills = any(pool.spills_to_disk for pool in cluster.pools.values())
+
+    def add_devices(self, placement: Placement) -> None:
+        """Know the devices of these nodes from now on."""
+        for node in placement.nodes:
+            pool = self._cluster.pools[node.pool]
+            for device in pool.devices(node):
+                if device not in self._state.devices:
+                    self._state.devices[device] = DeviceState(device, memory_bytes=pool.device_memory_bytes)
+
+    def take(
+        self, run: PipelineRun, phase: Phase, devices: tuple[DeviceId, ...], order: OrderId, device_fraction: float
+    ) -> tuple[Switch, tuple[Resident, ...]]:
+        """Lease the devices and make room there for the pipeline's state.
+
+        Returns the worst switch of all devices and the states that must leave them. Raises IllegalTransitionError
+        where the fraction is not free or the state does not fit.
+        """
+        key = (run.pipeline.id, phase)
+        footprint = run.pipeline.footprint
+        need = footprint.rollout_device_bytes if phase is Phase.ROLLOUT else footprint.train_device_bytes
+        switch = Switch.NONE
+        evicted: dict[Resident, None] = {}
+        for device_id in devices:
+            device = self._state.devices[device_id]
+            if device_fraction <= 0.0 or sum(device.orders.values()) + device_fraction > 1.0 + _FRACTION_TOLERANCE:
+                raise self._journal.illegal_choice(f"leases {device_fraction} of {device_id}, held by {device.orders}")
+            device.orders[order] = device_fraction
+            if key in device.residents:
+                device.residents[key] = device.residents.pop(key)  # most recently used last
+                continue
+            evicted.update(dict.fromkeys(self._make_room(device, order, need)))
+            device.residents[key] = need
+            if (phase, device_id) not in run.host_resident:
+                run.host_resident.add((phase, device_id))
+                switch = Switch.COLD
+            elif switch is Switch.NONE:
+                switch = Switch.WARM
+        return switch, tuple(evicted)
+
+    def release(self, order: Order) -> None:
+        """Give back the devices of an order that has ended."""
+        for device in order.devices:
+            del self._state.devices[device].orders[order.id]
+
+    def change_fraction(self, order: Order, device_fraction: float) -> None:
+        """Give a running order another fraction of its devices. Raises IllegalTransitionError where it is not free."""
+        for device in order.devices:
+            others = sum(held for other, held in self._state.devices[device].orders.items() if other != order.id)
+            is_free = device_fraction > 0.0 and others + device_fraction <= 1.0 + _FRACTION_TOLERANCE
+            if not is_free or order.device_fraction == 0.0:
+                raise self._journal.illegal_choice(f"gives order {order.id} {device_fraction} of {device}")
+        if device_fraction != order.device_fraction:
+            order.device_fraction = device_fraction
+            for device in order.devices:
+                self._state.devices[device].orders[order.id] = device_fraction
+
+    def remove_state(self, run: PipelineRun, phase: Phase, device: DeviceId) -> None:
+        """The pipeline's state is on the device no longer."""
+        self._state.devices[device].residents.pop((run.pipeline.id, phase), None)
+
+    def prefetch(self, group: GroupState) -> None:
+        """Say which spilled states are likely needed next on devices that others hold: those of the oldest ready work.
+
+        Each is said once for each time that its work becomes ready.
+        """
+        if not self._spills:
+            return
+        group.announced = {sequence: None for sequence in group.announced if sequence in group.ready}
+        taken: dict[DeviceId, None] = {}
+        for work in sorted(group.ready.values(), key=lambda work: (not work.is_continuation, work.sequence)):
+            if work.is_waiting or any(device in taken for device in work.devices):
+                continue
+            taken.update(dict.fromkeys(work.devices))
+            run = self._state.runs[work.pipeline]
+            is_elsewhere = any(
+                (work.phase, device) in run.host_resident
+                and (work.pipeline, work.phase) not in self._state.devices[device].residents
+                for device in work.devices
+            )
+            spills = any(self._cluster.pools[device.pool].spills_to_disk for device in work.devices)
+            if spills and is_elsewhere and work.sequence not in group.announced:
+                group.announced[work.sequence] = None
+                self._journal.act(Prefetch(pipeline=work.pipeline, phase=work.phase, devices=work.devices))
+
+    def _make_room(self, device: DeviceState, order: OrderId, need: float | None) -> list[Resident]:
+        """Evict least recently used states until `need` bytes fit beside the rest."""
+        if not device.residents:
+            return []
+        computing = {
+            (self._state.orders[other].pipeline, self._state.orders[other].phase)
+            for other in device.orders
+            if other != order
+        }
+        evicted: list[Resident] = []
+        for resident in tuple(device.residents):
+            if _fits(device, need):
+                return evicted
+            if resident not in computing:
+                del device.residents[resident]
+                evicted.append(Resident(*resident))
+        if not _fits(device, need):
+            raise self._journal.illegal(f"{need} bytes do not fit on {device.id} beside {sorted(computing)}")
+        return evicted
+
+
+def _fits(device: DeviceState, need: float | None) -> bool:
+    """Whether a state of `need` bytes fits beside the residents; None is a state of unknown size, which fills the
+    device."""
+    if not device.residents:
+        return True
+    total = need
+    for size in device.residents.values():
+        if total is None or size is None:
+            return False
+        total += size
+    return total is not None and total <= device.memory_bytes

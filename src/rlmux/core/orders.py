@@ -1,0 +1,171 @@
+"""Orders that have been given and have not ended: each is given, changed and ended here.
+
+    run, migrate ─▶ Order ── change_fraction, pause ─▶ Order ── end ─▶ gone
+       RunStage, MigrateShard     SetDeviceFraction, Pause
+
+An order for a shard or a training stage leases its devices; rewards, publications and migrations lease none.
+"""
+
+from __future__ import annotations
+
+from rlmux.core.actions import MigrateShard, RunStage, SetDeviceFraction, Switch
+from rlmux.core.journal import Journal
+from rlmux.core.leases import Leases
+from rlmux.core.model import DeviceId, OrderId, Phase, Pipeline, Stage
+from rlmux.core.state import Order, PipelineRun, ReadyWork, RolloutShard, SchedulerState, TrainingStage
+
+
+class Orders:
+    """Owns the orders; see the module."""
+
+    def __init__(self, state: SchedulerState, leases: Leases, journal: Journal) -> None:
+        self._state = state
+        self._leases = leases
+        self._journal = journal
+
+    def run_ready(
+        self,
+        run: PipelineRun,
+        work: RolloutShard | TrainingStage,
+        ready: ReadyWork,
+        device_fraction: float,
+        slowdown: float,
+    ) -> OrderId:
+        """Run ready work on a fraction of its devices."""
+        order = self._run(run, ready.step, ready.stage, ready.phase, ready.devices, device_fraction)
+        order.slowdown = slowdown
+        order.work = work
+        return order.id
+
+    def run_without_device(self, run: PipelineRun, step: int, stage: Stage, phase: Phase) -> None:
+        """Run a reward or a publication."""
+        self._run(run, step, stage, phase, (), 0.0)
+
+    def migrate(self, run: PipelineRun, shard: RolloutShard, target: DeviceId, *, copies_kv: bool) -> OrderId:
+        """Move the shard's unfinished trajectories to the target device."""
+        order_id = self._next_id()
+        self._state.orders[order_id] = Order(
+            order_id,
+            run.pipeline.id,
+            run.rollout_step,
+            Stage.GENERATE,
+            Phase.SYNC,
+            (target,),
+            0.0,
+            self._state.now_s,
+            work=shard,
+            migrates_from=shard.device,
+            is_fresh=not shard.work.is_continuation,
+        )
+        self._journal.act(
+            MigrateShard(
+                order=order_id,
+                pipeline=run.pipeline.id,
+                step=run.rollout_step,
+                source=shard.device,
+                target=target,
+                copies_kv=copies_kv,
+            )
+        )
+        return order_id
+
+    def change_fraction(self, order: Order, device_fraction: float, slowdown: float) -> None:
+        """Give a running order another device fraction, and the slowdown that is expected with it from now on."""
+        is_changed = device_fraction != order.device_fraction
+        self._leases.change_fraction(order, device_fraction)
+        now_s = self._state.now_s
+        order.solo_s += (now_s - order.rate_since_s) / order.slowdown
+        order.rate_since_s, order.slowdown = now_s, slowdown
+        if is_changed:
+            self._journal.act(SetDeviceFraction(order=order.id, device_fraction=device_fraction))
+
+    def end(self, order: Order) -> None:
+        """The order has ended: its devices are free."""
+        del self._state.orders[order.id]
+        if order.device_fraction == 0.0:  # rewards, a publication, a migration: it leases nothing
+            return
+        del self._state.group_of(self._state.runs[order.pipeline]).running[order.id]
+        self._leases.release(order)
+
+    def end_all(self, run: PipelineRun) -> None:
+        for order in self.of(run):
+            self.end(order)
+
+    def named(self, order_id: OrderId) -> Order:
+        """The order of that id. Raises IllegalTransitionError where it has ended or was never given."""
+        try:
+            return self._state.orders[order_id]
+        except KeyError:
+            raise self._journal.illegal(f"order {order_id} is not running") from None
+
+    def of(self, run: PipelineRun) -> list[Order]:
+        """Every order of the pipeline, oldest first."""
+        return [order for order in self._state.orders.values() if order.pipeline == run.pipeline.id]
+
+    def solo_s(self, order: Order, seconds: float) -> float:
+        """The driver's seconds of an order without what sharing its devices added to them."""
+        since_s = self._state.now_s - order.started_s
+        if since_s <= 0.0:
+            return seconds
+        solo_s = order.solo_s + (self._state.now_s - order.rate_since_s) / order.slowdown
+        return seconds * solo_s / since_s
+
+    def _run(
+        self,
+        run: PipelineRun,
+        step: int,
+        stage: Stage,
+        phase: Phase,
+        devices: tuple[DeviceId, ...],
+        device_fraction: float,
+    ) -> Order:
+        state = self._state
+        pipeline = run.pipeline
+        order_id = self._next_id()
+        switch, evicted = (
+            self._leases.take(run, phase, devices, order_id, device_fraction) if devices else (Switch.NONE, ())
+        )
+        order = state.orders[order_id] = Order(
+            order_id,
+            pipeline.id,
+            step,
+            stage,
+            phase,
+            devices,
+            device_fraction,
+            state.now_s,
+            switch=switch,
+            rate_since_s=state.now_s,
+        )
+        if devices:
+            state.group_of(run).running[order_id] = order
+        self._journal.act(
+            RunStage(
+                order=order_id,
+                pipeline=pipeline.id,
+                step=step,
+                stage=stage,
+                devices=devices,
+                weight_version=_weight_version(pipeline, step, phase),
+                device_fraction=device_fraction,
+                switch=switch,
+                evicted=evicted,
+            )
+        )
+        return order
+
+    def _next_id(self) -> OrderId:
+        order_id = OrderId(self._state.next_order)
+        self._state.next_order += 1
+        return order_id
+
+
+def rollout_version(pipeline: Pipeline, step: int) -> int:
+    """The one weight version that the step's rollout samples from: a constant lag, not whatever was newest."""
+    return max(0, step - 1 - pipeline.staleness)
+
+
+def _weight_version(pipeline: Pipeline, step: int, phase: Phase) -> int:
+    if phase is Phase.ROLLOUT:
+        return rollout_version(pipeline, step)
+    return max(0, step - (phase is Phase.TRAIN))

@@ -1,0 +1,93 @@
+"""What drivers, displays and tests may read of a scheduler: live, read-only, nothing else.
+
+scheduler.query ── status, orders, ready_work, ... ─▶ frozen values and plain numbers
+                ── placement ─▶ PlacementView
+                ── pipeline(id) ─▶ MemberView
+"""
+
+from __future__ import annotations
+
+from rlmux.core.model import DeviceId, OrderId, PipelineId, PipelineStatus
+from rlmux.core.placement import PlacementView
+from rlmux.core.state import ReadyWork, SchedulerState, WorkState
+from rlmux.core.views import GroupView, MemberView, OrderView
+
+
+class SchedulerQuery:
+    """Answers from the scheduler's state and offers no way to change it."""
+
+    __slots__ = ("_placement", "_state")
+
+    def __init__(self, state: SchedulerState, placement: PlacementView) -> None:
+        self._state = state
+        self._placement = placement
+
+    @property
+    def placement(self) -> PlacementView:
+        """Groups, nodes and costs."""
+        return self._placement
+
+    # pipelines
+
+    def pipelines(self) -> tuple[PipelineId, ...]:
+        """Every pipeline that was submitted, in that order."""
+        return tuple(self._state.runs)
+
+    def __contains__(self, pipeline: PipelineId) -> bool:
+        """Whether the pipeline was submitted."""
+        return pipeline in self._state.runs
+
+    def status(self, pipeline: PipelineId) -> PipelineStatus:
+        return self._state.runs[pipeline].status
+
+    def reason(self, pipeline: PipelineId) -> str:
+        """Why the pipeline waits, failed or was refused; empty otherwise."""
+        return self._state.runs[pipeline].reason
+
+    def pipeline(self, pipeline: PipelineId) -> MemberView:
+        """Where the pipeline is in its steps."""
+        return MemberView(self._state.runs[pipeline])
+
+    def shard_state(self, pipeline: PipelineId, device: DeviceId) -> WorkState | None:
+        """The state of the pipeline's shard on the device; None where no rollout is open or the device is not its."""
+        shard = self._state.runs[pipeline].shards.get(device)
+        return None if shard is None else shard.state
+
+    def is_idle(self) -> bool:
+        """Whether every pipeline that was submitted is over."""
+        return not self._state.waiting and not self._state.groups
+
+    def groups(self) -> tuple[GroupView, ...]:
+        """Every co-execution group, oldest first."""
+        return tuple(GroupView(self._state, group) for group in self._state.groups.values())
+
+    # work
+
+    def ready_work(self) -> tuple[ReadyWork, ...]:
+        """Work that could start now, of every group."""
+        return tuple(work for group in self._state.groups.values() for work in group.ready.values())
+
+    def orders(self) -> tuple[OrderView, ...]:
+        """Every order that has not ended, oldest first."""
+        return tuple(OrderView(order) for order in self._state.orders.values())
+
+    def has_orders(self) -> bool:
+        return bool(self._state.orders)
+
+    def has_order(self, order: OrderId) -> bool:
+        """Whether the order was given and has not ended."""
+        return order in self._state.orders
+
+    # devices
+
+    def devices(self) -> tuple[DeviceId, ...]:
+        """Every device that a pipeline was ever pinned to."""
+        return tuple(self._state.devices)
+
+    def held_fraction(self, device: DeviceId) -> float:
+        """The part of the device that orders hold, 0.0 to 1.0."""
+        return sum(self._state.devices[device].orders.values())
+
+    def num_residents(self, device: DeviceId) -> int:
+        """States that are kept on the device."""
+        return len(self._state.devices[device].residents)

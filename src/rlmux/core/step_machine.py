@@ -1,0 +1,412 @@
+"""The legal moves of a rollout shard, of a training stage and of a pipeline, as tables; and the life of a step.
+
+    step n, staleness k:
+    version max(0, n-1-k) published ─▶ one shard a device ─▶ REWARD ─▶ training stages, one by one ─▶ PUBLISH n
+                                       SHARD_MOVES                     TRAINING_MOVES
+
+A table says for every state which inputs are legal and which state each leads to. An input that the table does not have
+raises IllegalTransitionError with the recent events. `docs/design.md` shows the tables as `diagram` draws them.
+
+Invariant: work is in its group's ready work exactly while it is READY or WAITING_FOR_ENV, and has an order exactly
+while it is RUNNING, PAUSING or MIGRATING.
+
+What this module does not do: it leases no device and decides nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from enum import StrEnum
+
+from rlmux.core.actions import Pause
+from rlmux.core.journal import Journal
+from rlmux.core.model import DeviceId, Phase, PipelineStatus, Stage
+from rlmux.core.orders import Orders, rollout_version
+from rlmux.core.state import (
+    Order,
+    PipelineRun,
+    ReadyWork,
+    RolloutShard,
+    SchedulerState,
+    TrainingStage,
+    WorkState,
+)
+
+
+class WorkInput(StrEnum):
+    """What can happen to a rollout shard or to a training stage."""
+
+    __hash__ = str.__hash__  # an Enum's own is Python code, and these are the keys of every move
+
+    STARTED = "started"
+    PAUSE_ORDERED = "pause ordered"
+    PAUSED = "paused"
+    PAUSED_FOR_ENV = "paused, nothing to compute"
+    REPLY_ARRIVED = "reply arrived"
+    FINISHED = "finished"
+    NEXT_OPENED = "next stage opened"
+    MIGRATION_ORDERED = "migration ordered"
+    MIGRATED = "migrated"
+    RECEIVED = "received trajectories"
+    WORKER_LOST = "worker lost"
+
+
+class PipelineInput(StrEnum):
+    """What can happen to a pipeline."""
+
+    PLACED = "placed"
+    REFUSED = "refused"
+    CANCELLED = "cancelled"
+    FAILED = "failed"
+    NODE_LOST = "node lost"
+    LAST_STEP_PUBLISHED = "last step published"
+
+
+SHARD_MOVES: Mapping[WorkState, Mapping[WorkInput, WorkState]] = {
+    WorkState.READY: {
+        WorkInput.STARTED: WorkState.RUNNING,
+        WorkInput.MIGRATION_ORDERED: WorkState.MIGRATING,
+        WorkInput.RECEIVED: WorkState.READY,
+        WorkInput.WORKER_LOST: WorkState.READY,
+    },
+    WorkState.WAITING_FOR_ENV: {
+        WorkInput.REPLY_ARRIVED: WorkState.READY,
+        WorkInput.STARTED: WorkState.RUNNING,
+        WorkInput.MIGRATION_ORDERED: WorkState.MIGRATING,
+        WorkInput.RECEIVED: WorkState.WAITING_FOR_ENV,
+        WorkInput.WORKER_LOST: WorkState.READY,
+    },
+    WorkState.RUNNING: {
+        WorkInput.FINISHED: WorkState.DONE,
+        WorkInput.PAUSE_ORDERED: WorkState.PAUSING,
+        WorkInput.PAUSED: WorkState.READY,
+        WorkInput.PAUSED_FOR_ENV: WorkState.WAITING_FOR_ENV,
+        WorkInput.RECEIVED: WorkState.RUNNING,
+        WorkInput.WORKER_LOST: WorkState.READY,
+    },
+    WorkState.PAUSING: {
+        WorkInput.FINISHED: WorkState.DONE,
+        WorkInput.PAUSED: WorkState.READY,
+        WorkInput.PAUSED_FOR_ENV: WorkState.WAITING_FOR_ENV,
+        WorkInput.RECEIVED: WorkState.PAUSING,
+        WorkInput.WORKER_LOST: WorkState.READY,
+    },
+    WorkState.MIGRATING: {
+        WorkInput.MIGRATED: WorkState.DONE,
+        WorkInput.RECEIVED: WorkState.MIGRATING,
+        WorkInput.WORKER_LOST: WorkState.READY,
+    },
+    WorkState.DONE: {
+        WorkInput.RECEIVED: WorkState.READY,
+        WorkInput.WORKER_LOST: WorkState.DONE,
+    },
+}
+"""A shard begins READY, when its step's rollout opens."""
+
+TRAINING_MOVES: Mapping[WorkState, Mapping[WorkInput, WorkState]] = {
+    WorkState.DONE: {WorkInput.NEXT_OPENED: WorkState.READY},
+    WorkState.READY: {WorkInput.STARTED: WorkState.RUNNING},
+    WorkState.RUNNING: {
+        WorkInput.FINISHED: WorkState.DONE,
+        WorkInput.PAUSE_ORDERED: WorkState.PAUSING,
+        WorkInput.PAUSED: WorkState.READY,
+    },
+    WorkState.PAUSING: {
+        WorkInput.FINISHED: WorkState.DONE,
+        WorkInput.PAUSED: WorkState.READY,
+    },
+}
+"""A pipeline's training begins DONE, and is DONE again between any two stages."""
+
+PIPELINE_MOVES: Mapping[PipelineStatus, Mapping[PipelineInput, PipelineStatus]] = {
+    PipelineStatus.WAITING: {
+        PipelineInput.PLACED: PipelineStatus.RUNNING,
+        PipelineInput.REFUSED: PipelineStatus.REFUSED,
+        PipelineInput.CANCELLED: PipelineStatus.CANCELLED,
+        PipelineInput.FAILED: PipelineStatus.FAILED,
+    },
+    PipelineStatus.RUNNING: {
+        PipelineInput.LAST_STEP_PUBLISHED: PipelineStatus.FINISHED,
+        PipelineInput.CANCELLED: PipelineStatus.CANCELLED,
+        PipelineInput.FAILED: PipelineStatus.FAILED,
+        PipelineInput.NODE_LOST: PipelineStatus.WAITING,
+    },
+    PipelineStatus.FINISHED: {},
+    PipelineStatus.CANCELLED: {},
+    PipelineStatus.FAILED: {},
+    PipelineStatus.REFUSED: {},
+}
+"""A pipeline begins WAITING, when it is submitted."""
+
+
+def diagram(moves: Mapping[StrEnum, Mapping[StrEnum, StrEnum]]) -> str:
+    """The table as a Mermaid state diagram: one line for each pair of states, with its inputs."""
+    lines = ["stateDiagram-v2"]
+    for state, targets in moves.items():
+        inputs_by_target: dict[StrEnum, list[str]] = {}
+        for what, target in targets.items():
+            inputs_by_target.setdefault(target, []).append(what.value)
+        lines += [
+            f"    {state.name} --> {target.name}: {' | '.join(inputs)}" for target, inputs in inputs_by_target.items()
+        ]
+        if not targets:
+            lines.append(f"    {state.name} --> [*]")
+    return "\n".join(lines)
+
+
+class StepMachine:
+    """Takes every pipeline through its steps and its life; the only place where their states change."""
+
+    def __init__(
+        self,
+        state: SchedulerState,
+        orders: Orders,
+        journal: Journal,
+        *,
+        relocate: Callable[[PipelineRun], None],
+        release: Callable[[PipelineRun], None],
+    ) -> None:
+        self._state = state
+        self._orders = orders
+        self._journal = journal
+        self._relocate = relocate
+        """Called at a step boundary of a pipeline that is to move."""
+        self._release = release
+        """Called when a pipeline's last step is published."""
+
+    # ------------------------------------------------------------------ a pipeline's life
+
+    def move_pipeline(self, run: PipelineRun, what: PipelineInput) -> None:
+        """Change the pipeline's status as its table says."""
+        status = PIPELINE_MOVES[run.status].get(what)
+        if status is None:
+            raise self._journal.illegal(f"pipeline {run.pipeline.id} is {run.status}: {what!r} does not fit")
+        run.status = status
+
+    # ------------------------------------------------------------------ a step's life, in order
+
+    def begin_after(self, run: PipelineRun, restored_step: int) -> None:
+        """Open what follows a restored step; -1 is before the SFT warm-up."""
+        run.rollout_step = run.generated_step = run.train_step = max(restored_step, 0)
+        run.trained_step = run.published_version = restored_step
+        run.shards.clear()
+        run.training = TrainingStage()
+        if restored_step < 0:
+            self._open_training_stage(run, 0, Stage.SFT_WARMUP, None, is_continuation=False)
+        else:
+            self.open_rollout(run)
+
+    def open_rollout(self, run: PipelineRun) -> None:
+        """Open the next step's rollout as soon as the version that it must sample from is published."""
+        pipeline = run.pipeline
+        step = run.rollout_step + 1
+        if run.next_placement is not None:
+            if run.shards or run.training.is_open or self._orders.of(run):
+                return  # the end of one of these comes back here
+            self._relocate(run)
+        if run.shards or (pipeline.num_steps is not None and step > pipeline.num_steps):
+            return
+        if run.published_version < rollout_version(pipeline, step):
+            return
+        run.rollout_step = step
+        is_colocated = set(run.train_devices) <= set(run.rollout_devices)
+        run.history.open_rollout(step, run.rollout_devices, self._state.now_s, is_colocated=is_colocated)
+        for device in run.rollout_devices:
+            run.shards[device] = RolloutShard(self._shard_work(run, device, is_continuation=False))
+
+    def start(self, run: PipelineRun, ready: ReadyWork, device_fraction: float, slowdown: float) -> None:
+        """Order ready work to run. The group's ready work no longer has it."""
+        work: RolloutShard | TrainingStage = (
+            run.shards[ready.devices[0]] if ready.phase is Phase.ROLLOUT else run.training
+        )
+        self._move(work, WorkInput.STARTED)
+        work.order = self._orders.run_ready(run, work, ready, device_fraction, slowdown)
+
+    def order_pause(self, order: Order, *, migrate_to: DeviceId | None = None) -> None:
+        """Pause the order at its next safe point; its shard is to migrate to that device then.
+
+        An order that is pausing already is not told again, and one that cannot be paused goes on.
+        """
+        work = order.work
+        if work is not None and work.state is WorkState.RUNNING:
+            self._move(work, WorkInput.PAUSE_ORDERED)
+            self._journal.act(Pause(order=order.id))
+        if isinstance(work, RolloutShard) and work.state is WorkState.PAUSING:
+            work.migrate_to = migrate_to
+
+    def pause(self, run: PipelineRun, order: Order, *, is_waiting: bool) -> None:
+        """The order has been paused: what it worked on is ready again."""
+        work = order.work
+        if work is None:
+            raise self._journal.illegal(f"order {order.id} is a {order.stage}, which is never paused")
+        self._move(work, WorkInput.PAUSED_FOR_ENV if is_waiting else WorkInput.PAUSED)
+        if isinstance(work, RolloutShard):
+            self._ready_after_pause(run, work)
+        else:
+            work.work = self._training_work(run, order.step, order.stage, is_continuation=True)
+
+    def reply(self, run: PipelineRun, shard: RolloutShard) -> None:
+        """An environment has replied to a shard that had nothing to compute."""
+        self._move(shard, WorkInput.REPLY_ARRIVED)
+        self._ready_again(run, shard)
+
+    def lose_worker(self, run: PipelineRun, shard: RolloutShard) -> None:
+        """The worker of the shard's device was replaced: its order has ended, and the shard is to be done again."""
+        was_waiting, order = shard.state is WorkState.WAITING_FOR_ENV, shard.order
+        self._move(shard, WorkInput.WORKER_LOST)
+        if was_waiting:
+            self._ready_again(run, shard)  # its trajectories begin anew
+        elif order is not None:
+            self._orders.end(self._orders.named(order))
+            self._ready_after_pause(run, shard)
+
+    def drop_asked_migration(self, run: PipelineRun, device: DeviceId) -> None:
+        """A shard that was paused to migrate, and that its policy then left where it is, is ready like any other."""
+        shard = run.shards.get(device)
+        if shard is not None and shard.is_ready and shard.work.migrate_to is not None:
+            shard.work = replace(shard.work, migrate_to=None)
+            self._state.group_of(run).ready[shard.work.sequence] = shard.work
+
+    def order_migration(self, run: PipelineRun, shard: RolloutShard, target: DeviceId, *, copies_kv: bool) -> None:
+        """Move a ready shard's trajectories to the target, which has a shard of the same rollout."""
+        self._move(shard, WorkInput.MIGRATION_ORDERED)
+        del self._state.group_of(run).ready[shard.work.sequence]
+        shard.order = self._orders.migrate(run, shard, target, copies_kv=copies_kv)
+
+    def finish_migration(self, run: PipelineRun, order: Order) -> None:
+        """The trajectories have arrived: the source is done, and a target that was done is ready again."""
+        source, target = order.work, run.shards[order.devices[0]]
+        if not isinstance(source, RolloutShard):
+            raise self._journal.illegal(f"order {order.id} is no migration")
+        was_done = target.state is WorkState.DONE
+        self._move(source, WorkInput.MIGRATED)
+        self._move(target, WorkInput.RECEIVED)
+        if was_done:
+            target.work = self._shard_work(run, target.device, is_continuation=True)
+        self._reward_if_done(run)
+
+    def finish(self, run: PipelineRun, order: Order) -> None:
+        """The order's work is complete: open what follows it."""
+        if order.work is not None:
+            self._move(order.work, WorkInput.FINISHED)
+        if isinstance(order.work, RolloutShard):
+            order.work.migrate_to = None
+            self._reward_if_done(run)
+        elif order.phase is Phase.TRAIN:
+            self._finish_training_stage(run, order)
+        elif order.phase is Phase.ENV:
+            self._finish_rollout(run)
+        else:
+            self._publish(run, order.step)
+
+    def withdraw(self, run: PipelineRun) -> None:
+        """Forget the open rollout and the training under way. Their orders end by themselves or are ended."""
+        ready = self._state.group_of(run).ready
+        for shard in run.shards.values():
+            if shard.is_ready:
+                del ready[shard.work.sequence]
+        training = run.training
+        if training.state is WorkState.READY and training.work is not None:
+            del ready[training.work.sequence]
+        run.shards.clear()
+        run.training = TrainingStage()
+
+    # ------------------------------------------------------------------ helpers, in the order they are called
+
+    def _move(self, work: RolloutShard | TrainingStage, what: WorkInput) -> None:
+        """Change the state as the table says; work without an order forgets the one it had."""
+        moves = SHARD_MOVES if isinstance(work, RolloutShard) else TRAINING_MOVES
+        state = moves[work.state].get(what)
+        if state is None:
+            name = type(work).__name__
+            raise self._journal.illegal(f"{name} {work.work} is {work.state}: {what.value!r} does not fit")
+        work.state = state
+        if state is WorkState.READY or state is WorkState.WAITING_FOR_ENV or state is WorkState.DONE:
+            work.order = None
+
+    def _ready_after_pause(self, run: PipelineRun, shard: RolloutShard) -> None:
+        """A shard that ran is ready, with the migration for which it was paused."""
+        is_waiting, migrate_to = shard.state is WorkState.WAITING_FOR_ENV, shard.migrate_to
+        shard.migrate_to = None
+        shard.work = self._shard_work(
+            run, shard.device, is_continuation=True, is_waiting=is_waiting, migrate_to=migrate_to
+        )
+
+    def _shard_work(
+        self,
+        run: PipelineRun,
+        device: DeviceId,
+        *,
+        is_continuation: bool,
+        is_waiting: bool = False,
+        migrate_to: DeviceId | None = None,
+    ) -> ReadyWork:
+        ready = ReadyWork(
+            run.pipeline.id, run.rollout_step, Stage.GENERATE, Phase.ROLLOUT, (device,),
+            self._state.now_s, self._state.next_in_sequence(), is_continuation, is_waiting, migrate_to,
+        )  # fmt: skip
+        self._state.group_of(run).ready[ready.sequence] = ready
+        return ready
+
+    def _training_work(self, run: PipelineRun, step: int, stage: Stage, *, is_continuation: bool) -> ReadyWork:
+        ready = ReadyWork(
+            run.pipeline.id, step, stage, Phase.TRAIN, run.train_devices,
+            self._state.now_s, self._state.next_in_sequence(), is_continuation,
+        )  # fmt: skip
+        self._state.group_of(run).ready[ready.sequence] = ready
+        return ready
+
+    def _ready_again(self, run: PipelineRun, shard: RolloutShard) -> None:
+        """A waiting shard has something to compute; it keeps its place in the order of becoming ready."""
+        shard.work = replace(shard.work, is_waiting=False, since_s=self._state.now_s)
+        self._state.group_of(run).ready[shard.work.sequence] = shard.work
+
+    def _reward_if_done(self, run: PipelineRun) -> None:
+        if any(shard.state is not WorkState.DONE for shard in run.shards.values()):
+            return
+        if Stage.REWARD in run.pipeline.stages:
+            self._orders.run_without_device(run, run.rollout_step, Stage.REWARD, Phase.ENV)
+        else:
+            self._finish_rollout(run)
+
+    def _finish_rollout(self, run: PipelineRun) -> None:
+        run.shards.clear()
+        run.generated_step = run.rollout_step
+        self._open_training(run)
+        self.open_rollout(run)
+
+    def _open_training(self, run: PipelineRun) -> None:
+        step = run.trained_step + 1
+        if not run.training.is_open and 1 <= step <= run.generated_step:
+            self._open_training_stage(run, step, run.train_stages[0], 0, is_continuation=False)
+
+    def _open_training_stage(
+        self, run: PipelineRun, step: int, stage: Stage, index: int | None, *, is_continuation: bool
+    ) -> None:
+        self._move(run.training, WorkInput.NEXT_OPENED)
+        run.train_step, run.training.index = step, index
+        run.training.work = self._training_work(run, step, stage, is_continuation=is_continuation)
+
+    def _finish_training_stage(self, run: PipelineRun, order: Order) -> None:
+        if order.stage is not Stage.SFT_WARMUP:
+            assert run.training.index is not None
+            index = run.training.index + 1
+            if index < len(run.train_stages):
+                self._open_training_stage(run, order.step, run.train_stages[index], index, is_continuation=True)
+                return
+            run.training.index = None
+        run.trained_step = order.step
+        if Stage.PUBLISH in run.pipeline.stages:
+            self._orders.run_without_device(run, order.step, Stage.PUBLISH, Phase.SYNC)
+        else:
+            self._publish(run, order.step)
+        self._open_training(run)
+
+    def _publish(self, run: PipelineRun, version: int) -> None:
+        run.published_version = max(run.published_version, version)
+        if run.published_version == run.pipeline.num_steps:
+            self.move_pipeline(run, PipelineInput.LAST_STEP_PUBLISHED)
+            self._release(run)
+        else:
+            self.open_rollout(run)
