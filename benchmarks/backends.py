@@ -58,7 +58,7 @@ class RoundTrips:
     def measure(self, make_backend: Callable[..., Any], spec: Any) -> None:
         with tempfile.TemporaryDirectory() as folder:
             backend = make_backend(spec.cluster, Path(folder), options=None)
-            workplace = backend._workplace
+            workplace = backend.workplace
             worker = workplace.spawn(
                 "nothing/rollout", __import__, ("os",), device=DeviceId("rollout", 0, 0),
                 log_path=Path(folder) / "log", call_limit_s=60.0,

@@ -59,7 +59,7 @@ from rlmux.rl.config import (
 )
 from rlmux.runtime.backend import Submission
 from rlmux.runtime.run import run_pipelines
-from rlmux.runtime.worker_backend import WorkerOptions
+from rlmux.runtime.workplace import WorkerOptions
 from rlmux.sim.models.interference import InterferenceTable
 
 PARTS = ("curves", "interference", "switches", "pipelines")

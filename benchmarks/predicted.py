@@ -35,7 +35,7 @@ from rlmux.profiling import neighbours as neighbours_profile
 from rlmux.report.api import read_timeline
 from rlmux.runtime.launch import header, submissions
 from rlmux.runtime.run import run_pipelines
-from rlmux.runtime.worker_backend import WorkerOptions
+from rlmux.runtime.workplace import WorkerOptions
 from rlmux.sim.models.neighbours import Neighbours
 from rlmux.sim.sweep import SimRun, run_simulation
 from rlmux.sim.workloads.recorded import recorded_workload

@@ -41,7 +41,7 @@ from rlmux.runtime.backend import Submission
 from rlmux.runtime.controller import Controller
 from rlmux.runtime.local import local_backend
 from rlmux.runtime.run import resume_pipelines, run_pipelines
-from rlmux.runtime.worker_backend import WorkerOptions
+from rlmux.runtime.workplace import WorkerOptions
 
 CLUSTER = Cluster(
     pools={
@@ -83,7 +83,7 @@ def submission(name: str, seed: int, num_steps: int, size: str) -> Submission:
 
 FINE = WorkerOptions(chunk_s=0.05, chunk_decode_steps=4)
 """Progress is told of often, so that little of what was lost goes unseen."""
-KINDS = ("rollout", "train", "host", "controller", "everything")
+KINDS = ("rollout", "train", "env", "controller", "everything")
 
 
 def one_pipeline(num_steps: int) -> list[Submission]:

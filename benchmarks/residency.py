@@ -31,11 +31,12 @@ from rlmux.policies import make_policy
 from rlmux.profiling.switch_times import switch_times
 from rlmux.rl.config import AlgorithmConfig, ModelConfig, RolloutConfig, TaskConfig, TrainingConfig
 from rlmux.rl.footprint import footprint_of
-from rlmux.runtime import worker_backend
+from rlmux.runtime import worker_supervisor
 from rlmux.runtime.backend import Submission
 from rlmux.runtime.controller import Controller
 from rlmux.runtime.local import local_backend
-from rlmux.runtime.worker_backend import WorkerBackend, WorkerOptions
+from rlmux.runtime.worker_backend import WorkerBackend
+from rlmux.runtime.workplace import WorkerOptions
 from rlmux.runtime.workers import RolloutChunk, RolloutChunkResult, RolloutWorker, TrainWorker
 
 STAGES = (Stage.GENERATE, Stage.REWARD, Stage.OLD_LOGPROBS, Stage.UPDATE, Stage.PUBLISH)
@@ -142,7 +143,8 @@ def _run(folder: Path, model: ModelConfig, num_steps: int, is_reading_ahead: boo
     ]
     backend: WorkerBackend = local_backend(cluster, folder, options=WorkerOptions(checkpoint_every=NEVER))
     if not is_reading_ahead:
-        backend._prefetch = lambda action: None  # type: ignore[method-assign]
+        execute = backend.execute
+        backend.execute = lambda action: None if isinstance(action, Prefetch) else execute(action)  # type: ignore[method-assign]
     seen = _Seen()
     start = time.perf_counter()
     try:
@@ -201,8 +203,8 @@ def main() -> None:
         _print(states(given.models.split(","), given.rounds))
     else:
         mine = importlib.import_module("residency")  # by a name that worker processes find too
-        worker_backend.RolloutWorker = mine.ForgetfulRollout  # type: ignore[misc]
-        worker_backend.TrainWorker = mine.ForgetfulTrain  # type: ignore[misc]
+        worker_supervisor.RolloutWorker = mine.ForgetfulRollout  # type: ignore[misc]
+        worker_supervisor.TrainWorker = mine.ForgetfulTrain  # type: ignore[misc]
         _print(makespan(given.model, given.steps, given.rounds))
 
 

@@ -37,7 +37,7 @@ from rlmux.report.log import LogReader
 from rlmux.runtime.backend import Submission
 from rlmux.runtime.launch import header, submissions
 from rlmux.runtime.run import run_pipelines
-from rlmux.runtime.worker_backend import WorkerOptions
+from rlmux.runtime.workplace import WorkerOptions
 
 FILES = ("examples/05_long_tails.yaml", "examples/06_tool_waits.yaml")
 

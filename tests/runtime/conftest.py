@@ -32,7 +32,8 @@ from rlmux.rl.config import (
 from rlmux.runtime.backend import Submission
 from rlmux.runtime.controller import Controller
 from rlmux.runtime.local import local_backend
-from rlmux.runtime.worker_backend import WorkerBackend, WorkerOptions
+from rlmux.runtime.worker_backend import WorkerBackend
+from rlmux.runtime.workplace import WorkerOptions
 
 STAGES = (
     Stage.GENERATE,
@@ -299,9 +300,6 @@ class Worker:
 
     def is_overdue(self, now_s: float) -> bool:
         return False
-
-    def abandoned(self, method: str) -> list[Any]:
-        return []
 
     def end(self) -> None:
         pass

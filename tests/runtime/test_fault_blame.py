@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from rlmux.core.events import PipelineFailed, WorkerLost
-from rlmux.runtime.worker_backend import WorkerOptions
+from rlmux.runtime.workplace import WorkerOptions
 
 REWARDS = """
 import os, sys, time
@@ -121,13 +121,13 @@ def test_a_prompt_that_crashes_the_engine_each_time_fails_its_pipeline_alone(
 
     def make_poisonable_backend(*given, **options):
         backend = make_backend(*given, **options)
-        spawn = backend._workplace.spawn
+        spawn = backend.workplace.spawn
 
         def spawn_poisonable(name, make_worker, args, **more):
             is_poisonable = name.startswith("poisoned/rollout")
             return spawn(name, Poisonable if is_poisonable else make_worker, args, **more)
 
-        backend._workplace.spawn = spawn_poisonable
+        backend.workplace.spawn = spawn_poisonable
         return backend
 
     poisoned = real.submission("poisoned", seed=3, num_steps=6)

@@ -15,7 +15,7 @@ import torch
 from rlmux.core.actions import RunStage
 from rlmux.core.events import PipelineFailed, PipelineRestarted, WorkerLost
 from rlmux.core.model import Stage
-from rlmux.runtime.worker_backend import WorkerOptions
+from rlmux.runtime.workplace import WorkerOptions
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +49,7 @@ class KillsAtStages:
 
     def __init__(self, pipeline: str) -> None:
         stages = [Stage.GENERATE, Stage.REFERENCE_LOGPROBS, Stage.UPDATE, Stage.PUBLISH]
-        self.left = [(role, stage) for stage in stages for role in ("rollout", "train", "host")]
+        self.left = [(role, stage) for stage in stages for role in ("rollout", "train", "env")]
         self.pipeline = pipeline
         self.seen = 0
         self.is_due = False
@@ -110,7 +110,7 @@ def test_a_worker_that_hangs_is_replaced(real, make_backend, pair, undisturbed, 
         """And let its call take no longer: those before it, of processes that begin, take as long as they take."""
         stopped.append(pid_of(recorder, "sort", role))
         os.kill(stopped[0], signal.SIGSTOP)
-        (worker,) = [one for one in backend._workers["sort"].processes if one.pid == stopped[0]]
+        (worker,) = [one for one in backend.workers_by_pipeline["sort"].processes if one.pid == stopped[0]]
         worker._call_limit_s = 0.5
         if worker._deadline_s is not None:
             worker._deadline_s = backend.now_s() + 0.5
@@ -133,7 +133,7 @@ class Storage(NamedTuple):
 def test_a_worker_that_runs_out_of_memory_is_replaced(real, make_backend, pair, undisturbed, tmp_path):
     def leave_no_memory(backend, recorder):
         """And have it ask for some: what its allocator has kept may do for the rest of the run."""
-        trainer = backend._workers["sort"].trainer
+        trainer = backend.workers_by_pipeline["sort"].trainer
         used = psutil.Process(trainer.pid).memory_info().vms
         resource.prlimit(trainer.pid, resource.RLIMIT_AS, (used // 2, used // 2))
         trainer.call(backend.now_s(), "begin_step", (pickle.dumps(Storage(used)),), lambda _: None)
@@ -149,7 +149,7 @@ def test_the_fork_server_itself_may_die(real, make_backend, pair, undisturbed, t
     """All workers die with it; each pipeline begins again from its checkpoint, from a new fork server."""
 
     def kill_its_parent(backend, recorder):
-        os.kill(psutil.Process(pid_of(recorder, "sort", "host")).ppid(), signal.SIGKILL)
+        os.kill(psutil.Process(pid_of(recorder, "sort", "env")).ppid(), signal.SIGKILL)
 
     watch = once_at("sort", Stage.UPDATE, 4, kill_its_parent)
     run = real.run(tmp_path / "run", pair, watch=watch, make_backend=make_backend)
@@ -165,7 +165,7 @@ def test_a_worker_that_always_dies_fails_its_pipeline_after_a_few_tries(
 
     def kill_every_host_of_sort(backend, recorder) -> bool:
         hosts = [note.fields["pid"] for note in recorder.notes if note.type == "worker"
-                 and (note.fields["pipeline"], note.fields["role"]) == ("sort", "host")]  # fmt: skip
+                 and (note.fields["pipeline"], note.fields["role"]) == ("sort", "env")]  # fmt: skip
         if hosts and hosts[-1] is not None and hosts[-1] not in killed:
             killed.append(hosts[-1])
             os.kill(hosts[-1], signal.SIGKILL)
@@ -175,7 +175,7 @@ def test_a_worker_that_always_dies_fails_its_pipeline_after_a_few_tries(
     run = real.run(tmp_path / "run", pair, watch=kill_every_host_of_sort, options=options, make_backend=make_backend)
     (failure,) = [event for event in run.recorder.events if isinstance(event, PipelineFailed)]
     assert failure.pipeline == "sort"
-    assert "sort/host" in failure.reason
+    assert "sort/env" in failure.reason
     assert "3 times" in failure.reason
     assert len(killed) == 3
     assert run.status == {"sort": "failed", "tool": "finished"}

@@ -12,7 +12,7 @@ from rlmux.core.model import Stage
 from rlmux.core.views import Choice, GroupView, PauseOrder
 from rlmux.policies.planning.dispatching import first_come
 from rlmux.policies.rollmux import RollMux
-from rlmux.runtime.worker_backend import WorkerOptions
+from rlmux.runtime.workplace import WorkerOptions
 
 
 @pytest.fixture(scope="module")

@@ -69,7 +69,7 @@ def test_two_receiving_nodes_and_a_killed_trainer_change_nothing(real, nodes, tm
     killed: list[int] = []
 
     def kill_trainer(backend, recorder) -> bool:
-        workers = backend._workers.get("sort")
+        workers = backend.workers_by_pipeline.get("sort")
         if workers and not killed and any(note.type == "checkpoint" for note in recorder.notes):
             killed.append(workers.trainer.pid)
             os.kill(workers.trainer.pid, signal.SIGKILL)
@@ -89,12 +89,12 @@ def test_a_sync_over_a_slow_link_holds_up_no_other_pipeline(real, local, pair, n
 
     def make_holding_backend(*given, **options):
         backend = nodes.make_backend(is_sharing_memory=False, sync=slow)(*given, **options)
-        deliver = backend._workplace.deliver
+        deliver = backend.workplace.deliver
 
         def deliver_late(path, trainer, receivers, then) -> None:
             deliver(path, trainer, receivers, partial(arrived.append, then) if trainer.name == "sort/train" else then)
 
-        backend._workplace.deliver = deliver_late
+        backend.workplace.deliver = deliver_late
         return backend
 
     def let_arrive(backend, recorder) -> bool:
@@ -131,7 +131,7 @@ def test_an_idle_worker_that_dies_is_missed_without_being_called(nodes, real, tm
 
     backend = nodes.make_backend()(real.cluster(), _folder(tmp_path))
     try:
-        workplace, said = backend._workplace, []
+        workplace, said = backend.workplace, []
         worker = workplace.spawn(
             "a/idle", __import__, ("os",), device=None, log_path=tmp_path / "log", call_limit_s=60.0
         )
@@ -157,7 +157,7 @@ def test_a_killed_trainer_writes_no_more_once_that_is_said(nodes, real, tmp_path
     """Whoever goes on from its checkpoints reads them next."""
     backend = nodes.make_backend()(real.cluster(), _folder(tmp_path))
     try:
-        workplace, said = backend._workplace, []
+        workplace, said = backend.workplace, []
         device = DeviceId("train", 0, 0)
         trainer = workplace.spawn(
             "a/train", __import__, ("os",), device=device, log_path=tmp_path / "log", call_limit_s=60.0
@@ -183,7 +183,7 @@ def test_a_killed_fork_server_is_replaced_and_changes_nothing(real, pair, local,
 
     def kill_keepers(backend, recorder) -> bool:
         if not killed and any(note.type == "step" for note in recorder.notes):
-            keepers = backend._workplace._fork_servers.keepers()
+            keepers = backend.workplace._fork_servers.keepers()
             killed.extend(ray.get([one.__ray_call__.remote(lambda keeper: os.getpid()) for one in keepers]))
             for pid in killed:
                 os.kill(pid, signal.SIGKILL)
@@ -210,7 +210,7 @@ def test_a_lost_nodes_pipelines_go_on_elsewhere_from_their_last_checkpoint(real,
         admitted = [action.placement for action in recorder.actions if isinstance(action, Admit)]
         placed = {node.index for placement in admitted for node in placement.rollout_nodes}
         if has_begun and not lost:
-            ray_id = backend._workplace._nodes[NodeId("rollout", max(placed))].ray_id
+            ray_id = backend.workplace._nodes[NodeId("rollout", max(placed))].ray_id
             victim = next(node for node in nodes.rollout if node.node_id == ray_id)
             nodes.rollout.remove(victim)
             nodes.ray.remove_node(victim, allow_graceful=False)
@@ -276,7 +276,7 @@ class Asked:
     """Workers that are the module `os`, each asked what it sees; the class of a test cannot travel to an actor."""
 
     def __init__(self, backend, tmp_path) -> None:
-        self._workplace, self._log = backend._workplace, tmp_path / "log"
+        self._workplace, self._log = backend.workplace, tmp_path / "log"
         self._said: dict[str, list[str]] = {}
         self._raylets: dict[str, Any] = {}
 
@@ -306,7 +306,7 @@ def test_workers_see_the_gpu_of_their_device_on_the_node_that_was_chosen(nodes, 
         asked.add("a/train", DeviceId("slow", 0, 0))
         said = asked.answers()
         raylets = {node.node_id: node.all_processes["raylet"][0].process.pid for node in gpu_nodes}
-        chosen = {node_id: raylets[node.ray_id] for node_id, node in backend._workplace._nodes.items()}
+        chosen = {node_id: raylets[node.ray_id] for node_id, node in backend.workplace._nodes.items()}
     finally:
         backend.close()
     assert [said[f"a/{index}"][1] for index in range(4)] == [chosen[NodeId("fast", index)] for index in range(4)]

@@ -28,7 +28,7 @@ from rlmux.runtime import local
 from rlmux.runtime.local import SharedMemoryFolder
 from rlmux.runtime.memory import with_machine_memory
 from rlmux.runtime.run import resume_pipelines, run_pipelines
-from rlmux.runtime.worker_backend import WorkerOptions
+from rlmux.runtime.workplace import WorkerOptions
 
 STEPS = 5
 

@@ -41,7 +41,10 @@ class Pair:
             for name, pool in real.cluster().pools.items()
         }
         (folder / "weights").mkdir()
-        self.backend = WorkerBackend(Cluster(pools=pools), folder, self.workplace, folder / "weights")
+        self.now_s = 0.0
+        self.backend = WorkerBackend(
+            Cluster(pools=pools), folder, self.workplace, folder / "weights", clock=lambda: self.now_s
+        )
         for name in "ab":
             given = real.submission(name)
             self.backend.add_pipeline(replace(given, pipeline=replace(given.pipeline, footprint=SIX)))
@@ -74,14 +77,14 @@ class Pair:
         self.backend.execute(Prefetch(pipeline=PipelineId(name), phase=Phase.TRAIN, devices=(DEVICE,)))
 
 
-def test_the_time_in_which_others_leave_is_part_of_the_switch(real: Any, tmp_path: Any, monkeypatch: Any) -> None:
+def test_the_time_in_which_others_leave_is_part_of_the_switch(real: Any, tmp_path: Any) -> None:
     pair = Pair(real, tmp_path, 100.0)
     pair.sft_warmup(1, "a")
     pair.trained("a")
-    monkeypatch.setattr(pair.backend, "now_s", lambda: 10.0)
+    pair.now_s = 10.0
     pair.sft_warmup(2, "b", after="a")
     assert pair.trainer("b").asked() == [], "the device is not free yet"
-    monkeypatch.setattr(pair.backend, "now_s", lambda: 12.0)
+    pair.now_s = 12.0
     pair.trainer("a").answer("offload", 0)
     pair.trained("b")
     ended = [event for event in pair.backend.poll(0.0)[0] if isinstance(event, StageFinished)]

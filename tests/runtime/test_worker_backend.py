@@ -54,7 +54,7 @@ class Rollout:
         )
 
     def deal_out(self) -> None:
-        self.worker("host").answer("begin_step", (self.requests, self.is_single_turn))
+        self.worker("env").answer("begin_step", (self.requests, self.is_single_turn))
 
     def worker(self, role: str | DeviceId) -> Any:
         return self.workplace.workers[f"p/{role}" if isinstance(role, str) else f"p/rollout-{role}"]
@@ -129,9 +129,9 @@ def test_turns_that_end_while_environments_think_are_asked_together(rollout: Rol
     rollout.chunk(LEFT, active=3, parked=1, finished=[first])
     rollout.chunk(RIGHT, active=3, parked=1, finished=[second])
     rollout.chunk(LEFT, active=2, parked=2, finished=[third])
-    turns, _ = rollout.worker("host").answer("on_turns", ([], [first.id]))
+    turns, _ = rollout.worker("env").answer("on_turns", ([], [first.id]))
     assert [turn.id for turn in turns] == [first.id]
-    turns, _ = rollout.worker("host").answer("on_turns", ([TurnReply(id=third.id, tokens=(5,))], [second.id]))
+    turns, _ = rollout.worker("env").answer("on_turns", ([TurnReply(id=third.id, tokens=(5,))], [second.id]))
     assert [turn.id for turn in turns] == [second.id, third.id]
     (_, (chunk,), _) = rollout.worker(LEFT).calls[-1]
     assert not chunk.replies, "it was sent before"
@@ -148,7 +148,7 @@ def test_scores_are_asked_for_after_every_turn(rollout: Rollout) -> None:
     rollout.backend.execute(
         RunStage(order=OrderId(3), pipeline=PipelineId("p"), step=1, stage=Stage.REWARD, devices=(), weight_version=0)
     )
-    assert [method for method, *_ in rollout.worker("host").calls] == ["on_turns", "on_turns", "finish_step"]
+    assert [method for method, *_ in rollout.worker("env").calls] == ["on_turns", "on_turns", "finish_step"]
 
 
 def test_a_paused_share_sleeps_until_its_first_reply(rollout: Rollout) -> None:
@@ -158,5 +158,5 @@ def test_a_paused_share_sleeps_until_its_first_reply(rollout: Rollout) -> None:
     rollout.chunk(LEFT, parked=1, finished=[turn])
     rollout.backend.execute(Pause(order=OrderId(1)))
     assert [event.is_waiting for event in rollout.events(StagePaused)] == [True]
-    rollout.worker("host").answer("on_turns", ([TurnReply(id=turn.id, tokens=(5,))], []))
+    rollout.worker("env").answer("on_turns", ([TurnReply(id=turn.id, tokens=(5,))], []))
     assert [event.device for event in rollout.events(ReplyArrived)] == [LEFT]

@@ -27,7 +27,7 @@ from rlmux.core.errors import LogError, RlmuxError, UserError
 from rlmux.report.api import load_summary
 from rlmux.report.log import LogReader
 
-ROLLOUT, TRAIN, ENV, CONTROLLER, EVERYTHING = KINDS = ("rollout", "train", "host", "controller", "everything")
+ROLLOUT, TRAIN, ENV, CONTROLLER, EVERYTHING = KINDS = ("rollout", "train", "env", "controller", "everything")
 """What a kill takes: one worker of a pipeline, the controller, or the controller and all workers at once."""
 _SHARES = {ROLLOUT: 6, TRAIN: 5, ENV: 5, CONTROLLER: 2, EVERYTHING: 2}
 """Of twenty kills."""

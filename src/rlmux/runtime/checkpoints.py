@@ -20,9 +20,10 @@ from pathlib import Path
 from typing import NamedTuple
 
 from rlmux.core.errors import CheckpointError
+from rlmux.core.model import PipelineId
 from rlmux.engines.checkpoint import read_checkpoint
 from rlmux.engines.files import sync_path
-from rlmux.runtime.backend import Submission
+from rlmux.runtime.backend import Note, Submission
 
 _NAME = re.compile(r"step_(\d+)")
 _ASIDE = re.compile(r"step_\d+\.(tmp|old)-\d+|\.latest\.tmp.*|spilled-.*")
@@ -141,6 +142,17 @@ class Written(NamedTuple):
     """From the snapshot until it was there, beside other work."""
     stall_s: float
     """What training waited for it: for the one before it to be written, and for the snapshot."""
+
+
+def checkpoint_note(pipeline: PipelineId, written: Written) -> Note:
+    """The note `checkpoint` of one that would survive a power cut."""
+    fields = {
+        "pipeline": pipeline,
+        "step": CheckpointFolder.step_of(written.folder),
+        "seconds": round(written.seconds, 6),
+        "stall_s": round(written.stall_s, 6),
+    }
+    return Note(type="checkpoint", fields=fields)
 
 
 class CheckpointWriter:

@@ -21,7 +21,8 @@ from typing import Any
 from rlmux.core.errors import UserError
 from rlmux.core.model import Cluster, DeviceId, NodeId
 from rlmux.runtime.processes import WorkerProcess, warm_up
-from rlmux.runtime.worker_backend import Worker, WorkerBackend, WorkerOptions
+from rlmux.runtime.worker_backend import WorkerBackend
+from rlmux.runtime.workplace import Worker, WorkerOptions
 
 _DRIVER = Path("/dev/nvidiactl")
 _GPUS = Path("/proc/driver/nvidia/gpus")

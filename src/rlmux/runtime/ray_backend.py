@@ -34,7 +34,8 @@ from rlmux.runtime.ray_fork_servers import ForkServers
 from rlmux.runtime.ray_gpus import GpuReservations, check_gpus
 from rlmux.runtime.ray_sync import Deliveries, RaySync
 from rlmux.runtime.ray_worker import LOOK_EVERY_S, RayWorker
-from rlmux.runtime.worker_backend import Worker, WorkerBackend, WorkerOptions
+from rlmux.runtime.worker_backend import WorkerBackend
+from rlmux.runtime.workplace import Worker, WorkerOptions
 
 _LOOK_AT_NODES_EVERY_S = 1.0
 _MAX_LOOKS_PER_S = 100

@@ -31,7 +31,8 @@ from rlmux.runtime.local import local_backend
 from rlmux.runtime.memory import check_each_fits, with_footprint, with_machine_memory
 from rlmux.runtime.metrics import MetricsWriter
 from rlmux.runtime.run_api import ParseSubmission, RunApi
-from rlmux.runtime.worker_backend import WorkerBackend, WorkerOptions
+from rlmux.runtime.worker_backend import WorkerBackend
+from rlmux.runtime.workplace import WorkerOptions
 
 LOCAL = "local"
 

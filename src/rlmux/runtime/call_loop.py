@@ -1,0 +1,161 @@
+"""Work that waits for workers: generators in one thread, each resumed by the answer that it waits for.
+
+    work ── yield calls.call(worker, method, ...) ──▶ CallLoop ── call ──▶ worker
+      ▲                                                  │
+      └── send(result) ◀──────── ready, in order ◀───────┴── answer
+      └── throw(WorkerLostError) ◀── ... ◀── the worker was given up
+
+An order is such a generator: it yields bounded calls one after another, and between two of them is a safe point. To
+pause an order is not to make its next call; to end a pipeline is to close its generators. A WorkerLostError that
+leaves a generator ends it: the supervisor has dealt with the loss already.
+
+Work that is started runs at once, up to its first wait. Work that is resumed runs in the order in which answers came,
+never inside other work.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections import deque
+from collections.abc import Callable, Generator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlmux.core.errors import WorkerLostError
+from rlmux.core.model import PipelineId
+from rlmux.runtime.workplace import Worker, Workplace
+
+
+class Answer:
+    """Something that comes once, as a value or as an error: what work yields to wait for it."""
+
+    def __init__(self, loop: CallLoop) -> None:
+        self._loop = loop
+        self.is_there = False
+        self.value: Any = None
+        self.error: WorkerLostError | None = None
+        self.task: Task | None = None
+        """The work that waits for it."""
+
+    def arrive(self, value: Any = None) -> None:
+        self.is_there, self.value = True, value
+        self._loop.resume(self)
+
+    def fail(self, error: WorkerLostError) -> None:
+        self.is_there, self.error = True, error
+        self._loop.resume(self)
+
+
+Work = Generator[Answer, Any, None]
+
+
+@dataclass(slots=True, eq=False)
+class Task:
+    """Work that was started."""
+
+    work: Work
+    pipeline: PipelineId | None
+    """The pipeline whose end closes it; None for work that outlives a pipeline's processes."""
+    is_over: bool = False
+
+
+class CallLoop:
+    """Knows which work waits for which worker's answer, and resumes it."""
+
+    def __init__(self, workplace: Workplace, now_s: Callable[[], float]) -> None:
+        self._workplace = workplace
+        self._now_s = now_s
+        self._unanswered: dict[Worker, list[Answer]] = {}
+        self._tasks: dict[Task, None] = {}
+        self._ready: deque[Answer] = deque()
+        self._is_running = False
+
+    def call(self, worker: Worker, method: str, *args: Any) -> Answer:
+        """Have a worker run a method. The answer need not be waited for: a call that fails ends its pipeline anyway."""
+        answer = Answer(self)
+        unanswered = self._unanswered.setdefault(worker, [])
+        unanswered.append(answer)
+
+        def arrive(value: Any) -> None:
+            unanswered.remove(answer)
+            answer.arrive(value)
+
+        with contextlib.suppress(WorkerLostError):  # its pipe is at its end: the next poll finds and deals with that
+            worker.call(self._now_s(), method, args, arrive)
+        return answer
+
+    def deliver(self, path: Path, trainer: Worker, receivers: Sequence[Worker]) -> Answer:
+        """Bring weights from a trainer to the receivers; answered once they are there."""
+        answer = Answer(self)
+        self._workplace.deliver(path, trainer, receivers, answer.arrive)
+        return answer
+
+    def promise(self) -> Answer:
+        """An answer that other work of this thread will give."""
+        return Answer(self)
+
+    def start(self, work: Work, *, pipeline: PipelineId | None) -> Task:
+        """Run work up to its first wait; from there on answers resume it."""
+        task = Task(work, pipeline)
+        self._tasks[task] = None
+        was_running, self._is_running = self._is_running, True
+        try:
+            self._step(task, None)
+        finally:
+            self._is_running = was_running
+        self._run_ready()
+        return task
+
+    def close(self, task: Task) -> None:
+        """End work where it waits. Nothing happens if it is over."""
+        task.is_over = True
+        task.work.close()
+        self._tasks.pop(task, None)
+
+    def close_all_of(self, pipeline: PipelineId) -> None:
+        """End all work of a pipeline where it waits."""
+        for task in [task for task in self._tasks if task.pipeline == pipeline]:
+            self.close(task)
+
+    def give_up(self, worker: Worker) -> None:
+        """A worker was ended: throw WorkerLostError into all work that waits for its answers."""
+        for answer in self._unanswered.pop(worker, []):
+            answer.fail(WorkerLostError(f"{worker.name} was ended"))
+
+    def resume(self, answer: Answer) -> None:
+        """An answer is there: resume the work that waits for it, once the work that runs now waits."""
+        if answer.task is not None:
+            self._ready.append(answer)
+            self._run_ready()
+
+    def _run_ready(self) -> None:
+        if self._is_running:
+            return
+        self._is_running = True
+        try:
+            while self._ready:
+                answer = self._ready.popleft()
+                assert answer.task is not None
+                self._step(answer.task, answer)
+        finally:
+            self._is_running = False
+
+    def _step(self, task: Task, answer: Answer | None) -> None:
+        """Run work from the answer that it has to the next one that it must wait for."""
+        while not task.is_over:
+            try:
+                if answer is None:
+                    awaited = next(task.work)
+                elif answer.error is not None:
+                    awaited = task.work.throw(answer.error)
+                else:
+                    awaited = task.work.send(answer.value)
+            except (StopIteration, WorkerLostError):
+                task.is_over = True
+                self._tasks.pop(task, None)
+                return
+            if not awaited.is_there:
+                awaited.task = task
+                return
+            answer = awaited

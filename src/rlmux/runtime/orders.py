@@ -1,0 +1,101 @@
+"""The RunStage orders that are being carried out, and what each has used so far."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from rlmux.core.actions import RunStage, Switch
+from rlmux.core.events import ChunkFinished, StageFinished, StagePaused
+from rlmux.core.model import OrderId, PipelineId
+from rlmux.runtime.call_loop import Answer, Task
+
+
+@dataclass(slots=True, eq=False)
+class RunningOrder:
+    """An order being carried out."""
+
+    action: RunStage
+    device_fraction: float
+    """The part of its devices that the order may use, from its next call on."""
+    seconds: float = 0.0
+    """Seconds of computing, switches left out."""
+    switch_s: float = 0.0
+    """Seconds of others leaving the devices and of this one's loading."""
+    tokens: int = 0
+    is_pausing: bool = False
+    is_calling: bool = True
+    """A call that carries the order on is out, or will be made without waiting for anything outside the order."""
+    input: Answer | None = None
+    """Set while the order has nothing to compute: answered when it has, or when the order is paused."""
+    task: Task | None = None
+
+    @property
+    def is_load_needed(self) -> bool:
+        """The next call must load the pipeline's state first."""
+        return self.action.switch is not Switch.NONE and self.seconds == 0.0
+
+    def add(self, *, seconds: float, switch_s: float, tokens: int) -> None:
+        self.seconds += seconds
+        self.switch_s += switch_s
+        self.tokens += tokens
+
+    def pause(self) -> None:
+        """Stop at the next safe point, which is now if the order has nothing to compute."""
+        self.is_pausing = True
+        self.wake()
+
+    def wake(self) -> None:
+        """Resume an order that has nothing to compute. Nothing happens to one that computes."""
+        if self.input is not None:
+            arrived, self.input = self.input, None
+            arrived.arrive()
+
+    def progress(
+        self, now_s: float, *, num_active: int, num_waiting: int, num_waiting_for_env: int = 0
+    ) -> ChunkFinished:
+        return ChunkFinished(
+            time_s=now_s,
+            order=self.action.order,
+            num_active=num_active,
+            num_waiting=num_waiting,
+            num_waiting_for_env=num_waiting_for_env,
+            tokens=self.tokens,
+            seconds=self.seconds,
+        )
+
+    def finished(self, now_s: float) -> StageFinished:
+        return StageFinished(
+            time_s=now_s, order=self.action.order, seconds=self.seconds, switch_s=self.switch_s, tokens=self.tokens
+        )
+
+    def paused(self, now_s: float, *, is_waiting: bool = False) -> StagePaused:
+        return StagePaused(
+            time_s=now_s,
+            order=self.action.order,
+            seconds=self.seconds,
+            switch_s=self.switch_s,
+            tokens=self.tokens,
+            is_waiting=is_waiting,
+        )
+
+
+class RunningOrders:
+    """All orders being carried out, of all pipelines, in the order in which they began."""
+
+    def __init__(self) -> None:
+        self._order_by_id: dict[OrderId, RunningOrder] = {}
+
+    def begin(self, action: RunStage) -> RunningOrder:
+        order = RunningOrder(action, action.device_fraction)
+        self._order_by_id[action.order] = order
+        return order
+
+    def end(self, order: RunningOrder) -> None:
+        del self._order_by_id[order.action.order]
+
+    def find(self, order: OrderId) -> RunningOrder | None:
+        """None for an order that has ended."""
+        return self._order_by_id.get(order)
+
+    def of(self, pipeline: PipelineId) -> list[RunningOrder]:
+        return [order for order in self._order_by_id.values() if order.action.pipeline == pipeline]

@@ -1,0 +1,46 @@
+"""Events and notes of the workers' side, collected until the controller's next poll; and the run's clock."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+from rlmux.core.events import Event
+from rlmux.runtime.backend import Note
+
+
+class Outbox:
+    """Events and notes, oldest first. Time is in seconds since the run began."""
+
+    def __init__(self, start_s: float, clock: Callable[[], float] = time.monotonic) -> None:
+        self._clock = clock
+        self._zero_s = clock() - start_s
+        self._events: list[Event] = []
+        self._notes: list[Note] = []
+
+    def now_s(self) -> float:
+        return self._clock() - self._zero_s
+
+    def add(self, event: Event) -> None:
+        self._events.append(event)
+
+    def note(self, type: str, **fields: Any) -> None:
+        self._notes.append(Note(type=type, fields=fields))
+
+    def add_note(self, note: Note) -> None:
+        self._notes.append(note)
+
+    def has_events(self) -> bool:
+        return bool(self._events)
+
+    def date_events_now(self) -> None:
+        """Give all events the present time: the scheduler may have heard of later things than these."""
+        now_s = self.now_s()
+        self._events = [replace(event, time_s=now_s) for event in self._events]
+
+    def take(self) -> tuple[Sequence[Event], Sequence[Note]]:
+        events, notes = self._events, self._notes
+        self._events, self._notes = [], []
+        return events, notes

@@ -1,0 +1,63 @@
+"""One admitted pipeline's processes and where they keep things."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rlmux.core.model import DeviceId, Phase, PipelineId, Placement
+from rlmux.rl.config import TrainingConfig
+from rlmux.runtime.backend import Submission
+from rlmux.runtime.checkpoints import CheckpointFolder
+from rlmux.runtime.workplace import Worker
+
+
+@dataclass(slots=True, eq=False)
+class PipelineWorkers:
+    """The processes of one pipeline since its last start; owned by the supervisor, read by the drivers."""
+
+    submission: Submission
+    placement: Placement
+    folder: Path
+    """The pipeline's folder in the run's: checkpoints and the workers' log."""
+    weights: Path
+    """The folder in shared memory where the trainer publishes."""
+    checkpoints: CheckpointFolder
+    env_worker: Worker
+    trainer: Worker
+    rollout: dict[DeviceId, Worker]
+    furthest_step: int
+    """The newest step ever published."""
+    num_losses_by_worker: dict[str, int] = field(default_factory=dict)
+    """Deaths by name of the worker, since `furthest_step` was published."""
+
+    @property
+    def id(self) -> PipelineId:
+        return self.submission.pipeline.id
+
+    @property
+    def config(self) -> TrainingConfig:
+        return self.submission.config
+
+    @property
+    def processes(self) -> list[Worker]:
+        return [self.env_worker, self.trainer, *self.rollout.values()]
+
+    def of_phase(self, phase: Phase, devices: Sequence[DeviceId]) -> list[Worker]:
+        """The workers that hold the pipeline's state of a phase on these devices."""
+        if phase is Phase.ROLLOUT:
+            return [self.rollout[device] for device in devices if device in self.rollout]
+        return [self.trainer]
+
+    def weights_path(self, version: int) -> Path:
+        """The file that rollout workers load a version from."""
+        published = self.published_path(version)
+        return published if published.exists() else self.checkpoints.weights(version)
+
+    def published_path(self, version: int) -> Path:
+        """The file that the trainer publishes a version to."""
+        return self.weights / f"{version}.safetensors"
+
+    def log_path(self) -> Path:
+        return self.folder / "workers.log"

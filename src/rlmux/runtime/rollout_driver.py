@@ -1,0 +1,297 @@
+"""One pipeline's rollout: its shards, one per device, and the turns that its environments answer.
+
+    env worker ── begin_step ──▶ requests ── dealt out ──▶ shards ── chunks ──▶ rollout workers
+        ▲                                                    ▲                       │
+        │                                                    └─ replies, released    │ finished turns
+        └───────────── on_turns: one call at a time, with all turns that have ended ─┘
+
+A shard's order runs chunk after chunk. It waits only for its worker's answer, or, when every trajectory that it could
+compute waits for an environment, for a reply, for a migrated shard or for a Pause. A shard that is paused in that
+state is reported as waiting, and its first reply as ReplyArrived.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Any
+
+from rlmux.core.actions import MigrateShard
+from rlmux.core.events import Event, ReplyArrived, TrajectoriesMigrated
+from rlmux.core.model import DeviceId, PipelineId, Stage
+from rlmux.rl.types import ChunkReport, FinishedTurn, PartialTrajectory, TrajectoryId, TrajectoryRequest, TurnReply
+from rlmux.runtime.call_loop import Answer, CallLoop, Task, Work
+from rlmux.runtime.orders import RunningOrder, RunningOrders
+from rlmux.runtime.outbox import Outbox
+from rlmux.runtime.pipeline_workers import PipelineWorkers
+from rlmux.runtime.resident_states import ResidentStates
+from rlmux.runtime.rollout_record import RolloutRecord
+from rlmux.runtime.rollout_shard import RolloutShard
+from rlmux.runtime.workers import RolloutChunk, RolloutChunkResult, StepBatch
+from rlmux.runtime.workplace import WorkerOptions
+
+_PATIENCE_S = 0.02
+"""Seconds that the env worker may wait for environments while an order of its pipeline computes: more turns end then."""
+_QUIET_PATIENCE_S = 0.1
+"""Seconds that it may wait while none does."""
+
+
+class RolloutDriver:
+    """Drives the rollouts of one pipeline between two starts of its processes."""
+
+    def __init__(
+        self,
+        workers: PipelineWorkers,
+        *,
+        calls: CallLoop,
+        outbox: Outbox,
+        orders: RunningOrders,
+        states: ResidentStates,
+        options: WorkerOptions,
+    ) -> None:
+        self._workers = workers
+        self._calls = calls
+        self._outbox = outbox
+        self._orders = orders
+        self._states = states
+        self._options = options
+        self._is_single_turn = True
+        self._shards: dict[DeviceId, RolloutShard] = {}
+        self._version_by_device: dict[DeviceId, int] = {}
+        """Weight version that each rollout worker holds. A new worker holds the model's initial weights: those are
+        version 0 unless there is an SFT warm-up, which makes version 0 of them."""
+        self._requests_by_step: dict[int, Sequence[TrajectoryRequest]] = {}
+        """Requests that the env worker has made and that are not dealt out."""
+        self._waiting_for_requests: list[Answer] = []
+        self._turns_to_ask: list[tuple[RolloutShard, FinishedTurn]] = []
+        """Turns that ended while the env worker was busy."""
+        self._shard_by_asked: dict[TrajectoryId, RolloutShard] = {}
+        """Shards by trajectories whose turn the env worker has and has not answered: their environments think."""
+        self._is_asking = False
+        self._migration_by_source: dict[DeviceId, Task] = {}
+        self._record_by_step: dict[int, RolloutRecord] = {}
+
+    # ------------------------------------------------------------------ orders
+
+    def run(self, order: RunningOrder) -> Generator[Answer, Any, Event]:
+        """Sample one device's shard until it is over or the order is paused; returns the event that says so."""
+        device = order.action.devices[0]
+        yield from self._states.make_room(order)
+        yield from self._deal_out(order.action.step)
+        while True:
+            order.is_calling = True
+            result: RolloutChunkResult = yield self._begin_chunk(order, device)
+            order.is_calling = False
+            shard, report = self._shards[device], result.report
+            order.add(seconds=report.seconds, switch_s=result.load_s, tokens=report.sampled_tokens)
+            self._pass_on_turns(shard, report)
+            if _is_over(shard, report):
+                shard.unfinished.clear()
+                return order.finished(self._outbox.now_s())
+            can_compute = self._can_compute(shard, report)
+            if not order.is_pausing:
+                self._report_progress(order, report)
+                if not can_compute:
+                    order.input = self._calls.promise()
+                    yield order.input
+            if order.is_pausing:
+                shard.is_waiting_for_env |= not can_compute
+                return order.paused(self._outbox.now_s(), is_waiting=not can_compute)
+
+    def migrate(self, action: MigrateShard) -> None:
+        """Move all of a device's shard to another device's."""
+        self._migration_by_source[action.source] = self._start(self._migrate(action))
+
+    def finish_step(self, step: int) -> Generator[Answer, Any, StepBatch]:
+        """The step's batch, once everything that was sampled is scored: answers come in the order of the calls."""
+        if self._turns_to_ask:
+            self._start(self._ask_environments())
+        batch: StepBatch = yield self._calls.call(self._workers.env_worker, "finish_step", step)
+        return batch
+
+    def prepare(self, step: int) -> None:
+        """Have a step's requests made."""
+        self._start(self._fetch_requests(step))
+
+    def take_record(self, step: int) -> RolloutRecord | None:
+        """What the step's rollout was like; None if it was sampled before the pipeline's processes started."""
+        return self._record_by_step.pop(step, None)
+
+    def replace_worker(self, device: DeviceId) -> None:
+        """A device's worker was lost and has a successor: end its orders; what is unfinished there begins anew."""
+        self._version_by_device.pop(device, None)
+        if device in self._shards:
+            self._shards[device] = self._shards[device].begun_anew()
+        lost = [order.task for order in self._orders_on(device)]
+        for task in [*lost, self._migration_by_source.get(device)]:
+            if task is not None:
+                self._calls.close(task)
+
+    # ------------------------------------------------------------------ requests
+
+    def _deal_out(self, step: int) -> Work:
+        """Until the step's requests are dealt out."""
+        while not self._shards or any(shard.step != step for shard in self._shards.values()):
+            if step in self._requests_by_step:
+                self._split_requests(step)
+                return
+            dealt_out = self._calls.promise()
+            self._waiting_for_requests.append(dealt_out)
+            if len(self._waiting_for_requests) == 1:
+                self._start(self._fetch_requests(step))
+            yield dealt_out
+
+    def _fetch_requests(self, step: int) -> Work:
+        answer: tuple[Sequence[TrajectoryRequest], bool]
+        answer = yield self._calls.call(self._workers.env_worker, "begin_step", step)
+        if all(shard.step < step for shard in self._shards.values()):  # else it was asked twice
+            self._requests_by_step[step], self._is_single_turn = answer
+        waiting, self._waiting_for_requests = self._waiting_for_requests, []
+        for each in waiting:
+            each.arrive()
+
+    def _split_requests(self, step: int) -> None:
+        """Deal whole prompt groups out to the devices; which one samples a trajectory does not change it."""
+        devices = list(self._workers.rollout)
+        self._shards = {device: RolloutShard(step) for device in devices}
+        for request in self._requests_by_step.pop(step):
+            self._shards[devices[request.id.prompt % len(devices)]].add(request)
+
+    # ------------------------------------------------------------------ chunks
+
+    def _begin_chunk(self, order: RunningOrder, device: DeviceId) -> Answer:
+        options, version, worker = self._options, order.action.weight_version, self._workers.rollout[device]
+        initial = None if self._workers.submission.pipeline.has_sft_warmup else 0
+        needs_weights = self._version_by_device.get(device, initial) != version
+        if order.is_load_needed:
+            self._states.load(worker)
+        self._version_by_device[device] = version
+        chunk = RolloutChunk(
+            weights=(self._workers.weights_path(version), version) if needs_weights else None,
+            **self._shards[device].take_inputs(),
+            max_decode_steps=options.chunk_decode_steps if self._is_single_turn else options.multi_turn_decode_steps,
+            max_seconds=options.chunk_s,
+            is_load_needed=order.is_load_needed,
+            device_fraction=order.device_fraction,
+        )
+        return self._calls.call(worker, "run_chunk", chunk)
+
+    def _can_compute(self, shard: RolloutShard, report: ChunkReport) -> bool:
+        """Something is left to do on the device without waiting for an environment."""
+        has_free_slot = report.num_waiting_for_env < self._workers.config.rollout.num_slots
+        return bool(report.num_active or (report.num_waiting and has_free_slot) or shard.has_input)
+
+    def _report_progress(self, order: RunningOrder, report: ChunkReport) -> None:
+        self._outbox.add(
+            order.progress(
+                self._outbox.now_s(),
+                num_active=report.num_active,
+                num_waiting=report.num_waiting,
+                num_waiting_for_env=report.num_waiting_for_env,
+            )
+        )
+
+    # ------------------------------------------------------------------ turns
+
+    def _pass_on_turns(self, shard: RolloutShard, report: ChunkReport) -> None:
+        record = self._record_by_step.setdefault(shard.step, RolloutRecord())
+        record.computed(report.bands)
+        if not self._is_single_turn:
+            for turn in report.finished:
+                record.turn_ended(turn.id, self._outbox.now_s())
+        self._turns_to_ask += [(shard, turn) for turn in report.finished]
+        if report.finished and not self._is_asking:
+            self._start(self._ask_environments())
+
+    def _ask_environments(self) -> Work:
+        """Pass on turns that ended, and hear what environments reply, until none is left to reply."""
+        while True:
+            turns = [turn for _, turn in self._turns_to_ask]
+            self._shard_by_asked.update((turn.id, shard) for shard, turn in self._turns_to_ask)
+            self._turns_to_ask = []
+            self._is_asking = True
+            is_computing = any(order.is_calling for order in self._orders.of(self._pipeline))
+            patience_s = _PATIENCE_S if is_computing else _QUIET_PATIENCE_S
+            replies, over = yield self._calls.call(self._workers.env_worker, "on_turns", turns, patience_s)
+            self._is_asking = False
+            for shard in self._take_answers(replies, over):
+                self._resume(shard)
+            if not (self._turns_to_ask or self._shard_by_asked):
+                return
+
+    def _take_answers(self, replies: Sequence[TurnReply], over: Sequence[TrajectoryId]) -> list[RolloutShard]:
+        """Environments have replied, or trajectories are over. Returns the shards that have something of it to pass on
+        to their workers."""
+        reply_by_trajectory = {reply.id: reply for reply in replies}
+        shards: dict[RolloutShard, None] = {}
+        for trajectory in sorted([*reply_by_trajectory, *over]):
+            if trajectory not in self._shard_by_asked:
+                continue
+            asked = self._shard_by_asked.pop(trajectory)
+            if (record := self._record_by_step.get(asked.step)) is not None:
+                record.answered(trajectory, self._outbox.now_s())
+            shard = asked.holder  # it may have migrated while the environment was thinking
+            reply = reply_by_trajectory.get(trajectory)
+            if reply is None:  # it is over
+                shard.unfinished.pop(trajectory, None)
+            if shard.is_lost or self._is_single_turn:  # a single turn's slot has gone to another long since
+                continue
+            if reply is None:
+                shard.released.append(trajectory)
+            else:
+                shard.replies.append(reply)
+            shards[shard] = None
+        return list(shards)
+
+    def _resume(self, shard: RolloutShard) -> None:
+        """It may have something to compute now: an order that had nothing goes on, or the scheduler learns of it."""
+        device = next((device for device, other in self._shards.items() if other is shard), None)
+        if device is None or not shard.has_input:
+            return  # of a step that is over, or nothing new
+        if orders := self._orders_on(device):
+            orders[0].wake()
+        elif shard.is_waiting_for_env:
+            shard.is_waiting_for_env = False
+            self._outbox.add(ReplyArrived(time_s=self._outbox.now_s(), pipeline=self._pipeline, device=device))
+
+    # ------------------------------------------------------------------ migration
+
+    def _migrate(self, action: MigrateShard) -> Work:
+        """The source's worker is asked only for what it was given."""
+        began_s = self._outbox.now_s()
+        yield from self._deal_out(action.step)
+        partials: Sequence[PartialTrajectory] = ()
+        if self._shards[action.source].is_begun:
+            worker = self._workers.rollout[action.source]
+            partials = yield self._calls.call(worker, "take_partials", action.copies_kv)
+        source, target = self._shards[action.source], self._shards[action.target]
+        num_trajectories = source.migrate_to(target, partials)
+        self._shards[action.source] = RolloutShard(action.step)
+        now_s = self._outbox.now_s()
+        self._outbox.add(
+            TrajectoriesMigrated(
+                time_s=now_s, order=action.order, num_trajectories=num_trajectories, seconds=now_s - began_s
+            )
+        )
+        self._resume(target)
+
+    # ------------------------------------------------------------------ helpers
+
+    @property
+    def _pipeline(self) -> PipelineId:
+        return self._workers.id
+
+    def _start(self, work: Work) -> Task:
+        return self._calls.start(work, pipeline=self._pipeline)
+
+    def _orders_on(self, device: DeviceId) -> list[RunningOrder]:
+        return [
+            order
+            for order in self._orders.of(self._pipeline)
+            if order.action.stage is Stage.GENERATE and order.action.devices[0] == device
+        ]
+
+
+def _is_over(shard: RolloutShard, report: ChunkReport) -> bool:
+    """Nothing of the shard is left, on its worker or to be given to it."""
+    num_left = report.num_active + report.num_waiting + report.num_waiting_for_env
+    return num_left == 0 and not (shard.partials or shard.to_submit)

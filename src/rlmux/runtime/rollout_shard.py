@@ -1,0 +1,85 @@
+"""A rollout shard: what one device has to do, and has done, of a step's rollout.
+
+    to_submit ─┐                                            ┌─ finished turns ──▶ env worker
+    partials  ─┼─ take_inputs ──▶ chunk ──▶ rollout worker ─┤
+    replies   ─┤                                            └─ unfinished: until the env worker says that they are over
+    released  ─┘
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TypedDict
+
+from rlmux.rl.types import PartialTrajectory, TrajectoryId, TrajectoryRequest, TurnReply
+
+
+class ChunkInputs(TypedDict):
+    """What a chunk hands to its rollout worker before it decodes."""
+
+    requests: Sequence[TrajectoryRequest]
+    partials: Sequence[PartialTrajectory]
+    replies: Sequence[TurnReply]
+    released: Sequence[TrajectoryId]
+
+
+@dataclass(slots=True, eq=False)
+class RolloutShard:
+    """The trajectories of one step that one device samples."""
+
+    step: int
+    to_submit: list[TrajectoryRequest] = field(default_factory=list)
+    partials: list[PartialTrajectory] = field(default_factory=list)
+    replies: list[TurnReply] = field(default_factory=list)
+    released: list[TrajectoryId] = field(default_factory=list)
+    unfinished: dict[TrajectoryId, TrajectoryRequest] = field(default_factory=dict)
+    """Requests whose trajectories the env worker has not called over: what a lost worker's successor does again."""
+    is_begun: bool = False
+    """Its worker was given some of it."""
+    is_lost: bool = False
+    """Its worker died: replies to it are for trajectories that begin anew elsewhere."""
+    migrated_to: RolloutShard | None = None
+    is_waiting_for_env: bool = False
+    """It was paused with nothing to compute until an environment replies."""
+
+    @property
+    def has_input(self) -> bool:
+        return bool(self.to_submit or self.partials or self.replies or self.released)
+
+    @property
+    def holder(self) -> RolloutShard:
+        """The shard that has its trajectories now: itself, or the last of those it migrated to."""
+        shard = self
+        while shard.migrated_to is not None:
+            shard = shard.migrated_to
+        return shard
+
+    def add(self, request: TrajectoryRequest) -> None:
+        self.to_submit.append(request)
+        self.unfinished[request.id] = request
+
+    def take_inputs(self) -> ChunkInputs:
+        """All that its worker is to be given next; the shard keeps none of it."""
+        inputs = ChunkInputs(
+            requests=self.to_submit, partials=self.partials, replies=self.replies, released=self.released
+        )
+        self.to_submit, self.partials, self.replies, self.released = [], [], [], []
+        self.is_begun = True
+        return inputs
+
+    def migrate_to(self, target: RolloutShard, partials: Sequence[PartialTrajectory]) -> int:
+        """Hand over everything, `partials` being what its worker held. Returns the number of trajectories."""
+        num_trajectories = len(partials) + len(self.partials) + len(self.to_submit)
+        target.partials += [*partials, *self.partials]
+        target.to_submit += self.to_submit
+        target.replies += self.replies
+        target.released += self.released
+        target.unfinished.update(self.unfinished)
+        self.migrated_to = target
+        return num_trajectories
+
+    def begun_anew(self) -> RolloutShard:
+        """The shard of its worker's successor: all that is unfinished, from the start."""
+        self.is_lost = True
+        return RolloutShard(self.step, to_submit=list(self.unfinished.values()), unfinished=self.unfinished)

@@ -1,0 +1,182 @@
+"""One pipeline's training: SFT warm-up, rewards, training stages, publishing, checkpoints.
+
+    env worker ── finish_step ──▶ batch ──▶ trainer ── run_stage* ──▶ publish ──▶ weights ──▶ rollout workers
+                                                                        └─▶ checkpoint, written beside what comes next
+
+A training stage is a series of calls, each bounded; between two of them it may be paused. Scoring and publishing are
+one call each and hold no device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from typing import Any
+
+from rlmux.core.events import Event
+from rlmux.core.model import PipelineId, Stage
+from rlmux.rl.types import TrainReport
+from rlmux.runtime.call_loop import Answer, CallLoop
+from rlmux.runtime.checkpoints import Written, checkpoint_note
+from rlmux.runtime.orders import RunningOrder
+from rlmux.runtime.outbox import Outbox
+from rlmux.runtime.pipeline_workers import PipelineWorkers
+from rlmux.runtime.resident_states import ResidentStates
+from rlmux.runtime.rollout_driver import RolloutDriver
+from rlmux.runtime.worker_supervisor import WorkerSupervisor
+from rlmux.runtime.workers import StepBatch
+from rlmux.runtime.workplace import WorkerOptions
+
+Carrying = Generator[Answer, Any, Event]
+"""An order being carried out; returns the event that ends it."""
+
+
+class TrainDriver:
+    """Drives the training of one pipeline between two starts of its processes."""
+
+    def __init__(
+        self,
+        workers: PipelineWorkers,
+        rollout: RolloutDriver,
+        *,
+        calls: CallLoop,
+        outbox: Outbox,
+        states: ResidentStates,
+        supervisor: WorkerSupervisor,
+        options: WorkerOptions,
+    ) -> None:
+        self._workers = workers
+        self._rollout = rollout
+        self._calls = calls
+        self._outbox = outbox
+        self._states = states
+        self._supervisor = supervisor
+        self._options = options
+        self._batch_by_step: dict[int, StepBatch] = {}
+        """Batches of steps that are scored and not published."""
+        self._trainer_step = 0
+        """The step whose batch the trainer has."""
+        self._metrics: dict[str, float] = {}
+        """Figures of the stages since the last publication."""
+
+    def score(self, order: RunningOrder) -> Carrying:
+        """Rewards: the env worker scores the step and makes its batch."""
+        step, config = order.action.step, self._workers.config
+        self._batch_by_step[step] = yield from self._rollout.finish_step(step)
+        if step < config.num_steps:
+            self._rollout.prepare(step + 1)  # the env worker has nothing else to do while others compute
+        if config.algorithm.staleness == 0:
+            self._hand_batch_to_trainer(step)  # it is idle until then; an asynchronous one may be training
+        return order.finished(self._outbox.now_s())
+
+    def run_stage(self, order: RunningOrder) -> Carrying:
+        """A training stage, or the SFT warm-up, until it is done or paused."""
+        action = order.action
+        yield from self._states.make_room(order)
+        if action.stage is not Stage.SFT_WARMUP and self._trainer_step != action.step:
+            self._hand_batch_to_trainer(action.step)
+        while True:
+            report, load_s, written = yield self._begin_train_call(order)
+            self._note_checkpoints(written)
+            order.add(seconds=report.seconds, switch_s=load_s, tokens=report.tokens)
+            if report.is_done:
+                self._metrics.update(report.metrics)
+                return order.finished(self._outbox.now_s())
+            if order.is_pausing:
+                return order.paused(self._outbox.now_s())
+            self._report_progress(order, report)
+
+    def publish(self, order: RunningOrder) -> Carrying:
+        """Weights first, so that the next rollout can begin; the checkpoint is written beside it.
+
+        The last step's checkpoint is there before its end is told: no pipeline is released without one.
+        """
+        step, trainer = order.action.step, self._workers.trainer
+        is_last = step == self._workers.config.num_steps
+        last_written = self._write_last_checkpoint(step) if is_last else None
+        published = self._calls.call(trainer, "publish", self._workers.published_path(step))
+        # Where there are gaps between checkpoints, each comes with the versions that staleness needs.
+        is_due = -step % self._options.checkpoint_every <= self._workers.config.algorithm.staleness
+        if not is_last and is_due:
+            self._begin_checkpoint(step)
+        if last_written is not None:
+            self._note_checkpoints((yield last_written))
+        version, sha256 = yield published
+        self._take_in_publication(version, sha256)
+        receivers = list(self._workers.rollout.values())
+        yield self._calls.deliver(self._workers.published_path(version), trainer, receivers)
+        return order.finished(self._outbox.now_s())
+
+    # ------------------------------------------------------------------ training
+
+    def _hand_batch_to_trainer(self, step: int) -> None:
+        self._trainer_step = step
+        self._calls.call(self._workers.trainer, "begin_step", self._batch_by_step[step].payload)
+
+    def _begin_train_call(self, order: RunningOrder) -> Answer:
+        trainer = self._workers.trainer
+        if order.is_load_needed:
+            self._states.load(trainer)
+        stage, is_load_needed = order.action.stage.value, order.is_load_needed
+        return self._calls.call(
+            trainer, "run_stage", stage, self._options.chunk_s, is_load_needed, order.device_fraction
+        )
+
+    def _report_progress(self, order: RunningOrder, report: TrainReport) -> None:
+        num_left = report.micro_batches_total - report.micro_batches_done
+        self._outbox.add(order.progress(self._outbox.now_s(), num_active=num_left, num_waiting=0))
+
+    # ------------------------------------------------------------------ publishing
+
+    def _take_in_publication(self, version: int, sha256: str) -> None:
+        """The step is over: what it was like is noted, and weights that staleness no longer needs go."""
+        self._supervisor.count_publication(self._workers, version, sha256)
+        oldest_needed = version - self._workers.config.algorithm.staleness - 1
+        self._workers.published_path(oldest_needed - 1).unlink(missing_ok=True)
+        batch = self._batch_by_step.pop(version, None)
+        if batch is not None:
+            fields = _step_fields(self._workers.id, version, batch, self._metrics)
+            self._outbox.note("step", **fields, weights_sha256=sha256)
+            self._note_rollout(version, batch)
+        self._metrics = {}
+
+    def _note_rollout(self, step: int, batch: StepBatch) -> None:
+        record = self._rollout.take_record(step)
+        if record is not None:  # else it was sampled before a crash
+            config = self._workers.config
+            slots, group_size = config.rollout.num_slots, config.algorithm.group_size
+            self._outbox.add_note(record.note(config.name, step, batch, slots=slots, group_size=group_size))
+
+    # ------------------------------------------------------------------ checkpoints
+
+    def _begin_checkpoint(self, step: int) -> None:
+        self._calls.call(self._workers.trainer, "checkpoint", self._workers.checkpoints.path(step), self._num_kept())
+
+    def _write_last_checkpoint(self, step: int) -> Answer:
+        self._begin_checkpoint(step)
+        return self._calls.call(self._workers.trainer, "finish_checkpoint")
+
+    def _num_kept(self) -> int:
+        """Checkpoints. With gaps between them, each brings along the older versions that staleness needs."""
+        keep, staleness = self._options.keep_checkpoints, self._workers.submission.pipeline.staleness
+        return keep + staleness if self._options.checkpoint_every == 1 else keep * (staleness + 1)
+
+    def _note_checkpoints(self, written: Sequence[Written]) -> None:
+        for each in written:
+            self._outbox.add_note(checkpoint_note(self._workers.id, each))
+
+
+def _step_fields(pipeline: PipelineId, step: int, batch: StepBatch, metrics: dict[str, float]) -> dict[str, Any]:
+    return {
+        "pipeline": pipeline,
+        "step": step,
+        "metrics": {
+            "reward_mean": batch.reward_mean,
+            "reward_std": batch.reward_std,
+            "tokens": batch.num_tokens,
+            "trajectories": batch.num_trajectories,
+            "response_len_mean": batch.response_tokens_mean,
+            "response_len_max": batch.response_tokens_max,
+            "turns_mean": batch.turns_mean,
+            **metrics,
+        },
+    }
