@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from rlmux.core.errors import WorkerLostError
 from rlmux.core.model import Cluster, Phase, Pipeline, PipelineId, Pool, Stage
 from rlmux.core.scheduler import Scheduler
 from rlmux.core.views import Choice, GroupView, MigrateWork, PauseOrder
@@ -298,25 +299,37 @@ class Worker:
     def asked(self) -> list[str]:
         return [method for method, _, _ in self.calls]
 
+    def receive(self, now_s: float) -> None:
+        raise WorkerLostError(f"{self.name} is gone")
+
     def is_overdue(self, now_s: float) -> bool:
         return False
 
     def end(self) -> None:
         pass
 
+    def kill(self) -> None:
+        pass
+
 
 class Workplace:
-    """Of such workers, by name."""
+    """A place of such workers, by name."""
 
     def __init__(self) -> None:
         self.workers: dict[str, Worker] = {}
+        self.lost: list[Worker] = []
+        """Workers that the next poll finds dead."""
 
     def spawn(self, name: str, make_worker: Any, args: tuple[Any, ...], **where: Any) -> Worker:
         self.workers[name] = Worker(name)
         return self.workers[name]
 
     def wait(self, timeout_s: float) -> list[Worker]:
-        return []
+        lost, self.lost = self.lost, []
+        return lost
+
+    def forget(self, worker: Worker) -> None:
+        pass
 
     def node_changes(self) -> list[Any]:
         return []

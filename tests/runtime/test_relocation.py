@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from rlmux.core.actions import Relocate
+import psutil
+
+from rlmux.core.actions import Release, Relocate
 from rlmux.core.events import PipelineRestarted
 from rlmux.core.model import AdmissionKind, NodeId, Pipeline, PipelineId
 from rlmux.core.placement import PlacementChoice, PlacementView, Relocation
@@ -39,11 +41,35 @@ class MovesOnce:
         return first_come(view)
 
 
+class HoldsBack:
+    """Stops the trainer of `short` until `long` has a step's checkpoint, then that of `long` until `short` has left:
+    so `long` is in the middle of its steps when it moves."""
+
+    def __init__(self) -> None:
+        self.held: dict[str, psutil.Process] = {}
+
+    def __call__(self, backend, recorder) -> bool:
+        checkpoints = [note.fields for note in recorder.notes if note.type == "checkpoint"]
+        has_checkpoint = any(fields["pipeline"] == "long" and fields["step"] >= 1 for fields in checkpoints)
+        has_left = any(isinstance(action, Release) and action.pipeline == "short" for action in recorder.actions)
+        self.hold(backend, "short", not has_checkpoint)
+        self.hold(backend, "long", has_checkpoint and not has_left)
+        return False
+
+    def hold(self, backend, pipeline: str, is_held: bool) -> None:
+        workers = backend.workers_by_pipeline.get(pipeline)
+        if not is_held and pipeline in self.held:
+            self.held.pop(pipeline).resume()
+        elif is_held and pipeline not in self.held and workers is not None and workers.trainer.pid is not None:
+            self.held[pipeline] = psutil.Process(workers.trainer.pid)
+            self.held[pipeline].suspend()
+
+
 def test_a_pipeline_that_moves_between_two_steps_trains_the_same_weights(real, make_backend, tmp_path):
     pair = [real.submission("short", num_steps=6), real.submission("long", task="reverse", seed=2, num_steps=16)]
     two = real.cluster(rollout=2, train=2)
     alone = real.run(tmp_path / "alone", [pair[1]], policy="solo")
-    moved = real.run(tmp_path / "moved", pair, policy=MovesOnce(), on=two, make_backend=make_backend)
+    moved = real.run(tmp_path / "moved", pair, policy=MovesOnce(), on=two, watch=HoldsBack(), make_backend=make_backend)
     (replace,) = [action for action in moved.recorder.actions if isinstance(action, Relocate)]
     assert replace.placement.rollout_nodes == (NodeId("rollout", 0),), "from rollout-1, to what became free"
     (restart,) = [event for event in moved.recorder.events if isinstance(event, PipelineRestarted)]

@@ -7,9 +7,20 @@ from typing import Any
 
 import pytest
 
-from rlmux.core.actions import Admit, MigrateShard, Pause, RunStage
-from rlmux.core.events import ReplyArrived, StageFinished, StagePaused, TrajectoriesMigrated
-from rlmux.core.model import AdmissionKind, DeviceId, GroupId, NodeId, OrderId, PipelineId, Placement, Stage
+from rlmux.core.actions import Admit, MigrateShard, Pause, RunStage, Switch
+from rlmux.core.events import ReplyArrived, StageFinished, StagePaused, TrajectoriesMigrated, WorkerLost
+from rlmux.core.model import (
+    AdmissionKind,
+    DeviceId,
+    GroupId,
+    NodeId,
+    OrderId,
+    Phase,
+    PipelineId,
+    Placement,
+    Resident,
+    Stage,
+)
 from rlmux.rl.env_worker import PipelineEnv
 from rlmux.rl.types import ChunkReport, FinishedTurn, TrajectoryRequest, TurnReply
 from rlmux.runtime.worker_backend import WorkerBackend
@@ -69,6 +80,11 @@ class Rollout:
         )  # fmt: skip
         (chunk,) = self.worker(device).answer("run_chunk", RolloutChunkResult(report=report, load_s=0.0))
         return list(chunk.requests)
+
+    def lose(self, device: DeviceId) -> list[Any]:
+        """Its worker dies; returns all events of that."""
+        self.workplace.lost.append(self.worker(device))
+        return list(self.backend.poll(0.0)[0])
 
     def events(self, kind: type) -> list[Any]:
         return [event for event in self.backend.poll(0.0)[0] if isinstance(event, kind)]
@@ -160,3 +176,49 @@ def test_a_paused_share_sleeps_until_its_first_reply(rollout: Rollout) -> None:
     assert [event.is_waiting for event in rollout.events(StagePaused)] == [True]
     rollout.worker("env").answer("on_turns", ([TurnReply(id=turn.id, tokens=(5,))], []))
     assert [event.device for event in rollout.events(ReplyArrived)] == [LEFT]
+
+
+def test_a_lost_rollout_workers_successor_begins_anew_all_that_is_not_over(rollout: Rollout) -> None:
+    rollout.run(1, LEFT)
+    rollout.deal_out()
+    over, thinking, *others = [request for request in rollout.requests if request.id.prompt % 2 == 0]
+    rollout.chunk(LEFT, active=1, parked=1, finished=[turn_of(over), turn_of(thinking)])
+    rollout.worker("env").answer("on_turns", ([], [over.id]))
+    rollout.backend.poll(0.0)
+    assert [type(event) for event in rollout.lose(LEFT)] == [WorkerLost], "its order ended with it"
+    rollout.run(2, LEFT)
+    rollout.worker("env").answer("on_turns", ([TurnReply(id=thinking.id, tokens=(5,))], []))
+    (_, (chunk,), _) = rollout.worker(LEFT).calls[-1]
+    assert [request.id for request in chunk.requests] == [request.id for request in (thinking, *others)]
+    rollout.chunk(LEFT, active=1)
+    (_, (chunk,), _) = rollout.worker(LEFT).calls[-1]
+    assert not chunk.replies, "that was for a trajectory that has begun anew"
+
+
+@pytest.mark.parametrize("is_dealt_out", [False, True])
+def test_a_migration_ends_with_its_sources_worker(rollout: Rollout, is_dealt_out: bool) -> None:
+    if is_dealt_out:
+        rollout.run(1, LEFT)
+        rollout.deal_out()
+        rollout.backend.execute(Pause(order=OrderId(1)))
+        rollout.chunk(LEFT, active=1)
+        rollout.backend.poll(0.0)
+    rollout.move(2, LEFT, RIGHT)
+    assert [type(event) for event in rollout.lose(LEFT)] == [WorkerLost]
+    rollout.run(3, LEFT)
+    if not is_dealt_out:
+        rollout.deal_out()
+    assert not rollout.events(TrajectoriesMigrated)
+    assert len(rollout.chunk(LEFT, active=1)) == len(rollout.requests) // 2
+
+
+def test_evicted_states_of_a_lost_worker_have_left(rollout: Rollout) -> None:
+    rollout.backend.execute(
+        RunStage(
+            order=OrderId(1), pipeline=PipelineId("p"), step=0, stage=Stage.SFT_WARMUP, devices=(LEFT,),
+            weight_version=0, switch=Switch.COLD, evicted=(Resident(PipelineId("p"), Phase.ROLLOUT),),
+        )
+    )  # fmt: skip
+    assert (rollout.worker(LEFT).asked(), rollout.worker("train").asked()) == (["offload"], [])
+    rollout.lose(LEFT)
+    assert rollout.worker("train").asked() == ["run_stage"]

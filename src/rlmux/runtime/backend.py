@@ -3,9 +3,9 @@
     controller ── execute(action) ──▶ Backend        starts it, never waits for it
     controller ◀── poll(timeout) ──── Backend        what has happened since
 
-Implementations: `local` (processes on this machine), `fake` (virtual durations, for tests of the controller), and
-`ray_backend` where that extra is installed. All that run workers pass the same
-conformance tests: those in tests/runtime that take `make_backend`.
+Implementations: `local` (processes on this machine), `ray_backend` (actors of a cluster, where that extra is installed),
+and `fake_backend` (virtual durations, for tests of the controller). The first two share `worker_backend` and pass the
+same conformance tests: those in tests/runtime that take `make_backend`.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from rlmux.rl.config import TrainingConfig
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Note:
-    """Something for people and reports that no decision depends on."""
+    """A record for people and reports; no decision depends on it."""
 
     type: str
-    """`step`, `rollout`, `failure`, `worker`, `checkpoint`, `spill`."""
+    """One of `step`, `rollout`, `checkpoint`, `worker`, `loss`, `failure`, `spill`, `warning`."""
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -51,10 +51,10 @@ class Backend(Protocol):
         """Begin to carry out an action; an event from `poll` ends it."""
 
     def poll(self, timeout_s: float) -> tuple[Sequence[Event], Sequence[Note]]:
-        """What happened, oldest first; waits up to `timeout_s` if nothing has."""
+        """Events and notes since the last poll, oldest first; waits up to `timeout_s` if there are none."""
 
     def weights_sha256(self, pipeline: PipelineId) -> str | None:
-        """Of the newest published version; None before the first."""
+        """Hash of the newest published weights; None before the first publication."""
 
     def close(self) -> None:
         """End every worker. Safe to call twice."""

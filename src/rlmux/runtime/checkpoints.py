@@ -1,10 +1,10 @@
-"""A pipeline's checkpoints on disk: which there are, which is good, which may go.
+"""A pipeline's checkpoints on disk: which exist, which are good, which may be removed.
 
     PIPELINE/step_12/  step_13/  latest      each folder whole by the way it is written; `latest` names the newest
 
-A damaged one is skipped for the one before it, and said. With staleness k, step n + 1 samples from version n - k: a
-checkpoint can be gone on from when the k versions before it are good too. A pipeline that is not over goes on from
-before its last step, even where that step's checkpoint is there: the end is told after it is written.
+A damaged checkpoint is skipped for the one before it, with a warning. With staleness k, step n + 1 samples from version
+n - k: training can resume from a checkpoint when the k versions before it are good too. A pipeline that is not over
+resumes from before its last step, even where that step's checkpoint exists: the end is told after it is written.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _ASIDE = re.compile(r"step_\d+\.(tmp|old)-\d+|\.latest\.tmp.*|spilled-.*")
 
 
 class Checkpoint(NamedTuple):
-    """One whose every checksum holds."""
+    """A checkpoint whose every checksum holds."""
 
     step: int
     path: Path
@@ -48,7 +48,9 @@ class CheckpointFolder:
         first_version: int = 0,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`first_version`: the oldest that training publishes; what comes before it is made without a checkpoint."""
+        """`first_version`: the oldest version that training publishes; those before it are made without a checkpoint.
+        `say`: gets a line about each damaged checkpoint.
+        """
         self._folder = folder
         self._staleness = staleness
         self._first_version = first_version
@@ -64,11 +66,11 @@ class CheckpointFolder:
         return int(match[1])
 
     def weights(self, version: int) -> Path:
-        """Where rollout workers find a version that is no longer in shared memory."""
+        """The file from which rollout workers load a version that is no longer in shared memory."""
         return self.path(version) / "model.safetensors"
 
     def newest(self, *, before: int) -> Checkpoint | None:
-        """The newest checkpoint that training can go on from towards step `before`."""
+        """The newest checkpoint, older than step `before`, that training can resume from."""
         known: dict[int, Checkpoint | None] = {}
         for step in reversed([step for step in self._steps() if step < before]):
             older = range(max(self._first_version, step - self._staleness), step)
@@ -79,7 +81,7 @@ class CheckpointFolder:
         return None
 
     def remove_leftovers(self) -> None:
-        """What a killed worker had begun to write. One that is still on its way out may take its own along."""
+        """Remove what a killed worker had begun to write. One that has not died yet may remove its own meanwhile."""
         for path in list(self._folder.iterdir()) if self._folder.is_dir() else ():
             if _ASIDE.fullmatch(path.name):
                 shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
@@ -121,10 +123,10 @@ def mark_latest(checkpoint: Path) -> None:
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Remove the oldest checkpoints of a pipeline, never the newest `keep`. None is ever seen half removed."""
+    """Remove the oldest checkpoints of a pipeline, never the newest `keep`. A half removed one is never visible."""
     for step in _steps_in(folder)[: -max(1, keep)]:
         aside = folder / f"step_{step}.old-{os.getpid()}"
-        with contextlib.suppress(FileNotFoundError):  # one who is on its way out has removed it
+        with contextlib.suppress(FileNotFoundError):  # a killed worker that has not died yet has removed it
             (folder / f"step_{step}").rename(aside)
         shutil.rmtree(aside, ignore_errors=True)
 
@@ -139,9 +141,9 @@ class Written(NamedTuple):
 
     folder: Path
     seconds: float
-    """From the snapshot until it was there, beside other work."""
+    """Seconds from the snapshot until it was durable, beside other work."""
     stall_s: float
-    """What training waited for it: for the one before it to be written, and for the snapshot."""
+    """Seconds that training waited: for the checkpoint before it to be written, and for the snapshot."""
 
 
 def checkpoint_note(pipeline: PipelineId, written: Written) -> Note:
@@ -161,37 +163,37 @@ class CheckpointWriter:
         begin ─▶ in a thread: write, fsync, rename, `latest`, prune ─▶ written() tells of it, once
                     └─ a failure is raised by whichever call comes next
 
-    A process that leaves by itself waits for the one that is being written.
+    A process that ends by itself waits for the checkpoint that is being written.
     """
 
     def __init__(self) -> None:
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint")
         self._pool.submit(int).result()  # the thread is there from now on: none can be made where memory is short
-        self._under_way: Future[Written] | None = None
+        self._being_written: Future[Written] | None = None
         self._written: list[Written] = []
 
     def begin(self, folder: Path, snapshot: Callable[[], Callable[[Path], None]]) -> None:
-        """Wait for the one before, have a snapshot taken, and begin to write it.
+        """Wait for the checkpoint before, have a snapshot taken, and begin to write it.
 
         `snapshot` returns what writes it into a folder. Raises what writing the one before raised.
         """
         started_s = time.perf_counter()
         self.wait()
         write = snapshot()
-        self._under_way = self._pool.submit(_write, folder, write, time.perf_counter() - started_s)
+        self._being_written = self._pool.submit(_write, folder, write, time.perf_counter() - started_s)
 
     def written(self) -> list[Written]:
-        """Those that are durable and were not told of before. Raises what writing raised."""
-        if self._under_way is not None and self._under_way.done():
+        """Checkpoints that are durable and were not told of before. Raises what writing raised."""
+        if self._being_written is not None and self._being_written.done():
             self.wait()
         written, self._written = self._written, []
         return written
 
     def wait(self) -> None:
-        """Until nothing is being written. Raises what writing raised."""
-        under_way, self._under_way = self._under_way, None
-        if under_way is not None:
-            self._written.append(under_way.result())
+        """Wait until nothing is being written. Raises what writing raised."""
+        being_written, self._being_written = self._being_written, None
+        if being_written is not None:
+            self._written.append(being_written.result())
 
 
 def _write(folder: Path, write: Callable[[Path], None], stall_s: float) -> Written:

@@ -1,4 +1,7 @@
-"""The fake backend: durations from a function, a clock that jumps. For tests of whatever sits above the protocol.
+"""The fake backend: durations from a function, a clock that jumps. For tests of what sits above the protocol.
+
+    execute(RunStage) ──▶ ends at now + duration_s(action) ──▶ poll jumps there ──▶ StageFinished
+    execute(Pause)    ──▶ ends now                         ──▶                      StagePaused
 
 It carries out every order of the scheduler in virtual time and nothing else; there is no model, no process.
 """
@@ -15,17 +18,17 @@ from rlmux.runtime.backend import Note, Submission
 
 
 class FakeBackend:
-    """`duration_s(action)` says how long each RunStage takes."""
+    """A backend without workers. `duration_s(action)`: seconds that a RunStage takes."""
 
     def __init__(self, duration_s: Callable[[RunStage], float]) -> None:
         self._duration_s = duration_s
         self._now_s = 0.0
         self._sequence = 0
         self._ends: list[tuple[float, int, OrderId, bool]] = []
-        """(when, sequence, order, is its work whole then)."""
+        """A heap of (end in seconds, sequence number, order, is its work whole then)."""
         self._running: dict[OrderId, tuple[RunStage | MigrateShard, float]] = {}
         self.executed: list[Action] = []
-        """Every action, in order."""
+        """Every action, oldest first."""
 
     def now_s(self) -> float:
         return self._now_s

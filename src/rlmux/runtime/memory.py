@@ -1,13 +1,13 @@
 """Memory is added up before anything starts: what cannot fit is refused with the numbers.
 
-A device of this machine is a CPU core with its share of the memory: the total over the number of devices, unless the
+A device of this machine is a CPU core with its part of the memory: the total over the number of devices, unless the
 file gives the pool's own figures.
 
     host memory of a node  ≥  processes pinned there  +  states off their devices
                                                            └─ in a pool that spills: what does not fit goes to disk
 
-Of those that leave their device, the one that finds no room goes to disk itself. In a cycle it is wanted last, and
-those that are in host memory stay there.
+A state that leaves its device and finds no room in host memory goes to disk itself: in a cycle it is needed last.
+States that are in host memory stay there.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from rlmux.rl.footprint import footprint_of
 from rlmux.runtime.backend import Submission
 
 _USABLE = 0.9
-"""Of the machine's memory; the rest is the system's and the controller's."""
+"""Part of the machine's memory that pipelines get; the rest is the system's and the controller's."""
 
 
 def with_machine_memory(cluster: Cluster) -> Cluster:
     """The cluster with this machine's memory dealt out to devices whose memory the file does not give."""
     num_devices = sum((pool.num_nodes or 0) * pool.devices_per_node for pool in cluster.pools.values())
-    share = psutil.virtual_memory().total * _USABLE / max(1, num_devices)
+    bytes_per_device = psutil.virtual_memory().total * _USABLE / max(1, num_devices)
     return Cluster(
         pools={
             name: replace(
                 pool,
-                device_memory_bytes=min(pool.device_memory_bytes, share),
-                host_memory_bytes=min(pool.host_memory_bytes, share * pool.devices_per_node),
+                device_memory_bytes=min(pool.device_memory_bytes, bytes_per_device),
+                host_memory_bytes=min(pool.host_memory_bytes, bytes_per_device * pool.devices_per_node),
             )
             for name, pool in cluster.pools.items()
         }
@@ -107,18 +107,18 @@ class _Pinned:
     state_bytes: float
     is_in_host_memory: bool = False
     is_on_disk: bool = False
-    """Its state is; else it is on the device."""
+    """Its state is in a file. If neither flag is set, the state is on the device."""
 
 
 class HostMemory:
-    """Whose state lies in the host memory of which node, where pools spill."""
+    """Which states lie in the host memory of which node, where pools spill."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._pools = {name: pool for name, pool in cluster.pools.items() if pool.spills_to_disk}
         self._pinned: dict[str, _Pinned] = {}
 
     def pin(self, worker: str, device: DeviceId, footprint: Footprint, phase: Phase) -> None:
-        """A worker begins on a device: its process needs memory from now on."""
+        """A worker was started on a device: its process needs memory from now on."""
         if device.pool not in self._pools:
             return
         is_rollout = phase is Phase.ROLLOUT
@@ -127,7 +127,7 @@ class HostMemory:
         self._pinned[worker] = _Pinned(device.node_id, process_bytes, state_bytes or 0.0)
 
     def offload(self, worker: str) -> bool:
-        """Its state leaves the device. Returns whether there is room for it: else it goes to disk."""
+        """A worker's state leaves the device. Returns whether host memory has room for it; else it goes to disk."""
         pinned = self._pinned.get(worker)
         if pinned is None:
             return True
@@ -146,12 +146,12 @@ class HostMemory:
         return pinned is not None and pinned.is_on_disk
 
     def load(self, worker: str) -> None:
-        """Its state goes to the device."""
+        """A worker's state goes to the device."""
         if worker in self._pinned:
             self._pinned[worker].is_in_host_memory = self._pinned[worker].is_on_disk = False
 
     def leave(self, worker: str) -> None:
-        """It is over."""
+        """A worker was ended."""
         self._pinned.pop(worker, None)
 
 

@@ -1,4 +1,4 @@
-"""What one step's rollout was like, for the log: enough to ask what it would have taken on other devices.
+"""The record of one step's rollout, for the log: enough to ask what it would have taken on other devices.
 
 chunks ──▶ seconds of iterations, by rows     ┐
 turns, replies ──▶ waits of each trajectory   ├─▶ note `rollout`  ──▶  sim/workloads/recorded.py
@@ -18,11 +18,11 @@ from rlmux.runtime.workers import StepBatch
 
 @dataclass(slots=True)
 class RolloutRecord:
-    """Of one pipeline's step, over all its devices; what a lost worker had done is in, and again what is done anew."""
+    """One pipeline's step, over all its devices. Work that a lost worker had done counts, and so does its repetition."""
 
     _bands: dict[tuple[str, int], tuple[int, int, float]] = field(default_factory=dict)
     _asked_s: dict[TrajectoryId, float] = field(default_factory=dict)
-    """When its last turn ended, while it waits for the answer."""
+    """Time at which its last turn ended, in seconds of the run, by trajectory that waits for its environment."""
     _waits_ms: dict[TrajectoryId, list[float]] = field(default_factory=dict)
 
     def computed(self, bands: Iterable[IterationBand]) -> None:
@@ -43,8 +43,11 @@ class RolloutRecord:
             self._waits_ms.setdefault(trajectory, []).append(round(1e3 * (now_s - asked_s), 1))
 
     def note(self, pipeline: str, step: int, batch: StepBatch, *, slots: int, group_size: int) -> Note:
-        """`waits_ms`, in the order of ids as `runs` are: after each turn, until its environment had answered or the
-        trajectory was let go. Left out where a turn's end is the trajectory's: nobody waits for the host then."""
+        """The note `rollout`.
+
+        `waits_ms`, in the order of ids as `runs` are: milliseconds from the end of each turn until its environment had
+        replied or the trajectory was released. Left out for single-turn tasks: nothing waits for an environment there.
+        """
         fields: dict[str, Any] = {
             "pipeline": pipeline,
             "step": step,

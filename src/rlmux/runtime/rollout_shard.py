@@ -1,9 +1,9 @@
 """A rollout shard: what one device has to do, and has done, of a step's rollout.
 
-    to_submit ─┐                                            ┌─ finished turns ──▶ env worker
-    partials  ─┼─ take_inputs ──▶ chunk ──▶ rollout worker ─┤
-    replies   ─┤                                            └─ unfinished: until the env worker says that they are over
-    released  ─┘
+to_submit ─┐                                            ┌─ finished turns ──▶ env worker
+partials  ─┼─ take_inputs ──▶ chunk ──▶ rollout worker ─┤
+replies   ─┤                                            └─ unfinished: until the env worker says that they are over
+released  ─┘
 """
 
 from __future__ import annotations

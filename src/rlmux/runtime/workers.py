@@ -1,10 +1,11 @@
-"""What lives inside worker processes: thin shells that put an engine behind bounded calls.
+"""The objects inside worker processes: thin shells that put an engine behind bounded calls.
 
-    EnvWorker      prompts, environments, rewards          one per pipeline
+    EnvWorker       prompts, environments, rewards          one per pipeline
     RolloutWorker   a rollout engine                        one per (pipeline, rollout device)
     TrainWorker     a train engine                          one per pipeline
 
-The controller never looks inside a batch: it passes on the bytes that the host made.
+Every method is one bounded call; the drivers (rollout_driver.py, train_driver.py) make them, and no worker knows of
+another. The controller never looks inside a batch: it passes on the bytes that the env worker made.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from rlmux.runtime.checkpoints import CheckpointWriter, Written, mark_latest, pr
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutChunk:
-    """One bounded call of a rollout worker, with everything that must happen before it decodes."""
+    """The argument of one bounded call of a rollout worker, with everything that must happen before it decodes."""
 
     weights: tuple[Path, int] | None
     """(file, version) to load first."""
@@ -48,19 +49,21 @@ class RolloutChunk:
     max_seconds: float
     is_load_needed: bool
     device_fraction: float = 1.0
-    """Share of the device, for this call and until another comes."""
+    """The part of the device that the worker may use, in this call and until another comes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutChunkResult:
+    """The answer to a RolloutChunk."""
+
     report: ChunkReport
     load_s: float
-    """Spent on loading state and weights."""
+    """Seconds of loading state and weights."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepBatch:
-    """A finished step as the host hands it over."""
+    """A scored step, as the env worker hands it over."""
 
     payload: bytes
     """A pickled TrainingBatch, made and read by our own workers."""
@@ -68,33 +71,33 @@ class StepBatch:
     reward_std: float
     num_trajectories: int
     num_tokens: int
-    """Response tokens, environment replies included."""
+    """Number of response tokens, environment replies included."""
     response_tokens_mean: float
     response_tokens_max: int
     turns_mean: float
     runs: Sequence[Sequence[int]]
-    """Of each trajectory in the order of ids: tokens sampled, then forced by its environment, then sampled again."""
+    """Per trajectory, in the order of ids, lengths in tokens: sampled, forced by its environment, sampled again, ..."""
 
 
 class EnvWorker:
-    """The user's code side of a pipeline, in its own process."""
+    """The process that holds a pipeline's prompts, environments and rewards: the user's code."""
 
     def __init__(self, config: TrainingConfig) -> None:
         from rlmux.rl.env_worker import PipelineEnv
 
-        self._host = PipelineEnv(config)
+        self._env = PipelineEnv(config)
 
     def begin_step(self, step: int) -> tuple[list[TrajectoryRequest], bool]:
-        """(the step's requests, is the task single-turn)."""
-        return self._host.begin_step(step), self._host.is_single_turn
+        """Returns (the step's requests, is the task single-turn)."""
+        return self._env.begin_step(step), self._env.is_single_turn
 
     def on_turns(
         self, finished: Sequence[FinishedTurn], patience_s: float
     ) -> tuple[list[TurnReply], list[TrajectoryId]]:
-        return self._host.on_turns(finished, patience_s)
+        return self._env.on_turns(finished, patience_s)
 
     def finish_step(self, step: int) -> StepBatch:
-        batch = self._host.finish_step(step)
+        batch = self._env.finish_step(step)
         rewards = [trajectory.reward for trajectory in batch.trajectories]
         lengths = [len(trajectory.tokens) for trajectory in batch.trajectories]
         mean = sum(rewards) / len(rewards)
@@ -112,7 +115,7 @@ class EnvWorker:
 
 
 def _packed(partial: PartialTrajectory) -> PartialTrajectory:
-    """Its cache as bytes: the controller passes it on and need not import torch for it, which takes a second."""
+    """The same with its KV cache as bytes: the controller passes it on without importing torch, which takes a second."""
     if partial.kv is None:
         return partial
     from safetensors.torch import save
@@ -152,11 +155,11 @@ class RolloutWorker:
             is_single_turn=task.is_single_turn,
             device=device,
         )
-        self._share = fraction_setter(device)
+        self._fraction = fraction_setter(device)
         self._is_core = device == "cpu"
 
     def run_chunk(self, chunk: RolloutChunk) -> RolloutChunkResult:
-        self._share.set(chunk.device_fraction)
+        self._fraction.set(chunk.device_fraction)
         start = time.perf_counter()
         if chunk.is_load_needed:
             self._engine.load()
@@ -182,8 +185,8 @@ class RolloutWorker:
         return self._engine.resident_bytes()
 
     def prefetch(self) -> None:
-        """Begin to read ahead what was spilled, where the device is none of the cores that read."""
-        if not self._is_core:  # whose reading would take from those who compute there
+        """Begin to read a spilled state ahead, unless the device is a core: that core would do the reading."""
+        if not self._is_core:  # reading would take a core from the worker that computes there
             self._engine.prefetch()
 
 
@@ -200,7 +203,7 @@ class TrainWorker:
         device = _device()
         self._engine = TorchTrainEngine(config, device=device)
         self._checkpoints = CheckpointWriter()
-        self._share = fraction_setter(device)
+        self._fraction = fraction_setter(device)
         self._is_core = device == "cpu"
         if restore_from is not None:
             self._engine.restore(restore_from)
@@ -211,8 +214,11 @@ class TrainWorker:
     def run_stage(
         self, stage: Stage, max_seconds: float, is_load_needed: bool, device_fraction: float = 1.0
     ) -> tuple[TrainReport, float, list[Written]]:
-        """(report, seconds of loading, checkpoints that are there now). The device fraction holds until another comes."""
-        self._share.set(device_fraction)
+        """Returns (report, seconds of loading, checkpoints that are there now).
+
+        The device fraction holds until another comes. Raises what writing a checkpoint raised.
+        """
+        self._fraction.set(device_fraction)
         start = time.perf_counter()
         if is_load_needed:
             self._engine.load()
@@ -226,14 +232,14 @@ class TrainWorker:
         return version, self._engine.weights_sha256()
 
     def checkpoint(self, folder: Path, keep: int) -> None:
-        """Begin to write one beside what comes next; `run_stage` and `finish_checkpoint` tell when it is there.
+        """Begin to write a checkpoint beside what comes next; `run_stage` and `finish_checkpoint` tell when it is there.
 
-        The newest `keep` are left then.
+        The newest `keep` checkpoints are left then.
         """
         self._checkpoints.begin(folder, partial(self._snapshot, keep))
 
     def finish_checkpoint(self) -> list[Written]:
-        """Wait for the one that is being written."""
+        """Wait for the checkpoint that is being written. Returns those not told of before."""
         self._checkpoints.wait()
         return self._checkpoints.written()
 
@@ -255,8 +261,8 @@ class TrainWorker:
         return self._engine.resident_bytes()
 
     def prefetch(self) -> None:
-        """Begin to read ahead what was spilled, where the device is none of the cores that read."""
-        if not self._is_core:  # whose reading would take from those who compute there
+        """Begin to read a spilled state ahead, unless the device is a core: that core would do the reading."""
+        if not self._is_core:  # reading would take a core from the worker that computes there
             self._engine.prefetch()
 
 
@@ -276,7 +282,7 @@ def _device() -> str:
 
 @contextlib.contextmanager
 def _storing(path: Path) -> Iterator[None]:
-    """A disk that is full is not the pipeline's fault."""
+    """Raises StorageError for a file that cannot be written: a full disk is not the pipeline's fault."""
     from safetensors import SafetensorError
 
     try:

@@ -1,7 +1,7 @@
 """Workers as the backend sees them, wherever they live: processes of this machine, or actors of a cluster.
 
-    call(method, args, then) ──▶ worker        one call at a time, answered in order; further ones queue
-    receive()                ──▶ then(result)  or raises what the method raised
+call(method, args, then) ──▶ worker        one call at a time, answered in order; further ones queue
+receive()                ──▶ then(result)  or raises what the method raised
 """
 
 from __future__ import annotations
