@@ -83,7 +83,7 @@ def cluster(*, rollout: int = 1, train: int = 1) -> Cluster:
 
 
 class Recorder:
-    """Keeps everything that a run says."""
+    """Keeps all events, actions and notes of a run."""
 
     def __init__(self) -> None:
         self.events: list[Any] = []
@@ -116,7 +116,7 @@ def run(
     watch: Callable[[WorkerBackend, Recorder], bool] | None = None,
     make_backend: Callable[..., WorkerBackend] = local_backend,
 ) -> Run:
-    """Train for real. `watch` is asked between turns of the loop and ends the run by returning True."""
+    """Train for real. `watch` is asked between ticks of the loop and ends the run by returning True."""
     on = on or cluster()
     folder.mkdir(parents=True, exist_ok=True)
     scheduler = Scheduler(on, make_policy(policy) if isinstance(policy, str) else policy)
@@ -137,7 +137,7 @@ def run(
 
 
 class Meddler:
-    """Places like `rollmux`; what it does in dispatch no sane policy would."""
+    """Places like `rollmux` and dispatches as no sane policy would."""
 
     name = "meddler"
     reacts_to_progress = True
@@ -147,8 +147,8 @@ class Meddler:
 
 
 class MovesEverything(Meddler):
-    """Of every rollout: begins the first device's share, pauses it, moves it to the second device; lets that decode
-    on, pauses it, and moves all of it to the first. So every trajectory is moved mid-way at least once."""
+    """Begins the first device's shard of every rollout, pauses it, migrates it to the second device; lets that decode
+    on, pauses it, and migrates all of it to the first. So every trajectory is migrated mid-way at least once."""
 
     def __init__(self, *, copies_kv: bool) -> None:
         self.copies_kv = copies_kv
@@ -205,7 +205,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture
 def make_backend(request: pytest.FixtureRequest) -> Callable[..., WorkerBackend]:
-    """Of each backend in turn."""
+    """Makes each backend in turn."""
     return local_backend if request.param == "local" else request.getfixturevalue("nodes").make_backend()
 
 
@@ -219,7 +219,7 @@ class BackendWords:
 
 @pytest.fixture
 def backend_words(make_backend: Callable[..., WorkerBackend], request: pytest.FixtureRequest) -> BackendWords:
-    """Of each backend in turn."""
+    """The words for each backend in turn."""
     if make_backend is local_backend:
         return BackendWords()
     address = ("--address", request.getfixturevalue("nodes").ray.address)

@@ -1,8 +1,9 @@
-"""Checkpoints are written beside other work: one at a time, told of when they are there, failures told too."""
+"""Checkpoints are written beside other work: one at a time, reported once they are durable, failures reported too."""
 
 from __future__ import annotations
 
 import threading
+import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -63,10 +64,18 @@ def test_what_writing_raises_is_raised_by_the_next_call_once(tmp_path, ask):
     def fail(folder: Path) -> None:
         raise StorageError(f"{folder}: no space left")
 
+    def ask_until_it_is_told() -> None:
+        deadline_s = time.monotonic() + 30.0
+        while time.monotonic() < deadline_s:
+            writer.written()
+
     writer.begin(tmp_path / "step_1", lambda: fail)
-    writer._pool.submit(int).result()  # comes after it
     with pytest.raises(StorageError, match="step_1: no space"):
-        writer.begin(tmp_path / "step_2", lambda: fail) if ask == "begin" else getattr(writer, ask)()
+        {
+            "wait": writer.wait,
+            "begin": lambda: writer.begin(tmp_path / "step_2", lambda: fail),
+            "written": ask_until_it_is_told,
+        }[ask]()
     writer.wait()
     assert writer.written() == []
 
@@ -83,7 +92,7 @@ def test_pruning_keeps_the_newest_and_never_the_last_one(tmp_path):
 
 
 def test_one_that_a_worker_completes_while_leftovers_are_removed_is_let_be(tmp_path, monkeypatch):
-    """It was killed, and is still on its way out."""
+    """The worker was killed and has not died yet."""
     names = ("step_3.tmp-7", ".latest.tmp-7", "step_2.old-7")
     for name in names:
         (tmp_path / name).mkdir() if name.startswith("step") else (tmp_path / name).touch()

@@ -110,8 +110,8 @@ def test_weights_limits_and_timeline_are_the_same_while_the_clock_jumps(tmp_path
     }
     assert 0 < summary["makespan_s"] < took_s
     for device in summary["devices"].values():
-        shares = [device[key] for key in ("busy_s", "switch_s", "bubble_s", "idle_s")]
-        assert all(0 <= share <= took_s for share in shares)
+        parts_s = [device[key] for key in ("busy_s", "switch_s", "bubble_s", "idle_s")]
+        assert all(0 <= part_s <= took_s for part_s in parts_s)
     with LogReader(jumping / "run") as log:
         times = [entry.time_s for entry in log.entries() if entry.kind == "event"]
     assert times == sorted(times)

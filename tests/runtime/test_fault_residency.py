@@ -1,4 +1,4 @@
-"""Memory is too small for everybody at once: states are evicted and loaded again, exactly, or refused with numbers."""
+"""Memory is too small for all pipelines at once: states are evicted and loaded again, or refused."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_states_that_find_no_host_memory_go_to_disk_and_come_back_exactly(real, 
     assert {worker.partition("/")[2] for worker in spilled} == {"rollout", "train"}
     read_ahead = [action for action in run.recorder.actions if isinstance(action, Prefetch)]
     assert {action.phase for action in read_ahead} <= {Phase.ROLLOUT, Phase.TRAIN}
-    assert read_ahead, "somebody waited for a device that another had"
+    assert read_ahead, "an order waited for a device that another had"
     assert set(run.status.values()) == {"finished"}
     assert run.sha256 == roomy.sha256
     assert not list((tmp_path / "run").glob("*/spilled-*"))
@@ -91,7 +91,7 @@ def test_what_cannot_fit_is_refused_with_the_numbers_before_anything_starts(real
     assert not (tmp_path / "run").exists()
 
 
-def test_host_memory_is_a_budget_for_all_who_share_a_node(real, pair, tmp_path):
+def test_host_memory_is_a_budget_for_all_pipelines_of_a_node(real, pair, tmp_path):
     """Two of the three fit the host memory of the one node there is; the third waits until one has left."""
     footprint = replace(pair[0].pipeline.footprint, rollout_host_bytes=4e9, train_host_bytes=4e9)
     hungry = [replace(one, pipeline=replace(one.pipeline, footprint=footprint)) for one in pair]

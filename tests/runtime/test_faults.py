@@ -122,7 +122,7 @@ def test_a_worker_that_hangs_is_replaced(real, make_backend, pair, undisturbed, 
 
 
 class Storage(NamedTuple):
-    """Of a tensor of so many bytes, once it is unpickled."""
+    """The storage of a tensor of so many bytes, once it is unpickled."""
 
     num_bytes: int
 
@@ -163,16 +163,18 @@ def test_a_worker_that_always_dies_fails_its_pipeline_after_a_few_tries(
 ):
     killed = []
 
-    def kill_every_host_of_sort(backend, recorder) -> bool:
-        hosts = [note.fields["pid"] for note in recorder.notes if note.type == "worker"
+    def kill_every_env_worker_of_sort(backend, recorder) -> bool:
+        pids = [note.fields["pid"] for note in recorder.notes if note.type == "worker"
                  and (note.fields["pipeline"], note.fields["role"]) == ("sort", "env")]  # fmt: skip
-        if hosts and hosts[-1] is not None and hosts[-1] not in killed:
-            killed.append(hosts[-1])
-            os.kill(hosts[-1], signal.SIGKILL)
+        if pids and pids[-1] is not None and pids[-1] not in killed:
+            killed.append(pids[-1])
+            os.kill(pids[-1], signal.SIGKILL)
         return False
 
     options = WorkerOptions(max_losses=2)
-    run = real.run(tmp_path / "run", pair, watch=kill_every_host_of_sort, options=options, make_backend=make_backend)
+    run = real.run(
+        tmp_path / "run", pair, watch=kill_every_env_worker_of_sort, options=options, make_backend=make_backend
+    )
     (failure,) = [event for event in run.recorder.events if isinstance(event, PipelineFailed)]
     assert failure.pipeline == "sort"
     assert "sort/env" in failure.reason

@@ -1,4 +1,4 @@
-"""A trajectory that waits for its environment may move; the reply finds it at its new place."""
+"""A trajectory that waits for its environment may migrate; the reply finds it on its new device."""
 
 from __future__ import annotations
 
@@ -26,5 +26,5 @@ def test_a_reply_may_come_with_the_trajectory_that_it_is_for(real, one_thread):
     result = target.run_chunk(replace(chunk, requests=(), partials=partials, replies=replies))
     assert result.report.num_waiting == 0
     assert any(partial.kv for partial in partials)
-    assert b"torch" not in pickle.dumps(partials), "whoever passes it on has to import torch"
+    assert b"torch" not in pickle.dumps(partials), "passing it on would import torch"
     assert waiting, "no trajectory waits: the test shows nothing"

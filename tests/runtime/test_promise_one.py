@@ -53,7 +53,7 @@ def test_the_size_of_a_chunk_changes_nothing(real, make_backend, pair, solo, tmp
 
 
 class Meddler:
-    """Places like `rollmux`; what it does in dispatch no sane policy would."""
+    """Places like `rollmux` and dispatches as no sane policy would."""
 
     name = "meddler"
     reacts_to_progress = True
@@ -85,7 +85,7 @@ def test_a_forced_pause_changes_nothing(real, make_backend, pair, solo, tmp_path
     assert paused.sha256 == solo.sha256
 
 
-def test_moving_every_trajectory_to_another_worker_mid_way_changes_nothing(real, make_backend, tmp_path):
+def test_migrating_every_trajectory_to_another_worker_mid_way_changes_nothing(real, make_backend, tmp_path):
     pair = [
         real.submission("sort", max_new_tokens=48, num_rollout_nodes=2),
         real.submission("reverse", task="reverse", seed=2, max_new_tokens=48, num_rollout_nodes=2),
@@ -126,7 +126,7 @@ def test_one_step_off_policy_is_the_same_shared_and_alone(real, make_backend, tm
 
 
 @pytest.mark.parametrize("staleness", [1, 2])
-def test_asynchronous_shares_on_both_devices_beside_another_pipeline_give_the_same(real, tmp_path, staleness):
+def test_asynchronous_shards_on_both_devices_beside_another_pipeline_give_the_same(real, tmp_path, staleness):
     pair = [
         real.submission("async", num_steps=4, staleness=staleness),
         real.submission("tool", task="calculator", staleness=1, seed=2),

@@ -1,4 +1,4 @@
-"""The log tells of each step's rollout what is needed to decode it again elsewhere."""
+"""The log says of each step's rollout what is needed to decode it again elsewhere."""
 
 from __future__ import annotations
 

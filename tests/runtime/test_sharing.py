@@ -9,11 +9,11 @@ from rlmux.core.sharing import SharingEntry, SharingTable
 from rlmux.policies import make_policy
 from rlmux.runtime.memory import with_footprint
 
-KINDS = ("dense", "tail", "update")
+SUB_STAGES = ("dense", "tail", "update")
 HELPFUL = SharingTable.of(
     SharingEntry(sub_stage_a=a, sub_stage_b=b, device_fraction=0.75, slowdown_a=1.2, slowdown_b=1.5)
-    for a in KINDS
-    for b in KINDS
+    for a in SUB_STAGES
+    for b in SUB_STAGES
 )
 """As if sharing helped every pair. On one core none does; what is computed does not mind."""
 
@@ -27,14 +27,14 @@ def submissions(real):
     ]
 
 
-def test_sharing_devices_at_levels_changes_nothing_but_time(real, make_backend, submissions, tmp_path):
+def test_sharing_devices_at_fractions_changes_nothing_but_time(real, make_backend, submissions, tmp_path):
     on = real.cluster(rollout=1, train=1)
     alone = real.run(tmp_path / "alone", submissions, policy=make_policy("jigsaw"), on=on)
     shared = real.run(
         tmp_path / "shared", submissions, policy=make_policy("jigsaw", sharing=HELPFUL), on=on, make_backend=make_backend
     )
     assert shared.sha256 == alone.sha256
-    levels = {a.device_fraction for a in shared.recorder.actions if isinstance(a, RunStage | SetDeviceFraction)}
-    assert {0.25, 0.75} <= levels
+    fractions = {a.device_fraction for a in shared.recorder.actions if isinstance(a, RunStage | SetDeviceFraction)}
+    assert {0.25, 0.75} <= fractions
     assert {a.device_fraction for a in alone.recorder.actions if isinstance(a, RunStage)} <= {0.0, 1.0}
     assert shared.status == {"first": "finished", "second": "finished"}

@@ -32,7 +32,7 @@ SIX = Footprint(rollout_device_bytes=6.0, train_device_bytes=6.0)
 
 
 class Pair:
-    """Two pipelines whose training states take turns on one device; host memory has room for `host_bytes` of them."""
+    """Two pipelines whose training states alternate on one device; host memory has room for `host_bytes` of them."""
 
     def __init__(self, real: Any, folder: Any, host_bytes: float) -> None:
         self.workplace = real.Workplace()

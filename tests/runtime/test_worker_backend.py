@@ -42,8 +42,8 @@ class Rollout:
         nodes = (NodeId("rollout", 0), NodeId("rollout", 1))
         placement = Placement(group=GroupId(1), rollout_nodes=nodes, train_nodes=(NodeId("train", 0),))
         self.backend.execute(Admit(pipeline=PipelineId("p"), placement=placement, kind=AdmissionKind.NEW))
-        host = PipelineEnv(submission.config)
-        self.requests, self.is_single_turn = host.begin_step(1), host.is_single_turn
+        env = PipelineEnv(submission.config)
+        self.requests, self.is_single_turn = env.begin_step(1), env.is_single_turn
 
     def run(self, order: int, device: DeviceId) -> None:
         self.backend.execute(
@@ -57,7 +57,7 @@ class Rollout:
             )
         )
 
-    def move(self, order: int, source: DeviceId, target: DeviceId) -> None:
+    def migrate(self, order: int, source: DeviceId, target: DeviceId) -> None:
         self.backend.execute(
             MigrateShard(
                 order=OrderId(order), pipeline=PipelineId("p"), step=1, source=source, target=target, copies_kv=True
@@ -71,11 +71,11 @@ class Rollout:
         return self.workplace.workers[f"p/{role}" if isinstance(role, str) else f"p/rollout-{role}"]
 
     def chunk(
-        self, device: DeviceId, *, active: int = 0, parked: int = 0, finished: Sequence[FinishedTurn] = ()
+        self, device: DeviceId, *, active: int = 0, waiting: int = 0, finished: Sequence[FinishedTurn] = ()
     ) -> list[TrajectoryRequest]:
         """Its worker answers; returns the requests that it had been given."""
         report = ChunkReport(
-            finished=finished, num_active=active, num_waiting=0, num_waiting_for_env=parked, sampled_tokens=0,
+            finished=finished, num_active=active, num_waiting=0, num_waiting_for_env=waiting, sampled_tokens=0,
             prefill_tokens=0, decode_steps=0, seconds=0.1,
         )  # fmt: skip
         (chunk,) = self.worker(device).answer("run_chunk", RolloutChunkResult(report=report, load_s=0.0))
@@ -101,8 +101,8 @@ def rollout(real: Any, tmp_path: Any) -> Rollout:
     return Rollout(real, tmp_path, task="guess")
 
 
-def test_a_share_moved_before_requests_are_dealt_out_is_sampled_by_its_target(rollout: Rollout) -> None:
-    rollout.move(1, LEFT, RIGHT)
+def test_a_shard_migrated_before_requests_are_dealt_out_is_sampled_by_its_target(rollout: Rollout) -> None:
+    rollout.migrate(1, LEFT, RIGHT)
     rollout.run(2, RIGHT)
     assert not rollout.worker(LEFT).calls, "there is nothing to take yet"
     rollout.deal_out()
@@ -113,24 +113,24 @@ def test_a_share_moved_before_requests_are_dealt_out_is_sampled_by_its_target(ro
     assert moved.num_trajectories == len(rollout.requests) // 2
 
 
-def test_a_worker_is_not_asked_for_a_share_that_it_was_not_given(rollout: Rollout) -> None:
+def test_a_worker_is_not_asked_for_a_shard_that_it_was_not_given(rollout: Rollout) -> None:
     rollout.run(1, RIGHT)
     rollout.deal_out()
-    rollout.move(2, LEFT, RIGHT)
+    rollout.migrate(2, LEFT, RIGHT)
     assert not rollout.worker(LEFT).calls
     (moved,) = rollout.events(TrajectoriesMigrated)
     assert moved.num_trajectories == len(rollout.requests) // 2
     rollout.run(3, LEFT)
     rollout.chunk(RIGHT, active=1)
     rollout.chunk(RIGHT, active=1)
-    rollout.move(4, RIGHT, LEFT)
+    rollout.migrate(4, RIGHT, LEFT)
     assert "take_partials" in rollout.worker(RIGHT).asked()
 
 
-def test_a_share_that_is_given_another_in_its_last_chunk_goes_on(rollout: Rollout) -> None:
+def test_a_shard_that_is_given_another_in_its_last_chunk_goes_on(rollout: Rollout) -> None:
     rollout.run(1, RIGHT)
     rollout.deal_out()
-    rollout.move(2, LEFT, RIGHT)
+    rollout.migrate(2, LEFT, RIGHT)
     rollout.chunk(RIGHT)  # all that it had is over
     assert not rollout.events(StageFinished)
     assert len(rollout.chunk(RIGHT)) == len(rollout.requests) // 2
@@ -142,16 +142,16 @@ def test_turns_that_end_while_environments_think_are_asked_together(rollout: Rol
     rollout.run(2, RIGHT)
     rollout.deal_out()
     first, second, third = (turn_of(rollout.requests[place]) for place in (0, 4, 8))
-    rollout.chunk(LEFT, active=3, parked=1, finished=[first])
-    rollout.chunk(RIGHT, active=3, parked=1, finished=[second])
-    rollout.chunk(LEFT, active=2, parked=2, finished=[third])
+    rollout.chunk(LEFT, active=3, waiting=1, finished=[first])
+    rollout.chunk(RIGHT, active=3, waiting=1, finished=[second])
+    rollout.chunk(LEFT, active=2, waiting=2, finished=[third])
     turns, _ = rollout.worker("env").answer("on_turns", ([], [first.id]))
     assert [turn.id for turn in turns] == [first.id]
     turns, _ = rollout.worker("env").answer("on_turns", ([TurnReply(id=third.id, tokens=(5,))], [second.id]))
     assert [turn.id for turn in turns] == [second.id, third.id]
     (_, (chunk,), _) = rollout.worker(LEFT).calls[-1]
     assert not chunk.replies, "it was sent before"
-    rollout.chunk(LEFT, active=2, parked=2)
+    rollout.chunk(LEFT, active=2, waiting=2)
     (_, (chunk,), _) = rollout.worker(LEFT).calls[-1]
     assert ([reply.id for reply in chunk.replies], list(chunk.released)) == ([third.id], [first.id])
 
@@ -167,11 +167,11 @@ def test_scores_are_asked_for_after_every_turn(rollout: Rollout) -> None:
     assert [method for method, *_ in rollout.worker("env").calls] == ["on_turns", "on_turns", "finish_step"]
 
 
-def test_a_paused_share_sleeps_until_its_first_reply(rollout: Rollout) -> None:
+def test_a_paused_shard_waits_until_its_first_reply(rollout: Rollout) -> None:
     rollout.run(1, LEFT)
     rollout.deal_out()
     turn = turn_of(rollout.requests[0])
-    rollout.chunk(LEFT, parked=1, finished=[turn])
+    rollout.chunk(LEFT, waiting=1, finished=[turn])
     rollout.backend.execute(Pause(order=OrderId(1)))
     assert [event.is_waiting for event in rollout.events(StagePaused)] == [True]
     rollout.worker("env").answer("on_turns", ([TurnReply(id=turn.id, tokens=(5,))], []))
@@ -182,7 +182,7 @@ def test_a_lost_rollout_workers_successor_begins_anew_all_that_is_not_over(rollo
     rollout.run(1, LEFT)
     rollout.deal_out()
     over, thinking, *others = [request for request in rollout.requests if request.id.prompt % 2 == 0]
-    rollout.chunk(LEFT, active=1, parked=1, finished=[turn_of(over), turn_of(thinking)])
+    rollout.chunk(LEFT, active=1, waiting=1, finished=[turn_of(over), turn_of(thinking)])
     rollout.worker("env").answer("on_turns", ([], [over.id]))
     rollout.backend.poll(0.0)
     assert [type(event) for event in rollout.lose(LEFT)] == [WorkerLost], "its order ended with it"
@@ -203,7 +203,7 @@ def test_a_migration_ends_with_its_sources_worker(rollout: Rollout, is_dealt_out
         rollout.backend.execute(Pause(order=OrderId(1)))
         rollout.chunk(LEFT, active=1)
         rollout.backend.poll(0.0)
-    rollout.move(2, LEFT, RIGHT)
+    rollout.migrate(2, LEFT, RIGHT)
     assert [type(event) for event in rollout.lose(LEFT)] == [WorkerLost]
     rollout.run(3, LEFT)
     if not is_dealt_out:

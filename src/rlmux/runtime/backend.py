@@ -3,9 +3,9 @@
     controller ── execute(action) ──▶ Backend        starts it, never waits for it
     controller ◀── poll(timeout) ──── Backend        what has happened since
 
-Implementations: `local` (processes on this machine), `ray_backend` (actors of a cluster, where that extra is installed),
-and `fake_backend` (virtual durations, for tests of the controller). The first two share `worker_backend` and pass the
-same conformance tests: those in tests/runtime that take `make_backend`.
+Implementations: `local` (processes on this machine), `ray_backend` (actors of a cluster, where that extra is
+installed), and `fake_backend` (virtual durations, for tests of the controller). The first two share `worker_backend`
+and pass the same conformance tests: those in tests/runtime that take `make_backend`.
 """
 
 from __future__ import annotations

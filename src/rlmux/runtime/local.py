@@ -1,7 +1,9 @@
 """Backend `local`: every worker is a process on this machine. No server, no Ray.
 
-device    one GPU, where there are any that may be used (CUDA_VISIBLE_DEVICES; empty: none); else one CPU core,
-          which its workers are pinned to; a worker computes with one thread there
+    WorkerBackend ── spawn ──▶ LocalProcesses ──▶ WorkerProcess (one per worker; its pipe is watched by `wait`)
+
+device    one GPU, if this machine has any that may be used (CUDA_VISIBLE_DEVICES; empty: none); else one CPU core,
+          to which its workers are pinned; a worker computes with one thread there
 weights   files in shared memory, in a folder that only the user can read
 """
 
@@ -88,7 +90,7 @@ class LocalProcesses:
         self._selector.unregister(worker.connection)
 
     def node_changes(self) -> Sequence[tuple[NodeId, bool]]:
-        return ()  # this machine is here as long as we are
+        return ()  # this machine is there as long as this process
 
     def close(self) -> None:
         self._selector.close()
@@ -112,7 +114,7 @@ def assign_cores(cluster: Cluster) -> dict[DeviceId, tuple[int, ...]]:
 
 
 def visible_gpus() -> list[str]:
-    """Each GPU that may be used, as CUDA_VISIBLE_DEVICES names it. Found out without torch, which is slow to load."""
+    """Every GPU that may be used, as CUDA_VISIBLE_DEVICES names it. Found without torch, which is slow to load."""
     given = os.environ.get("CUDA_VISIBLE_DEVICES")
     try:
         is_cpu_build = "+cpu" in importlib.metadata.version("torch")
@@ -126,7 +128,10 @@ def visible_gpus() -> list[str]:
 
 
 def assign_gpus(cluster: Cluster, gpus: Sequence[str]) -> dict[DeviceId, str]:
-    """One GPU for each device, in the order of the file; GPUs are shared when there are more devices. Empty without."""
+    """One GPU for each device, in the order of the file; GPUs are shared when there are more devices.
+
+    Empty without GPUs. Raises UserError for a pool without a fixed number of devices.
+    """
     if not gpus:
         return {}
     assigned: dict[DeviceId, str] = {}
@@ -142,7 +147,7 @@ def assign_gpus(cluster: Cluster, gpus: Sequence[str]) -> dict[DeviceId, str]:
 class SharedMemoryFolder:
     """A private folder in shared memory, the same for every process of this run; emptied if it was left behind.
 
-    Held by a lock that ends with this process, so that folders of killed runs can be told and are removed.
+    A lock holds it, which ends with this process: folders of killed runs are known by it and removed.
     """
 
     def __init__(self, run_folder: Path) -> None:
@@ -153,14 +158,14 @@ class SharedMemoryFolder:
 
     @staticmethod
     def path_of(run_folder: Path) -> Path:
-        """Where a run's is."""
+        """The folder of a run."""
         parent = Path("/dev/shm") if os.access("/dev/shm", os.W_OK) else run_folder
         name = hashlib.sha256(str(run_folder.resolve()).encode()).hexdigest()[:16]
         return parent / f"{_PREFIX}{os.getuid()}-{name}"
 
     @classmethod
     def at(cls, path: Path) -> SharedMemoryFolder:
-        """One whose place is known already; kept as it is if it was left behind."""
+        """The folder at a known path; kept as it is if it was left behind."""
         folder = cls.__new__(cls)
         folder.path, folder._lock = path, _make_and_hold(path)
         return folder
@@ -174,7 +179,7 @@ class SharedMemoryFolder:
 
 
 def _make_and_hold(folder: Path) -> int:
-    """The lock of the folder, which is there then. Raises UserError if somebody else was there first."""
+    """Make the folder and return its lock. Raises UserError if it belongs to another user."""
     lock = None
     while lock is None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)

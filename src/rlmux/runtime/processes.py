@@ -155,10 +155,6 @@ class WorkerProcess:
             self._send(now_s)
         call.then(value)
 
-    def abandoned(self, method: str) -> list[Callable[[Any], None]]:
-        """Who still waits for a call of this kind: the process is given up and will not answer."""
-        return [call.then for call in self._calls if call.method == method]
-
     def is_overdue(self, now_s: float) -> bool:
         """It has not answered within its limit."""
         return self._deadline_s is not None and now_s > self._deadline_s

@@ -129,9 +129,6 @@ class RayWorker:
             self._send(now_s)
         then(answer.value)
 
-    def abandoned(self, method: str) -> list[Callable[[Any], None]]:
-        return [then for call, then in self._calls if call.method == method]
-
     def is_overdue(self, now_s: float) -> bool:
         return self._deadline_s is not None and now_s > self._deadline_s
 

@@ -30,7 +30,7 @@ from rlmux.runtime.workers import RolloutChunk, RolloutChunkResult, StepBatch
 from rlmux.runtime.workplace import WorkerOptions
 
 _PATIENCE_S = 0.02
-"""Seconds that the env worker may wait for environments while an order of its pipeline computes: more turns end then."""
+"""Seconds that the env worker may wait for environments while an order of its pipeline computes: more turns end."""
 _QUIET_PATIENCE_S = 0.1
 """Seconds that it may wait while none does."""
 

@@ -18,7 +18,7 @@ from rlmux.runtime.workers import StepBatch
 
 @dataclass(slots=True)
 class RolloutRecord:
-    """One pipeline's step, over all its devices. Work that a lost worker had done counts, and so does its repetition."""
+    """One pipeline's step, over all its devices. What a lost worker had done counts, and so does its repetition."""
 
     _bands: dict[tuple[str, int], tuple[int, int, float]] = field(default_factory=dict)
     _asked_s: dict[TrajectoryId, float] = field(default_factory=dict)

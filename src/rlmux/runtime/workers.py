@@ -115,7 +115,7 @@ class EnvWorker:
 
 
 def _packed(partial: PartialTrajectory) -> PartialTrajectory:
-    """The same with its KV cache as bytes: the controller passes it on without importing torch, which takes a second."""
+    """The same with its KV cache as bytes: the controller passes it on without importing torch (a second)."""
     if partial.kv is None:
         return partial
     from safetensors.torch import save
@@ -143,7 +143,7 @@ class RolloutWorker:
         from rlmux.rl.vocabulary import load_vocabulary
 
         torch.set_num_threads(config.train.num_threads)
-        device = _device()
+        device = device_in_use()
         vocabulary = load_vocabulary(config.model)
         task = make_task(config.task, seed=config.seed, vocabulary=vocabulary)
         self._engine = SlotRolloutEngine(
@@ -156,7 +156,7 @@ class RolloutWorker:
             device=device,
         )
         self._fraction = fraction_setter(device)
-        self._is_core = device == "cpu"
+        self.is_core = device == "cpu"
 
     def run_chunk(self, chunk: RolloutChunk) -> RolloutChunkResult:
         self._fraction.set(chunk.device_fraction)
@@ -186,7 +186,7 @@ class RolloutWorker:
 
     def prefetch(self) -> None:
         """Begin to read a spilled state ahead, unless the device is a core: that core would do the reading."""
-        if not self._is_core:  # reading would take a core from the worker that computes there
+        if not self.is_core:  # reading would take a core from the worker that computes there
             self._engine.prefetch()
 
 
@@ -200,11 +200,11 @@ class TrainWorker:
         from rlmux.engines.train import TorchTrainEngine
 
         torch.set_num_threads(config.train.num_threads)
-        device = _device()
+        device = device_in_use()
         self._engine = TorchTrainEngine(config, device=device)
         self._checkpoints = CheckpointWriter()
         self._fraction = fraction_setter(device)
-        self._is_core = device == "cpu"
+        self.is_core = device == "cpu"
         if restore_from is not None:
             self._engine.restore(restore_from)
 
@@ -232,9 +232,9 @@ class TrainWorker:
         return version, self._engine.weights_sha256()
 
     def checkpoint(self, folder: Path, keep: int) -> None:
-        """Begin to write a checkpoint beside what comes next; `run_stage` and `finish_checkpoint` tell when it is there.
+        """Begin to write a checkpoint beside what comes next; the newest `keep` are left once it is there.
 
-        The newest `keep` checkpoints are left then.
+        `run_stage` and `finish_checkpoint` tell when that is.
         """
         self._checkpoints.begin(folder, partial(self._snapshot, keep))
 
@@ -262,14 +262,14 @@ class TrainWorker:
 
     def prefetch(self) -> None:
         """Begin to read a spilled state ahead, unless the device is a core: that core would do the reading."""
-        if not self._is_core:  # reading would take a core from the worker that computes there
+        if not self.is_core:  # reading would take a core from the worker that computes there
             self._engine.prefetch()
 
 
-def _device() -> str:
-    """The GPU that this process was given, or the core it is pinned to.
+def device_in_use() -> str:
+    """`cuda` for the GPU that this process was given, `cpu` for the core that it is pinned to.
 
-    A GPU sums in a fixed order only where it is told to, and before its first call.
+    A GPU sums in a fixed order only if it is told to before its first call.
     """
     import torch
 
