@@ -27,6 +27,8 @@ class PipelineWorkers:
     env_worker: Worker
     trainer: Worker
     rollout: dict[DeviceId, Worker]
+    log_path: Path
+    """The file that all its processes write their output to."""
     furthest_step: int
     """The newest step ever published."""
     num_losses_by_worker: dict[str, int] = field(default_factory=dict)
@@ -58,6 +60,3 @@ class PipelineWorkers:
     def published_path(self, version: int) -> Path:
         """The file that the trainer publishes a version to."""
         return self.weights / f"{version}.safetensors"
-
-    def log_path(self) -> Path:
-        return self.folder / "workers.log"

@@ -213,7 +213,7 @@ class WorkerSupervisor:
 
     def _replace_rollout_worker(self, workers: PipelineWorkers, device: DeviceId) -> None:
         self._kill(workers.rollout[device])
-        workers.rollout[device] = self._spawn_rollout_worker(workers.config, device, workers.log_path())
+        workers.rollout[device] = self._spawn_rollout_worker(workers.config, device, workers.log_path)
         self._on_replaced(workers, device)
         self._outbox.add(WorkerLost(time_s=self._outbox.now_s(), pipeline=workers.id, device=device))
 
@@ -234,7 +234,7 @@ class WorkerSupervisor:
     def _fail(self, workers: PipelineWorkers, reason: str) -> None:
         self._end_processes(workers)
         shutil.rmtree(workers.weights, ignore_errors=True)
-        self._outbox.note("failure", pipeline=workers.id, reason=reason, traceback=str(workers.log_path()))
+        self._outbox.note("failure", pipeline=workers.id, reason=reason, traceback=str(workers.log_path))
         self._outbox.add(PipelineFailed(time_s=self._outbox.now_s(), pipeline=workers.id, reason=reason))
 
     # ------------------------------------------------------------------ processes
@@ -264,6 +264,7 @@ class WorkerSupervisor:
                 device: self._spawn_rollout_worker(config, device, log_path)
                 for device in self._devices(placement.rollout_nodes)
             },
+            log_path=log_path,
             furthest_step=max(step, 0),
         )
         self._workers_by_pipeline[pipeline] = workers
