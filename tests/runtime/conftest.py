@@ -280,7 +280,8 @@ class Worker:
     """Stands in for a process, where a test is about what is asked of it and when: keeps calls until it is told to
     answer, first come first."""
 
-    pid = 1
+    pid: int | None = 1
+    call_limit_s = 60.0
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -111,9 +111,7 @@ def test_a_worker_that_hangs_is_replaced(real, make_backend, pair, undisturbed, 
         stopped.append(pid_of(recorder, "sort", role))
         os.kill(stopped[0], signal.SIGSTOP)
         (worker,) = [one for one in backend.workers_by_pipeline["sort"].processes if one.pid == stopped[0]]
-        worker._call_limit_s = 0.5
-        if worker._deadline_s is not None:
-            worker._deadline_s = backend.now_s() + 0.5
+        worker.call_limit_s = 0.5
 
     run = real.run(tmp_path / "run", pair, watch=once_at("sort", stage, 3, stop), make_backend=make_backend)
     assert not psutil.pid_exists(stopped[0])

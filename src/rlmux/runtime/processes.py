@@ -107,9 +107,9 @@ class WorkerProcess:
     ) -> None:
         self.name = name
         self.pid: int | None = None
-        self._call_limit_s = call_limit_s
+        self.call_limit_s = call_limit_s
         self._calls: deque[_Call] = deque()
-        self._deadline_s: float | None = None
+        self._sent_s: float | None = None
         self._is_read = threading.Lock()
         self.connection, theirs = _FORKSERVER.Pipe()
         work = (theirs, make_worker, args, tuple(cores), gpu, str(log_path))
@@ -130,7 +130,7 @@ class WorkerProcess:
 
     def _send(self, now_s: float) -> None:
         call = self._calls[0]
-        self._deadline_s = now_s + self._call_limit_s
+        self._sent_s = now_s
         try:
             self.connection.send((call.method, call.args))
         except OSError as error:
@@ -147,7 +147,7 @@ class WorkerProcess:
             raise WorkerLostError(f"{self.name} is gone (stopped in the middle of an answer)") from error
         except (EOFError, OSError) as error:
             raise WorkerLostError(f"{self.name} is gone ({self._how_it_ended()})") from error
-        self._deadline_s = None
+        self._sent_s = None
         if not is_ok:
             raise value
         call = self._calls.popleft()
@@ -157,7 +157,7 @@ class WorkerProcess:
 
     def is_overdue(self, now_s: float) -> bool:
         """It has not answered within its limit."""
-        return self._deadline_s is not None and now_s > self._deadline_s
+        return self._sent_s is not None and now_s > self._sent_s + self.call_limit_s
 
     def ending(self) -> str | None:
         """How it ended, if it has: `exit code 1`, `killed by SIGKILL`."""

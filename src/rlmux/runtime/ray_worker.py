@@ -43,14 +43,14 @@ class RayWorker:
         self.pid: int | None = None
         self.is_lost = False
         self._actor = actor
-        self._call_limit_s = call_limit_s
+        self.call_limit_s = call_limit_s
         self._is_node_lost = is_node_lost
         self._on_end = on_end
         self._calls: deque[tuple[Call, Callable[[Any], None]]] = deque()
         self._pending: ray.ObjectRef[Any] | None = None
         self._look: ray.ObjectRef[Any] | None = None
         self._looked_s = 0.0
-        self._deadline_s: float | None = None
+        self._sent_s: float | None = None
         self._unavailable_since_s: float | None = None
         self._answer: Any = None
 
@@ -69,7 +69,7 @@ class RayWorker:
 
     def _send(self, now_s: float) -> None:
         call, _ = self._calls[0]
-        self._deadline_s = now_s + self._call_limit_s
+        self._sent_s = now_s
         self._unavailable_since_s = None  # what a look has found says nothing of this call
         self._pending = self._actor.answer.remote(call)
 
@@ -116,7 +116,7 @@ class RayWorker:
 
     def receive(self, now_s: float) -> None:
         answer, self._answer = self._answer, None
-        is_look, self._pending, self._deadline_s = self._pending is None, None, None
+        is_look, self._pending, self._sent_s = self._pending is None, None, None
         if isinstance(answer, RlmuxError):
             raise answer
         self.pid, self._looked_s = answer.pid, time.monotonic()
@@ -130,7 +130,7 @@ class RayWorker:
         then(answer.value)
 
     def is_overdue(self, now_s: float) -> bool:
-        return self._deadline_s is not None and now_s > self._deadline_s
+        return self._sent_s is not None and now_s > self._sent_s + self.call_limit_s
 
     def end(self) -> None:
         self._leave("end")

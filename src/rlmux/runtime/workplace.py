@@ -19,6 +19,9 @@ class Worker(Protocol):
 
     name: str
     pid: int | None
+    """Its process, None until that is known."""
+    call_limit_s: float
+    """Seconds within which each call must be answered."""
 
     def call(self, now_s: float, method: str, args: tuple[Any, ...], then: Callable[[Any], None]) -> None:
         """Have it run a method; `then` gets the result. Raises WorkerLostError if it is gone."""
