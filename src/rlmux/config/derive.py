@@ -10,7 +10,7 @@ from rlmux.core.model import Cluster, Footprint, Phase, PhaseSeconds, Pipeline, 
 BYTES_PER_GB = 1e9
 
 
-def cluster_of(config: ClusterConfig) -> Cluster:
+def make_cluster(config: ClusterConfig) -> Cluster:
     """Every pool, in the order of the file. Each device or whole node takes one worker."""
     return Cluster(pools={name: _pool(name, pool) for name, pool in config.pools.items()})
 
@@ -30,7 +30,7 @@ def _pool(name: str, config: PoolConfig) -> Pool:
     )
 
 
-def pipeline_of(config: PipelineConfig) -> Pipeline:
+def make_pipeline(config: PipelineConfig) -> Pipeline:
     """The stages of its step, the nodes it asks for, its estimates and its limits."""
     solo, colocated = _estimates(config.estimate)
     return Pipeline(

@@ -19,8 +19,7 @@ import yaml
 from pydantic import ValidationError
 
 from rlmux.config.checks import Checks, CheckTask, Purpose
-from rlmux.config.derive import cluster_of as core_cluster_of
-from rlmux.config.derive import pipeline_of
+from rlmux.config.derive import make_cluster, make_pipeline
 from rlmux.config.explain import explain
 from rlmux.config.located import parse_yaml
 from rlmux.config.merge import merge
@@ -163,10 +162,10 @@ def _spec(config: RunConfig, source: str, hints: tuple[str, ...]) -> Spec:
     return Spec(
         source=source,
         code_folder=Path(config.code_folder),
-        cluster=core_cluster_of(config.cluster),
+        cluster=make_cluster(config.cluster),
         policy=config.policy,
         pipelines=tuple(
-            PipelineSpec(pipeline=pipeline_of(given), training=given.training, submit_at_s=given.submit_at_s)
+            PipelineSpec(pipeline=make_pipeline(given), training=given.training, submit_at_s=given.submit_at_s)
             for given in config.pipelines
         ),
         resolved=_resolved(config),

@@ -7,7 +7,7 @@
                                              ── estimate, footprint
 
 The training part is made of the very classes that engines read. The rest is here: what only the scheduler and the
-simulator need. Every key, default value, bound and description is stated once, at its field; `read_tree` checks
+simulator need. In the file a count drops its `num_` (`steps` is `num_steps` in Python). Every key, default value, bound and description is stated once, at its field; `read_tree` checks
 types and bounds, `explain.py` words the mistakes, and `docs/spec.md` has the same tables.
 """
 
@@ -56,7 +56,7 @@ class PoolConfig(FromFile):
     device_memory_gb: PositiveFloat | None = None
     """Memory of one device, in 10^9 bytes; without: not limited."""
     spills_to_disk: bool = False
-    """Where host memory is full, states that are off their device go to disk: more fit, and a switch takes longer."""
+    """Whether states that are off their device go to disk where host memory is full: more fit, a switch takes longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
