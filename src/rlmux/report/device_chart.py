@@ -21,8 +21,8 @@ from dataclasses import dataclass
 from html import escape
 
 from rlmux.core.model import DeviceId, OrderId, PipelineId, Stage
-from rlmux.report.history import Ending, Instant, OrderRecord
 from rlmux.report.intervals import Cause, Interval, Kind
+from rlmux.report.records import Ending, Instant, OrderRecord
 from rlmux.report.summary import StepTime, step_times
 from rlmux.report.svg import bar, nice_ticks, number, percent_text, polyline, seconds_text, tag
 from rlmux.report.timeline import DeviceTimeline, Timeline

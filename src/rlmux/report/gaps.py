@@ -25,8 +25,9 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 
 from rlmux.core.model import DeviceId, Phase, PipelineId
-from rlmux.report.history import History, OrderRecord
+from rlmux.report.history import History
 from rlmux.report.intervals import Cause, Interval, Kind
+from rlmux.report.records import OrderRecord
 
 CONTROL_GAP_S = 0.02
 """A ready order that is given within this time is control; one held back for longer is the policy's

@@ -18,8 +18,8 @@ from typing import Any
 
 from rlmux.core.model import PipelineId
 from rlmux.report.device_chart import CLASS_BY_CAUSE, Chart
-from rlmux.report.history import STOPPED
 from rlmux.report.intervals import Cause, Kind, Share
+from rlmux.report.records import STOPPED
 from rlmux.report.summary import summarize
 from rlmux.report.svg import PALETTE, percent_text, seconds_text, tag
 from rlmux.report.timeline import DeviceTimeline, Timeline

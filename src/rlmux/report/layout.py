@@ -18,8 +18,8 @@ from dataclasses import replace
 
 from rlmux.core.actions import Switch
 from rlmux.core.model import Stage
-from rlmux.report.history import Ending, OrderRecord
 from rlmux.report.intervals import Cause, Interval, Kind
+from rlmux.report.records import Ending, OrderRecord
 
 TAIL_SHARE = 1 / 8
 

@@ -280,8 +280,9 @@ class LogReader:
         if schema_version < SCHEMA_VERSION:
             writer = header.get("rlmux_version", "of unknown version")
             raise OtherVersionError(
-                f"{self.path}: written by rlmux {writer}: its log schema is {schema_version}, this rlmux "
-                f"{version('rlmux')} reads {SCHEMA_VERSION}; finish it and read it with rlmux {writer}, or start a new run"
+                f"{self.path}: written by rlmux {writer}: its log schema is {schema_version}, "
+                f"this rlmux {version('rlmux')} reads {SCHEMA_VERSION}; "
+                f"finish it and read it with rlmux {writer}, or start a new run"
             )
         return header
 

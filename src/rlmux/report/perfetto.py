@@ -15,8 +15,8 @@ import math
 from typing import Any
 
 from rlmux.core.model import DeviceId, OrderId, PipelineId, Stage
-from rlmux.report.history import OrderRecord
 from rlmux.report.intervals import Interval, Kind
+from rlmux.report.records import OrderRecord
 from rlmux.report.summary import step_times
 from rlmux.report.timeline import DeviceTimeline, Timeline
 

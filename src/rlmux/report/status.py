@@ -11,7 +11,8 @@ import math
 from typing import Any
 
 from rlmux.core.model import PipelineId, Placement
-from rlmux.report.history import STOPPED, History, OrderRecord, PipelineRecord
+from rlmux.report.history import History
+from rlmux.report.records import STOPPED, OrderRecord, PipelineRecord
 
 _UNDER_WAY = ("running", "waiting")
 

@@ -27,8 +27,8 @@ from typing import Any
 
 from rlmux.core.actions import Switch
 from rlmux.core.model import DeviceId, OrderId, PipelineId, Stage
-from rlmux.report.history import Ending, OrderRecord, PipelineRecord
 from rlmux.report.intervals import Cause, Interval, Kind
+from rlmux.report.records import Ending, OrderRecord, PipelineRecord
 from rlmux.report.timeline import Timeline
 
 

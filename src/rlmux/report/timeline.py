@@ -24,9 +24,10 @@ from typing import Any
 
 from rlmux.core.model import DeviceId, PipelineId, Stage
 from rlmux.report.gaps import GapNamer
-from rlmux.report.history import History, Instant, OrderRecord, PipelineRecord
+from rlmux.report.history import History
 from rlmux.report.intervals import Cause, Interval, Kind, Share
 from rlmux.report.layout import lay_out_order
+from rlmux.report.records import Instant, OrderRecord, PipelineRecord
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

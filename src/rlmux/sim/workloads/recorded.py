@@ -24,7 +24,7 @@ from rlmux.core.actions import Switch
 from rlmux.core.errors import UserError
 from rlmux.core.model import PHASE_BY_STAGE, Cluster, DeviceId, Phase, PipelineId, Pool, Stage, SubStage
 from rlmux.report.api import read_timeline
-from rlmux.report.history import Ending, OrderRecord, PipelineRecord
+from rlmux.report.records import Ending, OrderRecord, PipelineRecord
 from rlmux.report.timeline import Timeline
 from rlmux.sim.models.neighbours import Busy, Neighbours, seconds_lost
 from rlmux.sim.models.work import ROLLOUT_KIND, Remaining
