@@ -17,7 +17,8 @@ from importlib.resources import files
 from typing import Any
 
 from rlmux.core.model import PipelineId
-from rlmux.report.device_chart import CLASS_BY_CAUSE, Chart
+from rlmux.report.device_chart import Chart
+from rlmux.report.device_rows import CLASS_BY_CAUSE
 from rlmux.report.intervals import Cause, Kind, Share
 from rlmux.report.records import STOPPED
 from rlmux.report.summary import summarize
