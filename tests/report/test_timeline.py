@@ -40,7 +40,7 @@ def named(timeline: Timeline, device: DeviceId) -> list[tuple[float, float, str,
 def assert_adds_up(timeline: Timeline) -> None:
     for device in timeline.devices.values():
         assert sum(device.seconds_by_kind.values()) == pytest.approx(timeline.makespan_s, abs=1e-6)
-        assert sum(share.seconds for share in device.shares) == pytest.approx(timeline.makespan_s, abs=1e-6)
+        assert sum(charge.seconds for charge in device.charges) == pytest.approx(timeline.makespan_s, abs=1e-6)
         for lane in range(device.num_lanes):
             lined = [i for i in device.intervals if i.lane == lane]
             for before, after in itertools.pairwise(lined):
@@ -148,7 +148,7 @@ def test_strict_order_is_blamed_when_another_could_have_run(story: Any, make_ord
     story.event(finished(5.0, 4, 1.0), Release(pipeline="a"), Release(pipeline="b"))
     assert named(story.timeline(), ROLLOUT) == [
         (0.0, 1.0, "busy", "compute"),
-        (1.0, 3.0, "bubble", "waiting for turn of a"),
+        (1.0, 3.0, "bubble", "waiting for cycle slot of a"),
         (3.0, 4.0, "busy", "compute"),
         (4.0, 5.0, "busy", "compute"),
     ]
@@ -315,7 +315,7 @@ def test_whole_run_adds_up_at_every_moment_of_it(alternating_run: Callable[..., 
         part = type(whole)(rows=whole.rows[:num_rows])
         assert_adds_up(part.timeline())
     timeline = whole.timeline()
-    labels = {share.label for device in timeline.devices.values() for share in device.shares}
+    labels = {charge.label for device in timeline.devices.values() for charge in device.charges}
     assert {"compute", "tail", "switch", "starting", "control", "waiting for rollout of sort"} <= labels
     if failing:
         assert "lost work" in labels

@@ -87,7 +87,7 @@ def line_chart(
 
 
 def distribution(samples: Sequence[float]) -> list[tuple[float, float]]:
-    """The points of a cumulative distribution: share of the samples that are at most x, in percent."""
+    """The points of a cumulative distribution: percent of the samples that are at most x."""
     ordered = sorted(samples)
     steps = [(value, 100.0 * (index + 1) / len(ordered)) for index, value in enumerate(ordered)]
     return [(ordered[0], 0.0), *steps] if ordered else []

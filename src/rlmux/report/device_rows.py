@@ -28,7 +28,7 @@ CLASS_BY_CAUSE = {
     Cause.ROLLOUT: "wait",
     Cause.REWARD: "wait",
     Cause.TRAINING: "wait",
-    Cause.TURN: "wait",
+    Cause.CYCLE_SLOT: "wait",
     Cause.DEVICES: "wait",
     Cause.SYNC: "sync",
     Cause.MIGRATION: "sync",
@@ -48,7 +48,7 @@ _CLASS_BY_STAGE = {
 
 @dataclass(slots=True)
 class _Load:
-    """Active sequences of one rollout order over time, as shares of the most its pipeline ever had there."""
+    """Active sequences of one rollout order over time, as parts of the most that its pipeline ever had there."""
 
     points: list[tuple[float, float]]
     is_drawn: bool = False
@@ -161,7 +161,7 @@ class DeviceRows:
 
     def _area(self, load: list[tuple[float, float]], y: float, height: float) -> str:
         base = y + height
-        outline = [(self._canvas.x(time_s), base - share * height) for time_s, share in load]
+        outline = [(self._canvas.x(time_s), base - part * height) for time_s, part in load]
         return polyline([(outline[0][0], base), *outline, (outline[-1][0], base)]) + "z"
 
     def _num_columns(self) -> int:
@@ -170,7 +170,7 @@ class DeviceRows:
 
     def _columns(self, device: DeviceTimeline) -> Iterable[str]:
         """Equal stretches of time, each stacked: computing by pipeline, then switches, then gaps."""
-        columns = self._column_shares(device)
+        columns = self._column_parts(device)
         width = WIDTH / len(columns)
         paths: dict[str, list[str]] = {}
         for index, column in enumerate(columns):
@@ -181,8 +181,8 @@ class DeviceRows:
                 paths.setdefault(css, []).append(bar(index * width, y, width, height))
         return [tag("path", d="".join(data), class_=css) for css, data in paths.items() if css != "idle"]
 
-    def _column_shares(self, device: DeviceTimeline) -> list[dict[str, float]]:
-        """For each column, the share of its time by CSS class."""
+    def _column_parts(self, device: DeviceTimeline) -> list[dict[str, float]]:
+        """For each column, the part of its time (0.0 to 1.0) by CSS class."""
         columns: list[dict[str, float]] = [{} for _ in range(self._num_columns())]
         column_s = self._canvas.makespan_s / len(columns)
         for interval in device.intervals:
@@ -193,8 +193,8 @@ class DeviceRows:
             )
             for index in range(int(start_s / column_s), min(len(columns), int(end_s / column_s) + 1)):
                 overlap_s = min(end_s, (index + 1) * column_s) - max(start_s, index * column_s)
-                share = max(0.0, overlap_s) / column_s / device.num_lanes
-                columns[index][css] = columns[index].get(css, 0.0) + share
+                part = max(0.0, overlap_s) / column_s / device.num_lanes
+                columns[index][css] = columns[index].get(css, 0.0) + part
         return columns
 
     def _column_class(self, interval: Interval) -> str:
@@ -217,7 +217,7 @@ def _stacking(css: str) -> tuple[int, str]:
 
 
 def _without_repeats(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    """Without points in the middle of a device fraction stretch."""
+    """Without points in the middle of a flat stretch."""
     return [
         point
         for index, point in enumerate(points)

@@ -9,7 +9,7 @@ something changes for a pipeline that is pinned there:
         but another device of that order is still taken    waiting for the other devices of N
         and the gap is short                               control
         and it is long                                     held back          the policy's choice
-    another pipeline could start here, yet N goes first    waiting for turn of N
+    another pipeline could start here, yet N goes first    waiting for cycle slot of N
     otherwise, by what N does or needs next elsewhere      waiting for rollout | rewards | training of N,
                                                            sync of N, migration of N
 
@@ -117,7 +117,7 @@ class GapNamer:
                 return Kind.BUBBLE, Cause.DEVICES, pipeline
             return Kind.BUBBLE, Cause.CONTROL if gap_s < CONTROL_GAP_S else Cause.HELD_BACK, None
         if any(self._could_start(other, device, at_s) for other in pinned if other != pipeline):
-            return Kind.BUBBLE, Cause.TURN, pipeline
+            return Kind.BUBBLE, Cause.CYCLE_SLOT, pipeline
         return Kind.BUBBLE, self._needs(pipeline, at_s) or Cause.CONTROL, pipeline
 
     def _last_cause(self, at_s: float, gap_s: float, pinned: list[PipelineId]) -> tuple[Cause, PipelineId | None]:

@@ -19,7 +19,7 @@ from typing import Any
 from rlmux.core.model import PipelineId
 from rlmux.report.device_chart import Chart
 from rlmux.report.device_rows import CLASS_BY_CAUSE
-from rlmux.report.intervals import Cause, Kind, Share
+from rlmux.report.intervals import Cause, Kind, Charge
 from rlmux.report.records import STOPPED
 from rlmux.report.summary import summarize
 from rlmux.report.svg import PALETTE, percent_text, seconds_text, tag
@@ -145,9 +145,9 @@ class _View:
         return [
             (
                 title,
-                sum(share.seconds for share in shares if share.kind is Kind.BUSY) / total_s if total_s else 0.0,
+                sum(charge.seconds for charge in charges if charge.kind is Kind.BUSY) / total_s if total_s else 0.0,
             )
-            for title, _, shares, total_s in self._rows_of_time(max_devices=4)
+            for title, _, charges, total_s in self._rows_of_time(max_devices=4)
         ]
 
     def where_the_time_went(self) -> str:
@@ -158,52 +158,52 @@ class _View:
         )
         return f"<h2>Where the time went</h2><table><tr>{head}</tr>{rows}</table>"
 
-    def _rows_of_time(self, max_devices: int) -> list[tuple[str, str, list[Share], float]]:
-        """(name, what it is, shares, seconds in all) of each device, or of each pool."""
+    def _rows_of_time(self, max_devices: int) -> list[tuple[str, str, list[Charge], float]]:
+        """(name, what it is, charges, seconds in all) of each device, or of each pool."""
         makespan_s = self.timeline.makespan_s
         devices = list(self.timeline.devices.values())
         if len(devices) <= max_devices:
-            return [(str(device.id), device.pool, list(device.shares), makespan_s) for device in devices]
+            return [(str(device.id), device.pool, list(device.charges), makespan_s) for device in devices]
         by_pool: dict[str, list[DeviceTimeline]] = {}
         for device in devices:
             by_pool.setdefault(device.pool, []).append(device)
         return [
-            (pool, f"{len(members)} devices", _add_shares(members), makespan_s * len(members))
+            (pool, f"{len(members)} devices", _add_charges(members), makespan_s * len(members))
             for pool, members in by_pool.items()
         ]
 
-    def _time_row(self, name: str, what: str, shares: list[Share], total_s: float) -> str:
+    def _time_row(self, name: str, what: str, charges: list[Charge], total_s: float) -> str:
         if total_s <= 0.0:
             return ""
-        parts = "".join(self._part(share, total_s) for share in shares)
+        parts = "".join(self._part(charge, total_s) for charge in charges)
         why = " · ".join(
-            f"{escape(self._share_name(share))} <b>{percent_text(share.seconds / total_s)}</b>"
-            for share in shares
-            if share.seconds / total_s >= 0.0005
+            f"{escape(self._charge_name(charge))} <b>{percent_text(charge.seconds / total_s)}</b>"
+            for charge in charges
+            if charge.seconds / total_s >= 0.0005
         )
         cells = "".join(
-            tag("td", percent_text(sum(share.seconds for share in shares if share.kind is kind) / total_s))
+            tag("td", percent_text(sum(charge.seconds for charge in charges if charge.kind is kind) / total_s))
             for kind in Kind
         )
         title = f"<b>{escape(name)}</b>" + (f'<br><span class="why">{escape(what)}</span>' if what not in name else "")
         bar = f'<div class="stack">{parts}</div><div class="why">{why}</div>'
         return f'<tr><td>{title}</td><td class="wide">{bar}</td>{cells}</tr>'
 
-    def _part(self, share: Share, total_s: float) -> str:
-        part = share.seconds / total_s
-        told = f"{self._share_name(share)}\n{seconds_text(share.seconds)} · {percent_text(part)}"
-        return tag("i", class_=self._stack_class(share), style=f"width:{part * 100:.3f}%", data_tip=told)
+    def _part(self, charge: Charge, total_s: float) -> str:
+        part = charge.seconds / total_s
+        told = f"{self._charge_name(charge)}\n{seconds_text(charge.seconds)} · {percent_text(part)}"
+        return tag("i", class_=self._stack_class(charge), style=f"width:{part * 100:.3f}%", data_tip=told)
 
-    def _stack_class(self, share: Share) -> str:
-        if share.kind is not Kind.BUSY:
-            return f"b-{CLASS_BY_CAUSE[share.cause]}"
-        return f"k{self.colour_of(share.pipeline)}" + (" tail" if share.cause is Cause.TAIL else "")
+    def _stack_class(self, charge: Charge) -> str:
+        if charge.kind is not Kind.BUSY:
+            return f"b-{CLASS_BY_CAUSE[charge.cause]}"
+        return f"k{self.colour_of(charge.pipeline)}" + (" tail" if charge.cause is Cause.TAIL else "")
 
-    def _share_name(self, share: Share) -> str:
-        if share.kind is Kind.BUSY:
-            return f"{share.pipeline}" if share.cause is Cause.COMPUTE else f"{share.cause} of {share.pipeline}"
-        in_order = share.cause in (Cause.TOOL_WAIT, Cause.SWITCH, Cause.STARTING, Cause.LOST)
-        return f"{share.cause} of {share.pipeline}" if in_order else share.label
+    def _charge_name(self, charge: Charge) -> str:
+        if charge.kind is Kind.BUSY:
+            return f"{charge.pipeline}" if charge.cause is Cause.COMPUTE else f"{charge.cause} of {charge.pipeline}"
+        in_order = charge.cause in (Cause.TOOL_WAIT, Cause.SWITCH, Cause.STARTING, Cause.LOST)
+        return f"{charge.cause} of {charge.pipeline}" if in_order else charge.label
 
     def colour_of(self, pipeline: PipelineId | None) -> int:
         return self.colour.get(pipeline or PipelineId(""), 0)
@@ -260,7 +260,7 @@ class _View:
 
     def _legend(self) -> str:
         present = {
-            CLASS_BY_CAUSE.get(share.cause) for device in self.timeline.devices.values() for share in device.shares
+            CLASS_BY_CAUSE.get(charge.cause) for device in self.timeline.devices.values() for charge in device.charges
         }
         items = [
             f'<span><i class="k{self.colour[name]}"></i><b>{escape(name)}</b></span>'
@@ -274,12 +274,12 @@ def _slowdown(pipeline: Mapping[str, Any]) -> str:
     return "" if pipeline["step_slowdown"] is None else f"{pipeline['step_slowdown']:.2f}×"
 
 
-def _add_shares(devices: Iterable[DeviceTimeline]) -> list[Share]:
-    sums: dict[tuple[Kind, Cause, PipelineId | None], Share] = {}
+def _add_charges(devices: Iterable[DeviceTimeline]) -> list[Charge]:
+    sums: dict[tuple[Kind, Cause, PipelineId | None], Charge] = {}
     for device in devices:
-        for share in device.shares:
-            name = (share.kind, share.cause, share.pipeline)
+        for charge in device.charges:
+            name = (charge.kind, charge.cause, charge.pipeline)
             before = sums.get(name)
-            sums[name] = share if before is None else replace(before, seconds=before.seconds + share.seconds)
+            sums[name] = charge if before is None else replace(before, seconds=before.seconds + charge.seconds)
     kinds = list(Kind)
-    return sorted(sums.values(), key=lambda share: (kinds.index(share.kind), -share.seconds))
+    return sorted(sums.values(), key=lambda charge: (kinds.index(charge.kind), -charge.seconds))

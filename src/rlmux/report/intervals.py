@@ -1,13 +1,13 @@
 """The names that every second of a device gets.
 
-kind     cause                               pipeline
-busy     compute, tail                       who computes
-switch   switch, starting                    who is loaded
-bubble   waiting for rollout | rewards |     who is waited for
-         training | turn, sync, ...
-         tool wait, lost work, control       who holds the device
-         held back                           -
-idle     nothing admitted, down              -
+    kind     cause                               pipeline
+    busy     compute, tail                       the one that computes
+    switch   switch, starting                    the one whose state is loaded
+    bubble   waiting for rollout | rewards |     the one that is waited for
+             training | cycle slot, sync, ...
+             tool wait, lost work, control       the one that holds the device
+             held back                           -
+    idle     nothing admitted, down              -
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Kind(StrEnum):
 
 
 class Cause(StrEnum):
-    """Why a device does what it does. Those that wait for a pipeline say which in `Interval.pipeline`."""
+    """Why a device computes, switches or stands still. `Interval.pipeline` names the pipeline that is waited for."""
 
     COMPUTE = "compute"
     TAIL = "tail"
@@ -37,7 +37,7 @@ class Cause(StrEnum):
     REWARD = "waiting for rewards"
     TRAINING = "waiting for training"
     SYNC = "sync"
-    TURN = "waiting for turn"
+    CYCLE_SLOT = "waiting for cycle slot"
     DEVICES = "waiting for the other devices"
     MIGRATION = "migration"
     HELD_BACK = "held back"
@@ -49,22 +49,22 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interval:
-    """A stretch of one device's time with one name."""
+    """A stretch of one device's time with one name, in seconds of the run's clock."""
 
     start_s: float
     end_s: float
     kind: Kind
     cause: Cause
     pipeline: PipelineId | None = None
-    """Who computes or switches; in a gap, who is waited for."""
+    """The pipeline that computes or switches; in a gap, the one that is waited for."""
     step: int = 0
     stage: Stage | None = None
     order: OrderId | None = None
     device_fraction: float = 1.0
     lane: int = 0
-    """Orders that share a device lie side by side; 0 where it is not shared."""
+    """Row among the orders that run beside each other on the device; 0 where an order has it alone."""
     is_open: bool = False
-    """Nothing in the log ends it: drawn to the last known time."""
+    """True where nothing in the log ends it: it lasts to the last known time."""
 
     @property
     def seconds(self) -> float:
@@ -72,29 +72,31 @@ class Interval:
 
     @property
     def label(self) -> str:
-        """`waiting for rollout of sort`, `tail`, `control`."""
+        """Its name as shown: `waiting for rollout of sort`, `tail`, `control`."""
         return label_of(self.cause, self.pipeline)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Share:
-    """Seconds of a device under one name."""
+class Charge:
+    """Seconds of one device that are put down to one cause."""
 
     kind: Kind
     cause: Cause
     pipeline: PipelineId | None
-    """As in Interval; None for control, which is nobody's."""
+    """The interval's pipeline; None for control, which belongs to no pipeline."""
     seconds: float
 
     @property
     def label(self) -> str:
+        """Its name as shown."""
         return label_of(self.cause, self.pipeline)
 
 
 def label_of(cause: Cause, pipeline: PipelineId | None) -> str:
+    """The cause's name, with the pipeline where the cause is about one."""
     return f"{cause} of {pipeline}" if pipeline is not None and cause in _NAMES_PIPELINE else str(cause)
 
 
 _NAMES_PIPELINE = (
-    Cause.ROLLOUT, Cause.REWARD, Cause.TRAINING, Cause.SYNC, Cause.TURN, Cause.DEVICES, Cause.MIGRATION,
+    Cause.ROLLOUT, Cause.REWARD, Cause.TRAINING, Cause.SYNC, Cause.CYCLE_SLOT, Cause.DEVICES, Cause.MIGRATION,
 )  # fmt: skip

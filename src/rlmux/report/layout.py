@@ -5,7 +5,7 @@
                               a ChunkFinished, with the seconds computed since the order began
 
 The lengths of compute and switch are the events' own measurements. Only the rest is inferred: *starting* in
-front of a cold start's computing, *tool wait* after a chunk that said all trajectories are parked, *control*
+front of a cold start's computing, *tool wait* after a chunk that said all trajectories wait for their environment, *control*
 else.
 
 *Tail*: from a chunk on at which a rollout decodes at most an eighth of the most sequences that its pipeline
@@ -21,7 +21,7 @@ from rlmux.core.model import Stage
 from rlmux.report.intervals import Cause, Interval, Kind
 from rlmux.report.records import Ending, OrderRecord
 
-TAIL_SHARE = 1 / 8
+TAIL_PART = 1 / 8
 
 
 def lay_out_order(order: OrderRecord, peak_active: int, now_s: float) -> list[Interval]:
@@ -43,7 +43,7 @@ def lay_out_order(order: OrderRecord, peak_active: int, now_s: float) -> list[In
         if order.stage is Stage.GENERATE and chunk.num_waiting == 0:
             if chunk.num_active == 0 and chunk.num_waiting_for_env > 0:
                 wait = Cause.TOOL_WAIT
-            elif 1 <= chunk.num_active <= max(1, peak_active * TAIL_SHARE) and peak_active > 1:
+            elif 1 <= chunk.num_active <= max(1, peak_active * TAIL_PART) and peak_active > 1:
                 label = Cause.TAIL
     if order.ending is Ending.LOST:
         pieces.add(at_s, end_s, Cause.LOST, 0.0, label, 0.0)

@@ -68,11 +68,11 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds // 3600:.0f} h {seconds % 3600 / 60:.0f} min"
 
 
-def percent_text(share: float) -> str:
+def percent_text(part: float) -> str:
     """`62 %`, `3.1 %`; never broken over two lines."""
-    if 0.0 < share < 0.0995:
-        return f"{share * 100:.1f}\u00a0%" if share >= 0.0005 else "<0.1\u00a0%"
-    return f"{share * 100:.0f}\u00a0%"
+    if 0.0 < part < 0.0995:
+        return f"{part * 100:.1f}\u00a0%" if part >= 0.0005 else "<0.1\u00a0%"
+    return f"{part * 100:.0f}\u00a0%"
 
 
 def _text(value: object) -> str:

@@ -11,7 +11,7 @@ Over [start, end] of a run (first submission to last release) each device's seco
     bubble  a pipeline holds the device (it is pinned there) while nothing runs
     idle    nobody is pinned, or the whole run was down
 
-Orders that share a device by device fraction count once: busy wins over switch, switch over bubble.
+Where orders run beside each other on one device, each moment counts once: busy wins over switch, switch over bubble.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 from rlmux.core.model import DeviceId, PipelineId, Stage
 from rlmux.report.gaps import GapNamer
 from rlmux.report.history import History
-from rlmux.report.intervals import Cause, Interval, Kind, Share
+from rlmux.report.intervals import Cause, Interval, Kind, Charge
 from rlmux.report.layout import lay_out_order
 from rlmux.report.records import Instant, OrderRecord, PipelineRecord
 
@@ -36,7 +36,7 @@ class DeviceTimeline:
     intervals: tuple[Interval, ...]
     """By start; those of one lane do not overlap."""
     seconds_by_kind: Mapping[Kind, float]
-    shares: tuple[Share, ...]
+    charges: tuple[Charge, ...]
     """Busy first, then switch, bubble, idle; the largest first within each, which they add up to."""
     num_lanes: int = 1
 
@@ -66,7 +66,7 @@ class Timeline:
     def seconds(self, cause: Cause) -> float:
         """Over all devices."""
         return math.fsum(
-            share.seconds for device in self.devices.values() for share in device.shares if share.cause is cause
+            charge.seconds for device in self.devices.values() for charge in device.charges if charge.cause is cause
         )
 
 
@@ -134,15 +134,15 @@ def _account(device: DeviceId, intervals: list[Interval], num_lanes: int) -> Dev
         pipeline = None if interval.cause is Cause.CONTROL else interval.pipeline
         name = (interval.kind, interval.cause, pipeline)
         by_name[name] = by_name.get(name, 0.0) + seconds
-    shares = [
-        Share(kind=kind, cause=cause, pipeline=pipeline, seconds=seconds)
+    charges = [
+        Charge(kind=kind, cause=cause, pipeline=pipeline, seconds=seconds)
         for (kind, cause, pipeline), seconds in by_name.items()
     ]
     return DeviceTimeline(
         id=device,
         intervals=tuple(intervals),
-        seconds_by_kind={kind: math.fsum(share.seconds for share in shares if share.kind is kind) for kind in Kind},
-        shares=tuple(sorted(shares, key=lambda share: (_RANK[share.kind], -share.seconds, share.label))),
+        seconds_by_kind={kind: math.fsum(charge.seconds for charge in charges if charge.kind is kind) for kind in Kind},
+        charges=tuple(sorted(charges, key=lambda charge: (_RANK[charge.kind], -charge.seconds, charge.label))),
         num_lanes=num_lanes,
     )
 
