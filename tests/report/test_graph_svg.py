@@ -11,7 +11,7 @@ import pytest
 from rlmux.core.errors import UserError
 from rlmux.core.model import DeviceId, PipelineId, Stage
 from rlmux.report.graph_svg import draw, write_graph
-from rlmux.report.step_graph import ShareRecord, StageRecord, graph_of_step
+from rlmux.report.step_graph import ShardRecord, StageRecord, graph_of_step
 
 D0, D1 = DeviceId("gpu", 0, 0), DeviceId("gpu", 1, 0)
 
@@ -21,8 +21,8 @@ def graph():
         PipelineId("a<b"),
         1,
         [
-            ShareRecord(device=D0, begin_s=5, end_s=15, reports=((6, 200, 0), (9, 20, 0))),
-            ShareRecord(device=D1, begin_s=5, end_s=12, reports=((6, 20, 0),)),
+            ShardRecord(device=D0, begin_s=5, end_s=15, reports=((6, 200, 0), (9, 20, 0))),
+            ShardRecord(device=D1, begin_s=5, end_s=12, reports=((6, 20, 0),)),
         ],
         [
             StageRecord(stage=Stage.UPDATE, devices=(D0, D1), begin_s=15, end_s=20),

@@ -7,8 +7,6 @@ Chart.draw: names at the left, grid, the zoomed group, texts, and marks: failure
 but not stretched
 """
 
-
-
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping

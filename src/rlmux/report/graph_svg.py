@@ -1,9 +1,9 @@
-"""The sub-stage graph of one step as a picture: a column for each worker, time downwards, boxes by band, arrows.
+"""The sub-stage graph of one step as a picture: a column for each worker, time downwards, arrows.
 
     History ──step_graph──▶ SubStageGraph ──draw──▶ SVG text
 
-Boxes are as high as their pieces lasted; the critical path's arrows are dark. The picture needs no script and reads
-on white and on black.
+Boxes are coloured by sub-stage and as high as it lasted; the critical path's arrows are dark. The picture needs no
+script and reads on white and on black.
 """
 
 from __future__ import annotations
@@ -13,24 +13,27 @@ from pathlib import Path
 
 from rlmux.core.errors import UserError
 from rlmux.core.estimates import tail_count
-from rlmux.core.model import DENSE_DECODE_MIN, DeviceId, PipelineId, Stage
+from rlmux.core.model import DENSE_DECODE_MIN, DeviceId, PipelineId, Stage, SubStage
 from rlmux.report.history import History
 from rlmux.report.log import LogReader
-from rlmux.report.step_graph import Band, ShareRecord, StageRecord, SubStage, SubStageGraph, graph_of_step
+from rlmux.report.step_graph import Node, ShardRecord, StageRecord, SubStageGraph, graph_of_step
 from rlmux.report.svg import bar, number, seconds_text, tag
 
 _COLUMN, _GAP, _TOP, _HEIGHT, _LEFT = 130.0, 34.0, 46.0, 460.0, 64.0
 _LEAST = 17.0
-"""A box is at least so high, so that its name fits."""
-_FILL = {
-    Band.PREFILL: "#d55e00",
-    Band.DENSE: "#0072b2",
-    Band.TAIL: "#56b4e9",
-    Band.TOOL_WAIT: "#e69f00",
-    Band.TRAIN: "#009e73",
-    Band.SYNC: "#cc79a7",
-    Band.ENV: "#7f7f7f",
+"""Least height of a box, so that its name fits."""
+_FILL: dict[SubStage | None, str] = {
+    SubStage.PREFILL: "#d55e00",
+    SubStage.DENSE_DECODE: "#0072b2",
+    SubStage.TAIL_DECODE: "#56b4e9",
+    SubStage.TOOL_WAIT: "#e69f00",
+    SubStage.REFERENCE: "#8c6d46",
+    SubStage.OLD_LOGPROBS: "#cc79a7",
+    SubStage.UPDATE: "#009e73",
+    None: "#7f7f7f",
 }
+_NO_SUB_STAGE = "rewards, publishing"
+"""The column of stages that hold no device."""
 _STYLE = (
     "text{font:12px system-ui,sans-serif;fill:#222}.on{fill:#fff}.e{stroke:#999;fill:none}"
     ".c{stroke:#222;fill:none;stroke-width:2}.m{fill:#222}"
@@ -42,16 +45,16 @@ def step_graph(
     history: History, pipeline: PipelineId, step: int, *, dense_above: int = DENSE_DECODE_MIN
 ) -> SubStageGraph:
     """A step of a run from its log; empty for a step that never began."""
-    shares: dict[DeviceId, ShareRecord] = {}
+    shards: dict[DeviceId, ShardRecord] = {}
     stages: dict[Stage, StageRecord] = {}
     for order in history.orders:
         if order.pipeline != pipeline or order.step != step or order.is_migration or not order.counts:
             continue
         end_s = min(order.end_s, history.last_s)
         if order.stage is Stage.GENERATE:
-            before = shares.get(order.devices[0])
+            before = shards.get(order.devices[0])
             reports = tuple((chunk.time_s, chunk.num_active, chunk.num_waiting_for_env) for chunk in order.chunks)
-            shares[order.devices[0]] = ShareRecord(
+            shards[order.devices[0]] = ShardRecord(
                 device=order.devices[0],
                 begin_s=before.begin_s if before else order.start_s,
                 end_s=end_s,
@@ -62,7 +65,7 @@ def step_graph(
             known = stages.get(order.stage)
             begin_s = known.begin_s if known else order.start_s
             stages[order.stage] = StageRecord(stage=order.stage, devices=order.devices, begin_s=begin_s, end_s=end_s)
-    return graph_of_step(pipeline, step, list(shares.values()), list(stages.values()), dense_above=dense_above)
+    return graph_of_step(pipeline, step, list(shards.values()), list(stages.values()), dense_above=dense_above)
 
 
 def write_graph(folder: str | Path, wanted: str) -> Path:
@@ -96,7 +99,7 @@ def _dense_above(history: History, name: str) -> int:
 
 
 def draw(graph: SubStageGraph, *, title: str = "") -> str:
-    """SVG text of a recorded or predicted graph."""
+    """The graph as SVG text."""
     begins = _begins(graph)
     columns = _columns(graph)
     total_s = max((begins[i] + node.seconds for i, node in enumerate(graph.nodes)), default=0.0)
@@ -136,17 +139,17 @@ def _begins(graph: SubStageGraph) -> list[float]:
 
 
 def _columns(graph: SubStageGraph) -> dict[str, int]:
-    """Workers first, in the order of their devices; then training, then what holds no device."""
+    """Index of each column by its name: workers in the order of their devices, training, stages without a device."""
     workers = sorted({node.key.worker for node in graph.nodes if node.key.worker is not None})
     names = [f"worker {worker}" for worker in workers]
-    names += [name for name in ("training", "host, sync") if any(_column_name(n) == name for n in graph.nodes)]
+    names += [name for name in ("training", _NO_SUB_STAGE) if any(_column_name(n) == name for n in graph.nodes)]
     return {name: index for index, name in enumerate(names)}
 
 
-def _column_name(node: SubStage) -> str:
+def _column_name(node: Node) -> str:
     if node.key.worker is not None:
         return f"worker {node.key.worker}"
-    return "training" if node.key.band is Band.TRAIN else "host, sync"
+    return _NO_SUB_STAGE if node.key.sub_stage is None else "training"
 
 
 def _boxes(
@@ -164,14 +167,14 @@ def _boxes(
     return boxes
 
 
-def _drawn(node: SubStage, box: tuple[float, float, float, float]) -> str:
+def _drawn(node: Node, box: tuple[float, float, float, float]) -> str:
     x, y, width, height = box
-    name = node.key.band.value if node.key.worker is not None else node.key.stage.value
+    name = str(node.key.stage if node.key.worker is None or node.key.sub_stage is None else node.key.sub_stage)
     label = f"{name.replace('_', ' ')} {seconds_text(node.seconds)}"
     return tag(
         "g",
         tag("title", _escaped(f"step {node.key.step} {label}")),
-        tag("path", d=bar(x, y, width, height), fill=_FILL[node.key.band]),
+        tag("path", d=bar(x, y, width, height), fill=_FILL[node.key.sub_stage]),
         tag("text", _escaped(label), x=x + 5, y=y + min(height / 2 + 4, 16), class_="on"),
     )
 

@@ -19,7 +19,7 @@ from typing import Any
 from rlmux.core.model import PipelineId
 from rlmux.report.device_chart import Chart
 from rlmux.report.device_rows import CLASS_BY_CAUSE
-from rlmux.report.intervals import Cause, Kind, Charge
+from rlmux.report.intervals import Cause, Charge, Kind
 from rlmux.report.records import STOPPED
 from rlmux.report.summary import summarize
 from rlmux.report.svg import PALETTE, percent_text, seconds_text, tag

@@ -1,13 +1,13 @@
 """The names that every second of a device gets.
 
-    kind     cause                               pipeline
-    busy     compute, tail                       the one that computes
-    switch   switch, starting                    the one whose state is loaded
-    bubble   waiting for rollout | rewards |     the one that is waited for
-             training | cycle slot, sync, ...
-             tool wait, lost work, control       the one that holds the device
-             held back                           -
-    idle     nothing admitted, down              -
+kind     cause                               pipeline
+busy     compute, tail                       the one that computes
+switch   switch, starting                    the one whose state is loaded
+bubble   waiting for rollout | rewards |     the one that is waited for
+         training | cycle slot, sync, ...
+         tool wait, lost work, control       the one that holds the device
+         held back                           -
+idle     nothing admitted, down              -
 """
 
 from __future__ import annotations

@@ -4,12 +4,11 @@
                                           ▲
                               a ChunkFinished, with the seconds computed since the order began
 
-The lengths of compute and switch are the events' own measurements. Only the rest is inferred: *starting* in
-front of a cold start's computing, *tool wait* after a chunk that said all trajectories wait for their environment, *control*
-else.
+The lengths of compute and switch are the events' own measurements. Only the rest is inferred: *starting* in front of a
+cold start's computing, *tool wait* after a chunk whose trajectories all wait for their environment, *control* elsewhere.
 
-*Tail*: from a chunk on at which a rollout decodes at most an eighth of the most sequences that its pipeline
-ever had active on this device, and none wait for a slot.
+*Tail*: the time after a chunk at which a rollout decodes at most an eighth of the most sequences that its pipeline ever
+had active on this device, while none waits for a slot.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from rlmux.report.intervals import Cause, Interval, Kind
 from rlmux.report.records import Ending, OrderRecord
 
 TAIL_PART = 1 / 8
+"""Part of the most active sequences at or below which a rollout is in its tail."""
 
 
 def lay_out_order(order: OrderRecord, peak_active: int, now_s: float) -> list[Interval]:

@@ -1,81 +1,67 @@
-"""The sub-stage graph: a step of a pipeline as pieces of one compute character, per worker.
+"""The sub-stage graph: a step of a pipeline as pieces of one compute character, for each worker.
 
-    share on a worker       PREFILL ─▶ DENSE ─▶ TAIL ─┐                 order inside a worker
-    share on another        PREFILL ─▶ DENSE ─▶ TAIL ─┼─▶ REFERENCE ─▶ OLD_LOGPROBS ─▶ UPDATE ─▶ PUBLISH
-                            turns: TAIL ─▶ TOOL WAIT ─┘     barrier: training waits for every share
-    next steps              PUBLISH n ─▶ first band of every share of step n + 1 + k     k: the staleness
+    shard on a worker       PREFILL ─▶ DENSE_DECODE ─▶ TAIL_DECODE ─┐        order inside a worker
+    shard on another        PREFILL ─▶ DENSE_DECODE ─▶ TAIL_DECODE ─┼─▶ reward ─▶ OLD_LOGPROBS ─▶ UPDATE ─▶ publish
+                            TAIL_DECODE ─▶ TOOL_WAIT ─▶ TAIL_DECODE ┘        barrier: training waits for every shard
 
-`graph_of_step` makes it from what was recorded of a step. There are no edges between pipelines: they meet on devices
-only, and that is the look-ahead's affair.
+`graph_of_step` makes it from the records of a step. There are no edges between pipelines: they meet on devices only,
+and that is the look-ahead's affair.
 
-Invariant, checked on construction: edges go forward in the list of nodes, so the graph has no cycle; nodes of one
-share follow each other; no two nodes have the same key.
+Invariant, checked on construction: edges go forward in the list of nodes, so the graph has no cycle; nodes of one shard
+follow each other; no two nodes have the same key.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from enum import StrEnum
 from typing import NamedTuple
 
-from rlmux.core.model import DENSE_DECODE_MIN, PHASE_BY_STAGE, DeviceId, Phase, PipelineId, Stage
+from rlmux.core.model import DENSE_DECODE_MIN, DeviceId, PipelineId, Stage, SubStage
+
+SUB_STAGE_BY_STAGE: Mapping[Stage, SubStage] = {
+    Stage.REFERENCE_LOGPROBS: SubStage.REFERENCE,
+    Stage.OLD_LOGPROBS: SubStage.OLD_LOGPROBS,
+    Stage.UPDATE: SubStage.UPDATE,
+    Stage.SFT_WARMUP: SubStage.UPDATE,
+}
+"""The one sub-stage of each stage that trains. A rollout has several, rewards and publishing have none."""
 
 
-class Band(StrEnum):
-    """The compute character of a piece."""
-
-    PREFILL = "prefill"
-    DENSE = "dense"
-    TAIL = "tail"
-    TOOL_WAIT = "tool_wait"
-    """Every unfinished trajectory waits for its environment: the device does nothing for them."""
-    TRAIN = "train"
-    SYNC = "sync"
-    ENV = "host"
-
-
-class SubStageKey(NamedTuple):
+class NodeKey(NamedTuple):
     """Which piece of which step."""
 
     pipeline: PipelineId
     step: int
     worker: DeviceId | None
-    """Of a rollout share; None for stages that all training devices, or none, work on."""
+    """Device of a rollout shard; None for stages of all training devices, or of no device."""
     stage: Stage
-    band: Band
-    turn: int = 0
-    """Counts bands that come again after a tool wait."""
+    sub_stage: SubStage | None
+    """None for stages without a compute character: rewards and publishing."""
+    position: int = 0
+    """Number of earlier pieces of the same shard, which may be of the same sub-stage."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class SubStage:
-    """A node."""
+class Node:
+    """A sub-stage of one step on one worker, or a whole stage."""
 
-    key: SubStageKey
+    key: NodeKey
     devices: tuple[DeviceId, ...]
     seconds: float
-    """Solo, on whole devices."""
-    seconds_by_fraction: tuple[tuple[float, float], ...] = ()
-    """(device_fraction, solo seconds at it) of the levels prepared on its devices."""
+    """Seconds that it took on its whole devices."""
     num_tokens: int = 0
-    num_bytes: float | None = None
-    """On each device while it runs; None: unknown."""
     begin_s: float | None = None
-    """When it began, for a recorded one."""
-
-    @property
-    def end_s(self) -> float | None:
-        return None if self.begin_s is None else self.begin_s + self.seconds
+    """Time at which it began, on the run's clock; None where it was not recorded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SubStageGraph:
-    """Nodes in a topological order, and who waits for whom."""
+    """Nodes in a topological order, and the edges along which they wait."""
 
-    nodes: tuple[SubStage, ...]
+    nodes: tuple[Node, ...]
     edges: tuple[tuple[int, int], ...]
-    """(earlier, later), indices of nodes."""
+    """Pairs (earlier, later) of indices into `nodes`: the later node waits for the earlier one."""
 
     def __post_init__(self) -> None:
         keys = [node.key for node in self.nodes]
@@ -90,20 +76,22 @@ class SubStageGraph:
                 raise ValueError(f"sub-stage {node.key} takes {node.seconds} seconds")
 
     def predecessors(self, index: int) -> tuple[int, ...]:
+        """Indices of the nodes that a node waits for."""
         return tuple(earlier for earlier, later in self.edges if later == index)
 
     def successors(self, index: int) -> tuple[int, ...]:
+        """Indices of the nodes that wait for a node."""
         return tuple(later for earlier, later in self.edges if earlier == index)
 
     def longest_paths(self) -> tuple[float, ...]:
-        """Of each node: the seconds from its begin to the end of the longest chain after it."""
+        """Seconds from each node's begin to the end of the longest chain after it, by index."""
         longest = [node.seconds for node in self.nodes]
         for earlier, later in sorted(self.edges, reverse=True):
             longest[earlier] = max(longest[earlier], self.nodes[earlier].seconds + longest[later])
         return tuple(longest)
 
     def critical_path(self) -> tuple[int, ...]:
-        """The chain that determines how soon everything can have ended, first node first."""
+        """Indices of the chain that determines how soon all nodes can have ended, first node first."""
         if not self.nodes:
             return ()
         longest = self.longest_paths()
@@ -115,6 +103,7 @@ class SubStageGraph:
 
     @property
     def critical_path_s(self) -> float:
+        """Seconds of the critical path; 0 for an empty graph."""
         return max(self.longest_paths(), default=0.0)
 
 
@@ -122,20 +111,20 @@ class SubStageGraph:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShareRecord:
-    """What one worker did of a step's rollout."""
+class ShardRecord:
+    """The rollout shard of one worker in one step, as it was recorded."""
 
     device: DeviceId
     begin_s: float
     end_s: float
     reports: tuple[tuple[float, int, int], ...] = ()
-    """(time, sequences decoding, sequences waiting for their environment) whenever it was reported."""
+    """(time, sequences decoding, sequences waiting for their environment) of every report."""
     num_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StageRecord:
-    """Any other stage of the step."""
+    """Any other stage of the step, as it was recorded."""
 
     stage: Stage
     devices: tuple[DeviceId, ...]
@@ -146,26 +135,26 @@ class StageRecord:
 def graph_of_step(
     pipeline: PipelineId,
     step: int,
-    shares: Sequence[ShareRecord],
+    shards: Sequence[ShardRecord],
     stages: Sequence[StageRecord],
     *,
     dense_above: int = DENSE_DECODE_MIN,
     min_part: float = 0.02,
 ) -> SubStageGraph:
-    """The step as it went. Bands shorter than `min_part` of their share go to the one before them."""
-    nodes: list[SubStage] = []
+    """The step as it went. Sub-stages shorter than `min_part` of their shard are joined to the one before them."""
+    nodes: list[Node] = []
     edges: list[tuple[int, int]] = []
     lasts: list[int] = []
-    for share in shares:
+    for shard in shards:
         previous = None
-        for turn, (band, begin_s, end_s) in enumerate(_bands(share, dense_above, min_part)):
-            part = (end_s - begin_s) / max(share.end_s - share.begin_s, 1e-12)
+        for position, (sub_stage, begin_s, end_s) in enumerate(_sub_stages(shard, dense_above, min_part)):
+            part = (end_s - begin_s) / max(shard.end_s - shard.begin_s, 1e-12)
             nodes.append(
-                SubStage(
-                    key=SubStageKey(pipeline, step, share.device, Stage.GENERATE, band, turn),
-                    devices=(share.device,),
+                Node(
+                    key=NodeKey(pipeline, step, shard.device, Stage.GENERATE, sub_stage, position),
+                    devices=(shard.device,),
                     seconds=end_s - begin_s,
-                    num_tokens=round(share.num_tokens * part),
+                    num_tokens=round(shard.num_tokens * part),
                     begin_s=begin_s,
                 )
             )
@@ -176,8 +165,8 @@ def graph_of_step(
             lasts.append(previous)
     for stage in sorted(stages, key=lambda record: record.begin_s):
         nodes.append(
-            SubStage(
-                key=SubStageKey(pipeline, step, None, stage.stage, _band_of(stage.stage)),
+            Node(
+                key=NodeKey(pipeline, step, None, stage.stage, SUB_STAGE_BY_STAGE.get(stage.stage)),
                 devices=stage.devices,
                 seconds=stage.end_s - stage.begin_s,
                 begin_s=stage.begin_s,
@@ -188,35 +177,31 @@ def graph_of_step(
     return SubStageGraph(nodes=tuple(nodes), edges=tuple(edges))
 
 
-def _bands(share: ShareRecord, dense_above: int, min_part: float) -> list[tuple[Band, float, float]]:
-    """Consecutive reports of one character are one band."""
-    found: list[tuple[Band, float, float]] = []
-    times = [share.begin_s, *(at_s for at_s, _, _ in share.reports), share.end_s]
-    first = share.reports[0][1] if share.reports else 0
-    counts = [(first, 0), *((active, parked) for _, active, parked in share.reports)]
-    for (active, parked), begin_s, end_s in zip(counts, times, times[1:], strict=False):
+def _sub_stages(shard: ShardRecord, dense_above: int, min_part: float) -> list[tuple[SubStage, float, float]]:
+    """(sub-stage, begin, end) in order; consecutive reports of one character are one sub-stage."""
+    found: list[tuple[SubStage, float, float]] = []
+    times = [shard.begin_s, *(at_s for at_s, _, _ in shard.reports), shard.end_s]
+    first = shard.reports[0][1] if shard.reports else 0
+    counts = [(first, 0), *((active, waiting) for _, active, waiting in shard.reports)]
+    for (active, waiting), begin_s, end_s in zip(counts, times, times[1:], strict=False):
         if end_s <= begin_s:
             continue
-        band = Band.TAIL
-        if active == 0 and parked > 0:
-            band = Band.TOOL_WAIT
+        sub_stage = SubStage.TAIL_DECODE
+        if active == 0 and waiting > 0:
+            sub_stage = SubStage.TOOL_WAIT
         elif active >= dense_above:
-            band = Band.DENSE
-        is_short = end_s - begin_s < min_part * (share.end_s - share.begin_s)
-        if found and (found[-1][0] is band or is_short):
+            sub_stage = SubStage.DENSE_DECODE
+        is_short = end_s - begin_s < min_part * (shard.end_s - shard.begin_s)
+        if found and (found[-1][0] is sub_stage or is_short):
             found[-1] = (found[-1][0], found[-1][1], end_s)
         else:
-            found.append((band, begin_s, end_s))
+            found.append((sub_stage, begin_s, end_s))
     return found
 
 
-def _band_of(stage: Stage) -> Band:
-    return {Phase.TRAIN: Band.TRAIN, Phase.SYNC: Band.SYNC, Phase.ENV: Band.ENV}.get(PHASE_BY_STAGE[stage], Band.DENSE)
-
-
-def seconds_by_band(graph: SubStageGraph) -> Mapping[Band, float]:
-    """Device seconds of each character: what there is to share or to fill."""
-    total: dict[Band, float] = {}
+def seconds_by_sub_stage(graph: SubStageGraph) -> Mapping[SubStage | None, float]:
+    """Device seconds of each sub-stage: what there is to share or to fill."""
+    total: dict[SubStage | None, float] = {}
     for node in graph.nodes:
-        total[node.key.band] = total.get(node.key.band, 0.0) + node.seconds * max(1, len(node.devices))
+        total[node.key.sub_stage] = total.get(node.key.sub_stage, 0.0) + node.seconds * max(1, len(node.devices))
     return total

@@ -25,7 +25,7 @@ from typing import Any
 from rlmux.core.model import DeviceId, PipelineId, Stage
 from rlmux.report.gaps import GapNamer
 from rlmux.report.history import History
-from rlmux.report.intervals import Cause, Interval, Kind, Charge
+from rlmux.report.intervals import Cause, Charge, Interval, Kind
 from rlmux.report.layout import lay_out_order
 from rlmux.report.records import Instant, OrderRecord, PipelineRecord
 
