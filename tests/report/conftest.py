@@ -1,4 +1,4 @@
-"""Logs to report on: a `Story` says what happened, `alternating_run` makes up a run of two pipelines."""
+"""Logs to report on: a `LogScript` has the rows of a log, `alternating_run` makes up a run of two pipelines."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ STAGES = (Stage.GENERATE, Stage.REWARD, Stage.OLD_LOGPROBS, Stage.UPDATE, Stage.
 
 
 @dataclass
-class Story:
+class LogScript:
     """Rows of a log, as a driver would have written them."""
 
     num_rollout: int = 1
@@ -114,8 +114,8 @@ def order(number: int, name: str, stage: Stage, *devices: DeviceId, step: int = 
 
 
 @pytest.fixture
-def story() -> Story:
-    return Story()
+def script() -> LogScript:
+    return LogScript()
 
 
 @pytest.fixture
@@ -124,19 +124,19 @@ def make_order() -> Callable[..., RunStage]:
 
 
 @pytest.fixture(scope="session")
-def alternating_run() -> Callable[..., Story]:
-    return lambda **settings: _AlternatingRun(**settings).story
+def alternating_run() -> Callable[..., LogScript]:
+    return lambda **settings: _AlternatingRun(**settings).script
 
 
 class _AlternatingRun:
-    """Two pipelines take turns on a rollout and a training device, in virtual time.
+    """Two pipelines alternate on a rollout and a training device, in virtual time.
 
-    `sort` has a long tail; `tools` waits for its environment; whoever is named in `failing` dies in its
+    `sort` has a long tail; `tools` waits for its environment; the one named in `failing` dies in its
     second rollout. Devices serve in order of arrival.
     """
 
     def __init__(self, *, num_steps: int = 6, failing: str | None = None, seed: int = 0) -> None:
-        self.story = Story()
+        self.script = LogScript()
         self._random = random.Random(seed)
         self._num_steps = num_steps
         self._failing = failing
@@ -150,20 +150,20 @@ class _AlternatingRun:
         self._pending: list[Action] = []
         self._over: set[str] = set()
         for name in ("sort", "tools"):
-            self.story.submit(0.0, name, num_steps=num_steps, slo_slowdown=1.5 if name == "sort" else math.inf)
+            self.script.submit(0.0, name, num_steps=num_steps, slo_slowdown=1.5 if name == "sort" else math.inf)
             self._enqueue(0.0, name, 1, Stage.GENERATE)
-            self.story.rows += [
-                Entry(len(self.story.rows) + 2 + i, 0.0, "action", type(a).__name__, a)
+            self.script.rows += [
+                Entry(len(self.script.rows) + 2 + i, 0.0, "action", type(a).__name__, a)
                 for i, a in enumerate(self._take())
             ]
         while self._events:
             time_s, _, then = heapq.heappop(self._events)
             then(time_s)
-        end_s = self.story.rows[-1].time_s + 0.05
+        end_s = self.script.rows[-1].time_s + 0.05
         for name in ("sort", "tools"):
             ending = ("failed", None) if name == failing else ("finished", f"{name}-sha")
-            self.story.note(end_s, "pipeline_end", pipeline=name, status=ending[0], weights_sha256=ending[1])
-        self.story.note(end_s, "end", control_s=0.31)
+            self.script.note(end_s, "pipeline_end", pipeline=name, status=ending[0], weights_sha256=ending[1])
+        self.script.note(end_s, "end", control_s=0.31)
 
     def _take(self) -> list[Action]:
         actions, self._pending = self._pending, []
@@ -226,10 +226,10 @@ class _AlternatingRun:
             now_s += 0.2 + 0.002
             seconds += 0.2
             tokens += 8 * max(active, 1)
-            parked = 16 if active == 0 else 0
+            waiting = 16 if active == 0 else 0
             self._at(
                 now_s,
-                lambda t, a=active, p=parked, k=tokens, s=seconds: self.story.event(
+                lambda t, a=active, p=waiting, k=tokens, s=seconds: self.script.event(
                     ChunkFinished(
                         time_s=t, order=number, num_active=a, num_waiting=0, num_waiting_for_env=p, tokens=k, seconds=s
                     )
@@ -273,7 +273,7 @@ class _AlternatingRun:
             self._pending.append(Release(pipeline=name))
         for device in (ROLLOUT, TRAIN):
             self._serve(now_s, device)
-        self.story.event(event, *self._take())
+        self.script.event(event, *self._take())
 
     def _enqueue_first(self, now_s: float, name: str, step: int, stage: Stage) -> None:
         """Stages of one phase stay together."""
@@ -284,7 +284,7 @@ class _AlternatingRun:
 
     def _note_step(self, now_s: float, name: str, step: int) -> None:
         reward = (0.9 if name == "sort" else 0.7) * (1 - math.exp(-step / 4)) + self._random.uniform(-0.03, 0.03)
-        self.story.note(
+        self.script.note(
             now_s,
             "step",
             pipeline=name,
@@ -303,5 +303,5 @@ class _AlternatingRun:
         self._pending.append(Release(pipeline=name))
         self._serve(now_s, ROLLOUT)
         reason = "its reward function raised ValueError: 'nine' is not a digit"
-        self.story.note(now_s, "failure", pipeline=name, reason=reason)
-        self.story.event(PipelineFailed(time_s=now_s, pipeline=name, reason=reason), *self._take())
+        self.script.note(now_s, "failure", pipeline=name, reason=reason)
+        self.script.event(PipelineFailed(time_s=now_s, pipeline=name, reason=reason), *self._take())

@@ -99,15 +99,15 @@ def test_unfinished_run_says_so_and_marks_what_is_open(alternating_run: Callable
     assert any("open" in (attributes.get("class") or "").split() for tag, attributes in cut.seen if tag == "path")
 
 
-def test_empty_run_has_a_page(story: Any) -> None:
-    assert "Nothing has run yet" in Reader(page(story.timeline())).text
+def test_empty_run_has_a_page(script: Any) -> None:
+    assert "Nothing has run yet" in Reader(page(script.timeline())).text
 
 
-def test_names_cannot_break_out_of_the_page(story: Any, make_order: Callable[..., RunStage]) -> None:
+def test_names_cannot_break_out_of_the_page(script: Any, make_order: Callable[..., RunStage]) -> None:
     name = '<script>alert("x")</script>'
-    story.submit(0.0, name, make_order(1, name, Stage.GENERATE, ROLLOUT), num_steps=1)
-    story.event(StageFinished(time_s=2.0, order=1, seconds=1.0), Release(pipeline=name))
-    text = page(story.timeline(), title=name)
+    script.submit(0.0, name, make_order(1, name, Stage.GENERATE, ROLLOUT), num_steps=1)
+    script.event(StageFinished(time_s=2.0, order=1, seconds=1.0), Release(pipeline=name))
+    text = page(script.timeline(), title=name)
     assert "<script>alert" not in text
     assert Reader(text).text.count("alert") > 3
 
@@ -122,13 +122,13 @@ def test_numbers_on_the_page_are_those_of_the_summary(alternating_run: Callable[
     assert f"{summary['devices']['rollout-0.0']['utilization'] * 100:.0f} %" in text
 
 
-def test_many_devices_are_summed_by_pool(story: Any, make_order: Callable[..., RunStage]) -> None:
-    story.num_rollout = 40
+def test_many_devices_are_summed_by_pool(script: Any, make_order: Callable[..., RunStage]) -> None:
+    script.num_rollout = 40
     devices = [DeviceId("rollout", index, 0) for index in range(40)]
     orders = [make_order(number, "a", Stage.GENERATE, device) for number, device in enumerate(devices, 1)]
-    story.submit(0.0, "a", *orders, num_steps=1)
+    script.submit(0.0, "a", *orders, num_steps=1)
     for number in range(1, 41):
-        story.event(StageFinished(time_s=2.0, order=number, seconds=2.0))
-    story.event(StageFinished(time_s=2.0, order=99, seconds=0.0), Release(pipeline="a"))
-    text = Reader(page(story.timeline())).text
+        script.event(StageFinished(time_s=2.0, order=number, seconds=2.0))
+    script.event(StageFinished(time_s=2.0, order=99, seconds=0.0), Release(pipeline="a"))
+    text = Reader(page(script.timeline())).text
     assert "40 devices" in text

@@ -35,21 +35,21 @@ def done(time_s: float, number: int, seconds: float, **fields: Any) -> StageFini
     return StageFinished(time_s=time_s, order=number, seconds=seconds, **fields)
 
 
-def two_steps(story: Any, make_order: Order) -> Any:
+def two_steps(script: Any, make_order: Order) -> Any:
     """Twice 2 s of rollout, 1 s of update and 0.5 s of publishing; 1.5 s pass before the second rollout."""
     start = make_order(1, "a", GENERATE, ROLLOUT, switch=Switch.COLD)
-    story.submit(0.0, "a", start, num_steps=2, slo_slowdown=1.4)
-    story.event(done(3.0, 1, 2.0, tokens=100), make_order(2, "a", UPDATE, TRAIN))
-    story.event(done(4.0, 2, 1.0, tokens=100), make_order(3, "a", PUBLISH))
-    story.note(4.5, "step", pipeline="a", step=1, metrics={"reward_mean": 0.25, "trajectories": 8})
-    story.event(done(4.5, 3, 0.0))
-    story.event(StagePaused(time_s=4.5, order=99, seconds=0.0))
-    story.submit(6.0, "other", make_order(4, "a", GENERATE, ROLLOUT, step=2), num_steps=1)
-    story.event(done(8.0, 4, 2.0, tokens=140), make_order(5, "a", UPDATE, TRAIN, step=2))
-    story.event(done(9.0, 5, 1.0), make_order(6, "a", PUBLISH, step=2))
-    story.note(9.5, "step", pipeline="a", step=2, metrics={"reward_mean": 0.5, "trajectories": 8})
-    story.event(done(9.5, 6, 0.0), Release(pipeline="a"))
-    return story
+    script.submit(0.0, "a", start, num_steps=2, slo_slowdown=1.4)
+    script.event(done(3.0, 1, 2.0, tokens=100), make_order(2, "a", UPDATE, TRAIN))
+    script.event(done(4.0, 2, 1.0, tokens=100), make_order(3, "a", PUBLISH))
+    script.note(4.5, "step", pipeline="a", step=1, metrics={"reward_mean": 0.25, "trajectories": 8})
+    script.event(done(4.5, 3, 0.0))
+    script.event(StagePaused(time_s=4.5, order=99, seconds=0.0))
+    script.submit(6.0, "other", make_order(4, "a", GENERATE, ROLLOUT, step=2), num_steps=1)
+    script.event(done(8.0, 4, 2.0, tokens=140), make_order(5, "a", UPDATE, TRAIN, step=2))
+    script.event(done(9.0, 5, 1.0), make_order(6, "a", PUBLISH, step=2))
+    script.note(9.5, "step", pipeline="a", step=2, metrics={"reward_mean": 0.5, "trajectories": 8})
+    script.event(done(9.5, 6, 0.0), Release(pipeline="a"))
+    return script
 
 
 def test_keys_are_the_stable_ones(alternating_run: Callable[..., Any]) -> None:
@@ -62,8 +62,8 @@ def test_keys_are_the_stable_ones(alternating_run: Callable[..., Any]) -> None:
     json.dumps(summary, allow_nan=False)
 
 
-def test_numbers_of_two_steps(story: Any, make_order: Order) -> None:
-    summary = summarize(two_steps(story, make_order).timeline())
+def test_numbers_of_two_steps(script: Any, make_order: Order) -> None:
+    summary = summarize(two_steps(script, make_order).timeline())
     a = summary["pipelines"]["a"]
     assert a["steps"] == 2
     assert a["tokens"] == 240
@@ -82,58 +82,58 @@ def test_numbers_of_two_steps(story: Any, make_order: Order) -> None:
     assert rollout["utilization"] == pytest.approx(4.0 / 9.5)
 
 
-def test_alone_the_slowdown_is_one(story: Any, make_order: Order) -> None:
-    story.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT), num_steps=1)
-    story.event(done(2.0, 1, 2.0), make_order(2, "a", REWARD))
-    story.event(done(2.5, 2, 0.0), make_order(3, "a", UPDATE, TRAIN))
-    story.event(done(3.5, 3, 1.0), make_order(4, "a", PUBLISH))
-    story.event(done(3.75, 4, 0.0), Release(pipeline="a"))
-    assert summarize(story.timeline())["pipelines"]["a"]["step_slowdown"] == pytest.approx(1.0)
+def test_alone_the_slowdown_is_one(script: Any, make_order: Order) -> None:
+    script.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT), num_steps=1)
+    script.event(done(2.0, 1, 2.0), make_order(2, "a", REWARD))
+    script.event(done(2.5, 2, 0.0), make_order(3, "a", UPDATE, TRAIN))
+    script.event(done(3.5, 3, 1.0), make_order(4, "a", PUBLISH))
+    script.event(done(3.75, 4, 0.0), Release(pipeline="a"))
+    assert summarize(script.timeline())["pipelines"]["a"]["step_slowdown"] == pytest.approx(1.0)
 
 
-def test_solo_estimate_takes_the_slowest_rollout_worker(story: Any, make_order: Order) -> None:
-    story.num_rollout = 2
+def test_solo_estimate_takes_the_slowest_rollout_worker(script: Any, make_order: Order) -> None:
+    script.num_rollout = 2
     other = DeviceId("rollout", 1, 0)
-    story.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT), make_order(2, "a", GENERATE, other), num_steps=1)
-    story.event(done(1.0, 1, 1.0))
-    story.event(done(3.0, 2, 3.0), make_order(3, "a", UPDATE, TRAIN))
-    story.event(done(4.0, 3, 1.0), make_order(4, "a", PUBLISH))
-    story.event(done(4.0, 4, 0.0), Release(pipeline="a"))
-    assert summarize(story.timeline())["pipelines"]["a"]["step_slowdown"] == pytest.approx(4.0 / 4.0)
+    script.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT), make_order(2, "a", GENERATE, other), num_steps=1)
+    script.event(done(1.0, 1, 1.0))
+    script.event(done(3.0, 2, 3.0), make_order(3, "a", UPDATE, TRAIN))
+    script.event(done(4.0, 3, 1.0), make_order(4, "a", PUBLISH))
+    script.event(done(4.0, 4, 0.0), Release(pipeline="a"))
+    assert summarize(script.timeline())["pipelines"]["a"]["step_slowdown"] == pytest.approx(4.0 / 4.0)
 
 
-def test_solo_estimate_of_a_stale_pipeline_overlaps_its_phases(story: Any, make_order: Order) -> None:
-    story.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT), num_steps=1, staleness=1)
-    story.event(done(3.0, 1, 3.0), make_order(3, "a", UPDATE, TRAIN))
-    story.event(done(4.0, 3, 1.0), make_order(4, "a", PUBLISH))
-    story.event(done(4.0, 4, 0.0), Release(pipeline="a"))
-    assert summarize(story.timeline())["pipelines"]["a"]["step_slowdown"] == pytest.approx(4.0 / 3.0)
+def test_solo_estimate_of_a_stale_pipeline_overlaps_its_phases(script: Any, make_order: Order) -> None:
+    script.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT), num_steps=1, staleness=1)
+    script.event(done(3.0, 1, 3.0), make_order(3, "a", UPDATE, TRAIN))
+    script.event(done(4.0, 3, 1.0), make_order(4, "a", PUBLISH))
+    script.event(done(4.0, 4, 0.0), Release(pipeline="a"))
+    assert summarize(script.timeline())["pipelines"]["a"]["step_slowdown"] == pytest.approx(4.0 / 3.0)
 
 
-def test_control_overhead_is_control_over_all_devices(story: Any, make_order: Order) -> None:
-    story.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT), num_steps=1)
-    story.event(done(2.0, 1, 1.9), make_order(2, "a", UPDATE, TRAIN))
-    story.event(done(4.0, 2, 1.7), Release(pipeline="a"))
-    assert summarize(story.timeline())["control_overhead"] == pytest.approx(0.4 / (4.0 * 2))
+def test_control_overhead_is_control_over_all_devices(script: Any, make_order: Order) -> None:
+    script.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT), num_steps=1)
+    script.event(done(2.0, 1, 1.9), make_order(2, "a", UPDATE, TRAIN))
+    script.event(done(4.0, 2, 1.7), Release(pipeline="a"))
+    assert summarize(script.timeline())["control_overhead"] == pytest.approx(0.4 / (4.0 * 2))
 
 
-def test_work_done_twice_counts_once(story: Any, make_order: Order) -> None:
-    story.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT), num_steps=1)
-    story.event(done(2.0, 1, 2.0, tokens=50), make_order(2, "a", UPDATE, TRAIN))
+def test_work_done_twice_counts_once(script: Any, make_order: Order) -> None:
+    script.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT), num_steps=1)
+    script.event(done(2.0, 1, 2.0, tokens=50), make_order(2, "a", UPDATE, TRAIN))
     again = make_order(3, "a", GENERATE, ROLLOUT)
-    story.event(PipelineRestarted(time_s=3.0, pipeline="a", restored_step=0), again)
-    story.event(done(5.0, 3, 2.0, tokens=50), make_order(4, "a", UPDATE, TRAIN))
-    story.event(done(6.0, 4, 1.0), make_order(5, "a", PUBLISH))
-    story.event(done(6.0, 5, 0.0), Release(pipeline="a"))
-    a = summarize(story.timeline())["pipelines"]["a"]
+    script.event(PipelineRestarted(time_s=3.0, pipeline="a", restored_step=0), again)
+    script.event(done(5.0, 3, 2.0, tokens=50), make_order(4, "a", UPDATE, TRAIN))
+    script.event(done(6.0, 4, 1.0), make_order(5, "a", PUBLISH))
+    script.event(done(6.0, 5, 0.0), Release(pipeline="a"))
+    a = summarize(script.timeline())["pipelines"]["a"]
     assert a["tokens"] == 50
     assert a["step_slowdown"] == pytest.approx(6.0 / 3.0)
 
 
-def test_nothing_known_is_null(story: Any, make_order: Order) -> None:
-    story.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT))
-    story.note(0.0, "step", pipeline="a", step=1, metrics={"reward_mean": math.nan})
-    summary = summarize(story.timeline())
+def test_nothing_known_is_null(script: Any, make_order: Order) -> None:
+    script.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT))
+    script.note(0.0, "step", pipeline="a", step=1, metrics={"reward_mean": math.nan})
+    summary = summarize(script.timeline())
     a = summary["pipelines"]["a"]
     assert (a["steps"], a["tokens"], a["status"]) == (0, 0, "running")
     for key in (
@@ -148,29 +148,29 @@ def test_nothing_known_is_null(story: Any, make_order: Order) -> None:
     assert summary["tokens_per_s"] is None
 
 
-def test_stopped_run_can_be_told_from_one_that_was_cut_off(story: Any, make_order: Order) -> None:
-    story.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT))
-    assert summarize(story.timeline())["pipelines"]["a"]["status"] == "running"
-    story.note(1.0, "end", control_s=0.1)
-    assert summarize(story.timeline())["pipelines"]["a"]["status"] == "stopped"
+def test_stopped_run_can_be_told_from_one_that_was_cut_off(script: Any, make_order: Order) -> None:
+    script.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT))
+    assert summarize(script.timeline())["pipelines"]["a"]["status"] == "running"
+    script.note(1.0, "end", control_s=0.1)
+    assert summarize(script.timeline())["pipelines"]["a"]["status"] == "stopped"
 
 
-def test_resumed_run_adds_up_over_both_parts(story: Any, make_order: Order) -> None:
-    story.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT), num_steps=2)
-    story.event(done(2.0, 1, 2.0, tokens=10), make_order(2, "a", UPDATE, TRAIN))
-    story.event(done(3.0, 2, 1.0), make_order(3, "a", PUBLISH))
-    story.note(3.0, "step", pipeline="a", step=1, metrics={"reward_mean": 0.25, "trajectories": 8})
-    story.event(done(3.0, 3, 0.0), make_order(4, "a", GENERATE, ROLLOUT, step=2))
-    story.note(5.0, "end", control_s=0.1)
-    story.note(5.0, "resumed")
-    story.submit(5.0, "a", make_order(1, "a", GENERATE, ROLLOUT, step=2), num_steps=2, first_step=2)
-    story.event(done(7.0, 1, 2.0, tokens=20), make_order(2, "a", UPDATE, TRAIN, step=2))
-    story.event(done(8.0, 2, 1.0), make_order(3, "a", PUBLISH, step=2))
-    story.note(8.0, "step", pipeline="a", step=2, metrics={"reward_mean": 0.5, "trajectories": 8})
-    story.event(done(8.0, 3, 0.0), Release(pipeline="a"))
-    story.note(8.0, "pipeline_end", pipeline="a", status="finished", weights_sha256="sha")
-    story.note(8.0, "end", control_s=0.2)
-    timeline = story.timeline()
+def test_resumed_run_adds_up_over_both_parts(script: Any, make_order: Order) -> None:
+    script.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT), num_steps=2)
+    script.event(done(2.0, 1, 2.0, tokens=10), make_order(2, "a", UPDATE, TRAIN))
+    script.event(done(3.0, 2, 1.0), make_order(3, "a", PUBLISH))
+    script.note(3.0, "step", pipeline="a", step=1, metrics={"reward_mean": 0.25, "trajectories": 8})
+    script.event(done(3.0, 3, 0.0), make_order(4, "a", GENERATE, ROLLOUT, step=2))
+    script.note(5.0, "end", control_s=0.1)
+    script.note(5.0, "resumed")
+    script.submit(5.0, "a", make_order(1, "a", GENERATE, ROLLOUT, step=2), num_steps=2, first_step=2)
+    script.event(done(7.0, 1, 2.0, tokens=20), make_order(2, "a", UPDATE, TRAIN, step=2))
+    script.event(done(8.0, 2, 1.0), make_order(3, "a", PUBLISH, step=2))
+    script.note(8.0, "step", pipeline="a", step=2, metrics={"reward_mean": 0.5, "trajectories": 8})
+    script.event(done(8.0, 3, 0.0), Release(pipeline="a"))
+    script.note(8.0, "pipeline_end", pipeline="a", status="finished", weights_sha256="sha")
+    script.note(8.0, "end", control_s=0.2)
+    timeline = script.timeline()
     assert len({order.id for order in timeline.orders}) == len(timeline.orders)
     assert timeline.control_s == pytest.approx(0.3)
     a = summarize(timeline)["pipelines"]["a"]
@@ -180,13 +180,13 @@ def test_resumed_run_adds_up_over_both_parts(story: Any, make_order: Order) -> N
     assert a["step_slowdown"] == pytest.approx(5.0 / 3.0)
 
 
-def test_resume_from_an_older_checkpoint_counts_its_steps_once(story: Any, make_order: Order) -> None:
-    story.submit(0.0, "a", make_order(1, "a", PUBLISH, step=1))
-    story.event(done(1.0, 1, 1.0), make_order(2, "a", PUBLISH, step=2))
-    story.event(done(2.0, 2, 1.0))
-    story.note(2.0, "resumed")
-    story.submit(2.0, "a", make_order(1, "a", PUBLISH, step=2), first_step=2)
-    history = story.history()
+def test_resume_from_an_older_checkpoint_counts_its_steps_once(script: Any, make_order: Order) -> None:
+    script.submit(0.0, "a", make_order(1, "a", PUBLISH, step=1))
+    script.event(done(1.0, 1, 1.0), make_order(2, "a", PUBLISH, step=2))
+    script.event(done(2.0, 2, 1.0))
+    script.note(2.0, "resumed")
+    script.submit(2.0, "a", make_order(1, "a", PUBLISH, step=2), first_step=2)
+    history = script.history()
     assert history.pipelines["a"].published == {1: 1.0}
     assert [order.counts for order in history.orders] == [True, False, True]
 

@@ -51,13 +51,13 @@ def finished(time_s: float, number: int, seconds: float, **fields: Any) -> Stage
     return StageFinished(time_s=time_s, order=number, seconds=seconds, **fields)
 
 
-def test_one_pipeline_alone_waits_for_its_own_other_phase(story: Any, make_order: Order) -> None:
-    story.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT), num_steps=1)
-    story.event(finished(2.0, 1, 2.0), make_order(2, "a", REWARD))
-    story.event(finished(2.5, 2, 0.5), make_order(3, "a", UPDATE, TRAIN))
-    story.event(finished(3.5, 3, 1.0), make_order(4, "a", PUBLISH))
-    story.event(finished(3.75, 4, 0.25), Release(pipeline="a"))
-    timeline = story.timeline()
+def test_one_pipeline_alone_waits_for_its_own_other_phase(script: Any, make_order: Order) -> None:
+    script.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT), num_steps=1)
+    script.event(finished(2.0, 1, 2.0), make_order(2, "a", REWARD))
+    script.event(finished(2.5, 2, 0.5), make_order(3, "a", UPDATE, TRAIN))
+    script.event(finished(3.5, 3, 1.0), make_order(4, "a", PUBLISH))
+    script.event(finished(3.75, 4, 0.25), Release(pipeline="a"))
+    timeline = script.timeline()
     assert named(timeline, ROLLOUT) == [
         (0.0, 2.0, "busy", "compute"),
         (2.0, 2.5, "bubble", "waiting for rewards of a"),
@@ -74,12 +74,12 @@ def test_one_pipeline_alone_waits_for_its_own_other_phase(story: Any, make_order
     assert_adds_up(timeline)
 
 
-def test_held_time_splits_into_lead_switch_and_compute(story: Any, make_order: Order) -> None:
-    story.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT, switch=Switch.COLD), num_steps=1)
-    story.event(StagePaused(time_s=3.0, order=1, seconds=1.5, switch_s=0.5))
-    story.event(NodeJoined(time_s=3.0, node=NODE), make_order(2, "a", GENERATE, ROLLOUT, switch=Switch.WARM))
-    story.event(finished(4.0, 2, 0.7, switch_s=0.25), Release(pipeline="a"))
-    timeline = story.timeline()
+def test_held_time_splits_into_lead_switch_and_compute(script: Any, make_order: Order) -> None:
+    script.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT, switch=Switch.COLD), num_steps=1)
+    script.event(StagePaused(time_s=3.0, order=1, seconds=1.5, switch_s=0.5))
+    script.event(NodeJoined(time_s=3.0, node=NODE), make_order(2, "a", GENERATE, ROLLOUT, switch=Switch.WARM))
+    script.event(finished(4.0, 2, 0.7, switch_s=0.25), Release(pipeline="a"))
+    timeline = script.timeline()
     assert named(timeline, ROLLOUT) == [
         (0.0, 1.0, "switch", "starting"),
         (1.0, 1.5, "switch", "switch"),
@@ -92,45 +92,47 @@ def test_held_time_splits_into_lead_switch_and_compute(story: Any, make_order: O
 
 
 def test_milliseconds_between_chunks_add_up_to_control_without_cutting_the_picture(
-    story: Any, make_order: Order
+    script: Any, make_order: Order
 ) -> None:
-    story.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT), num_steps=1)
+    script.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT), num_steps=1)
     for number in range(1, 10):
-        story.event(ChunkFinished(time_s=0.1 * number, order=1, num_active=8, num_waiting=4, seconds=0.09 * number))
-    story.event(finished(1.0, 1, 0.9), Release(pipeline="a"))
-    assert named(story.timeline(), ROLLOUT) == [
+        script.event(ChunkFinished(time_s=0.1 * number, order=1, num_active=8, num_waiting=4, seconds=0.09 * number))
+    script.event(finished(1.0, 1, 0.9), Release(pipeline="a"))
+    assert named(script.timeline(), ROLLOUT) == [
         (0.0, 0.1, "bubble", "control"),
         (0.1, 1.0, "busy", "compute"),
     ]
 
 
-def test_tail_begins_at_an_eighth_of_the_most_that_were_active(story: Any, make_order: Order) -> None:
-    story.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT), num_steps=1)
+def test_tail_begins_at_an_eighth_of_the_most_that_were_active(script: Any, make_order: Order) -> None:
+    script.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT), num_steps=1)
     for time_s, active, waiting in ((1.0, 16, 4), (2.0, 2, 1), (3.0, 3, 0), (4.0, 2, 0), (5.0, 1, 0)):
-        story.event(
+        script.event(
             ChunkFinished(time_s=time_s, order=1, num_active=active, num_waiting=waiting, seconds=time_s, tokens=9)
         )
-    story.event(finished(6.0, 1, 6.0), Release(pipeline="a"))
-    timeline = story.timeline()
+    script.event(finished(6.0, 1, 6.0), Release(pipeline="a"))
+    timeline = script.timeline()
     assert named(timeline, ROLLOUT) == [(0.0, 4.0, "busy", "compute"), (4.0, 6.0, "busy", "tail")]
     assert timeline.devices[ROLLOUT].seconds_by_kind[Kind.BUSY] == pytest.approx(6.0)
 
 
 @pytest.mark.parametrize("counts_waiting", [False, True])
-def test_parked_trajectories_make_a_tool_wait(story: Any, make_order: Order, counts_waiting: bool) -> None:
-    story.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT), num_steps=1)
+def test_trajectories_that_wait_for_their_environment_make_a_tool_wait(
+    script: Any, make_order: Order, counts_waiting: bool
+) -> None:
+    script.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT), num_steps=1)
     later_s = 1.0 if counts_waiting else 0.0
-    story.event(
+    script.event(
         ChunkFinished(time_s=1.0, order=1, num_active=0, num_waiting=0, num_waiting_for_env=5, seconds=1.0, tokens=50)
     )
-    story.event(
+    script.event(
         ChunkFinished(
             time_s=2.0, order=1, num_active=0, num_waiting=0, num_waiting_for_env=5, seconds=1.0 + later_s, tokens=50
         )
     )
-    story.event(ChunkFinished(time_s=2.5, order=1, num_active=5, num_waiting=0, seconds=1.5 + later_s, tokens=99))
-    story.event(finished(3.0, 1, 2.0 + later_s, tokens=120), Release(pipeline="a"))
-    kinds = [(start, end, label) for start, end, _, label in named(story.timeline(), ROLLOUT)]
+    script.event(ChunkFinished(time_s=2.5, order=1, num_active=5, num_waiting=0, seconds=1.5 + later_s, tokens=99))
+    script.event(finished(3.0, 1, 2.0 + later_s, tokens=120), Release(pipeline="a"))
+    kinds = [(start, end, label) for start, end, _, label in named(script.timeline(), ROLLOUT)]
     assert kinds == [
         (0.0, 1.0, "compute"),
         (1.0, 2.0, "tool wait"),
@@ -139,14 +141,14 @@ def test_parked_trajectories_make_a_tool_wait(story: Any, make_order: Order, cou
     ]
 
 
-def test_strict_order_is_blamed_when_another_could_have_run(story: Any, make_order: Order) -> None:
-    story.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT))
-    story.submit(0.0, "b")
-    story.event(finished(1.0, 1, 1.0), make_order(2, "a", UPDATE, TRAIN))
-    story.event(finished(3.0, 2, 2.0), make_order(3, "a", GENERATE, ROLLOUT, step=2))
-    story.event(finished(4.0, 3, 1.0), make_order(4, "b", GENERATE, ROLLOUT))
-    story.event(finished(5.0, 4, 1.0), Release(pipeline="a"), Release(pipeline="b"))
-    assert named(story.timeline(), ROLLOUT) == [
+def test_strict_order_is_blamed_when_another_could_have_run(script: Any, make_order: Order) -> None:
+    script.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT))
+    script.submit(0.0, "b")
+    script.event(finished(1.0, 1, 1.0), make_order(2, "a", UPDATE, TRAIN))
+    script.event(finished(3.0, 2, 2.0), make_order(3, "a", GENERATE, ROLLOUT, step=2))
+    script.event(finished(4.0, 3, 1.0), make_order(4, "b", GENERATE, ROLLOUT))
+    script.event(finished(5.0, 4, 1.0), Release(pipeline="a"), Release(pipeline="b"))
+    assert named(script.timeline(), ROLLOUT) == [
         (0.0, 1.0, "busy", "compute"),
         (1.0, 3.0, "bubble", "waiting for cycle slot of a"),
         (3.0, 4.0, "busy", "compute"),
@@ -154,19 +156,19 @@ def test_strict_order_is_blamed_when_another_could_have_run(story: Any, make_ord
     ]
 
 
-def test_filled_bubble_is_no_bubble_and_the_rest_names_whom_it_waits_for(story: Any, make_order: Order) -> None:
-    story.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT))
-    story.submit(0.0, "b")
-    story.event(finished(2.0, 1, 2.0), make_order(2, "a", UPDATE, TRAIN), make_order(3, "b", GENERATE, ROLLOUT))
-    story.event(finished(3.0, 2, 1.0))
-    story.event(
+def test_filled_bubble_is_no_bubble_and_the_rest_names_what_it_waits_for(script: Any, make_order: Order) -> None:
+    script.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT))
+    script.submit(0.0, "b")
+    script.event(finished(2.0, 1, 2.0), make_order(2, "a", UPDATE, TRAIN), make_order(3, "b", GENERATE, ROLLOUT))
+    script.event(finished(3.0, 2, 1.0))
+    script.event(
         finished(5.0, 3, 3.0),
         make_order(4, "b", UPDATE, TRAIN),
         make_order(5, "a", GENERATE, ROLLOUT, step=2),
     )
-    story.event(finished(6.0, 4, 1.0), Release(pipeline="b"))
-    story.event(finished(7.0, 5, 2.0), Release(pipeline="a"))
-    timeline = story.timeline()
+    script.event(finished(6.0, 4, 1.0), Release(pipeline="b"))
+    script.event(finished(7.0, 5, 2.0), Release(pipeline="a"))
+    timeline = script.timeline()
     assert named(timeline, TRAIN) == [
         (0.0, 2.0, "bubble", "waiting for rollout of a"),
         (2.0, 3.0, "busy", "compute"),
@@ -179,46 +181,46 @@ def test_filled_bubble_is_no_bubble_and_the_rest_names_whom_it_waits_for(story: 
 
 @pytest.mark.parametrize(("gap_s", "label"), [(0.015, "control"), (0.5, "held back")])
 def test_ready_work_that_is_not_ordered_is_control_or_held_back(
-    story: Any, make_order: Order, gap_s: float, label: str
+    script: Any, make_order: Order, gap_s: float, label: str
 ) -> None:
-    story.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT))
-    story.event(StagePaused(time_s=1.0, order=1, seconds=1.0))
-    story.event(NodeJoined(time_s=1.0 + gap_s, node=NODE), make_order(2, "a", GENERATE, ROLLOUT))
-    story.event(finished(2.0, 2, 1.0 - gap_s), Release(pipeline="a"))
-    assert named(story.timeline(), ROLLOUT)[1] == (1.0, round(1.0 + gap_s, 3), "bubble", label)
+    script.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT))
+    script.event(StagePaused(time_s=1.0, order=1, seconds=1.0))
+    script.event(NodeJoined(time_s=1.0 + gap_s, node=NODE), make_order(2, "a", GENERATE, ROLLOUT))
+    script.event(finished(2.0, 2, 1.0 - gap_s), Release(pipeline="a"))
+    assert named(script.timeline(), ROLLOUT)[1] == (1.0, round(1.0 + gap_s, 3), "bubble", label)
 
 
-def test_waiting_for_the_other_devices_of_one_order(story: Any, make_order: Order) -> None:
-    story.num_train = 2
+def test_waiting_for_the_other_devices_of_one_order(script: Any, make_order: Order) -> None:
+    script.num_train = 2
     other = DeviceId("train", 1, 0)
-    story.submit(0.0, "a", make_order(1, "a", UPDATE, other))
-    story.submit(0.0, "b")
-    story.event(finished(2.0, 1, 2.0), make_order(2, "b", UPDATE, TRAIN, other), Release(pipeline="a"))
-    story.event(finished(3.0, 2, 1.0), Release(pipeline="b"))
-    assert named(story.timeline(), TRAIN)[0] == (0.0, 2.0, "bubble", "waiting for the other devices of b")
+    script.submit(0.0, "a", make_order(1, "a", UPDATE, other))
+    script.submit(0.0, "b")
+    script.event(finished(2.0, 1, 2.0), make_order(2, "b", UPDATE, TRAIN, other), Release(pipeline="a"))
+    script.event(finished(3.0, 2, 1.0), Release(pipeline="b"))
+    assert named(script.timeline(), TRAIN)[0] == (0.0, 2.0, "bubble", "waiting for the other devices of b")
 
 
-def test_nobody_pinned_is_idle(story: Any, make_order: Order) -> None:
-    story.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT))
-    story.event(finished(1.0, 1, 1.0), Release(pipeline="a"))
-    story.submit(3.0, "b", make_order(2, "b", GENERATE, ROLLOUT))
-    story.event(finished(4.0, 2, 1.0), Release(pipeline="b"))
-    timeline = story.timeline()
+def test_time_without_a_pinned_pipeline_is_idle(script: Any, make_order: Order) -> None:
+    script.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT))
+    script.event(finished(1.0, 1, 1.0), Release(pipeline="a"))
+    script.submit(3.0, "b", make_order(2, "b", GENERATE, ROLLOUT))
+    script.event(finished(4.0, 2, 1.0), Release(pipeline="b"))
+    timeline = script.timeline()
     assert named(timeline, ROLLOUT)[1] == (1.0, 3.0, "idle", "nothing admitted")
     assert timeline.devices[TRAIN].seconds_by_kind[Kind.IDLE] == pytest.approx(2.0)
     assert_adds_up(timeline)
 
 
-def test_orders_that_share_a_device_count_once_and_lie_side_by_side(story: Any, make_order: Order) -> None:
-    story.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT, device_fraction=0.5))
-    story.submit(0.0, "b")
-    story.event(
+def test_orders_that_share_a_device_count_once_and_lie_side_by_side(script: Any, make_order: Order) -> None:
+    script.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT, device_fraction=0.5))
+    script.submit(0.0, "b")
+    script.event(
         NodeJoined(time_s=1.0, node=NODE),
         make_order(2, "b", GENERATE, ROLLOUT, device_fraction=0.5, switch=Switch.WARM),
     )
-    story.event(finished(3.0, 1, 3.0))
-    story.event(finished(4.0, 2, 2.5, switch_s=0.5), Release(pipeline="a"), Release(pipeline="b"))
-    timeline = story.timeline()
+    script.event(finished(3.0, 1, 3.0))
+    script.event(finished(4.0, 2, 2.5, switch_s=0.5), Release(pipeline="a"), Release(pipeline="b"))
+    timeline = script.timeline()
     device = timeline.devices[ROLLOUT]
     assert device.num_lanes == 2
     assert {i.lane for i in device.intervals if i.pipeline == "b"} == {1}
@@ -226,26 +228,26 @@ def test_orders_that_share_a_device_count_once_and_lie_side_by_side(story: Any, 
     assert_adds_up(timeline)
 
 
-def test_open_order_reaches_to_the_last_known_time(story: Any, make_order: Order) -> None:
-    story.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT))
-    story.event(ChunkFinished(time_s=1.0, order=1, num_active=4, num_waiting=0, seconds=1.0))
-    story.note(2.5, "worker", pipeline="a", pid=1)
-    timeline = story.timeline()
+def test_open_order_reaches_to_the_last_known_time(script: Any, make_order: Order) -> None:
+    script.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT))
+    script.event(ChunkFinished(time_s=1.0, order=1, num_active=4, num_waiting=0, seconds=1.0))
+    script.note(2.5, "worker", pipeline="a", pid=1)
+    timeline = script.timeline()
     assert not timeline.is_over
     last = timeline.devices[ROLLOUT].intervals[-1]
     assert (last.end_s, last.is_open, last.kind) == (2.5, True, Kind.BUSY)
     assert_adds_up(timeline)
 
 
-def test_lost_worker_keeps_what_it_reported_and_loses_the_rest(story: Any, make_order: Order) -> None:
-    story.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT), num_steps=1)
-    story.event(ChunkFinished(time_s=1.0, order=1, num_active=4, num_waiting=0, seconds=1.0))
-    story.event(
+def test_lost_worker_keeps_what_it_reported_and_loses_the_rest(script: Any, make_order: Order) -> None:
+    script.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT), num_steps=1)
+    script.event(ChunkFinished(time_s=1.0, order=1, num_active=4, num_waiting=0, seconds=1.0))
+    script.event(
         WorkerLost(time_s=1.5, pipeline="a", device=ROLLOUT),
         make_order(2, "a", GENERATE, ROLLOUT, switch=Switch.COLD),
     )
-    story.event(finished(4.0, 2, 2.0), Release(pipeline="a"))
-    timeline = story.timeline()
+    script.event(finished(4.0, 2, 2.0), Release(pipeline="a"))
+    timeline = script.timeline()
     assert named(timeline, ROLLOUT) == [
         (0.0, 1.0, "busy", "compute"),
         (1.0, 1.5, "bubble", "lost work"),
@@ -255,33 +257,33 @@ def test_lost_worker_keeps_what_it_reported_and_loses_the_rest(story: Any, make_
     assert [instant.what for instant in timeline.instants] == ["loss"]
 
 
-def test_failure_ends_its_orders_and_frees_its_devices(story: Any, make_order: Order) -> None:
-    story.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT))
-    story.event(PipelineFailed(time_s=1.0, pipeline="a", reason="reward is NaN"), Release(pipeline="a"))
-    timeline = story.timeline()
+def test_failure_ends_its_orders_and_frees_its_devices(script: Any, make_order: Order) -> None:
+    script.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT))
+    script.event(PipelineFailed(time_s=1.0, pipeline="a", reason="reward is NaN"), Release(pipeline="a"))
+    timeline = script.timeline()
     assert timeline.pipelines["a"].status == "failed"
     assert timeline.pipelines["a"].reason == "reward is NaN"
     assert timeline.is_over
     assert timeline.makespan_s == 1.0
 
 
-def test_restart_forgets_the_steps_it_does_again(story: Any, make_order: Order) -> None:
-    story.submit(0.0, "a", make_order(1, "a", PUBLISH, step=1))
-    story.event(finished(1.0, 1, 1.0), make_order(2, "a", PUBLISH, step=2))
-    story.event(finished(2.0, 2, 1.0), make_order(3, "a", GENERATE, ROLLOUT, step=3))
-    story.event(PipelineRestarted(time_s=3.0, pipeline="a", restored_step=1))
-    history = story.history()
+def test_restart_forgets_the_steps_it_does_again(script: Any, make_order: Order) -> None:
+    script.submit(0.0, "a", make_order(1, "a", PUBLISH, step=1))
+    script.event(finished(1.0, 1, 1.0), make_order(2, "a", PUBLISH, step=2))
+    script.event(finished(2.0, 2, 1.0), make_order(3, "a", GENERATE, ROLLOUT, step=3))
+    script.event(PipelineRestarted(time_s=3.0, pipeline="a", restored_step=1))
+    history = script.history()
     assert history.pipelines["a"].published == {1: 1.0}
     assert [order.counts for order in history.orders] == [True, False, False]
 
 
-def test_resumed_run_shows_the_time_it_was_down(story: Any, make_order: Order) -> None:
-    story.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT))
-    story.event(ChunkFinished(time_s=1.0, order=1, num_active=4, num_waiting=0, seconds=1.0))
-    story.note(5.0, "resumed")
-    story.event(NodeJoined(time_s=5.0, node=NODE), make_order(1, "a", GENERATE, ROLLOUT))
-    story.event(finished(6.0, 1, 1.0), Release(pipeline="a"))
-    timeline = story.timeline()
+def test_resumed_run_shows_the_time_it_was_down(script: Any, make_order: Order) -> None:
+    script.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT))
+    script.event(ChunkFinished(time_s=1.0, order=1, num_active=4, num_waiting=0, seconds=1.0))
+    script.note(5.0, "resumed")
+    script.event(NodeJoined(time_s=5.0, node=NODE), make_order(1, "a", GENERATE, ROLLOUT))
+    script.event(finished(6.0, 1, 1.0), Release(pipeline="a"))
+    timeline = script.timeline()
     assert named(timeline, ROLLOUT) == [
         (0.0, 1.0, "busy", "compute"),
         (1.0, 5.0, "idle", "down"),
@@ -290,19 +292,19 @@ def test_resumed_run_shows_the_time_it_was_down(story: Any, make_order: Order) -
     assert_adds_up(timeline)
 
 
-def test_migration_is_an_instant_and_explains_a_wait(story: Any, make_order: Order) -> None:
-    story.num_rollout = 2
+def test_migration_is_an_instant_and_explains_a_wait(script: Any, make_order: Order) -> None:
+    script.num_rollout = 2
     other = DeviceId("rollout", 1, 0)
-    story.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT), make_order(2, "a", GENERATE, other), num_steps=1)
+    script.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT), make_order(2, "a", GENERATE, other), num_steps=1)
     move = MigrateShard(order=3, pipeline="a", step=1, source=other, target=ROLLOUT, copies_kv=True)
-    story.event(finished(1.0, 1, 1.0))
-    story.event(StagePaused(time_s=1.0, order=2, seconds=1.0), move)
-    story.event(
+    script.event(finished(1.0, 1, 1.0))
+    script.event(StagePaused(time_s=1.0, order=2, seconds=1.0), move)
+    script.event(
         TrajectoriesMigrated(time_s=1.5, order=3, num_trajectories=3, seconds=0.5),
         make_order(4, "a", GENERATE, ROLLOUT),
     )
-    story.event(finished(2.0, 4, 0.5), Release(pipeline="a"))
-    timeline = story.timeline()
+    script.event(finished(2.0, 4, 0.5), Release(pipeline="a"))
+    timeline = script.timeline()
     assert named(timeline, ROLLOUT)[1] == (1.0, 1.5, "bubble", "migration of a")
     (instant,) = timeline.instants
     assert (instant.what, instant.text) == ("migration", "3 trajectories from rollout-1.0 to rollout-0.0")

@@ -61,6 +61,6 @@ class Canvas:
         return [text for _, text in sorted(self._texts, key=lambda item: -item[0])[:_MAX_TEXTS]]
 
 
-def told(css: str, data: str, text: str) -> str:
-    """A shape that tells what it is when pointed at."""
+def titled_shape(css: str, data: str, text: str) -> str:
+    """A filled shape with a text that is shown when it is pointed at."""
     return f'<path class="{css}" d="{data}"><title>{escape(text)}</title></path>'

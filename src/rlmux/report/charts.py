@@ -1,7 +1,7 @@
 """Charts as SVG text, good in a paper and in a page: lines and steps, distributions, bars over time.
 
     Line*  ─▶ line_chart    cost or GPUs over time; cumulative distributions
-    Row*   ─▶ gantt_chart   who computes where
+    Row*   ─▶ gantt_chart   bars of work over time, a row for each device
 
 Each SVG carries its own style and follows the reader's light or dark setting, so a file stands alone and
 several can share a page. Colours come from one palette that colour-blind readers can tell apart; lines also
@@ -27,9 +27,9 @@ class Line:
     name: str
     points: Sequence[tuple[float, float]]
     is_step: bool = False
-    """Hold each value until the next point, as a count does."""
+    """True where each value holds until the next point, as a count does."""
     color: int | None = None
-    """Index into the palette; None takes the line's own position."""
+    """Index into the palette; None for the line's own position."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,11 +39,11 @@ class Bar:
     begin: float
     end: float
     name: str
-    """What it belongs to: equal names have equal colours."""
+    """Owner of the work; equal names have equal colours."""
     label: str = ""
-    """For the pointer."""
+    """Text that is shown when the bar is pointed at; the name where it is empty."""
     is_pale: bool = False
-    """A second kind of work of the same owner."""
+    """True for a second kind of work of the same owner."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

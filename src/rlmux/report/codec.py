@@ -56,8 +56,7 @@ def decode(text: str) -> Event | Action:
 
 
 def dumps(value: Any) -> str:
-    """Compact JSON of plain values, dataclasses, enums and numbers that know how to become Python's (numpy,
-    torch)."""
+    """Compact JSON of plain values, dataclasses, enums, and numbers with an `item` method (numpy, torch)."""
     try:
         return _ENCODER.encode(value)
     except ValueError:
@@ -103,7 +102,7 @@ _FIELDS: dict[type, tuple[str, ...]] = {
 }
 
 Reader = Callable[[Any, str], Any]
-"""From a JSON value and the path to it (for the error) to the typed value."""
+"""Turns a JSON value, and the path to it for an error's text, into the typed value."""
 
 _READERS: dict[Any, Reader] = {}
 

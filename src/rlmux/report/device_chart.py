@@ -98,11 +98,11 @@ class Chart:
 
     def _mark(self, instant: Instant, bottom: float) -> str:
         x = self._canvas.x(instant.time_s)
-        whose = f" of {instant.pipeline}" if instant.pipeline else ""
-        told = f"{instant.what}{whose} at {instant.time_s - self._timeline.start_s:.2f} s"
+        subject = f" of {instant.pipeline}" if instant.pipeline else ""
+        heading = f"{instant.what}{subject} at {instant.time_s - self._timeline.start_s:.2f} s"
         return tag(
             "g",
-            tag("title", escape(f"{told}\n{instant.text}".strip())),
+            tag("title", escape(f"{heading}\n{instant.text}".strip())),
             tag("line", x1=0, y1=TOP - 4, x2=0, y2=bottom),
             tag("text", _MARK_BY_WHAT[instant.what], x=0, y=TOP - 8),
             class_="mark soft" if instant.what == "migration" else "mark",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from html import escape
 
 from rlmux.core.model import DeviceId, OrderId, PipelineId, Stage
-from rlmux.report.canvas import WIDTH, Canvas, told
+from rlmux.report.canvas import WIDTH, Canvas, titled_shape
 from rlmux.report.intervals import Cause, Interval, Kind
 from rlmux.report.records import Ending, OrderRecord
 from rlmux.report.svg import bar, number, percent_text, polyline, seconds_text, tag
@@ -116,7 +116,7 @@ class DeviceRows:
         shade = _CLASS_BY_STAGE.get(interval.stage or Stage.UPDATE, "s-whole")
         if interval.stage is Stage.GENERATE and (load or interval.cause is Cause.TAIL):
             shade = "s-generate" if load else "s-tail"
-        yield told(f"p{colour} {shade}", bar(x, y, width, height), self._tell(interval))
+        yield titled_shape(f"p{colour} {shade}", bar(x, y, width, height), self._title(interval))
         if load and not load.is_drawn:
             load.is_drawn = True
             yield tag("path", d=self._area(load.points, y, height), class_=f"p{colour} s-load none")
@@ -126,25 +126,25 @@ class DeviceRows:
     def _not_busy(self, interval: Interval, y: float, height: float, _: object) -> Iterable[str]:
         x, width = self._canvas.x(interval.start_s), interval.seconds * self._canvas.scale
         css = CLASS_BY_CAUSE[interval.cause]
-        yield told(css, bar(x, y, width, height), self._tell(interval))
+        yield titled_shape(css, bar(x, y, width, height), self._title(interval))
         if interval.stage is None and interval.pipeline is not None:
             colour = self._colour_of(interval.pipeline)
             yield tag("path", d=bar(x, height - 3.0, width, 3.0), class_=f"p{colour} none")
         if width > 1.5:
             self._canvas.add_text(_short(interval.label), x, x + width, self._canvas.y + y + height / 2 + 3.5)
 
-    def _tell(self, interval: Interval) -> str:
+    def _title(self, interval: Interval) -> str:
         at = f"{seconds_text(interval.seconds)} at {interval.start_s - self._canvas.start_s:.2f} s"
         if interval.kind is Kind.BUSY:
             what = f"{interval.pipeline} · {str(interval.stage).replace('_', ' ')} · step {interval.step}"
             more = " · tail" if interval.cause is Cause.TAIL else ""
             more += f" · fraction {interval.device_fraction:g}" if interval.device_fraction != 1.0 else ""
             return f"{what}{more}\n{at}" + (" · not ended in the log" if interval.is_open else "")
-        who = f" · {interval.pipeline}, step {interval.step}" if interval.stage is not None else ""
-        return f"{interval.label}{who}\n{at}"
+        holder = f" · {interval.pipeline}, step {interval.step}" if interval.stage is not None else ""
+        return f"{interval.label}{holder}\n{at}"
 
     def _loads(self, device: DeviceId) -> dict[OrderId, _Load]:
-        """Of each rollout order here that reported progress."""
+        """The load of each rollout order on this device that reported progress."""
         mine = [o for o in self._orders.values() if o.stage is Stage.GENERATE and device in o.devices and o.chunks]
         peaks: dict[PipelineId, int] = {}
         for order in mine:
@@ -182,7 +182,7 @@ class DeviceRows:
         return [tag("path", d="".join(data), class_=css) for css, data in paths.items() if css != "idle"]
 
     def _column_parts(self, device: DeviceTimeline) -> list[dict[str, float]]:
-        """For each column, the part of its time (0.0 to 1.0) by CSS class."""
+        """The parts of each column's time (0.0 to 1.0) by CSS class."""
         columns: list[dict[str, float]] = [{} for _ in range(self._num_columns())]
         column_s = self._canvas.makespan_s / len(columns)
         for interval in device.intervals:

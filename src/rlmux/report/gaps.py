@@ -3,7 +3,7 @@
 A gap belongs to N, the pipeline whose order comes next on the device. Between any two moments at which
 something changes for a pipeline that is pinned there:
 
-    nobody is pinned                                       nothing admitted   (idle)
+    no pipeline is pinned                                   nothing admitted   (idle)
     the run's process was not there                        down               (idle)
     N could start: everything before its order is done
         but another device of that order is still taken    waiting for the other devices of N
@@ -30,8 +30,7 @@ from rlmux.report.intervals import Cause, Interval, Kind
 from rlmux.report.records import OrderRecord
 
 CONTROL_GAP_S = 0.02
-"""A ready order that is given within this time is control; one held back for longer is the policy's
-choice."""
+"""Longest gap in front of a ready order that counts as control; a longer one is the policy's choice."""
 
 _ROUNDING_S = 1e-9
 
@@ -173,7 +172,7 @@ class _Track:
             self._latest_ends.append(latest_s)
 
     def running(self, at_s: float) -> list[OrderRecord]:
-        """In the order they were given, latest first."""
+        """Orders that run at that time, the latest given first."""
         found = []
         position = bisect_right(self._starts, at_s) - 1
         while position >= 0 and self._latest_ends[position] > at_s:

@@ -91,7 +91,7 @@ def write_graph(folder: str | Path, wanted: str) -> Path:
 
 
 def _dense_above(history: History, name: str) -> int:
-    """JigsawRL's 128 where workers decode as many; else where the tail of the largest share begins."""
+    """JigsawRL's 128 where workers decode as many; else where the tail of the largest shard begins."""
     peak = max(
         (chunk.num_active for order in history.orders if order.pipeline == name for chunk in order.chunks), default=0
     )

@@ -46,18 +46,18 @@ class History:
     def __init__(self, header: Mapping[str, Any]) -> None:
         self.header = header
         self.orders: list[OrderRecord] = []
-        """In the order they were given."""
+        """Every order, in the order of the log."""
         self.pins: list[Pin] = []
         self.pipelines: dict[PipelineId, PipelineRecord] = {}
         self.instants: list[Instant] = []
         self.down: list[tuple[float, float]] = []
-        """From the last row of a process to the first of the one that resumed its run."""
+        """Stretches (begin, end) from the last row of a process to the first row of the one that resumed its run."""
         self.start_s: float | None = None
         self.last_s = 0.0
         self.control_s: float | None = None
-        """CPU seconds of the controller, over all processes that ran it; None before the end."""
+        """CPU seconds of the controller, over all its processes; None before the run has ended."""
         self._running: dict[OrderId, OrderRecord] = {}
-        """By the id in the log."""
+        """Orders that have not ended, by their id in the log."""
         self._first_order = self._last_order = 0
         self._pin_by_pipeline: dict[PipelineId, Pin] = {}
         self._handlers: dict[type, Callable[[float, Any], None]] = {
@@ -68,7 +68,7 @@ class History:
             StageFinished: self._on_stage_ended,
             StagePaused: self._on_stage_ended,
             ChunkFinished: self._on_chunk,
-            TrajectoriesMigrated: self._on_moved,
+            TrajectoriesMigrated: self._on_migrated,
             WorkerLost: self._on_worker_lost,
             NodeLost: self._on_node_lost,
             NodeJoined: self._on_node_joined,
@@ -92,10 +92,10 @@ class History:
         if entry.kind == "note":
             self._on_note(entry.time_s, entry.type, entry.value)  # type: ignore[arg-type]
         elif entry.kind != "header":
-            self.tell(entry.time_s, entry.value)  # type: ignore[arg-type]
+            self.fold(entry.time_s, entry.value)  # type: ignore[arg-type]
         self.last_s = max(self.last_s, entry.time_s)
 
-    def tell(self, time_s: float, value: Event | Action) -> None:
+    def fold(self, time_s: float, value: Event | Action) -> None:
         """Fold in one event, or an action at the time of the event that it answers."""
         handler = self._handlers.get(type(value))
         if handler is not None:
@@ -199,7 +199,7 @@ class History:
         )
 
     def _begin(self, order: OrderRecord) -> None:
-        """A resumed run counts its orders from 1 again; here each has an id of its own."""
+        """Add an order under an id of its own: a resumed run counts its orders from 1 again."""
         self._running[order.id] = order
         order.id = OrderId(order.id + self._first_order)
         self._last_order = max(self._last_order, order.id)
@@ -229,12 +229,12 @@ class History:
             self._note_version(time_s, record, order)
 
     def _note_version(self, time_s: float, record: PipelineRecord, order: OrderRecord) -> None:
-        """A step is over when its version is published; without that stage, when its training is."""
+        """Note the end of a step: its version is published, or its training ended where no stage publishes."""
         stages = record.pipeline.stages
         if order.step >= 1 and order.stage is (Stage.PUBLISH if Stage.PUBLISH in stages else stages[-1]):
             record.published[order.step] = time_s
 
-    def _on_moved(self, time_s: float, event: TrajectoriesMigrated) -> None:
+    def _on_migrated(self, time_s: float, event: TrajectoriesMigrated) -> None:
         order = self._running.pop(event.order, None)
         if order is None:
             return
@@ -259,7 +259,7 @@ class History:
         )
 
     def _forget_steps_after(self, record: PipelineRecord, last_step: int) -> None:
-        """They are done again: the time was spent, the results do not count."""
+        """Drop the results of steps that are done again; the time they took stays."""
         for step in [step for step in record.published if step > last_step]:
             del record.published[step]
             record.metrics.pop(step, None)
@@ -314,7 +314,7 @@ class History:
         self.instants.append(Instant(time_s, "resumed", text="after a stop or crash"))
 
     def _on_end(self, fields: dict[str, Any]) -> None:
-        """The process that ran it ended on purpose; what is not over was stopped."""
+        """Stop the pipelines that are not over: the run ended on purpose."""
         if "control_s" in fields:
             self.control_s = (self.control_s or 0.0) + float(fields["control_s"])
         for record in self.pipelines.values():

@@ -56,7 +56,7 @@ def page(timeline: Timeline, title: str = "run") -> str:
         view.where_the_time_went(),
         view.pipelines(),
         "<footer>Definitions: busy, a stage computes; switch, state leaves and loads; bubble, a pipeline "
-        "holds the device while nothing runs; idle, nobody holds it. They add up to the makespan. Made from "
+        "holds the device while nothing runs; idle, no pipeline holds it. They add up to the makespan. Made from "
         "the log alone; <code>trace.json</code> beside this page opens in Perfetto.</footer>",
         '<div id="tip"></div>',
         f"<script>{_resource('page.js')}</script>",
@@ -109,7 +109,7 @@ class _View:
         if not self.timeline.is_over:
             statuses = {str(record.status) for record in self.timeline.pipelines.values()}
             what = (
-                "The run was stopped before its end; <code>rlmux resume</code> goes on with it."
+                "The run was stopped before its end; <code>rlmux resume</code> continues it."
                 if STOPPED in statuses
                 else "The log has no end: the run is on, or was cut off."
             )
@@ -191,8 +191,8 @@ class _View:
 
     def _part(self, charge: Charge, total_s: float) -> str:
         part = charge.seconds / total_s
-        told = f"{self._charge_name(charge)}\n{seconds_text(charge.seconds)} · {percent_text(part)}"
-        return tag("i", class_=self._stack_class(charge), style=f"width:{part * 100:.3f}%", data_tip=told)
+        title = f"{self._charge_name(charge)}\n{seconds_text(charge.seconds)} · {percent_text(part)}"
+        return tag("i", class_=self._stack_class(charge), style=f"width:{part * 100:.3f}%", data_tip=title)
 
     def _stack_class(self, charge: Charge) -> str:
         if charge.kind is not Kind.BUSY:

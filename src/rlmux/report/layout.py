@@ -5,7 +5,7 @@
                               a ChunkFinished, with the seconds computed since the order began
 
 The lengths of compute and switch are the events' own measurements. Only the rest is inferred: *starting* in front of a
-cold start's computing, *tool wait* after a chunk whose trajectories all wait for their environment, *control* elsewhere.
+cold start's computing, *tool wait* after a chunk whose trajectories all wait for their environment, else *control*.
 
 *Tail*: the time after a chunk at which a rollout decodes at most an eighth of the most sequences that its pipeline ever
 had active on this device, while none waits for a slot.

@@ -2,11 +2,11 @@
 
     RunLog.create(folder, header)                      LogReader(folder)
     event ──▶ append_event ─┐                             header, entries(after=seq)
-    orders ─▶ append_actions ┴─▶ commit ──▶ run.db ──▶    at any time, by anyone who owns the folder
+    orders ─▶ append_actions ┴─▶ commit ──▶ run.db ──▶    at any time, by the folder's owner
                                 (one transaction)
 
     seq  time_s  kind    type            json
-    1    0.0     header  header          {"schema_version":1,"policy":"rollmux",...}
+    1    0.0     header  header          {"schema_version":2,"policy":"rollmux",...}
     2    0.0     event   PipelineSubmitted  ...
     3    0.0     action  Admit           ...          answers the event above it
     9    2.5     note    step            {"pipeline":"sort","step":1,"reward_mean":0.31,...}
@@ -50,7 +50,7 @@ A reader takes logs of its own version only. New fields with a default and new n
 
 LOG_NAME = "run.db"
 _APPLICATION_ID = 0x726C6D78
-"""'rlmx', in the file's header: tells a run log from any other SQLite file."""
+"""The letters 'rlmx' in the file's header, which no other SQLite file has."""
 
 _SCHEMA = f"""
 PRAGMA application_id = {_APPLICATION_ID};
@@ -78,7 +78,7 @@ class Entry(NamedTuple):
     kind: Kind
     type: str
     value: Event | Action | dict[str, Any]
-    """The event or action; the fields of a note or header."""
+    """The event or action, or the fields of a note or header."""
 
 
 def run_header(
@@ -155,7 +155,7 @@ class RunLog:
 
     @classmethod
     def open(cls, folder: str | Path, *, survives_power_cut: bool = False) -> RunLog:
-        """Go on with the log of an earlier run, however that run ended."""
+        """Continue the log of an earlier run, however that run ended. Raises LogError for a log of another schema."""
         folder = Path(folder)
         LogReader(folder).close()
         lock = _lock(folder)
@@ -165,7 +165,7 @@ class RunLog:
 
     @property
     def last_time_s(self) -> float:
-        """Of the newest row: where a resumed run's clock goes on."""
+        """Time of the newest row, at which a resumed run's clock continues, in seconds since the run began."""
         return self._last_time_s
 
     def append_event(self, event: Event) -> None:
@@ -189,7 +189,7 @@ class RunLog:
                 raise self._failure(error) from error
 
     def close(self) -> None:
-        """Commit, and leave one plain file behind where nobody is reading."""
+        """Commit. One plain file is left where no reader has the log open."""
         try:
             self.commit()
         finally:

@@ -1,6 +1,6 @@
 """`trace.json` in the Chrome trace-event format: opens in ui.perfetto.dev and chrome://tracing.
 
-    process per device       threads: its lanes (who computes), and `gaps` (why nothing ran)
+    process per device       threads: its lanes (computing), and `gaps` (why nothing ran)
     process `pipelines`      thread per pipeline: rewards and publishing, steps
     counters                 active sequences per device, reward per pipeline
     flow arrows              a step's rollout ─▶ its training ─▶ its publishing
@@ -154,8 +154,8 @@ class _Tracer:
         samples = [(chunk.time_s, chunk.num_active, chunk.num_waiting_for_env) for chunk in order.chunks]
         if math.isfinite(order.end_s):
             samples.append((order.end_s, 0, 0))
-        for time_s, active, parked in samples:
-            self._count(process, "sequences", time_s, active=active, parked=parked)
+        for time_s, active, waiting in samples:
+            self._count(process, "sequences", time_s, active=active, waiting_for_env=waiting)
 
     def _count(self, process: int, name: str, time_s: float, **values: float) -> None:
         self._events.append({"ph": "C", "name": name, "pid": process, "ts": self._us(time_s), "args": values})

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 
 from rlmux.core.model import PipelineId
-from rlmux.report.canvas import GUTTER, WIDTH, Canvas, told
+from rlmux.report.canvas import GUTTER, WIDTH, Canvas, titled_shape
 from rlmux.report.records import PipelineRecord
 from rlmux.report.summary import StepTime
 from rlmux.report.svg import bar, nice_ticks, number, polyline, seconds_text, tag
@@ -41,7 +41,9 @@ class PipelineRows:
         self._canvas.fixed.append(tag("text", f"steps of {label}", x=0, y=self._canvas.y + 11.5))
         if len(steps) > _MAX_STEPS:
             start, end = self._canvas.x(steps[0].end_s - steps[0].seconds), self._canvas.x(steps[-1].end_s)
-            shapes = [told(f"p{colour} step", bar(start, 0, end - start, height), f"{name}\n{len(steps)} steps")]
+            shapes = [
+                titled_shape(f"p{colour} step", bar(start, 0, end - start, height), f"{name}\n{len(steps)} steps")
+            ]
         else:
             shapes = [self._step(colour, name, step, height) for step in steps]
         self._canvas.add_row(shapes, height + 4.0)
@@ -51,7 +53,7 @@ class PipelineRows:
         slow = f" · {step.seconds / step.solo_s:.2f}× alone" if step.solo_s > 0.0 else ""
         self._canvas.add_text(str(step.step), start, end, self._canvas.y + 11.5)
         text = f"{name} · step {step.step}\n{seconds_text(step.seconds)}{slow}"
-        return told(f"p{colour} step", bar(start, 0, end - start, height), text)
+        return titled_shape(f"p{colour} step", bar(start, 0, end - start, height), text)
 
     def draw_rewards(self) -> bool:
         """One curve a pipeline; False where no step has a reward."""
@@ -84,7 +86,7 @@ class PipelineRows:
         return True
 
     def _label_curve(self, name: PipelineId, end: tuple[float, float], taken: list[float]) -> None:
-        """The name at the curve's end, moved down when another has that place."""
+        """Put the name at the curve's end, lower where another name is there already."""
         y = end[1]
         while any(abs(y - other) < 13.0 for other in taken):
             y += 13.0

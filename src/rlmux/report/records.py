@@ -1,4 +1,4 @@
-"""What the log tells of orders, pins and pipelines: the values that `history.py` folds it into.
+"""Orders, pins and pipelines as the log has them: the values that `history.py` folds it into.
 
     OrderRecord      RunStage … ChunkFinished* … StageFinished | StagePaused
     Pin              Admit … Release, on one set of nodes
@@ -49,16 +49,16 @@ class OrderRecord:
     end_s: float = math.inf
     ending: Ending = Ending.OPEN
     seconds: float = 0.0
-    """Of computing; the last report's while it is open or when it was lost."""
+    """Seconds of computing; those of the last progress report where the order is open or lost."""
     switch_s: float = 0.0
     tokens: int = 0
     chunks: list[ChunkFinished] = field(default_factory=list)
     is_redone: bool = False
-    """Its pipeline went back to a step before this one: the time was spent, the result does not count."""
+    """True where its pipeline went back to an earlier step: the time was spent, the result does not count."""
 
     @property
     def counts(self) -> bool:
-        """Its result is part of the run's."""
+        """Whether its result is part of the run's."""
         return not self.is_redone and self.ending is not Ending.LOST
 
 
@@ -81,11 +81,11 @@ class PipelineRecord:
     admitted_s: float | None = None
     ended_s: float | None = None
     published: dict[int, float] = field(default_factory=dict)
-    """When each version from step 1 on was last published."""
+    """Time at which each version from 1 on was last published."""
     metrics: dict[int, dict[str, float]] = field(default_factory=dict)
-    """Of each step's note."""
+    """Figures of each step's `step` note, by step."""
     rollouts: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """Each step's `rollout` note, as it was written (runtime/rollout_record.py)."""
+    """Fields of each step's `rollout` note (runtime/rollout_record.py), by step."""
     weights_sha256: str | None = None
 
     @property
@@ -95,7 +95,7 @@ class PipelineRecord:
 
 @dataclass(frozen=True, slots=True)
 class Instant:
-    """Something that happened at one moment and that a reader of the timeline wants to see."""
+    """A fact of one moment that the timeline marks."""
 
     time_s: float
     what: str

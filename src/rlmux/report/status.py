@@ -1,8 +1,8 @@
-"""How a run stands at its log's last row: who is where, who holds what. Its keys are stable.
+"""The state of a run at its log's last row: pipelines with their nodes, devices with their orders. Its keys are stable.
 
 pipelines.NAME   status  step  num_steps  reward_first  reward_last  group  rollout_nodes  train_nodes
                  doing   reason   submitted_s
-devices.ID       pool  pipeline  stage  step         null where nobody computes
+devices.ID       pool  pipeline  stage  step         null where nothing computes
 """
 
 from __future__ import annotations

@@ -2,13 +2,13 @@
 
     step_s_mean     a step lasts from its predecessor's end to its own, the first from its rollout's first
                     computing. The first is left out where there are others: it waits for every worker to start
-                    and for the warm starts of all who share its devices
+                    and for the SFT warm-ups of all pipelines on its devices
     step_slowdown   step_s_mean over the mean solo estimate of the same steps
-    solo estimate   what one step takes with nobody in the way, from this run's own measurements:
+    solo estimate   what one step takes with no other pipeline in the way, from this run's own measurements:
                         the rollout worker that computed and waited for its environment longest
                       + the reward, training and publish stages
                     a pipeline with staleness overlaps the two, alone too: the larger of them. Switches and
-                    gaps are left out. Where orders shared a device by device fraction, their seconds contain the
+                    gaps are left out. Where orders ran beside each other on a device, their seconds contain the
                     interference, so the estimate is high and the slowdown is low
     utilization     busy_s over the makespan
     control_overhead

@@ -1,4 +1,4 @@
-"""Every second of every device, named: who computed, what was switched, or why nothing ran.
+"""Every second of every device, named: what computed, what was switched, or why nothing ran.
 
     History ──▶ lay out each order (layout.py) ──▶ name the gaps between them (gaps.py) ──▶ Timeline
 
@@ -9,7 +9,7 @@ Over [start, end] of a run (first submission to last release) each device's seco
     busy    an order computes, a tail included
     switch  the previous state leaves, this one loads; a worker starts
     bubble  a pipeline holds the device (it is pinned there) while nothing runs
-    idle    nobody is pinned, or the whole run was down
+    idle    no pipeline is pinned, or the whole run was down
 
 Where orders run beside each other on one device, each moment counts once: busy wins over switch, switch over bubble.
 """
@@ -34,10 +34,10 @@ from rlmux.report.records import Instant, OrderRecord, PipelineRecord
 class DeviceTimeline:
     id: DeviceId
     intervals: tuple[Interval, ...]
-    """By start; those of one lane do not overlap."""
+    """Intervals in the order of their start; those of one lane do not overlap."""
     seconds_by_kind: Mapping[Kind, float]
     charges: tuple[Charge, ...]
-    """Busy first, then switch, bubble, idle; the largest first within each, which they add up to."""
+    """Charges that add up to `seconds_by_kind`: busy, switch, bubble, idle; the largest first within each."""
     num_lanes: int = 1
 
     @property
@@ -50,10 +50,10 @@ class Timeline:
     header: Mapping[str, Any]
     start_s: float
     end_s: float
-    """Last release, or the last known time of a run that is not over."""
+    """Time of the last release; the last known time of a run that is not over."""
     is_over: bool
     devices: Mapping[DeviceId, DeviceTimeline]
-    """In the order of the header's pools."""
+    """Devices in the order of the header's pools."""
     pipelines: Mapping[PipelineId, PipelineRecord]
     orders: Sequence[OrderRecord]
     instants: Sequence[Instant]
@@ -64,7 +64,7 @@ class Timeline:
         return self.end_s - self.start_s
 
     def seconds(self, cause: Cause) -> float:
-        """Over all devices."""
+        """Seconds put down to a cause, summed over all devices."""
         return math.fsum(
             charge.seconds for device in self.devices.values() for charge in device.charges if charge.cause is cause
         )
@@ -148,7 +148,7 @@ def _account(device: DeviceId, intervals: list[Interval], num_lanes: int) -> Dev
 
 
 def _exposed(intervals: list[Interval]) -> list[tuple[Interval, float]]:
-    """For each moment the most useful interval, with the seconds it counts for."""
+    """The most useful interval of each moment, with the seconds that it counts for."""
     edges = sorted({edge for interval in intervals for edge in (interval.start_s, interval.end_s)})
     position, active, counted = 0, [], []
     for start_s, end_s in itertools.pairwise(edges):
