@@ -27,6 +27,7 @@ from statistics import median
 
 import numpy as np
 
+from rlmux.core.model import Stage
 from rlmux.sim.models.batching import (
     MEASURED_MEMORY_FRACTION,
     EngineLimits,
@@ -49,10 +50,10 @@ TP = 4
 SAMPLES_PER_STEP = 1024
 GROUP = 4
 STAGE_COLUMN = {
-    "reference": "ref_s",
-    "old_logprobs": "old_log_prob_s",
-    "update": "update_actor_s",
-    "publish": "update_weights_s",
+    Stage.REFERENCE_LOGPROBS: "ref_s",
+    Stage.OLD_LOGPROBS: "old_log_prob_s",
+    Stage.UPDATE: "update_actor_s",
+    Stage.PUBLISH: "update_weights_s",
 }
 LENGTHS_OF = {"aime_deepseek": "math_deepseek", "aime_searchr1_qwen3_4b_32": "search_r1_qwen3_4b_faiss32"}
 """Runs whose lengths are filed under another name (the means agree to the last digit)."""
@@ -444,7 +445,7 @@ class Calibration:
             source=SOURCE,
         )
 
-    def train_cost(self, model: str, stage: str) -> StageCost:
+    def train_cost(self, model: str, stage: Stage) -> StageCost:
         return self.train.get((model, stage)) or train_cost_by_size(stage, model_shape(model).params, self.train)
 
 

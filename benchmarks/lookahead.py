@@ -16,16 +16,16 @@ import argparse
 import json
 import random
 import statistics
-import time
 from typing import Any
 
 from rlmux.core.errors import UserError
 from rlmux.policies import make_policy
 from rlmux.policies.planning.exact_schedule import least_makespan, random_problem
 from rlmux.policies.planning.lookahead import greedy, plan
+from rlmux.sim.decision_cost import Stopwatch
 from rlmux.sim.models.interference import estimated_table, fraction_grid, sharing_table
-from rlmux.sim.models.rates import ByInterference
-from rlmux.sim.simulator import _Simulation
+from rlmux.sim.models.rates import InterferenceRates
+from rlmux.sim.simulator import Simulation
 from rlmux.sim.workloads.substage_pairs import HOMOGENEOUS, crowd
 
 NUM_WORKERS = 8
@@ -47,21 +47,14 @@ def main() -> None:
 
 
 def decision_times(num_pipelines: int) -> dict[str, float]:
-    """Of all events of a run in which every pair that the estimate calls helpful may share."""
+    """CPU milliseconds of all decisions but placements; every pair that the estimate calls helpful may share."""
     chosen = [HOMOGENEOUS[number % len(HOMOGENEOUS)] for number in range(num_pipelines)]
     workload = crowd(chosen, num_gpus=4 * NUM_WORKERS, num_steps=2, sequences_per_device=64)
     table = estimated_table(fraction_grid("H100"))
-    simulation = _Simulation(workload, make_policy("jigsaw", sharing=sharing_table(table)), pace=ByInterference(table))
-    handle, times = simulation.scheduler.handle, []
-
-    def timed(event: Any) -> Any:
-        began = time.thread_time()
-        actions = handle(event)
-        times.append((time.thread_time() - began) * 1e3)
-        return actions
-
-    simulation.scheduler.handle = timed  # type: ignore[method-assign]
-    simulation.run()
+    stopwatch = Stopwatch()
+    policy = make_policy("jigsaw", sharing=sharing_table(table))
+    Simulation(workload, policy, rates=InterferenceRates(table), decision_cost=stopwatch).run()
+    times = [seconds * 1e3 for measured in stopwatch.measured_s.values() for seconds in measured]
     planned = sorted(ms for ms in times if ms > 0.5)
     ordered = sorted(times)
     return {

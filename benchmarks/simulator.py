@@ -22,7 +22,8 @@ from dataclasses import replace
 from typing import Any
 
 from rlmux.policies.rollmux import RollMux
-from rlmux.sim.simulator import _Simulation, simulate
+from rlmux.sim.decision_cost import Stopwatch
+from rlmux.sim.simulator import simulate
 from rlmux.sim.workloads import catalog
 from rlmux.sim.workloads.arrivals import Workload
 
@@ -50,40 +51,21 @@ def _timed(workload: Workload) -> tuple[float, int]:
 
 
 def _loop_seconds(workload: Workload) -> float:
-    """The simulator's own share: a run with a clock around the scheduler, minus what passed in there."""
-    simulation = _Simulation(workload, RollMux())
-    handle = simulation.scheduler.handle
-    inside = 0.0
-
-    def timed(event: Any) -> list[Any]:
-        nonlocal inside
-        began = time.perf_counter()
-        actions = handle(event)
-        inside += time.perf_counter() - began
-        return actions
-
-    simulation.scheduler.handle = timed  # type: ignore[method-assign]
+    """The simulator's own part: a run with a stopwatch around the scheduler, minus what passed in there."""
+    stopwatch = Stopwatch()
     began = time.perf_counter()
-    simulation.run()
-    return time.perf_counter() - began - inside
+    result = simulate(workload, RollMux(), decision_cost=stopwatch)
+    seconds = time.perf_counter() - began
+    inside = sum(sum(measured) for measured in stopwatch.measured_s.values()) + sum(result.decision_ms) * 1e-3
+    return seconds - inside
 
 
 def _handle_microseconds() -> float:
     """Median of one `handle`, 100 pipelines running."""
     made = catalog.build("mixed", num_pipelines=100)
-    simulation = _Simulation(_all_at_once(made), RollMux())
-    handle = simulation.scheduler.handle
-    taken: list[float] = []
-
-    def timed(event: Any) -> list[Any]:
-        began = time.perf_counter()
-        actions = handle(event)
-        taken.append(time.perf_counter() - began)
-        return actions
-
-    simulation.scheduler.handle = timed  # type: ignore[method-assign]
-    simulation.run()
-    return statistics.median(taken[200:]) * 1e6
+    stopwatch = Stopwatch()
+    simulate(_all_at_once(made), RollMux(), decision_cost=stopwatch)
+    return statistics.median(seconds for measured in stopwatch.measured_s.values() for seconds in measured) * 1e6
 
 
 def _all_at_once(workload: Workload) -> Workload:

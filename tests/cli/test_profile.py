@@ -15,7 +15,7 @@ from rlmux.sim.models.interference import FractionGrid, InterferenceTable
 from rlmux.sim.models.neighbours import Neighbours
 
 DEVICE = "a device"
-TABLE = InterferenceTable(device=DEVICE, levels=FractionGrid(device=DEVICE, num_units=20))
+TABLE = InterferenceTable(device=DEVICE, grid=FractionGrid(device=DEVICE, num_units=20))
 SLOWDOWNS = {("dense", "dense"): 1.1, ("dense", "update"): 1.05, ("update", "dense"): 1.0, ("update", "update"): 1.2}
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import product
 import random
 
 import pytest
@@ -12,7 +13,7 @@ from rlmux.profiling.neighbours import measure_neighbours, missing_neighbours, n
 from rlmux.profiling.profile_file import Profile
 from rlmux.rl.config import ModelConfig
 from rlmux.sim.models.interference import FractionGrid, InterferenceTable
-from rlmux.sim.models.neighbours import KINDS, Neighbours, load_neighbours
+from rlmux.sim.models.neighbours import MEASURED_SUB_STAGES, Neighbours, load_neighbours
 
 TINY = PieceSizes(
     model=ModelConfig(hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1, intermediate_size=64),
@@ -24,7 +25,7 @@ COSTS = {("dense", "dense"): 1.1, ("dense", "update"): 1.05, ("update", "dense")
 
 def save(folder, neighbours):
     path = folder / "profile.json"
-    table = InterferenceTable(device=DEVICE, levels=FractionGrid(device=DEVICE, num_units=20))
+    table = InterferenceTable(device=DEVICE, grid=FractionGrid(device=DEVICE, num_units=20))
     Profile(table=table, neighbours=neighbours).save(path)
     return path
 
@@ -33,7 +34,9 @@ def test_every_pair_is_measured_on_two_devices_as_often_from_either_side():
     if missing_neighbours("cpu"):
         pytest.skip("one core")
     ratios = measure_neighbours("cpu", sizes=TINY, window_s=0.02, num_rounds=1, num_windows=1)
-    assert {pair: len(values) for pair, values in ratios.items()} == {(a, b): 2 for a in KINDS for b in KINDS}
+    assert {pair: len(values) for pair, values in ratios.items()} == {
+        (a, b): 2 for a in MEASURED_SUB_STAGES for b in MEASURED_SUB_STAGES
+    }
     assert all(value > 0.0 for values in ratios.values() for value in values)
     neighbours = neighbours_of("cpu", ratios)
     assert min(neighbours.measured.values()) >= 1.0

@@ -23,7 +23,7 @@ TINY = PieceSizes(
 
 def save(folder, measured, fractions=HERE):
     path = folder / "profile.json"
-    table = InterferenceTable(device=fractions.device, levels=fraction_grid_of(fractions), measured=measured)
+    table = InterferenceTable(device=fractions.device, grid=fraction_grid_of(fractions), measured=measured)
     table.save(path)
     return path
 

@@ -29,7 +29,7 @@ def times(phase: Phase = Phase.TRAIN, footprint_bytes: float = 1e6, seconds: flo
 
 def saved(folder: Path, *given: SwitchTimes, device: str = DEVICE) -> Path:
     path = folder / "profile.json"
-    table = InterferenceTable(device=device, levels=FractionGrid(device=device, num_units=20))
+    table = InterferenceTable(device=device, grid=FractionGrid(device=device, num_units=20))
     Profile(table=table, switches={"a": given}).save(path)
     return path
 

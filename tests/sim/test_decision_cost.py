@@ -1,4 +1,4 @@
-"""Decisions that take time: orders begin later, and where no core is free somebody loses it."""
+"""DecisionCost that take time: orders begin later, and where no core is free, running orders lose it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from rlmux.cli.main import run_command_line
 from rlmux.core.events import ChunkFinished, PipelineSubmitted, StageFinished
 from rlmux.core.model import Cluster, Phase, PhaseSeconds, Pipeline, PipelineId, Pool
 from rlmux.policies import make_policy
-from rlmux.sim.decision_cost import Decisions, Stopwatch
+from rlmux.sim.decision_cost import DecisionCost, Stopwatch
 from rlmux.sim.models.neighbours import Neighbours
 from rlmux.sim.simulator import simulate
 from rlmux.sim.sweep import SimRun, run_simulation
@@ -40,41 +40,41 @@ def reporting(given: Workload) -> Workload:
     return replace(given, arrivals=tuple(arrivals), neighbours=Neighbours(device="cpu: some", measured={}))
 
 
-def makespan_s(given: Workload, decisions: Decisions | None = None) -> float:
-    return simulate(given, make_policy("rollmux"), decisions=decisions, checks=True).hours * 3600
+def makespan_s(given: Workload, cost: DecisionCost | None = None) -> float:
+    return simulate(given, make_policy("rollmux"), decision_cost=cost, checks=True).hours * 3600
 
 
-def decisions(seconds: float, **more) -> Decisions:
-    return Decisions(seconds={StageFinished: seconds}, **more)
+def cost_of(seconds: float, **more) -> DecisionCost:
+    return DecisionCost(seconds={StageFinished: seconds}, **more)
 
 
 def test_an_order_begins_when_its_decision_has_been_made():
-    """Of six orders the first answers a submission, and what follows the last matters to nobody."""
+    """Of six orders the first answers a submission, and nothing follows the last."""
     assert makespan_s(workload()) == pytest.approx(24.0)
-    assert makespan_s(workload(), decisions(0.5)) == pytest.approx(24.0 + 5 * 0.5)
+    assert makespan_s(workload(), cost_of(0.5)) == pytest.approx(24.0 + 5 * 0.5)
 
 
 def test_decisions_are_made_one_after_another():
     """Both orders end at once: the second one's decision waits for the first one's."""
-    slow = decisions(0.5)
+    slow = cost_of(0.5)
     handled = [slow.decide(lambda event: [], StageFinished(time_s=4.0, order=1, seconds=4.0), 4.0) for _ in range(2)]
     assert [seconds for _, seconds in handled] == [0.5, 0.5]
-    assert (slow.left_s(4.0), slow.left_s(9.0)) == (1.0, 0.0)
+    assert (slow.delay_s(4.0), slow.delay_s(9.0)) == (1.0, 0.0)
 
 
 def test_other_events_take_no_time():
-    only = Decisions(seconds={PipelineSubmitted: 5.0})
+    only = DecisionCost(seconds={PipelineSubmitted: 5.0})
     only.decide(lambda event: [], StageFinished(time_s=0.0, order=1, seconds=4.0), 0.0)
-    assert only.left_s(0.0) == 0.0
+    assert only.delay_s(0.0) == 0.0
 
 
 def test_a_decision_takes_a_core_only_while_all_are_busy():
-    """A rollout reports; beside it the other trains, or nobody does. A finished stage leaves its own core free."""
+    """A rollout reports; beside it the other trains, or none does. A finished stage leaves its own core free."""
     for num_pipelines, is_slower in ((1, False), (2, True)):
         given = reporting(workload(num_pipelines))
         seconds = {ChunkFinished: 0.2}
-        with_core = makespan_s(given, Decisions(seconds=seconds))
-        without = makespan_s(given, Decisions(seconds=seconds, takes_cores=True))
+        with_core = makespan_s(given, DecisionCost(seconds=seconds))
+        without = makespan_s(given, DecisionCost(seconds=seconds, takes_cores=True))
         assert (without > with_core + 0.1) is is_slower
         assert without >= with_core
 

@@ -1,4 +1,4 @@
-"""More nodes cost no throughput, beyond what steps per cycle and greedy placement may lose; docs/policies.md says more."""
+"""More nodes cost no throughput, beyond what steps per cycle and greedy placement may lose (docs/policies.md)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from rlmux.sim.workloads.arrivals import Arrival, Workload, h20_h800_cluster
 from rlmux.sim.world import TrueSeconds
 
 TOLERANCE = {"solo": 0.0, "split": 0.0, "fifo": 0.0, "gap-ratio": 0.16, "rollmux": 0.1, "rlmux": 0.1}
-"""By policy: steps per cycle and greedy placement have anomalies, the smallest of which are below; under `gap-ratio` shares of
-one rollout run at different times.
+"""Relative loss allowed to each policy. Steps per cycle and greedy placement have anomalies, the smallest of which are
+below; under `gap-ratio` the shards of one rollout run at different times.
 
 `jigsaw` is not here: these worlds know a rollout's seconds on the nodes that it asks for, whatever it is given.
 """

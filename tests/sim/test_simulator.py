@@ -288,6 +288,8 @@ def test_replaying_the_events_gives_the_same_orders():
     made = catalog.build("bl-m", seed=3, num_pipelines=30)
     for name in ("rollmux", "rlmux"):
         seen = []
-        simulate(made, make_policy(name), observer=lambda event, actions, seen=seen: seen.append((event, list(actions))))
+        simulate(
+            made, make_policy(name), observer=lambda event, actions, seen=seen: seen.append((event, list(actions)))
+        )
         again = Scheduler(made.cluster, make_policy(name))
         assert all(again.handle(event) == actions for event, actions in seen), name

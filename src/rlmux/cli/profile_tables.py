@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from rlmux.cli import tables
+from rlmux.core.model import SubStage
 from rlmux.core.sharing import MIN_GAIN
 from rlmux.profiling.profile_file import Profile
 from rlmux.profiling.switch_times import SwitchTimes
@@ -48,7 +49,7 @@ def _pair_rows(table: InterferenceTable) -> list[dict[str, Any]]:
     return list(rows.values())
 
 
-def _neighbour_rows(measured: Mapping[tuple[str, str], float]) -> list[dict[str, Any]]:
+def _neighbour_rows(measured: Mapping[tuple[SubStage, SubStage], float]) -> list[dict[str, Any]]:
     """One row for each sub-stage, a column for each neighbour."""
     rows: dict[str, dict[str, Any]] = {}
     for (kind, beside), slowdown in measured.items():

@@ -122,6 +122,14 @@ PHASE_BY_STAGE: Mapping[Stage, Phase] = {
     Stage.PUBLISH: Phase.SYNC,
 }
 
+SUB_STAGE_BY_STAGE: Mapping[Stage, SubStage] = {
+    Stage.SFT_WARMUP: SubStage.UPDATE,
+    Stage.REFERENCE_LOGPROBS: SubStage.REFERENCE,
+    Stage.OLD_LOGPROBS: SubStage.OLD_LOGPROBS,
+    Stage.UPDATE: SubStage.UPDATE,
+}
+"""The one sub-stage of each training stage. A rollout has several, and other stages hold no device."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:

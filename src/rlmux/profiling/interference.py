@@ -14,6 +14,7 @@ from statistics import median
 from typing import Any
 
 from rlmux.core.errors import UserError
+from rlmux.core.model import SubStage
 from rlmux.engines.device_fraction import DeviceFractions, probe
 from rlmux.profiling.micro_benchmarks import PIECES, PieceSizes, piece_processes, rates, usual_sizes
 from rlmux.sim.models.interference import NO_SPLIT, FractionGrid, InterferenceTable
@@ -36,7 +37,7 @@ def check_device(device: str) -> None:
 def measure_interference(
     device: str,
     *,
-    kinds: Sequence[str] = PIECES,
+    kinds: Sequence[SubStage] = PIECES,
     sizes: PieceSizes | None = None,
     window_s: float = 0.2,
     num_rounds: int = 3,
@@ -47,8 +48,8 @@ def measure_interference(
     is_core = device == "cpu"
     core = min(os.sched_getaffinity(0)) if is_core else None
     pairs = [(a, b) for place, a in enumerate(kinds) for b in kinds[place:]]
-    alone: dict[str, list[float]] = {kind: [] for kind in kinds}
-    beside: dict[tuple[str, str, float], list[list[float]]] = {}
+    alone: dict[SubStage, list[float]] = {kind: [] for kind in kinds}
+    beside: dict[tuple[SubStage, SubStage, float], list[list[float]]] = {}
     with piece_processes(kinds, sizes or usual_sizes(device), device, core) as processes:
         for number in range(num_rounds):
             for done, (a, b) in enumerate(pairs):
@@ -67,7 +68,7 @@ def measure_interference(
         )
         for (a, b, fraction), rounds in beside.items()
     }
-    return InterferenceTable(device=fractions.device, levels=fraction_grid_of(fractions), measured=measured)
+    return InterferenceTable(device=fractions.device, grid=fraction_grid_of(fractions), measured=measured)
 
 
 def fraction_grid_of(fractions: DeviceFractions) -> FractionGrid:

@@ -16,11 +16,12 @@ from itertools import product
 from math import floor, sqrt
 from statistics import median
 
+from rlmux.core.model import SubStage
 from rlmux.engines.device_fraction import num_gpus, probe
 from rlmux.profiling.micro_benchmarks import PieceSizes, piece_processes, rates_in_turn, usual_sizes
-from rlmux.sim.models.neighbours import KINDS, Neighbours
+from rlmux.sim.models.neighbours import MEASURED_SUB_STAGES, Neighbours
 
-Ratios = dict[tuple[str, str], list[float]]
+Ratios = dict[tuple[SubStage, SubStage], list[float]]
 """Rate alone over rate beside the neighbour, a list of ratios by (sub-stage, sub-stage beside it)."""
 
 
@@ -57,10 +58,10 @@ def measure_neighbours(
     (here, here_core), (there, there_core) = neighbouring_devices(device)
     sizes, is_core = sizes or short_sizes(device), device == "cpu"
     window_s = window_s or (0.06 if is_core else 0.3)
-    pairs = list(product(KINDS, repeat=2))
+    pairs = list(product(MEASURED_SUB_STAGES, repeat=2))
     with (
-        piece_processes(KINDS, sizes, here, here_core, num_each=1) as first,
-        piece_processes(KINDS, sizes, there, there_core, num_each=1) as second,
+        piece_processes(MEASURED_SUB_STAGES, sizes, here, here_core, num_each=1) as first,
+        piece_processes(MEASURED_SUB_STAGES, sizes, there, there_core, num_each=1) as second,
     ):
         for done, (a, b) in enumerate(pairs * num_rounds):
             if progress is not None:

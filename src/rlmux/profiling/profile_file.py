@@ -32,7 +32,10 @@ from rlmux.sim.models.neighbours import Neighbours
 _SWITCHES = "switches"
 _SECONDS = tuple(one.name for one in fields(SwitchTimes) if one.name.endswith("_s"))
 _NUMBERS = ("state_bytes", "footprint_bytes", *_SECONDS)
-_SCHEDULED_AS: Mapping[str, str] = {SubStage.OLD_LOGPROBS: SubStage.UPDATE, SubStage.REFERENCE: SubStage.UPDATE}
+_SCHEDULED_AS: Mapping[SubStage, SubStage] = {
+    SubStage.OLD_LOGPROBS: SubStage.UPDATE,
+    SubStage.REFERENCE: SubStage.UPDATE,
+}
 """Sub-stages that the scheduler does not tell apart from another; all others keep their names."""
 
 
@@ -98,9 +101,9 @@ def _is_prepared(fraction: float, fractions: DeviceFractions) -> bool:
     return fraction < NO_SPLIT and any(abs(fraction - share) <= 0.5 / fractions.num_units for share in fractions.shares)
 
 
-def _worst_entries(measured: Mapping[tuple[str, str, float], tuple[float, float]]) -> list[SharingEntry]:
+def _worst_entries(measured: Mapping[tuple[SubStage, SubStage, float], tuple[float, float]]) -> list[SharingEntry]:
     """One entry for each pair that the scheduler tells apart, with the worst slowdown of those it does not."""
-    entries: dict[tuple[str, str, float], SharingEntry] = {}
+    entries: dict[tuple[SubStage, SubStage, float], SharingEntry] = {}
     for (a, b, fraction), (slow_a, slow_b) in measured.items():
         key = (_SCHEDULED_AS.get(a, a), _SCHEDULED_AS.get(b, b), fraction)
         worst = entries.get(key)

@@ -1,10 +1,10 @@
-"""What a simulation keeps: of a pipeline, of an order under way, of trajectories between two devices.
+"""What a simulation keeps of a pipeline, of a running order, and of trajectories between two devices.
 
-    Actor     one per pipeline; `stored` is work that nobody runs just now
-    Running   one per order that computes, or switches
-    Moving    one per migration
+    SimPipeline    one per pipeline; its PausedWork is work that no order runs
+    RunningOrder   one per order that switches, computes or waits for an environment
+    Migration      one per MigrateShard whose trajectories have not arrived
 
-Every unfinished trajectory is in exactly one of these, or in a share that has not begun.
+Invariant: every unfinished trajectory is in exactly one of these, or in a rollout shard that has not begun.
 """
 
 from __future__ import annotations
@@ -13,81 +13,128 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlmux.core.actions import MigrateShard, RunStage
-from rlmux.core.model import DeviceId, Placement, Stage
-from rlmux.sim.models.work import Remaining
+from rlmux.core.model import SUB_STAGE_BY_STAGE, DeviceId, Placement, Stage, SubStage
+from rlmux.sim.models.work import SoloSeconds, Work
 from rlmux.sim.workloads.arrivals import Arrival
 from rlmux.sim.world import TrueSeconds
 
+WorkKey = DeviceId | Stage
+"""Key of a pipeline's work: the device of a rollout shard, or the stage of anything else."""
+
 
 @dataclass(slots=True, eq=False)
-class Actor:
-    """A pipeline as the world sees it."""
+class PausedWork:
+    """Work that no order runs."""
+
+    work: Work
+    advanced_to_s: float
+    """Time up to which the work is advanced."""
+
+    def advance(self, to_s: float) -> None:
+        """Let time pass: nothing is computed, and waits for environments go on."""
+        self.work.advance(to_s - self.advanced_to_s, 0.0)
+        self.advanced_to_s = to_s
+
+
+@dataclass(slots=True, eq=False)
+class SimPipeline:
+    """One pipeline in the simulated world."""
 
     arrival: Arrival
     last_stage: Stage
-    """Its end is the end of a step."""
+    """Stage whose end is the end of a step."""
     world: TrueSeconds
+    """True durations on the nodes that the pipeline is placed on."""
     placement: Placement | None = None
+    rollout_devices: tuple[DeviceId, ...] = ()
     train_scale: float = 1.0
-    stored: dict[DeviceId | Stage, tuple[Remaining, float]] = field(default_factory=dict)
-    """Work that was paused, or got trajectories while nobody ran it, and since when: a rollout's by device."""
+    """Training nodes asked for over training nodes placed on; 1 unless the simulation rescales training."""
+    paused: dict[WorkKey, PausedWork] = field(default_factory=dict)
     has_started: bool = False
     is_over: bool = False
 
+    def resume(self, action: RunStage, at_s: float) -> Work | None:
+        """Take the paused work that the order continues, advanced to that time; None: it continues nothing."""
+        paused = self.paused.pop(work_key(action), None) if self.paused else None
+        if paused is None:
+            return None
+        paused.advance(at_s)
+        return paused.work
+
+    def fresh_work(self, action: RunStage) -> Work:
+        """The whole work of an order that continues nothing."""
+        stage = action.stage
+        if stage is Stage.GENERATE:
+            return self.fresh_shard(action.step, action.devices[0])
+        seconds = self.world.stage_s(stage, action.step, len(action.devices))
+        if action.devices:
+            seconds *= self.train_scale
+        return SoloSeconds(seconds, SUB_STAGE_BY_STAGE.get(stage, SubStage.UPDATE))
+
+    def fresh_shard(self, step: int, device: DeviceId) -> Work:
+        """The rollout shard of a device, with nothing of it done."""
+        devices = self.rollout_devices
+        num_devices = len(devices)
+        return self.world.shard(step, devices.index(device) if num_devices > 1 else 0, num_devices)
+
 
 @dataclass(slots=True, eq=False)
-class Running:
-    """An order under way."""
+class RunningOrder:
+    """An order that switches, computes or waits for an environment; `RunningOrders` alone changes it."""
 
     action: RunStage
-    actor: Actor
-    work: Remaining
+    pipeline: SimPipeline
+    work: Work
     began_s: float
+    """Time of the order."""
     switch_s: float
-    since_s: float
-    """Up to when its work was moved on; until its switch is over, when that will be."""
+    """Seconds of its switch, before anything is computed."""
+    advanced_to_s: float
+    """Time up to which its work is advanced; while it switches, the end of the switch."""
     device_fraction: float
-    pace: float = 1.0
+    rate: float = 1.0
+    """Solo seconds per second."""
     busy_s: float = 0.0
-    """Seconds of computing, times device fraction."""
+    """Seconds of computing so far, each times the device fraction."""
     waited_s: float = 0.0
-    """For environments, with nothing to compute."""
+    """Seconds so far with nothing to compute."""
     reported: tuple[int, int, int] | None = None
-    sequence: int = 0
-    """Of its entry in the heap; others are stale."""
+    """Counts of the last progress report."""
+    entry: int = 0
+    """Number of its entry in the kernel; others are stale. -1: it has stopped."""
 
     @property
     def devices(self) -> tuple[DeviceId, ...]:
         return self.action.devices
 
     @property
-    def kind(self) -> str:
-        return self.work.kind
+    def sub_stage(self) -> SubStage:
+        return self.work.sub_stage
 
     @property
     def is_waiting(self) -> bool:
         return self.work.idle_s > 0.0
 
     @property
-    def is_share(self) -> bool:
+    def is_rollout(self) -> bool:
         return self.action.stage is Stage.GENERATE
 
     @property
-    def place(self) -> DeviceId | Stage:
-        return place_of(self.action)
+    def key(self) -> WorkKey:
+        return work_key(self.action)
 
 
 @dataclass(slots=True, eq=False)
-class Moving:
+class Migration:
     """Trajectories between two devices."""
 
     action: MigrateShard
-    actor: Actor
+    pipeline: SimPipeline
     trajectories: list[Any]
     cost_s: float
-    """On the target, before they go on."""
+    """Solo seconds on the target before the trajectories continue."""
 
 
-def place_of(action: RunStage) -> DeviceId | Stage:
-    """Under which its work is kept while nobody runs it."""
+def work_key(action: RunStage) -> WorkKey:
+    """The key under which the order's work is kept while it is paused."""
     return action.devices[0] if action.stage is Stage.GENERATE else action.stage

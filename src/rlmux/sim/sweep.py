@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from rlmux.core.policy import Policy
 from rlmux.policies import make_policy
-from rlmux.sim.decision_cost import Decisions, Stopwatch
+from rlmux.sim.decision_cost import DecisionCost, Stopwatch
 from rlmux.sim.metrics import SimResult
 from rlmux.sim.simulator import simulate
 from rlmux.sim.workloads.arrivals import Workload
@@ -35,7 +35,7 @@ class SimRun:
     """A name of POLICIES, or the policy itself."""
     spans_until_s: float = 0.0
     counts_decisions: bool = False
-    """Decisions take what they take here: the result then depends on this machine's speed, too."""
+    """Whether decisions take what they take on this machine, on whose speed the result then depends."""
 
 
 def run_simulation(task: SimRun) -> SimResult:
@@ -43,12 +43,12 @@ def run_simulation(task: SimRun) -> SimResult:
     policy = task.policy
     if isinstance(policy, str):
         policy = make_policy(policy, seed=task.workload.seed)
-    decisions = None
+    decision_cost = None
     if task.counts_decisions:
         watch, neighbours = Stopwatch(), task.workload.neighbours
-        simulate(task.workload, policy, decisions=watch)
-        decisions = Decisions(seconds=watch.means(), takes_cores=neighbours is not None and neighbours.are_cores)
-    return simulate(task.workload, policy, spans_until_s=task.spans_until_s, decisions=decisions)
+        simulate(task.workload, policy, decision_cost=watch)
+        decision_cost = DecisionCost(seconds=watch.means(), takes_cores=neighbours is not None and neighbours.are_cores)
+    return simulate(task.workload, policy, spans_until_s=task.spans_until_s, decision_cost=decision_cost)
 
 
 def sweep(

@@ -6,8 +6,8 @@
     Sampled         log-normal of mean 1, a function of (seed, step) only
     Drifting        a measured curve over the steps, its excursion stretched by `amplitude`
 
-A variation is a function of the step and never of when or where the step runs: so every policy meets the same
-world, and what differs between two policies is the policies' own doing. Training time is linear in tokens, so
+A variation is a function of the step and never of when or where the step runs: so every policy meets the same world,
+and two runs of one workload differ by their policies alone. Training time is linear in tokens, so
 one factor scales rollout and training of a step together.
 """
 
@@ -21,15 +21,8 @@ from typing import Any, Protocol
 
 from rlmux.core.model import PHASE_BY_STAGE, Phase, PhaseSeconds, Stage, SubStage
 from rlmux.sim import tables
-from rlmux.sim.models.work import ROLLOUT_KIND, Remaining, SoloSeconds, TrajectorySeconds
+from rlmux.sim.models.work import SoloSeconds, TrajectorySeconds, Work
 
-KIND_BY_STAGE = {
-    Stage.REFERENCE_LOGPROBS: SubStage.REFERENCE,
-    Stage.OLD_LOGPROBS: SubStage.OLD_LOGPROBS,
-    Stage.UPDATE: SubStage.UPDATE,
-    Stage.PUBLISH: "publish",
-}
-"""What cost models and interference tables call the stages of training."""
 _NORMAL = NormalDist()
 _MASK = (1 << 64) - 1
 
@@ -67,9 +60,9 @@ class Drifting:
 
     ratios: tuple[float, ...]
     amplitude: float = 1.0
-    """1 follows the curve, 0.5 goes half as far from 1; negative turns a fall into a rise."""
+    """Factor on the curve's distance from 1: 0.5 drifts half as far, a negative one turns a fall into a rise."""
     steps_per_value: int = 1
-    """Steps that share one value of the curve: stretches a short recording over a long run."""
+    """Consecutive steps that have one value of the curve, to stretch a short recording over a long run."""
 
     def factor(self, step: int) -> float:
         index = min((step - 1) // self.steps_per_value, len(self.ratios) - 1)
@@ -99,33 +92,34 @@ class TrueSeconds:
     by_stage: Mapping[Stage, float]
     variation: Variation = STEADY
     finish_fractions: tuple[float, ...] = ()
-    """When each trajectory of a rollout ends, as a share of its rollout's seconds; dealt to the devices in turn.
-    Empty: every device's share takes the rollout's seconds, and nothing is known of its inside."""
+    """Moment at which each trajectory of a rollout ends, as a fraction of the rollout's seconds; trajectories are dealt
+    to the devices in turn. Empty: every rollout shard takes the rollout's seconds, and its inside is unknown."""
     move_s: float = 0.0
-    """What a moved trajectory loses: its context is computed again."""
+    """Solo seconds that migrated trajectories lose on their target: their contexts are computed again."""
 
     @property
     def gpu(self) -> str | None:
-        """The device whose interference is known; None: whoever shares a device is as fast as its device fraction."""
+        """The GPU whose interference is known; None: an order on a shared device is as fast as its device fraction."""
         return None
 
-    def share(self, step: int, index: int, num_devices: int) -> Remaining:
-        """One device's part of a rollout, the `index`-th of so many, not begun yet."""
+    def shard(self, step: int, index: int, num_devices: int) -> Work:
+        """The rollout shard of the `index`-th of so many devices, with nothing of it done."""
         seconds = self.seconds(Stage.GENERATE, step)
         if not self.finish_fractions:
-            return SoloSeconds(seconds, ROLLOUT_KIND)
+            return SoloSeconds(seconds, SubStage.DENSE_DECODE)
         mine = self.finish_fractions[index::num_devices]
         return TrajectorySeconds([seconds * fraction for fraction in mine])
 
     def stage_s(self, stage: Stage, step: int, num_devices: int) -> float:
-        """Any other stage, on so many devices."""
+        """Solo seconds of any other stage on so many devices."""
         return self.seconds(stage, step)
 
-    def moving_s(self, moved: Sequence[Any], *, copies_kv: bool) -> tuple[float, float]:
-        """Seconds that unfinished trajectories are on their way, then solo seconds on the target until they go on."""
+    def migration_s(self, moved: Sequence[Any], *, copies_kv: bool) -> tuple[float, float]:
+        """(seconds between the devices, solo seconds on the target before the trajectories continue)."""
         return 0.0, self.move_s
 
     def seconds(self, stage: Stage, step: int) -> float:
+        """Solo seconds of a stage of that step."""
         base = self.by_stage.get(stage, 0.0)
         if self.variation is STEADY:
             return base
@@ -134,7 +128,7 @@ class TrueSeconds:
         return base * self.variation.factor(step)
 
     def solo_s(self, step: int) -> float:
-        """The step's stages one after another, with nobody else around."""
+        """Seconds of the step's stages one after another, with the devices to itself."""
         if self.variation is STEADY:
             return sum(self.by_stage.values()) - self.by_stage.get(Stage.SFT_WARMUP, 0.0)
         factor = self.variation.factor(step)
@@ -146,14 +140,14 @@ class TrueSeconds:
 
     @classmethod
     def of_phases(cls, phases: PhaseSeconds, *, sync_s: float = 0.0, variation: Variation = STEADY) -> TrueSeconds:
-        """Two stages and a sync: what is known of a pipeline whose phases alone were measured."""
+        """Two stages and a sync: all that is known of a pipeline when only its phases were measured."""
         by_stage = {Stage.GENERATE: phases.rollout_s, Stage.UPDATE: phases.train_s, Stage.PUBLISH: sync_s}
         return cls(by_stage=by_stage, variation=variation)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwitchSeconds:
-    """What it takes to put a pipeline's state onto its devices before a phase."""
+    """Seconds to load a pipeline's state onto its devices before a phase: cold, or warm from the host's memory."""
 
     cold_rollout_s: float = 0.0
     cold_train_s: float = 0.0

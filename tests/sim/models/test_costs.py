@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlmux.core.errors import UserError
+from rlmux.core.model import Stage
 from rlmux.sim.models.costs import MEASURED_GPU, TRAIN_STAGES, rollout_costs, train_costs
 from rlmux.sim.models.hardware import ModelShape, gpu_spec, model_shape, model_shapes
 from rlmux.sim.models.roofline import decode_step_s
@@ -111,17 +112,17 @@ def test_faster_memory_and_more_gpus_shorten_a_step():
 def test_training_a_warm_step_costs_what_was_measured():
     costs = train_costs("qwen3-4b")
     # GSM8K, 1.43 million tokens: reference 20, old log-probs 17, update 58 seconds.
-    assert costs.stage_s("reference", 1.43e6) == pytest.approx(20.2, rel=0.15)
-    assert costs.stage_s("old_logprobs", 1.43e6) == pytest.approx(17.0, rel=0.15)
-    assert costs.stage_s("update", 1.43e6) == pytest.approx(58.3, rel=0.15)
+    assert costs.stage_s(Stage.REFERENCE_LOGPROBS, 1.43e6) == pytest.approx(20.2, rel=0.15)
+    assert costs.stage_s(Stage.OLD_LOGPROBS, 1.43e6) == pytest.approx(17.0, rel=0.15)
+    assert costs.stage_s(Stage.UPDATE, 1.43e6) == pytest.approx(58.3, rel=0.15)
     assert costs.total_s(1.43e6) == pytest.approx(sum(costs.stage_s(s, 1.43e6) for s in TRAIN_STAGES))
 
 
 def test_training_scales_with_gpus_only_in_its_part_per_token():
     four, eight = train_costs("qwen3-4b"), train_costs("qwen3-4b", num_gpus=8)
-    assert eight.stage_s("update", 0) == four.stage_s("update", 0)
-    gained = four.stage_s("update", 4e6) - eight.stage_s("update", 4e6)
-    assert gained == pytest.approx((four.stage_s("update", 4e6) - four.stage_s("update", 0)) / 2)
+    assert eight.stage_s(Stage.UPDATE, 0) == four.stage_s(Stage.UPDATE, 0)
+    gained = four.stage_s(Stage.UPDATE, 4e6) - eight.stage_s(Stage.UPDATE, 4e6)
+    assert gained == pytest.approx((four.stage_s(Stage.UPDATE, 4e6) - four.stage_s(Stage.UPDATE, 0)) / 2)
     assert not eight.is_measured
 
 
@@ -132,7 +133,7 @@ def test_training_of_an_unmeasured_size_lies_between_its_neighbours():
 
 def test_unknown_stage_is_refused():
     with pytest.raises(UserError, match=r"'reward'.*publish"):
-        train_costs("qwen3-4b").stage_s("reward", 1e6)
+        train_costs("qwen3-4b").stage_s(Stage.REWARD, 1e6)
 
 
 def test_copying_a_cache_is_cheaper_than_rebuilding_it_over_nvlink():

@@ -1,4 +1,4 @@
-"""Rollouts that wait for tools: nobody decodes meanwhile, nobody is lost, and the device can go to others."""
+"""Rollouts that wait for tools: nothing is decoded meanwhile, nothing is lost, and the device can go to others."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def calling(tokens: int, wait_s: float, later_tokens: int) -> Unfinished:
     return Unfinished(tokens, -100.0, (Turn(wait_s, 10, later_tokens),))
 
 
-def share(*trajectories: Unfinished, slots: int = 8, **options) -> TurnDecoder:
+def shard(*trajectories: Unfinished, slots: int = 8, **options) -> TurnDecoder:
     return TurnDecoder(COSTS, trajectories, slots=slots, **options)
 
 
@@ -37,12 +37,12 @@ def tokens_of(work: TurnDecoder) -> float:
 def test_without_tools_it_takes_as_long_as_the_decoder_without_turns():
     trajectories = [Unfinished(n, -100.0) for n in (5, 40, 41, 200, 300)]
     plain = Decoder(COSTS, trajectories, slots=3)
-    assert share(*trajectories, slots=3).until_over(1.0) == pytest.approx(plain.seconds_left, rel=0.01)
+    assert shard(*trajectories, slots=3).until_over(1.0) == pytest.approx(plain.seconds_left, rel=0.01)
 
 
 def test_a_trajectory_that_waits_decodes_nothing_and_holds_no_slot():
-    work = share(calling(10, 1000.0, 10), Unfinished(500, -100.0), slots=1)
-    work.advance(work.until_news(1.0), 1.0)  # its prompt is prefilled
+    work = shard(calling(10, 1000.0, 10), Unfinished(500, -100.0), slots=1)
+    work.advance(work.until_report(1.0), 1.0)  # its prompt is prefilled
     assert work.report() == (1, 1, 0)
     while work.report() != (1, 0, 1):
         work.advance(0.01, 1.0)
@@ -50,37 +50,37 @@ def test_a_trajectory_that_waits_decodes_nothing_and_holds_no_slot():
 
 
 def test_an_engine_that_keeps_slots_lets_the_next_one_wait():
-    work = share(calling(10, 1000.0, 10), Unfinished(500, -100.0), slots=1, keeps_slots=True)
+    work = shard(calling(10, 1000.0, 10), Unfinished(500, -100.0), slots=1, keeps_slots=True)
     work.advance(500.0, 1.0)
     assert work.report() == (0, 1, 1)
-    assert work.kind == "tool"
+    assert work.sub_stage == "tool_wait"
 
 
-def test_a_share_whose_trajectories_all_wait_computes_nothing_and_waits_go_on_while_it_is_paused():
-    work = share(calling(10, 50.0, 10), calling(10, 50.0, 10))
+def test_a_shard_whose_trajectories_all_wait_computes_nothing_and_pausing_it_loses_nothing():
+    work = shard(calling(10, 50.0, 10), calling(10, 50.0, 10))
     computed_s = work.advance(20.0, 1.0)
     assert work.report() == (0, 0, 2)
     assert computed_s < 5.0
     assert work.advance(10.0, 0.0) == 0.0
-    assert work.until_news(1.0) == pytest.approx(50.0 - (30.0 - computed_s), abs=0.1)
+    assert work.until_report(1.0) == pytest.approx(50.0 - (30.0 - computed_s), abs=0.1)
     assert work.advance(60.0, 0.0) == 0.0
-    assert work.report() == (2, 0, 0), "the tools have answered, and nobody has decoded since"
+    assert work.report() == (2, 0, 0), "the tools have replied, and nothing was decoded since"
     assert tokens_of(work) == 20
 
 
-def test_waits_take_their_time_at_any_pace_and_decoding_does_not():
-    busy_s = share(calling(100, 0.001, 100)).until_over(1.0)
-    waiting = share(calling(100, 40.0, 100))
+def test_waits_take_their_time_at_any_rate_and_decoding_does_not():
+    busy_s = shard(calling(100, 0.001, 100)).until_over(1.0)
+    waiting = shard(calling(100, 40.0, 100))
     assert waiting.until_over(1.0) == pytest.approx(busy_s + 40.0, rel=0.01)
     assert waiting.until_over(0.5) == pytest.approx(2 * busy_s + 40.0, rel=0.01)
 
 
 def test_looking_ahead_changes_nothing():
-    work = share(calling(30, 2.0, 50), Unfinished(80, -100.0))
-    before = (work.report(), work.sequences(), work.kind)
-    work.until_news(1.0)
+    work = shard(calling(30, 2.0, 50), Unfinished(80, -100.0))
+    before = (work.report(), work.sequences(), work.sub_stage)
+    work.until_report(1.0)
     work.until_over(0.3)
-    assert (work.report(), work.sequences(), work.kind) == before
+    assert (work.report(), work.sequences(), work.sub_stage) == before
 
 
 @settings(max_examples=60, deadline=None)
@@ -94,14 +94,14 @@ def test_looking_ahead_changes_nothing():
 def test_no_trajectory_and_no_token_is_lost_by_pauses_and_moves(lengths, slots, parts, keeps_slots, seed):
     turns = ToolUse(mean_calls=1.5, wait_s=3.0).turns_of(lengths, np.random.default_rng(seed))
     assert [first + sum(turn.tokens for turn in later) for first, later in turns] == lengths
-    source = share(*(Unfinished(a, -50.0, b) for a, b in turns), slots=slots, keeps_slots=keeps_slots)
-    target = share(Unfinished(9, -50.0), calling(3, 5.0, 3), slots=slots, keeps_slots=keeps_slots)
-    for part, pace in parts:
+    source = shard(*(Unfinished(a, -50.0, b) for a, b in turns), slots=slots, keeps_slots=keeps_slots)
+    target = shard(Unfinished(9, -50.0), calling(3, 5.0, 3), slots=slots, keeps_slots=keeps_slots)
+    for part, rate in parts:
         before, count = tokens_of(source) + tokens_of(target), len(source.sequences()) + len(target.sequences())
         target.give(source.take(), 0.5)
         assert source.is_over
         assert (tokens_of(target), len(target.sequences())) == (pytest.approx(before), count)
-        target.advance(part * target.until_over(1.0), pace)
+        target.advance(part * target.until_over(1.0), rate)
         assert tokens_of(target) <= before + 1e-6
         source, target = target, source
     total_s = source.until_over(1.0)
@@ -109,14 +109,14 @@ def test_no_trajectory_and_no_token_is_lost_by_pauses_and_moves(lengths, slots, 
     assert source.is_over
 
 
-def test_news_comes_at_band_borders_and_when_decoding_stops_not_with_every_reply():
+def test_reports_come_when_the_sub_stage_changes_and_not_with_every_reply():
     turns = ToolUse(mean_calls=2.0, wait_s=1.0).turns_of(range(20, 220), np.random.default_rng(0))
-    work = share(*(Unfinished(a, -50.0, b) for a, b in turns), slots=64)
-    num_news = 0
+    work = shard(*(Unfinished(a, -50.0, b) for a, b in turns), slots=64)
+    num_reports = 0
     while not work.is_over:
-        work.advance(work.until_news(1.0), 1.0)
-        num_news += 1
-    assert 5 <= num_news <= 40
+        work.advance(work.until_report(1.0), 1.0)
+        num_reports += 1
+    assert 5 <= num_reports <= 40
 
 
 def test_impossible_tools_are_refused():
@@ -124,11 +124,11 @@ def test_impossible_tools_are_refused():
         ToolUse(wait_s=-1.0)
 
 
-def test_a_paused_share_knows_when_it_has_something_to_compute_again():
-    work = share(calling(10, 50.0, 10), calling(10, 80.0, 10))
+def test_a_paused_shard_knows_when_it_has_something_to_compute_again():
+    work = shard(calling(10, 50.0, 10), calling(10, 80.0, 10))
     assert work.idle_s == 0.0
-    work.advance(work.until_news(1.0), 1.0)  # prefilled
-    work.advance(work.until_news(1.0), 1.0)
+    work.advance(work.until_report(1.0), 1.0)  # prefilled
+    work.advance(work.until_report(1.0), 1.0)
     assert work.report()[0] == 0
     idle_s = work.idle_s
     assert 40.0 < idle_s <= 50.0
@@ -148,7 +148,10 @@ def test_devices_go_to_others_while_tools_work():
     )
     seen = []
     shared = simulate(
-        workload, make_policy("jigsaw", sharing=nothing_helps), observer=lambda event, actions: seen.append(event), checks=True
+        workload,
+        make_policy("jigsaw", sharing=nothing_helps),
+        observer=lambda event, actions: seen.append(event),
+        checks=True,
     )
     yielded = [event for event in seen if isinstance(event, StagePaused) and event.is_waiting]
     replies = [event for event in seen if isinstance(event, ReplyArrived)]
@@ -175,8 +178,8 @@ def test_waiting_is_not_computing_in_what_is_reported_and_what_is_counted():
     assert result.utilization["train"] < 0.8
 
 
-def test_levels_stay_within_a_device_while_a_share_that_waits_is_being_paused():
-    """A neighbour is given more only once the paused one has gone; found by `benchmarks/tool_waits.py`."""
+def test_device_fractions_stay_within_a_device_while_an_order_that_waits_is_paused():
+    """Another order is given more only after `StagePaused`; found by `benchmarks/tool_waits.py`."""
     workload = crowd(
         [GSM8K_06B] * 3, num_gpus=8, num_steps=3, sequences_per_device=64, tools=ToolUse(mean_calls=2.0, wait_s=20.0)
     )

@@ -16,13 +16,13 @@ COSTS = {("dense", "dense"): 1.25, ("dense", "update"): 2.0, ("update", "dense")
 TABLE = Neighbours(device="a cpu", measured=COSTS)
 
 
-def busy(order, device, start_s, end_s, kind="dense"):
-    return Busy(order=order, device=device, kind=kind, start_s=start_s, end_s=end_s)
+def busy(order, device, start_s, end_s, sub_stage="dense"):
+    return Busy(order=order, device=device, sub_stage=sub_stage, start_s=start_s, end_s=end_s)
 
 
 def save(folder, **fields):
     path = folder / "profile.json"
-    table = InterferenceTable(device="a cpu", levels=FractionGrid(device="a cpu", num_units=20))
+    table = InterferenceTable(device="a cpu", grid=FractionGrid(device="a cpu", num_units=20))
     path.write_text(json.dumps({**table.to_json(), **fields}))
     return path
 
@@ -38,7 +38,7 @@ def test_sub_stages_go_by_the_one_that_was_measured_for_them():
 
 
 def test_a_pair_that_was_not_measured_costs_nothing():
-    assert TABLE.slowdown("update", ["update"]) == TABLE.slowdown("publish", ["dense"]) == 1.0
+    assert TABLE.slowdown("update", ["update"]) == TABLE.slowdown("tool_wait", ["dense"]) == 1.0
 
 
 def test_an_order_loses_while_another_computes_beside_it_and_only_then():
@@ -59,7 +59,7 @@ def test_another_machine_costs_nothing_unless_the_nodes_are_one_machine():
     assert seconds_lost(pieces, one) == {1: pytest.approx(0.2), 2: pytest.approx(0.2)}
 
 
-def test_who_shares_the_device_is_no_neighbour():
+def test_an_order_on_the_same_device_is_no_neighbour():
     assert set(seconds_lost([busy(1, HERE, 0.0, 1.0), busy(2, HERE, 0.0, 1.0)], TABLE).values()) == {0.0}
 
 

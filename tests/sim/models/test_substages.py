@@ -14,10 +14,10 @@ from rlmux.policies import make_policy
 from rlmux.sim.models.costs import rollout_costs
 from rlmux.sim.models.decoder import Decoder, Unfinished
 from rlmux.sim.models.interference import estimated_table, fraction_grid, sharing_table
-from rlmux.sim.models.multi_turn import ToolUse, TurnDecoder
-from rlmux.sim.models.rates import ByInterference
+from rlmux.sim.models.multi_turn import ToolUse
+from rlmux.sim.models.rates import InterferenceRates
 from rlmux.sim.models.substages import SubStageWorld
-from rlmux.sim.simulator import NodeFailure, _Simulation, simulate
+from rlmux.sim.simulator import NodeFailure, Simulation, simulate
 from rlmux.sim.sweep import SimRun, run_simulation
 from rlmux.sim.workloads.substage_pairs import GSM8K_06B, GSM8K_4B, GSM8K_8B, HOMOGENEOUS, MATH_06B, crowd
 
@@ -85,11 +85,11 @@ def test_moved_contexts_are_kept_and_cost_time_before_decoding_goes_on():
     assert target.seconds_left == pytest.approx(alone_s + 3.0, rel=0.1)
 
 
-def test_reports_come_at_band_borders_only():
+def test_reports_come_at_the_borders_of_sub_stages_only():
     share = decoder(list(range(1, 201)), slots=200)
     num_reports = 0
     while share.seconds_left > 1e-6:
-        share.advance(share.until_news(1.0))
+        share.advance(share.until_report(1.0))
         num_reports += 1
     assert num_reports <= 12
 
@@ -102,25 +102,22 @@ def test_a_world_without_sequences_is_refused():
 # --- whole runs
 
 
-def conserved(workload, policy, failures=()) -> _Simulation:
+def conserved(workload, policy, failures=()) -> Simulation:
     """Run it; after every event all is well, and every unfinished trajectory is in exactly one place."""
-    simulation = _Simulation(workload, policy, pace=ByInterference(TABLE), failures=failures)
     left: dict[tuple[str, int], int] = {}
 
-    def count(pipeline: str) -> int:
-        actor, query = simulation.actors[pipeline], simulation.scheduler.query
-        run = query.pipeline(pipeline)
-        places = [work for place, (work, _) in actor.stored.items() if isinstance(place, DeviceId)]
-        under_way = [one.work for one in simulation.running.values() if one.actor is actor]
-        places += [work for work in under_way if isinstance(work, Decoder | TurnDecoder)]
-        for work in query.ready_work():
-            if work.pipeline == pipeline and work.phase is Phase.ROLLOUT and not work.is_continuation:
-                (device,) = work.devices
-                if device not in actor.stored:
-                    index = run.rollout_devices.index(device)
-                    places.append(actor.world.share(work.step, index, len(run.rollout_devices)))
-        moving = sum(len(one.trajectories) for one in simulation.moving.values() if one.actor is actor)
-        return sum(len(place.sequences()) for place in places) + moving
+    def count(name: str) -> int:
+        pipeline, query = simulation.pipelines[name], simulation.scheduler.query
+        devices = query.pipeline(name).rollout_devices
+        places = [paused.work for place, paused in pipeline.paused.items() if isinstance(place, DeviceId)]
+        places += [one.work for one in simulation.running if one.pipeline is pipeline and one.is_rollout]
+        for ready in query.ready_work():
+            if ready.pipeline == name and ready.phase is Phase.ROLLOUT and not ready.is_continuation:
+                (device,) = ready.devices
+                if device not in pipeline.paused:
+                    places.append(pipeline.world.shard(ready.step, devices.index(device), len(devices)))
+        migrating = sum(len(one.trajectories) for one in simulation.migrations.values() if one.pipeline is pipeline)
+        return sum(len(place.sequences()) for place in places) + migrating
 
     def check(event, actions) -> None:
         query = simulation.scheduler.query
@@ -135,7 +132,9 @@ def conserved(workload, policy, failures=()) -> _Simulation:
             if not run.is_rollout_open:
                 assert num_left == 0, f"{step} left trajectories behind"
 
-    simulation.observer, simulation.checks = check, True
+    simulation = Simulation(
+        workload, policy, rates=InterferenceRates(TABLE), failures=failures, observer=check, checks=True
+    )
     simulation.run()
     return simulation
 
@@ -162,9 +161,9 @@ def test_small_workloads_end_with_every_trajectory_trained_on(picks, num_gpus, s
         assert (query.status(pipeline), run.train_step, run.published_version) == ("finished", 2, 2), pipeline
 
 
-def test_tails_are_merged_and_nothing_is_lost_by_it():
+def test_tails_migrate_and_nothing_is_lost_by_it():
     workload = crowd([GSM8K_06B, GSM8K_8B, MATH_06B], num_gpus=16, num_steps=3, sequences_per_device=32)
-    assert conserved(workload, make_policy("jigsaw", sharing=NOTHING_HELPS))._collector.num_migrations > 0
+    assert conserved(workload, make_policy("jigsaw", sharing=NOTHING_HELPS)).collector.num_migrations > 0
 
 
 def test_a_run_is_a_function_of_workload_and_policy():
@@ -209,20 +208,18 @@ def test_staleness_lets_a_pipeline_fill_its_own_bubbles():
     assert off.tokens_per_s > 1.2 * in_step.tokens_per_s
 
 
-def test_two_on_a_device_go_at_the_interference_tables_pace():
-    """One sequence each, so that nothing changes its character on the way."""
+def test_two_on_a_device_run_at_the_rate_of_the_interference_table():
+    """One sequence each, so that no sub-stage changes on the way."""
     workload = crowd([GSM8K_4B, GSM8K_4B], num_gpus=4, num_steps=1, sequences_per_device=4)
     seen = []
-    pace = ByInterference(TABLE)
-    simulation = _Simulation(workload, make_policy("jigsaw", sharing=sharing_table(TABLE)), pace=pace)
+    rates = InterferenceRates(TABLE)
 
     def look(event, actions) -> None:
-        there = pace.on(DeviceId("gpu", 0, 0))
-        if len(there) == 2 and all(one.kind == "tail" for one in there):
-            seen.append([(one.pace, one.device_fraction) for one in there])
+        there = rates.orders_on(DeviceId("gpu", 0, 0))
+        if len(there) == 2 and all(one.sub_stage == "tail" for one in there):
+            seen.append([(one.rate, one.device_fraction) for one in there])
 
-    simulation.observer = look
-    simulation.run()
+    Simulation(workload, make_policy("jigsaw", sharing=sharing_table(TABLE)), rates=rates, observer=look).run()
     slow, _ = TABLE.slowdowns("tail", "tail", seen[-1][0][1])
     assert seen[-1][0][0] == pytest.approx(1 / slow)
     assert sum(device_fraction for _, device_fraction in seen[-1]) <= 1.0

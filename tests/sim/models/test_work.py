@@ -1,4 +1,4 @@
-"""What is left of an order, and how fast it goes."""
+"""What is left of an order, and at what rate it runs."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import pytest
 
 from rlmux.core.model import DeviceId
 from rlmux.sim.models.interference import estimated_table, fraction_grid
-from rlmux.sim.models.rates import ByFraction, ByInterference
+from rlmux.sim.models.rates import FractionRates, InterferenceRates
 from rlmux.sim.models.work import SoloSeconds, TrajectorySeconds
 
 TABLE = estimated_table(fraction_grid("H100"))
 
 
 class Order:
-    """An order under way, as far as paces go."""
+    """All that rates may see of a running order."""
 
-    def __init__(self, kind, *devices, device_fraction=1.0):
-        self.kind, self.device_fraction = kind, device_fraction
+    def __init__(self, sub_stage, *devices, device_fraction=1.0):
+        self.sub_stage, self.device_fraction = sub_stage, device_fraction
         self.devices = tuple(DeviceId("gpu", 0, index) for index in devices)
 
 
-def test_half_the_pace_takes_twice_as_long():
+def test_half_the_rate_takes_twice_as_long():
     work = SoloSeconds(10.0, "update")
     assert work.until_over(0.5) == 20.0
     work.advance(10.0, 0.5)
@@ -34,11 +34,11 @@ def test_a_pause_costs_nothing_and_gains_nothing():
     assert not work.is_over
 
 
-def test_trajectories_end_one_by_one_and_each_is_news():
+def test_trajectories_end_one_by_one_and_each_is_reported():
     work = TrajectorySeconds([3.0, 1.0, 2.0])
     seen = []
     while not work.is_over:
-        work.advance(work.until_news(1.0), 1.0)
+        work.advance(work.until_report(1.0), 1.0)
         seen.append(work.report())
     assert seen == [(2, 0, 0), (1, 0, 0), (0, 0, 0)]
 
@@ -52,34 +52,38 @@ def test_what_is_taken_is_given_whole():
     assert target.until_over(1.0) == pytest.approx(5.5)
 
 
-def test_orders_without_a_table_go_at_their_level_beside_anybody():
-    pace, first, second = ByFraction(), Order("dense", 0, device_fraction=0.3), Order("update", 0, device_fraction=0.7)
-    assert list(pace.begins(first)) == [first]
-    pace.begins(second)
-    assert (pace.of(first), pace.of(second)) == (0.3, 0.7)
-    assert list(pace.ends(first)) == []
+def test_without_a_table_the_rate_is_the_device_fraction_beside_any_order():
+    rates, first, second = (
+        FractionRates(),
+        Order("dense", 0, device_fraction=0.3),
+        Order("update", 0, device_fraction=0.7),
+    )
+    assert list(rates.begin(first)) == [first]
+    rates.begin(second)
+    assert (rates.rate(first), rates.rate(second)) == (0.3, 0.7)
+    assert list(rates.end(first)) == []
 
 
-def test_with_a_table_whoever_shares_a_device_is_asked_again_and_the_worst_device_counts():
-    pace = ByInterference(TABLE)
+def test_with_a_table_orders_on_a_device_update_each_other_and_the_worst_device_counts():
+    rates = InterferenceRates(TABLE)
     tail, wide, alone = (
         Order("tail", 0, device_fraction=0.2),
         Order("update", 0, 1, device_fraction=0.8),
         Order("dense", 2),
     )
     for one in (tail, alone):
-        pace.begins(one)
-    assert pace.of(tail) == pytest.approx(1.0 / TABLE.slowdown_alone("tail", 0.2))
-    assert list(pace.begins(wide)) == [tail, wide]
-    assert pace.of(wide) == pytest.approx(
+        rates.begin(one)
+    assert rates.rate(tail) == pytest.approx(1.0 / TABLE.slowdown_alone("tail", 0.2))
+    assert list(rates.begin(wide)) == [tail, wide]
+    assert rates.rate(wide) == pytest.approx(
         min(1 / TABLE.slowdowns("update", "tail", 0.8)[0], 1 / TABLE.slowdown_alone("update", 0.8))
     )
-    assert pace.of(alone) == 1.0
-    assert list(pace.ends(tail)) == [wide]
-    assert list(pace.ends(wide)) == []
+    assert rates.rate(alone) == 1.0
+    assert list(rates.end(tail)) == [wide]
+    assert list(rates.end(wide)) == []
 
 
-def test_an_order_that_holds_no_device_is_slowed_by_nobody():
-    pace, publishing = ByInterference(TABLE), Order("publish", device_fraction=1.0)
-    assert list(pace.begins(publishing)) == [publishing]
-    assert pace.of(publishing) == 1.0
+def test_an_order_that_holds_no_device_is_not_slowed():
+    rates, publishing = InterferenceRates(TABLE), Order("update", device_fraction=1.0)
+    assert list(rates.begin(publishing)) == [publishing]
+    assert rates.rate(publishing) == 1.0

@@ -112,7 +112,7 @@ def test_the_command_counts_what_its_profile_says_of_neighbours(tmp_path, capsys
     record(pair(), "rollmux", tmp_path / "run")
     here = DeviceFractions(device="a cpu", how="nice", num_units=20)
     monkeypatch.setattr("rlmux.profiling.interference.fractions_here", lambda: here)
-    table = InterferenceTable(device="a cpu", levels=fraction_grid_of(here))
+    table = InterferenceTable(device="a cpu", grid=fraction_grid_of(here))
     costs = {("dense", "update"): 1.25, ("update", "dense"): 1.25}
     Profile(table=table, neighbours=Neighbours(device="a cpu", measured=costs)).save(tmp_path / "profile.json")
     Profile(table=table).save(tmp_path / "older.json")

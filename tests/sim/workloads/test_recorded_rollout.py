@@ -18,8 +18,8 @@ def rollout(runs, *, iterations=EVEN, fixed_s=0.0, **changes) -> RecordedRollout
     return RecordedRollout.of_note(note(runs, **changes), iterations, fixed_s)
 
 
-def shares_s(record: RecordedRollout, num_devices: int) -> list[float]:
-    return [record.share(index, num_devices).until_over(1.0) for index in range(num_devices)]
+def shards_s(record: RecordedRollout, num_devices: int) -> list[float]:
+    return [record.shard(index, num_devices).until_over(1.0) for index in range(num_devices)]
 
 
 def test_an_iteration_costs_what_those_of_its_width_took():
@@ -34,57 +34,57 @@ def test_an_iteration_costs_what_those_of_its_width_took():
 def test_half_of_the_trajectories_take_more_than_half_of_the_time():
     """Four at once: on one device the long one begins at once and ends last, and so it does on two."""
     record = rollout([[10]] + [[2]] * 7)
-    assert shares_s(record, 1) == pytest.approx([4 * 1.0 + 6 * 0.5])
-    assert shares_s(record, 2)[0] == pytest.approx(2 * 1.0 + 8 * 0.5)
-    assert shares_s(record, 2)[0] > 0.8 * shares_s(record, 1)[0]
+    assert shards_s(record, 1) == pytest.approx([4 * 1.0 + 6 * 0.5])
+    assert shards_s(record, 2)[0] == pytest.approx(2 * 1.0 + 8 * 0.5)
+    assert shards_s(record, 2)[0] > 0.8 * shards_s(record, 1)[0]
 
 
 def test_prompt_groups_are_dealt_out_whole():
-    assert shares_s(rollout([[1], [1], [8], [8]], group_size=2), 2) == pytest.approx([0.5, 4.0])
+    assert shards_s(rollout([[1], [1], [8], [8]], group_size=2), 2) == pytest.approx([0.5, 4.0])
 
 
 def test_its_devices_compute_as_long_as_they_did():
-    record = rollout([[10]] + [[2]] * 7, fixed_s=0.25).taking(14.0, 0.0, 1)
-    assert shares_s(record, 1) == pytest.approx([14.25])
-    both = rollout([[10]] + [[2]] * 7, fixed_s=0.25).taking(14.0, 0.0, 2)
-    assert sum(shares_s(both, 2)) == pytest.approx(14.5)
+    record = rollout([[10]] + [[2]] * 7, fixed_s=0.25).fitted_to(14.0, 0.0, 1)
+    assert shards_s(record, 1) == pytest.approx([14.25])
+    both = rollout([[10]] + [[2]] * 7, fixed_s=0.25).fitted_to(14.0, 0.0, 2)
+    assert sum(shards_s(both, 2)) == pytest.approx(14.5)
 
 
 def test_waits_pass_whatever_is_computed_meanwhile():
-    """The first says 2 tokens, waits 8 s, is told one and says another, and is let go after 1 s more."""
+    """The first generates 2 tokens, waits 8 s, reads one, generates another, and ends after 1 s more."""
     record = rollout([[2, 1, 1], [4]], waits_ms=[[8000.0, 1000.0], [0.0]])
-    assert shares_s(record, 1) == pytest.approx([2 * 0.5 + 8.0 + 2 * 0.5 + 1.0])
-    faster = record.taking(1.5, 18.0, 1)
-    assert shares_s(faster, 1) == pytest.approx([1.5 + 18.0], rel=1e-3)
+    assert shards_s(record, 1) == pytest.approx([2 * 0.5 + 8.0 + 2 * 0.5 + 1.0])
+    faster = record.fitted_to(1.5, 18.0, 1)
+    assert shards_s(faster, 1) == pytest.approx([1.5 + 18.0], rel=1e-3)
 
 
-def test_who_waits_keeps_the_slot():
-    """Two slots; both say a token and wait 10 s: the third begins when one of them is let go."""
+def test_a_trajectory_that_waits_keeps_its_slot():
+    """Two slots; both generate a token and wait 10 s: the third begins when one of them has ended."""
     record = rollout([[1], [1], [3]], slots=2, waits_ms=[[10_000.0], [10_000.0], [0.0]])
-    assert shares_s(record, 1) == pytest.approx([0.5 + 10.0 + 3 * 0.5])
+    assert shards_s(record, 1) == pytest.approx([0.5 + 10.0 + 3 * 0.5])
 
 
 def test_where_a_crash_lost_waits_all_wait_as_usual():
     record = rollout([[1, 1, 1], [1, 1, 1]], waits_ms=[[4000.0, 2000.0, 3000.0]])
-    assert shares_s(record, 1) == pytest.approx([0.5 + 3.0 + 2 * 0.5 + 3.0])
+    assert shards_s(record, 1) == pytest.approx([0.5 + 3.0 + 2 * 0.5 + 3.0])
 
 
 @pytest.mark.parametrize("runs", [[[30]] + [[2]] * 9, [[3, 1, 2]] * 10])
 def test_it_ends_however_it_is_driven(runs):
     waits_ms = [[500.0] * (len(own) // 2 + 1) for own in runs] if len(runs[0]) > 1 else None
-    for pace, part in ((1.0, 1.0), (0.5, 0.3), (1.0, 0.01)):
-        work = rollout(runs, waits_ms=waits_ms, fixed_s=0.5).share(0, 1)
-        total_s, passed_s = work.until_over(pace), 0.0
+    for rate, part in ((1.0, 1.0), (0.5, 0.3), (1.0, 0.01)):
+        work = rollout(runs, waits_ms=waits_ms, fixed_s=0.5).shard(0, 1)
+        total_s, passed_s = work.until_over(rate), 0.0
         while not work.is_over:
-            step_s = max(part * work.until_news(pace), 1e-3)
-            work.advance(step_s, pace)
+            step_s = max(part * work.until_report(rate), 1e-3)
+            work.advance(step_s, rate)
             passed_s += step_s
         assert passed_s == pytest.approx(total_s, rel=0.02)
 
 
-def test_a_share_that_takes_over_another_decodes_all_of_it():
+def test_a_shard_that_takes_over_another_decodes_all_of_it():
     record = rollout([[4]] * 4, slots=4)
-    source, target = record.share(0, 2), record.share(1, 2)
+    source, target = record.shard(0, 2), record.shard(1, 2)
     source.advance(1.0, 1.0)
     target.advance(1.0, 1.0)
     target.give(source.take(), 0.25)

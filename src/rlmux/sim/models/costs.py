@@ -1,13 +1,12 @@
-"""What an engine and a trainer of a given model cost: measured where somebody measured it, estimated
-elsewhere.
+"""What an engine and a trainer of a given model cost: measured where there is a measurement, else estimated.
 
     data/decode_curves.csv, host_costs.csv  (fitted to logs of real runs) ─┐
     roofline.py                             (everything else) ─────────────┴─> rollout_costs(model, gpu, tp)
-    data/train_costs.csv                    (else by parameter count) ───────> train_costs(model, gpu,
-    num_gpus)
+    data/train_costs.csv                    (else by parameter count) ───────> train_costs(model, gpu, num_gpus)
 
 Invariant: an answer says whether it was measured (`is_measured`) and where from (`source`).
-What this module does not know: who is running (`batching.py`) and who shares the device (`interference.py`).
+What this module does not know: which sequences run (`decoder.py`), and what else runs on the device
+(`interference.py`).
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from rlmux.core.errors import UserError
+from rlmux.core.model import Stage
 from rlmux.sim import tables
 from rlmux.sim.models.curves import DecodeCurve, HostCosts, PrefillCurve, StageCost
 from rlmux.sim.models.hardware import ModelShape, gpu_spec, model_shape, model_shapes
@@ -27,7 +27,8 @@ MEASURED_GPU = "H100-80GB-SXM"
 """The device of the measured runs."""
 MEASURED_NUM_GPUS = 4
 """GPUs of the measured runs: one tensor-parallel engine, and the trainer sharded over the same four."""
-TRAIN_STAGES = ("reference", "old_logprobs", "update", "publish")
+TRAIN_STAGES = (Stage.REFERENCE_LOGPROBS, Stage.OLD_LOGPROBS, Stage.UPDATE, Stage.PUBLISH)
+"""Stages that follow a rollout, in order."""
 _ANCHOR_TOKENS = (0.5e6, 4.0e6)
 
 
@@ -42,7 +43,7 @@ class RolloutCosts:
     prefill: PrefillCurve
     host: HostCosts
     is_measured: bool
-    """True when fitted to logs of this model on this device and group size; False for the estimate."""
+    """Whether the curves are fitted to logs of this model on this device and group size."""
     source: str
 
     def decode_step_s(self, active: float, context: float) -> float:
@@ -50,20 +51,17 @@ class RolloutCosts:
         return self.decode_span_s(active, context, 1)
 
     def decode_span_s(self, active: float, context: float, num_iterations: float) -> float:
-        """Wall seconds of consecutive decode iterations of the same sequences, each growing by a token a
-        time."""
+        """Wall seconds of consecutive decode iterations of the same sequences, which grow by a token each time."""
         host = self.host.iteration_ms * 1e-3 + self.host.token_us * 1e-6 * active
         return self.decode.span_s(active, context, num_iterations) + num_iterations * host
 
     def prefill_s(self, tokens: float) -> float:
-        """Wall seconds to prefill `tokens`, the host's share included; also what rebuilding a moved cache
-        costs."""
+        """Wall seconds to prefill `tokens`, the host's share included; a migrated cache is rebuilt in as many."""
         host = (self.host.iteration_ms + self.host.prefill_ms) * 1e-3
         return self.prefill.seconds(tokens) + self.prefill.num_iterations(tokens) * host
 
     def kv_copy_s(self, tokens: float, gigabytes_per_s: float = 50.0) -> float:
-        """Seconds to copy the cache of `tokens` tokens; each GPU of the group moves its own part at this
-        speed."""
+        """Seconds to copy the cache of `tokens` tokens; each GPU of the group copies its own part at this speed."""
         return tokens * self.shape.kv_bytes_per_gpu_token(self.tp) / (gigabytes_per_s * 1e9)
 
 
@@ -74,10 +72,10 @@ class TrainCosts:
     shape: ModelShape
     gpu: str
     num_gpus: int
-    cost_by_stage: dict[str, StageCost]
+    cost_by_stage: dict[Stage, StageCost]
     is_measured: bool
 
-    def stage_s(self, stage: str, tokens: float) -> float:
+    def stage_s(self, stage: Stage, tokens: float) -> float:
         """Seconds of one of `TRAIN_STAGES` for a step of `tokens` prompt and response tokens."""
         if stage not in self.cost_by_stage:
             raise UserError(f"training stage {stage!r} is unknown; accepted: {', '.join(TRAIN_STAGES)}")
@@ -115,8 +113,7 @@ def host_costs(model: str) -> HostCosts:
 
 
 def train_costs(model: str | ModelShape, gpu: str = MEASURED_GPU, num_gpus: int = MEASURED_NUM_GPUS) -> TrainCosts:
-    """Training seconds by stage: as measured on 4 H100, other sizes by parameter count, other devices by
-    speed.
+    """Training seconds by stage: as measured on 4 H100, other sizes by parameter count, other devices by speed.
 
     Only the part per token scales with devices; the fixed part (loading offloaded weights, launching) does
     not, and neither does publishing weights.
@@ -130,9 +127,9 @@ def train_costs(model: str | ModelShape, gpu: str = MEASURED_GPU, num_gpus: int 
     cost_by_stage = {}
     for stage in TRAIN_STAGES:
         cost = measured.get((shape.name, stage)) or train_cost_by_size(stage, shape.params, measured)
-        scale = 1.0 if stage == "publish" else 1.0 / speed
+        scale = 1.0 if stage is Stage.PUBLISH else 1.0 / speed
         cost_by_stage[stage] = replace(cost, mtoken_s=cost.mtoken_s * scale)
-    is_measured = (shape.name, "update") in measured and (spec.name, num_gpus) == (
+    is_measured = (shape.name, Stage.UPDATE) in measured and (spec.name, num_gpus) == (
         MEASURED_GPU,
         MEASURED_NUM_GPUS,
     )
@@ -141,9 +138,8 @@ def train_costs(model: str | ModelShape, gpu: str = MEASURED_GPU, num_gpus: int 
     )
 
 
-def train_cost_by_size(stage: str, params: float, measured: dict[tuple[str, str], StageCost]) -> StageCost:
-    """A stage of an unmeasured model: at two loads, log(seconds) is a line in log(parameters) over the
-    measured ones."""
+def train_cost_by_size(stage: Stage, params: float, measured: dict[tuple[str, Stage], StageCost]) -> StageCost:
+    """A stage of an unmeasured model: at two loads, log(seconds) is a line in log(parameters) of the measured models."""
     rows = [(model_shapes()[model].params, cost) for (model, at), cost in measured.items() if at == stage]
     low, high = (_power_law([(size, cost.seconds(tokens)) for size, cost in rows], params) for tokens in _ANCHOR_TOKENS)
     slope = max(0.0, (high - low) / (_ANCHOR_TOKENS[1] - _ANCHOR_TOKENS[0]) * 1e6)
@@ -151,9 +147,10 @@ def train_cost_by_size(stage: str, params: float, measured: dict[tuple[str, str]
 
 
 @cache
-def measured_train_costs() -> dict[tuple[str, str], StageCost]:
+def measured_train_costs() -> dict[tuple[str, Stage], StageCost]:
+    """Measured costs by (model, stage)."""
     return {
-        (row["model"], row["stage"]): StageCost(fixed_s=float(row["fixed_s"]), mtoken_s=float(row["mtoken_s"]))
+        (row["model"], Stage(row["stage"])): StageCost(fixed_s=float(row["fixed_s"]), mtoken_s=float(row["mtoken_s"]))
         for row in tables.rows("train_costs")
     }
 

@@ -1,11 +1,14 @@
-"""One worker's share of a rollout by sequences, slots and contexts.
+"""A rollout shard of trajectories with one turn, by sequences, slots and contexts.
 
     lengths ──▶ waiting ──slot free──▶ decoding ──▶ ended      active count over time in closed form between endings
 
-A `Decoder` is an engine's state between two admissions or endings: which sequences decode, how long their contexts
-are, who waits for a slot. Its sequences can be taken out and given to another one: none is lost. Slots stand for the
-cache: so many sequences decode at once, the others wait for one to end. Sequences with several turns, and waits for
-tools between them, are another class's (turns.py).
+Slots stand for the cache: so many sequences decode at once, the others wait for one to end. The sequences can be taken
+out and given to another decoder: none is lost.
+
+Two models of continuous batching are here, and they agree within a percent where both apply. This one knows its whole
+future when it begins, since nothing but a migration changes it: a progress report or a rate costs a look-up, and long
+simulations are made of these. Trajectories with waits for an environment have a future that depends on the rate, so
+`TurnDecoder` (multi_turn.py) goes from one moment to the next, at ten times the cost.
 """
 
 from __future__ import annotations
@@ -20,16 +23,17 @@ from rlmux.sim.models.costs import RolloutCosts
 from rlmux.sim.models.work import DONE_S
 
 REPORT_AT = (512, 256, 128, 64, 32, 16, 8, 4, 2, 1)
-"""Active counts whose undershooting is reported: the bands' borders, and steps within the tail."""
+"""Counts of unfinished trajectories that are worth a progress report when reached: the border between dense and tail
+decoding, and steps within each."""
 _MOMENT_S = 1e-7
-"""Less than this is rounding."""
+"""Seconds that count as rounding."""
 
 
 class DecodeSeconds(Protocol):
-    """What a decoder asks of costs."""
+    """The costs that a decoder needs."""
 
     def decode_span_s(self, active: float, context: float, num_iterations: float) -> float:
-        """Of consecutive decode iterations of the same sequences."""
+        """Seconds of consecutive decode iterations of the same sequences."""
 
     def prefill_s(self, tokens: float) -> float: ...
 
@@ -39,10 +43,10 @@ class Turn:
     """A later turn of a trajectory."""
 
     wait_s: float
-    """For the environment, before it."""
+    """Seconds that the environment takes to reply, before the turn."""
     reply_tokens: int
     tokens: int
-    """0: it says no more, and keeps its slot until its environment has let it go."""
+    """Tokens that the model generates; 0: the trajectory only keeps its slot until the environment replies, and ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,19 +54,19 @@ class Unfinished:
     """One unfinished trajectory."""
 
     left: float
-    """Tokens still to generate, in its present turn."""
+    """Tokens still to generate in the present turn."""
     context: float
-    """Tokens it has in the cache; before its admission, minus those of its prompt."""
+    """Tokens in the cache; before the first admission, minus the tokens of the prompt."""
     later: tuple[Turn, ...] = ()
     wait_s: float = 0.0
-    """Until its environment answers; until then it decodes nothing."""
+    """Seconds until the environment replies; until then nothing is decoded."""
     unread: int = 0
     """Tokens of a reply that are not in the cache yet."""
 
 
 @dataclass(slots=True)
 class _Span:
-    """Between two endings: the same sequences decode."""
+    """A stretch between two endings: the same sequences decode."""
 
     begin_s: float
     end_s: float
@@ -70,11 +74,11 @@ class _Span:
     num_iterations: float
     num_active: int
     num_admitted: int
-    """Of all that waited, at its begin."""
+    """Sequences of the queue that have been admitted when the span begins."""
 
 
 class Decoder:
-    """One worker's share of a rollout, moved on by solo seconds."""
+    """`Work` whose future is played once and then looked up."""
 
     idle_s = 0.0
 
@@ -97,7 +101,7 @@ class Decoder:
 
     @property
     def seconds_left(self) -> float:
-        """Solo seconds."""
+        """Solo seconds until all is done."""
         return max(0.0, self._end_s - self._now_s)
 
     @property
@@ -105,14 +109,14 @@ class Decoder:
         return self._end_s - self._now_s <= DONE_S
 
     @property
-    def kind(self) -> str:
+    def sub_stage(self) -> SubStage:
         if self.is_prefilling:
             return SubStage.PREFILL
-        return decode_kind(self.num_active)
+        return decode_sub_stage(self.num_active)
 
     @property
     def num_active(self) -> int:
-        """Decoding now; those that wait for a slot are not."""
+        """Sequences that decode; those that wait for a slot do not."""
         span = self._span()
         return span.num_active if span else 0
 
@@ -125,33 +129,33 @@ class Decoder:
     def is_prefilling(self) -> bool:
         return self._now_s < self._prefill_s - _MOMENT_S
 
-    def until_over(self, pace: float) -> float:
-        return self.seconds_left / pace
+    def until_over(self, rate: float) -> float:
+        return self.seconds_left / rate
 
-    def until_news(self, pace: float) -> float:
+    def until_report(self, rate: float) -> float:
         """Seconds until the active count next falls to one of `REPORT_AT`, or the prefill ends, or all ends."""
         if self.is_prefilling:
-            return (self._prefill_s - self._now_s) / pace
+            return (self._prefill_s - self._now_s) / rate
         for at_s in self._reports:
             if at_s > self._now_s + _MOMENT_S:
-                return (at_s - self._now_s) / pace
-        return self.seconds_left / pace
+                return (at_s - self._now_s) / rate
+        return self.seconds_left / rate
 
-    def advance(self, seconds: float, pace: float = 1.0) -> float:
-        self._now_s = min(self._now_s + seconds * pace, self._end_s)
+    def advance(self, seconds: float, rate: float = 1.0) -> float:
+        self._now_s = min(self._now_s + seconds * rate, self._end_s)
         return seconds
 
     def report(self) -> tuple[int, int, int] | None:
         return None if self.is_prefilling else (self.num_active, self.num_waiting, 0)
 
     def take(self) -> list[Unfinished]:
-        """Everything that is not finished; the decoder is empty afterwards."""
+        """Remove and return everything that is unfinished."""
         taken = self.sequences()
         self._begin([], 0.0)
         return taken
 
     def give(self, sequences: Sequence[Unfinished], cost_s: float) -> None:
-        """Take over trajectories of another worker; `cost_s` is spent on their contexts before decoding goes on."""
+        """Add trajectories of another device; `cost_s` is spent on their contexts before decoding continues."""
         self._begin([*self.sequences(), *sequences], cost_s)
 
     def sequences(self) -> list[Unfinished]:
@@ -176,9 +180,9 @@ class Decoder:
         running = [one for one in sequences if one.context > 0]
         fresh = [one for one in sequences if one.context <= 0]
         self._queue = running + fresh
-        """In the order of admission: those with a context go on first."""
+        """Sequences in the order of admission: those with a context come first."""
         self._runs: list[tuple[float, float, int]] = []
-        """(iteration of its end, context less its begin iteration, place in the queue) of each admitted one."""
+        """(iteration of its end, context minus its first iteration, index in the queue) of each admitted sequence."""
         self._spans: list[_Span] = []
         self._prefill_s = cost_s
         self._play(len(running))
@@ -220,7 +224,7 @@ class Decoder:
                 context_sum -= active.pop()[1]
 
     def _report_times(self) -> list[float]:
-        """When the count of unfinished sequences falls to each of `REPORT_AT`, ascending."""
+        """Moments at which the count of unfinished sequences falls to each of `REPORT_AT`, ascending."""
         times: list[float] = []
         total = len(self._queue)
         left = [span.num_active + total - span.num_admitted for span in self._spans]
@@ -240,17 +244,17 @@ class Decoder:
         return self._spans[max(0, bisect_right(self._begins, self._now_s + _MOMENT_S) - 1)]
 
 
-def decode_kind(num_active: int) -> str:
-    """The character of decoding so many sequences."""
+def decode_sub_stage(num_active: int) -> SubStage:
+    """The sub-stage that decoding so many sequences is."""
     return SubStage.DENSE_DECODE if num_active >= DENSE_DECODE_MIN else SubStage.TAIL_DECODE
 
 
 def recompute_s(costs: RolloutCosts, sequences: Sequence[Unfinished]) -> float:
-    """Seconds to build the moved contexts again on the target."""
+    """Seconds to compute the contexts of migrated sequences again on the target."""
     tokens = sum(one.context for one in sequences if one.context > 0)
     return costs.prefill_s(tokens) if tokens else 0.0
 
 
 def copy_s(costs: RolloutCosts, sequences: Sequence[Unfinished]) -> float:
-    """Seconds to copy their caches."""
+    """Seconds to copy the caches of migrated sequences to the target."""
     return costs.kv_copy_s(sum(one.context for one in sequences if one.context > 0))

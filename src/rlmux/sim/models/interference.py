@@ -1,18 +1,18 @@
 """How two sub-stages on one device slow each other: a measured table, with an estimate behind its holes.
 
     profile file (JSON) ──load_interference──> InterferenceTable ──slowdowns(a, b, device fraction)──> (of a, of b)
-                                  └──> warnings: another device's file, holes, impossible levels
+                                  └──> warnings: another device's file, holes, impossible device fractions
 
-A device fraction is the share of the device that the first sub-stage gets; the second has the rest. Level 1.0 means no
-split: both may use everything. A table always answers: with the entry, with its mirror (b, a, 1 - device fraction),
-with the nearest device fraction the device can do, and last with `roofline_interference`; the warnings say which of
-these it will be.
+The first sub-stage has the device fraction, the second has the rest. A device fraction of 1.0 is no split: both may use
+the whole device. A table always answers: with the entry, with its mirror (b, a, 1 - device fraction), with the nearest
+device fraction that the device can do, and last with `roofline_interference`; the warnings say which of these it is.
 
-The estimate splits the solo time of a sub-stage into a part bound by arithmetic, a part bound by memory
-bandwidth and a rest of latencies. The first stretches as 1 / share; the second only when the share is too
-small to draw the whole bandwidth, or when both together ask for more than there is; the rest does not
-stretch. Without a split, whatever fills the device waits for the other's kernels that fill it too.
-Invariant: a slowdown is at least 1, and over the splits that of the first does not rise with its share.
+The estimate splits the solo time of a sub-stage into a part bound by arithmetic, a part bound by memory bandwidth and a
+rest of latencies. The first part stretches as 1 / device fraction. The second stretches only where the fraction is too
+small to draw the whole bandwidth, or where both together ask for more than there is. The rest does not stretch. Without
+a split, kernels that fill the device wait for the other's kernels that fill it too.
+
+Invariant: a slowdown is at least 1, and over the splits that of the first does not rise with its device fraction.
 """
 
 from __future__ import annotations
@@ -32,27 +32,24 @@ from rlmux.core.sharing import SharingEntry, SharingTable
 from rlmux.sim.models.hardware import gpu_spec
 
 NO_SPLIT = 1.0
-"""The device fraction at which both use the whole device."""
-BANDWIDTH_SHARE = 0.4
-"""Share of a GPU's multiprocessors that is enough to draw its whole memory bandwidth (an assumption)."""
-_SHARED_KINDS = {
-    SubStage.PREFILL: SubStage.PREFILL,
-    SubStage.DENSE_DECODE: SubStage.DENSE_DECODE,
-    SubStage.TAIL_DECODE: SubStage.TAIL_DECODE,
-    SubStage.UPDATE: SubStage.UPDATE,
-}
-"""The scheduler's characters, and whose interference stands for each."""
+"""Device fraction at which both use the whole device."""
+BANDWIDTH_FRACTION = 0.4
+"""Fraction of a GPU's multiprocessors that is enough to draw its whole memory bandwidth (an assumption)."""
+SCHEDULED_SUB_STAGES = (SubStage.PREFILL, SubStage.DENSE_DECODE, SubStage.TAIL_DECODE, SubStage.UPDATE)
+"""Sub-stages that the scheduler tells apart; UPDATE stands for all of training."""
+OLD_NAMES: Mapping[str, SubStage] = {"old_log_probs": SubStage.OLD_LOGPROBS}
+"""Names of sub-stages in profile files of version 0.1, with the sub-stage of today."""
 _TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SubStageProfile:
-    """What bounds a sub-stage that has the device for itself."""
+    """What bounds a sub-stage that has the device to itself."""
 
     compute: float
-    """Part of its time bound by arithmetic, in [0, 1]."""
+    """Part of the solo time bound by arithmetic, in [0, 1]."""
     bandwidth: float
-    """Part of its time bound by memory bandwidth; compute and bandwidth together at most 1."""
+    """Part of the solo time bound by memory bandwidth; compute and bandwidth together are at most 1."""
 
     def __post_init__(self) -> None:
         if min(self.compute, self.bandwidth) < 0 or self.compute + self.bandwidth > 1 + _TOLERANCE:
@@ -61,15 +58,14 @@ class SubStageProfile:
             )
 
 
-SUB_STAGE_PROFILES: Mapping[str, SubStageProfile] = {
+SUB_STAGE_PROFILES: Mapping[SubStage, SubStageProfile] = {
     SubStage.PREFILL: SubStageProfile(compute=0.60, bandwidth=0.15),
     SubStage.DENSE_DECODE: SubStageProfile(compute=0.15, bandwidth=0.50),
     SubStage.TAIL_DECODE: SubStageProfile(compute=0.02, bandwidth=0.35),
     SubStage.REFERENCE: SubStageProfile(compute=0.45, bandwidth=0.20),
     SubStage.OLD_LOGPROBS: SubStageProfile(compute=0.45, bandwidth=0.20),
     SubStage.UPDATE: SubStageProfile(compute=0.50, bandwidth=0.25),
-    "publish": SubStageProfile(compute=0.0, bandwidth=0.20),
-    "tool": SubStageProfile(compute=0.0, bandwidth=0.0),
+    SubStage.TOOL_WAIT: SubStageProfile(compute=0.0, bandwidth=0.0),
 }
 """Typical sub-stages. The measured runs reach 16-42 % of peak arithmetic in prefill bursts, 4-15 % in dense
 and 0.5-3 % in tail decoding, 10-29 % in updates; a tail step reads its weights for 20-50 % of its time."""
@@ -77,20 +73,21 @@ and 0.5-3 % in tail decoding, 10-29 % in updates; a tail step reads its weights 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class FractionGrid:
-    """The splits of a device that can be made."""
+    """The device fractions that a device can do."""
 
     device: str
     num_units: int
     """Multiprocessors of a GPU, cores of a CPU device."""
     unit_step: int = 1
-    """Units come in multiples of this."""
+    """Units that are handed out together."""
     min_units: int = 1
+    """Least units of either side."""
 
     def can_do(self, device_fraction: float) -> bool:
         return abs(self.nearest(device_fraction) - device_fraction) <= 0.5 / self.num_units + _TOLERANCE
 
     def nearest(self, device_fraction: float) -> float:
-        """The closest share that leaves both sides at least the minimum; 1.0 is no split."""
+        """The closest device fraction that leaves both sides at least the minimum; 1.0 is no split."""
         if device_fraction >= NO_SPLIT:
             return NO_SPLIT
         last = (self.num_units - self.min_units) // self.unit_step * self.unit_step
@@ -122,11 +119,11 @@ def fraction_grid(device: str, num_units: int | None = None) -> FractionGrid:
 
 
 def roofline_interference(
-    sub_stage_a: str | SubStageProfile, sub_stage_b: str | SubStageProfile, device_fraction: float
+    sub_stage_a: SubStage | SubStageProfile, sub_stage_b: SubStage | SubStageProfile, device_fraction: float
 ) -> tuple[float, float]:
-    """Estimated slowdowns of two sub-stages that run together, the first with share `device_fraction` of the device."""
+    """Estimated slowdowns of two sub-stages that run together, the first with that device fraction."""
     if not 0.0 < device_fraction <= 1.0:
-        raise UserError(f"level {device_fraction} is not a share of a device; accepted: above 0, up to 1 (no split)")
+        raise UserError(f"device fraction is {device_fraction}; accepted: above 0, up to 1 (no split)")
     return _estimate(_profile(sub_stage_a), _profile(sub_stage_b), device_fraction)
 
 
@@ -155,19 +152,21 @@ class InterferenceTable:
     """Measured slowdowns of pairs on one device, with an estimate behind every hole."""
 
     device: str
-    levels: FractionGrid
-    measured: Mapping[tuple[str, str, float], tuple[float, float]] = field(default_factory=dict)
-    """(first kind, second kind, device fraction) to (slowdown of the first, of the second)."""
-    profiles: Mapping[str, SubStageProfile] = field(default_factory=lambda: SUB_STAGE_PROFILES)
-    _by_units: dict[tuple[str, str, int], tuple[float, float]] = field(init=False, repr=False, compare=False)
+    grid: FractionGrid
+    """Device fractions of the device."""
+    measured: Mapping[tuple[SubStage, SubStage, float], tuple[float, float]] = field(default_factory=dict)
+    """(slowdown of the first, of the second) by (first sub-stage, second sub-stage, device fraction of the first)."""
+    profiles: Mapping[SubStage, SubStageProfile] = field(default_factory=lambda: SUB_STAGE_PROFILES)
+    """Bounds of each sub-stage, for the estimate."""
+    _by_units: dict[tuple[SubStage, SubStage, int], tuple[float, float]] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        by_units = {(a, b, round(at * self.levels.num_units)): slow for (a, b, at), slow in self.measured.items()}
+        by_units = {(a, b, round(at * self.grid.num_units)): slow for (a, b, at), slow in self.measured.items()}
         object.__setattr__(self, "_by_units", by_units)
 
-    def slowdowns(self, sub_stage_a: str, sub_stage_b: str, device_fraction: float) -> tuple[float, float]:
+    def slowdowns(self, sub_stage_a: SubStage, sub_stage_b: SubStage, device_fraction: float) -> tuple[float, float]:
         """The answer for a pair; see the module for what stands in for a missing entry."""
-        device_fraction = self.levels.nearest(device_fraction)
+        device_fraction = self.grid.nearest(device_fraction)
         found = self._entry(sub_stage_a, sub_stage_b, device_fraction)
         if found is not None:
             return found
@@ -175,26 +174,28 @@ class InterferenceTable:
             _profile(sub_stage_a, self.profiles), _profile(sub_stage_b, self.profiles), device_fraction
         )
 
-    def slowdown_alone(self, kind: str, device_fraction: float) -> float:
-        """Of a sub-stage that keeps to its share though nobody uses the rest; always the estimate."""
-        return _alone(_profile(kind, self.profiles), self.levels.nearest(device_fraction))
+    def slowdown_alone(self, sub_stage: SubStage, device_fraction: float) -> float:
+        """Slowdown of a sub-stage that keeps to its device fraction while the rest is unused; always the estimate."""
+        return _alone(_profile(sub_stage, self.profiles), self.grid.nearest(device_fraction))
 
-    def is_measured(self, sub_stage_a: str, sub_stage_b: str, device_fraction: float) -> bool:
-        return self._entry(sub_stage_a, sub_stage_b, self.levels.nearest(device_fraction)) is not None
+    def is_measured(self, sub_stage_a: SubStage, sub_stage_b: SubStage, device_fraction: float) -> bool:
+        return self._entry(sub_stage_a, sub_stage_b, self.grid.nearest(device_fraction)) is not None
 
-    def holes(self, kinds: Iterable[str], levels: Iterable[float] | None = None) -> list[tuple[str, str, float]]:
+    def holes(
+        self, sub_stages: Iterable[SubStage], fractions: Iterable[float] | None = None
+    ) -> list[tuple[SubStage, SubStage, float]]:
         """Pairs that a scheduler may ask for and that only the estimate can answer."""
-        asked = self.levels.usual() if levels is None else tuple(levels)
-        names = list(kinds)
-        return [key for key in product(names, names, asked) if not self.is_measured(*key)]
+        asked = self.grid.usual() if fractions is None else tuple(fractions)
+        chosen = list(sub_stages)
+        return [key for key in product(chosen, chosen, asked) if not self.is_measured(*key)]
 
     def to_json(self) -> dict[str, Any]:
         return {
             "schema": 1,
             "device": self.device,
-            "num_units": self.levels.num_units,
-            "unit_step": self.levels.unit_step,
-            "min_units": self.levels.min_units,
+            "num_units": self.grid.num_units,
+            "unit_step": self.grid.unit_step,
+            "min_units": self.grid.min_units,
             "entries": [
                 {"a": a, "b": b, "level": device_fraction, "slowdown_a": slow_a, "slowdown_b": slow_b}
                 for (a, b, device_fraction), (slow_a, slow_b) in self.measured.items()
@@ -204,34 +205,36 @@ class InterferenceTable:
     def save(self, path: str | Path) -> None:
         Path(path).write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
 
-    def _entry(self, sub_stage_a: str, sub_stage_b: str, device_fraction: float) -> tuple[float, float] | None:
-        units = round(device_fraction * self.levels.num_units)
+    def _entry(
+        self, sub_stage_a: SubStage, sub_stage_b: SubStage, device_fraction: float
+    ) -> tuple[float, float] | None:
+        units = round(device_fraction * self.grid.num_units)
         if (sub_stage_a, sub_stage_b, units) in self._by_units:
             return self._by_units[sub_stage_a, sub_stage_b, units]
-        mirror = units if device_fraction == NO_SPLIT else self.levels.num_units - units
+        mirror = units if device_fraction == NO_SPLIT else self.grid.num_units - units
         if (sub_stage_b, sub_stage_a, mirror) in self._by_units:
             slow_b, slow_a = self._by_units[sub_stage_b, sub_stage_a, mirror]
             return slow_a, slow_b
         return None
 
 
-def estimated_table(levels: FractionGrid) -> InterferenceTable:
+def estimated_table(grid: FractionGrid) -> InterferenceTable:
     """A table with nothing measured: every answer is the estimate."""
-    return InterferenceTable(device=levels.device, levels=levels)
+    return InterferenceTable(device=grid.device, grid=grid)
 
 
-def sharing_table(table: InterferenceTable, levels: tuple[float, ...] | None = None) -> SharingTable:
-    """What the scheduler may know of a table: every pair at every device fraction, as a profile of the device would list it."""
+def sharing_table(table: InterferenceTable, fractions: tuple[float, ...] | None = None) -> SharingTable:
+    """What the scheduler may know of a table: every pair at every split, as a profile of the device lists them."""
     entries = []
-    for device_fraction in levels or table.levels.usual():
+    for device_fraction in fractions or table.grid.usual():
         if device_fraction >= NO_SPLIT:
             continue
-        for (first, sub_stage_a), (second, sub_stage_b) in product(_SHARED_KINDS.items(), repeat=2):
+        for sub_stage_a, sub_stage_b in product(SCHEDULED_SUB_STAGES, repeat=2):
             slow_a, slow_b = table.slowdowns(sub_stage_a, sub_stage_b, device_fraction)
             entries.append(
                 SharingEntry(
-                    sub_stage_a=first,
-                    sub_stage_b=second,
+                    sub_stage_a=sub_stage_a,
+                    sub_stage_b=sub_stage_b,
                     device_fraction=device_fraction,
                     slowdown_a=slow_a,
                     slowdown_b=slow_b,
@@ -242,36 +245,27 @@ def sharing_table(table: InterferenceTable, levels: tuple[float, ...] | None = N
 
 def load_interference(
     path: str | Path | None,
-    levels: FractionGrid,
-    kinds: Iterable[str] = tuple(SUB_STAGE_PROFILES),
+    grid: FractionGrid,
+    sub_stages: Iterable[SubStage] = tuple(SUB_STAGE_PROFILES),
     *,
     asked: Iterable[float] | None = None,
 ) -> tuple[InterferenceTable, list[str]]:
-    """The table of a profile file for one device, and what was wrong with the file and is used instead.
+    """The table of a profile file for one device, and warnings: what the file lacks, and what is used instead.
 
-    Holes are looked for at the levels that will be asked for, by default the usual ones. A file that is no
-    profile at all is an error; one that does not fit only costs accuracy and is a warning.
+    Holes are looked for at the device fractions that will be asked for, by default the usual ones. A file that does not
+    fit costs accuracy and is a warning. Raises UserError for a file that is no profile.
     """
     if path is None:
-        return estimated_table(levels), [f"no interference profile for {levels.device}: every pair is estimated"]
+        return estimated_table(grid), [f"no interference profile for {grid.device}: every pair is estimated"]
     content = read_profile(Path(path))
-    if content["device"] != levels.device:
-        return estimated_table(levels), [
-            f"{path} was measured on {content['device']!r}, not on {levels.device!r}: "
+    if content["device"] != grid.device:
+        return estimated_table(grid), [
+            f"{path} was measured on {content['device']!r}, not on {grid.device!r}: "
             "nothing of it is used, every pair is estimated"
         ]
-    warnings, measured = [], {}
-    for entry in content["entries"]:
-        if not levels.can_do(entry["level"]):
-            warnings.append(
-                f"{path}: {levels.device} cannot do fraction {entry['level']:g} "
-                f"of ({entry['a']}, {entry['b']}); the entry is left out, "
-                f"{levels.nearest(entry['level']):.3g} is the nearest it can do"
-            )
-            continue
-        measured[entry["a"], entry["b"], entry["level"]] = (entry["slowdown_a"], entry["slowdown_b"])
-    table = InterferenceTable(device=levels.device, levels=levels, measured=measured)
-    holes = table.holes(kinds, asked)
+    measured, warnings = _measured(path, content["entries"], grid)
+    table = InterferenceTable(device=grid.device, grid=grid, measured=measured)
+    holes = table.holes(sub_stages, asked)
     if holes:
         named = ", ".join(f"({a}, {b}, {device_fraction:.3g})" for a, b, device_fraction in holes[:4])
         more = f" and {len(holes) - 4} more" if len(holes) > 4 else ""
@@ -279,8 +273,39 @@ def load_interference(
     return table, warnings
 
 
+def _measured(
+    path: str | Path, entries: Iterable[Mapping[str, Any]], grid: FractionGrid
+) -> tuple[dict[tuple[SubStage, SubStage, float], tuple[float, float]], list[str]]:
+    """Entries at device fractions that the device can do, and warnings about the others and about old names."""
+    measured, warnings = {}, []
+    renamed: dict[str, None] = {}
+    for entry in entries:
+        renamed.update((entry[side], None) for side in ("a", "b") if entry[side] in OLD_NAMES)
+        sub_stage_a, sub_stage_b = (sub_stage_named(entry[side], path) for side in ("a", "b"))
+        if not grid.can_do(entry["level"]):
+            warnings.append(
+                f"{path}: {grid.device} cannot do fraction {entry['level']:g} "
+                f"of ({sub_stage_a}, {sub_stage_b}); the entry is left out, "
+                f"{grid.nearest(entry['level']):.3g} is the nearest it can do"
+            )
+            continue
+        measured[sub_stage_a, sub_stage_b, entry["level"]] = (entry["slowdown_a"], entry["slowdown_b"])
+    hints = [f"{path}: {name!r} is called {str(OLD_NAMES[name])!r} now; it is read as that" for name in renamed]
+    return measured, [*hints, *warnings]
+
+
+def sub_stage_named(name: str, path: str | Path) -> SubStage:
+    """The sub-stage that a profile file names; names of version 0.1 are accepted. Raises UserError for any other."""
+    if name in OLD_NAMES:
+        return OLD_NAMES[name]
+    try:
+        return SubStage(name)
+    except ValueError:
+        raise UserError(f"{path}: sub-stage {name!r} is unknown; accepted: {', '.join(SubStage)}") from None
+
+
 def read_profile(path: Path) -> dict[str, Any]:
-    """All that is in a profile file. Raises UserError for a file that is none."""
+    """The content of a profile file. Raises UserError for a file that is no profile."""
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, json.JSONDecodeError) as error:
@@ -306,16 +331,17 @@ def _is_entry(entry: object) -> bool:
 
 
 def _profile(
-    kind: str | SubStageProfile, profiles: Mapping[str, SubStageProfile] = SUB_STAGE_PROFILES
+    sub_stage: SubStage | SubStageProfile, profiles: Mapping[SubStage, SubStageProfile] = SUB_STAGE_PROFILES
 ) -> SubStageProfile:
-    if isinstance(kind, SubStageProfile):
-        return kind
-    if kind not in profiles:
-        raise UserError(f"sub-stage {kind!r} is unknown; known: {', '.join(profiles)}")
-    return profiles[kind]
+    if isinstance(sub_stage, SubStageProfile):
+        return sub_stage
+    if sub_stage not in profiles:
+        raise UserError(f"sub-stage {sub_stage!r} is unknown; known: {', '.join(profiles)}")
+    return profiles[sub_stage]
 
 
-def _alone(profile: SubStageProfile, share: float) -> float:
-    """Slowdown by the smaller share alone, with nobody on the rest."""
+def _alone(profile: SubStageProfile, device_fraction: float) -> float:
+    """Slowdown by the device fraction alone, while the rest is unused."""
     rest = 1.0 - profile.compute - profile.bandwidth
-    return profile.compute / share + profile.bandwidth * max(1.0, BANDWIDTH_SHARE / share) + rest
+    stretched = profile.bandwidth * max(1.0, BANDWIDTH_FRACTION / device_fraction)
+    return profile.compute / device_fraction + stretched + rest

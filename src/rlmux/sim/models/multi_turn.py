@@ -1,13 +1,13 @@
-"""One worker's share of a rollout whose trajectories have turns, with waits for their environment between them.
+"""A rollout shard of trajectories with several turns, and waits for their environment between the turns.
 
-    fresh ──slot free──▶ decoding ──turn ends──▶ waiting for its tool ──answer──▶ (slot free) ──▶ decoding ... ended
-                              at the share's pace           in seconds that pass, paused or not
+    fresh ──slot free──▶ decoding ──turn ends──▶ waiting for the environment ──reply──▶ (slot free) ──▶ decoding ... ended
+                              at the order's rate           in seconds that pass, paused or not
 
-While a trajectory waits for its tool it decodes nothing, and holds no slot unless the engine keeps it (`keeps_slots`:
-this project's own engine does). When all wait, the share computes nothing: pausing it loses nothing, since the waits
-go on.
+A trajectory that waits decodes nothing, and holds no slot unless the engine keeps it (`keeps_slots`: this project's own
+engine does). When all trajectories wait, the shard computes nothing: pausing it loses nothing, since the waits go on.
 
-Moves from one moment (a turn ends, a tool answers) to the next; between two the same sequences decode.
+The decoder goes from one moment (a turn ends, an environment replies) to the next; in between the same sequences
+decode. `Decoder` (decoder.py) is the cheaper model where there are no waits, and says why both exist.
 """
 
 from __future__ import annotations
@@ -23,25 +23,25 @@ import numpy as np
 
 from rlmux.core.errors import UserError
 from rlmux.core.model import SubStage
-from rlmux.sim.models.decoder import REPORT_AT, DecodeSeconds, Turn, Unfinished, decode_kind
+from rlmux.sim.models.decoder import REPORT_AT, DecodeSeconds, Turn, Unfinished, decode_sub_stage
 from rlmux.sim.models.work import DONE_S
 
 _ROUNDING = 1e-6
-"""Of a token."""
+"""Tokens that count as rounding."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ToolUse:
-    """How trajectories use tools. Waits are exponential; all is a function of (seed, step)."""
+    """How trajectories use tools: the waits between their turns. Everything drawn is a function of (seed, step)."""
 
     mean_calls: float = 1.0
-    """Calls of a trajectory, Poisson."""
+    """Mean calls of a trajectory; the counts are drawn from a Poisson distribution."""
     wait_s: float = 1.0
-    """Mean wait of a call."""
+    """Mean seconds of a call; the waits are drawn from an exponential distribution."""
     reply_tokens: int = 32
-    """Prefilled before a trajectory goes on."""
+    """Tokens of a reply, prefilled before the next turn is decoded."""
     keeps_slots: bool = False
-    """A trajectory that waits keeps its slot."""
+    """Whether a trajectory that waits keeps its slot."""
 
     def __post_init__(self) -> None:
         if self.mean_calls < 0.0 or self.wait_s < 0.0 or self.reply_tokens < 0:
@@ -66,7 +66,7 @@ class ToolUse:
 
 
 class TurnDecoder:
-    """A `Remaining`; see the module."""
+    """`Work` that goes from moment to moment; see the module."""
 
     def __init__(
         self,
@@ -84,16 +84,16 @@ class TurnDecoder:
         self._group_size = group_size
         self._keeps_slots = keeps_slots
         self._prefill_s = first_s
-        """Solo seconds before decoding goes on."""
+        """Solo seconds of prefill before decoding continues."""
         self._clock_s = 0.0
         self._iteration = 0.0
-        """Tokens that a sequence would have by now had it decoded all along; in parts while an iteration goes on."""
+        """Decode iterations so far, with the fraction of the present one."""
         self._active: list[tuple[float, int, float, Unfinished]] = []
-        """Heap of (iteration at which its turn ends, number, context less its first iteration, as it was)."""
+        """Heap of (iteration at which its turn ends, number, context minus its first iteration, trajectory as admitted)."""
         self._contexts = 0.0
-        """Sum of the active ones' third fields."""
-        self._parked: list[tuple[float, int, Unfinished]] = []
-        """Heap of (when its tool answers by `_clock_s`, number, as it was)."""
+        """Sum of the third fields of `_active`."""
+        self._waiting: list[tuple[float, int, Unfinished]] = []
+        """Heap of (`_clock_s` at which its environment replies, number, trajectory)."""
         self._queue: deque[Unfinished] = deque()
         self._num_entries = 0
         self._add(trajectories)
@@ -101,51 +101,51 @@ class TurnDecoder:
 
     @property
     def is_over(self) -> bool:
-        return not (self._active or self._queue or self._parked)
+        return not (self._active or self._queue or self._waiting)
 
     @property
-    def kind(self) -> str:
+    def sub_stage(self) -> SubStage:
         if not self._active:
-            return "tool"
-        if self._prefill_s > 0.0 and self._iteration == 0.0:  # a reply's is over at once
+            return SubStage.TOOL_WAIT
+        if self._prefill_s > 0.0 and self._iteration == 0.0:  # a reply's prefill is over at once
             return SubStage.PREFILL
-        return decode_kind(len(self._active))
+        return decode_sub_stage(len(self._active))
 
     @property
     def idle_s(self) -> float:
-        if self._active or self._prefill_s > 0.0 or not self._parked:
+        if self._active or self._prefill_s > 0.0 or not self._waiting:
             return 0.0
-        return max(0.0, self._parked[0][0] - self._clock_s)
+        return max(0.0, self._waiting[0][0] - self._clock_s)
 
     def report(self) -> tuple[int, int, int]:
-        return len(self._active), len(self._queue), len(self._parked)
+        return len(self._active), len(self._queue), len(self._waiting)
 
-    def until_over(self, pace: float) -> float:
+    def until_over(self, rate: float) -> float:
         future, total_s = self._copy(), 0.0
         while not future.is_over:
-            total_s += future._move_to_moment(pace)
+            total_s += future._advance_to_moment(rate)
         return total_s
 
-    def until_news(self, pace: float) -> float:
-        """Until fewer are unfinished than one of `REPORT_AT`, or the character of what is done changes."""
-        future, total_s, before = self._copy(), 0.0, self._news()
-        while not future.is_over and future._news() == before:
-            total_s += future._move_to_moment(pace)
+    def until_report(self, rate: float) -> float:
+        """Seconds until the unfinished trajectories are as few as one of `REPORT_AT`, or the sub-stage changes."""
+        future, total_s, before = self._copy(), 0.0, self._report_state()
+        while not future.is_over and future._report_state() == before:
+            total_s += future._advance_to_moment(rate)
         return total_s
 
-    def advance(self, seconds: float, pace: float) -> float:
+    def advance(self, seconds: float, rate: float) -> float:
         computed_s = 0.0
         while seconds > 0.0 and not self.is_over:
-            step_s = min(seconds, self._until_moment(pace))
-            if pace > 0.0 and (self._prefill_s > 0.0 or self._active):
+            step_s = min(seconds, self._until_moment(rate))
+            if rate > 0.0 and (self._prefill_s > 0.0 or self._active):
                 computed_s += step_s
-            self._move(step_s, pace)
+            self._advance_within(step_s, rate)
             seconds -= step_s
         return computed_s
 
     def take(self) -> list[Unfinished]:
         taken = self.sequences()
-        self._active, self._parked, self._contexts, self._prefill_s = [], [], 0.0, 0.0
+        self._active, self._waiting, self._contexts, self._prefill_s = [], [], 0.0, 0.0
         self._queue.clear()
         return taken
 
@@ -159,49 +159,50 @@ class TurnDecoder:
             replace(one, left=end - self._iteration, context=base + self._iteration)
             for end, _, base, one in sorted(self._active, key=lambda entry: entry[1])
         ]
-        parked = [replace(one, wait_s=at_s - self._clock_s) for at_s, _, one in sorted(self._parked)]
-        return [*active, *parked, *self._queue]
+        waiting = [replace(one, wait_s=at_s - self._clock_s) for at_s, _, one in sorted(self._waiting)]
+        return [*active, *waiting, *self._queue]
 
     # ------------------------------------------------------------------ from moment to moment
 
-    def _news(self) -> tuple[int, str]:
-        num_left = len(self._active) + len(self._queue) + len(self._parked)
-        return sum(num_left <= count for count in REPORT_AT), self.kind
+    def _report_state(self) -> tuple[int, SubStage]:
+        """A value whose change is worth a progress report."""
+        num_left = len(self._active) + len(self._queue) + len(self._waiting)
+        return sum(num_left <= count for count in REPORT_AT), self.sub_stage
 
-    def _until_moment(self, pace: float) -> float:
-        """Seconds until a turn ends, a tool answers, or what is being prefilled is."""
-        answer_s = max(0.0, self._parked[0][0] - self._clock_s) if self._parked else math.inf
-        if pace <= 0.0:
-            return answer_s
+    def _until_moment(self, rate: float) -> float:
+        """Seconds until a turn ends, an environment replies, or the prefill is done."""
+        reply_s = max(0.0, self._waiting[0][0] - self._clock_s) if self._waiting else math.inf
+        if rate <= 0.0:
+            return reply_s
         if self._prefill_s > 0.0:
-            return min(answer_s, self._prefill_s / pace)
+            return min(reply_s, self._prefill_s / rate)
         if self._active:
-            return min(answer_s, (self._active[0][0] - self._iteration) * self._iteration_s() / pace)
-        return answer_s
+            return min(reply_s, (self._active[0][0] - self._iteration) * self._iteration_s() / rate)
+        return reply_s
 
-    def _move_to_moment(self, pace: float) -> float:
-        seconds = self._until_moment(pace)
-        self._move(seconds, pace)
+    def _advance_to_moment(self, rate: float) -> float:
+        seconds = self._until_moment(rate)
+        self._advance_within(seconds, rate)
         return seconds
 
-    def _move(self, seconds: float, pace: float) -> None:
-        """At most to the next moment."""
-        if pace > 0.0 and self._prefill_s > 0.0:
-            self._prefill_s -= seconds * pace
+    def _advance_within(self, seconds: float, rate: float) -> None:
+        """Let seconds pass, at most until the next moment."""
+        if rate > 0.0 and self._prefill_s > 0.0:
+            self._prefill_s -= seconds * rate
             if self._prefill_s <= DONE_S:
                 self._prefill_s = 0.0
-        elif pace > 0.0 and self._active:
-            self._iteration += seconds * pace / self._iteration_s()
+        elif rate > 0.0 and self._active:
+            self._iteration += seconds * rate / self._iteration_s()
         self._clock_s += seconds
         while self._active and self._active[0][0] <= self._iteration + _ROUNDING:
             self._end_turn()
-        answered = []
-        while self._parked and self._parked[0][0] <= self._clock_s + DONE_S:
-            one = replace(heappop(self._parked)[2], wait_s=0.0)
-            if one.left > 0.0:  # else it was only to be let go
-                answered.append(one)
-        if answered:
-            self._add(answered)
+        replied = []
+        while self._waiting and self._waiting[0][0] <= self._clock_s + DONE_S:
+            one = replace(heappop(self._waiting)[2], wait_s=0.0)
+            if one.left > 0.0:  # else it only kept its slot
+                replied.append(one)
+        if replied:
+            self._add(replied)
         self._admit()
 
     def _end_turn(self) -> None:
@@ -210,32 +211,34 @@ class TurnDecoder:
         if one.later:
             turn = one.later[0]
             context = base + end
-            self._park(Unfinished(turn.tokens, context, one.later[1:], wait_s=turn.wait_s, unread=turn.reply_tokens))
+            self._wait_for_env(
+                Unfinished(turn.tokens, context, one.later[1:], wait_s=turn.wait_s, unread=turn.reply_tokens)
+            )
 
-    def _park(self, one: Unfinished) -> None:
+    def _wait_for_env(self, one: Unfinished) -> None:
         self._num_entries += 1
-        heappush(self._parked, (self._clock_s + one.wait_s, self._num_entries, one))
+        heappush(self._waiting, (self._clock_s + one.wait_s, self._num_entries, one))
 
     def _iteration_s(self) -> float:
-        """Of one token of everybody who decodes."""
+        """Seconds of one decode iteration of the active sequences."""
         num_active = len(self._active)
         return self._costs.decode_span_s(num_active, self._contexts / num_active + self._iteration, 1)
 
     def _add(self, trajectories: Sequence[Unfinished]) -> None:
-        """Those with a context go before those without: they keep their place."""
+        """Queue trajectories: those with a context come before those without, in the order in which they were added."""
         begun = [one for one in self._queue if one.context > 0]
         fresh = [one for one in self._queue if one.context <= 0]
         for one in trajectories:
             if one.wait_s > 0.0:
-                self._park(one)
+                self._wait_for_env(one)
             else:
                 (begun if one.context > 0 else fresh).append(one)
         self._queue = deque([*begun, *fresh])
 
     def _admit(self) -> None:
-        """Fill the free slots; what the admitted bring is prefilled before decoding goes on."""
+        """Fill the free slots; prompts and replies of the admitted are prefilled before decoding continues."""
         tokens = 0.0
-        num_kept = len(self._parked) if self._keeps_slots else 0
+        num_kept = len(self._waiting) if self._keeps_slots else 0
         while self._queue and len(self._active) + num_kept < self._slots:
             one = self._queue.popleft()
             if one.context <= 0:
@@ -250,6 +253,6 @@ class TurnDecoder:
 
     def _copy(self) -> TurnDecoder:
         other = copy(self)
-        other._active, other._parked = list(self._active), list(self._parked)
+        other._active, other._waiting = list(self._active), list(self._waiting)
         other._queue = deque(self._queue)
         return other

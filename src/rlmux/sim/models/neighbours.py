@@ -1,12 +1,12 @@
-"""What busy neighbours cost: how two orders slow each other that compute on two devices of one machine.
+"""What busy neighbours cost: how two orders that compute on two devices of one machine slow each other.
 
-    profile file (JSON) ──load_neighbours──▶ Neighbours ──slowdown(kind, others)──▶ a pace (pace.py)
-                               └──▶ warnings         └───── seconds_lost(pieces) ──▶ a log without it (recorded.py)
+    profile file (JSON) ──load_neighbours──▶ Neighbours ──slowdown(sub-stage, others)──▶ NeighbourRates (rates.py)
+                               └──▶ warnings         └───── seconds_lost(busy) ──▶ a log without it (recorded.py)
 
-Each has a device of its own, and yet what they share (caches, memory, power, the processor below a virtual machine)
-makes both slower. Two characters are told apart, decoding and training: the other sub-stages go by one of them. Of
-several neighbours the worst counts: pairs are what was measured, and a product over seven neighbours would make a third
-of a few percent. Invariant: a slowdown is at least 1, and 1 beside nobody.
+Each order has a device of its own, and yet what the devices share (caches, memory, power, the processor below a virtual
+machine) makes both slower. Two sub-stages are measured, dense decoding and update; each of the others goes by one of
+them. Of several neighbours the worst counts: only pairs were measured, and a product over seven neighbours would make a
+third of a few percent. Invariant: a slowdown is at least 1, and 1 without neighbours.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any
 
 from rlmux.core.errors import UserError
 from rlmux.core.model import DeviceId, SubStage
-from rlmux.sim.models.interference import read_profile
+from rlmux.sim.models.interference import read_profile, sub_stage_named
 
-KINDS = (SubStage.DENSE_DECODE, SubStage.UPDATE)
-"""What is measured."""
-_STANDS_FOR: Mapping[str, str] = {
+MEASURED_SUB_STAGES = (SubStage.DENSE_DECODE, SubStage.UPDATE)
+"""Sub-stages whose slowdowns are measured."""
+_MEASURED_AS: Mapping[SubStage, SubStage] = {
     SubStage.PREFILL: SubStage.DENSE_DECODE,
     SubStage.TAIL_DECODE: SubStage.DENSE_DECODE,
     SubStage.REFERENCE: SubStage.UPDATE,
@@ -34,38 +34,40 @@ _KEY = "neighbours"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Neighbours:
-    """Slowdowns on devices of one machine, measured by (who, beside whom); a pair that is not there costs nothing."""
+    """Slowdowns of orders on devices of one machine."""
 
     device: str
     """Name of the hardware."""
-    measured: Mapping[tuple[str, str], float]
+    measured: Mapping[tuple[SubStage, SubStage], float]
+    """Slowdown by (sub-stage slowed, sub-stage beside it); a pair that is missing costs nothing."""
     is_one_machine: bool = False
-    """All nodes are one machine, as the local backend has it; else neighbours are on one node."""
+    """Whether all nodes are one machine, as under the local backend; else neighbours are devices of one node."""
 
     @property
     def are_cores(self) -> bool:
-        """The devices are cores of the machine on which the controller is, too."""
+        """Whether the devices are cores of the machine that the controller runs on."""
         return self.is_one_machine and self.device.startswith("cpu")
 
     def machine(self, device: DeviceId) -> Hashable:
-        """Equal for neighbours."""
+        """A key of the device's machine, equal for neighbours."""
         return None if self.is_one_machine else device.node_id
 
-    def slowdown(self, kind: str, others: Iterable[str]) -> float:
-        """Of a sub-stage while these compute on other devices of its machine."""
-        mine = _STANDS_FOR.get(kind, kind)
-        return max((self.measured.get((mine, _STANDS_FOR.get(other, other)), 1.0) for other in others), default=1.0)
+    def slowdown(self, sub_stage: SubStage, others: Iterable[SubStage]) -> float:
+        """Slowdown of a sub-stage while these compute on other devices of its machine."""
+        mine = _MEASURED_AS.get(sub_stage, sub_stage)
+        return max((self.measured.get((mine, _MEASURED_AS.get(other, other)), 1.0) for other in others), default=1.0)
 
     def to_json(self) -> list[dict[str, Any]]:
         return [
-            {"kind": kind, "beside": beside, "slowdown": slowdown} for (kind, beside), slowdown in self.measured.items()
+            {"kind": sub_stage, "beside": beside, "slowdown": slowdown}
+            for (sub_stage, beside), slowdown in self.measured.items()
         ]
 
 
 def load_neighbours(path: str | Path, device: str) -> tuple[Neighbours | None, list[str]]:
-    """What a profile file says of neighbouring devices, or None and why there is nothing for this device.
+    """What a profile file says of neighbouring devices, or None with the reason why there is nothing for this device.
 
-    Raises UserError for a file that is no profile, or entries that are no slowdowns.
+    Raises UserError for a file that is no profile, and for entries that are no slowdowns.
     """
     content = read_profile(Path(path))
     used_instead = "busy neighbours are taken to cost nothing"
@@ -76,14 +78,15 @@ def load_neighbours(path: str | Path, device: str) -> tuple[Neighbours | None, l
     return Neighbours(device=device, measured=_measured(path, content[_KEY])), []
 
 
-def _measured(path: str | Path, entries: Any) -> dict[tuple[str, str], float]:
+def _measured(path: str | Path, entries: Any) -> dict[tuple[SubStage, SubStage], float]:
     measured = {}
     for number, entry in enumerate(entries if isinstance(entries, list) else [entries], 1):
         if not _is_entry(entry):
             raise UserError(
                 f"{path}: neighbour {number} is {entry!r}; expected kind, beside and a slowdown of 1 or more"
             )
-        measured[entry["kind"], entry["beside"]] = float(entry["slowdown"])
+        key = sub_stage_named(entry["kind"], path), sub_stage_named(entry["beside"], path)
+        measured[key] = float(entry["slowdown"])
     return measured
 
 
@@ -99,35 +102,35 @@ def _is_entry(entry: object) -> bool:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Busy:
-    """An order computed there without a break."""
+    """A stretch of time in which an order computed on a device without a break."""
 
     order: int | None
-    """None: whoever it was, it loses nothing itself."""
+    """Number of the order; None for work that belongs to none: it slows others and loses nothing itself."""
     device: DeviceId
-    kind: str
+    sub_stage: SubStage
     start_s: float
     end_s: float
 
 
-def seconds_lost(pieces: Sequence[Busy], neighbours: Neighbours) -> dict[int, float]:
-    """What each order lost to those that computed beside it, by order; on several devices what it lost on the worst.
+def seconds_lost(busy: Sequence[Busy], neighbours: Neighbours) -> dict[int, float]:
+    """Seconds that each order lost to orders computing beside it; on several devices those lost on the worst.
 
-    An order's seconds less these are what it would have taken alone.
+    An order's seconds minus these are what it would have taken alone.
     """
     by_machine: dict[Hashable, list[Busy]] = {}
-    for piece in pieces:
-        by_machine.setdefault(neighbours.machine(piece.device), []).append(piece)
+    for one in busy:
+        by_machine.setdefault(neighbours.machine(one.device), []).append(one)
     lost: dict[tuple[int | None, DeviceId], float] = {}
     for on_machine in by_machine.values():
-        for here, seconds in _moments(on_machine):
-            for piece in here:
+        for together, seconds in _stretches(on_machine):
+            for one in together:
                 others = [
-                    other.kind
-                    for other in here
-                    if other.device != piece.device and (other.order is None or other.order != piece.order)
+                    other.sub_stage
+                    for other in together
+                    if other.device != one.device and (other.order is None or other.order != one.order)
                 ]
-                key = piece.order, piece.device
-                lost[key] = lost.get(key, 0.0) + seconds * (1.0 - 1.0 / neighbours.slowdown(piece.kind, others))
+                key = one.order, one.device
+                lost[key] = lost.get(key, 0.0) + seconds * (1.0 - 1.0 / neighbours.slowdown(one.sub_stage, others))
     worst: dict[int, float] = {}
     for (order, _), seconds in lost.items():
         if order is not None:
@@ -135,13 +138,13 @@ def seconds_lost(pieces: Sequence[Busy], neighbours: Neighbours) -> dict[int, fl
     return worst
 
 
-def _moments(pieces: Sequence[Busy]) -> Iterator[tuple[list[Busy], float]]:
-    """Who computes, and for how long nobody begins or ends, wherever there are two or more."""
+def _stretches(busy: Sequence[Busy]) -> Iterator[tuple[list[Busy], float]]:
+    """(what computes at once, seconds until one of it ends or another begins), wherever it is two or more."""
     edges = sorted(
         (at_s, is_start, number)
-        for number, piece in enumerate(pieces)
-        for at_s, is_start in ((piece.start_s, True), (piece.end_s, False))
-        if piece.end_s > piece.start_s
+        for number, one in enumerate(busy)
+        for at_s, is_start in ((one.start_s, True), (one.end_s, False))
+        if one.end_s > one.start_s
     )
     here: dict[int, Busy] = {}
     before_s = 0.0
@@ -150,6 +153,6 @@ def _moments(pieces: Sequence[Busy]) -> Iterator[tuple[list[Busy], float]]:
             yield list(here.values()), at_s - before_s
         before_s = at_s
         if is_start:
-            here[number] = pieces[number]
+            here[number] = busy[number]
         else:
             del here[number]

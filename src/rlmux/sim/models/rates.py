@@ -1,12 +1,12 @@
-"""How fast orders run: solo seconds per second, at a device fraction, beside others.
+"""The rates of running orders: solo seconds per second, at a device fraction, beside other orders.
 
-    ByFraction            as fast as its device fraction says, whoever else is there
-    ByInterference     1 alone on whole devices; else one over the slowdown of a table, the worst of its devices and
-                       of those that it shares them with
-    BesideNeighbours   as fast as another of these says, over the slowdown by who computes on other devices of its
-                       machine; who only waits for an environment slows nobody
+    FractionRates       the order's device fraction, whatever else runs there
+    InterferenceRates   1 alone on whole devices; else one over the slowdown of a table: the worst of the order's
+                        devices, and on each the worst of the orders that it shares the device with
+    NeighbourRates      the rate of one of the above, over the slowdown by orders that compute on other devices of the
+                        same machine; an order that only waits for an environment slows no other
 
-The simulation tells who begins, ends or changes; the answer is whose pace is to be taken anew.
+The simulation says which order begins, changes or ends; the answer is the orders whose rate has to be updated.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from __future__ import annotations
 from collections.abc import Hashable, Sequence
 from typing import Generic, Protocol, TypeVar
 
-from rlmux.core.model import DeviceId
+from rlmux.core.model import DeviceId, SubStage
 from rlmux.sim.models.interference import InterferenceTable
 from rlmux.sim.models.neighbours import Neighbours
 
 
 class Computing(Protocol):
-    """An order under way, as far as paces go."""
+    """What rates need to know of a running order."""
 
     device_fraction: float
 
@@ -28,135 +28,134 @@ class Computing(Protocol):
     def devices(self) -> tuple[DeviceId, ...]: ...
 
     @property
-    def kind(self) -> str: ...
+    def sub_stage(self) -> SubStage: ...
 
     @property
     def is_waiting(self) -> bool:
-        """There is nothing to compute until an environment replies."""
+        """Whether there is nothing to compute until an environment replies."""
 
 
 C = TypeVar("C", bound=Computing)
 
 
-class Pace(Protocol[C]):
+class Rates(Protocol[C]):
     @property
-    def depends_on_kind(self) -> bool:
-        """Whether a change of an order's character changes paces."""
+    def depends_on_sub_stage(self) -> bool:
+        """Whether an order that begins, ends or changes its sub-stage changes the rates of others."""
 
-    def begins(self, one: C) -> Sequence[C]:
-        """Whose pace is to be taken anew, itself included; so too for `changes`."""
+    def begin(self, order: C) -> Sequence[C]:
+        """Add an order; returns the orders whose rate has to be updated, this one included."""
 
-    def changes(self, one: C) -> Sequence[C]: ...
+    def change(self, order: C) -> Sequence[C]:
+        """The orders whose rate has to be updated after a change of this one, this one included."""
 
-    def ends(self, one: C) -> Sequence[C]:
-        """Whose pace is to be taken anew, now that it is gone."""
+    def end(self, order: C) -> Sequence[C]:
+        """Remove an order; returns the orders whose rate has to be updated."""
 
-    def of(self, one: C) -> float: ...
+    def rate(self, order: C) -> float: ...
 
 
-class ByFraction:
+class FractionRates:
     """Orders do not slow each other."""
 
-    depends_on_kind = False
+    depends_on_sub_stage = False
 
-    def begins(self, one: C) -> Sequence[C]:
-        return (one,)
+    def begin(self, order: C) -> Sequence[C]:
+        return (order,)
 
-    def changes(self, one: C) -> Sequence[C]:
-        return (one,)
+    def change(self, order: C) -> Sequence[C]:
+        return (order,)
 
-    def ends(self, one: C) -> Sequence[C]:
+    def end(self, order: C) -> Sequence[C]:
         return ()
 
-    def of(self, one: Computing) -> float:
-        return one.device_fraction
+    def rate(self, order: Computing) -> float:
+        return order.device_fraction
 
 
-class ByInterference(Generic[C]):
+class InterferenceRates(Generic[C]):
     """Orders that share a device slow each other as the table says."""
 
-    depends_on_kind = True
+    depends_on_sub_stage = True
 
     def __init__(self, table: InterferenceTable) -> None:
         self._table = table
-        self._on_device: dict[DeviceId, list[C]] = {}
+        self._orders_by_device: dict[DeviceId, list[C]] = {}
 
-    def on(self, device: DeviceId) -> Sequence[C]:
-        """Who computes there."""
-        return self._on_device.get(device, ())
+    def orders_on(self, device: DeviceId) -> Sequence[C]:
+        """The orders that hold the device."""
+        return self._orders_by_device.get(device, ())
 
-    def begins(self, one: C) -> Sequence[C]:
-        for device in one.devices:
-            self._on_device.setdefault(device, []).append(one)
-        return self.changes(one)
+    def begin(self, order: C) -> Sequence[C]:
+        for device in order.devices:
+            self._orders_by_device.setdefault(device, []).append(order)
+        return self.change(order)
 
-    def changes(self, one: C) -> Sequence[C]:
-        if not one.devices:
-            return (one,)
-        return list({id(other): other for device in one.devices for other in self._on_device[device]}.values())
+    def change(self, order: C) -> Sequence[C]:
+        if not order.devices:
+            return (order,)
+        return list({id(other): other for device in order.devices for other in self._orders_by_device[device]}.values())
 
-    def ends(self, one: C) -> Sequence[C]:
-        for device in one.devices:
-            self._on_device[device].remove(one)
-        return self.changes(one) if one.devices else ()
+    def end(self, order: C) -> Sequence[C]:
+        for device in order.devices:
+            self._orders_by_device[device].remove(order)
+        return self.change(order) if order.devices else ()
 
-    def of(self, one: C) -> float:
-        return min((self._on(device, one) for device in one.devices), default=1.0)
+    def rate(self, order: C) -> float:
+        return min((self._rate_on(device, order) for device in order.devices), default=1.0)
 
-    def _on(self, device: DeviceId, one: C) -> float:
-        others = [other for other in self._on_device[device] if other is not one]
-        if not others:
-            return (
-                1.0 if one.device_fraction >= 1.0 else 1.0 / self._table.slowdown_alone(one.kind, one.device_fraction)
-            )
-        return 1.0 / max(self._table.slowdowns(one.kind, other.kind, one.device_fraction)[0] for other in others)
+    def _rate_on(self, device: DeviceId, order: C) -> float:
+        table, fraction = self._table, order.device_fraction
+        others = [other for other in self._orders_by_device[device] if other is not order]
+        if others:
+            return 1.0 / max(table.slowdowns(order.sub_stage, other.sub_stage, fraction)[0] for other in others)
+        return 1.0 if fraction >= 1.0 else 1.0 / table.slowdown_alone(order.sub_stage, fraction)
 
 
-class BesideNeighbours(Generic[C]):
+class NeighbourRates(Generic[C]):
     """Orders on different devices of one machine slow each other too."""
 
-    depends_on_kind = True
+    depends_on_sub_stage = True
 
-    def __init__(self, neighbours: Neighbours, pace: Pace[C]) -> None:
-        """`pace`: what it is without neighbours."""
+    def __init__(self, neighbours: Neighbours, rates: Rates[C]) -> None:
+        """`rates`: those without neighbours."""
         self._neighbours = neighbours
-        self._pace = pace
-        self._on_machine: dict[Hashable, list[C]] = {}
+        self._rates = rates
+        self._orders_by_machine: dict[Hashable, list[C]] = {}
 
-    def begins(self, one: C) -> Sequence[C]:
-        for machine in self._machines(one):
-            self._on_machine.setdefault(machine, []).append(one)
-        return self._with_neighbours(one, self._pace.begins(one))
+    def begin(self, order: C) -> Sequence[C]:
+        for machine in self._machines(order):
+            self._orders_by_machine.setdefault(machine, []).append(order)
+        return self._with_neighbours(order, self._rates.begin(order))
 
-    def changes(self, one: C) -> Sequence[C]:
-        return self._with_neighbours(one, self._pace.changes(one))
+    def change(self, order: C) -> Sequence[C]:
+        return self._with_neighbours(order, self._rates.change(order))
 
-    def ends(self, one: C) -> Sequence[C]:
-        for machine in self._machines(one):
-            self._on_machine[machine].remove(one)
-        return self._with_neighbours(one, self._pace.ends(one))
+    def end(self, order: C) -> Sequence[C]:
+        for machine in self._machines(order):
+            self._orders_by_machine[machine].remove(order)
+        return self._with_neighbours(order, self._rates.end(order))
 
-    def of(self, one: C) -> float:
-        pace = self._pace.of(one)
+    def rate(self, order: C) -> float:
         slowdowns = [
-            self._neighbours.slowdown(one.kind, (other.kind for other in self._beside(one, device)))
-            for device in one.devices
+            self._neighbours.slowdown(order.sub_stage, (other.sub_stage for other in self._beside(order, device)))
+            for device in order.devices
         ]
-        return pace / max(slowdowns, default=1.0)
+        return self._rates.rate(order) / max(slowdowns, default=1.0)
 
-    def _machines(self, one: C) -> Sequence[Hashable]:
-        return list(dict.fromkeys(self._neighbours.machine(device) for device in one.devices))
+    def _machines(self, order: C) -> Sequence[Hashable]:
+        return list(dict.fromkeys(self._neighbours.machine(device) for device in order.devices))
 
-    def _with_neighbours(self, one: C, others: Sequence[C]) -> Sequence[C]:
+    def _with_neighbours(self, order: C, others: Sequence[C]) -> Sequence[C]:
         found = {id(other): other for other in others}
-        for machine in self._machines(one):
-            found.update((id(other), other) for other in self._on_machine[machine])
+        for machine in self._machines(order):
+            found.update((id(other), other) for other in self._orders_by_machine[machine])
         return list(found.values())
 
-    def _beside(self, one: C, device: DeviceId) -> list[C]:
-        """Those that compute on other devices of this one's machine."""
+    def _beside(self, order: C, device: DeviceId) -> list[C]:
+        """The orders that compute on other devices of this device's machine."""
         return [
             other
-            for other in self._on_machine[self._neighbours.machine(device)]
-            if other is not one and not other.is_waiting and any(theirs != device for theirs in other.devices)
+            for other in self._orders_by_machine[self._neighbours.machine(device)]
+            if other is not order and not other.is_waiting and any(theirs != device for theirs in other.devices)
         ]

@@ -1,9 +1,9 @@
-"""The truth at the grain of sub-stages: one pipeline's rollouts by worker and sequence, its training by stage.
+"""The truth at the grain of sub-stages: one pipeline's rollouts by device and sequence, its training by stage.
 
-    lengths of a step ──dealt to workers──▶ Decoder (one share; decoder.py)
+    lengths of a step ──dealt to devices──▶ Decoder | TurnDecoder, one per rollout shard
     tokens of a step ──▶ seconds of reference, old log-probs, update, publish
 
-What a step contains is a function of (seed, step) only.
+The content of a step is a function of (seed, step) only.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ import numpy as np
 
 from rlmux.core.errors import UserError
 from rlmux.core.model import PhaseSeconds, Stage
-from rlmux.sim.models.costs import MEASURED_GPU, TrainCosts, rollout_costs, train_costs
+from rlmux.sim.models.costs import MEASURED_GPU, TRAIN_STAGES, TrainCosts, rollout_costs, train_costs
 from rlmux.sim.models.decoder import Decoder, Unfinished, copy_s, recompute_s
 from rlmux.sim.models.lengths import length_distribution
 from rlmux.sim.models.multi_turn import ToolUse, TurnDecoder
-from rlmux.sim.models.work import Remaining
-from rlmux.sim.world import KIND_BY_STAGE, TrueSeconds
+from rlmux.sim.models.work import Work
+from rlmux.sim.world import TrueSeconds
 
-STAGES = (Stage.GENERATE, *KIND_BY_STAGE)
+STAGES = (Stage.GENERATE, *TRAIN_STAGES)
+"""Stages of a step, in order."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,22 +34,20 @@ class SubStageWorld(TrueSeconds):
     by_stage: dict[Stage, float] = field(default_factory=dict)
     model: str
     lengths_of: str
-    """A recorded run whose answer lengths are drawn from."""
+    """Name of the recorded run whose answer lengths are drawn from."""
     num_sequences: int
-    """Trajectories of a step."""
+    """Trajectories of a step, over all devices."""
     num_rollout_devices: int
     num_train_devices: int
-    """Devices of the pipeline alone, which its solo time refers to."""
+    """Devices that the pipeline has alone, to which its solo time refers."""
     seed: int = 0
     gpu: str = MEASURED_GPU
     tp: int = 4
     """GPUs that act as one device."""
     slots: int = 512
-    """Sequences that a worker decodes at once."""
-    is_colocated: bool = True
-    """Training takes all devices; else only those of the training pool."""
+    """Sequences that one device decodes at once."""
     tools: ToolUse | None = None
-    """Trajectories wait for their environment between turns; None: they have one turn."""
+    """Waits for an environment between turns; None: every trajectory has one turn."""
 
     def __post_init__(self) -> None:
         if self.num_sequences < 1 or self.slots < 1:
@@ -57,7 +56,7 @@ class SubStageWorld(TrueSeconds):
                 "both must be at least 1"
             )
 
-    def share(self, step: int, index: int, num_devices: int) -> Remaining:
+    def shard(self, step: int, index: int, num_devices: int) -> Work:
         """Whole prompt groups, dealt to the devices in turn."""
         distribution = length_distribution(self.lengths_of)
         group = distribution.group_size
@@ -87,18 +86,18 @@ class SubStageWorld(TrueSeconds):
         return int(sum(self.lengths(step)) + prompt * self.num_sequences)
 
     def stage_s(self, stage: Stage, step: int, num_devices: int) -> float:
-        """Of a training stage on so many devices, or of publishing (0: it holds none)."""
-        if stage not in KIND_BY_STAGE:
+        """Solo seconds of a training stage on so many devices, or of publishing, which holds none."""
+        if stage not in TRAIN_STAGES:
             return 0.0
         costs = _train_costs(self.model, self.gpu, self.tp * (num_devices or self.num_train_devices))
-        return costs.stage_s(KIND_BY_STAGE[stage], self.tokens(step))
+        return costs.stage_s(stage, self.tokens(step))
 
-    def moving_s(self, moved: Sequence[Unfinished], *, copies_kv: bool) -> tuple[float, float]:
+    def migration_s(self, moved: Sequence[Unfinished], *, copies_kv: bool) -> tuple[float, float]:
         costs = rollout_costs(self.model, self.gpu, self.tp)
         return (copy_s(costs, moved), 0.0) if copies_kv else (0.0, recompute_s(costs, moved))
 
     def rollout_s(self, step: int) -> float:
-        """Alone: until the slowest share ends."""
+        """Solo seconds of a rollout, until its slowest shard ends."""
         return _rollout_s(
             self.model, self.gpu, self.tp, self.lengths_of, self.num_sequences, self.slots, self.tools, self.seed,
             step, self.num_rollout_devices,
@@ -117,7 +116,7 @@ class SubStageWorld(TrueSeconds):
         return sum(self.seconds(stage, step) for stage in STAGES)
 
     def mean_phases(self, num_steps: int = 3) -> PhaseSeconds:
-        """What its owner would have measured: means over a few steps of another seed."""
+        """An estimate as a measurement would give it: means over a few steps of another seed."""
         other = replace(self, seed=self.seed + 7919)
         steps = range(1, num_steps + 1)
         return PhaseSeconds(
@@ -154,4 +153,4 @@ def _rollout_s(
         model=model, lengths_of=run, num_sequences=num_sequences, num_rollout_devices=num_devices,
         num_train_devices=num_devices, seed=seed, gpu=gpu, tp=tp, slots=slots, tools=tools,
     )  # fmt: skip
-    return max(world.share(step, index, num_devices).until_over(1.0) for index in range(num_devices))
+    return max(world.shard(step, index, num_devices).until_over(1.0) for index in range(num_devices))

@@ -1,14 +1,13 @@
-"""What is left of an order: one small interface, whatever is inside.
+"""The work of an order, in solo seconds: one small protocol, whatever is inside.
 
     SoloSeconds         a number of seconds: training, publishing, a rollout of which nothing more is known
-    TrajectorySeconds   one number for each trajectory of a share: they end one by one, and can be moved
-    Decoder             a share by sequences, slots and contexts (decoder.py)
-    TurnDecoder         the same with turns, and waits for tools between them (turns.py)
+    TrajectorySeconds   one number per trajectory of a rollout shard: trajectories end one by one, and can migrate
+    Decoder             a rollout shard as sequences, slots and contexts (decoder.py)
+    TurnDecoder         the same with turns, and waits for an environment between them (multi_turn.py)
 
-Work is counted in solo seconds: what it takes alone on whole devices. It moves on by the seconds that pass and a pace,
-solo seconds per second; a pace of 0 is a pause. What waits for an environment waits in seconds that pass, at any pace.
-Who made it, and how fast it may go, is no matter of these classes: that is the world's (world.py) and the pace's
-(pace.py).
+A solo second is a second of the order alone on whole devices. Work advances by seconds that pass and a rate, in solo
+seconds per second; a rate of 0 is a pause. A wait for an environment passes in plain seconds, at every rate. The world
+makes these objects (world.py), and rates are decided elsewhere (rates.py).
 """
 
 from __future__ import annotations
@@ -19,67 +18,65 @@ from typing import Any, Protocol
 from rlmux.core.model import SubStage
 
 DONE_S = 1e-6
-"""Less than this is rounding: whoever has no more left is over."""
-ROLLOUT_KIND = SubStage.DENSE_DECODE
-"""Character of a rollout of which only seconds are known."""
+"""Seconds that count as rounding: work with no more than this left is over."""
 
 
-class Remaining(Protocol):
-    """The work that an order, or a paused share, still has to do."""
+class Work(Protocol):
+    """What an order, or a paused rollout shard, still has to do."""
 
     @property
-    def kind(self) -> str:
-        """Its compute character now, as an interference table names it."""
+    def sub_stage(self) -> SubStage:
+        """Compute and memory character of the work at this moment."""
 
     @property
     def is_over(self) -> bool: ...
 
     @property
     def idle_s(self) -> float:
-        """Seconds until there is something to compute: an environment has to reply first. 0: there is now."""
+        """Seconds until an environment replies and there is something to compute again; 0 if there is now."""
 
-    def until_over(self, pace: float) -> float:
+    def until_over(self, rate: float) -> float:
         """Seconds until all of it is done."""
 
-    def until_news(self, pace: float) -> float:
-        """Seconds until `report` or `kind` changes in a way worth telling, or all is done."""
+    def until_report(self, rate: float) -> float:
+        """Seconds until `report` or `sub_stage` changes in a way worth a progress report, or all is done."""
 
-    def advance(self, seconds: float, pace: float) -> float:
-        """Let so many seconds pass; returns those in which it computed."""
+    def advance(self, seconds: float, rate: float) -> float:
+        """Let so many seconds pass; returns the seconds in which it computed."""
 
     def report(self) -> tuple[int, int, int] | None:
-        """Trajectories (decoding, waiting for a slot, waiting for their environment); None: there is nothing to say."""
+        """Counts of trajectories that (decode, wait for a slot, wait for their environment); None: nothing to report."""
 
     def take(self) -> list[Any]:
-        """All unfinished trajectories; nothing is left afterwards."""
+        """Remove and return all unfinished trajectories."""
 
     def give(self, trajectories: Sequence[Any], cost_s: float) -> None:
-        """Take over what another's `take` gave; `cost_s` solo seconds go into making their contexts again."""
+        """Add what another object's `take` returned; `cost_s` solo seconds go into making their contexts again."""
 
 
 class SoloSeconds:
-    """So many seconds and nothing inside. As a share it is one trajectory."""
+    """A number of seconds with nothing inside. As a rollout shard it is one trajectory."""
 
-    __slots__ = ("kind", "left_s")
+    __slots__ = ("left_s", "sub_stage")
 
     idle_s = 0.0
 
-    def __init__(self, seconds: float, kind: str) -> None:
+    def __init__(self, seconds: float, sub_stage: SubStage) -> None:
         self.left_s = seconds
-        self.kind = kind
+        self.sub_stage = sub_stage
 
     @property
     def is_over(self) -> bool:
         return self.left_s <= DONE_S
 
-    def until_over(self, pace: float) -> float:
-        return self.left_s / pace
+    def until_over(self, rate: float) -> float:
+        return self.left_s / rate
 
-    def until_news(self, pace: float) -> float:
-        return self.left_s / pace
+    def until_report(self, rate: float) -> float:
+        return self.left_s / rate
 
-    def advance(self, seconds: float, pace: float) -> float:
-        left_s = self.left_s - seconds * pace
+    def advance(self, seconds: float, rate: float) -> float:
+        left_s = self.left_s - seconds * rate
         self.left_s = left_s if left_s > 0.0 else 0.0
         return seconds
 
@@ -91,16 +88,16 @@ class SoloSeconds:
         return [left_s] if left_s > DONE_S else []
 
     def give(self, trajectories: Sequence[float], cost_s: float) -> None:
-        """One after the other: nothing says that they would fit beside each other."""
+        """Trajectories run one after the other: nothing says that they would fit beside each other."""
         self.left_s += sum(trajectories) + cost_s
 
 
 class TrajectorySeconds:
-    """Seconds of each trajectory of a share; all go on at once, none slows another."""
+    """Seconds of each trajectory of a rollout shard; all run at once, and none slows another."""
 
     __slots__ = ("_left_s",)
 
-    kind = ROLLOUT_KIND
+    sub_stage = SubStage.DENSE_DECODE
     idle_s = 0.0
 
     def __init__(self, seconds: Sequence[float]) -> None:
@@ -110,14 +107,14 @@ class TrajectorySeconds:
     def is_over(self) -> bool:
         return not self._left_s or self._left_s[-1] <= DONE_S
 
-    def until_over(self, pace: float) -> float:
-        return self._left_s[-1] / pace if self._left_s else 0.0
+    def until_over(self, rate: float) -> float:
+        return self._left_s[-1] / rate if self._left_s else 0.0
 
-    def until_news(self, pace: float) -> float:
-        return self._left_s[0] / pace if self._left_s else 0.0
+    def until_report(self, rate: float) -> float:
+        return self._left_s[0] / rate if self._left_s else 0.0
 
-    def advance(self, seconds: float, pace: float) -> float:
-        done_s = seconds * pace
+    def advance(self, seconds: float, rate: float) -> float:
+        done_s = seconds * rate
         self._left_s = [left_s - done_s for left_s in self._left_s if left_s - done_s > DONE_S]
         return seconds
 

@@ -2,13 +2,13 @@
 
     run.db ─▶ orders with their reports ─▶ RecordedSeconds, one world per pipeline ─▶ Workload ─▶ simulate
 
-Every stage of every step takes what it took, from its order to the event that ended it: so the hand-overs between
-processes are in. What the first orders took longer than they computed was their processes' starting, and becomes the
-cost of a cold switch. Where it is known what busy neighbours cost (neighbours.py), what orders lost to them is taken
-off: under each policy, the simulation puts it on again for those who are neighbours then.
+Every stage of every step takes what it took, from its order to the event that ended it, so the hand-overs between
+processes are included. What the first orders took longer than they computed is the start of their processes, and
+becomes the cost of a cold switch. Where the cost of busy neighbours is known (neighbours.py), the seconds that orders
+lost to them are taken off: the simulation adds them again for the orders that are neighbours under its policy.
 
-Rollouts are decoded again, trajectory by trajectory (recorded_rollout.py): the log has their tokens, what an iteration
-took, and how long each waited for its environment. A log without (of a simulation) has only a rollout's seconds.
+Rollouts are decoded again, trajectory by trajectory (recorded_rollout.py): the log has their tokens, the seconds of an
+iteration, and the waits of each trajectory for its environment. The log of a simulation has only a rollout's seconds.
 """
 
 from __future__ import annotations
@@ -22,24 +22,37 @@ from typing import Any
 
 from rlmux.core.actions import Switch
 from rlmux.core.errors import UserError
-from rlmux.core.model import PHASE_BY_STAGE, Cluster, DeviceId, Phase, PipelineId, Pool, Stage, SubStage
+from rlmux.core.model import (
+    PHASE_BY_STAGE,
+    SUB_STAGE_BY_STAGE,
+    Cluster,
+    DeviceId,
+    Phase,
+    PipelineId,
+    Pool,
+    Stage,
+    SubStage,
+)
 from rlmux.report.api import read_timeline
 from rlmux.report.records import Ending, OrderRecord, PipelineRecord
 from rlmux.report.timeline import Timeline
 from rlmux.sim.models.neighbours import Busy, Neighbours, seconds_lost
-from rlmux.sim.models.work import ROLLOUT_KIND, Remaining
+from rlmux.sim.models.work import Work
 from rlmux.sim.workloads.arrivals import Arrival, Workload
 from rlmux.sim.workloads.recorded_rollout import Iterations, RecordedRollout
-from rlmux.sim.world import KIND_BY_STAGE, SwitchSeconds, TrueSeconds
+from rlmux.sim.world import SwitchSeconds, TrueSeconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedSeconds(TrueSeconds):
-    """What each stage of each step took. `by_stage` are means, for steps that were not recorded."""
+    """What each stage of each step took."""
 
     by_stage: Mapping[Stage, float]
+    """Mean seconds, for steps that were not recorded."""
     by_step: Mapping[tuple[Stage, int], float]
+    """Seconds of each recorded (stage, step)."""
     rollouts: Mapping[int, RecordedRollout] = field(default_factory=dict)
+    """Recorded rollouts, by step."""
 
     def seconds(self, stage: Stage, step: int) -> float:
         return self.by_step.get((stage, step), self.by_stage.get(stage, 0.0))
@@ -47,10 +60,10 @@ class RecordedSeconds(TrueSeconds):
     def solo_s(self, step: int) -> float:
         return sum(self.seconds(stage, step) for stage in self.by_stage if stage is not Stage.SFT_WARMUP)
 
-    def share(self, step: int, index: int, num_devices: int) -> Remaining:
+    def shard(self, step: int, index: int, num_devices: int) -> Work:
         if not self.rollouts:
-            return TrueSeconds.share(self, step, index, num_devices)  # a dataclass with slots has no super()
-        return self.rollouts.get(step, self.rollouts[max(self.rollouts)]).share(index, num_devices)
+            return TrueSeconds.shard(self, step, index, num_devices)  # a dataclass with slots has no super()
+        return self.rollouts.get(step, self.rollouts[max(self.rollouts)]).shard(index, num_devices)
 
 
 def recorded_workload(folder: str | Path, neighbours: Neighbours | None = None) -> Workload:
@@ -138,7 +151,7 @@ def _arrival(
 
 
 def _by_step(orders: Iterable[OrderRecord]) -> dict[int, list[OrderRecord]]:
-    """Rollout orders."""
+    """Rollout orders by step."""
     found: dict[int, list[OrderRecord]] = {}
     for order in orders:
         if order.stage is Stage.GENERATE and not order.is_migration:
@@ -150,7 +163,7 @@ def _by_step(orders: Iterable[OrderRecord]) -> dict[int, list[OrderRecord]]:
 
 
 def _elapsed_s(order: OrderRecord, switch: SwitchSeconds) -> float:
-    """From the order to its end, without what its switch is said to take."""
+    """Seconds from the order to its end, without those that its switch is taken to cost."""
     return max(order.end_s - order.start_s - _switched_s(order, switch), 0.0)
 
 
@@ -161,8 +174,8 @@ def _switched_s(order: OrderRecord, switch: SwitchSeconds) -> float:
 
 
 def _busy(orders: Iterable[OrderRecord], switches: Mapping[PipelineId, SwitchSeconds]) -> list[Busy]:
-    """When orders computed on devices; a switch is nobody's computing, as in the simulator."""
-    pieces: list[Busy] = []
+    """When orders computed on devices; a switch belongs to no order, as in the simulator."""
+    busy: list[Busy] = []
     for order in orders:
         if order.is_migration or not order.devices or not math.isfinite(order.end_s):
             continue
@@ -173,25 +186,26 @@ def _busy(orders: Iterable[OrderRecord], switches: Mapping[PipelineId, SwitchSec
                 spans.append((order.id, at_s, chunk.time_s))
                 at_s = chunk.time_s + wait_s
         spans.append((order.id, at_s, order.end_s))
-        kind = ROLLOUT_KIND if order.stage is Stage.GENERATE else KIND_BY_STAGE.get(order.stage, SubStage.UPDATE)
-        pieces += [
-            Busy(order=whose, device=device, kind=kind, start_s=start_s, end_s=end_s)
+        is_rollout = order.stage is Stage.GENERATE
+        sub_stage = SubStage.DENSE_DECODE if is_rollout else SUB_STAGE_BY_STAGE.get(order.stage, SubStage.UPDATE)
+        busy += [
+            Busy(order=number, device=device, sub_stage=sub_stage, start_s=start_s, end_s=end_s)
             for device in order.devices
-            for whose, start_s, end_s in spans
+            for number, start_s, end_s in spans
         ]
-    return pieces
+    return busy
 
 
 def _switch_seconds(orders: Sequence[OrderRecord]) -> SwitchSeconds:
-    """What orders with a switch took beyond their computing, more than others did; a mean over them."""
+    """Mean seconds that orders with a switch took beyond their computing, more than orders without a switch."""
     costs: dict[tuple[Phase, Switch], float] = {}
     for phase in (Phase.ROLLOUT, Phase.TRAIN):
         mine = [order for order in orders if PHASE_BY_STAGE[order.stage] is phase and not order.is_migration]
         usual_s = [_overhead_s(order) for order in mine if order.switch is Switch.NONE]
-        for kind in (Switch.COLD, Switch.WARM):
-            spent_s = [_overhead_s(order) for order in mine if order.switch is kind]
+        for switch in (Switch.COLD, Switch.WARM):
+            spent_s = [_overhead_s(order) for order in mine if order.switch is switch]
             if spent_s:
-                costs[phase, kind] = max(0.0, sum(spent_s) / len(spent_s) - (median(usual_s) if usual_s else 0.0))
+                costs[phase, switch] = max(0.0, sum(spent_s) / len(spent_s) - (median(usual_s) if usual_s else 0.0))
     return SwitchSeconds(
         cold_rollout_s=costs.get((Phase.ROLLOUT, Switch.COLD), 0.0),
         cold_train_s=costs.get((Phase.TRAIN, Switch.COLD), 0.0),
@@ -201,7 +215,7 @@ def _switch_seconds(orders: Sequence[OrderRecord]) -> SwitchSeconds:
 
 
 def _overhead_s(order: OrderRecord) -> float:
-    """Neither computing nor waiting for tools."""
+    """Seconds of the order that it neither computed nor waited for tools."""
     return max(0.0, order.end_s - order.start_s - order.seconds - sum(_waits(order)))
 
 
@@ -211,8 +225,11 @@ def _rollout(
     iterations: Iterations,
     alone_s: Callable[[OrderRecord], float],
 ) -> RecordedRollout:
-    """Of one step, such that the devices that it had compute, and wait, as long as they did. What environments took
-    while a share was paused is not seen on its device: then waits are left as each trajectory had them."""
+    """One step's rollout, such that its devices compute, and wait, as long as they did in the run.
+
+    What environments took while a rollout shard was paused is not seen on its device: then the waits are left as each
+    trajectory had them.
+    """
     num_devices = len({order.devices[0] for order in orders})
     begun = [order for order in orders if order.switch is Switch.NONE]
     fixed_s = sum(_before_decoding_s(order) for order in begun) / num_devices
@@ -220,11 +237,11 @@ def _rollout(
     computed_s = sum(alone_s(order) for order in orders) - waited_s - fixed_s * num_devices
     is_whole = all(order.ending is not Ending.PAUSED for order in orders)
     recorded = RecordedRollout.of_note(note, iterations, fixed_s)
-    return recorded.taking(max(computed_s, 0.0), waited_s if is_whole else None, num_devices)
+    return recorded.fitted_to(max(computed_s, 0.0), waited_s if is_whole else None, num_devices)
 
 
 def _before_decoding_s(order: OrderRecord) -> float:
-    """Passing requests on, loading weights."""
+    """Seconds of an order until it decodes: requests are passed on, weights are loaded."""
     if not order.chunks:
         return _overhead_s(order)
     first = order.chunks[0]
@@ -232,7 +249,7 @@ def _before_decoding_s(order: OrderRecord) -> float:
 
 
 def _longest_s(orders: Sequence[OrderRecord], alone_s: Callable[[OrderRecord], float]) -> float:
-    """Of the devices that it had."""
+    """Seconds of the device that took longest."""
     by_device: dict[DeviceId, float] = {}
     for order in orders:
         by_device[order.devices[0]] = by_device.get(order.devices[0], 0.0) + alone_s(order)
@@ -240,7 +257,7 @@ def _longest_s(orders: Sequence[OrderRecord], alone_s: Callable[[OrderRecord], f
 
 
 def _waits(order: OrderRecord) -> list[float]:
-    """After each report: seconds in which every trajectory with a slot waited for its tool."""
+    """Seconds after each progress report in which every trajectory with a slot waited for its tool."""
     ends = [*((chunk.time_s, chunk.seconds) for chunk in order.chunks[1:]), (order.end_s, order.seconds)]
     return [
         max(0.0, end_s - chunk.time_s - (seconds - chunk.seconds))

@@ -1,12 +1,12 @@
-"""A rollout as a log tells of it, decoded again on any number of devices.
+"""A rollout from the log of a real run, decoded again on any number of devices.
 
     tokens of each trajectory, waits of each turn   ┐
-    seconds of an iteration, by rows computed       ├─▶ RecordedRollout ── share(i, n) ──▶ Decoder | TurnDecoder
+    seconds of an iteration, by rows computed       ├─▶ RecordedRollout ── shard(i, n) ──▶ Decoder | TurnDecoder
     seconds before decoding begins                  ┘
 
 Prompt groups are dealt to devices as the runtime deals them. Half of the trajectories do not decode in half of the
-seconds: the longest of them goes on to its end, wherever it is, and an iteration of few rows is not much cheaper than
-one of many.
+seconds: the longest one decodes to its end wherever it is, and an iteration of few rows is not much cheaper than one of
+many.
 """
 
 from __future__ import annotations
@@ -21,23 +21,24 @@ from typing import Any
 from rlmux.core.model import SubStage
 from rlmux.sim.models.decoder import Decoder, Turn, Unfinished
 from rlmux.sim.models.multi_turn import TurnDecoder
-from rlmux.sim.models.work import Remaining
+from rlmux.sim.models.work import Work
 
 _FRESH = -1.0
-"""The context of a trajectory that has not begun: `Iterations` counts prompts and not their tokens."""
+"""Context of a trajectory that has not begun: `Iterations` counts prompts instead of their tokens."""
 _NUM_FITS = 3
+"""Fits after which computing and waiting, which depend on each other, are close to the recorded ones."""
 
 
 @dataclass(frozen=True, slots=True)
 class Iterations:
-    """Seconds of a device, as measured: the costs of a `Decoder`."""
+    """Measured seconds of an engine: the costs of a decoder."""
 
     rows: tuple[int, ...]
-    """Batch widths, ascending."""
+    """Batch widths that were seen, ascending."""
     seconds: tuple[float, ...]
-    """Of one decode iteration at each."""
+    """Seconds of one decode iteration at each width."""
     prompt_s: float
-    """Prefill of a trajectory."""
+    """Seconds to prefill the prompt of one trajectory."""
 
     @classmethod
     def of_notes(cls, notes: Iterable[Mapping[str, Any]]) -> Iterations:
@@ -46,8 +47,8 @@ class Iterations:
         prefill_s, num_trajectories = 0.0, 0
         for note in notes:
             num_trajectories += len(note["runs"])
-            for kind, rows, iterations, _, ms in note["bands"]:
-                if kind == SubStage.PREFILL:
+            for sub_stage, rows, iterations, _, ms in note["bands"]:
+                if sub_stage == SubStage.PREFILL:
                     prefill_s += ms * 1e-3
                 else:
                     before = spent.get(rows, (0, 0.0))
@@ -57,12 +58,12 @@ class Iterations:
         return cls(rows, seconds, prefill_s / max(num_trajectories, 1))
 
     def decode_span_s(self, active: float, context: float, num_iterations: float) -> float:
-        """At the least width that was seen and has room for all."""
-        place = min(bisect_left(self.rows, active), len(self.rows) - 1)
-        return num_iterations * self.seconds[place]
+        """Seconds at the least width that was seen and has room for all."""
+        index = min(bisect_left(self.rows, active), len(self.rows) - 1)
+        return num_iterations * self.seconds[index]
 
     def prefill_s(self, tokens: float) -> float:
-        """`tokens`: prompts."""
+        """Seconds of prefill; `tokens` counts prompts (see `_FRESH`)."""
         return tokens * self.prompt_s
 
     def scaled(self, factor: float) -> Iterations:
@@ -71,15 +72,15 @@ class Iterations:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedRollout:
-    """One step's."""
+    """One step's rollout."""
 
     trajectories: Sequence[Unfinished]
-    """In the order of ids: `group_size` of each prompt."""
+    """Trajectories in the order of their ids: `group_size` of each prompt."""
     group_size: int
     slots: int
     iterations: Iterations
     fixed_s: float
-    """Of each share, before anything is decoded."""
+    """Seconds of each rollout shard before anything is decoded."""
 
     @classmethod
     def of_note(cls, note: Mapping[str, Any], iterations: Iterations, fixed_s: float) -> RecordedRollout:
@@ -93,9 +94,9 @@ class RecordedRollout:
             fixed_s=fixed_s,
         )
 
-    def taking(self, computed_s: float, waited_s: float | None, num_devices: int) -> RecordedRollout:
-        """The same, its iterations and waits stretched or shortened all alike, so that these devices together compute
-        and wait for so long (None: as it is). With turns the one depends on the other: a few fits come close."""
+    def fitted_to(self, computed_s: float, waited_s: float | None, num_devices: int) -> RecordedRollout:
+        """The same rollout, with all iterations scaled by one factor and all waits by another, such that so many devices
+        together compute and wait for so many seconds. `waited_s=None` leaves the waits as they are."""
         fitted = self
         for _ in range(_NUM_FITS if self._has_turns else 1):
             modelled_s, idle_s = fitted._computed_and_waited_s(num_devices)
@@ -106,8 +107,8 @@ class RecordedRollout:
                 fitted = replace(fitted, trajectories=stretched)
         return fitted
 
-    def share(self, index: int, num_devices: int) -> Remaining:
-        """Not begun yet."""
+    def shard(self, index: int, num_devices: int) -> Work:
+        """The rollout shard of the `index`-th of so many devices, with nothing of it done."""
         mine = [one for number, one in enumerate(self.trajectories) if number // self.group_size % num_devices == index]
         if self._has_turns:
             return TurnDecoder(self.iterations, mine, slots=self.slots, keeps_slots=True, first_s=self.fixed_s)
@@ -120,16 +121,16 @@ class RecordedRollout:
     def _computed_and_waited_s(self, num_devices: int) -> tuple[float, float]:
         computed_s = waited_s = 0.0
         for index in range(num_devices):
-            share = self.share(index, num_devices)
-            total_s = share.until_over(1.0)
-            busy_s = share.advance(total_s, 1.0)
+            shard = self.shard(index, num_devices)
+            total_s = shard.until_over(1.0)
+            busy_s = shard.advance(total_s, 1.0)
             computed_s += busy_s - self.fixed_s
             waited_s += total_s - busy_s
         return computed_s, waited_s
 
 
 def _waits_s(note: Mapping[str, Any], num_trajectories: int) -> list[list[float]]:
-    """Of each trajectory, after each of its turns. Where a crash has lost some, all waited as long as the median."""
+    """Seconds that each trajectory waits after each of its turns. Where a crash lost some, all wait for the median."""
     waits_ms = note.get("waits_ms")
     if waits_ms is None:
         return [[]] * num_trajectories
@@ -144,8 +145,8 @@ def _with_waits(one: Unfinished, factor: float) -> Unfinished:
 
 
 def _trajectory(runs: Sequence[int], waits_s: Sequence[float]) -> Unfinished:
-    """A reply's tokens are fed one by one, like those that are sampled. After its last turn a trajectory keeps its slot
-    until it is let go."""
+    """A trajectory of the log. The tokens of a reply are fed one by one, like those that are sampled; after its last turn
+    a trajectory keeps its slot until its environment replies."""
     later = tuple(
         Turn(wait_s, 0, reply + sampled)
         for wait_s, reply, sampled in zip_longest(waits_s, runs[1::2], runs[2::2], fillvalue=0)
