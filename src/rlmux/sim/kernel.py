@@ -1,6 +1,6 @@
 """The clock of a simulation: virtual time, and a total order of what happens at one instant.
 
-    schedule(time_s, priority, what) ──▶ heap of (time_s, priority, number, what) ──pop──▶ what, number; `now_s` moves on
+    schedule(time_s, priority, what) ──▶ heap of (time_s, priority, number, what) ──pop──▶ what, number; now_s moves on
 
 At one instant, work ends before pipelines depart, these before nodes fail or return, these before pipelines arrive.
 What is still equal goes in the order in which it was scheduled. An entry cannot be taken back: its owner keeps the

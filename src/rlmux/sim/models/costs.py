@@ -139,7 +139,7 @@ def train_costs(model: str | ModelShape, gpu: str = MEASURED_GPU, num_gpus: int 
 
 
 def train_cost_by_size(stage: Stage, params: float, measured: dict[tuple[str, Stage], StageCost]) -> StageCost:
-    """A stage of an unmeasured model: at two loads, log(seconds) is a line in log(parameters) of the measured models."""
+    """A stage of an unmeasured model: at two loads, log(seconds) is a line in log(parameters) of the measured ones."""
     rows = [(model_shapes()[model].params, cost) for (model, at), cost in measured.items() if at == stage]
     low, high = (_power_law([(size, cost.seconds(tokens)) for size, cost in rows], params) for tokens in _ANCHOR_TOKENS)
     slope = max(0.0, (high - low) / (_ANCHOR_TOKENS[1] - _ANCHOR_TOKENS[0]) * 1e6)

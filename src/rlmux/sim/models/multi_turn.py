@@ -1,7 +1,7 @@
 """A rollout shard of trajectories with several turns, and waits for their environment between the turns.
 
-    fresh ──slot free──▶ decoding ──turn ends──▶ waiting for the environment ──reply──▶ (slot free) ──▶ decoding ... ended
-                              at the order's rate           in seconds that pass, paused or not
+    fresh ──slot free──▶ decoding ──turn ends──▶ waiting for a reply ──reply──▶ (slot free) ──▶ decoding ... ended
+                    at the order's rate          in seconds that pass, paused or not
 
 A trajectory that waits decodes nothing, and holds no slot unless the engine keeps it (`keeps_slots`: this project's own
 engine does). When all trajectories wait, the shard computes nothing: pausing it loses nothing, since the waits go on.
@@ -89,7 +89,7 @@ class TurnDecoder:
         self._iteration = 0.0
         """Decode iterations so far, with the fraction of the present one."""
         self._active: list[tuple[float, int, float, Unfinished]] = []
-        """Heap of (iteration at which its turn ends, number, context minus its first iteration, trajectory as admitted)."""
+        """Heap of (last iteration of its turn, number, context minus its first iteration, trajectory as admitted)."""
         self._contexts = 0.0
         """Sum of the third fields of `_active`."""
         self._waiting: list[tuple[float, int, Unfinished]] = []

@@ -45,7 +45,7 @@ class Work(Protocol):
         """Let so many seconds pass; returns the seconds in which it computed."""
 
     def report(self) -> tuple[int, int, int] | None:
-        """Counts of trajectories that (decode, wait for a slot, wait for their environment); None: nothing to report."""
+        """Trajectories that (decode, wait for a slot, wait for their environment); None: nothing to report."""
 
     def take(self) -> list[Any]:
         """Remove and return all unfinished trajectories."""

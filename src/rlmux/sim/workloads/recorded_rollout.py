@@ -95,8 +95,10 @@ class RecordedRollout:
         )
 
     def fitted_to(self, computed_s: float, waited_s: float | None, num_devices: int) -> RecordedRollout:
-        """The same rollout, with all iterations scaled by one factor and all waits by another, such that so many devices
-        together compute and wait for so many seconds. `waited_s=None` leaves the waits as they are."""
+        """The same rollout with all iterations scaled by one factor and all waits by another.
+
+        So many devices then compute and wait for so many seconds in all. `waited_s=None` leaves the waits as they are.
+        """
         fitted = self
         for _ in range(_NUM_FITS if self._has_turns else 1):
             modelled_s, idle_s = fitted._computed_and_waited_s(num_devices)
@@ -145,8 +147,11 @@ def _with_waits(one: Unfinished, factor: float) -> Unfinished:
 
 
 def _trajectory(runs: Sequence[int], waits_s: Sequence[float]) -> Unfinished:
-    """A trajectory of the log. The tokens of a reply are fed one by one, like those that are sampled; after its last turn
-    a trajectory keeps its slot until its environment replies."""
+    """A trajectory of the log.
+
+    The tokens of a reply are fed one by one, like those that are sampled. After its last turn a trajectory keeps its slot
+    until its environment replies.
+    """
     later = tuple(
         Turn(wait_s, 0, reply + sampled)
         for wait_s, reply, sampled in zip_longest(waits_s, runs[1::2], runs[2::2], fillvalue=0)
