@@ -30,9 +30,8 @@ def submissions(real):
 def test_sharing_devices_at_fractions_changes_nothing_but_time(real, make_backend, submissions, tmp_path):
     on = real.cluster(rollout=1, train=1)
     alone = real.run(tmp_path / "alone", submissions, policy=make_policy("jigsaw"), on=on)
-    shared = real.run(
-        tmp_path / "shared", submissions, policy=make_policy("jigsaw", sharing=HELPFUL), on=on, make_backend=make_backend
-    )
+    helped = make_policy("jigsaw", sharing=HELPFUL)
+    shared = real.run(tmp_path / "shared", submissions, policy=helped, on=on, make_backend=make_backend)
     assert shared.sha256 == alone.sha256
     fractions = {a.device_fraction for a in shared.recorder.actions if isinstance(a, RunStage | SetDeviceFraction)}
     assert {0.25, 0.75} <= fractions

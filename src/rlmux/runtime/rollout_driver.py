@@ -129,7 +129,7 @@ class RolloutDriver:
     # ------------------------------------------------------------------ requests
 
     def _deal_out(self, step: int) -> Work:
-        """Until the step's requests are dealt out."""
+        """Wait until the step's requests are dealt out."""
         while not self._shards or any(shard.step != step for shard in self._shards.values()):
             if step in self._requests_by_step:
                 self._split_requests(step)
