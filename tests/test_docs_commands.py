@@ -106,6 +106,12 @@ def test_every_file_that_a_page_names_exists(name):
     assert missing == []
 
 
+def test_every_test_that_the_peer_cases_name_exists():
+    source = (ROOT / "tests" / "policies" / "test_peer_cases.py").read_text(encoding="utf-8")
+    named = re.findall(r"`(rb[0-9a-z_]+)(\.\.\.)?`", PAGES["docs/peer-cases.md"])
+    assert [name for name, cut in named if f"def test_{name}{'' if cut else '('}" not in source] == []
+
+
 @pytest.mark.parametrize("name", PAGES)
 def test_every_link_between_the_pages_leads_somewhere(name):
     folder = (ROOT / name).parent
