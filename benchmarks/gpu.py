@@ -47,7 +47,13 @@ from rlmux.engines.train import TorchTrainEngine
 from rlmux.policies import make_policy
 from rlmux.policies.baselines import Colocated
 from rlmux.profiling.interference import QUICK, measure_interference
-from rlmux.profiling.micro_benchmarks import PIECES, PieceSizes, piece_processes, rates, usual_sizes
+from rlmux.profiling.micro_benchmarks import (
+    BENCHMARK_SUB_STAGES,
+    BenchmarkSizes,
+    benchmark_processes,
+    rates,
+    usual_sizes,
+)
 from rlmux.profiling.profile_file import load_sharing
 from rlmux.rl.config import (
     AlgorithmConfig,
@@ -64,7 +70,7 @@ from rlmux.sim.models.interference import InterferenceTable
 
 PARTS = ("curves", "interference", "switches", "pipelines")
 RESULTS = Path(__file__).parent / "results"
-QUICK_SIZES = PieceSizes(
+QUICK_SIZES = BenchmarkSizes(
     model=ModelConfig(hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1, intermediate_size=64),
     num_slots=8,
     num_tail=2,
@@ -114,8 +120,8 @@ def measure(device: str, parts: list[str], *, is_quick: bool, num_repeats: int, 
     table = None
     if "interference" in parts:
         say("interference")
-        kinds = ("tail", "update") if is_quick else PIECES
-        table = measure_interference(device, kinds=kinds, sizes=sizes, **window)
+        sub_stages = ("tail", "update") if is_quick else BENCHMARK_SUB_STAGES
+        table = measure_interference(device, sub_stages=sub_stages, sizes=sizes, **window)
         result["interference"] = table.to_json()
     if "switches" in parts:
         say("switches")
@@ -180,14 +186,14 @@ def mps_daemon(*, is_wanted: bool) -> Iterator[str]:
 
 
 def curves(
-    device: str, levels: DeviceFractions, sizes: PieceSizes, *, is_quick: bool, window_s: float, num_rounds: int
+    device: str, levels: DeviceFractions, sizes: BenchmarkSizes, *, is_quick: bool, window_s: float, num_rounds: int
 ) -> dict[str, dict[str, float]]:
     """Median units per second of each kind alone, by its share; and of decoding, by its active sequences."""
     is_core = device == "cpu"
     core = min(os.sched_getaffinity(0)) if is_core else None
-    kinds = ("dense", "update") if is_quick else PIECES
+    kinds = ("dense", "update") if is_quick else BENCHMARK_SUB_STAGES
     found: dict[str, dict[str, list[float]]] = {kind: {} for kind in kinds}
-    with piece_processes(kinds, sizes, device, core, num_each=1) as processes:
+    with benchmark_processes(kinds, sizes, device, core, num_each=1) as processes:
         for _ in range(num_rounds):
             for kind in kinds:
                 for share in (*levels.shares, WHOLE):
@@ -196,14 +202,14 @@ def curves(
     by_active = found.setdefault("dense by active sequences", {})
     for num_active in (1,) if is_quick else sorted({1, 8, 32, sizes.num_slots}):
         few = replace(sizes, num_tail=num_active)
-        with piece_processes(["tail"], few, device, core, num_each=1) as processes:
+        with benchmark_processes(["tail"], few, device, core, num_each=1) as processes:
             for _ in range(num_rounds):
                 rate = rates([(processes["tail"][0], WHOLE)], window_s, is_core=is_core)[0]
                 by_active.setdefault(str(num_active), []).append(rate)
     return {kind: {at: statistics.median(of) for at, of in rows.items()} for kind, rows in found.items()}
 
 
-def switches(device: str, sizes: PieceSizes, *, num_repeats: int) -> dict[str, dict[str, float]]:
+def switches(device: str, sizes: BenchmarkSizes, *, num_repeats: int) -> dict[str, dict[str, float]]:
     """Median seconds of leaving the device and of coming back, and the bytes that move."""
     rollout = RolloutConfig(
         max_new_tokens=sizes.new_tokens, max_prompt_tokens=sizes.prompt_tokens, num_slots=sizes.num_slots

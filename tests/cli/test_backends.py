@@ -29,8 +29,8 @@ def test_without_ray_the_line_says_how_to_get_it(rlmux, folder, monkeypatch):
     ("address", "line"),
     [
         ("127.0.0.1:1", "--address 127.0.0.1:1: no Ray cluster answers there (Connection refused); start one with "),
-        ("head", "--address head: accepted: ENV:PORT of the cluster's head, "),
-        ("ray://head:10001", "--address ray://head:10001: accepted: ENV:PORT of the cluster's head, "),
+        ("head", "--address head: accepted: HOST:PORT of the cluster's head, "),
+        ("ray://head:10001", "--address ray://head:10001: accepted: HOST:PORT of the cluster's head, "),
     ],
 )
 def test_where_no_cluster_answers_the_line_says_what_to_do(rlmux, folder, address, line):

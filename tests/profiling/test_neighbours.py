@@ -7,14 +7,14 @@ import random
 
 import pytest
 
-from rlmux.profiling.micro_benchmarks import PieceSizes
+from rlmux.profiling.micro_benchmarks import BenchmarkSizes
 from rlmux.profiling.neighbours import measure_neighbours, missing_neighbours, neighbours_of, slowdown_of
 from rlmux.profiling.profile_file import Profile
 from rlmux.rl.config import ModelConfig
 from rlmux.sim.models.interference import FractionGrid, InterferenceTable
 from rlmux.sim.models.neighbours import MEASURED_SUB_STAGES, Neighbours, load_neighbours
 
-TINY = PieceSizes(
+TINY = BenchmarkSizes(
     model=ModelConfig(hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1, intermediate_size=64),
     num_slots=8, num_tail=2, prompt_tokens=16, new_tokens=32, num_prompts=4, micro_batch_size=4, train_tokens=16,
 )  # fmt: skip

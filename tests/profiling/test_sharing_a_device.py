@@ -9,13 +9,13 @@ import pytest
 from rlmux.core.errors import UserError
 from rlmux.engines.device_fraction import DeviceFractions, probe
 from rlmux.profiling.interference import fraction_grid_of, measure_interference
-from rlmux.profiling.micro_benchmarks import PieceSizes
+from rlmux.profiling.micro_benchmarks import BenchmarkSizes
 from rlmux.profiling.profile_file import load_sharing
 from rlmux.rl.config import ModelConfig
 from rlmux.sim.models.interference import InterferenceTable
 
 HERE = DeviceFractions(device="a device", how="nice", shares=(0.25, 0.5, 0.75), num_units=20)
-TINY = PieceSizes(
+TINY = BenchmarkSizes(
     model=ModelConfig(hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1, intermediate_size=64),
     num_slots=8, num_tail=2, prompt_tokens=16, new_tokens=32, num_prompts=4, micro_batch_size=4, train_tokens=16,
 )  # fmt: skip
@@ -31,7 +31,7 @@ def save(folder, measured, fractions=HERE):
 def test_two_on_one_core_share_its_time_by_their_device_fractions():
     if not probe("cpu").shares:
         pytest.skip("no device fractions here")
-    table = measure_interference("cpu", kinds=("tail", "update"), sizes=TINY, window_s=0.15, num_rounds=2)
+    table = measure_interference("cpu", sub_stages=("tail", "update"), sizes=TINY, window_s=0.15, num_rounds=2)
     low, _ = table.slowdowns("tail", "update", 0.1)
     high, other = table.slowdowns("tail", "update", 0.9)
     assert min(low, other) > 1.3 * high  # 9 where the machine is quiet; strangers on the core blur it

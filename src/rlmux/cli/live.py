@@ -1,4 +1,4 @@
-"""What is going on, while it goes on: who is at which step with which reward, and who holds each device.
+"""Shows a run while it goes on: each pipeline's step and reward, and what holds each device.
 
     on a terminal     two small tables, redrawn at most four times a second
     elsewhere         a line per pipeline and step, at most one every two seconds per pipeline
@@ -67,7 +67,7 @@ class Live:
         self._policy = spec.policy
         self._now_s = 0.0
         self._told_s = time.monotonic()
-        """When `_now_s` was so, by this process's clock."""
+        """Moment at which `_now_s` was reported, by this process's monotonic clock."""
         self._display: RichLive | None = None
 
     def __enter__(self) -> Live:
@@ -98,7 +98,7 @@ class Live:
             if isinstance(action, RunStage):
                 self._begin(action)
             elif isinstance(action, MigrateShard):
-                self._rows[action.pipeline].doing = "moving its tail"
+                self._rows[action.pipeline].doing = "migrating its tail"
         for note in notes:
             self._take_note(note)
 

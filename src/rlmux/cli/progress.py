@@ -1,4 +1,4 @@
-"""A progress bar on stderr for long sweeps; nothing where nobody watches."""
+"""A progress bar on stderr for long sweeps; nothing where stderr is no terminal."""
 
 from __future__ import annotations
 

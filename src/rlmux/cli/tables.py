@@ -18,7 +18,7 @@ def exit_code(summary: Row) -> int:
 
 
 def show_run(summary: Row, folder: Path, *, as_json: bool) -> None:
-    """Who got how far, how busy the devices were, and where the rest is."""
+    """How far each pipeline got, how busy the devices were, and where the rest is."""
     if as_json:
         print_json(summary)
         return

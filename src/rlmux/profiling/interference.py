@@ -16,7 +16,13 @@ from typing import Any
 from rlmux.core.errors import UserError
 from rlmux.core.model import SubStage
 from rlmux.engines.device_fraction import DeviceFractions, probe
-from rlmux.profiling.micro_benchmarks import PIECES, PieceSizes, piece_processes, rates, usual_sizes
+from rlmux.profiling.micro_benchmarks import (
+    BENCHMARK_SUB_STAGES,
+    BenchmarkSizes,
+    benchmark_processes,
+    rates,
+    usual_sizes,
+)
 from rlmux.sim.models.interference import NO_SPLIT, FractionGrid, InterferenceTable
 
 DEVICES = ("cpu", "cuda")
@@ -37,26 +43,26 @@ def check_device(device: str) -> None:
 def measure_interference(
     device: str,
     *,
-    kinds: Sequence[SubStage] = PIECES,
-    sizes: PieceSizes | None = None,
+    sub_stages: Sequence[SubStage] = BENCHMARK_SUB_STAGES,
+    sizes: BenchmarkSizes | None = None,
     window_s: float = 0.2,
     num_rounds: int = 3,
     progress: Callable[[int, int], None] | None = None,
 ) -> InterferenceTable:
-    """Measure every pair of kinds, side by side on one core or one GPU, at every device fraction prepared here."""
+    """Measure every pair of sub-stages, side by side on one core or one GPU, at every device fraction prepared here."""
     fractions = probe(device)
     is_core = device == "cpu"
     core = min(os.sched_getaffinity(0)) if is_core else None
-    pairs = [(a, b) for place, a in enumerate(kinds) for b in kinds[place:]]
-    alone: dict[SubStage, list[float]] = {kind: [] for kind in kinds}
+    pairs = [(a, b) for place, a in enumerate(sub_stages) for b in sub_stages[place:]]
+    alone: dict[SubStage, list[float]] = {one: [] for one in sub_stages}
     beside: dict[tuple[SubStage, SubStage, float], list[list[float]]] = {}
-    with piece_processes(kinds, sizes or usual_sizes(device), device, core) as processes:
+    with benchmark_processes(sub_stages, sizes or usual_sizes(device), device, core) as processes:
         for number in range(num_rounds):
             for done, (a, b) in enumerate(pairs):
                 if progress is not None:
                     progress(number * len(pairs) + done, num_rounds * len(pairs))
-                for kind in dict.fromkeys((a, b)):
-                    alone[kind] += rates([(processes[kind][0], NO_SPLIT)], window_s, is_core=is_core)
+                for one in dict.fromkeys((a, b)):
+                    alone[one] += rates([(processes[one][0], NO_SPLIT)], window_s, is_core=is_core)
                 for fraction in (*fractions.shares, NO_SPLIT):
                     rest = NO_SPLIT if fraction == NO_SPLIT else 1.0 - fraction
                     working = [(processes[a][0], fraction), (processes[b][1], rest)]

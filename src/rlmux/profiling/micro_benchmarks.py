@@ -1,15 +1,15 @@
-"""One kind of work of the real engines, over and over: what a profile and a benchmark time.
+"""One sub-stage of the real engines, over and over: what a profile and a benchmark time.
 
-    make_piece(kind, sizes, device) ──▶ a call that does one unit and waits until the device has done it
-    PieceProcess        the same in a process of its own, pinned to a core: windows of time ──▶ units / s in each
+    make_unit(sub_stage, sizes, device) ──▶ a call that does one unit and waits until the device has done it
+    BenchmarkProcess    the same in a process of its own, pinned to a core: windows of time ──▶ units / s in each
 
     prefill         a batch of new prompts        old_logprobs   forward of a micro-batch
     dense, tail     decode steps, full or few     update          forward, backward, optimizer step
 
 Processes are told to begin and end at the same moments, and work on a little beyond both, so that what is counted was
 done beside the others from first to last. On a core, a second is one of the processor time that these processes got
-together (or each, on cores of their own): strangers on the same core slow them, and change nothing in what they do to
-each other.
+together (or each, on cores of their own): other programs on the same core slow them, and change nothing in what they
+do to each other.
 """
 
 from __future__ import annotations
@@ -37,20 +37,26 @@ from rlmux.engines.rollout import SlotRolloutEngine
 from rlmux.rl.config import ModelConfig, RolloutConfig
 from rlmux.rl.types import TrajectoryId, TrajectoryRequest
 
-PIECES = (SubStage.PREFILL, SubStage.DENSE_DECODE, SubStage.TAIL_DECODE, SubStage.OLD_LOGPROBS, SubStage.UPDATE)
+BENCHMARK_SUB_STAGES = (
+    SubStage.PREFILL,
+    SubStage.DENSE_DECODE,
+    SubStage.TAIL_DECODE,
+    SubStage.OLD_LOGPROBS,
+    SubStage.UPDATE,
+)
 _SEED = 1
 _PAD_S = 0.05
-"""Worked on beyond the counted window, for the others' sake."""
+"""Seconds worked on beyond the counted window, so that the others are counted beside this work."""
 _SHORT_PAD_S = 0.01
 """The same between windows that follow each other."""
 Window = tuple[float, float]
-"""From when to when, of the monotonic clock."""
+"""(begin, end), in seconds of the monotonic clock."""
 _ANSWER_LIMIT_S = 300.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PieceSizes:
-    """How much work a unit is."""
+class BenchmarkSizes:
+    """How much work one unit of each sub-stage is."""
 
     model: ModelConfig = field(
         default_factory=lambda: ModelConfig(
@@ -60,20 +66,20 @@ class PieceSizes:
     vocab_size: int = 64
     num_slots: int = 32
     num_tail: int = 2
-    """Sequences that a tail still decodes."""
+    """Sequences that tail decoding still decodes."""
     prompt_tokens: int = 64
     new_tokens: int = 96
     num_prompts: int = 8
-    """Of one unit of prefill."""
+    """Prompts of one unit of prefill."""
     decode_steps: int = 4
-    """Of one unit of decoding."""
+    """Decode steps of one unit of decoding."""
     micro_batch_size: int = 8
     train_tokens: int = 64
-    """Of each sequence of a micro-batch."""
+    """Tokens of each sequence of a micro-batch."""
 
 
-CPU_SIZES = PieceSizes()
-CUDA_SIZES = PieceSizes(
+CPU_SIZES = BenchmarkSizes()
+CUDA_SIZES = BenchmarkSizes(
     model=ModelConfig(hidden_size=1024, num_layers=16, num_heads=16, num_kv_heads=8, intermediate_size=3072),
     vocab_size=32_000,
     num_slots=256,
@@ -87,30 +93,31 @@ CUDA_SIZES = PieceSizes(
 )
 
 
-def usual_sizes(device: str) -> PieceSizes:
+def usual_sizes(device: str) -> BenchmarkSizes:
+    """Sizes that fill a device of this kind: `cpu` or `cuda`."""
     return CUDA_SIZES if device.startswith("cuda") else CPU_SIZES
 
 
-def make_piece(kind: str, sizes: PieceSizes, device: str) -> Callable[[], None]:
-    """A unit of this kind, warmed up."""
-    if kind not in PIECES:
-        raise UserError(f"kind of work {kind!r}; accepted: {', '.join(PIECES)}")
-    if kind in (SubStage.OLD_LOGPROBS, SubStage.UPDATE):
-        unit = _training(sizes, device, is_update=kind == SubStage.UPDATE)
+def make_unit(sub_stage: str, sizes: BenchmarkSizes, device: str) -> Callable[[], None]:
+    """A call that does one unit of the sub-stage and waits until the device has done it, warmed up."""
+    if sub_stage not in BENCHMARK_SUB_STAGES:
+        raise UserError(f"sub-stage {sub_stage!r}; accepted: {', '.join(BENCHMARK_SUB_STAGES)}")
+    if sub_stage in (SubStage.OLD_LOGPROBS, SubStage.UPDATE):
+        unit = _training(sizes, device, is_update=sub_stage == SubStage.UPDATE)
     else:
-        unit = _sampling(kind, sizes, device)
+        unit = _sampling(sub_stage, sizes, device)
 
-    def settled() -> None:
+    def do_unit() -> None:
         unit()
         if device.startswith("cuda"):
             torch.cuda.synchronize()
 
     for _ in range(2):
-        settled()
-    return settled
+        do_unit()
+    return do_unit
 
 
-def _sampling(kind: str, sizes: PieceSizes, device: str) -> Callable[[], None]:
+def _sampling(sub_stage: str, sizes: BenchmarkSizes, device: str) -> Callable[[], None]:
     limits = RolloutConfig(
         max_new_tokens=sizes.new_tokens, max_prompt_tokens=sizes.prompt_tokens, num_slots=sizes.num_slots
     )
@@ -125,9 +132,9 @@ def _sampling(kind: str, sizes: PieceSizes, device: str) -> Callable[[], None]:
         SubStage.PREFILL: sizes.num_prompts,
         SubStage.DENSE_DECODE: sizes.num_slots,
         SubStage.TAIL_DECODE: sizes.num_tail,
-    }[SubStage(kind)]
-    new_tokens = 1 if kind == SubStage.PREFILL else sizes.new_tokens
-    prompt_tokens = sizes.prompt_tokens if kind == SubStage.PREFILL else min(8, sizes.prompt_tokens)
+    }[SubStage(sub_stage)]
+    new_tokens = 1 if sub_stage == SubStage.PREFILL else sizes.new_tokens
+    prompt_tokens = sizes.prompt_tokens if sub_stage == SubStage.PREFILL else min(8, sizes.prompt_tokens)
     steps = count()
 
     def unit() -> None:
@@ -154,7 +161,7 @@ def _request(step: int, number: int, prompt_tokens: int, new_tokens: int, vocab_
     )
 
 
-def _training(sizes: PieceSizes, device: str, *, is_update: bool) -> Callable[[], None]:
+def _training(sizes: BenchmarkSizes, device: str, *, is_update: bool) -> Callable[[], None]:
     """What `TorchTrainEngine` does with a micro-batch, one micro-batch to the step."""
     model: nn.Module = build_model(sizes.model, sizes.vocab_size, _SEED)
     model = model.to(device)
@@ -189,14 +196,14 @@ def _training(sizes: PieceSizes, device: str, *, is_update: bool) -> Callable[[]
 # --- in processes of their own ------------------------------------------------------------------------------
 
 
-class PieceProcess:
-    """A piece that can be told when to work and at which device fraction."""
+class BenchmarkProcess:
+    """A process that does units of one sub-stage, and is told when and at which device fraction."""
 
-    def __init__(self, kind: str, sizes: PieceSizes, device: str, core: int | None) -> None:
+    def __init__(self, sub_stage: str, sizes: BenchmarkSizes, device: str, core: int | None) -> None:
         context = get_context("forkserver")  # it imports torch once for all of them, and touches no device
         context.set_forkserver_preload([__name__])
         self._connection, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, kind, sizes, device, core), daemon=True)
+        self._process = context.Process(target=_serve, args=(theirs, sub_stage, sizes, device, core), daemon=True)
         self._process.start()
         theirs.close()
 
@@ -204,7 +211,7 @@ class PieceProcess:
         self._answer()
 
     def begin(self, windows: Sequence[Window], device_fraction: float, *, pad_s: float) -> None:
-        """Work in each of these windows, and that much longer before and after."""
+        """Work in each of these windows, and `pad_s` longer before and after."""
         self._connection.send((windows, device_fraction, pad_s))
 
     def rates(self) -> Sequence[tuple[float, float]]:
@@ -220,16 +227,16 @@ class PieceProcess:
 
     def _answer(self) -> Sequence[tuple[float, float]]:
         if not self._connection.poll(_ANSWER_LIMIT_S):
-            raise TimeoutError("a piece of work gave no answer")
-        return [(float(units_per_s), float(core_share)) for units_per_s, core_share in self._connection.recv()]
+            raise TimeoutError("a micro-benchmark gave no answer")
+        return [(float(units_per_s), float(cpu_s)) for units_per_s, cpu_s in self._connection.recv()]
 
 
 @contextmanager
-def piece_processes(
-    kinds: Sequence[str], sizes: PieceSizes, device: str, core: int | None, *, num_each: int = 2
-) -> Iterator[dict[str, list[PieceProcess]]]:
-    """So many processes of each kind, idle until told; all of one core, or of one GPU (`cuda`, `cuda:1`)."""
-    made = {kind: [PieceProcess(kind, sizes, device, core) for _ in range(num_each)] for kind in kinds}
+def benchmark_processes(
+    sub_stages: Sequence[str], sizes: BenchmarkSizes, device: str, core: int | None, *, num_each: int = 2
+) -> Iterator[dict[str, list[BenchmarkProcess]]]:
+    """`num_each` processes of each sub-stage, idle until told; all on one core, or on one GPU (`cuda`, `cuda:1`)."""
+    made = {one: [BenchmarkProcess(one, sizes, device, core) for _ in range(num_each)] for one in sub_stages}
     try:
         for pair in made.values():
             for process in pair:
@@ -241,30 +248,34 @@ def piece_processes(
                 process.end()
 
 
-def rates(working: Sequence[tuple[PieceProcess, float]], seconds: float, *, is_core: bool) -> list[float]:
-    """Units per second of processes that work at once, each at its device fraction; see the module for seconds of a core."""
+def rates(working: Sequence[tuple[BenchmarkProcess, float]], seconds: float, *, is_core: bool) -> list[float]:
+    """Units per second of processes that work at once, each at its device fraction.
+
+    On a core, seconds are counted as the module says.
+    """
     from_s = time.monotonic() + _PAD_S
     for process, device_fraction in working:
         process.begin([(from_s, from_s + seconds)], device_fraction, pad_s=_PAD_S)
     answers = [process.rates()[0] for process, _ in working]
-    core_s = sum(share for _, share in answers) if is_core else 1.0
+    core_s = sum(cpu_s for _, cpu_s in answers) if is_core else 1.0
     return [units / max(core_s, 1e-9) for units, _ in answers]
 
 
-def rates_in_turn(
-    first: PieceProcess, second: PieceProcess, seconds: float, num_turns: int, *, is_core: bool
+def alternating_rates(
+    first: BenchmarkProcess, second: BenchmarkProcess, seconds: float, num_windows: int, *, is_core: bool
 ) -> tuple[list[tuple[float, float]], list[tuple[float, float]]]:
     """Two processes with a device each: the first alone, both at once, the second alone, over and over.
 
-    Of each process and turn units per second (alone, beside the other); on a core, a second of what it had itself.
+    Returns (alone, beside the other) in units per second, for each process a list of `num_windows` pairs. On a core a
+    second is one of the processor time that the process had itself.
     """
-    pace_s = seconds + 2 * _SHORT_PAD_S
+    period_s = seconds + 2 * _SHORT_PAD_S
     begin_s = time.monotonic() + _PAD_S
-    windows = [(begin_s + at * pace_s, begin_s + at * pace_s + seconds) for at in range(3 * num_turns)]
+    windows = [(begin_s + at * period_s, begin_s + at * period_s + seconds) for at in range(3 * num_windows)]
     first.begin([window for at, window in enumerate(windows) if at % 3 != 2], 1.0, pad_s=_SHORT_PAD_S)
     second.begin([window for at, window in enumerate(windows) if at % 3 != 0], 1.0, pad_s=_SHORT_PAD_S)
     alone_beside, beside_alone = (
-        [units / max(share if is_core else 1.0, 1e-9) for units, share in process.rates()]
+        [units / max(cpu_s if is_core else 1.0, 1e-9) for units, cpu_s in process.rates()]
         for process in (first, second)
     )
     return (
@@ -273,7 +284,7 @@ def rates_in_turn(
     )
 
 
-def _serve(connection: Connection, kind: str, sizes: PieceSizes, device: str, core: int | None) -> None:
+def _serve(connection: Connection, sub_stage: str, sizes: BenchmarkSizes, device: str, core: int | None) -> None:
     torch.set_num_threads(1)
     if os.getsid(0) != os.getpid():
         os.setsid()  # as workers are: niceness may be a matter of sessions
@@ -281,13 +292,13 @@ def _serve(connection: Connection, kind: str, sizes: PieceSizes, device: str, co
         os.sched_setaffinity(0, {core})
     if device.startswith("cuda:"):
         torch.cuda.set_device(device)
-    unit = make_piece(kind, sizes, device)
-    share = fraction_setter(device)
+    unit = make_unit(sub_stage, sizes, device)
+    setter = fraction_setter(device)
     connection.send([])
     try:
         while True:
             windows, device_fraction, pad_s = connection.recv()
-            share.set(device_fraction)
+            setter.set(device_fraction)
             connection.send([_timed(unit, from_s, to_s, pad_s) for from_s, to_s in windows])
     except (EOFError, OSError):
         return

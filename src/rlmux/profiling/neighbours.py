@@ -18,7 +18,7 @@ from statistics import median
 
 from rlmux.core.model import SubStage
 from rlmux.engines.device_fraction import num_gpus, probe
-from rlmux.profiling.micro_benchmarks import PieceSizes, piece_processes, rates_in_turn, usual_sizes
+from rlmux.profiling.micro_benchmarks import BenchmarkSizes, alternating_rates, benchmark_processes, usual_sizes
 from rlmux.sim.models.neighbours import MEASURED_SUB_STAGES, Neighbours
 
 Ratios = dict[tuple[SubStage, SubStage], list[float]]
@@ -42,7 +42,7 @@ def missing_neighbours(device: str) -> str | None:
 def measure_neighbours(
     device: str,
     *,
-    sizes: PieceSizes | None = None,
+    sizes: BenchmarkSizes | None = None,
     window_s: float | None = None,
     num_rounds: int = 4,
     num_windows: int = 6,
@@ -60,19 +60,19 @@ def measure_neighbours(
     window_s = window_s or (0.06 if is_core else 0.3)
     pairs = list(product(MEASURED_SUB_STAGES, repeat=2))
     with (
-        piece_processes(MEASURED_SUB_STAGES, sizes, here, here_core, num_each=1) as first,
-        piece_processes(MEASURED_SUB_STAGES, sizes, there, there_core, num_each=1) as second,
+        benchmark_processes(MEASURED_SUB_STAGES, sizes, here, here_core, num_each=1) as first,
+        benchmark_processes(MEASURED_SUB_STAGES, sizes, there, there_core, num_each=1) as second,
     ):
         for done, (a, b) in enumerate(pairs * num_rounds):
             if progress is not None:
                 progress(done, num_rounds * len(pairs))
-            of_a, of_b = rates_in_turn(first[a][0], second[b][0], window_s, num_windows, is_core=is_core)
+            of_a, of_b = alternating_rates(first[a][0], second[b][0], window_s, num_windows, is_core=is_core)
             ratios.setdefault((a, b), []).extend(alone / beside for alone, beside in of_a)
             ratios.setdefault((b, a), []).extend(alone / beside for alone, beside in of_b)
     return ratios
 
 
-def short_sizes(device: str) -> PieceSizes:
+def short_sizes(device: str) -> BenchmarkSizes:
     """The usual model in units that are short beside a window."""
     usual = usual_sizes(device)
     if device != "cpu":

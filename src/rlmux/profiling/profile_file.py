@@ -23,7 +23,7 @@ from rlmux.core.model import Phase, SubStage
 from rlmux.core.sharing import MIN_GAIN, SharingEntry, SharingTable
 from rlmux.engines.device_fraction import DeviceFractions
 from rlmux.profiling.interference import fraction_grid_of
-from rlmux.profiling.micro_benchmarks import PIECES
+from rlmux.profiling.micro_benchmarks import BENCHMARK_SUB_STAGES
 from rlmux.profiling.switch_costs import SwitchCosts
 from rlmux.profiling.switch_times import SwitchTimes
 from rlmux.sim.models.interference import NO_SPLIT, InterferenceTable, load_interference
@@ -80,7 +80,7 @@ def load_sharing(path: Path, fractions: DeviceFractions) -> tuple[SharingTable, 
     Raises UserError for a file that is no profile.
     """
     asked = (*fractions.shares, NO_SPLIT)
-    table, warnings = load_interference(path, fraction_grid_of(fractions), PIECES, asked=asked)
+    table, warnings = load_interference(path, fraction_grid_of(fractions), BENCHMARK_SUB_STAGES, asked=asked)
     if not fractions.shares:
         reason = f"{fractions.device} has no levels ({fractions.missing}): devices are not shared"
         return SharingTable(), [*warnings, reason]

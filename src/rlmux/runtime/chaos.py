@@ -1,12 +1,12 @@
 """Kills parts of a run at random moments and compares what comes out with a run left alone.
 
     undisturbed    run ───────────────────────────────▶ weights
-    rounds         run ──✗worker──✗host──✗controller    (as many as it takes for all kills)
+    rounds         run ──✗worker──✗env worker──✗controller    (as many as it takes for all kills)
                          resume ──✗everything
                          resume ──────────────────────▶ the same weights, bit for bit
 
-The run is a process of its own, so that its controller can be killed too; who its workers are is read from its log,
-while it is written. Kinds and moments come from a seed. Every kill is SIGKILL: nothing gets to say goodbye.
+The run is a process of its own, so that its controller can be killed too. Its workers are read from its log while the
+log is written. Kinds and moments come from a seed. Every kill is SIGKILL: no process gets to clean up.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ from rlmux.report.api import load_summary
 from rlmux.report.log import LogReader
 
 ROLLOUT, TRAIN, ENV, CONTROLLER, EVERYTHING = KINDS = ("rollout", "train", "env", "controller", "everything")
-"""What a kill takes: one worker of a pipeline, the controller, or the controller and all workers at once."""
-_SHARES = {ROLLOUT: 6, TRAIN: 5, ENV: 5, CONTROLLER: 2, EVERYTHING: 2}
-"""Of twenty kills."""
+"""What a kill takes: one worker of a pipeline, the controller, or everything."""
+_KILLS_OF_TWENTY = {ROLLOUT: 6, TRAIN: 5, ENV: 5, CONTROLLER: 2, EVERYTHING: 2}
+"""Number of kills of each kind among twenty."""
 _MAX_PER_STEP = 2
-"""Kills of one worker between two steps of its pipeline: a worker that dies more often is taken for faulty itself."""
+"""Most kills of one worker between two steps of its pipeline: one that dies more often counts as faulty itself."""
 _LOOK_EVERY_S = 0.02
 _ORPHAN_GRACE_S = 60.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Commands:
-    """Words that run the file into a folder, and that resume a folder."""
+    """Command lines that run the file into a folder, and that resume a folder."""
 
     run: Callable[[Path], Sequence[str]]
     resume: Callable[[Path], Sequence[str]]
@@ -47,34 +47,35 @@ class Commands:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Kill:
-    """One that was made."""
+    """A kill that was made."""
 
     kind: str
     victim: str
     time_s: float
-    """Since the start of its round."""
+    """Seconds since the start of its round."""
 
 
 @dataclass(slots=True, kw_only=True)
 class ChaosResult:
-    """What the kills did to the weights: nothing, one hopes."""
+    """What the kills did to the weights."""
 
     undisturbed: Mapping[str, str | None]
-    """`weights_sha256` by pipeline."""
+    """`weights_sha256` by pipeline, of the run without kills; None: the pipeline has no weights."""
     rounds: list[Mapping[str, str | None]] = field(default_factory=list)
+    """`weights_sha256` by pipeline, of each round."""
     kills: list[Kill] = field(default_factory=list)
     orphans: list[str] = field(default_factory=list)
     """Processes that outlived their controller."""
 
     @property
     def is_equal(self) -> bool:
-        """Every pipeline of every round has the weights of the undisturbed run, and there are some."""
+        """Every pipeline of every round has the weights of the undisturbed run, and no pipeline is without."""
         return None not in self.undisturbed.values() and all(each == self.undisturbed for each in self.rounds)
 
 
 def planned_kills(num_kills: int, rng: random.Random) -> list[str]:
-    """Kinds in random order; each of them occurs where there are enough."""
-    kinds = [kind for kind, share in _SHARES.items() for _ in range(max(1, round(share * num_kills / 20)))]
+    """Kinds in random order; each kind occurs where there are enough kills."""
+    kinds = [kind for kind, num in _KILLS_OF_TWENTY.items() for _ in range(max(1, round(num * num_kills / 20)))]
     rng.shuffle(kinds)
     while len(kinds) < num_kills:
         kinds.append(rng.choice(KINDS[:3]))
@@ -144,14 +145,14 @@ class _Round:
             self._process.wait()
 
     def wait(self) -> None:
-        """Until the run is over. Raises RlmuxError if it did not end well."""
+        """Wait until the run is over. Raises RlmuxError if it did not end well."""
         if self._process.wait() != 0:
             said = self._output.read_text(errors="replace").strip().splitlines()
             last = said[-1] if said else "it said nothing"
             raise RlmuxError(f"{self._folder}: exit code {self._process.returncode}: {last} (see {self._output})")
 
     def strike(self, kind: str, rng: random.Random, after_s: float) -> bool:
-        """Make one kill after some time, as soon as there is a victim. False if the run was over before."""
+        """Make one kill after `after_s`, as soon as there is a victim. False if the run was over before."""
         due_s = time.monotonic() + after_s
         while self._process.poll() is None:
             time.sleep(_LOOK_EVERY_S)
@@ -209,7 +210,7 @@ def _family(pid: int) -> list[psutil.Process]:
 
 
 class _Follower:
-    """Reads a run's log while it is written: who its workers are, and which have had their share of kills."""
+    """Reads a run's log while it is written: its workers, and the kills of each since its pipeline's last step."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

@@ -191,7 +191,7 @@ def _make_and_hold(folder: Path) -> int:
 
 
 def _hold(folder: Path) -> int | None:
-    """The lock, or None if another start took the new folder for one that was left behind."""
+    """The lock, or None if another run's start removed the new folder as one that was left behind."""
     try:
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     except FileNotFoundError:
@@ -204,11 +204,11 @@ def _hold(folder: Path) -> int | None:
 
 
 def _remove_if_unheld(folder: Path) -> None:
-    with contextlib.suppress(OSError):  # another user's, or another start removes it too
+    with contextlib.suppress(OSError):  # another user's, or removed by another run's start meanwhile
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            if os.fstat(lock).st_nlink:  # else it was removed meanwhile, and what has its name now is a run's
+            if os.fstat(lock).st_nlink:  # else it was removed meanwhile, and a folder of that name is another run's
                 shutil.rmtree(folder, ignore_errors=True)
         finally:
             os.close(lock)

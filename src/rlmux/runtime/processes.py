@@ -40,13 +40,13 @@ _FORKSERVER = get_context("forkserver")
 _IMPORTS = "rlmux.runtime.fork_server_imports"
 _END_GRACE_S = 2.0
 _EXIT_REPORT_S = 5.0
-"""How long the exit code of a process that has closed its pipe may take to arrive. It comes by way of the fork server,
-which waits its turn on a busy machine."""
+"""Seconds that the exit code of a process which has closed its pipe may take to arrive. It comes through the fork
+server, which may have to wait for a core on a busy machine."""
 _TRANSFER_LIMIT_S = 10
-"""Once an answer has begun to arrive, or a call to leave, it goes on within this time: a worker that was stopped in
-the middle of one must not hold its controller."""
+"""Seconds within which an answer that has begun to arrive, or a call that has begun to leave, must continue: a worker
+that was stopped in the middle of one must not hold its controller."""
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "bad_alloc")
-"""How libraries in C say MemoryError."""
+"""Texts by which libraries in C report what Python calls MemoryError."""
 _PR_SET_PDEATHSIG = 1
 
 
@@ -57,19 +57,19 @@ class _Call(NamedTuple):
 
 
 def warm_up() -> None:
-    """Start the fork server, so that it imports torch while the caller reads its file."""
+    """Start the fork server, so that it imports torch while its caller reads its file."""
     from multiprocessing import forkserver
 
     server: Any = vars(forkserver)["_forkserver"]
     if _IMPORTS not in server._preload_modules:
-        server._stop()  # one that somebody else started has not imported torch: every worker would have to
+        server._stop()  # it was started without our imports: every worker would have to import torch itself
     _FORKSERVER.set_forkserver_preload([_IMPORTS])
     with marking():
         forkserver.ensure_running()
 
 
 def fork_server_address() -> str:
-    """Of this process's fork server, for others on this machine; one that was killed is started again."""
+    """Address of this process's fork server, for others on this machine; one that was killed is started again."""
     from multiprocessing import forkserver
 
     warm_up()
@@ -78,7 +78,7 @@ def fork_server_address() -> str:
 
 
 def borrow_fork_server(address: str) -> None:
-    """Take this process's workers from a fork server that another process keeps, and that ends with that one."""
+    """Take this process's workers from a fork server that another process keeps and that ends with that process."""
     from multiprocessing import forkserver
 
     server: Any = vars(forkserver)["_forkserver"]
@@ -88,7 +88,7 @@ def borrow_fork_server(address: str) -> None:
 
 
 def _borrowed() -> None:
-    """It is not ours to start again."""
+    """Takes the place of starting a fork server: a borrowed one is its keeper's to start."""
 
 
 class WorkerProcess:
@@ -137,7 +137,7 @@ class WorkerProcess:
             raise WorkerLostError(f"{self.name} is gone: {error}") from error
 
     def receive(self, now_s: float) -> None:
-        """Take the answer that is there and go on with the next call.
+        """Take the answer that is there and send the next call.
 
         Raises PipelineError (or what the method raised) for a failed call, WorkerLostError if the process is gone.
         """
@@ -156,7 +156,7 @@ class WorkerProcess:
         call.then(value)
 
     def is_overdue(self, now_s: float) -> bool:
-        """It has not answered within its limit."""
+        """The present call has not been answered within its limit."""
         return self._sent_s is not None and now_s > self._sent_s + self.call_limit_s
 
     def ending(self) -> str | None:
@@ -165,13 +165,13 @@ class WorkerProcess:
         return None if code is None else _told(code)
 
     def end(self) -> None:
-        """Ask it to leave by closing its pipe; make it leave if it does not."""
+        """Ask the process to leave by closing its pipe; kill it if it does not."""
         self.connection.close()
         self._exit_code(_END_GRACE_S)
         self.kill()
 
     def kill(self) -> None:
-        """End it, and whatever runs in its session."""
+        """End the process, and everything in its session."""
         with contextlib.suppress(OSError):
             self.connection.close()
         if self.pid is None:
@@ -194,7 +194,7 @@ class WorkerProcess:
         return "its pipe is closed" if code is None else _told(code)
 
     def _exit_code(self, wait_s: float) -> int | None:
-        """One at a time: the fork server tells it once, and who reads after that finds an end and makes 255 of it."""
+        """One thread at a time reads it: the fork server sends it once, and a second reader would make 255 of the end."""
         with self._is_read:
             self._process.join(wait_s)
             return self._process.exitcode
@@ -219,8 +219,7 @@ def _is_borrowing() -> bool:
 
 @contextlib.contextmanager
 def _hidden_main() -> Iterator[None]:
-    """A child runs its parent's script once more before anything else, which takes as long as its imports: ours need
-    nothing of it."""
+    """Hide the script from the child, which would run it once more and gain nothing but its imports."""
     script = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
@@ -276,7 +275,7 @@ def portable_error(error: BaseException) -> RlmuxError:
 
 
 def _open_handle(pid: int | None) -> int | None:
-    """Names the process itself, not whoever has its number later; None where the system has no such handles."""
+    """A handle of the process itself, not of a later one with its number; None where the system has no such handles."""
     try:
         return os.pidfd_open(pid) if pid is not None else None
     except (AttributeError, OSError):
@@ -292,8 +291,11 @@ def _limit_transfers(connection: Connection) -> None:
 
 
 def _let_go_of_fork_server() -> None:
-    """The fork server ends when the pipe that its controller holds open is closed. Every child is handed that end
-    too, for children of its own: a stuck worker would keep the fork server alive, and thereby itself."""
+    """Close the pipe by which this worker would keep its fork server alive.
+
+    The fork server ends when the pipe that its controller holds open is closed. Every child is handed that end too, for
+    children of its own: a stuck worker would keep the fork server alive, and thereby itself.
+    """
     from multiprocessing import forkserver
 
     handed_down = getattr(forkserver._forkserver, "_forkserver_alive_fd", None)
@@ -304,8 +306,10 @@ def _let_go_of_fork_server() -> None:
 
 
 def _die_with_parent() -> None:
-    """Ask for SIGKILL when the fork server ends. Before the first call is read: whoever was too late reads the end of
-    the pipe instead."""
+    """Ask for SIGKILL when the fork server ends.
+
+    Done before the first call is read: a worker that asks too late reads the end of the pipe instead.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 

@@ -1,5 +1,5 @@
-"""What runs in an actor: a worker process as under `local` (`processes.py`), and the carrying of bytes that no file can
-do. The actor itself is light and only passes on; it ends with its worker, and the worker with it.
+"""What runs in an actor: a worker process as under `local` (`processes.py`), and the transport of bytes that no file
+can do. The actor itself is light and only passes on; it ends with its worker, and the worker with it.
 
 answer(call)   begin_step     its batch comes as an object
                finish_step    its batch leaves as an object
@@ -40,7 +40,7 @@ class NodeProbe:
 
 
 def probe_node() -> NodeProbe:
-    """Of the node that this runs on."""
+    """What the node that this runs on is."""
     boot = Path("/proc/sys/kernel/random/boot_id")
     machine = boot.read_text().strip() if boot.exists() else socket.gethostname()
     namespace = os.stat(_MEMORY).st_dev if _MEMORY.exists() else 0
@@ -54,15 +54,15 @@ class RayWorkerSetup:
 
     name: str
     work: bytes
-    """(what makes it, the arguments), pickled: what they name may lie on the search path."""
+    """(what makes the worker, its arguments), pickled: what they name may lie on the search path."""
     cores: tuple[int, ...]
     has_gpu: bool
-    """Ray has named it in CUDA_VISIBLE_DEVICES."""
+    """True where Ray has named a GPU in CUDA_VISIBLE_DEVICES."""
     log_path: Path
     search_path: tuple[str, ...]
-    """Where the controller finds modules: reward functions lie there."""
+    """Folders in which the controller finds modules; reward functions lie there."""
     weights: tuple[Path, Path] | None
-    """Where the controller's folder of weights is another one here: (its, the one on this node)."""
+    """(the controller's folder of weights, the folder on this node), where they differ."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +73,7 @@ class Call:
     args: tuple[Any, ...]
 
     def with_weights_in(self, theirs: Path, here: Path) -> Call:
-        """With the files of weights that it names where they are on this node."""
+        """The call, with the files of weights that it names where they are on this node."""
 
         def moved(path: Path) -> Path:
             return here / path.relative_to(theirs) if path.is_relative_to(theirs) else path
@@ -89,19 +89,19 @@ class Call:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Answer:
-    """What a call came to."""
+    """The result of a call."""
 
     pid: int | None
-    """The worker's process; None where it could not be started."""
+    """Process id of the worker; None where it could not be started."""
     value: Any = None
     error: RlmuxError | None = None
 
 
 class RayWorkerActor:
-    """A worker process, and the way to it. Threads: calls come one at a time, looks and the end beside them."""
+    """A worker process, and the way to it. Calls come one at a time, looks and the end beside them on other threads."""
 
     def __init__(self, setup: RayWorkerSetup, fork_server: str) -> None:
-        """`fork_server`: the address of its machine's."""
+        """`fork_server`: address of the machine's fork server."""
         self._setup = setup
         self._process: WorkerProcess | None = None
         self._calling = threading.Lock()
@@ -110,7 +110,7 @@ class RayWorkerActor:
         setup.log_path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         if os.access(fork_server, os.W_OK):
             borrow_fork_server(fork_server)
-        else:  # another user's: one of its own, which has to import torch first
+        else:  # another user's server: start one here, which has to import torch first
             warm_up()
         with contextlib.suppress(Exception):  # the first call says what is wrong
             self._start()
@@ -125,7 +125,7 @@ class RayWorkerActor:
                 # No device, or one that is a core: no GPU is seen, whatever the machine has.
                 gpu=os.environ.get("CUDA_VISIBLE_DEVICES", "") if setup.has_gpu else "",
                 log_path=setup.log_path,
-                call_limit_s=float("inf"),  # the controller's to keep
+                call_limit_s=float("inf"),  # the controller keeps the limit
             )
         return self._process
 

@@ -5,7 +5,7 @@
     device                      a GPU where the Ray node has any (`ray_gpus.py`), else a core
     weights                     one machine: files in shared memory, as under `local`
                                 several: delivered from node to node before a rollout needs them (`ray_sync.py`)
-    batches                     objects, from the host's node to the trainer's, never through the controller
+    batches                     objects, from the env worker's node to the trainer's, never through the controller
     checkpoints                 files in the run's folder, which every machine sees
 
 rlmux decides everything; Ray starts processes and carries bytes. A node that Ray declares dead is a NodeLost, one
@@ -39,10 +39,10 @@ from rlmux.runtime.workplace import Worker, WorkerOptions
 
 _LOOK_AT_NODES_EVERY_S = 1.0
 _MAX_LOOKS_PER_S = 100
-"""At idle workers, all together."""
+"""Most looks a second at idle workers, all together."""
 _PROBE_LIMIT_S = 60.0
 _NUM_THREADS = 3
-"""Of an actor: for a call, a look, and the end, which must not wait for either."""
+"""Threads of an actor: one for a call, one for a look, one for the end, which must not wait for either."""
 _LEAVE_LIMIT_S = 5.0
 
 
@@ -58,9 +58,9 @@ def ray_backend(
 ) -> WorkerBackend:
     """The backend of a run on a Ray cluster.
 
-    `address`: of a running cluster; None takes the one that this machine belongs to, or starts one here for the run.
+    `address`: address of a running cluster; None takes the one that this machine belongs to, or starts one here.
     `is_sharing_memory`: whether all nodes see one shared memory; None finds out.
-    `sync`: how weights travel where they do not.
+    `sync`: how weights travel between nodes that do not.
     Raises UserError if there is no such cluster, its versions differ, or it has less than the file's pools.
     """
     nodes, probes = join_cluster(cluster, address)
@@ -102,7 +102,7 @@ def join_cluster(cluster: Cluster, address: str | None) -> tuple[dict[NodeId, Ra
 
 
 def _probe(nodes: Mapping[NodeId, RayNode]) -> dict[str, NodeProbe]:
-    """What each Ray node is, by its id. Raises UserError if one cannot run our workers."""
+    """What each Ray node is, by its Ray id. Raises UserError if a node cannot run our workers."""
     ask = ray.remote(num_cpus=0, max_retries=0)(probe_node)
     ids = dict.fromkeys(node.ray_id for node in nodes.values())
     asked = {
@@ -114,7 +114,7 @@ def _probe(nodes: Mapping[NodeId, RayNode]) -> dict[str, NodeProbe]:
     for node in nodes.values():
         try:
             probe = probes[node.ray_id] = ray.get(asked[node.ray_id], timeout=_PROBE_LIMIT_S)
-        except Exception as error:  # whatever keeps our code from running there
+        except Exception as error:  # anything may keep our code from running there
             reason = str(error).strip().splitlines()[-1]
             raise UserError(
                 f"Ray node {node.address}: cannot run rlmux: {reason}; install rlmux[train,ray] {here.version} there"
@@ -140,7 +140,7 @@ class RayActors:
         memory: SharedMemoryFolder,
         deliveries: Deliveries | None,
     ) -> None:
-        """`deliveries`: of weights, where nodes do not share a memory."""
+        """`deliveries`: carry weights where nodes do not share a memory; else None."""
         self._cluster = cluster
         self._gpus = gpus
         self._fork_servers = fork_servers
@@ -165,7 +165,7 @@ class RayActors:
         log_path: Path,
         call_limit_s: float,
     ) -> Worker:
-        """A worker without a device, a pipeline's host, lives beside the controller."""
+        """Start a worker. One without a device, a pipeline's env worker, lives beside the controller."""
         node = self._nodes[device.node_id] if device else None
         has_gpu = self._gpus.has_gpu(device)
         setup = RayWorkerSetup(
@@ -211,7 +211,7 @@ class RayActors:
         return answered
 
     def deliver(self, path: Path, trainer: Worker, receivers: Sequence[Worker], then: Callable[[], None]) -> None:
-        """On one machine the file that the trainer has written is the receivers' already."""
+        """Bring a version to its receivers. On one machine the trainer's file is theirs already."""
         if self._deliveries is None:
             then()
             return
@@ -247,8 +247,7 @@ class RayActors:
             self._deliveries.withdraw(worker)
 
     def _assign_cores(self, cores_by_ray_id: Mapping[str, Sequence[int]]) -> dict[DeviceId, int]:
-        """One core for each device, counted on each machine by itself; a node that takes a lost one's place takes its
-        numbers."""
+        """One core for each device, counted by machine; a node that replaces a lost one takes its numbers."""
         given: dict[str, int] = {}
         assigned = {}
         for node_id, node in self._nodes.items():
@@ -277,7 +276,7 @@ class RayActors:
             self._take_newcomers(offers)
 
     def _take_newcomers(self, offers: Mapping[str, Mapping[str, Any]]) -> None:
-        """Ray nodes that offer what a lost node did, and do not stand for a node yet."""
+        """Let Ray nodes that offer what a lost node did, and stand for no node yet, replace it."""
         there = [(node_id, node) for node_id, node in self._nodes.items() if node_id not in self._lost]
         taken = Counter((node.ray_id, node_id.pool) for node_id, node in there)
         for node_id in sorted(self._lost):

@@ -1,4 +1,4 @@
-"""Finding a Ray cluster and our pools in it, with one line about whatever is missing.
+"""Finds a Ray cluster and our pools in it, and says in one line what is missing.
 
 pool NAME of n nodes  ◀──  Ray nodes that offer the resource rlmux_NAME, in the order of their addresses
 """
@@ -35,7 +35,7 @@ class RayNode:
 
     @staticmethod
     def of(node_id: NodeId, offer: Mapping[str, Any]) -> RayNode:
-        """From an entry of `alive_nodes`."""
+        """The Ray node of an entry of `alive_nodes`."""
         return RayNode(
             node_id=node_id,
             ray_id=offer["NodeID"],
@@ -62,7 +62,7 @@ def connect(cluster: Cluster, address: str | None) -> None:
     if found is not None:
         _join(found, quiet)
     elif given == "auto":
-        raise _nobody_there("auto", "this machine is part of none")
+        raise _no_cluster_there("auto", "this machine is part of none")
     else:
         _start(cluster, quiet)
 
@@ -73,7 +73,7 @@ def _join(address: str, quiet: dict[str, Any]) -> None:
     except RuntimeError as error:
         raise UserError(version_line(str(error), address)) from None
     except (ConnectionError, ray.exceptions.RayError, ValueError) as error:
-        raise _nobody_there(address, _last_line(error)) from None
+        raise _no_cluster_there(address, _last_line(error)) from None
 
 
 def _start(cluster: Cluster, quiet: dict[str, Any]) -> None:
@@ -88,7 +88,7 @@ def _start(cluster: Cluster, quiet: dict[str, Any]) -> None:
 
 
 def _cluster_of_this_machine() -> str | None:
-    """Of the cluster that `ray start` has made this machine part of, if it still answers.
+    """Address of the cluster that `ray start` has made this machine part of, if it still answers.
 
     Ray's own "auto" takes a minute to give up on a cluster that was killed, and then ends the whole process.
     """
@@ -108,16 +108,16 @@ def _check_reachable(address: str) -> None:
     host, _, port = address.rpartition(":")
     if not host or not port.isdigit() or "/" in host:
         raise UserError(
-            f"--address {address}: accepted: ENV:PORT of the cluster's head, as `ray start --head` prints it, "
+            f"--address {address}: accepted: HOST:PORT of the cluster's head, as `ray start --head` prints it, "
             "from a machine of the cluster"
         )
     try:
         with socket.create_connection((host, int(port)), timeout=_CONNECT_LIMIT_S) as connection:
             is_ray = os.environ.get("RAY_USE_TLS", "0") != "0" or _speaks_http2(connection)
     except OSError as error:
-        raise _nobody_there(address, error.strerror or str(error)) from None
+        raise _no_cluster_there(address, error.strerror or str(error)) from None
     if not is_ray:
-        raise _nobody_there(address, "something else does")
+        raise _no_cluster_there(address, "something else does")
 
 
 def _speaks_http2(connection: socket.socket) -> bool:
@@ -129,7 +129,7 @@ def _speaks_http2(connection: socket.socket) -> bool:
     return answer[3:4] == _NO_SETTINGS[3:4]
 
 
-def _nobody_there(address: str, reason: str) -> UserError:
+def _no_cluster_there(address: str, reason: str) -> UserError:
     return UserError(
         f"--address {address}: no Ray cluster answers there ({reason}); start one with `ray start --head`, "
         "or leave --address out to start one on this machine"
@@ -161,7 +161,7 @@ def alive_nodes() -> list[dict[str, Any]]:
 
 
 def version_line(text: str, address: str) -> str:
-    """Ray's paragraph about versions that differ (or whatever else it says of a cluster) as one line."""
+    """Ray's paragraph about versions that differ, or about another problem of a cluster, as one line."""
     told = " ".join(text.split())
     if "ersion mismatch" in told:
         versions = told.partition("mismatch:")[2].strip()

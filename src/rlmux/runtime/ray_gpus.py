@@ -3,8 +3,9 @@
     node of a pool   ◀──▶  a placement group on its Ray node     device  ◀──▶  a bundle of one GPU
     worker                 an actor in its device's bundle, with a sliver of that GPU
 
-A bundle keeps the GPU that Ray gave it, so all workers of a device see the same one, several pipelines' workers take
-turns on it, and nobody else's actors get it. A Ray node without GPUs has no group: its devices are cores.
+A bundle keeps the GPU that Ray gave it. So all workers of a device see the same GPU, workers of several pipelines use
+it one after another, and no actor of another program gets it. A Ray node without GPUs has no group: its devices are
+cores.
 """
 
 from __future__ import annotations
@@ -22,9 +23,9 @@ from rlmux.core.model import Cluster, DeviceId, NodeId
 from rlmux.runtime.ray_cluster import RayNode
 
 _SLIVER = 0.001
-"""Of a GPU, for each worker: rlmux decides who computes when, so a device takes as many as its memory does."""
+"""Fraction of a GPU that Ray counts for each worker: rlmux decides when each computes, so only memory limits them."""
 _RESERVE_LIMIT_S = 30.0
-"""For GPUs that a run which has just ended gives back."""
+"""Seconds to wait for GPUs that a run which has just ended gives back."""
 
 
 def check_gpus(cluster: Cluster, nodes: Mapping[NodeId, RayNode]) -> None:
@@ -45,7 +46,7 @@ class GpuReservations:
     """The GPUs of a run, by node. Ray takes them back when the run leaves the cluster."""
 
     def __init__(self, cluster: Cluster, nodes: Mapping[NodeId, RayNode]) -> None:
-        """Raises UserError if somebody else holds them."""
+        """Raises UserError if another program holds them."""
         self._cluster = cluster
         self._groups: dict[NodeId, PlacementGroup] = {}
         for node_id, node in nodes.items():
@@ -59,7 +60,7 @@ class GpuReservations:
                 )
 
     def reserve(self, node_id: NodeId, node: RayNode) -> None:
-        """A GPU for each device of the node, on its Ray node; workers wait until they are there."""
+        """Reserve a GPU for each device of the node, on its Ray node; workers wait until they are there."""
         self.give_back(node_id)
         if node.num_gpus:
             num_devices = self._cluster.pools[node_id.pool].devices_per_node

@@ -5,9 +5,9 @@
              carriers, one a node:        ├─ objects        Ray brings the bytes to each node by itself
                                           └─ hierarchical   `sync.py`: one copy over the link, then shared out
 
-Every version's sum is checked where it arrives. Nobody waits for a delivery but the PUBLISH that it belongs to, which
-holds no device: a slow link delays its own pipeline and no other. The controller keeps an empty file for each version
-that has arrived; the bytes never come to it.
+Every version's sum is checked where it arrives. Only the PUBLISH that a delivery belongs to waits for it, and holds no
+device: a slow link delays its own pipeline and no other. The controller keeps an empty file for each version that has
+arrived; the bytes never come to it.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ if TYPE_CHECKING:  # brings torch along, which objects do without
     from rlmux.runtime.sync import Link, Meeting
 
 _NUM_AT_ONCE = 64
-"""Deliveries that one carrier takes part in at the same time."""
+"""Most deliveries that one carrier takes part in at the same time."""
 
 
 class Transport(StrEnum):
-    """How weights get from node to node. Which one changes no byte."""
+    """How weights get from node to node. The choice changes no byte."""
 
     AUTO = "auto"
     """Objects for one receiving node, the two-stage scheme for several."""
@@ -52,7 +52,7 @@ class RaySync:
 
     transport: Transport = Transport.AUTO
     link_bytes_per_s: float | None = None
-    """A limit on what leaves a carrier under the two-stage scheme, for tests of slow links."""
+    """Most bytes a second that leave a carrier under the two-stage scheme, for tests of slow links; None: no limit."""
 
     def is_hierarchical(self, num_receivers: int) -> bool:
         return self.transport is Transport.HIERARCHICAL or (self.transport is Transport.AUTO and num_receivers > 1)
@@ -88,10 +88,12 @@ class Carrier:
         self._write(name, contents)
 
     def meet(self) -> Meeting:
-        """A place of its own for each delivery, on this node."""
+        """A meeting of its own for each delivery, at this node's store."""
         from rlmux.runtime.sync import Meeting, open_store
 
-        with self._opening:  # two versions may be published at once, and those who were told of a lost store wait long
+        with (
+            self._opening
+        ):  # two versions may be published at once, and a receiver that was given a lost store waits long
             if self._store is None:
                 self._store = open_store(self._address)
         return Meeting(address=self._address, port=self._store.port, number=next(self._numbers))
@@ -133,7 +135,7 @@ class Carrier:
 
 @dataclass(slots=True)
 class _Delivery:
-    """One version on its way."""
+    """One version on its way to its nodes."""
 
     trainer: RayWorker
     path: Path
@@ -144,7 +146,7 @@ class _Delivery:
 
 
 class Deliveries:
-    """Everything that is on its way, and where what has arrived lies."""
+    """Every version that is on its way, and the nodes of each that has arrived."""
 
     def __init__(self, here: Path, nodes: Mapping[str, str], sync: RaySync) -> None:
         """`here`: the controller's folder; `nodes`: address by Ray id."""
@@ -157,7 +159,7 @@ class Deliveries:
         ray.get(ready)
 
     def folder_on(self, ray_id: str) -> Path:
-        """Of a node's weights: a name of its own for each, since one machine may be several."""
+        """The folder of a node's weights. Each node has its own name, since several nodes may be one machine."""
         return self._here.with_name(f"{self._here.name}-{ray_id[:12]}")
 
     def deliver(
@@ -214,7 +216,7 @@ class Deliveries:
         delivery.then()
 
     def withdraw(self, trainer: RayWorker) -> None:
-        """It is ended: what it has published is in checkpoints, and what goes on from there publishes anew."""
+        """Drop the versions of a trainer that ended: its checkpoints have them, and its successor publishes anew."""
         self._under_way = [one for one in self._under_way if one.trainer is not trainer]
         parent = self._here / trainer.pipeline
         gone = [path for path in self._nodes_by_path if path.parent == parent]

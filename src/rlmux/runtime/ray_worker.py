@@ -1,4 +1,4 @@
-"""One actor as the controller sees it: the calls that wait for it, and a look now and then whether it still lives.
+"""One actor as the controller sees it: the calls that wait for it, and regular looks whether it still lives.
 
 busy    the reference of the answer    ──▶ fetch ──▶ receive ──▶ then(value)
 idle    the reference of a look, one a second   ──▶ nothing, or the worker is lost; the first one tells its process id
@@ -19,14 +19,14 @@ from rlmux.runtime.ray_actor import Answer, Call
 from rlmux.runtime.ray_cluster import RayNode
 
 _UNAVAILABLE_LIMIT_S = 40.0
-"""How long a worker may be out of reach before it is lost: longer than Ray takes to declare a node dead."""
+"""Seconds that a worker may be out of reach before it is lost: more than Ray takes to declare a node dead."""
 _KILL_LIMIT_S = 10.0
 LOOK_EVERY_S = 1.0
-"""At an idle worker: how late its death may be noticed, where there are not too many of them."""
+"""Seconds between two looks at an idle worker: how late its death is noticed, where workers are not too many."""
 
 
 class RayWorker:
-    """See the module's picture."""
+    """A worker behind an actor; one call of it is under way at a time."""
 
     def __init__(
         self,
@@ -70,11 +70,11 @@ class RayWorker:
     def _send(self, now_s: float) -> None:
         call, _ = self._calls[0]
         self._sent_s = now_s
-        self._unavailable_since_s = None  # what a look has found says nothing of this call
+        self._unavailable_since_s = None  # what a look found says nothing of this call
         self._pending = self._actor.answer.remote(call)
 
     def watched(self, look_every_s: float = LOOK_EVERY_S) -> ray.ObjectRef[Any] | None:
-        """What tells of its answer, or of its death; None if it is idle and was looked at just now."""
+        """The reference that brings its answer, or its death; None if it is idle and was looked at just now."""
         if self._pending is not None:
             return self._pending
         now_s = time.monotonic()
@@ -83,7 +83,7 @@ class RayWorker:
         return self._look
 
     def fetch(self) -> bool:
-        """Take in what is behind the reference. False: nothing to tell of; or out of reach, and asked after again."""
+        """Take in what is behind the reference. False: there is nothing to receive, or it is out of reach and asked again."""
         is_look = self._pending is None
         reference, self._look = self._pending or self._look, None
         try:
@@ -111,7 +111,7 @@ class RayWorker:
         return True
 
     def lose(self, reason: str) -> None:
-        """Its next `receive` says that it is lost."""
+        """Make its next `receive` raise WorkerLostError."""
         self._answer, self.is_lost = WorkerLostError(f"{self.name}: {reason}"), True
 
     def receive(self, now_s: float) -> None:
@@ -136,7 +136,7 @@ class RayWorker:
         self._leave("end")
 
     def kill(self) -> None:
-        """A trainer is waited for: it may be writing a checkpoint, and whoever goes on reads those there are."""
+        """End it now. A trainer is waited for: it may be writing a checkpoint that its successor reads."""
         leaving = self._leave("kill")
         if self.is_trainer and self.pid is not None and not self._is_node_lost(self.node):
             ray.wait([leaving], timeout=_KILL_LIMIT_S, fetch_local=False)

@@ -1,7 +1,9 @@
 """One run from start to end: the folder, the log, the scheduler, a backend, the reports.
 
-run_pipelines    a new run in a new folder
-resume_pipelines the same folder after a stop or a crash: every pipeline goes on from its newest checkpoint
+    run_pipelines      a new folder ──▶ log ──▶ backend ─┐
+    resume_pipelines   a folder's log ──▶ backend ───────┴▶ controller until all is over ──▶ summary, timeline
+
+A resumed pipeline goes on from its newest checkpoint. Without a backend there is no run: the new folder is removed.
 """
 
 from __future__ import annotations
@@ -52,9 +54,9 @@ class RunResult:
     folder: Path
     summary: Mapping[str, Any]
     is_complete: bool
-    """False: it was stopped; `rlmux resume` goes on with it."""
+    """False: the run was stopped and can be resumed."""
     was_over: bool = False
-    """There was nothing left to resume."""
+    """True: there was nothing left to resume."""
 
 
 def run_pipelines(
@@ -74,9 +76,10 @@ def run_pipelines(
 ) -> RunResult:
     """Train every pipeline under a policy, by default on this machine.
 
-    `parse` reads what is submitted while it runs; without, nobody can. A run that is kept open waits for more when
-    its pipelines are over. Raises UserError for a folder that cannot be used. A pipeline's own failure is in the
-    summary, not raised.
+    `parse`: reads what is submitted while it runs; without it nothing can be submitted.
+    `is_kept_open`: the run waits for more when its pipelines are over.
+    Raises UserError for a folder that cannot be used, StorageError where a file of
+    the run cannot be written. A pipeline's own failure is in the summary, not raised.
     """
     cluster = with_machine_memory(cluster) if backend_name == LOCAL else cluster
     submissions = [with_footprint(submission, cluster) for submission in submissions]
@@ -108,7 +111,7 @@ def resume_pipelines(
     backend_name: str = LOCAL,
     make_backend: MakeBackend = local_backend,
 ) -> RunResult:
-    """Go on with a run that was stopped or killed. Pipelines that were over stay over."""
+    """Train what is left of a run that was stopped or killed. Pipelines that were over stay over."""
     statuses = ended_pipelines(folder)
     cluster = with_machine_memory(cluster) if backend_name == LOCAL else cluster
     unfinished = [
@@ -128,7 +131,7 @@ def resume_pipelines(
 
 
 def ended_pipelines(folder: Path) -> dict[PipelineId, dict[str, Any]]:
-    """What earlier parts of a run say of pipelines that are over: status and weights_sha256 by name."""
+    """Pipelines that were over in earlier parts of a run: status and weights_sha256 by name."""
     with LogReader(folder) as reader:
         return {
             PipelineId(entry.value["pipeline"]): entry.value
@@ -138,7 +141,7 @@ def ended_pipelines(folder: Path) -> dict[PipelineId, dict[str, Any]]:
 
 
 def _from_checkpoint(submission: Submission, folder: Path) -> Submission:
-    """Damaged checkpoints are told of when the pipeline is admitted."""
+    """The submission, its first step set by its newest checkpoint. Damaged ones are reported at admission."""
     newest = checkpoint_folder(submission, folder).newest(before=submission.config.num_steps)
     if newest is None:
         return submission
@@ -196,7 +199,7 @@ def _with_resume_hint(folder: Path, problem: str) -> str:
 
 @contextlib.contextmanager
 def _private_files() -> Iterator[None]:
-    """What a run writes is the user's alone."""
+    """Files made within are readable by the user alone."""
     previous = os.umask(0o077)
     try:
         yield
@@ -205,7 +208,7 @@ def _private_files() -> Iterator[None]:
 
 
 def _checked(parse: ParseSubmission, cluster: Cluster) -> ParseSubmission:
-    """What is submitted passes the checks of what a run begins with."""
+    """What reads a submission and checks it as the run's first pipelines were checked."""
 
     def parse_and_check(text: str, source: str) -> Sequence[Submission]:
         submissions = [with_footprint(submission, cluster) for submission in parse(text, source)]
@@ -216,7 +219,7 @@ def _checked(parse: ParseSubmission, cluster: Cluster) -> ParseSubmission:
 
 
 class _Endings:
-    """Writes down each pipeline's end as soon as it is over."""
+    """Writes each pipeline's end to the log as soon as it is over."""
 
     def __init__(
         self, scheduler: Scheduler, backend: Backend, log: RunLog, ended: dict[PipelineId, Mapping[str, Any]]
@@ -255,7 +258,7 @@ def _stop_on_interrupt(stop: Callable[[], None]) -> Iterator[None]:
 
     try:
         previous = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
-    except ValueError:  # not the main thread: whoever runs us there stops us otherwise
+    except ValueError:  # not the main thread: its caller stops the run otherwise
         yield
         return
     try:

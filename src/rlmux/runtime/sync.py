@@ -30,11 +30,11 @@ from rlmux.core.errors import RlmuxError
 _C: Any = dist
 """Classes that torch does not say it exports."""
 _HEADER = struct.Struct("<qq32s")
-"""Version, bytes, sha256."""
+"""Layout of the announcement: version, number of bytes, sha256."""
 _HEADER_TAG = 0
 _MAX_ROUNDS_UNDER_WAY = 2
 _TIMEOUT = timedelta(seconds=60)
-"""For a rank that does not come, or a message that does not move."""
+"""Longest wait for a rank that does not come, or a message that does not move."""
 
 
 class SyncError(RlmuxError):
@@ -46,17 +46,17 @@ class Scheme(StrEnum):
 
     HIERARCHICAL = "hierarchical"
     PER_RECEIVER = "per_receiver"
-    """A whole copy for each receiver over the link: what the other is measured against."""
+    """A whole copy for each receiver over the link: the baseline of the hierarchical scheme."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SyncLayout:
-    """Who takes part. The same on every rank."""
+    """The ranks that take part. The same on every rank."""
 
     num_senders: int
     num_receivers: int
     chunk_bytes: int = 1 << 18
-    """Of one shard, in one message: small enough that the first chunk goes round early."""
+    """Bytes of one shard in one message: few enough that the first chunk goes round early."""
 
     def receiver_rank(self, receiver: int) -> int:
         return self.num_senders + receiver
@@ -65,7 +65,7 @@ class SyncLayout:
         return receiver % self.num_senders
 
     def shard_bytes(self, num_bytes: int) -> int:
-        """Of every shard; the last ones are padded."""
+        """Bytes of every shard; the last shards are padded."""
         return -(-num_bytes // self.num_receivers)
 
     def chunks(self, num_bytes: int) -> list[tuple[int, int]]:
@@ -75,7 +75,7 @@ class SyncLayout:
 
 
 class Link:
-    """A token bucket: a sender's share of a link of limited rate, for tests and benchmarks without one."""
+    """A token bucket: one sender's part of a link of limited rate, for tests and benchmarks without such a link."""
 
     def __init__(self, bytes_per_s: float, *, burst_bytes: int = 1 << 16) -> None:
         self._bytes_per_s = bytes_per_s
@@ -134,7 +134,7 @@ class WeightSender:
 
 
 class WeightReceiver:
-    """A receiver's end, on one rank of `world`. `inside` has all receivers, in order, and nobody else."""
+    """A receiver's end, on one rank of `world`. `inside` has the receivers alone, all of them, in order."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class WeightReceiver:
         *,
         device: str = "cpu",
     ) -> None:
-        """`device`: where the payload is to be, and the process groups can send from."""
+        """`device`: where the payload is to lie; the process groups must be able to send from there."""
         self._layout = layout
         self._receiver = rank - layout.num_senders
         self._world = world
@@ -169,7 +169,7 @@ class WeightReceiver:
         return payload, version
 
     def _share_out(self, shards: torch.Tensor, num_bytes: int) -> None:
-        """All of the own shard is asked for at once; each chunk goes round as soon as it is here."""
+        """Ask for the whole own shard at once, and pass each chunk round as soon as it is here."""
         layout, mine = self._layout, self._receiver
         chunks = layout.chunks(num_bytes)
         coming = [
@@ -204,13 +204,13 @@ class WeightReceiver:
 
 
 def open_store(address: str) -> Any:
-    """Where ranks find each other, at its `port`; lives in this process."""
+    """A store in which ranks find each other, at its `port`; it lives in this process."""
     return _C.TCPStore(address, 0, is_master=True, wait_for_workers=False)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Meeting:
-    """One use of a store."""
+    """One use of a store, by the ranks of one delivery."""
 
     address: str
     port: int
@@ -220,7 +220,7 @@ class Meeting:
 def join_meeting(
     meeting: Meeting, layout: SyncLayout, *, rank: int, address: str
 ) -> tuple[dist.ProcessGroup, dist.ProcessGroup]:
-    """(world, the receivers' group) over gloo, apart from whatever else this process takes part in.
+    """(world, the receivers' group) over gloo, apart from every other group of this process.
 
     `address`: of this rank's machine, where the others reach it. A sender has no part in the second group and gets
     the first one again.
