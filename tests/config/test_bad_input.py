@@ -125,6 +125,13 @@ CASES = {
         [("slots: 32", "workers: 2")],
         "two.yaml:11: pipelines.sort.rollout.workers is 2; accepted: up to 1, the size of pool 'rollout'",
     ),
+    "more training workers than compute": (
+        [
+            ("    train: {devices: 1}", "    train: {devices: 4}"),
+            ("    rollout:\n", "    train: {workers: 4}\n    rollout:\n"),
+        ],
+        "two.yaml:10: pipelines.sort.train.workers is 4: a run trains each pipeline on one device; accepted: 1",
+    ),
     "heads that do not divide": (
         [("steps: 60", "model: {heads: 5}")],
         "two.yaml:6: pipelines.sort.model.heads is 5; accepted: a divisor of half of hidden_size 64",
@@ -309,6 +316,15 @@ def test_planning_needs_estimates_but_no_task(complaint, load, good):
     assert message.startswith("two.yaml:8: pipelines.sort.estimate is missing; accepted: {rollout_s: seconds,")
     estimates = "pipelines.*.estimate={rollout_s: 2, train_s: 1}"
     assert load(good, estimates, purpose=Purpose.PLAN).pipelines[0].pipeline.estimate.solo_s == 3
+
+
+def test_planning_accepts_several_training_workers(load, good):
+    sets = [
+        "pipelines.*.estimate={rollout_s: 2, train_s: 1}",
+        "cluster.pools.train.devices=4",
+        "pipelines.sort.train.workers=4",
+    ]
+    assert load(good, *sets, purpose=Purpose.PLAN).pipelines[0].pipeline.num_train_nodes == 4
 
 
 def test_a_reward_function_that_its_module_lacks_is_refused_with_the_nearest(complaint, good, tmp_path):

@@ -126,6 +126,7 @@ class Checks:
             )
         self._check_fits(path, Phase.ROLLOUT, pipeline.rollout.num_workers)
         self._check_fits(path, Phase.TRAIN, pipeline.train.num_workers)
+        self._check_one_rank((*path, "train", "workers"), pipeline.train.num_workers)
         self._check_model((*path, "model"), pipeline.model)
         if pipeline.task is not None:
             self._check_task((*path, "task"), pipeline.task, pipeline)
@@ -141,6 +142,11 @@ class Checks:
                 (*path, phase.value, "workers"),
                 f"is {num_workers}; accepted: up to {size}, the size of pool {name!r}",
             )
+
+    def _check_one_rank(self, path: KeyPath, num_workers: int) -> None:
+        """Further training devices would be held and stay idle. Planning may ask for them."""
+        if self.purpose is Purpose.RUN and num_workers > 1:
+            raise self._error(path, f"is {num_workers}: a run trains each pipeline on one device; accepted: 1")
 
     def _check_model(self, path: KeyPath, model: ModelConfig) -> None:
         if model.path is None:

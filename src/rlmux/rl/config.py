@@ -192,7 +192,7 @@ class TrainConfig(FromFile):
     """What the training side computes on."""
 
     num_workers: Count = 1
-    """Devices of the training pool (whole nodes, where the pool is given in nodes). Never changes the results."""
+    """Devices of the training pool (whole nodes, where the pool is given in nodes). `run` accepts 1."""
     num_threads: Annotated[int, Ge(1), Le(1024)] = 1
     """Compute threads of each worker, rollout workers included. Results change with it in the last bits."""
 
