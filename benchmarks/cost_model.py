@@ -26,15 +26,9 @@ from pathlib import Path
 from statistics import median
 
 import numpy as np
+from logged_engine import MEASURED_MEMORY_FRACTION, EngineLimits, ToolCalls, kv_pool_tokens, predict_rollout
 
 from rlmux.core.model import Stage
-from rlmux.sim.models.batching import (
-    MEASURED_MEMORY_FRACTION,
-    EngineLimits,
-    ToolCalls,
-    kv_pool_tokens,
-    predict_rollout,
-)
 from rlmux.sim.models.costs import MEASURED_GPU, TRAIN_STAGES, RolloutCosts, rollout_costs, train_cost_by_size
 from rlmux.sim.models.curves import LOW_ACTIVE, DecodeCurve, HostCosts, PrefillCurve, StageCost
 from rlmux.sim.models.hardware import ModelShape, gpu_spec, model_shape

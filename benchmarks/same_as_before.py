@@ -59,7 +59,13 @@ def weights(checkout: Path, file: Path, policy: str, num_steps: int) -> dict[str
     with tempfile.TemporaryDirectory() as folder:
         words = ["run", str(file.resolve()), "--out", folder + "/run", "--json", "--set", f"defaults.steps={num_steps}"]
         ran = subprocess.run(
-            [sys.executable, "-c", "from rlmux.cli import main; main()", *words, *(["--policy", policy] if policy else [])],
+            [
+                sys.executable,
+                "-c",
+                "from rlmux.cli import main; main()",
+                *words,
+                *(["--policy", policy] if policy else []),
+            ],
             env={**os.environ, "PYTHONPATH": str(checkout.resolve() / "src")},
             cwd=checkout,
             capture_output=True,

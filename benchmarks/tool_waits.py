@@ -24,13 +24,13 @@ WAITS_S = (0.0, 5.0, 20.0, 60.0)
 MEAN_CALLS = 2.0
 
 
-def tokens_per_s(policy: str, wait_s: float, num_pipelines: int, num_steps: int, num_shares: int) -> float:
+def tokens_per_s(policy: str, wait_s: float, num_pipelines: int, num_steps: int, num_parts: int) -> float:
     workload = crowd(
         [GSM8K_06B] * num_pipelines,
         num_gpus=8,
         num_steps=num_steps,
         sequences_per_device=64,
-        num_shares=num_shares,
+        num_parts=num_parts,
         tools=ToolUse(mean_calls=MEAN_CALLS, wait_s=wait_s) if wait_s else None,
     )
     return simulate(workload, make_policy(policy)).tokens_per_s or 0.0
@@ -45,9 +45,9 @@ def main() -> None:
     size = (arguments.pipelines, arguments.steps)
     table = {
         wait_s: {
-            "whole": tokens_per_s("colocated", wait_s, *size, num_shares=1),
-            "split": tokens_per_s("colocated", wait_s, *size, num_shares=2),
-            "jigsaw": tokens_per_s("jigsaw", wait_s, *size, num_shares=1),
+            "whole": tokens_per_s("colocated", wait_s, *size, num_parts=1),
+            "split": tokens_per_s("colocated", wait_s, *size, num_parts=2),
+            "jigsaw": tokens_per_s("jigsaw", wait_s, *size, num_parts=1),
         }
         for wait_s in WAITS_S
     }

@@ -85,11 +85,11 @@ def _add_pairs(work: dict[_Key, SimRun], seed: int) -> None:
 _DEPLOYMENTS: dict[str, dict[str, Any]] = {
     "shared": {},
     "scale": {"gpu": "A100"},
-    "halves": {"num_shares": 2},
+    "halves": {"num_parts": 2},
     "one-off": {"staleness": 1},
     **{f"pools-{part}": {"deployment": "disaggregated", "train_part": part} for part in _PARTS},
     **{
-        f"stream-{part}": {"deployment": "disaggregated", "train_part": part, "num_shares": 2, "staleness": 1}
+        f"stream-{part}": {"deployment": "disaggregated", "train_part": part, "num_parts": 2, "staleness": 1}
         for part in _PARTS
     },
 }
@@ -182,7 +182,7 @@ def areal_like_tokens_per_s(one: Recorded, *, num_gpus: int) -> float:
     """Two such pipelines, each on half of the GPUs: full slots at all times, training beside them."""
     best = 0.0
     for part in _PARTS:
-        made = crowd((one, one), num_gpus=num_gpus, num_shares=2, deployment="disaggregated", train_part=part)
+        made = crowd((one, one), num_gpus=num_gpus, num_parts=2, deployment="disaggregated", train_part=part)
         world = made.arrivals[0].world
         assert isinstance(world, SubStageWorld)
         lengths = length_distribution(one.lengths_of)

@@ -190,16 +190,16 @@ def test_with_tool_waits_sub_stages_gain_more_over_whole_devices_and_over_split_
     """Three pipelines on two devices: alone on all of them in turn, on one each in turn, or beside each other."""
 
     def gains(tools: ToolUse | None) -> tuple[float, float]:
-        def speed(policy: str, num_shares: int = 1) -> float:
+        def speed(policy: str, num_parts: int = 1) -> float:
             workload = crowd(
-                [GSM8K_06B] * 3, num_gpus=8, num_steps=3, sequences_per_device=32, num_shares=num_shares, tools=tools
+                [GSM8K_06B] * 3, num_gpus=8, num_steps=3, sequences_per_device=32, num_parts=num_parts, tools=tools
             )
             result = simulate(workload, make_policy(policy), checks=True)
             assert [one.steps for one in result.pipelines] == [3, 3, 3]
             assert result.tokens_per_s is not None
             return result.tokens_per_s
 
-        return speed("jigsaw") / speed("colocated"), speed("jigsaw") / speed("colocated", num_shares=2)
+        return speed("jigsaw") / speed("colocated"), speed("jigsaw") / speed("colocated", num_parts=2)
 
     over_whole, over_split = gains(ToolUse(mean_calls=2.0, wait_s=20.0))
     assert over_whole > 1.6

@@ -149,8 +149,8 @@ def _with_waits(one: Unfinished, factor: float) -> Unfinished:
 def _trajectory(runs: Sequence[int], waits_s: Sequence[float]) -> Unfinished:
     """A trajectory of the log.
 
-    The tokens of a reply are fed one by one, like those that are sampled. After its last turn a trajectory keeps its slot
-    until its environment replies.
+    The tokens of a reply are fed one by one, like those that are sampled. After its last turn a trajectory keeps its
+    slot until its environment replies.
     """
     later = tuple(
         Turn(wait_s, 0, reply + sampled)

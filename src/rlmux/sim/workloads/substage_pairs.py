@@ -21,15 +21,16 @@ from rlmux.sim.models.substages import STAGES, SubStageWorld
 from rlmux.sim.workloads.arrivals import Arrival, Workload
 
 MEMORY_PART = 0.4
-"""Of a device for each engine that is resident, so that two fit."""
+"""Fraction of a device's memory that one resident engine takes, so that two fit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recorded:
-    """A pipeline after a recorded run."""
+    """A pipeline modelled on a recorded run."""
 
     model: str
     lengths_of: str
+    """Name of the recorded run whose answer lengths are drawn from."""
 
     @property
     def name(self) -> str:
@@ -57,7 +58,7 @@ MIXED = (
 
 
 RECORDED = {one.lengths_of: one for one in (*HOMOGENEOUS, GSM8K_8B, MATH_14B)}
-"""By the recorded run."""
+"""Pipelines by the name of the recorded run."""
 
 
 def pair(
@@ -73,7 +74,7 @@ def pair(
     seed: int = 0,
     name: str = "pair",
 ) -> Workload:
-    """Two pipelines by the names of recorded runs; with so many tool calls a trajectory, and mean seconds a call."""
+    """Two pipelines by the names of recorded runs. `tool_calls`: mean calls of a trajectory, of `tool_wait_s` each."""
     for run in (first, second):
         if run not in RECORDED:
             raise UserError(f"workload {name!r}: no pipeline after run {run!r}; accepted: {', '.join(RECORDED)}")
@@ -93,7 +94,7 @@ def crowd(
     sequences_per_device: int = 256,
     slots: int = 256,
     staleness: int = 0,
-    num_shares: int = 1,
+    num_parts: int = 1,
     train_part: float = 0.5,
     slo_slowdown: float = float("inf"),
     gpu: str = "H100",
@@ -104,14 +105,14 @@ def crowd(
 ) -> Workload:
     """These pipelines together. Steps grow with the devices, as batches do in practice.
 
-    `num_shares`: each pipeline asks for that part of the cluster only. `train_part`: of the devices, in the
-    training pool of a disaggregated deployment.
+    `num_parts`: each pipeline asks for one of so many equal parts of the cluster. `train_part`: the fraction of the
+    devices in the training pool of a disaggregated deployment.
     """
     if num_gpus % tp or num_gpus < tp:
         raise UserError(f"num_gpus is {num_gpus}; accepted: a multiple of tp={tp}")
     num_devices = num_gpus // tp
     cluster, num_rollout, num_train = _deployed(deployment, num_devices, train_part, gpu, tp)
-    num_rollout, num_train = max(1, num_rollout // num_shares), max(1, num_train // num_shares)
+    num_rollout, num_train = max(1, num_rollout // num_parts), max(1, num_train // num_parts)
     arrivals = []
     for number, one in enumerate(recorded):
         world = SubStageWorld(
@@ -153,7 +154,7 @@ def crowd(
 
 
 def _deployed(deployment: str, num_devices: int, train_part: float, gpu: str, tp: int) -> tuple[Cluster, int, int]:
-    """The cluster, and how many devices a pipeline has for rollouts and for training."""
+    """The cluster, and the number of devices that a pipeline has for rollouts and for training."""
     memory_bytes = gpu_spec(gpu).hbm_gb * 1e9
     if deployment == "shared":
         pool = Pool(

@@ -1,12 +1,15 @@
-"""How long a rollout takes, from its lengths: continuous batching under an engine's admission rule.
+"""How long a rollout took on the engine of the logged runs: continuous batching under its admission rule.
+
+The cost model is calibrated with it (cost_model.py): the logs give the seconds of whole rollouts, of an engine whose
+cache was full. The simulator's decoders count slots instead of cache, and neither reserve nor preempt.
 
     lengths ─> per worker: waiting ──admit──> running ──finish──> done
                               ^ only when something finished, and while the cache can hold what is reserved
 
-A request is admitted when  cache in use + reserved for the running + its own prompt and budget  fits the
-cache pool. For itself it counts its whole budget (at most 4096 tokens); a running one reserves `reserve` of
-its remaining budget, and `reserve` falls by 0.001 with every decode iteration from 0.7 to 0.098. That is
-SGLang's rule; `reserve_start=0` gives an engine that reserves nothing and preempts instead.
+A sequence is admitted when  cache in use + reserved for the running + its own prompt and budget  fits the cache pool.
+For itself it counts its whole budget (at most 4096 tokens); a running one reserves `reserve` of its remaining budget,
+and `reserve` falls by 0.001 with every decode iteration from 0.7 to 0.098. That is SGLang's rule; `reserve_start=0`
+gives an engine that reserves nothing and preempts instead.
 
 The active count changes only when a sequence ends or is admitted, so time is summed over the spans between
 those moments in closed form: the cost is one pass per finishing moment, never one per token. When everything
@@ -29,7 +32,6 @@ import numpy as np
 import numpy.typing as npt
 
 from rlmux.core.errors import UserError
-from rlmux.core.model import DENSE_DECODE_MIN, SubStage
 from rlmux.sim.models.costs import MEASURED_GPU, MEASURED_NUM_GPUS, RolloutCosts, rollout_costs
 from rlmux.sim.models.hardware import ModelShape, gpu_spec
 
@@ -37,10 +39,9 @@ IntArray = npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float64]
 
 MEASURED_MEMORY_FRACTION = 0.2
-"""Share of each device given to the engine in the measured runs, inferred from their first admissions."""
-TURN_PREFILL_SHARE = 0.3
-"""Share of later turns that need a prefill iteration of their own; the others ride along with another's (one
-log)."""
+"""Fraction of each device given to the engine in the measured runs, inferred from their first admissions."""
+TURN_PREFILL_FRACTION = 0.3
+"""Fraction of later turns that need a prefill iteration of their own; the others share one (read off one log)."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -50,15 +51,15 @@ class EngineLimits:
     kv_pool_tokens: float = math.inf
     """Tokens of cache the engine can hold."""
     max_active: int = 1_000_000
-    """Slots."""
+    """Slots of the engine."""
     reserve_start: float = 0.7
-    """Share of a running sequence's remaining budget that is kept free for it, at the start of the
-    rollout."""
+    """Fraction of a running sequence's remaining budget that is kept free for it, when the rollout begins."""
     reserve_floor: float = 0.098
+    """Fraction below which the reserve does not fall."""
     reserve_decay: float = 0.001
-    """Per decode iteration."""
+    """Fall of the fraction per decode iteration."""
     reserve_clip_tokens: int = 4096
-    """No sequence counts for more than this."""
+    """Tokens that one sequence counts for at most."""
     preempt_room: int = 20
     """Tokens for which every sequence must have room after the engine ran out of cache and put some out."""
 
@@ -72,7 +73,7 @@ class EngineLimits:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ToolCalls:
-    """Waits outside the engine: a queue of calls in front of a few servers."""
+    """Waits outside the engine: a queue of calls for a few servers."""
 
     num_calls: int
     seconds_per_call: float
@@ -81,20 +82,6 @@ class ToolCalls:
     @property
     def busy_s(self) -> float:
         return self.num_calls * self.seconds_per_call / self.num_servers
-
-
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Band:
-    """A stretch of one worker's rollout with one character: the sub-stage a scheduler sees."""
-
-    kind: str
-    """`prefill`, `dense` or `tail`."""
-    start_s: float
-    seconds: float
-    tokens: float
-    """Generated tokens; a prefill band has none."""
-    active_start: int
-    active_end: int
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -122,33 +109,6 @@ class WorkerRollout:
         """Seconds until at most `count` sequences are active for good."""
         above = np.flatnonzero(self.active > count)
         return float(self.times_s[above[-1] + 1]) if above.size else 0.0
-
-    def bands(self, dense_above: int = DENSE_DECODE_MIN) -> tuple[Band, ...]:
-        """Prefill until the first decode iteration, then dense until the count falls below for good, then
-        tail."""
-        if not self.active.size:
-            return ()
-        cuts = [0.0, float(self.times_s[0]), self.time_to_active(dense_above - 1), float(self.times_s[-1])]
-        cuts[2] = max(cuts[1], cuts[2])
-        found = []
-        for kind, start, end in zip(
-            (SubStage.PREFILL, SubStage.DENSE_DECODE, SubStage.TAIL_DECODE), cuts, cuts[1:], strict=False
-        ):
-            if end <= start:
-                continue
-            inside = (self.times_s[:-1] >= start - 1e-12) & (self.times_s[:-1] < end - 1e-12)
-            active = self.active[inside]
-            found.append(
-                Band(
-                    kind=kind,
-                    start_s=start,
-                    seconds=end - start,
-                    tokens=float(self.span_tokens[inside].sum()),
-                    active_start=int(active[0]) if active.size else int(self.active[0]),
-                    active_end=int(active[-1]) if active.size else int(self.active[0]),
-                )
-            )
-        return tuple(found)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -200,14 +160,11 @@ def predict_rollout(
     extra_turns: int = 0,
     tools: ToolCalls | None = None,
     is_first: bool = False,
-    batching: str = "continuous",
 ) -> RolloutPrediction:
     """Seconds of the rollout that generates `lengths` tokens per sequence, all submitted at the start.
 
     `lengths` are in submission order; consecutive `group_size` of them share a prompt and a worker, and
     groups go round the workers. `limits` defaults to the cache of an engine that has 0.9 of the device.
-    `batching="static"` runs `max_active` at a time, each batch until its longest ends, at the cost of a full
-    batch.
     """
     costs = model if isinstance(model, RolloutCosts) else rollout_costs(model, gpu, tp)
     sizes = np.maximum(np.asarray(lengths, dtype=np.float64).round().astype(np.int64), 1)
@@ -215,8 +172,6 @@ def predict_rollout(
         raise UserError("lengths must be a non-empty list of token counts")
     if num_workers < 1 or group_size < 1:
         raise UserError(f"num_workers and group_size must be at least 1, not {num_workers} and {group_size}")
-    if batching not in ("continuous", "static"):
-        raise UserError(f"batching {batching!r} is unknown; accepted: continuous, static")
     limits = limits or EngineLimits(kv_pool_tokens=kv_pool_tokens(costs.shape, costs.gpu, costs.tp))
     job = _Job(
         costs=costs,
@@ -224,16 +179,14 @@ def predict_rollout(
         prompt=prompt_tokens,
         group=group_size,
         budget=max(max_new_tokens, int(sizes.max())),
-        turn_prefills=TURN_PREFILL_SHARE * extra_turns / num_workers,
+        turn_prefills=TURN_PREFILL_FRACTION * extra_turns / num_workers,
         start_s=costs.host.rollout_s + (costs.host.first_rollout_s if is_first else 0.0),
     )
     groups = np.arange(sizes.size) // group_size
-    shares = [sizes[groups % num_workers == worker] for worker in range(num_workers)]
-    run = _run_static if batching == "static" else _run_continuous
-    workers = tuple(run(job, share) for share in shares if share.size)
+    by_worker = [sizes[groups % num_workers == worker] for worker in range(num_workers)]
+    workers = tuple(_run(job, mine) for mine in by_worker if mine.size)
     engine_s = max(worker.seconds for worker in workers)
-    # The engine decodes while other sequences wait for their tools: only what does not fit beside it is
-    # added.
+    # The engine decodes while other sequences wait for their tools: only what does not fit beside it is added.
     tool_s = max(0.0, tools.busy_s - engine_s) if tools else 0.0
     return RolloutPrediction(seconds=engine_s + tool_s, tool_s=tool_s, workers=workers)
 
@@ -257,7 +210,7 @@ class _Job:
         return self.prompt / self.group
 
 
-def _run_continuous(job: _Job, lengths: IntArray) -> WorkerRollout:
+def _run(job: _Job, lengths: IntArray) -> WorkerRollout:
     everything = lengths.size * (job.held_prompt + min(job.budget, job.limits.reserve_clip_tokens))
     if lengths.size <= job.limits.max_active and everything <= job.limits.kv_pool_tokens:
         return _all_at_once(job, lengths)
@@ -339,8 +292,7 @@ def _admissible(
 
 
 def _preempted(job: _Job, done: IntArray, running: IntArray) -> tuple[IntArray, list[int]]:
-    """Put out the sequences with the least progress until the rest can go on for a while; their cache is
-    rebuilt later."""
+    """Put out the sequences with the least progress until the rest has room; their cache is rebuilt later."""
     order = running[np.argsort(done[running], kind="stable")]
     held = done[order] + job.held_prompt + job.limits.preempt_room
     total = float(held.sum())
@@ -352,17 +304,6 @@ def _preempted(job: _Job, done: IntArray, running: IntArray) -> tuple[IntArray, 
     return running[~np.isin(running, evicted)], [int(i) for i in evicted]
 
 
-def _run_static(job: _Job, lengths: IntArray) -> WorkerRollout:
-    """Fixed slots: the cost of an iteration is that of a full batch, until the longest of the batch ends."""
-    slots = min(job.limits.max_active, lengths.size)
-    batches = [lengths[i : i + slots] for i in range(0, lengths.size, slots)]
-    durations = np.array([batch.max() for batch in batches])
-    active = np.full(len(batches), slots)
-    contexts = np.full(len(batches), job.prompt)
-    tokens = np.array([batch.size * job.held_prompt for batch in batches])
-    return _summed(job, lengths, durations, active, contexts, tokens, tokens >= 0)
-
-
 def _summed(
     job: _Job,
     lengths: IntArray,
@@ -372,8 +313,7 @@ def _summed(
     prefill_tokens: FloatArray,
     is_admitting: npt.NDArray[np.bool_],
 ) -> WorkerRollout:
-    """Turn spans of decode iterations into seconds; `prefill_tokens` are prefilled at the start of each
-    span."""
+    """Turn spans of decode iterations into seconds; `prefill_tokens` are prefilled at the start of each span."""
     host, decode, prefill = job.costs.host, job.costs.decode, job.costs.prefill
     decode_by_span = np.array(
         [decode.span_s(a, c, d) for a, c, d in zip(active, contexts, durations, strict=True)],

@@ -8,9 +8,10 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from logged_engine import EngineLimits, ToolCalls, kv_pool_tokens, predict_rollout
 
 from rlmux.core.errors import UserError
-from rlmux.sim.models.batching import EngineLimits, ToolCalls, kv_pool_tokens, predict_rollout
+from rlmux.core.model import DENSE_DECODE_MIN
 from rlmux.sim.models.costs import rollout_costs
 from rlmux.sim.models.hardware import model_shape
 from rlmux.sim.models.lengths import length_distribution
@@ -61,8 +62,6 @@ def test_every_token_is_generated_once_whatever_the_cache(lengths, pool, slots, 
         assert worker.peak_active <= slots
         assert (np.diff(worker.times_s) > 0).all()
         assert worker.seconds == pytest.approx(worker.decode_s + worker.prefill_s + worker.host_s)
-        assert sum(band.tokens for band in worker.bands()) == pytest.approx(worker.tokens)
-        assert sum(band.seconds for band in worker.bands()) == pytest.approx(worker.seconds)
 
 
 @settings(max_examples=20, deadline=None)
@@ -102,9 +101,9 @@ def test_tail_is_most_of_a_short_answer_rollout_and_little_of_its_tokens():
     worker = predict_rollout(
         lengths, "qwen3-4b", prompt_tokens=83, group_size=4, limits=measured_engine("qwen3-4b")
     ).workers[0]
-    tail = next(band for band in worker.bands() if band.kind == "tail")
-    assert tail.seconds > 0.5 * worker.seconds
-    assert tail.tokens < 0.4 * worker.tokens
+    tail_from_s = worker.time_to_active(DENSE_DECODE_MIN - 1)
+    assert worker.seconds - tail_from_s > 0.5 * worker.seconds
+    assert worker.span_tokens[worker.times_s[:-1] >= tail_from_s].sum() < 0.4 * worker.tokens
 
 
 def test_first_admission_is_what_the_reserve_leaves_room_for():
@@ -121,14 +120,6 @@ def test_a_full_cache_puts_sequences_out_and_rebuilds_them():
     assert squeezed.prefill_s > free.prefill_s
     assert squeezed.seconds > free.seconds
     assert squeezed.tokens == free.tokens
-
-
-def test_static_batches_wait_for_their_longest():
-    lengths = [10, 1000] * 8
-    static = predict_rollout(lengths, "qwen3-4b", limits=EngineLimits(max_active=8), batching="static")
-    flowing = predict_rollout(lengths, "qwen3-4b", limits=EngineLimits(max_active=8))
-    assert static.workers[0].num_iterations == 2000
-    assert flowing.seconds < static.seconds
 
 
 def test_tools_add_only_what_decoding_does_not_cover():
@@ -175,7 +166,5 @@ def test_what_cannot_fit_is_refused_with_the_numbers():
         kv_pool_tokens(model_shape("llama-3.1-70b"), "H100", tp=1)
     with pytest.raises(UserError, match="non-empty"):
         predict_rollout([], "qwen3-4b")
-    with pytest.raises(UserError, match="continuous, static"):
-        predict_rollout([1], "qwen3-4b", batching="dynamic")
     with pytest.raises(UserError, match="max_active=0"):
         EngineLimits(max_active=0)
