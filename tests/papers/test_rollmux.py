@@ -10,7 +10,7 @@ import pytest
 
 from rlmux import papers
 from rlmux.core.errors import UserError
-from rlmux.papers import micro_benchmarks as micro
+from rlmux.papers import micro_cycles as micro
 from rlmux.papers import tail_migration as tail
 from rlmux.papers.offline_optimum import offline_cost
 from rlmux.sim import api

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from rlmux.papers.rollmux import Row
+from rlmux.papers.rows import Row, mean, row_over
 from rlmux.sim.metrics import SimResult
 from rlmux.sim.models.costs import rollout_costs
 from rlmux.sim.models.lengths import length_distribution
@@ -39,6 +39,8 @@ from rlmux.sim.workloads.substage_pairs import (
 )
 
 _NUM_STEPS = 5
+_TOLERANCE = 0.1
+"""Relative deviation that counts as reached."""
 _SCALES = (16, 32, 64)
 _ASYNC = (GSM8K_4B, MATH_4B, MATH_06B, AIME_4B)
 _HETEROGENEOUS = ((GSM8K_06B, GSM8K_8B), (MATH_06B, MATH_8B))
@@ -127,23 +129,23 @@ def _pair_rows(results: dict[_Key, SimResult], num_seeds: int) -> list[Row]:
     ]
     section = "8 H100, two alike"
     return [
-        _row(section, "tokens/s over colocated, mean", 1.56, over_colocated, _mean(over_colocated), 0.1, _ESTIMATED),
-        _row(section, "tokens/s over colocated, max", 1.85, over_colocated, max(over_colocated), 0.1, _ESTIMATED),
+        _row(section, "tokens/s over colocated, mean", 1.56, over_colocated, mean(over_colocated), _ESTIMATED),
+        _row(section, "tokens/s over colocated, max", 1.85, over_colocated, max(over_colocated), _ESTIMATED),
         _row(
-            section, "over colocated at equal parallelism, mean", 1.32, over_halves, _mean(over_halves), 0.1,
+            section, "over colocated at equal parallelism, mean", 1.32, over_halves, mean(over_halves),
             "published as 1.16 to 1.48; here each pipeline alone on its half of the GPUs", accepted=(1.16, 1.48),
         ),
         _row(
-            "16 H100, two alike", "tokens/s over RollMux, mean", 1.27, over_rollmux, _mean(over_rollmux), 0.1, _POOLS
+            "16 H100, two alike", "tokens/s over RollMux, mean", 1.27, over_rollmux, mean(over_rollmux), _POOLS
         ),
         _row(
-            section, "over sharing rollouts only (MuxServe), mean", 1.51, over_rollouts, _mean(over_rollouts), 0.1,
+            section, "over sharing rollouts only (MuxServe), mean", 1.51, over_rollouts, mean(over_rollouts),
             "published as MFU 3.89 % over 2.57 %; training beside decoding is where the two differ",
         ),
-        _row(section, "latency of a pipeline over alone, mean", 1.48, slowdowns, _mean(slowdowns), 0.1, _ESTIMATED),
-        _row(section, "latency of a pipeline over alone, least", 1.14, slowdowns, min(slowdowns), 0.1, _ESTIMATED),
+        _row(section, "latency of a pipeline over alone, mean", 1.48, slowdowns, mean(slowdowns), _ESTIMATED),
+        _row(section, "latency of a pipeline over alone, least", 1.14, slowdowns, min(slowdowns), _ESTIMATED),
         _row(
-            "0.6B beside 8B", "largest latency over alone", 1.34, unlike, max(unlike), 0.1,
+            "0.6B beside 8B", "largest latency over alone", 1.34, unlike, max(unlike),
             "it is the small one's: its steps are a third as long and wait for the large one's training; no SLO is set",
             accepted=(1.0, 1.34),
         ),
@@ -156,7 +158,7 @@ def _scale_rows(results: dict[_Key, SimResult]) -> list[Row]:
     for number in _SCALES:
         gain = _ratio(results, pair, "scale/colocated", "scale/jigsaw", number, 0)
         cause = "" if number == 64 else "published for 64 only"
-        rows.append(_row(f"{number} A100", "tokens/s over colocated", 1.75, [gain], gain, 0.1, cause or _ESTIMATED))
+        rows.append(_row(f"{number} A100", "tokens/s over colocated", 1.75, [gain], gain, cause or _ESTIMATED))
     return rows
 
 
@@ -164,17 +166,17 @@ def _async_rows(results: dict[_Key, SimResult], num_seeds: int) -> list[Row]:
     names = [_name((one, one)) for one in _ASYNC]
     stream = _ratios(results, names, "stream/solo", "one-off/jigsaw", 32, num_seeds)
     areal = [
-        _mean([_tokens_per_s(results, name, "one-off/jigsaw", 32, seed) for seed in range(num_seeds)])
+        mean([_tokens_per_s(results, name, "one-off/jigsaw", 32, seed) for seed in range(num_seeds)])
         / areal_like_tokens_per_s(one, num_gpus=32)
         for one, name in zip(_ASYNC, names, strict=True)
     ]
     cause = f"each pipeline has its own half of the GPUs, whole devices only; {_POOLS}"
     section = "32 H100, one step off"
     return [
-        _row(section, "tokens/s over StreamRL-like, mean", 1.25, stream, _mean(stream), 0.1, cause),
-        _row(section, "tokens/s over StreamRL-like, max", 1.54, stream, max(stream), 0.1, cause),
-        _row(section, "tokens/s over AReaL-like, mean", 1.21, areal, _mean(areal), 0.1, cause),
-        _row(section, "tokens/s over AReaL-like, max", 1.41, areal, max(areal), 0.1, cause),
+        _row(section, "tokens/s over StreamRL-like, mean", 1.25, stream, mean(stream), cause),
+        _row(section, "tokens/s over StreamRL-like, max", 1.54, stream, max(stream), cause),
+        _row(section, "tokens/s over AReaL-like, mean", 1.21, areal, mean(areal), cause),
+        _row(section, "tokens/s over AReaL-like, max", 1.41, areal, max(areal), cause),
     ]
 
 
@@ -200,30 +202,20 @@ def _row(
     published: float,
     values: Sequence[float],
     ours: float,
-    tolerance: float,
     cause: str,
     accepted: tuple[float, float] | None = None,
 ) -> Row:
-    return Row(
-        section=section,
-        figure=figure,
-        published=published,
-        ours=ours,
-        low=min(values),
-        high=max(values),
-        tolerance=tolerance,
-        accepted=accepted,
-        cause=cause,
-    )
+    return row_over(
+        values, section=section, figure=figure, published=published, ours=ours, tolerance=_TOLERANCE,
+        accepted=accepted, cause=cause,
+    )  # fmt: skip
 
 
 def _ratios(
     results: dict[_Key, SimResult], pairs: Sequence[str], before: str, after: str, num_gpus: int, num_seeds: int
 ) -> list[float]:
-    """Of each pair, the mean over seeds."""
-    return [
-        _mean([_ratio(results, pair, before, after, num_gpus, seed) for seed in range(num_seeds)]) for pair in pairs
-    ]
+    """Ratio of each pair, mean over seeds."""
+    return [mean([_ratio(results, pair, before, after, num_gpus, seed) for seed in range(num_seeds)]) for pair in pairs]
 
 
 def _ratio(results: dict[_Key, SimResult], pair: str, before: str, after: str, num_gpus: int, seed: int) -> float:
@@ -231,7 +223,7 @@ def _ratio(results: dict[_Key, SimResult], pair: str, before: str, after: str, n
 
 
 def _tokens_per_s(results: dict[_Key, SimResult], pair: str, how: str, num_gpus: int, seed: int) -> float:
-    """Of a deployment, or of the best of those that differ in how the pools are divided."""
+    """Tokens/s of a deployment, or of the best of several that divide the pools in different ways."""
     deployment, _, policy = how.partition("/")
     parts = [f"{deployment}-{part}/{policy}" for part in _PARTS]
     runs = [results[pair, name, num_gpus, seed] for name in (how, *parts) if (pair, name, num_gpus, seed) in results]
@@ -239,7 +231,7 @@ def _tokens_per_s(results: dict[_Key, SimResult], pair: str, how: str, num_gpus:
 
 
 def _slowdown(results: dict[_Key, SimResult], pair: str, num_seeds: int) -> float:
-    return _mean([results[pair, "shared/jigsaw", 8, seed].mean_step_slowdown for seed in range(num_seeds)])
+    return mean([results[pair, "shared/jigsaw", 8, seed].mean_step_slowdown for seed in range(num_seeds)])
 
 
 def _by_workload(results: dict[_Key, SimResult], num_seeds: int) -> list[dict[str, Any]]:
@@ -253,13 +245,9 @@ def _by_workload(results: dict[_Key, SimResult], num_seeds: int) -> list[dict[st
                 "workload": pair,
                 "gpus": gpus,
                 "deployment": how,
-                "tokens_per_s": round(_mean([run.tokens_per_s or 0.0 for run in runs]), 1),
-                "mean_step_slowdown": round(_mean([run.mean_step_slowdown for run in runs]), 3),
+                "tokens_per_s": round(mean([run.tokens_per_s or 0.0 for run in runs]), 1),
+                "mean_step_slowdown": round(mean([run.mean_step_slowdown for run in runs]), 3),
                 "num_migrations": sum(run.num_migrations for run in runs),
             }
         )
     return table
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)

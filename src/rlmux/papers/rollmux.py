@@ -6,7 +6,7 @@
     tail (8.5)       gain of long-tail migration
     drift (8.8)      cost over hourly regrouping; attainment
 
-All inputs travel with the package. A row never hides a miss: `cause` says what stands between.
+All inputs travel with the package.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from rlmux.papers import micro_benchmarks as micro
+from rlmux.papers import micro_cycles as micro
 from rlmux.papers import tail_migration as tail
 from rlmux.papers.offline_optimum import OfflineCost, lower_bound_usd_per_hour, offline_cost
+from rlmux.papers.rows import Row, row_over
 from rlmux.policies import POLICIES
 from rlmux.sim.metrics import SimResult
 from rlmux.sim.pictures import write_pictures
@@ -36,59 +37,16 @@ _MIX_PUBLISHED = {
 _DRIFTS = ("up", "down", "mixed")
 _DRIFT_PUBLISHED = {"up": (1.11, 0.986), "down": (1.10, 0.987), "mixed": (1.08, 0.956)}
 _HOUR_S = 3600.0
-_REGROUPING_SHARE = 32.9 / 370.2
-"""Of all time, what the paper's hourly regrouping spends on restarts; ours is found free and charged this."""
+_REGROUPING_FRACTION = 32.9 / 370.2
+"""Fraction of all time that the paper's hourly regrouping spends on restarts; ours is free and is charged this."""
 _REGROUPING = "our hourly regrouping is an exact search over all groups; the paper samples 10,000 partitions"
 _MAX_DRIFT_SEEDS = 1
 """Hourly regrouping by exact search takes far longer than any policy."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Row:
-    """One published figure."""
-
-    section: str
-    figure: str
-    published: float
-    ours: float
-    low: float | None = None
-    """Over seeds."""
-    high: float | None = None
-    tolerance: float
-    """Relative, or absolute for shares."""
-    is_share: bool = False
-    accepted: tuple[float, float] | None = None
-    """A range instead of a tolerance."""
-    cause: str = ""
-
-    @property
-    def deviation(self) -> float:
-        """In percent, or in percentage points for a share."""
-        return 100 * (self.ours - self.published) if self.is_share else 100 * (self.ours / self.published - 1)
-
-    @property
-    def is_reached(self) -> bool:
-        if self.accepted is not None:
-            return self.accepted[0] <= self.ours <= self.accepted[1]
-        return abs(self.deviation) <= 100 * self.tolerance
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "section": self.section,
-            "figure": self.figure,
-            "published": self.published,
-            "ours": round(self.ours, 4),
-            "min": None if self.low is None else round(self.low, 4),
-            "max": None if self.high is None else round(self.high, 4),
-            "deviation": f"{self.deviation:+.1f} {'points' if self.is_share else '%'}",
-            "reached": self.is_reached,
-            "cause": self.cause,
-        }
-
-
 @dataclass(frozen=True, slots=True)
 class _Regroup:
-    """An offline optimum to be computed."""
+    """An offline optimum to be found."""
 
     workload: Workload
     every_s: float | None = None
@@ -116,7 +74,7 @@ def reproduce(*, num_seeds: int = 5, progress: Progress | None = None, out: Path
 
 
 def _lower_bounds(num_seeds: int) -> dict[str, list[float]]:
-    """Of the production trace, by seed: what no policy undercuts, at solo speed and with all of the SLOs' slack."""
+    """Least $/h of the production trace by seed, which no policy undercuts: at solo speed, and with all SLO slack."""
     bounds: dict[str, list[float]] = {}
     for nodes in (1, 2):
         made = [catalog.build("weave", seed=seed, train_nodes_32b=nodes) for seed in range(num_seeds)]
@@ -134,7 +92,7 @@ def _charged(num_train_nodes: int) -> str:
 
 
 class _Plan:
-    """What is to be simulated, and under which key its result is found."""
+    """What is to be simulated, and the key of each result."""
 
     def __init__(self, num_seeds: int) -> None:
         self.keys: list[tuple[Any, ...]] = []
@@ -168,21 +126,6 @@ def _run(work: SimRun | _Regroup) -> SimResult | OfflineCost:
     return replace(result, pipelines=result.pipelines, spans=())
 
 
-def _over(
-    values: Sequence[float], *, section: str, figure: str, published: float, tolerance: float, **more: Any
-) -> Row:
-    return Row(
-        section=section,
-        figure=figure,
-        published=published,
-        ours=sum(values) / len(values),
-        low=min(values),
-        high=max(values),
-        tolerance=tolerance,
-        **more,
-    )
-
-
 # ------------------------------------------------------------------ the production trace
 
 _CHARGING = "the paper's $/h fits one training node for a 32B pipeline, its GPU peaks fit two; a 32B pipeline needs two"
@@ -192,8 +135,8 @@ def _weave_rows(done: Mapping[tuple[Any, ...], Any], num_seeds: int) -> list[Row
     section = "weave"
     solo, colocated = done["weave", 2, "solo", 0], done["weave", 2, "colocated", 0]
     rows = [
-        _over([solo.cost_usd_per_hour], section=section, figure="Solo-D $/h", published=945, tolerance=0.01),
-        _over([colocated.cost_usd_per_hour], section=section, figure="veRL $/h", published=709, tolerance=0.01),
+        row_over([solo.cost_usd_per_hour], section=section, figure="Solo-D $/h", published=945, tolerance=0.01),
+        row_over([colocated.cost_usd_per_hour], section=section, figure="veRL $/h", published=709, tolerance=0.01),
     ]
     for nodes, published in ((1, 510.0), (2, 570.0)):
         runs = [done["weave", nodes, "rollmux", seed] for seed in range(num_seeds)]
@@ -203,34 +146,34 @@ def _weave_rows(done: Mapping[tuple[Any, ...], Any], num_seeds: int) -> list[Row
 
 def _rollmux_rows(runs: Sequence[SimResult], nodes: int, usd_per_hour: float) -> list[Row]:
     label = _charged(nodes)
-    share: dict[str, Any] = {"section": "weave", "is_share": True}
+    fraction: dict[str, Any] = {"section": "weave", "is_fraction": True}
     rows = [
-        _over(
+        row_over(
             [run.cost_usd_per_hour for run in runs],
             section="weave",
             figure=f"RollMux $/h, {label}",
             published=usd_per_hour,
             tolerance=0.03,
         ),
-        _over(
+        row_over(
             [run.slo_attainment for run in runs],
             figure=f"SLO attainment, {label}",
             published=1.0,
             tolerance=0.0,
-            **share,
+            **fraction,
         ),
     ]
     for kind, published in (("direct", 0.58), ("scaled", 0.18), ("new", 0.23)):
-        shares = [run.admissions[kind] / sum(run.admissions.values()) for run in runs]
+        fractions = [run.admissions[kind] / sum(run.admissions.values()) for run in runs]
         figure = f"admissions {kind}, {label}"
-        rows.append(_over(shares, figure=figure, published=published, tolerance=0.05, **share))
+        rows.append(row_over(fractions, figure=figure, published=published, tolerance=0.05, **fraction))
     train_range = (128.0, 144.0) if nodes == 1 else (152.0, 168.0)
     for pool, phase, published, accepted in (
         ("H20", "rollout", 216.0, (208.0, 232.0)),
         ("H800", "train", 152.0, train_range),
     ):
         rows.append(
-            _over(
+            row_over(
                 [run.peak_gpus[phase] for run in runs],
                 section="weave",
                 figure=f"peak {pool}, {label}",
@@ -252,7 +195,7 @@ def _beyond_rows(done: Mapping[tuple[Any, ...], Any], num_seeds: int) -> list[Ro
         runs: list[SimResult] = [done["weave", nodes, "rlmux", seed] for seed in range(num_seeds)]
         label = _charged(nodes)
         rows.append(
-            _over(
+            row_over(
                 [run.cost_usd_per_hour for run in runs],
                 section="beyond",
                 figure=f"rlmux $/h, {label}",
@@ -263,13 +206,13 @@ def _beyond_rows(done: Mapping[tuple[Any, ...], Any], num_seeds: int) -> list[Ro
             )
         )
         rows.append(
-            _over(
+            row_over(
                 [run.slo_attainment for run in runs],
                 section="beyond",
                 figure=f"rlmux SLO attainment, {label}",
                 published=1.0,
                 tolerance=0.0,
-                is_share=True,
+                is_fraction=True,
             )
         )
     return rows
@@ -277,7 +220,8 @@ def _beyond_rows(done: Mapping[tuple[Any, ...], Any], num_seeds: int) -> list[Ro
 
 _BOUND = (
     "whole nodes that the running pipelines keep busy, as if any work could share any node at any moment: what stands "
-    "between is a strict cycle (a node pair serves whose steps fit one cycle), the cap of 5, and moves at step ends only"
+    "between is a strict cycle (a node pair serves whose steps fit one cycle), the cap of 5, and moves at step ends "
+    "only"
 )
 
 
@@ -293,7 +237,7 @@ def _bound_rows(
         runs: list[SimResult] = [done["weave", nodes, "rlmux", seed] for seed in range(num_seeds)]
         cost = sum(run.cost_usd_per_hour for run in runs) / num_seeds
         rows.append(
-            _over(
+            row_over(
                 by_seed,
                 section="bound",
                 figure=f"least $/h: {label}",
@@ -327,7 +271,7 @@ def _mix_rows(done: Mapping[tuple[Any, ...], Any], num_seeds: int) -> list[Row]:
             is_ours = name == "rollmux"
             ranges = {"rollmux": (1.0, 1.13), "random": (1.7, 2.2), "most-idle": (1.4, 1.9)}
             rows.append(
-                _over(
+                row_over(
                     ratios,
                     section="mixes",
                     figure=f"{name} on {mix}, cost over the offline optimum",
@@ -402,9 +346,9 @@ def _drift_rows(done: Mapping[tuple[Any, ...], Any], num_seeds: int) -> list[Row
         runs: list[SimResult] = [done["drift", drift, "rollmux", seed] for seed in range(num_seeds)]
         best: list[OfflineCost] = [done["drift", drift, "offline", seed] for seed in range(num_seeds)]
         rows.append(
-            _over(
+            row_over(
                 [
-                    run.cost_usd_per_hour / (one.usd_per_hour / (1.0 - _REGROUPING_SHARE))
+                    run.cost_usd_per_hour / (one.usd_per_hour / (1.0 - _REGROUPING_FRACTION))
                     for run, one in zip(runs, best, strict=True)
                 ],
                 section="drift",
@@ -415,13 +359,13 @@ def _drift_rows(done: Mapping[tuple[Any, ...], Any], num_seeds: int) -> list[Row
             )
         )
         rows.append(
-            _over(
+            row_over(
                 [run.slo_attainment for run in runs],
                 section="drift",
                 figure=f"{drift}: SLO attainment",
                 published=attainment,
                 tolerance=0.0,
-                is_share=True,
+                is_fraction=True,
                 accepted=(0.95, 1.0),
             )
         )

@@ -7,7 +7,7 @@
     gain over Solo-D = mean over pipelines of 1 / step slowdown  x  $/h of Solo-D / $/h of the group
 
 Switches and weight sync cost what was measured. The small pipelines of (c) train on twice the GPUs they
-ask for, so their training takes half as long. Long-tail migration is left out here (`tail.py` has it).
+ask for, so their training takes half as long. Long-tail migration is left out here (`tail_migration.py` has it).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PUBLISHED: Mapping[str, tuple[float, float]] = {
     "micro-b": (1.90, 1.35),
     "micro-c": (1.99, 1.43),
 }
-"""OSDI: gain over Solo-D, and over veRL, in throughput at equal $/h."""
+"""Published gain over Solo-D, and over veRL, in throughput at equal $/h (OSDI)."""
 _ROLLOUT_NODES: Mapping[str, tuple[tuple[int, ...], ...]] = {
     "micro-a": ((0,), (0,)),
     "micro-b": ((0,), (1,), (2,)),
@@ -43,9 +43,9 @@ class AsDrawn:
     """All pipelines in one group, each on the rollout nodes that the paper's figure gives it."""
 
     rollout_nodes: tuple[tuple[int, ...], ...]
-    """By pipeline, in order of submission."""
+    """Numbers of the rollout nodes of each pipeline, in order of submission."""
     is_strict: bool
-    """Round robin; False lets a short pipeline lap a long one (first come, first served)."""
+    """Whether the order is round robin; else first come, first served, so that a short pipeline laps a long one."""
     name: str = "as-drawn"
     reacts_to_progress: bool = False
     sharing: ClassVar[None] = None
@@ -121,7 +121,7 @@ def colocated_over_solo(workload: Workload) -> float:
 
 
 def _ending_together(workload: Workload) -> Workload:
-    """Everybody leaves at the same time, after 40 steps of the slowest."""
+    """The workload whose pipelines all leave at one time, after 40 steps of the slowest."""
     longest_s = max(arrival.world.solo_s(1) for arrival in workload.arrivals)
     arrivals = tuple(
         replace(arrival, depart_s=40 * longest_s, pipeline=replace(arrival.pipeline, num_steps=None))
