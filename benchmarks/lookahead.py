@@ -21,7 +21,8 @@ from typing import Any
 from rlmux.core.errors import UserError
 from rlmux.policies import make_policy
 from rlmux.policies.planning.exact_schedule import least_makespan, random_problem
-from rlmux.policies.planning.lookahead import greedy, plan
+from rlmux.policies.planning.greedy import greedy
+from rlmux.policies.planning.lookahead import plan
 from rlmux.sim.decision_cost import Stopwatch
 from rlmux.sim.models.interference import estimated_table, fraction_grid, sharing_table
 from rlmux.sim.models.rates import InterferenceRates

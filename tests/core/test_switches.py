@@ -14,7 +14,8 @@ from rlmux.core.model import Cluster, DeviceId, Footprint, NodeId, Phase, Pool, 
 from rlmux.core.scheduler import Scheduler
 from rlmux.core.switches import num_fitting, switch_seconds
 from rlmux.policies import make_policy
-from rlmux.policies.planning.lookahead import Merge, Problem, WorkItem, plan
+from rlmux.policies.planning.lookahead import plan
+from rlmux.policies.planning.problem import Problem, SiblingMigration, WorkItem
 
 DEAR = SwitchEstimate(rollout_s=0.5, train_s=0.5)
 SIX = Footprint(rollout_device_bytes=6.0, train_device_bytes=6.0)
@@ -146,10 +147,10 @@ def test_the_same_events_give_the_same_orders_again_whatever_was_learned_of_swit
 def on_one_device(switch_s: float, **fields) -> Problem:
     """a's rollout is there; b's and a's next are ready, and b's is a little longer."""
     work_items = (
-        WorkItem(pipeline=1, kind="dense", devices=(0,), seconds=1.2, state=2, switch_s=switch_s),
-        WorkItem(pipeline=0, kind="dense", devices=(0,), seconds=1.0, state=0, switch_s=switch_s),
-        WorkItem(pipeline=1, kind="dense", devices=(0,), seconds=1.2, state=2, switch_s=switch_s),
-        WorkItem(pipeline=0, kind="dense", devices=(0,), seconds=1.0, state=0, switch_s=switch_s),
+        WorkItem(pipeline=1, sub_stage="dense", devices=(0,), seconds=1.2, state=2, switch_s=switch_s),
+        WorkItem(pipeline=0, sub_stage="dense", devices=(0,), seconds=1.0, state=0, switch_s=switch_s),
+        WorkItem(pipeline=1, sub_stage="dense", devices=(0,), seconds=1.2, state=2, switch_s=switch_s),
+        WorkItem(pipeline=0, sub_stage="dense", devices=(0,), seconds=1.0, state=0, switch_s=switch_s),
     )
     return Problem(work_items=work_items, **fields)
 
@@ -175,14 +176,14 @@ def test_without_room_to_count_switches_cost_nothing():
 def test_a_tail_is_not_moved_for_work_that_would_pay_for_it_in_switches(switch_s, num_merges):
     """b's training could have the tail's device at once; a's next rollout there would then find its state gone."""
     work_items = (
-        WorkItem(pipeline=0, kind="tail", devices=(0,), seconds=2.0, tail_s=2.0, is_running=True, state=0),
-        WorkItem(pipeline=0, kind="tail", devices=(1,), seconds=2.2, tail_s=2.2, is_running=True, state=0),
-        WorkItem(pipeline=1, kind="update", devices=(0,), seconds=2.0, state=3, switch_s=switch_s),
-        WorkItem(pipeline=0, kind="dense", devices=(0,), seconds=1.0, needs=(1,), state=0, switch_s=switch_s),
+        WorkItem(pipeline=0, sub_stage="tail", devices=(0,), seconds=2.0, tail_s=2.0, is_running=True, state=0),
+        WorkItem(pipeline=0, sub_stage="tail", devices=(1,), seconds=2.2, tail_s=2.2, is_running=True, state=0),
+        WorkItem(pipeline=1, sub_stage="update", devices=(0,), seconds=2.0, state=3, switch_s=switch_s),
+        WorkItem(pipeline=0, sub_stage="dense", devices=(0,), seconds=1.0, needs=(1,), state=0, switch_s=switch_s),
     )
-    merge = Merge(source=0, target=1, cost_s=0.1)
-    made = plan(Problem(work_items=work_items, merges=(merge,), kept=((0,), (0,)), num_kept=(1, 1)))
-    assert len(made.merges_now) == num_merges
+    merge = SiblingMigration(source=0, target=1, cost_s=0.1)
+    made = plan(Problem(work_items=work_items, sibling_migrations=(merge,), kept=((0,), (0,)), num_kept=(1, 1)))
+    assert len(made.sibling_migrations_now) == num_merges
 
 
 # --- pauses and gaps ----------------------------------------------------------------------------------------

@@ -118,7 +118,7 @@ def test_a_tail_leaves_for_its_sibling_so_that_another_pipeline_can_train(builde
 
 
 def test_no_tail_moves_where_contexts_make_it_too_dear(builders):
-    scheduler, driver = waiting_behind_a_tail(builders, Jigsaw(move_part=5.0))
+    scheduler, driver = waiting_behind_a_tail(builders, Jigsaw(migration_part=5.0))
     report(driver, order_of(scheduler, "a", 0), 11.5, 4)
     assert not driver.actions(Pause, MigrateShard)
 

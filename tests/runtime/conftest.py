@@ -20,7 +20,7 @@ from rlmux.core.model import Cluster, Phase, Pipeline, PipelineId, Pool, Stage
 from rlmux.core.scheduler import Scheduler
 from rlmux.core.views import Choice, GroupView, MigrateWork, PauseOrder
 from rlmux.policies import make_policy
-from rlmux.policies.planning.dispatching import first_fit
+from rlmux.policies.planning.dispatching import start_where_free
 from rlmux.policies.rollmux import RollMux
 from rlmux.rl.config import (
     AlgorithmConfig,
@@ -171,7 +171,7 @@ class MovesEverything(Meddler):
                 yield MigrateWork(pipeline=work.pipeline, source=source, target=target, copies_kv=self.copies_kv)
             else:
                 going_on.append(work)
-        yield from first_fit(view, going_on)
+        yield from start_where_free(view, going_on)
         for order in view.running:
             moves = self.num_moves.get((order.pipeline, order.step), 0)
             if order.phase is Phase.ROLLOUT and moves < 2 and order.num_active:

@@ -10,7 +10,7 @@ from rlmux.core.actions import MigrateShard
 from rlmux.core.events import StagePaused
 from rlmux.core.model import Stage
 from rlmux.core.views import Choice, GroupView, PauseOrder
-from rlmux.policies.planning.dispatching import first_come
+from rlmux.policies.planning.dispatching import start_oldest_first
 from rlmux.policies.rollmux import RollMux
 from rlmux.runtime.workplace import WorkerOptions
 
@@ -69,7 +69,7 @@ class PausesEverything(Meddler):
         self.seen: set[tuple[object, ...]] = set()
 
     def dispatch(self, view: GroupView) -> Iterator[Choice]:
-        yield from first_come(view)
+        yield from start_oldest_first(view)
         for order in view.running:
             key = (order.pipeline, order.step, order.stage)
             if order.num_active is not None and key not in self.seen:

@@ -11,7 +11,7 @@ from rlmux.core.events import PipelineRestarted
 from rlmux.core.model import AdmissionKind, NodeId, Pipeline, PipelineId
 from rlmux.core.placement import PlacementChoice, PlacementView, Relocation
 from rlmux.core.views import GroupView, RunWork
-from rlmux.policies.planning.dispatching import first_come
+from rlmux.policies.planning.dispatching import start_oldest_first
 
 ON_NEW_NODES = PlacementChoice(kind=AdmissionKind.NEW, group=None, num_new_rollout_nodes=1, num_new_train_nodes=1)
 
@@ -38,7 +38,7 @@ class MovesOnce:
         return (Relocation(pipeline=PipelineId("long"), choice=ON_NEW_NODES),)
 
     def dispatch(self, view: GroupView) -> Iterator[RunWork]:
-        return first_come(view)
+        return start_oldest_first(view)
 
 
 class HoldsBack:

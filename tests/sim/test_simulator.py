@@ -12,7 +12,7 @@ from rlmux.core.scheduler import Scheduler
 from rlmux.core.views import MigrateWork, PauseOrder
 from rlmux.policies import POLICIES, make_policy
 from rlmux.policies.baselines import Solo
-from rlmux.policies.planning.dispatching import in_turn
+from rlmux.policies.planning.dispatching import start_in_cycle_order
 from rlmux.policies.rollmux import RollMux
 from rlmux.sim.simulator import NodeFailure, simulate
 from rlmux.sim.workloads import catalog
@@ -210,7 +210,7 @@ class GathersTails(RollMux):
     def dispatch(self, view):
         for position, member in enumerate(view.members):
             yield from gather_tail(view, member, position, self.per_gpu)
-        yield from in_turn(view)
+        yield from start_in_cycle_order(view)
 
 
 def gather_tail(view, member, position, per_gpu):

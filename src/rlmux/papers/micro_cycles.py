@@ -19,7 +19,7 @@ from typing import ClassVar
 from rlmux.core.model import AdmissionKind, Pipeline
 from rlmux.core.placement import PlacementChoice, PlacementView, Refusal, Relocation
 from rlmux.core.views import Choice, GroupView
-from rlmux.policies.planning.dispatching import first_come, in_turn
+from rlmux.policies.planning.dispatching import start_in_cycle_order, start_oldest_first
 from rlmux.sim.api import solo_usd_per_hour
 from rlmux.sim.simulator import simulate
 from rlmux.sim.workloads import catalog
@@ -73,7 +73,7 @@ class AsDrawn:
         return ()
 
     def dispatch(self, view: GroupView) -> Iterable[Choice]:
-        return in_turn(view) if self.is_strict else first_come(view)
+        return start_in_cycle_order(view) if self.is_strict else start_oldest_first(view)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -20,7 +20,7 @@ from rlmux.core.placement import GroupLoad, PlacementChoice, PlacementView, Refu
 from rlmux.core.state import ReadyWork
 from rlmux.core.views import GroupView, RunWork
 from rlmux.policies.planning.candidates import any_room, founding, impossible, queue, sharing_everything
-from rlmux.policies.planning.dispatching import first_come, first_fit
+from rlmux.policies.planning.dispatching import age, start_oldest_first, start_where_free
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -41,7 +41,7 @@ class Solo:
         return ()
 
     def dispatch(self, view: GroupView) -> Iterator[RunWork]:
-        return first_come(view)
+        return start_oldest_first(view)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,7 +63,7 @@ class Fifo:
         return ()
 
     def dispatch(self, view: GroupView) -> Iterator[RunWork]:
-        return first_come(view)
+        return start_oldest_first(view)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,7 +105,7 @@ class Split:
         return ()
 
     def dispatch(self, view: GroupView) -> Iterator[RunWork]:
-        return first_come(view)
+        return start_oldest_first(view)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -145,7 +145,7 @@ class Colocated:
         return ()
 
     def dispatch(self, view: GroupView) -> Iterator[RunWork]:
-        return first_come(view)
+        return start_oldest_first(view)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -174,10 +174,10 @@ class GapRatio:
         return ()
 
     def dispatch(self, view: GroupView) -> Iterator[RunWork]:
-        free = [work for work in sorted(view.ready, key=_age) if view.is_free(work.devices)]
+        free = [work for work in sorted(view.ready, key=age) if view.is_free(work.devices)]
         shares = [work for work in free if work.phase is Phase.ROLLOUT and not work.is_continuation]
         others = [work for work in free if work.phase is not Phase.ROLLOUT or work.is_continuation]
-        yield from first_fit(view, [*others, *_by_gap(view, shares)])
+        yield from start_where_free(view, [*others, *_by_gap(view, shares)])
 
 
 def _by_gap(view: GroupView, shares: list[ReadyWork]) -> list[ReadyWork]:
@@ -195,10 +195,6 @@ def _by_gap(view: GroupView, shares: list[ReadyWork]) -> list[ReadyWork]:
         held[best.pipeline] += 1
         shares = [work for work in shares if work.devices != best.devices]
     return chosen
-
-
-def _age(work: ReadyWork) -> tuple[bool, int]:
-    return (not work.is_continuation, work.sequence)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,7 +245,7 @@ class Gavel:
         return ()
 
     def dispatch(self, view: GroupView) -> Iterator[RunWork]:
-        return first_come(view)
+        return start_oldest_first(view)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -284,7 +280,7 @@ class MostIdle:
         return ()
 
     def dispatch(self, view: GroupView) -> Iterator[RunWork]:
-        return first_come(view)
+        return start_oldest_first(view)
 
 
 def idle_share(group: GroupLoad) -> float:
@@ -329,4 +325,4 @@ class RandomGroups:
         return ()
 
     def dispatch(self, view: GroupView) -> Iterator[RunWork]:
-        return first_come(view)
+        return start_oldest_first(view)

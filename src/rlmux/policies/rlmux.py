@@ -35,10 +35,10 @@ from rlmux.core.placement import (
 )
 from rlmux.core.sharing import NO_SHARING, SharingTable
 from rlmux.core.views import Choice, GroupView
-from rlmux.policies.jigsaw import Jigsaw, place_sharing
+from rlmux.policies.jigsaw import Jigsaw
 from rlmux.policies.planning.candidates import founding, impossible, joining, may_join, queue
 from rlmux.policies.planning.cycle_steps import LapFinder
-from rlmux.policies.planning.dispatching import in_turn, in_turn_unless_late
+from rlmux.policies.planning.dispatching import start_in_cycle_order, start_in_cycle_order_or_overtake
 from rlmux.policies.planning.partition import (
     Column,
     Item,
@@ -49,6 +49,7 @@ from rlmux.policies.planning.partition import (
     item_of,
 )
 from rlmux.policies.planning.regrouping import move_weight, relocations_to, targets_of
+from rlmux.policies.planning.shared_placement import place_on_shared_nodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,7 +81,7 @@ class RlMux:
 
     def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
         if self._shares_devices(pipeline, view):
-            return place_sharing(pipeline, view, max_members=self._sub_stages.max_members)
+            return place_on_shared_nodes(pipeline, view, max_members=self._sub_stages.max_members)
         refusal = impossible(pipeline, view)
         if refusal is not None:
             return refusal
@@ -133,7 +134,7 @@ class RlMux:
     def dispatch(self, view: GroupView) -> Iterator[Choice]:
         if view.num_members > 1 and view.serves_both_phases:
             return self._sub_stages.dispatch(view)
-        return in_turn_unless_late(view) if self.overtakes else in_turn(view)
+        return start_in_cycle_order_or_overtake(view) if self.overtakes else start_in_cycle_order(view)
 
     def _shares_devices(self, pipeline: Pipeline, view: PlacementView) -> bool:
         """Whether nodes are to serve both phases of everyone: there is one pool, or sharing is expected to be better.

@@ -20,7 +20,7 @@ from rlmux.core.model import Pipeline
 from rlmux.core.placement import GroupLoad, PlacementChoice, PlacementView, Refusal, Relocation
 from rlmux.core.views import GroupView, RunWork
 from rlmux.policies.planning.candidates import direct, founding, impossible, may_join, queue, scaled
-from rlmux.policies.planning.dispatching import in_turn
+from rlmux.policies.planning.dispatching import start_in_cycle_order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,7 +51,7 @@ class RollMux:
         return ()
 
     def dispatch(self, view: GroupView) -> Iterator[RunWork]:
-        return in_turn(view)
+        return start_in_cycle_order(view)
 
     def _is_skipped(self, group: GroupLoad) -> bool:
         """Saturated before the insertion. A group of nothing but unknown durations never is."""

@@ -18,7 +18,9 @@ from rlmux.core.placement import PlacementChoice, PlacementView, Refusal, Reloca
 from rlmux.core.sharing import NO_SHARING, SharingTable
 from rlmux.core.state import ReadyWork
 from rlmux.core.views import Choice, GroupView
-from rlmux.policies.jigsaw import place_sharing, start_side_by_side
+from rlmux.policies.planning.dispatching import age
+from rlmux.policies.planning.shared_placement import MAX_MEMBERS, place_on_shared_nodes
+from rlmux.policies.planning.side_by_side import start_side_by_side
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -31,10 +33,10 @@ class StaticSharing:
     """With each other."""
     training_shares: bool = False
     """With a rollout."""
-    max_members: int = 8
+    max_members: int = MAX_MEMBERS
 
     def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
-        return place_sharing(pipeline, view, max_members=self.max_members)
+        return place_on_shared_nodes(pipeline, view, max_members=self.max_members)
 
     def rebalance(self, view: PlacementView) -> tuple[Relocation, ...]:
         return ()
@@ -45,7 +47,7 @@ class StaticSharing:
             for device in order.devices:
                 phases.setdefault(device, []).append(order.phase)
         allowed = []
-        for work in sorted(view.ready, key=lambda work: (not work.is_continuation, work.sequence)):
+        for work in sorted(view.ready, key=age):
             if all(self._may_join(work, phases.get(device, [])) for device in work.devices):
                 allowed.append(work)
                 for device in work.devices:

@@ -8,12 +8,16 @@ from dataclasses import replace
 
 import pytest
 
+from rlmux.core.model import SubStage
 from rlmux.core.sharing import SharingEntry, SharingTable
-from rlmux.policies.planning.lookahead import Merge, Migration, Problem, WorkItem, greedy, longest_paths, plan
+from rlmux.policies.planning.greedy import greedy
+from rlmux.policies.planning.lookahead import plan
+from rlmux.policies.planning.priorities import longest_paths
+from rlmux.policies.planning.problem import IdleMigration, Problem, SiblingMigration, WorkItem
 
 
-def task(pipeline: int, kind: str, devices: tuple[int, ...], seconds: float, **fields) -> WorkItem:
-    return WorkItem(pipeline=pipeline, kind=kind, devices=devices, seconds=seconds, **fields)
+def item(pipeline: int, sub_stage: str, devices: tuple[int, ...], seconds: float, **fields) -> WorkItem:
+    return WorkItem(pipeline=pipeline, sub_stage=SubStage(sub_stage), devices=devices, seconds=seconds, **fields)
 
 
 TABLE = SharingTable.of(
@@ -28,9 +32,9 @@ def figure_11() -> Problem:
     """A tail, a training and a share: the pair that does most per second leaves the share alone for its whole time."""
     return Problem(
         work_items=(
-            task(0, "tail", (0,), 4.0, tail_s=4.0),
-            task(1, "update", (0,), 4.0),
-            task(2, "dense", (0,), 8.0, tail_s=4.0),
+            item(0, "tail", (0,), 4.0, tail_s=4.0),
+            item(1, "update", (0,), 4.0),
+            item(2, "dense", (0,), 8.0, tail_s=4.0),
         ),
         sharing=TABLE,
     )
@@ -47,7 +51,7 @@ def test_greedy_takes_the_best_pair_and_ends_later_than_the_look_ahead():
 
 def test_tasks_on_one_device_without_sharing_run_one_after_another():
     problem = Problem(
-        work_items=(task(0, "update", (0,), 2.0), task(1, "update", (0, 1), 3.0), task(2, "dense", (1,), 1.0))
+        work_items=(item(0, "update", (0,), 2.0), item(1, "update", (0, 1), 3.0), item(2, "dense", (1,), 1.0))
     )
     made = plan(problem)
     assert made.makespan_s == pytest.approx(5.0)
@@ -61,10 +65,10 @@ def test_a_device_is_held_for_the_critical_path_where_that_ends_sooner():
     """The long chain comes free in a second; starting the filler now would delay all of it."""
     problem = Problem(
         work_items=(
-            task(0, "dense", (1,), 1.0),
-            task(0, "update", (0, 1), 6.0, needs=(0,)),
-            task(1, "dense", (0,), 5.0),
-            task(0, "dense", (1,), 6.0, needs=(1,)),
+            item(0, "dense", (1,), 1.0),
+            item(0, "update", (0, 1), 6.0, needs=(0,)),
+            item(1, "dense", (0,), 5.0),
+            item(0, "dense", (1,), 6.0, needs=(1,)),
         )
     )
     made = plan(problem)
@@ -74,7 +78,7 @@ def test_a_device_is_held_for_the_critical_path_where_that_ends_sooner():
 
 
 def test_a_pair_runs_at_the_pace_of_the_table_and_speeds_up_when_one_ends():
-    problem = Problem(work_items=(task(0, "update", (0,), 4.0), task(1, "tail", (0,), 6.0, tail_s=6.0)), sharing=TABLE)
+    problem = Problem(work_items=(item(0, "update", (0,), 4.0), item(1, "tail", (0,), 6.0, tail_s=6.0)), sharing=TABLE)
     made = plan(problem)
     assert made.end_s[0] == pytest.approx(4.6)
     assert made.end_s[1] == pytest.approx(4.6 + 6.0 - 4.6 / 1.3)
@@ -82,7 +86,7 @@ def test_a_pair_runs_at_the_pace_of_the_table_and_speeds_up_when_one_ends():
 
 def test_work_on_several_devices_goes_at_the_pace_of_the_slowest():
     problem = Problem(
-        work_items=(task(0, "update", (0, 1), 4.0), task(1, "tail", (1,), 10.0, tail_s=10.0)), sharing=TABLE
+        work_items=(item(0, "update", (0, 1), 4.0), item(1, "tail", (1,), 10.0, tail_s=10.0)), sharing=TABLE
     )
     assert plan(problem).end_s[0] == pytest.approx(4.6)
 
@@ -91,35 +95,35 @@ def merging(cost_s: float) -> Problem:
     """A tail on each of two devices, and training that waits for one of them."""
     return Problem(
         work_items=(
-            task(0, "dense", (0,), 4.0, tail_s=4.0, is_running=True),
-            task(0, "dense", (1,), 5.0, tail_s=5.0, is_running=True),
-            task(1, "update", (0,), 6.0),
+            item(0, "dense", (0,), 4.0, tail_s=4.0, is_running=True),
+            item(0, "dense", (1,), 5.0, tail_s=5.0, is_running=True),
+            item(1, "update", (0,), 6.0),
         ),
-        merges=(Merge(source=0, target=1, cost_s=cost_s, stretch=1.1),),
+        sibling_migrations=(SiblingMigration(source=0, target=1, cost_s=cost_s, stretch=1.1),),
     )
 
 
 def test_a_tail_is_moved_where_that_lets_another_pipeline_start():
     made = plan(merging(cost_s=0.2))
-    assert made.merges_now == (0,)
+    assert made.sibling_migrations_now == (0,)
     assert made.start_s[2] == 0.0
     assert made.makespan_s == pytest.approx(6.0)
 
 
 def test_no_tail_is_moved_where_moving_costs_more_than_it_frees():
     made = plan(merging(cost_s=8.0))
-    assert made.merges == ()
+    assert made.sibling_migrations == ()
     assert made.makespan_s == pytest.approx(10.0)
 
 
 def test_a_deadline_comes_before_the_makespan():
-    long, urgent = task(0, "update", (0,), 5.0), task(1, "update", (0,), 1.0, deadline_s=1.0)
-    work_items = (long, urgent, task(0, "dense", (1,), 9.0, needs=(0,)))
+    long, urgent = item(0, "update", (0,), 5.0), item(1, "update", (0,), 1.0, deadline_s=1.0)
+    work_items = (long, urgent, item(0, "dense", (1,), 9.0, needs=(0,)))
     assert plan(Problem(work_items=work_items)).start_s[1] == 0.0
 
 
 def test_the_longest_path_counts_what_waits():
-    work_items = (task(0, "dense", (0,), 2.0), task(0, "update", (0,), 3.0, needs=(0,)), task(1, "dense", (1,), 4.0))
+    work_items = (item(0, "dense", (0,), 2.0), item(0, "update", (0,), 3.0, needs=(0,)), item(1, "dense", (1,), 4.0))
     assert longest_paths(work_items) == [5.0, 3.0, 4.0]
 
 
@@ -146,28 +150,28 @@ def test_plans_are_near_the_exact_optimum():
 
 def gathering(cost_s: float) -> Problem:
     """Two pipelines, each with a share of 4 s on both devices, of which nothing has begun; then 2 s of training."""
-    shares = [task(number, "dense", (device,), 4.0, tail_s=3.0) for number in (0, 1) for device in (0, 1)]
-    trains = (task(0, "update", (0,), 2.0, needs=(0, 1)), task(1, "update", (1,), 2.0, needs=(2, 3)))
+    shares = [item(number, "dense", (device,), 4.0, tail_s=3.0) for number in (0, 1) for device in (0, 1)]
+    trains = (item(0, "update", (0,), 2.0, needs=(0, 1)), item(1, "update", (1,), 2.0, needs=(2, 3)))
     return Problem(
         work_items=(*shares, *trains),
-        merges=(
-            Merge(source=1, target=0, cost_s=cost_s, is_whole=True),
-            Merge(source=0, target=1, cost_s=cost_s, is_whole=True),
-            Merge(source=2, target=3, cost_s=cost_s, is_whole=True),
-            Merge(source=3, target=2, cost_s=cost_s, is_whole=True),
+        sibling_migrations=(
+            SiblingMigration(source=1, target=0, cost_s=cost_s, is_whole=True),
+            SiblingMigration(source=0, target=1, cost_s=cost_s, is_whole=True),
+            SiblingMigration(source=2, target=3, cost_s=cost_s, is_whole=True),
+            SiblingMigration(source=3, target=2, cost_s=cost_s, is_whole=True),
         ),
     )
 
 
 def test_shares_are_gathered_where_that_saves_device_time():
     made = plan(gathering(cost_s=1.0))
-    assert made.merges_now == (0, 2)
+    assert made.sibling_migrations_now == (0, 2)
     assert made.makespan_s == pytest.approx(4.0 + 1.0 + 2.0)
 
 
 def test_no_share_is_gathered_where_its_sibling_would_take_twice_as_long():
     made = plan(gathering(cost_s=4.0))
-    assert made.merges == ()
+    assert made.sibling_migrations == ()
     assert made.makespan_s == pytest.approx(8.0 + 2.0)
 
 
@@ -176,21 +180,22 @@ def test_a_share_that_has_begun_is_not_gathered():
     begun = tuple(
         replace(one, is_running=True) if number == 1 else one for number, one in enumerate(problem.work_items)
     )
-    assert not {0} & set(plan(replace(problem, work_items=begun)).merges_now)
+    assert not {0} & set(plan(replace(problem, work_items=begun)).sibling_migrations_now)
 
 
 def migrating(cost_s: float, *, is_running: bool) -> Problem:
     """Device 0 is wanted by a share of one pipeline and training of another; device 1 is free for the share."""
-    share = task(0, "dense", (0,), 4.0, is_running=is_running)
+    share = item(0, "dense", (0,), 4.0, is_running=is_running)
     return Problem(
-        work_items=(share, task(1, "update", (0,), 6.0)), migrations=(Migration(task=0, device=1, cost_s=cost_s),)
+        work_items=(share, item(1, "update", (0,), 6.0)),
+        idle_migrations=(IdleMigration(item=0, device=1, cost_s=cost_s),),
     )
 
 
 @pytest.mark.parametrize("is_running", [False, True])
 def test_a_share_migrates_to_a_free_device_where_others_want_its_own(is_running):
     made = plan(migrating(0.5, is_running=is_running))
-    assert made.migrations_now == (0,)
+    assert made.idle_migrations_now == (0,)
     assert made.start_s[1] == 0.0
     assert made.end_s == pytest.approx((4.5, 6.0))
 
@@ -198,25 +203,25 @@ def test_a_share_migrates_to_a_free_device_where_others_want_its_own(is_running)
 @pytest.mark.parametrize("is_running", [False, True])
 def test_no_share_migrates_where_that_costs_more_than_it_frees(is_running):
     made = plan(migrating(7.0, is_running=is_running))
-    assert made.migrations_now == ()
+    assert made.idle_migrations_now == ()
     assert made.makespan_s == pytest.approx(10.0)
 
 
 def test_a_share_that_migrates_later_stays_until_then():
     problem = migrating(0.5, is_running=False)
-    held = (*problem.work_items, task(1, "dense", (1,), 1.0, is_running=True))
+    held = (*problem.work_items, item(1, "dense", (1,), 1.0, is_running=True))
     made = plan(replace(problem, work_items=held))
     assert made.makespan_s == pytest.approx(6.0)
-    assert made.migrations_now == ()
+    assert made.idle_migrations_now == ()
 
 
 def test_a_rollout_to_come_is_gathered_in_the_plan_and_not_made():
     """So the pipeline whose training runs is seen to need one device next, and the other one keeps its own."""
-    later = [task(0, "dense", (device,), 4.0, tail_s=3.0, needs=(0,)) for device in (0, 1)]
-    work_items = (task(0, "update", (0,), 1.0, is_running=True), *later, task(1, "dense", (1,), 6.0))
-    gather = Merge(source=2, target=1, cost_s=1.0, is_whole=True, is_later=True)
-    made = plan(Problem(work_items=work_items, merges=(gather,)))
+    later = [item(0, "dense", (device,), 4.0, tail_s=3.0, needs=(0,)) for device in (0, 1)]
+    work_items = (item(0, "update", (0,), 1.0, is_running=True), *later, item(1, "dense", (1,), 6.0))
+    gather = SiblingMigration(source=2, target=1, cost_s=1.0, is_whole=True, is_later=True)
+    made = plan(Problem(work_items=work_items, sibling_migrations=(gather,)))
     assert made.makespan_s == pytest.approx(6.0)
-    assert made.merges == (0,)
-    assert made.merges_now == ()
+    assert made.sibling_migrations == (0,)
+    assert made.sibling_migrations_now == ()
     assert plan(Problem(work_items=work_items)).makespan_s == pytest.approx(10.0)

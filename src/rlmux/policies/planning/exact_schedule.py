@@ -3,8 +3,8 @@
     Problem ── intervals, overlaps, precedence ──▶ CP-SAT ──▶ least makespan
 
 The model is that of `policies/planning/lookahead.py`: work_items are never interrupted; two may overlap on a device if the table says
-so, and each then loses (1 - rate) of the time of the overlap; a merge takes a tail away and lengthens another. Where a
-task on several devices is slowed on more than one of them at once, the model takes the worst device's total, which no
+so, and each then loses (1 - rate) of the time of the overlap; a migration takes a tail away and lengthens another. Where a
+item on several devices is slowed on more than one of them at once, the model takes the worst device's total, which no
 schedule can beat: so the answer is a lower bound, and the optimum wherever work_items on several devices share with at
 most one at a time.
 
@@ -21,7 +21,7 @@ from typing import Any
 from rlmux.core.errors import UserError
 from rlmux.core.model import SubStage
 from rlmux.core.sharing import NO_SHARING, SharingEntry, SharingTable
-from rlmux.policies.planning.lookahead import Merge, Problem, WorkItem
+from rlmux.policies.planning.problem import Problem, SiblingMigration, WorkItem
 
 UNITS_PER_S = 50
 _PERCENT = 100
@@ -65,68 +65,77 @@ class _Model:
     def __init__(self, problem: Problem, model: Any, upper_s: float | None = None) -> None:
         self.problem = problem
         self.model = model
-        total_s = sum(task.seconds for task in problem.work_items)
+        total_s = sum(item.seconds for item in problem.work_items)
         slowest = 1.0 / min([1.0, *problem.sharing.rates.values()])
-        self.horizon = int((total_s * slowest + sum(merge.cost_s for merge in problem.merges)) * UNITS_PER_S * 2) + 10
+        self.horizon = (
+            int(
+                (total_s * slowest + sum(migration.cost_s for migration in problem.sibling_migrations))
+                * UNITS_PER_S
+                * 2
+            )
+            + 10
+        )
         if upper_s is not None:
             # Rounding of every piece may add a unit.
             self.horizon = min(self.horizon, int(upper_s * UNITS_PER_S) + 2 * len(problem.work_items) + 2)
 
     def build(self) -> None:
         model, work_items = self.model, self.problem.work_items
-        self.merged = [model.new_bool_var(f"merge{number}") for number in range(len(self.problem.merges))]
+        self.is_made = [
+            model.new_bool_var(f"migration{number}") for number in range(len(self.problem.sibling_migrations))
+        ]
         self.pieces: list[list[tuple[str, Any, Any, Any, int]]] = []
-        """Of each task: (kind, start, end, duration, seconds in units)."""
+        """Of each item: (sub_stage, start, end, duration, seconds in units)."""
         self.gone: dict[int, list[Any]] = {}
         """Of each source: the merges that take its tail away."""
-        for number, merge in enumerate(self.problem.merges):
-            self.gone.setdefault(merge.source, []).append(self.merged[number])
-        for index, task in enumerate(work_items):
-            self.pieces.append(self._pieces_of(index, task))
-        self._exclude_merges()
+        for number, migration in enumerate(self.problem.sibling_migrations):
+            self.gone.setdefault(migration.source, []).append(self.is_made[number])
+        for index, item in enumerate(work_items):
+            self.pieces.append(self._pieces_of(index, item))
+        self._exclude_migrations()
         delays = self._overlaps()
-        for index, task in enumerate(work_items):
-            self._durations(index, task, delays)
-            for need in task.needs:
+        for index, item in enumerate(work_items):
+            self._durations(index, item, delays)
+            for need in item.needs:
                 model.add(self.pieces[index][0][1] >= self.pieces[need][-1][2])
         makespan = model.new_int_var(0, self.horizon, "makespan")
         for pieces in self.pieces:
             model.add(makespan >= pieces[-1][2])
         model.minimize(makespan)
 
-    def _pieces_of(self, index: int, task: WorkItem) -> list[tuple[str, Any, Any, Any, int]]:
+    def _pieces_of(self, index: int, item: WorkItem) -> list[tuple[str, Any, Any, Any, int]]:
         model = self.model
-        tail = round(min(task.tail_s, task.seconds) * UNITS_PER_S)
-        parts = [(task.kind, round(task.seconds * UNITS_PER_S) - tail), (SubStage.TAIL_DECODE, tail)]
+        tail = round(min(item.tail_s, item.seconds) * UNITS_PER_S)
+        parts = [(item.sub_stage, round(item.seconds * UNITS_PER_S) - tail), (SubStage.TAIL_DECODE, tail)]
         found: list[tuple[str, Any, Any, Any, int]] = []
-        for kind, units in parts:
+        for sub_stage, units in parts:
             if units <= 0:
                 continue
-            name = f"{kind}{index}"
+            name = f"{sub_stage}{index}"
             start = model.new_int_var(0, self.horizon, f"start_{name}")
             end = model.new_int_var(0, self.horizon, f"end_{name}")
             duration = model.new_int_var(0, self.horizon, f"duration_{name}")
             model.add(end == start + duration)
             if found:
                 model.add(start == found[-1][2])
-            found.append((kind, start, end, duration, units))
+            found.append((sub_stage, start, end, duration, units))
         return found
 
-    def _exclude_merges(self) -> None:
-        for first, second in combinations(range(len(self.problem.merges)), 2):
-            a, b = self.problem.merges[first], self.problem.merges[second]
+    def _exclude_migrations(self) -> None:
+        for first, second in combinations(range(len(self.problem.sibling_migrations)), 2):
+            a, b = self.problem.sibling_migrations[first], self.problem.sibling_migrations[second]
             if a.source in (b.source, b.target) or b.source == a.target:
-                self.model.add(self.merged[first] + self.merged[second] <= 1)
+                self.model.add(self.is_made[first] + self.is_made[second] <= 1)
 
     def _overlaps(self) -> dict[tuple[int, int], list[tuple[int, Any, int]]]:
         """For each piece: (device, overlap in units, percent lost) with everyone it may overlap with."""
         model, work_items = self.model, self.problem.work_items
         delays: dict[tuple[int, int], list[tuple[int, Any, int]]] = {}
         by_device: dict[int, list[Any]] = {}
-        for index, task in enumerate(work_items):
+        for index, item in enumerate(work_items):
             for number, (_, start, end, duration, _) in enumerate(self.pieces[index]):
                 interval = model.new_interval_var(start, duration, end, f"interval{index}_{number}")
-                for device in task.devices:
+                for device in item.devices:
                     by_device.setdefault(device, []).append(interval)
         for intervals in by_device.values():
             model.add_cumulative(intervals, [1] * len(intervals), 2)
@@ -176,7 +185,7 @@ class _Model:
             round(_PERCENT * (1 - rates[sub_stage_b, sub_stage_a])),
         )
 
-    def _durations(self, index: int, task: WorkItem, delays: dict[tuple[int, int], list[tuple[int, Any, int]]]) -> None:
+    def _durations(self, index: int, item: WorkItem, delays: dict[tuple[int, int], list[tuple[int, Any, int]]]) -> None:
         """Solo seconds, and what each overlap costs; the worst device counts."""
         model = self.model
         for number, (_, _, _, duration, units) in enumerate(self.pieces[index]):
@@ -187,30 +196,32 @@ class _Model:
             slowed = delays.get((index, number), [])
             if not slowed:
                 model.add(duration == base)
-            for device in task.devices if slowed else ():
+            for device in item.devices if slowed else ():
                 lost = sum(overlap * percent for at, overlap, percent in slowed if at == device)
                 model.add(_PERCENT * duration >= _PERCENT * base + lost)
 
     def _tail_units(self, index: int, units: int) -> Any:
         """A tail that is taken away has none; one that takes over has the longer of the two, stretched."""
         model = self.model
-        incoming = [(n, merge) for n, merge in enumerate(self.problem.merges) if merge.target == index]
+        incoming = [
+            (n, migration) for n, migration in enumerate(self.problem.sibling_migrations) if migration.target == index
+        ]
         gone = self.gone.get(index, [])
         if not incoming and not gone:
             return units
         base = model.new_int_var(0, self.horizon, "")
-        none_in = [self.merged[n].negated() for n, _ in incoming]
+        none_in = [self.is_made[n].negated() for n, _ in incoming]
         model.add(base == units).only_enforce_if(*none_in, *(flag.negated() for flag in gone))
         for flag in gone:
             model.add(base == 0).only_enforce_if(flag)
-        for number, merge in incoming:
-            source = self.problem.work_items[merge.source]
+        for number, migration in incoming:
+            source = self.problem.work_items[migration.source]
             longest = max(min(source.tail_s, source.seconds) * UNITS_PER_S, units)
-            after = round(longest * merge.stretch + merge.cost_s * UNITS_PER_S)
-            model.add(base >= after).only_enforce_if(self.merged[number])
+            after = round(longest * migration.stretch + migration.cost_s * UNITS_PER_S)
+            model.add(base >= after).only_enforce_if(self.is_made[number])
             # Both sides are in their tails when it happens.
-            model.add(self.pieces[index][-1][1] >= self.pieces[merge.source][-1][1]).only_enforce_if(
-                self.merged[number]
+            model.add(self.pieces[index][-1][1] >= self.pieces[migration.source][-1][1]).only_enforce_if(
+                self.is_made[number]
             )
         return base
 
@@ -220,7 +231,7 @@ def random_problem(generator: random.Random, *, is_sharing: bool = True) -> Prob
     num_pipelines = 2 if is_sharing else generator.randint(2, 3)
     num_devices = generator.randint(1, 2 if is_sharing else 3)
     work_items: list[WorkItem] = []
-    merges: list[Merge] = []
+    migrations: list[SiblingMigration] = []
     for pipeline in range(num_pipelines):
         needs: tuple[int, ...] = ()
         train_devices = tuple(range(num_devices)) if generator.random() < 0.5 else (generator.randrange(num_devices),)
@@ -230,30 +241,30 @@ def random_problem(generator: random.Random, *, is_sharing: bool = True) -> Prob
             for device in range(num_devices):
                 seconds = round(rollout_s * generator.uniform(0.6, 1.4), 1)
                 tail_s = round(seconds * generator.uniform(0.2, 0.7), 1)
-                task = WorkItem(
+                item = WorkItem(
                     pipeline=pipeline,
-                    kind=SubStage.DENSE_DECODE,
+                    sub_stage=SubStage.DENSE_DECODE,
                     devices=(device,),
                     seconds=seconds,
                     tail_s=tail_s,
                     needs=needs,
                 )
-                work_items.append(task)
+                work_items.append(item)
                 shares.append(len(work_items) - 1)
             target = max(shares, key=lambda index: work_items[index].seconds)
             if num_devices > 1 and generator.random() < 0.6:
                 source = next(index for index in shares if index != target)
-                merges.append(Merge(source=source, target=target, cost_s=0.2, stretch=1.1))
+                migrations.append(SiblingMigration(source=source, target=target, cost_s=0.2, stretch=1.1))
             work_items.append(
                 WorkItem(
-                    pipeline=pipeline, kind=SubStage.UPDATE, devices=train_devices, seconds=round(train_s, 1),
+                    pipeline=pipeline, sub_stage=SubStage.UPDATE, devices=train_devices, seconds=round(train_s, 1),
                     needs=tuple(shares),
                 )
             )  # fmt: skip
             needs = (len(work_items) - 1,)
     return Problem(
         work_items=tuple(work_items),
-        merges=tuple(merges),
+        sibling_migrations=tuple(migrations),
         sharing=_random_sharing(generator) if is_sharing else NO_SHARING,
     )
 

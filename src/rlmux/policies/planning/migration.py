@@ -1,8 +1,10 @@
-"""Which parts of rollouts could go to another device now; a plan says which of them do.
+"""Which shards of a rollout could migrate now; the look-ahead decides which of them do.
 
-merge      the tail of a share goes to the sibling that will end last
-gather     a share that has not begun goes to a sibling as a whole; planned for rollouts to come as well
-migrate    a share whose device is held, or wanted, goes to a free one on which its pipeline's share has ended
+    tail            the tail of a shard migrates to the sibling that will end last
+    whole shard     a shard that has not begun migrates to a sibling; planned for rollouts to come as well
+    idle device     a shard whose device is held, or wanted, migrates to a free one on which its pipeline's shard has ended
+
+A running shard is paused first, with the device that it is to migrate to; it is asked again once it has paused.
 """
 
 from __future__ import annotations
@@ -11,74 +13,14 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 
 from rlmux.core.model import DeviceId, Phase, PipelineId, Stage
 from rlmux.core.state import ReadyWork
-from rlmux.core.views import GroupView, MemberView, MigrateWork, OrderView
-from rlmux.policies.planning.forecast import Upcoming, is_idle
-from rlmux.policies.planning.lookahead import Merge, Migration
+from rlmux.core.views import Choice, GroupView, MemberView, MigrateWork, OrderView, PauseOrder
+from rlmux.policies.planning.forecast import Forecast, is_idle
+from rlmux.policies.planning.problem import IdleMigration, Problem, Schedule, SiblingMigration
 
-MoveSeconds = Callable[[MemberView, DeviceId], float]
-"""Of moving the unfinished trajectories of a pipeline's share off a device."""
-Mover = tuple[ReadyWork | OrderView, DeviceId]
-"""A share and a device for it."""
-
-
-def possible_merges(view: GroupView, ahead: Upcoming, move_s: MoveSeconds, stretch: float) -> tuple[Merge, ...]:
-    """For each pipeline: every other share's tail to the share that will end last. None if nobody waits."""
-    if len(view.members) < 2 or not view.ready:
-        return ()
-    merges: list[Merge] = []
-    moving = {pipeline for pipeline, _ in view.moving}
-    for number, member in enumerate(view.members):
-        shares = ahead.shares.get(member.id, ())
-        if member.id in moving or len(shares) < 2:
-            continue
-        merges += _gathers(ahead, member, shares, is_odd=number % 2 == 1)
-        if not _is_tail_near(ahead, shares):
-            continue
-        target = max(shares, key=lambda index: ahead.work_items[index].seconds)
-        for source in shares:
-            if source != target and not ahead.is_fresh(source):
-                cost_s = move_s(member, ahead.device_of[source])
-                merges.append(Merge(source=source, target=target, cost_s=cost_s, stretch=stretch))
-    return tuple(merges)
-
-
-def later_gathers(view: GroupView, ahead: Upcoming) -> tuple[Merge, ...]:
-    """Of the next rollouts: each two neighbours on the side where their pipeline trains.
-
-    A plan without them takes every pipeline for one that will need all its devices again.
-    """
-    if len(view.members) < 2:
-        return ()
-    merges: list[Merge] = []
-    for member in view.members:
-        if member.estimates.peak is None:
-            continue
-        trains_on = {ahead.numbers[device] for device in member.train_devices}
-        for shares in ahead.later_shares.get(member.id, ()):
-            for first, second in zip(shares[::2], shares[1::2], strict=False):
-                is_first = ahead.work_items[first].devices[0] in trains_on
-                source, target = (second, first) if is_first else (first, second)
-                cost_s = member.estimates.gathered_s
-                merges.append(Merge(source=source, target=target, cost_s=cost_s, is_whole=True, is_later=True))
-    return tuple(merges)
-
-
-def _is_tail_near(ahead: Upcoming, shares: Sequence[int]) -> bool:
-    return any(ahead.work_items[index].seconds <= 1.5 * ahead.work_items[index].tail_s for index in shares)
-
-
-def _gathers(ahead: Upcoming, member: MemberView, shares: Sequence[int], *, is_odd: bool) -> Iterator[Merge]:
-    """Of each two neighbours that have not begun: one takes the other over.
-
-    Pipelines prefer opposite sides, so that a schedule that gathers everybody leaves each a device of its own.
-    """
-    if member.estimates.peak is None:  # no step has been seen
-        return
-    for first, second in zip(shares[::2], shares[1::2], strict=False):
-        if ahead.is_fresh(first) and ahead.is_fresh(second):
-            ways = [(first, second), (second, first)] if is_odd else [(second, first), (first, second)]
-            for source, target in ways:
-                yield Merge(source=source, target=target, cost_s=member.estimates.gathered_s, is_whole=True)
+MigrationSeconds = Callable[[MemberView, DeviceId], float]
+"""Seconds to migrate the unfinished trajectories of a pipeline's shard off a device."""
+ShardAndDevice = tuple[ReadyWork | OrderView, DeviceId]
+"""A shard, ready or running, and an idle device for it."""
 
 
 def continue_migrations(view: GroupView) -> Generator[MigrateWork, None, bool]:
@@ -92,78 +34,189 @@ def continue_migrations(view: GroupView) -> Generator[MigrateWork, None, bool]:
 
 
 def _can_take(view: GroupView, pipeline: PipelineId, target: DeviceId) -> bool:
-    """The target's shard stays there and has not ended, or no order computes there."""
+    """Whether the target's shard stays there and has not ended, or no order computes there."""
     member = next(member for member in view.members if member.id == pipeline)
     if (pipeline, target) in view.moving:
         return False
     return target in member.unfinished_rollout_devices or view.is_free((target,))
 
 
-def possible_movers(view: GroupView) -> tuple[Mover, ...]:
-    """Ready shares whose device is held and running ones whose device is wanted, each with a free device on which its
-    pipeline has nothing left to do in this step.
+# --- to a sibling -------------------------------------------------------------------------------------------
+
+
+def possible_sibling_migrations(
+    view: GroupView, forecast: Forecast, migration_s: MigrationSeconds, stretch: float
+) -> tuple[SiblingMigration, ...]:
+    """For each pipeline: shards that have not begun to a neighbour, every other shard's tail to the shard that will end
+    last. None if no work is ready: no device is wanted then."""
+    if len(view.members) < 2 or not view.ready:
+        return ()
+    possible: list[SiblingMigration] = []
+    migrating = {pipeline for pipeline, _ in view.moving}
+    for number, member in enumerate(view.members):
+        shards = forecast.shards.get(member.id, ())
+        if member.id in migrating or len(shards) < 2:
+            continue
+        possible += _whole_shards(forecast, member, shards, is_odd=number % 2 == 1)
+        if not _is_tail_near(forecast, shards):
+            continue
+        target = max(shards, key=lambda index: forecast.work_items[index].seconds)
+        for source in shards:
+            if source != target and not forecast.is_fresh(source):
+                cost_s = migration_s(member, forecast.device_of[source])
+                possible.append(SiblingMigration(source=source, target=target, cost_s=cost_s, stretch=stretch))
+    return tuple(possible)
+
+
+def later_sibling_migrations(view: GroupView, forecast: Forecast) -> tuple[SiblingMigration, ...]:
+    """Of the next rollouts: of each two neighbours one whole shard to the other, on the side where the pipeline trains.
+
+    A schedule without them takes every pipeline for one that will need all its devices again.
     """
+    if len(view.members) < 2:
+        return ()
+    possible: list[SiblingMigration] = []
+    for member in view.members:
+        if member.estimates.peak is None:
+            continue
+        trains_on = {forecast.device_numbers[device] for device in member.train_devices}
+        for shards in forecast.later_shards.get(member.id, ()):
+            for first, second in zip(shards[::2], shards[1::2], strict=False):
+                is_first = forecast.work_items[first].devices[0] in trains_on
+                source, target = (second, first) if is_first else (first, second)
+                cost_s = member.estimates.gathered_s
+                possible.append(
+                    SiblingMigration(source=source, target=target, cost_s=cost_s, is_whole=True, is_later=True)
+                )
+    return tuple(possible)
+
+
+def _is_tail_near(forecast: Forecast, shards: Sequence[int]) -> bool:
+    return any(forecast.work_items[index].seconds <= 1.5 * forecast.work_items[index].tail_s for index in shards)
+
+
+def _whole_shards(
+    forecast: Forecast, member: MemberView, shards: Sequence[int], *, is_odd: bool
+) -> Iterator[SiblingMigration]:
+    """Of each two neighbours that have not begun: one takes the other over.
+
+    Pipelines prefer opposite sides, so that a schedule that makes all of them leaves each a device of its own.
+    """
+    if member.estimates.peak is None:  # no step has been seen
+        return
+    for first, second in zip(shards[::2], shards[1::2], strict=False):
+        if forecast.is_fresh(first) and forecast.is_fresh(second):
+            ways = [(first, second), (second, first)] if is_odd else [(second, first), (first, second)]
+            for source, target in ways:
+                yield SiblingMigration(source=source, target=target, cost_s=member.estimates.gathered_s, is_whole=True)
+
+
+# --- to an idle device --------------------------------------------------------------------------------------
+
+
+def shards_for_idle_devices(view: GroupView) -> tuple[ShardAndDevice, ...]:
+    """Ready shards whose device is held and running ones whose device is wanted, each with a free device on which its
+    pipeline has nothing left to do in this step."""
     ready = [work for work in view.ready if not work.is_waiting]
     if not ready or not view.running:
         return ()
     wanted = {device for work in ready for device in work.devices}
-    moving = {pipeline for pipeline, _ in view.moving}
-    movers: list[Mover] = []
+    migrating = {pipeline for pipeline, _ in view.moving}
+    pairs: list[ShardAndDevice] = []
     taken: set[DeviceId] = set()
     for member in view.members:
-        free = _devices_left(view, member)
-        if not free or member.id in moving:
+        idle_devices = _idle_devices(view, member)
+        if not idle_devices or member.id in migrating:
             continue
-        held: list[ReadyWork | OrderView] = [
-            work
-            for work in ready
-            if work.pipeline == member.id and work.stage is Stage.GENERATE and not view.is_free(work.devices)
-        ]
-        in_the_way = [
-            order
-            for order in view.running
-            if order.pipeline == member.id and order.phase is Phase.ROLLOUT and order.devices[0] in wanted
-        ]
-        held += [order for order in in_the_way if not order.is_pausing and not is_idle(order)]
-        for share, device in zip(held, free, strict=False):
-            if isinstance(share, OrderView):
+        for shard, device in zip(_shards_in_the_way(view, member, ready, wanted), idle_devices, strict=False):
+            if isinstance(shard, OrderView):
                 if device in taken:  # by another one that would run there at once
                     continue
                 taken.add(device)
-            movers.append((share, device))
-    return tuple(movers)
+            pairs.append((shard, device))
+    return tuple(pairs)
 
 
-def _devices_left(view: GroupView, member: MemberView) -> list[DeviceId]:
-    """Free ones on which the pipeline's share has ended."""
+def _idle_devices(view: GroupView, member: MemberView) -> list[DeviceId]:
+    """Free devices on which the pipeline's shard has ended."""
     unfinished = member.unfinished_rollout_devices
     if len(unfinished) == len(member.rollout_devices):
         return []
     return [device for device in member.rollout_devices if device not in unfinished and view.is_free((device,))]
 
 
-def migrations_of(
-    view: GroupView, ahead: Upcoming, movers: Sequence[Mover], move_s: MoveSeconds
-) -> tuple[Migration, ...]:
-    """As the plan knows them."""
-    if not movers:
+def _shards_in_the_way(
+    view: GroupView, member: MemberView, ready: Sequence[ReadyWork], wanted: set[DeviceId]
+) -> list[ReadyWork | OrderView]:
+    """The member's ready shards whose device is held, then its running ones whose device is wanted."""
+    held: list[ReadyWork | OrderView] = [
+        work
+        for work in ready
+        if work.pipeline == member.id and work.stage is Stage.GENERATE and not view.is_free(work.devices)
+    ]
+    held += [
+        order
+        for order in view.running
+        if order.pipeline == member.id
+        and order.phase is Phase.ROLLOUT
+        and order.devices[0] in wanted
+        and not order.is_pausing
+        and not is_idle(order)
+    ]
+    return held
+
+
+def idle_migrations_of(
+    view: GroupView, forecast: Forecast, pairs: Sequence[ShardAndDevice], migration_s: MigrationSeconds
+) -> tuple[IdleMigration, ...]:
+    """These shards and devices as the look-ahead knows them, in the same order."""
+    if not pairs:
         return ()
     members = {member.id: member for member in view.members}
     index_of: dict[tuple[PipelineId, tuple[DeviceId, ...]], int] = {
-        (share.pipeline, share.devices): index
-        for shares in (ahead.works, ahead.orders)
-        for index, share in shares.items()
-        if share.phase is Phase.ROLLOUT
+        (shard.pipeline, shard.devices): index
+        for shards in (forecast.works, forecast.orders)
+        for index, shard in shards.items()
+        if shard.phase is Phase.ROLLOUT
     }
     return tuple(
-        Migration(
-            task=index_of[share.pipeline, share.devices],
-            device=ahead.numbers[device],
-            cost_s=0.0 if _has_not_begun(share) else move_s(members[share.pipeline], share.devices[0]),
+        IdleMigration(
+            item=index_of[shard.pipeline, shard.devices],
+            device=forecast.device_numbers[device],
+            cost_s=0.0 if _has_not_begun(shard) else migration_s(members[shard.pipeline], shard.devices[0]),
         )
-        for share, device in movers
+        for shard, device in pairs
     )
 
 
-def _has_not_begun(share: ReadyWork | OrderView) -> bool:
-    return isinstance(share, ReadyWork) and not share.is_continuation
+def _has_not_begun(shard: ReadyWork | OrderView) -> bool:
+    return isinstance(shard, ReadyWork) and not shard.is_continuation
+
+
+# --- what a schedule makes now ------------------------------------------------------------------------------
+
+
+def begin_migrations(
+    forecast: Forecast, problem: Problem, schedule: Schedule, pairs: Sequence[ShardAndDevice]
+) -> Iterator[Choice]:
+    """Make the schedule's migrations of this moment: running shards pause first. Works that migrate leave the forecast."""
+    for number in schedule.sibling_migrations_now:
+        migration = problem.sibling_migrations[number]
+        target = forecast.device_of[migration.target]
+        order = forecast.orders.get(migration.source)
+        if order is not None:
+            yield from _pause_to_migrate(order, target)
+        elif migration.source in forecast.works:
+            work = forecast.works.pop(migration.source)
+            yield MigrateWork(pipeline=work.pipeline, source=forecast.device_of[migration.source], target=target)
+    for number in schedule.idle_migrations_now:
+        shard, device = pairs[number]
+        if isinstance(shard, OrderView):
+            yield from _pause_to_migrate(shard, device)
+        elif forecast.works.pop(problem.idle_migrations[number].item, None) is not None:
+            yield MigrateWork(pipeline=shard.pipeline, source=shard.devices[0], target=device)
+
+
+def _pause_to_migrate(order: OrderView, target: DeviceId) -> Iterator[PauseOrder]:
+    if not order.is_pausing:
+        yield PauseOrder(order=order.id, migrate_to=target)
