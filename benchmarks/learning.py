@@ -28,7 +28,7 @@ from rlmux.engines.rollout import SlotRolloutEngine
 from rlmux.engines.train import RL_STAGES, TorchTrainEngine
 from rlmux.rl.batch_metrics import batch_metrics
 from rlmux.rl.config import AlgorithmConfig, RolloutConfig, SftWarmupConfig, TaskConfig, TrainingConfig
-from rlmux.rl.env_worker import PipelineEnv
+from rlmux.rl.pipeline_env import PipelineEnv
 
 AVERAGED_STEPS = 20
 

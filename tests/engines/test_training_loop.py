@@ -10,7 +10,7 @@ from rlmux.core.model import Stage
 from rlmux.engines.rollout import SlotRolloutEngine
 from rlmux.engines.train import RL_STAGES, TorchTrainEngine
 from rlmux.rl.config import AlgorithmConfig, RolloutConfig, SftWarmupConfig, TaskConfig, TrainingConfig
-from rlmux.rl.env_worker import PipelineEnv
+from rlmux.rl.pipeline_env import PipelineEnv
 
 
 def config(task: str = "sort", params: dict[str, Any] | None = None, **algorithm: Any) -> TrainingConfig:

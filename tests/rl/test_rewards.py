@@ -7,7 +7,7 @@ import pytest
 
 from rlmux.core.errors import PipelineError, UserError
 from rlmux.rl.config import TrainingConfig
-from rlmux.rl.env_worker import PipelineEnv
+from rlmux.rl.pipeline_env import PipelineEnv
 from rlmux.rl.rewards import load_reward
 from rlmux.rl.types import FinishedTurn
 from rlmux.rl.vocabulary import CharVocabulary

@@ -21,7 +21,7 @@ from rlmux.core.model import (
     Resident,
     Stage,
 )
-from rlmux.rl.env_worker import PipelineEnv
+from rlmux.rl.pipeline_env import PipelineEnv
 from rlmux.rl.types import ChunkReport, FinishedTurn, TrajectoryRequest, TurnReply
 from rlmux.runtime.worker_backend import WorkerBackend
 from rlmux.runtime.workers import RolloutChunkResult

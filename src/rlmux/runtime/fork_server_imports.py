@@ -12,7 +12,7 @@ try:
 
     import rlmux.engines.rollout
     import rlmux.engines.train
-    import rlmux.rl.env_worker  # noqa: F401
+    import rlmux.rl.pipeline_env  # noqa: F401
 finally:
     gc.enable()
 gc.freeze()

@@ -83,7 +83,7 @@ class EnvWorker:
     """The process that holds a pipeline's prompts, environments and rewards: the user's code."""
 
     def __init__(self, config: TrainingConfig) -> None:
-        from rlmux.rl.env_worker import PipelineEnv
+        from rlmux.rl.pipeline_env import PipelineEnv
 
         self._env = PipelineEnv(config)
 

@@ -10,7 +10,7 @@ import pytest
 from rlmux.core.errors import IllegalTransitionError, PipelineError, UserError
 from rlmux.rl.batch_metrics import batch_metrics
 from rlmux.rl.config import TrainingConfig
-from rlmux.rl.env_worker import PipelineEnv
+from rlmux.rl.pipeline_env import PipelineEnv
 from rlmux.rl.tasks import make_task
 from rlmux.rl.types import FinishedTurn, TrainingBatch, TrajectoryId, TrajectoryRequest
 from rlmux.rl.vocabulary import CharVocabulary
@@ -166,7 +166,7 @@ def test_a_demonstration_beyond_the_budget_is_refused(make_config: Plan) -> None
 
 def test_a_host_imports_nothing_heavy() -> None:
     code = (
-        "import sys; from rlmux.rl.env_worker import PipelineEnv; from rlmux.rl.config import TrainingConfig; "
+        "import sys; from rlmux.rl.pipeline_env import PipelineEnv; from rlmux.rl.config import TrainingConfig; "
         "PipelineEnv(TrainingConfig(name='p')).begin_step(1); "
         "print([name for name in ('torch', 'transformers', 'pyarrow') if name in sys.modules])"
     )
