@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel
 
 from rlmux.core.errors import IllegalTransitionError, PipelineError, UserError
+from rlmux.core.model import SubStage
 from rlmux.engines.batch_probe import BatchProbe
 from rlmux.engines.model_io import build_model
 from rlmux.engines.rollout import SlotRolloutEngine
@@ -189,7 +190,7 @@ def test_where_no_smaller_batch_is_exact_the_full_one_gives_the_same_bits(
     engine.submit(requests)
     report = engine.run_chunk(max_decode_steps=10_000, max_seconds=60.0)
     assert sorted(report.finished, key=lambda turn: turn.id) == expected
-    assert {band.num_rows for band in report.bands if band.kind == "decode"} == {16}
+    assert {each.num_rows for each in report.iterations if each.sub_stage is SubStage.TAIL_DECODE} == {16}
 
 
 def test_this_machine_allows_smaller_batches_only_where_their_bits_are_equal(
@@ -227,7 +228,7 @@ def test_a_shape_whose_bits_differ_is_not_used(
     engine.submit(requests)
     report = engine.run_chunk(max_decode_steps=10_000, max_seconds=60.0)
     assert sorted(report.finished, key=lambda turn: turn.id) == expected
-    assert {band.num_rows for band in report.bands if band.kind == "decode"} == {8, 16}
+    assert {each.num_rows for each in report.iterations if each.sub_stage is SubStage.TAIL_DECODE} == {8, 16}
 
 
 # --- the chunk contract ------------------------------------------------------------------------------------
@@ -264,9 +265,9 @@ def test_a_report_adds_up(
     assert report.sampled_tokens == sum(len(turn.tokens) for turn in expected)
     distinct = {request.prompt_tokens for request in requests}
     assert report.prefill_tokens >= sum(len(tokens) - 1 for tokens in distinct)
-    decoded = [band for band in report.bands if band.kind == "decode"]
-    assert sum(band.tokens for band in decoded) == report.sampled_tokens
-    assert sum(band.ms for band in report.bands) <= report.seconds * 1e3
+    decoded = [each for each in report.iterations if each.sub_stage is SubStage.TAIL_DECODE]
+    assert sum(each.tokens for each in decoded) == report.sampled_tokens
+    assert sum(each.ms for each in report.iterations) <= report.seconds * 1e3
     assert (report.num_active, report.num_waiting, report.num_waiting_for_env) == (0, 0, 0)
 
 

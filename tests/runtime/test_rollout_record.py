@@ -14,7 +14,7 @@ def test_each_steps_rollout_is_told_with_its_tokens_waits_and_iterations(real, t
     for rollout in rollouts:
         assert (rollout["slots"], rollout["group_size"], len(rollout["runs"])) == (8, 4, 16)
         assert sum(map(sum, rollout["runs"])) == steps[rollout["step"]]["tokens"]
-        decoded = [band for band in rollout["bands"] if band[0] == "decode"]
+        decoded = [each for each in rollout["iterations"] if each[0] != "prefill"]
         assert sum(tokens for _, _, _, tokens, _ in decoded) == steps[rollout["step"]]["tokens"]
         for _, rows, iterations, tokens, ms in decoded:
             assert iterations <= tokens <= rows * iterations

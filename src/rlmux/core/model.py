@@ -112,6 +112,12 @@ class SubStage(StrEnum):
 DENSE_DECODE_MIN = 128
 """Sequences in one engine iteration from which decode counts as dense rather than as a tail (JigsawRL's cut)."""
 
+
+def decode_sub_stage(num_active: int) -> SubStage:
+    """Dense or tail, by the sequences that one iteration decodes."""
+    return SubStage.DENSE_DECODE if num_active >= DENSE_DECODE_MIN else SubStage.TAIL_DECODE
+
+
 PHASE_BY_STAGE: Mapping[Stage, Phase] = {
     Stage.SFT_WARMUP: Phase.TRAIN,
     Stage.GENERATE: Phase.ROLLOUT,

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rlmux.core.model import SubStage
-from rlmux.rl.types import FinishedTurn, IterationBand
+from rlmux.rl.types import FinishedTurn, SubStageIterations
 
 
 @dataclass(slots=True, kw_only=True)
@@ -16,21 +16,24 @@ class ChunkTally:
     finished: list[FinishedTurn] = field(default_factory=list)
     decode_steps: int = 0
     sampled_tokens: int = 0
-    _spent: dict[tuple[str, int], tuple[int, int, float]] = field(default_factory=dict)
+    _spent: dict[tuple[SubStage, int], tuple[int, int, float]] = field(default_factory=dict)
     """(iterations, tokens, ms) by sub-stage and rows computed."""
 
     @property
     def prefill_tokens(self) -> int:
         """Tokens of prefilled contexts, padding left out."""
-        return sum(tokens for (sub_stage, _), (_, tokens, _) in self._spent.items() if sub_stage == SubStage.PREFILL)
+        return sum(tokens for (sub_stage, _), (_, tokens, _) in self._spent.items() if sub_stage is SubStage.PREFILL)
 
-    def add_iterations(self, sub_stage: str, num_rows: int, *, iterations: int, tokens: int, seconds: float) -> None:
+    def add_iterations(
+        self, sub_stage: SubStage, num_rows: int, *, iterations: int, tokens: int, seconds: float
+    ) -> None:
+        """Count iterations that computed `num_rows` rows each; tokens and seconds are of all of them."""
         before = self._spent.get((sub_stage, num_rows), (0, 0, 0.0))
         self._spent[sub_stage, num_rows] = before[0] + iterations, before[1] + tokens, before[2] + 1e3 * seconds
 
-    def iterations(self) -> Sequence[IterationBand]:
-        """By sub-stage, then by rows computed."""
+    def iterations(self) -> Sequence[SubStageIterations]:
+        """Sorted by sub-stage, then by rows computed."""
         return [
-            IterationBand(sub_stage, num_rows, iterations, tokens, ms)
-            for (sub_stage, num_rows), (iterations, tokens, ms) in sorted(self._spent.items())
+            SubStageIterations(sub_stage, num_rows, num_iterations, tokens, ms)
+            for (sub_stage, num_rows), (num_iterations, tokens, ms) in sorted(self._spent.items())
         ]

@@ -34,6 +34,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from rlmux.core.errors import IllegalTransitionError, PipelineError, UserError
+from rlmux.core.model import decode_sub_stage
 from rlmux.engines.batch_probe import PREFILL_BUCKET, BatchProbe
 from rlmux.engines.chunk_tally import ChunkTally
 from rlmux.engines.live_trajectory import LiveTrajectory
@@ -200,7 +201,7 @@ class SlotRolloutEngine:
             prefill_tokens=tally.prefill_tokens,
             decode_steps=tally.decode_steps,
             seconds=time.perf_counter() - start,
-            bands=tally.iterations(),
+            iterations=tally.iterations(),
         )
 
     def _refill(self, tally: ChunkTally) -> None:
@@ -228,7 +229,13 @@ class SlotRolloutEngine:
             now = time.perf_counter()
         tally.decode_steps += steps
         tally.sampled_tokens += sum(steps - live.num_forced_within(steps) for live in active)
-        tally.add_iterations("decode", plan.width, iterations=steps, tokens=steps * len(active), seconds=now - start)
+        tally.add_iterations(
+            decode_sub_stage(len(active)),
+            plan.width,
+            iterations=steps,
+            tokens=steps * len(active),
+            seconds=now - start,
+        )
         for live in active:
             live.position += steps
         tally.finished += self._collect(active, stopped)

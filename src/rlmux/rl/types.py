@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from rlmux.core.model import SubStage
+
 
 class TrajectoryId(NamedTuple):
     """Names a trajectory inside its pipeline; sorts in training order."""
@@ -123,17 +125,18 @@ class TrainingBatch:
     """Same order. See `rl/algorithms.py` for the formula."""
 
 
-class IterationBand(NamedTuple):
-    """All iterations of a chunk that ran at one batch width."""
+class SubStageIterations(NamedTuple):
+    """All iterations of a chunk that were of one sub-stage and one batch width."""
 
-    kind: str
-    """`prefill` or `decode`."""
+    sub_stage: SubStage
+    """PREFILL, DENSE_DECODE or TAIL_DECODE."""
     num_rows: int
-    """Rows computed: the band's upper limit of active sequences."""
-    iterations: int
+    """Rows computed in each iteration; the sequences in it are as many or fewer."""
+    num_iterations: int
     tokens: int
-    """Prompt tokens computed, or tokens sampled or forced."""
+    """Tokens of prefilled contexts, or response tokens sampled and forced."""
     ms: float
+    """Milliseconds of all these iterations together."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,8 +154,8 @@ class ChunkReport:
     prefill_tokens: int
     decode_steps: int
     seconds: float
-    bands: Sequence[IterationBand] = ()
-    """Where its seconds went."""
+    iterations: Sequence[SubStageIterations] = ()
+    """Where `seconds` went, sorted by sub-stage and rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -194,7 +194,7 @@ class RolloutDriver:
 
     def _pass_on_turns(self, shard: RolloutShard, report: ChunkReport) -> None:
         record = self._record_by_step.setdefault(shard.step, RolloutRecord())
-        record.computed(report.bands)
+        record.computed(report.iterations)
         if not self._is_single_turn:
             for turn in report.finished:
                 record.turn_ended(turn.id, self._outbox.now_s())

@@ -11,7 +11,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlmux.rl.types import IterationBand, TrajectoryId
+from rlmux.core.model import SubStage
+from rlmux.rl.types import SubStageIterations, TrajectoryId
 from rlmux.runtime.backend import Note
 from rlmux.runtime.workers import StepBatch
 
@@ -20,18 +21,19 @@ from rlmux.runtime.workers import StepBatch
 class RolloutRecord:
     """One pipeline's step, over all its devices. What a lost worker had done counts, and so does its repetition."""
 
-    _bands: dict[tuple[str, int], tuple[int, int, float]] = field(default_factory=dict)
+    _spent: dict[tuple[SubStage, int], tuple[int, int, float]] = field(default_factory=dict)
+    """(iterations, tokens, ms) by sub-stage and rows computed."""
     _asked_s: dict[TrajectoryId, float] = field(default_factory=dict)
     """Time at which its last turn ended, in seconds of the run, by trajectory that waits for its environment."""
     _waits_ms: dict[TrajectoryId, list[float]] = field(default_factory=dict)
 
-    def computed(self, bands: Iterable[IterationBand]) -> None:
-        for band in bands:
-            iterations, tokens, ms = self._bands.get((band.kind, band.num_rows), (0, 0, 0.0))
-            self._bands[band.kind, band.num_rows] = (
-                iterations + band.iterations,
-                tokens + band.tokens,
-                ms + band.ms,
+    def computed(self, iterations: Iterable[SubStageIterations]) -> None:
+        for each in iterations:
+            num_iterations, tokens, ms = self._spent.get((each.sub_stage, each.num_rows), (0, 0, 0.0))
+            self._spent[each.sub_stage, each.num_rows] = (
+                num_iterations + each.num_iterations,
+                tokens + each.tokens,
+                ms + each.ms,
             )
 
     def turn_ended(self, trajectory: TrajectoryId, now_s: float) -> None:
@@ -54,7 +56,7 @@ class RolloutRecord:
             "slots": slots,
             "group_size": group_size,
             "runs": batch.runs,
-            "bands": [[*place, *spent[:2], round(spent[2], 3)] for place, spent in sorted(self._bands.items())],
+            "iterations": [[*key, *spent[:2], round(spent[2], 3)] for key, spent in sorted(self._spent.items())],
         }
         if self._waits_ms:
             fields["waits_ms"] = [self._waits_ms[trajectory] for trajectory in sorted(self._waits_ms)]

@@ -9,8 +9,8 @@ from rlmux.sim.workloads.recorded_rollout import Iterations, RecordedRollout
 EVEN = Iterations(rows=(2, 4), seconds=(0.5, 1.0), prompt_s=0.0)
 
 
-def note(runs, *, group_size=1, slots=4, waits_ms=None, bands=()):
-    fields = {"runs": runs, "group_size": group_size, "slots": slots, "bands": list(bands)}
+def note(runs, *, group_size=1, slots=4, waits_ms=None, iterations=()):
+    fields = {"runs": runs, "group_size": group_size, "slots": slots, "iterations": list(iterations)}
     return fields if waits_ms is None else {**fields, "waits_ms": waits_ms}
 
 
@@ -23,12 +23,20 @@ def shards_s(record: RecordedRollout, num_devices: int) -> list[float]:
 
 
 def test_an_iteration_costs_what_those_of_its_width_took():
-    bands = [["decode", 2, 10, 20, 5.0], ["decode", 4, 10, 35, 20.0], ["prefill", 4, 1, 12, 6.0]]
-    iterations = Iterations.of_notes([note([[5]] * 3, bands=bands), note([[5]] * 3, bands=bands)])
+    spent = [["dense", 2, 4, 8, 2.0], ["prefill", 4, 1, 12, 6.0], ["tail", 2, 6, 12, 3.0], ["tail", 4, 10, 35, 20.0]]
+    iterations = Iterations.of_notes([note([[5]] * 3, iterations=spent), note([[5]] * 3, iterations=spent)])
     assert [iterations.decode_span_s(active, 0.0, 10) for active in (1, 2, 3, 4, 9)] == pytest.approx(
         [0.005, 0.005, 0.02, 0.02, 0.02]
     )
     assert iterations.prefill_s(3) == pytest.approx(0.006)
+
+
+def test_notes_of_older_logs_are_read_under_their_old_names():
+    spent = [["decode", 2, 10, 20, 5.0], ["prefill", 4, 1, 12, 6.0]]
+    old = {
+        "bands" if name == "iterations" else name: value for name, value in note([[5]] * 3, iterations=spent).items()
+    }
+    assert Iterations.of_notes([old]) == Iterations.of_notes([note([[5]] * 3, iterations=spent)])
 
 
 def test_half_of_the_trajectories_take_more_than_half_of_the_time():

@@ -47,7 +47,8 @@ class Iterations:
         prefill_s, num_trajectories = 0.0, 0
         for note in notes:
             num_trajectories += len(note["runs"])
-            for sub_stage, rows, iterations, _, ms in note["bands"]:
+            # `bands` is the name in older logs, which also know one decode only.
+            for sub_stage, rows, iterations, _, ms in note["iterations" if "iterations" in note else "bands"]:
                 if sub_stage == SubStage.PREFILL:
                     prefill_s += ms * 1e-3
                 else:
