@@ -143,7 +143,7 @@ def machine(device: str, levels: DeviceFractions, mps: str) -> dict[str, Any]:
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
-        "levels": levels.shares,
+        "levels": levels.prepared,
         "levels_by": levels.how,
         "missing": levels.missing,
         "mps": mps,
@@ -196,7 +196,7 @@ def curves(
     with benchmark_processes(kinds, sizes, device, core, num_each=1) as processes:
         for _ in range(num_rounds):
             for kind in kinds:
-                for share in (*levels.shares, WHOLE):
+                for share in (*levels.prepared, WHOLE):
                     rate = rates([(processes[kind][0], share)], window_s, is_core=is_core)[0]
                     found[kind].setdefault(f"{share:.3g}", []).append(rate)
     by_active = found.setdefault("dense by active sequences", {})

@@ -32,7 +32,7 @@ SWITCHES = {"tiny": [switch_times(Phase.ROLLOUT), switch_times(Phase.TRAIN)]}
 @pytest.fixture
 def here(monkeypatch) -> DeviceFractions:
     """This machine is said to have DEVICE."""
-    fractions = DeviceFractions(device=DEVICE, how="nice", shares=(0.5,), num_units=20)
+    fractions = DeviceFractions(device=DEVICE, how="nice", prepared=(0.5,), num_units=20)
     monkeypatch.setattr("rlmux.profiling.interference.fractions_here", lambda: fractions)
     return fractions
 

@@ -1,4 +1,4 @@
-"""Shares of a device: what is prepared, and that a share is a share."""
+"""Device fractions: which are prepared, and that a process set to one is held back to it."""
 
 from __future__ import annotations
 
@@ -8,30 +8,31 @@ import sys
 
 import pytest
 
-from rlmux.engines import device_fraction as device_fractions
+from rlmux.engines import device_fraction as fractions
 
 
-def test_the_larger_share_is_never_held_back():
-    assert [device_fractions.nice_of(device_fraction) for device_fraction in (0.5, 0.75, 1.0)] == [0, 0, 0]
+def test_the_larger_fraction_is_never_held_back():
+    assert [fractions.nice_of(device_fraction) for device_fraction in (0.5, 0.75, 1.0)] == [0, 0, 0]
 
 
 @pytest.mark.parametrize(("device_fraction", "nice"), [(0.1, 10), (0.25, 5), (0.014, 19), (0.0001, 19)])
-def test_the_smaller_share_has_the_niceness_whose_weight_it_is(device_fraction, nice):
-    assert device_fractions.nice_of(device_fraction) == nice
+def test_the_smaller_fraction_has_the_niceness_whose_weight_it_is(device_fraction, nice):
+    assert fractions.nice_of(device_fraction) == nice
 
 
-def test_a_level_ends_with_the_next_one():
+def test_a_fraction_holds_until_the_next_one_is_set():
     """In a process of its own, as a worker is."""
-    probe = device_fractions.probe("cpu")
-    if not probe.shares:
-        pytest.skip(f"no levels here: {probe.missing}")
+    probe = fractions.probe("cpu")
+    if not probe.prepared:
+        pytest.skip(f"no fractions here: {probe.missing}")
     code = (
         "import os, time; from rlmux.engines.device_fraction import fraction_setter\n"
         "os.setsid() if os.getsid(0) != os.getpid() else None\n"
         "setter = fraction_setter('cpu'); seen = []\n"
         "for device_fraction in (1.0, 0.25, 0.25, 0.75, 1.0):\n"
         "    setter.set(device_fraction); seen.append(os.getpriority(0, 0))\n"
-        "    while setter._fraction != device_fraction:\n"  # Linux allows ten changes a second, of all sessions together
+        # Linux allows ten changes a second, of all sessions together.
+        "    while setter.device_fraction != device_fraction:\n"
         "        time.sleep(0.1); setter.set(device_fraction)\n"
         "print(seen, open('/proc/self/autogroup').read().split()[-1] if os.path.exists('/proc/self/autogroup') else 0)"
     )
@@ -44,37 +45,37 @@ def test_a_level_ends_with_the_next_one():
 
 def test_a_probe_leaves_this_process_as_it_was():
     before = os.getpriority(os.PRIO_PROCESS, 0)
-    found = device_fractions.probe("cpu")
+    found = fractions.probe("cpu")
     assert os.getpriority(os.PRIO_PROCESS, 0) == before
     assert found.device.startswith("cpu: ")
-    assert bool(found.shares) != bool(found.missing)
+    assert bool(found.prepared) != bool(found.missing)
 
 
 def test_without_a_gpu_the_probe_says_so():
-    found = device_fractions.probe("cuda")
+    found = fractions.probe("cuda")
     if not found.device.startswith("cuda"):
         pytest.skip("there is a GPU")
-    assert (found.shares, found.how, found.missing) == ((), "", "torch sees no CUDA device")
-    device_fractions.fraction_setter("cuda").set(0.5)  # nothing to set, nothing raised
+    assert (found.prepared, found.how, found.missing) == ((), "", "torch sees no CUDA device")
+    fractions.fraction_setter("cuda").set(0.5)  # nothing to set, nothing raised
 
 
 @pytest.mark.parametrize(
     ("num_sms", "major", "sizes"), [(132, 9, [24, 48, 72, 104]), (108, 8, [20, 42, 64, 86]), (8, 8, [4])]
 )
 def test_green_contexts_leave_room_for_the_other_side(num_sms, major, sizes):
-    made = device_fractions.green_sizes(num_sms, major)
+    made = fractions.green_sizes(num_sms, major)
     assert list(made.values()) == sizes
-    assert all(share == size / num_sms for share, size in made.items())
+    assert all(fraction == size / num_sms for fraction, size in made.items())
 
 
 def test_a_change_that_the_system_refuses_is_tried_again(monkeypatch, tmp_path):
     """Linux allows ten changes of a session's niceness a second."""
     group = tmp_path / "missing" / "autogroup"
-    monkeypatch.setattr(device_fractions, "_AUTOGROUP", group)
-    setter = device_fractions.NiceFraction()
-    monkeypatch.setattr(device_fractions.NiceFraction, "_can_raise", False)
-    monkeypatch.setattr(device_fractions.NiceFraction, "_has_group", True)
+    monkeypatch.setattr(fractions, "_AUTOGROUP", group)
+    setter = fractions.NiceFraction()
+    monkeypatch.setattr(fractions.NiceFraction, "_can_raise", False)
+    monkeypatch.setattr(fractions.NiceFraction, "_has_group", True)
     setter.set(0.25)
     group.parent.mkdir()
     setter.set(0.25)
-    assert int(group.read_text()) == os.getpriority(os.PRIO_PROCESS, 0) + device_fractions.nice_of(0.25)
+    assert int(group.read_text()) == os.getpriority(os.PRIO_PROCESS, 0) + fractions.nice_of(0.25)

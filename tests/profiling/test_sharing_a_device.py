@@ -14,7 +14,7 @@ from rlmux.profiling.profile_file import load_sharing
 from rlmux.rl.config import ModelConfig
 from rlmux.sim.models.interference import InterferenceTable
 
-HERE = DeviceFractions(device="a device", how="nice", shares=(0.25, 0.5, 0.75), num_units=20)
+HERE = DeviceFractions(device="a device", how="nice", prepared=(0.25, 0.5, 0.75), num_units=20)
 TINY = BenchmarkSizes(
     model=ModelConfig(hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1, intermediate_size=64),
     num_slots=8, num_tail=2, prompt_tokens=16, new_tokens=32, num_prompts=4, micro_batch_size=4, train_tokens=16,
@@ -29,7 +29,7 @@ def save(folder, measured, fractions=HERE):
 
 
 def test_two_on_one_core_share_its_time_by_their_device_fractions():
-    if not probe("cpu").shares:
+    if not probe("cpu").prepared:
         pytest.skip("no device fractions here")
     table = measure_interference("cpu", sub_stages=("tail", "update"), sizes=TINY, window_s=0.15, num_rounds=2)
     low, _ = table.slowdowns("tail", "update", 0.1)
@@ -55,7 +55,7 @@ def test_the_worst_piece_of_training_speaks_for_all(tmp_path):
 
 
 def test_a_profile_of_another_device_is_named_and_not_used(tmp_path):
-    other = DeviceFractions(device="another", how="nice", shares=(0.5,), num_units=20)
+    other = DeviceFractions(device="another", how="nice", prepared=(0.5,), num_units=20)
     sharing, warnings = load_sharing(save(tmp_path, {("tail", "update", 0.5): (1.1, 1.1)}, other), HERE)
     assert sharing.rates == {}
     assert "'another', not on 'a device'" in warnings[0]

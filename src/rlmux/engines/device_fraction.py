@@ -1,16 +1,17 @@
-"""Shares of a device, in levels that are prepared before anyone asks for one.
+"""Device fractions: parts of one device, prepared before an order asks for one.
 
-    probe(device) ──▶ DeviceFractions: which shares there are here, and how they are made, or what is missing
+    probe(device) ──▶ DeviceFractions: which fractions there are here, how they are made, and what is missing
     fraction_setter(device) ──▶ set(device_fraction), in the process that computes, between two calls of its engine
 
-    cpu    two worker processes on one core; their niceness splits its time:   share l beside 1 - l
-               the larger share stays at nice 0, the smaller goes to where the scheduler's weights are l : 1 - l
+    cpu    two worker processes on one core; their niceness splits its time:   fraction f beside 1 - f
+               the larger one stays at nice 0, the smaller goes to where the scheduler's weights are f : 1 - f
     cuda   green contexts: a process keeps its kernels to some of the multiprocessors
            MPS: kernels of two processes run at once at all; its percentage is fixed when a process starts
 
-A device fraction is the share of whoever asks for it; 1.0 takes no share away. Nothing here starts a thread or a daemon.
-Invariant: levels change when work is done, never what it computes. Where a device fraction cannot be made, setting it does
-nothing, and `DeviceFractions` says so, so that nobody plans with it.
+A device fraction is that of the process that sets it; 1.0 is the whole device. Nothing here starts a thread or a
+daemon.
+Invariant: fractions change when work is done, never what it computes. Where a fraction cannot be made, setting it does
+nothing, and `DeviceFractions` says so, so that no plan counts on it.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from typing import Any, Protocol
 import torch
 
 WHOLE = 1.0
-"""The device fraction at which nobody is held back."""
+"""The device fraction at which a process is not held back."""
 _NICE_STEP = 1.25
 """Ratio of the Linux scheduler's weights of two neighbouring nice values."""
 _MAX_NICE = 19
 _NICE_UNITS = 20
-"""Shares of a core are told apart to a twentieth: the finest that nice values can make."""
+"""Twentieths of a core's time: the finest fractions that nice values can make."""
 _NICE_FRACTIONS = (0.1, 0.25, 0.5, 0.75, 0.9)
-_GREEN_PARTS = (0.2, 0.4, 0.6, 0.8)
+_GREEN_FRACTIONS = (0.2, 0.4, 0.6, 0.8)
 _AUTOGROUP = Path("/proc/self/autogroup")
 _AUTOGROUP_SWITCH = Path("/proc/sys/kernel/sched_autogroup_enabled")
 _NICE_PROBE = "import os; n = os.getpriority(0, 0); os.setpriority(0, 0, n + 1); os.setpriority(0, 0, n)"
@@ -44,18 +45,20 @@ _NICE_PROBE = "import os; n = os.getpriority(0, 0); os.setpriority(0, 0, n + 1);
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DeviceFractions:
-    """The shares of one kind of device that can be made here."""
+    """The fractions of one kind of device that can be made here."""
 
     device: str
     """Name of the hardware: what a profile file belongs to."""
     how: str
-    """What makes the shares; empty where nothing does."""
-    shares: tuple[float, ...] = ()
-    """Prepared levels below 1.0, ascending; a worker takes one with a call."""
+    """What makes the fractions; empty where nothing does."""
+    prepared: tuple[float, ...] = ()
+    """Device fractions below 1.0, ascending; a worker takes one with a call."""
     num_units: int = 1
-    """What shares are counted in: multiprocessors of a GPU, twentieths of a core's time."""
+    """Parts that a device is counted in: multiprocessors of a GPU, twentieths of a core's time."""
     unit_step: int = 1
+    """Units that a fraction can grow by."""
     min_units: int = 1
+    """Units of the smallest fraction."""
     missing: str = ""
     """What cannot be done here, and why."""
 
@@ -63,8 +66,12 @@ class DeviceFractions:
 class FractionSetter(Protocol):
     """Lives in the process that computes."""
 
+    @property
+    def device_fraction(self) -> float:
+        """The fraction in force: the last one that the system did not refuse."""
+
     def set(self, device_fraction: float) -> None:
-        """Hold back to this share from now on; cheap when it is the present one."""
+        """Hold this process back to `device_fraction` from now on; cheap when it is in force already."""
 
 
 def probe(device: str = "cpu") -> DeviceFractions:
@@ -73,12 +80,12 @@ def probe(device: str = "cpu") -> DeviceFractions:
 
 
 def num_gpus() -> int:
-    """That this process may use; starts nothing on them."""
+    """GPUs that this process may use; starts nothing on them."""
     return torch.cuda.device_count()
 
 
 def fraction_setter(device: str = "cpu") -> FractionSetter:
-    """For this process. What can be done is found out when a device fraction below 1.0 is first asked for."""
+    """The setter of this process. What can be done is found out when a fraction below 1.0 is first set."""
     return GreenContextFraction() if device.startswith("cuda") else NiceFraction()
 
 
@@ -86,7 +93,7 @@ def fraction_setter(device: str = "cpu") -> FractionSetter:
 
 
 class NiceFraction:
-    """Share of a core by niceness.
+    """A fraction of a core by niceness.
 
     Linux may group processes by session before it looks at niceness; a worker is a session of its own, so the
     niceness of its group is set as well.
@@ -94,6 +101,10 @@ class NiceFraction:
 
     def __init__(self) -> None:
         self._fraction = WHOLE
+
+    @property
+    def device_fraction(self) -> float:
+        return self._fraction
 
     @cached_property
     def _base(self) -> int:
@@ -111,7 +122,7 @@ class NiceFraction:
         if device_fraction == self._fraction:
             return
         nice = min(_MAX_NICE, self._base + nice_of(device_fraction))
-        if self._can_raise:  # else nobody could undo it
+        if self._can_raise:  # else it could not be undone
             os.setpriority(os.PRIO_PROCESS, 0, nice)
         if self._has_group:
             try:
@@ -122,14 +133,14 @@ class NiceFraction:
 
 
 def nice_of(device_fraction: float) -> int:
-    """Niceness of the one with this share beside one with the rest; 0 for the larger share and for no split."""
+    """Niceness of a process with this fraction beside one with the rest; 0 from a half on."""
     if device_fraction >= 0.5:
         return 0
     return min(_MAX_NICE, round(log((1.0 - device_fraction) / max(device_fraction, 1e-3)) / log(_NICE_STEP)))
 
 
 def cpu_name() -> str:
-    """Of the processor, as the system tells it."""
+    """Name of the processor, as the system tells it."""
     with suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("model name"):
@@ -147,11 +158,11 @@ def _probe_cpu() -> DeviceFractions:
             how="",
             missing="a process that has lowered its priority may not raise it again (RLIMIT_NICE, CAP_SYS_NICE)",
         )
-    return DeviceFractions(device=cpu_name(), how=" and ".join(ways), shares=_NICE_FRACTIONS, num_units=_NICE_UNITS)
+    return DeviceFractions(device=cpu_name(), how=" and ".join(ways), prepared=_NICE_FRACTIONS, num_units=_NICE_UNITS)
 
 
 def _can_raise_priority() -> bool:
-    """Tried in a process of its own: if it may not, it would stay low."""
+    """A process may raise its priority again; tried in one of its own, which would stay low if it may not."""
     command = [sys.executable, "-I", "-S", "-c", _NICE_PROBE]
     try:
         return subprocess.run(command, capture_output=True, timeout=20, check=False).returncode == 0
@@ -170,15 +181,19 @@ def _has_autogroups() -> bool:
 
 
 class GreenContextFraction:
-    """Share of a GPU's multiprocessors by a green context, made when a device fraction is first asked for and kept.
+    """A fraction of a GPU's multiprocessors by a green context, made when a fraction is first set and kept.
 
-    Entering one lets the kernels that are queued end first, so a change belongs between two calls.
+    Entering a context lets the kernels that are queued end first, so a change belongs between two calls.
     """
 
     def __init__(self) -> None:
         self._contexts: dict[int, Any] = {}
         self._current: Any = None
         self._fraction = WHOLE
+
+    @property
+    def device_fraction(self) -> float:
+        return self._fraction
 
     @cached_property
     def _sizes(self) -> dict[float, int]:
@@ -192,7 +207,7 @@ class GreenContextFraction:
             self._current.pop_context()
             self._current = None
         if device_fraction < WHOLE:
-            nearest = min(self._sizes, key=lambda share: abs(share - device_fraction))
+            nearest = min(self._sizes, key=lambda size: abs(size - device_fraction))
             self._current = self._context(self._sizes[nearest])
             self._current.set_context()
         self._fraction = device_fraction
@@ -206,16 +221,16 @@ class GreenContextFraction:
 
 
 def green_unit(compute_major: int) -> tuple[int, int]:
-    """(multiprocessors come in multiples of this, and no fewer than this) by compute capability."""
+    """(step, least): multiprocessors of a green context come in multiples of `step`, `least` or more."""
     return (8, 8) if compute_major >= 9 else (2, 4)
 
 
 def green_sizes(num_sms: int, compute_major: int) -> dict[float, int]:
-    """Multiprocessors of each prepared share. Rounded down: a splitter that rounds up must not run out."""
+    """Multiprocessors by prepared fraction. Rounded down: a splitter that rounds up must not run out."""
     step, least = green_unit(compute_major)
     sizes: dict[float, int] = {}
-    for part in _GREEN_PARTS:
-        units = max(least, int(num_sms * part) // step * step)
+    for fraction in _GREEN_FRACTIONS:
+        units = max(least, int(num_sms * fraction) // step * step)
         if units <= num_sms - least:
             sizes[units / num_sms] = units
     return sizes
@@ -246,7 +261,7 @@ def _probe_cuda() -> DeviceFractions:
     return DeviceFractions(
         device=gpu.name,
         how=" and ".join(ways),
-        shares=tuple(sizes),
+        prepared=tuple(sizes),
         num_units=gpu.multi_processor_count,
         unit_step=step,
         min_units=least,

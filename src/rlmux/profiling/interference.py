@@ -63,7 +63,7 @@ def measure_interference(
                     progress(number * len(pairs) + done, num_rounds * len(pairs))
                 for one in dict.fromkeys((a, b)):
                     alone[one] += rates([(processes[one][0], NO_SPLIT)], window_s, is_core=is_core)
-                for fraction in (*fractions.shares, NO_SPLIT):
+                for fraction in (*fractions.prepared, NO_SPLIT):
                     rest = NO_SPLIT if fraction == NO_SPLIT else 1.0 - fraction
                     working = [(processes[a][0], fraction), (processes[b][1], rest)]
                     beside.setdefault((a, b, fraction), []).append(rates(working, window_s, is_core=is_core))

@@ -79,16 +79,16 @@ def load_sharing(path: Path, fractions: DeviceFractions) -> tuple[SharingTable, 
 
     Raises UserError for a file that is no profile.
     """
-    asked = (*fractions.shares, NO_SPLIT)
+    asked = (*fractions.prepared, NO_SPLIT)
     table, warnings = load_interference(path, fraction_grid_of(fractions), BENCHMARK_SUB_STAGES, asked=asked)
-    if not fractions.shares:
+    if not fractions.prepared:
         reason = f"{fractions.device} has no levels ({fractions.missing}): devices are not shared"
         return SharingTable(), [*warnings, reason]
     prepared = {key: slowdowns for key, slowdowns in table.measured.items() if _is_prepared(key[2], fractions)}
     others = [key[2] for key in table.measured if key[2] < NO_SPLIT and key not in prepared]
     if others:
         named = ", ".join(f"{fraction:g}" for fraction in dict.fromkeys(others))
-        accepted = ", ".join(f"{fraction:g}" for fraction in fractions.shares)
+        accepted = ", ".join(f"{fraction:g}" for fraction in fractions.prepared)
         warnings.append(f"{path}: fraction {named} is not prepared here; used instead: {accepted}, where measured")
     sharing = SharingTable.of(_worst_entries(prepared))
     if not sharing.rates:
@@ -98,7 +98,7 @@ def load_sharing(path: Path, fractions: DeviceFractions) -> tuple[SharingTable, 
 
 def _is_prepared(fraction: float, fractions: DeviceFractions) -> bool:
     """Engines can be held to this fraction here; no split needs no preparation and shares nothing."""
-    return fraction < NO_SPLIT and any(abs(fraction - share) <= 0.5 / fractions.num_units for share in fractions.shares)
+    return fraction < NO_SPLIT and any(abs(fraction - one) <= 0.5 / fractions.num_units for one in fractions.prepared)
 
 
 def _worst_entries(measured: Mapping[tuple[SubStage, SubStage, float], tuple[float, float]]) -> list[SharingEntry]:
