@@ -1,4 +1,4 @@
-"""Host, rollout engine and train engine in one process: the whole of RL without the runtime."""
+"""Env, rollout engine and train engine in one process: the whole of RL without the runtime."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -28,15 +28,15 @@ class Loop:
     """One pipeline, one step after another."""
 
     def __init__(self, training_config: TrainingConfig, folder: Path, *, is_disturbed: bool = False) -> None:
-        self.host = PipelineEnv(training_config)
+        self.env = PipelineEnv(training_config)
         self.trainer = TorchTrainEngine(training_config)
         self.rollout = SlotRolloutEngine(
             training_config.model,
             training_config.rollout,
-            vocab_size=self.host.vocabulary.vocab_size,
+            vocab_size=self.env.vocabulary.vocab_size,
             seed=training_config.seed,
             staleness=training_config.algorithm.staleness,
-            is_single_turn=self.host.is_single_turn,
+            is_single_turn=self.env.is_single_turn,
         )
         self.weights = folder / "weights.safetensors"
         self.is_disturbed = is_disturbed
@@ -60,17 +60,17 @@ class Loop:
     def sample(self, step: int, *, stop_after: int = 10**6) -> None:
         """Decode until the step is complete or so many chunks are done."""
         for _ in range(stop_after):
-            if self.host.is_step_complete(step):
+            if self.env.is_step_complete(step):
                 return
             chunk = self.rollout.run_chunk(max_decode_steps=2 if self.is_disturbed else 10**6, max_seconds=60)
             finished = list(chunk.finished)[::-1] if self.is_disturbed else chunk.finished
-            self.rollout.reply(*self.host.on_turns(finished))
+            self.rollout.reply(*self.env.on_turns(finished))
             if self.is_disturbed:
                 self.rollout.offload()
                 self.rollout.load()
 
     def train(self, step: int) -> float:
-        batch = self.host.finish_step(step)
+        batch = self.env.finish_step(step)
         self.trainer.begin_step(batch)
         for stage in RL_STAGES:
             self.run_stage(stage)
@@ -79,7 +79,7 @@ class Loop:
     def run(self, num_steps: int) -> list[float]:
         rewards = []
         for step in range(1, num_steps + 1):
-            self.rollout.submit(self.host.begin_step(step))
+            self.rollout.submit(self.env.begin_step(step))
             self.sample(step)
             rewards.append(self.train(step))
             self.publish()
@@ -105,12 +105,12 @@ def test_on_policy_both_engines_agree_on_every_log_probability(tmp_path: Path) -
 
 def test_one_step_off_policy_trains_within_its_bound(tmp_path: Path) -> None:
     loop = Loop(config(staleness=1), tmp_path)
-    loop.rollout.submit(loop.host.begin_step(1))
+    loop.rollout.submit(loop.env.begin_step(1))
     shares = []
     for step in range(1, 4):
         loop.sample(step)
         # The next step begins under the weights that are about to become stale.
-        loop.rollout.submit(loop.host.begin_step(step + 1))
+        loop.rollout.submit(loop.env.begin_step(step + 1))
         loop.sample(step + 1, stop_after=1)
         loop.train(step)
         shares.append(loop.metrics["stale_token_share"])

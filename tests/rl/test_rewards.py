@@ -12,7 +12,7 @@ from rlmux.rl.rewards import load_reward
 from rlmux.rl.types import FinishedTurn
 from rlmux.rl.vocabulary import CharVocabulary
 
-Plan = Callable[..., TrainingConfig]
+MakeConfig = Callable[..., TrainingConfig]
 Finish = Callable[..., FinishedTurn]
 Write = Callable[[str], str]
 
@@ -36,18 +36,18 @@ def write_module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Wr
 def run(config: TrainingConfig, finish: Finish, backwards: bool = False) -> list[float]:
     """Rewards of one step in which sample s of prompt p says 'p-s'."""
     vocabulary = CharVocabulary()
-    host = PipelineEnv(config)
+    env = PipelineEnv(config)
     turns = [
         finish(request, (vocabulary.encode(f"{request.id.prompt}-{request.id.sample}"), True))
-        for request in host.begin_step(1)
+        for request in env.begin_step(1)
     ]
     for turn in turns[::-1] if backwards else turns:
-        host.on_turns([turn])
-    return [trajectory.reward for trajectory in host.finish_step(1).trajectories]
+        env.on_turns([turn])
+    return [trajectory.reward for trajectory in env.finish_step(1).trajectories]
 
 
 def test_verls_signature_gets_one_response_and_its_columns(
-    make_config: Plan, finish: Finish, write_module: Write
+    make_config: MakeConfig, finish: Finish, write_module: Write
 ) -> None:
     name = write_module(f"""
         def score({VERL}):
@@ -59,7 +59,7 @@ def test_verls_signature_gets_one_response_and_its_columns(
 
 @pytest.mark.parametrize("backwards", [False, True])
 def test_trls_signature_gets_whole_groups_in_sample_order(
-    make_config: Plan, finish: Finish, write_module: Write, backwards: bool
+    make_config: MakeConfig, finish: Finish, write_module: Write, backwards: bool
 ) -> None:
     name = write_module("""
         def score(prompts, completions, answer, **columns):
@@ -71,7 +71,7 @@ def test_trls_signature_gets_whole_groups_in_sample_order(
     assert run(make_config(reward=f"{name}:score"), finish, backwards) == [0.0, 0.0, 0.0, 1.0, 0.0, 2.0]
 
 
-def test_a_reward_may_be_asynchronous(make_config: Plan, finish: Finish, write_module: Write) -> None:
+def test_a_reward_may_be_asynchronous(make_config: MakeConfig, finish: Finish, write_module: Write) -> None:
     name = write_module(f"""
         import asyncio
         async def score({VERL}):
@@ -95,7 +95,7 @@ def test_a_reward_may_be_asynchronous(make_config: Plan, finish: Finish, write_m
     ],
 )
 def test_a_reward_that_misbehaves_stops_its_pipeline_with_one_line(
-    make_config: Plan, finish: Finish, write_module: Write, body: str, text: str
+    make_config: MakeConfig, finish: Finish, write_module: Write, body: str, text: str
 ) -> None:
     name = write_module(f"def score({VERL}):\n    {body}\n")
     with pytest.raises(PipelineError, match=text) as caught:
@@ -104,7 +104,7 @@ def test_a_reward_that_misbehaves_stops_its_pipeline_with_one_line(
     assert f"reward {name}:score" in str(caught.value)
 
 
-def test_a_swallowed_alarm_rings_again(make_config: Plan, finish: Finish, write_module: Write) -> None:
+def test_a_swallowed_alarm_rings_again(make_config: MakeConfig, finish: Finish, write_module: Write) -> None:
     name = write_module(f"""
         import time
         def score({VERL}):
@@ -126,14 +126,14 @@ def test_a_swallowed_alarm_rings_again(make_config: Plan, finish: Finish, write_
     ],
 )
 def test_a_group_reward_that_misbehaves_is_named(
-    make_config: Plan, finish: Finish, write_module: Write, body: str, text: str
+    make_config: MakeConfig, finish: Finish, write_module: Write, body: str, text: str
 ) -> None:
     name = write_module(f"def score(prompts, completions, **columns):\n    {body}\n")
     with pytest.raises(PipelineError, match=text):
         run(make_config(reward=f"{name}:score"), finish)
 
 
-def test_an_awaitable_that_hangs_is_named(make_config: Plan, finish: Finish, write_module: Write) -> None:
+def test_an_awaitable_that_hangs_is_named(make_config: MakeConfig, finish: Finish, write_module: Write) -> None:
     name = write_module(f"""
         import asyncio
         async def score({VERL}):
@@ -171,7 +171,7 @@ def test_a_module_that_fails_to_import_is_a_users_error(write_module: Write, sou
 
 
 def test_an_environment_that_raises_is_named(
-    make_config: Plan, finish: Finish, monkeypatch: pytest.MonkeyPatch
+    make_config: MakeConfig, finish: Finish, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from rlmux.rl.tasks.calculator import Calculator
 
@@ -179,7 +179,7 @@ def test_an_environment_that_raises_is_named(
         raise KeyError("tool")
 
     monkeypatch.setattr(Calculator, "reply", broken)
-    host = PipelineEnv(make_config("calculator"))
-    turn = finish(host.begin_step(1)[1], (CharVocabulary().encode("<1+1>"), True))
+    env = PipelineEnv(make_config("calculator"))
+    turn = finish(env.begin_step(1)[1], (CharVocabulary().encode("<1+1>"), True))
     with pytest.raises(PipelineError, match=r"the environment at step 1 prompt 0 sample 1 raised KeyError"):
-        host.on_turns([turn])
+        env.on_turns([turn])

@@ -1,11 +1,11 @@
 """Calls the user's code: bounded in time, and every way it can go wrong becomes one line.
 
-    call_each([(name, call), ...])   call ──▶ result | awaitable      each limited by an alarm signal
-    settle([(name, call), ...])      the same, awaitables awaited     those that wait, wait together
-    Errands                          awaitables that are under way while more are begun
+    call_each([(name, call), ...])        call ──▶ result | awaitable      each limited by an alarm signal
+    call_and_await([(name, call), ...])   the same, awaitables awaited     those that wait, wait together
+    PendingCalls                          awaitables that are under way while more are begun
 
-Rewards and environments run in the main thread of the pipeline's own host process, so an alarm can end a call
-that hangs. Code that holds the interpreter inside C is beyond it; ending the host process is not.
+Rewards and environments run in the main thread of the pipeline's env worker, so an alarm can end a call that hangs.
+Code that holds the interpreter inside C is beyond it; ending the process is not.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from typing import Any, Generic, TypeVar
 from rlmux.core.errors import PipelineError, RlmuxError
 
 _REPEAT_S = 1.0
-"""The alarm rings again, in case the user's code swallowed it."""
+"""Seconds between two alarms: the user's code may have swallowed the first."""
 
 _GRACE_S = 1.0
-"""Awaitables have their own timers; the alarm behind them is for one that never yields."""
+"""Seconds that the alarm leaves to the timers of awaitables; it is for one that never yields."""
 
 _LINGER_S = 0.001
-"""After the first that is done: others are often about to be."""
+"""Seconds to wait on after the first awaitable is done: others are often about to be."""
 
 K = TypeVar("K", bound=Hashable)
 
@@ -39,12 +39,15 @@ class _OutOfTime(BaseException):
 
 
 def call_each(calls: Sequence[tuple[str, Callable[[], Any]]], limit_s: float) -> list[Any]:
-    """Make each named call and return what it gave, in order; the first that fails is a `PipelineError`."""
+    """Make each named call and return the results, awaitables as they are, in order.
+
+    Raises PipelineError for the first that fails or takes longer than `limit_s` seconds.
+    """
     results: list[Any] = []
     try:
         with _alarm() as ring_after:
             for name, call in calls:
-                with _blamed(name, limit_s):
+                with _failures_named(name, limit_s):
                     ring_after(limit_s)
                     results.append(call())
                     ring_after(0)
@@ -56,23 +59,26 @@ def call_each(calls: Sequence[tuple[str, Callable[[], Any]]], limit_s: float) ->
     return results
 
 
-def settle(calls: Sequence[tuple[str, Callable[[], Any]]], limit_s: float) -> list[Any]:
-    """Make each named call, await what is to be awaited, and return the results in order."""
+def call_and_await(calls: Sequence[tuple[str, Callable[[], Any]]], limit_s: float) -> list[Any]:
+    """Make each named call, await the awaitables together, and return the results in order.
+
+    Raises PipelineError for the first that fails or takes longer than `limit_s` seconds.
+    """
     results = call_each(calls, limit_s)
-    errands: Errands[int] = Errands(limit_s)
+    pending: PendingCalls[int] = PendingCalls(limit_s)
     for place, (result, (name, _)) in enumerate(zip(results, calls, strict=True)):
         if inspect.isawaitable(result):
-            errands.begin(place, name, result)
-    for place, result in errands.wait().items():
+            pending.begin(place, name, result)
+    for place, result in pending.wait().items():
         results[place] = result
     return results
 
 
-class Errands(Generic[K]):
-    """Awaitables that are under way, by key. They get on while `wait` is called; an event loop lives as long as any."""
+class PendingCalls(Generic[K]):
+    """Awaitables that are under way, by key. They advance during `wait` only; the event loop lives as long as any."""
 
     def __init__(self, limit_s: float) -> None:
-        """`limit_s`: of each of them, from its first `wait` on."""
+        """`limit_s`: seconds that each awaitable may take, counted from its first `wait`."""
         self._limit_s = limit_s
         self._loop: asyncio.AbstractEventLoop | None = None
         self._tasks: dict[K, tuple[str, asyncio.Task[Any]]] = {}
@@ -81,23 +87,24 @@ class Errands(Generic[K]):
         return key in self._tasks
 
     def begin(self, key: K, name: str, awaitable: Awaitable[Any]) -> None:
+        """Take over an awaitable; errors begin with `name`."""
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-        self._tasks[key] = name, self._loop.create_task(_named(name, awaitable, self._limit_s))
+        self._tasks[key] = name, self._loop.create_task(_limited(name, awaitable, self._limit_s))
 
     def wait(self, patience_s: float | None = None) -> dict[K, Any]:
-        """What has come: once anything has, or after `patience_s` (None: once everything has), in the order begun.
+        """Results by key, in the order begun: all of them (None), or what is there after the first or `patience_s`.
 
-        Raises PipelineError for the first that failed.
+        Raises PipelineError for the first that failed; the others are cancelled then.
         """
         if not self._tasks:
             return {}
         assert self._loop is not None
         names = [name for name, _ in self._tasks.values()]
         try:
-            with _alarm() as ring_after, _blamed(" and ".join(names[:2]), self._limit_s):
+            with _alarm() as ring_after, _failures_named(" and ".join(names[:2]), self._limit_s):
                 ring_after(self._limit_s + _GRACE_S)
-                self._loop.run_until_complete(_news([task for _, task in self._tasks.values()], patience_s))
+                self._loop.run_until_complete(_wait_for_some([task for _, task in self._tasks.values()], patience_s))
             done = {key: task.result() for key, (_, task) in self._tasks.items() if task.done()}
         except BaseException:
             self._close()
@@ -109,23 +116,23 @@ class Errands(Generic[K]):
         return done
 
     def drop(self, key: K) -> None:
-        """Nobody wants its result any more."""
+        """Cancel one; its result is not wanted any more."""
         assert self._loop is not None
-        self._loop.run_until_complete(_give_up([self._tasks.pop(key)[1]]))
+        self._loop.run_until_complete(_cancel([self._tasks.pop(key)[1]]))
         if not self._tasks:
             self._close()
 
     def _close(self) -> None:
         assert self._loop is not None
-        self._loop.run_until_complete(_give_up([task for _, task in self._tasks.values()]))
+        self._loop.run_until_complete(_cancel([task for _, task in self._tasks.values()]))
         self._loop.run_until_complete(self._loop.shutdown_asyncgens())
         self._loop.close()
         self._loop, self._tasks = None, {}
 
 
 @contextmanager
-def _blamed(name: str, limit_s: float) -> Iterator[None]:
-    """Whatever the body raises, the alarm included, is a `PipelineError` that begins with `name`."""
+def _failures_named(name: str, limit_s: float) -> Iterator[None]:
+    """Anything that the body raises, the alarm included, becomes a `PipelineError` that begins with `name`."""
     try:
         yield
     except _OutOfTime:
@@ -138,9 +145,9 @@ def _blamed(name: str, limit_s: float) -> Iterator[None]:
 
 @contextmanager
 def _alarm() -> Iterator[Callable[[float], None]]:
-    """Gives a function that sets the alarm so many seconds ahead; 0 stops it.
+    """Yields a function that sets the alarm so many seconds ahead; 0 stops it.
 
-    Off the main thread no signal can be had, and time is not limited.
+    Signals arrive in the main thread only; in any other, time is not limited.
     """
     if threading.current_thread() is not threading.main_thread():
         yield lambda seconds: None
@@ -163,21 +170,21 @@ def _alarm() -> Iterator[Callable[[float], None]]:
         signal.signal(signal.SIGALRM, previous)
 
 
-async def _news(tasks: Sequence[asyncio.Task[Any]], patience_s: float | None) -> None:
-    """Until one has failed or all are done, and no longer than until the first is done if anybody is impatient."""
+async def _wait_for_some(tasks: Sequence[asyncio.Task[Any]], patience_s: float | None) -> None:
+    """Return once all are done or one failed; with `patience_s`, soon after the first is done or when it is over."""
     until = asyncio.FIRST_EXCEPTION if patience_s is None else asyncio.FIRST_COMPLETED
     done, left = await asyncio.wait(tasks, timeout=patience_s, return_when=until)
     if done and left and patience_s is not None:
         await asyncio.sleep(_LINGER_S)
 
 
-async def _give_up(tasks: Sequence[asyncio.Task[Any]]) -> None:
+async def _cancel(tasks: Sequence[asyncio.Task[Any]]) -> None:
     for task in tasks:
         task.cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def _named(name: str, awaitable: Awaitable[Any], limit_s: float) -> Any:
+async def _limited(name: str, awaitable: Awaitable[Any], limit_s: float) -> Any:
     timer = asyncio.timeout(limit_s)
     try:
         async with timer:

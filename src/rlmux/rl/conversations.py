@@ -1,0 +1,139 @@
+"""What environments are told and what they reply, for the episodes of one pipeline.
+
+    ask(turns) ──▶ a reply at once ────────────────────▶ recorded in the episode ──▶ reply_to(turn)
+              └──▶ an awaitable: pending ──collect──────▶ recorded ...
+                                        └──drop: its trajectory began anew, or its step is over
+
+Invariant: an episode's environment has seen exactly the turns in `Episode.turns`. After a crash a trajectory may tell
+other turns than before: a fresh environment is then told all of them again.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from functools import partial
+from itertools import groupby
+from typing import Any
+
+from rlmux.core.errors import PipelineError
+from rlmux.rl.episode import Episode
+from rlmux.rl.tasks import Environment, Task
+from rlmux.rl.types import FinishedTurn, TrajectoryId
+from rlmux.rl.user_code import PendingCalls, call_and_await, call_each
+from rlmux.rl.vocabulary import Vocabulary
+
+
+class Conversations:
+    """Owns the replies that are pending; everything that was said lies in the episodes."""
+
+    def __init__(self, task: Task, vocabulary: Vocabulary, limit_s: float) -> None:
+        """`limit_s`: seconds that an environment may take for one reply."""
+        self._task = task
+        self._vocabulary = vocabulary
+        self._limit_s = limit_s
+        self._pending: PendingCalls[TrajectoryId] = PendingCalls(limit_s)
+        self._told: dict[TrajectoryId, tuple[Episode, list[str]]] = {}
+        """Each pending episode and all turns that its environment was told, the one without a reply last."""
+
+    def ask(self, turns: Sequence[tuple[FinishedTurn, Episode]]) -> None:
+        """Tell the environments of episodes that are not over what the model said, where that is new."""
+        if self._task.is_single_turn:
+            return
+        due: list[tuple[Episode, str, Environment]] = []
+        for turn, episode in turns:
+            if episode.ending is not None or turn.stop_reason == "length":
+                continue
+            texts = self._turn_texts(turn)
+            if episode.turns[: len(texts)] == texts or self._texts_pending(turn.id) == texts:
+                continue
+            if turn.id in self._told:  # about a turn that was taken back by a crash
+                self.drop(turn.id)
+                episode.environment = None
+            environment = self._environment_after(episode, texts[:-1])
+            if environment is not None:
+                due.append((episode, texts[-1], environment))
+        calls = [(_name(episode), partial(environment.reply, text)) for episode, text, environment in due]
+        results = call_each(calls, self._limit_s)
+        for (episode, text, _), (name, _), result in zip(due, calls, results, strict=True):
+            if inspect.isawaitable(result):
+                self._told[episode.request.id] = episode, [*episode.turns, text]
+                self._pending.begin(episode.request.id, name, result)
+            else:
+                self._record(episode, text, result)
+
+    def collect(self, patience_s: float | None) -> None:
+        """Record the replies that have come: wait for all (None), or for the first and `patience_s` at most."""
+        for trajectory, result in self._pending.wait(patience_s).items():
+            episode, texts = self._told.pop(trajectory)
+            self._record(episode, texts[-1], result)
+
+    def is_pending(self, turn: FinishedTurn) -> bool:
+        """The environment was told exactly this turn and has not replied yet."""
+        texts = self._texts_pending(turn.id)
+        return texts is not None and turn.stop_reason != "length" and self._turn_texts(turn) == texts
+
+    def reply_to(self, turn: FinishedTurn, episode: Episode) -> tuple[int, ...] | None:
+        """Tokens of the recorded reply to this turn; None: the trajectory is over."""
+        if turn.stop_reason == "length" or episode.environment is None:
+            return None
+        reply = episode.replies[len(self._turn_texts(turn)) - 1]
+        if reply is None:
+            return None
+        # A reply that leaves the model no token of its own ends the trajectory without it.
+        leaves_room = len(turn.tokens) + len(reply) < episode.request.max_new_tokens
+        return reply if leaves_room else None
+
+    def drop(self, trajectory: TrajectoryId) -> None:
+        """Cancel a pending reply."""
+        self._pending.drop(trajectory)
+        del self._told[trajectory]
+
+    def drop_step(self, step: int) -> None:
+        """Cancel the pending replies of a step that is over."""
+        for trajectory in [each for each in self._told if each.step == step]:
+            self.drop(trajectory)
+
+    def _texts_pending(self, trajectory: TrajectoryId) -> list[str] | None:
+        told = self._told.get(trajectory)
+        return None if told is None else told[1]
+
+    def _environment_after(self, episode: Episode, earlier: list[str]) -> Environment | None:
+        """The episode's environment after the turns `earlier`: told again to a fresh one where they differ."""
+        if episode.environment is not None and episode.turns == earlier:
+            return episode.environment
+        name = _name(episode)
+        episode.environment = self._call(name, partial(self._task.environment, episode.prompt))
+        episode.turns, episode.replies = [], []
+        if episode.environment is None:
+            return None
+        for text in earlier:
+            self._record(episode, text, self._call(name, partial(episode.environment.reply, text)))
+        return episode.environment
+
+    def _call(self, name: str, call: Any) -> Any:
+        (result,) = call_and_await([(name, call)], self._limit_s)
+        return result
+
+    def _record(self, episode: Episode, text: str, result: Any) -> None:
+        """Add a turn and its reply to the episode; PipelineError for a reply that is no text."""
+        reply: tuple[int, ...] | None = None
+        if result is not None:
+            if not isinstance(result, str) or not result:
+                found = "an empty text" if result == "" else type(result).__name__
+                raise PipelineError(f"{_name(episode)} replied {found}; accepted: a text, or None when over")
+            reply = self._vocabulary.encode(result)
+        episode.turns.append(text)
+        episode.replies.append(reply)
+
+    def _turn_texts(self, turn: FinishedTurn) -> list[str]:
+        """What the model said in each of its turns."""
+        return [
+            self._vocabulary.decode([token for token, _ in run])
+            for is_sampled, run in groupby(zip(turn.tokens, turn.is_sampled, strict=True), key=lambda pair: pair[1])
+            if is_sampled
+        ]
+
+
+def _name(episode: Episode) -> str:
+    return f"the environment at {episode.place}"

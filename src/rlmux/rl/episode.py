@@ -1,0 +1,54 @@
+"""One trajectory as its env worker sees it: begun ──▶ (turn ──▶ reply)* ──▶ over ──▶ scored."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rlmux.rl.tasks import Environment
+from rlmux.rl.types import FinishedTurn, Prompt, Trajectory, TrajectoryRequest
+
+
+@dataclass(slots=True, kw_only=True)
+class Episode:
+    """A trajectory's request, its conversation with the environment, and its end."""
+
+    request: TrajectoryRequest
+    prompt: Prompt
+    environment: Environment | None = None
+    """The environment that has seen exactly the turns in `turns`; None before the first and for a single turn."""
+    turns: list[str] = field(default_factory=list)
+    """Texts of the model's turns that the environment has answered."""
+    replies: list[tuple[int, ...] | None] = field(default_factory=list)
+    """Tokens answered to each of `turns`; None ended the episode."""
+    ending: FinishedTurn | None = None
+    """The last turn, once the episode is over; never replaced."""
+    reward: float | None = None
+    """None until the episode is scored."""
+
+    @property
+    def place(self) -> str:
+        """How errors name it."""
+        step, prompt, sample = self.request.id
+        return f"step {step} prompt {prompt} sample {sample}"
+
+    @property
+    def last_turn(self) -> FinishedTurn:
+        """The ending of an episode that is over."""
+        assert self.ending is not None
+        return self.ending
+
+    def to_trajectory(self) -> Trajectory:
+        """The data of an episode that is scored."""
+        assert self.reward is not None
+        ending = self.last_turn
+        return Trajectory(
+            id=ending.id,
+            prompt_tokens=self.request.prompt_tokens,
+            tokens=ending.tokens,
+            is_sampled=ending.is_sampled,
+            logprobs=ending.logprobs,
+            versions=ending.versions,
+            reward=self.reward,
+            stop_reason=ending.stop_reason,
+            num_turns=ending.num_turns,
+        )
