@@ -105,9 +105,9 @@ def learn(config: TrainingConfig) -> dict[str, Any]:
                 with watch.part(stage):
                     report = trainer.run_stage(stage, max_seconds=float("inf"))
             metrics = batch_metrics(batch)
-            rewards.append(metrics["reward_mean"])
-            lengths.append(metrics["response_tokens_mean"])
-            longest = max(longest, metrics["response_tokens_max"])
+            rewards.append(metrics.reward_mean)
+            lengths.append(metrics.response_tokens_mean)
+            longest = max(longest, metrics.response_tokens_max)
             gap = max(gap, report.metrics["logprob_gap"])
     return {
         "pipeline": config.name,

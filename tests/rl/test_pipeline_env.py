@@ -140,10 +140,11 @@ def test_metrics_say_what_the_step_was_like(make_config: MakeConfig, finish: Fin
     env = PipelineEnv(config)
     env.on_turns(answers(config, finish, env.begin_step(1)))
     metrics = batch_metrics(env.finish_step(1))
-    assert metrics["reward_mean"] == pytest.approx(0.9)
-    assert metrics["reward_min"] == 0.8
-    assert metrics["response_tokens_mean"] == 6
-    assert (metrics["turns_mean"], metrics["cut_share"], metrics["uniform_group_share"]) == (1, 0, 0)
+    assert metrics.reward_mean == pytest.approx(0.9)
+    assert metrics.reward_std == pytest.approx(0.1)
+    assert (metrics.num_trajectories, metrics.turns_mean) == (6, 1)
+    assert (metrics.response_tokens, metrics.response_tokens_mean, metrics.response_tokens_max) == (36, 6, 6)
+    assert metrics.token_runs == [[6]] * 6
 
 
 def demonstrations(config: TrainingConfig, update_index: int) -> list[Demonstration]:

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from rlmux.rl.batch_metrics import count_trained
+
 _LENGTH_MULTIPLE = 8
 
 
@@ -26,15 +28,21 @@ class TrainingSequence:
 
     prompt_tokens: Sequence[int]
     tokens: Sequence[int]
+    """Response tokens."""
     is_sampled: Sequence[bool]
-    """Tokens with a loss. Same length as `tokens`."""
+    """True for the tokens with a loss. Same length as `tokens`."""
     weight: float
-    """Of each sampled token in the loss."""
+    """Factor of each sampled token in the loss."""
     advantage: float = 0.0
     logprobs: Sequence[float] = ()
-    """Of each token when it was sampled; empty for demonstrations."""
+    """Log-probability of each token when it was sampled; empty for demonstrations."""
     is_stale: Sequence[bool] = ()
-    """Made by an older version than the one being trained; empty for demonstrations."""
+    """True for each token that an older version made than the one being trained; empty for demonstrations."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens that a training forward computes for it, padding left out."""
+        return count_trained(self.prompt_tokens, self.tokens)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,7 +57,7 @@ class MicroBatch:
     sampled_logprobs: Tensor
     is_stale: Tensor
     num_tokens: int
-    """Prompt and response, padding left out."""
+    """Prompt and response tokens of all sequences, padding left out."""
 
     def to(self, device: torch.device) -> MicroBatch:
         if device.type == "cpu":
@@ -68,7 +76,7 @@ class MicroBatch:
 
 def cut(sequences: Sequence[TrainingSequence], micro_batch_size: int, pad_token: int) -> list[MicroBatch]:
     """Micro-batches of sequences of like length, the shortest first, so that little of them is padding."""
-    by_length = sorted(sequences, key=lambda sequence: len(sequence.prompt_tokens) + len(sequence.tokens))
+    by_length = sorted(sequences, key=lambda sequence: sequence.num_tokens)
     return [
         _micro_batch(by_length[start : start + micro_batch_size], pad_token)
         for start in range(0, len(by_length), micro_batch_size)
@@ -90,7 +98,7 @@ def token_logprobs(model: Any, batch: MicroBatch, temperature: float) -> tuple[T
 
 
 def _micro_batch(sequences: Sequence[TrainingSequence], pad_token: int) -> MicroBatch:
-    longest = max(len(sequence.prompt_tokens) + len(sequence.tokens) for sequence in sequences)
+    longest = max(sequence.num_tokens for sequence in sequences)
     width = -(-longest // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
     rows: list[list[int]] = []
     sources: list[int] = []
@@ -118,5 +126,5 @@ def _micro_batch(sequences: Sequence[TrainingSequence], pad_token: int) -> Micro
         advantages=torch.tensor(advantages),
         sampled_logprobs=torch.tensor(logprobs),
         is_stale=torch.tensor(is_stale),
-        num_tokens=sum(len(sequence.prompt_tokens) + len(sequence.tokens) for sequence in sequences),
+        num_tokens=sum(sequence.num_tokens for sequence in sequences),
     )

@@ -20,6 +20,7 @@ from rlmux.engines.sft_warmup import risen_learning_rate
 from rlmux.engines.stage_work import StageWork
 from rlmux.engines.train_state import TrainState
 from rlmux.rl.algorithms import ALGORITHMS, clipped_surrogate, kl_k3
+from rlmux.rl.batch_metrics import count_sampled
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.types import TrainingBatch, Trajectory
 
@@ -165,7 +166,7 @@ def _training_sequence(
         is_sampled=trajectory.is_sampled,
         weight=ALGORITHMS[algorithm.name].trajectory_weight(
             algorithm.prompts_per_step * algorithm.group_size,
-            sum(trajectory.is_sampled),
+            count_sampled(trajectory.is_sampled),
             config.rollout.max_new_tokens,
         ),
         advantage=advantage,

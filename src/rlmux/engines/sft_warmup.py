@@ -14,6 +14,7 @@ from rlmux.core.model import Stage
 from rlmux.engines.micro_batches import MicroBatch, TrainingSequence, cut, token_logprobs
 from rlmux.engines.stage_work import StageWork
 from rlmux.engines.train_state import TrainState
+from rlmux.rl.batch_metrics import count_sampled
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.demonstrations import demonstration_batch
 from rlmux.rl.tasks import Task, make_task
@@ -80,7 +81,7 @@ class SftWarmup:
         """The next update's demonstrations; every sampled token of an update weighs the same."""
         config = self._config
         demonstrations = demonstration_batch(config, task, self._vocabulary, self.num_updates_done)
-        num_sampled = sum(sum(each.is_sampled) for each in demonstrations)
+        num_sampled = sum(count_sampled(each.is_sampled) for each in demonstrations)
         sequences = [
             TrainingSequence(
                 prompt_tokens=each.prompt_tokens,

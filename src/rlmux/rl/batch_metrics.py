@@ -1,30 +1,59 @@
-"""What a step's trajectories were like, as plain numbers for the log."""
+"""What a step's trajectories were like, in numbers; and the one place that says how tokens are counted.
+
+response tokens   all tokens after the prompt, environment replies included: lengths, budgets, a step's `tokens`
+sampled tokens    the response tokens that the model made: those with a loss; `ChunkReport.sampled_tokens`
+trained tokens    prompt and response, padding left out: what a training forward computes; `TrainReport.tokens`
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import groupby
-from statistics import fmean, pstdev
 
 from rlmux.rl.types import TrainingBatch
 
 
-def batch_metrics(batch: TrainingBatch) -> dict[str, float]:
-    """Names are stable: they become columns of metrics.jsonl."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BatchMetrics:
+    """One step's batch in numbers."""
+
+    num_trajectories: int
+    reward_mean: float
+    reward_std: float
+    """Standard deviation over all trajectories of the step."""
+    response_tokens: int
+    """Response tokens of all trajectories."""
+    response_tokens_mean: float
+    response_tokens_max: int
+    """Response tokens of the longest trajectory."""
+    turns_mean: float
+    token_runs: Sequence[Sequence[int]]
+    """Per trajectory, in id order, lengths in tokens: sampled, forced by its environment, sampled again, ..."""
+
+
+def batch_metrics(batch: TrainingBatch) -> BatchMetrics:
+    """Means are over trajectories."""
     rewards = [trajectory.reward for trajectory in batch.trajectories]
     lengths = [len(trajectory.tokens) for trajectory in batch.trajectories]
-    groups = [
-        [trajectory.reward for trajectory in group]
-        for _, group in groupby(batch.trajectories, key=lambda trajectory: trajectory.id.prompt)
-    ]
-    return {
-        "reward_mean": fmean(rewards),
-        "reward_std": pstdev(rewards),
-        "reward_min": min(rewards),
-        "reward_max": max(rewards),
-        "response_tokens_mean": fmean(lengths),
-        "response_tokens_max": float(max(lengths)),
-        "sampled_tokens": float(sum(sum(trajectory.is_sampled) for trajectory in batch.trajectories)),
-        "turns_mean": fmean(trajectory.num_turns for trajectory in batch.trajectories),
-        "cut_share": fmean(trajectory.stop_reason == "length" for trajectory in batch.trajectories),
-        "uniform_group_share": fmean(min(group) == max(group) for group in groups),
-    }
+    mean = sum(rewards) / len(rewards)
+    return BatchMetrics(
+        num_trajectories=len(rewards),
+        reward_mean=mean,
+        reward_std=(sum((reward - mean) ** 2 for reward in rewards) / len(rewards)) ** 0.5,
+        response_tokens=sum(lengths),
+        response_tokens_mean=sum(lengths) / len(lengths),
+        response_tokens_max=max(lengths),
+        turns_mean=sum(trajectory.num_turns for trajectory in batch.trajectories) / len(lengths),
+        token_runs=[[len(list(run)) for _, run in groupby(each.is_sampled)] for each in batch.trajectories],
+    )
+
+
+def count_sampled(is_sampled: Sequence[bool]) -> int:
+    """Sampled tokens of a response; `is_sampled` has one entry for each of its tokens."""
+    return sum(is_sampled)
+
+
+def count_trained(prompt_tokens: Sequence[int], response_tokens: Sequence[int]) -> int:
+    """Tokens that a training forward over one sequence computes, padding left out."""
+    return len(prompt_tokens) + len(response_tokens)

@@ -55,7 +55,7 @@ class RolloutRecord:
             "step": step,
             "slots": slots,
             "group_size": group_size,
-            "runs": batch.runs,
+            "runs": batch.metrics.token_runs,
             "iterations": [[*key, *spent[:2], round(spent[2], 3)] for key, spent in sorted(self._spent.items())],
         }
         if self._waits_ms:

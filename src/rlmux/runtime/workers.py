@@ -17,11 +17,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import groupby
 from pathlib import Path
 
 from rlmux.core.errors import StorageError
 from rlmux.core.model import Stage
+from rlmux.rl.batch_metrics import BatchMetrics, batch_metrics
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.types import (
     ChunkReport,
@@ -67,16 +67,7 @@ class StepBatch:
 
     payload: bytes
     """A pickled TrainingBatch, made and read by our own workers."""
-    reward_mean: float
-    reward_std: float
-    num_trajectories: int
-    num_tokens: int
-    """Number of response tokens, environment replies included."""
-    response_tokens_mean: float
-    response_tokens_max: int
-    turns_mean: float
-    runs: Sequence[Sequence[int]]
-    """Per trajectory, in the order of ids, lengths in tokens: sampled, forced by its environment, sampled again, ..."""
+    metrics: BatchMetrics
 
 
 class EnvWorker:
@@ -98,20 +89,7 @@ class EnvWorker:
 
     def finish_step(self, step: int) -> StepBatch:
         batch = self._env.finish_step(step)
-        rewards = [trajectory.reward for trajectory in batch.trajectories]
-        lengths = [len(trajectory.tokens) for trajectory in batch.trajectories]
-        mean = sum(rewards) / len(rewards)
-        return StepBatch(
-            payload=pickle.dumps(batch, protocol=pickle.HIGHEST_PROTOCOL),
-            reward_mean=mean,
-            reward_std=(sum((reward - mean) ** 2 for reward in rewards) / len(rewards)) ** 0.5,
-            num_trajectories=len(rewards),
-            num_tokens=sum(lengths),
-            response_tokens_mean=sum(lengths) / len(lengths),
-            response_tokens_max=max(lengths),
-            turns_mean=sum(trajectory.num_turns for trajectory in batch.trajectories) / len(lengths),
-            runs=[[len(list(run)) for _, run in groupby(each.is_sampled)] for each in batch.trajectories],
-        )
+        return StepBatch(payload=pickle.dumps(batch, protocol=pickle.HIGHEST_PROTOCOL), metrics=batch_metrics(batch))
 
 
 def _packed(partial: PartialTrajectory) -> PartialTrajectory:
