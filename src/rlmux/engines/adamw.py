@@ -22,13 +22,13 @@ class AdamW:
         self.num_updates = 0
 
     def reset(self) -> None:
-        """Forget the past: as newly made."""
+        """Zero the moments and the count of updates."""
         self.first_moment.zero_()
         self.second_moment.zero_()
         self.num_updates = 0
 
     def update(self, weights: Tensor, gradients: Tensor, learning_rate: float) -> None:
-        """One step downhill, in place."""
+        """One step with these gradients, in place. All tensors are flat and of one size."""
         self.num_updates += 1
         beta1, beta2 = self._betas
         self.first_moment.lerp_(gradients, 1 - beta1)

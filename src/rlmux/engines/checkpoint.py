@@ -46,7 +46,7 @@ def write_checkpoint(folder: Path, write_files: Callable[[Path], None], state: d
 
 
 def read_checkpoint(folder: Path) -> dict[str, Any]:
-    """The state of a checkpoint whose every file is as it was written."""
+    """The numbers in state.json, once every file is found to be as it was written; CheckpointError otherwise."""
     path = folder / STATE_FILE
     if not path.is_file():
         raise CheckpointError(f"{folder} is not a whole checkpoint: no {STATE_FILE}")

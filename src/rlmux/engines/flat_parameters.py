@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 _ALIGNMENT = 16
-"""In float32 elements."""
+"""Float32 elements to a multiple of which each parameter begins."""
 
 
 class FlatParameters:
@@ -49,7 +49,7 @@ class FlatParameters:
 
     @contextmanager
     def using(self, buffer: Tensor) -> Iterator[None]:
-        """The model computes with other weights for a while."""
+        """The model computes with the weights in `buffer` inside."""
         self._point_at(buffer)
         try:
             yield

@@ -4,11 +4,11 @@
     prefetch:  the file is read ahead, while others compute
     load:      device storage back ─▶ Offloaded.copy_to(tensors), bit for bit
 
-    ENV   copies in host memory, pinned where the device is a GPU
+    HOST   copies in host memory, pinned where the device is a GPU
     DISK   one file, readable by its owner alone. It loses its name as soon as it is made, so it goes with the
            process, however that ends, and holds no host memory but what the system has to spare for its cache
 
-What is read ahead lies in that cache and nowhere else, so it never takes of the host memory that is added up.
+Bytes that are read ahead lie in that cache and nowhere else, so they take none of the host memory that is added up.
 On a CPU both sides are the same memory, and only the storage counts.
 """
 
@@ -25,16 +25,16 @@ import torch
 from torch import Tensor
 
 _STAGING_BYTES = 32 * 2**20
-"""Of host memory between a file and a GPU."""
+"""Bytes of pinned host memory between a file and a GPU."""
 _READ_AHEAD_BYTES = 2**20
-"""At once: a load that begins meanwhile waits for no more."""
+"""Bytes read ahead at once: a load that begins meanwhile waits for no more."""
 
 
 class Offloaded:
     """Tensors that are off their device, in their order."""
 
     def __init__(self, tensors: Sequence[Tensor], *, spill_to: Path | None = None) -> None:
-        """`spill_to`: a name for the file while it is made; None keeps them in host memory."""
+        """`spill_to`: name of the file while it is made; None keeps the tensors in host memory."""
         self._forms = [(tensor.shape, tensor.dtype) for tensor in tensors]
         self._copies = [host_copy(tensor) for tensor in tensors] if spill_to is None else None
         self._file = None if spill_to is None else _SpillFile(spill_to, tensors)
@@ -44,7 +44,10 @@ class Offloaded:
         return self._copies is None
 
     def copy_to(self, tensors: Sequence[Tensor]) -> None:
-        """The first of them into these, which are contiguous: what was spilled needs no host memory on its way."""
+        """Copy the first `len(tensors)` of them into contiguous tensors; spilled ones need no host memory on the way.
+
+        Raises OSError for a spilled file that is too short.
+        """
         if self._file is not None:
             self._file.read_into(tensors)
             return
@@ -57,16 +60,16 @@ class Offloaded:
             self._file.read_ahead()
 
     def leave_cache(self) -> None:
-        """Have the system forget what it keeps of the file, for those who measure."""
+        """Have the system forget what it keeps of the file, so that a measured load reads the disk."""
         if self._file is not None:
             self._file.leave_cache()
 
     def recall(self) -> None:
-        """From disk to host memory."""
+        """Bring spilled tensors from disk to host memory."""
         self._copies, self._file = list(self), None
 
     def __iter__(self) -> Iterator[Tensor]:
-        """Each in host memory, one at a time: what was spilled never needs room for all of it."""
+        """Each tensor in host memory, one at a time: spilled ones never need room for all of them."""
         if self._file is None:
             yield from self._copies or ()
             return
@@ -146,19 +149,21 @@ class _SpillFile:
 
 
 def _bytes_of(tensor: Tensor) -> memoryview:
-    """As they lie in host memory, of a contiguous tensor that its caller keeps. Not by way of `numpy()`: a storage that
-    was lent to numpy cannot be resized any more."""
+    """The bytes of a contiguous host tensor that the caller keeps alive.
+
+    Not through `numpy()`: a storage that was lent to numpy cannot be resized any more.
+    """
     return memoryview((ctypes.c_ubyte * tensor.nbytes).from_address(tensor.data_ptr())).cast("B")
 
 
 def host_copy(tensor: Tensor) -> Tensor:
-    """In host memory; pinned where the tensor is on a GPU, so that the way back is a direct transfer."""
+    """A copy in host memory, pinned where the tensor is on a GPU, so that the way back is a direct transfer."""
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
     return copy.copy_(tensor)
 
 
 def give_back(device: torch.device) -> None:
-    """Free storage is kept for this process by default: hand it to the others on the device."""
+    """Give free device memory back to the device; torch keeps it for this process by default."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()

@@ -80,7 +80,7 @@ class RlStep:
             yield batch.num_tokens
 
     def _compute_old_logprobs(self, metrics: dict[str, float]) -> Iterator[int]:
-        """By the training forward, so that an on-policy ratio is 1 to the last bit."""
+        """Log-probs by the training forward, so that an on-policy ratio is 1 to the last bit."""
         gap = entropy_sum = 0.0
         for batch in self._micro_batches:
             on_device = batch.to(self._state.device)

@@ -397,7 +397,7 @@ class SlotRolloutEngine:
         return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
     def _recall(self) -> None:
-        """From disk to host memory, so that KV of unfinished trajectories can be read."""
+        """Bring spilled KV and weights from disk to host memory, where they can be read and changed."""
         if self._offloaded is None or not self._offloaded.is_on_disk:
             return
         self._offloaded.recall()

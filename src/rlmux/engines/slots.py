@@ -21,6 +21,7 @@ from rlmux.engines.sampling import sample
 from rlmux.engines.transformer import DecodePlan
 
 MAX_STOP_TOKENS = 8
+"""Stop tokens that a slot has room for."""
 
 _POSITION, _IS_ADVANCING, _CURRENT, _FORCED_END, _STOPS = range(5)
 _NO_TOKEN = -1
@@ -31,22 +32,24 @@ class SlotRow:
     """What one slot starts from."""
 
     position: int
-    """Of the next token to feed."""
+    """Position in prompt + response of the token fed next."""
     first: int
     """Position of `tokens[0]`."""
     tokens: Sequence[int]
     """Known tokens from `first` on, up to and including forced ones not fed yet."""
     logprobs: Sequence[float]
-    """Of the response tokens, from `response_start` on."""
+    """Log-probability of each response token, from `response_start` on."""
     response_start: int
+    """Position of the first response token."""
     uniforms: Tensor
-    """One for each response token, float64."""
+    """Random numbers [max_new_tokens] in [0, 1), one for each response token, float64."""
     stop_tokens: Sequence[int]
+    """Sampled tokens that end the turn; up to MAX_STOP_TOKENS."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _StepViews:
-    """The buffers' first `width` slots, as a step wants them."""
+    """Views of the buffers' first `width` slots, in the shapes that a step reads and writes."""
 
     position: Tensor
     position_column: Tensor

@@ -1,4 +1,4 @@
-"""What a checkpoint holds, taken out of a train engine: it can be written while training goes on.
+"""What a checkpoint holds, taken out of a train engine: it can be written while training continues.
 
     TorchTrainEngine.snapshot() ─▶ TrainSnapshot ─▶ write(folder), perhaps in another thread
 
@@ -27,10 +27,10 @@ class TrainSnapshot:
     files: Mapping[str, bytes]
     """Small files by name: the model's config, the tokenizer's files."""
     tensors: Mapping[str, Mapping[str, Tensor]]
-    """By name of their file, in host memory."""
+    """Tensors by file name and tensor name, in host memory."""
 
     def write(self, folder: Path) -> None:
-        """Make a checkpoint of it; returns when it would survive a power cut."""
+        """Write a checkpoint folder; returns when it would survive a power cut."""
         write_checkpoint(folder, self._write_files, dict(self.state))
 
     def _write_files(self, folder: Path) -> None:

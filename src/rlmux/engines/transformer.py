@@ -309,7 +309,7 @@ def prefill(weights: DecoderWeights, tables: PositionTables, tokens: Tensor) -> 
         by_head = heads.view(num_rows, length, shape.num_kv_heads, shape.heads_per_group, shape.head_dim)
         queries, keys, values = torch.split(by_head.permute(0, 2, 3, 1, 4), [shape.group_size, 1, 1], dim=2)
         kv.append(torch.cat([keys, values], dim=2).transpose(1, 2))
-        if index + 1 < len(weights.layers):  # nobody reads the last layer's output here
+        if index + 1 < len(weights.layers):  # the last layer's output is not needed here
             mixed = scaled_dot_product_attention(
                 queries.flatten(1, 2), keys[:, :, 0], values[:, :, 0], is_causal=True, enable_gqa=True
             )

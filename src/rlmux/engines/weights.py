@@ -35,7 +35,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
 
 
 def own_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Each in host memory of its own, whatever becomes of the original."""
+    """Copies in host memory, which later changes of the originals do not reach."""
     return {name: tensor.detach().cpu().clone() for name, tensor in tensors.items()}
 
 

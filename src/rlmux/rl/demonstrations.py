@@ -1,6 +1,6 @@
-"""What the warm start imitates: the task's own answers, as tokens with a loss mask, by update index.
+"""What the SFT warm-up imitates: the task's own answers, as tokens with a loss mask, by update index.
 
-Task indices run down from -1, so that no RL prompt was seen before. Hosts and train engines make the same
+Task indices run down from -1, so that no RL prompt was seen before. A train engine makes its
 batches from the config alone; nothing has to be sent.
 """
 
@@ -15,7 +15,7 @@ from rlmux.rl.vocabulary import Vocabulary
 
 
 class Demonstration(NamedTuple):
-    """One right trajectory."""
+    """One trajectory that earns the full reward."""
 
     prompt_tokens: tuple[int, ...]
     answer_tokens: tuple[int, ...]
@@ -27,7 +27,7 @@ class Demonstration(NamedTuple):
 def demonstration_batch(
     config: TrainingConfig, task: Task, vocabulary: Vocabulary, update_index: int
 ) -> list[Demonstration]:
-    """The demonstrations of one warm-start update; updates count from 0."""
+    """The demonstrations of one update; updates count from 0. PipelineError for one that cannot be made."""
     size = config.sft_warmup.batch_size
     return [_demonstration(config, task, vocabulary, -1 - (update_index * size + place)) for place in range(size)]
 

@@ -19,9 +19,9 @@ from rlmux.rl.vocabulary import CharVocabulary
 
 _FLOAT_BYTES = 4
 _PROCESS_BYTES = 150e6
-"""Of a worker process beyond what all share with the fork server."""
+"""Bytes of a worker process beyond what it shares with the fork server."""
 _ACTIVATIONS_PER_LAYER = 24
-"""Values kept for the backward pass for each token, layer and hidden unit, roughly."""
+"""Values kept for the backward pass, for each token, layer and hidden unit; a rough figure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

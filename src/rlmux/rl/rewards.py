@@ -5,7 +5,7 @@
 
 The two are told apart by their parameters' names. verl's is called once per trajectory. TRL's is called once
 per prompt group, in sample order, when the group is complete: what it sees together is fixed by the config, not
-by who finished first. Either may be `async def`.
+by which trajectory finished first. Either may be `async def`.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _is_trl(function: Callable[..., Any]) -> bool:
 
 
 def _arguments(function: Callable[..., Any], columns: Mapping[str, Any]) -> dict[str, Any]:
-    """Only what the function names, unless it takes anything."""
+    """The columns that the function names, or all where it takes any."""
     parameters = inspect.signature(function).parameters
     if any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()):
         return dict(columns)

@@ -1,9 +1,9 @@
 """The data of RL, as frozen values that cross processes.
 
-    host                         rollout engine                     train engine
+    env worker                   rollout engine                     train engine
     TrajectoryRequest  ───────▶  slot, one token after another
                        ◀───────  FinishedTurn
-    TurnReply (environment) ──▶  goes on in the same slot
+    TurnReply (environment) ──▶  continues in the same slot
     Trajectory (scored) ─────────────────────────────────────────▶  TrainingBatch
 
 A trajectory's random numbers are a function of (seed, step, prompt, sample, token position) and of nothing
@@ -35,7 +35,7 @@ class Prompt:
 
     text: str
     answer: str | None = None
-    """What a supervised warm start trains on and what most rewards compare with."""
+    """The right response: the SFT warm-up trains on it, and most rewards compare with it."""
     data: Mapping[str, Any] | None = None
     """Any other columns, handed to the reward function and the environment as they are."""
 
@@ -74,16 +74,16 @@ class FinishedTurn:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TurnReply:
-    """The host's answer to a finished turn that is to go on. A trajectory that is over gets none: it is `release`d."""
+    """The environment's answer to a finished turn. A trajectory that is over gets none: it is released."""
 
     id: TrajectoryId
     tokens: tuple[int, ...]
-    """What the environment says; appended with `is_sampled=False`."""
+    """Tokens that the environment wrote; appended with `is_sampled=False`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartialTrajectory:
-    """An unfinished trajectory on its way to another worker: everything it needs to go on there."""
+    """An unfinished trajectory on its way to another worker, with everything it needs to continue there."""
 
     request: TrajectoryRequest
     tokens: tuple[int, ...]
@@ -95,8 +95,7 @@ class PartialTrajectory:
     num_turns: int
     is_waiting_for_reply: bool
     kv: Any | None
-    """Engine-private KV cache of the context [layers, 2, kv_heads, context, head_dim], or None: recompute it. Between
-    processes its bytes."""
+    """KV [layers, 2, kv_heads, context, head_dim] of the context, as bytes between processes; None: recompute it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -120,9 +119,9 @@ class TrainingBatch:
 
     step: int
     trajectories: Sequence[Trajectory]
-    """Sorted by id. prompts_per_step * group_size of them."""
+    """All prompts_per_step * group_size trajectories, sorted by id."""
     advantages: Sequence[float]
-    """Same order. See `rl/algorithms.py` for the formula."""
+    """Advantage of each trajectory, in the same order; `rl/algorithms.py` has the formulas."""
 
 
 class SubStageIterations(NamedTuple):
@@ -147,15 +146,19 @@ class ChunkReport:
     num_active: int
     """Sequences in a slot that can decode now."""
     num_waiting: int
-    """Submitted, without a slot yet."""
+    """Sequences that are ready for a slot and have none yet."""
     num_waiting_for_env: int
-    """In a slot, waiting for the host's reply."""
+    """Trajectories that wait for their environment, in a slot or offloaded."""
     sampled_tokens: int
+    """Tokens that the model sampled; neither prompts nor environment replies."""
     prefill_tokens: int
+    """Tokens of prefilled contexts, padding left out."""
     decode_steps: int
+    """Forward passes that made one token for each active sequence."""
     seconds: float
+    """Wall-clock time of the call."""
     iterations: Sequence[SubStageIterations] = ()
-    """Where `seconds` went, sorted by sub-stage and rows."""
+    """How `seconds` were spent, sorted by sub-stage and rows."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -165,8 +168,11 @@ class TrainReport:
     is_done: bool
     """The stage is complete."""
     micro_batches_done: int
+    """Micro-batches of the stage done so far, earlier calls included."""
     micro_batches_total: int
     tokens: int
+    """Trained tokens of this call: prompt and response, padding left out."""
     seconds: float
+    """Wall-clock time of the call."""
     metrics: Mapping[str, float]
-    """Filled when the stage ends: loss, kl, grad_norm, clip_fraction, entropy where known."""
+    """Empty until the stage ends, then loss, kl, grad_norm, clip_fraction, entropy where known."""

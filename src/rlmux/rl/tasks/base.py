@@ -6,7 +6,7 @@
               demonstration(prompt)   score(prompt, response) -> 0.0 .. 1.0
 
 Invariant: `prompt(index)` is a function of (options, seed, index) alone, so the data order needs no cursor
-but the index. RL counts indices up from 0; the warm start counts down from -1 and never meets them.
+but the index. RL counts indices up from 0; the SFT warm-up counts down from -1 and never meets them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Task(Protocol):
     def prompt(self, index: int) -> Prompt: ...
 
     def demonstration(self, prompt: Prompt) -> Sequence[Segment]:
-        """What a supervised warm start shows as the right response."""
+        """The right response, as the SFT warm-up shows it; its text earns the full score."""
 
     def score(self, prompt: Prompt, response: str) -> float:
         """Reward of a complete response, environment replies included."""
