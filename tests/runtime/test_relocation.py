@@ -1,4 +1,4 @@
-"""A pipeline that its policy moves to other nodes between two steps: the same weights."""
+"""A pipeline that its policy relocates between two steps: the same weights."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from rlmux.policies.planning.dispatching import start_oldest_first
 ON_NEW_NODES = PlacementChoice(kind=AdmissionKind.NEW, group=None, num_new_rollout_nodes=1, num_new_train_nodes=1)
 
 
-class MovesOnce:
-    """Nodes of its own for each pipeline; when one leaves, the last one moves to the nodes that became free."""
+class RelocatesOnce:
+    """Nodes of its own for each pipeline; when one leaves, the last one relocates to the nodes that became free."""
 
-    name = "moves-once"
+    name = "relocates-once"
     reacts_to_progress = False
     sharing = None
 
     def __init__(self) -> None:
-        self.has_moved = False
+        self.has_relocated = False
         self.has_seen_both = False
 
     def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice:
@@ -32,9 +32,9 @@ class MovesOnce:
 
     def rebalance(self, view: PlacementView) -> tuple[Relocation, ...]:
         self.has_seen_both |= view.num_pipelines == 2
-        if self.has_moved or not self.has_seen_both or view.num_pipelines != 1:
+        if self.has_relocated or not self.has_seen_both or view.num_pipelines != 1:
             return ()
-        self.has_moved = True
+        self.has_relocated = True
         return (Relocation(pipeline=PipelineId("long"), choice=ON_NEW_NODES),)
 
     def dispatch(self, view: GroupView) -> Iterator[RunWork]:
@@ -43,7 +43,7 @@ class MovesOnce:
 
 class HoldsBack:
     """Stops the trainer of `short` until `long` has a step's checkpoint, then that of `long` until `short` has left:
-    so `long` is in the middle of its steps when it moves."""
+    so `long` is in the middle of its steps when it relocates."""
 
     def __init__(self) -> None:
         self.held: dict[str, psutil.Process] = {}
@@ -65,16 +65,18 @@ class HoldsBack:
             self.held[pipeline].suspend()
 
 
-def test_a_pipeline_that_moves_between_two_steps_trains_the_same_weights(real, make_backend, tmp_path):
+def test_a_pipeline_relocated_between_two_steps_trains_the_same_weights(real, make_backend, tmp_path):
     pair = [real.submission("short", num_steps=6), real.submission("long", task="reverse", seed=2, num_steps=16)]
     two = real.cluster(rollout=2, train=2)
     alone = real.run(tmp_path / "alone", [pair[1]], policy="solo")
-    moved = real.run(tmp_path / "moved", pair, policy=MovesOnce(), on=two, watch=HoldsBack(), make_backend=make_backend)
-    (replace,) = [action for action in moved.recorder.actions if isinstance(action, Relocate)]
-    assert replace.placement.rollout_nodes == (NodeId("rollout", 0),), "from rollout-1, to what became free"
-    (restart,) = [event for event in moved.recorder.events if isinstance(event, PipelineRestarted)]
+    relocated = real.run(
+        tmp_path / "relocated", pair, policy=RelocatesOnce(), on=two, watch=HoldsBack(), make_backend=make_backend
+    )
+    (relocation,) = [action for action in relocated.recorder.actions if isinstance(action, Relocate)]
+    assert relocation.placement.rollout_nodes == (NodeId("rollout", 0),), "from rollout-1, to what became free"
+    (restart,) = [event for event in relocated.recorder.events if isinstance(event, PipelineRestarted)]
     assert restart.restored_step >= 1
-    steps = [note.fields for note in moved.recorder.notes if note.type == "step"]
+    steps = [note.fields for note in relocated.recorder.notes if note.type == "step"]
     assert [fields["step"] for fields in steps if fields["pipeline"] == "long"] == [*range(1, 17)], "none is done twice"
-    assert moved.status == {"short": "finished", "long": "finished"}, moved.recorder.notes
-    assert moved.sha256["long"] == alone.sha256["long"]
+    assert relocated.status == {"short": "finished", "long": "finished"}, relocated.recorder.notes
+    assert relocated.sha256["long"] == alone.sha256["long"]
