@@ -275,7 +275,8 @@ class Scheduler:
         if run.status is not PipelineStatus.RUNNING:
             return
         source, target = order.migrates_from, order.devices[0]
-        assert source is not None
+        if source is None:
+            raise self._journal.illegal(f"order {order.id} is no migration")
         run.history.moved(source, target, event.num_trajectories, event.seconds, is_fresh=order.is_fresh)
         self._steps.finish_migration(run, order)
         self._dispatch(self._state.group_of(run))

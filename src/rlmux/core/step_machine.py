@@ -5,7 +5,7 @@
                                        SHARD_MOVES                     TRAINING_MOVES
 
 A table says for every state which inputs are legal and which state each leads to. An input that the table does not have
-raises IllegalTransitionError with the recent events. `docs/design.md` shows the tables as `diagram` draws them.
+raises IllegalTransitionError with the recent events. `docs/design.md` shows the tables as `diagrams` draws them.
 
 Invariant: work is in its group's ready work exactly while it is READY or WAITING_FOR_ENV, and has an order exactly
 while it is RUNNING, PAUSING or MIGRATING.
@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from enum import StrEnum
+from typing import Any
 
 from rlmux.core.actions import Pause
 from rlmux.core.journal import Journal
@@ -42,7 +43,7 @@ class WorkInput(StrEnum):
     STARTED = "started"
     PAUSE_ORDERED = "pause ordered"
     PAUSED = "paused"
-    PAUSED_FOR_ENV = "paused, nothing to compute"
+    PAUSED_FOR_ENV = "paused with nothing to compute"
     REPLY_ARRIVED = "reply arrived"
     FINISHED = "finished"
     NEXT_OPENED = "next stage opened"
@@ -140,19 +141,28 @@ PIPELINE_MOVES: Mapping[PipelineStatus, Mapping[PipelineInput, PipelineStatus]] 
 """A pipeline begins WAITING, when it is submitted."""
 
 
-def diagram(moves: Mapping[StrEnum, Mapping[StrEnum, StrEnum]]) -> str:
-    """The table as a Mermaid state diagram: one line for each pair of states, with its inputs."""
-    lines = ["stateDiagram-v2"]
+def diagrams() -> str:
+    """The three tables as Markdown for `docs/design.md`: a heading and a Mermaid state diagram each."""
+    tables = [
+        ("A rollout shard", WorkState.READY, SHARD_MOVES),
+        ("A pipeline's training", WorkState.DONE, TRAINING_MOVES),
+        ("A pipeline", PipelineStatus.WAITING, PIPELINE_MOVES),
+    ]
+    return "\n\n".join(f"### {name}\n\n{_diagram(first, moves)}" for name, first, moves in tables)
+
+
+def _diagram(first: StrEnum, moves: Mapping[Any, Mapping[Any, Any]]) -> str:
+    """One line for each pair of states, with the inputs that lead from one to the other."""
+    lines = ["```mermaid", "stateDiagram-v2", f"    [*] --> {first.name}"]
     for state, targets in moves.items():
         inputs_by_target: dict[StrEnum, list[str]] = {}
         for what, target in targets.items():
             inputs_by_target.setdefault(target, []).append(what.value)
-        lines += [
-            f"    {state.name} --> {target.name}: {' | '.join(inputs)}" for target, inputs in inputs_by_target.items()
-        ]
+        for target, inputs in inputs_by_target.items():
+            lines.append(f"    {state.name} --> {target.name}: {' or '.join(inputs)}")
         if not targets:
             lines.append(f"    {state.name} --> [*]")
-    return "\n".join(lines)
+    return "\n".join([*lines, "```"])
 
 
 class StepMachine:
@@ -181,7 +191,10 @@ class StepMachine:
         """Change the pipeline's status as its table says."""
         status = PIPELINE_MOVES[run.status].get(what)
         if status is None:
-            raise self._journal.illegal(f"pipeline {run.pipeline.id} is {run.status}: {what!r} does not fit")
+            accepted = ", ".join(PIPELINE_MOVES[run.status]) or "nothing: it is over"
+            raise self._journal.illegal(
+                f"pipeline {run.pipeline.id} is {run.status}: {what.value!r} does not fit; accepted: {accepted}"
+            )
         run.status = status
 
     # ------------------------------------------------------------------ a step's life, in order
@@ -277,8 +290,7 @@ class StepMachine:
     def finish_migration(self, run: PipelineRun, order: Order) -> None:
         """The trajectories have arrived: the source is done, and a target that was done is ready again."""
         source, target = order.work, run.shards[order.devices[0]]
-        if not isinstance(source, RolloutShard):
-            raise self._journal.illegal(f"order {order.id} is no migration")
+        assert isinstance(source, RolloutShard)
         was_done = target.state is WorkState.DONE
         self._move(source, WorkInput.MIGRATED)
         self._move(target, WorkInput.RECEIVED)
@@ -319,8 +331,10 @@ class StepMachine:
         moves = SHARD_MOVES if isinstance(work, RolloutShard) else TRAINING_MOVES
         state = moves[work.state].get(what)
         if state is None:
-            name = type(work).__name__
-            raise self._journal.illegal(f"{name} {work.work} is {work.state}: {what.value!r} does not fit")
+            accepted = ", ".join(moves[work.state])
+            raise self._journal.illegal(
+                f"{work.work} is {work.state}: {what.value!r} does not fit; accepted: {accepted}"
+            )
         work.state = state
         if state is WorkState.READY or state is WorkState.WAITING_FOR_ENV or state is WorkState.DONE:
             work.order = None
