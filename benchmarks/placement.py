@@ -14,7 +14,8 @@ import statistics
 import time
 
 from rlmux.core.model import Pipeline, PipelineId
-from rlmux.core.placement import PlacementLedger, Refusal
+from rlmux.core.placement import PlacementLedger
+from rlmux.core.placement_choice import Refusal
 from rlmux.policies import make_policy
 from rlmux.sim.workloads import arrivals
 

@@ -18,7 +18,8 @@ from rlmux.core.model import (
     PipelineId,
     Pool,
 )
-from rlmux.core.placement import PlacementChoice, PlacementLedger
+from rlmux.core.placement import PlacementLedger
+from rlmux.core.placement_choice import PlacementChoice
 
 R0, R1, T0, T1 = NodeId("r", 0), NodeId("r", 1), NodeId("t", 0), NodeId("t", 1)
 

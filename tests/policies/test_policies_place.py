@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rlmux.core.model import AdmissionKind, Cluster, Footprint, Phase, PhaseSeconds, Pipeline, PipelineId, Pool
-from rlmux.core.placement import FruitlessSearch, PlacementLedger, Refusal
+from rlmux.core.placement import PlacementLedger
+from rlmux.core.placement_choice import FruitlessSearch, Refusal
 from rlmux.policies import POLICIES, make_policy
 from rlmux.policies.baselines import Split
 from rlmux.policies.optimal import Optimal

@@ -10,11 +10,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from rlmux.core.model import GroupId
-    from rlmux.core.placement import GroupLoad
+from rlmux.core.group_load import GroupLoad
+from rlmux.core.model import GroupId
 
 _PER_OCTAVE = 4
 _ROUNDING = 1e-9

@@ -45,7 +45,8 @@ from rlmux.core.journal import Journal
 from rlmux.core.leases import Leases
 from rlmux.core.model import Cluster, OrderId, Phase, PipelineId, PipelineStatus, Stage
 from rlmux.core.orders import Orders
-from rlmux.core.placement import FruitlessSearch, PlacementLedger, Refusal
+from rlmux.core.placement import PlacementLedger
+from rlmux.core.placement_choice import FruitlessSearch, Refusal
 from rlmux.core.policy import Policy
 from rlmux.core.query import SchedulerQuery
 from rlmux.core.state import GroupState, Order, PipelineRun, SchedulerState, WorkState

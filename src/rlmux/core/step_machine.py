@@ -143,7 +143,7 @@ PIPELINE_MOVES: Mapping[PipelineStatus, Mapping[PipelineInput, PipelineStatus]] 
 
 def diagrams() -> str:
     """The three tables as Markdown for `docs/design.md`: a heading and a Mermaid state diagram each."""
-    tables = [
+    tables: list[tuple[str, StrEnum, Mapping[Any, Mapping[Any, Any]]]] = [
         ("A rollout shard", WorkState.READY, SHARD_MOVES),
         ("A pipeline's training", WorkState.DONE, TRAINING_MOVES),
         ("A pipeline", PipelineStatus.WAITING, PIPELINE_MOVES),

@@ -11,8 +11,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from rlmux.core.errors import UserError
+from rlmux.core.group_load import MAX_PIPELINES_PER_GROUP
 from rlmux.core.model import Phase, PhaseSeconds, Pipeline
-from rlmux.core.placement import MAX_PIPELINES_PER_GROUP
 from rlmux.policies.planning.partition import Item, NodePrices, cheapest_partition, columns_of, item_of
 from rlmux.sim.bounds import slo_slack_bound_usd, solo_speed_bound_usd
 from rlmux.sim.workloads.arrivals import Arrival, Workload

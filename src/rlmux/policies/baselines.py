@@ -15,8 +15,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+from rlmux.core.group_load import GroupLoad, budget_of, solo_s
 from rlmux.core.model import AdmissionKind, GroupId, Phase, Pipeline
-from rlmux.core.placement import GroupLoad, PlacementChoice, PlacementView, Refusal, Relocation, budget_of, solo_s
+from rlmux.core.placement import PlacementView
+from rlmux.core.placement_choice import PlacementChoice, Refusal, Relocation
 from rlmux.core.state import ReadyWork
 from rlmux.core.views import GroupView, RunWork
 from rlmux.policies.planning.candidates import any_room, founding, impossible, queue, sharing_everything

@@ -23,16 +23,10 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
+from rlmux.core.group_load import GroupLoad, budget_of
 from rlmux.core.model import AdmissionKind, GroupId, NodeId, Phase, Pipeline, PipelineId
-from rlmux.core.placement import (
-    FruitlessSearch,
-    GroupLoad,
-    PlacementChoice,
-    PlacementView,
-    Refusal,
-    Relocation,
-    budget_of,
-)
+from rlmux.core.placement import PlacementView
+from rlmux.core.placement_choice import FruitlessSearch, PlacementChoice, Refusal, Relocation
 from rlmux.core.sharing import NO_SHARING, SharingTable
 from rlmux.core.views import Choice, GroupView
 from rlmux.policies.jigsaw import Jigsaw

@@ -16,8 +16,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
+from rlmux.core.group_load import GroupLoad
 from rlmux.core.model import Pipeline
-from rlmux.core.placement import GroupLoad, PlacementChoice, PlacementView, Refusal, Relocation
+from rlmux.core.placement import PlacementView
+from rlmux.core.placement_choice import PlacementChoice, Refusal, Relocation
 from rlmux.core.views import GroupView, RunWork
 from rlmux.policies.planning.candidates import direct, founding, impossible, may_join, queue, scaled
 from rlmux.policies.planning.dispatching import start_in_cycle_order

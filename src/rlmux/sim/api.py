@@ -16,8 +16,9 @@ from typing import Any
 from rlmux.core.actions import Admit, Queue, Refuse
 from rlmux.core.errors import UserError
 from rlmux.core.events import PipelineSubmitted
+from rlmux.core.group_load import GroupLoad
 from rlmux.core.model import AdmissionKind
-from rlmux.core.placement import GroupLoad, PlacementView
+from rlmux.core.placement import PlacementView
 from rlmux.core.scheduler import Scheduler
 from rlmux.policies import make_policy
 from rlmux.sim.metrics import SimResult, predicted_slowdown

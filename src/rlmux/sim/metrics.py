@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlmux.core.actions import Admit, Relocate
+from rlmux.core.group_load import GroupLoad
 from rlmux.core.model import DeviceId, GroupId, NodeId, Phase, Pipeline, PipelineId, Stage
-from rlmux.core.placement import GroupLoad, PlacementView
+from rlmux.core.placement import PlacementView
 from rlmux.sim.workloads.arrivals import Workload
 from rlmux.sim.world import TrueSeconds
 

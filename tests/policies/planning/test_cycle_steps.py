@@ -9,7 +9,8 @@ import pytest
 
 from rlmux.core.errors import IllegalTransitionError
 from rlmux.core.model import AdmissionKind, Cluster, Phase, PipelineId, Pool
-from rlmux.core.placement import PlacementChoice, PlacementLedger
+from rlmux.core.placement import PlacementLedger
+from rlmux.core.placement_choice import PlacementChoice
 from rlmux.core.scheduler import Scheduler
 from rlmux.policies.planning.cycle_steps import LapFinder
 from rlmux.policies.planning.partition import NodePrices, columns_of, item_of

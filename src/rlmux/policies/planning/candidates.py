@@ -16,15 +16,10 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import combinations
 
+from rlmux.core.group_load import GroupLoad, budget_of, solo_s
 from rlmux.core.model import AdmissionKind, NodeId, Phase, Pipeline, Pool
-from rlmux.core.placement import (
-    GroupLoad,
-    PlacementChoice,
-    PlacementView,
-    Refusal,
-    budget_of,
-    solo_s,
-)
+from rlmux.core.placement import PlacementView
+from rlmux.core.placement_choice import PlacementChoice, Refusal
 
 
 def direct(group: GroupLoad, pipeline: Pipeline) -> Iterator[PlacementChoice]:

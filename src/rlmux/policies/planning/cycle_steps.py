@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from itertools import count
 
 from rlmux.core.cycles import PhaseLoad, fits_period
-from rlmux.core.placement import MAX_PIPELINES_PER_GROUP
+from rlmux.core.group_load import MAX_PIPELINES_PER_GROUP
 from rlmux.policies.planning.partition import Column, Item, NodePrices, pack_rollouts
 
 MAX_STEPS_PER_CYCLE = 4

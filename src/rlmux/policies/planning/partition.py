@@ -16,8 +16,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from rlmux.core.group_load import MAX_PIPELINES_PER_GROUP, budget_of, has_footprint, solo_s
 from rlmux.core.model import Pipeline
-from rlmux.core.placement import MAX_PIPELINES_PER_GROUP, budget_of, has_footprint, solo_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,8 +15,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rlmux.core.errors import IllegalTransitionError
+from rlmux.core.group_load import GroupLoad, budget_of
 from rlmux.core.model import AdmissionKind, GroupId, NodeId, PipelineId
-from rlmux.core.placement import GroupLoad, PlacementChoice, PlacementLedger, Relocation, budget_of
+from rlmux.core.placement import PlacementLedger
+from rlmux.core.placement_choice import PlacementChoice, Relocation
 from rlmux.policies.planning.partition import Column
 
 TIGHT_WEIGHT = 3.0

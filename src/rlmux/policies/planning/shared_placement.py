@@ -6,8 +6,10 @@ look-ahead then puts the deadlines that follow from SLOs before everything else.
 
 from __future__ import annotations
 
+from rlmux.core.group_load import GroupLoad
 from rlmux.core.model import AdmissionKind, NodeId, Phase, Pipeline
-from rlmux.core.placement import GroupLoad, PlacementChoice, PlacementView, Refusal
+from rlmux.core.placement import PlacementView
+from rlmux.core.placement_choice import PlacementChoice, Refusal
 from rlmux.policies.planning.candidates import impossible, queue
 
 MAX_MEMBERS = 8

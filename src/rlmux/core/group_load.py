@@ -1,0 +1,253 @@
+"""What a co-execution group costs, how long its meta-iteration takes, and what it has room for.
+
+`GroupLoad` is one group's frozen summary. The ledger builds it anew from the members whenever they change, so sums
+never drift, and a policy can judge a candidate from it in constant time.
+
+Estimates are what it reasons with. A pipeline without one counts as zero seconds: it stops no admission, and no SLO
+that involves it can be promised. Residency is by bytes where footprints are known; a cap on pipelines per group stands
+in where they are not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from rlmux.core.cycles import PhaseLoad, fits_period, is_formula_exact, meta_iteration_s
+from rlmux.core.model import Cluster, GroupId, NodeId, Phase, Pipeline, PipelineId, Placement, Pool
+from rlmux.core.switches import Tenant, switch_seconds
+
+MAX_PIPELINES_PER_GROUP = 5
+"""Stands in for host memory where footprints are unknown (the paper keeps 2 to 5 on a node of 1 to 2 TB)."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Member:
+    """A pipeline in its group."""
+
+    pipeline: Pipeline
+    placement: Placement
+    steps_per_cycle: int = 1
+    """Steps in each meta-iteration."""
+
+    @property
+    def is_colocated(self) -> bool:
+        return set(self.placement.train_nodes) <= set(self.placement.rollout_nodes)
+
+    @property
+    def phase_load(self) -> PhaseLoad:
+        estimate = self.pipeline.estimate
+        if self.is_colocated and self.pipeline.colocated_estimate is not None:
+            estimate = self.pipeline.colocated_estimate
+        return PhaseLoad(
+            rollout_s=estimate.rollout_s if estimate else 0.0,
+            train_s=estimate.train_s if estimate else 0.0,
+            rollout_nodes=self.placement.rollout_nodes,
+            steps_per_cycle=self.steps_per_cycle,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GroupLoad:
+    """One co-execution group as policies see it."""
+
+    id: GroupId
+    members: tuple[Member, ...]
+    """In the cyclic order of the meta-iteration: by admission, unless a choice said otherwise."""
+    rollout_nodes: tuple[NodeId, ...]
+    """In the order they joined the group."""
+    train_nodes: tuple[NodeId, ...]
+    rollout_loads_s: tuple[float, ...]
+    """Of one meta-iteration, by rollout node."""
+    train_load_s: float
+    cycle_s: float
+    """T_cycle: the longest that a member needs for its steps per cycle when alone."""
+    load_s: float
+    """T_load: the busiest node's work in one meta-iteration."""
+    period_s: float
+    """Of one strict meta-iteration: max(T_cycle, T_load), or more where that is not exact."""
+    budget_s: float
+    """The longest period that keeps every member's SLO; infinite where none is known."""
+    free_rollout_bytes: tuple[float, ...]
+    """Host memory left, by rollout node."""
+    free_train_bytes: float
+    """Host memory left on the fullest training node."""
+    num_without_footprint: int
+    usd_per_hour: float
+    """Of its nodes."""
+    least_usd_per_hour: float
+    """What its members would cost on nodes that are never idle, each step as slow as its SLO allows."""
+    is_colocated: bool
+    """A member rolls out on the training nodes; nobody can join unless the group `is_shared`."""
+    pools: Mapping[str, Pool]
+    """Of the cluster, by name."""
+    has_switches: bool
+    """A member's switches have been measured: the seconds above count those that sharing devices brings."""
+    is_formula_exact: bool
+    """Whether max(T_cycle, T_load) is the period: one turn each, and node sets that are equal or disjoint."""
+
+    @property
+    def is_saturated(self) -> bool:
+        """T_load >= T_cycle: no bubble is left (Algorithm 1 skips such groups)."""
+        return self.load_s >= self.cycle_s
+
+    @property
+    def num_members(self) -> int:
+        return len(self.members)
+
+    @property
+    def is_shared(self) -> bool:
+        """Every node serves both phases of every member, so that others may join with `is_shared`."""
+        return self.is_colocated and set(self.train_nodes) == set(self.rollout_nodes)
+
+    def period_with(self, pipeline: Pipeline, rollout_nodes: Sequence[NodeId], num_new_rollout_nodes: int) -> float:
+        """The strict meta-iteration's seconds after the pipeline joined on these nodes."""
+        new = tuple(NodeId("(new)", index) for index in range(num_new_rollout_nodes))
+        nodes = (*rollout_nodes, *new)
+        if pipeline.switch or self.has_switches:
+            loads = self._loads_with(pipeline, nodes)
+            return sum(load.solo_s for load in loads) if self.is_colocated else meta_iteration_s(loads)
+        if self.is_colocated:
+            return self.period_s + _colocated_solo_s(pipeline)
+        rollout_s, train_s = phases_of(pipeline)
+        if len(nodes) == 1 and self.is_formula_exact and self._is_alone_or_unshared(nodes[0]):
+            on_node_s = 0.0 if new else self.rollout_loads_s[self.rollout_nodes.index(nodes[0])]
+            return max(self.period_s, rollout_s + train_s, self.train_load_s + train_s, on_node_s + rollout_s)
+        return meta_iteration_s(self._loads_with(pipeline, nodes))
+
+    def _loads_with(self, pipeline: Pipeline, nodes: tuple[NodeId, ...]) -> list[PhaseLoad]:
+        train_nodes = nodes if self.is_shared else self.train_nodes
+        placement = Placement(group=self.id, rollout_nodes=nodes, train_nodes=train_nodes)
+        return _phase_loads([*self.members, Member(pipeline=pipeline, placement=placement)], self.pools)
+
+    def slowdown_of(self, pipeline_id: PipelineId) -> float:
+        """A member's mean step in the meta-iteration over its solo step, without switches; 1 where nothing is known."""
+        load = next(member.phase_load for member in self.members if member.pipeline.id == pipeline_id)
+        return self.period_s / (load.steps_per_cycle * load.solo_s) if load.solo_s else 1.0
+
+    def _is_alone_or_unshared(self, node: NodeId) -> bool:
+        return all(
+            node not in member.placement.rollout_nodes or len(member.placement.rollout_nodes) == 1
+            for member in self.members
+        )
+
+    def keeps_slos_with(self, pipeline: Pipeline, rollout_nodes: Sequence[NodeId], num_new_rollout_nodes: int) -> bool:
+        """Whether step slowdown period / T_solo stays within every member's SLO and the newcomer's."""
+        budget_s = min(self.budget_s, budget_of(pipeline))
+        if budget_s == math.inf:
+            return True
+        if self.is_formula_exact or self.is_colocated:
+            return self.period_with(pipeline, rollout_nodes, num_new_rollout_nodes) <= budget_s
+        new = tuple(NodeId("(new)", index) for index in range(num_new_rollout_nodes))
+        return fits_period(self._loads_with(pipeline, (*rollout_nodes, *new)), budget_s)
+
+    def has_memory_for(self, pipeline: Pipeline, rollout_nodes: Sequence[NodeId]) -> bool:
+        """Residency by bytes on the shared nodes; by the cap among pipelines without footprints."""
+        if not has_footprint(pipeline) and self.num_without_footprint >= MAX_PIPELINES_PER_GROUP:
+            return False
+        if pipeline.footprint.train_host_bytes > self.free_train_bytes:
+            return False
+        need = pipeline.footprint.rollout_host_bytes
+        return all(need <= self.free_rollout_bytes[self.rollout_nodes.index(node)] for node in rollout_nodes)
+
+
+def group_load(
+    group_id: GroupId,
+    members: tuple[Member, ...],
+    rollout_nodes: tuple[NodeId, ...],
+    train_nodes: tuple[NodeId, ...],
+    cluster: Cluster,
+) -> GroupLoad:
+    """Sum up a group from its members."""
+    loads = _phase_loads(members, cluster.pools)
+    rollout_s = dict.fromkeys(rollout_nodes, 0.0)
+    held_bytes = dict.fromkeys(rollout_nodes + train_nodes, 0.0)
+    for member, load in zip(members, loads, strict=True):
+        footprint = member.pipeline.footprint
+        for node in member.placement.rollout_nodes:
+            rollout_s[node] += load.rollout_s * load.steps_per_cycle
+            held_bytes[node] += footprint.rollout_host_bytes
+        for node in member.placement.train_nodes:
+            held_bytes[node] += footprint.train_host_bytes
+    train_s = sum(load.train_s * load.steps_per_cycle for load in loads)
+    cycle = max(load.solo_s * load.steps_per_cycle for load in loads)
+    busiest = max(train_s, *rollout_s.values())
+    is_exact = is_formula_exact(loads)
+    is_colocated = any(member.is_colocated for member in members)
+    if is_colocated:
+        # Both phases of everyone on the same nodes: one after another is what can be promised.
+        busiest = sum(load.solo_s for load in loads)
+    free = {node: cluster.pools[node.pool].host_memory_bytes - held_bytes[node] for node in held_bytes}
+    return GroupLoad(
+        id=group_id,
+        members=members,
+        rollout_nodes=rollout_nodes,
+        train_nodes=train_nodes,
+        rollout_loads_s=tuple(rollout_s.values()),
+        train_load_s=train_s,
+        cycle_s=cycle,
+        load_s=busiest,
+        period_s=max(cycle, busiest) if is_exact or is_colocated else meta_iteration_s(loads),
+        budget_s=min(budget_of(member.pipeline) * member.steps_per_cycle for member in members),
+        free_rollout_bytes=tuple(free[node] for node in rollout_nodes),
+        free_train_bytes=min(free[node] for node in train_nodes),
+        usd_per_hour=sum(cluster.pools[node.pool].usd_per_node_hour for node in held_bytes),
+        least_usd_per_hour=sum(_least_usd_per_hour(member.pipeline, cluster) for member in members),
+        num_without_footprint=sum(not has_footprint(member.pipeline) for member in members),
+        is_colocated=is_colocated,
+        pools=cluster.pools,
+        has_switches=any(member.pipeline.switch for member in members),
+        is_formula_exact=is_exact,
+    )
+
+
+def _least_usd_per_hour(pipeline: Pipeline, cluster: Cluster) -> float:
+    estimate = pipeline.estimate
+    if estimate is None or pipeline.slo_slowdown == math.inf:
+        return 0.0
+    prices = {
+        phase: pool.usd_per_node_hour if (pool := cluster.pool_for(phase)) else 0.0
+        for phase in (Phase.ROLLOUT, Phase.TRAIN)
+    }
+    usd_seconds = (
+        prices[Phase.ROLLOUT] * pipeline.num_rollout_nodes * estimate.rollout_s
+        + prices[Phase.TRAIN] * pipeline.num_train_nodes * estimate.train_s
+    )
+    return usd_seconds / budget_of(pipeline) if usd_seconds else 0.0
+
+
+def _phase_loads(members: Sequence[Member], pools: Mapping[str, Pool]) -> list[PhaseLoad]:
+    """What each asks of a group of these, switches included."""
+    tenants: list[Tenant] = [(one.pipeline, one.placement.rollout_nodes, one.placement.train_nodes) for one in members]
+    added = switch_seconds(tenants, pools)
+    return [
+        replace(load, rollout_s=load.rollout_s + rollout_s, train_s=load.train_s + train_s)
+        if rollout_s or train_s
+        else load
+        for load, (rollout_s, train_s) in zip([one.phase_load for one in members], added, strict=True)
+    ]
+
+
+def solo_s(pipeline: Pipeline) -> float:
+    """T_solo, or 0 where nothing is known."""
+    return pipeline.estimate.solo_s if pipeline.estimate else 0.0
+
+
+def phases_of(pipeline: Pipeline) -> tuple[float, float]:
+    estimate = pipeline.estimate
+    return (estimate.rollout_s, estimate.train_s) if estimate else (0.0, 0.0)
+
+
+def _colocated_solo_s(pipeline: Pipeline) -> float:
+    estimate = pipeline.colocated_estimate or pipeline.estimate
+    return estimate.solo_s if estimate else 0.0
+
+
+def budget_of(pipeline: Pipeline) -> float:
+    """The longest step the pipeline accepts: SLO times T_solo; infinite where nothing is known."""
+    return pipeline.slo_slowdown * pipeline.estimate.solo_s if pipeline.estimate else math.inf
+
+
+def has_footprint(pipeline: Pipeline) -> bool:
+    return pipeline.footprint.rollout_host_bytes > 0 or pipeline.footprint.train_host_bytes > 0
