@@ -84,12 +84,12 @@ def test_who_stays_behind_alone_has_one_turn(pair):
     assert ledger.member(SHORT).steps_per_cycle == 1
 
 
-def test_no_turn_at_all_is_refused(pair):
+def test_a_member_without_a_step_in_the_cycle_is_refused(pair):
     ledger = PlacementLedger(priced())
     choice = PlacementChoice(
         kind=AdmissionKind.NEW, group=None, num_new_rollout_nodes=1, num_new_train_nodes=1, steps_per_cycle=((LONG, 0),)
     )
-    with pytest.raises(IllegalTransitionError, match="no turn"):
+    with pytest.raises(IllegalTransitionError, match="no step in the cycle"):
         ledger.admit(pair[0], choice)
 
 
