@@ -60,9 +60,9 @@ def row(policy_name: str, size: int, num_arrivals: int) -> str:
         relocations = policy.rebalance(view)
         rebalance_ms.append((time.perf_counter() - began) * 1e3)
         for relocation in relocations:
-            ledger.move(relocation.pipeline, relocation.choice)
+            ledger.relocate(relocation.pipeline, relocation.choice)
         for relocation in relocations:
-            ledger.settle(relocation.pipeline)
+            ledger.finish_relocation(relocation.pipeline)
         ledger.depart(pipeline.id)
     published = f"{PUBLISHED_MS[size]:.1f}" if size in PUBLISHED_MS else "-"
     p99 = sorted(place_ms)[int(0.99 * len(place_ms))]

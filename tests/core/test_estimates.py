@@ -17,8 +17,8 @@ def history(curves: list[list[tuple[float, int]]]) -> StepHistory:
     for step, reports in enumerate(curves, 1):
         made.open_rollout(step, (D0,), 0.0)
         for seconds, active in reports[:-1]:
-            made.progress(D0, active, seconds)
-        made.share_ended(D0, reports[-1][0])
+            made.add_progress(D0, active, seconds)
+        made.end_shard(D0, reports[-1][0])
     return made
 
 
@@ -27,7 +27,7 @@ SHORT, LONG = [(1.0, 32), (4.0, 8), (6.0, 0)], [(1.0, 32), (4.2, 8), (12.0, 0)]
 
 def test_bands_begin_as_in_the_last_steps_and_the_tails_end_is_a_range():
     known = history([SHORT, LONG, SHORT]).estimates()
-    assert known.share_s == 6.0
+    assert known.shard_s == 6.0
     assert known.tail_s == 2.0
     left = known.remaining_time(8, run_s=4.0)
     assert (left.low_s, left.median_s, left.high_s) == (2.0, 2.0, pytest.approx(7.8))
@@ -41,17 +41,17 @@ def test_the_live_count_corrects_the_prediction():
 
 def test_before_the_first_step_the_users_estimate_stands_in():
     known = history([]).estimates()
-    assert (known.share_s, known.train_s) == (9.0, 2.0)
+    assert (known.shard_s, known.train_s) == (9.0, 2.0)
     assert known.remaining_time(None, run_s=4.0).median_s == 5.0
 
 
 def test_a_share_that_was_moved_does_not_teach():
     made = history([SHORT])
     made.open_rollout(2, (D0, D1), 0.0)
-    made.moved(D1, D0, 4, 0.4)
-    made.share_ended(D0, 99.0)
-    assert made.estimates().share_s == 6.0
-    assert made.estimates().move_s == pytest.approx(0.1)
+    made.add_migration(D1, D0, 4, 0.4)
+    made.end_shard(D0, 99.0)
+    assert made.estimates().shard_s == 6.0
+    assert made.estimates().migrate_s == pytest.approx(0.1)
 
 
 def test_a_curve_knows_when_it_fell_for_good():

@@ -199,12 +199,12 @@ def test_a_moved_pipeline_keeps_its_old_nodes_until_it_has_really_left():
     ledger.admit(pipeline("a"), new())
     ledger.admit(pipeline("b"), new())
     target = ledger.group(ledger.placement(PipelineId("a")).group)
-    placement, released = ledger.move(PipelineId("b"), join(target, [R0]))
+    placement, released = ledger.relocate(PipelineId("b"), join(target, [R0]))
     assert (placement.rollout_nodes, released) == ((R0,), (R1, T1))
     ledger.check()
     assert ledger.num_free_nodes(Phase.TRAIN) == 0
-    assert (ledger.usd_per_hour, ledger.settled_usd_per_hour) == (8.0, 4.0)
-    assert ledger.settle(PipelineId("b")) == (R1, T1)
+    assert (ledger.usd_per_hour, ledger.usd_per_hour_when_relocated) == (8.0, 4.0)
+    assert ledger.finish_relocation(PipelineId("b")) == (R1, T1)
     assert ledger.num_free_nodes(Phase.TRAIN) == 1
     ledger.check()
 
@@ -212,7 +212,7 @@ def test_a_moved_pipeline_keeps_its_old_nodes_until_it_has_really_left():
 def test_a_pipeline_that_ends_before_its_move_gives_back_both():
     ledger = PlacementLedger(cluster())
     ledger.admit(pipeline("a"), new())
-    ledger.move(PipelineId("a"), new())
+    ledger.relocate(PipelineId("a"), new())
     assert set(ledger.depart(PipelineId("a"))) == {R0, T0, R1, T1}
     assert ledger.usd_per_hour == 0.0
     ledger.check()
@@ -224,7 +224,7 @@ def test_a_move_that_does_not_hold_changes_nothing():
     ledger.admit(pipeline("b"), join(only_group(ledger), num_new=1))
     before = only_group(ledger)
     with pytest.raises(IllegalTransitionError, match="are free"):
-        ledger.move(PipelineId("b"), new())
+        ledger.relocate(PipelineId("b"), new())
     assert only_group(ledger) == before
     ledger.check()
 

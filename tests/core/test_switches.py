@@ -97,7 +97,7 @@ def test_what_switches_took_replaces_what_was_measured_before(builders):
     history = StepHistory(builders.pipeline("a", switch=SwitchEstimate(rollout_s=0.5, train_s=9.0)))
     assert history.estimates().switch_s(Phase.ROLLOUT) == 0.5
     for seconds in (0.3, 0.2, 0.4):
-        history.switched(Phase.ROLLOUT, seconds, is_warm=True)
+        history.add_switch(Phase.ROLLOUT, seconds, is_warm=True)
     assert history.estimates().switch_s(Phase.ROLLOUT) == pytest.approx(0.3)
     assert history.estimates().switch_s(Phase.TRAIN) == 9.0
 
@@ -105,8 +105,8 @@ def test_what_switches_took_replaces_what_was_measured_before(builders):
 def test_weights_that_come_in_with_every_order_are_no_switch(builders):
     history = StepHistory(builders.pipeline("a"))
     assert history.estimates().switch_s(Phase.ROLLOUT) == 0.0
-    history.switched(Phase.ROLLOUT, 0.2, is_warm=False)
-    history.switched(Phase.ROLLOUT, 0.7, is_warm=True)
+    history.add_switch(Phase.ROLLOUT, 0.2, is_warm=False)
+    history.add_switch(Phase.ROLLOUT, 0.7, is_warm=True)
     assert history.estimates().switch_s(Phase.ROLLOUT) == pytest.approx(0.5)
 
 

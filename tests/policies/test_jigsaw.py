@@ -183,17 +183,17 @@ def test_the_growth_of_a_gathered_share_is_learned(builders):
     left, right = DeviceId("gpu", 0, 0), DeviceId("gpu", 1, 0)
     history.open_rollout(1, (left, right), 0.0)
     for device in (left, right):
-        history.progress(device, 16, 0.1)
-        history.progress(device, 2, 3.0)
-        history.share_ended(device, 4.0)
-    assert history.estimates().gathered_s == pytest.approx(3.0)
+        history.add_progress(device, 16, 0.1)
+        history.add_progress(device, 2, 3.0)
+        history.end_shard(device, 4.0)
+    assert history.estimates().whole_migration_s == pytest.approx(3.0)
     history.open_rollout(2, (left, right), 10.0)
-    history.moved(left, right, 16, 0.0, is_fresh=True)
-    history.share_ended(right, 5.0)
+    history.add_migration(left, right, 16, 0.0, is_fresh=True)
+    history.end_shard(right, 5.0)
     estimates = history.estimates()
-    assert estimates.gathered_s == pytest.approx(1.0)
-    assert estimates.share_s == pytest.approx(4.0)
-    assert estimates.move_s is None
+    assert estimates.whole_migration_s == pytest.approx(1.0)
+    assert estimates.shard_s == pytest.approx(4.0)
+    assert estimates.migrate_s is None
 
 
 def test_a_gathered_share_adds_at_most_its_own_seconds_however_long_that_steps_answers_were(builders):
@@ -201,12 +201,12 @@ def test_a_gathered_share_adds_at_most_its_own_seconds_however_long_that_steps_a
     left, right = DeviceId("gpu", 0, 0), DeviceId("gpu", 1, 0)
     history.open_rollout(1, (left, right), 0.0)
     for device in (left, right):
-        history.progress(device, 16, 0.1)
-        history.share_ended(device, 4.0)
+        history.add_progress(device, 16, 0.1)
+        history.end_shard(device, 4.0)
     history.open_rollout(2, (left, right), 10.0)
-    history.moved(left, right, 16, 0.0, is_fresh=True)
-    history.share_ended(right, 60.0)
-    assert history.estimates().gathered_s == pytest.approx(4.0)
+    history.add_migration(left, right, 16, 0.0, is_fresh=True)
+    history.end_shard(right, 60.0)
+    assert history.estimates().whole_migration_s == pytest.approx(4.0)
 
 
 def waiting_for_tools(builders):
@@ -307,24 +307,24 @@ def test_the_curve_of_a_share_that_went_to_a_free_device_is_learned_as_that_of_a
     history = StepHistory(builders.pipeline("a"))
     left, right = DeviceId("gpu", 0, 0), DeviceId("gpu", 1, 0)
     history.open_rollout(1, (left, right), 0.0)
-    history.share_ended(right, 4.0)
-    history.moved(left, right, 16, 0.0, is_fresh=True)
-    history.progress(right, 16, 0.1)
-    history.share_ended(right, 6.0)
-    assert history.estimates().share_s == pytest.approx(5.0), "the median of both"
-    assert history.estimates().gather_growth is None
+    history.end_shard(right, 4.0)
+    history.add_migration(left, right, 16, 0.0, is_fresh=True)
+    history.add_progress(right, 16, 0.1)
+    history.end_shard(right, 6.0)
+    assert history.estimates().shard_s == pytest.approx(5.0), "the median of both"
+    assert history.estimates().whole_migration_growth is None
 
 
 def test_what_is_known_of_a_share_goes_with_it_to_a_device_that_gave_its_own_away(builders):
     history = StepHistory(builders.pipeline("a"))
     left, right = DeviceId("gpu", 0, 0), DeviceId("gpu", 1, 0)
     history.open_rollout(1, (left, right), 0.0)
-    history.moved(left, right, 16, 0.0, is_fresh=True)
-    history.progress(right, 5, 1.0)
-    history.paused(right, 2.0)
-    history.moved(right, left, 5, 0.1)
-    assert history.live(left) == (5, 2.0)
-    assert history.live(right) == (None, 0.0)
+    history.add_migration(left, right, 16, 0.0, is_fresh=True)
+    history.add_progress(right, 5, 1.0)
+    history.add_pause(right, 2.0)
+    history.add_migration(right, left, 5, 0.1)
+    assert history.live_shard(left) == (5, 2.0)
+    assert history.live_shard(right) == (None, 0.0)
 
 
 def asked_migrations(scheduler) -> list[int]:

@@ -63,7 +63,7 @@ def test_rb04_progress_of_the_real_run_replaces_a_wrong_estimate(builders):
     driver.submit(builders.pipeline("a", rollout_s=1000.0, train_s=1.0, num_steps=4))
     for _ in range(4):
         driver.step()
-    assert driver.scheduler.query.pipeline(PipelineId("a")).estimates.share_s == 5.0
+    assert driver.scheduler.query.pipeline(PipelineId("a")).estimates.shard_s == 5.0
 
 
 @pytest.mark.parametrize("policy", SHARING)
@@ -177,7 +177,7 @@ def test_rb15_progress_is_kept_by_device_and_added_up(builders):
     for order, num_active in ((first, 20), (second, 80)):
         driver.send(ChunkFinished(time_s=0.5, order=order.id, num_active=num_active, num_waiting=0, seconds=0.5))
     member = driver.scheduler.query.pipeline(PipelineId("a"))
-    assert [member.live_share(order.devices[0])[0] for order in (first, second)] == [20, 80]
+    assert [member.live_shard(order.devices[0])[0] for order in (first, second)] == [20, 80]
 
 
 @pytest.mark.parametrize("policy", SHARING)

@@ -73,12 +73,12 @@ class World:
             else:
                 relocations.append(choice)
         for relocation in relocations:
-            placement, _ = self.ledger.move(relocation.pipeline, relocation.choice)
+            placement, _ = self.ledger.relocate(relocation.pipeline, relocation.choice)
             group = self.ledger.group(placement.group)
             assert group.period_s <= group.budget_s * (1 + 1e-9)
             self.ledger.check()
         for relocation in relocations:
-            self.ledger.settle(relocation.pipeline)
+            self.ledger.finish_relocation(relocation.pipeline)
         self.ledger.check()
         return tuple(relocations)
 

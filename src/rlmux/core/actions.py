@@ -44,7 +44,7 @@ class Relocate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Refuse:
-    """It can never fit on this cluster; the reason has the numbers."""
+    """The pipeline can never fit on this cluster; the reason has the numbers."""
 
     pipeline: PipelineId
     reason: str
@@ -52,7 +52,7 @@ class Refuse:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Queue:
-    """It fits, but not now; it is tried again whenever something leaves."""
+    """The pipeline fits, but not now; it is tried again whenever something leaves."""
 
     pipeline: PipelineId
     reason: str
@@ -74,14 +74,14 @@ class RunStage:
     step: int
     stage: Stage
     devices: tuple[DeviceId, ...]
-    """One for a worker's share of a rollout; all training devices at once; none for PUBLISH."""
+    """One device for a rollout shard, every training device for a training stage, none for REWARD and PUBLISH."""
     weight_version: int
-    """The version the stage computes with."""
+    """Weight version that the stage computes with."""
     device_fraction: float = 1.0
-    """Share of each device it may use, of the levels prepared there."""
+    """Part of each device that it may use, one of those prepared there."""
     switch: Switch = Switch.NONE
     evicted: tuple[Resident, ...] = ()
-    """States that must leave the devices first."""
+    """States that must leave the devices before its own is loaded."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,7 +93,7 @@ class Pause:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MigrateShard:
-    """Move a rollout's unfinished trajectories between two workers of one pipeline. Nothing is dropped."""
+    """Migrate a rollout shard's unfinished trajectories to another worker of the pipeline. Nothing is dropped."""
 
     order: OrderId
     pipeline: PipelineId
@@ -101,12 +101,12 @@ class MigrateShard:
     source: DeviceId
     target: DeviceId
     copies_kv: bool
-    """False: the target computes the KV cache again from the tokens."""
+    """Whether the KV cache is copied; False: the target computes it again from the tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SetDeviceFraction:
-    """Change the share of a running order's devices."""
+    """Change the fraction of its devices that a running order may use."""
 
     order: OrderId
     device_fraction: float

@@ -1,26 +1,28 @@
 """How long a group's strict meta-iteration takes.
 
-In a strict meta-iteration every member has its steps per cycle, one rollout and one train phase each, and every node serves
-the steps per cycle of its members in the same cyclic order. The k-th meta-iteration obeys
+In a strict meta-iteration every member goes through its steps per cycle, one rollout and one train phase each. Each
+step has a cycle slot, and every node serves the slots of its members in the same cyclic order. The k-th meta-iteration
+obeys
 
-    rollout of a turn after the same member's previous train phase
-    rollout of a turn after the previous turn's rollout on each of its nodes
-    train phase of a turn after its rollout, and after the previous turn's train phase
+    rollout of a slot after the same member's previous train phase
+    rollout of a slot after the previous slot's rollout on each of its nodes
+    train phase of a slot after its rollout, and after the previous slot's train phase
 
 so the period is the largest (seconds on a cycle) / (meta-iterations it spans) of that graph.
 
-RollMux gives each member one turn. If then the members' rollout node sets are pairwise equal or disjoint, the period
-is max(T_cycle, T_load). Proof: take a simple cycle with q steps from a train phase back to a rollout and w wraps to
-the next meta-iteration; it spans q + w of them. With w = 0 it is one member's rollout and train (T_cycle); with q = 0
-it is one node's round (T_load). Otherwise it is q runs of rollouts, each on one node set and at most T_load long, and
-train phases, each once, at most T_load in all: at most (q + 1) T_load over at least q + 1 meta-iterations.
+RollMux gives each member one step per cycle. If then the members' rollout node sets are pairwise equal or disjoint,
+the period is max(T_cycle, T_load). Proof: take a simple cycle with q steps from a train phase back to a rollout and w
+wraps to the next meta-iteration; it spans q + w of them. With w = 0 it is one member's rollout and train (T_cycle);
+with q = 0 it is one node's work in the cycle (T_load). Otherwise it is q runs of rollouts, each on one node set and at
+most T_load long, and train phases, each once, at most T_load in all: at most (q + 1) T_load over at least q + 1
+meta-iterations.
 
 The proof needs node sets that are equal or disjoint. Counterexample: order a, ab, b with rollout seconds
 10, 1, 10 on nodes {A}, {A, B}, {B} and 1 s of training each: T_cycle = T_load = 11, the period is 11.5, as a run
-of rollouts crosses from A to B inside `ab`. Such groups, and those with several steps per cycle for a member, are computed
-exactly (Karp's maximum cycle mean).
+of rollouts crosses from A to B inside `ab`. Such groups, and those with several steps per cycle for a member, are
+computed exactly (Karp's maximum cycle mean).
 
-Several steps_per_cycle: a member with m steps per cycle has its n-th (from 0) at n / m of the meta-iteration, ties in the members' order:
+A member with m steps per cycle has its n-th slot (from 0) at n / m of the meta-iteration, ties in the members' order:
 
     steps per cycle a: 1, b: 3    order  a b b b        steps per cycle a: 2, b: 3    order  a b b a b
 
@@ -41,7 +43,7 @@ class PhaseLoad:
     rollout_s: float
     train_s: float
     rollout_nodes: tuple[Hashable, ...]
-    """The nodes that all work on its rollout at once."""
+    """Nodes that all work on its rollout at once."""
     steps_per_cycle: int = 1
     """Steps in each meta-iteration."""
 
@@ -112,7 +114,7 @@ def fits_period(loads: Sequence[PhaseLoad], period_s: float) -> bool:
 
 
 def cycle_order(steps_per_cycle: Sequence[int]) -> list[int]:
-    """The members' numbers in the cyclic order of their steps per cycle."""
+    """The members' numbers in the cyclic order of their slots."""
     if max(steps_per_cycle, default=1) == 1:
         return list(range(len(steps_per_cycle)))
     return [j for _, j in sorted((n / count, j) for j, count in enumerate(steps_per_cycle) for n in range(count))]
@@ -142,20 +144,20 @@ def has_separate_node_sets(node_sets: Sequence[tuple[Hashable, ...]]) -> bool:
 def _one_meta_iteration(loads: Sequence[PhaseLoad]) -> list[list[float]]:
     """The (max, +) matrix from the phases' ends in one meta-iteration to their ends in the next.
 
-    Row and column t are the t-th turn's rollout, n + t its train phase; minus infinity where nothing is awaited.
+    Row and column t are the t-th slot's rollout, n + t its train phase; minus infinity where nothing is awaited.
     """
     order = cycle_order([load.steps_per_cycle for load in loads])
     n = len(order)
     last_on_node: dict[Hashable, int] = {}
     last_of_member: dict[int, int] = {}
-    for turn, j in enumerate(order):
-        last_of_member[j] = turn
+    for slot, j in enumerate(order):
+        last_of_member[j] = slot
         for node in loads[j].rollout_nodes:
-            last_on_node[node] = turn
+            last_on_node[node] = slot
     rollout_rows: list[list[float]] = []
     train_rows: list[list[float]] = []
-    row_on_node = {node: _unit_row(2 * n, turn) for node, turn in last_on_node.items()}
-    row_of_member = {j: _unit_row(2 * n, n + turn) for j, turn in last_of_member.items()}
+    row_on_node = {node: _unit_row(2 * n, slot) for node, slot in last_on_node.items()}
+    row_of_member = {j: _unit_row(2 * n, n + slot) for j, slot in last_of_member.items()}
     train_row = _unit_row(2 * n, 2 * n - 1)
     for j in order:
         load = loads[j]

@@ -1,7 +1,7 @@
 """Every error rlmux raises on purpose.
 
     RlmuxError
-    ├── UserError (ValueError)        the person can mend it: says what, where, and what is accepted
+    ├── UserError (ValueError)        a mistake of the user: says what, where, and what is accepted
     │   ├── SpecError                 the file or an override of it
     │   └── RefusedError              a pipeline that cannot fit, with the numbers
     ├── PipelineError (RuntimeError)  one pipeline's own fault: it stops, the others go on
@@ -22,7 +22,7 @@ class RlmuxError(Exception):
 
 
 class UserError(RlmuxError, ValueError):
-    """Something the person typed or supplied. The text is one line and stands alone."""
+    """A mistake in what the user typed or supplied. The text is one line and stands alone."""
 
 
 class SpecError(UserError):
@@ -50,8 +50,8 @@ class LogError(RlmuxError):
 
 
 class StorageError(RlmuxError):
-    """A file of the run cannot be written. Nobody's fault: the run stops and can be resumed."""
+    """A file of the run cannot be written. The run stops and can be resumed."""
 
 
 class IllegalTransitionError(RlmuxError):
-    """An event arrived, or an order was chosen, that the present state does not allow. Carries the story."""
+    """An event or a choice that the present state does not allow. The text shows the recent events."""

@@ -3,13 +3,13 @@
     scheduler ── progress, ends ──▶ StepHistory ── estimates() ──▶ StepEstimates ──▶ policies
                                     (mutable, the scheduler's)     (frozen)
 
-A rollout share leaves a curve: solo seconds at which its active count was reported. Curves of neighbouring steps are
-very alike, so where a band starts is predicted by the median of the last steps. Where the tail *ends* is not stable:
-`remaining_s` is a distribution, and is asked with the live active count, which says how far down the curve the share
+A rollout shard leaves a curve: its active count, and the solo seconds at which each count was reported. Curves of
+neighbouring steps are very alike, so the median of the last steps predicts where each sub-stage begins. The end of the
+tail varies: `remaining_time` is a range, and takes the live active count, which says how far down the curve the shard
 is now. Before the first step the user's estimate stands in, with a typical shape.
 
-Seconds are solo seconds: what the work would take with the device for itself. A shared order's wall seconds are
-divided by the slowdown that was expected of it.
+Seconds are solo seconds: what the work would take with the device for itself. The wall seconds of an order that shares
+its device are divided by the slowdown that was expected of it.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ from dataclasses import dataclass, field
 from rlmux.core.model import PHASE_BY_STAGE, DeviceId, Phase, Pipeline, Stage
 
 WINDOW_STEPS = 3
-"""Steps that a prediction looks back."""
-TYPICAL_TAIL_SHARE = 0.5
-"""Part of a rollout spent in its tail, before a step was seen (0.4 to 0.7 in recorded runs)."""
+"""Steps that an estimate looks back."""
+TYPICAL_TAIL_PART = 0.5
+"""Part of a rollout's seconds spent in its tail, before a step was seen (0.4 to 0.7 in recorded runs)."""
 TAIL_PART = 0.25
-"""A share is in its tail when at most this part of what it began with is active."""
+"""Part of the sequences that a shard began with, at or below which it is in its tail."""
 UNKNOWN_S = 1.0
-"""Seconds of a stage of which nothing is known."""
+"""Seconds assumed for a stage that nothing is known about."""
 
 
 @dataclass(frozen=True, slots=True)
 class Curve:
-    """One share's way down, in solo seconds."""
+    """One shard's active count over time."""
 
     seconds: tuple[float, ...]
-    """When each report came, ascending; the last is the end."""
+    """Solo seconds of each report since the shard began, ascending; the last is the end."""
     active: tuple[int, ...]
-    """Active sequences from then on; the last is 0."""
+    """Active sequences from each of these seconds on; the last is 0."""
 
     @property
     def end_s(self) -> float:
@@ -58,7 +58,7 @@ class Curve:
 
 @dataclass(frozen=True, slots=True)
 class RemainingTime:
-    """When a share will end, as solo seconds from now."""
+    """Solo seconds until a shard ends, counted from now."""
 
     low_s: float
     median_s: float
@@ -67,31 +67,33 @@ class RemainingTime:
 
 @dataclass(frozen=True, slots=True)
 class StepEstimates:
-    """A pipeline's next step as predicted now."""
+    """A pipeline's next step, as estimated now."""
 
     seconds_by_stage: tuple[tuple[Stage, float], ...]
+    """Each stage other than GENERATE with its solo seconds."""
     curves: tuple[Curve, ...]
-    """Of all whole shares of the last steps: those of one pipeline are alike, wherever they were."""
+    """Curves of all whole shards of the last steps: those of one pipeline are alike, whichever device they ran on."""
     rollout_s: float
-    """Of a share of which no curve is known."""
-    move_s: float | None = None
-    """Of one trajectory to another device, as the last moves took; None before the first."""
-    gather_growth: float | None = None
-    """A share that took over a whole sibling, before either had begun, lasted longer by this part of its own
-    seconds; None before the first. From 0 to 1, since steps differ by more than that: beside others a share
-    costs at most what it costs after them."""
+    """Solo seconds of a shard while no curve is known."""
+    migrate_s: float | None = None
+    """Seconds to migrate one trajectory, as the last migrations took; None before the first."""
+    whole_migration_growth: float | None = None
+    """Part of its own seconds by which a shard lasted longer after a whole sibling had migrated to it before either
+    began; None before the first. It is 0 to 1, since steps differ by more than that: beside others a shard costs at
+    most what it costs after them."""
     wait_s: float | None = None
-    """From the pause of a share that had nothing to compute to the first reply; None before the first."""
+    """Seconds between the pause of a shard that had nothing to compute and the first reply; None before the first."""
     rollout_switch_s: float = 0.0
+    """Seconds of a warm switch to its rollout state: as the last ones took, before them as it was measured, else 0."""
     train_switch_s: float = 0.0
-    """Of a warm switch to its state: as the last ones took, before them as it was measured, 0 where it was not."""
+    """Seconds of a warm switch to its training state, likewise."""
 
     def switch_s(self, phase: Phase) -> float:
-        """Of a warm switch to its state for the phase."""
+        """Seconds of a warm switch to its state for the phase."""
         return self.rollout_switch_s if phase is Phase.ROLLOUT else self.train_switch_s
 
     def stage_s(self, stage: Stage) -> float:
-        """Of a stage other than GENERATE."""
+        """Solo seconds of a stage other than GENERATE; 0 where nothing is known."""
         for known, seconds in self.seconds_by_stage:
             if known is stage:
                 return seconds
@@ -99,36 +101,37 @@ class StepEstimates:
 
     @property
     def train_s(self) -> float:
+        """Solo seconds of all training stages."""
         return sum(s for stage, s in self.seconds_by_stage if PHASE_BY_STAGE[stage] is Phase.TRAIN)
 
     @property
-    def share_s(self) -> float:
-        """A whole share."""
+    def shard_s(self) -> float:
+        """Solo seconds of a whole shard."""
         return _median([curve.end_s for curve in self.curves]) if self.curves else self.rollout_s
 
     @property
     def tail_s(self) -> float:
-        """The part of a share's seconds after its tail has begun."""
+        """Solo seconds of a shard after its tail has begun."""
         if not self.curves:
-            return TYPICAL_TAIL_SHARE * self.rollout_s
+            return TYPICAL_TAIL_PART * self.rollout_s
         return _median([curve.end_s - curve.time_to(tail_count(curve.peak)) for curve in self.curves])
 
     @property
-    def gathered_s(self) -> float:
-        """What a share adds to a sibling that takes all of it over: as seen, else what is not tail.
+    def whole_migration_s(self) -> float:
+        """Solo seconds that a shard adds to the sibling that all of it migrates to: as seen, else what is not tail.
 
         Tails decode side by side; what comes before them fills the sibling's slots already.
         """
-        share_s = self.share_s
-        return share_s - self.tail_s if self.gather_growth is None else self.gather_growth * share_s
+        shard_s, growth = self.shard_s, self.whole_migration_growth
+        return shard_s - self.tail_s if growth is None else growth * shard_s
 
     @property
     def peak(self) -> int | None:
-        """Sequences that a share begins with."""
+        """Sequences that a shard begins with; None where no curve is known."""
         return max((curve.peak for curve in self.curves), default=None)
 
     def remaining_time(self, num_active: int | None, run_s: float) -> RemainingTime:
-        """Until the end, of a share that has run `run_s` and has `num_active` left (None: no report yet)."""
+        """What is left of a shard that has run for `run_s` and has `num_active` sequences (None: no report yet)."""
         curves = self.curves
         if not curves:
             left_s = max(self.rollout_s - run_s, 0.05 * self.rollout_s)
@@ -141,23 +144,25 @@ class StepEstimates:
 
 
 def tail_count(peak: int) -> int:
-    """Active sequences at which the tail of a share that began with `peak` begins."""
+    """Active sequences at which the tail of a shard that began with `peak` begins."""
     return max(1, math.floor(peak * TAIL_PART))
 
 
 @dataclass(slots=True)
-class _Share:
-    """The share of the step under way on one device."""
+class _ShardProgress:
+    """What the shard of the open rollout on one device has reported."""
 
     step: int
     before_s: float = 0.0
     """Solo seconds of its earlier orders."""
     seconds: list[float] = field(default_factory=list)
+    """Solo seconds of each report since the shard began."""
     active: list[int] = field(default_factory=list)
+    """Active sequences at each report."""
     is_whole: bool = True
-    """False after a move: its curve is no longer that of a share."""
-    num_gathered: int = 0
-    """Whole siblings that it took over before it began."""
+    """Whether no trajectory has migrated to it: only then its curve is that of a shard."""
+    num_whole_siblings: int = 0
+    """Whole siblings that migrated to it before they began."""
 
 
 class StepHistory:
@@ -166,21 +171,28 @@ class StepHistory:
     def __init__(self, pipeline: Pipeline) -> None:
         self._pipeline = pipeline
         self._curves: list[tuple[int, Curve]] = []
-        """With their steps: of the last ones in which a share ended whole."""
+        """Curves of the last steps in which a shard ended whole, each with its step."""
         self._stages: dict[Stage, deque[float]] = {}
-        self._open: dict[DeviceId, _Share] = {}
+        """Solo seconds of the last runs of each stage."""
+        self._open: dict[DeviceId, _ShardProgress] = {}
+        """Unfinished shards of the open rollout."""
         self._estimates: StepEstimates | None = None
-        self._move_s: deque[float] = deque(maxlen=WINDOW_STEPS)
+        self._migrate_s: deque[float] = deque(maxlen=WINDOW_STEPS)
+        """Seconds for each trajectory of the last migrations."""
         self._growth: deque[float] = deque(maxlen=WINDOW_STEPS)
+        """`whole_migration_growth` of the last shards that whole siblings migrated to."""
         self._wait_s: deque[float] = deque(maxlen=WINDOW_STEPS)
+        """Seconds of the last waits for an environment."""
         self._switch_s: dict[tuple[Phase, bool], deque[float]] = {}
-        """By phase, of orders with a warm switch and of those without one: weights come in with both."""
+        """Seconds before computing, by phase and whether there was a warm switch: weights come in without one too."""
         self.step_began_s = 0.0
+        """Time at which the open, or last, rollout was opened."""
         self.due_s = math.inf
-        """When the open step must have ended for the mean of all steps to keep the SLO; infinite without one."""
+        """Time by which the open step must end for the mean of all steps to keep the SLO; infinite without one."""
         self._last_step = math.inf
 
     def open_rollout(self, step: int, devices: Sequence[DeviceId], now_s: float, *, is_colocated: bool = False) -> None:
+        """A step's rollout begins, with a shard on each of the devices."""
         pipeline = self._pipeline
         estimate = (pipeline.colocated_estimate if is_colocated else None) or pipeline.estimate
         if step <= self._last_step:  # the first one, or again from a restored step
@@ -188,79 +200,82 @@ class StepHistory:
         self._last_step = step
         self.due_s += pipeline.slo_slowdown * estimate.solo_s if estimate else math.inf
         self.step_began_s = now_s
-        self._open = {device: _Share(step) for device in devices}
+        self._open = {device: _ShardProgress(step) for device in devices}
 
-    def progress(self, device: DeviceId, num_active: int, solo_s: float) -> None:
-        """A running order's report; `solo_s` since the order began."""
-        share = self._open.get(device)
-        if share is not None and (not share.active or share.active[-1] != num_active):
-            share.seconds.append(share.before_s + solo_s)
-            share.active.append(num_active)
+    def add_progress(self, device: DeviceId, num_active: int, solo_s: float) -> None:
+        """Take in a progress report of the shard's running order; `solo_s` counts from the order's begin."""
+        shard = self._open.get(device)
+        if shard is not None and (not shard.active or shard.active[-1] != num_active):
+            shard.seconds.append(shard.before_s + solo_s)
+            shard.active.append(num_active)
 
-    def paused(self, device: DeviceId, solo_s: float) -> None:
-        share = self._open.get(device)
-        if share is not None:
-            share.before_s += solo_s
+    def add_pause(self, device: DeviceId, solo_s: float) -> None:
+        """The shard's order was paused after so many solo seconds."""
+        shard = self._open.get(device)
+        if shard is not None:
+            shard.before_s += solo_s
 
-    def moved(
+    def add_migration(
         self, source: DeviceId, target: DeviceId, num_trajectories: int, seconds: float, *, is_fresh: bool = False
     ) -> None:
-        """`is_fresh`: the source had not begun, so there was no context to carry over."""
+        """The source's unfinished trajectories have migrated; `is_fresh`: it had not begun and had no context."""
         if num_trajectories and not is_fresh:
-            self._move_s.append(seconds / num_trajectories)
+            self._migrate_s.append(seconds / num_trajectories)
             self._estimates = None
         left = self._open.pop(source, None)
         if target in self._open:
             self._open[target].is_whole = False
-            self._open[target].num_gathered += is_fresh
-        elif left is not None:  # its own has ended, or left before: the source's goes on there
+            self._open[target].num_whole_siblings += is_fresh
+        elif left is not None:  # the target's own has ended or migrated before: the source's goes on there
             self._open[target] = left
 
-    def waited(self, seconds: float) -> None:
-        """A paused share had nothing to compute for so long."""
+    def add_wait(self, seconds: float) -> None:
+        """A paused shard had nothing to compute for so long."""
         self._wait_s.append(seconds)
         self._estimates = None
 
-    def switched(self, phase: Phase, seconds: float, *, is_warm: bool) -> None:
-        """An order spent so long before its computing; without a switch only on what every order needs."""
+    def add_switch(self, phase: Phase, seconds: float, *, is_warm: bool) -> None:
+        """An order spent so long before its computing; one without a switch only on what every order needs."""
         self._switch_s.setdefault((phase, is_warm), deque(maxlen=WINDOW_STEPS)).append(seconds)
         self._estimates = None
 
-    def share_ended(self, device: DeviceId, solo_s: float) -> None:
-        share = self._open.pop(device, None)
-        if share is None:
+    def end_shard(self, device: DeviceId, solo_s: float) -> None:
+        """The shard is done; its last order computed for so many solo seconds."""
+        shard = self._open.pop(device, None)
+        if shard is None:
             return
-        if not share.is_whole and self._curves:  # an untouched share's curve is the better predictor
-            if share.num_gathered:
+        if not shard.is_whole and self._curves:  # the curve of a shard that nothing migrated to predicts better
+            if shard.num_whole_siblings:
                 alone_s = _median([curve.end_s for _, curve in self._curves])
-                growth = (share.before_s + solo_s) / max(alone_s, 1e-9) - 1.0
-                self._growth.append(growth / share.num_gathered)
+                growth = (shard.before_s + solo_s) / max(alone_s, 1e-9) - 1.0
+                self._growth.append(growth / shard.num_whole_siblings)
                 self._estimates = None
             return
-        peak = max(share.active, default=1)
-        curve = Curve((0.0, *share.seconds, share.before_s + solo_s), (peak, *share.active, 0))
-        steps = sorted({share.step, *(step for step, _ in self._curves)})[-WINDOW_STEPS:]
-        self._curves = [one for one in (*self._curves, (share.step, curve)) if one[0] in steps]
+        peak = max(shard.active, default=1)
+        curve = Curve((0.0, *shard.seconds, shard.before_s + solo_s), (peak, *shard.active, 0))
+        steps = sorted({shard.step, *(step for step, _ in self._curves)})[-WINDOW_STEPS:]
+        self._curves = [one for one in (*self._curves, (shard.step, curve)) if one[0] in steps]
         self._estimates = None
 
-    def stage_ended(self, stage: Stage, solo_s: float) -> None:
+    def end_stage(self, stage: Stage, solo_s: float) -> None:
+        """A stage other than GENERATE is done."""
         self._stages.setdefault(stage, deque(maxlen=WINDOW_STEPS)).append(solo_s)
         self._estimates = None
 
-    def live(self, device: DeviceId) -> tuple[int | None, float]:
-        """(active at the last report or None, solo seconds of earlier orders) of the open share."""
-        share = self._open.get(device)
-        if share is None:
+    def live_shard(self, device: DeviceId) -> tuple[int | None, float]:
+        """Sequences active at the last report, None before the first, and solo seconds of earlier orders."""
+        shard = self._open.get(device)
+        if shard is None:
             return None, 0.0
-        return (share.active[-1] if share.active else None), share.before_s
+        return (shard.active[-1] if shard.active else None), shard.before_s
 
     def estimates(self) -> StepEstimates:
-        """What the last steps say; cached until something new is known."""
+        """What the last steps say of the next; cached until something new is known."""
         if self._estimates is None:
-            self._estimates = self._predict()
+            self._estimates = self._estimate()
         return self._estimates
 
-    def _predict(self) -> StepEstimates:
+    def _estimate(self) -> StepEstimates:
         pipeline = self._pipeline
         prior = pipeline.estimate
         train = pipeline.train_stages
@@ -277,8 +292,8 @@ class StepHistory:
             seconds_by_stage=tuple(seconds),
             curves=tuple(curve for _, curve in self._curves),
             rollout_s=prior.rollout_s if prior else UNKNOWN_S,
-            move_s=_median(self._move_s) if self._move_s else None,
-            gather_growth=min(max(_median(self._growth), 0.0), 1.0) if self._growth else None,
+            migrate_s=_median(self._migrate_s) if self._migrate_s else None,
+            whole_migration_growth=min(max(_median(self._growth), 0.0), 1.0) if self._growth else None,
             wait_s=_median(self._wait_s) if self._wait_s else None,
             rollout_switch_s=self._warm_switch_s(Phase.ROLLOUT),
             train_switch_s=self._warm_switch_s(Phase.TRAIN),

@@ -20,7 +20,7 @@ class PipelineSubmitted:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineCancelled:
-    """Its owner wants it gone; running orders end first (they are paused)."""
+    """The user wants it gone; running orders end first (they are paused)."""
 
     time_s: float
     pipeline: PipelineId
@@ -42,10 +42,11 @@ class StageFinished:
     time_s: float
     order: OrderId
     seconds: float
-    """Of computing, switches left out."""
+    """Seconds of computing, switches left out."""
     switch_s: float = 0.0
-    """Spent offloading the previous resident and loading this one."""
+    """Seconds spent offloading the previous resident and loading this one."""
     tokens: int = 0
+    """Tokens generated since the order began."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,15 +56,18 @@ class StagePaused:
     time_s: float
     order: OrderId
     seconds: float
+    """Seconds of computing, switches left out."""
     switch_s: float = 0.0
+    """Seconds spent offloading the previous resident and loading this one."""
     tokens: int = 0
+    """Tokens generated since the order began."""
     is_waiting: bool = False
-    """A rollout share that can compute nothing until one of its environments replies."""
+    """Whether it is a rollout shard that can compute nothing until one of its environments replies."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ReplyArrived:
-    """An environment has replied to a paused share that had nothing to compute: it has now."""
+    """An environment has replied to a paused shard that had nothing to compute: it has now."""
 
     time_s: float
     pipeline: PipelineId
@@ -77,18 +81,20 @@ class ChunkFinished:
     time_s: float
     order: OrderId
     num_active: int
+    """Sequences that are decoding."""
     num_waiting: int
+    """Sequences that wait for a slot."""
     num_waiting_for_env: int = 0
-    """Waiting for their environment: the device does nothing for them."""
+    """Sequences that wait for their environment: the device does nothing for them."""
     tokens: int = 0
-    """Since the order began."""
+    """Tokens generated since the order began."""
     seconds: float = 0.0
-    """Since the order began."""
+    """Seconds of computing since the order began."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoriesMigrated:
-    """A MigrateShard order is complete: its sources hold nothing of that step any more."""
+    """A MigrateShard order is complete: its source holds nothing of that step any more."""
 
     time_s: float
     order: OrderId
@@ -98,8 +104,8 @@ class TrajectoriesMigrated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerLost:
-    """A rollout worker died and was replaced: the order it ran has ended, and what it had not handed over is to
-    be done again."""
+    """A rollout worker died and was replaced: the order that it ran has ended, and what it had not handed over is to be
+    done again."""
 
     time_s: float
     pipeline: PipelineId
@@ -108,13 +114,13 @@ class WorkerLost:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineRestarted:
-    """A pipeline's host or trainer died and came back from a checkpoint. Its running orders have ended, and all
+    """A pipeline's env worker or trainer died and came back from a checkpoint. Its running orders have ended, and all
     that came after the restored step is to be done again (with the same result)."""
 
     time_s: float
     pipeline: PipelineId
     restored_step: int
-    """-1: not even the warm start is left."""
+    """Last step whose result is kept; 0: the SFT warm-up is; -1: nothing is."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

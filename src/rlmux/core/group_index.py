@@ -19,7 +19,7 @@ _ROUNDING = 1e-9
 
 
 class GroupIndex:
-    """Kept beside the groups by the ledger, which tells it of every change."""
+    """Kept beside the groups by the ledger, which reports every change to it."""
 
     def __init__(self, groups: Iterable[GroupLoad]) -> None:
         self._cells: dict[tuple[int, int], dict[GroupId, GroupLoad]] = {}
@@ -31,7 +31,7 @@ class GroupIndex:
         """A new group, or an old one that has changed."""
         self.drop(group.id)
         if group.is_colocated:
-            return  # nobody joins there but by sharing everything
+            return  # pipelines join there only by sharing everything
         cell = (_bucket(group.budget_s - group.train_load_s), _bucket(group.period_s))
         self._cells.setdefault(cell, {})[group.id] = group
         self._cell_of[group.id] = cell
@@ -61,7 +61,7 @@ class GroupIndex:
 
 
 def _bucket(seconds: float) -> int:
-    """Monotone in the seconds."""
+    """The number of the quarter octave that the seconds lie in; it grows with them."""
     if seconds < 0.0:
         return -(1 << 20)
     if seconds < 1e-9:

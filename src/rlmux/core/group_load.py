@@ -29,7 +29,7 @@ class Member:
     pipeline: Pipeline
     placement: Placement
     steps_per_cycle: int = 1
-    """Steps in each meta-iteration."""
+    """Steps in each meta-iteration of its group."""
 
     @property
     def is_colocated(self) -> bool:
@@ -54,38 +54,40 @@ class GroupLoad:
 
     id: GroupId
     members: tuple[Member, ...]
-    """In the cyclic order of the meta-iteration: by admission, unless a choice said otherwise."""
+    """Pipelines in the cyclic order of the meta-iteration: by admission, unless a choice said otherwise."""
     rollout_nodes: tuple[NodeId, ...]
-    """In the order they joined the group."""
+    """Rollout nodes, in the order in which they joined the group."""
     train_nodes: tuple[NodeId, ...]
     rollout_loads_s: tuple[float, ...]
-    """Of one meta-iteration, by rollout node."""
+    """Rollout seconds of one meta-iteration, by rollout node."""
     train_load_s: float
+    """Training seconds of one meta-iteration."""
     cycle_s: float
     """T_cycle: the longest that a member needs for its steps per cycle when alone."""
     load_s: float
     """T_load: the busiest node's work in one meta-iteration."""
     period_s: float
-    """Of one strict meta-iteration: max(T_cycle, T_load), or more where that is not exact."""
+    """Seconds of one strict meta-iteration: max(T_cycle, T_load), or more where that is not exact."""
     budget_s: float
-    """The longest period that keeps every member's SLO; infinite where none is known."""
+    """Longest period that keeps every member's SLO; infinite where none is known."""
     free_rollout_bytes: tuple[float, ...]
-    """Host memory left, by rollout node."""
+    """Host memory left in bytes, by rollout node."""
     free_train_bytes: float
-    """Host memory left on the fullest training node."""
+    """Host memory left in bytes on the fullest training node."""
     num_without_footprint: int
+    """Members whose host memory is not known."""
     usd_per_hour: float
-    """Of its nodes."""
+    """Price of its nodes."""
     least_usd_per_hour: float
-    """What its members would cost on nodes that are never idle, each step as slow as its SLO allows."""
+    """Price of its members on nodes that are never idle, each step as slow as its SLO allows."""
     is_colocated: bool
-    """A member rolls out on the training nodes; nobody can join unless the group `is_shared`."""
+    """Whether a member rolls out on the training nodes; no pipeline can join unless the group `is_shared`."""
     pools: Mapping[str, Pool]
-    """Of the cluster, by name."""
+    """Pools of the cluster, by name."""
     has_switches: bool
-    """A member's switches have been measured: the seconds above count those that sharing devices brings."""
+    """Whether a member's switches have been measured: the seconds above count those that sharing devices brings."""
     is_formula_exact: bool
-    """Whether max(T_cycle, T_load) is the period: one turn each, and node sets that are equal or disjoint."""
+    """Whether max(T_cycle, T_load) is the period: one step per cycle each, and node sets that are equal or disjoint."""
 
     @property
     def is_saturated(self) -> bool:
@@ -98,7 +100,7 @@ class GroupLoad:
 
     @property
     def is_shared(self) -> bool:
-        """Every node serves both phases of every member, so that others may join with `is_shared`."""
+        """Whether every node serves both phases of every member, so that others may join with `is_shared`."""
         return self.is_colocated and set(self.train_nodes) == set(self.rollout_nodes)
 
     def period_with(self, pipeline: Pipeline, rollout_nodes: Sequence[NodeId], num_new_rollout_nodes: int) -> float:
@@ -176,7 +178,7 @@ def group_load(
     is_exact = is_formula_exact(loads)
     is_colocated = any(member.is_colocated for member in members)
     if is_colocated:
-        # Both phases of everyone on the same nodes: one after another is what can be promised.
+        # Both phases of every member are on the same nodes: one after another is what can be promised.
         busiest = sum(load.solo_s for load in loads)
     free = {node: cluster.pools[node.pool].host_memory_bytes - held_bytes[node] for node in held_bytes}
     return GroupLoad(
@@ -218,7 +220,7 @@ def _least_usd_per_hour(pipeline: Pipeline, cluster: Cluster) -> float:
 
 
 def _phase_loads(members: Sequence[Member], pools: Mapping[str, Pool]) -> list[PhaseLoad]:
-    """What each asks of a group of these, switches included."""
+    """What each member asks of a group of these, switches included."""
     tenants: list[Tenant] = [(one.pipeline, one.placement.rollout_nodes, one.placement.train_nodes) for one in members]
     added = switch_seconds(tenants, pools)
     return [

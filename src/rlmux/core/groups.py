@@ -1,4 +1,4 @@
-"""Co-execution groups as they run: who is a member on which devices, and whose phase comes next in the cycle.
+"""Co-execution groups as they run: their members by device, and which member is next in the cycle.
 
     join ─▶ member ─▶ leave            the first member founds the group, the last one dissolves it
 

@@ -1,4 +1,4 @@
-"""Who computes on a device, and whose state lies there: leases and residency.
+"""Which orders compute on a device, and which states lie there: leases and residency.
 
     take     an order leases a device fraction; the state it needs is brought there, others are evicted
     release  the order has ended; its state stays until its room is needed

@@ -36,7 +36,7 @@ class NodeId(NamedTuple):
     """A node: its pool's name and its number there."""
 
     pool: str
-    index: int  # type: ignore[assignment]  # hides tuple.index, which nobody needs of an id
+    index: int  # type: ignore[assignment]  # hides tuple.index, which no caller needs of an id
 
     def __str__(self) -> str:
         return f"{self.pool}-{self.index}"
@@ -58,16 +58,16 @@ class DeviceId(NamedTuple):
 
 
 class Phase(StrEnum):
-    """A kind of work with one resource profile that GPUs are pooled for."""
+    """A kind of work with one resource profile that devices are pooled for."""
 
     __hash__ = str.__hash__  # an Enum's own is Python code, and these are in the keys of every decision
 
     ROLLOUT = "rollout"
     TRAIN = "train"
     ENV = "host"
-    """The pipeline's own process: rewards. Holds no device."""
+    """Rewards, in the pipeline's env worker. Holds no device."""
     SYNC = "sync"
-    """Carries weights between the pools. Holds no device."""
+    """Publications and migrations, which carry weights and trajectories. Holds no device."""
 
 
 class Resident(NamedTuple):
@@ -100,7 +100,7 @@ class SubStage(StrEnum):
     DENSE_DECODE = "dense"
     """Decode of DENSE_DECODE_MIN or more sequences at once."""
     TAIL_DECODE = "tail"
-    """Decode of fewer: bound by latency and memory."""
+    """Decode of fewer sequences: bound by latency and memory."""
     TOOL_WAIT = "tool_wait"
     """Every unfinished trajectory waits for its environment: the device computes nothing."""
     REFERENCE = "reference"
@@ -144,16 +144,17 @@ class Pool:
     name: str
     phase: Phase
     num_nodes: int | None = None
-    """How many there are; None for as many as anyone pays for (a what-if on a cloud)."""
+    """Nodes that there are; None for as many as are paid for (a what-if on a cloud)."""
     devices_per_node: int = 1
     gpus_per_node: int = 1
-    """For counting and billing: a device may stand for several GPUs."""
+    """GPUs of a node, for counting and billing: a device may stand for several."""
     usd_per_gpu_hour: float = 0.0
     host_memory_bytes: float = math.inf
-    """Of one node: what all pipelines pinned to it may keep resident together."""
+    """Host memory of one node, in bytes: what all pipelines pinned to it may keep resident together."""
     device_memory_bytes: float = math.inf
+    """Memory of one device, in bytes."""
     spills_to_disk: bool = False
-    """A state that is off its device goes to disk where host memory is full; so only processes need to fit there."""
+    """Whether states that are off their device go to disk where host memory is full: only processes must fit in it."""
 
     @property
     def usd_per_node_hour(self) -> float:
@@ -189,7 +190,7 @@ class PhaseSeconds:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SwitchEstimate:
-    """Seconds of a warm switch to each phase's state: another leaves its device, and it comes back."""
+    """Seconds of a warm switch to each phase's state: another state leaves the device, and this one comes back."""
 
     rollout_s: float
     train_s: float
@@ -202,8 +203,9 @@ class Footprint:
     rollout_host_bytes: float = 0.0
     train_host_bytes: float = 0.0
     rollout_device_bytes: float | None = None
-    """On each device while it is resident there; None: unknown, it fills the device."""
+    """Bytes on each device while its rollout state is there; None: unknown, it fills the device."""
     train_device_bytes: float | None = None
+    """Bytes on each device while its training state is there; None: unknown, it fills the device."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -212,24 +214,25 @@ class Pipeline:
 
     id: PipelineId
     num_steps: int | None
-    """None runs until cancelled."""
+    """Steps to train; None: it runs until it is cancelled."""
     stages: tuple[Stage, ...] = (Stage.GENERATE, Stage.UPDATE)
-    """Of one step, in order. Stages of one phase are adjacent."""
+    """Stages of one step, in order. Stages of one phase are adjacent."""
     has_sft_warmup: bool = False
     num_rollout_nodes: int = 1
     num_train_nodes: int = 1
     estimate: PhaseSeconds | None = None
-    """None: nothing is known before it runs."""
+    """Solo seconds of a step; None: nothing is known before it runs."""
     colocated_estimate: PhaseSeconds | None = None
-    """With both phases on the training pool's GPUs, for the policies that do that."""
+    """Solo seconds of a step with both phases on the training pool's GPUs; None: as `estimate`."""
     slo_slowdown: float = math.inf
-    """The largest step slowdown it accepts, 1.0 or more."""
+    """Largest step slowdown that it accepts, 1.0 or more."""
     footprint: Footprint = field(default_factory=Footprint)
     switch: SwitchEstimate | None = None
-    """None: nobody has measured it; placement counts nothing for it, dispatch what its switches turn out to take."""
+    """Seconds of its switches; None: not measured. Placement then counts nothing, dispatch what switches take."""
     staleness: int = 0
+    """Versions by which its rollouts lag behind, always; 0: on-policy."""
     first_step: int = 1
-    """Larger after a resume: the steps before it are done and their version is published."""
+    """First step to run; above 1 after a resume: the steps before it are done and their version is published."""
 
     def __post_init__(self) -> None:
         if not self.slo_slowdown >= 1.0:
@@ -260,7 +263,7 @@ class PipelineStatus(StrEnum):
     """Where a pipeline is in its life; `step_machine.py` has the legal moves."""
 
     WAITING = "waiting"
-    """Submitted; nothing is free that would take it yet."""
+    """Submitted; no free node would take it yet."""
     RUNNING = "running"
     FINISHED = "finished"
     CANCELLED = "cancelled"
@@ -272,8 +275,8 @@ class AdmissionKind(StrEnum):
     """How a pipeline got its nodes (RollMux section 4.2, candidates 1-3)."""
 
     DIRECT = "direct"
-    """Into an existing group's bubbles: no new node."""
+    """It joined the bubbles of an existing group: no new node."""
     SCALED = "scaled"
-    """An existing group's training nodes, new rollout nodes."""
+    """It shares an existing group's training nodes and took new rollout nodes."""
     NEW = "new"
     """A group of its own."""

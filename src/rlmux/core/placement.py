@@ -1,7 +1,7 @@
 """The placement ledger: which pipeline is pinned to which nodes, and what that leaves for others.
 
     ledger.admit(pipeline, choice) ─▶ Placement        ledger.depart(id) ─▶ nodes given back
-    ledger.move(id, choice) at a step boundary; the nodes it leaves are given back by ledger.settle(id)
+    ledger.relocate(id, choice) at a step boundary; the nodes it leaves are given back by ledger.finish_relocation(id)
 
 A co-execution group owns its nodes: groups share none. All members train on the group's training nodes;
 each member is pinned to one or more of its rollout nodes. A rollout node leaves with its last member, so
@@ -26,7 +26,7 @@ MAX_FRUITLESS_SEARCHES = 10_000
 
 
 class PlacementView:
-    """What a policy may look at. It answers from the ledger and offers no way to change it."""
+    """What policies and displays may read. It answers from the ledger and offers no way to change it."""
 
     __slots__ = ("_ledger",)
 
@@ -38,7 +38,7 @@ class PlacementView:
         return self._ledger.cluster
 
     def sandbox(self) -> PlacementLedger:
-        """A copy to try moves on; the real books never hear of it."""
+        """A copy of the ledger to try relocations on; the real one does not change."""
         return self._ledger.copy()
 
     @property
@@ -54,7 +54,7 @@ class PlacementView:
         return self._ledger.groups()
 
     def groups_with_room(self, pipeline: Pipeline) -> list[GroupLoad]:
-        """Those that may take the pipeline on their training nodes, and some that may not; oldest first."""
+        """Groups that may take the pipeline on their training nodes, and some that may not; oldest first."""
         return self._ledger.groups_with_room(pipeline)
 
     def youngest_group(self) -> GroupLoad | None:
@@ -89,11 +89,11 @@ class PlacementView:
         return self._ledger.was_searched_in_vain(pipelines)
 
     def num_free_nodes(self, phase: Phase) -> float:
-        """Infinite for an unbounded pool, 0 where the cluster has no pool for the phase."""
+        """Free nodes: infinite for an unbounded pool, 0 where the cluster has no pool for the phase."""
         return self._ledger.num_free_nodes(phase)
 
     def num_nodes(self, phase: Phase) -> float:
-        """Free or not, without lost ones."""
+        """Nodes of the phase's pool, free or not, without lost ones."""
         return self._ledger.num_nodes(phase)
 
     def usd_per_node_hour(self, phase: Phase) -> float:
@@ -114,12 +114,12 @@ class PlacementLedger:
         self._nodes_by_pool = {name: PoolNodes(pool) for name, pool in cluster.pools.items()}
         self._groups: dict[GroupId, GroupLoad] = {}
         self._index: GroupIndex | None = None
-        """Made when first asked: a copy that nobody asks needs none."""
+        """Built when first needed: most copies never need one."""
         self._group_of: dict[PipelineId, GroupId] = {}
         self._vacating: dict[PipelineId, tuple[NodeId, ...]] = {}
-        """Where pipelines still work that have moved in the books."""
+        """Nodes on which relocated pipelines still work, until their relocation is finished."""
         self._num_uses: dict[NodeId, int] = {}
-        """Of nodes in use: by a group, and by each pipeline that vacates it."""
+        """Uses of each node in use: by a group, and by each pipeline that vacates it."""
         self._next_group = 0
         self._peak_by_pool = dict.fromkeys(cluster.pools, 0)
         self._fruitless_searches: dict[tuple[PipelineId, ...], None] = {}
@@ -143,7 +143,7 @@ class PlacementLedger:
         return iter(self._groups.values())
 
     def groups_with_room(self, pipeline: Pipeline) -> list[GroupLoad]:
-        """Those that may take the pipeline on their training nodes, and some that may not; oldest first."""
+        """Groups that may take the pipeline on their training nodes, and some that may not; oldest first."""
         if self._index is None:
             self._index = GroupIndex(self._groups.values())
         return self._index.with_room(phases_of(pipeline)[1], budget_of(pipeline))
@@ -173,12 +173,12 @@ class PlacementLedger:
         return self.member(pipeline_id).placement
 
     def num_free_nodes(self, phase: Phase) -> float:
-        """Infinite for an unbounded pool, 0 where the cluster has no pool for the phase."""
+        """Free nodes: infinite for an unbounded pool, 0 where the cluster has no pool for the phase."""
         pool = self.cluster.pool_for(phase)
         return self._nodes_by_pool[pool.name].num_free if pool else 0
 
     def num_nodes(self, phase: Phase) -> float:
-        """Free or not, without lost ones."""
+        """Nodes of the phase's pool, free or not, without lost ones."""
         pool = self.cluster.pool_for(phase)
         return self._nodes_by_pool[pool.name].num_present if pool else 0
 
@@ -191,12 +191,12 @@ class PlacementLedger:
 
     @property
     def usd_per_hour(self) -> float:
-        """Of all nodes in use."""
+        """Price of all nodes in use."""
         return sum(len(nodes.in_use) * nodes.pool.usd_per_node_hour for nodes in self._nodes_by_pool.values())
 
     @property
-    def settled_usd_per_hour(self) -> float:
-        """Once every move under way is settled."""
+    def usd_per_hour_when_relocated(self) -> float:
+        """Price of the nodes in use once every relocation under way is finished."""
         return sum(group.usd_per_hour for group in self._groups.values())
 
     def was_searched_in_vain(self, pipelines: tuple[PipelineId, ...]) -> bool:
@@ -205,7 +205,7 @@ class PlacementLedger:
     # changing
 
     def note_fruitless_search(self, pipelines: tuple[PipelineId, ...]) -> None:
-        """Remember that no better grouping of these was found; beyond `MAX_FRUITLESS_SEARCHES` the oldest is dropped."""
+        """Remember that no better grouping of these was found, for the last `MAX_FRUITLESS_SEARCHES` of them."""
         self._fruitless_searches[pipelines] = None
         if len(self._fruitless_searches) > MAX_FRUITLESS_SEARCHES:
             del self._fruitless_searches[next(iter(self._fruitless_searches))]
@@ -220,16 +220,16 @@ class PlacementLedger:
         return self._pin(pipeline, choice)
 
     def depart(self, pipeline_id: PipelineId) -> tuple[NodeId, ...]:
-        """Unpin the pipeline; returns the nodes nobody holds any more."""
+        """Unpin the pipeline; returns the nodes that are free now."""
         released = self._leave(pipeline_id)
-        return self._let_go(released) + self.settle(pipeline_id)
+        return self._let_go(released) + self.finish_relocation(pipeline_id)
 
-    def move(self, pipeline_id: PipelineId, choice: PlacementChoice) -> tuple[Placement, tuple[NodeId, ...]]:
+    def relocate(self, pipeline_id: PipelineId, choice: PlacementChoice) -> tuple[Placement, tuple[NodeId, ...]]:
         """Depart and admit in one; returns the new placement and the nodes that the pipeline will give back.
 
-        It goes on working where it was until the end of its step, so those nodes stay in use until `settle`. The
-        choice is made against the books with the pipeline still in them, so it names neither a group nor a node
-        that its own departure removes. One that does not hold raises and changes nothing.
+        It goes on working where it was until the end of its step, so those nodes stay in use until
+        `finish_relocation`. The choice is made against a ledger that still has the pipeline, so it names neither a
+        group nor a node that its own departure removes. One that does not hold raises and changes nothing.
         """
         member = self.member(pipeline_id)
         group = self._groups[member.placement.group]
@@ -240,19 +240,19 @@ class PlacementLedger:
             self._undo_departure(pipeline_id, group)
             raise
         placement = self._pin(member.pipeline, choice)
-        if pipeline_id not in self._vacating:  # a second move changes its plans, not where it works
+        if pipeline_id not in self._vacating:  # a second relocation changes where it goes, not where it works
             self._vacating[pipeline_id] = member.placement.nodes
             for node in member.placement.nodes:
                 self._num_uses[node] += 1
         self._let_go(released)
         return placement, released
 
-    def settle(self, pipeline_id: PipelineId) -> tuple[NodeId, ...]:
-        """The pipeline has really left where its move began; returns the nodes that this frees."""
+    def finish_relocation(self, pipeline_id: PipelineId) -> tuple[NodeId, ...]:
+        """The pipeline has really left the nodes that it was relocated from; returns those that this frees."""
         return self._let_go(self._vacating.pop(pipeline_id, ()))
 
     def copy(self) -> PlacementLedger:
-        """Books of their own that begin the same and hand out the same nodes for the same moves."""
+        """A ledger of its own that begins the same and hands out the same nodes for the same changes."""
         twin = PlacementLedger(self.cluster)
         twin._groups = dict(self._groups)
         twin._group_of = dict(self._group_of)
@@ -264,7 +264,7 @@ class PlacementLedger:
         return twin
 
     def become(self, other: PlacementLedger) -> None:
-        """Take over a copy's books, to undo what was tried since it was made. The copy is not to be used again."""
+        """Become what a copy is, to undo what was tried since it was made. The copy is not to be used again."""
         self._groups, self._group_of = other._groups, other._group_of
         self._index = other._index
         self._vacating, self._num_uses = other._vacating, other._num_uses
@@ -272,7 +272,7 @@ class PlacementLedger:
         self._nodes_by_pool = other._nodes_by_pool
 
     def lose_node(self, node: NodeId) -> tuple[PipelineId, ...]:
-        """The node is gone: nobody is placed on it until it is regained. Returns who is pinned to it."""
+        """The node is gone: no pipeline is placed on it until it is regained. Returns the pipelines pinned to it."""
         self._nodes_by_pool[node.pool].lose(node)
         return tuple(
             member.pipeline.id
@@ -332,7 +332,7 @@ class PlacementLedger:
     # helpers, in the order they are called
 
     def _leave(self, pipeline_id: PipelineId) -> tuple[NodeId, ...]:
-        """Take the pipeline out of its group; returns the nodes that nobody is pinned to any more."""
+        """Take the pipeline out of its group; returns the nodes that no pipeline is pinned to any more."""
         member = self.member(pipeline_id)
         group = self._groups[member.placement.group]
         del self._group_of[pipeline_id]
@@ -349,7 +349,7 @@ class PlacementLedger:
         return released
 
     def _let_go(self, nodes: tuple[NodeId, ...]) -> tuple[NodeId, ...]:
-        """One use less of each; returns those that are free now."""
+        """Count one use less of each node; returns those that are free now."""
         freed = []
         for node in nodes:
             self._num_uses[node] -= 1

@@ -22,17 +22,17 @@ class PlacementChoice:
 
     kind: AdmissionKind
     group: GroupId | None
-    """None founds a group."""
+    """The group to join; None: it founds one."""
     rollout_nodes: tuple[NodeId, ...] = ()
-    """Existing rollout nodes of the group to share."""
+    """Existing rollout nodes of the group that it shares."""
     num_new_rollout_nodes: int = 0
     train_nodes: tuple[NodeId, ...] = ()
     """Existing training nodes of the group: all of them, as every member trains on the whole pool."""
     num_new_train_nodes: int = 0
     is_colocated: bool = False
-    """Rollouts run on all nodes taken, training nodes first; training on the first `num_train_nodes`."""
+    """Whether rollouts run on all nodes taken, training nodes first, and training on the first `num_train_nodes`."""
     is_shared: bool = False
-    """With `is_colocated`: others may join on the same nodes, each training on the `train_nodes` it names."""
+    """Whether others may join a colocated pipeline on the same nodes, each training on the `train_nodes` it names."""
     steps_per_cycle: tuple[tuple[PipelineId, int], ...] = ()
     """Steps in each meta-iteration and, by their order, the cyclic order: for the pipeline and members of its new
     group. The others keep their steps per cycle and follow; a newcomer has 1."""
@@ -45,12 +45,12 @@ class Refusal:
     reason: str
     """One line, with the numbers."""
     is_final: bool
-    """False: it may fit after a departure. True: it can never fit on this cluster."""
+    """Whether it can never fit on this cluster; False: it may fit after a departure."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Relocation:
-    """One pipeline's move, valid once the relocations listed before it are done."""
+    """One pipeline's relocation, valid once those listed before it are done."""
 
     pipeline: PipelineId
     choice: PlacementChoice

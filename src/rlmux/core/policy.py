@@ -1,7 +1,7 @@
-"""What the scheduler asks of a policy. A policy is a stranger: frozen views in, a choice out.
+"""What the scheduler asks of a policy. Frozen views go in, a choice comes out; a policy keeps no memory.
 
     place(pipeline, view)   which group and nodes a pipeline gets           placement tier
-    rebalance(view)         which placed pipelines had better move          placement tier, after each change
+    rebalance(view)         which placed pipelines are relocated            placement tier, after each change
     dispatch(view)          which ready work starts on which free device    group tier
 
 The scheduler checks every choice before it becomes an action. `rlmux.policies` has the implementations.
@@ -40,12 +40,12 @@ class Policy(Protocol):
         ...
 
     def rebalance(self, view: PlacementView) -> tuple[Relocation | FruitlessSearch, ...]:
-        """Moves that make the placement cheaper, each valid once those before it are done. Mostly none.
+        """Relocations that make the placement cheaper, each valid once those before it are done. Mostly none.
 
         A search that found nothing is reported too; `PlacementView.was_searched_in_vain` then knows it.
         """
         ...
 
     def dispatch(self, view: GroupView) -> Iterable[Choice]:
-        """What starts, pauses or moves in this group now."""
+        """What starts, pauses or migrates in this group now."""
         ...

@@ -68,7 +68,7 @@ class Scheduler:
         self._placement_view = self._ledger.view()
         self._state = SchedulerState()
         self.query = SchedulerQuery(self._state, self._placement_view)
-        """What drivers and displays may read."""
+        """All that drivers, displays and tests may read."""
         self._journal = Journal(policy.name)
         self._leases = Leases(cluster, self._state, self._journal)
         self._orders = Orders(self._state, self._leases, self._journal)
@@ -195,13 +195,13 @@ class Scheduler:
             else:
                 relocations.append(choice)
         for relocation in relocations:  # all in the ledger first: later ones count on the nodes of earlier ones
-            placement, _ = self._ledger.move(relocation.pipeline, relocation.choice)
+            placement, _ = self._ledger.relocate(relocation.pipeline, relocation.choice)
             self._state.runs[relocation.pipeline].next_placement = placement
         for pipeline in dict.fromkeys(relocation.pipeline for relocation in relocations):
             run = self._state.runs[pipeline]
             if run.next_placement == run.placement:
                 run.next_placement = None
-                self._ledger.settle(pipeline)
+                self._ledger.finish_relocation(pipeline)
             elif not run.shards:
                 self._steps.open_rollout(run)
 
@@ -211,7 +211,7 @@ class Scheduler:
         assert placement is not None
         run.next_placement = None
         old = self._unpin(run)
-        self._ledger.settle(run.pipeline.id)
+        self._ledger.finish_relocation(run.pipeline.id)
         self._groups.refresh_cycle(old)
         self._groups.join(run, placement)
         self._journal.act(Relocate(pipeline=run.pipeline.id, placement=placement))
@@ -231,9 +231,9 @@ class Scheduler:
         solo_s = self._orders.solo_s(order, event.seconds)
         _learn_switch(run, order, event.switch_s)
         if order.phase is Phase.ROLLOUT:
-            run.history.share_ended(order.devices[0], solo_s)
+            run.history.end_shard(order.devices[0], solo_s)
         else:
-            run.history.stage_ended(order.stage, solo_s)
+            run.history.end_stage(order.stage, solo_s)
         self._steps.finish(run, order)
         if run.placement is not None and run.status is PipelineStatus.RUNNING:
             self._dispatch(self._state.group_of(run))
@@ -244,7 +244,7 @@ class Scheduler:
             return
         _learn_switch(run, order, event.switch_s)
         if order.phase is Phase.ROLLOUT:
-            run.history.paused(order.devices[0], self._orders.solo_s(order, event.seconds))
+            run.history.add_pause(order.devices[0], self._orders.solo_s(order, event.seconds))
         self._steps.pause(run, order, is_waiting=event.is_waiting)
         self._dispatch(self._state.group_of(run))
         self._steps.drop_asked_migration(run, order.devices[0])
@@ -254,7 +254,7 @@ class Scheduler:
         shard = run.shards.get(event.device)
         if run.status is not PipelineStatus.RUNNING or shard is None or shard.state is not WorkState.WAITING_FOR_ENV:
             return  # it has been started, moved or done again since
-        run.history.waited(self._state.now_s - shard.work.since_s)
+        run.history.add_wait(self._state.now_s - shard.work.since_s)
         self._steps.reply(run, shard)
         self._dispatch(self._state.group_of(run))
 
@@ -267,7 +267,7 @@ class Scheduler:
         run = self._state.runs[order.pipeline]
         if order.stage is Stage.GENERATE:
             num_left = event.num_active + event.num_waiting + event.num_waiting_for_env
-            run.history.progress(order.devices[0], num_left, self._orders.solo_s(order, event.seconds))
+            run.history.add_progress(order.devices[0], num_left, self._orders.solo_s(order, event.seconds))
         if self.policy.reacts_to_progress:
             self._dispatch(self._state.group_of(run))
 
@@ -278,7 +278,7 @@ class Scheduler:
         source, target = order.migrates_from, order.devices[0]
         if source is None:
             raise self._journal.illegal(f"order {order.id} is no migration")
-        run.history.moved(source, target, event.num_trajectories, event.seconds, is_fresh=order.is_fresh)
+        run.history.add_migration(source, target, event.num_trajectories, event.seconds, is_fresh=order.is_fresh)
         self._steps.finish_migration(run, order)
         self._dispatch(self._state.group_of(run))
 
@@ -406,4 +406,4 @@ class Scheduler:
 def _learn_switch(run: PipelineRun, order: Order, switch_s: float) -> None:
     is_warm = order.switch is Switch.WARM
     if is_warm or (switch_s > 0.0 and order.devices and order.switch is Switch.NONE):
-        run.history.switched(order.phase, switch_s, is_warm=is_warm)
+        run.history.add_switch(order.phase, switch_s, is_warm=is_warm)

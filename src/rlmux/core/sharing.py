@@ -1,10 +1,10 @@
 """Which pairs of sub-stages may share a device, at which device fraction, and how much each slows the other.
 
-    rlmux profile / a simulated device ──entries──▶ SharingTable ──pair_rates(a, b)──▶ device fraction and slowdowns, or None
+    rlmux profile / a simulated device ── entries ─▶ SharingTable ── pair_rates(a, b) ─▶ PairRates or None
 
-Kinds are the sub-stages' characters: `prefill`, `dense`, `tail`, and `train` for every piece of training. A pair is
-in the table only if it was measured to help: together they do more work in a second than one after the other.
-An empty table allows no sharing: every order then has its devices alone.
+Sub-stages are named as `SubStage` does; `update` stands for all of training where no more is measured. A pair is in the
+table only if it was measured to help: together they do more work in a second than one after the other. An empty table
+allows no sharing: every order then has its devices alone.
 """
 
 from __future__ import annotations
@@ -18,28 +18,33 @@ MIN_GAIN = 1.05
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SharingEntry:
-    """A measured pair."""
+    """Two sub-stages that were measured side by side on one device."""
 
     sub_stage_a: str
     sub_stage_b: str
     device_fraction: float
-    """Share of the device that `sub_stage_a` has; the other has the rest."""
+    """Part of the device that `sub_stage_a` has; the other has the rest."""
     slowdown_a: float
+    """Seconds of `sub_stage_a` beside the other, over its seconds alone."""
     slowdown_b: float
+    """Seconds of `sub_stage_b` beside the other, over its seconds alone."""
 
     @property
     def gain(self) -> float:
+        """Work done together over work done one after the other."""
         return 1.0 / self.slowdown_a + 1.0 / self.slowdown_b
 
 
 @dataclass(frozen=True, slots=True)
 class PairRates:
-    """How a pair runs."""
+    """How two sub-stages run side by side."""
 
     device_fraction: float
-    """Of the one asked for first."""
+    """Part of the device that the first of the two has."""
     slowdown: float
+    """Seconds of the first beside the second, over its seconds alone."""
     other_slowdown: float
+    """Seconds of the second beside the first, over its seconds alone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,13 +84,13 @@ class SharingTable:
         """Solo seconds per second of the first beside the second, for every pair that helps."""
         return self._rates
 
-    def pair_rates(self, kind: str, other: str) -> PairRates | None:
-        """How `kind` runs beside `other`; None where sharing was not measured to help."""
-        return self._pair_rates.get((kind, other))
+    def pair_rates(self, sub_stage: str, other: str) -> PairRates | None:
+        """How `sub_stage` runs beside `other`; None where sharing was not measured to help."""
+        return self._pair_rates.get((sub_stage, other))
 
 
 def _even(entry: SharingEntry) -> SharingEntry:
-    """Two alike cannot be told apart, so both get what the smaller share was measured with."""
+    """Two alike cannot be told apart, so both get what the smaller device fraction was measured with."""
     is_first_smaller = entry.device_fraction <= 0.5
     slowdown = entry.slowdown_a if is_first_smaller else entry.slowdown_b
     device_fraction = entry.device_fraction if is_first_smaller else 1.0 - entry.device_fraction

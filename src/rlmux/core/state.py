@@ -78,7 +78,7 @@ class RolloutShard:
     """The part of a step's rollout that one device has."""
 
     work: ReadyWork
-    """What policies see of it while it is READY or WAITING_FOR_ENV; the last such value afterwards."""
+    """The value that policies see while it is READY or WAITING_FOR_ENV; the last such value afterwards."""
     state: WorkState = WorkState.READY
     order: OrderId | None = None
     """The order that runs or migrates it; None where there is none."""
@@ -100,7 +100,7 @@ class TrainingStage:
     """The training of a pipeline: one stage of one step at a time. DONE between two steps."""
 
     work: ReadyWork | None = None
-    """What policies see of it while it is READY; the last such value afterwards. None before the first."""
+    """The value that policies see while it is READY; the last such value afterwards; None before the first."""
     state: WorkState = WorkState.DONE
     order: OrderId | None = None
     """The order that runs it; None where there is none."""
@@ -127,7 +127,7 @@ class Order:
     """Part of each device that it may use; 0 for one that leases no device."""
     started_s: float
     work: RolloutShard | TrainingStage | None = None
-    """What it runs or migrates; None for rewards and publications."""
+    """The shard or training stage that it runs or migrates; None for rewards and publications."""
     migrates_from: DeviceId | None = None
     """Source of a MigrateShard: `devices` is then its target, and it leases nothing. None for a RunStage."""
     is_fresh: bool = False
@@ -168,28 +168,38 @@ class GroupLook:
 
 @dataclass(slots=True)
 class DeviceState:
+    """One device: the orders that compute there and the states that lie there."""
+
     id: DeviceId
     orders: dict[OrderId, float] = field(default_factory=dict)
     """Device fraction of each order computing here; they sum to at most 1."""
     residents: dict[tuple[PipelineId, Phase], float | None] = field(default_factory=dict)
     """Device bytes of each state kept here, least recently used first; None fills the device."""
     memory_bytes: float = math.inf
+    """Memory of the device, in bytes."""
 
 
 @dataclass(slots=True)
 class PipelineRun:
+    """One pipeline: its status, its nodes, and where it is in its steps."""
+
     pipeline: Pipeline
     submitted_s: float
+    """Time of submission."""
     sequence: int
     """Place in the order of submission, in which waiting pipelines are tried."""
     status: PipelineStatus = PipelineStatus.WAITING
+    """Changed by `StepMachine.move_pipeline` alone."""
     reason: str = ""
     """Why it waits, failed or was refused; empty otherwise."""
     placement: Placement | None = None
+    """Nodes and group; None while it is not placed."""
     next_placement: Placement | None = None
-    """Where it goes at its next step boundary; the ledger counts it there already. None: it stays."""
+    """Placement from its next step boundary on, which the ledger counts already; None: it stays where it is."""
     rollout_devices: tuple[DeviceId, ...] = ()
+    """Devices of its rollout nodes, one shard each."""
     train_devices: tuple[DeviceId, ...] = ()
+    """Devices of its training nodes; a training stage takes all of them."""
     rollout_step: int = 0
     """The step whose rollout is open, or the last one generated."""
     shards: dict[DeviceId, RolloutShard] = field(default_factory=dict)
@@ -212,8 +222,9 @@ class PipelineRun:
     host_resident: set[tuple[Phase, DeviceId]] = field(default_factory=set)
     """Devices to which a load is warm, as state was there before (membership tests only)."""
     admitted_s: float = 0.0
+    """Time of the last admission."""
     history: StepHistory = field(init=False)
-    """What its steps took: estimates for the policies that plan ahead."""
+    """Seconds of its last steps: estimates for the policies that plan ahead."""
     restart_step: int = 0
     """The last step whose result is kept, from which it begins when it is placed; -1 before the SFT warm-up."""
     train_stages: tuple[Stage, ...] = field(init=False)
@@ -226,6 +237,8 @@ class PipelineRun:
 
 @dataclass(slots=True)
 class GroupState:
+    """One co-execution group: its members and their work."""
+
     id: GroupId
     members: dict[PipelineId, PipelineRun] = field(default_factory=dict)
     """Pipelines of the group, in the order of joining."""
@@ -236,23 +249,31 @@ class GroupState:
     members_by_device: dict[tuple[Phase, DeviceId], dict[PipelineId, PipelineRun]] = field(default_factory=dict)
     """Pipelines pinned to each device for each phase."""
     planned: GroupLook | None = None
-    """What the group looked like when its policy last planned it; None before the first time."""
+    """Look of the group when its policy last planned it; None before the first time."""
     announced: dict[int, None] = field(default_factory=dict)
     """Ready work, by sequence, whose state the driver was told to read ahead."""
 
 
 @dataclass(slots=True)
 class SchedulerState:
+    """Everything that decisions depend on, but the placement ledger."""
+
     runs: dict[PipelineId, PipelineRun] = field(default_factory=dict)
     """Every pipeline that was submitted, in that order."""
     waiting: dict[PipelineId, PipelineRun] = field(default_factory=dict)
     """The pipelines of status WAITING."""
     groups: dict[GroupId, GroupState] = field(default_factory=dict)
+    """Every group that has a member."""
     devices: dict[DeviceId, DeviceState] = field(default_factory=dict)
+    """Every device that a pipeline was ever pinned to."""
     orders: dict[OrderId, Order] = field(default_factory=dict)
+    """Every order that has not ended, oldest first."""
     now_s: float = 0.0
+    """Time of the last event."""
     next_order: int = 1
+    """Id of the next order."""
     next_sequence: int = 1
+    """Next number of the total order of becoming ready and of being submitted."""
 
     def group_of(self, run: PipelineRun) -> GroupState:
         """The co-execution group of a pipeline that is placed."""
@@ -260,6 +281,6 @@ class SchedulerState:
         return self.groups[run.placement.group]
 
     def next_in_sequence(self) -> int:
-        """The next number of the total order of becoming ready and of being submitted."""
+        """Take the next number of the total order."""
         self.next_sequence += 1
         return self.next_sequence - 1

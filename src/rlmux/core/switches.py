@@ -1,11 +1,11 @@
 """What switches add to the phases of pipelines that share devices, by their estimates.
 
-    all states of a device fit it together    nobody is evicted                                        nothing
-    they do not                               whoever's turn comes finds that others were there since  a warm switch
-                                              and took its place                                       for each phase
+    all states of a device fit it together    no state is evicted                                     nothing
+    they do not                               each phase finds its state evicted by those in between  a warm switch
+                                                                                                      for each phase
 
-A cycle is the worst that can befall a memory that evicts the least recently used: what does not fit whole is never
-there when its turn comes. A pipeline alone on its nodes is as its solo estimate says, whatever that includes.
+A cycle is the worst case of a memory that evicts the least recently used: states that do not all fit are never there
+when their phase comes next. A pipeline alone on its nodes is as its solo estimate says, whatever that includes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def num_fitting(sizes: Iterable[float | None], memory_bytes: float) -> float:
 
 
 def switch_seconds(tenants: Sequence[Tenant], pools: Mapping[str, Pool]) -> list[tuple[float, float]]:
-    """By tenant: what is added to its (rollout, training)."""
+    """Seconds added to each tenant's rollout and training, in their order."""
     if not any(pipeline.switch for pipeline, _, _ in tenants):
         return [(0.0, 0.0)] * len(tenants)
     sizes: dict[NodeId, list[float | None]] = {}

@@ -1,6 +1,6 @@
-"""What a policy sees of a group: live, read-only, nothing else.
+"""What a policy sees of a group, and the choices that it returns.
 
-The properties give frozen values or plain numbers; there is no way from here to the state behind them.
+A view is live and read-only. Its properties give frozen values or plain numbers, with no way from them to the state.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ from rlmux.core.switches import num_fitting
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RunWork:
-    """A policy's choice: start this ready work now, on this share of its devices."""
+    """A policy's choice: start this ready work now, on this fraction of its devices."""
 
     work: ReadyWork
     device_fraction: float = 1.0
     slowdown: float = 1.0
-    """Expected beside whoever shares its devices, over having them alone."""
+    """Expected seconds beside the orders on its devices, over the seconds of having them alone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,27 +46,28 @@ class PauseOrder:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ChangeFraction:
-    """A policy's choice: give a running order another share of its devices, from its next safe point on."""
+    """A policy's choice: give a running order another fraction of its devices, from its next safe point on."""
 
     order: OrderId
     device_fraction: float
     slowdown: float = 1.0
-    """As of RunWork, from now on."""
+    """Expected slowdown from now on, as of a RunWork."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MigrateWork:
-    """A policy's choice: move the unfinished trajectories of a ready or running share to another device's share."""
+    """A policy's choice: migrate the unfinished trajectories of a ready shard to another device of its rollout."""
 
     pipeline: PipelineId
     source: DeviceId
     target: DeviceId
     copies_kv: bool = True
+    """Whether the KV cache is copied; False: the target computes it again from the tokens."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MarkPlanned:
-    """A policy's choice: the group is planned as it is now. `GroupView.has_changed` is False until something differs."""
+    """A policy's choice: the group is planned as it is now. `has_changed` is False until something differs."""
 
 
 Choice = RunWork | ChangeFraction | PauseOrder | MigrateWork | MarkPlanned
@@ -113,7 +114,7 @@ class OrderView:
         return self._order.started_s
 
     def solo_s(self, now_s: float) -> float:
-        """Since it started, in seconds of having its devices alone."""
+        """Seconds since it started, as if it had had its devices alone."""
         return self._order.solo_s + (now_s - self._order.rate_since_s) / self._order.slowdown
 
     @property
@@ -133,14 +134,17 @@ class OrderView:
 
     @property
     def num_waiting(self) -> int:
+        """Sequences waiting for a slot at the last report."""
         return self._order.num_waiting
 
     @property
     def num_waiting_for_env(self) -> int:
+        """Sequences waiting for their environment at the last report."""
         return self._order.num_waiting_for_env
 
     @property
     def tokens(self) -> int:
+        """Tokens since it started, at the last report."""
         return self._order.tokens
 
 
@@ -190,9 +194,9 @@ class MemberView:
         """When its open (or last) rollout was opened."""
         return self._run.history.step_began_s
 
-    def live_share(self, device: DeviceId) -> tuple[int | None, float]:
-        """Of the open rollout's share there: active at the last report or None, solo seconds of earlier orders."""
-        return self._run.history.live(device)
+    def live_shard(self, device: DeviceId) -> tuple[int | None, float]:
+        """Sequences of the shard there at the last report, None before the first; solo seconds of earlier orders."""
+        return self._run.history.live_shard(device)
 
     @property
     def is_rollout_open(self) -> bool:
@@ -206,18 +210,18 @@ class MemberView:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CycleSlot:
-    """A member's next phase on a device. By the estimates."""
+    """A member's next phase on a device, by the estimates."""
 
     gap_s: float
-    """Until it can begin, at least; 0 where it is ready, or may run ahead of its published version."""
+    """Seconds until it can begin, at least; 0 where it is ready, or may run ahead of its published version."""
     seconds: float
-    """Of its phase."""
+    """Solo seconds of the phase."""
     switch_s: float
-    """To bring its state there; 0 where it is there now."""
+    """Seconds to bring its state to the device; 0 where it is there now."""
     forced_s: float
-    """To bring it back, should another go first that takes its place; 0 where it is not there now."""
+    """Seconds to bring its state back, should another phase go first that evicts it; 0 where it is not there now."""
     laxity_s: float
-    """How long its step may still wait in all without breaking the SLO; negative: it is late already."""
+    """Seconds that its step may still wait in all without breaking the SLO; negative: it is late already."""
 
 
 class GroupView:
@@ -259,7 +263,7 @@ class GroupView:
             ready=tuple((work.sequence, work.is_waiting) for work in self._group.ready.values()),
             running=tuple((order.id, order.is_pausing, (order.num_active or 0).bit_length()) for order in running),
             num_idle=sum(order.num_active == 0 and order.num_waiting_for_env > 0 for order in running),
-            num_migrating=len(self.moving),
+            num_migrating=len(self.migrating),
         )
 
     @property
@@ -284,8 +288,8 @@ class GroupView:
         return tuple(OrderView(order) for order in self._group.running.values())
 
     @property
-    def moving(self) -> tuple[tuple[PipelineId, DeviceId], ...]:
-        """(pipeline, source device) of every migration under way."""
+    def migrating(self) -> tuple[tuple[PipelineId, DeviceId], ...]:
+        """Pipeline and source device of every migration under way."""
         members = self._group.members
         return tuple(
             (order.pipeline, order.migrates_from)
@@ -293,21 +297,17 @@ class GroupView:
             if order.pipeline in members and order.migrates_from is not None
         )
 
-    def free_share(self, device: DeviceId) -> float:
-        """The part of the device that no order holds, 0.0 to 1.0."""
-        return 1.0 - sum(self._state.devices[device].orders.values())
-
     def is_free(self, devices: Iterable[DeviceId]) -> bool:
         """No order computes on any of these."""
         states = self._state.devices
         return not any(states[device].orders for device in devices)
 
     def memory_bytes(self, device: DeviceId) -> float:
-        """Of the device: what all states that compute there at once must fit into."""
+        """Bytes that all states which compute on the device at once must fit into."""
         return self._state.devices[device].memory_bytes
 
     def residents(self, device: DeviceId) -> tuple[tuple[PipelineId, Phase], ...]:
-        """Whose states are kept there, least recently used first."""
+        """States that are kept there, least recently used first."""
         return tuple(self._state.devices[device].residents)
 
     def num_kept(self, device: DeviceId) -> float:
@@ -322,16 +322,16 @@ class GroupView:
         return num_fitting(sizes, self.memory_bytes(device))
 
     def switch_s(self, work: ReadyWork) -> float:
-        """To bring the state there that this work needs; 0 where it is there now, or nobody has to leave for it."""
+        """Seconds to bring the state that this work needs to its devices; 0 where it is there, or evicts no other."""
         run = self._group.members[work.pipeline]
         return max(self._switch_s(run, work.phase, device)[0] for device in work.devices)
 
     def is_next_in_cycle(self, work: ReadyWork) -> bool:
-        """In a strict meta-iteration, is it this pipeline's turn on all of the work's devices?
+        """Whether this pipeline is next in the strict meta-iteration on all of the work's devices.
 
-        A member with m steps per cycle has its n-th (from 0) at n / m of the meta-iteration. On every device the member
-        whose next turn comes first is next, ties in cyclic order, ready or not. With one turn each that is
-        RollMux section 5.1: one rollout and one training phase each per cycle.
+        A member with m steps per cycle has its n-th slot (from 0) at n / m of the meta-iteration. On every device the
+        member whose next slot comes first is next, ties in cyclic order, ready or not. With one step per cycle each
+        that is RollMux section 5.1: one rollout and one training phase of each member in a cycle.
         """
         return all(self._is_next(work, device) for device in work.devices)
 
@@ -343,7 +343,7 @@ class GroupView:
         return CycleSlot(gap_s=0.0, seconds=seconds, switch_s=switch_s, forced_s=forced_s, laxity_s=self._laxity_s(run))
 
     def cycle_slots_before(self, work: ReadyWork, device: DeviceId) -> list[CycleSlot]:
-        """Who is to begin there before this work, in the order of their steps per cycle."""
+        """Phases that are to begin on the device before this work, in the order of their slots."""
         key = (work.phase, device)
         pinned = self._group.members_by_device[key]
         mine = pinned[work.pipeline]
@@ -355,10 +355,10 @@ class GroupView:
             and _will_begin(run, key)
         ]
         ranked.sort(key=itemgetter(0))
-        steps_per_cycle = []
+        slots = []
         for _, run in ranked:
             switch_s, forced_s = self._switch_s(run, work.phase, device)
-            steps_per_cycle.append(
+            slots.append(
                 CycleSlot(
                     gap_s=self._gap_s(run, work.phase, device),
                     seconds=_phase_s(run, work.phase),
@@ -367,10 +367,10 @@ class GroupView:
                     laxity_s=self._laxity_s(run),
                 )
             )
-        return steps_per_cycle
+        return slots
 
     def _switch_s(self, run: PipelineRun, phase: Phase, device: DeviceId) -> tuple[float, float]:
-        """To bring its state to the device now, and to bring it back after another's."""
+        """Seconds to bring its state to the device now, and seconds to bring it back after another evicted it."""
         seconds = run.history.estimates().switch_s(phase)
         if seconds == 0.0 or self.num_kept(device) == math.inf:
             return 0.0, 0.0
@@ -390,7 +390,7 @@ class GroupView:
         return self._until_trained_s(run)
 
     def _until_trained_s(self, run: PipelineRun) -> float:
-        """Until the training that is ready or runs can have ended."""
+        """Seconds until the training that is ready or runs can have ended."""
         training = run.training
         if not training.is_open or training.index != 0:
             return 0.0
@@ -400,15 +400,15 @@ class GroupView:
         return max(0.0, train_s - OrderView(self._state.orders[training.order]).solo_s(self.now_s))
 
     def _until_trajectories_s(self, run: PipelineRun) -> float:
-        """Until its open rollout, or the next one, can have ended."""
+        """Seconds until its open rollout, or the next one, can have ended."""
         estimates = run.history.estimates()
         if not run.shards:
-            return estimates.share_s if run.rollout_devices else 0.0
+            return estimates.shard_s if run.rollout_devices else 0.0
         left_s = 0.0
         for device, shard in run.shards.items():
             if shard.state is WorkState.DONE:
                 continue
-            num_active, run_s = run.history.live(device)
+            num_active, run_s = run.history.live_shard(device)
             if shard.order is not None:
                 run_s += OrderView(self._state.orders[shard.order]).solo_s(self.now_s)
             left_s = max(left_s, estimates.remaining_time(num_active, run_s).low_s)
@@ -432,9 +432,8 @@ class GroupView:
         mine = pinned[work.pipeline]
         begun, steps_per_cycle, cycle_index = mine.phases_started[key], mine.steps_per_cycle, mine.cycle_index
         for pipeline_id, run in pinned.items():
-            lead = (
-                begun * run.steps_per_cycle - run.phases_started[key] * steps_per_cycle
-            )  # positive: the other's next turn comes first
+            # Positive: the other's next slot comes first.
+            lead = begun * run.steps_per_cycle - run.phases_started[key] * steps_per_cycle
             if (
                 (lead > 0 or (lead == 0 and run.cycle_index < cycle_index))
                 and pipeline_id != work.pipeline
@@ -446,11 +445,11 @@ class GroupView:
 
 def _phase_s(run: PipelineRun, phase: Phase) -> float:
     estimates = run.history.estimates()
-    return estimates.share_s if phase is Phase.ROLLOUT else estimates.train_s
+    return estimates.shard_s if phase is Phase.ROLLOUT else estimates.train_s
 
 
 def _will_begin(run: PipelineRun, key: tuple[Phase, DeviceId]) -> bool:
-    """Will this pipeline begin another phase of this kind on this device?"""
+    """Whether this pipeline will begin another such phase on this device."""
     phase, device = key
     last = run.pipeline.num_steps
     if phase is Phase.ROLLOUT:

@@ -100,7 +100,7 @@ class Jigsaw:
         yield from begin_migrations(forecast, problem, schedule, pairs)
         works = _overdue_first(view, _works_to_start(view, forecast, schedule))
         has_started = yield from start_side_by_side(view, works, sharing)
-        if not has_started and not view.running and not view.moving and not has_migrated:
+        if not has_started and not view.running and not view.migrating and not has_migrated:
             yield from start_where_free(view, [work for work in view.ready if not work.is_waiting])
 
     def _sibling_migrations(
@@ -113,9 +113,9 @@ class Jigsaw:
     def _migration_s(self, member: MemberView, device: DeviceId) -> float:
         """Seconds to migrate the member's shard off the device."""
         estimates = member.estimates
-        if estimates.move_s is None:
-            return self.migration_part * estimates.share_s
-        return estimates.move_s * (member.live_share(device)[0] or 1)
+        if estimates.migrate_s is None:
+            return self.migration_part * estimates.shard_s
+        return estimates.migrate_s * (member.live_shard(device)[0] or 1)
 
     def _budget(self, view: GroupView) -> int:
         shortest_s = min(solo_step_s(member) for member in view.members)

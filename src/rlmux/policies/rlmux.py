@@ -180,9 +180,9 @@ class RlMux:
         if partition is None:
             return ()
         sandbox = view.sandbox()
-        usd_before = sandbox.settled_usd_per_hour
+        usd_before = sandbox.usd_per_hour_when_relocated
         relocations = relocations_to(targets_of(partition.columns, names), sandbox)
-        saved_usd = usd_before - sandbox.settled_usd_per_hour
+        saved_usd = usd_before - sandbox.usd_per_hour_when_relocated
         if not relocations or saved_usd < self.usd_per_hour_per_move * len(relocations):
             return ()
         return relocations

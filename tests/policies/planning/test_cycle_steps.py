@@ -109,8 +109,8 @@ def test_rlmux_lets_a_short_pipeline_lap_a_long_one(pair):
         ledger.admit(one, policy.place(one, ledger.view()))
     assert ledger.usd_per_hour == 8.0
     for relocation in policy.rebalance(ledger.view()):
-        ledger.move(relocation.pipeline, relocation.choice)
-        ledger.settle(relocation.pipeline)
+        ledger.relocate(relocation.pipeline, relocation.choice)
+        ledger.finish_relocation(relocation.pipeline)
         ledger.check()
     assert ledger.usd_per_hour == 5.0
     (group,) = ledger.groups()

@@ -117,7 +117,7 @@ def is_idle(order: OrderView) -> bool:
 def solo_step_s(member: MemberView) -> float:
     """Seconds of one of its steps alone on its devices."""
     estimates = member.estimates
-    return (estimates.share_s if member.rollout_devices else 0.0) + estimates.train_s
+    return (estimates.shard_s if member.rollout_devices else 0.0) + estimates.train_s
 
 
 @dataclass(slots=True)
@@ -194,15 +194,15 @@ class _MemberForecast:
 
     def _add_open_shard(self, device: DeviceId, order: OrderView | None, work: ReadyWork | None) -> int:
         estimates = self.estimates
-        num_active, before_s = self.member.live_share(device)
+        num_active, before_s = self.member.live_shard(device)
         if order is not None:
             run_s = before_s + order.solo_s(self.view.now_s)
             left_s = estimates.remaining_time(num_active, run_s).median_s
-            left_s = _SHORTEST_S if order.is_pausing else max(left_s, 0.02 * estimates.share_s)
+            left_s = _SHORTEST_S if order.is_pausing else max(left_s, 0.02 * estimates.shard_s)
         elif work is not None and work.is_continuation:
             left_s = estimates.remaining_time(num_active, before_s).median_s
         else:
-            left_s = estimates.share_s
+            left_s = estimates.shard_s
         needs = () if work is None or not work.is_waiting else (self._add_tool_wait(work),)
         num_sequences = num_active if num_active is not None else estimates.peak
         index = self._add_shard(device, left_s, num_sequences, needs, is_running=order is not None)
@@ -215,7 +215,7 @@ class _MemberForecast:
 
     def _add_tool_wait(self, work: ReadyWork) -> int:
         """Add the wait for an environment's reply, which holds no device; returns its index."""
-        known_s = self.estimates.wait_s if self.estimates.wait_s is not None else 0.1 * self.estimates.share_s
+        known_s = self.estimates.wait_s if self.estimates.wait_s is not None else 0.1 * self.estimates.shard_s
         left_s = max(known_s - (self.view.now_s - work.since_s), 0.1 * known_s, _SHORTEST_S)
         return self.forecast.add(
             WorkItem(pipeline=self.number, sub_stage=SubStage.TOOL_WAIT, devices=(), seconds=left_s, is_running=True)
@@ -228,7 +228,7 @@ class _MemberForecast:
         if trained is not None:
             needs = (*needs, trained)
         shards = [
-            self._add_shard(device, self.estimates.share_s, self.estimates.peak, needs)
+            self._add_shard(device, self.estimates.shard_s, self.estimates.peak, needs)
             for device in self.member.rollout_devices
         ]
         self.forecast.later_shards.setdefault(self.member.id, []).append(shards)

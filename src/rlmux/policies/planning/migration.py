@@ -36,7 +36,7 @@ def continue_migrations(view: GroupView) -> Generator[MigrateWork, None, bool]:
 def _can_take(view: GroupView, pipeline: PipelineId, target: DeviceId) -> bool:
     """Whether the target's shard stays there and has not ended, or no order computes there."""
     member = next(member for member in view.members if member.id == pipeline)
-    if (pipeline, target) in view.moving:
+    if (pipeline, target) in view.migrating:
         return False
     return target in member.unfinished_rollout_devices or view.is_free((target,))
 
@@ -52,7 +52,7 @@ def possible_sibling_migrations(
     if len(view.members) < 2 or not view.ready:
         return ()
     possible: list[SiblingMigration] = []
-    migrating = {pipeline for pipeline, _ in view.moving}
+    migrating = {pipeline for pipeline, _ in view.migrating}
     for number, member in enumerate(view.members):
         shards = forecast.shards.get(member.id, ())
         if member.id in migrating or len(shards) < 2:
@@ -84,7 +84,7 @@ def later_sibling_migrations(view: GroupView, forecast: Forecast) -> tuple[Sibli
             for first, second in zip(shards[::2], shards[1::2], strict=False):
                 is_first = forecast.work_items[first].devices[0] in trains_on
                 source, target = (second, first) if is_first else (first, second)
-                cost_s = member.estimates.gathered_s
+                cost_s = member.estimates.whole_migration_s
                 possible.append(
                     SiblingMigration(source=source, target=target, cost_s=cost_s, is_whole=True, is_later=True)
                 )
@@ -108,7 +108,7 @@ def _whole_shards(
         if forecast.is_fresh(first) and forecast.is_fresh(second):
             ways = [(first, second), (second, first)] if is_odd else [(second, first), (first, second)]
             for source, target in ways:
-                yield SiblingMigration(source=source, target=target, cost_s=member.estimates.gathered_s, is_whole=True)
+                yield SiblingMigration(source=source, target=target, cost_s=member.estimates.whole_migration_s, is_whole=True)
 
 
 # --- to an idle device --------------------------------------------------------------------------------------
@@ -121,7 +121,7 @@ def shards_for_idle_devices(view: GroupView) -> tuple[ShardAndDevice, ...]:
     if not ready or not view.running:
         return ()
     wanted = {device for work in ready for device in work.devices}
-    migrating = {pipeline for pipeline, _ in view.moving}
+    migrating = {pipeline for pipeline, _ in view.migrating}
     pairs: list[ShardAndDevice] = []
     taken: set[DeviceId] = set()
     for member in view.members:

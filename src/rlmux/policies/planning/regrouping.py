@@ -139,7 +139,7 @@ class _Regrouping:
                 return False
         before = self.ledger.copy()
         try:
-            placement, _ = self.ledger.move(name, choice)
+            placement, _ = self.ledger.relocate(name, choice)
         except IllegalTransitionError:
             return False
         after = self.ledger.group(placement.group)

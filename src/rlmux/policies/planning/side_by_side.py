@@ -119,5 +119,5 @@ def _ready_sub_stage(member: MemberView, work: ReadyWork) -> SubStage:
     """The sub-stage that ready work begins with; a shard that has not begun begins as the last ones did."""
     if work.phase is Phase.TRAIN:
         return SubStage.UPDATE
-    num_active = member.live_share(work.devices[0])[0] if work.is_continuation else member.estimates.peak
+    num_active = member.live_shard(work.devices[0])[0] if work.is_continuation else member.estimates.peak
     return decode_sub_stage(num_active)
