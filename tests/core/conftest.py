@@ -1,4 +1,4 @@
-"""Scheduler tests share one set of builders and one driver in virtual time."""
+"""Tests of the scheduler share one set of builders and one driver in virtual time."""
 
 from tests.scheduling import builders
 

@@ -25,7 +25,7 @@ def history(curves: list[list[tuple[float, int]]]) -> StepHistory:
 SHORT, LONG = [(1.0, 32), (4.0, 8), (6.0, 0)], [(1.0, 32), (4.2, 8), (12.0, 0)]
 
 
-def test_bands_begin_as_in_the_last_steps_and_the_tails_end_is_a_range():
+def test_sub_stages_begin_as_in_the_last_steps_and_the_end_of_the_tail_is_a_range():
     known = history([SHORT, LONG, SHORT]).estimates()
     assert known.shard_s == 6.0
     assert known.tail_s == 2.0
@@ -45,7 +45,7 @@ def test_before_the_first_step_the_users_estimate_stands_in():
     assert known.remaining_time(None, run_s=4.0).median_s == 5.0
 
 
-def test_a_share_that_was_moved_does_not_teach():
+def test_the_curve_of_a_shard_that_another_migrated_to_is_not_learned():
     made = history([SHORT])
     made.open_rollout(2, (D0, D1), 0.0)
     made.add_migration(D1, D0, 4, 0.4)
@@ -54,7 +54,7 @@ def test_a_share_that_was_moved_does_not_teach():
     assert made.estimates().migrate_s == pytest.approx(0.1)
 
 
-def test_a_curve_knows_when_it_fell_for_good():
+def test_time_to_is_when_a_curve_has_fallen_for_good():
     curve = Curve((0.0, 1.0, 2.0, 3.0, 5.0), (8, 4, 6, 2, 0))
     assert curve.time_to(4) == 3.0
     assert curve.time_to(8) == 0.0

@@ -1,4 +1,4 @@
-"""Nodes that are lost and join again: whoever was pinned there goes on elsewhere, or waits."""
+"""Nodes that are lost and join again: pipelines that were pinned there go on elsewhere, or wait."""
 
 from __future__ import annotations
 

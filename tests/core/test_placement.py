@@ -1,4 +1,4 @@
-"""The ledger: what may be pinned where, what comes back, and that the books always add up."""
+"""The ledger: what may be pinned where, what comes back, and that it always adds up."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ def test_a_choice_that_does_not_hold_is_refused_before_anything_changes(choice, 
     ledger.check()
 
 
-def test_nobody_is_placed_twice_and_nobody_leaves_twice():
+def test_no_pipeline_is_placed_twice_or_leaves_twice():
     ledger = PlacementLedger(cluster())
     ledger.admit(pipeline("a"), new())
     with pytest.raises(IllegalTransitionError, match="already placed"):
@@ -173,7 +173,7 @@ def test_the_cap_counts_only_pipelines_without_footprint():
     assert only_group(ledger).num_members == 6
 
 
-def test_a_pipeline_without_estimate_stops_nobody():
+def test_a_pipeline_without_estimate_stops_no_other():
     ledger = PlacementLedger(cluster())
     unknown = Pipeline(id=PipelineId("unknown"), num_steps=None, slo_slowdown=1.0)
     ledger.admit(pipeline("a", slo_slowdown=1.5), new())
@@ -194,7 +194,7 @@ def test_colocated_nodes_serve_both_phases_training_nodes_first():
     ledger.check()
 
 
-def test_a_moved_pipeline_keeps_its_old_nodes_until_it_has_really_left():
+def test_a_relocated_pipeline_keeps_its_old_nodes_until_it_has_really_left():
     ledger = PlacementLedger(cluster(rollout=2, train=2))
     ledger.admit(pipeline("a"), new())
     ledger.admit(pipeline("b"), new())
@@ -209,7 +209,7 @@ def test_a_moved_pipeline_keeps_its_old_nodes_until_it_has_really_left():
     ledger.check()
 
 
-def test_a_pipeline_that_ends_before_its_move_gives_back_both():
+def test_a_pipeline_that_ends_before_its_relocation_gives_back_both():
     ledger = PlacementLedger(cluster())
     ledger.admit(pipeline("a"), new())
     ledger.relocate(PipelineId("a"), new())
@@ -218,7 +218,7 @@ def test_a_pipeline_that_ends_before_its_move_gives_back_both():
     ledger.check()
 
 
-def test_a_move_that_does_not_hold_changes_nothing():
+def test_a_relocation_that_does_not_hold_changes_nothing():
     ledger = PlacementLedger(cluster(rollout=2, train=1))
     ledger.admit(pipeline("a"), new())
     ledger.admit(pipeline("b"), join(only_group(ledger), num_new=1))
@@ -259,7 +259,7 @@ def test_a_cluster_without_training_pool_is_a_users_mistake():
         PlacementLedger(Cluster(pools={"r": pool}))
 
 
-def test_check_notices_books_that_were_tampered_with():
+def test_check_notices_a_ledger_that_was_tampered_with():
     ledger = PlacementLedger(cluster())
     ledger.admit(pipeline("a"), new())
     ledger._nodes_by_pool["r"].give_back(R0)

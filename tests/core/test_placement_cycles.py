@@ -67,7 +67,7 @@ def test_an_empty_group_takes_no_time():
 # several steps per cycle
 
 
-def simulated_turns_s(loads, num_rounds=240):
+def simulated_meta_iteration_s(loads, num_rounds=240):
     node_s, trained_s, train_s, ends = {}, {}, 0.0, []
     for _ in range(num_rounds):
         for j in cycle_order([one.steps_per_cycle for one in loads]):
@@ -79,7 +79,7 @@ def simulated_turns_s(loads, num_rounds=240):
     return (ends[-1] - ends[num_rounds // 2 - 1]) / (num_rounds - num_rounds // 2)
 
 
-with_turns = st.builds(
+several_steps = st.builds(
     lambda rollout_s, train_s, nodes, steps_per_cycle: PhaseLoad(
         rollout_s=rollout_s, train_s=train_s, rollout_nodes=tuple(nodes), steps_per_cycle=steps_per_cycle
     ),
@@ -87,23 +87,23 @@ with_turns = st.builds(
 )  # fmt: skip
 
 
-@given(st.lists(with_turns, min_size=1, max_size=4))
+@given(st.lists(several_steps, min_size=1, max_size=4))
 @settings(max_examples=200, deadline=None)
-def test_several_turns_take_as_long_as_simulated_and_the_quick_test_agrees(loads):
+def test_several_steps_per_cycle_take_as_long_as_simulated_and_the_quick_check_agrees(loads):
     period_s = meta_iteration_s(loads)
-    assert period_s == pytest.approx(simulated_turns_s(loads), abs=1e-9)
+    assert period_s == pytest.approx(simulated_meta_iteration_s(loads), abs=1e-9)
     assert fits_period(loads, period_s * (1 + 1e-7))
     assert period_s == 0 or not fits_period(loads, period_s * (1 - 1e-4))
 
 
-def test_turns_are_spread_over_the_meta_iteration():
+def test_slots_are_spread_over_the_meta_iteration():
     assert cycle_order([1, 1, 1]) == [0, 1, 2]
     assert cycle_order([1, 3]) == [0, 1, 1, 1]
     assert cycle_order([2, 3]) == [0, 1, 1, 0, 1]
 
 
-def test_a_short_member_laps_a_long_one_at_three_steps_to_one():
+def test_a_short_member_with_three_steps_to_a_long_ones_one_fits_the_period():
     long, short = load(80, 20, "A"), load(12, 10, "B")
     assert meta_iteration_s([long, short]) == 100
-    lapped = PhaseLoad(rollout_s=12, train_s=10, rollout_nodes=("B",), steps_per_cycle=3)
-    assert meta_iteration_s([long, lapped]) == 100  # 33 s a step instead of 100
+    thrice = PhaseLoad(rollout_s=12, train_s=10, rollout_nodes=("B",), steps_per_cycle=3)
+    assert meta_iteration_s([long, thrice]) == 100  # 33 s a step instead of 100

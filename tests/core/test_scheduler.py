@@ -52,7 +52,7 @@ def test_a_step_runs_its_stages_in_order_and_only_some_hold_a_device(driver, bui
     assert isinstance(driver.log[-1][1], Release)
 
 
-def test_nobody_slips_in_between_two_training_stages(driver, builders):
+def test_no_other_pipeline_slips_in_between_two_training_stages(driver, builders):
     stages = (Stage.GENERATE, Stage.OLD_LOGPROBS, Stage.UPDATE)
     driver.submit(*(builders.pipeline(name, stages=stages) for name in "abc"))
     driver.run()
@@ -70,7 +70,7 @@ def test_in_a_strict_cycle_a_short_pipeline_never_laps_a_long_one(driver, builde
     assert rollouts == ["long", "short"] * 5
 
 
-def test_a_newcomer_takes_one_turn_per_cycle_however_late_it_comes(driver, builders):
+def test_a_newcomer_takes_one_slot_per_cycle_however_late_it_comes(driver, builders):
     driver.submit(builders.pipeline("old", num_steps=20, rollout_s=1, train_s=1))
     for _ in range(16):
         driver.step()
@@ -88,14 +88,14 @@ def test_one_step_off_policy_overlaps_its_own_phases_with_a_constant_lag(driver,
     assert versions == [0, 0, 1, 2]
 
 
-def test_a_paused_share_is_ready_again_and_goes_on(driver, builders):
+def test_a_paused_shard_is_ready_again_and_goes_on(driver, builders):
     driver.submit(builders.pipeline("a", num_steps=1))
     driver.send(StagePaused(time_s=0.5, order=OrderId(1), seconds=0.5))
     runs = driver.actions(RunStage)
     assert [(run.order, run.stage.value, run.step) for run in runs] == [(1, "generate", 1), (2, "generate", 1)]
 
 
-def test_a_failed_pipeline_frees_its_share_and_the_other_does_not_notice(driver, builders):
+def test_a_failed_pipeline_frees_its_device_and_the_other_goes_on_as_alone(driver, builders):
     driver.submit(builders.pipeline("bad"), builders.pipeline("good"))
     driver.send(PipelineFailed(time_s=0.5, pipeline=PipelineId("bad"), reason="reward raised"))
     assert driver.run() == 0.5 + 3 * 3.0
@@ -112,7 +112,7 @@ def test_a_cancelled_pipeline_ends_its_orders_before_it_is_released(driver, buil
     assert driver.scheduler.query.is_idle()
 
 
-def test_a_lost_rollout_worker_has_its_share_run_again(driver, builders):
+def test_the_shard_of_a_lost_rollout_worker_is_run_again(driver, builders):
     driver.submit(builders.pipeline("a", num_steps=1))
     device = driver.actions(RunStage)[0].devices[0]
     driver.send(WorkerLost(time_s=1.0, pipeline=PipelineId("a"), device=device))
@@ -164,7 +164,7 @@ def test_a_third_pipeline_just_works(driver, builders):
     assert driver.scheduler.query.is_idle()
 
 
-def test_an_event_that_does_not_fit_raises_and_tells_the_story(driver, builders):
+def test_an_event_that_does_not_fit_raises_and_shows_the_recent_events(driver, builders):
     driver.submit(builders.pipeline("a"))
     with pytest.raises(IllegalTransitionError, match=r"order 99 is not running(.|\n)*PipelineSubmitted"):
         driver.scheduler.handle(StageFinished(time_s=1.0, order=OrderId(99), seconds=1.0))

@@ -1,4 +1,4 @@
-"""What the scheduler makes of switches: who may join, what fills a gap, who leaves a device for whom."""
+"""What the scheduler makes of switches: which pipelines may join, what fills a gap, which state leaves a device."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_of_states_that_do_not_all_fit_the_largest_say_how_many_do(sizes, fittin
     assert num_fitting(sizes, 10.0) == fitting
 
 
-def test_only_who_shares_a_device_with_others_that_do_not_fit_beside_it_pays(builders):
+def test_only_pipelines_that_share_a_device_they_do_not_all_fit_pay_for_switches(builders):
     nodes = [NodeId("rollout", 0), NodeId("rollout", 1), NodeId("train", 0)]
     a, b, c = (builders.pipeline(name, switch=DEAR, footprint=SIX) for name in "abc")
     tenants = [(a, nodes[:1], nodes[2:]), (b, nodes[:1], nodes[2:]), (c, nodes[1:2], nodes[2:])]
@@ -61,8 +61,10 @@ def test_only_who_shares_a_device_with_others_that_do_not_fit_beside_it_pays(bui
     [(None, 10.0, 1), (DEAR, 12.0, 1), (SwitchEstimate(rollout_s=0.0, train_s=0.0), 10.0, 1), (DEAR, 10.0, 2)],
     ids=["unmeasured", "both fit", "quick", "dear"],
 )
-def test_nobody_joins_a_group_in_which_switches_would_break_an_slo(builders, policy, switch, memory_bytes, num_groups):
-    """Each takes 3 s alone and accepts 3.3; both in turn take 3 s, and 4 with two switches each."""
+def test_no_pipeline_joins_a_group_in_which_switches_would_break_an_slo(
+    builders, policy, switch, memory_bytes, num_groups
+):
+    """Each takes 3 s alone and accepts 3.3; both alternating take 3 s, and 4 with two switches each."""
     scheduler = Scheduler(pools(memory_bytes, usd=10.0), make_policy(policy))
     driver = builders.Driver(scheduler)
     for name in "ab":
@@ -111,7 +113,7 @@ def test_weights_that_come_in_with_every_order_are_no_switch(builders):
 
 
 class Switching:
-    """Ends every order after its stage and its switch, which it tells."""
+    """Ends every order after its stage and its switch, and reports the switch."""
 
     def __init__(self, builders, scheduler: Scheduler, switch_s: float) -> None:
         self.driver = builders.Driver(scheduler, lambda action: 2.0)
@@ -119,10 +121,10 @@ class Switching:
 
     def run(self) -> None:
         driver = self.driver
-        send, driver.send = driver.send, lambda event: send(self._told(event))
+        send, driver.send = driver.send, lambda event: send(self._with_switch(event))
         driver.run()
 
-    def _told(self, event):
+    def _with_switch(self, event):
         if not isinstance(event, StageFinished):
             return event
         (action,) = [a for a in self.driver.actions(RunStage) if a.order == event.order]
@@ -173,7 +175,7 @@ def test_without_room_to_count_switches_cost_nothing():
 
 
 @pytest.mark.parametrize(("switch_s", "num_merges"), [(0.0, 1), (3.0, 0)])
-def test_a_tail_is_not_moved_for_work_that_would_pay_for_it_in_switches(switch_s, num_merges):
+def test_a_tail_does_not_migrate_for_work_that_would_pay_for_it_in_switches(switch_s, num_merges):
     """b's training could have the tail's device at once; a's next rollout there would then find its state gone."""
     work_items = (
         WorkItem(pipeline=0, sub_stage="tail", devices=(0,), seconds=2.0, tail_s=2.0, is_running=True, state=0),
@@ -196,15 +198,15 @@ def one_device(builders, *, memory_bytes: float, switch: SwitchEstimate | None):
     driver = builders.Driver(scheduler)
     footprint = Footprint(rollout_device_bytes=2.0, train_device_bytes=2.0)
     driver.submit(*(builders.pipeline(n, rollout_s=40.0, switch=switch, footprint=footprint) for n in "ab"))
-    (share,) = scheduler.query.orders()
-    driver.send(idle(share, 1.0))
-    driver.send(StagePaused(time_s=1.0, order=share.id, seconds=0.5, is_waiting=True))
-    driver.send(ReplyArrived(time_s=2.0, pipeline=share.pipeline, device=DeviceId("gpu", 0, 0)))
+    (order,) = scheduler.query.orders()
+    driver.send(idle(order, 1.0))
+    driver.send(StagePaused(time_s=1.0, order=order.id, seconds=0.5, is_waiting=True))
+    driver.send(ReplyArrived(time_s=2.0, pipeline=order.pipeline, device=DeviceId("gpu", 0, 0)))
     (other,) = scheduler.query.orders()
     driver.send(StagePaused(time_s=3.0, order=other.id, seconds=0.5, is_waiting=True))
     driver.send(ReplyArrived(time_s=4.0, pipeline=other.pipeline, device=DeviceId("gpu", 0, 0)))
-    (share,) = scheduler.query.orders()
-    return driver, share
+    (order,) = scheduler.query.orders()
+    return driver, order
 
 
 def idle(order, at_s: float) -> ChunkFinished:
@@ -220,14 +222,14 @@ def test_a_device_is_left_for_tools_only_where_they_take_longer_than_both_switch
     builders, memory_bytes, rollout_s, is_paused
 ):
     switch = SwitchEstimate(rollout_s=rollout_s, train_s=rollout_s)
-    driver, share = one_device(builders, memory_bytes=memory_bytes, switch=switch)
-    paused = [action.order for action in driver.send(idle(share, 5.0)) if isinstance(action, Pause)]
-    assert paused == ([share.id] if is_paused else [])
+    driver, order = one_device(builders, memory_bytes=memory_bytes, switch=switch)
+    paused = [action.order for action in driver.send(idle(order, 5.0)) if isinstance(action, Pause)]
+    assert paused == ([order.id] if is_paused else [])
 
 
 @pytest.mark.parametrize(("switch_s", "is_filled"), [(0.1, True), (0.9, False)])
 def test_a_gap_is_filled_only_by_work_worth_its_switches(builders, switch_s, is_filled):
-    """`short` laps `long` on the training device while that rolls out."""
+    """`short` goes through several steps on the training device while `long` rolls out."""
     switch = SwitchEstimate(rollout_s=switch_s, train_s=switch_s)
     pair = [
         builders.pipeline("long", rollout_s=10.0, train_s=2.0, num_steps=4, switch=switch, footprint=SIX),
@@ -249,7 +251,7 @@ def test_a_gap_is_filled_only_by_work_worth_its_switches(builders, switch_s, is_
 # --- reading ahead ------------------------------------------------------------------------------------------
 
 
-def taking_turns(builders, *, spills: bool):
+def alternating(builders, *, spills: bool):
     """Two pipelines, one device for each phase, and room for one state on it."""
     cluster = Cluster(
         pools={name: replace(pool, num_nodes=1, spills_to_disk=spills) for name, pool in pools(10.0).pools.items()}
@@ -261,8 +263,8 @@ def taking_turns(builders, *, spills: bool):
     return driver, cluster
 
 
-def test_whose_turn_comes_next_is_read_ahead_once_while_another_computes(builders):
-    driver, cluster = taking_turns(builders, spills=True)
+def test_the_state_needed_next_is_read_ahead_once_while_another_computes(builders):
+    driver, cluster = alternating(builders, spills=True)
     computing: dict[str, str] = {}
     hinted: list[tuple[str, str, int]] = []
     switches: list[tuple[str, str, int]] = []
@@ -282,6 +284,6 @@ def test_whose_turn_comes_next_is_read_ahead_once_while_another_computes(builder
 
 
 def test_where_nothing_spills_nothing_is_read_ahead(builders):
-    driver, _ = taking_turns(builders, spills=False)
+    driver, _ = alternating(builders, spills=False)
     assert driver.actions(Prefetch) == []
     assert [a for a in driver.actions(RunStage) if a.switch is Switch.WARM]
