@@ -137,7 +137,9 @@ def test_the_workflow_runs_the_commands_of_the_readme_on_the_pythons_that_are_pr
     for command in commands:
         assert re.search(rf"^{command.split()[1]}:", makefile, re.MULTILINE)
     assert {"make demo", "make test"} <= {line.partition("#")[0].strip() for line in code_lines(PAGES["README.md"])}
-    assert workflow["jobs"]["demo-and-test"]["strategy"]["matrix"]["python"] == ["3.11", "3.12", "3.13"]
+    project = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+    promised = re.findall(r'"Programming Language :: Python :: (3\.\d+)"', project)
+    assert workflow["jobs"]["demo-and-test"]["strategy"]["matrix"]["python"] == promised == ["3.11", "3.12", "3.13"]
 
 
 def test_the_citation_names_this_version_and_both_papers():

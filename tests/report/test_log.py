@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
 import resource
@@ -150,7 +151,8 @@ def test_sigkill_loses_nothing_committed_and_splits_no_transaction(tmp_path: Pat
 def copy_of_live_log(tmp_path: Path) -> Path:
     """What a power cut leaves: the database and a WAL with ten commits in it, and no writer."""
     log = RunLog.create(tmp_path / "live", HEADER)
-    log._connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    with contextlib.closing(sqlite3.connect(tmp_path / "live" / LOG_NAME)) as connection:
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     for number in range(10):
         log.append_event(NodeJoined(time_s=float(number), node=NODE))
         log.commit()
