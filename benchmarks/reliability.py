@@ -23,7 +23,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +39,7 @@ from rlmux.rl.config import AlgorithmConfig, ModelConfig, RolloutConfig, SftWarm
 from rlmux.runtime.backend import Submission
 from rlmux.runtime.controller import Controller
 from rlmux.runtime.local import local_backend
+from rlmux.runtime.processes import fork_server_pid
 from rlmux.runtime.run import resume_pipelines, run_pipelines
 from rlmux.runtime.workplace import WorkerOptions
 
@@ -337,7 +337,7 @@ class Gauge:
         gc.collect()
         me = psutil.Process()
         family = me.children(recursive=True)
-        server = psutil.Process(vars(forkserver)["_forkserver"]._forkserver_pid)
+        server = psutil.Process(fork_server_pid())
         shared = sum(path.stat().st_size for path in Path("/dev/shm").glob(f"rlmux-{os.getuid()}-*/*/*"))
         return [
             f"{now_s:.0f} s", str(self.num_steps), str(self.num_over), str(self.num_begun - self.num_over),

@@ -35,7 +35,7 @@ def test_findings_are_shown_as_lines_or_json(findings, capsys):
 
 
 def test_a_package_that_is_absent_comes_with_the_command_that_installs_it():
-    finding = doctor._package("no-such-package", "envs", "no such tasks")
+    finding = doctor.check_package("no-such-package", "envs", "no such tasks")
     assert (finding.is_ok, finding.meaning) == (False, "no such tasks")
     assert finding.remedy == "pip install 'rlmux[envs]'"
 
@@ -49,28 +49,28 @@ def test_a_package_that_is_absent_comes_with_the_command_that_installs_it():
     ],
 )
 def test_gpus_are_told_as_torch_tells_them(found, gpu, value):
-    finding = doctor._gpus(found)
+    finding = doctor.check_gpus(found)
     assert (finding.is_ok, finding.value) == (gpu, value)
 
 
 def test_a_broken_torch_is_told_with_its_error():
-    finding = doctor._torch_import({"error": "ImportError: libcudart.so.12"})
+    finding = doctor.check_torch_import({"error": "ImportError: libcudart.so.12"})
     assert not finding.is_ok
     assert finding.value == "ImportError: libcudart.so.12"
 
 
 @pytest.mark.parametrize(("cores", "shown"), [([0, 1, 2, 5], "0-2,5"), ([3], "3"), ([], "")])
 def test_cores_are_shown_as_ranges(cores, shown):
-    assert doctor._ranges(cores) == shown
+    assert doctor.core_ranges(cores) == shown
 
 
-def test_share_levels_are_told_with_what_makes_them():
+def test_device_fractions_are_told_with_what_makes_them():
     cpu = {"device": "cpu: EPYC", "how": "nice", "shares": [0.25, 0.5], "missing": ""}
     gpu = {"device": "H200", "how": "", "shares": [], "missing": "green contexts: no driver"}
-    finding = doctor._fractions({"levels": [cpu, gpu]})
+    finding = doctor.check_fractions({"fractions": [cpu, gpu]})
     assert (finding.is_ok, finding.value) == (
         True,
         "cpu: EPYC: 25%, 50% by nice; H200: none: green contexts: no driver",
     )
-    assert not doctor._fractions({"levels": [gpu]}).is_ok
-    assert "alone" in doctor._fractions(None).meaning
+    assert not doctor.check_fractions({"fractions": [gpu]}).is_ok
+    assert "alone" in doctor.check_fractions(None).meaning

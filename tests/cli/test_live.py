@@ -38,7 +38,7 @@ def drawn(live: Live) -> str:
 
     console = Console(width=120)
     with console.capture() as capture:
-        console.print(live._tables())
+        console.print(live.tables())
     return capture.get()
 
 

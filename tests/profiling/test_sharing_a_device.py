@@ -48,7 +48,7 @@ def test_only_device_fractions_that_helped_reach_a_policy(tmp_path):
     assert any("holes" in warning and "estimated" in warning for warning in warnings)
 
 
-def test_the_worst_piece_of_training_speaks_for_all(tmp_path):
+def test_the_worst_sub_stage_of_training_stands_for_all(tmp_path):
     path = save(tmp_path, {("tail", "update", 0.5): (1.2, 1.1), ("tail", "old_logprobs", 0.5): (1.1, 1.5)})
     pair_rates = load_sharing(path, HERE)[0].pair_rates("tail", "update")
     assert (pair_rates.slowdown, pair_rates.other_slowdown) == (1.2, 1.5)

@@ -1,4 +1,4 @@
-"""Who comes or goes disturbs everybody else by one switch at most: a move, at a step boundary, or nothing."""
+"""A pipeline that comes or goes costs each other one switch at most: a relocation at a step boundary, or nothing."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def story(policy: str, seed: int) -> list[Any]:
 
 @pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize("policy", ["rollmux", "rlmux"])
-def test_a_change_moves_each_other_pipeline_once_at_most_and_pauses_nobody(policy, seed):
+def test_a_change_relocates_each_other_pipeline_once_at_most_and_pauses_none(policy, seed):
     pipeline_by_order: dict[int, str] = {}
     cancelled: set[str] = set()
     moves = Counter[str]()
@@ -111,9 +111,9 @@ def test_a_change_moves_each_other_pipeline_once_at_most_and_pauses_nobody(polic
                 pipeline_by_order[order] = pipeline
                 loads[pipeline, PHASE_BY_STAGE[stage]] += switch is Switch.COLD
             case Pause(order=order):
-                assert pipeline_by_order[order] in cancelled, "paused for somebody else"
+                assert pipeline_by_order[order] in cancelled, "paused for another pipeline"
     assert num_changes > 2 * NUM_PIPELINES
     assert max(loads.values()) >= 1
     for (pipeline, _), num in loads.items():
         assert num <= 1 + moves_in_all[pipeline], f"{pipeline} loaded its state anew without having been moved"
-    assert policy != "rlmux" or moves_in_all, "nobody was ever moved: the test shows nothing"
+    assert policy != "rlmux" or moves_in_all, "no pipeline was ever relocated: the test shows nothing"

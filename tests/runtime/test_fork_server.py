@@ -1,26 +1,25 @@
-"""Workers come from a fork server that has imported torch, whoever started one before."""
+"""Workers come from a fork server that has imported torch, also where another one was started before."""
 
 from __future__ import annotations
 
 import subprocess
 import sys
-from multiprocessing import forkserver
 from pathlib import Path
 
-from rlmux.runtime.processes import fork_server_address
+from rlmux.runtime.processes import fork_server_address, fork_server_pid
 
 SCRIPT = """
-from multiprocessing import forkserver, get_context
-from rlmux.runtime.processes import warm_up
+from multiprocessing import get_context
+from rlmux.runtime.processes import fork_server_pid, warm_up
 
 if __name__ == "__main__":
     bare = get_context("forkserver").Process(target=print)
     bare.start()
     bare.join()
-    pids = [forkserver._forkserver._forkserver_pid]
+    pids = [fork_server_pid()]
     for _ in range(2):
         warm_up()
-        pids.append(forkserver._forkserver._forkserver_pid)
+        pids.append(fork_server_pid())
     assert pids[0] != pids[1], "the server without torch was kept"
     assert pids[1] == pids[2], "a good server was thrown away"
 """
@@ -59,7 +58,7 @@ def test_workers_do_not_run_the_script_that_starts_them_again(tmp_path):
     assert (tmp_path / "runs").read_text() == "again "
 
 
-def test_a_server_that_somebody_else_started_is_replaced_once(tmp_path):
+def test_a_server_that_was_started_without_our_imports_is_replaced_once(tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300)
@@ -78,10 +77,10 @@ worker.call(0.0, "getppid", (), said.append)
 worker.receive(0.0)
 assert worker.ending() is None
 os.kill(worker.pid, 9)
-worker._process.join(300)
+worker.process.join(300)
 assert worker.ending() == "killed by SIGKILL"
 silent, still_open = os.pipe()
-os.dup2(silent, worker._process.sentinel)
+os.dup2(silent, worker.process.sentinel)
 assert worker.ending() == "killed by SIGKILL", "told once, though the server has yet to close its end"
 print(*said)
 """
@@ -108,7 +107,7 @@ def when_both_are_about_to_read(sentinel):
 forkserver.read_signed = when_both_are_about_to_read
 os.kill(worker.pid, 9)
 with ThreadPoolExecutor(2) as threads:
-    print([each.result() for each in [threads.submit(worker._how_it_ended) for _ in range(2)]])
+    print([each.result() for each in [threads.submit(worker.how_it_ended) for _ in range(2)]])
 """
 
 
@@ -122,11 +121,11 @@ def run_as_borrower(code: str, tmp_path: Path) -> str:
     return done.stdout
 
 
-def test_two_who_ask_at_once_how_a_worker_ended_are_told_the_same(tmp_path):
+def test_two_threads_that_ask_at_once_how_a_worker_ended_are_told_the_same(tmp_path):
     assert run_as_borrower(BOTH_AT_ONCE, tmp_path) == "['killed by SIGKILL', 'killed by SIGKILL']\n"
 
 
 def test_a_process_may_borrow_the_server_of_another(tmp_path):
     address = fork_server_address()
-    assert int(run_as_borrower(BORROWER, tmp_path)) == forkserver._forkserver._forkserver_pid
+    assert int(run_as_borrower(BORROWER, tmp_path)) == fork_server_pid()
     assert fork_server_address() == address, "it goes on"

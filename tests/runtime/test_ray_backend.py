@@ -139,7 +139,7 @@ def test_an_idle_worker_that_dies_is_missed_without_being_called(nodes, real, tm
         while not said:
             for one in workplace.wait(1.0):
                 one.receive(0.0)
-        pids = {"worker": said[0], "actor": ray.get(worker._actor.__ray_call__.remote(lambda actor: os.getpid()))}
+        pids = {"worker": said[0], "actor": ray.get(worker.actor.__ray_call__.remote(lambda actor: os.getpid()))}
         process = psutil.Process(pids["worker"])
         os.kill(pids[victim], signal.SIGKILL)
         while not (ready := workplace.wait(0.2)):
@@ -154,7 +154,7 @@ def test_an_idle_worker_that_dies_is_missed_without_being_called(nodes, real, tm
 
 
 def test_a_killed_trainer_writes_no_more_once_that_is_said(nodes, real, tmp_path):
-    """Whoever goes on from its checkpoints reads them next."""
+    """Its successor reads its checkpoints next."""
     backend = nodes.make_backend()(real.cluster(), _folder(tmp_path))
     try:
         workplace, said = backend.workplace, []
@@ -183,7 +183,7 @@ def test_a_killed_fork_server_is_replaced_and_changes_nothing(real, pair, local,
 
     def kill_keepers(backend, recorder) -> bool:
         if not killed and any(note.type == "step" for note in recorder.notes):
-            keepers = backend.workplace._fork_servers.keepers()
+            keepers = backend.workplace.fork_servers.keepers()
             killed.extend(ray.get([one.__ray_call__.remote(lambda keeper: os.getpid()) for one in keepers]))
             for pid in killed:
                 os.kill(pid, signal.SIGKILL)
@@ -210,7 +210,7 @@ def test_a_lost_nodes_pipelines_go_on_elsewhere_from_their_last_checkpoint(real,
         admitted = [action.placement for action in recorder.actions if isinstance(action, Admit)]
         placed = {node.index for placement in admitted for node in placement.rollout_nodes}
         if has_begun and not lost:
-            ray_id = backend.workplace._nodes[NodeId("rollout", max(placed))].ray_id
+            ray_id = backend.workplace.nodes[NodeId("rollout", max(placed))].ray_id
             victim = next(node for node in nodes.rollout if node.node_id == ray_id)
             nodes.rollout.remove(victim)
             nodes.ray.remove_node(victim, allow_graceful=False)
@@ -284,7 +284,7 @@ class Asked:
         worker = self._workplace.spawn(name, __import__, ("os",), device=device, log_path=self._log, call_limit_s=60.0)
         self._said[name] = []
         worker.call(0.0, "getenv", ("CUDA_VISIBLE_DEVICES",), self._said[name].append)
-        self._raylets[name] = worker._actor.__ray_call__.remote(lambda actor: os.getppid())
+        self._raylets[name] = worker.actor.__ray_call__.remote(lambda actor: os.getppid())
 
     def answers(self) -> dict[str, tuple[str, int]]:
         """(the GPUs that it sees, the raylet that its actor is a child of) by name."""
@@ -306,7 +306,7 @@ def test_workers_see_the_gpu_of_their_device_on_the_node_that_was_chosen(nodes, 
         asked.add("a/train", DeviceId("slow", 0, 0))
         said = asked.answers()
         raylets = {node.node_id: node.all_processes["raylet"][0].process.pid for node in gpu_nodes}
-        chosen = {node_id: raylets[node.ray_id] for node_id, node in backend.workplace._nodes.items()}
+        chosen = {node_id: raylets[node.ray_id] for node_id, node in backend.workplace.nodes.items()}
     finally:
         backend.close()
     assert [said[f"a/{index}"][1] for index in range(4)] == [chosen[NodeId("fast", index)] for index in range(4)]

@@ -237,7 +237,7 @@ def test_shared_memory_of_a_dead_run_is_given_back_and_that_of_a_live_one_is_not
     live = SharedMemoryFolder(tmp_path / "live")
     dead = SharedMemoryFolder(tmp_path / "dead")
     (dead.path / "1.safetensors").write_bytes(b"weights")
-    os.close(dead._lock)  # as the system does for a process that is killed
+    os.close(dead.lock)  # as the system does for a process that is killed
     newcomer = SharedMemoryFolder(tmp_path / "newcomer")
     assert not dead.path.exists()
     assert live.path.exists()
@@ -248,10 +248,10 @@ def test_shared_memory_of_a_dead_run_is_given_back_and_that_of_a_live_one_is_not
         assert not folder.path.exists()
 
 
-def test_a_folder_that_is_made_again_while_somebody_tidies_up_stays(tmp_path, monkeypatch):
+def test_a_folder_that_is_made_again_while_another_run_tidies_up_stays(tmp_path, monkeypatch):
     """A killed run is resumed as another run starts, and that one has looked at the folder already."""
     left_behind = SharedMemoryFolder(tmp_path / "run")
-    os.close(left_behind._lock)
+    os.close(left_behind.lock)
     resumed: list[SharedMemoryFolder] = []
     flock = fcntl.flock
 
@@ -261,7 +261,7 @@ def test_a_folder_that_is_made_again_while_somebody_tidies_up_stays(tmp_path, mo
         flock(lock, how)
 
     monkeypatch.setattr(fcntl, "flock", resume_first)
-    local._remove_if_unheld(left_behind.path)
+    local.remove_if_unheld(left_behind.path)
     assert resumed[0].path == left_behind.path
     assert resumed[0].path.exists()
     resumed[0].close()
@@ -280,7 +280,7 @@ def test_a_new_folder_that_another_start_tidies_away_is_made_again(tmp_path, mon
     monkeypatch.setattr(fcntl, "flock", tidy_first)
     made = make(tmp_path / "run")
     assert made.path.exists()
-    assert made._lock is not None
+    assert made.lock is not None
     made.close()
 
 
@@ -355,7 +355,7 @@ def wait_for_a_step(process: subprocess.Popen, folder: Path) -> None:
 
 
 def family_once_training(process: subprocess.Popen, folder: Path) -> list[psutil.Process]:
-    """Everybody, once `sort` has published a step and `slow` is stuck in its reward, with what that has started."""
+    """Every process of the run, once `sort` has published a step and the reward of `slow` hangs with its children."""
     wait_for_a_step(process, folder)
     controller = psutil.Process(process.pid)
     deadline_s = time.monotonic() + 200
@@ -375,7 +375,7 @@ def still_alive(family: list[psutil.Process]) -> list[str]:
 
 
 def test_no_process_outlives_its_controller_even_in_user_code(tmp_path, command, backend_words):
-    """Killed, with a host that is stuck in the user's code; then once more, and interrupted."""
+    """Killed, with an env worker that is stuck in the user's code; then once more, and interrupted."""
     process = command(*write_file(tmp_path), *backend_words.run)
     family = family_once_training(process, tmp_path / "run")
     process.kill()

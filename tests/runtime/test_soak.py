@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import gc
 from dataclasses import dataclass, replace
-from multiprocessing import forkserver
 from pathlib import Path
 
 import psutil
 
 from rlmux.policies import make_policy
 from rlmux.runtime.local import SharedMemoryFolder
+from rlmux.runtime.processes import fork_server_pid
 from rlmux.runtime.run import run_pipelines
 
 NUM_PIPELINES = 14
@@ -28,7 +28,7 @@ class Reading:
 
 def workers() -> list[psutil.Process]:
     """Tests of other backends may have left servers of theirs running."""
-    return psutil.Process(forkserver._forkserver._forkserver_pid).children(recursive=True)
+    return psutil.Process(fork_server_pid()).children(recursive=True)
 
 
 class Gauge:

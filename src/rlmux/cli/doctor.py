@@ -36,7 +36,7 @@ _EXTRAS = {
     "ortools": ("solver", "policy 'optimal' falls back to branch and bound"),
     "ray": ("ray", "one machine only: no backend over many"),
 }
-"""Package: the extra it comes with, and what cannot be done without it."""
+"""(extra that brings the package, what cannot be done without it), by package."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,25 +50,26 @@ class Finding:
     meaning: str = ""
     """What cannot be done; empty where all is well."""
     remedy: str = ""
+    """Command or change that mends it; empty where there is none."""
 
 
 def examine() -> list[Finding]:
     """All checks, in the order in which a newcomer meets them."""
-    torch = _probe_torch()
+    torch = probe_torch()
     return [
-        _python(),
-        _cores(),
-        _memory(),
-        _shared_memory(),
-        _runs_folder(),
-        _fork_server(),
-        *(_package(name, "train", "no training: run and compare do not work") for name in _TRAINING),
-        _torch_import(torch),
-        _gpus(torch),
-        _green_contexts(torch),
-        _mps(torch),
-        _fractions(torch),
-        *(_package(name, extra, meaning) for name, (extra, meaning) in _EXTRAS.items()),
+        check_python(),
+        check_cores(),
+        check_memory(),
+        check_shared_memory(),
+        check_runs_folder(),
+        check_fork_server(),
+        *(check_package(name, "train", "no training: run and compare do not work") for name in _TRAINING),
+        check_torch_import(torch),
+        check_gpus(torch),
+        check_green_contexts(torch),
+        check_mps(torch),
+        check_fractions(torch),
+        *(check_package(name, extra, meaning) for name, (extra, meaning) in _EXTRAS.items()),
     ]
 
 
@@ -86,15 +87,15 @@ def show(findings: list[Finding], *, as_json: bool) -> None:
             print(f"{' ' * (width + 11)}do: {finding.remedy}")
 
 
-def _python() -> Finding:
+def check_python() -> Finding:
     value = f"{platform.python_version()} ({sys.executable})"
     return Finding(name="python", is_ok=True, value=value)
 
 
-def _cores() -> Finding:
+def check_cores() -> Finding:
     mine = sorted(os.sched_getaffinity(0))
     quota = _cpu_quota()
-    value = f"{len(mine)} of {os.cpu_count()} cores may be used ({_ranges(mine)})"
+    value = f"{len(mine)} of {os.cpu_count()} cores may be used ({core_ranges(mine)})"
     if quota is not None and quota < len(mine):
         return Finding(
             name="cores",
@@ -114,7 +115,7 @@ def _cores() -> Finding:
     return Finding(name="cores", is_ok=True, value=value)
 
 
-def _memory() -> Finding:
+def check_memory() -> Finding:
     memory = psutil.virtual_memory()
     limit = _number_in(Path("/sys/fs/cgroup/memory.max"))
     value = f"{memory.available / _GB:.1f} of {memory.total / _GB:.1f} GB are free"
@@ -123,7 +124,7 @@ def _memory() -> Finding:
     return Finding(name="memory", is_ok=True, value=value)
 
 
-def _shared_memory() -> Finding:
+def check_shared_memory() -> Finding:
     folder = Path("/dev/shm")
     if not folder.is_dir() or not os.access(folder, os.W_OK):
         return Finding(
@@ -145,7 +146,7 @@ def _shared_memory() -> Finding:
     return Finding(name="/dev/shm", is_ok=True, value=f"{free / _GB:.1f} GB are free")
 
 
-def _runs_folder() -> Finding:
+def check_runs_folder() -> Finding:
     folder = Path("runs").absolute()
     nearest = next(parent for parent in (folder, *folder.parents) if parent.exists())
     try:
@@ -163,7 +164,7 @@ def _runs_folder() -> Finding:
     return Finding(name="runs folder", is_ok=True, value=f"{folder} is writable, {free / _GB:.0f} GB free")
 
 
-def _fork_server() -> Finding:
+def check_fork_server() -> Finding:
     """Starts a process the way workers are started."""
     started_s = time.perf_counter()
     context = multiprocessing.get_context("forkserver")
@@ -195,7 +196,7 @@ def _answer(connection: Connection) -> None:
     connection.send(os.getpid())
 
 
-def _package(name: str, extra: str, meaning: str) -> Finding:
+def check_package(name: str, extra: str, meaning: str) -> Finding:
     try:
         return Finding(name=name, is_ok=True, value=importlib.metadata.version(name))
     except importlib.metadata.PackageNotFoundError:
@@ -224,12 +225,12 @@ if torch.cuda.is_available():
         found["green"] = f"{type(error).__name__}: {error}"
 from dataclasses import asdict
 from rlmux.engines.device_fraction import probe
-found["levels"] = [asdict(probe(device)) for device in (["cpu", "cuda"] if found["gpus"] else ["cpu"])]
+found["fractions"] = [asdict(probe(device)) for device in (["cpu", "cuda"] if found["gpus"] else ["cpu"])]
 print(json.dumps(found))
 """
 
 
-def _probe_torch() -> dict[str, Any] | None:
+def probe_torch() -> dict[str, Any] | None:
     """What a process of its own finds out about torch; None without it; `error` if it cannot be imported."""
     try:
         importlib.metadata.version("torch")
@@ -248,7 +249,7 @@ def _probe_torch() -> dict[str, Any] | None:
     return found
 
 
-def _torch_import(torch: dict[str, Any] | None) -> Finding:
+def check_torch_import(torch: dict[str, Any] | None) -> Finding:
     name = "import torch"
     if torch is None:
         return Finding(name=name, is_ok=False, value="not installed")
@@ -264,7 +265,7 @@ def _torch_import(torch: dict[str, Any] | None) -> Finding:
     return Finding(name=name, is_ok=True, value=f"{torch['import_s']:.1f} s, once per run; {build}")
 
 
-def _gpus(torch: dict[str, Any] | None) -> Finding:
+def check_gpus(torch: dict[str, Any] | None) -> Finding:
     gpus = (torch or {}).get("gpus", [])
     if gpus:
         shown = [
@@ -283,7 +284,7 @@ def _gpus(torch: dict[str, Any] | None) -> Finding:
     return Finding(name="GPUs", is_ok=False, value="none that torch sees", meaning=meaning, remedy=remedy)
 
 
-def _green_contexts(torch: dict[str, Any] | None) -> Finding:
+def check_green_contexts(torch: dict[str, Any] | None) -> Finding:
     name = "green contexts"
     problem = (torch or {}).get("green")
     if problem == "":
@@ -292,12 +293,12 @@ def _green_contexts(torch: dict[str, Any] | None) -> Finding:
         name=name,
         is_ok=False,
         value=problem or "no GPU",
-        meaning="pipelines on one GPU take turns; a process cannot be given a share of its SMs",
+        meaning="pipelines use one GPU one after another; a process cannot be held to a part of its SMs",
         remedy="a GPU, CUDA 12.4 or newer, and torch 2.10 or newer" if problem else "",
     )
 
 
-def _mps(torch: dict[str, Any] | None) -> Finding:
+def check_mps(torch: dict[str, Any] | None) -> Finding:
     name = "MPS"
     pipe = Path(os.environ.get("CUDA_MPS_PIPE_DIRECTORY", "/tmp/nvidia-mps"))
     control = shutil.which("nvidia-cuda-mps-control")
@@ -312,22 +313,22 @@ def _mps(torch: dict[str, Any] | None) -> Finding:
     )
 
 
-def _fractions(torch: dict[str, Any] | None) -> Finding:
-    """Shares of a device that two pipelines can be given at once; `rlmux profile` measures what they are worth."""
-    name = "share levels"
-    found = (torch or {}).get("levels", [])
+def check_fractions(torch: dict[str, Any] | None) -> Finding:
+    """Device fractions that two pipelines can be given at once; `rlmux profile` measures what they are worth."""
+    name = "device fractions"
+    found = (torch or {}).get("fractions", [])
     if not found:
         return Finding(name=name, is_ok=False, value="unknown", meaning="every order has its devices alone")
     told = []
     for one in found:
-        shares = ", ".join(f"{share:.0%}" for share in one["shares"])
-        told.append(f"{one['device']}: " + (f"{shares} by {one['how']}" if shares else f"none: {one['missing']}"))
+        fractions = ", ".join(f"{fraction:.0%}" for fraction in one["shares"])
+        told.append(f"{one['device']}: " + (f"{fractions} by {one['how']}" if fractions else f"none: {one['missing']}"))
     is_ok = any(one["shares"] for one in found)
     return Finding(
         name=name,
         is_ok=is_ok,
         value="; ".join(told),
-        meaning="" if is_ok else "two pipelines on one device cannot be given shares of it: each order has it alone",
+        meaning="" if is_ok else "one device cannot be divided between two pipelines: each order has it alone",
     )
 
 
@@ -350,7 +351,7 @@ def _text_in(path: Path) -> str | None:
         return None
 
 
-def _ranges(cores: list[int]) -> str:
+def core_ranges(cores: list[int]) -> str:
     """0-3,6 for 0 1 2 3 6."""
     ranges: list[list[int]] = []
     for core in cores:

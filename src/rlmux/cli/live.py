@@ -77,7 +77,7 @@ class Live:
 
             self._display = RichLive(
                 console=Console(stderr=True),
-                get_renderable=self._tables,
+                get_renderable=self.tables,
                 refresh_per_second=_REDRAWS_PER_S,
                 transient=True,
             )
@@ -175,7 +175,7 @@ class Live:
         elif not self._is_quiet:
             print(text, file=sys.stderr, flush=True)
 
-    def _tables(self) -> Table:
+    def tables(self) -> Table:
         from rich.table import Table
 
         pipelines = Table("pipeline", "step", "reward", "tokens/s", "doing", box=None, pad_edge=False)

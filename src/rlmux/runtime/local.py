@@ -153,8 +153,9 @@ class SharedMemoryFolder:
     def __init__(self, run_folder: Path) -> None:
         self.path = self.path_of(run_folder)
         for left_behind in self.path.parent.glob(f"{_PREFIX}{os.getuid()}-*"):
-            _remove_if_unheld(left_behind)
-        self._lock: int | None = _make_and_hold(self.path)
+            remove_if_unheld(left_behind)
+        self.lock: int | None = _make_and_hold(self.path)
+        """Descriptor that holds the folder's lock; None once it is closed."""
 
     @staticmethod
     def path_of(run_folder: Path) -> Path:
@@ -167,15 +168,15 @@ class SharedMemoryFolder:
     def at(cls, path: Path) -> SharedMemoryFolder:
         """The folder at a known path; kept as it is if it was left behind."""
         folder = cls.__new__(cls)
-        folder.path, folder._lock = path, _make_and_hold(path)
+        folder.path, folder.lock = path, _make_and_hold(path)
         return folder
 
     def close(self) -> None:
         """Safe to call twice."""
         shutil.rmtree(self.path, ignore_errors=True)
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        if self.lock is not None:
+            os.close(self.lock)
+            self.lock = None
 
 
 def _make_and_hold(folder: Path) -> int:
@@ -203,7 +204,7 @@ def _hold(folder: Path) -> int | None:
     return None
 
 
-def _remove_if_unheld(folder: Path) -> None:
+def remove_if_unheld(folder: Path) -> None:
     with contextlib.suppress(OSError):  # another user's, or removed by another run's start meanwhile
         lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
         try:

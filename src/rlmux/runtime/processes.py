@@ -77,6 +77,14 @@ def fork_server_address() -> str:
     return address
 
 
+def fork_server_pid() -> int | None:
+    """Process id of this process's fork server; None before it has one."""
+    from multiprocessing import forkserver
+
+    pid: int | None = vars(forkserver)["_forkserver"]._forkserver_pid
+    return pid
+
+
 def borrow_fork_server(address: str) -> None:
     """Take this process's workers from a fork server that another process keeps and that ends with that process."""
     from multiprocessing import forkserver
@@ -114,10 +122,10 @@ class WorkerProcess:
         self.connection, theirs = _FORKSERVER.Pipe()
         work = (theirs, make_worker, args, tuple(cores), gpu, str(log_path))
         try:
-            self._process = _started(name, work)
+            self.process = _started(name, work)
         except (EOFError, OSError):  # the fork server was killed: the next attempt finds a new one
-            self._process = _started(name, work)
-        self.pid = self._process.pid
+            self.process = _started(name, work)
+        self.pid = self.process.pid
         self._handle = _open_handle(self.pid)
         theirs.close()
         _limit_transfers(self.connection)
@@ -146,7 +154,7 @@ class WorkerProcess:
         except BlockingIOError as error:  # out of time
             raise WorkerLostError(f"{self.name} is gone (stopped in the middle of an answer)") from error
         except (EOFError, OSError) as error:
-            raise WorkerLostError(f"{self.name} is gone ({self._how_it_ended()})") from error
+            raise WorkerLostError(f"{self.name} is gone ({self.how_it_ended()})") from error
         self._sent_s = None
         if not is_ok:
             raise value
@@ -183,21 +191,22 @@ class WorkerProcess:
                 signal.pidfd_send_signal(self._handle, signal.SIGKILL)
             os.close(self._handle)
         elif self._exit_code(0.0) is None:
-            self._process.kill()
+            self.process.kill()
         self._exit_code(_END_GRACE_S)
         with contextlib.suppress(ValueError):  # in the system's hands still: dead, but not yet gone
-            self._process.close()
+            self.process.close()
         self.pid = None
 
-    def _how_it_ended(self) -> str:
+    def how_it_ended(self) -> str:
+        """How it ended, waiting some seconds for its exit code; `its pipe is closed` where none comes."""
         code = self._exit_code(_EXIT_REPORT_S)
         return "its pipe is closed" if code is None else _told(code)
 
     def _exit_code(self, wait_s: float) -> int | None:
-        """One thread at a time reads it: the fork server sends it once, and a second reader would make 255 of the end."""
+        """One thread at a time reads it: the fork server sends it once, and a second reader would find an end."""
         with self._is_read:
-            self._process.join(wait_s)
-            return self._process.exitcode
+            self.process.join(wait_s)
+            return self.process.exitcode
 
 
 def _told(code: int) -> str:

@@ -143,8 +143,8 @@ class RayActors:
         """`deliveries`: carry weights where nodes do not share a memory; else None."""
         self._cluster = cluster
         self._gpus = gpus
-        self._fork_servers = fork_servers
-        self._nodes = dict(nodes)
+        self.fork_servers = fork_servers
+        self.nodes = dict(nodes)
         self._core_by_device = self._assign_cores(cores_by_ray_id)
         self._memory = memory
         self._deliveries = deliveries
@@ -166,7 +166,7 @@ class RayActors:
         call_limit_s: float,
     ) -> Worker:
         """Start a worker. One without a device, a pipeline's env worker, lives beside the controller."""
-        node = self._nodes[device.node_id] if device else None
+        node = self.nodes[device.node_id] if device else None
         has_gpu = self._gpus.has_gpu(device)
         setup = RayWorkerSetup(
             name=name,
@@ -181,7 +181,7 @@ class RayActors:
         ray_id = node.ray_id if node else self._driver_id
         where = self._gpus.actor_options(device, ray_id)
         options = {"num_cpus": 0, "max_concurrency": _NUM_THREADS, "max_restarts": 0, "max_task_retries": 0}
-        actor = make_actor.options(**where, **options).remote(setup, self._fork_servers.address_on(ray_id))
+        actor = make_actor.options(**where, **options).remote(setup, self.fork_servers.address_on(ray_id))
         worker = RayWorker(name, actor, node, call_limit_s, is_node_lost=self._is_node_lost, on_end=self._on_end)
         self._workers[id(worker)] = worker
         return worker
@@ -250,7 +250,7 @@ class RayActors:
         """One core for each device, counted by machine; a node that replaces a lost one takes its numbers."""
         given: dict[str, int] = {}
         assigned = {}
-        for node_id, node in self._nodes.items():
+        for node_id, node in self.nodes.items():
             cores = cores_by_ray_id[node.ray_id]
             for device in self._cluster.pools[node_id.pool].devices(node_id):
                 number = given.get(node.address, 0)
@@ -264,11 +264,11 @@ class RayActors:
             return
         self._looked_s = now_s
         offers = {node["NodeID"]: node for node in alive_nodes()}
-        for node_id, node in self._nodes.items():
+        for node_id, node in self.nodes.items():
             if node.ray_id not in offers and node_id not in self._lost:
                 self._lost.add(node_id)
                 self._gpus.give_back(node_id)
-                self._fork_servers.forget(node.ray_id)
+                self.fork_servers.forget(node.ray_id)
                 if self._deliveries is not None:
                     self._deliveries.forget_node(node.ray_id)
                 self._changes.append((node_id, False))
@@ -277,15 +277,15 @@ class RayActors:
 
     def _take_newcomers(self, offers: Mapping[str, Mapping[str, Any]]) -> None:
         """Let Ray nodes that offer what a lost node did, and stand for no node yet, replace it."""
-        there = [(node_id, node) for node_id, node in self._nodes.items() if node_id not in self._lost]
+        there = [(node_id, node) for node_id, node in self.nodes.items() if node_id not in self._lost]
         taken = Counter((node.ray_id, node_id.pool) for node_id, node in there)
         for node_id in sorted(self._lost):
             for ray_id, offer in offers.items():
                 if taken[ray_id, node_id.pool] < int(offer["Resources"].get(resource_of(node_id.pool), 0)):
                     taken[ray_id, node_id.pool] += 1
                     self._lost.discard(node_id)
-                    self._nodes[node_id] = RayNode.of(node_id, offer)
-                    self._gpus.reserve(node_id, self._nodes[node_id])
+                    self.nodes[node_id] = RayNode.of(node_id, offer)
+                    self._gpus.reserve(node_id, self.nodes[node_id])
                     self._changes.append((node_id, True))
                     break
 

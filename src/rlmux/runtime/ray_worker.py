@@ -42,7 +42,7 @@ class RayWorker:
         self.node = node
         self.pid: int | None = None
         self.is_lost = False
-        self._actor = actor
+        self.actor = actor
         self.call_limit_s = call_limit_s
         self._is_node_lost = is_node_lost
         self._on_end = on_end
@@ -71,7 +71,7 @@ class RayWorker:
         call, _ = self._calls[0]
         self._sent_s = now_s
         self._unavailable_since_s = None  # what a look found says nothing of this call
-        self._pending = self._actor.answer.remote(call)
+        self._pending = self.actor.answer.remote(call)
 
     def watched(self, look_every_s: float = LOOK_EVERY_S) -> ray.ObjectRef[Any] | None:
         """The reference that brings its answer, or its death; None if it is idle and was looked at just now."""
@@ -79,11 +79,11 @@ class RayWorker:
             return self._pending
         now_s = time.monotonic()
         if self._look is None and now_s - self._looked_s >= look_every_s:
-            self._look, self._looked_s = self._actor.is_there.remote(), now_s
+            self._look, self._looked_s = self.actor.is_there.remote(), now_s
         return self._look
 
     def fetch(self) -> bool:
-        """Take in what is behind the reference. False: there is nothing to receive, or it is out of reach and asked again."""
+        """Take in what is behind the reference. False: there is nothing to receive, or the worker is asked again."""
         is_look = self._pending is None
         reference, self._look = self._pending or self._look, None
         try:
@@ -93,7 +93,7 @@ class RayWorker:
             since_s = self._unavailable_since_s = self._unavailable_since_s or now_s
             if now_s - since_s < _UNAVAILABLE_LIMIT_S and not self._is_node_lost(self.node):
                 if not is_look:
-                    self._pending = self._actor.is_there.remote()
+                    self._pending = self.actor.is_there.remote()
                 time.sleep(0.1)
                 return False
             self._answer = WorkerLostError(f"{self.name} is out of reach: {_first_line(error)}")
@@ -142,7 +142,7 @@ class RayWorker:
             ray.wait([leaving], timeout=_KILL_LIMIT_S, fetch_local=False)
 
     def _leave(self, how: str) -> ray.ObjectRef[Any]:
-        leaving: ray.ObjectRef[Any] = getattr(self._actor, how).remote()
+        leaving: ray.ObjectRef[Any] = getattr(self.actor, how).remote()
         self._on_end(self, leaving)
         return leaving
 
