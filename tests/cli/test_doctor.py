@@ -65,8 +65,8 @@ def test_cores_are_shown_as_ranges(cores, shown):
 
 
 def test_device_fractions_are_told_with_what_makes_them():
-    cpu = {"device": "cpu: EPYC", "how": "nice", "shares": [0.25, 0.5], "missing": ""}
-    gpu = {"device": "H200", "how": "", "shares": [], "missing": "green contexts: no driver"}
+    cpu = {"device": "cpu: EPYC", "how": "nice", "prepared": [0.25, 0.5], "missing": ""}
+    gpu = {"device": "H200", "how": "", "prepared": [], "missing": "green contexts: no driver"}
     finding = doctor.check_fractions({"fractions": [cpu, gpu]})
     assert (finding.is_ok, finding.value) == (
         True,

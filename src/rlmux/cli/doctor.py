@@ -321,9 +321,9 @@ def check_fractions(torch: dict[str, Any] | None) -> Finding:
         return Finding(name=name, is_ok=False, value="unknown", meaning="every order has its devices alone")
     told = []
     for one in found:
-        fractions = ", ".join(f"{fraction:.0%}" for fraction in one["shares"])
+        fractions = ", ".join(f"{fraction:.0%}" for fraction in one["prepared"])
         told.append(f"{one['device']}: " + (f"{fractions} by {one['how']}" if fractions else f"none: {one['missing']}"))
-    is_ok = any(one["shares"] for one in found)
+    is_ok = any(one["prepared"] for one in found)
     return Finding(
         name=name,
         is_ok=is_ok,
