@@ -6,6 +6,7 @@ import math
 from pathlib import Path
 
 import pytest
+from tests.checkpoints import write_checkpoint
 
 from rlmux.config import Purpose
 from rlmux.config.load import parse_spec
@@ -148,10 +149,7 @@ def test_anchors_work(load):
 def test_paths_are_relative_to_the_file(load, tmp_path):
     (tmp_path / "rows.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
     (tmp_path / "my_rewards.py").write_text("def score(data_source, solution_str, ground_truth): return 0.0\n")
-    checkpoint = tmp_path / "ckpt"
-    checkpoint.mkdir()
-    (checkpoint / "config.json").write_text("{}")
-    (checkpoint / "model.safetensors").write_bytes(b"")
+    checkpoint = write_checkpoint(tmp_path / "ckpt")
     spec = load(
         POOLS + "pipelines: [{name: a, model: {path: ckpt}, "
         "task: {name: file, path: rows.jsonl, reward: 'my_rewards:score'}}]"

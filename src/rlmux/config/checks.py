@@ -12,12 +12,13 @@ from enum import StrEnum
 from pathlib import Path
 
 from rlmux.config import references
+from rlmux.config.checkpoint_folder import check_checkpoint
 from rlmux.config.explain import nearest_hint, shown_value, spec_error
 from rlmux.config.located import Node, PathPart
 from rlmux.config.tree import PipelineConfig, PoolConfig, RunConfig, phase_of_pool
 from rlmux.core.errors import SpecError, UserError
 from rlmux.core.model import Phase
-from rlmux.rl.config import ModelConfig, TaskConfig
+from rlmux.rl.config import MAX_POSITIONS, ModelConfig, RolloutConfig, TaskConfig
 
 CheckTask = Callable[[TaskConfig, int], None]
 """Raises UserError, its text beginning with the key ("task.digits: ..."), if the task cannot be made."""
@@ -127,7 +128,8 @@ class Checks:
         self._check_fits(path, Phase.ROLLOUT, pipeline.rollout.num_workers)
         self._check_fits(path, Phase.TRAIN, pipeline.train.num_workers)
         self._check_one_rank((*path, "train", "workers"), pipeline.train.num_workers)
-        self._check_model((*path, "model"), pipeline.model)
+        max_positions, source = self._check_model((*path, "model"), pipeline.model)
+        self._check_context((*path, "rollout"), pipeline.rollout, max_positions, source)
         if pipeline.task is not None:
             self._check_task((*path, "task"), pipeline.task, pipeline)
         elif self.purpose is Purpose.RUN:
@@ -148,13 +150,26 @@ class Checks:
         if self.purpose is Purpose.RUN and num_workers > 1:
             raise self._error(path, f"is {num_workers}: a run trains each pipeline on one device; accepted: 1")
 
-    def _check_model(self, path: KeyPath, model: ModelConfig) -> None:
+    def _check_model(self, path: KeyPath, model: ModelConfig) -> tuple[int | None, str]:
+        """The model's largest number of positions (None: not known), and what decides it."""
         if model.path is None:
-            return
+            return MAX_POSITIONS, "a new model's positions"
         others = sorted(self._keys(path) - {"path"})
         self._refuse_keys(path, others, "does not go with 'path': the checkpoint's own config.json decides")
         with self._placed((*path, "path")):
-            references.check_checkpoint(Path(model.path))
+            return check_checkpoint(Path(model.path)).max_positions, f"max_position_embeddings of {model.path}"
+
+    def _check_context(self, path: KeyPath, rollout: RolloutConfig, max_positions: int | None, source: str) -> None:
+        num_tokens = rollout.max_prompt_tokens + rollout.max_new_tokens
+        if max_positions is None or num_tokens <= max_positions:
+            return
+        is_prompt_given = self._keys(path) & {"max_prompt_tokens", "max_new_tokens"} == {"max_prompt_tokens"}
+        key, other = ("max_prompt_tokens", "max_new_tokens")[:: 1 if is_prompt_given else -1]
+        raise self._error(
+            (*path, key),
+            f"is {getattr(rollout, key)}: with {other} {getattr(rollout, other)} a sequence has up to {num_tokens} "
+            f"tokens; accepted: up to {max_positions}, {source}",
+        )
 
     def _check_task(self, path: KeyPath, task: TaskConfig, pipeline: PipelineConfig) -> None:
         if task.name != "file":

@@ -1,4 +1,4 @@
-"""Does what a file points at exist: a checkpoint, rows, a reward function? Nothing is imported to know."""
+"""Does what a file points at exist: rows, a reward function? Nothing is imported to know."""
 
 from __future__ import annotations
 
@@ -10,17 +10,6 @@ from pathlib import Path
 from rlmux.core.errors import UserError
 
 _ROW_SUFFIXES = (".jsonl", ".ndjson", ".json", ".parquet")
-
-
-def check_checkpoint(folder: Path) -> None:
-    """Raises UserError unless this looks like a Hugging Face checkpoint."""
-    accepted = "accepted: a Hugging Face checkpoint folder with config.json and *.safetensors"
-    if not folder.is_dir():
-        raise UserError(f"no such folder ({folder}); {accepted}")
-    if not (folder / "config.json").is_file():
-        raise UserError(f"the folder has no config.json ({folder}); {accepted}")
-    if not any(folder.glob("*.safetensors")):
-        raise UserError(f"the folder has no *.safetensors ({folder}); {accepted}")
 
 
 def check_rows_file(path: Path) -> None:

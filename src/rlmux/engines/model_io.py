@@ -27,12 +27,7 @@ from transformers import (
 )
 
 from rlmux.core.errors import UserError
-from rlmux.rl.config import ModelConfig
-
-SUPPORTED_MODEL_TYPES = ("qwen3", "llama")
-"""Values of `model_type` in config.json that the engines know how to run."""
-
-_MAX_POSITIONS = 8192
+from rlmux.rl.config import ARCHITECTURES, MAX_POSITIONS, ModelConfig
 
 
 def build_model(model_config: ModelConfig, vocab_size: int, seed: int) -> PreTrainedModel:
@@ -67,7 +62,7 @@ def _new_config(model_config: ModelConfig, vocab_size: int) -> tuple[type[PreTra
         "num_attention_heads": model_config.num_heads,
         "num_key_value_heads": model_config.num_kv_heads,
         "head_dim": model_config.hidden_size // model_config.num_heads,
-        "max_position_embeddings": _MAX_POSITIONS,
+        "max_position_embeddings": MAX_POSITIONS,
         "tie_word_embeddings": True,
         "attn_implementation": "sdpa",
         "dtype": torch.float32,
@@ -81,18 +76,16 @@ def _new_config(model_config: ModelConfig, vocab_size: int) -> tuple[type[PreTra
         return Qwen3ForCausalLM, Qwen3Config(**sizes)
     if model_config.architecture == "llama":
         return LlamaForCausalLM, LlamaConfig(**sizes)
-    raise UserError(
-        f"model.architecture: unknown {model_config.architecture!r}; accepted: " + ", ".join(SUPPORTED_MODEL_TYPES)
-    )
+    raise UserError(f"model.architecture: unknown {model_config.architecture!r}; accepted: " + ", ".join(ARCHITECTURES))
 
 
 def _load_folder(folder: Path, vocab_size: int) -> PreTrainedModel:
     if not (folder / "config.json").is_file():
         raise UserError(f"model.path: no config.json in {folder}; a Hugging Face checkpoint folder is accepted")
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    if config.model_type not in SUPPORTED_MODEL_TYPES:
+    if config.model_type not in ARCHITECTURES:
         raise UserError(
-            f"model.path: {folder} holds a {config.model_type!r} model; accepted: " + ", ".join(SUPPORTED_MODEL_TYPES)
+            f"model.path: {folder} holds a {config.model_type!r} model; accepted: " + ", ".join(ARCHITECTURES)
         )
     if config.vocab_size < vocab_size:
         raise UserError(

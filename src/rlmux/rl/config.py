@@ -21,6 +21,12 @@ from annotated_types import Ge, Gt, Le, Lt, Predicate
 
 from rlmux.core.errors import UserError
 
+ARCHITECTURES = ("qwen3", "llama")
+"""Values of `model_type` in config.json that the engines know how to run."""
+
+MAX_POSITIONS = 8192
+"""Tokens of the longest sequence of a new model: its `max_position_embeddings`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Takes:

@@ -1,0 +1,169 @@
+"""Can the model of a Hugging Face checkpoint folder be trained here? Small files and headers tell; no tensor is read.
+
+    config.json                        architecture, rotary positions, sizes
+    model.safetensors, or the files    ┌ 8 bytes: length of the header ┐┌ header: name, dtype, shape, offsets ┐┌ tensors ...
+    that the index names
+
+What is refused here is what `engines` cannot compute or what `transformers` would fill with random numbers. This module
+reads nothing but JSON and the sizes of files, so that planning needs no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlmux.core.errors import UserError
+from rlmux.rl.config import ARCHITECTURES
+
+_ROPE_TYPES = ("default", "linear", "yarn", "llama3")
+"""Rotary positions whose frequencies do not depend on the length of the sequence."""
+
+_DTYPES = ("F32", "F16", "BF16", "F64")
+_SIZES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
+_WEIGHTS, _INDEX = "model.safetensors", "model.safetensors.index.json"
+_MAX_HEADER_BYTES = 100_000_000
+"""Longest header that safetensors itself accepts."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CheckpointFolder:
+    """What the checks of other keys need of a checkpoint."""
+
+    max_positions: int | None
+    """Tokens of the longest sequence that the model knows positions for; None where config.json does not say."""
+
+
+def check_checkpoint(folder: Path) -> CheckpointFolder:
+    """Read a checkpoint's config.json and the headers of its weights.
+
+    Raises UserError, with the file and what is accepted, where this is no checkpoint that can be trained.
+    """
+    accepted = "accepted: a Hugging Face checkpoint folder with config.json and *.safetensors"
+    if not folder.is_dir():
+        raise UserError(f"no such folder ({folder}); {accepted}")
+    if not (folder / "config.json").is_file():
+        raise UserError(f"the folder has no config.json ({folder}); {accepted}")
+    if not any(folder.glob("*.safetensors")):
+        raise UserError(f"the folder has no *.safetensors ({folder}); {accepted}")
+    config_file = folder / "config.json"
+    config = _read_json(config_file)
+    _check_config(config, config_file)
+    _check_tensors(config, _read_tensors(folder), folder)
+    return CheckpointFolder(max_positions=config.get("max_position_embeddings"))
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(path.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{path} is not JSON: {error}; accepted: a file as transformers writes it") from None
+    if not isinstance(found, dict):
+        raise UserError(f"{path} is a {type(found).__name__}; accepted: an object, as transformers writes it")
+    return found
+
+
+def _check_config(config: Mapping[str, Any], path: Path) -> None:
+    model_type = config.get("model_type")
+    if model_type not in ARCHITECTURES:
+        raise UserError(f"{path} has model_type {model_type!r}; accepted: {', '.join(ARCHITECTURES)}")
+    for key in _SIZES:
+        _check_size(config, key, path)
+    for key in ("num_key_value_heads", "head_dim", "max_position_embeddings"):
+        if config.get(key) is not None:
+            _check_size(config, key, path)
+    if config.get("quantization_config") is not None:
+        raise UserError(f"{path} has a quantization_config; accepted: weights in {', '.join(_DTYPES)}")
+    for key in ("attention_bias", "mlp_bias"):
+        if config.get(key):
+            raise UserError(f"{path} has {key} {config[key]!r}; accepted: false")
+    if config.get("hidden_act", "silu") != "silu":
+        raise UserError(f"{path} has hidden_act {config['hidden_act']!r}; accepted: silu")
+    has_window = config.get("sliding_window") is not None
+    if has_window and (model_type != "qwen3" or config.get("use_sliding_window")):
+        raise UserError(f"{path} has sliding_window {config['sliding_window']!r}; accepted: null")
+    _check_rope(config, path)
+
+
+def _check_size(config: Mapping[str, Any], key: str, path: Path) -> None:
+    value = config.get(key)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise UserError(f"{path} has {key} {value!r}; accepted: a whole number, 1 or more")
+
+
+def _check_rope(config: Mapping[str, Any], path: Path) -> None:
+    """`rope_parameters` since transformers 5, `rope_scaling` before; `type` is the oldest name of `rope_type`."""
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = config.get(key) or {}
+        rope_type = (rope.get("rope_type") or rope.get("type") or "default") if isinstance(rope, dict) else rope
+        if rope_type not in _ROPE_TYPES:
+            raise UserError(f"{path} has {key} with rope_type {rope_type!r}; accepted: {', '.join(_ROPE_TYPES)}")
+
+
+def _read_tensors(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor of the model, by name, from the files that transformers would read."""
+    if (folder / _WEIGHTS).is_file():
+        files = [folder / _WEIGHTS]
+    elif (folder / _INDEX).is_file():
+        names = _read_json(folder / _INDEX).get("weight_map")
+        if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
+            raise UserError(f"{folder / _INDEX} has no weight_map; accepted: a file as transformers writes it")
+        files = [folder / name for name in sorted(set(names.values()))]
+    else:
+        raise UserError(f"the folder has neither {_WEIGHTS} nor {_INDEX} ({folder}); accepted: one of them")
+    shapes: dict[str, tuple[int, ...]] = {}
+    for file in files:
+        if not file.is_file():
+            raise UserError(f"{file} is missing, which {_INDEX} names; accepted: every file of the checkpoint")
+        shapes |= _read_header(file)
+    return shapes
+
+
+def _read_header(path: Path) -> dict[str, tuple[int, ...]]:
+    """Shapes by name of one safetensors file whose length is what its header promises."""
+    num_bytes = path.stat().st_size
+    with path.open("rb") as file:
+        header_bytes = int.from_bytes(file.read(8), "little")
+        if num_bytes < 8 or header_bytes > min(num_bytes - 8, _MAX_HEADER_BYTES):
+            raise UserError(f"{path} is truncated or not a safetensors file: {num_bytes} bytes; accepted: a whole one")
+        text = file.read(header_bytes)
+    try:
+        header = json.loads(text)
+        header.pop("__metadata__", None)
+        end = 8 + header_bytes + max((tensor["data_offsets"][1] for tensor in header.values()), default=0)
+        dtypes = {str(tensor["dtype"]) for tensor in header.values()}
+        shapes = {name: tuple(tensor["shape"]) for name, tensor in header.items()}
+    except (ValueError, KeyError, TypeError, IndexError, AttributeError, RecursionError):
+        raise UserError(f"{path} has a damaged header; accepted: a safetensors file") from None
+    if num_bytes != end:
+        what = "truncated" if num_bytes < end else "too long"
+        raise UserError(f"{path} is {what}: {num_bytes} bytes, and its header promises {end}; accepted: a whole file")
+    for dtype in sorted(dtypes - set(_DTYPES)):
+        raise UserError(f"{path} has tensors of {dtype}; accepted: {', '.join(_DTYPES)}")
+    return shapes
+
+
+def _check_tensors(config: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]], folder: Path) -> None:
+    """Every layer has the tensors of the first one, of the same shapes; embeddings are as config.json says."""
+    prefix = "model." if any(name.startswith("model.") for name in shapes) else ""
+    expected: dict[str, tuple[int, ...]] = {
+        f"{prefix}embed_tokens.weight": (config["vocab_size"], config["hidden_size"])
+    }
+    if not config.get("tie_word_embeddings"):
+        expected["lm_head.weight"] = (config["vocab_size"], config["hidden_size"])
+    first = f"{prefix}layers.0."
+    of_a_layer = {name.removeprefix(first): shape for name, shape in shapes.items() if name.startswith(first)}
+    of_a_layer.setdefault("self_attn.q_proj.weight", ())
+    for layer in range(config["num_hidden_layers"]):
+        expected |= {f"{prefix}layers.{layer}.{name}": shape for name, shape in of_a_layer.items()}
+    for name, shape in expected.items():
+        if name not in shapes:
+            raise UserError(f"the weights have no tensor {name} ({folder}); accepted: all that config.json promises")
+        if shapes[name] != shape:
+            raise UserError(
+                f"the weights have tensor {name} of shape {list(shapes[name])} ({folder}); accepted: {list(shape)}, "
+                "as config.json promises"
+            )

@@ -1,0 +1,127 @@
+"""A checkpoint that cannot be trained is refused from its small files and headers: one line, the file named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from tests.checkpoints import CONFIG, SHAPES, write_checkpoint, write_weights
+
+from rlmux.config import Purpose
+from rlmux.rl.config import ARCHITECTURES, ModelConfig
+
+ESTIMATE = "pipelines.*.estimate={rollout_s: 1, train_s: 1}"
+GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 97, "n_positions": 128}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The folder ckpt with a good checkpoint."""
+    return write_checkpoint(tmp_path / "ckpt")
+
+
+@pytest.fixture
+def refusal(complaint, good):
+    """The line that a file with this checkpoint is refused with, without its place; overrides may follow."""
+
+    def refuse(*overrides: str, **options: object) -> str:
+        return complaint(good, *overrides, replace=[("steps: 60", "model: {path: ckpt}")], **options)
+
+    return refuse
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({"model_type": "qwen2"}, "config.json has model_type 'qwen2'; accepted: qwen3, llama"),
+        (GPT2, "config.json has model_type 'gpt2'; accepted: qwen3, llama"),
+        ({"hidden_size": None}, "config.json has hidden_size None; accepted: a whole number, 1 or more"),
+        ({"num_hidden_layers": "2"}, "config.json has num_hidden_layers '2'; accepted: a whole number"),
+        (
+            {"rope_scaling": {"rope_type": "dynamic"}},
+            "rope_scaling with rope_type 'dynamic'; accepted: default, linear",
+        ),
+        ({"rope_scaling": {"type": "longrope"}}, "rope_scaling with rope_type 'longrope'; accepted: default, linear"),
+        ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_parameters with rope_type 'dynamic'; accepted: default"),
+        ({"attention_bias": True}, "config.json has attention_bias True; accepted: false"),
+        ({"hidden_act": "gelu"}, "config.json has hidden_act 'gelu'; accepted: silu"),
+        ({"sliding_window": 64, "use_sliding_window": True}, "config.json has sliding_window 64; accepted: null"),
+        ({"quantization_config": {"bits": 4}}, "config.json has a quantization_config; accepted: weights in F32"),
+        ({"vocab_size": 96}, "tensor model.embed_tokens.weight of shape [97, 16]"),
+        ({"num_hidden_layers": 3}, "the weights have no tensor model.layers.2.self_attn.q_proj.weight"),
+        ({"tie_word_embeddings": False}, "the weights have no tensor lm_head.weight"),
+    ],
+)
+@pytest.mark.parametrize("purpose", Purpose)
+def test_a_checkpoint_of_another_kind_is_refused(refusal, folder, changes, text, purpose):
+    (folder / "config.json").write_text(json.dumps(CONFIG | changes))
+    message = refusal(ESTIMATE, purpose=purpose)
+    assert message.startswith("two.yaml:6: pipelines.sort.model.path is 'ckpt': ")
+    assert text in message
+    assert str(folder) in message
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "", "[" * 100_000])
+def test_a_damaged_config_is_named(refusal, folder, text):
+    (folder / "config.json").write_text(text)
+    assert f"{folder / 'config.json'} is " in refusal()
+
+
+@pytest.mark.parametrize("length", [0, 5, 8, 100, -1])
+def test_truncated_weights_are_named(refusal, folder, length):
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:length])
+    message = refusal()
+    assert f"{weights} is truncated" in message
+
+
+def test_weights_that_are_no_safetensors_are_named(refusal, folder):
+    weights = folder / "model.safetensors"
+    weights.write_bytes((20).to_bytes(8, "little") + b"x" * 100)
+    assert f"{weights} has a damaged header" in refusal()
+    weights.write_bytes(weights.read_bytes()[:8] + b'{"a": {"dtype": "F32"}}')
+    assert f"{weights} has a damaged header" in refusal()
+    write_weights(weights, SHAPES, dtype="F8_E4M3")
+    assert f"{weights} has tensors of F8_E4M3; accepted: F32, F16" in refusal()
+
+
+def test_a_missing_shard_of_the_weights_is_named(refusal, load, good, folder):
+    names = list(SHAPES)
+    write_weights(folder / "model-00001-of-00002.safetensors", {name: SHAPES[name] for name in names[:1]})
+    write_weights(folder / "model-00002-of-00002.safetensors", {name: SHAPES[name] for name in names[1:]})
+    (folder / "model.safetensors").unlink()
+    assert "neither model.safetensors nor model.safetensors.index.json" in refusal()
+    weight_map = {name: f"model-0000{1 if name == names[0] else 2}-of-00002.safetensors" for name in names}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+    load(good.replace("steps: 60", "model: {path: ckpt}"))
+    (folder / "model-00002-of-00002.safetensors").unlink()
+    assert f"{folder / 'model-00002-of-00002.safetensors'} is missing" in refusal()
+
+
+def test_a_context_beyond_the_positions_is_refused_at_the_key_that_is_given(refusal, complaint, good, load, folder):
+    load(good.replace("steps: 60", "model: {path: ckpt}"), "pipelines.*.rollout.max_new_tokens=64")
+    line = refusal("pipelines.*.rollout.max_new_tokens=65")
+    assert line == (
+        "--set pipelines.*.rollout.max_new_tokens=65: pipelines.sort.rollout.max_new_tokens is 65: with "
+        "max_prompt_tokens 64 a sequence has up to 129 tokens; accepted: up to 128, max_position_embeddings of "
+        f"{folder}"
+    )
+    line = refusal("pipelines.*.rollout.max_prompt_tokens=100")
+    assert "pipelines.sort.rollout.max_prompt_tokens is 100: with max_new_tokens 32 a sequence has up to 132" in line
+    line = complaint(good, replace=[("slots: 32", "max_new_tokens: 8192")])
+    assert line.startswith("two.yaml:11: pipelines.sort.rollout.max_new_tokens is 8192: with max_prompt_tokens 64 ")
+    assert line.endswith("accepted: up to 8192, a new model's positions")
+
+
+@pytest.mark.parametrize("is_tied", [True, False])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_a_model_that_transformers_wrote_is_accepted(load, good, tmp_path, architecture, is_tied):
+    from rlmux.engines.model_io import build_model
+
+    model = build_model(ModelConfig(architecture=architecture), 97, 0)
+    if not is_tied:
+        model.config.tie_word_embeddings = False
+        model.lm_head.weight = type(model.lm_head.weight)(model.lm_head.weight.clone())
+    model.save_pretrained(tmp_path / "ckpt", max_shard_size="100KB" if is_tied else "5GB")
+    load(good.replace("steps: 60", "model: {path: ckpt}"))
