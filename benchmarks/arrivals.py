@@ -7,13 +7,13 @@ Arrivals and lengths are drawn from a seed. The run's own stage times, mean of e
 simulator gets as estimates: the comparison is of the scheduling, not of a guess at how fast the machine is.
 
     longest_gap_s     between two published steps of a running pipeline, or its admission and its first
-    num_stalls        gaps longer than one round, the mean steps of all pipelines that run meanwhile, and 2 s more
+    num_stalls        gaps longer than one cycle, the mean steps of all pipelines that run meanwhile, and 2 s more
     in_longest_gap    the orders that took longest in it: seconds from the order to its end (of computing)
     start_p50_s       from a pipeline's admission to its first step, median
     longest_wait_s    from a pipeline's submission to its admission
-    beside_change     a step during which somebody else came or went, over the mean of that pipeline's other steps:
+    beside_change     a step during which another pipeline came or went, over the mean of that pipeline's other steps:
                       median and 95th percentile
-    num_moves         of pipelines to other nodes
+    num_moves         relocations of pipelines to other nodes
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from rlmux.sim import api
 
 POLICY = "rollmux"
 STALL_S = 2.0
-"""What a start may take beside a round."""
+"""Seconds that a start may take beside a cycle."""
 
 
 def spec_of(num_pipelines: int, window_s: float, seed: int) -> dict[str, Any]:
@@ -87,13 +87,13 @@ def stalls(gaps: list[tuple[float, float]], pipelines: list[dict[str, Any]], tim
     ]
     num_stalls = 0
     for begin_s, end_s in gaps:
-        round_s = sum(step_s for admitted_s, ended_s, step_s in lives if admitted_s < end_s and begin_s < ended_s)
-        num_stalls += end_s - begin_s > round_s + STALL_S
+        cycle_s = sum(step_s for admitted_s, ended_s, step_s in lives if admitted_s < end_s and begin_s < ended_s)
+        num_stalls += end_s - begin_s > cycle_s + STALL_S
     return max(end_s - begin_s for begin_s, end_s in gaps), num_stalls
 
 
 def in_longest_gap(gaps: list[tuple[float, float]], timeline: Any) -> list[str]:
-    """What took longest in it: orders with seconds from order to end, and of computing."""
+    """The longest orders of the longest gap, with seconds from order to end, and of computing."""
     begin_s, end_s = max(gaps, key=lambda gap: gap[1] - gap[0])
     orders = [order for order in timeline.orders if order.start_s < end_s and begin_s < order.end_s]
     orders.sort(key=lambda order: order.start_s - order.end_s)
@@ -101,7 +101,7 @@ def in_longest_gap(gaps: list[tuple[float, float]], timeline: Any) -> list[str]:
 
 
 def beside_change(pipelines: list[dict[str, Any]], timeline: Any) -> list[float]:
-    """Ratios, as the module says; of pipelines that had steps of both kinds, the first left out of all."""
+    """Ratios, as the module says, of pipelines that had steps with and without a change; first steps are left out."""
     records = {one["name"]: timeline.pipelines[one["name"]] for one in pipelines}
     ratios = []
     for name, record in records.items():
@@ -151,8 +151,8 @@ def main() -> None:
             seconds = {Stage.GENERATE: 0.0, Stage.UPDATE: 0.0}
             for order in timeline.orders:
                 if order.pipeline == one["name"] and order.counts:
-                    kind = Stage.GENERATE if order.stage is Stage.GENERATE else Stage.UPDATE
-                    seconds[kind] += order.end_s - order.start_s
+                    stage = Stage.GENERATE if order.stage is Stage.GENERATE else Stage.UPDATE
+                    seconds[stage] += order.end_s - order.start_s
             one["estimate"] = {
                 "rollout_s": max(seconds[Stage.GENERATE] / one["steps"], 1e-4),
                 "train_s": max(seconds[Stage.UPDATE] / one["steps"], 1e-4),

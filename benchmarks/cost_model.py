@@ -251,7 +251,7 @@ def fit_prefill(folder: Path, runs: list[str]) -> PrefillCurve:
 
 
 def fit_host(folder: Path, steps: dict[str, list[Step]], runs: list[str]) -> dict[str, HostCosts]:
-    """What the measured rollouts took beyond their logged forwards; the token part by model, the rest shared.
+    """Seconds of the measured rollouts beyond their logged forwards; the token part by model, the rest for all.
 
     A model whose steps generate under half a million tokens cannot tell the token part from the rest and
     takes the mean.
@@ -293,7 +293,7 @@ def _host_piece(step: Step, log: Iterations, cut: slice) -> tuple[Step, float, l
 
 
 def fit_train(steps: dict[str, list[Step]], runs: list[str]) -> dict[tuple[str, str], StageCost]:
-    """Per model and stage a line in tokens, every run with the same say; the first step is warm-up.
+    """Per model and stage a line in tokens, every run with the same weight; the first step is warm-up.
 
     The search runs used another trainer configuration (half the time at twice the tokens) and are left out.
     """
@@ -314,8 +314,8 @@ def fit_train(steps: dict[str, list[Step]], runs: list[str]) -> dict[tuple[str, 
     for (model, stage), (tokens, seconds) in single.items():
         # One load only: split it between fixed and per token as the other models do at this load.
         others = [cost for (_, at), cost in found.items() if at == stage]
-        share = median(cost.fixed_s / cost.seconds(tokens * 1e6) for cost in others) if others else 0.25
-        found[model, stage] = StageCost(fixed_s=share * seconds, mtoken_s=(1 - share) * seconds / tokens)
+        fixed_part = median(cost.fixed_s / cost.seconds(tokens * 1e6) for cost in others) if others else 0.25
+        found[model, stage] = StageCost(fixed_s=fixed_part * seconds, mtoken_s=(1 - fixed_part) * seconds / tokens)
     return found
 
 

@@ -13,7 +13,7 @@ machine differed before any scheduling.
     without     the same, had neighbours and decisions cost nothing
     own speed   the same, predicted from the seconds of the measured run itself: what is left is the scheduling's, and
                 none of the machine's drift from one run to the next
-    drift       of `solo`'s own makespan between rounds, largest over least, minus 1
+    drift       spread of `solo`'s own makespan between rounds, largest over least, minus 1
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from rlmux.sim.workloads.recorded import recorded_workload
 FILES = ("examples/01_two_pipelines.yaml", "examples/05_long_tails.yaml", "examples/06_tool_waits.yaml")
 BASE = "solo"
 NEIGHBOUR_ROUNDS = 2
-"""Of measuring what neighbours cost, in each round: 12 s."""
+"""Settings of measuring what neighbours cost in each round: 12 s."""
 
 
 def train(spec: Spec, policy: str, folder: Path, chunk_s: float) -> bool:
@@ -56,7 +56,7 @@ def train(spec: Spec, policy: str, folder: Path, chunk_s: float) -> bool:
 
 
 def stage_seconds(folder: Path) -> dict[str, float]:
-    """From each order to its end, summed: rollouts (mean over devices) and training, warm starts left out."""
+    """Seconds from order to end, summed: rollouts (mean over devices) and training, SFT warm-up left out."""
     timeline = read_timeline(folder)
     total = {"rollout": 0.0, "train": 0.0}
     for order in timeline.orders:
@@ -67,7 +67,7 @@ def stage_seconds(folder: Path) -> dict[str, float]:
 
 
 def measured_neighbours() -> neighbours_profile.Ratios:
-    """In a process of its own: the fork server of a run is not the one of these pieces."""
+    """Ratios measured in a process of its own: a run's fork server does not serve these pieces."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(neighbours_profile.measure_neighbours, "cpu", num_rounds=NEIGHBOUR_ROUNDS).result()
 
@@ -91,7 +91,7 @@ def predicted_s(run: Path, policy: str, neighbours: Neighbours | None, *, counts
 
 
 def figures(parent: Path, finished: list[str], neighbours: Neighbours | None) -> dict[str, Any]:
-    """Of one round, by policy."""
+    """Figures of one round, by policy."""
     return {
         policy: {
             "predicted_s": predicted_s(parent / BASE, policy, neighbours, counts_decisions=True),
@@ -126,7 +126,7 @@ def medians(rounds: list[dict[str, Any]], policies: list[str]) -> dict[str, Any]
 
 
 def text(file: str, result: dict[str, Any]) -> str:
-    costs = ", ".join(f"{kind} beside {beside} {cost:.3f}" for (kind, beside), cost in result["neighbours"])
+    costs = ", ".join(f"{one} beside {beside} {cost:.3f}" for (one, beside), cost in result["neighbours"])
     lines = [f"{file}: solo drifts by {result['drift']:.1%} between rounds; neighbours: {costs or 'not measured'}"]
     for policy, row in result["policies"].items():
         by_round = " ".join(f"{value:+.1%}" for value in row["by_round"])

@@ -8,8 +8,8 @@ its own. With `--copies 3` a file's first pipeline runs three times, with seeds 
 
 Steps take a fraction of a second here, so workers report every 0.05 s, under every policy; by default every 0.2 s.
 
-    tokens/s    response tokens of all pipelines over the time in which any of them is in a step: warm starts and the
-                start of processes do not count
+    tokens/s    response tokens of all pipelines over the time in which any of them is in a step: SFT warm-up and
+                the start of processes do not count
     slowdown    mean step over the one that phases measured alone would take (the run's own `step_slowdown`)
 """
 
@@ -99,9 +99,9 @@ def measure_all(
     spec: Spec, given: Sequence[Submission], policies: Sequence[str], num_repeats: int, chunk_s: float
 ) -> dict[str, Any]:
     runs: dict[str, list[Measured]] = defaultdict(list)
-    for turn in range(num_repeats):
+    for number in range(num_repeats):
         for policy in policies:
-            print(f"round {turn + 1} of {num_repeats}: {policy}", file=sys.stderr, flush=True)
+            print(f"round {number + 1} of {num_repeats}: {policy}", file=sys.stderr, flush=True)
             runs[policy].append(measure(spec, given, policy, chunk_s))
     hashes = {json.dumps(run.sha256, sort_keys=True) for of_policy in runs.values() for run in of_policy}
     return {

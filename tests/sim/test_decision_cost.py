@@ -49,7 +49,7 @@ def cost_of(seconds: float, **more) -> DecisionCost:
 
 
 def test_an_order_begins_when_its_decision_has_been_made():
-    """Of six orders the first answers a submission, and nothing follows the last."""
+    """Five of six orders begin late: the first one answers a submission."""
     assert makespan_s(workload()) == pytest.approx(24.0)
     assert makespan_s(workload(), cost_of(0.5)) == pytest.approx(24.0 + 5 * 0.5)
 

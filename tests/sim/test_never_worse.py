@@ -43,7 +43,7 @@ def least_attainment(workload, policy):
 
 
 def judged(workload):
-    """By policy: seconds, or dollars where pipelines leave at given times; infinite for who does not keep its word."""
+    """Seconds by policy, or dollars where pipelines leave at given times; infinite for a policy that breaks SLOs."""
     figures = {}
     for name in POLICIES:
         result = run_simulation(SimRun(workload=workload, policy=name))

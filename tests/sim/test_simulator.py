@@ -67,7 +67,7 @@ def test_complementary_pipelines_share_a_node_pair_at_solo_speed():
     ],
 )
 def test_a_group_runs_at_its_strict_period_however_late_its_members_join(phases, joins_s):
-    """max(T_cycle, T_load), whatever phase the others are in when somebody joins."""
+    """max(T_cycle, T_load), whatever phase the others are in when one joins."""
     arrivals = [
         arrival(f"p{i}", *seconds, submit_s=i * joins_s, num_steps=None, depart_s=60_000.0)
         for i, seconds in enumerate(phases)
@@ -201,38 +201,38 @@ def test_drift_changes_the_truth_and_leaves_the_estimate():
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GathersTails(RollMux):
-    """Round robin; once an eighth of a rollout is left, its shares gather on one GPU, another for each pipeline."""
+class MigratesTails(RollMux):
+    """Round robin; once an eighth of a rollout is left, its shards migrate to one GPU, another for each pipeline."""
 
     reacts_to_progress: bool = True
     per_gpu: int = 8
 
     def dispatch(self, view):
         for position, member in enumerate(view.members):
-            yield from gather_tail(view, member, position, self.per_gpu)
+            yield from migrate_tail(view, member, position, self.per_gpu)
         yield from start_in_cycle_order(view)
 
 
-def gather_tail(view, member, position, per_gpu):
-    shares = [order for order in view.running if order.pipeline == member.id and order.phase is Phase.ROLLOUT]
+def migrate_tail(view, member, position, per_gpu):
+    shards = [order for order in view.running if order.pipeline == member.id and order.phase is Phase.ROLLOUT]
     waiting = [work for work in view.ready if work.pipeline == member.id and work.phase is Phase.ROLLOUT]
-    if not shares:
+    if not shards:
         return
     wanted = member.rollout_devices[position % len(member.rollout_devices)]
-    target = max(shares, key=lambda order: (not order.is_pausing, order.devices[0] == wanted, order.num_active or 0))
+    target = max(shards, key=lambda order: (not order.is_pausing, order.devices[0] == wanted, order.num_active or 0))
     moving = [work for work in waiting if work.is_continuation or not view.is_free(work.devices)]
     for work in moving:
         yield MigrateWork(pipeline=member.id, source=work.devices[0], target=target.devices[0], copies_kv=False)
-    if len(moving) < len(waiting) or len(shares) < 2:
+    if len(moving) < len(waiting) or len(shards) < 2:
         return
-    num_left = sum(per_gpu if order.num_active is None else order.num_active for order in shares)
+    num_left = sum(per_gpu if order.num_active is None else order.num_active for order in shards)
     if num_left <= 0.125 * per_gpu * len(member.rollout_devices):
-        for order in shares:
+        for order in shards:
             if order is not target and not order.is_pausing:
                 yield PauseOrder(order=order.id)
 
 
-def test_a_tail_gathers_on_one_gpu_and_the_others_go_to_the_next_pipeline():
+def test_a_tail_migrates_to_one_gpu_and_the_others_go_to_the_next_pipeline():
     """Two rollouts of 100 s whose last 2 of 16 responses take half of the time, on a GPU of its own for each."""
     ends = tuple([0.5] * 14 + [0.99, 1.0])
     phases = PhaseSeconds(rollout_s=100.0, train_s=10.0)
@@ -241,7 +241,7 @@ def test_a_tail_gathers_on_one_gpu_and_the_others_go_to_the_next_pipeline():
     cluster = h20_h800_cluster(num_rollout_nodes=1, num_train_nodes=1, devices_per_node=2)
 
     def hours(migrates):
-        policy = GathersTails() if migrates else RollMux()
+        policy = MigratesTails() if migrates else RollMux()
         result = simulate(workload(*pair, cluster=cluster), policy)
         assert (result.num_migrations > 0) is migrates
         assert {p.steps for p in result.pipelines} == {10}

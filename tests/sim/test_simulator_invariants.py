@@ -1,4 +1,4 @@
-"""Random workloads, policies and failures: after every event all is well, and nobody's steps are lost."""
+"""Random workloads, policies and failures: after every event all is well, and no step is lost."""
 
 from __future__ import annotations
 

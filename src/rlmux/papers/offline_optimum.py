@@ -1,4 +1,4 @@
-"""What hindsight would pay: at every arrival and departure, the cheapest grouping of whoever runs then.
+"""The cost of hindsight: at every arrival and departure, the cheapest grouping of the pipelines that run then.
 
 Regrouping costs nothing here and happens at once, as in the paper's offline optimum (section 8.2): no
 policy that decides without knowing the future can do better within the same groups (strict meta-iterations,
@@ -27,7 +27,7 @@ class OfflineCost:
 
     cost_usd: float
     bound_usd: float
-    """No grouping of the same kind costs less."""
+    """Cost below which no grouping under the same rules is."""
     hours: float
     num_groupings: int
     num_proven: int
@@ -82,7 +82,7 @@ def offline_cost(
 
 
 def lower_bound_usd_per_hour(workload: Workload, *, uses_slack: bool, colocated: bool = False) -> float:
-    """What no placement can undercut, from loads alone (`sim/bounds.py`), averaged over the workload.
+    """Least $/h of any placement, from loads alone (`sim/bounds.py`), averaged over the workload.
 
     Without slack every step takes its solo time; with it, a step may take SLO times that. `colocated` lets
     pipelines roll out on training GPUs too.

@@ -6,7 +6,7 @@
 
 When at most 16 of the 128 responses of a rollout are left, they are interrupted, their contexts are
 computed again on one GPU, and the other seven go to the next pipeline, whose rollout begins on those (and
-gets no eighth before its end). If that one GPU still holds the other's tail, nothing moves in this rollout.
+gets no eighth before its end). If that one GPU still holds the other's tail, nothing migrates in this rollout.
 The finish times are measured ones; how much slower one crowded GPU decodes, and seven GPUs instead of
 eight, comes from the decode-cost model.
 """
@@ -42,18 +42,18 @@ PUBLISHED = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TailedPipeline:
-    """One of the two."""
+    """One of the two pipelines."""
 
     name: str
     finish_s: tuple[float, ...]
-    """Of each response since its rollout began, on all eight GPUs, ascending."""
+    """Seconds from the begin of the rollout to the end of each response, on all eight GPUs, ascending."""
     train_s: float
     switch_s: tuple[float, float]
-    """Warm starts of its rollout and its training."""
+    """Seconds of a warm switch to its rollout, and to its training."""
     without_one_gpu: float
-    """How much slower the dense part decodes on seven GPUs than on eight."""
-    moved_tail_s: float
-    """Of the tail once it is moved: contexts computed again, then all of it decoded on one GPU."""
+    """Factor by which the dense part decodes slower on seven GPUs than on eight."""
+    migrated_tail_s: float
+    """Seconds of the tail after its migration: contexts computed again, then all of it decoded on one GPU."""
 
     @property
     def rollout_s(self) -> float:
@@ -61,7 +61,7 @@ class TailedPipeline:
 
     @property
     def dense_s(self) -> float:
-        """Until at most `TAIL_RESPONSES` are left."""
+        """Seconds until at most `TAIL_RESPONSES` are left."""
         return self.finish_s[-1 - TAIL_RESPONSES]
 
 
@@ -71,7 +71,7 @@ class TailGain:
 
     pair: tuple[str, str]
     seconds_without: float
-    """Of one meta-iteration in the steady state."""
+    """Seconds of one meta-iteration in the steady state, without migration."""
     seconds_with: float
     published: float | None
 
@@ -81,7 +81,7 @@ class TailGain:
 
 
 def tailed_pipeline(profile: str) -> TailedPipeline:
-    """From the measured finish times of `7B_8k` or `14B_8k`; `7B_4k` is 7B's cut at 4,096 tokens.
+    """A pipeline with the measured finish times of `7B_8k` or `14B_8k`; `7B_4k` is 7B's cut at 4,096 tokens.
 
     Training is the profile's, scaled from its batch of 256 to these 128.
     """
@@ -104,7 +104,7 @@ def tailed_pipeline(profile: str) -> TailedPipeline:
         switch_s=(warm.warm_rollout_s, warm.warm_train_s),
         without_one_gpu=costs.decode_step_s(per_gpu * NUM_GPUS / (NUM_GPUS - 1), context / 2)
         / costs.decode_step_s(per_gpu, context / 2),
-        moved_tail_s=costs.prefill_s(TAIL_RESPONSES * context)
+        migrated_tail_s=costs.prefill_s(TAIL_RESPONSES * context)
         + _crowded_s(costs, finish_s[-1 - TAIL_RESPONSES :], tokens_per_s),
     )
 
@@ -148,13 +148,13 @@ def meta_iteration_s(pair: tuple[TailedPipeline, ...], *, migrates: bool, num_cy
             if index == 0 and cycle in (num_cycles // 2, num_cycles):
                 begun.append(start_s)
             has_all = tail_gpu_free_s <= start_s
-            pace = 1.0 if has_all else one.without_one_gpu
-            tail_at_s = start_s + max(EARLIEST_S, math.ceil(one.dense_s * pace / CHECK_EVERY_S) * CHECK_EVERY_S)
+            slowdown = 1.0 if has_all else one.without_one_gpu
+            tail_at_s = start_s + max(EARLIEST_S, math.ceil(one.dense_s * slowdown / CHECK_EVERY_S) * CHECK_EVERY_S)
             if migrates and tail_gpu_free_s <= tail_at_s:
-                end_s = tail_at_s + one.moved_tail_s
+                end_s = tail_at_s + one.migrated_tail_s
                 free_s, tail_gpu_free_s = tail_at_s, end_s
             else:
-                end_s = free_s = start_s + one.rollout_s * pace
+                end_s = free_s = start_s + one.rollout_s * slowdown
             training_free_s = max(training_free_s, end_s) + one.switch_s[1] + one.train_s
             ready_s[index] = training_free_s
     return (begun[1] - begun[0]) / (num_cycles - num_cycles // 2)

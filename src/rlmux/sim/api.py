@@ -42,7 +42,7 @@ def simulate(
     counts_decisions: bool = False,
 ) -> dict[str, Any]:
     """Figures of every policy over seeds 0 to num_seeds - 1; with `out`, pictures and a page go there.
-    `counts_decisions`: they take the time that they take here, not none.
+    `counts_decisions`: decisions take the time that they take on this machine, instead of none.
 
     {"workload", "about", "num_seeds", "policies": {name: {figure: mean, ..., "min": {...}, "max": {...}}}}
     """
@@ -67,7 +67,7 @@ def simulate(
 
 
 def _first_steps_s(workload: Workload) -> float:
-    """Long enough for a Gantt chart: ten steps of the slowest pipeline, from the first submission on."""
+    """End of a Gantt chart: ten steps of the slowest pipeline after the first submission."""
     longest_s = max(arrival.world.solo_s(1) for arrival in workload.arrivals)
     return workload.arrivals[0].submit_s + 10 * longest_s
 
@@ -118,16 +118,16 @@ def plan(workload: str | Workload, *, policy: str = "rollmux") -> dict[str, Any]
          "pipelines": [{"pipeline", "status", "group", "admission", "rollout_nodes", "train_nodes",
                         "step_s", "step_slowdown", "slo_slowdown", "usd_per_hour", "reason"}]}
 
-    A pipeline's `usd_per_hour` is its share of its group's cost by solo seconds.
+    A pipeline's `usd_per_hour` is its part of its group's cost, by solo seconds.
     """
     made = catalog.load(workload) if isinstance(workload, str) else workload
     scheduler = Scheduler(made.cluster, make_policy(policy))
-    kinds: dict[str, AdmissionKind] = {}
+    admissions: dict[str, AdmissionKind] = {}
     reasons: dict[str, str] = {}
     for arrival in made.arrivals:
         for action in scheduler.handle(PipelineSubmitted(time_s=arrival.submit_s, pipeline=arrival.pipeline)):
             if isinstance(action, Admit):
-                kinds[action.pipeline] = action.kind
+                admissions[action.pipeline] = action.kind
             elif isinstance(action, Refuse | Queue):
                 reasons[action.pipeline] = action.reason
     view = scheduler.query.placement
@@ -139,14 +139,14 @@ def plan(workload: str | Workload, *, policy: str = "rollmux") -> dict[str, Any]
         "gpus": {name: view.num_nodes_in_use(name) * pool.gpus_per_node for name, pool in pools.items()},
         "num_groups": view.num_groups,
         "pipelines": [
-            _planned(view, arrival.pipeline, kinds, reasons, str(scheduler.query.status(arrival.pipeline.id)))
+            _planned(view, arrival.pipeline, admissions, reasons, str(scheduler.query.status(arrival.pipeline.id)))
             for arrival in made.arrivals
         ],
     }
 
 
 def solo_usd_per_hour(workload: Workload) -> float:
-    """What the same pipelines cost with nodes of their own, all at once."""
+    """Dollars per hour of the same pipelines with nodes of their own, all at once."""
     cluster = workload.cluster
     total = 0.0
     for arrival in workload.arrivals:
@@ -160,7 +160,7 @@ def solo_usd_per_hour(workload: Workload) -> float:
 def _planned(
     view: PlacementView,
     pipeline: Any,
-    kinds: Mapping[str, AdmissionKind],
+    admissions: Mapping[str, AdmissionKind],
     reasons: Mapping[str, str],
     status: str,
 ) -> dict[str, Any]:
@@ -183,17 +183,17 @@ def _planned(
     group = view.group(placement.group)
     row.update(
         group=int(group.id),
-        admission=str(kinds[pipeline.id]),
+        admission=str(admissions[pipeline.id]),
         rollout_nodes=[str(node) for node in placement.rollout_nodes],
         train_nodes=[str(node) for node in placement.train_nodes],
         step_s=group.period_s / view.member(pipeline.id).steps_per_cycle,
         step_slowdown=predicted_slowdown(group, pipeline),
-        usd_per_hour=_share_usd_per_hour(view, group, pipeline),
+        usd_per_hour=_part_usd_per_hour(view, group, pipeline),
     )
     return row
 
 
-def _share_usd_per_hour(view: PlacementView, group: GroupLoad, pipeline: Any) -> float:
+def _part_usd_per_hour(view: PlacementView, group: GroupLoad, pipeline: Any) -> float:
     pools = view.cluster.pools
     nodes = dict.fromkeys(group.rollout_nodes + group.train_nodes)
     cost = sum(pools[node.pool].usd_per_node_hour for node in nodes)

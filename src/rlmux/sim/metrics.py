@@ -1,4 +1,4 @@
-"""What a simulated run is measured by, gathered as it goes and without slowing it.
+"""The figures of a simulated run, collected as it goes and without slowing it.
 
 cost           the ledger's $/h between two changes of placement, integrated
 step slowdown  of a pipeline: (first admission to last finished step) / (what those steps take alone)
@@ -40,7 +40,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineResult:
-    """One pipeline's fate."""
+    """What one pipeline got."""
 
     pipeline: PipelineId
     submit_s: float
@@ -48,7 +48,7 @@ class PipelineResult:
     left_s: float | None
     steps: int
     step_slowdown: float | None
-    """Mean over its finished steps; None before the first."""
+    """Mean over the finished steps; None before the first."""
     slo_slowdown: float
     refused: str = ""
 
@@ -74,7 +74,7 @@ class SimResult:
     policy: str
     seed: int
     hours: float
-    """From the first submission until the last pipeline was over."""
+    """Hours from the first submission until the last pipeline was over."""
     cost_usd: float
     penalised_cost_usd: float
     slo_attainment: float
@@ -83,18 +83,18 @@ class SimResult:
     max_step_slowdown: float
     tokens_per_s: float | None
     peak_gpus: Mapping[str, int]
-    """By phase of the pool."""
+    """Most GPUs held at one moment, by phase of the pool."""
     admissions: Mapping[str, int]
     utilization: Mapping[str, float]
     num_refused: int
     num_migrations: int
     num_moves: int
     mean_wait_s: float
-    """From submission to the first work: for nodes, then for its turn."""
+    """Mean seconds from submission to the first work: waits for nodes, and then in the cycle."""
     events: int
     wall_s: float
     decision_ms: tuple[float, ...] = field(repr=False)
-    """One per arrival: applying the submission, placing it and starting its first work."""
+    """Milliseconds of each arrival: its submission is applied, it is placed, its first work is started."""
     pipelines: tuple[PipelineResult, ...] = field(repr=False)
     samples: tuple[Sample, ...] = field(repr=False)
     spans: tuple[Span, ...] = field(repr=False)
@@ -134,8 +134,7 @@ class SimResult:
 
 
 def quantile(ordered: list[float], q: float) -> float:
-    """The smallest value that at least a share q of the ordered values does not exceed; 0 where there is
-    none."""
+    """The smallest value that at least a fraction q of the ordered values does not exceed; 0 where there is none."""
     return ordered[max(0, math.ceil(q * len(ordered)) - 1)] if ordered else 0.0
 
 
@@ -155,7 +154,7 @@ class _Progress:
 
 
 class Collector:
-    """Fed by the simulation; `result` at the end."""
+    """Told of each change by the simulation; `result` makes the figures."""
 
     def __init__(self, workload: Workload, policy: str, placement: PlacementView) -> None:
         self.spans: list[Span] = []
@@ -254,7 +253,7 @@ class Collector:
             self._nodes_of[pipeline] = nodes
 
     def _change(self, now_s: float, groups: tuple[GroupId | None, ...]) -> None:
-        """Take the rate that follows from who is pinned where now."""
+        """Update $/h, peaks and penalties after a change of placement."""
         for group in groups:
             if group is not None:
                 self._penalty_by_group[group] = self._penalty(group)
@@ -356,7 +355,7 @@ class Collector:
 
 
 def predicted_slowdown(group: GroupLoad, pipeline: Pipeline) -> float:
-    """Of a member's step in its group's strict meta-iteration; 1 where nothing is known.
+    """Step slowdown of a member in its group's strict meta-iteration; 1 where nothing is known.
 
     Relative to the solo time on the same nodes, so a pipeline alone on training nodes has 1 too.
     """

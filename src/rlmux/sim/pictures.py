@@ -2,8 +2,8 @@
 
 cost.svg         $/h over time, a line for each policy
 gpus.svg         GPUs over time, likewise
-slowdowns.svg    share of pipelines whose mean step slowdown is at most x
-POLICY.gantt.svg who computes where in the first hours, for runs that kept their spans
+slowdowns.svg    percentage of pipelines whose mean step slowdown is at most x
+POLICY.gantt.svg what computes on which device in the first hours, for runs that kept their spans
 index.html       all of them and the table of figures; needs no network
 NAME.png         each picture again as pixels, light, where the extra `png` is installed
 """
@@ -126,7 +126,7 @@ def slowdown_chart(results: Mapping[str, SimResult], *, title: str) -> str:
 
 
 def gantt(spans: Sequence[Span], *, title: str, hours: float | None = None) -> str:
-    """Every device that computed, and for whom; training is drawn full, rollout pale."""
+    """The pipelines that computed on each device over time; training is drawn full, rollout pale."""
     rows: dict[str, list[Bar]] = {}
     ordered = sorted(spans, key=lambda span: (span.devices[0], span.begin_s))
     for span in ordered:

@@ -1,4 +1,4 @@
-"""The simulator at the grain of sub-stages: nothing is lost, nothing runs twice, paces add up."""
+"""The simulator at the grain of sub-stages: nothing is lost, nothing runs twice, rates are those of the table."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def decoder(lengths: list[int], *, slots: int = 64) -> Decoder:
     return Decoder(rollout_costs("qwen3-4b"), [Unfinished(n, -100.0) for n in lengths], slots=slots)
 
 
-# --- one share
+# --- one rollout shard
 
 
 def test_a_rollout_takes_what_the_cost_model_says():
@@ -86,10 +86,10 @@ def test_moved_contexts_are_kept_and_cost_time_before_decoding_goes_on():
 
 
 def test_reports_come_at_the_borders_of_sub_stages_only():
-    share = decoder(list(range(1, 201)), slots=200)
+    shard = decoder(list(range(1, 201)), slots=200)
     num_reports = 0
-    while share.seconds_left > 1e-6:
-        share.advance(share.until_report(1.0))
+    while shard.seconds_left > 1e-6:
+        shard.advance(shard.until_report(1.0))
         num_reports += 1
     assert num_reports <= 12
 
@@ -144,16 +144,16 @@ def conserved(workload, policy, failures=()) -> Simulation:
     picks=st.lists(st.integers(0, len(HOMOGENEOUS) - 1), min_size=1, max_size=3),
     num_gpus=st.sampled_from([4, 8, 12]),
     staleness=st.integers(0, 2),
-    shares=st.booleans(),
+    is_sharing=st.booleans(),
     tools=st.sampled_from([None, ToolUse(mean_calls=1.0, wait_s=5.0), ToolUse(wait_s=1.0, keeps_slots=True)]),
     seed=st.integers(0, 1000),
 )
-def test_small_workloads_end_with_every_trajectory_trained_on(picks, num_gpus, staleness, shares, tools, seed):
+def test_small_workloads_end_with_every_trajectory_trained_on(picks, num_gpus, staleness, is_sharing, tools, seed):
     workload = crowd(
         [HOMOGENEOUS[pick] for pick in picks], num_gpus=num_gpus, num_steps=2, sequences_per_device=12,
         staleness=staleness, tools=tools, seed=seed,
     )  # fmt: skip
-    done = conserved(workload, make_policy("jigsaw", sharing=sharing_table(TABLE) if shares else NOTHING_HELPS))
+    done = conserved(workload, make_policy("jigsaw", sharing=sharing_table(TABLE) if is_sharing else NOTHING_HELPS))
     assert done.scheduler.query.is_idle()
     query = done.scheduler.query
     for pipeline in query.pipelines():

@@ -27,9 +27,9 @@ class DecodeCurve:
 
     fixed_ms: float
     low_active_ms: float
-    """Per active sequence, the first 32 only."""
+    """Milliseconds per active sequence, for the first 32 only."""
     active_ms: float
-    """Per active sequence."""
+    """Milliseconds per active sequence."""
     kv_us: float
     """Microseconds per cached token read (active times context)."""
     eager_above: int = 512
@@ -41,8 +41,7 @@ class DecodeCurve:
         return self.span_s(active, context, 1)
 
     def span_s(self, active: float, context: float, num_iterations: float) -> float:
-        """Seconds of consecutive iterations while the same sequences stay active, each growing by a token a
-        time."""
+        """Seconds of consecutive iterations of the same sequences, which grow by a token each time."""
         if active <= 0 or num_iterations <= 0:
             return 0.0
         middle = context + (num_iterations - 1) / 2
@@ -58,9 +57,9 @@ class PrefillCurve:
     """Prefill iterations."""
 
     fixed_ms: float
-    """Of each iteration: kernels are launched one by one, whatever the number of tokens."""
+    """Milliseconds of each iteration: kernels are launched one by one, whatever the number of tokens."""
     ktoken_ms: float
-    """Per 1000 tokens."""
+    """Milliseconds per 1000 tokens."""
     chunk_tokens: int = 8192
     """The most tokens one iteration takes."""
 
@@ -74,17 +73,17 @@ class PrefillCurve:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class HostCosts:
-    """What an engine spends outside the forward pass: scheduling, detokenising, streaming answers back."""
+    """Time of an engine outside the forward pass: scheduling, detokenising, streaming answers back."""
 
     iteration_ms: float
     prefill_ms: float
-    """Extra in an iteration that admits sequences."""
+    """Extra milliseconds of an iteration that admits sequences."""
     token_us: float
-    """Per generated token."""
+    """Microseconds per generated token."""
     rollout_s: float
-    """Per rollout: waking the engine, handing out prompts, collecting answers."""
+    """Seconds per rollout: the engine is woken, prompts are handed out, answers are collected."""
     first_rollout_s: float = 0.0
-    """Extra in a run's first rollout: compilation and first touches."""
+    """Extra seconds of a run's first rollout: compilation and first touches."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -57,11 +57,11 @@ class GpuSpec:
     name: str
     tflops_peak: float
     tflops: float
-    """What large bf16 matrix products reach."""
+    """TFLOP/s that large bf16 matrix products reach."""
     hbm_gb: float
     hbm_tbps: float
     nvlink_gbps: float
-    """Both directions added; PCIe where there is no NVLink."""
+    """GB/s of NVLink, both directions added; of PCIe where there is no NVLink."""
     num_sms: int
 
 

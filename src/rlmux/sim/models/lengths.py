@@ -48,7 +48,7 @@ PROBABILITIES = (
     ),
     *(0.8, 0.85, 0.9, 0.925, 0.95, 0.96, 0.97, 0.98, 0.985, 0.99, 0.993, 0.996, 0.998, 0.999, 1.0),
 )
-"""Where quantiles are kept: close together in the tail, which decides when a rollout ends."""
+"""Probabilities of the quantiles that are kept: close together in the tail, which decides when a rollout ends."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -57,14 +57,14 @@ class LengthDistribution:
 
     name: str
     quantiles: tuple[float, ...]
-    """Tokens at `PROBABILITIES`."""
+    """Tokens at each of `PROBABILITIES`."""
     group_correlation: float = 0.0
     """Correlation of the normal scores of two answers to one prompt; 0 draws them independently."""
     prompt_tokens: float = 100.0
-    """Mean prompt."""
+    """Mean tokens of a prompt."""
     group_size: int = 4
     mean_extra_turns: float = 0.0
-    """Assistant turns beyond the first, per sequence."""
+    """Mean turns of a sequence beyond the first."""
 
     def __post_init__(self) -> None:
         if len(self.quantiles) != len(PROBABILITIES) or list(self.quantiles) != sorted(self.quantiles):
@@ -137,7 +137,7 @@ def group_correlation(lengths: FloatArray, group_size: int) -> float:
 
 @cache
 def finish_curve(model: str) -> tuple[float, ...]:
-    """When each of the 128 requests of a real rollout ended, as a share of the rollout, rising to 1.0."""
+    """When each of the 128 requests of a real rollout ended, as a fraction of the rollout, rising to 1.0."""
     rows = [float(row["finish_s"]) for row in tables.rows("rollout_finish_times") if row["model"] == model]
     if not rows:
         known = sorted({row["model"] for row in tables.rows("rollout_finish_times")})

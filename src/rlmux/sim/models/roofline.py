@@ -1,5 +1,4 @@
-"""An estimate for a model, GPU or group size that nobody measured: bytes over bandwidth, operations over
-speed.
+"""An estimate for a model, GPU or group size without a measurement: bytes over bandwidth, operations over speed.
 
     weights / tp / (hbm * e_weights) ──┐
     layers * (launch + collectives) ───┴─> fixed
@@ -28,24 +27,23 @@ class RooflineConstants:
     """The empirical part, all fitted on H100."""
 
     weight_efficiency: float
-    """Share of peak memory bandwidth at which weights are read."""
+    """Fraction of peak memory bandwidth at which weights are read."""
     kv_efficiency: float
-    """Share of peak memory bandwidth at which decode attention reads the cache."""
+    """Fraction of peak memory bandwidth at which decode attention reads the cache."""
     layer_us: float
-    """Launch and latency of one layer's kernels in a captured graph, on one GPU."""
+    """Microseconds of launch and latency of one layer's kernels in a captured graph, on one GPU."""
     collective_us: float
-    """Added latency of one layer's two reductions when the layer is split over GPUs."""
+    """Microseconds that one layer's two reductions add when the layer is split over GPUs."""
     active_us: float
-    """Per active sequence and iteration: logits, sampling, bookkeeping on the device."""
+    """Microseconds per active sequence and iteration: logits, sampling, bookkeeping on the device."""
     active_low_us: float
     """The same for each of the first 32 sequences."""
     compute_efficiency: float
-    """Share of the reachable matrix speed that large products sustain."""
+    """Fraction of the reachable matrix speed that large products sustain."""
     decode_compute_share: float
-    """Part of its arithmetic that one more active sequence adds; the rest hides behind reading the
-    weights."""
+    """Part of its arithmetic that one more active sequence adds; the rest hides behind reading the weights."""
     eager_layer_us: float
-    """One layer when its kernels are launched one by one: the floor of a prefill iteration."""
+    """Microseconds of one layer whose kernels are launched one by one: the floor of a prefill iteration."""
 
 
 @cache

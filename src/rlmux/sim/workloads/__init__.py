@@ -1,1 +1,1 @@
-"""Who arrives when: named workloads, traces, recorded runs."""
+"""Pipelines and their arrivals: named workloads, traces, recorded runs."""

@@ -1,4 +1,4 @@
-"""What a simulation is given: who arrives when, what the scheduler believes of it, and what is true.
+"""The input of a simulation: pipelines with their arrivals, what the scheduler believes of them, and what is true.
 
     Workload = Cluster + Arrivals            Arrival = Pipeline (estimates) + TrueSeconds + costs + its end
 
@@ -31,12 +31,12 @@ class Arrival:
     pipeline: Pipeline
     world: TrueSeconds
     depart_s: float | None = None
-    """It is cancelled then; None: it leaves when its steps are done."""
+    """Time at which the pipeline is cancelled; None: it leaves when its steps are done."""
     colocated_world: TrueSeconds | None = None
-    """On the training pool's GPUs for both phases; None: as `world`."""
+    """True durations with both phases on the training pool's GPUs; None: as `world`."""
     switch: SwitchSeconds = NO_SWITCH
     tokens_per_step: float = 0.0
-    """0 where nothing is known."""
+    """Mean prompt and response tokens of a step; 0 where they are unknown."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,16 +46,16 @@ class Workload:
     name: str
     cluster: Cluster
     arrivals: tuple[Arrival, ...]
-    """In order of submission."""
+    """Arrivals in order of submission."""
     seed: int = 0
     about: str = ""
     """One line for tables and pictures."""
     neighbours: Neighbours | None = None
-    """What orders on devices of one machine cost each other; None: nothing."""
+    """Slowdowns of orders on devices of one machine; None: there are none."""
 
     @property
     def end_s(self) -> float | None:
-        """When the last pipeline has left, where departures are given: cost is averaged until then."""
+        """Time at which the last pipeline has left, where all departures are given: cost is averaged until then."""
         departures = [arrival.depart_s for arrival in self.arrivals if arrival.depart_s is not None]
         return max(departures) if len(departures) == len(self.arrivals) else None
 

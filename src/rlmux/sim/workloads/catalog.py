@@ -1,4 +1,4 @@
-"""Workloads by name: who arrives when, what the scheduler believes about it, and what is true.
+"""Workloads by name.
 
     weave            200 production pipelines with measured phase means       (RollMux section 8.6)
     bl rh th mixed   300 synthetic pipelines over Philly arrivals             (8.7, Table 6)
@@ -153,13 +153,13 @@ _TABLE_6: Mapping[str, Mapping[str, tuple[tuple[float, float], tuple[float, floa
 
 def synthetic(
     *,
-    kinds: tuple[tuple[str, str], ...],
+    sizes: tuple[tuple[str, str], ...],
     name: str,
     seed: int = 0,
     slo: tuple[float, float] = (1.0, 2.0),
     num_pipelines: int = 300,
 ) -> Workload:
-    """Pipelines of these (kind, size) pairs in equal shares that come and go as Philly's training jobs do.
+    """Pipelines of these (mix, size) pairs, equally likely, that come and go as Philly's training jobs do.
 
     Up to 300 of them come from the embedded sample (mean 10.6 h; the paper's own sample had 14.4 h).
     """
@@ -170,8 +170,8 @@ def synthetic(
     generator = random.Random(seed)
     arrivals = []
     for index, row in enumerate(table[:num_pipelines]):
-        kind, size = generator.choice(kinds)
-        rollout, train = _TABLE_6[kind][size]
+        mix, size = generator.choice(sizes)
+        rollout, train = _TABLE_6[mix][size]
         phases = PhaseSeconds(rollout_s=generator.uniform(*rollout), train_s=generator.uniform(*train))
         submit_s = float(row["submit_s"])
         arrivals.append(
@@ -179,7 +179,7 @@ def synthetic(
                 submit_s=submit_s,
                 depart_s=submit_s + float(row["duration_s"]),
                 pipeline=Pipeline(
-                    id=PipelineId(f"{kind}-{size}-{index}"),
+                    id=PipelineId(f"{mix}-{size}-{index}"),
                     num_steps=None,
                     estimate=phases,
                     slo_slowdown=generator.uniform(low, high),
@@ -252,14 +252,14 @@ def micro(
     types, num_rollout, num_train = _MICRO_CASES[case]
     arrivals = tuple(
         profiled_arrival(
-            f"{kind.lower()}{index}",
-            MICRO_TYPES[kind],
+            f"{letter.lower()}{index}",
+            MICRO_TYPES[letter],
             submit_s=0.0,
             num_steps=num_steps,
             slo_slowdown=slo_slowdown,
             costs=costs,
         )
-        for index, kind in enumerate(types)
+        for index, letter in enumerate(types)
     )
     cluster = h20_h800_cluster(
         num_rollout_nodes=None if unbounded else num_rollout, num_train_nodes=None if unbounded else num_train
@@ -292,15 +292,15 @@ def _require_choice(name: str, value: Any, accepted: tuple[Any, ...]) -> None:
         raise UserError(f"{name} is {value!r}; accepted: {', '.join(map(str, accepted))}")
 
 
-def _drift(kind: str, model: str, num_steps: float, generator: random.Random) -> Variation:
+def _drift(direction: str, model: str, num_steps: float, generator: random.Random) -> Variation:
     """One of the seven templates: none, or up or down at 0.5, 1.0 or 1.5 times the measured curve.
 
     Measured curves fall. A 3B or 4B pipeline drifts half as far. The 88 measured steps span the whole run.
     """
-    if kind == "none":
+    if direction == "none":
         return STEADY
     templates = {"up": (-0.5, -1.0, -1.5), "down": (0.5, 1.0, 1.5)}
-    amplitudes = (0.0, *templates.get(kind, (*templates["up"], *templates["down"])))
+    amplitudes = (0.0, *templates.get(direction, (*templates["up"], *templates["down"])))
     amplitude = generator.choice(amplitudes)
     if model in ("3B", "4B"):
         amplitude /= 2
@@ -310,18 +310,18 @@ def _drift(kind: str, model: str, num_steps: float, generator: random.Random) ->
 
 def _synthetic_builders() -> dict[str, Callable[..., Workload]]:
     builders: dict[str, Callable[..., Workload]] = {}
-    everything = tuple((kind, size) for kind, sizes in _TABLE_6.items() for size in sizes)
-    for kind, sizes in _TABLE_6.items():
-        builders[kind] = partial(synthetic, name=kind, kinds=tuple((kind, size) for size in sizes))
-        for size in sizes:
-            builders[f"{kind}-{size}"] = partial(synthetic, name=f"{kind}-{size}", kinds=((kind, size),))
-    builders["mixed"] = partial(synthetic, name="mixed", kinds=everything)
+    everything = tuple((mix, size) for mix, ranges in _TABLE_6.items() for size in ranges)
+    for mix, ranges in _TABLE_6.items():
+        builders[mix] = partial(synthetic, name=mix, sizes=tuple((mix, size) for size in ranges))
+        for size in ranges:
+            builders[f"{mix}-{size}"] = partial(synthetic, name=f"{mix}-{size}", sizes=((mix, size),))
+    builders["mixed"] = partial(synthetic, name="mixed", sizes=everything)
     return builders
 
 
 _BUILDERS: Mapping[str, Callable[..., Workload]] = {
     "weave": weave,
-    **{f"drift-{kind}": partial(weave, drift=kind, slo=(1.5, 1.5)) for kind in ("up", "down", "mixed")},
+    **{f"drift-{drift}": partial(weave, drift=drift, slo=(1.5, 1.5)) for drift in ("up", "down", "mixed")},
     **_synthetic_builders(),
     **{case: partial(micro, case=case) for case in _MICRO_CASES},
     "pair": substage_pairs.pair,

@@ -52,7 +52,7 @@ COLUMNS = ("pipeline", "submit_s", *_ENDS, *_OPTIONAL)
 
 
 def load(path: Path | str, *, cluster: Cluster | None = None) -> Workload:
-    """Read the file. Without a cluster: as many H20 and H800 nodes as anyone pays for."""
+    """Read the file. Without a cluster: as many H20 and H800 nodes as are asked for."""
     path = Path(path)
     try:
         text = path.read_text("utf-8-sig")
