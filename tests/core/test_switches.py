@@ -238,7 +238,7 @@ def test_a_gap_is_filled_only_by_work_worth_its_switches(builders, switch_s, is_
     cluster = pools(10.0)
     train = replace(cluster.pools["train"], num_nodes=1)
     driver = builders.Driver(
-        Scheduler(Cluster(pools={**cluster.pools, "train": train}), make_policy("rlmux", laps=False))
+        Scheduler(Cluster(pools={**cluster.pools, "train": train}), make_policy("rlmux", varies_steps_per_cycle=False))
     )
     driver.submit(*pair)
     driver.run()

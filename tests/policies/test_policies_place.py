@@ -15,7 +15,7 @@ from rlmux.core.placement_choice import FruitlessSearch, Refusal
 from rlmux.policies import POLICIES, make_policy
 from rlmux.policies.baselines import Split
 from rlmux.policies.optimal import Optimal
-from rlmux.policies.planning.partition import NodePrices, cheapest_partition, columns_of, item_of
+from rlmux.policies.planning.partition import NodePrices, candidate_groups, cheapest_partition, demand_of
 from rlmux.policies.rlmux import RlMux
 from rlmux.policies.rollmux import RollMux
 from rlmux.sim.bounds import slo_slack_bound_usd, solo_speed_bound_usd
@@ -348,19 +348,19 @@ def test_no_policy_that_keeps_slos_is_cheaper_than_the_bounds(script):
 # exact search
 
 
-def brute_force_usd(items, prices):
+def brute_force_usd(demands, prices):
     """Cheapest partition by trying them all."""
     costs = {}
-    for column in columns_of(items, prices):
-        costs[column.mask] = min(column.cost_usd, costs.get(column.mask, math.inf))
+    for candidate in candidate_groups(demands, prices):
+        costs[candidate.mask] = min(candidate.cost_usd, costs.get(candidate.mask, math.inf))
     best = {0: 0.0}
-    for mask in range(1, 1 << len(items)):
+    for mask in range(1, 1 << len(demands)):
         low = mask & -mask
         best[mask] = min(
             (costs[part] + best[mask ^ part] for part in _subsets(mask) if part & low and part in costs),
             default=math.inf,
         )
-    return best[(1 << len(items)) - 1]
+    return best[(1 << len(demands)) - 1]
 
 
 def _subsets(mask):
@@ -373,25 +373,25 @@ def _subsets(mask):
 @given(st.lists(st.tuples(estimates, st.floats(1.0, 3.0)), min_size=1, max_size=7))
 @settings(max_examples=60, deadline=None)
 def test_branch_and_bound_finds_the_cheapest_partition(drawn):
-    items = [
-        item_of(pipeline(f"p{number}", one.rollout_s, one.train_s, slo)) for number, (one, slo) in enumerate(drawn)
+    demands = [
+        demand_of(pipeline(f"p{number}", one.rollout_s, one.train_s, slo)) for number, (one, slo) in enumerate(drawn)
     ]
     prices = NodePrices(rollout_usd=1.0, train_usd=3.0)
-    found = cheapest_partition(columns_of(items, prices), len(items))
+    found = cheapest_partition(candidate_groups(demands, prices), len(demands))
     assert found is not None
     assert found.is_proven
-    assert found.cost_usd == pytest.approx(brute_force_usd(items, prices))
-    assert sorted(i for column in found.columns for i in column.members) == list(range(len(items)))
+    assert found.cost_usd == pytest.approx(brute_force_usd(demands, prices))
+    assert sorted(i for candidate in found.groups for i in candidate.members) == list(range(len(demands)))
 
 
 def test_a_search_that_stops_early_says_what_is_proven():
     generator = random.Random(4)
-    items = [
-        item_of(pipeline(f"p{number}", generator.uniform(50, 60), generator.uniform(20, 25), 2.0))
+    demands = [
+        demand_of(pipeline(f"p{number}", generator.uniform(50, 60), generator.uniform(20, 25), 2.0))
         for number in range(14)
     ]
     prices = NodePrices(rollout_usd=1.0, train_usd=3.0)
-    early = cheapest_partition(columns_of(items, prices), len(items), max_nodes=30)
+    early = cheapest_partition(candidate_groups(demands, prices), len(demands), max_nodes=30)
     assert early is not None
     assert not early.is_proven
     assert early.bound_usd <= early.cost_usd

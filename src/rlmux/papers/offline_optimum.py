@@ -13,7 +13,13 @@ from dataclasses import dataclass, replace
 from rlmux.core.errors import UserError
 from rlmux.core.group_load import MAX_PIPELINES_PER_GROUP
 from rlmux.core.model import Phase, PhaseSeconds, Pipeline
-from rlmux.policies.planning.partition import Item, NodePrices, cheapest_partition, columns_of, item_of
+from rlmux.policies.planning.partition import (
+    NodePrices,
+    PipelineDemand,
+    candidate_groups,
+    cheapest_partition,
+    demand_of,
+)
 from rlmux.sim.bounds import slo_slack_bound_usd, solo_speed_bound_usd
 from rlmux.sim.workloads.arrivals import Arrival, Workload
 from rlmux.sim.world import Steady
@@ -68,8 +74,8 @@ def offline_cost(
             del running[index]
         if position + 1 < len(changes) and changes[position + 1][0] == now_s:
             continue
-        items = [item_of(_as_of(arrival, now_s)) for arrival in running.values()]
-        rate, bound_rate, is_proven = _cheapest(items, prices, max_search_nodes)
+        demands = [demand_of(_as_of(arrival, now_s)) for arrival in running.values()]
+        rate, bound_rate, is_proven = _cheapest(demands, prices, max_search_nodes)
         num_groupings += 1
         num_proven += is_proven
     return OfflineCost(
@@ -131,11 +137,11 @@ def _as_of(arrival: Arrival, now_s: float) -> Pipeline:
     return replace(pipeline, estimate=PhaseSeconds(rollout_s=rollout_s, train_s=train_s))
 
 
-def _cheapest(items: list[Item], prices: NodePrices, max_search_nodes: int) -> tuple[float, float, bool]:
+def _cheapest(demands: list[PipelineDemand], prices: NodePrices, max_search_nodes: int) -> tuple[float, float, bool]:
     """$/h of the best grouping found, what is proven, and whether these are the same."""
-    if not items:
+    if not demands:
         return 0.0, 0.0, True
-    columns = columns_of(items, prices, MAX_PIPELINES_PER_GROUP)
-    best = cheapest_partition(columns, len(items), max_nodes=max_search_nodes)
+    candidates = candidate_groups(demands, prices, MAX_PIPELINES_PER_GROUP)
+    best = cheapest_partition(candidates, len(demands), max_nodes=max_search_nodes)
     assert best is not None, "each pipeline alone is a grouping"
     return best.cost_usd, best.bound_usd, best.is_proven

@@ -14,8 +14,8 @@ from rlmux.core.model import PipelineId
 from rlmux.core.placement import PlacementView
 from rlmux.core.placement_choice import Relocation
 from rlmux.policies.planning.partition import Partition
-from rlmux.policies.planning.regrouping import relocations_to, targets_of
-from rlmux.policies.rlmux import RlMux, partition_of
+from rlmux.policies.planning.regrouping import partition_of, relocations_to, targets_of
+from rlmux.policies.rlmux import RlMux
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,13 +23,13 @@ class Optimal(RlMux):
     name: str = "optimal"
     max_search_nodes: int = 4_000
     slo_margin: float = 0.0
-    laps: bool = False
+    varies_steps_per_cycle: bool = False
 
     def rebalance(self, view: PlacementView) -> tuple[Relocation, ...]:
         names, found = self.cheapest(view)
         if found is None:
             return ()
-        return relocations_to(targets_of(found.columns, names), view.sandbox(), max_detours=8)
+        return relocations_to(targets_of(found.groups, names), view.sandbox(), max_detours=8)
 
     def cheapest(self, view: PlacementView) -> tuple[list[PipelineId], Partition | None]:
         """All pipelines that have an SLO, and their cheapest partition if it is cheaper than now."""
@@ -41,6 +41,6 @@ class Optimal(RlMux):
             view,
             usd_per_move=0.001,
             max_search_nodes=self.max_search_nodes,
-            lap_finder=None,
+            step_finder=None,
             slo_margin=0.0,
         )

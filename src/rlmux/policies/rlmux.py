@@ -2,16 +2,16 @@
 
     place       cheapest candidate over all groups; among equals the best fit       constant time per group
     rebalance   the most wasteful groups' pipelines are partitioned anew, exactly,  bounded work per change
-                and moved if the dollars saved outweigh the moves
+                and relocated if the dollars saved outweigh the moves
 
-It promises what `rollmux` promises by the same rule: step slowdown max(T_cycle, T_load) / T_solo within
-every SLO under the strict meta-iteration that its groups run. A pipeline that fits nobody may stand alone
-on its training nodes, both phases there, where its measured colocated step keeps its SLO. On a cluster
-without prices nodes are sunk cost: pipelines spread over free nodes before they share.
+It promises what `rollmux` promises by the same rule: step slowdown max(T_cycle, T_load) / T_solo within every SLO
+under the strict meta-iteration that its groups run. A pipeline that fits no group may stand alone on its training nodes,
+both phases there, where its measured colocated step keeps its SLO. On a cluster without prices nodes are sunk cost:
+pipelines spread over free nodes before they share.
 
-Inside a group whose nodes are kept apart by phase, the meta-iteration's steps per cycle decide. Where nodes serve both phases of
-everyone (one pool; a table that says it helps; nodes that cost nothing and pipelines nobody knows yet), its dispatch is
-`jigsaw`'s: sub-stages of all members, look-ahead, sharing, merged tails.
+Inside a group whose nodes are kept apart by phase, the order of the cycle decides. Where nodes serve both phases of every
+member (one pool; a table that says it helps; nodes that cost nothing and pipelines without an estimate), its dispatch is
+`jigsaw`'s: sub-stages of all members, look-ahead, sharing, migrated tails.
 
 Waste of a group: its dollars less what its members would cost on nodes never idle, each as slow as its SLO
 allows.
@@ -20,29 +20,20 @@ allows.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
+from rlmux.core.model import AdmissionKind, NodeId, Phase, Pipeline
 from rlmux.core.group_load import GroupLoad, budget_of
-from rlmux.core.model import AdmissionKind, GroupId, NodeId, Phase, Pipeline, PipelineId
 from rlmux.core.placement import PlacementView
 from rlmux.core.placement_choice import FruitlessSearch, PlacementChoice, Refusal, Relocation
 from rlmux.core.sharing import NO_SHARING, SharingTable
 from rlmux.core.views import Choice, GroupView
 from rlmux.policies.jigsaw import Jigsaw
 from rlmux.policies.planning.candidates import founding, impossible, joining, may_join, queue
-from rlmux.policies.planning.cycle_steps import LapFinder
+from rlmux.policies.planning.cycle_steps import CycleStepFinder
 from rlmux.policies.planning.dispatching import start_in_cycle_order, start_in_cycle_order_or_overtake
-from rlmux.policies.planning.partition import (
-    Column,
-    Item,
-    NodePrices,
-    Partition,
-    cheapest_partition,
-    columns_of,
-    item_of,
-)
-from rlmux.policies.planning.regrouping import move_weight, relocations_to, targets_of
+from rlmux.policies.planning.regrouping import partition_of, relocations_to, targets_of
 from rlmux.policies.planning.shared_placement import place_on_shared_nodes
 
 
@@ -55,20 +46,22 @@ class RlMux:
     max_neighbourhood: int = 16
     """Pipelines that are partitioned anew at once."""
     max_search_nodes: int = 300
+    """Nodes of the search tree that one partition may visit."""
     max_tries: int = 1
     """Neighbourhoods tried after each change."""
     usd_per_hour_per_move: float = 2.0
-    """What a regrouping must save for each pipeline it moves: a switch, and nodes held until a step's end."""
+    """Dollars per hour that a regrouping must save for each pipeline it moves: a switch, and nodes held until a step's
+    end."""
     slo_margin: float = 0.0
-    """Share of each SLO kept in hand for what the meta-iteration does not show: waiting for a turn after a move."""
+    """Part of each SLO kept in hand for what the meta-iteration does not show: waiting for a slot after a move."""
     overtakes: bool = True
-    """Leave the order of steps per cycle where a gap or a threatened SLO asks for it and nobody becomes late."""
-    laps: bool = True
-    """Let short pipelines take several steps per cycle in a long one's meta-iteration."""
-    _lap_finder: LapFinder = field(init=False, default_factory=LapFinder, repr=False, compare=False)
+    """Whether a phase may leave the cycle's order where a gap or a threatened SLO asks for it and no other is late."""
+    varies_steps_per_cycle: bool = True
+    """Whether short pipelines may make several steps in a long one's cycle."""
+    _step_finder: CycleStepFinder = field(init=False, default_factory=CycleStepFinder, repr=False, compare=False)
     """A cache of this object alone: `replace` makes a new one. Dropping what it knows changes no decision."""
-
     _sub_stages: Jigsaw = field(init=False, repr=False, compare=False)
+    """The policy inside groups whose nodes serve both phases of every member."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_sub_stages", Jigsaw(sharing=self.sharing))
@@ -131,10 +124,10 @@ class RlMux:
         return start_in_cycle_order_or_overtake(view) if self.overtakes else start_in_cycle_order(view)
 
     def _shares_devices(self, pipeline: Pipeline, view: PlacementView) -> bool:
-        """Whether nodes are to serve both phases of everyone: there is one pool, or sharing is expected to be better.
+        """Whether nodes are to serve both phases of every pipeline: there is one pool, or sharing is expected to be better.
 
         It is where nothing is paid for it (nodes cost nothing, or the pipeline would hold them all anyway) and a table
-        says that sub-stages help each other. Of a pipeline whose seconds nobody knows no steps per cycle can be promised: it
+        says that sub-stages help each other. A pipeline without an estimate cannot be promised a place in a cycle: it
         shares nodes that cost nothing, and what it does decides.
         """
         if view.cluster.pool_for(Phase.ROLLOUT) is None:
@@ -168,78 +161,28 @@ class RlMux:
         return sorted(groups, key=lambda group: group.id)
 
     def _regroup(self, groups: list[GroupLoad], view: PlacementView) -> tuple[Relocation, ...]:
-        """Moves to the cheapest partition of these groups' pipelines, or none if it does not pay."""
+        """Relocations to the cheapest partition of these groups' pipelines; () if it does not pay."""
         names, partition = partition_of(
             groups,
             view,
             usd_per_move=self.usd_per_hour_per_move,
             max_search_nodes=self.max_search_nodes,
-            lap_finder=self._lap_finder if self.laps else None,
+            step_finder=self._step_finder if self.varies_steps_per_cycle else None,
             slo_margin=self.slo_margin,
         )
         if partition is None:
             return ()
         sandbox = view.sandbox()
         usd_before = sandbox.usd_per_hour_when_relocated
-        relocations = relocations_to(targets_of(partition.columns, names), sandbox)
+        relocations = relocations_to(targets_of(partition.groups, names), sandbox)
         saved_usd = usd_before - sandbox.usd_per_hour_when_relocated
         if not relocations or saved_usd < self.usd_per_hour_per_move * len(relocations):
             return ()
         return relocations
 
 
-def partition_of(
-    groups: Sequence[GroupLoad],
-    view: PlacementView,
-    *,
-    usd_per_move: float,
-    max_search_nodes: int,
-    lap_finder: LapFinder | None,
-    slo_margin: float,
-) -> tuple[list[PipelineId], Partition | None]:
-    """These groups' pipelines, and their cheapest partition if it is cheaper than now, each move charged."""
-    members = [member for group in groups for member in group.members]
-    items, prices = [item_of(member.pipeline, slo_margin) for member in members], _prices(view)
-    if view.num_nodes(Phase.TRAIN) < math.inf:
-        items = [replace(item, colocated_s=math.inf) for item in items]  # nobody could join it
-    columns = columns_of(items, prices)
-    if lap_finder is not None:
-        columns += lap_finder.columns(items, prices, columns)
-    indices_by_group: dict[GroupId, list[int]] = {}
-    for index, member in enumerate(members):
-        indices_by_group.setdefault(member.placement.group, []).append(index)
-    costs = [column.cost_usd + usd_per_move * _moving_weight(column, items, indices_by_group) for column in columns]
-    partition = cheapest_partition(
-        columns,
-        len(members),
-        costs=costs,
-        max_nodes=max_search_nodes,
-        upper=sum(group.usd_per_hour for group in groups) - 1e-6,
-    )
-    return [member.pipeline.id for member in members], partition
-
-
-def _moving_weight(column: Column, items: Sequence[Item], indices_by_group: Mapping[GroupId, Sequence[int]]) -> float:
-    """How much moves to make this group: each member counts that is not in the group that will host it."""
-    steps_per_cycle = column.steps_per_cycle or (1,) * len(column.members)
-    reach_s = [count * items[i].budget_s for i, count in zip(column.members, steps_per_cycle, strict=True)]
-    weights = {i: move_weight(s, min(reach_s)) for i, s in zip(column.members, reach_s, strict=True)}
-    staying = max(sum(weights.get(i, 0.0) for i in indices) for indices in indices_by_group.values())
-    return sum(weights.values()) - staying
-
-
 def _is_free_of_charge(view: PlacementView) -> bool:
     return view.usd_per_node_hour(Phase.ROLLOUT) == 0 and view.usd_per_node_hour(Phase.TRAIN) == 0
-
-
-def _prices(view: PlacementView) -> NodePrices:
-    rollout, train = view.cluster.pool_for(Phase.ROLLOUT), view.cluster.pool_for(Phase.TRAIN)
-    return NodePrices(
-        rollout_usd=rollout.usd_per_node_hour if rollout else 0.0,
-        train_usd=train.usd_per_node_hour if train else 0.0,
-        rollout_host_bytes=rollout.host_memory_bytes if rollout else 0.0,
-        train_host_bytes=train.host_memory_bytes if train else 0.0,
-    )
 
 
 def _best_nodes(group: GroupLoad, pipeline: Pipeline) -> tuple[tuple[NodeId, ...], int]:
@@ -273,7 +216,7 @@ def _emptiest_nodes(group: GroupLoad, pipeline: Pipeline, num_free: float) -> tu
 
 
 def _misfit(group: GroupLoad, pipeline: Pipeline) -> float:
-    """Lower is better: how much of the training nodes stays unused, and how unlike the budgets are."""
+    """How much of the training nodes stays unused, and how unlike the budgets are; the lower the better."""
     budget_s = min(group.budget_s, budget_of(pipeline))
     if budget_s == math.inf:
         return float(group.num_members)
@@ -286,7 +229,7 @@ def _misfit(group: GroupLoad, pipeline: Pipeline) -> float:
 def _alone(pipeline: Pipeline, view: PlacementView) -> PlacementChoice | None:
     """A group of its own: on its training nodes alone where that is cheaper and keeps its SLO, if nodes never run out.
 
-    Nobody can join a colocated pipeline, so where training nodes are counted it would keep others waiting.
+    No pipeline can join a colocated one, so where training nodes are counted it would keep others waiting.
     """
     apart = founding(pipeline, view)
     if apart is not None and view.num_nodes(Phase.TRAIN) < math.inf:

@@ -12,8 +12,8 @@ from rlmux.core.model import AdmissionKind, Cluster, Phase, PipelineId, Pool
 from rlmux.core.placement import PlacementLedger
 from rlmux.core.placement_choice import PlacementChoice
 from rlmux.core.scheduler import Scheduler
-from rlmux.policies.planning.cycle_steps import LapFinder
-from rlmux.policies.planning.partition import NodePrices, columns_of, item_of
+from rlmux.policies.planning.cycle_steps import CycleStepFinder
+from rlmux.policies.planning.partition import NodePrices, candidate_groups, demand_of
 from rlmux.policies.rlmux import RlMux
 from rlmux.policies.rollmux import RollMux
 
@@ -94,11 +94,11 @@ def test_a_member_without_a_step_in_the_cycle_is_refused(pair):
 
 
 def test_laps_are_found_where_one_turn_each_does_not_fit(pair):
-    items = [item_of(one) for one in pair]
+    demands = [demand_of(one) for one in pair]
     prices = NodePrices(rollout_usd=1.0, train_usd=3.0)
-    alone = columns_of(items, prices)
-    assert [column.members for column in alone if len(column.members) == 2] == []
-    (found,) = LapFinder().columns(items, prices, alone)
+    alone = candidate_groups(demands, prices)
+    assert [candidate.members for candidate in alone if len(candidate.members) == 2] == []
+    (found,) = CycleStepFinder().candidate_groups(demands, prices, alone)
     assert (found.cost_usd, found.members, found.steps_per_cycle) == (5.0, (0, 1), (1, 3))
 
 

@@ -13,7 +13,9 @@ from rlmux.policies.rlmux import RlMux
 def run(builders, pipelines, *, overtakes, num_rollout, at_s=None):
     """Until the end; (time of each step's end by pipeline) with one training node for everybody."""
     driver = builders.Driver(
-        Scheduler(builders.cluster(rollout=num_rollout, train=1), RlMux(overtakes=overtakes, laps=False))
+        Scheduler(
+            builders.cluster(rollout=num_rollout, train=1), RlMux(overtakes=overtakes, varies_steps_per_cycle=False)
+        )
     )
     waiting = sorted(zip(at_s or [0.0] * len(pipelines), pipelines, strict=True), key=lambda one: one[0])
     for submit_s, one in waiting:

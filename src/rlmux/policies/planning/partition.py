@@ -1,13 +1,13 @@
 """Cheapest partition of a few pipelines into co-execution groups, under strict meta-iterations.
 
-    items ─▶ columns: every feasible group with its cheapest node count ─▶ set partition by branch and bound
+    demands ─▶ candidate groups: every feasible one at its cheapest node count ─▶ set partition by branch and bound
 
 A group is feasible when every member's solo step, the training node's load and every rollout node's load
 fit the smallest budget among the members (SLO times T_solo), and host memory or the cap holds; that is
 max(T_cycle, T_load) <= budget. A pipeline may also stand alone on its training nodes, colocated.
 
 The search is exact when it ends within its node limit; otherwise `bound_usd` says how far off it may be.
-The bound is a dual one: prices of pipelines such that no column costs less than its members' prices.
+The bound is a dual one: prices of pipelines such that no candidate group costs less than its members' prices.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ class NodePrices:
     """What a node costs and holds."""
 
     rollout_usd: float
+    """Dollars per hour of a rollout node."""
     train_usd: float
+    """Dollars per hour of a training node."""
     rollout_host_bytes: float = math.inf
     train_host_bytes: float = math.inf
     num_free_rollout: float = math.inf
@@ -33,8 +35,8 @@ class NodePrices:
 
 
 @dataclass(frozen=True, slots=True)
-class Item:
-    """A pipeline as numbers."""
+class PipelineDemand:
+    """What a pipeline asks of nodes, in numbers. Seconds are of one step."""
 
     rollout_s: float
     train_s: float
@@ -44,19 +46,19 @@ class Item:
     rollout_bytes: float
     train_bytes: float
     colocated_s: float
-    """Its step alone on its training nodes; infinite where unknown."""
+    """Seconds of its step alone on its training nodes, both phases there; infinite where unknown."""
     is_counted: bool
-    """It has no footprint: the cap on a group counts it."""
+    """True for a pipeline without a footprint: the cap on a group's members stands in for memory."""
 
     @property
     def solo_s(self) -> float:
         return self.rollout_s + self.train_s
 
 
-def item_of(pipeline: Pipeline, slo_margin: float = 0.0) -> Item:
-    """`slo_margin` is the share of its budget that is kept in hand, as far as it exceeds T_solo."""
+def demand_of(pipeline: Pipeline, slo_margin: float = 0.0) -> PipelineDemand:
+    """The pipeline in numbers; `slo_margin` is the part of its budget kept in hand, as far as it exceeds T_solo."""
     estimate, footprint = pipeline.estimate, pipeline.footprint
-    return Item(
+    return PipelineDemand(
         rollout_s=estimate.rollout_s if estimate else 0.0,
         train_s=estimate.train_s if estimate else 0.0,
         budget_s=max(solo_s(pipeline), budget_of(pipeline) * (1.0 - slo_margin)),
@@ -70,51 +72,55 @@ def item_of(pipeline: Pipeline, slo_margin: float = 0.0) -> Item:
 
 
 @dataclass(frozen=True, slots=True)
-class Column:
-    """A possible group."""
+class CandidateGroup:
+    """A possible co-execution group; its members are indices of demands."""
 
     mask: int
-    """Bit i: item i is a member."""
+    """Bits of the members: bit i is set if demand i is one."""
     members: tuple[int, ...]
     cost_usd: float
-    """Of an hour."""
+    """Dollars per hour of its nodes."""
     num_train_nodes: int
     num_rollout_nodes: int
     pins: tuple[tuple[int, ...], ...]
-    """By member: the numbers of its rollout nodes; empty tuples in a colocated one."""
+    """By member: the numbers of its rollout nodes within the group; empty tuples in a colocated group."""
     is_colocated: bool
     steps_per_cycle: tuple[int, ...] = ()
-    """By member: steps in each meta-iteration; () for one each."""
+    """By member: steps in each cycle; () for one each."""
 
 
-def columns_of(items: Sequence[Item], prices: NodePrices, max_members: int = 8) -> list[Column]:
-    """Every feasible group of the items, each once, at its cheapest."""
-    order = sorted(range(len(items)), key=lambda i: (items[i].budget_s, i))
-    builder = _ColumnBuilder(items, prices, max_members, order)
+def candidate_groups(
+    demands: Sequence[PipelineDemand], prices: NodePrices, max_members: int = 8
+) -> list[CandidateGroup]:
+    """Every feasible group of the demands with one step per cycle each, once, at its cheapest."""
+    order = sorted(range(len(demands)), key=lambda i: (demands[i].budget_s, i))
+    builder = _CandidateBuilder(demands, prices, max_members, order)
     for position in range(len(order)):
         builder.start(position)
-    return builder.columns
+    return builder.candidates
 
 
-class _ColumnBuilder:
+class _CandidateBuilder:
     """Grows groups from their tightest member upwards, so that the budget is known from the start."""
 
-    def __init__(self, items: Sequence[Item], prices: NodePrices, max_members: int, order: list[int]) -> None:
-        self.items = items
+    def __init__(
+        self, demands: Sequence[PipelineDemand], prices: NodePrices, max_members: int, order: list[int]
+    ) -> None:
+        self.demands = demands
         self.prices = prices
         self.max_members = max_members
         self.order = order
-        self.columns: list[Column] = []
+        self.candidates: list[CandidateGroup] = []
 
     def start(self, position: int) -> None:
         index = self.order[position]
-        item = self.items[index]
-        if item.colocated_s <= item.budget_s and (
-            item.rollout_bytes + item.train_bytes <= self.prices.train_host_bytes
+        demand = self.demands[index]
+        if demand.colocated_s <= demand.budget_s and (
+            demand.rollout_bytes + demand.train_bytes <= self.prices.train_host_bytes
         ):
-            cost = self.prices.train_usd * item.num_train_nodes
-            self.columns.append(Column(1 << index, (index,), cost, item.num_train_nodes, 0, ((),), True))
-        self._grow(position, (), 0.0, 0.0, 0, item.budget_s)
+            cost = self.prices.train_usd * demand.num_train_nodes
+            self.candidates.append(CandidateGroup(1 << index, (index,), cost, demand.num_train_nodes, 0, ((),), True))
+        self._grow(position, (), 0.0, 0.0, 0, demand.budget_s)
 
     def _grow(
         self,
@@ -126,61 +132,61 @@ class _ColumnBuilder:
         budget_s: float,
     ) -> None:
         index = self.order[position]
-        item = self.items[index]
-        train_s += item.train_s
-        train_bytes += item.train_bytes
-        num_counted += item.is_counted
+        demand = self.demands[index]
+        train_s += demand.train_s
+        train_bytes += demand.train_bytes
+        num_counted += demand.is_counted
         if (
-            item.solo_s > budget_s
+            demand.solo_s > budget_s
             or train_s > budget_s
             or train_bytes > self.prices.train_host_bytes
             or num_counted > MAX_PIPELINES_PER_GROUP
         ):
             return
         members = (*members, index)
-        pins = pack_rollouts([self.items[i] for i in members], budget_s, self.prices.rollout_host_bytes)
+        pins = pack_rollouts([self.demands[i] for i in members], budget_s, self.prices.rollout_host_bytes)
         if pins is None:
             return
         num_rollout = 1 + max(max(nodes) for nodes in pins)
-        num_train = max(self.items[i].num_train_nodes for i in members)
+        num_train = max(self.demands[i].num_train_nodes for i in members)
         cost = self.prices.train_usd * num_train + self.prices.rollout_usd * num_rollout
         mask = sum(1 << i for i in members)
         same = None
-        if len(members) == 1 and self.columns and self.columns[-1].mask == mask:
-            same = self.columns[-1]
+        if len(members) == 1 and self.candidates and self.candidates[-1].mask == mask:
+            same = self.candidates[-1]
         if same is None or cost < same.cost_usd:
             if same is not None:
-                self.columns.pop()
-            self.columns.append(Column(mask, members, cost, num_train, num_rollout, pins, False))
+                self.candidates.pop()
+            self.candidates.append(CandidateGroup(mask, members, cost, num_train, num_rollout, pins, False))
         if len(members) < self.max_members:
             room_s = budget_s - train_s
             for later in range(position + 1, len(self.order)):
-                other = self.items[self.order[later]]
+                other = self.demands[self.order[later]]
                 if other.train_s <= room_s and other.rollout_s + other.train_s <= budget_s:
                     self._grow(later, members, train_s, train_bytes, num_counted, budget_s)
 
 
 def pack_rollouts(
-    items: Sequence[Item], budget_s: float, node_bytes: float, *, at_least: int = 1
+    demands: Sequence[PipelineDemand], budget_s: float, node_bytes: float, *, at_least: int = 1
 ) -> tuple[tuple[int, ...], ...] | None:
     """Pin rollouts to the fewest nodes, each within the budget and its memory; None if one does not fit at all."""
-    order = sorted(range(len(items)), key=lambda i: -items[i].rollout_s)
-    if any(item.rollout_s > budget_s or item.rollout_bytes > node_bytes for item in items):
+    order = sorted(range(len(demands)), key=lambda i: -demands[i].rollout_s)
+    if any(demand.rollout_s > budget_s or demand.rollout_bytes > node_bytes for demand in demands):
         return None
-    total_s = sum(item.rollout_s * item.num_rollout_nodes for item in items)
-    fewest = max(at_least, *(item.num_rollout_nodes for item in items))
+    total_s = sum(demand.rollout_s * demand.num_rollout_nodes for demand in demands)
+    fewest = max(at_least, *(demand.num_rollout_nodes for demand in demands))
     if 0 < budget_s < math.inf:
         fewest = max(fewest, math.ceil(total_s / budget_s - 1e-9))
     num_nodes = fewest
     while True:
-        pins: list[tuple[int, ...]] = [()] * len(items)
-        if _pin(items, order, 0, [0.0] * num_nodes, [0.0] * num_nodes, budget_s, node_bytes, pins):
+        pins: list[tuple[int, ...]] = [()] * len(demands)
+        if _pin(demands, order, 0, [0.0] * num_nodes, [0.0] * num_nodes, budget_s, node_bytes, pins):
             return tuple(pins)
         num_nodes += 1
 
 
 def _pin(
-    items: Sequence[Item],
+    demands: Sequence[PipelineDemand],
     order: Sequence[int],
     depth: int,
     loads_s: list[float],
@@ -192,29 +198,29 @@ def _pin(
     """Depth-first: the longest rollouts first, equal nodes tried once."""
     if depth == len(order):
         return True
-    item = items[order[depth]]
+    demand = demands[order[depth]]
     open_nodes = [
         node
         for node in range(len(loads_s))
-        if loads_s[node] + item.rollout_s <= budget_s and held_bytes[node] + item.rollout_bytes <= node_bytes
+        if loads_s[node] + demand.rollout_s <= budget_s and held_bytes[node] + demand.rollout_bytes <= node_bytes
     ]
-    if len(open_nodes) < item.num_rollout_nodes:
+    if len(open_nodes) < demand.num_rollout_nodes:
         return False
     tried: list[tuple[float, ...]] = []
-    for nodes in _choices(open_nodes, item.num_rollout_nodes):
+    for nodes in _choices(open_nodes, demand.num_rollout_nodes):
         looks = tuple(loads_s[node] for node in nodes) + tuple(held_bytes[node] for node in nodes)
         if looks in tried:
             continue
         tried.append(looks)
         for node in nodes:
-            loads_s[node] += item.rollout_s
-            held_bytes[node] += item.rollout_bytes
+            loads_s[node] += demand.rollout_s
+            held_bytes[node] += demand.rollout_bytes
         pins[order[depth]] = nodes
-        if _pin(items, order, depth + 1, loads_s, held_bytes, budget_s, node_bytes, pins):
+        if _pin(demands, order, depth + 1, loads_s, held_bytes, budget_s, node_bytes, pins):
             return True
         for node in nodes:
-            loads_s[node] -= item.rollout_s
-            held_bytes[node] -= item.rollout_bytes
+            loads_s[node] -= demand.rollout_s
+            held_bytes[node] -= demand.rollout_bytes
     return False
 
 
@@ -228,13 +234,15 @@ def _choices(nodes: Sequence[int], count: int) -> list[tuple[int, ...]]:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Partition:
-    """The columns chosen, and what is proven about them."""
+    """The groups chosen, and what is proven about them."""
 
-    columns: tuple[Column, ...]
+    groups: tuple[CandidateGroup, ...]
     cost_usd: float
+    """Dollars per hour, with what moving there costs if costs were given."""
     bound_usd: float
-    """No partition costs less."""
+    """Dollars per hour below which no partition costs."""
     is_proven: bool
+    """Whether the search ended within its limit: no partition is cheaper."""
 
     @property
     def gap(self) -> float:
@@ -243,27 +251,31 @@ class Partition:
 
 
 def cheapest_partition(
-    columns: Sequence[Column],
-    num_items: int,
+    candidates: Sequence[CandidateGroup],
+    num_demands: int,
     *,
     costs: Sequence[float] | None = None,
     max_nodes: int = 20_000,
     upper: float = math.inf,
     num_rounds: int = 12,
 ) -> Partition | None:
-    """Choose columns that hold every item exactly once, at least cost; None if nothing is below `upper`.
+    """Choose groups that hold every demand exactly once, at least cost; None if nothing is below `upper`.
 
-    `costs` stand in for the columns' own dollars, for instance with what moving there costs.
+    `costs` stand in for the groups' own dollars, for instance with what moving there costs.
     """
-    search = _Search(columns, num_items, costs or [column.cost_usd for column in columns], num_rounds)
+    search = _Search(candidates, num_demands, costs or [candidate.cost_usd for candidate in candidates], num_rounds)
     return search.run(max_nodes, upper)
 
 
 class _Search:
-    def __init__(self, columns: Sequence[Column], num_items: int, costs: Sequence[float], num_rounds: int) -> None:
-        self.columns = columns
+    """Branch and bound over the candidate groups, cheapest by reduced cost first."""
+
+    def __init__(
+        self, candidates: Sequence[CandidateGroup], num_demands: int, costs: Sequence[float], num_rounds: int
+    ) -> None:
+        self.candidates = candidates
         self.costs = costs
-        self.num_items = num_items
+        self.num_demands = num_demands
         self.prices = self._dual_prices(num_rounds)
         self.bound = sum(self.prices)
         self.best: tuple[int, ...] = ()
@@ -274,27 +286,27 @@ class _Search:
         self.best_cost = upper
         self.max_nodes = max_nodes
         reduced = [
-            cost - sum(self.prices[i] for i in column.members)
-            for column, cost in zip(self.columns, self.costs, strict=True)
+            cost - sum(self.prices[i] for i in candidate.members)
+            for candidate, cost in zip(self.candidates, self.costs, strict=True)
         ]
         self.reduced = reduced
-        self.by_item: list[list[int]] = [[] for _ in range(self.num_items)]
-        for k in sorted(range(len(self.columns)), key=lambda k: reduced[k]):
-            for i in self.columns[k].members:
-                self.by_item[i].append(k)
-        self._descend((1 << self.num_items) - 1, self.bound, ())
-        if not self.best and self.num_items:
+        self.by_demand: list[list[int]] = [[] for _ in range(self.num_demands)]
+        for k in sorted(range(len(self.candidates)), key=lambda k: reduced[k]):
+            for i in self.candidates[k].members:
+                self.by_demand[i].append(k)
+        self._descend((1 << self.num_demands) - 1, self.bound, ())
+        if not self.best and self.num_demands:
             return None
         is_proven = self.num_nodes < max_nodes
         return Partition(
-            columns=tuple(self.columns[k] for k in self.best),
+            groups=tuple(self.candidates[k] for k in self.best),
             cost_usd=self.best_cost,
             bound_usd=self.best_cost if is_proven else min(self.bound, self.best_cost),
             is_proven=is_proven,
         )
 
     def _descend(self, open_mask: int, bound: float, chosen: tuple[int, ...]) -> None:
-        """`bound` is the root's plus the reduced costs of the columns chosen."""
+        """Branch on the open demand with the fewest groups; `bound` is the root's plus the reduced costs chosen."""
         if bound >= self.best_cost - 1e-9:
             return
         if open_mask == 0:
@@ -306,13 +318,13 @@ class _Search:
         fewest: list[int] = []
         fewest_len = 1 << 30
         slack = self.best_cost - bound
-        for i in range(self.num_items):
+        for i in range(self.num_demands):
             if open_mask >> i & 1:
                 fits = []
-                for k in self.by_item[i]:
+                for k in self.by_demand[i]:
                     if self.reduced[k] >= slack:
                         break
-                    if self.columns[k].mask & ~open_mask == 0:
+                    if self.candidates[k].mask & ~open_mask == 0:
                         fits.append(k)
                         if len(fits) >= fewest_len:
                             break
@@ -321,30 +333,31 @@ class _Search:
                     if fewest_len <= 1:
                         break
         for k in fewest:
-            self._descend(open_mask & ~self.columns[k].mask, bound + self.reduced[k], (*chosen, k))
+            self._descend(open_mask & ~self.candidates[k].mask, bound + self.reduced[k], (*chosen, k))
 
     def _dual_prices(self, num_rounds: int) -> list[float]:
         """Feasible prices by coordinate ascent from an even split, the order reversed each round."""
-        prices = [math.inf] * self.num_items
-        weights = [math.inf] * self.num_items
-        for column, cost in zip(self.columns, self.costs, strict=True):
-            if len(column.members) == 1:
-                weights[column.members[0]] = min(weights[column.members[0]], cost)
-        for column, cost in zip(self.columns, self.costs, strict=True):
-            total = sum(weights[i] for i in column.members)
-            for i in column.members:
-                share = cost * weights[i] / total if 0 < total < math.inf else cost / len(column.members)
+        prices = [math.inf] * self.num_demands
+        weights = [math.inf] * self.num_demands
+        for candidate, cost in zip(self.candidates, self.costs, strict=True):
+            if len(candidate.members) == 1:
+                weights[candidate.members[0]] = min(weights[candidate.members[0]], cost)
+        for candidate, cost in zip(self.candidates, self.costs, strict=True):
+            total = sum(weights[i] for i in candidate.members)
+            for i in candidate.members:
+                share = cost * weights[i] / total if 0 < total < math.inf else cost / len(candidate.members)
                 prices[i] = min(prices[i], share)
         slacks = [
-            cost - sum(prices[i] for i in column.members) for column, cost in zip(self.columns, self.costs, strict=True)
+            cost - sum(prices[i] for i in candidate.members)
+            for candidate, cost in zip(self.candidates, self.costs, strict=True)
         ]
-        holding: list[list[int]] = [[] for _ in range(self.num_items)]
-        for k, column in enumerate(self.columns):
-            for i in column.members:
+        holding: list[list[int]] = [[] for _ in range(self.num_demands)]
+        for k, candidate in enumerate(self.candidates):
+            for i in candidate.members:
                 holding[i].append(k)
         for round_index in range(num_rounds):
             share = 0.5 if round_index < num_rounds - 1 else 1.0
-            order = range(self.num_items) if round_index % 2 else range(self.num_items - 1, -1, -1)
+            order = range(self.num_demands) if round_index % 2 else range(self.num_demands - 1, -1, -1)
             for i in order:
                 rise = share * min((slacks[k] for k in holding[i]), default=0.0)
                 if rise > 0:

@@ -1,7 +1,6 @@
-"""From a better partition to moves: one pipeline at a time, every state in between within all SLOs.
+"""A better partition of some groups' pipelines, and the way there: one move at a time, all SLOs kept in between.
 
-    targets: groups as they should be ─▶ hosts: existing groups that become them ─▶ relocations in a valid
-    order
+    targets: groups as they should be ─▶ hosts: existing groups that become them ─▶ relocations in a valid order
 
 A target's host is the existing group that shares most members with it and has as many training nodes; a
 target without one is founded by its first mover. A move is valid when its new group keeps every SLO and has
@@ -11,17 +10,28 @@ a group of its own.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from rlmux.core.errors import IllegalTransitionError
+from rlmux.core.model import AdmissionKind, GroupId, NodeId, Phase, PipelineId
 from rlmux.core.group_load import GroupLoad, budget_of
-from rlmux.core.model import AdmissionKind, GroupId, NodeId, PipelineId
-from rlmux.core.placement import PlacementLedger
+from rlmux.core.placement import PlacementLedger, PlacementView
 from rlmux.core.placement_choice import PlacementChoice, Relocation
-from rlmux.policies.planning.partition import Column
+from rlmux.policies.planning.cycle_steps import CycleStepFinder
+from rlmux.policies.planning.partition import (
+    CandidateGroup,
+    NodePrices,
+    Partition,
+    PipelineDemand,
+    candidate_groups,
+    cheapest_partition,
+    demand_of,
+)
 
 TIGHT_WEIGHT = 3.0
+"""Moves that the move of a member without slack counts as."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -38,20 +48,21 @@ class Target:
     """Rollout nodes that exist already, by their number within this target."""
 
 
-def targets_of(columns: Sequence[Column], names: Sequence[PipelineId]) -> list[Target]:
+def targets_of(groups: Sequence[CandidateGroup], names: Sequence[PipelineId]) -> list[Target]:
+    """The groups of a partition as targets; `names` are the pipelines of its demands."""
     return [
         Target(
-            pins={names[i]: pins for i, pins in zip(column.members, column.pins, strict=True)},
+            pins={names[i]: pins for i, pins in zip(candidate.members, candidate.pins, strict=True)},
             steps_per_cycle={
                 names[i]: steps_per_cycle
                 for i, steps_per_cycle in zip(
-                    column.members, column.steps_per_cycle or (1,) * len(column.members), strict=True
+                    candidate.members, candidate.steps_per_cycle or (1,) * len(candidate.members), strict=True
                 )
             },
-            num_train_nodes=column.num_train_nodes,
-            is_colocated=column.is_colocated,
+            num_train_nodes=candidate.num_train_nodes,
+            is_colocated=candidate.is_colocated,
         )
-        for column in columns
+        for candidate in groups
     ]
 
 
@@ -61,6 +72,8 @@ def relocations_to(targets: Sequence[Target], ledger: PlacementLedger, max_detou
 
 
 class _Regrouping:
+    """One attempt: it moves pipelines in a sandbox, one at a time, and keeps the relocations that were valid."""
+
     def __init__(self, targets: Sequence[Target], ledger: PlacementLedger) -> None:
         self.ledger = ledger
         self.relocations: list[Relocation] = []
@@ -79,10 +92,13 @@ class _Regrouping:
                     return ()
                 max_detours -= 1
             pending = left
-        return tuple(self.relocations) if self._have_several_steps() else ()
+        return tuple(self.relocations) if self._have_steps_of_targets() else ()
 
-    def _have_several_steps(self) -> bool:
-        """Whether every member has ended up with its steps_per_cycle: nobody moved where a change of steps per cycle was all."""
+    def _have_steps_of_targets(self) -> bool:
+        """Whether every member has ended up with its target's steps per cycle.
+
+        It has not where a change of steps per cycle was all: no member moved then.
+        """
         return all(
             self.ledger.member(name).steps_per_cycle == target.steps_per_cycle[name]
             for name, target in self.target_of.items()
@@ -150,7 +166,7 @@ class _Regrouping:
         return True
 
     def _step_aside(self, pending: Sequence[PipelineId]) -> bool:
-        """Someone who is in another's way leaves for a group of its own; the second move comes later."""
+        """A pipeline that is in another's way leaves for a group of its own; its second move comes later."""
         for name in pending:
             group = self.ledger.group(self.ledger.placement(name).group)
             pipeline = self.ledger.pipeline(name)
@@ -168,15 +184,15 @@ class _Regrouping:
 
 
 def move_weight(reach_s: float, tightest_s: float) -> float:
-    """What moving a member counts; `reach_s` is the longest period that it accepts.
+    """What moving a member counts; `reach_s` is the longest period that it accepts, `tightest_s` the least in its group.
 
-    A move costs a wait for its turn in the new group. Who has no slack there cannot make up for it: it counts more.
+    A move costs a wait for its slot in the new group. A member without slack there cannot make up for it: it counts more.
     """
     return TIGHT_WEIGHT if reach_s < 1.05 * tightest_s else 1.0
 
 
 def _steps_per_cycle_of(target: Target, group: GroupLoad, newcomer: PipelineId) -> tuple[tuple[PipelineId, int], ...]:
-    """The target's steps per cycle, in its order, for those who will be there; () where all have and had one."""
+    """The target's steps per cycle, in its order, for the members that will be there; () where all have and had one."""
     present = {member.pipeline.id: member.steps_per_cycle for member in group.members} | {newcomer: 1}
     steps_per_cycle = tuple((name, count) for name, count in target.steps_per_cycle.items() if name in present)
     has_several = any(count > 1 for _, count in steps_per_cycle) or any(count > 1 for count in present.values())
@@ -233,3 +249,64 @@ def _keep_nodes(target: Target, ledger: PlacementLedger) -> None:
     for number, node in list(target.nodes.items()):
         if node not in held:
             del target.nodes[number]
+
+
+# --- the partition -------------------------------------------------------------------------------------------
+
+
+def partition_of(
+    groups: Sequence[GroupLoad],
+    view: PlacementView,
+    *,
+    usd_per_move: float,
+    max_search_nodes: int,
+    step_finder: CycleStepFinder | None,
+    slo_margin: float,
+) -> tuple[list[PipelineId], Partition | None]:
+    """These groups' pipelines, and their cheapest partition if it is cheaper than now, each move charged.
+
+    `step_finder` adds groups in which members have different steps per cycle; None: one step each.
+    """
+    members = [member for group in groups for member in group.members]
+    demands, prices = [demand_of(member.pipeline, slo_margin) for member in members], _prices(view)
+    if view.num_nodes(Phase.TRAIN) < math.inf:
+        demands = [replace(demand, colocated_s=math.inf) for demand in demands]  # no other pipeline could join it
+    candidates = candidate_groups(demands, prices)
+    if step_finder is not None:
+        candidates += step_finder.candidate_groups(demands, prices, candidates)
+    indices_by_group: dict[GroupId, list[int]] = {}
+    for index, member in enumerate(members):
+        indices_by_group.setdefault(member.placement.group, []).append(index)
+    costs = [
+        candidate.cost_usd + usd_per_move * _moving_weight(candidate, demands, indices_by_group)
+        for candidate in candidates
+    ]
+    partition = cheapest_partition(
+        candidates,
+        len(members),
+        costs=costs,
+        max_nodes=max_search_nodes,
+        upper=sum(group.usd_per_hour for group in groups) - 1e-6,
+    )
+    return [member.pipeline.id for member in members], partition
+
+
+def _moving_weight(
+    candidate: CandidateGroup, demands: Sequence[PipelineDemand], indices_by_group: Mapping[GroupId, Sequence[int]]
+) -> float:
+    """What the moves that make this group count: of every member that is not in the group that will host it."""
+    steps_per_cycle = candidate.steps_per_cycle or (1,) * len(candidate.members)
+    reach_s = [count * demands[i].budget_s for i, count in zip(candidate.members, steps_per_cycle, strict=True)]
+    weights = {i: move_weight(s, min(reach_s)) for i, s in zip(candidate.members, reach_s, strict=True)}
+    staying = max(sum(weights.get(i, 0.0) for i in indices) for indices in indices_by_group.values())
+    return sum(weights.values()) - staying
+
+
+def _prices(view: PlacementView) -> NodePrices:
+    rollout, train = view.cluster.pool_for(Phase.ROLLOUT), view.cluster.pool_for(Phase.TRAIN)
+    return NodePrices(
+        rollout_usd=rollout.usd_per_node_hour if rollout else 0.0,
+        train_usd=train.usd_per_node_hour if train else 0.0,
+        rollout_host_bytes=rollout.host_memory_bytes if rollout else 0.0,
+        train_host_bytes=train.host_memory_bytes if train else 0.0,
+    )
