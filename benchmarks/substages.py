@@ -32,7 +32,6 @@ from rlmux.core.events import StageFinished
 from rlmux.core.model import PHASE_BY_STAGE, Cluster, Phase, PipelineId, Stage
 from rlmux.core.policy import Policy
 from rlmux.policies import make_policy
-from rlmux.policies.baselines import Split
 from rlmux.report.log import LogReader
 from rlmux.runtime.backend import Submission
 from rlmux.runtime.launch import header, submissions
@@ -115,7 +114,8 @@ def policy_named(name: str, cluster: Cluster) -> Policy:
     """`split` divides the devices there are: each pipeline has one."""
     if name != "split":
         return make_policy(name)
-    return Split(num_shares=sum((pool.num_nodes or 0) * pool.devices_per_node for pool in cluster.pools.values()))
+    num_devices = sum((pool.num_nodes or 0) * pool.devices_per_node for pool in cluster.pools.values())
+    return make_policy("split", num_parts=num_devices)
 
 
 def measure(spec: Spec, given: Sequence[Submission], policy: str, chunk_s: float) -> Measured:

@@ -114,7 +114,7 @@ def test_colocated_on_a_small_machine_runs_one_pipeline_after_another_on_all_of_
 
 
 def test_split_deals_the_nodes_in_equal_shares():
-    world = World(Split(num_shares=2), cluster(rollout=1, train=1)).submit(*(pipeline(name) for name in "abc"))
+    world = World(Split(num_parts=2), cluster(rollout=1, train=1)).submit(*(pipeline(name) for name in "abc"))
     assert [str(world.ledger.placement(PipelineId(name)).nodes[0]) for name in "ab"] == ["t-0", "r-0"]
     assert not world.refusals["c"].is_final
 

@@ -1,10 +1,13 @@
 """The baselines: policies of one rule each, that others are compared with.
 
-solo          every pipeline alone on its own rollout and training nodes
-fifo          one lock for each shared set of nodes, first come first served
-split         the cluster divided statically among the pipelines
-colocated     each pipeline on training nodes for both phases
-gap-ratio, gavel, most-idle, random    group by another rule than RollMux's
+solo        every pipeline alone on its own rollout and training nodes
+fifo        one lock for each shared set of nodes, first come first served
+split       the cluster divided statically among the pipelines
+colocated   each pipeline on training nodes for both phases
+gap-ratio   rollout devices by each pipeline's remaining work
+gavel       whole steps in turn, as many pipelines as every SLO allows
+most-idle   the group with the highest idle share
+random      a random group that has room
 """
 
 from __future__ import annotations
@@ -50,8 +53,8 @@ class Solo:
 class Fifo:
     """`fifo`: one lock per shared set of nodes, first come first served (what llm-d's time slicing does).
 
-    On a finite cluster everybody shares all of it, memory or cap permitting. On an unbounded one a set is what
-    the first comer asks for, and the next ones join the youngest set until it is full. SLOs play no part.
+    On a finite cluster all pipelines share all of it, memory or cap permitting. On an unbounded one a set is what the
+    first pipeline asks for, and the next ones join the youngest set until it is full. SLOs play no part.
     """
 
     name: str = "fifo"
@@ -70,24 +73,24 @@ class Fifo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Split:
-    """`split`: the cluster divided statically among the pipelines, each on its own share for both phases.
+    """`split`: the cluster divided statically among the pipelines, each on its own part for both phases.
 
-    A finite cluster's nodes are dealt in `num_shares` equal shares, training nodes first; a pipeline rolls out
-    on all nodes of its share and trains on the first. Without a number a share is what the pipeline asks for.
-    On an unbounded cluster a share is a pipeline's own request, which is `solo`.
+    A finite cluster's nodes are divided into `num_parts` equal parts, training nodes first; a pipeline rolls out on all
+    nodes of its part and trains on the first. Without a number a part is what the pipeline asks for. On an unbounded
+    cluster a part is a pipeline's own request, which is `solo`.
     """
 
     name: str = "split"
     reacts_to_progress: bool = False
     sharing: ClassVar[None] = None
-    num_shares: int | None = None
-    """Pipelines that are expected to run side by side."""
+    num_parts: int | None = None
+    """Pipelines that are expected to run side by side; None divides nothing."""
 
     def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
         num_nodes = view.num_nodes(Phase.ROLLOUT) + view.num_nodes(Phase.TRAIN)
-        if self.num_shares is None or num_nodes == math.inf:
+        if self.num_parts is None or num_nodes == math.inf:
             return impossible(pipeline, view) or founding(pipeline, view) or queue(pipeline, view)
-        size = max(1, int(num_nodes) // self.num_shares)
+        size = max(1, int(num_nodes) // self.num_parts)
         refusal = impossible(pipeline, view, needs={Phase.TRAIN: min(1, size)}, is_colocated=True)
         if refusal is not None:
             return refusal
@@ -152,17 +155,17 @@ class Colocated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GapRatio:
-    """`gap-ratio`: elastic rollouts, each pipeline's share by its remaining work (what RLix does).
+    """`gap-ratio`: elastic rollouts, each pipeline's devices by its remaining work (what RLix does).
 
-    Everybody's rollouts may use all rollout nodes of the shared set; who holds which device at a moment is decided in
+    Every rollout may use all rollout nodes of the shared set; which shard has which device at a moment is decided in
     `dispatch`. Sets are those of `fifo`. SLOs play no part.
 
-        remaining  unfinished shares of a pipeline's open rollout
+        remaining  unfinished shards of a pipeline's open rollout
         target     devices x remaining / remaining of all
-        next       the ready share whose pipeline is furthest below its target, as a part of it; the oldest of equals
+        next       the ready shard whose pipeline is furthest below its target, as a part of it; the oldest of equals
 
-    A free device is always given to somebody: targets are not rounded. Nothing that runs is stopped for a target:
-    a share keeps its device until it ends.
+    A free device is always given to a shard: targets are not rounded. Nothing that runs is stopped for a target:
+    a shard keeps its device until it ends.
     """
 
     name: str = "gap-ratio"
@@ -177,36 +180,36 @@ class GapRatio:
 
     def dispatch(self, view: GroupView) -> Iterator[RunWork]:
         free = [work for work in sorted(view.ready, key=age) if view.is_free(work.devices)]
-        shares = [work for work in free if work.phase is Phase.ROLLOUT and not work.is_continuation]
+        shards = [work for work in free if work.phase is Phase.ROLLOUT and not work.is_continuation]
         others = [work for work in free if work.phase is not Phase.ROLLOUT or work.is_continuation]
-        yield from start_where_free(view, [*others, *_by_gap(view, shares)])
+        yield from start_where_free(view, [*others, *_by_gap(view, shards)])
 
 
-def _by_gap(view: GroupView, shares: list[ReadyWork]) -> list[ReadyWork]:
-    """One share for each free device, in the order of choosing."""
+def _by_gap(view: GroupView, shards: list[ReadyWork]) -> list[ReadyWork]:
+    """One shard for each free device, in the order of choosing."""
     remaining = {member.id: len(member.unfinished_rollout_devices) for member in view.members}
     num_devices = len({device for member in view.members for device in member.rollout_devices})
-    per_share = num_devices / max(1, sum(remaining.values()))
+    per_shard = num_devices / max(1, sum(remaining.values()))
     held = dict.fromkeys(remaining, 0)
     for order in view.running:
         held[order.pipeline] += order.phase is Phase.ROLLOUT
     chosen: list[ReadyWork] = []
-    while shares:
-        best = min(shares, key=lambda work: held[work.pipeline] / (per_share * remaining[work.pipeline]))
+    while shards:
+        best = min(shards, key=lambda work: held[work.pipeline] / (per_shard * remaining[work.pipeline]))
         chosen.append(best)
         held[best.pipeline] += 1
-        shares = [work for work in shares if work.devices != best.devices]
+        shards = [work for work in shards if work.devices != best.devices]
     return chosen
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Gavel:
-    """`gavel`: job-level fractional shares of heterogeneous nodes, without phase interleaving.
+    """`gavel`: job-level fractions of heterogeneous nodes, without phase interleaving.
 
-    Pipelines that share nodes alternate by whole steps: nobody rolls out while another trains. A round of a
-    shared set is then the sum of its members' solo steps, and a pipeline joins where that sum keeps every SLO.
-    Otherwise it founds the cheapest set that keeps its own: its training nodes alone for both phases (if it is
-    known how fast that is), or rollout and training nodes. Queue order is by arrival.
+    Pipelines that share nodes alternate by whole steps: none rolls out while another trains. A cycle of a shared set is
+    then the sum of its members' solo steps, and a pipeline joins where that sum keeps every SLO. Otherwise it founds
+    the cheapest set that keeps its own: its training nodes alone for both phases (if it is known how fast that is), or
+    rollout and training nodes. Queue order is by arrival.
     """
 
     name: str = "gavel"
@@ -215,7 +218,7 @@ class Gavel:
 
     def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
         for group in view.groups():
-            if self._round_s(group, pipeline) <= min(group.budget_s, budget_of(pipeline)):
+            if self._cycle_s(group, pipeline) <= min(group.budget_s, budget_of(pipeline)):
                 choice = next(any_room(group, pipeline), None)
                 if choice is not None:
                     return choice
@@ -226,7 +229,7 @@ class Gavel:
             or queue(pipeline, view)
         )
 
-    def _round_s(self, group: GroupLoad, pipeline: Pipeline) -> float:
+    def _cycle_s(self, group: GroupLoad, pipeline: Pipeline) -> float:
         """Seconds in which every member makes one step, one after another."""
         return sum(solo_s(member.pipeline) for member in group.members) + solo_s(pipeline)
 
@@ -286,7 +289,7 @@ class MostIdle:
 
 
 def idle_share(group: GroupLoad) -> float:
-    """Of all node-seconds in one meta-iteration; 1 where no duration is known."""
+    """The part of all node-seconds of one meta-iteration that is idle; 1.0 where no duration is known."""
     if group.period_s == 0:
         return 1.0
     num_nodes = len(group.rollout_nodes) + len(group.train_nodes)

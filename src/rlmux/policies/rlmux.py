@@ -5,13 +5,13 @@
                 and relocated if the dollars saved outweigh the moves
 
 It promises what `rollmux` promises by the same rule: step slowdown max(T_cycle, T_load) / T_solo within every SLO
-under the strict meta-iteration that its groups run. A pipeline that fits no group may stand alone on its training nodes,
-both phases there, where its measured colocated step keeps its SLO. On a cluster without prices nodes are sunk cost:
-pipelines spread over free nodes before they share.
+under the strict meta-iteration that its groups run. A pipeline that fits no group may stand alone on its training
+nodes, both phases there, where its measured colocated step keeps its SLO. On a cluster without prices nodes are sunk
+cost: pipelines spread over free nodes before they share.
 
-Inside a group whose nodes are kept apart by phase, the order of the cycle decides. Where nodes serve both phases of every
-member (one pool; a table that says it helps; nodes that cost nothing and pipelines without an estimate), its dispatch is
-`jigsaw`'s: sub-stages of all members, look-ahead, sharing, migrated tails.
+Inside a group whose nodes are kept apart by phase, the order of the cycle decides. Where nodes serve both phases of
+every member (one pool; a table that says it helps; nodes that cost nothing and pipelines without an estimate), its
+dispatch is `jigsaw`'s: sub-stages of all members, look-ahead, sharing, migrated tails.
 
 Waste of a group: its dollars less what its members would cost on nodes never idle, each as slow as its SLO
 allows.
@@ -124,7 +124,8 @@ class RlMux:
         return start_in_cycle_order_or_overtake(view) if self.overtakes else start_in_cycle_order(view)
 
     def _shares_devices(self, pipeline: Pipeline, view: PlacementView) -> bool:
-        """Whether nodes are to serve both phases of every pipeline: there is one pool, or sharing is expected to be better.
+        """Whether nodes are to serve both phases of every pipeline: there is one pool, or sharing is expected to be
+        better.
 
         It is where nothing is paid for it (nodes cost nothing, or the pipeline would hold them all anyway) and a table
         says that sub-stages help each other. A pipeline without an estimate cannot be promised a place in a cycle: it

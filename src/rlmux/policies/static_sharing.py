@@ -1,11 +1,11 @@
-"""Fixed ways of running pipelines on shared devices: what `jigsaw` is compared with, nothing foreseen.
+"""Fixed ways of running pipelines on shared devices, without foresight: what `jigsaw` is compared with.
 
     serial          whole devices, one phase at a time, first come first served
     mux-rollouts    two rollouts share a device, training has it alone           (MuxServe for rollouts only)
     mux-training    a rollout and a training share a device, rollouts do not
     mux-all         every pair that was measured to help, at once
 
-All begin what is ready as soon as their rule allows it, continuations and older work first; no tail is moved.
+All start ready work as soon as their rule allows it, continuations and older work first; no shard migrates.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class StaticSharing:
     sharing: SharingTable = NO_SHARING
     """Pairs that were measured to help on these devices."""
     rollouts_share: bool = False
-    """With each other."""
+    """Whether two rollouts may share a device."""
     training_shares: bool = False
-    """With a rollout."""
+    """Whether a training may share a device with a rollout."""
     max_members: int = MAX_MEMBERS
 
     def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:

@@ -1,4 +1,5 @@
-"""Several steps per cycle in a meta-iteration: from the policy's choice to the order in which the scheduler grants devices."""
+"""Several steps per cycle in a meta-iteration: from the policy's choice to the order in which the scheduler grants
+devices."""
 
 from __future__ import annotations
 

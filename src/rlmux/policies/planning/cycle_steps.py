@@ -1,13 +1,14 @@
 """Groups in which a short pipeline makes several steps in each cycle, so that it fits one set of nodes with a long one.
 
-With one step per cycle each, a group's period is at least its longest member's step, so a pipeline whose SLO allows less
-cannot join: a 250 s pipeline that accepts 1.5 times never shares with one of 1450 s. With several steps per cycle it can:
+With one step per cycle each, a group's period is at least its longest member's step, so a pipeline whose SLO allows
+less cannot join: a 250 s pipeline that accepts 1.5 times never shares with one of 1450 s. With several steps per
+cycle it can:
 
-    steps per cycle: long 1, short 4     train node   | long ........ | s | s | s | s |     period within 4 budgets of `short`
+    steps per cycle: long 1, short 4   train node | long ........ | s | s | s | s |   period within 4 budgets of `short`
 
-Each member in turn is the one with one step per cycle; every other gets the fewest steps that keep its SLO. Such a group
-counts if an exact test of the meta-iteration says that it fits. There is no formula for these groups, so they are kept
-small; what was found is cached, as most of it is asked again at the next change.
+Each member in turn is the one with one step per cycle; every other gets the fewest steps that keep its SLO. Such a
+group counts if an exact test of the meta-iteration says that it fits. There is no formula for these groups, so they
+are kept small; what was found is cached, as most of it is asked again at the next change.
 """
 
 from __future__ import annotations

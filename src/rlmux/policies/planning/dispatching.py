@@ -1,8 +1,8 @@
 """Dispatch rules that several policies share. Whole devices only; nothing is ever paused.
 
-    start_oldest_first                  every ready work whose devices are free, oldest first         work-conserving
-    start_in_cycle_order                the same, but only in its slot of the meta-iteration          RollMux section 5.1
-    start_in_cycle_order_or_overtake    the same, but out of order into gaps and for SLOs             `rlmux`
+    start_oldest_first                 every ready work whose devices are free, oldest first        work-conserving
+    start_in_cycle_order               the same, but only in its slot of the meta-iteration         RollMux section 5.1
+    start_in_cycle_order_or_overtake   the same, but out of order into gaps and for SLOs            `rlmux`
 
 A training phase is several stages in a row; between two of them its devices are free for a moment. All rules here
 prefer continuations, so that no other pipeline slips in between and pays two switches for it.
@@ -91,7 +91,8 @@ def _free_after(slots: Sequence[CycleSlot]) -> float:
 
 
 def _are_in_time(slots: Sequence[CycleSlot], free_s: float = 0.0) -> bool:
-    """Whether the steps of all of these keep their SLOs if the device, free in `free_s`, serves them one after another."""
+    """Whether the steps of all of these keep their SLOs if the device, free in `free_s`, serves them one after
+    another."""
     for slot in slots:
         start_s = max(free_s, slot.gap_s) + slot.switch_s + slot.forced_s
         if start_s - slot.gap_s > slot.laxity_s:

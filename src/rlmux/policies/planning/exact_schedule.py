@@ -2,11 +2,11 @@
 
     Problem ── intervals, overlaps, precedence ──▶ CP-SAT ──▶ least makespan
 
-The model is that of `policies/planning/lookahead.py`: work_items are never interrupted; two may overlap on a device if the table says
-so, and each then loses (1 - rate) of the time of the overlap; a migration takes a tail away and lengthens another. Where a
-item on several devices is slowed on more than one of them at once, the model takes the worst device's total, which no
-schedule can beat: so the answer is a lower bound, and the optimum wherever work_items on several devices share with at
-most one at a time.
+The model is that of `policies/planning/playout.py`: work items are never interrupted; two may overlap on a device
+if the table says so, and each then loses (1 - rate) of the time of the overlap; a migration takes a tail away and
+lengthens another. Where an item on several devices is slowed on more than one of them at once, the model takes the
+worst device's total, which no schedule can beat: so the answer is a lower bound, and the optimum wherever work items
+on several devices share with at most one at a time.
 
 Needs the `solver` extra.
 """
@@ -32,14 +32,17 @@ class Exact:
     """What the solver found."""
 
     makespan_s: float
-    """Of the best schedule."""
+    """Makespan of the best schedule that was found."""
     bound_s: float
-    """No schedule ends sooner."""
+    """Seconds that no schedule ends before."""
     is_proved: bool
 
 
 def least_makespan(problem: Problem, *, limit_s: float = 10.0, upper_s: float | None = None) -> Exact:
-    """The least makespan of a small problem in which nothing runs yet; `upper_s` is one that can be had."""
+    """The least makespan of a small problem in which nothing runs yet; `upper_s` is one that can be had.
+
+    Raises UserError where OR-tools is missing, or where `limit_s` seconds are not enough to find any schedule.
+    """
     try:
         from ortools.sat.python import cp_model
     except ImportError:
@@ -60,7 +63,7 @@ def least_makespan(problem: Problem, *, limit_s: float = 10.0, upper_s: float | 
 
 
 class _Model:
-    """A problem as intervals. A share is two of them back to back: before its tail, and its tail."""
+    """A problem as intervals. A shard is two of them back to back: before its tail, and its tail."""
 
     def __init__(self, problem: Problem, model: Any, upper_s: float | None = None) -> None:
         self.problem = problem
@@ -85,9 +88,9 @@ class _Model:
             model.new_bool_var(f"migration{number}") for number in range(len(self.problem.sibling_migrations))
         ]
         self.pieces: list[list[tuple[str, Any, Any, Any, int]]] = []
-        """Of each item: (sub_stage, start, end, duration, seconds in units)."""
+        """By work item, its parts: (sub_stage, start, end, duration, seconds in units)."""
         self.gone: dict[int, list[Any]] = {}
-        """Of each source: the merges that take its tail away."""
+        """By source: the migrations that take its tail away."""
         for number, migration in enumerate(self.problem.sibling_migrations):
             self.gone.setdefault(migration.source, []).append(self.is_made[number])
         for index, item in enumerate(work_items):
@@ -128,7 +131,7 @@ class _Model:
                 self.model.add(self.is_made[first] + self.is_made[second] <= 1)
 
     def _overlaps(self) -> dict[tuple[int, int], list[tuple[int, Any, int]]]:
-        """For each piece: (device, overlap in units, percent lost) with everyone it may overlap with."""
+        """For each piece: (device, overlap in units, percent lost) with every other it may overlap with."""
         model, work_items = self.model, self.problem.work_items
         delays: dict[tuple[int, int], list[tuple[int, Any, int]]] = {}
         by_device: dict[int, list[Any]] = {}
@@ -237,7 +240,7 @@ def random_problem(generator: random.Random, *, is_sharing: bool = True) -> Prob
         train_devices = tuple(range(num_devices)) if generator.random() < 0.5 else (generator.randrange(num_devices),)
         rollout_s, train_s = generator.uniform(2, 8), generator.uniform(1, 8)
         for _ in range(2 if num_pipelines * num_devices <= (2 if is_sharing else 4) else 1):
-            shares = []
+            shards = []
             for device in range(num_devices):
                 seconds = round(rollout_s * generator.uniform(0.6, 1.4), 1)
                 tail_s = round(seconds * generator.uniform(0.2, 0.7), 1)
@@ -250,15 +253,15 @@ def random_problem(generator: random.Random, *, is_sharing: bool = True) -> Prob
                     needs=needs,
                 )
                 work_items.append(item)
-                shares.append(len(work_items) - 1)
-            target = max(shares, key=lambda index: work_items[index].seconds)
+                shards.append(len(work_items) - 1)
+            target = max(shards, key=lambda index: work_items[index].seconds)
             if num_devices > 1 and generator.random() < 0.6:
-                source = next(index for index in shares if index != target)
+                source = next(index for index in shards if index != target)
                 migrations.append(SiblingMigration(source=source, target=target, cost_s=0.2, stretch=1.1))
             work_items.append(
                 WorkItem(
                     pipeline=pipeline, sub_stage=SubStage.UPDATE, devices=train_devices, seconds=round(train_s, 1),
-                    needs=tuple(shares),
+                    needs=tuple(shards),
                 )
             )  # fmt: skip
             needs = (len(work_items) - 1,)
@@ -272,9 +275,10 @@ def random_problem(generator: random.Random, *, is_sharing: bool = True) -> Prob
 def _random_sharing(generator: random.Random) -> SharingTable:
     """Training beside decoding helps, decoding beside decoding more, training beside training does not."""
     entries = []
+    dense, tail, update = SubStage.DENSE_DECODE, SubStage.TAIL_DECODE, SubStage.UPDATE
     for sub_stage_a, sub_stage_b, low, high in (
-        (SubStage.UPDATE, SubStage.TAIL_DECODE, 1.1, 1.6), (SubStage.UPDATE, SubStage.DENSE_DECODE, 1.3, 2.2), (SubStage.TAIL_DECODE, SubStage.TAIL_DECODE, 1.0, 1.3),
-        (SubStage.DENSE_DECODE, SubStage.TAIL_DECODE, 1.1, 1.6), (SubStage.DENSE_DECODE, SubStage.DENSE_DECODE, 1.4, 2.2),
+        (update, tail, 1.1, 1.6), (update, dense, 1.3, 2.2), (tail, tail, 1.0, 1.3),
+        (dense, tail, 1.1, 1.6), (dense, dense, 1.4, 2.2),
     ):  # fmt: skip
         slow_a, slow_b = generator.uniform(low, high), generator.uniform(low, high)
         if sub_stage_a == sub_stage_b:

@@ -1,7 +1,7 @@
 """The rule without foresight that the look-ahead is compared with.
 
-At each moment the work item, or the pair of them, that does most work per second starts; what that does to later moments
-is not looked at. Shards migrate to siblings whenever they can.
+At each moment the work item, or the pair of them, that does most work per second starts; what that does to later
+moments is not looked at. Shards migrate to siblings whenever they can.
 """
 
 from __future__ import annotations

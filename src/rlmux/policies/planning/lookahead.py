@@ -2,9 +2,9 @@
 
     Problem ──plan──▶ priorities ⇄ playout ──▶ Schedule: its first moment is the decision
 
-The search is list scheduling by the longest remaining path, then local improvement of the list: work items that stood in
-another's way trade places, hold back for it, share or not, shards migrate or not; the least score wins. It is bounded by
-the number of starts that are played out, not by a clock, so a decision is a function of the problem.
+The search is list scheduling by the longest remaining path, then local improvement of the list: work items that stood
+in another's way trade places, hold back for it, share or not, shards migrate or not; the least score wins. It is
+bounded by the number of starts that are played out, not by a clock, so a decision is a function of the problem.
 
 `playout.py` turns a list into a schedule and scores it; `greedy.py` is the rule without foresight that this is
 compared with.

@@ -1,8 +1,8 @@
 """Which shards of a rollout could migrate now; the look-ahead decides which of them do.
 
-    tail            the tail of a shard migrates to the sibling that will end last
-    whole shard     a shard that has not begun migrates to a sibling; planned for rollouts to come as well
-    idle device     a shard whose device is held, or wanted, migrates to a free one on which its pipeline's shard has ended
+    tail          the tail of a shard migrates to the sibling that will end last
+    whole shard   a shard that has not begun migrates to a sibling; planned for rollouts to come as well
+    idle device   a shard whose device is held, or wanted, migrates to a free one where its pipeline's shard has ended
 
 A running shard is paused first, with the device that it is to migrate to; it is asked again once it has paused.
 """
@@ -199,7 +199,8 @@ def _has_not_begun(shard: ReadyWork | OrderView) -> bool:
 def begin_migrations(
     forecast: Forecast, problem: Problem, schedule: Schedule, pairs: Sequence[ShardAndDevice]
 ) -> Iterator[Choice]:
-    """Make the schedule's migrations of this moment: running shards pause first. Works that migrate leave the forecast."""
+    """Make the schedule's migrations of this moment: running shards pause first. Works that migrate leave the
+    forecast."""
     for number in schedule.sibling_migrations_now:
         migration = problem.sibling_migrations[number]
         target = forecast.device_of[migration.target]

@@ -184,9 +184,11 @@ class _Regrouping:
 
 
 def move_weight(reach_s: float, tightest_s: float) -> float:
-    """What moving a member counts; `reach_s` is the longest period that it accepts, `tightest_s` the least in its group.
+    """What moving a member counts; `reach_s` is the longest period that it accepts, `tightest_s` the least in its
+    group.
 
-    A move costs a wait for its slot in the new group. A member without slack there cannot make up for it: it counts more.
+    A move costs a wait for its slot in the new group. A member without slack there cannot make up for it: it counts
+    more.
     """
     return TIGHT_WEIGHT if reach_s < 1.05 * tightest_s else 1.0
 

@@ -1,4 +1,5 @@
-"""Devices of shards that wait for their environments: they go to work that could start, and the tools go on meanwhile."""
+"""Devices of shards that wait for their environments: they go to work that could start, and the tools go on
+meanwhile."""
 
 from __future__ import annotations
 
