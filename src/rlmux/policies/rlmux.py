@@ -23,8 +23,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from rlmux.core.model import AdmissionKind, NodeId, Phase, Pipeline
 from rlmux.core.group_load import GroupLoad, budget_of
+from rlmux.core.model import AdmissionKind, NodeId, Phase, Pipeline
 from rlmux.core.placement import PlacementView
 from rlmux.core.placement_choice import FruitlessSearch, PlacementChoice, Refusal, Relocation
 from rlmux.core.sharing import NO_SHARING, SharingTable

@@ -108,7 +108,9 @@ def _whole_shards(
         if forecast.is_fresh(first) and forecast.is_fresh(second):
             ways = [(first, second), (second, first)] if is_odd else [(second, first), (first, second)]
             for source, target in ways:
-                yield SiblingMigration(source=source, target=target, cost_s=member.estimates.whole_migration_s, is_whole=True)
+                yield SiblingMigration(
+                    source=source, target=target, cost_s=member.estimates.whole_migration_s, is_whole=True
+                )
 
 
 # --- to an idle device --------------------------------------------------------------------------------------

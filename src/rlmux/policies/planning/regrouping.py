@@ -15,8 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from rlmux.core.errors import IllegalTransitionError
-from rlmux.core.model import AdmissionKind, GroupId, NodeId, Phase, PipelineId
 from rlmux.core.group_load import GroupLoad, budget_of
+from rlmux.core.model import AdmissionKind, GroupId, NodeId, Phase, PipelineId
 from rlmux.core.placement import PlacementLedger, PlacementView
 from rlmux.core.placement_choice import PlacementChoice, Relocation
 from rlmux.policies.planning.cycle_steps import CycleStepFinder
