@@ -112,6 +112,23 @@ def test_a_cancelled_pipeline_ends_its_orders_before_it_is_released(driver, buil
     assert driver.scheduler.query.is_idle()
 
 
+@pytest.mark.parametrize("how", ["worker lost", "restarted", "failed"])
+def test_a_cancelled_pipeline_whose_worker_dies_before_its_order_ends_is_released(driver, builders, how):
+    driver.submit(builders.pipeline("a"), builders.pipeline("b"))
+    a, device = PipelineId("a"), driver.actions(RunStage)[0].devices[0]
+    driver.send(PipelineCancelled(time_s=0.5, pipeline=a))
+    ends = {
+        "worker lost": WorkerLost(time_s=0.6, pipeline=a, device=device),
+        "restarted": PipelineRestarted(time_s=0.6, pipeline=a, restored_step=0),
+        "failed": PipelineFailed(time_s=0.6, pipeline=a, reason="its worker died too often"),
+    }
+    driver.send(ends[how])
+    assert driver.actions(Release) == [Release(pipeline=a)]
+    assert driver.scheduler.query.status(a) is PipelineStatus.CANCELLED
+    driver.run()
+    assert driver.scheduler.query.status(PipelineId("b")) is PipelineStatus.FINISHED
+
+
 def test_the_shard_of_a_lost_rollout_worker_is_run_again(driver, builders):
     driver.submit(builders.pipeline("a", num_steps=1))
     device = driver.actions(RunStage)[0].devices[0]

@@ -43,7 +43,7 @@ from rlmux.core.events import (
 from rlmux.core.groups import Groups, device_keys
 from rlmux.core.journal import Journal
 from rlmux.core.leases import Leases
-from rlmux.core.model import Cluster, OrderId, Phase, PipelineId, PipelineStatus, Stage
+from rlmux.core.model import Cluster, DeviceId, OrderId, Phase, PipelineId, PipelineStatus, Stage
 from rlmux.core.orders import Orders
 from rlmux.core.placement import PlacementLedger
 from rlmux.core.placement_choice import FruitlessSearch, Refusal
@@ -139,12 +139,18 @@ class Scheduler:
 
     def _on_failed(self, event: PipelineFailed) -> None:
         run = self._run(event.pipeline)
-        run.reason = event.reason
         self._steps.move_pipeline(run, PipelineInput.FAILED)
-        if self._state.waiting.pop(event.pipeline, None) is not None:
-            return
-        self._orders.end_all(run)
-        self._release(run)
+        if run.status is PipelineStatus.FAILED:
+            run.reason = event.reason
+        self._state.waiting.pop(event.pipeline, None)
+        self._drain(run, self._orders.of(run))
+
+    def _drain(self, run: PipelineRun, ended: list[Order]) -> None:
+        """End these orders of a pipeline that is over; it is released with its last order."""
+        for order in ended:
+            self._orders.end(order)
+        if run.placement is not None and not self._orders.of(run):
+            self._release(run)
 
     def _try_to_place(self, run: PipelineRun) -> None:
         choice = self.policy.place(run.pipeline, self._placement_view)
@@ -286,9 +292,10 @@ class Scheduler:
         """End the order that an event names. A cancelled pipeline is released with its last one."""
         order = self._orders.named(order_id)
         run = self._state.runs[order.pipeline]
-        self._orders.end(order)
-        if run.status is not PipelineStatus.RUNNING and not self._orders.of(run):
-            self._release(run)
+        if run.status is PipelineStatus.RUNNING:
+            self._orders.end(order)
+        else:
+            self._drain(run, [order])
         return order, run
 
     # ------------------------------------------------------------------ things break
@@ -296,6 +303,7 @@ class Scheduler:
     def _on_worker_lost(self, event: WorkerLost) -> None:
         run = self._run(event.pipeline)
         if run.status is not PipelineStatus.RUNNING:
+            self._drain(run, [order for order in self._orders.of(run) if _runs_on(order, event.device)])
             return
         self._leases.remove_state(run, Phase.ROLLOUT, event.device)
         run.host_resident.discard((Phase.ROLLOUT, event.device))
@@ -307,6 +315,7 @@ class Scheduler:
     def _on_restarted(self, event: PipelineRestarted) -> None:
         run = self._run(event.pipeline)
         if run.status is not PipelineStatus.RUNNING:
+            self._drain(run, self._orders.of(run))
             return
         self._orders.end_all(run)
         self._steps.withdraw(run)
@@ -401,6 +410,11 @@ class Scheduler:
             return self._state.runs[pipeline]
         except KeyError:
             raise self._journal.illegal(f"no pipeline {pipeline} was submitted") from None
+
+
+def _runs_on(order: Order, device: DeviceId) -> bool:
+    """Whether the order ended with the device's rollout worker: it ran a shard there, or migrated it from there."""
+    return order.migrates_from == device or (order.phase is Phase.ROLLOUT and device in order.devices)
 
 
 def _learn_switch(run: PipelineRun, order: Order, switch_s: float) -> None:

@@ -134,7 +134,7 @@ PIPELINE_MOVES: Mapping[PipelineStatus, Mapping[PipelineInput, PipelineStatus]] 
         PipelineInput.NODE_LOST: PipelineStatus.WAITING,
     },
     PipelineStatus.FINISHED: {},
-    PipelineStatus.CANCELLED: {},
+    PipelineStatus.CANCELLED: {PipelineInput.FAILED: PipelineStatus.CANCELLED},
     PipelineStatus.FAILED: {},
     PipelineStatus.REFUSED: {},
 }
@@ -160,7 +160,7 @@ def _diagram(first: StrEnum, moves: Mapping[Any, Mapping[Any, Any]]) -> str:
             inputs_by_target.setdefault(target, []).append(what.value)
         for target, inputs in inputs_by_target.items():
             lines.append(f"    {state.name} --> {target.name}: {' or '.join(inputs)}")
-        if not targets:
+        if set(targets.values()) <= {state}:
             lines.append(f"    {state.name} --> [*]")
     return "\n".join([*lines, "```"])
 
