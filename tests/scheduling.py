@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -75,6 +76,10 @@ class Driver:
     def _push(self, seconds: float, order: OrderId) -> None:
         self._sequence += 1
         heapq.heappush(self._heap, (self.now_s + seconds, self._sequence, order))
+
+    def next_end_s(self) -> float:
+        """When the next order ends; infinite where none runs."""
+        return self._heap[0][0] if self._heap else math.inf
 
     def step(self) -> bool:
         """Let the next order end. False when none is left."""

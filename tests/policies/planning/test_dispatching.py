@@ -19,7 +19,7 @@ def run(builders, pipelines, *, overtakes, num_rollout, at_s=None):
     )
     waiting = sorted(zip(at_s or [0.0] * len(pipelines), pipelines, strict=True), key=lambda one: one[0])
     for submit_s, one in waiting:
-        while driver._heap and driver._heap[0][0] < submit_s:
+        while driver.next_end_s() < submit_s:
             driver.step()
         driver.now_s = submit_s
         driver.send(PipelineSubmitted(time_s=submit_s, pipeline=one))
