@@ -80,7 +80,7 @@ class Groups:
         out.
         """
         if not self._ledger.has_group(group.id):
-            return  # in the ledger all have moved on; the last steps end here
+            return  # in the ledger all members are relocated; their last steps end here
         has_changed = False
         for cycle_index, member in enumerate(self._ledger.group(group.id).members):
             run = group.members.get(member.pipeline.id)

@@ -193,7 +193,7 @@ class Scheduler:
             self._dispatch(group)
 
     def _rebalance(self) -> None:
-        """Let the policy move pipelines into what has become free. The move itself waits for a step boundary."""
+        """Let the policy relocate pipelines to nodes that have become free; each is relocated at a step boundary."""
         relocations = []
         for choice in self.policy.rebalance(self._placement_view):
             if isinstance(choice, FruitlessSearch):
@@ -259,7 +259,7 @@ class Scheduler:
         run = self._run(event.pipeline)
         shard = run.shards.get(event.device)
         if run.status is not PipelineStatus.RUNNING or shard is None or shard.state is not WorkState.WAITING_FOR_ENV:
-            return  # it has been started, moved or done again since
+            return  # it has been started, migrated or begun anew since
         run.history.add_wait(self._state.now_s - shard.work.since_s)
         self._steps.reply(run, shard)
         self._dispatch(self._state.group_of(run))

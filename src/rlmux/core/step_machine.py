@@ -181,9 +181,9 @@ class StepMachine:
         self._orders = orders
         self._journal = journal
         self._relocate = relocate
-        """Called at a step boundary of a pipeline that is to move."""
+        """Called at the step boundary of a pipeline that is to be relocated."""
         self._release = release
-        """Called when a pipeline's last step is published."""
+        """Called for a pipeline whose last step is published."""
 
     # ------------------------------------------------------------------ a pipeline's life
 
