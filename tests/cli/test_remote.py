@@ -19,6 +19,7 @@ pytest.importorskip("torch")
 from rlmux.cli import remote
 from rlmux.report.log import RunLog, run_header
 from rlmux.runtime.control_socket import ControlServer
+from rlmux.runtime.run_status import StatusReader
 
 SMALL = """\
 cluster: {pools: {rollout: {devices: 1}, train: {devices: 1}}}
@@ -139,11 +140,15 @@ def test_a_file_that_does_not_fit_the_runs_cluster_is_refused_here_with_the_numb
     assert set(json.loads(out)["pipelines"]) == {"a"}
 
 
-def test_a_run_that_is_too_busy_to_answer_is_shown_as_going_on(folder, rlmux, monkeypatch):
-    monkeypatch.setattr(remote, "_STATUS_LIMIT_S", 0.05)
+def test_a_run_that_is_too_busy_to_answer_is_shown_as_going_on(folder, rlmux):
     header = run_header(policy="rollmux", backend="local")
-    with RunLog.create(folder / "one", header), closing(ControlServer(folder / "one")):
-        assert "goes on (busy, and gave no answer)" in rlmux("status", "one").out
+    run = folder / "one"
+    with (
+        RunLog.create(run, header),
+        closing(ControlServer(run)),
+        closing(StatusReader(run, answer_limit_s=0.05)) as reader,
+    ):
+        assert "goes on (busy, and gave no answer)" in remote.heading(reader.read())
     assert "nothing runs here now" in rlmux("status", "one").out
 
 

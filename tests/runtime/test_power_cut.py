@@ -28,13 +28,13 @@ def pair(real):
 
 
 class TakesImage:
-    """Of a folder, once both pipelines have published a step: the log and its tail in `run.db-wal`."""
+    """Copies a folder, once both pipelines have published a step: the log and its tail in `run.db-wal`."""
 
     def __init__(self, folder: Path, image: Path) -> None:
         self.folder, self.image = folder, image
         self.steps: dict[str, int] = {}
         self.early_bytes = 0
-        """Of the tail, before anybody had published a second step: by the image all have written its checkpoint."""
+        """Bytes of the tail before any pipeline had published its second step; by the image all have its checkpoint."""
 
     def update(self, now_s, events, actions, notes) -> None:
         for note in notes:
@@ -50,7 +50,7 @@ class TakesImage:
 
 @pytest.fixture(scope="module")
 def taken(real, pair, tmp_path_factory):
-    """(weights of the run that was left alone, image, bytes of its log's tail before anybody's second step)"""
+    """(weights of the run that was left alone, image, bytes of its log's tail before the first second step)"""
     base = tmp_path_factory.mktemp("cut")
     takes_image = TakesImage(base / "run", base / "image")
     result = run_pipelines(
@@ -88,7 +88,7 @@ def resume(real, pair, folder: Path) -> dict[str, str]:
 
 @pytest.mark.parametrize("kept", [0.0, 0.5, 1.0])
 def test_checkpoints_may_be_newer_than_the_log(real, pair, taken, tmp_path, kept):
-    """With nothing kept, the log is its header: all that was ever waited for."""
+    """With nothing of its tail kept, the log is its header: all that was ever waited for."""
     undisturbed, image, early_bytes = taken
     folder = tmp_path / "run"
     shutil.copytree(image, folder)

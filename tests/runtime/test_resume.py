@@ -344,7 +344,7 @@ def write_file(tmp_path: Path, text: str = FILE) -> tuple[str, ...]:
 
 
 def wait_for_a_step(process: subprocess.Popen, folder: Path) -> None:
-    """Until `sort` has published one more, or the process has ended."""
+    """Wait until `sort` has published one more step, or the process has ended."""
     metrics = folder / "sort" / "metrics.jsonl"
     before = metrics.stat().st_size if metrics.exists() else 0
     deadline_s = time.monotonic() + 200

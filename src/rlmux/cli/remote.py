@@ -14,18 +14,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlmux.cli import folders, inputs, tables
-from rlmux.core.errors import RlmuxError, UserError
-from rlmux.report.history import History
-from rlmux.report.log import LogReader
-from rlmux.report.status import status
-from rlmux.runtime.control_socket import NoAnswerError, NotRunningError, ask
+from rlmux.core.errors import UserError
+from rlmux.runtime.control_socket import ask
+from rlmux.runtime.run_status import StatusReader
 
 if TYPE_CHECKING:
     from rich.table import Table
 
 _REDRAW_S = 1.0
 _FOLLOW_S = 0.3
-_STATUS_LIMIT_S = 5.0
 
 
 def submit(file: str, folder: Path, sets: Sequence[str] | None) -> dict[str, Any]:
@@ -64,45 +61,14 @@ def _in_words(one: Mapping[str, Any]) -> str:
             return f"{outcome}: {one['reason']}"
 
 
-class StatusReader:
-    """The status of a run, over and over; reads only what is new in its log."""
-
-    def __init__(self, folder: Path) -> None:
-        folders.check_run(folder)
-        self._folder = folder
-        self._log = LogReader(folder)
-        self._history = History(self._log.header)
-        self._seq = 0
-
-    def read(self) -> dict[str, Any]:
-        answer = self._ask()  # before the log: a run that ends between the two is then shown as ended
-        for entry in self._log.entries(after=self._seq):
-            self._history.add(entry)
-            self._seq = entry.seq
-        shown = status(self._history, is_going_on=answer is not None)
-        shown["now_s"] = max(shown["now_s"], answer["now_s"]) if answer else shown["now_s"]
-        shown["pid"] = answer["pid"] if answer else None
-        shown["is_kept_open"] = bool(answer and answer["is_kept_open"])
-        shown["upcoming"] = answer["upcoming"] if answer else []
-        return shown
-
-    def _ask(self) -> dict[str, Any] | None:
-        try:
-            return ask(self._folder, "status", limit_s=_STATUS_LIMIT_S)
-        except NotRunningError:
-            return None
-        except NoAnswerError:
-            return {"now_s": 0.0, "pid": None, "is_kept_open": False, "upcoming": []}
-        except RlmuxError:  # it ended while it was being asked
-            return None
-
-    def close(self) -> None:
-        self._log.close()
+def _status_reader(folder: Path) -> StatusReader:
+    folders.check_run(folder)
+    return StatusReader(folder)
 
 
 def show_status(folder: Path, *, as_json: bool, is_once: bool) -> None:
-    """Redrawn on a terminal while the run goes on, until it ends or Ctrl-C; once everywhere else."""
-    reader = StatusReader(folder)
+    """Print the status; on a terminal redraw it while the run goes on, until it ends or Ctrl-C."""
+    reader = _status_reader(folder)
     try:
         shown = reader.read()
         if as_json:
@@ -131,7 +97,7 @@ def _redraw(reader: StatusReader) -> None:
 
 
 def _print_status(shown: Mapping[str, Any]) -> None:
-    print(_heading(shown) + "\n")
+    print(heading(shown) + "\n")
     tables.print_rows(_pipeline_rows(shown))
     print()
     tables.print_rows(_device_rows(shown))
@@ -141,7 +107,7 @@ def _tables(shown: Mapping[str, Any]) -> Table:
     from rich.table import Table
 
     both = Table.grid(padding=(1, 0))
-    both.add_row(_heading(shown))
+    both.add_row(heading(shown))
     for rows in (_pipeline_rows(shown), _device_rows(shown)):
         if rows:
             table = Table(*rows[0], box=None, pad_edge=False)
@@ -151,7 +117,8 @@ def _tables(shown: Mapping[str, Any]) -> Table:
     return both
 
 
-def _heading(shown: Mapping[str, Any]) -> str:
+def heading(shown: Mapping[str, Any]) -> str:
+    """One line on a run's status: policy, seconds, and whether a process runs it now."""
     process = "busy, and gave no answer" if shown["pid"] is None else f"pid {shown['pid']}"
     going = f"goes on ({process})" if shown["is_going_on"] else "nothing runs here now"
     kept_open = ", kept open" if shown["is_kept_open"] else ""
@@ -191,8 +158,8 @@ def _device_rows(shown: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def show_logs(folder: Path, name: str, *, is_following: bool) -> None:
-    """What a pipeline's workers printed; following, until the pipeline is over."""
-    reader = StatusReader(folder)
+    """Print what a pipeline's workers printed; following, keep printing until the pipeline is over."""
+    reader = _status_reader(folder)
     try:
         shown = reader.read()
         known = [*shown["pipelines"], *(one["pipeline"] for one in shown["upcoming"])]

@@ -1,0 +1,58 @@
+"""The status of a run that may be going on in another process.
+
+the run's log ── entries that are new ──▶ History ──▶ status
+the control socket ── which process runs it, what is still to come ──▶ beside it
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from rlmux.core.errors import RlmuxError
+from rlmux.report.history import History
+from rlmux.report.log import LogReader
+from rlmux.report.status import status
+from rlmux.runtime.control_socket import NoAnswerError, NotRunningError, ask
+
+ANSWER_LIMIT_S = 5.0
+"""Seconds after which a controller that gives no answer counts as busy."""
+
+
+class StatusReader:
+    """Reads the status of one run as often as it is asked; takes only what is new from the log."""
+
+    def __init__(self, folder: Path, *, answer_limit_s: float = ANSWER_LIMIT_S) -> None:
+        """Raises LogError where the folder's log cannot be read."""
+        self._folder = folder
+        self._answer_limit_s = answer_limit_s
+        self._log = LogReader(folder)
+        self._history = History(self._log.header)
+        self._seq = 0
+
+    def read(self) -> dict[str, Any]:
+        """The status as `rlmux status --json` prints it."""
+        answer = self._ask()  # before the log: a run that ends between the two is then shown as ended
+        for entry in self._log.entries(after=self._seq):
+            self._history.add(entry)
+            self._seq = entry.seq
+        shown = status(self._history, is_going_on=answer is not None)
+        shown["now_s"] = max(shown["now_s"], answer["now_s"]) if answer else shown["now_s"]
+        shown["pid"] = answer["pid"] if answer else None
+        shown["is_kept_open"] = bool(answer and answer["is_kept_open"])
+        shown["upcoming"] = answer["upcoming"] if answer else []
+        return shown
+
+    def _ask(self) -> dict[str, Any] | None:
+        """What the controller says; None where none runs."""
+        try:
+            return ask(self._folder, "status", limit_s=self._answer_limit_s)
+        except NotRunningError:
+            return None
+        except NoAnswerError:
+            return {"now_s": 0.0, "pid": None, "is_kept_open": False, "upcoming": []}
+        except RlmuxError:  # the run ended while it was being asked
+            return None
+
+    def close(self) -> None:
+        self._log.close()
