@@ -90,7 +90,7 @@ def test_a_users_mistake_in_a_worker_process_reaches_the_caller():
         spread(tail.tailed_pipeline, ["70B_8k", "7B_8k"], num_processes=2)
 
 
-def test_plan_says_where_everybody_goes_how_slow_and_for_how_much():
+def test_plan_gives_the_place_slowdown_and_cost_of_every_pipeline():
     table = api.plan("micro-a")
     assert table["usd_per_hour"] == pytest.approx(8 * (1.76 + 5.28))
     assert table["solo_usd_per_hour"] == pytest.approx(2 * table["usd_per_hour"])
@@ -100,7 +100,7 @@ def test_plan_says_where_everybody_goes_how_slow_and_for_how_much():
     assert sum(row["usd_per_hour"] for row in table["pipelines"]) == pytest.approx(table["usd_per_hour"])
 
 
-def test_plan_on_a_full_cluster_says_who_waits_and_why():
+def test_plan_on_a_full_cluster_says_which_pipelines_wait_and_why():
     rows = api.plan("micro-b", policy="solo")["pipelines"]
     assert [row["status"] for row in rows] == ["running", "waiting", "waiting"]
     assert "1 train" in rows[1]["reason"]

@@ -85,7 +85,7 @@ def test_the_smallest_anomaly_of_rlmux_is_an_slo_that_is_kept():
     assert makespan_s(pair, "rlmux", (2, 1)) == pytest.approx(25.0)
 
 
-def test_the_smallest_anomaly_of_rollmux_is_a_turn_that_comes_sooner():
+def test_the_smallest_anomaly_of_rollmux_is_a_cycle_slot_that_comes_sooner():
     three = [arrival("a", 5.0, 6.0, 3, 2.0), arrival("b", 6.0, 5.0, 1, float("inf")), arrival("c", 6.0, 2.0, 1, 2.0)]
     assert makespan_s(three, "rollmux", (1, 1)) == pytest.approx(33.0)
     assert makespan_s(three, "rollmux", (2, 1)) == pytest.approx(35.0)

@@ -106,7 +106,7 @@ def span(pipeline, *nodes):
     return Span(pipeline=pipeline, devices=devices, stage=Stage.UPDATE, step=1, begin_s=0.0, end_s=1.0, switch_s=0.0)
 
 
-def test_a_group_is_whoever_shares_devices_directly_or_through_others():
+def test_a_group_is_all_pipelines_that_share_devices_directly_or_through_others():
     spans = [span("a", 0), span("b", 0, 1), span("c", 1), span("d", 2)]
     assert {one.pipeline for one in pictures.spans_of_group(spans, "a")} == {"a", "b", "c"}
     assert {one.pipeline for one in pictures.spans_of_group(spans, "d")} == {"d"}

@@ -126,7 +126,7 @@ def _with_table(policy: Policy, table: InterferenceTable | None) -> Policy:
 
 
 class Simulation:
-    """One run of a workload under a policy. `simulate` is the usual way to it."""
+    """One run of a workload under a policy; `simulate` makes one from the usual arguments."""
 
     def __init__(
         self,
@@ -145,7 +145,7 @@ class Simulation:
         self.scheduler = Scheduler(workload.cluster, policy)
         self.pipelines: dict[PipelineId, SimPipeline] = {}
         self.migrations: dict[OrderId, Migration] = {}
-        """Those whose trajectories have not arrived."""
+        """Migrations by order, until their trajectories arrive."""
         self.collector = Collector(workload, policy.name, self.scheduler.query.placement)
         self._kernel = Kernel()
         self.running = RunningOrders(
@@ -156,7 +156,7 @@ class Simulation:
             spans_until_s=spans_until_s,
         )
         self._pausing: dict[OrderId, SimPipeline] = {}
-        """Orders that have stopped and whose StagePaused is still to come, at the same instant."""
+        """Pipelines by stopped order, until StagePaused is handled at the same instant."""
         self._workload = workload
         self._rescales_training = rescales_training
         self._decision_cost = decision_cost
@@ -178,9 +178,10 @@ class Simulation:
             SetDeviceFraction: self._set_device_fraction,
             Prefetch: lambda _: None,
         }
-        self._schedule_arrivals_and(failures)
+        self._schedule_inputs(failures)
 
-    def _schedule_arrivals_and(self, failures: Sequence[NodeFailure]) -> None:
+    def _schedule_inputs(self, failures: Sequence[NodeFailure]) -> None:
+        """Schedule what comes from outside: arrivals, and nodes that fail and return."""
         schedule = self._kernel.schedule
         for arrival in self._workload.arrivals:
             schedule(arrival.submit_s, ARRIVAL, arrival)

@@ -63,7 +63,7 @@ def test_an_order_on_the_same_device_is_no_neighbour():
     assert set(seconds_lost([busy(1, HERE, 0.0, 1.0), busy(2, HERE, 0.0, 1.0)], TABLE).values()) == {0.0}
 
 
-def test_an_order_on_several_devices_is_not_its_own_neighbour_and_loses_what_its_worst_device_does():
+def test_an_order_on_several_devices_is_no_neighbour_of_itself_and_its_worst_device_counts():
     both = [busy(1, device, 0.0, 8.0, "update") for device in (HERE, THERE)]
     lost = seconds_lost([*both, busy(2, HERE, 0.0, 4.0)], TABLE)
     assert lost[1] == pytest.approx(4 * 0.375)
