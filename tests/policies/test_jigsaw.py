@@ -57,7 +57,7 @@ def report(driver, order, at_s: float, num_active: int):
     )
 
 
-def test_everyone_rolls_out_on_all_nodes_and_trains_on_the_least_loaded(builders):
+def test_each_pipeline_rolls_out_on_all_nodes_and_trains_on_the_least_loaded(builders):
     scheduler = Scheduler(builders.cluster(), Jigsaw())
     driver = builders.Driver(scheduler)
     driver.submit(builders.pipeline("a"), builders.pipeline("b"))
@@ -67,7 +67,7 @@ def test_everyone_rolls_out_on_all_nodes_and_trains_on_the_least_loaded(builders
     assert a.train_devices != b.train_devices
 
 
-def test_nobody_joins_where_one_after_another_would_break_an_slo(builders):
+def test_no_pipeline_joins_where_one_after_another_would_break_an_slo(builders):
     scheduler = Scheduler(one_pool(), Jigsaw())
     driver = builders.Driver(scheduler)
     driver.submit(builders.pipeline("a", slo_slowdown=1.5), builders.pipeline("b"))
@@ -117,13 +117,13 @@ def test_a_tail_leaves_for_its_sibling_so_that_another_pipeline_can_train(builde
     assert scheduler.query.is_idle()
 
 
-def test_no_tail_moves_where_contexts_make_it_too_dear(builders):
+def test_no_tail_migrates_where_contexts_make_it_too_dear(builders):
     scheduler, driver = waiting_behind_a_tail(builders, Jigsaw(migration_part=5.0))
     report(driver, order_of(scheduler, "a", 0), 11.5, 4)
     assert not driver.actions(Pause, MigrateShard)
 
 
-def test_no_tail_moves_while_nobody_waits(builders):
+def test_no_tail_migrates_while_no_other_work_waits(builders):
     scheduler = Scheduler(one_pool(), Jigsaw())
     driver = builders.Driver(scheduler)
     driver.submit(builders.pipeline("a", rollout_s=10.0))
@@ -133,7 +133,7 @@ def test_no_tail_moves_while_nobody_waits(builders):
     assert not driver.actions(Pause, MigrateShard)
 
 
-def test_training_joins_a_tail_at_the_measured_level_and_leaves_it_the_whole_device(builders):
+def test_training_joins_a_tail_at_the_measured_fraction_and_leaves_it_the_whole_device(builders):
     scheduler = Scheduler(one_pool(1), Jigsaw(sharing=HELPS))
     driver = builders.Driver(scheduler)
     small = Footprint(rollout_device_bytes=4.0, train_device_bytes=4.0)
@@ -168,7 +168,7 @@ def test_reports_that_change_nothing_are_not_planned_anew(builders):
     assert group.planned not in (None, planned)
 
 
-def test_rlmux_keeps_turns_where_pools_are_apart_and_sub_stages_where_they_are_not(builders):
+def test_rlmux_keeps_the_cycle_where_pools_are_apart_and_sub_stages_where_they_are_not(builders):
     apart = Scheduler(builders.cluster(), RlMux())
     builders.Driver(apart).submit(builders.pipeline("a"))
     shared = Scheduler(one_pool(), RlMux())
@@ -178,7 +178,7 @@ def test_rlmux_keeps_turns_where_pools_are_apart_and_sub_stages_where_they_are_n
     assert shared.query.pipeline("b").train_devices[0] in shared.query.pipeline("a").rollout_devices
 
 
-def test_the_growth_of_a_gathered_share_is_learned(builders):
+def test_what_a_whole_shard_adds_to_its_sibling_is_learned(builders):
     history = StepHistory(builders.pipeline("a"))
     left, right = DeviceId("gpu", 0, 0), DeviceId("gpu", 1, 0)
     history.open_rollout(1, (left, right), 0.0)
@@ -196,7 +196,7 @@ def test_the_growth_of_a_gathered_share_is_learned(builders):
     assert estimates.migrate_s is None
 
 
-def test_a_gathered_share_adds_at_most_its_own_seconds_however_long_that_steps_answers_were(builders):
+def test_a_whole_shard_adds_at_most_its_own_seconds_however_long_the_answers_were(builders):
     history = StepHistory(builders.pipeline("a"))
     left, right = DeviceId("gpu", 0, 0), DeviceId("gpu", 1, 0)
     history.open_rollout(1, (left, right), 0.0)
@@ -219,14 +219,14 @@ def waiting_for_tools(builders):
     return scheduler, driver, share, driver.send(report)
 
 
-def test_a_share_that_waits_for_tools_leaves_its_device_to_another_pipeline(builders):
+def test_a_shard_that_waits_for_tools_leaves_its_device_to_another_pipeline(builders):
     _, driver, share, actions = waiting_for_tools(builders)
     assert [a.order for a in actions if isinstance(a, Pause)] == [share.id]
     actions = driver.send(StagePaused(time_s=1.0, order=share.id, seconds=0.5, is_waiting=True))
     assert started(actions) == [("b", "generate", 0)]
 
 
-def test_a_waiting_share_starts_when_a_reply_has_come_not_before(builders):
+def test_a_waiting_shard_starts_when_a_reply_has_come_not_before(builders):
     scheduler, driver, share, _ = waiting_for_tools(builders)
     driver.send(StagePaused(time_s=1.0, order=share.id, seconds=0.5, is_waiting=True))
     of_b = order_of(scheduler, "b", 0)
@@ -238,20 +238,20 @@ def test_a_waiting_share_starts_when_a_reply_has_come_not_before(builders):
     assert started(actions) == [("a", "generate", 0)]
 
 
-def test_a_reply_that_comes_when_the_share_is_over_changes_nothing(builders):
+def test_a_reply_that_comes_when_the_shard_is_over_changes_nothing(builders):
     _, driver, share, _ = waiting_for_tools(builders)
     driver.send(StageFinished(time_s=1.5, order=share.id, seconds=1.0))
     assert driver.send(ReplyArrived(time_s=2.0, pipeline="a", device=share.devices[0])) == []
 
 
-def test_a_waiting_share_whose_worker_dies_is_ready_at_once(builders):
+def test_a_waiting_shard_whose_worker_dies_is_ready_at_once(builders):
     scheduler, driver, share, _ = waiting_for_tools(builders)
     driver.send(StagePaused(time_s=1.0, order=share.id, seconds=0.5, is_waiting=True))
     driver.send(WorkerLost(time_s=1.5, pipeline="a", device=share.devices[0]))
     assert scheduler.query.shard_state("a", share.devices[0]) is WorkState.READY
 
 
-def test_no_device_is_kept_for_a_share_that_waits_for_tools(builders):
+def test_no_device_is_kept_for_a_shard_that_waits_for_tools(builders):
     """By the plan b's few seconds would come first: they hold up 30 s of its training."""
     scheduler = Scheduler(one_pool(), Jigsaw())
     driver = builders.Driver(scheduler)
@@ -266,7 +266,7 @@ def test_no_device_is_kept_for_a_share_that_waits_for_tools(builders):
     assert started(actions) == [("a", "update", 0)]
 
 
-def test_a_ready_share_whose_device_is_held_begins_on_a_free_one(builders):
+def test_a_ready_shard_whose_device_is_held_begins_on_a_free_one(builders):
     scheduler = Scheduler(one_pool(), Jigsaw())
     driver = builders.Driver(scheduler)
     driver.submit(builders.pipeline("a", rollout_s=1.0, train_s=9.0, num_steps=2))
@@ -283,7 +283,7 @@ def test_a_ready_share_whose_device_is_held_begins_on_a_free_one(builders):
     assert scheduler.query.is_idle()
 
 
-def test_a_running_share_makes_room_for_training_where_another_device_is_free(builders):
+def test_a_running_shard_makes_room_for_training_where_another_device_is_free(builders):
     scheduler = Scheduler(one_pool(), Jigsaw())
     driver = builders.Driver(scheduler)
     driver.submit(builders.pipeline("a", rollout_s=5.0, train_s=9.0, num_steps=1))
@@ -303,7 +303,7 @@ def test_a_running_share_makes_room_for_training_where_another_device_is_free(bu
     assert scheduler.query.is_idle()
 
 
-def test_the_curve_of_a_share_that_went_to_a_free_device_is_learned_as_that_of_a_whole_one(builders):
+def test_the_curve_of_a_shard_that_migrated_to_an_idle_device_is_that_of_a_whole_one(builders):
     history = StepHistory(builders.pipeline("a"))
     left, right = DeviceId("gpu", 0, 0), DeviceId("gpu", 1, 0)
     history.open_rollout(1, (left, right), 0.0)
@@ -315,7 +315,7 @@ def test_the_curve_of_a_share_that_went_to_a_free_device_is_learned_as_that_of_a
     assert history.estimates().whole_migration_growth is None
 
 
-def test_what_is_known_of_a_share_goes_with_it_to_a_device_that_gave_its_own_away(builders):
+def test_what_is_known_of_a_shard_goes_with_it_to_a_device_that_gave_its_own_away(builders):
     history = StepHistory(builders.pipeline("a"))
     left, right = DeviceId("gpu", 0, 0), DeviceId("gpu", 1, 0)
     history.open_rollout(1, (left, right), 0.0)

@@ -125,7 +125,7 @@ def test_rb10_a_choice_that_does_not_hold_is_refused_before_anything_changes(bui
 @pytest.mark.parametrize("policy", SHARING)
 @pytest.mark.parametrize("how", ["cancelled", "failed"])
 @pytest.mark.parametrize("num_events", range(0, 9, 2))
-def test_rb11_one_that_goes_at_any_moment_leaks_nothing_and_the_other_goes_on(builders, policy, how, num_events):
+def test_rb11_one_that_goes_at_any_moment_leaks_nothing_and_the_other_ends(builders, policy, how, num_events):
     driver = driver_of(builders, policy, rollout=2)
     driver.submit(builders.pipeline("a"), builders.pipeline("b", num_steps=6))
     for _ in range(num_events):
@@ -145,7 +145,7 @@ def test_rb11_one_that_goes_at_any_moment_leaks_nothing_and_the_other_goes_on(bu
 
 
 @pytest.mark.parametrize("num_active", [0, 3, 100])
-def test_rb12_what_is_left_of_a_share_is_never_negative(builders, num_active):
+def test_rb12_what_is_left_of_a_shard_is_never_negative(builders, num_active):
     driver = driver_of(builders)
     driver.submit(builders.pipeline("a", rollout_s=2.0))
     (order,) = running(driver, Phase.ROLLOUT)
@@ -198,7 +198,7 @@ def test_rb16_rb24_one_that_has_finished_weighs_nothing(builders, policy):
 
 @pytest.mark.parametrize("policy", SHARING)
 @pytest.mark.parametrize(("num_pipelines", "num_devices"), [(3, 4), (6, 8), (5, 6), (8, 4)])
-def test_rb19_rb22_no_device_idles_beside_ready_work_and_everybody_gets_a_share(
+def test_rb19_rb22_no_device_idles_beside_ready_work_and_every_pipeline_gets_a_device(
     builders, policy, num_pipelines, num_devices
 ):
     """D1: rounding left devices idle for ever. D4: with more pipelines than devices some never ran."""

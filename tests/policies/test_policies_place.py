@@ -1,7 +1,8 @@
-"""Where each policy puts a pipeline, on books that are checked after every change."""
+"""Where each policy puts a pipeline, on a ledger that is checked after every change."""
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import random
 
@@ -89,7 +90,7 @@ class World:
 # one policy at a time
 
 
-def test_solo_gives_everyone_nodes_of_their_own_and_queues_when_they_are_out():
+def test_solo_gives_each_pipeline_nodes_of_its_own_and_queues_when_they_are_out():
     world = World("solo", cluster(rollout=2, train=2)).submit(*(pipeline(name) for name in "abc"))
     assert world.groups() == [["a"], ["b"]]
     refusal = world.refusals["c"]
@@ -120,7 +121,7 @@ def test_split_deals_the_nodes_in_equal_shares():
 
 
 @pytest.mark.parametrize("policy", ["fifo", "gap-ratio"])
-def test_everybody_shares_the_whole_of_a_finite_cluster(policy):
+def test_all_pipelines_share_the_whole_of_a_finite_cluster(policy):
     world = World(policy, cluster(rollout=3, train=2)).submit(*(pipeline(name, slo=1.0) for name in "abc"))
     assert world.groups() == [["a", "b", "c"]]
     assert len(world.ledger.placement(PipelineId("c")).rollout_nodes) == 3
@@ -132,7 +133,7 @@ def test_sets_fill_up_to_the_cap_on_an_unbounded_cluster(policy):
     assert [len(group) for group in world.groups()] == [5, 2]
 
 
-def test_gavel_takes_turns_by_whole_steps_within_every_slo():
+def test_gavel_alternates_by_whole_steps_within_every_slo():
     world = World("gavel").submit(pipeline("a", slo=2.0), pipeline("b", slo=2.0), pipeline("c", slo=2.0))
     assert world.groups() == [["a", "b"], ["c"]]  # two solo steps fit a doubled step, three do not
 
@@ -243,7 +244,7 @@ def test_rlmux_closes_the_hole_that_a_departure_leaves():
     assert sorted(map(sorted, world.groups())) == [["a", "e"], ["b", "d"]]
 
 
-def test_rlmux_moves_nobody_for_nothing():
+def test_rlmux_relocates_no_pipeline_for_nothing():
     world = World("rlmux").submit(pipeline("a", 5, 5), pipeline("b", 50, 50))
     assert world.rebalance() == ()
     assert world.rebalance() == ()
@@ -255,7 +256,7 @@ def test_rlmux_spreads_over_free_nodes_where_nodes_cost_nothing():
     assert [len(group) for group in world.groups()] == [2, 1]
 
 
-def test_a_pipeline_that_fits_nobody_stands_alone_on_its_training_node():
+def test_a_pipeline_that_fits_no_group_stands_alone_on_its_training_node():
     world = World("rlmux").submit(
         pipeline("a", 5, 5, slo=1.1, colocated_estimate=PhaseSeconds(rollout_s=5.5, train_s=5.0))
     )
@@ -409,3 +410,19 @@ def test_optimal_groups_at_least_as_cheaply_as_rlmux_and_reports_its_gap():
     best.rebalance()
     ours.rebalance()
     assert best.ledger.usd_per_hour <= ours.ledger.usd_per_hour
+
+
+@pytest.mark.parametrize("name", POLICIES)
+def test_a_policy_is_frozen_and_holds_nothing_that_changes(name):
+    policy = make_policy(name)
+    assert type(policy).__dataclass_params__.frozen
+    held = {item.name: getattr(policy, item.name) for item in dataclasses.fields(policy)}
+    assert not [key for key, value in held.items() if isinstance(value, list | dict | set | bytearray)]
+
+
+@pytest.mark.parametrize("name", ["rlmux", "optimal"])
+def test_two_policies_made_from_one_share_no_cache(name):
+    policy = make_policy(name)
+    other = dataclasses.replace(policy, sharing=policy.sharing)
+    assert policy == other
+    assert policy._step_finder is not other._step_finder

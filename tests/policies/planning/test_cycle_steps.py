@@ -51,7 +51,7 @@ def priced(rollout=None, train=None):
     )
 
 
-def test_the_scheduler_grants_turns_as_the_meta_iteration_was_computed(builders, pair):
+def test_the_scheduler_grants_slots_as_the_meta_iteration_was_computed(builders, pair):
     driver = builders.Driver(Scheduler(builders.cluster(rollout=2, train=1), Lapping()))
     driver.submit(*pair)
     driver.run()
@@ -61,7 +61,7 @@ def test_the_scheduler_grants_turns_as_the_meta_iteration_was_computed(builders,
     assert {later - earlier for earlier, later in itertools.pairwise(starts)} == {100.0}
 
 
-def test_a_group_with_several_turns_promises_the_mean_step(pair):
+def test_a_group_with_several_steps_per_cycle_promises_the_mean_step(pair):
     ledger = PlacementLedger(priced())
     policy = Lapping()
     for one in pair:
@@ -75,7 +75,7 @@ def test_a_group_with_several_turns_promises_the_mean_step(pair):
     assert not group.keeps_slos_with(replace(pair[1], id=PipelineId("other")), (), 1)  # one turn in 100 s
 
 
-def test_who_stays_behind_alone_has_one_turn(pair):
+def test_a_member_that_stays_alone_has_one_step_per_cycle(pair):
     ledger = PlacementLedger(priced())
     policy = Lapping()
     for one in pair:
@@ -94,7 +94,7 @@ def test_a_member_without_a_step_in_the_cycle_is_refused(pair):
         ledger.admit(pair[0], choice)
 
 
-def test_laps_are_found_where_one_turn_each_does_not_fit(pair):
+def test_several_steps_per_cycle_are_found_where_one_each_does_not_fit(pair):
     demands = [demand_of(one) for one in pair]
     prices = NodePrices(rollout_usd=1.0, train_usd=3.0)
     alone = candidate_groups(demands, prices)
@@ -103,7 +103,7 @@ def test_laps_are_found_where_one_turn_each_does_not_fit(pair):
     assert (found.cost_usd, found.members, found.steps_per_cycle) == (5.0, (0, 1), (1, 3))
 
 
-def test_rlmux_lets_a_short_pipeline_lap_a_long_one(pair):
+def test_rlmux_lets_a_short_pipeline_make_several_steps_in_a_long_ones_cycle(pair):
     ledger = PlacementLedger(priced())
     policy = RlMux(usd_per_hour_per_move=0.5)
     for one in pair:

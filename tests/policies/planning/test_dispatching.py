@@ -36,7 +36,7 @@ def ends(driver, pipelines):
     return by_pipeline
 
 
-def test_a_gap_that_a_turn_leaves_is_filled_and_nobody_pays(builders):
+def test_a_gap_that_a_slot_leaves_is_filled_and_no_member_pays(builders):
     pair = [
         builders.pipeline("long", rollout_s=10.0, train_s=2.0, num_steps=4),
         builders.pipeline("short", rollout_s=2.0, train_s=1.0, num_steps=12),
@@ -48,7 +48,7 @@ def test_a_gap_that_a_turn_leaves_is_filled_and_nobody_pays(builders):
     assert filled["short"][3] <= 13.0
 
 
-def test_filling_gaps_never_makes_a_step_end_later_than_turns_would(builders):
+def test_filling_gaps_never_makes_a_step_end_later_than_the_strict_cycle_would(builders):
     generator = random.Random(5)
     num_sooner = 0
     for _ in range(150):
@@ -70,7 +70,7 @@ def test_filling_gaps_never_makes_a_step_end_later_than_turns_would(builders):
     assert num_sooner > 100
 
 
-def test_a_newcomer_that_would_break_its_slo_overtakes_those_who_have_time(builders):
+def test_a_newcomer_that_would_break_its_slo_overtakes_members_that_have_time(builders):
     group = [
         builders.pipeline("a", rollout_s=3.0, train_s=3.0, slo_slowdown=2.0, num_steps=6),
         builders.pipeline("b", rollout_s=5.0, train_s=6.0, slo_slowdown=3.0, num_steps=6),
@@ -89,7 +89,7 @@ def test_a_newcomer_that_would_break_its_slo_overtakes_those_who_have_time(build
     assert all(mine <= one.slo_slowdown for mine, one in zip(slowdowns(overtakes=True), group, strict=True))
 
 
-def test_a_newcomer_begins_in_the_cycle_under_way_however_far_ahead_gaps_have_brought_another(builders):
+def test_a_newcomer_begins_in_the_present_cycle_however_far_ahead_gaps_brought_another(builders):
     group = [
         builders.pipeline("long", rollout_s=20.0, train_s=2.0, num_steps=20),
         builders.pipeline("short", rollout_s=2.0, train_s=1.0, num_steps=60),

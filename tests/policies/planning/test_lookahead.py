@@ -91,7 +91,7 @@ def test_work_on_several_devices_goes_at_the_pace_of_the_slowest():
     assert plan(problem).end_s[0] == pytest.approx(4.6)
 
 
-def merging(cost_s: float) -> Problem:
+def two_tails(cost_s: float) -> Problem:
     """A tail on each of two devices, and training that waits for one of them."""
     return Problem(
         work_items=(
@@ -103,15 +103,15 @@ def merging(cost_s: float) -> Problem:
     )
 
 
-def test_a_tail_is_moved_where_that_lets_another_pipeline_start():
-    made = plan(merging(cost_s=0.2))
+def test_a_tail_migrates_where_that_lets_another_pipeline_start():
+    made = plan(two_tails(cost_s=0.2))
     assert made.sibling_migrations_now == (0,)
     assert made.start_s[2] == 0.0
     assert made.makespan_s == pytest.approx(6.0)
 
 
-def test_no_tail_is_moved_where_moving_costs_more_than_it_frees():
-    made = plan(merging(cost_s=8.0))
+def test_no_tail_migrates_where_that_costs_more_than_it_frees():
+    made = plan(two_tails(cost_s=8.0))
     assert made.sibling_migrations == ()
     assert made.makespan_s == pytest.approx(10.0)
 
@@ -148,7 +148,7 @@ def test_plans_are_near_the_exact_optimum():
     assert statistics.mean(gaps) < statistics.mean(greedy_gaps)
 
 
-def gathering(cost_s: float) -> Problem:
+def whole_shards(cost_s: float) -> Problem:
     """Two pipelines, each with a share of 4 s on both devices, of which nothing has begun; then 2 s of training."""
     shares = [item(number, "dense", (device,), 4.0, tail_s=3.0) for number in (0, 1) for device in (0, 1)]
     trains = (item(0, "update", (0,), 2.0, needs=(0, 1)), item(1, "update", (1,), 2.0, needs=(2, 3)))
@@ -163,20 +163,20 @@ def gathering(cost_s: float) -> Problem:
     )
 
 
-def test_shares_are_gathered_where_that_saves_device_time():
-    made = plan(gathering(cost_s=1.0))
+def test_whole_shards_migrate_where_that_saves_device_time():
+    made = plan(whole_shards(cost_s=1.0))
     assert made.sibling_migrations_now == (0, 2)
     assert made.makespan_s == pytest.approx(4.0 + 1.0 + 2.0)
 
 
-def test_no_share_is_gathered_where_its_sibling_would_take_twice_as_long():
-    made = plan(gathering(cost_s=4.0))
+def test_no_whole_shard_migrates_where_its_sibling_would_take_twice_as_long():
+    made = plan(whole_shards(cost_s=4.0))
     assert made.sibling_migrations == ()
     assert made.makespan_s == pytest.approx(8.0 + 2.0)
 
 
-def test_a_share_that_has_begun_is_not_gathered():
-    problem = gathering(cost_s=0.1)
+def test_a_shard_that_has_begun_does_not_migrate_as_a_whole():
+    problem = whole_shards(cost_s=0.1)
     begun = tuple(
         replace(one, is_running=True) if number == 1 else one for number, one in enumerate(problem.work_items)
     )
@@ -193,7 +193,7 @@ def migrating(cost_s: float, *, is_running: bool) -> Problem:
 
 
 @pytest.mark.parametrize("is_running", [False, True])
-def test_a_share_migrates_to_a_free_device_where_others_want_its_own(is_running):
+def test_a_shard_migrates_to_an_idle_device_where_others_want_its_own(is_running):
     made = plan(migrating(0.5, is_running=is_running))
     assert made.idle_migrations_now == (0,)
     assert made.start_s[1] == 0.0
@@ -201,13 +201,13 @@ def test_a_share_migrates_to_a_free_device_where_others_want_its_own(is_running)
 
 
 @pytest.mark.parametrize("is_running", [False, True])
-def test_no_share_migrates_where_that_costs_more_than_it_frees(is_running):
+def test_no_shard_migrates_where_that_costs_more_than_it_frees(is_running):
     made = plan(migrating(7.0, is_running=is_running))
     assert made.idle_migrations_now == ()
     assert made.makespan_s == pytest.approx(10.0)
 
 
-def test_a_share_that_migrates_later_stays_until_then():
+def test_a_shard_that_migrates_later_stays_until_then():
     problem = migrating(0.5, is_running=False)
     held = (*problem.work_items, item(1, "dense", (1,), 1.0, is_running=True))
     made = plan(replace(problem, work_items=held))
@@ -215,12 +215,12 @@ def test_a_share_that_migrates_later_stays_until_then():
     assert made.idle_migrations_now == ()
 
 
-def test_a_rollout_to_come_is_gathered_in_the_plan_and_not_made():
+def test_a_migration_of_a_rollout_to_come_is_planned_and_not_made():
     """So the pipeline whose training runs is seen to need one device next, and the other one keeps its own."""
     later = [item(0, "dense", (device,), 4.0, tail_s=3.0, needs=(0,)) for device in (0, 1)]
     work_items = (item(0, "update", (0,), 1.0, is_running=True), *later, item(1, "dense", (1,), 6.0))
-    gather = SiblingMigration(source=2, target=1, cost_s=1.0, is_whole=True, is_later=True)
-    made = plan(Problem(work_items=work_items, sibling_migrations=(gather,)))
+    later = SiblingMigration(source=2, target=1, cost_s=1.0, is_whole=True, is_later=True)
+    made = plan(Problem(work_items=work_items, sibling_migrations=(later,)))
     assert made.makespan_s == pytest.approx(6.0)
     assert made.sibling_migrations == (0,)
     assert made.sibling_migrations_now == ()

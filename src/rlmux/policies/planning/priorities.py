@@ -1,6 +1,6 @@
-"""Priorities determine a schedule: who is offered a device first, what is held back, which shards migrate.
+"""Priorities determine a schedule: which work item is offered a device first, what is held back, what migrates.
 
-The search changes priorities, the playout turns them into a schedule; neither knows the other.
+The search changes priorities; the playout turns them into a schedule.
 """
 
 from __future__ import annotations
