@@ -2,18 +2,18 @@
 
     python benchmarks/gpu.py [--device cuda] [--quick] [--parts curves,interference,switches,pipelines] [--out FILE]
 
-    curves         units per second of prefill, dense and tail decoding, log-probs and updates, alone, by share
-    interference   each pair side by side by share: the table of `rlmux profile`
+    curves         units per second of prefill, dense and tail decoding, log-probs and updates alone, by fraction
+    interference   each pair side by side, by device fraction: the table of `rlmux profile`
     switches       seconds from host to device and back of a rollout and of a train engine
-    pipelines      two real pipelines on the one device: one after the other; taking turns; side by side at the levels
-                   that the interference table found to help
+    pipelines      two real pipelines on the one device: one after the other; taking turns; side by side at the
+                   fractions that the interference table found to help
 
 Everything is probed and what is absent is said. Without a running MPS daemon one is started for this command's own
 processes where NVIDIA's control program is installed (`--no-mps` leaves that out): without it, processes on one GPU
 take turns, so that side by side is no different. Results go to benchmarks/results/DEVICE.json.
 
-The same code runs on a CPU core with `--device cpu`, which is how it is tested; there shares are shares of one core's
-time, so nothing can be gained by them.
+The same code runs on a CPU core with `--device cpu`, which is how it is tested; there fractions are those of one
+core's time, so nothing can be gained by them.
 """
 
 from __future__ import annotations
@@ -111,12 +111,12 @@ def main() -> None:
 
 def measure(device: str, parts: list[str], *, is_quick: bool, num_repeats: int, mps: str) -> dict[str, Any]:
     sizes = QUICK_SIZES if is_quick else usual_sizes(device)
-    levels = probe(device)
-    result: dict[str, Any] = {"machine": machine(device, levels, mps), "is_quick": is_quick}
+    fractions = probe(device)
+    result: dict[str, Any] = {"machine": machine(device, fractions, mps), "is_quick": is_quick}
     window: Mapping[str, Any] = QUICK if is_quick else {"window_s": 0.5, "num_rounds": num_repeats}
     if "curves" in parts:
         say("curves")
-        result["curves"] = curves(device, levels, sizes, is_quick=is_quick, **window)
+        result["curves"] = curves(device, fractions, sizes, is_quick=is_quick, **window)
     table = None
     if "interference" in parts:
         say("interference")
@@ -128,24 +128,24 @@ def measure(device: str, parts: list[str], *, is_quick: bool, num_repeats: int, 
         result["switches"] = switches(device, sizes, num_repeats=1 if is_quick else 5)
     if "pipelines" in parts:
         say("pipelines")
-        result["pipelines"] = pipelines(device, levels, table, is_quick=is_quick, num_repeats=num_repeats)
+        result["pipelines"] = pipelines(device, fractions, table, is_quick=is_quick, num_repeats=num_repeats)
     return result
 
 
 # --- the machine --------------------------------------------------------------------------------------------
 
 
-def machine(device: str, levels: DeviceFractions, mps: str) -> dict[str, Any]:
+def machine(device: str, fractions: DeviceFractions, mps: str) -> dict[str, Any]:
     return {
-        "device": levels.device,
-        "num_units": levels.num_units,
+        "device": fractions.device,
+        "num_units": fractions.num_units,
         "driver": driver() if device == "cuda" else None,
         "torch": torch.__version__,
         "cuda": torch.version.cuda,
         "python": platform.python_version(),
-        "levels": levels.prepared,
-        "levels_by": levels.how,
-        "missing": levels.missing,
+        "levels": fractions.prepared,
+        "levels_by": fractions.how,
+        "missing": fractions.missing,
         "mps": mps,
     }
 
@@ -186,19 +186,19 @@ def mps_daemon(*, is_wanted: bool) -> Iterator[str]:
 
 
 def curves(
-    device: str, levels: DeviceFractions, sizes: BenchmarkSizes, *, is_quick: bool, window_s: float, num_rounds: int
+    device: str, fractions: DeviceFractions, sizes: BenchmarkSizes, *, is_quick: bool, window_s: float, num_rounds: int
 ) -> dict[str, dict[str, float]]:
-    """Median units per second of each kind alone, by its share; and of decoding, by its active sequences."""
+    """Median units per second of each sub-stage alone by device fraction, and of decoding by active sequences."""
     is_core = device == "cpu"
     core = min(os.sched_getaffinity(0)) if is_core else None
-    kinds = ("dense", "update") if is_quick else BENCHMARK_SUB_STAGES
-    found: dict[str, dict[str, list[float]]] = {kind: {} for kind in kinds}
-    with benchmark_processes(kinds, sizes, device, core, num_each=1) as processes:
+    sub_stages = ("dense", "update") if is_quick else BENCHMARK_SUB_STAGES
+    found: dict[str, dict[str, list[float]]] = {sub_stage: {} for sub_stage in sub_stages}
+    with benchmark_processes(sub_stages, sizes, device, core, num_each=1) as processes:
         for _ in range(num_rounds):
-            for kind in kinds:
-                for share in (*levels.prepared, WHOLE):
-                    rate = rates([(processes[kind][0], share)], window_s, is_core=is_core)[0]
-                    found[kind].setdefault(f"{share:.3g}", []).append(rate)
+            for sub_stage in sub_stages:
+                for fraction in (*fractions.prepared, WHOLE):
+                    rate = rates([(processes[sub_stage][0], fraction)], window_s, is_core=is_core)[0]
+                    found[sub_stage].setdefault(f"{fraction:.3g}", []).append(rate)
     by_active = found.setdefault("dense by active sequences", {})
     for num_active in (1,) if is_quick else sorted({1, 8, 32, sizes.num_slots}):
         few = replace(sizes, num_tail=num_active)
@@ -206,7 +206,7 @@ def curves(
             for _ in range(num_rounds):
                 rate = rates([(processes["tail"][0], WHOLE)], window_s, is_core=is_core)[0]
                 by_active.setdefault(str(num_active), []).append(rate)
-    return {kind: {at: statistics.median(of) for at, of in rows.items()} for kind, rows in found.items()}
+    return {sub_stage: {at: statistics.median(of) for at, of in rows.items()} for sub_stage, rows in found.items()}
 
 
 def switches(device: str, sizes: BenchmarkSizes, *, num_repeats: int) -> dict[str, dict[str, float]]:
@@ -239,7 +239,7 @@ def switches(device: str, sizes: BenchmarkSizes, *, num_repeats: int) -> dict[st
 
 
 def pipelines(
-    device: str, levels: DeviceFractions, table: InterferenceTable | None, *, is_quick: bool, num_repeats: int
+    device: str, fractions: DeviceFractions, table: InterferenceTable | None, *, is_quick: bool, num_repeats: int
 ) -> dict[str, Any]:
     """Tokens per second of two pipelines with long tails on the one device, in three ways, in turn."""
     sharing = SharingTable()
@@ -248,7 +248,7 @@ def pipelines(
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder) / "profile.json"
             table.save(path)
-            sharing, warnings = load_sharing(path, levels)
+            sharing, warnings = load_sharing(path, fractions)
             notes += [warning.replace(f"{path}: ", "").replace(f"{path} ", "") for warning in warnings]
     ways: dict[str, Policy] = {
         "one after the other": Colocated(),
@@ -341,8 +341,8 @@ def lines_of(result: Mapping[str, Any]) -> list[str]:
         f"levels: {', '.join(f'{device_fraction:.3g}' for device_fraction in about['levels']) or 'none'} "
         f"by {about['levels_by'] or 'nothing'}" + (f"; missing: {about['missing']}" if about["missing"] else ""),
     ]
-    for kind, row in result.get("curves", {}).items():
-        lines.append(f"  {kind:<26}" + "  ".join(f"{at}: {rate:.4g}/s" for at, rate in row.items()))
+    for sub_stage, row in result.get("curves", {}).items():
+        lines.append(f"  {sub_stage:<26}" + "  ".join(f"{at}: {rate:.4g}/s" for at, rate in row.items()))
     for entry in result.get("interference", {}).get("entries", []):
         lines.append(
             f"  {entry['a']} | {entry['b']} at {entry['level']:.3g}: {entry['slowdown_a']:.2f} "

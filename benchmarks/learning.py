@@ -1,4 +1,4 @@
-"""Do the demo pipelines learn, and where does a step's time go? Host and both engines in one process.
+"""Do the demo pipelines learn, and where does a step's time go? Environment and both engines in one process.
 
     python benchmarks/learning.py [--pipelines sort,sort-long,...] [--steps N] [--seeds N] [--json]
 
@@ -46,7 +46,7 @@ def demo(name: str, task: str, params: dict[str, Any], sft_warmup: int, max_new_
 
 
 LONG_TAIL = {"min_digits": 2, "mean_digits": 6, "max_digits": 24}
-PLANS = {
+CONFIGS = {
     each.name: each
     for each in (
         demo("sort", "sort", {"digits": 5}, 50, 12),
@@ -74,13 +74,13 @@ class Stopwatch:
 def learn(config: TrainingConfig) -> dict[str, Any]:
     """The whole run, and what it was like."""
     watch = Stopwatch()
-    host, trainer = PipelineEnv(config), TorchTrainEngine(config)
+    env, trainer = PipelineEnv(config), TorchTrainEngine(config)
     rollout = SlotRolloutEngine(
         config.model,
         config.rollout,
-        vocab_size=host.vocabulary.vocab_size,
+        vocab_size=env.vocabulary.vocab_size,
         seed=config.seed,
-        is_single_turn=host.is_single_turn,
+        is_single_turn=env.is_single_turn,
     )
     with watch.part("sft_warmup"):
         trainer.run_stage(Stage.SFT_WARMUP, max_seconds=float("inf"))
@@ -90,15 +90,15 @@ def learn(config: TrainingConfig) -> dict[str, Any]:
             with watch.part("publish"):
                 path = Path(folder) / "weights.safetensors"
                 rollout.load_weights(path, trainer.export_weights(path))
-            with watch.part("host"):
-                rollout.submit(host.begin_step(step))
-            while not host.is_step_complete(step):
+            with watch.part("env"):
+                rollout.submit(env.begin_step(step))
+            while not env.is_step_complete(step):
                 with watch.part("rollout"):
                     chunk = rollout.run_chunk(max_decode_steps=10**6, max_seconds=10)
-                with watch.part("host"):
-                    rollout.reply(*host.on_turns(chunk.finished))
-            with watch.part("host"):
-                batch = host.finish_step(step)
+                with watch.part("env"):
+                    rollout.reply(*env.on_turns(chunk.finished))
+            with watch.part("env"):
+                batch = env.finish_step(step)
             with watch.part("update"):
                 trainer.begin_step(batch)
             for stage in RL_STAGES:
@@ -126,7 +126,7 @@ def learn(config: TrainingConfig) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pipelines", default="sort,sort-long", help=f"any of {','.join(PLANS)}")
+    parser.add_argument("--pipelines", default="sort,sort-long", help=f"any of {','.join(CONFIGS)}")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--seeds", type=int, default=1)
     parser.add_argument("--json", action="store_true")
@@ -134,7 +134,7 @@ def main() -> None:
     torch.set_num_threads(1)
     for name in arguments.pipelines.split(","):
         for seed in range(arguments.seeds):
-            config = replace(PLANS[name], seed=seed)
+            config = replace(CONFIGS[name], seed=seed)
             result = learn(replace(config, num_steps=arguments.steps or config.num_steps))
             if arguments.json:
                 print(json.dumps(result), flush=True)

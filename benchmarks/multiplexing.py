@@ -3,7 +3,7 @@
     python benchmarks/multiplexing.py [FILE] [--policies solo,colocated,rollmux] [--repeats 3] [--steps N] [--json]
 
 Policies are run in turn, round after round, and medians are taken, since machines drift. All times are steady state:
-of the steps after each pipeline's first, which waits for everyone's warm start.
+of the steps after each pipeline's first, which waits for the SFT warm-up of all.
 
     gain    solo device-seconds per step of every pipeline, over what the shared devices take for one step of each
     bound   sum(T_roll + T_train) / max(T_cycle, T_load), from the phases measured alone (docs/design.md)
@@ -48,7 +48,7 @@ class Measured:
     """Longest mean step of the steady state: what one step of every pipeline takes."""
     step_s: Mapping[PipelineId, float]
     rollout_s: Mapping[PipelineId, float]
-    """Mean of its rollout phase, from the order to its end."""
+    """Mean seconds of the rollout phase by pipeline, from the order to its end."""
     train_s: Mapping[PipelineId, float]
     utilization: Mapping[str, float]
     sha256: Mapping[PipelineId, str]
@@ -152,7 +152,7 @@ def summary_of(runs: Sequence[Measured], solo: Sequence[Measured] | None) -> dic
 
 
 def first_token_s(file: str) -> float:
-    """From `rlmux run` to the first sampled token in the log, without a warm start in between."""
+    """Seconds from `rlmux run` to the first sampled token in the log, without an SFT warm-up in between."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name) / "run"
         command = [sys.executable, "-m", "rlmux", "run", file, "--out", str(folder), "--json"]

@@ -1,9 +1,9 @@
-"""Weights over a thin link to 8 receivers: one copy scattered and shared out, against a copy for each receiver.
+"""Weights over a thin link to 8 receivers: one copy scattered and passed on, against a copy for each receiver.
 
     python benchmarks/weight_sync.py                    payload 16 MB, link 16 MB/s, 2 senders, 8 receivers
     python benchmarks/weight_sync.py --namespaces       the link is a shaped one between two network namespaces (root)
 
-Every rank is a process. The link is a token bucket in the senders (each holds its share of the rate), or a pair of
+Every rank is a process. The link is a token bucket in the senders (each holds its part of the rate), or a pair of
 virtual interfaces with a rate limit between two network namespaces; the inside of the receivers' pool is a loopback
 device. Schemes alternate; medians. `limit` is payload over the link's rate.
 """

@@ -265,7 +265,7 @@ def test_learning_rates_warm_up() -> None:
 
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.1])
-def test_a_restored_engine_goes_on_bit_for_bit(tmp_path: Path, kl_coef: float) -> None:
+def test_a_restored_engine_continues_bit_for_bit(tmp_path: Path, kl_coef: float) -> None:
     training_config = config(sft_warmup=2, kl_coef=kl_coef)
     engine = TorchTrainEngine(training_config)
     run_stage(engine, Stage.SFT_WARMUP)
