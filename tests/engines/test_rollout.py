@@ -185,7 +185,7 @@ def test_where_no_smaller_batch_is_exact_the_full_one_gives_the_same_bits(
 ) -> None:
     monkeypatch.setattr(BatchProbe, "is_decode_exact", lambda self, width, window: False)
     monkeypatch.setattr(BatchProbe, "is_prefill_exact", lambda self, rows, length: False)
-    monkeypatch.setattr("rlmux.engines.batch_probe._is_exact_by_shape", {})
+    monkeypatch.setattr("rlmux.engines.batch_probe.is_exact_by_shape", {})
     engine = new_engine()
     engine.submit(requests)
     report = engine.run_chunk(max_decode_steps=10_000, max_seconds=60.0)
@@ -222,7 +222,7 @@ def test_a_shape_whose_bits_differ_is_not_used(
         return logits if plan.width in (8, 16) else logits * (1 + 2**-20)
 
     monkeypatch.setattr(DecodePlan, "step", step_that_rounds_differently)
-    monkeypatch.setattr("rlmux.engines.batch_probe._is_exact_by_shape", {})
+    monkeypatch.setattr("rlmux.engines.batch_probe.is_exact_by_shape", {})
     engine = new_engine()
     assert engine.is_schedule_exact
     engine.submit(requests)

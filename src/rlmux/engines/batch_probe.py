@@ -27,13 +27,18 @@ from rlmux.engines.transformer import DecodePlan, DecoderWeights, KvCache, Posit
 PREFILL_BUCKET = 16
 """Prompts are padded to a multiple of this; a prompt's own length alone decides how far."""
 
+# Batch shapes worth probing: each probe takes time, and a shape somewhat too large costs little.
 _WIDTHS = (4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 _PREFILL_ROWS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
 _REFERENCE_PREFILL_ROWS = 4
+"""Rows of the prefill batch that others are compared with, and that is always right."""
 _MAX_WINDOWS = 8
+"""Windows that are probed at most, evenly spread over the cache's positions."""
 _PROBED_LAYERS = 2
+"""Layers of a probe: the second reads what the first has rounded."""
 
-_is_exact_by_shape: dict[tuple[object, ...], bool] = {}
+is_exact_by_shape: dict[tuple[object, ...], bool] = {}
+"""What this process has measured, by model, machine and batch shape."""
 
 
 class BatchProbe:
@@ -92,12 +97,12 @@ class BatchProbe:
             torch.get_num_threads(),
             *shape,
         )
-        if key not in _is_exact_by_shape:
-            _is_exact_by_shape[key] = measure()
-        return _is_exact_by_shape[key]
+        if key not in is_exact_by_shape:
+            is_exact_by_shape[key] = measure()
+        return is_exact_by_shape[key]
 
     def is_decode_exact(self, width: int, window: int) -> bool:
-        """Against the full shape; the full shape itself against its rows in reverse order."""
+        """Measure a shape against the full one; the full one against its rows in reverse order."""
         in_order = torch.arange(self._num_slots)
         full = self._num_slots, self._max_len
         if window not in self._references:
@@ -130,6 +135,7 @@ class BatchProbe:
         return torch.cat([logits, logprobs], dim=1).cpu()
 
     def is_prefill_exact(self, rows: int, length: int) -> bool:
+        """Measure `rows` rows of `length` tokens against the reference rows, and against their reverse order."""
         generator = torch.Generator().manual_seed(rows * 65_537 + length)
         tokens = torch.randint(self._weights.shape.vocab_size, (rows, length), generator=generator)
         tokens = tokens.to(self._weights.flat.device)

@@ -47,7 +47,11 @@ class TrainingSequence:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MicroBatch:
-    """Sequences that go forward and backward together. Per-token tensors are [R]."""
+    """Sequences that go forward and backward together; the module docstring has the shapes.
+
+    `weights`, `advantages`, `sampled_logprobs` and `is_stale` are [R]: the fields of `TrainingSequence`, per sampled
+    token.
+    """
 
     input_tokens: Tensor
     sources: Tensor
@@ -60,6 +64,7 @@ class MicroBatch:
     """Prompt and response tokens of all sequences, padding left out."""
 
     def to(self, device: torch.device) -> MicroBatch:
+        """A copy on `device`; the batch itself on a CPU."""
         if device.type == "cpu":
             return self
         return MicroBatch(

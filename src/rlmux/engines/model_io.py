@@ -33,7 +33,8 @@ from rlmux.rl.config import ARCHITECTURES, MAX_POSITIONS, ModelConfig
 def build_model(model_config: ModelConfig, vocab_size: int, seed: int) -> PreTrainedModel:
     """Make the pipeline's model: random weights from `seed`, or those of the checkpoint folder.
 
-    A folder's embedding may have more rows than the tokenizer has tokens (padding), never fewer.
+    A folder's embedding may have more rows than the tokenizer has tokens (padding), never fewer. Raises UserError for
+    sizes that do not fit together and for a folder that cannot be used.
     """
     if model_config.path is not None:
         return _load_folder(Path(model_config.path), vocab_size)

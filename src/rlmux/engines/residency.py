@@ -41,6 +41,7 @@ class Offloaded:
 
     @property
     def is_on_disk(self) -> bool:
+        """The tensors are spilled and not in host memory."""
         return self._copies is None
 
     def copy_to(self, tensors: Sequence[Tensor]) -> None:

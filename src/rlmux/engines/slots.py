@@ -83,6 +83,7 @@ class SlotBuffers:
         self._state[_STOPS:] = _NO_TOKEN
 
     def tensors(self) -> list[Tensor]:
+        """All buffers, for an offload."""
         return [self._state, self._tokens, self._logprobs, self._uniforms]
 
     def seat(self, slot: int, row: SlotRow) -> None:

@@ -62,6 +62,7 @@ class TrainState:
 
     @property
     def has_reference(self) -> bool:
+        """There are weights that the KL penalty compares with."""
         return self._reference is not None
 
     # --- learning -------------------------------------------------------------------------------------------

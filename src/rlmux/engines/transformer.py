@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 from rlmux.core.errors import UserError
 
 _MAX_MASK_TABLE = 1024
+"""Positions up to which the masks are kept as a table of their square."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,6 +78,7 @@ class DecoderShape:
 
     @property
     def qkv_size(self) -> int:
+        """Columns of the fused projection to queries, keys and values."""
         return self.num_kv_heads * self.heads_per_group * self.head_dim
 
 
@@ -207,6 +209,7 @@ class PositionTables:
         return torch.zeros(hidden.shape, device=hidden.device).masked_fill_(hidden, -math.inf)
 
     def tensors(self) -> list[Tensor]:
+        """All tables, for an offload."""
         return [self.rotations, self.columns] + ([] if self.masks is None else [self.masks])
 
 

@@ -65,6 +65,7 @@ class PipelineEnv:
 
     @property
     def vocabulary(self) -> Vocabulary:
+        """The tokenizer of the pipeline's model."""
         return self._vocabulary
 
     @property

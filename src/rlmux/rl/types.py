@@ -34,6 +34,7 @@ class Prompt:
     """One row of a dataset."""
 
     text: str
+    """Text that the model continues."""
     answer: str | None = None
     """The right response: the SFT warm-up trains on it, and most rewards compare with it."""
     data: Mapping[str, Any] | None = None
@@ -83,7 +84,10 @@ class TurnReply:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PartialTrajectory:
-    """An unfinished trajectory on its way to another worker, with everything it needs to continue there."""
+    """An unfinished trajectory on its way to another worker, with everything it needs to continue there.
+
+    Per-token fields are those of `FinishedTurn`.
+    """
 
     request: TrajectoryRequest
     tokens: tuple[int, ...]
@@ -100,7 +104,7 @@ class PartialTrajectory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
-    """One complete, scored episode."""
+    """One complete, scored episode. Per-token fields are those of `FinishedTurn`."""
 
     id: TrajectoryId
     prompt_tokens: tuple[int, ...]

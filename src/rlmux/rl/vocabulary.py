@@ -20,7 +20,7 @@ _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
 
 class Vocabulary(Protocol):
-    """What tasks, hosts and engines ask of a tokenizer."""
+    """What tasks, env workers and engines need of a tokenizer."""
 
     @property
     def vocab_size(self) -> int:

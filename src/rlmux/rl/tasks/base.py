@@ -52,7 +52,8 @@ class Task(Protocol):
     def is_single_turn(self) -> bool:
         """No environment ever answers: a stop ends the trajectory, and its slot is free at once."""
 
-    def prompt(self, index: int) -> Prompt: ...
+    def prompt(self, index: int) -> Prompt:
+        """The prompt of any whole number, a function of (options, seed, index) alone."""
 
     def demonstration(self, prompt: Prompt) -> Sequence[Segment]:
         """The right response, as the SFT warm-up shows it; its text earns the full score."""
@@ -65,7 +66,7 @@ class Task(Protocol):
 
 
 class SingleTurnTask:
-    """What tasks share where the model speaks once and the right answer is a text."""
+    """Tasks in which the model speaks once and the right answer is a text."""
 
     stop: tuple[str, ...] = ()
     is_single_turn = True

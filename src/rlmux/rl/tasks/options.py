@@ -19,6 +19,7 @@ class Options:
         self._known: list[str] = []
 
     def take_int(self, name: str, default: int, *, at_least: int, at_most: int = 10**9) -> int:
+        """A whole number within bounds; UserError for anything else, as in all of these."""
         self._known.append(name)
         value = self._left.pop(name, default)
         if isinstance(value, bool) or not isinstance(value, int) or not at_least <= value <= at_most:
@@ -29,6 +30,7 @@ class Options:
         return value
 
     def take_seconds(self, name: str) -> float:
+        """Seconds, 0 by default and less than an hour."""
         self._known.append(name)
         value = self._left.pop(name, 0.0)
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < 3600:
@@ -36,6 +38,7 @@ class Options:
         return float(value)
 
     def take_choice(self, name: str, default: str, accepted: tuple[str, ...]) -> str:
+        """One of the accepted texts."""
         self._known.append(name)
         value = self._left.pop(name, default)
         if value not in accepted:
@@ -43,6 +46,7 @@ class Options:
         return str(value)
 
     def take_bool(self, name: str, default: bool) -> bool:
+        """True or false."""
         self._known.append(name)
         value = self._left.pop(name, default)
         if not isinstance(value, bool):
@@ -63,6 +67,7 @@ class Options:
         return LengthRange(shortest, longest, mean if has_tail else None)
 
     def finish(self) -> None:
+        """Raise UserError for an option that was not taken, with the nearest that is accepted."""
         for name in self._left:
             close = get_close_matches(name, self._known, n=1)
             hint = f"did you mean {close[0]!r}? " if close else ""
@@ -79,13 +84,14 @@ class LengthRange:
     def __init__(self, shortest: int, longest: int, mean: int | None) -> None:
         self._shortest = shortest
         self._longest = longest
-        # Extra symbols go on with probability extra / (extra + 1), which makes `extra` their mean.
-        self._goes_on = None if mean is None else (mean - shortest) / (mean - shortest + 1)
+        # One more extra symbol follows with probability extra / (extra + 1), which makes `extra` their mean.
+        self._extra_probability = None if mean is None else (mean - shortest) / (mean - shortest + 1)
 
     def draw(self, random: Random) -> int:
-        if self._goes_on is None:
+        """One length."""
+        if self._extra_probability is None:
             return random.randint(self._shortest, self._longest)
         length = self._shortest
-        while length < self._longest and random.random() < self._goes_on:
+        while length < self._longest and random.random() < self._extra_probability:
             length += 1
         return length
