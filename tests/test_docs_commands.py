@@ -17,6 +17,7 @@ from rlmux.cli.commands import app
 from rlmux.config import reference
 from rlmux.policies import POLICIES
 from rlmux.rl.tasks import TASKS
+from rlmux.sim.workloads import catalog
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -179,6 +180,19 @@ def test_every_task_is_documented(spec_page):
 def test_the_spec_page_has_the_tables_of_the_models_that_check_the_file(spec_page):
     told = "run: python -m rlmux.config.reference, and put it below the comment in docs/spec.md"
     assert spec_page.endswith(reference.markdown() + "\n"), told
+
+
+def test_the_parameters_of_each_workload_are_documented_and_no_others():
+    table = PAGES["docs/simulator.md"].partition("## Workloads")[2].partition("\n\nA CSV")[0]
+    rows = [
+        [re.findall(r"`([\w-]+)`", re.sub(r"\(.*?\)", "", cell)) for cell in row.split("|")]
+        for row in table.splitlines()
+    ]
+    parameters_by_name = {name: row[3] for row in rows[4:] for name in row[1]}
+    assert set(parameters_by_name) <= set(catalog.names())
+    for name, parameters in parameters_by_name.items():
+        is_drift = name.startswith("drift-")
+        assert set(parameters) == (set() if is_drift else set(catalog.params_of(name))), name
 
 
 def test_the_files_of_the_cluster_page_can_be_read():

@@ -109,7 +109,10 @@ class EstimateConfig(FromFile):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FootprintConfig(FromFile):
-    """Memory kept on every node that the pipeline is pinned to, where known. `run` measures its own."""
+    """Memory kept on every node that the pipeline is pinned to, where known.
+
+    `run` estimates it from model and batch sizes, unless both device figures are given.
+    """
 
     rollout_host_gb: NonNegativeFloat = 0.0
     """Host memory of a rollout node, in 10^9 bytes."""

@@ -64,6 +64,13 @@ def test_parameters_can_be_typed_behind_the_name():
     assert made.cluster.pools["h20"].host_memory_bytes == 2e12
 
 
+def test_a_pair_may_wait_for_tools():
+    usual, waiting = (catalog.load(f"pair:{text}").arrivals[0].world for text in ("tool_calls=0", "tool_calls=2"))
+    assert usual.tools is None
+    assert (waiting.tools.mean_calls, waiting.tools.wait_s) == (2, 10.0)
+    assert catalog.load("pair:tool_calls=2,tool_wait_s=0.5").arrivals[0].world.tools.wait_s == 0.5
+
+
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -72,6 +79,9 @@ def test_parameters_can_be_typed_behind_the_name():
         ("weave:slo", "'slo' is no parameter"),
         ("weave:slo=0.5", "1 <= low <= high"),
         ("weave:train_nodes_32b=3", "train_nodes_32b is 3; accepted: 1, 2"),
+        ("pair:tool_call=1", "no parameter 'tool_call'; accepted: first, second, num_gpus, deployment, num_steps, "),
+        ("pair:tool_calls=x", "workload 'pair': tool_calls is 'x'; accepted: a number, 0 or more"),
+        ("pair:tool_calls=1,tool_wait_s=-1", "workload 'pair': tool_wait_s is -1; accepted: a number, 0 or more"),
         ("bl:num_pipelines=301", "accepted: 1 to 300"),
         ("nowhere.csv", "nowhere.csv: no such file"),
     ],

@@ -18,6 +18,7 @@ import random
 from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from functools import partial
+from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,7 @@ from rlmux.sim.workloads import substage_pairs, trace_csv
 from rlmux.sim.workloads.arrivals import Arrival, Profile, Workload, h20_h800_cluster, profiled_arrival, profiles
 from rlmux.sim.world import STEADY, Drifting, TrueSeconds, Variation, drift_curve
 
-__all__ = ["Arrival", "Workload", "build", "load", "micro_gpus", "names"]
+__all__ = ["Arrival", "Workload", "build", "load", "micro_gpus", "names", "params_of"]
 
 
 def load(text: str, *, seed: int = 0) -> Workload:
@@ -61,9 +62,9 @@ def build(name: str, *, seed: int = 0, **params: Any) -> Workload:
         raise UserError(
             f"workload {name!r} is neither the path of a .csv file nor built in: {', '.join(_BUILDERS)}{hint}"
         )
-    unknown = [key for key in params if key not in _PARAMS[name]]
+    unknown = [key for key in params if key not in params_of(name)]
     if unknown:
-        accepted = ", ".join(_PARAMS[name]) or "none"
+        accepted = ", ".join(params_of(name))
         raise UserError(f"workload {name!r} has no parameter {unknown[0]!r}; accepted: {accepted}")
     return builder(seed=seed, **params)
 
@@ -327,14 +328,10 @@ _BUILDERS: Mapping[str, Callable[..., Workload]] = {
     "pair": substage_pairs.pair,
 }
 
-_WEAVE_PARAMS = ("train_nodes_32b", "slo", "departure", "costs", "host_memory_gb", "drift")
-_PARAMS: Mapping[str, tuple[str, ...]] = {
-    name: _WEAVE_PARAMS
-    if name == "weave" or name.startswith("drift-")
-    else ("num_steps", "slo_slowdown", "costs", "unbounded")
-    if name.startswith("micro-")
-    else ("first", "second", "num_gpus", "deployment", "num_steps", "staleness")
-    if name == "pair"
-    else ("slo", "num_pipelines")
-    for name in _BUILDERS
-}
+_NOT_A_PARAMETER = ("seed", "name", "kinds", "case")
+"""Arguments of a builder that the workload's own name decides, and the seed."""
+
+
+def params_of(name: str) -> tuple[str, ...]:
+    """The parameters that a built-in workload takes."""
+    return tuple(each for each in signature(_BUILDERS[name]).parameters if each not in _NOT_A_PARAMETER)

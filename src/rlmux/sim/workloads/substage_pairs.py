@@ -78,6 +78,9 @@ def pair(
     for run in (first, second):
         if run not in RECORDED:
             raise UserError(f"workload {name!r}: no pipeline after run {run!r}; accepted: {', '.join(RECORDED)}")
+    for key, value in (("tool_calls", tool_calls), ("tool_wait_s", tool_wait_s)):
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0.0 <= value < float("inf"):
+            raise UserError(f"workload {name!r}: {key} is {value!r}; accepted: a number, 0 or more")
     return crowd(
         (RECORDED[first], RECORDED[second]), num_gpus=num_gpus, deployment=deployment, num_steps=num_steps,
         staleness=staleness, seed=seed, name=name,
