@@ -19,6 +19,10 @@ import pytest
         (["run", "small.yaml", "--set", "pipelines.a.steps=0"], "--set pipelines.a.steps=0: pipelines.a.steps is 0"),
         (["run", "small.yaml", "--set", "pipelines.a.task=srt"], "--set pipelines.a.task=srt: pipelines.a.task.name"),
         (["run", "small.yaml", "--set", "pipelines.a.task.digit=3"], "--set pipelines.a.task.digit=3: pipelines.a"),
+        (
+            ["run", "small.yaml", "--set", "pipelines.a.task={name: 'reasoning-gym:chain_sum', min_termz: 2}"],
+            "--set pipelines.a.task={name: 'reasoning-gym:chain_sum', min_termz: 2}: pipelines.a.task.min_termz: ",
+        ),
         (["compare", "small.yaml", "--policies", "solo,nope"], "--policies 'nope': accepted: solo, "),
         (["compare", "small.yaml", "--policies", ","], "--policies '': accepted: solo, "),
         (["simulate", "nowhere"], "workload 'nowhere' is neither"),

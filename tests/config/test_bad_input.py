@@ -136,6 +136,14 @@ CASES = {
         [("steps: 60", "model: {heads: 5}")],
         "two.yaml:6: pipelines.sort.model.heads is 5; accepted: a divisor of half of hidden_size 64",
     ),
+    "a width that the default heads do not divide": (
+        [("steps: 60", "model: {hidden_size: 30}")],
+        "two.yaml:6: pipelines.sort.model.hidden_size is 30; accepted: a multiple of 8, twice the heads",
+    ),
+    "heads that the default key/value heads do not divide": (
+        [("steps: 60", "model: {heads: 1}")],
+        "two.yaml:6: pipelines.sort.model.heads is 1; accepted: a multiple of kv_heads 2",
+    ),
     "a checkpoint with sizes": (
         [("steps: 60", "model: {path: x, layers: 2}")],
         "two.yaml:6: pipelines.sort.model.layers is 2: does not go with 'path': the checkpoint's own",
@@ -334,6 +342,11 @@ def test_a_reward_function_that_its_module_lacks_is_refused_with_the_nearest(com
     assert message.endswith("my_rewards.py has no 'scor'; nearest: score; accepted: re, score, length")
     (tmp_path / "my_rewards.py").write_text("def score(:\n")
     assert "my_rewards.py, line 1: not Python" in complaint(good, replace=replace)
+
+
+def test_a_reward_function_may_be_asynchronous(load, good, tmp_path):
+    (tmp_path / "my_rewards.py").write_text("async def co(solution_str): return 0.0\n")
+    load(good.replace("task: reverse", "task: {name: reverse, reward: 'my_rewards:co'}"))
 
 
 @pytest.mark.parametrize(("files", "lack"), [([], "has no config.json"), (["config.json"], "has no *.safetensors")])

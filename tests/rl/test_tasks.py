@@ -141,9 +141,26 @@ def test_an_unknown_generator_names_the_nearest() -> None:
         task("reasoning-gym:chainsum")
 
 
-def test_a_generators_own_complaint_is_passed_on() -> None:
-    with pytest.raises(UserError, match=r"reasoning-gym:chain_sum.*min_termz"):
-        task("reasoning-gym:chain_sum", params={"min_termz": 2})
+@pytest.mark.parametrize(
+    ("params", "text"),
+    [
+        (
+            {"min_termz": 2},
+            r"^task.params.min_termz: 'reasoning-gym:chain_sum' has no such option; did you mean 'min_terms'\?",
+        ),
+        (
+            {"seed": 2},
+            r"^task.params.seed: 'reasoning-gym:chain_sum' has no such option; accepted: suffix, .*min_terms",
+        ),
+        ({"size": 2}, r"^task.params.size: 'reasoning-gym:chain_sum' has no such option"),
+        ({"min_terms": "x"}, r"^task.params.min_terms of 'reasoning-gym:chain_sum': 'x': .*not supported"),
+        ({"min_terms": 0}, r"^task.params.min_terms of 'reasoning-gym:chain_sum': 0: min_terms must be positive"),
+        ({"max_terms": 1}, r"^task.params.max_terms of 'reasoning-gym:chain_sum': 1: max_terms must be >= min_terms"),
+    ],
+)
+def test_a_generators_own_complaint_is_placed_at_its_option(params: dict[str, Any], text: str) -> None:
+    with pytest.raises(UserError, match=text):
+        task("reasoning-gym:chain_sum", params=params)
 
 
 def test_a_scorer_that_raises_on_rubbish_gives_nothing() -> None:
@@ -196,6 +213,7 @@ def test_verls_parquet_rows_work_as_they_are(tmp_path: Path) -> None:
         ([{"prompt": "a", "answer": "b"}, "[1]"], r"rows.jsonl line 2: list"),
         ([{"question": "a", "answer": "b"}], r"rows.jsonl row 1: no 'prompt'; its columns: question, answer"),
         ([{"prompt": "a", "answer": "b"}, {"prompt": 5, "answer": "b"}], r"row 2: 'prompt' is int '5'"),
+        ([{"prompt": None, "answer": "b"}], r"row 1: 'prompt' is null; accepted: a text, or a list of messages"),
         ([{"prompt": "a"}], r"row 1: no 'answer' .*task.reward"),
         ([], r"rows.jsonl has no rows"),
     ],

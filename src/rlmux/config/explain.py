@@ -66,10 +66,12 @@ def _explain_one(details: ErrorDetails, root: Node, top: type[FromFile]) -> Spec
 
 
 def _misfit(root: Node, path: tuple[PathPart, ...], error: MisfitError) -> SpecError:
-    path = (*path, *error.key.split("."))
+    """The first of the keys to change that the file gives: one that is left at its default is no mistake."""
+    ways = [((*path, *key.split(".")), text) for key, text in ((error.key, error.text), *error.others)]
+    path, text = next((way for way in ways if root.at(way[0]) is not None), ways[0])
     value = shown_value(root.nearest(path).plain())
-    glue = "; " if error.text.startswith("accepted") else ": "
-    return spec_error(root, path, f"is {value}{glue}{error.text}")
+    glue = "; " if text.startswith("accepted") else ": "
+    return spec_error(root, path, f"is {value}{glue}{text}")
 
 
 def _is_inside(inner: ErrorDetails, outer: ErrorDetails) -> bool:

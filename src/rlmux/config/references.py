@@ -59,7 +59,7 @@ def _top_level_names(source: Path) -> list[str] | None:
     names: list[str] = []
     for statement in ast.parse(source.read_text(encoding="utf-8")).body:
         match statement:
-            case ast.FunctionDef(name=name) | ast.ClassDef(name=name):
+            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) | ast.ClassDef(name=name):
                 names.append(name)
             case ast.Assign(targets=targets):
                 names += [target.id for target in targets if isinstance(target, ast.Name)]

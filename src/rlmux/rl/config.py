@@ -56,12 +56,14 @@ FunctionReference = Annotated[str, Predicate(is_function_reference), Takes("modu
 class MisfitError(UserError):
     """Two fields that do not fit together."""
 
-    def __init__(self, key: str, text: str) -> None:
-        super().__init__(key, text)
+    def __init__(self, key: str, text: str, *others: tuple[str, str]) -> None:
+        super().__init__(key, text, *others)
         self.key = key
         """Key of the file that is to be changed."""
         self.text = text
         """What is accepted there."""
+        self.others = others
+        """Further keys that may be changed instead, and what is accepted there."""
 
     def __str__(self) -> str:
         return f"{self.key}: {self.text}"
@@ -105,9 +107,17 @@ class ModelConfig(FromFile):
 
     def __post_init__(self) -> None:
         if self.hidden_size % (2 * self.num_heads):
-            raise MisfitError("heads", f"accepted: a divisor of half of hidden_size {self.hidden_size}")
+            raise MisfitError(
+                "heads",
+                f"accepted: a divisor of half of hidden_size {self.hidden_size}",
+                ("hidden_size", f"accepted: a multiple of {2 * self.num_heads}, twice the heads"),
+            )
         if self.num_heads % self.num_kv_heads:
-            raise MisfitError("kv_heads", f"accepted: a divisor of heads {self.num_heads}")
+            raise MisfitError(
+                "kv_heads",
+                f"accepted: a divisor of heads {self.num_heads}",
+                ("heads", f"accepted: a multiple of kv_heads {self.num_kv_heads}"),
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -62,10 +62,11 @@ class FileTask(SingleTurnTask):
         columns = self._rows[row]
         where = f"{self._path} row {row + 1}"
         found = _lookup(columns, self._prompt_key)
-        if found is None:
+        if found is _ABSENT:
             raise UserError(f"{where}: no {self._prompt_key!r}; its columns: {', '.join(columns) or 'none'}")
         answer = _lookup(columns, self._answer_key)
-        return Prompt(text=self._text_of(found, where), answer=None if answer is None else str(answer), data=columns)
+        answer_text = None if answer is _ABSENT or answer is None else str(answer)
+        return Prompt(text=self._text_of(found, where), answer=answer_text, data=columns)
 
     def _text_of(self, found: Any, where: str) -> str:
         if isinstance(found, str):
@@ -75,18 +76,22 @@ class FileTask(SingleTurnTask):
             for message in found
         )
         if not is_chat:
+            shown = "null" if found is None else f"{type(found).__name__} {str(found)[:40]!r}"
             raise UserError(
-                f"{where}: {self._prompt_key!r} is {type(found).__name__} {str(found)[:40]!r}; "
-                "accepted: a text, or a list of messages with role and content"
+                f"{where}: {self._prompt_key!r} is {shown}; accepted: a text, or a list of messages with role and content"
             )
         return self._render_chat(found)
+
+
+_ABSENT = object()
+"""What a lookup gives for a column that a row does not have, unlike one that holds null."""
 
 
 def _lookup(columns: Mapping[str, Any], dotted_key: str) -> Any:
     found: Any = columns
     for key in [dotted_key] if dotted_key in columns else dotted_key.split("."):
         if not isinstance(found, Mapping) or key not in found:
-            return None
+            return _ABSENT
         found = found[key]
     return found
 

@@ -5,7 +5,9 @@ Its scorers sometimes raise on rubbish; rubbish scores 0.0.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from difflib import get_close_matches
 from typing import Any
 
@@ -34,10 +36,12 @@ class ReasoningGymTask(SingleTurnTask):
             raise UserError(f"task.name: reasoning-gym has no generator {name!r}; {hint}")
         options = dict(params)
         self._suffix = str(options.pop("suffix", "\n"))
+        known = [each.name for each in fields(DATASETS[name][1]) if each.name not in ("seed", "size")]
+        _check_names(name, options, known)
         try:
             self._dataset = reasoning_gym.create_dataset(name, seed=seed, size=_NUM_ITEMS, **options)
-        except (TypeError, ValueError, AssertionError) as error:
-            raise UserError(f"task.params of 'reasoning-gym:{name}': {error}") from error
+        except Exception as error:  # generators check their options each in its own way
+            raise UserError(f"{_blamed(name, options, str(error))}: {error}") from error
 
     def prompt(self, index: int) -> Prompt:
         entry = self._dataset[index % _NUM_ITEMS]
@@ -48,3 +52,22 @@ class ReasoningGymTask(SingleTurnTask):
             return float(self._dataset.score_answer(response.strip(), dict(prompt.data or {})))
         except Exception:  # scorers raise whatever they like on an answer they cannot read: that earns nothing
             return 0.0
+
+
+def _check_names(name: str, options: Mapping[str, Any], known: Sequence[str]) -> None:
+    for option in options:
+        if option not in known:
+            close = get_close_matches(option, known, n=1)
+            hint = f"did you mean {close[0]!r}? " if close else ""
+            raise UserError(
+                f"task.params.{option}: 'reasoning-gym:{name}' has no such option; {hint}"
+                f"accepted: {', '.join(('suffix', *known))}"
+            )
+
+
+def _blamed(name: str, options: Mapping[str, Any], complaint: str) -> str:
+    """The option that a generator complains about: the only one that is given, or one that it names."""
+    named = [option for option in options if len(options) == 1 or re.search(rf"\b{option}\b", complaint)]
+    if not named:
+        return f"task: the options of 'reasoning-gym:{name}'"
+    return f"task.params.{named[0]} of 'reasoning-gym:{name}': {options[named[0]]!r}"
