@@ -328,10 +328,9 @@ _BUILDERS: Mapping[str, Callable[..., Workload]] = {
     "pair": substage_pairs.pair,
 }
 
-_NOT_A_PARAMETER = ("seed", "name", "kinds", "case")
-"""Arguments of a builder that the workload's own name decides, and the seed."""
-
 
 def params_of(name: str) -> tuple[str, ...]:
-    """The parameters that a built-in workload takes."""
-    return tuple(each for each in signature(_BUILDERS[name]).parameters if each not in _NOT_A_PARAMETER)
+    """The parameters that a built-in workload takes: what its builder has default values for, but its name and seed."""
+    builder = _BUILDERS[name]
+    given = signature(builder.func if isinstance(builder, partial) else builder).parameters.values()
+    return tuple(each.name for each in given if each.default is not each.empty and each.name not in ("seed", "name"))
