@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from rlmux.core.actions import Admit, MigrateShard, Pause, RunStage, Switch
-from rlmux.core.events import ReplyArrived, StageFinished, StagePaused, TrajectoriesMigrated, WorkerLost
+from rlmux.core.actions import Admit, MigrateShard, Park, Pause, Release, Relocate, RunStage, Switch
+from rlmux.core.events import PipelineRestarted, ReplyArrived, StageFinished, StagePaused, TrajectoriesMigrated, WorkerLost
 from rlmux.core.model import (
     AdmissionKind,
     DeviceId,
@@ -222,3 +222,30 @@ def test_evicted_states_of_a_lost_worker_have_left(rollout: Rollout) -> None:
     assert (rollout.worker(LEFT).asked(), rollout.worker("train").asked()) == (["offload"], [])
     rollout.lose(LEFT)
     assert rollout.worker("train").asked() == ["run_stage"]
+
+
+ELSEWHERE = Placement(group=GroupId(2), rollout_nodes=(NodeId("rollout", 1),), train_nodes=(NodeId("train", 0),))
+
+
+def test_a_relocation_of_a_pipeline_that_lost_its_processes_meanwhile_is_left_alone(rollout: Rollout) -> None:
+    rollout.backend.execute(Park(pipeline=PipelineId("p")))
+    rollout.backend.execute(Relocate(pipeline=PipelineId("p"), placement=ELSEWHERE))
+    assert not rollout.backend.workers_by_pipeline
+
+
+def test_a_parked_pipeline_goes_on_from_a_checkpoint_where_it_is_admitted_next(rollout: Rollout) -> None:
+    first = rollout.worker("env")
+    rollout.backend.execute(Park(pipeline=PipelineId("p")))
+    assert not rollout.backend.workers_by_pipeline
+    rollout.backend.execute(Admit(pipeline=PipelineId("p"), placement=ELSEWHERE, kind=AdmissionKind.NEW))
+    assert rollout.worker("env") is not first
+    (restarted,) = rollout.events(PipelineRestarted)
+    assert (restarted.pipeline, restarted.restored_step) == ("p", -1)
+
+
+def test_a_pipeline_released_while_it_moves_can_be_submitted_again(rollout: Rollout) -> None:
+    rollout.backend.execute(Relocate(pipeline=PipelineId("p"), placement=ELSEWHERE))
+    rollout.backend.execute(Release(pipeline=PipelineId("p")))
+    rollout.backend.execute(Admit(pipeline=PipelineId("p"), placement=ELSEWHERE, kind=AdmissionKind.NEW))
+    rollout.run(9, RIGHT)
+    assert "begin_step" in [method for method, *_ in rollout.worker("env").calls]

@@ -59,6 +59,14 @@ class Queue:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Park:
+    """The pipeline gives its nodes back and waits: end its processes. It goes on from a checkpoint where it is admitted
+    next, and `PipelineRestarted` says from which."""
+
+    pipeline: PipelineId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Release:
     """The pipeline is over: end its processes; its nodes are free."""
 
@@ -121,4 +129,6 @@ class Prefetch:
     devices: tuple[DeviceId, ...]
 
 
-Action = Admit | Relocate | Refuse | Queue | Release | RunStage | Pause | MigrateShard | SetDeviceFraction | Prefetch
+Action = (
+    Admit | Relocate | Refuse | Queue | Park | Release | RunStage | Pause | MigrateShard | SetDeviceFraction | Prefetch
+)

@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rlmux.core.actions import Action, Admit, Queue, Refuse, Release, Relocate, Switch
+from rlmux.core.actions import Action, Admit, Park, Queue, Refuse, Release, Relocate, Switch
 from rlmux.core.events import (
     ChunkFinished,
     Event,
@@ -126,10 +126,11 @@ class Scheduler:
 
     def _on_cancelled(self, event: PipelineCancelled) -> None:
         run = self._run(event.pipeline)
-        if self._state.waiting.pop(event.pipeline, None) is not None:
-            self._steps.move_pipeline(run, PipelineInput.CANCELLED)
-            return
+        was_running = run.status is PipelineStatus.RUNNING
         self._steps.move_pipeline(run, PipelineInput.CANCELLED)
+        self._state.waiting.pop(event.pipeline, None)
+        if not was_running:
+            return
         self._steps.withdraw(run)
         orders = self._orders.of(run)
         for order in orders:
@@ -139,9 +140,9 @@ class Scheduler:
 
     def _on_failed(self, event: PipelineFailed) -> None:
         run = self._run(event.pipeline)
-        self._steps.move_pipeline(run, PipelineInput.FAILED)
-        if run.status is PipelineStatus.FAILED:
+        if run.status in (PipelineStatus.WAITING, PipelineStatus.RUNNING):
             run.reason = event.reason
+        self._steps.move_pipeline(run, PipelineInput.FAILED)
         self._state.waiting.pop(event.pipeline, None)
         self._drain(run, self._orders.of(run))
 
@@ -182,7 +183,11 @@ class Scheduler:
             self._try_to_place(run)
 
     def _release(self, run: PipelineRun) -> None:
-        """The pipeline is over: its nodes go back, waiting pipelines are tried again, its group goes on."""
+        """The pipeline is over: its nodes go back, waiting pipelines are tried again, its group goes on.
+
+        An older version may still be on its way to rollout workers when the last one is published: that ends here too.
+        """
+        self._orders.end_all(run)
         group = self._unpin(run)
         self._ledger.depart(run.pipeline.id)
         self._groups.refresh_cycle(group)
@@ -302,6 +307,8 @@ class Scheduler:
 
     def _on_worker_lost(self, event: WorkerLost) -> None:
         run = self._run(event.pipeline)
+        if run.placement is None:
+            return  # it has ended, or waits for other nodes: nothing of it runs
         if run.status is not PipelineStatus.RUNNING:
             self._drain(run, [order for order in self._orders.of(run) if _runs_on(order, event.device)])
             return
@@ -314,6 +321,8 @@ class Scheduler:
 
     def _on_restarted(self, event: PipelineRestarted) -> None:
         run = self._run(event.pipeline)
+        if run.placement is None:
+            return  # as above
         if run.status is not PipelineStatus.RUNNING:
             self._drain(run, self._orders.of(run))
             return
@@ -327,7 +336,10 @@ class Scheduler:
         self._dispatch(self._state.group_of(run))
 
     def _on_node_lost(self, event: NodeLost) -> None:
-        """Pipelines pinned to the node go back to waiting, from their last published version."""
+        """Pipelines pinned to the node go back to waiting, from their last published version.
+
+        So does one that was about to move there: its processes, which are elsewhere, are ended.
+        """
         lost = dict.fromkeys(self._ledger.lose_node(event.node))
         lost.update(
             (run.pipeline.id, None)
@@ -343,6 +355,8 @@ class Scheduler:
             if run.status is not PipelineStatus.RUNNING:  # it was waiting for these orders to end
                 cancelled.append(run)
                 continue
+            if run.placement is not None and event.node not in run.placement.nodes:
+                self._journal.act(Park(pipeline=pipeline))
             group = self._unpin(run)
             groups[group.id] = group
             self._ledger.depart(run.pipeline.id)

@@ -133,12 +133,17 @@ PIPELINE_MOVES: Mapping[PipelineStatus, Mapping[PipelineInput, PipelineStatus]] 
         PipelineInput.FAILED: PipelineStatus.FAILED,
         PipelineInput.NODE_LOST: PipelineStatus.WAITING,
     },
-    PipelineStatus.FINISHED: {},
-    PipelineStatus.CANCELLED: {PipelineInput.FAILED: PipelineStatus.CANCELLED},
-    PipelineStatus.FAILED: {},
-    PipelineStatus.REFUSED: {},
+    **{
+        over: {PipelineInput.CANCELLED: over, PipelineInput.FAILED: over}
+        for over in (
+            PipelineStatus.FINISHED,
+            PipelineStatus.CANCELLED,
+            PipelineStatus.FAILED,
+            PipelineStatus.REFUSED,
+        )
+    },
 }
-"""A pipeline begins WAITING, when it is submitted."""
+"""A pipeline begins WAITING, when it is submitted. What was on its way when it ended changes nothing."""
 
 
 def diagrams() -> str:

@@ -15,6 +15,7 @@ from rlmux.core.actions import (
     Action,
     Admit,
     MigrateShard,
+    Park,
     Refuse,
     Release,
     Relocate,
@@ -74,6 +75,7 @@ class History:
             NodeJoined: self._on_node_joined,
             Admit: self._on_admit,
             Relocate: self._on_admit,
+            Park: self._on_park,
             Refuse: self._on_refuse,
             Release: self._on_release,
             RunStage: self._on_run_stage,
@@ -270,10 +272,18 @@ class History:
     def _on_node_lost(self, time_s: float, event: NodeLost) -> None:
         for pipeline, pin in list(self._pin_by_pipeline.items()):
             if event.node in pin.placement.nodes:
-                self._lose_orders(time_s, pipeline)
-                self._unpin(time_s, pipeline)
-                self.pipelines[pipeline].status = PipelineStatus.WAITING
+                self._stop_and_wait(time_s, pipeline)
         self.instants.append(Instant(time_s, "node lost", text=str(event.node)))
+
+    def _on_park(self, time_s: float, action: Park) -> None:
+        if action.pipeline in self._pin_by_pipeline:
+            self._stop_and_wait(time_s, action.pipeline)
+
+    def _stop_and_wait(self, time_s: float, pipeline: PipelineId) -> None:
+        """Its orders have ended, and it waits for a placement."""
+        self._lose_orders(time_s, pipeline)
+        self._unpin(time_s, pipeline)
+        self.pipelines[pipeline].status = PipelineStatus.WAITING
 
     def _on_node_joined(self, time_s: float, event: NodeJoined) -> None:
         self.instants.append(Instant(time_s, "node joined", text=str(event.node)))

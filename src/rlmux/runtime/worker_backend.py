@@ -27,6 +27,7 @@ from rlmux.core.actions import (
     Action,
     Admit,
     MigrateShard,
+    Park,
     Pause,
     Prefetch,
     Release,
@@ -127,6 +128,8 @@ class WorkerBackend:
                 self._supervisor.admit(action)
             case Relocate():
                 self._supervisor.relocate(action)
+            case Park():
+                self._supervisor.park(action.pipeline)
             case Release():
                 self._supervisor.release(action.pipeline)
             case _:

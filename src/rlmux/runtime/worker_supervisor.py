@@ -72,7 +72,7 @@ class WorkerSupervisor:
         self._workers_by_pipeline: dict[PipelineId, PipelineWorkers] = {}
         self._pipeline_by_worker: dict[Worker, PipelineId] = {}
         self._homeless: dict[PipelineId, PipelineWorkers] = {}
-        """Pipelines that lost a node and wait for another placement."""
+        """Pipelines that lost a node, or gave theirs back, and wait for another placement."""
         self._beginning_anew: set[PipelineId] = set()
         """Pipelines that begin from a checkpoint of which the scheduler has not heard yet (membership tests only);
         it takes back what it orders of them until then."""
@@ -135,7 +135,9 @@ class WorkerSupervisor:
 
     def relocate(self, action: Relocate) -> None:
         """Between two steps: go on from a checkpoint on other nodes, once the one being written is there."""
-        workers = self._workers_by_pipeline[action.pipeline]
+        workers = self.find(action.pipeline)
+        if workers is None:
+            return  # it has failed, or lost a node: the scheduler hears of that next
         workers.placement = action.placement
         self._beginning_anew.add(action.pipeline)
         self._calls.start(self._relocate(workers), pipeline=None)
@@ -145,7 +147,16 @@ class WorkerSupervisor:
             self._outbox.add_note(checkpoint_note(workers.id, written))
         self._restart(workers)
 
+    def park(self, pipeline: PipelineId) -> None:
+        """End its processes; it goes on from a checkpoint where it is admitted next."""
+        workers = self.find(pipeline)
+        if workers is not None:  # else it has failed, or lost a node itself
+            self._end_processes(workers)
+            self._homeless[pipeline] = workers
+
     def release(self, pipeline: PipelineId) -> None:
+        self._beginning_anew.discard(pipeline)
+        self._homeless.pop(pipeline, None)
         workers = self._workers_by_pipeline.pop(pipeline, None)
         if workers is None:
             return  # it failed: its processes are gone

@@ -28,6 +28,7 @@ from rlmux.core.actions import (
     Action,
     Admit,
     MigrateShard,
+    Park,
     Pause,
     Prefetch,
     Queue,
@@ -170,6 +171,7 @@ class Simulation:
             RunStage: self._run_stage,
             Admit: self._admit,
             Relocate: self._admit,
+            Park: lambda _: None,  # the loss of the node that it was to move to has ended its work already
             Release: self._release,
             Refuse: self._refuse,
             Queue: self._count_wait,

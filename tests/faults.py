@@ -1,0 +1,300 @@
+"""A backend in virtual time that breaks: what a real one may say of orders, workers and nodes, in any order.
+
+It keeps the promises of `runtime/worker_supervisor.py`: the orders of a pipeline that failed or began again have ended
+with that; an order of a pipeline that is being moved is dropped, and `PipelineRestarted` says so later; an event that
+was on its way when its pipeline ended still arrives.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+from rlmux.core import invariants
+from rlmux.core.actions import Admit, MigrateShard, Park, Pause, Release, Relocate, RunStage
+from rlmux.core.events import (
+    ChunkFinished,
+    Event,
+    NodeJoined,
+    NodeLost,
+    PipelineCancelled,
+    PipelineFailed,
+    PipelineRestarted,
+    PipelineSubmitted,
+    ReplyArrived,
+    StageFinished,
+    StagePaused,
+    TrajectoriesMigrated,
+    WorkerLost,
+)
+from rlmux.core.model import (
+    AdmissionKind,
+    DeviceId,
+    Footprint,
+    NodeId,
+    OrderId,
+    Phase,
+    PhaseSeconds,
+    Pipeline,
+    PipelineId,
+    PipelineStatus,
+    Placement,
+    Stage,
+)
+from rlmux.core.placement import PlacementChoice, PlacementView, Relocation
+from rlmux.core.scheduler import Scheduler
+from rlmux.policies.baselines import Solo
+
+T = TypeVar("T")
+OVER = (PipelineStatus.FINISHED, PipelineStatus.CANCELLED, PipelineStatus.FAILED, PipelineStatus.REFUSED)
+
+
+class BreakingBackend:
+    """Carries out a scheduler's actions, and breaks where it is told to. Every choice is drawn from `draw`."""
+
+    def __init__(self, scheduler: Scheduler, draw: random.Random) -> None:
+        self.scheduler = scheduler
+        self.draw = draw
+        self.now_s = 0.0
+        self.orders: dict[OrderId, RunStage | MigrateShard] = {}
+        """Orders under way."""
+        self.pausing: dict[OrderId, None] = {}
+        self.placements: dict[PipelineId, Placement] = {}
+        """Pipelines that have processes."""
+        self.moving: dict[PipelineId, None] = {}
+        """Pipelines whose restart on other nodes the scheduler has not heard of; orders for them are dropped."""
+        self.homeless: dict[PipelineId, None] = {}
+        """Pipelines that lost a node and begin again where they are admitted next."""
+        self.lost: dict[NodeId, None] = {}
+        self.story: list[Event] = []
+
+    # ------------------------------------------------------------------ one event
+
+    def send(self, event: Event) -> None:
+        """Tell the scheduler, carry out what it says, and check that every order it counts on is under way."""
+        self.story.append(event)
+        for action in self.scheduler.handle(event):
+            self._carry_out(action)
+        invariants.check(self.scheduler)
+        for order in self.scheduler.query.orders():
+            is_known = order.id in self.orders or order.pipeline in self.moving
+            assert is_known, f"order {order.id} of {order.pipeline} will never end"
+
+    def _carry_out(self, action: object) -> None:
+        match action:
+            case Admit():
+                self.placements[action.pipeline] = action.placement
+                if action.pipeline in self.homeless:
+                    del self.homeless[action.pipeline]
+                    self.moving[action.pipeline] = None
+            case Relocate():
+                self.placements[action.pipeline] = action.placement
+                self.moving[action.pipeline] = None
+            case Park():
+                self._end(action.pipeline)
+                self.homeless[action.pipeline] = None
+            case Release():
+                self._end(action.pipeline)
+            case RunStage() | MigrateShard() if action.pipeline not in self.moving:
+                self.orders[action.order] = action
+            case Pause() if action.order in self.orders:
+                self.pausing[action.order] = None
+
+    def _end(self, pipeline: PipelineId) -> None:
+        """Its processes and orders are gone."""
+        self.placements.pop(pipeline, None)
+        self.moving.pop(pipeline, None)
+        self._drop_orders(pipeline)
+
+    def _drop_orders(self, pipeline: PipelineId) -> None:
+        for order in [order for order, action in self.orders.items() if action.pipeline == pipeline]:
+            self._drop(order)
+
+    def _drop(self, order: OrderId) -> None:
+        del self.orders[order]
+        self.pausing.pop(order, None)
+
+    # ------------------------------------------------------------------ what goes well
+
+    def go_on(self) -> bool:
+        """One order ends, pauses or reports, or a restart is told. False when there is nothing to come."""
+        self.now_s += self.draw.random()
+        if self.moving and (not self.orders or self.draw.random() < 0.3):
+            self._tell_restart(self.draw.choice(list(self.moving)))
+            return True
+        if not self.orders:
+            return self._reply()
+        order = self.draw.choice(list(self.orders))
+        action = self.orders[order]
+        if isinstance(action, MigrateShard):
+            self._drop(order)
+            self.send(TrajectoriesMigrated(time_s=self.now_s, order=order, num_trajectories=1, seconds=0.1))
+        elif order in self.pausing and self.draw.random() < 0.8:
+            self._drop(order)
+            is_waiting = action.stage is Stage.GENERATE and self.draw.random() < 0.3
+            self.send(StagePaused(time_s=self.now_s, order=order, seconds=0.5, is_waiting=is_waiting))
+        elif action.devices and self.draw.random() < 0.3:
+            num_active = self.draw.choice([0, 1, 3, 40])
+            self.send(ChunkFinished(time_s=self.now_s, order=order, num_active=num_active, num_waiting=0, seconds=0.2))
+        else:
+            self._drop(order)
+            self.send(StageFinished(time_s=self.now_s, order=order, seconds=1.0))
+        return True
+
+    def _reply(self) -> bool:
+        """Environments reply to the shards that wait for them. False where none does."""
+        waiting = [work for work in self.scheduler.query.ready_work() if work.is_waiting]
+        for work in waiting[:1]:
+            self.send(ReplyArrived(time_s=self.now_s, pipeline=work.pipeline, device=work.devices[0]))
+        return bool(waiting)
+
+    # ------------------------------------------------------------------ what goes wrong
+
+    def faults(self) -> dict[str, Callable[[], None]]:
+        """Every fault that could happen now, by name."""
+        return {
+            "submit": self.submit_another,
+            "cancel": self.cancel,
+            "fail": self.fail,
+            "worker lost": self.lose_worker,
+            "restarted": self.restart,
+            "node lost": self.lose_node,
+            "node joined": self.regain_node,
+            "late": self.tell_late,
+        }
+
+    def submit_another(self) -> None:
+        name = PipelineId(f"late-{len(self.story)}")
+        self.send(PipelineSubmitted(time_s=self.now_s, pipeline=some_pipeline(name, self.draw)))
+
+    def cancel(self) -> None:
+        for pipeline in self._some(self.scheduler.query.pipelines()):
+            self.send(PipelineCancelled(time_s=self.now_s, pipeline=pipeline))
+
+    def fail(self) -> None:
+        for pipeline in self._some(self.placements):
+            self._end(pipeline)
+            self.send(PipelineFailed(time_s=self.now_s, pipeline=pipeline, reason="reward"))
+
+    def lose_worker(self) -> None:
+        for pipeline in self._some(self.placements):
+            device = self.draw.choice(self._rollout_devices(pipeline))
+            for order, action in list(self.orders.items()):
+                is_of_it = action.pipeline == pipeline
+                if isinstance(action, MigrateShard):
+                    is_hit = is_of_it and action.source == device
+                else:
+                    is_hit = is_of_it and action.stage is Stage.GENERATE and device in action.devices
+                if is_hit:
+                    self._drop(order)
+            self.send(WorkerLost(time_s=self.now_s, pipeline=pipeline, device=device))
+
+    def restart(self) -> None:
+        for pipeline in self._some(self.placements):
+            self._tell_restart(pipeline)
+
+    def lose_node(self) -> None:
+        """Any node: also one on which nothing runs yet, to which a pipeline is about to move."""
+        for node in self._some([node for node in self._nodes() if node not in self.lost]):
+            self.lost[node] = None
+            for pipeline in [one for one, placement in self.placements.items() if node in placement.nodes]:
+                self._end(pipeline)
+                self.homeless[pipeline] = None
+            self.send(NodeLost(time_s=self.now_s, node=node))
+
+    def regain_node(self) -> None:
+        for node in self._some(self.lost):
+            del self.lost[node]
+            self.send(NodeJoined(time_s=self.now_s, node=node))
+
+    def tell_late(self) -> None:
+        """An event of a pipeline that ended in the same poll, before this event was read."""
+        query = self.scheduler.query
+        over = [one for one in query.pipelines() if query.status(one) in OVER and one not in self.placements]
+        for pipeline in self._some(over):
+            device = self.draw.choice(self._devices())
+            late: list[Event] = [
+                PipelineFailed(time_s=self.now_s, pipeline=pipeline, reason="late"),
+                PipelineRestarted(time_s=self.now_s, pipeline=pipeline, restored_step=0),
+                PipelineCancelled(time_s=self.now_s, pipeline=pipeline),
+                WorkerLost(time_s=self.now_s, pipeline=pipeline, device=device),
+                ReplyArrived(time_s=self.now_s, pipeline=pipeline, device=device),
+            ]
+            self.send(self.draw.choice(late))
+
+    def _tell_restart(self, pipeline: PipelineId) -> None:
+        self._drop_orders(pipeline)
+        self.moving.pop(pipeline, None)
+        published = max(self.scheduler.query.pipeline(pipeline).published_version, 0)
+        step = self.draw.randint(max(published - 1, 0), published)
+        self.send(PipelineRestarted(time_s=self.now_s, pipeline=pipeline, restored_step=step))
+
+    def _some(self, candidates: Iterable[T]) -> list[T]:
+        """One of them, drawn; empty where there is none."""
+        listed = list(candidates)
+        return [self.draw.choice(listed)] if listed else []
+
+    def _nodes(self) -> list[NodeId]:
+        pools = self.scheduler.cluster.pools.values()
+        return [NodeId(pool.name, index) for pool in pools for index in range(pool.num_nodes or 0)]
+
+    def _devices(self) -> list[DeviceId]:
+        pools = self.scheduler.cluster.pools
+        return [device for node in self._nodes() for device in pools[node.pool].devices(node)]
+
+    def _rollout_devices(self, pipeline: PipelineId) -> list[DeviceId]:
+        pools = self.scheduler.cluster.pools
+        nodes = self.placements[pipeline].rollout_nodes
+        return [device for node in nodes for device in pools[node.pool].devices(node)]
+
+    # ------------------------------------------------------------------ to the end
+
+    def settle(self, max_events: int = 3000) -> None:
+        """No fault any more, every node back: all that can go on goes on to its end."""
+        while self.lost:
+            self.regain_node()
+        for _ in range(max_events):
+            if not self.go_on():
+                break
+        else:
+            raise AssertionError("pipelines neither end nor stop")
+        query = self.scheduler.query
+        left = [f"{one} is {query.status(one)}" for one in query.pipelines() if query.status(one) not in OVER]
+        assert not left, f"nothing will happen any more, and {left}"
+        held = [device for device in query.devices() if query.held_fraction(device) != 0.0]
+        assert not held, f"{held} are held when every pipeline is over"
+
+
+class Restless(Solo):
+    """`solo` that relocates a pipeline to other free nodes whenever it is asked, for no reason."""
+
+    def rebalance(self, view: PlacementView) -> tuple[Relocation, ...]:
+        for group in view.groups():
+            pipeline = group.members[0].pipeline
+            num_free = {phase: view.num_free_nodes(phase) for phase in (Phase.ROLLOUT, Phase.TRAIN)}
+            if num_free[Phase.ROLLOUT] >= pipeline.num_rollout_nodes and num_free[Phase.TRAIN] >= 1:
+                choice = PlacementChoice(
+                    kind=AdmissionKind.NEW,
+                    group=None,
+                    num_new_rollout_nodes=pipeline.num_rollout_nodes,
+                    num_new_train_nodes=1,
+                )
+                return (Relocation(pipeline=pipeline.id, choice=choice),)
+        return ()
+
+
+def some_pipeline(name: PipelineId, draw: random.Random) -> Pipeline:
+    stages = [Stage.GENERATE, Stage.REWARD, Stage.OLD_LOGPROBS, Stage.UPDATE, Stage.PUBLISH]
+    return Pipeline(
+        id=name,
+        num_steps=draw.choice([1, 2, 3]),
+        stages=tuple(stages),
+        has_sft_warmup=draw.random() < 0.3,
+        num_rollout_nodes=draw.choice([1, 1, 2]),
+        estimate=PhaseSeconds(rollout_s=draw.choice([1.0, 4.0]), train_s=draw.choice([1.0, 3.0])),
+        colocated_estimate=PhaseSeconds(rollout_s=2.0, train_s=2.0),
+        slo_slowdown=draw.choice([1.2, 3.0, float("inf")]),
+        staleness=draw.choice([0, 0, 1]),
+        footprint=Footprint(rollout_device_bytes=draw.choice([None, 1.0]), train_device_bytes=draw.choice([None, 1.0])),
+    )
