@@ -8,7 +8,14 @@ from typing import Any
 import pytest
 
 from rlmux.core.actions import Admit, MigrateShard, Park, Pause, Release, Relocate, RunStage, Switch
-from rlmux.core.events import PipelineRestarted, ReplyArrived, StageFinished, StagePaused, TrajectoriesMigrated, WorkerLost
+from rlmux.core.events import (
+    PipelineRestarted,
+    ReplyArrived,
+    StageFinished,
+    StagePaused,
+    TrajectoriesMigrated,
+    WorkerLost,
+)
 from rlmux.core.model import (
     AdmissionKind,
     DeviceId,
