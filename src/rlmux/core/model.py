@@ -64,7 +64,7 @@ class Phase(StrEnum):
 
     ROLLOUT = "rollout"
     TRAIN = "train"
-    ENV = "host"
+    ENV = "env"
     """Rewards, in the pipeline's env worker. Holds no device."""
     SYNC = "sync"
     """Publications and migrations, which carry weights and trajectories. Holds no device."""
