@@ -39,7 +39,7 @@ POLICIES: Mapping[str, Callable[[], Policy]] = {
     "rlmux": RlMux,
     "optimal": Optimal,
 }
-"""By the name a user types."""
+"""Maker of each policy, by the name that a user types."""
 
 
 def make_policy(name: str, *, seed: int = 0, sharing: SharingTable | None = None, **options: Any) -> Policy:

@@ -29,7 +29,7 @@ TABLE = SharingTable.of(
 
 
 def figure_11() -> Problem:
-    """A tail, a training and a share: the pair that does most per second leaves the share alone for its whole time."""
+    """A tail, a training and a shard: the pair that does most per second leaves the shard alone for its whole time."""
     return Problem(
         work_items=(
             item(0, "tail", (0,), 4.0, tail_s=4.0),
@@ -149,7 +149,7 @@ def test_plans_are_near_the_exact_optimum():
 
 
 def whole_shards(cost_s: float) -> Problem:
-    """Two pipelines, each with a share of 4 s on both devices, of which nothing has begun; then 2 s of training."""
+    """Two pipelines, each with a shard of 4 s on both devices, of which nothing has begun; then 2 s of training."""
     shares = [item(number, "dense", (device,), 4.0, tail_s=3.0) for number in (0, 1) for device in (0, 1)]
     trains = (item(0, "update", (0,), 2.0, needs=(0, 1)), item(1, "update", (1,), 2.0, needs=(2, 3)))
     return Problem(
@@ -184,10 +184,10 @@ def test_a_shard_that_has_begun_does_not_migrate_as_a_whole():
 
 
 def migrating(cost_s: float, *, is_running: bool) -> Problem:
-    """Device 0 is wanted by a share of one pipeline and training of another; device 1 is free for the share."""
-    share = item(0, "dense", (0,), 4.0, is_running=is_running)
+    """Device 0 is wanted by a shard of one pipeline and training of another; device 1 is free for the shard."""
+    shard = item(0, "dense", (0,), 4.0, is_running=is_running)
     return Problem(
-        work_items=(share, item(1, "update", (0,), 6.0)),
+        work_items=(shard, item(1, "update", (0,), 6.0)),
         idle_migrations=(IdleMigration(item=0, device=1, cost_s=cost_s),),
     )
 

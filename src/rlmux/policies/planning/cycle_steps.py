@@ -36,7 +36,7 @@ class CycleStepFinder:
 
     def __init__(self) -> None:
         self._known: dict[tuple[int, ...], CandidateGroup | None] = {}
-        """By the numbers of the prices and demands: the best group of these, None if there is none."""
+        """Cheapest group of the prices and demands with these numbers; None if there is none."""
         self._numbers: dict[NodePrices | PipelineDemand, int] = {}
         """Short names of prices and demands: hashing a demand takes as long as many look-ups of its number."""
 
@@ -69,7 +69,7 @@ class _CycleStepSearch:
     """Dollars per hour of each group with one step per cycle each, by the bits of its members."""
     known: dict[tuple[int, ...], CandidateGroup | None]
     numbers: Sequence[int]
-    """By demand: its number in the keys of `known`."""
+    """Number of each demand in the keys of `known`."""
     found: list[CandidateGroup] = field(default_factory=list)
 
     def extend(self, members: tuple[int, ...], key: tuple[int, ...], mask: int, later: Sequence[int]) -> None:

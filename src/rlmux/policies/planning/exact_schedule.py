@@ -88,9 +88,9 @@ class _Model:
             model.new_bool_var(f"migration{number}") for number in range(len(self.problem.sibling_migrations))
         ]
         self.pieces: list[list[tuple[str, Any, Any, Any, int]]] = []
-        """By work item, its parts: (sub_stage, start, end, duration, seconds in units)."""
+        """Parts of each work item: (sub_stage, start, end, duration, seconds in units)."""
         self.gone: dict[int, list[Any]] = {}
-        """By source: the migrations that take its tail away."""
+        """Migrations that take the tail of each source away."""
         for number, migration in enumerate(self.problem.sibling_migrations):
             self.gone.setdefault(migration.source, []).append(self.is_made[number])
         for index, item in enumerate(work_items):
@@ -131,7 +131,7 @@ class _Model:
                 self.model.add(self.is_made[first] + self.is_made[second] <= 1)
 
     def _overlaps(self) -> dict[tuple[int, int], list[tuple[int, Any, int]]]:
-        """For each piece: (device, overlap in units, percent lost) with every other it may overlap with."""
+        """(device, overlap in units, percent lost) of each part with every other that it may overlap with."""
         model, work_items = self.model, self.problem.work_items
         delays: dict[tuple[int, int], list[tuple[int, Any, int]]] = {}
         by_device: dict[int, list[Any]] = {}

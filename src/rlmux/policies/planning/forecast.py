@@ -29,17 +29,17 @@ class Forecast:
 
     work_items: list[WorkItem] = field(default_factory=list)
     works: dict[int, ReadyWork] = field(default_factory=dict)
-    """By index: the ready work that the item is."""
+    """Ready work of each item that is ready, by index."""
     orders: dict[int, OrderView] = field(default_factory=dict)
-    """By index: the running order that the item is."""
+    """Order of each item that runs, by index."""
     shards: dict[PipelineId, list[int]] = field(default_factory=dict)
-    """By pipeline: indices of the unfinished shards of its open rollout."""
+    """Indices of the unfinished shards of each pipeline's open rollout."""
     later_shards: dict[PipelineId, list[list[int]]] = field(default_factory=dict)
-    """By pipeline: indices of the shards of each of its next rollouts."""
+    """Indices of the shards of each of a pipeline's next rollouts."""
     device_of: dict[int, DeviceId] = field(default_factory=dict)
-    """By index of a shard: its device."""
+    """Device of each shard, by index."""
     device_numbers: dict[DeviceId, int] = field(default_factory=dict)
-    """By device of the group: its number in the work items."""
+    """Number of each of the group's devices in the work items."""
     kept: tuple[tuple[int, ...], ...] = ()
     num_kept: tuple[float, ...] = ()
     """The fields of the same names of `Problem`; () where all states fit all devices, or switches take no time."""
@@ -134,7 +134,7 @@ class _MemberForecast:
     estimates: StepEstimates = field(init=False)
     train_devices: tuple[int, ...] = field(init=False)
     trains: dict[int, int] = field(default_factory=dict)
-    """By step: the index of its training."""
+    """Index of each step's training."""
     last_train: int | None = None
     """Index of the training that was added last; the next one needs it."""
 

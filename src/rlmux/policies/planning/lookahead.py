@@ -114,7 +114,7 @@ def _openings(problem: Problem) -> Iterator[Priorities]:
 def _pipelines_first(
     work_items: Sequence[WorkItem], paths: Sequence[float], by_path: Priorities
 ) -> Iterator[Priorities]:
-    """For each pipeline: all its work items before all others', by path among themselves."""
+    """One candidate a pipeline: all its work items before all others', by path among themselves."""
     pipelines = sorted({item.pipeline for item in work_items})
     if len(pipelines) < 2:
         return

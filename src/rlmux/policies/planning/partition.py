@@ -83,10 +83,10 @@ class CandidateGroup:
     num_train_nodes: int
     num_rollout_nodes: int
     pins: tuple[tuple[int, ...], ...]
-    """By member: the numbers of its rollout nodes within the group; empty tuples in a colocated group."""
+    """Numbers of each member's rollout nodes within the group; empty tuples in a colocated group."""
     is_colocated: bool
     steps_per_cycle: tuple[int, ...] = ()
-    """By member: steps in each cycle; () for one each."""
+    """Steps of each member in a cycle; () for one each."""
 
 
 def candidate_groups(

@@ -119,7 +119,7 @@ class Playout:
         """(rank, work item), ascending."""
         self.running: list[int] = []
         self.holders: list[list[int]] = [[] for _ in range(setting.num_devices)]
-        """By device; kept only where devices may be shared."""
+        """Work items that hold each device; kept only where devices may be shared."""
         self.taken = 0
         """Bits of the devices that a work item holds; `shared` has those that two hold."""
         self.shared = 0

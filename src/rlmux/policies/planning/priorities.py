@@ -16,9 +16,9 @@ class Priorities:
     """What determines a schedule of one problem."""
 
     rank: list[int]
-    """By work item: its position in the list that devices are offered along."""
+    """Position of each work item in the list that devices are offered along."""
     after: dict[int, int] = field(default_factory=dict)
-    """By work item that is held back: the work item that must have started before it."""
+    """Each work item that is held back, with the one that must have started before it."""
     sibling_migrations: tuple[int, ...] = ()
     """Indices of the migrations to siblings that are made, ascending."""
     unshared: frozenset[int] = frozenset()
@@ -54,7 +54,7 @@ def rank_descending(values: Sequence[float]) -> list[int]:
 
 
 def longest_paths(work_items: Sequence[WorkItem]) -> list[float]:
-    """By work item: its seconds and those of the longest chain that waits for it."""
+    """Seconds of each work item and of the longest chain that waits for it."""
     paths = [item.seconds for item in work_items]
     for index in range(len(work_items) - 1, -1, -1):
         for need in work_items[index].needs:

@@ -13,7 +13,7 @@ from rlmux.core.model import SubStage
 from rlmux.core.sharing import NO_SHARING, SharingTable
 
 NOT_YET, BEFORE_NOW = -1.0, -0.5
-"""In the place of a time of a schedule: it has not come; it was before the present moment."""
+"""Stand-ins for a time in a schedule: it has not come; it was before the present moment."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,12 +76,12 @@ class Problem:
     work_items: tuple[WorkItem, ...]
     sibling_migrations: tuple[SiblingMigration, ...] = ()
     idle_migrations: tuple[IdleMigration, ...] = ()
-    """At most one of each work item."""
+    """Possible migrations to idle devices, at most one of each work item."""
     sharing: SharingTable = NO_SHARING
     kept: tuple[tuple[int, ...], ...] = ()
-    """By device: the numbers of the states there, most recently used first; () counts no switches."""
+    """Numbers of the states on each device, most recently used first; () counts no switches."""
     num_kept: tuple[float, ...] = ()
-    """By device: how many states fit there at once."""
+    """Count of states that fit on each device at once."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -39,7 +39,7 @@ class Target:
     """One group as it should be."""
 
     pins: Mapping[PipelineId, tuple[int, ...]]
-    """By member: the numbers of its rollout nodes within this target."""
+    """Numbers of each member's rollout nodes within this target."""
     steps_per_cycle: Mapping[PipelineId, int]
     num_train_nodes: int
     is_colocated: bool
