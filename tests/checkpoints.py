@@ -9,7 +9,7 @@ from typing import Any
 
 CONFIG = {
     "model_type": "qwen3",
-    "vocab_size": 97,
+    "vocab_size": 98,
     "hidden_size": 16,
     "intermediate_size": 32,
     "num_hidden_layers": 2,
@@ -19,7 +19,7 @@ CONFIG = {
     "tie_word_embeddings": True,
 }
 SHAPES = {
-    "model.embed_tokens.weight": (97, 16),
+    "model.embed_tokens.weight": (98, 16),
     "model.layers.0.self_attn.q_proj.weight": (16, 16),
     "model.layers.1.self_attn.q_proj.weight": (16, 16),
 }

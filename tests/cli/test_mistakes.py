@@ -100,3 +100,50 @@ def test_simulate_prints_a_row_for_each_policy(rlmux):
 
 def test_version_is_the_installed_one(rlmux):
     assert rlmux("version").out.startswith("rlmux 0.")
+
+
+REWARDS = """
+import os, sys, time
+def good(solution_str, ground_truth): print("good"); return 1.0
+def short(solution_str): return "x"
+def hangs(solution_str): time.sleep(60)
+def holds(solution_str):
+    import signal
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGALRM])
+    time.sleep(60)
+def ends(solution_str): os._exit(3)
+"""
+
+
+@pytest.mark.parametrize(
+    ("function", "line"),
+    [
+        ("short", "task.reward: reward my_rewards:short returned str 'x'; accepted: a number"),
+        (
+            "hangs",
+            "task.reward: reward my_rewards:hangs on a sample did not return within 0.5 s (task.reward_timeout_s)",
+        ),
+        (
+            "holds",
+            "task.reward: reward my_rewards:holds on a sample did not return within 0.5 s (task.reward_timeout_s)",
+        ),
+        ("ends", "task.reward: reward my_rewards:ends on a sample ended its process (exit code 3)"),
+    ],
+)
+def test_a_reward_that_cannot_score_a_sample_is_told_before_anything_starts(rlmux, folder, function, line):
+    (folder / "my_rewards.py").write_text(REWARDS)
+    task = f"{{name: reverse, reward: 'my_rewards:{function}', reward_timeout_s: 0.5}}"
+    good = "pipelines.a.task={name: sort, reward: 'my_rewards:good'}"
+    said = rlmux("run", "small.yaml", "--set", good, "--set", f"pipelines.b.task={task}")
+    assert (said.code, said.out) == (2, "")
+    assert said.err == f"rlmux: --set pipelines.b.task={task}: pipelines.b.{line}\n"
+    assert {path.name for path in folder.iterdir()} - {"__pycache__"} == {"small.yaml", "my_rewards.py"}
+
+
+def test_a_row_that_cannot_be_trained_on_is_named_before_anything_starts(rlmux, folder):
+    rows = folder / "rows.jsonl"
+    rows.write_text('{"prompt": "a", "answer": "b"}\n{"prompt": "caf\u00e9", "answer": "b"}\n', encoding="utf-8")
+    said = rlmux("run", "small.yaml", "--set", "pipelines.b.task={name: file, path: rows.jsonl}")
+    assert (said.code, said.out) == (2, "")
+    assert f"pipelines.b: {rows} row 2: the character '\u00e9' in 'caf\u00e9' is not in the built-in" in said.err
+    assert said.err.count("\n") == 1

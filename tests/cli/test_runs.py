@@ -123,7 +123,7 @@ def test_compare_trains_under_each_policy_to_the_same_weights(folder: Path):
 def test_a_reward_module_beside_the_file_is_found_and_its_failure_is_its_pipelines_own(folder: Path):
     (folder / "my_rewards.py").write_text(
         "def good(solution_str, ground_truth): return float(len(solution_str))\n"
-        "def bad(solution_str, ground_truth): raise KeyError('oops')\n"
+        "def bad(solution_str, ground_truth): return {ground_truth: 1.0}[solution_str]\n"
     )
     sets = [
         "--set",

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from rlmux.config import Purpose, load_spec
-from rlmux.core.errors import SpecError, UserError
+from rlmux.core.errors import SpecError
 
 WHOLE_NUMBER = "a whole number, 1 or more"
 NAMES = "1 to 64 letters, digits, '-' and '_', as it names a folder"
@@ -295,23 +295,41 @@ def test_a_file_of_another_shape_is_refused(complaint, text, expected):
 )
 def test_a_wrong_override_names_itself_instead_of_a_line(complaint, good, override, expected):
     text = good + "policy: rollmux\n"
-    message = complaint(text, override, check_task=refuse_unknown_task)
+    message = complaint(text, override, check_training=refuse_unknown_task)
     assert message.startswith(f"--set {override}: {expected}")
 
 
-def refuse_unknown_task(config, seed):
-    """As `rl.tasks` complains."""
-    if config.name not in ("sort", "reverse"):
-        raise UserError(f"task.name: unknown task {config.name!r}; accepted: sort, reverse")
-    if "digits" in config.params and not isinstance(config.params["digits"], int):
-        raise UserError(f"task.params.digits of task 'sort': {config.params['digits']!r}; accepted: a number")
+def refuse_unknown_task(configs, code_folder):
+    """As `rl.preflight` complains."""
+    return [complaint_about(config.task) for config in configs]
+
+
+def complaint_about(task):
+    if task.name not in ("sort", "reverse"):
+        return f"task.name: unknown task {task.name!r}; accepted: sort, reverse"
+    if "digits" in task.params and not isinstance(task.params["digits"], int):
+        return f"task.params.digits of task 'sort': {task.params['digits']!r}; accepted: a number"
+    return None
 
 
 def test_a_tasks_own_complaint_is_placed_at_its_key(complaint, good):
-    message = complaint(good, replace=[("digits: 5", "digits: x")], check_task=refuse_unknown_task)
+    message = complaint(good, replace=[("digits: 5", "digits: x")], check_training=refuse_unknown_task)
     assert message == "two.yaml:9: pipelines.sort.task.digits of task 'sort': 'x'; accepted: a number"
-    message = complaint(good, replace=[("task: reverse", "task: nope")], check_task=refuse_unknown_task)
+    message = complaint(good, replace=[("task: reverse", "task: nope")], check_training=refuse_unknown_task)
     assert message == "two.yaml:13: pipelines.reverse.task.name: unknown task 'nope'; accepted: sort, reverse"
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("rollout.slots: too many", "two.yaml:11: pipelines.sort.rollout.slots: too many"),
+        ("model.path: no tokenizer", "two.yaml:8: pipelines.sort.model.path: no tokenizer"),
+        ("/a/rows.jsonl row 3: too long", "two.yaml:9: pipelines.sort: /a/rows.jsonl row 3: too long"),
+        ("prompt 3 of task 'sort': too long", "two.yaml:9: pipelines.sort: prompt 3 of task 'sort': too long"),
+    ],
+)
+def test_a_complaint_about_training_is_placed_at_its_key_or_at_the_task(complaint, good, text, expected):
+    assert complaint(good, check_training=lambda configs, code_folder: [text, None]) == expected
 
 
 def test_an_unknown_policy_is_refused_where_policies_are_known(complaint, good):

@@ -48,7 +48,7 @@ def refusal(complaint, good):
         ({"hidden_act": "gelu"}, "config.json has hidden_act 'gelu'; accepted: silu"),
         ({"sliding_window": 64, "use_sliding_window": True}, "config.json has sliding_window 64; accepted: null"),
         ({"quantization_config": {"bits": 4}}, "config.json has a quantization_config; accepted: weights in F32"),
-        ({"vocab_size": 96}, "tensor model.embed_tokens.weight of shape [97, 16]"),
+        ({"vocab_size": 96}, "tensor model.embed_tokens.weight of shape [98, 16]"),
         ({"num_hidden_layers": 3}, "the weights have no tensor model.layers.2.self_attn.q_proj.weight"),
         ({"tie_word_embeddings": False}, "the weights have no tensor lm_head.weight"),
     ],

@@ -23,7 +23,7 @@ def make_config() -> Callable[..., TrainingConfig]:
             task=TaskConfig(name=task, **{key: changes.pop(key) for key in task_fields & set(changes)}),
             algorithm=AlgorithmConfig(**algorithm),
             rollout=RolloutConfig(**rollout),
-            sft_warmup=SftWarmupConfig(num_updates=2, batch_size=4),
+            sft_warmup=changes.pop("sft_warmup", SftWarmupConfig(num_updates=2, batch_size=4)),
             **changes,
         )
 

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 
 from rlmux.config import Purpose, Spec, load_spec
 from rlmux.core.errors import UserError
-from rlmux.rl.config import TaskConfig
 
 if TYPE_CHECKING:
     from rlmux.core.policy import Policy
@@ -41,6 +40,7 @@ def load_for_submission(file: str, sets: Sequence[str] | None, run: Spec) -> Spe
 def _load(
     file: str, sets: Sequence[str] | None, policy: str | None, purpose: Purpose, cluster_of: Spec | None = None
 ) -> Spec:
+    from rlmux.cli.preflight import complaints_about
     from rlmux.policies import POLICIES
 
     if policy is not None:
@@ -49,20 +49,13 @@ def _load(
         file,
         overrides=sets or (),
         purpose=purpose,
-        check_task=_check_task if purpose is Purpose.RUN else None,
+        check_training=complaints_about if purpose is Purpose.RUN else None,
         policies=list(POLICIES),
         cluster_of=cluster_of,
     )
     for hint in spec.hints:
         print(f"rlmux: {hint}", file=sys.stderr)
     return spec if policy is None else replace(spec, policy=policy)
-
-
-def _check_task(config: TaskConfig, seed: int) -> None:
-    from rlmux.rl.tasks import make_task
-    from rlmux.rl.vocabulary import CharVocabulary
-
-    make_task(config, seed=seed, vocabulary=CharVocabulary())
 
 
 def policy_names(text: str) -> tuple[str, ...]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from enum import StrEnum
 from pathlib import Path
 
@@ -18,10 +18,13 @@ from rlmux.config.located import Node, PathPart
 from rlmux.config.tree import PipelineConfig, PoolConfig, RunConfig, phase_of_pool
 from rlmux.core.errors import SpecError, UserError
 from rlmux.core.model import Phase
-from rlmux.rl.config import MAX_POSITIONS, ModelConfig, RolloutConfig, TaskConfig
+from rlmux.rl.config import MAX_POSITIONS, ModelConfig, RolloutConfig, TaskConfig, TrainingConfig
 
-CheckTask = Callable[[TaskConfig, int], None]
-"""Raises UserError, its text beginning with the key ("task.digits: ..."), if the task cannot be made."""
+CheckTraining = Callable[[Sequence[TrainingConfig], Path], Sequence[str | None]]
+"""For each pipeline what is wrong with its prompts and reward, beginning with the key ("task.digits: ..."), or None.
+
+The path is the folder of reward modules.
+"""
 
 KeyPath = tuple[PathPart, ...]
 
@@ -45,8 +48,8 @@ class Checks:
     """The same file as a typed tree, with absolute paths."""
     purpose: Purpose
     """What the file is read for."""
-    check_task: CheckTask | None
-    """Check of a task's name and options; None accepts any."""
+    check_training: CheckTraining | None
+    """Check of tasks, prompts and rewards; None accepts any."""
     policies: Sequence[str] | None
     """Accepted names of policies; None accepts any."""
 
@@ -59,6 +62,8 @@ class Checks:
             self._check_pool(("cluster", "pools", name), pool)
         for index, pipeline in enumerate(self.config.pipelines):
             self._check_pipeline(("pipelines", index), pipeline)
+        if self.check_training is not None:
+            self._check_training(self.check_training)
 
     def _error(self, path: Sequence[PathPart], text: str) -> SpecError:
         return spec_error(self.root, path, text)
@@ -131,7 +136,7 @@ class Checks:
         max_positions, source = self._check_model((*path, "model"), pipeline.model)
         self._check_context((*path, "rollout"), pipeline.rollout, max_positions, source)
         if pipeline.task is not None:
-            self._check_task((*path, "task"), pipeline.task, pipeline)
+            self._check_task((*path, "task"), pipeline.task)
         elif self.purpose is Purpose.RUN:
             raise self._error((*path, "task"), "is missing; accepted: a task's name, or a mapping (docs/spec.md)")
 
@@ -171,7 +176,7 @@ class Checks:
             f"tokens; accepted: up to {max_positions}, {source}",
         )
 
-    def _check_task(self, path: KeyPath, task: TaskConfig, pipeline: PipelineConfig) -> None:
+    def _check_task(self, path: KeyPath, task: TaskConfig) -> None:
         if task.name != "file":
             text = f"does not go with the task {task.name!r}; accepted with: name: file"
             self._refuse_keys(path, ("path", "prompt_key", "answer_key"), text)
@@ -183,16 +188,19 @@ class Checks:
         if task.reward is not None:
             with self._placed((*path, "reward")):
                 references.check_function(task.reward, self._code_folder)
-        if self.check_task is not None:
-            try:
-                self.check_task(task, pipeline.seed)
-            except UserError as error:
-                raise self._task_error(path, pipeline.name, str(error)) from None
 
-    def _task_error(self, path: KeyPath, name: str, text: str) -> SpecError:
-        """Places a task's own complaint, "task.params.digits ...: ...", at the key it is about."""
-        head, _, _ = text.partition(" ")
-        key = head.rstrip(":").removeprefix("task.").removeprefix("params.")
-        where = self.root.nearest((*path, key)).where
+    def _check_training(self, check: CheckTraining) -> None:
+        """What is found by making tasks, reading rows and calling rewards; last, since it takes longest."""
+        configs = {index: each.training for index, each in enumerate(self.config.pipelines)}
+        given = {index: config for index, config in configs.items() if config is not None}
+        for index, complaint in zip(given, check(list(given.values()), self._code_folder), strict=True):
+            if complaint is not None:
+                raise self._training_error(("pipelines", index), given[index].name, complaint)
+
+    def _training_error(self, path: KeyPath, name: str, text: str) -> SpecError:
+        """Places a complaint, "task.params.digits ...: ...", at the key it is about; one about a row at the task."""
         shown = text.replace("task.params.", "task.", 1)
-        return SpecError(f"{where}: pipelines.{name}{'.' if shown.startswith('task.') else ': '}{shown}")
+        key = shown.partition(" ")[0].rstrip(":").split(".")
+        is_key = key[0] in {each.name for each in fields(TrainingConfig)}
+        where = self.root.nearest((*path, *(key if is_key else ("task", "path")))).where
+        return SpecError(f"{where}: pipelines.{name}{'.' if is_key else ': '}{shown}")

@@ -18,7 +18,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from rlmux.config.checks import Checks, CheckTask, Purpose
+from rlmux.config.checks import Checks, CheckTraining, Purpose
 from rlmux.config.derive import make_cluster, make_pipeline
 from rlmux.config.explain import explain
 from rlmux.config.located import parse_yaml
@@ -77,11 +77,11 @@ def load_spec(
     *,
     overrides: Sequence[str] = (),
     purpose: Purpose = Purpose.RUN,
-    check_task: CheckTask | None = None,
+    check_training: CheckTraining | None = None,
     policies: Sequence[str] | None = None,
     cluster_of: Spec | None = None,
 ) -> Spec:
-    """Read, check and convert the file. `check_task` and `policies` know the names; None accepts any.
+    """Read, check and convert the file. `check_training` and `policies` know the names; None accepts any.
 
     `cluster_of`: the Spec whose cluster takes the place of the file's own, which may then have none.
     """
@@ -92,7 +92,7 @@ def load_spec(
         folder=Path(path).absolute().parent,
         overrides=overrides,
         purpose=purpose,
-        check_task=check_task,
+        check_training=check_training,
         policies=policies,
         cluster_of=cluster_of,
     )
@@ -105,7 +105,7 @@ def parse_spec(
     folder: Path,
     overrides: Sequence[str] = (),
     purpose: Purpose = Purpose.RUN,
-    check_task: CheckTask | None = None,
+    check_training: CheckTraining | None = None,
     policies: Sequence[str] | None = None,
     cluster_of: Spec | None = None,
 ) -> Spec:
@@ -121,7 +121,7 @@ def parse_spec(
     except ValidationError as error:
         raise explain(error, root, RunConfig) from None
     config = _with_absolute_paths(config, folder)
-    Checks(root=root, config=config, purpose=purpose, check_task=check_task, policies=policies).run()
+    Checks(root=root, config=config, purpose=purpose, check_training=check_training, policies=policies).run()
     return _spec(config, source, tuple(hints))
 
 

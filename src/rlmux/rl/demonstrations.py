@@ -37,7 +37,7 @@ def _demonstration(config: TrainingConfig, task: Task, vocabulary: Vocabulary, i
     if prompt.answer is None:
         raise PipelineError(
             f"sft_warmup: task {config.task.name!r} has a prompt without an answer to learn from: "
-            f"{prompt.text[:40]!r}; set task.answer_key, or sft_warmup.num_updates to 0"
+            f"{prompt.text[:40]!r}; set task.answer_key, or sft_warmup.updates to 0"
         )
     prompt_tokens = vocabulary.encode(prompt.text)
     tokens: list[int] = []

@@ -41,6 +41,9 @@ class Vocabulary(Protocol):
     def encode(self, text: str) -> tuple[int, ...]:
         """Tokens of a text, without any special token added."""
 
+    def count_tokens(self, texts: Sequence[str]) -> list[int]:
+        """How many tokens `encode` makes of each text."""
+
     def decode(self, tokens: Sequence[int]) -> str:
         """Text of tokens, special tokens left out."""
 
@@ -76,6 +79,9 @@ class CharVocabulary:
                 "(printable ASCII and newline); a model.path with its own tokenizer takes any text"
             ) from None
 
+    def count_tokens(self, texts: Sequence[str]) -> list[int]:
+        return [len(self.encode(text)) for text in texts]
+
     def decode(self, tokens: Sequence[int]) -> str:
         text_by_token = self._text_by_token
         return "".join([text_by_token[token] for token in tokens])
@@ -106,17 +112,30 @@ class FolderVocabulary:
     def __init__(self, folder: Path) -> None:
         from transformers import AutoTokenizer
 
-        self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        try:
+            self._tokenizer: Any = AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        except Exception as error:  # the formats of tokenizers fail in their own ways
+            reason = " ".join(str(error).split())[:200]
+            raise UserError(f"model.path: the tokenizer in {folder} cannot be read: {reason}") from error
         if self._tokenizer.eos_token_id is None:
             raise UserError(f"model.path: the tokenizer in {folder} names no eos_token")
         self.eos_token: int = self._tokenizer.eos_token_id
         pad_token = self._tokenizer.pad_token_id
         self.pad_token: int = self.eos_token if pad_token is None else pad_token
         self.vocab_size: int = len(self._tokenizer)
+        num_embedded = _num_embedded(folder)
+        if num_embedded is not None and num_embedded < self.vocab_size:
+            raise UserError(
+                f"model.path: {folder} embeds {num_embedded} tokens, fewer than its tokenizer's {self.vocab_size}; "
+                "accepted: a tokenizer that fits"
+            )
         self.stop_tokens = _stop_tokens(folder, self.eos_token)
 
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
+
+    def count_tokens(self, texts: Sequence[str]) -> list[int]:
+        return [len(tokens) for tokens in self._tokenizer(list(texts), add_special_tokens=False)["input_ids"]]
 
     def decode(self, tokens: Sequence[int]) -> str:
         text: str = self._tokenizer.decode(list(tokens), skip_special_tokens=True, clean_up_tokenization_spaces=False)
@@ -141,9 +160,21 @@ def load_vocabulary(model: ModelConfig) -> Vocabulary:
     folder = Path(model.path)
     if not folder.is_dir():
         raise UserError(f"model.path: no folder {model.path}; a local Hugging Face checkpoint is accepted")
-    if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        return CharVocabulary()
-    return FolderVocabulary(folder)
+    if any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        return FolderVocabulary(folder)
+    if (num_embedded := _num_embedded(folder)) not in (None, CharVocabulary.vocab_size):
+        raise UserError(
+            f"model.path: {folder} has no tokenizer for its {num_embedded} tokens; accepted: a folder with one of "
+            f"{', '.join(_TOKENIZER_FILES)}"
+        )
+    return CharVocabulary()
+
+
+def _num_embedded(folder: Path) -> int | None:
+    """Rows of a checkpoint's embedding; None where its config.json does not say."""
+    path = folder / "config.json"
+    found = json.loads(path.read_text()).get("vocab_size") if path.is_file() else None
+    return found if isinstance(found, int) else None
 
 
 def _stop_tokens(folder: Path, eos_token: int) -> tuple[int, ...]:

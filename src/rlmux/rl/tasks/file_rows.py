@@ -41,7 +41,7 @@ class FileTask(SingleTurnTask):
         self._rows = _read_rows(Path(path))
         self._order_by_epoch: dict[int, list[int]] = {}
         for row in range(len(self._rows)):
-            if self._prompt_of(row).answer is None and is_answer_needed:
+            if self.prompt_of(row).answer is None and is_answer_needed:
                 raise UserError(
                     f"{path} row {row + 1}: no {answer_key!r} to compare answers with; its columns: "
                     f"{', '.join(self._rows[row])}; set task.answer_key or task.reward"
@@ -53,14 +53,23 @@ class FileTask(SingleTurnTask):
             order = list(range(len(self._rows)))
             Random(f"file/{self._seed}/{epoch}").shuffle(order)
             self._order_by_epoch = {epoch: order}
-        return self._prompt_of(self._order_by_epoch[epoch][position])
+        return self.prompt_of(self._order_by_epoch[epoch][position])
 
     def score(self, prompt: Prompt, response: str) -> float:
         return float(response.strip() == (prompt.answer or "").strip())
 
-    def _prompt_of(self, row: int) -> Prompt:
+    @property
+    def num_rows(self) -> int:
+        return len(self._rows)
+
+    def place_of(self, row: int) -> str:
+        """File and row as complaints name them; `row` counts from 0."""
+        return f"{self._path} row {row + 1}"
+
+    def prompt_of(self, row: int) -> Prompt:
+        """The prompt of a row of the file; `row` counts from 0."""
         columns = self._rows[row]
-        where = f"{self._path} row {row + 1}"
+        where = self.place_of(row)
         found = _lookup(columns, self._prompt_key)
         if found is _ABSENT:
             raise UserError(f"{where}: no {self._prompt_key!r}; its columns: {', '.join(columns) or 'none'}")

@@ -1,0 +1,132 @@
+"""What is wrong with a pipeline's prompts and reward, found before anything starts.
+
+    TrainingConfig ── vocabulary ── task ──▶ every row of a file, or the prompts of the first step
+                                       └───▶ reward: imported, its signature read, called once on a sample
+
+Every complaint is one line that begins with the key to change ("task.reward: ..."), or with a file and its row. The
+user's code has the time limit here that it has in training. Nothing needs torch, unless a tokenizer brings it along.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+
+from rlmux.core.errors import PipelineError, UserError
+from rlmux.rl.config import TrainingConfig
+from rlmux.rl.demonstrations import demonstration_batch
+from rlmux.rl.rewards import Reward
+from rlmux.rl.tasks import Task, make_task
+from rlmux.rl.tasks.file_rows import FileTask
+from rlmux.rl.types import Prompt
+from rlmux.rl.user_code import call_and_await, call_each
+from rlmux.rl.vocabulary import Vocabulary, load_vocabulary
+
+_ROWS_AT_ONCE = 1000
+"""Rows whose tokens are counted together: a checkpoint's tokenizer is quicker with many texts."""
+
+Placed = tuple[str, Prompt]
+"""A prompt behind the place that a complaint names."""
+
+
+def calls_user_code(config: TrainingConfig) -> bool:
+    """Whether the checks of this pipeline run code that is not ours, or load what training alone needs."""
+    return config.task.reward is not None or config.model.path is not None
+
+
+def complaint_about(config: TrainingConfig, before_user_code: Callable[[], None] = lambda: None) -> str | None:
+    """The first thing that is wrong with this pipeline's prompts or reward.
+
+    `before_user_code`: called before every call of the user's code, which may hang in ways that no time limit ends.
+    """
+    try:
+        vocabulary = load_vocabulary(config.model)
+        task = make_task(config.task, seed=config.seed, vocabulary=vocabulary)
+        _check_prompts(config, task, vocabulary)
+        if config.task.reward is not None:
+            _check_reward(config, task, before_user_code)
+    except UserError as error:
+        return str(error)
+    return None
+
+
+def _check_prompts(config: TrainingConfig, task: Task, vocabulary: Vocabulary) -> None:
+    """Raises UserError for the first prompt or answer that cannot be trained on."""
+    for placed in _batches(config, task):
+        texts = [prompt.text for _, prompt in placed]
+        _check_lengths(
+            placed, texts, vocabulary, "prompt", 1, config.rollout.max_prompt_tokens, "rollout.max_prompt_tokens"
+        )
+        if isinstance(task, FileTask) and config.sft_warmup.num_updates:
+            _check_answers(config, placed, vocabulary)
+    if config.sft_warmup.num_updates and not isinstance(task, FileTask):
+        try:
+            demonstration_batch(config, task, vocabulary, 0)
+        except PipelineError as error:
+            raise UserError(str(error)) from error
+
+
+def _batches(config: TrainingConfig, task: Task) -> Iterator[list[Placed]]:
+    if not isinstance(task, FileTask):
+        prompts = range(config.algorithm.prompts_per_step)
+        yield [(f"prompt {index} of task {config.task.name!r}", task.prompt(index)) for index in prompts]
+        return
+    for first in range(0, task.num_rows, _ROWS_AT_ONCE):
+        rows = range(first, min(first + _ROWS_AT_ONCE, task.num_rows))
+        yield [(task.place_of(row), task.prompt_of(row)) for row in rows]
+
+
+def _check_answers(config: TrainingConfig, placed: Sequence[Placed], vocabulary: Vocabulary) -> None:
+    """The answers that SFT warm-up shows. An end-of-sequence token follows each."""
+    for place, prompt in placed:
+        if prompt.answer is None:
+            raise UserError(
+                f"{place}: no {config.task.answer_key!r} to learn from; accepted: an answer in each row "
+                "(task.answer_key), or sft_warmup.updates 0"
+            )
+    answers = [prompt.answer or "" for _, prompt in placed]
+    at_most = config.rollout.max_new_tokens - 1
+    _check_lengths(
+        placed, answers, vocabulary, "answer", 0, at_most, "rollout.max_new_tokens, less the end of the sequence"
+    )
+
+
+def _check_lengths(
+    placed: Sequence[Placed],
+    texts: Sequence[str],
+    vocabulary: Vocabulary,
+    what: str,
+    at_least: int,
+    at_most: int,
+    key: str,
+) -> None:
+    try:
+        counts = vocabulary.count_tokens(texts)
+    except PipelineError:
+        counts = [_count(vocabulary, text, place) for (place, _), text in zip(placed, texts, strict=True)]
+    for (place, _), count in zip(placed, counts, strict=True):
+        if not at_least <= count <= at_most:
+            raise UserError(f"{place}: the {what} has {count} tokens; accepted: {at_least} to {at_most} ({key})")
+
+
+def _count(vocabulary: Vocabulary, text: str, place: str) -> int:
+    try:
+        (count,) = vocabulary.count_tokens([text])
+    except PipelineError as error:
+        raise UserError(f"{place}: {error}") from error
+    return count
+
+
+def _check_reward(config: TrainingConfig, task: Task, before_user_code: Callable[[], None]) -> None:
+    """Import the user's reward function and call it on prompt 0 with its answer as the response."""
+    limit_s = config.task.reward_timeout_s
+    prompt = task.prompt(0)
+    try:
+        before_user_code()
+        (reward,) = call_each([(f"importing {config.task.reward}", partial(Reward, task, config.task))], limit_s)
+        responses = [prompt.answer or ""] * (config.algorithm.group_size if reward.is_grouped else 1)
+        before_user_code()
+        (result,) = call_and_await([(f"{reward.name} on a sample", partial(reward.call, prompt, responses))], limit_s)
+        reward.check(result, len(responses))
+    except PipelineError as error:
+        raise UserError(f"task.reward: {error}") from error
