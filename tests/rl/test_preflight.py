@@ -27,9 +27,9 @@ def rows_complaint(tmp_path: Path, make_config: Callable[..., Any]) -> Callable[
         (tmp_path / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
         changes = {"max_prompt_tokens": 8, "max_new_tokens": 4, **changes}
         warmup = changes.pop("sft_warmup", NO_WARMUP)
-        return complaint_about(
-            make_config("file", path=str(tmp_path / "rows.jsonl"), rollout=changes, sft_warmup=warmup)
-        )
+        model = changes.pop("model", ModelConfig())
+        path = str(tmp_path / "rows.jsonl")
+        return complaint_about(make_config("file", path=path, rollout=changes, sft_warmup=warmup, model=model))
 
     return complain
 
@@ -123,6 +123,25 @@ def test_a_checkpoint_without_tokenizer_is_refused_unless_it_embeds_the_built_in
         f"model.path: {folder} has no tokenizer for its 300 tokens; accepted: a folder with one of tokenizer.json, "
         "tokenizer.model, vocab.json"
     )
+
+
+def test_a_stop_text_of_several_tokens_is_refused(make_config, tmp_path) -> None:
+    folder = write_checkpoint(tmp_path / "ckpt")
+    CharVocabulary().save_pretrained(folder)
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    tokenizer["normalizer"] = {"type": "Replace", "pattern": {"String": ">"}, "content": ">>"}
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    config = make_config("calculator", model=ModelConfig(path=str(folder)), sft_warmup=NO_WARMUP)
+    assert complaint_about(config) == "model.path: its tokenizer makes 2 tokens of the stop text '>', not 1"
+
+
+def test_rows_are_counted_in_the_tokens_of_the_checkpoint(rows_complaint, tmp_path) -> None:
+    folder = write_checkpoint(tmp_path / "ckpt")
+    CharVocabulary().save_pretrained(folder)
+    model = ModelConfig(path=str(folder))
+    assert rows_complaint(GOOD, model=model) is None
+    long = {"prompt": "123456+1=", "answer": "4"}
+    assert "row 2: the prompt has 9 tokens; accepted: 1 to 8" in str(rows_complaint(GOOD, long, model=model))
 
 
 def test_a_tokenizer_that_cannot_be_read_or_embedded_is_refused(make_config, tmp_path) -> None:

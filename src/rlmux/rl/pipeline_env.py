@@ -37,7 +37,7 @@ from rlmux.rl.types import (
     TurnReply,
 )
 from rlmux.rl.user_code import call_and_await
-from rlmux.rl.vocabulary import Vocabulary, load_vocabulary
+from rlmux.rl.vocabulary import Vocabulary, load_vocabulary, stop_tokens_of
 
 _KEPT_BATCHES = 3
 """Finished steps whose batch can still be asked for, after a train worker was lost."""
@@ -53,7 +53,7 @@ class PipelineEnv:
         self._vocabulary: Vocabulary = load_vocabulary(config.model)
         self._task: Task = make_task(config.task, seed=config.seed, vocabulary=self._vocabulary)
         self._reward = Reward(self._task, config.task)
-        self._stop_tokens = _stop_tokens(self._task, self._vocabulary)
+        self._stop_tokens = stop_tokens_of(self._vocabulary, self._task.stop)
         self._episodes_by_step: dict[int, dict[TrajectoryId, Episode]] = {}
         """All episodes of each step under way, in id order."""
         self._batch_by_step: dict[int, TrainingBatch] = {}
@@ -242,13 +242,3 @@ def _algorithm_of(config: TrainingConfig) -> Any:
             "since trajectories of one prompt are compared with each other"
         )
     return ALGORITHMS[name]
-
-
-def _stop_tokens(task: Task, vocabulary: Vocabulary) -> tuple[int, ...]:
-    tokens = list(vocabulary.stop_tokens)
-    for text in task.stop:
-        encoded = vocabulary.encode(text)
-        if len(encoded) != 1:
-            raise UserError(f"model.path: its tokenizer makes {len(encoded)} tokens of the stop text {text!r}, not 1")
-        tokens += encoded
-    return tuple(dict.fromkeys(tokens))

@@ -20,7 +20,7 @@ from rlmux.rl.tasks import Task, make_task
 from rlmux.rl.tasks.file_rows import FileTask
 from rlmux.rl.types import Prompt
 from rlmux.rl.user_code import call_and_await, call_each
-from rlmux.rl.vocabulary import Vocabulary, load_vocabulary
+from rlmux.rl.vocabulary import Vocabulary, load_vocabulary, stop_tokens_of
 
 _ROWS_AT_ONCE = 1000
 """Rows whose tokens are counted together: a checkpoint's tokenizer is quicker with many texts."""
@@ -42,6 +42,7 @@ def complaint_about(config: TrainingConfig, before_user_code: Callable[[], None]
     try:
         vocabulary = load_vocabulary(config.model)
         task = make_task(config.task, seed=config.seed, vocabulary=vocabulary)
+        stop_tokens_of(vocabulary, task.stop)
         _check_prompts(config, task, vocabulary)
         if config.task.reward is not None:
             _check_reward(config, task, before_user_code)

@@ -170,6 +170,20 @@ def load_vocabulary(model: ModelConfig) -> Vocabulary:
     return CharVocabulary()
 
 
+def stop_tokens_of(vocabulary: Vocabulary, stop: Sequence[str]) -> tuple[int, ...]:
+    """The tokens that end a turn: those of the vocabulary, then one for each stop text of a task.
+
+    Raises UserError for a stop text that is not one token.
+    """
+    tokens = list(vocabulary.stop_tokens)
+    for text in stop:
+        encoded = vocabulary.encode(text)
+        if len(encoded) != 1:
+            raise UserError(f"model.path: its tokenizer makes {len(encoded)} tokens of the stop text {text!r}, not 1")
+        tokens += encoded
+    return tuple(dict.fromkeys(tokens))
+
+
 def _num_embedded(folder: Path) -> int | None:
     """Rows of a checkpoint's embedding; None where its config.json does not say."""
     path = folder / "config.json"
