@@ -1,7 +1,7 @@
 """Can the model of a Hugging Face checkpoint folder be trained here? Small files and headers tell; no tensor is read.
 
     config.json                        architecture, rotary positions, sizes
-    model.safetensors, or the files    ┌ 8 bytes: length of the header ┐┌ header: name, dtype, shape, offsets ┐┌ tensors ...
+    model.safetensors, or the files    8 bytes: length of the header │ header: name, dtype, shape, offsets │ tensors
     that the index names
 
 What is refused here is what `engines` cannot compute or what `transformers` would fill with random numbers. This module

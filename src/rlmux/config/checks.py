@@ -21,7 +21,7 @@ from rlmux.core.model import Phase
 from rlmux.rl.config import MAX_POSITIONS, ModelConfig, RolloutConfig, TaskConfig, TrainingConfig
 
 CheckTraining = Callable[[Sequence[TrainingConfig], Path], Sequence[str | None]]
-"""For each pipeline what is wrong with its prompts and reward, beginning with the key ("task.digits: ..."), or None.
+"""The complaint about each pipeline's prompts and reward, beginning with the key ("task.digits: ..."), or None.
 
 The path is the folder of reward modules.
 """

@@ -7,8 +7,9 @@
                                              ── estimate, footprint
 
 The training part is made of the very classes that engines read. The rest is here: what only the scheduler and the
-simulator need. In the file a count drops its `num_` (`steps` is `num_steps` in Python). Every key, default value, bound and description is stated once, at its field; `read_tree` checks
-types and bounds, `explain.py` words the mistakes, and `docs/spec.md` has the same tables.
+simulator need. In the file a count drops its `num_` (`steps` is `num_steps` in Python). Every key, default value, bound
+and description is stated once, at its field; `read_tree` checks types and bounds, `explain.py` words the mistakes, and
+`docs/spec.md` has the same tables.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class PoolConfig(FromFile):
     device_memory_gb: PositiveFloat | None = None
     """Memory of one device, in 10^9 bytes; without: not limited."""
     spills_to_disk: bool = False
-    """Whether states that are off their device go to disk where host memory is full: more fit, a switch takes longer."""
+    """Whether states off their device go to disk where host memory is full: more fit, and a switch takes longer."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,7 +28,7 @@ from rlmux.sim.workloads import catalog
 from rlmux.sim.workloads.arrivals import Workload
 
 WorkloadMaker = Callable[[int], Workload]
-"""From a seed to the workload."""
+"""Makes the workload of a seed."""
 
 
 def simulate(

@@ -87,7 +87,8 @@ class FileTask(SingleTurnTask):
         if not is_chat:
             shown = "null" if found is None else f"{type(found).__name__} {str(found)[:40]!r}"
             raise UserError(
-                f"{where}: {self._prompt_key!r} is {shown}; accepted: a text, or a list of messages with role and content"
+                f"{where}: {self._prompt_key!r} is {shown}; "
+                "accepted: a text, or a list of messages with role and content"
             )
         return self._render_chat(found)
 

@@ -1,0 +1,132 @@
+"""The house keeps its measures: small classes, no circles, one owner of state, and English that reads alone."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+SOURCE = ROOT / "src" / "rlmux"
+MAX_CLASS_LINES = 400
+MAX_FILE_LINES = 500
+
+PREPOSITIONS = re.compile(
+    r"(Of|From|To|By|With|Without|Since|Until|While|After|Before|At|On|For|In|Into|Between|Beside|Under|Over|Within)\b"
+)
+PEOPLE = re.compile(r"\b([Ww]hoever|[Nn]obody|[Ee]verybody|[Ss]omebody)\b")
+FORMER_WORDS = re.compile(
+    r"\b(undertaker|bury|nursery|endurance|visitors?|foresee|foreseen|repace|TrainingPlan|PipelineHost|HostWorker|"
+    r"MoveShare|open_shares|until_news|share_moves|lap_finder|LapFinder)\b"
+)
+"""Words that the field or we have another one for; the table is in docs/design.md."""
+
+
+@cache
+def sources() -> tuple[Path, ...]:
+    return tuple(sorted(SOURCE.rglob("*.py")))
+
+
+def name_of(path: Path) -> str:
+    return str(path.relative_to(SOURCE))
+
+
+@cache
+def tree_of(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+def field_lines(tree: ast.Module) -> Iterator[tuple[int, str]]:
+    """(line, text) of every string that stands under a field."""
+    for node in ast.walk(tree):
+        if not isinstance(node, ast.Module | ast.ClassDef | ast.FunctionDef):
+            continue
+        for field, after in zip(node.body, node.body[1:], strict=False):
+            is_text = isinstance(after, ast.Expr) and isinstance(after.value, ast.Constant)
+            if isinstance(field, ast.AnnAssign | ast.Assign) and is_text and isinstance(after.value.value, str):
+                yield after.lineno, after.value.value.strip()
+
+
+def test_no_class_is_longer_than_a_reader_can_hold():
+    long = [
+        f"{name_of(path)}: {node.name} has {node.end_lineno - node.lineno + 1} lines"
+        for path in sources()
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.ClassDef) and node.end_lineno - node.lineno + 1 > MAX_CLASS_LINES
+    ]
+    assert not long
+
+
+def test_no_file_is_longer_than_one_idea():
+    lengths = {name_of(path): len(path.read_text(encoding="utf-8").splitlines()) for path in sources()}
+    assert not {name: lines for name, lines in lengths.items() if lines > MAX_FILE_LINES}
+
+
+def test_no_two_modules_import_each_other_however_far_around():
+    module_of = {".".join(("rlmux", *path.relative_to(SOURCE).with_suffix("").parts)): path for path in sources()}
+    module_of = {name.removesuffix(".__init__"): path for name, path in module_of.items()}
+    imports = {name: imported_by(path, set(module_of)) - {name} for name, path in module_of.items()}
+    while leaves := [name for name, needed in imports.items() if not needed & imports.keys()]:
+        for name in leaves:
+            del imports[name]
+    assert not imports
+
+
+def imported_by(path: Path, modules: set[str]) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(tree_of(path)):
+        if isinstance(node, ast.ImportFrom) and node.module:
+            full = {f"{node.module}.{alias.name}" for alias in node.names}
+            found |= full & modules or {node.module} & modules
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names} & modules
+    return found
+
+
+@pytest.mark.parametrize("attribute", ["_state", "state"])
+def test_nothing_outside_core_reads_the_schedulers_state(attribute):
+    readers = [
+        f"{name_of(path)}:{node.lineno}"
+        for path in sources()
+        if path.relative_to(SOURCE).parts[0] != "core"
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.Attribute) and node.attr == attribute and "scheduler" in ast.unparse(node.value)
+    ]
+    assert not readers
+
+
+def test_a_fields_line_can_be_read_without_its_name():
+    begun = [
+        f"{name_of(path)}:{line}: {text.splitlines()[0]}"
+        for path in sources()
+        for line, text in field_lines(tree_of(path))
+        if PREPOSITIONS.match(text)
+    ]
+    assert not begun, "\n" + "\n".join(begun)
+
+
+@pytest.mark.parametrize("pattern", [PEOPLE, FORMER_WORDS], ids=["people", "former-words"])
+def test_the_source_and_the_docs_keep_to_our_words(pattern):
+    texts = [*sources(), *sorted((ROOT / "docs").glob("*.md")), ROOT / "README.md"]
+    found = [
+        f"{path.relative_to(ROOT)}:{number}: {line.strip()[:100]}"
+        for path in texts
+        if path.name != "design.md"
+        for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1)
+        if pattern.search(line)
+    ]
+    assert not found, "\n" + "\n".join(found)
+
+
+def test_names_of_tests_fit_a_line():
+    names = [
+        node.name
+        for path in sorted((ROOT / "tests").rglob("test_*.py"))
+        for node in ast.walk(tree_of(path))
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    ]
+    assert not [name for name in names if len(name) >= 90]
