@@ -261,3 +261,13 @@ def test_a_run_that_ends_before_it_answers_says_so(tmp_path):
     server.close()
     client.join()
     assert failures == [f"{tmp_path}: the run ended before it answered"]
+
+
+@pytest.mark.parametrize("depth", [1_000, 100_000])
+def test_json_that_is_nested_too_deeply_is_refused_like_any_nonsense(tmp_path, depth):
+    with closing(ControlServer(tmp_path)) as server, closing(Served(server)):
+        with closing(socket.socket(socket.AF_UNIX)) as client:
+            client.connect(str(tmp_path / SOCKET_NAME))
+            client.sendall(b"[" * depth + b"]" * depth + b"\n")
+            assert b"not a JSON object" in client.recv(1000)
+        assert ask(tmp_path, "status")["echo"] == {"request": "status"}

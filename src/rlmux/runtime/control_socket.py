@@ -124,7 +124,7 @@ class ControlServer:
         for line in client.lines():
             try:
                 words = json.loads(line)
-            except ValueError:
+            except (ValueError, RecursionError):  # the latter for text that is nested too deeply
                 words = None
             if isinstance(words, dict):
                 asked.append(Request(words, client))
