@@ -305,6 +305,8 @@ SLOW = """
 import subprocess, time
 
 def score(data_source, solution_str, ground_truth, extra_info):
+    if solution_str.strip() == ground_truth:
+        return 1.0  # the sample that is scored before anything starts
     for is_on_its_own in (False, True):
         subprocess.Popen(["sleep", "601"], start_new_session=is_on_its_own)
     time.sleep(600)

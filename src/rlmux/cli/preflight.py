@@ -31,6 +31,8 @@ from rlmux.rl.preflight import calls_user_code, complaint_about
 
 _GRACE_S = 2.0
 """Seconds beyond a pipeline's own time limit, whose alarm ends most calls that hang."""
+_PATIENCE_S = 40.0
+"""Longest wait for a reward on its sample. A reward that may take longer, and does, is left to the run."""
 
 _CHILD = "import sys; sys.path[:] = sys.argv[2:]; from rlmux.cli import preflight; preflight.serve(int(sys.argv[1]))"
 
@@ -96,6 +98,8 @@ def _complaints(events: _Events, configs: Sequence[TrainingConfig], child: subpr
         try:
             event = events.next(limit_s)
         except TimeoutError:
+            if task.reward_timeout_s > _PATIENCE_S:
+                break
             text = f"did not return within {task.reward_timeout_s:g} s (task.reward_timeout_s)"
             complaints[done] = f"task.reward: reward {task.reward} on a sample {text}"
             break
@@ -106,7 +110,7 @@ def _complaints(events: _Events, configs: Sequence[TrainingConfig], child: subpr
             break
         if "crash" in event:
             raise RuntimeError(event["crash"])
-        limit_s = task.reward_timeout_s + _GRACE_S if "is_user_code" in event else None
+        limit_s = min(task.reward_timeout_s, _PATIENCE_S) + _GRACE_S if "is_user_code" in event else None
         if "complaint" in event:
             complaints[done] = event["complaint"]
             done += 1
