@@ -12,7 +12,7 @@ from rlmux.core.scheduler import Scheduler
 from rlmux.policies import make_policy
 
 POLICIES = ("rollmux", "rlmux", "jigsaw", "colocated", "solo", "fifo", "gap-ratio", "gavel", "restless")
-NUM_SEQUENCES = 150
+NUM_SEQUENCES = 60
 """Sequences of each policy in the quick test; `make prove` plays more than 10,000 in all."""
 
 

@@ -22,7 +22,7 @@ from rlmux.policies import make_policy
 from rlmux.report import codec
 
 RECORDINGS = sorted((Path(__file__).parent.parent / "data" / "decisions").glob("*.jsonl.xz"))
-CHECK_EVERY = 20
+CHECK_EVERY = 60
 """Events between two checks of every invariant: each takes longer than a decision."""
 
 NEW_TYPES = {
