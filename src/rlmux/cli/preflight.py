@@ -38,7 +38,7 @@ _CHILD = "import sys; sys.path[:] = sys.argv[2:]; from rlmux.cli import prefligh
 
 
 def complaints_about(configs: Sequence[TrainingConfig], code_folder: Path) -> list[str | None]:
-    """For each pipeline the first thing that is wrong with its prompts or its reward; None where all is well.
+    """The first thing, for each pipeline, that is wrong with its prompts or its reward; None where all is well.
 
     `code_folder`: the folder of reward modules.
     """

@@ -248,7 +248,7 @@ class GroupView:
 
     @property
     def members(self) -> tuple[MemberView, ...]:
-        """In cyclic order."""
+        """Pipelines of the group, in cyclic order."""
         return tuple(MemberView(run) for run in self._group.members.values())
 
     @property

@@ -28,19 +28,12 @@ from rlmux.policies.planning.candidates import any_room, founding, impossible, q
 from rlmux.policies.planning.dispatching import age, start_oldest_first, start_where_free
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Solo:
-    """`solo`: every pipeline alone on its own rollout and training nodes (the paper's Solo-D).
+class OneRule:
+    """What a baseline leaves as it is: work starts oldest first, alone on its devices, and no pipeline relocates."""
 
-    It queues while the cluster is full. Nothing fills its bubbles: the baseline that everything is compared with.
-    """
-
-    name: str = "solo"
-    reacts_to_progress: bool = False
+    __slots__ = ()
+    reacts_to_progress: ClassVar[bool] = False
     sharing: ClassVar[None] = None
-
-    def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
-        return impossible(pipeline, view) or founding(pipeline, view) or queue(pipeline, view)
 
     def rebalance(self, view: PlacementView) -> tuple[Relocation, ...]:
         return ()
@@ -50,7 +43,20 @@ class Solo:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Fifo:
+class Solo(OneRule):
+    """`solo`: every pipeline alone on its own rollout and training nodes (the paper's Solo-D).
+
+    It queues while the cluster is full. Nothing fills its bubbles: the baseline that everything is compared with.
+    """
+
+    name: str = "solo"
+
+    def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
+        return impossible(pipeline, view) or founding(pipeline, view) or queue(pipeline, view)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Fifo(OneRule):
     """`fifo`: one lock per shared set of nodes, first come first served (what llm-d's time slicing does).
 
     On a finite cluster all pipelines share all of it, memory or cap permitting. On an unbounded one a set is what the
@@ -58,21 +64,13 @@ class Fifo:
     """
 
     name: str = "fifo"
-    reacts_to_progress: bool = False
-    sharing: ClassVar[None] = None
 
     def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
         return impossible(pipeline, view) or sharing_everything(pipeline, view) or queue(pipeline, view)
 
-    def rebalance(self, view: PlacementView) -> tuple[Relocation, ...]:
-        return ()
-
-    def dispatch(self, view: GroupView) -> Iterator[RunWork]:
-        return start_oldest_first(view)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Split:
+class Split(OneRule):
     """`split`: the cluster divided statically among the pipelines, each on its own part for both phases.
 
     A finite cluster's nodes are divided into `num_parts` equal parts, training nodes first; a pipeline rolls out on all
@@ -81,8 +79,6 @@ class Split:
     """
 
     name: str = "split"
-    reacts_to_progress: bool = False
-    sharing: ClassVar[None] = None
     num_parts: int | None = None
     """Pipelines that are expected to run side by side; None divides nothing."""
 
@@ -106,15 +102,9 @@ class Split:
             is_colocated=True,
         )
 
-    def rebalance(self, view: PlacementView) -> tuple[Relocation, ...]:
-        return ()
-
-    def dispatch(self, view: GroupView) -> Iterator[RunWork]:
-        return start_oldest_first(view)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Colocated:
+class Colocated(OneRule):
     """`colocated`: both phases of a pipeline on one set of nodes of its own (verl-like).
 
     The set is the `num_train_nodes` training nodes it asks for where it is known how fast its rollouts are
@@ -124,8 +114,6 @@ class Colocated:
     """
 
     name: str = "colocated"
-    reacts_to_progress: bool = False
-    sharing: ClassVar[None] = None
 
     def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
         takes_rollout_nodes = pipeline.colocated_estimate is None and view.cluster.pool_for(Phase.ROLLOUT) is not None
@@ -146,15 +134,9 @@ class Colocated:
             is_colocated=True,
         )
 
-    def rebalance(self, view: PlacementView) -> tuple[Relocation, ...]:
-        return ()
-
-    def dispatch(self, view: GroupView) -> Iterator[RunWork]:
-        return start_oldest_first(view)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GapRatio:
+class GapRatio(OneRule):
     """`gap-ratio`: elastic rollouts, each pipeline's devices by its remaining work (what RLix does).
 
     Every rollout may use all rollout nodes of the shared set; which shard has which device at a moment is decided in
@@ -169,14 +151,9 @@ class GapRatio:
     """
 
     name: str = "gap-ratio"
-    reacts_to_progress: bool = False
-    sharing: ClassVar[None] = None
 
     def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
         return impossible(pipeline, view) or sharing_everything(pipeline, view) or queue(pipeline, view)
-
-    def rebalance(self, view: PlacementView) -> tuple[Relocation, ...]:
-        return ()
 
     def dispatch(self, view: GroupView) -> Iterator[RunWork]:
         free = [work for work in sorted(view.ready, key=age) if view.is_free(work.devices)]
@@ -203,7 +180,7 @@ def _by_gap(view: GroupView, shards: list[ReadyWork]) -> list[ReadyWork]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gavel:
+class Gavel(OneRule):
     """`gavel`: job-level fractions of heterogeneous nodes, without phase interleaving.
 
     Pipelines that share nodes alternate by whole steps: none rolls out while another trains. A cycle of a shared set is
@@ -213,8 +190,6 @@ class Gavel:
     """
 
     name: str = "gavel"
-    reacts_to_progress: bool = False
-    sharing: ClassVar[None] = None
 
     def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
         for group in view.groups():
@@ -246,15 +221,9 @@ class Gavel:
             is_colocated=True,
         )
 
-    def rebalance(self, view: PlacementView) -> tuple[Relocation, ...]:
-        return ()
-
-    def dispatch(self, view: GroupView) -> Iterator[RunWork]:
-        return start_oldest_first(view)
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MostIdle:
+class MostIdle(OneRule):
     """`most-idle`: the group with the highest idle share, on its most idle rollout nodes (RollMux 8.2, Greedy).
 
     A new group only when no group has room. SLOs play no part. A group's idle share is 1 - busy seconds /
@@ -262,8 +231,6 @@ class MostIdle:
     """
 
     name: str = "most-idle"
-    reacts_to_progress: bool = False
-    sharing: ClassVar[None] = None
 
     def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
         refusal = impossible(pipeline, view)
@@ -281,12 +248,6 @@ class MostIdle:
                     best, best_rank = choice, (rank, load_s)
         return best or founding(pipeline, view) or queue(pipeline, view)
 
-    def rebalance(self, view: PlacementView) -> tuple[Relocation, ...]:
-        return ()
-
-    def dispatch(self, view: GroupView) -> Iterator[RunWork]:
-        return start_oldest_first(view)
-
 
 def idle_share(group: GroupLoad) -> float:
     """The part of all node-seconds of one meta-iteration that is idle; 1.0 where no duration is known."""
@@ -298,7 +259,7 @@ def idle_share(group: GroupLoad) -> float:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class RandomGroups:
+class RandomGroups(OneRule):
     """`random`: a random group that has room, or a new one, and random rollout nodes there (RollMux section 8.2).
 
     SLOs play no part. The draw depends on the seed, the pipeline's name and how many are placed, so that the same
@@ -306,8 +267,6 @@ class RandomGroups:
     """
 
     name: str = "random"
-    reacts_to_progress: bool = False
-    sharing: ClassVar[None] = None
     seed: int = 0
 
     def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
@@ -325,9 +284,3 @@ class RandomGroups:
         if not by_group:
             return queue(pipeline, view)
         return generator.choice(by_group[generator.choice(list(by_group))])
-
-    def rebalance(self, view: PlacementView) -> tuple[Relocation, ...]:
-        return ()
-
-    def dispatch(self, view: GroupView) -> Iterator[RunWork]:
-        return start_oldest_first(view)

@@ -37,7 +37,7 @@ def start_in_cycle_order(view: GroupView) -> Iterator[RunWork]:
 
 
 def start_in_cycle_order_or_overtake(view: GroupView) -> Iterator[RunWork]:
-    """In cycle order, but where that would break an SLO or leave a gap, the order is another:
+    """Start work in cycle order, but where that would break an SLO or leave a gap, the order is another:
 
         into a gap    a ready work whose slot has not come starts if it ends before those before it can begin, and
                       computes for longer than the switches take that it brings

@@ -47,8 +47,8 @@ def _can_take(view: GroupView, pipeline: PipelineId, target: DeviceId) -> bool:
 def possible_sibling_migrations(
     view: GroupView, forecast: Forecast, migration_s: MigrationSeconds, stretch: float
 ) -> tuple[SiblingMigration, ...]:
-    """For each pipeline: shards that have not begun to a neighbour, every other shard's tail to the shard that will end
-    last. None if no work is ready: no device is wanted then."""
+    """Migrations inside each pipeline: whole shards that have not begun to a neighbour, and every other shard's tail to
+    the shard that will end last. None if no work is ready: no device is wanted then."""
     if len(view.members) < 2 or not view.ready:
         return ()
     possible: list[SiblingMigration] = []
@@ -69,7 +69,7 @@ def possible_sibling_migrations(
 
 
 def later_sibling_migrations(view: GroupView, forecast: Forecast) -> tuple[SiblingMigration, ...]:
-    """Of the next rollouts: of each two neighbours one whole shard to the other, on the side where the pipeline trains.
+    """Migrations in the next rollouts: of each two neighbours, one whole shard to the side where the pipeline trains.
 
     A schedule without them takes every pipeline for one that will need all its devices again.
     """
@@ -98,7 +98,7 @@ def _is_tail_near(forecast: Forecast, shards: Sequence[int]) -> bool:
 def _whole_shards(
     forecast: Forecast, member: MemberView, shards: Sequence[int], *, is_odd: bool
 ) -> Iterator[SiblingMigration]:
-    """Of each two neighbours that have not begun: one takes the other over.
+    """Whole shards that have not begun: of each two neighbours, one takes the other over.
 
     Pipelines prefer opposite sides, so that a schedule that makes all of them leaves each a device of its own.
     """
