@@ -26,28 +26,34 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlmux.rl.config import TrainingConfig
+from rlmux.rl.config import TaskConfig, TrainingConfig
 from rlmux.rl.preflight import calls_user_code, complaint_about
 
 _GRACE_S = 2.0
 """Seconds beyond a pipeline's own time limit, whose alarm ends most calls that hang."""
 _PATIENCE_S = 40.0
-"""Longest wait for a reward on its sample. A reward that may take longer, and does, is left to the run."""
+"""Longest wait for a reward on its sample, unless told otherwise."""
+_SILENCE_S = 3.0
+"""Longest wait that is not told."""
 
 _CHILD = "import sys; sys.path[:] = sys.argv[2:]; from rlmux.cli import preflight; preflight.serve(int(sys.argv[1]))"
 
 
-def complaints_about(configs: Sequence[TrainingConfig], code_folder: Path) -> list[str | None]:
+def complaints_about(
+    configs: Sequence[TrainingConfig], code_folder: Path, patience_s: float = _PATIENCE_S
+) -> list[str | None]:
     """The first thing, for each pipeline, that is wrong with its prompts or its reward; None where all is well.
 
-    `code_folder`: the folder of reward modules.
+    `code_folder`: the folder of reward modules. `patience_s`: longest wait, in seconds, for a reward on its sample. A
+    reward that may take longer, and does, is left to the run.
     """
     complaints = [None if calls_user_code(config) else complaint_about(config) for config in configs]
     asked = [index for index, config in enumerate(configs) if calls_user_code(config)]
-    if asked and not any(complaints):
-        found = _ask_child([configs[index] for index in asked], code_folder)
-        for index, complaint in zip(asked, found, strict=True):
+    while asked and not any(complaints):
+        found = _ask_child([configs[index] for index in asked], code_folder, patience_s)
+        for index, complaint in zip(asked, found, strict=False):
             complaints[index] = complaint
+        asked = asked[len(found) :]
     return complaints
 
 
@@ -66,8 +72,8 @@ def serve(report: int) -> None:
     os._exit(0)  # whatever the user's code left running ends here
 
 
-def _ask_child(configs: Sequence[TrainingConfig], code_folder: Path) -> list[str | None]:
-    """Every complaint up to the first, as the child finds them."""
+def _ask_child(configs: Sequence[TrainingConfig], code_folder: Path, patience_s: float) -> list[str | None]:
+    """Complaints about the first pipelines, at least one: up to the first complaint, or to a reward left to the run."""
     reader, writer = os.pipe()
     child = subprocess.Popen(
         [sys.executable, "-c", _CHILD, str(writer), str(code_folder), *sys.path],
@@ -82,7 +88,7 @@ def _ask_child(configs: Sequence[TrainingConfig], code_folder: Path) -> list[str
         assert child.stdin is not None
         with suppress(BrokenPipeError), child.stdin as stdin:
             stdin.write(pickle.dumps(list(configs)))
-        return _complaints(_Events(reader), configs, child)
+        return _complaints(_Events(reader), configs, child, patience_s)
     finally:
         with suppress(ProcessLookupError):
             os.killpg(child.pid, signal.SIGKILL)
@@ -90,31 +96,50 @@ def _ask_child(configs: Sequence[TrainingConfig], code_folder: Path) -> list[str
         os.close(reader)
 
 
-def _complaints(events: _Events, configs: Sequence[TrainingConfig], child: subprocess.Popen[bytes]) -> list[str | None]:
-    complaints: list[str | None] = [None] * len(configs)
-    done, limit_s = 0, None
-    while done < len(configs) and not any(complaints):
-        task = configs[done].task
+def _complaints(
+    events: _Events, configs: Sequence[TrainingConfig], child: subprocess.Popen[bytes], patience_s: float
+) -> list[str | None]:
+    complaints: list[str | None] = []
+    is_in_user_code = False
+    while len(complaints) < len(configs) and not any(complaints):
+        task = configs[len(complaints)].task
+        limit_s = min(task.reward_timeout_s + _GRACE_S, patience_s)
         try:
-            event = events.next(limit_s)
+            event = _next_of_user(events, task.reward, limit_s) if is_in_user_code else events.next(None)
         except TimeoutError:
-            if task.reward_timeout_s > _PATIENCE_S:
-                break
-            text = f"did not return within {task.reward_timeout_s:g} s (task.reward_timeout_s)"
-            complaints[done] = f"task.reward: reward {task.reward} on a sample {text}"
+            complaints.append(_complaint_about_time(task, limit_s))
             break
         except EOFError:
             code = child.wait()
-            what = "task: reading its prompts" if limit_s is None else f"task.reward: reward {task.reward} on a sample"
-            complaints[done] = f"{what} ended its process (exit code {code})"
+            what = f"task.reward: reward {task.reward} on a sample" if is_in_user_code else "task: reading its prompts"
+            complaints.append(f"{what} ended its process (exit code {code})")
             break
         if "crash" in event:
             raise RuntimeError(event["crash"])
-        limit_s = min(task.reward_timeout_s, _PATIENCE_S) + _GRACE_S if "is_user_code" in event else None
+        is_in_user_code = "is_user_code" in event
         if "complaint" in event:
-            complaints[done] = event["complaint"]
-            done += 1
+            complaints.append(event["complaint"])
     return complaints
+
+
+def _next_of_user(events: _Events, reward: str | None, limit_s: float) -> dict[str, Any]:
+    """The next event. A wait that a person notices is told on stderr. Raises TimeoutError after `limit_s` seconds."""
+    try:
+        return events.next(min(limit_s, _SILENCE_S))
+    except TimeoutError:
+        if limit_s <= _SILENCE_S:
+            raise
+    print(f"rlmux: waiting for reward {reward} on a sample, at most {limit_s:g} s", file=sys.stderr)
+    return events.next(limit_s - _SILENCE_S)
+
+
+def _complaint_about_time(task: TaskConfig, waited_s: float) -> str | None:
+    """None for a reward that may take longer still: it is left to the run."""
+    if task.reward_timeout_s > waited_s:
+        print(f"rlmux: reward {task.reward} takes over {waited_s:g} s on a sample; it was not checked", file=sys.stderr)
+        return None
+    text = f"did not return within {task.reward_timeout_s:g} s (task.reward_timeout_s)"
+    return f"task.reward: reward {task.reward} on a sample {text}"
 
 
 class _Events:
