@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import heapq
 import random
 from collections.abc import Callable
@@ -206,6 +207,24 @@ def test_this_machine_allows_smaller_batches_only_where_their_bits_are_equal(
         assert width >= num_rows
         assert window >= 20
         assert (width, window) == (16, 80) or probe.is_decode_exact(width, window)
+
+
+def live_tensor_bytes() -> int:
+    """Bytes of every tensor's storage that this process can still reach, each once."""
+    gc.collect()
+    storages = [each.untyped_storage() for each in gc.get_objects() if type(each) is torch.Tensor]
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def test_a_probe_leaves_no_tensor_behind(monkeypatch: pytest.MonkeyPatch, lively_model: PreTrainedModel) -> None:
+    monkeypatch.setattr("rlmux.engines.batch_probe.is_exact_by_shape", {})
+    weights = DecoderWeights(DecoderShape.of(lively_model), torch.device("cpu"))
+    tables = PositionTables(lively_model, max_len=80, device=torch.device("cpu"))
+    probe = BatchProbe(weights, tables, num_slots=16, max_len=80)
+    before = live_tensor_bytes()
+    assert probe.is_slot_exact
+    probe.decode_shape(5, 20)
+    assert live_tensor_bytes() == before
 
 
 def test_a_shape_whose_bits_differ_is_not_used(

@@ -193,7 +193,16 @@ def test_a_stale_token_is_corrected_towards_its_sampler() -> None:
     )
     assert metrics["clip_fraction"] == pytest.approx(positive)
     assert metrics["stale_token_share"] == pytest.approx(1)
-    assert metrics["logprob_gap"] == 0
+    assert math.isnan(metrics["logprob_gap"]), "no token of the step was made by the version being trained"
+
+
+def test_a_log_probability_that_is_not_a_number_fails_the_pipeline() -> None:
+    engine = TorchTrainEngine(config())
+    trajectories = batch(1).trajectories
+    broken = replace(trajectories[1], logprobs=(math.nan, *trajectories[1].logprobs[1:]))
+    with pytest.raises(PipelineError, match=r"pipeline p step 1 stage .*not a number"):
+        run_step(engine, replace(batch(1), trajectories=[trajectories[0], broken, *trajectories[2:]]))
+    assert engine.version == 0
 
 
 @pytest.mark.parametrize(("staleness", "version"), [(0, 0), (0, 2), (1, 2), (1, -1)])

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from rlmux.core.errors import IllegalTransitionError, PipelineError
 from rlmux.core.model import Stage
+from rlmux.engines.logprob_gap import LogprobGap
 from rlmux.engines.micro_batches import MicroBatch, TrainingSequence, cut, token_logprobs
 from rlmux.engines.sft_warmup import risen_learning_rate
 from rlmux.engines.stage_work import StageWork
@@ -81,18 +82,18 @@ class RlStep:
 
     def _compute_old_logprobs(self, metrics: dict[str, float]) -> Iterator[int]:
         """Log-probs by the training forward, so that an on-policy ratio is 1 to the last bit."""
-        gap = entropy_sum = 0.0
+        entropy_sum = 0.0
+        gap = LogprobGap()
         for batch in self._micro_batches:
             on_device = batch.to(self._state.device)
             with torch.no_grad():
                 logprobs, distribution = self._forward(on_device)
                 entropy_sum -= float((distribution.exp() * distribution).sum())
-                gaps = (logprobs - on_device.sampled_logprobs).abs().masked_fill(on_device.is_stale, 0.0)
-                gap = max(gap, float(gaps.max()))
+                gap.compare(logprobs, on_device, self.place(Stage.OLD_LOGPROBS))
             self._old_logprobs.append(logprobs.cpu())
             yield batch.num_tokens
         metrics["entropy"] = entropy_sum / self._num_sampled
-        metrics["logprob_gap"] = gap
+        metrics["logprob_gap"] = gap.largest
 
     def _update(self, metrics: dict[str, float]) -> Iterator[int]:
         """Gradients of all micro-batches, summed as a tree, then one optimizer step."""

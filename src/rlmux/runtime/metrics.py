@@ -50,7 +50,7 @@ class MetricsWriter:
             if writer is not None:
                 writer.close()
 
-    def _write(self, now_s: float, pipeline: PipelineId, step: int, metrics: dict[str, float]) -> None:
+    def _write(self, now_s: float, pipeline: PipelineId, step: int, metrics: dict[str, float | None]) -> None:
         path = self._folder / pipeline / "metrics.jsonl"
         if pipeline not in self._last_step:
             self._last_step[pipeline] = _last_whole_step(path)
@@ -65,6 +65,8 @@ class MetricsWriter:
         writer = self._writers[pipeline]
         if writer is not None:
             for name, value in metrics.items():
+                if value is None:
+                    continue  # nothing was there to measure in this step
                 writer.add_scalar(_TAGS.get(name, f"train/{name}"), value, step)
 
 

@@ -9,6 +9,7 @@ one call each and hold no device.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Generator, Sequence
 from typing import Any
 
@@ -177,6 +178,6 @@ def _step_fields(pipeline: PipelineId, step: int, batch: StepBatch, metrics: dic
             "response_len_mean": batch.metrics.response_tokens_mean,
             "response_len_max": batch.metrics.response_tokens_max,
             "turns_mean": batch.metrics.turns_mean,
-            **metrics,
+            **{name: None if math.isnan(value) else value for name, value in metrics.items()},
         },
     }
