@@ -144,6 +144,14 @@ CASES = {
         [("steps: 60", "model: {heads: 1}")],
         "two.yaml:6: pipelines.sort.model.heads is 1; accepted: a multiple of kv_heads 2",
     ),
+    "mini-batches that do not divide the prompts of a step": (
+        [("steps: 60", "algorithm: {minibatches: 5}")],
+        "two.yaml:6: pipelines.sort.algorithm.minibatches is 5; accepted: a divisor of prompts_per_step 16",
+    ),
+    "prompts of a step that the mini-batches do not divide": (
+        [("steps: 60", "algorithm: {prompts_per_step: 6, epochs: 2, minibatches: 4}")],
+        "two.yaml:6: pipelines.sort.algorithm.minibatches is 4; accepted: a divisor of prompts_per_step 6",
+    ),
     "a checkpoint with sizes": (
         [("steps: 60", "model: {path: x, layers: 2}")],
         "two.yaml:6: pipelines.sort.model.layers is 2: does not go with 'path': the checkpoint's own",

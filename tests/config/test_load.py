@@ -31,7 +31,6 @@ def test_a_file_becomes_what_scheduler_and_engines_take(load, good):
     assert first.pipeline.stages == (
         Stage.GENERATE,
         Stage.REWARD,
-        Stage.OLD_LOGPROBS,
         Stage.UPDATE,
         Stage.PUBLISH,
     )
@@ -72,6 +71,15 @@ def test_a_cluster_may_be_nodes_with_prices_and_memory(load):
 def test_the_reference_stage_is_there_only_with_a_kl_penalty(load):
     spec = load(POOLS + "pipelines: [{name: a, task: sort, algorithm: {kl_coef: 0.1}}]")
     assert spec.pipelines[0].pipeline.stages[2] is Stage.REFERENCE_LOGPROBS
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "is_computed"),
+    [("{}", False), ("{staleness: 1}", False), ("{epochs: 2}", True), ("{minibatches: 4}", True)],
+)
+def test_old_log_probs_are_a_stage_only_where_a_step_has_several_updates(load, algorithm, is_computed):
+    spec = load(POOLS + f"pipelines: [{{name: a, task: sort, algorithm: {algorithm}}}]")
+    assert (Stage.OLD_LOGPROBS in spec.pipelines[0].pipeline.stages) is is_computed
 
 
 def test_staleness_and_sft_warmup_reach_the_scheduler(load):

@@ -102,7 +102,7 @@ def test_weights_do_not_depend_on_how_stages_are_cut() -> None:
 def test_a_call_without_time_does_one_micro_batch() -> None:
     engine = TorchTrainEngine(config())
     engine.begin_step(batch(1))
-    reports = [engine.run_stage(Stage.OLD_LOGPROBS, max_seconds=0) for _ in range(3)]
+    reports = [engine.run_stage(Stage.UPDATE, max_seconds=0) for _ in range(3)]
     assert [(each.micro_batches_done, each.micro_batches_total, each.is_done) for each in reports] == [
         (1, 3, False),
         (2, 3, False),
@@ -268,6 +268,106 @@ def test_learning_rates_warm_up() -> None:
     engine = TorchTrainEngine(config(lr_warmup_steps=3, learning_rate=4e-4))
     rates = [run_step(engine, batch(step))["learning_rate"] for step in range(1, 6)]
     assert rates == pytest.approx([1e-4, 2e-4, 3e-4, 4e-4, 4e-4])
+
+
+@pytest.mark.parametrize("versions", [(1, 1, 1, 1, 1), (0, 0, 0, 1, 1)])
+def test_one_update_gives_the_same_weights_without_old_log_probs_of_its_own(
+    monkeypatch: pytest.MonkeyPatch, versions: tuple[int, ...]
+) -> None:
+    """A quarter of training time: one update reads the same log-probs from its own forward, stale tokens or not."""
+    tokens: dict[str, Any] = {"tokens": (3, 4, 5, 6, 7), "is_sampled": (True,) * 5, "logprobs": (-4.2,) * 5}
+
+    def train() -> tuple[str, int, dict[str, float]]:
+        engine = TorchTrainEngine(config(staleness=1, kl_coef=0.1))
+        run_step(engine, batch(1))
+        engine.begin_step(batch(2, versions=versions, **tokens))
+        run_stage(engine, Stage.REFERENCE_LOGPROBS)
+        num_computed = engine.run_stage(Stage.OLD_LOGPROBS, max_seconds=math.inf).micro_batches_total
+        metrics = run_stage(engine, Stage.UPDATE)
+        return engine.weights_sha256(), num_computed, metrics
+
+    without, num_computed, metrics = train()
+    assert num_computed == 0
+    monkeypatch.setattr(AlgorithmConfig, "needs_old_logprobs", True)
+    assert train() == (without, 3, metrics)
+
+
+def test_an_update_needs_no_stage_before_it_where_it_is_the_only_one() -> None:
+    engine = TorchTrainEngine(config())
+    engine.begin_step(batch(1))
+    metrics = run_stage(engine, Stage.UPDATE)
+    assert engine.version == 1
+    assert metrics["clip_fraction"] == 0
+    assert metrics["entropy"] > 0
+
+
+@pytest.mark.parametrize("algorithm", [{"num_epochs": 2}, {"num_minibatches": 3}])
+def test_several_updates_need_the_log_probs_that_the_step_begins_with(algorithm: dict[str, int]) -> None:
+    engine = TorchTrainEngine(config(**algorithm))
+    engine.begin_step(batch(1))
+    with pytest.raises(IllegalTransitionError, match="old_logprobs is not done"):
+        engine.run_stage(Stage.UPDATE, max_seconds=1)
+
+
+def test_epochs_and_minibatches_are_the_updates_of_the_written_formula(tmp_path: Path) -> None:
+    """PPO over two epochs of three mini-batches, against plain forwards and torch's AdamW."""
+    training_config = config(num_epochs=2, num_minibatches=3, learning_rate=3e-3, grad_clip=1e9, clip_high=0.05)
+    trajectories, advantages = batch(1).trajectories, batch(1).advantages
+    model: Any = build_model(training_config.model, CharVocabulary.vocab_size, 0)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, betas=(0.9, 0.99), weight_decay=0.0)
+    old = [token_logprobs(model, each).detach() for each in trajectories]
+    num_clipped, norms = 0.0, []
+    for first in [0, 2, 4] * 2:
+        loss = torch.zeros(())
+        for each, advantage, before in list(zip(trajectories, advantages, old, strict=True))[first : first + 2]:
+            ratio = (token_logprobs(model, each) - before).exp()
+            kept, clipped = ratio * advantage, ratio.clamp(0.8, 1.05) * advantage
+            loss = loss - torch.minimum(kept, clipped).mean() / 2
+            num_clipped += float((clipped < kept).sum())
+        optimizer.zero_grad()
+        loss.backward()
+        norms.append(math.sqrt(sum(float(parameter.grad.square().sum()) for parameter in model.parameters())))
+        optimizer.step()
+    engine = TorchTrainEngine(training_config)
+    metrics = run_step(engine, batch(1))
+    expected, ours = model.state_dict(), model_of(engine, tmp_path).state_dict()
+    for name in expected:
+        torch.testing.assert_close(ours[name], expected[name], rtol=1e-3, atol=2e-4)
+    assert num_clipped > 5
+    assert metrics["clip_fraction"] > 0
+    assert metrics["grad_norm"] == pytest.approx(sum(norms) / 6, rel=1e-3)
+    assert metrics["learning_rate"] == 3e-3
+
+
+def test_several_updates_do_not_depend_on_how_stages_are_cut() -> None:
+    training_config = config(num_epochs=2, num_minibatches=3, micro_batch_size=1, kl_coef=0.1)
+    assert run(training_config, 2, max_seconds=0) == run(training_config, 2)
+
+
+def test_between_two_updates_of_a_step_there_is_no_version_to_keep_or_publish(tmp_path: Path) -> None:
+    training_config = config(num_epochs=2)
+    engine = TorchTrainEngine(training_config)
+    run_step(engine, batch(1))
+    engine.save(tmp_path / "step_1")
+    engine.begin_step(batch(2))
+    run_stage(engine, Stage.OLD_LOGPROBS)
+    reports = [engine.run_stage(Stage.UPDATE, max_seconds=0) for _ in range(4)]
+    assert (reports[-1].micro_batches_done, reports[-1].micro_batches_total) == (4, 6)
+    for attempt in (lambda: engine.save(tmp_path / "half"), lambda: engine.export_weights(tmp_path / "half")):
+        with pytest.raises(IllegalTransitionError, match="step 2 is between two of its updates"):
+            attempt()
+    run_stage(engine, Stage.UPDATE)
+    assert engine.version == 2
+    restored = TorchTrainEngine(training_config)
+    restored.restore(tmp_path / "step_1")
+    run_step(restored, batch(2))
+    assert restored.weights_sha256() == engine.weights_sha256()
+
+
+def test_learning_rates_rise_by_steps_however_many_updates_a_step_has() -> None:
+    engine = TorchTrainEngine(config(lr_warmup_steps=3, learning_rate=4e-4, num_epochs=3))
+    rates = [run_step(engine, batch(step))["learning_rate"] for step in range(1, 4)]
+    assert rates == pytest.approx([1e-4, 2e-4, 3e-4])
 
 
 # Files and residency.

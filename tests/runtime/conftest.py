@@ -49,7 +49,12 @@ STAGES = (
 def submission(name: str, *, num_steps: int = 2, task: str = "sort", seed: int = 1, **changes: Any) -> Submission:
     """A tiny pipeline: every stage there is, a fraction of a second each."""
     algorithm = AlgorithmConfig(
-        prompts_per_step=4, group_size=4, micro_batch_size=4, kl_coef=0.01, staleness=changes.pop("staleness", 0)
+        prompts_per_step=4,
+        group_size=4,
+        num_minibatches=2,
+        micro_batch_size=4,
+        kl_coef=0.01,
+        staleness=changes.pop("staleness", 0),
     )
     config = TrainingConfig(
         name=name,

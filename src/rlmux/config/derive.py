@@ -6,6 +6,7 @@ import math
 
 from rlmux.config.tree import ClusterConfig, EstimateConfig, FootprintConfig, PipelineConfig, PoolConfig, phase_of_pool
 from rlmux.core.model import Cluster, Footprint, Phase, PhaseSeconds, Pipeline, PipelineId, Pool, Stage
+from rlmux.rl.config import AlgorithmConfig
 
 BYTES_PER_GB = 1e9
 
@@ -36,7 +37,7 @@ def make_pipeline(config: PipelineConfig) -> Pipeline:
     return Pipeline(
         id=PipelineId(config.name),
         num_steps=config.num_steps,
-        stages=_stages(has_reference=config.algorithm.kl_coef > 0),
+        stages=_stages(config.algorithm),
         has_sft_warmup=config.sft_warmup.num_updates > 0,
         num_rollout_nodes=config.rollout.num_workers,
         num_train_nodes=config.train.num_workers,
@@ -48,9 +49,11 @@ def make_pipeline(config: PipelineConfig) -> Pipeline:
     )
 
 
-def _stages(*, has_reference: bool) -> tuple[Stage, ...]:
-    reference = (Stage.REFERENCE_LOGPROBS,) if has_reference else ()
-    return (Stage.GENERATE, Stage.REWARD, *reference, Stage.OLD_LOGPROBS, Stage.UPDATE, Stage.PUBLISH)
+def _stages(algorithm: AlgorithmConfig) -> tuple[Stage, ...]:
+    """The stages that a step of the pipeline really has."""
+    reference = (Stage.REFERENCE_LOGPROBS,) if algorithm.kl_coef > 0 else ()
+    old = (Stage.OLD_LOGPROBS,) if algorithm.needs_old_logprobs else ()
+    return (Stage.GENERATE, Stage.REWARD, *reference, *old, Stage.UPDATE, Stage.PUBLISH)
 
 
 def _estimates(config: EstimateConfig | None) -> tuple[PhaseSeconds | None, PhaseSeconds | None]:

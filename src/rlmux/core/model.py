@@ -14,6 +14,7 @@ One step of a pipeline with staleness k (0 = on-policy), where step n trains ver
         ▲                                                                       │
         └────────────────── needs version max(0, n-1-k), exactly ◀──────────────┘
 
+A pipeline has the stages that it computes: reference log-probs with a KL penalty, old ones with several updates a step.
 The version is fixed by the step, not by what happens to be newest: so the result does not depend on timing.
 """
 

@@ -1,7 +1,10 @@
-"""One RL step in training: its batch as micro-batches, and the stages that lead to one optimizer step.
+"""One RL step in training: its batch as micro-batches, and the stages that lead to the next weight version.
 
-    reference_logprobs ─▶ old_logprobs ─▶ update
-     (kl_coef > 0)           both are kept per micro-batch until `update` reads them
+    reference_logprobs ─▶ old_logprobs ─▶ update: epochs x mini-batches, an optimizer step after each mini-batch
+     (kl_coef > 0)     (several updates)     both are kept per micro-batch until `update` reads them
+
+A mini-batch is an equal part of the step's prompt groups, in their order. A step of one update needs no old
+log-probs of its own: the forward that its gradient comes from gives the same ones, to the last bit.
 
 Shapes: R is the number of sampled tokens of a micro-batch.
 """
@@ -40,12 +43,18 @@ class RlStep:
             _training_sequence(trajectory, advantage, batch.step - 1, config)
             for trajectory, advantage in zip(batch.trajectories, batch.advantages, strict=True)
         ]
-        self._micro_batches = cut(sequences, config.algorithm.micro_batch_size, pad_token)
-        self._num_sampled = sum(len(each.targets) for each in self._micro_batches)
+        algorithm = config.algorithm
+        size = len(sequences) // algorithm.num_minibatches
+        parts = [sequences[start : start + size] for start in range(0, len(sequences), size)]
+        self._minibatches = [cut(part, algorithm.micro_batch_size, pad_token) for part in parts]
+        self._micro_batches = [each for minibatch in self._minibatches for each in minibatch]
         self._reference_logprobs: list[Tensor] = []
         """Log-probs [R] under the reference, one tensor for each micro-batch."""
         self._old_logprobs: list[Tensor] = []
-        """Log-probs [R] under the weights that the step begins with, one tensor for each micro-batch."""
+        """Log-probs [R] under the weights that the step begins with, one tensor for each micro-batch; empty where one
+        update needs none."""
+        self._first_look = _FirstLook()
+        self._num_updates_done = 0
         self._work_by_stage: dict[Stage, StageWork] = {}
 
     def work(self, stage: Stage) -> StageWork:
@@ -58,14 +67,25 @@ class RlStep:
             }
             if stage not in run_by_stage:
                 raise IllegalTransitionError(f"{self.place(stage)}: no stage of a step that is trained")
-            is_skipped = stage == Stage.REFERENCE_LOGPROBS and not self._state.has_reference
             metrics: dict[str, float] = {}
             self._work_by_stage[stage] = StageWork(
                 micro_batches=run_by_stage[stage](metrics),
-                total=0 if is_skipped else len(self._micro_batches),
+                total=self._num_passes(stage) * len(self._micro_batches),
                 metrics=metrics,
             )
         return self._work_by_stage[stage]
+
+    @property
+    def is_half_trained(self) -> bool:
+        """Some of the step's updates are made and others are not: the weights are those of no version."""
+        return 0 < self._num_updates_done < self._config.algorithm.num_updates
+
+    def _num_passes(self, stage: Stage) -> int:
+        """How often a stage computes each micro-batch."""
+        if stage == Stage.REFERENCE_LOGPROBS:
+            return int(self._state.has_reference)
+        algorithm = self._config.algorithm
+        return int(algorithm.needs_old_logprobs) if stage == Stage.OLD_LOGPROBS else algorithm.num_epochs
 
     def place(self, stage: Stage) -> str:
         """How errors begin."""
@@ -81,49 +101,62 @@ class RlStep:
             yield batch.num_tokens
 
     def _compute_old_logprobs(self, metrics: dict[str, float]) -> Iterator[int]:
-        """Log-probs by the training forward, so that an on-policy ratio is 1 to the last bit."""
-        entropy_sum = 0.0
-        gap = LogprobGap()
+        """Log-probs by the training forward, so that the first update's ratios are 1 to the last bit."""
+        if not self._config.algorithm.needs_old_logprobs:
+            return
         for batch in self._micro_batches:
             on_device = batch.to(self._state.device)
             with torch.no_grad():
                 logprobs, distribution = self._forward(on_device)
-                entropy_sum -= float((distribution.exp() * distribution).sum())
-                gap.compare(logprobs, on_device, self.place(Stage.OLD_LOGPROBS))
+            self._first_look.add(on_device, logprobs, distribution, self.place(Stage.OLD_LOGPROBS))
             self._old_logprobs.append(logprobs.cpu())
             yield batch.num_tokens
-        metrics["entropy"] = entropy_sum / self._num_sampled
-        metrics["logprob_gap"] = gap.largest
 
     def _update(self, metrics: dict[str, float]) -> Iterator[int]:
-        """Gradients of all micro-batches, summed as a tree, then one optimizer step."""
+        """For each mini-batch of each epoch: gradients of its micro-batches, summed as a tree, and an optimizer step.
+
+        A figure is the mean over the updates of the step.
+        """
         self._require_logprobs()
         algorithm, place = self._config.algorithm, self.place(Stage.UPDATE)
-        totals = dict.fromkeys(("loss", "kl", "clip_fraction", "stale_token_share"), 0.0)
-        for index, batch in enumerate(self._micro_batches):
-            on_device = batch.to(self._state.device)
-            losses, is_clipped, kl = self._losses(on_device, index)
-            totals["kl"] += kl / self._num_sampled
-            totals["loss"] += self._state.add_gradient((losses * on_device.weights).sum(), place)
-            totals["clip_fraction"] += float(is_clipped.sum()) / self._num_sampled
-            totals["stale_token_share"] += float(on_device.is_stale.sum()) / self._num_sampled
-            if index == len(self._micro_batches) - 1:
-                rate = risen_learning_rate(algorithm.learning_rate, self._state.num_updates, algorithm.lr_warmup_steps)
-                metrics["grad_norm"] = self._state.update_weights(rate, place)
-                self.is_trained = True
-                metrics["learning_rate"] = rate
-                metrics.update(totals)
-                metrics.update(self._work_by_stage[Stage.OLD_LOGPROBS].metrics)
-            yield batch.num_tokens
+        rate = risen_learning_rate(algorithm.learning_rate, self.number - 1, algorithm.lr_warmup_steps)
+        totals = dict.fromkeys(("loss", "kl", "clip_fraction", "stale_token_share", "grad_norm"), 0.0)
+        for _ in range(algorithm.num_epochs):
+            first = 0
+            for minibatch in self._minibatches:
+                num_sampled = algorithm.num_updates * sum(len(each.targets) for each in minibatch)
+                for index, batch in enumerate(minibatch):
+                    self._add_gradient(batch, first + index, num_sampled, totals)
+                    if index == len(minibatch) - 1:
+                        totals["grad_norm"] += self._state.update_weights(rate, place) / algorithm.num_updates
+                        self._num_updates_done += 1
+                        self.is_trained = self._num_updates_done == algorithm.num_updates
+                    yield batch.num_tokens
+                first += len(minibatch)
+        totals["loss"] /= algorithm.num_updates
+        metrics.update(totals, learning_rate=rate, **self._first_look.metrics())
+
+    def _add_gradient(self, batch: MicroBatch, index: int, num_sampled: int, totals: dict[str, float]) -> None:
+        """One micro-batch: its gradient goes to the tree, what it was like to `totals`."""
+        on_device = batch.to(self._state.device)
+        losses, is_clipped, kl = self._losses(on_device, index)
+        totals["kl"] += kl / num_sampled
+        totals["loss"] += self._state.add_gradient((losses * on_device.weights).sum(), self.place(Stage.UPDATE))
+        totals["clip_fraction"] += float(is_clipped.sum()) / num_sampled
+        totals["stale_token_share"] += float(on_device.is_stale.sum()) / num_sampled
 
     def _losses(self, batch: MicroBatch, index: int) -> tuple[Tensor, Tensor, float]:
         """Loss [R] of each token, which the clip took out of the gradient [R], and the summed KL."""
         algorithm = self._config.algorithm
-        logprobs, _ = self._forward(batch)
-        # A stale token is corrected towards the policy that sampled it. For the others that is this
-        # policy, and its log-prob comes from the same kernels as the new one.
-        recomputed = self._old_logprobs[index].to(self._state.device)
-        old_logprobs = torch.where(batch.is_stale, batch.sampled_logprobs, recomputed)
+        logprobs, distribution = self._forward(batch)
+        if algorithm.needs_old_logprobs:
+            begun_with = self._old_logprobs[index].to(self._state.device)
+        else:
+            begun_with = logprobs.detach()
+            self._first_look.add(batch, begun_with, distribution, self.place(Stage.UPDATE))
+        # A stale token is corrected towards the policy that sampled it. For the others that is the policy that the
+        # step begins with, and its log-prob comes from the same kernels as the new one.
+        old_logprobs = torch.where(batch.is_stale, batch.sampled_logprobs, begun_with)
         losses, is_clipped = clipped_surrogate(
             logprobs,
             old_logprobs,
@@ -140,11 +173,9 @@ class RlStep:
         return token_logprobs(self._state.model, batch, self._config.rollout.temperature)
 
     def _require_logprobs(self) -> None:
-        needed = [Stage.OLD_LOGPROBS]
-        if self._state.has_reference:
-            needed.insert(0, Stage.REFERENCE_LOGPROBS)
-        for stage in needed:
-            if stage not in self._work_by_stage or not self._work_by_stage[stage].is_done:
+        for stage in (Stage.REFERENCE_LOGPROBS, Stage.OLD_LOGPROBS):
+            is_done = stage in self._work_by_stage and self._work_by_stage[stage].is_done
+            if self._num_passes(stage) and not is_done:
                 raise IllegalTransitionError(f"{self.place(Stage.UPDATE)}: {stage} is not done")
 
 
@@ -166,7 +197,7 @@ def _training_sequence(
         tokens=trajectory.tokens,
         is_sampled=trajectory.is_sampled,
         weight=ALGORITHMS[algorithm.name].trajectory_weight(
-            algorithm.prompts_per_step * algorithm.group_size,
+            algorithm.prompts_per_step * algorithm.group_size // algorithm.num_minibatches,
             count_sampled(trajectory.is_sampled),
             config.rollout.max_new_tokens,
         ),
@@ -174,3 +205,26 @@ def _training_sequence(
         logprobs=trajectory.logprobs,
         is_stale=[version < newest for version in trajectory.versions],
     )
+
+
+class _FirstLook:
+    """What the weights that a step begins with make of its tokens, added up over the micro-batches."""
+
+    def __init__(self) -> None:
+        self._gap = LogprobGap()
+        self._entropy_sum = 0.0
+        self._num_sampled = 0
+
+    @torch.no_grad()
+    def add(self, batch: MicroBatch, logprobs: Tensor, distribution: Tensor, place: str) -> None:
+        """One micro-batch: log-probs [R] of its sampled tokens, and the log-softmax [R, vocab] that they are from.
+
+        Raises PipelineError, beginning with `place`, as `LogprobGap` does.
+        """
+        self._gap.compare(logprobs, batch, place)
+        self._num_sampled += len(batch.targets)
+        self._entropy_sum -= float((distribution.exp() * distribution).sum())
+
+    def metrics(self) -> dict[str, float]:
+        """Mean entropy of a sampled token, and the largest gap to the log-prob that a fresh token was sampled with."""
+        return {"entropy": self._entropy_sum / self._num_sampled, "logprob_gap": self._gap.largest}

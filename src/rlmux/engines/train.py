@@ -1,7 +1,7 @@
 """Trains one pipeline's model, one micro-batch at a time.
 
     sft_warmup ─▶ version 0 ─┬─▶ begin_step(n) ─▶ reference_logprobs ─▶ old_logprobs ─▶ update ─▶ version n
-                             │                       (kl_coef > 0)                                   │
+                             │                       (kl_coef > 0)    (several updates)              │
                              └─────────────────────────────────── n + 1 ◀────────────────────────────┘
 
     TrainState   all tensors, and where they lie     SftWarmup, RlStep   the stages
@@ -11,7 +11,8 @@ A stage is a generator that stops after each micro-batch; `run_stage` continues 
 every call is bounded by one micro-batch more than asked.
 
 Invariants: the weights after step n are a function of the config and of the batches 1 .. n, however the stages
-were cut into calls, offloaded, or restored in between. A checkpoint holds what the last optimizer step left.
+were cut into calls, offloaded, or restored in between. Checkpoints and published weights are those of a version:
+between two updates of one step there are none.
 No optimizer step is made with a loss or gradient that is not finite.
 """
 
@@ -40,7 +41,8 @@ from rlmux.rl.types import TrainingBatch, TrainReport
 from rlmux.rl.vocabulary import Vocabulary, load_vocabulary
 
 RL_STAGES = (Stage.REFERENCE_LOGPROBS, Stage.OLD_LOGPROBS, Stage.UPDATE)
-"""The stages of one step, in their order; the first is empty without a KL penalty."""
+"""The stages of one step, in their order. The first is empty without a KL penalty, the second where a step is one
+update."""
 
 
 class TorchTrainEngine:
@@ -128,6 +130,7 @@ class TorchTrainEngine:
 
     def export_weights(self, path: Path) -> int:
         """Write the weights for rollout workers (safetensors, atomically); returns their version."""
+        self._require_version()
         self._state.write_weights(path, self._version)
         return self._version
 
@@ -138,11 +141,12 @@ class TorchTrainEngine:
     # --- checkpoints ----------------------------------------------------------------------------------------
 
     def save(self, folder: Path) -> None:
-        """Checkpoint what the last optimizer step left: a Hugging Face model, and what training needs."""
+        """Checkpoint the present version: a Hugging Face model, and what training needs."""
         self.snapshot().write(folder)
 
     def snapshot(self) -> TrainSnapshot:
         """A checkpoint's content, in host memory of its own."""
+        self._require_version()
         return TrainSnapshot(
             state={
                 "pipeline": self._config.name,
@@ -173,6 +177,12 @@ class TorchTrainEngine:
         self._sft_warmup.restore(warmup_updates)
         self._step = None
         self._version = int(state["version"])
+
+    def _require_version(self) -> None:
+        if self._step is not None and self._step.is_half_trained:
+            raise IllegalTransitionError(
+                f"pipeline {self._config.name}: step {self._step.number} is between two of its updates"
+            )
 
     def _small_files(self) -> Mapping[str, bytes]:
         """The model's config and the tokenizer, as Hugging Face reads them."""

@@ -167,6 +167,10 @@ class AlgorithmConfig(FromFile):
     """Prompt groups of one step."""
     group_size: Annotated[int, Ge(2)] = 8
     """Trajectories of one prompt, compared with each other."""
+    num_epochs: Count = 1
+    """Passes of one step over its trajectories. From the second update of a step on, the clip has something to do."""
+    num_minibatches: Count = 1
+    """Optimizer updates of one epoch, each on as many prompt groups; a divisor of prompts_per_step."""
     learning_rate: PositiveFloat = 3e-4
     """Learning rate of AdamW."""
     lr_warmup_steps: Annotated[int, Ge(0)] = 0
@@ -185,6 +189,28 @@ class AlgorithmConfig(FromFile):
     """Weight of the KL penalty (low-variance estimator k3) to the frozen reference; 0 skips that stage."""
     micro_batch_size: Count = 32
     """Sequences of one forward and backward pass. Results change with it in the last bits."""
+
+    def __post_init__(self) -> None:
+        if self.prompts_per_step % self.num_minibatches:
+            raise MisfitError(
+                "minibatches",
+                f"accepted: a divisor of prompts_per_step {self.prompts_per_step}",
+                ("prompts_per_step", f"accepted: a multiple of minibatches {self.num_minibatches}"),
+            )
+
+    @property
+    def num_updates(self) -> int:
+        """Optimizer updates of one step."""
+        return self.num_epochs * self.num_minibatches
+
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """A step computes log-probs of its own under the weights that it begins with, before the first update.
+
+        One update needs none: a fresh token's old log-prob is the one that the update's own forward gives, and a
+        stale token's the one that it was sampled with.
+        """
+        return self.num_updates > 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,7 +248,7 @@ class PipelineKeys(FromFile):
     seed: Annotated[int, Ge(0), Lt(2**31)] = 0
     """Seed of every random number of the pipeline."""
     num_steps: Count = 100
-    """Optimizer updates of RL."""
+    """Steps of RL."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """What is trained."""
     sft_warmup: SftWarmupConfig = field(default_factory=SftWarmupConfig)
