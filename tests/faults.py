@@ -23,6 +23,7 @@ from rlmux.core.events import (
     PipelineRestarted,
     PipelineSubmitted,
     ReplyArrived,
+    RewardOverdue,
     StageFinished,
     StagePaused,
     TrajectoriesMigrated,
@@ -135,6 +136,8 @@ class BreakingBackend:
             self._drop(order)
             is_waiting = action.stage is Stage.GENERATE and self.draw.random() < 0.3
             self.send(StagePaused(time_s=self.now_s, order=order, seconds=0.5, is_waiting=is_waiting))
+        elif action.stage is Stage.REWARD and self.draw.random() < 0.3:
+            self.send(RewardOverdue(time_s=self.now_s, order=order))
         elif action.devices and self.draw.random() < 0.3:
             num_active = self.draw.choice([0, 1, 3, 40])
             self.send(ChunkFinished(time_s=self.now_s, order=order, num_active=num_active, num_waiting=0, seconds=0.2))

@@ -35,6 +35,10 @@ import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 
+USER_CODE_PATIENCE_S = 1.0
+"""Seconds for which a pipeline that only waits for its own user code (rewards, environments, prompts) keeps its devices
+and its slots in the cycle."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PhaseLoad:

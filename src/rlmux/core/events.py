@@ -75,6 +75,14 @@ class ReplyArrived:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RewardOverdue:
+    """Rewards have taken longer than a co-execution group waits for them; the order goes on."""
+
+    time_s: float
+    order: OrderId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ChunkFinished:
     """Progress of a running order; the order goes on."""
 
@@ -142,6 +150,7 @@ Event = (
     | StageFinished
     | StagePaused
     | ReplyArrived
+    | RewardOverdue
     | ChunkFinished
     | TrajectoriesMigrated
     | WorkerLost

@@ -71,6 +71,20 @@ class Groups:
         run.phases_started.update(dict.fromkeys(run.phases_started, _newcomer_phases_started(group)))
         self.refresh_cycle(group, has_newcomer=True)
 
+    def catch_up(self, run: PipelineRun) -> None:
+        """Give a member that was passed over while it waited for its user code the slots of the cycle under way.
+
+        It counts as begun what the others went ahead of it by whole cycles, and is next. Otherwise they would wait
+        until it had caught up with all that they did meanwhile.
+        """
+        group = self._state.group_of(run)
+        if len(group.members) == 1 or not run.train_devices:
+            return
+        ahead = min(_cycles_ahead(other, run) for other in group.members.values() if other is not run)
+        if ahead > 0:
+            shift = ahead * run.steps_per_cycle
+            run.phases_started = {key: count + shift for key, count in run.phases_started.items()}
+
     def refresh_cycle(self, group: GroupState, *, has_newcomer: bool = False) -> None:
         """Copy the members' steps per cycle and order from the ledger; where they changed, the meta-iteration begins
         anew.
@@ -99,6 +113,15 @@ def device_keys(run: PipelineRun) -> list[tuple[Phase, DeviceId]]:
     """Every device of the pipeline with the phase that it serves there, rollout first."""
     rollout = [(Phase.ROLLOUT, device) for device in run.rollout_devices]
     return rollout + [(Phase.TRAIN, device) for device in run.train_devices]
+
+
+def _cycles_ahead(other: PipelineRun, run: PipelineRun) -> int:
+    """Whole cycles by which the other's next training slot is beyond where the cyclic order has it."""
+    cycle, other_cycle = (
+        min(each.phases_started[Phase.TRAIN, device] for device in each.train_devices) // each.steps_per_cycle
+        for each in (run, other)
+    )
+    return other_cycle - cycle - (other.cycle_index < run.cycle_index)
 
 
 def _newcomer_phases_started(group: GroupState) -> int:

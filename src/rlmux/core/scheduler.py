@@ -35,6 +35,7 @@ from rlmux.core.events import (
     PipelineRestarted,
     PipelineSubmitted,
     ReplyArrived,
+    RewardOverdue,
     StageFinished,
     StagePaused,
     TrajectoriesMigrated,
@@ -84,6 +85,7 @@ class Scheduler:
             StageFinished: self._on_stage_finished,
             StagePaused: self._on_stage_paused,
             ReplyArrived: self._on_reply_arrived,
+            RewardOverdue: self._on_reward_overdue,
             ChunkFinished: self._on_chunk_finished,
             TrajectoriesMigrated: self._on_trajectories_migrated,
             WorkerLost: self._on_worker_lost,
@@ -239,6 +241,9 @@ class Scheduler:
         order, run = self._end_named(event.order)
         if run.status is not PipelineStatus.RUNNING:
             return
+        if order.stage is Stage.REWARD and run.is_reward_overdue:
+            run.is_reward_overdue = False
+            self._groups.catch_up(run)
         solo_s = self._orders.solo_s(order, event.seconds)
         _learn_switch(run, order, event.switch_s)
         if order.phase is Phase.ROLLOUT:
@@ -266,7 +271,17 @@ class Scheduler:
         if run.status is not PipelineStatus.RUNNING or shard is None or shard.state is not WorkState.WAITING_FOR_ENV:
             return  # it has been started, migrated or begun anew since
         run.history.add_wait(self._state.now_s - shard.work.since_s)
+        if run.waits_for_user_code:
+            self._groups.catch_up(run)
         self._steps.reply(run, shard)
+        self._dispatch(self._state.group_of(run))
+
+    def _on_reward_overdue(self, event: RewardOverdue) -> None:
+        order = self._orders.named(event.order)
+        run = self._state.runs[order.pipeline]
+        if run.status is not PipelineStatus.RUNNING:
+            return
+        run.is_reward_overdue = True
         self._dispatch(self._state.group_of(run))
 
     def _on_chunk_finished(self, event: ChunkFinished) -> None:
@@ -315,6 +330,8 @@ class Scheduler:
         self._leases.remove_state(run, Phase.ROLLOUT, event.device)
         run.host_resident.discard((Phase.ROLLOUT, event.device))
         if event.device in run.shards:
+            if run.waits_for_user_code:
+                self._groups.catch_up(run)
             self._steps.lose_worker(run, run.shards[event.device])
         self._dispatch(self._state.group_of(run))
         self._steps.drop_asked_migration(run, event.device)

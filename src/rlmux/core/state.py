@@ -223,6 +223,8 @@ class PipelineRun:
     """Devices to which a load is warm, as state was there before (membership tests only)."""
     admitted_s: float = 0.0
     """Time of the last admission."""
+    is_reward_overdue: bool = False
+    """Its group does not wait for its rewards any longer."""
     history: StepHistory = field(init=False)
     """Seconds of its last steps: estimates for the policies that plan ahead."""
     restart_step: int = 0
@@ -233,6 +235,15 @@ class PipelineRun:
     def __post_init__(self) -> None:
         self.history = StepHistory(self.pipeline)
         self.train_stages = self.pipeline.train_stages
+
+    @property
+    def waits_for_user_code(self) -> bool:
+        """Its open rollout has come to rest at its rewards, or at environments that have not replied: no member of its
+        group waits for it."""
+        if self.is_reward_overdue:
+            return True
+        left = [shard.state for shard in self.shards.values() if shard.state is not WorkState.DONE]
+        return bool(left) and all(state is WorkState.WAITING_FOR_ENV for state in left)
 
 
 @dataclass(slots=True)

@@ -209,6 +209,7 @@ class StepMachine:
         run.rollout_step = run.generated_step = run.train_step = max(restored_step, 0)
         run.trained_step = run.published_version = restored_step
         run.shards.clear()
+        run.is_reward_overdue = False
         run.training = TrainingStage()
         if restored_step < 0:
             self._open_training_stage(run, 0, Stage.SFT_WARMUP, None, is_continuation=False)
@@ -327,6 +328,7 @@ class StepMachine:
         if training.state is WorkState.READY and training.work is not None:
             del ready[training.work.sequence]
         run.shards.clear()
+        run.is_reward_overdue = False
         run.training = TrainingStage()
 
     # ------------------------------------------------------------------ helpers, in the order they are called

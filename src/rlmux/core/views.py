@@ -330,7 +330,8 @@ class GroupView:
         """Whether this pipeline is next in the strict meta-iteration on all of the work's devices.
 
         A member with m steps per cycle has its n-th slot (from 0) at n / m of the meta-iteration. On every device the
-        member whose next slot comes first is next, ties in cyclic order, ready or not. With one step per cycle each
+        member whose next slot comes first is next, ties in cyclic order, ready or not: all but one that only waits for
+        its own user code. With one step per cycle each
         that is RollMux section 5.1: one rollout and one training phase of each member in a cycle.
         """
         return all(self._is_next(work, device) for device in work.devices)
@@ -449,13 +450,17 @@ def _phase_s(run: PipelineRun, phase: Phase) -> float:
 
 
 def _will_begin(run: PipelineRun, key: tuple[Phase, DeviceId]) -> bool:
-    """Whether this pipeline will begin another such phase on this device."""
+    """Whether this pipeline will begin another such phase on this device, and its user code is not what that waits
+    for."""
     phase, device = key
     last = run.pipeline.num_steps
     if phase is Phase.ROLLOUT:
         shard = run.shards.get(device)
         is_next_open = shard is not None and shard.is_ready and not shard.work.is_continuation
-        return is_next_open or last is None or run.rollout_step < last
-    training = run.training
-    is_next_open = training.state is WorkState.READY and training.work is not None and not training.work.is_continuation
-    return is_next_open or last is None or run.train_step < last
+        has_another = last is None or run.rollout_step < last
+    else:
+        training = run.training
+        is_ready = training.state is WorkState.READY and training.work is not None
+        is_next_open = is_ready and training.work is not None and not training.work.is_continuation
+        has_another = last is None or run.train_step < last
+    return is_next_open or (has_another and not run.waits_for_user_code)

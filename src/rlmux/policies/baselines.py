@@ -156,7 +156,7 @@ class GapRatio(OneRule):
         return impossible(pipeline, view) or sharing_everything(pipeline, view) or queue(pipeline, view)
 
     def dispatch(self, view: GroupView) -> Iterator[RunWork]:
-        free = [work for work in sorted(view.ready, key=age) if view.is_free(work.devices)]
+        free = [work for work in sorted(view.ready, key=age) if not work.is_waiting and view.is_free(work.devices)]
         shards = [work for work in free if work.phase is Phase.ROLLOUT and not work.is_continuation]
         others = [work for work in free if work.phase is not Phase.ROLLOUT or work.is_continuation]
         yield from start_where_free(view, [*others, *_by_gap(view, shards)])

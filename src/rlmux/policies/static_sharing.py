@@ -48,7 +48,7 @@ class StaticSharing:
             for device in order.devices:
                 phases.setdefault(device, []).append(order.phase)
         allowed = []
-        for work in sorted(view.ready, key=age):
+        for work in sorted((work for work in view.ready if not work.is_waiting), key=age):
             if all(self._may_join(work, phases.get(device, [])) for device in work.devices):
                 allowed.append(work)
                 for device in work.devices:

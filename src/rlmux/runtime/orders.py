@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlmux.core.actions import RunStage, Switch
+from rlmux.core.actions import RunStage
 from rlmux.core.events import ChunkFinished, StageFinished, StagePaused
 from rlmux.core.model import OrderId, PipelineId
 from rlmux.runtime.call_loop import Answer, Task
@@ -27,12 +27,14 @@ class RunningOrder:
     """A call that carries the order on is out, or will be made without waiting for anything outside the order."""
     input: Answer | None = None
     """Set while the order has nothing to compute: answered when it has, or when the order is paused."""
+    waits_since_s: float | None = None
+    """Time from which it only waits for the pipeline's user code; None where it computes, or that was told."""
     task: Task | None = None
 
-    @property
-    def is_load_needed(self) -> bool:
-        """The next call must load the pipeline's state first."""
-        return self.action.switch is not Switch.NONE and self.seconds == 0.0
+    def wait_for_input(self, answer: Answer, now_s: float) -> Answer:
+        """The answer that says that it has something to compute, or is paused: what its work yields."""
+        self.input, self.waits_since_s = answer, now_s
+        return answer
 
     def add(self, *, seconds: float, switch_s: float, tokens: int) -> None:
         self.seconds += seconds
@@ -47,8 +49,9 @@ class RunningOrder:
     def wake(self) -> None:
         """Resume an order that has nothing to compute. Nothing happens to one that computes."""
         if self.input is not None:
-            arrived, self.input = self.input, None
-            arrived.arrive()
+            arrived, self.input, self.waits_since_s = self.input, None, None
+            if not arrived.is_there:
+                arrived.arrive()
 
     def progress(
         self, now_s: float, *, num_active: int, num_waiting: int, num_waiting_for_env: int = 0
@@ -96,6 +99,14 @@ class RunningOrders:
     def find(self, order: OrderId) -> RunningOrder | None:
         """None for an order that has ended."""
         return self._order_by_id.get(order)
+
+    def waiting_since(self, time_s: float) -> list[RunningOrder]:
+        """Orders that have only waited for user code since that time or longer."""
+        return [
+            order
+            for order in self._order_by_id.values()
+            if order.waits_since_s is not None and order.waits_since_s <= time_s
+        ]
 
     def of(self, pipeline: PipelineId) -> list[RunningOrder]:
         return [order for order in self._order_by_id.values() if order.action.pipeline == pipeline]

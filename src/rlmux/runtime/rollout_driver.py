@@ -5,9 +5,10 @@
         │                                                    └─ replies, released    │ finished turns
         └───────────── on_turns: one call at a time, with all turns that have ended ─┘
 
-A shard's order runs chunk after chunk. It waits only for its worker's answer, or, when every trajectory that it could
-compute waits for an environment, for a reply, for a migrated shard or for a Pause. A shard that is paused in that
-state is reported as waiting, and its first reply as ReplyArrived.
+A shard's order runs chunk after chunk. It waits only for its worker's answer, or, when there is nothing that it could
+compute, for user code: for the step's prompts, an environment's reply, a migrated shard or a Pause. A shard that is
+paused in that state is reported as waiting, and what it waited for as ReplyArrived. No order waits so for long: the
+backend pauses it, and the device goes to others.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Generator, Sequence
 from typing import Any
 
-from rlmux.core.actions import MigrateShard
+from rlmux.core.actions import MigrateShard, Switch
 from rlmux.core.events import Event, ReplyArrived, TrajectoriesMigrated
 from rlmux.core.model import DeviceId, PipelineId, Stage
 from rlmux.rl.types import ChunkReport, FinishedTurn, PartialTrajectory, TrajectoryId, TrajectoryRequest, TurnReply
@@ -61,7 +62,13 @@ class RolloutDriver:
         version 0 unless there is an SFT warm-up, which makes version 0 of them."""
         self._requests_by_step: dict[int, Sequence[TrajectoryRequest]] = {}
         """Requests that the env worker has made and that are not dealt out."""
+        self._fetching: set[int] = set()
+        """Steps whose requests the env worker is making (membership tests only)."""
         self._waiting_for_requests: list[Answer] = []
+        self._paused_without_requests: list[DeviceId] = []
+        """Devices whose shard was paused before the step's requests were there."""
+        self._unloaded: set[DeviceId] = set()
+        """Devices whose worker must load its state with its next chunk (membership tests only)."""
         self._turns_to_ask: list[tuple[RolloutShard, FinishedTurn]] = []
         """Turns that ended while the env worker was busy."""
         self._shard_by_asked: dict[TrajectoryId, RolloutShard] = {}
@@ -75,8 +82,13 @@ class RolloutDriver:
     def run(self, order: RunningOrder) -> Generator[Answer, Any, Event]:
         """Sample one device's shard until it is over or the order is paused; returns the event that says so."""
         device = order.action.devices[0]
+        if order.action.switch is not Switch.NONE:
+            self._unloaded.add(device)
         yield from self._states.make_room(order)
-        yield from self._deal_out(order.action.step)
+        yield from self._deal_out(order.action.step, order)
+        if order.is_pausing and not self._is_dealt_out(order.action.step):
+            self._paused_without_requests.append(device)
+            return order.paused(self._outbox.now_s(), is_waiting=True)
         while True:
             order.is_calling = True
             result: RolloutChunkResult = yield self._begin_chunk(order, device)
@@ -91,8 +103,7 @@ class RolloutDriver:
             if not order.is_pausing:
                 self._report_progress(order, report)
                 if not can_compute:
-                    order.input = self._calls.promise()
-                    yield order.input
+                    yield order.wait_for_input(self._calls.promise(), self._outbox.now_s())
             if order.is_pausing:
                 shard.is_waiting_for_env |= not can_compute
                 return order.paused(self._outbox.now_s(), is_waiting=not can_compute)
@@ -119,6 +130,7 @@ class RolloutDriver:
     def replace_worker(self, device: DeviceId) -> None:
         """A device's worker was lost and has a successor: end its orders; what is unfinished there begins anew."""
         self._version_by_device.pop(device, None)
+        self._unloaded.discard(device)
         if device in self._shards:
             self._shards[device] = self._shards[device].begun_anew()
         lost = [order.task for order in self._orders_on(device)]
@@ -128,26 +140,44 @@ class RolloutDriver:
 
     # ------------------------------------------------------------------ requests
 
-    def _deal_out(self, step: int) -> Work:
-        """Wait until the step's requests are dealt out."""
-        while not self._shards or any(shard.step != step for shard in self._shards.values()):
+    def _deal_out(self, step: int, order: RunningOrder | None = None) -> Work:
+        """Wait until the step's requests are dealt out, or the order is paused."""
+        while not self._is_dealt_out(step):
             if step in self._requests_by_step:
                 self._split_requests(step)
                 return
+            if order is not None and order.is_pausing:
+                return
             dealt_out = self._calls.promise()
             self._waiting_for_requests.append(dealt_out)
-            if len(self._waiting_for_requests) == 1:
+            if step not in self._fetching:
                 self._start(self._fetch_requests(step))
-            yield dealt_out
+            yield order.wait_for_input(dealt_out, self._outbox.now_s()) if order is not None else dealt_out
+            if order is not None:
+                order.input = order.waits_since_s = None
+
+    def _is_dealt_out(self, step: int) -> bool:
+        return bool(self._shards) and all(shard.step == step for shard in self._shards.values())
 
     def _fetch_requests(self, step: int) -> Work:
         answer: tuple[Sequence[TrajectoryRequest], bool]
+        self._fetching.add(step)
         answer = yield self._calls.call(self._workers.env_worker, "begin_step", step)
+        self._fetching.discard(step)
         if all(shard.step < step for shard in self._shards.values()):  # else it was asked twice
             self._requests_by_step[step], self._is_single_turn = answer
         waiting, self._waiting_for_requests = self._waiting_for_requests, []
         for each in waiting:
-            each.arrive()
+            if not each.is_there:  # else its order was paused
+                each.arrive()
+        if step in self._requests_by_step:
+            self._resume_paused()
+
+    def _resume_paused(self) -> None:
+        """Requests are there: shards that were paused for want of them have something to compute."""
+        paused, self._paused_without_requests = self._paused_without_requests, []
+        for device in paused:
+            self._outbox.add(ReplyArrived(time_s=self._outbox.now_s(), pipeline=self._pipeline, device=device))
 
     def _split_requests(self, step: int) -> None:
         """Deal whole prompt groups out to the devices; which one samples a trajectory does not change it."""
@@ -162,7 +192,9 @@ class RolloutDriver:
         options, version, worker = self._options, order.action.weight_version, self._workers.rollout[device]
         initial = None if self._workers.submission.pipeline.has_sft_warmup else 0
         needs_weights = self._version_by_device.get(device, initial) != version
-        if order.is_load_needed:
+        is_load_needed = device in self._unloaded
+        self._unloaded.discard(device)
+        if is_load_needed:
             self._states.load(worker)
         self._version_by_device[device] = version
         chunk = RolloutChunk(
@@ -170,7 +202,7 @@ class RolloutDriver:
             **self._shards[device].take_inputs(),
             max_decode_steps=options.chunk_decode_steps if self._is_single_turn else options.multi_turn_decode_steps,
             max_seconds=options.chunk_s,
-            is_load_needed=order.is_load_needed,
+            is_load_needed=is_load_needed,
             device_fraction=order.device_fraction,
         )
         return self._calls.call(worker, "run_chunk", chunk)

@@ -13,6 +13,7 @@ import math
 from collections.abc import Generator, Sequence
 from typing import Any
 
+from rlmux.core.actions import Switch
 from rlmux.core.events import Event
 from rlmux.core.model import PipelineId, Stage
 from rlmux.rl.types import TrainReport
@@ -62,6 +63,7 @@ class TrainDriver:
     def score(self, order: RunningOrder) -> Carrying:
         """Rewards: the env worker scores the step and makes its batch."""
         step, config = order.action.step, self._workers.config
+        order.waits_since_s = self._outbox.now_s()
         self._batch_by_step[step] = yield from self._rollout.finish_step(step)
         if step < config.num_steps:
             self._rollout.prepare(step + 1)  # the env worker has nothing else to do while others compute
@@ -71,12 +73,13 @@ class TrainDriver:
 
     def run_stage(self, order: RunningOrder) -> Carrying:
         """A training stage, or the SFT warm-up, until it is done or paused."""
-        action = order.action
+        action, is_load_needed = order.action, order.action.switch is not Switch.NONE
         yield from self._states.make_room(order)
         if action.stage is not Stage.SFT_WARMUP and self._trainer_step != action.step:
             self._hand_batch_to_trainer(action.step)
         while True:
-            report, load_s, written = yield self._begin_train_call(order)
+            report, load_s, written = yield self._begin_train_call(order, is_load_needed=is_load_needed)
+            is_load_needed = False
             self._note_checkpoints(written)
             order.add(seconds=report.seconds, switch_s=load_s, tokens=report.tokens)
             if report.is_done:
@@ -113,11 +116,10 @@ class TrainDriver:
         self._trainer_step = step
         self._calls.call(self._workers.trainer, "begin_step", self._batch_by_step[step].payload)
 
-    def _begin_train_call(self, order: RunningOrder) -> Answer:
-        trainer = self._workers.trainer
-        if order.is_load_needed:
+    def _begin_train_call(self, order: RunningOrder, *, is_load_needed: bool) -> Answer:
+        trainer, stage = self._workers.trainer, order.action.stage.value
+        if is_load_needed:
             self._states.load(trainer)
-        stage, is_load_needed = order.action.stage.value, order.is_load_needed
         return self._calls.call(
             trainer, "run_stage", stage, self._options.chunk_s, is_load_needed, order.device_fraction
         )

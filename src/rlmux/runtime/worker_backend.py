@@ -35,7 +35,8 @@ from rlmux.core.actions import (
     RunStage,
     SetDeviceFraction,
 )
-from rlmux.core.events import Event
+from rlmux.core.cycles import USER_CODE_PATIENCE_S
+from rlmux.core.events import Event, RewardOverdue
 from rlmux.core.model import Cluster, DeviceId, PipelineId, Stage
 from rlmux.runtime.backend import Note, Submission
 from rlmux.runtime.call_loop import CallLoop, Work
@@ -145,6 +146,7 @@ class WorkerBackend:
             for worker in ready:
                 self._supervisor.receive(worker)
             self._supervisor.end_overdue_workers()
+            self._tell_long_waits()
         events, notes = self._outbox.take()
         self._supervisor.events_are_taken(events)
         return events, notes
@@ -180,6 +182,16 @@ class WorkerBackend:
                 return train.publish(order)
             case _:
                 return train.run_stage(order)
+
+    def _tell_long_waits(self) -> None:
+        """Let go of what pipelines hold that only wait for their own user code: devices, and slots in the cycle."""
+        now_s = self._outbox.now_s()
+        for order in self._orders.waiting_since(now_s - USER_CODE_PATIENCE_S):
+            order.waits_since_s = None
+            if order.action.stage is Stage.REWARD:
+                self._outbox.add(RewardOverdue(time_s=now_s, order=order.action.order))
+            else:
+                order.pause()
 
     # ------------------------------------------------------------------ wiring
 

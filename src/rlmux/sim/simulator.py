@@ -39,6 +39,7 @@ from rlmux.core.actions import (
     SetDeviceFraction,
     Switch,
 )
+from rlmux.core.cycles import USER_CODE_PATIENCE_S
 from rlmux.core.events import (
     Event,
     NodeJoined,
@@ -46,6 +47,7 @@ from rlmux.core.events import (
     PipelineCancelled,
     PipelineSubmitted,
     ReplyArrived,
+    RewardOverdue,
     StagePaused,
     TrajectoriesMigrated,
 )
@@ -267,6 +269,9 @@ class Simulation:
             case ReplyArrived():
                 if not self._is_awaited(what):
                     return None
+            case RewardOverdue():
+                if not self.scheduler.query.has_order(what.order):
+                    return None
             case TrajectoriesMigrated():
                 migration = self.migrations.pop(what.order, None)
                 if migration is None:
@@ -374,6 +379,9 @@ class Simulation:
         if self._decision_cost is not None:
             self.running.delay(running, self._decision_cost.delay_s(now_s))
         self.running.begin(running)
+        if action.stage is Stage.REWARD and work.until_over(1.0) > USER_CODE_PATIENCE_S:
+            overdue_s = now_s + USER_CODE_PATIENCE_S
+            self._kernel.schedule(overdue_s, WORK_ENDS, RewardOverdue(time_s=overdue_s, order=action.order))
 
     def _set_device_fraction(self, action: SetDeviceFraction) -> None:
         self.running.set_device_fraction(action.order, action.device_fraction)

@@ -25,7 +25,8 @@ def start_oldest_first(view: GroupView) -> Iterator[RunWork]:
 def start_in_cycle_order(view: GroupView) -> Iterator[RunWork]:
     """Strict meta-iteration: each member one rollout and one training phase per cycle, in cyclic order.
 
-    A device waits for the member whose slot is next, even if another is ready. SFT warm-ups come before the first
+    A device waits for the member whose slot is next, even if another is ready, unless that member only waits for its
+    own user code. SFT warm-ups come before the first
     cycle and take no slot.
     """
     in_order = (
@@ -48,7 +49,7 @@ def start_in_cycle_order_or_overtake(view: GroupView) -> Iterator[RunWork]:
     taken: set[DeviceId] = set()
     out_of_order: list[ReadyWork] = []
     for work in sorted(view.ready, key=age):
-        if not (taken.isdisjoint(work.devices) and view.is_free(work.devices)):
+        if work.is_waiting or not (taken.isdisjoint(work.devices) and view.is_free(work.devices)):
             continue
         if work.is_continuation or work.step == 0 or view.is_next_in_cycle(work):
             taken.update(work.devices)
@@ -102,10 +103,13 @@ def _are_in_time(slots: Sequence[CycleSlot], free_s: float = 0.0) -> bool:
 
 
 def start_where_free(view: GroupView, works: Iterable[ReadyWork]) -> Iterator[RunWork]:
-    """Start, in the given order, every work whose devices are free and not taken by one before it."""
+    """Start, in the given order, every work whose devices are free and not taken by one before it.
+
+    A shard of which every trajectory waits for its environment would compute nothing: it starts with the first reply.
+    """
     taken: set[DeviceId] = set()
     for work in works:
-        if taken.isdisjoint(work.devices) and view.is_free(work.devices):
+        if not work.is_waiting and taken.isdisjoint(work.devices) and view.is_free(work.devices):
             taken.update(work.devices)
             yield RunWork(work=work)
 
