@@ -177,6 +177,33 @@ def test_an_older_version_that_staleness_needs_is_not_taken_damaged(real, pair, 
     assert weights(result.summary) == weights(undisturbed.summary)
 
 
+def test_a_checkpoint_of_another_pipeline_is_not_taken(real, pair, undisturbed, stopped, tmp_path):
+    """All of its checksums hold, and the model has the same shape."""
+    folder = copy_of(stopped, tmp_path / "run")
+    step = newest_step(folder / "tool")
+    shutil.rmtree(folder / "sort")
+    shutil.copytree(folder / "tool", folder / "sort", ignore=shutil.ignore_patterns("*.jsonl", "tensorboard"))
+    recorder = InterruptsAt("none", 0)
+    result = resume(real, pair, folder, listeners=[recorder])
+    warnings = [note.fields["reason"] for note in recorder.notes if note.type == "warning"]
+    assert any(f"sort/step_{step} is of another plan, of pipeline tool; this is sort" in each for each in warnings)
+    assert weights(result.summary) == weights(undisturbed.summary)
+
+
+def test_a_checkpoint_of_another_run_is_not_taken(real, pair, undisturbed, stopped, tmp_path):
+    """One with another seed, stopped at a later step, whose worker wrote into this run's folder."""
+    other = [real.submission("sort", seed=9, num_steps=STEPS), pair[1]]
+    assert not run(real, other, tmp_path / "other", listeners=[InterruptsAt("sort", STEPS - 1)]).is_complete
+    folder = copy_of(stopped, tmp_path / "run")
+    step = newest_step(tmp_path / "other" / "sort")
+    shutil.rmtree(folder / "sort" / f"step_{step}", ignore_errors=True)
+    shutil.copytree(tmp_path / "other" / "sort" / f"step_{step}", folder / "sort" / f"step_{step}")
+    recorder = InterruptsAt("none", 0)
+    result = resume(real, pair, folder, listeners=[recorder])
+    assert any("is of another run: " in note.fields["reason"] for note in recorder.notes if note.type == "warning")
+    assert weights(result.summary) == weights(undisturbed.summary)
+
+
 @pytest.mark.parametrize("checkpoint_every", [2, 3])
 def test_with_fewer_checkpoints_too(real, make_backend, pair, undisturbed, tmp_path, checkpoint_every):
     how = {"options": WorkerOptions(checkpoint_every=checkpoint_every), "make_backend": make_backend}

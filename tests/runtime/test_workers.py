@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from rlmux.core.errors import PipelineError
 from rlmux.engines.rollout import SlotRolloutEngine
 from rlmux.engines.train import TorchTrainEngine
+from rlmux.rl.origin import Origin, plan_sha256
 from rlmux.runtime import workers
-from rlmux.runtime.workers import RolloutWorker, TrainWorker
+from rlmux.runtime.workers import EnvWorker, RolloutChunk, RolloutWorker, TrainWorker
 
 
 @pytest.mark.parametrize("is_core", [True, False])
@@ -29,3 +32,55 @@ def test_the_hint_to_read_ahead_is_ignored_where_the_core_that_computes_would_re
     worker.offload(tmp_path / "spilled")
     worker.prefetch()
     assert asked == ([] if is_core else ["to read ahead"])
+
+
+@pytest.fixture
+def mine(real: Any) -> Origin:
+    return Origin(run_id="mine", pipeline="a", plan_sha256=plan_sha256(real.submission("a").config))
+
+
+def test_weights_of_another_run_plan_or_version_are_not_sampled_from(
+    real: Any, one_thread: None, tmp_path: Any, mine: Origin
+) -> None:
+    config, path = real.submission("a").config, tmp_path / "0.safetensors"
+    TrainWorker(config, None, mine).publish(path)
+    chunk = RolloutChunk(
+        weights=(path, 0), requests=(), partials=(), replies=(), released=(), max_decode_steps=1, max_seconds=1.0,
+        is_load_needed=False,
+    )  # fmt: skip
+    RolloutWorker(config, mine).run_chunk(chunk)
+    with pytest.raises(PipelineError, match="of version 0"):
+        RolloutWorker(config, mine).run_chunk(replace(chunk, weights=(path, 1)))
+    with pytest.raises(PipelineError, match="of another run: mine, this is run theirs"):
+        RolloutWorker(config, replace(mine, run_id="theirs")).run_chunk(chunk)
+    with pytest.raises(PipelineError, match="of another plan, of pipeline a; this is b"):
+        RolloutWorker(config, replace(mine, pipeline="b", plan_sha256="other")).run_chunk(chunk)
+
+
+def test_samples_of_another_run_or_plan_are_not_trained_on_and_not_continued(
+    real: Any, one_thread: None, mine: Origin
+) -> None:
+    config = real.submission("a").config
+    env, rollout = EnvWorker(config, mine), RolloutWorker(config, mine)
+    requests, _ = env.begin_step(1)
+    chunk = RolloutChunk(
+        weights=None, requests=requests, partials=(), replies=(), released=(), max_decode_steps=2, max_seconds=60.0,
+        is_load_needed=False,
+    )  # fmt: skip
+    rollout.run_chunk(chunk)
+    partials = rollout.take_partials(False)
+    others = RolloutWorker(config, replace(mine, run_id="theirs"))
+    with pytest.raises(PipelineError, match="samples of another run: mine"):
+        others.run_chunk(replace(chunk, requests=(), partials=partials))
+    rest = rollout.run_chunk(replace(chunk, requests=(), partials=partials, max_decode_steps=1000))
+    env.on_turns(rest.report.finished, 1.0)
+    payload = env.finish_step(1).payload
+    with pytest.raises(PipelineError, match="samples of another run: mine"):
+        TrainWorker(config, None, replace(mine, run_id="theirs")).begin_step(payload)
+
+
+def test_a_plan_is_all_that_decides_the_weights_and_not_the_number_of_workers(real: Any) -> None:
+    config = real.submission("a").config
+    assert plan_sha256(replace(config, rollout=replace(config.rollout, num_workers=7))) == plan_sha256(config)
+    changed = [replace(config, seed=2), replace(config, task=replace(config.task, params={"digits": 3}))]
+    assert len({plan_sha256(each) for each in [config, *changed]}) == 3

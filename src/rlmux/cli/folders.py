@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import datetime
+from itertools import count
 from pathlib import Path
 
 from rlmux.core.errors import UserError
@@ -10,20 +13,38 @@ from rlmux.core.errors import UserError
 RUN_LOG = "run.db"
 
 
-def choose(out: str | None, name: str) -> Path:
-    """`out`, or a new folder under runs/. Nothing is made yet."""
+@contextmanager
+def chosen(out: str | None, name: str) -> Iterator[Path]:
+    """`out`, or a new folder under runs/, made at once so that no other command takes it.
+
+    The latter is removed again where nothing was written into it.
+    """
     if out is not None:
         folder = Path(out)
         if Path.cwd().is_relative_to(folder.resolve()):
             raise UserError(f"--out {out}: you are in it; accepted: a folder that does not exist or is empty")
-        return folder
-    stem = f"{name}-{datetime.now().strftime('%Y%m%d-%H%M%S')}"
-    folder = Path("runs") / stem
-    number = 2
-    while folder.exists():
-        folder = Path("runs") / f"{stem}-{number}"
-        number += 1
-    return folder
+        yield folder
+        return
+    folder = _make(Path("runs"), f"{name}-{datetime.now().strftime('%Y%m%d-%H%M%S')}")
+    try:
+        yield folder
+    finally:
+        with suppress(OSError):  # it holds a run
+            folder.rmdir()
+
+
+def _make(parent: Path, stem: str) -> Path:
+    """A new folder of this name, or with a number behind it where others have that."""
+    try:
+        parent.mkdir(exist_ok=True)
+        for number in count(1):
+            folder = parent / (stem if number == 1 else f"{stem}-{number}")
+            with suppress(FileExistsError):
+                folder.mkdir(mode=0o700)
+                return folder
+    except OSError as error:
+        raise UserError(f"{parent}: {error.strerror}; accepted: --out with a folder that can be made") from None
+    raise AssertionError("numbers do not end")
 
 
 def check_run(folder: Path) -> None:

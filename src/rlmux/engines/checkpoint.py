@@ -30,7 +30,7 @@ FORMAT = 2
 
 def write_checkpoint(folder: Path, write_files: Callable[[Path], None], state: dict[str, Any]) -> None:
     """Have `write_files` fill a folder aside, add `state` with the checksums, and rename it to `folder`."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
+    folder.parent.mkdir(exist_ok=True)  # never the run's own folder: one that was removed stays removed
     aside = folder.with_name(f"{folder.name}.tmp-{os.getpid()}")
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir()

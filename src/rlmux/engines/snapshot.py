@@ -26,15 +26,17 @@ class TrainSnapshot:
     """Numbers for state.json."""
     files: Mapping[str, bytes]
     """Small files by name: the model's config, the tokenizer's files."""
+    marks: Mapping[str, str]
+    """Fields of the origin, for state.json and for the metadata of every file of tensors."""
     tensors: Mapping[str, Mapping[str, Tensor]]
     """Tensors by file name and tensor name, in host memory."""
 
     def write(self, folder: Path) -> None:
         """Write a checkpoint folder; returns when it would survive a power cut."""
-        write_checkpoint(folder, self._write_files, dict(self.state))
+        write_checkpoint(folder, self._write_files, {**self.state, **self.marks})
 
     def _write_files(self, folder: Path) -> None:
         for name, content in self.files.items():
             (folder / name).write_bytes(content)
         for name, copies in self.tensors.items():
-            write_copies(folder / name, copies, {"version": str(self.state["version"])})
+            write_copies(folder / name, copies, {"version": str(self.state["version"]), **self.marks})

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from rlmux.core.errors import IllegalTransitionError, PipelineError, UserError
+from rlmux.core.errors import CheckpointError, IllegalTransitionError, PipelineError, UserError
 from rlmux.core.model import Stage
 from rlmux.engines.checkpoint import read_checkpoint
 from rlmux.engines.model_io import build_model
@@ -37,6 +37,7 @@ from rlmux.engines.stage_work import StageWork
 from rlmux.engines.train_state import TrainState
 from rlmux.rl.algorithms import ALGORITHMS
 from rlmux.rl.config import TrainingConfig
+from rlmux.rl.origin import Origin
 from rlmux.rl.types import TrainingBatch, TrainReport
 from rlmux.rl.vocabulary import Vocabulary, load_vocabulary
 
@@ -54,11 +55,23 @@ class TorchTrainEngine:
     Residency     offload, load, prefetch, leave_cache, resident_bytes
     """
 
-    def __init__(self, config: TrainingConfig, *, vocabulary: Vocabulary | None = None, device: str = "cpu") -> None:
-        """`vocabulary`: that of `config.model` by default. Raises UserError for an unknown algorithm."""
+    def __init__(
+        self,
+        config: TrainingConfig,
+        *,
+        vocabulary: Vocabulary | None = None,
+        device: str = "cpu",
+        origin: Origin | None = None,
+    ) -> None:
+        """`vocabulary`: that of `config.model` by default. Raises UserError for an unknown algorithm.
+
+        `origin`: what weights and checkpoints are marked with, and taken over for; None marks and checks nothing.
+        """
         if config.algorithm.name not in ALGORITHMS:
             raise UserError(f"algorithm.name: {config.algorithm.name!r}; accepted: {', '.join(ALGORITHMS)}")
         self._config = config
+        self._origin = origin
+        self._marks = {} if origin is None else origin.fields()
         self._vocabulary = load_vocabulary(config.model) if vocabulary is None else vocabulary
         model: nn.Module = build_model(config.model, self._vocabulary.vocab_size, config.seed)
         self._model_config: Any = model.config
@@ -131,7 +144,7 @@ class TorchTrainEngine:
     def export_weights(self, path: Path) -> int:
         """Write the weights for rollout workers (safetensors, atomically); returns their version."""
         self._require_version()
-        self._state.write_weights(path, self._version)
+        self._state.write_weights(path, {"version": str(self._version), **self._marks})
         return self._version
 
     def weights_sha256(self) -> str:
@@ -156,16 +169,20 @@ class TorchTrainEngine:
                 "weights_sha256": self.weights_sha256(),
             },
             files=self._small_files(),
+            marks=self._marks,
             tensors=self._state.copies(),
         )
 
     def restore(self, folder: Path) -> None:
         """Take over a checkpoint; what was under way is dropped, and the next step repeats bit for bit.
 
-        Raises CheckpointError for one that is damaged or of another model.
+        Raises CheckpointError for one that is damaged, of another origin or of another model.
         """
         self._state.require_loaded()
         state = read_checkpoint(folder)
+        complaint = None if self._origin is None else self._origin.complaint_about(state)
+        if complaint is not None:
+            raise CheckpointError(f"{folder} is {complaint}")
         # Format 1 calls the SFT warm-up a warm start.
         warmup_updates = int(state["warm_start_updates" if state["format"] == 1 else "sft_warmup_updates"])
         is_warm = warmup_updates == self._config.sft_warmup.num_updates

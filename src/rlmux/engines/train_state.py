@@ -116,10 +116,10 @@ class TrainState:
 
     # --- files ----------------------------------------------------------------------------------------------
 
-    def write_weights(self, path: Path, version: int) -> None:
-        """Write the weights and their version as one safetensors file, atomically."""
+    def write_weights(self, path: Path, metadata: Mapping[str, str]) -> None:
+        """Write the weights as one safetensors file, atomically."""
         self.require_loaded()
-        write_tensors(path, self._flat.named(), {"version": str(version)})
+        write_tensors(path, self._flat.named(), metadata)
 
     def weights_sha256(self) -> str:
         """Hash of all parameters in name order."""

@@ -17,6 +17,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from rlmux.core.errors import PipelineError
+from rlmux.rl.origin import Origin
+
 
 def weights_sha256(tensors: Mapping[str, Tensor]) -> str:
     """Hash of names, shapes and bytes in name order."""
@@ -44,6 +47,17 @@ def write_copies(path: Path, copies: Mapping[str, Tensor], metadata: Mapping[str
     aside = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     save_file(dict(copies), aside, metadata={"format": "pt", **metadata})
     aside.replace(path)
+
+
+def check_weights(path: Path, version: int, origin: Origin) -> None:
+    """Raises PipelineError for a file of another run or plan, or of another version. Reads its header only."""
+    with safe_open(path, framework="pt") as file:
+        written = dict(file.metadata() or {})
+    complaint = origin.complaint_about(written)
+    if complaint is None and written.get("version") != str(version):
+        complaint = f"of version {written.get('version', 'unnamed')}"
+    if complaint is not None:
+        raise PipelineError(f"weights of version {version} in {path} are {complaint}")
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

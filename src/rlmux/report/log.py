@@ -27,9 +27,9 @@ Notes are free-form facts the scheduler does not need. The reports read these, a
 
 from __future__ import annotations
 
-import fcntl
 import os
 import sqlite3
+import uuid
 from collections.abc import Iterable, Iterator, Mapping
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -41,6 +41,7 @@ from rlmux.core.errors import LogError, UserError
 from rlmux.core.events import Event
 from rlmux.core.model import Cluster, NodeId
 from rlmux.report import codec
+from rlmux.report.folder_lock import FolderLock
 
 SCHEMA_VERSION = 2
 """Version of the rows' names: raised when an event, an action or a field is renamed or changes its meaning.
@@ -92,6 +93,7 @@ def run_header(
     """The header of a run: what the reports need to know that no event says."""
     pools = cluster.pools.values() if cluster else ()
     return {
+        "run_id": uuid.uuid4().hex,
         "policy": policy,
         "backend": backend,
         "rlmux_version": version("rlmux"),
@@ -119,25 +121,37 @@ class RunLog:
     `commit`.
     """
 
-    def __init__(self, folder: Path, connection: sqlite3.Connection, lock: int) -> None:
+    def __init__(self, folder: Path, connection: sqlite3.Connection, lock: FolderLock) -> None:
         self.folder = folder
         self.path = folder / LOG_NAME
         self._connection = connection
-        self._lock = lock
+        self.lock = lock
+        """Lock of the folder, held until the log is closed."""
         self._last_time_s = 0.0
 
     @classmethod
-    def create(cls, folder: str | Path, header: Mapping[str, Any], *, survives_power_cut: bool = False) -> RunLog:
-        """Start the log of a new run. The folder may exist; a log in it may not."""
+    def create(
+        cls,
+        folder: str | Path,
+        header: Mapping[str, Any],
+        *,
+        survives_power_cut: bool = False,
+        lock: FolderLock | None = None,
+    ) -> RunLog:
+        """Start the log of a new run. The folder may exist; a log in it may not.
+
+        `lock`: the folder's, where the caller holds it; the log releases it.
+        """
         folder = Path(folder)
         path = folder / LOG_NAME
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder.chmod(0o700)
-        lock = _lock(folder)
+        lock = lock or FolderLock.take(folder)
+        lock.sign()
         try:
             os.close(os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600))
         except FileExistsError:
-            os.close(lock)
+            lock.release()
             raise LogError(f"{path}: there is a run log already; resume it, or choose another folder") from None
         connection = _connect(path, survives_power_cut)
         log = cls(folder, connection, lock)
@@ -154,11 +168,15 @@ class RunLog:
         return log
 
     @classmethod
-    def open(cls, folder: str | Path, *, survives_power_cut: bool = False) -> RunLog:
-        """Continue the log of an earlier run, however that run ended. Raises LogError for a log of another schema."""
+    def open(cls, folder: str | Path, *, survives_power_cut: bool = False, lock: FolderLock | None = None) -> RunLog:
+        """Continue the log of an earlier run, however that run ended. Raises LogError for a log of another schema.
+
+        `lock`: the folder's, where the caller holds it; the log releases it.
+        """
         folder = Path(folder)
         LogReader(folder).close()
-        lock = _lock(folder)
+        lock = lock or FolderLock.take(folder)
+        lock.sign()
         log = cls(folder, _connect(folder / LOG_NAME, survives_power_cut), lock)
         log._last_time_s = log._connection.execute("SELECT time_s FROM log ORDER BY seq DESC LIMIT 1").fetchone()[0]
         return log
@@ -194,7 +212,7 @@ class RunLog:
             self.commit()
         finally:
             self._connection.close()
-            os.close(self._lock)
+            self.lock.release()
 
     def __enter__(self) -> RunLog:
         return self
@@ -300,17 +318,6 @@ def _sync_names(folder: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
-
-
-def _lock(folder: Path) -> int:
-    """Held by the writer's life, not by a file that a kill would leave behind."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(descriptor)
-        raise LogError(f"{folder / LOG_NAME}: another process is writing this run's log") from None
-    return descriptor
 
 
 def _connect(path: Path, survives_power_cut: bool) -> sqlite3.Connection:

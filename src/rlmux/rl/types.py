@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from rlmux.core.model import SubStage
+from rlmux.rl.origin import Origin
 
 
 class TrajectoryId(NamedTuple):
@@ -100,6 +101,8 @@ class PartialTrajectory:
     is_waiting_for_reply: bool
     kv: Any | None
     """KV [layers, 2, kv_heads, context, head_dim] of the context, as bytes between processes; None: recompute it."""
+    origin: Origin | None = None
+    """Origin of the tokens; None: not marked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -126,6 +129,8 @@ class TrainingBatch:
     """All prompts_per_step * group_size trajectories, sorted by id."""
     advantages: Sequence[float]
     """Advantage of each trajectory, in the same order; `rl/algorithms.py` has the formulas."""
+    origin: Origin | None = None
+    """Origin of the trajectories; None: not marked."""
 
 
 class SubStageIterations(NamedTuple):

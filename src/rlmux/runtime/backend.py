@@ -18,6 +18,7 @@ from rlmux.core.actions import Action
 from rlmux.core.events import Event
 from rlmux.core.model import Pipeline, PipelineId
 from rlmux.rl.config import TrainingConfig
+from rlmux.rl.origin import Origin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +37,8 @@ class Submission:
     pipeline: Pipeline
     config: TrainingConfig
     submit_at_s: float = 0.0
+    origin: Origin | None = None
+    """Origin of all that the pipeline makes; None: nothing is marked, and nothing checked."""
 
 
 class Backend(Protocol):

@@ -23,6 +23,7 @@ from rlmux.core.errors import CheckpointError
 from rlmux.core.model import PipelineId
 from rlmux.engines.checkpoint import read_checkpoint
 from rlmux.engines.files import sync_path
+from rlmux.rl.origin import Origin
 from rlmux.runtime.backend import Note, Submission
 
 _NAME = re.compile(r"step_(\d+)")
@@ -46,14 +47,17 @@ class CheckpointFolder:
         *,
         staleness: int = 0,
         first_version: int = 0,
+        origin: Origin | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> None:
         """`first_version`: the oldest version that training publishes; those before it are made without a checkpoint.
-        `say`: gets a line about each damaged checkpoint.
+        `origin`: the run and the plan that checkpoints must be of; None takes any.
+        `say`: gets a line about each checkpoint that is damaged or of another origin.
         """
         self._folder = folder
         self._staleness = staleness
         self._first_version = first_version
+        self._origin = origin
         self._say = say
 
     def path(self, step: int) -> Path:
@@ -89,6 +93,9 @@ class CheckpointFolder:
     def _read(self, step: int) -> Checkpoint | None:
         try:
             state = read_checkpoint(self.path(step))
+            complaint = None if self._origin is None else self._origin.complaint_about(state)
+            if complaint is not None:
+                raise CheckpointError(f"{self.path(step)} is {complaint}")
         except (CheckpointError, OSError) as error:
             self._say(f"{error}; falling back to the checkpoint before it")
             return None
@@ -109,6 +116,7 @@ def checkpoint_folder(
         run_folder / submission.config.name,
         staleness=submission.pipeline.staleness,
         first_version=0 if submission.pipeline.has_sft_warmup else 1,
+        origin=submission.origin,
         say=say,
     )
 

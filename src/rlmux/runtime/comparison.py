@@ -11,7 +11,6 @@ which costs as many device-seconds as dedicated devices for each would.
 from __future__ import annotations
 
 import json
-import shutil
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +19,9 @@ from typing import Any
 
 from rlmux.config import Spec
 from rlmux.core.errors import UserError
+from rlmux.report.folder_lock import FolderLock
 from rlmux.runtime.run import RunResult
+from rlmux.runtime.run_folder import empty_folder
 
 _TABLE = "compare.json"
 
@@ -38,16 +39,16 @@ def run_each(
     `start`: trains one file in one folder, such as `launch.start_run` with a policy made for it.
     Raises UserError for a folder that cannot be used, and KeyboardInterrupt as soon as a run is stopped.
     """
-    _prepare(folder, is_overwriting=is_overwriting)
-    summaries: dict[str, Mapping[str, Any]] = {}
-    for policy in policies:
-        result = start(replace(spec, policy=policy), folder / policy)
-        if not result.is_complete:
-            raise KeyboardInterrupt
-        summaries[policy] = result.summary
-    table = {"folder": str(folder), "policies": compare(summaries)}
-    (folder / _TABLE).write_text(json.dumps(table, indent=2), encoding="utf-8")
-    return table
+    with _prepare(folder, is_overwriting=is_overwriting):
+        summaries: dict[str, Mapping[str, Any]] = {}
+        for policy in policies:
+            result = start(replace(spec, policy=policy), folder / policy)
+            if not result.is_complete:
+                raise KeyboardInterrupt
+            summaries[policy] = result.summary
+        table = {"folder": str(folder), "policies": compare(summaries)}
+        (folder / _TABLE).write_text(json.dumps(table, indent=2), encoding="utf-8")
+        return table
 
 
 def compare(summaries: Mapping[str, Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
@@ -97,16 +98,28 @@ def _ratio(above: float | None, below: float | None) -> float | None:
     return above / below if above is not None and below else None
 
 
-def _prepare(folder: Path, *, is_overwriting: bool) -> None:
-    """Make an empty folder. Only a folder that holds a comparison is ever overwritten."""
-    if folder.is_dir() and any(folder.iterdir()):
-        if not (folder / _TABLE).is_file():
-            raise UserError(f"--out {folder}: not empty and holds no comparison; accepted: a new or empty folder")
-        if not is_overwriting:
-            raise UserError(f"--out {folder}: holds a comparison; accepted: another folder, or --overwrite")
-        shutil.rmtree(folder)
+def _prepare(folder: Path, *, is_overwriting: bool) -> FolderLock:
+    """Make an empty folder, and lock it. Only a folder that holds a comparison is ever overwritten."""
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        (folder / _TABLE).write_text("{}", encoding="utf-8")
+        lock = FolderLock.take(folder)
+        try:
+            _empty(folder, is_overwriting=is_overwriting)
+            lock.sign()
+            (folder / _TABLE).write_text("{}", encoding="utf-8")
+        except BaseException:
+            lock.release()
+            raise
     except OSError as error:
         raise UserError(f"--out {folder}: {error.strerror}; accepted: a folder that can be made and written") from None
+    return lock
+
+
+def _empty(folder: Path, *, is_overwriting: bool) -> None:
+    if not any(folder.iterdir()):
+        return
+    if not (folder / _TABLE).is_file():
+        raise UserError(f"--out {folder}: not empty and holds no comparison; accepted: a new or empty folder")
+    if not is_overwriting:
+        raise UserError(f"--out {folder}: holds a comparison; accepted: another folder, or --overwrite")
+    empty_folder(folder)

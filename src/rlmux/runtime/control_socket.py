@@ -86,6 +86,7 @@ class ControlServer:
         with _address(folder) as address:
             self._socket.bind(address)
         (folder / SOCKET_NAME).chmod(0o600)
+        self._inode = (folder / SOCKET_NAME).stat().st_ino
         self._socket.listen(_MAX_CLIENTS)
         self._selector.register(self._socket, selectors.EVENT_READ, None)
 
@@ -106,7 +107,9 @@ class ControlServer:
             self._drop(client)
         self._selector.close()
         self._socket.close()
-        (self._folder / SOCKET_NAME).unlink(missing_ok=True)
+        path = self._folder / SOCKET_NAME
+        if path.exists() and path.stat().st_ino == self._inode:  # else the folder is another run's by now
+            path.unlink(missing_ok=True)
 
     def _accept(self) -> None:
         with contextlib.suppress(BlockingIOError):

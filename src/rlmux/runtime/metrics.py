@@ -88,4 +88,5 @@ def _event_writer(folder: Path) -> Any:
         from tensorboard.summary import Writer
     except ImportError:
         return None
+    folder.mkdir(exist_ok=True)  # never its parents, as the writer would: a run that was removed stays removed
     return Writer(str(folder))

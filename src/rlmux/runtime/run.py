@@ -18,21 +18,24 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rlmux.core.actions import Action, Refuse, Release
-from rlmux.core.errors import LogError, StorageError, UserError
+from rlmux.core.errors import LogError, StorageError
 from rlmux.core.events import Event, PipelineCancelled, PipelineFailed
 from rlmux.core.model import Cluster, PipelineId, PipelineStatus
 from rlmux.core.policy import Policy
 from rlmux.core.scheduler import Scheduler
 from rlmux.report.api import write_report
-from rlmux.report.log import LOG_NAME, LogReader, RunLog, run_header
-from rlmux.runtime.backend import Backend, Submission
+from rlmux.report.folder_lock import FolderLock
+from rlmux.report.log import LogReader, RunLog, run_header
+from rlmux.runtime.backend import Backend, Note, Submission
 from rlmux.runtime.checkpoints import checkpoint_folder
 from rlmux.runtime.control_socket import ControlServer
 from rlmux.runtime.controller import Controller, Listener
 from rlmux.runtime.local import local_backend
 from rlmux.runtime.memory import check_each_fits, with_footprint, with_machine_memory
 from rlmux.runtime.metrics import MetricsWriter
+from rlmux.runtime.origins import plan_notes, read_origins, with_origin
 from rlmux.runtime.run_api import ParseSubmission, RunApi
+from rlmux.runtime.run_folder import FolderWatch, prepare_folder
 from rlmux.runtime.worker_backend import WorkerBackend
 from rlmux.runtime.workplace import WorkerOptions
 
@@ -84,18 +87,21 @@ def run_pipelines(
     cluster = with_machine_memory(cluster) if backend_name == LOCAL else cluster
     submissions = [with_footprint(submission, cluster) for submission in submissions]
     check_each_fits(cluster, submissions)
-    prepare_folder(folder, is_overwriting=is_overwriting)
+    lock = prepare_folder(folder, is_overwriting=is_overwriting)
     header = run_header(policy=policy.name, backend=backend_name, cluster=cluster, spec=spec)
-    log = RunLog.create(folder, header)
+    log = RunLog.create(folder, header, lock=lock)
     with contextlib.ExitStack() as undo:
         undo.callback(shutil.rmtree, folder, ignore_errors=True)
         undo.enter_context(log)
         backend = make_backend(cluster, folder, options=options)
         undo.pop_all()  # without a backend there is no run
     with log:
+        marked = [with_origin(one, header["run_id"]) for one in submissions]
+        _append(log, plan_notes(marked))
         return _drive(
-            cluster, submissions, policy, folder, log, backend, listeners, parse=parse, is_kept_open=is_kept_open
-        )
+            cluster, marked, policy, folder, log, backend, listeners,
+            parse=parse, is_kept_open=is_kept_open, run_id=header["run_id"],
+        )  # fmt: skip
 
 
 def resume_pipelines(
@@ -111,22 +117,29 @@ def resume_pipelines(
     backend_name: str = LOCAL,
     make_backend: MakeBackend = local_backend,
 ) -> RunResult:
-    """Train what is left of a run that was stopped or killed. Pipelines that were over stay over."""
-    statuses = ended_pipelines(folder)
-    cluster = with_machine_memory(cluster) if backend_name == LOCAL else cluster
-    unfinished = [
-        _from_checkpoint(with_footprint(submission, cluster), folder)
-        for submission in submissions
-        if submission.pipeline.id not in statuses
-    ]
-    if not unfinished and not is_kept_open:
-        return RunResult(folder=folder, summary=write_report(folder), is_complete=True, was_over=True)
-    with RunLog.open(folder) as log:
+    """Train what is left of a run that was stopped or killed. Pipelines that were over stay over.
+
+    Raises UserError, with the process, where the run goes on.
+    """
+    with contextlib.ExitStack() as held:
+        lock = FolderLock.take(folder)
+        held.callback(lock.release)
+        statuses = ended_pipelines(folder)
+        cluster = with_machine_memory(cluster) if backend_name == LOCAL else cluster
+        unfinished = [
+            with_footprint(submission, cluster) for submission in submissions if submission.pipeline.id not in statuses
+        ]
+        if not unfinished and not is_kept_open:
+            return RunResult(folder=folder, summary=write_report(folder), is_complete=True, was_over=True)
+        run_id, plan_by_pipeline = read_origins(folder)
+        unfinished = [_from_checkpoint(with_origin(one, run_id, plan_by_pipeline), folder) for one in unfinished]
+        log = held.enter_context(RunLog.open(folder, lock=lock))
+        _append(log, plan_notes([one for one in unfinished if one.pipeline.id not in plan_by_pipeline]))
         log.note("resumed", log.last_time_s, pipelines=[submission.pipeline.id for submission in unfinished])
         backend = make_backend(cluster, folder, options=options, start_s=log.last_time_s)
         return _drive(
             cluster, unfinished, policy, folder, log, backend, listeners, statuses,
-            parse=parse, is_kept_open=is_kept_open,
+            parse=parse, is_kept_open=is_kept_open, run_id=run_id,
         )  # fmt: skip
 
 
@@ -138,6 +151,11 @@ def ended_pipelines(folder: Path) -> dict[PipelineId, dict[str, Any]]:
             for entry in reader.entries()
             if entry.type == "pipeline_end" and isinstance(entry.value, dict)
         }
+
+
+def _append(log: RunLog, notes: Sequence[Note]) -> None:
+    for note in notes:
+        log.note(note.type, log.last_time_s, **note.fields)
 
 
 def _from_checkpoint(submission: Submission, folder: Path) -> Submission:
@@ -160,22 +178,23 @@ def _drive(
     *,
     parse: ParseSubmission | None,
     is_kept_open: bool,
+    run_id: str | None,
 ) -> RunResult:
     scheduler = Scheduler(cluster, policy)
-    metrics = MetricsWriter(folder)
+    metrics, watch = MetricsWriter(folder), FolderWatch(log.lock)
     endings = _Endings(scheduler, backend, log, dict(ended or {}))
     run_api = None
     if parse is not None:
         server = ControlServer(folder)
-        parse = _checked(parse, cluster)
+        parse = _checked(parse, cluster, run_id)
         run_api = RunApi(server, scheduler, parse, over=endings.by_pipeline, is_kept_open=is_kept_open)
-    controller = Controller(scheduler, backend, log, [metrics, endings, *listeners], run_api)
+    controller = Controller(scheduler, backend, log, [watch, metrics, endings, *listeners], run_api)
     try:
         with _private_files(), _stop_on_interrupt(controller.stop):
             is_complete = controller.run(submissions)
-    except OSError as error:
-        raise StorageError(_with_resume_hint(folder, str(error))) from error
-    except (LogError, StorageError) as error:
+            watch.check()
+    except (OSError, LogError, StorageError) as error:
+        watch.check()  # where the folder is gone, that is the cause, and nothing can be resumed
         raise StorageError(_with_resume_hint(folder, str(error))) from error
     finally:
         if run_api is not None:
@@ -207,13 +226,13 @@ def _private_files() -> Iterator[None]:
         os.umask(previous)
 
 
-def _checked(parse: ParseSubmission, cluster: Cluster) -> ParseSubmission:
-    """What reads a submission and checks it as the run's first pipelines were checked."""
+def _checked(parse: ParseSubmission, cluster: Cluster, run_id: str | None) -> ParseSubmission:
+    """What reads a submission, and checks and marks it as the run's first pipelines were."""
 
     def parse_and_check(text: str, source: str) -> Sequence[Submission]:
         submissions = [with_footprint(submission, cluster) for submission in parse(text, source)]
         check_each_fits(cluster, submissions)
-        return submissions
+        return [with_origin(submission, run_id) for submission in submissions]
 
     return parse_and_check
 
@@ -266,21 +285,3 @@ def _stop_on_interrupt(stop: Callable[[], None]) -> Iterator[None]:
     finally:
         for number, handler in previous.items():
             signal.signal(number, handler)
-
-
-def prepare_folder(folder: Path, *, is_overwriting: bool) -> None:
-    """Make the run's folder, private to the user. Only a folder that holds a run is ever overwritten."""
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"--out {folder}: this is a file; give a folder that does not exist or is empty")
-    if folder.is_dir() and any(folder.iterdir()):
-        if not is_overwriting:
-            raise UserError(f"--out {folder}: not empty; give another folder, or --overwrite to replace the run in it")
-        if not (folder / LOG_NAME).exists():
-            raise UserError(f"--out {folder}: not empty and holds no run ({LOG_NAME}), so --overwrite leaves it alone")
-        shutil.rmtree(folder)
-    try:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"--out {folder}: cannot be made: {error.strerror}") from error
-    if not os.access(folder, os.W_OK):
-        raise UserError(f"--out {folder}: not writable")

@@ -224,7 +224,7 @@ class WorkerSupervisor:
 
     def _replace_rollout_worker(self, workers: PipelineWorkers, device: DeviceId) -> None:
         self._kill(workers.rollout[device])
-        workers.rollout[device] = self._spawn_rollout_worker(workers.config, device, workers.log_path)
+        workers.rollout[device] = self._spawn_rollout_worker(workers.submission, device, workers.log_path)
         self._on_replaced(workers, device)
         self._outbox.add(WorkerLost(time_s=self._outbox.now_s(), pipeline=workers.id, device=device))
 
@@ -269,10 +269,12 @@ class WorkerSupervisor:
             folder=folder,
             weights=weights,
             checkpoints=checkpoints,
-            env_worker=self._spawn(config, "env", EnvWorker, (config,), None, log_path),
-            trainer=self._spawn(config, "train", TrainWorker, (config, restore_from), train_device, log_path),
+            env_worker=self._spawn(config, "env", EnvWorker, (config, submission.origin), None, log_path),
+            trainer=self._spawn(
+                config, "train", TrainWorker, (config, restore_from, submission.origin), train_device, log_path
+            ),
             rollout={
-                device: self._spawn_rollout_worker(config, device, log_path)
+                device: self._spawn_rollout_worker(submission, device, log_path)
                 for device in self._devices(placement.rollout_nodes)
             },
             log_path=log_path,
@@ -282,8 +284,9 @@ class WorkerSupervisor:
         self._on_started(workers)
         return workers, step
 
-    def _spawn_rollout_worker(self, config: TrainingConfig, device: DeviceId, log_path: Path) -> Worker:
-        return self._spawn(config, f"rollout-{device}", RolloutWorker, (config,), device, log_path)
+    def _spawn_rollout_worker(self, submission: Submission, device: DeviceId, log_path: Path) -> Worker:
+        config = submission.config
+        return self._spawn(config, f"rollout-{device}", RolloutWorker, (config, submission.origin), device, log_path)
 
     def _spawn(
         self,

@@ -19,14 +19,16 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from rlmux.core.errors import StorageError
+from rlmux.core.errors import PipelineError, StorageError
 from rlmux.core.model import Stage
 from rlmux.rl.batch_metrics import BatchMetrics, batch_metrics
 from rlmux.rl.config import TrainingConfig
+from rlmux.rl.origin import Origin
 from rlmux.rl.types import (
     ChunkReport,
     FinishedTurn,
     PartialTrajectory,
+    TrainingBatch,
     TrainReport,
     TrajectoryId,
     TrajectoryRequest,
@@ -73,9 +75,10 @@ class StepBatch:
 class EnvWorker:
     """The process that holds a pipeline's prompts, environments and rewards: the user's code."""
 
-    def __init__(self, config: TrainingConfig) -> None:
+    def __init__(self, config: TrainingConfig, origin: Origin | None = None) -> None:
         from rlmux.rl.pipeline_env import PipelineEnv
 
+        self._origin = origin
         self._env = PipelineEnv(config)
 
     def begin_step(self, step: int) -> tuple[list[TrajectoryRequest], bool]:
@@ -88,7 +91,7 @@ class EnvWorker:
         return self._env.on_turns(finished, patience_s)
 
     def finish_step(self, step: int) -> StepBatch:
-        batch = self._env.finish_step(step)
+        batch = replace(self._env.finish_step(step), origin=self._origin)
         return StepBatch(payload=pickle.dumps(batch, protocol=pickle.HIGHEST_PROTOCOL), metrics=batch_metrics(batch))
 
 
@@ -112,7 +115,7 @@ def _unpacked(partial: PartialTrajectory) -> PartialTrajectory:
 class RolloutWorker:
     """A rollout engine in its own process."""
 
-    def __init__(self, config: TrainingConfig) -> None:
+    def __init__(self, config: TrainingConfig, origin: Origin | None = None) -> None:
         import torch
 
         from rlmux.engines.device_fraction import fraction_setter
@@ -133,18 +136,26 @@ class RolloutWorker:
             is_single_turn=task.is_single_turn,
             device=device,
         )
+        self._origin = origin
         self._fraction = fraction_setter(device)
         self.is_core = device == "cpu"
 
     def run_chunk(self, chunk: RolloutChunk) -> RolloutChunkResult:
+        """Raises PipelineError for weights or trajectories of another run or plan."""
         self._fraction.set(chunk.device_fraction)
         start = time.perf_counter()
         if chunk.is_load_needed:
             self._engine.load()
         if chunk.weights is not None:
+            if self._origin is not None:
+                from rlmux.engines.weights import check_weights
+
+                check_weights(*chunk.weights, self._origin)
             self._engine.load_weights(*chunk.weights)
         load_s = time.perf_counter() - start
         if chunk.partials:  # before the replies: those may be for trajectories that came here waiting for one
+            for partial in chunk.partials:
+                _check_samples(partial.origin, self._origin)
             self._engine.continue_from([_unpacked(partial) for partial in chunk.partials])
         if chunk.replies or chunk.released:
             self._engine.reply(chunk.replies, chunk.released)
@@ -154,7 +165,8 @@ class RolloutWorker:
         return RolloutChunkResult(report=report, load_s=load_s)
 
     def take_partials(self, copies_kv: bool) -> list[PartialTrajectory]:
-        return [_packed(partial) for partial in self._engine.take_partials(None, with_kv=copies_kv)]
+        taken = self._engine.take_partials(None, with_kv=copies_kv)
+        return [replace(_packed(partial), origin=self._origin) for partial in taken]
 
     def offload(self, spill_to: Path | None = None) -> int:
         """Leave the device, for host memory or for a file; returns the device bytes still held."""
@@ -171,7 +183,7 @@ class RolloutWorker:
 class TrainWorker:
     """A train engine in its own process."""
 
-    def __init__(self, config: TrainingConfig, restore_from: Path | None) -> None:
+    def __init__(self, config: TrainingConfig, restore_from: Path | None, origin: Origin | None = None) -> None:
         import torch
 
         from rlmux.engines.device_fraction import fraction_setter
@@ -179,7 +191,8 @@ class TrainWorker:
 
         torch.set_num_threads(config.train.num_threads)
         device = device_in_use()
-        self._engine = TorchTrainEngine(config, device=device)
+        self._engine = TorchTrainEngine(config, device=device, origin=origin)
+        self._origin = origin
         self._checkpoints = CheckpointWriter()
         self._fraction = fraction_setter(device)
         self.is_core = device == "cpu"
@@ -187,7 +200,10 @@ class TrainWorker:
             self._engine.restore(restore_from)
 
     def begin_step(self, payload: bytes) -> None:
-        self._engine.begin_step(pickle.loads(payload))
+        """Take a step's batch. Raises PipelineError for one of another run or plan."""
+        batch: TrainingBatch = pickle.loads(payload)
+        _check_samples(batch.origin, self._origin)
+        self._engine.begin_step(batch)
 
     def run_stage(
         self, stage: Stage, max_seconds: float, is_load_needed: bool, device_fraction: float = 1.0
@@ -242,6 +258,13 @@ class TrainWorker:
         """Begin to read a spilled state ahead, unless the device is a core: that core would do the reading."""
         if not self.is_core:  # reading would take a core from the worker that computes there
             self._engine.prefetch()
+
+
+def _check_samples(found: Origin | None, expected: Origin | None) -> None:
+    """Raises PipelineError for samples that are not of this run and plan."""
+    if expected is not None and found != expected:
+        complaint = expected.complaint_about({} if found is None else found.fields())
+        raise PipelineError(f"pipeline {expected.pipeline}: it was handed samples {complaint}")
 
 
 def device_in_use() -> str:

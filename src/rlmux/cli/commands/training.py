@@ -48,25 +48,24 @@ def run(
 
     inputs.check_backend(backend)
     spec = inputs.load_for_run(file, sets, policy)
-    folder = folders.choose(out, f"{Path(file).stem}-{spec.policy}")
+    with folders.chosen(out, f"{Path(file).stem}-{spec.policy}") as folder:
+        from rlmux.cli.live import Live
+        from rlmux.runtime import launch
 
-    from rlmux.cli.live import Live
-    from rlmux.runtime import launch
-
-    chosen, estimate_switch = inputs.policy_and_switches(spec.policy, profile)
-    with Live(spec, is_quiet=json) as live:
-        result = launch.start_run(
-            spec,
-            folder,
-            policy=chosen,
-            estimate_switch=estimate_switch,
-            listeners=[live],
-            is_overwriting=overwrite,
-            is_kept_open=keep_open,
-            backend=backend,
-            address=address,
-        )
-    _end(result, json)
+        chosen, estimate_switch = inputs.policy_and_switches(spec.policy, profile)
+        with Live(spec, is_quiet=json) as live:
+            result = launch.start_run(
+                spec,
+                folder,
+                policy=chosen,
+                estimate_switch=estimate_switch,
+                listeners=[live],
+                is_overwriting=overwrite,
+                is_kept_open=keep_open,
+                backend=backend,
+                address=address,
+            )
+        _end(result, json)
 
 
 def compare(
@@ -92,8 +91,6 @@ def compare(
     inputs.check_backend(backend)
     names = inputs.policy_names(policies)
     spec = inputs.load_for_run(file, sets, None)
-    folder = folders.choose(out, f"{Path(file).stem}-compare")
-
     from rlmux.cli import tables
     from rlmux.cli.live import Live
     from rlmux.runtime import comparison, launch
@@ -111,7 +108,8 @@ def compare(
                 address=address,
             )
 
-    table = comparison.run_each(spec, names, folder, start, is_overwriting=overwrite)
+    with folders.chosen(out, f"{Path(file).stem}-compare") as folder:
+        table = comparison.run_each(spec, names, folder, start, is_overwriting=overwrite)
     tables.show_comparison(table, as_json=json)
 
 
@@ -173,14 +171,13 @@ def chaos(
     from rlmux.cli import folders, inputs
 
     spec = inputs.load_for_run(file, sets, policy)
-    folder = folders.choose(out, f"{Path(file).stem}-chaos")
-
     from rlmux.cli import chaos as chaos_display
     from rlmux.runtime.chaos import run_chaos
 
     commands = chaos_display.commands_of(file, policy=spec.policy, sets=sets or ())
     say = chaos_display.speaker(is_quiet=json)
-    result = run_chaos(commands, folder, num_kills=kills, seed=seed, say=say)
+    with folders.chosen(out, f"{Path(file).stem}-chaos") as folder:
+        result = run_chaos(commands, folder, num_kills=kills, seed=seed, say=say)
     chaos_display.show_chaos(result, folder, as_json=json)
     raise typer.Exit(0 if result.is_equal and not result.orphans else 1)
 

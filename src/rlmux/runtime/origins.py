@@ -1,0 +1,52 @@
+"""Which run and which plan each pipeline's weights, checkpoints and samples are of, as the run's log keeps it.
+
+    header   run_id                            made with the run
+    plan     pipeline, plan_sha256             a note for each pipeline, when it comes to the run
+
+A resumed pipeline keeps the hash that is noted, so that a later rlmux, whose files have more keys, takes over its
+checkpoints too. A log without a run_id was written by an older rlmux: nothing is marked then, and nothing checked.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rlmux.core.model import PipelineId
+from rlmux.report.log import LogReader
+from rlmux.rl.origin import Origin, plan_sha256
+from rlmux.runtime.backend import Note, Submission
+
+PLAN = "plan"
+
+
+def with_origin(
+    submission: Submission, run_id: str | None, plan_by_pipeline: Mapping[PipelineId, str] | None = None
+) -> Submission:
+    """The submission, marked. `plan_by_pipeline`: hashes of pipelines that were in the run before."""
+    if run_id is None:
+        return submission
+    plan = (plan_by_pipeline or {}).get(submission.pipeline.id) or plan_sha256(submission.config)
+    origin = Origin(run_id=run_id, pipeline=submission.config.name, plan_sha256=plan)
+    return replace(submission, origin=origin)
+
+
+def plan_notes(submissions: Sequence[Submission]) -> list[Note]:
+    """The notes of pipelines that come to a run."""
+    return [
+        Note(type=PLAN, fields={"pipeline": one.pipeline.id, "plan_sha256": one.origin.plan_sha256})
+        for one in submissions
+        if one.origin is not None
+    ]
+
+
+def read_origins(folder: Path) -> tuple[str | None, dict[PipelineId, str]]:
+    """(id of the run, hash of the plan by pipeline), from a run's log."""
+    with LogReader(folder) as reader:
+        plans = {
+            PipelineId(entry.value["pipeline"]): str(entry.value["plan_sha256"])
+            for entry in reader.entries()
+            if entry.type == PLAN and isinstance(entry.value, dict)
+        }
+        return reader.header.get("run_id"), plans
