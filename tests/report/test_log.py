@@ -19,6 +19,7 @@ from rlmux.core.actions import Pause, RunStage
 from rlmux.core.errors import LogError
 from rlmux.core.events import NodeJoined
 from rlmux.core.model import Cluster, DeviceId, NodeId, Phase, Pool, Stage
+from rlmux.report.folder_lock import OWNER_NAME
 from rlmux.report.log import LOG_NAME, SCHEMA_VERSION, LogReader, RunLog, run_header
 
 NODE = NodeId("rollout", 0)
@@ -80,7 +81,7 @@ def test_log_is_private_to_its_user(tmp_path: Path) -> None:
         log.append_event(NodeJoined(time_s=1.0, node=NODE))
         log.commit()
         modes = {path.name: stat.S_IMODE(path.stat().st_mode) for path in folder.iterdir()}
-        assert modes == dict.fromkeys([LOG_NAME, LOG_NAME + "-wal", LOG_NAME + "-shm"], 0o600)
+        assert modes == dict.fromkeys([OWNER_NAME, LOG_NAME, LOG_NAME + "-wal", LOG_NAME + "-shm"], 0o600)
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700
     assert [path.name for path in folder.iterdir()] == [LOG_NAME]
 
@@ -115,6 +116,7 @@ import sys
 from rlmux.core.events import NodeJoined
 from rlmux.core.model import NodeId
 from rlmux.core.actions import Pause
+from rlmux.report.folder_lock import OWNER_NAME
 from rlmux.report.log import RunLog
 log = RunLog.create(sys.argv[1], {"policy": "p"})
 for number in range(1, 10**9):
