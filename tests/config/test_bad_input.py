@@ -113,6 +113,11 @@ CASES = {
         [("    train: {devices: 1}", "    h800: {devices: 1}")],
         "two.yaml:4: cluster.pools.h800 is a mapping: no phase; accepted: phase: rollout, or phase: train",
     ),
+    "a pool beside one for both phases": (
+        [("train: {devices: 1}", "gpus: {phase: both, devices: 1}")],
+        "two.yaml:3: cluster.pools.rollout is a mapping: a pool beside 'gpus', which serves both phases; accepted: that"
+        " pool alone, or one for rollout and one for train",
+    ),
     "devices and nodes": (
         [("train: {devices: 1}", "train: {devices: 1, nodes: 2}")],
         "two.yaml:4: cluster.pools.train.nodes is 2: does not go with 'devices'; accepted: devices or nodes",

@@ -49,6 +49,21 @@ def test_devices_are_nodes_that_take_one_worker_each(load):
     assert spec.pipelines[0].pipeline.num_rollout_nodes == 2
 
 
+def test_one_pool_may_serve_both_phases(load):
+    spec = load(
+        "cluster: {pools: {gpus: {phase: both, devices: 2}}}\npipelines: [{name: a, task: sort, rollout: {workers: 2}}]"
+    )
+    pool = spec.cluster.pools["gpus"]
+    assert pool.serves_both_phases
+    assert spec.cluster.pool_for(Phase.ROLLOUT) is None
+    assert spec.cluster.pool_serving(Phase.ROLLOUT) is spec.cluster.pool_serving(Phase.TRAIN) is pool
+    with pytest.raises(SpecError, match=r"rollout\.workers is 3; accepted: up to 2, the size of pool 'gpus'"):
+        load(
+            "cluster: {pools: {gpus: {phase: both, devices: 2}}}\n"
+            "pipelines: [{name: a, task: sort, rollout: {workers: 3}}]"
+        )
+
+
 def test_a_cluster_may_be_nodes_with_prices_and_memory(load):
     spec = load(
         "cluster: {pools: {cheap: {phase: rollout, nodes: 4, gpus_per_node: 8, usd_per_gpu_hour: 1.76,"

@@ -219,7 +219,7 @@ def test_what_can_never_fit_is_refused_with_the_numbers(policy):
         reason="pipeline wide needs 3 nodes of pool 't', which has 1", is_final=True
     )
     assert world.refusals["fat"].reason == (
-        "pipeline fat keeps 9.0 GiB on each node of pool 'r', which has 8.0 GiB of host memory"
+        "pipeline fat keeps 9.664 GB on each node of pool 'r', which has 8.590 GB of host memory"
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from rlmux.core.actions import MigrateShard
 from rlmux.core.events import StagePaused
-from rlmux.core.model import Stage
+from rlmux.core.model import Cluster, Phase, Pool, Stage
 from rlmux.core.views import Choice, GroupView, PauseOrder
 from rlmux.policies.planning.dispatching import start_oldest_first
 from rlmux.policies.rollmux import RollMux
@@ -42,6 +42,13 @@ def test_every_step_trains_on_what_its_own_version_sampled(solo):
 @pytest.mark.parametrize("policy", [pytest.param("rollmux", marks=pytest.mark.quick_on_ray), "colocated", "fifo"])
 def test_sharing_gives_the_weights_of_running_alone(real, make_backend, pair, solo, tmp_path, policy):
     shared = real.run(tmp_path / policy, pair, policy=policy, make_backend=make_backend)
+    assert shared.sha256 == solo.sha256, shared.recorder.notes
+
+
+@pytest.mark.parametrize("policy", ["rollmux", "jigsaw"])
+def test_one_device_for_both_phases_gives_the_weights_of_running_alone(real, pair, solo, tmp_path, policy):
+    pool = Pool(name="device", phase=Phase.TRAIN, serves_both_phases=True, num_nodes=1)
+    shared = real.run(tmp_path / policy, pair, policy=policy, on=Cluster(pools={"device": pool}))
     assert shared.sha256 == solo.sha256, shared.recorder.notes
 
 

@@ -15,7 +15,7 @@ from rlmux.config import references
 from rlmux.config.checkpoint_folder import check_checkpoint
 from rlmux.config.explain import nearest_hint, shown_value, spec_error
 from rlmux.config.located import Node, PathPart
-from rlmux.config.tree import PipelineConfig, PoolConfig, RunConfig, phase_of_pool
+from rlmux.config.tree import BOTH, PipelineConfig, PoolConfig, RunConfig, phase_of_pool
 from rlmux.core.errors import SpecError, UserError
 from rlmux.core.model import Phase
 from rlmux.rl.config import MAX_POSITIONS, ModelConfig, RolloutConfig, TaskConfig, TrainingConfig
@@ -142,7 +142,7 @@ class Checks:
 
     def _check_fits(self, path: KeyPath, phase: Phase, num_workers: int) -> None:
         pools = self.config.cluster.pools.items()
-        name, pool = next((name, pool) for name, pool in pools if phase_of_pool(name, pool) == phase)
+        name, pool = next((name, pool) for name, pool in pools if phase_of_pool(name, pool) in (phase, BOTH))
         size = pool.nodes if pool.devices is None else pool.devices
         if size is not None and num_workers > size:
             raise self._error(

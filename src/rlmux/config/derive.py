@@ -4,7 +4,15 @@ from __future__ import annotations
 
 import math
 
-from rlmux.config.tree import ClusterConfig, EstimateConfig, FootprintConfig, PipelineConfig, PoolConfig, phase_of_pool
+from rlmux.config.tree import (
+    BOTH,
+    ClusterConfig,
+    EstimateConfig,
+    FootprintConfig,
+    PipelineConfig,
+    PoolConfig,
+    phase_of_pool,
+)
 from rlmux.core.model import Cluster, Footprint, Phase, PhaseSeconds, Pipeline, PipelineId, Pool, Stage
 from rlmux.rl.config import AlgorithmConfig
 
@@ -21,7 +29,8 @@ def _pool(name: str, config: PoolConfig) -> Pool:
     assert phase is not None, "the tree refuses a pool without a phase"
     return Pool(
         name=name,
-        phase=Phase(phase),
+        phase=Phase.TRAIN if phase == BOTH else Phase(phase),
+        serves_both_phases=phase == BOTH,
         num_nodes=config.nodes if config.devices is None else config.devices,
         gpus_per_node=config.gpus_per_node,
         usd_per_gpu_hour=config.usd_per_gpu_hour,

@@ -40,10 +40,11 @@ from rlmux.rl.config import (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PoolConfig(FromFile):
-    """Nodes kept for one phase. Give `devices` on one machine, `nodes` on a cluster."""
+    """Nodes kept for one phase, or for both. Give `devices` on one machine, `nodes` on a cluster."""
 
-    phase: Literal["rollout", "train"] | None = None
-    """Phase that the pool is kept for. May be left out where the pool is named `rollout` or `train`."""
+    phase: Literal["rollout", "train", "both"] | None = None
+    """Phase that the pool is kept for. `both`: each device serves both phases, of every pipeline, and the pool is the
+    only one. May be left out where the pool is named `rollout` or `train`."""
     devices: Count | None = None
     """Devices that this machine lends to the pool: GPUs, or else CPU cores. Each is placed by itself."""
     nodes: Count | None = None
@@ -55,7 +56,8 @@ class PoolConfig(FromFile):
     host_memory_gb: PositiveFloat | None = None
     """Host memory of one node (of one device, with `devices`), in 10^9 bytes; without: not limited."""
     device_memory_gb: PositiveFloat | None = None
-    """Memory of one device, in 10^9 bytes; without: not limited."""
+    """Memory of one device, in 10^9 bytes. `run` gives no more than the device has: the memory that a GPU's driver says
+    is free, or a core's part of host memory. Without, `plan` and `simulate` count none."""
     spills_to_disk: bool = False
     """Whether states off their device go to disk where host memory is full: more fit, and a switch takes longer."""
 
@@ -65,25 +67,43 @@ class ClusterConfig(FromFile):
     """The devices there are."""
 
     pools: Annotated[Mapping[Name, PoolConfig], MinLen(1)]
-    """Pools by name: one for rollout, one for train."""
+    """Pools by name: one for rollout and one for train, or one for both."""
 
     def __post_init__(self) -> None:
         name_by_phase: dict[str, str] = {}
         for name, pool in self.pools.items():
             phase = phase_of_pool(name, pool)
             if phase is None:
-                raise MisfitError(f"pools.{name}", "no phase; accepted: phase: rollout, or phase: train")
+                raise MisfitError(
+                    f"pools.{name}", "no phase; accepted: phase: rollout, or phase: train, or phase: both"
+                )
             if phase in name_by_phase:
                 first = name_by_phase[phase]
                 raise MisfitError(f"pools.{name}", f"a second pool for {phase} beside {first!r}; accepted: one")
             name_by_phase[phase] = name
+        if BOTH in name_by_phase:
+            others = [name for name in self.pools if name != name_by_phase[BOTH]]
+            if others:
+                raise MisfitError(
+                    f"pools.{others[0]}",
+                    f"a pool beside {name_by_phase[BOTH]!r}, which serves both phases; accepted: that pool alone, or "
+                    "one for rollout and one for train",
+                )
+            return
         for phase in (Phase.ROLLOUT, Phase.TRAIN):
             if phase not in name_by_phase:
-                raise MisfitError("pools", f"no pool for {phase}; accepted: one pool for rollout and one for train")
+                raise MisfitError(
+                    "pools",
+                    f"no pool for {phase}; accepted: one pool for rollout and one for train, or one with phase: both",
+                )
+
+
+BOTH = "both"
+"""What a pool states whose devices serve both phases."""
 
 
 def phase_of_pool(name: str, pool: PoolConfig) -> str | None:
-    """The phase that the pool states, or else the one it is named after."""
+    """The phase that the pool states (or `both`), or else the one it is named after."""
     if pool.phase is None and name in (Phase.ROLLOUT, Phase.TRAIN):
         return name
     return pool.phase

@@ -140,10 +140,12 @@ SUB_STAGE_BY_STAGE: Mapping[Stage, SubStage] = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pool:
-    """Interchangeable nodes kept for one phase."""
+    """Interchangeable nodes kept for one phase, or for both."""
 
     name: str
     phase: Phase
+    serves_both_phases: bool = False
+    """Whether rollouts run here too; its phase is then TRAIN, and the cluster has no other pool."""
     num_nodes: int | None = None
     """Nodes that there are; None for as many as are paid for (a what-if on a cloud)."""
     devices_per_node: int = 1
@@ -174,6 +176,15 @@ class Cluster:
     def pool_for(self, phase: Phase) -> Pool | None:
         """The first pool kept for this phase."""
         return next((pool for pool in self.pools.values() if pool.phase is phase), None)
+
+    def pool_serving(self, phase: Phase) -> Pool | None:
+        """The pool whose nodes do this phase's work: the one kept for it, or else the training pool."""
+        return self.pool_for(phase) or self.pool_for(Phase.TRAIN)
+
+    @property
+    def is_one_pool(self) -> bool:
+        """Whether its nodes serve both phases, in one pool."""
+        return any(pool.serves_both_phases for pool in self.pools.values())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -87,7 +87,7 @@ def check_choice(
         need = _host_bytes(pipeline, phase, choice.is_colocated)
         if count and pool and need > pool.host_memory_bytes:
             raise IllegalTransitionError(
-                f"{subject} needs {need:.0f} bytes on a {phase} node of {pool.host_memory_bytes:.0f}"
+                f"{subject} needs {need / 1e9:.3f} GB on a {phase} node of {pool.host_memory_bytes / 1e9:.3f} GB"
             )
     if any(count < 1 for _, count in choice.steps_per_cycle):
         raise IllegalTransitionError(f"{subject} gives a member no step in the cycle")

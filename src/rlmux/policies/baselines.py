@@ -26,6 +26,7 @@ from rlmux.core.state import ReadyWork
 from rlmux.core.views import GroupView, RunWork
 from rlmux.policies.planning.candidates import any_room, founding, impossible, queue, sharing_everything
 from rlmux.policies.planning.dispatching import age, start_oldest_first, start_where_free
+from rlmux.policies.planning.shared_placement import nodes_for_both, place_on_shared_nodes
 
 
 class OneRule:
@@ -52,7 +53,7 @@ class Solo(OneRule):
     name: str = "solo"
 
     def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
-        return impossible(pipeline, view) or founding(pipeline, view) or queue(pipeline, view)
+        return on_own_nodes(pipeline, view)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,7 +67,7 @@ class Fifo(OneRule):
     name: str = "fifo"
 
     def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
-        return impossible(pipeline, view) or sharing_everything(pipeline, view) or queue(pipeline, view)
+        return in_one_set(pipeline, view)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +86,7 @@ class Split(OneRule):
     def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
         num_nodes = view.num_nodes(Phase.ROLLOUT) + view.num_nodes(Phase.TRAIN)
         if self.num_parts is None or num_nodes == math.inf:
-            return impossible(pipeline, view) or founding(pipeline, view) or queue(pipeline, view)
+            return on_own_nodes(pipeline, view)
         size = max(1, int(num_nodes) // self.num_parts)
         refusal = impossible(pipeline, view, needs={Phase.TRAIN: min(1, size)}, is_colocated=True)
         if refusal is not None:
@@ -108,31 +109,48 @@ class Colocated(OneRule):
     """`colocated`: both phases of a pipeline on one set of nodes of its own (verl-like).
 
     The set is the `num_train_nodes` training nodes it asks for where it is known how fast its rollouts are
-    there (`colocated_estimate`) or where the cluster has no rollout pool. Otherwise the set is all that `solo`
-    would hold: its training and its rollout nodes, rollouts on all of them, training on the first. On a small
-    cluster the sets are few, so pipelines run one after another.
+    there (`colocated_estimate`) or where the cluster has no rollout pool; where one pool serves both phases, as many
+    as the wider phase asks for. Otherwise the set is all that `solo` would hold: its training and its rollout nodes,
+    rollouts on all of them, training on the first. On a small cluster the sets are few, so pipelines run one after
+    another.
     """
 
     name: str = "colocated"
 
     def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
-        takes_rollout_nodes = pipeline.colocated_estimate is None and view.cluster.pool_for(Phase.ROLLOUT) is not None
-        needs = {
-            Phase.TRAIN: pipeline.num_train_nodes,
-            Phase.ROLLOUT: pipeline.num_rollout_nodes if takes_rollout_nodes else 0,
-        }
-        refusal = impossible(pipeline, view, needs=needs, is_colocated=True)
-        if refusal is not None:
-            return refusal
-        if any(count > view.num_free_nodes(phase) for phase, count in needs.items()):
-            return queue(pipeline, view)
-        return PlacementChoice(
-            kind=AdmissionKind.NEW,
-            group=None,
-            num_new_rollout_nodes=needs[Phase.ROLLOUT],
-            num_new_train_nodes=needs[Phase.TRAIN],
-            is_colocated=True,
-        )
+        needs = nodes_for_both(pipeline, view)
+        if pipeline.colocated_estimate is not None:
+            needs[Phase.ROLLOUT] = 0
+        return _colocated_on(needs, pipeline, view)
+
+
+def on_own_nodes(pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
+    """A group of its own: rollout and training nodes, or nodes of the one pool that serves both phases."""
+    if view.cluster.is_one_pool:
+        return _colocated_on(nodes_for_both(pipeline, view), pipeline, view)
+    return impossible(pipeline, view) or founding(pipeline, view) or queue(pipeline, view)
+
+
+def in_one_set(pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
+    """Into the youngest set of nodes that all pipelines share; SLOs play no part."""
+    if view.cluster.is_one_pool:
+        return place_on_shared_nodes(pipeline, view, keeps_slos=False)
+    return impossible(pipeline, view) or sharing_everything(pipeline, view) or queue(pipeline, view)
+
+
+def _colocated_on(needs: dict[Phase, int], pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
+    refusal = impossible(pipeline, view, needs=needs, is_colocated=True)
+    if refusal is not None:
+        return refusal
+    if any(count > view.num_free_nodes(phase) for phase, count in needs.items()):
+        return queue(pipeline, view)
+    return PlacementChoice(
+        kind=AdmissionKind.NEW,
+        group=None,
+        num_new_rollout_nodes=needs[Phase.ROLLOUT],
+        num_new_train_nodes=needs[Phase.TRAIN],
+        is_colocated=True,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,7 +171,7 @@ class GapRatio(OneRule):
     name: str = "gap-ratio"
 
     def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
-        return impossible(pipeline, view) or sharing_everything(pipeline, view) or queue(pipeline, view)
+        return in_one_set(pipeline, view)
 
     def dispatch(self, view: GroupView) -> Iterator[RunWork]:
         free = [work for work in sorted(view.ready, key=age) if not work.is_waiting and view.is_free(work.devices)]
@@ -192,6 +210,8 @@ class Gavel(OneRule):
     name: str = "gavel"
 
     def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
+        if view.cluster.is_one_pool:
+            return place_on_shared_nodes(pipeline, view)
         for group in view.groups():
             if self._cycle_s(group, pipeline) <= min(group.budget_s, budget_of(pipeline)):
                 choice = next(any_room(group, pipeline), None)
@@ -233,6 +253,8 @@ class MostIdle(OneRule):
     name: str = "most-idle"
 
     def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
+        if view.cluster.is_one_pool:
+            return in_one_set(pipeline, view)
         refusal = impossible(pipeline, view)
         if refusal is not None:
             return refusal
@@ -270,6 +292,8 @@ class RandomGroups(OneRule):
     seed: int = 0
 
     def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
+        if view.cluster.is_one_pool:
+            return in_one_set(pipeline, view)
         refusal = impossible(pipeline, view)
         if refusal is not None:
             return refusal

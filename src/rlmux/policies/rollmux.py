@@ -6,7 +6,7 @@
 
 An insertion may saturate its group as long as every SLO holds under the strict meta-iteration that the
 group will run. On a finite cluster without nodes for a new group, saturated groups are tried too before the
-pipeline queues.
+pipeline queues. On one pool that serves both phases a group's members share all its nodes, one phase after another.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from rlmux.core.placement_choice import PlacementChoice, Refusal, Relocation
 from rlmux.core.views import GroupView, RunWork
 from rlmux.policies.planning.candidates import direct, founding, impossible, may_join, queue, scaled
 from rlmux.policies.planning.dispatching import start_in_cycle_order
+from rlmux.policies.planning.shared_placement import place_on_shared_nodes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,6 +36,8 @@ class RollMux:
     admission mix come out without it; with it 64/8/28 % and 7 % dearer on the production trace."""
 
     def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
+        if view.cluster.is_one_pool:
+            return place_on_shared_nodes(pipeline, view)
         refusal = impossible(pipeline, view)
         if refusal is not None:
             return refusal

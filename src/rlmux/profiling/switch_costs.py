@@ -47,5 +47,5 @@ class SwitchCosts:
 
 
 def _spills(cluster: Cluster, phase: Phase) -> bool:
-    pool = cluster.pool_for(phase) or cluster.pool_for(Phase.TRAIN)
+    pool = cluster.pool_serving(phase)
     return pool is not None and pool.spills_to_disk

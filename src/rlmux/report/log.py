@@ -100,7 +100,7 @@ def run_header(
         "created": datetime.now(UTC).isoformat(timespec="seconds"),
         "pools": {
             pool.name: {
-                "phase": pool.phase,
+                "phase": "both" if pool.serves_both_phases else pool.phase,
                 "devices": [
                     list(device)
                     for index in range(pool.num_nodes or 0)

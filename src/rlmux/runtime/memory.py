@@ -1,7 +1,10 @@
 """Memory is added up before anything starts: what cannot fit is refused with the numbers.
 
-A device of this machine is a CPU core with its part of the memory: the total over the number of devices, unless the
-file gives the pool's own figures.
+    host memory     of this machine, in equal parts for all devices
+    device memory   of a core: its part of host memory; of a GPU: what the driver says is free
+
+A GPU that several devices of the file stand for has one memory, which is dealt out among them: to each device its
+pipelines' largest state, and an equal part of what is left. What the file says of a pool makes it less, never more.
 
     host memory of a node  ≥  processes pinned there  +  states off their devices
                                                            └─ in a pool that spills: what does not fit goes to disk
@@ -13,34 +16,89 @@ States that are in host memory stay there.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import psutil
 
 from rlmux.core.errors import RefusedError
-from rlmux.core.model import Cluster, DeviceId, Footprint, NodeId, Phase
+from rlmux.core.model import Cluster, DeviceId, Footprint, NodeId, Phase, Pool
 from rlmux.rl.footprint import footprint_of
 from rlmux.runtime.backend import Submission
 
 _USABLE = 0.9
 """Part of the machine's memory that pipelines get; the rest is the system's and the controller's."""
+_USABLE_OF_GPU = 0.95
+"""Part of a GPU's free memory that pipelines get; the rest is lost between torch's blocks."""
 
 
-def with_machine_memory(cluster: Cluster) -> Cluster:
-    """The cluster with this machine's memory dealt out to devices whose memory the file does not give."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MachineMemory:
+    """The memory that there is, by its physical owners."""
+
+    host_bytes: float = field(default_factory=lambda: float(psutil.virtual_memory().total))
+    """Host memory of the machine."""
+    gpu_by_device: Mapping[DeviceId, str] = field(default_factory=dict)
+    """The GPU that each device of the file stands for; empty where devices are cores."""
+    free_bytes_by_gpu: Mapping[str, float] = field(default_factory=dict)
+    """What each GPU's driver says is free."""
+
+
+def with_machine_memory(
+    cluster: Cluster, submissions: Sequence[Submission] = (), machine: MachineMemory | None = None
+) -> Cluster:
+    """The cluster with the machine's memory dealt out to its devices.
+
+    Submissions come with footprints. Raises RefusedError for a GPU whose devices need more than it has, together.
+    """
+    machine = machine or MachineMemory()
     num_devices = sum((pool.num_nodes or 0) * pool.devices_per_node for pool in cluster.pools.values())
-    bytes_per_device = psutil.virtual_memory().total * _USABLE / max(1, num_devices)
+    host_bytes = machine.host_bytes * _USABLE / max(1, num_devices)
+    gpu_bytes = _deal_out_gpus(cluster, submissions, machine)
     return Cluster(
         pools={
             name: replace(
                 pool,
-                device_memory_bytes=min(pool.device_memory_bytes, bytes_per_device),
-                host_memory_bytes=min(pool.host_memory_bytes, bytes_per_device * pool.devices_per_node),
+                device_memory_bytes=min(pool.device_memory_bytes, gpu_bytes.get(name, host_bytes)),
+                host_memory_bytes=min(pool.host_memory_bytes, host_bytes * pool.devices_per_node),
             )
             for name, pool in cluster.pools.items()
         }
     )
+
+
+def _deal_out_gpus(cluster: Cluster, submissions: Sequence[Submission], machine: MachineMemory) -> dict[str, float]:
+    """Bytes for each device of a pool on GPUs, by pool: the least that one of them gets, as nodes are alike."""
+    devices_by_gpu: dict[str, list[DeviceId]] = {}
+    for device, gpu in machine.gpu_by_device.items():
+        devices_by_gpu.setdefault(gpu, []).append(device)
+    bytes_by_pool: dict[str, float] = {}
+    for gpu, devices in devices_by_gpu.items():
+        there_is = machine.free_bytes_by_gpu[gpu] * _USABLE_OF_GPU
+        needs = [_largest_state(cluster.pools[device.pool], submissions) for device in devices]
+        if len(devices) > 1 and sum(needs) > there_is:
+            parts = " + ".join(f"{need / 1e9:.3f} GB for {device}" for device, need in zip(devices, needs, strict=True))
+            raise RefusedError(
+                f"cluster: GPU {gpu} has {there_is / 1e9:.3f} GB for {len(devices)} devices, whose largest states need "
+                f"{sum(needs) / 1e9:.3f} GB together: {parts}; give one pool with phase: both, where states take "
+                "turns, or fewer devices"
+            )
+        spare = (there_is - sum(needs)) / len(devices)
+        for device, need in zip(devices, needs, strict=True):
+            bytes_by_pool[device.pool] = min(bytes_by_pool.get(device.pool, math.inf), need + spare)
+    return bytes_by_pool
+
+
+def _largest_state(pool: Pool, submissions: Sequence[Submission]) -> float:
+    """Bytes of the largest state that a device of the pool is to hold."""
+    needs = [0.0]
+    for submission in submissions:
+        footprint = submission.pipeline.footprint
+        if pool.serves_both_phases or pool.phase is Phase.ROLLOUT:
+            needs.append(footprint.rollout_device_bytes or 0.0)
+        if pool.phase is Phase.TRAIN:
+            needs.append(footprint.train_device_bytes or 0.0)
+    return max(needs)
 
 
 def with_footprint(submission: Submission, cluster: Cluster) -> Submission:
@@ -49,7 +107,7 @@ def with_footprint(submission: Submission, cluster: Cluster) -> Submission:
     In a pool that spills, a node's host memory must hold its process; its state has the disk.
     """
     footprint = _estimated_footprint(submission)
-    rollout, train = cluster.pool_for(Phase.ROLLOUT), cluster.pool_for(Phase.TRAIN)
+    rollout, train = cluster.pool_serving(Phase.ROLLOUT), cluster.pool_serving(Phase.TRAIN)
     if rollout is not None and rollout.spills_to_disk:
         process_bytes = footprint.rollout_host_bytes - (footprint.rollout_device_bytes or 0.0)
         footprint = replace(footprint, rollout_host_bytes=max(0.0, process_bytes))
@@ -81,18 +139,22 @@ def check_each_fits(cluster: Cluster, submissions: Sequence[Submission]) -> None
             (Phase.ROLLOUT, footprint.rollout_device_bytes, footprint.rollout_host_bytes),
             (Phase.TRAIN, footprint.train_device_bytes, footprint.train_host_bytes),
         ):
-            pool = cluster.pool_for(phase)
+            pool = cluster.pool_serving(phase)
             if pool is None:
                 continue
+            name, worker = submission.config.name, f"its {phase} worker needs"
+            _check(name, worker, "device memory", device_bytes or 0.0, pool.device_memory_bytes)
+            if pool.serves_both_phases:
+                worker = "its rollout and train workers need"
+                host_bytes = footprint.rollout_host_bytes + footprint.train_host_bytes
             kind = "host memory, with its state on disk" if pool.spills_to_disk else "host memory"
-            _check(submission.config.name, phase, "device memory", device_bytes or 0.0, pool.device_memory_bytes)
-            _check(submission.config.name, phase, kind, host_bytes, pool.host_memory_bytes)
+            _check(name, worker, kind, host_bytes, pool.host_memory_bytes)
 
 
-def _check(name: str, phase: Phase, kind: str, need: float, capacity: float) -> None:
+def _check(name: str, worker: str, kind: str, need: float, capacity: float) -> None:
     if need > capacity and not math.isinf(capacity):
         raise RefusedError(
-            f"pipeline {name}: its {phase} worker needs {need / 1e9:.3f} GB of {kind}, and there are "
+            f"pipeline {name}: {worker} {need / 1e9:.3f} GB of {kind}, and there are "
             f"{capacity / 1e9:.3f} GB; make the model, rollout.slots, rollout.max_new_tokens or "
             "algorithm.micro_batch_size smaller"
         )

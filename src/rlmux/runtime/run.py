@@ -31,6 +31,7 @@ from rlmux.runtime.checkpoints import checkpoint_folder
 from rlmux.runtime.control_socket import ControlServer
 from rlmux.runtime.controller import Controller, Listener
 from rlmux.runtime.local import local_backend
+from rlmux.runtime.machine import describe_machine
 from rlmux.runtime.memory import check_each_fits, with_footprint, with_machine_memory
 from rlmux.runtime.metrics import MetricsWriter
 from rlmux.runtime.origins import plan_notes, read_origins, with_origin
@@ -84,8 +85,8 @@ def run_pipelines(
     Raises UserError for a folder that cannot be used, StorageError where a file of
     the run cannot be written. A pipeline's own failure is in the summary, not raised.
     """
-    cluster = with_machine_memory(cluster) if backend_name == LOCAL else cluster
     submissions = [with_footprint(submission, cluster) for submission in submissions]
+    cluster = _on_this_machine(cluster, submissions) if backend_name == LOCAL else cluster
     check_each_fits(cluster, submissions)
     lock = prepare_folder(folder, is_overwriting=is_overwriting)
     header = run_header(policy=policy.name, backend=backend_name, cluster=cluster, spec=spec)
@@ -125,12 +126,12 @@ def resume_pipelines(
         lock = FolderLock.take(folder)
         held.callback(lock.release)
         statuses = ended_pipelines(folder)
-        cluster = with_machine_memory(cluster) if backend_name == LOCAL else cluster
         unfinished = [
             with_footprint(submission, cluster) for submission in submissions if submission.pipeline.id not in statuses
         ]
         if not unfinished and not is_kept_open:
             return RunResult(folder=folder, summary=write_report(folder), is_complete=True, was_over=True)
+        cluster = _on_this_machine(cluster, unfinished) if backend_name == LOCAL else cluster
         run_id, plan_by_pipeline = read_origins(folder)
         unfinished = [_from_checkpoint(with_origin(one, run_id, plan_by_pipeline), folder) for one in unfinished]
         log = held.enter_context(RunLog.open(folder, lock=lock))
@@ -141,6 +142,10 @@ def resume_pipelines(
             cluster, unfinished, policy, folder, log, backend, listeners, statuses,
             parse=parse, is_kept_open=is_kept_open, run_id=run_id,
         )  # fmt: skip
+
+
+def _on_this_machine(cluster: Cluster, submissions: Sequence[Submission]) -> Cluster:
+    return with_machine_memory(cluster, submissions, describe_machine(cluster))
 
 
 def ended_pipelines(folder: Path) -> dict[PipelineId, dict[str, Any]]:

@@ -153,6 +153,8 @@ def solo_usd_per_hour(workload: Workload) -> float:
         pipeline = arrival.pipeline
         for phase, count in (("rollout", pipeline.num_rollout_nodes), ("train", pipeline.num_train_nodes)):
             pool = next((pool for pool in cluster.pools.values() if pool.phase == phase), None)
+            if cluster.is_one_pool:
+                count = max(count, pipeline.num_rollout_nodes) if pool else 0
             total += count * pool.usd_per_node_hour if pool else 0.0
     return total
 

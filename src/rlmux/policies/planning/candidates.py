@@ -145,8 +145,8 @@ def _why_never(pool: Pool | None, phase: Phase, count: int, host_bytes: float) -
         return f"needs {count} nodes of pool {pool.name!r}, which has {pool.num_nodes}"
     if host_bytes > pool.host_memory_bytes:
         return (
-            f"keeps {host_bytes / 2**30:.1f} GiB on each node of pool {pool.name!r}, which has "
-            f"{pool.host_memory_bytes / 2**30:.1f} GiB of host memory"
+            f"keeps {host_bytes / 1e9:.3f} GB on each node of pool {pool.name!r}, which has "
+            f"{pool.host_memory_bytes / 1e9:.3f} GB of host memory"
         )
     return ""
 
@@ -154,9 +154,16 @@ def _why_never(pool: Pool | None, phase: Phase, count: int, host_bytes: float) -
 def queue(pipeline: Pipeline, view: PlacementView) -> Refusal:
     """Nothing takes the pipeline now; a departure may change that."""
     free_rollout, free_train = view.num_free_nodes(Phase.ROLLOUT), view.num_free_nodes(Phase.TRAIN)
+    if view.cluster.is_one_pool:
+        needs = max(pipeline.num_rollout_nodes, pipeline.num_train_nodes)
+        asked = f"{needs} nodes for both phases; {free_train:.0f} are free"
+    else:
+        asked = (
+            f"{pipeline.num_rollout_nodes} rollout and {pipeline.num_train_nodes} train nodes; {free_rollout:.0f} and "
+            f"{free_train:.0f} are free"
+        )
     return Refusal(
-        reason=f"pipeline {pipeline.id} needs {pipeline.num_rollout_nodes} rollout and "
-        f"{pipeline.num_train_nodes} train nodes; {free_rollout:.0f} and {free_train:.0f} are free, and none "
-        f"of {view.num_groups} groups takes it within memory and every SLO",
+        reason=f"pipeline {pipeline.id} needs {asked}, and none of {view.num_groups} groups takes it within memory and "
+        "every SLO",
         is_final=False,
     )

@@ -16,15 +16,14 @@ MAX_MEMBERS = 8
 """Members of a group on shared nodes, unless a policy is made with another number."""
 
 
-def place_on_shared_nodes(pipeline: Pipeline, view: PlacementView, *, max_members: int) -> PlacementChoice | Refusal:
-    """The first group whose nodes serve both phases of all members and that keeps every SLO; else a new one."""
-    needs = {
-        phase: 0 if view.cluster.pool_for(phase) is None else count
-        for phase, count in (
-            (Phase.TRAIN, pipeline.num_train_nodes),
-            (Phase.ROLLOUT, pipeline.num_rollout_nodes),
-        )
-    }
+def place_on_shared_nodes(
+    pipeline: Pipeline, view: PlacementView, *, max_members: int = MAX_MEMBERS, keeps_slos: bool = True
+) -> PlacementChoice | Refusal:
+    """The first group whose nodes serve both phases of all members and that keeps every SLO; else a new one.
+
+    Without `keeps_slos`, SLOs play no part.
+    """
+    needs = nodes_for_both(pipeline, view)
     refusal = impossible(pipeline, view, needs=needs, is_colocated=True)
     if refusal is not None:
         return refusal
@@ -34,7 +33,7 @@ def place_on_shared_nodes(pipeline: Pipeline, view: PlacementView, *, max_member
             and group.num_members < max_members
             and len(group.rollout_nodes) >= max(pipeline.num_rollout_nodes, pipeline.num_train_nodes)
             and _has_memory(group, pipeline)
-            and group.keeps_slos_with(pipeline, group.rollout_nodes, 0)
+            and (not keeps_slos or group.keeps_slos_with(pipeline, group.rollout_nodes, 0))
         ):
             return PlacementChoice(
                 kind=AdmissionKind.DIRECT,
@@ -56,6 +55,14 @@ def place_on_shared_nodes(pipeline: Pipeline, view: PlacementView, *, max_member
         is_colocated=True,
         is_shared=True,
     )
+
+
+def nodes_for_both(pipeline: Pipeline, view: PlacementView) -> dict[Phase, int]:
+    """Nodes of each pool on which the pipeline has room for both phases."""
+    if view.cluster.is_one_pool:
+        return {Phase.TRAIN: max(pipeline.num_train_nodes, pipeline.num_rollout_nodes), Phase.ROLLOUT: 0}
+    has_rollout_pool = view.cluster.pool_for(Phase.ROLLOUT) is not None
+    return {Phase.TRAIN: pipeline.num_train_nodes, Phase.ROLLOUT: pipeline.num_rollout_nodes if has_rollout_pool else 0}
 
 
 def _has_memory(group: GroupLoad, pipeline: Pipeline) -> bool:
