@@ -27,6 +27,8 @@ def summary(makespan_s: float, *, sha: str = "x", status: str = "finished") -> d
                 "step_s_mean": 1.5,
                 "step_slowdown": slowdown,
                 "slo_slowdown": None,
+                "keeps_slo": None,
+                "slo_reason": "",
                 "status": status,
                 "weights_sha256": sha + name,
             }

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from rlmux.core.actions import Release, RunStage, Switch
-from rlmux.core.events import PipelineRestarted, StageFinished, StagePaused
-from rlmux.core.model import DeviceId, Stage
+from rlmux.core.actions import ExpectSteps, Release, RunStage, Switch
+from rlmux.core.events import PipelineCancelled, PipelineRestarted, StageFinished, StagePaused
+from rlmux.core.model import DeviceId, MeasuredSeconds, PhaseSeconds, Stage
+from rlmux.report.status import status
 from rlmux.report.summary import summarize
 
 ROLLOUT = DeviceId("rollout", 0, 0)
@@ -22,11 +23,11 @@ Order = Callable[..., RunStage]
 
 KEYS = {
     "policy", "backend", "makespan_s", "tokens_per_s", "pipelines", "devices",
-    "num_migrations", "num_switches", "control_overhead",
+    "num_migrations", "num_switches", "control_overhead", "slo_attainment",
 }  # fmt: skip
 PIPELINE_KEYS = {
     "steps", "tokens", "trajectories", "reward_first", "reward_last", "step_s_mean", "step_slowdown",
-    "slo_slowdown", "weights_sha256", "status",
+    "slo_slowdown", "weights_sha256", "status", "keeps_slo", "expected_slowdown", "estimate", "slo_reason",
 }  # fmt: skip
 DEVICE_KEYS = {"pool", "busy_s", "switch_s", "bubble_s", "idle_s", "utilization"}
 
@@ -200,3 +201,63 @@ def test_end_note_brings_hashes_and_status(alternating_run: Callable[..., Any]) 
 def test_sharing_costs_a_pipeline_something_but_not_everything(alternating_run: Callable[..., Any]) -> None:
     pipelines = summarize(alternating_run().timeline())["pipelines"]
     assert all(1.0 < pipeline["step_slowdown"] < 2.0 for pipeline in pipelines.values())
+
+
+def expect(name: str, slowdown: float, reason: str = "") -> ExpectSteps:
+    seconds = PhaseSeconds(rollout_s=2.0, train_s=1.0)
+    measured = MeasuredSeconds(num_steps=3, low=seconds, median=seconds, high=seconds)
+    return ExpectSteps(pipeline=name, measured=measured, step_slowdown=slowdown, reason=reason)
+
+
+def test_the_slo_is_kept_or_missed_by_what_steps_took(script: Any, make_order: Order) -> None:
+    a = summarize(two_steps(script, make_order).timeline())["pipelines"]["a"]
+    assert a["step_slowdown"] > a["slo_slowdown"]
+    assert a["keeps_slo"] is False
+    assert a["estimate"] is None
+    assert a["slo_reason"] == ""
+
+
+def test_attainment_is_a_share_of_all_submitted_pipelines(script: Any, make_order: Order) -> None:
+    summary = summarize(two_steps(script, make_order).timeline())
+    assert list(summary["pipelines"]) == ["a", "other"]
+    assert summary["slo_attainment"] == 0.5
+
+
+def test_what_was_learned_and_expected_last_is_shown(script: Any, make_order: Order) -> None:
+    script.submit(0.0, "a", expect("a", 1.0), expect("a", 2.5, "cannot be promised"), slo_slowdown=2.0)
+    a = summarize(script.timeline())["pipelines"]["a"]
+    seconds = {"rollout_s": 2.0, "train_s": 1.0}
+    assert a["estimate"] == {"source": "learned", **seconds, "low": seconds, "high": seconds, "num_steps": 3}
+    assert (a["expected_slowdown"], a["slo_reason"]) == (2.5, "cannot be promised")
+    assert [instant.text for instant in script.timeline().instants] == ["cannot be promised"]
+    assert a["keeps_slo"] is None, "nothing is known yet"
+
+
+def test_a_pipeline_that_ended_without_a_step_missed_its_slo(script: Any) -> None:
+    script.submit(0.0, "a", slo_slowdown=9.0)
+    script.event(PipelineCancelled(time_s=5.0, pipeline="a"), Release(pipeline="a"))
+    summary = summarize(script.timeline())
+    assert summary["pipelines"]["a"]["keeps_slo"] is False
+    assert summary["slo_attainment"] == 0.0
+
+
+def test_a_step_that_does_not_end_misses_the_slo_while_it_lasts(script: Any, make_order: Order) -> None:
+    def steps(end_s: float) -> Any:
+        script.rows.clear()
+        script.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT), num_steps=3, slo_slowdown=2.0)
+        script.event(done(2.0, 1, 2.0), make_order(2, "a", UPDATE, TRAIN))
+        script.event(done(3.0, 2, 1.0), make_order(3, "a", PUBLISH))
+        script.event(done(3.0, 3, 0.0), make_order(4, "a", GENERATE, ROLLOUT, step=2))
+        script.event(done(5.0, 4, 2.0))
+        script.note(end_s, "step", pipeline="b")
+        return summarize(script.timeline())["pipelines"]["a"]
+
+    assert steps(8.0)["keeps_slo"] is True
+    assert steps(30.0)["keeps_slo"] is False
+
+
+def test_a_status_has_the_same_slowdown_as_the_summary(alternating_run: Callable[..., Any]) -> None:
+    run = alternating_run()
+    shown, summary = status(run.history(), is_going_on=False), summarize(run.timeline())
+    for name, one in shown["pipelines"].items():
+        assert one["step_slowdown"] == pytest.approx(summary["pipelines"][name]["step_slowdown"], rel=0.05)

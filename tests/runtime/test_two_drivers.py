@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
+from rlmux.core.actions import Action, ExpectSteps
 from rlmux.core.model import Cluster, Phase, PhaseSeconds, Pipeline, PipelineId, Pool, Stage
 from rlmux.core.scheduler import Scheduler
 from rlmux.policies import make_policy
+from rlmux.report.api import write_report
+from rlmux.report.log import LogReader, RunLog, run_header
 from rlmux.rl.config import TrainingConfig
 from rlmux.runtime.backend import Submission
 from rlmux.runtime.controller import Controller
@@ -87,3 +92,68 @@ def test_simulator_and_controller_make_identical_decisions(cluster, pipelines, p
 
     assert len(controlled.decisions) >= len(PHASES) * (1 + 2 * NUM_STEPS)
     assert simulated.decisions == controlled.decisions
+
+
+def both_logs(cluster, pipelines, policy: str, folder):
+    """Actions of the simulator and of the controller, and what a scheduler says to the controller's log."""
+    seconds = {one.id: PHASES[name] for name, one in zip(PHASES, pipelines, strict=True)}
+    arrivals = tuple(
+        Arrival(submit_s=0.0, pipeline=one, world=TrueSeconds.of_phases(seconds[one.id])) for one in pipelines
+    )
+    simulated: list[Action] = []
+    simulate(
+        Workload(name="unknown", cluster=cluster, arrivals=arrivals),
+        make_policy(policy),
+        observer=lambda _, actions: simulated.extend(actions),
+    )
+    backend = FakeBackend(
+        lambda action: getattr(seconds[action.pipeline], "rollout_s" if action.stage is Stage.GENERATE else "train_s")
+    )
+    submissions = [Submission(pipeline=one, config=TrainingConfig(name=one.id)) for one in pipelines]
+    with RunLog.create(folder, run_header(policy=policy, backend="fake", cluster=cluster)) as log:
+        assert Controller(Scheduler(cluster, make_policy(policy)), backend, log).run(submissions)
+    with LogReader(folder) as reader:
+        rows = list(reader.entries())
+    logged = [row.value for row in rows if row.kind == "action"]
+    again = Scheduler(cluster, make_policy(policy))
+    replayed = [action for row in rows if row.kind == "event" for action in again.handle(row.value)]
+    return simulated, logged, replayed
+
+
+@pytest.mark.parametrize("policy", ["rollmux", "gavel"])
+def test_both_learn_the_same_estimates_and_act_on_them_and_the_log_replays(cluster, tmp_path, policy):
+    pipelines = [
+        Pipeline(id=PipelineId(name), num_steps=30, slo_slowdown=1.3 if number == 1 else math.inf)
+        for number, name in enumerate(PHASES)
+    ]
+    simulated, logged, replayed = both_logs(cluster, pipelines, policy, tmp_path)
+    assert simulated == logged == replayed
+    learned = [action for action in logged if isinstance(action, ExpectSteps)]
+    assert {action.pipeline for action in learned} == set(PHASES)
+    for action in learned:
+        assert action.measured is not None
+        assert action.measured.median == PHASES[action.pipeline]
+
+
+def test_an_slo_acts_without_an_estimate_in_the_file(cluster, tmp_path):
+    """As in the example of three pipelines, where one accepts less than a cycle of all three brings it."""
+
+    def slowdown(slo_slowdown: float) -> tuple[float, bool, float]:
+        one_each = Cluster(pools={name: replace(pool, num_nodes=1) for name, pool in cluster.pools.items()})
+        pipelines = [
+            Pipeline(id=PipelineId(name), num_steps=60, slo_slowdown=slo_slowdown if number == 1 else math.inf)
+            for number, name in enumerate(PHASES)
+        ]
+        folder = tmp_path / str(slo_slowdown)
+        both_logs(one_each, pipelines, "rollmux", folder)
+        summary = write_report(folder)
+        shown = summary["pipelines"][list(PHASES)[1]]
+        assert shown["estimate"]["source"] == "learned"
+        return shown["step_slowdown"], shown["keeps_slo"], summary["slo_attainment"]
+
+    without, _, _ = slowdown(math.inf)
+    assert without > 1.3
+    with_slo, keeps_slo, attainment = slowdown(1.2)
+    assert with_slo <= 1.2
+    assert keeps_slo
+    assert attainment == 1.0

@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from rlmux.config import Spec
-from rlmux.core.actions import Action, MigrateShard, RunStage
+from rlmux.core.actions import Action, ExpectSteps, MigrateShard, RunStage
 from rlmux.core.events import (
     ChunkFinished,
     Event,
@@ -49,6 +49,7 @@ class _PipelineRow:
     doing: str = "starting"
     last_step_s: float = 0.0
     last_line_s: float = -_LINE_EVERY_S
+    slo_reason: str = ""
 
 
 class Live:
@@ -99,6 +100,8 @@ class Live:
                 self._begin(action)
             elif isinstance(action, MigrateShard):
                 self._rows[action.pipeline].doing = "migrating its tail"
+            elif isinstance(action, ExpectSteps):
+                self._take_expectation(action)
         for note in notes:
             self._take_note(note)
 
@@ -124,6 +127,14 @@ class Live:
                     row.doing = (
                         f"{_words(action)}, {event.num_active + event.num_waiting + event.num_waiting_for_env} open"
                     )
+
+    def _take_expectation(self, action: ExpectSteps) -> None:
+        row = self._rows[action.pipeline]
+        if action.reason and not row.slo_reason:
+            self._say(f"{action.pipeline}: {action.reason}")
+        elif row.slo_reason and not action.reason:
+            self._say(f"{action.pipeline}: its SLO can be kept from now on")
+        row.slo_reason = action.reason
 
     def _begin(self, action: RunStage) -> None:
         self._orders[action.order] = action

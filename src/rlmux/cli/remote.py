@@ -135,13 +135,18 @@ def _pipeline_rows(shown: Mapping[str, Any]) -> list[dict[str, Any]]:
                 "status": one["status"],
                 "step": f"{one['step']}/{'∞' if one['num_steps'] is None else one['num_steps']}",
                 "reward": reward,
+                "slowdown": "-" if one["step_slowdown"] is None else f"{one['step_slowdown']:.2f}",
+                "accepts": "-" if one["slo_slowdown"] is None else f"{one['slo_slowdown']:g}",
+                "expected": "-" if one["expected_slowdown"] is None else f"{one['expected_slowdown']:.2f}",
                 "nodes": " ".join([*one["rollout_nodes"], *one["train_nodes"]]) or "-",
                 "doing": one["doing"] or one["reason"] or "-",
             }
         )
     for one in shown["upcoming"]:
-        row = {"pipeline": one["pipeline"], "status": "upcoming", "step": "-", "reward": "-", "nodes": "-"}
-        rows.append({**row, "doing": f"comes at {one['at_s']:.0f} s"})
+        row = dict.fromkeys(("step", "reward", "slowdown", "accepts", "expected", "nodes"), "-")
+        rows.append(
+            {"pipeline": one["pipeline"], "status": "upcoming", **row, "doing": f"comes at {one['at_s']:.0f} s"}
+        )
     return rows
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 Row = Mapping[str, Any]
 _FAILED_STATUSES = ("failed", "refused")
+_SLO_WORDS = {True: "kept", False: "missed", None: ""}
 
 
 def exit_code(summary: Row) -> int:
@@ -33,11 +34,15 @@ def show_run(summary: Row, folder: Path, *, as_json: bool) -> None:
             "s/step": one["step_s_mean"],
             "slowdown": one["step_slowdown"],
             "accepts": one["slo_slowdown"],
+            "SLO": _SLO_WORDS[one["keeps_slo"]],
             "status": one["status"],
         }
         for name, one in summary["pipelines"].items()
     ]
     print_rows(pipelines)
+    for name, one in summary["pipelines"].items():
+        if one["slo_reason"]:
+            print(f"{name}: {one['slo_reason']}")
     print()
     devices = [
         {

@@ -111,7 +111,8 @@ def phase_of_pool(name: str, pool: PoolConfig) -> str | None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EstimateConfig(FromFile):
-    """Solo seconds of one step, where known. `plan` and `simulate` need them; `run` learns its own."""
+    """Solo seconds of one step, where known. `plan` and `simulate` need them; `run` measures a pipeline without them
+    in its first three steps, and places it again by what it saw."""
 
     rollout_s: PositiveFloat
     """Seconds of rollout on the rollout nodes that the pipeline asks for."""
@@ -165,7 +166,7 @@ class PipelineConfig(PipelineKeys):
     submit_at_s: NonNegativeFloat = 0.0
     """Seconds from the start of the run to the submission."""
     estimate: EstimateConfig | None = None
-    """Solo seconds of one step. Needed by `plan` and `simulate`."""
+    """Solo seconds of one step. Needed by `plan` and `simulate`; without, `run` measures them."""
     footprint: FootprintConfig = field(default_factory=FootprintConfig)
     """Memory kept on every node that the pipeline is pinned to."""
 

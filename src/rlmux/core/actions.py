@@ -11,7 +11,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from rlmux.core.model import AdmissionKind, DeviceId, OrderId, Phase, PipelineId, Placement, Resident, Stage
+from rlmux.core.model import (
+    AdmissionKind,
+    DeviceId,
+    MeasuredSeconds,
+    OrderId,
+    Phase,
+    PipelineId,
+    Placement,
+    Resident,
+    Stage,
+)
 
 
 class Switch(StrEnum):
@@ -56,6 +66,20 @@ class Queue:
 
     pipeline: PipelineId
     reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ExpectSteps:
+    """What is expected of the pipeline's steps from now on, for people and reports: a driver has nothing to do."""
+
+    pipeline: PipelineId
+    measured: MeasuredSeconds | None
+    """Solo seconds that its own steps took, which it is planned with; None where its user gave an estimate."""
+    step_slowdown: float
+    """Expected step slowdown in the meta-iteration of its group."""
+    reason: str
+    """Why its SLO cannot be promised where it is, in one line with the numbers; empty where it can, or there is
+    none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,5 +154,16 @@ class Prefetch:
 
 
 Action = (
-    Admit | Relocate | Refuse | Queue | Park | Release | RunStage | Pause | MigrateShard | SetDeviceFraction | Prefetch
+    Admit
+    | Relocate
+    | Refuse
+    | Queue
+    | ExpectSteps
+    | Park
+    | Release
+    | RunStage
+    | Pause
+    | MigrateShard
+    | SetDeviceFraction
+    | Prefetch
 )

@@ -190,15 +190,27 @@ class StepHistory:
         self.due_s = math.inf
         """Time by which the open step must end for the mean of all steps to keep the SLO; infinite without one."""
         self._last_step = math.inf
+        self._first_open_s = 0.0
+        """Time from which the mean of all steps counts."""
+        self._num_opened = 0
+        """Steps opened since then."""
+        self._is_colocated = False
+
+    def plan_with(self, pipeline: Pipeline) -> None:
+        """Other seconds are believed of the pipeline from now on. All its steps count for the SLO, those before too."""
+        self._pipeline = pipeline
+        self._estimates = None
+        self.due_s = self._first_open_s + self._num_opened * self._budget_s()
 
     def open_rollout(self, step: int, devices: Sequence[DeviceId], now_s: float, *, is_colocated: bool = False) -> None:
         """A step's rollout begins, with a shard on each of the devices."""
-        pipeline = self._pipeline
-        estimate = (pipeline.colocated_estimate if is_colocated else None) or pipeline.estimate
+        self._is_colocated = is_colocated
         if step <= self._last_step:  # the first one, or again from a restored step
-            self.due_s = now_s
+            self.due_s = self._first_open_s = now_s
+            self._num_opened = 0
         self._last_step = step
-        self.due_s += pipeline.slo_slowdown * estimate.solo_s if estimate else math.inf
+        self._num_opened += 1
+        self.due_s += self._budget_s()
         self.step_began_s = now_s
         self._open = {device: _ShardProgress(step) for device in devices}
 
@@ -274,6 +286,12 @@ class StepHistory:
         if self._estimates is None:
             self._estimates = self._estimate()
         return self._estimates
+
+    def _budget_s(self) -> float:
+        """The longest step that keeps the SLO; infinite where there is none, or nothing is known."""
+        pipeline = self._pipeline
+        estimate = (pipeline.colocated_estimate if self._is_colocated else None) or pipeline.estimate
+        return pipeline.slo_slowdown * estimate.solo_s if estimate else math.inf
 
     def _estimate(self) -> StepEstimates:
         pipeline = self._pipeline

@@ -22,6 +22,9 @@ MAX_PIPELINES_PER_GROUP = 5
 """Stands in for host memory where footprints are unknown (the paper keeps 2 to 5 on a node of 1 to 2 TB)."""
 
 
+_ROUNDING = 1e-9
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Member:
     """A pipeline in its group."""
@@ -93,6 +96,22 @@ class GroupLoad:
     def is_saturated(self) -> bool:
         """T_load >= T_cycle: no bubble is left (Algorithm 1 skips such groups)."""
         return self.load_s >= self.cycle_s
+
+    @property
+    def keeps_slos(self) -> bool:
+        """Whether the meta-iteration stays within every member's SLO, as far as its members' seconds are known."""
+        return self.period_s <= self.budget_s * (1.0 + _ROUNDING)
+
+    @property
+    def is_uneven(self) -> bool:
+        """Whether it breaks an SLO, or a member has several steps per cycle."""
+        return not self.keeps_slos or any(member.steps_per_cycle > 1 for member in self.members)
+
+    def period_with_steps(self, steps_per_cycle: Mapping[PipelineId, int]) -> float:
+        """Seconds of the strict meta-iteration with these steps per cycle for its members, in this cyclic order."""
+        by_name = {member.pipeline.id: member for member in self.members}
+        members = [replace(by_name[name], steps_per_cycle=count) for name, count in steps_per_cycle.items()]
+        return meta_iteration_s(_phase_loads(members, self.pools))
 
     @property
     def num_members(self) -> int:

@@ -7,7 +7,7 @@
    order exactly while it is RUNNING, PAUSING or MIGRATING; that order names it.
 5. On-policy: a rollout that is open samples from a version that is published, within the staleness bound.
 6. A migration that was asked for belongs to a rollout that is pausing, and its target has a shard of the same step.
-7. Placement adds up (the ledger's own check).
+7. Placement adds up (the ledger's own check), and it plans with what is believed of each pipeline now.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ def check(scheduler: Scheduler) -> None:
         if run.status is PipelineStatus.RUNNING:
             _check_run(state, run)
         assert (run.status is PipelineStatus.WAITING) == (run.pipeline.id in state.waiting), f"{run.pipeline.id} waits"
+        if run.pipeline.id in scheduler.ledger:
+            assert scheduler.ledger.pipeline(run.pipeline.id) == run.pipeline, f"{run.pipeline.id} is planned otherwise"
     scheduler.ledger.check()
 
 

@@ -19,7 +19,7 @@ class Journal:
     """Shared by the parts of one scheduler; see the module."""
 
     def __init__(self, policy_name: str) -> None:
-        self._policy_name = policy_name
+        self.policy_name = policy_name
         self._recent_events: deque[Event] = deque(maxlen=_NUM_RECENT_EVENTS)
         self._actions: list[Action] = []
 
@@ -39,4 +39,4 @@ class Journal:
 
     def illegal_choice(self, what: str) -> IllegalTransitionError:
         """The error to raise for a policy's choice that is not allowed; `what` continues "policy NAME ..."."""
-        return self.illegal(f"policy {self._policy_name} {what}")
+        return self.illegal(f"policy {self.policy_name} {what}")

@@ -201,6 +201,19 @@ class PhaseSeconds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredSeconds:
+    """Solo seconds that a pipeline's own last steps took, as a distribution."""
+
+    num_steps: int
+    """Steps that the quantiles are of."""
+    low: PhaseSeconds
+    """10 % quantile of each phase."""
+    median: PhaseSeconds
+    high: PhaseSeconds
+    """90 % quantile of each phase."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SwitchEstimate:
     """Seconds of a warm switch to each phase's state: another state leaves the device, and this one comes back."""
 
@@ -233,7 +246,7 @@ class Pipeline:
     num_rollout_nodes: int = 1
     num_train_nodes: int = 1
     estimate: PhaseSeconds | None = None
-    """Solo seconds of a step; None: nothing is known before it runs."""
+    """Solo seconds of a step; None: nothing is known before it runs, and its own first steps are measured."""
     colocated_estimate: PhaseSeconds | None = None
     """Solo seconds of a step with both phases on the training pool's GPUs; None: as `estimate`."""
     slo_slowdown: float = math.inf

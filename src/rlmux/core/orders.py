@@ -110,6 +110,14 @@ class Orders:
         solo_s = order.solo_s + (self._state.now_s - order.rate_since_s) / order.slowdown
         return seconds * solo_s / since_s
 
+    def measure(self, run: PipelineRun, order: Order, switch_s: float) -> None:
+        """Count the seconds of an order that has ended for its step: those with its devices, without the switch."""
+        spent_s = self.solo_s(order, max(0.0, self._state.now_s - order.started_s - switch_s))
+        if order.phase is Phase.ROLLOUT:
+            run.measured.add_rollout(order.step, order.devices[0], spent_s)
+        elif order.phase is Phase.TRAIN and order.stage is not Stage.SFT_WARMUP:
+            run.measured.add_train(order.step, spent_s)
+
     def _run(
         self,
         run: PipelineRun,

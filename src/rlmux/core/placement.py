@@ -41,6 +41,17 @@ class PlacementView:
         """A copy of the ledger to try relocations on; the real one does not change."""
         return self._ledger.copy()
 
+    def without(self, pipeline_id: PipelineId) -> PlacementView:
+        """What a choice of another place for a placed pipeline is made against: it is in no group, and the nodes that
+        it works on are still in use."""
+        sandbox = self._ledger.copy()
+        sandbox.set_aside(pipeline_id)
+        return sandbox.view()
+
+    def uneven_groups(self) -> tuple[GroupLoad, ...]:
+        """Groups that break a member's SLO, and those with several steps per cycle for a member; oldest first."""
+        return self._ledger.uneven_groups()
+
     @property
     def num_pipelines(self) -> int:
         return self._ledger.num_pipelines
@@ -113,6 +124,8 @@ class PlacementLedger:
             )
         self._nodes_by_pool = {name: PoolNodes(pool) for name, pool in cluster.pools.items()}
         self._groups: dict[GroupId, GroupLoad] = {}
+        self._uneven: dict[GroupId, None] = {}
+        """Groups that `uneven_groups` returns, in no order."""
         self._index: GroupIndex | None = None
         """Built when first needed: most copies never need one."""
         self._group_of: dict[PipelineId, GroupId] = {}
@@ -153,6 +166,13 @@ class PlacementLedger:
 
     def group(self, group_id: GroupId) -> GroupLoad:
         return self._groups[group_id]
+
+    def group_of(self, pipeline_id: PipelineId) -> GroupLoad:
+        return self._groups[self._group_of[pipeline_id]]
+
+    def uneven_groups(self) -> tuple[GroupLoad, ...]:
+        """Groups that break a member's SLO, and those with several steps per cycle for a member; oldest first."""
+        return tuple(self._groups[group_id] for group_id in sorted(self._uneven))
 
     def __contains__(self, pipeline_id: PipelineId) -> bool:
         return pipeline_id in self._group_of
@@ -247,6 +267,20 @@ class PlacementLedger:
         self._let_go(released)
         return placement, released
 
+    def revise(self, pipeline: Pipeline) -> None:
+        """Plan with what is believed of a placed pipeline now."""
+        group = self.group_of(pipeline.id)
+        members = tuple(
+            replace(member, pipeline=pipeline) if member.pipeline.id == pipeline.id else member
+            for member in group.members
+        )
+        self._store(group.id, members, group.rollout_nodes, group.train_nodes)
+        self._fruitless_searches = {names: None for names in self._fruitless_searches if pipeline.id not in names}
+
+    def set_aside(self, pipeline_id: PipelineId) -> None:
+        """Take the pipeline out of its group and leave its nodes in use. For a sandbox that is not checked."""
+        self._leave(pipeline_id)
+
     def finish_relocation(self, pipeline_id: PipelineId) -> tuple[NodeId, ...]:
         """The pipeline has really left the nodes that it was relocated from; returns those that this frees."""
         return self._let_go(self._vacating.pop(pipeline_id, ()))
@@ -255,6 +289,7 @@ class PlacementLedger:
         """A ledger of its own that begins the same and hands out the same nodes for the same changes."""
         twin = PlacementLedger(self.cluster)
         twin._groups = dict(self._groups)
+        twin._uneven = dict(self._uneven)
         twin._group_of = dict(self._group_of)
         twin._vacating = dict(self._vacating)
         twin._num_uses = dict(self._num_uses)
@@ -266,6 +301,7 @@ class PlacementLedger:
     def become(self, other: PlacementLedger) -> None:
         """Become what a copy is, to undo what was tried since it was made. The copy is not to be used again."""
         self._groups, self._group_of = other._groups, other._group_of
+        self._uneven = other._uneven
         self._index = other._index
         self._vacating, self._num_uses = other._vacating, other._num_uses
         self._next_group, self._peak_by_pool = other._next_group, other._peak_by_pool
@@ -313,6 +349,8 @@ class PlacementLedger:
                 min((group.free_train_bytes, *group.free_rollout_bytes)) >= 0,
                 f"group {group_id}: host memory is over-committed",
             )
+        uneven = {group_id for group_id, group in self._groups.items() if group.is_uneven}
+        require(uneven == set(self._uneven), "the groups that break an SLO are not those that are listed")
         if self._index is not None:
             self._index.check(self._groups)
         require(len(self._fruitless_searches) <= MAX_FRUITLESS_SEARCHES, "too many fruitless searches are remembered")
@@ -429,11 +467,15 @@ class PlacementLedger:
 
     def _put(self, group: GroupLoad) -> None:
         self._groups[group.id] = group
+        self._uneven.pop(group.id, None)
+        if group.is_uneven:
+            self._uneven[group.id] = None
         if self._index is not None:
             self._index.put(group)
 
     def _drop(self, group_id: GroupId) -> None:
         del self._groups[group_id]
+        self._uneven.pop(group_id, None)
         if self._index is not None:
             self._index.drop(group_id)
 

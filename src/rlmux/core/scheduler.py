@@ -9,6 +9,7 @@
               ─▶ Orders        what was ordered and has not ended
               ─▶ Leases        device fractions and residency
               ─▶ PlacementLedger   which pipeline is pinned to which nodes
+              ─▶ Expectations  what its own steps say of a pipeline without an estimate
 
 Two tiers. *Placement* pins a pipeline to nodes and thereby to a co-execution group. *Dispatch* decides, inside one
 group, which ready work starts on which free device. A policy answers both questions and touches nothing: every
@@ -41,6 +42,7 @@ from rlmux.core.events import (
     TrajectoriesMigrated,
     WorkerLost,
 )
+from rlmux.core.expectations import Expectations
 from rlmux.core.groups import Groups, device_keys
 from rlmux.core.journal import Journal
 from rlmux.core.leases import Leases
@@ -73,6 +75,7 @@ class Scheduler:
         self._journal = Journal(policy.name)
         self._leases = Leases(cluster, self._state, self._journal)
         self._orders = Orders(self._state, self._leases, self._journal)
+        self._expectations = Expectations(self._state, self._ledger, self._journal)
         self._groups = Groups(cluster, self._state, self._ledger, self._leases)
         self._steps = StepMachine(
             self._state, self._orders, self._journal, relocate=self._relocate, release=self._release
@@ -215,8 +218,10 @@ class Scheduler:
             if run.next_placement == run.placement:
                 run.next_placement = None
                 self._ledger.finish_relocation(pipeline)
+                self._groups.refresh_cycle(self._state.group_of(run))
             elif not run.shards:
                 self._steps.open_rollout(run)
+        self._expectations.tell()
 
     def _relocate(self, run: PipelineRun) -> None:
         """Between two steps: leave the old nodes, join the new ones."""
@@ -246,11 +251,15 @@ class Scheduler:
             self._groups.catch_up(run)
         solo_s = self._orders.solo_s(order, event.seconds)
         _learn_switch(run, order, event.switch_s)
+        self._orders.measure(run, order, event.switch_s)
         if order.phase is Phase.ROLLOUT:
             run.history.end_shard(order.devices[0], solo_s)
         else:
             run.history.end_stage(order.stage, solo_s)
         self._steps.finish(run, order)
+        if order.phase is Phase.TRAIN and run.trained_step == order.step and self._expectations.learn(run, order.step):
+            self._place_waiting()
+            self._rebalance()
         if run.placement is not None and run.status is PipelineStatus.RUNNING:
             self._dispatch(self._state.group_of(run))
 
@@ -259,6 +268,7 @@ class Scheduler:
         if run.status is not PipelineStatus.RUNNING:
             return
         _learn_switch(run, order, event.switch_s)
+        self._orders.measure(run, order, event.switch_s)
         if order.phase is Phase.ROLLOUT:
             run.history.add_pause(order.devices[0], self._orders.solo_s(order, event.seconds))
         self._steps.pause(run, order, is_waiting=event.is_waiting)
@@ -270,7 +280,9 @@ class Scheduler:
         shard = run.shards.get(event.device)
         if run.status is not PipelineStatus.RUNNING or shard is None or shard.state is not WorkState.WAITING_FOR_ENV:
             return  # it has been started, migrated or begun anew since
-        run.history.add_wait(self._state.now_s - shard.work.since_s)
+        waited_s = self._state.now_s - shard.work.since_s
+        run.history.add_wait(waited_s)
+        run.measured.add_rollout(run.rollout_step, event.device, waited_s)
         if run.waits_for_user_code:
             self._groups.catch_up(run)
         self._steps.reply(run, shard)
@@ -304,6 +316,7 @@ class Scheduler:
         source, target = order.migrates_from, order.devices[0]
         if source is None:
             raise self._journal.illegal(f"order {order.id} is no migration")
+        run.measured.add_migration(order.step)
         run.history.add_migration(source, target, event.num_trajectories, event.seconds, is_fresh=order.is_fresh)
         self._steps.finish_migration(run, order)
         self._dispatch(self._state.group_of(run))

@@ -19,6 +19,7 @@ from enum import StrEnum
 
 from rlmux.core.actions import Switch
 from rlmux.core.estimates import StepHistory
+from rlmux.core.measured_steps import MeasuredSteps
 from rlmux.core.model import (
     DeviceId,
     GroupId,
@@ -227,6 +228,12 @@ class PipelineRun:
     """Its group does not wait for its rewards any longer."""
     history: StepHistory = field(init=False)
     """Seconds of its last steps: estimates for the policies that plan ahead."""
+    measured: MeasuredSteps = field(default_factory=MeasuredSteps)
+    """Solo seconds of its last whole steps, which it is planned with where its user gave no estimate."""
+    told_slowdown: float | None = None
+    """The step slowdown that was last said to be expected; None where nothing was said."""
+    has_given_estimate: bool = field(init=False)
+    """Whether its user gave an estimate, which then stands."""
     restart_step: int = 0
     """The last step whose result is kept, from which it begins when it is placed; -1 before the SFT warm-up."""
     train_stages: tuple[Stage, ...] = field(init=False)
@@ -234,6 +241,7 @@ class PipelineRun:
 
     def __post_init__(self) -> None:
         self.history = StepHistory(self.pipeline)
+        self.has_given_estimate = self.pipeline.estimate is not None
         self.train_stages = self.pipeline.train_stages
 
     @property
@@ -279,6 +287,8 @@ class SchedulerState:
     """Every device that a pipeline was ever pinned to."""
     orders: dict[OrderId, Order] = field(default_factory=dict)
     """Every order that has not ended, oldest first."""
+    beyond_slo: dict[PipelineId, None] = field(default_factory=dict)
+    """Placed pipelines of which was said that their SLO cannot be promised where they are."""
     now_s: float = 0.0
     """Time of the last event."""
     next_order: int = 1

@@ -231,6 +231,7 @@ class StepMachine:
         run.rollout_step = step
         is_colocated = set(run.train_devices) <= set(run.rollout_devices)
         run.history.open_rollout(step, run.rollout_devices, self._state.now_s, is_colocated=is_colocated)
+        run.measured.open_rollout(step, run.rollout_devices)
         for device in run.rollout_devices:
             run.shards[device] = RolloutShard(self._shard_work(run, device, is_continuation=False))
 

@@ -26,6 +26,7 @@ from rlmux.core.state import ReadyWork
 from rlmux.core.views import GroupView, RunWork
 from rlmux.policies.planning.candidates import any_room, founding, impossible, queue, sharing_everything
 from rlmux.policies.planning.dispatching import age, start_oldest_first, start_where_free
+from rlmux.policies.planning.mending import mend_slos
 from rlmux.policies.planning.shared_placement import nodes_for_both, place_on_shared_nodes
 
 
@@ -223,6 +224,9 @@ class Gavel(OneRule):
             or founding(pipeline, view)
             or queue(pipeline, view)
         )
+
+    def rebalance(self, view: PlacementView) -> tuple[Relocation, ...]:
+        return mend_slos(view, self.place, varies_steps_per_cycle=False)
 
     def _cycle_s(self, group: GroupLoad, pipeline: Pipeline) -> float:
         """Seconds in which every member makes one step, one after another."""

@@ -33,6 +33,7 @@ from rlmux.policies.jigsaw import Jigsaw
 from rlmux.policies.planning.candidates import founding, impossible, joining, may_join, queue
 from rlmux.policies.planning.cycle_steps import CycleStepFinder
 from rlmux.policies.planning.dispatching import start_in_cycle_order, start_in_cycle_order_or_overtake
+from rlmux.policies.planning.mending import mend_slos
 from rlmux.policies.planning.regrouping import partition_of, relocations_to, targets_of
 from rlmux.policies.planning.shared_placement import place_on_shared_nodes
 
@@ -97,8 +98,9 @@ class RlMux:
         return best or queue(pipeline, view)
 
     def rebalance(self, view: PlacementView) -> tuple[Relocation | FruitlessSearch, ...]:
-        if _is_free_of_charge(view):
-            return ()
+        mended = mend_slos(view, self.place, varies_steps_per_cycle=self.varies_steps_per_cycle)
+        if mended or _is_free_of_charge(view):
+            return mended
         by_waste = sorted(
             (group for group in view.groups() if group.budget_s < math.inf),
             key=lambda group: (group.least_usd_per_hour - group.usd_per_hour, group.id),

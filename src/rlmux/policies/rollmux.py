@@ -7,6 +7,9 @@
 An insertion may saturate its group as long as every SLO holds under the strict meta-iteration that the
 group will run. On a finite cluster without nodes for a new group, saturated groups are tried too before the
 pipeline queues. On one pool that serves both phases a group's members share all its nodes, one phase after another.
+
+The paper knows durations before it places. Where they are measured only then, and a group turns out to break an SLO, a
+member is placed again, or those with an SLO make several steps in a cycle.
 """
 
 from __future__ import annotations
@@ -23,6 +26,7 @@ from rlmux.core.placement_choice import PlacementChoice, Refusal, Relocation
 from rlmux.core.views import GroupView, RunWork
 from rlmux.policies.planning.candidates import direct, founding, impossible, may_join, queue, scaled
 from rlmux.policies.planning.dispatching import start_in_cycle_order
+from rlmux.policies.planning.mending import mend_slos
 from rlmux.policies.planning.shared_placement import place_on_shared_nodes
 
 
@@ -53,7 +57,7 @@ class RollMux:
         return best or self._over_saturate(pipeline, view) or queue(pipeline, view)
 
     def rebalance(self, view: PlacementView) -> tuple[Relocation, ...]:
-        return ()
+        return mend_slos(view, self.place, varies_steps_per_cycle=True, takes_steps_back=True)
 
     def dispatch(self, view: GroupView) -> Iterator[RunWork]:
         return start_in_cycle_order(view)

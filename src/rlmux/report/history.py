@@ -14,6 +14,7 @@ from typing import Any
 from rlmux.core.actions import (
     Action,
     Admit,
+    ExpectSteps,
     MigrateShard,
     Park,
     Refuse,
@@ -75,6 +76,7 @@ class History:
             NodeJoined: self._on_node_joined,
             Admit: self._on_admit,
             Relocate: self._on_admit,
+            ExpectSteps: self._on_expect_steps,
             Park: self._on_park,
             Refuse: self._on_refuse,
             Release: self._on_release,
@@ -161,6 +163,15 @@ class History:
         if record.status == PipelineStatus.RUNNING:
             record.status = PipelineStatus.FINISHED
         record.ended_s = time_s
+
+    def _on_expect_steps(self, time_s: float, action: ExpectSteps) -> None:
+        record = self.pipelines.get(action.pipeline)
+        if record is None:
+            return
+        is_news = action.reason and not (record.expected and record.expected.reason)
+        record.expected = action
+        if is_news:
+            self.instants.append(Instant(time_s, "slo", action.pipeline, text=action.reason))
 
     def _unpin(self, time_s: float, pipeline: PipelineId) -> None:
         pin = self._pin_by_pipeline.pop(pipeline, None)

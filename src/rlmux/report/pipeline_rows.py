@@ -11,7 +11,7 @@ from html import escape
 from rlmux.core.model import PipelineId
 from rlmux.report.canvas import GUTTER, WIDTH, Canvas, titled_shape
 from rlmux.report.records import PipelineRecord
-from rlmux.report.summary import StepTime
+from rlmux.report.slos import StepTime
 from rlmux.report.svg import bar, nice_ticks, number, polyline, seconds_text, tag
 
 _REWARD_HEIGHT = 150.0

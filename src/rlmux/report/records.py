@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
-from rlmux.core.actions import Switch
+from rlmux.core.actions import ExpectSteps, Switch
 from rlmux.core.events import ChunkFinished
 from rlmux.core.model import DeviceId, OrderId, Phase, Pipeline, PipelineId, PipelineStatus, Placement, Stage
 
@@ -87,6 +87,8 @@ class PipelineRecord:
     rollouts: dict[int, dict[str, Any]] = field(default_factory=dict)
     """Fields of each step's `rollout` note (runtime/rollout_record.py), by step."""
     weights_sha256: str | None = None
+    expected: ExpectSteps | None = None
+    """What was last said to be expected of its steps; None where nothing was."""
 
     @property
     def is_over(self) -> bool:
@@ -100,7 +102,7 @@ class Instant:
     time_s: float
     what: str
     """`failure`, `loss`, `restart`, `migration`, `refused`, `cancelled`, `node lost`, `node joined`,
-    `resumed`."""
+    `resumed`, `slo` (it cannot be promised)."""
     pipeline: PipelineId | None = None
     device: DeviceId | None = None
     text: str = ""

@@ -2,6 +2,7 @@
 
 pipelines.NAME   status  step  num_steps  reward_first  reward_last  group  rollout_nodes  train_nodes
                  doing   reason   submitted_s
+                 step_slowdown  slo_slowdown  keeps_slo  expected_slowdown  estimate  slo_reason     (slos.py)
 devices.ID       pool  pipeline  stage  step         null where nothing computes
 """
 
@@ -13,6 +14,8 @@ from typing import Any
 from rlmux.core.model import PipelineId, Placement
 from rlmux.report.history import History
 from rlmux.report.records import STOPPED, OrderRecord, PipelineRecord
+from rlmux.report.slos import slo_fields
+from rlmux.report.summary import step_times_so_far
 
 _UNDER_WAY = ("running", "waiting")
 
@@ -20,6 +23,7 @@ _UNDER_WAY = ("running", "waiting")
 def status(history: History, *, is_going_on: bool) -> dict[str, Any]:
     """`is_going_on`: a process carries the run on. Without one, what the log shows under way is stopped."""
     running = history.running if is_going_on else []
+    steps = step_times_so_far(history)
     placements = {pin.pipeline: pin.placement for pin in history.pins if math.isinf(pin.end_s)}
     return {
         "policy": history.header.get("policy"),
@@ -27,7 +31,10 @@ def status(history: History, *, is_going_on: bool) -> dict[str, Any]:
         "is_going_on": is_going_on,
         "now_s": history.last_s,
         "pipelines": {
-            str(name): _pipeline(record, placements.get(name), running, is_going_on=is_going_on)
+            str(name): {
+                **_pipeline(record, placements.get(name), running, is_going_on=is_going_on),
+                **slo_fields(record, steps[name], history.last_s),
+            }
             for name, record in history.pipelines.items()
         },
         "devices": _devices(history, running),

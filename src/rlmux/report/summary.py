@@ -22,13 +22,14 @@ Everything is there for an unfinished run too, as of the last row; what is not k
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 from typing import Any
 
 from rlmux.core.actions import Switch
 from rlmux.core.model import DeviceId, OrderId, PipelineId, Stage
+from rlmux.report.history import History
 from rlmux.report.intervals import Cause, Interval, Kind
 from rlmux.report.records import Ending, OrderRecord, PipelineRecord
+from rlmux.report.slos import StepTime, slo_attainment, slo_fields
 from rlmux.report.timeline import Timeline
 
 
@@ -44,20 +45,11 @@ def summarize(timeline: Timeline) -> dict[str, Any]:
         "tokens_per_s": _ratio(sum(pipeline["tokens"] for pipeline in pipelines.values()), makespan_s),
         "pipelines": pipelines,
         "devices": {str(device): _device(timeline, device) for device in timeline.devices},
+        "slo_attainment": slo_attainment(pipelines.values()),
         "num_migrations": sum(instant.what == "migration" for instant in timeline.instants),
         "num_switches": sum(order.switch is not Switch.NONE for order in timeline.orders),
         "control_overhead": _ratio(timeline.seconds(Cause.CONTROL), makespan_s * len(timeline.devices)),
     }
-
-
-@dataclass(frozen=True, slots=True)
-class StepTime:
-    """One published step."""
-
-    step: int
-    end_s: float
-    seconds: float
-    solo_s: float
 
 
 def step_times(timeline: Timeline) -> dict[PipelineId, list[StepTime]]:
@@ -71,6 +63,16 @@ def step_times(timeline: Timeline) -> dict[PipelineId, list[StepTime]]:
         if order.pipeline in work:
             work[order.pipeline].add_order(order)
     return {name: work[name].steps(record) for name, record in timeline.pipelines.items()}
+
+
+def step_times_so_far(history: History) -> dict[PipelineId, list[StepTime]]:
+    """The same without laying out the devices' time, for a status: an order computes from its begin to its end, but for
+    the switch."""
+    work = {name: _Work() for name in history.pipelines}
+    for order in history.orders:
+        if order.pipeline in work and math.isfinite(order.end_s):
+            work[order.pipeline].add_whole_order(order)
+    return {name: work[name].steps(record) for name, record in history.pipelines.items()}
 
 
 class _Work:
@@ -90,6 +92,13 @@ class _Work:
         assert interval.order is not None
         by_device = self._seconds_by_order.setdefault(interval.order, {})
         by_device[device] = by_device.get(device, 0.0) + interval.seconds
+
+    def add_whole_order(self, order: OrderRecord) -> None:
+        if order.stage is Stage.GENERATE and not order.is_migration:
+            self._begin_s = min(self._begin_s, order.start_s + order.switch_s)
+        spent_s = max(0.0, order.end_s - order.start_s - order.switch_s)
+        self._seconds_by_order[order.id] = dict.fromkeys(order.devices, spent_s)
+        self.add_order(order)
 
     def add_order(self, order: OrderRecord) -> None:
         if not order.counts or order.is_migration:
@@ -123,17 +132,14 @@ def _pipeline(timeline: Timeline, record: PipelineRecord, steps: list[StepTime])
         if order.pipeline == record.pipeline.id and order.stage is Stage.GENERATE and order.counts
     )
     steady = steps[1:] or steps
-    spent_s = math.fsum(step.seconds for step in steady)
-    slo = record.pipeline.slo_slowdown
     return {
         "steps": max(record.published, default=0),
         "tokens": num_tokens or int(sum(each.get("tokens", 0.0) for each in metrics)),
         "trajectories": int(sum(each.get("trajectories", 0.0) for each in metrics)),
         "reward_first": rewards[0] if rewards else None,
         "reward_last": rewards[-1] if rewards else None,
-        "step_s_mean": _ratio(spent_s, len(steady)),
-        "step_slowdown": _ratio(spent_s, math.fsum(step.solo_s for step in steady)),
-        "slo_slowdown": slo if math.isfinite(slo) else None,
+        "step_s_mean": _ratio(math.fsum(step.seconds for step in steady), len(steady)),
+        **slo_fields(record, steps, timeline.end_s),
         "weights_sha256": record.weights_sha256,
         "status": str(record.status),
     }

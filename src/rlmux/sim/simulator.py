@@ -27,6 +27,7 @@ from rlmux.core import invariants
 from rlmux.core.actions import (
     Action,
     Admit,
+    ExpectSteps,
     MigrateShard,
     Park,
     Pause,
@@ -181,6 +182,7 @@ class Simulation:
             MigrateShard: self._migrate,
             SetDeviceFraction: self._set_device_fraction,
             Prefetch: lambda _: None,
+            ExpectSteps: lambda _: None,  # the collector reads what is expected from the placements
         }
         self._schedule_inputs(failures)
 

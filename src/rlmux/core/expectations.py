@@ -1,0 +1,97 @@
+"""Pipelines without an estimate are planned with what their own steps took, and told whether their SLO can hold.
+
+    a step is trained ─▶ learn ─▶ Pipeline.estimate in run and ledger ─▶ the policy's rebalance ─▶ tell ─▶ ExpectSteps
+
+With the estimate come a budget (SLO times solo step), a load in its group's meta-iteration and due times, as if the
+user had given it. It can change when and where things run, never what is trained. An estimate that the user gave
+stands.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+from rlmux.core.actions import ExpectSteps
+from rlmux.core.journal import Journal
+from rlmux.core.measured_steps import has_drifted
+from rlmux.core.model import PipelineId, PipelineStatus
+from rlmux.core.placement import PlacementLedger
+from rlmux.core.state import PipelineRun, SchedulerState
+
+_ROUNDING = 1e-9
+_NOTICEABLE = 0.1
+"""Part by which an expected slowdown changes before it is said again."""
+
+
+class Expectations:
+    """Keeps what the scheduler believes of steps up to date; see the module."""
+
+    def __init__(self, state: SchedulerState, ledger: PlacementLedger, journal: Journal) -> None:
+        self._state = state
+        self._ledger = ledger
+        self._journal = journal
+        self._learned: dict[PipelineId, None] = {}
+        """Pipelines with seconds that were learned in this event and not told of yet."""
+
+    def learn(self, run: PipelineRun, step: int) -> bool:
+        """The step is trained. Returns whether the pipeline is planned with other seconds from now on."""
+        run.measured.end_step(step)
+        if run.has_given_estimate or run.status is not PipelineStatus.RUNNING:
+            return False
+        measured = run.measured.seconds()
+        if measured is None or not has_drifted(run.pipeline.estimate, measured.median):
+            return False
+        run.pipeline = replace(run.pipeline, estimate=measured.median)
+        run.history.plan_with(run.pipeline)
+        self._ledger.revise(run.pipeline)
+        self._learned[run.pipeline.id] = None
+        return True
+
+    def tell(self) -> None:
+        """Say what is expected of pipelines whose seconds are new, and of their neighbours with an SLO where that is
+        other than was said."""
+        beyond_slo = self._state.beyond_slo
+        if not self._learned and not beyond_slo:
+            return
+        learned, self._learned = self._learned, {}
+        asked = {**learned, **beyond_slo}
+        for pipeline in learned:
+            asked |= {member.pipeline.id: None for member in self._ledger.group_of(pipeline).members}
+        for pipeline in asked:
+            run = self._state.runs[pipeline]
+            if pipeline not in self._ledger:
+                beyond_slo.pop(pipeline, None)
+                continue
+            step_slowdown, reason = self._expected(run)
+            if pipeline in learned or bool(reason) != (pipeline in beyond_slo) or _is_news(run, step_slowdown):
+                run.told_slowdown = step_slowdown
+                measured = None if run.has_given_estimate else run.measured.seconds()
+                self._journal.act(
+                    ExpectSteps(pipeline=pipeline, measured=measured, step_slowdown=step_slowdown, reason=reason)
+                )
+            if reason:
+                beyond_slo[pipeline] = None
+            else:
+                beyond_slo.pop(pipeline, None)
+
+    def _expected(self, run: PipelineRun) -> tuple[float, str]:
+        """Its expected step slowdown, and why its SLO cannot be promised."""
+        pipeline = run.pipeline
+        group = self._ledger.group_of(pipeline.id)
+        slowdown, slo = group.slowdown_of(pipeline.id), pipeline.slo_slowdown
+        if pipeline.estimate is None or slo == math.inf or slowdown <= slo * (1.0 + _ROUNDING):
+            return slowdown, ""
+        solo_s = pipeline.estimate.solo_s
+        return slowdown, (
+            f"slo_slowdown {slo:g} cannot be promised here: a step of {solo_s:.3g} s alone is expected to take "
+            f"{slowdown * solo_s:.3g} s, {slowdown:.2f} times as long, in a group of {group.num_members} pipelines, "
+            f"and policy {self._journal.policy_name} finds no better place"
+        )
+
+
+def _is_news(run: PipelineRun, step_slowdown: float) -> bool:
+    """Whether the expected slowdown of a pipeline with an SLO differs noticeably from what was said of it."""
+    if run.told_slowdown is None or run.pipeline.slo_slowdown == math.inf:
+        return False
+    return abs(step_slowdown - run.told_slowdown) > _NOTICEABLE * run.told_slowdown

@@ -1,0 +1,123 @@
+"""Groups that break a member's SLO, mended: by another place for a member, or by more steps per cycle for it.
+
+    a pipeline was placed before its seconds were known ─▶ its own steps were measured ─▶ the group breaks an SLO
+
+    another place     a member, youngest first, where the policy would place it now    both groups keep their SLOs then
+    steps per cycle   the fewest for members with an SLO, one for the others           it keeps them then, with a margin
+    neither           the group stays as it is, and the scheduler says so              if it can
+
+A pipeline without an SLO accepts any slowdown: with k steps per cycle for its neighbours it makes one in a cycle, so
+none starves. A policy may ask for steps per cycle that are no longer needed to be taken back.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+
+from rlmux.core.errors import IllegalTransitionError
+from rlmux.core.group_load import GroupLoad, Member, budget_of
+from rlmux.core.model import AdmissionKind, Pipeline, PipelineId
+from rlmux.core.placement import PlacementLedger, PlacementView
+from rlmux.core.placement_choice import PlacementChoice, Refusal, Relocation
+from rlmux.policies.planning.cycle_steps import MAX_STEPS_PER_CYCLE, cycle_rank
+
+SLO_MARGIN = 0.1
+"""Part of each SLO that steps per cycle keep in hand where they can: measured seconds vary from step to step."""
+
+Place = Callable[[Pipeline, PlacementView], PlacementChoice | Refusal]
+
+
+def mend_slos(
+    view: PlacementView, place: Place, *, varies_steps_per_cycle: bool, takes_steps_back: bool = False
+) -> tuple[Relocation, ...]:
+    """Relocations after which fewer groups break an SLO; () where there is nothing to do, or nothing helps.
+
+    `takes_steps_back`: groups that keep every SLO with fewer steps per cycle than they have get those.
+    """
+    groups = [group for group in view.uneven_groups() if takes_steps_back or not group.keeps_slos]
+    if not groups:
+        return ()
+    sandbox = view.sandbox()
+    relocations: list[Relocation] = []
+    for group in groups:
+        found = None if group.keeps_slos else _to_another_place(group, sandbox, place)
+        if found is None and varies_steps_per_cycle:
+            found = _other_steps(group, sandbox)
+        if found is not None:
+            sandbox.relocate(found.pipeline, found.choice)
+            relocations.append(found)
+    return tuple(relocations)
+
+
+def _to_another_place(group: GroupLoad, ledger: PlacementLedger, place: Place) -> Relocation | None:
+    """A relocation of one member that leaves every group that it touches within its SLOs."""
+    if group.num_members == 1:
+        return None
+    for member in reversed(group.members):
+        pipeline = member.pipeline
+        choice = place(pipeline, ledger.view().without(pipeline.id))
+        if isinstance(choice, Refusal):
+            continue
+        tried = ledger.copy()
+        try:
+            placement, _ = tried.relocate(pipeline.id, choice)
+        except IllegalTransitionError:  # it names what the pipeline's own departure removes
+            continue
+        left = tried.group(group.id)
+        if placement != member.placement and left.keeps_slos and tried.group(placement.group).keeps_slos:
+            return Relocation(pipeline=pipeline.id, choice=choice)
+    return None
+
+
+def _other_steps(group: GroupLoad, ledger: PlacementLedger) -> Relocation | None:
+    """A member's relocation to where it is, with the fewest steps per cycle that keep every SLO."""
+    if group.is_colocated or group.num_members == 1:
+        return None
+    now = {member.pipeline.id: member.steps_per_cycle for member in group.members}
+    for margin in (SLO_MARGIN, 0.0):
+        for steps_per_cycle in _steps_to_try(group):
+            if _keeps_slos(group, steps_per_cycle, margin):
+                return None if steps_per_cycle == now else _in_place(group, ledger, steps_per_cycle)
+    return None
+
+
+def _steps_to_try(group: GroupLoad) -> Iterator[Mapping[PipelineId, int]]:
+    """Steps per cycle by member in cyclic order, fewest first: in proportion to budgets, one without an SLO."""
+    budgets_s = {member.pipeline.id: budget_of(member.pipeline) for member in group.members}
+    least_s = min(budgets_s.values())
+    if least_s in (0.0, math.inf):
+        return
+    for most in range(1, MAX_STEPS_PER_CYCLE + 1):
+        counts = {name: max(1, math.ceil(most * least_s / budget_s - 1e-9)) for name, budget_s in budgets_s.items()}
+        order = group.members if most == 1 else sorted(group.members, key=lambda one: _rank(one, counts))
+        yield {member.pipeline.id: counts[member.pipeline.id] for member in order}
+
+
+def _rank(member: Member, counts: Mapping[PipelineId, int]) -> tuple[int, float]:
+    return cycle_rank(counts[member.pipeline.id], member.phase_load.solo_s)
+
+
+def _keeps_slos(group: GroupLoad, steps_per_cycle: Mapping[PipelineId, int], margin: float) -> bool:
+    reach_s = [budget_of(member.pipeline) * steps_per_cycle[member.pipeline.id] for member in group.members]
+    return group.period_with_steps(steps_per_cycle) <= min(reach_s) * (1.0 - margin)
+
+
+def _in_place(
+    group: GroupLoad, ledger: PlacementLedger, steps_per_cycle: Mapping[PipelineId, int]
+) -> Relocation | None:
+    """Carried by the first member whose nodes others are pinned to too: they outlast its departure for a moment."""
+    for member in group.members:
+        choice = PlacementChoice(
+            kind=AdmissionKind.DIRECT,
+            group=group.id,
+            rollout_nodes=member.placement.rollout_nodes,
+            train_nodes=group.train_nodes,
+            steps_per_cycle=tuple(steps_per_cycle.items()),
+        )
+        try:
+            ledger.copy().relocate(member.pipeline.id, choice)
+        except IllegalTransitionError:
+            continue
+        return Relocation(pipeline=member.pipeline.id, choice=choice)
+    return None
