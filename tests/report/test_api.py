@@ -100,10 +100,12 @@ def test_docs_show_code_that_runs(
     tmp_path: Path, alternating_run: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     docs = Path(__file__).parents[2] / "docs" / "report.md"
-    (code,) = re.findall(r"```python\n(.*?)```", docs.read_text(), re.DOTALL)
+    codes = re.findall(r"```python\n(.*?)```", docs.read_text(), re.DOTALL)
     monkeypatch.chdir(tmp_path)
     alternating_run().write(tmp_path / "runs" / "demo")
-    exec(compile(code, str(docs), "exec"), {})
+    for code in codes:
+        exec(compile(code, str(docs), "exec"), {})
+    assert len(codes) == 2
     assert (tmp_path / "runs" / "demo" / "timeline.html").exists()
 
 

@@ -25,7 +25,7 @@ SUMMARY_NAME, TRACE_NAME, PAGE_NAME = "summary.json", "trace.json", "timeline.ht
 def read_timeline(folder: str | Path) -> Timeline:
     """What the log holds at this moment."""
     with LogReader(folder) as reader:
-        return build_timeline(History.of(reader.header, reader.entries()))
+        return build_timeline(History.of(reader.header, reader.parts()))
 
 
 def write_report(folder: str | Path) -> dict[str, Any]:

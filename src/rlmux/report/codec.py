@@ -46,9 +46,13 @@ def encode(value: Event | Action) -> str:
 
 def decode(text: str) -> Event | Action:
     """The value that `encode` was given."""
-    fields = loads(text)
+    return from_fields(loads(text))
+
+
+def from_fields(fields: Any) -> Event | Action:
+    """The value whose JSON text was read already; its fields are taken out of the mapping."""
     if not isinstance(fields, dict) or not isinstance(name := fields.pop("type", None), str):
-        raise LogError(f"not an event or action: {text[:80]!r}")
+        raise LogError(f"not an event or action: {str(fields)[:80]!r}")
     kind = _TYPE_BY_NAME.get(name)
     if kind is None:
         raise LogError(f"unknown event or action type {name!r} in the log")

@@ -74,7 +74,7 @@ def write_graph(folder: str | Path, wanted: str) -> Path:
     Raises UserError for a step that is not in the log.
     """
     with LogReader(folder) as reader:
-        history = History.of(reader.header, reader.entries())
+        history = History.of(reader.header, reader.parts())
     name, _, number_text = wanted.rpartition(":")
     steps = {order.step for order in history.orders if order.pipeline == name and order.step > 0}
     if not steps:

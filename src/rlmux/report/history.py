@@ -39,6 +39,7 @@ from rlmux.core.events import (
 )
 from rlmux.core.model import PHASE_BY_STAGE, DeviceId, OrderId, Phase, PipelineId, PipelineStatus, Stage
 from rlmux.report.log import Entry
+from rlmux.report.progress import OrderProgress
 from rlmux.report.records import STOPPED, Ending, Instant, OrderRecord, Pin, PipelineRecord
 
 
@@ -86,13 +87,19 @@ class History:
         }
 
     @classmethod
-    def of(cls, header: Mapping[str, Any], entries: Iterable[Entry]) -> History:
+    def of(cls, header: Mapping[str, Any], parts: Iterable[Entry | OrderProgress]) -> History:
         history = cls(header)
-        for entry in entries:
-            history.add(entry)
+        for part in parts:
+            history.add(part)
         return history
 
-    def add(self, entry: Entry) -> None:
+    def add(self, part: Entry | OrderProgress) -> None:
+        if isinstance(part, OrderProgress):
+            self._add_progress(part)
+        else:
+            self._add_entry(part)
+
+    def _add_entry(self, entry: Entry) -> None:
         if entry.kind == "note":
             self._on_note(entry.time_s, entry.type, entry.value)  # type: ignore[arg-type]
         elif entry.kind != "header":
@@ -229,6 +236,14 @@ class History:
             order.chunks.append(event)
             order.seconds = max(order.seconds, event.seconds)
             order.tokens = event.tokens
+
+    def _add_progress(self, progress: OrderProgress) -> None:
+        order = self._running.get(progress.order)
+        if order is not None:
+            order.chunks.extend(progress)
+            order.seconds = max(order.seconds, *progress.seconds)
+            order.tokens = progress.tokens[-1]
+        self.last_s = max(self.last_s, *progress.time_s)
 
     def _on_stage_ended(self, time_s: float, event: StageFinished | StagePaused) -> None:
         order = self._running.pop(event.order, None)

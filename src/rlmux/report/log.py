@@ -16,6 +16,10 @@ visible together or not at all; a reader never sees a torn row. SQLite in WAL mo
 of the writer at any instant: a half-written tail fails its checksum and is ignored. After a power cut the newest
 commits may be missing, the header never is; with `survives_power_cut` each commit waits for the disk, and none is.
 
+Rows do not stay loose for long: a thousand of them are packed into a block (`blocks.py`), and a long run's blocks into
+sealed segments (`segments.py`). Every reader gets the same rows whether they are loose, packed or sealed. Now and then
+the state that a resumed run needs (`run_state.py`) is kept beside them, so that nothing before it has to be read.
+
 Notes are free-form facts the scheduler does not need. The reports read these, and show what they find:
 
     step      pipeline, step, metrics: reward_mean, reward_std, tokens, trajectories, loss, kl, ...
@@ -31,8 +35,10 @@ import os
 import sqlite3
 import uuid
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
 
@@ -41,32 +47,30 @@ from rlmux.core.errors import LogError, UserError
 from rlmux.core.events import Event
 from rlmux.core.model import Cluster, NodeId
 from rlmux.report import codec
+from rlmux.report.blocks import PROGRESS, Block, Row, pack, unpack
 from rlmux.report.folder_lock import FolderLock
+from rlmux.report.progress import OrderProgress
+from rlmux.report.run_state import RunState
+from rlmux.report.segments import (
+    APPLICATION_ID,
+    Sealed,
+    connect_to_read,
+    connect_to_write,
+    predecessor_of,
+    rows_of,
+    seal,
+    sync,
+    tables,
+)
 
-SCHEMA_VERSION = 2
+SCHEMA_VERSION = 3
 """Version of the rows' names: raised when an event, an action or a field is renamed or changes its meaning.
 
 A reader takes logs of its own version only. New fields with a default and new notes leave the version as it is.
 """
 
 LOG_NAME = "run.db"
-_APPLICATION_ID = 0x726C6D78
-"""The letters 'rlmx' in the file's header, which no other SQLite file has."""
-
-_SCHEMA = f"""
-PRAGMA application_id = {_APPLICATION_ID};
-PRAGMA user_version = {SCHEMA_VERSION};
-CREATE TABLE log (
-    seq    INTEGER PRIMARY KEY,
-    time_s REAL NOT NULL,
-    kind   TEXT NOT NULL CHECK (kind IN ('header', 'event', 'action', 'note')),
-    type   TEXT NOT NULL,
-    json   TEXT NOT NULL
-);
-CREATE TRIGGER log_keeps_rows BEFORE DELETE ON log BEGIN SELECT RAISE(ABORT, 'the log is append-only'); END;
-CREATE TRIGGER log_keeps_facts BEFORE UPDATE ON log BEGIN SELECT RAISE(ABORT, 'the log is append-only'); END;
-"""
-_INSERT = "INSERT INTO log (time_s, kind, type, json) VALUES (?, ?, ?, ?)"
+_INSERT = "INSERT INTO log (seq, time_s, kind, type, json) VALUES (?, ?, ?, ?, ?)"
 
 Kind = Literal["header", "event", "action", "note"]
 
@@ -114,6 +118,20 @@ def run_header(
     }
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LogLimits:
+    """When rows are packed and files are sealed."""
+
+    block_rows: int = 1000
+    """Rows that are packed into a block."""
+    snapshot_blocks: int = 10
+    """Blocks after which the run's state is kept again."""
+    segment_rows: int = 1_000_000
+    """Rows after which the file is sealed."""
+    segment_s: float = 7 * 86400.0
+    """Seconds of the run after which the file is sealed."""
+
+
 class RunLog:
     """The one writer of a run's log. A second one on the same folder is refused while the first lives.
 
@@ -121,13 +139,24 @@ class RunLog:
     `commit`.
     """
 
-    def __init__(self, folder: Path, connection: sqlite3.Connection, lock: FolderLock) -> None:
+    def __init__(self, folder: Path, connection: sqlite3.Connection, lock: FolderLock, limits: LogLimits) -> None:
         self.folder = folder
         self.path = folder / LOG_NAME
         self._connection = connection
         self.lock = lock
         """Lock of the folder, held until the log is closed."""
-        self._last_time_s = 0.0
+        self._limits = limits
+        self._state = RunState()
+        """The run's state as of the last row, committed or not."""
+        self._num_loose = 0
+        """Committed rows that are not packed."""
+        self._num_blocks = 0
+        """Blocks since the state was kept."""
+        self._predecessor: Sealed | None = None
+        self._first_time_s = 0.0
+        """Time of the open file's header."""
+        self._is_state_ahead = False
+        """Whether the state holds rows of a transaction that failed."""
 
     @classmethod
     def create(
@@ -137,6 +166,7 @@ class RunLog:
         *,
         survives_power_cut: bool = False,
         lock: FolderLock | None = None,
+        limits: LogLimits | None = None,
     ) -> RunLog:
         """Start the log of a new run. The folder may exist; a log in it may not.
 
@@ -153,22 +183,28 @@ class RunLog:
         except FileExistsError:
             lock.release()
             raise LogError(f"{path}: there is a run log already; resume it, or choose another folder") from None
-        connection = _connect(path, survives_power_cut)
-        log = cls(folder, connection, lock)
+        connection = connect_to_write(path, survives_power_cut=survives_power_cut)
+        log = cls(folder, connection, lock, limits or LogLimits())
         try:
-            connection.executescript("BEGIN;" + _SCHEMA)
-            text = codec.dumps({"schema_version": SCHEMA_VERSION, **header})
-            connection.execute(_INSERT, (0.0, "header", "header", text))
+            connection.executescript("BEGIN;" + tables(SCHEMA_VERSION))
+            log._append(0.0, "header", "header", codec.dumps({"schema_version": SCHEMA_VERSION, **header}))
             connection.execute("COMMIT")
             connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")  # on disk from now on: it cannot be resumed without
         except sqlite3.Error as error:
             raise log._failure(error) from error
         for path in (folder, folder.absolute().parent):
-            _sync_names(path)
+            sync(path)
         return log
 
     @classmethod
-    def open(cls, folder: str | Path, *, survives_power_cut: bool = False, lock: FolderLock | None = None) -> RunLog:
+    def open(
+        cls,
+        folder: str | Path,
+        *,
+        survives_power_cut: bool = False,
+        lock: FolderLock | None = None,
+        limits: LogLimits | None = None,
+    ) -> RunLog:
         """Continue the log of an earlier run, however that run ended. Raises LogError for a log of another schema.
 
         `lock`: the folder's, where the caller holds it; the log releases it.
@@ -177,14 +213,26 @@ class RunLog:
         LogReader(folder).close()
         lock = lock or FolderLock.take(folder)
         lock.sign()
-        log = cls(folder, _connect(folder / LOG_NAME, survives_power_cut), lock)
-        log._last_time_s = log._connection.execute("SELECT time_s FROM log ORDER BY seq DESC LIMIT 1").fetchone()[0]
+        connection = connect_to_write(folder / LOG_NAME, survives_power_cut=survives_power_cut)
+        log = cls(folder, connection, lock, limits or LogLimits())
+        log._take_up()
         return log
+
+    def _take_up(self) -> None:
+        """Find out what the log holds, and how full the open file is."""
+        with LogReader(self.folder) as reader:
+            self._state, self._is_state_ahead = reader.state(), False
+        self._predecessor = predecessor_of(self._connection)
+        execute = self._connection.execute
+        (self._num_loose,) = execute("SELECT count(*) FROM log WHERE kind != 'header'").fetchone()
+        (self._first_time_s,) = execute("SELECT time_s FROM log WHERE kind = 'header'").fetchone()
+        kept = "SELECT count(*) FROM block WHERE last_seq > (SELECT coalesce(max(seq), 0) FROM snapshot)"
+        (self._num_blocks,) = execute(kept).fetchone()
 
     @property
     def last_time_s(self) -> float:
         """Time of the newest row, at which a resumed run's clock continues, in seconds since the run began."""
-        return self._last_time_s
+        return self._state.last_time_s
 
     def append_event(self, event: Event) -> None:
         self._append(event.time_s, "event", type(event).__name__, codec.encode(event))
@@ -192,7 +240,7 @@ class RunLog:
     def append_actions(self, actions: Iterable[Action]) -> None:
         """The orders that answer the event just appended; they take its time."""
         for action in actions:
-            self._append(self._last_time_s, "action", type(action).__name__, codec.encode(action))
+            self._append(self.last_time_s, "action", type(action).__name__, codec.encode(action))
 
     def note(self, type: str, time_s: float, **fields: Any) -> None:
         """A fact for people and reports. Not a number: written as text ("nan"), read back with `float`."""
@@ -200,11 +248,16 @@ class RunLog:
 
     def commit(self) -> None:
         """Make what was appended since the last commit durable and visible, all of it together."""
-        if self._connection.in_transaction:
-            try:
-                self._connection.execute("COMMIT")
-            except sqlite3.Error as error:
-                raise self._failure(error) from error
+        if not self._connection.in_transaction:
+            return
+        try:
+            self._connection.execute("COMMIT")
+            if self._num_loose >= self._limits.block_rows:
+                self._pack()
+            if self._is_segment_full():
+                self._seal()
+        except sqlite3.Error as error:
+            raise self._failure(error) from error
 
     def close(self) -> None:
         """Commit. One plain file is left where no reader has the log open."""
@@ -221,18 +274,75 @@ class RunLog:
         self.close()
 
     def _append(self, time_s: float, kind: Kind, type: str, text: str) -> None:
+        if self._is_state_ahead:
+            self._take_up()
+        seq = self._state.seq + 1
         try:
             if not self._connection.in_transaction:
                 self._connection.execute("BEGIN IMMEDIATE")
-            self._connection.execute(_INSERT, (time_s, kind, type, text))
+            self._connection.execute(_INSERT, (seq, time_s, kind, type, text))
         except sqlite3.Error as error:
             raise self._failure(error) from error
-        self._last_time_s = time_s
+        self._num_loose += kind != "header"
+        self._state.add(seq, time_s, kind, type, codec.loads(text) if kind == "note" else None)
+
+    # ------------------------------------------------------------------ packing and sealing
+
+    def _pack(self) -> None:
+        """Put the loose rows into a block, and keep the run's state now and then: one transaction."""
+        execute = self._connection.execute
+        rows = [Row(*row) for row in execute("SELECT * FROM log WHERE kind != 'header' ORDER BY seq")]
+        if not rows:
+            return
+        self._num_blocks += 1
+        execute("BEGIN IMMEDIATE")
+        execute("INSERT INTO block VALUES (?, ?, ?)", (rows[-1].seq, rows[0].seq, pack(rows)))
+        execute("DELETE FROM log WHERE kind != 'header'")
+        if self._num_blocks >= self._limits.snapshot_blocks:
+            self._keep_state()
+        execute("COMMIT")
+        self._num_loose = 0
+
+    def _keep_state(self) -> None:
+        self._connection.execute("DELETE FROM snapshot")
+        text = codec.dumps(self._state.as_json())
+        self._connection.execute("INSERT INTO snapshot VALUES (?, ?)", (self._state.seq, text))
+        self._num_blocks = 0
+
+    def _is_segment_full(self) -> bool:
+        first_seq = self._predecessor.last_seq if self._predecessor else 0
+        num_rows = self._state.seq - first_seq
+        return num_rows > 1 and (
+            num_rows >= self._limits.segment_rows or self.last_time_s - self._first_time_s >= self._limits.segment_s
+        )
+
+    def _seal(self) -> None:
+        """Move the open file's rows into a segment that stays, and go on in an empty one that names it."""
+        self._pack()
+        number = self._predecessor.number + 1 if self._predecessor else 1
+        sealed = seal(self._connection, self.folder, number=number, last_seq=self._state.seq)
+        execute = self._connection.execute
+        (text,) = execute("SELECT json FROM log WHERE kind = 'header'").fetchone()
+        header = {
+            **codec.loads(text),
+            "segment": number + 1,
+            "predecessor": {"name": sealed.name, "sha256": sealed.sha256},
+        }
+        execute("BEGIN IMMEDIATE")
+        execute("DELETE FROM predecessor")
+        execute("INSERT INTO predecessor VALUES (?, ?, ?, ?)", sealed)
+        execute("DELETE FROM block")
+        execute("DELETE FROM log")
+        self._keep_state()
+        self._append(self.last_time_s, "header", "segment", codec.dumps(header))
+        execute("COMMIT")
+        self._predecessor, self._first_time_s = sealed, self.last_time_s
 
     def _failure(self, error: sqlite3.Error) -> LogError:
         """Drop the transaction that failed: what was committed before it stays whole and readable."""
         if self._connection.in_transaction:
             self._connection.execute("ROLLBACK")
+        self._is_state_ahead = True
         return LogError(f"{self.path}: cannot append to the run log: {error}; what was committed stays readable")
 
 
@@ -247,7 +357,7 @@ class LogReader:
         self.path = Path(folder) / LOG_NAME
         if not self.path.is_file():
             raise LogError(f"{folder}: there is no run log ({LOG_NAME}) here")
-        self._connection = _connect_to_read(self.path)
+        self._connection = connect_to_read(self.path)
         try:
             self.header = self._read_header()
         except sqlite3.Error as error:
@@ -259,14 +369,31 @@ class LogReader:
 
     def entries(self, after: int = 0) -> Iterator[Entry]:
         """Every committed row with a larger seq, in order; all of one moment."""
+        for seq, time_s, kind, type, data in self._rows(after):
+            if kind == "block":
+                yield from self._entries_of(self._unpack(seq, data), after)
+            else:
+                yield Entry(seq, time_s, kind, type, _value(seq, kind, codec.loads(data)))
+
+    def parts(self, after: int = 0) -> Iterator[Entry | OrderProgress]:
+        """The same rows, for folds that take an order's progress reports together: these come where the first of them
+        is, up to a thousand rows before the last."""
+        for seq, time_s, kind, type, data in self._rows(after):
+            if kind == "block":
+                yield from self._parts_of(self._unpack(seq, data), after)
+            else:
+                yield Entry(seq, time_s, kind, type, _value(seq, kind, codec.loads(data)))
+
+    def state(self) -> RunState:
+        """What a resumed run must know of its past: the last snapshot, and what came after it."""
         try:
-            rows = self._connection.execute(
-                "SELECT seq, time_s, kind, type, json FROM log WHERE seq > ? ORDER BY seq", (after,)
-            )
-            for seq, time_s, kind, type, text in rows:
-                yield Entry(seq, time_s, kind, type, _value(seq, kind, text))
+            kept = self._connection.execute("SELECT json FROM snapshot").fetchone()
         except sqlite3.Error as error:
             raise LogError(f"{self.path}: the run log is damaged: {error}") from error
+        state = RunState(**codec.loads(kept[0])) if kept else RunState()
+        for entry in self.entries(after=state.seq):
+            state.add(*entry)
+        return state
 
     def events(self) -> Iterator[Event]:
         """The events alone: what a scheduler is fed to get back to where it was."""
@@ -281,10 +408,34 @@ class LogReader:
     def __exit__(self, *_: object) -> None:
         self.close()
 
+    def _rows(self, after: int) -> Iterator[tuple[Any, ...]]:
+        try:
+            yield from rows_of(self._connection, self.path.parent, self.path.name, after)
+        except sqlite3.Error as error:
+            raise LogError(f"{self.path}: the run log is damaged: {error}") from error
+
+    def _unpack(self, last_seq: int, data: bytes) -> Block:
+        try:
+            return unpack(data)
+        except LogError as error:
+            raise LogError(f"{self.path}: the rows up to {last_seq} are damaged: {error}") from error
+
+    def _entries_of(self, block: Block, after: int) -> Iterator[Entry]:
+        entries = list(_entries(block, after))
+        for progress in block.progress:
+            reports = zip(progress.seqs, progress.events(), strict=True)
+            entries += [Entry(seq, one.time_s, "event", PROGRESS, one) for seq, one in reports if seq > after]
+        yield from sorted(entries, key=itemgetter(0))
+
+    def _parts_of(self, block: Block, after: int) -> Iterator[Entry | OrderProgress]:
+        parts: list[Entry | OrderProgress] = list(_entries(block, after))
+        parts += [part for each in block.progress if (part := each.after(after)) is not None]
+        yield from sorted(parts, key=_first_seq)
+
     def _read_header(self) -> dict[str, Any]:
         (application_id,) = self._connection.execute("PRAGMA application_id").fetchone()
         (schema_version,) = self._connection.execute("PRAGMA user_version").fetchone()
-        if application_id != _APPLICATION_ID:
+        if application_id != APPLICATION_ID:
             raise LogError(f"{self.path}: not a run log, or one whose creation was cut short")
         if schema_version > SCHEMA_VERSION:
             raise OtherVersionError(
@@ -305,49 +456,19 @@ class LogReader:
         return header
 
 
-def _value(seq: int, kind: str, text: str) -> Any:
+def _first_seq(part: Entry | OrderProgress) -> int:
+    return part.seqs[0] if isinstance(part, OrderProgress) else part.seq
+
+
+def _entries(block: Block, after: int) -> Iterator[Entry]:
+    """The rows of a block that are no progress reports."""
+    for seq, time_s, kind, type, fields in block.rows:
+        if seq > after:
+            yield Entry(seq, time_s, cast("Kind", kind), type, _value(seq, kind, fields))
+
+
+def _value(seq: int, kind: str, fields: Any) -> Any:
     try:
-        return codec.decode(text) if kind in ("event", "action") else codec.loads(text)
+        return codec.from_fields(fields) if kind in ("event", "action") else fields
     except LogError as error:
         raise LogError(f"row {seq}: {error}") from None
-
-
-def _sync_names(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
-
-
-def _connect(path: Path, survives_power_cut: bool) -> sqlite3.Connection:
-    connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
-    connection.execute("PRAGMA journal_mode = WAL")
-    connection.execute(f"PRAGMA synchronous = {'FULL' if survives_power_cut else 'NORMAL'}")
-    connection.execute("PRAGMA busy_timeout = 5000")
-    return connection
-
-
-def _connect_to_read(path: Path) -> sqlite3.Connection:
-    """Without a way to add rows. SQLite needs its side files to follow a live log, and folds them back in
-    when the last one leaves; where the folder does not let it (another owner, a read-only disk) the log is
-    not being written either, and is read as it stands."""
-    try:
-        return _query_only(path, "mode=rw")
-    except sqlite3.OperationalError:
-        return _query_only(path, "immutable=1")
-    except sqlite3.DatabaseError as error:
-        raise LogError(f"{path}: not a run log: {error}") from error
-
-
-def _query_only(path: Path, options: str) -> sqlite3.Connection:
-    uri = f"{path.absolute().as_uri()}?{options}"
-    connection = sqlite3.connect(uri, uri=True, isolation_level=None, check_same_thread=False)
-    try:
-        connection.execute("PRAGMA busy_timeout = 5000")
-        connection.execute("PRAGMA query_only = 1")
-        connection.execute("SELECT 1 FROM sqlite_master").fetchone()
-    except sqlite3.Error:
-        connection.close()
-        raise
-    return connection

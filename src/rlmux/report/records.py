@@ -17,8 +17,8 @@ from enum import StrEnum
 from typing import Any
 
 from rlmux.core.actions import ExpectSteps, Switch
-from rlmux.core.events import ChunkFinished
 from rlmux.core.model import DeviceId, OrderId, Phase, Pipeline, PipelineId, PipelineStatus, Placement, Stage
+from rlmux.report.progress import Reports
 
 STOPPED = "stopped"
 """Status of a pipeline whose run ended on purpose before it was over: it can be resumed."""
@@ -52,7 +52,7 @@ class OrderRecord:
     """Seconds of computing; those of the last progress report where the order is open or lost."""
     switch_s: float = 0.0
     tokens: int = 0
-    chunks: list[ChunkFinished] = field(default_factory=list)
+    chunks: Reports = field(default_factory=Reports)
     is_redone: bool = False
     """True where its pipeline went back to an earlier step: the time was spent, the result does not count."""
 

@@ -111,7 +111,7 @@ def _lay_out_device(
     peaks: dict[PipelineId, int] = {}
     for order in orders:
         if order.stage is Stage.GENERATE:
-            active = max((chunk.num_active for chunk in order.chunks), default=0)
+            active = max(order.chunks.column("num_active"), default=0)
             peaks[order.pipeline] = max(peaks.get(order.pipeline, 0), active)
     lanes: list[float] = []
     held: list[Interval] = []

@@ -63,7 +63,7 @@ class RunningOrder:
             num_waiting=num_waiting,
             num_waiting_for_env=num_waiting_for_env,
             tokens=self.tokens,
-            seconds=self.seconds,
+            seconds=round(self.seconds, 6),
         )
 
     def finished(self, now_s: float) -> StageFinished:

@@ -44,9 +44,5 @@ def plan_notes(submissions: Sequence[Submission]) -> list[Note]:
 def read_origins(folder: Path) -> tuple[str | None, dict[PipelineId, str]]:
     """(id of the run, hash of the plan by pipeline), from a run's log."""
     with LogReader(folder) as reader:
-        plans = {
-            PipelineId(entry.value["pipeline"]): str(entry.value["plan_sha256"])
-            for entry in reader.entries()
-            if entry.type == PLAN and isinstance(entry.value, dict)
-        }
+        plans = {PipelineId(name): sha256 for name, sha256 in reader.state().plans.items()}
         return reader.header.get("run_id"), plans

@@ -151,11 +151,7 @@ def _on_this_machine(cluster: Cluster, submissions: Sequence[Submission]) -> Clu
 def ended_pipelines(folder: Path) -> dict[PipelineId, dict[str, Any]]:
     """Pipelines that were over in earlier parts of a run: status and weights_sha256 by name."""
     with LogReader(folder) as reader:
-        return {
-            PipelineId(entry.value["pipeline"]): entry.value
-            for entry in reader.entries()
-            if entry.type == "pipeline_end" and isinstance(entry.value, dict)
-        }
+        return {PipelineId(name): fields for name, fields in reader.state().ended.items()}
 
 
 def _append(log: RunLog, notes: Sequence[Note]) -> None:

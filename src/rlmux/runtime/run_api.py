@@ -219,7 +219,6 @@ def submitted_to(folder: Path) -> list[Submitted]:
     """Everything that was submitted to a run while it ran, oldest first."""
     with LogReader(folder) as reader:
         return [
-            Submitted(source=entry.value["source"], resolved=entry.value["resolved"], at_s=entry.value["at_s"])
-            for entry in reader.entries()
-            if entry.type == "submitted" and isinstance(entry.value, dict)
+            Submitted(source=fields["source"], resolved=fields["resolved"], at_s=fields["at_s"])
+            for fields in reader.state().submitted
         ]

@@ -1,0 +1,117 @@
+"""Progress reports by the thousand: what most of a log's rows are, kept in columns.
+
+    OrderProgress   consecutive reports of one order, as a block of the log has them     log ──▶ History
+    Reports         all reports of one order, as its record keeps them                   History ──▶ pictures
+    Report          one of them
+
+A report takes some 50 bytes in `Reports`, and no object of its own until it is asked for.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from itertools import repeat
+from typing import Any, NamedTuple, overload
+
+from rlmux.core.events import ChunkFinished
+from rlmux.core.model import OrderId
+
+
+class Report(NamedTuple):
+    """One progress report; its fields are those of `ChunkFinished`."""
+
+    time_s: float
+    num_active: int
+    num_waiting: int
+    num_waiting_for_env: int
+    tokens: int
+    seconds: float
+
+
+class OrderProgress(NamedTuple):
+    """Consecutive reports of one order, each with its row of the log."""
+
+    order: OrderId
+    seqs: Sequence[int]
+    """Rows of the log, ascending."""
+    time_s: Sequence[float]
+    num_active: Sequence[int]
+    num_waiting: Sequence[int]
+    num_waiting_for_env: Sequence[int]
+    tokens: Sequence[int]
+    seconds: Sequence[float]
+
+    @property
+    def seq(self) -> int:
+        """The last row."""
+        return self.seqs[-1]
+
+    def events(self) -> Iterator[ChunkFinished]:
+        """The reports as the events they were."""
+        for order, time_s, *counts, seconds in zip(repeat(self.order), *self[2:], strict=False):
+            num_active, num_waiting, num_waiting_for_env, tokens = counts
+            yield ChunkFinished(
+                time_s=time_s,
+                order=order,
+                num_active=num_active,
+                num_waiting=num_waiting,
+                num_waiting_for_env=num_waiting_for_env,
+                tokens=tokens,
+                seconds=seconds,
+            )
+
+    def after(self, seq: int) -> OrderProgress | None:
+        """What comes after a row; None where nothing does."""
+        if self.seqs[0] > seq:
+            return self
+        first = sum(1 for one in self.seqs if one <= seq)
+        columns: list[Any] = [column[first:] for column in self[1:]]
+        return OrderProgress(self.order, *columns) if first < len(self.seqs) else None
+
+
+class Reports(Sequence[Report]):
+    """One order's progress reports, oldest first."""
+
+    __slots__ = ("_columns",)
+
+    def __init__(self) -> None:
+        self._columns: tuple[array[Any], ...] | None = None
+
+    def append(self, event: ChunkFinished) -> None:
+        time_s, num_active, num_waiting, num_waiting_for_env, tokens, seconds = self._writable()
+        time_s.append(event.time_s)
+        num_active.append(event.num_active)
+        num_waiting.append(event.num_waiting)
+        num_waiting_for_env.append(event.num_waiting_for_env)
+        tokens.append(event.tokens)
+        seconds.append(event.seconds)
+
+    def extend(self, progress: OrderProgress) -> None:
+        for column, values in zip(self._writable(), progress[2:], strict=True):
+            column.extend(values)
+
+    def column(self, name: str) -> Sequence[Any]:
+        """One field of all reports."""
+        return () if self._columns is None else self._columns[Report._fields.index(name)]
+
+    def __len__(self) -> int:
+        return 0 if self._columns is None else len(self._columns[0])
+
+    def __iter__(self) -> Iterator[Report]:
+        return iter(()) if self._columns is None else map(Report._make, zip(*self._columns, strict=True))
+
+    @overload
+    def __getitem__(self, index: int) -> Report: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Report]: ...
+    def __getitem__(self, index: int | slice) -> Report | list[Report]:
+        columns = self._columns or tuple(array("d") for _ in Report._fields)
+        if isinstance(index, slice):
+            return list(map(Report._make, zip(*(column[index] for column in columns), strict=True)))
+        return Report._make(column[index] for column in columns)
+
+    def _writable(self) -> tuple[array[Any], ...]:
+        if self._columns is None:
+            self._columns = tuple(array(kind) for kind in "dqqqqd")
+        return self._columns

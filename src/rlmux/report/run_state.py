@@ -1,0 +1,48 @@
+"""What a resumed run must know of its past: a small fold over the log, of which the log keeps snapshots.
+
+    rows ──add──▶ RunState ──as_json──▶ snapshot in the log        read back: the snapshot, then the rows after it
+
+A state read from any snapshot equals the one folded from the first row on.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(slots=True)
+class RunState:
+    """Fold rows in with `add`, in the log's order."""
+
+    seq: int = 0
+    """The last row that is folded in; 0 before the first."""
+    last_time_s: float = 0.0
+    """Time of that row, in seconds since the run began."""
+    ended: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Fields of the note `pipeline_end` of each pipeline that is over: status, reason, weights_sha256."""
+    plans: dict[str, str] = field(default_factory=dict)
+    """Hash of each pipeline's plan, from the note `plan`."""
+    submitted: list[dict[str, Any]] = field(default_factory=list)
+    """Fields of the notes `submitted`: the files that came while the run went on, oldest first."""
+
+    def add(self, seq: int, time_s: float, kind: str, type: str, value: Any) -> None:
+        """Fold in one row; `value`: the fields of a note."""
+        self.seq, self.last_time_s = seq, time_s
+        if kind != "note":
+            return
+        if type == "pipeline_end":
+            self.ended[value["pipeline"]] = value
+        elif type == "plan":
+            self.plans[value["pipeline"]] = str(value["plan_sha256"])
+        elif type == "submitted":
+            self.submitted.append(value)
+
+    def as_json(self) -> dict[str, Any]:
+        return {
+            "seq": self.seq,
+            "last_time_s": self.last_time_s,
+            "ended": self.ended,
+            "plans": self.plans,
+            "submitted": self.submitted,
+        }
