@@ -25,6 +25,7 @@ from rlmux.core.model import (
 )
 from rlmux.rl.types import TrainReport
 from rlmux.runtime.worker_backend import WorkerBackend
+from rlmux.runtime.workers import TrainCallResult
 
 DEVICE = DeviceId("train", 0, 0)
 PLACE = Placement(group=GroupId(1), rollout_nodes=(NodeId("rollout", 0),), train_nodes=(NodeId("train", 0),))
@@ -71,7 +72,7 @@ class Pair:
         report = TrainReport(
             is_done=True, micro_batches_done=1, micro_batches_total=1, tokens=1, seconds=0.1, metrics={}
         )
-        return self.trainer(name).answer("run_stage", (report, 0.25, []))
+        return self.trainer(name).answer("run_stage", TrainCallResult(report=report, load_s=0.25, weights_sha256="0"))
 
     def prefetch(self, name: str) -> None:
         self.backend.execute(Prefetch(pipeline=PipelineId(name), phase=Phase.TRAIN, devices=(DEVICE,)))

@@ -220,9 +220,15 @@ def test_a_migration_ends_with_its_sources_worker(rollout: Rollout, is_dealt_out
 
 
 def test_evicted_states_of_a_lost_worker_have_left(rollout: Rollout) -> None:
+    rollout.run(7, LEFT)
+    rollout.deal_out()
+    rollout.backend.execute(Pause(order=OrderId(7)))
+    rollout.chunk(LEFT, active=1)
+    rollout.backend.poll(0.0)
     rollout.backend.execute(
         RunStage(
-            order=OrderId(1), pipeline=PipelineId("p"), step=0, stage=Stage.SFT_WARMUP, devices=(LEFT,),
+            order=OrderId(1), pipeline=PipelineId("p"), step=0, stage=Stage.SFT_WARMUP,
+            devices=(LEFT, DeviceId("train", 0, 0)),
             weight_version=0, switch=Switch.COLD, evicted=(Resident(PipelineId("p"), Phase.ROLLOUT),),
         )
     )  # fmt: skip

@@ -63,8 +63,16 @@ class Task:
 class CallLoop:
     """Knows which work waits for which worker's answer, and resumes it."""
 
-    def __init__(self, workplace: Workplace, now_s: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        workplace: Workplace,
+        now_s: Callable[[], float],
+        *,
+        check: Callable[[Worker, str], None] = lambda worker, method: None,
+    ) -> None:
+        """`check`: raises for a call that must not be made now."""
         self._workplace = workplace
+        self._check = check
         self._now_s = now_s
         self._unanswered: dict[Worker, list[Answer]] = {}
         self._tasks: dict[Task, None] = {}
@@ -73,6 +81,7 @@ class CallLoop:
 
     def call(self, worker: Worker, method: str, *args: Any) -> Answer:
         """Have a worker run a method. The answer need not be waited for: a call that fails ends its pipeline anyway."""
+        self._check(worker, method)
         answer = Answer(self)
         unanswered = self._unanswered.setdefault(worker, [])
         unanswered.append(answer)

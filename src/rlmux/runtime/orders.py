@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlmux.core.actions import RunStage
 from rlmux.core.events import ChunkFinished, StageFinished, StagePaused
-from rlmux.core.model import OrderId, PipelineId
+from rlmux.core.model import DeviceId, OrderId, PipelineId
 from rlmux.runtime.call_loop import Answer, Task
 
 
@@ -87,18 +88,27 @@ class RunningOrders:
 
     def __init__(self) -> None:
         self._order_by_id: dict[OrderId, RunningOrder] = {}
+        self._orders_by_device: dict[DeviceId, list[RunningOrder]] = {}
 
     def begin(self, action: RunStage) -> RunningOrder:
         order = RunningOrder(action, action.device_fraction)
         self._order_by_id[action.order] = order
+        for device in action.devices:
+            self._orders_by_device.setdefault(device, []).append(order)
         return order
 
     def end(self, order: RunningOrder) -> None:
         del self._order_by_id[order.action.order]
+        for device in order.action.devices:
+            self._orders_by_device[device].remove(order)
 
     def find(self, order: OrderId) -> RunningOrder | None:
         """None for an order that has ended."""
         return self._order_by_id.get(order)
+
+    def on_device(self, device: DeviceId) -> Sequence[RunningOrder]:
+        """Orders that lease a part of the device."""
+        return self._orders_by_device.get(device, ())
 
     def waiting_since(self, time_s: float) -> list[RunningOrder]:
         """Orders that have only waited for user code since that time or longer."""

@@ -9,6 +9,7 @@ from pathlib import Path
 from rlmux.core.model import DeviceId, Phase, PipelineId, Placement
 from rlmux.rl.config import TrainingConfig
 from rlmux.runtime.backend import Submission
+from rlmux.runtime.call_loop import CallLoop, Work
 from rlmux.runtime.checkpoints import CheckpointFolder
 from rlmux.runtime.workplace import Worker
 
@@ -27,10 +28,14 @@ class PipelineWorkers:
     env_worker: Worker
     trainer: Worker
     rollout: dict[DeviceId, Worker]
+    train_devices: Sequence[DeviceId]
+    """Devices of the training nodes."""
     log_path: Path
     """The file that all its processes write their output to."""
     furthest_step: int
     """The newest step ever published."""
+    built: set[Worker] = field(default_factory=set)
+    """Workers whose engine was built, or is being built (membership tests only)."""
     num_losses_by_worker: dict[str, int] = field(default_factory=dict)
     """Deaths by name of the worker, since `furthest_step` was published."""
 
@@ -45,6 +50,18 @@ class PipelineWorkers:
     @property
     def processes(self) -> list[Worker]:
         return [self.env_worker, self.trainer, *self.rollout.values()]
+
+    def build(self, worker: Worker, calls: CallLoop) -> Work:
+        """Have a worker build its engine, once: the first order on its device does, as it has the lease."""
+        if worker not in self.built:
+            self.built.add(worker)
+            yield calls.call(worker, "build")
+
+    def devices_of(self, worker: Worker) -> Sequence[DeviceId]:
+        """Devices that the worker computes on; none for the env worker."""
+        if worker is self.trainer:
+            return self.train_devices
+        return [device for device, other in self.rollout.items() if other is worker]
 
     def of_phase(self, phase: Phase, devices: Sequence[DeviceId]) -> list[Worker]:
         """The workers that hold the pipeline's state of a phase on these devices."""

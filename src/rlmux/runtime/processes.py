@@ -48,6 +48,8 @@ that was stopped in the middle of one must not hold its controller."""
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "bad_alloc")
 """Texts by which libraries in C report what Python calls MemoryError."""
 _PR_SET_PDEATHSIG = 1
+BUILD = "build"
+"""The call that makes a worker, and nothing else. Any first call does."""
 
 
 class _Call(NamedTuple):
@@ -263,7 +265,7 @@ def _serve(
             try:
                 if worker is None:
                     worker = make_worker(*args)
-                answer = (True, getattr(worker, method)(*call_args))
+                answer = (True, None if method == BUILD else getattr(worker, method)(*call_args))
             except (Exception, SystemExit) as error:  # what user code raises is one pipeline's fault
                 traceback.print_exc()
                 answer = (False, portable_error(error))

@@ -3,7 +3,7 @@ can do. The actor itself is light and only passes on; it ends with its worker, a
 
 answer(call)   begin_step     its batch comes as an object
                finish_step    its batch leaves as an object
-               publish        across machines, the weights go to a file in this node's own memory
+               run_stage      across machines, the weights go to a file in this node's own memory
                run_chunk      across machines, they are read from such a file, delivered before (`ray_sync.py`)
 """
 
@@ -25,7 +25,7 @@ import ray
 
 from rlmux.core.errors import RlmuxError, WorkerLostError
 from rlmux.runtime.processes import WorkerProcess, borrow_fork_server, portable_error, warm_up
-from rlmux.runtime.workers import RolloutChunk, StepBatch
+from rlmux.runtime.workers import HandOut, RolloutChunk, StepBatch
 
 _MEMORY = Path("/dev/shm")
 
@@ -79,9 +79,10 @@ class Call:
             return here / path.relative_to(theirs) if path.is_relative_to(theirs) else path
 
         match self.method, self.args:
-            case "publish", (Path() as path,):
-                moved(path).parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                return replace(self, args=(moved(path),))
+            case "run_stage", (*others, HandOut() as hand_out):
+                weights = moved(hand_out.weights)
+                weights.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+                return replace(self, args=(*others, replace(hand_out, weights=weights)))
             case "run_chunk", (RolloutChunk(weights=(path, version)) as chunk,):
                 return replace(self, args=(replace(chunk, weights=(moved(path), version)),))
         return self

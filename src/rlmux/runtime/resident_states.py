@@ -47,6 +47,7 @@ class ResidentStates:
             for resident in order.action.evicted
             if (workers := self._find_workers(resident.pipeline)) is not None
             for worker in workers.of_phase(resident.phase, order.action.devices)
+            if worker in workers.built
         ]
         for left in leaving:
             with contextlib.suppress(WorkerLostError):  # a worker that was ended holds nothing any more
@@ -63,7 +64,7 @@ class ResidentStates:
         if workers is None:
             return  # it failed, or waits for other nodes
         for worker in workers.of_phase(action.phase, action.devices):
-            if self._host_memory.is_on_disk(worker.name):
+            if worker in workers.built and self._host_memory.is_on_disk(worker.name):
                 self._calls.call(worker, "prefetch")
 
     def _spill_path(self, workers: PipelineWorkers, worker: Worker) -> Path | None:

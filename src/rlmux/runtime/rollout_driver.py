@@ -89,6 +89,7 @@ class RolloutDriver:
         if order.is_pausing and not self._is_dealt_out(order.action.step):
             self._paused_without_requests.append(device)
             return order.paused(self._outbox.now_s(), is_waiting=True)
+        yield from self._workers.build(self._workers.rollout[device], self._calls)
         while True:
             order.is_calling = True
             result: RolloutChunkResult = yield self._begin_chunk(order, device)

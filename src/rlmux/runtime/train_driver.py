@@ -1,10 +1,11 @@
 """One pipeline's training: SFT warm-up, rewards, training stages, publishing, checkpoints.
 
-    env worker ── finish_step ──▶ batch ──▶ trainer ── run_stage* ──▶ publish ──▶ weights ──▶ rollout workers
-                                                                        └─▶ checkpoint, written beside what comes next
+    env worker ── finish_step ──▶ batch ──▶ trainer ── run_stage* ──▶ weights ── deliver ──▶ rollout workers
+                                                           └─▶ checkpoint, written beside what comes next
 
-A training stage is a series of calls, each bounded; between two of them it may be paused. Scoring and publishing are
-one call each and hold no device.
+A training stage is a series of calls, each bounded; between two of them it may be paused. All that touches the device
+belongs to it: building the engine, taking the batch, and, with the last call of a step, handing out the weights and
+copying what the checkpoint holds. Scoring and publishing hold no device.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from rlmux.runtime.pipeline_workers import PipelineWorkers
 from rlmux.runtime.resident_states import ResidentStates
 from rlmux.runtime.rollout_driver import RolloutDriver
 from rlmux.runtime.worker_supervisor import WorkerSupervisor
-from rlmux.runtime.workers import StepBatch
+from rlmux.runtime.workers import HandOut, StepBatch, TrainCallResult
 from rlmux.runtime.workplace import WorkerOptions
 
 Carrying = Generator[Answer, Any, Event]
@@ -57,6 +58,8 @@ class TrainDriver:
         """Batches of steps that are scored and not published."""
         self._trainer_step = 0
         """The step whose batch the trainer has."""
+        self._sha256_by_version: dict[int, str] = {}
+        """Hashes of weights that were handed out and are not published."""
         self._metrics: dict[str, float] = {}
         """Figures of the stages since the last publication."""
 
@@ -67,21 +70,23 @@ class TrainDriver:
         self._batch_by_step[step] = yield from self._rollout.finish_step(step)
         if step < config.num_steps:
             self._rollout.prepare(step + 1)  # the env worker has nothing else to do while others compute
-        if config.algorithm.staleness == 0:
-            self._hand_batch_to_trainer(step)  # it is idle until then; an asynchronous one may be training
         return order.finished(self._outbox.now_s())
 
     def run_stage(self, order: RunningOrder) -> Carrying:
         """A training stage, or the SFT warm-up, until it is done or paused."""
         action, is_load_needed = order.action, order.action.switch is not Switch.NONE
         yield from self._states.make_room(order)
+        yield from self._workers.build(self._workers.trainer, self._calls)
         if action.stage is not Stage.SFT_WARMUP and self._trainer_step != action.step:
             self._hand_batch_to_trainer(action.step)
         while True:
-            report, load_s, written = yield self._begin_train_call(order, is_load_needed=is_load_needed)
+            result: TrainCallResult = yield self._begin_train_call(order, is_load_needed=is_load_needed)
             is_load_needed = False
-            self._note_checkpoints(written)
-            order.add(seconds=report.seconds, switch_s=load_s, tokens=report.tokens)
+            report = result.report
+            self._note_checkpoints(result.written)
+            order.add(seconds=report.seconds + result.hand_out_s, switch_s=result.load_s, tokens=report.tokens)
+            if result.weights_sha256 is not None:
+                self._sha256_by_version[action.step] = result.weights_sha256
             if report.is_done:
                 self._metrics.update(report.metrics)
                 return order.finished(self._outbox.now_s())
@@ -90,24 +95,16 @@ class TrainDriver:
             self._report_progress(order, report)
 
     def publish(self, order: RunningOrder) -> Carrying:
-        """Weights first, so that the next rollout can begin; the checkpoint is written beside it.
+        """Deliver the weights to the rollout workers, which need them before they can begin.
 
         The last step's checkpoint is there before its end is told: no pipeline is released without one.
         """
         step, trainer = order.action.step, self._workers.trainer
-        is_last = step == self._workers.config.num_steps
-        last_written = self._write_last_checkpoint(step) if is_last else None
-        published = self._calls.call(trainer, "publish", self._workers.published_path(step))
-        # Where there are gaps between checkpoints, each comes with the versions that staleness needs.
-        is_due = -step % self._options.checkpoint_every <= self._workers.config.algorithm.staleness
-        if not is_last and is_due:
-            self._begin_checkpoint(step)
-        if last_written is not None:
-            self._note_checkpoints((yield last_written))
-        version, sha256 = yield published
-        self._take_in_publication(version, sha256)
+        if step == self._workers.config.num_steps:
+            self._note_checkpoints((yield self._calls.call(trainer, "finish_checkpoint")))
+        self._take_in_publication(step, self._sha256_by_version.pop(step))
         receivers = list(self._workers.rollout.values())
-        yield self._calls.deliver(self._workers.published_path(version), trainer, receivers)
+        yield self._calls.deliver(self._workers.published_path(step), trainer, receivers)
         return order.finished(self._outbox.now_s())
 
     # ------------------------------------------------------------------ training
@@ -117,11 +114,24 @@ class TrainDriver:
         self._calls.call(self._workers.trainer, "begin_step", self._batch_by_step[step].payload)
 
     def _begin_train_call(self, order: RunningOrder, *, is_load_needed: bool) -> Answer:
-        trainer, stage = self._workers.trainer, order.action.stage.value
+        trainer, stage = self._workers.trainer, order.action.stage
         if is_load_needed:
             self._states.load(trainer)
+        is_last_stage = stage in (Stage.SFT_WARMUP, Stage.UPDATE)
+        hand_out = self._hand_out(order.action.step) if is_last_stage else None
         return self._calls.call(
-            trainer, "run_stage", stage, self._options.chunk_s, is_load_needed, order.device_fraction
+            trainer, "run_stage", stage.value, self._options.chunk_s, is_load_needed, order.device_fraction, hand_out
+        )
+
+    def _hand_out(self, step: int) -> HandOut:
+        """What the trainer is to make of the step's weights."""
+        is_last = step == self._workers.config.num_steps
+        # Where there are gaps between checkpoints, each comes with the versions that staleness needs.
+        is_due = -step % self._options.checkpoint_every <= self._workers.config.algorithm.staleness
+        return HandOut(
+            weights=self._workers.published_path(step),
+            checkpoint=self._workers.checkpoints.path(step) if is_last or is_due else None,
+            num_kept=self._num_kept(),
         )
 
     def _report_progress(self, order: RunningOrder, report: TrainReport) -> None:
@@ -150,13 +160,6 @@ class TrainDriver:
             self._outbox.add_note(record.note(config.name, step, batch, slots=slots, group_size=group_size))
 
     # ------------------------------------------------------------------ checkpoints
-
-    def _begin_checkpoint(self, step: int) -> None:
-        self._calls.call(self._workers.trainer, "checkpoint", self._workers.checkpoints.path(step), self._num_kept())
-
-    def _write_last_checkpoint(self, step: int) -> Answer:
-        self._begin_checkpoint(step)
-        return self._calls.call(self._workers.trainer, "finish_checkpoint")
 
     def _num_kept(self) -> int:
         """Checkpoints. With gaps between them, each brings along the older versions that staleness needs."""

@@ -36,6 +36,7 @@ from rlmux.core.actions import (
     SetDeviceFraction,
 )
 from rlmux.core.cycles import USER_CODE_PATIENCE_S
+from rlmux.core.errors import IllegalTransitionError
 from rlmux.core.events import Event, RewardOverdue
 from rlmux.core.model import Cluster, DeviceId, PipelineId, Stage
 from rlmux.runtime.backend import Note, Submission
@@ -48,7 +49,11 @@ from rlmux.runtime.resident_states import ResidentStates
 from rlmux.runtime.rollout_driver import RolloutDriver
 from rlmux.runtime.train_driver import Carrying, TrainDriver
 from rlmux.runtime.worker_supervisor import WorkerSupervisor
-from rlmux.runtime.workplace import WorkerOptions, Workplace
+from rlmux.runtime.workplace import Worker, WorkerOptions, Workplace
+
+_TOUCHING_CALLS = frozenset({"build", "begin_step", "run_chunk", "run_stage", "offload"})
+"""Calls of device workers that compute, or that move a state to or from the device. The others touch none: they read
+files, wait for one, or pick up trajectories that lie still (`take_partials`, while the shard is being migrated)."""
 
 
 class _Drivers(NamedTuple):
@@ -76,7 +81,7 @@ class WorkerBackend:
         self._weights_folder = weights_folder
         self._options = options or WorkerOptions()
         self._outbox = Outbox(start_s, clock)
-        self._calls = CallLoop(workplace, self._outbox.now_s)
+        self._calls = CallLoop(workplace, self._outbox.now_s, check=self._check_lease)
         self._orders = RunningOrders()
         self._drivers: dict[PipelineId, _Drivers] = {}
         host_memory = HostMemory(cluster)
@@ -182,6 +187,22 @@ class WorkerBackend:
                 return train.publish(order)
             case _:
                 return train.run_stage(order)
+
+    def _check_lease(self, worker: Worker, method: str) -> None:
+        """Raises IllegalTransitionError for a call that touches a device which no order has a lease of.
+
+        A worker computes under an order of its own pipeline; its state leaves under the order that needs the room.
+        """
+        if method not in _TOUCHING_CALLS:
+            return
+        workers = self._supervisor.owner(worker)
+        if workers is None or not (devices := workers.devices_of(worker)):
+            return  # an env worker has no device; one that was ended is asked in vain
+        orders = [order for device in devices for order in self._orders.on_device(device)]
+        if method != "offload":
+            orders = [order for order in orders if order.action.pipeline == workers.id]
+        if not orders:
+            raise IllegalTransitionError(f"{worker.name} was to {method} on {devices[0]}, which no order of it leases")
 
     def _tell_long_waits(self) -> None:
         """Let go of what pipelines hold that only wait for their own user code: devices, and slots in the cycle."""

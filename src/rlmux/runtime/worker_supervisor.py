@@ -89,6 +89,11 @@ class WorkerSupervisor:
     def find(self, pipeline: PipelineId) -> PipelineWorkers | None:
         return self._workers_by_pipeline.get(pipeline)
 
+    def owner(self, worker: Worker) -> PipelineWorkers | None:
+        """The processes that it belongs to; None for a worker that was ended."""
+        pipeline = self._pipeline_by_worker.get(worker)
+        return None if pipeline is None else self._workers_by_pipeline.get(pipeline)
+
     def is_beginning_anew(self, pipeline: PipelineId) -> bool:
         """It begins from a checkpoint, and the scheduler has not heard of that."""
         return pipeline in self._beginning_anew
@@ -260,7 +265,7 @@ class WorkerSupervisor:
         step = restored.step if restored else (-1 if submission.pipeline.has_sft_warmup else 0)
         if restored and restored.weights_sha256:
             self._sha256[pipeline] = restored.weights_sha256
-        train_device = self._devices(placement.train_nodes)[0]
+        train_devices = self._devices(placement.train_nodes)
         restore_from = restored.path if restored else None
         log_path = folder / "workers.log"
         workers = PipelineWorkers(
@@ -271,12 +276,13 @@ class WorkerSupervisor:
             checkpoints=checkpoints,
             env_worker=self._spawn(config, "env", EnvWorker, (config, submission.origin), None, log_path),
             trainer=self._spawn(
-                config, "train", TrainWorker, (config, restore_from, submission.origin), train_device, log_path
+                config, "train", TrainWorker, (config, restore_from, submission.origin), train_devices[0], log_path
             ),
             rollout={
                 device: self._spawn_rollout_worker(submission, device, log_path)
                 for device in self._devices(placement.rollout_nodes)
             },
+            train_devices=train_devices,
             log_path=log_path,
             furthest_step=max(step, 0),
         )

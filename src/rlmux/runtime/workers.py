@@ -64,6 +64,33 @@ class RolloutChunkResult:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class HandOut:
+    """What a train worker makes of its weights while it still has its device: the last call of a step's training."""
+
+    weights: Path
+    """File for rollout workers."""
+    checkpoint: Path | None
+    """Folder of the checkpoint that is written beside what comes next; None: this step has none."""
+    num_kept: int
+    """Checkpoints that are left once this one is there."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainCallResult:
+    """The answer to a bounded call of a train worker."""
+
+    report: TrainReport
+    load_s: float
+    """Seconds of loading state."""
+    hand_out_s: float = 0.0
+    """Seconds of handing out the weights, after the report's own."""
+    weights_sha256: str | None = None
+    """Hash of the weights that were handed out; None where they were not."""
+    written: Sequence[Written] = ()
+    """Checkpoints that are there now and were not told of before."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StepBatch:
     """A scored step, as the env worker hands it over."""
 
@@ -206,9 +233,14 @@ class TrainWorker:
         self._engine.begin_step(batch)
 
     def run_stage(
-        self, stage: Stage, max_seconds: float, is_load_needed: bool, device_fraction: float = 1.0
-    ) -> tuple[TrainReport, float, list[Written]]:
-        """Returns (report, seconds of loading, checkpoints that are there now).
+        self,
+        stage: Stage,
+        max_seconds: float,
+        is_load_needed: bool,
+        device_fraction: float = 1.0,
+        hand_out: HandOut | None = None,
+    ) -> TrainCallResult:
+        """Continue a stage; with its end, hand out the weights if `hand_out` says where to.
 
         The device fraction holds until another comes. Raises what writing a checkpoint raised.
         """
@@ -217,20 +249,28 @@ class TrainWorker:
         if is_load_needed:
             self._engine.load()
         load_s = time.perf_counter() - start
-        return self._engine.run_stage(stage, max_seconds=max_seconds), load_s, self._checkpoints.written()
+        report = self._engine.run_stage(stage, max_seconds=max_seconds)
+        start, sha256 = time.perf_counter(), None
+        if report.is_done and hand_out is not None:
+            sha256 = self._hand_out(hand_out)
+        return TrainCallResult(
+            report=report,
+            load_s=load_s,
+            hand_out_s=time.perf_counter() - start,
+            weights_sha256=sha256,
+            written=self._checkpoints.written(),
+        )
 
-    def publish(self, path: Path) -> tuple[int, str]:
-        """Write the weights for rollout workers; returns (version, hash of the weights)."""
-        with _storing(path):
-            version = self._engine.export_weights(path)
-        return version, self._engine.weights_sha256()
+    def _hand_out(self, hand_out: HandOut) -> str:
+        """Write the weights for rollout workers, and begin to write a checkpoint beside what comes next.
 
-    def checkpoint(self, folder: Path, keep: int) -> None:
-        """Begin to write a checkpoint beside what comes next; the newest `keep` are left once it is there.
-
-        `run_stage` and `finish_checkpoint` tell when that is.
+        `run_stage` and `finish_checkpoint` tell when that is there. Returns the hash of the weights.
         """
-        self._checkpoints.begin(folder, partial(self._snapshot, keep))
+        with _storing(hand_out.weights):
+            self._engine.export_weights(hand_out.weights)
+        if hand_out.checkpoint is not None:
+            self._checkpoints.begin(hand_out.checkpoint, partial(self._snapshot, hand_out.num_kept))
+        return self._engine.weights_sha256()
 
     def finish_checkpoint(self) -> list[Written]:
         """Wait for the checkpoint that is being written. Returns those not told of before."""

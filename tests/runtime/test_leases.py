@@ -1,0 +1,102 @@
+"""Nothing touches a device without a lease of it: no engine is built, no batch handed over, no weights handed out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlmux.core.actions import Admit, RunStage
+from rlmux.core.errors import IllegalTransitionError
+from rlmux.core.model import AdmissionKind, DeviceId, GroupId, NodeId, OrderId, PipelineId, Placement, Stage
+from rlmux.runtime.local import local_backend
+from rlmux.runtime.worker_backend import WorkerBackend
+
+TOUCHING = {"build", "begin_step", "run_chunk", "run_stage", "publish", "checkpoint", "offload"}
+"""Calls that need the device; the other calls of device workers read files or wait for one."""
+
+
+@pytest.mark.parametrize("staleness", [0, 1])
+def test_in_a_real_run_no_worker_is_asked_to_touch_a_device_that_no_order_leases(
+    real: Any, tmp_path: Path, staleness: int
+) -> None:
+    """As the scheduler has it when the call is made: it is asked, not the backend."""
+    asked: list[tuple[str, str]] = []
+    without_lease: list[tuple[str, str]] = []
+    leased: dict[Any, Any] = {}
+
+    def make_backend(*given: Any, **options: Any) -> WorkerBackend:
+        backend = local_backend(*given, **options)
+        spawn = backend.workplace.spawn
+
+        def spawn_watched(name: str, *args: Any, device: DeviceId | None, **more: Any) -> Any:
+            worker = spawn(name, *args, device=device, **more)
+            call = worker.call
+
+            def watched(now_s: float, method: str, *rest: Any) -> None:
+                if device is not None:
+                    asked.append((name, method))
+                    if method in TOUCHING and not any(device in devices for devices in leased.values()):
+                        without_lease.append((name, method))
+                call(now_s, method, *rest)
+
+            worker.call = watched
+            return worker
+
+        backend.workplace.spawn = spawn_watched
+        execute, poll = backend.execute, backend.poll
+
+        def execute_and_note(action: Any) -> None:
+            if isinstance(action, RunStage):
+                leased[action.order] = action.devices
+            execute(action)
+
+        def poll_and_note(timeout_s: float) -> Any:
+            events, notes = poll(timeout_s)
+            for event in events:
+                if type(event).__name__ in ("StageFinished", "StagePaused"):
+                    del leased[event.order]
+            return events, notes
+
+        backend.execute, backend.poll = execute_and_note, poll_and_note
+        return backend
+
+    given = [real.submission(name, seed=seed, num_steps=3, staleness=staleness) for seed, name in enumerate("ab")]
+    run = real.run(tmp_path / "run", given, make_backend=make_backend)
+    assert run.status == {"a": "finished", "b": "finished"}
+    assert without_lease == []
+    assert {method for _, method in asked} >= {"build", "begin_step", "run_chunk", "run_stage"}
+
+
+@pytest.fixture
+def backend(real: Any, tmp_path: Path) -> WorkerBackend:
+    weights = tmp_path / "weights"
+    weights.mkdir()
+    backend = WorkerBackend(real.cluster(), tmp_path, real.Workplace(), weights)
+    backend.add_pipeline(real.submission("p"))
+    placement = Placement(group=GroupId(1), rollout_nodes=(NodeId("rollout", 0),), train_nodes=(NodeId("train", 0),))
+    backend.execute(Admit(pipeline=PipelineId("p"), placement=placement, kind=AdmissionKind.NEW))
+    return backend
+
+
+def run_stage(backend: WorkerBackend, stage: Stage, *devices: DeviceId) -> None:
+    backend.execute(
+        RunStage(order=OrderId(1), pipeline=PipelineId("p"), step=1, stage=stage, devices=devices, weight_version=0)
+    )
+
+
+def test_rewards_hand_nothing_to_the_trainer(backend: WorkerBackend) -> None:
+    run_stage(backend, Stage.REWARD)
+    workers = backend.workplace.workers
+    workers["p/env"].answer("finish_step", SimpleNamespace(payload=b""))
+    assert workers["p/train"].asked() == []
+    backend.poll(0.0)
+    run_stage(backend, Stage.UPDATE, DeviceId("train", 0, 0))
+    assert workers["p/train"].asked() == ["begin_step", "run_stage"]
+
+
+def test_a_call_that_computes_without_a_lease_stops_the_run(backend: WorkerBackend) -> None:
+    with pytest.raises(IllegalTransitionError, match=r"p/train was to build on train-0\.0, which no"):
+        run_stage(backend, Stage.SFT_WARMUP, DeviceId("rollout", 0, 0))
