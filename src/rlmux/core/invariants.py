@@ -8,11 +8,14 @@
 5. On-policy: a rollout that is open samples from a version that is published, within the staleness bound.
 6. A migration that was asked for belongs to a rollout that is pausing, and its target has a shard of the same step.
 7. Placement adds up (the ledger's own check), and it plans with what is believed of each pipeline now.
+8. The first pipeline in the queue for admission waits because its policy does not place it, and a start is reserved for
+   it if others are to make room for it.
 """
 
 from __future__ import annotations
 
 from rlmux.core.model import Phase, PipelineStatus
+from rlmux.core.placement_choice import Refusal
 from rlmux.core.scheduler import Scheduler
 from rlmux.core.state import PipelineRun, ReadyWork, RolloutShard, SchedulerState, TrainingStage, WorkState
 
@@ -32,6 +35,7 @@ def check(scheduler: Scheduler) -> None:
         if run.pipeline.id in scheduler.ledger:
             assert scheduler.ledger.pipeline(run.pipeline.id) == run.pipeline, f"{run.pipeline.id} is planned otherwise"
     scheduler.ledger.check()
+    _check_queue(scheduler)
 
 
 def _check_devices(scheduler: Scheduler) -> None:
@@ -111,3 +115,15 @@ def _check_run(state: SchedulerState, run: PipelineRun) -> None:
         assert lag <= pipeline.staleness, f"{pipeline.id} samples step {run.rollout_step} {lag} versions behind"
     assert run.trained_step <= run.generated_step <= run.rollout_step
     assert run.published_version <= run.trained_step or run.trained_step < 0
+
+
+def _check_queue(scheduler: Scheduler) -> None:
+    state = scheduler.state
+    reservation = state.reservation
+    if reservation is None:
+        return
+    assert reservation.pipeline in state.waiting, f"{reservation} is kept for a pipeline that does not wait"
+    run = state.waiting[reservation.pipeline]
+    assert run.promised_s <= reservation.start_s, f"{reservation} was told to start by {run.promised_s}"
+    choice = scheduler.policy.place(run.pipeline, scheduler.query.placement)
+    assert isinstance(choice, Refusal), f"{run.pipeline.id} waits, and its policy would place it: {choice}"

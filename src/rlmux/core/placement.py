@@ -285,6 +285,11 @@ class PlacementLedger:
         """The pipeline has really left the nodes that it was relocated from; returns those that this frees."""
         return self._let_go(self._vacating.pop(pipeline_id, ()))
 
+    def finish_relocations(self) -> None:
+        """Every pipeline has left the nodes that it was relocated from."""
+        for pipeline_id in list(self._vacating):
+            self.finish_relocation(pipeline_id)
+
     def copy(self) -> PlacementLedger:
         """A ledger of its own that begins the same and hands out the same nodes for the same changes."""
         twin = PlacementLedger(self.cluster)

@@ -44,6 +44,16 @@ class SchedulerQuery:
         """Why the pipeline waits, failed or was refused; empty otherwise."""
         return self._state.runs[pipeline].reason
 
+    @property
+    def first_in_queue(self) -> PipelineId | None:
+        """The waiting pipeline that a start is reserved for; None where there is none."""
+        reservation = self._state.reservation
+        return None if reservation is None else reservation.pipeline
+
+    def promised_s(self, pipeline: PipelineId) -> float:
+        """Earliest start that was ever reserved for the pipeline; infinite where none was, or its time is unknown."""
+        return self._state.runs[pipeline].promised_s
+
     def pipeline(self, pipeline: PipelineId) -> MemberView:
         """Where the pipeline is in its steps."""
         return MemberView(self._state.runs[pipeline])

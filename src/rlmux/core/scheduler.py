@@ -10,6 +10,7 @@
               ─▶ Leases        device fractions and residency
               ─▶ PlacementLedger   which pipeline is pinned to which nodes
               ─▶ Expectations  what its own steps say of a pipeline without an estimate
+              ─▶ AdmissionQueue    which waiting pipeline starts, and why another waits
 
 Two tiers. *Placement* pins a pipeline to nodes and thereby to a co-execution group. *Dispatch* decides, inside one
 group, which ready work starts on which free device. A policy answers both questions and touches nothing: every
@@ -25,7 +26,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rlmux.core.actions import Action, Admit, Park, Queue, Refuse, Release, Relocate, Switch
+from rlmux.core.actions import Action, Admit, Park, Release, Relocate, Switch
+from rlmux.core.admission_queue import AdmissionQueue
 from rlmux.core.events import (
     ChunkFinished,
     Event,
@@ -77,6 +79,7 @@ class Scheduler:
         self._orders = Orders(self._state, self._leases, self._journal)
         self._expectations = Expectations(self._state, self._ledger, self._journal)
         self._groups = Groups(cluster, self._state, self._ledger, self._leases)
+        self._queue = AdmissionQueue(self._state, self._ledger, policy, self._journal)
         self._steps = StepMachine(
             self._state, self._orders, self._journal, relocate=self._relocate, release=self._release
         )
@@ -127,13 +130,16 @@ class Scheduler:
         self._state.runs[pipeline.id] = run
         self._state.waiting[pipeline.id] = run
         self._try_to_place(run)
+        if self._queue.does_head_fit():
+            self._place_waiting()
         self._rebalance()
 
     def _on_cancelled(self, event: PipelineCancelled) -> None:
         run = self._run(event.pipeline)
         was_running = run.status is PipelineStatus.RUNNING
         self._steps.move_pipeline(run, PipelineInput.CANCELLED)
-        self._state.waiting.pop(event.pipeline, None)
+        if self._queue.leave(run):
+            self._place_waiting()
         if not was_running:
             return
         self._steps.withdraw(run)
@@ -148,7 +154,8 @@ class Scheduler:
         if run.status in (PipelineStatus.WAITING, PipelineStatus.RUNNING):
             run.reason = event.reason
         self._steps.move_pipeline(run, PipelineInput.FAILED)
-        self._state.waiting.pop(event.pipeline, None)
+        if self._queue.leave(run):
+            self._place_waiting()
         self._drain(run, self._orders.of(run))
 
     def _drain(self, run: PipelineRun, ended: list[Order]) -> None:
@@ -159,9 +166,12 @@ class Scheduler:
             self._release(run)
 
     def _try_to_place(self, run: PipelineRun) -> None:
-        choice = self.policy.place(run.pipeline, self._placement_view)
+        choice = self._queue.decide(run)
         if isinstance(choice, Refusal):
-            self._keep_waiting(run, choice)
+            if choice.is_final:
+                del self._state.waiting[run.pipeline.id]
+                self._steps.move_pipeline(run, PipelineInput.REFUSED)
+            self._queue.tell(run, choice)
             return
         placement = self._ledger.admit(run.pipeline, choice)
         del self._state.waiting[run.pipeline.id]
@@ -173,18 +183,8 @@ class Scheduler:
         self._steps.begin_after(run, run.restart_step)
         self._dispatch(self._state.groups[placement.group])
 
-    def _keep_waiting(self, run: PipelineRun, refusal: Refusal) -> None:
-        is_new_reason = refusal.reason != run.reason
-        run.reason = refusal.reason
-        if refusal.is_final:
-            del self._state.waiting[run.pipeline.id]
-            self._steps.move_pipeline(run, PipelineInput.REFUSED)
-            self._journal.act(Refuse(pipeline=run.pipeline.id, reason=refusal.reason))
-        elif is_new_reason:
-            self._journal.act(Queue(pipeline=run.pipeline.id, reason=refusal.reason))
-
     def _place_waiting(self) -> None:
-        for run in sorted(self._state.waiting.values(), key=lambda run: run.sequence):
+        for run in self._queue.runs():
             self._try_to_place(run)
 
     def _release(self, run: PipelineRun) -> None:
@@ -221,6 +221,8 @@ class Scheduler:
                 self._groups.refresh_cycle(self._state.group_of(run))
             elif not run.shards:
                 self._steps.open_rollout(run)
+        if relocations:
+            self._place_waiting()
         self._expectations.tell()
 
     def _relocate(self, run: PipelineRun) -> None:
@@ -235,6 +237,7 @@ class Scheduler:
         self._journal.act(Relocate(pipeline=run.pipeline.id, placement=placement))
         if old.members:
             self._dispatch(old)
+        self._place_waiting()
 
     def _unpin(self, run: PipelineRun) -> GroupState:
         self._steps.withdraw(run)

@@ -180,6 +180,17 @@ class DeviceState:
     """Memory of the device, in bytes."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reservation:
+    """The start that is kept for the first pipeline in the queue for admission."""
+
+    pipeline: PipelineId
+    start_s: float
+    """Time of the start, by the estimates; infinite where they do not say when room will be."""
+    awaits: tuple[PipelineId, ...]
+    """Pipelines that are to have ended by then, in the order of their estimated ends."""
+
+
 @dataclass(slots=True)
 class PipelineRun:
     """One pipeline: its status, its nodes, and where it is in its steps."""
@@ -226,6 +237,8 @@ class PipelineRun:
     """Time of the last admission."""
     is_reward_overdue: bool = False
     """Its group does not wait for its rewards any longer."""
+    promised_s: float = math.inf
+    """Earliest start that was ever reserved for it: from then on no later pipeline is admitted before it."""
     history: StepHistory = field(init=False)
     """Seconds of its last steps: estimates for the policies that plan ahead."""
     measured: MeasuredSteps = field(default_factory=MeasuredSteps)
@@ -281,6 +294,8 @@ class SchedulerState:
     """Every pipeline that was submitted, in that order."""
     waiting: dict[PipelineId, PipelineRun] = field(default_factory=dict)
     """The pipelines of status WAITING."""
+    reservation: Reservation | None = None
+    """Start kept for the first of the waiting pipelines that others make room for; None where there is none."""
     groups: dict[GroupId, GroupState] = field(default_factory=dict)
     """Every group that has a member."""
     devices: dict[DeviceId, DeviceState] = field(default_factory=dict)

@@ -1,0 +1,219 @@
+"""The queue for admission: the first pipeline in it has a reservation, and a later one starts only if that holds.
+
+    head          the waiting pipeline submitted first; one that waits for a lost node, not for others, is passed over
+    reservation   the earliest time at which the policy places the head, if pipelines leave at their estimated ends
+    overtaking    a later pipeline starts if, with it there, the policy still places the head at that time
+
+This is EASY back-filling (Lifka, "The ANL/IBM SP Scheduling System", JSSPP 1995; Mu'alem and Feitelson, IEEE TPDS
+12(6), 2001). What counts as room is the policy's own answer: it is asked on copies of the ledger from which pipelines
+have departed. An unknown end is never, so where the head waits for one of these nothing overtakes.
+
+Every wait is bounded: the earliest start that the head was ever told is kept, and once it has passed nothing overtakes.
+What runs then ends, and each pipeline before it in the queue takes its turn as the head.
+
+Only the head, its reservation and the reasons change here. The scheduler admits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+
+from rlmux.core.actions import Queue, Refuse
+from rlmux.core.group_load import Member
+from rlmux.core.journal import Journal
+from rlmux.core.model import Pipeline, PipelineId, PipelineStatus
+from rlmux.core.placement import PlacementLedger
+from rlmux.core.placement_choice import PlacementChoice, Refusal
+from rlmux.core.policy import Policy
+from rlmux.core.state import PipelineRun, Reservation, SchedulerState
+
+_TOLERANCE = 1e-9
+"""Relative: ends that are computed in two ways are the same time."""
+_MAX_NAMES = 3
+"""Pipelines named in a reason; the others are counted."""
+
+
+class AdmissionQueue:
+    """Says whether a waiting pipeline starts now, and where, or why it waits."""
+
+    def __init__(self, state: SchedulerState, ledger: PlacementLedger, policy: Policy, journal: Journal) -> None:
+        self._state = state
+        self._ledger = ledger
+        self._policy = policy
+        self._journal = journal
+        self._view = ledger.view()
+
+    def runs(self) -> Iterator[PipelineRun]:
+        """Every waiting pipeline, in the order of submission; again if one that was started made room for the head."""
+        waiting = self._state.waiting
+        while True:
+            self._state.reservation = None
+            for run in sorted(waiting.values(), key=lambda run: run.sequence):
+                if run.pipeline.id in waiting:
+                    yield run
+            if not self.does_head_fit():
+                return
+
+    def does_head_fit(self) -> bool:
+        """Whether the policy would place the head now."""
+        reservation = self._state.reservation
+        return reservation is not None and self._fits(self._state.runs[reservation.pipeline].pipeline, self._ledger)
+
+    def leave(self, run: PipelineRun) -> bool:
+        """A pipeline that may have waited is over. Returns whether others were held back for it."""
+        reservation = self._state.reservation
+        self._state.waiting.pop(run.pipeline.id, None)
+        return reservation is not None and reservation.pipeline == run.pipeline.id
+
+    def decide(self, run: PipelineRun) -> PlacementChoice | Refusal:
+        """The policy's answer, unless it would let the pipeline start before its turn."""
+        choice = self._policy.place(run.pipeline, self._view)
+        reservation = self._state.reservation
+        if isinstance(choice, PlacementChoice):
+            return (
+                choice
+                if reservation is None or self._may_overtake(reservation, run, choice)
+                else _held(run, reservation)
+            )
+        if choice.is_final:
+            return choice
+        if reservation is not None:
+            return replace(choice, reason=f"{choice.reason}; {reservation.pipeline} is before it in the queue")
+        reservation = self._state.reservation = self._reserve(run)
+        if reservation is None:
+            return choice
+        run.promised_s = min(run.promised_s, reservation.start_s)
+        return replace(choice, reason=f"{choice.reason}; it is first in the queue and starts {_when(reservation)}")
+
+    def tell(self, run: PipelineRun, refusal: Refusal) -> None:
+        """Say why the pipeline waits, or never starts, unless that was said before."""
+        is_new_reason = refusal.reason != run.reason
+        run.reason = refusal.reason
+        if refusal.is_final:
+            self._journal.act(Refuse(pipeline=run.pipeline.id, reason=refusal.reason))
+        elif is_new_reason:
+            self._journal.act(Queue(pipeline=run.pipeline.id, reason=refusal.reason))
+
+    # ------------------------------------------------------------------ reserving
+
+    def _reserve(self, run: PipelineRun) -> Reservation | None:
+        """When the policy places the pipeline, if others leave at their estimated ends; None if it never does."""
+        ledger = self._ledger.copy()
+        ledger.finish_relocations()
+        placed = [self._state.runs[member.pipeline.id] for group in ledger.groups() for member in group.members]
+        ends = sorted((self._end_s(other, ledger), other.sequence, other.pipeline.id) for other in placed)
+        leaving = [name for _, _, name in ends]
+        count = self._num_departures(run.pipeline, ledger, leaving)
+        if count is None:
+            return None
+        start_s = ends[count - 1][0] if count else self._state.now_s
+        return Reservation(pipeline=run.pipeline.id, start_s=start_s, awaits=tuple(leaving[:count]))
+
+    def _num_departures(self, pipeline: Pipeline, ledger: PlacementLedger, leaving: list[PipelineId]) -> int | None:
+        """How many of these must leave, in this order, until the policy places the pipeline; None: all are too few.
+
+        More departures are taken to leave more room, so the number is found by doubling and then by halving.
+        """
+        if self._fits(pipeline, ledger):
+            return 0
+        num_left, step = 0, 1
+        while True:
+            if num_left == len(leaving):
+                return None
+            later = ledger.copy()
+            num_more = min(step, len(leaving) - num_left)
+            _depart(later, leaving[num_left : num_left + num_more])
+            if self._fits(pipeline, later):
+                break
+            ledger, num_left, step = later, num_left + num_more, 2 * step
+        while num_more > 1:
+            half = num_more // 2
+            later = ledger.copy()
+            _depart(later, leaving[num_left : num_left + half])
+            if self._fits(pipeline, later):
+                num_more = half
+            else:
+                ledger, num_left, num_more = later, num_left + half, num_more - half
+        return num_left + num_more
+
+    def _fits(self, pipeline: Pipeline, ledger: PlacementLedger) -> bool:
+        return isinstance(self._policy.place(pipeline, ledger.view()), PlacementChoice)
+
+    # ------------------------------------------------------------------ overtaking
+
+    def _may_overtake(self, reservation: Reservation, run: PipelineRun, choice: PlacementChoice) -> bool:
+        """Whether the head can still start at its reserved time once this choice is carried out."""
+        head = self._state.runs[reservation.pipeline]
+        if reservation.start_s == math.inf or self._state.now_s >= head.promised_s:
+            return False
+        ledger = self._ledger.copy()
+        ledger.finish_relocations()
+        ledger.admit(run.pipeline, choice)
+        latest_s = reservation.start_s * (1.0 + _TOLERANCE)
+        candidates = [self._state.runs[name] for name in reservation.awaits if name in ledger]
+        ended = [other for other in (*candidates, run) if self._end_s(other, ledger) <= latest_s]
+        _depart(ledger, [other.pipeline.id for other in ended])
+        return self._fits(head.pipeline, ledger)
+
+    # ------------------------------------------------------------------ estimated ends
+
+    def _end_s(self, run: PipelineRun, ledger: PlacementLedger) -> float:
+        """When the pipeline, placed in this ledger, will have ended, by the estimates; infinite where it is unknown."""
+        now_s, pipeline = self._state.now_s, run.pipeline
+        if run.status not in (PipelineStatus.RUNNING, PipelineStatus.WAITING):
+            return now_s  # it is over and waits for its last orders
+        if pipeline.num_steps is None:
+            return math.inf
+        is_running = run.status is PipelineStatus.RUNNING
+        begun_s = max(run.admitted_s, run.history.step_began_s) if is_running else now_s
+        num_left = pipeline.num_steps - max(run.published_version if is_running else run.restart_step, 0)
+        return max(now_s, begun_s + num_left * self._step_s(pipeline.id, ledger))
+
+    def _step_s(self, pipeline: PipelineId, ledger: PlacementLedger) -> float:
+        """Seconds of a step beside the members of its group: the meta-iteration's, where all of it is estimated.
+
+        Otherwise the members are taken to work one after another, each as long as its last steps took.
+        """
+        member, group = ledger.member(pipeline), ledger.group_of(pipeline)
+        if all(other.pipeline.estimate is not None for other in group.members):
+            return max(group.period_s / member.steps_per_cycle, self._solo_s(member))
+        return sum(self._solo_s(other) for other in group.members)
+
+    def _solo_s(self, member: Member) -> float:
+        """Solo seconds of a step: as the last ones took, else as estimated; infinite where neither is known."""
+        estimates = self._state.runs[member.pipeline.id].history.estimates()
+        if estimates.curves:
+            return estimates.shard_s + sum(seconds for _, seconds in estimates.seconds_by_stage)
+        return member.phase_load.solo_s if member.pipeline.estimate is not None else math.inf
+
+
+def _depart(ledger: PlacementLedger, pipelines: list[PipelineId]) -> None:
+    for name in pipelines:
+        ledger.depart(name)
+
+
+def _held(run: PipelineRun, reservation: Reservation) -> Refusal:
+    """Why a pipeline that would fit does not start."""
+    later = (
+        "might start later"
+        if reservation.start_s == math.inf
+        else f"would start later than at {round(reservation.start_s, 1):g} s"
+    )
+    reason = f"pipeline {run.pipeline.id} would fit, but {reservation.pipeline} is before it in the queue and {later}"
+    return Refusal(reason=reason, is_final=False)
+
+
+def _when(reservation: Reservation) -> str:
+    """What the head waits for, in words."""
+    names: list[str] = list(reservation.awaits[-_MAX_NAMES:])
+    num_others = len(reservation.awaits) - len(names)
+    if not names:
+        return "when the relocations under way are done"
+    if num_others:
+        names = [f"{num_others} others", *names]
+    listed = ", ".join(names[:-1]) + " and " + names[-1] if len(names) > 1 else names[0]
+    verb = "has" if len(names) == 1 else "have"
+    expected = "" if reservation.start_s == math.inf else f", expected at {round(reservation.start_s, 1):g} s"
+    return f"when {listed} {verb} ended{expected}"
