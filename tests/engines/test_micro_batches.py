@@ -18,20 +18,25 @@ def sequence(num_tokens: int, *, weight: float = 1.0) -> TrainingSequence:
 
 @given(st.lists(st.integers(1, 60), min_size=1, max_size=20), st.integers(1, 6))
 def test_every_sampled_token_is_in_exactly_one_micro_batch(lengths: list[int], size: int) -> None:
-    batches = cut([sequence(n, weight=n) for n in lengths], size, pad_token=0)
+    batches = cut([sequence(n, weight=n) for n in lengths], size)
     assert sorted(float(w) for batch in batches for w in batch.weights) == sorted(
         float(n) for n in lengths for _ in range(n)
     )
-    assert all(len(batch.input_tokens) <= size for batch in batches)
+    assert all(sum(count for count, _ in batch.runs) <= size for batch in batches)
 
 
-def test_long_sequences_do_not_pad_the_short_ones() -> None:
-    lengths = [4] * 12 + [300] * 4
+def test_nothing_is_computed_for_padding_or_for_last_tokens() -> None:
+    lengths = [4] * 6 + [300] * 2 + [7]
     random.Random(0).shuffle(lengths)
-    widths = [batch.input_tokens.shape[1] for batch in cut([sequence(n) for n in lengths], 4, pad_token=0)]
-    assert widths == [8, 8, 8, 304]
+    batches = cut([sequence(n) for n in lengths], 8)
+    assert [batch.runs for batch in batches] == [[(6, 5), (1, 8), (1, 301)], [(1, 301)]]
+    for batch in batches:
+        expected = [place for count, length in batch.runs for _ in range(count) for place in range(length)]
+        assert batch.positions.tolist() == expected
+        assert len(batch.input_tokens) == len(expected)
+        assert batch.num_tokens == len(expected) + sum(count for count, _ in batch.runs)
 
 
 def test_sequences_of_one_length_keep_their_order() -> None:
-    batches = cut([sequence(3, weight=w) for w in (0.5, 0.25, 0.125)], 2, pad_token=0)
+    batches = cut([sequence(3, weight=w) for w in (0.5, 0.25, 0.125)], 2)
     assert [[float(w) for w in batch.weights[::3]] for batch in batches] == [[0.5, 0.25], [0.125]]

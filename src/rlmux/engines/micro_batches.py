@@ -1,25 +1,24 @@
 """Sequences cut into micro-batches, and the log-probabilities a model gives their sampled tokens.
 
-    input_tokens [B, L]   prompt + response + padding to a multiple of 8
-    sources      [R]      where in the flattened [B * L] each sampled token is predicted from
-    targets      [R]      the token itself           R = sampled tokens of the micro-batch
+    input_tokens [T]   prompt + response of one sequence after another, each without its last token; no padding
+    sources      [R]   where in [T] each sampled token is predicted from
+    targets      [R]   the token itself           R = sampled tokens of the micro-batch
 
-Rows are padded on the right and attention is causal, so no mask is needed: no token sees padding. Logits
-exist for the R sampled tokens only. Shapes depend on the sequences and `micro_batch_size` alone.
+A sequence's last token predicts nothing. Sequences of equal length stand side by side and attend as one batch
+(`packed_attention`). Shapes depend on the sequences and `micro_batch_size` alone.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from rlmux.rl.batch_metrics import count_trained
-
-_LENGTH_MULTIPLE = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,6 +53,10 @@ class MicroBatch:
     """
 
     input_tokens: Tensor
+    positions: Tensor
+    """Place [T] of each input token in its own sequence."""
+    runs: Sequence[tuple[int, int]]
+    """Sequences of equal length that follow each other, in the order of `input_tokens`: how many, and the length."""
     sources: Tensor
     targets: Tensor
     weights: Tensor
@@ -69,6 +72,8 @@ class MicroBatch:
             return self
         return MicroBatch(
             input_tokens=self.input_tokens.to(device),
+            positions=self.positions.to(device),
+            runs=self.runs,
             sources=self.sources.to(device),
             targets=self.targets.to(device),
             weights=self.weights.to(device),
@@ -79,11 +84,11 @@ class MicroBatch:
         )
 
 
-def cut(sequences: Sequence[TrainingSequence], micro_batch_size: int, pad_token: int) -> list[MicroBatch]:
-    """Micro-batches of sequences of like length, the shortest first, so that little of them is padding."""
+def cut(sequences: Sequence[TrainingSequence], micro_batch_size: int) -> list[MicroBatch]:
+    """Micro-batches of sequences of like length, the shortest first."""
     by_length = sorted(sequences, key=lambda sequence: sequence.num_tokens)
     return [
-        _micro_batch(by_length[start : start + micro_batch_size], pad_token)
+        _micro_batch(by_length[start : start + micro_batch_size])
         for start in range(0, len(by_length), micro_batch_size)
     ]
 
@@ -91,10 +96,13 @@ def cut(sequences: Sequence[TrainingSequence], micro_batch_size: int, pad_token:
 def token_logprobs(model: Any, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
     """Log-probability [R] of each target, and the whole distribution [R, vocab] it is from.
 
-    The distribution is log-softmax of logits / temperature, the one rollout samples from.
+    The distribution is log-softmax of logits / temperature, the one rollout samples from. The model attends within
+    runs (`packed_attention.pack_attention`).
     """
-    hidden = model.model(input_ids=batch.input_tokens, use_cache=False).last_hidden_state
-    chosen = hidden.flatten(0, 1).index_select(0, batch.sources)
+    hidden = model.model(
+        input_ids=batch.input_tokens[None], position_ids=batch.positions[None], runs=batch.runs, use_cache=False
+    ).last_hidden_state
+    chosen = hidden[0].index_select(0, batch.sources)
     logits = model.lm_head(chosen)
     if temperature != 1.0:
         logits = logits / temperature
@@ -102,20 +110,20 @@ def token_logprobs(model: Any, batch: MicroBatch, temperature: float) -> tuple[T
     return distribution.gather(1, batch.targets.unsqueeze(1)).squeeze(1), distribution
 
 
-def _micro_batch(sequences: Sequence[TrainingSequence], pad_token: int) -> MicroBatch:
-    longest = max(sequence.num_tokens for sequence in sequences)
-    width = -(-longest // _LENGTH_MULTIPLE) * _LENGTH_MULTIPLE
-    rows: list[list[int]] = []
+def _micro_batch(sequences: Sequence[TrainingSequence]) -> MicroBatch:
+    """Of sequences that are sorted by length."""
+    input_tokens: list[int] = []
+    positions: list[int] = []
     sources: list[int] = []
     targets: list[int] = []
     weights: list[float] = []
     advantages: list[float] = []
     logprobs: list[float] = []
     is_stale: list[bool] = []
-    for row, sequence in enumerate(sequences):
-        tokens = [*sequence.prompt_tokens, *sequence.tokens]
-        rows.append(tokens + [pad_token] * (width - len(tokens)))
-        before = row * width + len(sequence.prompt_tokens) - 1
+    for sequence in sequences:
+        before = len(input_tokens) + len(sequence.prompt_tokens) - 1
+        input_tokens += [*sequence.prompt_tokens, *sequence.tokens][:-1]
+        positions += range(sequence.num_tokens - 1)
         sampled = [place for place, has_loss in enumerate(sequence.is_sampled) if has_loss]
         sources += [before + place for place in sampled]
         targets += [sequence.tokens[place] for place in sampled]
@@ -123,8 +131,11 @@ def _micro_batch(sequences: Sequence[TrainingSequence], pad_token: int) -> Micro
         advantages += [sequence.advantage] * len(sampled)
         logprobs += [sequence.logprobs[place] if sequence.logprobs else 0.0 for place in sampled]
         is_stale += [bool(sequence.is_stale) and sequence.is_stale[place] for place in sampled]
+    lengths = [sequence.num_tokens - 1 for sequence in sequences]
     return MicroBatch(
-        input_tokens=torch.tensor(rows),
+        input_tokens=torch.tensor(input_tokens),
+        positions=torch.tensor(positions),
+        runs=[(len(list(run)), length) for length, run in groupby(lengths)],
         sources=torch.tensor(sources),
         targets=torch.tensor(targets),
         weights=torch.tensor(weights),

@@ -32,7 +32,7 @@ from rlmux.rl.types import TrainingBatch, Trajectory
 class RlStep:
     """The batch under way and what its stages found."""
 
-    def __init__(self, batch: TrainingBatch, config: TrainingConfig, state: TrainState, pad_token: int) -> None:
+    def __init__(self, batch: TrainingBatch, config: TrainingConfig, state: TrainState) -> None:
         """Raises PipelineError for a token that breaks the staleness bound."""
         self.number = batch.step
         self.is_trained = False
@@ -46,7 +46,7 @@ class RlStep:
         algorithm = config.algorithm
         size = len(sequences) // algorithm.num_minibatches
         parts = [sequences[start : start + size] for start in range(0, len(sequences), size)]
-        self._minibatches = [cut(part, algorithm.micro_batch_size, pad_token) for part in parts]
+        self._minibatches = [cut(part, algorithm.micro_batch_size) for part in parts]
         self._micro_batches = [each for minibatch in self._minibatches for each in minibatch]
         self._reference_logprobs: list[Tensor] = []
         """Log-probs [R] under the reference, one tensor for each micro-batch."""

@@ -91,7 +91,7 @@ class SftWarmup:
             )
             for each in demonstrations
         ]
-        return cut(sequences, config.algorithm.micro_batch_size, self._vocabulary.pad_token)
+        return cut(sequences, config.algorithm.micro_batch_size)
 
     def _learning_rate(self) -> float:
         """Rises over the first tenth, then falls along half a cosine to a tenth: the next phase starts small."""

@@ -30,6 +30,7 @@ from rlmux.core.errors import CheckpointError, IllegalTransitionError, PipelineE
 from rlmux.core.model import Stage
 from rlmux.engines.checkpoint import read_checkpoint
 from rlmux.engines.model_io import build_model
+from rlmux.engines.packed_attention import pack_attention
 from rlmux.engines.rl_step import RlStep
 from rlmux.engines.sft_warmup import SftWarmup
 from rlmux.engines.snapshot import TrainSnapshot
@@ -73,9 +74,10 @@ class TorchTrainEngine:
         self._origin = origin
         self._marks = {} if origin is None else origin.fields()
         self._vocabulary = load_vocabulary(config.model) if vocabulary is None else vocabulary
-        model: nn.Module = build_model(config.model, self._vocabulary.vocab_size, config.seed)
+        model = build_model(config.model, self._vocabulary.vocab_size, config.seed)
+        pack_attention(model)
         self._model_config: Any = model.config
-        self._state = TrainState(model.to(torch.device(device)), config)
+        self._state = TrainState(nn.Module.to(model, torch.device(device)), config)
         self._sft_warmup = SftWarmup(config, self._vocabulary, self._state)
         self._step: RlStep | None = None
         self._version = 0
@@ -108,7 +110,7 @@ class TorchTrainEngine:
                 f"pipeline {config.name}: step {batch.step} came with {len(batch.trajectories)} "
                 f"trajectories and {len(batch.advantages)} advantages instead of {expected}"
             )
-        self._step = RlStep(batch, config, self._state, self._vocabulary.pad_token)
+        self._step = RlStep(batch, config, self._state)
         self._state.drop_gradients()
 
     def run_stage(self, stage: Stage, *, max_seconds: float) -> TrainReport:

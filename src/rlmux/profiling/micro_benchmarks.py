@@ -33,6 +33,7 @@ from rlmux.engines.device_fraction import fraction_setter
 from rlmux.engines.flat_parameters import FlatParameters
 from rlmux.engines.micro_batches import TrainingSequence, cut, token_logprobs
 from rlmux.engines.model_io import build_model
+from rlmux.engines.packed_attention import pack_attention
 from rlmux.engines.rollout import SlotRolloutEngine
 from rlmux.rl.config import ModelConfig, RolloutConfig
 from rlmux.rl.types import TrajectoryId, TrajectoryRequest
@@ -163,8 +164,9 @@ def _request(step: int, number: int, prompt_tokens: int, new_tokens: int, vocab_
 
 def _training(sizes: BenchmarkSizes, device: str, *, is_update: bool) -> Callable[[], None]:
     """What `TorchTrainEngine` does with a micro-batch, one micro-batch to the step."""
-    model: nn.Module = build_model(sizes.model, sizes.vocab_size, _SEED)
-    model = model.to(device)
+    model = build_model(sizes.model, sizes.vocab_size, _SEED)
+    pack_attention(model)
+    nn.Module.to(model, device)
     flat = FlatParameters(model)
     optimizer = AdamW(flat.weights, betas=(0.9, 0.99), weight_decay=0.0)
     half = sizes.train_tokens // 2
@@ -177,7 +179,7 @@ def _training(sizes: BenchmarkSizes, device: str, *, is_update: bool) -> Callabl
         )
         for row in range(sizes.micro_batch_size)
     ]
-    batch = cut(sequences, sizes.micro_batch_size, 0)[0].to(torch.device(device))
+    batch = cut(sequences, sizes.micro_batch_size)[0].to(torch.device(device))
 
     def forward() -> None:
         with torch.no_grad():
