@@ -12,10 +12,12 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from types import TracebackType
 from typing import TYPE_CHECKING
 
+from rlmux.cli.output import check_is_read
 from rlmux.config import Spec
 from rlmux.core.actions import Action, ExpectSteps, MigrateShard, RunStage
 from rlmux.core.events import (
@@ -28,7 +30,8 @@ from rlmux.core.events import (
     StagePaused,
     WorkerLost,
 )
-from rlmux.core.model import DeviceId, OrderId, PipelineId
+from rlmux.core.model import DeviceId, OrderId, Pipeline, PipelineId, Stage
+from rlmux.rl.config import TrainingConfig
 from rlmux.runtime.backend import Note
 
 if TYPE_CHECKING:
@@ -42,6 +45,11 @@ _REDRAWS_PER_S = 4
 @dataclass(slots=True)
 class _PipelineRow:
     num_steps: int
+    num_updates: int = 0
+    """Updates of the SFT warm-up, 0 where they are not known."""
+    micro_batches_per_update: int = 1
+    num_left: int | None = None
+    """Micro-batches of the SFT warm-up that are left; None before the first report."""
     step: int = 0
     reward_first: float | None = None
     reward: float | None = None
@@ -55,9 +63,11 @@ class _PipelineRow:
 class Live:
     """A context manager around a run, and its listener."""
 
-    def __init__(self, spec: Spec, *, is_quiet: bool) -> None:
+    def __init__(self, spec: Spec, *, is_quiet: bool, is_resuming: bool = False) -> None:
+        """`is_resuming`: the step from which each pipeline goes on is told."""
         self._is_quiet = is_quiet
-        self._rows = {given.pipeline.id: _PipelineRow(num_steps=given.config.num_steps) for given in spec.pipelines}
+        self._is_resuming = is_resuming
+        self._rows = {given.pipeline.id: _row(given.config) for given in spec.pipelines}
         self._holder_by_device: dict[str, str] = {
             f"{pool.name}-{node}.{device}": ""
             for pool in spec.cluster.pools.values()
@@ -89,9 +99,12 @@ class Live:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._display is not None:
-            self._display.stop()
+            with suppress(OSError):  # its terminal was closed
+                self._display.stop()
 
     def update(self, now_s: float, events: Sequence[Event], actions: Sequence[Action], notes: Sequence[Note]) -> None:
+        """Raises BrokenPipeError where nothing reads what this process prints."""
+        check_is_read()
         self._now_s, self._told_s = now_s, time.monotonic()
         for event in events:
             self._take_event(event)
@@ -108,7 +121,7 @@ class Live:
     def _take_event(self, event: Event) -> None:
         match event:
             case PipelineSubmitted():
-                self._rows.setdefault(event.pipeline.id, _PipelineRow(num_steps=event.pipeline.num_steps or 0))
+                self._take_submission(event.pipeline)
             case StageFinished() | StagePaused():
                 self._end(event.order)
             case WorkerLost():
@@ -122,7 +135,10 @@ class Live:
                 self._say(f"{event.pipeline}: failed: {event.reason}")
             case ChunkFinished():
                 action = self._orders.get(event.order)
-                if action is not None:
+                if action is not None and action.stage is Stage.SFT_WARMUP:
+                    self._rows[action.pipeline].num_left = event.num_active
+                    self._tell_of_warmup(action.pipeline)
+                elif action is not None:
                     row = self._rows[action.pipeline]
                     row.doing = (
                         f"{_words(action)}, {event.num_active + event.num_waiting + event.num_waiting_for_env} open"
@@ -136,9 +152,31 @@ class Live:
             self._say(f"{action.pipeline}: its SLO can be kept from now on")
         row.slo_reason = action.reason
 
+    def _take_submission(self, pipeline: Pipeline) -> None:
+        row = self._rows.setdefault(pipeline.id, _PipelineRow(num_steps=pipeline.num_steps or 0))
+        row.step = pipeline.first_step - 1
+        if self._is_resuming:
+            begins = "goes on" if row.step else "begins"
+            self._say(f"{pipeline.id}: {begins} at step {pipeline.first_step} of {row.num_steps}")
+
+    def _tell_of_warmup(self, pipeline: PipelineId) -> None:
+        row = self._rows[pipeline]
+        row.doing = "SFT warm-up"
+        if row.num_updates:
+            num_left = -(-(row.num_left or 0) // row.micro_batches_per_update)
+            num_done = 0 if row.num_left is None else row.num_updates - num_left
+            row.doing = f"SFT warm-up, update {num_done} of {row.num_updates}"
+        elif row.num_left is not None:  # it was submitted while the run went on
+            row.doing = f"SFT warm-up, {row.num_left} micro-batches left"
+        if self._display is None and self._now_s - row.last_line_s >= _LINE_EVERY_S:
+            row.last_line_s = self._now_s
+            self._say(f"{self._now_s:7.1f} s  {pipeline}: {row.doing}")
+
     def _begin(self, action: RunStage) -> None:
         self._orders[action.order] = action
         self._rows[action.pipeline].doing = _words(action)
+        if action.stage is Stage.SFT_WARMUP:
+            self._tell_of_warmup(action.pipeline)
         for device in action.devices:
             self._holder_by_device[str(device)] = f"{action.pipeline}: {_words(action)}"
 
@@ -159,6 +197,8 @@ class Live:
         pipeline: PipelineId | None = note.fields.get("pipeline")
         if note.type == "step" and pipeline is not None:
             self._take_step(pipeline, note)
+        elif note.type == "neighbour":
+            self._say(f"rlmux: {note.fields['reason']}")
         elif note.type in ("warning", "loss"):
             self._say(f"{pipeline}: {note.fields.get('reason')}")
 
@@ -203,6 +243,14 @@ class Live:
         both.add_row(pipelines)
         both.add_row(devices)
         return both
+
+
+def _row(config: TrainingConfig) -> _PipelineRow:
+    return _PipelineRow(
+        num_steps=config.num_steps,
+        num_updates=config.sft_warmup.num_updates,
+        micro_batches_per_update=-(-config.sft_warmup.batch_size // config.algorithm.micro_batch_size),
+    )
 
 
 def _words(action: RunStage) -> str:

@@ -6,13 +6,14 @@ words ──▶ commands.app ──▶ a command ──▶ its exit code
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import NoReturn
 
 import typer
 
+from rlmux.cli import output
 from rlmux.cli.exit_codes import FAILED, INTERRUPTED, MISTAKE
 from rlmux.core.errors import RlmuxError, UserError
 
@@ -31,7 +32,6 @@ def run_command_line(words: Sequence[str] | None = None) -> int:
 
     try:
         code = app(args=words, prog_name="rlmux", standalone_mode=False)
-        sys.stdout.flush()
     except _UsageError as error:
         return _say(_usage_line(error), MISTAKE)
     except UserError as error:
@@ -40,11 +40,22 @@ def run_command_line(words: Sequence[str] | None = None) -> int:
         return _say(str(error), FAILED)
     except (KeyboardInterrupt, typer.Abort):
         return INTERRUPTED
-    except BrokenPipeError:
-        # The reader has gone (`| head`): the interpreter's own last flush must not fail.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader has gone (`| head`)
+        output.abandon(sys.stdout, sys.stderr)
         return FAILED
-    return code if isinstance(code, int) else 0
+    return _flushed(code if isinstance(code, int) else 0)
+
+
+def _flushed(code: int) -> int:
+    """The exit code, once all is printed: not 0 where the reader has gone."""
+    if sys.stdout is None:  # closed before the start
+        return code
+    try:
+        sys.stdout.flush()
+    except OSError:
+        output.abandon(sys.stdout)
+        return code or FAILED
+    return code
 
 
 def _usage_line(error: Exception) -> str:
@@ -55,5 +66,6 @@ def _usage_line(error: Exception) -> str:
 
 
 def _say(text: str, code: int) -> int:
-    print("rlmux: " + " ".join(text.split()), file=sys.stderr)
+    with suppress(OSError):  # the reader may have gone
+        print("rlmux: " + " ".join(text.split()), file=sys.stderr, flush=True)
     return code

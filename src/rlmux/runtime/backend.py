@@ -26,7 +26,7 @@ class Note:
     """A record for people and reports; no decision depends on it."""
 
     type: str
-    """One of `step`, `rollout`, `checkpoint`, `worker`, `loss`, `failure`, `spill`, `warning`."""
+    """One of `step`, `rollout`, `checkpoint`, `worker`, `loss`, `failure`, `spill`, `warning`, `neighbour`."""
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 

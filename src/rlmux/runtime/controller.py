@@ -26,7 +26,10 @@ _POLL_S = 0.25
 
 
 class Listener(Protocol):
-    """A part that watches a run, such as a live display or a metrics writer."""
+    """A part that watches a run, such as a live display or a metrics writer.
+
+    A display raises BrokenPipeError where nothing reads it any more.
+    """
 
     def update(
         self, now_s: float, events: Sequence[Event], actions: Sequence[Action], notes: Sequence[Note]

@@ -13,10 +13,12 @@ import contextlib
 import fcntl
 import hashlib
 import importlib.metadata
+import json
 import os
 import selectors
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,11 +26,12 @@ from rlmux.core.errors import UserError
 from rlmux.core.model import Cluster, DeviceId, NodeId
 from rlmux.runtime.processes import WorkerProcess, warm_up
 from rlmux.runtime.worker_backend import WorkerBackend
-from rlmux.runtime.workplace import Worker, WorkerOptions
+from rlmux.runtime.workplace import Neighbour, Worker, WorkerOptions
 
 _DRIVER = Path("/dev/nvidiactl")
 _GPUS = Path("/proc/driver/nvidia/gpus")
 _PREFIX = "rlmux-"
+_SIGNATURE = "run.json"
 
 
 def local_backend(
@@ -37,8 +40,14 @@ def local_backend(
     """The backend of a run on this machine. Raises UserError for a cluster that this machine cannot be."""
     memory = SharedMemoryFolder(folder)
     gpus = assign_gpus(cluster, visible_gpus())
-    workplace = LocalProcesses({} if gpus else assign_cores(cluster), memory, gpu_by_device=gpus)
-    return WorkerBackend(cluster, folder, workplace, memory.path, options=options, start_s=start_s)
+    cores = {} if gpus else assign_cores(cluster)
+    used = {f"GPU {gpu}" for gpu in gpus.values()} | {f"core {core}" for each in cores.values() for core in each}
+    neighbours = memory.neighbours_on(used)
+    memory.sign(folder, used)
+    workplace = LocalProcesses(cores, memory, gpu_by_device=gpus)
+    return WorkerBackend(
+        cluster, folder, workplace, memory.path, options=options, start_s=start_s, neighbours=neighbours
+    )
 
 
 class LocalProcesses:
@@ -157,6 +166,25 @@ class SharedMemoryFolder:
         self.lock: int | None = _make_and_hold(self.path)
         """Descriptor that holds the folder's lock; None once it is closed."""
 
+    def sign(self, run_folder: Path, devices: Collection[str]) -> None:
+        """Say which run this is, and what it computes on."""
+        fields = {"pid": os.getpid(), "folder": str(run_folder.absolute()), "devices": sorted(devices)}
+        aside = self.path / f"{_SIGNATURE}.tmp"
+        aside.write_text(json.dumps(fields), encoding="utf-8")
+        aside.chmod(0o600)
+        aside.replace(self.path / _SIGNATURE)
+
+    def neighbours_on(self, devices: Collection[str]) -> list[Neighbour]:
+        """Other runs of this user that compute on some of these devices now."""
+        found = []
+        for folder in sorted(self.path.parent.glob(f"{_PREFIX}{os.getuid()}-*")):
+            if folder != self.path and _is_held(folder):
+                neighbour = _read_signature(folder)
+                shared = [] if neighbour is None else [one for one in neighbour.devices if one in devices]
+                if neighbour is not None and shared:
+                    found.append(replace(neighbour, devices=tuple(shared)))
+        return found
+
     @staticmethod
     def path_of(run_folder: Path) -> Path:
         """The folder of a run."""
@@ -202,6 +230,28 @@ def _hold(folder: Path) -> int | None:
         return lock
     os.close(lock)
     return None
+
+
+def _read_signature(folder: Path) -> Neighbour | None:
+    """None for a run that has not signed yet, or that has ended meanwhile."""
+    try:
+        fields = json.loads((folder / _SIGNATURE).read_text(encoding="utf-8"))
+        return Neighbour(pid=fields["pid"], folder=fields["folder"], devices=tuple(fields["devices"]))
+    except (OSError, ValueError, KeyError):
+        return None
+
+
+def _is_held(folder: Path) -> bool:
+    """A living run has the folder's lock."""
+    with contextlib.suppress(OSError):
+        lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(lock)
+    return False
 
 
 def remove_if_unheld(folder: Path) -> None:

@@ -9,6 +9,7 @@ A resumed pipeline goes on from its newest checkpoint. Without a backend there i
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import shutil
 import signal
@@ -41,6 +42,9 @@ from rlmux.runtime.worker_backend import WorkerBackend
 from rlmux.runtime.workplace import WorkerOptions
 
 LOCAL = "local"
+_STOPPING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+_CLOSED = (errno.EPIPE, errno.EIO)
+"""Errors of writing where nothing reads any more: a pipe whose reader has ended, a terminal that was closed."""
 
 
 class MakeBackend(Protocol):
@@ -189,7 +193,8 @@ def _drive(
         server = ControlServer(folder)
         parse = _checked(parse, cluster, run_id)
         run_api = RunApi(server, scheduler, parse, over=endings.by_pipeline, is_kept_open=is_kept_open)
-    controller = Controller(scheduler, backend, log, [watch, metrics, endings, *listeners], run_api)
+    displays = [_UntilClosed(listener, lambda: controller.stop()) for listener in listeners]
+    controller = Controller(scheduler, backend, log, [watch, metrics, endings, *displays], run_api)
     try:
         with _private_files(), _stop_on_interrupt(controller.stop):
             is_complete = controller.run(submissions)
@@ -268,16 +273,39 @@ class _Endings:
                 self._log.note("pipeline_end", now_s, **fields)
 
 
+class _UntilClosed:
+    """Passes a run's news to a display. Where nothing reads the display any more, the run ends as by Ctrl-C."""
+
+    def __init__(self, listener: Listener, stop: Callable[[], None]) -> None:
+        self._listener: Listener | None = listener
+        self._stop = stop
+
+    def update(self, now_s: float, events: Sequence[Event], actions: Sequence[Action], notes: Sequence[Note]) -> None:
+        if self._listener is None:
+            return
+        try:
+            self._listener.update(now_s, events, actions, notes)
+        except OSError as error:
+            if error.errno not in _CLOSED:
+                raise
+            self._listener = None
+            self._stop()
+
+
 @contextlib.contextmanager
 def _stop_on_interrupt(stop: Callable[[], None]) -> Iterator[None]:
-    """Ctrl-C and SIGTERM end the run at the next safe point; a second Ctrl-C ends it at once."""
+    """Ctrl-C, SIGTERM and SIGHUP end the run at the next safe point; a second Ctrl-C ends it at once.
+
+    A signal that is ignored, as SIGHUP is under `nohup`, stays ignored.
+    """
+    numbers = [each for each in _STOPPING if signal.getsignal(each) is not signal.SIG_IGN]
 
     def on_signal(number: int, _: object) -> None:
         stop()
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
     try:
-        previous = {number: signal.signal(number, on_signal) for number in (signal.SIGINT, signal.SIGTERM)}
+        previous = {number: signal.signal(number, on_signal) for number in numbers}
     except ValueError:  # not the main thread: its caller stops the run otherwise
         yield
         return

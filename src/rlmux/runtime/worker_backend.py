@@ -49,7 +49,7 @@ from rlmux.runtime.resident_states import ResidentStates
 from rlmux.runtime.rollout_driver import RolloutDriver
 from rlmux.runtime.train_driver import Carrying, TrainDriver
 from rlmux.runtime.worker_supervisor import WorkerSupervisor
-from rlmux.runtime.workplace import Worker, WorkerOptions, Workplace
+from rlmux.runtime.workplace import Neighbour, Worker, WorkerOptions, Workplace
 
 _TOUCHING_CALLS = frozenset({"build", "begin_step", "run_chunk", "run_stage", "offload"})
 """Calls of device workers that compute, or that move a state to or from the device. The others touch none: they read
@@ -76,11 +76,15 @@ class WorkerBackend:
         options: WorkerOptions | None = None,
         start_s: float = 0.0,
         clock: Callable[[], float] = time.monotonic,
+        neighbours: Sequence[Neighbour] = (),
     ) -> None:
+        """`neighbours`: other runs on the same devices, to be told of."""
         self.workplace = workplace
         self._weights_folder = weights_folder
         self._options = options or WorkerOptions()
         self._outbox = Outbox(start_s, clock)
+        for each in neighbours:
+            self._outbox.note("neighbour", pid=each.pid, folder=each.folder, reason=str(each))
         self._calls = CallLoop(workplace, self._outbox.now_s, check=self._check_lease)
         self._orders = RunningOrders()
         self._drivers: dict[PipelineId, _Drivers] = {}

@@ -70,6 +70,22 @@ class Workplace(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Neighbour:
+    """Another run that computes on devices of this one."""
+
+    pid: int
+    folder: str
+    devices: Sequence[str]
+    """Devices that both compute on, such as `core 0`."""
+
+    def __str__(self) -> str:
+        return (
+            f"{', '.join(self.devices)}: pid {self.pid} computes there too ({self.folder}): "
+            "both runs take longer, with the same results"
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class WorkerOptions:
     """How workers are run; none of it can change a result."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -96,6 +97,9 @@ def compare(
     from rlmux.runtime import comparison, launch
 
     def start(one: Spec, into: Path) -> RunResult:
+        if not json:
+            place = f"{names.index(one.policy) + 1} of {len(names)}"
+            typer.echo(f"rlmux: policy {one.policy} ({place})", err=True)
         chosen, estimate_switch = inputs.policy_and_switches(one.policy, profile)
         with Live(one, is_quiet=json) as live:
             return launch.start_run(
@@ -137,7 +141,7 @@ def resume(
 
     spec = launch.spec_of(folder)
     chosen, estimate_switch = inputs.policy_and_switches(spec.policy, profile)
-    with Live(spec, is_quiet=json) as live:
+    with Live(spec, is_quiet=json, is_resuming=True) as live:
         result = launch.resume_run(
             spec,
             folder,
@@ -184,11 +188,15 @@ def chaos(
 
 def _end(result: RunResult, as_json: bool) -> None:
     """Show a run that ended or was stopped, and exit accordingly."""
-    from rlmux.cli import tables
+    from rlmux.cli import output, tables
     from rlmux.cli.exit_codes import INTERRUPTED
 
-    tables.show_run(result.summary, result.folder, as_json=as_json)
-    if not result.is_complete:
+    if result.is_complete:
+        tables.show_run(result.summary, result.folder, as_json=as_json)
+        raise typer.Exit(tables.exit_code(result.summary))
+    try:
+        tables.show_run(result.summary, result.folder, as_json=as_json)
         typer.echo(f"rlmux: stopped; resume with: rlmux resume {result.folder}", err=True)
-        raise typer.Exit(INTERRUPTED)
-    raise typer.Exit(tables.exit_code(result.summary))
+    except OSError:  # what closed the output may have stopped the run, too
+        output.abandon(sys.stdout, sys.stderr)
+    raise typer.Exit(INTERRUPTED)
