@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from rlmux.core.cycles import PhaseLoad, cycle_order, cycle_s, fits_period, load_s, meta_iteration_s
+from rlmux.core.cycles import PhaseLoad, cycle_order, cycle_s, fits_period, is_formula_exact, load_s, meta_iteration_s
 
 
 def load(rollout_s, train_s, *nodes):
@@ -18,13 +20,17 @@ def simulated_period_s(loads, num_rounds=240):
     node_s, trained_s, train_s, ends = {}, [0.0] * len(loads), 0.0, []
     for _ in range(num_rounds):
         for j, one in enumerate(loads):
-            start = max([trained_s[j], *(node_s.get(node, 0.0) for node in one.rollout_nodes)])
+            start = max([trained_s[j] + one.sync_s, *(node_s.get(node, 0.0) for node in one.rollout_nodes)])
             end = start + one.rollout_s
             node_s.update(dict.fromkeys(one.rollout_nodes, end))
             train_s = trained_s[j] = max(train_s, end) + one.train_s
         ends.append(train_s)
     half = num_rounds // 2  # an even number of phases_started of every small period
     return (ends[-1] - ends[half - 1]) / (num_rounds - half)
+
+
+def with_syncs(loads, syncs):
+    return [replace(one, sync_s=sync_s) for one, sync_s in zip(loads, syncs, strict=False)]
 
 
 seconds = st.integers(0, 20).map(float)
@@ -60,6 +66,37 @@ def test_equal_spanning_sets_behave_as_one_node():
     assert meta_iteration_s(loads) == max(cycle_s(loads), load_s(loads))
 
 
+# syncs: after its training a member's next rollout begins so much later, and no node is held
+
+
+@given(st.lists(on_one_node, min_size=1, max_size=6), st.lists(seconds, min_size=6, max_size=6))
+@settings(max_examples=300, deadline=None)
+def test_what_is_promised_with_syncs_is_kept_and_at_most_a_sync_too_long(loads, syncs):
+    synced = with_syncs(loads, syncs)
+    promised, played = meta_iteration_s(synced), simulated_period_s(synced)
+    assert played <= promised + 1e-9
+    assert promised <= played + max(one.sync_s for one in synced)
+    assert fits_period(synced, promised)
+    assert promised == 0 or not fits_period(synced, promised * (1 - 1e-4))
+
+
+@given(st.lists(on_some_nodes, min_size=2, max_size=5), st.lists(seconds, min_size=5, max_size=5))
+@settings(max_examples=200, deadline=None)
+def test_spanning_rollouts_with_syncs_take_as_long_as_simulated(loads, syncs):
+    synced = with_syncs(loads, syncs)
+    assume(not is_formula_exact(synced))
+    period_s = meta_iteration_s(synced)
+    assert period_s == pytest.approx(simulated_period_s(synced), abs=1e-9)
+    assert fits_period(synced, period_s * (1 + 1e-7))
+    assert not fits_period(synced, period_s * (1 - 1e-4))
+
+
+def test_a_sync_hides_behind_the_others_work():
+    loads = [replace(load(10, 10, "A"), sync_s=5.0), load(10, 20, "A")]
+    assert meta_iteration_s(loads) == 30.0
+    assert meta_iteration_s(loads[:1]) == 25.0
+
+
 def test_an_empty_group_takes_no_time():
     assert meta_iteration_s([]) == 0.0
 
@@ -72,7 +109,8 @@ def simulated_meta_iteration_s(loads, num_rounds=240):
     for _ in range(num_rounds):
         for j in cycle_order([one.steps_per_cycle for one in loads]):
             one = loads[j]
-            end = max([trained_s.get(j, 0.0), *(node_s.get(node, 0.0) for node in one.rollout_nodes)]) + one.rollout_s
+            begin = max([trained_s.get(j, 0.0) + one.sync_s, *(node_s.get(node, 0.0) for node in one.rollout_nodes)])
+            end = begin + one.rollout_s
             node_s.update(dict.fromkeys(one.rollout_nodes, end))
             train_s = trained_s[j] = max(train_s, end) + one.train_s
         ends.append(train_s)

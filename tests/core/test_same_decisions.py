@@ -43,6 +43,11 @@ def renamed(row: dict[str, Any]) -> dict[str, Any]:
     new["type"] = NEW_TYPES.get(row["type"], row["type"])
     if "stage" in new:
         new["stage"] = new["stage"].replace("warm_start", "sft_warmup")
+    if isinstance(new.get("measured"), dict):  # seconds of phases have a sync besides, of which no recording knew
+        new["measured"] = {
+            key: {"sync_s": 0.0, **value} if isinstance(value, dict) else value
+            for key, value in new["measured"].items()
+        }
     if isinstance(new.get("pipeline"), dict):
         new["pipeline"] = {NEW_FIELDS.get(key, key): value for key, value in new["pipeline"].items()}
     return new

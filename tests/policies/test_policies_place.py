@@ -19,7 +19,7 @@ from rlmux.policies.optimal import Optimal
 from rlmux.policies.planning.partition import NodePrices, candidate_groups, cheapest_partition, demand_of
 from rlmux.policies.rlmux import RlMux
 from rlmux.policies.rollmux import RollMux
-from rlmux.sim.bounds import slo_slack_bound_usd, solo_speed_bound_usd
+from rlmux.sim.bounds import steady_slo_slack_usd, steady_solo_speed_usd
 
 KEEPS_SLOS = ("solo", "split", "rollmux", "rlmux", "optimal")
 SHARES_FREELY = ("fifo", "gap-ratio", "random", "most-idle")
@@ -340,10 +340,10 @@ def test_no_policy_that_keeps_slos_is_cheaper_than_the_bounds(script):
     for policy in ("rollmux", "rlmux", "optimal"):
         world = World(policy).submit(*pipelines)
         world.rebalance()
-        bound = slo_slack_bound_usd(pipelines, cluster(), colocated=policy != "rollmux")
+        bound = steady_slo_slack_usd(pipelines, cluster(), colocated=policy != "rollmux")
         assert world.ledger.usd_per_hour >= bound - 1e-9
     solo = World("solo").submit(*pipelines)
-    assert solo.ledger.usd_per_hour >= solo_speed_bound_usd(pipelines, cluster())
+    assert solo.ledger.usd_per_hour >= steady_solo_speed_usd(pipelines, cluster())
 
 
 # exact search

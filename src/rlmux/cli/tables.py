@@ -94,10 +94,14 @@ def show_simulation(result: Row, *, as_json: bool) -> None:
             {
                 "policy": policy,
                 "$": figures["cost_usd"],
+                "bound $": figures["bound_usd"],
+                "$/solo h": figures["cost_usd_per_solo_hour"],
                 "$/h": figures["cost_usd_per_hour"],
-                "SLOs kept": _percent(figures["slo_attainment"]),
+                "SLOs kept": _percent(figures["slo_attainment"], digits=1),
                 "slowdown mean": figures["mean_step_slowdown"],
                 "max": figures["max_step_slowdown"],
+                "queued s": figures["mean_queue_s"],
+                "wait s": figures["mean_wait_s"],
                 "hours": figures["makespan_s"] / 3600,
                 "peak GPUs": _pair(figures["peak_gpus"], _text),
                 "busy": _pair(figures["utilization"], _percent),
@@ -106,8 +110,12 @@ def show_simulation(result: Row, *, as_json: bool) -> None:
             }
         )
     print_rows(rows)
+    print(
+        "\nbound $: the steps that were made, on nodes that are never idle; $/solo h: for an hour of solo work;"
+        "\nSLOs kept: of all submitted, counted from submission; wait s: mean to the first work, queued s of them"
+    )
     if any(len(figures["peak_gpus"]) > 1 for figures in result["policies"].values()):
-        print("\npeak GPUs and busy: rollout/train")
+        print("peak GPUs and busy: rollout/train")
     for picture in result.get("pictures", ()):
         print(picture)
 
@@ -166,8 +174,11 @@ def show_reproduction(result: Row, *, as_json: bool) -> None:
     """Published, ours, deviation."""
     if as_json:
         print_json(result)
-    else:
-        print_rows([flat(row) for row in result["rows"]])
+        return
+    print_rows([flat(row) for row in result["rows"]])
+    if result.get("our_accounting"):
+        print("\nby our accounting: the production trace, the same steps under every policy, all costs")
+        print_rows(result["our_accounting"])
 
 
 def print_json(value: Any) -> None:

@@ -17,6 +17,11 @@ with q = 0 it is one node's work in the cycle (T_load). Otherwise it is q runs o
 most T_load long, and train phases, each once, at most T_load in all: at most (q + 1) T_load over at least q + 1
 meta-iterations.
 
+Where a member's new weights take sync_s to reach its rollout nodes, that lies between its train phase and its next
+rollout and holds no node. The cycle with q steps back then has q syncs more: at most q (T_rollout + sync_s) + T_train
+over at least q + 1, with T_rollout the busiest rollout node's work and the longest sync. So the period is at most
+max(T_cycle, T_rollout + sync_s, T_train), and less than the longest sync below that; this bound is what is promised.
+
 The proof needs node sets that are equal or disjoint. Counterexample: order a, ab, b with rollout seconds
 10, 1, 10 on nodes {A}, {A, B}, {B} and 1 s of training each: T_cycle = T_load = 11, the period is 11.5, as a run
 of rollouts crosses from A to B inside `ab`. Such groups, and those with several steps per cycle for a member, are
@@ -50,10 +55,12 @@ class PhaseLoad:
     """Nodes that all work on its rollout at once."""
     steps_per_cycle: int = 1
     """Steps in each meta-iteration."""
+    sync_s: float = 0.0
+    """Seconds between a train phase and the next rollout, which hold no node."""
 
     @property
     def solo_s(self) -> float:
-        return self.rollout_s + self.train_s
+        return self.rollout_s + self.train_s + self.sync_s
 
 
 def cycle_s(loads: Sequence[PhaseLoad]) -> float:
@@ -63,20 +70,36 @@ def cycle_s(loads: Sequence[PhaseLoad]) -> float:
 
 def load_s(loads: Sequence[PhaseLoad]) -> float:
     """T_load: the busiest node's work in one meta-iteration (RollMux section 4.1)."""
+    return max(_busiest_s(loads))
+
+
+def _busiest_s(loads: Sequence[PhaseLoad]) -> tuple[float, float]:
+    """Work of the busiest rollout node and of the training nodes in one meta-iteration."""
     rollout_s_by_node: dict[Hashable, float] = {}
     for load in loads:
         for node in load.rollout_nodes:
             rollout_s_by_node[node] = rollout_s_by_node.get(node, 0.0) + load.rollout_s * load.steps_per_cycle
     train_s = sum(load.train_s * load.steps_per_cycle for load in loads)
-    return max(train_s, max(rollout_s_by_node.values(), default=0.0))
+    return max(rollout_s_by_node.values(), default=0.0), train_s
+
+
+def formula_s(cycle_s: float, rollout_s: float, train_s: float, sync_s: float) -> float:
+    """The period where `is_formula_exact`: T_cycle, the busiest rollout node's work and the longest sync, or training.
+
+    Without syncs it is max(T_cycle, T_load). With them it is an upper bound, less than the longest sync too long.
+    """
+    return max(cycle_s, rollout_s + sync_s, train_s)
 
 
 def meta_iteration_s(loads: Sequence[PhaseLoad]) -> float:
-    """Seconds of one strict meta-iteration in steady state, the members in this order."""
-    bound_s = max(cycle_s(loads), load_s(loads))
+    """Seconds of one strict meta-iteration in steady state, the members in this order.
+
+    Exact, but for syncs where the formula holds: at most one sync too long there.
+    """
+    rollout_s, train_s = _busiest_s(loads)
     if is_formula_exact(loads):
-        return bound_s
-    return max(bound_s, _max_cycle_mean(_one_meta_iteration(loads)))
+        return formula_s(cycle_s(loads), rollout_s, train_s, max((load.sync_s for load in loads), default=0.0))
+    return max(cycle_s(loads), rollout_s, train_s, _max_cycle_mean(_one_meta_iteration(loads)))
 
 
 def fits_period(loads: Sequence[PhaseLoad], period_s: float) -> bool:
@@ -87,17 +110,17 @@ def fits_period(loads: Sequence[PhaseLoad], period_s: float) -> bool:
     if max(cycle_s(loads), load_s(loads)) > period_s:
         return False
     if is_formula_exact(loads):
-        return True
+        return meta_iteration_s(loads) <= period_s
     numbers = {node: n for n, node in enumerate(dict.fromkeys(n for load in loads for n in load.rollout_nodes))}
     played = [
-        (j, loads[j].rollout_s, loads[j].train_s, [numbers[node] for node in loads[j].rollout_nodes])
+        (j, loads[j].rollout_s, loads[j].train_s, loads[j].sync_s, [numbers[node] for node in loads[j].rollout_nodes])
         for j in cycle_order([load.steps_per_cycle for load in loads])
     ]
     node_s, trained_s, train_s = [0.0] * len(numbers), [0.0] * len(loads), 0.0
     slack = 1e-9 * period_s
     for _ in range(2 * len(played) + 2):
         before_node_s, before_trained_s, before_train_s = node_s[:], trained_s[:], train_s
-        for j, rollout_s, phase_s, nodes in played:
+        for j, rollout_s, phase_s, sync_s, nodes in played:
             end_s = trained_s[j]
             for node in nodes:
                 if node_s[node] > end_s:
@@ -105,7 +128,8 @@ def fits_period(loads: Sequence[PhaseLoad], period_s: float) -> bool:
             end_s += rollout_s
             for node in nodes:
                 node_s[node] = end_s
-            train_s = trained_s[j] = (train_s if train_s > end_s else end_s) + phase_s
+            train_s = (train_s if train_s > end_s else end_s) + phase_s
+            trained_s[j] = train_s + sync_s
         node_s = [max(now - period_s, before) for now, before in zip(node_s, before_node_s, strict=True)]
         trained_s = [max(now - period_s, before) for now, before in zip(trained_s, before_trained_s, strict=True)]
         train_s = max(train_s - period_s, before_train_s)
@@ -161,24 +185,29 @@ def _one_meta_iteration(loads: Sequence[PhaseLoad]) -> list[list[float]]:
     rollout_rows: list[list[float]] = []
     train_rows: list[list[float]] = []
     row_on_node = {node: _unit_row(2 * n, slot) for node, slot in last_on_node.items()}
-    row_of_member = {j: _unit_row(2 * n, n + slot) for j, slot in last_of_member.items()}
+    row_of_member = {j: _row_after(_unit_row(2 * n, n + slot), loads[j].sync_s) for j, slot in last_of_member.items()}
     train_row = _unit_row(2 * n, 2 * n - 1)
     for j in order:
         load = loads[j]
         row = row_of_member[j]
         for node in load.rollout_nodes:
             row = [max(a, b) for a, b in zip(row, row_on_node[node], strict=True)]
-        row = [a + load.rollout_s for a in row]
+        row = _row_after(row, load.rollout_s)
         row_on_node.update(dict.fromkeys(load.rollout_nodes, row))
         rollout_rows.append(row)
         train_row = [max(a, b) + load.train_s for a, b in zip(row, train_row, strict=True)]
-        row_of_member[j] = train_row
+        row_of_member[j] = _row_after(train_row, load.sync_s)
         train_rows.append(train_row)
     return rollout_rows + train_rows
 
 
 def _unit_row(size: int, index: int) -> list[float]:
     return [0.0 if i == index else -math.inf for i in range(size)]
+
+
+def _row_after(row: list[float], seconds: float) -> list[float]:
+    """The row of what ends so long after it."""
+    return [a + seconds for a in row] if seconds else row
 
 
 def _max_cycle_mean(matrix: list[list[float]]) -> float:

@@ -194,7 +194,6 @@ class StepHistory:
         """Time from which the mean of all steps counts."""
         self._num_opened = 0
         """Steps opened since then."""
-        self._is_colocated = False
 
     def plan_with(self, pipeline: Pipeline) -> None:
         """Other seconds are believed of the pipeline from now on. All its steps count for the SLO, those before too."""
@@ -202,9 +201,11 @@ class StepHistory:
         self._estimates = None
         self.due_s = self._first_open_s + self._num_opened * self._budget_s()
 
-    def open_rollout(self, step: int, devices: Sequence[DeviceId], now_s: float, *, is_colocated: bool = False) -> None:
-        """A step's rollout begins, with a shard on each of the devices."""
-        self._is_colocated = is_colocated
+    def open_rollout(self, step: int, devices: Sequence[DeviceId], now_s: float) -> None:
+        """A step's rollout begins, with a shard on each of the devices.
+
+        The step is due after SLO times T_solo of the nodes that the pipeline asks for, wherever it is placed.
+        """
         if step <= self._last_step:  # the first one, or again from a restored step
             self.due_s = self._first_open_s = now_s
             self._num_opened = 0
@@ -290,8 +291,7 @@ class StepHistory:
     def _budget_s(self) -> float:
         """The longest step that keeps the SLO; infinite where there is none, or nothing is known."""
         pipeline = self._pipeline
-        estimate = (pipeline.colocated_estimate if self._is_colocated else None) or pipeline.estimate
-        return pipeline.slo_slowdown * estimate.solo_s if estimate else math.inf
+        return pipeline.slo_slowdown * pipeline.estimate.solo_s if pipeline.estimate else math.inf
 
     def _estimate(self) -> StepEstimates:
         pipeline = self._pipeline

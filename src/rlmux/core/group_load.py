@@ -14,7 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from rlmux.core.cycles import PhaseLoad, fits_period, is_formula_exact, meta_iteration_s
+from rlmux.core.cycles import PhaseLoad, fits_period, formula_s, is_formula_exact, meta_iteration_s
 from rlmux.core.model import Cluster, GroupId, NodeId, Phase, Pipeline, PipelineId, Placement, Pool
 from rlmux.core.switches import Tenant, switch_seconds
 
@@ -48,6 +48,7 @@ class Member:
             train_s=estimate.train_s if estimate else 0.0,
             rollout_nodes=self.placement.rollout_nodes,
             steps_per_cycle=self.steps_per_cycle,
+            sync_s=estimate.sync_s if estimate else 0.0,
         )
 
 
@@ -65,12 +66,14 @@ class GroupLoad:
     """Rollout seconds of one meta-iteration, by rollout node."""
     train_load_s: float
     """Training seconds of one meta-iteration."""
+    longest_sync_s: float
+    """Longest sync of a member, in seconds."""
     cycle_s: float
     """T_cycle: the longest that a member needs for its steps per cycle when alone."""
     load_s: float
     """T_load: the busiest node's work in one meta-iteration."""
     period_s: float
-    """Seconds of one strict meta-iteration: max(T_cycle, T_load), or more where that is not exact."""
+    """Seconds of one strict meta-iteration: max(T_cycle, T_load), or more where that is not exact or weights sync."""
     budget_s: float
     """Longest period that keeps every member's SLO; infinite where none is known."""
     free_rollout_bytes: tuple[float, ...]
@@ -126,7 +129,7 @@ class GroupLoad:
         """The strict meta-iteration's seconds after the pipeline joined on these nodes."""
         new = tuple(NodeId("(new)", index) for index in range(num_new_rollout_nodes))
         nodes = (*rollout_nodes, *new)
-        if pipeline.switch or self.has_switches:
+        if pipeline.switch or self.has_switches or self.longest_sync_s or sync_s(pipeline):
             loads = self._loads_with(pipeline, nodes)
             return sum(load.solo_s for load in loads) if self.is_colocated else meta_iteration_s(loads)
         if self.is_colocated:
@@ -143,9 +146,34 @@ class GroupLoad:
         return _phase_loads([*self.members, Member(pipeline=pipeline, placement=placement)], self.pools)
 
     def slowdown_of(self, pipeline_id: PipelineId) -> float:
-        """A member's mean step in the meta-iteration over its solo step, without switches; 1 where nothing is known."""
-        load = next(member.phase_load for member in self.members if member.pipeline.id == pipeline_id)
-        return self.period_s / (load.steps_per_cycle * load.solo_s) if load.solo_s else 1.0
+        """A member's mean step in the meta-iteration over T_solo; 1 where nothing is known.
+
+        T_solo is that of the nodes that the pipeline asks for, wherever it is placed.
+        """
+        member = next(member for member in self.members if member.pipeline.id == pipeline_id)
+        alone_s = solo_s(member.pipeline)
+        return self.period_s / (member.steps_per_cycle * alone_s) if alone_s else 1.0
+
+    def rollout_s_with(self, pipeline: Pipeline, node: NodeId) -> float:
+        """Rollout seconds of one meta-iteration on one of its nodes after the pipeline joined there, with switches."""
+        rollout_s, _ = phases_of(pipeline)
+        if not (pipeline.switch or self.has_switches):
+            return self.rollout_loads_s[self.rollout_nodes.index(node)] + rollout_s
+        there = [member for member in self.members if node in member.placement.rollout_nodes]
+        tenants: list[Tenant] = [(member.pipeline, (node,), ()) for member in there]
+        *added, (own_s, _) = switch_seconds([*tenants, (pipeline, (node,), ())], self.pools)
+        return (
+            rollout_s
+            + own_s
+            + sum(
+                (member.phase_load.rollout_s + switch_s) * member.steps_per_cycle
+                for member, (switch_s, _) in zip(there, added, strict=True)
+            )
+        )
+
+    def one_after_another_s(self, pipeline: Pipeline, rollout_nodes: Sequence[NodeId]) -> float:
+        """Seconds in which every member and the pipeline make one whole step each, no two at a time."""
+        return sum(load.solo_s for load in self._loads_with(pipeline, tuple(rollout_nodes)))
 
     def _is_alone_or_unshared(self, node: NodeId) -> bool:
         return all(
@@ -194,11 +222,16 @@ def group_load(
     train_s = sum(load.train_s * load.steps_per_cycle for load in loads)
     cycle = max(load.solo_s * load.steps_per_cycle for load in loads)
     busiest = max(train_s, *rollout_s.values())
+    longest_sync_s = max(load.sync_s for load in loads)
     is_exact = is_formula_exact(loads)
     is_colocated = any(member.is_colocated for member in members)
+    period_s = (
+        formula_s(cycle, max(rollout_s.values()), train_s, longest_sync_s) if is_exact else meta_iteration_s(loads)
+    )
     if is_colocated:
         # Both phases of every member are on the same nodes: one after another is what can be promised.
         busiest = sum(load.solo_s for load in loads)
+        period_s = max(cycle, busiest)
     free = {node: cluster.pools[node.pool].host_memory_bytes - held_bytes[node] for node in held_bytes}
     return GroupLoad(
         id=group_id,
@@ -207,9 +240,10 @@ def group_load(
         train_nodes=train_nodes,
         rollout_loads_s=tuple(rollout_s.values()),
         train_load_s=train_s,
+        longest_sync_s=longest_sync_s,
         cycle_s=cycle,
         load_s=busiest,
-        period_s=max(cycle, busiest) if is_exact or is_colocated else meta_iteration_s(loads),
+        period_s=period_s,
         budget_s=min(budget_of(member.pipeline) * member.steps_per_cycle for member in members),
         free_rollout_bytes=tuple(free[node] for node in rollout_nodes),
         free_train_bytes=min(free[node] for node in train_nodes),
@@ -258,6 +292,20 @@ def solo_s(pipeline: Pipeline) -> float:
 def phases_of(pipeline: Pipeline) -> tuple[float, float]:
     estimate = pipeline.estimate
     return (estimate.rollout_s, estimate.train_s) if estimate else (0.0, 0.0)
+
+
+def sync_s(pipeline: Pipeline) -> float:
+    return pipeline.estimate.sync_s if pipeline.estimate else 0.0
+
+
+def colocated_step_s(pipeline: Pipeline, pool: Pool) -> float:
+    """Seconds of a step with both phases on nodes of this pool, its own switches in it; infinite where not known."""
+    estimate = pipeline.colocated_estimate
+    if estimate is None:
+        return math.inf
+    node = NodeId(pool.name, 0)
+    ((rollout_s, train_s),) = switch_seconds([(pipeline, (node,), (node,))], {pool.name: pool})
+    return estimate.solo_s + rollout_s + train_s
 
 
 def _colocated_solo_s(pipeline: Pipeline) -> float:

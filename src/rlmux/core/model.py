@@ -193,11 +193,13 @@ class PhaseSeconds:
 
     rollout_s: float
     train_s: float
+    sync_s: float = 0.0
+    """Seconds between the end of training and the next rollout, which hold no device: the new weights are published."""
 
     @property
     def solo_s(self) -> float:
-        """T_solo = T_roll + T_train (RollMux section 4.1); sync is not in it."""
-        return self.rollout_s + self.train_s
+        """T_solo = T_roll + T_train (RollMux section 4.1), and the sync where it is known."""
+        return self.rollout_s + self.train_s + self.sync_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -229,8 +229,7 @@ class StepMachine:
         if run.published_version < rollout_version(pipeline, step):
             return
         run.rollout_step = step
-        is_colocated = set(run.train_devices) <= set(run.rollout_devices)
-        run.history.open_rollout(step, run.rollout_devices, self._state.now_s, is_colocated=is_colocated)
+        run.history.open_rollout(step, run.rollout_devices, self._state.now_s)
         run.measured.open_rollout(step, run.rollout_devices)
         for device in run.rollout_devices:
             run.shards[device] = RolloutShard(self._shard_work(run, device, is_continuation=False))

@@ -5,7 +5,8 @@
                                                                                                       for each phase
 
 A cycle is the worst case of a memory that evicts the least recently used: states that do not all fit are never there
-when their phase comes next. A pipeline alone on its nodes is as its solo estimate says, whatever that includes.
+when their phase comes next. A state alone on its device stays there. The two states of one pipeline that has both
+phases on the same nodes are two.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 
-from rlmux.core.model import NodeId, Pipeline, PipelineId, Pool
+from rlmux.core.model import NodeId, Pipeline, Pool
 
 Tenant = tuple[Pipeline, Sequence[NodeId], Sequence[NodeId]]
 """A pipeline, its rollout nodes, its training nodes."""
@@ -37,7 +38,6 @@ def switch_seconds(tenants: Sequence[Tenant], pools: Mapping[str, Pool]) -> list
     if not any(pipeline.switch for pipeline, _, _ in tenants):
         return [(0.0, 0.0)] * len(tenants)
     sizes: dict[NodeId, list[float | None]] = {}
-    names: dict[NodeId, dict[PipelineId, None]] = {}
     for pipeline, rollout_nodes, train_nodes in tenants:
         footprint = pipeline.footprint
         for nodes, size in (
@@ -46,11 +46,10 @@ def switch_seconds(tenants: Sequence[Tenant], pools: Mapping[str, Pool]) -> list
         ):
             for node in nodes:
                 sizes.setdefault(node, []).append(size)
-                names.setdefault(node, {})[pipeline.id] = None
     crowded = {
         node
-        for node, there in names.items()
-        if len(there) > 1 and num_fitting(sizes[node], pools[node.pool].device_memory_bytes) < math.inf
+        for node, there in sizes.items()
+        if len(there) > 1 and num_fitting(there, pools[node.pool].device_memory_bytes) < math.inf
     }
     return [
         (

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 
 from rlmux.core.estimates import StepEstimates
+from rlmux.core.group_load import sync_s
 from rlmux.core.model import DeviceId, GroupId, OrderId, Phase, Pipeline, PipelineId, Stage
 from rlmux.core.state import (
     GroupLook,
@@ -423,7 +424,7 @@ class GroupView:
             left_s = self._until_trajectories_s(run) + run.history.estimates().train_s
         else:
             left_s = self._until_trained_s(run)
-        return due_s - self.now_s - left_s
+        return due_s - self.now_s - left_s - sync_s(run.pipeline)
 
     def _is_next(self, work: ReadyWork, device: DeviceId) -> bool:
         key = (work.phase, device)

@@ -1,8 +1,8 @@
 """The cost of hindsight: at every arrival and departure, the cheapest grouping of the pipelines that run then.
 
 Regrouping costs nothing here and happens at once, as in the paper's offline optimum (section 8.2): no
-policy that decides without knowing the future can do better within the same groups (strict meta-iterations,
-every SLO kept, the cap on a group). The search is exact while it ends within its limit; `bound_usd` says
+policy that decides without knowing the future can do better within the same groups (strict meta-iterations, every SLO
+kept at every moment, the cap on a group). The search is exact while it ends within its limit; `bound_usd` says
 what is proven otherwise.
 """
 
@@ -20,7 +20,7 @@ from rlmux.policies.planning.partition import (
     cheapest_partition,
     demand_of,
 )
-from rlmux.sim.bounds import slo_slack_bound_usd, solo_speed_bound_usd
+from rlmux.sim.bounds import steady_slo_slack_usd, steady_solo_speed_usd
 from rlmux.sim.workloads.arrivals import Arrival, Workload
 from rlmux.sim.world import Steady
 
@@ -87,13 +87,14 @@ def offline_cost(
     )
 
 
-def lower_bound_usd_per_hour(workload: Workload, *, uses_slack: bool, colocated: bool = False) -> float:
-    """Least $/h of any placement, from loads alone (`sim/bounds.py`), averaged over the workload.
+def steady_usd_per_hour(workload: Workload, *, uses_slack: bool, colocated: bool = False) -> float:
+    """$/h of steady whole nodes at every moment, from loads alone (`sim/bounds.py`), averaged over the workload.
 
-    Without slack every step takes its solo time; with it, a step may take SLO times that. `colocated` lets
-    pipelines roll out on training GPUs too.
+    No bound: a policy that keeps the mean step within its SLO may be below it for a while, and above it later
+    (`bounds.kept_slos_usd` is one). Without slack every step takes its solo time; with it, a step may take SLO times
+    that. `colocated` lets pipelines roll out on training GPUs too.
     """
-    bound = slo_slack_bound_usd if uses_slack else solo_speed_bound_usd
+    steady_usd = steady_slo_slack_usd if uses_slack else steady_solo_speed_usd
     changes = _changes(workload, None)
     running: dict[int, Pipeline] = {}
     cost_usd, now_s, rate = 0.0, changes[0][0], 0.0
@@ -104,7 +105,7 @@ def lower_bound_usd_per_hour(workload: Workload, *, uses_slack: bool, colocated:
             running[index] = workload.arrivals[index].pipeline
         else:
             del running[index]
-        rate = bound(list(running.values()), workload.cluster, colocated=colocated)
+        rate = steady_usd(list(running.values()), workload.cluster, colocated=colocated)
     return cost_usd * 3600 / (now_s - changes[0][0])
 
 

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import ClassVar
 
-from rlmux.core.group_load import GroupLoad, budget_of, solo_s
+from rlmux.core.group_load import GroupLoad, budget_of, colocated_step_s, solo_s
 from rlmux.core.model import AdmissionKind, GroupId, Phase, Pipeline
 from rlmux.core.placement import PlacementView
 from rlmux.core.placement_choice import PlacementChoice, Refusal, Relocation
@@ -216,7 +216,7 @@ class Gavel(OneRule):
         for group in view.groups():
             if self._cycle_s(group, pipeline) <= min(group.budget_s, budget_of(pipeline)):
                 choice = next(any_room(group, pipeline), None)
-                if choice is not None:
+                if choice is not None and self._is_in_time(group, pipeline, choice):
                     return choice
         return (
             self._on_train_nodes(pipeline, view)
@@ -228,13 +228,20 @@ class Gavel(OneRule):
     def rebalance(self, view: PlacementView) -> tuple[Relocation, ...]:
         return mend_slos(view, self.place, varies_steps_per_cycle=False)
 
+    def _is_in_time(self, group: GroupLoad, pipeline: Pipeline, choice: PlacementChoice) -> bool:
+        """Whether the cycle keeps every SLO with the switches that sharing these nodes brings."""
+        budget_s = min(group.budget_s, budget_of(pipeline))
+        return group.one_after_another_s(pipeline, choice.rollout_nodes) <= budget_s
+
     def _cycle_s(self, group: GroupLoad, pipeline: Pipeline) -> float:
-        """Seconds in which every member makes one step, one after another."""
+        """Seconds in which every member makes one step, one after another, without switches."""
         return sum(solo_s(member.pipeline) for member in group.members) + solo_s(pipeline)
 
     def _on_train_nodes(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | None:
-        alone = pipeline.colocated_estimate
-        if alone is None or alone.solo_s > budget_of(pipeline):
+        pool = view.cluster.pool_for(Phase.TRAIN)
+        if pool is None or pipeline.colocated_estimate is None:
+            return None
+        if colocated_step_s(pipeline, pool) > budget_of(pipeline):
             return None
         if pipeline.num_train_nodes > view.num_free_nodes(Phase.TRAIN):
             return None

@@ -23,7 +23,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from rlmux.core.group_load import GroupLoad, budget_of
+from rlmux.core.group_load import GroupLoad, budget_of, colocated_step_s, sync_s
 from rlmux.core.model import AdmissionKind, NodeId, Phase, Pipeline
 from rlmux.core.placement import PlacementView
 from rlmux.core.placement_choice import FruitlessSearch, PlacementChoice, Refusal, Relocation
@@ -191,14 +191,13 @@ def _is_free_of_charge(view: PlacementView) -> bool:
 def _best_nodes(group: GroupLoad, pipeline: Pipeline) -> tuple[tuple[NodeId, ...], int]:
     """The fullest rollout nodes that still take the pipeline; new ones for what is missing."""
     budget_s = min(group.budget_s, budget_of(pipeline))
-    rollout_s = pipeline.estimate.rollout_s if pipeline.estimate else 0.0
-    rollout_s += pipeline.switch.rollout_s if pipeline.switch and group.has_switches else 0.0
+    room_s = budget_s - max(group.longest_sync_s, sync_s(pipeline))
     fitting = [
         (-load_s, node)
         for node, load_s, free_bytes in zip(
             group.rollout_nodes, group.rollout_loads_s, group.free_rollout_bytes, strict=True
         )
-        if load_s + rollout_s <= budget_s and pipeline.footprint.rollout_host_bytes <= free_bytes
+        if group.rollout_s_with(pipeline, node) <= room_s and pipeline.footprint.rollout_host_bytes <= free_bytes
     ]
     nodes = tuple(node for _, node in sorted(fitting)[: pipeline.num_rollout_nodes])
     return nodes, pipeline.num_rollout_nodes - len(nodes)
@@ -237,13 +236,12 @@ def _alone(pipeline: Pipeline, view: PlacementView) -> PlacementChoice | None:
     apart = founding(pipeline, view)
     if apart is not None and view.num_nodes(Phase.TRAIN) < math.inf:
         return apart
-    colocated = pipeline.colocated_estimate
     footprint = pipeline.footprint
     pool = view.cluster.pool_for(Phase.TRAIN)
     if (
-        colocated is not None
+        pipeline.colocated_estimate is not None
         and pool is not None
-        and colocated.solo_s <= budget_of(pipeline)
+        and colocated_step_s(pipeline, pool) <= budget_of(pipeline)
         and footprint.rollout_host_bytes + footprint.train_host_bytes <= pool.host_memory_bytes
         and pipeline.num_train_nodes <= view.num_free_nodes(Phase.TRAIN)
     ):

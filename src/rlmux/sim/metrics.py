@@ -1,7 +1,13 @@
 """The figures of a simulated run, collected as it goes and without slowing it.
 
 cost           the ledger's $/h between two changes of placement, integrated
-step slowdown  of a pipeline: (first admission to last finished step) / (what those steps take alone)
+solo hours     what the finished steps take alone, each on the nodes that its pipeline asks for, wherever it ran
+slowdowns      of a pipeline: time / solo time of the steps in it; `step_slowdown` from its first work,
+               `completion_slowdown` from its submission, queueing included: this is held against the SLO.
+               To its last step's end; where it left before its steps were done, to then, if that makes it larger:
+               the open step counts as if it ended there
+kept SLOs      part of all submitted pipelines; a refused one is missed, and one without a finished step if it was
+               there longer than its first step may take
 utilisation    of a pool: device time computing or switching / time its nodes were held
 penalised      cost where a group's is multiplied by its worst predicted slowdown while that breaks an SLO:
                how the paper draws the baselines (section 8.2). No penalty is in any other figure.
@@ -10,7 +16,7 @@ penalised      cost where a group's is multiplied by its worst predicted slowdow
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,11 +24,8 @@ from rlmux.core.actions import Admit, Relocate
 from rlmux.core.group_load import GroupLoad
 from rlmux.core.model import DeviceId, GroupId, NodeId, Phase, Pipeline, PipelineId, Stage
 from rlmux.core.placement import PlacementView
-from rlmux.sim.workloads.arrivals import Workload
-from rlmux.sim.world import TrueSeconds
-
-SLO_TOLERANCE = 1e-3
-"""Relative, for rounding: a mean step slowdown this far above the SLO still keeps it."""
+from rlmux.sim.bounds import SLO_TOLERANCE, are_own_pools, work_usd
+from rlmux.sim.workloads.arrivals import Arrival, Workload
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -47,14 +50,24 @@ class PipelineResult:
     admitted_s: float | None
     left_s: float | None
     steps: int
+    solo_s: float
+    """Seconds that its finished steps take alone on the nodes that it asks for."""
     step_slowdown: float | None
-    """Mean over the finished steps; None before the first."""
+    """Time from its first work over solo time of the steps in it; None while no step has ended or is late."""
+    completion_slowdown: float | None
+    """The same from its submission: with the seconds in which it queued."""
+    finished_slowdown: float | None
+    """Mean over its finished steps, from its first work: what the RollMux paper holds against the SLO."""
+    queue_s: float
+    """Seconds from its submission to its admission, or to the end where there was none."""
     slo_slowdown: float
     refused: str = ""
 
     @property
     def keeps_slo(self) -> bool:
-        return self.step_slowdown is None or self.step_slowdown <= self.slo_slowdown * (1 + SLO_TOLERANCE)
+        if self.refused:
+            return False
+        return self.completion_slowdown is None or self.completion_slowdown <= self.slo_slowdown * (1 + SLO_TOLERANCE)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,7 +90,14 @@ class SimResult:
     """Hours from the first submission until the last pipeline was over."""
     cost_usd: float
     penalised_cost_usd: float
+    bound_usd: float
+    """Dollars of the finished steps on nodes that are never idle: `bounds.work_usd`."""
+    solo_hours: float
+    """Hours that the finished steps take alone, summed over the pipelines."""
     slo_attainment: float
+    paper_slo_attainment: float
+    """Part of the admitted pipelines whose finished steps keep the SLO in the mean, from their first work: as the
+    RollMux paper accounts, without queueing, open steps, and pipelines that were refused or starved."""
     predicted_slo_attainment: float
     mean_step_slowdown: float
     max_step_slowdown: float
@@ -91,6 +111,8 @@ class SimResult:
     num_moves: int
     mean_wait_s: float
     """Mean seconds from submission to the first work: waits for nodes, and then in the cycle."""
+    mean_queue_s: float
+    """Mean seconds from submission to admission: waits for nodes alone."""
     events: int
     wall_s: float
     decision_ms: tuple[float, ...] = field(repr=False)
@@ -107,12 +129,19 @@ class SimResult:
     def penalised_cost_usd_per_hour(self) -> float:
         return self.penalised_cost_usd / self.hours if self.hours else 0.0
 
+    @property
+    def cost_usd_per_solo_hour(self) -> float | None:
+        """Dollars for an hour of solo work; None where no step has ended."""
+        return self.cost_usd / self.solo_hours if self.solo_hours else None
+
     def figures(self) -> dict[str, Any]:
         """The numbers of `simulate --json`, for this seed."""
         ordered_ms = sorted(self.decision_ms)
         return {
             "cost_usd_per_hour": self.cost_usd_per_hour,
             "cost_usd": self.cost_usd,
+            "cost_usd_per_solo_hour": self.cost_usd_per_solo_hour,
+            "bound_usd": self.bound_usd,
             "penalised_cost_usd_per_hour": self.penalised_cost_usd_per_hour,
             "slo_attainment": self.slo_attainment,
             "predicted_slo_attainment": self.predicted_slo_attainment,
@@ -127,6 +156,7 @@ class SimResult:
             "num_migrations": self.num_migrations,
             "num_moves": self.num_moves,
             "mean_wait_s": self.mean_wait_s,
+            "mean_queue_s": self.mean_queue_s,
             "decision_ms": {"p50": quantile(ordered_ms, 0.5), "p99": quantile(ordered_ms, 0.99)},
             "events": self.events,
             "wall_s": self.wall_s,
@@ -140,17 +170,30 @@ def quantile(ordered: list[float], q: float) -> float:
 
 @dataclass(slots=True)
 class _Progress:
-    submit_s: float
-    slo_slowdown: float
-    tokens_per_step: float
-    world: TrueSeconds
+    arrival: Arrival
     admitted_s: float | None = None
-    started_s: float = 0.0
+    started_s: float | None = None
     last_step_s: float = 0.0
     steps: int = 0
     alone_s: float = 0.0
     left_s: float | None = None
     refused: str = ""
+
+    @property
+    def is_done(self) -> bool:
+        pipeline = self.arrival.pipeline
+        return pipeline.num_steps is not None and self.steps > pipeline.num_steps - pipeline.first_step
+
+    def slowdown_since(self, begin_s: float, end_s: float) -> float | None:
+        """Time over solo time of the steps in it; an open step counts as if it ended now, if that makes it larger."""
+        finished = (self.last_step_s - begin_s) / self.alone_s if self.alone_s else None
+        if self.is_done:
+            return finished
+        next_step = self.arrival.pipeline.first_step + self.steps
+        with_open = (end_s - begin_s) / max(self.alone_s + self.arrival.world.solo_s(next_step), 1e-9)
+        if finished is None:
+            return with_open if with_open > 1.0 else None
+        return max(finished, with_open)
 
 
 class Collector:
@@ -183,18 +226,18 @@ class Collector:
         self._cost_usd = 0.0
         self._penalty_usd = 0.0
         self._changed_s = 0.0
+        self._keeps_to_own_pools = True
         self._samples: list[Sample] = []
 
     # ------------------------------------------------------------------ what happened
 
-    def submit(self, pipeline: PipelineId, arrival: Any) -> None:
-        self._progress[pipeline] = _Progress(
-            arrival.submit_s, arrival.pipeline.slo_slowdown, arrival.tokens_per_step, arrival.world
-        )
+    def submit(self, pipeline: PipelineId, arrival: Arrival) -> None:
+        self._progress[pipeline] = _Progress(arrival)
 
-    def place(self, action: Admit | Relocate, now_s: float, world: TrueSeconds) -> None:
+    def place(self, action: Admit | Relocate, now_s: float) -> None:
         progress = self._progress[action.pipeline]
-        progress.world = world
+        if not are_own_pools(progress.arrival.pipeline, action.placement, self._workload.cluster):
+            self._keeps_to_own_pools = False
         before = self._group_of.get(action.pipeline)
         self._group_of[action.pipeline] = action.placement.group
         self._book(now_s)
@@ -210,7 +253,6 @@ class Collector:
         self._progress[pipeline].started_s = now_s
 
     def release(self, pipeline: PipelineId, now_s: float) -> None:
-        self._progress[pipeline].left_s = now_s
         self._book(now_s)
         self._pin(pipeline, ())
         self._change(now_s, (self._group_of.pop(pipeline, None),))
@@ -222,6 +264,10 @@ class Collector:
             self._pin(pipeline, ())
         self._change(now_s, tuple(self._penalty_by_group))
 
+    def leave(self, pipeline: PipelineId, now_s: float) -> None:
+        """The pipeline is over, wherever it was: trained, cancelled, refused."""
+        self._progress[pipeline].left_s = now_s
+
     def refuse(self, pipeline: PipelineId, reason: str) -> None:
         self._progress[pipeline].refused = reason
 
@@ -230,7 +276,7 @@ class Collector:
         if step < 1:
             return
         progress.steps += 1
-        progress.alone_s += progress.world.solo_s(step)
+        progress.alone_s += progress.arrival.world.solo_s(step)
         progress.last_step_s = now_s
 
     def compute(self, devices: tuple[DeviceId, ...], seconds: float) -> None:
@@ -306,12 +352,13 @@ class Collector:
 
     def result(self, now_s: float, num_events: int, wall_s: float) -> SimResult:
         self._book(now_s)
-        pipelines = tuple(_result_of(pipeline, progress) for pipeline, progress in self._progress.items())
+        pipelines = tuple(_result_of(pipeline, progress, now_s) for pipeline, progress in self._progress.items())
+        everyone = list(self._progress.values())
         slowdowns = [p.step_slowdown for p in pipelines if p.step_slowdown is not None]
         start_s = self._workload.arrivals[0].submit_s if self._workload.arrivals else 0.0
-        tokens = sum(p.steps * p.tokens_per_step for p in self._progress.values())
-        waits = [p.started_s - p.submit_s for p in self._progress.values() if p.admitted_s is not None]
-        placed = [p for p in pipelines if p.admitted_s is not None]
+        tokens = sum(p.steps * p.arrival.tokens_per_step for p in everyone)
+        waits = [p.started_s - p.arrival.submit_s for p in everyone if p.started_s is not None]
+        taken = [p for p in pipelines if not p.refused]
         return SimResult(
             workload=self._workload.name,
             policy=self._policy,
@@ -319,8 +366,14 @@ class Collector:
             hours=(now_s - start_s) / 3600,
             cost_usd=self._cost_usd,
             penalised_cost_usd=self._cost_usd + self._penalty_usd,
-            slo_attainment=sum(p.keeps_slo for p in placed) / len(placed) if placed else 1.0,
-            predicted_slo_attainment=1 - len(self._predicted_late) / len(placed) if placed else 1.0,
+            bound_usd=sum(
+                work_usd(p.arrival, self._workload.cluster, p.steps, keeps_to_own_pools=self._keeps_to_own_pools)
+                for p in everyone
+            ),
+            solo_hours=sum(p.alone_s for p in everyone) / 3600,
+            slo_attainment=sum(p.keeps_slo for p in pipelines) / len(pipelines) if pipelines else 1.0,
+            paper_slo_attainment=_paper_slo_attainment(pipelines),
+            predicted_slo_attainment=(len(taken) - len(self._predicted_late)) / len(pipelines) if pipelines else 1.0,
             mean_step_slowdown=sum(slowdowns) / len(slowdowns) if slowdowns else 1.0,
             max_step_slowdown=max(slowdowns, default=1.0),
             tokens_per_s=tokens / (now_s - start_s) if tokens and now_s > start_s else None,
@@ -331,6 +384,7 @@ class Collector:
             num_migrations=self.num_migrations,
             num_moves=self._num_moves,
             mean_wait_s=sum(waits) / len(waits) if waits else 0.0,
+            mean_queue_s=sum(p.queue_s for p in taken) / len(taken) if taken else 0.0,
             events=num_events,
             wall_s=wall_s,
             decision_ms=tuple(self.decision_ms),
@@ -357,7 +411,7 @@ class Collector:
 def predicted_slowdown(group: GroupLoad, pipeline: Pipeline) -> float:
     """Step slowdown of a member in its group's strict meta-iteration; 1 where nothing is known.
 
-    Relative to the solo time on the same nodes, so a pipeline alone on training nodes has 1 too.
+    Relative to the solo time on the nodes that it asks for, wherever it is placed.
     """
     return group.slowdown_of(pipeline.id)
 
@@ -367,17 +421,36 @@ def worst_slowdown(group: GroupLoad) -> float:
     return max(predicted_slowdown(group, member.pipeline) for member in group.members)
 
 
-def _result_of(pipeline: PipelineId, progress: _Progress) -> PipelineResult:
-    slowdown = None
-    if progress.alone_s > 0.0 and progress.admitted_s is not None:
-        slowdown = (progress.last_step_s - progress.started_s) / progress.alone_s
+def _paper_slo_attainment(pipelines: Sequence[PipelineResult]) -> float:
+    admitted = [one for one in pipelines if one.admitted_s is not None]
+    kept = [
+        one
+        for one in admitted
+        if one.finished_slowdown is None or one.finished_slowdown <= one.slo_slowdown * (1 + SLO_TOLERANCE)
+    ]
+    return len(kept) / len(admitted) if admitted else 1.0
+
+
+def _finished_slowdown(progress: _Progress) -> float | None:
+    if progress.started_s is None or not progress.alone_s:
+        return None
+    return (progress.last_step_s - progress.started_s) / progress.alone_s
+
+
+def _result_of(pipeline: PipelineId, progress: _Progress, now_s: float) -> PipelineResult:
+    submit_s, started_s = progress.arrival.submit_s, progress.started_s
+    end_s = now_s if progress.left_s is None else progress.left_s
     return PipelineResult(
         pipeline=pipeline,
-        submit_s=progress.submit_s,
+        submit_s=submit_s,
         admitted_s=progress.admitted_s,
         left_s=progress.left_s,
         steps=progress.steps,
-        step_slowdown=slowdown,
-        slo_slowdown=progress.slo_slowdown,
+        solo_s=progress.alone_s,
+        step_slowdown=None if started_s is None else progress.slowdown_since(started_s, end_s),
+        completion_slowdown=None if progress.refused else progress.slowdown_since(submit_s, end_s),
+        finished_slowdown=_finished_slowdown(progress),
+        queue_s=(end_s if progress.admitted_s is None else progress.admitted_s) - submit_s,
+        slo_slowdown=progress.arrival.pipeline.slo_slowdown,
         refused=progress.refused,
     )

@@ -349,7 +349,7 @@ class Simulation:
         one.world = (arrival.colocated_world if is_colocated else None) or arrival.world
         if self._rescales_training and not is_colocated:
             one.train_scale = arrival.pipeline.num_train_nodes / len(placement.train_nodes)
-        self.collector.place(action, self._kernel.now_s, one.world)
+        self.collector.place(action, self._kernel.now_s)
 
     def _release(self, action: Release) -> None:
         self.collector.release(action.pipeline, self._kernel.now_s)
@@ -364,6 +364,7 @@ class Simulation:
 
     def _end(self, sim_pipeline: SimPipeline) -> None:
         sim_pipeline.is_over = True
+        self.collector.leave(sim_pipeline.arrival.pipeline.id, self._kernel.now_s)
         self._num_over += 1
 
     # ------------------------------------------------------------------ from actions to the world: work

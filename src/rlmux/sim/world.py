@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from statistics import NormalDist
 from typing import Any, Protocol
 
-from rlmux.core.model import PHASE_BY_STAGE, Phase, PhaseSeconds, Stage, SubStage
+from rlmux.core.model import PHASE_BY_STAGE, Phase, PhaseSeconds, Stage, SubStage, SwitchEstimate
 from rlmux.sim import tables
 from rlmux.sim.models.work import SoloSeconds, TrajectorySeconds, Work
 
@@ -158,6 +158,11 @@ class SwitchSeconds:
         if phase is Phase.ROLLOUT:
             return self.warm_rollout_s if is_warm else self.cold_rollout_s
         return self.warm_train_s if is_warm else self.cold_train_s
+
+    @property
+    def estimate(self) -> SwitchEstimate:
+        """What a scheduler that knows them counts with."""
+        return SwitchEstimate(rollout_s=self.warm_rollout_s, train_s=self.warm_train_s)
 
 
 NO_SWITCH = SwitchSeconds()

@@ -7,13 +7,14 @@ import pickle
 import pytest
 
 from rlmux.core.errors import UserError
+from rlmux.core.model import Stage
 from rlmux.policies import make_policy
 from rlmux.sim.workloads import catalog, trace_csv
 from rlmux.sim.workloads.arrivals import profiles
 
 
 def test_weave_is_the_published_trace():
-    made = catalog.build("weave")
+    made = catalog.build("weave", departure="wall")
     hours = made.end_s / 3600
     assert len(made.arrivals) == 200
     assert hours == pytest.approx(370.16, abs=0.01)
@@ -21,6 +22,27 @@ def test_weave_is_the_published_trace():
     assert sum(stays) / 200 / 3600 == pytest.approx(27.95, abs=0.01)
     assert max(stays) / 3600 == pytest.approx(154.9, abs=0.1)
     assert all(1.1 <= a.pipeline.slo_slowdown <= 2.0 for a in made.arrivals)
+
+
+@pytest.mark.parametrize("name", [name for name in catalog.names() if name != "pair"])
+def test_by_default_every_policy_does_the_same_work_and_pays_for_switches_and_sync(name):
+    for one in catalog.build(name).arrivals:
+        pipeline = one.pipeline
+        assert one.depart_s is None
+        assert pipeline.num_steps >= 1
+        assert one.switch.cold_train_s > one.switch.warm_train_s > 0
+        assert pipeline.switch == one.switch.estimate
+        assert pipeline.estimate.sync_s == one.world.by_stage[Stage.PUBLISH] > 0
+        assert pipeline.estimate.solo_s == pytest.approx(sum(one.world.by_stage.values()))
+
+
+@pytest.mark.parametrize("name", ["weave", "drift-up", "mixed"])
+def test_the_papers_accounting_has_departures_by_the_clock_and_no_costs(name):
+    for one in catalog.build(name, departure="wall", costs=False).arrivals:
+        assert one.depart_s > one.submit_s
+        assert one.pipeline.num_steps is None
+        assert one.pipeline.switch is None
+        assert one.pipeline.estimate.sync_s == 0.0
 
 
 def test_a_32b_pipeline_takes_two_nodes_of_each_pool_unless_charged_one():
@@ -79,6 +101,8 @@ def test_a_pair_may_wait_for_tools():
         ("weave:slo", "'slo' is no parameter"),
         ("weave:slo=0.5", "1 <= low <= high"),
         ("weave:train_nodes_32b=3", "train_nodes_32b is 3; accepted: 1, 2"),
+        ("weave:departure=clock", "departure is 'clock'; accepted: wall, work"),
+        ("bl:costs=some", "costs is 'some'; accepted: True, False"),
         ("pair:tool_call=1", "no parameter 'tool_call'; accepted: first, second, num_gpus, deployment, num_steps, "),
         ("pair:tool_calls=x", "workload 'pair': tool_calls is 'x'; accepted: a number, 0 or more"),
         ("pair:tool_calls=1,tool_wait_s=-1", "workload 'pair': tool_wait_s is -1; accepted: a number, 0 or more"),

@@ -20,7 +20,14 @@ from itertools import count
 
 from rlmux.core.cycles import PhaseLoad, fits_period
 from rlmux.core.group_load import MAX_PIPELINES_PER_GROUP
-from rlmux.policies.planning.partition import CandidateGroup, NodePrices, PipelineDemand, pack_rollouts
+from rlmux.policies.planning.partition import (
+    CandidateGroup,
+    NodePrices,
+    PipelineDemand,
+    crowded_rollouts,
+    crowded_trainings,
+    pack_rollouts,
+)
 
 MAX_STEPS_PER_CYCLE = 4
 MAX_MEMBERS = 3
@@ -99,6 +106,7 @@ def _cheapest_group(demands: list[PipelineDemand], prices: NodePrices, below_usd
         return None
     if sum(demand.is_counted for demand in demands) > MAX_PIPELINES_PER_GROUP:
         return None
+    demands = list(crowded_trainings(demands, prices))
     if sum(demand.train_s / demand.budget_s for demand in demands) > 1.0:
         return None
     best: CandidateGroup | None = None
@@ -111,9 +119,9 @@ def _cheapest_group(demands: list[PipelineDemand], prices: NodePrices, below_usd
         if fewest_usd >= below_usd:
             continue
         order = sorted(range(len(demands)), key=lambda i: cycle_rank(steps_per_cycle[i], demands[i].solo_s))
-        busy = [replace(demands[i], rollout_s=demands[i].rollout_s * steps_per_cycle[i]) for i in order]
+        busy = [_times(demands[i], steps_per_cycle[i]) for i in order]
         for num_rollout in count(1):
-            pins = pack_rollouts(busy, period_s, prices.rollout_host_bytes, at_least=num_rollout)
+            pins = pack_rollouts(busy, period_s, prices, at_least=num_rollout)
             if pins is None:
                 break
             num_used = 1 + max(max(nodes) for nodes in pins)
@@ -122,12 +130,15 @@ def _cheapest_group(demands: list[PipelineDemand], prices: NodePrices, below_usd
                 break
             loads = [
                 PhaseLoad(
-                    rollout_s=demands[i].rollout_s,
-                    train_s=demands[i].train_s,
+                    rollout_s=demand.rollout_s,
+                    train_s=demand.train_s,
                     rollout_nodes=nodes,
                     steps_per_cycle=steps_per_cycle[i],
+                    sync_s=demand.sync_s,
                 )
-                for i, nodes in zip(order, pins, strict=True)
+                for i, demand, nodes in zip(
+                    order, crowded_rollouts([demands[i] for i in order], pins, prices), pins, strict=True
+                )
             ]
             if fits_period(loads, period_s):
                 in_order = tuple(steps_per_cycle[i] for i in order)
@@ -135,6 +146,11 @@ def _cheapest_group(demands: list[PipelineDemand], prices: NodePrices, below_usd
                 below_usd = cost
                 break
     return best
+
+
+def _times(demand: PipelineDemand, num_steps: int) -> PipelineDemand:
+    """The demand with the rollouts of so many steps."""
+    return replace(demand, rollout_s=demand.rollout_s * num_steps, rollout_switch_s=demand.rollout_switch_s * num_steps)
 
 
 def _fewest_nodes(demands: Sequence[PipelineDemand], steps_per_cycle: Sequence[int], period_s: float) -> int:

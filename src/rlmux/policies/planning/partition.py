@@ -4,7 +4,9 @@
 
 A group is feasible when every member's solo step, the training node's load and every rollout node's load
 fit the smallest budget among the members (SLO times T_solo), and host memory or the cap holds; that is
-max(T_cycle, T_load) <= budget. A pipeline may also stand alone on its training nodes, colocated.
+max(T_cycle, T_load) <= budget. Switches and syncs are in these seconds as the ledger counts them: a warm switch for
+each phase on nodes whose states do not all fit, the longest sync beside the busiest rollout node. A pipeline may also
+stand alone on its training nodes, colocated.
 
 The search is exact when it ends within its node limit; otherwise `bound_usd` says how far off it may be.
 The bound is a dual one: prices of pipelines such that no candidate group costs less than its members' prices.
@@ -14,9 +16,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
-from rlmux.core.group_load import MAX_PIPELINES_PER_GROUP, budget_of, has_footprint, solo_s
+from rlmux.core.group_load import MAX_PIPELINES_PER_GROUP, budget_of, has_footprint, solo_s, sync_s
 from rlmux.core.model import Pipeline
 
 
@@ -30,6 +33,9 @@ class NodePrices:
     """Dollars per hour of a training node."""
     rollout_host_bytes: float = math.inf
     train_host_bytes: float = math.inf
+    rollout_device_bytes: float = math.inf
+    """Memory of a device of a rollout node, in bytes."""
+    train_device_bytes: float = math.inf
     num_free_rollout: float = math.inf
     num_free_train: float = math.inf
 
@@ -49,15 +55,23 @@ class PipelineDemand:
     """Seconds of its step alone on its training nodes, both phases there; infinite where unknown."""
     is_counted: bool
     """True for a pipeline without a footprint: the cap on a group's members stands in for memory."""
+    sync_s: float = 0.0
+    """Seconds between its training and its next rollout, which hold no node."""
+    rollout_switch_s: float = 0.0
+    """Seconds of a warm switch to its rollout state."""
+    train_switch_s: float = 0.0
+    rollout_device_bytes: float = math.inf
+    """Bytes of its rollout state on each device; infinite where unknown, since it fills the device then."""
+    train_device_bytes: float = math.inf
 
     @property
     def solo_s(self) -> float:
-        return self.rollout_s + self.train_s
+        return self.rollout_s + self.train_s + self.sync_s
 
 
 def demand_of(pipeline: Pipeline, slo_margin: float = 0.0) -> PipelineDemand:
     """The pipeline in numbers; `slo_margin` is the part of its budget kept in hand, as far as it exceeds T_solo."""
-    estimate, footprint = pipeline.estimate, pipeline.footprint
+    estimate, footprint, switch = pipeline.estimate, pipeline.footprint, pipeline.switch
     return PipelineDemand(
         rollout_s=estimate.rollout_s if estimate else 0.0,
         train_s=estimate.train_s if estimate else 0.0,
@@ -68,7 +82,21 @@ def demand_of(pipeline: Pipeline, slo_margin: float = 0.0) -> PipelineDemand:
         train_bytes=footprint.train_host_bytes,
         colocated_s=pipeline.colocated_estimate.solo_s if pipeline.colocated_estimate else math.inf,
         is_counted=not has_footprint(pipeline),
+        sync_s=sync_s(pipeline),
+        rollout_switch_s=switch.rollout_s if switch else 0.0,
+        train_switch_s=switch.train_s if switch else 0.0,
+        rollout_device_bytes=_or_all(footprint.rollout_device_bytes),
+        train_device_bytes=_or_all(footprint.train_device_bytes),
     )
+
+
+def _or_all(device_bytes: float | None) -> float:
+    return math.inf if device_bytes is None else device_bytes
+
+
+def do_fit(states_bytes: float, memory_bytes: float) -> bool:
+    """Whether states of so many bytes together fit a device; one of unknown size fits none beside another."""
+    return states_bytes <= memory_bytes and states_bytes < math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,12 +143,19 @@ class _CandidateBuilder:
     def start(self, position: int) -> None:
         index = self.order[position]
         demand = self.demands[index]
-        if demand.colocated_s <= demand.budget_s and (
+        if self._colocated_s(demand) <= demand.budget_s and (
             demand.rollout_bytes + demand.train_bytes <= self.prices.train_host_bytes
         ):
             cost = self.prices.train_usd * demand.num_train_nodes
             self.candidates.append(CandidateGroup(1 << index, (index,), cost, demand.num_train_nodes, 0, ((),), True))
         self._grow(position, (), 0.0, 0.0, 0, demand.budget_s)
+
+    def _colocated_s(self, demand: PipelineDemand) -> float:
+        """Seconds of its step on its training nodes alone, with its own switches where its two states do not fit."""
+        states_bytes = demand.rollout_device_bytes + demand.train_device_bytes
+        if do_fit(states_bytes, self.prices.train_device_bytes):
+            return demand.colocated_s
+        return demand.colocated_s + demand.rollout_switch_s + demand.train_switch_s
 
     def _grow(
         self,
@@ -144,8 +179,11 @@ class _CandidateBuilder:
         ):
             return
         members = (*members, index)
-        pins = pack_rollouts([self.demands[i] for i in members], budget_s, self.prices.rollout_host_bytes)
-        if pins is None:
+        crowded = crowded_trainings([self.demands[i] for i in members], self.prices)
+        if sum(one.train_s for one in crowded) > budget_s or any(one.solo_s > budget_s for one in crowded):
+            return
+        pins = pack_rollouts(crowded, budget_s, self.prices)
+        if pins is None or not _fit_cycle(crowded, pins, budget_s, self.prices):
             return
         num_rollout = 1 + max(max(nodes) for nodes in pins)
         num_train = max(self.demands[i].num_train_nodes for i in members)
@@ -166,11 +204,54 @@ class _CandidateBuilder:
                     self._grow(later, members, train_s, train_bytes, num_counted, budget_s)
 
 
+def crowded_trainings(demands: Sequence[PipelineDemand], prices: NodePrices) -> Sequence[PipelineDemand]:
+    """The demands, their training with the switches that sharing all training nodes brings."""
+    if len(demands) < 2 or not any(one.train_switch_s for one in demands):
+        return demands
+    if do_fit(sum(one.train_device_bytes for one in demands), prices.train_device_bytes):
+        return demands
+    return [replace(one, train_s=one.train_s + one.train_switch_s) for one in demands]
+
+
+def crowded_rollouts(
+    demands: Sequence[PipelineDemand], pins: Sequence[tuple[int, ...]], prices: NodePrices
+) -> Sequence[PipelineDemand]:
+    """The demands, their rollouts with the switches that sharing these nodes brings."""
+    if len(demands) < 2 or not any(one.rollout_switch_s for one in demands):
+        return demands
+    there: dict[int, list[PipelineDemand]] = {}
+    for one, nodes in zip(demands, pins, strict=True):
+        for node in nodes:
+            there.setdefault(node, []).append(one)
+    crowded = {
+        node
+        for node, ones in there.items()
+        if len(ones) > 1 and not do_fit(sum(one.rollout_device_bytes for one in ones), prices.rollout_device_bytes)
+    }
+    return [
+        one if crowded.isdisjoint(nodes) else replace(one, rollout_s=one.rollout_s + one.rollout_switch_s)
+        for one, nodes in zip(demands, pins, strict=True)
+    ]
+
+
+def _fit_cycle(
+    demands: Sequence[PipelineDemand], pins: Sequence[tuple[int, ...]], budget_s: float, prices: NodePrices
+) -> bool:
+    """Whether every member's own step fits the budget with the switches of its rollout nodes."""
+    return all(one.solo_s <= budget_s for one in crowded_rollouts(demands, pins, prices))
+
+
 def pack_rollouts(
-    demands: Sequence[PipelineDemand], budget_s: float, node_bytes: float, *, at_least: int = 1
+    demands: Sequence[PipelineDemand], budget_s: float, prices: NodePrices, *, at_least: int = 1
 ) -> tuple[tuple[int, ...], ...] | None:
-    """Pin rollouts to the fewest nodes, each within the budget and its memory; None if one does not fit at all."""
+    """Pin rollouts to the fewest nodes, each within the budget and its memory; None if one does not fit at all.
+
+    A node's seconds are the rollouts there, their switches if the states do not all fit, and the longest sync.
+    """
+    node_bytes = prices.rollout_host_bytes
     order = sorted(range(len(demands)), key=lambda i: -demands[i].rollout_s)
+    if len(demands) > 1:
+        budget_s -= max(demand.sync_s for demand in demands)
     if any(demand.rollout_s > budget_s or demand.rollout_bytes > node_bytes for demand in demands):
         return None
     total_s = sum(demand.rollout_s * demand.num_rollout_nodes for demand in demands)
@@ -180,47 +261,69 @@ def pack_rollouts(
     num_nodes = fewest
     while True:
         pins: list[tuple[int, ...]] = [()] * len(demands)
-        if _pin(demands, order, 0, [0.0] * num_nodes, [0.0] * num_nodes, budget_s, node_bytes, pins):
+        if _pin(demands, order, 0, [_NodeLoad()] * num_nodes, budget_s, prices, pins):
             return tuple(pins)
         num_nodes += 1
+
+
+class _NodeLoad(NamedTuple):
+    """What a node has to do and to hold."""
+
+    rollout_s: float = 0.0
+    switch_s: float = 0.0
+    """Seconds of switches if the states do not all fit."""
+    host_bytes: float = 0.0
+    device_bytes: float = 0.0
+
+    def plus(self, demand: PipelineDemand) -> _NodeLoad:
+        return _NodeLoad(
+            self.rollout_s + demand.rollout_s,
+            self.switch_s + demand.rollout_switch_s,
+            self.host_bytes + demand.rollout_bytes,
+            self.device_bytes + demand.rollout_device_bytes,
+        )
+
+
+def _takes(node: _NodeLoad, demand: PipelineDemand, budget_s: float, prices: NodePrices) -> bool:
+    rollout_s = node.rollout_s + demand.rollout_s
+    if rollout_s > budget_s or node.host_bytes + demand.rollout_bytes > prices.rollout_host_bytes:
+        return False
+    switch_s = node.switch_s + demand.rollout_switch_s
+    is_alone = node.device_bytes == 0.0
+    if switch_s == 0.0 or is_alone or rollout_s + switch_s <= budget_s:
+        return True
+    return do_fit(node.device_bytes + demand.rollout_device_bytes, prices.rollout_device_bytes)
 
 
 def _pin(
     demands: Sequence[PipelineDemand],
     order: Sequence[int],
     depth: int,
-    loads_s: list[float],
-    held_bytes: list[float],
+    nodes: list[_NodeLoad],
     budget_s: float,
-    node_bytes: float,
+    prices: NodePrices,
     pins: list[tuple[int, ...]],
 ) -> bool:
     """Depth-first: the longest rollouts first, equal nodes tried once."""
     if depth == len(order):
         return True
     demand = demands[order[depth]]
-    open_nodes = [
-        node
-        for node in range(len(loads_s))
-        if loads_s[node] + demand.rollout_s <= budget_s and held_bytes[node] + demand.rollout_bytes <= node_bytes
-    ]
+    open_nodes = [number for number, node in enumerate(nodes) if _takes(node, demand, budget_s, prices)]
     if len(open_nodes) < demand.num_rollout_nodes:
         return False
-    tried: list[tuple[float, ...]] = []
-    for nodes in _choices(open_nodes, demand.num_rollout_nodes):
-        looks = tuple(loads_s[node] for node in nodes) + tuple(held_bytes[node] for node in nodes)
+    tried: list[tuple[_NodeLoad, ...]] = []
+    for numbers in _choices(open_nodes, demand.num_rollout_nodes):
+        looks = tuple(nodes[number] for number in numbers)
         if looks in tried:
             continue
         tried.append(looks)
-        for node in nodes:
-            loads_s[node] += demand.rollout_s
-            held_bytes[node] += demand.rollout_bytes
-        pins[order[depth]] = nodes
-        if _pin(demands, order, depth + 1, loads_s, held_bytes, budget_s, node_bytes, pins):
+        for number in numbers:
+            nodes[number] = nodes[number].plus(demand)
+        pins[order[depth]] = numbers
+        if _pin(demands, order, depth + 1, nodes, budget_s, prices, pins):
             return True
-        for node in nodes:
-            loads_s[node] -= demand.rollout_s
-            held_bytes[node] -= demand.rollout_bytes
+        for number, node in zip(numbers, looks, strict=True):
+            nodes[number] = node
     return False
 
 

@@ -311,4 +311,6 @@ def _prices(view: PlacementView) -> NodePrices:
         train_usd=train.usd_per_node_hour if train else 0.0,
         rollout_host_bytes=rollout.host_memory_bytes if rollout else 0.0,
         train_host_bytes=train.host_memory_bytes if train else 0.0,
+        rollout_device_bytes=rollout.device_memory_bytes if rollout else 0.0,
+        train_device_bytes=train.device_memory_bytes if train else 0.0,
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlmux.core.model import Cluster, Footprint, Phase, PhaseSeconds, Pipeline, PipelineId, Pool, Stage
 from rlmux.sim import tables
@@ -20,6 +20,8 @@ from rlmux.sim.world import NO_SWITCH, STEADY, SwitchSeconds, TrueSeconds, Varia
 H20_USD_PER_GPU_HOUR = 1.76
 H800_USD_PER_GPU_HOUR = 5.28
 GPUS_PER_NODE = 8
+SYNCED = (Stage.GENERATE, Stage.UPDATE, Stage.PUBLISH)
+"""Stages of a step whose weight sync takes seconds."""
 _GB = 1e9
 
 
@@ -102,38 +104,47 @@ def profiled_arrival(
     num_steps: int | None = None,
     num_rollout_nodes: int | None = None,
     num_train_nodes: int | None = None,
-    costs: bool = False,
+    costs: bool = True,
     has_footprint: bool = False,
     variation: Variation = STEADY,
 ) -> Arrival:
-    """A pipeline whose estimate is the profile's means, in a world where these hold up to the variation."""
+    """A pipeline whose estimate is the profile's means, in a world where these hold up to the variation.
+
+    `costs`: switches and weight sync take what was measured for the model, in the world and in the estimate alike.
+    """
     row = _switch_row(profile.model)
-    sync_s = float(row["sync_s"]) if costs else 0.0
+    sync_s = sync_seconds(profile.model) if costs else 0.0
+    switch = switch_seconds(profile.model) if costs else NO_SWITCH
     footprint = Footprint()
     if has_footprint:
         footprint = Footprint(
             rollout_host_bytes=float(row["rollout_host_gb"]) * _GB,
             train_host_bytes=float(row["train_host_gb"]) * _GB,
         )
-    stages = (Stage.GENERATE, Stage.UPDATE, Stage.PUBLISH) if costs else (Stage.GENERATE, Stage.UPDATE)
     return Arrival(
         submit_s=submit_s,
         depart_s=depart_s,
         pipeline=Pipeline(
             id=PipelineId(name),
             num_steps=num_steps,
-            stages=stages,
+            stages=SYNCED if costs else (Stage.GENERATE, Stage.UPDATE),
             num_rollout_nodes=num_rollout_nodes or profile.num_nodes,
             num_train_nodes=num_train_nodes or profile.num_nodes,
-            estimate=profile.disaggregated,
+            estimate=replace(profile.disaggregated, sync_s=sync_s),
             colocated_estimate=profile.colocated,
             slo_slowdown=slo_slowdown,
             footprint=footprint,
+            switch=switch.estimate if costs else None,
         ),
         world=TrueSeconds.of_phases(profile.disaggregated, sync_s=sync_s, variation=variation),
         colocated_world=TrueSeconds.of_phases(profile.colocated, variation=variation),
-        switch=switch_seconds(profile.model) if costs else NO_SWITCH,
+        switch=switch,
     )
+
+
+def sync_seconds(model: str) -> float:
+    """Seconds in which new weights reach the rollout nodes."""
+    return float(_switch_row(model)["sync_s"])
 
 
 def switch_seconds(model: str) -> SwitchSeconds:

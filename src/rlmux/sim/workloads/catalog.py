@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from difflib import get_close_matches
 from functools import partial
 from inspect import signature
@@ -23,11 +24,21 @@ from pathlib import Path
 from typing import Any
 
 from rlmux.core.errors import UserError
-from rlmux.core.model import PhaseSeconds, Pipeline, PipelineId
+from rlmux.core.model import PhaseSeconds, Pipeline, PipelineId, Stage
 from rlmux.sim import tables
 from rlmux.sim.workloads import substage_pairs, trace_csv
-from rlmux.sim.workloads.arrivals import Arrival, Profile, Workload, h20_h800_cluster, profiled_arrival, profiles
-from rlmux.sim.world import STEADY, Drifting, TrueSeconds, Variation, drift_curve
+from rlmux.sim.workloads.arrivals import (
+    SYNCED,
+    Arrival,
+    Profile,
+    Workload,
+    h20_h800_cluster,
+    profiled_arrival,
+    profiles,
+    switch_seconds,
+    sync_seconds,
+)
+from rlmux.sim.world import NO_SWITCH, STEADY, Drifting, TrueSeconds, Variation, drift_curve
 
 __all__ = ["Arrival", "Workload", "build", "load", "micro_gpus", "names", "params_of"]
 
@@ -81,23 +92,25 @@ def weave(
     seed: int = 0,
     train_nodes_32b: int = 2,
     slo: tuple[float, float] = (1.1, 2.0),
-    departure: str = "wall",
-    costs: bool = False,
+    departure: str = "work",
+    costs: bool = True,
     host_memory_gb: float | None = None,
     drift: str = "none",
 ) -> Workload:
     """The 200 production pipelines.
 
     `train_nodes_32b=1` charges a 32B pipeline one training node, as the published $/h does; it needs 2.
-    `departure` is `wall` (it leaves when it did in the original cluster) or `work` (after as many steps as it
-    would have done alone in that time, so a slower policy keeps it longer). `costs` adds switches and sync.
+    `departure` is `work` (after as many steps as it would have done alone in the time that it was in the original
+    cluster, so every policy does the same work and a slower one keeps it longer) or `wall` (it leaves when it did
+    there, so a slower policy does less). `costs=False` leaves switches and weight sync out.
     `host_memory_gb` gives nodes that much and pipelines their footprints; without it the cap on a group
     stands in.
     `drift` is none, up, down or mixed (section 8.8).
     """
     low, high = _slo_range(slo)
     _require_choice("train_nodes_32b", train_nodes_32b, (1, 2))
-    _require_choice("departure", departure, ("wall", "work"))
+    _require_choice("departure", departure, _DEPARTURES)
+    _require_choice("costs", costs, (True, False))
     _require_choice("drift", drift, ("none", "up", "down", "mixed"))
     generator = random.Random(seed)
     drift_generator = random.Random(f"{seed}/drift")
@@ -106,14 +119,13 @@ def weave(
     for row in tables.rows("weave_jobs"):
         profile = by_name[row["profile"]]
         submit_s, duration_s = float(row["submit_s"]), float(row["duration_s"])
-        steps = max(1, round(duration_s / profile.disaggregated.solo_s)) if departure == "work" else None
         arrivals.append(
             profiled_arrival(
                 row["job"],
                 profile,
                 submit_s=submit_s,
                 depart_s=submit_s + duration_s if departure == "wall" else None,
-                num_steps=steps,
+                num_steps=_steps_within(duration_s, profile.disaggregated) if departure == "work" else None,
                 slo_slowdown=generator.uniform(low, high),
                 num_train_nodes=train_nodes_32b if profile.model == "32B" else 1,
                 costs=costs,
@@ -126,7 +138,8 @@ def weave(
         cluster=h20_h800_cluster(host_memory_gb=host_memory_gb),
         arrivals=tuple(arrivals),
         seed=seed,
-        about=f"200 production pipelines, SLO U({low:g}, {high:g}), 32B trains on {train_nodes_32b} node(s)",
+        about=f"200 production pipelines, SLO U({low:g}, {high:g}), 32B trains on {train_nodes_32b} node(s), "
+        f"{_terms(departure, costs)}",
     )
 
 
@@ -150,6 +163,8 @@ _TABLE_6: Mapping[str, Mapping[str, tuple[tuple[float, float], tuple[float, floa
     },
 }
 """Uniform ranges of rollout and training seconds: balanced, rollout-heavy, training-heavy (Table 6)."""
+_MODEL_OF_SIZE: Mapping[str, str] = {"s": "4B", "m": "7B", "l": "14B"}
+"""Model whose measured switches and sync stand in for a size: our choice, the paper names no models here."""
 
 
 def synthetic(
@@ -159,12 +174,17 @@ def synthetic(
     seed: int = 0,
     slo: tuple[float, float] = (1.0, 2.0),
     num_pipelines: int = 300,
+    departure: str = "work",
+    costs: bool = True,
 ) -> Workload:
     """Pipelines of these (mix, size) pairs, equally likely, that come and go as Philly's training jobs do.
 
+    `departure` and `costs` as in `weave`; switches and sync are those of a model whose phases are about as long.
     Up to 300 of them come from the embedded sample (mean 10.6 h; the paper's own sample had 14.4 h).
     """
     low, high = _slo_range(slo)
+    _require_choice("departure", departure, _DEPARTURES)
+    _require_choice("costs", costs, (True, False))
     table = tables.rows("philly_arrivals")
     if not 1 <= num_pipelines <= len(table):
         raise UserError(f"workload {name!r}: num_pipelines is {num_pipelines}; accepted: 1 to {len(table)}")
@@ -174,18 +194,23 @@ def synthetic(
         mix, size = generator.choice(sizes)
         rollout, train = _TABLE_6[mix][size]
         phases = PhaseSeconds(rollout_s=generator.uniform(*rollout), train_s=generator.uniform(*train))
-        submit_s = float(row["submit_s"])
+        submit_s, duration_s = float(row["submit_s"]), float(row["duration_s"])
+        sync_s = sync_seconds(_MODEL_OF_SIZE[size]) if costs else 0.0
+        switch = switch_seconds(_MODEL_OF_SIZE[size]) if costs else NO_SWITCH
         arrivals.append(
             Arrival(
                 submit_s=submit_s,
-                depart_s=submit_s + float(row["duration_s"]),
+                depart_s=submit_s + duration_s if departure == "wall" else None,
                 pipeline=Pipeline(
                     id=PipelineId(f"{mix}-{size}-{index}"),
-                    num_steps=None,
-                    estimate=phases,
+                    num_steps=_steps_within(duration_s, phases) if departure == "work" else None,
+                    stages=SYNCED if costs else (Stage.GENERATE, Stage.UPDATE),
+                    estimate=replace(phases, sync_s=sync_s),
                     slo_slowdown=generator.uniform(low, high),
+                    switch=switch.estimate if costs else None,
                 ),
-                world=TrueSeconds.of_phases(phases),
+                world=TrueSeconds.of_phases(phases, sync_s=sync_s),
+                switch=switch,
             )
         )
     return Workload(
@@ -193,7 +218,8 @@ def synthetic(
         cluster=h20_h800_cluster(),
         arrivals=tuple(arrivals),
         seed=seed,
-        about=f"{num_pipelines} synthetic pipelines over Philly arrivals, SLO U({low:g}, {high:g})",
+        about=f"{num_pipelines} synthetic pipelines over Philly arrivals, SLO U({low:g}, {high:g}), "
+        f"{_terms(departure, costs)}",
     )
 
 
@@ -275,6 +301,20 @@ def micro_gpus(case: str) -> tuple[int, int]:
 
 
 # ------------------------------------------------------------------ helpers
+
+
+_DEPARTURES = ("wall", "work")
+
+
+def _steps_within(duration_s: float, phases: PhaseSeconds) -> int:
+    """Steps that the pipeline alone makes in that time, at least one."""
+    return max(1, round(duration_s / phases.solo_s))
+
+
+def _terms(departure: str, costs: bool) -> str:
+    """What of the figures' terms a reader has to know."""
+    work = "the same steps under every policy" if departure == "work" else "departures by the clock"
+    return f"{work}, {'switches and sync included' if costs else 'switches and sync free'}"
 
 
 def _slo_range(slo: Any) -> tuple[float, float]:

@@ -1,0 +1,106 @@
+"""The search for groups counts switches and syncs as the ledger does: what it proposes, the books take."""
+
+from __future__ import annotations
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rlmux.core.group_load import Member, group_load
+from rlmux.core.model import (
+    Cluster,
+    Footprint,
+    GroupId,
+    NodeId,
+    Phase,
+    PhaseSeconds,
+    Pipeline,
+    PipelineId,
+    Placement,
+    Pool,
+    SwitchEstimate,
+)
+from rlmux.policies.planning.cycle_steps import CycleStepFinder
+from rlmux.policies.planning.partition import NodePrices, candidate_groups, demand_of
+
+MEMORY_BYTES = 10.0
+PRICES = NodePrices(rollout_usd=1.0, train_usd=3.0, rollout_device_bytes=MEMORY_BYTES, train_device_bytes=MEMORY_BYTES)
+CLUSTER = Cluster(
+    pools={
+        name: Pool(name=name, phase=phase, usd_per_gpu_hour=usd, device_memory_bytes=MEMORY_BYTES)
+        for name, phase, usd in (("r", Phase.ROLLOUT, 1.0), ("t", Phase.TRAIN, 3.0))
+    }
+)
+seconds = st.floats(0, 20)
+state_bytes = st.sampled_from([None, 2.0, 6.0])
+
+
+@st.composite
+def pipelines(draw):
+    return [
+        Pipeline(
+            id=PipelineId(f"p{number}"),
+            num_steps=None,
+            estimate=PhaseSeconds(
+                rollout_s=draw(st.floats(10, 100)), train_s=draw(st.floats(10, 100)), sync_s=draw(seconds)
+            ),
+            colocated_estimate=draw(st.sampled_from([None, PhaseSeconds(rollout_s=60.0, train_s=60.0)])),
+            slo_slowdown=draw(st.floats(1, 3)),
+            switch=draw(st.one_of(st.none(), st.builds(SwitchEstimate, rollout_s=seconds, train_s=seconds))),
+            footprint=Footprint(rollout_device_bytes=draw(state_bytes), train_device_bytes=draw(state_bytes)),
+        )
+        for number in range(draw(st.integers(1, 5)))
+    ]
+
+
+def in_the_books(candidate, made):
+    """The candidate as the ledger would sum it up."""
+    train = (NodeId("t", 0),)
+    members = tuple(
+        Member(
+            pipeline=made[index],
+            placement=Placement(
+                group=GroupId(0),
+                rollout_nodes=train if candidate.is_colocated else tuple(NodeId("r", number) for number in pins),
+                train_nodes=train,
+            ),
+            steps_per_cycle=steps,
+        )
+        for index, pins, steps in zip(
+            candidate.members,
+            candidate.pins,
+            candidate.steps_per_cycle or (1,) * len(candidate.members),
+            strict=True,
+        )
+    )
+    rollout_nodes = tuple(dict.fromkeys(node for one in members for node in one.placement.rollout_nodes))
+    return group_load(GroupId(0), members, rollout_nodes, train, CLUSTER)
+
+
+@given(pipelines())
+@settings(max_examples=150, deadline=None, derandomize=True)
+def test_every_group_that_the_search_proposes_keeps_its_slos_in_the_books(made):
+    demands = [demand_of(one) for one in made]
+    found = candidate_groups(demands, PRICES)
+    found += CycleStepFinder().candidate_groups(demands, PRICES, found)
+    for candidate in found:
+        group = in_the_books(candidate, made)
+        assert group.period_s <= group.budget_s * (1 + 1e-9), candidate
+
+
+def test_a_pair_whose_switches_break_an_slo_is_not_proposed():
+    def found(switch):
+        pair = [
+            Pipeline(
+                id=PipelineId(name),
+                num_steps=None,
+                estimate=PhaseSeconds(rollout_s=50.0, train_s=50.0),
+                slo_slowdown=1.05,
+                switch=switch,
+            )
+            for name in "ab"
+        ]
+        return [c.members for c in candidate_groups([demand_of(one) for one in pair], PRICES) if len(c.members) == 2]
+
+    assert found(None) == [(0, 1)]
+    assert found(SwitchEstimate(rollout_s=2.0, train_s=2.0)) == [(0, 1)]  # 104 s of 105
+    assert found(SwitchEstimate(rollout_s=2.0, train_s=3.0)) == []  # a member's own step, or the training node: 106 s
