@@ -15,17 +15,19 @@ def short(monkeypatch) -> None:
     monkeypatch.setattr(reproduce_jigsaw, "HOMOGENEOUS", (GSM8K_4B, GSM8K_4B_INSTRUCT))
     monkeypatch.setattr(reproduce_jigsaw, "_HETEROGENEOUS", ((GSM8K_06B, GSM8K_8B),))
     monkeypatch.setattr(reproduce_jigsaw, "_ASYNC", (GSM8K_4B_INSTRUCT,))
-    monkeypatch.setattr(reproduce_jigsaw, "_SCALES", (16,))
+    monkeypatch.setattr(reproduce_jigsaw, "_SCALES", (16, 64))
     monkeypatch.setattr(reproduce_jigsaw, "_NUM_STEPS", 2)
     monkeypatch.setattr(reproduce_jigsaw, "sweep", lambda tasks, progress=None: sweep(tasks, num_processes=1))
 
 
-def test_every_published_figure_has_a_row_with_its_cause(short):
+def test_every_published_figure_has_one_row_and_a_miss_has_a_cause(short):
     report = papers.reproduce("jigsawrl", num_seeds=1)
     rows = {(row["section"], row["figure"]): row for row in report["rows"]}
-    published = {row["published"] for row in rows.values()}
-    assert published >= {1.56, 1.85, 1.27, 1.48, 1.14, 1.34, 1.75, 1.25, 1.54, 1.21, 1.41}
-    assert all(row["reached"] or row["cause"] for row in rows.values())
+    published = sorted(row["published"] for row in rows.values() if row["published"] is not None)
+    # 1.48 is printed twice: a latency, and the largest gain at equal parallelism; 1.51 is a quotient of two figures
+    assert published == [1.14, 1.16, 1.21, 1.25, 1.27, 1.34, 1.41, 1.48, 1.48, 1.51, 1.54, 1.56, 1.75, 1.85]
+    assert all(row["source"] for row in rows.values() if row["published"] is not None)
+    assert {row["cause_is"] for row in rows.values()} <= {"", "conjecture"}
     gain = rows["8 H100, two alike", "tokens/s over colocated, mean"]
     assert 1.2 < gain["min"] <= gain["ours"] <= gain["max"] < 2.0
     deployments = {row["deployment"] for row in report["workloads"]}

@@ -171,14 +171,34 @@ def show_plan(plan: Row, *, as_json: bool) -> None:
 
 
 def show_reproduction(result: Row, *, as_json: bool) -> None:
-    """Published, ours, deviation."""
+    """Published, replay, ours; below them the causes of what is missed, and what the reproduction chose."""
     if as_json:
         print_json(result)
         return
-    print_rows([flat(row) for row in result["rows"]])
-    if result.get("our_accounting"):
-        print("\nby our accounting: the production trace, the same steps under every policy, all costs")
-        print_rows(result["our_accounting"])
+    causes: dict[str, int] = {}
+    shown = []
+    for row in result["rows"]:
+        note = ""
+        if not row["reached"]:
+            without = row["ours_without_cause"]
+            says = row["cause"] if without is None else f"{row['cause']}; without that, ours is {without:.4g}"
+            note = str(causes.setdefault(f"{row['cause_is']}: {says}", len(causes) + 1))
+        low, high = row["accepted"]
+        columns = ("section", "figure", "published", "replay", "ours", "min", "max", "deviation")
+        shown.append({**{key: row[key] for key in columns}, "accepted": f"{low:.4g}-{high:.4g}", "missed": note})
+    print_rows(shown)
+    if causes:
+        print("\nmissed (outside the accepted range):")
+    for cause, number in causes.items():
+        print(f"  {number}  {cause}")
+    for key, title in (
+        ("our_accounting", "by our accounting: the production trace, the same steps under every policy, all costs"),
+        ("bounds", "least and steady $/h of the production trace, by the paper's accounting"),
+        ("choices", "chosen where the paper leaves it open"),
+    ):
+        if result.get(key):
+            print(f"\n{title}:")
+            print_rows(result[key])
 
 
 def print_json(value: Any) -> None:

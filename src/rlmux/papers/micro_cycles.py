@@ -86,6 +86,13 @@ class MicroGain:
     over_solo: float
     over_colocated: float
     slowdowns: Mapping[str, float]
+    """Step slowdown of each pipeline, by name."""
+
+    def over_solo_unslowed(self, prefix: str) -> float:
+        """`over_solo` if the pipelines whose names begin so took their own step time."""
+        speeds = {name: 1.0 / slowdown for name, slowdown in self.slowdowns.items()}
+        unslowed = [1.0 if name.startswith(prefix) else speed for name, speed in speeds.items()]
+        return self.over_solo * sum(unslowed) / sum(speeds.values())
 
 
 def micro_gain(case: str, *, is_strict: bool) -> MicroGain:

@@ -1,10 +1,7 @@
-"""RollMux's published figures again: what the paper says, what we get, and why where these differ.
+"""RollMux's published figures again: what is simulated, what it is held against, and what was chosen.
 
-    weave (8.6)      cost, attainment, admissions, peaks; 32B charged one training node and two
-    mixes (8.7)      cost over the offline optimum; the baselines with the paper's penalty
-    micro (8.4)      gain of sharing over Solo-D at equal dollars
-    tail (8.5)       gain of long-tail migration
-    drift (8.8)      cost over hourly regrouping; attainment
+    _Plan ──spread──▶ results by key ──rollmux_rows──▶ published, replay, ours, causes
+                                     └──────────────▶ our_accounting, bounds
 
 All rows are by the paper's accounting: pipelines leave when they did in the original cluster, so a slower policy does
 less work; switches, weight sync and relocations are free (its $/h fit nothing else); an SLO is held against finished
@@ -16,16 +13,16 @@ All inputs travel with the package.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from rlmux.papers import micro_cycles as micro
-from rlmux.papers import tail_migration as tail
 from rlmux.papers.offline_optimum import OfflineCost, offline_cost, steady_usd_per_hour
-from rlmux.papers.rows import Row, mean, row_over
-from rlmux.policies import POLICIES
+from rlmux.papers.rollmux_rows import BASELINES, CHOICES, DRIFTS, MIXES, PRINTED, PUBLISHED_STAY_H, charged, rows_of
+from rlmux.papers.rows import mean
+from rlmux.policies import POLICIES, make_policy
 from rlmux.sim.bounds import kept_slos_usd
 from rlmux.sim.metrics import SimResult
 from rlmux.sim.pictures import write_pictures
@@ -36,19 +33,7 @@ from rlmux.sim.workloads.arrivals import Workload
 PAPER_ACCOUNTING: Mapping[str, Any] = {"departure": "wall", "costs": False}
 """Parameters of a workload that is accounted for as the paper does; by default ours are."""
 _OUR_POLICIES = ("solo", "colocated", "rollmux", "rlmux")
-_MIXES = ("bl", "rh", "th", "mixed")
-_MIX_POLICIES = ("rollmux", "random", "most-idle")
-_MIX_PUBLISHED = {
-    "rollmux": (1.12, 1.10, 1.01, 1.06),
-    "random": (2.00, 1.92, 1.72, 1.97),
-    "most-idle": (1.75, 1.89, 1.38, 1.66),
-}
-_DRIFTS = ("up", "down", "mixed")
-_DRIFT_PUBLISHED = {"up": (1.11, 0.986), "down": (1.10, 0.987), "mixed": (1.08, 0.956)}
 _HOUR_S = 3600.0
-_REGROUPING_FRACTION = 32.9 / 370.2
-"""Fraction of all time that the paper's hourly regrouping spends on restarts; ours is free and is charged this."""
-_REGROUPING = "our hourly regrouping is an exact search over all groups; the paper samples 10,000 partitions"
 _MAX_DRIFT_SEEDS = 1
 """Hourly regrouping by exact search takes far longer than any policy."""
 
@@ -62,20 +47,17 @@ class _Regroup:
 
 
 def reproduce(*, num_seeds: int = 5, progress: Progress | None = None, out: Path | None = None) -> dict[str, Any]:
-    """All rows; with `out`, pictures of the production trace too."""
+    """{"paper", "num_seeds", "rows", "our_accounting", "bounds", "choices"}; with `out`, pictures of the trace too."""
     plan = _Plan(num_seeds)
     results = spread(_run, plan.work, progress=progress)
     done: dict[tuple[Any, ...], Any] = dict(zip(plan.keys, results, strict=True))
-    bounds = _lower_bounds(num_seeds)
-    rows = [*_weave_rows(done, num_seeds), *_beyond_rows(done, num_seeds), *_bound_rows(done, bounds, num_seeds)]
-    rows += _mix_rows(done, num_seeds)
-    rows += [*_micro_rows(), *_tail_rows(), *_drift_rows(done, min(num_seeds, _MAX_DRIFT_SEEDS))]
     report: dict[str, Any] = {
         "paper": "RollMux (arXiv 2512.11306, OSDI'26)",
         "num_seeds": num_seeds,
-        "rows": [row.as_dict() for row in rows],
-        "lower_bounds_usd_per_hour": {label: round(sum(v) / len(v), 1) for label, v in bounds.items()},
+        "rows": [row.as_dict() for row in rows_of(done, num_seeds, min(num_seeds, _MAX_DRIFT_SEEDS))],
         "our_accounting": _our_accounting(done, num_seeds),
+        "bounds": _bounds(done, num_seeds),
+        "choices": list(CHOICES),
     }
     if out is not None:
         drawn = {name: [done["weave", 2, name, 0]] for name in ("solo", "colocated", *plan.placing)}
@@ -83,21 +65,38 @@ def reproduce(*, num_seeds: int = 5, progress: Progress | None = None, out: Path
     return report
 
 
-def _lower_bounds(num_seeds: int) -> dict[str, list[float]]:
-    """$/h of the production trace by seed: below the work of all kept SLOs is no policy; steady nodes are no bound."""
-    bounds: dict[str, list[float]] = {}
+def _bounds(done: Mapping[tuple[Any, ...], Any], num_seeds: int) -> list[dict[str, Any]]:
+    """$/h of the production trace that no policy is below, and of steady whole nodes, which is no bound."""
+    rows = []
     for nodes in (1, 2):
         made = [
             catalog.build("weave", seed=seed, train_nodes_32b=nodes, **PAPER_ACCOUNTING) for seed in range(num_seeds)
         ]
+        by_what = {("the steps that keep every SLO, on nodes that are never idle", True): _kept_slos_usd_per_hour}
         for uses_slack, speed in ((False, "solo speed"), (True, "all SLO slack")):
             for colocated in (False, True):
                 where = "rollouts on training GPUs too" if colocated else "pools apart"
-                bounds[f"{speed}, {where}, steady whole nodes, {_charged(nodes)}"] = [
-                    steady_usd_per_hour(one, uses_slack=uses_slack, colocated=colocated) for one in made
-                ]
-        bounds[f"{_KEPT}, {_charged(nodes)}"] = [_kept_slos_usd_per_hour(one) for one in made]
-    return bounds
+                by_what[f"whole nodes at every moment, {speed}, {where}", False] = partial(
+                    steady_usd_per_hour, uses_slack=uses_slack, colocated=colocated
+                )
+        for (what, is_bound), usd_per_hour in by_what.items():
+            rows.append(
+                {
+                    "what": f"{what}, {charged(nodes)}",
+                    "usd_per_hour": round(mean([usd_per_hour(one) for one in made]), 1),
+                    "is_bound": is_bound,
+                    **{name: round(mean(_usd_per_hour(done, nodes, name, num_seeds)), 1) for name in _placing()},
+                }
+            )
+    return rows
+
+
+def _usd_per_hour(done: Mapping[tuple[Any, ...], Any], nodes: int, policy: str, num_seeds: int) -> list[float]:
+    return [done["weave", nodes, policy, seed].cost_usd_per_hour for seed in range(num_seeds)]
+
+
+def _placing() -> list[str]:
+    return [name for name in ("rollmux", "rlmux") if name in POLICIES]
 
 
 def _kept_slos_usd_per_hour(workload: Workload) -> float:
@@ -127,18 +126,14 @@ def _our_accounting(done: Mapping[tuple[Any, ...], Any], num_seeds: int) -> list
     return rows
 
 
-def _charged(num_train_nodes: int) -> str:
-    return f"{num_train_nodes} training node{'s' if num_train_nodes > 1 else ''} for 32B"
-
-
 class _Plan:
     """What is to be simulated, and the key of each result."""
 
     def __init__(self, num_seeds: int) -> None:
         self.keys: list[tuple[Any, ...]] = []
         self.work: list[SimRun | _Regroup] = []
-        self.placing = [name for name in ("rollmux", "rlmux") if name in POLICIES]
-        for drift in _DRIFTS:
+        self.placing = _placing()
+        for drift in DRIFTS:
             for seed in range(min(num_seeds, _MAX_DRIFT_SEEDS)):
                 drifting = catalog.build(f"drift-{drift}", seed=seed, **PAPER_ACCOUNTING)
                 self._add(("drift", drift, "offline", seed), _Regroup(drifting, _HOUR_S))
@@ -148,18 +143,36 @@ class _Plan:
                 made = catalog.build("weave", seed=seed, train_nodes_32b=nodes, **PAPER_ACCOUNTING)
                 for name in self.placing if seed else ("solo", "colocated", *self.placing):
                     self._add(("weave", nodes, name, seed), SimRun(workload=made, policy=name))
+                printed = make_policy("rollmux", skips_saturated=True)
+                self._add(("weave", nodes, PRINTED, seed), SimRun(workload=made, policy=printed))
             for name in _OUR_POLICIES:
                 if name in POLICIES:
                     self._add(("ours", name, seed), SimRun(workload=catalog.build("weave", seed=seed), policy=name))
-            for mix in _MIXES:
+            for mix in MIXES:
                 made = catalog.build(mix, seed=seed, **PAPER_ACCOUNTING)
                 self._add((mix, "offline", seed), _Regroup(made))
-                for name in _MIX_POLICIES:
+                for name in ("rollmux", *BASELINES):
                     self._add((mix, name, seed), SimRun(workload=made, policy=name))
+        for mix in MIXES:
+            made = _with_published_stay(catalog.build(mix, seed=0, **PAPER_ACCOUNTING))
+            self._add(("stretched", mix, "offline"), _Regroup(made))
+            for name in BASELINES:
+                self._add(("stretched", mix, name), SimRun(workload=made, policy=name))
 
     def _add(self, key: tuple[Any, ...], work: SimRun | _Regroup) -> None:
         self.keys.append(key)
         self.work.append(work)
+
+
+def _with_published_stay(workload: Workload) -> Workload:
+    """Every stay stretched alike, so that the mean is the paper's."""
+    stays_s = [(one.depart_s or one.submit_s) - one.submit_s for one in workload.arrivals]
+    factor = PUBLISHED_STAY_H * _HOUR_S / mean(stays_s)
+    stretched = zip(workload.arrivals, stays_s, strict=True)
+    return replace(
+        workload,
+        arrivals=tuple(replace(one, depart_s=one.submit_s + factor * stay_s) for one, stay_s in stretched),
+    )
 
 
 def _run(work: SimRun | _Regroup) -> SimResult | OfflineCost:
@@ -167,251 +180,3 @@ def _run(work: SimRun | _Regroup) -> SimResult | OfflineCost:
         return offline_cost(work.workload, regroup_every_s=work.every_s)
     result = run_simulation(work)
     return replace(result, pipelines=result.pipelines, spans=())
-
-
-# ------------------------------------------------------------------ the production trace
-
-_CHARGING = "the paper's $/h fits one training node for a 32B pipeline, its GPU peaks fit two; a 32B pipeline needs two"
-
-
-def _weave_rows(done: Mapping[tuple[Any, ...], Any], num_seeds: int) -> list[Row]:
-    section = "weave"
-    solo, colocated = done["weave", 2, "solo", 0], done["weave", 2, "colocated", 0]
-    rows = [
-        row_over([solo.cost_usd_per_hour], section=section, figure="Solo-D $/h", published=945, tolerance=0.01),
-        row_over([colocated.cost_usd_per_hour], section=section, figure="veRL $/h", published=709, tolerance=0.01),
-    ]
-    for nodes, published in ((1, 510.0), (2, 570.0)):
-        runs = [done["weave", nodes, "rollmux", seed] for seed in range(num_seeds)]
-        rows += _rollmux_rows(runs, nodes, published)
-    return rows
-
-
-def _rollmux_rows(runs: Sequence[SimResult], nodes: int, usd_per_hour: float) -> list[Row]:
-    label = _charged(nodes)
-    fraction: dict[str, Any] = {"section": "weave", "is_fraction": True}
-    rows = [
-        row_over(
-            [run.cost_usd_per_hour for run in runs],
-            section="weave",
-            figure=f"RollMux $/h, {label}",
-            published=usd_per_hour,
-            tolerance=0.03,
-        ),
-        row_over(
-            [run.paper_slo_attainment for run in runs],
-            figure=f"SLO attainment, {label}",
-            published=1.0,
-            tolerance=0.0,
-            **fraction,
-        ),
-    ]
-    for kind, published in (("direct", 0.58), ("scaled", 0.18), ("new", 0.23)):
-        fractions = [run.admissions[kind] / sum(run.admissions.values()) for run in runs]
-        figure = f"admissions {kind}, {label}"
-        rows.append(row_over(fractions, figure=figure, published=published, tolerance=0.05, **fraction))
-    train_range = (128.0, 144.0) if nodes == 1 else (152.0, 168.0)
-    for pool, phase, published, accepted in (
-        ("H20", "rollout", 216.0, (208.0, 232.0)),
-        ("H800", "train", 152.0, train_range),
-    ):
-        rows.append(
-            row_over(
-                [run.peak_gpus[phase] for run in runs],
-                section="weave",
-                figure=f"peak {pool}, {label}",
-                published=published,
-                tolerance=0.0,
-                accepted=accepted,
-                cause=_CHARGING if nodes == 1 and phase == "train" else "",
-            )
-        )
-    return rows
-
-
-def _beyond_rows(done: Mapping[tuple[Any, ...], Any], num_seeds: int) -> list[Row]:
-    """Ours against the paper's published cost, where our own policy is there."""
-    if ("weave", 1, "rlmux", 0) not in done:
-        return []
-    rows = []
-    for nodes, published in ((1, 510.0), (2, 570.0)):
-        runs: list[SimResult] = [done["weave", nodes, "rlmux", seed] for seed in range(num_seeds)]
-        label = _charged(nodes)
-        rows.append(
-            row_over(
-                [run.cost_usd_per_hour for run in runs],
-                section="beyond",
-                figure=f"rlmux $/h, {label}",
-                published=published,
-                tolerance=0.0,
-                accepted=(0.0, published),
-                cause="another policy than the published one: lower is better",
-            )
-        )
-        rows.append(
-            row_over(
-                [run.paper_slo_attainment for run in runs],
-                section="beyond",
-                figure=f"rlmux SLO attainment, {label}",
-                published=1.0,
-                tolerance=0.0,
-                is_fraction=True,
-            )
-        )
-    return rows
-
-
-_KEPT = "all SLO slack, work of the steps that keep every SLO"
-_STEADY = (
-    "whole nodes that the running pipelines keep busy at every moment, as if any work could share any node: what "
-    "stands between is a strict cycle (a node pair serves whose steps fit one cycle), the cap of 5, and moves at step "
-    "ends only. No bound: SLOs bind the mean step"
-)
-_BOUND = "steps that keep every SLO, on nodes that are never idle: no policy is below it"
-
-
-def _bound_rows(
-    done: Mapping[tuple[Any, ...], Any], bounds: Mapping[str, Sequence[float]], num_seeds: int
-) -> list[Row]:
-    """Our own policy over what no policy undercuts, and over steady nodes."""
-    if ("weave", 1, "rlmux", 0) not in done:
-        return []
-    rows = []
-    for label, by_seed in bounds.items():
-        nodes = 1 if label.endswith(_charged(1)) else 2
-        runs: list[SimResult] = [done["weave", nodes, "rlmux", seed] for seed in range(num_seeds)]
-        cost = sum(run.cost_usd_per_hour for run in runs) / num_seeds
-        rows.append(
-            row_over(
-                by_seed,
-                section="bound",
-                figure=f"least $/h: {label}",
-                published=round(cost, 1),
-                tolerance=0.0,
-                accepted=(0.0, cost) if label.startswith(_KEPT) else (0.0, float("inf")),
-                cause=f"in the column of published figures: rlmux; {_BOUND if label.startswith(_KEPT) else _STEADY}",
-            )
-        )
-    return rows
-
-
-# ------------------------------------------------------------------ synthetic mixes
-
-_PENALTY = (
-    "our sample of Philly's jobs stays 10.6 h, the paper's 14.4 h: with every stay stretched by that, random on mixed "
-    "rises from 1.47 to 1.73 and on bl from 1.48 to 1.57 (seed 0), so about half of the gap at most; the rest is the "
-    "rules, which the paper gives in a sentence each, and random numbers that it does not give"
-)
-
-
-def _mix_rows(done: Mapping[tuple[Any, ...], Any], num_seeds: int) -> list[Row]:
-    rows = []
-    for name, published in _MIX_PUBLISHED.items():
-        for mix, figure in zip(_MIXES, published, strict=True):
-            ratios = []
-            for seed in range(num_seeds):
-                run: SimResult = done[mix, name, seed]
-                best: OfflineCost = done[mix, "offline", seed]
-                ratios.append(run.penalised_cost_usd_per_hour / best.usd_per_hour)
-            is_ours = name == "rollmux"
-            ranges = {"rollmux": (1.0, 1.13), "random": (1.7, 2.2), "most-idle": (1.4, 1.9)}
-            rows.append(
-                row_over(
-                    ratios,
-                    section="mixes",
-                    figure=f"{name} on {mix}, cost over the offline optimum",
-                    published=figure,
-                    tolerance=0.0,
-                    accepted=ranges[name],
-                    cause="" if is_ours else _PENALTY,
-                )
-            )
-    return rows
-
-
-# ------------------------------------------------------------------ micro-benchmarks, tail, drift
-
-_MICRO_CAUSE = {
-    (
-        "micro-b",
-        True,
-    ): "round robin holds D to E's pace; the testbed runs first come, first served (next row)",
-    (
-        "micro-c",
-        True,
-    ): "with the profile's means a shared rollout node is busy 578 s a round, 1.34 times D's own step; "
-    "1.99 needs D unslowed, so the testbed's C or D rolled out for less",
-    ("micro-c", False): "as above: both orders alternate C and D on each rollout node",
-}
-
-
-def _micro_rows() -> list[Row]:
-    rows = []
-    for case, (over_solo, _) in micro.PUBLISHED.items():
-        for is_strict in (True, False):
-            gain = micro.micro_gain(case, is_strict=is_strict)
-            rows.append(
-                Row(
-                    section="micro",
-                    figure=f"{case}, {'round robin' if is_strict else 'first come, first served'}: gain over Solo-D",
-                    published=over_solo,
-                    ours=gain.over_solo,
-                    tolerance=0.05,
-                    cause=_MICRO_CAUSE.get((case, is_strict), ""),
-                )
-            )
-    return rows
-
-
-_TAIL_CAUSE = (
-    "14B's tail decodes on one H20 at an estimated, not a measured, speed; every published pair is within 1.06-1.28"
-)
-
-
-def _tail_rows() -> list[Row]:
-    rows = []
-    for (first, second), published in tail.PUBLISHED.items():
-        gain = tail.migration_gain(first, second)
-        rows.append(
-            Row(
-                section="tail",
-                figure=f"migration gain, {first} + {second}",
-                published=published,
-                ours=gain.gain,
-                tolerance=0.05,
-                cause=_TAIL_CAUSE if "14B_8k" in (first, second) else "",
-            )
-        )
-    return rows
-
-
-def _drift_rows(done: Mapping[tuple[Any, ...], Any], num_seeds: int) -> list[Row]:
-    rows = []
-    for drift, (ratio, attainment) in _DRIFT_PUBLISHED.items():
-        runs: list[SimResult] = [done["drift", drift, "rollmux", seed] for seed in range(num_seeds)]
-        best: list[OfflineCost] = [done["drift", drift, "offline", seed] for seed in range(num_seeds)]
-        rows.append(
-            row_over(
-                [
-                    run.cost_usd_per_hour / (one.usd_per_hour / (1.0 - _REGROUPING_FRACTION))
-                    for run, one in zip(runs, best, strict=True)
-                ],
-                section="drift",
-                figure=f"{drift}: cost over hourly regrouping, its restarts charged",
-                published=ratio,
-                tolerance=0.05,
-                cause=_REGROUPING,
-            )
-        )
-        rows.append(
-            row_over(
-                [run.paper_slo_attainment for run in runs],
-                section="drift",
-                figure=f"{drift}: SLO attainment",
-                published=attainment,
-                tolerance=0.0,
-                is_fraction=True,
-                accepted=(0.95, 1.0),
-            )
-        )
-    return rows

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from rlmux.core.errors import UserError
@@ -135,6 +135,13 @@ def migration_gain(first: str, second: str) -> TailGain:
         seconds_with=meta_iteration_s(pair, migrates=True),
         published=PUBLISHED.get((first, second)),
     )
+
+
+def gain_without_crowding(first: str, second: str) -> float:
+    """`migration_gain` if one GPU decoded the tail as fast as all eight did, with nothing computed again."""
+    pair = (tailed_pipeline(first), tailed_pipeline(second))
+    light = tuple(replace(one, migrated_tail_s=one.rollout_s - one.dense_s) for one in pair)
+    return meta_iteration_s(pair, migrates=False) / meta_iteration_s(light, migrates=True)
 
 
 def meta_iteration_s(pair: tuple[TailedPipeline, ...], *, migrates: bool, num_cycles: int = 40) -> float:
