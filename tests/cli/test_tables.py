@@ -28,6 +28,7 @@ def summary(makespan_s: float, *, sha: str = "x", status: str = "finished") -> d
                 "step_slowdown": slowdown,
                 "slo_slowdown": None,
                 "keeps_slo": None,
+                "promise": "exact",
                 "slo_reason": "",
                 "status": status,
                 "weights_sha256": sha + name,

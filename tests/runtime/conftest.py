@@ -30,6 +30,7 @@ from rlmux.rl.config import (
     TaskConfig,
     TrainingConfig,
 )
+from rlmux.rl.promise import ProbeReport
 from rlmux.runtime.backend import Submission
 from rlmux.runtime.controller import Controller
 from rlmux.runtime.local import local_backend
@@ -290,11 +291,15 @@ class Worker:
 
     def __init__(self, name: str) -> None:
         self.name = name
+        self.report: ProbeReport | None = None
+        """What a probe of its engine finds; None: it has work already."""
         self.calls: list[tuple[str, tuple[Any, ...], Any]] = []
 
     def call(self, now_s: float, method: str, args: tuple[Any, ...], then: Any) -> None:
         if method == "build":
             then(None)
+        elif method == "probe":
+            then(self.report)  # at once: most tests are about other calls
         else:
             self.calls.append((method, args, then))
 

@@ -32,6 +32,7 @@ from rlmux.core.events import (
 )
 from rlmux.core.model import DeviceId, OrderId, Pipeline, PipelineId, Stage
 from rlmux.rl.config import TrainingConfig
+from rlmux.rl.promise import Promise
 from rlmux.runtime.backend import Note
 
 if TYPE_CHECKING:
@@ -199,6 +200,8 @@ class Live:
             self._take_step(pipeline, note)
         elif note.type == "neighbour":
             self._say(f"rlmux: {note.fields['reason']}")
+        elif note.type == "promise":
+            self._say(f"{pipeline}: promise {note.fields['promise']}{_unequal(note)}")
         elif note.type in ("warning", "loss"):
             self._say(f"{pipeline}: {note.fields.get('reason')}")
 
@@ -256,3 +259,9 @@ def _row(config: TrainingConfig) -> _PipelineRow:
 def _words(action: RunStage) -> str:
     stage = action.stage.value.replace("_", " ")
     return f"{stage} {action.step}" if action.step else stage
+
+
+def _unequal(note: Note) -> str:
+    """Why a probe found less than `exact`, in brackets; empty where it found that."""
+    unequal = [name for name, is_equal in note.fields["checks"].items() if not is_equal]
+    return f" (other bits: {', '.join(unequal)})" if note.fields["promise"] != Promise.EXACT else ""

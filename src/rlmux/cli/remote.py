@@ -138,12 +138,13 @@ def _pipeline_rows(shown: Mapping[str, Any]) -> list[dict[str, Any]]:
                 "slowdown": "-" if one["step_slowdown"] is None else f"{one['step_slowdown']:.2f}",
                 "accepts": "-" if one["slo_slowdown"] is None else f"{one['slo_slowdown']:g}",
                 "expected": "-" if one["expected_slowdown"] is None else f"{one['expected_slowdown']:.2f}",
+                "promise": one["promise"] or "-",
                 "nodes": " ".join([*one["rollout_nodes"], *one["train_nodes"]]) or "-",
                 "doing": one["doing"] or one["reason"] or "-",
             }
         )
     for one in shown["upcoming"]:
-        row = dict.fromkeys(("step", "reward", "slowdown", "accepts", "expected", "nodes"), "-")
+        row = dict.fromkeys(("step", "reward", "slowdown", "accepts", "expected", "promise", "nodes"), "-")
         rows.append(
             {"pipeline": one["pipeline"], "status": "upcoming", **row, "doing": f"comes at {one['at_s']:.0f} s"}
         )

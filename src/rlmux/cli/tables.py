@@ -35,6 +35,7 @@ def show_run(summary: Row, folder: Path, *, as_json: bool) -> None:
             "slowdown": one["step_slowdown"],
             "accepts": one["slo_slowdown"],
             "SLO": _SLO_WORDS[one["keeps_slo"]],
+            "promise": one["promise"] or "",
             "status": one["status"],
         }
         for name, one in summary["pipelines"].items()

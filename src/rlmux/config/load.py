@@ -39,6 +39,8 @@ class PipelineSpec:
     """What env workers and engines read; None where the file names no task, which is enough to plan."""
     submit_at_s: float
     """Seconds from the start of the run to the submission."""
+    promise: str | None = None
+    """Class of promise that its engines must keep at least (rl/promise.py); None: whatever they keep."""
 
     @property
     def name(self) -> str:
@@ -165,7 +167,12 @@ def _spec(config: RunConfig, source: str, hints: tuple[str, ...]) -> Spec:
         cluster=make_cluster(config.cluster),
         policy=config.policy,
         pipelines=tuple(
-            PipelineSpec(pipeline=make_pipeline(given), training=given.training, submit_at_s=given.submit_at_s)
+            PipelineSpec(
+                pipeline=make_pipeline(given),
+                training=given.training,
+                submit_at_s=given.submit_at_s,
+                promise=given.promise,
+            )
             for given in config.pipelines
         ),
         resolved=_resolved(config),

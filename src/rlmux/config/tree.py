@@ -163,6 +163,9 @@ class PipelineConfig(PipelineKeys):
     """Where prompts come from and how answers are scored. Needed by `run`."""
     slo_slowdown: Annotated[float, Ge(1)] | None = None
     """Largest accepted slowdown of a step against running alone; without: any."""
+    promise: Literal["exact", "replayable", "statistical"] | None = None
+    """The least that its engines must keep on the run's devices (docs/design.md has the classes); `run` probes it, and
+    refuses a file that asks for more. Without: whatever they keep."""
     submit_at_s: NonNegativeFloat = 0.0
     """Seconds from the start of the run to the submission."""
     estimate: EstimateConfig | None = None

@@ -119,6 +119,20 @@ class SlotRolloutEngine:
         """This machine computes a sequence to the same bits in any slot, which the invariant rests on."""
         return self._probe.is_slot_exact
 
+    @property
+    def limits(self) -> RequestLimits:
+        return self._limits
+
+    @property
+    def is_unused(self) -> bool:
+        """It is loaded and has no trajectory."""
+        return not self._live and self._offloaded is None
+
+    @property
+    def num_unfinished(self) -> int:
+        """Trajectories that are here and not over."""
+        return len(self._live)
+
     # --- trajectories ---------------------------------------------------------------------------------------
 
     @torch.inference_mode()

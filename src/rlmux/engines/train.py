@@ -90,6 +90,25 @@ class TorchTrainEngine:
         return self._version
 
     @property
+    def model(self) -> nn.Module:
+        """The model in training."""
+        return self._state.model
+
+    @property
+    def vocab_size(self) -> int:
+        return self._vocabulary.vocab_size
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Sequences of one forward and backward pass."""
+        return self._config.algorithm.micro_batch_size
+
+    @property
+    def temperature(self) -> float:
+        """Temperature of the distribution that log-probs are of."""
+        return self._config.rollout.temperature
+
+    @property
     def is_warm(self) -> bool:
         """The SFT warm-up is over."""
         return self._sft_warmup.is_done

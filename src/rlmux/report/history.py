@@ -327,6 +327,8 @@ class History:
         record = self.pipelines.get(pipeline)
         if type == "step" and record is not None:
             record.metrics[int(fields.get("step", 0))] = _numbers({**fields, **fields.get("metrics", {})})
+        elif type == "promise" and record is not None:
+            record.promise = str(fields["promise"])
         elif type == "rollout" and record is not None:
             record.rollouts[int(fields["step"])] = fields
         elif type == "pipeline_end" and record is not None:

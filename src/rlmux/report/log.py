@@ -23,6 +23,7 @@ the state that a resumed run needs (`run_state.py`) is kept beside them, so that
 Notes are free-form facts the scheduler does not need. The reports read these, and show what they find:
 
     step      pipeline, step, metrics: reward_mean, reward_std, tokens, trajectories, loss, kl, ...
+    promise   pipeline, promise, checks: what a probe of its engines found
     worker, failure, loss       pipeline, pid, reason, ...
     pipeline_end                pipeline, status, reason, weights_sha256
     resumed   orders of the process before it are over; time since the last row is down time

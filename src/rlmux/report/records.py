@@ -87,6 +87,8 @@ class PipelineRecord:
     rollouts: dict[int, dict[str, Any]] = field(default_factory=dict)
     """Fields of each step's `rollout` note (runtime/rollout_record.py), by step."""
     weights_sha256: str | None = None
+    promise: str | None = None
+    """Class of promise that a probe of its engines found; None before there was one."""
     expected: ExpectSteps | None = None
     """What was last said to be expected of its steps; None where nothing was."""
 

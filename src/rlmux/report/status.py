@@ -1,7 +1,7 @@
 """The state of a run at its log's last row: pipelines with their nodes, devices with their orders. Its keys are stable.
 
 pipelines.NAME   status  step  num_steps  reward_first  reward_last  group  rollout_nodes  train_nodes
-                 doing   reason   submitted_s
+                 doing   reason   submitted_s   promise
                  step_slowdown  slo_slowdown  keeps_slo  expected_slowdown  estimate  slo_reason     (slos.py)
 devices.ID       pool  pipeline  stage  step         null where nothing computes
 """
@@ -62,6 +62,7 @@ def _pipeline(
         "doing": _doing(record.pipeline.id, running),
         "reason": record.reason,
         "submitted_s": record.submitted_s,
+        "promise": record.promise,
     }
 
 

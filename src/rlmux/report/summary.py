@@ -142,6 +142,7 @@ def _pipeline(timeline: Timeline, record: PipelineRecord, steps: list[StepTime])
         **slo_fields(record, steps, timeline.end_s),
         "weights_sha256": record.weights_sha256,
         "status": str(record.status),
+        "promise": record.promise,
     }
 
 

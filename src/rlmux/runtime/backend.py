@@ -19,6 +19,7 @@ from rlmux.core.events import Event
 from rlmux.core.model import Pipeline, PipelineId
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.origin import Origin
+from rlmux.rl.promise import Promise
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,7 +27,8 @@ class Note:
     """A record for people and reports; no decision depends on it."""
 
     type: str
-    """One of `step`, `rollout`, `checkpoint`, `worker`, `loss`, `failure`, `spill`, `warning`, `neighbour`."""
+    """One of `promise`, `step`, `rollout`, `checkpoint`, `worker`, `loss`, `failure`, `spill`, `warning`,
+    `neighbour`."""
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -39,6 +41,8 @@ class Submission:
     submit_at_s: float = 0.0
     origin: Origin | None = None
     """Origin of all that the pipeline makes; None: nothing is marked, and nothing checked."""
+    promise: Promise | None = None
+    """The least that its engines must keep; None: whatever they keep."""
 
 
 class Backend(Protocol):

@@ -25,6 +25,7 @@ from rlmux.core.model import Cluster, SwitchEstimate
 from rlmux.core.policy import Policy
 from rlmux.report.log import LogReader
 from rlmux.rl.config import TrainingConfig
+from rlmux.rl.promise import Promise
 from rlmux.runtime.backend import Submission
 from rlmux.runtime.controller import Listener
 from rlmux.runtime.local import local_backend
@@ -146,7 +147,14 @@ def submissions(spec: Spec, estimate_switch: EstimateSwitch = estimate_nothing) 
     for given in spec.pipelines:
         switch = estimate_switch(given.config, spec.cluster)
         pipeline = given.pipeline if switch is None else replace(given.pipeline, switch=switch)
-        taken.append(Submission(pipeline=pipeline, config=given.config, submit_at_s=given.submit_at_s))
+        taken.append(
+            Submission(
+                pipeline=pipeline,
+                config=given.config,
+                submit_at_s=given.submit_at_s,
+                promise=None if given.promise is None else Promise(given.promise),
+            )
+        )
     return taken
 
 

@@ -18,12 +18,13 @@ from typing import Any
 
 from rlmux.core.actions import MigrateShard, Switch
 from rlmux.core.events import Event, ReplyArrived, TrajectoriesMigrated
-from rlmux.core.model import DeviceId, PipelineId, Stage
+from rlmux.core.model import DeviceId, Phase, PipelineId, Stage
 from rlmux.rl.types import ChunkReport, FinishedTurn, PartialTrajectory, TrajectoryId, TrajectoryRequest, TurnReply
 from rlmux.runtime.call_loop import Answer, CallLoop, Task, Work
 from rlmux.runtime.orders import RunningOrder, RunningOrders
 from rlmux.runtime.outbox import Outbox
 from rlmux.runtime.pipeline_workers import PipelineWorkers
+from rlmux.runtime.promises import Promises
 from rlmux.runtime.resident_states import ResidentStates
 from rlmux.runtime.rollout_record import RolloutRecord
 from rlmux.runtime.rollout_shard import RolloutShard
@@ -47,9 +48,11 @@ class RolloutDriver:
         outbox: Outbox,
         orders: RunningOrders,
         states: ResidentStates,
+        promises: Promises,
         options: WorkerOptions,
     ) -> None:
         self._workers = workers
+        self._promises = promises
         self._calls = calls
         self._outbox = outbox
         self._orders = orders
@@ -90,6 +93,7 @@ class RolloutDriver:
             self._paused_without_requests.append(device)
             return order.paused(self._outbox.now_s(), is_waiting=True)
         yield from self._workers.build(self._workers.rollout[device], self._calls)
+        yield from self._promises.probe(self._workers, Phase.ROLLOUT, self._workers.rollout[device], order)
         while True:
             order.is_calling = True
             result: RolloutChunkResult = yield self._begin_chunk(order, device)
@@ -295,7 +299,8 @@ class RolloutDriver:
         partials: Sequence[PartialTrajectory] = ()
         if self._shards[action.source].is_begun:
             worker = self._workers.rollout[action.source]
-            partials = yield self._calls.call(worker, "take_partials", action.copies_kv)
+            copies_kv = action.copies_kv or not self._promises.may_recompute(self._pipeline)
+            partials = yield self._calls.call(worker, "take_partials", copies_kv)
         source, target = self._shards[action.source], self._shards[action.target]
         num_trajectories = source.migrate_to(target, partials)
         self._shards[action.source] = RolloutShard(action.step)

@@ -13,6 +13,7 @@ import errno
 import os
 import shutil
 import signal
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,6 +37,7 @@ from rlmux.runtime.machine import describe_machine
 from rlmux.runtime.memory import check_each_fits, with_footprint, with_machine_memory
 from rlmux.runtime.metrics import MetricsWriter
 from rlmux.runtime.origins import plan_notes, read_origins, with_origin
+from rlmux.runtime.promises import check_promises
 from rlmux.runtime.run_api import ParseSubmission, RunApi
 from rlmux.runtime.run_folder import FolderWatch, prepare_folder
 from rlmux.runtime.worker_backend import WorkerBackend
@@ -92,6 +94,7 @@ def run_pipelines(
     submissions = [with_footprint(submission, cluster) for submission in submissions]
     cluster = _on_this_machine(cluster, submissions) if backend_name == LOCAL else cluster
     check_each_fits(cluster, submissions)
+    _probe_promises(cluster, submissions, options, make_backend)
     lock = prepare_folder(folder, is_overwriting=is_overwriting)
     header = run_header(policy=policy.name, backend=backend_name, cluster=cluster, spec=spec)
     log = RunLog.create(folder, header, lock=lock)
@@ -136,6 +139,7 @@ def resume_pipelines(
         if not unfinished and not is_kept_open:
             return RunResult(folder=folder, summary=write_report(folder), is_complete=True, was_over=True)
         cluster = _on_this_machine(cluster, unfinished) if backend_name == LOCAL else cluster
+        _probe_promises(cluster, unfinished, options, make_backend)
         run_id, plan_by_pipeline = read_origins(folder)
         unfinished = [_from_checkpoint(with_origin(one, run_id, plan_by_pipeline), folder) for one in unfinished]
         log = held.enter_context(RunLog.open(folder, lock=lock))
@@ -146,6 +150,21 @@ def resume_pipelines(
             cluster, unfinished, policy, folder, log, backend, listeners, statuses,
             parse=parse, is_kept_open=is_kept_open, run_id=run_id,
         )  # fmt: skip
+
+
+def _probe_promises(
+    cluster: Cluster, submissions: Sequence[Submission], options: WorkerOptions | None, make_backend: MakeBackend
+) -> None:
+    """Raises UserError for a pipeline that asks for more than its engines keep; the run's folder is not touched."""
+    asking = [submission for submission in submissions if submission.promise is not None]
+    if not asking:
+        return
+    with tempfile.TemporaryDirectory(prefix="rlmux-probe-") as scratch:
+        backend = make_backend(cluster, Path(scratch), options=options)
+        try:
+            check_promises(backend.workplace, cluster, asking, Path(scratch))
+        finally:
+            backend.close()
 
 
 def _on_this_machine(cluster: Cluster, submissions: Sequence[Submission]) -> Cluster:

@@ -16,13 +16,14 @@ from typing import Any
 
 from rlmux.core.actions import Switch
 from rlmux.core.events import Event
-from rlmux.core.model import PipelineId, Stage
+from rlmux.core.model import Phase, PipelineId, Stage
 from rlmux.rl.types import TrainReport
 from rlmux.runtime.call_loop import Answer, CallLoop
 from rlmux.runtime.checkpoints import Written, checkpoint_note
 from rlmux.runtime.orders import RunningOrder
 from rlmux.runtime.outbox import Outbox
 from rlmux.runtime.pipeline_workers import PipelineWorkers
+from rlmux.runtime.promises import Promises
 from rlmux.runtime.resident_states import ResidentStates
 from rlmux.runtime.rollout_driver import RolloutDriver
 from rlmux.runtime.worker_supervisor import WorkerSupervisor
@@ -44,6 +45,7 @@ class TrainDriver:
         calls: CallLoop,
         outbox: Outbox,
         states: ResidentStates,
+        promises: Promises,
         supervisor: WorkerSupervisor,
         options: WorkerOptions,
     ) -> None:
@@ -52,6 +54,7 @@ class TrainDriver:
         self._calls = calls
         self._outbox = outbox
         self._states = states
+        self._promises = promises
         self._supervisor = supervisor
         self._options = options
         self._batch_by_step: dict[int, StepBatch] = {}
@@ -77,6 +80,7 @@ class TrainDriver:
         action, is_load_needed = order.action, order.action.switch is not Switch.NONE
         yield from self._states.make_room(order)
         yield from self._workers.build(self._workers.trainer, self._calls)
+        yield from self._promises.probe(self._workers, Phase.TRAIN, self._workers.trainer, order)
         if action.stage is not Stage.SFT_WARMUP and self._trainer_step != action.step:
             self._hand_batch_to_trainer(action.step)
         while True:

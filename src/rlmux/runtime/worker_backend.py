@@ -45,13 +45,14 @@ from rlmux.runtime.memory import HostMemory
 from rlmux.runtime.orders import RunningOrder, RunningOrders
 from rlmux.runtime.outbox import Outbox
 from rlmux.runtime.pipeline_workers import PipelineWorkers
+from rlmux.runtime.promises import Promises
 from rlmux.runtime.resident_states import ResidentStates
 from rlmux.runtime.rollout_driver import RolloutDriver
 from rlmux.runtime.train_driver import Carrying, TrainDriver
 from rlmux.runtime.worker_supervisor import WorkerSupervisor
 from rlmux.runtime.workplace import Neighbour, Worker, WorkerOptions, Workplace
 
-_TOUCHING_CALLS = frozenset({"build", "begin_step", "run_chunk", "run_stage", "offload"})
+_TOUCHING_CALLS = frozenset({"build", "probe", "begin_step", "run_chunk", "run_stage", "offload"})
 """Calls of device workers that compute, or that move a state to or from the device. The others touch none: they read
 files, wait for one, or pick up trajectories that lie still (`take_partials`, while the shard is being migrated)."""
 
@@ -102,6 +103,7 @@ class WorkerBackend:
             on_replaced=self._tell_of_successor,
             on_ending=self._end_drivers,
         )
+        self._promises = Promises(self._calls, self._outbox)
         self._states = ResidentStates(self._calls, self._outbox, host_memory, self._supervisor.find)
 
     @property
@@ -227,6 +229,7 @@ class WorkerBackend:
             outbox=self._outbox,
             orders=self._orders,
             states=self._states,
+            promises=self._promises,
             options=self._options,
         )
         train = TrainDriver(
@@ -235,6 +238,7 @@ class WorkerBackend:
             calls=self._calls,
             outbox=self._outbox,
             states=self._states,
+            promises=self._promises,
             supervisor=self._supervisor,
             options=self._options,
         )

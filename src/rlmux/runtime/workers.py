@@ -24,6 +24,7 @@ from rlmux.core.model import Stage
 from rlmux.rl.batch_metrics import BatchMetrics, batch_metrics
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.origin import Origin
+from rlmux.rl.promise import ProbeReport
 from rlmux.rl.types import (
     ChunkReport,
     FinishedTurn,
@@ -167,6 +168,12 @@ class RolloutWorker:
         self._fraction = fraction_setter(device)
         self.is_core = device == "cpu"
 
+    def probe(self) -> ProbeReport | None:
+        """Compare what the engine computes under different schedules; None where it has work or is offloaded."""
+        from rlmux.engines.promise_probe import probe_rollout
+
+        return probe_rollout(self._engine) if self._engine.is_unused else None
+
     def run_chunk(self, chunk: RolloutChunk) -> RolloutChunkResult:
         """Raises PipelineError for weights or trajectories of another run or plan."""
         self._fraction.set(chunk.device_fraction)
@@ -225,6 +232,12 @@ class TrainWorker:
         self.is_core = device == "cpu"
         if restore_from is not None:
             self._engine.restore(restore_from)
+
+    def probe(self) -> ProbeReport:
+        """Compare what the engine computes with itself."""
+        from rlmux.engines.promise_probe import probe_training
+
+        return probe_training(self._engine)
 
     def begin_step(self, payload: bytes) -> None:
         """Take a step's batch. Raises PipelineError for one of another run or plan."""

@@ -1,0 +1,80 @@
+"""What a pipeline promises about its results, and what a probe of its engines found.
+
+    exact         the same bits under any schedule: alone, beside others, paused, migrated, restarted
+    replayable    the same bits under the same schedule
+    statistical   other bits from run to run; the same in distribution
+
+A probe compares the engine's own computing under different schedules, on the device it is on (docs/design.md,
+promise 1). It is made of checks; those that fail decide the class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Promise(StrEnum):
+    """A class of promise, the strongest first."""
+
+    EXACT = "exact"
+    REPLAYABLE = "replayable"
+    STATISTICAL = "statistical"
+
+    def covers(self, asked: Promise) -> bool:
+        """Whether this class promises all that the other one does."""
+        strongest_first = list(Promise)
+        return strongest_first.index(self) <= strongest_first.index(asked)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Check:
+    """One comparison of a probe."""
+
+    name: str
+    """What was compared, in one or two words."""
+    failure: str
+    """What it means where the bits differ, in one line."""
+    is_equal: bool
+    """Whether all bits were equal."""
+    is_repetition: bool = False
+    """Whether the same schedule was compared with itself."""
+    is_avoidable: bool = False
+    """Whether no schedule of a run needs what was compared: the class does not depend on it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ProbeReport:
+    """All checks of one engine."""
+
+    checks: tuple[Check, ...]
+    seconds: float
+    """Wall-clock seconds that the probe took."""
+
+
+def promise_of(checks: Iterable[Check]) -> Promise:
+    """The class that these checks leave."""
+    failed = failures_of(checks)
+    if any(check.is_repetition for check in failed):
+        return Promise.STATISTICAL
+    return Promise.REPLAYABLE if failed else Promise.EXACT
+
+
+def failures_of(checks: Iterable[Check]) -> list[Check]:
+    """Checks that the class depends on and that found other bits."""
+    return [check for check in checks if not (check.is_equal or check.is_avoidable)]
+
+
+def refusal(pipeline: str, asked: Promise | None, checks: Iterable[Check]) -> str | None:
+    """One line that says why a pipeline that asks for more than was found is refused; None where it is not."""
+    every = list(checks)
+    found = promise_of(every)
+    if asked is None or found.covers(asked):
+        return None
+    failures = "; ".join(f"{check.name}: {check.failure}" for check in failures_of(every))
+    accepted = ", ".join(promise for promise in Promise if found.covers(promise))
+    return (
+        f"pipelines.{pipeline}.promise: {asked} is more than its engines keep on these devices, which is {found} "
+        f"({failures}); accepted: {accepted}, or no promise"
+    )

@@ -1,0 +1,123 @@
+"""The probe finds what an engine really does: exact on this machine, and less where its bits are made to differ."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from rlmux.engines import promise_probe
+from rlmux.engines.batch_probe import BatchProbe
+from rlmux.engines.micro_batches import token_logprobs
+from rlmux.engines.promise_probe import probe_rollout, probe_training
+from rlmux.engines.rollout import SlotRolloutEngine
+from rlmux.engines.train import TorchTrainEngine
+from rlmux.engines.transformer import DecodePlan
+from rlmux.rl.config import TrainingConfig
+from rlmux.rl.promise import ProbeReport, Promise, promise_of
+from rlmux.rl.types import TrajectoryRequest
+
+NewEngine = Callable[..., SlotRolloutEngine]
+
+
+def failed(report: ProbeReport) -> list[str]:
+    return [check.name for check in report.checks if not check.is_equal]
+
+
+@pytest.fixture
+def trusting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Batch shapes are used unmeasured, as by an engine without this one's own caution."""
+    monkeypatch.setattr(BatchProbe, "is_decode_exact", lambda self, width, window: True)
+    monkeypatch.setattr("rlmux.engines.batch_probe.is_exact_by_shape", {})
+
+
+@pytest.mark.parametrize("num_slots", [1, 3, 16])
+@pytest.mark.parametrize("is_single_turn", [True, False])
+def test_the_engine_is_exact_on_this_machine(new_engine: NewEngine, num_slots: int, is_single_turn: bool) -> None:
+    report = probe_rollout(new_engine(num_slots=num_slots, is_single_turn=is_single_turn))
+    assert set(failed(report)) <= {"recomputation"}
+    assert promise_of(report.checks) is Promise.EXACT
+
+
+def test_a_probe_leaves_the_engine_as_it_was(
+    new_engine: NewEngine, new_requests: Callable[..., list[TrajectoryRequest]]
+) -> None:
+    requests = new_requests(4)
+
+    def sampled(engine: SlotRolloutEngine) -> list[object]:
+        engine.submit(requests)
+        return sorted(engine.run_chunk(max_decode_steps=10_000, max_seconds=60.0).finished, key=lambda turn: turn.id)
+
+    probed = new_engine()
+    probe_rollout(probed)
+    assert probed.is_unused
+    assert sampled(probed) == sampled(new_engine())
+
+
+def test_an_engine_whose_bits_depend_on_the_batch_is_replayable(
+    monkeypatch: pytest.MonkeyPatch, trusting: None, new_engine: NewEngine
+) -> None:
+    step = DecodePlan.step
+
+    def depends_on_width(plan: DecodePlan, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        logits = step(plan, tokens, positions)
+        return logits * (1.0 + 1e-5 * logits.shape[0])
+
+    monkeypatch.setattr(DecodePlan, "step", depends_on_width)
+    report = probe_rollout(new_engine())
+    assert "alone" in failed(report)
+    assert "repeat" not in failed(report)
+    assert promise_of(report.checks) is Promise.REPLAYABLE
+
+
+def test_an_engine_whose_bits_depend_on_the_slot_is_replayable(
+    monkeypatch: pytest.MonkeyPatch, trusting: None, new_engine: NewEngine
+) -> None:
+    step = DecodePlan.step
+
+    def depends_on_slot(plan: DecodePlan, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        logits = step(plan, tokens, positions)
+        return logits * (1.0 + 1e-5 * torch.arange(logits.shape[0]).unsqueeze(1))
+
+    monkeypatch.setattr(DecodePlan, "step", depends_on_slot)
+    report = probe_rollout(new_engine())
+    assert {"slots", "migration"} & set(failed(report))
+    assert promise_of(report.checks) is Promise.REPLAYABLE
+
+
+def test_an_engine_that_never_computes_the_same_twice_is_statistical(
+    monkeypatch: pytest.MonkeyPatch, trusting: None, new_engine: NewEngine
+) -> None:
+    step, calls = DecodePlan.step, itertools.count()
+
+    def drifts(plan: DecodePlan, tokens: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+        return step(plan, tokens, positions) * (1.0 + 1e-5 * next(calls))
+
+    monkeypatch.setattr(DecodePlan, "step", drifts)
+    report = probe_rollout(new_engine())
+    assert "repeat" in failed(report)
+    assert promise_of(report.checks) is Promise.STATISTICAL
+
+
+def test_gradients_are_compared_and_leave_the_weights_and_gradients_alone() -> None:
+    engine = TorchTrainEngine(TrainingConfig(name="a"))
+    before = engine.weights_sha256()
+    report = probe_training(engine)
+    assert failed(report) == []
+    assert engine.weights_sha256() == before
+    assert all(parameter.grad is None or not parameter.grad.any() for parameter in engine.model.parameters())
+
+
+def test_a_trainer_whose_gradients_vary_is_statistical(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = itertools.count()
+
+    def varies(model: object, batch: object, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
+        logprobs, distribution = token_logprobs(model, batch, temperature)  # type: ignore[arg-type]
+        return logprobs * (1.0 + 1e-6 * next(calls)), distribution
+
+    monkeypatch.setattr(promise_probe, "token_logprobs", varies)
+    report = probe_training(TorchTrainEngine(TrainingConfig(name="a")))
+    assert failed(report) == ["gradient"]
+    assert promise_of(report.checks) is Promise.STATISTICAL
