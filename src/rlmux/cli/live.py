@@ -202,6 +202,8 @@ class Live:
             self._say(f"rlmux: {note.fields['reason']}")
         elif note.type == "promise":
             self._say(f"{pipeline}: promise {note.fields['promise']}{_unequal(note)}")
+        elif note.type == "inputs" and note.fields.get("changed"):
+            self._say(f"{pipeline}: its files are not what they were: {', '.join(note.fields['changed'])}")
         elif note.type in ("warning", "loss"):
             self._say(f"{pipeline}: {note.fields.get('reason')}")
 

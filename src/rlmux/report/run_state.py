@@ -23,6 +23,8 @@ class RunState:
     """Fields of the note `pipeline_end` of each pipeline that is over: status, reason, weights_sha256."""
     plans: dict[str, str] = field(default_factory=dict)
     """Hash of each pipeline's plan, from the note `plan`."""
+    inputs: dict[str, dict[str, str]] = field(default_factory=dict)
+    """Hash of each file that a pipeline reads, by pipeline and path, from its last note `inputs`."""
     submitted: list[dict[str, Any]] = field(default_factory=list)
     """Fields of the notes `submitted`: the files that came while the run went on, oldest first."""
 
@@ -35,8 +37,13 @@ class RunState:
             self.ended[value["pipeline"]] = value
         elif type == "plan":
             self.plans[value["pipeline"]] = str(value["plan_sha256"])
+        elif type == "inputs":
+            self.inputs[value["pipeline"]] = value["files"]
         elif type == "submitted":
             self.submitted.append(value)
+        elif type == "resumed":
+            for name in value.get("retried", ()):
+                self.ended.pop(name, None)
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -44,5 +51,6 @@ class RunState:
             "last_time_s": self.last_time_s,
             "ended": self.ended,
             "plans": self.plans,
+            "inputs": self.inputs,
             "submitted": self.submitted,
         }

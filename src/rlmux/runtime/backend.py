@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Protocol
 
 from rlmux.core.actions import Action
@@ -43,6 +44,8 @@ class Submission:
     """Origin of all that the pipeline makes; None: nothing is marked, and nothing checked."""
     promise: Promise | None = None
     """The least that its engines must keep; None: whatever they keep."""
+    inputs: Sequence[Path] = ()
+    """Files of the user that the pipeline reads, whose changes are told of when it goes on."""
 
 
 class Backend(Protocol):

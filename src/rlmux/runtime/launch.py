@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from rlmux.config import Spec
+from rlmux.config.checks import CheckTraining
 from rlmux.config.load import parse_spec
 from rlmux.core.errors import UserError
 from rlmux.core.model import Cluster, SwitchEstimate
@@ -28,6 +29,7 @@ from rlmux.rl.config import TrainingConfig
 from rlmux.rl.promise import Promise
 from rlmux.runtime.backend import Submission
 from rlmux.runtime.controller import Listener
+from rlmux.runtime.inputs import input_files
 from rlmux.runtime.local import local_backend
 from rlmux.runtime.run import LOCAL, MakeBackend, RunResult, resume_pipelines, run_pipelines
 from rlmux.runtime.run_api import ParseSubmission, submitted_to
@@ -82,10 +84,14 @@ def resume_run(
     listeners: Sequence[Listener] = (),
     is_kept_open: bool = False,
     address: str | None = None,
+    retry: Sequence[str] = (),
+    check_training: CheckTraining | None = None,
 ) -> RunResult:
     """Train what is left of a run that was stopped or killed, on the backend it had.
 
     `spec`: what `spec_of` reads from the folder. Pipelines that were submitted while the run went on are part of it.
+    `retry`: names of pipelines that failed and go on, after `check_training` finds nothing wrong with them.
+    Raises UserError for a name that did not fail, and for what is found.
     """
     with LogReader(folder) as log:
         backend = str(log.header.get("backend", LOCAL))
@@ -96,6 +102,8 @@ def resume_run(
     for submitted in submitted_to(folder):
         late = parse(submitted.resolved, submitted.source)
         given += [replace(one, submit_at_s=submitted.at_s + one.submit_at_s) for one in late]
+    if retry and check_training is not None:
+        _check_training([one.config for one in given if one.pipeline.id in retry], check_training, spec.code_folder)
     return resume_pipelines(
         spec.cluster,
         given,
@@ -106,7 +114,14 @@ def resume_run(
         is_kept_open=is_kept_open,
         backend_name=backend,
         make_backend=make_backend,
+        retry=retry,
     )
+
+
+def _check_training(configs: Sequence[TrainingConfig], check: CheckTraining, code_folder: Path) -> None:
+    for config, complaint in zip(configs, check(configs, code_folder), strict=True):
+        if complaint is not None:
+            raise UserError(f"pipeline {config.name}: {complaint}")
 
 
 def backend_maker(backend: str, address: str | None, cluster: Cluster) -> MakeBackend:
@@ -152,6 +167,7 @@ def submissions(spec: Spec, estimate_switch: EstimateSwitch = estimate_nothing) 
                 pipeline=pipeline,
                 config=given.config,
                 submit_at_s=given.submit_at_s,
+                inputs=input_files(given.config, spec.code_folder),
                 promise=None if given.promise is None else Promise(given.promise),
             )
         )

@@ -11,10 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 
-from rlmux.core.model import PipelineId
-from rlmux.report.log import LogReader
 from rlmux.rl.origin import Origin, plan_sha256
 from rlmux.runtime.backend import Note, Submission
 
@@ -22,7 +19,7 @@ PLAN = "plan"
 
 
 def with_origin(
-    submission: Submission, run_id: str | None, plan_by_pipeline: Mapping[PipelineId, str] | None = None
+    submission: Submission, run_id: str | None, plan_by_pipeline: Mapping[str, str] | None = None
 ) -> Submission:
     """The submission, marked. `plan_by_pipeline`: hashes of pipelines that were in the run before."""
     if run_id is None:
@@ -39,10 +36,3 @@ def plan_notes(submissions: Sequence[Submission]) -> list[Note]:
         for one in submissions
         if one.origin is not None
     ]
-
-
-def read_origins(folder: Path) -> tuple[str | None, dict[PipelineId, str]]:
-    """(id of the run, hash of the plan by pipeline), from a run's log."""
-    with LogReader(folder) as reader:
-        plans = {PipelineId(name): sha256 for name, sha256 in reader.state().plans.items()}
-        return reader.header.get("run_id"), plans

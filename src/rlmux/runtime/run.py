@@ -28,15 +28,17 @@ from rlmux.core.scheduler import Scheduler
 from rlmux.report.api import write_report
 from rlmux.report.folder_lock import FolderLock
 from rlmux.report.log import LogReader, RunLog, run_header
+from rlmux.report.run_state import RunState
 from rlmux.runtime.backend import Backend, Note, Submission
 from rlmux.runtime.checkpoints import checkpoint_folder
 from rlmux.runtime.control_socket import ControlServer
 from rlmux.runtime.controller import Controller, Listener
+from rlmux.runtime.inputs import changed_input_notes, input_notes, retried
 from rlmux.runtime.local import local_backend
 from rlmux.runtime.machine import describe_machine
 from rlmux.runtime.memory import check_each_fits, with_footprint, with_machine_memory
 from rlmux.runtime.metrics import MetricsWriter
-from rlmux.runtime.origins import plan_notes, read_origins, with_origin
+from rlmux.runtime.origins import plan_notes, with_origin
 from rlmux.runtime.promises import check_promises
 from rlmux.runtime.run_api import ParseSubmission, RunApi
 from rlmux.runtime.run_folder import FolderWatch, prepare_folder
@@ -105,7 +107,7 @@ def run_pipelines(
         undo.pop_all()  # without a backend there is no run
     with log:
         marked = [with_origin(one, header["run_id"]) for one in submissions]
-        _append(log, plan_notes(marked))
+        _append(log, [*plan_notes(marked), *input_notes(marked)])
         return _drive(
             cluster, marked, policy, folder, log, backend, listeners,
             parse=parse, is_kept_open=is_kept_open, run_id=header["run_id"],
@@ -124,15 +126,19 @@ def resume_pipelines(
     is_kept_open: bool = False,
     backend_name: str = LOCAL,
     make_backend: MakeBackend = local_backend,
+    retry: Sequence[str] = (),
 ) -> RunResult:
     """Train what is left of a run that was stopped or killed. Pipelines that were over stay over.
 
-    Raises UserError, with the process, where the run goes on.
+    `retry`: names of pipelines that failed, and that go on from their newest checkpoint all the same.
+    Raises UserError, with the process, where the run goes on, and for a name in `retry` that did not fail.
     """
     with contextlib.ExitStack() as held:
         lock = FolderLock.take(folder)
         held.callback(lock.release)
-        statuses = ended_pipelines(folder)
+        run_id, state = _read_state(folder)
+        again = retried(retry, state, [submission.pipeline.id for submission in submissions])
+        statuses = {PipelineId(name): fields for name, fields in state.ended.items() if name not in again}
         unfinished = [
             with_footprint(submission, cluster) for submission in submissions if submission.pipeline.id not in statuses
         ]
@@ -140,11 +146,18 @@ def resume_pipelines(
             return RunResult(folder=folder, summary=write_report(folder), is_complete=True, was_over=True)
         cluster = _on_this_machine(cluster, unfinished) if backend_name == LOCAL else cluster
         _probe_promises(cluster, unfinished, options, make_backend)
-        run_id, plan_by_pipeline = read_origins(folder)
-        unfinished = [_from_checkpoint(with_origin(one, run_id, plan_by_pipeline), folder) for one in unfinished]
+        unfinished = [_from_checkpoint(with_origin(one, run_id, state.plans), folder) for one in unfinished]
         log = held.enter_context(RunLog.open(folder, lock=lock))
-        _append(log, plan_notes([one for one in unfinished if one.pipeline.id not in plan_by_pipeline]))
-        log.note("resumed", log.last_time_s, pipelines=[submission.pipeline.id for submission in unfinished])
+        notes = [
+            *plan_notes([one for one in unfinished if one.pipeline.id not in state.plans]),
+            *changed_input_notes(unfinished, state),
+        ]
+        _append(log, notes)
+        log.note(
+            "resumed", log.last_time_s, pipelines=[submission.pipeline.id for submission in unfinished], retried=again
+        )
+        for listener in listeners:
+            listener.update(log.last_time_s, (), (), notes)
         backend = make_backend(cluster, folder, options=options, start_s=log.last_time_s)
         return _drive(
             cluster, unfinished, policy, folder, log, backend, listeners, statuses,
@@ -171,10 +184,10 @@ def _on_this_machine(cluster: Cluster, submissions: Sequence[Submission]) -> Clu
     return with_machine_memory(cluster, submissions, describe_machine(cluster))
 
 
-def ended_pipelines(folder: Path) -> dict[PipelineId, dict[str, Any]]:
-    """Pipelines that were over in earlier parts of a run: status and weights_sha256 by name."""
+def _read_state(folder: Path) -> tuple[str | None, RunState]:
+    """(id of the run, what its log knows of its past)."""
     with LogReader(folder) as reader:
-        return {PipelineId(name): fields for name, fields in reader.state().ended.items()}
+        return reader.header.get("run_id"), reader.state()
 
 
 def _append(log: RunLog, notes: Sequence[Note]) -> None:

@@ -25,6 +25,7 @@ from rlmux.core.scheduler import Scheduler
 from rlmux.report.log import LogReader
 from rlmux.runtime.backend import Note, Submission
 from rlmux.runtime.control_socket import ControlServer, Request
+from rlmux.runtime.inputs import input_notes
 from rlmux.runtime.origins import plan_notes
 
 ParseSubmission = Callable[[str, str], Sequence[Submission]]
@@ -142,7 +143,7 @@ class RunApi:
         names = [one.pipeline.id for one in parsed]
         fields = {"pipelines": names, "at_s": tick.now_s, "source": source, "resolved": text}
         tick.notes.append(Note(type="submitted", fields=fields))
-        tick.notes += plan_notes(parsed)
+        tick.notes += [*plan_notes(parsed), *input_notes(parsed)]
         self._answers.append(_Answer(request, outcomes))
 
     def _check_names(self, parsed: Sequence[Submission], source: str, tick: _Tick) -> None:

@@ -24,6 +24,10 @@ Pictures = Annotated[
     Path | None, typer.Option("--out", metavar="DIR", help="Write pictures (SVG, PNG) and a page there.")
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the run that is in --out.")]
+Retry = Annotated[
+    list[str] | None,
+    typer.Option("--retry", metavar="NAME", help="Have a pipeline that failed go on; may be repeated."),
+]
 KeepOpen = Annotated[bool, typer.Option("--keep-open", help="When all pipelines are over, wait for more until Ctrl-C.")]
 ProfileFile = Annotated[
     Path | None,

@@ -20,6 +20,7 @@ from rlmux.cli.commands.options import (
     PolicyName,
     PolicyNames,
     ProfileFile,
+    Retry,
     Sets,
 )
 
@@ -122,11 +123,13 @@ def resume(
     address: Address = None,
     keep_open: KeepOpen = False,
     profile: ProfileFile = None,
+    retry: Retry = None,
     json: Json = False,
 ) -> None:
     """Continue a run that was stopped or that crashed.
 
     Every pipeline goes on from its newest checkpoint; the weights come out as if nothing had happened.
+    One that failed goes on with --retry, once the cause is mended.
 
     \b
     Example: rlmux resume runs/demo
@@ -137,6 +140,7 @@ def resume(
 
     from rlmux.cli import inputs
     from rlmux.cli.live import Live
+    from rlmux.cli.preflight import complaints_about
     from rlmux.runtime import launch
 
     spec = launch.spec_of(folder)
@@ -150,6 +154,8 @@ def resume(
             listeners=[live],
             is_kept_open=keep_open,
             address=address,
+            retry=retry or (),
+            check_training=complaints_about,
         )
     if result.was_over:
         typer.echo("rlmux: nothing to resume: every pipeline is over", err=True)
@@ -193,6 +199,10 @@ def _end(result: RunResult, as_json: bool) -> None:
 
     if result.is_complete:
         tables.show_run(result.summary, result.folder, as_json=as_json)
+        failed = [name for name, one in result.summary["pipelines"].items() if one["status"] == "failed"]
+        if failed and not as_json:
+            retries = " ".join(f"--retry {name}" for name in failed)
+            typer.echo(f"rlmux: once the cause is mended: rlmux resume {result.folder} {retries}", err=True)
         raise typer.Exit(tables.exit_code(result.summary))
     try:
         tables.show_run(result.summary, result.folder, as_json=as_json)

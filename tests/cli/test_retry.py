@@ -1,0 +1,110 @@
+"""A pipeline that failed goes on from its last checkpoint, once the user has mended the cause."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch")
+
+from rlmux.report.log import LogReader, RunLog, run_header
+from rlmux.report.run_state import RunState
+
+FILE = """\
+cluster: {pools: {rollout: {devices: 1}, train: {devices: 1}}}
+defaults:
+  steps: 4
+  model: {hidden_size: 16, layers: 1, heads: 2, kv_heads: 1, intermediate_size: 32}
+  algorithm: {prompts_per_step: 2, group_size: 4}
+  rollout: {max_new_tokens: 6, slots: 8}
+  task: {name: file, path: rows.jsonl, reward: "lengths:score"}
+pipelines:
+  - {name: a, seed: 1}
+  - {name: b, seed: 2}
+  - {name: c, seed: 3, task: sort}
+"""
+REWARD = """\
+import wanted
+
+def score(solution_str, ground_truth):
+    return -abs(len(solution_str) - wanted.length(ground_truth))
+"""
+HELPER = "def length(answer): return int(answer)\n"
+LIMIT_S = 200
+
+
+def write_rows(folder: Path, sixth: str) -> None:
+    """Ten rows; the sixth comes up in step 4, in the order that both seeds give."""
+    answers = ["4", "5", "6", "4", "5", sixth, "4", "5", "6", "4"]
+    rows = [json.dumps({"prompt": "12 34", "answer": answer}) for answer in answers]
+    (folder / "rows.jsonl").write_text("\n".join(rows) + "\n")
+
+
+def rlmux(folder: Path, *words: str) -> tuple[int, str, str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "rlmux", *words],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+        check=False,
+    )
+    return done.returncode, done.stdout, done.stderr
+
+
+def test_pipelines_that_failed_go_on_from_their_checkpoints_once_a_row_is_mended(folder: Path):
+    (folder / "file.yaml").write_text(FILE)
+    (folder / "lengths.py").write_text(REWARD)
+    (folder / "wanted.py").write_text(HELPER)
+    write_rows(folder, "five")
+    code, _, err = rlmux(folder, "run", "file.yaml", "--out", "one")
+    assert code == 1, err
+    assert err.strip().splitlines()[-1] == ("rlmux: once the cause is mended: rlmux resume one --retry a --retry b")
+    for words, told in (
+        (["--retry", "z"], "--retry z: no such pipeline in this run; accepted: a pipeline that failed: a, b"),
+        (["--retry", "c"], "--retry c: it is finished; accepted: a pipeline that failed: a, b"),
+    ):
+        code, _, err = rlmux(folder, "resume", "one", *words)
+        assert (code, err.strip()) == (2, f"rlmux: {told}")
+
+    write_rows(folder, "5")
+    (folder / "wanted.py").write_text(HELPER + "# mended\n")
+    code, _, err = rlmux(folder, "resume", "one", "--retry", "a", "--retry", "b")
+    assert code == 0, err
+    said = err.splitlines()
+    for name in ("a", "b"):
+        (goes_on,) = [line for line in said if line.startswith(f"{name}: goes on at step ")]
+        assert goes_on.removeprefix(f"{name}: goes on at step ") in ("3 of 4", "4 of 4"), "from its newest checkpoint"
+        (changed,) = [line for line in said if line.startswith(f"{name}: its files are not what they were: ")]
+        assert f"{folder / 'rows.jsonl'} has changed" in changed
+        assert f"{folder / 'wanted.py'} has changed" in changed
+        assert "lengths.py" not in changed
+    with LogReader(folder / "one") as reader:
+        notes = [entry.value for entry in reader.entries() if entry.type == "inputs"]
+        assert [note["pipeline"] for note in notes if "changed" in note] == ["a", "b"]
+    resumed = json.loads((folder / "one" / "summary.json").read_text())["pipelines"]
+    assert {name: one["status"] for name, one in resumed.items()} == dict.fromkeys("abc", "finished")
+    assert [one["steps"] for one in resumed.values()] == [4, 4, 4]
+
+    code, out, err = rlmux(folder, "run", "file.yaml", "--out", "unbroken", "--json")
+    assert code == 0, err
+    unbroken = json.loads(out)["pipelines"]
+    for name in ("a", "b", "c"):
+        assert resumed[name]["weights_sha256"] == unbroken[name]["weights_sha256"]
+    code, _, err = rlmux(folder, "resume", "one", "--retry", "a")
+    assert (code, err.strip()) == (2, "rlmux: --retry a: it is finished; no pipeline of this run failed")
+
+
+def test_a_pipeline_whose_retry_was_interrupted_is_not_over(tmp_path: Path):
+    with RunLog.create(tmp_path, run_header(policy="rollmux", backend="local")) as log:
+        log.note("pipeline_end", 1.0, pipeline="a", status="failed", reason="NaN", weights_sha256=None)
+        log.note("pipeline_end", 1.0, pipeline="b", status="failed", reason="NaN", weights_sha256=None)
+        log.note("resumed", 2.0, pipelines=["a"], retried=["a"])
+    with LogReader(tmp_path) as reader:
+        state = reader.state()
+    assert set(state.ended) == {"b"}
+    assert RunState(**json.loads(json.dumps(state.as_json()))) == state
