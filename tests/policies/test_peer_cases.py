@@ -31,14 +31,6 @@ def running(driver, phase=None):
     return [order for order in driver.scheduler.query.orders() if phase in (None, order.phase)]
 
 
-def assert_nothing_grantable_waits(driver, *, may_wait_for_turn):
-    """No device is free while work is ready that needs nothing else; a strict turn may hold one."""
-    query = driver.scheduler.query
-    for work in query.ready_work():
-        is_free = not any(query.held_fraction(device) for device in work.devices)
-        assert not is_free or may_wait_for_turn, f"{work} waits beside free devices"
-
-
 def assert_stopped_only_to_move(driver):
     """Only a tail that goes on elsewhere, tokens and all, is ever stopped."""
     stopped, moved = len(driver.actions(Pause)), len(driver.actions(MigrateShard))
@@ -207,8 +199,7 @@ def test_rb19_rb22_no_device_idles_beside_ready_work_and_every_pipeline_gets_a_d
     driver.submit(*(builders.pipeline(name, num_steps=2, train_s=1.0) for name in names))
     placed = [action.pipeline for action in driver.actions(Admit)]
     for _ in range(400):
-        assert_nothing_grantable_waits(driver, may_wait_for_turn=policy in ("rollmux", "rlmux", "jigsaw"))
-        if not driver.step():
+        if not driver.step():  # which checks what the policy promises of idle devices (core/idling.py)
             break
     assert placed
     assert all(driver.scheduler.query.status(PipelineId(name)) is PipelineStatus.FINISHED for name in names)

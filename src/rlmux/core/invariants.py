@@ -10,10 +10,12 @@
 7. Placement adds up (the ledger's own check), and it plans with what is believed of each pipeline now.
 8. The first pipeline in the queue for admission waits because its policy does not place it, and a start is reserved for
    it if others are to make room for it.
+9. No device is free beside ready work, but where and for how long the policy says so (`core/idling.py`).
 """
 
 from __future__ import annotations
 
+from rlmux.core.idling import Idling, MayIdle, check_idling
 from rlmux.core.model import Phase, PipelineStatus
 from rlmux.core.placement_choice import Refusal
 from rlmux.core.scheduler import Scheduler
@@ -36,6 +38,9 @@ def check(scheduler: Scheduler) -> None:
             assert scheduler.ledger.pipeline(run.pipeline.id) == run.pipeline, f"{run.pipeline.id} is planned otherwise"
     scheduler.ledger.check()
     _check_queue(scheduler)
+    for view in scheduler.query.groups():
+        policy = scheduler.policy
+        check_idling(state, view, policy.idling(view) if isinstance(policy, MayIdle) else Idling())
 
 
 def _check_devices(scheduler: Scheduler) -> None:

@@ -159,10 +159,12 @@ class Scheduler:
         self._drain(run, self._orders.of(run))
 
     def _drain(self, run: PipelineRun, ended: list[Order]) -> None:
-        """End these orders of a pipeline that is over; it is released with its last order."""
+        """End these orders of a pipeline that is over: others use their devices, and the last one releases it."""
         for order in ended:
             self._orders.end(order)
-        if run.placement is not None and not self._orders.of(run):
+        if run.placement is not None and self._orders.of(run):
+            self._dispatch(self._state.group_of(run))
+        elif run.placement is not None:
             self._release(run)
 
     def _try_to_place(self, run: PipelineRun) -> None:
@@ -421,7 +423,7 @@ class Scheduler:
             elif isinstance(choice, MigrateWork):
                 self._migrate(choice)
             elif isinstance(choice, MarkPlanned):
-                group.planned = view.look
+                group.planned, group.planned_s = view.look, self._state.now_s
             else:
                 self._orders.change_fraction(self._orders.named(choice.order), choice.device_fraction, choice.slowdown)
         self._leases.prefetch(group)

@@ -282,6 +282,8 @@ class GroupState:
     """Pipelines pinned to each device for each phase."""
     planned: GroupLook | None = None
     """Look of the group when its policy last planned it; None before the first time."""
+    planned_s: float = 0.0
+    """Time of that plan."""
     announced: dict[int, None] = field(default_factory=dict)
     """Ready work, by sequence, whose state the driver was told to read ahead."""
 

@@ -354,7 +354,7 @@ class GroupView:
             (rank, run)
             for run in pinned.values()
             if (rank := (run.phases_started[key] / run.steps_per_cycle, run.cycle_index)) < own_rank
-            and _will_begin(run, key)
+            and has_phase_to_begin(run, key)
         ]
         ranked.sort(key=itemgetter(0))
         slots = []
@@ -439,7 +439,7 @@ class GroupView:
             if (
                 (lead > 0 or (lead == 0 and run.cycle_index < cycle_index))
                 and pipeline_id != work.pipeline
-                and _will_begin(run, key)
+                and has_phase_to_begin(run, key)
             ):
                 return False
         return True
@@ -450,7 +450,7 @@ def _phase_s(run: PipelineRun, phase: Phase) -> float:
     return estimates.shard_s if phase is Phase.ROLLOUT else estimates.train_s
 
 
-def _will_begin(run: PipelineRun, key: tuple[Phase, DeviceId]) -> bool:
+def has_phase_to_begin(run: PipelineRun, key: tuple[Phase, DeviceId]) -> bool:
     """Whether this pipeline will begin another such phase on this device, and its user code is not what that waits
     for."""
     phase, device = key

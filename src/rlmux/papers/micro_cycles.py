@@ -16,6 +16,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from rlmux.core.idling import Idling
 from rlmux.core.model import AdmissionKind, Pipeline
 from rlmux.core.placement import PlacementView
 from rlmux.core.placement_choice import PlacementChoice, Refusal, Relocation
@@ -75,6 +76,9 @@ class AsDrawn:
 
     def dispatch(self, view: GroupView) -> Iterable[Choice]:
         return start_in_cycle_order(view) if self.is_strict else start_oldest_first(view)
+
+    def idling(self, view: GroupView) -> Idling:
+        return Idling(cycle_lead=1.0 if self.is_strict else 0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

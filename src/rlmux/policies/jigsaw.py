@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from rlmux.core.idling import Idling
 from rlmux.core.model import DeviceId, Phase, Pipeline, PipelineId
 from rlmux.core.placement import PlacementView
 from rlmux.core.placement_choice import PlacementChoice, Refusal, Relocation
@@ -103,6 +104,10 @@ class Jigsaw:
         if not has_started and not view.running and not view.migrating and not has_migrated:
             yield from start_where_free(view, [work for work in view.ready if not work.is_waiting])
 
+    def idling(self, view: GroupView) -> Idling:
+        """A device waits for what is about to become ready, but not while nothing runs, nor beside overdue work."""
+        return Idling(patience_s=_patience_s(view))
+
     def _sibling_migrations(
         self, view: GroupView, forecast: Forecast, sharing: SharingTable
     ) -> tuple[SiblingMigration, ...]:
@@ -157,8 +162,13 @@ def _overdue_first(view: GroupView, works: list[ReadyWork]) -> list[ReadyWork]:
 
     Makespans look only so far ahead: work on several devices would wait for ever while shorter work alternates on each.
     """
-    patience_s = PATIENCE_STEPS * max(solo_step_s(member) for member in view.members)
+    patience_s = _patience_s(view)
     overdue = next((w for w in view.ready if not w.is_waiting and view.now_s - w.since_s > patience_s), None)
     if overdue is None:
         return works
     return [overdue, *(work for work in works if set(work.devices).isdisjoint(overdue.devices))]
+
+
+def _patience_s(view: GroupView) -> float:
+    """Seconds that work waits, ready, before devices are kept for it."""
+    return PATIENCE_STEPS * max(solo_step_s(member) for member in view.members)

@@ -24,6 +24,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from rlmux.core.group_load import GroupLoad, budget_of, colocated_step_s, sync_s
+from rlmux.core.idling import Idling
 from rlmux.core.model import AdmissionKind, NodeId, Phase, Pipeline
 from rlmux.core.placement import PlacementView
 from rlmux.core.placement_choice import FruitlessSearch, PlacementChoice, Refusal, Relocation
@@ -124,6 +125,12 @@ class RlMux:
         if view.num_members > 1 and view.serves_both_phases:
             return self._sub_stages.dispatch(view)
         return start_in_cycle_order_or_overtake(view) if self.overtakes else start_in_cycle_order(view)
+
+    def idling(self, view: GroupView) -> Idling:
+        """As `jigsaw` where its dispatch is; else a device waits for the first slot while no other phase may begin."""
+        if view.num_members > 1 and view.serves_both_phases:
+            return self._sub_stages.idling(view)
+        return Idling(cycle_lead=math.inf if self.overtakes else 1.0)
 
     def _shares_devices(self, pipeline: Pipeline, view: PlacementView) -> bool:
         """Whether nodes are to serve both phases of every pipeline: there is one pool, or sharing is expected to be

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from rlmux.core.group_load import GroupLoad
+from rlmux.core.idling import Idling
 from rlmux.core.model import Pipeline
 from rlmux.core.placement import PlacementView
 from rlmux.core.placement_choice import PlacementChoice, Refusal, Relocation
@@ -61,6 +62,10 @@ class RollMux:
 
     def dispatch(self, view: GroupView) -> Iterator[RunWork]:
         return start_in_cycle_order(view)
+
+    def idling(self, view: GroupView) -> Idling:
+        """A device waits for the member whose slot is first, at most for a cycle of the others."""
+        return Idling(cycle_lead=1.0)
 
     def _is_skipped(self, group: GroupLoad) -> bool:
         """Saturated before the insertion. A group of nothing but unknown durations never is."""

@@ -1,0 +1,89 @@
+"""When a device may be idle beside work that could start on it: what a policy promises, and the check of that promise.
+
+    without `idling`   no device is free beside ready work
+    cycle_lead         one is while another member's cycle slot comes first       for so many cycles of the others
+    patience_s         one is while the group computes or migrates                for so long, then until the next plan
+
+A shard whose every trajectory waits for its environment is not ready to compute: it is left out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from rlmux.core.state import GroupState, ReadyWork, SchedulerState
+from rlmux.core.views import GroupView, has_phase_to_begin
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Idling:
+    """For what, and for how long, ready work of a group may wait while all its devices are free. By default for
+    nothing."""
+
+    cycle_lead: float = 0.0
+    """Cycles that the member whose work waits may be ahead of the one whose cycle slot comes first; infinite where
+    phases may begin out of order; 0: no work waits for a cycle slot."""
+    patience_s: float = 0.0
+    """Seconds that work may have been ready at a plan of the group and be left; 0: no plan leaves any."""
+
+
+@runtime_checkable
+class MayIdle(Protocol):
+    """A policy that may keep a device for work to come. One without this method never does."""
+
+    def idling(self, view: GroupView) -> Idling:
+        """What is promised in this group now."""
+        ...
+
+
+def check_idling(state: SchedulerState, view: GroupView, idling: Idling) -> None:
+    """Raises AssertionError where ready work waits beside free devices for longer, or for something else, than is
+    promised."""
+    if idling.patience_s and not idling.cycle_lead:
+        _check_patience(state.groups[view.id], view, idling.patience_s)
+    for work in view.ready:
+        if work.is_waiting or not view.is_free(work.devices):
+            continue
+        if idling.cycle_lead:
+            _check_cycle(state, state.groups[view.id], view, work, idling.cycle_lead)
+        elif idling.patience_s:
+            assert view.running or view.migrating, (
+                f"nothing of group {view.id} runs, and {work} waits beside free devices"
+            )
+        else:
+            raise AssertionError(f"{work} waits beside free devices")
+
+
+def _check_cycle(state: SchedulerState, group: GroupState, view: GroupView, work: ReadyWork, cycle_lead: float) -> None:
+    """Its devices wait for another's cycle slot, which will come, and which no member is far ahead of."""
+    takes_slot = work.step > 0 and not work.is_continuation
+    assert takes_slot, f"{work}, which takes no cycle slot, waits beside free devices"
+    assert not view.is_next_in_cycle(work), f"{work} has the first cycle slot and waits beside free devices"
+    assert _is_going_on(state, group), f"{work} waits for a cycle slot, and nothing of its group is under way"
+    for device in work.devices:
+        key = (work.phase, device)
+        pinned = group.members_by_device[key]
+        mine = pinned[work.pipeline]
+        rank = mine.phases_started[key] / mine.steps_per_cycle
+        last = min(
+            (run.phases_started[key] / run.steps_per_cycle for run in pinned.values() if has_phase_to_begin(run, key)),
+            default=rank,
+        )
+        assert rank - last <= cycle_lead, f"{work} waits on {device} for a member {rank - last:g} cycles behind"
+
+
+def _is_going_on(state: SchedulerState, group: GroupState) -> bool:
+    """An order of the group is under way, or a member's environments are waited for."""
+    has_order = any(order.pipeline in group.members for order in state.orders.values())
+    return has_order or any(work.is_waiting for work in group.ready.values())
+
+
+def _check_patience(group: GroupState, view: GroupView, patience_s: float) -> None:
+    """The first work that had waited for too long at the last plan has not been left beside free devices."""
+    planned_s = group.planned_s
+    overdue = next((one for one in view.ready if not one.is_waiting and planned_s - one.since_s > patience_s), None)
+    is_left = overdue is not None and view.is_free(overdue.devices)
+    assert not is_left, (
+        f"{overdue} had waited beside free devices for more than {patience_s:.3g} s at {planned_s:.3f} s"
+    )
