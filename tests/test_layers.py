@@ -30,7 +30,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "report": ({"core"}, set()),
     "rl": ({"core.model", "core.errors"}, {*TRAINING, "annotated_types", "reasoning_gym", "gymnasium", "pyarrow"}),
     "engines": ({"core.model", "core.errors", "rl"}, {*TRAINING, "numpy", "psutil"}),
-    "sim": ({"core", "policies", "report"}, {"numpy"}),
+    "sim": ({"core", "policies", "report", "config"}, {"numpy"}),
     "papers": ({"core", "policies", "report", "sim"}, {"numpy"}),
     "runtime": ({"core", "policies", "report", "rl", "engines", "config"}, {*TRAINING, "psutil", "tensorboard"}),
     "profiling": ({"core", "rl", "engines", "sim.models"}, TRAINING),

@@ -35,6 +35,26 @@ def test_steps_are_drawn_level_then_up():
     assert any("H" in d and "V" in d for d in curves)
 
 
+def test_lines_that_run_over_each_other_are_all_seen():
+    def widths(*heights):
+        lines = [
+            Line(name=f"n{number}", points=[(0, height), (10, height)], is_step=True)
+            for number, height in enumerate(heights)
+        ]
+        svg = line_chart(lines, title="t", x_label="x", y_label="y")
+        curves = [
+            p
+            for p in ET.fromstring(svg).iter(f"{SVG}path")
+            if p.get("class", "") in ("curve c0", "curve c1", "curve c2")
+        ]
+        return [float((p.get("style") or "stroke-width:1.7px").removeprefix("stroke-width:")[:-2]) for p in curves]
+
+    apart, same = widths(1.0, 5.0, 9.0), widths(5.0, 5.0, 5.0)
+    assert len(set(apart)) == 1
+    assert same[0] > same[1] + 2 > same[2] + 4
+    assert widths(5.0, 9.0, 5.0)[0] > 2 * apart[0]
+
+
 @pytest.mark.parametrize("points", [[], [(1.0, 1.0)], [(0.0, 0.0), (0.0, 0.0)]])
 def test_a_chart_of_nothing_is_still_a_chart(points):
     ET.fromstring(line_chart([Line(name="n", points=points)], title="t", x_label="x", y_label="y"))

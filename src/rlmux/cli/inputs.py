@@ -150,31 +150,25 @@ def measured(run: Path) -> dict[str, object]:
 
 
 def workload(text: str, sets: Sequence[str] | None) -> Workload | str:
-    """What a YAML file says; a CSV file and a name stay as they are, for the simulator to look up."""
-    if Path(text).suffix in (".yaml", ".yml"):
+    """What a YAML file says, or a CSV file on another cluster; a name stays as it is, for the simulator to look up."""
+    suffix = Path(text).suffix
+    if suffix in (".yaml", ".yml"):
         return workload_of(load_for_plan(text, sets, None))
-    if sets:
-        raise UserError(f"--set {sets[0]}: only a YAML file takes overrides, and {text!r} is none")
-    return text
+    if not sets:
+        return text
+    if suffix != ".csv":
+        raise UserError(
+            f"--set {sets[0]}: only a YAML file takes overrides, and {text!r} is none; a CSV file takes those of "
+            f"cluster, and a name takes parameters: {text.partition(':')[0]}:key=value"
+        )
+    from rlmux.sim.workloads import spec_file, trace_csv
+    from rlmux.sim.workloads.arrivals import h20_h800_cluster
+
+    return trace_csv.load(Path(text), cluster=spec_file.cluster_of(h20_h800_cluster(), sets, text))
 
 
 def workload_of(spec: Spec) -> Workload:
-    """The file's pipelines as the simulator takes them: durations as estimated, the same at every step."""
-    from rlmux.sim.workloads.arrivals import Arrival, Workload
-    from rlmux.sim.world import TrueSeconds
+    """The file's pipelines as the simulator takes them."""
+    from rlmux.sim.workloads import spec_file
 
-    arrivals = []
-    for pipeline_spec in spec.pipelines:
-        pipeline = pipeline_spec.pipeline
-        assert pipeline.estimate is not None, "files read for planning have estimates"
-        colocated = pipeline.colocated_estimate
-        arrivals.append(
-            Arrival(
-                submit_s=pipeline_spec.submit_at_s,
-                pipeline=pipeline,
-                world=TrueSeconds.of_phases(pipeline.estimate),
-                colocated_world=None if colocated is None else TrueSeconds.of_phases(colocated),
-            )
-        )
-    arrivals.sort(key=lambda arrival: arrival.submit_s)
-    return Workload(name=Path(spec.source).stem, cluster=spec.cluster, arrivals=tuple(arrivals))
+    return spec_file.workload_of(spec)

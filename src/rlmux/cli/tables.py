@@ -117,8 +117,15 @@ def show_simulation(result: Row, *, as_json: bool) -> None:
     )
     if any(len(figures["peak_gpus"]) > 1 for figures in result["policies"].values()):
         print("peak GPUs and busy: rollout/train")
+    _show_notes(result)
     for picture in result.get("pictures", ()):
         print(picture)
+
+
+def _show_notes(result: Row) -> None:
+    """What the figures rest on that was not given."""
+    for note in result.get("notes", ()):
+        print(f"note: {note}")
 
 
 def _show_predictions(result: Row) -> None:
@@ -169,6 +176,12 @@ def show_plan(plan: Row, *, as_json: bool) -> None:
         f"\npolicy {plan['policy']}: ${plan['usd_per_hour']:,.2f}/h, GPUs: {gpus}; "
         f"${plan['solo_usd_per_hour']:,.2f}/h if each pipeline had nodes of its own"
     )
+    _show_notes(plan)
+
+
+def exit_code_of_plan(plan: Row) -> int:
+    """1 if a pipeline is refused, else 0: one that queues for nodes is served later."""
+    return int(any(one["status"] == "refused" for one in plan["pipelines"]))
 
 
 def show_reproduction(result: Row, *, as_json: bool) -> None:

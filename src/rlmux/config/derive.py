@@ -13,7 +13,17 @@ from rlmux.config.tree import (
     PoolConfig,
     phase_of_pool,
 )
-from rlmux.core.model import Cluster, Footprint, Phase, PhaseSeconds, Pipeline, PipelineId, Pool, Stage
+from rlmux.core.model import (
+    Cluster,
+    Footprint,
+    Phase,
+    PhaseSeconds,
+    Pipeline,
+    PipelineId,
+    Pool,
+    Stage,
+    SwitchEstimate,
+)
 from rlmux.rl.config import AlgorithmConfig
 
 BYTES_PER_GB = 1e9
@@ -54,6 +64,7 @@ def make_pipeline(config: PipelineConfig) -> Pipeline:
         colocated_estimate=colocated,
         slo_slowdown=math.inf if config.slo_slowdown is None else config.slo_slowdown,
         footprint=_footprint(config.footprint),
+        switch=_warm_switch(config.estimate),
         staleness=config.algorithm.staleness,
     )
 
@@ -69,10 +80,27 @@ def _estimates(config: EstimateConfig | None) -> tuple[PhaseSeconds | None, Phas
     """Disaggregated and colocated."""
     if config is None:
         return None, None
-    solo = PhaseSeconds(rollout_s=config.rollout_s, train_s=config.train_s)
+    solo = PhaseSeconds(rollout_s=config.rollout_s, train_s=config.train_s, sync_s=config.sync_s)
     if config.colocated_rollout_s is None or config.colocated_train_s is None:
         return solo, None
     return solo, PhaseSeconds(rollout_s=config.colocated_rollout_s, train_s=config.colocated_train_s)
+
+
+def _warm_switch(config: EstimateConfig | None) -> SwitchEstimate | None:
+    if config is None or config.rollout_switch_s is None or config.train_switch_s is None:
+        return None
+    return SwitchEstimate(rollout_s=config.rollout_switch_s, train_s=config.train_switch_s)
+
+
+def make_cold_switch(config: EstimateConfig | None) -> SwitchEstimate | None:
+    """Seconds of the first load of each state, else those of a warm switch; None: nothing is known."""
+    warm = _warm_switch(config)
+    if config is None or (warm is None and config.cold_rollout_switch_s is None and config.cold_train_switch_s is None):
+        return None
+    cold_s = (config.cold_rollout_switch_s, config.cold_train_switch_s)
+    warm_s = (warm.rollout_s, warm.train_s) if warm else (0.0, 0.0)
+    rollout_s, train_s = (warm if cold is None else cold for cold, warm in zip(cold_s, warm_s, strict=True))
+    return SwitchEstimate(rollout_s=rollout_s, train_s=train_s)
 
 
 def _footprint(config: FootprintConfig) -> Footprint:

@@ -19,13 +19,13 @@ import yaml
 from pydantic import ValidationError
 
 from rlmux.config.checks import Checks, CheckTraining, Purpose
-from rlmux.config.derive import make_cluster, make_pipeline
+from rlmux.config.derive import make_cluster, make_cold_switch, make_pipeline
 from rlmux.config.explain import explain
 from rlmux.config.located import parse_yaml
 from rlmux.config.merge import merge
 from rlmux.config.tree import PipelineConfig, RunConfig, plain_tree, read_tree
 from rlmux.core.errors import SpecError
-from rlmux.core.model import Cluster, Pipeline
+from rlmux.core.model import Cluster, Pipeline, SwitchEstimate
 from rlmux.rl.config import TrainingConfig
 
 
@@ -41,6 +41,8 @@ class PipelineSpec:
     """Seconds from the start of the run to the submission."""
     promise: str | None = None
     """Class of promise that its engines must keep at least (rl/promise.py); None: whatever they keep."""
+    cold_switch: SwitchEstimate | None = None
+    """Seconds of the first load of each of its states, to simulate; None: nothing is known of its switches."""
 
     @property
     def name(self) -> str:
@@ -172,6 +174,7 @@ def _spec(config: RunConfig, source: str, hints: tuple[str, ...]) -> Spec:
                 training=given.training,
                 submit_at_s=given.submit_at_s,
                 promise=given.promise,
+                cold_switch=make_cold_switch(given.estimate),
             )
             for given in config.pipelines
         ),

@@ -122,11 +122,23 @@ class EstimateConfig(FromFile):
     """Seconds of rollout with both phases on the training pool's nodes; goes with colocated_train_s."""
     colocated_train_s: PositiveFloat | None = None
     """Seconds of training with both phases on the training pool's nodes; goes with colocated_rollout_s."""
+    sync_s: NonNegativeFloat = 0.0
+    """Seconds in which new weights reach the rollout nodes after training."""
+    rollout_switch_s: NonNegativeFloat | None = None
+    """Seconds of a warm switch to its rollout state: another leaves the device, and this one comes from host memory;
+    goes with train_switch_s. `rlmux profile FILE` measures both."""
+    train_switch_s: NonNegativeFloat | None = None
+    """Seconds of a warm switch to its training state; goes with rollout_switch_s."""
+    cold_rollout_switch_s: NonNegativeFloat | None = None
+    """Seconds of the first load of its rollout state, to simulate; without: those of a warm switch."""
+    cold_train_switch_s: NonNegativeFloat | None = None
+    """Seconds of the first load of its training state, to simulate; without: those of a warm switch."""
 
     def __post_init__(self) -> None:
-        if (self.colocated_rollout_s is None) != (self.colocated_train_s is None):
-            given = "colocated_train_s" if self.colocated_rollout_s is None else "colocated_rollout_s"
-            raise MisfitError(given, "accepted: colocated_rollout_s and colocated_train_s together")
+        for one, other in (("colocated_rollout_s", "colocated_train_s"), ("rollout_switch_s", "train_switch_s")):
+            if (getattr(self, one) is None) != (getattr(self, other) is None):
+                given = other if getattr(self, one) is None else one
+                raise MisfitError(given, f"accepted: {one} and {other} together")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

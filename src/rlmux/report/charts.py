@@ -5,11 +5,12 @@
 
 Each SVG carries its own style and follows the reader's light or dark setting, so a file stands alone and
 several can share a page. Colours come from one palette that colour-blind readers can tell apart; lines also
-differ in dash.
+differ in dash. A line that others run over is drawn wider, so that it shows as their border.
 """
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from html import escape
@@ -17,6 +18,11 @@ from html import escape
 from rlmux.report.svg import PALETTE, bar, nice_ticks, number, tag
 
 _DASHES = (None, "7 3", "2 3", "9 3 2 3")
+_LINE_WIDTH, _BORDER_WIDTH = 1.7, 3.0
+"""Width of a line, and what each line that runs over it adds, in units of the picture."""
+_NUM_SAMPLES = 200
+_HIDDEN_PART = 0.05
+"""Part of the width of a chart over which a line may be hidden and is still found."""
 _LEFT, _RIGHT, _TOP, _BOTTOM = 64.0, 16.0, 40.0, 46.0
 
 
@@ -73,6 +79,7 @@ def line_chart(
     parts = [plot.axes(x_label, y_label)]
     for index, line in enumerate(lines):
         color = index if line.color is None else line.color
+        num_over = sum(_runs_over(other, line, plot) for other in lines[index + 1 :])
         parts.append(
             tag(
                 "path",
@@ -80,10 +87,36 @@ def line_chart(
                 d=plot.path(line),
                 class_=f"curve c{color % len(PALETTE)}",
                 stroke_dasharray=_DASHES[color // len(PALETTE) % len(_DASHES)],
+                style=f"stroke-width:{_LINE_WIDTH + num_over * _BORDER_WIDTH:g}px" if num_over else None,
             )
         )
     colors = {line.name: index if line.color is None else line.color for index, line in enumerate(lines)}
     return _document(title, width, height, _legend(colors, width) + "".join(parts))
+
+
+def _runs_over(upper: Line, lower: Line, plot: _Plot) -> bool:
+    """Whether a noticeable part of the lower line is under the upper one."""
+    low, high = plot.x_range
+    xs = [low + (high - low) * number / _NUM_SAMPLES for number in range(_NUM_SAMPLES + 1)]
+    pairs = [(_value_at(upper, x), _value_at(lower, x)) for x in xs]
+    hidden = [
+        abs(plot.y(over) - plot.y(under)) < _LINE_WIDTH
+        for over, under in pairs
+        if over is not None and under is not None
+    ]
+    return sum(hidden) > _HIDDEN_PART * len(xs)
+
+
+def _value_at(line: Line, x: float) -> float | None:
+    """The line's height there; None outside of it."""
+    points = line.points
+    after = bisect_right(points, x, key=lambda point: point[0])
+    if not points or after == 0 or (after == len(points) and x > points[-1][0]):
+        return None
+    (x0, y0), (x1, y1) = points[after - 1], points[min(after, len(points) - 1)]
+    if line.is_step or x1 == x0:
+        return y0
+    return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
 
 
 def distribution(samples: Sequence[float]) -> list[tuple[float, float]]:

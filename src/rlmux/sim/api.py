@@ -17,7 +17,7 @@ from rlmux.core.actions import Admit, Queue, Refuse
 from rlmux.core.errors import UserError
 from rlmux.core.events import PipelineSubmitted
 from rlmux.core.group_load import GroupLoad
-from rlmux.core.model import AdmissionKind
+from rlmux.core.model import AdmissionKind, Phase, Pipeline
 from rlmux.core.placement import PlacementView
 from rlmux.core.scheduler import Scheduler
 from rlmux.policies import make_policy
@@ -44,7 +44,7 @@ def simulate(
     """Figures of every policy over seeds 0 to num_seeds - 1; with `out`, pictures and a page go there.
     `counts_decisions`: decisions take the time that they take on this machine, instead of none.
 
-    {"workload", "about", "num_seeds", "policies": {name: {figure: mean, ..., "min": {...}, "max": {...}}}}
+    {"workload", "about", "num_seeds", "notes", "policies": {name: {figure: mean, ..., "min": {...}, "max": {...}}}}
     """
     tasks = tasks_of(workload, policies, num_seeds)
     if counts_decisions:
@@ -59,11 +59,31 @@ def simulate(
         "workload": tasks[0].workload.name,
         "about": tasks[0].workload.about,
         "num_seeds": num_seeds,
+        "notes": notes_of(tasks[0].workload, policies),
         "policies": {name: over_seeds(runs) for name, runs in by_policy.items()},
     }
     if out is not None:
         report["pictures"] = [str(path) for path in write_pictures(by_policy, out, title=tasks[0].workload.name)]
     return report
+
+
+def notes_of(workload: Workload, policies: Sequence[str]) -> list[str]:
+    """What was not given and what was taken instead, a line each."""
+    notes = list(workload.notes)
+    missing = [one.pipeline for one in workload.arrivals if _misses_colocated_seconds(workload, one.pipeline)]
+    if "colocated" in policies and missing:
+        notes.append(f"colocated: {len(missing)} of {len(workload.arrivals)} pipelines have {_MISSING}")
+    return notes
+
+
+_MISSING = (
+    "no colocated_rollout_s and colocated_train_s: with both phases they hold their rollout nodes beside their "
+    "training nodes, and are as fast as apart"
+)
+
+
+def _misses_colocated_seconds(workload: Workload, pipeline: Pipeline) -> bool:
+    return pipeline.colocated_estimate is None and workload.cluster.pool_for(Phase.ROLLOUT) is not None
 
 
 def _first_steps_s(workload: Workload) -> float:
@@ -114,7 +134,7 @@ def _fold(figures: Sequence[Mapping[str, Any]], how: Callable[[list[float]], flo
 def plan(workload: str | Workload, *, policy: str = "rollmux") -> dict[str, Any]:
     """Place every pipeline in order of submission, as if none departed; start nothing.
 
-        {"policy", "usd_per_hour", "solo_usd_per_hour", "gpus": {pool: count}, "num_groups",
+        {"policy", "usd_per_hour", "solo_usd_per_hour", "gpus": {pool: count}, "num_groups", "notes",
          "pipelines": [{"pipeline", "status", "group", "admission", "rollout_nodes", "train_nodes",
                         "step_s", "step_slowdown", "slo_slowdown", "usd_per_hour", "reason"}]}
 
@@ -138,6 +158,7 @@ def plan(workload: str | Workload, *, policy: str = "rollmux") -> dict[str, Any]
         "solo_usd_per_hour": solo_usd_per_hour(made),
         "gpus": {name: view.num_nodes_in_use(name) * pool.gpus_per_node for name, pool in pools.items()},
         "num_groups": view.num_groups,
+        "notes": notes_of(made, [policy]),
         "pipelines": [
             _planned(view, arrival.pipeline, admissions, reasons, str(scheduler.query.status(arrival.pipeline.id)))
             for arrival in made.arrivals

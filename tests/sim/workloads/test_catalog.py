@@ -10,7 +10,8 @@ from rlmux.core.errors import UserError
 from rlmux.core.model import Stage
 from rlmux.policies import make_policy
 from rlmux.sim.workloads import catalog, trace_csv
-from rlmux.sim.workloads.arrivals import profiles
+from rlmux.sim.workloads.arrivals import profiles, switch_seconds
+from rlmux.sim.world import NO_SWITCH
 
 
 def test_weave_is_the_published_trace():
@@ -132,7 +133,10 @@ def test_a_csv_trace_becomes_a_workload(tmp_path):
         "a,10,3600,,32B_8k,,,1.5,2e6,100\n",
     )
     a, b = trace_csv.load(path).arrivals
-    assert (a.pipeline.id, a.depart_s, a.pipeline.num_rollout_nodes) == ("a", 3610.0, 2)
+    assert (a.pipeline.id, a.depart_s, a.pipeline.num_rollout_nodes) == ("a", None, 2)
+    assert a.pipeline.num_steps == round(3600 / profiles()["32B_8k"].disaggregated.solo_s)  # the same under any policy
+    assert (a.switch, a.pipeline.estimate.sync_s) == (switch_seconds("32B"), 3.9)
+    assert b.switch == NO_SWITCH
     assert a.pipeline.footprint.rollout_host_bytes == 100e9
     assert a.tokens_per_step == 2e6
     assert (b.pipeline.num_steps, b.pipeline.estimate.rollout_s, b.pipeline.slo_slowdown) == (5, 60.5, float("inf"))

@@ -60,10 +60,10 @@ def simulate(
     tables.show_simulation(result, as_json=json)
 
 
-def plan(file: File, policy: PolicyName = None, sets: Sets = None, json: Json = False) -> None:
+def plan(file: File, policy: PolicyName = None, sets: Sets = None, json: Json = False) -> int:
     """Show placement, predicted slowdowns and cost per hour.
 
-    Starts nothing.
+    Starts nothing. Exit code 1 if a pipeline is refused: it can never run there.
 
     \b
     Example: rlmux plan examples/07_cluster_what_if.yaml --policy rollmux
@@ -74,7 +74,9 @@ def plan(file: File, policy: PolicyName = None, sets: Sets = None, json: Json = 
 
     from rlmux.sim import api
 
-    tables.show_plan(api.plan(inputs.workload_of(spec), policy=spec.policy), as_json=json)
+    planned = api.plan(inputs.workload_of(spec), policy=spec.policy)
+    tables.show_plan(planned, as_json=json)
+    return tables.exit_code_of_plan(planned)
 
 
 def reproduce(

@@ -9,7 +9,7 @@ since an arrival is mostly made from one: `profiled_arrival`.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from rlmux.core.model import Cluster, Footprint, Phase, PhaseSeconds, Pipeline, PipelineId, Pool, Stage
@@ -54,6 +54,8 @@ class Workload:
     """One line for tables and pictures."""
     neighbours: Neighbours | None = None
     """Slowdowns of orders on devices of one machine; None: there are none."""
+    notes: tuple[str, ...] = ()
+    """What of the figures' terms was not given, and what was taken instead: a line each."""
 
     @property
     def end_s(self) -> float | None:
@@ -78,6 +80,17 @@ class Profile:
     def num_nodes(self) -> int:
         """Nodes per pool in the measured set-up."""
         return 2 if self.model == "32B" else 1
+
+
+def free_of_costs(arrivals: Sequence[Arrival]) -> tuple[str, ...]:
+    """A line that names the pipelines whose switches and sync are not known, and therefore free."""
+    free = [str(one.pipeline.id) for one in arrivals if one.switch == NO_SWITCH]
+    if not free:
+        return ()
+    which = "every pipeline" if len(free) == len(arrivals) else f"{len(free)} of {len(arrivals)} pipelines"
+    return (
+        f"switches and weight sync are free for {which}: nothing says what they take (rollout_switch_s, sync_s, ...)",
+    )
 
 
 def profiles() -> Mapping[str, Profile]:

@@ -6,7 +6,8 @@
     micro-a b c      the three micro-benchmarks                               (8.4)
     drift-*          weave with durations that drift: up, down, mixed         (8.8)
     pair             two recorded pipelines at the grain of sub-stages        (JigsawRL)
-    anything else    a CSV file: `trace_csv.py`
+    FILE.csv         a trace of one's own, a pipeline a row: `trace_csv.py`
+    FILE.yaml        a file with cluster and pipelines: `spec_file.py`
 
 A workload is a frozen value: built once from (name, seed, parameters), simulated under any number of
 policies. SLOs and durations come from generators seeded by `seed` alone, in the order of arrival.
@@ -44,9 +45,13 @@ __all__ = ["Arrival", "Workload", "build", "load", "micro_gpus", "names", "param
 
 
 def load(text: str, *, seed: int = 0) -> Workload:
-    """A workload as a user names it: a path that ends in .csv, a name, or NAME:key=value,key=value."""
+    """A workload as a user names it: a .csv or .yaml file, a name, or NAME:key=value,key=value."""
     if text.endswith(".csv"):
         return trace_csv.load(Path(text))
+    if text.endswith((".yaml", ".yml")):
+        from rlmux.sim.workloads import spec_file  # brings pydantic and YAML along
+
+        return spec_file.load(text)
     name, _, assignments = text.partition(":")
     params = dict(_param(name, item) for item in assignments.split(",") if item)
     return build(name, seed=seed, **params)
@@ -71,7 +76,7 @@ def build(name: str, *, seed: int = 0, **params: Any) -> Workload:
         near = get_close_matches(name, _BUILDERS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise UserError(
-            f"workload {name!r} is neither the path of a .csv file nor built in: {', '.join(_BUILDERS)}{hint}"
+            f"workload {name!r} is neither the path of a .csv or .yaml file nor built in: {', '.join(_BUILDERS)}{hint}"
         )
     unknown = [key for key in params if key not in params_of(name)]
     if unknown:

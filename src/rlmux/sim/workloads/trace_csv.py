@@ -7,14 +7,17 @@
 |---|---|
 | `pipeline` | its name, once in the file |
 | `submit_s` | seconds since the trace began, 0 or more |
-| `depart_s` | seconds; it leaves then. A row has exactly one of this and the next two |
-| `duration_s` | it leaves so long after its submission, above 0 |
-| `num_steps` | it leaves after so many steps, 1 or more |
+| `num_steps` | it leaves after so many steps, 1 or more. A row has exactly one of this and the next two |
+| `duration_s` | it leaves after as many steps as it makes alone in that time, above 0, so every policy does the same |
+| `depart_s` | seconds; it leaves then, so a slower policy does less |
 | `profile` | a measured profile such as `7B_8k`, or empty with the next two |
 | `rollout_s`, `train_s` | solo seconds of a step's phases, above 0 |
 | `colocated_rollout_s`, `colocated_train_s` | the same with both phases on training GPUs (optional) |
 | `slo_slowdown` | 1 or more (optional: none) |
 | `num_rollout_nodes`, `num_train_nodes` | 1 or more (optional: the profile's, else 1) |
+| `sync_s` | seconds of weight sync (optional: the profile's, else 0) |
+| `rollout_switch_s`, `train_switch_s` | seconds of a warm switch to each state (optional: the profile's, else 0) |
+| `cold_rollout_switch_s`, `cold_train_switch_s` | seconds of a first load (optional: the profile's, else as warm) |
 | `rollout_host_gb`, `train_host_gb` | what it keeps resident on each node (optional) |
 | `tokens_per_step` | for tokens per second (optional) |
 
@@ -25,14 +28,24 @@ from __future__ import annotations
 
 import csv
 import math
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 
 from rlmux.core.errors import UserError
 from rlmux.core.model import Cluster, Footprint, PhaseSeconds, Pipeline, PipelineId
-from rlmux.sim.workloads.arrivals import Arrival, Workload, h20_h800_cluster, profiles
-from rlmux.sim.world import TrueSeconds
+from rlmux.sim.workloads.arrivals import (
+    SYNCED,
+    Arrival,
+    Workload,
+    free_of_costs,
+    h20_h800_cluster,
+    profiles,
+    switch_seconds,
+    sync_seconds,
+)
+from rlmux.sim.world import NO_SWITCH, SwitchSeconds, TrueSeconds
 
 _ENDS = ("depart_s", "duration_s", "num_steps")
 _OPTIONAL = (
@@ -44,6 +57,11 @@ _OPTIONAL = (
     "slo_slowdown",
     "num_rollout_nodes",
     "num_train_nodes",
+    "sync_s",
+    "rollout_switch_s",
+    "train_switch_s",
+    "cold_rollout_switch_s",
+    "cold_train_switch_s",
     "rollout_host_gb",
     "train_host_gb",
     "tokens_per_step",
@@ -77,12 +95,38 @@ def load(path: Path | str, *, cluster: Cluster | None = None) -> Workload:
         line_by_name[name] = number
         arrivals.append(_arrival(row))
     arrivals.sort(key=lambda arrival: arrival.submit_s)
+    cluster = cluster or h20_h800_cluster()
     return Workload(
         name=path.stem,
-        cluster=cluster or h20_h800_cluster(),
+        cluster=cluster,
         arrivals=tuple(arrivals),
         about=f"{len(arrivals)} pipelines from {path.name}",
+        notes=(_nodes_of(cluster), *_clocked(arrivals), *free_of_costs(arrivals)),
     )
+
+
+def _nodes_of(cluster: Cluster) -> str:
+    """The nodes that the trace is priced on: it describes none."""
+    pools = [
+        f"{pool.name} for {pool.phase} ({pool.gpus_per_node} GPUs a node, ${pool.usd_per_gpu_hour:g} for a GPU-hour, "
+        f"{_how_many(pool.num_nodes)})"
+        for pool in cluster.pools.values()
+    ]
+    first = next(iter(cluster.pools))
+    return f"priced on nodes of {' and '.join(pools)}; others: --set cluster.pools.{first}.usd_per_gpu_hour=2"
+
+
+def _how_many(num_nodes: int | None) -> str:
+    if num_nodes is None:
+        return "as many as are asked for"
+    return f"{num_nodes} node{'s' if num_nodes > 1 else ''}"
+
+
+def _clocked(arrivals: Sequence[Arrival]) -> tuple[str, ...]:
+    number = sum(one.depart_s is not None for one in arrivals)
+    if not number:
+        return ()
+    return (f"{number} of {len(arrivals)} pipelines leave at depart_s: a slower policy does less of their work",)
 
 
 def _has_data(line: str) -> bool:
@@ -161,24 +205,30 @@ def _arrival(row: _Row) -> Arrival:
     if len(given) != 1:
         what = "are all empty" if not given else f"has {', '.join(given)} together"
         raise row.error(" / ".join(_ENDS), f"{what}; accepted: exactly one of them")
-    num_steps, depart_s = None, None
+    num_steps, depart_s, duration_s = None, None, None
     if given[0] == "num_steps":
         num_steps = row.count("num_steps")
     elif given[0] == "duration_s":
-        depart_s = submit_s + row.number_of("duration_s", at_least=0, above=True)
+        duration_s = row.number_of("duration_s", at_least=0, above=True)
     else:
         depart_s = row.number_of("depart_s", at_least=0)
         if depart_s <= submit_s:
             raise row.error("depart_s", f"is {depart_s:g}, not after submit_s {submit_s:g}; accepted: a later time")
-    phases, colocated, num_nodes = _phases(row)
+    phases, colocated, num_nodes, model = _phases(row)
+    sync_s, switch = _costs(row, model)
+    if duration_s is not None:
+        num_steps = max(1, round(duration_s / phases.solo_s))
+    phases = replace(phases, sync_s=sync_s)
     pipeline = Pipeline(
         id=PipelineId(row.text("pipeline")),
         num_steps=num_steps,
+        stages=SYNCED,
         num_rollout_nodes=row.count("num_rollout_nodes", default=num_nodes),
         num_train_nodes=row.count("num_train_nodes", default=num_nodes),
         estimate=phases,
         colocated_estimate=colocated,
         slo_slowdown=row.number_of("slo_slowdown", at_least=1) if row.optional("slo_slowdown") else math.inf,
+        switch=None if switch == NO_SWITCH else switch.estimate,
         footprint=Footprint(
             rollout_host_bytes=row.number_of("rollout_host_gb", at_least=0, default=0.0) * 1e9,
             train_host_bytes=row.number_of("train_host_gb", at_least=0, default=0.0) * 1e9,
@@ -188,14 +238,32 @@ def _arrival(row: _Row) -> Arrival:
         submit_s=submit_s,
         depart_s=depart_s,
         pipeline=pipeline,
-        world=TrueSeconds.of_phases(phases),
+        world=TrueSeconds.of_phases(phases, sync_s=sync_s),
         colocated_world=TrueSeconds.of_phases(colocated) if colocated else None,
+        switch=switch,
         tokens_per_step=row.number_of("tokens_per_step", at_least=0, default=0.0),
     )
 
 
-def _phases(row: _Row) -> tuple[PhaseSeconds, PhaseSeconds | None, int]:
-    """Solo seconds, colocated seconds, and the nodes a profile was measured on."""
+def _costs(row: _Row, model: str | None) -> tuple[float, SwitchSeconds]:
+    """Seconds of weight sync and of switches: the row's own, else the profile's, else none."""
+    known = NO_SWITCH if model is None else switch_seconds(model)
+
+    def seconds(column: str, otherwise: float) -> float:
+        return row.number_of(column, at_least=0, default=otherwise)
+
+    warm_rollout_s = seconds("rollout_switch_s", known.warm_rollout_s)
+    warm_train_s = seconds("train_switch_s", known.warm_train_s)
+    return seconds("sync_s", 0.0 if model is None else sync_seconds(model)), SwitchSeconds(
+        cold_rollout_s=seconds("cold_rollout_switch_s", known.cold_rollout_s or warm_rollout_s),
+        cold_train_s=seconds("cold_train_switch_s", known.cold_train_s or warm_train_s),
+        warm_rollout_s=warm_rollout_s,
+        warm_train_s=warm_train_s,
+    )
+
+
+def _phases(row: _Row) -> tuple[PhaseSeconds, PhaseSeconds | None, int, str | None]:
+    """Solo seconds, colocated seconds, the nodes a profile was measured on, and its model."""
     name = row.optional("profile")
     if name:
         profile = profiles().get(name)
@@ -203,7 +271,7 @@ def _phases(row: _Row) -> tuple[PhaseSeconds, PhaseSeconds | None, int]:
             near = get_close_matches(name, profiles(), n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise row.error("profile", f"is {name!r}; {hint}accepted: {', '.join(profiles())}")
-        return profile.disaggregated, profile.colocated, profile.num_nodes
+        return profile.disaggregated, profile.colocated, profile.num_nodes, profile.model
     phases = PhaseSeconds(
         rollout_s=row.number_of("rollout_s", at_least=0, above=True),
         train_s=row.number_of("train_s", at_least=0, above=True),
@@ -214,4 +282,4 @@ def _phases(row: _Row) -> tuple[PhaseSeconds, PhaseSeconds | None, int]:
             rollout_s=row.number_of("colocated_rollout_s", at_least=0, above=True),
             train_s=row.number_of("colocated_train_s", at_least=0, above=True),
         )
-    return phases, colocated, 1
+    return phases, colocated, 1, None

@@ -1,0 +1,113 @@
+"""What `plan` and `simulate` say of the terms of their figures, and how they end."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rlmux.sim import api
+
+PLAN = """\
+cluster:
+  pools:
+    h20: {phase: rollout, nodes: 2, gpus_per_node: 8, usd_per_gpu_hour: 1}
+    h800: {phase: train, nodes: 2, gpus_per_node: 8, usd_per_gpu_hour: 3}
+defaults: {steps: 5, slo_slowdown: 1.5}
+pipelines:
+  - {name: a, estimate: {rollout_s: 60, train_s: 40}}
+  - {name: b, estimate: {rollout_s: 50, train_s: 50, colocated_rollout_s: 70, colocated_train_s: 40}}
+"""
+TRACE = """\
+pipeline,submit_s,duration_s,depart_s,profile,rollout_s,train_s,slo_slowdown
+a,0,36000,,7B_8k,,,1.5
+b,60,,7200,,60,40,2
+"""
+
+
+@pytest.fixture
+def files(folder):
+    (folder / "plan.yaml").write_text(PLAN)
+    (folder / "trace.csv").write_text(TRACE)
+    return folder
+
+
+def test_a_colocated_plan_says_which_seconds_are_missing(rlmux, files):
+    said = rlmux("plan", "plan.yaml", "--policy", "colocated")
+    assert said.code == 0
+    assert "note: colocated: 1 of 2 pipelines have no colocated_rollout_s and colocated_train_s" in said.out
+    assert "colocated: " not in rlmux("plan", "plan.yaml", "--policy", "rollmux").out
+    assert "note: colocated: 1 of 2" in rlmux("simulate", "plan.yaml", "--policies", "colocated").out
+
+
+def test_a_plan_that_refuses_a_pipeline_ends_with_code_1(rlmux, files):
+    said = rlmux(
+        "plan", "plan.yaml", "--set", "pipelines.a.footprint={rollout_host_gb: 200}",
+        "--set", "cluster.pools.h20.host_memory_gb=100",
+    )  # fmt: skip
+    assert said.code == 1
+    assert "refused" in said.out
+    waiting = rlmux("plan", "plan.yaml", "--policy", "solo", "--set", "cluster.pools.h20.nodes=1")
+    assert (waiting.code, "waiting" in waiting.out) == (0, True)
+
+
+def test_a_file_may_say_what_switches_and_sync_take_and_else_is_told_that_they_are_free(rlmux, files):
+    free = rlmux("simulate", "plan.yaml", "--policies", "rollmux")
+    assert "note: switches and weight sync are free for every pipeline" in free.out
+    costs = "{rollout_s: 60, train_s: 40, sync_s: 2, rollout_switch_s: 1, train_switch_s: 3, cold_train_switch_s: 30}"
+    said = rlmux("simulate", "plan.yaml", "--policies", "solo", "--json", "--set", f"pipelines.a.estimate={costs}")
+    told = json.loads(said.out)
+    assert told["notes"][0].startswith("switches and weight sync are free for 1 of 2 pipelines")
+    assert told["policies"]["solo"]["makespan_s"] == pytest.approx(5 * 102 + 1 + 30)
+    odd = rlmux("plan", "plan.yaml", "--set", "pipelines.a.estimate.rollout_switch_s=1")
+    assert odd.code == 2
+    assert "accepted: rollout_switch_s and train_switch_s together" in odd.err
+
+
+def test_a_trace_says_on_which_nodes_it_is_priced_and_takes_others(rlmux, files):
+    said = rlmux("simulate", "trace.csv", "--policies", "solo")
+    assert "note: priced on nodes of h20 for rollout (8 GPUs a node, $1.76 for a GPU-hour, as many as" in said.out
+    assert "note: 1 of 2 pipelines leave at depart_s: a slower policy does less of their work" in said.out
+    assert "note: switches and weight sync are free for 1 of 2 pipelines" in said.out
+    usual, dearer = (
+        json.loads(rlmux("simulate", "trace.csv", "--policies", "solo", "--json", *more).out)
+        for more in ([], ["--set", "cluster.pools.h20.usd_per_gpu_hour=3.52"])
+    )
+    assert dearer["policies"]["solo"]["cost_usd"] == pytest.approx(1.25 * usual["policies"]["solo"]["cost_usd"])
+    few = rlmux("simulate", "trace.csv", "--policies", "solo", "--set", "cluster.pools.h800.nodes=1")
+    assert "h800 for train (8 GPUs a node, $5.28 for a GPU-hour, 1 node)" in few.out
+
+
+@pytest.mark.parametrize(
+    ("override", "line"),
+    [
+        ("pipelines.a.steps=3", "--set pipelines.a.steps=3: trace.csv takes overrides of its cluster only, such as"),
+        ("cluster.pools.h20.prize=3", "--set cluster.pools.h20.prize=3: cluster.pools.h20.prize"),
+        ("cluster.pools.h20.usd_per_gpu_hour=-1", "--set cluster.pools.h20.usd_per_gpu_hour=-1: cluster.pools.h20"),
+    ],
+)
+def test_an_override_that_a_trace_cannot_take_is_one_line(rlmux, files, override, line):
+    said = rlmux("simulate", "trace.csv", "--set", override)
+    assert (said.code, said.out) == (2, "")
+    assert said.err.startswith(f"rlmux: {line}"), said.err
+    assert said.err.count("\n") == 1
+
+
+def test_waiting_and_the_bound_stand_in_the_table_beside_the_slos(rlmux, files):
+    """Two that share nothing on a node each: the second waits 500 s, and is within twice its solo time."""
+    said = rlmux(
+        "simulate", "plan.yaml", "--policies", "solo", "--set", "cluster.pools.h20.nodes=1",
+        "--set", "cluster.pools.h800.nodes=1", "--set", "defaults.slo_slowdown=3",
+    )  # fmt: skip
+    header, row = (line.split("  ") for line in said.out.splitlines()[2:4])
+    names, cells = ([cell.strip() for cell in line if cell.strip()] for line in (header, row))
+    shown = dict(zip(names, cells, strict=True))
+    assert (shown["SLOs kept"], shown["queued s"], shown["wait s"]) == ("100.0%", "250", "250")
+    assert float(shown["$"]) > float(shown["bound $"]) > 0
+    assert {"$/solo h", "slowdown mean"} <= set(shown)
+
+
+def test_a_file_can_be_simulated_and_planned_from_python(files):
+    figures = api.simulate("plan.yaml", policies=["solo"], num_processes=1)["policies"]["solo"]
+    assert figures["slo_attainment"] == 1.0
+    assert api.plan("plan.yaml")["num_groups"] == 1
