@@ -2,7 +2,8 @@
 
 1. A device's leases never exceed it, and every lease belongs to an order that computes there.
 2. State resident on a device fits it, and the state that an order computes with is resident there.
-3. Every order belongs to a running (or cancelled, draining) pipeline of the device's group.
+3. Every order belongs to a running (or cancelled, draining) pipeline of the device's group, and its seconds count from
+   its begin.
 4. A shard or a training stage is in its group's ready work exactly while it is READY or WAITING_FOR_ENV, and has an
    order exactly while it is RUNNING, PAUSING or MIGRATING; that order names it.
 5. On-policy: a rollout that is open samples from a version that is published, within the staleness bound.
@@ -58,6 +59,7 @@ def _check_devices(scheduler: Scheduler) -> None:
             assert device.id in order.devices, f"order {order_id} leases {device.id} without computing there"
             assert (order.pipeline, order.phase) in device.residents, f"{order.pipeline} is not loaded on {device.id}"
     for order in state.orders.values():
+        assert order.rate_since_s >= order.started_s, f"order {order.id} counts seconds from before it began"
         if order.migrates_from is None:
             for device_id in order.devices:
                 assert order.id in state.devices[device_id].orders, f"order {order.id} computes without a lease"

@@ -55,6 +55,7 @@ class Orders:
             self._state.now_s,
             work=shard,
             migrates_from=shard.device,
+            rate_since_s=self._state.now_s,
             is_fresh=not shard.work.is_continuation,
         )
         self._journal.act(
