@@ -196,6 +196,19 @@ def test_a_stale_token_is_corrected_towards_its_sampler() -> None:
     assert math.isnan(metrics["logprob_gap"]), "no token of the step was made by the version being trained"
 
 
+def test_a_stale_outlier_is_clamped_and_counted_and_does_not_end_the_pipeline() -> None:
+    engine = TorchTrainEngine(config(staleness=1))
+    run_step(engine, batch(1))
+    trajectories = [replace(each, versions=(0,) * len(each.tokens)) for each in batch(2).trajectories]
+    outlier = trajectories[0]
+    trajectories[0] = replace(outlier, logprobs=(-200.0, *outlier.logprobs[1:]))
+    metrics = run_step(engine, replace(batch(2), trajectories=trajectories, advantages=[-1.0] * len(trajectories)))
+    assert metrics["num_clamped_ratios"] == 1
+    assert math.isfinite(metrics["loss"])
+    assert math.isfinite(metrics["grad_norm"])
+    assert engine.version == 2
+
+
 def test_a_log_probability_that_is_not_a_number_fails_the_pipeline() -> None:
     engine = TorchTrainEngine(config())
     trajectories = batch(1).trajectories

@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from rlmux.rl.algorithms import ALGORITHMS, clipped_surrogate, kl_k3
+from rlmux.rl.algorithms import ALGORITHMS, clipped_surrogate, is_clamped, kl_k3
 
 
 def test_grpo_divides_by_the_groups_deviation() -> None:
@@ -69,3 +69,16 @@ def test_k3_is_zero_where_both_agree_and_never_negative() -> None:
     reference = torch.tensor([-1.0, -2.0, -0.5])
     expected = [0.0, math.exp(-1) + 1 - 1, math.exp(0.5) - 0.5 - 1]
     assert kl_k3(logprobs, reference).tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_one_outlier_leaves_losses_finite_and_the_gradient_of_others_alone() -> None:
+    logprobs = torch.tensor([-1.0, -1.0, -150.0], requires_grad=True)
+    sampled = torch.tensor([-1.0, -200.0, -1.0])
+    losses, _ = clipped_surrogate(logprobs, sampled, torch.tensor([2.0, -1.0, -1.0]), clip_low=0.2, clip_high=0.2)
+    kl = kl_k3(logprobs, sampled)
+    (losses.sum() + kl.sum()).backward()
+    assert losses.isfinite().all()
+    assert kl.isfinite().all()
+    assert logprobs.grad is not None
+    assert logprobs.grad.tolist() == [-2.0, 0.0, 0.0]
+    assert is_clamped(logprobs, sampled).tolist() == [False, True, True]

@@ -23,10 +23,12 @@ from rlmux.engines.micro_batches import MicroBatch, TrainingSequence, cut, token
 from rlmux.engines.sft_warmup import risen_learning_rate
 from rlmux.engines.stage_work import StageWork
 from rlmux.engines.train_state import TrainState
-from rlmux.rl.algorithms import ALGORITHMS, clipped_surrogate, kl_k3
+from rlmux.rl.algorithms import ALGORITHMS, clipped_surrogate, is_clamped, kl_k3
 from rlmux.rl.batch_metrics import count_sampled
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.types import TrainingBatch, Trajectory
+
+_TOTALS = ("loss", "kl", "clip_fraction", "stale_token_share", "grad_norm", "num_clamped_ratios")
 
 
 class RlStep:
@@ -115,12 +117,12 @@ class RlStep:
     def _update(self, metrics: dict[str, float]) -> Iterator[int]:
         """For each mini-batch of each epoch: gradients of its micro-batches, summed as a tree, and an optimizer step.
 
-        A figure is the mean over the updates of the step.
+        A figure is the mean over the updates of the step; clamped log-ratios are counted over all of them.
         """
         self._require_logprobs()
         algorithm, place = self._config.algorithm, self.place(Stage.UPDATE)
         rate = risen_learning_rate(algorithm.learning_rate, self.number - 1, algorithm.lr_warmup_steps)
-        totals = dict.fromkeys(("loss", "kl", "clip_fraction", "stale_token_share", "grad_norm"), 0.0)
+        totals = dict.fromkeys(_TOTALS, 0.0)
         for _ in range(algorithm.num_epochs):
             first = 0
             for minibatch in self._minibatches:
@@ -139,14 +141,16 @@ class RlStep:
     def _add_gradient(self, batch: MicroBatch, index: int, num_sampled: int, totals: dict[str, float]) -> None:
         """One micro-batch: its gradient goes to the tree, what it was like to `totals`."""
         on_device = batch.to(self._state.device)
-        losses, is_clipped, kl = self._losses(on_device, index)
+        losses, is_clipped, kl, num_clamped = self._losses(on_device, index)
         totals["kl"] += kl / num_sampled
+        totals["num_clamped_ratios"] += num_clamped
         totals["loss"] += self._state.add_gradient((losses * on_device.weights).sum(), self.place(Stage.UPDATE))
         totals["clip_fraction"] += float(is_clipped.sum()) / num_sampled
         totals["stale_token_share"] += float(on_device.is_stale.sum()) / num_sampled
 
-    def _losses(self, batch: MicroBatch, index: int) -> tuple[Tensor, Tensor, float]:
-        """Loss [R] of each token, which the clip took out of the gradient [R], and the summed KL."""
+    def _losses(self, batch: MicroBatch, index: int) -> tuple[Tensor, Tensor, float, int]:
+        """Loss [R] of each token, which the clip took out of the gradient [R], the summed KL, and the number of clamped
+        log-ratios, to the old policy and to the reference."""
         algorithm = self._config.algorithm
         logprobs, distribution = self._forward(batch)
         if algorithm.needs_old_logprobs:
@@ -164,10 +168,13 @@ class RlStep:
             clip_low=algorithm.clip_low,
             clip_high=algorithm.clip_high,
         )
+        num_clamped = int(is_clamped(logprobs, old_logprobs).sum())
         if not self._state.has_reference:
-            return losses, is_clipped, 0.0
-        kl = kl_k3(logprobs, self._reference_logprobs[index].to(self._state.device))
-        return losses + algorithm.kl_coef * kl, is_clipped, float(kl.detach().sum())
+            return losses, is_clipped, 0.0, num_clamped
+        reference = self._reference_logprobs[index].to(self._state.device)
+        kl = kl_k3(logprobs, reference)
+        num_clamped += int(is_clamped(reference, logprobs).sum())
+        return losses + algorithm.kl_coef * kl, is_clipped, float(kl.detach().sum()), num_clamped
 
     def _forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
         return token_logprobs(self._state.model, batch, self._config.rollout.temperature)

@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 _STD_EPSILON = 1e-6
+MAX_LOG_RATIO = 20.0
+"""Largest difference of two log-probs, either way, that a loss reads (verl's default): beyond 88 its exponential is
+infinite in 32 bits."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,15 +76,28 @@ ALGORITHMS: dict[str, Algorithm] = {
 }
 
 
+def clamped_log_ratio(logprobs: Tensor, others: Tensor) -> Tensor:
+    """Difference of log-probs, of any shape, within ±MAX_LOG_RATIO; a token beyond has no gradient.
+
+    One stale outlier would otherwise make the loss of the whole step infinite. (verl, `compute_policy_loss`)
+    """
+    return (logprobs - others).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+
+
+def is_clamped(logprobs: Tensor, others: Tensor) -> Tensor:
+    """Which tokens `clamped_log_ratio` changes."""
+    return (logprobs - others).abs() > MAX_LOG_RATIO
+
+
 def clipped_surrogate(
     logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Tensor]:
-    """PPO's loss of each token: -min(ρ A, clip(ρ, 1 - clip_low, 1 + clip_high) A) with ρ = exp(new - old).
+    """PPO's loss of each token: -min(ρ A, clip(ρ, 1 - clip_low, 1 + clip_high) A) with ρ = exp(new - old), clamped.
 
     Where new equals old, ρ is exactly 1 and the gradient is -A ∇log π. (arXiv 1707.06347, equation 7)
     Second comes which tokens the clip took out of the gradient.
     """
-    ratio = (logprobs - old_logprobs).exp()
+    ratio = clamped_log_ratio(logprobs, old_logprobs).exp()
     clipped = ratio.clamp(1 - clip_low, 1 + clip_high)
     return -(ratio * advantages).minimum(clipped * advantages), clipped * advantages < ratio * advantages
 
@@ -91,5 +107,5 @@ def kl_k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
 
     Never negative, zero where both agree. (GRPO, arXiv 2402.03300, equation 4; Schulman's k3)
     """
-    difference = reference_logprobs - logprobs
+    difference = clamped_log_ratio(reference_logprobs, logprobs)
     return difference.exp() - difference - 1
