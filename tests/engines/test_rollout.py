@@ -436,7 +436,7 @@ def test_turns_are_the_same_under_any_chunks(
     assert play(hurried, num_replies=3, chunk_steps=chunk_steps) == play(calm, num_replies=3)
 
 
-def test_a_parked_trajectory_keeps_its_slot_until_it_is_released(
+def test_a_parked_trajectory_yields_its_slot_to_those_that_wait_for_one(
     new_engine: NewEngine, new_requests: NewRequests
 ) -> None:
     everything = tuple(range(8))
@@ -445,13 +445,25 @@ def test_a_parked_trajectory_keeps_its_slot_until_it_is_released(
     engine.submit(requests)
     report = engine.run_chunk(max_decode_steps=10_000, max_seconds=60.0)
     parked = [turn.id for turn in report.finished if turn.stop_reason == "stop"]
-    assert (report.num_active, report.num_waiting_for_env, len(parked)) == (0, 4, 4)
-    assert report.num_waiting == 12 - (len(report.finished) - 4)
+    assert (report.num_active, report.num_waiting) == (0, 0)
+    assert report.num_waiting_for_env == len(parked) > 4
     engine.reply([], parked[:2])
-    report = engine.run_chunk(max_decode_steps=1, max_seconds=60.0)
-    assert report.num_waiting_for_env >= 2
-    assert report.num_active + report.num_waiting_for_env + len(report.finished) >= 4
-    assert engine.run_chunk(max_decode_steps=0, max_seconds=60.0).num_waiting_for_env >= 2
+    assert engine.run_chunk(max_decode_steps=1, max_seconds=60.0).num_waiting_for_env == len(parked) - 2
+
+
+@pytest.mark.parametrize("num_slots", [1, 3, 4])
+def test_turns_are_the_same_where_parked_trajectories_yield_their_slots(
+    num_slots: int, new_engine: NewEngine, new_requests: NewRequests
+) -> None:
+    """More trajectories than slots: each is evicted and seated again between its turns."""
+    requests = new_requests(12, stop_tokens=(5, 6, 7))
+    calm, crowded = (new_engine(num_slots=num_slots, is_single_turn=False) for _ in range(2))
+    expected = []
+    for first in range(0, len(requests), num_slots):  # as many at a time as there are slots: none is evicted
+        calm.submit(requests[first : first + num_slots])
+        expected += play(calm, num_replies=3)
+    crowded.submit(requests)
+    assert play(crowded, num_replies=3) == expected
 
 
 def test_parked_trajectories_survive_offload_and_migration(new_engine: NewEngine, new_requests: NewRequests) -> None:

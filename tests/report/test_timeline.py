@@ -141,6 +141,16 @@ def test_trajectories_that_wait_for_their_environment_make_a_tool_wait(
     ]
 
 
+def test_a_tool_wait_is_one_even_where_other_trajectories_wait_for_a_slot(script: Any, make_order: Order) -> None:
+    script.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT), num_steps=1)
+    script.event(
+        ChunkFinished(time_s=1.0, order=1, num_active=0, num_waiting=3, num_waiting_for_env=5, seconds=1.0, tokens=50)
+    )
+    script.event(ChunkFinished(time_s=2.5, order=1, num_active=5, num_waiting=0, seconds=1.5, tokens=99))
+    script.event(finished(3.0, 1, 2.0, tokens=120), Release(pipeline="a"))
+    assert (1.0, 2.0, "bubble", "tool wait") in named(script.timeline(), ROLLOUT)
+
+
 def test_strict_order_is_blamed_when_another_could_have_run(script: Any, make_order: Order) -> None:
     script.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT))
     script.submit(0.0, "b")
@@ -179,12 +189,16 @@ def test_filled_bubble_is_no_bubble_and_the_rest_names_what_it_waits_for(script:
     assert timeline.devices[ROLLOUT].seconds_by_kind[Kind.BUBBLE] == 0.0
 
 
-@pytest.mark.parametrize(("gap_s", "label"), [(0.015, "control"), (0.5, "held back")])
-def test_ready_work_that_is_not_ordered_is_control_or_held_back(
-    script: Any, make_order: Order, gap_s: float, label: str
+@pytest.mark.parametrize("gap_s", [0.015, 0.5])
+@pytest.mark.parametrize(("is_decided", "label"), [(False, "control"), (True, "held back")])
+def test_ready_work_is_held_back_only_if_the_scheduler_could_have_ordered_it(
+    script: Any, make_order: Order, gap_s: float, is_decided: bool, label: str
 ) -> None:
+    """However long the gap is: what the scheduler had no chance to order waits for the controller."""
     script.submit(0.0, "a", make_order(1, "a", GENERATE, ROLLOUT))
     script.event(StagePaused(time_s=1.0, order=1, seconds=1.0))
+    if is_decided:
+        script.event(NodeJoined(time_s=1.0 + gap_s / 2, node=NODE))
     script.event(NodeJoined(time_s=1.0 + gap_s, node=NODE), make_order(2, "a", GENERATE, ROLLOUT))
     script.event(finished(2.0, 2, 1.0 - gap_s), Release(pipeline="a"))
     assert named(script.timeline(), ROLLOUT)[1] == (1.0, round(1.0 + gap_s, 3), "bubble", label)

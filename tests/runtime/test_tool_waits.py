@@ -12,8 +12,8 @@ from rlmux.core.model import Cluster, Phase, Pool, Stage
 from rlmux.rl.config import SftWarmupConfig
 
 
-def test_a_rollout_whose_slots_all_wait_for_tools_asks_nothing_of_its_worker(real, make_backend, tmp_path):
-    """16 trajectories on 8 slots: while 8 wait for the tool, 8 wait for them."""
+def test_a_rollout_that_only_waits_for_tools_asks_nothing_of_its_worker(real, make_backend, tmp_path):
+    """16 trajectories on 8 slots: those that wait for the tool yield their slots, so more than 8 wait at a time."""
     slow = real.submission("slow", task="calculator", num_steps=1, task_fields={"params": {"digits": 1, "wait_s": 0.5}})
     # Long enough for it to learn to ask.
     config = replace(slow.config, sft_warmup=SftWarmupConfig(num_updates=100, batch_size=32, learning_rate=5e-3))
@@ -23,9 +23,9 @@ def test_a_rollout_whose_slots_all_wait_for_tools_asks_nothing_of_its_worker(rea
     stalled = [
         e.order
         for e in run.recorder.events
-        if isinstance(e, ChunkFinished) and e.order in rollouts and e.num_waiting_for_env == 8 and e.num_active == 0
+        if isinstance(e, ChunkFinished) and e.order in rollouts and e.num_waiting_for_env > 8 and e.num_active == 0
     ]
-    assert stalled, "the slots never all waited: the test shows nothing"
+    assert stalled, "no more trajectories waited than there are slots"
     assert max(Counter(stalled).values()) <= 16, "one report for each reply that came, at most"
 
 

@@ -2,7 +2,8 @@
 
     submit / continue_from ──▶ waiting ──seat──▶ slot ──▶ FinishedTurn (and freed, or parked until `reply`)
                                   ▲                │
-                                  └── offload, take_partials: tokens, log-probs and KV leave the slot
+                                  └── offload, take_partials, parked while others wait for a slot:
+                                      tokens, log-probs and KV leave the slot
 
     one chunk:   refill ─▶ compact ─▶ decode until something ends ─▶ collect ─▶ refill ...
 
@@ -220,9 +221,11 @@ class SlotRolloutEngine:
         )
 
     def _refill(self, tally: ChunkTally) -> None:
-        """Seat waiting trajectories in free slots, lowest slot first."""
+        """Seat waiting trajectories, lowest slot first: in free slots, and in those of trajectories that wait for their
+        environment, whose KV goes to host memory until the reply."""
         if not self._waiting:
             return
+        self._slots.yield_slots(len(self._waiting), self.version)
         for slot in self._slots.free_slots[: len(self._waiting)]:
             if self._waiting[0].needs_prefill:
                 self._prefill.compute_kv(islice(self._waiting, self._slots.num_slots), tally)
@@ -311,7 +314,7 @@ class SlotRolloutEngine:
         forced = live.accept_reply(tokens)
         if live.slot is None:
             live.pending = forced
-            self._waiting.append(live)
+            self._waiting.insert(sum(other.has_begun for other in self._waiting), live)  # before all that are new
         else:
             self._slots.resume(live, forced)
 

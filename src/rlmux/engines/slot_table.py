@@ -67,7 +67,7 @@ class SlotTable:
         self._occupants[slot] = live
 
     def park(self, live: LiveTrajectory) -> None:
-        """Stop decoding a trajectory; it keeps its slot."""
+        """Stop decoding a trajectory; it keeps its slot until another needs it."""
         self._buffers.park(slot_of(live))
 
     def resume(self, live: LiveTrajectory, forced: Sequence[int]) -> None:
@@ -93,6 +93,12 @@ class SlotTable:
         live.pending = self._buffers.read(slot, ahead, ahead + live.num_forced)[0]
         live.kv = self.cache.read(slot, live.position).cpu() if with_kv and live.position else None
         self.free(live)
+
+    def yield_slots(self, wanted: int, version: int) -> None:
+        """Evict parked trajectories, with their KV, until `wanted` slots are free or none is parked."""
+        parked = [live for live in self.seated if live.is_waiting_for_env]
+        for live in parked[: max(0, wanted - len(self.free_slots))]:
+            self.evict(live, version, with_kv=True)
 
     def free(self, live: LiveTrajectory) -> None:
         """Give up a trajectory's slot; does nothing for one without."""

@@ -7,8 +7,8 @@ something changes for a pipeline that is pinned there:
     the run's process was not there                        down               (idle)
     N could start: everything before its order is done
         but another device of that order is still taken    waiting for the other devices of N
-        and the gap is short                               control
-        and it is long                                     held back          the policy's choice
+        and the scheduler decided meanwhile                held back          the policy's choice
+        and it was told nothing meanwhile                  control
     another pipeline could start here, yet N goes first    waiting for cycle slot of N
     otherwise, by what N does or needs next elsewhere      waiting for rollout | rewards | training of N,
                                                            sync of N, migration of N
@@ -28,9 +28,6 @@ from rlmux.core.model import DeviceId, Phase, PipelineId
 from rlmux.report.history import History
 from rlmux.report.intervals import Cause, Interval, Kind
 from rlmux.report.records import OrderRecord
-
-CONTROL_GAP_S = 0.02
-"""Longest gap in front of a ready order that counts as control; a longer one is the policy's choice."""
 
 _ROUNDING_S = 1e-9
 
@@ -54,6 +51,9 @@ class GapNamer:
     ) -> None:
         self._start_s, self._end_s = start_s, end_s
         self._down = history.down
+        self._decisions_s = sorted(
+            itertools.chain(history.decisions_s, *(order.chunks.column("time_s") for order in history.orders))
+        )
         self._device = {device: _Track(orders) for device, orders in orders_by_device.items()}
         by_pipeline: dict[PipelineId, list[OrderRecord]] = {}
         for order in history.orders:
@@ -94,14 +94,14 @@ class GapNamer:
         for piece_start_s, piece_end_s in itertools.pairwise(edges):
             middle_s = (piece_start_s + piece_end_s) / 2
             pinned = [pin[2] for pin in pins if pin[0] <= middle_s < pin[1]]
-            kind, cause, awaited = self._cause(device, middle_s, end_s - start_s, pinned)
+            kind, cause, awaited = self._cause(device, middle_s, (start_s, end_s), pinned)
             last = gaps[-1] if len(gaps) > first else None
             if last is not None and (last.cause, last.pipeline) == (cause, awaited):
                 piece_start_s = gaps.pop().start_s
             gaps.append(Interval(start_s=piece_start_s, end_s=piece_end_s, kind=kind, cause=cause, pipeline=awaited))
 
     def _cause(
-        self, device: DeviceId, at_s: float, gap_s: float, pinned: list[PipelineId]
+        self, device: DeviceId, at_s: float, gap: tuple[float, float], pinned: list[PipelineId]
     ) -> tuple[Kind, Cause, PipelineId | None]:
         if any(start_s <= at_s < end_s for start_s, end_s in self._down):
             return Kind.IDLE, Cause.DOWN, None
@@ -109,22 +109,34 @@ class GapNamer:
             return Kind.IDLE, Cause.NOTHING_ADMITTED, None
         following = self._device[device].next_of(at_s, pinned)
         if following is None:
-            return (Kind.BUBBLE, *self._last_cause(at_s, gap_s, pinned))
+            return (Kind.BUBBLE, *self._last_cause(at_s, gap, pinned))
         pipeline = following.pipeline
         if self._is_ready(following, at_s):
             if self._waits_for_devices(following, at_s):
                 return Kind.BUBBLE, Cause.DEVICES, pipeline
-            return Kind.BUBBLE, Cause.CONTROL if gap_s < CONTROL_GAP_S else Cause.HELD_BACK, None
+            return Kind.BUBBLE, self._unordered(at_s, gap, self._pipeline[pipeline]), None
         if any(self._could_start(other, device, at_s) for other in pinned if other != pipeline):
             return Kind.BUBBLE, Cause.CYCLE_SLOT, pipeline
         return Kind.BUBBLE, self._needs(pipeline, at_s) or Cause.CONTROL, pipeline
 
-    def _last_cause(self, at_s: float, gap_s: float, pinned: list[PipelineId]) -> tuple[Cause, PipelineId | None]:
+    def _last_cause(
+        self, at_s: float, gap: tuple[float, float], pinned: list[PipelineId]
+    ) -> tuple[Cause, PipelineId | None]:
         for pipeline in pinned:
             cause = self._needs(pipeline, at_s)
             if cause is not None:
                 return cause, pipeline
-        return Cause.CONTROL if gap_s < CONTROL_GAP_S else Cause.HELD_BACK, None
+        return self._unordered(at_s, gap, None), None
+
+    def _unordered(self, at_s: float, gap: tuple[float, float], track: _Track | None) -> Cause:
+        """Whether work that was ready in a gap had to wait for the policy or for the controller.
+
+        Ready work was held back if the scheduler decided something between the time it became ready and its start.
+        """
+        ready_s = gap[0] if track is None else max(gap[0], track.last_end(at_s))
+        position = bisect_right(self._decisions_s, ready_s + _ROUNDING_S)
+        is_decided = position < len(self._decisions_s) and self._decisions_s[position] < gap[1] - _ROUNDING_S
+        return Cause.HELD_BACK if is_decided else Cause.CONTROL
 
     def _is_ready(self, order: OrderRecord, at_s: float) -> bool:
         """The pipeline does nothing else, and this is what it does next."""
@@ -180,6 +192,11 @@ class _Track:
                 found.append(self._orders[position])
             position -= 1
         return found
+
+    def last_end(self, at_s: float) -> float:
+        """Time of the last end of an order up to then; minus infinity where there was none."""
+        position = bisect_right(self._ends, at_s)
+        return self._ends[position - 1] if position else -math.inf
 
     def next(self, at_s: float) -> OrderRecord | None:
         position = bisect_right(self._starts, at_s)

@@ -55,6 +55,9 @@ class History:
         self.instants: list[Instant] = []
         self.down: list[tuple[float, float]] = []
         """Stretches (begin, end) from the last row of a process to the first row of the one that resumed its run."""
+        self.decisions_s: list[float] = []
+        """Times at which the scheduler was told something and could order work, ascending; without progress reports,
+        which their orders hold."""
         self.start_s: float | None = None
         self.last_s = 0.0
         self.control_s: float | None = None
@@ -111,6 +114,8 @@ class History:
         handler = self._handlers.get(type(value))
         if handler is not None:
             handler(time_s, value)
+        if not isinstance(value, ChunkFinished) and (not self.decisions_s or time_s > self.decisions_s[-1]):
+            self.decisions_s.append(time_s)
         self.last_s = max(self.last_s, time_s)
 
     @property

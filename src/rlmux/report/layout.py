@@ -40,10 +40,12 @@ def lay_out_order(order: OrderRecord, peak_active: int, now_s: float) -> list[In
         pieces.add(at_s, chunk.time_s, wait, switch_s, label, computed_s)
         at_s, seconds, tokens, switch_s = chunk.time_s, chunk.seconds, chunk.tokens, 0.0
         wait, label = Cause.CONTROL, Cause.COMPUTE
-        if order.stage is Stage.GENERATE and chunk.num_waiting == 0:
+        if order.stage is Stage.GENERATE:
             if chunk.num_active == 0 and chunk.num_waiting_for_env > 0:
                 wait = Cause.TOOL_WAIT
-            elif 1 <= chunk.num_active <= max(1, peak_active * TAIL_PART) and peak_active > 1:
+            elif (
+                chunk.num_waiting == 0 and 1 <= chunk.num_active <= max(1, peak_active * TAIL_PART) and peak_active > 1
+            ):
                 label = Cause.TAIL
     if order.ending is Ending.LOST:
         pieces.add(at_s, end_s, Cause.LOST, 0.0, label, 0.0)

@@ -214,8 +214,7 @@ class RolloutDriver:
 
     def _can_compute(self, shard: RolloutShard, report: ChunkReport) -> bool:
         """Something is left to do on the device without waiting for an environment."""
-        has_free_slot = report.num_waiting_for_env < self._workers.config.rollout.num_slots
-        return bool(report.num_active or (report.num_waiting and has_free_slot) or shard.has_input)
+        return bool(report.num_active or report.num_waiting or shard.has_input)
 
     def _report_progress(self, order: RunningOrder, report: ChunkReport) -> None:
         self._outbox.add(

@@ -46,7 +46,7 @@ class Turn:
     """Seconds that the environment takes to reply, before the turn."""
     reply_tokens: int
     tokens: int
-    """Tokens that the model generates; 0: the trajectory keeps its slot until the environment replies, and ends."""
+    """Tokens that the model generates; 0: the trajectory ends when the environment replies."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,8 +3,9 @@
     fresh ──slot free──▶ decoding ──turn ends──▶ waiting for a reply ──reply──▶ (slot free) ──▶ decoding ... ended
                     at the order's rate          in seconds that pass, paused or not
 
-A trajectory that waits decodes nothing, and holds no slot unless the engine keeps it (`keeps_slots`: this project's own
-engine does). When all trajectories wait, the shard computes nothing: pausing it loses nothing, since the waits go on.
+A trajectory that waits decodes nothing, and holds no slot that another could use, unless the engine keeps it
+(`keeps_slots`; this project's own engine does not). When all trajectories wait, the shard computes nothing: pausing it
+loses nothing, since the waits go on.
 
 The decoder goes from one moment (a turn ends, an environment replies) to the next; in between the same sequences
 decode. `Decoder` (decoder.py) is the cheaper model where there are no waits, and says why both exist.
@@ -199,7 +200,7 @@ class TurnDecoder:
         replied = []
         while self._waiting and self._waiting[0][0] <= self._clock_s + DONE_S:
             one = replace(heappop(self._waiting)[2], wait_s=0.0)
-            if one.left > 0.0:  # else it only kept its slot
+            if one.left > 0.0:  # else it ends with the reply
                 replied.append(one)
         if replied:
             self._add(replied)

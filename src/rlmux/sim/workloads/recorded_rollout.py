@@ -114,7 +114,7 @@ class RecordedRollout:
         """The rollout shard of the `index`-th of so many devices, with nothing of it done."""
         mine = [one for number, one in enumerate(self.trajectories) if number // self.group_size % num_devices == index]
         if self._has_turns:
-            return TurnDecoder(self.iterations, mine, slots=self.slots, keeps_slots=True, first_s=self.fixed_s)
+            return TurnDecoder(self.iterations, mine, slots=self.slots, first_s=self.fixed_s)
         return Decoder(self.iterations, mine, slots=self.slots, first_s=self.fixed_s)
 
     @property
