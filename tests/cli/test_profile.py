@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from rlmux.cli import profile_tables
@@ -73,9 +75,10 @@ def test_people_get_a_row_for_each_sub_stage_and_a_column_for_each_neighbour(tmp
     assert "left out" in capsys.readouterr().out.splitlines()
 
 
-def test_a_policy_that_shares_nothing_says_that_only_switches_are_used(here, tmp_path, capsys):
+def test_a_policy_that_shares_nothing_says_that_only_switches_are_used(here, folder, tmp_path, capsys):
     Profile(table=TABLE, switches=SWITCHES).save(tmp_path / "profile.json")
-    policy, _ = policy_and_switches("solo", tmp_path / "profile.json")
+    spec = load_for_run(str(folder / "small.yaml"), None, "solo")
+    policy, _ = policy_and_switches(spec, tmp_path / "profile.json")
     assert policy.name == "solo"
     assert "solo gives devices as a whole: only its switches are used" in capsys.readouterr().err
 
@@ -83,8 +86,17 @@ def test_a_policy_that_shares_nothing_says_that_only_switches_are_used(here, tmp
 def test_a_profile_reaches_pipelines_that_are_submitted_late_too(here, folder):
     Profile(table=TABLE, switches=SWITCHES).save(folder / "profile.json")
     spec = load_for_run(str(folder / "small.yaml"), None, None)
-    _, estimate_switch = policy_and_switches("rollmux", folder / "profile.json")
+    _, estimate_switch = policy_and_switches(spec, folder / "profile.json")
     parse = launch.parser(spec, estimate_switch)
     late = [one.pipeline.switch for one in parse((folder / "small.yaml").read_text(), "late.yaml")]
     assert late == [one.pipeline.switch for one in launch.submissions(spec, estimate_switch)]
     assert None not in late
+
+
+@pytest.mark.parametrize(("sets", "slowdown"), [([], 1.1), (["defaults.algorithm.epochs=2"], 1.5)])
+def test_a_policy_is_told_of_old_log_probs_only_where_a_pipeline_computes_them(here, folder, sets, slowdown):
+    measured = {("tail", "update", 0.5): (1.2, 1.1), ("tail", "old_logprobs", 0.5): (1.1, 1.5)}
+    Profile(table=replace(TABLE, measured=measured)).save(folder / "profile.json")
+    spec = load_for_run(str(folder / "small.yaml"), sets, "jigsaw")
+    policy, _ = policy_and_switches(spec, folder / "profile.json")
+    assert policy.sharing.pair_rates("tail", "update").other_slowdown == slowdown

@@ -113,8 +113,8 @@ def _neighbours(profile: Path) -> Neighbours | None:
     return neighbours
 
 
-def policy_and_switches(name: str, profile: Path | None) -> tuple[Policy, EstimateSwitch]:
-    """The policy, told what the profile has for it, and what estimates switches.
+def policy_and_switches(spec: Spec, profile: Path | None) -> tuple[Policy, EstimateSwitch]:
+    """The file's policy, told what the profile has for its pipelines, and what estimates switches.
 
     What of the profile cannot be used is told on stderr, with what is used instead.
     """
@@ -122,15 +122,15 @@ def policy_and_switches(name: str, profile: Path | None) -> tuple[Policy, Estima
     from rlmux.runtime.launch import estimate_nothing
 
     if profile is None:
-        return make_policy(name), estimate_nothing
+        return make_policy(spec.policy), estimate_nothing
     from rlmux.profiling.interference import fractions_here  # brings torch along, to look at the devices
-    from rlmux.profiling.profile_file import load_sharing, load_switch_costs
+    from rlmux.profiling.profile_file import load_sharing, load_switch_costs, sub_stages_of
 
     here = fractions_here()
-    sharing, warnings = load_sharing(profile, here)
-    policy = make_policy(name, sharing=sharing)
+    sharing, warnings = load_sharing(profile, here, sub_stages_of(each.pipeline for each in spec.pipelines))
+    policy = make_policy(spec.policy, sharing=sharing)
     if policy.sharing is None:
-        warnings.append(f"--profile: policy {name} gives devices as a whole: only its switches are used")
+        warnings.append(f"--profile: policy {spec.policy} gives devices as a whole: only its switches are used")
     costs, more = load_switch_costs(profile, here.device)
     _warn([*warnings, *more])
     return policy, costs.estimate_of

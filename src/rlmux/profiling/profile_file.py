@@ -13,13 +13,13 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
 from rlmux.core.errors import UserError
-from rlmux.core.model import Phase, SubStage
+from rlmux.core.model import Phase, Pipeline, Stage, SubStage
 from rlmux.core.sharing import MIN_GAIN, SharingEntry, SharingTable
 from rlmux.engines.device_fraction import DeviceFractions
 from rlmux.profiling.interference import fraction_grid_of
@@ -74,17 +74,28 @@ def _switches_to_json(measured: Mapping[str, Sequence[SwitchTimes]]) -> list[dic
     ]
 
 
-def load_sharing(path: Path, fractions: DeviceFractions) -> tuple[SharingTable, list[str]]:
-    """What a profile file lets policies do on this device, and warnings of what cannot be used.
+def sub_stages_of(pipelines: Iterable[Pipeline]) -> Sequence[SubStage]:
+    """The measured sub-stages that pipelines run. A reference forward goes by that of old log-probs."""
+    has_forwards = any(
+        stage in pipeline.stages for pipeline in pipelines for stage in (Stage.REFERENCE_LOGPROBS, Stage.OLD_LOGPROBS)
+    )
+    return [one for one in BENCHMARK_SUB_STAGES if has_forwards or one is not SubStage.OLD_LOGPROBS]
+
+
+def load_sharing(
+    path: Path, fractions: DeviceFractions, sub_stages: Sequence[SubStage] = BENCHMARK_SUB_STAGES
+) -> tuple[SharingTable, list[str]]:
+    """What a profile file lets policies do on this device with these sub-stages, and warnings of what cannot be used.
 
     Raises UserError for a file that is no profile.
     """
     asked = (*fractions.prepared, NO_SPLIT)
-    table, warnings = load_interference(path, fraction_grid_of(fractions), BENCHMARK_SUB_STAGES, asked=asked)
+    table, warnings = load_interference(path, fraction_grid_of(fractions), sub_stages, asked=asked)
     if not fractions.prepared:
         reason = f"{fractions.device} has no levels ({fractions.missing}): devices are not shared"
         return SharingTable(), [*warnings, reason]
-    prepared = {key: slowdowns for key, slowdowns in table.measured.items() if _is_prepared(key[2], fractions)}
+    run_here = {key: slowdowns for key, slowdowns in table.measured.items() if {*key[:2]} <= {*sub_stages}}
+    prepared = {key: slowdowns for key, slowdowns in run_here.items() if _is_prepared(key[2], fractions)}
     others = [key[2] for key in table.measured if key[2] < NO_SPLIT and key not in prepared]
     if others:
         named = ", ".join(f"{fraction:g}" for fraction in dict.fromkeys(others))

@@ -54,7 +54,7 @@ def run(
         from rlmux.cli.live import Live
         from rlmux.runtime import launch
 
-        chosen, estimate_switch = inputs.policy_and_switches(spec.policy, profile)
+        chosen, estimate_switch = inputs.policy_and_switches(spec, profile)
         with Live(spec, is_quiet=json) as live:
             result = launch.start_run(
                 spec,
@@ -101,7 +101,7 @@ def compare(
         if not json:
             place = f"{names.index(one.policy) + 1} of {len(names)}"
             typer.echo(f"rlmux: policy {one.policy} ({place})", err=True)
-        chosen, estimate_switch = inputs.policy_and_switches(one.policy, profile)
+        chosen, estimate_switch = inputs.policy_and_switches(one, profile)
         with Live(one, is_quiet=json) as live:
             return launch.start_run(
                 one,
@@ -144,7 +144,7 @@ def resume(
     from rlmux.runtime import launch
 
     spec = launch.spec_of(folder)
-    chosen, estimate_switch = inputs.policy_and_switches(spec.policy, profile)
+    chosen, estimate_switch = inputs.policy_and_switches(spec, profile)
     with Live(spec, is_quiet=json, is_resuming=True) as live:
         result = launch.resume_run(
             spec,
