@@ -26,7 +26,7 @@ from rlmux.rl.algorithms import ALGORITHMS
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.conversations import Conversations
 from rlmux.rl.episode import Episode
-from rlmux.rl.rewards import Reward
+from rlmux.rl.rewards import Response, Reward
 from rlmux.rl.tasks import Task, make_task
 from rlmux.rl.types import (
     FinishedTurn,
@@ -52,7 +52,7 @@ class PipelineEnv:
         self._algorithm = _algorithm_of(config)
         self._vocabulary: Vocabulary = load_vocabulary(config.model)
         self._task: Task = make_task(config.task, seed=config.seed, vocabulary=self._vocabulary)
-        self._reward = Reward(self._task, config.task)
+        self._reward = Reward(self._task, config.task, config.num_steps)
         self._stop_tokens = stop_tokens_of(self._vocabulary, self._task.stop)
         self._episodes_by_step: dict[int, dict[TrajectoryId, Episode]] = {}
         """All episodes of each step under way, in id order."""
@@ -218,8 +218,13 @@ class PipelineEnv:
         return f"{self._reward.name} at {batch[0].place}"
 
     def _score_call(self, batch: Sequence[Episode]) -> Callable[[], Any]:
-        responses = [self._vocabulary.decode(episode.last_turn.tokens) for episode in batch]
-        return partial(self._reward.call, batch[0].prompt, responses)
+        responses = [self._response(episode.last_turn) for episode in batch]
+        return partial(self._reward.call, batch[0].prompt, responses, batch[0].request.id.step)
+
+    def _response(self, turn: FinishedTurn) -> Response:
+        parts = groupby(zip(turn.tokens, turn.is_sampled, strict=True), key=lambda pair: pair[1])
+        turns = [(is_sampled, self._vocabulary.decode([token for token, _ in part])) for is_sampled, part in parts]
+        return Response(text=self._vocabulary.decode(turn.tokens), token_ids=turn.tokens, turns=tuple(turns))
 
     def _call_user(self, name: str, call: Callable[[], Any]) -> Any:
         (result,) = call_and_await([(name, call)], self._limit_s)

@@ -15,7 +15,7 @@ from functools import partial
 from rlmux.core.errors import PipelineError, UserError
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.demonstrations import demonstration_batch
-from rlmux.rl.rewards import Reward
+from rlmux.rl.rewards import Response, Reward
 from rlmux.rl.tasks import Task, make_task
 from rlmux.rl.tasks.file_rows import FileTask
 from rlmux.rl.types import Prompt
@@ -124,10 +124,24 @@ def _check_reward(config: TrainingConfig, task: Task, before_user_code: Callable
     prompt = task.prompt(0)
     try:
         before_user_code()
-        (reward,) = call_each([(f"importing {config.task.reward}", partial(Reward, task, config.task))], limit_s)
-        responses = [prompt.answer or ""] * (config.algorithm.group_size if reward.is_grouped else 1)
+        (reward,) = call_each(
+            [(f"importing {config.task.reward}", partial(Reward, task, config.task, config.num_steps))], limit_s
+        )
+        responses = [_sample_response(config, prompt)] * (config.algorithm.group_size if reward.is_grouped else 1)
         before_user_code()
-        (result,) = call_and_await([(f"{reward.name} on a sample", partial(reward.call, prompt, responses))], limit_s)
+        (result,) = call_and_await(
+            [(f"{reward.name} on a sample", partial(reward.call, prompt, responses, 1))], limit_s
+        )
         reward.check(result, len(responses))
     except PipelineError as error:
         raise UserError(f"task.reward: {error}") from error
+
+
+def _sample_response(config: TrainingConfig, prompt: Prompt) -> Response:
+    """The prompt's answer, as if a model had given it; without tokens where the vocabulary cannot write it."""
+    text = prompt.answer or ""
+    try:
+        token_ids = load_vocabulary(config.model).encode(text)
+    except PipelineError:
+        token_ids = ()
+    return Response(text=text, token_ids=token_ids, turns=((True, text),))

@@ -6,6 +6,14 @@
 The two are told apart by their parameters' names. verl's is called once per trajectory. TRL's is called once
 per prompt group, in sample order, when the group is complete: what it sees together is fixed by the config, not
 by which trajectory finished first. Either may be `async def`.
+
+TRL's gets what its GRPOTrainer passes (`_calculate_rewards`), by the kind of the row:
+
+    prompts         the text, or the row's list of messages without a last one of the assistant (which is prefilled)
+    completions     the response's text, or its list of messages: the model's and, after its first, the environment's
+    completion_ids  tokens of the response, stop token included
+    columns         all others of the row, and `answer`; not `prompt`, `completion` and `completion_ids`
+    trainer_state   global_step (optimizer steps made), max_steps
 """
 
 from __future__ import annotations
@@ -14,6 +22,8 @@ import importlib
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 from rlmux.core.errors import PipelineError, UserError
@@ -25,23 +35,41 @@ _ACCEPTED = (
     "accepted: verl's (data_source, solution_str, ground_truth, extra_info) or TRL's (prompts, completions, **columns)"
 )
 
+_NOT_COLUMNS = ("prompt", "completion", "completion_ids")
+"""Columns of a row that TRL keeps for itself."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Response:
+    """What a model, and its environment between its turns, answered to a prompt."""
+
+    text: str
+    """All of it, special tokens left out."""
+    token_ids: tuple[int, ...]
+    """All of it, special tokens included."""
+    turns: tuple[tuple[bool, str], ...]
+    """Its parts in order: whether the model made it, and its text."""
+
 
 class Reward:
     """Scores responses to one prompt in two halves: `call` the user's code, then `check` what it returned."""
 
-    def __init__(self, task: Task, config: TaskConfig) -> None:
+    def __init__(self, task: Task, config: TaskConfig, num_steps: int) -> None:
+        """`num_steps`: steps of the pipeline, which a reward may ask for."""
         self.name = f"reward {config.reward}" if config.reward else f"the reward of task {config.name!r}"
         self._task = task
         self._task_name = config.name
+        self._num_steps = num_steps
         self._function = None if config.reward is None else load_reward(config.reward)
         self.is_grouped = self._function is not None and _is_trl(self._function)
         """All responses of a prompt group must be given at once, in sample order; otherwise one at a time."""
 
-    def call(self, prompt: Prompt, responses: Sequence[str]) -> Any:
-        """What the user's function returns, perhaps awaitable."""
+    def call(self, prompt: Prompt, responses: Sequence[Response], step: int) -> Any:
+        """What the user's function returns in this step, perhaps awaitable."""
         if self._function is None:
-            return self._task.score(prompt, responses[0])
-        return self._function(**_arguments(self._function, self._columns(prompt, responses)))
+            return self._task.score(prompt, responses[0].text)
+        columns = self._grouped(prompt, responses, step) if self.is_grouped else self._single(prompt, responses[0])
+        return self._function(**_arguments(self._function, columns))
 
     def check(self, result: Any, num_responses: int) -> list[float]:
         """One finite number for each response."""
@@ -53,18 +81,31 @@ class Reward:
             raise PipelineError(f"{self.name} returned {len(result)} rewards for {num_responses} completions")
         return [0.0 if reward is None else self._number(reward) for reward in result]
 
-    def _columns(self, prompt: Prompt, responses: Sequence[str]) -> dict[str, Any]:
+    def _single(self, prompt: Prompt, response: Response) -> dict[str, Any]:
         columns = dict(prompt.data or {})
-        if not self.is_grouped:
-            return {
-                "data_source": columns.get("data_source", self._task_name),
-                "solution_str": responses[0],
-                "ground_truth": prompt.answer,
-                "extra_info": columns.get("extra_info", columns),
-            }
-        each = {"answer": prompt.answer, **columns, "prompts": prompt.text}
-        repeated: dict[str, Any] = {name: [value] * len(responses) for name, value in each.items()}
-        return {**repeated, "completions": list(responses)}
+        return {
+            "data_source": columns.get("data_source", self._task_name),
+            "solution_str": response.text,
+            "ground_truth": prompt.answer,
+            "extra_info": columns.get("extra_info", columns),
+        }
+
+    def _grouped(self, prompt: Prompt, responses: Sequence[Response], step: int) -> dict[str, Any]:
+        each = {name: value for name, value in (prompt.data or {}).items() if name not in _NOT_COLUMNS}
+        repeated = {name: [value] * len(responses) for name, value in {"answer": prompt.answer, **each}.items()}
+        prompts: list[Any] = [prompt.text] * len(responses)
+        completions: list[Any] = [response.text for response in responses]
+        if prompt.messages is not None:
+            asked, prefilled = _without_prefill(prompt.messages)
+            prompts = [[dict(message) for message in asked] for _ in responses]
+            completions = [_messages(response, prefilled) for response in responses]
+        return {
+            **repeated,
+            "prompts": prompts,
+            "completions": completions,
+            "completion_ids": [list(response.token_ids) for response in responses],
+            "trainer_state": SimpleNamespace(global_step=step - 1, max_steps=self._num_steps),
+        }
 
     def _score_in(self, result: Any) -> Any:
         if not isinstance(result, Mapping):
@@ -108,6 +149,21 @@ def load_reward(spec: str) -> Callable[..., Any]:
     if "solution_str" not in parameters and not _is_trl(function):
         raise UserError(f"task.reward: {spec!r} takes ({', '.join(parameters)}); {_ACCEPTED}")
     return function  # type: ignore[no-any-return]
+
+
+def _without_prefill(messages: Sequence[Mapping[str, Any]]) -> tuple[Sequence[Mapping[str, Any]], str]:
+    """The messages without a last one of the assistant, and that one's text, which the model continues."""
+    if messages[-1]["role"] != "assistant":
+        return messages, ""
+    return messages[:-1], messages[-1]["content"]
+
+
+def _messages(response: Response, prefilled: str) -> list[dict[str, str]]:
+    """A conversational completion: one message for each part."""
+    turns = response.turns or ((True, ""),)
+    messages = [{"role": "assistant" if is_model else "tool", "content": text} for is_model, text in turns]
+    messages[0]["content"] = prefilled + messages[0]["content"]
+    return messages
 
 
 def _is_trl(function: Callable[..., Any]) -> bool:

@@ -40,6 +40,8 @@ class Prompt:
     """The right response: the SFT warm-up trains on it, and most rewards compare with it."""
     data: Mapping[str, Any] | None = None
     """Any other columns, handed to the reward function and the environment as they are."""
+    messages: Sequence[Mapping[str, Any]] | None = None
+    """The messages that `text` was rendered from; None where the row has a plain text."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -144,8 +144,12 @@ class FolderVocabulary:
     def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
         if self._tokenizer.chat_template is None:
             return "\n".join(message["content"] for message in messages) + "\n"
+        is_prefilled = messages[-1]["role"] == "assistant"
         text: str = self._tokenizer.apply_chat_template(
-            [dict(message) for message in messages], tokenize=False, add_generation_prompt=True
+            [dict(message) for message in messages],
+            tokenize=False,
+            add_generation_prompt=not is_prefilled,
+            continue_final_message=is_prefilled,
         )
         return text
 

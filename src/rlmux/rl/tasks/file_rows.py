@@ -75,7 +75,8 @@ class FileTask(SingleTurnTask):
             raise UserError(f"{where}: no {self._prompt_key!r}; its columns: {', '.join(columns) or 'none'}")
         answer = _lookup(columns, self._answer_key)
         answer_text = None if answer is _ABSENT or answer is None else str(answer)
-        return Prompt(text=self._text_of(found, where), answer=answer_text, data=columns)
+        messages = None if isinstance(found, str) else found
+        return Prompt(text=self._text_of(found, where), answer=answer_text, data=columns, messages=messages)
 
     def _text_of(self, found: Any, where: str) -> str:
         if isinstance(found, str):

@@ -1,0 +1,109 @@
+"""A reward written for TRL's GRPOTrainer gets what that passes, for each kind of dataset."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+
+from rlmux.rl.config import TrainingConfig
+from rlmux.rl.pipeline_env import PipelineEnv
+from rlmux.rl.preflight import complaint_about
+from rlmux.rl.types import FinishedTurn
+from rlmux.rl.vocabulary import CharVocabulary
+
+MakeConfig = Callable[..., TrainingConfig]
+Finish = Callable[..., FinishedTurn]
+MODULE = "trl_rewards"
+
+CONVERSATIONAL = """
+    def score(completions, **kwargs):
+        return [1.0 if completion[0]["content"] == "b" else 0.0 for completion in completions]
+"""
+
+
+@pytest.fixture
+def rewarded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_config: MakeConfig
+) -> Iterator[Callable[..., TrainingConfig]]:
+    """Config of a file task with these rows and the reward `score` of this source."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def make(source: str, *rows: dict[str, Any]) -> TrainingConfig:
+        (tmp_path / f"{MODULE}.py").write_text(dedent(source))
+        path = tmp_path / "rows.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return make_config("file", path=str(path), reward=f"{MODULE}:score")
+
+    yield make
+    sys.modules.pop(MODULE, None)
+
+
+def rewards(config: TrainingConfig, finish: Finish, *said: str, step: int = 1) -> list[float]:
+    """Rewards of a step of which each sample says one of these."""
+    vocabulary = CharVocabulary()
+    env = PipelineEnv(config)
+    requests = env.begin_step(step)
+    eos = (vocabulary.eos_token,)
+    env.on_turns([finish(each, (vocabulary.encode(said[each.id.sample]) + eos, True)) for each in requests])
+    return [trajectory.reward for trajectory in env.finish_step(step).trajectories]
+
+
+def test_a_conversational_row_gives_completions_as_messages(rewarded, finish: Finish) -> None:
+    config = rewarded(CONVERSATIONAL, {"prompt": [{"role": "user", "content": "a?"}], "answer": "b"})
+    assert rewards(config, finish, "b", "c") == [1.0, 0.0] * 3
+
+
+def test_such_a_reward_passes_the_check_before_a_run(rewarded) -> None:
+    config = rewarded(CONVERSATIONAL, {"prompt": [{"role": "user", "content": "a?"}], "answer": "b"})
+    assert complaint_about(config) is None
+
+
+def test_a_row_of_text_gives_texts(rewarded, finish: Finish) -> None:
+    source = """
+        def score(prompts, completions, **kwargs):
+            assert prompts == ["a?", "a?"]
+            return [float(completion == "b") for completion in completions]
+    """
+    assert rewards(rewarded(source, {"prompt": "a?", "answer": "b"}), finish, "b", "c") == [1.0, 0.0] * 3
+
+
+def test_prompts_ids_columns_and_the_trainers_state_are_those_of_trl(rewarded, finish: Finish) -> None:
+    source = """
+        def score(prompts, completions, completion_ids, trainer_state, level, **kwargs):
+            assert prompts == [[{"role": "user", "content": "a?"}]] * 2
+            assert completions == [[{"role": "assistant", "content": text}] for text in ("b", "cc")]
+            assert [len(ids) for ids in completion_ids] == [2, 3], "with the token that stopped it"
+            assert (trainer_state.global_step, trainer_state.max_steps) == (1, 100)
+            assert level == [7, 7]
+            assert not {"prompt", "completion"} & set(kwargs)
+            return [1.0, 2.0]
+    """
+    row = {"prompt": [{"role": "user", "content": "a?"}], "answer": "b", "level": 7, "completion": "unused"}
+    assert rewards(rewarded(source, row), finish, "b", "cc", step=2) == [1.0, 2.0] * 3
+
+
+def test_what_a_row_begins_for_the_assistant_is_part_of_its_first_message(rewarded, finish: Finish) -> None:
+    source = """
+        def score(prompts, completions, **kwargs):
+            assert prompts[0] == [{"role": "user", "content": "a?"}]
+            return [float(completion[0]["content"] == "I say b") for completion in completions]
+    """
+    messages = [{"role": "user", "content": "a?"}, {"role": "assistant", "content": "I say "}]
+    assert rewards(rewarded(source, {"prompt": messages, "answer": "b"}), finish, "b", "c") == [1.0, 0.0] * 3
+
+
+def test_one_rewards_changes_to_its_messages_do_not_reach_the_next_group(rewarded, finish: Finish) -> None:
+    source = """
+        def score(prompts, completions, **kwargs):
+            assert prompts[0][0]["content"] == "a?"
+            prompts[0][0]["content"] = completions[0][0]["content"] = "changed"
+            return [1.0, 2.0]
+    """
+    config = rewarded(source, {"prompt": [{"role": "user", "content": "a?"}], "answer": "b"})
+    assert rewards(config, finish, "b", "c") == [1.0, 2.0] * 3
