@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from rlmux.engines.residency import give_back
 from rlmux.engines.sampling import sample
 from rlmux.engines.transformer import DecodePlan, DecoderWeights, KvCache, PositionTables, prefill
 
@@ -99,6 +100,7 @@ class BatchProbe:
         )
         if key not in is_exact_by_shape:
             is_exact_by_shape[key] = measure()
+            give_back(self._weights.flat.device)
         return is_exact_by_shape[key]
 
     def is_decode_exact(self, width: int, window: int) -> bool:

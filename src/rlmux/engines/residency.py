@@ -24,6 +24,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+_LIBC = ctypes.CDLL(None)
 _STAGING_BYTES = 32 * 2**20
 """Bytes of pinned host memory between a file and a GPU."""
 _READ_AHEAD_BYTES = 2**20
@@ -164,7 +165,9 @@ def host_copy(tensor: Tensor) -> Tensor:
 
 
 def give_back(device: torch.device) -> None:
-    """Give free device memory back to the device; torch keeps it for this process by default."""
+    """Give free device memory back to the device; torch, or on a CPU the C library, keeps it for this process."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
         torch.cuda.empty_cache()
+    elif hasattr(_LIBC, "malloc_trim"):  # glibc's
+        _LIBC.malloc_trim(0)

@@ -98,7 +98,8 @@ class SlotRolloutEngine:
         self._weights = DecoderWeights(DecoderShape.of(model), self._device)
         self._weights.refresh(model.state_dict())
         self._tables = PositionTables(model, max_len, self._device)
-        del model  # the slots need its memory
+        del model
+        give_back(self._device)  # the slots need its memory
         self._slots = SlotTable(self._weights.shape, rollout.num_slots, max_len, self._device)
         self._probe = BatchProbe(self._weights, self._tables, rollout.num_slots, max_len)
         self._prefill = PrefillAhead(self._weights, self._tables, self._probe)

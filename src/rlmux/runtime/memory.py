@@ -23,7 +23,9 @@ import psutil
 
 from rlmux.core.errors import RefusedError
 from rlmux.core.model import Cluster, DeviceId, Footprint, NodeId, Phase, Pool
+from rlmux.policies.planning.shared_placement import MAX_MEMBERS
 from rlmux.rl.footprint import footprint_of
+from rlmux.rl.memory_parts import CUDA_CONTEXT_BYTES
 from rlmux.runtime.backend import Submission
 
 _USABLE = 0.9
@@ -74,8 +76,9 @@ def _deal_out_gpus(cluster: Cluster, submissions: Sequence[Submission], machine:
         devices_by_gpu.setdefault(gpu, []).append(device)
     bytes_by_pool: dict[str, float] = {}
     for gpu, devices in devices_by_gpu.items():
-        there_is = machine.free_bytes_by_gpu[gpu] * _USABLE_OF_GPU
-        needs = [_largest_state(cluster.pools[device.pool], submissions) for device in devices]
+        pools = [cluster.pools[device.pool] for device in devices]
+        there_is = machine.free_bytes_by_gpu[gpu] * _USABLE_OF_GPU - _waiting_context_bytes(pools, len(submissions))
+        needs = [_largest_state(pool, submissions) for pool in pools]
         if len(devices) > 1 and sum(needs) > there_is:
             parts = " + ".join(f"{need / 1e9:.3f} GB for {device}" for device, need in zip(devices, needs, strict=True))
             raise RefusedError(
@@ -87,6 +90,15 @@ def _deal_out_gpus(cluster: Cluster, submissions: Sequence[Submission], machine:
         for device, need in zip(devices, needs, strict=True):
             bytes_by_pool[device.pool] = min(bytes_by_pool.get(device.pool, math.inf), need + spare)
     return bytes_by_pool
+
+
+def _waiting_context_bytes(pools: Sequence[Pool], num_pipelines: int) -> float:
+    """Bytes that workers keep on a GPU while their state is off it: CUDA's context of each but one for each device.
+
+    The states' own bytes hold the contexts of those that are there. Pipelines beyond a group's members wait for nodes.
+    """
+    num_sharing = min(num_pipelines, MAX_MEMBERS)
+    return CUDA_CONTEXT_BYTES * sum(max(0, num_sharing * (2 if pool.serves_both_phases else 1) - 1) for pool in pools)
 
 
 def _largest_state(pool: Pool, submissions: Sequence[Submission]) -> float:
@@ -101,12 +113,12 @@ def _largest_state(pool: Pool, submissions: Sequence[Submission]) -> float:
     return max(needs)
 
 
-def with_footprint(submission: Submission, cluster: Cluster) -> Submission:
+def with_footprint(submission: Submission, cluster: Cluster, *, is_gpu: bool = False) -> Submission:
     """The submission with its footprint estimated from its config, where the file does not give it.
 
     In a pool that spills, a node's host memory must hold its process; its state has the disk.
     """
-    footprint = _estimated_footprint(submission)
+    footprint = _estimated_footprint(submission, is_gpu=is_gpu)
     rollout, train = cluster.pool_serving(Phase.ROLLOUT), cluster.pool_serving(Phase.TRAIN)
     if rollout is not None and rollout.spills_to_disk:
         process_bytes = footprint.rollout_host_bytes - (footprint.rollout_device_bytes or 0.0)
@@ -117,11 +129,11 @@ def with_footprint(submission: Submission, cluster: Cluster) -> Submission:
     return replace(submission, pipeline=replace(submission.pipeline, footprint=footprint))
 
 
-def _estimated_footprint(submission: Submission) -> Footprint:
+def _estimated_footprint(submission: Submission, *, is_gpu: bool) -> Footprint:
     given = submission.pipeline.footprint
     if given.rollout_device_bytes is not None and given.train_device_bytes is not None:
         return given
-    estimated = footprint_of(submission.config)
+    estimated = footprint_of(submission.config, is_gpu=is_gpu)
     return replace(
         given,
         rollout_device_bytes=_first(given.rollout_device_bytes, estimated.rollout_device_bytes),

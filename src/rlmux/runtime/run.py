@@ -36,7 +36,7 @@ from rlmux.runtime.controller import Controller, Listener
 from rlmux.runtime.inputs import changed_input_notes, input_notes, retried
 from rlmux.runtime.local import local_backend
 from rlmux.runtime.machine import describe_machine
-from rlmux.runtime.memory import check_each_fits, with_footprint, with_machine_memory
+from rlmux.runtime.memory import MachineMemory, check_each_fits, with_footprint, with_machine_memory
 from rlmux.runtime.metrics import MetricsWriter
 from rlmux.runtime.origins import plan_notes, with_origin
 from rlmux.runtime.promises import check_promises
@@ -93,8 +93,9 @@ def run_pipelines(
     Raises UserError for a folder that cannot be used, StorageError where a file of
     the run cannot be written. A pipeline's own failure is in the summary, not raised.
     """
-    submissions = [with_footprint(submission, cluster) for submission in submissions]
-    cluster = _on_this_machine(cluster, submissions) if backend_name == LOCAL else cluster
+    machine = describe_machine(cluster) if backend_name == LOCAL else None
+    submissions = [with_footprint(one, cluster, is_gpu=_has_gpus(machine)) for one in submissions]
+    cluster = cluster if machine is None else with_machine_memory(cluster, submissions, machine)
     check_each_fits(cluster, submissions)
     _probe_promises(cluster, submissions, options, make_backend)
     lock = prepare_folder(folder, is_overwriting=is_overwriting)
@@ -110,7 +111,7 @@ def run_pipelines(
         _append(log, [*plan_notes(marked), *input_notes(marked)])
         return _drive(
             cluster, marked, policy, folder, log, backend, listeners,
-            parse=parse, is_kept_open=is_kept_open, run_id=header["run_id"],
+            parse=parse, is_kept_open=is_kept_open, run_id=header["run_id"], is_gpu=_has_gpus(machine),
         )  # fmt: skip
 
 
@@ -139,12 +140,12 @@ def resume_pipelines(
         run_id, state = _read_state(folder)
         again = retried(retry, state, [submission.pipeline.id for submission in submissions])
         statuses = {PipelineId(name): fields for name, fields in state.ended.items() if name not in again}
-        unfinished = [
-            with_footprint(submission, cluster) for submission in submissions if submission.pipeline.id not in statuses
-        ]
+        unfinished = [submission for submission in submissions if submission.pipeline.id not in statuses]
         if not unfinished and not is_kept_open:
             return RunResult(folder=folder, summary=write_report(folder), is_complete=True, was_over=True)
-        cluster = _on_this_machine(cluster, unfinished) if backend_name == LOCAL else cluster
+        machine = describe_machine(cluster) if backend_name == LOCAL else None
+        unfinished = [with_footprint(one, cluster, is_gpu=_has_gpus(machine)) for one in unfinished]
+        cluster = cluster if machine is None else with_machine_memory(cluster, unfinished, machine)
         _probe_promises(cluster, unfinished, options, make_backend)
         unfinished = [_from_checkpoint(with_origin(one, run_id, state.plans), folder) for one in unfinished]
         log = held.enter_context(RunLog.open(folder, lock=lock))
@@ -161,7 +162,7 @@ def resume_pipelines(
         backend = make_backend(cluster, folder, options=options, start_s=log.last_time_s)
         return _drive(
             cluster, unfinished, policy, folder, log, backend, listeners, statuses,
-            parse=parse, is_kept_open=is_kept_open, run_id=run_id,
+            parse=parse, is_kept_open=is_kept_open, run_id=run_id, is_gpu=_has_gpus(machine),
         )  # fmt: skip
 
 
@@ -178,10 +179,6 @@ def _probe_promises(
             check_promises(backend.workplace, cluster, asking, Path(scratch))
         finally:
             backend.close()
-
-
-def _on_this_machine(cluster: Cluster, submissions: Sequence[Submission]) -> Cluster:
-    return with_machine_memory(cluster, submissions, describe_machine(cluster))
 
 
 def _read_state(folder: Path) -> tuple[str | None, RunState]:
@@ -216,6 +213,7 @@ def _drive(
     parse: ParseSubmission | None,
     is_kept_open: bool,
     run_id: str | None,
+    is_gpu: bool,
 ) -> RunResult:
     scheduler = Scheduler(cluster, policy)
     metrics, watch = MetricsWriter(folder), FolderWatch(log.lock)
@@ -223,7 +221,7 @@ def _drive(
     run_api = None
     if parse is not None:
         server = ControlServer(folder)
-        parse = _checked(parse, cluster, run_id)
+        parse = _checked(parse, cluster, run_id, is_gpu=is_gpu)
         run_api = RunApi(server, scheduler, parse, over=endings.by_pipeline, is_kept_open=is_kept_open)
     displays = [_UntilClosed(listener, lambda: controller.stop()) for listener in listeners]
     controller = Controller(scheduler, backend, log, [watch, metrics, endings, *displays], run_api)
@@ -264,11 +262,15 @@ def _private_files() -> Iterator[None]:
         os.umask(previous)
 
 
-def _checked(parse: ParseSubmission, cluster: Cluster, run_id: str | None) -> ParseSubmission:
+def _has_gpus(machine: MachineMemory | None) -> bool:
+    return machine is not None and bool(machine.gpu_by_device)
+
+
+def _checked(parse: ParseSubmission, cluster: Cluster, run_id: str | None, *, is_gpu: bool) -> ParseSubmission:
     """What reads a submission, and checks and marks it as the run's first pipelines were."""
 
     def parse_and_check(text: str, source: str) -> Sequence[Submission]:
-        submissions = [with_footprint(submission, cluster) for submission in parse(text, source)]
+        submissions = [with_footprint(one, cluster, is_gpu=is_gpu) for one in parse(text, source)]
         check_each_fits(cluster, submissions)
         return [with_origin(submission, run_id) for submission in submissions]
 

@@ -1,0 +1,312 @@
+"""What a pipeline's workers really hold at most, beside what is added up before it is placed.
+
+    python benchmarks/memory.py [--shapes weights,logits,...] [--json] [--device cuda]
+
+weights       wide layers, short answers            parameters, moments, the tree of gradient sums, the checkpoint
+activations   many layers, long answers             what autograd keeps
+logits        a checkpoint with a large vocabulary  logits and the embedding's gradients
+attention     long answers without flash attention  probabilities of all pairs of tokens
+kv            many slots of long answers            the rollout's cache
+
+Each worker is a process of its own, from the fork server, as in a run. It does what it does in a run: the train worker an
+SFT warm-up, two steps whose answers all have the largest length, publishing and a checkpoint that is still being written
+while the second step is trained; the rollout worker two versions, all slots full to the last token. On a CPU the measured
+peak is that of the process's resident memory above what it had before the engine was built (VmHWM, /proc/PID/status); on
+a GPU it is torch's peak of allocated memory, and CUDA's context is what the driver has given besides.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import ctypes
+import gc
+import json
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from rlmux.core.model import Stage
+from rlmux.rl.config import AlgorithmConfig, ModelConfig, RolloutConfig, SftWarmupConfig, TaskConfig, TrainingConfig
+from rlmux.rl.footprint import has_flash, host_parts
+from rlmux.rl.memory_parts import Parts, rollout_parts, total, train_parts
+from rlmux.rl.types import TrainingBatch, Trajectory, TrajectoryId, TrajectoryRequest
+
+SHAPES = ("weights", "activations", "logits", "attention", "kv")
+TOLERANCE = 0.15
+LARGE_VOCABULARY = 32_000
+_PEAK_HOST_PARTS = ("checkpoint being written",)
+"""Of what only host memory holds, what is there at the fullest moment of training: versions in shared memory belong to
+no process, and publishing happens while nothing is trained."""
+
+
+def config_of(name: str, folder: Path) -> TrainingConfig:
+    """The pipeline of a shape. `folder` takes the checkpoint of those that have one."""
+    model = ModelConfig(hidden_size=256, num_layers=4, num_heads=4, num_kv_heads=2, intermediate_size=512)
+    algorithm = AlgorithmConfig(prompts_per_step=2, group_size=8, micro_batch_size=4, kl_coef=0.01)
+    rollout = RolloutConfig(max_prompt_tokens=32, max_new_tokens=32, num_slots=16)
+    warmup = SftWarmupConfig(num_updates=1, batch_size=4)
+    if name == "weights":
+        model = ModelConfig(hidden_size=768, num_layers=4, num_heads=12, num_kv_heads=4, intermediate_size=2304)
+    elif name == "activations":
+        model = replace(model, num_layers=8)
+        rollout = replace(rollout, max_new_tokens=480)
+        algorithm = replace(algorithm, micro_batch_size=4, kl_coef=0.0)
+    elif name == "logits":
+        model = ModelConfig(path=str(_checkpoint(folder, replace(model, num_layers=2))))
+        rollout = replace(rollout, max_new_tokens=224)
+    elif name == "attention":
+        model = replace(model, num_layers=3, num_heads=8, num_kv_heads=2)
+        rollout = replace(rollout, max_new_tokens=736)
+        algorithm = replace(algorithm, prompts_per_step=1, group_size=4, micro_batch_size=2)
+    elif name == "kv":
+        model = replace(model, num_layers=6, num_kv_heads=4)
+        rollout = RolloutConfig(max_prompt_tokens=256, max_new_tokens=224, num_slots=64)
+    return TrainingConfig(
+        name=name,
+        model=model,
+        algorithm=algorithm,
+        rollout=rollout,
+        sft_warmup=warmup,
+        task=TaskConfig(name="sort"),
+    )
+
+
+def _checkpoint(folder: Path, model: ModelConfig) -> Path:
+    """A model with a large vocabulary, as a checkpoint. Its tokenizer is never asked."""
+    from rlmux.engines.model_io import build_model
+
+    path = folder / "large-vocabulary"
+    if not path.exists():
+        build_model(model, LARGE_VOCABULARY, 0).save_pretrained(path)
+    return path
+
+
+def measure(name: str, *, device: str = "cpu") -> list[dict[str, Any]]:
+    """The shape's workers: estimated and measured bytes of each."""
+    rows = []
+    with tempfile.TemporaryDirectory() as folder:
+        config = config_of(name, Path(folder))
+        flash = name != "attention" and has_flash(config, is_gpu=device == "cuda")
+        for worker in ("train", "rollout"):
+            parts = estimated_parts(config, worker, flash=flash, device=device)
+            measured = _in_process(worker, config, flash, device, Path(folder))
+            rows.append(
+                {
+                    "shape": name,
+                    "worker": worker,
+                    "estimated_bytes": total(parts),
+                    "measured_bytes": measured["peak_bytes"],
+                    "estimated_over_measured": total(parts) / measured["peak_bytes"],
+                    "parts": dict(parts),
+                    **{key: value for key, value in measured.items() if key != "peak_bytes"},
+                }
+            )
+    return rows
+
+
+def estimated_parts(config: TrainingConfig, worker: str, *, flash: bool, device: str) -> Parts:
+    """What is counted of what the measured process holds."""
+    if worker == "rollout":
+        return rollout_parts(config)
+    parts = dict(train_parts(config, has_flash=flash))
+    if device == "cpu":
+        parts |= {part: size for part, size in host_parts(config).items() if part in _PEAK_HOST_PARTS}
+    return parts
+
+
+def _in_process(worker: str, config: TrainingConfig, flash: bool, device: str, folder: Path) -> Mapping[str, float]:
+    context = get_context("forkserver")
+    context.set_forkserver_preload(["rlmux.runtime.fork_server_imports"])
+    ours, theirs = context.Pipe()
+    process = context.Process(target=_measured, args=(theirs, worker, config, flash, device, folder))
+    process.start()
+    theirs.close()
+    try:
+        result: Mapping[str, float] = ours.recv()
+    except EOFError:
+        raise SystemExit(f"the {worker} worker of {config.name} ended without a figure") from None
+    finally:
+        process.join()
+    return result
+
+
+def _measured(pipe: Any, worker: str, config: TrainingConfig, flash: bool, device: str, folder: Path) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    work = _train if worker == "train" else _roll_out
+    with _attention(flash):
+        small = replace(
+            config,
+            model=ModelConfig(),
+            algorithm=replace(config.algorithm, micro_batch_size=2),
+            rollout=replace(config.rollout, max_prompt_tokens=16, max_new_tokens=16, num_slots=4),
+        )
+        work(small, device, folder)  # libraries take what they need once
+        watch = Watch(device)
+        work(config, device, folder)
+        pipe.send(watch.result())
+
+
+class Watch:
+    """The most memory that this process had since the watch was made."""
+
+    def __init__(self, device: str) -> None:
+        import torch
+
+        self._device = device
+        gc.collect()
+        ctypes.CDLL(None).malloc_trim(0)
+        if device == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            free, there_is = torch.cuda.mem_get_info()
+            self._context = there_is - free - torch.cuda.memory_reserved()
+        else:
+            Path("/proc/self/clear_refs").write_text("5")
+            self._before = _status("VmRSS")
+
+    def result(self) -> dict[str, float]:
+        """Peak bytes; on a GPU also those of CUDA's context, where no other program uses it."""
+        import torch
+
+        if self._device == "cuda":
+            return {"peak_bytes": torch.cuda.max_memory_allocated(), "cuda_context_bytes": self._context}
+        return {"peak_bytes": _status("VmHWM") - self._before}
+
+
+def _status(key: str) -> float:
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key + ":"):
+            return float(line.split()[1]) * 1024
+    raise SystemExit(f"/proc/self/status has no {key}: a Linux machine is needed")
+
+
+@contextlib.contextmanager
+def _attention(flash: bool) -> Iterator[None]:
+    """Without flash attention: torch's plain kernels, as on a GPU with float32 and grouped heads."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    with contextlib.nullcontext() if flash else sdpa_kernel(SDPBackend.MATH):
+        yield
+
+
+def _train(config: TrainingConfig, device: str, folder: Path) -> None:
+    from rlmux.engines.train import RL_STAGES, TorchTrainEngine
+    from rlmux.rl.vocabulary import CharVocabulary
+
+    engine = TorchTrainEngine(config, vocabulary=CharVocabulary(), device=device)
+    while not engine.run_stage(Stage.SFT_WARMUP, max_seconds=1e9).is_done:
+        pass
+    for step in (1, 2):
+        snapshot = engine.snapshot()
+        engine.begin_step(_longest_batch(config, step))
+        for stage in RL_STAGES:
+            while not engine.run_stage(stage, max_seconds=1e9).is_done:
+                pass
+        snapshot.write(folder / f"{config.name}-checkpoint")
+        del snapshot
+        engine.export_weights(folder / "published.safetensors")
+
+
+def _longest_batch(config: TrainingConfig, step: int) -> TrainingBatch:
+    """Trajectories of the largest length."""
+    algorithm, rollout = config.algorithm, config.rollout
+    num_tokens = rollout.max_new_tokens
+    trajectories = [
+        Trajectory(
+            id=TrajectoryId(step, prompt, sample),
+            prompt_tokens=(5,) * rollout.max_prompt_tokens,
+            tokens=(6,) * num_tokens,
+            is_sampled=(True,) * num_tokens,
+            logprobs=(-1.0,) * num_tokens,
+            versions=(step - 1,) * num_tokens,
+            reward=float(sample % 2),
+            stop_reason="length",
+            num_turns=1,
+        )
+        for prompt in range(algorithm.prompts_per_step)
+        for sample in range(algorithm.group_size)
+    ]
+    advantages = [1.0 if each.id.sample % 2 else -1.0 for each in trajectories]
+    return TrainingBatch(step=step, trajectories=trajectories, advantages=advantages)
+
+
+def _roll_out(config: TrainingConfig, device: str, folder: Path) -> None:
+    from rlmux.engines.model_io import build_model
+    from rlmux.engines.rollout import SlotRolloutEngine
+    from rlmux.engines.weights import write_tensors
+
+    vocab_size = _vocab_size(config)
+    published = folder / f"{config.rollout.num_slots}.safetensors"
+    if os.fork() == 0:  # another process writes the weights, as a trainer does
+        write_tensors(published, dict(build_model(config.model, vocab_size, 0).named_parameters()), {"version": "1"})
+        os._exit(0)
+    os.wait()
+    engine = SlotRolloutEngine(config.model, config.rollout, vocab_size=vocab_size, seed=0, device=device)
+    for version in (0, 1):
+        if version:
+            engine.load_weights(published, version)
+        requests = [
+            TrajectoryRequest(
+                id=TrajectoryId(version + 1, prompt, sample),
+                prompt_tokens=tuple(5 + (prompt + place) % 50 for place in range(config.rollout.max_prompt_tokens)),
+                max_new_tokens=config.rollout.max_new_tokens,
+                stop_tokens=(),
+                seed=0,
+            )
+            for prompt in range(config.algorithm.prompts_per_step)
+            for sample in range(-(-config.rollout.num_slots // config.algorithm.prompts_per_step))
+        ]
+        engine.submit(requests)
+        while engine.run_chunk(max_decode_steps=10**6, max_seconds=1e9).num_active:
+            pass
+
+
+def _vocab_size(config: TrainingConfig) -> int:
+    from rlmux.rl.vocabulary import CharVocabulary
+
+    return CharVocabulary().vocab_size if config.model.path is None else LARGE_VOCABULARY
+
+
+def table(rows: list[dict[str, Any]]) -> str:
+    """The rows as text, parts below each."""
+    lines = [f"{'shape':12} {'worker':8} {'estimated MB':>13} {'measured MB':>12} {'ratio':>6}"]
+    for row in rows:
+        lines.append(
+            f"{row['shape']:12} {row['worker']:8} {row['estimated_bytes'] / 1e6:13.1f} "
+            f"{row['measured_bytes'] / 1e6:12.1f} {row['estimated_over_measured']:6.2f}"
+        )
+        lines += [f"    {part:28} {size / 1e6:10.1f}" for part, size in row["parts"].items() if size]
+        if "cuda_context_bytes" in row:
+            lines.append(f"    {'(CUDA context, measured)':28} {row['cuda_context_bytes'] / 1e6:10.1f}")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shapes", default=",".join(SHAPES), help="names, separated by commas")
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_args()
+    names = options.shapes.split(",")
+    unknown = [name for name in names if name not in SHAPES]
+    if unknown:
+        sys.exit(f"--shapes {unknown[0]}: accepted: {', '.join(SHAPES)}")
+    rows = []
+    for name in names:
+        rows += measure(name, device=options.device)
+        if not options.json:
+            print(table(rows[-2:]), flush=True)
+    if options.json:
+        print(json.dumps(rows, indent=2))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,90 @@
+"""The sizes of a model, from the user's file or a checkpoint's config.json, without torch."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+from rlmux.core.errors import UserError
+from rlmux.rl.config import ModelConfig
+from rlmux.rl.vocabulary import CharVocabulary
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelShape:
+    """What the bytes of a model and of its computation follow from."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    vocab_size: int
+    is_tied: bool
+    """Whether input and output embedding are one matrix."""
+    has_head_norms: bool
+    """Whether queries and keys are normed, as in qwen3."""
+
+    @property
+    def query_size(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def kv_size(self) -> int:
+        """Values of a token's key, or of its value, in one layer."""
+        return self.num_kv_heads * self.head_dim
+
+    @property
+    def layer_matrices(self) -> int:
+        """Parameters of one layer's matrices."""
+        attention = 2 * self.hidden_size * (self.query_size + self.kv_size)
+        return attention + 3 * self.hidden_size * self.intermediate_size
+
+    @property
+    def embedding(self) -> int:
+        """Parameters of one embedding."""
+        return self.vocab_size * self.hidden_size
+
+    @property
+    def num_parameters(self) -> int:
+        norms = self.hidden_size * (2 * self.num_layers + 1)
+        norms += 2 * self.head_dim * self.num_layers if self.has_head_norms else 0
+        return self.num_layers * self.layer_matrices + self.embedding * (1 if self.is_tied else 2) + norms
+
+
+def shape_of(model: ModelConfig) -> ModelShape:
+    """Raises UserError for a folder whose config.json is not that of a model."""
+    if model.path is not None:
+        return _shape_of_folder(Path(model.path))
+    return ModelShape(
+        hidden_size=model.hidden_size,
+        intermediate_size=model.intermediate_size,
+        num_layers=model.num_layers,
+        num_heads=model.num_heads,
+        num_kv_heads=model.num_kv_heads,
+        head_dim=model.hidden_size // model.num_heads,
+        vocab_size=CharVocabulary().vocab_size,
+        is_tied=True,
+        has_head_norms=model.architecture == "qwen3",
+    )
+
+
+def _shape_of_folder(folder: Path) -> ModelShape:
+    path = folder / "config.json"
+    try:
+        config = json.loads(path.read_text())
+        return ModelShape(
+            hidden_size=config["hidden_size"],
+            intermediate_size=config["intermediate_size"],
+            num_layers=config["num_hidden_layers"],
+            num_heads=config["num_attention_heads"],
+            num_kv_heads=config.get("num_key_value_heads", config["num_attention_heads"]),
+            head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
+            vocab_size=config["vocab_size"],
+            is_tied=config.get("tie_word_embeddings", False),
+            has_head_norms=config.get("model_type") == "qwen3",
+        )
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"model.path {folder}: config.json is not that of a transformers model: {error!r}") from error

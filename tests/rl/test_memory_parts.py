@@ -1,0 +1,132 @@
+"""What is counted before anything starts, against what the engines really make."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from rlmux.engines import batch_probe, micro_batches, prefill_ahead, transformer
+from rlmux.engines.model_io import build_model
+from rlmux.engines.rollout import SlotRolloutEngine
+from rlmux.engines.tree_sum import TreeSum
+from rlmux.rl import memory_parts
+from rlmux.rl.config import AlgorithmConfig, ModelConfig, RolloutConfig, SftWarmupConfig, TrainingConfig
+from rlmux.rl.footprint import footprint_of, host_parts
+from rlmux.rl.memory_parts import CUDA_CONTEXT_BYTES, rollout_parts, total, train_parts, weights_bytes
+from rlmux.rl.model_shape import shape_of
+from rlmux.rl.vocabulary import CharVocabulary
+
+VOCAB_SIZE = CharVocabulary().vocab_size
+QWEN3 = ModelConfig(hidden_size=96, num_layers=3, num_heads=6, num_kv_heads=2, intermediate_size=160)
+LLAMA = replace(QWEN3, architecture="llama", num_kv_heads=3)
+
+
+def config(model: ModelConfig = QWEN3, **changes: object) -> TrainingConfig:
+    fields = {
+        "algorithm": AlgorithmConfig(prompts_per_step=4, group_size=4, micro_batch_size=2),
+        "rollout": RolloutConfig(max_prompt_tokens=16, max_new_tokens=40, num_slots=8),
+        **changes,
+    }
+    return TrainingConfig(name="p", model=model, **fields)  # type: ignore[arg-type]
+
+
+def test_what_the_engines_do_is_counted_as_they_do_it() -> None:
+    assert memory_parts.PREFILL_BUCKET == batch_probe.PREFILL_BUCKET
+    assert memory_parts.NUM_PROBED_LAYERS == batch_probe._PROBED_LAYERS
+    assert memory_parts.MAX_PREFILL_TOKENS == prefill_ahead._MAX_TOKENS
+    assert memory_parts.MAX_MASK_TABLE == transformer._MAX_MASK_TABLE
+    assert memory_parts.LENGTH_MULTIPLE == micro_batches._LENGTH_MULTIPLE
+
+
+@pytest.mark.parametrize("model", [QWEN3, LLAMA])
+@pytest.mark.parametrize("is_tied", [True, False])
+def test_parameters_are_counted_exactly(tmp_path: Path, model: ModelConfig, is_tied: bool) -> None:
+    made = build_model(model, VOCAB_SIZE, 0)
+    made.config.tie_word_embeddings = is_tied
+    made = type(made)(made.config)
+    made.save_pretrained(tmp_path)
+    counted = shape_of(ModelConfig(path=str(tmp_path))).num_parameters
+    assert counted == sum(parameter.numel() for parameter in made.parameters())
+    if is_tied:
+        assert shape_of(model).num_parameters == counted
+
+
+@pytest.mark.parametrize("model", [QWEN3, LLAMA])
+def test_activations_are_those_that_autograd_keeps(model: ModelConfig) -> None:
+    made = build_model(model, VOCAB_SIZE, 0)
+    given = config(model)
+    length = 56
+    batch = micro_batches.cut([_sequence(given)] * 2, 2, 0)[0]
+    assert batch.input_tokens.shape == (2, length)
+    of_model = {parameter.untyped_storage().data_ptr() for parameter in made.parameters()}
+    kept: dict[int, int] = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in of_model:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        _, distribution = micro_batches.token_logprobs(made, batch, 1.0)
+    counted = train_parts(given)["activations"]
+    assert counted == pytest.approx(sum(kept.values()) - distribution.nbytes, rel=0.02)
+
+
+def _sequence(given: TrainingConfig) -> micro_batches.TrainingSequence:
+    rollout = given.rollout
+    return micro_batches.TrainingSequence(
+        prompt_tokens=[5] * rollout.max_prompt_tokens,
+        tokens=[6] * rollout.max_new_tokens,
+        is_sampled=[True] * rollout.max_new_tokens,
+        weight=1.0,
+    )
+
+
+@pytest.mark.parametrize("num_leaves", [1, 2, 3, 4, 7, 8, 13])
+def test_partial_gradient_sums_are_as_many_as_the_tree_holds_at_most(num_leaves: int) -> None:
+    tree, most = TreeSum(), 0
+    for _ in range(num_leaves):
+        most = max(most, len(tree.tensors) + 1)  # the new leaf beside those that are there
+        tree.add(torch.zeros(1))
+    algorithm = AlgorithmConfig(prompts_per_step=num_leaves, group_size=2, micro_batch_size=2)
+    given = config(algorithm=algorithm)
+    assert train_parts(given)["gradient sums"] == most * weights_bytes(given)
+
+
+def test_a_rollout_engines_tensors_are_counted_exactly() -> None:
+    given = config()
+    engine = SlotRolloutEngine(given.model, given.rollout, vocab_size=VOCAB_SIZE, seed=0)
+    parts = rollout_parts(given)
+    resident = sum(parts[name] for name in ("weights", "KV cache", "slots", "tables"))
+    assert resident == pytest.approx(engine.resident_bytes(), rel=0.02)
+    assert parts["KV cache"] == engine._slots.cache.keys.nbytes + engine._slots.cache.values.nbytes
+
+
+def test_a_warmup_with_larger_batches_counts() -> None:
+    without = total(train_parts(config()))
+    warmup = SftWarmupConfig(num_updates=1, batch_size=64)
+    assert total(train_parts(config(sft_warmup=warmup))) > without
+
+
+def test_a_gpu_worker_has_a_context_and_grouped_heads_no_flash_attention() -> None:
+    on_core, on_gpu = footprint_of(config()), footprint_of(config(), is_gpu=True)
+    assert on_gpu.rollout_device_bytes == pytest.approx(on_core.rollout_device_bytes + CUDA_CONTEXT_BYTES)
+    assert on_gpu.train_device_bytes > on_core.train_device_bytes + CUDA_CONTEXT_BYTES
+    ungrouped = config(replace(QWEN3, num_kv_heads=6))
+    assert footprint_of(ungrouped, is_gpu=True).train_device_bytes == pytest.approx(
+        footprint_of(ungrouped).train_device_bytes + CUDA_CONTEXT_BYTES
+    )
+
+
+def test_a_trainers_host_memory_holds_checkpoint_and_published_versions() -> None:
+    given = config(algorithm=AlgorithmConfig(staleness=2, kl_coef=0.1))
+    weights = weights_bytes(given)
+    assert host_parts(given) == {
+        "checkpoint being written": 4 * weights,
+        "weights being published": weights,
+        "versions in shared memory": 5 * weights,
+    }
