@@ -8,11 +8,12 @@ logits        a checkpoint with a large vocabulary  logits and the embedding's g
 attention     long answers without flash attention  probabilities of all pairs of tokens
 kv            many slots of long answers            the rollout's cache
 
-Each worker is a process of its own, from the fork server, as in a run. It does what it does in a run: the train worker an
-SFT warm-up, two steps whose answers all have the largest length, publishing and a checkpoint that is still being written
-while the second step is trained; the rollout worker two versions, all slots full to the last token. On a CPU the measured
-peak is that of the process's resident memory above what it had before the engine was built (VmHWM, /proc/PID/status); on
-a GPU it is torch's peak of allocated memory, and CUDA's context is what the driver has given besides.
+Each worker is a process of its own, from the fork server, and does what it does in a run: the train worker an SFT
+warm-up, two steps whose answers all have the largest length, publishing, and a checkpoint that is still being written
+while the next step is trained; the rollout worker two versions, all slots full to the last token. On a CPU the measured
+peak is that of the process's resident memory above what it had before the engine was built (VmHWM in
+/proc/PID/status); on a GPU it is torch's peak of allocated memory, and CUDA's context is what the driver has given
+besides.
 """
 
 from __future__ import annotations

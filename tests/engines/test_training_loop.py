@@ -5,11 +5,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from rlmux.core.errors import PipelineError
 from rlmux.core.model import Stage
 from rlmux.engines.rollout import SlotRolloutEngine
 from rlmux.engines.train import RL_STAGES, TorchTrainEngine
+from rlmux.engines.weights import check_weights, read_tensors, write_tensors
 from rlmux.rl.config import AlgorithmConfig, RolloutConfig, SftWarmupConfig, TaskConfig, TrainingConfig
+from rlmux.rl.origin import Origin
 from rlmux.rl.pipeline_env import PipelineEnv
 
 
@@ -126,3 +130,31 @@ def test_the_reward_rises(tmp_path: Path) -> None:
     rewards = Loop(replace(training_config, sft_warmup=sft_warmup), tmp_path).run(40)
     first, last = sum(rewards[:8]) / 8, sum(rewards[-8:]) / 8
     assert last > first + 0.05, rewards
+
+
+def test_weights_that_are_not_those_that_were_published_are_refused(tmp_path: Path) -> None:
+    loop = Loop(config(), tmp_path)
+    content = bytearray(loop.weights.read_bytes())
+    content[-1] ^= 1
+    loop.weights.write_bytes(content)
+    with pytest.raises(PipelineError, match=r"weights of version 1 in .* are damaged: their sha256 is [0-9a-f]{64}"):
+        loop.rollout.load_weights(loop.weights, 1)
+    assert loop.rollout.version == 0
+
+
+def test_a_checkpoints_weights_carry_the_hash_that_is_asserted_when_they_are_loaded(tmp_path: Path) -> None:
+    loop = Loop(config(), tmp_path)
+    loop.trainer.save(tmp_path / "step_0")
+    _, written = read_tensors(tmp_path / "step_0" / "model.safetensors")
+    assert written["weights_sha256"] == loop.trainer.weights_sha256()
+    loop.rollout.load_weights(tmp_path / "step_0" / "model.safetensors", 0)
+
+
+def test_published_weights_without_a_hash_are_refused(tmp_path: Path) -> None:
+    origin = Origin(run_id="r", pipeline="p", plan_sha256="0")
+    path = tmp_path / "1.safetensors"
+    write_tensors(path, {"weight": torch.zeros(1)}, {"version": "1", **origin.fields()})
+    with pytest.raises(PipelineError, match=r"weights of version 1 in .* are without a hash"):
+        check_weights(path, 1, origin)
+    write_tensors(path, {"weight": torch.zeros(1)}, {"version": "1", "weights_sha256": "0", **origin.fields()})
+    check_weights(path, 1, origin)

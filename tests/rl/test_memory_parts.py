@@ -10,6 +10,7 @@ import torch
 
 from rlmux.engines import batch_probe, micro_batches, prefill_ahead, transformer
 from rlmux.engines.model_io import build_model
+from rlmux.engines.packed_attention import pack_attention
 from rlmux.engines.rollout import SlotRolloutEngine
 from rlmux.engines.tree_sum import TreeSum
 from rlmux.rl import memory_parts
@@ -38,7 +39,6 @@ def test_what_the_engines_do_is_counted_as_they_do_it() -> None:
     assert memory_parts.NUM_PROBED_LAYERS == batch_probe._PROBED_LAYERS
     assert memory_parts.MAX_PREFILL_TOKENS == prefill_ahead._MAX_TOKENS
     assert memory_parts.MAX_MASK_TABLE == transformer._MAX_MASK_TABLE
-    assert memory_parts.LENGTH_MULTIPLE == micro_batches._LENGTH_MULTIPLE
 
 
 @pytest.mark.parametrize("model", [QWEN3, LLAMA])
@@ -57,10 +57,9 @@ def test_parameters_are_counted_exactly(tmp_path: Path, model: ModelConfig, is_t
 @pytest.mark.parametrize("model", [QWEN3, LLAMA])
 def test_activations_are_those_that_autograd_keeps(model: ModelConfig) -> None:
     made = build_model(model, VOCAB_SIZE, 0)
+    pack_attention(made)
     given = config(model)
-    length = 56
-    batch = micro_batches.cut([_sequence(given)] * 2, 2, 0)[0]
-    assert batch.input_tokens.shape == (2, length)
+    (batch,) = micro_batches.cut([_sequence(given)] * 2, 2)
     of_model = {parameter.untyped_storage().data_ptr() for parameter in made.parameters()}
     kept: dict[int, int] = {}
 

@@ -31,7 +31,6 @@ from itertools import islice
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 from torch import Tensor
 
 from rlmux.core.errors import IllegalTransitionError, PipelineError, UserError
@@ -45,6 +44,7 @@ from rlmux.engines.request_limits import RequestLimits
 from rlmux.engines.residency import Offloaded, give_back
 from rlmux.engines.slot_table import SlotTable, slot_of
 from rlmux.engines.transformer import DecodePlan, DecoderShape, DecoderWeights, PositionTables
+from rlmux.engines.weights import read_weights
 from rlmux.rl.config import ModelConfig, RolloutConfig
 from rlmux.rl.types import (
     ChunkReport,
@@ -338,14 +338,15 @@ class SlotRolloutEngine:
         """Take over a safetensors file; also while offloaded.
 
         KV of trajectories under way is kept; that of waiting ones is computed anew. Raises IllegalTransitionError
-        where a trajectory is under way and the pipeline's staleness is 0.
+        where a trajectory is under way and the pipeline's staleness is 0, PipelineError for weights whose hash is not
+        the one that they were written with.
         """
         begun = [live for live in self._live.values() if live.has_begun]
         if begun and self._staleness == 0:
             raise IllegalTransitionError(
                 f"version {version} came while {begun[0].request.id} of a sync pipeline is unfinished"
             )
-        tensors = load_file(path)
+        tensors = read_weights(path, version)
         for live in begun:
             if live.slot is not None:
                 self._slots.record(live, self.version)

@@ -15,7 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from rlmux.engines.checkpoint import write_checkpoint
-from rlmux.engines.weights import write_copies
+from rlmux.engines.weights import MODEL_FILE, SHA256, write_copies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,4 +39,7 @@ class TrainSnapshot:
         for name, content in self.files.items():
             (folder / name).write_bytes(content)
         for name, copies in self.tensors.items():
-            write_copies(folder / name, copies, {"version": str(self.state["version"]), **self.marks})
+            metadata = {"version": str(self.state["version"]), **self.marks}
+            if name == MODEL_FILE:
+                metadata[SHA256] = self.state["weights_sha256"]
+            write_copies(folder / name, copies, metadata)

@@ -26,10 +26,9 @@ from rlmux.engines.adamw import AdamW
 from rlmux.engines.flat_parameters import FlatParameters
 from rlmux.engines.residency import Offloaded, give_back
 from rlmux.engines.tree_sum import TreeSum
-from rlmux.engines.weights import own_copies, read_tensors, weights_sha256, write_tensors
+from rlmux.engines.weights import MODEL_FILE, SHA256, own_copies, read_tensors, weights_sha256, write_tensors
 from rlmux.rl.config import TrainingConfig
 
-_MODEL_FILE = "model.safetensors"
 _OPTIMIZER_FILE = "optimizer.safetensors"
 _REFERENCE_FILE = "reference.safetensors"
 
@@ -117,9 +116,9 @@ class TrainState:
     # --- files ----------------------------------------------------------------------------------------------
 
     def write_weights(self, path: Path, metadata: Mapping[str, str]) -> None:
-        """Write the weights as one safetensors file, atomically."""
+        """Write the weights and their hash as one safetensors file, atomically."""
         self.require_loaded()
-        write_tensors(path, self._flat.named(), metadata)
+        write_tensors(path, self._flat.named(), {SHA256: self.weights_sha256(), **metadata})
 
     def weights_sha256(self) -> str:
         """Hash of all parameters in name order."""
@@ -132,7 +131,7 @@ class TrainState:
         """Everything that a checkpoint holds of this, by file name and tensor name, in host memory of its own."""
         self.require_loaded()
         tensors: dict[str, Mapping[str, Tensor]] = {
-            _MODEL_FILE: self._flat.named(),
+            MODEL_FILE: self._flat.named(),
             _OPTIMIZER_FILE: {
                 "first_moment": self._optimizer.first_moment,
                 "second_moment": self._optimizer.second_moment,
@@ -148,7 +147,7 @@ class TrainState:
         Raises CheckpointError, and changes nothing, for another model and for a reference that is needed and absent.
         """
         self.require_loaded()
-        weights, _ = read_tensors(folder / _MODEL_FILE)
+        weights, _ = read_tensors(folder / MODEL_FILE)
         moments, _ = read_tensors(folder / _OPTIMIZER_FILE)
         mine = {name: tensor.shape for name, tensor in self._flat.named().items()}
         if {name: tensor.shape for name, tensor in weights.items()} != mine:

@@ -20,6 +20,11 @@ from torch import Tensor
 from rlmux.core.errors import PipelineError
 from rlmux.rl.origin import Origin
 
+MODEL_FILE = "model.safetensors"
+"""Name of the weights in a checkpoint."""
+SHA256 = "weights_sha256"
+"""Key of the weights' hash in a file's metadata."""
+
 
 def weights_sha256(tensors: Mapping[str, Tensor]) -> str:
     """Hash of names, shapes and bytes in name order."""
@@ -28,7 +33,7 @@ def weights_sha256(tensors: Mapping[str, Tensor]) -> str:
         # A copy: lending the storage itself to numpy would make it impossible to offload ever after.
         tensor = tensors[name].detach().cpu().clone(memory_format=torch.contiguous_format)
         digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        digest.update(tensor.flatten().view(torch.uint8).numpy().tobytes())
+        digest.update(tensor.flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
@@ -56,8 +61,25 @@ def check_weights(path: Path, version: int, origin: Origin) -> None:
     complaint = origin.complaint_about(written)
     if complaint is None and written.get("version") != str(version):
         complaint = f"of version {written.get('version', 'unnamed')}"
+    if complaint is None and SHA256 not in written:
+        complaint = "without a hash"
     if complaint is not None:
         raise PipelineError(f"weights of version {version} in {path} are {complaint}")
+
+
+def read_weights(path: Path, version: int) -> dict[str, Tensor]:
+    """The tensors of a file of weights, once their hash is found to be the one that was written with them.
+
+    Raises PipelineError, with both, where it is another. A file that names none is taken as it is.
+    """
+    tensors, written = read_tensors(path)
+    found = weights_sha256(tensors)
+    if found != written.get(SHA256, found):
+        raise PipelineError(
+            f"weights of version {version} in {path} are damaged: their sha256 is {found}, and {written[SHA256]} was "
+            "written"
+        )
+    return tensors
 
 
 def read_tensors(path: Path) -> tuple[dict[str, Tensor], dict[str, str]]:

@@ -9,12 +9,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from rlmux.core.model import Footprint
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.memory_parts import (
     CUDA_CONTEXT_BYTES,
+    Parts,
     rollout_parts,
     total,
     train_parts,
@@ -51,7 +50,7 @@ def has_flash(config: TrainingConfig, *, is_gpu: bool) -> bool:
     return not is_gpu or shape.num_heads == shape.num_kv_heads
 
 
-def host_parts(config: TrainingConfig) -> Mapping[str, float]:
+def host_parts(config: TrainingConfig) -> Parts:
     """Bytes that a pipeline's trainer keeps in host memory beside its state, on whatever device it trains.
 
     In shared memory lie the versions that staleness needs, the one before them until the next is published, and the

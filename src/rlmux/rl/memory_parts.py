@@ -20,18 +20,17 @@ the longest sequences that the config allows.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.model_shape import ModelShape, shape_of
 
-Parts = Mapping[str, float]
+Parts = dict[str, float]
 """Bytes by the name of a part."""
 
 FLOAT_BYTES = 4
 CUDA_CONTEXT_BYTES = 0.6e9
 """Bytes that a process takes on a GPU before its first tensor: CUDA's context and the kernels of torch and cuBLAS, with
-their workspaces. Measured by `benchmarks/memory.py --device cuda`; 0.4 to 0.6 GB are usual."""
+their workspaces. An assumption: no GPU was measured. `benchmarks/memory.py --device cuda` prints the true figure."""
 
 _HEAP_SLACK = 0.25
 """Part of the activations by which the allocator's heap is larger: blocks of many sizes come and go there. Measured on
@@ -41,7 +40,6 @@ CPU by `benchmarks/memory.py`: 0.2 to 0.35."""
 PREFILL_BUCKET = 16
 MAX_PREFILL_TOKENS = 4096
 MAX_MASK_TABLE = 1024
-LENGTH_MULTIPLE = 8
 NUM_PROBED_LAYERS = 2
 
 
@@ -92,7 +90,7 @@ def _train_moments(config: TrainingConfig, shape: ModelShape, *, has_flash: bool
 def _backward_moments(config: TrainingConfig, shape: ModelShape, size: int, *, has_flash: bool) -> list[Parts]:
     """The fullest moments of one micro-batch of `size` sequences."""
     rollout = config.rollout
-    length = _up_to(rollout.max_prompt_tokens + rollout.max_new_tokens, LENGTH_MULTIPLE)
+    length = rollout.max_prompt_tokens + rollout.max_new_tokens - 1
     num_tokens, num_sampled = size * length, size * rollout.max_new_tokens
     activations = num_tokens * _activations_of_token(shape, length, has_flash=has_flash) * FLOAT_BYTES
     activations += num_sampled * shape.hidden_size * FLOAT_BYTES
@@ -115,7 +113,7 @@ def _activations_of_token(shape: ModelShape, length: int, *, has_flash: bool) ->
     query, kv = shape.query_size, shape.kv_size
     projected = 2 * shape.hidden_size + 4 * shape.intermediate_size  # what the norms give to the projections, the MLP
     if has_flash:
-        attention = 2 * query + 2 * kv + shape.num_heads  # queries, output, keys, values, sums of exponents
+        attention = 3 * query + 2 * kv + shape.num_heads  # queries, outputs twice, keys, values, sums of exponents
     else:
         attention = 4 * query + shape.num_heads * length  # keys and values repeated for every query head
     head_norms = 2 * (query + kv) + shape.num_heads + shape.num_kv_heads if shape.has_head_norms else 0
@@ -163,7 +161,7 @@ def _rollout_moments(config: TrainingConfig, shape: ModelShape, max_len: int) ->
 
 
 def _loading_bytes(shape: ModelShape) -> float:
-    """The tensors of a file, and the largest of them times a norm's gains."""
+    """The tensors of a file, and a copy of the largest of them: hashed, then times a norm's gains."""
     largest = max(shape.embedding, 2 * shape.hidden_size * shape.intermediate_size)
     return (shape.num_parameters + largest) * FLOAT_BYTES
 

@@ -119,12 +119,13 @@ def with_footprint(submission: Submission, cluster: Cluster, *, is_gpu: bool = F
     In a pool that spills, a node's host memory must hold its process; its state has the disk.
     """
     footprint = _estimated_footprint(submission, is_gpu=is_gpu)
+    context = CUDA_CONTEXT_BYTES if is_gpu else 0.0  # never in host memory
     rollout, train = cluster.pool_serving(Phase.ROLLOUT), cluster.pool_serving(Phase.TRAIN)
     if rollout is not None and rollout.spills_to_disk:
-        process_bytes = footprint.rollout_host_bytes - (footprint.rollout_device_bytes or 0.0)
+        process_bytes = footprint.rollout_host_bytes - (footprint.rollout_device_bytes or 0.0) + context
         footprint = replace(footprint, rollout_host_bytes=max(0.0, process_bytes))
     if train is not None and train.spills_to_disk:
-        process_bytes = footprint.train_host_bytes - (footprint.train_device_bytes or 0.0)
+        process_bytes = footprint.train_host_bytes - (footprint.train_device_bytes or 0.0) + context
         footprint = replace(footprint, train_host_bytes=max(0.0, process_bytes))
     return replace(submission, pipeline=replace(submission.pipeline, footprint=footprint))
 
