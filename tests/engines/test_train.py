@@ -209,6 +209,24 @@ def test_a_stale_outlier_is_clamped_and_counted_and_does_not_end_the_pipeline() 
     assert engine.version == 2
 
 
+@pytest.mark.parametrize("of_file", [None, 1e-3])
+@pytest.mark.parametrize("num_epochs", [1, 2])
+def test_a_gap_above_the_bound_fails_the_pipeline_before_any_update(of_file: float | None, num_epochs: int) -> None:
+    engine = TorchTrainEngine(config(max_logprob_gap=of_file, num_epochs=num_epochs))
+    before = engine.weights_sha256()
+    engine.begin_step(batch(1), max_logprob_gap=1e-3 if of_file is None else math.inf)
+    with pytest.raises(PipelineError, match=r"p step 1 stage .*: logprob_gap is \d.*, accepted: up to 0\.001 \(algor"):
+        [run_stage(engine, stage) for stage in RL_STAGES]
+    assert engine.weights_sha256() == before
+
+
+def test_the_files_bound_goes_before_that_of_the_promise() -> None:
+    engine = TorchTrainEngine(config(max_logprob_gap=1e3))
+    engine.begin_step(batch(1), max_logprob_gap=1e-3)
+    metrics = [run_stage(engine, stage) for stage in RL_STAGES][-1]
+    assert 1e-3 < metrics["logprob_gap"] < 1e3
+
+
 def test_a_log_probability_that_is_not_a_number_fails_the_pipeline() -> None:
     engine = TorchTrainEngine(config())
     trajectories = batch(1).trajectories

@@ -45,3 +45,9 @@ def test_only_a_pipeline_that_asks_for_more_is_refused_with_the_check_and_what_i
         "pipelines.sort.promise: exact is more than its engines keep on these devices, which is replayable "
         "(alone: alone differs); accepted: replayable, statistical, or no promise"
     )
+
+
+def test_the_weaker_the_promise_the_larger_the_gap_that_is_accepted():
+    gaps = [promise.max_logprob_gap for promise in Promise]
+    assert gaps == sorted(gaps)
+    assert gaps[0] == 0.001

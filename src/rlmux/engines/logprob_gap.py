@@ -17,14 +17,17 @@ from rlmux.engines.micro_batches import MicroBatch
 class LogprobGap:
     """The largest difference over the micro-batches of one step."""
 
-    def __init__(self) -> None:
+    def __init__(self, accepted: float = math.inf) -> None:
+        """`accepted`: the largest gap, in nats, that is no failure."""
+        self._accepted = accepted
         self.largest = math.nan
         """Difference in nats; NaN while no fresh token was compared."""
 
     def compare(self, logprobs: Tensor, batch: MicroBatch, place: str) -> None:
         """Take in what training computed, [R], for the tokens of a micro-batch.
 
-        Raises PipelineError, beginning with `place`, for a log-probability that is not a number.
+        Raises PipelineError, beginning with `place`, for a log-probability that is not a number, and for a gap above
+        what is accepted.
         """
         gaps = (logprobs.detach() - batch.sampled_logprobs).abs()[~batch.is_stale]
         if not len(gaps):
@@ -33,5 +36,10 @@ class LogprobGap:
         if math.isnan(gap):
             raise PipelineError(
                 f"{place}: a log-probability of rollout or training is not a number; the weights are left as they were"
+            )
+        if gap > self._accepted:
+            raise PipelineError(
+                f"{place}: logprob_gap is {gap:.3g}, accepted: up to {self._accepted:.3g} (algorithm.max_logprob_gap): "
+                "training does not compute what rollout sampled from; the weights are left as they were"
             )
         self.largest = gap if math.isnan(self.largest) else max(self.largest, gap)

@@ -11,6 +11,7 @@ Shapes: R is the number of sampled tokens of a micro-batch.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 
 import torch
@@ -34,7 +35,14 @@ _TOTALS = ("loss", "kl", "clip_fraction", "stale_token_share", "grad_norm", "num
 class RlStep:
     """The batch under way and what its stages found."""
 
-    def __init__(self, batch: TrainingBatch, config: TrainingConfig, state: TrainState) -> None:
+    def __init__(
+        self,
+        batch: TrainingBatch,
+        config: TrainingConfig,
+        state: TrainState,
+        *,
+        max_logprob_gap: float = math.inf,
+    ) -> None:
         """Raises PipelineError for a token that breaks the staleness bound."""
         self.number = batch.step
         self.is_trained = False
@@ -55,7 +63,7 @@ class RlStep:
         self._old_logprobs: list[Tensor] = []
         """Log-probs [R] under the weights that the step begins with, one tensor for each micro-batch; empty where one
         update needs none."""
-        self._first_look = _FirstLook()
+        self._first_look = _FirstLook(max_logprob_gap)
         self._num_updates_done = 0
         self._work_by_stage: dict[Stage, StageWork] = {}
 
@@ -217,8 +225,8 @@ def _training_sequence(
 class _FirstLook:
     """What the weights that a step begins with make of its tokens, added up over the micro-batches."""
 
-    def __init__(self) -> None:
-        self._gap = LogprobGap()
+    def __init__(self, max_logprob_gap: float) -> None:
+        self._gap = LogprobGap(max_logprob_gap)
         self._entropy_sum = 0.0
         self._num_sampled = 0
 

@@ -18,6 +18,7 @@ No optimizer step is made with a loss or gradient that is not finite.
 
 from __future__ import annotations
 
+import math
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
@@ -115,8 +116,12 @@ class TorchTrainEngine:
 
     # --- learning -------------------------------------------------------------------------------------------
 
-    def begin_step(self, batch: TrainingBatch) -> None:
-        """Take the batch of a step; a token that breaks the staleness bound is a `PipelineError`."""
+    def begin_step(self, batch: TrainingBatch, *, max_logprob_gap: float = math.inf) -> None:
+        """Take the batch of a step; a token that breaks the staleness bound is a `PipelineError`.
+
+        The step fails where rollout and training disagree about a token by more than `max_logprob_gap` nats, unless
+        the config has a bound of its own.
+        """
         config = self._config
         if not self.is_warm or batch.step != self._version + 1:
             raise IllegalTransitionError(
@@ -129,7 +134,8 @@ class TorchTrainEngine:
                 f"pipeline {config.name}: step {batch.step} came with {len(batch.trajectories)} "
                 f"trajectories and {len(batch.advantages)} advantages instead of {expected}"
             )
-        self._step = RlStep(batch, config, self._state)
+        max_gap = config.algorithm.max_logprob_gap or max_logprob_gap
+        self._step = RlStep(batch, config, self._state, max_logprob_gap=max_gap)
         self._state.drop_gradients()
 
     def run_stage(self, stage: Stage, *, max_seconds: float) -> TrainReport:

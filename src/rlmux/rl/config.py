@@ -187,6 +187,10 @@ class AlgorithmConfig(FromFile):
     """Distance of the probability ratio's upper clip from 1: it is 1 + clip_high."""
     kl_coef: NonNegativeFloat = 0.0
     """Weight of the KL penalty (low-variance estimator k3) to the frozen reference; 0 skips that stage."""
+    max_logprob_gap: PositiveFloat | None = None
+    """Largest gap in nats between the log-probabilities that rollout and training give a token of the present version;
+    above it the pipeline fails. Without: 0.001, 0.01 or 1, where its engines are found exact, replayable or
+    statistical."""
     micro_batch_size: Count = 32
     """Sequences of one forward and backward pass. Results change with it in the last bits."""
 

@@ -153,7 +153,7 @@ def _rollout_moments(config: TrainingConfig, shape: ModelShape, max_len: int) ->
     prefilled = num_prompts * prompt * _kv_of_token(shape)
     stacked = num_rows * prompt * (_kv_of_token(shape) + hidden * FLOAT_BYTES)
     return [
-        {"weights being loaded": _loading_bytes(shape)},
+        {"weights being loaded": _loading_bytes(shape), "decode scratch": scratch, "logits": logits},
         {"prefilled KV": prefilled, "prefill scratch": stacked},
         {"decode scratch": scratch, "logits": logits},
         {"decode scratch": scratch, "logits": logits, "probe": probed},

@@ -22,6 +22,12 @@ class Promise(StrEnum):
     REPLAYABLE = "replayable"
     STATISTICAL = "statistical"
 
+    @property
+    def max_logprob_gap(self) -> float:
+        """Largest gap in nats between rollout's and training's log-probability of a token, unless the file says
+        otherwise. Our engines in float32 are some 1e-5 apart; engines in half precision some tenths."""
+        return {Promise.EXACT: 1e-3, Promise.REPLAYABLE: 1e-2, Promise.STATISTICAL: 1.0}[self]
+
     def covers(self, asked: Promise) -> bool:
         """Whether this class promises all that the other one does."""
         strongest_first = list(Promise)

@@ -78,6 +78,11 @@ class Promises:
                 checks={check.name: check.is_equal for check in checks},
             )
 
+    def max_logprob_gap(self, pipeline: PipelineId) -> float:
+        """Largest gap in nats that the class found so far accepts between rollout's and training's log-probs."""
+        checks = self._checks.get(pipeline, {}).values()
+        return promise_of(check for of_phase in checks for check in of_phase).max_logprob_gap
+
     def may_recompute(self, pipeline: PipelineId) -> bool:
         """Whether a KV cache that is computed anew has the bits of the one that it replaces."""
         checks = self._checks.get(pipeline, {}).get(Phase.ROLLOUT, ())

@@ -115,7 +115,8 @@ class TrainDriver:
 
     def _hand_batch_to_trainer(self, step: int) -> None:
         self._trainer_step = step
-        self._calls.call(self._workers.trainer, "begin_step", self._batch_by_step[step].payload)
+        max_logprob_gap = self._promises.max_logprob_gap(self._workers.id)
+        self._calls.call(self._workers.trainer, "begin_step", self._batch_by_step[step].payload, max_logprob_gap)
 
     def _begin_train_call(self, order: RunningOrder, *, is_load_needed: bool) -> Answer:
         trainer, stage = self._workers.trainer, order.action.stage

@@ -11,6 +11,7 @@ another. The controller never looks inside a batch: it passes on the bytes that 
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import pickle
 import time
@@ -239,11 +240,11 @@ class TrainWorker:
 
         return probe_training(self._engine)
 
-    def begin_step(self, payload: bytes) -> None:
+    def begin_step(self, payload: bytes, max_logprob_gap: float = math.inf) -> None:
         """Take a step's batch. Raises PipelineError for one of another run or plan."""
         batch: TrainingBatch = pickle.loads(payload)
         _check_samples(batch.origin, self._origin)
-        self._engine.begin_step(batch)
+        self._engine.begin_step(batch, max_logprob_gap=max_logprob_gap)
 
     def run_stage(
         self,
