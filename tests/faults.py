@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable
+from dataclasses import replace
 from typing import TypeVar
 
 from rlmux.core import invariants
@@ -55,9 +56,11 @@ OVER = (PipelineStatus.FINISHED, PipelineStatus.CANCELLED, PipelineStatus.FAILED
 class BreakingBackend:
     """Carries out a scheduler's actions, and breaks where it is told to. Every choice is drawn from `draw`."""
 
-    def __init__(self, scheduler: Scheduler, draw: random.Random) -> None:
+    def __init__(self, scheduler: Scheduler, draw: random.Random, *, knows_seconds: bool = True) -> None:
+        """`knows_seconds`: whether pipelines come with an estimate; without, they last until one is learned."""
         self.scheduler = scheduler
         self.draw = draw
+        self.knows_seconds = knows_seconds
         self.now_s = 0.0
         self.orders: dict[OrderId, RunStage | MigrateShard] = {}
         """Orders under way."""
@@ -170,7 +173,10 @@ class BreakingBackend:
 
     def submit_another(self) -> None:
         name = PipelineId(f"late-{len(self.story)}")
-        self.send(PipelineSubmitted(time_s=self.now_s, pipeline=some_pipeline(name, self.draw)))
+        pipeline = some_pipeline(name, self.draw)
+        if not self.knows_seconds:
+            pipeline = replace(pipeline, num_steps=6, estimate=None, colocated_estimate=None)
+        self.send(PipelineSubmitted(time_s=self.now_s, pipeline=pipeline))
 
     def cancel(self) -> None:
         for pipeline in self._some(self.scheduler.query.pipelines()):

@@ -16,7 +16,7 @@ NUM_SEQUENCES = 60
 """Sequences of each policy in the quick test; `make prove` plays more than 10,000 in all."""
 
 
-def play(policy: str, seed: int) -> None:
+def play(policy: str, seed: int, *, knows_seconds: bool = True) -> None:
     """Two or three pipelines, up to three faults close together at a random state, then what is left to its end."""
     draw = random.Random(f"{policy}/{seed}")
     num_nodes = draw.choice([1, 2, 3]) + 2 * (policy == "restless")
@@ -25,10 +25,11 @@ def play(policy: str, seed: int) -> None:
         Pool(name="train", phase=Phase.TRAIN, num_nodes=num_nodes, usd_per_gpu_hour=3.0),
     ]
     chosen = Restless() if policy == "restless" else make_policy(policy, seed=seed)
-    backend = BreakingBackend(Scheduler(Cluster(pools={pool.name: pool for pool in pools}), chosen), draw)
+    cluster = Cluster(pools={pool.name: pool for pool in pools})
+    backend = BreakingBackend(Scheduler(cluster, chosen), draw, knows_seconds=knows_seconds)
     for _ in range(draw.choice([2, 3])):
         backend.submit_another()
-    for _ in range(draw.randrange(25)):
+    for _ in range(draw.randrange(25 if knows_seconds else 100)):
         backend.go_on()
     for _ in range(draw.choice([1, 2, 3])):
         draw.choice(list(backend.faults().values()))()
@@ -37,10 +38,10 @@ def play(policy: str, seed: int) -> None:
     backend.settle()
 
 
-def play_all(policy: str, seeds: range) -> None:
+def play_all(policy: str, seeds: range, *, knows_seconds: bool = True) -> None:
     for seed in seeds:
         try:
-            play(policy, seed)
+            play(policy, seed, knows_seconds=knows_seconds)
         except Exception as error:
             raise AssertionError(f"sequence {seed} of {policy}: {type(error).__name__}: {error}") from error
 
@@ -48,6 +49,11 @@ def play_all(policy: str, seeds: range) -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 def test_faults_of_one_pipeline_are_its_own_at_every_state(policy):
     play_all(policy, range(NUM_SEQUENCES))
+
+
+@pytest.mark.parametrize("policy", ["rollmux", "rlmux", "gavel", "restless"])
+def test_faults_while_seconds_are_learned_and_pipelines_move_for_their_slo(policy):
+    play_all(policy, range(NUM_SEQUENCES // 2), knows_seconds=False)
 
 
 @pytest.mark.slow
