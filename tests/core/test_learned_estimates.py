@@ -155,6 +155,19 @@ def test_where_no_node_is_free_it_makes_several_steps_in_a_cycle(driver):
     assert mean(1.6) <= 1.6 * 3.0
 
 
+def test_steps_per_cycle_are_the_fewest_that_keep_the_slo_with_a_margin(driver):
+    """Three alike, solo 3 s: one of them with k steps in a cycle takes 3 + 3 / k seconds a step."""
+
+    def steps_per_cycle(slo_slowdown: float) -> int:
+        run = driver()
+        run.submit(unknown("a"), unknown("b", slo_slowdown=slo_slowdown), unknown("c"))
+        while len(expectations(run, "a")) * len(expectations(run, "b")) * len(expectations(run, "c")) == 0:
+            assert run.step()
+        return run.scheduler.query.placement.member(PipelineId("b")).steps_per_cycle
+
+    assert [steps_per_cycle(slo) for slo in (1.6, 1.7, 1.95, 2.0)] == [4, 3, 2, 1]
+
+
 def test_pipelines_without_an_slo_go_on_beside_it(driver):
     run = driver()
     run.submit(unknown("a"), unknown("b", slo_slowdown=1.6, num_steps=200), unknown("c"))
