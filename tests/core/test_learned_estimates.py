@@ -82,21 +82,38 @@ def test_a_paused_training_counts_whole():
     measured, device = MeasuredSteps(), DeviceId("rollout", 0, 0)
     for step in (1, 2, 3):
         measured.open_rollout(step, [device])
-        measured.add_rollout(step, device, 2.0)
-        measured.add_train(step, 0.4)
-        measured.add_train(step, 0.6)
+        measured.add_rollout(step, device, 2.0, 2.0)
+        measured.add_train(step, 0.4, 0.4)
+        measured.add_train(step, 0.6, 0.6)
         measured.end_step(step)
     seconds = measured.seconds()
     assert seconds is not None
     assert seconds.median == PhaseSeconds(rollout_s=2.0, train_s=1.0)
 
 
+def test_hand_overs_are_a_load_on_neighbours_and_no_part_of_the_budget(builders):
+    """Each order holds its device for a quarter longer than it computes."""
+    run = builders.Driver(Scheduler(builders.cluster(), make_policy("rollmux")), seconds_of)
+    run.submit(unknown("a", slo_slowdown=2.0))
+    while not expectations(run, "a"):
+        [order] = run.scheduler.query.orders()
+        computing_s = SECONDS[order.stage]
+        run.send(StageFinished(time_s=run.now_s + 1.25 * computing_s, order=order.id, seconds=computing_s))
+    pipeline = run.scheduler.query.pipeline(PipelineId("a")).pipeline
+    assert pipeline.estimate == PhaseSeconds(rollout_s=2.0, train_s=1.0)
+    assert pipeline.held == PhaseSeconds(rollout_s=2.5, train_s=1.25)
+    placed = run.scheduler.query.placement
+    group = placed.group(placed.placement(PipelineId("a")).group)
+    assert (group.budget_s, group.period_s) == (6.0, 3.75)
+    assert expectations(run, "a")[0].step_slowdown == pytest.approx(1.25)
+
+
 def test_of_a_step_that_is_done_again_only_the_last_time_counts():
     measured, device = MeasuredSteps(), DeviceId("rollout", 0, 0)
     for step, is_lost in ((1, False), (2, True), (2, False), (3, False)):
         measured.open_rollout(step, [device])
-        measured.add_rollout(step, device, 2.0)
-        measured.add_train(step, 1.0)
+        measured.add_rollout(step, device, 2.0, 2.0)
+        measured.add_train(step, 1.0, 1.0)
         if not is_lost:
             measured.end_step(step)
     seconds = measured.seconds()
@@ -110,8 +127,8 @@ def test_other_numbers_of_devices_are_other_seconds():
     for step, devices in ((1, [one]), (2, [one]), (3, [one, two])):
         measured.open_rollout(step, devices)
         for device in devices:
-            measured.add_rollout(step, device, 4.0 / len(devices))
-        measured.add_train(step, 1.0)
+            measured.add_rollout(step, device, 4.0 / len(devices), 0.0)
+        measured.add_train(step, 1.0, 1.0)
         measured.end_step(step)
     assert measured.seconds() is None
 

@@ -205,7 +205,7 @@ def test_sharing_costs_a_pipeline_something_but_not_everything(alternating_run: 
 
 def expect(name: str, slowdown: float, reason: str = "") -> ExpectSteps:
     seconds = PhaseSeconds(rollout_s=2.0, train_s=1.0)
-    measured = MeasuredSeconds(num_steps=3, low=seconds, median=seconds, high=seconds)
+    measured = MeasuredSeconds(num_steps=3, low=seconds, median=seconds, high=seconds, held=seconds)
     return ExpectSteps(pipeline=name, measured=measured, step_slowdown=slowdown, reason=reason)
 
 

@@ -42,7 +42,7 @@ class Expectations:
         measured = run.measured.seconds()
         if measured is None or not has_drifted(run.pipeline.estimate, measured.median):
             return False
-        run.pipeline = replace(run.pipeline, estimate=measured.median)
+        run.pipeline = replace(run.pipeline, estimate=measured.median, held=measured.held)
         run.history.plan_with(run.pipeline)
         self._ledger.revise(run.pipeline)
         self._learned[run.pipeline.id] = None
@@ -79,7 +79,7 @@ class Expectations:
         """Its expected step slowdown, and why its SLO cannot be promised."""
         pipeline = run.pipeline
         group = self._ledger.group_of(pipeline.id)
-        slowdown, slo = group.slowdown_of(pipeline.id), pipeline.slo_slowdown
+        slowdown, slo = max(1.0, group.slowdown_of(pipeline.id)), pipeline.slo_slowdown
         if pipeline.estimate is None or slo == math.inf or slowdown <= slo * (1.0 + _ROUNDING):
             return slowdown, ""
         solo_s = pipeline.estimate.solo_s

@@ -40,7 +40,7 @@ class Member:
 
     @property
     def phase_load(self) -> PhaseLoad:
-        estimate = self.pipeline.estimate
+        estimate = self.pipeline.held or self.pipeline.estimate
         if self.is_colocated and self.pipeline.colocated_estimate is not None:
             estimate = self.pipeline.colocated_estimate
         return PhaseLoad(
@@ -290,7 +290,8 @@ def solo_s(pipeline: Pipeline) -> float:
 
 
 def phases_of(pipeline: Pipeline) -> tuple[float, float]:
-    estimate = pipeline.estimate
+    """Seconds for which its two phases hold their devices."""
+    estimate = pipeline.held or pipeline.estimate
     return (estimate.rollout_s, estimate.train_s) if estimate else (0.0, 0.0)
 
 

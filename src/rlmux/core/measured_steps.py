@@ -2,17 +2,19 @@
 
     orders that ended or paused ──▶ the open steps ── a step is trained ──▶ its two phases ──▶ seconds(): a distribution
 
-A phase's seconds are those of its orders from begin to end, without switches: an order holds its devices, so it never
-waits for a neighbour, and what sharing its devices adds is divided out by its caller. Waits for the pipeline's own
-environments count, whether its devices were held meanwhile or not. A rollout takes as long as its longest shard.
+Two kinds of seconds are kept. *Solo*: computing, and waits for the pipeline's own environments; its SLO is judged by
+them. *Held*: an order's from begin to end without its switch, hand-overs included, for which its neighbours wait.
+Neither contains a wait for a neighbour, since an order has its devices; what sharing them adds is divided out by the
+caller. A rollout takes as long as its longest shard. Rewards and publications hold no device and count once.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from rlmux.core.model import DeviceId, MeasuredSeconds, PhaseSeconds
+from rlmux.core.model import DeviceId, MeasuredSeconds, PhaseSeconds, Stage
 
 MEASURED_STEPS = 3
 """Steps after which a pipeline is planned with its own seconds: the median of three is not that of the first, which
@@ -23,18 +25,42 @@ DRIFT = 0.25
 """Part of the seconds it is planned with by which a phase's median changes before the pipeline is placed again."""
 
 
+@dataclass(slots=True)
+class _Spent:
+    """Seconds of one shard, or of a step's training, so far."""
+
+    solo_s: float = 0.0
+    held_s: float = 0.0
+
+    def add(self, solo_s: float, held_s: float) -> None:
+        self.solo_s += solo_s
+        self.held_s += held_s
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Step:
+    """Seconds of a step that is trained."""
+
+    rollout: _Spent
+    """Those of its longest shard."""
+    train: _Spent
+    has_migrated: bool
+    """Whether trajectories migrated: no device had the shard of a pipeline alone."""
+
+
 class MeasuredSteps:
     """The last whole steps of one pipeline. Fed by the scheduler."""
 
     def __init__(self) -> None:
-        self._rollout_s: dict[int, dict[DeviceId, float]] = {}
-        """Seconds of each shard so far, by step that is not trained yet."""
-        self._train_s: dict[int, float] = {}
-        """Seconds of training so far, by step."""
+        self._rollout: dict[int, dict[DeviceId, _Spent]] = {}
+        """Seconds of each shard, by step that is not trained yet."""
+        self._train: dict[int, _Spent] = {}
+        """Seconds of training, by step that is not trained yet."""
+        self._between: dict[Stage, deque[float]] = {}
+        """Seconds of the last rewards and publications."""
         self._migrated: dict[int, None] = {}
-        """Steps not trained yet in which trajectories migrated: no device had the shard of a pipeline alone."""
-        self._steps: deque[tuple[bool, PhaseSeconds]] = deque(maxlen=WINDOW_STEPS)
-        """Whether trajectories migrated, and the seconds, of each step that is trained."""
+        """Steps not trained yet in which trajectories migrated."""
+        self._steps: deque[_Step] = deque(maxlen=WINDOW_STEPS)
         self._num_devices = 0
 
     def open_rollout(self, step: int, devices: Sequence[DeviceId]) -> None:
@@ -42,42 +68,62 @@ class MeasuredSteps:
         if len(devices) != self._num_devices:
             self._num_devices = len(devices)
             self._steps.clear()
-        self._rollout_s = {before: seconds for before, seconds in self._rollout_s.items() if before < step}
-        self._train_s = {before: seconds for before, seconds in self._train_s.items() if before < step}
+        self._rollout = {before: spent for before, spent in self._rollout.items() if before < step}
+        self._train = {before: spent for before, spent in self._train.items() if before < step}
         self._migrated = {before: None for before in self._migrated if before < step}
-        self._rollout_s[step] = {}
+        self._rollout[step] = {}
 
-    def add_rollout(self, step: int, device: DeviceId, solo_s: float) -> None:
+    def add_rollout(self, step: int, device: DeviceId, solo_s: float, held_s: float) -> None:
         """An order of the shard on the device took so long, or the shard waited so long for its environments."""
-        shards = self._rollout_s.get(step)
+        shards = self._rollout.get(step)
         if shards is not None:
-            shards[device] = shards.get(device, 0.0) + solo_s
+            shards.setdefault(device, _Spent()).add(solo_s, held_s)
 
     def add_migration(self, step: int) -> None:
         """Trajectories of the step migrated."""
         self._migrated[step] = None
 
-    def add_train(self, step: int, solo_s: float) -> None:
+    def add_train(self, step: int, solo_s: float, held_s: float) -> None:
         """An order of the step's training took so long."""
-        self._train_s[step] = self._train_s.get(step, 0.0) + solo_s
+        self._train.setdefault(step, _Spent()).add(solo_s, held_s)
+
+    def add_between(self, stage: Stage, seconds: float) -> None:
+        """A stage that holds no device took so long."""
+        self._between.setdefault(stage, deque(maxlen=WINDOW_STEPS)).append(seconds)
 
     def end_step(self, step: int) -> None:
         """The step is trained."""
-        shards, train_s = self._rollout_s.pop(step, None), self._train_s.pop(step, None)
+        shards, train = self._rollout.pop(step, None), self._train.pop(step, None)
         has_migrated = step in self._migrated
         self._migrated.pop(step, None)
-        if shards and train_s is not None:
-            self._steps.append((has_migrated, PhaseSeconds(rollout_s=max(shards.values()), train_s=train_s)))
+        if shards and train is not None:
+            rollout = _Spent(
+                max(shard.solo_s for shard in shards.values()), max(shard.held_s for shard in shards.values())
+            )
+            self._steps.append(_Step(rollout=rollout, train=train, has_migrated=has_migrated))
 
     def seconds(self) -> MeasuredSeconds | None:
         """The distribution; None before `MEASURED_STEPS` steps. So many without a migration count alone."""
         if len(self._steps) < MEASURED_STEPS:
             return None
-        counted = [seconds for has_migrated, seconds in self._steps if not has_migrated]
+        counted = [step for step in self._steps if not step.has_migrated]
         if len(counted) < MEASURED_STEPS:
-            counted = [seconds for _, seconds in self._steps]
-        low, median, high = (_quantiles(counted, part) for part in (0.1, 0.5, 0.9))
-        return MeasuredSeconds(num_steps=len(counted), low=low, median=median, high=high)
+            counted = list(self._steps)
+        between_s = sum(_quantile(seconds, 0.5) for seconds in self._between.values())
+
+        def solo(part: float) -> PhaseSeconds:
+            return PhaseSeconds(
+                rollout_s=_quantile([step.rollout.solo_s for step in counted], part),
+                train_s=_quantile([step.train.solo_s for step in counted], part),
+                sync_s=between_s,
+            )
+
+        held = PhaseSeconds(
+            rollout_s=_quantile([step.rollout.held_s for step in counted], 0.5),
+            train_s=_quantile([step.train.held_s for step in counted], 0.5),
+            sync_s=between_s,
+        )
+        return MeasuredSeconds(num_steps=len(counted), low=solo(0.1), median=solo(0.5), high=solo(0.9), held=held)
 
 
 def has_drifted(planned: PhaseSeconds | None, measured: PhaseSeconds) -> bool:
@@ -88,14 +134,7 @@ def has_drifted(planned: PhaseSeconds | None, measured: PhaseSeconds) -> bool:
     return any(abs(now_s - before_s) > DRIFT * before_s for before_s, now_s in pairs)
 
 
-def _quantiles(steps: Sequence[PhaseSeconds], part: float) -> PhaseSeconds:
-    return PhaseSeconds(
-        rollout_s=_quantile([step.rollout_s for step in steps], part),
-        train_s=_quantile([step.train_s for step in steps], part),
-    )
-
-
-def _quantile(values: Sequence[float], part: float) -> float:
+def _quantile(values: Sequence[float] | deque[float], part: float) -> float:
     """The quantile by linear interpolation between the two nearest values."""
     ordered = sorted(values)
     place = part * (len(ordered) - 1)

@@ -213,6 +213,8 @@ class MeasuredSeconds:
     median: PhaseSeconds
     high: PhaseSeconds
     """90 % quantile of each phase."""
+    held: PhaseSeconds
+    """Median of the seconds for which each phase held its devices: computing and hand-overs."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -249,6 +251,9 @@ class Pipeline:
     num_train_nodes: int = 1
     estimate: PhaseSeconds | None = None
     """Solo seconds of a step; None: nothing is known before it runs, and its own first steps are measured."""
+    held: PhaseSeconds | None = None
+    """Seconds for which each phase holds its devices, hand-overs included, where they were measured; None: as
+    `estimate`. They are its load in a meta-iteration; its budget is by what it computes."""
     colocated_estimate: PhaseSeconds | None = None
     """Solo seconds of a step with both phases on the training pool's GPUs; None: as `estimate`."""
     slo_slowdown: float = math.inf

@@ -9,6 +9,7 @@ An order for a shard or a training stage leases its devices; rewards, publicatio
 from __future__ import annotations
 
 from rlmux.core.actions import MigrateShard, RunStage, SetDeviceFraction, Switch
+from rlmux.core.events import ChunkFinished
 from rlmux.core.journal import Journal
 from rlmux.core.leases import Leases
 from rlmux.core.model import DeviceId, OrderId, Phase, Pipeline, Stage
@@ -111,13 +112,25 @@ class Orders:
         solo_s = order.solo_s + (self._state.now_s - order.rate_since_s) / order.slowdown
         return seconds * solo_s / since_s
 
-    def measure(self, run: PipelineRun, order: Order, switch_s: float) -> None:
-        """Count the seconds of an order that has ended for its step: those with its devices, without the switch."""
-        spent_s = self.solo_s(order, max(0.0, self._state.now_s - order.started_s - switch_s))
+    def note_progress(self, order: Order, event: ChunkFinished) -> None:
+        """Take in a progress report."""
+        order.num_active = event.num_active
+        order.num_waiting = event.num_waiting
+        order.num_waiting_for_env = event.num_waiting_for_env
+        order.has_waited_for_env |= event.num_waiting_for_env > 0
+        order.tokens = event.tokens
+
+    def measure(self, run: PipelineRun, order: Order, solo_s: float, switch_s: float) -> None:
+        """Count an order that has ended for its step; `solo_s` are its seconds of computing."""
+        held_s = self.solo_s(order, max(0.0, self._state.now_s - order.started_s - switch_s))
         if order.phase is Phase.ROLLOUT:
-            run.measured.add_rollout(order.step, order.devices[0], spent_s)
-        elif order.phase is Phase.TRAIN and order.stage is not Stage.SFT_WARMUP:
-            run.measured.add_train(order.step, spent_s)
+            if order.has_waited_for_env:
+                solo_s = held_s  # it waits for its own environments alone, too
+            run.measured.add_rollout(order.step, order.devices[0], solo_s, held_s)
+        elif order.phase is not Phase.TRAIN:
+            run.measured.add_between(order.stage, held_s)
+        elif order.stage is not Stage.SFT_WARMUP:
+            run.measured.add_train(order.step, solo_s, held_s)
 
     def _run(
         self,

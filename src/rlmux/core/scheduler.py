@@ -256,7 +256,7 @@ class Scheduler:
             self._groups.catch_up(run)
         solo_s = self._orders.solo_s(order, event.seconds)
         _learn_switch(run, order, event.switch_s)
-        self._orders.measure(run, order, event.switch_s)
+        self._orders.measure(run, order, solo_s, event.switch_s)
         if order.phase is Phase.ROLLOUT:
             run.history.end_shard(order.devices[0], solo_s)
         else:
@@ -273,9 +273,10 @@ class Scheduler:
         if run.status is not PipelineStatus.RUNNING:
             return
         _learn_switch(run, order, event.switch_s)
-        self._orders.measure(run, order, event.switch_s)
+        solo_s = self._orders.solo_s(order, event.seconds)
+        self._orders.measure(run, order, solo_s, event.switch_s)
         if order.phase is Phase.ROLLOUT:
-            run.history.add_pause(order.devices[0], self._orders.solo_s(order, event.seconds))
+            run.history.add_pause(order.devices[0], solo_s)
         self._steps.pause(run, order, is_waiting=event.is_waiting)
         self._dispatch(self._state.group_of(run))
         self._steps.drop_asked_migration(run, order.devices[0])
@@ -287,7 +288,7 @@ class Scheduler:
             return  # it has been started, migrated or begun anew since
         waited_s = self._state.now_s - shard.work.since_s
         run.history.add_wait(waited_s)
-        run.measured.add_rollout(run.rollout_step, event.device, waited_s)
+        run.measured.add_rollout(run.rollout_step, event.device, waited_s, 0.0)
         if run.waits_for_user_code:
             self._groups.catch_up(run)
         self._steps.reply(run, shard)
@@ -303,10 +304,7 @@ class Scheduler:
 
     def _on_chunk_finished(self, event: ChunkFinished) -> None:
         order = self._orders.named(event.order)
-        order.num_active = event.num_active
-        order.num_waiting = event.num_waiting
-        order.num_waiting_for_env = event.num_waiting_for_env
-        order.tokens = event.tokens
+        self._orders.note_progress(order, event)
         run = self._state.runs[order.pipeline]
         if order.stage is Stage.GENERATE:
             num_left = event.num_active + event.num_waiting + event.num_waiting_for_env

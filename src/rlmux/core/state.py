@@ -146,6 +146,8 @@ class Order:
     """Sequences waiting for a slot at the last progress report."""
     num_waiting_for_env: int = 0
     """Sequences waiting for their environment at the last progress report."""
+    has_waited_for_env: bool = False
+    """Whether a progress report told of sequences that wait for their environment."""
     tokens: int = 0
     """Tokens since it began, at the last progress report."""
 
