@@ -11,6 +11,7 @@ from pathlib import Path
 from rlmux.core.errors import UserError
 
 RUN_LOG = "run.db"
+RUN_HEADER = "header.json"
 
 
 @contextmanager
@@ -47,9 +48,9 @@ def _make(parent: Path, stem: str) -> Path:
     raise AssertionError("numbers do not end")
 
 
-def check_run(folder: Path) -> None:
-    """Raises UserError unless the folder holds a run."""
-    if not (folder / RUN_LOG).is_file():
+def check_run(folder: Path, *, may_be_damaged: bool = False) -> None:
+    """Raises UserError unless the folder holds a run. `may_be_damaged`: its log may be gone."""
+    if not (folder / RUN_LOG).is_file() and not (may_be_damaged and (folder / RUN_HEADER).is_file()):
         problem = f"holds no run (no {RUN_LOG})" if folder.is_dir() else "no such folder"
         there = sorted(str(log.parent) for log in Path("runs").glob(f"*/{RUN_LOG}"))
         hint = f", such as {', '.join(there[-3:])}" if there else ""

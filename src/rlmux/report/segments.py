@@ -96,7 +96,7 @@ def seal(connection: sqlite3.Connection, folder: Path, *, number: int, last_seq:
     try:
         connection.execute("VACUUM INTO ?", (str(aside),))
         aside.chmod(0o400)
-        sha256 = _sha256(aside)
+        sha256 = file_sha256(aside)
         sync(aside)
         aside.replace(path)
     except BaseException:
@@ -136,7 +136,7 @@ def _chain(folder: Path, newest: Sealed, successor: str, after: int) -> Iterator
 
 def _check(path: Path, wanted: Sealed, successor: str) -> None:
     try:
-        found = _sha256(path)
+        found = file_sha256(path)
     except FileNotFoundError:
         raise LogError(f"{path}: missing; {successor} goes on from it: bring this sealed segment back") from None
     if found != wanted.sha256:
@@ -155,7 +155,7 @@ def _opened(path: Path) -> Iterator[sqlite3.Connection]:
         connection.close()
 
 
-def _sha256(path: Path) -> str:
+def file_sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 

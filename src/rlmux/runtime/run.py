@@ -42,6 +42,7 @@ from rlmux.runtime.origins import plan_notes, with_origin
 from rlmux.runtime.promises import check_promises
 from rlmux.runtime.run_api import ParseSubmission, RunApi
 from rlmux.runtime.run_folder import FolderWatch, prepare_folder
+from rlmux.runtime.salvage import keep_header
 from rlmux.runtime.worker_backend import WorkerBackend
 from rlmux.runtime.workplace import WorkerOptions
 
@@ -101,6 +102,7 @@ def run_pipelines(
     lock = prepare_folder(folder, is_overwriting=is_overwriting)
     header = run_header(policy=policy.name, backend=backend_name, cluster=cluster, spec=spec)
     log = RunLog.create(folder, header, lock=lock)
+    keep_header(folder, header)
     with contextlib.ExitStack() as undo:
         undo.callback(shutil.rmtree, folder, ignore_errors=True)
         undo.enter_context(log)

@@ -24,6 +24,9 @@ Pictures = Annotated[
     Path | None, typer.Option("--out", metavar="DIR", help="Write pictures (SVG, PNG) and a page there.")
 ]
 Overwrite = Annotated[bool, typer.Option("--overwrite", help="Replace the run that is in --out.")]
+Salvage = Annotated[
+    bool, typer.Option("--salvage", help="Rebuild a damaged log from what is readable, and from nothing else.")
+]
 Retry = Annotated[
     list[str] | None,
     typer.Option("--retry", metavar="NAME", help="Have a pipeline that failed go on; may be repeated."),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -21,8 +23,10 @@ from rlmux.cli.commands.options import (
     PolicyNames,
     ProfileFile,
     Retry,
+    Salvage,
     Sets,
 )
+from rlmux.core.errors import LogError, UserError
 
 if TYPE_CHECKING:
     from rlmux.config import Spec
@@ -124,6 +128,7 @@ def resume(
     keep_open: KeepOpen = False,
     profile: ProfileFile = None,
     retry: Retry = None,
+    salvage: Salvage = False,
     json: Json = False,
 ) -> None:
     """Continue a run that was stopped or that crashed.
@@ -136,30 +141,55 @@ def resume(
     """
     from rlmux.cli import folders
 
-    folders.check_run(folder)
+    folders.check_run(folder, may_be_damaged=salvage)
+    if salvage:
+        _salvage(folder)
 
     from rlmux.cli import inputs
     from rlmux.cli.live import Live
     from rlmux.cli.preflight import complaints_about
     from rlmux.runtime import launch
 
-    spec = launch.spec_of(folder)
-    chosen, estimate_switch = inputs.policy_and_switches(spec, profile)
-    with Live(spec, is_quiet=json, is_resuming=True) as live:
-        result = launch.resume_run(
-            spec,
-            folder,
-            policy=chosen,
-            estimate_switch=estimate_switch,
-            listeners=[live],
-            is_kept_open=keep_open,
-            address=address,
-            retry=retry or (),
-            check_training=complaints_about,
-        )
+    with _telling_of_salvage(folder):
+        spec = launch.spec_of(folder)
+        chosen, estimate_switch = inputs.policy_and_switches(spec, profile)
+        with Live(spec, is_quiet=json, is_resuming=True) as live:
+            result = launch.resume_run(
+                spec,
+                folder,
+                policy=chosen,
+                estimate_switch=estimate_switch,
+                listeners=[live],
+                is_kept_open=keep_open,
+                address=address,
+                retry=retry or (),
+                check_training=complaints_about,
+            )
     if result.was_over:
         typer.echo("rlmux: nothing to resume: every pipeline is over", err=True)
     _end(result, json)
+
+
+def _salvage(folder: Path) -> None:
+    """Rebuild the log, and say what is missing."""
+    from rlmux.runtime import launch, salvage
+
+    salvaged = salvage.salvage(folder)
+    lines = ["its log is whole: nothing to salvage"] if salvaged is None else salvaged.lines()
+    known = [given.name for given in launch.spec_of(folder).pipelines]
+    for line in [*lines, *salvage.unknown_pipelines(folder, known)]:
+        typer.echo(f"rlmux: {folder}: {line}", err=True)
+
+
+@contextmanager
+def _telling_of_salvage(folder: Path) -> Iterator[None]:
+    """Adds to an error about a damaged log what can be done about it."""
+    try:
+        yield
+    except UserError:
+        raise
+    except LogError as error:
+        raise LogError(f"{error}; what is readable of a damaged log: rlmux resume {folder} --salvage") from None
 
 
 def chaos(
