@@ -51,9 +51,7 @@ class Salvaged:
         lines += [f"rows {first} to {last} are missing" for first, last in self.missing]
         if self.num_set_aside:
             lines.append(f"{self.num_set_aside} events and orders behind them are left out: their past is missing")
-        lines.append(
-            "what a row said that is not there is unknown: a pipeline that was over may do its last step again"
-        )
+        lines.append("what missing rows said is unknown: a pipeline that was over may do its last step again")
         lines.append(f"the damaged files are in {self.old_files}")
         return lines
 
