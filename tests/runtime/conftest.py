@@ -288,6 +288,7 @@ class Worker:
 
     pid: int | None = 1
     call_limit_s = 60.0
+    asked_s: float | None = None
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -318,6 +319,9 @@ class Worker:
 
     def is_overdue(self, now_s: float) -> bool:
         return False
+
+    def activity(self) -> None:
+        return None
 
     def end(self) -> None:
         pass

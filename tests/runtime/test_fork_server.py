@@ -111,6 +111,38 @@ with ThreadPoolExecutor(2) as threads:
 """
 
 
+SERVER_KILLED = """
+import os, signal
+from pathlib import Path
+from rlmux.runtime.processes import WorkerProcess, fork_server_pid, warm_up
+
+warm_up()
+def start():
+    return WorkerProcess("w", __import__, ("os",), cores=(), log_path=Path("log"), call_limit_s=60.0)
+
+first, second, server = start(), start(), fork_server_pid()
+os.kill(server, signal.SIGKILL)
+endings = [first.how_it_ended()]
+third = start()
+assert fork_server_pid() != server
+endings.append(second.how_it_ended())
+said = f"its fork server, process {server}, was killed by SIGKILL; a new one is started"
+assert endings == [said, said], endings
+third.kill()
+leaves = start()
+leaves.call(0.0, "_exit", (255,), print)
+assert leaves.how_it_ended() == "exit code 255", "its own doing"
+"""
+
+
+def test_a_worker_that_ends_with_its_fork_server_says_so(tmp_path):
+    """Also where a new server was started meanwhile; the exit code alone, 255, says nothing."""
+    script = tmp_path / "script.py"
+    script.write_text(SERVER_KILLED)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+
+
 def run_as_borrower(code: str, tmp_path: Path) -> str:
     """What a script says that borrows this process's fork server."""
     script = tmp_path / "script.py"

@@ -13,6 +13,7 @@ import stat
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -21,6 +22,7 @@ import pytest
 from rlmux.core.errors import UserError
 from rlmux.core.model import PipelineStatus
 from rlmux.core.scheduler import Scheduler
+from rlmux.engines import checkpoint
 from rlmux.policies import make_policy
 from rlmux.report.codec import encode
 from rlmux.report.log import LogReader
@@ -156,6 +158,37 @@ def test_a_damaged_checkpoint_is_told_of_and_the_one_before_it_taken(
         assert f"step_{steps[fields['pipeline']]}" in fields["reason"]
         assert "falling back" in fields["reason"]
     assert weights(result.summary) == weights(undisturbed.summary)
+
+
+def test_no_checkpoint_is_hashed_by_the_controller(real, pair, undisturbed, stopped, tmp_path, monkeypatch):
+    """It has others to serve, and a checkpoint takes as long as the disk: workers find the damage."""
+
+    def fail(path: Path) -> str:
+        raise AssertionError(f"{path} is read by the controller")
+
+    folder = copy_of(stopped, tmp_path / "run")
+    flip_a_bit(folder / "sort" / f"step_{newest_step(folder / 'sort')}" / "model.safetensors")
+    monkeypatch.setattr(checkpoint, "_file_sha256", fail)
+    recorder = InterruptsAt("none", 0)
+    result = resume(real, pair, folder, listeners=[recorder])
+    assert [note.fields["pipeline"] for note in recorder.notes if note.type == "warning"] == ["sort"]
+    assert weights(result.summary) == weights(undisturbed.summary)
+
+
+def test_what_the_file_says_of_checkpoints_is_what_is_kept_and_resuming_heeds_it(real, pair, undisturbed, tmp_path):
+    sort, tool = pair
+    given = [replace(sort, checkpoint_every=2, keep_checkpoints=1), replace(tool, checkpoint_every=3)]
+    folder = tmp_path / "run"
+    assert not run(real, given, folder, listeners=[InterruptsAt("tool", 4)]).is_complete
+    assert all(step % 2 == 0 for step in steps_of(folder / "sort"))
+    assert len(steps_of(folder / "sort")) <= 1
+    result = resume(real, given, folder)
+    assert steps_of(folder / "sort") == [STEPS], "one is kept, the last step's"
+    assert weights(result.summary) == weights(undisturbed.summary)
+
+
+def steps_of(folder: Path) -> list[int]:
+    return sorted(int(path.name[5:]) for path in folder.glob("step_*"))
 
 
 def test_without_any_good_checkpoint_it_begins_again(real, pair, undisturbed, stopped, tmp_path):

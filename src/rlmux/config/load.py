@@ -43,6 +43,12 @@ class PipelineSpec:
     """Class of promise that its engines must keep at least (rl/promise.py); None: whatever they keep."""
     cold_switch: SwitchEstimate | None = None
     """Seconds of the first load of each of its states, to simulate; None: nothing is known of its switches."""
+    call_limit_s: float
+    """Seconds within which a call of a worker must be answered, or show that it lives."""
+    checkpoint_every: int
+    """Steps from one checkpoint to the next."""
+    keep_checkpoints: int
+    """Checkpoints kept to fall back from damaged ones, beyond what staleness needs."""
 
     @property
     def name(self) -> str:
@@ -175,6 +181,9 @@ def _spec(config: RunConfig, source: str, hints: tuple[str, ...]) -> Spec:
                 submit_at_s=given.submit_at_s,
                 promise=given.promise,
                 cold_switch=make_cold_switch(given.estimate),
+                call_limit_s=given.call_limit_s,
+                checkpoint_every=given.checkpoint_every,
+                keep_checkpoints=given.keep_checkpoints,
             )
             for given in config.pipelines
         ),

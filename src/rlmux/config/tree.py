@@ -180,6 +180,13 @@ class PipelineConfig(PipelineKeys):
     refuses a file that asks for more. Without: whatever they keep."""
     submit_at_s: NonNegativeFloat = 0.0
     """Seconds from the start of the run to the submission."""
+    checkpoint_every: Count = 1
+    """Steps from one checkpoint to the next. The last step always has one."""
+    keep_checkpoints: Count = 2
+    """Checkpoints kept to fall back from damaged ones, beyond those that `algorithm.staleness` needs."""
+    call_limit_s: PositiveFloat = 120.0
+    """Seconds after which a worker is replaced that neither answers its call nor shows that it lives. Calls that are
+    long by nature (building a model, loading, checkpoints) show it while they compute; user code, with each answer."""
     estimate: EstimateConfig | None = None
     """Solo seconds of one step. Needed by `plan` and `simulate`; without, `run` measures them."""
     footprint: FootprintConfig = field(default_factory=FootprintConfig)

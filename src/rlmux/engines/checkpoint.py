@@ -4,7 +4,7 @@
       config.json  model.safetensors  tokenizer files    a Hugging Face model
       optimizer.safetensors                              moments
       reference.safetensors                              with a KL penalty only
-      state.json                                         numbers, and the sha256 of each file and of itself
+      state.json                                         numbers, and length and sha256 of each file and of itself
 
 Invariant: a folder without `.tmp-` or `.old-` in its name is whole: state.json is written last, everything is
 fsynced, then the folder is renamed. Nothing is pickled.
@@ -37,7 +37,8 @@ def write_checkpoint(folder: Path, write_files: Callable[[Path], None], state: d
     write_files(aside)
     names = sorted(path.name for path in aside.iterdir())
     files = {name: _file_sha256(aside / name) for name in names}
-    whole = {"format": FORMAT, **state, "files": files}
+    sizes = {name: (aside / name).stat().st_size for name in names}
+    whole = {"format": FORMAT, **state, "files": files, "bytes": sizes}
     (aside / STATE_FILE).write_text(json.dumps({**whole, "sha256": _state_sha256(whole)}, indent=1) + "\n")
     for name in [*names, STATE_FILE]:
         sync_path(aside / name)
@@ -47,6 +48,18 @@ def write_checkpoint(folder: Path, write_files: Callable[[Path], None], state: d
 
 def read_checkpoint(folder: Path) -> dict[str, Any]:
     """The numbers in state.json, once every file is found to be as it was written; CheckpointError otherwise."""
+    state = read_state(folder)
+    for name, expected in state["files"].items():
+        if _file_sha256(folder / name) != expected:
+            raise CheckpointError(f"{folder / name} is damaged: its sha256 is not the one in {STATE_FILE}")
+    return state
+
+
+def read_state(folder: Path) -> dict[str, Any]:
+    """The numbers in state.json, once it is whole and every file is there in its length; CheckpointError otherwise.
+
+    Reads no other file, however large they are.
+    """
     path = folder / STATE_FILE
     if not path.is_file():
         raise CheckpointError(f"{folder} is not a whole checkpoint: no {STATE_FILE}")
@@ -59,11 +72,13 @@ def read_checkpoint(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{path} is damaged: its own sha256 does not fit")
     if state["format"] > FORMAT:
         raise CheckpointError(f"{path} has format {state['format']}; this rlmux reads up to {FORMAT}")
-    for name, expected in state["files"].items():
+    sizes = state.get("bytes", {})  # a checkpoint of 0.1.0 has none
+    for name in state["files"]:
         if not (folder / name).is_file():
             raise CheckpointError(f"{folder} is not a whole checkpoint: no {name}")
-        if _file_sha256(folder / name) != expected:
-            raise CheckpointError(f"{folder / name} is damaged: its sha256 is not the one in {STATE_FILE}")
+        size = (folder / name).stat().st_size
+        if size != sizes.get(name, size):
+            raise CheckpointError(f"{folder / name} is damaged: {size} bytes instead of {sizes[name]}")
     return state
 
 

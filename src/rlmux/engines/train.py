@@ -29,7 +29,7 @@ from torch import nn
 
 from rlmux.core.errors import CheckpointError, IllegalTransitionError, PipelineError, UserError
 from rlmux.core.model import Stage
-from rlmux.engines.checkpoint import read_checkpoint
+from rlmux.engines.checkpoint import read_checkpoint, read_state
 from rlmux.engines.model_io import build_model
 from rlmux.engines.packed_attention import pack_attention
 from rlmux.engines.rl_step import RlStep
@@ -200,13 +200,14 @@ class TorchTrainEngine:
             tensors=self._state.copies(),
         )
 
-    def restore(self, folder: Path) -> None:
+    def restore(self, folder: Path, *, is_verified: bool = False) -> None:
         """Take over a checkpoint; what was under way is dropped, and the next step repeats bit for bit.
 
-        Raises CheckpointError for one that is damaged, of another origin or of another model.
+        `is_verified`: its checksums were found to hold. Raises CheckpointError for one that is damaged, of another
+        origin or of another model.
         """
         self._state.require_loaded()
-        state = read_checkpoint(folder)
+        state = read_state(folder) if is_verified else read_checkpoint(folder)
         complaint = None if self._origin is None else self._origin.complaint_about(state)
         if complaint is not None:
             raise CheckpointError(f"{folder} is {complaint}")

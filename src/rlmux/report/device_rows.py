@@ -34,6 +34,7 @@ CLASS_BY_CAUSE = {
     Cause.MIGRATION: "sync",
     Cause.HELD_BACK: "held",
     Cause.LOST: "lost",
+    Cause.STANDSTILL: "lost",
     Cause.CONTROL: "ctrl",
     Cause.NOTHING_ADMITTED: "idle",
     Cause.DOWN: "idle",

@@ -40,7 +40,7 @@ from rlmux.core.events import (
 from rlmux.core.model import PHASE_BY_STAGE, DeviceId, OrderId, Phase, PipelineId, PipelineStatus, Stage
 from rlmux.report.log import Entry
 from rlmux.report.progress import OrderProgress
-from rlmux.report.records import STOPPED, Ending, Instant, OrderRecord, Pin, PipelineRecord
+from rlmux.report.records import STOPPED, Ending, Instant, OrderRecord, Pin, PipelineRecord, Standstill
 
 
 class History:
@@ -53,6 +53,7 @@ class History:
         self.pins: list[Pin] = []
         self.pipelines: dict[PipelineId, PipelineRecord] = {}
         self.instants: list[Instant] = []
+        self.standstills: list[Standstill] = []
         self.down: list[tuple[float, float]] = []
         """Stretches (begin, end) from the last row of a process to the first row of the one that resumed its run."""
         self.decisions_s: list[float] = []
@@ -340,6 +341,9 @@ class History:
             record.status = str(fields.get("status", record.status))
             record.reason = str(fields.get("reason") or record.reason)
             record.weights_sha256 = fields.get("weights_sha256", record.weights_sha256)
+        elif type == "standstill":
+            began_s, devices = float(fields["began_s"]), tuple(DeviceId(*device) for device in fields["devices"])
+            self.standstills.append(Standstill(pipeline, devices, began_s, began_s + float(fields["seconds"])))
         elif type == "resumed":
             self._on_resumed(time_s)
         elif type == "end":

@@ -33,7 +33,7 @@ _LEGEND = (
     ("switch", "switch"),
     ("starting", "worker starting"),
     ("held", "held back by the policy"),
-    ("lost", "lost work"),
+    ("lost", "lost work, worker stood still"),
     ("ctrl", "control"),
     ("idle", "nothing admitted"),
 )
@@ -202,7 +202,7 @@ class _View:
     def _charge_name(self, charge: Charge) -> str:
         if charge.kind is Kind.BUSY:
             return f"{charge.pipeline}" if charge.cause is Cause.COMPUTE else f"{charge.cause} of {charge.pipeline}"
-        in_order = charge.cause in (Cause.TOOL_WAIT, Cause.SWITCH, Cause.STARTING, Cause.LOST)
+        in_order = charge.cause in (Cause.TOOL_WAIT, Cause.SWITCH, Cause.STARTING, Cause.LOST, Cause.STANDSTILL)
         return f"{charge.cause} of {charge.pipeline}" if in_order else charge.label
 
     def colour_of(self, pipeline: PipelineId | None) -> int:

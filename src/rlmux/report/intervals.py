@@ -5,7 +5,8 @@ busy     compute, tail                       the one that computes
 switch   switch, starting                    the one whose state is loaded
 bubble   waiting for rollout | rewards |     the one that is waited for
          training | cycle slot, sync, ...
-         tool wait, lost work, control       the one that holds the device
+         tool wait, lost work, control,      the one that holds the device
+         worker stood still
          held back                           -
 idle     nothing admitted, down              -
 """
@@ -42,6 +43,7 @@ class Cause(StrEnum):
     MIGRATION = "migration"
     HELD_BACK = "held back"
     LOST = "lost work"
+    STANDSTILL = "worker stood still"
     CONTROL = "control"
     NOTHING_ADMITTED = "nothing admitted"
     DOWN = "down"

@@ -6,6 +6,7 @@
 
 The lengths of compute and switch are the events' own measurements. Only the rest is inferred: *starting* in front of a
 cold start's computing, *tool wait* after a chunk whose trajectories all wait for their environment, else *control*.
+What a worker stood still in the middle of a call is neither: the log says when that was.
 
 *Tail*: the time after a chunk at which a rollout decodes at most an eighth of the most sequences that its pipeline ever
 had active on this device, while none waits for a slot.
@@ -13,21 +14,27 @@ had active on this device, while none waits for a slot.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 
 from rlmux.core.actions import Switch
 from rlmux.core.model import Stage
 from rlmux.report.intervals import Cause, Interval, Kind
-from rlmux.report.records import Ending, OrderRecord
+from rlmux.report.records import Ending, OrderRecord, Standstill
 
 TAIL_PART = 1 / 8
 """Part of the most active sequences at or below which a rollout is in its tail."""
 
 
-def lay_out_order(order: OrderRecord, peak_active: int, now_s: float) -> list[Interval]:
-    """What one order did with the time it held its device, without gaps or overlaps."""
+def lay_out_order(
+    order: OrderRecord, peak_active: int, now_s: float, standstills: Sequence[Standstill] = ()
+) -> list[Interval]:
+    """What one order did with the time it held its device, without gaps or overlaps.
+
+    `standstills`: those of its pipeline's workers on that device, oldest first.
+    """
     end_s = min(order.end_s, now_s)
-    pieces = _Pieces(order)
+    pieces = _Pieces(order, standstills)
     at_s, seconds, tokens = order.start_s, 0.0, 0
     wait, label = (Cause.STARTING if order.switch is Switch.COLD else Cause.CONTROL), Cause.COMPUTE
     switch_s = order.switch_s
@@ -62,14 +69,31 @@ class _Pieces:
     then one computation, so that milliseconds between chunks add up instead of cutting the picture to
     shreds."""
 
-    def __init__(self, order: OrderRecord) -> None:
+    def __init__(self, order: OrderRecord, standstills: Sequence[Standstill]) -> None:
         self._order = order
+        self._standstills = [one for one in standstills if one.end_s > order.start_s and one.start_s < order.end_s]
         self._done: list[Interval] = []
         self._names: tuple[Cause, Cause] | None = None
         self._start_s = self._end_s = order.start_s
         self._wait_s = self._switch_s = self._compute_s = 0.0
 
     def add(self, start_s: float, end_s: float, wait: Cause, switch_s: float, compute: Cause, compute_s: float) -> None:
+        """Add the window between two reports, without what its worker stood still."""
+        for standstill in self._standstills:
+            begin_s, over_s = max(start_s, standstill.start_s), min(end_s, standstill.end_s)
+            if over_s <= begin_s:
+                continue
+            after_s = min(compute_s, end_s - over_s)  # the worker's own seconds count the standstill as well
+            before_s = min(compute_s - after_s, begin_s - start_s)
+            self._add_window(start_s, begin_s, wait, switch_s, compute, before_s)
+            self._flush()
+            self._done.append(self._interval(begin_s, over_s, Kind.BUBBLE, Cause.STANDSTILL))
+            start_s, switch_s, compute_s = over_s, 0.0, after_s
+        self._add_window(start_s, end_s, wait, switch_s, compute, compute_s)
+
+    def _add_window(
+        self, start_s: float, end_s: float, wait: Cause, switch_s: float, compute: Cause, compute_s: float
+    ) -> None:
         window_s = max(0.0, end_s - start_s)
         compute_s = min(max(0.0, compute_s), window_s)
         switch_s = min(switch_s, window_s - compute_s)

@@ -62,6 +62,16 @@ class OrderRecord:
         return not self.is_redone and self.ending is not Ending.LOST
 
 
+@dataclass(frozen=True, slots=True)
+class Standstill:
+    """A worker stood still in the middle of a call: stopped, or given no processor."""
+
+    pipeline: PipelineId
+    devices: tuple[DeviceId, ...]
+    start_s: float
+    end_s: float
+
+
 @dataclass(slots=True)
 class Pin:
     """A pipeline holds nodes, from its admission to its release."""

@@ -27,7 +27,7 @@ from rlmux.report.gaps import GapNamer
 from rlmux.report.history import History
 from rlmux.report.intervals import Cause, Charge, Interval, Kind
 from rlmux.report.layout import lay_out_order
-from rlmux.report.records import Instant, OrderRecord, PipelineRecord
+from rlmux.report.records import Instant, OrderRecord, PipelineRecord, Standstill
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,8 +80,13 @@ def build_timeline(history: History) -> Timeline:
             for device in order.devices:
                 orders_by_device.setdefault(device, []).append(order)
     namer = GapNamer(history, orders_by_device, start_s, end_s)
+    standstills: dict[DeviceId, list[Standstill]] = {}
+    for standstill in history.standstills:
+        for device in standstill.devices:
+            standstills.setdefault(device, []).append(standstill)
     devices = {
-        device: _lay_out_device(device, orders, namer, start_s, end_s) for device, orders in orders_by_device.items()
+        device: _lay_out_device(device, orders, namer, start_s, end_s, standstills.get(device, ()))
+        for device, orders in orders_by_device.items()
     }
     return Timeline(
         header=history.header,
@@ -106,7 +111,12 @@ def _devices(history: History) -> list[DeviceId]:
 
 
 def _lay_out_device(
-    device: DeviceId, orders: list[OrderRecord], namer: GapNamer, start_s: float, end_s: float
+    device: DeviceId,
+    orders: list[OrderRecord],
+    namer: GapNamer,
+    start_s: float,
+    end_s: float,
+    standstills: Sequence[Standstill],
 ) -> DeviceTimeline:
     peaks: dict[PipelineId, int] = {}
     for order in orders:
@@ -117,7 +127,8 @@ def _lay_out_device(
     held: list[Interval] = []
     for order in orders:
         lane = next((lane for lane, free_s in enumerate(lanes) if free_s <= order.start_s), len(lanes))
-        pieces = lay_out_order(order, peaks.get(order.pipeline, 0), end_s)
+        its_standstills = [one for one in standstills if one.pipeline == order.pipeline]
+        pieces = lay_out_order(order, peaks.get(order.pipeline, 0), end_s, its_standstills)
         lanes[lane : lane + 1] = [min(order.end_s, end_s)]
         held += [replace(piece, lane=lane) for piece in pieces] if lane else pieces
     gaps = namer.name_gaps(device, held)

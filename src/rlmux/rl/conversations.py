@@ -11,7 +11,7 @@ other turns than before: a fresh environment is then told all of them again.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import groupby
 from typing import Any
@@ -27,8 +27,9 @@ from rlmux.rl.vocabulary import Vocabulary
 class Conversations:
     """Owns the replies that are pending; everything that was said lies in the episodes."""
 
-    def __init__(self, task: Task, vocabulary: Vocabulary, limit_s: float) -> None:
-        """`limit_s`: seconds that an environment may take for one reply."""
+    def __init__(self, task: Task, vocabulary: Vocabulary, limit_s: float, on_answer: Callable[[], None]) -> None:
+        """`limit_s`: seconds that an environment may take for one reply. `on_answer`: called after each call of one."""
+        self._on_answer = on_answer
         self._task = task
         self._vocabulary = vocabulary
         self._limit_s = limit_s
@@ -54,7 +55,7 @@ class Conversations:
             if environment is not None:
                 due.append((episode, texts[-1], environment))
         calls = [(_name(episode), partial(environment.reply, text)) for episode, text, environment in due]
-        results = call_each(calls, self._limit_s)
+        results = call_each(calls, self._limit_s, self._on_answer)
         for (episode, text, _), (name, _), result in zip(due, calls, results, strict=True):
             if inspect.isawaitable(result):
                 self._told[episode.request.id] = episode, [*episode.turns, text]
@@ -112,7 +113,7 @@ class Conversations:
         return episode.environment
 
     def _call(self, name: str, call: Any) -> Any:
-        (result,) = call_and_await([(name, call)], self._limit_s)
+        (result,) = call_and_await([(name, call)], self._limit_s, self._on_answer)
         return result
 
     def _record(self, episode: Episode, text: str, result: Any) -> None:

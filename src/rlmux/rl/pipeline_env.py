@@ -46,9 +46,13 @@ _KEPT_BATCHES = 3
 class PipelineEnv:
     """Makes requests, answers turns, scores trajectories, builds batches."""
 
-    def __init__(self, config: TrainingConfig) -> None:
-        """Raises UserError for an unknown task or algorithm and for options out of range."""
+    def __init__(self, config: TrainingConfig, *, on_answer: Callable[[], None] = lambda: None) -> None:
+        """`on_answer`: called after each call of the user's code.
+
+        Raises UserError for an unknown task or algorithm and for options out of range.
+        """
         self._config = config
+        self._on_answer = on_answer
         self._algorithm = _algorithm_of(config)
         self._vocabulary: Vocabulary = load_vocabulary(config.model)
         self._task: Task = make_task(config.task, seed=config.seed, vocabulary=self._vocabulary)
@@ -59,7 +63,7 @@ class PipelineEnv:
         self._batch_by_step: dict[int, TrainingBatch] = {}
         """Batches of the last finished steps."""
         self._last_finished_step = 0
-        self._conversations = Conversations(self._task, self._vocabulary, self._limit_s)
+        self._conversations = Conversations(self._task, self._vocabulary, self._limit_s, on_answer)
         self._unanswered: dict[TrajectoryId, FinishedTurn] = {}
         """Turns that `on_turns` was given and has not answered yet."""
 
@@ -201,7 +205,7 @@ class PipelineEnv:
         else:
             batches = [[episode] for episode in ended]
         calls = [(self._score_name(batch), self._score_call(batch)) for batch in batches]
-        for batch, result in zip(batches, call_and_await(calls, self._limit_s), strict=True):
+        for batch, result in zip(batches, call_and_await(calls, self._limit_s, self._on_answer), strict=True):
             rewards = self._reward.check(result, len(batch))
             for episode, reward in zip(batch, rewards, strict=True):
                 episode.reward = reward
@@ -227,7 +231,7 @@ class PipelineEnv:
         return Response(text=self._vocabulary.decode(turn.tokens), token_ids=turn.tokens, turns=tuple(turns))
 
     def _call_user(self, name: str, call: Callable[[], Any]) -> Any:
-        (result,) = call_and_await([(name, call)], self._limit_s)
+        (result,) = call_and_await([(name, call)], self._limit_s, self._on_answer)
         return result
 
     @property

@@ -38,8 +38,14 @@ class _OutOfTime(BaseException):
     """Not an Exception, so that an `except Exception` in the user's code lets it through."""
 
 
-def call_each(calls: Sequence[tuple[str, Callable[[], Any]]], limit_s: float) -> list[Any]:
-    """Make each named call and return the results, awaitables as they are, in order.
+def _nothing() -> None:
+    """What is done after an answer by default."""
+
+
+def call_each(
+    calls: Sequence[tuple[str, Callable[[], Any]]], limit_s: float, on_answer: Callable[[], None] = _nothing
+) -> list[Any]:
+    """Make each named call and return the results, awaitables as they are, in order. `on_answer`: called after each.
 
     Raises PipelineError for the first that fails or takes longer than `limit_s` seconds.
     """
@@ -51,6 +57,7 @@ def call_each(calls: Sequence[tuple[str, Callable[[], Any]]], limit_s: float) ->
                     ring_after(limit_s)
                     results.append(call())
                     ring_after(0)
+                on_answer()
     except BaseException:
         for result in results:
             if inspect.iscoroutine(result):
@@ -59,12 +66,14 @@ def call_each(calls: Sequence[tuple[str, Callable[[], Any]]], limit_s: float) ->
     return results
 
 
-def call_and_await(calls: Sequence[tuple[str, Callable[[], Any]]], limit_s: float) -> list[Any]:
-    """Make each named call, await the awaitables together, and return the results in order.
+def call_and_await(
+    calls: Sequence[tuple[str, Callable[[], Any]]], limit_s: float, on_answer: Callable[[], None] = _nothing
+) -> list[Any]:
+    """Make each named call, await the awaitables together, and return the results in order. `on_answer` as above.
 
     Raises PipelineError for the first that fails or takes longer than `limit_s` seconds.
     """
-    results = call_each(calls, limit_s)
+    results = call_each(calls, limit_s, on_answer)
     pending: PendingCalls[int] = PendingCalls(limit_s)
     for place, (result, (name, _)) in enumerate(zip(results, calls, strict=True)):
         if inspect.isawaitable(result):

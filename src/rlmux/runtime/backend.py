@@ -11,7 +11,7 @@ and pass the same conformance tests: those in tests/runtime that take `make_back
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +21,7 @@ from rlmux.core.model import Pipeline, PipelineId
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.origin import Origin
 from rlmux.rl.promise import Promise
+from rlmux.runtime.workplace import WorkerOptions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,8 +29,8 @@ class Note:
     """A record for people and reports; no decision depends on it."""
 
     type: str
-    """One of `promise`, `step`, `rollout`, `checkpoint`, `worker`, `loss`, `failure`, `spill`, `warning`,
-    `neighbour`."""
+    """One of `promise`, `step`, `rollout`, `checkpoint`, `worker`, `loss`, `failure`, `spill`, `standstill`,
+    `warning`, `neighbour`."""
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -46,6 +47,15 @@ class Submission:
     """The least that its engines must keep; None: whatever they keep."""
     inputs: Sequence[Path] = ()
     """Files of the user that the pipeline reads, whose changes are told of when it goes on."""
+    call_limit_s: float | None = None
+    """As in WorkerOptions, for this pipeline; so are the next two. None: as the backend has it."""
+    checkpoint_every: int | None = None
+    keep_checkpoints: int | None = None
+
+    def worker_options(self, options: WorkerOptions) -> WorkerOptions:
+        """The backend's options with the pipeline's own in their place."""
+        own = {name: getattr(self, name) for name in ("call_limit_s", "checkpoint_every", "keep_checkpoints")}
+        return replace(options, **{name: value for name, value in own.items() if value is not None})
 
 
 class Backend(Protocol):

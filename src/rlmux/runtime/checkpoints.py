@@ -2,9 +2,13 @@
 
     PIPELINE/step_12/  step_13/  latest      each folder whole by the way it is written; `latest` names the newest
 
-A damaged checkpoint is skipped for the one before it, with a warning. With staleness k, step n + 1 samples from version
-n - k: training can resume from a checkpoint when the k versions before it are good too. A pipeline that is not over
-resumes from before its last step, even where that step's checkpoint exists: the end is told after it is written.
+A damaged checkpoint is skipped for the one before it, with a warning. It is only looked at here: its numbers, and that
+every file is there in its length. That every byte is as it was written is for a worker to verify before any is used:
+hashing takes as long as the disk, and the controller has others to serve.
+
+With staleness k, step n + 1 samples from version n - k: training can resume from a checkpoint when the k versions
+before it are good too. A pipeline that is not over resumes from before its last step, even where that step's checkpoint
+exists: the end is told after it is written.
 """
 
 from __future__ import annotations
@@ -21,7 +25,7 @@ from typing import NamedTuple
 
 from rlmux.core.errors import CheckpointError
 from rlmux.core.model import PipelineId
-from rlmux.engines.checkpoint import read_checkpoint
+from rlmux.engines.checkpoint import read_state
 from rlmux.engines.files import sync_path
 from rlmux.rl.origin import Origin
 from rlmux.runtime.backend import Note, Submission
@@ -30,8 +34,11 @@ _NAME = re.compile(r"step_(\d+)")
 _ASIDE = re.compile(r"step_\d+\.(tmp|old)-\d+|\.latest\.tmp.*|spilled-.*")
 
 
+_FALLING_BACK = "falling back to the checkpoint before it"
+
+
 class Checkpoint(NamedTuple):
-    """A checkpoint whose every checksum holds."""
+    """A checkpoint that looks whole."""
 
     step: int
     path: Path
@@ -59,6 +66,8 @@ class CheckpointFolder:
         self._first_version = first_version
         self._origin = origin
         self._say = say
+        self._damaged: set[int] = set()
+        """Steps whose checkpoint was found damaged when it was verified (membership tests only)."""
 
     def path(self, step: int) -> Path:
         return self._folder / f"step_{step}"
@@ -84,6 +93,19 @@ class CheckpointFolder:
                 return mine
         return None
 
+    def needed_from(self, step: int) -> list[Path]:
+        """All checkpoints that are read when training resumes from this step's."""
+        return [self.path(each) for each in range(max(self._first_version, step - self._staleness), step + 1)]
+
+    def mark_damaged(self, checkpoint: Path, reason: str) -> None:
+        """It was verified and is not as it was written."""
+        self._damaged.add(self.step_of(checkpoint))
+        self._say(f"{reason}; {_FALLING_BACK}")
+
+    def mark_written(self, checkpoint: Path) -> None:
+        """It was written, perhaps again."""
+        self._damaged.discard(self.step_of(checkpoint))
+
     def remove_leftovers(self) -> None:
         """Remove what a killed worker had begun to write. One that has not died yet may remove its own meanwhile."""
         for path in list(self._folder.iterdir()) if self._folder.is_dir() else ():
@@ -91,13 +113,15 @@ class CheckpointFolder:
                 shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink(missing_ok=True)
 
     def _read(self, step: int) -> Checkpoint | None:
+        if step in self._damaged:
+            return None
         try:
-            state = read_checkpoint(self.path(step))
+            state = read_state(self.path(step))
             complaint = None if self._origin is None else self._origin.complaint_about(state)
             if complaint is not None:
                 raise CheckpointError(f"{self.path(step)} is {complaint}")
         except (CheckpointError, OSError) as error:
-            self._say(f"{error}; falling back to the checkpoint before it")
+            self._say(f"{error}; {_FALLING_BACK}")
             return None
         return Checkpoint(step, self.path(step), state.get("weights_sha256"))
 

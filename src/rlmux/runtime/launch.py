@@ -169,6 +169,9 @@ def submissions(spec: Spec, estimate_switch: EstimateSwitch = estimate_nothing) 
                 submit_at_s=given.submit_at_s,
                 inputs=input_files(given.config, spec.code_folder),
                 promise=None if given.promise is None else Promise(given.promise),
+                call_limit_s=given.call_limit_s,
+                checkpoint_every=given.checkpoint_every,
+                keep_checkpoints=given.keep_checkpoints,
             )
         )
     return taken

@@ -2,6 +2,7 @@
 
     controller process                         worker process
     WorkerProcess.call(method, args, then) ──▶ serve(): method(*args)
+                     heard from it    ◀─────── (None, None)            while a long call lives (heartbeat.py)
               poll() ──▶ then(result) ◀─────── (ok, value) | (failed, error)
 
 Calls are bounded and answered in order; further ones queue here. Processes come from a fork server that has
@@ -23,6 +24,7 @@ import socket
 import struct
 import sys
 import threading
+import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +36,8 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 from rlmux.core.errors import PipelineError, RlmuxError, WorkerLostError
+from rlmux.runtime.activity import Activity, activity_of
+from rlmux.runtime.heartbeat import beat_with
 from rlmux.runtime.reaper import marking
 
 _FORKSERVER = get_context("forkserver")
@@ -48,6 +52,10 @@ that was stopped in the middle of one must not hold its controller."""
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "bad_alloc")
 """Texts by which libraries in C report what Python calls MemoryError."""
 _PR_SET_PDEATHSIG = 1
+_CODE_WITHOUT_SERVER = 255
+"""What multiprocessing takes for the exit code where the fork server is gone that would tell it."""
+_ended_fork_servers: dict[int, str] = {}
+"""How fork servers of this process ended, by process id."""
 BUILD = "build"
 """The call that makes a worker, and nothing else. Any first call does."""
 
@@ -118,16 +126,23 @@ class WorkerProcess:
         self.name = name
         self.pid: int | None = None
         self.call_limit_s = call_limit_s
+        self.num_beats = 0
+        """Signs of life of its calls so far."""
+        self.asked_s: float | None = None
+        """Time at which the present call was sent; None between calls."""
         self._calls: deque[_Call] = deque()
-        self._sent_s: float | None = None
+        self._heard_s: float | None = None
+        """Time at which the present call was sent, or last showed life; None between calls."""
         self._is_read = threading.Lock()
         self.connection, theirs = _FORKSERVER.Pipe()
         work = (theirs, make_worker, args, tuple(cores), gpu, str(log_path))
         try:
             self.process = _started(name, work)
-        except (EOFError, OSError):  # the fork server was killed: the next attempt finds a new one
+        except (EOFError, OSError):  # the fork server was killed: once it has ended, the next attempt finds a new one
+            _ending_of_fork_server(fork_server_pid())
             self.process = _started(name, work)
         self.pid = self.process.pid
+        self._fork_server_pid = None if _is_borrowing() else fork_server_pid()
         self._handle = _open_handle(self.pid)
         theirs.close()
         _limit_transfers(self.connection)
@@ -140,14 +155,14 @@ class WorkerProcess:
 
     def _send(self, now_s: float) -> None:
         call = self._calls[0]
-        self._sent_s = now_s
+        self.asked_s = self._heard_s = now_s
         try:
             self.connection.send((call.method, call.args))
         except OSError as error:
             raise WorkerLostError(f"{self.name} is gone: {error}") from error
 
     def receive(self, now_s: float) -> None:
-        """Take the answer that is there and send the next call.
+        """Take the answer that is there and send the next call; or a sign of life of the present one.
 
         Raises PipelineError (or what the method raised) for a failed call, WorkerLostError if the process is gone.
         """
@@ -157,7 +172,11 @@ class WorkerProcess:
             raise WorkerLostError(f"{self.name} is gone (stopped in the middle of an answer)") from error
         except (EOFError, OSError) as error:
             raise WorkerLostError(f"{self.name} is gone ({self.how_it_ended()})") from error
-        self._sent_s = None
+        if is_ok is None:
+            self.num_beats += 1
+            self._heard_s = now_s if self._calls else None
+            return
+        self.asked_s = self._heard_s = None
         if not is_ok:
             raise value
         call = self._calls.popleft()
@@ -166,8 +185,12 @@ class WorkerProcess:
         call.then(value)
 
     def is_overdue(self, now_s: float) -> bool:
-        """The present call has not been answered within its limit."""
-        return self._sent_s is not None and now_s > self._sent_s + self.call_limit_s
+        """The present call was neither answered nor showed life within its limit."""
+        return self._heard_s is not None and now_s > self._heard_s + self.call_limit_s
+
+    def activity(self) -> Activity | None:
+        """What the process is doing; None where that cannot be told."""
+        return activity_of(self.pid)
 
     def ending(self) -> str | None:
         """How it ended, if it has: `exit code 1`, `killed by SIGKILL`."""
@@ -200,8 +223,15 @@ class WorkerProcess:
         self.pid = None
 
     def how_it_ended(self) -> str:
-        """How it ended, waiting some seconds for its exit code; `its pipe is closed` where none comes."""
+        """How it ended, waiting some seconds for its exit code; `its pipe is closed` where none comes.
+
+        Its fork server tells that code, and ends its workers with itself.
+        """
         code = self._exit_code(_EXIT_REPORT_S)
+        is_untold = code in (None, _CODE_WITHOUT_SERVER)
+        server_ending = _ending_of_fork_server(self._fork_server_pid) if is_untold else None
+        if server_ending is not None:
+            return f"its fork server, process {self._fork_server_pid}, was {server_ending}; a new one is started"
         return "its pipe is closed" if code is None else _told(code)
 
     def _exit_code(self, wait_s: float) -> int | None:
@@ -215,7 +245,31 @@ def _told(code: int) -> str:
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
+def _ending_of_fork_server(pid: int | None) -> str | None:
+    """How a fork server of this process ended; None while it lives, and for one that another process keeps.
+
+    Its pipes close while it ends: it is waited for until it has.
+    """
+    if pid is None:
+        return None
+    until_s = time.monotonic() + _EXIT_REPORT_S
+    with contextlib.suppress(ChildProcessError):
+        while pid not in _ended_fork_servers:
+            ended = os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # it is multiprocessing's to reap
+            if ended is not None:
+                is_exit = ended.si_code == os.CLD_EXITED
+                _ended_fork_servers[pid] = _told(ended.si_status if is_exit else -ended.si_status)
+                break
+            server = activity_of(pid)
+            if server is None or not server.is_ending or time.monotonic() >= until_s:
+                break
+            time.sleep(0.005)
+    return _ended_fork_servers.get(pid)
+
+
 def _started(name: str, work: tuple[Any, ...]) -> BaseProcess:
+    if not _is_borrowing():
+        _ending_of_fork_server(fork_server_pid())  # one that has ended is reaped, and forgotten, below
     process = _FORKSERVER.Process(target=_serve, args=work, name=name, daemon=True)
     with _hidden_main(), contextlib.nullcontext() if _is_borrowing() else marking():
         process.start()  # a fork server that was killed is started again here
@@ -259,6 +313,13 @@ def _serve(
     if cores:
         os.sched_setaffinity(0, cores)
     worker: Any = None
+    sending = threading.Lock()
+
+    def send(answer: tuple[bool | None, Any]) -> None:
+        with sending:
+            connection.send(answer)
+
+    beat_with(lambda: send((None, None)))
     with contextlib.suppress(EOFError, OSError):
         while True:
             method, call_args = connection.recv()
@@ -269,7 +330,7 @@ def _serve(
             except (Exception, SystemExit) as error:  # what user code raises is one pipeline's fault
                 traceback.print_exc()
                 answer = (False, portable_error(error))
-            connection.send(answer)
+            send(answer)
 
 
 def portable_error(error: BaseException) -> RlmuxError:

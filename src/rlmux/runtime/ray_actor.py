@@ -24,6 +24,7 @@ from typing import Any
 import ray
 
 from rlmux.core.errors import RlmuxError, WorkerLostError
+from rlmux.runtime.activity import Activity
 from rlmux.runtime.processes import WorkerProcess, borrow_fork_server, portable_error, warm_up
 from rlmux.runtime.workers import HandOut, RolloutChunk, StepBatch
 
@@ -96,6 +97,10 @@ class Answer:
     """Process id of the worker; None where it could not be started."""
     value: Any = None
     error: RlmuxError | None = None
+    num_beats: int = 0
+    """Signs of life of the worker's calls so far."""
+    activity: Activity | None = None
+    """What its process is doing; None where that cannot be told."""
 
 
 class RayWorkerActor:
@@ -131,11 +136,13 @@ class RayWorkerActor:
         return self._process
 
     def is_there(self) -> Answer:
-        """An error if the worker has died; says nothing of a call that is under way."""
+        """An error if the worker has died; of a call that is under way, how often it has shown that it lives."""
         process = self._process
         ending = process.ending() if process else None
         error = WorkerLostError(f"{self._setup.name} is gone ({ending})") if ending else None
-        return Answer(pid=process.pid if process else None, error=error)
+        if process is None:
+            return Answer(pid=None, error=error)
+        return Answer(pid=process.pid, error=error, num_beats=process.num_beats, activity=process.activity())
 
     def answer(self, call: Call) -> Answer:
         pid = None
@@ -153,8 +160,9 @@ class RayWorkerActor:
         args = [ray.get(arg) if isinstance(arg, ray.ObjectRef) else arg for arg in call.args]
         answers: list[Any] = []
         process.call(0.0, call.method, tuple(args), answers.append)
-        wait([process.connection])
-        process.receive(0.0)
+        while not answers:
+            wait([process.connection])
+            process.receive(0.0)
         return answers[0]
 
     def end(self) -> None:

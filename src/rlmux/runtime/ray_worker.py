@@ -1,11 +1,13 @@
 """One actor as the controller sees it: the calls that wait for it, and regular looks whether it still lives.
 
 busy    the reference of the answer    ──▶ fetch ──▶ receive ──▶ then(value)
+busy for long   looks at what the process does, and how often the call has shown that it lives
 idle    the reference of a look, one a second   ──▶ nothing, or the worker is lost; the first one tells its process id
 """
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable
@@ -15,6 +17,7 @@ import ray
 import ray.exceptions
 
 from rlmux.core.errors import PipelineError, RlmuxError, WorkerLostError
+from rlmux.runtime.activity import Activity
 from rlmux.runtime.ray_actor import Answer, Call
 from rlmux.runtime.ray_cluster import RayNode
 
@@ -50,7 +53,15 @@ class RayWorker:
         self._pending: ray.ObjectRef[Any] | None = None
         self._look: ray.ObjectRef[Any] | None = None
         self._looked_s = 0.0
-        self._sent_s: float | None = None
+        self._heard_s: float | None = None
+        """Time at which the present call was sent, or last showed life; None between calls."""
+        self.asked_s: float | None = None
+        """Time at which the present call was sent; None between calls."""
+        self._num_beats = 0
+        self._activity: Activity | None = None
+        """As of the last look."""
+        self._beat_look: ray.ObjectRef[Any] | None = None
+        self._beat_looked_s = 0.0
         self._unavailable_since_s: float | None = None
         self._answer: Any = None
 
@@ -69,7 +80,8 @@ class RayWorker:
 
     def _send(self, now_s: float) -> None:
         call, _ = self._calls[0]
-        self._sent_s = now_s
+        self.asked_s = self._heard_s = now_s
+        self._activity = None
         self._unavailable_since_s = None  # what a look found says nothing of this call
         self._pending = self.actor.answer.remote(call)
 
@@ -116,7 +128,8 @@ class RayWorker:
 
     def receive(self, now_s: float) -> None:
         answer, self._answer = self._answer, None
-        is_look, self._pending, self._sent_s = self._pending is None, None, None
+        is_look, self._pending = self._pending is None, None
+        self.asked_s = self._heard_s = None
         if isinstance(answer, RlmuxError):
             raise answer
         self.pid, self._looked_s = answer.pid, time.monotonic()
@@ -130,7 +143,31 @@ class RayWorker:
         then(answer.value)
 
     def is_overdue(self, now_s: float) -> bool:
-        return self._sent_s is not None and now_s > self._sent_s + self.call_limit_s
+        if self._heard_s is None:
+            return False
+        if self.asked_s is not None and now_s > self.asked_s + min(LOOK_EVERY_S, self.call_limit_s / 2):
+            self._look_for_life(now_s)
+        return now_s > self._heard_s + self.call_limit_s
+
+    def activity(self) -> Activity | None:
+        """What its process was doing at the last look; None before the first one of a call."""
+        return self._activity
+
+    def _look_for_life(self, now_s: float) -> None:
+        """What the process does, and whether its call has shown life: its actor says so while the call goes on."""
+        if self._beat_look is None:
+            if now_s - self._beat_looked_s >= min(LOOK_EVERY_S, self.call_limit_s / 8):
+                self._beat_look, self._beat_looked_s = self.actor.is_there.remote(), now_s
+            return
+        ready, _ = ray.wait([self._beat_look], timeout=0)
+        if not ready:
+            return
+        self._beat_look = None
+        with contextlib.suppress(ray.exceptions.RayError):  # the call's own answer says what is wrong
+            seen = ray.get(ready[0])
+            self._activity = seen.activity
+            if seen.num_beats > self._num_beats:
+                self._num_beats, self._heard_s = seen.num_beats, now_s
 
     def end(self) -> None:
         self._leave("end")

@@ -56,7 +56,7 @@ class TrainDriver:
         self._states = states
         self._promises = promises
         self._supervisor = supervisor
-        self._options = options
+        self._options = workers.submission.worker_options(options)
         self._batch_by_step: dict[int, StepBatch] = {}
         """Batches of steps that are scored and not published."""
         self._trainer_step = 0
@@ -173,6 +173,7 @@ class TrainDriver:
 
     def _note_checkpoints(self, written: Sequence[Written]) -> None:
         for each in written:
+            self._workers.checkpoints.mark_written(each.folder)
             self._outbox.add_note(checkpoint_note(self._workers.id, each))
 
 

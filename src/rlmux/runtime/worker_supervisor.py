@@ -33,6 +33,7 @@ from rlmux.runtime.checkpoints import CheckpointFolder, checkpoint_folder, check
 from rlmux.runtime.memory import HostMemory
 from rlmux.runtime.outbox import Outbox
 from rlmux.runtime.pipeline_workers import PipelineWorkers
+from rlmux.runtime.standstill import StandstillWatch
 from rlmux.runtime.workers import EnvWorker, RolloutWorker, TrainWorker
 from rlmux.runtime.workplace import Worker, WorkerOptions, Workplace
 
@@ -68,6 +69,7 @@ class WorkerSupervisor:
         self._on_started = on_started
         self._on_replaced = on_replaced
         self._on_ending = on_ending
+        self._standstills = StandstillWatch(outbox)
         self._submissions: dict[PipelineId, Submission] = {}
         self._workers_by_pipeline: dict[PipelineId, PipelineWorkers] = {}
         self._pipeline_by_worker: dict[Worker, PipelineId] = {}
@@ -193,6 +195,7 @@ class WorkerSupervisor:
                 self._note_worker(pipeline, worker)
 
     def end_overdue_workers(self) -> None:
+        self._standstills.look(self._workers_by_pipeline.values())
         now_s = self._outbox.now_s()
         for pipeline, workers in list(self._workers_by_pipeline.items()):
             for worker in workers.processes:
@@ -218,14 +221,18 @@ class WorkerSupervisor:
         workers = self._workers_by_pipeline[pipeline]
         num_losses = workers.num_losses_by_worker.get(worker.name, 0) + 1
         workers.num_losses_by_worker[worker.name] = num_losses
-        self._outbox.note("loss", pipeline=pipeline, reason=reason)
+        self._standstills.end(workers, worker)
         device = next((device for device, other in workers.rollout.items() if other is worker), None)
         if num_losses > self._options.max_losses:
+            self._outbox.note("loss", pipeline=pipeline, reason=reason)
             self._fail(workers, f"{reason}; that worker was lost {num_losses} times without a step between")
         elif device is None:
-            self._restart(workers)
+            restored_step = self._restart(workers)
+            where = f"after step {restored_step}" if restored_step > 0 else "from the beginning"
+            self._outbox.note("loss", pipeline=pipeline, reason=f"{reason}; the pipeline goes on {where}")
         else:
             self._replace_rollout_worker(workers, device)
+            self._outbox.note("loss", pipeline=pipeline, reason=f"{reason}; another takes its place")
 
     def _replace_rollout_worker(self, workers: PipelineWorkers, device: DeviceId) -> None:
         self._kill(workers.rollout[device])
@@ -233,13 +240,14 @@ class WorkerSupervisor:
         self._on_replaced(workers, device)
         self._outbox.add(WorkerLost(time_s=self._outbox.now_s(), pipeline=workers.id, device=device))
 
-    def _restart(self, workers: PipelineWorkers) -> None:
-        """Everything of the pipeline again from its newest checkpoint."""
+    def _restart(self, workers: PipelineWorkers) -> int:
+        """Everything of the pipeline again from its newest checkpoint; returns the step of that."""
         self._end_processes(workers)
-        started = self._start(
+        started, restored_step = self._start(
             workers.submission, workers.placement, workers.folder, workers.weights, workers.checkpoints
         )
-        self._tell_restart(workers, *started)
+        self._tell_restart(workers, started, restored_step)
+        return restored_step
 
     def _tell_restart(self, before: PipelineWorkers, after: PipelineWorkers, restored_step: int) -> None:
         after.num_losses_by_worker = before.num_losses_by_worker
@@ -288,7 +296,18 @@ class WorkerSupervisor:
         )
         self._workers_by_pipeline[pipeline] = workers
         self._on_started(workers)
+        if restored:
+            self._calls.start(self._verify(workers, step), pipeline=None)
         return workers, step
+
+    def _verify(self, workers: PipelineWorkers, step: int) -> Work:
+        """Have the checkpoints read that the pipeline goes on from: its first call, so before anything needs them."""
+        needed = workers.checkpoints.needed_from(step)
+        damaged = yield self._calls.call(workers.env_worker, "verify", needed)
+        for checkpoint, reason in damaged:
+            workers.checkpoints.mark_damaged(checkpoint, reason)
+        if damaged:
+            self._restart(workers)
 
     def _spawn_rollout_worker(self, submission: Submission, device: DeviceId, log_path: Path) -> Worker:
         config = submission.config
@@ -320,11 +339,9 @@ class WorkerSupervisor:
         return worker
 
     def _call_limit_s(self, config: TrainingConfig, role: str) -> float:
-        """User code has a limit of its own for each answer; a call of the env worker covers many answers."""
-        if role != "env":
-            return self._options.call_limit_s
-        num_answers = config.algorithm.prompts_per_step * config.algorithm.group_size
-        return self._options.call_limit_s + config.task.reward_timeout_s * num_answers
+        """User code has a limit of its own for each answer, and each answer is a sign of life."""
+        limit_s = self._submissions[PipelineId(config.name)].worker_options(self._options).call_limit_s
+        return limit_s + config.task.reward_timeout_s if role == "env" else limit_s
 
     def _note_worker(self, pipeline: PipelineId, worker: Worker) -> None:
         self._outbox.note("worker", pipeline=pipeline, role=worker.name.partition("/")[2], pid=worker.pid)
@@ -342,6 +359,7 @@ class WorkerSupervisor:
 
     def _forget(self, worker: Worker) -> None:
         del self._pipeline_by_worker[worker]
+        self._standstills.forget(worker)
         self._host_memory.leave(worker.name)
         self._workplace.forget(worker)
 

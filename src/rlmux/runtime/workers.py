@@ -20,8 +20,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from rlmux.core.errors import PipelineError, StorageError
+from rlmux.core.errors import CheckpointError, PipelineError, StorageError
 from rlmux.core.model import Stage
+from rlmux.engines.checkpoint import read_checkpoint
 from rlmux.rl.batch_metrics import BatchMetrics, batch_metrics
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.origin import Origin
@@ -37,6 +38,7 @@ from rlmux.rl.types import (
     TurnReply,
 )
 from rlmux.runtime.checkpoints import CheckpointWriter, Written, mark_latest, prune
+from rlmux.runtime.heartbeat import beat, beating
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +110,18 @@ class EnvWorker:
         from rlmux.rl.pipeline_env import PipelineEnv
 
         self._origin = origin
-        self._env = PipelineEnv(config)
+        self._env = PipelineEnv(config, on_answer=beat)
+
+    def verify(self, checkpoints: Sequence[Path]) -> list[tuple[Path, str]]:
+        """Those that are damaged, and why. Reads every byte of them."""
+        damaged = []
+        with beating():
+            for checkpoint in checkpoints:
+                try:
+                    read_checkpoint(checkpoint)
+                except (CheckpointError, OSError) as error:
+                    damaged.append((checkpoint, str(error)))
+        return damaged
 
     def begin_step(self, step: int) -> tuple[list[TrajectoryRequest], bool]:
         """Returns (the step's requests, is the task single-turn)."""
@@ -144,6 +157,7 @@ def _unpacked(partial: PartialTrajectory) -> PartialTrajectory:
 class RolloutWorker:
     """A rollout engine in its own process."""
 
+    @beating()
     def __init__(self, config: TrainingConfig, origin: Origin | None = None) -> None:
         import torch
 
@@ -179,14 +193,15 @@ class RolloutWorker:
         """Raises PipelineError for weights or trajectories of another run or plan."""
         self._fraction.set(chunk.device_fraction)
         start = time.perf_counter()
-        if chunk.is_load_needed:
-            self._engine.load()
-        if chunk.weights is not None:
-            if self._origin is not None:
-                from rlmux.engines.weights import check_weights
+        with beating():
+            if chunk.is_load_needed:
+                self._engine.load()
+            if chunk.weights is not None:
+                if self._origin is not None:
+                    from rlmux.engines.weights import check_weights
 
-                check_weights(*chunk.weights, self._origin)
-            self._engine.load_weights(*chunk.weights)
+                    check_weights(*chunk.weights, self._origin)
+                self._engine.load_weights(*chunk.weights)
         load_s = time.perf_counter() - start
         if chunk.partials:  # before the replies: those may be for trajectories that came here waiting for one
             for partial in chunk.partials:
@@ -205,7 +220,7 @@ class RolloutWorker:
 
     def offload(self, spill_to: Path | None = None) -> int:
         """Leave the device, for host memory or for a file; returns the device bytes still held."""
-        with _storing(spill_to) if spill_to else contextlib.nullcontext():
+        with beating(), _storing(spill_to) if spill_to else contextlib.nullcontext():
             self._engine.offload(spill_to=spill_to)
         return self._engine.resident_bytes()
 
@@ -218,7 +233,9 @@ class RolloutWorker:
 class TrainWorker:
     """A train engine in its own process."""
 
+    @beating()
     def __init__(self, config: TrainingConfig, restore_from: Path | None, origin: Origin | None = None) -> None:
+        """`restore_from`: a checkpoint that was verified."""
         import torch
 
         from rlmux.engines.device_fraction import fraction_setter
@@ -232,7 +249,7 @@ class TrainWorker:
         self._fraction = fraction_setter(device)
         self.is_core = device == "cpu"
         if restore_from is not None:
-            self._engine.restore(restore_from)
+            self._engine.restore(restore_from, is_verified=True)
 
     def probe(self) -> ProbeReport:
         """Compare what the engine computes with itself."""
@@ -261,12 +278,14 @@ class TrainWorker:
         self._fraction.set(device_fraction)
         start = time.perf_counter()
         if is_load_needed:
-            self._engine.load()
+            with beating():
+                self._engine.load()
         load_s = time.perf_counter() - start
         report = self._engine.run_stage(stage, max_seconds=max_seconds)
         start, sha256 = time.perf_counter(), None
         if report.is_done and hand_out is not None:
-            sha256 = self._hand_out(hand_out)
+            with beating():
+                sha256 = self._hand_out(hand_out)
         return TrainCallResult(
             report=report,
             load_s=load_s,
@@ -288,7 +307,8 @@ class TrainWorker:
 
     def finish_checkpoint(self) -> list[Written]:
         """Wait for the checkpoint that is being written. Returns those not told of before."""
-        self._checkpoints.wait()
+        with beating():
+            self._checkpoints.wait()
         return self._checkpoints.written()
 
     def _snapshot(self, keep: int) -> Callable[[Path], None]:
@@ -304,7 +324,7 @@ class TrainWorker:
 
     def offload(self, spill_to: Path | None = None) -> int:
         """Leave the device, for host memory or for a file; returns the device bytes still held."""
-        with _storing(spill_to) if spill_to else contextlib.nullcontext():
+        with beating(), _storing(spill_to) if spill_to else contextlib.nullcontext():
             self._engine.offload(spill_to=spill_to)
         return self._engine.resident_bytes()
 

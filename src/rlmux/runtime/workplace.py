@@ -1,7 +1,7 @@
 """Workers as the backend sees them, wherever they live: processes of this machine, or actors of a cluster.
 
 call(method, args, then) ──▶ worker        one call at a time, answered in order; further ones queue
-receive()                ──▶ then(result)  or raises what the method raised
+receive()                ──▶ then(result)  or raises what the method raised; or the call has shown that it lives
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from rlmux.core.model import DeviceId, NodeId
+from rlmux.runtime.activity import Activity
 
 
 class Worker(Protocol):
@@ -21,7 +22,9 @@ class Worker(Protocol):
     pid: int | None
     """Its process, None until that is known."""
     call_limit_s: float
-    """Seconds within which each call must be answered."""
+    """Seconds within which each call must be answered, or show that it lives."""
+    asked_s: float | None
+    """Time at which its present call was sent; None between calls."""
 
     def call(self, now_s: float, method: str, args: tuple[Any, ...], then: Callable[[Any], None]) -> None:
         """Have it run a method; `then` gets the result. Raises WorkerLostError if it is gone."""
@@ -30,7 +33,10 @@ class Worker(Protocol):
         """Take the answer that is there. Raises what the method raised, WorkerLostError if the worker is gone."""
 
     def is_overdue(self, now_s: float) -> bool:
-        """It has not answered within its limit."""
+        """It has neither answered nor shown life within its limit."""
+
+    def activity(self) -> Activity | None:
+        """What its process is doing; None where that cannot be told."""
 
     def end(self) -> None:
         """Let it finish its present call, then leave."""
@@ -96,7 +102,7 @@ class WorkerOptions:
     multi_turn_decode_steps: int = 8
     """Most decode steps in one chunk of a multi-turn task: finished turns wait that long for their environment."""
     call_limit_s: float = 120.0
-    """Seconds within which a call must be answered; a worker that takes longer is taken for dead."""
+    """Seconds within which a call must be answered, or show that it lives; else the worker is taken for dead."""
     checkpoint_every: int = 1
     """Steps between checkpoints; the last step always has one."""
     keep_checkpoints: int = 2
