@@ -138,6 +138,10 @@ class _CandidateBuilder:
         self.prices = prices
         self.max_members = max_members
         self.order = order
+        self.crowded = demands
+        """Demands whose training has its switch; the demands themselves where no switch is known."""
+        if any(one.train_switch_s for one in demands):
+            self.crowded = [_with_train_switch(one) for one in demands]
         self.candidates: list[CandidateGroup] = []
 
     def start(self, position: int) -> None:
@@ -149,6 +153,15 @@ class _CandidateBuilder:
             cost = self.prices.train_usd * demand.num_train_nodes
             self.candidates.append(CandidateGroup(1 << index, (index,), cost, demand.num_train_nodes, 0, ((),), True))
         self._grow(position, (), 0.0, 0.0, 0, demand.budget_s)
+
+    def _crowded_trainings(self, members: tuple[int, ...]) -> Sequence[PipelineDemand]:
+        """`crowded_trainings` of these, each demand with its switch made once."""
+        alone = [self.demands[i] for i in members]
+        if len(members) < 2 or self.crowded is self.demands:
+            return alone
+        if do_fit(sum(one.train_device_bytes for one in alone), self.prices.train_device_bytes):
+            return alone
+        return [self.crowded[i] for i in members]
 
     def _colocated_s(self, demand: PipelineDemand) -> float:
         """Seconds of its step on its training nodes alone, with its own switches where its two states do not fit."""
@@ -179,7 +192,7 @@ class _CandidateBuilder:
         ):
             return
         members = (*members, index)
-        crowded = crowded_trainings([self.demands[i] for i in members], self.prices)
+        crowded = self._crowded_trainings(members)
         if sum(one.train_s for one in crowded) > budget_s or any(one.solo_s > budget_s for one in crowded):
             return
         pins = pack_rollouts(crowded, budget_s, self.prices)
@@ -210,7 +223,11 @@ def crowded_trainings(demands: Sequence[PipelineDemand], prices: NodePrices) -> 
         return demands
     if do_fit(sum(one.train_device_bytes for one in demands), prices.train_device_bytes):
         return demands
-    return [replace(one, train_s=one.train_s + one.train_switch_s) for one in demands]
+    return [_with_train_switch(one) for one in demands]
+
+
+def _with_train_switch(demand: PipelineDemand) -> PipelineDemand:
+    return replace(demand, train_s=demand.train_s + demand.train_switch_s)
 
 
 def crowded_rollouts(
@@ -238,6 +255,8 @@ def _fit_cycle(
     demands: Sequence[PipelineDemand], pins: Sequence[tuple[int, ...]], budget_s: float, prices: NodePrices
 ) -> bool:
     """Whether every member's own step fits the budget with the switches of its rollout nodes."""
+    if all(one.solo_s + one.rollout_switch_s <= budget_s for one in demands):
+        return True
     return all(one.solo_s <= budget_s for one in crowded_rollouts(demands, pins, prices))
 
 
