@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from rlmux.core.estimates import Curve, StepHistory
@@ -58,3 +60,17 @@ def test_time_to_is_when_a_curve_has_fallen_for_good():
     curve = Curve((0.0, 1.0, 2.0, 3.0, 5.0), (8, 4, 6, 2, 0))
     assert curve.time_to(4) == 3.0
     assert curve.time_to(8) == 0.0
+
+
+def test_a_step_is_due_by_the_solo_time_of_the_pipelines_own_pools_sync_included(builders):
+    one = builders.pipeline("a", rollout_s=60.0, train_s=40.0, slo_slowdown=1.5)
+    one = replace(
+        one,
+        estimate=replace(one.estimate, sync_s=4.0),
+        colocated_estimate=PhaseSeconds(rollout_s=100.0, train_s=100.0),
+    )
+    mine = StepHistory(one)
+    mine.open_rollout(1, (DeviceId("train", 0, 0),), 10.0)
+    assert mine.due_s == pytest.approx(10.0 + 1.5 * 104.0)
+    mine.open_rollout(2, (DeviceId("rollout", 0, 0),), 120.0)
+    assert mine.due_s == pytest.approx(10.0 + 2 * 1.5 * 104.0)

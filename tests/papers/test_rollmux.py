@@ -11,12 +11,13 @@ import pytest
 from rlmux import papers
 from rlmux.core.errors import UserError
 from rlmux.papers import micro_cycles as micro
+from rlmux.papers import rollmux
 from rlmux.papers import tail_migration as tail
 from rlmux.papers.offline_optimum import offline_cost
 from rlmux.papers.rollmux import PAPER_ACCOUNTING
 from rlmux.papers.rollmux_rows import micro_rows, tail_rows
 from rlmux.sim import api
-from rlmux.sim.sweep import SimRun, spread, sweep
+from rlmux.sim.sweep import SimRun, run_simulation, spread, sweep
 from rlmux.sim.workloads import catalog
 
 
@@ -144,3 +145,16 @@ def test_the_examples_of_the_manual_run(capsys):
     cost, slowdown = capsys.readouterr().out.split()
     assert float(cost) == pytest.approx(43.27, abs=0.01)
     assert float(slowdown) == pytest.approx((2 * (133.8 + 0.902) + 0.9) / (246.6 + 0.9))
+
+
+def test_our_accounting_has_a_bound_and_dollars_for_an_hour_of_solo_work():
+    runs = {
+        ("ours", name, seed): run_simulation(SimRun(workload=catalog.build("micro-a", seed=seed), policy=name))
+        for name in ("solo", "rollmux")
+        for seed in range(2)
+    }
+    solo, shared = rollmux._our_accounting(runs, 2)
+    assert (solo["policy"], shared["policy"]) == ("solo", "rollmux")
+    assert solo["bound_usd"] == shared["bound_usd"] < shared["cost_usd"] < solo["cost_usd"]
+    hours = 2 * 50 * 247.5 / 3600
+    assert shared["cost_usd_per_solo_hour"] == pytest.approx(shared["cost_usd"] / hours, rel=0.01)
