@@ -109,6 +109,13 @@ def test_in_one_pool_for_both_phases_states_take_turns(real):
         check_each_fits(shared, [needing(real, train_gb=96)])
 
 
+def test_a_refusal_shows_numbers_that_differ_however_small_they_are(real):
+    two = real.cluster(rollout=1, train=1)
+    small = with_machine_memory(two, [], MachineMemory(host_bytes=0.001 * GB))
+    with pytest.raises(RefusedError, match=r"needs 0\.001 GB of device memory, and there are 0\.00045 GB"):
+        check_each_fits(small, [needing(real, rollout_gb=0.001)])
+
+
 def test_nodes_of_a_pool_have_the_least_memory_of_its_gpus(real):
     two = real.cluster(rollout=1, train=2)
     uneven = with_machine_memory(two, [], machine(two, 100, 80, 40))

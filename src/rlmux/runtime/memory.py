@@ -80,10 +80,10 @@ def _deal_out_gpus(cluster: Cluster, submissions: Sequence[Submission], machine:
         there_is = machine.free_bytes_by_gpu[gpu] * _USABLE_OF_GPU - _waiting_context_bytes(pools, len(submissions))
         needs = [_largest_state(pool, submissions) for pool in pools]
         if len(devices) > 1 and sum(needs) > there_is:
-            parts = " + ".join(f"{need / 1e9:.3f} GB for {device}" for device, need in zip(devices, needs, strict=True))
+            parts = " + ".join(f"{_gigabytes(need)} for {device}" for device, need in zip(devices, needs, strict=True))
             raise RefusedError(
-                f"cluster: GPU {gpu} has {there_is / 1e9:.3f} GB for {len(devices)} devices, whose largest states need "
-                f"{sum(needs) / 1e9:.3f} GB together: {parts}; give one pool with phase: both, where states take "
+                f"cluster: GPU {gpu} has {_gigabytes(there_is)} for {len(devices)} devices, whose largest states need "
+                f"{_gigabytes(sum(needs))} together: {parts}; give one pool with phase: both, where states take "
                 "turns, or fewer devices"
             )
         spare = (there_is - sum(needs)) / len(devices)
@@ -167,10 +167,15 @@ def check_each_fits(cluster: Cluster, submissions: Sequence[Submission]) -> None
 def _check(name: str, worker: str, kind: str, need: float, capacity: float) -> None:
     if need > capacity and not math.isinf(capacity):
         raise RefusedError(
-            f"pipeline {name}: {worker} {need / 1e9:.3f} GB of {kind}, and there are "
-            f"{capacity / 1e9:.3f} GB; make the model, rollout.slots, rollout.max_new_tokens or "
+            f"pipeline {name}: {worker} {_gigabytes(need)} of {kind}, and there are "
+            f"{_gigabytes(capacity)}; make the model, rollout.slots, rollout.max_new_tokens or "
             "algorithm.micro_batch_size smaller"
         )
+
+
+def _gigabytes(num_bytes: float) -> str:
+    """In the file's unit; with more digits where three decimals would show nothing."""
+    return f"{num_bytes / 1e9:.3f} GB" if num_bytes >= 1e7 else f"{num_bytes / 1e9:.2g} GB"
 
 
 @dataclass(slots=True)
