@@ -1,6 +1,7 @@
 """Theorem 1 of RollMux: round robin maximises summed utilisation where T_load <= T_cycle.
 
-The theorem compares round robin with schedules that repeat one member. Here they are enumerated: every cyclic order
+The period of round robin is the one that placement promises (`meta_iteration_s`). The theorem compares it with
+schedules that repeat one member. Here they are enumerated: every cyclic order
 on the rollout node, every cyclic order on the training node, one member up to three times in a cycle; thousands of
 random groups at once, an order at a time. The last test shows where the claim ends: repeating two members that
 overlap each other can do better.
@@ -13,6 +14,11 @@ from itertools import permutations
 
 import numpy as np
 import pytest
+
+from rlmux.core.cycles import PhaseLoad, meta_iteration_s
+from rlmux.core.model import NodeId
+from rlmux.core.scheduler import Scheduler
+from rlmux.policies import make_policy
 
 NEVER = -1e18
 
@@ -68,7 +74,7 @@ def distinct_orders(occurrences):
 def beats_round_robin(seconds_N, repeats):
     """Which groups have a pair of cyclic orders with these numbers of repeats that has a higher U_R + U_T."""
     solo_N = seconds_N.sum(axis=2)
-    utilization_N = solo_N.sum(axis=1) / solo_N.max(axis=1)  # the theorem's: the cycle is T_cycle
+    utilization_N = solo_N.sum(axis=1) / promised_period(seconds_N)
     period_N = solo_N @ np.array(repeats) / utilization_N * (1 - 1e-6)
     occurrences = [(j, number) for j in range(len(repeats)) for number in range(repeats[j])]
     orders = distinct_orders(occurrences)
@@ -79,6 +85,17 @@ def beats_round_robin(seconds_N, repeats):
             for first in range(len(trains)):
                 beaten_N |= has_period(rollouts, trains, first, seconds_N, period_N)
     return beaten_N
+
+
+def promised_period(seconds_N):
+    """Seconds of a cycle that placement promises each group on one rollout and one training node, shape (N,)."""
+    nodes = (NodeId("rollout", 0),)
+    return np.array(
+        [
+            meta_iteration_s([PhaseLoad(rollout_s=roll, train_s=train, rollout_nodes=nodes) for roll, train in group])
+            for group in seconds_N.tolist()
+        ]
+    )
 
 
 def unsaturated_group(generator, size):
@@ -105,9 +122,21 @@ def assert_none_beats_round_robin(seconds_N, repeats):
 def test_round_robin_attains_the_cycle_time_of_the_longest_member(size):
     seconds_N = unsaturated_groups(1, size, 2000)
     order = tuple((j, 0) for j in range(size))
-    cycle_N = seconds_N.sum(axis=2).max(axis=1)
+    cycle_N = promised_period(seconds_N)
+    assert (cycle_N == seconds_N.sum(axis=2).max(axis=1)).all()
     assert has_period(order, order, 0, seconds_N, cycle_N).all()
     assert not has_period(order, order, 0, seconds_N, cycle_N * 0.999).any()
+
+
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_the_policy_runs_such_groups_at_the_promised_period(builders, size):
+    for seconds in unsaturated_groups(5, size, 20).tolist():
+        driver = builders.Driver(Scheduler(builders.cluster(), make_policy("rollmux")))
+        for number, (rollout_s, train_s) in enumerate(seconds):
+            driver.submit(builders.pipeline(f"p{number}", num_steps=6, rollout_s=rollout_s, train_s=train_s))
+        driver.run()
+        begun_s = [time_s for time_s, name, stage, step in driver.starts() if (name, stage) == ("p0", "update")]
+        assert np.diff(begun_s)[2:] == pytest.approx(promised_period(np.array([seconds]))[0])
 
 
 @pytest.mark.parametrize("repeats", [(1, 1), (2, 1), (1, 2), (3, 1), (1, 3)])

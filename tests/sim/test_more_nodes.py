@@ -1,4 +1,5 @@
-"""More nodes cost no throughput, beyond what steps per cycle and greedy placement may lose (docs/policies.md)."""
+"""More nodes cost no throughput in any of 400 random workloads under `solo`, `split`, `fifo` and `rollmux`; under
+`gap-ratio` and `rlmux` at most a known anomaly (docs/policies.md)."""
 
 from __future__ import annotations
 
@@ -13,9 +14,10 @@ from rlmux.sim.simulator import simulate
 from rlmux.sim.workloads.arrivals import Arrival, Workload, h20_h800_cluster
 from rlmux.sim.world import TrueSeconds
 
-TOLERANCE = {"solo": 0.0, "split": 0.0, "fifo": 0.0, "gap-ratio": 0.16, "rollmux": 0.1, "rlmux": 0.1}
-"""Relative loss allowed to each policy. Steps per cycle and greedy placement have anomalies, the smallest of which are
-below; under `gap-ratio` the shards of one rollout run at different times.
+NONE_LOSES = ("solo", "split", "fifo", "rollmux")
+LARGEST_LOSS = {"gap-ratio": 0.16, "rlmux": 0.1}
+"""Part of its throughput that a policy may lose. Steps per cycle and greedy placement have anomalies, the smallest of
+which are below; under `gap-ratio` the shards of one rollout run at different times.
 
 `jigsaw` is not here: these worlds know a rollout's seconds on the nodes that it asks for, whatever it is given.
 """
@@ -57,21 +59,34 @@ def hours(seed, policy, size):
     return result.hours
 
 
-@pytest.mark.parametrize("policy", TOLERANCE)
-def test_more_nodes_never_cost_throughput(policy):
-    for seed in range(40):
+def losses(policy, seeds):
+    """Relative loss of throughput by more nodes, of each workload and size."""
+    for seed in seeds:
         before = hours(seed, policy, (1, 1))
         for size in SIZES:
-            assert hours(seed, policy, size) <= before * (1 + TOLERANCE[policy]) + 1e-9, (seed, size)
+            yield hours(seed, policy, size) / before - 1.0
+
+
+@pytest.mark.parametrize("policy", [*NONE_LOSES, "rlmux"])
+def test_more_nodes_never_cost_throughput(policy):
+    """None of these workloads is an anomaly of `rlmux`; of hundreds some are."""
+    assert max(losses(policy, range(40))) <= 1e-9
+
+
+def test_more_nodes_cost_gap_ratio_throughput_up_to_its_known_anomaly():
+    assert 0.0 < max(losses("gap-ratio", range(40))) <= LARGEST_LOSS["gap-ratio"]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", TOLERANCE)
+@pytest.mark.parametrize("policy", NONE_LOSES)
 def test_more_nodes_never_cost_throughput_in_hundreds_of_workloads(policy):
-    for seed in range(40, 400):
-        before = hours(seed, policy, (1, 1))
-        for size in SIZES:
-            assert hours(seed, policy, size) <= before * (1 + TOLERANCE[policy]) + 1e-9, (seed, size)
+    assert max(losses(policy, range(40, 400))) <= 1e-9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("policy", LARGEST_LOSS)
+def test_more_nodes_cost_no_more_than_the_known_anomaly_in_hundreds_of_workloads(policy):
+    assert 0.5 * LARGEST_LOSS[policy] < max(losses(policy, range(40, 400))) <= LARGEST_LOSS[policy]
 
 
 def makespan_s(arrivals, policy, size):
