@@ -20,11 +20,16 @@ from rlmux.core.group_load import GroupLoad, Member, budget_of
 from rlmux.core.model import AdmissionKind, Pipeline, PipelineId
 from rlmux.core.placement import PlacementLedger, PlacementView
 from rlmux.core.placement_choice import PlacementChoice, Refusal, Relocation
-from rlmux.policies.planning.cycle_steps import MAX_STEPS_PER_CYCLE, cycle_rank
+from rlmux.policies.planning.cycle_steps import cycle_rank
 
 SLO_MARGIN = 0.2
 """Part of each SLO that steps per cycle keep in hand where they can: seconds vary from step to step, and hand-overs and
 the steps before the pipeline was measured take some of it."""
+
+MAX_STEPS_PER_CYCLE = 8
+"""Steps per cycle of a member, at most: one without an SLO makes at least one step for so many of a neighbour's."""
+MAX_SLOTS = 24
+"""Cycle slots of all members, at most: the exact meta-iteration takes their cube."""
 
 Place = Callable[[Pipeline, PlacementView], PlacementChoice | Refusal]
 
@@ -95,6 +100,8 @@ def _steps_to_try(group: GroupLoad) -> Iterator[Mapping[PipelineId, int]]:
         return
     for most in range(1, MAX_STEPS_PER_CYCLE + 1):
         counts = {name: max(1, math.ceil(most * least_s / budget_s - 1e-9)) for name, budget_s in budgets_s.items()}
+        if sum(counts.values()) > MAX_SLOTS:
+            return
         order = group.members if most == 1 else sorted(group.members, key=lambda one: _rank(one, counts))
         yield {member.pipeline.id: counts[member.pipeline.id] for member in order}
 
