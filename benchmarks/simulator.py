@@ -29,7 +29,7 @@ from rlmux.sim.workloads.arrivals import Workload
 
 
 def measure(repeats: int) -> dict[str, Any]:
-    weave = catalog.build("weave")
+    weave = catalog.build("weave", departure="wall", costs=False)
     runs = [_timed(weave) for _ in range(repeats)]
     loops = [_loop_seconds(weave) for _ in range(repeats)]
     events = runs[0][1]
@@ -62,7 +62,7 @@ def _loop_seconds(workload: Workload) -> float:
 
 def _handle_microseconds() -> float:
     """Median of one `handle`, 100 pipelines running."""
-    made = catalog.build("mixed", num_pipelines=100)
+    made = catalog.build("mixed", num_pipelines=100, departure="wall", costs=False)
     stopwatch = Stopwatch()
     simulate(_all_at_once(made), RollMux(), decision_cost=stopwatch)
     return statistics.median(seconds for measured in stopwatch.measured_s.values() for seconds in measured) * 1e6
