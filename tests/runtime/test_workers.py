@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 
 from rlmux.core.errors import PipelineError
+from rlmux.core.model import Stage
 from rlmux.engines.rollout import SlotRolloutEngine
 from rlmux.engines.train import TorchTrainEngine
 from rlmux.rl.origin import Origin, plan_sha256
 from rlmux.runtime import workers
-from rlmux.runtime.workers import EnvWorker, RolloutChunk, RolloutWorker, TrainWorker
+from rlmux.runtime.workers import EnvWorker, HandOut, RolloutChunk, RolloutWorker, TrainWorker
 
 
 @pytest.mark.parametrize("is_core", [True, False])
@@ -43,7 +44,8 @@ def test_weights_of_another_run_plan_or_version_are_not_sampled_from(
     real: Any, one_thread: None, tmp_path: Any, mine: Origin
 ) -> None:
     config, path = real.submission("a").config, tmp_path / "0.safetensors"
-    TrainWorker(config, None, mine).publish(path)
+    hand_out = HandOut(weights=path, checkpoint=None, num_kept=1)
+    assert TrainWorker(config, None, mine).run_stage(Stage.SFT_WARMUP, 60.0, False, 1.0, hand_out).weights_sha256
     chunk = RolloutChunk(
         weights=(path, 0), requests=(), partials=(), replies=(), released=(), max_decode_steps=1, max_seconds=1.0,
         is_load_needed=False,
