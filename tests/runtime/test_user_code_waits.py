@@ -57,7 +57,8 @@ def test_neighbours_of_a_reward_that_hangs_go_through_all_their_steps(
     )
     assert run.status == {"slow": "finished", "busy": "finished"}, run.scheduler.query.reason("slow")
     assert gate.with_suffix(".asked").exists()
-    assert any(isinstance(event, RewardOverdue) for event in run.recorder.events)
+    if policy == "rollmux":  # under `fifo` the neighbour has no slot to wait for, and may be over within the patience
+        assert any(isinstance(event, RewardOverdue) for event in run.recorder.events)
 
 
 class Waiting:
