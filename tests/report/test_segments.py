@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import hashlib
+import itertools
 import os
 import re
 import signal
@@ -22,10 +23,11 @@ from rlmux.core.actions import Pause
 from rlmux.core.errors import LogError
 from rlmux.core.events import ChunkFinished, NodeJoined, StageFinished
 from rlmux.core.model import NodeId
-from rlmux.report import segments
+from rlmux.report import codec, segments
+from rlmux.report.blocks import Row, pack, unpack
 from rlmux.report.history import History
 from rlmux.report.log import Entry, LogLimits, LogReader, RunLog
-from rlmux.report.progress import OrderProgress, Report
+from rlmux.report.progress import OrderProgress, Report, Reports
 from rlmux.report.run_state import RunState
 
 SMALL = LogLimits(block_rows=7, snapshot_blocks=3, segment_rows=60)
@@ -319,3 +321,28 @@ def test_a_run_of_a_week_is_sealed_however_few_rows_it_has(tmp_path: Path) -> No
 def test_a_block_keeps_every_field_of_a_progress_report() -> None:
     assert {field.name for field in dataclasses.fields(ChunkFinished)} == {"order", *Report._fields}
     assert OrderProgress._fields == ("order", "seqs", *Report._fields)
+
+
+@given(
+    st.lists(
+        st.fixed_dictionaries(
+            {"a": st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=2)},
+            optional={"b": st.dictionaries(st.sampled_from("xy"), st.lists(st.integers() | st.floats(0, 1)))},
+        ),
+        min_size=1,
+    )
+)
+def test_a_block_gives_back_the_very_texts_of_its_rows(values: list[dict[str, Any]]) -> None:
+    rows = [Row(seq, float(seq), "note", "step", codec.dumps(value)) for seq, value in enumerate(values, 7)]
+    unpacked = unpack(pack(rows)).rows
+    assert [Row(*row[:4], codec.dumps(row[4])) for row in unpacked] == rows
+
+
+def test_a_picture_of_a_long_order_shows_the_peak_the_end_and_every_hundredth_between() -> None:
+    reports = Reports()
+    for number in range(5000):
+        reports.append(ChunkFinished(time_s=float(number), order=1, num_active=5000 - number, num_waiting=0))
+    drawn = list(reports.drawn())
+    assert 90 <= len(drawn) <= 110
+    assert (drawn[0], drawn[-1]) == (reports[0], reports[-1])
+    assert max(one.num_active - other.num_active for one, other in itertools.pairwise(drawn)) <= 50

@@ -1,21 +1,36 @@
 """Rows of the log packed into a block, and back: nothing is lost, a tenth to a twentieth of the bytes is left.
 
-    {"rows": [[seq, time_s, kind, type, fields], ...],
-     "progress": [[order, seqs, time_s, num_active, num_waiting, num_waiting_for_env, tokens, seconds], ...]}
-                                                       JSON, then zlib, which checks the bytes when they are read
+    [[kind, type, number of rows, names, [seqs, times, values of the first field, ...]], ...]      JSON, one line
+    the whole numbers of all columns                                                               bytes
+                                                       then zlib, which checks the bytes when they are read
 
-Progress reports are taken out of the rows and kept by order: of each column the first value and then the differences,
-seconds in whole microseconds. A column that this would change (a time with more digits) stays as it was, in an object:
-{"raw": [...]}. A row `resumed` ends every order before it, so ids that are used again afterwards begin anew.
+Rows of one type are kept in columns; progress reports by order, too, so that neighbours in a column are alike. A column
+is packed by what it holds:
+
+    "i"                       the first number, then the differences, in bytes of this `array` type; with a type that is
+                              unsigned or of fractions ("B", "f"), the numbers themselves
+    {"us": "i"}               numbers that are whole microseconds, as these
+    {"all": "sort"}           the same value in every row
+    {"of": {"loss": ...}}     mappings with the same keys, a column for each key
+    {"in": ["B", 96, ...]}    lists: a column of their lengths, how many items they have, a column of all items
+    {"raw": [...]}            anything else, as it is
+
+Bytes of one significance lie together: the highest are all alike, and cost nothing.
+
+A row `resumed` ends every order before it, so ids that are used again afterwards begin a group of their own.
 """
 
 from __future__ import annotations
 
 import json
+import math
+import sys
 import zlib
-from collections.abc import Iterable, Sequence
+from array import array
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from rlmux.core.errors import LogError
@@ -25,13 +40,15 @@ from rlmux.report import codec
 from rlmux.report.progress import OrderProgress
 
 PROGRESS = ChunkFinished.__name__
-"""Type of the rows that are kept in columns."""
+"""Type of the rows that are kept by order."""
 RESUMED = "resumed"
 """Type of the note that begins the rows of another process, whose orders are counted from 1 again."""
 
-_COLUMNS = ("time_s", "num_active", "num_waiting", "num_waiting_for_env", "tokens", "seconds")
-_SECONDS = ("time_s", "seconds")
+_CODES = "bhiq"
+"""Types of `array` for differences, narrowest first: 1, 2, 4 and 8 bytes."""
 _MICROS = 1e6
+_MOST_S = 1e9
+"""A time of the run is less, in seconds."""
 
 
 class Row(NamedTuple):
@@ -48,69 +65,164 @@ class Row(NamedTuple):
 class Block:
     """What a block holds."""
 
-    rows: Sequence[tuple[int, float, str, str, Any]]
+    rows: Sequence[tuple[int, float, str, str, dict[str, Any]]]
     """seq, time_s, kind, type and fields of every row that is no progress report, ascending."""
     progress: Sequence[OrderProgress]
-    """Reports by order, ascending by their first row."""
+    """Reports by order."""
 
 
 def pack(rows: Iterable[Row]) -> bytes:
     """The bytes of a block. The rows are ascending, their texts are the log's own."""
-    others: list[list[Any]] = []
-    groups: list[tuple[int, list[int], list[dict[str, Any]]]] = []
-    open_groups: dict[int, tuple[int, list[int], list[dict[str, Any]]]] = {}
+    groups: dict[tuple[Any, ...], list[tuple[Any, ...]]] = {}
+    num_lives = 0
     for row in rows:
         fields = codec.loads(row.json)
-        if row.type == PROGRESS and row.kind == "event":
-            group = open_groups.get(fields["order"])
-            if group is None:
-                group = open_groups[fields["order"]] = (fields["order"], [], [])
-                groups.append(group)
-            group[1].append(row.seq)
-            group[2].append(fields)
-            continue
-        if row.type == RESUMED:
-            open_groups = {}
-        others.append([row.seq, row.time_s, row.kind, row.type, fields])
-    progress = [
-        [order, _differences(seqs), *(_packed(name, [one.get(name, 0) for one in reports]) for name in _COLUMNS)]
-        for order, seqs, reports in groups
+        is_progress = row.type == PROGRESS and row.kind == "event"
+        num_lives += row.type == RESUMED
+        life = (num_lives, fields["order"]) if is_progress else None
+        group = groups.setdefault((row.kind, row.type, tuple(fields), life), [])
+        group.append((row.seq, row.time_s, *fields.values()))
+    numbers: list[bytes] = []
+    packed = [
+        [kind, type, len(group), names, [_packed(column, numbers) for column in zip(*group, strict=True)]]
+        for (kind, type, names, _), group in groups.items()
     ]
-    return zlib.compress(codec.dumps({"rows": others, "progress": progress}).encode())
+    return zlib.compress(b"\n".join([codec.dumps(packed).encode(), b"".join(numbers)]))
 
 
 def unpack(data: bytes) -> Block:
     """What `pack` was given. Raises LogError for damaged bytes."""
+    rows: list[tuple[int, float, str, str, dict[str, Any]]] = []
+    progress = []
     try:
-        block = json.loads(zlib.decompress(data))
-        progress = [
-            OrderProgress(OrderId(order), list(accumulate(seqs)), *map(_unpacked, _COLUMNS, columns))
-            for order, seqs, *columns in block["progress"]
-        ]
-        return Block([tuple(row) for row in block["rows"]], progress)
-    except (zlib.error, ValueError, KeyError, TypeError) as error:
+        text, _, given = zlib.decompress(data).partition(b"\n")
+        numbers = _Numbers(given)
+        for kind, type, count, names, packed in json.loads(text):
+            columns = [_values(each, count, numbers) for each in packed]
+            if type == PROGRESS and kind == "event":
+                progress.append(_progress(columns[0], dict(zip(names, columns[2:], strict=True))))
+            else:
+                rows += _rows(kind, type, names, columns)
+    except (zlib.error, ValueError, KeyError, TypeError, IndexError) as error:
         raise LogError(f"not a block of rows: {error}") from None
+    rows.sort(key=itemgetter(0))
+    return Block(rows, progress)
 
 
-def _packed(name: str, values: list[Any]) -> Any:
-    if name not in _SECONDS:
-        return _differences(values)
-    numbers = [float(value) for value in values]
-    try:
-        micros = [round(number * _MICROS) for number in numbers]
-    except (OverflowError, ValueError):  # not a number, or infinite
-        return {"raw": numbers}
-    if all(micro / _MICROS == number for micro, number in zip(micros, numbers, strict=True)):
-        return _differences(micros)
-    return {"raw": numbers}
+def _rows(
+    kind: str, type: str, names: Sequence[str], columns: Sequence[Sequence[Any]]
+) -> Iterator[tuple[int, float, str, str, dict[str, Any]]]:
+    seqs, times, *others = columns
+    for seq, time_s, *values in zip(seqs, _floats(times), *others, strict=True):
+        yield seq, time_s, kind, type, dict(zip(names, values, strict=True))
 
 
-def _unpacked(name: str, packed: Any) -> Sequence[Any]:
-    if isinstance(packed, dict):
-        return [float(value) for value in packed["raw"]]
-    values = accumulate(packed)
-    return [value / _MICROS for value in values] if name in _SECONDS else list(values)
+def _progress(seqs: Sequence[int], columns: dict[str, Sequence[Any]]) -> OrderProgress:
+    nothing = [0] * len(seqs)
+    return OrderProgress(
+        order=OrderId(columns["order"][0]),
+        seqs=seqs,
+        time_s=_floats(columns["time_s"]),
+        num_active=columns["num_active"],
+        num_waiting=columns["num_waiting"],
+        num_waiting_for_env=columns.get("num_waiting_for_env", nothing),
+        tokens=columns.get("tokens", nothing),
+        seconds=_floats(columns.get("seconds", nothing)),
+    )
 
 
-def _differences(values: Sequence[int]) -> list[int]:
-    return [values[0], *(value - before for before, value in pairwise(values))]
+def _floats(values: Sequence[Any]) -> Sequence[float]:
+    """Numbers that JSON cannot hold are texts in the log."""
+    return values if all(type(value) is float for value in values) else [float(value) for value in values]
+
+
+def _packed(values: Sequence[Any], numbers: list[bytes]) -> Any:
+    types = set(map(type, values))
+    if types == {int}:
+        code = _add_whole(values, numbers)
+        return {"raw": values} if code is None else code
+    if types == {float}:
+        return _packed_fractions(values, numbers)
+    if types == {dict} and len({tuple(value) for value in values}) == 1:
+        return {"of": {name: _packed([value[name] for value in values], numbers) for name in values[0]}}
+    if len(set(map(codec.dumps, values))) == 1:  # equal is not enough: 1 equals 1.0
+        return {"all": values[0]}
+    if types == {list}:
+        lengths = _packed([len(value) for value in values], numbers)
+        return {"in": [lengths, sum(map(len, values)), _packed([item for value in values for item in value], numbers)]}
+    return {"raw": values}
+
+
+def _packed_fractions(values: Sequence[float], numbers: list[bytes]) -> Any:
+    if all(value < _MOST_S and math.copysign(1.0, value) > 0.0 for value in values):
+        micros = [round(value * _MICROS) for value in values]
+        if all(micro / _MICROS == value for micro, value in zip(micros, values, strict=True)):
+            return {"us": _add_whole(micros, numbers)}
+    is_single = all(abs(value) < _MOST_S for value in values) and list(array("f", values)) == list(values)
+    return _add(array("f" if is_single else "d", values), numbers)
+
+
+def _values(packed: Any, count: int, numbers: _Numbers) -> Sequence[Any]:
+    """A column's values, so many."""
+    if isinstance(packed, str):
+        return numbers.take(packed, count)
+    ((how, what),) = packed.items()
+    if how == "us":
+        return [micro / _MICROS for micro in numbers.take(what, count)]
+    if how == "all":
+        return [what] * count
+    if how == "of":
+        columns = [_values(column, count, numbers) for column in what.values()]
+        return [dict(zip(what, row, strict=True)) for row in zip(*columns, strict=True)] if what else [{}] * count
+    if how == "in":
+        lengths, total, packed_items = what
+        ends = accumulate(_values(lengths, count, numbers), initial=0)
+        items = _values(packed_items, total, numbers)
+        return [items[begin:end] for begin, end in pairwise(ends)]
+    if how == "raw":
+        return list(what)
+    raise ValueError(f"a column packed as {how!r}")
+
+
+def _add_whole(values: Sequence[int], numbers: list[bytes]) -> str | None:
+    """Append whole numbers in the narrowest type, as they are or as differences; None where no type holds them."""
+    differences = [values[0], *(value - before for before, value in pairwise(values))]
+    least, most = min(differences), max(differences)
+    is_negative, largest = min(values) < 0, max(values)
+    for code in _CODES:
+        bound = 1 << 8 * array(code).itemsize - 1
+        if -bound <= least and most < bound:
+            return _add(array(code, differences), numbers)
+        if not is_negative and largest < 2 * bound:
+            return _add(array(code.upper(), values), numbers)
+    return None
+
+
+def _add(column: array[Any], numbers: list[bytes]) -> str:
+    """Append a column's bytes, those of one significance together; returns its type."""
+    if sys.byteorder == "big":
+        column.byteswap()
+    whole, width = column.tobytes(), column.itemsize
+    numbers += [whole[place::width] for place in range(width)]
+    return column.typecode
+
+
+class _Numbers:
+    """Reads the numbers of a block, column after column."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data = data
+        self._at = 0
+
+    def take(self, code: str, count: int) -> list[Any]:
+        """The next column's numbers."""
+        column = array(code)
+        width = column.itemsize
+        whole = bytearray(count * width)
+        for place in range(width):
+            whole[place::width] = self._data[self._at : self._at + count]
+            self._at += count
+        column.frombytes(whole)
+        if sys.byteorder == "big":
+            column.byteswap()
+        return list(accumulate(column)) if code in _CODES else column.tolist()

@@ -225,7 +225,11 @@ def _read_dataclass(kind: Any) -> Reader:
             reader = readers.get(name)
             if reader is None:
                 raise LogError(f"unknown field {name!r} of {kind.__name__} in the log")
-            fields[name] = reader(item, f"{path}.{name}")
+            try:
+                fields[name] = reader(item, path)
+            except LogError:
+                reader(item, f"{path}.{name}")  # raises, with the whole path, which costs time to make
+                raise
         for name in required:
             if name not in fields:
                 raise LogError(f"{kind.__name__} lacks its field {name!r} in the log")

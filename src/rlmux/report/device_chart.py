@@ -17,7 +17,7 @@ from rlmux.report.canvas import GUTTER, RIGHT, TOP, WIDTH, Canvas
 from rlmux.report.device_rows import DeviceRows
 from rlmux.report.pipeline_rows import PipelineRows
 from rlmux.report.records import Instant
-from rlmux.report.summary import step_times
+from rlmux.report.summary import StepTimes
 from rlmux.report.svg import nice_ticks, number, tag
 from rlmux.report.timeline import Timeline
 
@@ -39,7 +39,11 @@ class Chart:
     """Device rows, step rows and reward curves over one time axis."""
 
     def __init__(
-        self, timeline: Timeline, colour: Mapping[PipelineId, int], slowdown: Mapping[PipelineId, str]
+        self,
+        timeline: Timeline,
+        steps: StepTimes,
+        colour: Mapping[PipelineId, int],
+        slowdown: Mapping[PipelineId, str],
     ) -> None:
         """`colour` is an index into the palette, `slowdown` the text beside a pipeline's name."""
         self._timeline = timeline
@@ -48,7 +52,7 @@ class Chart:
         devices = list(timeline.devices.values())
         orders = {order.id: order for order in timeline.orders}
         self._device_rows = DeviceRows(self._canvas, devices[:_MAX_ROWS], orders, colour)
-        self._pipeline_rows = PipelineRows(self._canvas, timeline.pipelines, step_times(timeline), colour)
+        self._pipeline_rows = PipelineRows(self._canvas, timeline.pipelines, steps, colour)
         num_hidden = len(devices[_MAX_ROWS:])
         hidden = f"; {num_hidden} more devices are in summary.json" if num_hidden else ""
         self.note = self._device_rows.note + hidden

@@ -21,7 +21,7 @@ from rlmux.report.device_chart import Chart
 from rlmux.report.device_rows import CLASS_BY_CAUSE
 from rlmux.report.intervals import Cause, Charge, Kind
 from rlmux.report.records import STOPPED
-from rlmux.report.summary import summarize
+from rlmux.report.summary import StepTimes, step_times, summarize
 from rlmux.report.svg import PALETTE, percent_text, seconds_text, tag
 from rlmux.report.timeline import DeviceTimeline, Timeline
 
@@ -39,9 +39,9 @@ _LEGEND = (
 )
 
 
-def page(timeline: Timeline, title: str = "run") -> str:
-    """The contents of `timeline.html`."""
-    view = _View(timeline)
+def page(timeline: Timeline, title: str = "run", steps: StepTimes | None = None) -> str:
+    """The contents of `timeline.html`. `steps`: what `step_times` says of the timeline, where it is known."""
+    view = _View(timeline, step_times(timeline) if steps is None else steps)
     head = [
         '<meta charset="utf-8">',
         '<meta name="viewport" content="width=device-width,initial-scale=1">',
@@ -70,9 +70,10 @@ def _resource(name: str) -> str:
 
 
 class _View:
-    def __init__(self, timeline: Timeline) -> None:
+    def __init__(self, timeline: Timeline, steps: StepTimes) -> None:
         self.timeline = timeline
-        self.summary = summarize(timeline)
+        self.steps = steps
+        self.summary = summarize(timeline, steps)
         self.colour = {name: index % len(PALETTE) for index, name in enumerate(timeline.pipelines)}
 
     def colours(self) -> str:
@@ -253,7 +254,7 @@ class _View:
             '<button id="zoom-in" aria-label="zoom in">+</button><button id="zoom-all">all</button></span>'
         )
         slowdown = {PipelineId(name): _slowdown(p) for name, p in self.summary["pipelines"].items()}
-        chart = Chart(self.timeline, self.colour, slowdown)
+        chart = Chart(self.timeline, self.steps, self.colour, slowdown)
         drawing = chart.draw()
         heading = f"<h2>{tools}Timeline <small>{chart.note}</small></h2>"
         return f'{heading}{self._legend()}<div class="scroll">{drawing}</div>'

@@ -38,21 +38,21 @@ def lay_out_order(
     at_s, seconds, tokens = order.start_s, 0.0, 0
     wait, label = (Cause.STARTING if order.switch is Switch.COLD else Cause.CONTROL), Cause.COMPUTE
     switch_s = order.switch_s
-    for chunk in order.chunks:
-        if chunk.time_s > end_s:
+    is_rollout = order.stage is Stage.GENERATE
+    tail_active = max(1, peak_active * TAIL_PART) if peak_active > 1 else 0
+    for time_s, num_active, num_waiting, num_waiting_for_env, num_tokens, so_far_s in order.chunks:
+        if time_s > end_s:
             break
-        computed_s = chunk.seconds - seconds
-        if wait is Cause.TOOL_WAIT and chunk.tokens == tokens:
+        computed_s = so_far_s - seconds
+        if wait is Cause.TOOL_WAIT and num_tokens == tokens:
             computed_s = 0.0  # the driver counts waiting as computing
-        pieces.add(at_s, chunk.time_s, wait, switch_s, label, computed_s)
-        at_s, seconds, tokens, switch_s = chunk.time_s, chunk.seconds, chunk.tokens, 0.0
+        pieces.add(at_s, time_s, wait, switch_s, label, computed_s)
+        at_s, seconds, tokens, switch_s = time_s, so_far_s, num_tokens, 0.0
         wait, label = Cause.CONTROL, Cause.COMPUTE
-        if order.stage is Stage.GENERATE:
-            if chunk.num_active == 0 and chunk.num_waiting_for_env > 0:
+        if is_rollout:
+            if num_active == 0 and num_waiting_for_env > 0:
                 wait = Cause.TOOL_WAIT
-            elif (
-                chunk.num_waiting == 0 and 1 <= chunk.num_active <= max(1, peak_active * TAIL_PART) and peak_active > 1
-            ):
+            elif num_waiting == 0 and 1 <= num_active <= tail_active:
                 label = Cause.TAIL
     if order.ending is Ending.LOST:
         pieces.add(at_s, end_s, Cause.LOST, 0.0, label, 0.0)
@@ -73,7 +73,8 @@ class _Pieces:
         self._order = order
         self._standstills = [one for one in standstills if one.end_s > order.start_s and one.start_s < order.end_s]
         self._done: list[Interval] = []
-        self._names: tuple[Cause, Cause] | None = None
+        self._wait: Cause | None = None
+        self._compute = Cause.COMPUTE
         self._start_s = self._end_s = order.start_s
         self._wait_s = self._switch_s = self._compute_s = 0.0
 
@@ -94,15 +95,21 @@ class _Pieces:
     def _add_window(
         self, start_s: float, end_s: float, wait: Cause, switch_s: float, compute: Cause, compute_s: float
     ) -> None:
-        window_s = max(0.0, end_s - start_s)
-        compute_s = min(max(0.0, compute_s), window_s)
-        switch_s = min(switch_s, window_s - compute_s)
-        if self._names != (wait, compute) or wait is Cause.TOOL_WAIT:
+        if end_s < start_s:
+            end_s = start_s
+        window_s = end_s - start_s
+        if compute_s > window_s:
+            compute_s = window_s
+        elif compute_s < 0.0:
+            compute_s = 0.0
+        if wait is not self._wait or compute is not self._compute or wait is Cause.TOOL_WAIT:
             self._flush()
-            self._names, self._start_s = (wait, compute), start_s
-        self._end_s = max(start_s, end_s)
+            self._wait, self._compute, self._start_s = wait, compute, start_s
+        if switch_s:
+            switch_s = min(switch_s, window_s - compute_s)
+            self._switch_s += switch_s
+        self._end_s = end_s
         self._wait_s += window_s - compute_s - switch_s
-        self._switch_s += switch_s
         self._compute_s += compute_s
 
     def close(self) -> list[Interval]:
@@ -112,9 +119,9 @@ class _Pieces:
         return self._done
 
     def _flush(self) -> None:
-        if self._names is None:
+        if self._wait is None:
             return
-        wait, compute = self._names
+        wait, compute = self._wait, self._compute
         switching_s = self._start_s + self._wait_s
         computing_s = self._end_s - self._compute_s
         wait_kind = Kind.SWITCH if wait is Cause.STARTING else Kind.BUBBLE
@@ -126,7 +133,7 @@ class _Pieces:
             seconds = {Kind.BUSY: self._compute_s}.get(kind, self._switch_s if cause is Cause.SWITCH else self._wait_s)
             if seconds > 0.0 and end_s > start_s:
                 self._done.append(self._interval(start_s, end_s, kind, cause))
-        self._names = None
+        self._wait = None
         self._wait_s = self._switch_s = self._compute_s = 0.0
 
     def _interval(self, start_s: float, end_s: float, kind: Kind, cause: Cause) -> Interval:

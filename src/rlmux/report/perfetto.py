@@ -17,7 +17,7 @@ from typing import Any
 from rlmux.core.model import DeviceId, OrderId, PipelineId, Stage
 from rlmux.report.intervals import Interval, Kind
 from rlmux.report.records import OrderRecord
-from rlmux.report.summary import step_times
+from rlmux.report.summary import StepTimes, step_times
 from rlmux.report.timeline import DeviceTimeline, Timeline
 
 COLOURS = (
@@ -31,18 +31,19 @@ _GAPS_THREAD = 1000
 _PIPELINES_PROCESS = 1
 
 
-def trace(timeline: Timeline) -> dict[str, Any]:
-    """The contents of `trace.json`."""
+def trace(timeline: Timeline, steps: StepTimes | None = None) -> dict[str, Any]:
+    """The contents of `trace.json`. `steps`: what `step_times` says of the timeline, where it is known."""
     return {
         "displayTimeUnit": "ms",
         "otherData": {key: timeline.header.get(key) for key in ("policy", "backend", "created", "rlmux_version")},
-        "traceEvents": _Tracer(timeline).events(),
+        "traceEvents": _Tracer(timeline, step_times(timeline) if steps is None else steps).events(),
     }
 
 
 class _Tracer:
-    def __init__(self, timeline: Timeline) -> None:
+    def __init__(self, timeline: Timeline, steps: StepTimes) -> None:
         self._timeline = timeline
+        self._steps = steps
         self._events: list[dict[str, Any]] = []
         self._process = {device: number for number, device in enumerate(timeline.devices, _PIPELINES_PROCESS + 1)}
         self._colour = {name: COLOURS[number % len(COLOURS)] for number, name in enumerate(timeline.pipelines)}
@@ -151,7 +152,7 @@ class _Tracer:
 
     def _add_active(self, device: DeviceId, order: OrderRecord) -> None:
         process = self._process[device]
-        samples = [(chunk.time_s, chunk.num_active, chunk.num_waiting_for_env) for chunk in order.chunks]
+        samples = [(chunk.time_s, chunk.num_active, chunk.num_waiting_for_env) for chunk in order.chunks.drawn()]
         if math.isfinite(order.end_s):
             samples.append((order.end_s, 0, 0))
         for time_s, active, waiting in samples:
@@ -161,7 +162,7 @@ class _Tracer:
         self._events.append({"ph": "C", "name": name, "pid": process, "ts": self._us(time_s), "args": values})
 
     def _add_steps(self) -> None:
-        for name, steps in step_times(self._timeline).items():
+        for name, steps in self._steps.items():
             for step in steps:
                 reward = self._timeline.pipelines[name].metrics.get(step.step, {}).get("reward_mean", math.nan)
                 if math.isfinite(reward):

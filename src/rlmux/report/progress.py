@@ -91,6 +91,20 @@ class Reports(Sequence[Report]):
         for column, values in zip(self._writable(), progress[2:], strict=True):
             column.extend(values)
 
+    def drawn(self) -> Iterator[Report]:
+        """What a picture shows of it: the first, the last, and where a count has changed by a hundredth of the peak."""
+        if self._columns is None:
+            return
+        least = max(1, max(max(self.column("num_active")), max(self.column("num_waiting_for_env"))) // 100)
+        active = waiting = -least
+        report = None
+        for report in self:
+            if abs(report[1] - active) >= least or abs(report[3] - waiting) >= least:
+                active, waiting = report[1], report[3]
+                yield report
+        if report is not None and (report[1], report[3]) != (active, waiting):
+            yield report
+
     def column(self, name: str) -> Sequence[Any]:
         """One field of all reports."""
         return () if self._columns is None else self._columns[Report._fields.index(name)]

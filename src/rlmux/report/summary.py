@@ -22,6 +22,8 @@ Everything is there for an unfinished run too, as of the last row; what is not k
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rlmux.core.actions import Switch
@@ -32,12 +34,19 @@ from rlmux.report.records import Ending, OrderRecord, PipelineRecord
 from rlmux.report.slos import StepTime, slo_attainment, slo_fields
 from rlmux.report.timeline import Timeline
 
+StepTimes = Mapping[PipelineId, Sequence[StepTime]]
+"""Every published step of every pipeline, in order."""
 
-def summarize(timeline: Timeline) -> dict[str, Any]:
-    """The contents of `summary.json`."""
+
+def summarize(timeline: Timeline, steps: StepTimes | None = None) -> dict[str, Any]:
+    """The contents of `summary.json`. `steps`: what `step_times` says of the timeline, where it is known."""
     makespan_s = timeline.makespan_s
-    steps = step_times(timeline)
-    pipelines = {str(name): _pipeline(timeline, record, steps[name]) for name, record in timeline.pipelines.items()}
+    steps = step_times(timeline) if steps is None else steps
+    tokens = _tokens_by_pipeline(timeline.orders)
+    pipelines = {
+        str(name): _pipeline(timeline, record, steps[name], tokens.get(name, 0))
+        for name, record in timeline.pipelines.items()
+    }
     return {
         "policy": timeline.header.get("policy"),
         "backend": timeline.header.get("backend"),
@@ -123,14 +132,18 @@ class _Work:
         return steps
 
 
-def _pipeline(timeline: Timeline, record: PipelineRecord, steps: list[StepTime]) -> dict[str, Any]:
+def _tokens_by_pipeline(orders: Iterable[OrderRecord]) -> Counter[PipelineId]:
+    """Tokens sampled in rollouts whose result counts."""
+    tokens: Counter[PipelineId] = Counter()
+    for order in orders:
+        if order.stage is Stage.GENERATE and order.counts:
+            tokens[order.pipeline] += order.tokens
+    return tokens
+
+
+def _pipeline(timeline: Timeline, record: PipelineRecord, steps: Sequence[StepTime], num_tokens: int) -> dict[str, Any]:
     metrics = [record.metrics[step] for step in sorted(record.metrics)]
     rewards = [reward for each in metrics if math.isfinite(reward := each.get("reward_mean", math.nan))]
-    num_tokens = sum(
-        order.tokens
-        for order in timeline.orders
-        if order.pipeline == record.pipeline.id and order.stage is Stage.GENERATE and order.counts
-    )
     steady = steps[1:] or steps
     return {
         "steps": max(record.published, default=0),

@@ -69,15 +69,19 @@ class RunningOrder:
 
     def finished(self, now_s: float) -> StageFinished:
         return StageFinished(
-            time_s=now_s, order=self.action.order, seconds=self.seconds, switch_s=self.switch_s, tokens=self.tokens
+            time_s=now_s,
+            order=self.action.order,
+            seconds=round(self.seconds, 6),
+            switch_s=round(self.switch_s, 6),
+            tokens=self.tokens,
         )
 
     def paused(self, now_s: float, *, is_waiting: bool = False) -> StagePaused:
         return StagePaused(
             time_s=now_s,
             order=self.action.order,
-            seconds=self.seconds,
-            switch_s=self.switch_s,
+            seconds=round(self.seconds, 6),
+            switch_s=round(self.switch_s, 6),
             tokens=self.tokens,
             is_waiting=is_waiting,
         )
