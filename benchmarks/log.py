@@ -38,12 +38,10 @@ from rlmux.core.events import ChunkFinished, PipelineSubmitted
 from rlmux.core.model import DeviceId, NodeId
 from rlmux.report import codec
 from rlmux.report.api import write_report
-from rlmux.report.history import History
+from rlmux.report.history import History, without_collector
 from rlmux.report.log import Entry, LogLimits, LogReader, RunLog
 from rlmux.report.status import status
 from rlmux.runtime.launch import spec_of
-from rlmux.runtime.origins import read_origins
-from rlmux.runtime.run import ended_pipelines
 from rlmux.runtime.run_api import submitted_to
 
 DAY_S = 86400.0
@@ -242,14 +240,13 @@ def read(folder: Path) -> dict[str, float]:
     def resume() -> None:
         with LogReader(folder) as reader:
             reader.header.get("backend")
+            reader.state()
         spec_of(folder)
         submitted_to(folder)
-        ended_pipelines(folder)
-        read_origins(folder)
         RunLog.open(folder).close()
 
     def show_status() -> None:
-        with LogReader(folder) as reader:
+        with LogReader(folder) as reader, without_collector():
             status(History.of(reader.header, reader.parts()), is_going_on=False)
 
     return {

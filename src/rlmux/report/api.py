@@ -6,16 +6,13 @@ load_summary(folder)    the summary as it was last written
 
 from __future__ import annotations
 
-import contextlib
-import gc
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
 
 from rlmux.core.errors import LogError
-from rlmux.report.history import History
+from rlmux.report.history import History, without_collector
 from rlmux.report.html import page
 from rlmux.report.log import LogReader
 from rlmux.report.perfetto import trace
@@ -27,7 +24,7 @@ SUMMARY_NAME, TRACE_NAME, PAGE_NAME = "summary.json", "trace.json", "timeline.ht
 
 def read_timeline(folder: str | Path) -> Timeline:
     """What the log holds at this moment."""
-    with LogReader(folder) as reader, _without_collector():
+    with LogReader(folder) as reader, without_collector():
         return build_timeline(History.of(reader.header, reader.parts()))
 
 
@@ -35,7 +32,7 @@ def write_report(folder: str | Path) -> dict[str, Any]:
     """Write the three files into the run's folder; returns the summary."""
     folder = Path(folder)
     timeline = read_timeline(folder)
-    with _without_collector():
+    with without_collector():
         steps = step_times(timeline)
         summary = summarize(timeline, steps)
         _write(folder / SUMMARY_NAME, json.dumps(summary, indent=2, allow_nan=False) + "\n")
@@ -53,18 +50,6 @@ def load_summary(folder: str | Path) -> dict[str, Any]:
         raise LogError(f"{folder}: there is no {SUMMARY_NAME}; `rlmux report` makes it from the log") from None
     except ValueError as error:
         raise LogError(f"{path}: not JSON ({error}); `rlmux report` makes it anew from the log") from None
-
-
-@contextlib.contextmanager
-def _without_collector() -> Iterator[None]:
-    """Nothing that a report makes is garbage before it is written: looking for garbage among it costs half the time."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def _write(path: Path, text: str) -> None:

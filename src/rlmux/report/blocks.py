@@ -4,8 +4,8 @@
     the whole numbers of all columns                                                               bytes
                                                        then zlib, which checks the bytes when they are read
 
-Rows of one type are kept in columns; progress reports by order, too, so that neighbours in a column are alike. A column
-is packed by what it holds:
+Rows of one type are kept in columns; progress reports are sorted by order, so that neighbours are alike. A column is
+packed by what it holds:
 
     "i"                       the first number, then the differences, in bytes of this `array` type; with a type that is
                               unsigned or of fractions ("B", "f"), the numbers themselves
@@ -79,9 +79,11 @@ def pack(rows: Iterable[Row]) -> bytes:
         fields = codec.loads(row.json)
         is_progress = row.type == PROGRESS and row.kind == "event"
         num_lives += row.type == RESUMED
-        life = (num_lives, fields["order"]) if is_progress else None
-        group = groups.setdefault((row.kind, row.type, tuple(fields), life), [])
+        group = groups.setdefault((row.kind, row.type, tuple(fields), num_lives if is_progress else None), [])
         group.append((row.seq, row.time_s, *fields.values()))
+    for (kind, type, names, _), group in groups.items():
+        if type == PROGRESS and kind == "event":
+            group.sort(key=itemgetter(2 + names.index("order")))
     numbers: list[bytes] = []
     packed = [
         [kind, type, len(group), names, [_packed(column, numbers) for column in zip(*group, strict=True)]]
@@ -93,14 +95,14 @@ def pack(rows: Iterable[Row]) -> bytes:
 def unpack(data: bytes) -> Block:
     """What `pack` was given. Raises LogError for damaged bytes."""
     rows: list[tuple[int, float, str, str, dict[str, Any]]] = []
-    progress = []
+    progress: list[OrderProgress] = []
     try:
         text, _, given = zlib.decompress(data).partition(b"\n")
         numbers = _Numbers(given)
         for kind, type, count, names, packed in json.loads(text):
             columns = [_values(each, count, numbers) for each in packed]
             if type == PROGRESS and kind == "event":
-                progress.append(_progress(columns[0], dict(zip(names, columns[2:], strict=True))))
+                progress += _progress(columns[0], dict(zip(names, columns[2:], strict=True)))
             else:
                 rows += _rows(kind, type, names, columns)
     except (zlib.error, ValueError, KeyError, TypeError, IndexError) as error:
@@ -117,18 +119,22 @@ def _rows(
         yield seq, time_s, kind, type, dict(zip(names, values, strict=True))
 
 
-def _progress(seqs: Sequence[int], columns: dict[str, Sequence[Any]]) -> OrderProgress:
+def _progress(seqs: Sequence[int], columns: dict[str, Sequence[Any]]) -> Iterator[OrderProgress]:
     nothing = [0] * len(seqs)
-    return OrderProgress(
-        order=OrderId(columns["order"][0]),
-        seqs=seqs,
-        time_s=_floats(columns["time_s"]),
-        num_active=columns["num_active"],
-        num_waiting=columns["num_waiting"],
-        num_waiting_for_env=columns.get("num_waiting_for_env", nothing),
-        tokens=columns.get("tokens", nothing),
-        seconds=_floats(columns.get("seconds", nothing)),
-    )
+    orders = columns["order"]
+    of_all: list[Sequence[Any]] = [
+        seqs,
+        _floats(columns["time_s"]),
+        columns["num_active"],
+        columns["num_waiting"],
+        columns.get("num_waiting_for_env", nothing),
+        columns.get("tokens", nothing),
+        _floats(columns.get("seconds", nothing)),
+    ]
+    ends = [at for at, (order, following) in enumerate(pairwise(orders), 1) if order != following]
+    for begin, end in pairwise([0, *ends, len(orders)]):
+        of_one: list[Any] = [column[begin:end] for column in of_all]
+        yield OrderProgress(OrderId(orders[begin]), *of_one)
 
 
 def _floats(values: Sequence[Any]) -> Sequence[float]:

@@ -337,6 +337,7 @@ class RunLog:
         self._keep_state()
         self._append(self.last_time_s, "header", "segment", codec.dumps(header))
         execute("COMMIT")
+        execute("PRAGMA incremental_vacuum").fetchall()  # the space of the rows that have left
         self._predecessor, self._first_time_s = sealed, self.last_time_s
 
     def _failure(self, error: sqlite3.Error) -> LogError:

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlmux.core.errors import RlmuxError
-from rlmux.report.history import History
+from rlmux.report.history import History, without_collector
 from rlmux.report.log import LogReader
 from rlmux.report.status import status
 from rlmux.runtime.control_socket import NoAnswerError, NotRunningError, ask
@@ -33,9 +33,10 @@ class StatusReader:
     def read(self) -> dict[str, Any]:
         """The status as `rlmux status --json` prints it."""
         answer = self._ask()  # before the log: a run that ends between the two is then shown as ended
-        for part in self._log.parts(after=self._seq):
-            self._history.add(part)
-            self._seq = max(self._seq, part.seq)
+        with without_collector():
+            for part in self._log.parts(after=self._seq):
+                self._history.add(part)
+                self._seq = max(self._seq, part.seq)
         shown = status(self._history, is_going_on=answer is not None)
         shown["now_s"] = max(shown["now_s"], answer["now_s"]) if answer else shown["now_s"]
         shown["pid"] = answer["pid"] if answer else None
