@@ -6,7 +6,7 @@ import random
 from pathlib import Path
 
 from rlmux.core.events import ChunkFinished
-from rlmux.report.log import LOG_NAME, RunLog
+from rlmux.report.log import LOG_NAME, LogLimits, RunLog
 
 BYTES_PER_DAY = 50e6
 """Most bytes that sixteen busy devices may write in a day."""
@@ -39,6 +39,14 @@ def progress(num_reports: int, num_devices: int = 16, *, seed: int = 0) -> list[
 
 def bytes_in(folder: Path) -> int:
     return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def test_a_sealed_segment_leaves_a_small_file_behind(tmp_path: Path) -> None:
+    with RunLog.create(tmp_path, {"policy": "p"}, limits=LogLimits(segment_rows=10_000)) as log:
+        for report in progress(10_100):
+            log.append_event(report)
+            log.commit()
+    assert (tmp_path / LOG_NAME).stat().st_size < 60_000 < (tmp_path / "run.0001.db").stat().st_size
 
 
 def test_sixteen_busy_devices_write_at_most_50_mb_a_day(tmp_path: Path) -> None:

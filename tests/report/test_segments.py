@@ -209,7 +209,7 @@ def test_a_kill_before_any_statement_of_packing_and_sealing_loses_nothing(tmp_pa
             check_nothing_lost(folder, before)
 
 
-@pytest.mark.parametrize("step", ["sync", "_sha256"])
+@pytest.mark.parametrize("step", ["sync", "file_sha256"])
 @pytest.mark.parametrize("number", [1, 2])
 def test_a_kill_while_a_segment_is_made_loses_nothing(tmp_path: Path, monkeypatch, step: str, number: int) -> None:
     RunLog.create(tmp_path, HEADER).close()

@@ -16,7 +16,7 @@ visible together or not at all; a reader never sees a torn row. SQLite in WAL mo
 of the writer at any instant: a half-written tail fails its checksum and is ignored. After a power cut the newest
 commits may be missing, the header never is; with `survives_power_cut` each commit waits for the disk, and none is.
 
-Rows do not stay loose for long: a thousand of them are packed into a block (`blocks.py`), and a long run's blocks into
+Rows do not stay loose for long: two thousand of them are packed into a block (`blocks.py`), and a long run's blocks into
 sealed segments (`segments.py`). Every reader gets the same rows whether they are loose, packed or sealed. Now and then
 the state that a resumed run needs (`run_state.py`) is kept beside them, so that nothing before it has to be read.
 
@@ -123,9 +123,9 @@ def run_header(
 class LogLimits:
     """When rows are packed and files are sealed."""
 
-    block_rows: int = 1000
+    block_rows: int = 2000
     """Rows that are packed into a block."""
-    snapshot_blocks: int = 10
+    snapshot_blocks: int = 5
     """Blocks after which the run's state is kept again."""
     segment_rows: int = 1_000_000
     """Rows after which the file is sealed."""
@@ -337,7 +337,7 @@ class RunLog:
         self._keep_state()
         self._append(self.last_time_s, "header", "segment", codec.dumps(header))
         execute("COMMIT")
-        execute("PRAGMA incremental_vacuum").fetchall()  # the space of the rows that have left
+        self._connection.executescript("PRAGMA incremental_vacuum")  # `execute` would give one page back, not all
         self._predecessor, self._first_time_s = sealed, self.last_time_s
 
     def _failure(self, error: sqlite3.Error) -> LogError:
@@ -379,7 +379,7 @@ class LogReader:
 
     def parts(self, after: int = 0) -> Iterator[Entry | OrderProgress]:
         """The same rows, for folds that take an order's progress reports together: these come where the first of them
-        is, up to a thousand rows before the last."""
+        is, up to two thousand rows before the last."""
         for seq, time_s, kind, type, data in self._rows(after):
             if kind == "block":
                 yield from self._parts_of(self._unpack(seq, data), after)
