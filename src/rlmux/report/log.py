@@ -16,9 +16,9 @@ visible together or not at all; a reader never sees a torn row. SQLite in WAL mo
 of the writer at any instant: a half-written tail fails its checksum and is ignored. After a power cut the newest
 commits may be missing, the header never is; with `survives_power_cut` each commit waits for the disk, and none is.
 
-Rows do not stay loose for long: two thousand of them are packed into a block (`blocks.py`), and a long run's blocks into
-sealed segments (`segments.py`). Every reader gets the same rows whether they are loose, packed or sealed. Now and then
-the state that a resumed run needs (`run_state.py`) is kept beside them, so that nothing before it has to be read.
+Rows do not stay loose for long: two thousand of them are packed into a block (`blocks.py`), and a long run's blocks
+into sealed segments (`segments.py`). Every reader gets the same rows whether they are loose, packed or sealed. Now and
+then the state that a resumed run needs (`run_state.py`) is kept beside them, so that nothing before it has to be read.
 
 Notes are free-form facts the scheduler does not need. The reports read these, and show what they find:
 
