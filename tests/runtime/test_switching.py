@@ -92,6 +92,16 @@ def test_the_time_in_which_others_leave_is_part_of_the_switch(real: Any, tmp_pat
     assert [event.switch_s for event in ended] == [0.25, pytest.approx(2.25)]
 
 
+def test_taking_in_a_batch_and_handing_out_weights_are_computing(real: Any, tmp_path: Any) -> None:
+    pair = Pair(real, tmp_path, 100.0)
+    pair.sft_warmup(1, "a")
+    report = TrainReport(is_done=True, micro_batches_done=1, micro_batches_total=1, tokens=1, seconds=0.5, metrics={})
+    result = TrainCallResult(report=report, load_s=0.0, input_s=0.25, hand_out_s=0.125, weights_sha256="0")
+    pair.trainer("a").answer("run_stage", result)
+    (ended,) = [event for event in pair.backend.poll(0.0)[0] if isinstance(event, StageFinished)]
+    assert ended.seconds == 0.875
+
+
 def test_only_a_state_on_disk_is_read_ahead(real: Any, tmp_path: Any) -> None:
     pair = Pair(real, tmp_path, 5.0)
     pair.sft_warmup(1, "a")

@@ -99,7 +99,8 @@ class RolloutDriver:
             result: RolloutChunkResult = yield self._begin_chunk(order, device)
             order.is_calling = False
             shard, report = self._shards[device], result.report
-            order.add(seconds=report.seconds, switch_s=result.load_s, tokens=report.sampled_tokens)
+            seconds = result.input_s + report.seconds
+            order.add(seconds=seconds, switch_s=result.load_s, tokens=report.sampled_tokens)
             self._pass_on_turns(shard, report)
             if _is_over(shard, report):
                 shard.unfinished.clear()

@@ -88,7 +88,8 @@ class TrainDriver:
             is_load_needed = False
             report = result.report
             self._note_checkpoints(result.written)
-            order.add(seconds=report.seconds + result.hand_out_s, switch_s=result.load_s, tokens=report.tokens)
+            seconds = result.input_s + report.seconds + result.hand_out_s
+            order.add(seconds=seconds, switch_s=result.load_s, tokens=report.tokens)
             if result.weights_sha256 is not None:
                 self._sha256_by_version[action.step] = result.weights_sha256
             if report.is_done:

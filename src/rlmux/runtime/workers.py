@@ -65,6 +65,8 @@ class RolloutChunkResult:
     report: ChunkReport
     load_s: float
     """Seconds of loading state and weights."""
+    input_s: float = 0.0
+    """Seconds of taking in requests, replies and migrated trajectories, before the report's own."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +88,8 @@ class TrainCallResult:
     report: TrainReport
     load_s: float
     """Seconds of loading state."""
+    input_s: float = 0.0
+    """Seconds of taking in the step's batch since the call before."""
     hand_out_s: float = 0.0
     """Seconds of handing out the weights, after the report's own."""
     weights_sha256: str | None = None
@@ -203,6 +207,7 @@ class RolloutWorker:
                     check_weights(*chunk.weights, self._origin)
                 self._engine.load_weights(*chunk.weights)
         load_s = time.perf_counter() - start
+        start = time.perf_counter()
         if chunk.partials:  # before the replies: those may be for trajectories that came here waiting for one
             for partial in chunk.partials:
                 _check_samples(partial.origin, self._origin)
@@ -211,8 +216,9 @@ class RolloutWorker:
             self._engine.reply(chunk.replies, chunk.released)
         if chunk.requests:
             self._engine.submit(chunk.requests)
+        input_s = time.perf_counter() - start
         report = self._engine.run_chunk(max_decode_steps=chunk.max_decode_steps, max_seconds=chunk.max_seconds)
-        return RolloutChunkResult(report=report, load_s=load_s)
+        return RolloutChunkResult(report=report, load_s=load_s, input_s=input_s)
 
     def take_partials(self, copies_kv: bool) -> list[PartialTrajectory]:
         taken = self._engine.take_partials(None, with_kv=copies_kv)
@@ -247,6 +253,8 @@ class TrainWorker:
         self._origin = origin
         self._checkpoints = CheckpointWriter()
         self._fraction = fraction_setter(device)
+        self._input_s = 0.0
+        """Seconds of taking in a batch that no call of `run_stage` has told of."""
         self.is_core = device == "cpu"
         if restore_from is not None:
             self._engine.restore(restore_from, is_verified=True)
@@ -259,9 +267,11 @@ class TrainWorker:
 
     def begin_step(self, payload: bytes, max_logprob_gap: float = math.inf) -> None:
         """Take a step's batch. Raises PipelineError for one of another run or plan."""
+        start = time.perf_counter()
         batch: TrainingBatch = pickle.loads(payload)
         _check_samples(batch.origin, self._origin)
         self._engine.begin_step(batch, max_logprob_gap=max_logprob_gap)
+        self._input_s = time.perf_counter() - start
 
     def run_stage(
         self,
@@ -282,6 +292,7 @@ class TrainWorker:
                 self._engine.load()
         load_s = time.perf_counter() - start
         report = self._engine.run_stage(stage, max_seconds=max_seconds)
+        input_s, self._input_s = self._input_s, 0.0
         start, sha256 = time.perf_counter(), None
         if report.is_done and hand_out is not None:
             with beating():
@@ -289,6 +300,7 @@ class TrainWorker:
         return TrainCallResult(
             report=report,
             load_s=load_s,
+            input_s=input_s,
             hand_out_s=time.perf_counter() - start,
             weights_sha256=sha256,
             written=self._checkpoints.written(),
