@@ -116,7 +116,7 @@ class Controller:
             for note in notes:
                 self._log.note(note.type, now_s, **note.fields)
             self._log.commit()
-        for action in actions:
+        for action in sorted(actions, key=_needs_no_device):  # a device waits for its order, user code for none
             if not self._is_overtaken(action):
                 self._backend.execute(action)
         for listener in self._listeners:
@@ -146,3 +146,7 @@ class Controller:
         stuck = [work for work in ready if not work.is_waiting]  # waiting work: its environment replies or times out
         if stuck:
             raise IllegalTransitionError(f"policy {self._scheduler.policy.name} leaves ready work lying: {stuck[0]}")
+
+
+def _needs_no_device(action: Action) -> bool:
+    return isinstance(action, RunStage) and not action.devices

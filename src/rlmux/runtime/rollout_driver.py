@@ -236,7 +236,10 @@ class RolloutDriver:
             for turn in report.finished:
                 record.turn_ended(turn.id, self._outbox.now_s())
         self._turns_to_ask += [(shard, turn) for turn in report.finished]
-        if report.finished and not self._is_asking:
+        is_reward_next = len(self._shards) == 1 and _is_over(shard, report)
+        if (
+            report.finished and not self._is_asking and not is_reward_next
+        ):  # else `finish_step` asks: devices come first
             self._start(self._ask_environments())
 
     def _ask_environments(self) -> Work:
