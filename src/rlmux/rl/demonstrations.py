@@ -11,7 +11,7 @@ from typing import NamedTuple
 from rlmux.core.errors import PipelineError
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.tasks import Task
-from rlmux.rl.vocabulary import Vocabulary
+from rlmux.rl.vocabulary import Vocabulary, prompt_tokens_of
 
 
 class Demonstration(NamedTuple):
@@ -39,7 +39,7 @@ def _demonstration(config: TrainingConfig, task: Task, vocabulary: Vocabulary, i
             f"sft_warmup: task {config.task.name!r} has a prompt without an answer to learn from: "
             f"{prompt.text[:40]!r}; set task.answer_key, or sft_warmup.updates to 0"
         )
-    prompt_tokens = vocabulary.encode(prompt.text)
+    prompt_tokens = prompt_tokens_of(vocabulary, prompt)
     tokens: list[int] = []
     is_sampled: list[bool] = []
     for segment in task.demonstration(prompt):

@@ -37,7 +37,7 @@ from rlmux.rl.types import (
     TurnReply,
 )
 from rlmux.rl.user_code import call_and_await
-from rlmux.rl.vocabulary import Vocabulary, load_vocabulary, stop_tokens_of
+from rlmux.rl.vocabulary import Vocabulary, load_vocabulary, prompt_tokens_of, stop_tokens_of
 
 _KEPT_BATCHES = 3
 """Finished steps whose batch can still be asked for, after a train worker was lost."""
@@ -168,7 +168,7 @@ class PipelineEnv:
             prompt: Prompt = self._call_user(
                 f"prompt {index} of task {self._config.task.name!r}", partial(self._task.prompt, index)
             )
-            tokens = self._vocabulary.encode(prompt.text)
+            tokens = prompt_tokens_of(self._vocabulary, prompt)
             if not 1 <= len(tokens) <= rollout.max_prompt_tokens:
                 raise PipelineError(
                     f"prompt {index} of task {self._config.task.name!r} has {len(tokens)} tokens; "

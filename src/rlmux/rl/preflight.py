@@ -20,7 +20,7 @@ from rlmux.rl.tasks import Task, make_task
 from rlmux.rl.tasks.file_rows import FileTask
 from rlmux.rl.types import Prompt
 from rlmux.rl.user_code import call_and_await, call_each
-from rlmux.rl.vocabulary import Vocabulary, load_vocabulary, stop_tokens_of
+from rlmux.rl.vocabulary import Vocabulary, load_vocabulary, opening_tokens_of, stop_tokens_of
 
 _ROWS_AT_ONCE = 1000
 """Rows whose tokens are counted together: a checkpoint's tokenizer is quicker with many texts."""
@@ -55,9 +55,9 @@ def _check_prompts(config: TrainingConfig, task: Task, vocabulary: Vocabulary) -
     """Raises UserError for the first prompt or answer that cannot be trained on."""
     for placed in _batches(config, task):
         texts = [prompt.text for _, prompt in placed]
-        _check_lengths(
-            placed, texts, vocabulary, "prompt", 1, config.rollout.max_prompt_tokens, "rollout.max_prompt_tokens"
-        )
+        num_opening = [len(opening_tokens_of(vocabulary, prompt)) for _, prompt in placed]
+        at_most, key = config.rollout.max_prompt_tokens, "rollout.max_prompt_tokens"
+        _check_lengths(placed, texts, vocabulary, "prompt", 1, at_most, key, num_opening)
         if isinstance(task, FileTask) and config.sft_warmup.num_updates:
             _check_answers(config, placed, vocabulary)
     if config.sft_warmup.num_updates and not isinstance(task, FileTask):
@@ -100,11 +100,15 @@ def _check_lengths(
     at_least: int,
     at_most: int,
     key: str,
+    num_opening: Sequence[int] | None = None,
 ) -> None:
+    """`num_opening`: special tokens before each text, none by default."""
     try:
         counts = vocabulary.count_tokens(texts)
     except PipelineError:
         counts = [_count(vocabulary, text, place) for (place, _), text in zip(placed, texts, strict=True)]
+    if num_opening is not None:
+        counts = [before + count for before, count in zip(num_opening, counts, strict=True)]
     for (place, _), count in zip(placed, counts, strict=True):
         if not at_least <= count <= at_most:
             raise UserError(f"{place}: the {what} has {count} tokens; accepted: {at_least} to {at_most} ({key})")

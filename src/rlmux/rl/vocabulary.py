@@ -3,6 +3,8 @@
     load_vocabulary(model) ──▶ CharVocabulary     one token per printable character: built-in, no import
                            └─▶ FolderVocabulary   the tokenizer of a local Hugging Face checkpoint
 
+A prompt of plain text begins with what the tokenizer puts before a text (BOS). A chat template writes its own.
+
 Invariant: `decode(encode(text)) == text` for what `encode` accepts; special tokens decode to nothing.
 """
 
@@ -15,6 +17,7 @@ from typing import Any, Protocol
 
 from rlmux.core.errors import PipelineError, UserError
 from rlmux.rl.config import ModelConfig
+from rlmux.rl.types import Prompt
 
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 
@@ -37,6 +40,14 @@ class Vocabulary(Protocol):
     @property
     def stop_tokens(self) -> tuple[int, ...]:
         """All tokens that end an answer, `eos_token` first."""
+
+    @property
+    def opening_tokens(self) -> tuple[int, ...]:
+        """Special tokens that the tokenizer puts before a text, such as BOS."""
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether `render_chat` writes the special tokens of a chat."""
 
     def encode(self, text: str) -> tuple[int, ...]:
         """Tokens of a text, without any special token added."""
@@ -68,6 +79,8 @@ class CharVocabulary:
     pad_token = 0
     eos_token = 1
     stop_tokens: tuple[int, ...] = (1,)
+    opening_tokens: tuple[int, ...] = ()
+    has_chat_template = False
     vocab_size = 2 + len(CHARACTERS)
 
     def encode(self, text: str) -> tuple[int, ...]:
@@ -130,6 +143,8 @@ class FolderVocabulary:
                 "accepted: a tokenizer that fits"
             )
         self.stop_tokens = _stop_tokens(folder, self.eos_token)
+        self.opening_tokens = _opening_tokens(self._tokenizer)
+        self.has_chat_template = self._tokenizer.chat_template is not None
 
     def encode(self, text: str) -> tuple[int, ...]:
         return tuple(self._tokenizer.encode(text, add_special_tokens=False))
@@ -142,7 +157,7 @@ class FolderVocabulary:
         return text
 
     def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
-        if self._tokenizer.chat_template is None:
+        if not self.has_chat_template:
             return "\n".join(message["content"] for message in messages) + "\n"
         is_prefilled = messages[-1]["role"] == "assistant"
         text: str = self._tokenizer.apply_chat_template(
@@ -174,6 +189,17 @@ def load_vocabulary(model: ModelConfig) -> Vocabulary:
     return CharVocabulary()
 
 
+def opening_tokens_of(vocabulary: Vocabulary, prompt: Prompt) -> tuple[int, ...]:
+    """The special tokens before a prompt's text: none where a chat template wrote them into it."""
+    is_rendered = prompt.messages is not None and vocabulary.has_chat_template
+    return () if is_rendered else vocabulary.opening_tokens
+
+
+def prompt_tokens_of(vocabulary: Vocabulary, prompt: Prompt) -> tuple[int, ...]:
+    """Tokens of a prompt as the model meets them, in rollouts and in demonstrations."""
+    return opening_tokens_of(vocabulary, prompt) + vocabulary.encode(prompt.text)
+
+
 def stop_tokens_of(vocabulary: Vocabulary, stop: Sequence[str]) -> tuple[int, ...]:
     """The tokens that end a turn: those of the vocabulary, then one for each stop text of a task.
 
@@ -186,6 +212,14 @@ def stop_tokens_of(vocabulary: Vocabulary, stop: Sequence[str]) -> tuple[int, ..
             raise UserError(f"model.path: its tokenizer makes {len(encoded)} tokens of the stop text {text!r}, not 1")
         tokens += encoded
     return tuple(dict.fromkeys(tokens))
+
+
+def _opening_tokens(tokenizer: Any) -> tuple[int, ...]:
+    """What tokenizer(text) puts before a text. What it puts behind one is left out: the model continues the text."""
+    encoded = tokenizer("a", return_special_tokens_mask=True)
+    tokens, is_special = encoded["input_ids"], encoded["special_tokens_mask"]
+    num_opening = is_special.index(0) if 0 in is_special else 0
+    return tuple(tokens[:num_opening])
 
 
 def _num_embedded(folder: Path) -> int | None:

@@ -1,0 +1,91 @@
+"""Prompts become tokens as the checkpoint's own tokenizer says."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from rlmux.rl.config import ModelConfig, SftWarmupConfig, TrainingConfig
+from rlmux.rl.demonstrations import demonstration_batch
+from rlmux.rl.pipeline_env import PipelineEnv
+from rlmux.rl.preflight import complaint_about
+from rlmux.rl.tasks import make_task
+from rlmux.rl.vocabulary import CharVocabulary, load_vocabulary
+
+BOS = CharVocabulary.vocab_size
+MakeConfig = Callable[..., TrainingConfig]
+CHAT_TEMPLATE = "{{ bos_token }}{% for m in messages %}[{{ m.role }}]{{ m.content }}{% endfor %}[assistant]"
+
+
+@pytest.fixture
+def bos_folder(tmp_path: Path) -> Path:
+    """A tokenizer that begins texts with BOS and ends them with EOS, as tokenizer(text) shows."""
+    return save_tokenizer(tmp_path / "bos")
+
+
+def save_tokenizer(folder: Path, chat_template: str | None = None) -> Path:
+    from tokenizers.processors import TemplateProcessing
+    from transformers import AutoTokenizer
+
+    CharVocabulary().save_pretrained(folder)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    tokenizer.add_special_tokens({"bos_token": "<bos>"})
+    marks = [("<bos>", tokenizer.bos_token_id), ("<eos>", tokenizer.eos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<bos> $A <eos>", special_tokens=marks)
+    tokenizer.chat_template = chat_template
+    tokenizer.save_pretrained(folder)
+    assert tokenizer("a")["input_ids"] == [BOS, *CharVocabulary().encode("a"), 1]
+    return folder
+
+
+def file_config(make_config: MakeConfig, folder: Path, prompt: Any, **changes: Any) -> TrainingConfig:
+    rows = folder.parent / "rows.jsonl"
+    rows.write_text(json.dumps({"prompt": prompt, "answer": "b"}) + "\n")
+    return make_config("file", path=str(rows), model=ModelConfig(path=str(folder)), **changes)
+
+
+def prompt_tokens(config: TrainingConfig) -> tuple[int, ...]:
+    return PipelineEnv(config).begin_step(1)[0].prompt_tokens
+
+
+def test_a_plain_prompt_begins_with_the_tokenizers_bos(make_config: MakeConfig, bos_folder: Path) -> None:
+    config = file_config(make_config, bos_folder, "a?")
+    assert prompt_tokens(config) == (BOS, *CharVocabulary().encode("a?"))
+
+
+def test_demonstrations_begin_with_it_too_and_answers_do_not(make_config: MakeConfig, bos_folder: Path) -> None:
+    config = file_config(make_config, bos_folder, "a?", sft_warmup=SftWarmupConfig(num_updates=1, batch_size=1))
+    vocabulary = load_vocabulary(config.model)
+    task = make_task(config.task, seed=0, vocabulary=vocabulary)
+    (shown,) = demonstration_batch(config, task, vocabulary, 0)
+    assert shown.prompt_tokens == prompt_tokens(config)
+    assert shown.answer_tokens == (*CharVocabulary().encode("b"), 1)
+
+
+@pytest.mark.parametrize(("length", "complaint"), [(63, None), (64, "the prompt has 65 tokens; accepted: 1 to 64")])
+def test_the_check_before_a_run_counts_bos(
+    make_config: MakeConfig, bos_folder: Path, length: int, complaint: str | None
+) -> None:
+    found = complaint_about(file_config(make_config, bos_folder, "a" * length))
+    assert found is None if complaint is None else complaint in (found or "")
+
+
+def test_a_rendered_chat_template_gets_no_second_bos(make_config: MakeConfig, tmp_path: Path) -> None:
+    folder = save_tokenizer(tmp_path / "chat", CHAT_TEMPLATE)
+    config = file_config(make_config, folder, [{"role": "user", "content": "a?"}])
+    assert prompt_tokens(config) == (BOS, *CharVocabulary().encode("[user]a?[assistant]"))
+
+
+def test_messages_without_a_template_are_a_plain_prompt(make_config: MakeConfig, bos_folder: Path) -> None:
+    config = file_config(make_config, bos_folder, [{"role": "user", "content": "a?"}])
+    assert prompt_tokens(config) == (BOS, *CharVocabulary().encode("a?\n"))
+
+
+def test_a_tokenizer_without_bos_adds_nothing(make_config: MakeConfig, tmp_path: Path) -> None:
+    CharVocabulary().save_pretrained(tmp_path / "plain")
+    config = file_config(make_config, tmp_path / "plain", "a?")
+    assert prompt_tokens(config) == CharVocabulary().encode("a?")
