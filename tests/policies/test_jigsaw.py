@@ -28,6 +28,7 @@ HELPS = SharingTable.of(
         SharingEntry(sub_stage_a="update", sub_stage_b="dense", device_fraction=0.75, slowdown_a=1.2, slowdown_b=1.3),
     ]
 )
+"""Of a device on which these pairs gain by sharing. The numbers are made up: what is decided by them is tested."""
 
 
 def one_pool(num_nodes: int = 2) -> Cluster:
@@ -133,7 +134,7 @@ def test_no_tail_migrates_while_no_other_work_waits(builders):
     assert not driver.actions(Pause, MigrateShard)
 
 
-def test_training_joins_a_tail_at_the_measured_fraction_and_leaves_it_the_whole_device(builders):
+def test_training_joins_a_tail_at_the_fraction_of_the_table_and_leaves_it_the_whole_device(builders):
     scheduler = Scheduler(one_pool(1), Jigsaw(sharing=HELPS))
     driver = builders.Driver(scheduler)
     small = Footprint(rollout_device_bytes=4.0, train_device_bytes=4.0)

@@ -5,17 +5,44 @@ from __future__ import annotations
 import pytest
 
 from rlmux.core.actions import RunStage, SetDeviceFraction
-from rlmux.core.sharing import SharingEntry, SharingTable
+from rlmux.core.events import StageFinished, StagePaused
+from rlmux.core.model import DeviceId, OrderId
 from rlmux.policies import make_policy
 from rlmux.runtime.memory import with_footprint
+from rlmux.sim.models.interference import estimated_table, fraction_grid, sharing_table
 
-SUB_STAGES = ("dense", "tail", "update")
-HELPFUL = SharingTable.of(
-    SharingEntry(sub_stage_a=a, sub_stage_b=b, device_fraction=0.75, slowdown_a=1.2, slowdown_b=1.5)
-    for a in SUB_STAGES
-    for b in SUB_STAGES
-)
-"""As if sharing helped every pair. On one core none does; what is computed does not mind."""
+ESTIMATED = sharing_table(estimated_table(fraction_grid("core", num_units=4)))
+"""What the simulator's roofline estimates of a device in four parts. On one core no pair was measured to help, so a
+measured table would let nothing share here. The tests below say what sharing changes, not what it gains."""
+
+
+class SideBySide:
+    """Watches a run: which pipelines computed on one device at once, by orders and the events that end them."""
+
+    def __init__(self) -> None:
+        self.pairs: set[tuple[DeviceId, tuple[str, ...]]] = set()
+        """Device and names of the pipelines that had orders there at the same time, where more than one had."""
+        self._running: dict[OrderId, RunStage] = {}
+        self._num_events = self._num_actions = 0
+
+    def __call__(self, _, recorder) -> bool:
+        for event in recorder.events[self._num_events :]:
+            if isinstance(event, StageFinished | StagePaused):
+                self._running.pop(event.order, None)
+        new = [one for one in recorder.actions[self._num_actions :] if isinstance(one, RunStage)]
+        self._running |= {one.order: one for one in new if one.devices}
+        self._num_events, self._num_actions = len(recorder.events), len(recorder.actions)
+        for device in {device for one in self._running.values() for device in one.devices}:
+            names = sorted({one.pipeline for one in self._running.values() if device in one.devices})
+            if len(names) > 1:
+                self.pairs.add((device, tuple(names)))
+        return False
+
+
+def fractions(recorder) -> set[float]:
+    """Device fractions of every order that had a device."""
+    orders = [one for one in recorder.actions if isinstance(one, RunStage | SetDeviceFraction)]
+    return {one.device_fraction for one in orders} - {0.0}
 
 
 @pytest.fixture(scope="module")
@@ -27,13 +54,18 @@ def submissions(real):
     ]
 
 
-def test_sharing_devices_at_fractions_changes_nothing_but_time(real, make_backend, submissions, tmp_path):
+def test_sharing_devices_at_estimated_fractions_changes_no_weights(real, make_backend, submissions, tmp_path):
     on = real.cluster(rollout=1, train=1)
-    alone = real.run(tmp_path / "alone", submissions, policy=make_policy("jigsaw"), on=on)
-    helped = make_policy("jigsaw", sharing=HELPFUL)
-    shared = real.run(tmp_path / "shared", submissions, policy=helped, on=on, make_backend=make_backend)
+    whole, side_by_side = SideBySide(), SideBySide()
+    alone = real.run(tmp_path / "alone", submissions, policy=make_policy("jigsaw"), on=on, watch=whole)
+    sharing = make_policy("jigsaw", sharing=ESTIMATED)
+    shared = real.run(
+        tmp_path / "shared", submissions, policy=sharing, on=on, make_backend=make_backend, watch=side_by_side
+    )
     assert shared.sha256 == alone.sha256
-    fractions = {a.device_fraction for a in shared.recorder.actions if isinstance(a, RunStage | SetDeviceFraction)}
-    assert {0.25, 0.75} <= fractions
-    assert {a.device_fraction for a in alone.recorder.actions if isinstance(a, RunStage)} <= {0.0, 1.0}
+    assert not whole.pairs
+    assert {names for _, names in side_by_side.pairs} == {("first", "second")}
+    assert fractions(alone.recorder) == {1.0}
+    assert fractions(shared.recorder) - {1.0}
+    assert fractions(shared.recorder) <= {0.25, 0.5, 0.75, 1.0}
     assert shared.status == {"first": "finished", "second": "finished"}
