@@ -14,7 +14,16 @@ from rlmux.rl.types import FinishedTurn, TrajectoryRequest
 @pytest.fixture
 def make_config() -> Callable[..., TrainingConfig]:
     def make(task: str = "sort", **changes: Any) -> TrainingConfig:
-        task_fields = {"name", "params", "path", "prompt_key", "answer_key", "reward", "reward_timeout_s"}
+        task_fields = {
+            "name",
+            "params",
+            "path",
+            "prompt_key",
+            "answer_key",
+            "reward",
+            "reward_timeout_s",
+            "environment",
+        }
         algorithm = {"prompts_per_step": 3, "group_size": 2, **changes.pop("algorithm", {})}
         rollout = {"max_new_tokens": 32, "max_prompt_tokens": 64, **changes.pop("rollout", {})}
         return TrainingConfig(

@@ -2,7 +2,7 @@
 
     pipelines without code of the user ──▶ rl.preflight, here
     the others ──pickle──▶ child: rl.preflight ──JSON lines──▶ complaints
-                              {"index": 1, "is_user_code": true}     the time limit begins
+                              {"index": 1, "user_code": "reward"}     the time limit begins
                               {"index": 1, "complaint": null}        the next pipeline
 
 A child that hangs where no alarm reaches it, or that ends early, is a complaint about the pipeline under way. What the
@@ -20,7 +20,7 @@ import subprocess
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -65,11 +65,15 @@ def serve(report: int) -> None:
 
     try:
         for index, config in enumerate(pickle.load(sys.stdin.buffer)):
-            complaint = complaint_about(config, partial(tell, index=index, is_user_code=True))
+            complaint = complaint_about(config, partial(_tell_key, tell, index))
             tell(index=index, complaint=complaint)
     except Exception:
         tell(crash=traceback.format_exc())
     os._exit(0)  # whatever the user's code left running ends here
+
+
+def _tell_key(tell: Callable[..., None], index: int, key: str) -> None:
+    tell(index=index, user_code=key)
 
 
 def _ask_child(configs: Sequence[TrainingConfig], code_folder: Path, patience_s: float) -> list[str | None]:
@@ -100,46 +104,53 @@ def _complaints(
     events: _Events, configs: Sequence[TrainingConfig], child: subprocess.Popen[bytes], patience_s: float
 ) -> list[str | None]:
     complaints: list[str | None] = []
-    is_in_user_code = False
+    key: str | None = None  # of the user's code that is being called
     while len(complaints) < len(configs) and not any(complaints):
         task = configs[len(complaints)].task
         limit_s = min(task.reward_timeout_s + _GRACE_S, patience_s)
         try:
-            event = _next_of_user(events, task.reward, limit_s) if is_in_user_code else events.next(None)
+            event = _next_of_user(events, _named(task, key), limit_s) if key else events.next(None)
         except TimeoutError:
-            complaints.append(_complaint_about_time(task, limit_s))
+            complaints.append(_complaint_about_time(task, key or "reward", limit_s))
             break
         except EOFError:
             code = child.wait()
-            what = f"task.reward: reward {task.reward} on a sample" if is_in_user_code else "task: reading its prompts"
+            what = f"task.{key}: {_named(task, key)}" if key else "task: reading its prompts"
             complaints.append(f"{what} ended its process (exit code {code})")
             break
         if "crash" in event:
             raise RuntimeError(event["crash"])
-        is_in_user_code = "is_user_code" in event
+        key = event.get("user_code")
         if "complaint" in event:
             complaints.append(event["complaint"])
     return complaints
 
 
-def _next_of_user(events: _Events, reward: str | None, limit_s: float) -> dict[str, Any]:
+def _next_of_user(events: _Events, what: str, limit_s: float) -> dict[str, Any]:
     """The next event. A wait that a person notices is told on stderr. Raises TimeoutError after `limit_s` seconds."""
     try:
         return events.next(min(limit_s, _SILENCE_S))
     except TimeoutError:
         if limit_s <= _SILENCE_S:
             raise
-    print(f"rlmux: waiting for reward {reward} on a sample, at most {limit_s:g} s", file=sys.stderr)
+    print(f"rlmux: waiting for {what}, at most {limit_s:g} s", file=sys.stderr)
     return events.next(limit_s - _SILENCE_S)
 
 
-def _complaint_about_time(task: TaskConfig, waited_s: float) -> str | None:
-    """None for a reward that may take longer still: it is left to the run."""
+def _named(task: TaskConfig, key: str) -> str:
+    return f"{key} {getattr(task, key)} on a sample"
+
+
+def _complaint_about_time(task: TaskConfig, key: str, waited_s: float) -> str | None:
+    """None for code that may take longer still: it is left to the run."""
     if task.reward_timeout_s > waited_s:
-        print(f"rlmux: reward {task.reward} takes over {waited_s:g} s on a sample; it was not checked", file=sys.stderr)
+        print(
+            f"rlmux: {key} {getattr(task, key)} takes over {waited_s:g} s on a sample; it was not checked",
+            file=sys.stderr,
+        )
         return None
     text = f"did not return within {task.reward_timeout_s:g} s (task.reward_timeout_s)"
-    return f"task.reward: reward {task.reward} on a sample {text}"
+    return f"task.{key}: {_named(task, key)} {text}"
 
 
 class _Events:

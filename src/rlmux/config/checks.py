@@ -179,15 +179,19 @@ class Checks:
     def _check_task(self, path: KeyPath, task: TaskConfig) -> None:
         if task.name != "file":
             text = f"does not go with the task {task.name!r}; accepted with: name: file"
-            self._refuse_keys(path, ("path", "prompt_key", "answer_key"), text)
+            self._refuse_keys(path, ("path", "prompt_key", "answer_key", "environment"), text)
         elif task.path is None:
             raise self._error(path, "is a mapping: 'path' is missing; accepted: a .jsonl or .parquet file")
         if task.path is not None:
             with self._placed((*path, "path")):
                 references.check_rows_file(Path(task.path))
-        if task.reward is not None:
-            with self._placed((*path, "reward")):
-                references.check_function(task.reward, self._code_folder)
+        if task.environment is not None and task.reward is None:
+            text = "needs a reward, since a response has several turns; accepted: 'reward' beside it, or none of them"
+            raise self._error((*path, "environment"), text)
+        for key, reference in (("reward", task.reward), ("environment", task.environment)):
+            if reference is not None:
+                with self._placed((*path, key)):
+                    references.check_function(reference, self._code_folder)
 
     def _check_training(self, check: CheckTraining) -> None:
         """What is found by making tasks, reading rows and calling rewards; last, since it takes longest."""

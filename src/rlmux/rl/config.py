@@ -51,6 +51,7 @@ PositiveFloat = Annotated[float, Gt(0)]
 NonNegativeFloat = Annotated[float, Ge(0)]
 BetaFloat = Annotated[float, Ge(0), Lt(1)]
 FunctionReference = Annotated[str, Predicate(is_function_reference), Takes("module:function, such as my_rewards:score")]
+ClassReference = Annotated[str, Predicate(is_function_reference), Takes("module:Class, such as my_tools:Calculator")]
 
 
 class MisfitError(UserError):
@@ -139,6 +140,8 @@ class TaskConfig(FromFile):
     """Column with the answer, for `file`."""
     reward: FunctionReference | None = None
     """`module:function` with the signature of verl or TRL, in `code_folder` or installed; without: the task's own."""
+    environment: ClassReference | None = None
+    """`module:Class` that answers the model's turns, for `file` with a `reward`; without: one turn."""
     reward_timeout_s: PositiveFloat = 30.0
     """Seconds after which a reward or environment call fails its pipeline."""
 

@@ -120,9 +120,7 @@ class Conversations:
         """Add a turn and its reply to the episode; PipelineError for a reply that is no text."""
         reply: tuple[int, ...] | None = None
         if result is not None:
-            if not isinstance(result, str) or not result:
-                found = "an empty text" if result == "" else type(result).__name__
-                raise PipelineError(f"{_name(episode)} replied {found}; accepted: a text, or None when over")
+            check_reply(result, _name(episode))
             reply = self._vocabulary.encode(result)
         episode.turns.append(text)
         episode.replies.append(reply)
@@ -134,6 +132,13 @@ class Conversations:
             for is_sampled, run in groupby(zip(turn.tokens, turn.is_sampled, strict=True), key=lambda pair: pair[1])
             if is_sampled
         ]
+
+
+def check_reply(result: Any, name: str) -> None:
+    """Raises PipelineError, beginning with `name`, for a reply that is neither a text nor None."""
+    if result is not None and (not isinstance(result, str) or not result):
+        found = "an empty text" if result == "" else type(result).__name__
+        raise PipelineError(f"{name} replied {found}; accepted: a text, or None when over")
 
 
 def _name(episode: Episode) -> str:

@@ -1,6 +1,7 @@
 """What is wrong with a pipeline's prompts and reward, found before anything starts.
 
     TrainingConfig ── vocabulary ── task ──▶ every row of a file, or the prompts of the first step
+                                       ├───▶ environment: imported, made from prompt 0, told one turn
                                        └───▶ reward: imported, its signature read, called once on a sample
 
 Every complaint is one line that begins with the key to change ("task.reward: ..."), or with a file and its row. The
@@ -14,6 +15,7 @@ from functools import partial
 
 from rlmux.core.errors import PipelineError, UserError
 from rlmux.rl.config import TrainingConfig
+from rlmux.rl.conversations import check_reply
 from rlmux.rl.demonstrations import demonstration_batch
 from rlmux.rl.rewards import Response, Reward
 from rlmux.rl.tasks import Task, make_task
@@ -29,21 +31,29 @@ Placed = tuple[str, Prompt]
 """A prompt behind the place that a complaint names."""
 
 
+def _ignore(key: str) -> None:
+    """What is done before the user's code by default."""
+
+
 def calls_user_code(config: TrainingConfig) -> bool:
     """Whether the checks of this pipeline run code that is not ours, or load what training alone needs."""
-    return config.task.reward is not None or config.model.path is not None
+    task = config.task
+    return task.reward is not None or task.environment is not None or config.model.path is not None
 
 
-def complaint_about(config: TrainingConfig, before_user_code: Callable[[], None] = lambda: None) -> str | None:
-    """The first thing that is wrong with this pipeline's prompts or reward.
+def complaint_about(config: TrainingConfig, before_user_code: Callable[[str], None] = _ignore) -> str | None:
+    """The first thing that is wrong with this pipeline's prompts, environment or reward.
 
-    `before_user_code`: called before every call of the user's code, which may hang in ways that no time limit ends.
+    `before_user_code`: called before every call of the user's code, which may hang in ways that no time limit ends,
+    with the key of `task` that names the code.
     """
     try:
         vocabulary = load_vocabulary(config.model)
         task = make_task(config.task, seed=config.seed, vocabulary=vocabulary)
         stop_tokens_of(vocabulary, task.stop)
         _check_prompts(config, task, vocabulary)
+        if config.task.environment is not None:
+            _check_environment(config, task, before_user_code)
         if config.task.reward is not None:
             _check_reward(config, task, before_user_code)
     except UserError as error:
@@ -122,17 +132,32 @@ def _count(vocabulary: Vocabulary, text: str, place: str) -> int:
     return count
 
 
-def _check_reward(config: TrainingConfig, task: Task, before_user_code: Callable[[], None]) -> None:
+def _check_environment(config: TrainingConfig, task: Task, before_user_code: Callable[[str], None]) -> None:
+    """Import the user's environment class, make one for prompt 0 and tell it that prompt's answer as the first turn."""
+    limit_s, prompt = config.task.reward_timeout_s, task.prompt(0)
+    name = f"environment {config.task.environment} on a sample"
+    try:
+        before_user_code("environment")
+        (environment,) = call_each([(name, partial(task.environment, prompt))], limit_s)
+        assert environment is not None
+        before_user_code("environment")
+        (reply,) = call_and_await([(name, partial(environment.reply, prompt.answer or ""))], limit_s)
+        check_reply(reply, name)
+    except PipelineError as error:
+        raise UserError(f"task.environment: {error}") from error
+
+
+def _check_reward(config: TrainingConfig, task: Task, before_user_code: Callable[[str], None]) -> None:
     """Import the user's reward function and call it on prompt 0 with its answer as the response."""
     limit_s = config.task.reward_timeout_s
     prompt = task.prompt(0)
     try:
-        before_user_code()
+        before_user_code("reward")
         (reward,) = call_each(
             [(f"importing {config.task.reward}", partial(Reward, task, config.task, config.num_steps))], limit_s
         )
         responses = [_sample_response(config, prompt)] * (config.algorithm.group_size if reward.is_grouped else 1)
-        before_user_code()
+        before_user_code("reward")
         (result,) = call_and_await(
             [(f"{reward.name} on a sample", partial(reward.call, prompt, responses, 1))], limit_s
         )

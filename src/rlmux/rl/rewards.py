@@ -18,7 +18,6 @@ TRL's gets what its GRPOTrainer passes (`_calculate_rewards`), by the kind of th
 
 from __future__ import annotations
 
-import importlib
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -30,6 +29,7 @@ from rlmux.core.errors import PipelineError, UserError
 from rlmux.rl.config import TaskConfig
 from rlmux.rl.tasks.base import Task
 from rlmux.rl.types import Prompt
+from rlmux.rl.user_code import load_callable
 
 _ACCEPTED = (
     "accepted: verl's (data_source, solution_str, ground_truth, extra_info) or TRL's (prompts, completions, **columns)"
@@ -128,27 +128,11 @@ class Reward:
 
 def load_reward(spec: str) -> Callable[..., Any]:
     """The function that `module:function` names, from sys.path."""
-    module_name, _, function_name = spec.partition(":")
-    if not module_name or not function_name:
-        raise UserError(f"task.reward: {spec!r}; accepted: module:function, such as my_rewards:score")
-    try:
-        module = importlib.import_module(module_name)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
-            raise UserError(f"task.reward: {spec!r} imports {error.name!r}, which is not installed") from error
-        raise UserError(
-            f"task.reward: no module {module_name!r} beside the spec file, in the working folder or installed"
-        ) from None
-    except Exception as error:
-        raise UserError(f"task.reward: importing {module_name!r} raised {type(error).__name__}: {error}") from error
-    function = getattr(module, function_name, None)
-    if not callable(function):
-        names = ", ".join(name for name, value in vars(module).items() if inspect.isfunction(value))
-        raise UserError(f"task.reward: {module_name!r} has no function {function_name!r}; it has: {names or 'none'}")
+    function = load_callable("task.reward", spec, "function")
     parameters = inspect.signature(function).parameters
     if "solution_str" not in parameters and not _is_trl(function):
         raise UserError(f"task.reward: {spec!r} takes ({', '.join(parameters)}); {_ACCEPTED}")
-    return function  # type: ignore[no-any-return]
+    return function
 
 
 def _without_prefill(messages: Sequence[Mapping[str, Any]]) -> tuple[Sequence[Mapping[str, Any]], str]:

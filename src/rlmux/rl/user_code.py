@@ -3,6 +3,7 @@
     call_each([(name, call), ...])        call ──▶ result | awaitable      each limited by an alarm signal
     call_and_await([(name, call), ...])   the same, awaitables awaited     those that wait, wait together
     PendingCalls                          awaitables that are under way while more are begun
+    load_callable(key, "module:name")     the function or class that a key of the file names
 
 Rewards and environments run in the main thread of the pipeline's env worker, so an alarm can end a call that hangs.
 Code that holds the interpreter inside C is beyond it; ending the process is not.
@@ -11,6 +12,7 @@ Code that holds the interpreter inside C is beyond it; ending the process is not
 from __future__ import annotations
 
 import asyncio
+import importlib
 import inspect
 import signal
 import threading
@@ -20,7 +22,7 @@ from contextlib import contextmanager
 from types import FrameType
 from typing import Any, Generic, TypeVar
 
-from rlmux.core.errors import PipelineError, RlmuxError
+from rlmux.core.errors import PipelineError, RlmuxError, UserError
 
 _REPEAT_S = 1.0
 """Seconds between two alarms: the user's code may have swallowed the first."""
@@ -81,6 +83,32 @@ def call_and_await(
     for place, result in pending.wait().items():
         results[place] = result
     return results
+
+
+def load_callable(key: str, spec: str, kind: str) -> Callable[..., Any]:
+    """What `module:name` of this key of the file names, from sys.path. Raises UserError where there is none.
+
+    `kind`: "function" or "class", for errors.
+    """
+    module_name, _, name = spec.partition(":")
+    if not module_name or not name:
+        raise UserError(f"{key}: {spec!r}; accepted: module:{kind}, such as my_module:my_{kind}")
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{module_name}.".startswith(f"{error.name}."):
+            raise UserError(f"{key}: {spec!r} imports {error.name!r}, which is not installed") from error
+        raise UserError(
+            f"{key}: no module {module_name!r} beside the spec file, in the working folder or installed"
+        ) from None
+    except Exception as error:
+        raise UserError(f"{key}: importing {module_name!r} raised {type(error).__name__}: {error}") from error
+    found = getattr(module, name, None)
+    if not callable(found):
+        is_listed = inspect.isclass if kind == "class" else inspect.isfunction
+        names = ", ".join(each for each, value in vars(module).items() if is_listed(value))
+        raise UserError(f"{key}: {module_name!r} has no {kind} {name!r}; it has: {names or 'none'}")
+    return found  # type: ignore[no-any-return]
 
 
 class PendingCalls(Generic[K]):

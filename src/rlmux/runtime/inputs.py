@@ -25,12 +25,12 @@ _MAX_HASHED_BYTES = 1 << 28
 
 
 def input_files(config: TrainingConfig, code_folder: Path) -> list[Path]:
-    """The pipeline's rows, its reward's modules as far as they lie in `code_folder`, and its model's files."""
+    """The pipeline's rows, modules of its reward and environment as far as in `code_folder`, and its model's files."""
     files: set[Path] = set()
     if config.task.path is not None:
         files.add(Path(config.task.path))
-    if config.task.reward is not None:
-        _add_module(config.task.reward.partition(":")[0], code_folder, files)
+    for reference in filter(None, (config.task.reward, config.task.environment)):
+        _add_module(reference.partition(":")[0], code_folder, files)
     if config.model.path is not None:
         files.update(path for path in Path(config.model.path).glob("*") if path.is_file())
     return sorted(files)

@@ -15,6 +15,7 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -150,7 +151,7 @@ def parser(run: Spec, estimate_switch: EstimateSwitch = estimate_nothing) -> Par
     def parse(text: str, source: str) -> list[Submission]:
         spec = parse_spec(text, source=source, folder=run.code_folder, cluster_of=run)
         make_importable(spec.code_folder, is_late=True)
-        _check_reward_modules(spec)
+        _check_user_modules(spec)
         return submissions(spec, estimate_switch)
 
     return parse
@@ -206,14 +207,14 @@ def make_importable(folder: Path, *, is_late: bool = False) -> None:
         importlib.invalidate_caches()
 
 
-def _check_reward_modules(spec: Spec) -> None:
-    """Raises UserError for a reward module that another folder's module of the same name hides."""
-    for given in spec.pipelines:
-        module = (given.config.task.reward or "").partition(":")[0].partition(".")[0]
+def _check_user_modules(spec: Spec) -> None:
+    """Raises UserError for a module of the user that another folder's module of the same name hides."""
+    for given, key in product(spec.pipelines, ("reward", "environment")):
+        module = (getattr(given.config.task, key) or "").partition(":")[0].partition(".")[0]
         own = [path for path in (spec.code_folder / f"{module}.py", spec.code_folder / module) if path.exists()]
         found = importlib.util.find_spec(module) if module and own else None
         if found is not None and found.origin and not Path(found.origin).is_relative_to(spec.code_folder):
             raise UserError(
-                f"pipeline {given.name}: task.reward: {own[0]} is hidden by {found.origin}, which this run uses "
+                f"pipeline {given.name}: task.{key}: {own[0]} is hidden by {found.origin}, which this run uses "
                 "already; accepted: a module with a name of its own"
             )

@@ -39,6 +39,10 @@ def make_task(config: TaskConfig, *, seed: int, vocabulary: Vocabulary) -> Task:
     if config.name == "file":
         if config.path is None:
             raise UserError("task.path: the task 'file' needs one; accepted: a .jsonl or .parquet file")
+        if config.environment is not None and config.reward is None:
+            raise UserError(
+                "task.environment: needs task.reward, since a response has several turns; accepted: both, or neither"
+            )
         return FileTask(
             config.path,
             prompt_key=config.prompt_key,
@@ -46,6 +50,7 @@ def make_task(config: TaskConfig, *, seed: int, vocabulary: Vocabulary) -> Task:
             is_answer_needed=config.reward is None,
             seed=seed,
             render_chat=vocabulary.render_chat,
+            environment=config.environment,
         )
     if config.name not in TASKS:
         close = get_close_matches(config.name, [*TASKS, "file"], n=1)

@@ -3,19 +3,26 @@
 Keys may be dotted (`reward_model.ground_truth`), so that verl's parquet files work as they are. A prompt is a
 text, or a list of messages with `role` and `content`, which the vocabulary renders. All columns go to the
 reward function.
+
+With `environment`, a class of the user's, a trajectory has several turns. `MyEnv(row)` is made for one trajectory, from
+a copy of the row, and has the interface of `Environment`: `reply(turn)` gives a text, or None when it is over.
 """
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
+from functools import cached_property
 from pathlib import Path
 from random import Random
 from typing import Any
 
 from rlmux.core.errors import UserError
-from rlmux.rl.tasks.base import SingleTurnTask
+from rlmux.rl.tasks.base import Environment, SingleTurnTask
 from rlmux.rl.types import Prompt
+from rlmux.rl.user_code import load_callable
 
 RenderChat = Callable[[Sequence[Mapping[str, str]]], str]
 
@@ -32,12 +39,16 @@ class FileTask(SingleTurnTask):
         is_answer_needed: bool,
         seed: int,
         render_chat: RenderChat,
+        environment: str | None = None,
     ) -> None:
+        """`environment`: `module:Class`, imported where one is made first."""
         self._path = path
         self._prompt_key = prompt_key
         self._answer_key = answer_key
         self._seed = seed
         self._render_chat = render_chat
+        self._environment = environment
+        self.is_single_turn = environment is None
         self._rows = _read_rows(Path(path))
         self._order_by_epoch: dict[int, list[int]] = {}
         for row in range(len(self._rows)):
@@ -57,6 +68,29 @@ class FileTask(SingleTurnTask):
 
     def score(self, prompt: Prompt, response: str) -> float:
         return float(response.strip() == (prompt.answer or "").strip())
+
+    def environment(self, prompt: Prompt) -> Environment | None:
+        """Raises UserError for a class that makes no environment from a row."""
+        if self._environment is None:
+            return None
+        environment = self._environment_class(deepcopy(dict(prompt.data or {})))
+        if not callable(getattr(environment, "reply", None)):
+            raise UserError(f"task.environment: {self._environment!r} has no reply; accepted: a class with reply(turn)")
+        return environment  # type: ignore[no-any-return]
+
+    @cached_property
+    def _environment_class(self) -> Callable[[dict[str, Any]], Any]:
+        assert self._environment is not None
+        found = load_callable("task.environment", self._environment, "class")
+        try:
+            inspect.signature(found).bind({})
+        except TypeError:
+            taken = ", ".join(inspect.signature(found).parameters)
+            raise UserError(
+                f"task.environment: {self._environment!r} is made from ({taken}); accepted: a class made from one "
+                "argument, the row as a dict"
+            ) from None
+        return found
 
     @property
     def num_rows(self) -> int:

@@ -1,0 +1,117 @@
+"""Rows of a file with an environment class of the user's."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from textwrap import dedent
+from typing import Any
+
+import pytest
+
+from rlmux.cli.preflight import complaints_about
+from rlmux.core.errors import UserError
+from rlmux.rl.config import TrainingConfig
+from rlmux.rl.pipeline_env import PipelineEnv
+from rlmux.rl.preflight import complaint_about
+from rlmux.rl.types import FinishedTurn
+from rlmux.rl.vocabulary import CharVocabulary
+
+MakeConfig = Callable[..., TrainingConfig]
+Finish = Callable[..., FinishedTurn]
+MODULE = "user_environments"
+GAME = """
+    class Game:
+        def __init__(self, row):
+            self.row = row
+
+        def reply(self, turn):
+            if turn == self.row["answer"]:
+                return None
+            return "too low" if turn < self.row["answer"] else "too high"
+
+    def score(solution_str, ground_truth, data_source, extra_info):
+        return float(solution_str.endswith(ground_truth))
+"""
+
+
+@pytest.fixture
+def config_of(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, make_config: MakeConfig
+) -> Iterator[Callable[..., TrainingConfig]]:
+    """Config of a file task with the class `Game` and the reward `score` of this source."""
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def make(source: str = GAME, **changes: Any) -> TrainingConfig:
+        (tmp_path / f"{MODULE}.py").write_text(dedent(source))
+        path = tmp_path / "rows.jsonl"
+        path.write_text(json.dumps({"prompt": "guess:", "answer": "7"}) + "\n")
+        task = {"path": str(path), "environment": f"{MODULE}:Game", "reward": f"{MODULE}:score", **changes}
+        return make_config("file", **task)
+
+    yield make
+    sys.modules.pop(MODULE, None)
+
+
+def tokens(text: str) -> tuple[int, ...]:
+    return (*CharVocabulary().encode(text), CharVocabulary.eos_token)
+
+
+def test_the_users_environment_answers_each_turn_until_it_is_over(config_of, finish: Finish) -> None:
+    env = PipelineEnv(config_of())
+    assert not env.is_single_turn
+    request = env.begin_step(1)[0]
+    (reply,), released = env.on_turns([finish(request, (tokens("3"), True))])
+    assert (CharVocabulary().decode(reply.tokens), released) == ("too low", [])
+    replies, released = env.on_turns([finish(request, (tokens("3"), True), (reply.tokens, False), (tokens("7"), True))])
+    assert (replies, released) == ([], [request.id])
+
+
+def test_each_trajectory_has_a_row_of_its_own(config_of, finish: Finish) -> None:
+    source = GAME.replace(
+        "self.row = row", 'self.row = row; row["seen"] = row.get("seen", 0) + 1; assert row["seen"] == 1'
+    )
+    env = PipelineEnv(config_of(source))
+    replies, _ = env.on_turns([finish(request, (tokens("3"), True)) for request in env.begin_step(1)])
+    assert len(replies) == 6
+
+
+def test_a_sound_environment_passes_the_check_before_a_run(config_of) -> None:
+    assert complaint_about(config_of()) is None
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "complaint"),
+    [
+        ("class Game", "class Other", "task.environment: 'user_environments' has no class 'Game'; it has: Other"),
+        ("self, row", "self", "is made from (); accepted: a class made from one argument, the row as a dict"),
+        ("def reply", "def answer", "has no reply; accepted: a class with reply(turn)"),
+        ("self, turn", "self", "on a sample raised TypeError"),
+        ("return None", "return 7", "on a sample replied int; accepted: a text, or None when over"),
+        ("return None", "raise KeyError(turn)", "environment user_environments:Game on a sample raised KeyError: '7'"),
+    ],
+)
+def test_an_environment_that_cannot_work_is_refused(config_of, before: str, after: str, complaint: str) -> None:
+    config = config_of(GAME.replace(before, after))
+    found = complaint_about(config) or ""
+    assert found.startswith("task.environment: ")
+    assert complaint in found
+
+
+def test_an_environment_without_a_reward_is_refused(config_of) -> None:
+    with pytest.raises(UserError, match=r"^task\.environment: needs task\.reward"):
+        PipelineEnv(config_of(reward=None))
+
+
+@pytest.mark.parametrize(
+    ("after", "complaint"),
+    [("import time; time.sleep(60)", "did not return within 0.2 s"), ("import os; os._exit(3)", "exit code 3")],
+)
+def test_one_that_hangs_or_ends_its_process_is_named(config_of, tmp_path: Path, after: str, complaint: str) -> None:
+    config = config_of(GAME.replace("return None", after), reward_timeout_s=0.2)
+    (found,) = complaints_about([config], tmp_path)
+    assert found is not None
+    assert found.startswith(f"task.environment: environment {MODULE}:Game on a sample ")
+    assert complaint in found
