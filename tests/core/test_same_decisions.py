@@ -3,7 +3,8 @@
 Each file of tests/data/decisions is one run of 0.1.0 under one policy: a first row with cluster, policy, seed and
 sharing table, then one row for each event with the actions that followed. `micro-*`, `pair` and `weave` were simulated,
 `run-*` are real runs of the examples. The rows have the names that the log had then; `renamed` gives them today's.
-`Queue` rows are today's: a wait is explained with what would end it.
+`Queue` rows are today's: a wait is explained with what would end it. So is `micro-c.jigsaw`: 0.1.0 migrated a shard
+while trajectories were on their way to it.
 """
 
 from __future__ import annotations

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,17 +14,21 @@ from rlmux.core.errors import IllegalTransitionError
 from rlmux.core.events import (
     PipelineCancelled,
     PipelineFailed,
+    PipelineSubmitted,
     ReplyArrived,
     StageFinished,
     StagePaused,
     TrajectoriesMigrated,
     WorkerLost,
 )
+from rlmux.core.idling import Idling
 from rlmux.core.model import Cluster, DeviceId, OrderId, Phase, PipelineId, PipelineStatus, Pool, Stage
 from rlmux.core.scheduler import Scheduler
 from rlmux.core.state import WorkState
 from rlmux.core.step_machine import PIPELINE_MOVES, SHARD_MOVES, TRAINING_MOVES, WorkInput, diagrams
+from rlmux.core.views import Choice, GroupView, MigrateWork
 from rlmux.policies import make_policy
+from rlmux.policies.jigsaw import Jigsaw
 
 DESIGN = Path(__file__).parents[2] / "docs" / "design.md"
 A, ORDER, DEVICE = PipelineId("a"), OrderId(1), DeviceId("gpu", 0, 0)
@@ -106,6 +112,55 @@ def test_trajectories_arrive_only_by_a_migration(driver):
     arrived = TrajectoriesMigrated(time_s=1.0, order=ORDER, num_trajectories=1, seconds=0.1)
     with pytest.raises(IllegalTransitionError, match="order 1 is no migration"):
         driver.scheduler.handle(arrived)
+
+
+class Migrates:
+    """Migrates shards that have not begun as it is told, and starts nothing."""
+
+    name = "migrates"
+    reacts_to_progress = False
+    sharing = None
+    place = Jigsaw().place
+    rebalance = Jigsaw().rebalance
+
+    def __init__(self, *pairs: tuple[int, int]) -> None:
+        self.pairs = pairs
+        """Nodes of source and target, in the order of the migrations."""
+        self.allowed: list[bool] = []
+        """What the view said of each, just before it."""
+
+    def idling(self, view: GroupView) -> Idling:
+        return Idling(patience_s=math.inf)
+
+    def dispatch(self, view: GroupView) -> Iterator[Choice]:
+        for pair in self.pairs:
+            source, target = (DeviceId("gpu", node, 0) for node in pair)
+            self.allowed.append(view.can_migrate(A, source, target))
+            yield MigrateWork(pipeline=A, source=source, target=target)
+
+
+def migrate(builders, *pairs: tuple[int, int]) -> tuple[Migrates, Scheduler]:
+    """The policy and the scheduler of a rollout on three devices, after these migrations at once."""
+    pool = Pool(name="gpu", phase=Phase.TRAIN, num_nodes=3)
+    policy = Migrates(*pairs)
+    scheduler = Scheduler(Cluster(pools={"gpu": pool}), policy)
+    scheduler.handle(PipelineSubmitted(time_s=0.0, pipeline=builders.pipeline("a", num_steps=1)))
+    return policy, scheduler
+
+
+@pytest.mark.parametrize("pairs", [((0, 1), (1, 2)), ((1, 2), (0, 1))], ids=["source", "target"])
+def test_no_shard_migrates_while_trajectories_are_on_their_way_to_it(builders, pairs):
+    """They would arrive on a device whose shard counts as done: nothing would decode them."""
+    with pytest.raises(IllegalTransitionError, match="on their way"):
+        migrate(builders, *pairs)
+
+
+def test_two_shards_migrate_to_a_third_at_once(builders):
+    policy, scheduler = migrate(builders, (0, 2), (1, 2))
+    assert policy.allowed == [True, True]
+    invariants.check(scheduler)
+    states = [scheduler.query.shard_state(A, DeviceId("gpu", node, 0)) for node in range(3)]
+    assert states == [WorkState.MIGRATING, WorkState.MIGRATING, WorkState.READY]
 
 
 def test_what_comes_too_late_changes_nothing_of_a_pipeline_that_is_over(driver):

@@ -171,9 +171,11 @@ class MovesEverything(Meddler):
             if is_moving and work.devices[0] != devices[work.pipeline][moves]:
                 continue  # its time comes after the next move
             if is_moving and work.is_continuation and key in self.paused:
+                source, target = work.devices[0], devices[work.pipeline][1 - moves]
+                if not view.can_migrate(work.pipeline, source, target):
+                    continue  # the first move is still under way
                 self.paused.discard(key)
                 self.num_moves[key] = moves + 1
-                source, target = work.devices[0], devices[work.pipeline][1 - moves]
                 yield MigrateWork(pipeline=work.pipeline, source=source, target=target, copies_kv=self.copies_kv)
             else:
                 going_on.append(work)

@@ -8,6 +8,7 @@
    order exactly while it is RUNNING, PAUSING or MIGRATING; that order names it.
 5. On-policy: a rollout that is open samples from a version that is published, within the staleness bound.
 6. A migration that was asked for belongs to a rollout that is pausing, and its target has a shard of the same step.
+   No trajectories are on their way to a shard that is migrating itself.
 7. Placement adds up (the ledger's own check), and it plans with what is believed of each pipeline now.
 8. The first pipeline in the queue for admission waits because its policy does not place it, and a start is reserved for
    it if others are to make room for it.
@@ -97,6 +98,11 @@ def _check_asked_migrations(state: SchedulerState) -> None:
                 assert shard.state is WorkState.PAUSING, f"{shard} is to migrate without being paused"
                 assert shard.migrate_to != shard.device, f"{shard} is to migrate to where it is"
                 assert shard.migrate_to in run.shards, f"{shard} is to migrate to {shard.migrate_to}, without a shard"
+    for order in state.orders.values():
+        shards = state.runs[order.pipeline].shards
+        if order.migrates_from is not None and order.devices[0] in shards:
+            target = shards[order.devices[0]]
+            assert target.state is not WorkState.MIGRATING, f"order {order.id} brings trajectories to {target}"
     for group in state.groups.values():
         for work in group.ready.values():
             assert work.migrate_to is None, f"{work} is still to migrate"

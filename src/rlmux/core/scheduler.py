@@ -450,6 +450,8 @@ class Scheduler:
         shard = run.shards.get(choice.source)
         if shard is None or not shard.is_ready or choice.target not in run.shards or choice.target == choice.source:
             raise self._journal.illegal_choice(f"migrates {choice}: the source must be a ready shard")
+        if not self._state.can_migrate(run, choice.source, choice.target):
+            raise self._journal.illegal_choice(f"migrates {choice}: trajectories are on their way to one that leaves")
         self._steps.order_migration(run, shard, choice.target, copies_kv=choice.copies_kv)
 
     def _run(self, pipeline: PipelineId) -> PipelineRun:

@@ -320,6 +320,16 @@ class SchedulerState:
         assert run.placement is not None
         return self.groups[run.placement.group]
 
+    def can_migrate(self, run: PipelineRun, source: DeviceId, target: DeviceId) -> bool:
+        """Whether the source's trajectories may leave for the target: none are on their way to the source, which would
+        arrive behind those that leave, and the target's own are not leaving."""
+        if run.shards[target].state is WorkState.MIGRATING:
+            return False
+        return not any(
+            order.migrates_from is not None and order.pipeline == run.pipeline.id and order.devices[0] == source
+            for order in self.orders.values()
+        )
+
     def next_in_sequence(self) -> int:
         """Take the next number of the total order."""
         self.next_sequence += 1

@@ -95,7 +95,6 @@ SHARD_MOVES: Mapping[WorkState, Mapping[WorkInput, WorkState]] = {
     },
     WorkState.MIGRATING: {
         WorkInput.MIGRATED: WorkState.DONE,
-        WorkInput.RECEIVED: WorkState.MIGRATING,
         WorkInput.WORKER_LOST: WorkState.READY,
     },
     WorkState.DONE: {

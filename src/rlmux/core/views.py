@@ -298,6 +298,11 @@ class GroupView:
             if order.pipeline in members and order.migrates_from is not None
         )
 
+    def can_migrate(self, pipeline: PipelineId, source: DeviceId, target: DeviceId) -> bool:
+        """Whether the shard of the open rollout on the source may migrate to the target now: no trajectories are on
+        their way to the source, and none leave the target."""
+        return self._state.can_migrate(self._group.members[pipeline], source, target)
+
     def is_free(self, devices: Iterable[DeviceId]) -> bool:
         """No order computes on any of these."""
         states = self._state.devices

@@ -98,7 +98,7 @@ class Jigsaw:
             num_kept=forecast.num_kept,
         )
         schedule = plan(problem, budget=self._budget(view)) if self.looks_ahead else greedy(problem)
-        yield from begin_migrations(forecast, problem, schedule, pairs)
+        yield from begin_migrations(view, forecast, problem, schedule, pairs)
         works = _overdue_first(view, _works_to_start(view, forecast, schedule))
         has_started = yield from start_side_by_side(view, works, sharing)
         if not has_started and not view.running and not view.migrating and not has_migrated:

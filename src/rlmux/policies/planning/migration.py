@@ -27,16 +27,16 @@ def continue_migrations(view: GroupView) -> Generator[MigrateWork, None, bool]:
     """Migrate the shards that were paused for it and whose target can take them; returns whether there was one."""
     has_migrated = False
     for work in view.ready:
-        if work.migrate_to is not None and _can_take(view, work.pipeline, work.migrate_to):
+        if work.migrate_to is not None and _can_take(view, work, work.migrate_to):
             has_migrated = True
             yield MigrateWork(pipeline=work.pipeline, source=work.devices[0], target=work.migrate_to)
     return has_migrated
 
 
-def _can_take(view: GroupView, pipeline: PipelineId, target: DeviceId) -> bool:
-    """Whether the target's shard stays there and has not ended, or no order computes there."""
-    member = next(member for member in view.members if member.id == pipeline)
-    if (pipeline, target) in view.migrating:
+def _can_take(view: GroupView, work: ReadyWork, target: DeviceId) -> bool:
+    """Whether the shard may leave, and the target's shard stays there and has not ended, or no order computes there."""
+    member = next(member for member in view.members if member.id == work.pipeline)
+    if not view.can_migrate(work.pipeline, work.devices[0], target):
         return False
     return target in member.unfinished_rollout_devices or view.is_free((target,))
 
@@ -199,10 +199,10 @@ def _has_not_begun(shard: ReadyWork | OrderView) -> bool:
 
 
 def begin_migrations(
-    forecast: Forecast, problem: Problem, schedule: Schedule, pairs: Sequence[ShardAndDevice]
+    view: GroupView, forecast: Forecast, problem: Problem, schedule: Schedule, pairs: Sequence[ShardAndDevice]
 ) -> Iterator[Choice]:
     """Make the schedule's migrations of this moment: running shards pause first. Works that migrate leave the
-    forecast."""
+    forecast. A shard to which trajectories are on their way stays until the next plan."""
     for number in schedule.sibling_migrations_now:
         migration = problem.sibling_migrations[number]
         target = forecast.device_of[migration.target]
@@ -210,12 +210,16 @@ def begin_migrations(
         if order is not None:
             yield from _pause_to_migrate(order, target)
         elif migration.source in forecast.works:
-            work = forecast.works.pop(migration.source)
-            yield MigrateWork(pipeline=work.pipeline, source=forecast.device_of[migration.source], target=target)
+            source = forecast.device_of[migration.source]
+            if view.can_migrate(forecast.works[migration.source].pipeline, source, target):
+                work = forecast.works.pop(migration.source)
+                yield MigrateWork(pipeline=work.pipeline, source=source, target=target)
     for number in schedule.idle_migrations_now:
         shard, device = pairs[number]
         if isinstance(shard, OrderView):
             yield from _pause_to_migrate(shard, device)
+        elif not view.can_migrate(shard.pipeline, shard.devices[0], device):
+            continue
         elif forecast.works.pop(problem.idle_migrations[number].item, None) is not None:
             yield MigrateWork(pipeline=shard.pipeline, source=shard.devices[0], target=device)
 
