@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -89,3 +90,82 @@ def test_a_tokenizer_without_bos_adds_nothing(make_config: MakeConfig, tmp_path:
     CharVocabulary().save_pretrained(tmp_path / "plain")
     config = file_config(make_config, tmp_path / "plain", "a?")
     assert prompt_tokens(config) == CharVocabulary().encode("a?")
+
+
+TOOL_TEMPLATE = (
+    "{% for m in messages %}[{{ m.role }}]{{ m.content }}{{ eos_token }}~{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+TOOL_MODULE = """
+class Tool:
+    def __init__(self, row):
+        self.row = row
+
+    def reply(self, turn):
+        return None if turn == self.row["answer"] else "no"
+
+def score(prompts, completions, **kwargs):
+    wanted = [("assistant", "a"), ("tool", "no"), ("assistant", "b")]
+    return [float([(m["role"], m["content"]) for m in messages] == wanted) for messages in completions]
+"""
+
+
+@pytest.fixture
+def tool_config(
+    make_config: MakeConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Callable[[str | None], TrainingConfig]]:
+    """A row of messages with an environment of the user's, and a tokenizer with this chat template."""
+    (tmp_path / "tool_module.py").write_text(TOOL_MODULE)
+    monkeypatch.syspath_prepend(tmp_path)
+
+    def make(template: str | None) -> TrainingConfig:
+        folder = save_tokenizer(tmp_path / "tools", template)
+        asked = [{"role": "user", "content": "a?"}]
+        return file_config(make_config, folder, asked, environment="tool_module:Tool", reward="tool_module:score")
+
+    yield make
+    sys.modules.pop("tool_module", None)
+
+
+def encode(text: str) -> tuple[int, ...]:
+    """Characters; `$` is the end-of-sequence token."""
+    return tuple(1 if char == "$" else CharVocabulary().encode(char)[0] for char in text)
+
+
+def test_a_reply_in_a_chat_is_a_message_of_a_tool_as_the_template_says(tool_config, finish) -> None:
+    env = PipelineEnv(tool_config(TOOL_TEMPLATE))
+    requests = env.begin_step(1)
+    said = (encode("a$"), True)
+    replies, _ = env.on_turns([finish(request, said) for request in requests])
+    assert {reply.tokens for reply in replies} == {encode("~[tool]no$~[assistant]")}, (
+        "after the token that ended the turn"
+    )
+    env.on_turns([finish(request, said, (replies[0].tokens, False), (encode("b$"), True)) for request in requests])
+    rewards = [each.reward for each in env.finish_step(1).trajectories]
+    assert rewards == [1.0] * 6, "the reward gets what the environment said, without the template's marks"
+
+
+def test_a_reply_in_a_chat_without_a_template_is_plain_text(tool_config, finish) -> None:
+    env = PipelineEnv(tool_config(None))
+    replies, _ = env.on_turns([finish(env.begin_step(1)[0], (encode("a$"), True))])
+    assert replies[0].tokens == encode("no")
+
+
+@pytest.mark.parametrize(
+    ("template", "complaint"),
+    [
+        (TOOL_TEMPLATE, None),
+        (
+            "{% for m in messages %}{% if m.role == 'tool' %}{{ raise_exception('no tools here') }}{% endif %}"
+            "{{ m.content }}{% endfor %}",
+            "model.path: its chat template refuses a message of role 'tool': no tools here",
+        ),
+        (
+            "{% for m in messages if m.role != 'tool' %}{{ m.content }}{% endfor %}",
+            "model.path: its chat template leaves out a message of role 'tool'",
+        ),
+    ],
+)
+def test_a_template_without_tools_is_refused_before_a_run(tool_config, template: str, complaint: str | None) -> None:
+    found = complaint_about(tool_config(template))
+    assert found is None if complaint is None else (found or "").startswith(complaint)

@@ -21,7 +21,7 @@ from rlmux.rl.episode import Episode
 from rlmux.rl.tasks import Environment, Task
 from rlmux.rl.types import FinishedTurn, TrajectoryId
 from rlmux.rl.user_code import PendingCalls, call_and_await, call_each
-from rlmux.rl.vocabulary import Vocabulary
+from rlmux.rl.vocabulary import Vocabulary, reply_tokens_of
 
 
 class Conversations:
@@ -105,7 +105,7 @@ class Conversations:
             return episode.environment
         name = _name(episode)
         episode.environment = self._call(name, partial(self._task.environment, episode.prompt))
-        episode.turns, episode.replies = [], []
+        episode.turns, episode.replies, episode.reply_texts = [], [], []
         if episode.environment is None:
             return None
         for text in earlier:
@@ -121,9 +121,10 @@ class Conversations:
         reply: tuple[int, ...] | None = None
         if result is not None:
             check_reply(result, _name(episode))
-            reply = self._vocabulary.encode(result)
+            reply = reply_tokens_of(self._vocabulary, episode.prompt, result)
         episode.turns.append(text)
         episode.replies.append(reply)
+        episode.reply_texts.append(result or "")
 
     def _turn_texts(self, turn: FinishedTurn) -> list[str]:
         """What the model said in each of its turns."""

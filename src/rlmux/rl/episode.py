@@ -20,6 +20,8 @@ class Episode:
     """Texts of the model's turns that the environment has answered."""
     replies: list[tuple[int, ...] | None] = field(default_factory=list)
     """Tokens answered to each of `turns`; None ended the episode."""
+    reply_texts: list[str] = field(default_factory=list)
+    """What the environment said to each of `turns`, without a chat template's marks; empty where it ended."""
     ending: FinishedTurn | None = None
     """The last turn, once the episode is over; never replaced."""
     reward: float | None = None

@@ -222,12 +222,16 @@ class PipelineEnv:
         return f"{self._reward.name} at {batch[0].place}"
 
     def _score_call(self, batch: Sequence[Episode]) -> Callable[[], Any]:
-        responses = [self._response(episode.last_turn) for episode in batch]
+        responses = [self._response(episode) for episode in batch]
         return partial(self._reward.call, batch[0].prompt, responses, batch[0].request.id.step)
 
-    def _response(self, turn: FinishedTurn) -> Response:
-        parts = groupby(zip(turn.tokens, turn.is_sampled, strict=True), key=lambda pair: pair[1])
-        turns = [(is_sampled, self._vocabulary.decode([token for token, _ in part])) for is_sampled, part in parts]
+    def _response(self, episode: Episode) -> Response:
+        turn, turns = episode.last_turn, []
+        said = list(zip(episode.replies, episode.reply_texts, strict=True))
+        for is_sampled, part in groupby(zip(turn.tokens, turn.is_sampled, strict=True), key=lambda pair: pair[1]):
+            tokens = tuple(token for token, _ in part)
+            reply, text = said.pop(0) if said and not is_sampled else (None, "")
+            turns.append((is_sampled, text if reply == tokens else self._vocabulary.decode(tokens)))
         return Response(text=self._vocabulary.decode(turn.tokens), token_ids=turn.tokens, turns=tuple(turns))
 
     def _call_user(self, name: str, call: Callable[[], Any]) -> Any:

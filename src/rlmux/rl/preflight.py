@@ -22,7 +22,7 @@ from rlmux.rl.tasks import Task, make_task
 from rlmux.rl.tasks.file_rows import FileTask
 from rlmux.rl.types import Prompt
 from rlmux.rl.user_code import call_and_await, call_each
-from rlmux.rl.vocabulary import Vocabulary, load_vocabulary, opening_tokens_of, stop_tokens_of
+from rlmux.rl.vocabulary import Vocabulary, load_vocabulary, opening_tokens_of, reply_tokens_of, stop_tokens_of
 
 _ROWS_AT_ONCE = 1000
 """Rows whose tokens are counted together: a checkpoint's tokenizer is quicker with many texts."""
@@ -143,6 +143,7 @@ def _check_environment(config: TrainingConfig, task: Task, before_user_code: Cal
         before_user_code("environment")
         (reply,) = call_and_await([(name, partial(environment.reply, prompt.answer or ""))], limit_s)
         check_reply(reply, name)
+        reply_tokens_of(load_vocabulary(config.model), prompt, reply or "a")
     except PipelineError as error:
         raise UserError(f"task.environment: {error}") from error
 

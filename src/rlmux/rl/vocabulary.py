@@ -61,6 +61,9 @@ class Vocabulary(Protocol):
     def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
         """One prompt text from messages of `role` and `content`."""
 
+    def render_reply(self, text: str) -> tuple[int, ...]:
+        """Tokens between two turns of the model in a chat, for a message of role `tool`. Needs a chat template."""
+
     def save_pretrained(self, folder: Path) -> None:
         """Write the files that `AutoTokenizer.from_pretrained(folder)` reads."""
 
@@ -101,6 +104,9 @@ class CharVocabulary:
 
     def render_chat(self, messages: Sequence[Mapping[str, str]]) -> str:
         return "\n".join(message["content"] for message in messages) + "\n"
+
+    def render_reply(self, text: str) -> tuple[int, ...]:
+        return self.encode(text)
 
     def save_pretrained(self, folder: Path) -> None:
         from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
@@ -168,6 +174,39 @@ class FolderVocabulary:
         )
         return text
 
+    def render_reply(self, text: str) -> tuple[int, ...]:
+        """What a chat template renders behind the token that ended the turn, as in TRL's GRPOTrainer.
+
+        Raises UserError for a template that refuses such messages, or leaves them out.
+        """
+        asked = [{"role": "user", "content": "a"}]
+        answered = [*asked, {"role": "assistant", "content": "b"}]
+        before = self.encode(self._render(answered))
+        whole = self.encode(self._render([*answered, {"role": "tool", "content": text}], add_generation_prompt=True))
+        if whole == self.encode(self._render(answered, add_generation_prompt=True)):
+            raise UserError(
+                "model.path: its chat template leaves out a message of role 'tool'; accepted: one with tools"
+            )
+        num_asked = len(self.encode(self._render(asked)))
+        ends = [place for place, token in enumerate(before) if place >= num_asked and token in self.stop_tokens]
+        num_before = ends[-1] + 1 if ends else len(before)
+        if whole[:num_before] != before[:num_before]:
+            raise UserError(
+                "model.path: its chat template changes earlier messages for one of role 'tool'; accepted: one that "
+                "adds it behind them"
+            )
+        return whole[num_before:]
+
+    def _render(self, messages: Sequence[Mapping[str, str]], *, add_generation_prompt: bool = False) -> str:
+        try:
+            text: str = self._tokenizer.apply_chat_template(
+                list(messages), tokenize=False, add_generation_prompt=add_generation_prompt
+            )
+        except Exception as error:  # a template is the checkpoint's own program
+            role = messages[-1]["role"]
+            raise UserError(f"model.path: its chat template refuses a message of role {role!r}: {error}") from error
+        return text
+
     def save_pretrained(self, folder: Path) -> None:
         self._tokenizer.save_pretrained(folder)
 
@@ -191,8 +230,12 @@ def load_vocabulary(model: ModelConfig) -> Vocabulary:
 
 def opening_tokens_of(vocabulary: Vocabulary, prompt: Prompt) -> tuple[int, ...]:
     """The special tokens before a prompt's text: none where a chat template wrote them into it."""
-    is_rendered = prompt.messages is not None and vocabulary.has_chat_template
-    return () if is_rendered else vocabulary.opening_tokens
+    return () if _is_chat(vocabulary, prompt) else vocabulary.opening_tokens
+
+
+def reply_tokens_of(vocabulary: Vocabulary, prompt: Prompt, text: str) -> tuple[int, ...]:
+    """Tokens of an environment's reply as the model meets them: in a chat, a message of role `tool`."""
+    return vocabulary.render_reply(text) if _is_chat(vocabulary, prompt) else vocabulary.encode(text)
 
 
 def prompt_tokens_of(vocabulary: Vocabulary, prompt: Prompt) -> tuple[int, ...]:
@@ -212,6 +255,10 @@ def stop_tokens_of(vocabulary: Vocabulary, stop: Sequence[str]) -> tuple[int, ..
             raise UserError(f"model.path: its tokenizer makes {len(encoded)} tokens of the stop text {text!r}, not 1")
         tokens += encoded
     return tuple(dict.fromkeys(tokens))
+
+
+def _is_chat(vocabulary: Vocabulary, prompt: Prompt) -> bool:
+    return prompt.messages is not None and vocabulary.has_chat_template
 
 
 def _opening_tokens(tokenizer: Any) -> tuple[int, ...]:
