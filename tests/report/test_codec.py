@@ -18,12 +18,13 @@ from rlmux.core.model import (
     AdmissionKind,
     DeviceId,
     NodeId,
+    OrderId,
     PhaseSeconds,
     Pipeline,
     Placement,
     Stage,
 )
-from rlmux.report.codec import decode, dumps, encode, loads
+from rlmux.report.codec import decode, dumps, encode, from_columns, loads
 
 EVERY_TYPE = typing.get_args(Event) + typing.get_args(Action)
 
@@ -150,3 +151,20 @@ def test_free_form_numbers_outside_json_read_back_with_float() -> None:
 def test_a_time_keeps_every_bit() -> None:
     joined = NodeJoined(time_s=0.1 + 0.2, node=NodeId("rollout", 0))
     assert decode(encode(joined)) == joined
+
+
+def test_columns_give_the_values_that_rows_give() -> None:
+    values = [StageFinished(time_s=float(i), order=OrderId(i), seconds=0.5, switch_s=0.0, tokens=i) for i in range(3)]
+    rows = [loads(encode(value)) for value in values]
+    assert from_columns({name: [row[name] for row in rows] for name in rows[0]}) == values
+
+
+@pytest.mark.parametrize(
+    ("name", "column"),
+    [("order", [1, True]), ("time_s", [1.0, "soon"]), ("type", ["StageFinished", "StagePaused"]), ("colour", [1, 2])],
+)
+def test_columns_with_a_wrong_value_are_refused(name: str, column: list[object]) -> None:
+    rows = [loads(encode(StageFinished(time_s=1.0, order=OrderId(1), seconds=0.5, switch_s=0.0, tokens=1)))] * 2
+    columns = {field: [row[field] for row in rows] for field in rows[0]}
+    with pytest.raises(LogError):
+        from_columns({**columns, name: column})

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rlmux.report import perfetto
 from rlmux.report.intervals import Kind
 from rlmux.report.perfetto import trace
 
@@ -86,3 +87,27 @@ def test_failure_and_counters_are_there(events: list[dict[str, Any]]) -> None:
     ]
     counters = {event["name"] for event in of(events, "C")}
     assert {"sequences", "reward sort", "reward tools"} <= counters
+
+
+def test_a_long_trace_merges_short_slices_and_loses_no_seconds(
+    failed_run: Any, events: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(perfetto, "MAX_SLICES", 10)
+    monkeypatch.setattr(perfetto, "_COLUMNS", (20, 20))
+    content = json.loads(json.dumps(trace(failed_run), allow_nan=False))
+    shortest_s = content["otherData"]["shortest_slice_s"]
+    assert shortest_s == pytest.approx(failed_run.makespan_s / 20)
+    thin = content["traceEvents"]
+    merged = [event for event in of(thin, "X") if "slices" in event["args"]]
+    assert any(event["args"]["slices"] > 1 for event in merged)
+    assert len(of(thin, "X")) < len(of(events, "X"))
+    assert len(of(thin, "C")) < len(of(events, "C"))
+    assert all(event["dur"] >= shortest_s * 1e6 - 1 for event in of(thin, "X") if event not in merged)
+    spent_s = sum(e["dur"] for e in of(thin, "X") if e not in merged) / 1e6
+    spent_s += sum(sum(event["args"]["seconds"].values()) for event in merged)
+    assert spent_s == pytest.approx(sum(event["dur"] for event in of(events, "X")) / 1e6)
+    test_slices_of_one_thread_do_not_overlap(thin)
+
+
+def test_a_short_trace_has_every_slice(failed_run: Any) -> None:
+    assert "shortest_slice_s" not in trace(failed_run)["otherData"]

@@ -27,9 +27,9 @@ import math
 import sys
 import zlib
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import accumulate, pairwise, repeat
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -61,14 +61,44 @@ class Row(NamedTuple):
     json: str
 
 
+class Rows(NamedTuple):
+    """Rows of one kind and type with the same fields, ascending, in columns."""
+
+    kind: str
+    type: str
+    seqs: Sequence[int]
+    times_s: Sequence[float]
+    columns: Mapping[str, Sequence[Any]]
+    """The values of each field, by its name."""
+
+    def fields(self) -> Iterator[dict[str, Any]]:
+        """The fields of each row."""
+        if not self.columns:
+            yield from ({} for _ in self.seqs)
+        for values in zip(*self.columns.values(), strict=True):
+            yield dict(zip(self.columns, values, strict=True))
+
+
 @dataclass(frozen=True, slots=True)
 class Block:
     """What a block holds."""
 
-    rows: Sequence[tuple[int, float, str, str, dict[str, Any]]]
-    """seq, time_s, kind, type and fields of every row that is no progress report, ascending."""
+    groups: Sequence[Rows]
+    """Every row that is no progress report."""
     progress: Sequence[OrderProgress]
     """Reports by order."""
+
+    @property
+    def rows(self) -> list[tuple[int, float, str, str, dict[str, Any]]]:
+        """seq, time_s, kind, type and fields of every row that is no progress report, ascending."""
+        rows = [
+            row
+            for group in self.groups
+            for row in zip(
+                group.seqs, group.times_s, repeat(group.kind), repeat(group.type), group.fields(), strict=False
+            )
+        ]
+        return sorted(rows, key=itemgetter(0))
 
 
 def pack(rows: Iterable[Row]) -> bytes:
@@ -94,7 +124,7 @@ def pack(rows: Iterable[Row]) -> bytes:
 
 def unpack(data: bytes) -> Block:
     """What `pack` was given. Raises LogError for damaged bytes."""
-    rows: list[tuple[int, float, str, str, dict[str, Any]]] = []
+    groups: list[Rows] = []
     progress: list[OrderProgress] = []
     try:
         text, _, given = zlib.decompress(data).partition(b"\n")
@@ -104,19 +134,11 @@ def unpack(data: bytes) -> Block:
             if type == PROGRESS and kind == "event":
                 progress += _progress(columns[0], dict(zip(names, columns[2:], strict=True)))
             else:
-                rows += _rows(kind, type, names, columns)
+                seqs, times, *others = columns
+                groups.append(Rows(kind, type, seqs, _floats(times), dict(zip(names, others, strict=True))))
     except (zlib.error, ValueError, KeyError, TypeError, IndexError) as error:
         raise LogError(f"not a block of rows: {error}") from None
-    rows.sort(key=itemgetter(0))
-    return Block(rows, progress)
-
-
-def _rows(
-    kind: str, type: str, names: Sequence[str], columns: Sequence[Sequence[Any]]
-) -> Iterator[tuple[int, float, str, str, dict[str, Any]]]:
-    seqs, times, *others = columns
-    for seq, time_s, *values in zip(seqs, _floats(times), *others, strict=True):
-        yield seq, time_s, kind, type, dict(zip(names, values, strict=True))
+    return Block(groups, progress)
 
 
 def _progress(seqs: Sequence[int], columns: dict[str, Sequence[Any]]) -> Iterator[OrderProgress]:

@@ -27,20 +27,20 @@ TAIL_PART = 1 / 8
 
 
 def lay_out_order(
-    order: OrderRecord, peak_active: int, now_s: float, standstills: Sequence[Standstill] = ()
+    order: OrderRecord, peak_active: int, now_s: float, standstills: Sequence[Standstill] = (), *, lane: int = 0
 ) -> list[Interval]:
     """What one order did with the time it held its device, without gaps or overlaps.
 
     `standstills`: those of its pipeline's workers on that device, oldest first.
     """
     end_s = min(order.end_s, now_s)
-    pieces = _Pieces(order, standstills)
+    pieces = _Pieces(order, standstills, lane)
     at_s, seconds, tokens = order.start_s, 0.0, 0
     wait, label = (Cause.STARTING if order.switch is Switch.COLD else Cause.CONTROL), Cause.COMPUTE
     switch_s = order.switch_s
     is_rollout = order.stage is Stage.GENERATE
     tail_active = max(1, peak_active * TAIL_PART) if peak_active > 1 else 0
-    for time_s, num_active, num_waiting, num_waiting_for_env, num_tokens, so_far_s in order.chunks:
+    for time_s, num_active, num_waiting, num_waiting_for_env, num_tokens, so_far_s in order.chunks.values():
         if time_s > end_s:
             break
         computed_s = so_far_s - seconds
@@ -69,8 +69,9 @@ class _Pieces:
     then one computation, so that milliseconds between chunks add up instead of cutting the picture to
     shreds."""
 
-    def __init__(self, order: OrderRecord, standstills: Sequence[Standstill]) -> None:
+    def __init__(self, order: OrderRecord, standstills: Sequence[Standstill], lane: int) -> None:
         self._order = order
+        self._lane = lane
         self._standstills = [one for one in standstills if one.end_s > order.start_s and one.start_s < order.end_s]
         self._done: list[Interval] = []
         self._wait: Cause | None = None
@@ -148,4 +149,5 @@ class _Pieces:
             stage=order.stage,
             order=order.id,
             device_fraction=order.device_fraction,
+            lane=self._lane,
         )

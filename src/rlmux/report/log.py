@@ -35,7 +35,7 @@ from __future__ import annotations
 import os
 import sqlite3
 import uuid
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -48,7 +48,7 @@ from rlmux.core.errors import LogError, UserError
 from rlmux.core.events import Event
 from rlmux.core.model import Cluster, NodeId
 from rlmux.report import codec
-from rlmux.report.blocks import PROGRESS, Block, Row, pack, unpack
+from rlmux.report.blocks import PROGRESS, Block, Row, Rows, pack, unpack
 from rlmux.report.folder_lock import FolderLock
 from rlmux.report.progress import OrderProgress
 from rlmux.report.run_state import RunState
@@ -463,10 +463,21 @@ def _first_seq(part: Entry | OrderProgress) -> int:
 
 
 def _entries(block: Block, after: int) -> Iterator[Entry]:
-    """The rows of a block that are no progress reports."""
-    for seq, time_s, kind, type, fields in block.rows:
-        if seq > after:
-            yield Entry(seq, time_s, cast("Kind", kind), type, _value(seq, kind, fields))
+    """The rows of a block that are no progress reports, type by type."""
+    for group in block.groups:
+        kind = cast("Kind", group.kind)
+        rows = zip(group.seqs, group.times_s, _values(group), strict=True)
+        yield from (Entry(seq, time_s, kind, group.type, value) for seq, time_s, value in rows if seq > after)
+
+
+def _values(group: Rows) -> Sequence[Any]:
+    """The events, actions or fields of these rows."""
+    if group.kind in ("event", "action"):
+        try:
+            return codec.from_columns(group.columns)
+        except LogError:
+            pass  # read row by row, to say which row it is
+    return [_value(seq, group.kind, fields) for seq, fields in zip(group.seqs, group.fields(), strict=True)]
 
 
 def _value(seq: int, kind: str, fields: Any) -> Any:

@@ -6,6 +6,11 @@
     flow arrows              a step's rollout ─▶ its training ─▶ its publishing
     instants                 failures, losses, restarts, migrations, resumptions
 
+A trace of more than `MAX_SLICES` slices is *thinned*: slices shorter than a part of the makespan, about a pixel of the
+whole run, are merged with their neighbours; an order's counts of sequences, and arrows of one name, are at least as far
+apart. `otherData` has that length as `shortest_slice_s`; a merged slice says how many it stands
+for, and the seconds of each name.
+
 Microseconds since the run began. Each pipeline has one colour throughout, as far as the format allows one.
 """
 
@@ -26,6 +31,11 @@ COLOURS = (
 )  # fmt: skip
 """Reserved colour names of the format; pipelines take them in the order of their submission."""
 
+MAX_SLICES = 50_000
+"""Slices of a trace that is not thinned."""
+_COLUMNS = (500, 4000)
+"""Fewest and most parts that the makespan of a thinned trace is cut into: fewer on more devices."""
+
 _GAP_COLOUR = {Kind.SWITCH: "yellow", Kind.BUBBLE: "terrible", Kind.IDLE: "grey"}
 _GAPS_THREAD = 1000
 _PIPELINES_PROCESS = 1
@@ -33,16 +43,35 @@ _PIPELINES_PROCESS = 1
 
 def trace(timeline: Timeline, steps: StepTimes | None = None) -> dict[str, Any]:
     """The contents of `trace.json`. `steps`: what `step_times` says of the timeline, where it is known."""
+    shortest_s = _shortest_s(timeline)
+    about = {key: timeline.header.get(key) for key in ("policy", "backend", "created", "rlmux_version")}
     return {
         "displayTimeUnit": "ms",
-        "otherData": {key: timeline.header.get(key) for key in ("policy", "backend", "created", "rlmux_version")},
-        "traceEvents": _Tracer(timeline, step_times(timeline) if steps is None else steps).events(),
+        "otherData": {**about, "shortest_slice_s": shortest_s} if shortest_s else about,
+        "traceEvents": _Tracer(timeline, step_times(timeline) if steps is None else steps, shortest_s).events(),
     }
 
 
+def _shortest_s(timeline: Timeline) -> float:
+    """Seconds below which a slice is merged with its neighbours; 0.0 for a trace that is not thinned."""
+    num_slices = sum(len(device.intervals) for device in timeline.devices.values())
+    num_slices += sum(not order.devices for order in timeline.orders)
+    if num_slices <= MAX_SLICES:
+        return 0.0
+    fewest, most = _COLUMNS
+    return timeline.makespan_s / max(fewest, min(most, MAX_SLICES // max(1, len(timeline.devices))))
+
+
 class _Tracer:
-    def __init__(self, timeline: Timeline, steps: StepTimes) -> None:
+    def __init__(self, timeline: Timeline, steps: StepTimes, shortest_s: float) -> None:
         self._timeline = timeline
+        self._shortest_s = shortest_s
+        self._shortest_us = round(shortest_s * 1e6)
+        self._merged: list[dict[str, Any]] = []
+        """Slices that stand for several."""
+        self._growing: dict[tuple[int, int], dict[str, Any]] = {}
+        """The merged slice at the end of a process' thread, where its last slice was short."""
+        self._last_arrow_s: dict[str, float] = {}
         self._steps = steps
         self._events: list[dict[str, Any]] = []
         self._process = {device: number for number, device in enumerate(timeline.devices, _PIPELINES_PROCESS + 1)}
@@ -59,6 +88,9 @@ class _Tracer:
             self._add_device(device)
         for order in self._timeline.orders:
             self._add_order(order)
+        for event in self._merged:
+            by_name = event["args"]["seconds"]
+            event["name"] = max(by_name, key=by_name.__getitem__)
         self._add_steps()
         self._add_flows()
         for instant in self._timeline.instants:
@@ -98,18 +130,38 @@ class _Tracer:
         **args: Any,
     ) -> None:
         start_us = self._us(start_s)
+        num_us = max(0, self._us(end_s) - start_us)
+        if num_us < self._shortest_us:
+            self._merge((process, thread), name, start_us, num_us)
+            return
+        self._growing.pop((process, thread), None)
         event = {
             "ph": "X",
             "name": name,
             "pid": process,
             "tid": thread,
             "ts": start_us,
-            "dur": max(0, self._us(end_s) - start_us),
+            "dur": num_us,
             "args": args,
         }
         if colour is not None:
             event["cname"] = colour
         self._events.append(event)
+
+    def _merge(self, place: tuple[int, int], name: str, start_us: int, num_us: int) -> None:
+        """Add a short slice to its neighbours, until together they are long enough."""
+        event = self._growing.get(place)
+        if event is None or start_us >= event["ts"] + self._shortest_us:
+            process, thread = place
+            event = {"ph": "X", "name": name, "pid": process, "tid": thread, "ts": start_us, "dur": 0}
+            event["args"] = {"slices": 0, "seconds": {}}
+            self._growing[place] = event
+            self._merged.append(event)
+            self._events.append(event)
+        event["dur"] = max(event["dur"], start_us + num_us - event["ts"])
+        event["args"]["slices"] += 1
+        by_name = event["args"]["seconds"]
+        by_name[name] = round(by_name.get(name, 0.0) + num_us / 1e6, 6)
 
     def _add_device(self, device: DeviceTimeline) -> None:
         process = self._process[device.id]
@@ -152,7 +204,8 @@ class _Tracer:
 
     def _add_active(self, device: DeviceId, order: OrderRecord) -> None:
         process = self._process[device]
-        samples = [(chunk.time_s, chunk.num_active, chunk.num_waiting_for_env) for chunk in order.chunks.drawn()]
+        chunks = order.chunks.spaced(self._shortest_s) if self._shortest_s else order.chunks.drawn()
+        samples = [(chunk.time_s, chunk.num_active, chunk.num_waiting_for_env) for chunk in chunks]
         if math.isfinite(order.end_s):
             samples.append((order.end_s, 0, 0))
         for time_s, active, waiting in samples:
@@ -185,9 +238,17 @@ class _Tracer:
                 (Stage.GENERATE, "first", "trajectories"),
                 ("last", Stage.PUBLISH, "weights"),
             ):
-                if source in chain and target in chain:
+                if source in chain and target in chain and self._has_room(f"{what} of {name}", chain[target]):
                     number += 1
                     self._flow(number, f"{what} of {name}", chain[source], chain[target])
+
+    def _has_room(self, arrows: str, target: OrderId) -> bool:
+        """Whether an arrow of this name is far enough from the last one."""
+        time_s = self._place[target][2]
+        if time_s < self._last_arrow_s.get(arrows, -math.inf) + self._shortest_s:
+            return False
+        self._last_arrow_s[arrows] = time_s
+        return True
 
     def _flow(self, number: int, name: str, source: OrderId, target: OrderId) -> None:
         for phase, order in (("s", source), ("f", target)):

@@ -10,6 +10,7 @@ A report takes some 50 bytes in `Reports`, and no object of its own until it is 
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import repeat
 from typing import Any, NamedTuple, overload
@@ -104,6 +105,17 @@ class Reports(Sequence[Report]):
                 yield report
         if report is not None and (report[1], report[3]) != (active, waiting):
             yield report
+
+    def spaced(self, least_s: float) -> Iterator[Report]:
+        """The first report, and after each the next that is at least so many seconds later."""
+        times_s, at = self.column("time_s"), 0
+        while at < len(times_s):
+            yield self[at]
+            at = bisect_left(times_s, times_s[at] + least_s, at + 1)
+
+    def values(self) -> Iterator[tuple[float, int, int, int, int, float]]:
+        """The fields of each report, without an object for it."""
+        return iter(()) if self._columns is None else zip(*self._columns, strict=True)
 
     def column(self, name: str) -> Sequence[Any]:
         """One field of all reports."""

@@ -16,10 +16,11 @@ Where orders run beside each other on one device, each moment counts once: busy 
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from rlmux.core.model import DeviceId, PipelineId, Stage
@@ -128,9 +129,8 @@ def _lay_out_device(
     for order in orders:
         lane = next((lane for lane, free_s in enumerate(lanes) if free_s <= order.start_s), len(lanes))
         its_standstills = [one for one in standstills if one.pipeline == order.pipeline]
-        pieces = lay_out_order(order, peaks.get(order.pipeline, 0), end_s, its_standstills)
+        held += lay_out_order(order, peaks.get(order.pipeline, 0), end_s, its_standstills, lane=lane)
         lanes[lane : lane + 1] = [min(order.end_s, end_s)]
-        held += [replace(piece, lane=lane) for piece in pieces] if lane else pieces
     gaps = namer.name_gaps(device, held)
     return _account(device, sorted(held + gaps, key=lambda piece: (piece.start_s, piece.lane)), max(len(lanes), 1))
 
@@ -161,12 +161,15 @@ def _account(device: DeviceId, intervals: list[Interval], num_lanes: int) -> Dev
 def _exposed(intervals: list[Interval]) -> list[tuple[Interval, float]]:
     """The most useful interval of each moment, with the seconds that it counts for."""
     edges = sorted({edge for interval in intervals for edge in (interval.start_s, interval.end_s)})
-    position, active, counted = 0, [], []
+    position, counted = 0, []
+    active: list[tuple[int, int]] = []
+    """A heap of rank and position: the first is the most useful, those behind it may have ended."""
     for start_s, end_s in itertools.pairwise(edges):
         while position < len(intervals) and intervals[position].start_s <= start_s:
-            active.append(intervals[position])
+            heapq.heappush(active, (_RANK[intervals[position].kind], position))
             position += 1
-        active = [interval for interval in active if interval.end_s > start_s]
+        while active and intervals[active[0][1]].end_s <= start_s:
+            heapq.heappop(active)
         if active:
-            counted.append((min(active, key=lambda interval: _RANK[interval.kind]), end_s - start_s))
+            counted.append((intervals[active[0][1]], end_s - start_s))
     return counted
