@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from rlmux.rl.batch_metrics import batch_metrics
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.pipeline_env import PipelineEnv
 from rlmux.rl.preflight import complaint_about
@@ -107,3 +108,32 @@ def test_one_rewards_changes_to_its_messages_do_not_reach_the_next_group(rewarde
     """
     config = rewarded(source, {"prompt": [{"role": "user", "content": "a?"}], "answer": "b"})
     assert rewards(config, finish, "b", "c") == [1.0, 2.0] * 3
+
+
+def test_what_a_reward_logs_stands_in_the_steps_metrics(rewarded, finish: Finish) -> None:
+    source = """
+        def score(completions, log_metric, log_extra, **kwargs):
+            lengths = [len(completion) for completion in completions]
+            log_metric("longest", max(lengths))
+            log_extra("length", lengths)
+            log_extra("said", completions)
+            return [float(length) for length in lengths]
+    """
+    config = rewarded(source, {"prompt": "a?", "answer": "b"})
+    assert complaint_about(config) is None
+    env = PipelineEnv(config)
+    said = ("b", "ccc")
+    env.on_turns([finish(each, (CharVocabulary().encode(said[each.id.sample]), True)) for each in env.begin_step(1)])
+    assert batch_metrics(env.finish_step(1)).logged == {"reward/length": 2.0, "reward/longest": 3.0}
+
+
+@pytest.mark.parametrize("logged", ['"name", "text"', '"name", float("nan")'])
+def test_a_logged_metric_that_is_no_number_is_named(rewarded, logged: str) -> None:
+    source = f"""
+        def score(completions, log_metric, **kwargs):
+            log_metric({logged})
+            return [0.0 for _ in completions]
+    """
+    found = complaint_about(rewarded(source, {"prompt": "a?", "answer": "b"})) or ""
+    assert "reward trl_rewards:score logged" in found
+    assert "accepted: a finite number" in found

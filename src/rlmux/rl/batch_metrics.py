@@ -7,7 +7,7 @@ trained tokens    prompt and response, padding left out: what a training forward
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -30,6 +30,8 @@ class BatchMetrics:
     turns_mean: float
     token_runs: Sequence[Sequence[int]]
     """Per trajectory, in id order, lengths in tokens: sampled, forced by its environment, sampled again, ..."""
+    logged: Mapping[str, float]
+    """What the reward function logged, by metric."""
 
 
 def batch_metrics(batch: TrainingBatch) -> BatchMetrics:
@@ -46,6 +48,7 @@ def batch_metrics(batch: TrainingBatch) -> BatchMetrics:
         response_tokens_max=max(lengths),
         turns_mean=sum(trajectory.num_turns for trajectory in batch.trajectories) / len(lengths),
         token_runs=[[len(list(run)) for _, run in groupby(each.is_sampled)] for each in batch.trajectories],
+        logged=batch.logged,
     )
 
 

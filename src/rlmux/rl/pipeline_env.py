@@ -152,7 +152,12 @@ class PipelineEnv:
         advantages: list[float] = []
         for _, group in groupby(trajectories, key=lambda trajectory: trajectory.id.prompt):
             advantages += self._algorithm.advantages([trajectory.reward for trajectory in group])
-        batch = TrainingBatch(step=step, trajectories=tuple(trajectories), advantages=tuple(advantages))
+        batch = TrainingBatch(
+            step=step,
+            trajectories=tuple(trajectories),
+            advantages=tuple(advantages),
+            logged=self._reward.take_logged(step),
+        )
         self._conversations.drop_step(step)
         del self._episodes_by_step[step]
         self._batch_by_step[step] = batch

@@ -14,6 +14,8 @@ TRL's gets what its GRPOTrainer passes (`_calculate_rewards`), by the kind of th
     completion_ids  tokens of the response, stop token included
     columns         all others of the row, and `answer`; not `prompt`, `completion` and `completion_ids`
     trainer_state   global_step (optimizer steps made), max_steps
+    log_metric      (name, number): its mean over the step's calls is the step's metric `reward/NAME`
+    log_extra       (name, values): a value for each completion; the mean of numbers likewise, other values are dropped
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -61,8 +64,14 @@ class Reward:
         self._task_name = config.name
         self._num_steps = num_steps
         self._function = None if config.reward is None else load_reward(config.reward)
+        self._logged: dict[int, dict[str, list[float]]] = {}
+        """Numbers that the function logged, by step and metric."""
         self.is_grouped = self._function is not None and _is_trl(self._function)
         """All responses of a prompt group must be given at once, in sample order; otherwise one at a time."""
+
+    def take_logged(self, step: int) -> dict[str, float]:
+        """Means of what the user's function logged in this step, by metric, sorted; forgotten here."""
+        return {name: sum(all_) / len(all_) for name, all_ in sorted(self._logged.pop(step, {}).items())}
 
     def call(self, prompt: Prompt, responses: Sequence[Response], step: int) -> Any:
         """What the user's function returns in this step, perhaps awaitable."""
@@ -104,8 +113,22 @@ class Reward:
             "prompts": prompts,
             "completions": completions,
             "completion_ids": [list(response.token_ids) for response in responses],
+            "log_metric": partial(self._log_metric, step),
+            "log_extra": partial(self._log_extra, step),
             "trainer_state": SimpleNamespace(global_step=step - 1, max_steps=self._num_steps),
         }
+
+    def _log_metric(self, step: int, name: str, value: Any) -> None:
+        try:
+            number = self._number(value)
+        except PipelineError:
+            raise PipelineError(f"{self.name} logged {name!r} as {value!r}; accepted: a finite number") from None
+        self._logged.setdefault(step, {}).setdefault(f"reward/{name}", []).append(number)
+
+    def _log_extra(self, step: int, column: str, values: Sequence[Any]) -> None:
+        for value in values:
+            if isinstance(value, int | float) and math.isfinite(value):
+                self._log_metric(step, column, value)
 
     def _score_in(self, result: Any) -> Any:
         if not isinstance(result, Mapping):

@@ -13,7 +13,7 @@ else, so that it does not matter which worker, slot or moment made which token.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from rlmux.core.model import SubStage
@@ -131,6 +131,8 @@ class TrainingBatch:
     """All prompts_per_step * group_size trajectories, sorted by id."""
     advantages: Sequence[float]
     """Advantage of each trajectory, in the same order; `rl/algorithms.py` has the formulas."""
+    logged: Mapping[str, float] = field(default_factory=dict)
+    """What the reward function logged, by metric."""
     origin: Origin | None = None
     """Origin of the trajectories; None: not marked."""
 
