@@ -26,12 +26,16 @@ def chosen(out: str | None, name: str) -> Iterator[Path]:
             raise UserError(f"--out {out}: you are in it; accepted: a folder that does not exist or is empty")
         yield folder
         return
-    folder = _make(Path("runs"), f"{name}-{datetime.now().strftime('%Y%m%d-%H%M%S')}")
+    parent = Path("runs")
+    is_first = not parent.exists()
+    folder = _make(parent, f"{name}-{datetime.now().strftime('%Y%m%d-%H%M%S')}")
     try:
         yield folder
     finally:
         with suppress(OSError):  # it holds a run
             folder.rmdir()
+            if is_first:
+                parent.rmdir()
 
 
 def _make(parent: Path, stem: str) -> Path:
