@@ -18,8 +18,7 @@ from rlmux.core.views import GroupView, has_phase_to_begin
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Idling:
-    """For what, and for how long, ready work of a group may wait while all its devices are free. By default for
-    nothing."""
+    """What ready work of a group may wait for, and for how long, while all its devices are free. By default nothing."""
 
     cycle_lead: float = 0.0
     """Cycles that the member whose work waits may be ahead of the one whose cycle slot comes first; infinite where

@@ -111,7 +111,7 @@ def token_logprobs(model: Any, batch: MicroBatch, temperature: float) -> tuple[T
 
 
 def _micro_batch(sequences: Sequence[TrainingSequence]) -> MicroBatch:
-    """Of sequences that are sorted by length."""
+    """One micro-batch of sequences that are sorted by length."""
     input_tokens: list[int] = []
     positions: list[int] = []
     sources: list[int] = []

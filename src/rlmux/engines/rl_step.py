@@ -123,7 +123,7 @@ class RlStep:
             yield batch.num_tokens
 
     def _update(self, metrics: dict[str, float]) -> Iterator[int]:
-        """For each mini-batch of each epoch: gradients of its micro-batches, summed as a tree, and an optimizer step.
+        """Gradients of each mini-batch of each epoch, summed as a tree over its micro-batches, and an optimizer step.
 
         A figure is the mean over the updates of the step; clamped log-ratios are counted over all of them.
         """

@@ -174,7 +174,7 @@ def _check(name: str, worker: str, kind: str, need: float, capacity: float) -> N
 
 
 def _gigabytes(num_bytes: float) -> str:
-    """In the file's unit; with more digits where three decimals would show nothing."""
+    """The bytes in the file's unit, with more digits where three decimals would show nothing."""
     return f"{num_bytes / 1e9:.3f} GB" if num_bytes >= 1e7 else f"{num_bytes / 1e9:.2g} GB"
 
 
