@@ -8,9 +8,10 @@ import pytest
 import torch
 from tests.engines.conftest import VOCAB_SIZE, make_lively
 
-from rlmux.engines.micro_batches import TrainingSequence, cut, token_logprobs
+from rlmux.engines.micro_batches import TrainingSequence, cut
 from rlmux.engines.model_io import build_model
 from rlmux.engines.packed_attention import pack_attention
+from rlmux.engines.training_forward import score_tokens
 from rlmux.rl.config import ModelConfig
 
 
@@ -33,7 +34,7 @@ def test_a_packed_sequence_has_the_log_probs_and_gradients_of_a_plain_forward(ar
     pack_attention(packed)
     rows = sequences([9, 1, 5, 5, 30, 2])
     (batch,) = cut(rows, 8)
-    logprobs, _ = token_logprobs(packed, batch, 0.7)
+    logprobs = score_tokens(packed, batch, 0.7).logprobs
     by_length = sorted(rows, key=lambda row: row.num_tokens)
     expected = []
     for row in by_length:
@@ -53,6 +54,6 @@ def test_a_sequence_does_not_see_the_one_before_it() -> None:
     rows = sequences([12, 12, 12])
     rows = [TrainingSequence(prompt_tokens=[1], tokens=row.tokens, is_sampled=[True] * 12, weight=1.0) for row in rows]
     with torch.no_grad():
-        together, _ = token_logprobs(model, cut(rows, 3)[0], 1.0)
-        alone = torch.cat([token_logprobs(model, cut([row], 1)[0], 1.0)[0] for row in rows])
+        together = score_tokens(model, cut(rows, 3)[0], 1.0).logprobs
+        alone = torch.cat([score_tokens(model, cut([row], 1)[0], 1.0).logprobs for row in rows])
     torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
 from rlmux.engines import promise_probe
 from rlmux.engines.batch_probe import BatchProbe
-from rlmux.engines.micro_batches import token_logprobs
 from rlmux.engines.promise_probe import probe_rollout, probe_training
 from rlmux.engines.rollout import SlotRolloutEngine
 from rlmux.engines.train import TorchTrainEngine
+from rlmux.engines.training_forward import TokenScores, score_tokens
 from rlmux.engines.transformer import DecodePlan
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.promise import ProbeReport, Promise, promise_of
@@ -113,11 +115,11 @@ def test_gradients_are_compared_and_leave_the_weights_and_gradients_alone() -> N
 def test_a_trainer_whose_gradients_vary_is_statistical(monkeypatch: pytest.MonkeyPatch) -> None:
     calls = itertools.count()
 
-    def varies(model: object, batch: object, temperature: float) -> tuple[torch.Tensor, torch.Tensor]:
-        logprobs, distribution = token_logprobs(model, batch, temperature)  # type: ignore[arg-type]
-        return logprobs * (1.0 + 1e-6 * next(calls)), distribution
+    def varies(*args: Any, **options: Any) -> TokenScores:
+        scores = score_tokens(*args, **options)
+        return replace(scores, logprobs=scores.logprobs * (1.0 + 1e-6 * next(calls)))
 
-    monkeypatch.setattr(promise_probe, "token_logprobs", varies)
+    monkeypatch.setattr(promise_probe, "score_tokens", varies)
     report = probe_training(TorchTrainEngine(TrainingConfig(name="a")))
     assert failed(report) == ["gradient"]
     assert promise_of(report.checks) is Promise.STATISTICAL

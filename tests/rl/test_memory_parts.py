@@ -12,6 +12,7 @@ from rlmux.engines import batch_probe, micro_batches, prefill_ahead, transformer
 from rlmux.engines.model_io import build_model
 from rlmux.engines.packed_attention import pack_attention
 from rlmux.engines.rollout import SlotRolloutEngine
+from rlmux.engines.training_forward import score_tokens
 from rlmux.engines.tree_sum import TreeSum
 from rlmux.rl import memory_parts
 from rlmux.rl.config import AlgorithmConfig, ModelConfig, RolloutConfig, SftWarmupConfig, TrainingConfig
@@ -70,9 +71,9 @@ def test_activations_are_those_that_autograd_keeps(model: ModelConfig) -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        _, distribution = micro_batches.token_logprobs(made, batch, 1.0)
+        scores = score_tokens(made, batch, 1.0)
     counted = train_parts(given)["activations"]
-    assert counted == pytest.approx(sum(kept.values()) - distribution.nbytes, rel=0.02)
+    assert counted == pytest.approx(sum(kept.values()) - len(scores.logprobs) * VOCAB_SIZE * 4, rel=0.02)
 
 
 def _sequence(given: TrainingConfig) -> micro_batches.TrainingSequence:

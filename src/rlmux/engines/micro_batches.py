@@ -1,4 +1,4 @@
-"""Sequences cut into micro-batches, and the log-probabilities a model gives their sampled tokens.
+"""Sequences cut into micro-batches, for a forward without padding (`training_forward`).
 
     input_tokens [T]   prompt + response of one sequence after another, each without its last token; no padding
     sources      [R]   where in [T] each sampled token is predicted from
@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,23 +90,6 @@ def cut(sequences: Sequence[TrainingSequence], micro_batch_size: int) -> list[Mi
         _micro_batch(by_length[start : start + micro_batch_size])
         for start in range(0, len(by_length), micro_batch_size)
     ]
-
-
-def token_logprobs(model: Any, batch: MicroBatch, temperature: float) -> tuple[Tensor, Tensor]:
-    """Log-probability [R] of each target, and the whole distribution [R, vocab] it is from.
-
-    The distribution is log-softmax of logits / temperature, the one rollout samples from. The model attends within
-    runs (`packed_attention.pack_attention`).
-    """
-    hidden = model.model(
-        input_ids=batch.input_tokens[None], position_ids=batch.positions[None], runs=batch.runs, use_cache=False
-    ).last_hidden_state
-    chosen = hidden[0].index_select(0, batch.sources)
-    logits = model.lm_head(chosen)
-    if temperature != 1.0:
-        logits = logits / temperature
-    distribution = torch.log_softmax(logits, dim=-1)
-    return distribution.gather(1, batch.targets.unsqueeze(1)).squeeze(1), distribution
 
 
 def _micro_batch(sequences: Sequence[TrainingSequence]) -> MicroBatch:

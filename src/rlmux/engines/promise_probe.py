@@ -24,9 +24,10 @@ import torch
 from torch import Tensor
 
 from rlmux.core.errors import IllegalTransitionError
-from rlmux.engines.micro_batches import MicroBatch, TrainingSequence, cut, token_logprobs
+from rlmux.engines.micro_batches import MicroBatch, TrainingSequence, cut
 from rlmux.engines.rollout import SlotRolloutEngine
 from rlmux.engines.train import TorchTrainEngine
+from rlmux.engines.training_forward import score_tokens
 from rlmux.rl.promise import Check, ProbeReport
 from rlmux.rl.types import FinishedTurn, TrajectoryId, TrajectoryRequest
 
@@ -179,7 +180,7 @@ def _gradient_fingerprint(engine: TorchTrainEngine, batch: MicroBatch) -> tuple[
     model = engine.model
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     on_device = batch.to(parameters[0].device)
-    logprobs, _ = token_logprobs(model, on_device, engine.temperature)
+    logprobs = score_tokens(model, on_device, engine.temperature, train=engine.train_config).logprobs
     gradients = torch.autograd.grad((logprobs * on_device.weights).sum(), parameters, allow_unused=True)
     return tuple(part for gradient in gradients if gradient is not None for part in _sums_of_bits(gradient))
 

@@ -20,10 +20,11 @@ from torch import Tensor
 from rlmux.core.errors import IllegalTransitionError, PipelineError
 from rlmux.core.model import Stage
 from rlmux.engines.logprob_gap import LogprobGap
-from rlmux.engines.micro_batches import MicroBatch, TrainingSequence, cut, token_logprobs
+from rlmux.engines.micro_batches import MicroBatch, TrainingSequence, cut
 from rlmux.engines.sft_warmup import risen_learning_rate
 from rlmux.engines.stage_work import StageWork
 from rlmux.engines.train_state import TrainState
+from rlmux.engines.training_forward import TokenScores, score_tokens
 from rlmux.rl.algorithms import ALGORITHMS, clipped_surrogate, is_clamped, kl_k3
 from rlmux.rl.batch_metrics import count_sampled
 from rlmux.rl.config import TrainingConfig
@@ -106,8 +107,8 @@ class RlStep:
             return
         for batch in self._micro_batches:
             with torch.no_grad(), self._state.reference_weights():
-                logprobs, _ = self._forward(batch.to(self._state.device))
-            self._reference_logprobs.append(logprobs.cpu())
+                scores = self._forward(batch.to(self._state.device))
+            self._reference_logprobs.append(scores.logprobs.cpu())
             yield batch.num_tokens
 
     def _compute_old_logprobs(self, metrics: dict[str, float]) -> Iterator[int]:
@@ -117,9 +118,9 @@ class RlStep:
         for batch in self._micro_batches:
             on_device = batch.to(self._state.device)
             with torch.no_grad():
-                logprobs, distribution = self._forward(on_device)
-            self._first_look.add(on_device, logprobs, distribution, self.place(Stage.OLD_LOGPROBS))
-            self._old_logprobs.append(logprobs.cpu())
+                scores = self._forward(on_device)
+            self._first_look.add(on_device, scores, self.place(Stage.OLD_LOGPROBS))
+            self._old_logprobs.append(scores.logprobs.cpu())
             yield batch.num_tokens
 
     def _update(self, metrics: dict[str, float]) -> Iterator[int]:
@@ -160,12 +161,13 @@ class RlStep:
         """Loss [R] of each token, which the clip took out of the gradient [R], the summed KL, and the number of clamped
         log-ratios, to the old policy and to the reference."""
         algorithm = self._config.algorithm
-        logprobs, distribution = self._forward(batch)
+        scores = self._forward(batch)
+        logprobs = scores.logprobs
         if algorithm.needs_old_logprobs:
             begun_with = self._old_logprobs[index].to(self._state.device)
         else:
             begun_with = logprobs.detach()
-            self._first_look.add(batch, begun_with, distribution, self.place(Stage.UPDATE))
+            self._first_look.add(batch, scores, self.place(Stage.UPDATE))
         # A stale token is corrected towards the policy that sampled it. For the others that is the policy that the
         # step begins with, and its log-prob comes from the same kernels as the new one.
         old_logprobs = torch.where(batch.is_stale, batch.sampled_logprobs, begun_with)
@@ -184,8 +186,9 @@ class RlStep:
         num_clamped += int(is_clamped(reference, logprobs).sum())
         return losses + algorithm.kl_coef * kl, is_clipped, float(kl.detach().sum()), num_clamped
 
-    def _forward(self, batch: MicroBatch) -> tuple[Tensor, Tensor]:
-        return token_logprobs(self._state.model, batch, self._config.rollout.temperature)
+    def _forward(self, batch: MicroBatch) -> TokenScores:
+        config = self._config
+        return score_tokens(self._state.model, batch, config.rollout.temperature, train=config.train)
 
     def _require_logprobs(self) -> None:
         for stage in (Stage.REFERENCE_LOGPROBS, Stage.OLD_LOGPROBS):
@@ -231,14 +234,14 @@ class _FirstLook:
         self._num_sampled = 0
 
     @torch.no_grad()
-    def add(self, batch: MicroBatch, logprobs: Tensor, distribution: Tensor, place: str) -> None:
-        """One micro-batch: log-probs [R] of its sampled tokens, and the log-softmax [R, vocab] that they are from.
+    def add(self, batch: MicroBatch, scores: TokenScores, place: str) -> None:
+        """One micro-batch, and what the model says of it.
 
         Raises PipelineError, beginning with `place`, as `LogprobGap` does.
         """
-        self._gap.compare(logprobs, batch, place)
+        self._gap.compare(scores.logprobs, batch, place)
         self._num_sampled += len(batch.targets)
-        self._entropy_sum -= float((distribution.exp() * distribution).sum())
+        self._entropy_sum += float(scores.entropies.sum())
 
     def metrics(self) -> dict[str, float]:
         """Mean entropy of a sampled token, and the largest gap to the log-prob that a fresh token was sampled with."""

@@ -11,9 +11,10 @@ import math
 from collections.abc import Iterator
 
 from rlmux.core.model import Stage
-from rlmux.engines.micro_batches import MicroBatch, TrainingSequence, cut, token_logprobs
+from rlmux.engines.micro_batches import MicroBatch, TrainingSequence, cut
 from rlmux.engines.stage_work import StageWork
 from rlmux.engines.train_state import TrainState
+from rlmux.engines.training_forward import score_tokens
 from rlmux.rl.batch_metrics import count_sampled
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.demonstrations import demonstration_batch
@@ -67,7 +68,7 @@ class SftWarmup:
             total_loss = 0.0
             for index, batch in enumerate(batches):
                 on_device = batch.to(self._state.device)
-                logprobs, _ = token_logprobs(self._state.model, on_device, 1.0)
+                logprobs = score_tokens(self._state.model, on_device, 1.0, train=config.train).logprobs
                 total_loss += self._state.add_gradient(-(logprobs * on_device.weights).sum(), place)
                 if index == len(batches) - 1:
                     metrics["grad_norm"] = self._state.update_weights(self._learning_rate(), place)

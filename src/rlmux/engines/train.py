@@ -38,7 +38,7 @@ from rlmux.engines.snapshot import TrainSnapshot
 from rlmux.engines.stage_work import StageWork
 from rlmux.engines.train_state import TrainState
 from rlmux.rl.algorithms import ALGORITHMS
-from rlmux.rl.config import TrainingConfig
+from rlmux.rl.config import TrainConfig, TrainingConfig
 from rlmux.rl.origin import Origin
 from rlmux.rl.types import TrainingBatch, TrainReport
 from rlmux.rl.vocabulary import Vocabulary, load_vocabulary
@@ -103,6 +103,11 @@ class TorchTrainEngine:
     def micro_batch_size(self) -> int:
         """Sequences of one forward and backward pass."""
         return self._config.algorithm.micro_batch_size
+
+    @property
+    def train_config(self) -> TrainConfig:
+        """What the training forward is asked for."""
+        return self._config.train
 
     @property
     def temperature(self) -> float:

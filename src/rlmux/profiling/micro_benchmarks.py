@@ -31,10 +31,11 @@ from rlmux.core.model import SubStage
 from rlmux.engines.adamw import AdamW
 from rlmux.engines.device_fraction import fraction_setter
 from rlmux.engines.flat_parameters import FlatParameters
-from rlmux.engines.micro_batches import TrainingSequence, cut, token_logprobs
+from rlmux.engines.micro_batches import TrainingSequence, cut
 from rlmux.engines.model_io import build_model
 from rlmux.engines.packed_attention import pack_attention
 from rlmux.engines.rollout import SlotRolloutEngine
+from rlmux.engines.training_forward import score_tokens
 from rlmux.rl.config import ModelConfig, RolloutConfig
 from rlmux.rl.types import TrajectoryId, TrajectoryRequest
 
@@ -183,10 +184,10 @@ def _training(sizes: BenchmarkSizes, device: str, *, is_update: bool) -> Callabl
 
     def forward() -> None:
         with torch.no_grad():
-            token_logprobs(model, batch, 1.0)[0].cpu()
+            score_tokens(model, batch, 1.0).logprobs.cpu()
 
     def update() -> None:
-        logprobs, _ = token_logprobs(model, batch, 1.0)
+        logprobs = score_tokens(model, batch, 1.0).logprobs
         loss = -(logprobs * batch.weights).sum()
         flat.gradients.zero_()
         loss.backward()  # type: ignore[no-untyped-call]

@@ -244,6 +244,13 @@ class TrainConfig(FromFile):
     """Devices of the training pool (whole nodes, where the pool is given in nodes). `run` accepts 1."""
     num_threads: Annotated[int, Ge(1), Le(1024)] = 1
     """Compute threads of each worker, rollout workers included. Results change with it in the last bits."""
+    logits_chunk_mb: PositiveFloat = 256.0
+    """Megabytes of logits (float32, sampled tokens times vocabulary) that training holds at once: above it they are
+    computed in chunks of tokens, a second time for the gradient. Results change with it in the last bits."""
+
+    def rows_of_chunk(self, vocab_size: int) -> int:
+        """Tokens whose logits are held at once; at least one."""
+        return max(1, int(self.logits_chunk_mb * 1e6) // (4 * vocab_size))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -95,7 +95,7 @@ def _backward_moments(config: TrainingConfig, shape: ModelShape, size: int, *, h
     activations = num_tokens * _activations_of_token(shape, length, has_flash=has_flash) * FLOAT_BYTES
     activations += num_sampled * shape.hidden_size * FLOAT_BYTES
     kept = {"activations": activations, "heap between activations": _HEAP_SLACK * activations}
-    logits = num_sampled * shape.vocab_size * FLOAT_BYTES
+    logits = min(num_sampled, config.train.rows_of_chunk(shape.vocab_size)) * shape.vocab_size * FLOAT_BYTES
     embedding = shape.embedding * FLOAT_BYTES
     in_a_layer = num_tokens * (3 * shape.intermediate_size + 2 * shape.hidden_size) * FLOAT_BYTES
     if not has_flash:
