@@ -130,12 +130,25 @@ CASES = {
         [("slots: 32", "workers: 2")],
         "two.yaml:11: pipelines.sort.rollout.workers is 2; accepted: up to 1, the size of pool 'rollout'",
     ),
-    "more training workers than compute": (
+    "training workers that cannot be paired": (
         [
             ("    train: {devices: 1}", "    train: {devices: 4}"),
-            ("    rollout:\n", "    train: {workers: 4}\n    rollout:\n"),
+            ("    rollout:\n", "    train: {workers: 3}\n    rollout:\n"),
         ],
-        "two.yaml:10: pipelines.sort.train.workers is 4: a run trains each pipeline on one device; accepted: 1",
+        "two.yaml:10: pipelines.sort.train.workers is 3: gradients are summed in pairs of ranks; accepted: 2 or 4",
+    ),
+    "training workers without a micro-batch": (
+        [
+            ("    train: {devices: 1}", "    train: {devices: 16}"),
+            ("    rollout:\n", "    train: {workers: 16}\n    rollout:\n"),
+        ],
+        "two.yaml:10: pipelines.sort.train.workers is 16: an update has 4 micro-batches "
+        "(algorithm.micro_batch_size 32), and some ranks would have none; accepted: up to 4, "
+        "or a smaller algorithm.micro_batch_size",
+    ),
+    "more training workers than devices": (
+        [("    rollout:\n", "    train: {workers: 2}\n    rollout:\n")],
+        "two.yaml:10: pipelines.sort.train.workers is 2; accepted: up to 1, the size of pool 'train'",
     ),
     "heads that do not divide": (
         [("steps: 60", "model: {heads: 5}")],

@@ -2,7 +2,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from rlmux.engines.tree_sum import TreeSum
+from rlmux.engines.tree_sum import TreeSum, leaf_order, subtree
 
 
 def leaves(num: int) -> list[Tensor]:
@@ -11,10 +11,12 @@ def leaves(num: int) -> list[Tensor]:
 
 
 def tree_sum(tensors: list[Tensor]) -> Tensor:
-    tree = TreeSum()
+    tree = TreeSum(len(tensors))
     for tensor in tensors:
         tree.add(tensor.clone())
-    return tree.total()
+    total = tree.total()
+    assert total is not None
+    return total
 
 
 @pytest.mark.parametrize("num", range(1, 18))
@@ -25,11 +27,31 @@ def test_the_total_is_the_sum(num: int) -> None:
 
 @pytest.mark.parametrize("num", range(1, 34))
 @pytest.mark.parametrize("num_ranks", [2, 4, 8])
-def test_ranks_with_aligned_blocks_give_the_same_bits(num: int, num_ranks: int) -> None:
-    block = max(1, 2 ** (num - 1).bit_length() // num_ranks)
-    of_ranks = [leaves(num)[start : start + block] for start in range(0, num, block)]
-    joined = tree_sum([tree_sum(block) for block in of_ranks])
-    assert torch.equal(joined, tree_sum(leaves(num)))
+def test_ranks_with_subtrees_of_their_own_give_the_same_bits(num: int, num_ranks: int) -> None:
+    of_ranks = [[leaves(num)[leaf] for leaf in subtree(num, rank, num_ranks)] for rank in range(num_ranks)]
+    sums = [tree_sum(own) if own else None for own in of_ranks]
+    while len(sums) > 1:  # neighbours, then pairs of pairs
+        sums = [left if right is None else left + right for left, right in zip(sums[::2], sums[1::2], strict=True)]
+    assert torch.equal(sums[0], tree_sum(leaves(num)))
+
+
+@pytest.mark.parametrize("num", range(34))
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+def test_subtrees_are_all_leaves_in_order_and_of_one_size_to_a_leaf(num: int, num_ranks: int) -> None:
+    of_ranks = [subtree(num, rank, num_ranks) for rank in range(num_ranks)]
+    assert [leaf for own in of_ranks for leaf in own] == list(range(num))
+    assert len(of_ranks[0]) - min(map(len, of_ranks)) in (0, 1)
+    assert len(of_ranks[0]) == max(map(len, of_ranks))
+
+
+@pytest.mark.parametrize("num", range(1, 34))
+@pytest.mark.parametrize("num_ranks", [2, 4])
+def test_each_rank_gets_every_nth_of_a_sorted_list(num: int, num_ranks: int) -> None:
+    order = leaf_order(num)
+    assert sorted(order) == list(range(num))
+    for rank in range(num_ranks):
+        own = [order[leaf] for leaf in subtree(num, rank, num_ranks)]
+        assert len({place % num_ranks for place in own}) <= 1
 
 
 def test_the_order_of_addition_is_a_tree_and_not_a_line() -> None:
@@ -40,9 +62,11 @@ def test_the_order_of_addition_is_a_tree_and_not_a_line() -> None:
 
 
 def test_few_partial_sums_are_held() -> None:
-    tree = TreeSum()
+    tree = TreeSum(63)
+    most = 0
     for leaf in leaves(63):
+        most = max(most, len(tree.tensors) + 1)
         tree.add(leaf)
-    assert len(tree.tensors) == 6
+    assert most == 6
     tree.total()
     assert tree.tensors == []

@@ -88,7 +88,7 @@ def _sequence(given: TrainingConfig) -> micro_batches.TrainingSequence:
 
 @pytest.mark.parametrize("num_leaves", [1, 2, 3, 4, 7, 8, 13])
 def test_partial_gradient_sums_are_as_many_as_the_tree_holds_at_most(num_leaves: int) -> None:
-    tree, most = TreeSum(), 0
+    tree, most = TreeSum(num_leaves), 0
     for _ in range(num_leaves):
         most = max(most, len(tree.tensors) + 1)  # the new leaf beside those that are there
         tree.add(torch.zeros(1))

@@ -289,6 +289,7 @@ class Worker:
     answer, first come first."""
 
     pid: int | None = 1
+    address = "127.0.0.1"
     call_limit_s = 60.0
     asked_s: float | None = None
 

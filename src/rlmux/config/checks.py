@@ -132,7 +132,7 @@ class Checks:
             )
         self._check_fits(path, Phase.ROLLOUT, pipeline.rollout.num_workers)
         self._check_fits(path, Phase.TRAIN, pipeline.train.num_workers)
-        self._check_one_rank((*path, "train", "workers"), pipeline.train.num_workers)
+        self._check_ranks((*path, "train", "workers"), pipeline)
         max_positions, source = self._check_model((*path, "model"), pipeline.model)
         self._check_context((*path, "rollout"), pipeline.rollout, max_positions, source)
         if pipeline.task is not None:
@@ -150,10 +150,23 @@ class Checks:
                 f"is {num_workers}; accepted: up to {size}, the size of pool {name!r}",
             )
 
-    def _check_one_rank(self, path: KeyPath, num_workers: int) -> None:
-        """Further training devices would be held and stay idle. Planning may ask for them."""
-        if self.purpose is Purpose.RUN and num_workers > 1:
-            raise self._error(path, f"is {num_workers}: a run trains each pipeline on one device; accepted: 1")
+    def _check_ranks(self, path: KeyPath, pipeline: PipelineConfig) -> None:
+        """Ranks sum the gradients of an update in pairs, and each has a part of every update. Planning takes any."""
+        count, algorithm = pipeline.train.num_workers, pipeline.algorithm
+        if self.purpose is not Purpose.RUN:
+            return
+        if count & (count - 1):
+            powers = f"{1 << count.bit_length() - 1} or {1 << count.bit_length()}"
+            raise self._error(path, f"is {count}: gradients are summed in pairs of ranks; accepted: {powers}")
+        num_sequences = algorithm.prompts_per_step * algorithm.group_size // algorithm.num_minibatches
+        num_micro_batches = -(-num_sequences // algorithm.micro_batch_size)
+        if count > num_micro_batches:
+            raise self._error(
+                path,
+                f"is {count}: an update has {num_micro_batches} micro-batches (algorithm.micro_batch_size "
+                f"{algorithm.micro_batch_size}), and some ranks would have none; accepted: up to "
+                f"{1 << num_micro_batches.bit_length() - 1}, or a smaller algorithm.micro_batch_size",
+            )
 
     def _check_model(self, path: KeyPath, model: ModelConfig) -> tuple[int | None, str]:
         """The model's largest number of positions (None: not known), and what decides it."""

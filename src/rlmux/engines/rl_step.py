@@ -6,13 +6,17 @@
 A mini-batch is an equal part of the step's prompt groups, in their order. A step of one update needs no old
 log-probs of its own: the forward that its gradient comes from gives the same ones, to the last bit.
 
+Each of several ranks computes the micro-batches that are its leaves of the gradient tree, in all stages (ranks.py);
+figures are added up over the micro-batches of all ranks, in their order.
+
 Shapes: R is the number of sampled tokens of a micro-batch.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from itertools import chain
 
 import torch
 from torch import Tensor
@@ -21,6 +25,7 @@ from rlmux.core.errors import IllegalTransitionError, PipelineError
 from rlmux.core.model import Stage
 from rlmux.engines.logprob_gap import LogprobGap
 from rlmux.engines.micro_batches import MicroBatch, TrainingSequence, cut
+from rlmux.engines.ranks import Ranks, in_leaf_order
 from rlmux.engines.sft_warmup import risen_learning_rate
 from rlmux.engines.stage_work import StageWork
 from rlmux.engines.train_state import TrainState
@@ -30,7 +35,8 @@ from rlmux.rl.batch_metrics import count_sampled
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.types import TrainingBatch, Trajectory
 
-_TOTALS = ("loss", "kl", "clip_fraction", "stale_token_share", "grad_norm", "num_clamped_ratios")
+_FIGURES = ("loss", "kl", "clip_fraction", "stale_token_share", "num_clamped_ratios")
+"""What is added up over the micro-batches of a step, in the order of `RlStep._add_gradient`."""
 
 
 class RlStep:
@@ -57,13 +63,13 @@ class RlStep:
         algorithm = config.algorithm
         size = len(sequences) // algorithm.num_minibatches
         parts = [sequences[start : start + size] for start in range(0, len(sequences), size)]
-        self._minibatches = [cut(part, algorithm.micro_batch_size) for part in parts]
-        self._micro_batches = [each for minibatch in self._minibatches for each in minibatch]
-        self._reference_logprobs: list[Tensor] = []
-        """Log-probs [R] under the reference, one tensor for each micro-batch."""
-        self._old_logprobs: list[Tensor] = []
-        """Log-probs [R] under the weights that the step begins with, one tensor for each micro-batch; empty where one
-        update needs none."""
+        self._minibatches = [in_leaf_order(cut(part, algorithm.micro_batch_size)) for part in parts]
+        self._dealt = [state.ranks.positions(leaves, first) for first, leaves in _numbered(self._minibatches)]
+        """What this rank computes of each mini-batch, one after another; None where only others have a micro-batch."""
+        self._reference_logprobs: dict[int, Tensor] = {}
+        """Log-probs [R] under the reference, by leaf."""
+        self._old_logprobs: dict[int, Tensor] = {}
+        """Log-probs [R] under the weights that the step begins with, by leaf; empty where one update needs none."""
         self._first_look = _FirstLook(max_logprob_gap)
         self._num_updates_done = 0
         self._work_by_stage: dict[Stage, StageWork] = {}
@@ -81,7 +87,8 @@ class RlStep:
             metrics: dict[str, float] = {}
             self._work_by_stage[stage] = StageWork(
                 micro_batches=run_by_stage[stage](metrics),
-                total=self._num_passes(stage) * len(self._micro_batches),
+                ranks=self._state.ranks,
+                total=self._num_passes(stage) * sum(map(len, self._dealt)),
                 metrics=metrics,
             )
         return self._work_by_stage[stage]
@@ -105,23 +112,27 @@ class RlStep:
     def _compute_reference_logprobs(self, metrics: dict[str, float]) -> Iterator[int]:
         if not self._state.has_reference:
             return
-        for batch in self._micro_batches:
-            with torch.no_grad(), self._state.reference_weights():
-                scores = self._forward(batch.to(self._state.device))
-            self._reference_logprobs.append(scores.logprobs.cpu())
-            yield batch.num_tokens
+        for dealt in chain.from_iterable(self._dealt):
+            if dealt is not None:
+                leaf, batch = dealt
+                with torch.no_grad(), self._state.reference_weights():
+                    scores = self._forward(batch.to(self._state.device))
+                self._reference_logprobs[leaf] = scores.logprobs.cpu()
+            yield _num_tokens(dealt)
 
     def _compute_old_logprobs(self, metrics: dict[str, float]) -> Iterator[int]:
         """Log-probs by the training forward, so that the first update's ratios are 1 to the last bit."""
         if not self._config.algorithm.needs_old_logprobs:
             return
-        for batch in self._micro_batches:
-            on_device = batch.to(self._state.device)
-            with torch.no_grad():
-                scores = self._forward(on_device)
-            self._first_look.add(on_device, scores, self.place(Stage.OLD_LOGPROBS))
-            self._old_logprobs.append(scores.logprobs.cpu())
-            yield batch.num_tokens
+        for dealt in chain.from_iterable(self._dealt):
+            if dealt is not None:
+                leaf, batch = dealt
+                on_device = batch.to(self._state.device)
+                with torch.no_grad():
+                    scores = self._forward(on_device)
+                self._first_look.add(leaf, on_device, scores, self.place(Stage.OLD_LOGPROBS))
+                self._old_logprobs[leaf] = scores.logprobs.cpu()
+            yield _num_tokens(dealt)
 
     def _update(self, metrics: dict[str, float]) -> Iterator[int]:
         """Gradients of each mini-batch of each epoch, summed as a tree over its micro-batches, and an optimizer step.
@@ -131,43 +142,49 @@ class RlStep:
         self._require_logprobs()
         algorithm, place = self._config.algorithm, self.place(Stage.UPDATE)
         rate = risen_learning_rate(algorithm.learning_rate, self.number - 1, algorithm.lr_warmup_steps)
-        totals = dict.fromkeys(_TOTALS, 0.0)
-        for _ in range(algorithm.num_epochs):
-            first = 0
-            for minibatch in self._minibatches:
-                num_sampled = algorithm.num_updates * sum(len(each.targets) for each in minibatch)
-                for index, batch in enumerate(minibatch):
-                    self._add_gradient(batch, first + index, num_sampled, totals)
-                    if index == len(minibatch) - 1:
-                        totals["grad_norm"] += self._state.update_weights(rate, place) / algorithm.num_updates
-                        self._num_updates_done += 1
-                        self.is_trained = self._num_updates_done == algorithm.num_updates
-                    yield batch.num_tokens
-                first += len(minibatch)
+        totals = dict.fromkeys((*_FIGURES, "grad_norm"), 0.0)
+        for leaves, positions in algorithm.num_epochs * list(zip(self._minibatches, self._dealt, strict=True)):
+            num_sampled = algorithm.num_updates * sum(len(each.targets) for each in leaves)
+            self._state.begin_update(len(leaves))
+            found: list[tuple[float, ...]] = []
+            for index, dealt in enumerate(positions):
+                if dealt is not None:
+                    found.append(self._add_gradient(*dealt, num_sampled))
+                if index == len(positions) - 1:
+                    totals["grad_norm"] += self._state.update_weights(rate, place) / algorithm.num_updates
+                    self._add_up(found, totals)
+                    self._num_updates_done += 1
+                    self.is_trained = self._num_updates_done == algorithm.num_updates
+                yield _num_tokens(dealt)
         totals["loss"] /= algorithm.num_updates
-        metrics.update(totals, learning_rate=rate, **self._first_look.metrics())
+        metrics.update(totals, learning_rate=rate, **self._first_look.metrics(self._state.ranks))
 
-    def _add_gradient(self, batch: MicroBatch, index: int, num_sampled: int, totals: dict[str, float]) -> None:
-        """One micro-batch: its gradient goes to the tree, what it was like to `totals`."""
+    def _add_gradient(self, leaf: int, batch: MicroBatch, num_sampled: int) -> tuple[float, ...]:
+        """One micro-batch: its gradient goes to the tree. Returns its number and `_FIGURES`."""
         on_device = batch.to(self._state.device)
-        losses, is_clipped, kl, num_clamped = self._losses(on_device, index)
-        totals["kl"] += kl / num_sampled
-        totals["num_clamped_ratios"] += num_clamped
-        totals["loss"] += self._state.add_gradient((losses * on_device.weights).sum(), self.place(Stage.UPDATE))
-        totals["clip_fraction"] += float(is_clipped.sum()) / num_sampled
-        totals["stale_token_share"] += float(on_device.is_stale.sum()) / num_sampled
+        losses, is_clipped, kl, num_clamped = self._losses(on_device, leaf)
+        loss = self._state.add_gradient((losses * on_device.weights).sum(), self.place(Stage.UPDATE))
+        clip_fraction = float(is_clipped.sum()) / num_sampled
+        stale_token_share = float(on_device.is_stale.sum()) / num_sampled
+        return leaf, loss, kl / num_sampled, clip_fraction, stale_token_share, num_clamped
 
-    def _losses(self, batch: MicroBatch, index: int) -> tuple[Tensor, Tensor, float, int]:
+    def _add_up(self, found: Sequence[Sequence[float]], totals: dict[str, float]) -> None:
+        """Add the figures of an update's micro-batches to the step's."""
+        for _, *figures in self._state.ranks.gather(found):
+            for name, figure in zip(_FIGURES, figures, strict=True):
+                totals[name] += figure
+
+    def _losses(self, batch: MicroBatch, leaf: int) -> tuple[Tensor, Tensor, float, int]:
         """Loss [R] of each token, which the clip took out of the gradient [R], the summed KL, and the number of clamped
         log-ratios, to the old policy and to the reference."""
         algorithm = self._config.algorithm
         scores = self._forward(batch)
         logprobs = scores.logprobs
         if algorithm.needs_old_logprobs:
-            begun_with = self._old_logprobs[index].to(self._state.device)
+            begun_with = self._old_logprobs[leaf].to(self._state.device)
         else:
             begun_with = logprobs.detach()
-            self._first_look.add(batch, scores, self.place(Stage.UPDATE))
+            self._first_look.add(leaf, batch, scores, self.place(Stage.UPDATE))
         # A stale token is corrected towards the policy that sampled it. For the others that is the policy that the
         # step begins with, and its log-prob comes from the same kernels as the new one.
         old_logprobs = torch.where(batch.is_stale, batch.sampled_logprobs, begun_with)
@@ -181,7 +198,7 @@ class RlStep:
         num_clamped = int(is_clamped(logprobs, old_logprobs).sum())
         if not self._state.has_reference:
             return losses, is_clipped, 0.0, num_clamped
-        reference = self._reference_logprobs[index].to(self._state.device)
+        reference = self._reference_logprobs[leaf].to(self._state.device)
         kl = kl_k3(logprobs, reference)
         num_clamped += int(is_clamped(reference, logprobs).sum())
         return losses + algorithm.kl_coef * kl, is_clipped, float(kl.detach().sum()), num_clamped
@@ -195,6 +212,18 @@ class RlStep:
             is_done = stage in self._work_by_stage and self._work_by_stage[stage].is_done
             if self._num_passes(stage) and not is_done:
                 raise IllegalTransitionError(f"{self.place(Stage.UPDATE)}: {stage} is not done")
+
+
+def _numbered(minibatches: Sequence[list[MicroBatch]]) -> Iterator[tuple[int, list[MicroBatch]]]:
+    """Each mini-batch with the number of its first leaf."""
+    first = 0
+    for leaves in minibatches:
+        yield first, leaves
+        first += len(leaves)
+
+
+def _num_tokens(dealt: tuple[int, MicroBatch] | None) -> int:
+    return 0 if dealt is None else dealt[1].num_tokens
 
 
 def _training_sequence(
@@ -230,19 +259,20 @@ class _FirstLook:
 
     def __init__(self, max_logprob_gap: float) -> None:
         self._gap = LogprobGap(max_logprob_gap)
-        self._entropy_sum = 0.0
-        self._num_sampled = 0
+        self._rows: list[tuple[float, ...]] = []
+        """(leaf, summed entropy, sampled tokens, largest gap so far) of each micro-batch of this rank."""
 
     @torch.no_grad()
-    def add(self, batch: MicroBatch, scores: TokenScores, place: str) -> None:
+    def add(self, leaf: int, batch: MicroBatch, scores: TokenScores, place: str) -> None:
         """One micro-batch, and what the model says of it.
 
         Raises PipelineError, beginning with `place`, as `LogprobGap` does.
         """
         self._gap.compare(scores.logprobs, batch, place)
-        self._num_sampled += len(batch.targets)
-        self._entropy_sum += float(scores.entropies.sum())
+        self._rows.append((leaf, float(scores.entropies.sum()), len(batch.targets), self._gap.largest))
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self, ranks: Ranks) -> dict[str, float]:
         """Mean entropy of a sampled token, and the largest gap to the log-prob that a fresh token was sampled with."""
-        return {"entropy": self._entropy_sum / self._num_sampled, "logprob_gap": self._gap.largest}
+        _, entropy_sums, num_sampled, gaps = zip(*ranks.gather(self._rows), strict=True)
+        known = [gap for gap in gaps if not math.isnan(gap)]
+        return {"entropy": sum(entropy_sums) / sum(num_sampled), "logprob_gap": max(known, default=math.nan)}

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 
 from rlmux.core.model import Stage
 from rlmux.engines.micro_batches import MicroBatch, TrainingSequence, cut
+from rlmux.engines.ranks import in_leaf_order
 from rlmux.engines.stage_work import StageWork
 from rlmux.engines.train_state import TrainState
 from rlmux.engines.training_forward import score_tokens
@@ -42,10 +43,13 @@ class SftWarmup:
     def work(self) -> StageWork:
         """The stage under way; begun with the first call."""
         if self._work is None:
-            per_update = -(-self._config.sft_warmup.batch_size // self._config.algorithm.micro_batch_size)
+            ranks = self._state.ranks
+            num_leaves = -(-self._config.sft_warmup.batch_size // self._config.algorithm.micro_batch_size)
+            per_update = ranks.num_positions(num_leaves)
             metrics: dict[str, float] = {}
             self._work = StageWork(
                 micro_batches=self._run(metrics),
+                ranks=ranks,
                 total=per_update * self._config.sft_warmup.num_updates,
                 done=per_update * self.num_updates_done,
                 metrics=metrics,
@@ -64,19 +68,25 @@ class SftWarmup:
         place = f"pipeline {config.name} step 0 stage {Stage.SFT_WARMUP}"
         task = make_task(config.task, seed=config.seed, vocabulary=self._vocabulary)
         while not self.is_done:
-            batches = self._micro_batches(task)
-            total_loss = 0.0
-            for index, batch in enumerate(batches):
-                on_device = batch.to(self._state.device)
-                logprobs = score_tokens(self._state.model, on_device, 1.0, train=config.train).logprobs
-                total_loss += self._state.add_gradient(-(logprobs * on_device.weights).sum(), place)
-                if index == len(batches) - 1:
+            leaves = in_leaf_order(self._micro_batches(task))
+            positions = self._state.ranks.positions(leaves)
+            self._state.begin_update(len(leaves))
+            losses: list[tuple[int, float]] = []
+            for index, dealt in enumerate(positions):
+                if dealt is not None:
+                    losses.append((dealt[0], self._add_gradient(dealt[1], place)))
+                if index == len(positions) - 1:
                     metrics["grad_norm"] = self._state.update_weights(self._learning_rate(), place)
-                    metrics["loss"] = total_loss
+                    metrics["loss"] = sum(loss for _, loss in self._state.ranks.gather(losses))
                     self.num_updates_done += 1
                     if self.is_done:
                         self._end()
-                yield batch.num_tokens
+                yield 0 if dealt is None else dealt[1].num_tokens
+
+    def _add_gradient(self, batch: MicroBatch, place: str) -> float:
+        on_device = batch.to(self._state.device)
+        logprobs = score_tokens(self._state.model, on_device, 1.0, train=self._config.train).logprobs
+        return self._state.add_gradient(-(logprobs * on_device.weights).sum(), place)
 
     def _micro_batches(self, task: Task) -> list[MicroBatch]:
         """The next update's demonstrations; every sampled token of an update weighs the same."""

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from time import perf_counter
 
+from rlmux.engines.ranks import Ranks
 from rlmux.rl.types import TrainReport
 
 
@@ -14,9 +15,11 @@ class StageWork:
     """How far a stage is. A stage is a generator that stops after each micro-batch, so it can be cut anywhere."""
 
     micro_batches: Iterator[int]
-    """Does one micro-batch per item and yields its prompt and response tokens."""
+    """Does one micro-batch per item and yields its prompt and response tokens: 0 where only other ranks have one."""
+    ranks: Ranks
+    """The ranks that stop together."""
     total: int
-    """Micro-batches of the whole stage."""
+    """Micro-batches of the whole stage, as the rank counts them that has most."""
     done: int = 0
     """Micro-batches done so far."""
     is_done: bool = False
@@ -34,7 +37,7 @@ class StageWork:
                 break
             tokens += done_tokens
             self.done += 1
-            if self.done < self.total and perf_counter() - started >= max_seconds:
+            if self.done < self.total and self.ranks.agree(is_over=perf_counter() - started >= max_seconds):
                 break
         return TrainReport(
             is_done=self.is_done,

@@ -32,6 +32,7 @@ from rlmux.core.model import Stage
 from rlmux.engines.checkpoint import read_checkpoint, read_state
 from rlmux.engines.model_io import build_model
 from rlmux.engines.packed_attention import pack_attention
+from rlmux.engines.ranks import Ranks
 from rlmux.engines.rl_step import RlStep
 from rlmux.engines.sft_warmup import SftWarmup
 from rlmux.engines.snapshot import TrainSnapshot
@@ -51,6 +52,7 @@ update."""
 class TorchTrainEngine:
     """One rank's training in torch, float32. See the module docstring.
 
+    Ranks         join_ranks, check_ranks
     Learning      begin_step, run_stage, version, is_warm
     Weights       export_weights, weights_sha256
     Checkpoints   snapshot, save, restore
@@ -118,6 +120,22 @@ class TorchTrainEngine:
     def is_warm(self) -> bool:
         """The SFT warm-up is over."""
         return self._sft_warmup.is_done
+
+    # --- ranks ----------------------------------------------------------------------------------------------
+
+    def join_ranks(self, ranks: Ranks) -> None:
+        """Train together with others from here on; all of them have the same weights and are between two steps."""
+        self._state.ranks = ranks
+        self._sft_warmup.restore(self._sft_warmup.num_updates_done)
+        self._step = None
+
+    def check_ranks(self) -> None:
+        """Raises PipelineError where the weights of the ranks are not equal, bit for bit."""
+        if not self._state.ranks.is_same(self.weights_sha256()):
+            raise PipelineError(
+                f"pipeline {self._config.name}: the weights of version {self._version} differ between its "
+                f"{self._state.ranks.count} training ranks"
+            )
 
     # --- learning -------------------------------------------------------------------------------------------
 

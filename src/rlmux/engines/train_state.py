@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from rlmux.core.errors import CheckpointError, IllegalTransitionError, PipelineError
 from rlmux.engines.adamw import AdamW
 from rlmux.engines.flat_parameters import FlatParameters
+from rlmux.engines.ranks import Ranks
 from rlmux.engines.residency import Offloaded, give_back
 from rlmux.engines.tree_sum import TreeSum
 from rlmux.engines.weights import MODEL_FILE, SHA256, own_copies, read_tensors, weights_sha256, write_tensors
@@ -43,7 +44,10 @@ class TrainState:
         self._flat = FlatParameters(model)
         self._grad_clip = algorithm.grad_clip
         self._optimizer = AdamW(self._flat.weights, betas=algorithm.adam_betas, weight_decay=algorithm.weight_decay)
-        self._gradient_sum = TreeSum()
+        self.ranks = Ranks()
+        """The ranks that train together, as this one sees them."""
+        self._num_leaves = 0
+        self._gradient_sum = TreeSum(0)
         self._reference: Tensor | None = None
         """Flat weights [parameters] that the KL penalty compares with; None without one."""
         self._offloaded: Offloaded | None = None
@@ -66,8 +70,13 @@ class TrainState:
 
     # --- learning -------------------------------------------------------------------------------------------
 
+    def begin_update(self, num_leaves: int) -> None:
+        """An update of so many micro-batches begins, those of other ranks included."""
+        self._num_leaves = num_leaves
+        self._gradient_sum = TreeSum(len(self.ranks.own(num_leaves)))
+
     def add_gradient(self, loss: Tensor, place: str) -> float:
-        """Backward of one micro-batch; its gradient becomes the tree's next leaf. Returns the loss.
+        """Backward of one micro-batch; its gradient becomes the next of this rank's leaves. Returns the loss.
 
         Raises PipelineError, beginning with `place`, for a loss that is not finite.
         """
@@ -80,11 +89,11 @@ class TrainState:
         return value
 
     def update_weights(self, learning_rate: float, place: str) -> float:
-        """Clip the summed gradient and make one optimizer step; returns the norm before clipping.
+        """Clip the gradient summed over all ranks and make one optimizer step; returns the norm before clipping.
 
         Raises PipelineError, beginning with `place`, for a norm that is not finite.
         """
-        gradients = self._gradient_sum.total()
+        gradients = self.ranks.join(self._gradient_sum.total(), self._num_leaves, self._flat.weights)
         norm = float(torch.linalg.vector_norm(gradients))
         if not math.isfinite(norm):
             raise PipelineError(f"{place}: the gradient norm is {norm}; the weights are left as they were")
@@ -96,7 +105,7 @@ class TrainState:
 
     def drop_gradients(self) -> None:
         """Forget the partial sums of a step that will not be finished."""
-        self._gradient_sum = TreeSum()
+        self._gradient_sum = TreeSum(0)
 
     def reset_optimizer(self) -> None:
         """Zero the moments and the count of updates."""

@@ -1,6 +1,6 @@
 r"""Sums equally shaped tensors with a fixed binary tree over their order of arrival.
 
-    leaves     0   1   2   3   4   5   6
+    leaves     0   1   2   3   4   5   6        half of the leaves, rounded up, go left at every fork
                 \ /     \ /     \ /    |
                  +       +       +     |
                   \_____/         \___/
@@ -8,41 +8,75 @@ r"""Sums equally shaped tensors with a fixed binary tree over their order of arr
                       \____________/
                              +
 
-Invariant: the order of every addition depends on the number of leaves alone. Ranks that each sum an aligned
-block of 2^k leaves, joined by the same tree, therefore give the same bits as one rank that sums them all. At
-most log2(leaves) + 1 tensors are held.
+Invariant: the order of every addition depends on the number of leaves alone. 2^k ranks that each sum one of the tree's
+2^k highest subtrees (`subtree`), joined by the forks above, therefore give the same bits as one rank that sums all
+leaves. At most log2(leaves) + 1 tensors are held.
+
+`leaf_order` deals things out of a sorted list so that subtrees of one height are alike: each has every n-th of them.
 """
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 from torch import Tensor
 
 
 class TreeSum:
-    """`add` the leaves in order, then take the `total`."""
+    """`add` all leaves in order, then take the `total`."""
 
-    def __init__(self) -> None:
-        self._partials: list[tuple[int, Tensor]] = []
-        """(leaves below, their sum), block sizes strictly falling: the binary digits of the leaf count."""
+    def __init__(self, num_leaves: int) -> None:
+        self._additions = _additions(num_leaves)
+        self._num_added = 0
+        self._partials: list[Tensor] = []
+        """Sums of subtrees that wait for the subtree on their right, from left to right."""
 
     @property
     def tensors(self) -> list[Tensor]:
         """What is held now."""
-        return [partial for _, partial in self._partials]
+        return self._partials
 
     def add(self, leaf: Tensor) -> None:
         """Take the next leaf; it may be added into, so hand over a tensor of its own."""
-        size, total = 1, leaf
-        while self._partials and self._partials[-1][0] == size:
-            _, left = self._partials.pop()
-            total = left.add_(total)
-            size *= 2
-        self._partials.append((size, total))
+        total = leaf
+        for _ in range(self._additions[self._num_added]):
+            total = self._partials.pop().add_(total)
+        self._partials.append(total)
+        self._num_added += 1
 
-    def total(self) -> Tensor:
-        """The sum of all leaves; the tree is empty afterwards."""
-        _, total = self._partials.pop()
-        while self._partials:
-            _, left = self._partials.pop()
-            total = left.add_(total)
-        return total
+    def total(self) -> Tensor | None:
+        """The sum of all leaves, None where there are none; the tree is empty afterwards."""
+        assert self._num_added == len(self._additions), "all leaves are there"
+        return self._partials.pop() if self._partials else None
+
+
+def subtree(num_leaves: int, number: int, count: int) -> range:
+    """Leaves of the `number`-th of the `count` highest subtrees of one height; `count` is a power of two.
+
+    Subtrees differ by one leaf at most, and the first has most. Those without a leaf have an empty range.
+    """
+    leaves = range(num_leaves)
+    while count > 1:
+        count //= 2
+        num_left = -(-len(leaves) // 2)
+        leaves = leaves[num_left:] if number // count % 2 else leaves[:num_left]
+    return leaves
+
+
+def leaf_order(num_leaves: int) -> list[int]:
+    """Place in the sorted list of the thing that becomes each leaf."""
+    return _dealt(range(num_leaves))
+
+
+def _dealt(places: Sequence[int]) -> list[int]:
+    return list(places) if len(places) < 2 else _dealt(places[::2]) + _dealt(places[1::2])
+
+
+def _additions(num_leaves: int) -> list[int]:
+    """Additions that become possible with each leaf."""
+    if num_leaves < 2:
+        return [0] * num_leaves
+    num_left = -(-num_leaves // 2)
+    additions = _additions(num_left) + _additions(num_leaves - num_left)
+    additions[-1] += 1
+    return additions

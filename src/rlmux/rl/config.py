@@ -241,7 +241,8 @@ class TrainConfig(FromFile):
     """What the training side computes on."""
 
     num_workers: Count = 1
-    """Devices of the training pool (whole nodes, where the pool is given in nodes). `run` accepts 1."""
+    """Devices of the training pool that train together (whole nodes, where the pool is given in nodes). A run accepts
+    powers of two, up to the number of micro-batches of an update. Never changes the results on cores."""
     num_threads: Annotated[int, Ge(1), Le(1024)] = 1
     """Compute threads of each worker, rollout workers included. Results change with it in the last bits."""
     logits_chunk_mb: PositiveFloat = 256.0

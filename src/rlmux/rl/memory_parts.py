@@ -81,9 +81,9 @@ def _train_moments(config: TrainingConfig, shape: ModelShape, *, has_flash: bool
         batches.append((warmup.batch_size, min(warmup.batch_size, algorithm.micro_batch_size)))
     for num, size in batches:
         num_leaves = -(-num // algorithm.micro_batch_size)
-        num_partials = max((leaf.bit_count() for leaf in range(num_leaves)), default=0)
+        num_held = (-(-num_leaves // config.train.num_workers)).bit_length()  # of a rank's own, the new one among them
         for moment in _backward_moments(config, shape, size, has_flash=has_flash):
-            moments.append({"gradient sums": (num_partials + 1) * weights, **moment})
+            moments.append({"gradient sums": num_held * weights, **moment})
     return moments
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from rlmux.core.model import DeviceId, Phase, PipelineId, Placement
 from rlmux.rl.config import TrainingConfig
 from rlmux.runtime.backend import Submission
-from rlmux.runtime.call_loop import CallLoop, Work
+from rlmux.runtime.call_loop import Answer, CallLoop, Work
 from rlmux.runtime.checkpoints import CheckpointFolder
 from rlmux.runtime.workplace import Worker
 
@@ -26,7 +27,8 @@ class PipelineWorkers:
     """The folder in shared memory where the trainer publishes."""
     checkpoints: CheckpointFolder
     env_worker: Worker
-    trainer: Worker
+    trainers: Sequence[Worker]
+    """One for each training rank; the first publishes and writes checkpoints."""
     rollout: dict[DeviceId, Worker]
     train_devices: Sequence[DeviceId]
     """Devices of the training nodes."""
@@ -48,8 +50,13 @@ class PipelineWorkers:
         return self.submission.config
 
     @property
+    def trainer(self) -> Worker:
+        """The first of its training ranks."""
+        return self.trainers[0]
+
+    @property
     def processes(self) -> list[Worker]:
-        return [self.env_worker, self.trainer, *self.rollout.values()]
+        return [self.env_worker, *self.trainers, *self.rollout.values()]
 
     def build(self, worker: Worker, calls: CallLoop) -> Work:
         """Have a worker build its engine, once: the first order on its device does, as it has the lease."""
@@ -57,17 +64,32 @@ class PipelineWorkers:
             self.built.add(worker)
             yield calls.call(worker, "build")
 
+    def build_trainers(self, calls: CallLoop) -> Work:
+        """Have all ranks build their engines, once, and find each other."""
+        new = [worker for worker in self.trainers if worker not in self.built]
+        self.built.update(new)
+        yield from all_of([calls.call(worker, "build") for worker in new])
+        count = len(self.trainers)
+        if not new or count == 1:
+            return
+        store = yield calls.call(self.trainer, "open_rank_store", self.trainer.address)
+        joining = [
+            calls.call(worker, "join_ranks", store, rank, count, worker.address)
+            for rank, worker in enumerate(self.trainers)
+        ]
+        yield from all_of(joining)
+
     def devices_of(self, worker: Worker) -> Sequence[DeviceId]:
         """Devices that the worker computes on; none for the env worker."""
-        if worker is self.trainer:
-            return self.train_devices
+        if worker in self.trainers:
+            return rank_devices(self.train_devices, self.trainers.index(worker), len(self.trainers))
         return [device for device, other in self.rollout.items() if other is worker]
 
     def of_phase(self, phase: Phase, devices: Sequence[DeviceId]) -> list[Worker]:
         """The workers that hold the pipeline's state of a phase on these devices."""
         if phase is Phase.ROLLOUT:
             return [self.rollout[device] for device in devices if device in self.rollout]
-        return [self.trainer]
+        return [worker for worker in self.trainers if not set(devices).isdisjoint(self.devices_of(worker))]
 
     def weights_path(self, version: int) -> Path:
         """The file that rollout workers load a version from."""
@@ -77,3 +99,17 @@ class PipelineWorkers:
     def published_path(self, version: int) -> Path:
         """The file that the trainer publishes a version to."""
         return self.weights / f"{version}.safetensors"
+
+
+def rank_devices(train_devices: Sequence[DeviceId], rank: int, count: int) -> Sequence[DeviceId]:
+    """The devices that stand for a rank; it computes on the first. Where a node has several, the node is a rank's."""
+    per_rank = len(train_devices) // count
+    return train_devices[rank * per_rank : (rank + 1) * per_rank]
+
+
+def all_of(answers: Sequence[Answer]) -> Generator[Answer, Any, list[Any]]:
+    """The results of calls that were made at once, when all are there."""
+    results = []
+    for answer in answers:
+        results.append((yield answer))
+    return results

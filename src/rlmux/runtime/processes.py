@@ -124,6 +124,7 @@ class WorkerProcess:
         call_limit_s: float,
     ) -> None:
         self.name = name
+        self.address = "127.0.0.1"
         self.pid: int | None = None
         self.call_limit_s = call_limit_s
         self.num_beats = 0

@@ -43,6 +43,7 @@ class RayWorker:
     ) -> None:
         self.name = name
         self.node = node
+        self.address = node.address if node else "127.0.0.1"
         self.pid: int | None = None
         self.is_lost = False
         self.actor = actor
@@ -71,6 +72,7 @@ class RayWorker:
 
     @property
     def is_trainer(self) -> bool:
+        """It publishes the pipeline's weights and writes its checkpoints: the first of its training ranks."""
         return self.name.endswith("/train")
 
     def call(self, now_s: float, method: str, args: tuple[Any, ...], then: Callable[[Any], None]) -> None:

@@ -3,9 +3,9 @@
     env worker ── finish_step ──▶ batch ──▶ trainer ── run_stage* ──▶ weights ── deliver ──▶ rollout workers
                                                            └─▶ checkpoint, written beside what comes next
 
-A training stage is a series of calls, each bounded; between two of them it may be paused. All that touches the device
-belongs to it: building the engine, taking the batch, and, with the last call of a step, handing out the weights and
-copying what the checkpoint holds. Scoring and publishing hold no device.
+A training stage is a series of calls, each bounded and made to all ranks; between two of them it may be paused. All
+that touches a device belongs to it: building the engines, taking the batch, and, with the last call of a step, handing
+out the weights and copying what the checkpoint holds. Scoring and publishing hold no device.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ from rlmux.runtime.call_loop import Answer, CallLoop
 from rlmux.runtime.checkpoints import Written, checkpoint_note
 from rlmux.runtime.orders import RunningOrder
 from rlmux.runtime.outbox import Outbox
-from rlmux.runtime.pipeline_workers import PipelineWorkers
+from rlmux.runtime.pipeline_workers import PipelineWorkers, all_of
 from rlmux.runtime.promises import Promises
 from rlmux.runtime.resident_states import ResidentStates
 from rlmux.runtime.rollout_driver import RolloutDriver
 from rlmux.runtime.worker_supervisor import WorkerSupervisor
-from rlmux.runtime.workers import HandOut, StepBatch, TrainCallResult
+from rlmux.runtime.workers import HandOut, StepBatch, TrainCallResult, joined
 from rlmux.runtime.workplace import WorkerOptions
 
 Carrying = Generator[Answer, Any, Event]
@@ -79,12 +79,12 @@ class TrainDriver:
         """A training stage, or the SFT warm-up, until it is done or paused."""
         action, is_load_needed = order.action, order.action.switch is not Switch.NONE
         yield from self._states.make_room(order)
-        yield from self._workers.build(self._workers.trainer, self._calls)
+        yield from self._workers.build_trainers(self._calls)
         yield from self._promises.probe(self._workers, Phase.TRAIN, self._workers.trainer, order)
         if action.stage is not Stage.SFT_WARMUP and self._trainer_step != action.step:
             self._hand_batch_to_trainer(action.step)
         while True:
-            result: TrainCallResult = yield self._begin_train_call(order, is_load_needed=is_load_needed)
+            result = yield from self._train(order, is_load_needed=is_load_needed)
             is_load_needed = False
             report = result.report
             self._note_checkpoints(result.written)
@@ -117,17 +117,19 @@ class TrainDriver:
     def _hand_batch_to_trainer(self, step: int) -> None:
         self._trainer_step = step
         max_logprob_gap = self._promises.max_logprob_gap(self._workers.id)
-        self._calls.call(self._workers.trainer, "begin_step", self._batch_by_step[step].payload, max_logprob_gap)
+        for trainer in self._workers.trainers:
+            self._calls.call(trainer, "begin_step", self._batch_by_step[step].payload, max_logprob_gap)
 
-    def _begin_train_call(self, order: RunningOrder, *, is_load_needed: bool) -> Answer:
-        trainer, stage = self._workers.trainer, order.action.stage
+    def _train(self, order: RunningOrder, *, is_load_needed: bool) -> Generator[Answer, Any, TrainCallResult]:
+        """One bounded call of every rank; they stop together."""
+        trainers, stage = self._workers.trainers, order.action.stage
         if is_load_needed:
-            self._states.load(trainer)
+            for trainer in trainers:
+                self._states.load(trainer)
         is_last_stage = stage in (Stage.SFT_WARMUP, Stage.UPDATE)
         hand_out = self._hand_out(order.action.step) if is_last_stage else None
-        return self._calls.call(
-            trainer, "run_stage", stage.value, self._options.chunk_s, is_load_needed, order.device_fraction, hand_out
-        )
+        args = (stage.value, self._options.chunk_s, is_load_needed, order.device_fraction, hand_out)
+        return joined((yield from all_of([self._calls.call(trainer, "run_stage", *args) for trainer in trainers])))
 
     def _hand_out(self, step: int) -> HandOut:
         """What the trainer is to make of the step's weights."""

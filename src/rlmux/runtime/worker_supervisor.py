@@ -2,11 +2,11 @@
 
     per pipeline    env worker     ── prompts, environments, rewards
                     rollout worker ── one per device of its rollout nodes
-                    train worker   ── on its training devices
+                    train worker   ── one per training rank, on its device
 
     lost                                what happens
     rollout worker                      a successor does again what it had not handed over    ──▶ WorkerLost
-    env or train worker                 all begins again from the newest checkpoint           ──▶ PipelineRestarted
+    env worker, or any rank             all begins again from the newest checkpoint           ──▶ PipelineRestarted
     node                                the same, once the pipeline has another placement     ──▶ NodeLost
     one worker, again and again         the pipeline fails                                    ──▶ PipelineFailed
     a call that raises                  the pipeline fails                                    ──▶ PipelineFailed
@@ -32,7 +32,7 @@ from rlmux.runtime.call_loop import CallLoop, Work
 from rlmux.runtime.checkpoints import CheckpointFolder, checkpoint_folder, checkpoint_note
 from rlmux.runtime.memory import HostMemory
 from rlmux.runtime.outbox import Outbox
-from rlmux.runtime.pipeline_workers import PipelineWorkers
+from rlmux.runtime.pipeline_workers import PipelineWorkers, rank_devices
 from rlmux.runtime.standstill import StandstillWatch
 from rlmux.runtime.workers import EnvWorker, RolloutWorker, TrainWorker
 from rlmux.runtime.workplace import Worker, WorkerOptions, Workplace
@@ -283,9 +283,7 @@ class WorkerSupervisor:
             weights=weights,
             checkpoints=checkpoints,
             env_worker=self._spawn(config, "env", EnvWorker, (config, submission.origin), None, log_path),
-            trainer=self._spawn(
-                config, "train", TrainWorker, (config, restore_from, submission.origin), train_devices[0], log_path
-            ),
+            trainers=self._spawn_trainers(submission, restore_from, train_devices, log_path),
             rollout={
                 device: self._spawn_rollout_worker(submission, device, log_path)
                 for device in self._devices(placement.rollout_nodes)
@@ -308,6 +306,25 @@ class WorkerSupervisor:
             workers.checkpoints.mark_damaged(checkpoint, reason)
         if damaged:
             self._restart(workers)
+
+    def _spawn_trainers(
+        self, submission: Submission, restore_from: Path | None, train_devices: Sequence[DeviceId], log_path: Path
+    ) -> list[Worker]:
+        """One for each rank, each of which reads the whole checkpoint: it knows of no number of ranks."""
+        config = submission.config
+        count = config.train.num_workers
+        args = (config, restore_from, submission.origin)
+        return [
+            self._spawn(
+                config,
+                "train" if rank == 0 else f"train-{rank}",
+                TrainWorker,
+                args,
+                rank_devices(train_devices, rank, count)[0],
+                log_path,
+            )
+            for rank in range(count)
+        ]
 
     def _spawn_rollout_worker(self, submission: Submission, device: DeviceId, log_path: Path) -> Worker:
         config = submission.config
@@ -335,7 +352,9 @@ class WorkerSupervisor:
         self._note_worker(pipeline, worker)
         if device is not None:
             footprint = self._submissions[pipeline].pipeline.footprint
-            self._host_memory.pin(worker.name, device, footprint, Phase.TRAIN if role == "train" else Phase.ROLLOUT)
+            self._host_memory.pin(
+                worker.name, device, footprint, Phase.TRAIN if make_worker is TrainWorker else Phase.ROLLOUT
+            )
         return worker
 
     def _call_limit_s(self, config: TrainingConfig, role: str) -> float:

@@ -2,7 +2,7 @@
 
     EnvWorker       prompts, environments, rewards          one per pipeline
     RolloutWorker   a rollout engine                        one per (pipeline, rollout device)
-    TrainWorker     a train engine                          one per pipeline
+    TrainWorker     a train engine                          one per training rank
 
 Every method is one bounded call; the drivers (rollout_driver.py, train_driver.py) make them, and no worker knows of
 another. The controller never looks inside a batch: it passes on the bytes that the env worker made.
@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from rlmux.core.errors import CheckpointError, PipelineError, StorageError
 from rlmux.core.model import Stage
@@ -39,6 +40,9 @@ from rlmux.rl.types import (
 )
 from rlmux.runtime.checkpoints import CheckpointWriter, Written, mark_latest, prune
 from rlmux.runtime.heartbeat import beat, beating
+
+if TYPE_CHECKING:
+    from rlmux.engines.ranks import RankStore
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -245,6 +249,7 @@ class TrainWorker:
         import torch
 
         from rlmux.engines.device_fraction import fraction_setter
+        from rlmux.engines.ranks import Ranks
         from rlmux.engines.train import TorchTrainEngine
 
         torch.set_num_threads(config.train.num_threads)
@@ -253,6 +258,8 @@ class TrainWorker:
         self._origin = origin
         self._checkpoints = CheckpointWriter()
         self._fraction = fraction_setter(device)
+        self._store: RankStore | None = None
+        self._ranks = Ranks()
         self._input_s = 0.0
         """Seconds of taking in a batch that no call of `run_stage` has told of."""
         self.is_core = device == "cpu"
@@ -264,6 +271,21 @@ class TrainWorker:
         from rlmux.engines.promise_probe import probe_training
 
         return probe_training(self._engine)
+
+    def open_rank_store(self, host: str) -> tuple[str, int]:
+        """Open the place where the ranks of the pipeline meet, in its first rank's process; returns its address."""
+        from rlmux.engines.ranks import RankStore
+
+        self._store = RankStore(host)
+        return self._store.address
+
+    def join_ranks(self, store: tuple[str, int], rank: int, count: int, host: str) -> None:
+        """Train together with the other ranks from here on; returns once all are there. `host`: as they reach it."""
+        from rlmux.engines.ranks import join_ranks
+
+        with beating():
+            self._ranks = join_ranks(self._store or store, rank, count, host=host)
+        self._engine.join_ranks(self._ranks)
 
     def begin_step(self, payload: bytes, max_logprob_gap: float = math.inf) -> None:
         """Take a step's batch. Raises PipelineError for one of another run or plan."""
@@ -306,11 +328,17 @@ class TrainWorker:
             written=self._checkpoints.written(),
         )
 
-    def _hand_out(self, hand_out: HandOut) -> str:
+    def _hand_out(self, hand_out: HandOut) -> str | None:
         """Write the weights for rollout workers, and begin to write a checkpoint beside what comes next.
 
-        `run_stage` and `finish_checkpoint` tell when that is there. Returns the hash of the weights.
+        The first rank does, once all were found to have the same weights where there is to be a checkpoint. `run_stage`
+        and `finish_checkpoint` tell when that is there. Returns the hash of the weights; None on other ranks. Raises
+        PipelineError where ranks have different weights.
         """
+        if hand_out.checkpoint is not None:
+            self._engine.check_ranks()
+        if self._ranks.rank > 0:
+            return None
         with _storing(hand_out.weights):
             self._engine.export_weights(hand_out.weights)
         if hand_out.checkpoint is not None:
@@ -344,6 +372,20 @@ class TrainWorker:
         """Begin to read a spilled state ahead, unless the device is a core: that core would do the reading."""
         if not self.is_core:  # reading would take a core from the worker that computes there
             self._engine.prefetch()
+
+
+def joined(results: Sequence[TrainCallResult]) -> TrainCallResult:
+    """What a call of all ranks came to, in their order: the seconds of the one that was last, and all tokens."""
+    first = results[0]
+    slowest = max(results, key=lambda one: one.load_s + one.input_s + one.report.seconds + one.hand_out_s)
+    tokens = sum(one.report.tokens for one in results)
+    return replace(
+        first,
+        report=replace(first.report, tokens=tokens, seconds=slowest.report.seconds),
+        load_s=slowest.load_s,
+        input_s=slowest.input_s,
+        hand_out_s=slowest.hand_out_s,
+    )
 
 
 def _check_samples(found: Origin | None, expected: Origin | None) -> None:

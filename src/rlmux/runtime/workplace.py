@@ -21,6 +21,8 @@ class Worker(Protocol):
     name: str
     pid: int | None
     """Its process, None until that is known."""
+    address: str
+    """Its machine, as workers of the same pipeline reach it."""
     call_limit_s: float
     """Seconds within which each call must be answered, or show that it lives."""
     asked_s: float | None

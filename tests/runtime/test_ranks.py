@@ -1,0 +1,119 @@
+"""Several training ranks: the same weights and figures as one, in a gang that is run, switched and lost as one."""
+
+from __future__ import annotations
+
+import os
+import signal
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from rlmux.core.actions import RunStage, Switch
+from rlmux.core.events import PipelineRestarted
+from rlmux.core.model import Stage
+from rlmux.policies import make_policy
+from rlmux.runtime.run import resume_pipelines, run_pipelines
+from rlmux.runtime.workplace import WorkerOptions
+
+STEPS = 2
+TRAIN_STAGES = (Stage.REFERENCE_LOGPROBS, Stage.OLD_LOGPROBS, Stage.UPDATE)
+
+
+def of_ranks(real, count: int, name: str = "sort", *, micro_batch_size: int = 2, **changes: Any):
+    """A tiny pipeline that trains on `count` devices: 4 micro-batches in each of two updates of a step."""
+    given = real.submission(name, num_steps=STEPS, **changes)
+    algorithm = replace(given.config.algorithm, micro_batch_size=micro_batch_size)
+    train = replace(given.config.train, num_workers=count)
+    return replace(
+        given,
+        config=replace(given.config, algorithm=algorithm, train=train),
+        pipeline=replace(given.pipeline, num_train_nodes=count),
+    )
+
+
+def figures(run) -> list[Any]:
+    """Everything that the steps of a run were noted with, hashes of the weights among it."""
+    return [note.fields for note in run.recorder.notes if note.type == "step"]
+
+
+@pytest.fixture(scope="module")
+def alone(real, tmp_path_factory):
+    """One pipeline on one rank, undisturbed."""
+    run = real.run(tmp_path_factory.mktemp("alone"), [of_ranks(real, 1)])
+    assert run.status == {"sort": "finished"}
+    return run
+
+
+@pytest.mark.parametrize(("count", "chunk_s"), [(2, 0.0), (4, 0.5)])
+def test_ranks_give_the_weights_and_figures_of_one_wherever_stages_are_cut(
+    real, alone, tmp_path, count, chunk_s
+) -> None:
+    options = WorkerOptions(chunk_s=chunk_s)
+    run = real.run(tmp_path, [of_ranks(real, count)], on=real.cluster(train=count), options=options)
+    assert figures(run) == figures(alone)
+    roles = [note.fields["role"] for note in run.recorder.notes if note.type == "worker"]
+    assert sum(role.startswith("train") for role in roles) == count
+
+
+def test_ranks_without_a_micro_batch_of_their_own_change_nothing(real, tmp_path) -> None:
+    one = real.run(tmp_path / "one", [of_ranks(real, 1, micro_batch_size=3)])
+    four = real.run(tmp_path / "four", [of_ranks(real, 4, micro_batch_size=3)], on=real.cluster(train=4))
+    assert figures(four) == figures(one)  # 3 micro-batches in an update
+
+
+class KillsARank:
+    """Kills the second rank while an update of step 2 is under way."""
+
+    def __init__(self) -> None:
+        self.killed: list[int] = []
+
+    def __call__(self, backend, recorder) -> bool:
+        is_due = any(
+            isinstance(action, RunStage) and action.step == 2 and action.stage is Stage.UPDATE
+            for action in recorder.actions
+        )
+        if is_due and not self.killed:
+            (workers,) = backend.workers_by_pipeline.values()
+            pid = workers.trainers[1].pid
+            os.kill(pid, signal.SIGKILL)
+            self.killed.append(pid)
+        return False
+
+
+def test_a_rank_that_dies_in_a_step_takes_its_gang_back_to_the_checkpoint(real, alone, tmp_path) -> None:
+    kills = KillsARank()
+    run = real.run(tmp_path, [of_ranks(real, 2)], on=real.cluster(train=2), watch=kills)
+    assert run.status == {"sort": "finished"}
+    assert kills.killed
+    (restart,) = [event for event in run.recorder.events if isinstance(event, PipelineRestarted)]
+    assert restart.restored_step == 1
+    assert figures(run) == figures(alone)
+
+
+@pytest.mark.parametrize("other_count", [2, 1])
+def test_pipelines_that_share_training_devices_have_the_weights_of_alone(real, alone, tmp_path, other_count) -> None:
+    on = real.cluster(train=2)
+    other = of_ranks(real, other_count, "tool", seed=2, task="calculator")
+    other_alone = real.run(tmp_path / "other", [other], on=on)
+    shared = real.run(tmp_path / "shared", [of_ranks(real, 2), other], on=on)
+    assert shared.sha256 == {**alone.sha256, **other_alone.sha256}
+    orders = [action for action in shared.recorder.actions if isinstance(action, RunStage)]
+    of_gang = [one for one in orders if one.pipeline == "sort" and one.stage in TRAIN_STAGES]
+    assert {len(one.devices) for one in of_gang} == {2}
+    assert Switch.WARM in {one.switch for one in of_gang}, "its state left the devices and came back"
+
+
+def test_a_run_goes_on_from_its_checkpoint_with_another_number_of_ranks(real, alone, tmp_path) -> None:
+    on, folder = real.cluster(train=4), tmp_path / "run"
+
+    def interrupt(now_s, events, actions, notes) -> None:
+        if any(note.type == "step" and note.fields["step"] == 1 for note in notes):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    listener = type("Interrupts", (), {"update": staticmethod(interrupt)})()
+    policy = make_policy("rollmux")
+    stopped = run_pipelines(on, [of_ranks(real, 2)], policy, folder, spec={}, listeners=[listener])
+    assert not stopped.is_complete
+    result = resume_pipelines(on, [of_ranks(real, 4)], make_policy("rollmux"), folder)
+    assert result.summary["pipelines"]["sort"]["weights_sha256"] == alone.sha256["sort"]
