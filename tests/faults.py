@@ -16,6 +16,7 @@ from rlmux.core import invariants
 from rlmux.core.actions import Admit, MigrateShard, Park, Pause, Release, Relocate, RunStage
 from rlmux.core.events import (
     ChunkFinished,
+    ClientFinished,
     Event,
     NodeJoined,
     NodeLost,
@@ -28,9 +29,12 @@ from rlmux.core.events import (
     StageFinished,
     StagePaused,
     TrajectoriesMigrated,
+    WorkArrived,
     WorkerLost,
+    WorkWithdrawn,
 )
 from rlmux.core.model import (
+    ARRIVING_KINDS,
     AdmissionKind,
     DeviceId,
     Footprint,
@@ -192,10 +196,19 @@ class BreakingBackend:
             device = self.draw.choice(self._rollout_devices(pipeline))
             for order, action in list(self.orders.items()):
                 is_of_it = action.pipeline == pipeline
+                if (
+                    is_of_it
+                    and isinstance(action, RunStage)
+                    and pipeline in self._clients()
+                    and device in action.devices
+                ):
+                    self._drop(order)
+                    continue
                 if isinstance(action, MigrateShard):
                     is_hit = is_of_it and action.source == device
                 else:
-                    is_hit = is_of_it and action.stage is Stage.GENERATE and device in action.devices
+                    is_a_rollout = action.stage is Stage.GENERATE or pipeline in self._clients()
+                    is_hit = is_of_it and is_a_rollout and device in action.devices
                 if is_hit:
                     self._drop(order)
             self.send(WorkerLost(time_s=self.now_s, pipeline=pipeline, device=device))
@@ -217,6 +230,58 @@ class BreakingBackend:
         for node in self._some(self.lost):
             del self.lost[node]
             self.send(NodeJoined(time_s=self.now_s, node=node))
+
+    # ------------------------------------------------------------------ clients, whose work arrives
+
+    def client_acts(self) -> dict[str, Callable[[], None]]:
+        """All that the client of a pipeline whose work arrives may do now, by name."""
+        return {
+            "join": self.submit_client,
+            "announce": self.announce,
+            "announce more": self.announce,
+            "withdraw": self.withdraw,
+            "leave": self.finish_client,
+        }
+
+    def submit_client(self) -> None:
+        client = some_client(PipelineId(f"client-{len(self.story)}"), self.draw)
+        self.send(PipelineSubmitted(time_s=self.now_s, pipeline=client))
+
+    def announce(self) -> None:
+        for client in self._some(self._clients()):
+            kind, units = self.draw.choice(ARRIVING_KINDS), self.draw.choice([0, 1, 50])
+            self.send(WorkArrived(time_s=self.now_s, pipeline=client, phases=kind, units=units))
+
+    def withdraw(self) -> None:
+        for client in self._some(self._clients()):
+            kind = self.draw.choice(ARRIVING_KINDS)
+            self.send(WorkWithdrawn(time_s=self.now_s, pipeline=client, phases=kind))
+
+    def finish_client(self) -> None:
+        for client in self._some(self._clients()):
+            self.send(ClientFinished(time_s=self.now_s, pipeline=client))
+
+    def _clients(self) -> list[PipelineId]:
+        query = self.scheduler.query
+        return [one for one in query.pipelines() if query.pipeline(one).pipeline.work_arrives]
+
+    def settle_clients(self) -> None:
+        """No fault any more, every node back: all announced work is done, and then every client leaves."""
+        while self.lost:
+            self.regain_node()
+        query = self.scheduler.query
+        while clients := [one for one in self._clients() if query.status(one) not in OVER]:
+            for _ in range(3000):
+                if not (self.orders or self.moving or query.ready_work()):
+                    break
+                self.go_on()
+            else:
+                raise AssertionError("work neither ends nor stops")
+            placed = [one for one in clients if query.status(one) is PipelineStatus.RUNNING]
+            for client in (placed or clients)[:1]:
+                self.send(ClientFinished(time_s=self.now_s, pipeline=client))
+
+    # ------------------------------------------------------------------ late news
 
     def tell_late(self) -> None:
         """An event of a pipeline that ended in the same poll, before this event was read."""
@@ -274,6 +339,17 @@ class BreakingBackend:
         assert not left, f"nothing will happen any more, and {left}"
         held = [device for device in query.devices() if query.held_fraction(device) != 0.0]
         assert not held, f"{held} are held when every pipeline is over"
+
+
+def some_client(name: PipelineId, draw: random.Random) -> Pipeline:
+    return Pipeline(
+        id=name,
+        num_steps=None,
+        work_arrives=True,
+        num_rollout_nodes=draw.choice([1, 1, 2]),
+        slo_slowdown=draw.choice([3.0, float("inf")]),
+        footprint=Footprint(rollout_device_bytes=draw.choice([None, 1.0]), train_device_bytes=draw.choice([None, 1.0])),
+    )
 
 
 class Restless(Solo):

@@ -19,7 +19,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rlmux.core.model import PHASE_BY_STAGE, DeviceId, Phase, Pipeline, Stage
+from rlmux.core.model import PHASE_BY_STAGE, DeviceId, Phase, PhaseSeconds, Pipeline, Stage
 
 WINDOW_STEPS = 3
 """Steps that an estimate looks back."""
@@ -185,6 +185,7 @@ class StepHistory:
         """Seconds of the last waits for an environment."""
         self._switch_s: dict[tuple[Phase, bool], deque[float]] = {}
         """Seconds before computing, by phase and whether there was a warm switch: weights come in without one too."""
+        self._expected: PhaseSeconds | None = None
         self.step_began_s = 0.0
         """Time at which the open, or last, rollout was opened."""
         self.due_s = math.inf
@@ -214,6 +215,12 @@ class StepHistory:
         self.due_s += self._budget_s()
         self.step_began_s = now_s
         self._open = {device: _ShardProgress(step) for device in devices}
+
+    def expect(self, seconds: PhaseSeconds) -> None:
+        """Before a stage has been seen it is taken to last so long, whatever the pipeline's estimate."""
+        if seconds != self._expected:
+            self._expected = seconds
+            self._estimates = None
 
     def add_progress(self, device: DeviceId, num_active: int, solo_s: float) -> None:
         """Take in a progress report of the shard's running order; `solo_s` counts from the order's begin."""
@@ -295,7 +302,7 @@ class StepHistory:
 
     def _estimate(self) -> StepEstimates:
         pipeline = self._pipeline
-        prior = pipeline.estimate
+        prior = self._expected or pipeline.estimate
         train = pipeline.train_stages
         prior_train_s = prior.train_s / max(len(train), 1) if prior else UNKNOWN_S
         seconds = []

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from rlmux.core.model import DeviceId, NodeId, OrderId, Pipeline, PipelineId
+from rlmux.core.model import ARRIVING_KINDS, DeviceId, NodeId, OrderId, Phase, Pipeline, PipelineId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +33,45 @@ class PipelineFailed:
     time_s: float
     pipeline: PipelineId
     reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkArrived:
+    """Work of one kind is there for a pipeline whose work arrives (`core/bursts.py` says what opens)."""
+
+    time_s: float
+    pipeline: PipelineId
+    phases: tuple[Phase, ...]
+    """Kind of the work, one of `ARRIVING_KINDS`: the phases of whose devices it needs all."""
+    units: int = 0
+    """Size of the work, in a unit of the client's own that its seconds grow with; 0 where it is unknown."""
+
+    def __post_init__(self) -> None:
+        _check_kind(self.phases)
+        if self.units < 0:
+            raise ValueError(f"units is {self.units}; it must be 0 or more")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkWithdrawn:
+    """The client takes back its work of one kind that does not run."""
+
+    time_s: float
+    pipeline: PipelineId
+    phases: tuple[Phase, ...]
+    """Kind of the work, as in `WorkArrived`."""
+
+    def __post_init__(self) -> None:
+        _check_kind(self.phases)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ClientFinished:
+    """The client of a pipeline whose work arrives is done: the pipeline is finished. Running orders end first (they are
+    paused)."""
+
+    time_s: float
+    pipeline: PipelineId
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -147,6 +186,9 @@ Event = (
     PipelineSubmitted
     | PipelineCancelled
     | PipelineFailed
+    | WorkArrived
+    | WorkWithdrawn
+    | ClientFinished
     | StageFinished
     | StagePaused
     | ReplyArrived
@@ -158,3 +200,10 @@ Event = (
     | NodeLost
     | NodeJoined
 )
+
+
+def _check_kind(phases: tuple[Phase, ...]) -> None:
+    """Raises ValueError for phases that are no kind of arriving work."""
+    if phases not in ARRIVING_KINDS:
+        accepted = ", ".join("+".join(kind) for kind in ARRIVING_KINDS)
+        raise ValueError(f"phases are {'+'.join(phases) or 'none'}; accepted: {accepted}")

@@ -15,7 +15,7 @@ from dataclasses import replace
 from rlmux.core.actions import ExpectSteps
 from rlmux.core.journal import Journal
 from rlmux.core.measured_steps import has_drifted
-from rlmux.core.model import PipelineId, PipelineStatus
+from rlmux.core.model import MeasuredSeconds, PipelineId, PipelineStatus
 from rlmux.core.placement import PlacementLedger
 from rlmux.core.state import PipelineRun, SchedulerState
 
@@ -37,13 +37,20 @@ class Expectations:
     def learn(self, run: PipelineRun, step: int) -> bool:
         """The step is trained. Returns whether the pipeline is planned with other seconds from now on."""
         run.measured.end_step(step)
+        return self._plan_with(run, run.measured.seconds())
+
+    def learn_bursts(self, run: PipelineRun) -> bool:
+        """A burst of arrived work has ended. Returns whether the pipeline is planned with other seconds from now on."""
+        return self._plan_with(run, run.burst_seconds.seconds())
+
+    def _plan_with(self, run: PipelineRun, measured: MeasuredSeconds | None) -> bool:
         if run.has_given_estimate or run.status is not PipelineStatus.RUNNING:
             return False
-        measured = run.measured.seconds()
         if measured is None or not has_drifted(run.pipeline.estimate, measured.median):
             return False
         run.pipeline = replace(run.pipeline, estimate=measured.median, held=measured.held)
-        run.history.plan_with(run.pipeline)
+        if not run.pipeline.work_arrives:
+            run.history.plan_with(run.pipeline)
         self._ledger.revise(run.pipeline)
         self._learned[run.pipeline.id] = None
         return True
@@ -66,7 +73,8 @@ class Expectations:
             step_slowdown, reason = self._expected(run)
             if pipeline in learned or bool(reason) != (pipeline in beyond_slo) or _is_news(run, step_slowdown):
                 run.told_slowdown = step_slowdown
-                measured = None if run.has_given_estimate else run.measured.seconds()
+                seen = run.burst_seconds if run.pipeline.work_arrives else run.measured
+                measured = None if run.has_given_estimate else seen.seconds()
                 self._journal.act(
                     ExpectSteps(pipeline=pipeline, measured=measured, step_slowdown=step_slowdown, reason=reason)
                 )

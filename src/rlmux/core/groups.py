@@ -8,10 +8,12 @@ count, over its steps per cycle, is the smallest.
 
 from __future__ import annotations
 
+import math
+
 from rlmux.core.leases import Leases
 from rlmux.core.model import Cluster, DeviceId, GroupId, Phase, Placement
 from rlmux.core.placement import PlacementLedger
-from rlmux.core.state import GroupState, PipelineRun, SchedulerState
+from rlmux.core.state import GroupState, PipelineRun, ReadyWork, SchedulerState
 from rlmux.core.views import GroupView
 
 
@@ -80,10 +82,23 @@ class Groups:
         group = self._state.group_of(run)
         if len(group.members) == 1 or not run.train_devices:
             return
+        if any(other.pipeline.work_arrives for other in group.members.values()):
+            for key in device_keys(run):
+                _level(group, run, key)
+            return
         ahead = min(_cycles_ahead(other, run) for other in group.members.values() if other is not run)
         if ahead > 0:
             shift = ahead * run.steps_per_cycle
             run.phases_started = {key: count + shift for key, count in run.phases_started.items()}
+
+    def level(self, run: PipelineRun, work: ReadyWork) -> None:
+        """Give work that arrived the last slot of the cycle under way: what its client's thinking let pass is lost.
+
+        Otherwise the others would wait until it had caught up with all that they did meanwhile.
+        """
+        group = self._state.group_of(run)
+        for device in work.devices:
+            _level(group, run, (work.phase, device))
 
     def refresh_cycle(self, group: GroupState, *, has_newcomer: bool = False) -> None:
         """Copy the members' steps per cycle and order from the ledger; where they changed, the meta-iteration begins
@@ -131,10 +146,26 @@ def _newcomer_phases_started(group: GroupState) -> int:
     first training phase counted into another cycle than its first rollout, each pool would wait for the other and the
     group would run one phase at a time for ever.
     """
+    planned = [run for run in group.members.values() if not run.pipeline.work_arrives]
     started = [
         count
-        for run in group.members.values()
+        for run in planned or group.members.values()
         for (phase, _), count in run.phases_started.items()
         if phase is Phase.ROLLOUT
     ]
     return max(0, min(max(started) - 1, min(started))) if started else 0  # a member that filled gaps is ahead
+
+
+def _level(group: GroupState, run: PipelineRun, key: tuple[Phase, DeviceId]) -> None:
+    """Count as begun, on one device, all but the last cycle that the member furthest ahead there has begun."""
+    furthest = (
+        max(
+            other.phases_started[key] / other.steps_per_cycle
+            for pipeline, other in group.members_by_device[key].items()
+            if pipeline != run.pipeline.id
+        )
+        if len(group.members_by_device[key]) > 1
+        else 0.0
+    )
+    least = math.floor((furthest - 1.0) * run.steps_per_cycle)
+    run.phases_started[key] = max(run.phases_started[key], least)

@@ -4,6 +4,8 @@
     cycle_lead         one is while another member's cycle slot comes first       for so many cycles of the others
     patience_s         one is while the group computes or migrates                for so long, then until the next plan
 
+A burst that needs several devices at once keeps those that are free from younger work, under every policy.
+
 A shard whose every trajectory waits for its environment is not ready to compute: it is left out.
 """
 
@@ -43,7 +45,7 @@ def check_idling(state: SchedulerState, view: GroupView, idling: Idling) -> None
     if idling.patience_s and not idling.cycle_lead:
         _check_patience(state.groups[view.id], view, idling.patience_s)
     for work in view.ready:
-        if work.is_waiting or not view.is_free(work.devices):
+        if work.is_waiting or not view.is_free(work.devices) or _is_kept_for_burst(view, work):
             continue
         if idling.cycle_lead:
             _check_cycle(state, state.groups[view.id], view, work, idling.cycle_lead)
@@ -55,10 +57,21 @@ def check_idling(state: SchedulerState, view: GroupView, idling: Idling) -> None
             raise AssertionError(f"{work} waits beside free devices")
 
 
+def _is_kept_for_burst(view: GroupView, work: ReadyWork) -> bool:
+    """An older burst needs several devices at once, of which not all are free yet, and one of them is this work's."""
+    return any(
+        not work.is_continuation
+        and older.is_burst
+        and older.sequence < work.sequence
+        and not view.is_free(older.devices)
+        and not set(older.devices).isdisjoint(work.devices)
+        for older in view.ready
+    )
+
+
 def _check_cycle(state: SchedulerState, group: GroupState, view: GroupView, work: ReadyWork, cycle_lead: float) -> None:
     """Its devices wait for another's cycle slot, which will come, and which no member is far ahead of."""
-    takes_slot = work.step > 0 and not work.is_continuation
-    assert takes_slot, f"{work}, which takes no cycle slot, waits beside free devices"
+    assert work.takes_slot, f"{work}, which takes no cycle slot, waits beside free devices"
     assert not view.is_next_in_cycle(work), f"{work} has the first cycle slot and waits beside free devices"
     assert _is_going_on(state, group), f"{work} waits for a cycle slot, and nothing of its group is under way"
     for device in work.devices:
@@ -67,7 +80,12 @@ def _check_cycle(state: SchedulerState, group: GroupState, view: GroupView, work
         mine = pinned[work.pipeline]
         rank = mine.phases_started[key] / mine.steps_per_cycle
         last = min(
-            (run.phases_started[key] / run.steps_per_cycle for run in pinned.values() if has_phase_to_begin(run, key)),
+            (
+                run.phases_started[key] / run.steps_per_cycle
+                for run in pinned.values()
+                # A client that comes back has fewer, and takes the last slot of the cycle with its next burst.
+                if has_phase_to_begin(run, key) and not run.pipeline.work_arrives
+            ),
             default=rank,
         )
         # A cycle that begins anew, as the steps in it change, keeps a rollout that is ahead of its training.

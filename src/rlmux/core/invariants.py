@@ -4,8 +4,8 @@
 2. State resident on a device fits it, and the state that an order computes with is resident there.
 3. Every order belongs to a running (or cancelled, draining) pipeline of the device's group, and its seconds count from
    its begin.
-4. A shard or a training stage is in its group's ready work exactly while it is READY or WAITING_FOR_ENV, and has an
-   order exactly while it is RUNNING, PAUSING or MIGRATING; that order names it.
+4. A shard, a training stage or a burst is in its group's ready work exactly while it is READY or WAITING_FOR_ENV, and
+   has an order exactly while it is RUNNING, PAUSING or MIGRATING; that order names it.
 5. On-policy: a rollout that is open samples from a version that is published, within the staleness bound.
 6. A migration that was asked for belongs to a rollout that is pausing, and its target has a shard of the same step.
    No trajectories are on their way to a shard that is migrating itself.
@@ -21,7 +21,7 @@ from rlmux.core.idling import Idling, MayIdle, check_idling
 from rlmux.core.model import Phase, PipelineStatus
 from rlmux.core.placement_choice import Refusal
 from rlmux.core.scheduler import Scheduler
-from rlmux.core.state import PipelineRun, ReadyWork, RolloutShard, SchedulerState, TrainingStage, WorkState
+from rlmux.core.state import PipelineRun, ReadyWork, SchedulerState, Work, WorkState
 
 _TOLERANCE = 1e-9
 
@@ -58,7 +58,9 @@ def _check_devices(scheduler: Scheduler) -> None:
         for order_id in device.orders:
             order = state.orders[order_id]
             assert device.id in order.devices, f"order {order_id} leases {device.id} without computing there"
-            assert (order.pipeline, order.phase) in device.residents, f"{order.pipeline} is not loaded on {device.id}"
+            assert (order.pipeline, order.phase_on(device.id)) in device.residents, (
+                f"{order.pipeline} is not loaded on {device.id}"
+            )
     for order in state.orders.values():
         assert order.rate_since_s >= order.started_s, f"order {order.id} counts seconds from before it began"
         if order.migrates_from is None:
@@ -72,12 +74,16 @@ def _check_ready_work(state: SchedulerState) -> None:
         for sequence, ready in group.ready.items():
             assert sequence == ready.sequence
             run = group.members[ready.pipeline]
-            work = run.shards[ready.devices[0]] if ready.phase is Phase.ROLLOUT else run.training
+            work: Work
+            if ready.is_burst:
+                work = run.bursts[ready.kind]
+            else:
+                work = run.shards[ready.devices[0]] if ready.phase is Phase.ROLLOUT else run.training
             assert work.work is ready, f"{ready} is listed as ready, but its pipeline says {work}"
             _check_work(state, group.ready, work)
 
 
-def _check_work(state: SchedulerState, ready: dict[int, ReadyWork], work: RolloutShard | TrainingStage) -> None:
+def _check_work(state: SchedulerState, ready: dict[int, ReadyWork], work: Work) -> None:
     is_ready = work.state in (WorkState.READY, WorkState.WAITING_FOR_ENV)
     is_listed = work.work is not None and ready.get(work.work.sequence) is work.work
     assert is_ready == is_listed, f"{work} is listed as ready: {is_listed}"
@@ -120,6 +126,12 @@ def _check_run(state: SchedulerState, run: PipelineRun) -> None:
             order = state.orders[shard.order]
             assert device in (*order.devices, order.migrates_from), f"{pipeline.id}: {shard} has order {order}"
     _check_work(state, group.ready, run.training)
+    assert pipeline.work_arrives or not run.bursts, f"{pipeline.id} has planned steps and bursts: {run.bursts}"
+    for kind, burst in run.bursts.items():
+        _check_work(state, group.ready, burst)
+        assert burst.kind == kind, f"{pipeline.id}: {burst} is filed under {kind}"
+        assert not burst.is_due, f"{pipeline.id}: {burst} is due and does not open"
+        assert burst.next_units is None or burst.order is not None, f"{pipeline.id}: {burst} keeps work while none runs"
     if run.training.order is not None:
         assert state.orders[run.training.order].phase is Phase.TRAIN
     if run.shards:

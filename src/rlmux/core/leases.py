@@ -38,20 +38,27 @@ class Leases:
                     self._state.devices[device] = DeviceState(device, memory_bytes=pool.device_memory_bytes)
 
     def take(
-        self, run: PipelineRun, phase: Phase, devices: tuple[DeviceId, ...], order: OrderId, device_fraction: float
+        self,
+        run: PipelineRun,
+        phase: Phase,
+        devices: tuple[DeviceId, ...],
+        order: OrderId,
+        device_fraction: float,
+        rollout_devices: tuple[DeviceId, ...] = (),
     ) -> tuple[Switch, tuple[Resident, ...]]:
-        """Lease the devices and make room there for the pipeline's state.
+        """Lease the devices and make room there for the pipeline's state for the phase, or on some for rollouts.
 
         Returns the worst switch of all devices and the states that must leave them. Raises IllegalTransitionError
         where the fraction is not free or the state does not fit.
         """
-        key = (run.pipeline.id, phase)
         footprint = run.pipeline.footprint
-        need = footprint.rollout_device_bytes if phase is Phase.ROLLOUT else footprint.train_device_bytes
         switch = Switch.NONE
         evicted: dict[Resident, None] = {}
         for device_id in devices:
             device = self._state.devices[device_id]
+            here = Phase.ROLLOUT if device_id in rollout_devices else phase
+            key = (run.pipeline.id, here)
+            need = footprint.rollout_device_bytes if here is Phase.ROLLOUT else footprint.train_device_bytes
             if device_fraction <= 0.0 or sum(device.orders.values()) + device_fraction > 1.0 + _FRACTION_TOLERANCE:
                 raise self._journal.illegal_choice(f"leases {device_fraction} of {device_id}, held by {device.orders}")
             device.orders[order] = device_fraction
@@ -60,8 +67,8 @@ class Leases:
                 continue
             evicted.update(dict.fromkeys(self._make_room(device, order, need)))
             device.residents[key] = need
-            if (phase, device_id) not in run.host_resident:
-                run.host_resident.add((phase, device_id))
+            if (here, device_id) not in run.host_resident:
+                run.host_resident.add((here, device_id))
                 switch = Switch.COLD
             elif switch is Switch.NONE:
                 switch = Switch.WARM
@@ -103,8 +110,8 @@ class Leases:
             taken.update(dict.fromkeys(work.devices))
             run = self._state.runs[work.pipeline]
             is_elsewhere = any(
-                (work.phase, device) in run.host_resident
-                and (work.pipeline, work.phase) not in self._state.devices[device].residents
+                (work.phase_on(device), device) in run.host_resident
+                and (work.pipeline, work.phase_on(device)) not in self._state.devices[device].residents
                 for device in work.devices
             )
             spills = any(self._cluster.pools[device.pool].spills_to_disk for device in work.devices)
@@ -117,7 +124,7 @@ class Leases:
         if not device.residents:
             return []
         computing = {
-            (self._state.orders[other].pipeline, self._state.orders[other].phase)
+            (self._state.orders[other].pipeline, self._state.orders[other].phase_on(device.id))
             for other in device.orders
             if other != order
         }

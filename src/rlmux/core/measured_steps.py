@@ -109,18 +109,18 @@ class MeasuredSteps:
         counted = [step for step in self._steps if not step.has_migrated]
         if len(counted) < MEASURED_STEPS:
             counted = list(self._steps)
-        between_s = sum(_quantile(seconds, 0.5) for seconds in self._between.values())
+        between_s = sum(quantile(seconds, 0.5) for seconds in self._between.values())
 
         def solo(part: float) -> PhaseSeconds:
             return PhaseSeconds(
-                rollout_s=_quantile([step.rollout.solo_s for step in counted], part),
-                train_s=_quantile([step.train.solo_s for step in counted], part),
+                rollout_s=quantile([step.rollout.solo_s for step in counted], part),
+                train_s=quantile([step.train.solo_s for step in counted], part),
                 sync_s=between_s,
             )
 
         held = PhaseSeconds(
-            rollout_s=_quantile([step.rollout.held_s for step in counted], 0.5),
-            train_s=_quantile([step.train.held_s for step in counted], 0.5),
+            rollout_s=quantile([step.rollout.held_s for step in counted], 0.5),
+            train_s=quantile([step.train.held_s for step in counted], 0.5),
             sync_s=between_s,
         )
         return MeasuredSeconds(num_steps=len(counted), low=solo(0.1), median=solo(0.5), high=solo(0.9), held=held)
@@ -134,7 +134,7 @@ def has_drifted(planned: PhaseSeconds | None, measured: PhaseSeconds) -> bool:
     return any(abs(now_s - before_s) > DRIFT * before_s for before_s, now_s in pairs)
 
 
-def _quantile(values: Sequence[float] | deque[float], part: float) -> float:
+def quantile(values: Sequence[float] | deque[float], part: float) -> float:
     """The quantile by linear interpolation between the two nearest values."""
     ordered = sorted(values)
     place = part * (len(ordered) - 1)

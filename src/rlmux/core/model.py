@@ -110,6 +110,13 @@ class SubStage(StrEnum):
     """Stands for all of training where only one character of it was measured."""
 
 
+ARRIVING_KINDS: tuple[tuple[Phase, ...], ...] = (
+    (Phase.ROLLOUT,),
+    (Phase.TRAIN,),
+    (Phase.ROLLOUT, Phase.TRAIN),
+)
+"""The kinds of work that can arrive: for the devices of one phase, or of both, which are then granted together."""
+
 DENSE_DECODE_MIN = 128
 """Sequences in one engine iteration from which decode counts as dense rather than as a tail (JigsawRL's cut)."""
 
@@ -265,10 +272,18 @@ class Pipeline:
     """Versions by which its rollouts lag behind, always; 0: on-policy."""
     first_step: int = 1
     """First step to run; above 1 after a resume: the steps before it are done and their version is published."""
+    work_arrives: bool = False
+    """Whether its work is announced by events (`WorkArrived`) instead of planned: it has no steps of its own."""
 
     def __post_init__(self) -> None:
         if not self.slo_slowdown >= 1.0:
             raise ValueError(f"pipeline {self.id}: slo_slowdown is {self.slo_slowdown}; it must be 1.0 or more")
+        has_plan = self.num_steps is not None or self.has_sft_warmup or self.staleness or self.first_step != 1
+        if self.work_arrives and (has_plan or self.stages != (Stage.GENERATE, Stage.UPDATE)):
+            raise ValueError(
+                f"pipeline {self.id}: its work arrives, so it has no number of steps, first step, SFT warm-up or "
+                f"staleness, and its stages are generate and update"
+            )
         if self.num_rollout_nodes < 1 or self.num_train_nodes < 1:
             raise ValueError(f"pipeline {self.id}: it needs at least one node for each phase")
 

@@ -3,7 +3,7 @@
     run, migrate ─▶ Order ── change_fraction, pause ─▶ Order ── end ─▶ gone
        RunStage, MigrateShard     SetDeviceFraction, Pause
 
-An order for a shard or a training stage leases its devices; rewards, publications and migrations lease none.
+An order for a shard, a training stage or a burst leases its devices; rewards, publications and migrations lease none.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from rlmux.core.events import ChunkFinished
 from rlmux.core.journal import Journal
 from rlmux.core.leases import Leases
 from rlmux.core.model import DeviceId, OrderId, Phase, Pipeline, Stage
-from rlmux.core.state import Order, PipelineRun, ReadyWork, RolloutShard, SchedulerState, TrainingStage
+from rlmux.core.state import Burst, Order, PipelineRun, ReadyWork, RolloutShard, SchedulerState, Work
 
 
 class Orders:
@@ -27,13 +27,15 @@ class Orders:
     def run_ready(
         self,
         run: PipelineRun,
-        work: RolloutShard | TrainingStage,
+        work: Work,
         ready: ReadyWork,
         device_fraction: float,
         slowdown: float,
     ) -> OrderId:
         """Run ready work on a fraction of its devices."""
-        order = self._run(run, ready.step, ready.stage, ready.phase, ready.devices, device_fraction)
+        order = self._run(
+            run, ready.step, ready.stage, ready.phase, ready.devices, device_fraction, ready.rollout_devices
+        )
         order.slowdown = slowdown
         order.work = work
         return order.id
@@ -123,7 +125,10 @@ class Orders:
     def measure(self, run: PipelineRun, order: Order, solo_s: float, switch_s: float) -> None:
         """Count an order that has ended for its step; `solo_s` are its seconds of computing."""
         held_s = self.solo_s(order, max(0.0, self._state.now_s - order.started_s - switch_s))
-        if order.phase is Phase.ROLLOUT:
+        if isinstance(order.work, Burst):
+            order.work.solo_s += solo_s
+            order.work.held_s += held_s
+        elif order.phase is Phase.ROLLOUT:
             if order.has_waited_for_env:
                 solo_s = held_s  # it waits for its own environments alone, too
             run.measured.add_rollout(order.step, order.devices[0], solo_s, held_s)
@@ -140,12 +145,15 @@ class Orders:
         phase: Phase,
         devices: tuple[DeviceId, ...],
         device_fraction: float,
+        rollout_devices: tuple[DeviceId, ...] = (),
     ) -> Order:
         state = self._state
         pipeline = run.pipeline
         order_id = self._next_id()
         switch, evicted = (
-            self._leases.take(run, phase, devices, order_id, device_fraction) if devices else (Switch.NONE, ())
+            self._leases.take(run, phase, devices, order_id, device_fraction, rollout_devices)
+            if devices
+            else (Switch.NONE, ())
         )
         order = state.orders[order_id] = Order(
             order_id,
@@ -158,6 +166,7 @@ class Orders:
             state.now_s,
             switch=switch,
             rate_since_s=state.now_s,
+            rollout_devices=rollout_devices,
         )
         if devices:
             state.group_of(run).running[order_id] = order
@@ -188,6 +197,8 @@ def rollout_version(pipeline: Pipeline, step: int) -> int:
 
 
 def _weight_version(pipeline: Pipeline, step: int, phase: Phase) -> int:
+    if pipeline.work_arrives:
+        return 0  # its client knows its versions
     if phase is Phase.ROLLOUT:
         return rollout_version(pipeline, step)
     return max(0, step - (phase is Phase.TRAIN))

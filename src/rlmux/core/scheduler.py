@@ -5,6 +5,8 @@
                                    StepMachine          Policy.place            Policy.dispatch
 
     Scheduler ─▶ StepMachine   each pipeline's life and steps, by tables of legal moves
+              ─▶ Bursts        work that arrives instead of being planned
+              ─▶ Dispatcher    what the policy chooses becomes orders
               ─▶ Groups        members of each co-execution group, and the cycle
               ─▶ Orders        what was ordered and has not ended
               ─▶ Leases        device fractions and residency
@@ -28,8 +30,11 @@ from typing import Any
 
 from rlmux.core.actions import Action, Admit, Park, Release, Relocate, Switch
 from rlmux.core.admission_queue import AdmissionQueue
+from rlmux.core.bursts import Bursts
+from rlmux.core.dispatcher import Dispatcher
 from rlmux.core.events import (
     ChunkFinished,
+    ClientFinished,
     Event,
     NodeJoined,
     NodeLost,
@@ -42,7 +47,9 @@ from rlmux.core.events import (
     StageFinished,
     StagePaused,
     TrajectoriesMigrated,
+    WorkArrived,
     WorkerLost,
+    WorkWithdrawn,
 )
 from rlmux.core.expectations import Expectations
 from rlmux.core.groups import Groups, device_keys
@@ -54,9 +61,8 @@ from rlmux.core.placement import PlacementLedger
 from rlmux.core.placement_choice import FruitlessSearch, Refusal
 from rlmux.core.policy import Policy
 from rlmux.core.query import SchedulerQuery
-from rlmux.core.state import GroupState, Order, PipelineRun, SchedulerState, WorkState
+from rlmux.core.state import Burst, GroupState, Order, PipelineRun, SchedulerState, WorkState
 from rlmux.core.step_machine import PipelineInput, StepMachine
-from rlmux.core.views import MarkPlanned, MigrateWork, PauseOrder, RunWork
 
 
 class Scheduler:
@@ -83,11 +89,18 @@ class Scheduler:
         self._steps = StepMachine(
             self._state, self._orders, self._journal, relocate=self._relocate, release=self._release
         )
+        self._dispatch = Dispatcher(
+            self._state, policy, self._groups, self._orders, self._steps, self._leases, self._journal
+        ).dispatch
+        self._bursts = Bursts(self._state, self._orders, self._steps, self._groups, self._journal, self._relocate)
         self._handlers: dict[type, Callable[[Any], None]] = {
             PipelineSubmitted: self._on_submitted,
             PipelineCancelled: self._on_cancelled,
             PipelineFailed: self._on_failed,
             PipelineRestarted: self._on_restarted,
+            WorkArrived: self._on_work_told,
+            WorkWithdrawn: self._on_work_told,
+            ClientFinished: self._on_client_finished,
             StageFinished: self._on_stage_finished,
             StagePaused: self._on_stage_paused,
             ReplyArrived: self._on_reply_arrived,
@@ -135,9 +148,17 @@ class Scheduler:
         self._rebalance()
 
     def _on_cancelled(self, event: PipelineCancelled) -> None:
+        self._end_softly(self._run(event.pipeline), PipelineInput.CANCELLED)
+
+    def _on_client_finished(self, event: ClientFinished) -> None:
         run = self._run(event.pipeline)
+        self._bursts.check(run)
+        self._end_softly(run, PipelineInput.CLIENT_FINISHED)
+
+    def _end_softly(self, run: PipelineRun, what: PipelineInput) -> None:
+        """It begins nothing more; what runs is paused, and the last order that ends releases it."""
         was_running = run.status is PipelineStatus.RUNNING
-        self._steps.move_pipeline(run, PipelineInput.CANCELLED)
+        self._steps.move_pipeline(run, what)
         if self._queue.leave(run):
             self._place_waiting()
         if not was_running:
@@ -148,6 +169,8 @@ class Scheduler:
             self._steps.order_pause(order)
         if not orders:
             self._release(run)
+        elif run.pipeline.work_arrives:  # what its ready bursts kept is free
+            self._dispatch(self._state.group_of(run))
 
     def _on_failed(self, event: PipelineFailed) -> None:
         run = self._run(event.pipeline)
@@ -182,8 +205,14 @@ class Scheduler:
         run.admitted_s = self._state.now_s
         self._journal.act(Admit(pipeline=run.pipeline.id, placement=placement, kind=choice.kind))
         self._groups.join(run, placement)
-        self._steps.begin_after(run, run.restart_step)
+        self._begin(run, run.restart_step)
         self._dispatch(self._state.groups[placement.group])
+
+    def _begin(self, run: PipelineRun, restored_step: int) -> None:
+        if run.pipeline.work_arrives:
+            self._bursts.open_due(run)
+        else:
+            self._steps.begin_after(run, restored_step)
 
     def _place_waiting(self) -> None:
         for run in self._queue.runs():
@@ -221,6 +250,9 @@ class Scheduler:
                 run.next_placement = None
                 self._ledger.finish_relocation(pipeline)
                 self._groups.refresh_cycle(self._state.group_of(run))
+            elif run.pipeline.work_arrives:
+                self._bursts.relocate_between(run)
+                self._dispatch(self._state.group_of(run))
             elif not run.shards:
                 self._steps.open_rollout(run)
         if relocations:
@@ -257,15 +289,27 @@ class Scheduler:
         solo_s = self._orders.solo_s(order, event.seconds)
         _learn_switch(run, order, event.switch_s)
         self._orders.measure(run, order, solo_s, event.switch_s)
-        if order.phase is Phase.ROLLOUT:
-            run.history.end_shard(order.devices[0], solo_s)
+        if isinstance(order.work, Burst):
+            self._bursts.finish(run, order)
+            has_new_seconds = self._expectations.learn_bursts(run)
         else:
-            run.history.end_stage(order.stage, solo_s)
-        self._steps.finish(run, order)
-        if order.phase is Phase.TRAIN and run.trained_step == order.step and self._expectations.learn(run, order.step):
+            if order.phase is Phase.ROLLOUT:
+                run.history.end_shard(order.devices[0], solo_s)
+            else:
+                run.history.end_stage(order.stage, solo_s)
+            self._steps.finish(run, order)
+            is_trained = order.phase is Phase.TRAIN and run.trained_step == order.step
+            has_new_seconds = is_trained and self._expectations.learn(run, order.step)
+        if has_new_seconds:
             self._place_waiting()
             self._rebalance()
         if run.placement is not None and run.status is PipelineStatus.RUNNING:
+            self._dispatch(self._state.group_of(run))
+
+    def _on_work_told(self, event: WorkArrived | WorkWithdrawn) -> None:
+        run = self._run(event.pipeline)
+        self._bursts.hear(run, event)
+        if run.status is PipelineStatus.RUNNING:
             self._dispatch(self._state.group_of(run))
 
     def _on_stage_paused(self, event: StagePaused) -> None:
@@ -275,6 +319,10 @@ class Scheduler:
         _learn_switch(run, order, event.switch_s)
         solo_s = self._orders.solo_s(order, event.seconds)
         self._orders.measure(run, order, solo_s, event.switch_s)
+        if isinstance(order.work, Burst):
+            self._bursts.pause(run, order)
+            self._dispatch(self._state.group_of(run))
+            return
         if order.phase is Phase.ROLLOUT:
             run.history.add_pause(order.devices[0], solo_s)
         self._steps.pause(run, order, is_waiting=event.is_waiting)
@@ -343,8 +391,10 @@ class Scheduler:
         if run.status is not PipelineStatus.RUNNING:
             self._drain(run, [order for order in self._orders.of(run) if _runs_on(order, event.device)])
             return
-        self._leases.remove_state(run, Phase.ROLLOUT, event.device)
-        run.host_resident.discard((Phase.ROLLOUT, event.device))
+        for phase in (Phase.ROLLOUT, Phase.TRAIN) if run.pipeline.work_arrives else (Phase.ROLLOUT,):
+            self._leases.remove_state(run, phase, event.device)
+            run.host_resident.discard((phase, event.device))
+        self._bursts.lose_orders(run, event.device)
         if event.device in run.shards:
             if run.waits_for_user_code:
                 self._groups.catch_up(run)
@@ -365,7 +415,7 @@ class Scheduler:
             self._leases.remove_state(run, phase, device)
         run.host_resident.clear()
         self._groups.rejoin_cycle(run)
-        self._steps.begin_after(run, event.restored_step)
+        self._begin(run, event.restored_step)
         self._dispatch(self._state.group_of(run))
 
     def _on_node_lost(self, event: NodeLost) -> None:
@@ -407,53 +457,6 @@ class Scheduler:
         self._ledger.regain_node(event.node)
         self._place_waiting()
 
-    # ------------------------------------------------------------------ dispatch: choices become orders
-
-    def _dispatch(self, group: GroupState) -> None:
-        if not group.ready and not (self.policy.reacts_to_progress and group.running):
-            return
-        view = self._groups.view(group)
-        for choice in self.policy.dispatch(view):
-            if isinstance(choice, RunWork):
-                self._start(group, choice)
-            elif isinstance(choice, PauseOrder):
-                self._pause(choice)
-            elif isinstance(choice, MigrateWork):
-                self._migrate(choice)
-            elif isinstance(choice, MarkPlanned):
-                group.planned, group.planned_s = view.look, self._state.now_s
-            else:
-                self._orders.change_fraction(self._orders.named(choice.order), choice.device_fraction, choice.slowdown)
-        self._leases.prefetch(group)
-
-    def _start(self, group: GroupState, choice: RunWork) -> None:
-        work = choice.work
-        if group.ready.pop(work.sequence, None) is not work:
-            raise self._journal.illegal_choice(f"starts {work}, which is not ready")
-        run = self._state.runs[work.pipeline]
-        self._steps.start(run, work, choice.device_fraction, choice.slowdown)
-        if not work.is_continuation and work.step > 0:
-            for device in work.devices:
-                run.phases_started[work.phase, device] += 1
-
-    def _pause(self, choice: PauseOrder) -> None:
-        order = self._orders.named(choice.order)
-        target = choice.migrate_to
-        if target is not None:
-            shards = self._state.runs[order.pipeline].shards
-            if order.phase is not Phase.ROLLOUT or target not in shards or target in order.devices:
-                raise self._journal.illegal_choice(f"pauses {order} to migrate its shard to {target}")
-        self._steps.order_pause(order, migrate_to=target)
-
-    def _migrate(self, choice: MigrateWork) -> None:
-        run = self._run(choice.pipeline)
-        shard = run.shards.get(choice.source)
-        if shard is None or not shard.is_ready or choice.target not in run.shards or choice.target == choice.source:
-            raise self._journal.illegal_choice(f"migrates {choice}: the source must be a ready shard")
-        if not self._state.can_migrate(run, choice.source, choice.target):
-            raise self._journal.illegal_choice(f"migrates {choice}: trajectories are on their way to one that leaves")
-        self._steps.order_migration(run, shard, choice.target, copies_kv=choice.copies_kv)
-
     def _run(self, pipeline: PipelineId) -> PipelineRun:
         try:
             return self._state.runs[pipeline]
@@ -462,7 +465,9 @@ class Scheduler:
 
 
 def _runs_on(order: Order, device: DeviceId) -> bool:
-    """Whether the order ended with the device's rollout worker: it ran a shard there, or migrated it from there."""
+    """Whether the order ended with the device's worker: it ran a shard or a burst there, or migrated from there."""
+    if isinstance(order.work, Burst):
+        return device in order.devices
     return order.migrates_from == device or (order.phase is Phase.ROLLOUT and device in order.devices)
 
 

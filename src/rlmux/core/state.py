@@ -3,12 +3,13 @@
 SchedulerState
 ├── runs:    pipeline ─▶ PipelineRun      where each pipeline is in its steps
 │                        ├── shards       the open rollout: device ─▶ RolloutShard
-│                        └── training     TrainingStage, one at a time
+│                        ├── training     TrainingStage, one at a time
+│                        └── bursts       work that arrived instead: kind ─▶ Burst
 ├── groups:  group    ─▶ GroupState       its members in cyclic order, its ready work
 ├── devices: device   ─▶ DeviceState      which orders compute there, whose state is resident
 └── orders:  order    ─▶ Order            what was ordered and has not ended
 
-`step_machine` holds the legal moves of shards, training stages and pipelines, and makes all of them.
+`step_machine` holds the legal moves of shards, training stages, bursts and pipelines, and makes all of them.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from rlmux.core.actions import Switch
+from rlmux.core.burst_seconds import BurstSeconds
 from rlmux.core.estimates import StepHistory
 from rlmux.core.measured_steps import MeasuredSteps
 from rlmux.core.model import (
@@ -72,6 +74,24 @@ class ReadyWork:
     migrate_to: DeviceId | None = None
     """The device to which this shard was paused to migrate. Set while the policy is asked once: it makes the migration,
     or the shard is ready like any other."""
+    kind: tuple[Phase, ...] = ()
+    """Kind of a burst; empty for work of a planned step."""
+    rollout_devices: tuple[DeviceId, ...] = ()
+    """Devices of a burst of both phases that it uses as a rollout, where `phase` is training; else empty."""
+
+    @property
+    def is_burst(self) -> bool:
+        """Whether it arrived: it then starts on all its devices at once."""
+        return bool(self.kind)
+
+    @property
+    def takes_slot(self) -> bool:
+        """Whether it begins a phase in its pipeline's cycle slot. A burst of both phases belongs to no one cycle."""
+        return not self.is_continuation and self.step > 0 and len(self.kind) < 2
+
+    def phase_on(self, device: DeviceId) -> Phase:
+        """The phase whose state it needs on the device."""
+        return Phase.ROLLOUT if device in self.rollout_devices else self.phase
 
 
 @dataclass(slots=True)
@@ -115,6 +135,45 @@ class TrainingStage:
 
 
 @dataclass(slots=True)
+class Burst:
+    """The work of one kind of a pipeline whose work arrives; `bursts.py` has its life. DONE while there is none."""
+
+    kind: tuple[Phase, ...]
+    """Phases of whose devices it needs all."""
+    work: ReadyWork | None = None
+    """The value that policies see while it is READY; the last such value afterwards; None before the first."""
+    state: WorkState = WorkState.DONE
+    order: OrderId | None = None
+    """The order that runs it; None where there is none."""
+    number: int = 0
+    """Number of the open burst, or of the last one, from 1: the step of its orders."""
+    units: int = 0
+    """Size of the open burst; 0 where it is unknown."""
+    solo_s: float = 0.0
+    """Solo seconds of the open burst's orders so far."""
+    held_s: float = 0.0
+    """Seconds for which they held their devices, switches left out."""
+    next_units: int | None = None
+    """Size of the work that arrived while it ran, and that the next burst is; None where none did."""
+    is_due: bool = False
+    """Whether it opens, under its number, as soon as the pipeline is placed."""
+
+    @property
+    def is_open(self) -> bool:
+        """It is ready or runs."""
+        return self.state is not WorkState.DONE
+
+    @property
+    def is_begun(self) -> bool:
+        """An order of it has run."""
+        return self.work is not None and self.work.is_continuation
+
+
+Work = RolloutShard | TrainingStage | Burst
+"""What an order runs on devices."""
+
+
+@dataclass(slots=True)
 class Order:
     """A RunStage or MigrateShard that has not ended."""
 
@@ -127,8 +186,10 @@ class Order:
     device_fraction: float
     """Part of each device that it may use; 0 for one that leases no device."""
     started_s: float
-    work: RolloutShard | TrainingStage | None = None
-    """The shard or training stage that it runs or migrates; None for rewards and publications."""
+    work: Work | None = None
+    """The shard, training stage or burst that it runs or migrates; None for rewards and publications."""
+    rollout_devices: tuple[DeviceId, ...] = ()
+    """As in ReadyWork."""
     migrates_from: DeviceId | None = None
     """Source of a MigrateShard: `devices` is then its target, and it leases nothing. None for a RunStage."""
     is_fresh: bool = False
@@ -154,6 +215,10 @@ class Order:
     @property
     def is_pausing(self) -> bool:
         return self.work is not None and self.work.state is WorkState.PAUSING
+
+    def phase_on(self, device: DeviceId) -> Phase:
+        """The phase whose state it uses on the device."""
+        return Phase.ROLLOUT if device in self.rollout_devices else self.phase
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,6 +288,8 @@ class PipelineRun:
     train_step: int = 0
     """The step in training, or the last one trained. 0 is the SFT warm-up."""
     training: TrainingStage = field(default_factory=TrainingStage)
+    bursts: dict[tuple[Phase, ...], Burst] = field(default_factory=dict)
+    """Work of each kind, where it arrives; empty for a pipeline with planned steps."""
     trained_step: int = -1
     """Last step whose training is complete; -1 before the SFT warm-up."""
     published_version: int = -1
@@ -245,6 +312,8 @@ class PipelineRun:
     """Seconds of its last steps: estimates for the policies that plan ahead."""
     measured: MeasuredSteps = field(default_factory=MeasuredSteps)
     """Solo seconds of its last whole steps, which it is planned with where its user gave no estimate."""
+    burst_seconds: BurstSeconds = field(default_factory=BurstSeconds)
+    """Seconds of its last bursts, and of its client's thinking between them."""
     told_slowdown: float | None = None
     """The step slowdown that was last said to be expected; None where nothing was said."""
     has_given_estimate: bool = field(init=False)

@@ -1,4 +1,4 @@
-"""The legal moves of a rollout shard, of a training stage and of a pipeline, as tables; and the life of a step.
+"""The legal moves of a shard, a training stage, a burst and a pipeline, as tables; and the life of a step.
 
     step n, staleness k:
     version max(0, n-1-k) published ─▶ one shard a device ─▶ REWARD ─▶ training stages, one by one ─▶ PUBLISH n
@@ -25,12 +25,14 @@ from rlmux.core.journal import Journal
 from rlmux.core.model import DeviceId, Phase, PipelineStatus, Stage
 from rlmux.core.orders import Orders, rollout_version
 from rlmux.core.state import (
+    Burst,
     Order,
     PipelineRun,
     ReadyWork,
     RolloutShard,
     SchedulerState,
     TrainingStage,
+    Work,
     WorkState,
 )
 
@@ -51,6 +53,8 @@ class WorkInput(StrEnum):
     MIGRATED = "migrated"
     RECEIVED = "received trajectories"
     WORKER_LOST = "worker lost"
+    ARRIVED = "work arrived"
+    WITHDRAWN = "withdrawn"
 
 
 class PipelineInput(StrEnum):
@@ -62,6 +66,7 @@ class PipelineInput(StrEnum):
     FAILED = "failed"
     NODE_LOST = "node lost"
     LAST_STEP_PUBLISHED = "last step published"
+    CLIENT_FINISHED = "client finished"
 
 
 SHARD_MOVES: Mapping[WorkState, Mapping[WorkInput, WorkState]] = {
@@ -119,21 +124,54 @@ TRAINING_MOVES: Mapping[WorkState, Mapping[WorkInput, WorkState]] = {
 }
 """A pipeline's training begins DONE, and is DONE again between any two stages."""
 
+BURST_MOVES: Mapping[WorkState, Mapping[WorkInput, WorkState]] = {
+    WorkState.DONE: {WorkInput.ARRIVED: WorkState.READY},
+    WorkState.READY: {
+        WorkInput.ARRIVED: WorkState.READY,
+        WorkInput.STARTED: WorkState.RUNNING,
+        WorkInput.WITHDRAWN: WorkState.DONE,
+    },
+    WorkState.RUNNING: {
+        WorkInput.ARRIVED: WorkState.RUNNING,
+        WorkInput.WITHDRAWN: WorkState.RUNNING,
+        WorkInput.FINISHED: WorkState.DONE,
+        WorkInput.PAUSE_ORDERED: WorkState.PAUSING,
+        WorkInput.PAUSED: WorkState.READY,
+        WorkInput.WORKER_LOST: WorkState.READY,
+    },
+    WorkState.PAUSING: {
+        WorkInput.ARRIVED: WorkState.PAUSING,
+        WorkInput.WITHDRAWN: WorkState.PAUSING,
+        WorkInput.FINISHED: WorkState.DONE,
+        WorkInput.PAUSED: WorkState.READY,
+        WorkInput.WORKER_LOST: WorkState.READY,
+    },
+}
+"""A burst begins DONE. Work that arrives while it runs is the next burst; what is withdrawn then is that."""
+
+_MOVES: Mapping[type, Mapping[WorkState, Mapping[WorkInput, WorkState]]] = {
+    RolloutShard: SHARD_MOVES,
+    TrainingStage: TRAINING_MOVES,
+    Burst: BURST_MOVES,
+}
+
 PIPELINE_MOVES: Mapping[PipelineStatus, Mapping[PipelineInput, PipelineStatus]] = {
     PipelineStatus.WAITING: {
         PipelineInput.PLACED: PipelineStatus.RUNNING,
         PipelineInput.REFUSED: PipelineStatus.REFUSED,
         PipelineInput.CANCELLED: PipelineStatus.CANCELLED,
         PipelineInput.FAILED: PipelineStatus.FAILED,
+        PipelineInput.CLIENT_FINISHED: PipelineStatus.FINISHED,
     },
     PipelineStatus.RUNNING: {
         PipelineInput.LAST_STEP_PUBLISHED: PipelineStatus.FINISHED,
+        PipelineInput.CLIENT_FINISHED: PipelineStatus.FINISHED,
         PipelineInput.CANCELLED: PipelineStatus.CANCELLED,
         PipelineInput.FAILED: PipelineStatus.FAILED,
         PipelineInput.NODE_LOST: PipelineStatus.WAITING,
     },
     **{
-        over: {PipelineInput.CANCELLED: over, PipelineInput.FAILED: over}
+        over: {PipelineInput.CANCELLED: over, PipelineInput.FAILED: over, PipelineInput.CLIENT_FINISHED: over}
         for over in (
             PipelineStatus.FINISHED,
             PipelineStatus.CANCELLED,
@@ -146,10 +184,11 @@ PIPELINE_MOVES: Mapping[PipelineStatus, Mapping[PipelineInput, PipelineStatus]] 
 
 
 def diagrams() -> str:
-    """The three tables as Markdown for `docs/design.md`: a heading and a Mermaid state diagram each."""
+    """The tables as Markdown for `docs/design.md`: a heading and a Mermaid state diagram each."""
     tables: list[tuple[str, StrEnum, Mapping[Any, Mapping[Any, Any]]]] = [
         ("A rollout shard", WorkState.READY, SHARD_MOVES),
         ("A pipeline's training", WorkState.DONE, TRAINING_MOVES),
+        ("A burst of a pipeline whose work arrives", WorkState.DONE, BURST_MOVES),
         ("A pipeline", PipelineStatus.WAITING, PIPELINE_MOVES),
     ]
     return "\n\n".join(f"### {name}\n\n{_diagram(first, moves)}" for name, first, moves in tables)
@@ -201,6 +240,22 @@ class StepMachine:
             )
         run.status = status
 
+    def move(self, work: Work, what: WorkInput) -> None:
+        """Change the state as its table says; work without an order forgets the one it had.
+
+        Raises IllegalTransitionError for an input that the table does not have.
+        """
+        moves = _MOVES[type(work)]
+        state = moves[work.state].get(what)
+        if state is None:
+            accepted = ", ".join(moves[work.state])
+            raise self._journal.illegal(
+                f"{work.work} is {work.state}: {what.value!r} does not fit; accepted: {accepted}"
+            )
+        work.state = state
+        if state is WorkState.READY or state is WorkState.WAITING_FOR_ENV or state is WorkState.DONE:
+            work.order = None
+
     # ------------------------------------------------------------------ a step's life, in order
 
     def begin_after(self, run: PipelineRun, restored_step: int) -> None:
@@ -235,10 +290,12 @@ class StepMachine:
 
     def start(self, run: PipelineRun, ready: ReadyWork, device_fraction: float, slowdown: float) -> None:
         """Order ready work to run. The group's ready work no longer has it."""
-        work: RolloutShard | TrainingStage = (
-            run.shards[ready.devices[0]] if ready.phase is Phase.ROLLOUT else run.training
-        )
-        self._move(work, WorkInput.STARTED)
+        work: Work
+        if ready.kind:
+            work = run.bursts[ready.kind]
+        else:
+            work = run.shards[ready.devices[0]] if ready.phase is Phase.ROLLOUT else run.training
+        self.move(work, WorkInput.STARTED)
         work.order = self._orders.run_ready(run, work, ready, device_fraction, slowdown)
 
     def order_pause(self, order: Order, *, migrate_to: DeviceId | None = None) -> None:
@@ -248,7 +305,7 @@ class StepMachine:
         """
         work = order.work
         if work is not None and work.state is WorkState.RUNNING:
-            self._move(work, WorkInput.PAUSE_ORDERED)
+            self.move(work, WorkInput.PAUSE_ORDERED)
             self._journal.act(Pause(order=order.id))
         if isinstance(work, RolloutShard) and work.state is WorkState.PAUSING:
             work.migrate_to = migrate_to
@@ -258,7 +315,7 @@ class StepMachine:
         work = order.work
         if work is None:
             raise self._journal.illegal(f"order {order.id} is a {order.stage}, which is never paused")
-        self._move(work, WorkInput.PAUSED_FOR_ENV if is_waiting else WorkInput.PAUSED)
+        self.move(work, WorkInput.PAUSED_FOR_ENV if is_waiting else WorkInput.PAUSED)
         if isinstance(work, RolloutShard):
             self._ready_after_pause(run, work)
         else:
@@ -266,13 +323,13 @@ class StepMachine:
 
     def reply(self, run: PipelineRun, shard: RolloutShard) -> None:
         """An environment has replied to a shard that had nothing to compute."""
-        self._move(shard, WorkInput.REPLY_ARRIVED)
+        self.move(shard, WorkInput.REPLY_ARRIVED)
         self._ready_again(run, shard)
 
     def lose_worker(self, run: PipelineRun, shard: RolloutShard) -> None:
         """The worker of the shard's device was replaced: its order has ended, and the shard is to be done again."""
         was_waiting, order = shard.state is WorkState.WAITING_FOR_ENV, shard.order
-        self._move(shard, WorkInput.WORKER_LOST)
+        self.move(shard, WorkInput.WORKER_LOST)
         if was_waiting:
             self._ready_again(run, shard)  # its trajectories begin anew
         elif order is not None:
@@ -288,7 +345,7 @@ class StepMachine:
 
     def order_migration(self, run: PipelineRun, shard: RolloutShard, target: DeviceId, *, copies_kv: bool) -> None:
         """Move a ready shard's trajectories to the target, which has a shard of the same rollout."""
-        self._move(shard, WorkInput.MIGRATION_ORDERED)
+        self.move(shard, WorkInput.MIGRATION_ORDERED)
         del self._state.group_of(run).ready[shard.work.sequence]
         shard.order = self._orders.migrate(run, shard, target, copies_kv=copies_kv)
 
@@ -297,8 +354,8 @@ class StepMachine:
         source, target = order.work, run.shards[order.devices[0]]
         assert isinstance(source, RolloutShard)
         was_done = target.state is WorkState.DONE
-        self._move(source, WorkInput.MIGRATED)
-        self._move(target, WorkInput.RECEIVED)
+        self.move(source, WorkInput.MIGRATED)
+        self.move(target, WorkInput.RECEIVED)
         if was_done:
             target.work = self._shard_work(run, target.device, is_continuation=True)
         self._reward_if_done(run)
@@ -306,7 +363,7 @@ class StepMachine:
     def finish(self, run: PipelineRun, order: Order) -> None:
         """The order's work is complete: open what follows it."""
         if order.work is not None:
-            self._move(order.work, WorkInput.FINISHED)
+            self.move(order.work, WorkInput.FINISHED)
         if isinstance(order.work, RolloutShard):
             order.work.migrate_to = None
             self._reward_if_done(run)
@@ -318,7 +375,8 @@ class StepMachine:
             self._publish(run, order.step)
 
     def withdraw(self, run: PipelineRun) -> None:
-        """Forget the open rollout and the training under way. Their orders end by themselves or are ended."""
+        """Forget the open rollout and the training under way; open bursts are due again. Their orders end by themselves
+        or are ended."""
         ready = self._state.group_of(run).ready
         for shard in run.shards.values():
             if shard.is_ready:
@@ -326,24 +384,15 @@ class StepMachine:
         training = run.training
         if training.state is WorkState.READY and training.work is not None:
             del ready[training.work.sequence]
+        for kind, burst in run.bursts.items():
+            if burst.is_open and burst.work is not None:
+                ready.pop(burst.work.sequence, None)
+                run.bursts[kind] = replace(burst, work=None, state=WorkState.DONE, order=None, is_due=True)
         run.shards.clear()
         run.is_reward_overdue = False
         run.training = TrainingStage()
 
     # ------------------------------------------------------------------ helpers, in the order they are called
-
-    def _move(self, work: RolloutShard | TrainingStage, what: WorkInput) -> None:
-        """Change the state as the table says; work without an order forgets the one it had."""
-        moves = SHARD_MOVES if isinstance(work, RolloutShard) else TRAINING_MOVES
-        state = moves[work.state].get(what)
-        if state is None:
-            accepted = ", ".join(moves[work.state])
-            raise self._journal.illegal(
-                f"{work.work} is {work.state}: {what.value!r} does not fit; accepted: {accepted}"
-            )
-        work.state = state
-        if state is WorkState.READY or state is WorkState.WAITING_FOR_ENV or state is WorkState.DONE:
-            work.order = None
 
     def _ready_after_pause(self, run: PipelineRun, shard: RolloutShard) -> None:
         """A shard that ran is ready, with the migration for which it was paused."""
@@ -404,7 +453,7 @@ class StepMachine:
     def _open_training_stage(
         self, run: PipelineRun, step: int, stage: Stage, index: int | None, *, is_continuation: bool
     ) -> None:
-        self._move(run.training, WorkInput.NEXT_OPENED)
+        self.move(run.training, WorkInput.NEXT_OPENED)
         run.train_step, run.training.index = step, index
         run.training.work = self._training_work(run, step, stage, is_continuation=is_continuation)
 

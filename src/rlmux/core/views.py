@@ -205,7 +205,10 @@ class MemberView:
 
     @property
     def unfinished_rollout_devices(self) -> tuple[DeviceId, ...]:
-        """Devices whose shard of the open rollout is not done."""
+        """Devices whose shard of the open rollout is not done; those of an open rollout burst where work arrives."""
+        if self._run.pipeline.work_arrives:
+            burst = self._run.bursts.get((Phase.ROLLOUT,))
+            return burst.work.devices if burst is not None and burst.is_open and burst.work is not None else ()
         return tuple(device for device, shard in self._run.shards.items() if shard.state is not WorkState.DONE)
 
 
@@ -255,6 +258,11 @@ class GroupView:
     @property
     def num_members(self) -> int:
         return len(self._group.members)
+
+    @property
+    def has_arriving_work(self) -> bool:
+        """Whether a member's work arrives: no plan can know what it does next."""
+        return any(run.pipeline.work_arrives for run in self._group.members.values())
 
     @property
     def look(self) -> GroupLook:
@@ -338,8 +346,11 @@ class GroupView:
         A member with m steps per cycle has its n-th slot (from 0) at n / m of the meta-iteration. On every device the
         member whose next slot comes first is next, ties in cyclic order, ready or not: all but one that only waits for
         its own user code. With one step per cycle each
-        that is RollMux section 5.1: one rollout and one training phase of each member in a cycle.
+        that is RollMux section 5.1: one rollout and one training phase of each member in a cycle. A pipeline whose work
+        arrives has a slot while work of it is ready, and a burst of both phases takes none.
         """
+        if len(work.kind) > 1:
+            return True
         return all(self._is_next(work, device) for device in work.devices)
 
     def cycle_slot(self, work: ReadyWork) -> CycleSlot:
@@ -459,6 +470,9 @@ def has_phase_to_begin(run: PipelineRun, key: tuple[Phase, DeviceId]) -> bool:
     """Whether this pipeline will begin another such phase on this device, and its user code is not what that waits
     for."""
     phase, device = key
+    if run.pipeline.work_arrives:
+        burst = run.bursts.get((phase,))
+        return burst is not None and burst.state is WorkState.READY and not burst.is_begun
     last = run.pipeline.num_steps
     if phase is Phase.ROLLOUT:
         shard = run.shards.get(device)

@@ -176,9 +176,13 @@ class GapRatio(OneRule):
 
     def dispatch(self, view: GroupView) -> Iterator[RunWork]:
         free = [work for work in sorted(view.ready, key=age) if not work.is_waiting and view.is_free(work.devices)]
-        shards = [work for work in free if work.phase is Phase.ROLLOUT and not work.is_continuation]
-        others = [work for work in free if work.phase is not Phase.ROLLOUT or work.is_continuation]
+        shards = [work for work in free if _is_new_shard(work)]
+        others = [work for work in sorted(view.ready, key=age) if not work.is_waiting and not _is_new_shard(work)]
         yield from start_where_free(view, [*others, *_by_gap(view, shards)])
+
+
+def _is_new_shard(work: ReadyWork) -> bool:
+    return work.phase is Phase.ROLLOUT and not work.is_continuation and len(work.devices) == 1
 
 
 def _by_gap(view: GroupView, shards: list[ReadyWork]) -> list[ReadyWork]:

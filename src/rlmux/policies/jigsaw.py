@@ -28,7 +28,7 @@ from rlmux.core.placement_choice import PlacementChoice, Refusal, Relocation
 from rlmux.core.sharing import NO_SHARING, SharingTable
 from rlmux.core.state import ReadyWork
 from rlmux.core.views import Choice, GroupView, MarkPlanned, MemberView
-from rlmux.policies.planning.dispatching import start_where_free
+from rlmux.policies.planning.dispatching import start_oldest_first, start_where_free
 from rlmux.policies.planning.forecast import Forecast, forecast_group, is_idle, solo_step_s
 from rlmux.policies.planning.greedy import greedy
 from rlmux.policies.planning.lookahead import BUDGET, plan
@@ -78,6 +78,9 @@ class Jigsaw:
         return ()
 
     def dispatch(self, view: GroupView) -> Iterator[Choice]:
+        if view.has_arriving_work:  # what a client does next cannot be planned
+            yield from start_oldest_first(view)
+            return
         has_migrated = yield from continue_migrations(view)
         if not view.has_changed:
             return
@@ -105,7 +108,10 @@ class Jigsaw:
             yield from start_where_free(view, [work for work in view.ready if not work.is_waiting])
 
     def idling(self, view: GroupView) -> Idling:
-        """A device waits for what is about to become ready, but not while nothing runs, nor beside overdue work."""
+        """A device waits for what is about to become ready, but not while nothing runs, nor beside overdue work. Beside
+        a pipeline whose work arrives it waits for nothing."""
+        if view.has_arriving_work:
+            return Idling()
         return Idling(patience_s=_patience_s(view))
 
     def _sibling_migrations(

@@ -19,7 +19,7 @@ from rlmux.core.placement_choice import PlacementChoice, Refusal, Relocation
 from rlmux.core.sharing import NO_SHARING, SharingTable
 from rlmux.core.state import ReadyWork
 from rlmux.core.views import Choice, GroupView
-from rlmux.policies.planning.dispatching import age
+from rlmux.policies.planning.dispatching import age, start_oldest_first
 from rlmux.policies.planning.shared_placement import MAX_MEMBERS, place_on_shared_nodes
 from rlmux.policies.planning.side_by_side import start_side_by_side
 
@@ -43,6 +43,9 @@ class StaticSharing:
         return ()
 
     def dispatch(self, view: GroupView) -> Iterator[Choice]:
+        if view.has_arriving_work:  # the sub-stages of another program are not known
+            yield from start_oldest_first(view)
+            return
         phases: dict[DeviceId, list[Phase]] = {}
         for order in view.running:
             for device in order.devices:

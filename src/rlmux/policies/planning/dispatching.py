@@ -10,7 +10,7 @@ prefer continuations, so that no other pipeline slips in between and pays two sw
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from rlmux.core.model import DeviceId
 from rlmux.core.state import ReadyWork
@@ -47,9 +47,12 @@ def start_in_cycle_order_or_overtake(view: GroupView) -> Iterator[RunWork]:
     A step is in time if it ends before the mean of all steps so far breaks the SLO; all by the estimates.
     """
     taken: set[DeviceId] = set()
+    kept = devices_kept_for_bursts(view)
     out_of_order: list[ReadyWork] = []
     for work in sorted(view.ready, key=age):
         if work.is_waiting or not (taken.isdisjoint(work.devices) and view.is_free(work.devices)):
+            continue
+        if not may_take(work, kept):
             continue
         if work.is_continuation or work.step == 0 or view.is_next_in_cycle(work):
             taken.update(work.devices)
@@ -106,12 +109,35 @@ def start_where_free(view: GroupView, works: Iterable[ReadyWork]) -> Iterator[Ru
     """Start, in the given order, every work whose devices are free and not taken by one before it.
 
     A shard of which every trajectory waits for its environment would compute nothing: it starts with the first reply.
+    A burst that needs several devices at once keeps them from younger work.
     """
     taken: set[DeviceId] = set()
+    kept = devices_kept_for_bursts(view)
     for work in works:
-        if not work.is_waiting and taken.isdisjoint(work.devices) and view.is_free(work.devices):
+        if (
+            not work.is_waiting
+            and taken.isdisjoint(work.devices)
+            and view.is_free(work.devices)
+            and may_take(work, kept)
+        ):
             taken.update(work.devices)
             yield RunWork(work=work)
+
+
+def devices_kept_for_bursts(view: GroupView) -> dict[DeviceId, int]:
+    """Devices that are kept for bursts which wait for others besides, and the oldest such burst's place in the order of
+    becoming ready. Otherwise they would wait for ever while shorter work alternates on each."""
+    kept: dict[DeviceId, int] = {}
+    for work in view.ready:
+        if work.is_burst and len(work.devices) > 1 and not view.is_free(work.devices):
+            for device in work.devices:
+                kept[device] = min(kept.get(device, work.sequence), work.sequence)
+    return kept
+
+
+def may_take(work: ReadyWork, kept: Mapping[DeviceId, int]) -> bool:
+    """Whether no older burst keeps the work's devices. A phase that has begun goes on."""
+    return work.is_continuation or all(kept.get(device, work.sequence) >= work.sequence for device in work.devices)
 
 
 def age(work: ReadyWork) -> tuple[bool, int]:
