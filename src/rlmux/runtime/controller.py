@@ -46,13 +46,16 @@ class Controller:
         log: RunLog | None,
         listeners: Sequence[Listener] = (),
         run_api: RunApi | None = None,
+        has_news: Callable[[], bool] = lambda: False,
     ) -> None:
-        """`run_api`: through which pipelines come and go while it runs."""
+        """`run_api`: through which pipelines come and go while it runs. `has_news`: whether the backend has been told
+        something from outside that it has not said yet."""
         self._scheduler = scheduler
         self._backend = backend
         self._log = log
         self._listeners = [*listeners, run_api] if run_api is not None else listeners
         self._run_api = run_api
+        self._has_news = has_news
         self._is_stopping = False
         self.control_s = 0.0
         """CPU seconds of deciding, logging and passing on; waiting left out."""
@@ -79,7 +82,7 @@ class Controller:
         return not upcoming and self._scheduler.query.is_idle()
 
     def _is_kept_open(self) -> bool:
-        return self._run_api is not None and self._run_api.is_kept_open
+        return (self._run_api is not None and self._run_api.is_kept_open) or self._has_news()
 
     def _take_requests(self, upcoming: list[Submission]) -> tuple[Sequence[Event], Sequence[Note]]:
         """Add what clients submit to what is upcoming, and drop what they withdraw."""

@@ -48,6 +48,13 @@ class FakeBackend:
             case _:
                 pass
 
+    def make_room(self, action: RunStage, then: Callable[[float], None]) -> None:
+        self.executed.append(action)
+        then(0.0)
+
+    def wake(self) -> None:
+        pass
+
     def poll(self, timeout_s: float) -> tuple[Sequence[Event], Sequence[Note]]:
         while self._ends:
             end_s, _, order, is_whole = self._ends[0]

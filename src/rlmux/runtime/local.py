@@ -63,7 +63,10 @@ class LocalProcesses:
         self._cores_by_device = cores_by_device
         self._gpu_by_device = gpu_by_device or {}
         self._memory = memory
+        self._is_closed = False
         self._selector = selectors.DefaultSelector()
+        self._wakes = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._selector.register(self._wakes, selectors.EVENT_READ, None)
         warm_up()
 
     def spawn(
@@ -89,7 +92,14 @@ class LocalProcesses:
         return process
 
     def wait(self, timeout_s: float) -> Sequence[Worker]:
-        return [key.data for key, _ in self._selector.select(timeout_s)]
+        ready = [key.data for key, _ in self._selector.select(timeout_s)]
+        if None in ready:
+            os.eventfd_read(self._wakes)
+        return [worker for worker in ready if worker is not None]
+
+    def wake(self) -> None:
+        if not self._is_closed:
+            os.eventfd_write(self._wakes, 1)
 
     def deliver(self, path: Path, trainer: Worker, receivers: Sequence[Worker], then: Callable[[], None]) -> None:
         then()  # what one worker of this machine wrote, the others can read
@@ -103,6 +113,9 @@ class LocalProcesses:
 
     def close(self) -> None:
         self._selector.close()
+        if not self._is_closed:
+            os.close(self._wakes)
+        self._is_closed = True
         self._memory.close()
 
 

@@ -210,6 +210,9 @@ class RayActors:
             answered += self._deliveries.update(ready)
         return answered
 
+    def wake(self) -> None:
+        """A wait for actors cannot be broken off: what came is seen at its end."""
+
     def deliver(self, path: Path, trainer: Worker, receivers: Sequence[Worker], then: Callable[[], None]) -> None:
         """Bring a version to its receivers. On one machine the trainer's file is theirs already."""
         if self._deliveries is None:

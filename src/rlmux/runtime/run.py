@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from rlmux.core.actions import Action, Refuse, Release
 from rlmux.core.errors import LogError, StorageError
-from rlmux.core.events import Event, PipelineCancelled, PipelineFailed
+from rlmux.core.events import ClientFinished, Event, PipelineCancelled, PipelineFailed
 from rlmux.core.model import Cluster, PipelineId, PipelineStatus
 from rlmux.core.policy import Policy
 from rlmux.core.scheduler import Scheduler
@@ -33,6 +33,7 @@ from rlmux.runtime.backend import Backend, Note, Submission
 from rlmux.runtime.checkpoints import checkpoint_folder
 from rlmux.runtime.control_socket import ControlServer
 from rlmux.runtime.controller import Controller, Listener
+from rlmux.runtime.foreign import ForeignBackend, ForeignFront
 from rlmux.runtime.inputs import changed_input_notes, input_notes, retried
 from rlmux.runtime.local import local_backend
 from rlmux.runtime.machine import describe_machine
@@ -86,11 +87,13 @@ def run_pipelines(
     is_kept_open: bool = False,
     backend_name: str = LOCAL,
     make_backend: MakeBackend = local_backend,
+    front: ForeignFront | None = None,
 ) -> RunResult:
     """Train every pipeline under a policy, by default on this machine.
 
     `parse`: reads what is submitted while it runs; without it nothing can be submitted.
     `is_kept_open`: the run waits for more when its pipelines are over.
+    `front`: through which pipelines of other programs come.
     Raises UserError for a folder that cannot be used, StorageError where a file of
     the run cannot be written. A pipeline's own failure is in the summary, not raised.
     """
@@ -114,6 +117,7 @@ def run_pipelines(
         return _drive(
             cluster, marked, policy, folder, log, backend, listeners,
             parse=parse, is_kept_open=is_kept_open, run_id=header["run_id"], is_gpu=_has_gpus(machine),
+            front=front,
         )  # fmt: skip
 
 
@@ -130,6 +134,7 @@ def resume_pipelines(
     backend_name: str = LOCAL,
     make_backend: MakeBackend = local_backend,
     retry: Sequence[str] = (),
+    front: ForeignFront | None = None,
 ) -> RunResult:
     """Train what is left of a run that was stopped or killed. Pipelines that were over stay over.
 
@@ -165,6 +170,7 @@ def resume_pipelines(
         return _drive(
             cluster, unfinished, policy, folder, log, backend, listeners, statuses,
             parse=parse, is_kept_open=is_kept_open, run_id=run_id, is_gpu=_has_gpus(machine),
+            front=front,
         )  # fmt: skip
 
 
@@ -208,7 +214,7 @@ def _drive(
     policy: Policy,
     folder: Path,
     log: RunLog,
-    backend: Backend,
+    own: WorkerBackend,
     listeners: Sequence[Listener],
     ended: Mapping[PipelineId, Mapping[str, Any]] | None = None,
     *,
@@ -216,8 +222,11 @@ def _drive(
     is_kept_open: bool,
     run_id: str | None,
     is_gpu: bool,
+    front: ForeignFront | None,
 ) -> RunResult:
     scheduler = Scheduler(cluster, policy)
+    foreign = [] if front is None else [ForeignBackend(own, front)]
+    backend: Backend = foreign[0] if foreign else own
     metrics, watch = MetricsWriter(folder), FolderWatch(log.lock)
     endings = _Endings(scheduler, backend, log, dict(ended or {}))
     run_api = None
@@ -226,7 +235,10 @@ def _drive(
         parse = _checked(parse, cluster, run_id, is_gpu=is_gpu)
         run_api = RunApi(server, scheduler, parse, over=endings.by_pipeline, is_kept_open=is_kept_open)
     displays = [_UntilClosed(listener, lambda: controller.stop()) for listener in listeners]
-    controller = Controller(scheduler, backend, log, [watch, metrics, endings, *displays], run_api)
+    controller = Controller(
+        scheduler, backend, log, [watch, metrics, endings, *displays, *foreign], run_api,
+        (lambda: False) if front is None else front.has_news,
+    )  # fmt: skip
     try:
         with _private_files(), _stop_on_interrupt(controller.stop):
             is_complete = controller.run(submissions)
@@ -291,7 +303,7 @@ class _Endings:
         self.by_pipeline: dict[PipelineId, Mapping[str, Any]] = ended
 
     def update(self, now_s: float, events: Sequence[Event], actions: Sequence[Action], notes: object) -> None:
-        ends = PipelineFailed | PipelineCancelled | Release | Refuse
+        ends = PipelineFailed | PipelineCancelled | ClientFinished | Release | Refuse
         if not any(isinstance(one, ends) for one in [*events, *actions]):
             return
         query = self._scheduler.query

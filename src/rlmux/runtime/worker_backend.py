@@ -147,6 +147,15 @@ class WorkerBackend:
             case _:
                 pass  # Refuse and Queue are the controller's to show
 
+    def make_room(self, action: RunStage, then: Callable[[float], None]) -> None:
+        """Have the states that another's order evicts leave the devices; `then` gets the seconds that took."""
+        order = self._orders.begin(action)
+        order.task = self._calls.start(self._make_room(order, then), pipeline=action.pipeline)
+
+    def wake(self) -> None:
+        """Make a poll that waits, or the next one, return soon. May be called from any thread."""
+        self.workplace.wake()
+
     def poll(self, timeout_s: float) -> tuple[Sequence[Event], Sequence[Note]]:
         if self._outbox.has_events():  # of actions since the last poll
             self._outbox.date_events_now()
@@ -181,6 +190,13 @@ class WorkerBackend:
         finally:
             self._orders.end(order)
         self._outbox.add(event)
+
+    def _make_room(self, order: RunningOrder, then: Callable[[float], None]) -> Work:
+        try:
+            yield from self._states.make_room(order)
+        finally:
+            self._orders.end(order)
+        then(order.switch_s)
 
     def _work_of(self, order: RunningOrder) -> Carrying:
         rollout, train = self._drivers[order.action.pipeline]

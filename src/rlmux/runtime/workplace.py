@@ -65,6 +65,9 @@ class Workplace(Protocol):
     def wait(self, timeout_s: float) -> Sequence[Worker]:
         """Workers that have answered or died, waiting for the first."""
 
+    def wake(self) -> None:
+        """Make a `wait` that goes on, or the next one, return soon. May be called from any thread."""
+
     def deliver(self, path: Path, trainer: Worker, receivers: Sequence[Worker], then: Callable[[], None]) -> None:
         """Bring the weights that a trainer wrote to where the receivers read them, then call `then`; never waits."""
 
