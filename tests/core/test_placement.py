@@ -262,6 +262,6 @@ def test_a_cluster_without_training_pool_is_a_users_mistake():
 def test_check_notices_a_ledger_that_was_tampered_with():
     ledger = PlacementLedger(cluster())
     ledger.admit(pipeline("a"), new())
-    ledger._nodes_by_pool["r"].give_back(R0)
+    ledger._nodes._by_pool["r"].give_back(R0)
     with pytest.raises(IllegalTransitionError, match="nodes in use and nodes held differ"):
         ledger.check()

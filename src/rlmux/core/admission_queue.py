@@ -5,7 +5,7 @@
     overtaking    a later pipeline starts if, with it there, the policy still places the head at that time
 
 This is EASY back-filling (Lifka, "The ANL/IBM SP Scheduling System", JSSPP 1995; Mu'alem and Feitelson, IEEE TPDS
-12(6), 2001). What counts as room is the policy's own answer: it is asked on copies of the ledger from which pipelines
+12(6), 2001). What counts as room is the policy's own answer: it is asked in trials of the ledger in which pipelines
 have departed. An unknown end is never, so where the head waits for one of these nothing overtakes.
 
 Every wait is bounded: the earliest start that the head was ever told is kept, and once it has passed nothing overtakes.
@@ -17,11 +17,12 @@ Only the head, its reservation and the reasons change here. The scheduler admits
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from rlmux.core.actions import Queue, Refuse
-from rlmux.core.group_load import Member
+from rlmux.core.estimates import StepEstimates
+from rlmux.core.group_load import GroupLoad, Member
 from rlmux.core.journal import Journal
 from rlmux.core.model import Pipeline, PipelineId, PipelineStatus
 from rlmux.core.placement import PlacementLedger
@@ -44,6 +45,8 @@ class AdmissionQueue:
         self._policy = policy
         self._journal = journal
         self._view = ledger.view()
+        self._step_s_of: dict[PipelineId, tuple[GroupLoad, StepEstimates, float]] = {}
+        """Seconds of a step of pipelines in groups that are estimated, with what they follow from: a cache."""
 
     def runs(self) -> Iterator[PipelineRun]:
         """Every waiting pipeline, in the order of submission; again if one that was started made room for the head."""
@@ -59,7 +62,7 @@ class AdmissionQueue:
     def does_head_fit(self) -> bool:
         """Whether the policy would place the head now."""
         reservation = self._state.reservation
-        return reservation is not None and self._fits(self._state.runs[reservation.pipeline].pipeline, self._ledger)
+        return reservation is not None and self._fits(self._state.runs[reservation.pipeline].pipeline)
 
     def leave(self, run: PipelineRun) -> bool:
         """A pipeline that may have waited is over. Returns whether others were held back for it."""
@@ -100,46 +103,52 @@ class AdmissionQueue:
 
     def _reserve(self, run: PipelineRun) -> Reservation | None:
         """When the policy places the pipeline, if others leave at their estimated ends; None if it never does."""
-        ledger = self._ledger.copy()
-        ledger.finish_relocations()
-        placed = [self._state.runs[member.pipeline.id] for group in ledger.groups() for member in group.members]
-        ends = sorted((self._end_s(other, ledger), other.sequence, other.pipeline.id) for other in placed)
-        leaving = [name for _, _, name in ends]
-        count = self._num_departures(run.pipeline, ledger, leaving)
+        with self._ledger.trial():
+            self._ledger.finish_relocations()
+            ends = self._ends()
+            count = self._num_departures(run.pipeline, [name for _, _, name in ends])
         if count is None:
             return None
         start_s = ends[count - 1][0] if count else self._state.now_s
-        return Reservation(pipeline=run.pipeline.id, start_s=start_s, awaits=tuple(leaving[:count]))
+        return Reservation(pipeline=run.pipeline.id, start_s=start_s, awaits=tuple(name for _, _, name in ends[:count]))
 
-    def _num_departures(self, pipeline: Pipeline, ledger: PlacementLedger, leaving: list[PipelineId]) -> int | None:
+    def _num_departures(self, pipeline: Pipeline, leaving: list[PipelineId]) -> int | None:
         """How many of these must leave, in this order, until the policy places the pipeline; None: all are too few.
 
-        More departures are taken to leave more room, so the number is found by doubling and then by halving.
+        More departures are taken to leave more room, so the number is found by doubling and then by halving. Those
+        that are known to be too few have left the ledger at the end: the caller's trial takes them back.
         """
-        if self._fits(pipeline, ledger):
+        if self._fits(pipeline):
             return 0
         num_left, step = 0, 1
-        while True:
-            if num_left == len(leaving):
-                return None
-            later = ledger.copy()
+        while num_left < len(leaving):
             num_more = min(step, len(leaving) - num_left)
-            _depart(later, leaving[num_left : num_left + num_more])
-            if self._fits(pipeline, later):
+            if self._fits_without(pipeline, leaving[num_left : num_left + num_more]):
                 break
-            ledger, num_left, step = later, num_left + num_more, 2 * step
+            num_left, step = num_left + num_more, 2 * step
+        else:
+            return None
         while num_more > 1:
             half = num_more // 2
-            later = ledger.copy()
-            _depart(later, leaving[num_left : num_left + half])
-            if self._fits(pipeline, later):
+            if self._fits_without(pipeline, leaving[num_left : num_left + half]):
                 num_more = half
             else:
-                ledger, num_left, num_more = later, num_left + half, num_more - half
+                num_left, num_more = num_left + half, num_more - half
         return num_left + num_more
 
-    def _fits(self, pipeline: Pipeline, ledger: PlacementLedger) -> bool:
-        return isinstance(self._policy.place(pipeline, ledger.view()), PlacementChoice)
+    def _fits_without(self, pipeline: Pipeline, leaving: list[PipelineId]) -> bool:
+        """Whether the policy places the pipeline once these have left; where it does not, they leave the ledger."""
+        with self._ledger.trial() as trial:
+            self._depart(leaving)
+            trial.is_kept = not self._fits(pipeline)
+        return not trial.is_kept
+
+    def _fits(self, pipeline: Pipeline) -> bool:
+        return isinstance(self._policy.place(pipeline, self._view), PlacementChoice)
+
+    def _depart(self, pipelines: Sequence[PipelineId]) -> None:
+        for name in pipelines:
+            self._ledger.depart(name)
 
     # ------------------------------------------------------------------ overtaking
 
@@ -148,38 +157,59 @@ class AdmissionQueue:
         head = self._state.runs[reservation.pipeline]
         if reservation.start_s == math.inf or self._state.now_s >= head.promised_s:
             return False
-        ledger = self._ledger.copy()
-        ledger.finish_relocations()
-        ledger.admit(run.pipeline, choice)
         latest_s = reservation.start_s * (1.0 + _TOLERANCE)
-        candidates = [self._state.runs[name] for name in reservation.awaits if name in ledger]
-        ended = [other for other in (*candidates, run) if self._end_s(other, ledger) <= latest_s]
-        _depart(ledger, [other.pipeline.id for other in ended])
-        return self._fits(head.pipeline, ledger)
+        with self._ledger.trial():
+            self._ledger.finish_relocations()
+            self._ledger.admit(run.pipeline, choice)
+            candidates = [name for name in reservation.awaits if name in self._ledger]
+            ended = [name for name in (*candidates, run.pipeline.id) if self._placed_end_s(name) <= latest_s]
+            self._depart(ended)
+            return self._fits(head.pipeline)
 
     # ------------------------------------------------------------------ estimated ends
 
-    def _end_s(self, run: PipelineRun, ledger: PlacementLedger) -> float:
-        """When the pipeline, placed in this ledger, will have ended, by the estimates; infinite where it is unknown."""
-        now_s, pipeline = self._state.now_s, run.pipeline
+    def _ends(self) -> list[tuple[float, int, PipelineId]]:
+        """Estimated ends of all placed pipelines, the first one first; those that were submitted first among equals."""
+        runs = self._state.runs
+        self._step_s_of = {name: known for name, known in self._step_s_of.items() if name in self._ledger}
+        ends = []
+        for group in self._ledger.groups():
+            for member in group.members:
+                run = runs[member.pipeline.id]
+                ends.append((self._end_s(run, member, group), run.sequence, member.pipeline.id))
+        ends.sort()
+        return ends
+
+    def _placed_end_s(self, pipeline: PipelineId) -> float:
+        run, member = self._state.runs[pipeline], self._ledger.member(pipeline)
+        return self._end_s(run, member, self._ledger.group_of(pipeline))
+
+    def _end_s(self, run: PipelineRun, member: Member, group: GroupLoad) -> float:
+        """When this member of this group will have ended, by the estimates; infinite where it is unknown."""
+        now_s, num_steps = self._state.now_s, run.pipeline.num_steps
         if run.status not in (PipelineStatus.RUNNING, PipelineStatus.WAITING):
             return now_s  # it is over and waits for its last orders
-        if pipeline.num_steps is None:
+        if num_steps is None:
             return math.inf
         is_running = run.status is PipelineStatus.RUNNING
         begun_s = max(run.admitted_s, run.history.step_began_s) if is_running else now_s
-        num_left = pipeline.num_steps - max(run.published_version if is_running else run.restart_step, 0)
-        return max(now_s, begun_s + num_left * self._step_s(pipeline.id, ledger))
+        num_left = num_steps - max(run.published_version if is_running else run.restart_step, 0)
+        return max(now_s, begun_s + num_left * self._step_s(member, group))
 
-    def _step_s(self, pipeline: PipelineId, ledger: PlacementLedger) -> float:
+    def _step_s(self, member: Member, group: GroupLoad) -> float:
         """Seconds of a step beside the members of its group: the meta-iteration's, where all of it is estimated.
 
         Otherwise the members are taken to work one after another, each as long as its last steps took.
         """
-        member, group = ledger.member(pipeline), ledger.group_of(pipeline)
-        if all(other.pipeline.estimate is not None for other in group.members):
-            return max(group.period_s / member.steps_per_cycle, self._solo_s(member))
-        return sum(self._solo_s(other) for other in group.members)
+        estimates = self._state.runs[member.pipeline.id].history.estimates()
+        known = self._step_s_of.get(member.pipeline.id)
+        if known is not None and known[0] is group and known[1] is estimates:
+            return known[2]
+        if any(other.pipeline.estimate is None for other in group.members):
+            return sum(self._solo_s(other) for other in group.members)
+        step_s = max(group.period_s / member.steps_per_cycle, self._solo_s(member))
+        self._step_s_of[member.pipeline.id] = (group, estimates, step_s)
+        return step_s
 
     def _solo_s(self, member: Member) -> float:
         """Solo seconds of a step: as the last ones took, else as estimated; infinite where neither is known."""
@@ -187,11 +217,6 @@ class AdmissionQueue:
         if estimates.curves:
             return estimates.shard_s + sum(seconds for _, seconds in estimates.seconds_by_stage)
         return member.phase_load.solo_s if member.pipeline.estimate is not None else math.inf
-
-
-def _depart(ledger: PlacementLedger, pipelines: list[PipelineId]) -> None:
-    for name in pipelines:
-        ledger.depart(name)
 
 
 def _held(run: PipelineRun, reservation: Reservation) -> Refusal:

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 
 from rlmux.core.group_load import GroupLoad
 from rlmux.core.model import GroupId
+from rlmux.core.undo import Undo
 
 _PER_OCTAVE = 4
 _ROUNDING = 1e-9
@@ -21,7 +22,8 @@ _ROUNDING = 1e-9
 class GroupIndex:
     """Kept beside the groups by the ledger, which reports every change to it."""
 
-    def __init__(self, groups: Iterable[GroupLoad]) -> None:
+    def __init__(self, groups: Iterable[GroupLoad], undo: Undo) -> None:
+        self._undo = undo
         self._cells: dict[tuple[int, int], dict[GroupId, GroupLoad]] = {}
         self._cell_of: dict[GroupId, tuple[int, int]] = {}
         for group in groups:
@@ -33,15 +35,17 @@ class GroupIndex:
         if group.is_colocated:
             return  # pipelines join there only by sharing everything
         cell = (_bucket(group.budget_s - group.train_load_s), _bucket(group.period_s))
-        self._cells.setdefault(cell, {})[group.id] = group
-        self._cell_of[group.id] = cell
+        if cell not in self._cells:
+            self._undo.put(self._cells, cell, {})
+        self._undo.put(self._cells[cell], group.id, group)
+        self._undo.put(self._cell_of, group.id, cell)
 
     def drop(self, group_id: GroupId) -> None:
-        cell = self._cell_of.pop(group_id, None)
-        if cell is not None:
-            del self._cells[cell][group_id]
+        if group_id in self._cell_of:
+            cell = self._undo.remove(self._cell_of, group_id)
+            self._undo.remove(self._cells[cell], group_id)
             if not self._cells[cell]:
-                del self._cells[cell]
+                self._undo.remove(self._cells, cell)
 
     def with_room(self, train_s: float, budget_s: float) -> list[GroupLoad]:
         """Every group that may take so much training within the budget, and some that may not; oldest first."""
@@ -57,7 +61,7 @@ class GroupIndex:
 
     def check(self, groups: Mapping[GroupId, GroupLoad]) -> None:
         """Raises AssertionError where it differs from one that is made anew."""
-        assert self._cells == GroupIndex(groups.values())._cells, "the index of groups is stale"
+        assert self._cells == GroupIndex(groups.values(), Undo())._cells, "the index of groups is stale"
 
 
 def _bucket(seconds: float) -> int:

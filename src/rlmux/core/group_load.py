@@ -321,3 +321,15 @@ def budget_of(pipeline: Pipeline) -> float:
 
 def has_footprint(pipeline: Pipeline) -> bool:
     return pipeline.footprint.rollout_host_bytes > 0 or pipeline.footprint.train_host_bytes > 0
+
+
+def with_steps_per_cycle(members: tuple[Member, ...], steps_per_cycle: Mapping[PipelineId, int]) -> tuple[Member, ...]:
+    """New steps per cycle where given, in lowest terms; these members come first, in the order given."""
+    counts = [steps_per_cycle.get(member.pipeline.id, member.steps_per_cycle) for member in members]
+    divisor = math.gcd(*counts)
+    changed = [
+        member if member.steps_per_cycle == count // divisor else replace(member, steps_per_cycle=count // divisor)
+        for member, count in zip(members, counts, strict=True)
+    ]
+    rank = {name: number for number, name in enumerate(steps_per_cycle)}
+    return tuple(sorted(changed, key=lambda member: rank.get(member.pipeline.id, len(rank))))

@@ -10,16 +10,17 @@ does a group.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 
 from rlmux.core.errors import IllegalTransitionError, UserError
 from rlmux.core.group_index import GroupIndex
-from rlmux.core.group_load import GroupLoad, Member, budget_of, group_load, phases_of
+from rlmux.core.group_load import GroupLoad, Member, budget_of, group_load, phases_of, with_steps_per_cycle
 from rlmux.core.model import Cluster, GroupId, NodeId, Phase, Pipeline, PipelineId, Placement
 from rlmux.core.placement_choice import PlacementChoice, check_choice
-from rlmux.core.pool_nodes import PoolNodes, require
+from rlmux.core.pool_nodes import ClusterNodes, require
+from rlmux.core.undo import Undo
 
 MAX_FRUITLESS_SEARCHES = 10_000
 """Searches of a policy that are remembered."""
@@ -40,13 +41,6 @@ class PlacementView:
     def sandbox(self) -> PlacementLedger:
         """A copy of the ledger to try relocations on; the real one does not change."""
         return self._ledger.copy()
-
-    def without(self, pipeline_id: PipelineId) -> PlacementView:
-        """What a choice of another place for a placed pipeline is made against: it is in no group, and the nodes that
-        it works on are still in use."""
-        sandbox = self._ledger.copy()
-        sandbox.set_aside(pipeline_id)
-        return sandbox.view()
 
     def uneven_groups(self) -> tuple[GroupLoad, ...]:
         """Groups that break a member's SLO, and those with several steps per cycle for a member; oldest first."""
@@ -112,6 +106,13 @@ class PlacementView:
         return pool.usd_per_node_hour if pool else 0.0
 
 
+@dataclass(slots=True)
+class Trial:
+    """Changes of a ledger that are taken back, unless this is set."""
+
+    is_kept: bool = False
+
+
 class PlacementLedger:
     """Owns groups, pins, nodes and host memory; the only place where they change."""
 
@@ -122,7 +123,8 @@ class PlacementLedger:
                 f"cluster: no pool has phase 'train' (pools: {', '.join(cluster.pools) or 'none'}); "
                 "one is needed to place a pipeline"
             )
-        self._nodes_by_pool = {name: PoolNodes(pool) for name, pool in cluster.pools.items()}
+        self._undo = Undo()
+        self._nodes = ClusterNodes(cluster, self._undo)
         self._groups: dict[GroupId, GroupLoad] = {}
         self._uneven: dict[GroupId, None] = {}
         """Groups that `uneven_groups` returns, in no order."""
@@ -131,12 +133,14 @@ class PlacementLedger:
         self._group_of: dict[PipelineId, GroupId] = {}
         self._vacating: dict[PipelineId, tuple[NodeId, ...]] = {}
         """Nodes on which relocated pipelines still work, until their relocation is finished."""
-        self._num_uses: dict[NodeId, int] = {}
-        """Uses of each node in use: by a group, and by each pipeline that vacates it."""
         self._next_group = 0
-        self._peak_by_pool = dict.fromkeys(cluster.pools, 0)
         self._fruitless_searches: dict[tuple[PipelineId, ...], None] = {}
         """Groups of pipelines that a policy found no better grouping for, oldest first; a sandbox has none."""
+        self._num_dropped = 0
+        """Groups that were ever dropped: where a trial dropped one, it does not come back in its place."""
+        self._after_leaving: dict[PipelineId, tuple[GroupLoad, GroupLoad, tuple[NodeId, ...]]] = {}
+        """The group of each pipeline that left it in a trial, the group without it, and the nodes that this frees.
+        A cache: the trials of one decision let the same pipelines leave, one trial after another."""
 
     # reading
 
@@ -158,7 +162,7 @@ class PlacementLedger:
     def groups_with_room(self, pipeline: Pipeline) -> list[GroupLoad]:
         """Groups that may take the pipeline on their training nodes, and some that may not; oldest first."""
         if self._index is None:
-            self._index = GroupIndex(self._groups.values())
+            self._index = GroupIndex(self._groups.values(), self._undo)
         return self._index.with_room(phases_of(pipeline)[1], budget_of(pipeline))
 
     def youngest_group(self) -> GroupLoad | None:
@@ -194,25 +198,23 @@ class PlacementLedger:
 
     def num_free_nodes(self, phase: Phase) -> float:
         """Free nodes: infinite for an unbounded pool, 0 where the cluster has no pool for the phase."""
-        pool = self.cluster.pool_for(phase)
-        return self._nodes_by_pool[pool.name].num_free if pool else 0
+        return self._nodes.num_free(phase)
 
     def num_nodes(self, phase: Phase) -> float:
         """Nodes of the phase's pool, free or not, without lost ones."""
-        pool = self.cluster.pool_for(phase)
-        return self._nodes_by_pool[pool.name].num_present if pool else 0
+        return self._nodes.num_present(phase)
 
     def num_nodes_in_use(self, pool: str) -> int:
-        return len(self._nodes_by_pool[pool].in_use)
+        return self._nodes.num_in_use(pool)
 
     @property
     def peak_nodes_by_pool(self) -> Mapping[str, int]:
-        return dict(self._peak_by_pool)
+        return dict(self._nodes.peak_by_pool)
 
     @property
     def usd_per_hour(self) -> float:
         """Price of all nodes in use."""
-        return sum(len(nodes.in_use) * nodes.pool.usd_per_node_hour for nodes in self._nodes_by_pool.values())
+        return self._nodes.usd_per_hour
 
     @property
     def usd_per_hour_when_relocated(self) -> float:
@@ -240,9 +242,9 @@ class PlacementLedger:
         return self._pin(pipeline, choice)
 
     def depart(self, pipeline_id: PipelineId) -> tuple[NodeId, ...]:
-        """Unpin the pipeline; returns the nodes that are free now."""
+        """Unpin the pipeline, which is placed; returns the nodes that are free now."""
         released = self._leave(pipeline_id)
-        return self._let_go(released) + self.finish_relocation(pipeline_id)
+        return self._nodes.let_go(released) + self.finish_relocation(pipeline_id)
 
     def relocate(self, pipeline_id: PipelineId, choice: PlacementChoice) -> tuple[Placement, tuple[NodeId, ...]]:
         """Depart and admit in one; returns the new placement and the nodes that the pipeline will give back.
@@ -252,19 +254,15 @@ class PlacementLedger:
         group nor a node that its own departure removes. One that does not hold raises and changes nothing.
         """
         member = self.member(pipeline_id)
-        group = self._groups[member.placement.group]
-        released = self._leave(pipeline_id)
-        try:
+        with self.trial() as trial:
+            released = self._leave(pipeline_id)
             self._check(member.pipeline, choice)
-        except IllegalTransitionError:
-            self._undo_departure(pipeline_id, group)
-            raise
+            trial.is_kept = True
         placement = self._pin(member.pipeline, choice)
         if pipeline_id not in self._vacating:  # a second relocation changes where it goes, not where it works
-            self._vacating[pipeline_id] = member.placement.nodes
-            for node in member.placement.nodes:
-                self._num_uses[node] += 1
-        self._let_go(released)
+            self._undo.put(self._vacating, pipeline_id, member.placement.nodes)
+            self._nodes.use(member.placement.nodes)
+        self._nodes.let_go(released)
         return placement, released
 
     def revise(self, pipeline: Pipeline) -> None:
@@ -278,17 +276,45 @@ class PlacementLedger:
         self._fruitless_searches = {names: None for names in self._fruitless_searches if pipeline.id not in names}
 
     def set_aside(self, pipeline_id: PipelineId) -> None:
-        """Take the pipeline out of its group and leave its nodes in use. For a sandbox that is not checked."""
+        """Take the pipeline out of its group and leave its nodes in use: for a trial of another place for it."""
         self._leave(pipeline_id)
 
     def finish_relocation(self, pipeline_id: PipelineId) -> tuple[NodeId, ...]:
         """The pipeline has really left the nodes that it was relocated from; returns those that this frees."""
-        return self._let_go(self._vacating.pop(pipeline_id, ()))
+        return (
+            self._nodes.let_go(self._undo.remove(self._vacating, pipeline_id)) if pipeline_id in self._vacating else ()
+        )
 
     def finish_relocations(self) -> None:
         """Every pipeline has left the nodes that it was relocated from."""
         for pipeline_id in list(self._vacating):
             self.finish_relocation(pipeline_id)
+
+    @contextmanager
+    def trial(self) -> Iterator[Trial]:
+        """What is changed inside is taken back at the end, also where that is an exception, unless the trial is kept.
+
+        Trials nest. Pipelines come, go and move in them; nodes are not lost, and nothing is revised.
+        """
+        trial = Trial()
+        mark, had_index, next_group = self._undo.begin(), self._index is not None, self._next_group
+        num_dropped = self._num_dropped
+        free_lists = self._nodes.free_lists()
+        try:
+            yield trial
+        finally:
+            if trial.is_kept:
+                self._undo.keep()
+            else:
+                self._undo.take_back(mark)
+                self._nodes.take_back(free_lists)
+                self._next_group = next_group
+                if not had_index:
+                    self._index = None
+                if self._num_dropped > num_dropped:
+                    in_order = sorted(self._groups.items())
+                    self._groups.clear()
+                    self._groups.update(in_order)
 
     def copy(self) -> PlacementLedger:
         """A ledger of its own that begins the same and hands out the same nodes for the same changes."""
@@ -297,24 +323,13 @@ class PlacementLedger:
         twin._uneven = dict(self._uneven)
         twin._group_of = dict(self._group_of)
         twin._vacating = dict(self._vacating)
-        twin._num_uses = dict(self._num_uses)
         twin._next_group = self._next_group
-        twin._peak_by_pool = dict(self._peak_by_pool)
-        twin._nodes_by_pool = {name: nodes.copy() for name, nodes in self._nodes_by_pool.items()}
+        twin._nodes = self._nodes.copy(twin._undo)
         return twin
-
-    def become(self, other: PlacementLedger) -> None:
-        """Become what a copy is, to undo what was tried since it was made. The copy is not to be used again."""
-        self._groups, self._group_of = other._groups, other._group_of
-        self._uneven = other._uneven
-        self._index = other._index
-        self._vacating, self._num_uses = other._vacating, other._num_uses
-        self._next_group, self._peak_by_pool = other._next_group, other._peak_by_pool
-        self._nodes_by_pool = other._nodes_by_pool
 
     def lose_node(self, node: NodeId) -> tuple[PipelineId, ...]:
         """The node is gone: no pipeline is placed on it until it is regained. Returns the pipelines pinned to it."""
-        self._nodes_by_pool[node.pool].lose(node)
+        self._nodes.lose(node)
         return tuple(
             member.pipeline.id
             for group in self._groups.values()
@@ -324,7 +339,7 @@ class PlacementLedger:
 
     def regain_node(self, node: NodeId) -> None:
         """A lost node is back."""
-        self._nodes_by_pool[node.pool].regain(node)
+        self._nodes.regain(node)
 
     # "all is well"
 
@@ -365,49 +380,36 @@ class PlacementLedger:
         for vacated in self._vacating.values():
             for node in vacated:
                 num_uses[node] = num_uses.get(node, 0) + 1
-        require(num_uses == self._num_uses, "a node's uses are miscounted")
-        for pool, nodes in self._nodes_by_pool.items():
-            mine = {node.index for node in num_uses if node.pool == pool}
-            require(mine == set(nodes.in_use), f"pool {pool}: nodes in use and nodes held differ")
-            nodes.check()
-            require(self._peak_by_pool[pool] >= len(mine), f"pool {pool}: more nodes in use than the peak")
+        self._nodes.check(num_uses)
 
     # helpers, in the order they are called
 
     def _leave(self, pipeline_id: PipelineId) -> tuple[NodeId, ...]:
         """Take the pipeline out of its group; returns the nodes that no pipeline is pinned to any more."""
-        member = self.member(pipeline_id)
-        group = self._groups[member.placement.group]
-        del self._group_of[pipeline_id]
-        staying = tuple(other for other in group.members if other.pipeline.id != pipeline_id)
-        if not staying:
+        group = self._groups[self.member(pipeline_id).placement.group]
+        self._undo.remove(self._group_of, pipeline_id)
+        if group.num_members == 1:
             self._drop(group.id)
-            released = tuple(dict.fromkeys(group.rollout_nodes + group.train_nodes))
-        else:
-            still_pinned = {node for other in staying for node in other.placement.nodes}
-            still_pinned.update(group.train_nodes)
-            released = tuple(node for node in group.rollout_nodes if node not in still_pinned)
-            rollout_nodes = tuple(node for node in group.rollout_nodes if node in still_pinned)
-            self._store(group.id, _with_steps_per_cycle(staying, {}), rollout_nodes, group.train_nodes)
-        return released
+            return tuple(dict.fromkeys(group.rollout_nodes + group.train_nodes))
+        known = self._after_leaving.get(pipeline_id)
+        if known is None or known[0] is not group:
+            known = (group, *self._without(group, pipeline_id))
+            if self._undo.is_noting:
+                self._after_leaving[pipeline_id] = known
+        if not self._undo.is_noting:
+            self._after_leaving.pop(pipeline_id, None)
+        self._put(known[1])
+        return known[2]
 
-    def _let_go(self, nodes: tuple[NodeId, ...]) -> tuple[NodeId, ...]:
-        """Count one use less of each node; returns those that are free now."""
-        freed = []
-        for node in nodes:
-            self._num_uses[node] -= 1
-            if self._num_uses[node] == 0:
-                del self._num_uses[node]
-                self._nodes_by_pool[node.pool].give_back(node)
-                freed.append(node)
-        return tuple(freed)
-
-    def _undo_departure(self, pipeline_id: PipelineId, group: GroupLoad) -> None:
-        is_gone = group.id not in self._groups
-        self._put(group)
-        if is_gone:
-            self._groups = dict(sorted(self._groups.items()))
-        self._group_of[pipeline_id] = group.id
+    def _without(self, group: GroupLoad, pipeline_id: PipelineId) -> tuple[GroupLoad, tuple[NodeId, ...]]:
+        """The group without one of its several members, and the nodes that no pipeline is pinned to any more."""
+        staying = tuple(other for other in group.members if other.pipeline.id != pipeline_id)
+        still_pinned = {node for other in staying for node in other.placement.nodes}
+        still_pinned.update(group.train_nodes)
+        released = tuple(node for node in group.rollout_nodes if node not in still_pinned)
+        rollout_nodes = tuple(node for node in group.rollout_nodes if node in still_pinned)
+        members = with_steps_per_cycle(staying, {})
+        return group_load(group.id, members, rollout_nodes, group.train_nodes, self.cluster), released
 
     def _check(self, pipeline: Pipeline, choice: PlacementChoice) -> None:
         check_choice(
@@ -419,8 +421,8 @@ class PlacementLedger:
         )
 
     def _pin(self, pipeline: Pipeline, choice: PlacementChoice) -> Placement:
-        rollout_new = self._take(Phase.ROLLOUT, choice.num_new_rollout_nodes)
-        train_new = self._take(Phase.TRAIN, choice.num_new_train_nodes)
+        rollout_new = self._nodes.take(Phase.ROLLOUT, choice.num_new_rollout_nodes)
+        train_new = self._nodes.take(Phase.TRAIN, choice.num_new_train_nodes)
         if choice.group is None:
             group_id = GroupId(self._next_group)
             self._next_group += 1
@@ -440,26 +442,16 @@ class PlacementLedger:
         elif choice.is_shared:
             train_nodes = choice.train_nodes
         placement = Placement(group=group_id, rollout_nodes=rollout_nodes, train_nodes=train_nodes)
-        self._group_of[pipeline.id] = group_id
+        self._undo.put(self._group_of, pipeline.id, group_id)
         self._store(
             group_id,
-            _with_steps_per_cycle(
+            with_steps_per_cycle(
                 (*members, Member(pipeline=pipeline, placement=placement)), dict(choice.steps_per_cycle)
             ),
             tuple(dict.fromkeys(group_rollout + rollout_nodes)),
             group_train,
         )
         return placement
-
-    def _take(self, phase: Phase, count: int) -> tuple[NodeId, ...]:
-        pool = self.cluster.pool_for(phase)
-        if pool is None or count == 0:
-            return ()
-        nodes = self._nodes_by_pool[pool.name]
-        taken = tuple(nodes.take() for _ in range(count))
-        self._num_uses.update(dict.fromkeys(taken, 1))
-        self._peak_by_pool[pool.name] = max(self._peak_by_pool[pool.name], len(nodes.in_use))
-        return taken
 
     def _store(
         self,
@@ -471,27 +463,18 @@ class PlacementLedger:
         self._put(group_load(group_id, members, rollout_nodes, train_nodes, self.cluster))
 
     def _put(self, group: GroupLoad) -> None:
-        self._groups[group.id] = group
-        self._uneven.pop(group.id, None)
+        self._undo.put(self._groups, group.id, group)
         if group.is_uneven:
-            self._uneven[group.id] = None
+            self._undo.put(self._uneven, group.id, None)
+        elif group.id in self._uneven:
+            self._undo.remove(self._uneven, group.id)
         if self._index is not None:
             self._index.put(group)
 
     def _drop(self, group_id: GroupId) -> None:
-        del self._groups[group_id]
-        self._uneven.pop(group_id, None)
+        self._undo.remove(self._groups, group_id)
+        self._num_dropped += 1
+        if group_id in self._uneven:
+            self._undo.remove(self._uneven, group_id)
         if self._index is not None:
             self._index.drop(group_id)
-
-
-def _with_steps_per_cycle(members: tuple[Member, ...], steps_per_cycle: Mapping[PipelineId, int]) -> tuple[Member, ...]:
-    """New steps per cycle where given, in lowest terms; these members come first, in the order given."""
-    counts = [steps_per_cycle.get(member.pipeline.id, member.steps_per_cycle) for member in members]
-    divisor = math.gcd(*counts)
-    changed = [
-        member if member.steps_per_cycle == count // divisor else replace(member, steps_per_cycle=count // divisor)
-        for member, count in zip(members, counts, strict=True)
-    ]
-    rank = {name: number for number, name in enumerate(steps_per_cycle)}
-    return tuple(sorted(changed, key=lambda member: rank.get(member.pipeline.id, len(rank))))

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 
 from rlmux.core.errors import IllegalTransitionError
 from rlmux.core.group_load import GroupLoad, Member, budget_of
@@ -62,18 +63,23 @@ def _to_another_place(group: GroupLoad, ledger: PlacementLedger, place: Place) -
         return None
     for member in reversed(group.members):
         pipeline = member.pipeline
-        choice = place(pipeline, ledger.view().without(pipeline.id))
-        if isinstance(choice, Refusal):
-            continue
-        tried = ledger.copy()
-        try:
-            placement, _ = tried.relocate(pipeline.id, choice)
-        except IllegalTransitionError:  # it names what the pipeline's own departure removes
-            continue
-        left = tried.group(group.id)
-        if placement != member.placement and left.keeps_slos and tried.group(placement.group).keeps_slos:
+        with ledger.trial():
+            ledger.set_aside(pipeline.id)
+            choice = place(pipeline, ledger.view())
+        if not isinstance(choice, Refusal) and _keeps_slos_there(group, member, ledger, choice):
             return Relocation(pipeline=pipeline.id, choice=choice)
     return None
+
+
+def _keeps_slos_there(group: GroupLoad, member: Member, ledger: PlacementLedger, choice: PlacementChoice) -> bool:
+    """Whether the choice is another place for the member, and both groups keep their SLOs then."""
+    with ledger.trial():
+        try:
+            placement, _ = ledger.relocate(member.pipeline.id, choice)
+        except IllegalTransitionError:  # it names what the pipeline's own departure removes
+            return False
+        is_kept = ledger.group(group.id).keeps_slos and ledger.group(placement.group).keeps_slos
+        return placement != member.placement and is_kept
 
 
 def _other_steps(group: GroupLoad, ledger: PlacementLedger) -> Relocation | None:
@@ -128,9 +134,7 @@ def _in_place(
             train_nodes=group.train_nodes,
             steps_per_cycle=tuple(steps_per_cycle.items()),
         )
-        try:
-            ledger.copy().relocate(member.pipeline.id, choice)
-        except IllegalTransitionError:
-            continue
-        return Relocation(pipeline=member.pipeline.id, choice=choice)
+        with suppress(IllegalTransitionError), ledger.trial():
+            ledger.relocate(member.pipeline.id, choice)
+            return Relocation(pipeline=member.pipeline.id, choice=choice)
     return None

@@ -153,17 +153,16 @@ class _Regrouping:
                 pipeline, choice.rollout_nodes, choice.num_new_rollout_nodes
             ):
                 return False
-        before = self.ledger.copy()
-        try:
-            placement, _ = self.ledger.relocate(name, choice)
-        except IllegalTransitionError:
-            return False
-        after = self.ledger.group(placement.group)
-        if after.period_s > after.budget_s:
-            self.ledger.become(before)
-            return False
-        self.relocations.append(Relocation(pipeline=name, choice=choice))
-        return True
+        with self.ledger.trial() as trial:
+            try:
+                placement, _ = self.ledger.relocate(name, choice)
+            except IllegalTransitionError:
+                return False
+            after = self.ledger.group(placement.group)
+            trial.is_kept = after.period_s <= after.budget_s
+        if trial.is_kept:
+            self.relocations.append(Relocation(pipeline=name, choice=choice))
+        return trial.is_kept
 
     def _step_aside(self, pending: Sequence[PipelineId]) -> bool:
         """A pipeline that is in another's way leaves for a group of its own; its second move comes later."""
