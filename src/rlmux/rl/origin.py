@@ -9,10 +9,18 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from typing import Any
 
 from rlmux.rl.config import TrainingConfig
+
+NOT_OF_THE_PLAN = {
+    ("rollout", "num_workers"),
+    ("train", "num_workers"),
+    ("algorithm", "max_logprob_gap"),
+    ("task", "reward_timeout_s"),
+}
+"""Fields that decide how fast a pipeline is, or when it fails, and never what its weights are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,8 +47,24 @@ class Origin:
 
 
 def plan_sha256(config: TrainingConfig) -> str:
-    """Hash of all that decides a pipeline's weights; numbers of workers are left out."""
-    plan = asdict(config)
-    for side in ("rollout", "train"):
-        del plan[side]["num_workers"]
-    return hashlib.sha256(json.dumps(plan, sort_keys=True, default=str).encode()).hexdigest()
+    """Hash of all that decides a pipeline's weights, as far as it differs from its default.
+
+    A key that a later rlmux adds, with the default that keeps what was, leaves the hash of a plan as it is.
+    """
+    return hashlib.sha256(json.dumps(_stated(config, ()), sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _stated(value: Any, path: tuple[str, ...]) -> dict[str, Any]:
+    """The fields of a dataclass that differ from their defaults, those inside included; fields without one stand."""
+    stated = {}
+    for one in fields(value):
+        now, here = getattr(value, one.name), (*path, one.name)
+        if here in NOT_OF_THE_PLAN:
+            continue
+        if is_dataclass(now):
+            within = _stated(now, here)
+            if within:
+                stated[one.name] = within
+        elif now != (one.default_factory() if one.default_factory is not MISSING else one.default):
+            stated[one.name] = now
+    return stated

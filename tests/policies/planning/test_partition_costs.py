@@ -36,20 +36,31 @@ state_bytes = st.sampled_from([None, 2.0, 6.0])
 
 @st.composite
 def pipelines(draw):
+    """Some hold their devices longer than they compute, but not so long that their SLO is broken by that alone."""
+    slos = draw(st.lists(st.floats(1, 3), min_size=1, max_size=5))
+    estimates = [
+        PhaseSeconds(rollout_s=draw(st.floats(10, 100)), train_s=draw(st.floats(10, 100)), sync_s=draw(seconds))
+        for _ in slos
+    ]
     return [
         Pipeline(
             id=PipelineId(f"p{number}"),
             num_steps=None,
-            estimate=PhaseSeconds(
-                rollout_s=draw(st.floats(10, 100)), train_s=draw(st.floats(10, 100)), sync_s=draw(seconds)
-            ),
+            estimate=estimate,
+            held=draw(st.sampled_from([None, _longer(estimate, min(slo, 1.3) * (1 - 1e-9))])),
             colocated_estimate=draw(st.sampled_from([None, PhaseSeconds(rollout_s=60.0, train_s=60.0)])),
-            slo_slowdown=draw(st.floats(1, 3)),
+            slo_slowdown=slo,
             switch=draw(st.one_of(st.none(), st.builds(SwitchEstimate, rollout_s=seconds, train_s=seconds))),
             footprint=Footprint(rollout_device_bytes=draw(state_bytes), train_device_bytes=draw(state_bytes)),
         )
-        for number in range(draw(st.integers(1, 5)))
+        for number, (slo, estimate) in enumerate(zip(slos, estimates, strict=True))
     ]
+
+
+def _longer(estimate: PhaseSeconds, factor: float) -> PhaseSeconds:
+    return PhaseSeconds(
+        rollout_s=estimate.rollout_s * factor, train_s=estimate.train_s * factor, sync_s=estimate.sync_s
+    )
 
 
 def in_the_books(candidate, made):
@@ -104,3 +115,21 @@ def test_a_pair_whose_switches_break_an_slo_is_not_proposed():
     assert found(None) == [(0, 1)]
     assert found(SwitchEstimate(rollout_s=2.0, train_s=2.0)) == [(0, 1)]  # 104 s of 105
     assert found(SwitchEstimate(rollout_s=2.0, train_s=3.0)) == []  # a member's own step, or the training node: 106 s
+
+
+def test_phases_count_as_long_as_they_hold_their_devices():
+    def found(held_s):
+        pair = [
+            Pipeline(
+                id=PipelineId(name),
+                num_steps=None,
+                estimate=PhaseSeconds(rollout_s=50.0, train_s=50.0),
+                held=PhaseSeconds(rollout_s=50.0, train_s=held_s),
+                slo_slowdown=1.05,
+            )
+            for name in "ab"
+        ]
+        return [c.members for c in candidate_groups([demand_of(one) for one in pair], PRICES) if len(c.members) == 2]
+
+    assert found(50.0) == [(0, 1)]
+    assert found(53.0) == []  # the training node is held for 106 s of 105

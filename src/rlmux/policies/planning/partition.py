@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from rlmux.core.group_load import MAX_PIPELINES_PER_GROUP, budget_of, has_footprint, solo_s, sync_s
+from rlmux.core.group_load import MAX_PIPELINES_PER_GROUP, budget_of, has_footprint, phases_of, solo_s, sync_s
 from rlmux.core.model import Pipeline
 
 
@@ -70,12 +70,17 @@ class PipelineDemand:
 
 
 def demand_of(pipeline: Pipeline, slo_margin: float = 0.0) -> PipelineDemand:
-    """The pipeline in numbers; `slo_margin` is the part of its budget kept in hand, as far as it exceeds T_solo."""
-    estimate, footprint, switch = pipeline.estimate, pipeline.footprint, pipeline.switch
+    """The pipeline in numbers; `slo_margin` is the part of its budget kept in hand, as far as it exceeds T_solo.
+
+    Its phases count as long as they hold their devices, as in the ledger's groups.
+    """
+    footprint, switch = pipeline.footprint, pipeline.switch
+    rollout_s, train_s = phases_of(pipeline)
+    alone_s = max(solo_s(pipeline), rollout_s + train_s + sync_s(pipeline))
     return PipelineDemand(
-        rollout_s=estimate.rollout_s if estimate else 0.0,
-        train_s=estimate.train_s if estimate else 0.0,
-        budget_s=max(solo_s(pipeline), budget_of(pipeline) * (1.0 - slo_margin)),
+        rollout_s=rollout_s,
+        train_s=train_s,
+        budget_s=max(alone_s, budget_of(pipeline) * (1.0 - slo_margin)),
         num_rollout_nodes=pipeline.num_rollout_nodes,
         num_train_nodes=pipeline.num_train_nodes,
         rollout_bytes=footprint.rollout_host_bytes,
