@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 import subprocess
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,10 @@ PAGES = {
 }
 USAGE_ERROR = typer.BadParameter.__bases__[0]
 """What a wrong command line raises; typer exports its children only."""
+EXAMPLE_POLICIES = tomllib.loads((ROOT / "examples" / "plugin" / "pyproject.toml").read_text(encoding="utf-8"))[
+    "project"
+]["entry-points"]["rlmux.policies"]
+"""Names of policies that the example package adds."""
 HISTORY = {"CHANGELOG.md"}
 """Pages that name what was, too."""
 
@@ -78,7 +83,7 @@ def test_every_command_on_the_pages_is_one_that_the_program_takes(page, line):
         if value.startswith("examples/"):
             assert (ROOT / value).is_file(), f"{page}: {value} is no example"
     for name in str(context.params.get("policies") or context.params.get("policy") or "solo").split(","):
-        assert name in POLICIES, f"{page}: {name} is no policy"
+        assert name in {*POLICIES, *EXAMPLE_POLICIES}, f"{page}: {name} is no policy"
 
 
 def test_every_option_beside_a_command_in_running_text_exists():

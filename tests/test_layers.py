@@ -1,13 +1,13 @@
 """The house: which room may import which, and what from outside. Read from the source, not from what ran.
 
-cli
+cli    | api            words, and Python values
 papers | profiling
 sim    | runtime
        | engines
        | rl
 report |
 policies
-core          (config: the user's file)
+core          (config: the user's file; plugins: what users add by name)
 """
 
 from __future__ import annotations
@@ -26,20 +26,27 @@ TRAINING = {"torch", "transformers", "safetensors", "tokenizers"}
 ROOMS: dict[str, tuple[set[str], set[str]]] = {
     # room: (what it may import of rlmux, what from outside)
     "core": (set(), set()),
-    "policies": ({"core"}, {"ortools"}),
+    "policies": ({"core", "plugins"}, {"ortools"}),
     "report": ({"core"}, set()),
-    "rl": ({"core.model", "core.errors"}, {*TRAINING, "annotated_types", "reasoning_gym", "gymnasium", "pyarrow"}),
+    "rl": (
+        {"core.model", "core.errors", "plugins"},
+        {*TRAINING, "annotated_types", "reasoning_gym", "gymnasium", "pyarrow"},
+    ),
     "engines": ({"core.model", "core.errors", "rl"}, {*TRAINING, "numpy", "psutil"}),
-    "sim": ({"core", "policies", "report", "config"}, {"numpy"}),
+    "sim": ({"core", "policies", "report", "config", "plugins"}, {"numpy"}),
     "papers": ({"core", "policies", "report", "sim"}, {"numpy"}),
-    "runtime": ({"core", "policies", "report", "rl", "engines", "config"}, {*TRAINING, "psutil", "tensorboard"}),
+    "runtime": (
+        {"core", "policies", "report", "rl", "engines", "config", "plugins"},
+        {*TRAINING, "psutil", "tensorboard"},
+    ),
     "profiling": ({"core", "rl", "engines", "sim.models"}, TRAINING),
     "config": (
-        {"core.model", "core.errors", "rl.config"},
+        {"core.model", "core.errors", "rl.config", "plugins"},
         {"pydantic", "pydantic_core", "annotated_types", "yaml"},
     ),
+    "api": ({"core", "policies", "report", "sim", "runtime", "config", "plugins"}, {"yaml", "pandas"}),
     "cli": (
-        {"core", "policies", "report", "rl", "engines", "sim", "papers", "runtime", "profiling", "config"},
+        {"core", "policies", "report", "rl", "engines", "sim", "papers", "runtime", "profiling", "config", "plugins"},
         {"typer", "rich", "psutil"},
     ),
 }

@@ -19,8 +19,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from rlmux.cli import folders
 from rlmux.report.folder_lock import FolderInUseError, FolderLock
+from rlmux.runtime import folders
 
 LONG = """\
 cluster: {pools: {rollout: {devices: 1}, train: {devices: 1}}}

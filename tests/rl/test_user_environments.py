@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from rlmux.cli.preflight import complaints_about
 from rlmux.core.errors import UserError
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.pipeline_env import PipelineEnv
 from rlmux.rl.preflight import complaint_about
 from rlmux.rl.types import FinishedTurn
 from rlmux.rl.vocabulary import CharVocabulary
+from rlmux.runtime.preflight import complaints_about
 
 MakeConfig = Callable[..., TrainingConfig]
 Finish = Callable[..., FinishedTurn]

@@ -9,6 +9,7 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from rlmux import plugins
 from rlmux.config import Purpose, Spec, load_spec
 from rlmux.core.errors import UserError
 
@@ -40,11 +41,11 @@ def load_for_submission(file: str, sets: Sequence[str] | None, run: Spec) -> Spe
 def _load(
     file: str, sets: Sequence[str] | None, policy: str | None, purpose: Purpose, cluster_of: Spec | None = None
 ) -> Spec:
-    from rlmux.cli.preflight import complaints_about
     from rlmux.policies import POLICIES
+    from rlmux.runtime.preflight import complaints_about
 
     if policy is not None:
-        _check_choice("--policy", policy, list(POLICIES))
+        _check_policy("--policy", policy)
     spec = load_spec(
         file,
         overrides=sets or (),
@@ -55,17 +56,33 @@ def _load(
     )
     for hint in spec.hints:
         print(f"rlmux: {hint}", file=sys.stderr)
-    return spec if policy is None else replace(spec, policy=policy)
+    spec = spec if policy is None else replace(spec, policy=policy)
+    _look_for_plugin(spec)
+    return spec
+
+
+def _look_for_plugin(spec: Spec) -> None:
+    """Let a policy of the user's own be found in the folder of the file's code."""
+    if plugins.is_plugin("policy", spec.policy):
+        plugins.look_in(spec.code_folder)
 
 
 def policy_names(text: str) -> tuple[str, ...]:
     """The names of a comma-separated list, each of them a policy, none twice."""
-    from rlmux.policies import POLICIES
-
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     for name in names or ("",):
-        _check_choice("--policies", name, list(POLICIES))
+        _check_policy("--policies", name)
     return tuple(dict.fromkeys(names))
+
+
+def _check_policy(option: str, name: str) -> None:
+    """Raises UserError for a name that is neither built in nor a plug-in's, whose module is looked for here too."""
+    from rlmux.policies import POLICIES
+
+    if plugins.is_plugin("policy", name):
+        plugins.look_in(Path.cwd())
+    else:
+        _check_choice(option, name, list(POLICIES))
 
 
 def check_backend(backend: str) -> None:
@@ -96,7 +113,7 @@ def workload_or_run(
         return workload(text, sets)
     if sets:
         raise UserError(f"--set {sets[0]}: only a YAML file takes overrides, and a run is as it was")
-    from rlmux.cli import folders
+    from rlmux.runtime import folders
     from rlmux.sim.workloads.recorded import recorded_workload
 
     folders.check_run(run)
@@ -121,6 +138,7 @@ def policy_and_switches(spec: Spec, profile: Path | None) -> tuple[Policy, Estim
     from rlmux.policies import make_policy
     from rlmux.runtime.launch import estimate_nothing
 
+    _look_for_plugin(spec)
     if profile is None:
         return make_policy(spec.policy), estimate_nothing
     from rlmux.profiling.interference import fractions_here  # brings torch along, to look at the devices
@@ -155,6 +173,8 @@ def workload(text: str, sets: Sequence[str] | None) -> Workload | str:
     if suffix in (".yaml", ".yml"):
         return workload_of(load_for_plan(text, sets, None))
     if not sets:
+        if ":" in text:  # perhaps module:function, which may be here
+            plugins.look_in(Path.cwd())
         return text
     if suffix != ".csv":
         raise UserError(

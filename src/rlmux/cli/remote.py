@@ -13,8 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rlmux.cli import folders, inputs, tables
+from rlmux.cli import inputs, tables
 from rlmux.core.errors import UserError
+from rlmux.runtime import folders
 from rlmux.runtime.control_socket import ask
 from rlmux.runtime.run_status import StatusReader
 

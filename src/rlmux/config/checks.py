@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields
 from enum import StrEnum
 from pathlib import Path
 
+from rlmux import plugins
 from rlmux.config import references
 from rlmux.config.checkpoint_folder import check_checkpoint
 from rlmux.config.explain import nearest_hint, shown_value, spec_error
@@ -91,7 +92,7 @@ class Checks:
 
     def _check_policy(self) -> None:
         policy = self.config.policy
-        if self.policies is not None and policy not in self.policies:
+        if self.policies is not None and policy not in self.policies and not plugins.is_plugin("policy", policy):
             hint = nearest_hint(policy, self.policies)
             raise self._error(["policy"], f"is {policy!r}: no such policy; {hint}")
 

@@ -209,7 +209,8 @@ class RunConfig(FromFile):
     code_folder: str | None = None
     """Folder of reward modules, relative to this file; without: the file's own folder."""
     policy: str = "rollmux"
-    """Policy that decides, unless the command line names another (docs/cli.md lists policies)."""
+    """Policy that decides, unless the command line names another (docs/cli.md lists policies), or one of your own:
+    `module:Class` in `code_folder` or installed."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Keys of a pipeline, merged under each of them. A pipeline's own `task` or `model` is taken whole."""
     pipelines: Annotated[tuple[PipelineConfig, ...], MinLen(1)]

@@ -10,6 +10,7 @@
     ├── LogError                      the run log is unreadable, torn beyond repair, or of a newer schema
     ├── StorageError                  the disk is full or fails: the run stops, and can be resumed
     └── IllegalTransitionError        our own bug: an event or order that the state does not allow
+        └── PolicyError               a policy's: its choice, or its way to one, breaks a promise of policies
 
 All of them pickle, because they cross processes.
 """
@@ -55,3 +56,7 @@ class StorageError(RlmuxError):
 
 class IllegalTransitionError(RlmuxError):
     """An event or a choice that the present state does not allow. The text shows the recent events."""
+
+
+class PolicyError(IllegalTransitionError):
+    """A policy chose what is not allowed, or not from its view alone. The text names the policy and the promise."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import deque
 
 from rlmux.core.actions import Action
-from rlmux.core.errors import IllegalTransitionError
+from rlmux.core.errors import IllegalTransitionError, PolicyError
 from rlmux.core.events import Event
 
 _NUM_RECENT_EVENTS = 12
@@ -34,9 +34,12 @@ class Journal:
 
     def illegal(self, what: str) -> IllegalTransitionError:
         """The error to raise for an event that does not fit the state."""
-        events = "\n  ".join(str(event) for event in self._recent_events)
-        return IllegalTransitionError(f"{what}\nrecent events, newest last:\n  {events}")
+        return IllegalTransitionError(self._with_recent_events(what))
 
-    def illegal_choice(self, what: str) -> IllegalTransitionError:
+    def illegal_choice(self, what: str) -> PolicyError:
         """The error to raise for a policy's choice that is not allowed; `what` continues "policy NAME ..."."""
-        return self.illegal(f"policy {self.policy_name} {what}")
+        return PolicyError(self._with_recent_events(f"policy {self.policy_name} {what}"))
+
+    def _with_recent_events(self, what: str) -> str:
+        events = "\n  ".join(str(event) for event in self._recent_events)
+        return f"{what}\nrecent events, newest last:\n  {events}"

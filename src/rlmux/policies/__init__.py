@@ -1,21 +1,22 @@
 """The policies, by the name a user types: one file a policy, the one-rule baselines together.
 
 `planning/` holds the algorithms they share. To add a policy, write its file and its line here; `core/policy.py` says
-what it is asked.
+what it is asked. A policy outside rlmux is a plug-in (`of_users.py`), named `module:Class` or by an entry point.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import fields, is_dataclass, replace
-from difflib import get_close_matches
 from typing import Any
 
+from rlmux import plugins
 from rlmux.core.errors import UserError
 from rlmux.core.policy import Policy
 from rlmux.core.sharing import SharingTable
 from rlmux.policies.baselines import Colocated, Fifo, GapRatio, Gavel, MostIdle, RandomGroups, Solo, Split
 from rlmux.policies.jigsaw import Jigsaw
+from rlmux.policies.of_users import Checked, user_policy
 from rlmux.policies.optimal import Optimal
 from rlmux.policies.rlmux import RlMux
 from rlmux.policies.rollmux import RollMux
@@ -42,6 +43,12 @@ POLICIES: Mapping[str, Callable[[], Policy]] = {
 """Maker of each policy, by the name that a user types."""
 
 
+def check_policy(name: str) -> None:
+    """Raises UserError for a name that is neither built in nor a plug-in that could be one. Nothing is imported."""
+    if name not in POLICIES and not plugins.is_plugin("policy", name):
+        plugins.find("policy", name, tuple(POLICIES))
+
+
 def make_policy(name: str, *, seed: int = 0, sharing: SharingTable | None = None, **options: Any) -> Policy:
     """The policy of that name with these options: the one way to make a policy.
 
@@ -49,24 +56,29 @@ def make_policy(name: str, *, seed: int = 0, sharing: SharingTable | None = None
     ignore them (`policy.sharing` is then None). Raises UserError for a name or an option that is unknown.
     """
     if name not in POLICIES:
-        near = get_close_matches(name, POLICIES, n=1)
-        hint = f"; did you mean {near[0]!r}?" if near else ""
-        raise UserError(f"policy {name!r} is unknown; accepted: {', '.join(POLICIES)}{hint}")
-    policy: Any = POLICIES[name]()
+        of_user = user_policy(name, tuple(POLICIES))
+        made: Policy = replace(of_user, asked=_with_options(of_user.asked, name, seed, options))
+    else:
+        made = _with_options(POLICIES[name](), name, seed, options)
+    return made if sharing is None else with_sharing(made, sharing)
+
+
+def _with_options(policy: Any, name: str, seed: int, options: Mapping[str, Any]) -> Policy:
     known = [item.name for item in fields(policy)] if is_dataclass(policy) else []
     for key in options:
         if key not in known:
             raise UserError(f"policy {name!r} has no option {key!r}; accepted: {', '.join(known)}")
-    if "seed" in known:
-        options = {"seed": seed, **options}
-    made: Policy = replace(policy, **options)
-    return made if sharing is None else with_sharing(made, sharing)
+    drawing = {"seed": seed} if "seed" in known else {}
+    made: Policy = replace(policy, **{**drawing, **options})
+    return made
 
 
 def with_sharing(policy: Policy, sharing: SharingTable) -> Policy:
     """The same policy with this table; the policy itself where it gives devices whole."""
     if policy.sharing is None:
         return policy
+    if isinstance(policy, Checked):
+        return policy.with_sharing(sharing)
     known: Any = policy
     made: Policy = replace(known, sharing=sharing)
     return made

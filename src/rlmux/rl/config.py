@@ -20,6 +20,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from annotated_types import Ge, Gt, Le, Lt, Predicate
 
 from rlmux.core.errors import UserError
+from rlmux.plugins import is_reference
 
 ARCHITECTURES = ("qwen3", "llama")
 """Values of `model_type` in config.json that the engines know how to run."""
@@ -40,18 +41,13 @@ def is_name(text: str) -> bool:
     return re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", text) is not None
 
 
-def is_function_reference(text: str) -> bool:
-    """Whether this is `module:function`, both of them Python names."""
-    return re.fullmatch(r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*", text) is not None
-
-
 Name = Annotated[str, Predicate(is_name), Takes("1 to 64 letters, digits, '-' and '_', as it names a folder")]
 Count = Annotated[int, Ge(1)]
 PositiveFloat = Annotated[float, Gt(0)]
 NonNegativeFloat = Annotated[float, Ge(0)]
 BetaFloat = Annotated[float, Ge(0), Lt(1)]
-FunctionReference = Annotated[str, Predicate(is_function_reference), Takes("module:function, such as my_rewards:score")]
-ClassReference = Annotated[str, Predicate(is_function_reference), Takes("module:Class, such as my_tools:Calculator")]
+FunctionReference = Annotated[str, Predicate(is_reference), Takes("module:function, such as my_rewards:score")]
+ClassReference = Annotated[str, Predicate(is_reference), Takes("module:Class, such as my_tools:Calculator")]
 
 
 class MisfitError(UserError):
@@ -129,7 +125,8 @@ class TaskConfig(FromFile):
     """
 
     name: str
-    """A built-in task (listed above), `reasoning-gym:NAME`, or `file`."""
+    """A built-in task (listed above), `reasoning-gym:NAME`, `file`, or a task of your own: `module:Class` in
+    `code_folder` or installed, or a name that an installed package adds."""
     params: Mapping[str, Any] = field(default_factory=dict)
     """Options of a built-in or reasoning-gym task: the further keys."""
     path: str | None = None

@@ -10,15 +10,17 @@ user's code has the time limit here that it has in training. Nothing needs torch
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
+from rlmux import plugins
 from rlmux.core.errors import PipelineError, UserError
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.conversations import check_reply
 from rlmux.rl.demonstrations import demonstration_batch
 from rlmux.rl.rewards import Response, Reward
-from rlmux.rl.tasks import Task, make_task
+from rlmux.rl.tasks import Task, is_of_user, make_task
 from rlmux.rl.tasks.file_rows import FileTask
 from rlmux.rl.types import Prompt
 from rlmux.rl.user_code import call_and_await, call_each
@@ -38,7 +40,8 @@ def _ignore(key: str) -> None:
 def calls_user_code(config: TrainingConfig) -> bool:
     """Whether the checks of this pipeline run code that is not ours, or load what training alone needs."""
     task = config.task
-    return task.reward is not None or task.environment is not None or config.model.path is not None
+    has_code = task.reward is not None or task.environment is not None or is_of_user(task.name)
+    return has_code or config.model.path is not None
 
 
 def complaint_about(config: TrainingConfig, before_user_code: Callable[[str], None] = _ignore) -> str | None:
@@ -49,6 +52,9 @@ def complaint_about(config: TrainingConfig, before_user_code: Callable[[str], No
     """
     try:
         vocabulary = load_vocabulary(config.model)
+        if is_of_user(config.task.name):
+            before_user_code("name")
+            return _complaint_about_task(config, vocabulary)
         task = make_task(config.task, seed=config.seed, vocabulary=vocabulary)
         stop_tokens_of(vocabulary, task.stop)
         _check_prompts(config, task, vocabulary)
@@ -58,6 +64,23 @@ def complaint_about(config: TrainingConfig, before_user_code: Callable[[str], No
             _check_reward(config, task, before_user_code)
     except UserError as error:
         return str(error)
+    return None
+
+
+def _complaint_about_task(config: TrainingConfig, vocabulary: Vocabulary) -> str | None:
+    """The same for a task of the user's own, which may raise anything."""
+    try:
+        task = make_task(config.task, seed=config.seed, vocabulary=vocabulary)
+        stop_tokens_of(vocabulary, task.stop)
+        _check_prompts(config, task, vocabulary)
+        prompt = task.prompt(0)
+        score = task.score(prompt, prompt.answer or "")
+    except UserError:
+        raise
+    except Exception as error:
+        return f"task.name: {config.task.name} raised {plugins.described(error)}"
+    if isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score):
+        return f"task.name: {config.task.name}: its score of prompt 0 is {score!r}; accepted: a finite number"
     return None
 
 

@@ -24,7 +24,8 @@ def report(
     \b
     Example: rlmux report runs/demo
     """
-    from rlmux.cli import folders, tables
+    from rlmux.cli import tables
+    from rlmux.runtime import folders
 
     folders.check_run(folder)
     if graph is not None:

@@ -50,7 +50,8 @@ def run(
     \b
     Example: rlmux run examples/01_two_pipelines.yaml --policy rollmux --set 'pipelines.*.steps=10'
     """
-    from rlmux.cli import folders, inputs
+    from rlmux.cli import inputs
+    from rlmux.runtime import folders
 
     inputs.check_backend(backend)
     spec = inputs.load_for_run(file, sets, policy)
@@ -92,7 +93,8 @@ def compare(
     \b
     Example: rlmux compare examples/01_two_pipelines.yaml --policies solo,colocated,rollmux
     """
-    from rlmux.cli import folders, inputs
+    from rlmux.cli import inputs
+    from rlmux.runtime import folders
 
     inputs.check_backend(backend)
     names = inputs.policy_names(policies)
@@ -139,7 +141,7 @@ def resume(
     \b
     Example: rlmux resume runs/demo
     """
-    from rlmux.cli import folders
+    from rlmux.runtime import folders
 
     folders.check_run(folder, may_be_damaged=salvage)
     if salvage:
@@ -147,8 +149,8 @@ def resume(
 
     from rlmux.cli import inputs
     from rlmux.cli.live import Live
-    from rlmux.cli.preflight import complaints_about
     from rlmux.runtime import launch
+    from rlmux.runtime.preflight import complaints_about
 
     with _telling_of_salvage(folder):
         spec = launch.spec_of(folder)
@@ -208,7 +210,8 @@ def chaos(
     \b
     Example: rlmux chaos examples/01_two_pipelines.yaml --kills 20 --seed 1 --set 'pipelines.*.steps=20'
     """
-    from rlmux.cli import folders, inputs
+    from rlmux.cli import inputs
+    from rlmux.runtime import folders
 
     spec = inputs.load_for_run(file, sets, policy)
     from rlmux.cli import chaos as chaos_display

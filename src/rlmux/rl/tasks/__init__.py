@@ -1,4 +1,4 @@
-"""Tasks by name. A new built-in is a class and a line in `TASKS`."""
+"""Tasks by name. A new built-in is a class and a line in `TASKS`; a task of a user's own is a plug-in."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
+from rlmux import plugins
 from rlmux.core.errors import UserError
 from rlmux.rl.config import TaskConfig
 from rlmux.rl.tasks.arithmetic import AddTask, ChainTask
@@ -30,6 +31,13 @@ TASKS: dict[str, Callable[[Mapping[str, Any], int], Task]] = {
 """Built-in tasks: each takes (params, seed)."""
 
 _GYM_PREFIX = "reasoning-gym:"
+_ASKED = ("stop", "is_single_turn", "prompt", "demonstration", "score", "environment")
+
+
+def is_of_user(name: str) -> bool:
+    """Whether a plug-in answers to this name of a task. Nothing is imported."""
+    is_ours = name in TASKS or name == "file" or name.startswith(_GYM_PREFIX)
+    return not is_ours and plugins.is_plugin("task", name)
 
 
 def make_task(config: TaskConfig, *, seed: int, vocabulary: Vocabulary) -> Task:
@@ -52,10 +60,30 @@ def make_task(config: TaskConfig, *, seed: int, vocabulary: Vocabulary) -> Task:
             render_chat=vocabulary.render_chat,
             environment=config.environment,
         )
+    if is_of_user(config.name):
+        return _of_user(config, seed)
     if config.name not in TASKS:
         close = get_close_matches(config.name, [*TASKS, "file"], n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise UserError(
-            f"task.name: unknown task {config.name!r}; {hint}accepted: {', '.join(TASKS)}, file, reasoning-gym:NAME"
+            f"task.name: unknown task {config.name!r}; {hint}accepted: {', '.join(TASKS)}, file, reasoning-gym:NAME, "
+            "or module:Class of your own"
         )
     return TASKS[config.name](config.params, seed)
+
+
+def _of_user(config: TaskConfig, seed: int) -> Task:
+    """The user's task, made from (params, seed) as ours are."""
+    make = plugins.find("task", config.name, (*TASKS, "file"))
+    try:
+        made: Task = make(config.params, seed)
+    except UserError:
+        raise
+    except Exception as error:  # the user's code may raise anything
+        raise UserError(
+            f"task.name: {config.name!r} made from (params, seed) raised {plugins.described(error)}"
+        ) from error
+    absent = [name for name in _ASKED if not hasattr(made, name)]
+    if absent:
+        raise UserError(f"task.name: {config.name!r} has no {absent[0]!r}; accepted: a class with {', '.join(_ASKED)}")
+    return made

@@ -8,6 +8,7 @@
     pair             two recorded pipelines at the grain of sub-stages        (JigsawRL)
     FILE.csv         a trace of one's own, a pipeline a row: `trace_csv.py`
     FILE.yaml        a file with cluster and pipelines: `spec_file.py`
+    module:function  one of the user's own, or a name that an installed package adds: `plugins.py`
 
 A workload is a frozen value: built once from (name, seed, parameters), simulated under any number of
 policies. SLOs and durations come from generators seeded by `seed` alone, in the order of arrival.
@@ -24,6 +25,7 @@ from inspect import signature
 from pathlib import Path
 from typing import Any
 
+from rlmux import plugins
 from rlmux.core.errors import UserError
 from rlmux.core.model import PhaseSeconds, Pipeline, PipelineId, Stage
 from rlmux.sim import tables
@@ -45,16 +47,28 @@ __all__ = ["Arrival", "Workload", "build", "load", "micro_gpus", "names", "param
 
 
 def load(text: str, *, seed: int = 0) -> Workload:
-    """A workload as a user names it: a .csv or .yaml file, a name, or NAME:key=value,key=value."""
+    """A workload as a user names it: a .csv or .yaml file, a name, or NAME:key=value,key=value.
+
+    A name is built in, one that an installed package adds, or `module:function`.
+    """
     if text.endswith(".csv"):
         return trace_csv.load(Path(text))
     if text.endswith((".yaml", ".yml")):
         from rlmux.sim.workloads import spec_file  # brings pydantic and YAML along
 
         return spec_file.load(text)
-    name, _, assignments = text.partition(":")
+    name, assignments = name_and_params(text)
     params = dict(_param(name, item) for item in assignments.split(",") if item)
     return build(name, seed=seed, **params)
+
+
+def name_and_params(text: str) -> tuple[str, str]:
+    """(name, parameters as they were typed) of NAME or NAME:key=value,key=value."""
+    first, _, rest = text.partition(":")
+    second, _, others = rest.partition(":")
+    if first not in _BUILDERS and plugins.is_reference(f"{first}:{second}"):
+        return f"{first}:{second}", others
+    return first, rest
 
 
 def _param(workload: str, item: str) -> tuple[str, Any]:
@@ -71,18 +85,38 @@ def _param(workload: str, item: str) -> tuple[str, Any]:
 
 def build(name: str, *, seed: int = 0, **params: Any) -> Workload:
     """The workload of that name. Unknown names and parameters are refused with what there is."""
+    if name not in _BUILDERS and plugins.is_plugin("workload", name):
+        return _of_user(name, seed, params)
     builder = _BUILDERS.get(name)
     if builder is None:
         near = get_close_matches(name, _BUILDERS, n=1)
         hint = f"; did you mean {near[0]!r}?" if near else ""
         raise UserError(
-            f"workload {name!r} is neither the path of a .csv or .yaml file nor built in: {', '.join(_BUILDERS)}{hint}"
+            f"workload {name!r} is neither the path of a .csv or .yaml file, nor module:function, nor built in: "
+            f"{', '.join(_BUILDERS)}{hint}"
         )
     unknown = [key for key in params if key not in params_of(name)]
     if unknown:
         accepted = ", ".join(params_of(name))
         raise UserError(f"workload {name!r} has no parameter {unknown[0]!r}; accepted: {accepted}")
     return builder(seed=seed, **params)
+
+
+def _of_user(name: str, seed: int, params: Mapping[str, Any]) -> Workload:
+    builder = plugins.find("workload", name, names())
+    known = _params_of(builder)
+    unknown = [key for key in params if key not in known]
+    if unknown:
+        raise UserError(f"workload {name!r} has no parameter {unknown[0]!r}; accepted: {', '.join(known) or 'none'}")
+    try:
+        made = builder(seed=seed, **params)
+    except UserError:
+        raise
+    except Exception as error:  # the user's code may raise anything
+        raise UserError(f"workload {name!r} with seed {seed} raised {plugins.described(error)}") from error
+    if not isinstance(made, Workload):
+        raise UserError(f"workload {name!r} returned {made!r}; accepted: an rlmux.sim.workloads.arrivals.Workload")
+    return made
 
 
 def names() -> tuple[str, ...]:
@@ -376,6 +410,9 @@ _BUILDERS: Mapping[str, Callable[..., Workload]] = {
 
 def params_of(name: str) -> tuple[str, ...]:
     """The parameters that a built-in workload takes: what its builder has default values for, but its name and seed."""
-    builder = _BUILDERS[name]
+    return _params_of(_BUILDERS[name])
+
+
+def _params_of(builder: Callable[..., Any]) -> tuple[str, ...]:
     given = signature(builder.func if isinstance(builder, partial) else builder).parameters.values()
     return tuple(each.name for each in given if each.default is not each.empty and each.name not in ("seed", "name"))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from rlmux.cli import preflight
 from rlmux.rl.config import TaskConfig, TrainingConfig
+from rlmux.runtime import preflight
 
 REWARDS = """
 import time

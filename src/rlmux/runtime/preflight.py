@@ -36,7 +36,9 @@ _PATIENCE_S = 40.0
 _SILENCE_S = 3.0
 """Longest wait that is not told."""
 
-_CHILD = "import sys; sys.path[:] = sys.argv[2:]; from rlmux.cli import preflight; preflight.serve(int(sys.argv[1]))"
+_CHILD = (
+    "import sys; sys.path[:] = sys.argv[2:]; from rlmux.runtime import preflight; preflight.serve(int(sys.argv[1]))"
+)
 
 
 def complaints_about(
@@ -138,7 +140,7 @@ def _next_of_user(events: _Events, what: str, limit_s: float) -> dict[str, Any]:
 
 
 def _named(task: TaskConfig, key: str) -> str:
-    return f"{key} {getattr(task, key)} on a sample"
+    return f"{'task' if key == 'name' else key} {getattr(task, key)} on a sample"
 
 
 def _complaint_about_time(task: TaskConfig, key: str, waited_s: float) -> str | None:

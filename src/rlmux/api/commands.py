@@ -1,0 +1,189 @@
+"""load, plan, simulate, run, compare: what the commands of these names do.
+
+file ─▶ load ─▶ Spec ─┬▶ plan, simulate    dictionaries, the keys of `--json`
+                      └▶ run, compare      real training; a Run, a dictionary
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from rlmux import plugins
+from rlmux.api.files import File, load_file
+from rlmux.api.runs import Run
+from rlmux.config import Purpose, Spec
+from rlmux.core.errors import UserError
+from rlmux.policies import check_policy, make_policy
+
+if TYPE_CHECKING:
+    from rlmux.runtime.controller import Listener
+    from rlmux.runtime.run import RunResult
+    from rlmux.sim.workloads.arrivals import Workload
+
+Progress = Callable[[int, int], None]
+"""Called with (simulations done, simulations in all)."""
+
+
+def load(
+    file: File,
+    *,
+    overrides: Sequence[str] = (),
+    policy: str | None = None,
+    purpose: Literal["run", "plan"] = "run",
+) -> Spec:
+    """Read and check a file: all that training needs (`run`), or all that planning and simulating needs (`plan`).
+
+    `overrides`: as `--set`, such as "pipelines.*.steps=10". Raises UserError for what is wrong with it.
+    """
+    if purpose not in ("run", "plan"):
+        raise UserError(f"purpose is {purpose!r}; accepted: run, plan")
+    return load_file(file, purpose=Purpose(purpose), overrides=overrides, policy=policy)
+
+
+def plan(file: File, *, policy: str | None = None, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """Where every pipeline would go, its step slowdown and dollars for an hour; starts nothing.
+
+    The keys are those of `rlmux plan --json` (docs/simulator.md).
+    """
+    from rlmux.sim import api
+    from rlmux.sim.workloads.spec_file import workload_of
+
+    spec = load_file(file, purpose=Purpose.PLAN, overrides=overrides, policy=policy)
+    return api.plan(workload_of(spec), policy=spec.policy)
+
+
+def simulate(
+    workload: File | Workload,
+    *,
+    policies: Sequence[str] = ("solo", "rollmux", "rlmux"),
+    seeds: int = 1,
+    overrides: Sequence[str] = (),
+    progress: Progress | None = None,
+    processes: int | None = None,
+    out: str | Path | None = None,
+) -> dict[str, Any]:
+    """Figures of every policy on a file's pipelines, or on a workload by name, such as "weave".
+
+    `seeds`: workloads of seeds 0 to seeds - 1; figures are means with min and max. `processes`: by default one a core.
+    `out`: a folder for pictures. The keys are those of `rlmux simulate --json` (docs/simulator.md).
+    """
+    from rlmux.sim import api
+
+    for name in policies:
+        check_policy(name)
+        if plugins.is_plugin("policy", name):
+            plugins.look_in(Path.cwd())
+    return api.simulate(
+        _workload(workload, overrides),
+        policies=tuple(policies),
+        num_seeds=seeds,
+        progress=progress,
+        num_processes=processes,
+        out=None if out is None else Path(out),
+    )
+
+
+def _workload(workload: File | Workload, overrides: Sequence[str]) -> str | Workload:
+    from rlmux.sim.workloads.arrivals import Workload as KnownWorkload
+    from rlmux.sim.workloads.spec_file import workload_of
+
+    if isinstance(workload, KnownWorkload):
+        return workload
+    is_name = isinstance(workload, str) and Path(workload).suffix not in (".yaml", ".yml")
+    if not is_name:
+        return workload_of(load_file(workload, purpose=Purpose.PLAN, overrides=overrides))
+    if overrides:
+        raise UserError(f"overrides {overrides[0]!r}: only a file takes them, and {workload!r} is none")
+    if plugins.is_plugin("workload", str(workload)):
+        plugins.look_in(Path.cwd())
+    return str(workload)
+
+
+def run(
+    file: File,
+    *,
+    policy: str | None = None,
+    overrides: Sequence[str] = (),
+    out: str | Path | None = None,
+    overwrite: bool = False,
+    backend: Literal["local", "ray"] = "local",
+    address: str | None = None,
+    listeners: Sequence[Listener] = (),
+) -> Run:
+    """Train the file's pipelines, and return when all are over or the run is stopped (`Run.is_over` tells).
+
+    `out`: the run's folder, by default a new one under runs/. `backend`, `address`: as `rlmux run` has them.
+    `listeners`: told of every event as it comes (`runtime/controller.py`). In the main thread Ctrl-C and SIGTERM stop
+    the run at the next safe point; it goes on with `Run.resume`.
+    Raises UserError before anything starts. A pipeline's own failure is in `Run.summary`, not raised.
+    """
+    from rlmux.runtime import folders
+
+    spec = load_file(file, purpose=Purpose.RUN, overrides=overrides, policy=policy)
+    with folders.chosen(_text(out), f"{_stem(file)}-{spec.policy}") as folder:
+        _start(spec, folder, overwrite=overwrite, backend=backend, address=address, listeners=listeners)
+        return Run(folder)
+
+
+def compare(
+    file: File,
+    *,
+    policies: Sequence[str] = ("solo", "colocated", "rollmux"),
+    overrides: Sequence[str] = (),
+    out: str | Path | None = None,
+    overwrite: bool = False,
+    backend: Literal["local", "ray"] = "local",
+    address: str | None = None,
+) -> dict[str, Any]:
+    """Train the same pipelines under each policy, one after another; ratios are to the first.
+
+    The keys are those of `rlmux compare --json`. Raises KeyboardInterrupt where a run is stopped.
+    """
+    from rlmux.runtime import comparison, folders
+
+    for name in policies:
+        check_policy(name)
+    spec = load_file(file, purpose=Purpose.RUN, overrides=overrides)
+    if any(plugins.is_plugin("policy", name) for name in policies):
+        plugins.look_in(spec.code_folder)
+
+    def start(one: Spec, into: Path) -> RunResult:
+        return _start(one, into, overwrite=False, backend=backend, address=address)
+
+    with folders.chosen(_text(out), f"{_stem(file)}-compare") as folder:
+        return comparison.run_each(spec, tuple(policies), folder, start, is_overwriting=overwrite)
+
+
+def _text(path: str | Path | None) -> str | None:
+    return None if path is None else str(path)
+
+
+def _stem(file: File) -> str:
+    """What a run's folder is named after."""
+    return Path(file).stem if isinstance(file, str | Path) else "run"
+
+
+def _start(
+    spec: Spec,
+    folder: Path,
+    *,
+    overwrite: bool,
+    backend: str,
+    address: str | None,
+    listeners: Sequence[Listener] = (),
+) -> RunResult:
+    from rlmux.runtime import launch
+
+    if backend not in ("local", "ray"):
+        raise UserError(f"backend is {backend!r}; accepted: local, ray")
+    return launch.start_run(
+        spec,
+        folder,
+        policy=make_policy(spec.policy),
+        listeners=listeners,
+        is_overwriting=overwrite,
+        backend=backend,
+        address=address,
+    )

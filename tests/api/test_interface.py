@@ -1,0 +1,177 @@
+"""`import rlmux`: the names that it offers, what they return, and how they refuse."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+import rlmux
+
+FILE = {
+    "cluster": {"pools": {"rollout": {"devices": 1}, "train": {"devices": 1}}},
+    "defaults": {
+        "steps": 2,
+        "model": {"hidden_size": 16, "layers": 1, "heads": 2, "kv_heads": 1, "intermediate_size": 32},
+        "algorithm": {"prompts_per_step": 2, "group_size": 2},
+        "rollout": {"max_new_tokens": 4, "slots": 4},
+    },
+    "pipelines": [
+        {"name": "a", "seed": 1, "task": "sort", "estimate": {"rollout_s": 2, "train_s": 1}},
+        {"name": "b", "seed": 2, "task": "reverse", "estimate": {"rollout_s": 1, "train_s": 2}},
+    ],
+}
+"""A file made in code, small enough to train in seconds."""
+
+
+def test_the_public_names_are_these():
+    assert sorted(rlmux.__all__) == [
+        "Connection",
+        "PipelineError",
+        "PolicyError",
+        "RlmuxError",
+        "Run",
+        "SpecError",
+        "Table",
+        "UserError",
+        "compare",
+        "connect",
+        "load",
+        "open_run",
+        "plan",
+        "run",
+        "simulate",
+    ]
+    for name in rlmux.__all__:
+        assert inspect.getdoc(getattr(rlmux, name)), name
+    assert set(dir(rlmux)) == {*rlmux.__all__, "__version__"}
+
+
+def test_a_name_that_is_not_there_is_refused_with_those_that_are():
+    with pytest.raises(AttributeError, match="no attribute 'simulat'; it has: Connection"):
+        rlmux.simulat  # noqa: B018
+
+
+def test_planning_and_simulating_need_no_torch():
+    code = (
+        "import sys; sys.modules.update(torch=None, transformers=None)\n"
+        f"import rlmux; file = {FILE!r}\n"
+        "assert rlmux.plan(file)['num_groups'] == 1\n"
+        "assert set(rlmux.simulate(file, policies=['solo', 'rlmux'], processes=1)['policies']) == {'solo', 'rlmux'}"
+    )
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+
+
+def test_a_file_made_in_code_plans_as_the_same_file_does(tmp_path):
+    spec = rlmux.load(FILE, policy="rollmux", overrides=["pipelines.*.steps=5"], purpose="plan")
+    (tmp_path / "file.yaml").write_text(spec.resolved, encoding="utf-8")
+    assert [one.pipeline.num_steps for one in spec.pipelines] == [5, 5]
+    assert rlmux.plan(spec) == rlmux.plan(tmp_path / "file.yaml", policy="rollmux")
+
+
+@pytest.mark.parametrize(
+    ("call", "line"),
+    [
+        (
+            lambda: rlmux.plan({**FILE, "pipeline": []}),
+            "mapping: pipeline is an empty list: unknown key; nearest: pipelines",
+        ),
+        (lambda: rlmux.plan(3), "3 is no file; accepted: a path, a mapping, or what rlmux.load returned"),
+        (lambda: rlmux.plan("nowhere.yaml"), "nowhere.yaml: no such file"),
+        (lambda: rlmux.plan(FILE, policy="rolmux"), "policy 'rolmux' is unknown"),
+        (lambda: rlmux.simulate("wave"), "workload 'wave' is neither"),
+        (lambda: rlmux.simulate("weave", overrides=["a=1"]), "only a file takes them"),
+        (lambda: rlmux.open_run("nowhere"), "nowhere: no such folder; accepted: the folder of a run"),
+        (lambda: rlmux.connect("http://127.0.0.1:1"), "accepted: the folder of a run that goes on"),
+        (lambda: rlmux.load(FILE, purpose="train"), "purpose is 'train'; accepted: run, plan"),
+    ],
+)
+def test_each_mistake_is_one_line(call, line):
+    with pytest.raises(rlmux.UserError) as refused:
+        call()
+    assert line in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    """A run of FILE that is over."""
+    pytest.importorskip("torch")
+    return rlmux.run(FILE, policy="rollmux", out=tmp_path_factory.mktemp("runs") / "run")
+
+
+def test_a_run_made_in_code_trains_every_pipeline(finished):
+    assert finished.is_over
+    assert {name: one["status"] for name, one in finished.summary["pipelines"].items()} == {
+        "a": "finished",
+        "b": "finished",
+    }
+
+
+def test_the_tables_of_a_run_are_plain_rows(finished):
+    assert [(row["pipeline"], row["step"]) for row in finished.steps] == [("a", 1), ("a", 2), ("b", 1), ("b", 2)]
+    assert {"reward_mean", "seconds"} <= set(finished.steps.columns)
+    assert [row["device"] for row in finished.devices] == ["rollout-0.0", "train-0.0"]
+    assert {row["stage"] for row in finished.orders} >= {"generate", "update"}
+    for device in finished.devices:
+        spans = [row for row in finished.intervals if row["device"] == device["device"]]
+        assert sum(row["end_s"] - row["start_s"] for row in spans) == pytest.approx(finished.summary["makespan_s"])
+
+
+def test_a_table_becomes_a_data_frame_where_pandas_is(finished):
+    pytest.importorskip("pandas")
+    frame = finished.steps.to_pandas()
+    assert list(frame.columns) == list(finished.steps.columns)
+    assert len(frame) == len(finished.steps)
+
+
+def test_without_pandas_the_line_says_how_to_get_it(finished, monkeypatch):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(rlmux.UserError, match="pip install pandas"):
+        finished.steps.to_pandas()
+
+
+def test_resuming_a_run_that_is_over_changes_nothing(finished):
+    before = finished.summary["pipelines"]
+    assert finished.resume().summary["pipelines"] == before
+
+
+def test_nothing_is_connected_to_a_run_that_is_over(finished):
+    with pytest.raises(rlmux.UserError, match="nothing runs here now"):
+        rlmux.connect(finished.folder)
+
+
+def test_pipelines_come_and_go_through_a_connection(tmp_path):
+    pytest.importorskip("torch")
+    folder = tmp_path / "run"
+    endless = {**FILE["pipelines"][0], "name": "endless", "steps": 100_000}
+    thread = threading.Thread(target=rlmux.run, args=({**FILE, "pipelines": [endless]},), kwargs={"out": folder})
+    thread.start()
+    try:
+        connection = _connected(folder, thread)
+        late = {**FILE["pipelines"][1], "name": "late"}
+        (outcome,) = connection.submit({"defaults": FILE["defaults"], "pipelines": [late]})
+        assert (outcome["pipeline"], outcome["outcome"]) == ("late", "placed")
+        assert connection.wait("late") == {"late": "finished"}
+        with pytest.raises(rlmux.UserError, match="no pipeline 'x'; accepted: endless, late"):
+            connection.wait("x")
+    finally:
+        rlmux.connect(folder).cancel("endless")
+        thread.join()
+    assert rlmux.open_run(folder).summary["pipelines"]["endless"]["status"] == "cancelled"
+
+
+def _connected(folder: Path, thread: threading.Thread) -> rlmux.Connection:
+    """A connection as soon as the run answers."""
+    while thread.is_alive():
+        try:
+            return rlmux.connect(folder)
+        except (rlmux.UserError, rlmux.RlmuxError):
+            time.sleep(0.05)
+    raise AssertionError("the run ended before it could be reached")

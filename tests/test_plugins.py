@@ -1,0 +1,107 @@
+"""Parts that users add: found by `module:name`, or by the entry points of an installed package."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from rlmux import plugins
+from rlmux.core.errors import UserError
+
+EXAMPLE = Path(__file__).parents[1] / "examples" / "plugin"
+FILE = """\
+cluster: {pools: {rollout: {devices: 1}, train: {devices: 1}}}
+policy: newest-first
+pipelines:
+  - name: counts
+    steps: 2
+    task: {name: count-up, numbers: 2}
+    model: {hidden_size: 16, layers: 1, heads: 2, kv_heads: 1, intermediate_size: 32}
+    algorithm: {prompts_per_step: 2, group_size: 2}
+    rollout: {max_new_tokens: 4, slots: 4}
+"""
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that the example package is installed into, by pip."""
+    target, source = tmp_path_factory.mktemp("installed"), tmp_path_factory.mktemp("source")
+    for file in EXAMPLE.iterdir():
+        if file.is_file():
+            (source / file.name).write_bytes(file.read_bytes())
+    words = ["install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index", "--target", str(target)]
+    subprocess.run([sys.executable, "-m", "pip", *words, str(source)], check=True, capture_output=True)
+    return target
+
+
+def rlmux(*words: str, installed: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join([str(installed), *filter(None, [os.environ.get("PYTHONPATH")])])
+    env = {**os.environ, "PYTHONPATH": path}
+    return subprocess.run(
+        [sys.executable, "-m", "rlmux", *words], cwd=folder, env=env, capture_output=True, text=True, check=False
+    )
+
+
+def test_an_installed_package_adds_a_policy_and_a_workload_by_name(installed, tmp_path):
+    said = rlmux(
+        "simulate", "two-sizes:pairs=1", "--policies", "solo,newest-first", "--json",
+        installed=installed, folder=tmp_path,
+    )  # fmt: skip
+    assert said.returncode == 0, said.stderr
+    figures = json.loads(said.stdout)["policies"]
+    assert list(figures) == ["solo", "newest-first"]
+    assert figures["newest-first"]["cost_usd_per_hour"] < figures["solo"]["cost_usd_per_hour"]
+
+
+def test_an_installed_package_adds_a_task_and_a_policy_to_a_real_run(installed, tmp_path):
+    pytest.importorskip("torch")
+    (tmp_path / "file.yaml").write_text(FILE, encoding="utf-8")
+    said = rlmux("run", "file.yaml", "--out", "run", "--json", installed=installed, folder=tmp_path)
+    assert said.returncode == 0, said.stderr
+    summary = json.loads(said.stdout)
+    assert (summary["policy"], summary["pipelines"]["counts"]["status"]) == ("newest-first", "finished")
+
+
+def test_what_no_package_adds_is_refused_with_what_there_is(tmp_path):
+    said = rlmux("simulate", "weave", "--policies", "newest-frist", installed=tmp_path, folder=tmp_path)
+    assert said.returncode == 2
+    assert "rollmux" in said.stderr
+    assert said.stderr.count("\n") == 1
+
+
+@pytest.fixture
+def module(tmp_path, monkeypatch):
+    """`module(text)` writes my_parts.py beside nothing else, on the search path."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.delitem(sys.modules, "my_parts", raising=False)
+
+    def write(text: str) -> None:
+        (tmp_path / "my_parts.py").write_text(text, encoding="utf-8")
+
+    yield write
+    sys.modules.pop("my_parts", None)
+
+
+@pytest.mark.parametrize(
+    ("source", "text", "line"),
+    [
+        ("", "my_parts:Own", "'my_parts' has no 'Own'; it has: none"),
+        ("def other(): pass", "my_parts:Own", "'my_parts' has no 'Own'; it has: other"),
+        ("", "no_parts:Own", "policy 'no_parts:Own': no module 'no_parts'; accepted: one beside the file, "),
+        ("import no_such", "my_parts:Own", "policy 'my_parts:Own' imports 'no_such', which is not installed"),
+        ("1 / 0", "my_parts:Own", "'my_parts' raised ZeroDivisionError: division by zero (my_parts.py, line 1)"),
+        ("Own = 3", "my_parts:Own", "policy 'my_parts:Own' is 3; accepted: a class or a function"),
+        ("", "rolmux", "is unknown; accepted: rollmux, or module:name of your own; did you mean 'rollmux'?"),
+    ],
+)  # fmt: skip
+def test_each_mistake_with_a_plug_in_is_one_line(module, source, text, line):
+    module(source)
+    with pytest.raises(UserError) as refused:
+        plugins.find("policy", text, ("rollmux",))
+    assert line in str(refused.value)
+    assert "\n" not in str(refused.value)
