@@ -36,6 +36,7 @@ CLASS_BY_CAUSE = {
     Cause.LOST: "lost",
     Cause.STANDSTILL: "lost",
     Cause.CONTROL: "ctrl",
+    Cause.CLIENT: "idle",
     Cause.NOTHING_ADMITTED: "idle",
     Cause.DOWN: "idle",
 }

@@ -4,6 +4,7 @@ A gap belongs to N, the pipeline whose order comes next on the device. Between a
 something changes for a pipeline that is pinned there:
 
     no pipeline is pinned                                   nothing admitted   (idle)
+    every pinned pipeline has a client that asked nothing   client of N        (idle)
     the run's process was not there                        down               (idle)
     N could start: everything before its order is done
         but another device of that order is still taken    waiting for the other devices of N
@@ -62,6 +63,8 @@ class GapNamer:
         devices_by_node: dict[tuple[str, int], list[DeviceId]] = {}
         for device in orders_by_device:
             devices_by_node.setdefault(device.node_id, []).append(device)
+        self._clients = frozenset(name for name, record in history.pipelines.items() if record.pipeline.work_arrives)
+        """Pipelines whose work arrives."""
         self._pins: dict[DeviceId, list[tuple[float, float, PipelineId]]] = {device: [] for device in orders_by_device}
         for pin in history.pins:
             for node in pin.placement.nodes:
@@ -107,7 +110,11 @@ class GapNamer:
             return Kind.IDLE, Cause.DOWN, None
         if not pinned:
             return Kind.IDLE, Cause.NOTHING_ADMITTED, None
-        following = self._device[device].next_of(at_s, pinned)
+        asked = [pipeline for pipeline in pinned if not self._is_thinking(pipeline, at_s)]
+        following = self._device[device].next_of(at_s, asked or pinned)
+        if not asked:
+            return Kind.IDLE, Cause.CLIENT, pinned[0] if following is None else following.pipeline
+        pinned = asked
         if following is None:
             return (Kind.BUBBLE, *self._last_cause(at_s, gap, pinned))
         pipeline = following.pipeline
@@ -118,6 +125,16 @@ class GapNamer:
         if any(self._could_start(other, device, at_s) for other in pinned if other != pipeline):
             return Kind.BUBBLE, Cause.CYCLE_SLOT, pipeline
         return Kind.BUBBLE, self._needs(pipeline, at_s) or Cause.CONTROL, pipeline
+
+    def _is_thinking(self, pipeline: PipelineId, at_s: float) -> bool:
+        """Its client has nothing under way, and asks for what comes next only later."""
+        if pipeline not in self._clients:
+            return False
+        track = self._pipeline.get(pipeline)
+        if track is None or track.running(at_s):
+            return track is None
+        following = track.next(at_s)
+        return following is None or (following.arrived_s is not None and at_s < following.arrived_s)
 
     def _last_cause(
         self, at_s: float, gap: tuple[float, float], pinned: list[PipelineId]
@@ -171,6 +188,7 @@ class _Track:
     def __init__(self, orders: Sequence[OrderRecord]) -> None:
         self._orders = sorted(orders, key=lambda order: order.start_s)
         self._starts = [order.start_s for order in self._orders]
+        self._arrivals = sorted(order.arrived_s for order in self._orders if order.arrived_s is not None)
         self._ends = sorted(order.end_s for order in self._orders if math.isfinite(order.end_s))
         self._by_pipeline: dict[PipelineId, tuple[list[float], list[OrderRecord]]] = {}
         for order in self._orders:
@@ -213,6 +231,6 @@ class _Track:
         return orders[position] if position < len(orders) else None
 
     def add_edges(self, cuts: set[float], start_s: float, end_s: float) -> None:
-        """Every start and end strictly between."""
-        for edges in (self._starts, self._ends):
+        """Every start, end and arrival of work strictly between."""
+        for edges in (self._starts, self._ends, self._arrivals):
             cuts.update(edges[bisect_right(edges, start_s) : bisect_left(edges, end_s)])

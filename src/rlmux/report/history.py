@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -37,9 +38,12 @@ from rlmux.core.events import (
     StageFinished,
     StagePaused,
     TrajectoriesMigrated,
+    WorkArrived,
     WorkerLost,
+    WorkWithdrawn,
 )
 from rlmux.core.model import PHASE_BY_STAGE, DeviceId, OrderId, Phase, PipelineId, PipelineStatus, Stage
+from rlmux.report.arrivals import Arrivals
 from rlmux.report.log import Entry
 from rlmux.report.progress import OrderProgress
 from rlmux.report.records import STOPPED, Ending, Instant, OrderRecord, Pin, PipelineRecord, Standstill
@@ -81,11 +85,15 @@ class History:
         """Orders that have not ended, by their id in the log."""
         self._first_order = self._last_order = 0
         self._pin_by_pipeline: dict[PipelineId, Pin] = {}
+        self._arrivals: dict[PipelineId, Arrivals] = {}
+        """Announced work of every pipeline whose work arrives."""
         self._handlers: dict[type, Callable[[float, Any], None]] = {
             PipelineSubmitted: self._on_submitted,
             PipelineCancelled: self._on_cancelled,
             PipelineFailed: self._on_failed,
             PipelineRestarted: self._on_restarted,
+            WorkArrived: self._on_work_arrived,
+            WorkWithdrawn: self._on_work_withdrawn,
             StageFinished: self._on_stage_ended,
             StagePaused: self._on_stage_ended,
             ChunkFinished: self._on_chunk,
@@ -148,10 +156,14 @@ class History:
         if self.start_s is None:
             self.start_s = time_s
         before = self.pipelines.get(event.pipeline.id)
+        if event.pipeline.work_arrives:
+            self._arrivals[event.pipeline.id] = Arrivals()
         if before is None:
             self.pipelines[event.pipeline.id] = PipelineRecord(event.pipeline, time_s)
             return
         before.pipeline, before.status, before.reason, before.ended_s = event.pipeline, "waiting", "", None
+        if event.pipeline.work_arrives:
+            return  # what its client had is done; it announces what follows
         self._forget_steps_after(before, event.pipeline.first_step - 1)
 
     def _on_cancelled(self, time_s: float, event: PipelineCancelled) -> None:
@@ -181,6 +193,7 @@ class History:
             record.status = PipelineStatus.RUNNING
             if record.admitted_s is None:
                 record.admitted_s = time_s
+            self._note_thinking(time_s, record)
 
     def _on_release(self, time_s: float, action: Release) -> None:
         self._unpin(time_s, action.pipeline)
@@ -220,6 +233,7 @@ class History:
                 switch=action.switch,
                 device_fraction=action.device_fraction,
                 weight_version=action.weight_version,
+                arrived_s=self._arrival_of(action),
             )
         )
 
@@ -274,13 +288,49 @@ class History:
         order.seconds, order.switch_s, order.tokens = event.seconds, event.switch_s, event.tokens
         record = self.pipelines.get(order.pipeline)
         if is_finished and record is not None:
+            if order.arrived_s is not None:
+                self._arrivals[order.pipeline].end(order.stage)
+                self._note_thinking(time_s, record)
             self._note_version(time_s, record, order)
 
     def _note_version(self, time_s: float, record: PipelineRecord, order: OrderRecord) -> None:
         """Note the end of a step: its version is published, or its training ended where no stage publishes."""
         stages = record.pipeline.stages
-        if order.step >= 1 and order.stage is (Stage.PUBLISH if Stage.PUBLISH in stages else stages[-1]):
+        if record.pipeline.work_arrives:
+            if order.phase is Phase.TRAIN:  # a client's training ends a step of its own, whatever its rollouts
+                record.published[max(record.published, default=0) + 1] = time_s
+        elif order.step >= 1 and order.stage is (Stage.PUBLISH if Stage.PUBLISH in stages else stages[-1]):
             record.published[order.step] = time_s
+
+    def _on_work_arrived(self, time_s: float, event: WorkArrived) -> None:
+        record = self.pipelines.get(event.pipeline)
+        if record is not None:
+            self._arrivals[event.pipeline].announce(time_s, event.phases)
+            self._note_thinking(time_s, record)
+
+    def _on_work_withdrawn(self, time_s: float, event: WorkWithdrawn) -> None:
+        record = self.pipelines.get(event.pipeline)
+        if record is not None:
+            self._arrivals[event.pipeline].withdraw(event.phases)
+            self._note_thinking(time_s, record)
+
+    def _arrival_of(self, action: RunStage) -> float | None:
+        """When the work that the order begins, or goes on with, arrived; None for work that was planned."""
+        arrivals, pin = self._arrivals.get(action.pipeline), self._pin_by_pipeline.get(action.pipeline)
+        if arrivals is None or pin is None:
+            return None
+        return arrivals.begin(action, pin.placement)
+
+    def _note_thinking(self, time_s: float, record: PipelineRecord) -> None:
+        """Begin or end a stretch in which the client of a placed pipeline has asked for nothing."""
+        arrivals = self._arrivals.get(record.pipeline.id)
+        if arrivals is None or record.pipeline.id not in self._pin_by_pipeline:
+            return
+        is_thinking = bool(record.thinking) and math.isinf(record.thinking[-1][1])
+        if arrivals.has_work and is_thinking:
+            record.thinking[-1] = (record.thinking[-1][0], time_s)
+        elif not arrivals.has_work and not is_thinking:
+            record.thinking.append((time_s, math.inf))
 
     def _on_migrated(self, time_s: float, event: TrajectoriesMigrated) -> None:
         order = self._running.pop(event.order, None)

@@ -8,7 +8,8 @@ bubble   waiting for rollout | rewards |     the one that is waited for
          tool wait, lost work, control,      the one that holds the device
          worker stood still
          held back                           -
-idle     nothing admitted, down              -
+idle     client                              the one whose program has asked for nothing
+         nothing admitted, down              -
 """
 
 from __future__ import annotations
@@ -45,6 +46,8 @@ class Cause(StrEnum):
     LOST = "lost work"
     STANDSTILL = "worker stood still"
     CONTROL = "control"
+    CLIENT = "client"
+    """The program of a pipeline whose work arrives has asked for nothing."""
     NOTHING_ADMITTED = "nothing admitted"
     DOWN = "down"
 
@@ -101,4 +104,5 @@ def label_of(cause: Cause, pipeline: PipelineId | None) -> str:
 
 _NAMES_PIPELINE = (
     Cause.ROLLOUT, Cause.REWARD, Cause.TRAINING, Cause.SYNC, Cause.CYCLE_SLOT, Cause.DEVICES, Cause.MIGRATION,
+    Cause.CLIENT,
 )  # fmt: skip

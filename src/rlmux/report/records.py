@@ -45,6 +45,8 @@ class OrderRecord:
     switch: Switch = Switch.NONE
     device_fraction: float = 1.0
     weight_version: int = 0
+    arrived_s: float | None = None
+    """Time at which its work arrived; None for work that was planned."""
     is_migration: bool = False
     end_s: float = math.inf
     ending: Ending = Ending.OPEN
@@ -101,10 +103,18 @@ class PipelineRecord:
     """Class of promise that a probe of its engines found; None before there was one."""
     expected: ExpectSteps | None = None
     """What was last said to be expected of its steps; None where nothing was."""
+    thinking: list[tuple[float, float]] = field(default_factory=list)
+    """Stretches (begin, end) in which the client of a pipeline whose work arrives had asked for nothing; the end of the
+    last is infinite while it thinks."""
 
     @property
     def is_over(self) -> bool:
         return self.ended_s is not None
+
+    def client_s(self, start_s: float, end_s: float) -> float:
+        """Seconds between two times in which its client had asked for nothing."""
+        end_s = min(end_s, math.inf if self.ended_s is None else self.ended_s)
+        return math.fsum(max(0.0, min(end, end_s) - max(begin, start_s)) for begin, end in self.thinking)
 
 
 @dataclass(frozen=True, slots=True)

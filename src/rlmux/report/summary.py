@@ -127,7 +127,8 @@ class _Work:
             rollout_s = max(self._rollout_s.get(step, {}).values(), default=0.0)
             rest_s = self._rest_s.get(step, 0.0)
             solo_s = max(rollout_s, rest_s) if record.pipeline.staleness else rollout_s + rest_s
-            steps.append(StepTime(step, end_s, max(0.0, end_s - min(previous_s, end_s)), solo_s))
+            client_s = record.client_s(previous_s, end_s) if record.thinking else 0.0  # its own program's, not ours
+            steps.append(StepTime(step, end_s, max(0.0, end_s - min(previous_s, end_s) - client_s), solo_s))
             previous_s = end_s
         return steps
 
@@ -156,6 +157,7 @@ def _pipeline(timeline: Timeline, record: PipelineRecord, steps: Sequence[StepTi
         "weights_sha256": record.weights_sha256,
         "status": str(record.status),
         "promise": record.promise,
+        **({"client_s": record.client_s(0.0, timeline.end_s)} if record.pipeline.work_arrives else {}),
     }
 
 
