@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -23,6 +25,21 @@ def test_every_sampled_token_is_in_exactly_one_micro_batch(lengths: list[int], s
         float(n) for n in lengths for _ in range(n)
     )
     assert all(sum(count for count, _ in batch.runs) <= size for batch in batches)
+
+
+@given(st.lists(st.integers(1, 60), min_size=1, max_size=20), st.integers(1, 150))
+def test_a_micro_batch_has_no_more_tokens_than_it_may_unless_it_is_one_sequence(
+    lengths: list[int], max_tokens: int
+) -> None:
+    batches = cut([sequence(n) for n in lengths], 4, max_tokens)
+    assert sum(batch.num_tokens for batch in batches) == sum(n + 2 for n in lengths)
+    assert sum(batch.token_share for batch in batches) == pytest.approx(1.0)
+    sizes = [sum(count for count, _ in batch.runs) for batch in batches]
+    assert all(batch.num_tokens <= max_tokens or size == 1 for batch, size in zip(batches, sizes, strict=True))
+    longest = [length for batch in batches for _, length in batch.runs]
+    assert longest == sorted(longest)
+    for batch, after in itertools.pairwise(batches):
+        assert batch.num_tokens + after.runs[0][1] + 1 > max_tokens  # its first sequence found no room before
 
 
 def test_nothing_is_computed_for_padding_or_for_last_tokens() -> None:

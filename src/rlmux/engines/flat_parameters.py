@@ -5,6 +5,10 @@
 
 One buffer is copied, summed, clipped, optimized and moved in one go. Parameters begin at multiples of
 64 bytes, so that kernels see the same alignment whatever happened to the buffer. The gaps stay zero.
+
+A model that computes in bfloat16 has a copy of the weights to compute with, and its gradients are bfloat16, too:
+
+    weights    float32, updated ──round──▶ working    bfloat16, views of it are the model's parameters
 """
 
 from __future__ import annotations
@@ -15,27 +19,41 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-_ALIGNMENT = 16
-"""Float32 elements to a multiple of which each parameter begins."""
+_ALIGNMENT_BYTES = 64
 
 
 class FlatParameters:
     """Takes over the parameters of a float32 model; tied ones count once."""
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, dtype: torch.dtype = torch.float32) -> None:
+        """`dtype`: what the model computes in from now on."""
         self._parameters = dict(model.named_parameters())
         self._offset_by_name: dict[str, int] = {}
-        size = 0
+        size, alignment = 0, _ALIGNMENT_BYTES // dtype.itemsize
         for name, parameter in self._parameters.items():
             self._offset_by_name[name] = size
-            size += -(-parameter.numel() // _ALIGNMENT) * _ALIGNMENT
+            size += -(-parameter.numel() // alignment) * alignment
         device = next(iter(self._parameters.values())).device
         self.weights = torch.zeros(size, device=device)
-        self.gradients = torch.zeros(size, device=device)
+        self.working = self.weights if dtype == torch.float32 else torch.zeros(size, device=device, dtype=dtype)
+        """What the model computes with: the weights themselves in float32."""
+        self.gradients = torch.zeros(size, device=device, dtype=dtype)
         for name, parameter in self._parameters.items():
             self._view(self.weights, name).copy_(parameter.data)
+        self.round()
+        self._point_at(self.working)
+        for name, parameter in self._parameters.items():
             parameter.grad = self._view(self.gradients, name)
-        self._point_at(self.weights)
+
+    @property
+    def is_rounded(self) -> bool:
+        """The model computes with a copy of the weights, of fewer bits."""
+        return self.working is not self.weights
+
+    def round(self) -> None:
+        """Have the model compute with the weights as they are now."""
+        if self.is_rounded:
+            self.working.copy_(self.weights)
 
     def named(self, buffer: Tensor | None = None) -> dict[str, Tensor]:
         """The tensor of each parameter in `buffer`, the weights by default; views, Hugging Face names."""
@@ -54,7 +72,7 @@ class FlatParameters:
         try:
             yield
         finally:
-            self._point_at(self.weights)
+            self._point_at(self.working)
 
     def _point_at(self, buffer: Tensor) -> None:
         for name, parameter in self._parameters.items():

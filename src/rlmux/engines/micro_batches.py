@@ -5,12 +5,13 @@
     targets      [R]   the token itself           R = sampled tokens of the micro-batch
 
 A sequence's last token predicts nothing. Sequences of equal length stand side by side and attend as one batch
-(`packed_attention`). Shapes depend on the sequences and `micro_batch_size` alone.
+(`packed_attention`). Shapes depend on the sequences and `micro_batch_size`, or
+`tokens_per_micro_batch`, alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -64,6 +65,8 @@ class MicroBatch:
     is_stale: Tensor
     num_tokens: int
     """Prompt and response tokens of all sequences, padding left out."""
+    token_share: float = 1.0
+    """Part of the tokens of all micro-batches that were cut together."""
 
     def to(self, device: torch.device) -> MicroBatch:
         """A copy on `device`; the batch itself on a CPU."""
@@ -80,20 +83,41 @@ class MicroBatch:
             sampled_logprobs=self.sampled_logprobs.to(device),
             is_stale=self.is_stale.to(device),
             num_tokens=self.num_tokens,
+            token_share=self.token_share,
         )
 
 
-def cut(sequences: Sequence[TrainingSequence], micro_batch_size: int) -> list[MicroBatch]:
-    """Micro-batches of sequences of like length, the shortest first."""
+def cut(
+    sequences: Sequence[TrainingSequence], micro_batch_size: int, max_tokens: int | None = None
+) -> list[MicroBatch]:
+    """Micro-batches of sequences of like length, the shortest first.
+
+    Each has `micro_batch_size` sequences, or, with `max_tokens`, as many as have so many tokens together, at least one.
+    """
     by_length = sorted(sequences, key=lambda sequence: sequence.num_tokens)
-    return [
-        _micro_batch(by_length[start : start + micro_batch_size])
-        for start in range(0, len(by_length), micro_batch_size)
-    ]
+    num_tokens = sum(sequence.num_tokens for sequence in sequences)
+    return [_micro_batch(part, num_tokens) for part in _parts(by_length, micro_batch_size, max_tokens)]
 
 
-def _micro_batch(sequences: Sequence[TrainingSequence]) -> MicroBatch:
-    """One micro-batch of sequences that are sorted by length."""
+def _parts(
+    sequences: Sequence[TrainingSequence], micro_batch_size: int, max_tokens: int | None
+) -> Iterator[Sequence[TrainingSequence]]:
+    if max_tokens is None:
+        for start in range(0, len(sequences), micro_batch_size):
+            yield sequences[start : start + micro_batch_size]
+        return
+    start = num_tokens = 0
+    for index, sequence in enumerate(sequences):
+        if index > start and num_tokens + sequence.num_tokens > max_tokens:
+            yield sequences[start:index]
+            start, num_tokens = index, 0
+        num_tokens += sequence.num_tokens
+    if sequences:
+        yield sequences[start:]
+
+
+def _micro_batch(sequences: Sequence[TrainingSequence], num_all_tokens: int) -> MicroBatch:
+    """One micro-batch of sequences that are sorted by length; `num_all_tokens` are those of all micro-batches."""
     input_tokens: list[int] = []
     positions: list[int] = []
     sources: list[int] = []
@@ -114,6 +138,7 @@ def _micro_batch(sequences: Sequence[TrainingSequence]) -> MicroBatch:
         logprobs += [sequence.logprobs[place] if sequence.logprobs else 0.0 for place in sampled]
         is_stale += [bool(sequence.is_stale) and sequence.is_stale[place] for place in sampled]
     lengths = [sequence.num_tokens - 1 for sequence in sequences]
+    num_tokens = sum(sequence.num_tokens for sequence in sequences)
     return MicroBatch(
         input_tokens=torch.tensor(input_tokens),
         positions=torch.tensor(positions),
@@ -124,5 +149,6 @@ def _micro_batch(sequences: Sequence[TrainingSequence]) -> MicroBatch:
         advantages=torch.tensor(advantages),
         sampled_logprobs=torch.tensor(logprobs),
         is_stale=torch.tensor(is_stale),
-        num_tokens=sum(sequence.num_tokens for sequence in sequences),
+        num_tokens=num_tokens,
+        token_share=num_tokens / num_all_tokens,
     )

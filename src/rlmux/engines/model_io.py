@@ -84,16 +84,16 @@ def _load_folder(folder: Path, vocab_size: int) -> PreTrainedModel:
     if not (folder / "config.json").is_file():
         raise UserError(f"model.path: no config.json in {folder}; a Hugging Face checkpoint folder is accepted")
     config = AutoConfig.from_pretrained(folder, local_files_only=True)
-    if config.model_type not in ARCHITECTURES:
+    if type(config) not in AutoModelForCausalLM._model_mapping:
         raise UserError(
-            f"model.path: {folder} holds a {config.model_type!r} model; accepted: " + ", ".join(ARCHITECTURES)
+            f"model.path: {folder} holds a {config.model_type!r} model; accepted: a causal language model that "
+            "transformers loads with AutoModelForCausalLM"
         )
-    if config.vocab_size < vocab_size:
-        raise UserError(
-            f"model.path: {folder} embeds {config.vocab_size} tokens, fewer than the tokenizer's {vocab_size}"
-        )
+    num_embedded = config.get_text_config().vocab_size
+    if num_embedded < vocab_size:
+        raise UserError(f"model.path: {folder} embeds {num_embedded} tokens, fewer than the tokenizer's {vocab_size}")
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
-        folder, config=config, dtype=torch.float32, attn_implementation="sdpa", local_files_only=True
+        folder, config=config, dtype=torch.float32, local_files_only=True
     )
     nn.Module.eval(model)
     return model

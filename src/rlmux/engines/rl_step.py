@@ -63,7 +63,8 @@ class RlStep:
         algorithm = config.algorithm
         size = len(sequences) // algorithm.num_minibatches
         parts = [sequences[start : start + size] for start in range(0, len(sequences), size)]
-        self._minibatches = [in_leaf_order(cut(part, algorithm.micro_batch_size)) for part in parts]
+        max_tokens = config.train.tokens_per_micro_batch
+        self._minibatches = [in_leaf_order(cut(part, algorithm.micro_batch_size, max_tokens)) for part in parts]
         self._dealt = [state.ranks.positions(leaves, first) for first, leaves in _numbered(self._minibatches)]
         """What this rank computes of each mini-batch, one after another; None where only others have a micro-batch."""
         self._reference_logprobs: dict[int, Tensor] = {}

@@ -31,13 +31,13 @@ from rlmux.core.errors import CheckpointError, IllegalTransitionError, PipelineE
 from rlmux.core.model import Stage
 from rlmux.engines.checkpoint import read_checkpoint, read_state
 from rlmux.engines.model_io import build_model
-from rlmux.engines.packed_attention import pack_attention
 from rlmux.engines.ranks import Ranks
 from rlmux.engines.rl_step import RlStep
 from rlmux.engines.sft_warmup import SftWarmup
 from rlmux.engines.snapshot import TrainSnapshot
 from rlmux.engines.stage_work import StageWork
 from rlmux.engines.train_state import TrainState
+from rlmux.engines.training_forward import prepare_forward
 from rlmux.rl.algorithms import ALGORITHMS
 from rlmux.rl.config import TrainConfig, TrainingConfig
 from rlmux.rl.origin import Origin
@@ -50,7 +50,7 @@ update."""
 
 
 class TorchTrainEngine:
-    """One rank's training in torch, float32. See the module docstring.
+    """One rank's training in torch. See the module docstring.
 
     Ranks         join_ranks, check_ranks
     Learning      begin_step, run_stage, version, is_warm
@@ -78,7 +78,7 @@ class TorchTrainEngine:
         self._marks = {} if origin is None else origin.fields()
         self._vocabulary = load_vocabulary(config.model) if vocabulary is None else vocabulary
         model = build_model(config.model, self._vocabulary.vocab_size, config.seed)
-        pack_attention(model)
+        prepare_forward(model, config.train)
         self._model_config: Any = model.config
         self._state = TrainState(nn.Module.to(model, torch.device(device)), config)
         self._sft_warmup = SftWarmup(config, self._vocabulary, self._state)

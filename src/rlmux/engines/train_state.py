@@ -35,13 +35,13 @@ _REFERENCE_FILE = "reference.safetensors"
 
 
 class TrainState:
-    """Takes over the parameters of a float32 model that is on its device."""
+    """Takes over the parameters of a float32 model that is on its device; it computes in `train.dtype` from then on."""
 
     def __init__(self, model: nn.Module, config: TrainingConfig) -> None:
         algorithm = config.algorithm
         self.model = model
         self._pipeline = config.name
-        self._flat = FlatParameters(model)
+        self._flat = FlatParameters(model, getattr(torch, config.train.dtype))
         self._grad_clip = algorithm.grad_clip
         self._optimizer = AdamW(self._flat.weights, betas=algorithm.adam_betas, weight_decay=algorithm.weight_decay)
         self.ranks = Ranks()
@@ -85,7 +85,7 @@ class TrainState:
             raise PipelineError(f"{place}: the loss is {value}; the weights are left as they were")
         self._flat.gradients.zero_()
         loss.backward()  # type: ignore[no-untyped-call]
-        self._gradient_sum.add(self._flat.gradients.clone())
+        self._gradient_sum.add(self._flat.gradients.to(torch.float32, copy=True))
         return value
 
     def update_weights(self, learning_rate: float, place: str) -> float:
@@ -100,6 +100,7 @@ class TrainState:
         if norm > self._grad_clip:
             gradients.mul_(self._grad_clip / norm)
         self._optimizer.update(self._flat.weights, gradients, learning_rate)
+        self._flat.round()
         self._sha256 = None
         return norm
 
@@ -113,7 +114,7 @@ class TrainState:
 
     def keep_reference(self) -> None:
         """Make the present weights the reference."""
-        self._reference = self._flat.weights.clone()
+        self._reference = self._flat.working.clone()
 
     @contextmanager
     def reference_weights(self) -> Iterator[None]:
@@ -125,12 +126,14 @@ class TrainState:
     # --- files ----------------------------------------------------------------------------------------------
 
     def write_weights(self, path: Path, metadata: Mapping[str, str]) -> None:
-        """Write the weights and their hash as one safetensors file, atomically."""
+        """Write the weights that the model computes with, and their hash, as one safetensors file, atomically."""
         self.require_loaded()
-        write_tensors(path, self._flat.named(), {SHA256: self.weights_sha256(), **metadata})
+        working = self._flat.named(self._flat.working)
+        sha256 = weights_sha256(working) if self._flat.is_rounded else self.weights_sha256()
+        write_tensors(path, working, {SHA256: sha256, **metadata})
 
     def weights_sha256(self) -> str:
-        """Hash of all parameters in name order."""
+        """Hash of all parameters in name order, float32."""
         self.require_loaded()
         if self._sha256 is None:
             self._sha256 = weights_sha256(self._flat.named())
@@ -163,6 +166,7 @@ class TrainState:
             raise CheckpointError(f"{folder} holds another model than pipeline {self._pipeline} trains")
         reference = self._read_reference(folder / _REFERENCE_FILE) if needs_reference else None
         self._flat.copy_from(weights)
+        self._flat.round()
         self._sha256 = None
         self._optimizer.first_moment.copy_(moments["first_moment"])
         self._optimizer.second_moment.copy_(moments["second_moment"])
@@ -174,7 +178,7 @@ class TrainState:
         if not path.is_file():
             raise CheckpointError(f"{path} is absent, but algorithm.kl_coef needs the reference weights")
         tensors, _ = read_tensors(path)
-        reference = torch.zeros_like(self._flat.weights)
+        reference = torch.zeros_like(self._flat.working)
         self._flat.copy_from(tensors, reference)
         return reference
 
@@ -197,6 +201,7 @@ class TrainState:
             tensor.untyped_storage().resize_(tensor.nbytes)
         self._offloaded.copy_to(self._kept_tensors())
         self._offloaded = None
+        self._flat.round()
 
     def prefetch(self) -> None:
         """Begin to read ahead what was spilled; does nothing for what was not. Returns at once."""
@@ -225,4 +230,5 @@ class TrainState:
         return [*tensors, *self._gradient_sum.tensors]
 
     def _device_tensors(self) -> list[Tensor]:
-        return [*self._kept_tensors(), self._flat.gradients]
+        working = [self._flat.working] if self._flat.is_rounded else []
+        return [*self._kept_tensors(), *working, self._flat.gradients]

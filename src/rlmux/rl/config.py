@@ -242,9 +242,27 @@ class TrainConfig(FromFile):
     powers of two, up to the number of micro-batches of an update. Never changes the results on cores."""
     num_threads: Annotated[int, Ge(1), Le(1024)] = 1
     """Compute threads of each worker, rollout workers included. Results change with it in the last bits."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """What training computes in. With bfloat16 the weights that are updated and the moments stay float32."""
+    activation_checkpointing: bool = False
+    """Each layer keeps its input alone and computes the rest again for the gradient: less memory, a third more time."""
+    tokens_per_micro_batch: Count | None = None
+    """Tokens of one forward and backward pass of a step, a longer sequence alone; without, and in the SFT warm-up:
+    `algorithm.micro_batch_size` sequences. Results change with it in the last bits."""
+    router_aux_loss_coef: NonNegativeFloat | None = None
+    """Weight of the loss that keeps a mixture of experts balanced. Without: that of config.json where its
+    `output_router_logits` is true, else 0."""
     logits_chunk_mb: PositiveFloat = 256.0
     """Megabytes of logits (float32, sampled tokens times vocabulary) that training holds at once: above it they are
     computed in chunks of tokens, a second time for the gradient. Results change with it in the last bits."""
+
+    def __post_init__(self) -> None:
+        if self.tokens_per_micro_batch is not None and self.num_workers > 1:
+            raise MisfitError(
+                "tokens_per_micro_batch",
+                "accepted with workers 1: some of several ranks may have no micro-batch",
+                ("workers", "accepted with tokens_per_micro_batch: 1"),
+            )
 
     def rows_of_chunk(self, vocab_size: int) -> int:
         """Tokens whose logits are held at once; at least one."""
