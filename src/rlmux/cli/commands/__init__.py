@@ -1,7 +1,7 @@
 """Every command: its words, the function of another room that does the work, and the display of what came out.
 
-training      run, compare, resume, chaos                  prediction    simulate, plan, reproduce
-runs          report, submit, cancel, status, logs         machine       doctor, profile, version
+training      run, compare, resume, chaos                      prediction    simulate, plan, reproduce
+runs          report, submit, cancel, status, logs, verify     machine       doctor, profile, version
 
 Imports are made when a command runs, so that `--help`, `simulate` and `plan` stay light.
 """
@@ -39,6 +39,7 @@ for _command in (
     runs.cancel,
     runs.status,
     runs.logs,
+    runs.verify,
     training.chaos,
     machine.doctor,
     machine.profile,

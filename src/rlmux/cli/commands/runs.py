@@ -1,4 +1,4 @@
-"""Commands on the folder of a run, finished or going on: report, submit, cancel, status, logs."""
+"""Commands on the folder of a run, finished or going on: report, submit, cancel, status, logs, verify."""
 
 from __future__ import annotations
 
@@ -104,3 +104,25 @@ def logs(
     from rlmux.cli import remote
 
     remote.show_logs(folder, name, is_following=follow)
+
+
+def verify(
+    folder: Folder,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="One of its pipelines; by default all.")] = None,
+    json: Json = False,
+) -> None:
+    """Train a finished run's pipelines again, each alone, and compare the weights step by step.
+
+    "equal at all 61 steps" is the receipt that sharing changed nothing. Exit code 1 where a step differs.
+
+    \b
+    Example: rlmux verify runs/demo sort
+    """
+    from rlmux.runtime import folders
+
+    folders.check_run(folder)
+    from rlmux.cli import verification
+    from rlmux.runtime.verification import verify as verify_run
+
+    verdicts = verify_run(folder, [] if name is None else [name], say=verification.speaker(is_quiet=json))
+    raise typer.Exit(verification.show(verdicts, as_json=json))

@@ -1,0 +1,42 @@
+"""What `rlmux verify` shows: progress, and a line or a row of JSON for each pipeline."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+
+from rlmux.cli import tables
+from rlmux.runtime.verification import Verdict
+
+
+def speaker(*, is_quiet: bool) -> Callable[[str], None]:
+    """What prints progress on stderr, or nothing."""
+
+    def say(text: str) -> None:
+        if not is_quiet:
+            print(f"rlmux: {text}", file=sys.stderr, flush=True)
+
+    return say
+
+
+def show(verdicts: Sequence[Verdict], *, as_json: bool) -> int:
+    """Print what came of the pipelines; returns the exit code."""
+    is_equal = bool(verdicts) and all(verdict.is_equal for verdict in verdicts)
+    if as_json:
+        rows = {
+            verdict.pipeline: {
+                "is_equal": verdict.is_equal,
+                "steps_equal": verdict.num_equal,
+                "steps": verdict.num_steps,
+                "first_difference": asdict(verdict.difference) if verdict.difference else None,
+                "promise": verdict.promise,
+                "reason": verdict.reason if not verdict.is_equal else "",
+            }
+            for verdict in verdicts
+        }
+        tables.print_json({"is_equal": is_equal, "pipelines": rows})
+    else:
+        for verdict in verdicts:
+            print(verdict.line())
+    return 0 if is_equal else 1

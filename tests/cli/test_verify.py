@@ -1,0 +1,70 @@
+"""What `rlmux verify` prints of its verdicts, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from rlmux.cli import verification
+from rlmux.runtime.verification import Difference, Verdict
+
+EQUAL = Verdict(pipeline="a", num_equal=61, num_steps=61, difference=None, promise="exact")
+OTHER = Verdict(
+    pipeline="b",
+    num_equal=6,
+    num_steps=9,
+    difference=Difference(step=7, logged="b1946ac92492d2347c", alone="4dd1c1e2a0a0a0a0"),
+    promise="statistical",
+)
+STUCK = Verdict(
+    pipeline="c",
+    num_equal=1,
+    num_steps=2,
+    difference=Difference(step=2, logged="b1946ac92492d2347c", alone=None),
+    promise="exact",
+    reason="reward: KeyError",
+)
+GAPS = Verdict(pipeline="d", num_equal=7, num_steps=9, difference=None, promise=None)
+NOTHING = Verdict(pipeline="e", num_equal=0, num_steps=0, difference=None, promise=None, reason="no hash")
+
+
+@pytest.mark.parametrize(
+    ("verdict", "line"),
+    [
+        (EQUAL, "a: equal at all 61 steps"),
+        (
+            OTHER,
+            "b: differs at step 7 of 9: b1946ac92492 in the log, 4dd1c1e2a0a0 alone; its engines promise statistical",
+        ),
+        (STUCK, "c: differs at step 2 of 2: b1946ac92492 in the log, reward: KeyError alone"),
+        (GAPS, "d: equal at 7 steps; the log has no hash of the other 2"),
+        (NOTHING, "e: nothing to compare: no hash"),
+    ],
+    ids=lambda value: value.pipeline if isinstance(value, Verdict) else "",
+)
+def test_each_verdict_is_one_line(verdict, line, capsys):
+    code = verification.show([verdict], as_json=False)
+    assert capsys.readouterr().out == line + "\n"
+    assert code == (0 if verdict.pipeline in "ad" else 1)
+
+
+def test_json_says_where_it_differs(capsys):
+    assert verification.show([EQUAL, OTHER], as_json=True) == 1
+    said = json.loads(capsys.readouterr().out)
+    assert said["is_equal"] is False
+    assert said["pipelines"]["a"] == {
+        "is_equal": True,
+        "steps_equal": 61,
+        "steps": 61,
+        "first_difference": None,
+        "promise": "exact",
+        "reason": "",
+    }
+    assert said["pipelines"]["b"]["first_difference"]["step"] == 7
+
+
+def test_a_folder_without_a_run_is_a_mistake(rlmux):
+    said = rlmux("verify", "nowhere")
+    assert (said.code, said.out) == (2, "")
+    assert said.err == "rlmux: nowhere: no such folder; accepted: the folder of a run\n"
