@@ -237,7 +237,7 @@ class Live:
         pipelines = Table("pipeline", "step", "reward", "tokens/s", "doing", box=None, pad_edge=False)
         for name, row in self._rows.items():
             reward = "" if row.reward is None else f"{row.reward_first:.3f} → {row.reward:.3f}"
-            step = f"{row.step}/{row.num_steps}"
+            step = f"{row.step}/{row.num_steps}" if row.num_steps else str(row.step)  # a client has no number of steps
             pipelines.add_row(name, step, reward, f"{row.tokens_per_s:,.0f}", row.doing)
         devices = Table("device", "held by", box=None, pad_edge=False)
         for device, holder in self._holder_by_device.items():

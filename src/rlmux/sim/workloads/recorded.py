@@ -69,9 +69,15 @@ class RecordedSeconds(TrueSeconds):
 def recorded_workload(folder: str | Path, neighbours: Neighbours | None = None) -> Workload:
     """The run's pipelines and cluster; prices and memory of the cluster are not in the log.
 
-    Raises UserError for a folder without a finished pipeline.
+    Raises UserError for a folder without a finished pipeline, and for pipelines whose work arrived.
     """
     timeline = read_timeline(folder)
+    clients = [str(name) for name, record in timeline.pipelines.items() if record.pipeline.work_arrives]
+    if clients:
+        raise UserError(
+            f"{folder}: the work of {', '.join(clients)} arrived from another program, which cannot be played again "
+            "yet; accepted: a run of planned pipelines"
+        )
     orders_by_pipeline = {
         name: [order for order in timeline.orders if order.pipeline == name and order.counts]
         for name in timeline.pipelines
