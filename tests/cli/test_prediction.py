@@ -111,3 +111,14 @@ def test_a_file_can_be_simulated_and_planned_from_python(files):
     figures = api.simulate("plan.yaml", policies=["solo"], num_processes=1)["policies"]["solo"]
     assert figures["slo_attainment"] == 1.0
     assert api.plan("plan.yaml")["num_groups"] == 1
+
+
+def test_a_plan_counts_the_base_of_adapters_once(rlmux, files):
+    tenant = "task: sort, model: {seed: 1}, adapter: {rank: 4, alpha: 8}, estimate: "
+    (files / "plan.yaml").write_text(PLAN.replace("estimate: ", tenant))
+    (base,) = json.loads(rlmux("plan", "plan.yaml", "--json").out)["bases"]
+    assert base["pipelines"] == ["a", "b"]
+    said = rlmux("plan", "plan.yaml")
+    assert f"base {base['base']}: {base['gb']:.3f} GB of host memory, once for a, b" in said.out
+    (files / "plan.yaml").write_text(PLAN)
+    assert json.loads(rlmux("plan", "plan.yaml", "--json").out)["bases"] == []

@@ -25,6 +25,22 @@ CASES = {
         [("steps: 60", "step: 60")],
         "two.yaml:6: pipelines.sort.step is 60: unknown key; nearest: steps; accepted: name, seed, steps,",
     ),
+    "an adapter beside a projection that the model does not have": (
+        [("steps: 60", "adapter: {rank: 4, alpha: 8, targets: [q_proj, c_attn]}")],
+        "two.yaml:6: pipelines.sort.adapter.targets.1 is 'c_attn'; accepted: one of q_proj, k_proj, v_proj, o_proj, ",
+    ),
+    "an adapter of rank 0": (
+        [("steps: 60", "adapter: {rank: 0, alpha: 8}")],
+        f"two.yaml:6: pipelines.sort.adapter.rank is 0; accepted: {WHOLE_NUMBER}, 1024 or less",
+    ),
+    "an adapter without alpha": (
+        [("steps: 60", "adapter: {rank: 4}")],
+        "two.yaml:6: pipelines.sort.adapter.alpha is missing; accepted: a number, more than 0",
+    ),
+    "an adapter twice beside one projection": (
+        [("steps: 60", "adapter: {rank: 4, alpha: 8, targets: [q_proj, q_proj]}")],
+        "two.yaml:6: pipelines.sort.adapter.targets is a list of 2; accepted: each of q_proj, k_proj, v_proj, o_proj,",
+    ),
     "wrong type": (
         [("steps: 60", "steps: many")],
         f"two.yaml:6: pipelines.sort.steps is 'many'; accepted: {WHOLE_NUMBER}",

@@ -9,15 +9,25 @@ import pytest
 import torch
 
 from rlmux.engines import batch_probe, micro_batches, prefill_ahead, transformer
+from rlmux.engines.lora import trained_parameters
 from rlmux.engines.model_io import build_model
 from rlmux.engines.packed_attention import pack_attention
 from rlmux.engines.rollout import SlotRolloutEngine
+from rlmux.engines.train import TorchTrainEngine
 from rlmux.engines.training_forward import score_tokens
 from rlmux.engines.tree_sum import TreeSum
 from rlmux.rl import memory_parts
-from rlmux.rl.config import AlgorithmConfig, ModelConfig, RolloutConfig, SftWarmupConfig, TrainingConfig
+from rlmux.rl.adapter_base import base_bytes, bases_of
+from rlmux.rl.config import AdapterConfig, AlgorithmConfig, ModelConfig, RolloutConfig, SftWarmupConfig, TrainingConfig
 from rlmux.rl.footprint import footprint_of, host_parts
-from rlmux.rl.memory_parts import CUDA_CONTEXT_BYTES, rollout_parts, total, train_parts, weights_bytes
+from rlmux.rl.memory_parts import (
+    CUDA_CONTEXT_BYTES,
+    rollout_parts,
+    total,
+    train_parts,
+    train_state_bytes,
+    weights_bytes,
+)
 from rlmux.rl.model_shape import shape_of
 from rlmux.rl.vocabulary import CharVocabulary
 
@@ -130,3 +140,28 @@ def test_a_trainers_host_memory_holds_checkpoint_and_published_versions() -> Non
         "weights being published": weights,
         "versions in shared memory": 5 * weights,
     }
+
+
+def test_an_adapters_parts_are_its_own_and_its_base_is_counted_where_it_lies():
+    whole = TrainingConfig(name="p", model=ModelConfig(hidden_size=256, num_layers=4, seed=1))
+    tenant = replace(whole, adapter=AdapterConfig(rank=4, alpha=8.0))
+    assert weights_bytes(tenant) == sum(
+        4 * parameter.numel() for parameter in trained_parameters(TorchTrainEngine(tenant).model).values()
+    )
+    assert train_state_bytes(tenant) < train_state_bytes(whole) / 10
+    with_base, without = train_parts(tenant), train_parts(tenant, has_base=False)
+    assert with_base["base"] == weights_bytes(whole)
+    assert total(with_base) - total(without) == with_base["base"]
+    assert total(train_parts(whole)) > total(with_base)
+
+
+def test_pipelines_of_one_base_have_it_once():
+    whole = TrainingConfig(name="whole", model=ModelConfig(seed=1))
+    tenants = [
+        replace(whole, name=name, seed=seed, adapter=AdapterConfig(rank=rank, alpha=8.0))
+        for name, seed, rank in (("a", 1, 4), ("b", 2, 16))
+    ]
+    other = replace(tenants[0], name="other", model=ModelConfig(seed=2))
+    found = bases_of([whole, *tenants, other])
+    assert [names for _, names in found.values()] == [["a", "b"], ["other"]]
+    assert {num_bytes for num_bytes, _ in found.values()} == {base_bytes(whole.model)}

@@ -336,6 +336,8 @@ class Worker:
 class Workplace:
     """A place of such workers, by name."""
 
+    bases = None
+
     def __init__(self) -> None:
         self.workers: dict[str, Worker] = {}
         self.lost: list[Worker] = []

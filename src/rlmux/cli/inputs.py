@@ -192,3 +192,11 @@ def workload_of(spec: Spec) -> Workload:
     from rlmux.sim.workloads import spec_file
 
     return spec_file.workload_of(spec)
+
+
+def bases_in(spec: Spec) -> list[dict[str, object]]:
+    """The frozen bases that the file's adapters stand on, each once, with its bytes in shared memory."""
+    from rlmux.rl.adapter_base import bases_of
+
+    found = bases_of(one.training for one in spec.pipelines if one.training is not None)
+    return [{"base": name, "gb": num_bytes / 1e9, "pipelines": names} for name, (num_bytes, names) in found.items()]

@@ -176,6 +176,8 @@ def show_plan(plan: Row, *, as_json: bool) -> None:
         f"\npolicy {plan['policy']}: ${plan['usd_per_hour']:,.2f}/h, GPUs: {gpus}; "
         f"${plan['solo_usd_per_hour']:,.2f}/h if each pipeline had nodes of its own"
     )
+    for base in plan["bases"]:
+        print(f"base {base['base']}: {base['gb']:.3f} GB of host memory, once for {', '.join(base['pipelines'])}")
     _show_notes(plan)
 
 

@@ -134,6 +134,9 @@ class Checks:
         self._check_fits(path, Phase.ROLLOUT, pipeline.rollout.num_workers)
         self._check_fits(path, Phase.TRAIN, pipeline.train.num_workers)
         self._check_ranks((*path, "train", "workers"), pipeline)
+        if pipeline.adapter is not None and pipeline.train.dtype != "float32":
+            text = f"is {pipeline.train.dtype!r}: adapters are trained in float32; accepted: float32"
+            raise self._error((*path, "train", "dtype"), text)
         max_positions, source = self._check_model((*path, "model"), pipeline.model)
         self._check_context((*path, "rollout"), pipeline.rollout, max_positions, source)
         if pipeline.task is not None:

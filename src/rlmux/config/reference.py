@@ -18,6 +18,7 @@ SECTIONS: tuple[tuple[str, type[config.FromFile]], ...] = (
     ("`cluster.pools.NAME`", tree.PoolConfig),
     ("`pipelines[]` and `defaults`", tree.PipelineConfig),
     ("`model`", config.ModelConfig),
+    ("`adapter`", config.AdapterConfig),
     ("`task`", config.TaskConfig),
     ("`sft_warmup`", config.SftWarmupConfig),
     ("`algorithm`", config.AlgorithmConfig),

@@ -21,9 +21,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from rlmux.engines.adapter_rows import RowAdapters
+from rlmux.engines.adapter_weights import AdapterWeights
 from rlmux.engines.residency import give_back
 from rlmux.engines.sampling import sample
 from rlmux.engines.transformer import DecodePlan, DecoderWeights, KvCache, PositionTables, prefill
+from rlmux.rl.config import AdapterConfig
 
 PREFILL_BUCKET = 16
 """Prompts are padded to a multiple of this; a prompt's own length alone decides how far."""
@@ -56,6 +59,13 @@ class BatchProbe:
         """Hashes of each row of the full shape's outputs, by the window that limits the probe's positions."""
         self._decode_shapes: dict[tuple[int, int], tuple[int, int]] = {}
         self._windows = [*range(stride, max_len, stride), max_len]
+        self._adapters: Sequence[AdapterConfig] = ()
+
+    def set_adapters(self, adapters: Sequence[AdapterConfig]) -> None:
+        """Probe with adapters of these ranks and targets from now on, all of them on every row."""
+        self._adapters = adapters
+        self._references.clear()
+        self._decode_shapes.clear()
 
     @property
     def is_slot_exact(self) -> bool:
@@ -96,6 +106,7 @@ class BatchProbe:
             self._max_len,
             str(self._weights.flat.device),
             torch.get_num_threads(),
+            tuple((one.rank, one.targets) for one in self._adapters),
             *shape,
         )
         if key not in is_exact_by_shape:
@@ -123,6 +134,7 @@ class BatchProbe:
         tokens = torch.randint(shape.vocab_size, (self._num_slots,), generator=generator)
         uniforms = torch.rand((self._num_slots, 1), generator=generator, dtype=torch.float64)
         plan = DecodePlan(self._weights, self._random_cache(sequences), self._tables, *plan_shape)
+        plan.adapters = self._random_adapters()
         logits = plan.step(tokens[sequences].to(device), positions[sequences].to(device))
         _, logprobs = sample(logits, uniforms[sequences].to(device), 1.0)
         return _row_hashes(torch.cat([logits, logprobs], dim=1).cpu())
@@ -141,15 +153,27 @@ class BatchProbe:
                 cache.values[layer, slot] = kv[1]
         return cache
 
+    def _random_adapters(self) -> RowAdapters:
+        """Adapters whose matrices are all lively: those of version 0 would show nothing."""
+        generator = torch.Generator().manual_seed(1)
+        parts = []
+        for adapter in self._adapters:
+            weights = AdapterWeights(self._weights.shape, adapter, self._weights.flat.device, self._weights.gains)
+            weights.flat.copy_(torch.randn(weights.flat.shape, generator=generator) * 0.05)
+            parts.append((weights.layers, None))
+        return RowAdapters(parts)
+
     def is_prefill_exact(self, rows: int, length: int) -> bool:
         """Measure `rows` rows of `length` tokens against the reference rows, and against their reverse order."""
         generator = torch.Generator().manual_seed(rows * 65_537 + length)
         tokens = torch.randint(self._weights.shape.vocab_size, (rows, length), generator=generator)
         tokens = tokens.to(self._weights.flat.device)
-        together = prefill(self._weights, self._tables, tokens)
-        backwards = prefill(self._weights, self._tables, tokens.flip(0)).flip(0)
+        adapters = self._random_adapters()
+        together = prefill(self._weights, self._tables, tokens, adapters)
+        backwards = prefill(self._weights, self._tables, tokens.flip(0), adapters).flip(0)
         some = min(rows, _REFERENCE_PREFILL_ROWS)
-        reference = prefill(self._weights, self._tables, pad_rows(tokens[-some:], _REFERENCE_PREFILL_ROWS))
+        few = pad_rows(tokens[-some:], _REFERENCE_PREFILL_ROWS)
+        reference = prefill(self._weights, self._tables, few, adapters)
         return _is_bit_equal(together, backwards) and _is_bit_equal(together[-some:], reference[:some])
 
 

@@ -1,4 +1,4 @@
-"""All parameters of a model in one buffer, and their gradients in another.
+"""All parameters of a model that are trained in one buffer, and their gradients in another.
 
     weights    [ embed_tokens | layers.0.q_proj | ... | norm ]   each parameter is a view, so is its gradient
     gradients  [      "       |       "         | ... |  "   ]
@@ -19,15 +19,18 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
+from rlmux.engines.lora import trained_parameters
+
 _ALIGNMENT_BYTES = 64
 
 
 class FlatParameters:
-    """Takes over the parameters of a float32 model; tied ones count once."""
+    """Takes over the trained parameters of a float32 model, an adapter's alone where there is one; tied ones count
+    once."""
 
     def __init__(self, model: nn.Module, dtype: torch.dtype = torch.float32) -> None:
         """`dtype`: what the model computes in from now on."""
-        self._parameters = dict(model.named_parameters())
+        self._parameters = trained_parameters(model)
         self._offset_by_name: dict[str, int] = {}
         size, alignment = 0, _ALIGNMENT_BYTES // dtype.itemsize
         for name, parameter in self._parameters.items():
@@ -56,7 +59,7 @@ class FlatParameters:
             self.working.copy_(self.weights)
 
     def named(self, buffer: Tensor | None = None) -> dict[str, Tensor]:
-        """The tensor of each parameter in `buffer`, the weights by default; views, Hugging Face names."""
+        """The tensor of each parameter in `buffer`, the weights by default; views, by their names in a file."""
         chosen = self.weights if buffer is None else buffer
         return {name: self._view(chosen, name) for name in self._parameters}
 

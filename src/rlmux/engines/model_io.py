@@ -38,7 +38,7 @@ def build_model(model_config: ModelConfig, vocab_size: int, seed: int) -> PreTra
     """
     if model_config.path is not None:
         return _load_folder(Path(model_config.path), vocab_size)
-    model_class, config = _new_config(model_config, vocab_size)
+    model_class, config = new_model_config(model_config, vocab_size)
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model: PreTrainedModel = model_class(config)
@@ -46,7 +46,8 @@ def build_model(model_config: ModelConfig, vocab_size: int, seed: int) -> PreTra
     return model
 
 
-def _new_config(model_config: ModelConfig, vocab_size: int) -> tuple[type[PreTrainedModel], PretrainedConfig]:
+def new_model_config(model_config: ModelConfig, vocab_size: int) -> tuple[type[PreTrainedModel], PretrainedConfig]:
+    """Class and config of a new model. Raises UserError for sizes that do not fit together."""
     if model_config.hidden_size % model_config.num_heads:
         raise UserError(
             f"model.num_heads: {model_config.num_heads} does not divide hidden_size {model_config.hidden_size}"

@@ -70,6 +70,10 @@ class Offloaded:
         """Bring spilled tensors from disk to host memory."""
         self._copies, self._file = list(self), None
 
+    def copy_of(self, tensor: Tensor, tensors: Sequence[Tensor]) -> Tensor:
+        """The copy in host memory of one of the first `tensors`."""
+        return next(copy for one, copy in zip(tensors, self, strict=False) if one is tensor)
+
     def __iter__(self) -> Iterator[Tensor]:
         """Each tensor in host memory, one at a time: spilled ones never need room for all of them."""
         if self._file is None:

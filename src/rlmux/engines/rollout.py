@@ -8,6 +8,7 @@
     one chunk:   refill ─▶ compact ─▶ decode until something ends ─▶ collect ─▶ refill ...
 
     LiveTrajectory  a trajectory's record              SlotTable      the slots' tensors, and which trajectory is where
+    AdapterTable    whose adapter samples what         AdapterWeights computed beside the base, never merged into it
     PrefillAhead    computes KV of waiting contexts    BatchProbe     which batch shapes are exact
     ChunkTally      what the present chunk has done    RequestLimits  what is accepted
 
@@ -16,8 +17,9 @@ once as there are slots and each distinct prompt once, so that refilling costs a
 active sequences move to the lowest slots and a smaller batch is decoded, if `batch_probe` found it bit-equal.
 
 Invariant: a trajectory's tokens and log-probs are a function of its request and the weights. Not of its slot,
-its companions, the order of admission, where chunks end, pauses, offloads, or a migration that carries its
-KV. A migration without KV recomputes it in one prefill, which rounds differently (a few 1e-6 in a log-prob).
+its companions (those of other adapters among them), the order of admission, where chunks end, pauses, offloads,
+or a migration that carries its KV. A migration without KV recomputes it in one prefill, which rounds differently
+(a few 1e-6 in a log-prob).
 Log-probs are those of the distribution sampled from, at the configured temperature.
 """
 
@@ -35,17 +37,19 @@ from torch import Tensor
 
 from rlmux.core.errors import IllegalTransitionError, PipelineError, UserError
 from rlmux.core.model import decode_sub_stage
+from rlmux.engines.adapter_table import AdapterTable
+from rlmux.engines.adapter_weights import AdapterWeights
 from rlmux.engines.batch_probe import PREFILL_BUCKET, BatchProbe
 from rlmux.engines.chunk_tally import ChunkTally
 from rlmux.engines.live_trajectory import LiveTrajectory
-from rlmux.engines.model_io import build_model
 from rlmux.engines.prefill_ahead import PrefillAhead
 from rlmux.engines.request_limits import RequestLimits
 from rlmux.engines.residency import Offloaded, give_back
+from rlmux.engines.shared_base import SharedBase
 from rlmux.engines.slot_table import SlotTable, slot_of
-from rlmux.engines.transformer import DecodePlan, DecoderShape, DecoderWeights, PositionTables
+from rlmux.engines.transformer import DecodePlan, DecoderWeights, PositionTables
 from rlmux.engines.weights import read_weights
-from rlmux.rl.config import ModelConfig, RolloutConfig
+from rlmux.rl.config import AdapterConfig, ModelConfig, RolloutConfig
 from rlmux.rl.types import (
     ChunkReport,
     FinishedTurn,
@@ -61,7 +65,7 @@ class SlotRolloutEngine:
 
     Trajectories   submit, continue_from, reply, take_partials
     Time           run_chunk: nothing is computed outside it
-    Weights        load_weights, version
+    Weights        load_weights, version, add_adapter
     Residency      offload, load, prefetch, leave_cache, resident_bytes
     """
 
@@ -76,14 +80,14 @@ class SlotRolloutEngine:
         staleness: int = 0,
         is_single_turn: bool = True,
         device: str = "cpu",
+        adapter: AdapterConfig | None = None,
+        bases: Path | None = None,
     ) -> None:
-        """Weights are those of `build_model` until `load_weights`. Raises UserError for sizes out of range."""
-        if not rollout.temperature > 0:
-            raise UserError(f"rollout.temperature: {rollout.temperature} is not above 0")
-        if rollout.num_slots < 1:
-            raise UserError(f"rollout.num_slots: {rollout.num_slots} is below 1")
-        model = build_model(model_config, vocab_size, seed)
-        self.version = 0
+        """Weights are those of `build_model` until `load_weights`. Raises UserError for sizes out of range.
+
+        With an `adapter` the model is its frozen base. `bases`: folder in shared memory where that lies once, on a CPU.
+        """
+        _check_rollout(rollout)
         self._temperature = rollout.temperature
         self._staleness = staleness
         self._is_single_turn = is_single_turn
@@ -95,14 +99,16 @@ class SlotRolloutEngine:
         )
         longest = rollout.max_prompt_tokens + rollout.max_new_tokens + 1
         max_len = -(-longest // PREFILL_BUCKET) * PREFILL_BUCKET
-        self._weights = DecoderWeights(DecoderShape.of(model), self._device)
-        self._weights.refresh(model.state_dict())
+        self._is_base_shared = bases is not None and adapter is not None and device == "cpu"
+        base = SharedBase(folder=bases, model=model_config, vocab_size=vocab_size, seed=seed)
+        model, self._weights = base.fused() if self._is_base_shared else base.fused_alone(self._device)
         self._tables = PositionTables(model, max_len, self._device)
         del model
         give_back(self._device)  # the slots need its memory
         self._slots = SlotTable(self._weights.shape, rollout.num_slots, max_len, self._device)
         self._probe = BatchProbe(self._weights, self._tables, rollout.num_slots, max_len)
-        self._prefill = PrefillAhead(self._weights, self._tables, self._probe)
+        self._adapters = AdapterTable(self._weights, self._device)
+        self._prefill = PrefillAhead(self._weights, self._tables, self._probe, self._adapters)
         self._plans: dict[tuple[int, int], DecodePlan] = {}
         """Decode plans by (width, window); empty while offloaded."""
         self._live: dict[TrajectoryId, LiveTrajectory] = {}
@@ -115,11 +121,17 @@ class SlotRolloutEngine:
         """Weights and tables while offloaded; None while loaded."""
         self._spilled: list[LiveTrajectory] = []
         """Trajectories whose KV was spilled behind the weights and tables, in that order."""
+        self.add_adapter("", adapter)
 
     @property
     def is_schedule_exact(self) -> bool:
         """This machine computes a sequence to the same bits in any slot, which the invariant rests on."""
         return self._probe.is_slot_exact
+
+    @property
+    def version(self) -> int:
+        """Weight version of the engine's own pipeline."""
+        return self._adapters.version("")
 
     @property
     def limits(self) -> RequestLimits:
@@ -142,6 +154,7 @@ class SlotRolloutEngine:
         """Queue new trajectories. Raises UserError for a request that cannot run, before any is taken."""
         for request in requests:
             self._limits.check_request(request)
+            self._adapters.weights(request.id.adapter)
         for request in requests:
             self._enqueue(LiveTrajectory(request=request))
 
@@ -150,6 +163,7 @@ class SlotRolloutEngine:
         """Queue trajectories that another engine began; one that waits for its environment waits here."""
         for partial in partials:
             self._limits.check_partial(partial)
+            self._adapters.weights(partial.request.id.adapter)
         for partial in partials:
             self._enqueue(LiveTrajectory.from_partial(partial))
 
@@ -226,7 +240,7 @@ class SlotRolloutEngine:
         environment, whose KV goes to host memory until the reply."""
         if not self._waiting:
             return
-        self._slots.yield_slots(len(self._waiting), self.version)
+        self._slots.yield_slots(len(self._waiting), self._adapters.version_of)
         for slot in self._slots.free_slots[: len(self._waiting)]:
             if self._waiting[0].needs_prefill:
                 self._prefill.compute_kv(islice(self._waiting, self._slots.num_slots), tally)
@@ -239,6 +253,7 @@ class SlotRolloutEngine:
         num_steps = min(max_steps, plan.window - last_seen, min(live.tokens_left for live in active))
         has_forced = any(live.num_forced for live in active)
         num_stops = max(len(live.request.stop_tokens) for live in active)
+        plan.adapters = self._adapters.rows(self._slots.adapter_names(plan.width))
         stopped: list[int] = []
         steps = 0
         start = now = time.perf_counter()
@@ -285,7 +300,7 @@ class SlotRolloutEngine:
 
     def _finish(self, live: LiveTrajectory, stop_reason: str) -> FinishedTurn:
         """Report a turn; the trajectory is parked if a reply may come and forgotten otherwise."""
-        self._slots.record(live, self.version)
+        self._slots.record(live, self._adapters.version_of(live))
         if not all(map(math.isfinite, live.logprobs)):
             raise PipelineError(f"{live.request.id}: a sampled token's log-probability is not finite")
         if live.is_sampled[-1]:
@@ -325,7 +340,7 @@ class SlotRolloutEngine:
 
     def _take(self, live: LiveTrajectory, *, with_kv: bool) -> PartialTrajectory:
         if live.slot is not None:
-            self._slots.evict(live, self.version, with_kv=with_kv)
+            self._slots.evict(live, self._adapters.version_of(live), with_kv=with_kv)
         elif live.is_prefilled_here or not with_kv:
             live.kv = None
         del self._live[live.request.id]
@@ -334,14 +349,23 @@ class SlotRolloutEngine:
     # --- weights --------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def load_weights(self, path: Path, version: int) -> None:
-        """Take over a safetensors file; also while offloaded.
+    def add_adapter(self, name: str, adapter: AdapterConfig | None) -> None:
+        """Serve one more pipeline of this base, which its trajectories name in their ids; None: the base itself."""
+        if self._offloaded is not None:
+            raise IllegalTransitionError(f"adapter {name!r} was added to an offloaded rollout engine")
+        self._adapters.add(name, adapter)
+        self._probe.set_adapters(self._adapters.configs)
+
+    @torch.inference_mode()
+    def load_weights(self, path: Path, version: int, adapter: str = "") -> None:
+        """Take over a safetensors file of a model, or of an adapter by its name; also while offloaded.
 
         KV of trajectories under way is kept; that of waiting ones is computed anew. Raises IllegalTransitionError
         where a trajectory is under way and the pipeline's staleness is 0, PipelineError for weights whose hash is not
         the one that they were written with.
         """
-        begun = [live for live in self._live.values() if live.has_begun]
+        theirs = [live for live in self._live.values() if live.request.id.adapter == adapter]
+        begun = [live for live in theirs if live.has_begun]
         if begun and self._staleness == 0:
             raise IllegalTransitionError(
                 f"version {version} came while {begun[0].request.id} of a sync pipeline is unfinished"
@@ -349,16 +373,18 @@ class SlotRolloutEngine:
         tensors = read_weights(path, version)
         for live in begun:
             if live.slot is not None:
-                self._slots.record(live, self.version)
+                self._slots.record(live, self._adapters.version_of(live))
+        weights = self._adapters.weights_to_load(adapter)
+        chosen: DecoderWeights | AdapterWeights = weights or self._weights
         if self._offloaded is None:
-            self._weights.refresh(tensors)
+            chosen.refresh(tensors)
         else:
-            fresh = DecoderWeights(self._weights.shape, torch.device("cpu"))
+            fresh = chosen.on_host()
             fresh.refresh(tensors)
             self._recall()
-            next(iter(self._offloaded)).copy_(fresh.flat)
-        self.version = version
-        for live in self._live.values():
+            self._offloaded.copy_of(chosen.flat, self._kept_tensors()).copy_(fresh.flat)
+        self._adapters.set_version(adapter, version)
+        for live in theirs:
             live.drop_prefilled_kv()
 
     # --- residency ------------------------------------------------------------------------------------------
@@ -428,7 +454,15 @@ class SlotRolloutEngine:
 
     def _kept_tensors(self) -> list[Tensor]:
         """Tensors whose content survives an offload; the slots' content leaves with the trajectories."""
-        return [self._weights.flat, *self._tables.tensors()]
+        own = [*self._tables.tensors(), *self._adapters.flats]
+        return own if self._is_base_shared else [self._weights.flat, *own]
 
     def _device_tensors(self) -> list[Tensor]:
         return [*self._kept_tensors(), *self._slots.tensors()]
+
+
+def _check_rollout(rollout: RolloutConfig) -> None:
+    if not rollout.temperature > 0:
+        raise UserError(f"rollout.temperature: {rollout.temperature} is not above 0")
+    if rollout.num_slots < 1:
+        raise UserError(f"rollout.num_slots: {rollout.num_slots} is below 1")

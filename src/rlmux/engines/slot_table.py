@@ -9,7 +9,7 @@ Invariant: a trajectory's `slot` and this table always agree.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -94,11 +94,18 @@ class SlotTable:
         live.kv = self.cache.read(slot, live.position).cpu() if with_kv and live.position else None
         self.free(live)
 
-    def yield_slots(self, wanted: int, version: int) -> None:
+    def adapter_names(self, width: int) -> list[str | None]:
+        """The adapter of each of the first `width` slots; None for a slot that is empty or parked."""
+        return [
+            None if live is None or live.is_waiting_for_env else live.request.id.adapter
+            for live in self._occupants[:width]
+        ]
+
+    def yield_slots(self, wanted: int, version_of: Callable[[LiveTrajectory], int]) -> None:
         """Evict parked trajectories, with their KV, until `wanted` slots are free or none is parked."""
         parked = [live for live in self.seated if live.is_waiting_for_env]
         for live in parked[: max(0, wanted - len(self.free_slots))]:
-            self.evict(live, version, with_kv=True)
+            self.evict(live, version_of(live), with_kv=True)
 
     def free(self, live: LiveTrajectory) -> None:
         """Give up a trajectory's slot; does nothing for one without."""

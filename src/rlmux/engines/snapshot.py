@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from rlmux.engines.checkpoint import write_checkpoint
+from rlmux.engines.lora import ADAPTER_FILE
 from rlmux.engines.weights import MODEL_FILE, SHA256, write_copies
 
 
@@ -40,6 +41,6 @@ class TrainSnapshot:
             (folder / name).write_bytes(content)
         for name, copies in self.tensors.items():
             metadata = {"version": str(self.state["version"]), **self.marks}
-            if name == MODEL_FILE:
+            if name in (MODEL_FILE, ADAPTER_FILE):
                 metadata[SHA256] = self.state["weights_sha256"]
             write_copies(folder / name, copies, metadata)

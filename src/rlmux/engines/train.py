@@ -30,10 +30,12 @@ from torch import nn
 from rlmux.core.errors import CheckpointError, IllegalTransitionError, PipelineError, UserError
 from rlmux.core.model import Stage
 from rlmux.engines.checkpoint import read_checkpoint, read_state
+from rlmux.engines.lora import ADAPTER_CONFIG_FILE, adapter_config_file, inject_adapter
 from rlmux.engines.model_io import build_model
 from rlmux.engines.ranks import Ranks
 from rlmux.engines.rl_step import RlStep
 from rlmux.engines.sft_warmup import SftWarmup
+from rlmux.engines.shared_base import SharedBase
 from rlmux.engines.snapshot import TrainSnapshot
 from rlmux.engines.stage_work import StageWork
 from rlmux.engines.train_state import TrainState
@@ -66,8 +68,12 @@ class TorchTrainEngine:
         vocabulary: Vocabulary | None = None,
         device: str = "cpu",
         origin: Origin | None = None,
+        bases: Path | None = None,
     ) -> None:
         """`vocabulary`: that of `config.model` by default. Raises UserError for an unknown algorithm.
+
+        `bases`: folder in shared memory where the base of adapters lies once for all workers of this machine; on a GPU
+        it is not used.
 
         `origin`: what weights and checkpoints are marked with, and taken over for; None marks and checks nothing.
         """
@@ -77,10 +83,18 @@ class TorchTrainEngine:
         self._origin = origin
         self._marks = {} if origin is None else origin.fields()
         self._vocabulary = load_vocabulary(config.model) if vocabulary is None else vocabulary
-        model = build_model(config.model, self._vocabulary.vocab_size, config.seed)
+        vocab_size = self._vocabulary.vocab_size
+        is_shared = bases is not None and config.adapter is not None and device == "cpu"
+        if is_shared and bases is not None:
+            base = SharedBase(folder=bases, model=config.model, vocab_size=vocab_size, seed=config.model_seed)
+            model = base.build()
+        else:
+            model = build_model(config.model, vocab_size, config.model_seed)
+        if config.adapter is not None:
+            inject_adapter(model, config.adapter, config.seed)
         prepare_forward(model, config.train)
         self._model_config: Any = model.config
-        self._state = TrainState(nn.Module.to(model, torch.device(device)), config)
+        self._state = TrainState(nn.Module.to(model, torch.device(device)), config, is_base_shared=is_shared)
         self._sft_warmup = SftWarmup(config, self._vocabulary, self._state)
         self._step: RlStep | None = None
         self._version = 0
@@ -253,14 +267,19 @@ class TorchTrainEngine:
             )
 
     def _small_files(self) -> Mapping[str, bytes]:
-        """The model's config and the tokenizer, as Hugging Face reads them."""
+        """The model's config, or the adapter's, and the tokenizer, as Hugging Face and peft read them."""
+        adapter = self._config.adapter
         if not self._file_by_name:
             config = self._model_config
             config.architectures = [type(self._state.model).__name__]
             config.eos_token_id = self._vocabulary.eos_token
             config.pad_token_id = self._vocabulary.pad_token
             with tempfile.TemporaryDirectory(prefix="rlmux-") as folder:
-                config.save_pretrained(folder)
+                if adapter is None:
+                    config.save_pretrained(folder)
+                else:
+                    content = adapter_config_file(adapter, self._config.model.path)
+                    (Path(folder) / ADAPTER_CONFIG_FILE).write_bytes(content)
                 self._vocabulary.save_pretrained(Path(folder))
                 self._file_by_name = {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
         return self._file_by_name

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from rlmux.core.errors import CheckpointError, IllegalTransitionError, PipelineError
 from rlmux.engines.adamw import AdamW
 from rlmux.engines.flat_parameters import FlatParameters
+from rlmux.engines.lora import ADAPTER_FILE
 from rlmux.engines.ranks import Ranks
 from rlmux.engines.residency import Offloaded, give_back
 from rlmux.engines.tree_sum import TreeSum
@@ -37,11 +38,15 @@ _REFERENCE_FILE = "reference.safetensors"
 class TrainState:
     """Takes over the parameters of a float32 model that is on its device; it computes in `train.dtype` from then on."""
 
-    def __init__(self, model: nn.Module, config: TrainingConfig) -> None:
+    def __init__(self, model: nn.Module, config: TrainingConfig, *, is_base_shared: bool = False) -> None:
+        """`is_base_shared`: frozen parameters are views of a file that others map too, and stay there."""
         algorithm = config.algorithm
         self.model = model
         self._pipeline = config.name
+        self._weights_file = MODEL_FILE if config.adapter is None else ADAPTER_FILE
         self._flat = FlatParameters(model, getattr(torch, config.train.dtype))
+        self._frozen: list[Tensor] = [] if is_base_shared else _own_frozen_parameters(model)
+        """Parameters of a base that is this worker's alone; they move with the rest."""
         self._grad_clip = algorithm.grad_clip
         self._optimizer = AdamW(self._flat.weights, betas=algorithm.adam_betas, weight_decay=algorithm.weight_decay)
         self.ranks = Ranks()
@@ -143,7 +148,7 @@ class TrainState:
         """Everything that a checkpoint holds of this, by file name and tensor name, in host memory of its own."""
         self.require_loaded()
         tensors: dict[str, Mapping[str, Tensor]] = {
-            MODEL_FILE: self._flat.named(),
+            self._weights_file: self._flat.named(),
             _OPTIMIZER_FILE: {
                 "first_moment": self._optimizer.first_moment,
                 "second_moment": self._optimizer.second_moment,
@@ -159,7 +164,9 @@ class TrainState:
         Raises CheckpointError, and changes nothing, for another model and for a reference that is needed and absent.
         """
         self.require_loaded()
-        weights, _ = read_tensors(folder / MODEL_FILE)
+        if not (folder / self._weights_file).is_file():
+            raise CheckpointError(f"{folder} has no {self._weights_file}, which pipeline {self._pipeline} trains")
+        weights, _ = read_tensors(folder / self._weights_file)
         moments, _ = read_tensors(folder / _OPTIMIZER_FILE)
         mine = {name: tensor.shape for name, tensor in self._flat.named().items()}
         if {name: tensor.shape for name, tensor in weights.items()} != mine:
@@ -227,8 +234,16 @@ class TrainState:
         tensors = [self._flat.weights, self._optimizer.first_moment, self._optimizer.second_moment]
         if self._reference is not None:
             tensors.append(self._reference)
-        return [*tensors, *self._gradient_sum.tensors]
+        return [*tensors, *self._frozen, *self._gradient_sum.tensors]
 
     def _device_tensors(self) -> list[Tensor]:
         working = [self._flat.working] if self._flat.is_rounded else []
         return [*self._kept_tensors(), *working, self._flat.gradients]
+
+
+def _own_frozen_parameters(model: nn.Module) -> list[Tensor]:
+    """The parameters that training leaves as they are, each in memory of its own that can be given back."""
+    frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
+    for parameter in frozen:
+        parameter.data = parameter.data.clone()
+    return [parameter.data for parameter in frozen]

@@ -26,6 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 from transformers import PreTrainedModel
 
 from rlmux.core.errors import UserError
+from rlmux.engines.adapter_rows import RowAdapters, rotation_pairs
 
 _MAX_MASK_TABLE = 1024
 """Positions up to which the masks are kept as a table of their square."""
@@ -101,9 +102,11 @@ class DecoderWeights:
     what reading the file takes.
     """
 
-    def __init__(self, shape: DecoderShape, device: torch.device) -> None:
+    def __init__(self, shape: DecoderShape, device: torch.device, flat: Tensor | None = None) -> None:
+        """`flat`: the buffer, where it is there already; else one of zeros is made."""
         self.shape = shape
-        self.flat = torch.zeros(sum(math.prod(size) for size in _weight_sizes(shape)), device=device)
+        size = sum(math.prod(size) for size in _weight_sizes(shape))
+        self.flat = torch.zeros(size, device=device) if flat is None else flat
         views = _views(self.flat, shape)
         self.embedding = next(views)
         self.head = next(views)
@@ -117,6 +120,8 @@ class DecoderWeights:
             )
             for _ in range(shape.num_layers)
         ]
+        self.gains = next(views)
+        """[2 * layers, hidden]: gains of the two norms of each block, which an adapter's own matrices need."""
 
     def first_layers(self, num_layers: int) -> DecoderWeights:
         """The same tensors, seen as a model of fewer layers."""
@@ -124,6 +129,10 @@ class DecoderWeights:
         fewer.layers = self.layers[:num_layers]
         fewer.shape = replace(self.shape, num_layers=len(fewer.layers))
         return fewer
+
+    def on_host(self) -> DecoderWeights:
+        """Weights of the same shape in host memory, all zero."""
+        return DecoderWeights(self.shape, torch.device("cpu"))
 
     def refresh(self, tensors: Mapping[str, Tensor]) -> None:
         """Take weights under their Hugging Face names; all are checked before any changes."""
@@ -136,13 +145,14 @@ class DecoderWeights:
             prefix = f"model.layers.{index}."
             self._refresh_attention(layer, {k: get(prefix + k) for k in _attention_sizes(self.shape)})
             gain = get(prefix + "post_attention_layernorm.weight")
+            self.gains[2 * index : 2 * index + 2] = torch.stack([get(prefix + "input_layernorm.weight"), gain])
             gate, up = get(prefix + "mlp.gate_proj.weight"), get(prefix + "mlp.up_proj.weight")
             layer.gate_up.copy_(torch.cat([gate, up]).mul_(gain).T)
             layer.down.copy_(get(prefix + "mlp.down_proj.weight").T)
 
     def _refresh_attention(self, layer: LayerWeights, own: Mapping[str, Tensor]) -> None:
         shape = self.shape
-        order = _rotation_pairs(shape.head_dim)
+        order = rotation_pairs(shape.head_dim)
         groups, hidden = shape.num_kv_heads, shape.hidden_size
         query = own["self_attn.q_proj.weight"].view(groups, shape.group_size, shape.head_dim, hidden)
         key = own["self_attn.k_proj.weight"].view(groups, 1, shape.head_dim, hidden)
@@ -227,6 +237,8 @@ class DecodePlan:
         rows, dim = width * shape.num_kv_heads, shape.head_dim
         self.width = width
         self.window = window
+        self.adapters: RowAdapters | None = None
+        """Who adds what to each row of the next steps; None: the base alone computes."""
         self._weights = weights
         self._tables = tables
         self._epsilon = torch.tensor(shape.norm_epsilon, device=device)
@@ -257,15 +269,18 @@ class DecodePlan:
 
     def step(self, tokens: Tensor, positions: Tensor) -> Tensor:
         """Feed one token per slot at its position; the logits [width, vocab] of the next."""
+        adapters = self.adapters or RowAdapters([])
         weights, epsilon, hidden = self._weights, self._epsilon, self._hidden
         row_positions = positions.index_select(0, self._slot_of_row)
         entries = self._entry_of_row + row_positions
         rotations = self._tables.rotations.index_select(0, row_positions).unsqueeze(1)
         mask = self._tables.mask(row_positions, self.window)
         torch.index_select(weights.embedding, 0, tokens, out=hidden)
-        for layer in self._layers:
+        for index, layer in enumerate(self._layers):
             own = layer.weights
-            torch.mm(_normed(hidden, epsilon), own.qkv, out=self._projected)
+            normed = _normed(hidden, epsilon)
+            torch.mm(normed, own.qkv, out=self._projected)
+            adapters.add(index, "qkv", normed, self._projected)
             self._rotating.apply(own.head_gain, rotations, epsilon)
             layer.keys[self._row_numbers, :, row_positions] = self._new_keys
             layer.value_entries.index_copy_(0, entries, self._new_values)
@@ -273,8 +288,13 @@ class DecodePlan:
             torch.softmax(self._scores, dim=-1, out=self._scores)
             torch.bmm(self._scores, layer.seen_values, out=self._mixed)
             hidden.addmm_(self._mixed_by_slot, own.output)
-            torch.mm(_normed(hidden, epsilon), own.gate_up, out=self._gate_up)
-            hidden.addmm_(silu(self._gate).mul_(self._up), own.down)
+            adapters.add(index, "output", self._mixed_by_slot, hidden)
+            normed = _normed(hidden, epsilon)
+            torch.mm(normed, own.gate_up, out=self._gate_up)
+            adapters.add(index, "gate_up", normed, self._gate_up)
+            gated = silu(self._gate).mul_(self._up)
+            hidden.addmm_(gated, own.down)
+            adapters.add(index, "down", gated, hidden)
         return torch.mm(_normed(hidden, epsilon), weights.head)
 
 
@@ -293,11 +313,15 @@ class _LayerViews:
     """[all rows * max_len, head_dim]"""
 
 
-def prefill(weights: DecoderWeights, tables: PositionTables, tokens: Tensor) -> Tensor:
+def prefill(
+    weights: DecoderWeights, tables: PositionTables, tokens: Tensor, adapters: RowAdapters | None = None
+) -> Tensor:
     """Keys and values [rows, layers, 2, kv_heads, length, head_dim] of `tokens` [rows, length].
 
-    Rows may be padded on the right with anything: causality keeps padding out of what precedes it.
+    Rows may be padded on the right with anything: causality keeps padding out of what precedes it. `adapters`: of the
+    rows of all tokens, one sequence after another; None for the base alone.
     """
+    adapters = adapters or RowAdapters([])
     shape = weights.shape
     num_rows, length = tokens.shape
     rotations = tables.rotations[:length].repeat_interleave(shape.num_kv_heads, dim=0)
@@ -306,8 +330,10 @@ def prefill(weights: DecoderWeights, tables: PositionTables, tokens: Tensor) -> 
     hidden = weights.embedding.index_select(0, tokens.reshape(-1))
     kv = []
     for index, layer in enumerate(weights.layers):
-        heads = torch.mm(_normed(hidden, epsilon), layer.qkv)
-        heads = heads.view(-1, shape.heads_per_group, shape.head_dim)
+        normed = _normed(hidden, epsilon)
+        projected = torch.mm(normed, layer.qkv)
+        adapters.add(index, "qkv", normed, projected)
+        heads = projected.view(-1, shape.heads_per_group, shape.head_dim)
         _Rotating(heads[:, :-1], shape.has_head_norms).apply(layer.head_gain, rotations, epsilon)
         by_head = heads.view(num_rows, length, shape.num_kv_heads, shape.heads_per_group, shape.head_dim)
         queries, keys, values = torch.split(by_head.permute(0, 2, 3, 1, 4), [shape.group_size, 1, 1], dim=2)
@@ -316,9 +342,16 @@ def prefill(weights: DecoderWeights, tables: PositionTables, tokens: Tensor) -> 
             mixed = scaled_dot_product_attention(
                 queries.flatten(1, 2), keys[:, :, 0], values[:, :, 0], is_causal=True, enable_gqa=True
             )
-            hidden.addmm_(mixed.transpose(1, 2).reshape(num_rows * length, -1), layer.output)
-            gate, up = torch.mm(_normed(hidden, epsilon), layer.gate_up).chunk(2, dim=1)
-            hidden.addmm_(silu(gate).mul_(up), layer.down)
+            mixed = mixed.transpose(1, 2).reshape(num_rows * length, -1)
+            hidden.addmm_(mixed, layer.output)
+            adapters.add(index, "output", mixed, hidden)
+            normed = _normed(hidden, epsilon)
+            gate_up = torch.mm(normed, layer.gate_up)
+            adapters.add(index, "gate_up", normed, gate_up)
+            gate, up = gate_up.chunk(2, dim=1)
+            gated = silu(gate).mul_(up)
+            hidden.addmm_(gated, layer.down)
+            adapters.add(index, "down", gated, hidden)
     return torch.stack(kv, dim=1)
 
 
@@ -346,12 +379,6 @@ class _Rotating:
         self._pairs.mul_(rotations)
 
 
-def _rotation_pairs(head_dim: int) -> Tensor:
-    """Channel order that puts the two channels a rotation mixes side by side."""
-    half = head_dim // 2
-    return torch.arange(head_dim).view(2, half).T.reshape(-1)
-
-
 def _weight_sizes(shape: DecoderShape) -> Iterator[tuple[int, int]]:
     """Sizes of the fused tensors, in the order of the flat buffer."""
     attention_size = shape.num_kv_heads * shape.group_size * shape.head_dim
@@ -363,6 +390,7 @@ def _weight_sizes(shape: DecoderShape) -> Iterator[tuple[int, int]]:
         yield shape.hidden_size, 2 * shape.intermediate_size
         yield shape.intermediate_size, shape.hidden_size
         yield shape.group_size + 1, shape.head_dim
+    yield 2 * shape.num_layers, shape.hidden_size
 
 
 def _views(flat: Tensor, shape: DecoderShape) -> Iterator[Tensor]:

@@ -15,15 +15,20 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, ClassVar, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from annotated_types import Ge, Gt, Le, Lt, Predicate
+from annotated_types import Ge, Gt, Le, Lt, MinLen, Predicate
 
 from rlmux.core.errors import UserError
 from rlmux.plugins import is_reference
 
 ARCHITECTURES = ("qwen3", "llama")
 """Values of `model_type` in config.json that the engines know how to run."""
+
+AdapterTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+"""A projection of each block that an adapter can stand beside: those of a dense Qwen3 or Llama."""
+
+ADAPTER_TARGETS: tuple[AdapterTarget, ...] = get_args(AdapterTarget)
 
 MAX_POSITIONS = 8192
 """Tokens of the longest sequence of a new model: its `max_position_embeddings`."""
@@ -101,6 +106,8 @@ class ModelConfig(FromFile):
     """Key/value heads; a divisor of heads."""
     intermediate_size: Count = 128
     """Width of the feed-forward layers."""
+    seed: Annotated[int, Ge(0), Lt(2**31)] | None = None
+    """Seed of a new model's weights; without: the pipeline's. Adapters of one model and one seed share their base."""
 
     def __post_init__(self) -> None:
         if self.hidden_size % (2 * self.num_heads):
@@ -115,6 +122,25 @@ class ModelConfig(FromFile):
                 f"accepted: a divisor of heads {self.num_heads}",
                 ("heads", f"accepted: a multiple of kv_heads {self.num_kv_heads}"),
             )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterConfig(FromFile):
+    """A LoRA adapter, which is trained in place of the model: y = W x + (alpha / rank) B (A x), with W frozen.
+
+    (arXiv 2106.09685) B begins at zero and A at random numbers of the pipeline's seed.
+    """
+
+    rank: Annotated[int, Ge(1), Le(1024)]
+    """Rows of A and columns of B."""
+    alpha: PositiveFloat
+    """Numerator of the factor of the adapter's output: it is multiplied by alpha / rank."""
+    targets: Annotated[tuple[AdapterTarget, ...], MinLen(1)] = ADAPTER_TARGETS
+    """Projections that get an adapter, in every block."""
+
+    def __post_init__(self) -> None:
+        if len(set(self.targets)) < len(self.targets):
+            raise MisfitError("targets", f"accepted: each of {', '.join(ADAPTER_TARGETS)} once at most")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -281,6 +307,8 @@ class PipelineKeys(FromFile):
     """Steps of RL."""
     model: ModelConfig = field(default_factory=ModelConfig)
     """What is trained."""
+    adapter: AdapterConfig | None = None
+    """A LoRA adapter that is trained beside the frozen model; without: the whole model is."""
     sft_warmup: SftWarmupConfig = field(default_factory=SftWarmupConfig)
     """Supervised training before RL."""
     algorithm: Annotated[AlgorithmConfig, Takes("an algorithm's name, or a mapping")] = field(
@@ -299,3 +327,8 @@ class TrainingConfig(PipelineKeys):
 
     task: TaskConfig = field(default_factory=lambda: TaskConfig(name="sort"))
     """Where prompts come from and how answers are scored."""
+
+    @property
+    def model_seed(self) -> int:
+        """Seed of a new model's weights."""
+        return self.seed if self.model.seed is None else self.model.seed

@@ -30,8 +30,8 @@ class Episode:
     @property
     def place(self) -> str:
         """How errors name it."""
-        step, prompt, sample = self.request.id
-        return f"step {step} prompt {prompt} sample {sample}"
+        id = self.request.id
+        return f"step {id.step} prompt {id.prompt} sample {id.sample}"
 
     @property
     def last_turn(self) -> FinishedTurn:

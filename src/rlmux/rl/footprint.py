@@ -26,11 +26,14 @@ _PROCESS_BYTES = 150e6
 """Bytes of a worker process beyond what it shares with the fork server."""
 
 
-def footprint_of(config: TrainingConfig, *, is_gpu: bool = False) -> Footprint:
-    """Bytes that each worker of the pipeline keeps on its device, and in host memory while it is resident there."""
+def footprint_of(config: TrainingConfig, *, is_gpu: bool = False, has_base: bool = True) -> Footprint:
+    """Bytes that each worker of the pipeline keeps on its device, and in host memory while it is resident there.
+
+    Without `has_base` the frozen base of an adapter is left out: it lies once in the machine's memory for all.
+    """
     context = CUDA_CONTEXT_BYTES if is_gpu else 0.0
-    rollout = total(rollout_parts(config))
-    train = total(train_parts(config, has_flash=has_flash(config, is_gpu=is_gpu)))
+    rollout = total(rollout_parts(config, has_base=has_base))
+    train = total(train_parts(config, has_flash=has_flash(config, is_gpu=is_gpu), has_base=has_base))
     return Footprint(
         rollout_host_bytes=_PROCESS_BYTES + rollout,
         train_host_bytes=_PROCESS_BYTES + train + total(host_parts(config)),

@@ -22,7 +22,7 @@ from __future__ import annotations
 import math
 
 from rlmux.rl.config import TrainingConfig
-from rlmux.rl.model_shape import ModelShape, shape_of
+from rlmux.rl.model_shape import ModelShape, adapter_parameters, shape_of
 
 Parts = dict[str, float]
 """Bytes by the name of a part."""
@@ -48,31 +48,36 @@ def total(parts: Parts) -> float:
     return sum(parts.values())
 
 
-def train_parts(config: TrainingConfig, *, has_flash: bool = True) -> Parts:
+def train_parts(config: TrainingConfig, *, has_flash: bool = True, has_base: bool = True) -> Parts:
     """What a train worker holds on its device at its fullest moment.
 
-    Without `has_flash` attention keeps the probabilities of every pair of tokens.
+    Without `has_flash` attention keeps the probabilities of every pair of tokens. Without `has_base` the frozen base of
+    an adapter is counted elsewhere: it lies once in memory for several workers.
     """
     shape = shape_of(config.model)
-    weights = shape.num_parameters * FLOAT_BYTES
+    weights = weights_bytes(config)
     resident = {"weights": weights, "gradients": weights, "moments": 2 * weights}
     if config.algorithm.kl_coef > 0:
         resident["reference"] = weights
+    if config.adapter is not None and has_base:
+        resident["base"] = shape.num_parameters * FLOAT_BYTES
     return resident | max(_train_moments(config, shape, has_flash=has_flash), key=total)
 
 
 def train_state_bytes(config: TrainingConfig) -> float:
     """Bytes of a trainer's state between two steps: what a checkpoint and an offload copy."""
-    return (4 if config.algorithm.kl_coef > 0 else 3) * shape_of(config.model).num_parameters * FLOAT_BYTES
+    return (4 if config.algorithm.kl_coef > 0 else 3) * weights_bytes(config)
 
 
 def weights_bytes(config: TrainingConfig) -> float:
-    """Bytes of one version of the weights, as it is published."""
-    return shape_of(config.model).num_parameters * FLOAT_BYTES
+    """Bytes of one version of what is trained, the model or its adapter, as it is published."""
+    shape = shape_of(config.model)
+    num_trained = shape.num_parameters if config.adapter is None else adapter_parameters(shape, config.adapter)
+    return num_trained * FLOAT_BYTES
 
 
 def _train_moments(config: TrainingConfig, shape: ModelShape, *, has_flash: bool) -> list[Parts]:
-    weights = shape.num_parameters * FLOAT_BYTES
+    weights = weights_bytes(config)
     moments: list[Parts] = [{"gradient sum": weights, "optimizer scratch": weights}]
     algorithm, warmup = config.algorithm, config.sft_warmup
     num_sequences = algorithm.prompts_per_step * algorithm.group_size // algorithm.num_minibatches
@@ -96,7 +101,7 @@ def _backward_moments(config: TrainingConfig, shape: ModelShape, size: int, *, h
     activations += num_sampled * shape.hidden_size * FLOAT_BYTES
     kept = {"activations": activations, "heap between activations": _HEAP_SLACK * activations}
     logits = min(num_sampled, config.train.rows_of_chunk(shape.vocab_size)) * shape.vocab_size * FLOAT_BYTES
-    embedding = shape.embedding * FLOAT_BYTES
+    embedding = shape.embedding * FLOAT_BYTES if config.adapter is None else 0
     in_a_layer = num_tokens * (3 * shape.intermediate_size + 2 * shape.hidden_size) * FLOAT_BYTES
     if not has_flash:
         in_a_layer = max(in_a_layer, 2 * num_tokens * shape.num_heads * length * FLOAT_BYTES)
@@ -120,21 +125,23 @@ def _activations_of_token(shape: ModelShape, length: int, *, has_flash: bool) ->
     return shape.num_layers * (2 * norm + projected + attention + head_norms) + norm
 
 
-def rollout_parts(config: TrainingConfig) -> Parts:
-    """What a rollout worker holds on its device at its fullest moment."""
+def rollout_parts(config: TrainingConfig, *, has_base: bool = True) -> Parts:
+    """What a rollout worker holds on its device at its fullest moment. `has_base`: as in `train_parts`."""
     shape = shape_of(config.model)
     rollout = config.rollout
     max_len = _up_to(rollout.max_prompt_tokens + rollout.max_new_tokens + 1, PREFILL_BUCKET)
     fused = (shape.num_layers * shape.layer_matrices + 2 * shape.embedding) * FLOAT_BYTES
     tables = 8 * max_len * (shape.head_dim // 2 + 1) + (max_len**2 * FLOAT_BYTES if max_len <= MAX_MASK_TABLE else 0)
-    weights = {"weights": fused}
+    weights: Parts = {"weights": fused}
+    if config.adapter is not None:
+        weights = {"weights": weights_bytes(config), **({"base": fused} if has_base else {})}
     resident = {
         **weights,
         "KV cache": rollout.num_slots * max_len * _kv_of_token(shape),
         "slots": rollout.num_slots * max_len * 20.0,
         "tables": tables,
     }
-    being_built = {**weights, "weights being loaded": _loading_bytes(shape)}
+    being_built = {**weights, "weights being loaded": _loading_bytes(config, shape)}
     return max([resident | moment for moment in _rollout_moments(config, shape, max_len)] + [being_built], key=total)
 
 
@@ -153,15 +160,17 @@ def _rollout_moments(config: TrainingConfig, shape: ModelShape, max_len: int) ->
     prefilled = num_prompts * prompt * _kv_of_token(shape)
     stacked = num_rows * prompt * (_kv_of_token(shape) + hidden * FLOAT_BYTES)
     return [
-        {"weights being loaded": _loading_bytes(shape), "decode scratch": scratch, "logits": logits},
+        {"weights being loaded": _loading_bytes(config, shape), "decode scratch": scratch, "logits": logits},
         {"prefilled KV": prefilled, "prefill scratch": stacked},
         {"decode scratch": scratch, "logits": logits},
         {"decode scratch": scratch, "logits": logits, "probe": probed},
     ]
 
 
-def _loading_bytes(shape: ModelShape) -> float:
+def _loading_bytes(config: TrainingConfig, shape: ModelShape) -> float:
     """The tensors of a file, and a copy of the largest of them: hashed, then times a norm's gains."""
+    if config.adapter is not None:
+        return 2 * weights_bytes(config)
     largest = max(shape.embedding, 2 * shape.hidden_size * shape.intermediate_size)
     return (shape.num_parameters + largest) * FLOAT_BYTES
 

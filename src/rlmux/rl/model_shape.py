@@ -7,8 +7,23 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from rlmux.core.errors import UserError
-from rlmux.rl.config import ModelConfig
+from rlmux.rl.config import AdapterConfig, ModelConfig
 from rlmux.rl.vocabulary import CharVocabulary
+
+
+def adapter_parameters(shape: ModelShape, adapter: AdapterConfig) -> int:
+    """Parameters of an adapter: A and B beside each target of each layer."""
+    hidden, query, kv, inner = shape.hidden_size, shape.query_size, shape.kv_size, shape.intermediate_size
+    ends = {
+        "q_proj": hidden + query,
+        "k_proj": hidden + kv,
+        "v_proj": hidden + kv,
+        "o_proj": query + hidden,
+        "gate_proj": hidden + inner,
+        "up_proj": hidden + inner,
+        "down_proj": inner + hidden,
+    }
+    return shape.num_layers * adapter.rank * sum(ends[target] for target in adapter.targets)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

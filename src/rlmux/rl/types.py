@@ -28,6 +28,9 @@ class TrajectoryId(NamedTuple):
     """Position of the prompt within the step, from 0."""
     sample: int
     """Position within the prompt group, from 0."""
+    adapter: str = ""
+    """Name of the adapter that samples it, where a rollout engine serves several pipelines; no random number depends
+    on it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -80,7 +80,8 @@ class CheckpointFolder:
 
     def weights(self, version: int) -> Path:
         """The file from which rollout workers load a version that is no longer in shared memory."""
-        return self.path(version) / "model.safetensors"
+        adapter = self.path(version) / "adapter_model.safetensors"
+        return adapter if adapter.is_file() else self.path(version) / "model.safetensors"
 
     def newest(self, *, before: int) -> Checkpoint | None:
         """The newest checkpoint, older than step `before`, that training can resume from."""

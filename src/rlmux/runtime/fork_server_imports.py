@@ -4,15 +4,21 @@ Imports leave no garbage, and looking for it takes a fifth of their time, so the
 imports have made is not looked at again afterwards either: workers go on sharing its memory with the fork server.
 """
 
+import contextlib
 import gc
 
 gc.disable()
 try:
     import torch
 
+    import rlmux.engines.lora
     import rlmux.engines.rollout
     import rlmux.engines.train
-    import rlmux.rl.pipeline_env  # noqa: F401
+    import rlmux.rl.pipeline_env
+    from rlmux.core.errors import UserError
+
+    with contextlib.suppress(UserError):  # only pipelines with an adapter need it, and they say so
+        rlmux.engines.lora.load_peft()
 finally:
     gc.enable()
 gc.freeze()

@@ -64,6 +64,7 @@ class LocalProcesses:
         self._gpu_by_device = gpu_by_device or {}
         self._memory = memory
         self._is_closed = False
+        self.bases: Path | None = memory.path / ".bases"  # no pipeline has this name
         self._selector = selectors.DefaultSelector()
         self._wakes = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector.register(self._wakes, selectors.EVENT_READ, None)

@@ -3,6 +3,9 @@
     host memory     of this machine, in equal parts for all devices
     device memory   of a core: its part of host memory; of a GPU: what the driver says is free
 
+The frozen bases of adapters lie in shared memory, each once for all its pipelines. Their bytes are taken from host
+memory before it is dealt out. On a GPU each worker has a base of its own.
+
 A GPU that several devices of the file stand for has one memory, which is dealt out among them: to each device its
 pipelines' largest state, and an equal part of what is left. What the file says of a pool makes it less, never more.
 
@@ -24,6 +27,7 @@ import psutil
 from rlmux.core.errors import RefusedError
 from rlmux.core.model import Cluster, DeviceId, Footprint, NodeId, Phase, Pool
 from rlmux.policies.planning.shared_placement import MAX_MEMBERS
+from rlmux.rl.adapter_base import bases_of
 from rlmux.rl.footprint import footprint_of
 from rlmux.rl.memory_parts import CUDA_CONTEXT_BYTES
 from rlmux.runtime.backend import Submission
@@ -55,7 +59,13 @@ def with_machine_memory(
     """
     machine = machine or MachineMemory()
     num_devices = sum((pool.num_nodes or 0) * pool.devices_per_node for pool in cluster.pools.values())
-    host_bytes = machine.host_bytes * _USABLE / max(1, num_devices)
+    shared = 0.0 if machine.gpu_by_device else _shared_bytes(submissions)
+    if shared >= machine.host_bytes * _USABLE:
+        raise RefusedError(
+            f"cluster: the bases of adapters need {_gigabytes(shared)} of host memory, and there are "
+            f"{_gigabytes(machine.host_bytes * _USABLE)}; give fewer or smaller models"
+        )
+    host_bytes = (machine.host_bytes * _USABLE - shared) / max(1, num_devices)
     gpu_bytes = _deal_out_gpus(cluster, submissions, machine)
     return Cluster(
         pools={
@@ -67,6 +77,11 @@ def with_machine_memory(
             for name, pool in cluster.pools.items()
         }
     )
+
+
+def _shared_bytes(submissions: Sequence[Submission]) -> float:
+    """Bytes of the bases that adapters stand on, each counted once."""
+    return sum(num_bytes for num_bytes, _ in bases_of(one.config for one in submissions).values())
 
 
 def _deal_out_gpus(cluster: Cluster, submissions: Sequence[Submission], machine: MachineMemory) -> dict[str, float]:
@@ -113,12 +128,15 @@ def _largest_state(pool: Pool, submissions: Sequence[Submission]) -> float:
     return max(needs)
 
 
-def with_footprint(submission: Submission, cluster: Cluster, *, is_gpu: bool = False) -> Submission:
+def with_footprint(
+    submission: Submission, cluster: Cluster, *, is_gpu: bool = False, has_base: bool = True
+) -> Submission:
     """The submission with its footprint estimated from its config, where the file does not give it.
 
-    In a pool that spills, a node's host memory must hold its process; its state has the disk.
+    In a pool that spills, a node's host memory must hold its process; its state has the disk. Without `has_base` the
+    base of an adapter is left out, as `with_machine_memory` has counted it.
     """
-    footprint = _estimated_footprint(submission, is_gpu=is_gpu)
+    footprint = _estimated_footprint(submission, is_gpu=is_gpu, has_base=has_base)
     context = CUDA_CONTEXT_BYTES if is_gpu else 0.0  # never in host memory
     rollout, train = cluster.pool_serving(Phase.ROLLOUT), cluster.pool_serving(Phase.TRAIN)
     if rollout is not None and rollout.spills_to_disk:
@@ -130,11 +148,11 @@ def with_footprint(submission: Submission, cluster: Cluster, *, is_gpu: bool = F
     return replace(submission, pipeline=replace(submission.pipeline, footprint=footprint))
 
 
-def _estimated_footprint(submission: Submission, *, is_gpu: bool) -> Footprint:
+def _estimated_footprint(submission: Submission, *, is_gpu: bool, has_base: bool) -> Footprint:
     given = submission.pipeline.footprint
     if given.rollout_device_bytes is not None and given.train_device_bytes is not None:
         return given
-    estimated = footprint_of(submission.config, is_gpu=is_gpu)
+    estimated = footprint_of(submission.config, is_gpu=is_gpu, has_base=has_base)
     return replace(
         given,
         rollout_device_bytes=_first(given.rollout_device_bytes, estimated.rollout_device_bytes),

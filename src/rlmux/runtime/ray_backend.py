@@ -147,6 +147,7 @@ class RayActors:
         self.nodes = dict(nodes)
         self._core_by_device = self._assign_cores(cores_by_ray_id)
         self._memory = memory
+        self.bases: Path | None = None
         self._deliveries = deliveries
         self._driver_id = ray.get_runtime_context().get_node_id()
         self._workers: dict[int, RayWorker] = {}

@@ -98,7 +98,7 @@ def run_pipelines(
     the run cannot be written. A pipeline's own failure is in the summary, not raised.
     """
     machine = describe_machine(cluster) if backend_name == LOCAL else None
-    submissions = [with_footprint(one, cluster, is_gpu=_has_gpus(machine)) for one in submissions]
+    submissions = [_with_footprint(one, cluster, machine) for one in submissions]
     cluster = cluster if machine is None else with_machine_memory(cluster, submissions, machine)
     check_each_fits(cluster, submissions)
     _probe_promises(cluster, submissions, options, make_backend)
@@ -151,7 +151,7 @@ def resume_pipelines(
         if not unfinished and not is_kept_open:
             return RunResult(folder=folder, summary=write_report(folder), is_complete=True, was_over=True)
         machine = describe_machine(cluster) if backend_name == LOCAL else None
-        unfinished = [with_footprint(one, cluster, is_gpu=_has_gpus(machine)) for one in unfinished]
+        unfinished = [_with_footprint(one, cluster, machine) for one in unfinished]
         cluster = cluster if machine is None else with_machine_memory(cluster, unfinished, machine)
         _probe_promises(cluster, unfinished, options, make_backend)
         unfinished = [_from_checkpoint(with_origin(one, run_id, state.plans), folder) for one in unfinished]
@@ -274,6 +274,12 @@ def _private_files() -> Iterator[None]:
         yield
     finally:
         os.umask(previous)
+
+
+def _with_footprint(one: Submission, cluster: Cluster, machine: MachineMemory | None) -> Submission:
+    """Bases of adapters are shared where all workers are processes of this machine's cores."""
+    is_gpu = _has_gpus(machine)
+    return with_footprint(one, cluster, is_gpu=is_gpu, has_base=machine is None or is_gpu)
 
 
 def _has_gpus(machine: MachineMemory | None) -> bool:

@@ -313,7 +313,7 @@ class WorkerSupervisor:
         """One for each rank, each of which reads the whole checkpoint: it knows of no number of ranks."""
         config = submission.config
         count = config.train.num_workers
-        args = (config, restore_from, submission.origin)
+        args = (config, restore_from, submission.origin, self._workplace.bases)
         return [
             self._spawn(
                 config,
@@ -328,7 +328,8 @@ class WorkerSupervisor:
 
     def _spawn_rollout_worker(self, submission: Submission, device: DeviceId, log_path: Path) -> Worker:
         config = submission.config
-        return self._spawn(config, f"rollout-{device}", RolloutWorker, (config, submission.origin), device, log_path)
+        args = (config, submission.origin, self._workplace.bases)
+        return self._spawn(config, f"rollout-{device}", RolloutWorker, args, device, log_path)
 
     def _spawn(
         self,

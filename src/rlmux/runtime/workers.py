@@ -166,7 +166,8 @@ class RolloutWorker:
     """A rollout engine in its own process."""
 
     @beating()
-    def __init__(self, config: TrainingConfig, origin: Origin | None = None) -> None:
+    def __init__(self, config: TrainingConfig, origin: Origin | None = None, bases: Path | None = None) -> None:
+        """`bases`: folder in shared memory for the base of adapters."""
         import torch
 
         from rlmux.engines.device_fraction import fraction_setter
@@ -182,10 +183,12 @@ class RolloutWorker:
             config.model,
             config.rollout,
             vocab_size=vocabulary.vocab_size,
-            seed=config.seed,
+            seed=config.model_seed,
             staleness=config.algorithm.staleness,
             is_single_turn=task.is_single_turn,
             device=device,
+            adapter=config.adapter,
+            bases=bases,
         )
         self._origin = origin
         self._fraction = fraction_setter(device)
@@ -244,8 +247,14 @@ class TrainWorker:
     """A train engine in its own process."""
 
     @beating()
-    def __init__(self, config: TrainingConfig, restore_from: Path | None, origin: Origin | None = None) -> None:
-        """`restore_from`: a checkpoint that was verified."""
+    def __init__(
+        self,
+        config: TrainingConfig,
+        restore_from: Path | None,
+        origin: Origin | None = None,
+        bases: Path | None = None,
+    ) -> None:
+        """`restore_from`: a checkpoint that was verified. `bases`: folder in shared memory for the base of adapters."""
         import torch
 
         from rlmux.engines.device_fraction import fraction_setter
@@ -254,7 +263,7 @@ class TrainWorker:
 
         torch.set_num_threads(config.train.num_threads)
         device = device_in_use()
-        self._engine = TorchTrainEngine(config, device=device, origin=origin)
+        self._engine = TorchTrainEngine(config, device=device, origin=origin, bases=bases)
         self._origin = origin
         self._checkpoints = CheckpointWriter()
         self._fraction = fraction_setter(device)

@@ -50,6 +50,10 @@ class Worker(Protocol):
 class Workplace(Protocol):
     """The place where workers live."""
 
+    bases: Path | None
+    """Folder in shared memory for the frozen bases of adapters; None where workers are on several machines, which have
+    each their own."""
+
     def spawn(
         self,
         name: str,

@@ -75,6 +75,7 @@ def plan(file: File, policy: PolicyName = None, sets: Sets = None, json: Json = 
     from rlmux.sim import api
 
     planned = api.plan(inputs.workload_of(spec), policy=spec.policy)
+    planned["bases"] = inputs.bases_in(spec)
     tables.show_plan(planned, as_json=json)
     return tables.exit_code_of_plan(planned)
 

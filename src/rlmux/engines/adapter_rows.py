@@ -1,0 +1,56 @@
+"""Several adapters in one batch, each row with its own: y = W x + (alpha / rank) B (A x), never merged.
+
+    outputs  =  inputs W                             every row, one matrix product
+    outputs +=  own rows of (inputs down) up         each adapter that has rows here, one after another
+
+Each adapter is multiplied at its own rank and for all rows of the batch; rows of others have zeros between the two
+products, and adding zero changes no number. So a row is computed by the same two products, at the same sizes, whatever
+else is in the batch: nothing is padded to the largest rank, nothing is gathered by row. The price is that an adapter's
+two thin products are made for all rows.
+
+Invariant: a row's numbers depend on that row and on its own adapter alone, wherever the base's do. An adapter is
+finite: zero times infinity would reach other rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LowRank:
+    """The two thin matrices beside one fused projection."""
+
+    down: Tensor
+    """[in, R]"""
+    up: Tensor
+    """[R, out]"""
+
+
+class RowAdapters:
+    """Which adapter serves which rows of a batch."""
+
+    def __init__(self, parts: Sequence[tuple[Sequence[Mapping[str, LowRank]], Tensor | None]]) -> None:
+        """`parts`: an adapter's layers, and the rows [rows, 1] that are not its own; None: all rows are."""
+        self._parts = parts
+
+    def add(self, layer: int, name: str, inputs: Tensor, outputs: Tensor) -> None:
+        """Add to `outputs` [rows, out] what each row's adapter makes of `inputs` [rows, in]."""
+        for layers, is_others in self._parts:
+            low_rank = layers[layer].get(name)
+            if low_rank is None:
+                continue
+            inner = torch.mm(inputs, low_rank.down)
+            if is_others is not None:
+                inner.masked_fill_(is_others, 0.0)
+            outputs.addmm_(inner, low_rank.up)
+
+
+def rotation_pairs(head_dim: int) -> Tensor:
+    """Channel order that puts the two channels a rotation mixes side by side."""
+    half = head_dim // 2
+    return torch.arange(head_dim).view(2, half).T.reshape(-1)
