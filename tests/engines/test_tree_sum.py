@@ -46,12 +46,12 @@ def test_subtrees_are_all_leaves_in_order_and_of_one_size_to_a_leaf(num: int, nu
 
 @pytest.mark.parametrize("num", range(1, 34))
 @pytest.mark.parametrize("num_ranks", [2, 4])
-def test_each_rank_gets_every_nth_of_a_sorted_list(num: int, num_ranks: int) -> None:
+def test_no_rank_has_more_work_than_another_by_more_than_the_largest_thing(num: int, num_ranks: int) -> None:
     order = leaf_order(num)
     assert sorted(order) == list(range(num))
-    for rank in range(num_ranks):
-        own = [order[leaf] for leaf in subtree(num, rank, num_ranks)]
-        assert len({place % num_ranks for place in own}) <= 1
+    sizes = [(place + 1) ** 2 for place in range(num)]
+    loads = [sum(sizes[order[leaf]] for leaf in subtree(num, rank, num_ranks)) for rank in range(num_ranks)]
+    assert max(loads) - min(loads) <= sizes[-1]
 
 
 def test_the_order_of_addition_is_a_tree_and_not_a_line() -> None:

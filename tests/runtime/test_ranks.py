@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
-from rlmux.core.actions import RunStage, Switch
+from rlmux.core.actions import Admit, RunStage, Switch
 from rlmux.core.events import PipelineRestarted
-from rlmux.core.model import Stage
+from rlmux.core.model import AdmissionKind, GroupId, NodeId, Placement, Stage
 from rlmux.policies import make_policy
+from rlmux.runtime.activity import Activity
 from rlmux.runtime.run import resume_pipelines, run_pipelines
+from rlmux.runtime.worker_backend import WorkerBackend
 from rlmux.runtime.workplace import WorkerOptions
 
 STEPS = 2
@@ -56,10 +58,17 @@ def test_ranks_give_the_weights_and_figures_of_one_wherever_stages_are_cut(
     assert sum(role.startswith("train") for role in roles) == count
 
 
-def test_ranks_without_a_micro_batch_of_their_own_change_nothing(real, tmp_path) -> None:
-    one = real.run(tmp_path / "one", [of_ranks(real, 1, micro_batch_size=3)])
-    four = real.run(tmp_path / "four", [of_ranks(real, 4, micro_batch_size=3)], on=real.cluster(train=4))
-    assert figures(four) == figures(one)  # 3 micro-batches in an update
+def test_ranks_deal_out_micro_batches_by_tokens_and_change_nothing(real, tmp_path) -> None:
+    def by_tokens(count: int):
+        given = of_ranks(real, count)
+        train = replace(
+            given.config.train, tokens_per_micro_batch=60
+        )  # so the number of micro-batches follows the lengths
+        return replace(given, config=replace(given.config, train=train))
+
+    one = real.run(tmp_path / "one", [by_tokens(1)])
+    four = real.run(tmp_path / "four", [by_tokens(4)], on=real.cluster(train=4))
+    assert figures(four) == figures(one)
 
 
 class KillsARank:
@@ -81,14 +90,32 @@ class KillsARank:
         return False
 
 
-def test_a_rank_that_dies_in_a_step_takes_its_gang_back_to_the_checkpoint(real, alone, tmp_path) -> None:
+def test_a_rank_that_dies_in_a_step_takes_its_gang_back_to_the_checkpoint(real, make_backend, alone, tmp_path) -> None:
     kills = KillsARank()
-    run = real.run(tmp_path, [of_ranks(real, 2)], on=real.cluster(train=2), watch=kills)
+    on = real.cluster(train=2)
+    run = real.run(tmp_path, [of_ranks(real, 2)], on=on, watch=kills, make_backend=make_backend)
     assert run.status == {"sort": "finished"}
     assert kills.killed
     (restart,) = [event for event in run.recorder.events if isinstance(event, PipelineRestarted)]
     assert restart.restored_step == 1
     assert figures(run) == figures(alone)
+
+
+def test_the_rank_that_is_stopped_is_named_and_not_one_that_waits_for_it(real, tmp_path) -> None:
+    workplace, given = real.Workplace(), of_ranks(real, 2)
+    (tmp_path / "weights").mkdir()
+    backend = WorkerBackend(real.cluster(train=2), tmp_path, workplace, tmp_path / "weights")
+    backend.add_pipeline(given)
+    train_nodes = (NodeId("train", 0), NodeId("train", 1))
+    place = Placement(group=GroupId(1), rollout_nodes=(NodeId("rollout", 0),), train_nodes=train_nodes)
+    backend.execute(Admit(pipeline=given.pipeline.id, placement=place, kind=AdmissionKind.NEW))
+    for name, state in (("sort/train", "S"), ("sort/train-1", "T")):
+        worker = workplace.workers[name]
+        worker.is_overdue = lambda now_s: True
+        worker.activity = lambda state=state: Activity(state=state, cpu_s=1.0)
+    _, notes = backend.poll(0.0)
+    (loss,) = [note.fields["reason"] for note in notes if note.type == "loss"]
+    assert loss.startswith("sort/train-1 gave no answer in time")
 
 
 @pytest.mark.parametrize("other_count", [2, 1])
@@ -117,3 +144,16 @@ def test_a_run_goes_on_from_its_checkpoint_with_another_number_of_ranks(real, al
     assert not stopped.is_complete
     result = resume_pipelines(on, [of_ranks(real, 4)], make_policy("rollmux"), folder)
     assert result.summary["pipelines"]["sort"]["weights_sha256"] == alone.sha256["sort"]
+
+
+@pytest.mark.slow
+@pytest.mark.ray
+@pytest.mark.xdist_group("ray")
+def test_ranks_on_several_ray_nodes_without_shared_memory_give_the_weights_of_one(real, alone, nodes, tmp_path) -> None:
+    second = nodes.add(train=2)
+    try:
+        apart = nodes.make_backend(is_sharing_memory=False)
+        run = real.run(tmp_path, [of_ranks(real, 4)], on=real.cluster(train=4), make_backend=apart)
+    finally:
+        nodes.ray.remove_node(second)
+    assert figures(run) == figures(alone)

@@ -163,13 +163,15 @@ class Checks:
             powers = f"{1 << count.bit_length() - 1} or {1 << count.bit_length()}"
             raise self._error(path, f"is {count}: gradients are summed in pairs of ranks; accepted: {powers}")
         num_sequences = algorithm.prompts_per_step * algorithm.group_size // algorithm.num_minibatches
-        num_micro_batches = -(-num_sequences // algorithm.micro_batch_size)
+        # Micro-batches by tokens are counted when there are rollouts: a rank may then be without one in some updates.
+        size = 1 if pipeline.train.tokens_per_micro_batch else algorithm.micro_batch_size
+        num_micro_batches = -(-num_sequences // size)
         if count > num_micro_batches:
             raise self._error(
                 path,
-                f"is {count}: an update has {num_micro_batches} micro-batches (algorithm.micro_batch_size "
-                f"{algorithm.micro_batch_size}), and some ranks would have none; accepted: up to "
-                f"{1 << num_micro_batches.bit_length() - 1}, or a smaller algorithm.micro_batch_size",
+                f"is {count}: an update has {num_micro_batches} micro-batches (algorithm.micro_batch_size {size}), and "
+                f"some ranks would have none; accepted: up to {1 << num_micro_batches.bit_length() - 1}, or a smaller "
+                "algorithm.micro_batch_size",
             )
 
     def _check_model(self, path: KeyPath, model: ModelConfig) -> tuple[int | None, str]:

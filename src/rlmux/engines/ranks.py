@@ -4,7 +4,7 @@
     rank                              0    |    1        each rank sums a subtree of its own
     join                              └─── + ───┘        rank 2i with 2i + 1, then pairs of pairs: the tree's forks
     gather                         0 1 2 3   4 5 6 7     figures of the micro-batches, on every rank, in their order
-    agree                             0 ──────▶ 1        whether to stop here: the clock of rank 0 decides
+    agree                             0 ──────▶ 1        whether to stop after it: the clock of rank 0 decides
 
 Invariants: `join` and `gather` give every rank the same bits, and those of one rank that computed everything. Ranks
 call `agree`, `join` and `gather` in the same order: all stop after the same number of micro-batches, so no rank waits

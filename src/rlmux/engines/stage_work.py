@@ -27,17 +27,23 @@ class StageWork:
     """What the stage found, filled in as it runs; whole once `is_done`."""
 
     def run(self, max_seconds: float) -> TrainReport:
-        """Do micro-batches until the stage is done or `max_seconds` have passed, but at least one."""
+        """Do at least one micro-batch, until the stage is done or another like the last would end after `max_seconds`.
+
+        That is decided before each micro-batch: no rank that has done its own waits for the decision of the first.
+        """
         started = perf_counter()
-        tokens = 0
+        tokens, elapsed_s, last_s = 0, 0.0, 0.0
         while not self.is_done:
+            is_over = elapsed_s + last_s >= max_seconds
+            is_last = self.done + 1 < self.total and self.ranks.agree(is_over=is_over)
             done_tokens = next(self.micro_batches, None)
             if done_tokens is None:
                 self.is_done = True
                 break
             tokens += done_tokens
             self.done += 1
-            if self.done < self.total and self.ranks.agree(is_over=perf_counter() - started >= max_seconds):
+            last_s, elapsed_s = perf_counter() - started - elapsed_s, perf_counter() - started
+            if is_last:
                 break
         return TrainReport(
             is_done=self.is_done,

@@ -12,7 +12,8 @@ Invariant: the order of every addition depends on the number of leaves alone. 2^
 2^k highest subtrees (`subtree`), joined by the forks above, therefore give the same bits as one rank that sums all
 leaves. At most log2(leaves) + 1 tensors are held.
 
-`leaf_order` deals things out of a sorted list so that subtrees of one height are alike: each has every n-th of them.
+`leaf_order` deals things out of a sorted list so that subtrees of one height are alike: at every fork the largest goes
+left, the next two right, the next two left, and so on.
 """
 
 from __future__ import annotations
@@ -64,12 +65,20 @@ def subtree(num_leaves: int, number: int, count: int) -> range:
 
 
 def leaf_order(num_leaves: int) -> list[int]:
-    """Place in the sorted list of the thing that becomes each leaf."""
+    """Place in the sorted list, the smallest first, of the thing that becomes each leaf."""
     return _dealt(range(num_leaves))
 
 
 def _dealt(places: Sequence[int]) -> list[int]:
-    return list(places) if len(places) < 2 else _dealt(places[::2]) + _dealt(places[1::2])
+    if len(places) < 2:
+        return list(places)
+    left: list[int] = []
+    right: list[int] = []
+    for number, place in enumerate(reversed(places)):
+        (left if number % 4 in (0, 3) else right).append(place)
+    if len(left) < len(right):
+        left.append(right.pop())
+    return _dealt(left[::-1]) + _dealt(right[::-1])
 
 
 def _additions(num_leaves: int) -> list[int]:

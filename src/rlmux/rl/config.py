@@ -282,14 +282,6 @@ class TrainConfig(FromFile):
     """Megabytes of logits (float32, sampled tokens times vocabulary) that training holds at once: above it they are
     computed in chunks of tokens, a second time for the gradient. Results change with it in the last bits."""
 
-    def __post_init__(self) -> None:
-        if self.tokens_per_micro_batch is not None and self.num_workers > 1:
-            raise MisfitError(
-                "tokens_per_micro_batch",
-                "accepted with workers 1: some of several ranks may have no micro-batch",
-                ("workers", "accepted with tokens_per_micro_batch: 1"),
-            )
-
     def rows_of_chunk(self, vocab_size: int) -> int:
         """Tokens whose logits are held at once; at least one."""
         return max(1, int(self.logits_chunk_mb * 1e6) // (4 * vocab_size))

@@ -198,10 +198,10 @@ class WorkerSupervisor:
         self._standstills.look(self._workers_by_pipeline.values())
         now_s = self._outbox.now_s()
         for pipeline, workers in list(self._workers_by_pipeline.items()):
-            for worker in workers.processes:
-                if worker.is_overdue(now_s):
-                    self._lose(pipeline, worker, f"{worker.name} gave no answer in time")
-                    break
+            overdue = [worker for worker in workers.processes if worker.is_overdue(now_s)]
+            if overdue:  # ranks wait for each other: the one that is stopped keeps all of them
+                worker = next((one for one in overdue if _is_stopped(one)), overdue[0])
+                self._lose(pipeline, worker, f"{worker.name} gave no answer in time")
 
     def change_node(self, node: NodeId, *, is_there: bool) -> None:
         """A pipeline pinned to a lost node waits for another placement, and goes on there from a checkpoint."""
@@ -385,3 +385,8 @@ class WorkerSupervisor:
 
     def _devices(self, nodes: Iterable[NodeId]) -> list[DeviceId]:
         return [device for node in nodes for device in self._cluster.pools[node.pool].devices(node)]
+
+
+def _is_stopped(worker: Worker) -> bool:
+    activity = worker.activity()
+    return activity is not None and activity.is_stopped
