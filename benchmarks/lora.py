@@ -2,8 +2,9 @@
 
     python benchmarks/lora.py [--size 5M] [--rounds 5]
 
-memory     megabytes (proportional set size: a page that n processes map counts 1/n in each) of a train and a rollout
-           worker for each of four pipelines, all of them off their devices
+memory     megabytes of a train and a rollout worker for each of four pipelines, all of them off their devices: the
+           proportional set size (a page that n processes map counts 1/n in each), less that of a worker without an
+           engine
 switch     seconds in which a worker leaves its device for host memory and comes back, median over rounds
 rollout    tokens/s of one engine that decodes four tenants in one batch, against four engines that take turns with the
            same requests; interleaved rounds, medians
@@ -69,13 +70,16 @@ def work(config: TrainingConfig, role: str, bases: Path | None, pipe: Connection
     import torch
 
     torch.set_num_threads(1)
-    engine = make_engine(config, role, bases)
-    engine.offload()
+    engine = None
+    if role != "empty":
+        engine = make_engine(config, role, bases)
+        engine.offload()
     pipe.send("ready")
     while (asked := pipe.recv()) in ("switch", "memory"):
         if asked == "memory":
             pipe.send(psutil.Process().memory_full_info().pss)
             continue
+        assert engine is not None
         began = time.perf_counter()
         engine.load()
         engine.offload()
@@ -86,18 +90,20 @@ class Workers:
     """The train and rollout workers of four pipelines."""
 
     def __init__(self, model: ModelConfig, *, is_lora: bool, bases: Path) -> None:
-        context = multiprocessing.get_context("spawn")
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload(["rlmux.runtime.fork_server_imports"])
         self.pipes: dict[tuple[str, int], Connection] = {}
         self.processes = []
         for tenant in range(len(RANKS)):
-            for role in ("train", "rollout"):
+            for role in ("train", "rollout", "empty"):
                 ours, theirs = context.Pipe()
                 config = config_of(model, tenant, is_lora=is_lora)
                 process = context.Process(target=work, args=(config, role, bases if is_lora else None, theirs))
                 process.start()
-                assert ours.recv() == "ready"
                 self.pipes[role, tenant] = ours
                 self.processes.append(process)
+        for pipe in self.pipes.values():
+            assert pipe.recv() == "ready"
 
     def ask(self, what: str, role: str) -> list[float]:
         answers = []
@@ -127,7 +133,10 @@ def measure_workers(model: ModelConfig, rounds: int) -> None:
         f"{'worker':10} {'lora MB':>9} {'full MB':>9} {'ratio':>6} {'lora switch ms':>15} {'full ms':>9} {'ratio':>6}"
     )
     for role in ("train", "rollout"):
-        memory = {kind: sum(workers.ask("memory", role)) / 1e6 for kind, workers in kinds.items()}
+        memory = {
+            kind: (sum(workers.ask("memory", role)) - sum(workers.ask("memory", "empty"))) / 1e6
+            for kind, workers in kinds.items()
+        }
         switch = {kind: 1e3 * statistics.median(seconds[kind, role]) for kind in kinds}
         print(
             f"4 {role:8} {memory['lora']:9.1f} {memory['full']:9.1f} {memory['lora'] / memory['full']:6.2f} "
