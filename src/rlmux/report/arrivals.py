@@ -31,15 +31,15 @@ class Arrivals:
     def withdraw(self, kind: _Kind) -> None:
         self._announced.pop(kind, None)
 
-    def begin(self, action: RunStage, placement: Placement) -> float:
-        """Time at which the order's work arrived."""
+    def begin(self, action: RunStage, placement: Placement) -> tuple[float, _Kind]:
+        """Time at which the order's work arrived, and its kind."""
         kind = self._kind_of(action, placement)
         before = self._open.get(action.stage)
         if before is not None and before[:2] == (kind, action.step):
-            return before[2]
+            return before[2], kind
         arrived_s = self._announced.pop(kind, 0.0)
         self._open[action.stage] = (kind, action.step, arrived_s)
-        return arrived_s
+        return arrived_s, kind
 
     def end(self, stage: Stage) -> None:
         self._open.pop(stage, None)

@@ -221,6 +221,7 @@ class History:
     # ------------------------------------------------------------------ orders
 
     def _on_run_stage(self, time_s: float, action: RunStage) -> None:
+        arrived_s, kind = self._arrival_of(action)
         self._begin(
             OrderRecord(
                 id=action.order,
@@ -233,7 +234,8 @@ class History:
                 switch=action.switch,
                 device_fraction=action.device_fraction,
                 weight_version=action.weight_version,
-                arrived_s=self._arrival_of(action),
+                arrived_s=arrived_s,
+                kind=kind,
             )
         )
 
@@ -314,11 +316,11 @@ class History:
             self._arrivals[event.pipeline].withdraw(event.phases)
             self._note_thinking(time_s, record)
 
-    def _arrival_of(self, action: RunStage) -> float | None:
-        """When the work that the order begins, or goes on with, arrived; None for work that was planned."""
+    def _arrival_of(self, action: RunStage) -> tuple[float | None, tuple[Phase, ...]]:
+        """When the work that the order begins, or goes on with, arrived, and its kind; (None, ()) for planned work."""
         arrivals, pin = self._arrivals.get(action.pipeline), self._pin_by_pipeline.get(action.pipeline)
         if arrivals is None or pin is None:
-            return None
+            return None, ()
         return arrivals.begin(action, pin.placement)
 
     def _note_thinking(self, time_s: float, record: PipelineRecord) -> None:

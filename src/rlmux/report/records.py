@@ -47,6 +47,8 @@ class OrderRecord:
     weight_version: int = 0
     arrived_s: float | None = None
     """Time at which its work arrived; None for work that was planned."""
+    kind: tuple[Phase, ...] = ()
+    """Kind of the work that arrived; empty for work that was planned."""
     is_migration: bool = False
     end_s: float = math.inf
     ending: Ending = Ending.OPEN

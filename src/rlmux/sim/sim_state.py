@@ -14,6 +14,7 @@ from typing import Any
 
 from rlmux.core.actions import MigrateShard, RunStage
 from rlmux.core.model import SUB_STAGE_BY_STAGE, DeviceId, Placement, Stage, SubStage
+from rlmux.sim.clients import SimClient
 from rlmux.sim.models.work import SoloSeconds, Work
 from rlmux.sim.workloads.arrivals import Arrival
 from rlmux.sim.world import TrueSeconds
@@ -50,6 +51,10 @@ class SimPipeline:
     train_scale: float = 1.0
     """Training nodes asked for over training nodes placed on; 1 unless the simulation rescales training."""
     paused: dict[WorkKey, PausedWork] = field(default_factory=dict)
+    client: SimClient | None = None
+    """Its client, where its work arrives."""
+    num_train_devices: int = 0
+    """Devices of its training nodes."""
     has_started: bool = False
     is_over: bool = False
 
@@ -64,12 +69,20 @@ class SimPipeline:
     def fresh_work(self, action: RunStage) -> Work:
         """The whole work of an order that continues nothing."""
         stage = action.stage
+        if self.client is not None:
+            sub_stage = SubStage.DENSE_DECODE if stage is Stage.GENERATE else SubStage.UPDATE
+            return SoloSeconds(self.client.bursts[self.burst_of(action)].seconds, sub_stage)
         if stage is Stage.GENERATE:
             return self.fresh_shard(action.step, action.devices[0])
         seconds = self.world.stage_s(stage, action.step, len(action.devices))
         if action.devices:
             seconds *= self.train_scale
         return SoloSeconds(seconds, SUB_STAGE_BY_STAGE.get(stage, SubStage.UPDATE))
+
+    def burst_of(self, action: RunStage) -> int:
+        """Number of the client's burst that the order works on."""
+        assert self.client is not None
+        return self.client.burst_of(action.stage, action.devices, self.num_train_devices)
 
     def fresh_shard(self, step: int, device: DeviceId) -> Work:
         """The rollout shard of a device, with nothing of it done."""

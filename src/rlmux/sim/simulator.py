@@ -21,7 +21,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlmux.core import invariants
 from rlmux.core.actions import (
@@ -42,6 +42,7 @@ from rlmux.core.actions import (
 )
 from rlmux.core.cycles import USER_CODE_PATIENCE_S
 from rlmux.core.events import (
+    ClientFinished,
     Event,
     NodeJoined,
     NodeLost,
@@ -49,14 +50,17 @@ from rlmux.core.events import (
     PipelineSubmitted,
     ReplyArrived,
     RewardOverdue,
+    StageFinished,
     StagePaused,
     TrajectoriesMigrated,
+    WorkArrived,
 )
 from rlmux.core.model import PHASE_BY_STAGE, DeviceId, NodeId, OrderId, PipelineId, PipelineStatus, Stage
 from rlmux.core.policy import Policy
 from rlmux.core.scheduler import Scheduler
 from rlmux.core.state import WorkState
 from rlmux.policies import with_sharing
+from rlmux.sim.clients import ClientBurst, SimClient
 from rlmux.sim.decision_cost import DecisionCost
 from rlmux.sim.kernel import ARRIVAL, DEPARTURE, NODE_CHANGE, WORK_ENDS, Kernel
 from rlmux.sim.metrics import Collector, SimResult
@@ -79,6 +83,13 @@ class NodeFailure:
     at_s: float
     down_s: float
     """Seconds until the node is back."""
+
+
+class _Announcement(NamedTuple):
+    """A client's announcement to come."""
+
+    pipeline: SimPipeline
+    burst: ClientBurst
 
 
 def simulate(
@@ -220,6 +231,8 @@ class Simulation:
             what, entry = kernel.pop()
             event = self.running.next_event(what, entry) if type(what) is RunningOrder else self._event_of(what)
             if event is not None:
+                if type(event) is StageFinished and what.pipeline.client is not None:
+                    self._let_client_go_on(what.pipeline, what.pipeline.burst_of(what.action))
                 return event
         return None
 
@@ -265,6 +278,8 @@ class Simulation:
                 return self._depart(what)
             case NodeLost():
                 self._lose_work_on(what.node)
+            case _Announcement():
+                return self._announce(what)
             case StagePaused():
                 if self._pausing.pop(what.order, None) is None:
                     return None
@@ -286,10 +301,27 @@ class Simulation:
         pipeline = arrival.pipeline
         last_stage = Stage.PUBLISH if Stage.PUBLISH in pipeline.stages else pipeline.train_stages[-1]
         sim_pipeline = self.pipelines[pipeline.id] = SimPipeline(arrival, last_stage, arrival.world)
+        sim_pipeline.client = SimClient(arrival.bursts) if pipeline.work_arrives else None
         if arrival.depart_s is not None:
             self._kernel.schedule(arrival.depart_s, DEPARTURE, sim_pipeline)
         self.collector.submit(pipeline.id, arrival)
         return PipelineSubmitted(time_s=self._kernel.now_s, pipeline=pipeline)
+
+    def _let_client_go_on(self, one: SimPipeline, ended: int | None) -> None:
+        """A burst of the client has ended, or (None) its pipeline is admitted: it thinks, then announces the next."""
+        client, now_s = one.client, self._kernel.now_s
+        assert client is not None
+        if ended is not None and client.end(ended):
+            done = ClientFinished(time_s=now_s, pipeline=one.arrival.pipeline.id)
+            self._kernel.schedule(now_s, WORK_ENDS, done)
+        for burst in client.after(ended):
+            self._kernel.schedule(now_s + burst.think_s, WORK_ENDS, _Announcement(one, burst))
+
+    def _announce(self, announcement: _Announcement) -> Event | None:
+        one, burst = announcement
+        assert one.client is not None
+        one.client.announce(burst)
+        return WorkArrived(time_s=self._kernel.now_s, pipeline=one.arrival.pipeline.id, phases=burst.kind)
 
     def _depart(self, sim_pipeline: SimPipeline) -> Event | None:
         if sim_pipeline.is_over:
@@ -339,11 +371,15 @@ class Simulation:
 
     def _admit(self, action: Admit | Relocate) -> None:
         one = self.pipelines[action.pipeline]
+        is_first = one.placement is None
         one.placement = placement = action.placement
         pools = self._workload.cluster.pools
         one.rollout_devices = tuple(
             device for node in placement.rollout_nodes for device in pools[node.pool].devices(node)
         )
+        one.num_train_devices = sum(pools[node.pool].devices_per_node for node in placement.train_nodes)
+        if one.client is not None and is_first:
+            self._let_client_go_on(one, None)
         arrival = one.arrival
         is_colocated = set(placement.train_nodes) <= set(placement.rollout_nodes)
         one.world = (arrival.colocated_world if is_colocated else None) or arrival.world

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from rlmux.core.model import Cluster, Footprint, Phase, PhaseSeconds, Pipeline, PipelineId, Pool, Stage
 from rlmux.sim import tables
+from rlmux.sim.clients import ClientBurst
 from rlmux.sim.models.neighbours import Neighbours
 from rlmux.sim.world import NO_SWITCH, STEADY, SwitchSeconds, TrueSeconds, Variation
 
@@ -37,6 +38,8 @@ class Arrival:
     colocated_world: TrueSeconds | None = None
     """True durations with both phases on the training pool's GPUs; None: as `world`."""
     switch: SwitchSeconds = NO_SWITCH
+    bursts: tuple[ClientBurst, ...] = ()
+    """What its client announces, where its work arrives; it is done when all have ended."""
     tokens_per_step: float = 0.0
     """Mean prompt and response tokens of a step; 0 where they are unknown."""
 

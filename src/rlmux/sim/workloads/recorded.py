@@ -36,6 +36,7 @@ from rlmux.core.model import (
 from rlmux.report.api import read_timeline
 from rlmux.report.records import Ending, OrderRecord, PipelineRecord
 from rlmux.report.timeline import Timeline
+from rlmux.sim.clients import ClientBurst
 from rlmux.sim.models.neighbours import Busy, Neighbours, seconds_lost
 from rlmux.sim.models.work import Work
 from rlmux.sim.workloads.arrivals import Arrival, Workload
@@ -69,15 +70,9 @@ class RecordedSeconds(TrueSeconds):
 def recorded_workload(folder: str | Path, neighbours: Neighbours | None = None) -> Workload:
     """The run's pipelines and cluster; prices and memory of the cluster are not in the log.
 
-    Raises UserError for a folder without a finished pipeline, and for pipelines whose work arrived.
+    Raises UserError for a folder without a finished pipeline.
     """
     timeline = read_timeline(folder)
-    clients = [str(name) for name, record in timeline.pipelines.items() if record.pipeline.work_arrives]
-    if clients:
-        raise UserError(
-            f"{folder}: the work of {', '.join(clients)} arrived from another program, which cannot be played again "
-            "yet; accepted: a run of planned pipelines"
-        )
     orders_by_pipeline = {
         name: [order for order in timeline.orders if order.pipeline == name and order.counts]
         for name in timeline.pipelines
@@ -89,7 +84,9 @@ def recorded_workload(folder: str | Path, neighbours: Neighbours | None = None) 
         lost_s = seconds_lost(_busy(timeline.orders, switches), neighbours)
     arrivals = []
     for name, record in timeline.pipelines.items():
-        if record.pipeline.num_steps in record.published:
+        if record.pipeline.work_arrives and any(order.ending is Ending.FINISHED for order in orders_by_pipeline[name]):
+            arrivals.append(_client(record, orders_by_pipeline[name], switches[name], lost_s))
+        elif not record.pipeline.work_arrives and record.pipeline.num_steps in record.published:
             arrivals.append(_arrival(record, orders_by_pipeline[name], switches[name], lost_s))
     if len(arrivals) < len(timeline.pipelines) or not arrivals:
         missing = [str(name) for name in timeline.pipelines if name not in {one.pipeline.id for one in arrivals}]
@@ -154,6 +151,49 @@ def _arrival(
         switch=switch,
         tokens_per_step=sum(tokens) / len(tokens) if tokens else 0.0,
     )
+
+
+def _client(
+    record: PipelineRecord, orders: Sequence[OrderRecord], switch: SwitchSeconds, lost_s: Mapping[int, float]
+) -> Arrival:
+    """A client that asks for the same bursts, each as long after the end of an earlier one as it was."""
+    by_burst: dict[tuple[tuple[Phase, ...], int, float | None], list[OrderRecord]] = {}
+    for order in orders:
+        by_burst.setdefault((order.kind, order.step, order.arrived_s), []).append(order)
+    whole = [mine for mine in by_burst.values() if mine[-1].ending is Ending.FINISHED]
+    whole.sort(key=lambda mine: (mine[0].arrived_s or 0.0, mine[0].start_s))
+    bursts: list[ClientBurst] = []
+    for number, mine in enumerate(whole):
+        arrived_s, kind = mine[0].arrived_s or 0.0, mine[0].kind
+        after = max(
+            (other for other in range(number) if _is_before(whole[other], arrived_s, kind)),
+            key=lambda other: whole[other][-1].end_s,
+            default=None,
+        )
+        base_s = (record.admitted_s or 0.0) if after is None else whole[after][-1].end_s
+        seconds = sum(max(_elapsed_s(order, switch) - lost_s.get(order.id, 0.0), 0.0) for order in mine)
+        bursts.append(ClientBurst(kind=kind, seconds=seconds, after=after, think_s=max(0.0, arrived_s - base_s)))
+    num_steps = max(1, sum(Phase.TRAIN in burst.kind for burst in bursts))
+    in_phase = {
+        stage: sum(burst.seconds for burst in bursts if (Phase.TRAIN in burst.kind) is (stage is Stage.UPDATE))
+        for stage in (Stage.GENERATE, Stage.UPDATE)
+    }
+    by_stage = {
+        **in_phase,
+        Stage.PUBLISH: sum(burst.think_s for burst in bursts),
+    }
+    return Arrival(
+        submit_s=record.submitted_s,
+        pipeline=record.pipeline,
+        world=TrueSeconds(by_stage={stage: seconds / num_steps for stage, seconds in by_stage.items()}),
+        switch=switch,
+        bursts=tuple(bursts),
+    )
+
+
+def _is_before(orders: Sequence[OrderRecord], arrived_s: float, kind: tuple[Phase, ...]) -> bool:
+    """Whether a later announcement waits for the end of this burst: it came after it, or is of its kind."""
+    return orders[-1].end_s <= arrived_s or orders[0].kind == kind
 
 
 def _by_step(orders: Iterable[OrderRecord]) -> dict[int, list[OrderRecord]]:
