@@ -130,12 +130,17 @@ def fits_period(loads: Sequence[PhaseLoad], period_s: float) -> bool:
                 node_s[node] = end_s
             train_s = (train_s if train_s > end_s else end_s) + phase_s
             trained_s[j] = train_s + sync_s
-        node_s = [max(now - period_s, before) for now, before in zip(node_s, before_node_s, strict=True)]
-        trained_s = [max(now - period_s, before) for now, before in zip(trained_s, before_trained_s, strict=True)]
         train_s = max(train_s - period_s, before_train_s)
         rise = train_s - before_train_s
-        for now, before in zip(node_s + trained_s, before_node_s + before_trained_s, strict=True):
-            rise = max(rise, now - before)
+        for ends_s, before_s in ((node_s, before_node_s), (trained_s, before_trained_s)):
+            for number, before in enumerate(before_s):
+                now = ends_s[number] - period_s
+                if now > before:
+                    ends_s[number] = now
+                    if now - before > rise:
+                        rise = now - before
+                else:
+                    ends_s[number] = before
         if rise <= slack:
             return True
     return False

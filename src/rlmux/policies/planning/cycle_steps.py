@@ -150,7 +150,7 @@ def _cheapest_group(demands: list[PipelineDemand], prices: NodePrices, below_usd
 
 def _times(demand: PipelineDemand, num_steps: int) -> PipelineDemand:
     """The demand with the rollouts of so many steps."""
-    return replace(demand, rollout_s=demand.rollout_s * num_steps, rollout_switch_s=demand.rollout_switch_s * num_steps)
+    return demand._replace(rollout_s=demand.rollout_s * num_steps, rollout_switch_s=demand.rollout_switch_s * num_steps)
 
 
 def _fewest_nodes(demands: Sequence[PipelineDemand], steps_per_cycle: Sequence[int], period_s: float) -> int:

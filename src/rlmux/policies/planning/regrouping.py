@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from rlmux.core.errors import IllegalTransitionError
 from rlmux.core.group_load import GroupLoad, budget_of
@@ -271,7 +271,7 @@ def partition_of(
     members = [member for group in groups for member in group.members]
     demands, prices = [demand_of(member.pipeline, slo_margin) for member in members], _prices(view)
     if view.num_nodes(Phase.TRAIN) < math.inf:
-        demands = [replace(demand, colocated_s=math.inf) for demand in demands]  # no other pipeline could join it
+        demands = [demand._replace(colocated_s=math.inf) for demand in demands]  # no other pipeline could join it
     candidates = candidate_groups(demands, prices)
     if step_finder is not None:
         candidates += step_finder.candidate_groups(demands, prices, candidates)
