@@ -7,8 +7,9 @@ PIP    := $(BIN)/pip install --quiet --disable-pip-version-check
 READY  := $(VENV)/.ready
 TESTED := $(VENV)/.ready-to-test
 DOCS   := $(VENV)/.ready-for-docs
+TRL    := .venv-trl/.ready
 
-.PHONY: demo test prove lint docs setup clean
+.PHONY: demo test test-trl prove lint docs setup clean
 demo: $(READY)
 	$(BIN)/rlmux run examples/01_two_pipelines.yaml --policy rollmux --overwrite --out runs/demo
 
@@ -18,6 +19,10 @@ test: lint
 # Longer proofs of what shorter tests hold too.
 prove: setup
 	$(BIN)/python -m pytest -n 2 --dist loadgroup -m slow
+
+# Two real TRL scripts under the broker. TRL has an environment of its own.
+test-trl: setup $(TRL)
+	RLMUX_TRL_PYTHON=$(CURDIR)/.venv-trl/bin/python $(BIN)/python -m pytest tests/broker/test_trl.py
 
 lint: setup
 	$(BIN)/ruff check .
@@ -41,6 +46,12 @@ $(TESTED): $(READY)
 	$(PIP) -e '.[train,envs,solver,parquet,ray,dev]'
 	touch $(TESTED)
 
+$(TRL):
+	$(PYTHON) -m venv .venv-trl
+	.venv-trl/bin/pip install --quiet --disable-pip-version-check $(TORCH)
+	.venv-trl/bin/pip install --quiet --disable-pip-version-check trl==1.16.0
+	touch $(TRL)
+
 # Without torch: the API reference is read from the sources, nothing is imported.
 $(DOCS): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -48,4 +59,4 @@ $(DOCS): pyproject.toml
 	touch $(DOCS)
 
 clean:
-	rm -rf $(VENV) site .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-trl site .pytest_cache .mypy_cache .ruff_cache

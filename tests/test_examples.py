@@ -11,15 +11,17 @@ from rlmux.cli import inputs
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 TO_PLAN = {"07_cluster_what_if.yaml"}
+TO_SHARE = {"09_permits.yaml"}
+"""Files of `rlmux broker`; tests/broker/test_example.py runs them."""
 FILES = sorted(path.name for path in EXAMPLES.glob("*.yaml"))
 
 
 def test_the_numbers_of_the_examples_have_no_gap():
     assert [name.partition("_")[0] for name in FILES] == [f"{number:02}" for number in range(1, len(FILES) + 1)]
-    assert len(FILES) == 8
+    assert len(FILES) == 9
 
 
-@pytest.mark.parametrize("name", [name for name in FILES if name not in TO_PLAN])
+@pytest.mark.parametrize("name", [name for name in FILES if name not in TO_PLAN | TO_SHARE])
 def test_an_example_can_be_run(name):
     spec = inputs.load_for_run(str(EXAMPLES / name), None, None)
     assert all(pipeline.config.sft_warmup.num_updates > 0 for pipeline in spec.pipelines)
@@ -35,4 +37,5 @@ def test_an_example_can_be_planned(name):
 @pytest.mark.parametrize("name", FILES)
 def test_an_example_begins_with_its_new_idea_and_its_command(name):
     comment = (EXAMPLES / name).read_text(encoding="utf-8").partition("cluster:")[0]
-    assert re.match(rf"# New here: .+\n#\n#   rlmux {'plan' if name in TO_PLAN else 'run'} examples/{name}\n", comment)
+    command = "plan" if name in TO_PLAN else "broker" if name in TO_SHARE else "run"
+    assert re.match(rf"# New here: .+\n#\n#   rlmux {command} examples/{name}\n", comment)

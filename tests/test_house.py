@@ -14,6 +14,8 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "rlmux"
 MAX_CLASS_LINES = 400
 MAX_FILE_LINES = 500
+FREE_TO_COPY = {"share.py": 600}
+"""Files that other people copy: one file by their purpose."""
 
 PREPOSITIONS = re.compile(
     r"(Of|From|To|By|With|Without|Since|Until|While|After|Before|At|On|For|In|Into|Between|Beside|Under|Over|Within)\b"
@@ -63,7 +65,7 @@ def test_no_class_is_longer_than_a_reader_can_hold():
 
 def test_no_file_is_longer_than_one_idea():
     lengths = {name_of(path): len(path.read_text(encoding="utf-8").splitlines()) for path in sources()}
-    assert not {name: lines for name, lines in lengths.items() if lines > MAX_FILE_LINES}
+    assert not {name: lines for name, lines in lengths.items() if lines > FREE_TO_COPY.get(name, MAX_FILE_LINES)}
 
 
 def test_no_two_modules_import_each_other_however_far_around():

@@ -1,13 +1,13 @@
 """The house: which room may import which, and what from outside. Read from the source, not from what ran.
 
 cli    | api            words, and Python values
-papers | profiling
+papers | profiling | broker
 sim    | runtime
        | engines
        | rl
 report |
 policies
-core          (config: the user's file; plugins: what users add by name)
+core          (config: the user's file; plugins: what users add by name; share: what other people's programs import)
 """
 
 from __future__ import annotations
@@ -39,6 +39,8 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         {"core", "policies", "report", "rl", "engines", "config", "plugins"},
         {*TRAINING, "psutil", "tensorboard"},
     ),
+    # The broker is a run whose workers are programs of others; `share` has the words that both ends say.
+    "broker": ({"core", "report", "runtime", "config", "share"}, set()),
     "profiling": ({"core", "rl", "engines", "sim.models"}, TRAINING),
     "config": (
         {"core.model", "core.errors", "rl.config", "plugins"},
@@ -46,7 +48,22 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     ),
     "api": ({"core", "policies", "report", "sim", "runtime", "config", "plugins"}, {"yaml", "pandas"}),
     "cli": (
-        {"core", "policies", "report", "rl", "engines", "sim", "papers", "runtime", "profiling", "config", "plugins"},
+        {
+            *(
+                "core",
+                "policies",
+                "report",
+                "rl",
+                "engines",
+                "sim",
+                "papers",
+                "runtime",
+                "profiling",
+                "broker",
+                "config",
+            ),
+            "plugins",
+        },
         {"typer", "rich", "psutil"},
     ),
 }
@@ -142,6 +159,35 @@ def test_every_room_is_in_the_table():
 )
 def test_the_check_itself_tells_right_from_wrong(module, name, is_allowed):
     assert (complaint(module, name) is None) is is_allowed
+
+
+FREE_TO_COPY = {
+    # One file would be longer than the house allows: the client is one, and what names torch or a framework the other.
+    "share.py": set(),
+    "share_adapters.py": {"torch", "transformers"},
+}
+
+
+@pytest.mark.parametrize("name", FREE_TO_COPY)
+def test_what_other_programs_copy_imports_nothing_of_ours_and_runs_on_python_3_9(name):
+    tree = ast.parse((SOURCE / name).read_text(encoding="utf-8"), feature_version=(3, 9))
+    imported = [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    names = {alias.name for node in imported if isinstance(node, ast.Import) for alias in node.names}
+    names |= {node.module or "" for node in imported if isinstance(node, ast.ImportFrom)}
+    outside = {name.partition(".")[0] for name in names} - set(sys.stdlib_module_names)
+    assert outside <= FREE_TO_COPY[name]
+    at_the_top = [node for node in tree.body if isinstance(node, ast.Import | ast.ImportFrom)]
+    assert not {alias.name for node in at_the_top for alias in node.names} & FREE_TO_COPY[name]
+
+
+def test_share_alone_in_a_folder_works_without_any_package(tmp_path):
+    (tmp_path / "share.py").write_text((SOURCE / "share.py").read_text(encoding="utf-8"), encoding="utf-8")
+    code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}]; import share; job = share.join('a')\n"
+    code += "with job.phase('train'), job.phase(None): job.safe_point()\n"
+    code += "print(job.is_shared, sorted(set(sys.modules) & {'torch', 'rlmux', 'asyncio', 'share_adapters'}))"
+    command = [sys.executable, "-S", "-I", "-c", code]
+    ran = subprocess.run(command, capture_output=True, text=True, check=True, env={})
+    assert ran.stdout.strip() == "False []"
 
 
 WITHOUT_TORCH = "import sys; sys.modules.update(torch=None, transformers=None)\n"

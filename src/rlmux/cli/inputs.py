@@ -14,6 +14,7 @@ from rlmux.config import Purpose, Spec, load_spec
 from rlmux.core.errors import UserError
 
 if TYPE_CHECKING:
+    from rlmux.config.broker_file import BrokerSpec
     from rlmux.core.policy import Policy
     from rlmux.runtime.launch import EstimateSwitch
     from rlmux.sim.models.neighbours import Neighbours
@@ -36,6 +37,17 @@ def load_for_plan(file: str, sets: Sequence[str] | None, policy: str | None) -> 
 def load_for_submission(file: str, sets: Sequence[str] | None, run: Spec) -> Spec:
     """The file's pipelines, with all that training them on the run's cluster needs checked."""
     return _load(file, sets, None, Purpose.RUN, cluster_of=run)
+
+
+def load_for_broker(file: str, sets: Sequence[str] | None, policy: str | None) -> BrokerSpec:
+    """A broker's file."""
+    from rlmux.config.broker_file import load_broker_spec
+    from rlmux.policies import POLICIES
+
+    if policy is not None:
+        _check_choice("--policy", policy, list(POLICIES))
+    spec = load_broker_spec(file, overrides=sets or (), policies=list(POLICIES))
+    return spec if policy is None else replace(spec, policy=policy)
 
 
 def _load(

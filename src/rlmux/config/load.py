@@ -97,7 +97,7 @@ def load_spec(
     """
     source = str(path)
     return parse_spec(
-        _read(Path(path)),
+        read_text(Path(path)),
         source=source,
         folder=Path(path).absolute().parent,
         overrides=overrides,
@@ -135,7 +135,8 @@ def parse_spec(
     return _spec(config, source, tuple(hints))
 
 
-def _read(path: Path) -> str:
+def read_text(path: Path) -> str:
+    """The text of a file. Raises SpecError where it cannot be read, with what there is instead."""
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:

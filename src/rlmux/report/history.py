@@ -410,6 +410,8 @@ class History:
         elif type == "standstill":
             began_s, devices = float(fields["began_s"]), tuple(DeviceId(*device) for device in fields["devices"])
             self.standstills.append(Standstill(pipeline, devices, began_s, began_s + float(fields["seconds"])))
+        elif type == "permit" and record is not None and fields["what"] == "marked":
+            record.reason = str(fields["reason"])
         elif type == "resumed":
             self._on_resumed(time_s)
         elif type == "end":

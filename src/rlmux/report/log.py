@@ -235,6 +235,11 @@ class RunLog:
         """Time of the newest row, at which a resumed run's clock continues, in seconds since the run began."""
         return self._state.last_time_s
 
+    @property
+    def last_seq(self) -> int:
+        """Number of the newest row."""
+        return self._state.seq
+
     def append_event(self, event: Event) -> None:
         self._append(event.time_s, "event", type(event).__name__, codec.encode(event))
 

@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 from rlmux.core.actions import Action, Refuse, Release
 from rlmux.core.errors import LogError, StorageError
@@ -33,7 +33,7 @@ from rlmux.runtime.backend import Backend, Note, Submission
 from rlmux.runtime.checkpoints import checkpoint_folder
 from rlmux.runtime.control_socket import ControlServer
 from rlmux.runtime.controller import Controller, Listener
-from rlmux.runtime.foreign import ForeignBackend, ForeignFront
+from rlmux.runtime.foreign import ForeignBackend, ForeignFront, MakesRoom
 from rlmux.runtime.inputs import changed_input_notes, input_notes, retried
 from rlmux.runtime.local import local_backend
 from rlmux.runtime.machine import describe_machine
@@ -114,7 +114,7 @@ def run_pipelines(
     with log:
         marked = [with_origin(one, header["run_id"]) for one in submissions]
         _append(log, [*plan_notes(marked), *input_notes(marked)])
-        return _drive(
+        return drive(
             cluster, marked, policy, folder, log, backend, listeners,
             parse=parse, is_kept_open=is_kept_open, run_id=header["run_id"], is_gpu=_has_gpus(machine),
             front=front,
@@ -167,7 +167,7 @@ def resume_pipelines(
         for listener in listeners:
             listener.update(log.last_time_s, (), (), notes)
         backend = make_backend(cluster, folder, options=options, start_s=log.last_time_s)
-        return _drive(
+        return drive(
             cluster, unfinished, policy, folder, log, backend, listeners, statuses,
             parse=parse, is_kept_open=is_kept_open, run_id=run_id, is_gpu=_has_gpus(machine),
             front=front,
@@ -208,13 +208,13 @@ def _from_checkpoint(submission: Submission, folder: Path) -> Submission:
     return replace(submission, pipeline=replace(submission.pipeline, first_step=newest.step + 1))
 
 
-def _drive(
+def drive(
     cluster: Cluster,
     submissions: Sequence[Submission],
     policy: Policy,
     folder: Path,
     log: RunLog,
-    own: WorkerBackend,
+    own: Backend,
     listeners: Sequence[Listener],
     ended: Mapping[PipelineId, Mapping[str, Any]] | None = None,
     *,
@@ -224,8 +224,14 @@ def _drive(
     is_gpu: bool,
     front: ForeignFront | None,
 ) -> RunResult:
+    """Run a scheduler on a backend until all is over or the process is told to stop; then close the backend, write the
+    end into the log, and the reports beside it.
+
+    `ended`: pipelines that ended in earlier parts of the run. With a `front`, `own` is a backend that makes room for
+    others. Raises StorageError.
+    """
     scheduler = Scheduler(cluster, policy)
-    foreign = [] if front is None else [ForeignBackend(own, front)]
+    foreign = [] if front is None else [ForeignBackend(cast(MakesRoom, own), front)]
     backend: Backend = foreign[0] if foreign else own
     metrics, watch = MetricsWriter(folder), FolderWatch(log.lock)
     endings = _Endings(scheduler, backend, log, dict(ended or {}))

@@ -2,6 +2,7 @@
 
 training      run, compare, resume, chaos                      prediction    simulate, plan, reproduce
 runs          report, submit, cancel, status, logs, verify     machine       doctor, profile, version
+sharing       broker
 
 Imports are made when a command runs, so that `--help`, `simulate` and `plan` stay light.
 """
@@ -10,7 +11,7 @@ from __future__ import annotations
 
 import typer
 
-from rlmux.cli.commands import machine, prediction, runs, training
+from rlmux.cli.commands import machine, prediction, runs, sharing, training
 
 app = typer.Typer(
     name="rlmux",
@@ -35,6 +36,7 @@ for _command in (
     prediction.plan,
     runs.report,
     training.resume,
+    sharing.broker,
     runs.submit,
     runs.cancel,
     runs.status,

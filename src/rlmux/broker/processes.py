@@ -1,0 +1,33 @@
+"""Whether a process that once was there still is: by its number and the moment of its start, as /proc has them.
+
+A number is used again one day; a process with another start is another process. One that has ended and whose parent has
+not asked for its end yet (a zombie) is gone: it has no memory any more.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+
+class Process(NamedTuple):
+    """One process of this machine."""
+
+    pid: int
+    start: int
+    """Clock ticks from the start of the machine to that of the process."""
+
+
+def process_of(pid: int) -> Process | None:
+    """The process of that number; None where there is none that lives."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return None
+    fields = text.rpartition(")")[2].split()  # the name before it may hold anything
+    return None if fields[0] in ("Z", "X") else Process(pid, int(fields[19]))
+
+
+def is_alive(process: Process) -> bool:
+    """Whether that very process lives."""
+    return process_of(process.pid) == process

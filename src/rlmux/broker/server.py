@@ -1,0 +1,198 @@
+"""The broker's end of the socket: connections in, whole lines out; it never waits for any one of them.
+
+    listen ── accept ─▶ Connection ── receive(timeout) ─▶ [(connection, line or None)]     None: the connection ended
+                            ▲──────── send(bytes) ──────   what does not go out at once is kept, up to a bound
+
+A unix socket is the owner's alone (0600), and the system says which process is at the other end. Over TCP a program
+shows that it knows the token, by a nonce that it is sent first; the token itself never travels.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import selectors
+import socket
+import struct
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from rlmux.broker.wire import MAX_LINE_BYTES
+from rlmux.core.errors import UserError
+
+_MAX_CONNECTIONS = 256
+_MAX_UNSENT_BYTES = 1 << 20
+_MAX_PATH_BYTES = 100
+
+
+@dataclass(eq=False, slots=True)
+class Connection:
+    """One process at the other end."""
+
+    socket: socket.socket
+    pid: int | None
+    """Process at the other end of a unix socket, as the system says it; None over TCP, or where it cannot be seen."""
+    nonce: str = ""
+    """What the program has to answer with its token; empty on a unix socket."""
+    num_errors: int = 0
+    """Lines of it that were answered with an error."""
+    received: bytes = b""
+    unsent: bytearray = field(default_factory=bytearray)
+    is_gone: bool = False
+
+
+class Server:
+    """Every connection of one address; see the module. Raises UserError where it cannot listen there."""
+
+    def __init__(self, address: str) -> None:
+        """`address`: "unix:PATH" or "tcp://HOST:PORT"; port 0 takes a free one."""
+        self._selector = selectors.DefaultSelector()
+        self._connections: list[Connection] = []
+        self._path: Path | None = None
+        if address.startswith("unix:"):
+            self._path = Path(address.removeprefix("unix:"))
+            self._socket = _listen_at_path(self._path)
+            self._inode = self._path.stat().st_ino
+            self.address = f"unix:{self._path.absolute()}"
+        else:
+            self._socket = _listen_at_port(address)
+            self.address = "tcp://{}:{}".format(*self._socket.getsockname()[:2])
+        self._socket.setblocking(False)
+        self._socket.listen(64)
+        self._selector.register(self._socket, selectors.EVENT_READ, None)
+
+    @property
+    def is_tcp(self) -> bool:
+        return self._path is None
+
+    def receive(self, timeout_s: float) -> list[tuple[Connection, bytes | None]]:
+        """What has come in `timeout_s` seconds at most: whole lines, and None for a connection that has ended."""
+        arrived: list[tuple[Connection, bytes | None]] = []
+        for key, ready in self._selector.select(timeout_s):
+            if key.data is None:
+                self._accept()
+            elif ready & selectors.EVENT_WRITE:
+                self._flush(key.data)
+            if key.data is not None and ready & selectors.EVENT_READ:
+                arrived += [(key.data, line) for line in _read(key.data)]
+        for connection in [one for one in self._connections if one.is_gone]:
+            self._connections.remove(connection)
+            self._selector.unregister(connection.socket)
+            connection.socket.close()
+            arrived.append((connection, None))
+        return arrived
+
+    def send(self, connection: Connection, line: bytes) -> None:
+        """Send a line; a connection that takes none for too long is dropped."""
+        if connection.is_gone:
+            return
+        connection.unsent += line
+        if len(connection.unsent) > _MAX_UNSENT_BYTES:
+            connection.is_gone = True
+        self._flush(connection)
+
+    def close(self) -> None:
+        for connection in self._connections:
+            connection.socket.close()
+        self._selector.close()
+        self._socket.close()
+        with contextlib.suppress(FileNotFoundError):
+            if self._path is not None and self._path.stat().st_ino == self._inode:
+                self._path.unlink()
+
+    def _accept(self) -> None:
+        with contextlib.suppress(OSError):
+            accepted, _ = self._socket.accept()
+            if len(self._connections) >= _MAX_CONNECTIONS:
+                accepted.close()
+                return
+            accepted.setblocking(False)
+            connection = Connection(accepted, None if self.is_tcp else _peer_pid(accepted))
+            if self.is_tcp:
+                connection.nonce = os.urandom(16).hex()
+                accepted.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            self._connections.append(connection)
+            self._selector.register(accepted, selectors.EVENT_READ, connection)
+            if connection.nonce:
+                self.send(connection, f'{{"t": "challenge", "nonce": "{connection.nonce}"}}\n'.encode())
+
+    def _flush(self, connection: Connection) -> None:
+        with contextlib.suppress(BlockingIOError):
+            try:
+                sent = connection.socket.send(connection.unsent) if connection.unsent else 0
+                del connection.unsent[:sent]
+            except BlockingIOError:
+                pass
+            except OSError:
+                connection.is_gone = True
+        if connection in self._connections:
+            wanted = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
+            self._selector.modify(connection.socket, wanted, connection)
+
+
+def _read(connection: Connection) -> list[bytes]:
+    """Whole lines that have come. A line without an end is cut where it is too long, and the rest goes with it."""
+    try:
+        data = connection.socket.recv(1 << 16)
+    except BlockingIOError:
+        return []
+    except OSError:
+        data = b""
+    if not data:
+        connection.is_gone = True
+        return []
+    *lines, connection.received = (connection.received + data).split(b"\n")
+    if len(connection.received) > MAX_LINE_BYTES:
+        lines.append(connection.received)  # refused as too long
+        connection.received, connection.is_gone = b"", True
+    return lines
+
+
+def _peer_pid(accepted: socket.socket) -> int | None:
+    pid, _, _ = struct.unpack("3i", accepted.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, struct.calcsize("3i")))
+    return pid if pid > 0 else None
+
+
+def _listen_at_path(path: Path) -> socket.socket:
+    if len(os.fsencode(path.absolute())) > _MAX_PATH_BYTES:
+        raise UserError(f"--listen unix:{path}: longer than {_MAX_PATH_BYTES} bytes, which sockets do not take")
+    listening = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        if path.exists():
+            _check_left_over(path)
+            path.unlink()
+        previous = os.umask(0o177)
+        try:
+            listening.bind(str(path.absolute()))
+        finally:
+            os.umask(previous)
+    except OSError as error:
+        listening.close()
+        raise UserError(f"--listen unix:{path}: cannot be made: {error.strerror}") from None
+    return listening
+
+
+def _check_left_over(path: Path) -> None:
+    """Raises UserError for a path that is no socket, or at which a broker answers."""
+    if not path.is_socket():
+        raise UserError(f"--listen unix:{path}: there is a file of that name; accepted: a new path")
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as other:
+        try:
+            other.connect(str(path))
+        except OSError:
+            return
+    raise UserError(f"--listen unix:{path}: a broker answers there already; accepted: another path")
+
+
+def _listen_at_port(address: str) -> socket.socket:
+    host, _, port = address.removeprefix("tcp://").rpartition(":")
+    if not address.startswith("tcp://") or not host or not port.isdigit() or int(port) > 65535:
+        raise UserError(f"--listen {address}: accepted: unix:PATH or tcp://HOST:PORT")
+    listening = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((host, int(port)))
+    except OSError as error:
+        listening.close()
+        raise UserError(f"--listen {address}: cannot listen there: {error.strerror}") from None
+    return listening

@@ -1,0 +1,87 @@
+"""The file of a broker: pools that programs of others share, and how long things may take.
+
+    text ─ parse ─▶ nodes ─ merge ─▶ nodes ─ read ─▶ BrokerConfig ─ checks ─▶ BrokerSpec
+
+It takes the keys of `cluster` and `policy` as every other file does; it has no pipelines, for they join by themselves.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from pydantic import TypeAdapter, ValidationError
+
+from rlmux.config.derive import make_cluster
+from rlmux.config.explain import explain, nearest_hint, spec_error
+from rlmux.config.load import read_text
+from rlmux.config.located import parse_yaml
+from rlmux.config.merge import merge
+from rlmux.config.tree import ClusterConfig
+from rlmux.core.model import Cluster
+from rlmux.rl.config import FromFile, PositiveFloat
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BrokerConfig(FromFile):
+    """The whole file of `rlmux broker`. A permit is for a pool as a whole, all of its devices at once."""
+
+    cluster: ClusterConfig
+    """The devices that are shared. Of a pool, `devices` (or `nodes`) says how many it has, 1 where it says nothing;
+    `device_memory_gb` how much of each the programs may fill together: without it nothing ever has to leave, and
+    permits order computing only."""
+    policy: str = "fifo"
+    """Policy that decides which program is next, unless the command line names another."""
+    leave_limit_s: PositiveFloat = 120.0
+    """Seconds after which a program that has not left a pool as it was told is marked in `status`. No other is granted
+    the pool until it has left or is gone."""
+    lease_s: PositiveFloat = 30.0
+    """Seconds for which a program behind TCP keeps its permit and its memory after its connection has ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BrokerSpec:
+    """A broker's file, checked."""
+
+    source: str
+    """The file, as the user named it."""
+    cluster: Cluster
+    """Every pool, with one device that stands for all of its own."""
+    policy: str
+    """Name of the policy that decides."""
+    leave_limit_s: float
+    lease_s: float
+
+
+def load_broker_spec(path: str | Path, *, overrides: Sequence[str] = (), policies: Sequence[str]) -> BrokerSpec:
+    """Read, check and convert the file. Raises SpecError, one line that names the place."""
+    source = str(path)
+    root = merge(parse_yaml(read_text(Path(path)), source), source, overrides, [])
+    try:
+        config = TypeAdapter(BrokerConfig).validate_json(json.dumps(root.plain()))
+    except ValidationError as error:
+        raise explain(error, root, BrokerConfig) from None
+    if config.policy not in policies:
+        hint = nearest_hint(config.policy, policies)
+        raise spec_error(root, ["policy"], f"is {config.policy!r}: no such policy; {hint}")
+    for name, pool in config.cluster.pools.items():
+        if pool.devices is not None and pool.nodes is not None:
+            raise spec_error(root, ["cluster", "pools", name], "has devices and nodes; accepted: one of them")
+    return BrokerSpec(
+        source=source,
+        cluster=_as_wholes(make_cluster(config.cluster)),
+        policy=config.policy,
+        leave_limit_s=config.leave_limit_s,
+        lease_s=config.lease_s,
+    )
+
+
+def _as_wholes(cluster: Cluster) -> Cluster:
+    """Each pool as one node with one device, which stands for all devices of the file."""
+    pools = {
+        name: replace(pool, num_nodes=1, gpus_per_node=(pool.num_nodes or 1) * pool.gpus_per_node)
+        for name, pool in cluster.pools.items()
+    }
+    return Cluster(pools=pools)

@@ -1,0 +1,254 @@
+"""What `share.py` can do for torch, vLLM, SGLang, TRL, verl and slime. It lies beside `share.py`, free to copy with it.
+
+    torch_offload(model, optimizer)   hooks: parameters, buffers, gradients, optimizer state to host memory and back
+    vllm_sleep(llm)                   hooks: an engine in this process sleeps and wakes
+    http_sleep(url, "vllm"|"sglang")  hooks: the same for an engine behind HTTP
+    trl(trainer, job)                 a TRL trainer (GRPO, RLOO) in phases, with hooks for all that it keeps
+
+Memory is given back by making the storage of tensors empty and filling it again: tensors, views of them and what
+the optimizer refers to stay the objects they are. Storage that another owner shares (NumPy, a safetensors file, another
+process) cannot be emptied; its tensors get other storage in its place, and that is said once.
+Python 3.9; torch and the frameworks are imported by the functions that need them.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import urllib.request
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+TRL_KNOWN = "1.14 to 1.16"
+"""Versions of TRL whose methods the adapter is known to wrap."""
+_TRL_METHODS = ("train", "_generate", "_calculate_rewards", "training_step")
+
+
+class TorchOffload:
+    """Hooks that move tensors to host memory and back; see the module.
+
+    `tensors` is asked each time: an optimizer's state is there after its first step only.
+    """
+
+    def __init__(self, tensors: Callable[[], Iterable[Any]]) -> None:
+        self._tensors = tensors
+        self._away: list[Any] = []
+        """(storage, its bytes on the host) of what was emptied, and (tensor, its data on the host) of what was not."""
+        self._buffers: dict[Any, Any] = {}
+        """Host buffers kept for the next time, by device and size."""
+        self._has_warned = False
+
+    def resident_bytes(self) -> int:
+        """Bytes on the device now."""
+        return sum(storage.nbytes() for storage, _ in self._storages())
+
+    def finish(self) -> None:
+        """Wait for the device."""
+        import torch
+
+        if _has_cuda():
+            torch.cuda.synchronize()
+
+    def offload(self) -> int:
+        """Copy everything to the host and free it. Where that fails, what was freed before comes back."""
+        import torch
+
+        freed_bytes = 0
+        try:
+            for storage, tensors in list(self._storages()):
+                size = storage.nbytes()
+                if size == 0:
+                    continue
+                if storage.resizable():
+                    host = self._host_buffer(storage)
+                    host.copy_(_bytes_of(storage))
+                    self._away.append((storage, host))
+                    storage.resize_(0)
+                    freed_bytes += size
+                else:
+                    freed_bytes += self._swap(tensors, size)
+        except BaseException:
+            self.onload()
+            raise
+        if _has_cuda():
+            torch.cuda.empty_cache()
+        return freed_bytes
+
+    def onload(self) -> None:
+        """Bring everything back to where it was."""
+        while self._away:
+            place, host = self._away.pop()
+            if isinstance(place, list):
+                for tensor, data in zip(place, host):
+                    tensor.data = data
+                continue
+            place.resize_(host.numel())
+            _bytes_of(place).copy_(host)
+            self._buffers.setdefault((str(place.device), host.numel()), []).append(host)
+        self.finish()
+
+    def _storages(self) -> Iterator[tuple[Any, ...]]:
+        """Each storage once, with the tensors that are views of it."""
+        views: dict[Any, Any] = {}
+        for tensor in self._tensors():
+            storage = tensor.untyped_storage()
+            views.setdefault(storage._cdata, (storage, []))[1].append(tensor)
+        yield from views.values()
+
+    def _host_buffer(self, storage: Any) -> Any:
+        import torch
+
+        kept = self._buffers.get((str(storage.device), storage.nbytes()))
+        if kept:
+            return kept.pop()
+        return torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
+
+    def _swap(self, tensors: list[Any], size: int) -> int:
+        """Give tensors other, empty storage. What they had is free once its other owner lets go."""
+        import torch
+
+        if not self._has_warned:
+            self._has_warned = True
+            shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors[:3])
+            text = f"tensors ({shapes}) lie in memory that another owner shares: it is freed when that lets go of it"
+            warnings.warn(f"rlmux: {text}", stacklevel=2)
+        self._away.append((tensors, [tensor.data.cpu().clone() for tensor in tensors]))
+        for tensor in tensors:
+            tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+        return size
+
+
+def _has_cuda() -> bool:
+    """Whether this process uses a GPU; asking starts nothing there."""
+    import torch
+
+    return bool(torch.cuda.is_available() and torch.cuda.is_initialized())  # type: ignore[no-untyped-call]
+
+
+def _bytes_of(storage: Any) -> Any:
+    import torch
+
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def torch_offload(model: Any, optimizer: Any = None) -> TorchOffload:
+    """Hooks for a model and its optimizer: `job.on_leave(pool, share.torch_offload(model, optimizer))`."""
+    return TorchOffload(lambda: tensors_of([model], optimizer))
+
+
+def tensors_of(models: Iterable[Any], optimizer: Any) -> Iterator[Any]:
+    """Parameters, buffers and gradients of models, and the state of an optimizer, but its counters."""
+    import torch
+
+    for model in models:
+        for parameter in model.parameters():
+            yield parameter
+            if parameter.grad is not None:
+                yield parameter.grad
+        yield from model.buffers()
+    for state in getattr(optimizer, "state", {}).values():
+        yield from (one for one in state.values() if torch.is_tensor(one) and one.numel() > 1)
+
+
+class EngineSleep:
+    """Hooks that put an engine to sleep and wake it; asleep, it keeps nothing on the device but its context."""
+
+    def __init__(self, sleep: Callable[[], Any], wake: Callable[[], Any]) -> None:
+        self._sleep, self._wake = sleep, wake
+
+    def offload(self) -> None:
+        self._sleep()
+
+    def onload(self) -> None:
+        self._wake()
+
+
+def vllm_sleep(llm: Any, level: int = 1) -> EngineSleep:
+    """Hooks for a vLLM engine of this process, made with `enable_sleep_mode=True`. Level 1 keeps the weights in host
+    memory; with 2 they are gone, and the program must load them again after it woke."""
+    return EngineSleep(lambda: llm.sleep(level=level), llm.wake_up)
+
+
+def http_sleep(url: str, engine: str, limit_s: float = 120.0) -> EngineSleep:
+    """Hooks for an engine behind HTTP: "vllm" (started with VLLM_SERVER_DEV_MODE=1 and --enable-sleep-mode) or "sglang"
+    (started with --enable-memory-saver). Raises OSError where it does not answer with success."""
+    calls: dict[str, Any] = {
+        "vllm": (("/sleep?level=1", None), ("/wake_up", None)),
+        "sglang": (("/release_memory_occupation", {}), ("/resume_memory_occupation", {})),
+    }
+    if engine not in calls:
+        raise ValueError(f"engine {engine!r}; accepted: {', '.join(calls)}")
+
+    def post(path: str, body: Any) -> None:
+        data = b"" if body is None else json.dumps(body).encode()
+        headers = {"Content-Type": "application/json"}
+        request = urllib.request.Request(url.rstrip("/") + path, data=data, headers=headers, method="POST")
+        with urllib.request.urlopen(request, timeout=limit_s) as answer:
+            answer.read()
+
+    sleep, wake = calls[engine]
+    return EngineSleep(lambda: post(*sleep), lambda: post(*wake))
+
+
+def trl(trainer: Any, job: Any) -> Any:
+    """Put a TRL trainer into phases of the job, which has one pool for both; returns the trainer.
+
+    It holds its pool for all of `train()`, saving, evaluation and logging included, and gives way where rewards are
+    computed and as each step begins. What it keeps there (parameters, buffers, gradients, optimizer state, a reference
+    model) leaves with it. Rewards that are models compute on the device, and do not give way.
+    Raises TypeError for a trainer without the methods that it wraps.
+    """
+    missing = [name for name in _TRL_METHODS if not callable(getattr(trainer, name, None))]
+    if missing:
+        raise TypeError(
+            f"{type(trainer).__name__} of TRL {_version('trl')} has no {', '.join(missing)}; "
+            f"accepted: trainers that generate and score (GRPO, RLOO) of TRL {TRL_KNOWN}"
+        )
+    if getattr(trainer, "use_vllm", False) and not getattr(trainer.args, "vllm_enable_sleep_mode", False):
+        raise TypeError("a trainer with vLLM in its process gives memory back only with vllm_enable_sleep_mode=True")
+
+    if job.pools.get("rollout") != job.pools.get("train"):
+        raise TypeError(f"pools {job.pools}: a TRL trainer generates with the model that it trains; accepted: one pool")
+
+    def tensors() -> Iterator[Any]:
+        models = [trainer.model, getattr(trainer, "ref_model", None), *_models_of(trainer)]
+        return tensors_of([one for one in models if one is not None], trainer.optimizer)
+
+    job.on_leave("train", TorchOffload(tensors))
+    _wrap(trainer, "train", job.phase("train"))
+    _wrap(trainer, "_generate", job.phase("rollout"))
+    if not _models_of(trainer):
+        _wrap(trainer, "_calculate_rewards", job.phase(None))
+    trainer.add_callback(_step_callback(job))
+    return trainer
+
+
+def _models_of(trainer: Any) -> list[Any]:
+    """Rewards that are models."""
+    import torch
+
+    return [one for one in getattr(trainer, "reward_funcs", []) if isinstance(one, torch.nn.Module)]
+
+
+def _step_callback(job: Any) -> Any:
+    from transformers import TrainerCallback
+
+    class GiveWay(TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            job.safe_point()
+
+    return GiveWay()
+
+
+def _wrap(owner: Any, name: str, phase: Any) -> None:
+    setattr(owner, name, functools.wraps(getattr(owner, name))(phase(getattr(owner, name))))
+
+
+def _version(package: str) -> str:
+    from importlib import metadata
+
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "that is not installed"

@@ -1,0 +1,136 @@
+"""A broker in a process of its own, and little programs beside it, for tests: started, killed, asked what happened."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rlmux.broker.run import run_broker
+from rlmux.config.broker_file import load_broker_spec
+from rlmux.policies import POLICIES, make_policy
+from rlmux.report.log import LogReader
+
+HERE = Path(__file__).parent
+SHARE_FOLDER = HERE.parent.parent / "src" / "rlmux"
+SIZE = 1000
+ONE_POOL = {"gpu0": {"phase": "both", "device_memory_gb": 1.5 * SIZE / 1e9}}
+"""A device on which the weights of one little program have room, and not those of two."""
+PATIENCE_S = 90.0
+
+
+class Room:
+    """One folder with a broker's file, its log, and what the programs recorded."""
+
+    def __init__(self, folder: Path, pools: dict[str, Any] | None = None, **keys: Any) -> None:
+        self.folder = folder
+        self.out = folder / "out"
+        self.record = folder / "record"
+        self.socket = folder / "s"
+        (folder / "broker.yaml").write_text(json.dumps({"cluster": {"pools": pools or ONE_POOL}, **keys}))
+        self.broker: multiprocessing.Process | None = None
+        self.programs: list[subprocess.Popen[str]] = []
+
+    def start_broker(self, policy: str = "fifo") -> None:
+        """Forked, for everything that it imports is here."""
+        self.broker = multiprocessing.get_context("fork").Process(target=self._serve, args=(policy,))
+        self.broker.start()
+        until(self.socket.exists)
+
+    def _serve(self, policy: str) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        spec = load_broker_spec(self.folder / "broker.yaml", policies=list(POLICIES))
+        run_broker(spec, self.out, policy=make_policy(policy), address=f"unix:{self.socket}")
+
+    def kill_broker(self) -> None:
+        assert self.broker is not None
+        self.broker.kill()
+        self.broker.join()
+
+    def stop_broker(self) -> None:
+        assert self.broker is not None
+        self.broker.terminate()
+        self.broker.join()
+        assert self.broker.exitcode == 0
+
+    def program(
+        self, name: str, steps: int, *words: str, is_shared: bool = True, environ: dict[str, str] | None = None
+    ) -> subprocess.Popen[str]:
+        """A little program on its way, without any of our packages on its path."""
+        variables = {"SHARE_FOLDER": str(SHARE_FOLDER), "PATH": os.environ.get("PATH", ""), **(environ or {})}
+        if is_shared:
+            variables["RLMUX_BROKER"] = f"unix:{self.socket}"
+        started = subprocess.Popen(
+            [sys.executable, "-S", "-E", str(HERE / "little_program.py"), name, str(steps), str(self.record), *words],
+            env=variables,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.programs.append(started)
+        return started
+
+    def recorded(self) -> list[tuple[float, str, str, int]]:
+        """Lines of the programs, in the order of time: (time, NAME@POOL, what, bytes on the device)."""
+        lines = self.record.read_text().splitlines() if self.record.exists() else []
+        return sorted((float(at_s), name, what, size) for at_s, name, what, size in map(json.loads, lines))
+
+    def has_recorded(self, name: str, what: str, times: int = 1) -> bool:
+        return sum((one.partition("@")[0], said) == (name, what) for _, one, said, _ in self.recorded()) >= times
+
+    def recorded_by(self, name: str) -> list[tuple[float, str, str, int]]:
+        return [line for line in self.recorded() if line[1].partition("@")[0] == name]
+
+    def notes(self, what: str) -> list[dict[str, Any]]:
+        """Notes of the log about permits."""
+        with LogReader(self.out) as log:
+            notes = [entry.value for entry in log.entries() if entry.kind == "note" and entry.type == "permit"]
+        return [fields for fields in notes if fields["what"] == what]
+
+    def end(self) -> None:
+        for program in self.programs:
+            if program.poll() is None:
+                program.kill()
+            program.wait()
+            for stream in (program.stdout, program.stderr):
+                if stream is not None:
+                    stream.close()
+        if self.broker is not None and self.broker.is_alive():
+            self.kill_broker()
+
+
+def result(program: subprocess.Popen[str]) -> dict[str, Any]:
+    """What a program printed at its end."""
+    out, err = program.communicate(timeout=PATIENCE_S)
+    assert program.returncode == 0, err
+    return json.loads(out.splitlines()[-1])
+
+
+def until(is_so: Callable[[], object]) -> None:
+    """Wait for something that will come."""
+    end_s = time.monotonic() + PATIENCE_S
+    while not is_so():
+        assert time.monotonic() < end_s, "it does not come"
+        time.sleep(0.01)
+
+
+def check_never_both(recorded: list[tuple[float, str, str, int]], room_for: int = SIZE) -> None:
+    """At no time more on any pool than there is room for, and no two compute there at once."""
+    resident: dict[str, dict[str, int]] = {}
+    computing: dict[str, set[str]] = {}
+    for _, name, what, size in recorded:
+        pool = name.partition("@")[2]
+        resident.setdefault(pool, {})[name] = size
+        assert sum(resident[pool].values()) <= room_for, (name, what, resident)
+        if what == "begins":
+            computing.setdefault(pool, set()).add(name)
+            assert computing[pool] == {name}
+        elif what == "ends":
+            computing[pool].discard(name)

@@ -1,0 +1,207 @@
+"""Programs that know nothing but share.py take turns under a broker: real processes, and real kills."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.broker.room import ONE_POOL, SIZE, Room, check_never_both, result, until
+
+from rlmux.report.log import LogReader
+from rlmux.runtime.run_status import StatusReader
+
+STEPS = 12
+TWO_POOLS = {"rollout": {"device_memory_gb": 1.5 * SIZE / 1e9}, "train": {"device_memory_gb": 1.5 * SIZE / 1e9}}
+
+
+@pytest.fixture
+def room(tmp_path: Path) -> Iterator[Room]:
+    room = Room(tmp_path)
+    yield room
+    room.end()
+
+
+@pytest.fixture
+def make_room(tmp_path: Path) -> Iterator[object]:
+    rooms: list[Room] = []
+
+    def make(pools: dict, **keys) -> Room:
+        rooms.append(Room(tmp_path, pools, **keys))
+        return rooms[-1]
+
+    yield make
+    for room in rooms:
+        room.end()
+
+
+def alone(room: Room, name: str, steps: int = STEPS, *words: str) -> list[str]:
+    """The weights of a program that shares with none, and that had neither thread nor socket for it."""
+    told = result(room.program(name, steps, *words, is_shared=False))
+    assert told["threads"] == ["MainThread"]
+    assert not told["is_shared"]
+    room.record.unlink()
+    return told["sha256"]
+
+
+def status(room: Room) -> dict:
+    reader = StatusReader(room.out)
+    try:
+        return reader.read()["pipelines"]
+    finally:
+        reader.close()
+
+
+@pytest.mark.parametrize("policy", ["fifo", "rollmux", "rlmux"])
+def test_two_programs_on_one_device_end_with_the_weights_they_have_alone(room, policy):
+    expected = {name: alone(room, name) for name in "ab"}
+    room.start_broker(policy)
+    go = room.folder / "go"
+    programs = {name: room.program(name, STEPS, f"start={go}") for name in "ab"}
+    until(lambda: len(room.notes("joined")) == 2)
+    go.touch()
+    assert {name: result(program)["sha256"] for name, program in programs.items()} == expected
+    check_never_both(room.recorded())
+    left = sum(what == "leaves" for _, _, what, _ in room.recorded())
+    assert left > 0
+    until(lambda: len(room.notes("gone")) == 2)
+    assert len(room.notes("left")) == left
+    assert all(note["freed_bytes"] == SIZE for note in room.notes("left"))
+    fences = [note["fence"] for note in room.notes("granted")]
+    assert fences == sorted(set(fences))
+    assert {name: one["status"] for name, one in status(room).items()} == {"a": "finished", "b": "finished"}
+
+
+def test_where_both_have_room_no_program_leaves_and_one_computes_at_a_time(make_room):
+    room = make_room({"gpu0": {"phase": "both", "device_memory_gb": 2 * SIZE / 1e9}})
+    room.start_broker()
+    programs = [room.program(name, STEPS, f"need={SIZE}") for name in "ab"]
+    for program in programs:
+        result(program)
+    check_never_both(room.recorded(), room_for=2 * SIZE)
+    assert room.notes("told_to_leave") == []
+
+
+def test_programs_that_need_both_pools_from_either_side_do_not_lock_each_other_up(make_room):
+    room = make_room(TWO_POOLS)
+    sides = {"a": {"rollout": "rollout", "train": "train"}, "b": {"rollout": "train", "train": "rollout"}}
+    words = {name: ["also", f"pools={json.dumps(pools)}"] for name, pools in sides.items()}
+    expected = {name: alone(room, name, STEPS, *words[name]) for name in "ab"}
+    room.start_broker()
+    programs = {name: room.program(name, STEPS, *words[name]) for name in "ab"}
+    assert {name: result(program)["sha256"] for name, program in programs.items()} == expected
+    check_never_both(room.recorded())
+    both = [note for note in room.notes("granted") if len(note["pools"]) == 2]
+    assert len(both) == 2 * STEPS
+
+
+def test_when_a_holder_is_killed_the_other_goes_on_and_the_log_says_why(room):
+    expected = alone(room, "b")
+    room.start_broker()
+    holder = room.program("a", 1, "sleep=3600")
+    until(lambda: room.has_recorded("a", "begins"))
+    waiting = room.program("b", STEPS)
+    until(lambda: any(note["pipeline"] == "b" for note in room.notes("joined")))
+    holder.kill()
+    assert result(waiting)["sha256"] == expected
+    until(lambda: status(room)["a"]["status"] == "failed")
+    assert "ended while it held gpu0" in status(room)["a"]["reason"]
+
+
+def test_when_a_waiting_program_is_killed_the_holder_is_not_disturbed(room):
+    expected = alone(room, "a", 60)
+    room.start_broker()
+    holder = room.program("a", 60)
+    until(lambda: room.has_recorded("a", "begins"))
+    waiting = room.program("b", STEPS)
+    until(lambda: any(note["pipeline"] == "b" for note in room.notes("joined")))
+    waiting.kill()
+    assert result(holder)["sha256"] == expected
+    until(lambda: len(room.notes("gone")) == 2)
+    check_never_both(room.recorded_by("a"))
+
+
+def test_programs_go_on_under_a_broker_that_was_killed_and_started_again(room):
+    expected = {name: alone(room, name, 40) for name in "ab"}
+    room.start_broker()
+    programs = {name: room.program(name, 40) for name in "ab"}
+    for times in (3, 20):
+        until(lambda times=times: room.has_recorded("b", "begins", times))
+        room.kill_broker()
+        room.start_broker()
+    assert {name: result(program)["sha256"] for name, program in programs.items()} == expected
+    check_never_both(room.recorded())
+    fences = [note["fence"] for note in room.notes("granted")]
+    assert fences == sorted(set(fences))
+    until(lambda: {one["status"] for one in status(room).values()} == {"finished"})
+
+
+def test_a_broker_started_again_grants_nothing_while_an_earlier_holder_still_computes(room):
+    room.start_broker()
+    holder = room.program("a", 1, "sleep=3600")
+    until(lambda: room.has_recorded("a", "begins"))
+    room.kill_broker()
+    os.kill(holder.pid, signal.SIGSTOP)  # it cannot say that it holds the device: the log does
+    room.start_broker()
+    other = room.program("b", 1)
+    until(lambda: any(note["pipeline"] == "b" for note in room.notes("joined")))
+    assert not room.has_recorded("b", "begins")
+    holder.kill()
+    result(other)
+    check_never_both(room.recorded_by("b"))
+
+
+@pytest.mark.parametrize(
+    ("hook", "reason"),
+    [
+        ("raise", "it cannot leave gpu0: RuntimeError('the device is lost')"),
+        ("hang", "it was told to leave gpu0 0.2 s ago and has not"),
+        ("free_nothing", "it left gpu0 and freed nothing"),
+    ],
+)
+def test_a_program_that_cannot_leave_is_marked_and_no_other_gets_the_pool(make_room, hook, reason):
+    room = make_room(ONE_POOL, leave_limit_s=0.2)
+    room.start_broker()
+    bad = room.program("a", 1000, f"hook={hook}", "sleep=0.02")
+    until(lambda: room.has_recorded("a", "begins"))
+    other = room.program("b", 1)
+    until(lambda: reason in status(room)["a"]["reason"] or bad.poll() is not None)
+    assert any(reason in note["reason"] for note in room.notes("marked"))
+    if bad.poll() is None:
+        assert not room.has_recorded("b", "begins")
+        bad.kill()
+        bad.wait()
+    result(other)
+    check_never_both(room.recorded_by("b"))
+
+
+def test_a_gang_is_granted_together_and_leaves_together(room):
+    room.start_broker()
+    ranks = [room.program("gang", STEPS, environ={"RANK": str(rank), "WORLD_SIZE": "2"}) for rank in range(2)]
+    other = room.program("b", STEPS)
+    for program in [*ranks, other]:
+        result(program)
+    assert len([note for note in room.notes("granted") if note["pipeline"] == "gang"]) >= STEPS
+    with_b, at_work = 0, set()
+    for _, name, what, _ in room.recorded():
+        if what in ("begins", "ends"):
+            (at_work.add if what == "begins" else at_work.discard)(name)
+            with_b += len(at_work) > 1
+    assert with_b == 0
+
+
+def test_the_log_of_a_broker_gives_a_report_with_every_switch(room):
+    room.start_broker()
+    for program in [room.program(name, 4) for name in "ab"]:
+        result(program)
+    until(lambda: len(room.notes("gone")) == 2)
+    room.stop_broker()
+    summary = json.loads((room.out / "summary.json").read_text())
+    assert set(summary["pipelines"]) == {"a", "b"}
+    assert summary["devices"]["gpu0-0.0"]["busy_s"] > 0
+    with LogReader(room.out) as log:
+        assert log.header["backend"] == "permits"
+    assert (room.out / "timeline.html").exists()

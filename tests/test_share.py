@@ -1,0 +1,179 @@
+"""The permit client alone, and its hooks for torch: what a program gets that copies share.py."""
+
+from __future__ import annotations
+
+import asyncio
+import http.server
+import os
+import threading
+import warnings
+
+import numpy as np
+import pytest
+import torch
+
+from rlmux import share
+
+
+@pytest.fixture(autouse=True)
+def no_broker(monkeypatch):
+    for name in ("RLMUX_BROKER", "RLMUX_JOB", "RLMUX_SLO", "RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+
+
+def test_without_a_broker_phases_begin_at_once_and_nothing_is_started():
+    before = threading.active_count()
+    job = share.join("a", {"train": "gpu0"})
+    calls = []
+    job.on_leave("gpu0", lambda: calls.append("off"), lambda: calls.append("on"))
+
+    @job.phase("train")
+    def step(number):
+        return number + 1
+
+    @job.phase("train")
+    async def later(number):
+        async with job.phase(None):
+            return number + 2
+
+    with job.phase("train", units=3) as phase:
+        phase.done(1)
+        job.safe_point()
+        assert step(1) == 2
+    assert asyncio.run(later(1)) == 3
+    assert (job.is_shared, calls, threading.active_count()) == (False, [], before)
+
+
+def test_a_role_that_the_job_does_not_have_is_named_with_those_it_has():
+    job = share.join("a", {"train": "gpu0"})
+    with pytest.raises(share.ShareError, match="phase 'rolout': accepted: None, 'train'"):
+        job.phase("rolout")
+
+
+@pytest.mark.parametrize("address", ["/run/rlmux.sock", "unix:", "tcp://localhost", "tcp://:80", "http://a:80"])
+def test_an_address_that_is_none_is_told_what_is_accepted(monkeypatch, address):
+    monkeypatch.setenv("RLMUX_BROKER", address)
+    with pytest.raises(share.ShareError, match="accepted: unix:PATH or tcp://HOST:PORT"):
+        share.join("a")
+
+
+def test_where_no_broker_answers_the_address_is_named(monkeypatch, tmp_path):
+    monkeypatch.setenv("RLMUX_BROKER", f"unix:{tmp_path}/s")
+    monkeypatch.setattr(share, "CONNECT_LIMIT_S", 0.2)
+    with pytest.raises(share.ShareError, match="no broker answers at RLMUX_BROKER=unix:"):
+        share.join("a")
+
+
+# ---------------------------------------------------------------------- torch
+
+
+def trained() -> tuple[torch.nn.Module, torch.optim.Optimizer]:
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.BatchNorm1d(8), torch.nn.Linear(8, 8, bias=False))
+    model[2].weight = model[0].weight  # tied: one storage
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    step(model, optimizer)
+    return model, optimizer
+
+
+def step(model, optimizer) -> None:
+    optimizer.zero_grad()
+    model(torch.arange(16.0).reshape(2, 8)).square().sum().backward()
+    optimizer.step()
+
+
+def test_an_offloaded_model_is_gone_and_comes_back_with_its_optimizer_bit_for_bit():
+    model, optimizer = trained()
+    other, other_optimizer = trained()
+    hooks = share.torch_offload(model, optimizer)
+    weight, view = model[0].weight, model[0].weight.data[3]
+    before = hooks.resident_bytes()
+    for _ in range(3):
+        assert hooks.offload() == before > 4 * 8 * 8 * 4
+        assert hooks.resident_bytes() == 0
+        assert all(tensor.untyped_storage().nbytes() == 0 for tensor in model.parameters())
+        hooks.onload()
+        step(model, optimizer)
+        step(other, other_optimizer)
+        assert hooks.resident_bytes() == before
+    assert model[0].weight is weight
+    assert torch.equal(view, weight.data[3])
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, other.state_dict()[name]), name
+
+
+def test_memory_that_numpy_shares_is_replaced_and_that_is_said_once():
+    model = torch.nn.Linear(4, 4)
+    model.weight.data = torch.from_numpy(np.arange(16, dtype=np.float32).reshape(4, 4))
+    expected = model.weight.data.clone()
+    hooks = share.torch_offload(model)
+    with pytest.warns(UserWarning, match="another owner shares"):
+        freed = hooks.offload()
+    assert freed == 16 * 4 + 4 * 4
+    assert model.weight.numel() == 0
+    hooks.onload()
+    assert torch.equal(model.weight.data, expected)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hooks.offload()
+
+
+def test_an_offload_that_fails_in_the_middle_leaves_everything_where_it_was(monkeypatch):
+    model, optimizer = trained()
+    hooks = share.torch_offload(model, optimizer)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    make, made = hooks._host_buffer, []
+
+    def fail_at_the_third(storage):
+        made.append(storage)
+        if len(made) == 3:
+            raise MemoryError("no host memory")
+        return make(storage)
+
+    monkeypatch.setattr(hooks, "_host_buffer", fail_at_the_third)
+    with pytest.raises(MemoryError):
+        hooks.offload()
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+
+
+def test_an_engine_behind_http_is_put_to_sleep_and_woken_and_an_error_of_it_is_raised():
+    asked = []
+
+    class Engine(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            asked.append((self.path, self.rfile.read(int(self.headers["Content-Length"]))))
+            self.send_response(500 if self.path == "/wake_up" else 200)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Engine) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        url = f"http://127.0.0.1:{server.server_port}"
+        share.http_sleep(url, "sglang").offload()
+        vllm = share.http_sleep(url, "vllm")
+        vllm.offload()
+        with pytest.raises(OSError, match="500") as failed:
+            vllm.onload()
+        failed.value.close()
+        server.shutdown()
+        thread.join()
+    assert asked == [("/release_memory_occupation", b"{}"), ("/sleep?level=1", b""), ("/wake_up", b"")]
+    with pytest.raises(ValueError, match="accepted: vllm, sglang"):
+        share.http_sleep(url, "llama")
+
+
+def test_a_trainer_that_is_none_of_trls_is_refused_with_what_it_misses():
+    with pytest.raises(TypeError, match="has no _generate, _calculate_rewards"):
+        share.trl(type("Trainer", (), {"train": print, "training_step": print})(), share.join("a"))
+
+
+def test_a_forked_child_of_a_program_is_not_the_program():
+    job = share.join("a", {"train": "gpu0"})
+    job._pid = os.getppid()
+    job._link = object()  # type: ignore[assignment]
+    assert not job.is_shared
+    with job.phase("train"):
+        job.safe_point()
