@@ -15,6 +15,7 @@ from typing import Any
 
 from rlmux.broker.run import run_broker
 from rlmux.config.broker_file import load_broker_spec
+from rlmux.core.errors import LogError
 from rlmux.policies import POLICIES, make_policy
 from rlmux.report.log import LogReader
 
@@ -42,7 +43,15 @@ class Room:
         """Forked, for everything that it imports is here."""
         self.broker = multiprocessing.get_context("fork").Process(target=self._serve, args=(policy,))
         self.broker.start()
-        until(self.socket.exists)
+        until(self._is_up)
+
+    def _is_up(self) -> bool:
+        """Whether it listens, and its log has begun."""
+        try:
+            LogReader(self.out).close()
+        except LogError:
+            return False
+        return self.socket.exists()
 
     def _serve(self, policy: str) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
