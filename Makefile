@@ -43,7 +43,7 @@ $(READY): pyproject.toml
 	touch $(READY)
 
 $(TESTED): $(READY)
-	$(PIP) -e '.[train,envs,solver,parquet,ray,dev]'
+	$(PIP) -e '.[train,envs,solver,parquet,ray,serve,tinker,dev]'
 	touch $(TESTED)
 
 $(TRL):

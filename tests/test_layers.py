@@ -1,6 +1,6 @@
 """The house: which room may import which, and what from outside. Read from the source, not from what ran.
 
-cli    | api            words, and Python values
+cli    | api | service  words, Python values, and requests
 papers | profiling | broker
 sim    | runtime
        | engines
@@ -41,6 +41,11 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     ),
     # The broker is a run whose workers are programs of others; `share` has the words that both ends say.
     "broker": ({"core", "report", "runtime", "config", "share"}, set()),
+    # the server that people leave running: HTTP and the wire formats of its clients, above the runtime that it drives
+    "service": (
+        {"core", "policies", "report", "rl", "runtime", "config", "plugins"},
+        {"fastapi", "starlette", "uvicorn", "pydantic", "google", "numpy"},
+    ),
     "profiling": ({"core", "rl", "engines", "sim.models"}, TRAINING),
     "config": (
         {"core.model", "core.errors", "rl.config", "plugins"},
@@ -49,20 +54,8 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "api": ({"core", "policies", "report", "sim", "runtime", "config", "plugins"}, {"yaml", "pandas"}),
     "cli": (
         {
-            *(
-                "core",
-                "policies",
-                "report",
-                "rl",
-                "engines",
-                "sim",
-                "papers",
-                "runtime",
-                "profiling",
-                "broker",
-                "config",
-            ),
-            "plugins",
+            *("core", "policies", "report", "rl", "engines", "sim", "papers", "runtime", "profiling", "broker"),
+            *("config", "plugins", "service"),
         },
         {"typer", "rich", "psutil"},
     ),

@@ -553,3 +553,57 @@ def test_a_rollout_config_out_of_range_is_refused(field: str, value: float) -> N
     rollout = replace(RolloutConfig(), **{field: value})
     with pytest.raises(UserError, match=field):
         SlotRolloutEngine(ModelConfig(), rollout, vocab_size=30, seed=0)
+
+
+def test_each_request_has_its_own_temperature_beside_any_others(new_engine, new_requests, drain):
+    requests = new_requests(6)
+    hot = [replace(one, temperature=2.0 if one.id.prompt % 2 else None) for one in requests]
+    mixed = new_engine()
+    mixed.submit(hot)
+    together = drain(mixed)
+    for temperature, engine in ((2.0, new_engine(temperature=2.0)), (1.0, new_engine())):
+        engine.submit([one for one in requests if one.id.prompt % 2 == (temperature == 2.0)])
+        assert drain(engine) == [turn for turn in together if turn.id.prompt % 2 == (temperature == 2.0)]
+
+
+def test_random_numbers_are_those_of_the_id_that_a_request_is_drawn_as(new_engine, new_requests, drain):
+    (first, *_), engine = new_requests(1), new_engine()
+    engine.submit([first, replace(first, id=TrajectoryId(9, 9, 9), drawn_as=first.id)])
+    one, other = drain(engine)
+    assert one.tokens == other.tokens
+
+
+def test_a_stop_text_ends_a_turn_with_the_token_that_completes_it(checkpoint, new_requests, drain):
+    class Letters:
+        """A text of three letters."""
+
+        def decode(self, tokens):
+            return "".join("<" if token % 5 == 3 else ">" if token % 5 == 1 else "x" for token in tokens)
+
+    rollout = RolloutConfig(num_slots=8, max_new_tokens=40, max_prompt_tokens=24)
+    engine = SlotRolloutEngine(ModelConfig(path=str(checkpoint)), rollout, vocab_size=41, seed=0, vocabulary=Letters())
+    plain = [replace(one, max_new_tokens=40, stop_tokens=()) for one in new_requests(6)]
+    engine.submit(plain)
+    free = drain(engine)
+    engine.submit([replace(one, stop_texts=("<>", "never")) for one in plain])
+    ended = drain(engine, chunk_steps=3)
+    for whole, cut in zip(free, ended, strict=True):
+        text = Letters().decode(whole.tokens)
+        end = text.find("<>") + 2 if "<>" in text else len(text)
+        assert cut.tokens == whole.tokens[:end]
+        assert cut.stop_reason == ("stop" if end < len(text) or text.endswith("<>") else "length")
+    assert any(turn.stop_reason == "stop" for turn in ended)
+    with pytest.raises(UserError, match="accepted: texts that are not empty"):
+        engine.submit([replace(plain[0], stop_texts=("",))])
+
+
+def test_a_prompts_scores_are_the_log_probs_that_sampling_it_would_report(new_engine, new_requests, drain):
+    engine = new_engine()
+    request = replace(new_requests(1)[0], max_new_tokens=20, stop_tokens=())
+    engine.submit([request])
+    (turn,) = drain(engine)
+    prompt = (*request.prompt_tokens, *turn.tokens)[:24]
+    num_sampled = len(prompt) - len(request.prompt_tokens)
+    scores = engine.score(prompt, num_sampled)
+    assert scores == pytest.approx(list(turn.logprobs[:num_sampled]), abs=2e-6)
+    assert len(engine.score(prompt, len(prompt) - 1)) == len(prompt) - 1

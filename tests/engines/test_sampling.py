@@ -36,7 +36,7 @@ def test_uniforms_are_even_and_below_one() -> None:
 def test_tokens_come_as_often_as_their_probability_says() -> None:
     logits = torch.tensor([1.0, 0.0, -1.0, 2.0])
     uniforms = torch.linspace(0, 1, 40_001, dtype=torch.float64)[:-1, None]
-    tokens, _ = sample(logits.repeat(40_000, 1), uniforms, 0.7)
+    tokens, _ = sample(logits.repeat(40_000, 1), uniforms, torch.tensor([[0.7]]))
     share = torch.bincount(tokens.squeeze(1), minlength=4) / 40_000
     assert torch.allclose(share, torch.softmax(logits / 0.7, dim=0), atol=1e-4)
 
@@ -44,13 +44,13 @@ def test_tokens_come_as_often_as_their_probability_says() -> None:
 def test_a_logprob_is_that_of_the_distribution_sampled_from() -> None:
     logits = torch.randn(50, 9, generator=torch.Generator().manual_seed(0))
     expected = torch.log_softmax(logits.double() / 0.5, dim=-1)
-    tokens, logprobs = sample(logits, torch.full((50, 1), 0.3, dtype=torch.float64), 0.5)
+    tokens, logprobs = sample(logits, torch.full((50, 1), 0.3, dtype=torch.float64), torch.tensor([[0.5]]))
     assert (logprobs - expected.gather(1, tokens)).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("uniform", [0.0, 0.5, 1 - 2.0**-32])
 def test_a_token_of_probability_zero_is_never_drawn(uniform: float) -> None:
     logits = torch.tensor([[-1e9, 0.0, -1e9, 0.0, -1e9]])
-    tokens, logprobs = sample(logits, torch.tensor([[uniform]], dtype=torch.float64), 1.0)
+    tokens, logprobs = sample(logits, torch.tensor([[uniform]], dtype=torch.float64), None)
     assert tokens.item() in (1, 3)
     assert logprobs.item() == pytest.approx(np.log(0.5))

@@ -134,16 +134,16 @@ def test_the_gradient_is_that_of_the_written_formula() -> None:
 
 
 def test_the_optimizer_is_torchs_adamw() -> None:
-    from rlmux.engines.adamw import AdamW
+    from rlmux.engines.adamw import AdamW, AdamWNumbers
 
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(50, generator=generator)
     theirs = torch.nn.Parameter(weights.clone())
-    ours = AdamW(weights, betas=(0.9, 0.99), weight_decay=0.1)
-    reference = torch.optim.AdamW([theirs], lr=0.01, betas=(0.9, 0.99), weight_decay=0.1)
+    ours, numbers = AdamW(weights), AdamWNumbers(betas=(0.9, 0.95), epsilon=1e-12, weight_decay=0.1)
+    reference = torch.optim.AdamW([theirs], lr=0.01, betas=(0.9, 0.95), eps=1e-12, weight_decay=0.1)
     for _ in range(5):
         theirs.grad = torch.randn(50, generator=generator)
-        ours.update(weights, theirs.grad, 0.01)
+        ours.update(weights, theirs.grad, 0.01, numbers)
         reference.step()
     torch.testing.assert_close(weights, theirs.detach())
 

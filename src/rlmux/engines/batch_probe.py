@@ -136,7 +136,7 @@ class BatchProbe:
         plan = DecodePlan(self._weights, self._random_cache(sequences), self._tables, *plan_shape)
         plan.adapters = self._random_adapters()
         logits = plan.step(tokens[sequences].to(device), positions[sequences].to(device))
-        _, logprobs = sample(logits, uniforms[sequences].to(device), 1.0)
+        _, logprobs = sample(logits, uniforms[sequences].to(device), None)
         return _row_hashes(torch.cat([logits, logprobs], dim=1).cpu())
 
     def _random_cache(self, sequences: Tensor) -> KvCache:

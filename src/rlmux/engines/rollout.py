@@ -47,7 +47,7 @@ from rlmux.engines.request_limits import RequestLimits
 from rlmux.engines.residency import Offloaded, give_back
 from rlmux.engines.shared_base import SharedBase
 from rlmux.engines.slot_table import SlotTable, slot_of
-from rlmux.engines.transformer import DecodePlan, DecoderWeights, PositionTables
+from rlmux.engines.transformer import DecodePlan, DecoderWeights, PositionTables, score
 from rlmux.engines.weights import read_weights
 from rlmux.rl.config import AdapterConfig, ModelConfig, RolloutConfig
 from rlmux.rl.types import (
@@ -58,6 +58,7 @@ from rlmux.rl.types import (
     TrajectoryRequest,
     TurnReply,
 )
+from rlmux.rl.vocabulary import Vocabulary
 
 
 class SlotRolloutEngine:
@@ -82,30 +83,25 @@ class SlotRolloutEngine:
         device: str = "cpu",
         adapter: AdapterConfig | None = None,
         bases: Path | None = None,
+        vocabulary: Vocabulary | None = None,
     ) -> None:
         """Weights are those of `build_model` until `load_weights`. Raises UserError for sizes out of range.
 
         With an `adapter` the model is its frozen base. `bases`: folder in shared memory where that lies once, on a CPU.
+        `vocabulary`: decodes responses for stop texts.
         """
         _check_rollout(rollout)
-        self._temperature = rollout.temperature
-        self._staleness = staleness
-        self._is_single_turn = is_single_turn
+        self._staleness, self._is_single_turn = staleness, is_single_turn
         self._device = torch.device(device)
-        self._limits = RequestLimits(
-            vocab_size=vocab_size,
-            max_prompt_tokens=rollout.max_prompt_tokens,
-            max_new_tokens=rollout.max_new_tokens,
-        )
-        longest = rollout.max_prompt_tokens + rollout.max_new_tokens + 1
-        max_len = -(-longest // PREFILL_BUCKET) * PREFILL_BUCKET
+        self._limits = RequestLimits.of(rollout, vocab_size, can_decode=vocabulary is not None)
+        max_len = -(-(rollout.max_prompt_tokens + rollout.max_new_tokens + 1) // PREFILL_BUCKET) * PREFILL_BUCKET
         self._is_base_shared = bases is not None and adapter is not None and device == "cpu"
         base = SharedBase(folder=bases, model=model_config, vocab_size=vocab_size, seed=seed)
         model, self._weights = base.fused() if self._is_base_shared else base.fused_alone(self._device)
         self._tables = PositionTables(model, max_len, self._device)
         del model
         give_back(self._device)  # the slots need its memory
-        self._slots = SlotTable(self._weights.shape, rollout.num_slots, max_len, self._device)
+        self._slots = SlotTable(self._weights.shape, rollout, max_len, self._device, vocabulary)
         self._probe = BatchProbe(self._weights, self._tables, rollout.num_slots, max_len)
         self._adapters = AdapterTable(self._weights, self._device)
         self._prefill = PrefillAhead(self._weights, self._tables, self._probe, self._adapters)
@@ -199,6 +195,12 @@ class SlotRolloutEngine:
         self._waiting = deque(live for live in self._waiting if live.request.id not in gone)
         return partials
 
+    @torch.inference_mode()
+    def score(self, tokens: Sequence[int], num_scored: int) -> list[float]:
+        """Log-probs at temperature 1 of the last `num_scored` of a prompt's tokens, never of the first."""
+        self._limits.check_prompt(tokens, "scored prompt")
+        return score(self._weights, self._tables, torch.tensor(tokens, device=self._device), num_scored)
+
     # --- the chunk ------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
@@ -258,7 +260,7 @@ class SlotRolloutEngine:
         steps = 0
         start = now = time.perf_counter()
         while steps < num_steps and not stopped and (not steps or now < deadline):
-            stopped = self._slots.step(plan, self._temperature, has_forced=has_forced, num_stops=num_stops)
+            stopped = self._slots.step(plan, has_forced=has_forced, num_stops=num_stops)
             steps += 1
             now = time.perf_counter()
         tally.decode_steps += steps

@@ -29,14 +29,16 @@ def trajectory_uniforms(seed: int, trajectory_id: TrajectoryId, num_tokens: int)
     return (raw >> np.uint64(32)).astype(np.float64) * 2.0**-32
 
 
-def sample(logits: Tensor, uniforms: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+def sample(logits: Tensor, uniforms: Tensor, temperatures: Tensor | None) -> tuple[Tensor, Tensor]:
     """Draw one token per row of `logits` [rows, vocab] with `uniforms` [rows, 1] (float64).
+
+    `temperatures`: [rows, 1], of each row; None: 1 for all of them, to the same bits.
 
     Returns tokens [rows, 1] and their log-probabilities [rows, 1]. The cumulative sum is float64: at a large
     vocabulary float32 would skew the tail. A token of probability zero is never drawn.
     """
-    if temperature != 1.0:
-        logits = logits.div_(temperature)
+    if temperatures is not None:
+        logits = logits.div_(temperatures)
     logprobs = torch.log_softmax(logits, dim=-1)
     cumulative = torch.cumsum(logprobs.exp(), dim=-1, dtype=torch.float64)
     tokens = torch.searchsorted(cumulative, uniforms * cumulative[:, -1:], right=True)

@@ -17,16 +17,33 @@ from torch import Tensor
 from rlmux.engines.live_trajectory import LiveTrajectory
 from rlmux.engines.sampling import trajectory_uniforms
 from rlmux.engines.slots import SlotBuffers, SlotRow
+from rlmux.engines.stop_texts import StopTexts
 from rlmux.engines.transformer import DecodePlan, DecoderShape, KvCache
+from rlmux.rl.config import RolloutConfig
+from rlmux.rl.types import TrajectoryId, TrajectoryRequest
+from rlmux.rl.vocabulary import Vocabulary
 
 
 class SlotTable:
     """`num_slots` slots of `max_len` positions each; trajectories move between slots, the tensors stay."""
 
-    def __init__(self, shape: DecoderShape, num_slots: int, max_len: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        shape: DecoderShape,
+        rollout: RolloutConfig,
+        max_len: int,
+        device: torch.device,
+        vocabulary: Vocabulary | None = None,
+    ) -> None:
+        """`rollout`: with the temperature of requests that name none. `vocabulary`: decodes where stop texts are."""
+        num_slots = rollout.num_slots
         self.cache = KvCache(shape, num_slots, max_len, device)
         self._buffers = SlotBuffers(num_slots, max_len, device)
         self._device = device
+        self._temperature = rollout.temperature
+        self._stop_texts = None if vocabulary is None else StopTexts(vocabulary)
+        self._special: dict[TrajectoryId, LiveTrajectory] = {}
+        """Seated trajectories with a temperature other than 1, or with stop texts."""
         self._occupants: list[LiveTrajectory | None] = [None] * num_slots
 
     @property
@@ -59,12 +76,19 @@ class SlotTable:
             tokens=[request.prompt_tokens[-1], *live.tokens, *live.pending],
             logprobs=live.logprobs,
             response_start=live.response_start,
-            uniforms=torch.from_numpy(trajectory_uniforms(request.seed, request.id, request.max_new_tokens)),
+            uniforms=self._uniforms_of(request),
             stop_tokens=request.stop_tokens,
+            temperature=self._temperature_of(live),
         )
         self._buffers.seat(slot, row)
         live.slot, live.kv, live.pending, live.is_prefilled_here = slot, None, [], False
         self._occupants[slot] = live
+        if self._temperature_of(live) != 1.0 or request.stop_texts:
+            self._special[request.id] = live
+
+    def _uniforms_of(self, request: TrajectoryRequest) -> Tensor:
+        drawn_as = request.drawn_as or request.id
+        return torch.from_numpy(trajectory_uniforms(request.seed, drawn_as, request.max_new_tokens))
 
     def park(self, live: LiveTrajectory) -> None:
         """Stop decoding a trajectory; it keeps its slot until another needs it."""
@@ -74,12 +98,31 @@ class SlotTable:
         """Decode a parked trajectory again, first through the environment's tokens `forced`."""
         self._buffers.resume(slot_of(live), live.position, forced, live.request.stop_tokens)
 
-    def step(self, plan: DecodePlan, temperature: float, *, has_forced: bool, num_stops: int) -> list[int]:
-        """Make one token for each active trajectory; returns the slots that sampled a stop token.
+    def _temperature_of(self, live: LiveTrajectory) -> float:
+        return self._temperature if live.request.temperature is None else live.request.temperature
+
+    def step(self, plan: DecodePlan, *, has_forced: bool, num_stops: int) -> list[int]:
+        """Make one token for each active trajectory; returns the slots that sampled a stop token or completed a text.
 
         `has_forced`: some of them may be fed the environment's tokens. `num_stops`: the most stop tokens of any.
         """
-        return self._buffers.step(plan, temperature, has_forced=has_forced, num_stops=num_stops)
+        is_tempered = any(self._temperature_of(live) != 1.0 for live in self._special.values())
+        stopped = self._buffers.step(plan, is_tempered=is_tempered, has_forced=has_forced, num_stops=num_stops)
+        texts = [live for live in self._special.values() if live.request.stop_texts and not live.is_waiting_for_env]
+        return stopped + self._completed_texts(texts) if texts else stopped
+
+    def _completed_texts(self, lives: Sequence[LiveTrajectory]) -> list[int]:
+        """Slots of those whose response contains one of their stop texts."""
+        assert self._stop_texts is not None
+        stopped = []
+        slots = [slot_of(live) for live in lives]
+        for live, slot, (token, position) in zip(lives, slots, self._buffers.newest(slots), strict=True):
+            texts = live.request.stop_texts
+            if self._stop_texts.may_complete(token, texts):
+                response, _ = self._buffers.read(slot, live.response_start, position + 1)
+                if self._stop_texts.is_in(response, texts):
+                    stopped.append(slot)
+        return stopped
 
     def record(self, live: LiveTrajectory, version: int) -> None:
         """Bring a seated trajectory's record up to its position; `version` made what is new."""
@@ -111,6 +154,7 @@ class SlotTable:
         """Give up a trajectory's slot; does nothing for one without."""
         if live.slot is not None:
             self._buffers.free(live.slot)
+            self._special.pop(live.request.id, None)
             self._occupants[live.slot] = None
             live.slot = None
 

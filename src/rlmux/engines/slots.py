@@ -45,6 +45,8 @@ class SlotRow:
     """Random numbers [max_new_tokens] in [0, 1), one for each response token, float64."""
     stop_tokens: Sequence[int]
     """Sampled tokens that end the turn; up to MAX_STOP_TOKENS."""
+    temperature: float
+    """Temperature of the distribution sampled from."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,6 +63,8 @@ class _StepViews:
     tokens: Tensor
     logprobs: Tensor
     uniforms: Tensor
+    temperatures: Tensor
+    """Temperatures [width, 1]."""
 
 
 class SlotBuffers:
@@ -72,7 +76,7 @@ class SlotBuffers:
         self._tokens = torch.zeros(num_slots, max_len, dtype=torch.int64, device=device)
         self._logprobs = torch.zeros(num_slots, max_len, device=device)
         self._uniforms = torch.zeros(num_slots, max_len, dtype=torch.float64, device=device)
-
+        self._temperatures = torch.ones(num_slots, 1, device=device)
         self._views_by_width: dict[int, _StepViews] = {}
         self.reset()
 
@@ -81,10 +85,11 @@ class SlotBuffers:
         for tensor in self.tensors():
             tensor.zero_()
         self._state[_STOPS:] = _NO_TOKEN
+        self._temperatures.fill_(1.0)
 
     def tensors(self) -> list[Tensor]:
         """All buffers, for an offload."""
-        return [self._state, self._tokens, self._logprobs, self._uniforms]
+        return [self._state, self._tokens, self._logprobs, self._uniforms, self._temperatures]
 
     def seat(self, slot: int, row: SlotRow) -> None:
         """Fill a slot and let it advance."""
@@ -94,6 +99,7 @@ class SlotBuffers:
             self._logprobs[slot, row.response_start : end] = torch.tensor(row.logprobs, device=self._device)
         end = row.response_start + len(row.uniforms)
         self._uniforms[slot, row.response_start : end] = row.uniforms.to(self._device)
+        self._temperatures[slot] = row.temperature
         forced_end = row.first + len(row.tokens) - 1
         current = row.tokens[row.position - row.first]
         stops = [*row.stop_tokens, *[_NO_TOKEN] * (MAX_STOP_TOKENS - len(row.stop_tokens))]
@@ -116,28 +122,29 @@ class SlotBuffers:
         """An empty slot stays at position 0 and never stops."""
         self.park(slot)
         self._state[_POSITION, slot] = 0
+        self._temperatures[slot] = 1.0
 
     def exchange(self, slots: Tensor, sources: Tensor) -> None:
         """Put the contents of `sources` into `slots` at once; the two name the same slots."""
         self._state[:, slots] = self._state[:, sources]
-        for buffer in (self._tokens, self._logprobs, self._uniforms):
+        for buffer in (self._tokens, self._logprobs, self._uniforms, self._temperatures):
             buffer[slots] = buffer[sources]
 
     def read(self, slot: int, start: int, end: int) -> tuple[list[int], list[float]]:
         """Tokens and log-probabilities at positions [start, end)."""
         return self._tokens[slot, start:end].tolist(), self._logprobs[slot, start:end].tolist()
 
-    def step(self, plan: DecodePlan, temperature: float, *, has_forced: bool, num_stops: int) -> list[int]:
+    def step(self, plan: DecodePlan, *, is_tempered: bool, has_forced: bool, num_stops: int) -> list[int]:
         """Feed every slot's current token and write what follows; returns the slots that sampled a stop.
 
-        `num_stops` is the most stop tokens of any advancing slot.
+        `is_tempered`: some slot's temperature is not 1. `num_stops`: the most stop tokens of any advancing slot.
         """
         if plan.width not in self._views_by_width:
             self._views_by_width[plan.width] = self._views(plan.width)
         own = self._views_by_width[plan.width]
         logits = plan.step(own.current, own.position)
         following = own.position_column + 1
-        tokens, logprobs = sample(logits, own.uniforms.gather(1, following), temperature)
+        tokens, logprobs = sample(logits, own.uniforms.gather(1, following), own.temperatures if is_tempered else None)
         if has_forced:
             is_forced = following <= own.forced_end_column
             tokens = torch.where(is_forced, own.tokens.gather(1, following), tokens)
@@ -153,6 +160,11 @@ class SlotBuffers:
             stopped &= ~is_forced.squeeze(1)
         return torch.nonzero(stopped.any(dim=0)).squeeze(1).tolist() if stopped.any() else []
 
+    def newest(self, slots: Sequence[int]) -> list[tuple[int, int]]:
+        """(newest token, its position) in each of these slots."""
+        tokens, positions = self._state[_CURRENT].tolist(), self._state[_POSITION].tolist()
+        return [(tokens[slot], positions[slot]) for slot in slots]
+
     def _views(self, width: int) -> _StepViews:
         state = self._state[:, :width]
         return _StepViews(
@@ -166,6 +178,7 @@ class SlotBuffers:
             tokens=self._tokens[:width],
             logprobs=self._logprobs[:width],
             uniforms=self._uniforms[:width],
+            temperatures=self._temperatures[:width],
         )
 
     def _new(self, values: Sequence[int]) -> Tensor:

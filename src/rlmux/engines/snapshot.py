@@ -7,6 +7,7 @@ Invariant: no tensor here shares memory with the engine.
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,6 +18,7 @@ from torch import Tensor
 from rlmux.engines.checkpoint import write_checkpoint
 from rlmux.engines.lora import ADAPTER_FILE
 from rlmux.engines.weights import MODEL_FILE, SHA256, write_copies
+from rlmux.rl.vocabulary import Vocabulary
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,3 +46,14 @@ class TrainSnapshot:
             if name in (MODEL_FILE, ADAPTER_FILE):
                 metadata[SHA256] = self.state["weights_sha256"]
             write_copies(folder / name, copies, metadata)
+
+
+def model_files(config: Any, model: Any, vocabulary: Vocabulary) -> dict[str, bytes]:
+    """The small files of a checkpoint by name: the model's config and the tokenizer, as Hugging Face reads them."""
+    config.architectures = [type(model).__name__]
+    config.eos_token_id = vocabulary.eos_token
+    config.pad_token_id = vocabulary.pad_token
+    with tempfile.TemporaryDirectory(prefix="rlmux-") as folder:
+        config.save_pretrained(folder)
+        vocabulary.save_pretrained(Path(folder))
+        return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}

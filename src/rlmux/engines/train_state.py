@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from rlmux.core.errors import CheckpointError, IllegalTransitionError, PipelineError
-from rlmux.engines.adamw import AdamW
+from rlmux.engines.adamw import AdamW, AdamWNumbers
 from rlmux.engines.flat_parameters import FlatParameters
 from rlmux.engines.lora import ADAPTER_FILE
 from rlmux.engines.ranks import Ranks
@@ -48,11 +48,14 @@ class TrainState:
         self._frozen: list[Tensor] = [] if is_base_shared else _own_frozen_parameters(model)
         """Parameters of a base that is this worker's alone; they move with the rest."""
         self._grad_clip = algorithm.grad_clip
-        self._optimizer = AdamW(self._flat.weights, betas=algorithm.adam_betas, weight_decay=algorithm.weight_decay)
+        self._numbers = AdamWNumbers(betas=algorithm.adam_betas, weight_decay=algorithm.weight_decay)
+        self._optimizer = AdamW(self._flat.weights)
         self.ranks = Ranks()
         """The ranks that train together, as this one sees them."""
         self._num_leaves = 0
         self._gradient_sum = TreeSum(0)
+        self._kept_gradients: Tensor | None = None
+        """Gradients of losses that were asked for one by one, and whose update is to come; None: there are none."""
         self._reference: Tensor | None = None
         """Flat weights [parameters] that the KL penalty compares with; None without one."""
         self._offloaded: Offloaded | None = None
@@ -93,25 +96,48 @@ class TrainState:
         self._gradient_sum.add(self._flat.gradients.to(torch.float32, copy=True))
         return value
 
-    def update_weights(self, learning_rate: float, place: str) -> float:
+    def update_weights(
+        self,
+        learning_rate: float,
+        place: str,
+        *,
+        numbers: AdamWNumbers | None = None,
+        grad_clip: float | None = None,
+    ) -> float:
         """Clip the gradient summed over all ranks and make one optimizer step; returns the norm before clipping.
 
+        `numbers`, `grad_clip`: of this update alone; None: those of the config.
         Raises PipelineError, beginning with `place`, for a norm that is not finite.
         """
-        gradients = self.ranks.join(self._gradient_sum.total(), self._num_leaves, self._flat.weights)
+        gradients, self._kept_gradients = self._kept_gradients, None
+        if gradients is None:
+            gradients = self.ranks.join(self._gradient_sum.total(), self._num_leaves, self._flat.weights)
         norm = float(torch.linalg.vector_norm(gradients))
         if not math.isfinite(norm):
             raise PipelineError(f"{place}: the gradient norm is {norm}; the weights are left as they were")
-        if norm > self._grad_clip:
-            gradients.mul_(self._grad_clip / norm)
-        self._optimizer.update(self._flat.weights, gradients, learning_rate)
+        most = self._grad_clip if grad_clip is None else grad_clip
+        if norm > most:
+            gradients.mul_(most / norm)
+        self._optimizer.update(self._flat.weights, gradients, learning_rate, numbers or self._numbers)
         self._flat.round()
         self._sha256 = None
         return norm
 
+    def keep_gradients(self) -> None:
+        """Add the gradient of the leaves so far to those kept for the next update; further losses may follow."""
+        total = self.ranks.join(self._gradient_sum.total(), self._num_leaves, self._flat.weights)
+        self._kept_gradients = total if self._kept_gradients is None else self._kept_gradients.add_(total)
+        self._gradient_sum = TreeSum(0)
+
+    @property
+    def has_kept_gradients(self) -> bool:
+        """Some gradient was kept since the last update."""
+        return self._kept_gradients is not None
+
     def drop_gradients(self) -> None:
         """Forget the partial sums of a step that will not be finished."""
         self._gradient_sum = TreeSum(0)
+        self._kept_gradients = None
 
     def reset_optimizer(self) -> None:
         """Zero the moments and the count of updates."""
@@ -234,6 +260,8 @@ class TrainState:
         tensors = [self._flat.weights, self._optimizer.first_moment, self._optimizer.second_moment]
         if self._reference is not None:
             tensors.append(self._reference)
+        if self._kept_gradients is not None:
+            tensors.append(self._kept_gradients)
         return [*tensors, *self._frozen, *self._gradient_sum.tensors]
 
     def _device_tensors(self) -> list[Tensor]:

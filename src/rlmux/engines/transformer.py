@@ -321,7 +321,23 @@ def prefill(
     Rows may be padded on the right with anything: causality keeps padding out of what precedes it. `adapters`: of the
     rows of all tokens, one sequence after another; None for the base alone.
     """
-    adapters = adapters or RowAdapters([])
+    kv, _ = _run_layers(weights, tables, tokens, adapters or RowAdapters([]), is_output_needed=False)
+    return torch.stack(kv, dim=1)
+
+
+def score(weights: DecoderWeights, tables: PositionTables, tokens: Tensor, num_scored: int) -> list[float]:
+    """Log-probs [num_scored] of the last tokens of one sequence [length], each given all before it; float32."""
+    _, hidden = _run_layers(weights, tables, tokens[None, :-1], RowAdapters([]), is_output_needed=True)
+    epsilon = torch.tensor(weights.shape.norm_epsilon, device=tokens.device)
+    logits = torch.mm(_normed(hidden[-num_scored:], epsilon), weights.head)
+    scores: list[float] = torch.log_softmax(logits, dim=-1).gather(1, tokens[-num_scored:, None]).squeeze(1).tolist()
+    return scores
+
+
+def _run_layers(
+    weights: DecoderWeights, tables: PositionTables, tokens: Tensor, adapters: RowAdapters, *, is_output_needed: bool
+) -> tuple[list[Tensor], Tensor]:
+    """Keys and values of each layer, and the last layer's output [rows * length, hidden] where it is needed."""
     shape = weights.shape
     num_rows, length = tokens.shape
     rotations = tables.rotations[:length].repeat_interleave(shape.num_kv_heads, dim=0)
@@ -338,7 +354,7 @@ def prefill(
         by_head = heads.view(num_rows, length, shape.num_kv_heads, shape.heads_per_group, shape.head_dim)
         queries, keys, values = torch.split(by_head.permute(0, 2, 3, 1, 4), [shape.group_size, 1, 1], dim=2)
         kv.append(torch.cat([keys, values], dim=2).transpose(1, 2))
-        if index + 1 < len(weights.layers):  # the last layer's output is not needed here
+        if is_output_needed or index + 1 < len(weights.layers):
             mixed = scaled_dot_product_attention(
                 queries.flatten(1, 2), keys[:, :, 0], values[:, :, 0], is_causal=True, enable_gqa=True
             )
@@ -352,7 +368,7 @@ def prefill(
             gated = silu(gate).mul_(up)
             hidden.addmm_(gated, layer.down)
             adapters.add(index, "down", gated, hidden)
-    return torch.stack(kv, dim=1)
+    return kv, hidden
 
 
 def _normed(hidden: Tensor, epsilon: Tensor) -> Tensor:

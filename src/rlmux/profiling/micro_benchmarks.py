@@ -28,7 +28,7 @@ from torch import nn
 
 from rlmux.core.errors import UserError
 from rlmux.core.model import SubStage
-from rlmux.engines.adamw import AdamW
+from rlmux.engines.adamw import AdamW, AdamWNumbers
 from rlmux.engines.device_fraction import fraction_setter
 from rlmux.engines.flat_parameters import FlatParameters
 from rlmux.engines.micro_batches import TrainingSequence, cut
@@ -169,7 +169,7 @@ def _training(sizes: BenchmarkSizes, device: str, *, is_update: bool) -> Callabl
     pack_attention(model)
     nn.Module.to(model, device)
     flat = FlatParameters(model)
-    optimizer = AdamW(flat.weights, betas=(0.9, 0.99), weight_decay=0.0)
+    optimizer, numbers = AdamW(flat.weights), AdamWNumbers(betas=(0.9, 0.99))
     half = sizes.train_tokens // 2
     sequences = [
         TrainingSequence(
@@ -191,7 +191,7 @@ def _training(sizes: BenchmarkSizes, device: str, *, is_update: bool) -> Callabl
         loss = -(logprobs * batch.weights).sum()
         flat.gradients.zero_()
         loss.backward()  # type: ignore[no-untyped-call]
-        optimizer.update(flat.weights, flat.gradients, 1e-4)
+        optimizer.update(flat.weights, flat.gradients, 1e-4, numbers)
 
     return update if is_update else forward
 

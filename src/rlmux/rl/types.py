@@ -58,7 +58,13 @@ class TrajectoryRequest:
     stop_tokens: tuple[int, ...]
     """A sampled token of these ends the turn (and is kept as its last token)."""
     seed: int
-    """The pipeline's seed: with `id` and the token position it gives every random number."""
+    """The pipeline's seed: with `id` (or `drawn_as`) and the token position it gives every random number."""
+    drawn_as: TrajectoryId | None = None
+    """The id that random numbers are drawn for; None: its own."""
+    temperature: float | None = None
+    """Temperature of the distribution sampled from, above 0; None: the engine's."""
+    stop_texts: tuple[str, ...] = ()
+    """Texts that end the turn as soon as the decoded response contains one; the token that completes it is kept."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

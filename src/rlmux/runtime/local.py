@@ -56,7 +56,7 @@ class LocalProcesses:
     def __init__(
         self,
         cores_by_device: dict[DeviceId, tuple[int, ...]],
-        memory: SharedMemoryFolder,
+        memory: SharedMemoryFolder | None,
         *,
         gpu_by_device: dict[DeviceId, str] | None = None,
     ) -> None:
@@ -64,7 +64,7 @@ class LocalProcesses:
         self._gpu_by_device = gpu_by_device or {}
         self._memory = memory
         self._is_closed = False
-        self.bases: Path | None = memory.path / ".bases"  # no pipeline has this name
+        self.bases = None if memory is None else memory.path / ".bases"  # no pipeline has this name
         self._selector = selectors.DefaultSelector()
         self._wakes = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector.register(self._wakes, selectors.EVENT_READ, None)
@@ -117,7 +117,8 @@ class LocalProcesses:
         if not self._is_closed:
             os.close(self._wakes)
         self._is_closed = True
-        self._memory.close()
+        if self._memory is not None:
+            self._memory.close()
 
 
 def assign_cores(cluster: Cluster) -> dict[DeviceId, tuple[int, ...]]:

@@ -2,7 +2,7 @@
 
 training      run, compare, resume, chaos                      prediction    simulate, plan, reproduce
 runs          report, submit, cancel, status, logs, verify     machine       doctor, profile, version
-sharing       broker
+sharing       broker, serve
 
 Imports are made when a command runs, so that `--help`, `simulate` and `plan` stay light.
 """
@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import typer
 
-from rlmux.cli.commands import machine, prediction, runs, sharing, training
+from rlmux.cli.commands import machine, prediction, runs, serving, sharing, training
 
 app = typer.Typer(
     name="rlmux",
@@ -32,6 +32,7 @@ def _no_command(context: typer.Context) -> None:
 for _command in (
     training.run,
     training.compare,
+    serving.serve,
     prediction.simulate,
     prediction.plan,
     runs.report,

@@ -1,0 +1,157 @@
+"""The file of `rlmux serve`: the devices there are, and the models that clients may name.
+
+    ServeFile ── cluster, policy
+              ── serve ── models ── ServedModelConfig ── model
+                       ── keys   ── KeyConfig
+
+Read as the file of a run is: strict types, unknown keys are errors, a mistake is one line with its place.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Annotated, Any
+
+import yaml
+from annotated_types import Ge, Le, Lt, MinLen, Predicate
+from pydantic import TypeAdapter, ValidationError
+
+from rlmux.config.checkpoint_folder import check_checkpoint
+from rlmux.config.derive import make_cluster
+from rlmux.config.explain import explain, nearest_hint, spec_error
+from rlmux.config.load import read_text
+from rlmux.config.located import parse_yaml
+from rlmux.config.tree import ClusterConfig
+from rlmux.core.errors import UserError
+from rlmux.core.model import Cluster
+from rlmux.rl.config import MAX_POSITIONS, Count, FromFile, ModelConfig, Name, PositiveFloat, Takes
+
+
+def is_model_name(text: str) -> bool:
+    """Whether clients can name a model so: a client takes what is behind a colon, or a second slash, for its own."""
+    return re.fullmatch(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", text) is not None
+
+
+ModelName = Annotated[str, Predicate(is_model_name), Takes("ORG/NAME, such as Qwen/Qwen3-0.6B")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServedModelConfig(FromFile):
+    """A model that clients may train and sample. Each client that does gets a pipeline of its own."""
+
+    model: ModelConfig = field(default_factory=ModelConfig)
+    """A checkpoint, or a tiny new model."""
+    max_prompt_tokens: Count = 256
+    """Tokens of the longest prompt."""
+    max_new_tokens: Count = 256
+    """Tokens of the longest answer; a client's `max_tokens` may not be more."""
+    num_slots: Annotated[int, Ge(1), Le(4096)] = 64
+    """Sequences decoded at once. Results change with it in the last bits."""
+    micro_batch_size: Count = 32
+    """Sequences of one forward and backward pass. Results change with it in the last bits."""
+    seed: Annotated[int, Ge(0), Lt(2**31)] = 0
+    """Seed of a new model's first weights."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class KeyConfig(FromFile):
+    """A client's API key."""
+
+    project: Name
+    """Project that the key's work belongs to; it sees no other's."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeConfig(FromFile):
+    """What clients may ask for, and who they are."""
+
+    models: Annotated[Mapping[ModelName, ServedModelConfig], MinLen(1)]
+    """Models by the name that clients write, which they load the tokenizer of on their own machine."""
+    keys: Mapping[str, KeyConfig] = field(default_factory=dict)
+    """Projects by API key (`tml-...`). Without: every key is accepted, and is a project of its own."""
+    session_timeout_s: PositiveFloat = 600.0
+    """Seconds without a sign of life after which a client's session is over. Its checkpoints are kept."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeFile(FromFile):
+    """The whole file of `rlmux serve`."""
+
+    cluster: ClusterConfig
+    """The devices there are."""
+    serve: ServeConfig
+    """What is served."""
+    policy: str = "rollmux"
+    """Policy that decides, unless the command line names another."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ServeSpec:
+    """A file of `rlmux serve`, checked."""
+
+    source: str
+    """The file, as the user named it."""
+    cluster: Cluster
+    """Every pool."""
+    policy: str
+    """Name of the policy that decides."""
+    serve: ServeConfig
+    """What is served, paths made absolute."""
+    resolved: str
+    """YAML with every key written out: it loads to the same anywhere."""
+
+
+def load_serve_file(path: Path, *, policies: Sequence[str]) -> ServeSpec:
+    """Read and check a file. `policies`: the names that are accepted."""
+    return parse_serve_file(read_text(path), source=str(path), folder=path.absolute().parent, policies=policies)
+
+
+def parse_serve_file(text: str, *, source: str, folder: Path, policies: Sequence[str]) -> ServeSpec:
+    """`load_serve_file` for a text that is at hand."""
+    root = parse_yaml(text, source)
+    adapter = TypeAdapter(ServeFile)
+    try:
+        file = adapter.validate_json(json.dumps(root.plain()))
+    except ValidationError as error:
+        raise explain(error, root, ServeFile) from None
+    if file.policy not in policies:
+        raise spec_error(root, ["policy"], f"is {file.policy!r}: no such policy; {nearest_hint(file.policy, policies)}")
+    models = {name: _absolute(served, folder) for name, served in file.serve.models.items()}
+    for name, served in models.items():
+        try:
+            _check_sizes(served)
+        except UserError as error:
+            raise spec_error(root, ["serve", "models", name], f"cannot be served: {error}") from None
+    file = replace(file, serve=replace(file.serve, models=models))
+    plain: dict[str, Any] = adapter.dump_python(file, mode="json", by_alias=True, exclude_none=True)
+    for served_plain in plain["serve"]["models"].values():
+        if "path" in served_plain["model"]:
+            served_plain["model"] = {"path": served_plain["model"]["path"]}
+    return ServeSpec(
+        source=source,
+        cluster=make_cluster(file.cluster),
+        policy=file.policy,
+        serve=file.serve,
+        resolved=yaml.safe_dump(plain, sort_keys=False, allow_unicode=True),
+    )
+
+
+def _check_sizes(served: ServedModelConfig) -> None:
+    """Raises UserError for a checkpoint that cannot be trained, and for a context beyond a model's positions."""
+    longest = served.max_prompt_tokens + served.max_new_tokens
+    most: int | None = MAX_POSITIONS
+    if served.model.path is not None:
+        most = check_checkpoint(Path(served.model.path)).max_positions
+    if most is not None and longest > most:
+        raise UserError(f"max_prompt_tokens + max_new_tokens is {longest}; accepted: {most} or less")
+
+
+def _absolute(served: ServedModelConfig, folder: Path) -> ServedModelConfig:
+    if served.model.path is None:
+        return served
+    path = str((folder / Path(served.model.path).expanduser()).absolute())
+    return replace(served, model=replace(served.model, path=path))

@@ -1,0 +1,129 @@
+"""Work of a pipeline that a program of its own asks for, one request after another: frozen values that cross processes.
+
+    for its train worker, in the order of the model's requests     for its rollout workers, in any order
+
+    ForwardBackward*  ─▶ OptimizerStep  ─▶ weights of a new version   SampleRequest ─▶ SampledSequence*
+    SaveWeights, SaveState, LoadState                                 with the weights of one file
+
+An answer is a value of this module, or a UserError, which belongs to the request alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlmux.rl.types import TrajectoryRequest
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Datum:
+    """One training sequence with the numbers that its loss reads."""
+
+    tokens: Any
+    """Input tokens [T], int64 array. Position i predicts `target_tokens[i]`."""
+    inputs: Mapping[str, Any]
+    """Arrays [T] by name: int64 `target_tokens`, float32 the others."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardBackward:
+    """Add the gradient of a loss, or only compute it."""
+
+    datums: Sequence[Datum]
+    loss: str
+    """Name of a row of rl/datum_losses.py."""
+    config: Mapping[str, float | str]
+    is_forward_only: bool
+    complaint: str | None = None
+    """What is wrong with it, known before it reached an engine; None: nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ForwardBackwardDone:
+    """The answer to ForwardBackward."""
+
+    logprobs: Sequence[Any]
+    """Log-prob of each target, one float32 array [T] for each datum, in their order."""
+    loss: float
+    """Sum over all positions of all datums."""
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerStep:
+    """Clip what was added up, make one update with these numbers, and clear the gradients."""
+
+    learning_rate: float
+    betas: tuple[float, float]
+    epsilon: float
+    weight_decay: float
+    grad_clip: float
+    """Largest norm of the gradient; 0: not clipped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerStepDone:
+    """The answer to OptimizerStep."""
+
+    grad_norm: float
+    """Norm of the gradient before it was clipped."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveWeights:
+    """Write the weights for rollout workers. Answered with their hash."""
+
+    path: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveState:
+    """Write a checkpoint. Answered with the hash of the weights."""
+
+    folder: Path
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadState:
+    """Take over the weights of a checkpoint, and its moments if asked. Answered with the hash of the weights."""
+
+    folder: Path
+    with_optimizer: bool
+
+
+TrainRequest = ForwardBackward | OptimizerStep | SaveWeights | SaveState | LoadState
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleRequest:
+    """Sequences to sample from one prompt, and the prompt's own log-probs if asked."""
+
+    id: str
+    """Name of the request; unlike all others of its pipeline."""
+    trajectories: Sequence[TrajectoryRequest]
+    prompt_tokens: Sequence[int]
+    num_scored: int = 0
+    """Tokens at the end of the prompt whose log-probs are asked for."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampledSequence:
+    """One sampled sequence."""
+
+    tokens: Sequence[int]
+    logprobs: Sequence[float]
+    stop_reason: str
+    """`stop` or `length`."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SampleDone:
+    """The answer to SampleRequest."""
+
+    id: str
+    sequences: Sequence[SampledSequence] = field(default_factory=tuple)
+    prompt_logprobs: Sequence[float] = ()
+    """Log-probs of the last tokens of the prompt that were asked for."""

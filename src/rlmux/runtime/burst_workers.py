@@ -1,0 +1,264 @@
+"""The workers of a pipeline whose work arrives: they do what requests ask for, in bounded calls.
+
+    SampleWorker   a rollout engine; requests of one file of weights at a time
+    DatumWorker    a train engine; requests in the order they are handed over
+
+A request that cannot be carried out is answered with its error and changes nothing else.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlmux.core.errors import PipelineError, UserError
+from rlmux.rl.arriving import (
+    ForwardBackward,
+    LoadState,
+    OptimizerStep,
+    SampleDone,
+    SampledSequence,
+    SampleRequest,
+    SaveState,
+    SaveWeights,
+    TrainRequest,
+)
+from rlmux.rl.config import TrainingConfig
+from rlmux.rl.types import FinishedTurn, TrajectoryId
+from rlmux.runtime.heartbeat import beating
+from rlmux.runtime.workers import device_in_use
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What became of one request."""
+
+    id: str
+    value: Any = None
+    """A value of rl/arriving.py, or a hash of weights; None where there is an error."""
+    error: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BurstReport:
+    """What a bounded call of either worker did."""
+
+    answers: Sequence[Answer]
+    num_active: int
+    """Sequences being decoded, or training requests under way."""
+    num_waiting: int
+    """Sequences, or training requests, that wait."""
+    tokens: int
+    seconds: float
+    load_s: float
+    """Seconds of loading state and weights, `seconds` left out."""
+
+
+class SampleWorker:
+    """A rollout engine that samples with the weights that each request names."""
+
+    @beating()
+    def __init__(self, config: TrainingConfig, folder: Path) -> None:
+        """`folder`: where the model's first weights are written, for when they are asked for again."""
+        import torch
+
+        from rlmux.engines.rollout import SlotRolloutEngine
+        from rlmux.rl.vocabulary import load_vocabulary
+
+        torch.set_num_threads(config.train.num_threads)
+        self._config = config
+        self._vocabulary = load_vocabulary(config.model)
+        self._engine = SlotRolloutEngine(
+            config.model,
+            config.rollout,
+            vocab_size=self._vocabulary.vocab_size,
+            seed=config.seed,
+            device=device_in_use(),
+            vocabulary=self._vocabulary,
+        )
+        self._first_weights = folder / "base.safetensors"
+        self._loaded: Path | None = None
+        """The file that the engine's weights are of; None: the model's first."""
+        self._num_loads = 0
+        self._requests: dict[str, SampleRequest] = {}
+        self._turns_by_request: dict[str, dict[TrajectoryId, FinishedTurn]] = {}
+        self._request_by_trajectory: dict[TrajectoryId, str] = {}
+
+    def add(self, requests: Sequence[SampleRequest], weights: Path | None) -> list[Answer]:
+        """Take requests, all for one file of weights; returns the errors of those that cannot be sampled.
+
+        Other weights are loaded only once everything before is answered.
+        """
+        with beating():
+            self._load_weights(weights)
+        refused = []
+        for request in requests:
+            try:
+                self._engine.submit(request.trajectories)
+            except UserError as error:
+                refused.append(Answer(id=request.id, error=str(error)))
+                continue
+            self._requests[request.id] = request
+            self._turns_by_request[request.id] = {}
+            self._request_by_trajectory.update((one.id, request.id) for one in request.trajectories)
+        return refused
+
+    def run_chunk(self, max_seconds: float) -> BurstReport:
+        """Decode until some request is answered, nothing is left, or the time is up."""
+        start = time.perf_counter()
+        report = self._engine.run_chunk(max_decode_steps=1_000_000, max_seconds=max_seconds)
+        answers = []
+        for turn in report.finished:
+            request_id = self._request_by_trajectory.pop(turn.id)
+            turns = self._turns_by_request[request_id]
+            turns[turn.id] = turn
+            if len(turns) == len(self._requests[request_id].trajectories):
+                answers.append(self._answer(self._requests.pop(request_id), self._turns_by_request.pop(request_id)))
+        return BurstReport(
+            answers=answers,
+            num_active=report.num_active,
+            num_waiting=report.num_waiting,
+            tokens=report.sampled_tokens,
+            seconds=time.perf_counter() - start,
+            load_s=0.0,
+        )
+
+    def load(self) -> None:
+        """Back to the device. Does nothing when already there."""
+        with beating():
+            self._engine.load()
+
+    def offload(self, spill_to: Path | None = None) -> int:
+        """Leave the device; what is unfinished goes along. Returns the device bytes still held."""
+        with beating():
+            self._engine.offload(spill_to=spill_to)
+        return self._engine.resident_bytes()
+
+    def withdraw(self, ids: Sequence[str]) -> None:
+        """Forget requests that are no longer wanted."""
+        gone = [trajectory for trajectory, request in self._request_by_trajectory.items() if request in ids]
+        self._engine.take_partials(gone, with_kv=False)
+        for trajectory in gone:
+            del self._request_by_trajectory[trajectory]
+        for request in ids:
+            self._requests.pop(request, None)
+            self._turns_by_request.pop(request, None)
+
+    def _load_weights(self, weights: Path | None) -> None:
+        if weights == self._loaded:
+            return
+        if weights is None and not self._first_weights.exists():
+            from rlmux.engines.model_io import build_model
+            from rlmux.engines.weights import write_tensors
+
+            model = build_model(self._config.model, self._vocabulary.vocab_size, self._config.seed)
+            write_tensors(self._first_weights, dict(model.named_parameters()), {})
+        self._num_loads += 1
+        try:
+            self._engine.load_weights(weights or self._first_weights, self._num_loads)
+        except FileNotFoundError as error:
+            raise PipelineError(f"{weights}: these weights are gone") from error
+        self._loaded = weights
+
+    def _answer(self, request: SampleRequest, turns: dict[TrajectoryId, FinishedTurn]) -> Answer:
+        scored: Sequence[float] = ()
+        if request.num_scored:
+            scored = self._engine.score(request.prompt_tokens, request.num_scored)
+        sequences = [
+            SampledSequence(tokens=turn.tokens, logprobs=turn.logprobs, stop_reason=turn.stop_reason)
+            for turn in (turns[trajectory.id] for trajectory in request.trajectories)
+        ]
+        return Answer(id=request.id, value=SampleDone(id=request.id, sequences=sequences, prompt_logprobs=scored))
+
+
+class DatumWorker:
+    """A train engine that carries out training requests in their order."""
+
+    @beating()
+    def __init__(self, config: TrainingConfig, restore_from: Path | None) -> None:
+        """`restore_from`: a checkpoint to go on from."""
+        import torch
+
+        from rlmux.engines.datum_train import DatumTrainEngine
+
+        torch.set_num_threads(config.train.num_threads)
+        self._engine = DatumTrainEngine(config, device=device_in_use())
+        if restore_from is not None:
+            self._engine.restore(restore_from)
+        self._waiting: deque[tuple[str, TrainRequest]] = deque()
+        self._under_way: tuple[str, Iterator[int]] | None = None
+
+    def add(self, requests: Sequence[tuple[str, TrainRequest]]) -> None:
+        """Take requests by id, behind those that wait."""
+        self._waiting += requests
+
+    def run_chunk(self, max_seconds: float) -> BurstReport:
+        """Carry out requests until none is left or the time is up; at least one micro-batch."""
+        start = time.perf_counter()
+        answers: list[Answer] = []
+        tokens = 0
+        while (self._under_way or self._waiting) and (not tokens or time.perf_counter() - start < max_seconds):
+            tokens += self._advance(answers)
+        return BurstReport(
+            answers=answers,
+            num_active=int(self._under_way is not None),
+            num_waiting=len(self._waiting),
+            tokens=tokens,
+            seconds=time.perf_counter() - start,
+            load_s=0.0,
+        )
+
+    def load(self) -> None:
+        """Back to the device. Does nothing when already there."""
+        with beating():
+            self._engine.load()
+
+    def offload(self, spill_to: Path | None = None) -> int:
+        """Leave the device; gradients go along. Returns the device bytes still held."""
+        with beating():
+            self._engine.offload(spill_to=spill_to)
+        return self._engine.resident_bytes()
+
+    def save_state(self, folder: Path) -> str:
+        """Write a checkpoint of what the requests so far made; returns the hash of its weights."""
+        with beating():
+            return self._engine.save_state(folder)
+
+    def _advance(self, answers: list[Answer]) -> int:
+        """One micro-batch, or one request that has none; returns its tokens."""
+        if self._under_way is None:
+            name, request = self._waiting.popleft()
+            if not isinstance(request, ForwardBackward):
+                answers.append(self._carry_out(name, request))
+                return 0
+            self._under_way = name, self._engine.forward_backward(request)
+        name, work = self._under_way
+        try:
+            return next(work)
+        except StopIteration as end:
+            answers.append(Answer(id=name, value=end.value))
+        except (UserError, PipelineError) as error:
+            answers.append(Answer(id=name, error=str(error)))
+        self._under_way = None
+        return 0
+
+    def _carry_out(self, name: str, request: TrainRequest) -> Answer:
+        value: Any
+        try:
+            with beating():
+                match request:
+                    case OptimizerStep():
+                        value = self._engine.optimizer_step(request)
+                    case SaveWeights():
+                        value = self._engine.save_weights(request.path)
+                    case SaveState():
+                        value = self._engine.save_state(request.folder)
+                    case LoadState():
+                        value = self._engine.load_state(request)
+        except (UserError, PipelineError) as error:
+            return Answer(id=name, error=str(error))
+        return Answer(id=name, value=value)

@@ -1,0 +1,384 @@
+"""One pipeline whose work arrives: what is asked of it, and the bursts in which its workers do that.
+
+    train(request) ─▶ waiting ─▶ arrived(TRAIN) ─▶ begin(order) ─▶ training burst: up to an optimizer step, and what is
+                                                                   saved behind it ─▶ finished(order)
+    sample(request) ─▶ waiting ─▶ arrived(ROLLOUT) ─▶ begin(order) ─▶ sampling burst: all that waits ─▶ finished(order)
+
+A burst takes along what comes while it runs, and lingers a moment for more before it ends: a program that asks again
+at once keeps its device, one that thinks gives it up. Requests that were carried out since the newest checkpoint are
+kept: a train worker that is lost begins again there and does them once more, to the same bits.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from pathlib import Path
+from typing import Any, Protocol
+
+from rlmux.core.actions import RunStage, Switch
+from rlmux.core.model import DeviceId, OrderId, Phase, PipelineId, Resident, Stage
+from rlmux.rl.arriving import ForwardBackward, OptimizerStep, SampleRequest, TrainRequest
+from rlmux.rl.config import TrainingConfig
+from rlmux.runtime.burst_workers import Answer, BurstReport, DatumWorker, SampleWorker
+from rlmux.runtime.call_loop import Answer as CallAnswer
+from rlmux.runtime.call_loop import CallLoop, Task
+from rlmux.runtime.workplace import Worker, Workplace
+
+Burst = Generator[CallAnswer, Any, None]
+NUM_KEPT = 2
+"""Checkpoints of updates that are kept to begin again from."""
+
+
+class BurstFront(Protocol):
+    """What grants devices to bursts. All of it may be called from any thread."""
+
+    def arrived(self, pipeline: PipelineId, phases: tuple[Phase, ...], units: int = 0) -> None: ...
+    def finished(self, order: OrderId, *, seconds: float, switch_s: float = 0.0, tokens: int = 0) -> None: ...
+    def paused(self, order: OrderId, *, seconds: float, switch_s: float = 0.0, tokens: int = 0) -> None: ...
+    def left(self, resident: Resident, order: OrderId) -> None: ...
+    def client_finished(self, pipeline: PipelineId) -> None: ...
+    def failed(self, pipeline: PipelineId, reason: str) -> None: ...
+    def worker_lost(self, pipeline: PipelineId, device: DeviceId) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BurstOptions:
+    """How bursts are run; none of it can change a result."""
+
+    chunk_s: float = 0.5
+    """Longest uninterrupted piece of work, in seconds."""
+    linger_s: float = 0.05
+    """Seconds that a burst waits for more before it ends."""
+    call_limit_s: float = 120.0
+    """Seconds within which a call of a worker must be answered, or show that it lives."""
+
+
+class Listener(Protocol):
+    """What hears of a pipeline's work, in the host's thread."""
+
+    def answered(self, pipeline_id: PipelineId, answer: Answer) -> None: ...
+    def checkpointed(self, pipeline_id: PipelineId, request_id: str, folder: Path) -> None: ...
+    def over(self, pipeline_id: PipelineId, reason: str) -> None: ...
+
+
+@dataclass(slots=True)
+class _Spent:
+    """Time and work of an order so far."""
+
+    seconds: float = 0.0
+    switch_s: float = 0.0
+    tokens: int = 0
+
+    def add(self, report: BurstReport) -> None:
+        self.seconds += report.seconds
+        self.tokens += report.tokens
+
+    def fields(self) -> dict[str, Any]:
+        return {"seconds": self.seconds, "switch_s": self.switch_s, "tokens": self.tokens}
+
+
+class PipelineBursts:
+    """The queues, workers and orders of one pipeline; lives in the host's thread."""
+
+    def __init__(
+        self,
+        pipeline_id: PipelineId,
+        config: TrainingConfig,
+        folder: Path,
+        *,
+        restore_from: Path | None,
+        front: BurstFront,
+        listener: Listener,
+        workplace: Workplace,
+        calls: CallLoop,
+        options: BurstOptions,
+        start_timer: Callable[[float, CallAnswer], None],
+        now_s: Callable[[], float],
+    ) -> None:
+        self.id = pipeline_id
+        self.is_over = False
+        self._config = config
+        self._folder = folder
+        self._front = front
+        self._listener = listener
+        self._workplace = workplace
+        self._calls = calls
+        self._options = options
+        self._start_timer = start_timer
+        self._now_s = now_s
+        self._checkpoint = restore_from
+        self._num_updates = 0 if restore_from is None else int(restore_from.name.rpartition("-")[2])
+        self._to_train: deque[tuple[str, TrainRequest]] = deque()
+        self._since_checkpoint: list[tuple[str, TrainRequest]] = []
+        self._num_handed_over = 0
+        """Requests that the train worker has and has not answered; they are the last of `_since_checkpoint`."""
+        self._to_sample: deque[tuple[SampleRequest, Path | None]] = deque()
+        self._sampling: dict[str, tuple[SampleRequest, Path | None]] = {}
+        self._worker_by_phase: dict[Phase, tuple[Worker, DeviceId]] = {}
+        self._task_by_order: dict[OrderId, Task] = {}
+        self._order_by_phase: dict[Phase, OrderId] = {}
+        self._pausing: set[OrderId] = set()
+        self._lingering: dict[Phase, CallAnswer] = {}
+        self.sha256: str | None = None
+        """Hash of the newest checkpoint's weights; None before the first."""
+        self.waits_for: str | None = None
+        """The scheduler's reason why it is not placed; None: it is, or will be at once."""
+
+    # --- what is asked ----------------------------------------------------------------------------------------
+
+    def train(self, request_id: str, request: TrainRequest) -> None:
+        """Carry out a training request behind those before it."""
+        self._to_train.append((request_id, request))
+        self._tell(Phase.TRAIN, _train_units(request))
+
+    def sample(self, request: SampleRequest, weights: Path | None) -> None:
+        """Sample with the weights of a file; None: with the model's first."""
+        self._to_sample.append((request, weights))
+        self._tell(Phase.ROLLOUT, _sample_units(request))
+
+    def withdraw(self, ids: Iterable[str]) -> None:
+        """Forget sampling requests that wait. What a worker has begun is finished, and its answer dropped."""
+        gone = set(ids)
+        self._to_sample = deque(each for each in self._to_sample if each[0].id not in gone)
+
+    def _tell(self, phase: Phase, units: int) -> None:
+        """Have the running burst take new work along, or announce it."""
+        if self.is_over:
+            return
+        if (lingering := self._lingering.pop(phase, None)) is not None:
+            lingering.arrive()
+        elif phase not in self._order_by_phase:
+            self._front.arrived(self.id, (phase,), units)
+
+    # --- orders -----------------------------------------------------------------------------------------------
+
+    def begin(self, order: RunStage) -> None:
+        """The order's devices are ours until it is finished or paused."""
+        phase = Phase.ROLLOUT if order.stage is Stage.GENERATE else Phase.TRAIN
+        self._order_by_phase[phase] = order.order
+        burst = self._sample_burst(order) if phase is Phase.ROLLOUT else self._train_burst(order)
+        task = self._calls.start(burst, pipeline=self.id)
+        if not task.is_over:
+            self._task_by_order[order.order] = task
+
+    def pause(self, order: OrderId) -> None:
+        """Stop an order at its next safe point."""
+        if order in self._task_by_order:
+            self._pausing.add(order)
+            for phase, running in list(self._order_by_phase.items()):
+                if running == order and (lingering := self._lingering.pop(phase, None)) is not None:
+                    lingering.arrive()
+
+    def evict(self, resident: Resident, order: OrderId) -> None:
+        """Leave the devices that a state lies on, for another's order."""
+        self._calls.start(self._leave(resident, order), pipeline=None)
+
+    def _leave(self, resident: Resident, order: OrderId) -> Burst:
+        worker = self._worker_by_phase.get(resident.phase)
+        if worker is not None:
+            yield self._calls.call(worker[0], "offload")
+        self._front.left(resident, order)
+
+    def _sample_burst(self, order: RunStage) -> Burst:
+        spent = _Spent()
+        worker = yield from self._worker_on(order, Phase.ROLLOUT, spent)
+        while order.order not in self._pausing:
+            if self._to_sample:
+                yield from self._hand_over_samples(worker)
+            if not self._sampling and not (yield from self._has_more(Phase.ROLLOUT)):
+                break
+            if self._sampling:
+                report: BurstReport = yield self._calls.call(worker, "run_chunk", self._options.chunk_s)
+                spent.add(report)
+                self._answer_samples(report.answers)
+        self._end(order, Phase.ROLLOUT, spent, has_more=bool(self._sampling or self._to_sample))
+
+    def _hand_over_samples(self, worker: Worker) -> Burst:
+        """Requests for the oldest one's weights, or for those being sampled with; others wait their turn."""
+        begun = next(iter(self._sampling.values()), None)
+        weights = begun[1] if begun else self._to_sample[0][1]
+        taken = [request for request, wanted in self._to_sample if wanted == weights]
+        if not taken:
+            return
+        self._to_sample = deque(each for each in self._to_sample if each[1] != weights)
+        self._sampling.update((request.id, (request, weights)) for request in taken)
+        self._answer_samples((yield self._calls.call(worker, "add", taken, weights)))
+
+    def _answer_samples(self, answers: Sequence[Answer]) -> None:
+        for answer in answers:
+            del self._sampling[answer.id]
+            self._listener.answered(self.id, answer)
+
+    def _train_burst(self, order: RunStage) -> Burst:
+        spent, has_stepped = _Spent(), False
+        worker = yield from self._worker_on(order, Phase.TRAIN, spent)
+        while order.order not in self._pausing:
+            if not self._num_handed_over:
+                taken = list(self._take_segment(has_stepped=has_stepped))
+                if not taken and (self._to_train or not (yield from self._has_more(Phase.TRAIN))):
+                    break
+                yield from self._hand_over_training(worker, taken)
+                has_stepped |= any(isinstance(request, OptimizerStep) for _, request in taken)
+                continue
+            report: BurstReport = yield self._calls.call(worker, "run_chunk", self._options.chunk_s)
+            spent.add(report)
+            self._num_handed_over = report.num_active + report.num_waiting
+            for answer in report.answers:
+                self._listener.answered(self.id, answer)
+            if not self._num_handed_over and isinstance(self._since_checkpoint[-1][1], OptimizerStep):
+                yield from self._keep_checkpoint(worker)
+        self._end(order, Phase.TRAIN, spent, has_more=bool(self._num_handed_over or self._to_train))
+
+    def _hand_over_training(self, worker: Worker, taken: Sequence[tuple[str, TrainRequest]]) -> Burst:
+        self._since_checkpoint += taken
+        self._num_handed_over = len(taken)
+        if taken:
+            yield self._calls.call(worker, "add", taken)
+
+    def _take_segment(self, *, has_stepped: bool) -> Iterable[tuple[str, TrainRequest]]:
+        """Requests up to the next optimizer step; behind one, only what is not the beginning of another."""
+        if has_stepped:
+            behind = list(takewhile(lambda one: not _is_of_step(one[1]), self._to_train))
+        else:
+            steps = (n for n, one in enumerate(self._to_train, 1) if isinstance(one[1], OptimizerStep))
+            behind = list(self._to_train)[: next(steps, len(self._to_train))]
+        for _ in behind:
+            yield self._to_train.popleft()
+
+    def _keep_checkpoint(self, worker: Worker) -> Burst:
+        """Write what the update made, so that nothing before it is ever done again."""
+        request_id, folder = self._since_checkpoint[-1][0], self._folder / f"update-{self._num_updates + 1}"
+        self._num_updates += 1
+        self.sha256 = yield self._calls.call(worker, "save_state", folder)
+        previous, self._checkpoint, self._since_checkpoint = self._checkpoint, folder, []
+        self._listener.checkpointed(self.id, request_id, folder)
+        kept = {previous, folder}
+        for old in self._folder.glob("update-*"):
+            if old not in kept:
+                shutil.rmtree(old, ignore_errors=True)
+
+    def _has_more(self, phase: Phase) -> Generator[CallAnswer, Any, bool]:
+        """Wait a moment for more work; returns whether some came."""
+        queue = self._to_sample if phase is Phase.ROLLOUT else self._to_train
+        if not queue:
+            moment = self._calls.promise()
+            self._lingering[phase] = moment
+            self._start_timer(self._options.linger_s, moment)
+            yield moment
+            self._lingering.pop(phase, None)
+        return bool(self._to_sample if phase is Phase.ROLLOUT else self._to_train)
+
+    def _end(self, order: RunStage, phase: Phase, spent: _Spent, *, has_more: bool) -> None:
+        is_paused = order.order in self._pausing and has_more
+        self._pausing.discard(order.order)
+        self._task_by_order.pop(order.order, None)
+        del self._order_by_phase[phase]
+        if is_paused:
+            self._front.paused(order.order, **spent.fields())
+            return
+        self._front.finished(order.order, **spent.fields())
+        if has_more:
+            samples = [_sample_units(request) for request, _ in self._to_sample]
+            trained = [_train_units(request) for _, request in self._to_train]
+            self._front.arrived(self.id, (phase,), sum(samples if phase is Phase.ROLLOUT else trained))
+
+    # --- workers ----------------------------------------------------------------------------------------------
+
+    def _worker_on(self, order: RunStage, phase: Phase, spent: _Spent) -> Generator[CallAnswer, Any, Worker]:
+        """The worker of a phase on the order's device, with its state there."""
+        start, device = self._now_s(), order.devices[0]
+        for resident in order.evicted:  # another's leaves before the order begins
+            if resident.pipeline == self.id and resident.phase in self._worker_by_phase:
+                yield self._calls.call(self._worker_by_phase[resident.phase][0], "offload")
+        found = self._worker_by_phase.get(phase)
+        if found is not None and found[1] != device:
+            self._end_worker(phase)
+            found = None
+        if found is None:
+            worker = self._spawn(phase, device)
+            yield self._calls.call(worker, "build")
+        else:
+            worker = found[0]
+            if order.switch is not Switch.NONE:
+                yield self._calls.call(worker, "load")
+        spent.switch_s += self._now_s() - start
+        return worker
+
+    def _spawn(self, phase: Phase, device: DeviceId) -> Worker:
+        make, args = (
+            (SampleWorker, (self._config, self._folder))
+            if phase is Phase.ROLLOUT
+            else (DatumWorker, (self._config, self._checkpoint))
+        )
+        worker = self._workplace.spawn(
+            f"{self.id} {phase}",
+            make,
+            args,
+            device=device,
+            log_path=self._folder / "workers.log",
+            call_limit_s=self._options.call_limit_s,
+        )
+        self._worker_by_phase[phase] = worker, device
+        return worker
+
+    def owns(self, worker: Worker) -> bool:
+        """It is one of the pipeline's workers."""
+        return any(mine is worker for mine, _ in self._worker_by_phase.values())
+
+    def forget(self, worker: Worker) -> tuple[Phase, DeviceId]:
+        """A worker was lost: what it had not answered is to be done again. Returns its phase and device."""
+        phase = next(phase for phase, (mine, _) in self._worker_by_phase.items() if mine is worker)
+        device = self._worker_by_phase[phase][1]
+        self._end_worker(phase)
+        return phase, device
+
+    def _end_worker(self, phase: Phase) -> None:
+        worker, _ = self._worker_by_phase.pop(phase)
+        self._workplace.forget(worker)
+        self._calls.give_up(worker)
+        worker.kill()
+        if (order := self._order_by_phase.pop(phase, None)) is not None:
+            self._task_by_order.pop(order, None)
+            self._pausing.discard(order)
+        self._lingering.pop(phase, None)
+        if phase is Phase.TRAIN:
+            self._to_train.extendleft(reversed(self._since_checkpoint))
+            self._since_checkpoint, self._num_handed_over = [], 0
+        else:
+            self._to_sample.extendleft(reversed(self._sampling.values()))
+            self._sampling = {}
+
+    def end_workers(self) -> None:
+        """End all its processes; what they had not answered is to be done again."""
+        for phase in list(self._worker_by_phase):
+            self._end_worker(phase)
+
+    def park(self) -> None:
+        """Hold no device until the next order; what was not answered is done again then."""
+        self._calls.close_all_of(self.id)
+        self.end_workers()
+
+    def release(self, reason: str) -> None:
+        """Hold nothing from now on."""
+        if not self.is_over:
+            self.is_over = True
+            self.park()
+            self._listener.over(self.id, reason)
+
+
+def _is_of_step(request: TrainRequest) -> bool:
+    return isinstance(request, OptimizerStep) or (isinstance(request, ForwardBackward) and not request.is_forward_only)
+
+
+def _train_units(request: TrainRequest) -> int:
+    """Tokens of a training request."""
+    return sum(len(datum.tokens) for datum in request.datums) if isinstance(request, ForwardBackward) else 0
+
+
+def _sample_units(request: SampleRequest) -> int:
+    """Tokens that a request may sample, at most."""
+    return sum(each.max_new_tokens for each in request.trajectories)

@@ -1,0 +1,88 @@
+"""One HTTP server on one address, in a thread: doors are mounted under paths of their own.
+
+Server(address) ─▶ mount("/tinker", router) ─▶ start ─▶ ... ─▶ close
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import threading
+from collections.abc import AsyncIterator, Awaitable, Callable
+
+import uvicorn
+from fastapi import APIRouter, FastAPI
+
+from rlmux.core.errors import UserError
+
+_START_LIMIT_S = 30.0
+
+
+class Server:
+    """See the module. The address is taken at once, so that a second server on it fails before anything starts."""
+
+    def __init__(self, host: str, port: int) -> None:
+        """`port` 0: any that is free. Raises UserError for an address that cannot be had."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.socket(family, socket.SOCK_STREAM)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            self._socket.bind((host, port))
+        except OSError as error:
+            self._socket.close()
+            raise UserError(
+                f"--listen {host}:{port}: {error.strerror}; accepted: a free address of this machine"
+            ) from None
+        self._host = host
+        self._app = FastAPI(lifespan=self._lifespan, openapi_url=None)
+        self._tasks: list[Callable[[], Awaitable[None]]] = []
+        self._running: list[asyncio.Task[None]] = []
+        self._is_started = threading.Event()
+        self.loop: asyncio.AbstractEventLoop | None = None
+        config = uvicorn.Config(self._app, log_level="warning", access_log=False, timeout_graceful_shutdown=2)
+        self._server = uvicorn.Server(config)
+        self._thread = threading.Thread(target=self._run, name="http", daemon=True)
+
+    @property
+    def url(self) -> str:
+        host = f"[{self._host}]" if ":" in self._host else self._host
+        return f"http://{host}:{self._socket.getsockname()[1]}"
+
+    def mount(self, path: str, router: APIRouter) -> None:
+        """Put a door under a path; before `start`."""
+        self._app.include_router(router, prefix=path)
+
+    def run_beside(self, task: Callable[[], Awaitable[None]]) -> None:
+        """Run a coroutine in the server's loop as long as it lives; before `start`."""
+        self._tasks.append(task)
+
+    def call_soon(self, call: Callable[[], None]) -> None:
+        """Run this in the server's loop; from any thread. Nothing happens once it is closed."""
+        assert self.loop is not None, "the server has started"
+        with contextlib.suppress(RuntimeError):
+            self.loop.call_soon_threadsafe(call)
+
+    def start(self) -> None:
+        """Returns once requests are answered."""
+        self._thread.start()
+        self._is_started.wait(_START_LIMIT_S)
+
+    def close(self) -> None:
+        """Answer what is being answered, then end. Safe to call twice."""
+        self._server.should_exit = True
+        if self._thread.is_alive():
+            self._thread.join()
+        self._socket.close()
+
+    def _run(self) -> None:
+        asyncio.run(self._server.serve(sockets=[self._socket]))
+
+    @contextlib.asynccontextmanager
+    async def _lifespan(self, app: FastAPI) -> AsyncIterator[None]:
+        self.loop = asyncio.get_running_loop()
+        self._running = [asyncio.ensure_future(task()) for task in self._tasks]
+        self._is_started.set()
+        yield
+        for task in self._running:
+            task.cancel()

@@ -1,0 +1,145 @@
+"""The JSON bodies of requests, as far as they are read. Other keys are ignored: newer clients send more."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class Body(BaseModel):
+    """A request's body."""
+
+    model_config = ConfigDict(extra="ignore", protected_namespaces=(), frozen=True, allow_inf_nan=False)
+
+
+class CreateSession(Body):
+    tags: Sequence[str] = ()
+    user_metadata: dict[str, Any] | None = None
+    sdk_version: str = ""
+    project_id: str | None = None
+    display_name: str | None = None
+
+
+class OfSession(Body):
+    session_id: str
+
+
+class LoraConfig(Body):
+    rank: int = 0
+    seed: int | None = None
+
+
+class OptimizerConfig(Body):
+    type: str = "adamw"
+
+
+class CreateModel(Body):
+    session_id: str
+    model_seq_id: int = Field(ge=0)
+    base_model: str
+    lora_config: LoraConfig | None = None
+    optimizer_config: OptimizerConfig | None = None
+    user_metadata: dict[str, Any] | None = None
+
+
+class OfModel(Body):
+    model_id: str
+
+
+class AdamParams(Body):
+    learning_rate: float = Field(default=1e-4, ge=0)
+    beta1: float = Field(default=0.9, ge=0, lt=1)
+    beta2: float = Field(default=0.95, ge=0, lt=1)
+    eps: float = Field(default=1e-12, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0)
+    grad_clip_norm: float = Field(default=0.0, ge=0)
+
+
+class OptimStep(Body):
+    model_id: str
+    seq_id: int = Field(ge=0)
+    adam_params: AdamParams | None = None
+    optimizer_params: AdamParams | None = None
+
+
+class SaveWeightsForSampler(Body):
+    model_id: str
+    seq_id: int = Field(ge=0)
+    path: str | None = None
+    sampling_session_seq_id: int | None = None
+    kind: Literal["snapshot", "inflight"] = "snapshot"
+    user_metadata: dict[str, str] | None = None
+
+
+class SaveWeights(Body):
+    model_id: str
+    seq_id: int = Field(ge=0)
+    path: str
+    overwrite: bool = False
+    user_metadata: dict[str, str] | None = None
+
+
+class LoadWeights(Body):
+    path: str
+    optimizer: bool
+    model_id: str | None = None
+    seq_id: int | None = None
+    session_id: str | None = None
+    model_seq_id: int | None = None
+    base_model: str | None = None
+    user_metadata: dict[str, Any] | None = None
+
+
+class CreateSamplingSession(Body):
+    session_id: str
+    sampling_session_seq_id: int = Field(ge=0)
+    base_model: str | None = None
+    model_path: str | None = None
+
+
+class Chunk(Body):
+    type: str = "encoded_text"
+    tokens: Sequence[int] | None = None
+
+
+class ModelInput(Body):
+    chunks: Sequence[Chunk]
+
+
+class SamplingParams(Body):
+    max_tokens: int | None = Field(default=None, ge=1)
+    seed: int | None = None
+    stop: str | list[str] | list[int] | None = None
+    temperature: float = Field(default=1.0, ge=0)
+    top_k: int = -1
+    top_p: float = 1.0
+
+
+class Sample(Body):
+    sampling_session_id: str
+    seq_id: int = Field(ge=0)
+    prompt: ModelInput
+    sampling_params: SamplingParams
+    num_samples: int = Field(default=1, ge=1, le=4096)
+    prompt_logprobs: bool | None = None
+    prompt_logprobs_last_n: int | None = None
+    topk_prompt_logprobs: int = 0
+    topk_sample_logprobs: int = 0
+    target_prompt_logprobs: Any = None
+    prompt_alt_tokens_k: int = 0
+    record_stability_info: bool | None = None
+
+
+class OfRequest(Body):
+    request_id: str
+
+
+class WeightsInfo(Body):
+    tinker_path: str
+
+
+class Numbered(Body):
+    model_id: str
+    seq_id: int

@@ -1,0 +1,35 @@
+"""Whose random numbers a sampled sequence has: a function of what is asked, not of when it arrives.
+
+    a seed is given    (seed, sample index)
+    none is given      hash(model seed, number of the sampler in its session, prompt, occurrence), sample index
+
+`occurrence` counts equal prompts of a sampler in the order of their numbers there, which the client gave them, not in
+the order in which its connections happened to bring them. Nothing of a session's random id goes in: the same program
+asks for the same samples in every run, alone or beside others.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+
+@dataclass(slots=True)
+class Draws:
+    """Counts the prompts of one sampler; asked in the order of its requests' numbers."""
+
+    model_seed: int
+    sampler_number: int
+    _occurrences: Counter[bytes] = field(default_factory=Counter)
+
+    def key(self, prompt_tokens: Sequence[int], seed: int | None) -> int:
+        """The key of a request's random numbers."""
+        prompt = hashlib.sha256(b"".join(token.to_bytes(4, "little") for token in prompt_tokens)).digest()
+        occurrence = self._occurrences[prompt]
+        self._occurrences[prompt] += 1
+        if seed is not None:
+            return seed
+        parts = f"{self.model_seed} {self.sampler_number} {occurrence} ".encode() + prompt
+        return int.from_bytes(hashlib.sha256(parts).digest()[:8], "little")

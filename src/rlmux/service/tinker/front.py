@@ -1,0 +1,430 @@
+"""The Tinker front: applies requests in the order they are taken, and keeps what becomes of them.
+
+    POST ─▶ ledger ─▶ apply ─▶ promise      in the order of its channel ─▶ host.train, host.sample
+                                                                                  │
+    retrieve ◀── result ◀── ledger ◀── settle ◀──────── the host's thread ◀───────┘
+
+Everything here happens in one thread, the event loop's. `apply` depends on the request and on what was applied before
+alone, so that a restart that applies the ledger again comes to the same state; work whose result is known is not done
+again. The requests of one model are carried out in the order of their numbers, whatever order they arrive in.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from rlmux.core.errors import UserError
+from rlmux.core.model import PipelineId
+from rlmux.rl.arriving import ForwardBackward, LoadState, OptimizerStep, SampleRequest, SaveState, TrainRequest
+from rlmux.rl.arriving import SaveWeights as SaveWeightsFile
+from rlmux.rl.config import TrainingConfig
+from rlmux.service.tinker import bodies
+from rlmux.service.tinker.codec import read_addressee, read_forward_backward, write_forward_backward, write_sample
+from rlmux.service.tinker.in_order import InOrder
+from rlmux.service.tinker.ledger import Ledger, Result, Taken
+from rlmux.service.tinker.names import SAMPLER_WEIGHTS, WEIGHTS, TinkerPath, model_id, sampler_id
+from rlmux.service.tinker.registry import Checkpoint, Model, Registry, Sampler, Session
+from rlmux.service.tinker.requests import ConflictError, RequestChecks, promise, request_id_of
+from rlmux.service.tinker.sampling import prompt_tokens, sample_request
+from rlmux.service.tinker.served import ServedModel
+from rlmux.service.tinker.tags import Hints, read_tags
+
+_FULL = "this server trains all parameters: the LoRA rank is ignored; use about a tenth of a LoRA learning rate"
+
+
+class Host(Protocol):
+    """What carries out a front's work."""
+
+    def open(
+        self, pipeline: PipelineId, config: TrainingConfig, folder: Path, restore_from: Path | None, hints: Hints
+    ) -> None: ...
+    def train(self, pipeline: PipelineId, request_id: str, request: TrainRequest) -> None: ...
+    def sample(self, pipeline: PipelineId, request: SampleRequest, weights: Path | None) -> None: ...
+    def withdraw(self, pipeline: PipelineId, ids: Sequence[str]) -> None: ...
+    def finish(self, pipeline: PipelineId) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Promised:
+    """A request that has no result yet."""
+
+    pipeline: PipelineId
+    encode: Callable[[Any], Result]
+    """The result for clients of what an engine answered."""
+    sampler: Sampler | None = None
+
+
+class TinkerFront:
+    """See the module's picture."""
+
+    def __init__(self, models: Mapping[str, ServedModel], ledger: Ledger, folder: Path, host: Host) -> None:
+        """`folder`: where models keep their checkpoints."""
+        self.registry = Registry()
+        self._models = models
+        self._ledger = ledger
+        self._folder = folder
+        self._host = host
+        self._checks = RequestChecks(self.registry, models)
+        self._promised: dict[str, _Promised] = {}
+        self._waiters: dict[str, list[Callable[[], None]]] = {}
+        self._num_samples: dict[PipelineId, int] = {}
+        self._apply_by_path: Mapping[str, Callable[[Taken], dict[str, Any]]] = {
+            "create_session": self._create_session,
+            "finish_session": self._finish_session,
+            "create_model": self._create_model,
+            "forward_backward": self._forward_backward,
+            "optim_step": self._optim_step,
+            "save_weights_for_sampler": self._save_for_sampler,
+            "save_weights": self._save_weights,
+            "load_weights": self._load_weights,
+            "create_sampling_session": self._create_sampler,
+            "asample": self._sample,
+            "delete_checkpoint": self._delete_checkpoint,
+        }
+
+    @property
+    def models(self) -> Mapping[str, ServedModel]:
+        """What clients may name."""
+        return self._models
+
+    # --- requests -------------------------------------------------------------------------------------------
+
+    def take(self, path: str, body: bytes, project: str) -> dict[str, Any]:
+        """Take a request that changes something; returns the answer, for most a promise.
+
+        Raises UserError for one that is refused, GoneError for one whose session is over, and ConflictError for a
+        number that another request has. The same request again gets the same answer.
+        """
+        chosen = secrets.token_hex(3) if path == "create_session" else ""
+        request_id = request_id_of(path, body, chosen)
+        known = self._ledger.body(request_id)
+        if known is not None:
+            if known != body:
+                raise ConflictError(f"{request_id} was another request; accepted: the same one again")
+            return promise(request_id, path, body)
+        taken = Taken(request_id, path, body, chosen, project, time.time())
+        self._checks.check(taken)
+        self._ledger.take(taken)
+        return self._apply_by_path[path](taken)
+
+    def replay(self) -> None:
+        """Apply what the ledger holds, after a restart."""
+        for taken in self._ledger.taken():
+            self._apply_by_path[taken.path](taken)
+
+    def result(self, request_id: str) -> Result | None:
+        """The result of a request, once there is one. Raises KeyError for an id that was never given."""
+        found = self._ledger.result(request_id)
+        if found is None and request_id not in self._promised and self._ledger.body(request_id) is None:
+            raise KeyError(request_id)
+        return found
+
+    def when_settled(self, request_id: str, then: Callable[[], None]) -> None:
+        """Call back once the request has a result."""
+        self._waiters.setdefault(request_id, []).append(then)
+
+    def pipeline_of(self, request_id: str) -> PipelineId | None:
+        """The pipeline that a request without a result waits for."""
+        promised = self._promised.get(request_id)
+        return None if promised is None else promised.pipeline
+
+    def cancel(self, request_id: str) -> None:
+        """Forget a sampling request that has not begun."""
+        promised = self._promised.get(request_id)
+        if promised is not None and promised.sampler is not None:
+            self._host.withdraw(promised.pipeline, [request_id])
+
+    # --- results --------------------------------------------------------------------------------------------
+
+    def settle(self, request_id: str, value: Any, error: str | None) -> None:
+        """What became of a request."""
+        promised = self._promised.pop(request_id, None)
+        if promised is None:  # done again after a restart
+            return
+        self._keep(request_id, Result(error.encode(), "error") if error is not None else promised.encode(value))
+
+    def add_update(self, request_id: str, folder: Path) -> None:
+        """A checkpoint that has everything up to this request is there."""
+        model, _, number = request_id.rpartition(":")
+        self._ledger.add_update(model, int(number), folder)
+
+    def fail_pipeline(self, pipeline: PipelineId, reason: str) -> None:
+        """Every promise of a pipeline that is over is settled with the reason."""
+        for request_id in [each for each, promised in self._promised.items() if promised.pipeline == pipeline]:
+            self.settle(request_id, None, reason)
+
+    def _keep(self, request_id: str, result: Result) -> None:
+        self._ledger.settle(request_id, result)
+        for then in self._waiters.pop(request_id, []):
+            then()
+
+    # --- sessions -------------------------------------------------------------------------------------------
+
+    def heard_of(self, session_id: str, project: str, now_s: float) -> None:
+        """A session showed life. Raises UnknownIdError, GoneError."""
+        self.registry.session(session_id, project).heard_s = now_s
+
+    def end_silent_sessions(self, since_s: float) -> None:
+        """End sessions that showed no life since then."""
+        for session in list(self.registry.sessions.values()):
+            if not session.is_over and session.heard_s < since_s:
+                self.take("finish_session", json.dumps({"session_id": session.id}).encode(), session.project)
+
+    def end_session(self, session: Session) -> None:
+        """Give up a session's devices; its checkpoints stay."""
+        session.is_over = True
+        for pipeline in session.pipelines:
+            waiting = [each for each, promised in self._promised.items() if promised.pipeline == pipeline]
+            self._host.withdraw(pipeline, waiting)
+            self._host.finish(pipeline)
+            self.fail_pipeline(pipeline, f"session {session.id} is over")
+
+    def _create_session(self, taken: Taken) -> dict[str, Any]:
+        body = bodies.CreateSession.model_validate_json(taken.body)
+        number = len(self.registry.sessions)
+        session_id = f"s{number}-{taken.chosen}"
+        name = "".join(char if char.isalnum() or char in "-_" else "-" for char in body.display_name or "")[:40]
+        taken_names = {session.name for session in self.registry.sessions.values()}
+        is_own = bool(name) and name[0].isalnum() and name not in taken_names
+        self.registry.sessions[session_id] = Session(
+            id=session_id,
+            project=taken.project,
+            name=name if is_own else f"s{number}",
+            hints=read_tags(body.tags),
+            user_metadata=body.user_metadata or {},
+            heard_s=time.monotonic(),
+        )
+        return {
+            "type": "create_session",
+            "session_id": session_id,
+            "info_message": f"rlmux: its pipelines are {name if is_own else f's{number}'}-*",
+            "warning_message": _FULL,
+        }
+
+    def _finish_session(self, taken: Taken) -> dict[str, Any]:
+        body = json.loads(taken.body)
+        session = self.registry.sessions[body["session_id"]]
+        if not session.is_over:
+            self.end_session(session)
+        return {}
+
+    # --- models ---------------------------------------------------------------------------------------------
+
+    def _create_model(self, taken: Taken) -> dict[str, Any]:
+        body = bodies.CreateModel.model_validate_json(taken.body)
+        session = self.registry.session(body.session_id, taken.project)
+        seed = body.lora_config.seed if body.lora_config else None
+        model = self._add_model(session, body.model_seq_id, self._models[body.base_model], seed, body.user_metadata, 1)
+        self._keep_json(taken.id, {"type": "create_model", "model_id": model.id})
+        return promise(taken.id, taken.path, taken.body)
+
+    def _add_model(
+        self,
+        session: Session,
+        number: int,
+        served: ServedModel,
+        seed: int | None,
+        user_metadata: Mapping[str, Any] | None,
+        first: int,
+    ) -> Model:
+        """`first`: number of its first request."""
+        pipeline = PipelineId(f"{session.name}-{number}")
+        seeds = [each for each in (seed, session.hints.seed, 0) if each is not None]
+        model = Model(
+            id=model_id(session.id, number),
+            session=session,
+            pipeline=pipeline,
+            served=served,
+            seed=seeds[0],
+            user_metadata=user_metadata,
+            folder=self._folder / pipeline,
+            order=InOrder(first),
+            requested_s=time.time(),
+        )
+        self.registry.models[model.id] = model
+        update = self._ledger.newest_update(model.id)
+        self._open(session, pipeline, served, None if update is None else update[1])
+        return model
+
+    def _open(self, session: Session, pipeline: PipelineId, served: ServedModel, restore_from: Path | None) -> None:
+        session.pipelines.append(pipeline)
+        self._host.open(pipeline, served.training(pipeline), self._folder / pipeline, restore_from, session.hints)
+
+    def _train(
+        self, taken: Taken, model: Model, seq_id: int, request: TrainRequest, encode: Callable[[Any], Result]
+    ) -> dict[str, Any]:
+        """Hand over what is due of the model's requests, in their order."""
+        model.requested_s = taken.at_s
+        if self._ledger.result(taken.id) is None:
+            self._promised[taken.id] = _Promised(pipeline=model.pipeline, encode=encode)
+        update = self._ledger.newest_update(model.id)
+        for number, request_id, each in model.order.put(seq_id, (seq_id, taken.id, request)):
+            if update is None or number > update[0]:
+                self._host.train(model.pipeline, request_id, each)
+        return promise(taken.id, taken.path, taken.body)
+
+    def _forward_backward(self, taken: Taken) -> dict[str, Any]:
+        addressee, seq_id = read_addressee(taken.body)
+        model = self.registry.model(addressee, taken.project)
+        try:
+            request = read_forward_backward(taken.body).request
+        except UserError as error:
+            request = ForwardBackward(datums=(), loss="", config={}, is_forward_only=False, complaint=str(error))
+        return self._train(taken, model, seq_id, request, lambda done: Result(write_forward_backward(done), "protobuf"))
+
+    def _optim_step(self, taken: Taken) -> dict[str, Any]:
+        body = bodies.OptimStep.model_validate_json(taken.body)
+        params = body.adam_params or body.optimizer_params or bodies.AdamParams()
+        request = OptimizerStep(
+            learning_rate=params.learning_rate,
+            betas=(params.beta1, params.beta2),
+            epsilon=params.eps,
+            weight_decay=params.weight_decay,
+            grad_clip=params.grad_clip_norm,
+        )
+        model = self.registry.model(body.model_id, taken.project)
+        metrics = lambda done: _json({"metrics": {"grad_norm:mean": done.grad_norm}})  # noqa: E731
+        return self._train(taken, model, body.seq_id, request, metrics)
+
+    def _save_for_sampler(self, taken: Taken) -> dict[str, Any]:
+        body = bodies.SaveWeightsForSampler.model_validate_json(taken.body)
+        model = self.registry.model(body.model_id, taken.project)
+        file = model.folder / f"sampler-{body.seq_id}.safetensors"
+        answer: dict[str, Any] = {"type": "save_weights_for_sampler"}
+        if body.path is not None:
+            path = TinkerPath(model.id, SAMPLER_WEIGHTS, body.path)
+            self._add_checkpoint(taken, model, path, file, body.user_metadata)
+            answer["path"] = str(path)
+        else:
+            sampler = self._add_sampler(
+                model.session, body.sampling_session_seq_id or 0, model.served, model.pipeline, file, model.seed, None
+            )
+            answer["sampling_session_id"] = sampler.id
+        return self._train(taken, model, body.seq_id, SaveWeightsFile(path=file), lambda _: _json(answer))
+
+    def _save_weights(self, taken: Taken) -> dict[str, Any]:
+        body = bodies.SaveWeights.model_validate_json(taken.body)
+        model = self.registry.model(body.model_id, taken.project)
+        path = TinkerPath(model.id, WEIGHTS, body.path)
+        folder = model.folder / f"weights-{body.path}"
+        self._add_checkpoint(taken, model, path, folder, body.user_metadata)
+        answer = {"type": "save_weights", "path": str(path)}
+        return self._train(taken, model, body.seq_id, SaveState(folder=folder), lambda _: _json(answer))
+
+    def _load_weights(self, taken: Taken) -> dict[str, Any]:
+        body = bodies.LoadWeights.model_validate_json(taken.body)
+        checkpoint = self.registry.checkpoint(body.path, taken.project)
+        if body.model_id is not None:
+            model, seq_id = self.registry.model(body.model_id, taken.project), body.seq_id or 0
+        else:
+            session = self.registry.session(body.session_id or "", taken.project)
+            source = self.registry.models.get(checkpoint.path.run)
+            seed = None if source is None else source.seed
+            number, seq_id = body.model_seq_id or 0, 0
+            model = self._add_model(session, number, checkpoint.served, seed, body.user_metadata, 0)
+        answer = {"type": "load_weights", "path": body.path, "model_id": model.id}
+        request = LoadState(folder=checkpoint.folder, with_optimizer=body.optimizer)
+        return self._train(taken, model, seq_id, request, lambda _: _json(answer))
+
+    def _add_checkpoint(
+        self, taken: Taken, model: Model, path: TinkerPath, folder: Path, metadata: Mapping[str, str] | None
+    ) -> None:
+        self.registry.checkpoints[str(path)] = Checkpoint(
+            path=path,
+            folder=folder,
+            made_s=taken.at_s,
+            served=model.served,
+            project=taken.project,
+            user_metadata=metadata,
+        )
+
+    def _delete_checkpoint(self, taken: Taken) -> dict[str, Any]:
+        checkpoint = self.registry.checkpoints.pop(json.loads(taken.body)["path"], None)
+        if checkpoint is not None and checkpoint.folder.is_dir():
+            for file in checkpoint.folder.iterdir():
+                file.unlink(missing_ok=True)
+            checkpoint.folder.rmdir()
+        elif checkpoint is not None:
+            checkpoint.folder.unlink(missing_ok=True)
+        return {}
+
+    # --- samplers -------------------------------------------------------------------------------------------
+
+    def _create_sampler(self, taken: Taken) -> dict[str, Any]:
+        body = bodies.CreateSamplingSession.model_validate_json(taken.body)
+        session = self.registry.session(body.session_id, taken.project)
+        weights, seed, source, path = None, session.hints.seed or 0, None, None
+        if body.model_path is not None:
+            checkpoint = self.registry.checkpoint(body.model_path, taken.project)
+            weights, served, path = checkpoint.weights, checkpoint.served, body.model_path
+            source = self.registry.models.get(checkpoint.path.run)
+            seed = seed if source is None else source.seed
+        else:
+            served = self._models[body.base_model or ""]
+        is_own = source is not None and source.session is session
+        pipeline = source.pipeline if is_own and source is not None else self._sampling_pipeline(session, served)
+        sampler = self._add_sampler(session, body.sampling_session_seq_id, served, pipeline, weights, seed, path)
+        return {"type": "create_sampling_session", "sampling_session_id": sampler.id}
+
+    def _sampling_pipeline(self, session: Session, served: ServedModel) -> PipelineId:
+        """The session's pipeline for samples of weights that none of its own models made."""
+        if served.name not in session.sampling_pipeline_by_model:
+            pipeline = PipelineId(f"{session.name}-sampling-{len(session.sampling_pipeline_by_model)}")
+            session.sampling_pipeline_by_model[served.name] = pipeline
+            self._open(session, pipeline, served, None)
+        return session.sampling_pipeline_by_model[served.name]
+
+    def _add_sampler(
+        self,
+        session: Session,
+        number: int,
+        served: ServedModel,
+        pipeline: PipelineId,
+        weights: Path | None,
+        seed: int,
+        path: str | None,
+    ) -> Sampler:
+        sampler = Sampler(
+            id=sampler_id(session.id, number),
+            session=session,
+            pipeline=pipeline,
+            served=served,
+            path=path,
+            weights=weights,
+            seed=seed,
+            number=number,
+        )
+        self.registry.samplers[sampler.id] = sampler
+        return sampler
+
+    def _sample(self, taken: Taken) -> dict[str, Any]:
+        body = bodies.Sample.model_validate_json(taken.body)
+        sampler = self.registry.sampler(body.sampling_session_id, taken.project)
+        num_scored = len(prompt_tokens(body)) if body.prompt_logprobs else None
+        if self._ledger.result(taken.id) is None:
+            self._promised[taken.id] = _Promised(
+                pipeline=sampler.pipeline,
+                encode=lambda done: Result(write_sample(done, num_scored), "protobuf"),
+                sampler=sampler,
+            )
+        order, draws = sampler.order(body.seq_id)
+        for request_id, each in order.put(body.seq_id, (taken.id, body)):
+            number = self._num_samples[sampler.pipeline] = self._num_samples.get(sampler.pipeline, 0) + 1
+            key = draws.key(prompt_tokens(each), each.sampling_params.seed)
+            if request_id in self._promised:
+                request = sample_request(request_id, each, sampler.served, number=number, key=key)
+                self._host.sample(sampler.pipeline, request, sampler.weights)
+        return promise(taken.id, taken.path, taken.body)
+
+    def _keep_json(self, request_id: str, answer: Mapping[str, Any]) -> None:
+        self._keep(request_id, _json(answer))
+
+
+def _json(answer: Mapping[str, Any]) -> Result:
+    return Result(json.dumps(answer).encode(), "json")

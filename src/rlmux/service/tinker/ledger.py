@@ -1,0 +1,97 @@
+"""What clients asked and what became of it, on disk: written before it is acted on, and before it is told.
+
+    requests   number, id, path, body, what the front chose for it     in the order they were taken
+    results    id, body or error
+    updates    model, id of the optimizer step, folder                 checkpoints to begin again from
+
+A front is a fold over the requests: after a restart they are applied again in their order, and what has a result is
+not done again.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS requests (
+    number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, path TEXT NOT NULL, body BLOB NOT NULL, chosen TEXT NOT NULL,
+    project TEXT NOT NULL, at_s REAL NOT NULL);
+CREATE TABLE IF NOT EXISTS results (id TEXT PRIMARY KEY, body BLOB NOT NULL, kind TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS updates (model TEXT NOT NULL, number INTEGER NOT NULL, folder TEXT NOT NULL);
+"""
+
+
+class Taken(NamedTuple):
+    """One request as it was taken."""
+
+    id: str
+    path: str
+    body: bytes
+    chosen: str
+    """The part of its name that the front drew at random; empty for most."""
+    project: str
+    at_s: float
+    """Seconds since 1970."""
+
+
+class Result(NamedTuple):
+    """What became of a request."""
+
+    body: bytes
+    kind: str
+    """`json`, `protobuf`, or `error`, whose body is the text."""
+
+
+class Ledger:
+    """An SQLite file; used by one thread at a time."""
+
+    def __init__(self, path: Path) -> None:
+        self._database = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        self._database.execute("PRAGMA journal_mode=WAL")
+        self._database.execute("PRAGMA synchronous=NORMAL")
+        self._database.executescript(_SCHEMA)
+
+    def take(self, request: Taken) -> None:
+        """Keep a request, before anything is done about it."""
+        self._database.execute(
+            "INSERT INTO requests (id, path, body, chosen, project, at_s) VALUES (?, ?, ?, ?, ?, ?)", request
+        )
+
+    def body(self, request_id: str) -> bytes | None:
+        """Body of a request; None for one that was never taken."""
+        row = self._database.execute("SELECT body FROM requests WHERE id = ?", (request_id,)).fetchone()
+        return None if row is None else row[0]
+
+    def taken(self) -> Iterator[Taken]:
+        """All requests, in the order they were taken."""
+        rows = self._database.execute("SELECT id, path, body, chosen, project, at_s FROM requests ORDER BY number")
+        yield from (Taken(*row) for row in rows)
+
+    def settle(self, request_id: str, result: Result) -> bool:
+        """Keep a result. A request that was done again has it already: nothing changes, and False is returned."""
+        cursor = self._database.execute(
+            "INSERT OR IGNORE INTO results (id, body, kind) VALUES (?, ?, ?)", (request_id, *result)
+        )
+        return cursor.rowcount == 1
+
+    def result(self, request_id: str) -> Result | None:
+        """The result of a request; None before there is one."""
+        row = self._database.execute("SELECT body, kind FROM results WHERE id = ?", (request_id,)).fetchone()
+        return None if row is None else Result(*row)
+
+    def add_update(self, model: str, number: int, folder: Path) -> None:
+        """A checkpoint of the model after its request of this number is there."""
+        self._database.execute("INSERT INTO updates VALUES (?, ?, ?)", (model, number, str(folder)))
+
+    def newest_update(self, model: str) -> tuple[int, Path] | None:
+        """(number of the last request in it, folder) of the newest checkpoint that is still there."""
+        rows = self._database.execute(
+            "SELECT number, folder FROM updates WHERE model = ? ORDER BY number DESC", (model,)
+        )
+        return next(((number, Path(folder)) for number, folder in rows if Path(folder).is_dir()), None)
+
+    def close(self) -> None:
+        self._database.close()

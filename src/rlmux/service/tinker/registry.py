@@ -1,0 +1,154 @@
+"""What a front knows: sessions, their models and samplers, and the checkpoints they made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rlmux.core.errors import RlmuxError, UserError
+from rlmux.core.model import PipelineId
+from rlmux.service.tinker.draws import Draws
+from rlmux.service.tinker.in_order import InOrder
+from rlmux.service.tinker.names import SAMPLER_WEIGHTS, TinkerPath
+from rlmux.service.tinker.served import ServedModel
+from rlmux.service.tinker.tags import Hints
+
+
+class UnknownIdError(UserError):
+    """An id that this server never gave, or gave to another project."""
+
+
+class GoneError(RlmuxError):
+    """A session that is over, with everything in it."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Session:
+    """One client program."""
+
+    id: str
+    project: str
+    name: str
+    """First part of the names of its pipelines."""
+    hints: Hints
+    user_metadata: Mapping[str, Any]
+    heard_s: float
+    """Time of the last sign of life, on the front's clock."""
+    is_over: bool = False
+    pipelines: list[PipelineId] = field(default_factory=list)
+    sampling_pipeline_by_model: dict[str, PipelineId] = field(default_factory=dict)
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Model:
+    """One model in training."""
+
+    id: str
+    session: Session
+    pipeline: PipelineId
+    served: ServedModel
+    seed: int
+    user_metadata: Mapping[str, Any] | None
+    folder: Path
+    order: InOrder[Any]
+    requested_s: float
+    """Time of its last request, in seconds since 1970."""
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Sampler:
+    """One set of weights to sample with, for life."""
+
+    id: str
+    session: Session
+    pipeline: PipelineId
+    served: ServedModel
+    path: str | None
+    """The checkpoint's name for clients; None for weights without one."""
+    weights: Path | None
+    """File of the weights; None: the model's first."""
+    seed: int
+    number: int
+    _order_by_range: dict[int, InOrder[Any]] = field(default_factory=dict)
+    _draws_by_range: dict[int, Draws] = field(default_factory=dict)
+
+    _RANGE = 10**9
+    """Numbers that a copy of a sampling client begins at a multiple of."""
+
+    def order(self, seq_id: int) -> tuple[InOrder[Any], Draws]:
+        """Order and draws of the requests that a number is among: those of one copy of the client."""
+        first = seq_id - seq_id % Sampler._RANGE
+        if first not in self._order_by_range:
+            self._order_by_range[first] = InOrder(first)
+            self._draws_by_range[first] = Draws(model_seed=self.seed, sampler_number=self.number + first)
+        return self._order_by_range[first], self._draws_by_range[first]
+
+
+@dataclass(slots=True, kw_only=True, frozen=True)
+class Checkpoint:
+    """Weights that a client gave a name."""
+
+    path: TinkerPath
+    folder: Path
+    """A checkpoint folder, or the file of a sampler's weights."""
+    made_s: float
+    """Seconds since 1970."""
+    served: ServedModel
+    project: str
+    user_metadata: Mapping[str, str] | None
+
+    @property
+    def weights(self) -> Path:
+        """The file that a sampler reads."""
+        return self.folder if self.path.kind == SAMPLER_WEIGHTS else self.folder / "model.safetensors"
+
+    @property
+    def size_bytes(self) -> int:
+        files = [self.folder] if self.folder.is_file() else self.folder.glob("*")
+        return sum(file.stat().st_size for file in files if file.is_file())
+
+
+@dataclass(slots=True)
+class Registry:
+    """Everything by its id; each query is for one project, to which others' things do not exist."""
+
+    sessions: dict[str, Session] = field(default_factory=dict)
+    models: dict[str, Model] = field(default_factory=dict)
+    samplers: dict[str, Sampler] = field(default_factory=dict)
+    checkpoints: dict[str, Checkpoint] = field(default_factory=dict)
+
+    def session(self, session_id: str, project: str) -> Session:
+        """Raises UnknownIdError, and GoneError for one that is over."""
+        session = self.sessions.get(session_id)
+        if session is None or session.project != project:
+            raise UnknownIdError(f"no session {session_id!r}")
+        if session.is_over:
+            raise GoneError(f"session {session_id} is over; its checkpoints are kept")
+        return session
+
+    def model(self, model_id: str, project: str) -> Model:
+        """Raises UnknownIdError, and GoneError for one whose session is over."""
+        model = self.models.get(model_id)
+        if model is None or model.session.project != project:
+            raise UnknownIdError(f"no model {model_id!r}")
+        if model.session.is_over:
+            raise GoneError(f"session {model.session.id} is over; its checkpoints are kept")
+        return model
+
+    def sampler(self, sampler_id: str, project: str) -> Sampler:
+        """Raises UnknownIdError, and GoneError for one whose session is over."""
+        sampler = self.samplers.get(sampler_id)
+        if sampler is None or sampler.session.project != project:
+            raise UnknownIdError(f"no sampler {sampler_id!r}")
+        if sampler.session.is_over:
+            raise GoneError(f"session {sampler.session.id} is over; its checkpoints are kept")
+        return sampler
+
+    def checkpoint(self, path: str, project: str) -> Checkpoint:
+        """Raises UserError for a path that is none, UnknownIdError for one that names nothing."""
+        found = self.checkpoints.get(str(TinkerPath.parse(path)))
+        if found is None or found.project != project:
+            raise UnknownIdError(f"no checkpoint {path!r}")
+        return found

@@ -1,0 +1,154 @@
+"""What a request is: its id, the promise it is answered with, and whether it is refused.
+
+request_id_of(path, body)  ─▶ CHANNEL:NUMBER        the same for a request that is sent again
+promise(id, path, body)    ─▶ the answer            from the request alone, so it is the same again, too
+RequestChecks.check        ─▶ UserError, ...        before anything of the request is kept
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Mapping
+from typing import Any
+
+from rlmux.core.errors import RlmuxError, UserError
+from rlmux.service.tinker import bodies
+from rlmux.service.tinker.codec import read_addressee
+from rlmux.service.tinker.ledger import Taken
+from rlmux.service.tinker.names import WEIGHTS, TinkerPath, checked_name, model_id, sampler_id
+from rlmux.service.tinker.registry import Registry
+from rlmux.service.tinker.sampling import check_sample
+from rlmux.service.tinker.served import ServedModel
+from rlmux.service.tinker.tags import read_tags
+
+
+class ConflictError(RlmuxError):
+    """A request with the number of another one."""
+
+
+def request_id_of(path: str, body: bytes, chosen: str) -> str:
+    """Id of a request. `chosen`: what the front drew at random for it. Raises pydantic's ValidationError."""
+    match path:
+        case "forward_backward":
+            model, seq_id = read_addressee(body)
+            return f"{model}:{seq_id}"
+        case "create_model":
+            create = bodies.CreateModel.model_validate_json(body)
+            return f"{model_id(create.session_id, create.model_seq_id)}:create"
+        case "asample":
+            sample = bodies.Sample.model_validate_json(body)
+            return f"{sample.sampling_session_id}:{sample.seq_id}"
+        case "create_sampling_session":
+            made = bodies.CreateSamplingSession.model_validate_json(body)
+            return f"{sampler_id(made.session_id, made.sampling_session_seq_id)}:create"
+        case "load_weights":
+            load = bodies.LoadWeights.model_validate_json(body)
+            if load.model_id is None:
+                return f"{model_id(load.session_id or '', load.model_seq_id or 0)}:0"
+            return f"{load.model_id}:{load.seq_id or 0}"
+        case "create_session":
+            return f"session:{chosen}"
+        case "finish_session" | "delete_checkpoint":
+            return f"{path}:{secrets.token_hex(8)}"
+    numbered = bodies.Numbered.model_validate_json(body)
+    return f"{numbered.model_id}:{numbered.seq_id}"
+
+
+def promise(request_id: str, path: str, body: bytes) -> dict[str, Any]:
+    """The answer to a request that was taken."""
+    match path:
+        case "create_model":
+            return {"request_id": request_id, "model_id": request_id.removesuffix(":create")}
+        case "load_weights":
+            return {"request_id": request_id, "model_id": request_id.rpartition(":")[0]}
+        case "asample":
+            count = bodies.Sample.model_validate_json(body).num_samples
+            names = [f"{request_id}:{index}" for index in range(count)]
+            return {"request_id": request_id, "sample_sequence_ids": names}
+        case "create_sampling_session":
+            return {"type": "create_sampling_session", "sampling_session_id": request_id.removesuffix(":create")}
+    return {"request_id": request_id}
+
+
+class RequestChecks:
+    """Refuses what is not served, by name and with what to write instead."""
+
+    def __init__(self, registry: Registry, models: Mapping[str, ServedModel]) -> None:
+        self._registry = registry
+        self._models = models
+
+    def check(self, taken: Taken) -> None:
+        """Raises UserError, UnknownIdError, GoneError or ConflictError for a request that is refused."""
+        body, project = taken.body, taken.project
+        match taken.path:
+            case "create_session":
+                read_tags(bodies.CreateSession.model_validate_json(body).tags)
+            case "create_model":
+                self._check_create(bodies.CreateModel.model_validate_json(body), project)
+            case "forward_backward":
+                self._check_number(*read_addressee(body), project)
+            case "optim_step":
+                step = bodies.OptimStep.model_validate_json(body)
+                self._check_number(step.model_id, step.seq_id, project)
+            case "save_weights":
+                self._check_save(bodies.SaveWeights.model_validate_json(body), project)
+            case "save_weights_for_sampler":
+                self._check_keep(bodies.SaveWeightsForSampler.model_validate_json(body), project)
+            case "load_weights":
+                self._check_load(bodies.LoadWeights.model_validate_json(body), project)
+            case "create_sampling_session":
+                self._check_sampler(bodies.CreateSamplingSession.model_validate_json(body), project)
+            case "asample":
+                sample = bodies.Sample.model_validate_json(body)
+                check_sample(sample, self._registry.sampler(sample.sampling_session_id, project).served)
+
+    def _check_create(self, body: bodies.CreateModel, project: str) -> None:
+        self._registry.session(body.session_id, project)
+        self._check_base(body.base_model)
+        optimizer = body.optimizer_config
+        if optimizer is not None and optimizer.type not in ("adam", "adamw"):
+            raise UserError(f"optimizer {optimizer.type!r} is not served; accepted: adamw")
+
+    def _check_number(self, model: str, seq_id: int, project: str) -> None:
+        """A request whose turn has passed is another one with a number that is taken."""
+        if seq_id < self._registry.model(model, project).order.following:
+            raise ConflictError(f"request {seq_id} of {model} was another one")
+
+    def _check_base(self, name: str) -> None:
+        if name not in self._models:
+            raise UserError(f"base_model {name!r} is not served; accepted: {', '.join(sorted(self._models))}")
+
+    def _check_save(self, body: bodies.SaveWeights, project: str) -> None:
+        self._check_number(body.model_id, body.seq_id, project)
+        path = TinkerPath(body.model_id, WEIGHTS, checked_name(body.path))
+        if str(path) in self._registry.checkpoints and not body.overwrite:
+            raise UserError(f"{path} is there already; accepted: another name, or overwrite=True")
+
+    def _check_keep(self, body: bodies.SaveWeightsForSampler, project: str) -> None:
+        self._check_number(body.model_id, body.seq_id, project)
+        if body.kind == "inflight":
+            raise UserError("kind 'inflight' is not served: use snapshots (save_weights_and_get_sampling_client)")
+        if (body.path is None) == (body.sampling_session_seq_id is None):
+            raise UserError("save_weights_for_sampler: accepted: either path or sampling_session_seq_id")
+        if body.path is not None:
+            checked_name(body.path)
+
+    def _check_load(self, body: bodies.LoadWeights, project: str) -> None:
+        checkpoint = self._registry.checkpoint(body.path, project)
+        if checkpoint.path.kind != WEIGHTS:
+            raise UserError(f"{body.path} is for sampling alone; accepted: tinker://RUN/weights/NAME (save_state)")
+        if body.model_id is not None:
+            self._check_number(body.model_id, body.seq_id or 0, project)
+            base = self._registry.model(body.model_id, project).served.name
+        else:
+            self._registry.session(body.session_id or "", project)
+            base = body.base_model or checkpoint.served.name
+        if base != checkpoint.served.name:
+            raise UserError(f"{body.path} is of {checkpoint.served.name}, not of {base}")
+
+    def _check_sampler(self, body: bodies.CreateSamplingSession, project: str) -> None:
+        self._registry.session(body.session_id, project)
+        if body.model_path is not None:
+            self._registry.checkpoint(body.model_path, project)
+        else:
+            self._check_base(body.base_model or "")

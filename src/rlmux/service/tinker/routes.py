@@ -1,0 +1,317 @@
+"""The Tinker door's addresses: who asks, what is asked, and how it is answered.
+
+    POST that changes something ─▶ front.take      POST retrieve_future ─▶ waits for the result, up to POLL_S
+    GET, and what is only told ─▶ front.registry    anything else ─▶ 404 that names it, and a line in the log
+
+| error                                         | answer                                   |
+|-----------------------------------------------|------------------------------------------|
+| UserError, a body that is malformed           | 400 with the reason                      |
+| a key that is not known                       | 401                                      |
+| UnknownIdError, an address that is not served | 404                                      |
+| ConflictError                                 | 409                                      |
+| GoneError                                     | 410                                      |
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from fastapi import APIRouter, Request
+from pydantic import ValidationError
+from starlette.responses import JSONResponse, Response
+
+from rlmux.core.errors import UserError
+from rlmux.core.model import PipelineId
+from rlmux.service.tinker import bodies
+from rlmux.service.tinker.front import TinkerFront
+from rlmux.service.tinker.keys import Keys, UnknownKeyError
+from rlmux.service.tinker.names import SAMPLER_WEIGHTS
+from rlmux.service.tinker.registry import Checkpoint, GoneError, Model, UnknownIdError
+from rlmux.service.tinker.requests import ConflictError
+
+POLL_S = 30.0
+"""Longest wait for a result in one request; a client gives up after 45 s and asks again."""
+_CLIENT_CONFIG = {
+    "proto_compress_fwdbwd": False,
+    "parallel_fwdbwd_chunks": True,
+    "sample_use_retrieve_futures": False,
+    "custom_loss_server_side": False,
+    "pjwt_auth_enabled": False,
+    "sample_max_concurrent_requests": 2000,
+}
+_PREFIX = "/api/v1"
+_LOG = logging.getLogger("rlmux.tinker")
+
+Reason = Callable[[PipelineId], str | None]
+"""Why a pipeline's work does not run, in one clause; None: it does."""
+
+
+def routes(front: TinkerFront, keys: Keys, reason: Reason) -> APIRouter:
+    """Everything that clients reach."""
+    door = _Door(front, keys, reason)
+    router = APIRouter(prefix=_PREFIX)
+    for name in (
+        "create_session",
+        "create_model",
+        "forward_backward",
+        "optim_step",
+        "save_weights_for_sampler",
+        "save_weights",
+        "load_weights",
+        "create_sampling_session",
+        "asample",
+    ):
+        router.add_api_route(f"/{name}", door.taking(name), methods=["POST"])
+    for method, path, handler in (
+        ("POST", "/client/config", door.client_config),
+        ("POST", "/client/dynamic_config", door.dynamic_config),
+        ("POST", "/session_heartbeat", door.heartbeat),
+        ("POST", "/sessions/{session_id}/finish", door.finish),
+        ("POST", "/telemetry", door.telemetry),
+        ("GET", "/get_server_capabilities", door.capabilities),
+        ("GET", "/healthz", door.health),
+        ("POST", "/get_info", door.get_info),
+        ("POST", "/retrieve_future", door.retrieve),
+        ("POST", "/cancel_future", door.cancel),
+        ("POST", "/weights_info", door.weights_info),
+        ("GET", "/samplers/{sampler_id:path}", door.sampler),
+        ("GET", "/training_runs", door.training_runs),
+        ("GET", "/training_runs/{run}", door.training_run),
+        ("GET", "/training_runs/{run}/checkpoints", door.checkpoints_of),
+        ("DELETE", "/training_runs/{run}/checkpoints/{checkpoint:path}", door.delete_checkpoint),
+        ("PUT", "/training_runs/{run}/checkpoints/{checkpoint:path}/ttl", door.set_ttl),
+        ("GET", "/checkpoints", door.checkpoints),
+    ):
+        router.add_api_route(path, door.answering(handler), methods=[method])
+    others = ["GET", "POST", "PUT", "DELETE", "PATCH"]
+    router.add_api_route("/{path:path}", door.not_served, methods=others)
+    return router
+
+
+class _Door:
+    """The handlers."""
+
+    def __init__(self, front: TinkerFront, keys: Keys, reason: Reason) -> None:
+        self._front = front
+        self._keys = keys
+        self._reason = reason
+
+    def taking(self, name: str) -> Callable[[Request], Awaitable[Response]]:
+        """A handler for requests that change something."""
+
+        async def take(request: Request, project: str) -> Any:
+            return self._front.take(name, await request.body(), project)
+
+        return self.answering(take)
+
+    def answering(self, handler: Callable[[Request, str], Awaitable[Any]]) -> Callable[[Request], Awaitable[Response]]:
+        """The handler with its errors as answers."""
+
+        async def answer(request: Request) -> Response:
+            try:
+                told = await handler(request, self._keys.project(request.headers.get("x-api-key", "")))
+            except ValidationError as error:
+                first = error.errors()[0]
+                where = ".".join(str(part) for part in first["loc"]) or "body"
+                return _refusal(400, f"{request.url.path}: {where}: {first['msg']}")
+            except UnknownKeyError as error:
+                return _refusal(401, str(error))
+            except UnknownIdError as error:
+                return _refusal(404, str(error))
+            except UserError as error:
+                return _refusal(400, str(error))
+            except (json.JSONDecodeError, UnicodeDecodeError) as error:
+                return _refusal(400, f"{request.url.path}: body: {error}")
+            except ConflictError as error:
+                return _refusal(409, str(error))
+            except GoneError as error:
+                return _refusal(410, str(error))
+            return told if isinstance(told, Response) else JSONResponse(told)
+
+        return answer
+
+    # --- the client and its session ---------------------------------------------------------------------------
+
+    async def client_config(self, request: Request, project: str) -> Mapping[str, Any]:
+        return _CLIENT_CONFIG
+
+    async def dynamic_config(self, request: Request, project: str) -> Mapping[str, Any]:
+        return {"sample_cancel_enabled": True}
+
+    async def heartbeat(self, request: Request, project: str) -> Mapping[str, Any]:
+        body = bodies.OfSession.model_validate_json(await request.body())
+        self._front.heard_of(body.session_id, project, time.monotonic())
+        return {"type": "session_heartbeat"}
+
+    async def finish(self, request: Request, project: str) -> Mapping[str, Any]:
+        session_id = request.path_params["session_id"]
+        with contextlib.suppress(GoneError):
+            self._front.registry.session(session_id, project)
+            self._front.take("finish_session", json.dumps({"session_id": session_id}).encode(), project)
+        return {}
+
+    async def telemetry(self, request: Request, project: str) -> Mapping[str, Any]:
+        return {"status": "accepted"}
+
+    async def capabilities(self, request: Request, project: str) -> Mapping[str, Any]:
+        models = [
+            {
+                "model_name": name,
+                "max_context_length": served.max_context_tokens,
+                "trainable": True,
+                "sampleable": True,
+            }
+            for name, served in self._front.models.items()
+        ]
+        return {"supported_models": models}
+
+    async def health(self, request: Request, project: str) -> Mapping[str, Any]:
+        return {"status": "ok"}
+
+    # --- promises ---------------------------------------------------------------------------------------------
+
+    async def retrieve(self, request: Request, project: str) -> Response:
+        request_id = bodies.OfRequest.model_validate_json(await request.body()).request_id
+        try:
+            result = self._front.result(request_id)
+            if result is None:
+                settled = asyncio.Event()
+                self._front.when_settled(request_id, settled.set)
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(settled.wait(), POLL_S)
+                result = self._front.result(request_id)
+        except KeyError:
+            return _refusal(410 if ":sample:" in request_id else 404, f"no request {request_id!r}")
+        if result is None:
+            pipeline = self._front.pipeline_of(request_id)
+            why = None if pipeline is None else self._reason(pipeline)
+            waiting = {
+                "type": "try_again",
+                "request_id": request_id,
+                "queue_state": "active" if why is None else "paused_capacity",
+                "queue_state_reason": why,
+            }
+            return JSONResponse(waiting, 408)
+        if result.kind == "error":
+            return JSONResponse({"error": result.body.decode(), "category": "user"})
+        is_protobuf = result.kind == "protobuf"
+        return Response(result.body, media_type="application/x-protobuf" if is_protobuf else "application/json")
+
+    async def cancel(self, request: Request, project: str) -> Mapping[str, Any]:
+        self._front.cancel(bodies.OfRequest.model_validate_json(await request.body()).request_id)
+        return {}
+
+    # --- what there is ----------------------------------------------------------------------------------------
+
+    async def get_info(self, request: Request, project: str) -> Mapping[str, Any]:
+        body = bodies.OfModel.model_validate_json(await request.body())
+        name = self._front.registry.model(body.model_id, project).served.name
+        return {
+            "type": "get_info",
+            "model_id": body.model_id,
+            "model_data": {"model_name": name, "arch": "rlmux", "tokenizer_id": name},
+            "is_lora": False,
+            "model_name": name,
+        }
+
+    async def weights_info(self, request: Request, project: str) -> Mapping[str, Any]:
+        body = bodies.WeightsInfo.model_validate_json(await request.body())
+        checkpoint = self._front.registry.checkpoint(body.tinker_path, project)
+        return {"base_model": checkpoint.served.name, "is_lora": False}
+
+    async def sampler(self, request: Request, project: str) -> Mapping[str, Any]:
+        sampler = self._front.registry.sampler(request.path_params["sampler_id"], project)
+        return {"sampler_id": sampler.id, "base_model": sampler.served.name, "model_path": sampler.path}
+
+    async def training_runs(self, request: Request, project: str) -> Mapping[str, Any]:
+        runs = [model for model in self._front.registry.models.values() if model.session.project == project]
+        page, cursor = _page(request, [self._run(model) for model in reversed(runs)])
+        return {"training_runs": page, "cursor": cursor}
+
+    async def training_run(self, request: Request, project: str) -> Mapping[str, Any]:
+        return self._run(self._model(request, project))
+
+    async def checkpoints_of(self, request: Request, project: str) -> Mapping[str, Any]:
+        model = self._model(request, project)
+        found = [_told(each) for each in self._checkpoints(project) if each.path.run == model.id]
+        return {"checkpoints": found}
+
+    async def checkpoints(self, request: Request, project: str) -> Mapping[str, Any]:
+        page, cursor = _page(request, [_told(each) for each in reversed(self._checkpoints(project))])
+        return {"checkpoints": page, "cursor": cursor}
+
+    async def delete_checkpoint(self, request: Request, project: str) -> Mapping[str, Any]:
+        path = f"tinker://{request.path_params['run']}/{request.path_params['checkpoint']}"
+        self._front.registry.checkpoint(path, project)
+        self._front.take("delete_checkpoint", json.dumps({"path": path}).encode(), project)
+        return {}
+
+    async def set_ttl(self, request: Request, project: str) -> Mapping[str, Any]:
+        raise UserError("a checkpoint's ttl is not served: checkpoints are kept until they are deleted")
+
+    async def not_served(self, request: Request) -> Response:
+        text = f"not served by rlmux: {request.method} {request.url.path}"
+        _LOG.warning(text)
+        return _refusal(404, text)
+
+    def _model(self, request: Request, project: str) -> Model:
+        """Also one whose session is over."""
+        model = self._front.registry.models.get(request.path_params["run"])
+        if model is None or model.session.project != project:
+            raise UnknownIdError(f"no training run {request.path_params['run']!r}")
+        return model
+
+    def _checkpoints(self, project: str) -> list[Checkpoint]:
+        return [each for each in self._front.registry.checkpoints.values() if each.project == project]
+
+    def _run(self, model: Model) -> dict[str, Any]:
+        made = [each for each in self._checkpoints(model.session.project) if each.path.run == model.id]
+        sampling = [each for each in made if each.path.kind == SAMPLER_WEIGHTS]
+        training = [each for each in made if each.path.kind != SAMPLER_WEIGHTS]
+        return {
+            "training_run_id": model.id,
+            "base_model": model.served.name,
+            "model_owner": model.session.project,
+            "is_lora": False,
+            "corrupted": False,
+            "last_request_time": _date(model.requested_s),
+            "last_checkpoint": _told(training[-1]) if training else None,
+            "last_sampler_checkpoint": _told(sampling[-1]) if sampling else None,
+            "user_metadata": model.user_metadata,
+        }
+
+
+def _told(checkpoint: Checkpoint) -> dict[str, Any]:
+    is_sampler = checkpoint.path.kind == SAMPLER_WEIGHTS
+    return {
+        "checkpoint_id": checkpoint.path.checkpoint_id,
+        "checkpoint_type": "sampler" if is_sampler else "training",
+        "time": _date(checkpoint.made_s),
+        "tinker_path": str(checkpoint.path),
+        "size_bytes": checkpoint.size_bytes,
+        "public": False,
+        "user_metadata": checkpoint.user_metadata,
+    }
+
+
+def _page(request: Request, items: list[Any]) -> tuple[list[Any], dict[str, int]]:
+    limit, offset = (
+        int(value) if (value := request.query_params.get(name, "")).isdecimal() else default
+        for name, default in (("limit", 20), ("offset", 0))
+    )
+    return items[offset : offset + limit], {"offset": offset, "limit": limit, "total_count": len(items)}
+
+
+def _date(seconds: float) -> str:
+    return datetime.fromtimestamp(seconds, UTC).isoformat()
+
+
+def _refusal(status: int, text: str) -> JSONResponse:
+    return JSONResponse({"detail": text}, status)

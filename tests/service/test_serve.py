@@ -1,0 +1,120 @@
+"""A server as its clients meet it: two at once, killed in the middle, and asked for what it does not serve."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+SURFACE = Path(__file__).parents[1] / "tinker" / "surface.py"
+PARAMS = {"max_tokens": 12, "temperature": 1.0, "top_k": -1, "top_p": 1.0}
+PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}
+
+
+def program(client, name: str, served, *, stop_after: int | None = None, session: str | None = None) -> dict:
+    """Three steps of a client's own loop, each of which samples with the newest weights; what came of each request."""
+    session = session or client.ask("create_session", tags=["rlmux.seed=3"], sdk_version="0")["session_id"]
+    model, found = client.model(session), {}
+    for step in range(3):
+        ids = client.train(model, 3 * step + 1, seed=len(name) * 100 + step)
+        save = client.ask("save_weights_for_sampler", model_id=model, seq_id=3 * step + 3, sampling_session_seq_id=step)
+        if stop_after == step:
+            served.kill()
+            return {"session": session}
+        sampler = client.result(save["request_id"]).json()["sampling_session_id"]
+        asked = {"sampling_session_id": sampler, "prompt": PROMPT, "num_samples": 2, "sampling_params": PARAMS}
+        for number in (1, 0):  # the later one arrives first
+            ids.append(client.ask("asample", seq_id=number, prompt_logprobs=number == 0, **asked)["request_id"])
+        found.update({each.partition(":")[2]: client.result(each).content for each in ids})
+    last = client.ask("save_weights", model_id=model, seq_id=10, path="end")
+    client.result(last["request_id"])
+    states = {path.parent.parent.name: path for path in (served.folder / "models").glob("*/weights-end/state.json")}
+    state = states[f"{session.partition('-')[0]}-0"]
+    found["weights"] = json.loads(state.read_text())["weights_sha256"]
+    return found
+
+
+def test_a_killed_server_goes_on_and_its_clients_get_what_they_would_have_got(serve, connect):
+    undisturbed = serve()
+    expected = program(connect(undisturbed), "a", undisturbed)
+    assert undisturbed.stop() == 0
+    killed = serve()
+    session = program(connect(killed), "a", killed, stop_after=1)["session"]
+    resumed = serve(killed)
+    assert program(connect(resumed), "a", resumed, session=session) == expected
+    assert program(connect(resumed), "a", resumed) == expected, "a second client gets the same, on a server with others"
+
+
+@pytest.mark.skipif(find_spec("tinker") is None, reason="needs the tinker extra")
+def test_the_sdks_own_calls_are_served(serve):
+    served = serve()
+    environment = {
+        **os.environ,
+        "TINKER_BASE_URL": f"{served.url}",
+        "TINKER_API_KEY": "tml-test",
+        "TINKER_TELEMETRY": "0",
+        "HF_HUB_OFFLINE": "1",
+    }
+    words = [sys.executable, "-W", "ignore", str(SURFACE), "rlmux/tiny"]
+    ran = subprocess.run(
+        words, capture_output=True, text=True, env=environment, cwd=served.folder / "tokenizers", timeout=300
+    )
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    found = json.loads(ran.stdout.splitlines()[-1])
+    assert found["losses"] == sorted(found["losses"], reverse=True)
+    assert found["forward_lengths"] == found["lengths"]
+    assert all(
+        text.endswith("e") or len(tokens) == 60
+        for text, tokens in zip(found["stop_text"], found["stopped"], strict=True)
+    )
+    assert len({tuple(tokens) for tokens in found["greedy"]}) == 1
+    assert found["score_gap"] < 1e-5
+    assert found["resumed_equal"]
+    assert found["from_path"]
+    assert found["listed"] == ["sampler_weights/kept", "weights/half"]
+    assert found["last_checkpoint"]
+    assert found["left"] == ["sampler_weights/kept"]
+    for name, text in {
+        "loss": "RequestFailedError: .*accepted: cross_entropy, importance_sampling",
+        "after": "RequestFailedError: .*a forward_backward failed",
+        "top_p": "BadRequestError: .*top_p is not served: leave it at 1",
+        "model": "BadRequestError: .*accepted: rlmux/tiny",
+        "path": "NotFoundError: .*no checkpoint",
+    }.items():
+        assert re.search(text, found["refusals"][name]), found["refusals"][name]
+
+
+def test_what_is_malformed_or_not_served_is_refused_by_name_and_disturbs_nothing(serve, connect):
+    served = serve()
+    client, other = connect(served), connect(served, "tml-other")
+    session = client.ask("create_session", sdk_version="0")["session_id"]
+    model = client.model(session)
+    ids = client.train(model, 1, seed=1)
+    refused = [
+        (client.post("create_session", tags=["rlmux.x=1"]), 400, "accepted: rlmux.slo"),
+        (client.post("create_model", session_id=session, model_seq_id=1, base_model="org/no"), 400, "is not served"),
+        (client.post("create_model", session_id="s9", model_seq_id=1, base_model="rlmux/tiny"), 404, "no session"),
+        (client.post("create_model", session_id=session), 400, "model_seq_id: Field required"),
+        (client.http.post("forward_backward", content=b"\xff"), 400, "not a protobuf request"),
+        (client.post("optim_step", model_id=model, seq_id=1), 409, "was another request"),
+        (other.post("optim_step", model_id=model, seq_id=3), 404, "no model"),
+        (client.post("load_weights", path="x", optimizer=True, model_id=model, seq_id=3), 400, "accepted: tinker://"),
+        (client.post("save_weights", model_id=model, seq_id=3, path="../x"), 400, "checkpoint name"),
+        (client.post("copy_weights", a=1), 404, "not served by rlmux: POST /tinker/api/v1/copy_weights"),
+        (client.http.post("optim_step", content=b"{"), 400, "Invalid JSON"),
+        (client.post("retrieve_future", request_id="s9:train:0:1"), 404, "no request"),
+        (client.post("retrieve_future", request_id="s9:sample:0:1"), 410, "no request"),
+    ]
+    for answer, status, text in refused:
+        assert (answer.status_code, text in answer.text) == (status, True), answer.text
+    assert client.train(model, 1, seed=1) == ids, "a request that is sent again has the same promise"
+    assert "grad_norm:mean" in client.result(ids[1]).json()["metrics"]
+    client.ask(f"sessions/{session}/finish", reason={"type": "success"})
+    assert client.post("session_heartbeat", session_id=session).status_code == 410
+    assert served.stop() == 0
