@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -21,6 +24,18 @@ defaults:
 pipelines:
   - {name: a, seed: 1, task: sort, estimate: {rollout_s: 2, train_s: 1}}
   - {name: b, seed: 2, task: reverse, estimate: {rollout_s: 1, train_s: 2}}
+"""
+
+LONG = """\
+cluster: {pools: {rollout: {devices: 1}, train: {devices: 1}}}
+defaults:
+  steps: 100000
+  model: {hidden_size: 16, layers: 1, heads: 2, kv_heads: 1, intermediate_size: 32}
+  sft_warmup: {updates: 2, batch_size: 8}
+  algorithm: {prompts_per_step: 2, group_size: 4}
+  rollout: {max_new_tokens: 6, slots: 8}
+pipelines:
+  - {name: a, seed: 1, task: sort}
 """
 
 
@@ -48,3 +63,30 @@ def rlmux(folder: Path, capsys: pytest.CaptureFixture[str]) -> Callable[..., Sai
         return Said(code, captured.out, captured.err)
 
     return run
+
+
+@pytest.fixture
+def start(folder: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """Starts a command in the folder, which has long.yaml too; what still runs at the end is killed."""
+    (folder / "long.yaml").write_text(LONG, encoding="utf-8")
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*words: str, ignored: signal.Signals | None = None) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-m", "rlmux", *words],
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            preexec_fn=None if ignored is None else lambda: signal.signal(ignored, signal.SIG_IGN) and None,
+        )
+        started.append(process)
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        for stream in (process.stdout, process.stderr):
+            assert stream is not None
+            stream.close()

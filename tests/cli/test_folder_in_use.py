@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -22,40 +22,7 @@ pytest.importorskip("torch")
 from rlmux.report.folder_lock import FolderInUseError, FolderLock
 from rlmux.runtime import folders
 
-LONG = """\
-cluster: {pools: {rollout: {devices: 1}, train: {devices: 1}}}
-defaults:
-  steps: 100000
-  model: {hidden_size: 16, layers: 1, heads: 2, kv_heads: 1, intermediate_size: 32}
-  algorithm: {prompts_per_step: 2, group_size: 4}
-  rollout: {max_new_tokens: 6, slots: 8}
-pipelines:
-  - {name: a, seed: 1, task: sort}
-"""
 LIMIT_S = 200
-
-
-@pytest.fixture
-def start(folder: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts a command in the folder; what still runs at the end is killed."""
-    (folder / "long.yaml").write_text(LONG)
-    started: list[subprocess.Popen[str]] = []
-
-    def start(*words: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "rlmux", *words],
-            cwd=folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        started.append(process)
-        return process
-
-    yield start
-    for process in started:
-        process.kill()
-        process.communicate()
 
 
 def until(is_so: Callable[[], bool], process: subprocess.Popen[str]) -> None:

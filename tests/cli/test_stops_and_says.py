@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import subprocess
-import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -16,45 +14,7 @@ pytest.importorskip("torch")
 
 from rlmux.runtime.local import SharedMemoryFolder
 
-LONG = """\
-cluster: {pools: {rollout: {devices: 1}, train: {devices: 1}}}
-defaults:
-  steps: 100000
-  model: {hidden_size: 16, layers: 1, heads: 2, kv_heads: 1, intermediate_size: 32}
-  sft_warmup: {updates: 2, batch_size: 8}
-  algorithm: {prompts_per_step: 2, group_size: 4}
-  rollout: {max_new_tokens: 6, slots: 8}
-pipelines:
-  - {name: a, seed: 1, task: sort}
-"""
 LIMIT_S = 200
-
-
-@pytest.fixture
-def start(folder: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
-    """Starts a command in the folder; what still runs at the end is killed."""
-    (folder / "long.yaml").write_text(LONG)
-    started: list[subprocess.Popen[str]] = []
-
-    def start(*words: str, ignored: signal.Signals | None = None) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-m", "rlmux", *words],
-            cwd=folder,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            preexec_fn=None if ignored is None else lambda: signal.signal(ignored, signal.SIG_IGN) and None,
-        )
-        started.append(process)
-        return process
-
-    yield start
-    for process in started:
-        process.kill()
-        process.wait()
-        for stream in (process.stdout, process.stderr):
-            assert stream is not None
-            stream.close()
 
 
 def until_step(folder: Path, process: subprocess.Popen[str], num_more: int = 1) -> None:

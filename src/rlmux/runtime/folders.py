@@ -8,7 +8,7 @@ from datetime import datetime
 from itertools import count
 from pathlib import Path
 
-from rlmux.core.errors import UserError
+from rlmux.core.errors import LogError, UserError
 
 RUN_LOG = "run.db"
 RUN_HEADER = "header.json"
@@ -59,3 +59,14 @@ def check_run(folder: Path, *, may_be_damaged: bool = False) -> None:
         there = sorted(str(log.parent) for log in Path("runs").glob(f"*/{RUN_LOG}"))
         hint = f", such as {', '.join(there[-3:])}" if there else ""
         raise UserError(f"{folder}: {problem}; accepted: the folder of a run{hint}")
+
+
+@contextmanager
+def telling_of_salvage(folder: Path) -> Iterator[None]:
+    """Adds to an error about a damaged log what can be done about it."""
+    try:
+        yield
+    except UserError:
+        raise
+    except LogError as error:
+        raise LogError(f"{error}; what is readable of a damaged log: rlmux resume {folder} --salvage") from None

@@ -28,15 +28,16 @@ def report(
     from rlmux.runtime import folders
 
     folders.check_run(folder)
-    if graph is not None:
-        from rlmux.report.graph_svg import write_graph
+    with folders.telling_of_salvage(folder):
+        if graph is not None:
+            from rlmux.report.graph_svg import write_graph
 
-        typer.echo(write_graph(folder, graph))
-        return
+            typer.echo(write_graph(folder, graph))
+            return
 
-    from rlmux.report.api import write_report
+        from rlmux.report.api import write_report
 
-    tables.show_run(write_report(folder), folder, as_json=json)
+        tables.show_run(write_report(folder), folder, as_json=json)
 
 
 def submit(
@@ -85,8 +86,10 @@ def status(
     Example: rlmux status runs/demo
     """
     from rlmux.cli import remote
+    from rlmux.runtime import folders
 
-    remote.show_status(folder, as_json=json, is_once=once)
+    with folders.telling_of_salvage(folder):
+        remote.show_status(folder, as_json=json, is_once=once)
 
 
 def logs(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -26,7 +24,6 @@ from rlmux.cli.commands.options import (
     Salvage,
     Sets,
 )
-from rlmux.core.errors import LogError, UserError
 
 if TYPE_CHECKING:
     from rlmux.config import Spec
@@ -152,7 +149,7 @@ def resume(
     from rlmux.runtime import launch
     from rlmux.runtime.preflight import complaints_about
 
-    with _telling_of_salvage(folder):
+    with folders.telling_of_salvage(folder):
         spec = launch.spec_of(folder)
         chosen, estimate_switch = inputs.policy_and_switches(spec, profile)
         with Live(spec, is_quiet=json, is_resuming=True) as live:
@@ -181,17 +178,6 @@ def _salvage(folder: Path) -> None:
     known = [given.name for given in launch.spec_of(folder).pipelines]
     for line in [*lines, *salvage.unknown_pipelines(folder, known)]:
         typer.echo(f"rlmux: {folder}: {line}", err=True)
-
-
-@contextmanager
-def _telling_of_salvage(folder: Path) -> Iterator[None]:
-    """Adds to an error about a damaged log what can be done about it."""
-    try:
-        yield
-    except UserError:
-        raise
-    except LogError as error:
-        raise LogError(f"{error}; what is readable of a damaged log: rlmux resume {folder} --salvage") from None
 
 
 def chaos(
