@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import tempfile
 import time
 from collections import Counter
@@ -84,7 +85,7 @@ def learn(config: TrainingConfig) -> dict[str, Any]:
     )
     with watch.part("sft_warmup"):
         trainer.run_stage(Stage.SFT_WARMUP, max_seconds=float("inf"))
-    rewards, lengths, longest, gap = [], [], 0.0, 0.0
+    rewards, lengths, gaps, longest = [], [], [], 0.0
     with tempfile.TemporaryDirectory() as folder:
         for step in range(1, config.num_steps + 1):
             with watch.part("publish"):
@@ -108,7 +109,7 @@ def learn(config: TrainingConfig) -> dict[str, Any]:
             rewards.append(metrics.reward_mean)
             lengths.append(metrics.response_tokens_mean)
             longest = max(longest, metrics.response_tokens_max)
-            gap = max(gap, report.metrics["logprob_gap"])
+            gaps.append(report.metrics["logprob_gap"])
     return {
         "pipeline": config.name,
         "seed": config.seed,
@@ -119,7 +120,7 @@ def learn(config: TrainingConfig) -> dict[str, Any]:
         "seconds": {name: round(seconds, 2) for name, seconds in watch.seconds.items() if seconds >= 0.005},
         "response_tokens_mean": fmean(lengths),
         "response_tokens_max": longest,
-        "logprob_gap_max": gap,
+        "logprob_gap_max": max((gap for gap in gaps if not math.isnan(gap)), default=None),  # NaN: nothing compared
         "weights_sha256": trainer.weights_sha256(),
     }
 

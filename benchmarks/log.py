@@ -102,10 +102,13 @@ class Recorded:
         once = (PipelineSubmitted, Admit, Release)
         notes = ("step", "rollout", "checkpoint")
         start_s = min(order.start_s for order in history.orders)
+        open_orders = {order.id for order in history.running}  # a run that goes on ends what it began
         lap = [
             row
             for row in rows
-            if row.time_s >= start_s and (row.type in notes if row.kind == "note" else not isinstance(row.value, once))
+            if row.time_s >= start_s
+            and (row.type in notes if row.kind == "note" else not isinstance(row.value, once))
+            and (row.kind == "note" or getattr(row.value, "order", None) not in open_orders)
         ]
         orders = [order for order in history.orders if order.devices and not order.is_migration]
         return cls(

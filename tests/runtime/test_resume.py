@@ -269,7 +269,7 @@ def parts_of(folder: Path) -> list[list]:
 def test_state_is_a_fold_over_the_log(real, pair, undisturbed, stopped, tmp_path):
     """Fed with the events of the log, a fresh scheduler gives the logged actions again, byte for byte."""
     resumed = copy_of(stopped, tmp_path / "run")
-    resume(real, pair, resumed)
+    assert resume(real, pair, resumed).is_complete
     for folder in (undisturbed.folder, stopped, resumed):
         for part in parts_of(folder):
             scheduler = Scheduler(with_machine_memory(real.cluster()), make_policy("rollmux"))
@@ -282,7 +282,8 @@ def test_state_is_a_fold_over_the_log(real, pair, undisturbed, stopped, tmp_path
                         break
                     expected.append(encode(after.value))
                 assert [encode(action) for action in scheduler.handle(entry.value)] == expected
-    assert scheduler.query.status(pair[0].pipeline.id) is PipelineStatus.FINISHED
+    query = scheduler.query  # on a busy machine one may have finished before the other's third step: it is not resumed
+    assert {query.status(name) for name in query.pipelines()} == {PipelineStatus.FINISHED}
 
 
 def test_what_a_run_writes_is_the_users_alone_and_holds_no_pickle(undisturbed, stopped):
