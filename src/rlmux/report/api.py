@@ -30,14 +30,17 @@ def read_timeline(folder: str | Path) -> Timeline:
 
 def write_report(folder: str | Path) -> dict[str, Any]:
     """Write the three files into the run's folder; returns the summary."""
-    folder = Path(folder)
-    timeline = read_timeline(folder)
     with without_collector():
-        steps = step_times(timeline)
-        summary = summarize(timeline, steps)
-        _write(folder / SUMMARY_NAME, json.dumps(summary, indent=2, allow_nan=False) + "\n")
-        _write(folder / TRACE_NAME, json.dumps(trace(timeline, steps), separators=(",", ":"), allow_nan=False))
-        _write(folder / PAGE_NAME, page(timeline, title=folder.absolute().name, steps=steps))
+        return _write_all(Path(folder))  # what it made is gone when the collector comes back
+
+
+def _write_all(folder: Path) -> dict[str, Any]:
+    timeline = read_timeline(folder)
+    steps = step_times(timeline)
+    summary = summarize(timeline, steps)
+    _write(folder / SUMMARY_NAME, json.dumps(summary, indent=2, allow_nan=False) + "\n")
+    _write(folder / TRACE_NAME, json.dumps(trace(timeline, steps), separators=(",", ":"), allow_nan=False))
+    _write(folder / PAGE_NAME, page(timeline, title=folder.absolute().name, steps=steps))
     return summary
 
 

@@ -186,17 +186,17 @@ class DeviceRows:
     def _column_parts(self, device: DeviceTimeline) -> list[dict[str, float]]:
         """The parts of each column's time (0.0 to 1.0) by CSS class."""
         columns: list[dict[str, float]] = [{} for _ in range(self._num_columns())]
-        column_s = self._canvas.makespan_s / len(columns)
+        num_columns, num_lanes, origin_s = len(columns), device.num_lanes, self._canvas.start_s
+        column_s = self._canvas.makespan_s / num_columns
         for interval in device.intervals:
             css = self._column_class(interval)
-            start_s, end_s = (
-                interval.start_s - self._canvas.start_s,
-                interval.end_s - self._canvas.start_s,
-            )
-            for index in range(int(start_s / column_s), min(len(columns), int(end_s / column_s) + 1)):
-                overlap_s = min(end_s, (index + 1) * column_s) - max(start_s, index * column_s)
-                part = max(0.0, overlap_s) / column_s / device.num_lanes
-                columns[index][css] = columns[index].get(css, 0.0) + part
+            start_s, end_s = interval.start_s - origin_s, interval.end_s - origin_s
+            first, last = int(start_s / column_s), min(num_columns - 1, int(end_s / column_s))
+            for index in range(first, last + 1):
+                begun_s = start_s if index == first else index * column_s
+                over_s = end_s if index == last else (index + 1) * column_s
+                column = columns[index]
+                column[css] = column.get(css, 0.0) + max(0.0, over_s - begun_s) / column_s / num_lanes
         return columns
 
     def _column_class(self, interval: Interval) -> str:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from rlmux.core.model import OrderId, PipelineId, Stage
 
@@ -52,9 +53,11 @@ class Cause(StrEnum):
     DOWN = "down"
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Interval:
-    """A stretch of one device's time with one name, in seconds of the run's clock."""
+class Interval(NamedTuple):
+    """A stretch of one device's time with one name, in seconds of the run's clock.
+
+    A long run has hundreds of thousands: a named tuple is made in a third of the time that a frozen dataclass takes.
+    """
 
     start_s: float
     end_s: float

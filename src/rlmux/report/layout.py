@@ -15,7 +15,6 @@ had active on this device, while none waits for a slot.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 from rlmux.core.actions import Switch
 from rlmux.core.model import Stage
@@ -81,6 +80,9 @@ class _Pieces:
 
     def add(self, start_s: float, end_s: float, wait: Cause, switch_s: float, compute: Cause, compute_s: float) -> None:
         """Add the window between two reports, without what its worker stood still."""
+        if not self._standstills:
+            self._add_window(start_s, end_s, wait, switch_s, compute, compute_s)
+            return
         for standstill in self._standstills:
             begin_s, over_s = max(start_s, standstill.start_s), min(end_s, standstill.end_s)
             if over_s <= begin_s:
@@ -116,7 +118,7 @@ class _Pieces:
     def close(self) -> list[Interval]:
         self._flush()
         if self._order.ending is Ending.OPEN and self._done:
-            self._done[-1] = replace(self._done[-1], is_open=True)
+            self._done[-1] = self._done[-1]._replace(is_open=True)
         return self._done
 
     def _flush(self) -> None:

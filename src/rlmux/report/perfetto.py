@@ -124,16 +124,11 @@ class _Tracer:
         process: int,
         thread: int,
         name: str,
-        start_s: float,
-        end_s: float,
+        start_us: int,
+        num_us: int,
         colour: str | None,
         **args: Any,
     ) -> None:
-        start_us = self._us(start_s)
-        num_us = max(0, self._us(end_s) - start_us)
-        if num_us < self._shortest_us:
-            self._merge((process, thread), name, start_us, num_us)
-            return
         self._growing.pop((process, thread), None)
         event = {
             "ph": "X",
@@ -173,31 +168,38 @@ class _Tracer:
             self._add_interval(process, interval)
 
     def _add_interval(self, process: int, interval: Interval) -> None:
-        if interval.stage is None:
-            self._slice(
-                process, _GAPS_THREAD, interval.label, interval.start_s, interval.end_s,
-                _GAP_COLOUR[interval.kind], kind=interval.kind,
-            )  # fmt: skip
-            return
-        assert interval.pipeline is not None
-        is_busy = interval.kind is Kind.BUSY
+        is_gap, is_busy = interval.stage is None, interval.kind is Kind.BUSY
+        thread = _GAPS_THREAD if is_gap else interval.lane
         name = f"{interval.pipeline} {interval.stage}" if is_busy else interval.label
-        colour = self._colour.get(interval.pipeline) if is_busy else _GAP_COLOUR[interval.kind]
-        self._slice(
-            process, interval.lane, name, interval.start_s, interval.end_s, colour,
-            pipeline=interval.pipeline, step=interval.step, stage=interval.stage, order=interval.order,
-            cause=interval.cause, device_fraction=interval.device_fraction, open=interval.is_open,
-        )  # fmt: skip
+        start_us = self._us(interval.start_s)
+        num_us = max(0, self._us(interval.end_s) - start_us)
+        if num_us < self._shortest_us:
+            self._merge((process, thread), name, start_us, num_us)
+        elif is_gap:
+            self._slice(process, thread, name, start_us, num_us, _GAP_COLOUR[interval.kind], kind=interval.kind)
+        else:
+            assert interval.pipeline is not None
+            self._slice(
+                process, thread, name, start_us, num_us,
+                self._colour.get(interval.pipeline) if is_busy else _GAP_COLOUR[interval.kind],
+                pipeline=interval.pipeline, step=interval.step, stage=interval.stage, order=interval.order,
+                cause=interval.cause, device_fraction=interval.device_fraction, open=interval.is_open,
+            )  # fmt: skip
         if is_busy and interval.order is not None:
             middle_s = (interval.start_s + interval.end_s) / 2
-            self._place[interval.order] = (process, interval.lane, middle_s)
+            self._place[interval.order] = (process, thread, middle_s)
 
     def _add_order(self, order: OrderRecord) -> None:
         if not order.devices and not order.is_migration:
             end_s = min(order.end_s, self._timeline.end_s)
             thread = self._thread.get(order.pipeline, 0)
             colour = self._colour.get(order.pipeline)
-            self._slice(_PIPELINES_PROCESS, thread, order.stage, order.start_s, end_s, colour, step=order.step)
+            start_us = self._us(order.start_s)
+            num_us = max(0, self._us(end_s) - start_us)
+            if num_us < self._shortest_us:
+                self._merge((_PIPELINES_PROCESS, thread), order.stage, start_us, num_us)
+            else:
+                self._slice(_PIPELINES_PROCESS, thread, order.stage, start_us, num_us, colour, step=order.step)
             self._place[order.id] = (_PIPELINES_PROCESS, thread, (order.start_s + end_s) / 2)
         elif order.stage is Stage.GENERATE and not order.is_migration:
             self._add_active(order.devices[0], order)
