@@ -7,6 +7,10 @@ activations   many layers, long answers             what autograd keeps
 logits        a checkpoint with a large vocabulary  logits and the embedding's gradients
 attention     long answers without flash attention  probabilities of all pairs of tokens
 kv            many slots of long answers            the rollout's cache
+bfloat16      activations, with train.dtype         half of what training computes with, beside float32 weights
+checkpointing activations, recomputed               each layer's input, and one layer
+chunks        logits, in chunks of 16 MB            one chunk of logits
+experts       a mixture of experts                  all experts' weights, the picked ones' activations
 
 Each worker is a process of its own, from the fork server, and does what it does in a run: the train worker an SFT
 warm-up, two steps whose answers all have the largest length, publishing, and a checkpoint that is still being written
@@ -33,12 +37,20 @@ from pathlib import Path
 from typing import Any
 
 from rlmux.core.model import Stage
-from rlmux.rl.config import AlgorithmConfig, ModelConfig, RolloutConfig, SftWarmupConfig, TaskConfig, TrainingConfig
+from rlmux.rl.config import (
+    AlgorithmConfig,
+    ModelConfig,
+    RolloutConfig,
+    SftWarmupConfig,
+    TaskConfig,
+    TrainConfig,
+    TrainingConfig,
+)
 from rlmux.rl.footprint import has_flash, host_parts
 from rlmux.rl.memory_parts import Parts, rollout_parts, total, train_parts
 from rlmux.rl.types import TrainingBatch, Trajectory, TrajectoryId, TrajectoryRequest
 
-SHAPES = ("weights", "activations", "logits", "attention", "kv")
+SHAPES = ("weights", "activations", "logits", "attention", "kv", "bfloat16", "checkpointing", "chunks", "experts")
 TOLERANCE = 0.15
 LARGE_VOCABULARY = 32_000
 _PEAK_HOST_PARTS = ("checkpoint being written",)
@@ -54,11 +66,15 @@ def config_of(name: str, folder: Path) -> TrainingConfig:
     warmup = SftWarmupConfig(num_updates=1, batch_size=4)
     if name == "weights":
         model = ModelConfig(hidden_size=768, num_layers=4, num_heads=12, num_kv_heads=4, intermediate_size=2304)
-    elif name == "activations":
+    elif name in ("activations", "bfloat16", "checkpointing"):
         model = replace(model, num_layers=8)
         rollout = replace(rollout, max_new_tokens=480)
         algorithm = replace(algorithm, micro_batch_size=4, kl_coef=0.0)
-    elif name == "logits":
+    elif name == "experts":
+        moe = {"num_experts": 8, "num_experts_per_token": 2, "moe_intermediate_size": 256}
+        model = replace(model, architecture="qwen3_moe", **moe)
+        rollout = replace(rollout, max_new_tokens=224)
+    elif name in ("logits", "chunks"):
         model = ModelConfig(path=str(_checkpoint(folder, replace(model, num_layers=2))))
         rollout = replace(rollout, max_new_tokens=224)
     elif name == "attention":
@@ -68,8 +84,16 @@ def config_of(name: str, folder: Path) -> TrainingConfig:
     elif name == "kv":
         model = replace(model, num_layers=6, num_kv_heads=4)
         rollout = RolloutConfig(max_prompt_tokens=256, max_new_tokens=224, num_slots=64)
+    train = TrainConfig()
+    if name == "bfloat16":
+        train = TrainConfig(dtype="bfloat16")
+    elif name == "checkpointing":
+        train = TrainConfig(activation_checkpointing=True)
+    elif name == "chunks":
+        train = TrainConfig(logits_chunk_mb=16)
     return TrainingConfig(
         name=name,
+        train=train,
         model=model,
         algorithm=algorithm,
         rollout=rollout,

@@ -14,6 +14,9 @@ from rlmux.rl.config import ARCHITECTURES, ModelConfig
 ESTIMATE = "pipelines.*.estimate={rollout_s: 1, train_s: 1}"
 GPT2 = {"model_type": "gpt2", "n_embd": 16, "n_layer": 2, "n_head": 2, "vocab_size": 97, "n_positions": 128}
 
+MOE = {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 8}
+EXPERTS = {"qwen3_moe": {"num_experts": 4, "num_experts_per_token": 2, "moe_intermediate_size": 8}}
+
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
@@ -34,8 +37,9 @@ def refusal(complaint, good):
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        ({"model_type": "qwen2"}, "config.json has model_type 'qwen2'; accepted: qwen3, llama"),
-        (GPT2, "config.json has model_type 'gpt2'; accepted: qwen3, llama"),
+        (GPT2, "config.json has model_type 'gpt2', which the rollout engine does not compute; accepted: qwen3, llama"),
+        ({"model_type": "qwen3_moe"}, "config.json has num_experts None; accepted: a whole number, 1 or more"),
+        (MOE | {"mlp_only_layers": [0]}, "config.json has mlp_only_layers [0]; accepted: [], experts in every layer"),
         ({"hidden_size": None}, "config.json has hidden_size None; accepted: a whole number, 1 or more"),
         ({"num_hidden_layers": "2"}, "config.json has num_hidden_layers '2'; accepted: a whole number"),
         (
@@ -46,7 +50,7 @@ def refusal(complaint, good):
         ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_parameters with rope_type 'dynamic'; accepted: default"),
         ({"attention_bias": True}, "config.json has attention_bias True; accepted: false"),
         ({"hidden_act": "gelu"}, "config.json has hidden_act 'gelu'; accepted: silu"),
-        ({"sliding_window": 64, "use_sliding_window": True}, "config.json has sliding_window 64; accepted: null"),
+        ({"sliding_window": "64"}, "config.json has sliding_window '64'; accepted: a whole number, 1 or more"),
         ({"quantization_config": {"bits": 4}}, "config.json has a quantization_config; accepted: weights in F32"),
         ({"vocab_size": 96}, "tensor model.embed_tokens.weight of shape [98, 16]"),
         ({"num_hidden_layers": 3}, "the weights have no tensor model.layers.2.self_attn.q_proj.weight"),
@@ -114,14 +118,28 @@ def test_a_context_beyond_the_positions_is_refused_at_the_key_that_is_given(refu
     assert line.endswith("accepted: up to 8192, a new model's positions")
 
 
+@pytest.mark.parametrize("changes", [{"use_sliding_window": True}, {"model_type": "mistral"}])
+def test_a_context_beyond_a_sliding_window_is_refused(refusal, good, load, folder, changes):
+    (folder / "config.json").write_text(json.dumps(CONFIG | {"sliding_window": 100} | changes))
+    load(good.replace("steps: 60", "model: {path: ckpt}"), "pipelines.*.rollout.max_new_tokens=36")
+    line = refusal("pipelines.*.rollout.max_new_tokens=37")
+    assert line.endswith(f"a sequence has up to 101 tokens; accepted: up to 100, sliding_window of {folder}")
+
+
 @pytest.mark.parametrize("is_tied", [True, False])
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_a_model_that_transformers_wrote_is_accepted(load, good, tmp_path, architecture, is_tied):
     from rlmux.engines.model_io import build_model
 
-    model = build_model(ModelConfig(architecture=architecture), 97, 0)
+    model = build_model(ModelConfig(architecture=architecture, **EXPERTS.get(architecture, {})), 97, 0)
     if not is_tied:
         model.config.tie_word_embeddings = False
         model.lm_head.weight = type(model.lm_head.weight)(model.lm_head.weight.clone())
     model.save_pretrained(tmp_path / "ckpt", max_shard_size="100KB" if is_tied else "5GB")
     load(good.replace("steps: 60", "model: {path: ckpt}"))
+
+
+def test_an_adapter_of_a_mixture_of_experts_is_refused(complaint, good):
+    model = "model: {architecture: qwen3_moe, experts: 4, experts_per_token: 2, moe_intermediate_size: 8}"
+    line = complaint(good, replace=[("steps: 60", model + "\n  adapter: {rank: 2, alpha: 4}")])
+    assert "adapter does not go with a mixture of experts; accepted: a dense model" in line

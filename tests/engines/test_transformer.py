@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, PreTrainedModel
 
 from rlmux.core.errors import UserError
 from rlmux.engines import transformer
@@ -14,18 +14,21 @@ from rlmux.engines.transformer import (
     PositionTables,
     prefill,
 )
+from rlmux.rl.config import ARCHITECTURES
 
 CPU = torch.device("cpu")
 
 
 def model(architecture: str, *, num_kv_heads: int = 2, is_tied: bool = True) -> PreTrainedModel:
-    config_class, model_class = {
-        "qwen3": (Qwen3Config, Qwen3ForCausalLM),
-        "llama": (LlamaConfig, LlamaForCausalLM),
-    }[architecture]
     torch.manual_seed(0)
-    made = model_class(
-        config_class(
+    made = AutoModelForCausalLM.from_config(
+        AutoConfig.for_model(
+            architecture,
+            sliding_window=None,
+            num_experts=6,
+            num_experts_per_tok=2,
+            moe_intermediate_size=24,
+            norm_topk_prob=True,
             vocab_size=41,
             hidden_size=64,
             intermediate_size=96,
@@ -43,7 +46,7 @@ def model(architecture: str, *, num_kv_heads: int = 2, is_tied: bool = True) -> 
     return made.eval()
 
 
-@pytest.mark.parametrize("architecture", ["qwen3", "llama"])
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
 @pytest.mark.parametrize("num_kv_heads", [1, 2, 4])
 @pytest.mark.parametrize("is_tied", [True, False])
 @torch.inference_mode()
@@ -109,3 +112,38 @@ def test_models_that_the_step_does_not_compute_are_refused() -> None:
     some_model.config.attention_bias = True
     with pytest.raises(UserError, match="biases"):
         DecoderShape.of(some_model)
+    with pytest.raises(UserError, match=r"does not compute a 'gpt2' model; accepted: qwen3, llama"):
+        DecoderShape.of(AutoModelForCausalLM.from_config(GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=41)))
+    mixed = model("qwen3_moe")
+    mixed.config.mlp_only_layers = [1]
+    with pytest.raises(UserError, match="layers without experts"):
+        DecoderShape.of(mixed)
+
+
+def test_a_sliding_window_that_no_sequence_exceeds_is_none() -> None:
+    windowed = model("mistral")
+    windowed.config.sliding_window = 48
+    transformer.check_window(windowed, 48)
+    with pytest.raises(UserError, match="sliding_window 48 is not supported; accepted: null, or no sequence longer"):
+        transformer.check_window(windowed, 49)
+
+
+@pytest.mark.parametrize("rope_type", ["linear", "llama3", "yarn"])
+@torch.inference_mode()
+def test_scaled_rotations_are_those_of_the_model(rope_type: str) -> None:
+    made = model("llama")
+    config = made.config
+    config.rope_parameters = {
+        "rope_type": rope_type,
+        "rope_theta": 5000.0,
+        "factor": 4.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    }
+    scaled = AutoModelForCausalLM.from_config(config).eval()
+    scaled.load_state_dict(made.state_dict())
+    tables = PositionTables(scaled, 48, CPU)
+    cosines, sines = scaled.model.rotary_emb(torch.zeros(1), torch.arange(48)[None])
+    torch.testing.assert_close(tables.rotations.real, cosines[0, :, :8])
+    torch.testing.assert_close(tables.rotations.imag, sines[0, :, :8])

@@ -8,6 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlmux.cli import memory_rows
+
 Row = Mapping[str, Any]
 _FAILED_STATUSES = ("failed", "refused")
 _SLO_WORDS = {True: "kept", False: "missed", None: ""}
@@ -178,6 +180,9 @@ def show_plan(plan: Row, *, as_json: bool) -> None:
     )
     for base in plan["bases"]:
         print(f"base {base['base']}: {base['gb']:.3f} GB of host memory, once for {', '.join(base['pipelines'])}")
+    if plan["memory"]:
+        print("\nmemory of one worker at its fullest moment, estimated:")
+        print_rows(memory_rows.rows_of(plan["memory"]))
     _show_notes(plan)
 
 

@@ -34,7 +34,12 @@ class CheckpointFolder:
     """What the checks of other keys need of a checkpoint."""
 
     max_positions: int | None
-    """Tokens of the longest sequence that the model knows positions for; None where config.json does not say."""
+    """Tokens of the longest sequence that the model knows positions for and the engines attend over; None where
+    config.json does not say."""
+    model_type: str
+    """Architecture."""
+    positions_key: str
+    """Key of config.json that `max_positions` is from."""
 
 
 def check_checkpoint(folder: Path) -> CheckpointFolder:
@@ -53,7 +58,8 @@ def check_checkpoint(folder: Path) -> CheckpointFolder:
     config = _read_json(config_file)
     _check_config(config, config_file)
     _check_tensors(config, _read_tensors(folder), folder)
-    return CheckpointFolder(max_positions=config.get("max_position_embeddings"))
+    max_positions, key = _max_positions(config)
+    return CheckpointFolder(max_positions=max_positions, positions_key=key, model_type=config["model_type"])
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -69,10 +75,13 @@ def _read_json(path: Path) -> dict[str, Any]:
 def _check_config(config: Mapping[str, Any], path: Path) -> None:
     model_type = config.get("model_type")
     if model_type not in ARCHITECTURES:
-        raise UserError(f"{path} has model_type {model_type!r}; accepted: {', '.join(ARCHITECTURES)}")
+        raise UserError(
+            f"{path} has model_type {model_type!r}, which the rollout engine does not compute; accepted: "
+            + ", ".join(ARCHITECTURES)
+        )
     for key in _SIZES:
         _check_size(config, key, path)
-    for key in ("num_key_value_heads", "head_dim", "max_position_embeddings"):
+    for key in ("num_key_value_heads", "head_dim", "max_position_embeddings", "sliding_window"):
         if config.get(key) is not None:
             _check_size(config, key, path)
     if config.get("quantization_config") is not None:
@@ -82,10 +91,30 @@ def _check_config(config: Mapping[str, Any], path: Path) -> None:
             raise UserError(f"{path} has {key} {config[key]!r}; accepted: false")
     if config.get("hidden_act", "silu") != "silu":
         raise UserError(f"{path} has hidden_act {config['hidden_act']!r}; accepted: silu")
-    has_window = config.get("sliding_window") is not None
-    if has_window and (model_type != "qwen3" or config.get("use_sliding_window")):
-        raise UserError(f"{path} has sliding_window {config['sliding_window']!r}; accepted: null")
+    if model_type == "qwen3_moe":
+        _check_experts(config, path)
     _check_rope(config, path)
+
+
+def _check_experts(config: Mapping[str, Any], path: Path) -> None:
+    num_experts = "num_local_experts" if "num_local_experts" in config else "num_experts"  # transformers 5, and before
+    for key in (num_experts, "num_experts_per_tok", "moe_intermediate_size"):
+        _check_size(config, key, path)
+    for key, accepted in (("decoder_sparse_step", 1), ("mlp_only_layers", [])):
+        if (config.get(key) or accepted) != accepted:
+            raise UserError(f"{path} has {key} {config[key]!r}; accepted: {accepted}, experts in every layer")
+
+
+def _max_positions(config: Mapping[str, Any]) -> tuple[int | None, str]:
+    """Tokens of the longest sequence that is computed as the model does, None for any, and the key that says so.
+
+    Within its sliding window a model attends as one without it.
+    """
+    positions, window = config.get("max_position_embeddings"), config.get("sliding_window")
+    has_window = window is not None and (config["model_type"] == "mistral" or config.get("use_sliding_window"))
+    if has_window and (positions is None or window < positions):
+        return window, "sliding_window"
+    return positions, "max_position_embeddings"
 
 
 def _check_size(config: Mapping[str, Any], key: str, path: Path) -> None:

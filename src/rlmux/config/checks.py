@@ -138,6 +138,8 @@ class Checks:
             text = f"is {pipeline.train.dtype!r}: adapters are trained in float32; accepted: float32"
             raise self._error((*path, "train", "dtype"), text)
         max_positions, source = self._check_model((*path, "model"), pipeline.model)
+        if pipeline.adapter is not None and self._architecture(pipeline.model) == "qwen3_moe":
+            raise self._error((*path, "adapter"), "does not go with a mixture of experts; accepted: a dense model")
         self._check_context((*path, "rollout"), pipeline.rollout, max_positions, source)
         if pipeline.task is not None:
             self._check_task((*path, "task"), pipeline.task)
@@ -181,7 +183,12 @@ class Checks:
         others = sorted(self._keys(path) - {"path"})
         self._refuse_keys(path, others, "does not go with 'path': the checkpoint's own config.json decides")
         with self._placed((*path, "path")):
-            return check_checkpoint(Path(model.path)).max_positions, f"max_position_embeddings of {model.path}"
+            checkpoint = check_checkpoint(Path(model.path))
+            return checkpoint.max_positions, f"{checkpoint.positions_key} of {model.path}"
+
+    @staticmethod
+    def _architecture(model: ModelConfig) -> str:
+        return model.architecture if model.path is None else check_checkpoint(Path(model.path)).model_type
 
     def _check_context(self, path: KeyPath, rollout: RolloutConfig, max_positions: int | None, source: str) -> None:
         num_tokens = rollout.max_prompt_tokens + rollout.max_new_tokens

@@ -20,14 +20,29 @@ from transformers import (
     AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
     PretrainedConfig,
     PreTrainedModel,
+    Qwen2Config,
+    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 from rlmux.core.errors import UserError
-from rlmux.rl.config import ARCHITECTURES, MAX_POSITIONS, ModelConfig
+from rlmux.rl.config import MAX_POSITIONS, ModelConfig
+
+_CLASSES: dict[str, tuple[type[PreTrainedModel], type[PretrainedConfig]]] = {
+    "llama": (LlamaForCausalLM, LlamaConfig),
+    "mistral": (MistralForCausalLM, MistralConfig),
+    "qwen2": (Qwen2ForCausalLM, Qwen2Config),
+    "qwen3": (Qwen3ForCausalLM, Qwen3Config),
+    "qwen3_moe": (Qwen3MoeForCausalLM, Qwen3MoeConfig),
+}
+"""Architectures of new models."""
 
 
 def build_model(model_config: ModelConfig, vocab_size: int, seed: int) -> PreTrainedModel:
@@ -74,11 +89,17 @@ def new_model_config(model_config: ModelConfig, vocab_size: int) -> tuple[type[P
             f"model.hidden_size: {model_config.hidden_size} / num_heads {model_config.num_heads} gives "
             f"an odd head size {sizes['head_dim']}; rotary positions need an even one"
         )
-    if model_config.architecture == "qwen3":
-        return Qwen3ForCausalLM, Qwen3Config(**sizes)
-    if model_config.architecture == "llama":
-        return LlamaForCausalLM, LlamaConfig(**sizes)
-    raise UserError(f"model.architecture: unknown {model_config.architecture!r}; accepted: " + ", ".join(ARCHITECTURES))
+    if model_config.architecture == "mistral":
+        sizes["sliding_window"] = None
+    if model_config.architecture == "qwen3_moe":
+        sizes |= {
+            "num_experts": model_config.num_experts,
+            "num_experts_per_tok": model_config.num_experts_per_token,
+            "moe_intermediate_size": model_config.moe_intermediate_size,
+            "norm_topk_prob": True,
+        }
+    model_class, config_class = _CLASSES[model_config.architecture]
+    return model_class, config_class(**sizes)
 
 
 def _load_folder(folder: Path, vocab_size: int) -> PreTrainedModel:

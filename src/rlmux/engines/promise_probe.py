@@ -187,5 +187,5 @@ def _gradient_fingerprint(engine: TorchTrainEngine, batch: MicroBatch) -> tuple[
 
 def _sums_of_bits(tensor: Tensor) -> tuple[int, int]:
     """Integer sums, whose order does not matter, of all elements' bits and of every other one's."""
-    bits = tensor.contiguous().view(torch.int32).flatten()
+    bits = tensor.contiguous().view(torch.int32 if tensor.itemsize == 4 else torch.int16).flatten()
     return int(bits.sum(dtype=torch.int64)), int(bits[::2].sum(dtype=torch.int64))

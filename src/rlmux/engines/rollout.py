@@ -47,7 +47,7 @@ from rlmux.engines.request_limits import RequestLimits
 from rlmux.engines.residency import Offloaded, give_back
 from rlmux.engines.shared_base import SharedBase
 from rlmux.engines.slot_table import SlotTable, slot_of
-from rlmux.engines.transformer import DecodePlan, DecoderWeights, PositionTables, score
+from rlmux.engines.transformer import DecodePlan, DecoderWeights, PositionTables, check_window, score
 from rlmux.engines.weights import read_weights
 from rlmux.rl.config import AdapterConfig, ModelConfig, RolloutConfig
 from rlmux.rl.types import (
@@ -98,6 +98,7 @@ class SlotRolloutEngine:
         self._is_base_shared = bases is not None and adapter is not None and device == "cpu"
         base = SharedBase(folder=bases, model=model_config, vocab_size=vocab_size, seed=seed)
         model, self._weights = base.fused() if self._is_base_shared else base.fused_alone(self._device)
+        check_window(model, longest)
         self._tables = PositionTables(model, max_len, self._device)
         del model
         give_back(self._device)  # the slots need its memory

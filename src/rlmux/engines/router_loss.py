@@ -17,9 +17,14 @@ from torch import Tensor
 from rlmux.rl.config import TrainConfig
 
 
+def has_experts(config: Any) -> bool:
+    """Whether a model of transformers with this config is a mixture of experts."""
+    return _num_experts(config) is not None
+
+
 def router_loss_coef(config: Any, train: TrainConfig) -> float:
     """The loss's weight: that of the file, else that of config.json where it asks for the loss; 0 without experts."""
-    if _num_experts(config) is None:
+    if not has_experts(config):
         return 0.0
     if train.router_aux_loss_coef is not None:
         return train.router_aux_loss_coef

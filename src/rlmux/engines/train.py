@@ -34,6 +34,7 @@ from rlmux.engines.lora import ADAPTER_CONFIG_FILE, adapter_config_file, inject_
 from rlmux.engines.model_io import build_model
 from rlmux.engines.ranks import Ranks
 from rlmux.engines.rl_step import RlStep
+from rlmux.engines.router_loss import has_experts
 from rlmux.engines.sft_warmup import SftWarmup
 from rlmux.engines.shared_base import SharedBase
 from rlmux.engines.snapshot import TrainSnapshot
@@ -49,6 +50,9 @@ from rlmux.rl.vocabulary import Vocabulary, load_vocabulary
 RL_STAGES = (Stage.REFERENCE_LOGPROBS, Stage.OLD_LOGPROBS, Stage.UPDATE)
 """The stages of one step, in their order. The first is empty without a KL penalty, the second where a step is one
 update."""
+
+_ROUNDED_GAP = 1.0
+"""Largest gap in nats between the log-probs of rollout and training that is accepted where both may round otherwise."""
 
 
 class TorchTrainEngine:
@@ -171,9 +175,16 @@ class TorchTrainEngine:
                 f"pipeline {config.name}: step {batch.step} came with {len(batch.trajectories)} "
                 f"trajectories and {len(batch.advantages)} advantages instead of {expected}"
             )
-        max_gap = config.algorithm.max_logprob_gap or max_logprob_gap
+        max_gap = config.algorithm.max_logprob_gap or max(max_logprob_gap, self._least_bound)
         self._step = RlStep(batch, config, self._state, max_logprob_gap=max_gap)
         self._state.drop_gradients()
+
+    @property
+    def _least_bound(self) -> float:
+        """Gap in nats that no promise of the engines' bits speaks of: rounded weights, or a token's experts, which are
+        others where two are nearly as likely."""
+        is_rounded = self._config.train.dtype != "float32"
+        return _ROUNDED_GAP if is_rounded or has_experts(self._model_config) else 0.0
 
     def run_stage(self, stage: Stage, *, max_seconds: float) -> TrainReport:
         """Do micro-batches until the stage is done or `max_seconds` have passed, but at least one.

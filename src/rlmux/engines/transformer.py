@@ -1,4 +1,4 @@
-"""The forward pass of a Qwen3 or Llama decoder over fixed cache slots, in plain torch.
+"""The forward pass of a Qwen, Llama or Mistral decoder over fixed cache slots, in plain torch.
 
     Hugging Face weights ──fuse──▶ DecoderWeights ──▶ prefill(tokens)  keys and values of whole contexts
                                                  └──▶ DecodePlan.step(tokens, positions)  logits of one token
@@ -27,6 +27,9 @@ from transformers import PreTrainedModel
 
 from rlmux.core.errors import UserError
 from rlmux.engines.adapter_rows import RowAdapters, rotation_pairs
+from rlmux.engines.experts import ExpertWeights
+from rlmux.engines.weight_layout import attention_sizes, checked_weights, views_of, weight_sizes
+from rlmux.rl.config import ARCHITECTURES
 
 _MAX_MASK_TABLE = 1024
 """Positions up to which the masks are kept as a table of their square."""
@@ -46,17 +49,33 @@ class DecoderShape:
     intermediate_size: int
     has_head_norms: bool
     """Queries and keys are RMS-normed per head (Qwen3)."""
+    has_qkv_bias: bool = False
+    """Queries, keys and values have a bias (Qwen2)."""
+    num_experts: int = 0
+    """Experts of each layer, of width `intermediate_size`; 0 for a dense model."""
+    num_picked: int = 0
+    """Experts that compute a token."""
+    has_normed_picks: bool = True
+    """The weights of a token's experts add up to 1."""
     has_tied_embeddings: bool
     norm_epsilon: float
 
     @staticmethod
     def of(model: PreTrainedModel) -> DecoderShape:
-        """Read the sizes of a Hugging Face model; refuses what `step` does not compute."""
+        """Read the sizes of a Hugging Face model; refuses what `step` does not compute (`check_window` for windows)."""
         config = model.config
+        if config.model_type not in ARCHITECTURES:
+            raise UserError(
+                f"model.path: rlmux's own rollout engine does not compute a {config.model_type!r} model; accepted: "
+                + ", ".join(ARCHITECTURES)
+            )
         if getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False):
             raise UserError("model.path: projection biases are not supported; accepted: models without them")
-        if getattr(config, "sliding_window", None) is not None:
-            raise UserError(f"model.path: sliding_window {config.sliding_window} is not supported; accepted: null")
+        num_experts = config.num_experts if config.model_type == "qwen3_moe" else 0
+        if num_experts and (config.decoder_sparse_step != 1 or config.mlp_only_layers):
+            raise UserError(
+                "model.path: layers without experts are not supported here; accepted: experts in every layer"
+            )
         if config.hidden_act != "silu":
             raise UserError(f"model.path: hidden_act {config.hidden_act!r} is not supported; accepted: silu")
         return DecoderShape(
@@ -66,8 +85,12 @@ class DecoderShape:
             num_kv_heads=config.num_key_value_heads,
             group_size=config.num_attention_heads // config.num_key_value_heads,
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
-            intermediate_size=config.intermediate_size,
-            has_head_norms=config.model_type == "qwen3",
+            intermediate_size=config.moe_intermediate_size if num_experts else config.intermediate_size,
+            has_head_norms=config.model_type in ("qwen3", "qwen3_moe"),
+            has_qkv_bias=config.model_type == "qwen2",
+            num_experts=num_experts,
+            num_picked=config.num_experts_per_tok if num_experts else 0,
+            has_normed_picks=bool(getattr(config, "norm_topk_prob", True)),
             has_tied_embeddings=bool(config.tie_word_embeddings),
             norm_epsilon=config.rms_norm_eps,
         )
@@ -83,6 +106,15 @@ class DecoderShape:
         return self.num_kv_heads * self.heads_per_group * self.head_dim
 
 
+def check_window(model: PreTrainedModel, longest: int) -> None:
+    """Raises UserError for a sliding window that sequences of `longest` tokens exceed: `step` attends to all tokens."""
+    window = getattr(model.config, "sliding_window", None)
+    if window is not None and longest > window:
+        raise UserError(
+            f"model.path: sliding_window {window} is not supported; accepted: null, or no sequence longer than that"
+        )
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerWeights:
     """Matrices are [in, out]."""
@@ -90,9 +122,14 @@ class LayerWeights:
     qkv: Tensor
     output: Tensor
     gate_up: Tensor
+    """[experts, in, out] where there are experts; so is `down`."""
     down: Tensor
     head_gain: Tensor
     """[group_size + 1, head_dim]: gains of the query and key norms; ones where the model has none."""
+    qkv_bias: Tensor | None = None
+    """[qkv_size]"""
+    experts: ExpertWeights | None = None
+    """The experts that `gate_up` and `down` are of; None in a dense model."""
 
 
 class DecoderWeights:
@@ -105,21 +142,12 @@ class DecoderWeights:
     def __init__(self, shape: DecoderShape, device: torch.device, flat: Tensor | None = None) -> None:
         """`flat`: the buffer, where it is there already; else one of zeros is made."""
         self.shape = shape
-        size = sum(math.prod(size) for size in _weight_sizes(shape))
+        size = sum(math.prod(size) for size in weight_sizes(shape))
         self.flat = torch.zeros(size, device=device) if flat is None else flat
-        views = _views(self.flat, shape)
+        views = views_of(self.flat, shape)
         self.embedding = next(views)
         self.head = next(views)
-        self.layers = [
-            LayerWeights(
-                qkv=next(views),
-                output=next(views),
-                gate_up=next(views),
-                down=next(views),
-                head_gain=next(views),
-            )
-            for _ in range(shape.num_layers)
-        ]
+        self.layers = [_layer_weights(views, shape) for _ in range(shape.num_layers)]
         self.gains = next(views)
         """[2 * layers, hidden]: gains of the two norms of each block, which an adapter's own matrices need."""
 
@@ -136,16 +164,21 @@ class DecoderWeights:
 
     def refresh(self, tensors: Mapping[str, Tensor]) -> None:
         """Take weights under their Hugging Face names; all are checked before any changes."""
-        checked = _checked(tensors, self.shape)
+        checked = checked_weights(tensors, self.shape)
         get = checked.__getitem__
         self.embedding.copy_(get("model.embed_tokens.weight"))
         head = get("model.embed_tokens.weight" if self.shape.has_tied_embeddings else "lm_head.weight")
         self.head.copy_((head * get("model.norm.weight")).T)
         for index, layer in enumerate(self.layers):
             prefix = f"model.layers.{index}."
-            self._refresh_attention(layer, {k: get(prefix + k) for k in _attention_sizes(self.shape)})
+            self._refresh_attention(layer, {k: get(prefix + k) for k in attention_sizes(self.shape)})
             gain = get(prefix + "post_attention_layernorm.weight")
             self.gains[2 * index : 2 * index + 2] = torch.stack([get(prefix + "input_layernorm.weight"), gain])
+            if layer.experts is not None:
+                layer.experts.router.copy_((get(prefix + "mlp.gate.weight") * gain).T)
+                layer.gate_up.copy_((get(prefix + "mlp.experts.gate_up_proj") * gain).transpose(1, 2))
+                layer.down.copy_(get(prefix + "mlp.experts.down_proj").transpose(1, 2))
+                continue
             gate, up = get(prefix + "mlp.gate_proj.weight"), get(prefix + "mlp.up_proj.weight")
             layer.gate_up.copy_(torch.cat([gate, up]).mul_(gain).T)
             layer.down.copy_(get(prefix + "mlp.down_proj.weight").T)
@@ -160,6 +193,9 @@ class DecoderWeights:
         fused = torch.cat([query[:, :, order], key[:, :, order], value], dim=1)
         layer.qkv.copy_((fused * own["input_layernorm.weight"]).reshape(shape.qkv_size, hidden).T)
         layer.output.copy_(own["self_attn.o_proj.weight"].T)
+        if layer.qkv_bias is not None:
+            biases = [own[f"self_attn.{name}_proj.bias"].view(groups, -1, shape.head_dim) for name in "qkv"]
+            layer.qkv_bias.copy_(torch.cat([*(each[:, :, order] for each in biases[:2]), biases[2]], dim=1).flatten())
         layer.head_gain.fill_(1.0)
         if shape.has_head_norms:
             layer.head_gain[:-1] = own["self_attn.q_norm.weight"][order]
@@ -280,6 +316,8 @@ class DecodePlan:
             own = layer.weights
             normed = _normed(hidden, epsilon)
             torch.mm(normed, own.qkv, out=self._projected)
+            if own.qkv_bias is not None:
+                self._projected.add_(own.qkv_bias)
             adapters.add(index, "qkv", normed, self._projected)
             self._rotating.apply(own.head_gain, rotations, epsilon)
             layer.keys[self._row_numbers, :, row_positions] = self._new_keys
@@ -290,6 +328,9 @@ class DecodePlan:
             hidden.addmm_(self._mixed_by_slot, own.output)
             adapters.add(index, "output", self._mixed_by_slot, hidden)
             normed = _normed(hidden, epsilon)
+            if own.experts is not None:
+                hidden.add_(own.experts.mix(normed))
+                continue
             torch.mm(normed, own.gate_up, out=self._gate_up)
             adapters.add(index, "gate_up", normed, self._gate_up)
             gated = silu(self._gate).mul_(self._up)
@@ -348,6 +389,8 @@ def _run_layers(
     for index, layer in enumerate(weights.layers):
         normed = _normed(hidden, epsilon)
         projected = torch.mm(normed, layer.qkv)
+        if layer.qkv_bias is not None:
+            projected.add_(layer.qkv_bias)
         adapters.add(index, "qkv", normed, projected)
         heads = projected.view(-1, shape.heads_per_group, shape.head_dim)
         _Rotating(heads[:, :-1], shape.has_head_norms).apply(layer.head_gain, rotations, epsilon)
@@ -362,6 +405,9 @@ def _run_layers(
             hidden.addmm_(mixed, layer.output)
             adapters.add(index, "output", mixed, hidden)
             normed = _normed(hidden, epsilon)
+            if layer.experts is not None:
+                hidden.add_(layer.experts.mix(normed))
+                continue
             gate_up = torch.mm(normed, layer.gate_up)
             adapters.add(index, "gate_up", normed, gate_up)
             gate, up = gate_up.chunk(2, dim=1)
@@ -395,69 +441,19 @@ class _Rotating:
         self._pairs.mul_(rotations)
 
 
-def _weight_sizes(shape: DecoderShape) -> Iterator[tuple[int, int]]:
-    """Sizes of the fused tensors, in the order of the flat buffer."""
-    attention_size = shape.num_kv_heads * shape.group_size * shape.head_dim
-    yield shape.vocab_size, shape.hidden_size
-    yield shape.hidden_size, shape.vocab_size
-    for _ in range(shape.num_layers):
-        yield shape.hidden_size, shape.qkv_size
-        yield attention_size, shape.hidden_size
-        yield shape.hidden_size, 2 * shape.intermediate_size
-        yield shape.intermediate_size, shape.hidden_size
-        yield shape.group_size + 1, shape.head_dim
-    yield 2 * shape.num_layers, shape.hidden_size
-
-
-def _views(flat: Tensor, shape: DecoderShape) -> Iterator[Tensor]:
-    start = 0
-    for size in _weight_sizes(shape):
-        length = math.prod(size)
-        yield flat[start : start + length].view(size)
-        start += length
-
-
-def _attention_sizes(shape: DecoderShape) -> dict[str, tuple[int, ...]]:
-    hidden, dim = shape.hidden_size, shape.head_dim
-    query_size, kv_size = shape.num_kv_heads * shape.group_size * dim, shape.num_kv_heads * dim
-    sizes: dict[str, tuple[int, ...]] = {
-        "input_layernorm.weight": (hidden,),
-        "self_attn.q_proj.weight": (query_size, hidden),
-        "self_attn.k_proj.weight": (kv_size, hidden),
-        "self_attn.v_proj.weight": (kv_size, hidden),
-        "self_attn.o_proj.weight": (hidden, query_size),
-    }
-    if shape.has_head_norms:
-        sizes |= {"self_attn.q_norm.weight": (dim,), "self_attn.k_norm.weight": (dim,)}
-    return sizes
-
-
-def _file_sizes(shape: DecoderShape) -> dict[str, tuple[int, ...]]:
-    """Every tensor a weight file must have, by Hugging Face name."""
-    hidden, intermediate = shape.hidden_size, shape.intermediate_size
-    sizes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (shape.vocab_size, hidden),
-        "model.norm.weight": (hidden,),
-    }
-    if not shape.has_tied_embeddings:
-        sizes["lm_head.weight"] = (shape.vocab_size, hidden)
-    for index in range(shape.num_layers):
-        own = _attention_sizes(shape) | {
-            "post_attention_layernorm.weight": (hidden,),
-            "mlp.gate_proj.weight": (intermediate, hidden),
-            "mlp.up_proj.weight": (intermediate, hidden),
-            "mlp.down_proj.weight": (hidden, intermediate),
-        }
-        sizes |= {f"model.layers.{index}.{name}": size for name, size in own.items()}
-    return sizes
-
-
-def _checked(tensors: Mapping[str, Tensor], shape: DecoderShape) -> dict[str, Tensor]:
-    checked = {}
-    for name, size in _file_sizes(shape).items():
-        if name not in tensors:
-            raise UserError(f"weights: {name} is missing; a Hugging Face safetensors layout is accepted")
-        if tuple(tensors[name].shape) != size:
-            raise UserError(f"weights: {name} is {tuple(tensors[name].shape)}; the model needs {size}")
-        checked[name] = tensors[name].to(dtype=torch.float32)
-    return checked
+def _layer_weights(views: Iterator[Tensor], shape: DecoderShape) -> LayerWeights:
+    """The next layer of the flat buffer, in the order of `_weight_sizes`."""
+    qkv, output, gate_up, down, head_gain = (next(views) for _ in range(5))
+    bias = next(views) if shape.has_qkv_bias else None
+    experts = None
+    if shape.num_experts:
+        experts = ExpertWeights(
+            router=next(views),
+            gate_up=gate_up,
+            down=down,
+            num_picked=shape.num_picked,
+            is_normalized=shape.has_normed_picks,
+        )
+    return LayerWeights(
+        qkv=qkv, output=output, gate_up=gate_up, down=down, head_gain=head_gain, qkv_bias=bias, experts=experts
+    )

@@ -22,8 +22,8 @@ from annotated_types import Ge, Gt, Le, Lt, MinLen, Predicate
 from rlmux.core.errors import UserError
 from rlmux.plugins import is_reference
 
-ARCHITECTURES = ("qwen3", "llama")
-"""Values of `model_type` in config.json that the engines know how to run."""
+ARCHITECTURES = ("qwen3", "llama", "qwen2", "mistral", "qwen3_moe")
+"""Values of `model_type` in config.json that both engines know how to run, and architectures of new models."""
 
 AdapterTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 """A projection of each block that an adapter can stand beside: those of a dense Qwen3 or Llama."""
@@ -94,7 +94,7 @@ class ModelConfig(FromFile):
 
     path: str | None = None
     """Hugging Face checkpoint folder, relative to this file. Excludes the other keys."""
-    architecture: Literal["qwen3", "llama"] = "qwen3"
+    architecture: Literal["qwen3", "llama", "qwen2", "mistral", "qwen3_moe"] = "qwen3"
     """Architecture of a new model."""
     hidden_size: Count = 64
     """Width of the residual stream."""
@@ -108,8 +108,15 @@ class ModelConfig(FromFile):
     """Width of the feed-forward layers."""
     seed: Annotated[int, Ge(0), Lt(2**31)] | None = None
     """Seed of a new model's weights; without: the pipeline's. Adapters of one model and one seed share their base."""
+    num_experts: Count | None = None
+    """Experts of each layer, for qwen3_moe."""
+    num_experts_per_token: Count | None = None
+    """Experts that compute a token, for qwen3_moe; experts at most."""
+    moe_intermediate_size: Count | None = None
+    """Width of each expert, for qwen3_moe."""
 
     def __post_init__(self) -> None:
+        self._check_experts()
         if self.hidden_size % (2 * self.num_heads):
             raise MisfitError(
                 "heads",
@@ -122,6 +129,21 @@ class ModelConfig(FromFile):
                 f"accepted: a divisor of heads {self.num_heads}",
                 ("heads", f"accepted: a multiple of kv_heads {self.num_kv_heads}"),
             )
+
+    def _check_experts(self) -> None:
+        given = {
+            "experts": self.num_experts,
+            "experts_per_token": self.num_experts_per_token,
+            "moe_intermediate_size": self.moe_intermediate_size,
+        }
+        has_experts = self.architecture == "qwen3_moe"
+        for key, value in given.items():
+            if has_experts and value is None:
+                raise MisfitError(key, "accepted with architecture qwen3_moe: a whole number, 1 or more")
+            if not has_experts and value is not None:
+                raise MisfitError(key, "accepted with architecture qwen3_moe only")
+        if has_experts and (self.num_experts_per_token or 0) > (self.num_experts or 0):
+            raise MisfitError("experts_per_token", f"accepted: up to experts {self.num_experts}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -216,7 +238,7 @@ class AlgorithmConfig(FromFile):
     max_logprob_gap: PositiveFloat | None = None
     """Largest gap in nats between the log-probabilities that rollout and training give a token of the present version;
     above it the pipeline fails. Without: 0.001, 0.01 or 1, where its engines are found exact, replayable or
-    statistical."""
+    statistical; 1 for bfloat16 and for a mixture of experts, whose routing differs easily."""
     micro_batch_size: Count = 32
     """Sequences of one forward and backward pass. Results change with it in the last bits."""
 

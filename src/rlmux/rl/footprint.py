@@ -45,12 +45,13 @@ def footprint_of(config: TrainingConfig, *, is_gpu: bool = False, has_base: bool
 def has_flash(config: TrainingConfig, *, is_gpu: bool) -> bool:
     """Whether attention in training keeps no probabilities.
 
-    torch's kernels for that take float32 on a CPU; on a GPU only where every query head has a key head of its own.
+    torch's kernels for that take any dtype on a CPU; on a GPU float32 only where every query head has a key head of its
+    own.
     (torch 2.13, ATen/native/transformers/cuda/sdp_utils.cpp: flash attention takes half precision, memory-efficient
     attention no grouped heads)
     """
     shape = shape_of(config.model)
-    return not is_gpu or shape.num_heads == shape.num_kv_heads
+    return not is_gpu or config.train.dtype != "float32" or shape.num_heads == shape.num_kv_heads
 
 
 def host_parts(config: TrainingConfig) -> Parts:

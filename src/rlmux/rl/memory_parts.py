@@ -13,8 +13,10 @@
                          a decode step                                 logits, probabilities, their cumulative sum
                          a probe                                       KV of two layers
 
-float32 throughout. Activations are those that autograd keeps in transformers' Qwen3 and Llama. They are counted for
-the longest sequences that the config allows.
+float32, and with `train.dtype: bfloat16` all that training computes with: working weights, gradients, reference and
+activations, beside float32 weights and moments. Activations are those that autograd keeps in transformers' Qwen, Llama
+and Mistral; of a layer that is checkpointed, its input. They are counted for the longest sequences that the config
+allows.
 """
 
 from __future__ import annotations
@@ -55,10 +57,13 @@ def train_parts(config: TrainingConfig, *, has_flash: bool = True, has_base: boo
     an adapter is counted elsewhere: it lies once in memory for several workers.
     """
     shape = shape_of(config.model)
-    weights = weights_bytes(config)
-    resident = {"weights": weights, "gradients": weights, "moments": 2 * weights}
+    computed_with = weights_bytes(config)
+    weights = _master_bytes(config)
+    resident = {"weights": weights, "gradients": computed_with, "moments": 2 * weights}
+    if computed_with != weights:
+        resident["working weights"] = computed_with
     if config.algorithm.kl_coef > 0:
-        resident["reference"] = weights
+        resident["reference"] = computed_with
     if config.adapter is not None and has_base:
         resident["base"] = shape.num_parameters * FLOAT_BYTES
     return resident | max(_train_moments(config, shape, has_flash=has_flash), key=total)
@@ -66,30 +71,49 @@ def train_parts(config: TrainingConfig, *, has_flash: bool = True, has_base: boo
 
 def train_state_bytes(config: TrainingConfig) -> float:
     """Bytes of a trainer's state between two steps: what a checkpoint and an offload copy."""
-    return (4 if config.algorithm.kl_coef > 0 else 3) * weights_bytes(config)
+    reference = weights_bytes(config) if config.algorithm.kl_coef > 0 else 0.0
+    return 3 * _master_bytes(config) + reference
 
 
 def weights_bytes(config: TrainingConfig) -> float:
-    """Bytes of one version of what is trained, the model or its adapter, as it is published."""
+    """Bytes of one version of what is trained, the model or its adapter, as it is computed with and published."""
+    return _master_bytes(config) / FLOAT_BYTES * _compute_bytes(config)
+
+
+def _master_bytes(config: TrainingConfig) -> float:
+    """Bytes of what is trained in float32, which is updated."""
     shape = shape_of(config.model)
     num_trained = shape.num_parameters if config.adapter is None else adapter_parameters(shape, config.adapter)
     return num_trained * FLOAT_BYTES
 
 
+def _compute_bytes(config: TrainingConfig) -> int:
+    """Bytes of a number that training computes with."""
+    return FLOAT_BYTES if config.train.dtype == "float32" else 2
+
+
 def _train_moments(config: TrainingConfig, shape: ModelShape, *, has_flash: bool) -> list[Parts]:
-    weights = weights_bytes(config)
+    weights = _master_bytes(config)
     moments: list[Parts] = [{"gradient sum": weights, "optimizer scratch": weights}]
     algorithm, warmup = config.algorithm, config.sft_warmup
     num_sequences = algorithm.prompts_per_step * algorithm.group_size // algorithm.num_minibatches
-    batches = [(num_sequences, min(num_sequences, algorithm.micro_batch_size))]
+    batches = [(num_sequences, min(num_sequences, _sequences_of_micro_batch(config)))]
     if warmup.num_updates:
         batches.append((warmup.batch_size, min(warmup.batch_size, algorithm.micro_batch_size)))
     for num, size in batches:
-        num_leaves = -(-num // algorithm.micro_batch_size)
+        num_leaves = -(-num // size)
         num_held = (-(-num_leaves // config.train.num_workers)).bit_length()  # of a rank's own, the new one among them
         for moment in _backward_moments(config, shape, size, has_flash=has_flash):
             moments.append({"gradient sums": num_held * weights, **moment})
     return moments
+
+
+def _sequences_of_micro_batch(config: TrainingConfig) -> int:
+    """Sequences of the largest length that go forward and backward together in a step."""
+    max_tokens = config.train.tokens_per_micro_batch
+    if max_tokens is None:
+        return config.algorithm.micro_batch_size
+    return max(1, max_tokens // (config.rollout.max_prompt_tokens + config.rollout.max_new_tokens))
 
 
 def _backward_moments(config: TrainingConfig, shape: ModelShape, size: int, *, has_flash: bool) -> list[Parts]:
@@ -97,32 +121,65 @@ def _backward_moments(config: TrainingConfig, shape: ModelShape, size: int, *, h
     rollout = config.rollout
     length = rollout.max_prompt_tokens + rollout.max_new_tokens - 1
     num_tokens, num_sampled = size * length, size * rollout.max_new_tokens
-    activations = num_tokens * _activations_of_token(shape, length, has_flash=has_flash) * FLOAT_BYTES
-    activations += num_sampled * shape.hidden_size * FLOAT_BYTES
-    kept = {"activations": activations, "heap between activations": _HEAP_SLACK * activations}
-    logits = min(num_sampled, config.train.rows_of_chunk(shape.vocab_size)) * shape.vocab_size * FLOAT_BYTES
-    embedding = shape.embedding * FLOAT_BYTES if config.adapter is None else 0
-    in_a_layer = num_tokens * (3 * shape.intermediate_size + 2 * shape.hidden_size) * FLOAT_BYTES
+    size_of = _compute_bytes(config)
+    in_layers, in_a_layer = _activations_of_token(shape, length, size_of, has_flash=has_flash)
+    recomputed = 0.0
+    if config.train.activation_checkpointing:
+        in_layers, recomputed = shape.num_layers * shape.hidden_size * size_of, num_tokens * in_a_layer
+    activations = num_tokens * (in_layers + _norm_of_token(shape, size_of))
+    activations += num_sampled * shape.hidden_size * size_of
+    kept = {"activations": activations, "heap between activations": _HEAP_SLACK * (activations + 2 * recomputed)}
+    logits = min(num_sampled, config.train.rows_of_chunk(shape.vocab_size)) * shape.vocab_size
+    has_chunks = num_sampled > config.train.rows_of_chunk(shape.vocab_size)
+    embedding = shape.embedding * size_of if config.adapter is None else 0
+    of_a_layer = num_tokens * (3 * _mlp_width(shape) + 2 * shape.hidden_size) * size_of
     if not has_flash:
-        in_a_layer = max(in_a_layer, 2 * num_tokens * shape.num_heads * length * FLOAT_BYTES)
+        of_a_layer = max(of_a_layer, 2 * num_tokens * shape.num_heads * length * size_of)
+    # In float32 the distribution, its gradient and that of the logits; with bfloat16 also their bfloat16.
+    of_logits = (3 * FLOAT_BYTES + (size_of if size_of < FLOAT_BYTES else 0)) * logits
+    between_chunks = {}
+    if has_chunks:  # the head's gradient so far, that of the chunk, and their sum
+        between_chunks = {
+            "embedding gradients": 3 * embedding,
+            "heap between chunks": _HEAP_SLACK * (of_logits + 3 * embedding),
+        }
     return [
-        {**kept, "logits": 3 * logits},
-        {**kept, "embedding gradients": embedding, "gradients of a layer": in_a_layer},
+        {**kept, "logits": of_logits} | between_chunks,
+        {
+            **kept,
+            "embedding gradients": embedding,
+            "recomputed activations": 2 * recomputed,  # the allocator keeps the blocks of the layer before
+            "gradients of a layer": of_a_layer,
+        },
         {"embedding gradients": (2 if shape.is_tied else 1) * embedding},
     ]
 
 
-def _activations_of_token(shape: ModelShape, length: int, *, has_flash: bool) -> float:
-    """Values that autograd keeps for one token of a sequence of this length."""
-    norm = 2 * shape.hidden_size + 1
+def _mlp_width(shape: ModelShape) -> int:
+    """Width of a token's feed-forward layer, its experts' together."""
+    return shape.intermediate_size * max(1, shape.num_picked)
+
+
+def _norm_of_token(shape: ModelShape, size_of: int) -> float:
+    """Bytes that autograd keeps of a norm over the hidden size: computed in float32, its result in the dtype."""
+    return shape.hidden_size * (FLOAT_BYTES + size_of) + FLOAT_BYTES
+
+
+def _activations_of_token(shape: ModelShape, length: int, size_of: int, *, has_flash: bool) -> tuple[float, float]:
+    """Bytes that autograd keeps for one token of a sequence of this length, in all layers and in one."""
     query, kv = shape.query_size, shape.kv_size
-    projected = 2 * shape.hidden_size + 4 * shape.intermediate_size  # what the norms give to the projections, the MLP
+    projected = 2 * shape.hidden_size + 4 * _mlp_width(shape)  # what the norms give to the projections, the MLP
+    if shape.num_experts:  # each expert's own rows and what it makes of them; two tables of probabilities
+        projected += 2 * shape.hidden_size * shape.num_picked - shape.hidden_size + 2 * shape.num_experts
     if has_flash:
         attention = 3 * query + 2 * kv + shape.num_heads  # queries, outputs twice, keys, values, sums of exponents
     else:
         attention = 4 * query + shape.num_heads * length  # keys and values repeated for every query head
-    head_norms = 2 * (query + kv) + shape.num_heads + shape.num_kv_heads if shape.has_head_norms else 0
-    return shape.num_layers * (2 * norm + projected + attention + head_norms) + norm
+    head_norms = 0.0
+    if shape.has_head_norms:
+        head_norms = (query + kv) * (FLOAT_BYTES + size_of) + (shape.num_heads + shape.num_kv_heads) * FLOAT_BYTES
+    of_a_layer = 2 * _norm_of_token(shape, size_of) + head_norms + (projected + attention) * size_of
+    return shape.num_layers * of_a_layer, of_a_layer
 
 
 def rollout_parts(config: TrainingConfig, *, has_base: bool = True) -> Parts:
@@ -150,7 +207,7 @@ def _rollout_moments(config: TrainingConfig, shape: ModelShape, max_len: int) ->
     num_slots = rollout.num_slots
     # Logits, log-probs and probabilities in float32, the cumulative sum in float64.
     logits = num_slots * shape.vocab_size * (3 * FLOAT_BYTES + 8)
-    hidden = shape.hidden_size + shape.query_size + 2 * shape.kv_size + 3 * shape.intermediate_size
+    hidden = shape.hidden_size + shape.query_size + 2 * shape.kv_size + 3 * _mlp_width(shape)
     scratch = num_slots * (hidden + shape.num_heads * max_len) * FLOAT_BYTES
     num_probed = min(NUM_PROBED_LAYERS, shape.num_layers)
     probed = num_slots * max_len * _kv_of_token(shape) * num_probed / shape.num_layers
@@ -168,11 +225,10 @@ def _rollout_moments(config: TrainingConfig, shape: ModelShape, max_len: int) ->
 
 
 def _loading_bytes(config: TrainingConfig, shape: ModelShape) -> float:
-    """The tensors of a file, and a copy of the largest of them: hashed, then times a norm's gains."""
-    if config.adapter is not None:
-        return 2 * weights_bytes(config)
-    largest = max(shape.embedding, 2 * shape.hidden_size * shape.intermediate_size)
-    return (shape.num_parameters + largest) * FLOAT_BYTES
+    """The tensors of a file, in float32, and a copy of the largest of them: hashed, then times a norm's gains."""
+    largest = max(shape.embedding, shape.mlp_matrices * 2 // 3)
+    rounded = weights_bytes(config) if config.train.dtype != "float32" else 0.0
+    return (shape.num_parameters + largest) * FLOAT_BYTES + rounded
 
 
 def _kv_of_token(shape: ModelShape) -> float:

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from rlmux.core.errors import UserError
 from rlmux.rl.config import AdapterConfig, ModelConfig
 from rlmux.rl.vocabulary import CharVocabulary
+
+_WITH_HEAD_NORMS = ("qwen3", "qwen3_moe")
 
 
 def adapter_parameters(shape: ModelShape, adapter: AdapterConfig) -> int:
@@ -41,6 +45,12 @@ class ModelShape:
     """Whether input and output embedding are one matrix."""
     has_head_norms: bool
     """Whether queries and keys are normed, as in qwen3."""
+    has_qkv_bias: bool = False
+    """Whether queries, keys and values have a bias, as in qwen2."""
+    num_experts: int = 0
+    """Experts of each layer, of width `intermediate_size`; 0 for a dense model."""
+    num_picked: int = 0
+    """Experts that compute a token."""
 
     @property
     def query_size(self) -> int:
@@ -54,8 +64,22 @@ class ModelShape:
     @property
     def layer_matrices(self) -> int:
         """Parameters of one layer's matrices."""
-        attention = 2 * self.hidden_size * (self.query_size + self.kv_size)
-        return attention + 3 * self.hidden_size * self.intermediate_size
+        return self._attention_matrices + self.mlp_matrices + self.hidden_size * self.num_experts
+
+    @property
+    def _attention_matrices(self) -> int:
+        return 2 * self.hidden_size * (self.query_size + self.kv_size)
+
+    @property
+    def mlp_matrices(self) -> int:
+        """Parameters of one layer's feed-forward matrices, of all its experts."""
+        return max(1, self.num_experts) * 3 * self.hidden_size * self.intermediate_size
+
+    @property
+    def num_active_parameters(self) -> int:
+        """Parameters that compute a token: all but those of experts that are not picked."""
+        idle = self.num_experts - self.num_picked
+        return self.num_parameters - self.num_layers * idle * 3 * self.hidden_size * self.intermediate_size
 
     @property
     def embedding(self) -> int:
@@ -66,6 +90,7 @@ class ModelShape:
     def num_parameters(self) -> int:
         norms = self.hidden_size * (2 * self.num_layers + 1)
         norms += 2 * self.head_dim * self.num_layers if self.has_head_norms else 0
+        norms += (self.query_size + 2 * self.kv_size) * self.num_layers if self.has_qkv_bias else 0
         return self.num_layers * self.layer_matrices + self.embedding * (1 if self.is_tied else 2) + norms
 
 
@@ -75,14 +100,17 @@ def shape_of(model: ModelConfig) -> ModelShape:
         return _shape_of_folder(Path(model.path))
     return ModelShape(
         hidden_size=model.hidden_size,
-        intermediate_size=model.intermediate_size,
+        intermediate_size=model.moe_intermediate_size or model.intermediate_size,
         num_layers=model.num_layers,
         num_heads=model.num_heads,
         num_kv_heads=model.num_kv_heads,
         head_dim=model.hidden_size // model.num_heads,
         vocab_size=CharVocabulary().vocab_size,
         is_tied=True,
-        has_head_norms=model.architecture == "qwen3",
+        has_head_norms=model.architecture in _WITH_HEAD_NORMS,
+        has_qkv_bias=model.architecture == "qwen2",
+        num_experts=model.num_experts or 0,
+        num_picked=model.num_experts_per_token or 0,
     )
 
 
@@ -90,16 +118,25 @@ def _shape_of_folder(folder: Path) -> ModelShape:
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text())
+        has_experts = config.get("model_type") == "qwen3_moe"
         return ModelShape(
             hidden_size=config["hidden_size"],
-            intermediate_size=config["intermediate_size"],
+            intermediate_size=config["moe_intermediate_size"] if has_experts else config["intermediate_size"],
             num_layers=config["num_hidden_layers"],
             num_heads=config["num_attention_heads"],
             num_kv_heads=config.get("num_key_value_heads", config["num_attention_heads"]),
             head_dim=config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"],
             vocab_size=config["vocab_size"],
             is_tied=config.get("tie_word_embeddings", False),
-            has_head_norms=config.get("model_type") == "qwen3",
+            has_head_norms=config.get("model_type") in _WITH_HEAD_NORMS,
+            has_qkv_bias=config.get("model_type") == "qwen2",
+            num_experts=_num_experts(config) if has_experts else 0,
+            num_picked=config["num_experts_per_tok"] if has_experts else 0,
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"model.path {folder}: config.json is not that of a transformers model: {error!r}") from error
+
+
+def _num_experts(config: Mapping[str, Any]) -> int:
+    """Their number, by its name since transformers 5 or the one before."""
+    return int(config["num_local_experts"] if "num_local_experts" in config else config["num_experts"])

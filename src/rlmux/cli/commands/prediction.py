@@ -61,14 +61,14 @@ def simulate(
 
 
 def plan(file: File, policy: PolicyName = None, sets: Sets = None, json: Json = False) -> int:
-    """Show placement, predicted slowdowns and cost per hour.
+    """Show placement, predicted slowdowns, cost per hour, and each worker's memory by part.
 
     Starts nothing. Exit code 1 if a pipeline is refused: it can never run there.
 
     \b
     Example: rlmux plan examples/07_cluster_what_if.yaml --policy rollmux
     """
-    from rlmux.cli import inputs, tables
+    from rlmux.cli import inputs, memory_rows, tables
 
     spec = inputs.load_for_plan(file, sets, policy)
 
@@ -76,6 +76,7 @@ def plan(file: File, policy: PolicyName = None, sets: Sets = None, json: Json = 
 
     planned = api.plan(inputs.workload_of(spec), policy=spec.policy)
     planned["bases"] = inputs.bases_in(spec)
+    planned["memory"] = memory_rows.memory_of(spec)
     tables.show_plan(planned, as_json=json)
     return tables.exit_code_of_plan(planned)
 

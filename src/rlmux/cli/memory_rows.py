@@ -1,0 +1,55 @@
+"""What `plan` shows of memory: what each worker of a pipeline holds at its fullest moment, part by part.
+
+Figures are those that `run` adds up before it places a pipeline (rl/memory_parts.py), for the workers of one pipeline;
+what the file's `footprint` says instead is not known by part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from rlmux.config import Spec
+from rlmux.rl.footprint import host_parts
+from rlmux.rl.memory_parts import Parts, rollout_parts, total, train_parts
+from rlmux.rl.model_shape import shape_of
+
+MemoryOfPipeline = dict[str, Any]
+
+
+def memory_of(spec: Spec) -> dict[str, MemoryOfPipeline]:
+    """By pipeline: parameters and the bytes of each part; pipelines without a task, which are only planned, are absent.
+
+    {"parameters", "active_parameters", "rollout": {part: bytes}, "train": {part: bytes}, "train_host": {part: bytes}}
+    """
+    found = {}
+    for pipeline in spec.pipelines:
+        if pipeline.training is not None:
+            shape = shape_of(pipeline.training.model)
+            found[pipeline.name] = {
+                "parameters": shape.num_parameters,
+                "active_parameters": shape.num_active_parameters,
+                "rollout": _present(rollout_parts(pipeline.training)),
+                "train": _present(train_parts(pipeline.training)),
+                "train_host": _present(host_parts(pipeline.training)),
+            }
+    return found
+
+
+def rows_of(memory: dict[str, MemoryOfPipeline]) -> Sequence[dict[str, Any]]:
+    """One row for each worker, and one for each of its parts."""
+    rows: list[dict[str, Any]] = []
+    for name, own in memory.items():
+        for worker in ("rollout", "train", "train_host"):
+            parts = own[worker]
+            rows.append(_row(name, worker.replace("_", " "), "all", total(parts)))
+            rows += [_row("", "", part, size) for part, size in parts.items()]
+    return rows
+
+
+def _present(parts: Parts) -> Parts:
+    return {part: size for part, size in parts.items() if size}
+
+
+def _row(pipeline: str, worker: str, part: str, num_bytes: float) -> dict[str, Any]:
+    return {"pipeline": pipeline, "worker": worker, "part": part, "MB": f"{num_bytes / 1e6:,.1f}"}
