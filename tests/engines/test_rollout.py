@@ -17,9 +17,10 @@ from transformers import PreTrainedModel
 from rlmux.core.errors import IllegalTransitionError, PipelineError, UserError
 from rlmux.core.model import SubStage
 from rlmux.engines.batch_probe import BatchProbe
+from rlmux.engines.decoder_shape import DecoderShape
 from rlmux.engines.model_io import build_model
 from rlmux.engines.rollout import SlotRolloutEngine
-from rlmux.engines.transformer import DecodePlan, DecoderShape, DecoderWeights, KvCache, PositionTables
+from rlmux.engines.transformer import DecodePlan, DecoderWeights, KvCache, PositionTables
 from rlmux.rl.config import ModelConfig, RolloutConfig
 from rlmux.rl.types import FinishedTurn, TrajectoryId, TrajectoryRequest, TurnReply
 

@@ -6,9 +6,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, GPT2Config, PreTraine
 
 from rlmux.core.errors import UserError
 from rlmux.engines import transformer
+from rlmux.engines.decoder_shape import DecoderShape, check_window
 from rlmux.engines.transformer import (
     DecodePlan,
-    DecoderShape,
     DecoderWeights,
     KvCache,
     PositionTables,
@@ -123,9 +123,9 @@ def test_models_that_the_step_does_not_compute_are_refused() -> None:
 def test_a_sliding_window_that_no_sequence_exceeds_is_none() -> None:
     windowed = model("mistral")
     windowed.config.sliding_window = 48
-    transformer.check_window(windowed, 48)
+    check_window(windowed, 48)
     with pytest.raises(UserError, match="sliding_window 48 is not supported; accepted: null, or no sequence longer"):
-        transformer.check_window(windowed, 49)
+        check_window(windowed, 49)
 
 
 @pytest.mark.parametrize("rope_type", ["linear", "llama3", "yarn"])

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from rlmux.core.errors import PipelineError, UserError
 from rlmux.engines.adapter_rows import LowRank, rotation_pairs
-from rlmux.engines.transformer import DecoderShape
+from rlmux.engines.decoder_shape import DecoderShape
 from rlmux.rl.config import AdapterConfig
 
 TARGETS_BY_PROJECTION: Mapping[str, tuple[str, ...]] = {

@@ -41,13 +41,14 @@ from rlmux.engines.adapter_table import AdapterTable
 from rlmux.engines.adapter_weights import AdapterWeights
 from rlmux.engines.batch_probe import PREFILL_BUCKET, BatchProbe
 from rlmux.engines.chunk_tally import ChunkTally
+from rlmux.engines.decoder_shape import check_window
 from rlmux.engines.live_trajectory import LiveTrajectory
 from rlmux.engines.prefill_ahead import PrefillAhead
 from rlmux.engines.request_limits import RequestLimits
 from rlmux.engines.residency import Offloaded, give_back
 from rlmux.engines.shared_base import SharedBase
 from rlmux.engines.slot_table import SlotTable, slot_of
-from rlmux.engines.transformer import DecodePlan, DecoderWeights, PositionTables, check_window, score
+from rlmux.engines.transformer import DecodePlan, DecoderWeights, PositionTables, score
 from rlmux.engines.weights import read_weights
 from rlmux.rl.config import AdapterConfig, ModelConfig, RolloutConfig
 from rlmux.rl.types import (
@@ -90,11 +91,10 @@ class SlotRolloutEngine:
         With an `adapter` the model is its frozen base. `bases`: folder in shared memory where that lies once, on a CPU.
         `vocabulary`: decodes responses for stop texts.
         """
-        _check_rollout(rollout)
         self._staleness, self._is_single_turn = staleness, is_single_turn
         self._device = torch.device(device)
         self._limits = RequestLimits.of(rollout, vocab_size, can_decode=vocabulary is not None)
-        max_len = -(-(rollout.max_prompt_tokens + rollout.max_new_tokens + 1) // PREFILL_BUCKET) * PREFILL_BUCKET
+        longest, max_len = _lengths(rollout)
         self._is_base_shared = bases is not None and adapter is not None and device == "cpu"
         base = SharedBase(folder=bases, model=model_config, vocab_size=vocab_size, seed=seed)
         model, self._weights = base.fused() if self._is_base_shared else base.fused_alone(self._device)
@@ -462,6 +462,13 @@ class SlotRolloutEngine:
 
     def _device_tensors(self) -> list[Tensor]:
         return [*self._kept_tensors(), *self._slots.tensors()]
+
+
+def _lengths(rollout: RolloutConfig) -> tuple[int, int]:
+    """(positions of the longest sequence, those that its slot is made for). Raises UserError for sizes out of range."""
+    _check_rollout(rollout)
+    longest = rollout.max_prompt_tokens + rollout.max_new_tokens + 1
+    return longest, -(-longest // PREFILL_BUCKET) * PREFILL_BUCKET
 
 
 def _check_rollout(rollout: RolloutConfig) -> None:

@@ -23,9 +23,10 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from rlmux.engines.decoder_shape import DecoderShape
 from rlmux.engines.model_io import build_model, new_model_config
 from rlmux.engines.residency import give_back
-from rlmux.engines.transformer import DecoderShape, DecoderWeights
+from rlmux.engines.transformer import DecoderWeights
 from rlmux.engines.weights import read_tensors, write_tensors
 from rlmux.rl.adapter_base import base_name
 from rlmux.rl.config import ModelConfig

@@ -14,11 +14,12 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
+from rlmux.engines.decoder_shape import DecoderShape
 from rlmux.engines.live_trajectory import LiveTrajectory
 from rlmux.engines.sampling import trajectory_uniforms
 from rlmux.engines.slots import SlotBuffers, SlotRow
 from rlmux.engines.stop_texts import StopTexts
-from rlmux.engines.transformer import DecodePlan, DecoderShape, KvCache
+from rlmux.engines.transformer import DecodePlan, KvCache
 from rlmux.rl.config import RolloutConfig
 from rlmux.rl.types import TrajectoryId, TrajectoryRequest
 from rlmux.rl.vocabulary import Vocabulary

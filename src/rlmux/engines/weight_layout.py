@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from rlmux.core.errors import UserError
-
-if TYPE_CHECKING:
-    from rlmux.engines.transformer import DecoderShape
+from rlmux.engines.decoder_shape import DecoderShape
 
 
 def weight_sizes(shape: DecoderShape) -> Iterator[tuple[int, ...]]:
