@@ -141,10 +141,26 @@ class Checks:
         if pipeline.adapter is not None and self._architecture(pipeline.model) == "qwen3_moe":
             raise self._error((*path, "adapter"), "does not go with a mixture of experts; accepted: a dense model")
         self._check_context((*path, "rollout"), pipeline.rollout, max_positions, source)
+        self._check_engine((*path, "rollout", "engine", "url"), pipeline)
         if pipeline.task is not None:
             self._check_task((*path, "task"), pipeline.task)
         elif self.purpose is Purpose.RUN:
             raise self._error((*path, "task"), "is missing; accepted: a task's name, or a mapping (docs/spec.md)")
+
+    def _check_engine(self, path: KeyPath, pipeline: PipelineConfig) -> None:
+        """A server holds the weights of one worker of one pipeline, whole."""
+        url = pipeline.rollout.engine.url
+        if pipeline.rollout.engine.is_server and pipeline.adapter is not None:
+            raise self._error(path[:-1], "does not go with an adapter; accepted: our own engine")
+        if url is None:
+            return
+        if pipeline.rollout.num_workers > 1:
+            raise self._error(
+                path, f"is {url!r}: one server for {pipeline.rollout.num_workers} workers; accepted: python"
+            )
+        others = [each.name for each in self.config.pipelines if each.rollout.engine.url == url]
+        if others[0] != pipeline.name:
+            raise self._error(path, f"is {url!r}, which {others[0]} has too; accepted: a server for each pipeline")
 
     def _check_fits(self, path: KeyPath, phase: Phase, num_workers: int) -> None:
         pools = self.config.cluster.pools.items()

@@ -159,7 +159,10 @@ def _with_absolute_paths(config: RunConfig, folder: Path) -> RunConfig:
             model = replace(model, path=absolute(model.path))
         if task is not None and task.path is not None:
             task = replace(task, path=absolute(task.path))
-        return replace(pipeline, model=model, task=task)
+        rollout = pipeline.rollout
+        if rollout.engine.python is not None:
+            rollout = replace(rollout, engine=replace(rollout.engine, python=absolute(rollout.engine.python)))
+        return replace(pipeline, model=model, task=task, rollout=rollout)
 
     return replace(
         config,

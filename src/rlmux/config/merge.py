@@ -14,9 +14,9 @@ from rlmux.config.old_keys import rename_keys, rename_override
 from rlmux.config.overrides import Override, apply_override, parse_override
 from rlmux.core.errors import SpecError
 
-_SHORT_FORMS = ("task", "algorithm")
+_SHORT_FORMS = (("task",), ("algorithm",), ("rollout", "engine"))
 """Keys whose bare name is short for `{name: ...}`."""
-_TAKEN_WHOLE = ("model", "task")
+_TAKEN_WHOLE = ("model", "task", "engine")
 """Keys that are one decision: a pipeline's own takes nothing from the default one."""
 
 
@@ -75,14 +75,12 @@ def _each_pipeline(root: Node, change: Callable[[Node], Node]) -> Node:
 
 def _spelled_out(pipeline: Node) -> Node:
     """`task: sort` and `algorithm: grpo` as `{name: ...}`."""
-    if not isinstance(pipeline.value, dict):
-        return pipeline
-    entries = dict(pipeline.value)
-    for key in _SHORT_FORMS:
-        node = entries.get(key)
+    for path in _SHORT_FORMS:
+        node = pipeline.at(path) if isinstance(pipeline.value, dict) else None
         if node is not None and isinstance(node.value, str):
-            entries[key] = Node(value={"name": node}, where=node.where, order=node.order)
-    return Node(value=entries, where=pipeline.where, order=pipeline.order)
+            spelled = Node(value={"name": node}, where=node.where, order=node.order)
+            pipeline = pipeline.replaced(path, spelled)
+    return pipeline
 
 
 def _deep_merge(below: Node, above: Node, key: str | None = None) -> Node:

@@ -23,6 +23,7 @@ SECTIONS: tuple[tuple[str, type[config.FromFile]], ...] = (
     ("`sft_warmup`", config.SftWarmupConfig),
     ("`algorithm`", config.AlgorithmConfig),
     ("`rollout`", config.RolloutConfig),
+    ("`rollout.engine`", config.EngineConfig),
     ("`train`", config.TrainConfig),
     ("`estimate`", tree.EstimateConfig),
     ("`footprint`", tree.FootprintConfig),

@@ -266,6 +266,48 @@ class AlgorithmConfig(FromFile):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig(FromFile):
+    """The program that samples the answers (docs/engines.md). A bare name is short for `{name: ...}`."""
+
+    name: Literal["rlmux", "vllm", "sglang"] = "rlmux"
+    """Our own engine, or a server of others. Those need `python` or `url`."""
+    python: str | None = None
+    """Python of the environment that has the engine, relative to this file. Each rollout worker starts a server with
+    it, which ends with the worker. Excludes `url`."""
+    url: str | None = None
+    """A server of the pipeline's model that runs already on this machine, for it alone. Excludes `python`."""
+    args: tuple[str, ...] = ()
+    """Further arguments of the server's command, for `python`."""
+    memory_gb: PositiveFloat | None = None
+    """Device memory of a server, in 10^9 bytes; without: what our engine would take and 2 more."""
+    start_limit_s: PositiveFloat = 600.0
+    """Seconds within which a server must have started."""
+
+    def __post_init__(self) -> None:
+        if self.name == "rlmux":
+            for key in ("python", "url", "args", "memory_gb"):
+                if getattr(self, key):
+                    raise MisfitError(
+                        key, "does not go with our own engine; accepted with: name: vllm, or name: sglang"
+                    )
+            return
+        if (self.python is None) == (self.url is None):
+            given = "url" if self.url is not None else "name"
+            raise MisfitError(
+                given, f"accepted: {self.name} with python: PATH of its environment's python, or with url:, not both"
+            )
+        if self.url is not None and re.fullmatch(r"http://(127\.0\.0\.1|localhost)(:\d+)?/?", self.url) is None:
+            raise MisfitError("url", "accepted: http://127.0.0.1:PORT, a server on this machine")
+        if self.url is not None and self.args:
+            raise MisfitError("args", "does not go with url; accepted with: python")
+
+    @property
+    def is_server(self) -> bool:
+        """A server of others samples."""
+        return self.name != "rlmux"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutConfig(FromFile):
     """How answers are sampled, and on how many devices."""
 
@@ -279,6 +321,8 @@ class RolloutConfig(FromFile):
     """Sampling temperature."""
     num_slots: Annotated[int, Ge(1), Le(4096)] = 64
     """Sequences decoded at once by each worker. Results change with it in the last bits."""
+    engine: Annotated[EngineConfig, Takes("an engine's name, or a mapping")] = field(default_factory=EngineConfig)
+    """The program that samples."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

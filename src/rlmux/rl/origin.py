@@ -17,6 +17,10 @@ from rlmux.rl.config import TrainingConfig
 NOT_OF_THE_PLAN = {
     ("rollout", "num_workers"),
     ("train", "num_workers"),
+    ("rollout", "engine", "python"),
+    ("rollout", "engine", "url"),
+    ("rollout", "engine", "memory_gb"),
+    ("rollout", "engine", "start_limit_s"),
     ("algorithm", "max_logprob_gap"),
     ("task", "reward_timeout_s"),
 }

@@ -19,6 +19,7 @@ from rlmux.core.errors import PipelineError, UserError
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.conversations import check_reply
 from rlmux.rl.demonstrations import demonstration_batch
+from rlmux.rl.engine_check import check_engine
 from rlmux.rl.rewards import Response, Reward
 from rlmux.rl.tasks import Task, is_of_user, make_task
 from rlmux.rl.tasks.file_rows import FileTask
@@ -51,6 +52,7 @@ def complaint_about(config: TrainingConfig, before_user_code: Callable[[str], No
     with the key of `task` that names the code.
     """
     try:
+        check_engine(config.rollout.engine, config.model)
         vocabulary = load_vocabulary(config.model)
         if is_of_user(config.task.name):
             before_user_code("name")

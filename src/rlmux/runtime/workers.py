@@ -43,6 +43,7 @@ from rlmux.runtime.heartbeat import beat, beating
 
 if TYPE_CHECKING:
     from rlmux.engines.ranks import RankStore
+    from rlmux.engines.rollout_protocol import RolloutEngine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,6 +163,31 @@ def _unpacked(partial: PartialTrajectory) -> PartialTrajectory:
     return replace(partial, kv=load(partial.kv)["kv"])
 
 
+def _make_rollout_engine(
+    config: TrainingConfig, vocab_size: int, is_single_turn: bool, device: str, bases: Path | None
+) -> RolloutEngine:
+    """Ours in this process, or one behind a server that ends with it."""
+    if config.rollout.engine.is_server:
+        from rlmux.engines.servers.factory import make_server_engine
+
+        return make_server_engine(
+            config, vocab_size=vocab_size, is_single_turn=is_single_turn, device=device, on_wait=beat
+        )
+    from rlmux.engines.rollout import SlotRolloutEngine
+
+    return SlotRolloutEngine(
+        config.model,
+        config.rollout,
+        vocab_size=vocab_size,
+        seed=config.model_seed,
+        staleness=config.algorithm.staleness,
+        is_single_turn=is_single_turn,
+        device=device,
+        adapter=config.adapter,
+        bases=bases,
+    )
+
+
 class RolloutWorker:
     """A rollout engine in its own process."""
 
@@ -171,7 +197,6 @@ class RolloutWorker:
         import torch
 
         from rlmux.engines.device_fraction import fraction_setter
-        from rlmux.engines.rollout import SlotRolloutEngine
         from rlmux.rl.tasks import make_task
         from rlmux.rl.vocabulary import load_vocabulary
 
@@ -179,17 +204,7 @@ class RolloutWorker:
         device = device_in_use()
         vocabulary = load_vocabulary(config.model)
         task = make_task(config.task, seed=config.seed, vocabulary=vocabulary)
-        self._engine = SlotRolloutEngine(
-            config.model,
-            config.rollout,
-            vocab_size=vocabulary.vocab_size,
-            seed=config.model_seed,
-            staleness=config.algorithm.staleness,
-            is_single_turn=task.is_single_turn,
-            device=device,
-            adapter=config.adapter,
-            bases=bases,
-        )
+        self._engine = _make_rollout_engine(config, vocabulary.vocab_size, task.is_single_turn, device, bases)
         self._origin = origin
         self._fraction = fraction_setter(device)
         self.is_core = device == "cpu"
@@ -197,8 +212,15 @@ class RolloutWorker:
     def probe(self) -> ProbeReport | None:
         """Compare what the engine computes under different schedules; None where it has work or is offloaded."""
         from rlmux.engines.promise_probe import probe_rollout
+        from rlmux.engines.rollout import SlotRolloutEngine
+        from rlmux.engines.servers.probe import probe_engine
 
-        return probe_rollout(self._engine) if self._engine.is_unused else None
+        if not self._engine.is_unused:
+            return None
+        if isinstance(self._engine, SlotRolloutEngine):
+            return probe_rollout(self._engine)
+        with beating():
+            return probe_engine(self._engine)
 
     def run_chunk(self, chunk: RolloutChunk) -> RolloutChunkResult:
         """Raises PipelineError for weights or trajectories of another run or plan."""

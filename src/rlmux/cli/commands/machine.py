@@ -11,14 +11,39 @@ from rlmux.cli.commands.options import Json
 from rlmux.core.errors import UserError
 
 
-def doctor(json: Json = False) -> None:
+def doctor(
+    engine: Annotated[
+        str | None, typer.Option("--engine", metavar="NAME", help="Probe a rollout engine: rlmux, vllm or sglang.")
+    ] = None,
+    python: Annotated[
+        str | None, typer.Option("--python", metavar="PATH", help="Python of the environment that has the engine.")
+    ] = None,
+    url: Annotated[str | None, typer.Option("--url", help="A server of --model that runs already.")] = None,
+    model: Annotated[
+        str | None,
+        typer.Option("--model", metavar="FOLDER", help="Checkpoint to probe with; else a tiny new one."),
+    ] = None,
+    trajectories: Annotated[
+        int, typer.Option("--trajectories", help="Trajectories of the probe; batches go up to as many.")
+    ] = 64,
+    json: Json = False,
+) -> None:
     """Say what this machine can do, and what is missing.
 
-    Everything that is missing comes with what that means and what to do about it.
+    Everything that is missing comes with what that means and what to do about it. With --engine: what a rollout engine
+    can do and promise here, found by trying it.
 
     \b
     Example: rlmux doctor
     """
+    if engine is not None:
+        from rlmux.cli import doctor_engine
+
+        config = doctor_engine.probed_config(engine, python, url, model, trajectories)
+        doctor_engine.show(doctor_engine.probe(config, trajectories), as_json=json)
+        return
+    if any((python, url, model)):
+        raise UserError("--python, --url and --model go with --engine; accepted: --engine rlmux, vllm or sglang")
     from rlmux.cli.doctor import examine, show
 
     show(examine(), as_json=json)

@@ -1,0 +1,154 @@
+"""HTTP to a server on this machine: short questions with a time limit, and answers that come event by event.
+
+    ask(method, path, body)  ──▶ JSON           503 is asked again for a while: a server that pauses or wakes says so
+    events(path, body)       ──▶ JSON, JSON ... one connection an answer; `close` from another thread ends it
+
+What goes wrong is one of two errors: ServerGoneError (nothing answers: the worker's successor may do better) and
+ServerAnswerError (it answers something else).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import json
+import socket
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any
+from urllib.parse import urlencode, urlsplit
+
+from rlmux.core.errors import PipelineError, RlmuxError, WorkerLostError
+
+_ASK_AGAIN_S = 0.05
+_SHOWN_CHARS = 200
+
+
+class ServerGoneError(WorkerLostError):
+    """The server does not answer, or no longer."""
+
+
+class ServerAnswerError(PipelineError):
+    """The server answers something that its kind of server does not."""
+
+
+class ServerConnection:
+    """Where one server listens. Safe to use from several threads: every question has a connection of its own."""
+
+    def __init__(self, url: str, *, busy_limit_s: float = 60.0) -> None:
+        """`busy_limit_s`: seconds for which a 503 is asked again."""
+        parts = urlsplit(url)
+        self.url = url
+        self._host, self._port = parts.hostname or "127.0.0.1", parts.port or 80
+        self._busy_limit_s = busy_limit_s
+
+    def ask(
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        *,
+        query: Mapping[str, str] | None = None,
+        limit_s: float = 60.0,
+    ) -> Any:
+        """The answer's JSON (None where it is empty). Raises ServerGoneError, ServerAnswerError."""
+        target = f"{path}?{urlencode(query)}" if query else path
+        until_s = time.monotonic() + self._busy_limit_s
+        while True:
+            status, content = self._exchange(method, target, body, limit_s)
+            if status != 503 or time.monotonic() >= until_s:
+                break
+            time.sleep(_ASK_AGAIN_S)
+        if status >= 400:
+            raise ServerAnswerError(f"{method} {self.url}{target} was answered {status}: {_shown(content)}")
+        try:
+            return json.loads(content) if content.strip() else None
+        except ValueError as error:
+            raise ServerAnswerError(
+                f"{method} {self.url}{target} was not answered in JSON: {_shown(content)}"
+            ) from error
+
+    def is_there(self, path: str, *, limit_s: float = 5.0) -> bool:
+        """Whether this path is answered with a success."""
+        try:
+            return self._exchange("GET", path, None, limit_s)[0] < 400
+        except ServerGoneError:
+            return False
+
+    def stream(self, path: str, body: Any, *, limit_s: float) -> EventStream:
+        """A new answer that comes in events (text/event-stream); `limit_s`: longest wait for the next one."""
+        return EventStream(self._open(limit_s), f"{self.url}{path}", path, body)
+
+    def _open(self, limit_s: float) -> http.client.HTTPConnection:
+        return http.client.HTTPConnection(self._host, self._port, timeout=limit_s)
+
+    def _exchange(self, method: str, target: str, body: Any, limit_s: float) -> tuple[int, bytes]:
+        connection = self._open(limit_s)
+        try:
+            _send(connection, method, target, body)
+            answer = connection.getresponse()
+            return answer.status, answer.read()
+        except (OSError, http.client.HTTPException) as error:
+            raise ServerGoneError(f"{method} {self.url}{target}: {error or type(error).__name__}") from error
+        finally:
+            connection.close()
+
+
+class EventStream:
+    """One answer under way."""
+
+    def __init__(self, connection: http.client.HTTPConnection, url: str, path: str, body: Any) -> None:
+        self._connection = connection
+        self._url = url
+        self._path = path
+        self._body = body
+        self._socket: socket.socket | None = None
+        self.is_closed = False
+
+    def close(self) -> None:
+        """End it, from whatever thread: its reader sees the end."""
+        self.is_closed = True
+        if self._socket is not None:
+            with contextlib.suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
+
+    def __iter__(self) -> Iterator[Any]:
+        """The JSON of each event. It ends where the server ends it, whole or not, and where it was closed.
+
+        Raises ServerGoneError where nothing comes, BusyError for a 503, ServerAnswerError for another refusal.
+        """
+        try:
+            _send(self._connection, "POST", self._path, self._body)
+            self._socket = self._connection.sock
+            answer = self._connection.getresponse()
+            if answer.status == 503:
+                raise BusyError(self._url)
+            if answer.status >= 400:
+                raise ServerAnswerError(f"POST {self._url} was answered {answer.status}: {_shown(answer.read())}")
+            for line in answer:
+                text = line.strip()
+                if text.startswith(b"data:") and text != b"data: [DONE]":
+                    yield json.loads(text[5:])
+        except RlmuxError:
+            raise  # some of them are errors of connections, too
+        except ValueError as error:
+            raise ServerAnswerError(f"POST {self._url} was answered with an event that is not JSON: {error}") from error
+        except (OSError, http.client.HTTPException) as error:
+            if not self.is_closed:
+                raise ServerGoneError(f"POST {self._url}: {error or type(error).__name__}") from error
+        finally:
+            self._connection.close()
+
+
+class BusyError(ServerGoneError):
+    """The server takes no requests at the moment (503)."""
+
+
+def _send(connection: http.client.HTTPConnection, method: str, target: str, body: Any) -> None:
+    content = None if body is None else json.dumps(body)
+    connection.request(method, target, content, {"Content-Type": "application/json"} if content else {})
+
+
+def _shown(content: bytes) -> str:
+    text = " ".join(content.decode(errors="replace").split())
+    return text if len(text) <= _SHOWN_CHARS else text[: _SHOWN_CHARS - 3] + "..."

@@ -1,0 +1,91 @@
+"""A pipeline's server engine, from its config: the model's folder, the server, and what it can do.
+
+    ModelConfig ── build_model ──▶ folder ──▶ server ── measured, or recalled from the cache ──▶ capabilities
+
+What was measured is recalled by engine, version, device, arguments and the model's shape.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
+
+import torch
+
+from rlmux.core.errors import PipelineError, RlmuxError, UserError
+from rlmux.engines.model_io import build_model
+from rlmux.engines.servers import capabilities
+from rlmux.engines.servers.dialect import Dialect
+from rlmux.engines.servers.engine import ServerRolloutEngine
+from rlmux.engines.servers.process import new_folder
+from rlmux.engines.servers.settings import ServerSettings
+from rlmux.engines.servers.sglang import Sglang
+from rlmux.engines.servers.vllm import Vllm
+from rlmux.rl.config import TrainingConfig
+from rlmux.rl.engine_check import check_version
+from rlmux.rl.footprint import server_bytes
+from rlmux.rl.model_shape import shape_of
+
+DIALECTS: dict[str, Dialect] = {"vllm": Vllm(), "sglang": Sglang()}
+
+
+def make_server_engine(
+    config: TrainingConfig,
+    *,
+    vocab_size: int,
+    is_single_turn: bool,
+    device: str,
+    on_wait: Callable[[], None] = lambda: None,
+    is_measured_anew: bool = False,
+) -> ServerRolloutEngine:
+    """Raises UserError and ServerGoneError for a server that cannot serve this pipeline; nothing is left of it then."""
+    given = config.rollout.engine
+    make_model = partial(build_model, config.model, vocab_size, config.model_seed)
+    settings = ServerSettings(
+        folder=new_folder(),
+        num_slots=config.rollout.num_slots,
+        max_len=config.rollout.max_prompt_tokens + config.rollout.max_new_tokens,
+        device=device,
+        num_threads=config.train.num_threads,
+        memory_bytes=server_bytes(config),
+        args=given.args,
+    )
+    make_model().save_pretrained(settings.folder)
+    engine = ServerRolloutEngine(
+        DIALECTS[given.name],
+        settings,
+        config.rollout,
+        given,
+        vocab_size=vocab_size,
+        staleness=config.algorithm.staleness,
+        is_single_turn=is_single_turn,
+        on_wait=on_wait,
+        free_bytes=None if device == "cpu" else lambda: float(torch.cuda.mem_get_info()[0]),
+    )
+    try:
+        check_version(given.name, engine.server_version, engine.server.url)
+        key = _cache_key(config, engine.server_version, device)
+        known = None if is_measured_anew else capabilities.recall(key)
+        if known is None:
+            known = capabilities.measure(engine, settings.folder, make_model)
+            capabilities.remember(key, known)
+        elif known.reloads:
+            engine.dialect.load_weights(engine.server, settings.folder, 0)
+        elif not engine.can_start_anew:
+            raise UserError(f"{given.url} does not take new weights; accepted: rollout.engine.python")
+        engine.capabilities = known
+    except RlmuxError as error:
+        engine.last_words()
+        engine.close()
+        raise PipelineError(str(error)) if isinstance(error, UserError) else error from None
+    return engine
+
+
+def _cache_key(config: TrainingConfig, version: str, device: str) -> str:
+    given = config.rollout.engine
+    gpu = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
+    rest = repr((asdict(shape_of(config.model)), config.rollout.num_slots, given.args, given.url is None))
+    return f"{given.name} {version} {gpu} {hashlib.sha256(rest.encode()).hexdigest()[:16]}"

