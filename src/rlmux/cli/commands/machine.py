@@ -38,9 +38,10 @@ def doctor(
     """
     if engine is not None:
         from rlmux.cli import doctor_engine
+        from rlmux.profiling.engine_probe import probe_on_this_machine
 
         config = doctor_engine.probed_config(engine, python, url, model, trajectories)
-        doctor_engine.show(doctor_engine.probe(config, trajectories), as_json=json)
+        doctor_engine.show(probe_on_this_machine(config, trajectories), as_json=json)
         return
     if any((python, url, model)):
         raise UserError("--python, --url and --model go with --engine; accepted: --engine rlmux, vllm or sglang")

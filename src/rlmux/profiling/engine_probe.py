@@ -1,0 +1,47 @@
+"""What a rollout engine can do and promise on this machine, found by trying it.
+
+config ──▶ rl.engine_check ──▶ engine ──▶ capabilities (servers) ──▶ probe ──▶ class of promise
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from typing import Any
+
+import torch
+
+from rlmux.engines.rollout import SlotRolloutEngine
+from rlmux.engines.servers.factory import make_server_engine
+from rlmux.engines.servers.probe import probe_engine
+from rlmux.rl.config import TrainingConfig
+from rlmux.rl.engine_check import check_engine
+from rlmux.rl.promise import promise_of
+from rlmux.rl.vocabulary import load_vocabulary
+
+
+def probe_on_this_machine(config: TrainingConfig, num_trajectories: int) -> dict[str, Any]:
+    """Keys: engine, version, device, capabilities, checks, promise, seconds. Raises UserError, ServerGoneError."""
+    given = config.rollout.engine
+    version = check_engine(given, config.model)
+    torch.set_num_threads(config.train.num_threads)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    vocab_size = load_vocabulary(config.model).vocab_size
+    found: dict[str, Any] = {"engine": given.name, "version": version, "device": device}
+    if given.is_server:
+        server = make_server_engine(
+            config, vocab_size=vocab_size, is_single_turn=True, device=device, is_measured_anew=True
+        )
+        try:
+            report = probe_engine(server, num_trajectories=num_trajectories)
+        finally:
+            server.close()
+        found["capabilities"] = asdict(server.capabilities)
+    else:
+        ours = SlotRolloutEngine(config.model, config.rollout, vocab_size=vocab_size, seed=config.seed, device=device)
+        report = probe_engine(ours, num_trajectories=num_trajectories, is_recomputation_avoidable=True)
+    return found | {
+        "checks": {check.name: check.is_equal for check in report.checks},
+        "promise": promise_of(report.checks).value,
+        "trajectories": num_trajectories,
+        "seconds": round(report.seconds, 2),
+    }
