@@ -18,7 +18,7 @@ from tests.server_environments import make_environment, misbehaving
 from rlmux.core.errors import IllegalTransitionError, PipelineError, RlmuxError, UserError
 from rlmux.engines.model_io import build_model
 from rlmux.engines.rollout import SlotRolloutEngine
-from rlmux.engines.servers import capabilities
+from rlmux.engines.servers import measuring
 from rlmux.engines.servers.connection import ServerGoneError
 from rlmux.engines.servers.engine import ServerRolloutEngine
 from rlmux.engines.servers.factory import make_server_engine
@@ -206,7 +206,7 @@ def test_what_a_good_server_can_is_found_and_recalled(
     assert (found.keeps_held, found.has_positional_noise, found.reloads) == (True, True, True)
     assert (found.names_versions, found.has_checksums, found.frees_memory) == (True, name == "vllm", True)
     assert found.remarks == ()
-    monkeypatch.setattr(capabilities, "measure", None)
+    monkeypatch.setattr(measuring, "measure", None)
     assert new_engine(name).capabilities == found
 
 

@@ -1,7 +1,7 @@
 """How one kind of server is started and spoken to. Each dialect is a small file: vllm.py, sglang.py.
 
 A dialect words questions and reads answers. It keeps no state, knows no trajectory, and believes no answer: what a
-server can do is measured (capabilities.py), since a 200 proves only that an endpoint returned.
+server can do is measured (measuring.py), since a 200 proves only that an endpoint returned.
 """
 
 from __future__ import annotations

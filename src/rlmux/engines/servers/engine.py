@@ -80,7 +80,7 @@ class ServerRolloutEngine(OneServer):
         super().__init__(dialect, settings, engine, on_wait=on_wait, free_bytes=free_bytes)
         self.version = 0
         self.capabilities: Capabilities = CANNOT
-        """What the server can do, as measured (capabilities.py)."""
+        """What the server can do, as measured (measuring.py)."""
         self._temperature = rollout.temperature
         self._staleness = staleness
         self._is_single_turn = is_single_turn

@@ -17,7 +17,7 @@ import torch
 
 from rlmux.core.errors import PipelineError, RlmuxError, UserError
 from rlmux.engines.model_io import build_model
-from rlmux.engines.servers import capabilities
+from rlmux.engines.servers import measuring
 from rlmux.engines.servers.dialect import Dialect
 from rlmux.engines.servers.engine import ServerRolloutEngine
 from rlmux.engines.servers.process import new_folder
@@ -68,10 +68,10 @@ def make_server_engine(
     try:
         check_version(given.name, engine.server_version, engine.server.url)
         key = _cache_key(config, engine.server_version, device)
-        known = None if is_measured_anew else capabilities.recall(key)
+        known = None if is_measured_anew else measuring.recall(key)
         if known is None:
-            known = capabilities.measure(engine, settings.folder, make_model)
-            capabilities.remember(key, known)
+            known = measuring.measure(engine, settings.folder, make_model)
+            measuring.remember(key, known)
         elif known.reloads:
             engine.dialect.load_weights(engine.server, settings.folder, 0)
         elif not engine.can_start_anew:
