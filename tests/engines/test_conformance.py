@@ -170,7 +170,7 @@ def drain_of(engine: Any, requests: list[TrajectoryRequest]) -> dict[TrajectoryI
 
 
 @pytest.mark.parametrize("name", ENGINES)
-def test_an_engine_goes_on_behind_a_tools_reply_and_forgets_what_is_released(new_engine: NewEngine, name: str) -> None:
+def test_an_engine_goes_on_behind_a_reply_and_forgets_what_is_released(new_engine: NewEngine, name: str) -> None:
     engine = new_engine(name, is_single_turn=False)
     stops = tuple(range(0, VOCAB_SIZE, 12))[:8]
     requests = requests_of(4, stops=stops, max_new_tokens=12)
@@ -246,7 +246,7 @@ def test_a_server_whose_bits_depend_on_the_batch_is_replayable_at_most(new_engin
     assert not checks["batches"]
 
 
-def test_a_server_that_is_busy_loses_requests_wakes_slowly_and_gives_memory_back_late_changes_nothing(
+def test_a_server_that_is_busy_forgetful_and_slow_changes_nothing(
     new_engine: NewEngine,
 ) -> None:
     engine = new_engine("vllm")
@@ -294,7 +294,7 @@ def test_a_server_that_wakes_with_other_weights_is_found_by_its_canary(new_engin
         engine.load()
 
 
-def test_a_server_that_dies_is_a_lost_worker_and_ends_with_all_its_processes(new_engine: NewEngine) -> None:
+def test_a_server_that_dies_is_a_lost_worker_and_ends_whole(new_engine: NewEngine) -> None:
     engine = new_engine("vllm")
     servers = psutil.Process().children(recursive=True)
     engine.submit(requests_of(2))
@@ -331,7 +331,7 @@ def test_a_server_of_another_kind_or_model_is_refused(new_engine: NewEngine) -> 
         new_engine("vllm", misbehaves={"no_logprobs": True})
 
 
-def test_a_seed_belongs_to_the_trajectory_and_where_noise_begins_anew_to_the_position() -> None:
+def test_a_seed_is_of_the_trajectory_and_where_noise_begins_anew_of_the_position() -> None:
     from rlmux.engines.servers.trajectory import ServedTrajectory
 
     request = requests_of(1)[0]

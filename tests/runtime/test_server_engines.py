@@ -30,9 +30,7 @@ def served(real: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     return build
 
 
-def test_two_pipelines_share_a_device_with_servers_and_get_the_weights_that_they_get_alone(
-    real: Any, served: Any, tmp_path: Path
-) -> None:
+def test_two_pipelines_with_servers_share_a_device_and_train_as_alone(real: Any, served: Any, tmp_path: Path) -> None:
     one, other = served("one", 1), served("other", 2)
     together = real.run(tmp_path / "together", [one, other])
     assert together.status == {"one": "finished", "other": "finished"}
