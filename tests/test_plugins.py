@@ -13,6 +13,7 @@ import pytest
 from rlmux import plugins
 from rlmux.core.errors import UserError
 
+pytestmark = pytest.mark.xdist_group("plugins")  # one installation for all
 EXAMPLE = Path(__file__).parents[1] / "examples" / "plugin"
 FILE = """\
 cluster: {pools: {rollout: {devices: 1}, train: {devices: 1}}}

@@ -13,6 +13,7 @@ import pytest
 
 import rlmux
 
+pytestmark = pytest.mark.xdist_group("interface")  # one run for all
 FILE = {
     "cluster": {"pools": {"rollout": {"devices": 1}, "train": {"devices": 1}}},
     "defaults": {

@@ -31,14 +31,14 @@ from rlmux.rl.vocabulary import CharVocabulary
 
 VOCAB_SIZE = CharVocabulary().vocab_size
 MODEL = ModelConfig(hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1, intermediate_size=64)
-ENGINES = ["rlmux", "vllm", "sglang"]
-SERVERS = ["vllm", "sglang"]
+SERVERS = ["vllm", pytest.param("sglang", marks=pytest.mark.slow)]
+ENGINES = ["rlmux", *SERVERS]
 NewEngine = Callable[..., Any]
 
 
 @pytest.fixture(scope="module")
 def pythons(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    return {name: make_environment(tmp_path_factory.mktemp(name), name) for name in SERVERS}
+    return {name: make_environment(tmp_path_factory.mktemp(name), name) for name in ("vllm", "sglang")}
 
 
 @pytest.fixture(autouse=True)
@@ -260,14 +260,6 @@ def test_a_server_that_is_busy_forgetful_and_slow_changes_nothing(
     assert engine.resident_bytes() < awake - 10e6
     engine.load()
     assert {turn.id: turn for turn in first.finished} | drain(engine) == expected
-
-
-def test_a_server_that_loses_every_request_is_given_up(new_engine: NewEngine) -> None:
-    engine = new_engine("vllm")
-    engine.server.ask("POST", "/misbehave", {"lose": 1000})
-    engine.submit(requests_of(1, max_new_tokens=12))
-    with pytest.raises(ServerGoneError, match="vllm lost"):
-        drain(engine)
 
 
 def test_a_server_that_leaves_out_logprobs_fails_the_pipeline(new_engine: NewEngine) -> None:

@@ -244,7 +244,7 @@ def test_a_token_beyond_the_staleness_bound_is_named(staleness: int, version: in
     fourth = wrong.trajectories[3]
     broken = replace(fourth, versions=(*fourth.versions[:-1], version))
     trajectories = [*wrong.trajectories[:3], broken, *wrong.trajectories[4:]]
-    with pytest.raises(PipelineError, match=rf"prompt=1, sample=1\) has a token of weight version {version}"):
+    with pytest.raises(PipelineError, match=rf"prompt=1, sample=1.*\) has a token of weight version {version}"):
         engine.begin_step(replace(wrong, trajectories=trajectories))
 
 

@@ -37,7 +37,7 @@ def answers(config: TrainingConfig, finish: Finish, requests: list[TrajectoryReq
     task = make_task(config.task, seed=config.seed, vocabulary=VOCABULARY)
     turns = []
     for request in requests:
-        step, prompt, sample = request.id
+        step, prompt, sample, _ = request.id
         answer = task.prompt((step - 1) * config.algorithm.prompts_per_step + prompt).answer or ""
         turns.append(finish(request, spoken("z" + answer[1:] if sample % 2 else answer, ends=True)))
     return turns

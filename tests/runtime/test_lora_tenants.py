@@ -96,6 +96,7 @@ class InterruptsAt:
             os.kill(os.getpid(), signal.SIGINT)
 
 
+@pytest.mark.slow
 def test_an_interrupted_run_of_tenants_is_resumed_to_the_same_adapters(real, tenants, alone, tmp_path):
     two, folder = tenants[:2], tmp_path / "run"
     stopped = run_pipelines(

@@ -116,7 +116,7 @@ def test_the_rank_that_is_stopped_is_named_and_not_one_that_waits_for_it(real, t
     assert loss.startswith("sort/train-1 gave no answer in time")
 
 
-@pytest.mark.parametrize("other_count", [2, 1])
+@pytest.mark.parametrize("other_count", [2, pytest.param(1, marks=pytest.mark.slow)])
 def test_pipelines_that_share_training_devices_have_the_weights_of_alone(real, alone, tmp_path, other_count) -> None:
     on = real.cluster(train=2)
     other = of_ranks(real, other_count, "tool", seed=2, task="calculator")
