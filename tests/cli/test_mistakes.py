@@ -26,7 +26,8 @@ import pytest
         (["compare", "small.yaml", "--policies", "solo,nope"], "--policies 'nope': accepted: solo, "),
         (["compare", "small.yaml", "--policies", ","], "--policies '': accepted: solo, "),
         (["simulate", "nowhere"], "workload 'nowhere' is neither"),
-        (["simulate", "weave", "--seeds", "0"], "Invalid value for '--seeds': "),
+        (["simulate", "weave", "--seeds", "0"], "--seeds '0': accepted: how many, from 1, or the first and the last"),
+        (["simulate", "weave", "--seeds", "24-20"], "--seeds '24-20': accepted: "),
         (["simulate", "weave", "--set", "a=1"], "--set a=1: only a YAML file takes overrides, and 'weave' is none"),
         (
             ["plan", "small.yaml", "--set", "pipelines.a.estimate=null"],

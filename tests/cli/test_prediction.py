@@ -107,6 +107,18 @@ def test_waiting_and_the_bound_stand_in_the_table_beside_the_slos(rlmux, files):
     assert {"$/solo h", "slowdown mean"} <= set(shown)
 
 
+def test_seeds_are_counted_or_named(rlmux):
+    words = ("simulate", "bl-s:num_pipelines=4", "--policies", "rollmux", "--json", "--seeds")
+    counted, named, both = (json.loads(rlmux(*words, seeds).out) for seeds in ("2", "1-1", "0-1"))
+    assert (counted["seeds"], named["seeds"], named["num_seeds"]) == ([0, 1], [1], 1)
+    costs = [one["policies"]["rollmux"]["cost_usd"] for one in (counted, both)]
+    assert costs[0] == costs[1]
+    extremes = {counted["policies"]["rollmux"][which]["cost_usd"] for which in ("min", "max")}
+    assert named["policies"]["rollmux"]["cost_usd"] in extremes
+    said = rlmux("simulate", "bl-s:num_pipelines=2", "--policies", "solo", "--seeds", "3-4")
+    assert "2 seeds (3 to 4)" in said.out
+
+
 def test_a_file_can_be_simulated_and_planned_from_python(files):
     figures = api.simulate("plan.yaml", policies=["solo"], num_processes=1)["policies"]["solo"]
     assert figures["slo_attainment"] == 1.0

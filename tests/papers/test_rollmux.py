@@ -96,7 +96,7 @@ def test_simulate_gives_stable_keys_with_means_minima_and_maxima():
 
 
 def test_a_sweep_is_the_same_on_one_core_and_on_two():
-    tasks = api.tasks_of("th-s:num_pipelines=8", ["solo", "random"], 2)
+    tasks = api.tasks_of("th-s:num_pipelines=8", ["solo", "random"], range(2))
     seen = []
     one = sweep(tasks, num_processes=1)
     two = sweep(tasks, num_processes=2, progress=lambda done, total: seen.append((done, total)))

@@ -87,6 +87,16 @@ def policy_names(text: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(names))
 
 
+def seed_numbers(text: str) -> tuple[int, ...]:
+    """Seeds 0 to N - 1 of `N`; those from A to B, both included, of `A-B`."""
+    first, dash, last = text.strip().partition("-")
+    if first.isdecimal() and (last.isdecimal() if dash else int(first) > 0):
+        numbers = range(int(first), int(last) + 1) if dash else range(int(first))
+        if numbers:
+            return tuple(numbers)
+    raise UserError(f"--seeds {text!r}: accepted: how many, from 1, or the first and the last of them, such as 20-24")
+
+
 def _check_policy(option: str, name: str) -> None:
     """Raises UserError for a name that is neither built in nor a plug-in's, whose module is looked for here too."""
     from rlmux.policies import POLICIES

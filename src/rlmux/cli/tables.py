@@ -87,6 +87,8 @@ def show_simulation(result: Row, *, as_json: bool) -> None:
         print_json(result)
         return
     seeds = f"{result['num_seeds']} seed" + ("s" if result["num_seeds"] > 1 else "")
+    if result["seeds"][0]:
+        seeds += f" ({result['seeds'][0]} to {result['seeds'][-1]})"
     print(f"{result['workload']}, {seeds}. {result['about']}".rstrip() + "\n")
     if "measured" in result:
         _show_predictions(result)

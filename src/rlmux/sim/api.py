@@ -36,17 +36,23 @@ def simulate(
     *,
     policies: Sequence[str],
     num_seeds: int = 1,
+    seeds: Sequence[int] | None = None,
     progress: Progress | None = None,
     num_processes: int | None = None,
     out: Path | None = None,
     counts_decisions: bool = False,
 ) -> dict[str, Any]:
-    """Figures of every policy over seeds 0 to num_seeds - 1; with `out`, pictures and a page go there.
+    """Figures of every policy over `seeds`, by default 0 to num_seeds - 1; with `out`, pictures and a page go there.
     `counts_decisions`: decisions take the time that they take on this machine, instead of none.
 
-    {"workload", "about", "num_seeds", "notes", "policies": {name: {figure: mean, ..., "min": {...}, "max": {...}}}}
+    {"workload", "about", "num_seeds", "seeds", "notes",
+     "policies": {name: {figure: mean, ..., "min": {...}, "max": {...}}}}
     """
-    tasks = tasks_of(workload, policies, num_seeds)
+    if seeds is None:
+        if num_seeds < 1:
+            raise UserError(f"num_seeds is {num_seeds}; accepted: 1 or more")
+        seeds = range(num_seeds)
+    tasks = tasks_of(workload, policies, seeds)
     if counts_decisions:
         tasks = tuple(replace(task, counts_decisions=True) for task in tasks)
     if out is not None:
@@ -58,7 +64,8 @@ def simulate(
     report: dict[str, Any] = {
         "workload": tasks[0].workload.name,
         "about": tasks[0].workload.about,
-        "num_seeds": num_seeds,
+        "num_seeds": len(seeds),
+        "seeds": list(seeds),
         "notes": notes_of(tasks[0].workload, policies),
         "policies": {name: over_seeds(runs) for name, runs in by_policy.items()},
     }
@@ -92,16 +99,18 @@ def _first_steps_s(workload: Workload) -> float:
     return workload.arrivals[0].submit_s + 10 * longest_s
 
 
-def tasks_of(workload: str | Workload | WorkloadMaker, policies: Sequence[str], num_seeds: int) -> tuple[SimRun, ...]:
+def tasks_of(
+    workload: str | Workload | WorkloadMaker, policies: Sequence[str], seeds: Sequence[int]
+) -> tuple[SimRun, ...]:
     """One simulation for each policy and seed."""
     if not policies:
         raise UserError("no policy was named; accepted: one or more of those in docs/policies.md")
-    if num_seeds < 1:
-        raise UserError(f"num_seeds is {num_seeds}; accepted: 1 or more")
+    if not seeds:
+        raise UserError("seeds: none is asked for; accepted: num_seeds of 1 or more, or one or more by number")
     for name in policies:
         make_policy(name)
     tasks = []
-    for seed in range(num_seeds):
+    for seed in seeds:
         if isinstance(workload, Workload):
             made = workload
         else:

@@ -27,7 +27,9 @@ def simulate(
     count_decisions: Annotated[
         bool, typer.Option("--count-decisions", help="Count the seconds that decisions take here, instead of none.")
     ] = False,
-    seeds: Annotated[int, typer.Option("--seeds", min=1, help="Number of seeds; figures are means over them.")] = 1,
+    seeds: Annotated[
+        str, typer.Option("--seeds", help="Number of seeds, or those from A to B as A-B; figures are means over them.")
+    ] = "1",
     out: Pictures = None,
     sets: Sets = None,
     json: Json = False,
@@ -41,7 +43,7 @@ def simulate(
     """
     from rlmux.cli import inputs, progress, tables
 
-    names = inputs.policy_names(policies)
+    names, numbers = inputs.policy_names(policies), inputs.seed_numbers(seeds)
     made = inputs.workload_or_run(workload, from_run, sets, profile)
 
     from rlmux.sim import api
@@ -50,7 +52,7 @@ def simulate(
         result = api.simulate(
             made,
             policies=names,
-            num_seeds=seeds,
+            seeds=numbers,
             progress=report_progress,
             out=out,
             counts_decisions=count_decisions,
