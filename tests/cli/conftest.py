@@ -10,33 +10,16 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from tests.small_files import SORT, small_file
 
 from rlmux.cli.main import run_command_line
 
-SMALL = """\
-cluster: {pools: {rollout: {devices: 1}, train: {devices: 1}}}
-defaults:
-  steps: 2
-  model: {hidden_size: 16, layers: 1, heads: 2, kv_heads: 1, intermediate_size: 32}
-  sft_warmup: {updates: 2, batch_size: 8}
-  algorithm: {prompts_per_step: 2, group_size: 4}
-  rollout: {max_new_tokens: 6, slots: 8}
-pipelines:
-  - {name: a, seed: 1, task: sort, estimate: {rollout_s: 2, train_s: 1}}
-  - {name: b, seed: 2, task: reverse, estimate: {rollout_s: 1, train_s: 2}}
-"""
-
-LONG = """\
-cluster: {pools: {rollout: {devices: 1}, train: {devices: 1}}}
-defaults:
-  steps: 100000
-  model: {hidden_size: 16, layers: 1, heads: 2, kv_heads: 1, intermediate_size: 32}
-  sft_warmup: {updates: 2, batch_size: 8}
-  algorithm: {prompts_per_step: 2, group_size: 4}
-  rollout: {max_new_tokens: 6, slots: 8}
-pipelines:
-  - {name: a, seed: 1, task: sort}
-"""
+SMALL = small_file(
+    "{name: a, seed: 1, task: sort, estimate: {rollout_s: 2, train_s: 1}}",
+    "{name: b, seed: 2, task: reverse, estimate: {rollout_s: 1, train_s: 2}}",
+    steps=2,
+)
+LONG = small_file(SORT, steps=100_000)
 
 
 class Said(NamedTuple):

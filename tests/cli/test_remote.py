@@ -16,23 +16,16 @@ import pytest
 
 pytest.importorskip("torch")
 
+from tests.small_files import REVERSE, SORT, small_file
+
 from rlmux.cli import remote
 from rlmux.report.log import RunLog, run_header
 from rlmux.runtime.control_socket import ControlServer
 from rlmux.runtime.run_status import StatusReader
 
-SMALL = """\
-cluster: {pools: {rollout: {devices: 1}, train: {devices: 1}}}
-defaults:
-  steps: 6
-  model: {hidden_size: 16, layers: 1, heads: 2, kv_heads: 1, intermediate_size: 32}
-  sft_warmup: {updates: 2, batch_size: 8}
-  algorithm: {prompts_per_step: 2, group_size: 4}
-  rollout: {max_new_tokens: 6, slots: 8}
-pipelines:
-"""
-ONE = SMALL + "  - {name: a, seed: 1, task: sort}\n"
-MORE = "\n".join(SMALL.splitlines()[1:]) + "\n  - {name: b, seed: 2, task: reverse}\n"
+ONE = small_file(SORT, steps=6)
+MORE = small_file(REVERSE, steps=6).partition("\n")[2]
+"""Without a cluster of its own."""
 LIMIT_S = 200
 
 

@@ -10,23 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.small_files import REVERSE, SORT, small_file
 
 pytest.importorskip("torch")
 
-
 NUM_STEPS = 30
-SMALL = """\
-cluster: {pools: {rollout: {devices: 1}, train: {devices: 1}}}
-defaults:
-  steps: 2
-  model: {hidden_size: 16, layers: 1, heads: 2, kv_heads: 1, intermediate_size: 32}
-  sft_warmup: {updates: 2, batch_size: 8}
-  algorithm: {prompts_per_step: 2, group_size: 4}
-  rollout: {max_new_tokens: 6, slots: 8}
-pipelines:
-  - {name: a, seed: 1, task: sort}
-  - {name: b, seed: 2, task: reverse}
-"""
+SMALL = small_file(SORT, REVERSE, steps=2)
 
 
 def start(folder: Path, *words: str) -> subprocess.Popen[str]:

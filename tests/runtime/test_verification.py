@@ -7,6 +7,7 @@ import sqlite3
 from pathlib import Path
 
 import pytest
+from tests.small_files import small_file
 
 from rlmux.config.load import parse_spec
 from rlmux.core.errors import UserError
@@ -17,18 +18,7 @@ from rlmux.runtime.verification import verify
 
 pytest.importorskip("torch")
 
-SMALL = """\
-cluster: {pools: {rollout: {devices: 1}, train: {devices: 1}}}
-defaults:
-  steps: 2
-  model: {hidden_size: 16, layers: 1, heads: 2, kv_heads: 1, intermediate_size: 32}
-  sft_warmup: {updates: 2, batch_size: 8}
-  algorithm: {prompts_per_step: 2, group_size: 4}
-  rollout: {max_new_tokens: 6, slots: 8}
-pipelines:
-  - {name: a, seed: 11, task: sort}
-  - {name: b, seed: 12, task: reverse}
-"""
+SMALL = small_file("{name: a, seed: 11, task: sort}", "{name: b, seed: 12, task: reverse}", steps=2)
 
 
 @pytest.fixture(scope="module")

@@ -221,7 +221,7 @@ if torch.cuda.is_available():
         torch.ones(8, device="cuda").sum().item()
         context.pop_context()
         found["green"] = ""
-    except Exception as error:
+    except Exception as error:  # whatever the driver raises is the finding
         found["green"] = f"{type(error).__name__}: {error}"
 from dataclasses import asdict
 from rlmux.engines.device_fraction import probe

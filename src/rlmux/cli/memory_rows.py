@@ -15,6 +15,7 @@ from rlmux.rl.memory_parts import Parts, rollout_parts, total, train_parts
 from rlmux.rl.model_shape import shape_of
 
 MemoryOfPipeline = dict[str, Any]
+"""What `memory_of` says of one pipeline."""
 
 
 def memory_of(spec: Spec) -> dict[str, MemoryOfPipeline]:

@@ -15,28 +15,18 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from rlmux.rl.types import FinishedTurn, PartialTrajectory, TrajectoryRequest
+from rlmux.engines.recorded import RecordedTrajectory
+from rlmux.rl.types import PartialTrajectory
 
 
 @dataclass(slots=True, kw_only=True)
-class LiveTrajectory:
-    """What an engine knows of a trajectory beyond the slot's tensors."""
+class LiveTrajectory(RecordedTrajectory):
+    """What an engine knows of a trajectory beyond the slot's tensors; its record is up to the last `record_tokens`."""
 
-    request: TrajectoryRequest
-    tokens: list[int] = field(default_factory=list)
-    """Response tokens, sampled and forced, up to the last `record_tokens`."""
-    logprobs: list[float] = field(default_factory=list)
-    """One for each of `tokens`; 0.0 for a forced token."""
-    is_sampled: list[bool] = field(default_factory=list)
-    """False for each of `tokens` that the environment wrote."""
-    versions: list[int] = field(default_factory=list)
-    """Weight version that made each of `tokens`."""
     pending: list[int] = field(default_factory=list)
     """Forced tokens that were accepted but not fed yet; empty while seated."""
     num_forced: int = 0
     """Response tokens beyond `is_sampled` that come from the environment; they come before sampled ones."""
-    num_turns: int = 0
-    is_waiting_for_env: bool = False
     slot: int | None = None
     """Index of its slot, or None; written by `SlotTable` alone."""
     position: int = field(init=False)
@@ -121,28 +111,6 @@ class LiveTrajectory:
         if self.is_prefilled_here:
             self.kv, self.is_prefilled_here = None, False
 
-    def finished_turn(self, stop_reason: str) -> FinishedTurn:
-        """Everything up to `position`, as the env worker reads it."""
-        return FinishedTurn(
-            id=self.request.id,
-            tokens=tuple(self.tokens),
-            is_sampled=tuple(self.is_sampled),
-            logprobs=tuple(self.logprobs),
-            versions=tuple(self.versions),
-            stop_reason=stop_reason,
-            num_turns=self.num_turns,
-        )
-
     def to_partial(self) -> PartialTrajectory:
         """Everything that another engine needs to continue it; only while not seated."""
-        return PartialTrajectory(
-            request=self.request,
-            tokens=tuple(self.tokens),
-            is_sampled=tuple(self.is_sampled),
-            logprobs=tuple(self.logprobs),
-            versions=tuple(self.versions),
-            pending_tokens=tuple(self.pending),
-            num_turns=self.num_turns,
-            is_waiting_for_reply=self.is_waiting_for_env,
-            kv=self.kv,
-        )
+        return self.partial(pending_tokens=self.pending, kv=self.kv)

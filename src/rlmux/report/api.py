@@ -63,6 +63,6 @@ def _write(path: Path, text: str) -> None:
         with os.fdopen(descriptor, "w", encoding="utf-8") as file:
             file.write(text)
         aside.replace(path)
-    except BaseException:
+    except BaseException:  # an interrupt, too, leaves no half file; it goes on up
         aside.unlink(missing_ok=True)
         raise

@@ -99,7 +99,7 @@ def seal(connection: sqlite3.Connection, folder: Path, *, number: int, last_seq:
         sha256 = file_sha256(aside)
         sync(aside)
         aside.replace(path)
-    except BaseException:
+    except BaseException:  # an interrupt, too, leaves no half file; it goes on up
         aside.unlink(missing_ok=True)
         raise
     sync(folder)

@@ -30,7 +30,7 @@ from rlmux.rl.arriving import (
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.types import FinishedTurn, TrajectoryId
 from rlmux.runtime.heartbeat import beating
-from rlmux.runtime.workers import device_in_use
+from rlmux.runtime.workers import device_in_use, offload_engine
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -134,9 +134,7 @@ class SampleWorker:
 
     def offload(self, spill_to: Path | None = None) -> int:
         """Leave the device; what is unfinished goes along. Returns the device bytes still held."""
-        with beating():
-            self._engine.offload(spill_to=spill_to)
-        return self._engine.resident_bytes()
+        return offload_engine(self._engine, spill_to)
 
     def withdraw(self, ids: Sequence[str]) -> None:
         """Forget requests that are no longer wanted."""
@@ -219,9 +217,7 @@ class DatumWorker:
 
     def offload(self, spill_to: Path | None = None) -> int:
         """Leave the device; gradients go along. Returns the device bytes still held."""
-        with beating():
-            self._engine.offload(spill_to=spill_to)
-        return self._engine.resident_bytes()
+        return offload_engine(self._engine, spill_to)
 
     def save_state(self, folder: Path) -> str:
         """Write a checkpoint of what the requests so far made; returns the hash of its weights."""

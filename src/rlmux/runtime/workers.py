@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from rlmux.core.errors import CheckpointError, PipelineError, StorageError
 from rlmux.core.model import Stage
@@ -255,9 +255,7 @@ class RolloutWorker:
 
     def offload(self, spill_to: Path | None = None) -> int:
         """Leave the device, for host memory or for a file; returns the device bytes still held."""
-        with beating(), _storing(spill_to) if spill_to else contextlib.nullcontext():
-            self._engine.offload(spill_to=spill_to)
-        return self._engine.resident_bytes()
+        return offload_engine(self._engine, spill_to)
 
     def prefetch(self) -> None:
         """Begin to read a spilled state ahead, unless the device is a core: that core would do the reading."""
@@ -395,9 +393,7 @@ class TrainWorker:
 
     def offload(self, spill_to: Path | None = None) -> int:
         """Leave the device, for host memory or for a file; returns the device bytes still held."""
-        with beating(), _storing(spill_to) if spill_to else contextlib.nullcontext():
-            self._engine.offload(spill_to=spill_to)
-        return self._engine.resident_bytes()
+        return offload_engine(self._engine, spill_to)
 
     def prefetch(self) -> None:
         """Begin to read a spilled state ahead, unless the device is a core: that core would do the reading."""
@@ -438,6 +434,24 @@ def device_in_use() -> str:
     os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.use_deterministic_algorithms(True, warn_only=True)
     return "cuda"
+
+
+class SwitchedEngine(Protocol):
+    """An engine that leaves its device and comes back."""
+
+    def offload(self, *, spill_to: Path | None = None) -> None: ...
+
+    def resident_bytes(self) -> int: ...
+
+
+def offload_engine(engine: SwitchedEngine, spill_to: Path | None) -> int:
+    """Leave the device, for host memory or for a file; returns the device bytes still held.
+
+    Raises StorageError for a file that cannot be written.
+    """
+    with beating(), _storing(spill_to) if spill_to else contextlib.nullcontext():
+        engine.offload(spill_to=spill_to)
+    return engine.resident_bytes()
 
 
 @contextlib.contextmanager

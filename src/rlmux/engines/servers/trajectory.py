@@ -9,25 +9,19 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
+from rlmux.engines.recorded import RecordedTrajectory
 from rlmux.engines.servers.settings import NOISE_BITS
-from rlmux.rl.types import FinishedTurn, PartialTrajectory, TrajectoryRequest
+from rlmux.rl.types import PartialTrajectory
 
 
 @dataclass(slots=True, kw_only=True)
-class ServedTrajectory:
-    """Per-token fields are those of `FinishedTurn`."""
+class ServedTrajectory(RecordedTrajectory):
+    """What the server is asked of a trajectory, beside its record."""
 
-    request: TrajectoryRequest
-    tokens: list[int] = field(default_factory=list)
-    is_sampled: list[bool] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-    num_turns: int = 0
     num_lost: int = 0
     """Requests for it that the server lost since its last token."""
-    is_waiting_for_env: bool = False
     request_id: str | None = None
     """The request under way; None while there is none."""
 
@@ -72,28 +66,6 @@ class ServedTrajectory:
         self.is_sampled += [is_sampled] * len(tokens)
         self.versions += [version] * len(tokens)
 
-    def finished_turn(self, stop_reason: str) -> FinishedTurn:
-        """Everything so far, as the env worker reads it."""
-        return FinishedTurn(
-            id=self.request.id,
-            tokens=tuple(self.tokens),
-            is_sampled=tuple(self.is_sampled),
-            logprobs=tuple(self.logprobs),
-            versions=tuple(self.versions),
-            stop_reason=stop_reason,
-            num_turns=self.num_turns,
-        )
-
     def to_partial(self) -> PartialTrajectory:
         """Everything that another engine needs to continue it. What the environment wrote last was never sampled on."""
-        return PartialTrajectory(
-            request=self.request,
-            tokens=tuple(self.tokens),
-            is_sampled=tuple(self.is_sampled),
-            logprobs=tuple(self.logprobs),
-            versions=tuple(self.versions),
-            pending_tokens=(),
-            num_turns=self.num_turns,
-            is_waiting_for_reply=self.is_waiting_for_env,
-            kv=None,
-        )
+        return self.partial(pending_tokens=(), kv=None)

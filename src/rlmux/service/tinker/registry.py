@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rlmux.core.errors import RlmuxError, UserError
 from rlmux.core.model import PipelineId
@@ -110,6 +110,9 @@ class Checkpoint:
         return sum(file.stat().st_size for file in files if file.is_file())
 
 
+Kept = TypeVar("Kept", Model, Sampler)
+
+
 @dataclass(slots=True)
 class Registry:
     """Everything by its id; each query is for one project, to which others' things do not exist."""
@@ -130,21 +133,11 @@ class Registry:
 
     def model(self, model_id: str, project: str) -> Model:
         """Raises UnknownIdError, and GoneError for one whose session is over."""
-        model = self.models.get(model_id)
-        if model is None or model.session.project != project:
-            raise UnknownIdError(f"no model {model_id!r}")
-        if model.session.is_over:
-            raise GoneError(f"session {model.session.id} is over; its checkpoints are kept")
-        return model
+        return _present(self.models.get(model_id), "model", model_id, project)
 
     def sampler(self, sampler_id: str, project: str) -> Sampler:
         """Raises UnknownIdError, and GoneError for one whose session is over."""
-        sampler = self.samplers.get(sampler_id)
-        if sampler is None or sampler.session.project != project:
-            raise UnknownIdError(f"no sampler {sampler_id!r}")
-        if sampler.session.is_over:
-            raise GoneError(f"session {sampler.session.id} is over; its checkpoints are kept")
-        return sampler
+        return _present(self.samplers.get(sampler_id), "sampler", sampler_id, project)
 
     def checkpoint(self, path: str, project: str) -> Checkpoint:
         """Raises UserError for a path that is none, UnknownIdError for one that names nothing."""
@@ -152,3 +145,11 @@ class Registry:
         if found is None or found.project != project:
             raise UnknownIdError(f"no checkpoint {path!r}")
         return found
+
+
+def _present(found: Kept | None, what: str, its_id: str, project: str) -> Kept:
+    if found is None or found.session.project != project:
+        raise UnknownIdError(f"no {what} {its_id!r}")
+    if found.session.is_over:
+        raise GoneError(f"session {found.session.id} is over; its checkpoints are kept")
+    return found
