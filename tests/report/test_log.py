@@ -21,6 +21,7 @@ from rlmux.core.events import NodeJoined
 from rlmux.core.model import Cluster, DeviceId, NodeId, Phase, Pool, Stage
 from rlmux.report.folder_lock import OWNER_NAME
 from rlmux.report.log import LOG_NAME, SCHEMA_VERSION, LogReader, RunLog, run_header
+from rlmux.report.segments import row_checksum
 
 NODE = NodeId("rollout", 0)
 HEADER = {"policy": "rollmux", "backend": "local"}
@@ -292,13 +293,24 @@ def test_read_only_folder_can_be_read(tmp_path: Path) -> None:
 def test_damaged_row_is_named(tmp_path: Path) -> None:
     RunLog.create(tmp_path, HEADER).close()
     connection = sqlite3.connect(tmp_path / LOG_NAME)
-    connection.execute("INSERT INTO log (time_s, kind, type, json) VALUES (1, 'event', 'Odd', '{\"type\":\"Odd\"}')")
+    row = (2, 1.0, "event", "Odd", '{"type":"Odd"}')
+    connection.execute("INSERT INTO log VALUES (?, ?, ?, ?, ?, ?)", (*row, row_checksum(*row)))
     connection.commit()
     connection.close()
     with (
         LogReader(tmp_path) as reader,
         pytest.raises(LogError, match=r"row 2: unknown event or action type 'Odd'"),
     ):
+        list(reader.entries())
+
+
+def test_a_row_that_is_not_what_was_written_is_told(tmp_path: Path) -> None:
+    with RunLog.create(tmp_path, HEADER) as log:
+        log.note("step", 1.0, pipeline="sort", step=1, weights_sha256="ab12")
+    content = bytearray((tmp_path / LOG_NAME).read_bytes())
+    content[content.index(b"ab12")] ^= 1  # still JSON
+    (tmp_path / LOG_NAME).write_bytes(content)
+    with LogReader(tmp_path) as reader, pytest.raises(LogError, match=r"run\.db: row 2 is damaged"):
         list(reader.entries())
 
 

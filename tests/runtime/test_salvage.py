@@ -151,6 +151,17 @@ def test_sealed_segments_are_read_and_one_that_was_changed_counts_only_by_its_ch
     assert (salvaged.old_files / "run.0002.db").is_file()
 
 
+def test_a_loose_row_whose_bytes_changed_is_not_taken_over(tmp_path):
+    write_log(tmp_path, 50)
+    content = bytearray((tmp_path / LOG_NAME).read_bytes())
+    content[content.index(b'"step":40,') + len(b'"step":')] ^= 1  # step 50: a row as good as any but for its checksum
+    (tmp_path / LOG_NAME).write_bytes(content)
+    salvaged = salvage(tmp_path)
+    assert salvaged is not None
+    assert salvaged.missing == [(40, 40)]
+    assert steps_of(tmp_path) == [step for step in range(2, 51, 2) if step != 40]
+
+
 def test_rows_in_the_write_ahead_log_of_a_killed_run_are_read(tmp_path):
     header = run_header(policy="rollmux", backend="local")
     log = RunLog.create(tmp_path / "live", header)

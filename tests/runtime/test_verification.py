@@ -13,6 +13,7 @@ from rlmux.config.load import parse_spec
 from rlmux.core.errors import UserError
 from rlmux.policies import make_policy
 from rlmux.report.folder_lock import FolderLock
+from rlmux.report.segments import row_checksum
 from rlmux.runtime import launch
 from rlmux.runtime.verification import verify
 
@@ -35,8 +36,10 @@ def tampered(run: Path, folder: Path, where: str, old: str, new: str) -> Path:
     copy = shutil.copytree(run, folder / "tampered", ignore=shutil.ignore_patterns("pipelines"))
     with sqlite3.connect(copy / "run.db") as log:
         log.execute("DROP TRIGGER log_keeps_facts")
+        log.create_function("checksum", 5, row_checksum)
         changed = log.execute(f"UPDATE log SET json = replace(json, ?, ?) WHERE {where}", (old, new))
         assert changed.rowcount
+        log.execute(f"UPDATE log SET crc32 = checksum(seq, time_s, kind, type, json) WHERE {where}")
     log.close()
     return copy
 

@@ -3,8 +3,8 @@
     run.0001.db, run.0002.db, run.db ──copy──▶ every row that a lookup still finds ──▶ Readable
                                       a first page that is not SQLite's is taken from an empty log: it holds no row
 
-Blocks of rows have a checksum of their own. Loose rows have none, so those of a sealed segment count only where the
-segment is the one that its successor names. Files are read from copies: nothing in the folder changes.
+A row counts where its checksum holds: its own, or that of the block that it is packed in. Files are read from copies:
+nothing in the folder changes.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from rlmux.core.errors import LogError
 from rlmux.report import codec
 from rlmux.report.blocks import PROGRESS, unpack
 from rlmux.report.log import LOG_NAME, SCHEMA_VERSION, Entry, LogReader
-from rlmux.report.segments import Sealed, connect_to_write, file_sha256, predecessor_of, tables
+from rlmux.report.segments import Sealed, connect_to_write, file_sha256, predecessor_of, row_checksum, tables
 
 _SEGMENTS = "run.[0-9][0-9][0-9][0-9].db"
 _MAX_BLOCKS = 4000
@@ -83,11 +83,9 @@ def read_damaged(folder: Path) -> Readable:
             sealed.name: sealed.sha256 for one in connections.values() if (sealed := _predecessor(one)) is not None
         }
         for path, connection in connections.items():
-            is_sealed = path.name != LOG_NAME
-            is_named = is_sealed and named.get(path.name) == file_sha256(path)
-            if is_sealed and not is_named:
+            if path.name != LOG_NAME and named.get(path.name) != file_sha256(path):
                 found.damage.append(f"{path.name} is not the segment that its successor names")
-            _read_file(connection, found, takes_loose_rows=is_named or not is_sealed)
+            _read_file(connection, found)
     for name in sorted(set(named) - {path.name for path in files}):
         found.damage.append(f"{name} is missing")
     if not (folder / LOG_NAME).is_file():
@@ -155,7 +153,7 @@ def _predecessor(connection: sqlite3.Connection) -> Sealed | None:
         return None
 
 
-def _read_file(connection: sqlite3.Connection, found: Readable, *, takes_loose_rows: bool) -> None:
+def _read_file(connection: sqlite3.Connection, found: Readable) -> None:
     for data in _rows(connection, "block", "last_seq", "rows", step=_HALF_BLOCK_ROWS, num_tries=_MAX_BLOCKS).values():
         with contextlib.suppress(LogError):
             block = unpack(data[1])
@@ -164,10 +162,10 @@ def _read_file(connection: sqlite3.Connection, found: Readable, *, takes_loose_r
             for progress in block.progress:
                 for seq, event in zip(progress.seqs, progress.events(), strict=True):
                     found.entries[seq] = Entry(seq, event.time_s, "event", PROGRESS, event)
-    loose = _rows(connection, "log", "seq", "time_s, kind, type, json", step=1, num_tries=_MAX_LOOSE_ROWS)
-    for seq, time_s, kind, type, text in loose.values():
-        if takes_loose_rows or kind == "header":
-            with contextlib.suppress(LogError, TypeError, ValueError):
+    loose = _rows(connection, "log", "seq", "time_s, kind, type, json, crc32", step=1, num_tries=_MAX_LOOSE_ROWS)
+    for seq, time_s, kind, type, text, crc32 in loose.values():
+        with contextlib.suppress(LogError, TypeError, ValueError):
+            if row_checksum(seq, time_s, kind, type, text) == crc32:
                 _add(found, seq, time_s, kind, type, codec.loads(text))
 
 

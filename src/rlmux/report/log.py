@@ -58,20 +58,21 @@ from rlmux.report.segments import (
     connect_to_read,
     connect_to_write,
     predecessor_of,
+    row_checksum,
     rows_of,
     seal,
     sync,
     tables,
 )
 
-SCHEMA_VERSION = 3
-"""Version of the rows' names: raised when an event, an action or a field is renamed or changes its meaning.
+SCHEMA_VERSION = 4
+"""Version of the files: raised when a table changes, or an event, an action or a field its name or its meaning.
 
 A reader takes logs of its own version only. New fields with a default and new notes leave the version as it is.
 """
 
 LOG_NAME = "run.db"
-_INSERT = "INSERT INTO log (seq, time_s, kind, type, json) VALUES (?, ?, ?, ?, ?)"
+_INSERT = "INSERT INTO log (seq, time_s, kind, type, json, crc32) VALUES (?, ?, ?, ?, ?, ?)"
 
 Kind = Literal["header", "event", "action", "note"]
 
@@ -286,7 +287,9 @@ class RunLog:
         try:
             if not self._connection.in_transaction:
                 self._connection.execute("BEGIN IMMEDIATE")
-            self._connection.execute(_INSERT, (seq, time_s, kind, type, text))
+            self._connection.execute(
+                _INSERT, (seq, time_s, kind, type, text, row_checksum(seq, time_s, kind, type, text))
+            )
         except sqlite3.Error as error:
             raise self._failure(error) from error
         self._num_loose += kind != "header"
@@ -297,7 +300,8 @@ class RunLog:
     def _pack(self) -> None:
         """Put the loose rows into a block, and keep the run's state now and then: one transaction."""
         execute = self._connection.execute
-        rows = [Row(*row) for row in execute("SELECT * FROM log WHERE kind != 'header' ORDER BY seq")]
+        loose = execute("SELECT seq, time_s, kind, type, json FROM log WHERE kind != 'header' ORDER BY seq")
+        rows = [Row(*row) for row in loose]
         if not rows:
             return
         self._num_blocks += 1

@@ -5,7 +5,7 @@
 
 Every file has the same tables: `log` (a header, and rows that are not packed yet), `block` (packed rows), `snapshot`
 (the run's state as of a row) and `predecessor` (one row, or none in the first file). Numbers of rows go on from file
-to file.
+to file. Every row, packed or not, has a checksum: of what is not packed it is a column, in a block it is zlib's own.
 
 Sealing copies the open file, makes the copy durable under its name, and then, in one transaction, takes the copied rows
 out of the open file and names the copy there. After a kill between the two, the open file still holds every row, and
@@ -18,6 +18,7 @@ import contextlib
 import hashlib
 import os
 import sqlite3
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -35,7 +36,8 @@ CREATE TABLE log (
     time_s REAL NOT NULL,
     kind   TEXT NOT NULL CHECK (kind IN ('header', 'event', 'action', 'note')),
     type   TEXT NOT NULL,
-    json   TEXT NOT NULL
+    json   TEXT NOT NULL,
+    crc32  INTEGER NOT NULL
 );
 CREATE TABLE block (
     last_seq  INTEGER PRIMARY KEY,
@@ -60,9 +62,9 @@ CREATE TRIGGER log_keeps_facts BEFORE UPDATE ON log BEGIN SELECT RAISE(ABORT, 't
 CREATE TRIGGER log_keeps_bytes BEFORE UPDATE ON block BEGIN SELECT RAISE(ABORT, 'the log is append-only'); END;
 """
 _ROWS = """
-SELECT seq, time_s, kind, type, json FROM log WHERE seq > :after
-UNION ALL SELECT last_seq, 0.0, 'block', '', rows FROM block WHERE last_seq > :after
-UNION ALL SELECT last_seq, 0.0, 'predecessor', name, sha256 FROM predecessor WHERE last_seq > :after
+SELECT seq, time_s, kind, type, json, crc32 FROM log WHERE seq > :after
+UNION ALL SELECT last_seq, 0.0, 'block', '', rows, 0 FROM block WHERE last_seq > :after
+UNION ALL SELECT last_seq, 0.0, 'predecessor', name, sha256, 0 FROM predecessor WHERE last_seq > :after
 ORDER BY 1
 """
 """All of one moment: packing and sealing move rows between these tables."""
@@ -75,6 +77,11 @@ class Sealed(NamedTuple):
     number: int
     name: str
     sha256: str
+
+
+def row_checksum(seq: int, time_s: float, kind: str, type: str, text: str) -> int:
+    """CRC-32 of a row that is not packed."""
+    return zlib.crc32(f"{seq} {float(time_s)!r} {kind} {type} {text}".encode())
 
 
 def tables(version: int) -> str:
@@ -109,14 +116,23 @@ def seal(connection: sqlite3.Connection, folder: Path, *, number: int, last_seq:
 def rows_of(connection: sqlite3.Connection, folder: Path, name: str, after: int) -> Iterator[tuple[Any, ...]]:
     """Rows and blocks (kind 'block') of a file and of all before it, from the first that has a row after `after`.
 
-    Raises LogError where a sealed segment is missing or is not what its successor names.
+    Raises LogError where a sealed segment is missing or is not what its successor names, and for a row that is not what
+    was written.
     """
-    for seq, time_s, kind, type, data in connection.execute(_ROWS, {"after": after}):
-        if kind == "predecessor":
-            for segment in _chain(folder, Sealed(seq, 0, type, data), name, after):
-                yield from (row for row in segment.execute(_ROWS, {"after": after}) if row[2] != "predecessor")
+    for row in _rows_here(connection, folder / name, after):
+        if row[2] == "predecessor":
+            for segment in _chain(folder, Sealed(row[0], 0, row[3], row[4]), name, after):
+                yield from (one for one in _rows_here(segment, folder / row[3], after) if one[2] != "predecessor")
         else:
-            yield seq, time_s, kind, type, data
+            yield row
+
+
+def _rows_here(connection: sqlite3.Connection, path: Path, after: int) -> Iterator[tuple[Any, ...]]:
+    """Rows, blocks and the predecessor of one file, with the checksums of rows compared."""
+    for seq, time_s, kind, type, data, crc32 in connection.execute(_ROWS, {"after": after}):
+        if kind not in ("block", "predecessor") and crc32 != row_checksum(seq, time_s, kind, type, data):
+            raise LogError(f"{path}: row {seq} is damaged: its checksum is not that of its content")
+        yield seq, time_s, kind, type, data
 
 
 def _chain(folder: Path, newest: Sealed, successor: str, after: int) -> Iterator[sqlite3.Connection]:
