@@ -24,11 +24,11 @@ import itertools
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
+from typing import Protocol
 
 from rlmux.core.model import DeviceId, Phase, PipelineId
-from rlmux.report.history import History
 from rlmux.report.intervals import Cause, Interval, Kind
-from rlmux.report.records import OrderRecord
+from rlmux.report.records import OrderRecord, Pin, PipelineRecord
 
 _ROUNDING_S = 1e-9
 
@@ -40,12 +40,27 @@ _CAUSE_BY_PHASE = {
 }
 
 
+class Facts(Protocol):
+    """What the names of gaps are read off: a `History`, or all of one that touches a stretch of time."""
+
+    @property
+    def orders(self) -> Sequence[OrderRecord]: ...
+    @property
+    def pins(self) -> Sequence[Pin]: ...
+    @property
+    def pipelines(self) -> Mapping[PipelineId, PipelineRecord]: ...
+    @property
+    def down(self) -> Sequence[tuple[float, float]]: ...
+    @property
+    def decisions_s(self) -> Sequence[float]: ...
+
+
 class GapNamer:
     """Names gaps of one finished layout."""
 
     def __init__(
         self,
-        history: History,
+        history: Facts,
         orders_by_device: Mapping[DeviceId, Sequence[OrderRecord]],
         start_s: float,
         end_s: float,
@@ -71,10 +86,10 @@ class GapNamer:
                 for device in devices_by_node.get(node, ()):
                     self._pins[device].append((pin.start_s, pin.end_s, pin.pipeline))
 
-    def name_gaps(self, device: DeviceId, held: Sequence[Interval]) -> list[Interval]:
-        """Intervals for everything that `held` leaves open between the run's start and end."""
+    def name_gaps(self, device: DeviceId, held: Sequence[Interval], start_s: float | None = None) -> list[Interval]:
+        """Intervals for everything that `held` leaves open between `start_s`, or the run's start, and its end."""
         gaps: list[Interval] = []
-        at_s = self._start_s
+        at_s = self._start_s if start_s is None else start_s
         for interval in sorted(held, key=lambda interval: interval.start_s):
             if interval.start_s > at_s + _ROUNDING_S:
                 self._name_gap(gaps, device, at_s, interval.start_s)

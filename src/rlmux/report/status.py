@@ -15,15 +15,18 @@ from rlmux.core.model import PipelineId, Placement
 from rlmux.report.history import History
 from rlmux.report.records import STOPPED, OrderRecord, PipelineRecord
 from rlmux.report.slos import slo_fields
-from rlmux.report.summary import step_times_so_far
+from rlmux.report.summary import StepTimes, step_times_so_far
 
 _UNDER_WAY = ("running", "waiting")
 
 
-def status(history: History, *, is_going_on: bool) -> dict[str, Any]:
-    """`is_going_on`: a process carries the run on. Without one, what the log shows under way is stopped."""
+def status(history: History, *, is_going_on: bool, steps: StepTimes | None = None) -> dict[str, Any]:
+    """`is_going_on`: a process carries the run on. Without one, what the log shows under way is stopped.
+
+    `steps`: every published step, where it is known.
+    """
     running = history.running if is_going_on else []
-    steps = step_times_so_far(history)
+    steps = step_times_so_far(history) if steps is None else steps
     placements = {pin.pipeline: pin.placement for pin in history.pins if math.isinf(pin.end_s)}
     return {
         "policy": history.header.get("policy"),

@@ -63,7 +63,7 @@ def summarize(timeline: Timeline, steps: StepTimes | None = None) -> dict[str, A
 
 def step_times(timeline: Timeline) -> dict[PipelineId, list[StepTime]]:
     """Every published step of every pipeline, in order."""
-    work = {name: _Work() for name in timeline.pipelines}
+    work = {name: StepWork() for name in timeline.pipelines}
     for device in timeline.devices.values():
         for interval in device.intervals:
             if interval.stage is not None and interval.pipeline in work:
@@ -77,34 +77,52 @@ def step_times(timeline: Timeline) -> dict[PipelineId, list[StepTime]]:
 def step_times_so_far(history: History) -> dict[PipelineId, list[StepTime]]:
     """The same without laying out the devices' time, for a status: an order computes from its begin to its end, but for
     the switch."""
-    work = {name: _Work() for name in history.pipelines}
+    work = {name: StepWork() for name in history.pipelines}
     for order in history.orders:
         if order.pipeline in work and math.isfinite(order.end_s):
             work[order.pipeline].add_whole_order(order)
     return {name: work[name].steps(record) for name, record in history.pipelines.items()}
 
 
-class _Work:
-    """What one pipeline did, step by step."""
+class StepWork:
+    """What one pipeline did, step by step: first its intervals are added, then its orders."""
 
     def __init__(self) -> None:
         self._seconds_by_order: dict[OrderId, dict[DeviceId, float]] = {}
         self._rollout_s: dict[int, dict[DeviceId, float]] = {}
         self._rest_s: dict[int, float] = {}
-        self._begin_s = math.inf
+        self.begin_s = math.inf
+        """Time at which its first rollout began to compute; infinite before."""
 
     def add_interval(self, device: DeviceId, interval: Interval) -> None:
-        if interval.kind is not Kind.BUSY and interval.cause is not Cause.TOOL_WAIT:
+        if not is_own_time(interval):
             return
         if interval.stage is Stage.GENERATE:
-            self._begin_s = min(self._begin_s, interval.start_s)
+            self.begin_s = min(self.begin_s, interval.start_s)
         assert interval.order is not None
         by_device = self._seconds_by_order.setdefault(interval.order, {})
         by_device[device] = by_device.get(device, 0.0) + interval.seconds
 
+    def add_seconds(self, order: OrderId, seconds_by_device: Mapping[DeviceId, float]) -> None:
+        """The same as all intervals of one order."""
+        self._seconds_by_order[order] = dict(seconds_by_device)
+
+    def seconds_by_stage(self, orders: Iterable[OrderRecord]) -> dict[str, float]:
+        """Seconds of each stage of one step: of the device that had most of it, or of the order that used none."""
+        by_device: dict[str, dict[DeviceId | None, float]] = {}
+        for order in orders:
+            if order.counts and not order.is_migration and math.isfinite(order.end_s):
+                spent: Mapping[DeviceId | None, float] = (
+                    self._seconds_by_order.get(order.id, {}) if order.devices else {None: order.end_s - order.start_s}  # type: ignore[assignment]
+                )
+                of_stage = by_device.setdefault(order.stage.value, {})
+                for device, device_s in spent.items():
+                    of_stage[device] = of_stage.get(device, 0.0) + device_s
+        return {stage: max(spent.values(), default=0.0) for stage, spent in by_device.items()}
+
     def add_whole_order(self, order: OrderRecord) -> None:
         if order.stage is Stage.GENERATE and not order.is_migration:
-            self._begin_s = min(self._begin_s, order.start_s + order.switch_s)
+            self.begin_s = min(self.begin_s, order.start_s + order.switch_s)
         spent_s = max(0.0, order.end_s - order.start_s - order.switch_s)
         self._seconds_by_order[order.id] = dict.fromkeys(order.devices, spent_s)
         self.add_order(order)
@@ -122,7 +140,7 @@ class _Work:
             self._rest_s[order.step] = self._rest_s.get(order.step, 0.0) + spent_s
 
     def steps(self, record: PipelineRecord) -> list[StepTime]:
-        steps, previous_s = [], self._begin_s
+        steps, previous_s = [], self.begin_s
         for step, end_s in sorted(record.published.items()):
             rollout_s = max(self._rollout_s.get(step, {}).values(), default=0.0)
             rest_s = self._rest_s.get(step, 0.0)
@@ -131,6 +149,11 @@ class _Work:
             steps.append(StepTime(step, end_s, max(0.0, end_s - min(previous_s, end_s) - client_s), solo_s))
             previous_s = end_s
         return steps
+
+
+def is_own_time(interval: Interval) -> bool:
+    """Whether a step has the interval when its pipeline is alone: it computes, or waits for its environment."""
+    return interval.kind is Kind.BUSY or interval.cause is Cause.TOOL_WAIT
 
 
 def _tokens_by_pipeline(orders: Iterable[OrderRecord]) -> Counter[PipelineId]:

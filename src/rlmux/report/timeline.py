@@ -19,7 +19,7 @@ from __future__ import annotations
 import heapq
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -73,9 +73,10 @@ class Timeline:
 
 def build_timeline(history: History) -> Timeline:
     start_s = history.start_s or 0.0
-    ended = [record.ended_s for record in history.pipelines.values() if record.ended_s is not None]
-    end_s = max(ended) if history.is_over else max(history.last_s, start_s)
-    orders_by_device: dict[DeviceId, list[OrderRecord]] = {device: [] for device in _devices(history)}
+    end_s = end_of(history)
+    orders_by_device: dict[DeviceId, list[OrderRecord]] = {
+        device: [] for device in devices_of(history.header, history.orders)
+    }
     for order in history.orders:
         if not order.is_migration:
             for device in order.devices:
@@ -102,12 +103,16 @@ def build_timeline(history: History) -> Timeline:
     )
 
 
-def _devices(history: History) -> list[DeviceId]:
-    """Every device of the header; without one, every device that a pin or order names."""
-    listed = [
-        DeviceId(*device) for pool in history.header.get("pools", {}).values() for device in pool.get("devices", ())
-    ]
-    seen = {device: None for order in history.orders for device in order.devices}
+def end_of(history: History) -> float:
+    """Time of the last release; the last known time of a run that is not over."""
+    ended = [record.ended_s for record in history.pipelines.values() if record.ended_s is not None]
+    return max(ended) if history.is_over else max(history.last_s, history.start_s or 0.0)
+
+
+def devices_of(header: Mapping[str, Any], orders: Iterable[OrderRecord]) -> list[DeviceId]:
+    """Every device of the header; without one, every device that an order names."""
+    listed = [DeviceId(*device) for pool in header.get("pools", {}).values() for device in pool.get("devices", ())]
+    seen = {device: None for order in orders for device in order.devices}
     return list(dict.fromkeys(listed + sorted(seen)))
 
 
@@ -121,18 +126,50 @@ def _lay_out_device(
 ) -> DeviceTimeline:
     peaks: dict[PipelineId, int] = {}
     for order in orders:
-        if order.stage is Stage.GENERATE:
-            active = max(order.chunks.column("num_active"), default=0)
-            peaks[order.pipeline] = max(peaks.get(order.pipeline, 0), active)
+        note_peak(peaks, order)
     lanes: list[float] = []
-    held: list[Interval] = []
-    for order in orders:
-        lane = next((lane for lane, free_s in enumerate(lanes) if free_s <= order.start_s), len(lanes))
-        its_standstills = [one for one in standstills if one.pipeline == order.pipeline]
-        held += lay_out_order(order, peaks.get(order.pipeline, 0), end_s, its_standstills, lane=lane)
-        lanes[lane : lane + 1] = [min(order.end_s, end_s)]
+    held = lay_out_orders(orders, peaks, end_s, standstills, lanes)
     gaps = namer.name_gaps(device, held)
     return _account(device, sorted(held + gaps, key=lambda piece: (piece.start_s, piece.lane)), max(len(lanes), 1))
+
+
+def note_peak(peaks: dict[PipelineId, int], order: OrderRecord) -> None:
+    """Raise the most sequences that its pipeline ever had active on a device."""
+    if order.stage is Stage.GENERATE:
+        active = max(order.chunks.column("num_active"), default=0)
+        peaks[order.pipeline] = max(peaks.get(order.pipeline, 0), active)
+
+
+def lay_out_orders(
+    orders: Iterable[OrderRecord],
+    peaks: Mapping[PipelineId, int],
+    end_s: float,
+    standstills: Sequence[Standstill],
+    lanes: list[float],
+) -> list[Interval]:
+    """What the orders did with one device's time. `lanes`: times at which its lanes are free, brought up to date."""
+    held: list[Interval] = []
+    for order in orders:
+        lane = take_lane(lanes, order, end_s)
+        its_standstills = [one for one in standstills if one.pipeline == order.pipeline]
+        held += lay_out_order(order, peaks.get(order.pipeline, 0), end_s, its_standstills, lane=lane)
+    return held
+
+
+def take_lane(lanes: list[float], order: OrderRecord, end_s: float) -> int:
+    """The first lane that is free when the order begins, or a new one; from then on it is taken to the order's end."""
+    lane = next((lane for lane, free_s in enumerate(lanes) if free_s <= order.start_s), len(lanes))
+    lanes[lane : lane + 1] = [min(order.end_s, end_s)]
+    return lane
+
+
+Name = tuple[Kind, Cause, PipelineId | None]
+"""What a second of a device is put down to."""
+
+
+def name_of(interval: Interval) -> Name:
+    """Control belongs to no pipeline."""
+    return interval.kind, interval.cause, None if interval.cause is Cause.CONTROL else interval.pipeline
 
 
 _RANK = {Kind.BUSY: 0, Kind.SWITCH: 1, Kind.BUBBLE: 2, Kind.IDLE: 3}
@@ -140,11 +177,10 @@ _RANK = {Kind.BUSY: 0, Kind.SWITCH: 1, Kind.BUBBLE: 2, Kind.IDLE: 3}
 
 def _account(device: DeviceId, intervals: list[Interval], num_lanes: int) -> DeviceTimeline:
     """Add the seconds up; where intervals overlap, the most useful one counts."""
-    by_name: dict[tuple[Kind, Cause, PipelineId | None], float] = {}
-    for interval, seconds in _exposed(intervals) if num_lanes > 1 else ((i, i.seconds) for i in intervals):
-        pipeline = None if interval.cause is Cause.CONTROL else interval.pipeline
-        name = (interval.kind, interval.cause, pipeline)
-        by_name[name] = by_name.get(name, 0.0) + seconds
+    by_name: dict[Name, float] = {}
+    for interval in exposed(intervals) if num_lanes > 1 else intervals:
+        name = name_of(interval)
+        by_name[name] = by_name.get(name, 0.0) + interval.seconds
     charges = [
         Charge(kind=kind, cause=cause, pipeline=pipeline, seconds=seconds)
         for (kind, cause, pipeline), seconds in by_name.items()
@@ -158,10 +194,11 @@ def _account(device: DeviceId, intervals: list[Interval], num_lanes: int) -> Dev
     )
 
 
-def _exposed(intervals: list[Interval]) -> list[tuple[Interval, float]]:
-    """The most useful interval of each moment, with the seconds that it counts for."""
+def exposed(intervals: Sequence[Interval]) -> list[Interval]:
+    """The pieces of the most useful interval of each moment, in their order; `intervals` by their start."""
     edges = sorted({edge for interval in intervals for edge in (interval.start_s, interval.end_s)})
-    position, counted = 0, []
+    position = 0
+    pieces: list[Interval] = []
     active: list[tuple[int, int]] = []
     """A heap of rank and position: the first is the most useful, those behind it may have ended."""
     for start_s, end_s in itertools.pairwise(edges):
@@ -171,5 +208,5 @@ def _exposed(intervals: list[Interval]) -> list[tuple[Interval, float]]:
         while active and intervals[active[0][1]].end_s <= start_s:
             heapq.heappop(active)
         if active:
-            counted.append((intervals[active[0][1]], end_s - start_s))
-    return counted
+            pieces.append(intervals[active[0][1]]._replace(start_s=start_s, end_s=end_s))
+    return pieces
