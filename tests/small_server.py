@@ -35,7 +35,9 @@ class Misbehaviour:
     busy: int = 0
     """Requests that are answered 503."""
     lose: int = 0
-    """Requests whose answer ends after two tokens, without a reason."""
+    """Requests whose answer ends without a reason."""
+    lose_after: int = 2
+    """Tokens of an answer that is lost so."""
     wrong_version: bool = False
     """Names the version before the one that it was told."""
     ignores_weights: bool = False
@@ -212,6 +214,8 @@ class Engine:
 
     def advance(self, request: Request) -> None:
         """One more token."""
+        if request.is_lost and len(request.made) >= self.misbehaviour.lose_after:
+            return self.end(request, "lost")
         logits = np.zeros(0)
         context = [*request.tokens, *(token for token, _ in request.made)]
         while request.num_fed < len(context):
@@ -226,13 +230,11 @@ class Engine:
         uniforms = np.random.Generator(np.random.Philox(int.from_bytes(digest[:8], "little"))).random(len(logits))
         token = int(np.argmax(logprobs - np.log(-np.log(uniforms))))
         request.made.append((token, float(np.float32(logprobs[token]))))
-        if request.is_lost and len(request.made) == 2:
-            self.end(request, "lost")
-        elif token in request.stops:
+        if token in request.stops:
             self.end(request, "stop")
         elif len(request.made) == request.max_tokens:
             self.end(request, "length")
-        request.changed.set()
+        return request.changed.set()
 
     def hold(self, is_held: bool) -> None:
         with self.lock:

@@ -22,6 +22,7 @@ from rlmux.engines.servers import measuring
 from rlmux.engines.servers.connection import ServerGoneError
 from rlmux.engines.servers.engine import ServerRolloutEngine
 from rlmux.engines.servers.factory import make_server_engine
+from rlmux.engines.servers.one_server import MAX_LOST
 from rlmux.engines.servers.probe import probe_engine
 from rlmux.engines.weights import SHA256, weights_sha256, write_tensors
 from rlmux.rl.config import EngineConfig, ModelConfig, RolloutConfig, TrainingConfig
@@ -260,6 +261,20 @@ def test_a_server_that_is_busy_forgetful_and_slow_changes_nothing(
     assert engine.resident_bytes() < awake - 10e6
     engine.load()
     assert {turn.id: turn for turn in first.finished} | drain(engine) == expected
+
+
+def test_a_request_is_given_up_once_it_was_lost_more_than_five_times_without_a_token(new_engine: NewEngine) -> None:
+    engine = new_engine("vllm")
+    request = requests_of(1)[0]
+    expected = drain_of(engine, [request])
+    engine.server.ask("POST", "/misbehave", {"lose": MAX_LOST, "lose_after": 0})
+    assert drain_of(engine, [request]) == expected
+    engine.server.ask("POST", "/misbehave", {"lose": MAX_LOST + 1, "lose_after": 1})  # each brings a token
+    assert drain_of(engine, [request]) == expected
+    engine.server.ask("POST", "/misbehave", {"lose": MAX_LOST + 1, "lose_after": 0})
+    engine.submit([request])
+    with pytest.raises(ServerGoneError, match=r"vllm lost .* 6 times: its answer ended without a reason"):
+        drain(engine)
 
 
 def test_a_server_that_leaves_out_logprobs_fails_the_pipeline(new_engine: NewEngine) -> None:

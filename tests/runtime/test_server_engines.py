@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import json
+import re
+import urllib.request
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,35 +14,117 @@ import psutil
 import pytest
 from tests.server_environments import make_environment
 
+from rlmux.core.actions import RunStage
+from rlmux.core.events import PipelineFailed
+from rlmux.core.model import Stage
+from rlmux.engines.servers.one_server import MAX_LOST
 from rlmux.rl.config import EngineConfig
 
-
-@pytest.fixture
-def served(real: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Builds a pipeline whose rollouts come from the small server."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    python = make_environment(tmp_path / "environment", "vllm")
-
-    def build(name: str, seed: int) -> Any:
-        submission = real.submission(name, seed=seed, num_steps=2, max_new_tokens=8)
-        engine = EngineConfig(name="vllm", python=python)
-        return replace(
-            submission,
-            config=replace(submission.config, rollout=replace(submission.config.rollout, engine=engine)),
-        )
-
-    return build
+STEPS = 2
 
 
-def test_two_pipelines_with_servers_share_a_device_and_train_as_alone(real: Any, served: Any, tmp_path: Path) -> None:
-    one, other = served("one", 1), served("other", 2)
-    together = real.run(tmp_path / "together", [one, other])
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """An environment that has the small server; what is measured of it is remembered for the module's tests."""
+    folder = tmp_path_factory.mktemp("servers")
+    make_environment(folder, "vllm")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(folder))
+        yield folder
+    left = [each for each in psutil.process_iter(["cmdline"]) if str(folder) in " ".join(each.info["cmdline"] or ())]
+    assert psutil.wait_procs(left, timeout=60)[1] == [], "servers outlived their pipelines"
+
+
+@pytest.fixture(scope="module")
+def pair(real: Any, environment: Path) -> list[Any]:
+    """Two pipelines whose rollouts come from a server each."""
+    return [served(real, environment, name, seed) for name, seed in (("one", 1), ("other", 2))]
+
+
+def served(real: Any, environment: Path, name: str, seed: int) -> Any:
+    submission = real.submission(name, seed=seed, num_steps=STEPS, max_new_tokens=8)
+    engine = EngineConfig(name="vllm", python=str(environment / "python"))
+    rollout = replace(submission.config.rollout, engine=engine)
+    return replace(submission, config=replace(submission.config, rollout=rollout))
+
+
+@pytest.fixture(scope="module")
+def together(real: Any, pair: list[Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return real.run(tmp_path_factory.mktemp("together"), pair)
+
+
+def test_two_pipelines_with_servers_share_a_device_and_train_as_alone(
+    real: Any, pair: list[Any], together: Any, tmp_path: Path
+) -> None:
     assert together.status == {"one": "finished", "other": "finished"}
-    alone = real.run(tmp_path / "alone", [one])
+    alone = real.run(tmp_path / "alone", pair[:1])
     assert alone.sha256["one"] == together.sha256["one"] is not None
     promises = {
         note.fields["pipeline"]: note.fields["promise"] for note in together.recorder.notes if note.type == "promise"
     }
     assert promises == {"one": "exact", "other": "exact"}
-    left = [each for each in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(each.info["cmdline"] or ())]
-    assert psutil.wait_procs(left, timeout=60)[1] == []
+
+
+def at_last_rollout(act: dict[str, Callable[[psutil.Process], None]]) -> Callable[[Any, Any], bool]:
+    """As each pipeline's last rollout begins, does this to its server, once."""
+    left = dict(act)
+
+    def watch(backend: Any, recorder: Any) -> bool:
+        for name in list(left):
+            generates = (name, Stage.GENERATE, STEPS)
+            if any(
+                isinstance(action, RunStage) and (action.pipeline, action.stage, action.step) == generates
+                for action in recorder.actions
+            ):
+                left.pop(name)(server_of(recorder, name))
+        return False
+
+    return watch
+
+
+def server_of(recorder: Any, pipeline: str) -> psutil.Process:
+    """The server beneath the pipeline's present rollout worker."""
+    pids = [
+        note.fields["pid"]
+        for note in recorder.notes
+        if note.type == "worker" and note.fields["pipeline"] == pipeline and note.fields["role"].startswith("rollout")
+    ]
+    family = psutil.Process(pids[-1]).children(recursive=True)
+    (server,) = [each for each in family if each.cmdline()[1:2] == ["-m"]]
+    return server
+
+
+def misbehave(**how: Any) -> Callable[[psutil.Process], None]:
+    """Tells a server to misbehave from now on."""
+
+    def tell(server: psutil.Process) -> None:
+        words = server.cmdline()
+        url = f"http://127.0.0.1:{words[words.index('--port') + 1]}/misbehave"
+        urllib.request.urlopen(url, json.dumps(how).encode(), timeout=60).close()
+
+    return tell
+
+
+def losses(run: Any) -> dict[str, str]:
+    return {note.fields["pipeline"]: note.fields["reason"] for note in run.recorder.notes if note.type == "loss"}
+
+
+def test_a_dead_or_forgetful_server_costs_time_and_one_of_another_version_its_pipeline(
+    real: Any, environment: Path, pair: list[Any], together: Any, tmp_path: Path
+) -> None:
+    third = served(real, environment, "third", 3)
+    watch = at_last_rollout(
+        {
+            "one": psutil.Process.kill,
+            "other": misbehave(lose=100 * MAX_LOST, lose_after=0),
+            "third": misbehave(wrong_version=True),
+        }
+    )
+    run = real.run(tmp_path / "run", [*pair, third], watch=watch)
+    assert run.status == {"one": "finished", "other": "finished", "third": "failed"}
+    assert {name: run.sha256[name] for name in ("one", "other")} == together.sha256
+    reasons = losses(run)
+    assert set(reasons) == {"one", "other"}
+    assert re.search(rf"vllm lost .* {MAX_LOST + 1} times", reasons["other"])
+    (failed,) = [event for event in run.recorder.events if isinstance(event, PipelineFailed)]
+    assert "version 'before'" in failed.reason

@@ -29,7 +29,7 @@ from rlmux.engines.request_limits import RequestLimits
 from rlmux.engines.servers.capabilities import CANNOT, Capabilities
 from rlmux.engines.servers.connection import BusyError, ServerGoneError
 from rlmux.engines.servers.dialect import Dialect
-from rlmux.engines.servers.one_server import WAKE_LIMIT_S, OneServer
+from rlmux.engines.servers.one_server import MAX_LOST, WAKE_LIMIT_S, OneServer
 from rlmux.engines.servers.requests import Ended
 from rlmux.engines.servers.settings import Piece, Sampling, ServerSettings
 from rlmux.engines.servers.trajectory import ServedTrajectory
@@ -45,8 +45,6 @@ from rlmux.rl.types import (
     TurnReply,
 )
 
-MAX_LOST = 5
-"""Requests for one trajectory that the server may lose before it is given up."""
 _POLL_S = 0.05
 _CANARY_GAP = 1e-2
 """Largest gap in nats between a canary's log-probs before sleep and after."""
@@ -312,7 +310,8 @@ class ServerRolloutEngine(OneServer):
         else:
             live.num_lost += 1
         if live.num_lost > MAX_LOST:
-            raise ServerGoneError(f"{self.dialect.name} lost {live.request.id} {live.num_lost} times: {ended.error}")
+            why = ended.error or "its answer ended without a reason"
+            raise ServerGoneError(f"{self.dialect.name} lost {live.request.id} {live.num_lost} times: {why}")
         self._waiting.appendleft(live)
 
     def _drain(self) -> None:

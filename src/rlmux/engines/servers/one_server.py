@@ -8,13 +8,15 @@ from collections.abc import Callable, Sequence
 from uuid import uuid4
 
 from rlmux.core.errors import PipelineError, RlmuxError
-from rlmux.engines.servers.connection import ServerConnection
+from rlmux.engines.servers.connection import ServerAnswerError, ServerConnection, ServerGoneError
 from rlmux.engines.servers.dialect import Dialect
 from rlmux.engines.servers.process import ServerProcess
 from rlmux.engines.servers.requests import Requests
 from rlmux.engines.servers.settings import Piece, Sampling, ServerSettings
 from rlmux.rl.config import EngineConfig
 
+MAX_LOST = 5
+"""Requests for one trajectory that the server may lose, without a token between, before it is given up."""
 _EVENT_LIMIT_S = 120.0
 """Longest wait for a request's next event."""
 _BUSY_LIMIT_S = 60.0
@@ -84,7 +86,24 @@ class OneServer:
         shutil.rmtree(self._settings.folder, ignore_errors=True)
 
     def sample(self, tokens: Sequence[int], *, seed: int, max_tokens: int) -> Piece:
-        """One request by itself, to its end, with nothing else under way."""
+        """One request by itself, to its end, with nothing else under way; one that the server loses is made again.
+
+        Raises ServerGoneError where it loses too many, ServerAnswerError for other than so many tokens and log-probs.
+        """
+        for _ in range(MAX_LOST + 1):
+            piece = self._sample_once(tokens, seed=seed, max_tokens=max_tokens)
+            if piece.finish not in (None, "abort"):
+                break
+        else:
+            raise ServerGoneError(f"{self.dialect.name} lost the same request {MAX_LOST + 1} times")
+        if not len(piece.tokens) == len(piece.logprobs) == max_tokens:
+            raise ServerAnswerError(
+                f"{self.server.url}: {max_tokens} tokens were asked for, {len(piece.tokens)} came with "
+                f"{len(piece.logprobs)} log-probs; accepted: a server of this model"
+            )
+        return piece
+
+    def _sample_once(self, tokens: Sequence[int], *, seed: int, max_tokens: int) -> Piece:
         sampling = Sampling(
             request_id=self.next_request_id(),
             tokens=tokens,
