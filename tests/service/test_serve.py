@@ -2,17 +2,8 @@
 
 from __future__ import annotations
 
-import json
-import os
-import re
-import subprocess
-import sys
-from importlib.util import find_spec
-from pathlib import Path
+from tests.service.clients import weights_of
 
-import pytest
-
-SURFACE = Path(__file__).parents[1] / "tinker" / "surface.py"
 PARAMS = {"max_tokens": 12, "temperature": 1.0, "top_k": -1, "top_p": 1.0}
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}
 
@@ -33,10 +24,7 @@ def program(client, name: str, served, *, stop_after: int | None = None, session
             ids.append(client.ask("asample", seq_id=number, prompt_logprobs=number == 0, **asked)["request_id"])
         found.update({each.partition(":")[2]: client.result(each).content for each in ids})
     last = client.ask("save_weights", model_id=model, seq_id=10, path="end")
-    client.result(last["request_id"])
-    states = {path.parent.parent.name: path for path in (served.folder / "models").glob("*/weights-end/state.json")}
-    state = states[f"{session.partition('-')[0]}-0"]
-    found["weights"] = json.loads(state.read_text())["weights_sha256"]
+    found["weights"] = weights_of(served, client.result(last["request_id"]).json()["path"])
     return found
 
 
@@ -49,45 +37,6 @@ def test_a_killed_server_goes_on_and_its_clients_get_what_they_would_have_got(se
     resumed = serve(killed)
     assert program(connect(resumed), "a", resumed, session=session) == expected
     assert program(connect(resumed), "a", resumed) == expected, "a second client gets the same, on a server with others"
-
-
-@pytest.mark.skipif(find_spec("tinker") is None, reason="needs the tinker extra")
-def test_the_sdks_own_calls_are_served(serve):
-    served = serve()
-    environment = {
-        **os.environ,
-        "TINKER_BASE_URL": f"{served.url}",
-        "TINKER_API_KEY": "tml-test",
-        "TINKER_TELEMETRY": "0",
-        "HF_HUB_OFFLINE": "1",
-    }
-    words = [sys.executable, "-W", "ignore", str(SURFACE), "rlmux/tiny"]
-    ran = subprocess.run(
-        words, capture_output=True, text=True, env=environment, cwd=served.folder / "tokenizers", timeout=300
-    )
-    assert ran.returncode == 0, ran.stderr[-2000:]
-    found = json.loads(ran.stdout.splitlines()[-1])
-    assert found["losses"] == sorted(found["losses"], reverse=True)
-    assert found["forward_lengths"] == found["lengths"]
-    assert all(
-        text.endswith("e") or len(tokens) == 60
-        for text, tokens in zip(found["stop_text"], found["stopped"], strict=True)
-    )
-    assert len({tuple(tokens) for tokens in found["greedy"]}) == 1
-    assert found["score_gap"] < 1e-5
-    assert found["resumed_equal"]
-    assert found["from_path"]
-    assert found["listed"] == ["sampler_weights/kept", "weights/half"]
-    assert found["last_checkpoint"]
-    assert found["left"] == ["sampler_weights/kept"]
-    for name, text in {
-        "loss": "RequestFailedError: .*accepted: cross_entropy, importance_sampling",
-        "after": "RequestFailedError: .*a forward_backward failed",
-        "top_p": "BadRequestError: .*top_p is not served: leave it at 1",
-        "model": "BadRequestError: .*accepted: rlmux/tiny",
-        "path": "NotFoundError: .*no checkpoint",
-    }.items():
-        assert re.search(text, found["refusals"][name]), found["refusals"][name]
 
 
 def test_what_is_malformed_or_not_served_is_refused_by_name_and_disturbs_nothing(serve, connect):

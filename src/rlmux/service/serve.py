@@ -148,9 +148,9 @@ class Doors:
         self._server.mount(TINKER, routes(front, keys, host.reason))
         self._server.run_beside(lambda: _sweep(front, self._spec.serve.session_timeout_s))
         self._write_tokenizers()
-        host.start()
         front.replay()
         self._server.start()
+        host.start()  # last: what it answers goes to the server's loop
         return self._server.url
 
     def _write_tokenizers(self) -> None:

@@ -1,11 +1,13 @@
 """Whose random numbers a sampled sequence has: a function of what is asked, not of when it arrives.
 
     a seed is given    (seed, sample index)
-    none is given      hash(model seed, number of the sampler in its session, prompt, occurrence), sample index
+    none is given      hash(model seed, origin of the sampler, prompt, occurrence), sample index
 
 `occurrence` counts equal prompts of a sampler in the order of their numbers there, which the client gave them, not in
-the order in which its connections happened to bring them. Nothing of a session's random id goes in: the same program
-asks for the same samples in every run, alone or beside others.
+the order in which its connections happened to bring them. A sampler's origin is which weights it has: the request of
+its model that kept them, or their name. The number that a client gives a sampler does not go in, as a client counts it
+up with every attempt to reach the server; nor does a session's random id. The same program asks for the same samples
+in every run: alone, beside others, and where the server was away in between.
 """
 
 from __future__ import annotations
@@ -21,7 +23,8 @@ class Draws:
     """Counts the prompts of one sampler; asked in the order of its requests' numbers."""
 
     model_seed: int
-    sampler_number: int
+    origin: str
+    """Which weights the sampler has, within its session or by name."""
     _occurrences: Counter[bytes] = field(default_factory=Counter)
 
     def key(self, prompt_tokens: Sequence[int], seed: int | None) -> int:
@@ -31,5 +34,5 @@ class Draws:
         self._occurrences[prompt] += 1
         if seed is not None:
             return seed
-        parts = f"{self.model_seed} {self.sampler_number} {occurrence} ".encode() + prompt
+        parts = f"{self.model_seed} {self.origin} {occurrence} ".encode() + prompt
         return int.from_bytes(hashlib.sha256(parts).digest()[:8], "little")

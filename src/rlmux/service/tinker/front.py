@@ -30,7 +30,7 @@ from rlmux.service.tinker.in_order import InOrder
 from rlmux.service.tinker.ledger import Ledger, Result, Taken
 from rlmux.service.tinker.names import SAMPLER_WEIGHTS, WEIGHTS, TinkerPath, model_id, sampler_id
 from rlmux.service.tinker.registry import Checkpoint, Model, Registry, Sampler, Session
-from rlmux.service.tinker.requests import ConflictError, RequestChecks, promise, request_id_of
+from rlmux.service.tinker.requests import ConflictError, RequestChecks, is_repeated, promise, request_id_of
 from rlmux.service.tinker.sampling import prompt_tokens, sample_request
 from rlmux.service.tinker.served import ServedModel
 from rlmux.service.tinker.tags import Hints, read_tags
@@ -105,7 +105,7 @@ class TinkerFront:
         request_id = request_id_of(path, body, chosen)
         known = self._ledger.body(request_id)
         if known is not None:
-            if known != body:
+            if not is_repeated(path, known, body):
                 raise ConflictError(f"{request_id} was another request; accepted: the same one again")
             return promise(request_id, path, body)
         taken = Taken(request_id, path, body, chosen, project, time.time())
@@ -239,6 +239,7 @@ class TinkerFront:
         model = Model(
             id=model_id(session.id, number),
             session=session,
+            number_in_session=number,
             pipeline=pipeline,
             served=served,
             seed=seeds[0],
@@ -302,8 +303,10 @@ class TinkerFront:
             self._add_checkpoint(taken, model, path, file, body.user_metadata)
             answer["path"] = str(path)
         else:
+            number = body.sampling_session_seq_id or 0
+            origin = f"{model.number_in_session} {body.seq_id}"
             sampler = self._add_sampler(
-                model.session, body.sampling_session_seq_id or 0, model.served, model.pipeline, file, model.seed, None
+                model.session, number, model.served, model.pipeline, file, model.seed, None, origin
             )
             answer["sampling_session_id"] = sampler.id
         return self._train(taken, model, body.seq_id, SaveWeightsFile(path=file), lambda _: _json(answer))
@@ -369,7 +372,11 @@ class TinkerFront:
             served = self._models[body.base_model or ""]
         is_own = source is not None and source.session is session
         pipeline = source.pipeline if is_own and source is not None else self._sampling_pipeline(session, served)
-        sampler = self._add_sampler(session, body.sampling_session_seq_id, served, pipeline, weights, seed, path)
+        name = served.name if path is None else TinkerPath.parse(path).name_in_session
+        session.num_samplers_by_name[name] += 1
+        origin = f"{name} {session.num_samplers_by_name[name]}"
+        number = body.sampling_session_seq_id
+        sampler = self._add_sampler(session, number, served, pipeline, weights, seed, path, origin)
         return {"type": "create_sampling_session", "sampling_session_id": sampler.id}
 
     def _sampling_pipeline(self, session: Session, served: ServedModel) -> PipelineId:
@@ -389,6 +396,7 @@ class TinkerFront:
         weights: Path | None,
         seed: int,
         path: str | None,
+        origin: str,
     ) -> Sampler:
         sampler = Sampler(
             id=sampler_id(session.id, number),
@@ -398,7 +406,7 @@ class TinkerFront:
             path=path,
             weights=weights,
             seed=seed,
-            number=number,
+            origin=origin,
         )
         self.registry.samplers[sampler.id] = sampler
         return sampler

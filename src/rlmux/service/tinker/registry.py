@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,6 +40,8 @@ class Session:
     is_over: bool = False
     pipelines: list[PipelineId] = field(default_factory=list)
     sampling_pipeline_by_model: dict[str, PipelineId] = field(default_factory=dict)
+    num_samplers_by_name: Counter[str] = field(default_factory=Counter)
+    """Samplers that were created from weights with a name, or from a base model."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -47,6 +50,7 @@ class Model:
 
     id: str
     session: Session
+    number_in_session: int
     pipeline: PipelineId
     served: ServedModel
     seed: int
@@ -70,7 +74,8 @@ class Sampler:
     weights: Path | None
     """File of the weights; None: the model's first."""
     seed: int
-    number: int
+    origin: str
+    """See draws.py."""
     _order_by_range: dict[int, InOrder[Any]] = field(default_factory=dict)
     _draws_by_range: dict[int, Draws] = field(default_factory=dict)
 
@@ -82,7 +87,7 @@ class Sampler:
         first = seq_id - seq_id % Sampler._RANGE
         if first not in self._order_by_range:
             self._order_by_range[first] = InOrder(first)
-            self._draws_by_range[first] = Draws(model_seed=self.seed, sampler_number=self.number + first)
+            self._draws_by_range[first] = Draws(model_seed=self.seed, origin=f"{self.origin} {first}")
         return self._order_by_range[first], self._draws_by_range[first]
 
 

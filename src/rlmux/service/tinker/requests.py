@@ -54,6 +54,17 @@ def request_id_of(path: str, body: bytes, chosen: str) -> str:
     return f"{numbered.model_id}:{numbered.seq_id}"
 
 
+def is_repeated(path: str, known: bytes, body: bytes) -> bool:
+    """Whether a request with the number of a known one is that one, sent again."""
+    if known == body:
+        return True
+    if path != "save_weights_for_sampler":
+        return False
+    # the SDK numbers the sampler anew with every attempt
+    first, again = (bodies.SaveWeightsForSampler.model_validate_json(each) for each in (known, body))
+    return again.model_copy(update={"sampling_session_seq_id": first.sampling_session_seq_id}) == first
+
+
 def promise(request_id: str, path: str, body: bytes) -> dict[str, Any]:
     """The answer to a request that was taken."""
     match path:
