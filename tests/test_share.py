@@ -118,6 +118,22 @@ def test_memory_that_numpy_shares_is_replaced_and_that_is_said_once():
         hooks.offload()
 
 
+def test_views_of_one_memory_that_cannot_be_emptied_are_views_of_one_memory_again():
+    flat = torch.nn.Parameter(torch.arange(12.0))
+    flat.detach().numpy()  # from now on torch does not let go of this memory, though the array is gone
+    model = torch.nn.Module()
+    model.flat, model.turned = flat, torch.nn.Parameter(flat.data[4:].view(2, 4).t())
+    hooks = share.torch_offload(model)
+    with pytest.warns(UserWarning, match="another owner shares"):
+        assert hooks.offload() == 12 * 4
+    assert hooks.resident_bytes() == 0
+    hooks.onload()
+    assert hooks.resident_bytes() == 12 * 4
+    assert model.turned.stride() == (1, 4)
+    model.turned.data[0, 1] = 99.0
+    assert flat.tolist() == [*range(8), 99.0, 9, 10, 11]
+
+
 def test_an_offload_that_fails_in_the_middle_leaves_everything_where_it_was(monkeypatch):
     model, optimizer = trained()
     hooks = share.torch_offload(model, optimizer)

@@ -34,7 +34,8 @@ class TorchOffload:
     def __init__(self, tensors: Callable[[], Iterable[Any]]) -> None:
         self._tensors = tensors
         self._away: list[Any] = []
-        """(storage, its bytes on the host) of what was emptied, and (tensor, its data on the host) of what was not."""
+        """(storage, its bytes on the host) of what was emptied; of what could not be, the tensors and their layouts in
+        place of the storage."""
         self._buffers: dict[Any, Any] = {}
         """Host buffers kept for the next time, by device and size."""
         self._has_warned = False
@@ -60,14 +61,19 @@ class TorchOffload:
                 size = storage.nbytes()
                 if size == 0:
                     continue
+                host = self._host_buffer(storage)
+                host.copy_(_bytes_of(storage))
                 if storage.resizable():
-                    host = self._host_buffer(storage)
-                    host.copy_(_bytes_of(storage))
                     self._away.append((storage, host))
                     storage.resize_(0)
-                    freed_bytes += size
                 else:
-                    freed_bytes += self._swap(tensors, size)
+                    self._warn_once(tensors)
+                    self._away.append(
+                        ([(one, (one.storage_offset(), one.size(), one.stride())) for one in tensors], host)
+                    )
+                    for tensor in tensors:
+                        tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+                freed_bytes += size
         except BaseException:
             self.onload()
             raise
@@ -80,10 +86,9 @@ class TorchOffload:
         while self._away:
             place, host = self._away.pop()
             if isinstance(place, list):
-                for tensor, data in zip(place, host):
-                    tensor.data = data
-                continue
-            place.resize_(host.numel())
+                place = _new_storage(place, host.numel())
+            else:
+                place.resize_(host.numel())
             _bytes_of(place).copy_(host)
             self._buffers.setdefault((str(place.device), host.numel()), []).append(host)
         self.finish()
@@ -104,19 +109,12 @@ class TorchOffload:
             return kept.pop()
         return torch.empty(storage.nbytes(), dtype=torch.uint8, pin_memory=storage.device.type == "cuda")
 
-    def _swap(self, tensors: list[Any], size: int) -> int:
-        """Give tensors other, empty storage. What they had is free once its other owner lets go."""
-        import torch
-
+    def _warn_once(self, tensors: list[Any]) -> None:
         if not self._has_warned:
             self._has_warned = True
             shapes = ", ".join(str(tuple(tensor.shape)) for tensor in tensors[:3])
             text = f"tensors ({shapes}) lie in memory that another owner shares: it is freed when that lets go of it"
-            warnings.warn(f"rlmux: {text}", stacklevel=2)
-        self._away.append((tensors, [tensor.data.cpu().clone() for tensor in tensors]))
-        for tensor in tensors:
-            tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-        return size
+            warnings.warn(f"rlmux: {text}", stacklevel=3)
 
 
 def _has_cuda() -> bool:
@@ -130,6 +128,16 @@ def _bytes_of(storage: Any) -> Any:
     import torch
 
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+def _new_storage(layouts: list[Any], num_bytes: int) -> Any:
+    """One storage for tensors that had one before, each with its place in it: views of one another stay so."""
+    import torch
+
+    storage = torch.UntypedStorage(num_bytes, device=layouts[0][0].device)  # type: ignore[no-untyped-call]
+    for tensor, layout in layouts:
+        tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device).set_(storage, *layout)
+    return storage
 
 
 def torch_offload(model: Any, optimizer: Any = None) -> TorchOffload:

@@ -2,6 +2,7 @@
 
 Every tensor that the garbage collector knows counts, once for each storage, and without regard to what the adapter
 thinks that there is. Bytes that the hooks keep on the host are told from others by their type, which nothing else has.
+It prints what its model takes, by the shapes of its tensors.
 """
 
 from __future__ import annotations
@@ -31,6 +32,10 @@ def resident_bytes() -> int:
     return sum(size for size in sizes.values() if size >= MIN_BYTES)
 
 
+def num_bytes(tensors) -> int:
+    return sum(one.numel() * one.element_size() for one in tensors)
+
+
 def main(record: Path) -> None:
     from rlmux import share
 
@@ -52,6 +57,8 @@ def main(record: Path) -> None:
     trl = share.trl
 
     def recording(trainer, job):
+        parameters, buffers = num_bytes(trainer.model.parameters()), num_bytes(trainer.model.buffers())
+        print(f"parameters {parameters}, buffers {buffers}")
         trainer._generate = told(trainer._generate, "generates", "has generated")
         trainer.training_step = told(trainer.training_step, "steps", "has stepped")
         trainer._calculate_rewards = told(trainer._calculate_rewards, "scores", "has scored")

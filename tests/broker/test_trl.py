@@ -10,6 +10,7 @@ import re
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 from tests.broker.room import HERE, SHARE_FOLDER, Room, until
@@ -42,30 +43,49 @@ def start(room: Room, name: str, seed: int, *, is_shared: bool) -> subprocess.Po
     return program
 
 
-def weights(program: subprocess.Popen[str]) -> str:
+class Told(NamedTuple):
+    """What a script prints."""
+
+    weights: str
+    parameters: int
+    """Bytes of the parameters of its model."""
+    buffers: int
+
+
+def told(program: subprocess.Popen[str]) -> Told:
     out, _ = program.communicate(timeout=LIMIT_S)
     assert program.returncode == 0, out
-    found = re.search(r"weights (\w{64})", out)
+    found = re.search(r"parameters (\d+), buffers (\d+)\n(?:.*\n)*weights (\w{64})", out)
     assert found is not None, out
-    return found[1]
+    return Told(found[3], int(found[1]), int(found[2]))
 
 
 def test_two_trl_scripts_end_with_the_weights_they_have_alone_and_are_never_both_in_memory(room):
     seeds = {"a": 1, "b": 2}
-    alone = {name: weights(start(room, name, seed, is_shared=False)) for name, seed in seeds.items()}
-    assert alone["a"] != alone["b"]
+    alone = {name: told(start(room, name, seed, is_shared=False)) for name, seed in seeds.items()}
+    assert alone["a"].weights != alone["b"].weights
     room.record.unlink()
     room.start_broker()
     programs = {name: start(room, name, seed, is_shared=True) for name, seed in seeds.items()}
-    assert {name: weights(program) for name, program in programs.items()} == alone
+    assert {name: told(program) for name, program in programs.items()} == alone
     until(lambda: len(room.notes("gone")) == 2)
     check_never_both(room)
-    switches = room.notes("left")
-    assert len(switches) >= 2 * STEPS
-    assert min(note["freed_bytes"] for note in switches) > 0
-    measured = [line for line in room.recorded() if line[2] == "has left"]
-    assert len(measured) == len(switches)
-    assert all(size == 0 for _, _, _, size in measured)
+    assert len(room.notes("left")) >= 2 * STEPS
+    for name in seeds:
+        freed = [note["freed_bytes"] for note in room.notes("left") if note["pipeline"] == name]
+        assert freed == expected_bytes(room, name, alone[name])
+    assert all(size == 0 for _, _, what, size in room.recorded() if what == "has left")
+
+
+def expected_bytes(room: Room, name: str, model: Told) -> list[int]:
+    """What each leaving frees: the model, and from its first step on both moments of Adam. No gradients: rewards
+    come before the backward pass, and a step begins after they were cleared."""
+    expected, has_stepped = [], False
+    for _, other, what, _ in room.recorded():
+        has_stepped = has_stepped or (other, what) == (name, "has stepped")
+        if (other, what) == (name, "has left"):
+            expected.append((3 if has_stepped else 1) * model.parameters + model.buffers)
+    return expected
 
 
 def check_never_both(room: Room) -> None:
