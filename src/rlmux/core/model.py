@@ -230,6 +230,10 @@ class SwitchEstimate:
 
     rollout_s: float
     train_s: float
+    cold_rollout_s: float = 0.0
+    """Seconds of the first start of its rollouts on a node, where they are known."""
+    cold_train_s: float = 0.0
+    """Seconds of the first start of its training on a node, where they are known."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -304,6 +308,20 @@ class Placement:
     def nodes(self) -> tuple[NodeId, ...]:
         """Each node once, rollout nodes first."""
         return tuple(dict.fromkeys(self.rollout_nodes + self.train_nodes))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WorkLeft:
+    """What is left of a pipeline whose number of steps is known, at one moment."""
+
+    now_s: float
+    """Time at which this holds."""
+    submitted_s: float
+    """Time of its submission, from which its SLO counts."""
+    num_steps: int
+    """Steps that it was submitted with."""
+    num_left: int
+    """Steps that are not trained yet, the open one among them."""
 
 
 class PipelineStatus(StrEnum):

@@ -10,14 +10,14 @@ does a group.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 
 from rlmux.core.errors import IllegalTransitionError, UserError
 from rlmux.core.group_index import GroupIndex
 from rlmux.core.group_load import GroupLoad, Member, budget_of, group_load, phases_of, with_steps_per_cycle
-from rlmux.core.model import Cluster, GroupId, NodeId, Phase, Pipeline, PipelineId, Placement
+from rlmux.core.model import Cluster, GroupId, NodeId, Phase, Pipeline, PipelineId, Placement, WorkLeft
 from rlmux.core.placement_choice import PlacementChoice, check_choice
 from rlmux.core.pool_nodes import ClusterNodes, require
 from rlmux.core.undo import Undo
@@ -81,6 +81,10 @@ class PlacementView:
         """Whether the pipeline is placed."""
         return pipeline_id in self._ledger
 
+    def work_left(self, pipeline_id: PipelineId) -> WorkLeft | None:
+        """What is left of a submitted pipeline's steps; None where it has no number of them, or nothing is run."""
+        return self._ledger.work_left(pipeline_id)
+
     @property
     def usd_per_hour(self) -> float:
         """Price of all nodes in use."""
@@ -116,8 +120,11 @@ class Trial:
 class PlacementLedger:
     """Owns groups, pins, nodes and host memory; the only place where they change."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(
+        self, cluster: Cluster, work_left: Callable[[PipelineId], WorkLeft | None] = lambda pipeline: None
+    ) -> None:
         self.cluster = cluster
+        self.work_left = work_left
         if cluster.pool_for(Phase.TRAIN) is None:
             raise UserError(
                 f"cluster: no pool has phase 'train' (pools: {', '.join(cluster.pools) or 'none'}); "
@@ -318,7 +325,7 @@ class PlacementLedger:
 
     def copy(self) -> PlacementLedger:
         """A ledger of its own that begins the same and hands out the same nodes for the same changes."""
-        twin = PlacementLedger(self.cluster)
+        twin = PlacementLedger(self.cluster, self.work_left)
         twin._groups = dict(self._groups)
         twin._uneven = dict(self._uneven)
         twin._group_of = dict(self._group_of)

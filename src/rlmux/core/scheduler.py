@@ -75,9 +75,9 @@ class Scheduler:
     def __init__(self, cluster: Cluster, policy: Policy) -> None:
         self.cluster = cluster
         self.policy = policy
-        self._ledger = PlacementLedger(cluster)
-        self._placement_view = self._ledger.view()
         self._state = SchedulerState()
+        self._ledger = PlacementLedger(cluster, self._state.work_left)
+        self._placement_view = self._ledger.view()
         self.query = SchedulerQuery(self._state, self._placement_view)
         """All that drivers, displays and tests may read."""
         self._journal = Journal(policy.name)

@@ -32,6 +32,7 @@ from rlmux.core.model import (
     PipelineStatus,
     Placement,
     Stage,
+    WorkLeft,
 )
 
 
@@ -388,6 +389,20 @@ class SchedulerState:
         """The co-execution group of a pipeline that is placed."""
         assert run.placement is not None
         return self.groups[run.placement.group]
+
+    def work_left(self, pipeline: PipelineId) -> WorkLeft | None:
+        """What is left of a submitted pipeline's steps; None where it has no number of them."""
+        run = self.runs[pipeline]
+        last_step = run.pipeline.num_steps
+        if last_step is None:
+            return None
+        num_before = run.pipeline.first_step - 1
+        return WorkLeft(
+            now_s=self.now_s,
+            submitted_s=run.submitted_s,
+            num_steps=last_step - num_before,
+            num_left=last_step - max(num_before, run.trained_step),
+        )
 
     def can_migrate(self, run: PipelineRun, source: DeviceId, target: DeviceId) -> bool:
         """Whether the source's trajectories may leave for the target: none are on their way to the source, which would

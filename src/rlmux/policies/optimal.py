@@ -24,6 +24,7 @@ class Optimal(RlMux):
     max_search_nodes: int = 4_000
     slo_margin: float = 0.0
     varies_steps_per_cycle: bool = False
+    slowness_price: float = 0.0
 
     def rebalance(self, view: PlacementView) -> tuple[Relocation, ...]:
         names, found = self.cheapest(view)

@@ -23,7 +23,7 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-from rlmux.core.group_load import GroupLoad, budget_of, colocated_step_s, sync_s
+from rlmux.core.group_load import GroupLoad, budget_of, colocated_step_s, solo_s, sync_s
 from rlmux.core.idling import Idling
 from rlmux.core.model import AdmissionKind, NodeId, Phase, Pipeline
 from rlmux.core.placement import PlacementView
@@ -34,6 +34,10 @@ from rlmux.policies.jigsaw import Jigsaw
 from rlmux.policies.planning.candidates import founding, impossible, joining, may_join, queue
 from rlmux.policies.planning.cycle_steps import CycleStepFinder
 from rlmux.policies.planning.dispatching import start_in_cycle_order, start_in_cycle_order_or_overtake
+from rlmux.policies.planning.economic_placement import cheapest_place
+from rlmux.policies.planning.economic_regrouping import SearchLimits, cheaper_regrouping
+from rlmux.policies.planning.economy import Economy
+from rlmux.policies.planning.layouts import LayoutBook
 from rlmux.policies.planning.mending import mend_slos
 from rlmux.policies.planning.regrouping import partition_of, relocations_to, targets_of
 from rlmux.policies.planning.shared_placement import place_on_shared_nodes
@@ -60,6 +64,16 @@ class RlMux:
     """Whether a phase may leave the cycle's order where a gap or a threatened SLO asks for it and no other is late."""
     varies_steps_per_cycle: bool = True
     """Whether short pipelines may make several steps in a long one's cycle."""
+    slowness_price: float = 1.2
+    """Dollars that an hour of one dollar's work is worth, where steps are given and nodes are paid as they are used."""
+    hold_up_usd: float = 4.0
+    """Dollars that a move costs there for each rollout node, beside cold starts."""
+    move_horizon_h: float = 3.0
+    """Hours within which a move must have paid for itself there."""
+    limits: SearchLimits = field(default_factory=SearchLimits)
+    """How far a search for a cheaper grouping goes there."""
+    _layouts: LayoutBook = field(init=False, default_factory=LayoutBook, repr=False, compare=False)
+    """A cache, as the next."""
     _step_finder: CycleStepFinder = field(init=False, default_factory=CycleStepFinder, repr=False, compare=False)
     """A cache of this object alone: `replace` makes a new one. Dropping what it knows changes no decision."""
     _sub_stages: Jigsaw = field(init=False, repr=False, compare=False)
@@ -74,6 +88,8 @@ class RlMux:
         refusal = impossible(pipeline, view)
         if refusal is not None:
             return refusal
+        if view.work_left(pipeline.id) is not None and self._prices_slowness(view) and solo_s(pipeline):
+            return cheapest_place(pipeline, view, self._economy(view)) or queue(pipeline, view)
         is_free = _is_free_of_charge(view)
         if is_free:
             spread = founding(pipeline, view)
@@ -99,6 +115,8 @@ class RlMux:
         return best or queue(pipeline, view)
 
     def rebalance(self, view: PlacementView) -> tuple[Relocation | FruitlessSearch, ...]:
+        if self._prices_slowness(view) and _has_given_work(view):
+            return cheaper_regrouping(view, self._economy(view), self._layouts, self.limits)
         mended = mend_slos(view, self.place, varies_steps_per_cycle=self.varies_steps_per_cycle)
         if mended or _is_free_of_charge(view):
             return mended
@@ -131,6 +149,21 @@ class RlMux:
         if view.num_members > 1 and view.serves_both_phases:
             return self._sub_stages.idling(view)
         return Idling(cycle_lead=math.inf if self.overtakes else 1.0)
+
+    def _prices_slowness(self, view: PlacementView) -> bool:
+        """Whether what a step takes is weighed against dollars: nodes never run out, and each has a price."""
+        return self.slowness_price > 0.0 and all(
+            view.num_nodes(phase) == math.inf and view.usd_per_node_hour(phase) > 0.0
+            for phase in (Phase.ROLLOUT, Phase.TRAIN)
+        )
+
+    def _economy(self, view: PlacementView) -> Economy:
+        return Economy(
+            view=view,
+            slowness_price=self.slowness_price,
+            hold_up_usd=self.hold_up_usd,
+            move_horizon_h=self.move_horizon_h,
+        )
 
     def _shares_devices(self, pipeline: Pipeline, view: PlacementView) -> bool:
         """Whether nodes are to serve both phases of every pipeline: there is one pool, or sharing is expected to be
@@ -193,6 +226,10 @@ class RlMux:
 
 def _is_free_of_charge(view: PlacementView) -> bool:
     return view.usd_per_node_hour(Phase.ROLLOUT) == 0 and view.usd_per_node_hour(Phase.TRAIN) == 0
+
+
+def _has_given_work(view: PlacementView) -> bool:
+    return any(view.work_left(member.pipeline.id) is not None for group in view.groups() for member in group.members)
 
 
 def _best_nodes(group: GroupLoad, pipeline: Pipeline) -> tuple[tuple[NodeId, ...], int]:

@@ -6,6 +6,8 @@ slowdowns      of a pipeline: time / solo time of the steps in it; `step_slowdow
                `completion_slowdown` from its submission, queueing included: this is held against the SLO.
                To its last step's end; where it left before its steps were done, to then, if that makes it larger:
                the open step counts as if it ended there
+predicted      a member is late where its group's meta-iteration breaks its SLO; where it has a number of steps, also
+               over all of them, those that are done included
 kept SLOs      part of all submitted pipelines; a refused one is missed, and one without a finished step if it was
                there longer than its first step may take
 utilisation    of a pool: device time computing or switching / time its nodes were held
@@ -21,7 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from rlmux.core.actions import Admit, Relocate
-from rlmux.core.group_load import GroupLoad
+from rlmux.core.group_load import GroupLoad, solo_s
 from rlmux.core.model import DeviceId, GroupId, NodeId, Phase, Pipeline, PipelineId, Stage
 from rlmux.core.placement import PlacementView
 from rlmux.sim.bounds import SLO_TOLERANCE, are_own_pools, work_usd
@@ -302,7 +304,7 @@ class Collector:
         """Update $/h, peaks and penalties after a change of placement."""
         for group in groups:
             if group is not None:
-                self._penalty_by_group[group] = self._penalty(group)
+                self._penalty_by_group[group] = self._penalty(group, now_s)
                 if not self._penalty_by_group[group]:
                     del self._penalty_by_group[group]
         pools = self._workload.cluster.pools
@@ -329,7 +331,7 @@ class Collector:
         for pool, count in self._nodes.items():
             self._held_device_s[pool] += count * self._devices_per_node[pool] * elapsed_s
 
-    def _penalty(self, group_id: GroupId) -> float:
+    def _penalty(self, group_id: GroupId, now_s: float) -> float:
         """$/h added to a group that breaks an SLO: its cost times (worst slowdown - 1)."""
         try:
             group = self._placement.group(group_id)
@@ -337,11 +339,20 @@ class Collector:
             return 0.0
         if group.period_s <= group.budget_s * (1 + 1e-9):
             return 0.0
-        for member in group.members:
-            slowdown = predicted_slowdown(group, member.pipeline)
-            if slowdown > member.pipeline.slo_slowdown * (1 + 1e-9):
-                self._predicted_late[member.pipeline.id] = None
-        return self._group_usd_per_hour(group) * (worst_slowdown(group) - 1.0)
+        late = [member.pipeline.id for member in group.members if self._is_late_at(group, member.pipeline, now_s)]
+        self._predicted_late.update(dict.fromkeys(late))
+        return self._group_usd_per_hour(group) * (worst_slowdown(group) - 1.0) if late else 0.0
+
+    def _is_late_at(self, group: GroupLoad, pipeline: Pipeline, now_s: float) -> bool:
+        """Whether a member breaks its SLO at the group's pace: in a step, and over all its steps where it has a number
+        of them."""
+        slowdown, slo_slowdown = predicted_slowdown(group, pipeline), pipeline.slo_slowdown * (1 + 1e-9)
+        if slowdown <= slo_slowdown or pipeline.num_steps is None:
+            return slowdown > slo_slowdown
+        progress, alone_s = self._progress[pipeline.id], solo_s(pipeline)
+        num_steps = pipeline.num_steps - pipeline.first_step + 1
+        so_far_s = now_s - progress.arrival.submit_s
+        return so_far_s + (num_steps - progress.steps) * slowdown * alone_s > slo_slowdown * num_steps * alone_s
 
     def _group_usd_per_hour(self, group: GroupLoad) -> float:
         pools = self._workload.cluster.pools

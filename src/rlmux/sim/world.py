@@ -162,7 +162,12 @@ class SwitchSeconds:
     @property
     def estimate(self) -> SwitchEstimate:
         """What a scheduler that knows them counts with."""
-        return SwitchEstimate(rollout_s=self.warm_rollout_s, train_s=self.warm_train_s)
+        return SwitchEstimate(
+            rollout_s=self.warm_rollout_s,
+            train_s=self.warm_train_s,
+            cold_rollout_s=self.cold_rollout_s,
+            cold_train_s=self.cold_train_s,
+        )
 
 
 NO_SWITCH = SwitchSeconds()

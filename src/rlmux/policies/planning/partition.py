@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 from rlmux.core.group_load import MAX_PIPELINES_PER_GROUP, budget_of, has_footprint, phases_of, solo_s, sync_s
-from rlmux.core.model import Pipeline
+from rlmux.core.model import GroupId, Pipeline
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +122,8 @@ class CandidateGroup:
     is_colocated: bool
     steps_per_cycle: tuple[int, ...] = ()
     """Steps of each member in a cycle; () for one each."""
+    group: GroupId | None = None
+    """The group that is like this already; None where pipelines have to move for it."""
 
 
 def candidate_groups(

@@ -11,7 +11,7 @@ a group of its own.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from rlmux.core.errors import IllegalTransitionError
@@ -66,16 +66,27 @@ def targets_of(groups: Sequence[CandidateGroup], names: Sequence[PipelineId]) ->
     ]
 
 
-def relocations_to(targets: Sequence[Target], ledger: PlacementLedger, max_detours: int = 2) -> tuple[Relocation, ...]:
-    """Moves that lead the ledger, a sandbox of the caller's, to the targets; () where no way is found."""
-    return _Regrouping(targets, ledger).run(max_detours)
+def relocations_to(
+    targets: Sequence[Target],
+    ledger: PlacementLedger,
+    max_detours: int = 2,
+    accepts: Callable[[GroupLoad], bool] | None = None,
+) -> tuple[Relocation, ...]:
+    """Moves that lead the ledger, a sandbox of the caller's, to the targets; () where no way is found.
+
+    `accepts` says whether a group may be as a move leaves it; by default, whether its period keeps every SLO.
+    """
+    return _Regrouping(targets, ledger, accepts).run(max_detours)
 
 
 class _Regrouping:
     """One attempt: it moves pipelines in a sandbox, one at a time, and keeps the relocations that were valid."""
 
-    def __init__(self, targets: Sequence[Target], ledger: PlacementLedger) -> None:
+    def __init__(
+        self, targets: Sequence[Target], ledger: PlacementLedger, accepts: Callable[[GroupLoad], bool] | None
+    ) -> None:
         self.ledger = ledger
+        self.accepts = accepts
         self.relocations: list[Relocation] = []
         self.target_of = {name: target for target in targets for name in target.pins}
         _choose_hosts(targets, ledger)
@@ -146,7 +157,8 @@ class _Regrouping:
 
     def _try(self, name: PipelineId, choice: PlacementChoice) -> bool:
         pipeline = self.ledger.pipeline(name)
-        if choice.group is not None and choice.group != self.ledger.placement(name).group:
+        joins = choice.group is not None and choice.group != self.ledger.placement(name).group
+        if choice.group is not None and joins and self.accepts is None:
             group = self.ledger.group(choice.group)
             has_one_step_each = all(count == 1 for _, count in choice.steps_per_cycle)
             if has_one_step_each and not group.keeps_slos_with(
@@ -159,7 +171,7 @@ class _Regrouping:
             except IllegalTransitionError:
                 return False
             after = self.ledger.group(placement.group)
-            trial.is_kept = after.period_s <= after.budget_s
+            trial.is_kept = self.accepts(after) if self.accepts else after.period_s <= after.budget_s
         if trial.is_kept:
             self.relocations.append(Relocation(pipeline=name, choice=choice))
         return trial.is_kept
@@ -269,7 +281,7 @@ def partition_of(
     `step_finder` adds groups in which members have different steps per cycle; None: one step each.
     """
     members = [member for group in groups for member in group.members]
-    demands, prices = [demand_of(member.pipeline, slo_margin) for member in members], _prices(view)
+    demands, prices = [demand_of(member.pipeline, slo_margin) for member in members], prices_of(view)
     if view.num_nodes(Phase.TRAIN) < math.inf:
         demands = [demand._replace(colocated_s=math.inf) for demand in demands]  # no other pipeline could join it
     candidates = candidate_groups(demands, prices)
@@ -303,7 +315,7 @@ def _moving_weight(
     return sum(weights.values()) - staying
 
 
-def _prices(view: PlacementView) -> NodePrices:
+def prices_of(view: PlacementView) -> NodePrices:
     rollout, train = view.cluster.pool_for(Phase.ROLLOUT), view.cluster.pool_for(Phase.TRAIN)
     return NodePrices(
         rollout_usd=rollout.usd_per_node_hour if rollout else 0.0,

@@ -1,0 +1,88 @@
+"""Where a newcomer whose steps are given adds least to what all groups cost, slowness included.
+
+groups x (the least busy of their rollout nodes, 0 ... n new ones)    every member within its budget
+a group of its own, both pools or the training nodes alone            always possible where nodes never run out
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from rlmux.core.group_load import GroupLoad, colocated_step_s, phases_of, solo_s
+from rlmux.core.model import AdmissionKind, NodeId, Phase, Pipeline
+from rlmux.core.placement import PlacementView
+from rlmux.core.placement_choice import PlacementChoice
+from rlmux.policies.planning.candidates import founding, joining
+from rlmux.policies.planning.economy import Economy
+
+
+def cheapest_place(pipeline: Pipeline, view: PlacementView, economy: Economy) -> PlacementChoice | None:
+    """The place that adds fewest dollars per hour; None where no node is free."""
+    best, best_usd = _alone(pipeline, view, economy)
+    for group in view.groups():
+        if not _may_join(group, pipeline, economy):
+            continue
+        budget_s = min(economy.budget_of_group(group), economy.budget_s(pipeline))
+        before_usd = economy.cost_usd(group)
+        for nodes, num_new in _nodes(group, pipeline):
+            new_usd = num_new * economy.rollout_usd
+            if new_usd >= best_usd or not group.has_memory_for(pipeline, nodes):
+                continue
+            period_s = group.period_with(pipeline, nodes, num_new)
+            if period_s > budget_s:
+                continue
+            usd = new_usd + _usd_at(group, pipeline, period_s, economy) - before_usd
+            if usd < best_usd - 1e-9:
+                best, best_usd = joining(group, nodes, num_new), usd
+    return best
+
+
+def _may_join(group: GroupLoad, pipeline: Pipeline, economy: Economy) -> bool:
+    """A quick test that every place in the group needs."""
+    if group.is_colocated or len(group.train_nodes) < pipeline.num_train_nodes:
+        return False
+    budget_s = min(economy.budget_of_group(group), economy.budget_s(pipeline))
+    return max(group.period_s, solo_s(pipeline), group.train_load_s + phases_of(pipeline)[1]) <= budget_s
+
+
+def _nodes(group: GroupLoad, pipeline: Pipeline) -> Iterator[tuple[tuple[NodeId, ...], int]]:
+    """The least busy rollout nodes of the group, and new ones for the others, in every proportion."""
+    by_load = [node for _, node in sorted(zip(group.rollout_loads_s, group.rollout_nodes, strict=True))]
+    for num_new in range(pipeline.num_rollout_nodes + 1):
+        num_old = pipeline.num_rollout_nodes - num_new
+        if num_old <= len(by_load):
+            yield tuple(by_load[:num_old]), num_new
+
+
+def _usd_at(group: GroupLoad, pipeline: Pipeline, period_s: float, economy: Economy) -> float:
+    """Dollars per hour of the group's nodes, and the price of slowness if its meta-iteration takes so long."""
+    usd = group.usd_per_hour + economy.slowness_usd(pipeline) * (1.0 - solo_s(pipeline) / period_s)
+    for member in group.members:
+        speed = member.steps_per_cycle * solo_s(member.pipeline) / period_s
+        usd += economy.slowness_usd(member.pipeline) * (1.0 - speed)
+    return usd
+
+
+def _alone(pipeline: Pipeline, view: PlacementView, economy: Economy) -> tuple[PlacementChoice | None, float]:
+    """A group of its own, and what it costs: on its training nodes alone where that is cheaper within its budget."""
+    apart = founding(pipeline, view)
+    usd = pipeline.num_rollout_nodes * economy.rollout_usd + pipeline.num_train_nodes * economy.train_usd
+    best, best_usd = (apart, usd) if apart is not None else (None, math.inf)
+    pool = view.cluster.pool_for(Phase.TRAIN)
+    footprint = pipeline.footprint
+    if pool is None or footprint.rollout_host_bytes + footprint.train_host_bytes > pool.host_memory_bytes:
+        return best, best_usd
+    step_s = colocated_step_s(pipeline, pool)
+    usd = pipeline.num_train_nodes * economy.train_usd
+    usd += economy.slowness_usd(pipeline) * (1.0 - solo_s(pipeline) / step_s)
+    if (
+        step_s <= economy.budget_s(pipeline)
+        and usd < best_usd
+        and pipeline.num_train_nodes <= view.num_free_nodes(Phase.TRAIN)
+    ):
+        best = PlacementChoice(
+            kind=AdmissionKind.NEW, group=None, num_new_train_nodes=pipeline.num_train_nodes, is_colocated=True
+        )
+        best_usd = usd
+    return best, best_usd
