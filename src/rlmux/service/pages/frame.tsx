@@ -1,0 +1,168 @@
+// What stays around every page: the rail, the lane, how fresh things are, light or dark, the keys.
+import type { ComponentChildren } from "preact";
+import { useEffect, useRef, useState } from "preact/hooks";
+import { Refusal, post, useData } from "./api";
+import { allKeys, useKeys } from "./keys";
+import { ShownLane, chosenLane, of } from "./lane";
+import { follow, usePulse } from "./live";
+import { address, go, usePlace } from "./place";
+import type { Lane, Page, Timeline } from "./shapes";
+import { ago } from "./words";
+
+const PLACES = [
+  ["/fleet", "Fleet", "f"],
+  ["/timeline", "Timeline", "t"],
+  ["/pipelines", "Pipelines", "p"],
+] as const;
+
+export function Frame({ children }: { children: ComponentChildren }) {
+  const { path, query } = usePlace();
+  const lanes = useData<Page<Lane>>("/lanes", ["lane:*"]);
+  const lane = chosenLane(lanes.value?.items ?? [], query.get("lane"));
+  const timeline = useData<Timeline>(lane && `/timeline/${of(lane.name)}`, lane ? [`timeline:${lane.name}`] : []);
+  const help = useRef<HTMLDialogElement>(null);
+  useEffect(() => {
+    if (lane) follow(lane.name);
+  }, [lane?.name]);
+  useKeys([
+    ...PLACES.map(([to, name, key]) => ({ keys: `g ${key}`, does: name, run: () => go(address(to)) })),
+    { keys: "/", does: "search", run: () => document.querySelector<HTMLInputElement>("[data-search]")?.focus() },
+    { keys: "?", does: "this help", run: () => help.current?.showModal() },
+    { keys: "T", does: "light or dark", run: turnTheme },
+  ]);
+  const pipelines = timeline.value?.pipelines;
+  return (
+    <div class="frame">
+      <nav class="rail" aria-label="pages">
+        <div class="brand">
+          <img src="/favicon.svg" alt="" /> rlmux
+        </div>
+        {PLACES.map(([to, name]) => (
+          <a href={address(to)} {...(path === to || path.startsWith(`${to}/`) ? { "aria-current": "page" as const } : {})}>
+            {name}
+          </a>
+        ))}
+      </nav>
+      <header class="top">
+        {lane && <LanePicker lane={lane} lanes={lanes.value?.items ?? []} />}
+        <span class="space" />
+        {lane && <Freshness lane={lane} />}
+        <button onClick={turnTheme} title="light or dark (T)" aria-label="light or dark">
+          ◐
+        </button>
+        <button onClick={() => help.current?.showModal()} title="keys (?)" aria-label="keys">
+          ?
+        </button>
+        <button onClick={leave}>Log out</button>
+      </header>
+      <main>
+        <Trouble error={lanes.error ?? timeline.error} />
+        {lane?.banner && <p class="banner">{lane.banner}</p>}
+        {lane?.is_indexing && <p class="banner soft">The log is being read for the first time: what is shown is not all yet.</p>}
+        {lanes.value && !lane && <p class="empty">No run is here yet. A folder that `rlmux run` writes below the one that is served appears by itself.</p>}
+        {lane && pipelines && <ShownLane.Provider value={{ lane, lanes: lanes.value?.items ?? [], pipelines }}>{children}</ShownLane.Provider>}
+      </main>
+      <dialog ref={help}>
+        <Keys />
+      </dialog>
+    </div>
+  );
+}
+
+function LanePicker({ lane, lanes }: { lane: Lane; lanes: Lane[] }) {
+  const { path } = usePlace();
+  const at = path.startsWith("/pipelines/") ? "/pipelines" : path; // another lane has other pipelines
+  return (
+    <label>
+      <span class="muted">lane</span>
+      <select value={lane.name} onChange={(event) => go(address(at, { lane: event.currentTarget.value }))}>
+        {lanes.map((each) => (
+          <option value={each.name}>{each.name}</option>
+        ))}
+      </select>
+    </label>
+  );
+}
+
+/** How old what is shown is, in words; a run that is over does not age. */
+function Freshness({ lane }: { lane: Lane }) {
+  const pulse = usePulse();
+  const [, tick] = useState(0);
+  useEffect(() => {
+    const timer = setInterval(() => tick((count) => count + 1), 1000);
+    return () => clearInterval(timer);
+  }, []);
+  const age_s = Math.max(0, Date.now() - pulse.heard_ms) / 1000;
+  const isLost = pulse.state === "lost";
+  const words = isLost
+    ? `no connection${pulse.heard_ms ? `, last heard ${ago(age_s)}` : ""}`
+    : lane.state === "over"
+      ? "run is over"
+      : lane.state === "stopped"
+        ? "run is stopped"
+        : pulse.state === "connecting"
+          ? "connecting"
+          : `live · ${ago(age_s)}`;
+  return (
+    <span class={`pulse ${isLost ? "lost" : lane.state === "running" ? pulse.state : ""}`} role="status">
+      <i /> {words}
+    </span>
+  );
+}
+
+export function Trouble({ error }: { error: Error | null | undefined }) {
+  if (!error || (error instanceof Refusal && error.status === 401)) return null;
+  const accepted = error instanceof Refusal && error.body.accepted ? `; accepted: ${String(error.body.accepted)}` : "";
+  return (
+    <p class="banner" role="alert">
+      {error instanceof Refusal ? error.message : "The service cannot be reached."}
+      {accepted}
+    </p>
+  );
+}
+
+function Keys() {
+  return (
+    <>
+      <h1>Keys</h1>
+      <table>
+        {allKeys().map((key) => (
+          <tr>
+            <td>
+              {key.keys.split(" ").map((one) => (
+                <>
+                  <kbd>{one === " " ? "space" : one}</kbd>{" "}
+                </>
+              ))}
+            </td>
+            <td>{key.does}</td>
+          </tr>
+        ))}
+      </table>
+      <form method="dialog">
+        <p>
+          <button>Close</button>
+        </p>
+      </form>
+    </>
+  );
+}
+
+const THEME = "rlmux-theme";
+
+/** The choice of this browser; without one the system's is taken. */
+export function setTheme(): void {
+  const chosen = localStorage.getItem(THEME);
+  if (chosen === "light" || chosen === "dark") document.documentElement.dataset.theme = chosen;
+}
+
+function turnTheme(): void {
+  const isDark = getComputedStyle(document.documentElement).colorScheme === "dark";
+  localStorage.setItem(THEME, isDark ? "light" : "dark");
+  setTheme();
+}
+
+async function leave(): Promise<void> {
+  await post("/logout", {}).catch(() => undefined);
+  go("/login");
+}

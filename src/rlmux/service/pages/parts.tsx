@@ -1,0 +1,100 @@
+// Small pieces that several pages draw: a pipeline's name with its colour, figures in a row, a sparkline, a stacked bar.
+import type { ComponentChildren } from "preact";
+import { LEGEND, type Paint } from "./colours";
+import { colourOf, of, useShown } from "./lane";
+import { address } from "./place";
+import { percent, seconds } from "./words";
+
+export function PipelineName({ name }: { name: string }) {
+  const { lane, pipelines } = useShown();
+  return (
+    <a class="name" href={address(`/pipelines/${of(lane.name, name)}`)}>
+      <Dot name={name} pipelines={pipelines} />
+      {name}
+    </a>
+  );
+}
+
+export function Dot({ name, pipelines }: { name: string; pipelines: readonly string[] }) {
+  return <i class={`dot c${colourOf(pipelines, name)}`} />;
+}
+
+export function Tiles({ tiles }: { tiles: readonly (readonly [string, ComponentChildren])[] }) {
+  return (
+    <dl class="tiles">
+      {tiles.map(([name, figure]) => (
+        <div key={name}>
+          <dt>{name}</dt>
+          <dd>{figure}</dd>
+        </div>
+      ))}
+    </dl>
+  );
+}
+
+/** A curve the size of a word. Gaps where there is no number. */
+export function Spark({ values, colour }: { values: readonly (number | null)[]; colour: number }) {
+  const known = values.filter((value): value is number => value !== null);
+  if (known.length < 2) return null;
+  const [low, high] = [Math.min(...known), Math.max(...known)];
+  const x = (index: number) => 1 + (index / (values.length - 1)) * 88;
+  const y = (value: number) => 17 - (high > low ? (value - low) / (high - low) : 0.5) * 16;
+  let path = "";
+  values.forEach((value, index) => {
+    if (value !== null) path += `${index > 0 && values[index - 1] != null ? "L" : "M"}${x(index).toFixed(1)} ${y(value).toFixed(1)}`;
+  });
+  return (
+    <svg class="spark" width="90" height="18" role="img" aria-label={`from ${known[0]} to ${known.at(-1)}`}>
+      <path d={path} fill="none" stroke={`var(--p${colour})`} stroke-width="1.6" stroke-linejoin="round" />
+    </svg>
+  );
+}
+
+export interface Part {
+  /** A class of the style sheet: `c3`, `f-wait`. */
+  paint: string;
+  name: string;
+  seconds: number;
+}
+
+/** A bar of named parts, and the same in words. */
+export function Stack({ parts, whole_s }: { parts: readonly Part[]; whole_s: number }) {
+  if (whole_s <= 0) return null;
+  const shown = parts.filter((part) => part.seconds / whole_s >= 0.0005);
+  return (
+    <>
+      <div class="stack">
+        {shown.map((part) => (
+          <i class={part.paint} title={`${part.name}: ${seconds(part.seconds)}`} style={{ width: `${(100 * part.seconds) / whole_s}%` }} />
+        ))}
+      </div>
+      <div class="why">
+        {shown.map((part, index) => (
+          <>
+            {index > 0 && " · "}
+            {part.name} <b>{percent(part.seconds / whole_s)}</b>
+          </>
+        ))}
+      </div>
+    </>
+  );
+}
+
+/** What the colours mean: pipelines, then causes. */
+export function Legend({ paints }: { paints?: ReadonlySet<Paint> }) {
+  const { pipelines } = useShown();
+  return (
+    <div class="key">
+      {pipelines.slice(0, 16).map((name) => (
+        <PipelineName key={name} name={name} />
+      ))}
+      {pipelines.length > 16 && <span class="muted">and {pipelines.length - 16} more</span>}
+      {LEGEND.filter(([paint]) => !paints || paints.has(paint)).map(([paint, words]) => (
+        <span key={paint}>
+          <i class={`f-${paint}`} />
+          {words}
+        </span>
+      ))}
+    </div>
+  );
+}

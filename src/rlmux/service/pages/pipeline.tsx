@@ -1,0 +1,229 @@
+// One pipeline: its figures, curves, where its time went, steps, log and file, as tabs.
+import { useState } from "preact/hooks";
+import { get, useData } from "./api";
+import { Chart } from "./charts";
+import { paintOf, shadeOf } from "./colours";
+import { Trouble } from "./frame";
+import { useKeys } from "./keys";
+import { colourOf, of, useShown } from "./lane";
+import { Log } from "./log";
+import { Dot, Tiles } from "./parts";
+import { address, amend, usePlace } from "./place";
+import type { Detail, Metrics, Page, Step } from "./shapes";
+import { count, figure, moment, percent, seconds, times } from "./words";
+
+const TABS = [
+  ["curves", "Curves"],
+  ["time", "Where time went"],
+  ["steps", "Steps"],
+  ["log", "Log"],
+  ["file", "File"],
+] as const;
+
+/** Metrics in the order a reader looks for them; what is not listed comes last. */
+const SECTIONS: readonly (readonly [string, RegExp])[] = [
+  ["Reward", /^reward/],
+  ["Exploration", /^(entropy|kl|uniform_group)/],
+  ["Update", /^(loss|grad|clip|learning_rate|num_clamped|logprob_gap|stale)/],
+  ["Lengths", /^(response_len|turns|cut|tokens|trajectories)/],
+  ["Other", /./],
+];
+
+export function Pipeline({ lane, name }: { lane: string; name: string }) {
+  const { query } = usePlace();
+  const { pipelines } = useShown();
+  const path = `/pipelines/${of(lane, name)}`;
+  const detail = useData<Detail>(path, [`pipeline:${lane}`]);
+  const tab = query.get("tab") ?? "curves";
+  useKeys(TABS.map(([key, title], index) => ({ keys: String(index + 1), does: title, run: () => amend({ tab: key }) })));
+  if (!detail.value) return <Trouble error={detail.error} />;
+  return (
+    <>
+      <div class="heading">
+        <h1>
+          <Dot name={name} pipelines={pipelines} />
+          {name}
+        </h1>
+        <span class={`state ${detail.value.status}`}>{detail.value.doing || detail.value.status}</span>
+        <span class="muted small">lane {lane}</span>
+        <a class="small" href={address("/timeline", { q: name })}>
+          on the timeline
+        </a>
+      </div>
+      {detail.value.reason && <p class="banner">{detail.value.reason}</p>}
+      <Trouble error={detail.error} />
+      <Figures detail={detail.value} />
+      <div class="tabs" role="navigation" aria-label="parts">
+        {TABS.map(([key, title]) => (
+          <a href={address(location.pathname, { tab: key })} {...(key === tab ? { "aria-current": "page" as const } : {})}>
+            {title}
+          </a>
+        ))}
+      </div>
+      {tab === "curves" && <Curves path={path} lane={lane} colour={colourOf(pipelines, name)} />}
+      {tab === "time" && <Times detail={detail.value} colour={colourOf(pipelines, name)} />}
+      {tab === "steps" && <Steps path={path} lane={lane} />}
+      {tab === "log" && (detail.value.has_log ? <Log path={path} isOver={detail.value.status !== "running"} /> : <p class="empty">Its workers have written nothing.</p>)}
+      {tab === "file" && (detail.value.spec ? <pre class="text">{detail.value.spec}</pre> : <p class="empty">The run's folder does not have its file.</p>)}
+    </>
+  );
+}
+
+function Figures({ detail }: { detail: Detail }) {
+  return (
+    <Tiles
+      tiles={[
+        ["step", <>{count(detail.step)}{detail.num_steps !== null && <small>of {count(detail.num_steps)}</small>}</>],
+        ["reward", <>{figure(detail.reward_last)}<small>from {figure(detail.reward_first)}</small></>],
+        ["a step takes", seconds(detail.step_s_mean)],
+        ["of alone", <>{times(detail.step_slowdown)}{detail.slo_slowdown !== null && <small>SLO {times(detail.slo_slowdown)}</small>}</>],
+        ["tokens", count(detail.tokens)],
+        ["promise", detail.promise ?? "–"],
+        ["weights", <span class="mono" title={detail.weights_sha256 ?? ""}>{detail.weights_sha256?.slice(0, 12) ?? "–"}</span>],
+      ]}
+    />
+  );
+}
+
+function Curves({ path, lane, colour }: { path: string; lane: string; colour: number }) {
+  const { query } = usePlace();
+  const x = query.get("x") === "time_s" ? "time_s" : "step";
+  const smoothing = Number(query.get("smooth") ?? "0") || 0;
+  const metrics = useData<Metrics>(`${path}/metrics?x=${x}&points=800`, [`pipeline:${lane}`]);
+  if (!metrics.value) return <Trouble error={metrics.error} />;
+  const { names, series } = metrics.value;
+  if (names.length === 0) return <p class="empty">No step has ended yet.</p>;
+  return (
+    <>
+      <div class="toolbar">
+        <label>
+          over{" "}
+          <select value={x} onChange={(event) => amend({ x: event.currentTarget.value })}>
+            <option value="step">steps</option>
+            <option value="time_s">time</option>
+          </select>
+        </label>
+        <label>
+          averaged over{" "}
+          <select value={smoothing} onChange={(event) => amend({ smooth: event.currentTarget.value })}>
+            {[0, 5, 10, 25, 50].map((span) => (
+              <option value={span}>{span === 0 ? "nothing" : `${span} steps`}</option>
+            ))}
+          </select>
+        </label>
+        {metrics.value.steps > 800 && <span class="muted small">each point is several of {count(metrics.value.steps)} steps: mean, with lowest and highest</span>}
+      </div>
+      {sectioned(names).map(([title, members]) => (
+        <section key={title}>
+          <h2>{title}</h2>
+          <div class="charts">
+            {members.map((metric) => {
+              const curve = series[metric];
+              return curve && <Chart key={metric} title={metric} curve={curve} colour={colour} unit={x === "step" ? "step" : "s"} smoothing={smoothing} cursor={path} />;
+            })}
+          </div>
+        </section>
+      ))}
+    </>
+  );
+}
+
+function sectioned(names: readonly string[]): [string, string[]][] {
+  const rest = new Set(names);
+  return SECTIONS.map(([title, pattern]): [string, string[]] => {
+    const members = [...rest].filter((name) => pattern.test(name));
+    for (const name of members) rest.delete(name);
+    return [title, members];
+  }).filter(([, members]) => members.length > 0);
+}
+
+function Times({ detail, colour }: { detail: Detail; colour: number }) {
+  const stages = Object.entries(detail.seconds).sort(([, a], [, b]) => b - a);
+  const waits = [...detail.waits].sort((a, b) => b.seconds - a.seconds);
+  const largest_s = Math.max(1e-9, ...stages.map(([, spent_s]) => spent_s), ...waits.map((wait) => wait.seconds));
+  const all_s = stages.reduce((sum, [, spent_s]) => sum + spent_s, 0);
+  return (
+    <>
+      <h2>
+        Computing <small>{seconds(all_s)} of devices, by stage</small>
+      </h2>
+      <Bars rows={stages.map(([stage, spent_s]) => ({ name: stage.replaceAll("_", " "), seconds: spent_s, share: spent_s / all_s, paint: `c${colour}`, shade: shadeOf(stage) }))} largest_s={largest_s} />
+      <h2>
+        Devices that waited for it <small>device-seconds in which they did nothing</small>
+      </h2>
+      {waits.length === 0 && <p class="empty">None did.</p>}
+      <Bars rows={waits.map((wait) => ({ name: wait.label, seconds: wait.seconds, share: null, paint: `f-${paintOf(wait.cause)}`, shade: 1 }))} largest_s={largest_s} />
+    </>
+  );
+}
+
+function Bars({ rows, largest_s }: { rows: { name: string; seconds: number; share: number | null; paint: string; shade: number }[]; largest_s: number }) {
+  return (
+    <table class="bars">
+      <tbody>
+        {rows.map((row) => (
+          <tr key={row.name}>
+            <td class="name">{row.name}</td>
+            <td class="number">{seconds(row.seconds)}</td>
+            <td class="number muted">{row.share === null ? "" : percent(row.share)}</td>
+            <td class="wide">
+              <i class={`bar ${row.paint}`} style={{ width: `${(100 * row.seconds) / largest_s}%`, opacity: row.shade }} />
+            </td>
+          </tr>
+        ))}
+      </tbody>
+    </table>
+  );
+}
+
+function Steps({ path, lane }: { path: string; lane: string }) {
+  const first = useData<Page<Step>>(`${path}/steps?limit=1000`, [`pipeline:${lane}`]);
+  const [further, setFurther] = useState<Step[]>([]);
+  const [next, setNext] = useState<string | null | undefined>(undefined);
+  if (!first.value) return <Trouble error={first.error} />;
+  const cursor = next === undefined ? first.value.next : next;
+  const steps = [...first.value.items, ...further];
+  const stages = [...new Set(steps.flatMap((step) => Object.keys(step.stages)))];
+  const more = async () => {
+    const page = await get<Page<Step>>(`${path}/steps?limit=1000&cursor=${encodeURIComponent(cursor ?? "")}`);
+    setFurther([...further, ...page.items]);
+    setNext(page.next);
+  };
+  return (
+    <div class="scroll">
+      {cursor && <button onClick={more}>Later steps</button>}
+      <table>
+        <thead>
+          <tr>
+            <th class="number">step</th>
+            <th class="number">ended</th>
+            <th class="number">took</th>
+            <th class="number">of alone</th>
+            <th class="number">reward</th>
+            {stages.map((stage) => (
+              <th class="number">{stage.replaceAll("_", " ")}</th>
+            ))}
+            <th>weights</th>
+          </tr>
+        </thead>
+        <tbody>
+          {steps.reverse().map((step) => (
+            <tr key={step.step}>
+              <td class="number">{step.step}</td>
+              <td class="number">
+                <a href={address("/timeline", { t0: String(Math.max(0, step.end_s - step.seconds)), t1: String(step.end_s) })}>{moment(step.end_s, 100)}</a>
+              </td>
+              <td class="number">{seconds(step.seconds)}</td>
+              <td class="number">{times(step.slowdown)}</td>
+              <td class="number">{figure(step.metrics.reward_mean)}</td>
+              {stages.map((stage) => (
+                <td class="number">{seconds(step.stages[stage])}</td>
+              ))}
+              <td class="mono">{step.weights_sha256?.slice(0, 12)}</td>
+            </tr>
+          ))}
+        </tbody>
+      </table>
+    </div>
+  );
+}

@@ -1,0 +1,138 @@
+// Pipelines: list and queue in one. Sorting and filtering are the server's, in pages of 100; the state is in the URL.
+import { useEffect, useState } from "preact/hooks";
+import { get, useData } from "./api";
+import { Trouble } from "./frame";
+import { useKeys } from "./keys";
+import { colourOf, of, useShown } from "./lane";
+import { PipelineName, Spark } from "./parts";
+import { address, amend, go, usePlace } from "./place";
+import type { Page, Row } from "./shapes";
+import { count, figure, seconds, times } from "./words";
+
+const STATUSES = ["running", "waiting", "finished", "failed", "cancelled", "refused", "stopped"];
+const COLUMNS: readonly (readonly [string, string, string])[] = [
+  ["name", "name", ""],
+  ["status", "state", ""],
+  ["step", "step", "number"],
+  ["reward_last", "reward", ""],
+  ["step_slowdown", "of alone", "number"],
+  ["", "step takes", "number"],
+  ["", "tokens", "number"],
+  ["", "promise", ""],
+  ["", "left", "number"],
+];
+
+export function Pipelines() {
+  const { lane, pipelines } = useShown();
+  const { query } = usePlace();
+  const [status, name, sort] = [query.get("status") ?? "", query.get("name") ?? "", query.get("sort") ?? ""];
+  const filters = new URLSearchParams({ lane: lane.name, limit: "100", ...(status && { status }), ...(name && { name }), ...(sort && { sort }) });
+  const first = useData<Page<Row>>(`/pipelines?${filters}`, [`pipeline:${lane.name}`]);
+  const { rows, more } = useFurther(first.value, filters.toString());
+  const [chosen, setChosen] = useState(-1);
+  const open = (row: Row | undefined) => row && go(address(`/pipelines/${of(row.lane, row.name)}`));
+  useKeys([
+    { keys: "j", does: "next row", run: () => setChosen((at) => Math.min(rows.length - 1, at + 1)) },
+    { keys: "k", does: "row before", run: () => setChosen((at) => Math.max(0, at - 1)) },
+    { keys: "Enter", does: "open the row", run: () => open(rows[chosen]) },
+  ]);
+  return (
+    <>
+      <div class="heading">
+        <h1>Pipelines</h1>
+        <span class="muted small">
+          {Object.entries(lane.pipelines).filter(([, many]) => many).map(([state, many]) => `${many} ${state}`).join(" · ")}
+        </span>
+      </div>
+      <div class="toolbar">
+        <input data-search type="search" placeholder="part of a name   /" aria-label="part of a name" value={name} onInput={(event) => amend({ name: event.currentTarget.value || null })} />
+        <select aria-label="state" value={status} onChange={(event) => amend({ status: event.currentTarget.value || null })}>
+          <option value="">every state</option>
+          {STATUSES.map((each) => (
+            <option value={each}>{each}</option>
+          ))}
+        </select>
+      </div>
+      <Trouble error={first.error} />
+      <div class="scroll">
+        <table>
+          <thead>
+            <tr>
+              {COLUMNS.map(([key, title, kind]) => (
+                <th class={kind} {...(key ? { "aria-sort": sortOf(key, sort) } : {})}>
+                  {key ? <Sorter column={key} title={title} sort={sort} /> : title}
+                </th>
+              ))}
+            </tr>
+          </thead>
+          <tbody>
+            {rows.map((row, index) => (
+              <ListRow key={row.name} row={row} isChosen={index === chosen} colour={colourOf(pipelines, row.name)} />
+            ))}
+          </tbody>
+        </table>
+      </div>
+      {first.value && rows.length === 0 && <p class="empty">No pipeline matches.</p>}
+      {more && <button onClick={more}>More</button>}
+    </>
+  );
+}
+
+/** The pages after the first, which are asked for one by one. */
+function useFurther(first: Page<Row> | null, filters: string) {
+  const [further, setFurther] = useState<Page<Row> | null>(null);
+  useEffect(() => setFurther(null), [filters]);
+  const next = (further ?? first)?.next ?? null;
+  const more = async () => {
+    const page = await get<Page<Row>>(`/pipelines?${filters}&cursor=${encodeURIComponent(next ?? "")}`);
+    setFurther({ items: [...(further?.items ?? []), ...page.items], next: page.next });
+  };
+  return { rows: [...(first?.items ?? []), ...(further?.items ?? [])], more: next === null ? null : more };
+}
+
+function sortOf(key: string, sort: string): "ascending" | "descending" | "none" {
+  return sort === key ? "ascending" : sort === `-${key}` ? "descending" : "none";
+}
+
+function Sorter({ column, title, sort }: { column: string; title: string; sort: string }) {
+  const order = sortOf(column, sort);
+  const next = order === "none" ? column : order === "ascending" ? `-${column}` : null;
+  return (
+    <a class="sorter" role="button" tabIndex={0} onClick={() => amend({ sort: next })} onKeyDown={(event) => event.key === "Enter" && (event.stopPropagation(), amend({ sort: next }))}>
+      {title}
+      {order === "ascending" ? " ↑" : order === "descending" ? " ↓" : ""}
+    </a>
+  );
+}
+
+function ListRow({ row, isChosen, colour }: { row: Row; isChosen: boolean; colour: number }) {
+  return (
+    <tr class={isChosen ? "chosen" : ""}>
+      <td>
+        <PipelineName name={row.name} />
+      </td>
+      <td class={`state ${row.status}`} title={row.reason}>
+        {row.status}
+        {row.doing && <span class="muted"> · {row.doing}</span>}
+        {row.reason && <div class="why">{row.reason}</div>}
+      </td>
+      <td class="number">
+        {count(row.step)}
+        {row.num_steps !== null && <span class="muted">/{count(row.num_steps)}</span>}
+      </td>
+      <td>
+        <span class="reward">
+          {figure(row.reward_first)} <Spark values={row.rewards} colour={colour} /> <b>{figure(row.reward_last)}</b>
+        </span>
+      </td>
+      <td class={`number ${row.keeps_slo === false ? "bad" : ""}`}>
+        {times(row.step_slowdown)}
+        {row.slo_slowdown !== null && <span class="muted"> ≤ {times(row.slo_slowdown)}</span>}
+      </td>
+      <td class="number">{seconds(row.step_s_mean)}</td>
+      <td class="number">{count(row.tokens)}</td>
+      <td>{row.promise}</td>
+      <td class="number">{row.status === "running" || row.status === "waiting" ? seconds(row.eta_s) : ""}</td>
+    </tr>
+  );
+}

@@ -1,0 +1,154 @@
+// What the service answers, as docs/service.md lists it. Seconds are of the run's clock; what does not exist is null.
+
+export type Kind = "busy" | "switch" | "bubble" | "idle";
+export const KINDS: readonly Kind[] = ["busy", "switch", "bubble", "idle"];
+
+export interface Page<T> {
+  items: T[];
+  next: string | null;
+}
+
+export interface Lane {
+  name: string;
+  state: "running" | "stopped" | "over";
+  policy: string | null;
+  backend: string | null;
+  created: string | null;
+  rlmux_version: string | null;
+  start_s: number;
+  now_s: number;
+  is_indexing: boolean;
+  index_lag_s: number | null;
+  makespan_s: number;
+  num_devices: number;
+  pipelines: Record<string, number>;
+  seconds: Record<Kind, number>;
+  num_switches: number;
+  num_migrations: number;
+  control_overhead: number | null;
+  slo_attainment: number | null;
+  banner: string | null;
+}
+
+export interface Device {
+  id: string;
+  pool: string;
+  node: number;
+  kind: Kind | null;
+  cause: string | null;
+  label: string | null;
+  pipeline: string | null;
+  stage: string | null;
+  step: number | null;
+  since_s: number | null;
+  seconds: Record<Kind, number>;
+  utilization: number | null;
+}
+
+export interface Row {
+  lane: string;
+  name: string;
+  status: string;
+  reason: string;
+  step: number;
+  num_steps: number | null;
+  doing: string | null;
+  group: number | string | null;
+  reward_first: number | null;
+  reward_last: number | null;
+  rewards: (number | null)[];
+  step_slowdown: number | null;
+  slo_slowdown: number | null;
+  keeps_slo: boolean | null;
+  promise: string | null;
+  submitted_s: number | null;
+  admitted_s: number | null;
+  ended_s: number | null;
+  tokens: number;
+  step_s_mean: number | null;
+  eta_s: number | null;
+}
+
+export interface Detail extends Row {
+  expected_slowdown: number | null;
+  slo_reason: string;
+  weights_sha256: string | null;
+  trajectories: number;
+  seconds: Record<string, number>;
+  waits: { cause: string; label: string; seconds: number }[];
+  metrics: string[];
+  has_log: boolean;
+  spec: string | null;
+}
+
+export interface Step {
+  step: number;
+  end_s: number;
+  seconds: number;
+  solo_s: number | null;
+  slowdown: number | null;
+  weights_sha256: string | null;
+  metrics: Record<string, number | null>;
+  stages: Record<string, number>;
+}
+
+type Column = (number | null)[];
+
+export interface Metrics {
+  x: string;
+  names: string[];
+  series: Record<string, { x: Column; y: Column; min?: Column; max?: Column }>;
+  steps: number;
+}
+
+export interface Timeline {
+  lane: string;
+  start_s: number;
+  end_s: number;
+  is_over: boolean;
+  devices: { id: string; pool: string; node: number }[];
+  pipelines: string[];
+  causes: string[];
+  kinds: Kind[];
+  kind_by_cause: (Kind | number)[];
+  stages: string[];
+  rev: number;
+  seq: number;
+  open_from: number | null;
+  bucket_s: number[];
+  num_intervals: number;
+  max_intervals: number;
+  max_buckets: number;
+}
+
+export interface Measured {
+  t0: number;
+  t1: number;
+  device_s: number;
+  items: { kind: Kind; cause: string; pipeline: string | null; label: string; seconds: number; share: number }[];
+}
+
+export interface Order {
+  order: number;
+  pipeline: string;
+  step: number;
+  stage: string;
+  start_s: number;
+  end_s: number | null;
+  devices: string[];
+}
+
+export interface Gap {
+  interval: { device: string; start_s: number; end_s: number; kind: Kind; label: string; is_open: boolean };
+  before: Order | null;
+  after: Order | null;
+  pinned: { pipeline: string; doing: Order[]; next: Order | null }[];
+}
+
+export interface Happening {
+  time_s: number;
+  what: string;
+  pipeline: string | null;
+  device: string | null;
+  text: string;
+}

@@ -1,0 +1,348 @@
+// The canvas: draws at most once a frame, and while a reader pans only moves a picture that is already painted.
+//
+//   input.ts ─▶ setSpan ─┐
+//   feed.ts  ─▶ news ────┼─▶ invalidate ─▶ one frame: overview, layer (rows, painted ahead on both sides), axis, curves, marks
+//   filter, theme ───────┘
+import { type Colours, themeColours } from "../colours";
+import type { Timeline } from "../shapes";
+import { moment } from "../words";
+import { type Pictures, Painter } from "./bitmap";
+import { type Curve, drawCurves } from "./curves";
+import { type Chunk, Feed, type Span } from "./feed";
+import { type Hit, hitInterval, hitTiles } from "./hit";
+import { drawOverview } from "./overview";
+import { hatchOf, paintIntervals } from "./paint";
+import { AXIS, type Filter, GUTTER, type Layout, OVERVIEW, Scale, filterOf, layoutOf, tickOf } from "./rows";
+
+export interface Listener {
+  onSpan(span: Span): void;
+  onHover(hit: Hit | null, at_s: number | null): void;
+  onTrouble(error: Error | null): void;
+}
+
+/** The rows of a span that is wider than the view. */
+interface Layer {
+  canvas: HTMLCanvasElement;
+  scale: Scale;
+  key: string;
+}
+
+const MARGIN = 0.5;
+
+export class Board {
+  span: Span;
+  layout: Layout;
+  measured: Span | null = null;
+  curves: Curve[] = [];
+  readonly feed: Feed;
+  readonly #canvas: HTMLCanvasElement;
+  readonly #listener: Listener;
+  #colours: Colours = themeColours();
+  #filter: Filter = filterOf("");
+  #layer: Layer | null = null;
+  #pictures = new WeakMap<object, Pictures>();
+  #frame = 0;
+  #version = 0;
+  #pointer: { x: number; y: number } | null = null;
+  #width = 0;
+  #ratio = 1;
+
+  constructor(canvas: HTMLCanvasElement, timeline: Timeline, span: Span, listener: Listener) {
+    this.#canvas = canvas;
+    this.#listener = listener;
+    this.feed = new Feed(timeline, () => this.#refresh());
+    this.span = span;
+    this.layout = layoutOf(timeline, this.#filter, canvas.clientWidth);
+    this.resize();
+  }
+
+  get timeline(): Timeline {
+    return this.feed.timeline;
+  }
+
+  get plotWidth(): number {
+    return Math.max(50, this.#width - GUTTER);
+  }
+
+  get scale(): Scale {
+    return new Scale(this.span, GUTTER, this.plotWidth);
+  }
+
+  // ---------------------------------------------------------------- what changes
+
+  update(timeline: Timeline): void {
+    const { pipelines, causes } = this.timeline;
+    this.feed.update(timeline);
+    if (pipelines.length !== timeline.pipelines.length || causes.length !== timeline.causes.length) this.#pictures = new WeakMap();
+    this.#relayout();
+  }
+
+  setFilter(text: string): void {
+    this.#filter = filterOf(text);
+    this.#pictures = new WeakMap();
+    this.#relayout();
+  }
+
+  /** Move the view; it stays within the run and does not get narrower than a tenth of a millisecond a pixel. */
+  setSpan({ t0, t1 }: Span): void {
+    const { start_s, end_s } = this.timeline;
+    const [whole_s, least_s] = [Math.max(1e-3, end_s - start_s), this.plotWidth * 1e-4];
+    const wide_s = Math.min(Math.max(t1 - t0, Math.min(least_s, whole_s)), whole_s * 1.04);
+    const middle_s = (t0 + t1) / 2;
+    const begin_s = Math.min(Math.max(middle_s - wide_s / 2, start_s - whole_s * 0.02), end_s + whole_s * 0.02 - wide_s);
+    this.span = { t0: begin_s, t1: begin_s + wide_s };
+    this.#listener.onSpan(this.span);
+    this.invalidate();
+  }
+
+  setMeasured(span: Span | null): void {
+    this.measured = span;
+    this.invalidate();
+  }
+
+  point(at: { x: number; y: number } | null): void {
+    this.#pointer = at;
+    this.#listener.onHover(at ? this.hit(at.x, at.y) : null, at && at.x >= GUTTER ? this.scale.at(at.x) : null);
+    this.invalidate();
+  }
+
+  retheme(): void {
+    this.#colours = themeColours();
+    this.#pictures = new WeakMap();
+    this.#refresh();
+  }
+
+  resize(): void {
+    this.#width = this.#canvas.clientWidth;
+    this.#ratio = Math.min(2, devicePixelRatio || 1);
+    this.#relayout();
+  }
+
+  close(): void {
+    cancelAnimationFrame(this.#frame);
+    this.feed.close();
+  }
+
+  hit(x: number, y: number): Hit | null {
+    const row = this.layout.rows.find((each) => each.kind === "device" && y >= each.y && y < each.y + each.height);
+    if (!row || x < GUTTER) return null;
+    const at_s = this.scale.at(x);
+    const { intervals } = this.feed;
+    if (!intervals || !this.#showsIntervals()) return hitTiles(this.feed.ready(this.span), this.timeline, row, at_s);
+    return hitInterval(intervals, this.timeline, row, at_s, 0);
+  }
+
+  // ---------------------------------------------------------------- a frame
+
+  invalidate(): void {
+    if (this.#frame === 0) this.#frame = requestAnimationFrame(() => this.#draw());
+  }
+
+  #refresh(): void {
+    this.#version++;
+    this.#listener.onTrouble(this.feed.error);
+    this.invalidate();
+  }
+
+  #relayout(): void {
+    this.layout = layoutOf(this.timeline, this.#filter, this.#width);
+    const [width, height] = [Math.round(this.#width * this.#ratio), Math.round(this.layout.height * this.#ratio)];
+    if (this.#canvas.width !== width || this.#canvas.height !== height) {
+      this.#canvas.width = width;
+      this.#canvas.height = height;
+      this.#canvas.style.height = `${this.layout.height}px`;
+    }
+    this.#refresh();
+  }
+
+  #showsIntervals(): boolean {
+    return this.feed.isFew(this.span) && this.feed.covers(this.span);
+  }
+
+  #draw(): void {
+    this.#frame = 0;
+    const context = this.#canvas.getContext("2d");
+    if (!context || this.#width === 0) return;
+    this.feed.want(this.span, this.plotWidth);
+    context.setTransform(this.#ratio, 0, 0, this.#ratio, 0, 0);
+    context.fillStyle = this.#colours.paper;
+    context.fillRect(0, 0, this.#width, this.layout.height);
+    this.#drawAxis(context);
+    this.#drawRows(context);
+    if (this.layout.curves) drawCurves(context, this.curves, this.layout.curves, this.scale, this.#colours);
+    this.#drawNames(context);
+    this.#drawMeasured(context);
+    this.#drawPointer(context);
+    this.#drawStrip(context);
+  }
+
+  #drawRows(context: CanvasRenderingContext2D): void {
+    const layer = this.#currentLayer();
+    if (!layer) return;
+    const { scale } = this;
+    const [x, width] = [scale.x(layer.scale.span.t0), layer.scale.width * (scale.perSecond / layer.scale.perSecond)];
+    context.save();
+    context.beginPath();
+    context.rect(GUTTER, 0, this.plotWidth, this.layout.rowsEnd);
+    context.clip();
+    context.drawImage(layer.canvas, x, 0, width, this.layout.rowsEnd);
+    context.restore();
+  }
+
+  /** The layer that is there if it covers the view at its scale; painted anew otherwise. */
+  #currentLayer(): Layer | null {
+    const has = this.#layer;
+    const { start_s, end_s } = this.timeline;
+    const inside = has && has.scale.span.t0 <= Math.max(this.span.t0, start_s) && has.scale.span.t1 >= Math.min(this.span.t1, end_s);
+    const isSharp = has && Math.abs(has.scale.perSecond / this.scale.perSecond - 1) < 1e-9;
+    const key = `${this.#version} ${this.#showsIntervals()} ${this.#width} ${this.#ratio}`;
+    if (has && inside && isSharp && has.key === key) return has;
+    const extra_s = (this.span.t1 - this.span.t0) * MARGIN;
+    const scale = new Scale({ t0: this.span.t0 - extra_s, t1: this.span.t1 + extra_s }, 0, this.plotWidth * (1 + 2 * MARGIN));
+    const canvas = has?.canvas ?? document.createElement("canvas");
+    canvas.width = Math.round(scale.width * this.#ratio);
+    canvas.height = Math.max(1, Math.round(this.layout.rowsEnd * this.#ratio));
+    this.#layer = { canvas, scale, key };
+    this.#paintLayer(canvas, scale);
+    return this.#layer;
+  }
+
+  #paintLayer(canvas: HTMLCanvasElement, scale: Scale): void {
+    const context = canvas.getContext("2d");
+    if (!context) return;
+    context.setTransform(this.#ratio, 0, 0, this.#ratio, 0, 0);
+    const ink = { colours: this.#colours, hatch: hatchOf(context, this.#colours, this.#ratio) };
+    this.#drawGround(context, scale);
+    if (this.#showsIntervals() && this.feed.intervals) return paintIntervals(context, this.feed.intervals, this.timeline, this.layout, scale, ink);
+    const painter = new Painter(this.timeline, this.#colours, this.layout.isMatch);
+    for (const chunk of this.feed.ready(scale.span)) this.#drawChunk(context, chunk, painter, scale, ink.hatch);
+  }
+
+  /** The ground of each row: hatched later where something waits, outlined where no pipeline holds the device. */
+  #drawGround(context: CanvasRenderingContext2D, scale: Scale): void {
+    const [x, end] = [scale.x(this.timeline.start_s), scale.x(this.timeline.end_s)];
+    context.strokeStyle = this.#colours.line;
+    context.fillStyle = this.#colours.track;
+    for (const row of this.layout.rows) {
+      if (row.kind === "pipeline") context.fillRect(x, row.y, end - x, row.height);
+      else if (row.height >= 7) context.strokeRect(x + 0.5, row.y + 0.5, end - x - 1, row.height - 1);
+    }
+  }
+
+  #drawChunk(context: CanvasRenderingContext2D, chunk: Chunk, painter: Painter, scale: Scale, hatch: CanvasPattern | null): void {
+    const { tiles } = chunk;
+    if (!tiles) return;
+    const pictures = this.#picturesOf(tiles, painter);
+    const begin_s = tiles.first_bucket * tiles.bucket_s;
+    const x = scale.x(begin_s);
+    const width = scale.x(begin_s + tiles.num_buckets * tiles.bucket_s) - x;
+    const left = Math.max(x, scale.x(this.timeline.start_s));
+    const right = Math.min(x + width, scale.x(this.timeline.end_s));
+    context.save();
+    context.beginPath();
+    context.rect(left, 0, right - left, this.layout.rowsEnd);
+    context.clip();
+    context.imageSmoothingEnabled = width < tiles.num_buckets;
+    for (const row of this.layout.rows) {
+      if (row.kind === "pipeline") {
+        context.fillStyle = this.#colours.track;
+        context.fillRect(left, row.y, right - left, row.height);
+        context.drawImage(pictures.pipelines, 0, row.index, tiles.num_buckets, 1, x, row.y, width, row.height);
+        continue;
+      }
+      context.fillStyle = this.#colours.paper;
+      context.fillRect(left, row.y, right - left, row.height);
+      if (hatch) {
+        context.fillStyle = hatch;
+        context.fillRect(left, row.y, right - left, row.height);
+      }
+      context.drawImage(pictures.devices, 0, row.index * pictures.high, tiles.num_buckets, pictures.high, x, row.y, width, row.height);
+    }
+    context.restore();
+  }
+
+  #picturesOf(tiles: object & Parameters<Painter["paint"]>[0], painter: Painter): Pictures {
+    const known = this.#pictures.get(tiles);
+    if (known) return known;
+    const made = painter.paint(tiles);
+    this.#pictures.set(tiles, made);
+    return made;
+  }
+
+  // ---------------------------------------------------------------- what is around the rows
+
+  #drawAxis(context: CanvasRenderingContext2D): void {
+    const { scale, span } = this;
+    const step_s = tickOf(span.t1 - span.t0, this.plotWidth / 90);
+    context.font = "11px system-ui,sans-serif";
+    context.textBaseline = "middle";
+    context.textAlign = "center";
+    for (let at_s = Math.ceil(span.t0 / step_s) * step_s; at_s <= span.t1; at_s += step_s) {
+      const x = Math.round(scale.x(at_s)) + 0.5;
+      if (x < GUTTER) continue;
+      const isWhole = x > GUTTER + 26 && x < this.#width - 26;
+      context.fillStyle = this.#colours.line;
+      context.fillRect(x, AXIS.y + AXIS.height - 3, 1, this.layout.height - AXIS.y - AXIS.height);
+      context.fillStyle = this.#colours.muted;
+      if (isWhole) context.fillText(moment(at_s, span.t1 - span.t0), x, AXIS.y + 8);
+    }
+    context.textAlign = "left";
+  }
+
+  #drawNames(context: CanvasRenderingContext2D): void {
+    context.fillStyle = this.#colours.paper;
+    context.fillRect(0, 0, GUTTER, this.layout.height);
+    context.textBaseline = "middle";
+    for (const row of this.layout.rows) {
+      if (row.height < 7) continue;
+      const isPipeline = row.kind === "pipeline";
+      if (isPipeline) {
+        context.fillStyle = this.#colours.pipelines[row.index % this.#colours.pipelines.length] ?? this.#colours.ink;
+        context.fillRect(10, row.y + row.height / 2 - 4, 8, 8);
+      }
+      context.fillStyle = this.#colours.ink;
+      context.font = `${isPipeline ? "600 " : ""}${Math.min(12, row.height + 2)}px system-ui,sans-serif`;
+      context.fillText(row.name, isPipeline ? 23 : 10, row.y + row.height / 2 + 0.5, GUTTER - (isPipeline ? 28 : 16));
+    }
+    if (!this.layout.curves) return;
+    context.font = "11px system-ui,sans-serif";
+    context.fillStyle = this.#colours.muted;
+    context.fillText("reward", 10, this.layout.curves.y + 8);
+  }
+
+  #drawMeasured(context: CanvasRenderingContext2D): void {
+    if (!this.measured) return;
+    const [x, end] = [this.scale.x(this.measured.t0), this.scale.x(this.measured.t1)];
+    context.fillStyle = this.#colours.pipelines[0] ?? this.#colours.ink;
+    context.globalAlpha = 0.14;
+    context.fillRect(Math.max(GUTTER, x), AXIS.y, Math.max(0, end - Math.max(GUTTER, x)), this.layout.height);
+    context.globalAlpha = 1;
+    for (const edge of [x, end]) if (edge >= GUTTER) context.fillRect(edge, AXIS.y, 1, this.layout.height);
+  }
+
+  #drawPointer(context: CanvasRenderingContext2D): void {
+    if (!this.#pointer || this.#pointer.x < GUTTER || this.#pointer.y < AXIS.y) return;
+    const x = Math.round(this.#pointer.x) + 0.5;
+    context.fillStyle = this.#colours.ink;
+    context.globalAlpha = 0.5;
+    context.fillRect(x, AXIS.y, 1, this.layout.height);
+    context.globalAlpha = 1;
+    const text = moment(this.scale.at(x), Math.min(10, this.span.t1 - this.span.t0));
+    context.font = "11px system-ui,sans-serif";
+    const width = context.measureText(text).width + 8;
+    const left = Math.min(x + 1, this.#width - width);
+    context.fillRect(left, AXIS.y, width, 16);
+    context.fillStyle = this.#colours.paper;
+    context.fillText(text, left + 4, AXIS.y + 8);
+  }
+
+  #drawStrip(context: CanvasRenderingContext2D): void {
+    const { start_s, end_s } = this.timeline;
+    const whole = new Scale({ t0: start_s, t1: Math.max(end_s, start_s + 1e-3) }, GUTTER, this.plotWidth);
+    const level = this.feed.levelFor(whole.span, this.plotWidth);
+    this.feed.wantTiles(whole.span, level);
+    const painter = new Painter(this.timeline, this.#colours, this.layout.isMatch);
+    const pictures = this.feed.chunks(whole.span, level).flatMap(({ tiles }) => (tiles ? [{ tiles, picture: this.#picturesOf(tiles, painter).overview }] : []));
+    drawOverview(context, pictures, whole, this.span, OVERVIEW, this.#colours);
+  }
+}

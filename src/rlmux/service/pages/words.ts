@@ -1,0 +1,59 @@
+// Numbers and times as a reader sees them. What does not exist is a dash, never 0 and never NaN.
+
+export const NONE = "–";
+
+export function percent(part: number | null | undefined): string {
+  if (part == null) return NONE;
+  const value = part * 100;
+  return `${value !== 0 && value < 9.95 ? value.toFixed(1) : value.toFixed(0)} %`;
+}
+
+/** 0.42 s, 12.3 s, 4 min 10 s, 2 h 05 min, 3 d 4 h. */
+export function seconds(value: number | null | undefined): string {
+  if (value == null) return NONE;
+  if (value < 0) return `−${seconds(-value)}`;
+  if (value > 0 && value < 0.0995) return `${(value * 1000).toFixed(value < 0.00995 ? 1 : 0)} ms`;
+  if (value < 9.995) return `${value.toFixed(2)} s`;
+  if (value < 119.95) return `${value.toFixed(1)} s`;
+  const whole = Math.round(value);
+  if (whole < 3600) return `${Math.floor(whole / 60)} min ${pad(whole % 60)} s`;
+  if (whole < 86400) return `${Math.floor(whole / 3600)} h ${pad(Math.floor((whole % 3600) / 60))} min`;
+  return `${Math.floor(whole / 86400)} d ${Math.floor((whole % 86400) / 3600)} h`;
+}
+
+function pad(value: number): string {
+  return String(value).padStart(2, "0");
+}
+
+export function count(value: number | null | undefined): string {
+  return value == null ? NONE : Math.round(value).toLocaleString("en-US");
+}
+
+/** Three significant digits. */
+export function figure(value: number | null | undefined): string {
+  if (value == null || !Number.isFinite(value)) return NONE;
+  if (value === 0) return "0";
+  const size = Math.abs(value);
+  if (size >= 1e6 || size < 1e-4) return value.toExponential(2);
+  return size >= 1000 ? count(value) : String(Number(value.toPrecision(3)));
+}
+
+export function times(value: number | null | undefined): string {
+  return value == null ? NONE : `${value.toFixed(2)}×`;
+}
+
+/** How long ago, in words. */
+export function ago(value_s: number): string {
+  return value_s < 1.5 ? "now" : `${seconds(value_s).replace(/\.\d+ s/, " s")} ago`;
+}
+
+/** A place in a run's time, as precise as the window asks for. */
+export function moment(at_s: number, span_s: number): string {
+  if (span_s < 0.1) return `${at_s.toFixed(4)} s`;
+  if (span_s < 20) return `${at_s.toFixed(2)} s`;
+  if (at_s < 600) return `${at_s.toFixed(1)} s`;
+  const whole = Math.floor(at_s);
+  const [hours, minutes] = [Math.floor(whole / 3600), Math.floor((whole % 3600) / 60)];
+  const rest = span_s < 7200 ? `:${pad(whole % 60)}` : "";
+  return hours ? `${hours}:${pad(minutes)}${rest || " h"}` : `${minutes}:${pad(whole % 60)}`;
+}
