@@ -73,7 +73,7 @@ class Stopwatch:
 
 
 def learn(config: TrainingConfig) -> dict[str, Any]:
-    """The whole run, and what it was like."""
+    """The whole run, and what it was like. With staleness k, each step samples with the weights of k versions ago."""
     watch = Stopwatch()
     env, trainer = PipelineEnv(config), TorchTrainEngine(config)
     rollout = SlotRolloutEngine(
@@ -89,8 +89,10 @@ def learn(config: TrainingConfig) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as folder:
         for step in range(1, config.num_steps + 1):
             with watch.part("publish"):
-                path = Path(folder) / "weights.safetensors"
-                rollout.load_weights(path, trainer.export_weights(path))
+                trainer.export_weights(Path(folder) / f"{step - 1}.safetensors")
+                version = max(0, step - 1 - config.algorithm.staleness)
+                rollout.load_weights(Path(folder) / f"{version}.safetensors", version)
+                (Path(folder) / f"{version - 1}.safetensors").unlink(missing_ok=True)
             with watch.part("env"):
                 rollout.submit(env.begin_step(step))
             while not env.is_step_complete(step):

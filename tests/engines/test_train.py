@@ -196,6 +196,59 @@ def test_a_stale_token_is_corrected_towards_its_sampler() -> None:
     assert math.isnan(metrics["logprob_gap"]), "no token of the step was made by the version being trained"
 
 
+def stale_batch(step: int, shift: float) -> TrainingBatch:
+    """A batch whose tokens the version before sampled, each `shift` nats likelier than the batch's own says."""
+    given = batch(step)
+    made_before = [
+        replace(
+            trajectory,
+            versions=(step - 2,) * len(trajectory.tokens),
+            logprobs=tuple(logprob + shift for logprob in trajectory.logprobs),
+        )
+        for trajectory in given.trajectories
+    ]
+    return replace(given, trajectories=made_before)
+
+
+def test_the_decoupled_objective_clips_around_the_weights_that_the_step_begins_with() -> None:
+    """Where the sampler's policy is far away, the naive clip takes every rewarded token out; this one takes none."""
+    engine = TorchTrainEngine(config(staleness=1, objective="decoupled"))
+    run_step(engine, batch(1))
+    metrics = run_step(engine, stale_batch(2, 0.0))
+    assert (metrics["clip_fraction"], metrics["num_dropped_tokens"]) == (0, 0)
+    assert metrics["behavior_ratio"] > 0
+
+
+def test_a_stale_token_above_the_cap_teaches_nothing_and_is_counted() -> None:
+    engine = TorchTrainEngine(config(staleness=1, objective="decoupled"))
+    run_step(engine, batch(1))
+    given = stale_batch(2, -30.0)
+    metrics = run_step(engine, given)
+    assert metrics["num_dropped_tokens"] == sum(len(each.tokens) for each in given.trajectories)
+    assert (metrics["behavior_ratio"], metrics["grad_norm"]) == (0, 0)
+
+
+def test_the_decoupled_objective_weighs_a_stale_token_by_how_much_likelier_it_has_become() -> None:
+    """With one update its gradient is that of `ppo` without a clip: the ratio to the sampler, times the advantage."""
+    grad_norms = []
+    for objective in ({"objective": "decoupled", "max_behavior_ratio": 1e9}, {"clip_low": 1.0, "clip_high": 1e9}):
+        engine = TorchTrainEngine(config(staleness=1, **objective))
+        run_step(engine, batch(1))
+        grad_norms.append(run_step(engine, stale_batch(2, 0.5))["grad_norm"])
+    assert grad_norms[0] == pytest.approx(grad_norms[1], rel=1e-4)
+
+
+@pytest.mark.parametrize("num_epochs", [1, 2])
+def test_without_stale_tokens_both_objectives_give_the_same_bits(num_epochs: int) -> None:
+    hashes = set()
+    for objective in ("ppo", "decoupled"):
+        engine = TorchTrainEngine(config(staleness=1, objective=objective, num_epochs=num_epochs))
+        metrics = [run_step(engine, batch(step)) for step in (1, 2)][-1]
+        assert math.isnan(metrics["behavior_ratio"])
+        hashes.add(engine.weights_sha256())
+    assert len(hashes) == 1
+
+
 def test_a_stale_outlier_is_clamped_and_counted_and_does_not_end_the_pipeline() -> None:
     engine = TorchTrainEngine(config(staleness=1))
     run_step(engine, batch(1))

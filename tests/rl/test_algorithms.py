@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from rlmux.rl.algorithms import ALGORITHMS, clipped_surrogate, is_clamped, kl_k3
+from rlmux.rl.algorithms import ALGORITHMS, behavior_ratio, clipped_surrogate, is_clamped, kl_k3
 
 
 def test_grpo_divides_by_the_groups_deviation() -> None:
@@ -62,6 +62,14 @@ def test_the_clip_binds_on_one_side_only(ratio: float, advantage: float, loss: f
     assert is_clipped.item() is clips
     assert logprobs.grad is not None
     assert (logprobs.grad.item() == 0.0) is clips
+
+
+def test_a_behavior_ratio_above_the_cap_gives_no_gradient_and_others_their_ratio():
+    proximal = torch.tensor([-1.0, -1.0, -1.0, -1.0], requires_grad=True)
+    ratio, is_dropped = behavior_ratio(proximal, torch.tensor([-1.0, -2.0, -4.0, -0.5]), 5.0)
+    assert ratio.tolist() == pytest.approx([1.0, math.e, 0.0, math.exp(-0.5)])
+    assert is_dropped.tolist() == [False, False, True, False]
+    assert not ratio.requires_grad
 
 
 def test_k3_is_zero_where_both_agree_and_never_negative() -> None:

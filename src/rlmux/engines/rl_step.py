@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import chain
 
 import torch
@@ -30,13 +31,39 @@ from rlmux.engines.sft_warmup import risen_learning_rate
 from rlmux.engines.stage_work import StageWork
 from rlmux.engines.train_state import TrainState
 from rlmux.engines.training_forward import TokenScores, score_tokens
-from rlmux.rl.algorithms import ALGORITHMS, clipped_surrogate, is_clamped, kl_k3
+from rlmux.rl.algorithms import ALGORITHMS, behavior_ratio, clipped_surrogate, is_clamped, kl_k3
 from rlmux.rl.batch_metrics import count_sampled
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.types import TrainingBatch, Trajectory
 
-_FIGURES = ("loss", "kl", "clip_fraction", "stale_token_share", "num_clamped_ratios")
+_FIGURES = (
+    "loss",
+    "kl",
+    "clip_fraction",
+    "stale_token_share",
+    "num_clamped_ratios",
+    "behavior_ratio",
+    "num_dropped_tokens",
+)
 """What is added up over the micro-batches of a step, in the order of `RlStep._add_gradient`."""
+
+
+@dataclass(slots=True, kw_only=True)
+class _Losses:
+    """What a micro-batch says of its tokens."""
+
+    of_tokens: Tensor
+    """Loss [R], with its gradient."""
+    is_clipped: Tensor
+    """Which tokens the clip took out of the gradient, [R]."""
+    num_clamped: int
+    """Clamped log-ratios, to the old policy, the sampling one and the reference."""
+    kl: float = 0.0
+    """Summed KL to the reference; 0 without one."""
+    behavior_ratio: float = 0.0
+    """Sum over stale tokens of their weight in the decoupled objective; 0 in the other one."""
+    num_dropped: int = 0
+    """Stale tokens above that objective's cap."""
 
 
 class RlStep:
@@ -158,16 +185,18 @@ class RlStep:
                     self.is_trained = self._num_updates_done == algorithm.num_updates
                 yield _num_tokens(dealt)
         totals["loss"] /= algorithm.num_updates
+        stale_token_share = totals["stale_token_share"] if algorithm.objective == "decoupled" else 0.0
+        totals["behavior_ratio"] = totals["behavior_ratio"] / stale_token_share if stale_token_share else math.nan
         metrics.update(totals, learning_rate=rate, **self._first_look.metrics(self._state.ranks))
 
     def _add_gradient(self, leaf: int, batch: MicroBatch, num_sampled: int) -> tuple[float, ...]:
         """One micro-batch: its gradient goes to the tree. Returns its number and `_FIGURES`."""
         on_device = batch.to(self._state.device)
-        losses, is_clipped, kl, num_clamped = self._losses(on_device, leaf)
-        loss = self._state.add_gradient((losses * on_device.weights).sum(), self.place(Stage.UPDATE))
-        clip_fraction = float(is_clipped.sum()) / num_sampled
-        stale_token_share = float(on_device.is_stale.sum()) / num_sampled
-        return leaf, loss, kl / num_sampled, clip_fraction, stale_token_share, num_clamped
+        found = self._losses(on_device, leaf)
+        loss = self._state.add_gradient((found.of_tokens * on_device.weights).sum(), self.place(Stage.UPDATE))
+        num_stale, num_clipped = float(on_device.is_stale.sum()), float(found.is_clipped.sum())
+        shares = (each / num_sampled for each in (found.kl, num_clipped, num_stale))
+        return leaf, loss, *shares, found.num_clamped, found.behavior_ratio / num_sampled, found.num_dropped
 
     def _add_up(self, found: Sequence[Sequence[float]], totals: dict[str, float]) -> None:
         """Add the figures of an update's micro-batches to the step's."""
@@ -175,9 +204,7 @@ class RlStep:
             for name, figure in zip(_FIGURES, figures, strict=True):
                 totals[name] += figure
 
-    def _losses(self, batch: MicroBatch, leaf: int) -> tuple[Tensor, Tensor, float, int]:
-        """Loss [R] of each token, which the clip took out of the gradient [R], the summed KL, and the number of clamped
-        log-ratios, to the old policy and to the reference."""
+    def _losses(self, batch: MicroBatch, leaf: int) -> _Losses:
         algorithm = self._config.algorithm
         scores = self._forward(batch)
         logprobs = scores.logprobs
@@ -186,23 +213,29 @@ class RlStep:
         else:
             begun_with = logprobs.detach()
             self._first_look.add(leaf, batch, scores, self.place(Stage.UPDATE))
-        # A stale token is corrected towards the policy that sampled it. For the others that is the policy that the
-        # step begins with, and its log-prob comes from the same kernels as the new one.
-        old_logprobs = torch.where(batch.is_stale, batch.sampled_logprobs, begun_with)
+        # The policy that the step begins with sampled the fresh tokens; its log-prob comes from the same kernels as the
+        # new one.
+        sampled_by = torch.where(batch.is_stale, batch.sampled_logprobs, begun_with)
+        is_decoupled = algorithm.objective == "decoupled"
+        old_logprobs = begun_with if is_decoupled else sampled_by
         losses, is_clipped = clipped_surrogate(
-            logprobs,
-            old_logprobs,
-            batch.advantages,
-            clip_low=algorithm.clip_low,
-            clip_high=algorithm.clip_high,
+            logprobs, old_logprobs, batch.advantages, clip_low=algorithm.clip_low, clip_high=algorithm.clip_high
         )
-        num_clamped = int(is_clamped(logprobs, old_logprobs).sum())
-        if not self._state.has_reference:
-            return losses, is_clipped, 0.0, num_clamped
-        reference = self._reference_logprobs[leaf].to(self._state.device)
-        kl = kl_k3(logprobs, reference)
-        num_clamped += int(is_clamped(reference, logprobs).sum())
-        return losses + algorithm.kl_coef * kl, is_clipped, float(kl.detach().sum()), num_clamped
+        found = _Losses(of_tokens=losses, is_clipped=is_clipped, num_clamped=_num_clamped(logprobs, old_logprobs))
+        if is_decoupled:
+            ratio, is_dropped = behavior_ratio(begun_with, sampled_by, algorithm.max_behavior_ratio)
+            found.of_tokens = losses * ratio
+            found.behavior_ratio, found.num_dropped = float((ratio * batch.is_stale).sum()), int(is_dropped.sum())
+            found.num_clamped += _num_clamped(begun_with, sampled_by)
+        if self._state.has_reference:
+            reference = self._reference_logprobs[leaf].to(self._state.device)
+            kl = kl_k3(logprobs, reference)
+            found.of_tokens = found.of_tokens + algorithm.kl_coef * kl
+            found.kl, found.num_clamped = (
+                float(kl.detach().sum()),
+                found.num_clamped + _num_clamped(reference, logprobs),
+            )
+        return found
 
     def _forward(self, batch: MicroBatch) -> TokenScores:
         config = self._config
@@ -213,6 +246,10 @@ class RlStep:
             is_done = stage in self._work_by_stage and self._work_by_stage[stage].is_done
             if self._num_passes(stage) and not is_done:
                 raise IllegalTransitionError(f"{self.place(Stage.UPDATE)}: {stage} is not done")
+
+
+def _num_clamped(logprobs: Tensor, others: Tensor) -> int:
+    return int(is_clamped(logprobs, others).sum())
 
 
 def _numbered(minibatches: Sequence[list[MicroBatch]]) -> Iterator[tuple[int, list[MicroBatch]]]:

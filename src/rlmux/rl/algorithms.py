@@ -102,6 +102,18 @@ def clipped_surrogate(
     return -(ratio * advantages).minimum(clipped * advantages), clipped * advantages < ratio * advantages
 
 
+def behavior_ratio(proximal_logprobs: Tensor, sampled_logprobs: Tensor, max_ratio: float) -> tuple[Tensor, Tensor]:
+    """Weight of each token in the decoupled objective: exp(proximal - sampled), and 0 where that is above the cap.
+
+    E_t[ w_t · min(u A, clip(u) A) ] with w = π_prox / π_behav and u = π_θ / π_prox: the clip holds an update near the
+    weights that it begins with, however old the policy is that sampled. (AReaL, arXiv 2505.24298, equation 5)
+    Second comes which tokens are above the cap; neither has a gradient.
+    """
+    ratio = clamped_log_ratio(proximal_logprobs, sampled_logprobs).exp().detach()
+    is_dropped = ratio > max_ratio
+    return ratio.masked_fill(is_dropped, 0.0), is_dropped
+
+
 def kl_k3(logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     """Low-variance estimate of KL(new || reference) per token: exp(d) - d - 1 with d = reference - new.
 

@@ -233,6 +233,12 @@ class AlgorithmConfig(FromFile):
     """Distance of the probability ratio's lower clip from 1: it is 1 - clip_low."""
     clip_high: PositiveFloat = 0.2
     """Distance of the probability ratio's upper clip from 1: it is 1 + clip_high."""
+    objective: Literal["ppo", "decoupled"] = "ppo"
+    """What a stale token's loss is clipped around: the policy that sampled it (`ppo`), or the policy that the step
+    begins with, weighted by how much likelier that one makes the token (`decoupled`, AReaL). Fresh tokens: no
+    difference."""
+    max_behavior_ratio: Annotated[float, Ge(1)] = 5.0
+    """Largest weight of a stale token with `decoupled`; one above it gives no gradient."""
     kl_coef: NonNegativeFloat = 0.0
     """Weight of the KL penalty (low-variance estimator k3) to the frozen reference; 0 skips that stage."""
     max_logprob_gap: PositiveFloat | None = None
