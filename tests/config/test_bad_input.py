@@ -186,6 +186,22 @@ CASES = {
         [("steps: 60", "algorithm: {prompts_per_step: 6, epochs: 2, minibatches: 4}")],
         "two.yaml:6: pipelines.sort.algorithm.minibatches is 4; accepted: a divisor of prompts_per_step 6",
     ),
+    "an adapter target that does not exist": (
+        [("steps: 60", "adapter: {rank: 4, alpha: 8, targets: [q_proj, query]}")],
+        "two.yaml:6: pipelines.sort.adapter.targets.1 is 'query'; accepted: one of q_proj, k_proj, v_proj, o_proj, ",
+    ),
+    "an adapter on a server": (
+        [("steps: 60", "adapter: {rank: 4, alpha: 8}"), ("slots: 32", "engine: {name: vllm, python: python}")],
+        "two.yaml:11: pipelines.sort.rollout.engine does not go with an adapter; accepted: our own engine",
+    ),
+    "a server without its python": (
+        [("slots: 32", "engine: vllm")],
+        "two.yaml:11: pipelines.sort.rollout.engine.name is 'vllm'; accepted: vllm with python: PATH of its",
+    ),
+    "a server of another machine": (
+        [("slots: 32", "engine: {name: vllm, url: 'http://example.com:80'}")],
+        "two.yaml:11: pipelines.sort.rollout.engine.url is 'http://example.com:80'; accepted: http://127.0.0.1:PORT",
+    ),
     "a checkpoint with sizes": (
         [("steps: 60", "model: {path: x, layers: 2}")],
         "two.yaml:6: pipelines.sort.model.layers is 2: does not go with 'path': the checkpoint's own",

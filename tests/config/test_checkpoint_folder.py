@@ -37,7 +37,10 @@ def refusal(complaint, good):
 @pytest.mark.parametrize(
     ("changes", "text"),
     [
-        (GPT2, "config.json has model_type 'gpt2', which the rollout engine does not compute; accepted: qwen3, llama"),
+        (
+            GPT2,
+            "config.json has model_type 'gpt2', which our own rollout engine does not compute; accepted: qwen3, llama",
+        ),
         ({"model_type": "qwen3_moe"}, "config.json has num_experts None; accepted: a whole number, 1 or more"),
         (MOE | {"mlp_only_layers": [0]}, "config.json has mlp_only_layers [0]; accepted: [], experts in every layer"),
         ({"hidden_size": None}, "config.json has hidden_size None; accepted: a whole number, 1 or more"),
@@ -64,6 +67,23 @@ def test_a_checkpoint_of_another_kind_is_refused(refusal, folder, changes, text,
     assert message.startswith("two.yaml:6: pipelines.sort.model.path is 'ckpt': ")
     assert text in message
     assert str(folder) in message
+
+
+def test_an_architecture_of_others_is_accepted_where_a_server_samples(complaint, good, load, folder):
+    gemma = {"model_type": "gemma3_text", "sliding_window": 16, "rope_scaling": {"rope_type": "dynamic"}}
+    (folder / "config.json").write_text(json.dumps(CONFIG | gemma))
+    given = [("steps: 60", "model: {path: ckpt}"), ("slots: 32", "engine: {name: vllm, python: python}")]
+    everywhere = "pipelines.*.rollout.engine={name: vllm, python: python}"
+    load(good.replace(*given[0]), everywhere)
+    line = complaint(good, replace=given)  # the other pipeline has our own engine
+    assert "pipelines.reverse.model.path is 'ckpt'" in line
+    assert "model_type 'gemma3_text', which our own rollout engine does not compute; accepted: qwen3, llama" in line
+    assert line.endswith("; vLLM and SGLang serve others (rollout.engine)")
+    line = complaint(good, everywhere, "pipelines.*.rollout.max_new_tokens=65", replace=given[:1])
+    assert line.endswith(f"accepted: up to 128, max_position_embeddings of {folder}")
+    (folder / "config.json").write_text(json.dumps(GPT2 | {"n_embd": 16}))
+    line = complaint(good, everywhere, replace=given[:1])
+    assert line.endswith("config.json has hidden_size None; accepted: a whole number, 1 or more")
 
 
 @pytest.mark.parametrize("text", ["{", "[]", "", "[" * 100_000])

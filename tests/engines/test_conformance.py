@@ -16,7 +16,7 @@ import torch
 from tests.server_environments import make_environment, misbehaving
 
 from rlmux.core.errors import IllegalTransitionError, PipelineError, RlmuxError, UserError
-from rlmux.engines.model_io import build_model
+from rlmux.engines.model_io import MODEL_CLASSES, build_model
 from rlmux.engines.rollout import SlotRolloutEngine
 from rlmux.engines.servers import measuring
 from rlmux.engines.servers.connection import ServerGoneError
@@ -26,6 +26,7 @@ from rlmux.engines.servers.one_server import MAX_LOST
 from rlmux.engines.servers.probe import probe_engine
 from rlmux.engines.weights import SHA256, weights_sha256, write_tensors
 from rlmux.rl.config import EngineConfig, ModelConfig, RolloutConfig, TrainingConfig
+from rlmux.rl.engine_check import CLASSES
 from rlmux.rl.promise import Promise, promise_of
 from rlmux.rl.types import FinishedTurn, PartialTrajectory, TrajectoryId, TrajectoryRequest, TurnReply
 from rlmux.rl.vocabulary import CharVocabulary
@@ -358,3 +359,7 @@ def test_a_seed_is_of_the_trajectory_and_where_noise_begins_anew_of_the_position
     assert fresh.noise_seed(is_positional=False) != later.noise_seed(is_positional=False)
     other = ServedTrajectory(request=replace(request, id=TrajectoryId(1, 0, 1)))
     assert other.noise_seed(is_positional=True) != fresh.noise_seed(is_positional=True)
+
+
+def test_an_environment_is_asked_for_the_class_that_a_new_model_has() -> None:
+    assert {architecture: made.__name__ for architecture, (made, _) in MODEL_CLASSES.items()} == CLASSES

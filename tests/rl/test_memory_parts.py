@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from tests.checkpoints import CONFIG
 
 from rlmux.engines import batch_probe, micro_batches, prefill_ahead, transformer
 from rlmux.engines.lora import trained_parameters
@@ -63,6 +65,21 @@ def test_parameters_are_counted_exactly(tmp_path: Path, model: ModelConfig, is_t
     assert counted == sum(parameter.numel() for parameter in made.parameters())
     if is_tied:
         assert shape_of(model).num_parameters == counted
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"model_type": "olmoe", "num_experts": 4, "num_experts_per_tok": 2},
+        {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2},
+    ],
+)
+def test_experts_of_other_architectures_are_counted(tmp_path: Path, changes: dict[str, object]) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG | changes))
+    shape = shape_of(ModelConfig(path=str(tmp_path)))
+    assert (shape.num_experts, shape.num_picked, shape.intermediate_size) == (4, 2, CONFIG["intermediate_size"])
+    idle = shape.num_parameters - shape.num_active_parameters
+    assert idle == shape.num_layers * 2 * 3 * shape.hidden_size * shape.intermediate_size
 
 
 @pytest.mark.parametrize("model", [QWEN3, LLAMA])

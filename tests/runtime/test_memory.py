@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -21,6 +22,13 @@ def cluster(*, host_bytes: float, spills_to_disk: bool = True) -> Cluster:
             "rollout": Pool(name="rollout", phase=Phase.ROLLOUT, num_nodes=1, **more),
             "train": Pool(name="train", phase=Phase.TRAIN, num_nodes=2, **more),
         }
+    )
+
+
+def small_devices(num_bytes: float) -> Cluster:
+    whole = cluster(host_bytes=1e12)
+    return replace(
+        whole, pools={name: replace(pool, device_memory_bytes=num_bytes) for name, pool in whole.pools.items()}
     )
 
 
@@ -58,6 +66,21 @@ def test_a_pool_that_does_not_spill_keeps_all_in_host_memory():
     memory = HostMemory(cluster(host_bytes=1.0, spills_to_disk=False))
     memory.pin("a", DEVICE, FOOTPRINT, Phase.TRAIN)
     assert memory.offload("a")
+
+
+def test_a_worker_that_does_not_fit_is_refused_with_its_parts_largest_first(real):
+    given = with_footprint(real.submission("big"), cluster(host_bytes=1e12, spills_to_disk=False))
+    with pytest.raises(RefusedError) as caught:
+        check_each_fits(small_devices(1e5), [given])
+    line = str(caught.value)
+    parts = re.search(r"its rollout worker needs [\d.]+ GB of device memory \((.*)\), and there are 0.0001 GB; ", line)
+    assert parts is not None, line
+    sizes = [float(part.split()[-2]) for part in parts[1].split(", ")]
+    assert sizes == sorted(sizes, reverse=True)
+    assert {"weights", "KV cache"} <= {part.rsplit(" ", 2)[0] for part in parts[1].split(", ")}
+    by_file = replace(given.pipeline, footprint=replace(given.pipeline.footprint, rollout_device_bytes=3e9))
+    with pytest.raises(RefusedError, match=r"needs 3.000 GB of device memory, and there are 0.0001 GB"):
+        check_each_fits(small_devices(1e5), [replace(given, pipeline=by_file)])
 
 
 def test_where_states_may_spill_a_process_has_to_fit_or_is_refused_with_the_numbers(real):

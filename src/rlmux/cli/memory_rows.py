@@ -10,8 +10,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from rlmux.config import Spec
-from rlmux.rl.footprint import host_parts
-from rlmux.rl.memory_parts import Parts, rollout_parts, total, train_parts
+from rlmux.core.model import Phase
+from rlmux.rl.footprint import device_parts, host_parts
+from rlmux.rl.memory_parts import Parts, total
 from rlmux.rl.model_shape import shape_of
 
 MemoryOfPipeline = dict[str, Any]
@@ -30,8 +31,8 @@ def memory_of(spec: Spec) -> dict[str, MemoryOfPipeline]:
             found[pipeline.name] = {
                 "parameters": shape.num_parameters,
                 "active_parameters": shape.num_active_parameters,
-                "rollout": _present(rollout_parts(pipeline.training)),
-                "train": _present(train_parts(pipeline.training)),
+                "rollout": _present(device_parts(pipeline.training, Phase.ROLLOUT)),
+                "train": _present(device_parts(pipeline.training, Phase.TRAIN)),
                 "train_host": _present(host_parts(pipeline.training)),
             }
     return found

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from rlmux.core.errors import UserError
-from rlmux.rl.config import ARCHITECTURES
+from rlmux.rl.config import ACCEPTED_MODELS, ARCHITECTURES
 
 _ROPE_TYPES = ("default", "linear", "yarn", "llama3")
 """Rotary positions whose frequencies do not depend on the length of the sequence."""
@@ -42,10 +42,12 @@ class CheckpointFolder:
     """Key of config.json that `max_positions` is from."""
 
 
-def check_checkpoint(folder: Path) -> CheckpointFolder:
+def check_checkpoint(folder: Path, *, is_served: bool = False) -> CheckpointFolder:
     """Read a checkpoint's config.json and the headers of its weights.
 
-    Raises UserError, with the file and what is accepted, where this is no checkpoint that can be trained.
+    `is_served`: a server of others samples, so that any model is accepted that transformers might train; whether the
+    server has it is rl/engine_check.py's to find. Raises UserError, with the file and what is accepted, where this is
+    no checkpoint that can be trained.
     """
     accepted = "accepted: a Hugging Face checkpoint folder with config.json and *.safetensors"
     if not folder.is_dir():
@@ -56,9 +58,14 @@ def check_checkpoint(folder: Path) -> CheckpointFolder:
         raise UserError(f"the folder has no *.safetensors ({folder}); {accepted}")
     config_file = folder / "config.json"
     config = _read_json(config_file)
-    _check_config(config, config_file)
-    _check_tensors(config, _read_tensors(folder), folder)
-    max_positions, key = _max_positions(config)
+    _check_config(config, config_file, is_served=is_served)
+    shapes = _read_tensors(folder)
+    if is_served:
+        max_positions, key = config.get("max_position_embeddings"), "max_position_embeddings"
+    else:
+        _check_computed(config, config_file)
+        _check_tensors(config, shapes, folder)
+        max_positions, key = _max_positions(config)
     return CheckpointFolder(max_positions=max_positions, positions_key=key, model_type=config["model_type"])
 
 
@@ -72,12 +79,13 @@ def _read_json(path: Path) -> dict[str, Any]:
     return found
 
 
-def _check_config(config: Mapping[str, Any], path: Path) -> None:
+def _check_config(config: Mapping[str, Any], path: Path, *, is_served: bool) -> None:
+    """What every model needs to be counted and trained."""
     model_type = config.get("model_type")
-    if model_type not in ARCHITECTURES:
+    if not isinstance(model_type, str) or (model_type not in ARCHITECTURES and not is_served):
         raise UserError(
-            f"{path} has model_type {model_type!r}, which the rollout engine does not compute; accepted: "
-            + ", ".join(ARCHITECTURES)
+            f"{path} has model_type {model_type!r}, which our own rollout engine does not compute; accepted: "
+            f"{ACCEPTED_MODELS}"
         )
     for key in _SIZES:
         _check_size(config, key, path)
@@ -86,12 +94,16 @@ def _check_config(config: Mapping[str, Any], path: Path) -> None:
             _check_size(config, key, path)
     if config.get("quantization_config") is not None:
         raise UserError(f"{path} has a quantization_config; accepted: weights in {', '.join(_DTYPES)}")
+
+
+def _check_computed(config: Mapping[str, Any], path: Path) -> None:
+    """What our own rollout engine computes."""
     for key in ("attention_bias", "mlp_bias"):
         if config.get(key):
             raise UserError(f"{path} has {key} {config[key]!r}; accepted: false")
     if config.get("hidden_act", "silu") != "silu":
         raise UserError(f"{path} has hidden_act {config['hidden_act']!r}; accepted: silu")
-    if model_type == "qwen3_moe":
+    if config["model_type"] == "qwen3_moe":
         _check_experts(config, path)
     _check_rope(config, path)
 

@@ -19,7 +19,7 @@ from rlmux.config.located import Node, PathPart
 from rlmux.config.tree import BOTH, PipelineConfig, PoolConfig, RunConfig, phase_of_pool
 from rlmux.core.errors import SpecError, UserError
 from rlmux.core.model import Phase
-from rlmux.rl.config import MAX_POSITIONS, ModelConfig, RolloutConfig, TaskConfig, TrainingConfig
+from rlmux.rl.config import MAX_POSITIONS, RolloutConfig, TaskConfig, TrainingConfig
 
 CheckTraining = Callable[[Sequence[TrainingConfig], Path], Sequence[str | None]]
 """The complaint about each pipeline's prompts and reward, beginning with the key ("task.digits: ..."), or None.
@@ -137,8 +137,8 @@ class Checks:
         if pipeline.adapter is not None and pipeline.train.dtype != "float32":
             text = f"is {pipeline.train.dtype!r}: adapters are trained in float32; accepted: float32"
             raise self._error((*path, "train", "dtype"), text)
-        max_positions, source = self._check_model((*path, "model"), pipeline.model)
-        if pipeline.adapter is not None and self._architecture(pipeline.model) == "qwen3_moe":
+        architecture, max_positions, source = self._check_model((*path, "model"), pipeline)
+        if pipeline.adapter is not None and architecture == "qwen3_moe":
             raise self._error((*path, "adapter"), "does not go with a mixture of experts; accepted: a dense model")
         self._check_context((*path, "rollout"), pipeline.rollout, max_positions, source)
         self._check_engine((*path, "rollout", "engine", "url"), pipeline)
@@ -192,19 +192,16 @@ class Checks:
                 "algorithm.micro_batch_size",
             )
 
-    def _check_model(self, path: KeyPath, model: ModelConfig) -> tuple[int | None, str]:
-        """The model's largest number of positions (None: not known), and what decides it."""
+    def _check_model(self, path: KeyPath, pipeline: PipelineConfig) -> tuple[str, int | None, str]:
+        """The model's architecture, its largest number of positions (None: not known), and what decides that."""
+        model = pipeline.model
         if model.path is None:
-            return MAX_POSITIONS, "a new model's positions"
+            return model.architecture, MAX_POSITIONS, "a new model's positions"
         others = sorted(self._keys(path) - {"path"})
         self._refuse_keys(path, others, "does not go with 'path': the checkpoint's own config.json decides")
         with self._placed((*path, "path")):
-            checkpoint = check_checkpoint(Path(model.path))
-            return checkpoint.max_positions, f"{checkpoint.positions_key} of {model.path}"
-
-    @staticmethod
-    def _architecture(model: ModelConfig) -> str:
-        return model.architecture if model.path is None else check_checkpoint(Path(model.path)).model_type
+            checkpoint = check_checkpoint(Path(model.path), is_served=pipeline.rollout.engine.is_server)
+            return checkpoint.model_type, checkpoint.max_positions, f"{checkpoint.positions_key} of {model.path}"
 
     def _check_context(self, path: KeyPath, rollout: RolloutConfig, max_positions: int | None, source: str) -> None:
         num_tokens = rollout.max_prompt_tokens + rollout.max_new_tokens

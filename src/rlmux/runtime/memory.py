@@ -28,8 +28,8 @@ from rlmux.core.errors import RefusedError
 from rlmux.core.model import Cluster, DeviceId, Footprint, NodeId, Phase, Pool
 from rlmux.policies.planning.shared_placement import MAX_MEMBERS
 from rlmux.rl.adapter_base import bases_of
-from rlmux.rl.footprint import footprint_of
-from rlmux.rl.memory_parts import CUDA_CONTEXT_BYTES
+from rlmux.rl.footprint import device_parts, footprint_of
+from rlmux.rl.memory_parts import CUDA_CONTEXT_BYTES, Parts, total
 from rlmux.runtime.backend import Submission
 
 _USABLE = 0.9
@@ -162,8 +162,13 @@ def _estimated_footprint(submission: Submission, *, is_gpu: bool, has_base: bool
     )
 
 
-def check_each_fits(cluster: Cluster, submissions: Sequence[Submission]) -> None:
-    """Raises RefusedError for the first pipeline that does not fit a device of its pools even alone."""
+def check_each_fits(
+    cluster: Cluster, submissions: Sequence[Submission], *, is_gpu: bool = False, has_base: bool = True
+) -> None:
+    """Raises RefusedError, with the parts, for the first pipeline that does not fit a device of its pools even alone.
+
+    `is_gpu` and `has_base`: those with which `with_footprint` counted.
+    """
     for submission in submissions:
         footprint = submission.pipeline.footprint
         for phase, device_bytes, host_bytes in (
@@ -174,7 +179,9 @@ def check_each_fits(cluster: Cluster, submissions: Sequence[Submission]) -> None
             if pool is None:
                 continue
             name, worker = submission.config.name, f"its {phase} worker needs"
-            _check(name, worker, "device memory", device_bytes or 0.0, pool.device_memory_bytes)
+            parts = device_parts(submission.config, phase, is_gpu=is_gpu, has_base=has_base)
+            known = parts if total(parts) == device_bytes else {}  # the file may say another figure
+            _check(name, worker, "device memory", device_bytes or 0.0, pool.device_memory_bytes, known)
             if pool.serves_both_phases:
                 worker = "its rollout and train workers need"
                 host_bytes = footprint.rollout_host_bytes + footprint.train_host_bytes
@@ -182,10 +189,12 @@ def check_each_fits(cluster: Cluster, submissions: Sequence[Submission]) -> None
             _check(name, worker, kind, host_bytes, pool.host_memory_bytes)
 
 
-def _check(name: str, worker: str, kind: str, need: float, capacity: float) -> None:
+def _check(name: str, worker: str, kind: str, need: float, capacity: float, parts: Parts | None = None) -> None:
     if need > capacity and not math.isinf(capacity):
+        largest_first = sorted((parts or {}).items(), key=lambda part: -part[1])
+        shown = ", ".join(f"{part} {_gigabytes(size)}" for part, size in largest_first if size >= need / 100)
         raise RefusedError(
-            f"pipeline {name}: {worker} {_gigabytes(need)} of {kind}, and there are "
+            f"pipeline {name}: {worker} {_gigabytes(need)} of {kind}{f' ({shown})' if shown else ''}, and there are "
             f"{_gigabytes(capacity)}; make the model, rollout.slots, rollout.max_new_tokens or "
             "algorithm.micro_batch_size smaller"
         )

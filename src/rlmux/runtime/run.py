@@ -100,7 +100,8 @@ def run_pipelines(
     machine = describe_machine(cluster) if backend_name == LOCAL else None
     submissions = [_with_footprint(one, cluster, machine) for one in submissions]
     cluster = cluster if machine is None else with_machine_memory(cluster, submissions, machine)
-    check_each_fits(cluster, submissions)
+    is_gpu = _has_gpus(machine)
+    check_each_fits(cluster, submissions, is_gpu=is_gpu, has_base=machine is None or is_gpu)
     _probe_promises(cluster, submissions, options, make_backend)
     lock = prepare_folder(folder, is_overwriting=is_overwriting)
     header = run_header(policy=policy.name, backend=backend_name, cluster=cluster, spec=spec)
@@ -297,7 +298,7 @@ def _checked(parse: ParseSubmission, cluster: Cluster, run_id: str | None, *, is
 
     def parse_and_check(text: str, source: str) -> Sequence[Submission]:
         submissions = [with_footprint(one, cluster, is_gpu=is_gpu) for one in parse(text, source)]
-        check_each_fits(cluster, submissions)
+        check_each_fits(cluster, submissions, is_gpu=is_gpu)
         return [with_origin(submission, run_id) for submission in submissions]
 
     return parse_and_check
