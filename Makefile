@@ -34,6 +34,20 @@ engine-vllm engine-sglang: engine-%: setup .venv-%/.ready
 	RLMUX_ENGINE=$* RLMUX_ENGINE_PYTHON=$(CURDIR)/.venv-$*/bin/python \
 		$(BIN)/python -m pytest -s tests/runtime/test_real_engine.py
 
+# Loops of the real tinker-cookbook. It has an environment of its own.
+test-tinker: setup $(TINKER)
+	RLMUX_TINKER_PYTHON=$(CURDIR)/.venv-tinker/bin/python $(BIN)/python -m pytest $(TINKER_TESTS)
+
+# The same with the newest releases of the clients: what a change of theirs breaks.
+newest-clients: setup
+	rm -rf $(NEWEST)
+	$(PYTHON) -m venv $(NEWEST)
+	$(NEWEST)/bin/pip install --quiet --disable-pip-version-check $(TORCH)
+	$(NEWEST)/bin/pip install --quiet --disable-pip-version-check tinker $(COOKBOOK_NEEDS)
+	$(NEWEST)/bin/pip install --quiet --disable-pip-version-check --no-deps tinker-cookbook tml-renderers
+	$(NEWEST)/bin/pip list | grep -i -E "^(tinker|tml)"
+	RLMUX_TINKER_PYTHON=$(CURDIR)/$(NEWEST)/bin/python $(BIN)/python -m pytest $(TINKER_TESTS)
+
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
@@ -84,6 +98,13 @@ $(TRL):
 	$(PYTHON) -m venv .venv-sglang
 	.venv-sglang/bin/pip install --quiet --disable-pip-version-check $(SGLANG)
 	touch $@
+
+$(TINKER):
+	$(PYTHON) -m venv .venv-tinker
+	.venv-tinker/bin/pip install --quiet --disable-pip-version-check $(TORCH)
+	.venv-tinker/bin/pip install --quiet --disable-pip-version-check tinker==0.38.0 $(COOKBOOK_NEEDS)
+	.venv-tinker/bin/pip install --quiet --disable-pip-version-check --no-deps tinker-cookbook==0.6.1 tml-renderers==0.2.1
+	touch $(TINKER)
 
 # Without torch: the API reference is read from the sources, nothing is imported.
 $(DOCS): pyproject.toml

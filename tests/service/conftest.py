@@ -15,7 +15,7 @@ serve:
   models:
     rlmux/tiny:
       model: {hidden_size: 16, layers: 1, heads: 2, kv_heads: 1, intermediate_size: 16}
-      max_prompt_tokens: 64
+      max_prompt_tokens: 128
       max_new_tokens: 64
       slots: 8
 """

@@ -257,4 +257,6 @@ class DatumWorker:
                         value = self._engine.load_state(request)
         except (UserError, PipelineError) as error:
             return Answer(id=name, error=str(error))
+        except OSError as error:  # a disk that is full: the model goes on
+            return Answer(id=name, error=f"cannot be written or read: {error}")
         return Answer(id=name, value=value)

@@ -232,10 +232,12 @@ class _News:
         self._server = server
 
     def answered(self, pipeline_id: PipelineId, answer: Answer) -> None:
-        self._server.call_soon(lambda: self.front.settle(answer.id, answer.value, answer.error))
+        self._server.call_soon(lambda: self.front.promises.settle(answer.id, answer.value, answer.error))
 
     def checkpointed(self, pipeline_id: PipelineId, request_id: str, folder: Path) -> None:
         self._server.call_soon(lambda: self.front.add_update(request_id, folder))
 
     def over(self, pipeline_id: PipelineId, reason: str) -> None:
-        self._server.call_soon(lambda: self.front.fail_pipeline(pipeline_id, f"pipeline {pipeline_id}: {reason}"))
+        self._server.call_soon(
+            lambda: self.front.promises.fail_pipeline(pipeline_id, f"pipeline {pipeline_id}: {reason}")
+        )

@@ -4,10 +4,11 @@
     none is given      hash(model seed, origin of the sampler, prompt, occurrence), sample index
 
 `occurrence` counts equal prompts of a sampler in the order of their numbers there, which the client gave them, not in
-the order in which its connections happened to bring them. A sampler's origin is which weights it has: the request of
-its model that kept them, or their name. The number that a client gives a sampler does not go in, as a client counts it
-up with every attempt to reach the server; nor does a session's random id. The same program asks for the same samples
-in every run: alone, beside others, and where the server was away in between.
+the order in which its connections happened to bring them. A sampler's origin is which weights it has: of which of
+its session's models, after how many updates, and how many samplers of them came before. The number that a client gives
+a sampler does not go in, as a client counts it up with every attempt to reach the server; nor does a session's random
+id. The same program asks for the same samples in every run: alone, beside others, where the server was away in between,
+and where it goes on from a checkpoint.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class Draws:
 
     model_seed: int
     origin: str
-    """Which weights the sampler has, within its session or by name."""
+    """Which weights the sampler has."""
     _occurrences: Counter[bytes] = field(default_factory=Counter)
 
     def key(self, prompt_tokens: Sequence[int], seed: int | None) -> int:

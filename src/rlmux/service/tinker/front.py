@@ -29,6 +29,7 @@ from rlmux.service.tinker.codec import read_addressee, read_forward_backward, wr
 from rlmux.service.tinker.in_order import InOrder
 from rlmux.service.tinker.ledger import Ledger, Result, Taken
 from rlmux.service.tinker.names import SAMPLER_WEIGHTS, WEIGHTS, TinkerPath, model_id, sampler_id
+from rlmux.service.tinker.promises import Promised, Promises
 from rlmux.service.tinker.registry import Checkpoint, Model, Registry, Sampler, Session
 from rlmux.service.tinker.requests import ConflictError, RequestChecks, is_repeated, promise, request_id_of
 from rlmux.service.tinker.sampling import prompt_tokens, sample_request
@@ -51,13 +52,13 @@ class Host(Protocol):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Promised:
-    """A request that has no result yet."""
+class _Due:
+    """A request of a model, held until those before it are in."""
 
-    pipeline: PipelineId
-    encode: Callable[[Any], Result]
-    """The result for clients of what an engine answered."""
-    sampler: Sampler | None = None
+    number: int
+    id: str
+    request: TrainRequest
+    when_due: Callable[[], None]
 
 
 class TinkerFront:
@@ -66,13 +67,12 @@ class TinkerFront:
     def __init__(self, models: Mapping[str, ServedModel], ledger: Ledger, folder: Path, host: Host) -> None:
         """`folder`: where models keep their checkpoints."""
         self.registry = Registry()
+        self.promises = Promises(ledger)
         self._models = models
         self._ledger = ledger
         self._folder = folder
         self._host = host
         self._checks = RequestChecks(self.registry, models)
-        self._promised: dict[str, _Promised] = {}
-        self._waiters: dict[str, list[Callable[[], None]]] = {}
         self._num_samples: dict[PipelineId, int] = {}
         self._apply_by_path: Mapping[str, Callable[[Taken], dict[str, Any]]] = {
             "create_session": self._create_session,
@@ -118,51 +118,16 @@ class TinkerFront:
         for taken in self._ledger.taken():
             self._apply_by_path[taken.path](taken)
 
-    def result(self, request_id: str) -> Result | None:
-        """The result of a request, once there is one. Raises KeyError for an id that was never given."""
-        found = self._ledger.result(request_id)
-        if found is None and request_id not in self._promised and self._ledger.body(request_id) is None:
-            raise KeyError(request_id)
-        return found
-
-    def when_settled(self, request_id: str, then: Callable[[], None]) -> None:
-        """Call back once the request has a result."""
-        self._waiters.setdefault(request_id, []).append(then)
-
-    def pipeline_of(self, request_id: str) -> PipelineId | None:
-        """The pipeline that a request without a result waits for."""
-        promised = self._promised.get(request_id)
-        return None if promised is None else promised.pipeline
-
     def cancel(self, request_id: str) -> None:
         """Forget a sampling request that has not begun."""
-        promised = self._promised.get(request_id)
+        promised = self.promises.pending(request_id)
         if promised is not None and promised.sampler is not None:
             self._host.withdraw(promised.pipeline, [request_id])
-
-    # --- results --------------------------------------------------------------------------------------------
-
-    def settle(self, request_id: str, value: Any, error: str | None) -> None:
-        """What became of a request."""
-        promised = self._promised.pop(request_id, None)
-        if promised is None:  # done again after a restart
-            return
-        self._keep(request_id, Result(error.encode(), "error") if error is not None else promised.encode(value))
 
     def add_update(self, request_id: str, folder: Path) -> None:
         """A checkpoint that has everything up to this request is there."""
         model, _, number = request_id.rpartition(":")
         self._ledger.add_update(model, int(number), folder)
-
-    def fail_pipeline(self, pipeline: PipelineId, reason: str) -> None:
-        """Every promise of a pipeline that is over is settled with the reason."""
-        for request_id in [each for each, promised in self._promised.items() if promised.pipeline == pipeline]:
-            self.settle(request_id, None, reason)
-
-    def _keep(self, request_id: str, result: Result) -> None:
-        self._ledger.settle(request_id, result)
-        for then in self._waiters.pop(request_id, []):
-            then()
 
     # --- sessions -------------------------------------------------------------------------------------------
 
@@ -180,10 +145,9 @@ class TinkerFront:
         """Give up a session's devices; its checkpoints stay."""
         session.is_over = True
         for pipeline in session.pipelines:
-            waiting = [each for each, promised in self._promised.items() if promised.pipeline == pipeline]
-            self._host.withdraw(pipeline, waiting)
+            self._host.withdraw(pipeline, self.promises.of_pipeline(pipeline))
             self._host.finish(pipeline)
-            self.fail_pipeline(pipeline, f"session {session.id} is over")
+            self.promises.fail_pipeline(pipeline, f"session {session.id} is over")
 
     def _create_session(self, taken: Taken) -> dict[str, Any]:
         body = bodies.CreateSession.model_validate_json(taken.body)
@@ -258,16 +222,23 @@ class TinkerFront:
         self._host.open(pipeline, served.training(pipeline), self._folder / pipeline, restore_from, session.hints)
 
     def _train(
-        self, taken: Taken, model: Model, seq_id: int, request: TrainRequest, encode: Callable[[Any], Result]
+        self,
+        taken: Taken,
+        model: Model,
+        seq_id: int,
+        request: TrainRequest,
+        encode: Callable[[Any], Result],
+        when_due: Callable[[], None] = lambda: None,
     ) -> dict[str, Any]:
-        """Hand over what is due of the model's requests, in their order."""
+        """Hand over what is due of the model's requests, in their order. `when_due`: called at the request's turn."""
         model.requested_s = taken.at_s
-        if self._ledger.result(taken.id) is None:
-            self._promised[taken.id] = _Promised(pipeline=model.pipeline, encode=encode)
+        self.promises.expect(taken.id, Promised(pipeline=model.pipeline, encode=encode))
         update = self._ledger.newest_update(model.id)
-        for number, request_id, each in model.order.put(seq_id, (seq_id, taken.id, request)):
-            if update is None or number > update[0]:
-                self._host.train(model.pipeline, request_id, each)
+        due = _Due(number=seq_id, id=taken.id, request=request, when_due=when_due)
+        for each in model.order.put(seq_id, due):
+            each.when_due()
+            if update is None or each.number > update[0]:
+                self._host.train(model.pipeline, each.id, each.request)
         return promise(taken.id, taken.path, taken.body)
 
     def _forward_backward(self, taken: Taken) -> dict[str, Any]:
@@ -291,34 +262,38 @@ class TinkerFront:
         )
         model = self.registry.model(body.model_id, taken.project)
         metrics = lambda done: _json({"metrics": {"grad_norm:mean": done.grad_norm}})  # noqa: E731
-        return self._train(taken, model, body.seq_id, request, metrics)
+        return self._train(taken, model, body.seq_id, request, metrics, model.count_update)
 
     def _save_for_sampler(self, taken: Taken) -> dict[str, Any]:
         body = bodies.SaveWeightsForSampler.model_validate_json(taken.body)
         model = self.registry.model(body.model_id, taken.project)
         file = model.folder / f"sampler-{body.seq_id}.safetensors"
         answer: dict[str, Any] = {"type": "save_weights_for_sampler"}
+        when_due: Callable[[], None]
         if body.path is not None:
             path = TinkerPath(model.id, SAMPLER_WEIGHTS, body.path)
-            self._add_checkpoint(taken, model, path, file, body.user_metadata)
             answer["path"] = str(path)
+            when_due = lambda: self._list_once_saved(taken, model, path, file, body.user_metadata)  # noqa: E731
         else:
             number = body.sampling_session_seq_id or 0
-            origin = f"{model.number_in_session} {body.seq_id}"
-            sampler = self._add_sampler(
-                model.session, number, model.served, model.pipeline, file, model.seed, None, origin
-            )
-            answer["sampling_session_id"] = sampler.id
-        return self._train(taken, model, body.seq_id, SaveWeightsFile(path=file), lambda _: _json(answer))
+            answer["sampling_session_id"] = sampler_id(model.session.id, number)
+            when_due = lambda: self._snapshot(model, number, file)  # noqa: E731
+        return self._train(taken, model, body.seq_id, SaveWeightsFile(path=file), lambda _: _json(answer), when_due)
+
+    def _snapshot(self, model: Model, number: int, file: Path) -> None:
+        origin = (model.number_in_session, model.num_updates)
+        self._add_sampler(model.session, number, model.served, model.pipeline, file, model.seed, None, origin)
 
     def _save_weights(self, taken: Taken) -> dict[str, Any]:
         body = bodies.SaveWeights.model_validate_json(taken.body)
         model = self.registry.model(body.model_id, taken.project)
         path = TinkerPath(model.id, WEIGHTS, body.path)
         folder = model.folder / f"weights-{body.path}"
-        self._add_checkpoint(taken, model, path, folder, body.user_metadata)
+        self.registry.being_saved[str(path)] = None
         answer = {"type": "save_weights", "path": str(path)}
-        return self._train(taken, model, body.seq_id, SaveState(folder=folder), lambda _: _json(answer))
+        when_due = lambda: self._list_once_saved(taken, model, path, folder, body.user_metadata)  # noqa: E731
+        request = SaveState(folder=folder)
+        return self._train(taken, model, body.seq_id, request, lambda _: _json(answer), when_due)
 
     def _load_weights(self, taken: Taken) -> dict[str, Any]:
         body = bodies.LoadWeights.model_validate_json(taken.body)
@@ -333,19 +308,29 @@ class TinkerFront:
             model = self._add_model(session, number, checkpoint.served, seed, body.user_metadata, 0)
         answer = {"type": "load_weights", "path": body.path, "model_id": model.id}
         request = LoadState(folder=checkpoint.folder, with_optimizer=body.optimizer)
-        return self._train(taken, model, seq_id, request, lambda _: _json(answer))
+        when_due = lambda: model.go_on_from(checkpoint)  # noqa: E731
+        return self._train(taken, model, seq_id, request, lambda _: _json(answer), when_due)
 
-    def _add_checkpoint(
+    def _list_once_saved(
         self, taken: Taken, model: Model, path: TinkerPath, folder: Path, metadata: Mapping[str, str] | None
     ) -> None:
-        self.registry.checkpoints[str(path)] = Checkpoint(
+        """List the checkpoint that the model makes now, once it is there."""
+        checkpoint = Checkpoint(
             path=path,
             folder=folder,
             made_s=taken.at_s,
             served=model.served,
             project=taken.project,
             user_metadata=metadata,
+            num_updates=model.num_updates,
         )
+
+        def then(is_saved: bool) -> None:
+            if is_saved:
+                self.registry.checkpoints[str(path)] = checkpoint
+            self.registry.being_saved.pop(str(path), None)
+
+        self.promises.then(taken.id, then)
 
     def _delete_checkpoint(self, taken: Taken) -> dict[str, Any]:
         checkpoint = self.registry.checkpoints.pop(json.loads(taken.body)["path"], None)
@@ -362,19 +347,17 @@ class TinkerFront:
     def _create_sampler(self, taken: Taken) -> dict[str, Any]:
         body = bodies.CreateSamplingSession.model_validate_json(taken.body)
         session = self.registry.session(body.session_id, taken.project)
-        weights, seed, source, path = None, session.hints.seed or 0, None, None
+        weights, seed, source, path, origin = None, session.hints.seed or 0, None, None, (-1, 0)
         if body.model_path is not None:
             checkpoint = self.registry.checkpoint(body.model_path, taken.project)
             weights, served, path = checkpoint.weights, checkpoint.served, body.model_path
             source = self.registry.models.get(checkpoint.path.run)
-            seed = seed if source is None else source.seed
+            if source is not None:
+                seed, origin = source.seed, (source.number_in_session, checkpoint.num_updates)
         else:
             served = self._models[body.base_model or ""]
         is_own = source is not None and source.session is session
         pipeline = source.pipeline if is_own and source is not None else self._sampling_pipeline(session, served)
-        name = served.name if path is None else TinkerPath.parse(path).name_in_session
-        session.num_samplers_by_name[name] += 1
-        origin = f"{name} {session.num_samplers_by_name[name]}"
         number = body.sampling_session_seq_id
         sampler = self._add_sampler(session, number, served, pipeline, weights, seed, path, origin)
         return {"type": "create_sampling_session", "sampling_session_id": sampler.id}
@@ -396,8 +379,11 @@ class TinkerFront:
         weights: Path | None,
         seed: int,
         path: str | None,
-        origin: str,
+        origin: tuple[int, int],
     ) -> Sampler:
+        """`origin`: number of the model in its session, -1 for a base model; updates that made the weights."""
+        occurrence = session.num_samplers_by_origin[origin]
+        session.num_samplers_by_origin[origin] += 1
         sampler = Sampler(
             id=sampler_id(session.id, number),
             session=session,
@@ -406,7 +392,7 @@ class TinkerFront:
             path=path,
             weights=weights,
             seed=seed,
-            origin=origin,
+            origin=f"{origin[0]} {origin[1]} {occurrence}",
         )
         self.registry.samplers[sampler.id] = sampler
         return sampler
@@ -415,23 +401,19 @@ class TinkerFront:
         body = bodies.Sample.model_validate_json(taken.body)
         sampler = self.registry.sampler(body.sampling_session_id, taken.project)
         num_scored = len(prompt_tokens(body)) if body.prompt_logprobs else None
-        if self._ledger.result(taken.id) is None:
-            self._promised[taken.id] = _Promised(
-                pipeline=sampler.pipeline,
-                encode=lambda done: Result(write_sample(done, num_scored), "protobuf"),
-                sampler=sampler,
-            )
+        encode = lambda done: Result(write_sample(done, num_scored), "protobuf")  # noqa: E731
+        self.promises.expect(taken.id, Promised(pipeline=sampler.pipeline, encode=encode, sampler=sampler))
         order, draws = sampler.order(body.seq_id)
         for request_id, each in order.put(body.seq_id, (taken.id, body)):
             number = self._num_samples[sampler.pipeline] = self._num_samples.get(sampler.pipeline, 0) + 1
             key = draws.key(prompt_tokens(each), each.sampling_params.seed)
-            if request_id in self._promised:
+            if request_id in self.promises:
                 request = sample_request(request_id, each, sampler.served, number=number, key=key)
                 self._host.sample(sampler.pipeline, request, sampler.weights)
         return promise(taken.id, taken.path, taken.body)
 
     def _keep_json(self, request_id: str, answer: Mapping[str, Any]) -> None:
-        self._keep(request_id, _json(answer))
+        self.promises.keep(request_id, _json(answer))
 
 
 def _json(answer: Mapping[str, Any]) -> Result:

@@ -47,11 +47,6 @@ class TinkerPath(NamedTuple):
         return cls(*parts)
 
     @property
-    def name_in_session(self) -> str:
-        """What is left without the random part of a session's id."""
-        return f"{self.run.rpartition(':')[2]}/{self.checkpoint_id}"
-
-    @property
     def checkpoint_id(self) -> str:
         return f"{self.kind}/{self.name}"
 

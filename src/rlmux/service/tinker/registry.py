@@ -40,8 +40,8 @@ class Session:
     is_over: bool = False
     pipelines: list[PipelineId] = field(default_factory=list)
     sampling_pipeline_by_model: dict[str, PipelineId] = field(default_factory=dict)
-    num_samplers_by_name: Counter[str] = field(default_factory=Counter)
-    """Samplers that were created from weights with a name, or from a base model."""
+    num_samplers_by_origin: Counter[tuple[int, int]] = field(default_factory=Counter)
+    """Samplers by the model that made their weights, and its updates until then."""
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -59,6 +59,14 @@ class Model:
     order: InOrder[Any]
     requested_s: float
     """Time of its last request, in seconds since 1970."""
+    num_updates: int = 0
+    """Optimizer steps that were asked for, those of a checkpoint that it went on from included."""
+
+    def count_update(self) -> None:
+        self.num_updates += 1
+
+    def go_on_from(self, checkpoint: Checkpoint) -> None:
+        self.num_updates = checkpoint.num_updates
 
 
 @dataclass(slots=True, kw_only=True, eq=False)
@@ -103,6 +111,8 @@ class Checkpoint:
     served: ServedModel
     project: str
     user_metadata: Mapping[str, str] | None
+    num_updates: int
+    """Optimizer steps that made the weights."""
 
     @property
     def weights(self) -> Path:
@@ -126,6 +136,8 @@ class Registry:
     models: dict[str, Model] = field(default_factory=dict)
     samplers: dict[str, Sampler] = field(default_factory=dict)
     checkpoints: dict[str, Checkpoint] = field(default_factory=dict)
+    being_saved: dict[str, None] = field(default_factory=dict)
+    """Paths of checkpoints that are not there yet."""
 
     def session(self, session_id: str, project: str) -> Session:
         """Raises UnknownIdError, and GoneError for one that is over."""

@@ -132,7 +132,8 @@ class RequestChecks:
     def _check_save(self, body: bodies.SaveWeights, project: str) -> None:
         self._check_number(body.model_id, body.seq_id, project)
         path = TinkerPath(body.model_id, WEIGHTS, checked_name(body.path))
-        if str(path) in self._registry.checkpoints and not body.overwrite:
+        known = str(path) in self._registry.checkpoints or str(path) in self._registry.being_saved
+        if known and not body.overwrite:
             raise UserError(f"{path} is there already; accepted: another name, or overwrite=True")
 
     def _check_keep(self, body: bodies.SaveWeightsForSampler, project: str) -> None:

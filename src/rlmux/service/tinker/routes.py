@@ -180,18 +180,18 @@ class _Door:
     async def retrieve(self, request: Request, project: str) -> Response:
         request_id = bodies.OfRequest.model_validate_json(await request.body()).request_id
         try:
-            result = self._front.result(request_id)
+            result = self._front.promises.result(request_id)
             if result is None:
                 settled = asyncio.Event()
-                self._front.when_settled(request_id, settled.set)
+                self._front.promises.when_settled(request_id, settled.set)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(settled.wait(), POLL_S)
-                result = self._front.result(request_id)
+                result = self._front.promises.result(request_id)
         except KeyError:
             return _refusal(410 if ":sample:" in request_id else 404, f"no request {request_id!r}")
         if result is None:
-            pipeline = self._front.pipeline_of(request_id)
-            why = None if pipeline is None else self._reason(pipeline)
+            pending = self._front.promises.pending(request_id)
+            why = None if pending is None else self._reason(pending.pipeline)
             waiting = {
                 "type": "try_again",
                 "request_id": request_id,

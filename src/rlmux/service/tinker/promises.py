@@ -1,0 +1,92 @@
+"""Requests that were promised a result: who waits for it, and how an engine's answer becomes it.
+
+expect(id, promised) ─▶ settle(id, value or error) ─▶ ledger ─▶ whoever waits
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rlmux.core.model import PipelineId
+from rlmux.service.tinker.ledger import Ledger, Result
+from rlmux.service.tinker.registry import Sampler
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Promised:
+    """A request that has no result yet."""
+
+    pipeline: PipelineId
+    encode: Callable[[Any], Result]
+    """The result for clients of what an engine answered."""
+    sampler: Sampler | None = None
+    """The sampler of a sampling request."""
+    then: Callable[[bool], None] | None = None
+    """Called before the result is told; True: the request was carried out."""
+
+
+class Promises:
+    """Everything that is promised; results are the ledger's."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        self._ledger = ledger
+        self._promised: dict[str, Promised] = {}
+        self._waiters: dict[str, list[Callable[[], None]]] = {}
+
+    def __contains__(self, request_id: str) -> bool:
+        """The request has no result yet."""
+        return request_id in self._promised
+
+    def expect(self, request_id: str, promised: Promised) -> None:
+        """A request was taken. One that has its result already, from before a restart, is no promise any more."""
+        if self._ledger.result(request_id) is None:
+            self._promised[request_id] = promised
+
+    def then(self, request_id: str, call: Callable[[bool], None]) -> None:
+        """Call before the request's result is told; at once where it has one already."""
+        known = self._ledger.result(request_id)
+        if known is not None:
+            call(known.kind != "error")
+        elif request_id in self._promised:
+            self._promised[request_id] = replace(self._promised[request_id], then=call)
+
+    def result(self, request_id: str) -> Result | None:
+        """The result of a request, once there is one. Raises KeyError for an id that was never given."""
+        found = self._ledger.result(request_id)
+        if found is None and request_id not in self._promised and self._ledger.body(request_id) is None:
+            raise KeyError(request_id)
+        return found
+
+    def when_settled(self, request_id: str, then: Callable[[], None]) -> None:
+        """Call back once the request has a result."""
+        self._waiters.setdefault(request_id, []).append(then)
+
+    def pending(self, request_id: str) -> Promised | None:
+        """What is known of a request without a result."""
+        return self._promised.get(request_id)
+
+    def of_pipeline(self, pipeline: PipelineId) -> list[str]:
+        """Requests that wait for a pipeline."""
+        return [each for each, promised in self._promised.items() if promised.pipeline == pipeline]
+
+    def settle(self, request_id: str, value: Any, error: str | None) -> None:
+        """What became of a request."""
+        promised = self._promised.pop(request_id, None)
+        if promised is None:  # done again after a restart
+            return
+        if promised.then is not None:
+            promised.then(error is None)
+        self.keep(request_id, Result(error.encode(), "error") if error is not None else promised.encode(value))
+
+    def fail_pipeline(self, pipeline: PipelineId, reason: str) -> None:
+        """Every promise of a pipeline that is over is settled with the reason."""
+        for request_id in self.of_pipeline(pipeline):
+            self.settle(request_id, None, reason)
+
+    def keep(self, request_id: str, result: Result) -> None:
+        """Write a result, and tell it to whoever waits."""
+        self._ledger.settle(request_id, result)
+        for then in self._waiters.pop(request_id, []):
+            then()
