@@ -64,8 +64,8 @@ def test_what_is_malformed_or_not_served_is_refused_by_name_and_disturbs_nothing
         assert (answer.status_code, text in answer.text) == (status, True), answer.text
     assert client.train(model, 1, seed=1) == ids, "a request that is sent again has the same promise"
     assert "grad_norm:mean" in client.result(ids[1]).json()["metrics"]
-    (served.folder / "models" / "s0-0" / "weights-blocked").touch()
-    blocked = client.ask("save_weights", model_id=model, seq_id=3, path="blocked")["request_id"]
+    (served.folder / "models" / "s0-0" / "sampler-3.safetensors").mkdir()
+    blocked = client.ask("save_weights_for_sampler", model_id=model, seq_id=3, path="blocked")["request_id"]
     assert "cannot be written" in client.result(blocked).json()["error"]
     assert client.http.get("checkpoints").json()["checkpoints"] == [], "what could not be saved is not listed"
     saved = client.ask("save_weights", model_id=model, seq_id=4, path="saved")["request_id"]

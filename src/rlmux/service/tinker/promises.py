@@ -1,6 +1,6 @@
 """Requests that were promised a result: who waits for it, and how an engine's answer becomes it.
 
-expect(id, promised) ─▶ settle(id, value or error) ─▶ ledger ─▶ whoever waits
+expect(id, promised) ─▶ settle(id, value or error) ─▶ ledger ─▶ all that wait
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Promises:
             self.settle(request_id, None, reason)
 
     def keep(self, request_id: str, result: Result) -> None:
-        """Write a result, and tell it to whoever waits."""
+        """Write a result, and tell it to all that wait."""
         self._ledger.settle(request_id, result)
         for then in self._waiters.pop(request_id, []):
             then()
