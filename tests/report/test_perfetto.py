@@ -109,5 +109,25 @@ def test_a_long_trace_merges_short_slices_and_loses_no_seconds(
     test_slices_of_one_thread_do_not_overlap(thin)
 
 
+def test_a_long_trace_counts_once_in_each_part_and_shows_where_a_rollout_ends(
+    failed_run: Any, events: list[dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(perfetto, "MAX_SLICES", 10)
+    monkeypatch.setattr(perfetto, "_COLUMNS", (20, 20))
+    thin = trace(failed_run)["traceEvents"]
+    part_us = failed_run.makespan_s / 20 * 1e6
+    start_us = failed_run.start_s * 1e6
+
+    def last(shown: list[dict[str, Any]]) -> list[tuple[tuple[int, int], dict[str, int]]]:
+        counts = [event for event in of(shown, "C") if event["name"] == "sequences"]
+        counts.sort(key=lambda event: event["ts"])
+        return [((event["pid"], int((event["ts"] + start_us) / part_us)), event["args"]) for event in counts]
+
+    assert len(last(thin)) == len(dict(last(thin))) == len(dict(last(events)))
+    ends = {part for part, counts in dict(last(events)).items() if not any(counts.values())}
+    assert ends
+    assert ends == {part for part, counts in last(thin) if not any(counts.values())}
+
+
 def test_a_short_trace_has_every_slice(failed_run: Any) -> None:
     assert "shortest_slice_s" not in trace(failed_run)["otherData"]

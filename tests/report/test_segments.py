@@ -124,6 +124,27 @@ others = st.builds(NodeJoined, time_s=st.floats(0, 1e7), node=st.just(NodeId("r"
 notes = st.tuples(st.sampled_from(["resumed", "step"]), st.dictionaries(st.text(max_size=3), st.integers()))
 
 
+def test_notes_that_are_wanted_bare_leave_everything_else_as_it_is(tmp_path: Path) -> None:
+    with RunLog.create(tmp_path, HEADER, limits=LogLimits(block_rows=40)) as log:
+        for step in range(1, 66):
+            columns = {
+                "runs": [[step, 300 * step], []],
+                "of": {"a": step / 3, "b": [step]},
+                "us": step / 8,
+                "raw": None,
+            }
+            log.note("rollout", step / 7, pipeline="a", step=step, **columns)
+            log.append_event(NodeJoined(time_s=step / 7, node=NodeId("rollout", step)))
+            log.commit()
+    with LogReader(tmp_path) as reader:
+        whole, bare = list(reader.parts()), list(reader.parts(bare=["rollout"]))
+    assert [part[:4] for part in whole] == [part[:4] for part in bare]
+    assert [part for part in whole if part[3] != "rollout"] == [part for part in bare if part[3] != "rollout"]
+    given = [part[4] for part in bare if part[3] == "rollout"]
+    assert given.count({}) == 60, "those that are packed"
+    assert given[60:] == [part[4] for part in whole if part[3] == "rollout"][60:]
+
+
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.lists(reports | others | notes, max_size=40), st.integers(1, 9), st.integers(2, 30), st.integers(0, 45))
 def test_whatever_is_appended_comes_back_from_every_row_on(tmp_path, values, block_rows, segment_rows, after) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, cast
 
@@ -22,10 +23,18 @@ from rlmux.report.timeline import Timeline, build_timeline
 SUMMARY_NAME, TRACE_NAME, PAGE_NAME = "summary.json", "trace.json", "timeline.html"
 
 
+_NOT_SHOWN = ("rollout", "checkpoint")
+"""Notes of which no report shows anything: their lists take longer to read than all else."""
+
+
 def read_timeline(folder: str | Path) -> Timeline:
     """What the log holds at this moment."""
+    return _read_timeline(folder)
+
+
+def _read_timeline(folder: str | Path, bare: Collection[str] = ()) -> Timeline:
     with LogReader(folder) as reader, without_collector():
-        return build_timeline(History.of(reader.header, reader.parts()))
+        return build_timeline(History.of(reader.header, reader.parts(bare=bare)))
 
 
 def write_report(folder: str | Path) -> dict[str, Any]:
@@ -35,7 +44,7 @@ def write_report(folder: str | Path) -> dict[str, Any]:
 
 
 def _write_all(folder: Path) -> dict[str, Any]:
-    timeline = read_timeline(folder)
+    timeline = _read_timeline(folder, _NOT_SHOWN)
     steps = step_times(timeline)
     summary = summarize(timeline, steps)
     _write(folder / SUMMARY_NAME, json.dumps(summary, indent=2, allow_nan=False) + "\n")

@@ -27,7 +27,7 @@ import math
 import sys
 import zlib
 from array import array
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise, repeat
 from operator import itemgetter
@@ -122,20 +122,26 @@ def pack(rows: Iterable[Row]) -> bytes:
     return zlib.compress(b"\n".join([codec.dumps(packed).encode(), b"".join(numbers)]))
 
 
-def unpack(data: bytes) -> Block:
-    """What `pack` was given. Raises LogError for damaged bytes."""
+def unpack(data: bytes, bare: Collection[str] = ()) -> Block:
+    """What `pack` was given. Raises LogError for damaged bytes.
+
+    `bare`: types of notes whose fields are left out; their rows have numbers and times alone.
+    """
     groups: list[Rows] = []
     progress: list[OrderProgress] = []
     try:
         text, _, given = zlib.decompress(data).partition(b"\n")
         numbers = _Numbers(given)
         for kind, type, count, names, packed in json.loads(text):
-            columns = [_values(each, count, numbers) for each in packed]
+            num_wanted = 2 if kind == "note" and type in bare else len(packed)
+            columns = [_values(each, count, numbers) for each in packed[:num_wanted]]
+            for each in packed[num_wanted:]:
+                _pass_over(each, count, numbers)
             if type == PROGRESS and kind == "event":
                 progress += _progress(columns[0], dict(zip(names, columns[2:], strict=True)))
             else:
                 seqs, times, *others = columns
-                groups.append(Rows(kind, type, seqs, _floats(times), dict(zip(names, others, strict=True))))
+                groups.append(Rows(kind, type, seqs, _floats(times), dict(zip(names, others, strict=False))))
     except (zlib.error, ValueError, KeyError, TypeError, IndexError) as error:
         raise LogError(f"not a block of rows: {error}") from None
     return Block(groups, progress)
@@ -161,7 +167,7 @@ def _progress(seqs: Sequence[int], columns: dict[str, Sequence[Any]]) -> Iterato
 
 def _floats(values: Sequence[Any]) -> Sequence[float]:
     """Numbers that JSON cannot hold are texts in the log."""
-    return values if all(type(value) is float for value in values) else [float(value) for value in values]
+    return values if set(map(type, values)) <= {float} else [float(value) for value in values]
 
 
 def _packed(values: Sequence[Any], numbers: list[bytes]) -> Any:
@@ -212,27 +218,61 @@ def _values(packed: Any, count: int, numbers: _Numbers) -> Sequence[Any]:
     raise ValueError(f"a column packed as {how!r}")
 
 
+def _pass_over(packed: Any, count: int, numbers: _Numbers) -> None:
+    """Leave a column unread, so that the next one can be read."""
+    if isinstance(packed, str):
+        numbers.pass_over(packed, count)
+        return
+    ((how, what),) = packed.items()
+    if how == "us":
+        numbers.pass_over(what, count)
+    elif how == "of":
+        for column in what.values():
+            _pass_over(column, count, numbers)
+    elif how == "in":
+        lengths, total, packed_items = what
+        _pass_over(lengths, count, numbers)
+        _pass_over(packed_items, total, numbers)
+
+
 def _add_whole(values: Sequence[int], numbers: list[bytes]) -> str | None:
-    """Append whole numbers in the narrowest type, as they are or as differences; None where no type holds them."""
-    differences = [values[0], *(value - before for before, value in pairwise(values))]
-    least, most = min(differences), max(differences)
-    is_negative, largest = min(values) < 0, max(values)
-    for code in _CODES:
-        bound = 1 << 8 * array(code).itemsize - 1
-        if -bound <= least and most < bound:
-            return _add(array(code, differences), numbers)
-        if not is_negative and largest < 2 * bound:
-            return _add(array(code.upper(), values), numbers)
+    """Append whole numbers, as they are or as differences, whichever is smaller; None where no type holds them.
+
+    Numbers that grow are smaller as differences, lengths of answers and the like as they are.
+    """
+    differences = _narrowest([values[0], *(value - before for before, value in pairwise(values))], _CODES)
+    themselves = _narrowest(values, _CODES.upper())
+    columns = [column for column in (differences, themselves) if column is not None]
+    if not columns:
+        return None
+    return _add(min(columns, key=_compressed_size) if len(columns) > 1 else columns[0], numbers)
+
+
+def _narrowest(values: Sequence[int], codes: str) -> array[int] | None:
+    """The numbers in the narrowest of these types that holds them all."""
+    for code in codes:
+        try:
+            return array(code, values)
+        except OverflowError:
+            continue
     return None
+
+
+def _compressed_size(column: array[int]) -> int:
+    return len(zlib.compress(b"".join(_places(column)), 1))
 
 
 def _add(column: array[Any], numbers: list[bytes]) -> str:
     """Append a column's bytes, those of one significance together; returns its type."""
-    if sys.byteorder == "big":
-        column.byteswap()
-    whole, width = column.tobytes(), column.itemsize
-    numbers += [whole[place::width] for place in range(width)]
+    numbers += _places(column)
     return column.typecode
+
+
+def _places(column: array[Any]) -> list[bytes]:
+    """The bytes of each significance, the lowest first."""
+    whole, width = column.tobytes(), column.itemsize
+    places = [whole[place::width] for place in range(width)]
+    return places if sys.byteorder == "little" else places[::-1]
 
 
 class _Numbers:
@@ -241,6 +281,10 @@ class _Numbers:
     def __init__(self, data: bytes) -> None:
         self._data = data
         self._at = 0
+
+    def pass_over(self, code: str, count: int) -> None:
+        """Go on behind the next column."""
+        self._at += count * array(code).itemsize
 
     def take(self, code: str, count: int) -> list[Any]:
         """The next column's numbers."""

@@ -77,6 +77,8 @@ class History:
         self.decisions_s: list[float] = []
         """Times at which the scheduler was told something and could order work, ascending; without progress reports,
         which their orders hold."""
+        self._decided_s = -math.inf
+        """The last of them."""
         self.start_s: float | None = None
         self.last_s = 0.0
         self.control_s: float | None = None
@@ -122,24 +124,25 @@ class History:
     def add(self, part: Entry | OrderProgress) -> None:
         if isinstance(part, OrderProgress):
             self._add_progress(part)
-        else:
-            self._add_entry(part)
-
-    def _add_entry(self, entry: Entry) -> None:
-        if entry.kind == "note":
-            self._on_note(entry.time_s, entry.type, entry.value)  # type: ignore[arg-type]
-        elif entry.kind != "header":
-            self.fold(entry.time_s, entry.value)  # type: ignore[arg-type]
-        self.last_s = max(self.last_s, entry.time_s)
+            return
+        _, time_s, kind, type, value = part
+        if kind == "event" or kind == "action":
+            self.fold(time_s, value)  # type: ignore[arg-type]
+            return
+        if kind == "note":
+            self._on_note(time_s, type, value)  # type: ignore[arg-type]
+        self.last_s = max(self.last_s, time_s)
 
     def fold(self, time_s: float, value: Event | Action) -> None:
         """Fold in one event, or an action at the time of the event that it answers."""
         handler = self._handlers.get(type(value))
         if handler is not None:
             handler(time_s, value)
-        if not isinstance(value, ChunkFinished) and (not self.decisions_s or time_s > self.decisions_s[-1]):
+        if time_s > self._decided_s and not isinstance(value, ChunkFinished):
             self.decisions_s.append(time_s)
-        self.last_s = max(self.last_s, time_s)
+            self._decided_s = time_s
+        if time_s > self.last_s:
+            self.last_s = time_s
 
     @property
     def is_over(self) -> bool:

@@ -38,6 +38,7 @@ def lay_out_order(
     wait, label = (Cause.STARTING if order.switch is Switch.COLD else Cause.CONTROL), Cause.COMPUTE
     switch_s = order.switch_s
     is_rollout = order.stage is Stage.GENERATE
+    add = pieces.add if pieces.has_standstills else pieces.add_window
     tail_active = max(1, peak_active * TAIL_PART) if peak_active > 1 else 0
     for time_s, num_active, num_waiting, num_waiting_for_env, num_tokens, so_far_s in order.chunks.values():
         if time_s > end_s:
@@ -45,7 +46,7 @@ def lay_out_order(
         computed_s = so_far_s - seconds
         if wait is Cause.TOOL_WAIT and num_tokens == tokens:
             computed_s = 0.0  # the driver counts waiting as computing
-        pieces.add(at_s, time_s, wait, switch_s, label, computed_s)
+        add(at_s, time_s, wait, switch_s, label, computed_s)
         at_s, seconds, tokens, switch_s = time_s, so_far_s, num_tokens, 0.0
         wait, label = Cause.CONTROL, Cause.COMPUTE
         if is_rollout:
@@ -71,6 +72,7 @@ class _Pieces:
     def __init__(self, order: OrderRecord, standstills: Sequence[Standstill], lane: int) -> None:
         self._order = order
         self._lane = lane
+        self._whose = (order.pipeline, order.step, order.stage, order.id, order.device_fraction)
         self._standstills = [one for one in standstills if one.end_s > order.start_s and one.start_s < order.end_s]
         self._done: list[Interval] = []
         self._wait: Cause | None = None
@@ -78,26 +80,28 @@ class _Pieces:
         self._start_s = self._end_s = order.start_s
         self._wait_s = self._switch_s = self._compute_s = 0.0
 
+    @property
+    def has_standstills(self) -> bool:
+        return bool(self._standstills)
+
     def add(self, start_s: float, end_s: float, wait: Cause, switch_s: float, compute: Cause, compute_s: float) -> None:
         """Add the window between two reports, without what its worker stood still."""
-        if not self._standstills:
-            self._add_window(start_s, end_s, wait, switch_s, compute, compute_s)
-            return
         for standstill in self._standstills:
             begin_s, over_s = max(start_s, standstill.start_s), min(end_s, standstill.end_s)
             if over_s <= begin_s:
                 continue
             after_s = min(compute_s, end_s - over_s)  # the worker's own seconds count the standstill as well
             before_s = min(compute_s - after_s, begin_s - start_s)
-            self._add_window(start_s, begin_s, wait, switch_s, compute, before_s)
+            self.add_window(start_s, begin_s, wait, switch_s, compute, before_s)
             self._flush()
-            self._done.append(self._interval(begin_s, over_s, Kind.BUBBLE, Cause.STANDSTILL))
+            self._append(begin_s, over_s, Kind.BUBBLE, Cause.STANDSTILL)
             start_s, switch_s, compute_s = over_s, 0.0, after_s
-        self._add_window(start_s, end_s, wait, switch_s, compute, compute_s)
+        self.add_window(start_s, end_s, wait, switch_s, compute, compute_s)
 
-    def _add_window(
+    def add_window(
         self, start_s: float, end_s: float, wait: Cause, switch_s: float, compute: Cause, compute_s: float
     ) -> None:
+        """Add the window between two reports of a worker that did not stand still."""
         if end_s < start_s:
             end_s = start_s
         window_s = end_s - start_s
@@ -124,32 +128,17 @@ class _Pieces:
     def _flush(self) -> None:
         if self._wait is None:
             return
-        wait, compute = self._wait, self._compute
-        switching_s = self._start_s + self._wait_s
-        computing_s = self._end_s - self._compute_s
-        wait_kind = Kind.SWITCH if wait is Cause.STARTING else Kind.BUBBLE
-        for start_s, end_s, kind, cause in (
-            (self._start_s, switching_s if self._switch_s > 0.0 else computing_s, wait_kind, wait),
-            (switching_s, computing_s, Kind.SWITCH, Cause.SWITCH),
-            (computing_s, self._end_s, Kind.BUSY, compute),
-        ):
-            seconds = {Kind.BUSY: self._compute_s}.get(kind, self._switch_s if cause is Cause.SWITCH else self._wait_s)
-            if seconds > 0.0 and end_s > start_s:
-                self._done.append(self._interval(start_s, end_s, kind, cause))
+        switching_s, computing_s = self._start_s + self._wait_s, self._end_s - self._compute_s
+        if self._wait_s > 0.0:
+            kind = Kind.SWITCH if self._wait is Cause.STARTING else Kind.BUBBLE
+            self._append(self._start_s, switching_s if self._switch_s > 0.0 else computing_s, kind, self._wait)
+        if self._switch_s > 0.0:
+            self._append(switching_s, computing_s, Kind.SWITCH, Cause.SWITCH)
+        if self._compute_s > 0.0:
+            self._append(computing_s, self._end_s, Kind.BUSY, self._compute)
         self._wait = None
         self._wait_s = self._switch_s = self._compute_s = 0.0
 
-    def _interval(self, start_s: float, end_s: float, kind: Kind, cause: Cause) -> Interval:
-        order = self._order
-        return Interval(
-            start_s=start_s,
-            end_s=end_s,
-            kind=kind,
-            cause=cause,
-            pipeline=order.pipeline,
-            step=order.step,
-            stage=order.stage,
-            order=order.id,
-            device_fraction=order.device_fraction,
-            lane=self._lane,
-        )
+    def _append(self, start_s: float, end_s: float, kind: Kind, cause: Cause) -> None:
+        if end_s > start_s:
+            self._done.append(Interval(start_s, end_s, kind, cause, *self._whose, self._lane))

@@ -35,10 +35,11 @@ from __future__ import annotations
 import os
 import sqlite3
 import uuid
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
+from itertools import repeat
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast
@@ -284,12 +285,11 @@ class RunLog:
         if self._is_state_ahead:
             self._take_up()
         seq = self._state.seq + 1
+        row = (seq, time_s, kind, type, text)
         try:
             if not self._connection.in_transaction:
                 self._connection.execute("BEGIN IMMEDIATE")
-            self._connection.execute(
-                _INSERT, (seq, time_s, kind, type, text, row_checksum(seq, time_s, kind, type, text))
-            )
+            self._connection.execute(_INSERT, (*row, row_checksum(*row)))
         except sqlite3.Error as error:
             raise self._failure(error) from error
         self._num_loose += kind != "header"
@@ -386,12 +386,15 @@ class LogReader:
             else:
                 yield Entry(seq, time_s, kind, type, _value(seq, kind, codec.loads(data)))
 
-    def parts(self, after: int = 0) -> Iterator[Entry | OrderProgress]:
+    def parts(self, after: int = 0, *, bare: Collection[str] = ()) -> Iterator[Entry | OrderProgress]:
         """The same rows, for folds that take an order's progress reports together: these come where the first of them
-        is, up to two thousand rows before the last."""
+        is, up to two thousand rows before the last.
+
+        `bare`: types of notes that may come without their fields, where these cost time to read.
+        """
         for seq, time_s, kind, type, data in self._rows(after):
             if kind == "block":
-                yield from self._parts_of(self._unpack(seq, data), after)
+                yield from self._parts_of(self._unpack(seq, data, bare), after)
             else:
                 yield Entry(seq, time_s, kind, type, _value(seq, kind, codec.loads(data)))
 
@@ -425,9 +428,9 @@ class LogReader:
         except sqlite3.Error as error:
             raise LogError(f"{self.path}: the run log is damaged: {error}") from error
 
-    def _unpack(self, last_seq: int, data: bytes) -> Block:
+    def _unpack(self, last_seq: int, data: bytes, bare: Collection[str] = ()) -> Block:
         try:
-            return unpack(data)
+            return unpack(data, bare)
         except LogError as error:
             raise LogError(f"{self.path}: the rows up to {last_seq} are damaged: {error}") from error
 
@@ -440,8 +443,12 @@ class LogReader:
 
     def _parts_of(self, block: Block, after: int) -> Iterator[Entry | OrderProgress]:
         parts: list[Entry | OrderProgress] = list(_entries(block, after))
-        parts += [part for each in block.progress if (part := each.after(after)) is not None]
-        yield from sorted(parts, key=_first_seq)
+        seqs = [entry.seq for entry in parts]
+        for each in block.progress:
+            if (part := each.after(after)) is not None:
+                parts.append(part)
+                seqs.append(part.seqs[0])
+        yield from map(parts.__getitem__, sorted(range(len(parts)), key=seqs.__getitem__))
 
     def _read_header(self) -> dict[str, Any]:
         (application_id,) = self._connection.execute("PRAGMA application_id").fetchone()
@@ -467,16 +474,13 @@ class LogReader:
         return header
 
 
-def _first_seq(part: Entry | OrderProgress) -> int:
-    return part.seqs[0] if isinstance(part, OrderProgress) else part.seq
-
-
 def _entries(block: Block, after: int) -> Iterator[Entry]:
     """The rows of a block that are no progress reports, type by type."""
     for group in block.groups:
         kind = cast("Kind", group.kind)
-        rows = zip(group.seqs, group.times_s, _values(group), strict=True)
-        yield from (Entry(seq, time_s, kind, group.type, value) for seq, time_s, value in rows if seq > after)
+        rows = zip(group.seqs, group.times_s, repeat(kind), repeat(group.type), _values(group), strict=False)
+        entries = map(Entry._make, rows)
+        yield from entries if group.seqs[0] > after else (entry for entry in entries if entry.seq > after)
 
 
 def _values(group: Rows) -> Sequence[Any]:

@@ -7,9 +7,10 @@
     instants                 failures, losses, restarts, migrations, resumptions
 
 A trace of more than `MAX_SLICES` slices is *thinned*: slices shorter than a part of the makespan, about a pixel of the
-whole run, are merged with their neighbours; an order's counts of sequences, and arrows of one name, are at least as far
-apart. `otherData` has that length as `shortest_slice_s`; a merged slice says how many it stands
-for, and the seconds of each name.
+whole run, are merged with their neighbours; a device's sequences are counted once in each such part, at the end of a
+rollout if that comes last there; arrows of one name, and migrations of a pipeline, are at least as far apart.
+`otherData` has that length as `shortest_slice_s`; a merged slice says how many it stands for, and the seconds of each
+name.
 
 Microseconds since the run began. Each pipeline has one colour throughout, as far as the format allows one.
 """
@@ -59,7 +60,8 @@ def _shortest_s(timeline: Timeline) -> float:
     if num_slices <= MAX_SLICES:
         return 0.0
     fewest, most = _COLUMNS
-    return timeline.makespan_s / max(fewest, min(most, MAX_SLICES // max(1, len(timeline.devices))))
+    num_threads = 2 * max(1, len(timeline.devices))  # work and gaps
+    return timeline.makespan_s / max(fewest, min(most, MAX_SLICES // num_threads))
 
 
 class _Tracer:
@@ -71,7 +73,10 @@ class _Tracer:
         """Slices that stand for several."""
         self._growing: dict[tuple[int, int], dict[str, Any]] = {}
         """The merged slice at the end of a process' thread, where its last slice was short."""
-        self._last_arrow_s: dict[str, float] = {}
+        self._last_s: dict[str, float] = {}
+        """Time of the last arrow, or migration, of each name."""
+        self._counts: dict[int, dict[int, tuple[float, int, int]]] = {}
+        """Sequences in each part of a thinned trace, by process: time, active, waiting."""
         self._steps = steps
         self._events: list[dict[str, Any]] = []
         self._process = {device: number for number, device in enumerate(timeline.devices, _PIPELINES_PROCESS + 1)}
@@ -89,11 +94,17 @@ class _Tracer:
         for order in self._timeline.orders:
             self._add_order(order)
         for event in self._merged:
-            by_name = event["args"]["seconds"]
-            event["name"] = max(by_name, key=by_name.__getitem__)
+            us_by_name = event["args"]["seconds"]
+            event["name"] = max(us_by_name, key=us_by_name.__getitem__)
+            event["args"]["seconds"] = {name: us / 1e6 for name, us in us_by_name.items()}
+        for process, counts in self._counts.items():
+            for time_s, active, waiting in counts.values():
+                self._count(process, "sequences", time_s, active=active, waiting_for_env=waiting)
         self._add_steps()
         self._add_flows()
         for instant in self._timeline.instants:
+            if instant.what == "migration" and not self._has_room(f"migration of {instant.pipeline}", instant.time_s):
+                continue
             self._events.append(
                 {
                     "ph": "i",
@@ -156,7 +167,7 @@ class _Tracer:
         event["dur"] = max(event["dur"], start_us + num_us - event["ts"])
         event["args"]["slices"] += 1
         by_name = event["args"]["seconds"]
-        by_name[name] = round(by_name.get(name, 0.0) + num_us / 1e6, 6)
+        by_name[name] = by_name.get(name, 0) + num_us
 
     def _add_device(self, device: DeviceTimeline) -> None:
         process = self._process[device.id]
@@ -210,6 +221,10 @@ class _Tracer:
         samples = [(chunk.time_s, chunk.num_active, chunk.num_waiting_for_env) for chunk in chunks]
         if math.isfinite(order.end_s):
             samples.append((order.end_s, 0, 0))
+        if self._shortest_s:
+            counts = self._counts.setdefault(process, {})
+            counts.update({int(sample[0] / self._shortest_s): sample for sample in samples})
+            return
         for time_s, active, waiting in samples:
             self._count(process, "sequences", time_s, active=active, waiting_for_env=waiting)
 
@@ -240,16 +255,19 @@ class _Tracer:
                 (Stage.GENERATE, "first", "trajectories"),
                 ("last", Stage.PUBLISH, "weights"),
             ):
-                if source in chain and target in chain and self._has_room(f"{what} of {name}", chain[target]):
+                if (
+                    source in chain
+                    and target in chain
+                    and self._has_room(f"{what} of {name}", self._place[chain[target]][2])
+                ):
                     number += 1
                     self._flow(number, f"{what} of {name}", chain[source], chain[target])
 
-    def _has_room(self, arrows: str, target: OrderId) -> bool:
-        """Whether an arrow of this name is far enough from the last one."""
-        time_s = self._place[target][2]
-        if time_s < self._last_arrow_s.get(arrows, -math.inf) + self._shortest_s:
+    def _has_room(self, name: str, time_s: float) -> bool:
+        """Whether an arrow or a mark of this name is far enough from the last one."""
+        if time_s < self._last_s.get(name, -math.inf) + self._shortest_s:
             return False
-        self._last_arrow_s[arrows] = time_s
+        self._last_s[name] = time_s
         return True
 
     def _flow(self, number: int, name: str, source: OrderId, target: OrderId) -> None:
