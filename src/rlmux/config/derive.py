@@ -23,6 +23,7 @@ from rlmux.core.model import (
     Pool,
     Stage,
     SwitchEstimate,
+    Urgency,
 )
 from rlmux.rl.config import AlgorithmConfig
 
@@ -66,6 +67,10 @@ def make_pipeline(config: PipelineConfig) -> Pipeline:
         footprint=_footprint(config.footprint),
         switch=_warm_switch(config.estimate),
         staleness=config.algorithm.staleness,
+        user=config.user or "",
+        project=config.project or "",
+        urgency=Urgency(config.urgency),
+        rank=config.rank,
     )
 
 

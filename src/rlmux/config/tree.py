@@ -175,6 +175,14 @@ class PipelineConfig(PipelineKeys):
     """Where prompts come from and how answers are scored. Needed by `run`."""
     slo_slowdown: Annotated[float, Ge(1)] | None = None
     """Largest accepted slowdown of a step against running alone; without: any."""
+    user: Name | None = None
+    """Who asks for it; without: not said. Waiting pipelines of several users take turns (docs/shares.md)."""
+    project: Name | None = None
+    """Project that is charged for it; without: its user is."""
+    urgency: Literal["urgent", "normal", "background"] = "normal"
+    """The more urgent is offered room first; what an urgent pipeline holds counts double for its project."""
+    rank: int = 0
+    """Place among its user's own waiting pipelines: lower ones are offered room first."""
     promise: Literal["exact", "replayable", "statistical"] | None = None
     """The least that its engines must keep on the run's devices (docs/design.md has the classes); `run` probes it, and
     refuses a file that asks for more. Without: whatever they keep."""

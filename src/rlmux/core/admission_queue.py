@@ -1,6 +1,7 @@
 """The queue for admission: the first pipeline in it has a reservation, and a later one starts only if that holds.
 
-    head          the waiting pipeline submitted first; one that waits for a lost node, not for others, is passed over
+    head          the waiting pipeline submitted first, or first by its `QueueOrder` where one is given; one that is
+                  held, or waits for a lost node and not for others, is passed over
     reservation   the earliest time at which the policy places the head, if pipelines leave at their estimated ends
     overtaking    a later pipeline starts if, with it there, the policy still places the head at that time
 
@@ -28,6 +29,7 @@ from rlmux.core.model import Pipeline, PipelineId, PipelineStatus
 from rlmux.core.placement import PlacementLedger
 from rlmux.core.placement_choice import PlacementChoice, Refusal
 from rlmux.core.policy import Policy
+from rlmux.core.shares import Shares
 from rlmux.core.state import PipelineRun, Reservation, SchedulerState
 
 _TOLERANCE = 1e-9
@@ -36,28 +38,52 @@ _MAX_NAMES = 3
 """Pipelines named in a reason; the others are counted."""
 
 
+HELD = Refusal(reason="its user holds it", is_final=False)
+
+
 class AdmissionQueue:
     """Says whether a waiting pipeline starts now, and where, or why it waits."""
 
-    def __init__(self, state: SchedulerState, ledger: PlacementLedger, policy: Policy, journal: Journal) -> None:
+    def __init__(
+        self, state: SchedulerState, ledger: PlacementLedger, policy: Policy, journal: Journal, shares: Shares
+    ) -> None:
         self._state = state
         self._ledger = ledger
         self._policy = policy
         self._journal = journal
+        self._shares = shares
         self._view = ledger.view()
         self._step_s_of: dict[PipelineId, tuple[GroupLoad, StepEstimates, float]] = {}
         """Seconds of a step of pipelines in groups that are estimated, with what they follow from: a cache."""
 
     def runs(self) -> Iterator[PipelineRun]:
-        """Every waiting pipeline, in the order of submission; again if one that was started made room for the head."""
-        waiting = self._state.waiting
+        """Every waiting pipeline that is not held, in the order of offers; again if one that was started made room for
+        the head."""
         while True:
             self._state.reservation = None
-            for run in sorted(waiting.values(), key=lambda run: run.sequence):
-                if run.pipeline.id in waiting:
-                    yield run
+            yield from self._each()
             if not self.does_head_fit():
                 return
+
+    def _each(self) -> Iterator[PipelineRun]:
+        """Every waiting pipeline once. A start counts for its account, so the others are put in order again."""
+        waiting, tried = self._state.waiting, set[PipelineId]()
+        is_changed = True
+        while is_changed:
+            is_changed = False
+            for run in self._shares.in_order():
+                name = run.pipeline.id
+                if name not in waiting or name in tried:
+                    continue
+                tried.add(name)
+                yield run
+                if self._shares.are_set and name not in waiting:
+                    is_changed = True
+                    break
+
+    def is_next(self, run: PipelineRun) -> bool:
+        """Whether a pipeline that has just come may be tried by itself: all others come before it."""
+        return not self._shares.are_set or self._shares.in_order()[-1:] == [run]
 
     def does_head_fit(self) -> bool:
         """Whether the policy would place the head now."""
@@ -69,6 +95,13 @@ class AdmissionQueue:
         reservation = self._state.reservation
         self._state.waiting.pop(run.pipeline.id, None)
         return reservation is not None and reservation.pipeline == run.pipeline.id
+
+    def start(self, run: PipelineRun) -> None:
+        """A pipeline of the queue is admitted."""
+        del self._state.waiting[run.pipeline.id]
+        run.reason = ""
+        run.admitted_s = self._state.now_s
+        self._shares.enter(run)
 
     def decide(self, run: PipelineRun) -> PlacementChoice | Refusal:
         """The policy's answer, unless it would let the pipeline start before its turn."""

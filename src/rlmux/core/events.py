@@ -27,6 +27,31 @@ class PipelineCancelled:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineHeld:
+    """The user wants it not to start until `HoldReleased`."""
+
+    time_s: float
+    pipeline: PipelineId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HoldReleased:
+    """The user lets it start again."""
+
+    time_s: float
+    pipeline: PipelineId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineRanked:
+    """The user gives it another place among the user's own waiting pipelines."""
+
+    time_s: float
+    pipeline: PipelineId
+    rank: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineFailed:
     """The pipeline's own fault. Its running orders have ended with it: no other event will name them."""
 
@@ -185,6 +210,9 @@ class NodeJoined:
 Event = (
     PipelineSubmitted
     | PipelineCancelled
+    | PipelineHeld
+    | HoldReleased
+    | PipelineRanked
     | PipelineFailed
     | WorkArrived
     | WorkWithdrawn

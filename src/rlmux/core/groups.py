@@ -13,6 +13,7 @@ import math
 from rlmux.core.leases import Leases
 from rlmux.core.model import Cluster, DeviceId, GroupId, Phase, Placement
 from rlmux.core.placement import PlacementLedger
+from rlmux.core.shares import Shares
 from rlmux.core.state import GroupState, PipelineRun, ReadyWork, SchedulerState
 from rlmux.core.views import GroupView
 
@@ -20,11 +21,14 @@ from rlmux.core.views import GroupView
 class Groups:
     """Owns the groups' members and the counts of the cycle; see the module."""
 
-    def __init__(self, cluster: Cluster, state: SchedulerState, ledger: PlacementLedger, leases: Leases) -> None:
+    def __init__(
+        self, cluster: Cluster, state: SchedulerState, ledger: PlacementLedger, leases: Leases, shares: Shares
+    ) -> None:
         self._cluster = cluster
         self._state = state
         self._ledger = ledger
         self._leases = leases
+        self._shares = shares
         self._views: dict[GroupId, GroupView] = {}
 
     def view(self, group: GroupState) -> GroupView:
@@ -41,6 +45,7 @@ class Groups:
         if group.id not in self._views:
             self._views[group.id] = GroupView(self._state, group)
         self._leases.add_devices(placement)
+        self._shares.hold(run.rollout_devices + run.train_devices, group)
         num_started = _newcomer_phases_started(group)
         for key in device_keys(run):
             run.phases_started[key] = num_started
@@ -51,6 +56,7 @@ class Groups:
     def leave(self, run: PipelineRun) -> GroupState:
         """Take the pipeline, which has no ready work, out of its group; returns the group."""
         group = self._state.group_of(run)
+        self._shares.charge(run.rollout_devices + run.train_devices)
         for key in device_keys(run):
             pinned = group.members_by_device[key]
             del pinned[run.pipeline.id]
@@ -58,6 +64,7 @@ class Groups:
                 del group.members_by_device[key]
             self._leases.remove_state(run, *key)
         del group.members[run.pipeline.id]
+        self._shares.let_go(run.rollout_devices + run.train_devices)
         if not group.members:
             del self._state.groups[group.id]
             del self._views[group.id]

@@ -248,6 +248,26 @@ class Footprint:
     """Bytes on each device while its training state is there; None: unknown, it fills the device."""
 
 
+class Urgency(StrEnum):
+    """What a waiting pipeline says of itself; the more urgent is offered room first."""
+
+    __hash__ = str.__hash__  # as above
+
+    URGENT = "urgent"
+    NORMAL = "normal"
+    BACKGROUND = "background"
+
+
+class Account(NamedTuple):
+    """Who is charged for a pipeline, and who asked for it."""
+
+    project: str
+    user: str
+
+    def __str__(self) -> str:
+        return "/".join(filter(None, self)) or "no user"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pipeline:
     """What the scheduler knows about a pipeline. Estimates only: the truth is with the driver."""
@@ -278,6 +298,13 @@ class Pipeline:
     """First step to run; above 1 after a resume: the steps before it are done and their version is published."""
     work_arrives: bool = False
     """Whether its work is announced by events (`WorkArrived`) instead of planned: it has no steps of its own."""
+    user: str = ""
+    """Name of who asked for it; empty: not said."""
+    project: str = ""
+    """Name of the project that is charged for it; empty: its user is."""
+    urgency: Urgency = Urgency.NORMAL
+    rank: int = 0
+    """Its place among its user's own waiting pipelines: lower ones are offered room first."""
 
     def __post_init__(self) -> None:
         if not self.slo_slowdown >= 1.0:
@@ -290,6 +317,10 @@ class Pipeline:
             )
         if self.num_rollout_nodes < 1 or self.num_train_nodes < 1:
             raise ValueError(f"pipeline {self.id}: it needs at least one node for each phase")
+
+    @property
+    def account(self) -> Account:
+        return Account(self.project or self.user, self.user)
 
     @property
     def train_stages(self) -> tuple[Stage, ...]:

@@ -13,15 +13,17 @@ from rlmux.core.events import ChunkFinished
 from rlmux.core.journal import Journal
 from rlmux.core.leases import Leases
 from rlmux.core.model import DeviceId, OrderId, Phase, Pipeline, Stage
+from rlmux.core.shares import Shares
 from rlmux.core.state import Burst, Order, PipelineRun, ReadyWork, RolloutShard, SchedulerState, Work
 
 
 class Orders:
     """Owns the orders; see the module."""
 
-    def __init__(self, state: SchedulerState, leases: Leases, journal: Journal) -> None:
+    def __init__(self, state: SchedulerState, leases: Leases, shares: Shares, journal: Journal) -> None:
         self._state = state
         self._leases = leases
+        self._shares = shares
         self._journal = journal
 
     def run_ready(
@@ -76,6 +78,7 @@ class Orders:
     def change_fraction(self, order: Order, device_fraction: float, slowdown: float) -> None:
         """Give a running order another device fraction, and the slowdown that is expected with it from now on."""
         is_changed = device_fraction != order.device_fraction
+        self._shares.charge(order.devices)
         self._leases.change_fraction(order, device_fraction)
         now_s = self._state.now_s
         order.solo_s += (now_s - order.rate_since_s) / order.slowdown
@@ -85,6 +88,7 @@ class Orders:
 
     def end(self, order: Order) -> None:
         """The order has ended: its devices are free."""
+        self._shares.charge(order.devices)
         del self._state.orders[order.id]
         if order.device_fraction == 0.0:  # rewards, a publication, a migration: it leases nothing
             return
@@ -150,6 +154,7 @@ class Orders:
         state = self._state
         pipeline = run.pipeline
         order_id = self._next_id()
+        self._shares.charge(devices)
         switch, evicted = (
             self._leases.take(run, phase, devices, order_id, device_fraction, rollout_devices)
             if devices

@@ -12,7 +12,9 @@
               ─▶ Leases        device fractions and residency
               ─▶ PlacementLedger   which pipeline is pinned to which nodes
               ─▶ Expectations  what its own steps say of a pipeline without an estimate
+              ─▶ Placing       pipelines come to nodes, move to others and leave them
               ─▶ AdmissionQueue    which waiting pipeline starts, and why another waits
+              ─▶ Shares        what accounts have used, and who is offered room first for it
 
 Two tiers. *Placement* pins a pipeline to nodes and thereby to a co-execution group. *Dispatch* decides, inside one
 group, which ready work starts on which free device. A policy answers both questions and touches nothing: every
@@ -28,18 +30,21 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rlmux.core.actions import Action, Admit, Park, Release, Relocate, Switch
-from rlmux.core.admission_queue import AdmissionQueue
+from rlmux.core.actions import Action, Park, Switch
+from rlmux.core.admission_queue import HELD, AdmissionQueue
 from rlmux.core.bursts import Bursts
 from rlmux.core.dispatcher import Dispatcher
 from rlmux.core.events import (
     ChunkFinished,
     ClientFinished,
     Event,
+    HoldReleased,
     NodeJoined,
     NodeLost,
     PipelineCancelled,
     PipelineFailed,
+    PipelineHeld,
+    PipelineRanked,
     PipelineRestarted,
     PipelineSubmitted,
     ReplyArrived,
@@ -56,11 +61,13 @@ from rlmux.core.groups import Groups, device_keys
 from rlmux.core.journal import Journal
 from rlmux.core.leases import Leases
 from rlmux.core.model import Cluster, DeviceId, OrderId, Phase, PipelineId, PipelineStatus, Stage
+from rlmux.core.offers import QueueOrder
 from rlmux.core.orders import Orders
 from rlmux.core.placement import PlacementLedger
-from rlmux.core.placement_choice import FruitlessSearch, Refusal
+from rlmux.core.placing import Placing
 from rlmux.core.policy import Policy
 from rlmux.core.query import SchedulerQuery
+from rlmux.core.shares import Shares
 from rlmux.core.state import Burst, GroupState, Order, PipelineRun, SchedulerState, WorkState
 from rlmux.core.step_machine import PipelineInput, StepMachine
 
@@ -72,7 +79,8 @@ class Scheduler:
     chooses what is not allowed; the state is then not to be used further.
     """
 
-    def __init__(self, cluster: Cluster, policy: Policy) -> None:
+    def __init__(self, cluster: Cluster, policy: Policy, queue_order: QueueOrder | None = None) -> None:
+        """`queue_order`: in which order waiting pipelines are offered room; without, that of submission."""
         self.cluster = cluster
         self.policy = policy
         self._state = SchedulerState()
@@ -82,20 +90,48 @@ class Scheduler:
         """All that drivers, displays and tests may read."""
         self._journal = Journal(policy.name)
         self._leases = Leases(cluster, self._state, self._journal)
-        self._orders = Orders(self._state, self._leases, self._journal)
+        self._shares = Shares(cluster, self._state, queue_order)
+        self._orders = Orders(self._state, self._leases, self._shares, self._journal)
         self._expectations = Expectations(self._state, self._ledger, self._journal)
-        self._groups = Groups(cluster, self._state, self._ledger, self._leases)
-        self._queue = AdmissionQueue(self._state, self._ledger, policy, self._journal)
+        self._groups = Groups(cluster, self._state, self._ledger, self._leases, self._shares)
+        self._queue = AdmissionQueue(self._state, self._ledger, policy, self._journal, self._shares)
         self._steps = StepMachine(
-            self._state, self._orders, self._journal, relocate=self._relocate, release=self._release
+            self._state,
+            self._orders,
+            self._journal,
+            relocate=lambda run: self._placing.relocate(run),
+            release=lambda run: self._placing.release(run),
         )
         self._dispatch = Dispatcher(
             self._state, policy, self._groups, self._orders, self._steps, self._leases, self._journal
         ).dispatch
-        self._bursts = Bursts(self._state, self._orders, self._steps, self._groups, self._journal, self._relocate)
+        self._bursts = Bursts(
+            self._state,
+            self._orders,
+            self._steps,
+            self._groups,
+            self._journal,
+            lambda run: self._placing.relocate(run),
+        )
+        self._placing = Placing(
+            state=self._state,
+            ledger=self._ledger,
+            policy=policy,
+            queue=self._queue,
+            groups=self._groups,
+            orders=self._orders,
+            steps=self._steps,
+            bursts=self._bursts,
+            expectations=self._expectations,
+            journal=self._journal,
+            dispatch=self._dispatch,
+        )
         self._handlers: dict[type, Callable[[Any], None]] = {
             PipelineSubmitted: self._on_submitted,
             PipelineCancelled: self._on_cancelled,
+            PipelineHeld: self._on_held,
+            HoldReleased: self._on_hold_released,
+            PipelineRanked: self._on_ranked,
             PipelineFailed: self._on_failed,
             PipelineRestarted: self._on_restarted,
             WorkArrived: self._on_work_told,
@@ -142,13 +178,33 @@ class Scheduler:
         run.restart_step = -1 if pipeline.has_sft_warmup and pipeline.first_step == 1 else pipeline.first_step - 1
         self._state.runs[pipeline.id] = run
         self._state.waiting[pipeline.id] = run
-        self._try_to_place(run)
-        if self._queue.does_head_fit():
-            self._place_waiting()
-        self._rebalance()
+        self._shares.note_submitted(pipeline)
+        is_next = self._queue.is_next(run)
+        if is_next:
+            self._placing.try_to_place(run)
+        if not is_next or self._queue.does_head_fit():
+            self._placing.place_waiting()
+        self._placing.rebalance()
 
     def _on_cancelled(self, event: PipelineCancelled) -> None:
         self._end_softly(self._run(event.pipeline), PipelineInput.CANCELLED)
+
+    def _on_held(self, event: PipelineHeld) -> None:
+        run = self._run(event.pipeline)
+        if run.status is not PipelineStatus.WAITING or run.is_held:
+            return
+        run.is_held = True
+        self._queue.tell(run, HELD)
+        self._placing.place_waiting()
+
+    def _on_hold_released(self, event: HoldReleased) -> None:
+        self._run(event.pipeline).is_held = False
+        self._placing.place_waiting()
+
+    def _on_ranked(self, event: PipelineRanked) -> None:
+        self._run(event.pipeline).rank = event.rank
+        self._shares.begin()
+        self._placing.place_waiting()
 
     def _on_client_finished(self, event: ClientFinished) -> None:
         run = self._run(event.pipeline)
@@ -160,7 +216,7 @@ class Scheduler:
         was_running = run.status is PipelineStatus.RUNNING
         self._steps.move_pipeline(run, what)
         if self._queue.leave(run):
-            self._place_waiting()
+            self._placing.place_waiting()
         if not was_running:
             return
         self._steps.withdraw(run)
@@ -168,7 +224,7 @@ class Scheduler:
         for order in orders:
             self._steps.order_pause(order)
         if not orders:
-            self._release(run)
+            self._placing.release(run)
         elif run.pipeline.work_arrives:  # what its ready bursts kept is free
             self._dispatch(self._state.group_of(run))
 
@@ -178,7 +234,7 @@ class Scheduler:
             run.reason = event.reason
         self._steps.move_pipeline(run, PipelineInput.FAILED)
         if self._queue.leave(run):
-            self._place_waiting()
+            self._placing.place_waiting()
         self._drain(run, self._orders.of(run))
 
     def _drain(self, run: PipelineRun, ended: list[Order]) -> None:
@@ -188,94 +244,7 @@ class Scheduler:
         if run.placement is not None and self._orders.of(run):
             self._dispatch(self._state.group_of(run))
         elif run.placement is not None:
-            self._release(run)
-
-    def _try_to_place(self, run: PipelineRun) -> None:
-        choice = self._queue.decide(run)
-        if isinstance(choice, Refusal):
-            if choice.is_final:
-                del self._state.waiting[run.pipeline.id]
-                self._steps.move_pipeline(run, PipelineInput.REFUSED)
-            self._queue.tell(run, choice)
-            return
-        placement = self._ledger.admit(run.pipeline, choice)
-        del self._state.waiting[run.pipeline.id]
-        self._steps.move_pipeline(run, PipelineInput.PLACED)
-        run.reason = ""
-        run.admitted_s = self._state.now_s
-        self._journal.act(Admit(pipeline=run.pipeline.id, placement=placement, kind=choice.kind))
-        self._groups.join(run, placement)
-        self._begin(run, run.restart_step)
-        self._dispatch(self._state.groups[placement.group])
-
-    def _begin(self, run: PipelineRun, restored_step: int) -> None:
-        if run.pipeline.work_arrives:
-            self._bursts.open_due(run)
-        else:
-            self._steps.begin_after(run, restored_step)
-
-    def _place_waiting(self) -> None:
-        for run in self._queue.runs():
-            self._try_to_place(run)
-
-    def _release(self, run: PipelineRun) -> None:
-        """The pipeline is over: its nodes go back, waiting pipelines are tried again, its group goes on.
-
-        An older version may still be on its way to rollout workers when the last one is published: that ends here too.
-        """
-        self._orders.end_all(run)
-        group = self._unpin(run)
-        self._ledger.depart(run.pipeline.id)
-        self._groups.refresh_cycle(group)
-        self._journal.act(Release(pipeline=run.pipeline.id))
-        self._place_waiting()
-        self._rebalance()
-        if group.members:
-            self._dispatch(group)
-
-    def _rebalance(self) -> None:
-        """Let the policy relocate pipelines to nodes that have become free; each is relocated at a step boundary."""
-        relocations = []
-        for choice in self.policy.rebalance(self._placement_view):
-            if isinstance(choice, FruitlessSearch):
-                self._ledger.note_fruitless_search(choice.pipelines)
-            else:
-                relocations.append(choice)
-        for relocation in relocations:  # all in the ledger first: later ones count on the nodes of earlier ones
-            placement, _ = self._ledger.relocate(relocation.pipeline, relocation.choice)
-            self._state.runs[relocation.pipeline].next_placement = placement
-        for pipeline in dict.fromkeys(relocation.pipeline for relocation in relocations):
-            run = self._state.runs[pipeline]
-            if run.next_placement == run.placement:
-                run.next_placement = None
-                self._ledger.finish_relocation(pipeline)
-                self._groups.refresh_cycle(self._state.group_of(run))
-            elif run.pipeline.work_arrives:
-                self._bursts.relocate_between(run)
-                self._dispatch(self._state.group_of(run))
-            elif not run.shards:
-                self._steps.open_rollout(run)
-        if relocations:
-            self._place_waiting()
-        self._expectations.tell()
-
-    def _relocate(self, run: PipelineRun) -> None:
-        """Between two steps: leave the old nodes, join the new ones."""
-        placement = run.next_placement
-        assert placement is not None
-        run.next_placement = None
-        old = self._unpin(run)
-        self._ledger.finish_relocation(run.pipeline.id)
-        self._groups.refresh_cycle(old)
-        self._groups.join(run, placement)
-        self._journal.act(Relocate(pipeline=run.pipeline.id, placement=placement))
-        if old.members:
-            self._dispatch(old)
-        self._place_waiting()
-
-    def _unpin(self, run: PipelineRun) -> GroupState:
-        self._steps.withdraw(run)
-        return self._groups.leave(run)
+            self._placing.release(run)
 
     # ------------------------------------------------------------------ a pipeline goes through its steps
 
@@ -301,8 +270,8 @@ class Scheduler:
             is_trained = order.phase is Phase.TRAIN and run.trained_step == order.step
             has_new_seconds = is_trained and self._expectations.learn(run, order.step)
         if has_new_seconds:
-            self._place_waiting()
-            self._rebalance()
+            self._placing.place_waiting()
+            self._placing.rebalance()
         if run.placement is not None and run.status is PipelineStatus.RUNNING:
             self._dispatch(self._state.group_of(run))
 
@@ -415,7 +384,7 @@ class Scheduler:
             self._leases.remove_state(run, phase, device)
         run.host_resident.clear()
         self._groups.rejoin_cycle(run)
-        self._begin(run, event.restored_step)
+        self._placing.begin(run, event.restored_step)
         self._dispatch(self._state.group_of(run))
 
     def _on_node_lost(self, event: NodeLost) -> None:
@@ -440,22 +409,22 @@ class Scheduler:
                 continue
             if run.placement is not None and event.node not in run.placement.nodes:
                 self._journal.act(Park(pipeline=pipeline))
-            group = self._unpin(run)
+            group = self._placing.unpin(run)
             groups[group.id] = group
             self._ledger.depart(run.pipeline.id)
             run.restart_step = run.published_version
             self._steps.move_pipeline(run, PipelineInput.NODE_LOST)
             self._state.waiting[run.pipeline.id] = run
         for run in cancelled:
-            self._release(run)
-        self._place_waiting()
+            self._placing.release(run)
+        self._placing.place_waiting()
         for group in groups.values():
             if group.members:
                 self._dispatch(group)
 
     def _on_node_joined(self, event: NodeJoined) -> None:
         self._ledger.regain_node(event.node)
-        self._place_waiting()
+        self._placing.place_waiting()
 
     def _run(self, pipeline: PipelineId) -> PipelineRun:
         try:

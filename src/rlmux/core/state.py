@@ -23,6 +23,7 @@ from rlmux.core.burst_seconds import BurstSeconds
 from rlmux.core.estimates import StepHistory
 from rlmux.core.measured_steps import MeasuredSteps
 from rlmux.core.model import (
+    Account,
     DeviceId,
     GroupId,
     OrderId,
@@ -34,6 +35,8 @@ from rlmux.core.model import (
     Stage,
     WorkLeft,
 )
+from rlmux.core.offers import Share
+from rlmux.core.usage import DecayedUsage
 
 
 class WorkState(StrEnum):
@@ -268,6 +271,10 @@ class PipelineRun:
     """Time of submission."""
     sequence: int
     """Place in the order of submission, in which waiting pipelines are tried."""
+    is_held: bool = False
+    """Whether its user keeps it from starting."""
+    rank: int = field(init=False)
+    """Place among its account's own waiting pipelines; lower ones are offered room first."""
     status: PipelineStatus = PipelineStatus.WAITING
     """Changed by `StepMachine.move_pipeline` alone."""
     reason: str = ""
@@ -325,6 +332,7 @@ class PipelineRun:
     """The pipeline's training stages, kept because every training order asks for them."""
 
     def __post_init__(self) -> None:
+        self.rank = self.pipeline.rank
         self.history = StepHistory(self.pipeline)
         self.has_given_estimate = self.pipeline.estimate is not None
         self.train_stages = self.pipeline.train_stages
@@ -361,6 +369,16 @@ class GroupState:
 
 
 @dataclass(slots=True)
+class HeldDevice:
+    """A device that a pipeline is pinned to, while what accounts use is counted."""
+
+    group: GroupState
+    """The group whose members are pinned to it."""
+    since_s: float
+    """Time up to which its seconds are charged."""
+
+
+@dataclass(slots=True)
 class SchedulerState:
     """Everything that decisions depend on, but the placement ledger."""
 
@@ -378,6 +396,14 @@ class SchedulerState:
     """Every order that has not ended, oldest first."""
     beyond_slo: dict[PipelineId, None] = field(default_factory=dict)
     """Placed pipelines of which was said that their SLO cannot be promised where they are."""
+    share_by_account: dict[Account, Share] = field(default_factory=dict)
+    """Shares that were set."""
+    usage_by_account: dict[Account, dict[str, DecayedUsage]] = field(default_factory=dict)
+    """What each account has used of each pool of late."""
+    charged_by_pipeline: dict[PipelineId, dict[str, float]] = field(default_factory=dict)
+    """Device-seconds of each pool that each pipeline is charged."""
+    held_devices: dict[DeviceId, HeldDevice] = field(default_factory=dict)
+    """Devices whose seconds are being charged: all that a pipeline is pinned to, once accounts are counted."""
     now_s: float = 0.0
     """Time of the last event."""
     next_order: int = 1

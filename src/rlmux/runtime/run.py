@@ -25,6 +25,7 @@ from rlmux.core.events import ClientFinished, Event, PipelineCancelled, Pipeline
 from rlmux.core.model import Cluster, PipelineId, PipelineStatus
 from rlmux.core.policy import Policy
 from rlmux.core.scheduler import Scheduler
+from rlmux.policies.planning.fairness import FairShares
 from rlmux.report.api import write_report
 from rlmux.report.folder_lock import FolderLock
 from rlmux.report.log import LogReader, RunLog, run_header
@@ -231,7 +232,7 @@ def drive(
     `ended`: pipelines that ended in earlier parts of the run. With a `front`, `own` is a backend that makes room for
     others. Raises StorageError.
     """
-    scheduler = Scheduler(cluster, policy)
+    scheduler = Scheduler(cluster, policy, FairShares())
     foreign = [] if front is None else [ForeignBackend(cast(MakesRoom, own), front)]
     backend: Backend = foreign[0] if foreign else own
     metrics, watch = MetricsWriter(folder), FolderWatch(log.lock)

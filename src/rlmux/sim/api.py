@@ -21,6 +21,7 @@ from rlmux.core.model import AdmissionKind, Phase, Pipeline
 from rlmux.core.placement import PlacementView
 from rlmux.core.scheduler import Scheduler
 from rlmux.policies import make_policy
+from rlmux.policies.planning.fairness import FairShares
 from rlmux.sim.metrics import SimResult, predicted_slowdown
 from rlmux.sim.pictures import write_pictures
 from rlmux.sim.sweep import Progress, SimRun, sweep
@@ -150,7 +151,7 @@ def plan(workload: str | Workload, *, policy: str = "rollmux") -> dict[str, Any]
     A pipeline's `usd_per_hour` is its part of its group's cost, by solo seconds.
     """
     made = catalog.load(workload) if isinstance(workload, str) else workload
-    scheduler = Scheduler(made.cluster, make_policy(policy))
+    scheduler = Scheduler(made.cluster, make_policy(policy), FairShares())
     admissions: dict[str, AdmissionKind] = {}
     reasons: dict[str, str] = {}
     for arrival in made.arrivals:

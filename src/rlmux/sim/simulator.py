@@ -60,6 +60,7 @@ from rlmux.core.policy import Policy
 from rlmux.core.scheduler import Scheduler
 from rlmux.core.state import WorkState
 from rlmux.policies import with_sharing
+from rlmux.policies.planning.fairness import FairShares
 from rlmux.sim.clients import ClientBurst, SimClient
 from rlmux.sim.decision_cost import DecisionCost
 from rlmux.sim.kernel import ARRIVAL, DEPARTURE, NODE_CHANGE, WORK_ENDS, Kernel
@@ -157,7 +158,7 @@ class Simulation:
         decision_cost: DecisionCost | None = None,
     ) -> None:
         """`rates`: by default orders do not slow each other."""
-        self.scheduler = Scheduler(workload.cluster, policy)
+        self.scheduler = Scheduler(workload.cluster, policy, FairShares())
         self.pipelines: dict[PipelineId, SimPipeline] = {}
         self.migrations: dict[OrderId, Migration] = {}
         """Migrations by order, until their trajectories arrive."""

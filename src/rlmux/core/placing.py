@@ -1,0 +1,147 @@
+"""The placement tier: pipelines come to nodes, move to others, and leave them.
+
+    waiting ── try_to_place ─▶ placed ── relocate, at a step boundary ─▶ placed elsewhere
+                                      ── release ─▶ over: its nodes are free
+
+What the policy chooses is carried out here: in the ledger first, then in the groups as they run. Whatever leaves makes
+room, so the queue for admission is tried again, and the policy may relocate others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from rlmux.core.actions import Admit, Release, Relocate
+from rlmux.core.admission_queue import AdmissionQueue
+from rlmux.core.bursts import Bursts
+from rlmux.core.expectations import Expectations
+from rlmux.core.groups import Groups
+from rlmux.core.journal import Journal
+from rlmux.core.orders import Orders
+from rlmux.core.placement import PlacementLedger
+from rlmux.core.placement_choice import FruitlessSearch, Refusal
+from rlmux.core.policy import Policy
+from rlmux.core.state import GroupState, PipelineRun, SchedulerState
+from rlmux.core.step_machine import PipelineInput, StepMachine
+
+
+class Placing:
+    """Carries out placement choices; see the module."""
+
+    def __init__(
+        self,
+        *,
+        state: SchedulerState,
+        ledger: PlacementLedger,
+        policy: Policy,
+        queue: AdmissionQueue,
+        groups: Groups,
+        orders: Orders,
+        steps: StepMachine,
+        bursts: Bursts,
+        expectations: Expectations,
+        journal: Journal,
+        dispatch: Callable[[GroupState], None],
+    ) -> None:
+        """`dispatch`: starts what its policy chooses in a group."""
+        self._state = state
+        self._ledger = ledger
+        self._policy = policy
+        self._view = ledger.view()
+        self._queue = queue
+        self._groups = groups
+        self._orders = orders
+        self._steps = steps
+        self._bursts = bursts
+        self._expectations = expectations
+        self._journal = journal
+        self._dispatch = dispatch
+
+    def try_to_place(self, run: PipelineRun) -> None:
+        """Admit a waiting pipeline, or say why it waits or never starts."""
+        choice = self._queue.decide(run)
+        if isinstance(choice, Refusal):
+            if choice.is_final:
+                del self._state.waiting[run.pipeline.id]
+                self._steps.move_pipeline(run, PipelineInput.REFUSED)
+            self._queue.tell(run, choice)
+            return
+        placement = self._ledger.admit(run.pipeline, choice)
+        self._queue.start(run)
+        self._steps.move_pipeline(run, PipelineInput.PLACED)
+        self._journal.act(Admit(pipeline=run.pipeline.id, placement=placement, kind=choice.kind))
+        self._groups.join(run, placement)
+        self.begin(run, run.restart_step)
+        self._dispatch(self._state.groups[placement.group])
+
+    def begin(self, run: PipelineRun, restored_step: int) -> None:
+        """Let a pipeline that is placed go on from the step whose result is kept."""
+        if run.pipeline.work_arrives:
+            self._bursts.open_due(run)
+        else:
+            self._steps.begin_after(run, restored_step)
+
+    def place_waiting(self) -> None:
+        """Try every pipeline of the queue for admission."""
+        for run in self._queue.runs():
+            self.try_to_place(run)
+
+    def release(self, run: PipelineRun) -> None:
+        """The pipeline is over: its nodes go back, waiting pipelines are tried again, its group goes on.
+
+        An older version may still be on its way to rollout workers when the last one is published: that ends here too.
+        """
+        self._orders.end_all(run)
+        group = self.unpin(run)
+        self._ledger.depart(run.pipeline.id)
+        self._groups.refresh_cycle(group)
+        self._journal.act(Release(pipeline=run.pipeline.id))
+        self.place_waiting()
+        self.rebalance()
+        if group.members:
+            self._dispatch(group)
+
+    def rebalance(self) -> None:
+        """Let the policy relocate pipelines to nodes that have become free; each is relocated at a step boundary."""
+        relocations = []
+        for choice in self._policy.rebalance(self._view):
+            if isinstance(choice, FruitlessSearch):
+                self._ledger.note_fruitless_search(choice.pipelines)
+            else:
+                relocations.append(choice)
+        for relocation in relocations:  # all in the ledger first: later ones count on the nodes of earlier ones
+            placement, _ = self._ledger.relocate(relocation.pipeline, relocation.choice)
+            self._state.runs[relocation.pipeline].next_placement = placement
+        for pipeline in dict.fromkeys(relocation.pipeline for relocation in relocations):
+            run = self._state.runs[pipeline]
+            if run.next_placement == run.placement:
+                run.next_placement = None
+                self._ledger.finish_relocation(pipeline)
+                self._groups.refresh_cycle(self._state.group_of(run))
+            elif run.pipeline.work_arrives:
+                self._bursts.relocate_between(run)
+                self._dispatch(self._state.group_of(run))
+            elif not run.shards:
+                self._steps.open_rollout(run)
+        if relocations:
+            self.place_waiting()
+        self._expectations.tell()
+
+    def relocate(self, run: PipelineRun) -> None:
+        """Between two steps: leave the old nodes, join the new ones."""
+        placement = run.next_placement
+        assert placement is not None
+        run.next_placement = None
+        old = self.unpin(run)
+        self._ledger.finish_relocation(run.pipeline.id)
+        self._groups.refresh_cycle(old)
+        self._groups.join(run, placement)
+        self._journal.act(Relocate(pipeline=run.pipeline.id, placement=placement))
+        if old.members:
+            self._dispatch(old)
+        self.place_waiting()
+
+    def unpin(self, run: PipelineRun) -> GroupState:
+        """The pipeline leaves its nodes; returns the group that it was a member of."""
+        self._steps.withdraw(run)
+        return self._groups.leave(run)

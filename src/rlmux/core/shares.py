@@ -1,0 +1,175 @@
+"""Which account has used how much, and the order in which waiting pipelines are offered room for it.
+
+    PipelineSubmitted, ShareSet, PipelineRanked ─▶ Shares ── QueueView ─▶ QueueOrder
+                                                     └── in_order ─▶ AdmissionQueue
+
+What an account uses is what its pipelines are *charged* for. Each second of each device that a pipeline is pinned to is
+charged to someone, and all of it adds up to the seconds for which devices were held:
+
+    while an order computes or switches there   its pipeline, by the device fraction
+    the rest, a bubble                          the pipelines pinned there, by their seconds in a cycle on that device
+
+So a pipeline that fills another's bubbles costs nothing extra, and one alone in its group pays for its own. An
+admission adds one step's seconds to the account at once, or a hundred submissions would pass before its usage moves.
+
+Nothing is counted, and the order is that of submission, until a pipeline says more of itself than its name: a user, a
+project, an urgency or a rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from rlmux.core.group_load import phases_of
+from rlmux.core.model import Account, Cluster, DeviceId, Phase, Pipeline, PipelineId, Urgency
+from rlmux.core.offers import QueueOrder, QueueView, WaitingPipeline
+from rlmux.core.state import GroupState, HeldDevice, PipelineRun, SchedulerState
+from rlmux.core.usage import FULL_S, DecayedUsage
+
+_NO_ACCOUNT = Account("", "")
+_URGENT_FACTOR = 2.0
+"""What an urgent pipeline uses counts so many times in its account's usage."""
+_UNKNOWN_STEP_S = 60.0
+"""Seconds that a step of a pipeline without estimate is taken to hold its devices."""
+
+
+class Shares:
+    """Counts what accounts use; see the module."""
+
+    def __init__(self, cluster: Cluster, state: SchedulerState, queue_order: QueueOrder | None) -> None:
+        self._cluster = cluster
+        self._state = state
+        self._queue_order = queue_order
+        self.are_set = False
+        """Whether anything but the order of submission may decide."""
+
+    def note_submitted(self, pipeline: Pipeline) -> None:
+        """A pipeline has come."""
+        if pipeline.account != _NO_ACCOUNT or pipeline.urgency != Urgency.NORMAL or pipeline.rank != 0:
+            self.begin()
+
+    def begin(self) -> None:
+        """Count from now on, and let more than the order of submission decide."""
+        if self.are_set or self._queue_order is None:
+            return
+        self.are_set = True
+        for group in self._state.groups.values():
+            self.hold((device for _, device in group.members_by_device), group)
+
+    # ------------------------------------------------------------------ charges
+
+    def hold(self, devices: Iterable[DeviceId], group: GroupState) -> None:
+        """A pipeline of the group is about to be pinned to these devices."""
+        if not self.are_set:
+            return
+        for device in devices:
+            self._state.held_devices.setdefault(device, HeldDevice(group, self._state.now_s))
+            self._charge(device)
+
+    def let_go(self, devices: Iterable[DeviceId]) -> None:
+        """A pipeline is pinned to these devices no longer, and their seconds are charged."""
+        for device in devices if self.are_set else ():
+            group = self._state.held_devices[device].group if device in self._state.held_devices else None
+            if group is not None and not _pinned(group, device):
+                del self._state.held_devices[device]
+
+    def charge(self, devices: Iterable[DeviceId]) -> None:
+        """Charge the seconds of these devices up to now, before something changes there."""
+        for device in devices if self.are_set else ():
+            self._charge(device)
+
+    def enter(self, run: PipelineRun) -> None:
+        """Count one expected step of a pipeline that is admitted, in its account's usage alone."""
+        if self.are_set:
+            for pool, device_s in self._entry_by_pool(run.pipeline).items():
+                self._usage(run, pool).add(device_s, self._state.now_s)
+
+    def _charge(self, device: DeviceId) -> None:
+        state = self._state
+        held = state.held_devices.get(device)
+        if held is None or state.now_s <= held.since_s:
+            return
+        bubble = 1.0
+        for order, device_fraction in state.devices[device].orders.items():
+            bubble -= device_fraction
+            self._add(state.runs[state.orders[order].pipeline], device.pool, device_fraction, held.since_s)
+        pinned = _pinned(held.group, device)
+        total = sum(pinned.values())
+        for pipeline, weight in pinned.items() if bubble > 0.0 else ():
+            self._add(state.runs[pipeline], device.pool, bubble * weight / total, held.since_s)
+        held.since_s = state.now_s
+
+    def _add(self, run: PipelineRun, pool: str, rate: float, since_s: float) -> None:
+        """Charge the pipeline for a rate, in devices, from `since_s` until now."""
+        now_s = self._state.now_s
+        charged = self._state.charged_by_pipeline.setdefault(run.pipeline.id, {})
+        charged[pool] = charged.get(pool, 0.0) + rate * (now_s - since_s)
+        factor = _URGENT_FACTOR if run.pipeline.urgency == Urgency.URGENT else 1.0
+        self._usage(run, pool).add_rate(factor * rate, since_s, now_s)
+
+    def _usage(self, run: PipelineRun, pool: str) -> DecayedUsage:
+        by_pool = self._state.usage_by_account.setdefault(run.pipeline.account, {})
+        return by_pool.setdefault(pool, DecayedUsage(0.0, self._state.now_s))
+
+    # ------------------------------------------------------------------ the order
+
+    def in_order(self) -> list[PipelineRun]:
+        """Waiting pipelines that are not held, the first to be offered room first."""
+        runs = [run for run in self._state.waiting.values() if not run.is_held]
+        runs.sort(key=lambda run: run.sequence)
+        if not self.are_set or self._queue_order is None or len(runs) < 2:
+            return runs
+        by_id = {run.pipeline.id: run for run in runs}
+        return [by_id[name] for name in self._queue_order.order(self._view(runs))]
+
+    def _view(self, runs: list[PipelineRun]) -> QueueView:
+        state = self._state
+        self.charge(state.held_devices)
+        return QueueView(
+            waiting=tuple(self._waiting(run) for run in runs),
+            usage_by_account={
+                account: {pool: usage.at(state.now_s) / self._capacity(pool) for pool, usage in by_pool.items()}
+                for account, by_pool in state.usage_by_account.items()
+            },
+            share_by_account=state.share_by_account,
+            capacity_by_pool={pool: self._capacity(pool) for pool in self._cluster.pools},
+        )
+
+    def _capacity(self, name: str) -> float:
+        """Device-seconds of the whole pool held for ever; those of one device where the pool has no end."""
+        pool = self._cluster.pools[name]
+        return FULL_S * (pool.num_nodes * pool.devices_per_node if pool.num_nodes else 1)
+
+    def _waiting(self, run: PipelineRun) -> WaitingPipeline:
+        pipeline = run.pipeline
+        return WaitingPipeline(
+            id=pipeline.id,
+            account=pipeline.account,
+            urgency=pipeline.urgency,
+            rank=run.rank,
+            waited_s=self._state.now_s - run.submitted_s,
+            sequence=run.sequence,
+            entry_by_pool=self._entry_by_pool(pipeline),
+        )
+
+    def _entry_by_pool(self, pipeline: Pipeline) -> dict[str, float]:
+        """Device-seconds of each pool that one step is expected to hold."""
+        entry: dict[str, float] = {}
+        rollout_s, train_s = phases_of(pipeline) if pipeline.estimate is not None else (_UNKNOWN_STEP_S,) * 2
+        for phase, count, seconds in (
+            (Phase.ROLLOUT, pipeline.num_rollout_nodes, rollout_s),
+            (Phase.TRAIN, pipeline.num_train_nodes, train_s),
+        ):
+            pool = self._cluster.pool_serving(phase)
+            if pool is not None:
+                entry[pool.name] = entry.get(pool.name, 0.0) + count * pool.devices_per_node * seconds
+        return entry
+
+
+def _pinned(group: GroupState, device: DeviceId) -> dict[PipelineId, float]:
+    """Pipelines that are pinned to the device, with their seconds there in a cycle; equal where those are unknown."""
+    seconds: dict[PipelineId, float] = {}
+    for index, phase in enumerate((Phase.ROLLOUT, Phase.TRAIN)):
+        for name, run in group.members_by_device.get((phase, device), {}).items():
+            seconds[name] = seconds.get(name, 0.0) + phases_of(run.pipeline)[index] * run.steps_per_cycle
+    return seconds if all(seconds.values()) else dict.fromkeys(seconds, 1.0)

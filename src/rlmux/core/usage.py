@@ -1,0 +1,37 @@
+"""What was used, forgotten by half each week: exact at any time, without a clock that ticks.
+
+    used U until t, at rate r from t to t + dt:   U' = U * 2^(-dt/H) + r * H/ln 2 * (1 - 2^(-dt/H))
+
+Sums of parts decay as the parts do, so each device adds what was used on it whenever that changes.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+HALF_LIFE_S = 7 * 24 * 3600.0
+"""Seconds after which half of what was used is forgotten (H above)."""
+FULL_S = HALF_LIFE_S / math.log(2.0)
+"""Usage of one device that was held for ever."""
+
+
+@dataclass(slots=True)
+class DecayedUsage:
+    """Device-seconds that were used, those of long ago forgotten."""
+
+    device_s: float = 0.0
+    at_s: float = 0.0
+    """Time at which `device_s` was so much."""
+
+    def at(self, now_s: float) -> float:
+        """Device-seconds at this time, if nothing was used since `at_s`."""
+        return self.device_s * math.exp2((self.at_s - now_s) / HALF_LIFE_S)
+
+    def add(self, device_s: float, now_s: float) -> None:
+        """Count what was used at one instant."""
+        self.device_s, self.at_s = self.at(now_s) + device_s, now_s
+
+    def add_rate(self, rate: float, since_s: float, now_s: float) -> None:
+        """Count what was used at a constant rate, in devices, from `since_s` until now."""
+        self.add(-rate * FULL_S * math.expm1((since_s - now_s) / FULL_S), now_s)
