@@ -32,6 +32,7 @@ from rlmux.runtime.local import LocalProcesses, assign_cores, assign_gpus, visib
 from rlmux.runtime.memory import with_footprint
 from rlmux.runtime.model_host import ModelHost
 from rlmux.runtime.run import RunResult, resume_pipelines, run_pipelines
+from rlmux.service.rollouts.routes import routes as rollout_routes
 from rlmux.service.server import Server
 from rlmux.service.tinker.front import TinkerFront
 from rlmux.service.tinker.keys import Keys
@@ -129,7 +130,8 @@ class Doors:
         self._spec = spec
         self._folder = folder
         self._server = server
-        self._models = {name: _served(name, spec) for name in spec.serve.models}
+        self._vocabularies = {name: load_vocabulary(given.model) for name, given in spec.serve.models.items()}
+        self._models = {name: _served(name, spec, each.stop_tokens) for name, each in self._vocabularies.items()}
         self._is_gpu = bool(visible_gpus())
 
     def open(self) -> str:
@@ -146,6 +148,7 @@ class Doors:
         news.front = front
         keys = Keys({key: given.project for key, given in self._spec.serve.keys.items()})
         self._server.mount(TINKER, routes(front, keys, host.reason))
+        self._server.mount("", rollout_routes(front, keys, self._vocabularies))
         self._server.run_beside(lambda: _sweep(front, self._spec.serve.session_timeout_s))
         self._write_tokenizers()
         front.replay()
@@ -159,7 +162,7 @@ class Doors:
             folder = self._folder / TOKENIZERS / name
             if served.model.path is None and not folder.exists():
                 folder.mkdir(parents=True)
-                load_vocabulary(served.model).save_pretrained(folder)
+                self._vocabularies[name].save_pretrained(folder)
 
     def _footprint(self, pipeline: Pipeline, config: TrainingConfig) -> Footprint:
         submission = Submission(pipeline=pipeline, config=config)
@@ -171,12 +174,12 @@ def _workplace(spec: ServeSpec) -> LocalProcesses:
     return LocalProcesses({} if gpus else assign_cores(spec.cluster), None, gpu_by_device=gpus)
 
 
-def _served(name: str, spec: ServeSpec) -> ServedModel:
+def _served(name: str, spec: ServeSpec, stop_tokens: Sequence[int]) -> ServedModel:
     given = spec.serve.models[name]
     return ServedModel(
         name=name,
         model=given.model,
-        stop_tokens=load_vocabulary(given.model).stop_tokens,
+        stop_tokens=stop_tokens,
         max_prompt_tokens=given.max_prompt_tokens,
         max_new_tokens=given.max_new_tokens,
         num_slots=given.num_slots,

@@ -111,7 +111,7 @@ class ModelInput(Body):
 class SamplingParams(Body):
     max_tokens: int | None = Field(default=None, ge=1)
     seed: int | None = None
-    stop: str | list[str] | list[int] | None = None
+    stop: str | list[str | int] | None = None
     temperature: float = Field(default=1.0, ge=0)
     top_k: int = -1
     top_p: float = 1.0

@@ -1,15 +1,7 @@
 """The Tinker door's addresses: who asks, what is asked, and how it is answered.
 
-    POST that changes something ─▶ front.take      POST retrieve_future ─▶ waits for the result, up to POLL_S
-    GET, and what is only told ─▶ front.registry    anything else ─▶ 404 that names it, and a line in the log
-
-| error                                         | answer                                   |
-|-----------------------------------------------|------------------------------------------|
-| UserError, a body that is malformed           | 400 with the reason                      |
-| a key that is not known                       | 401                                      |
-| UnknownIdError, an address that is not served | 404                                      |
-| ConflictError                                 | 409                                      |
-| GoneError                                     | 410                                      |
+POST that changes something ─▶ front.take      POST retrieve_future ─▶ waits for the result, up to POLL_S
+GET, and what is only told ─▶ front.registry    anything else ─▶ 404 that names it, and a line in the log
 """
 
 from __future__ import annotations
@@ -24,17 +16,16 @@ from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import APIRouter, Request
-from pydantic import ValidationError
 from starlette.responses import JSONResponse, Response
 
 from rlmux.core.errors import UserError
 from rlmux.core.model import PipelineId
+from rlmux.service.refusals import REFUSALS, refusal
 from rlmux.service.tinker import bodies
 from rlmux.service.tinker.front import TinkerFront
-from rlmux.service.tinker.keys import Keys, UnknownKeyError
+from rlmux.service.tinker.keys import Keys
 from rlmux.service.tinker.names import SAMPLER_WEIGHTS
 from rlmux.service.tinker.registry import Checkpoint, GoneError, Model, UnknownIdError
-from rlmux.service.tinker.requests import ConflictError
 
 POLL_S = 30.0
 """Longest wait for a result in one request; a client gives up after 45 s and asks again."""
@@ -117,22 +108,8 @@ class _Door:
         async def answer(request: Request) -> Response:
             try:
                 told = await handler(request, self._keys.project(request.headers.get("x-api-key", "")))
-            except ValidationError as error:
-                first = error.errors()[0]
-                where = ".".join(str(part) for part in first["loc"]) or "body"
-                return _refusal(400, f"{request.url.path}: {where}: {first['msg']}")
-            except UnknownKeyError as error:
-                return _refusal(401, str(error))
-            except UnknownIdError as error:
-                return _refusal(404, str(error))
-            except UserError as error:
-                return _refusal(400, str(error))
-            except (json.JSONDecodeError, UnicodeDecodeError) as error:
-                return _refusal(400, f"{request.url.path}: body: {error}")
-            except ConflictError as error:
-                return _refusal(409, str(error))
-            except GoneError as error:
-                return _refusal(410, str(error))
+            except REFUSALS as error:
+                return _refusal(*refusal(request.url.path, error))
             return told if isinstance(told, Response) else JSONResponse(told)
 
         return answer

@@ -1,0 +1,1 @@
+"""Rollouts for agents and environments: tokens in and tokens out, and the OpenAI API, over the samplers of a server."""
