@@ -158,6 +158,7 @@ FREE_TO_COPY = {
     # One file would be longer than the house allows: the client is one, and what names torch or a framework the other.
     "share.py": set(),
     "share_adapters.py": {"torch", "transformers"},
+    "share_verl.py": {"verl"},
 }
 
 

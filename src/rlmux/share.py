@@ -44,7 +44,7 @@ CONNECT_LIMIT_S = 15.0
 """Seconds for which `join` waits for a broker that does not answer. Later on there is no limit."""
 MAX_LINE_BYTES = 1 << 16
 _PROGRESS_EVERY_S = 0.5
-_ADAPTERS = ("torch_offload", "vllm_sleep", "http_sleep", "trl")
+_ADAPTERS = ("torch_offload", "vllm_sleep", "http_sleep", "trl", "slime", "verl_trainer")
 
 
 class ShareError(RuntimeError):

@@ -4,6 +4,8 @@
     vllm_sleep(llm)                   hooks: an engine in this process sleeps and wakes
     http_sleep(url, "vllm"|"sglang")  hooks: the same for an engine behind HTTP
     trl(trainer, job)                 a TRL trainer (GRPO, RLOO) in phases, with hooks for all that it keeps
+    slime(job)                        a callback of slime's phases (begin, end) that takes and gives back permits
+    verl_trainer(base, join)          verl's synchronous trainer with permits; `share_verl.py` registers it
 
 Memory is given back by making the storage of tensors empty and filling it again: tensors, views of them and what
 the optimizer refers to stay the objects they are. Storage that another owner shares (NumPy, a safetensors file, another
@@ -247,6 +249,94 @@ def _step_callback(job: Any) -> Any:
             job.safe_point()
 
     return GiveWay()
+
+
+_SLIME_ROLES: Any = {"sampler": ("rollout", ()), "trainer": ("train", ()), "both": ("train", ("rollout",))}
+"""(role of the pool that a phase of slime needs, roles of those beside it), by slime's name of the role."""
+
+
+class SlimePhases:
+    """A callback of slime's phases (`--phase-callback-path`, which forks of slime have): a permit for each.
+
+    The sampler's phases take the pool of role "rollout", the trainer's that of "train", and "both" takes the two. What
+    lies on them leaves by slime's own offload calls in its phases, or by hooks given with `job.on_leave`.
+    """
+
+    def __init__(self, job: Any) -> None:
+        self._job = job
+        self._open: list[Any] = []
+        """(phase, role, permit's region) of the phases that have begun, outermost first."""
+
+    def on_phase_begin(self, phase: str, role: str) -> None:
+        """Returns once the role's pools are granted. Raises ValueError for a role that there is not."""
+        if role not in _SLIME_ROLES:
+            raise ValueError(f"role {role!r} of phase {phase!r}; accepted: {', '.join(_SLIME_ROLES)}")
+        name, also = _SLIME_ROLES[role]
+        region = self._job.phase(name, also=also)
+        region.__enter__()
+        self._open.append((phase, role, region))
+
+    def on_phase_end(self, phase: str, role: str) -> None:
+        """Gives the pools back. Raises ValueError for a phase that is not the one that began last."""
+        if not self._open or self._open[-1][:2] != (phase, role):
+            last = self._open[-1][:2] if self._open else None
+            raise ValueError(f"phase {(phase, role)} ends, and {last} began last; accepted: the one that began last")
+        self._open.pop()[2].__exit__(None, None, None)
+
+
+def slime(job: Any) -> SlimePhases:
+    """The callback of slime's phases for this job."""
+    return SlimePhases(job)
+
+
+def verl_trainer(base: Any, join: Callable[..., Any]) -> Any:
+    """A class over verl's `PPOTrainerSync` that has a pool for the whole run, and gives way as each step begins.
+
+    Then the rollout replicas sleep, and wake with the weights that they had. Parameters and optimizer are on the host
+    between steps by verl's own offload, which has to be on: the driver, which holds the permit, has no tensors itself.
+    `join`: share.join. Making one raises TypeError where offload is off, or the job has a pool for each phase.
+    """
+
+    class RlmuxTrainer(base):  # type: ignore[misc]
+        def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+            _check_verl_offload(config)
+            self._job = join("verl", rank=0, world=1)  # the driver asks for all its workers
+            if self._job.pools.get("rollout") != self._job.pools.get("train"):
+                raise TypeError(f"pools {self._job.pools}: sync trainers of verl are colocated; accepted: one pool")
+            self._synced_step: Any = None
+            self._job.on_leave("train", self._sleep, self._wake)
+            self._job.phase("train").__enter__()  # workers are made on the device, and held until the process ends
+            super().__init__(config, *args, **kwargs)
+            self.trainer_mode = "sync"  # verl asks for this name where colocated trainers differ from others
+
+        def on_init_end(self) -> None:
+            super().on_init_end()
+            self._synced_step = self.global_steps
+
+        def on_step_begin(self) -> None:
+            self._job.safe_point()
+            super().on_step_begin()
+
+        def on_step_end(self) -> None:
+            super().on_step_end()
+            self._synced_step = self.global_steps
+
+        def _sleep(self) -> None:
+            self.checkpoint_manager.sleep_replicas()
+
+        def _wake(self) -> None:
+            self.checkpoint_manager.update_weights(self._synced_step)
+
+    return RlmuxTrainer
+
+
+def _check_verl_offload(config: Any) -> None:
+    actor = config.actor_rollout_ref.actor
+    name = "megatron" if getattr(actor, "strategy", "") == "megatron" else "fsdp_config"
+    for flag in ("param_offload", "optimizer_offload"):
+        if not getattr(getattr(actor, name, None), flag, False):
+            key = f"actor_rollout_ref.actor.{name}.{flag}"
+            raise TypeError(f"{key} is not set: what lies on the device could not leave it; accepted: {key}=True")
 
 
 def _wrap(owner: Any, name: str, phase: Any) -> None:

@@ -1,0 +1,117 @@
+"""The adapters for verl and slime, against programs of the shape of their hooks: neither framework was run."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.broker.room import HERE, PATIENCE_S, SHARE_FOLDER, Room, check_never_both, until
+
+from rlmux import share
+
+STEPS = 8
+
+
+@pytest.fixture
+def room(tmp_path: Path) -> Iterator[Room]:
+    room = Room(tmp_path)
+    yield room
+    room.end()
+
+
+def start_driver(room: Room, name: str, *, is_shared: bool = True) -> subprocess.Popen[str]:
+    environ = {"PATH": os.environ.get("PATH", ""), "PYTHONPATH": str(SHARE_FOLDER), "RLMUX_JOB": name}
+    if is_shared:
+        environ["RLMUX_BROKER"] = f"unix:{room.socket}"
+    words = [name, str(STEPS), str(room.record), str(room.folder / "go")]
+    program = subprocess.Popen(
+        [sys.executable, "-S", str(HERE / "fake_verl_program.py"), *words],
+        env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    room.programs.append(program)
+    return program
+
+
+def told(program: subprocess.Popen[str]) -> str:
+    out, err = program.communicate(timeout=PATIENCE_S)
+    assert program.returncode == 0, err
+    return out
+
+
+def woken(room: Room, name: str) -> list[str]:
+    return [what for _, _, what, _ in room.recorded_by(name) if what.startswith("wakes")]
+
+
+def test_drivers_of_verls_shape_take_turns_and_their_replicas_wake_with_the_weights_they_had(room):
+    (room.folder / "go").touch()
+    told(start_driver(room, "a", is_shared=False))
+    alone = woken(room, "a")
+    assert alone == [f"wakes {step}" for step in range(STEPS + 1)]
+    room.record.unlink()
+    (room.folder / "go").unlink()
+    room.start_broker()
+    programs = [start_driver(room, name) for name in "ab"]
+    (room.folder / "go").touch()
+    for program in programs:
+        out = told(program)
+        assert out.strip().endswith("accepted: actor_rollout_ref.actor.fsdp_config.optimizer_offload=True")
+    until(lambda: len(room.notes("gone")) == 2)
+    check_never_both(room.recorded())
+    for name in "ab":
+        assert list(dict.fromkeys(woken(room, name))) == alone
+    again = sum(len(woken(room, name)) for name in "ab") - 2 * len(alone)
+    assert again == len(room.notes("left")) > 0
+
+
+def test_verls_plug_in_is_an_entry_point_of_the_package():
+    project = tomllib.loads((HERE.parent.parent / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert project["entry-points"]["verl.plugins"] == {"rlmux": "rlmux.share_verl"}
+
+
+class Regions:
+    """A job that writes down which pools its phases take and give back."""
+
+    def __init__(self) -> None:
+        self.said: list[tuple[str, ...]] = []
+
+    def phase(self, role, also=()):
+        regions, roles = self.said, (role, *also)
+
+        class Region:
+            def __enter__(self):
+                regions.append(("take", *roles))
+
+            def __exit__(self, *_):
+                regions.append(("give back", *roles))
+
+        return Region()
+
+
+def test_slimes_phases_take_the_pools_of_their_roles_in_order():
+    job = Regions()
+    callback = share.slime(job)
+    for phase, role in (("generate", "sampler"), ("train", "trainer"), ("update_weights", "both")):
+        callback.on_phase_begin(phase, role)
+        callback.on_phase_end(phase, role)
+    assert job.said == [
+        ("take", "rollout"),
+        ("give back", "rollout"),
+        ("take", "train"),
+        ("give back", "train"),
+        ("take", "train", "rollout"),
+        ("give back", "train", "rollout"),
+    ]
+
+
+def test_a_phase_of_slime_that_is_out_of_order_or_unknown_is_named():
+    callback = share.slime(Regions())
+    with pytest.raises(ValueError, match="role 'critic' of phase 'train'; accepted: sampler, trainer, both"):
+        callback.on_phase_begin("train", "critic")
+    callback.on_phase_begin("generate", "sampler")
+    with pytest.raises(ValueError, match="accepted: the one that began last"):
+        callback.on_phase_end("train", "trainer")
