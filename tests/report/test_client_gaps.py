@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from rlmux.core.actions import Release, RunStage
-from rlmux.core.events import ClientFinished, StageFinished, WorkArrived, WorkWithdrawn
+from rlmux.core.events import ClientFinished, PipelineRestarted, StageFinished, WorkArrived, WorkWithdrawn
 from rlmux.core.model import DeviceId, Phase, Stage
 from rlmux.report.intervals import Kind
 from rlmux.report.status import status
@@ -90,3 +90,18 @@ def test_work_that_waits_for_its_devices_is_not_the_clients_time(script: Any, ma
 def test_status_shows_what_a_client_does_and_counts_its_trainings(run: Any) -> None:
     row = status(run.history(), is_going_on=False)["pipelines"]["a"]
     assert (row["step"], row["num_steps"], row["doing"]) == (1, None, "")
+
+
+@pytest.mark.parametrize("is_submitted", [True, False], ids=["submitted again", "restarted"])
+def test_what_a_client_had_done_before_its_server_came_back_counts_as_done(script, make_order, is_submitted) -> None:
+    script.submit(0.0, "a", **CLIENT)
+    script.event(arrived(1.0, Phase.TRAIN), make_order(1, "a", Stage.UPDATE, TRAIN))
+    script.event(finished(3.0, 1, 2.0))
+    script.event(arrived(4.0, Phase.TRAIN), make_order(2, "a", Stage.UPDATE, TRAIN))
+    if is_submitted:
+        script.submit(5.0, "a", **CLIENT)
+    else:
+        script.event(PipelineRestarted(time_s=5.0, pipeline="a", restored_step=0))
+    first, second = script.history().orders
+    assert first.counts, "no client asks again for what it has the answer of"
+    assert is_submitted or not second.counts

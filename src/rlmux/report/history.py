@@ -355,7 +355,7 @@ class History:
     def _on_restarted(self, time_s: float, event: PipelineRestarted) -> None:
         self._lose_orders(time_s, event.pipeline)
         record = self.pipelines.get(event.pipeline)
-        if record is not None:
+        if record is not None and not record.pipeline.work_arrives:  # what a client had is done, as above
             self._forget_steps_after(record, event.restored_step)
         self.instants.append(
             Instant(time_s, "restart", event.pipeline, text=f"from step {max(event.restored_step, 0)}")
