@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -94,6 +95,23 @@ def test_a_rollout_node_leaves_with_its_last_member_and_the_group_with_its_own()
     ledger.check()
 
 
+def test_a_training_node_leaves_with_the_last_member_that_trains_there():
+    ledger = PlacementLedger(cluster())
+    ledger.admit(pipeline("narrow", 2, 6), new())
+    wide = replace(join(only_group(ledger), [R0]), num_new_train_nodes=1)
+    assert ledger.admit(pipeline("wide", 2, 3, num_train_nodes=2), wide).train_nodes == (T0, T1)
+    ledger.admit(pipeline("other", 2, 5), replace(join(only_group(ledger), [R0]), train_nodes=(T1,)))
+    group = only_group(ledger)
+    assert (group.train_nodes, group.train_loads_s, group.train_load_s) == ((T0, T1), (9, 8), 9)
+    assert group.period_s == 9.0  # all on both nodes: 14 s
+    assert group.usd_per_hour == 7.0
+    ledger.check()
+    assert ledger.depart(PipelineId("wide")) == ()
+    assert ledger.depart(PipelineId("narrow")) == (T0,)
+    assert only_group(ledger).train_nodes == (T1,)
+    ledger.check()
+
+
 def test_the_lowest_free_node_is_taken_first_and_the_peak_is_kept():
     ledger = PlacementLedger(cluster())
     for name in "abc":
@@ -119,7 +137,9 @@ def test_the_lowest_free_node_is_taken_first_and_the_peak_is_kept():
         (PlacementChoice(kind=AdmissionKind.DIRECT, group=0, rollout_nodes=(R0, R0), train_nodes=(T0,)),
          "has rollout nodes"),
         (PlacementChoice(kind=AdmissionKind.DIRECT, group=0, rollout_nodes=(R0,), train_nodes=(T1,)),
-         "training nodes are"),
+         "has training nodes"),
+        (PlacementChoice(kind=AdmissionKind.DIRECT, group=0, rollout_nodes=(R0,), train_nodes=()),
+         "has training nodes"),
         (PlacementChoice(kind=AdmissionKind.DIRECT, group=0, rollout_nodes=(), train_nodes=(T0,)),
          "names no rollout node"),
     ],

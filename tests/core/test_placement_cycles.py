@@ -17,16 +17,17 @@ def load(rollout_s, train_s, *nodes):
 
 def simulated_period_s(loads, num_rounds=240):
     """Play the meta-iterations one after another and measure their rate once the start is forgotten."""
-    node_s, trained_s, train_s, ends = {}, [0.0] * len(loads), 0.0, []
+    node_s, trained_s, train_s, ends = {}, [0.0] * len(loads), {}, []
     for _ in range(num_rounds):
         for j, one in enumerate(loads):
             start = max([trained_s[j] + one.sync_s, *(node_s.get(node, 0.0) for node in one.rollout_nodes)])
             end = start + one.rollout_s
             node_s.update(dict.fromkeys(one.rollout_nodes, end))
-            train_s = trained_s[j] = max(train_s, end) + one.train_s
-        ends.append(train_s)
+            trained_s[j] = max([end, *(train_s.get(node, 0.0) for node in one.train_nodes)]) + one.train_s
+            train_s.update(dict.fromkeys(one.train_nodes, trained_s[j]))
+        ends.append(trained_s[:])
     half = num_rounds // 2  # an even number of phases_started of every small period
-    return (ends[-1] - ends[half - 1]) / (num_rounds - half)
+    return max((last - then) / (num_rounds - half) for last, then in zip(ends[-1], ends[half - 1], strict=True))
 
 
 def with_syncs(loads, syncs):
@@ -89,6 +90,32 @@ def test_spanning_rollouts_with_syncs_take_as_long_as_simulated(loads, syncs):
     assert period_s == pytest.approx(simulated_period_s(synced), abs=1e-9)
     assert fits_period(synced, period_s * (1 + 1e-7))
     assert not fits_period(synced, period_s * (1 - 1e-4))
+
+
+trains_on_its_own = st.builds(
+    lambda one, train_nodes: replace(one, train_nodes=tuple(train_nodes)),
+    on_some_nodes,
+    st.lists(st.sampled_from("XY"), min_size=1, max_size=2, unique=True),
+)
+
+
+@given(st.lists(trains_on_its_own, min_size=1, max_size=5), st.lists(seconds, min_size=5, max_size=5))
+@settings(max_examples=200, deadline=None)
+def test_members_that_train_on_nodes_of_their_own_take_as_long_as_simulated(loads, syncs):
+    """Two of them may share nothing at all: each goes at its own pace, and the slower one's is promised."""
+    synced = with_syncs(loads, syncs)
+    assume(not is_formula_exact(synced))
+    period_s = meta_iteration_s(synced)
+    assert period_s == pytest.approx(simulated_period_s(synced), abs=1e-9)
+    assert fits_period(synced, period_s * (1 + 1e-7))
+    assert period_s == 0 or not fits_period(synced, period_s * (1 - 1e-4))
+
+
+def test_two_narrow_members_train_side_by_side_beside_a_wide_one():
+    wide = replace(load(20, 20, "A"), train_nodes=("X", "Y"))
+    left, right = (replace(load(10, 20, node), train_nodes=(train,)) for node, train in (("B", "X"), ("C", "Y")))
+    assert meta_iteration_s([wide, left, right]) == 40.0
+    assert meta_iteration_s([replace(one, train_nodes=("X", "Y")) for one in (wide, left, right)]) == 60.0
 
 
 def test_a_sync_hides_behind_the_others_work():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
@@ -29,6 +30,7 @@ def pipeline(name: str, draw: random.Random) -> Pipeline:
         id=PipelineId(name),
         num_steps=3,
         num_rollout_nodes=draw.choice((1, 1, 2)),
+        num_train_nodes=draw.choice((1, 1, 2)),
         estimate=PhaseSeconds(rollout_s=draw.uniform(1.0, 4.0), train_s=draw.uniform(0.5, 2.0)),
         slo_slowdown=draw.choice((1.2, 2.0, 4.0)),
     )
@@ -54,6 +56,7 @@ class Changes:
             newcomer = pipeline(f"p{self.num_drawn}", self.draw)
             choice = make_policy("rollmux").place(newcomer, first.view())
             if isinstance(choice, PlacementChoice):
+                choice = replace(choice, train_nodes=choice.train_nodes[-newcomer.num_train_nodes :])
                 for ledger in ledgers:
                     ledger.admit(newcomer, choice)
             return

@@ -22,6 +22,9 @@ rollout and holds no node. The cycle with q steps back then has q syncs more: at
 over at least q + 1, with T_rollout the busiest rollout node's work and the longest sync. So the period is at most
 max(T_cycle, T_rollout + sync_s, T_train), and less than the longest sync below that; this bound is what is promised.
 
+Members may train on training nodes of their own number: two that ask for one node each train side by side in a group of
+two. The formula then holds where all train on the same nodes; else the period is computed.
+
 The proof needs node sets that are equal or disjoint. Counterexample: order a, ab, b with rollout seconds
 10, 1, 10 on nodes {A}, {A, B}, {B} and 1 s of training each: T_cycle = T_load = 11, the period is 11.5, as a run
 of rollouts crosses from A to B inside `ab`. Such groups, and those with several steps per cycle for a member, are
@@ -57,6 +60,8 @@ class PhaseLoad:
     """Steps in each meta-iteration."""
     sync_s: float = 0.0
     """Seconds between a train phase and the next rollout, which hold no node."""
+    train_nodes: tuple[Hashable, ...] = (0,)
+    """Nodes that all work on its training at once."""
 
     @property
     def solo_s(self) -> float:
@@ -74,13 +79,15 @@ def load_s(loads: Sequence[PhaseLoad]) -> float:
 
 
 def _busiest_s(loads: Sequence[PhaseLoad]) -> tuple[float, float]:
-    """Work of the busiest rollout node and of the training nodes in one meta-iteration."""
+    """Work of the busiest rollout node and of the busiest training node in one meta-iteration."""
     rollout_s_by_node: dict[Hashable, float] = {}
+    train_s_by_node: dict[Hashable, float] = {}
     for load in loads:
         for node in load.rollout_nodes:
             rollout_s_by_node[node] = rollout_s_by_node.get(node, 0.0) + load.rollout_s * load.steps_per_cycle
-    train_s = sum(load.train_s * load.steps_per_cycle for load in loads)
-    return max(rollout_s_by_node.values(), default=0.0), train_s
+        for node in load.train_nodes:
+            train_s_by_node[node] = train_s_by_node.get(node, 0.0) + load.train_s * load.steps_per_cycle
+    return max(rollout_s_by_node.values(), default=0.0), max(train_s_by_node.values(), default=0.0)
 
 
 def formula_s(cycle_s: float, rollout_s: float, train_s: float, sync_s: float) -> float:
@@ -112,15 +119,23 @@ def fits_period(loads: Sequence[PhaseLoad], period_s: float) -> bool:
     if is_formula_exact(loads):
         return meta_iteration_s(loads) <= period_s
     numbers = {node: n for n, node in enumerate(dict.fromkeys(n for load in loads for n in load.rollout_nodes))}
+    train_numbers = {node: n for n, node in enumerate(dict.fromkeys(n for load in loads for n in load.train_nodes))}
     played = [
-        (j, loads[j].rollout_s, loads[j].train_s, loads[j].sync_s, [numbers[node] for node in loads[j].rollout_nodes])
+        (
+            j,
+            loads[j].rollout_s,
+            loads[j].train_s,
+            loads[j].sync_s,
+            [numbers[node] for node in loads[j].rollout_nodes],
+            [train_numbers[node] for node in loads[j].train_nodes],
+        )
         for j in cycle_order([load.steps_per_cycle for load in loads])
     ]
-    node_s, trained_s, train_s = [0.0] * len(numbers), [0.0] * len(loads), 0.0
+    node_s, trained_s, train_s = [0.0] * len(numbers), [0.0] * len(loads), [0.0] * len(train_numbers)
     slack = 1e-9 * period_s
     for _ in range(2 * len(played) + 2):
-        before_node_s, before_trained_s, before_train_s = node_s[:], trained_s[:], train_s
-        for j, rollout_s, phase_s, sync_s, nodes in played:
+        before_node_s, before_trained_s, before_train_s = node_s[:], trained_s[:], train_s[:]
+        for j, rollout_s, phase_s, sync_s, nodes, train_nodes in played:
             end_s = trained_s[j]
             for node in nodes:
                 if node_s[node] > end_s:
@@ -128,11 +143,19 @@ def fits_period(loads: Sequence[PhaseLoad], period_s: float) -> bool:
             end_s += rollout_s
             for node in nodes:
                 node_s[node] = end_s
-            train_s = (train_s if train_s > end_s else end_s) + phase_s
-            trained_s[j] = train_s + sync_s
-        train_s = max(train_s - period_s, before_train_s)
-        rise = train_s - before_train_s
-        for ends_s, before_s in ((node_s, before_node_s), (trained_s, before_trained_s)):
+            for node in train_nodes:
+                if train_s[node] > end_s:
+                    end_s = train_s[node]
+            end_s += phase_s
+            for node in train_nodes:
+                train_s[node] = end_s
+            trained_s[j] = end_s + sync_s
+        rise = 0.0
+        for ends_s, before_s in (
+            (node_s, before_node_s),
+            (trained_s, before_trained_s),
+            (train_s, before_train_s),
+        ):
             for number, before in enumerate(before_s):
                 now = ends_s[number] - period_s
                 if now > before:
@@ -155,9 +178,9 @@ def cycle_order(steps_per_cycle: Sequence[int]) -> list[int]:
 
 def is_formula_exact(loads: Sequence[PhaseLoad]) -> bool:
     """Whether the meta-iteration is known to take max(T_cycle, T_load)."""
-    return all(load.steps_per_cycle == 1 for load in loads) and has_separate_node_sets(
-        [load.rollout_nodes for load in loads]
-    )
+    return all(
+        load.steps_per_cycle == 1 and load.train_nodes == loads[0].train_nodes for load in loads
+    ) and has_separate_node_sets([load.rollout_nodes for load in loads])
 
 
 def has_separate_node_sets(node_sets: Sequence[tuple[Hashable, ...]]) -> bool:
@@ -182,16 +205,18 @@ def _one_meta_iteration(loads: Sequence[PhaseLoad]) -> list[list[float]]:
     order = cycle_order([load.steps_per_cycle for load in loads])
     n = len(order)
     last_on_node: dict[Hashable, int] = {}
+    last_training: dict[Hashable, int] = {}
     last_of_member: dict[int, int] = {}
     for slot, j in enumerate(order):
         last_of_member[j] = slot
+        last_training.update(dict.fromkeys(loads[j].train_nodes, slot))
         for node in loads[j].rollout_nodes:
             last_on_node[node] = slot
     rollout_rows: list[list[float]] = []
     train_rows: list[list[float]] = []
     row_on_node = {node: _unit_row(2 * n, slot) for node, slot in last_on_node.items()}
     row_of_member = {j: _row_after(_unit_row(2 * n, n + slot), loads[j].sync_s) for j, slot in last_of_member.items()}
-    train_row = _unit_row(2 * n, 2 * n - 1)
+    row_of_training = {node: _unit_row(2 * n, n + slot) for node, slot in last_training.items()}
     for j in order:
         load = loads[j]
         row = row_of_member[j]
@@ -200,9 +225,12 @@ def _one_meta_iteration(loads: Sequence[PhaseLoad]) -> list[list[float]]:
         row = _row_after(row, load.rollout_s)
         row_on_node.update(dict.fromkeys(load.rollout_nodes, row))
         rollout_rows.append(row)
-        train_row = [max(a, b) + load.train_s for a, b in zip(row, train_row, strict=True)]
-        row_of_member[j] = _row_after(train_row, load.sync_s)
-        train_rows.append(train_row)
+        for node in load.train_nodes:
+            row = [max(a, b) for a, b in zip(row, row_of_training[node], strict=True)]
+        row = [a + load.train_s for a in row]
+        row_of_training.update(dict.fromkeys(load.train_nodes, row))
+        row_of_member[j] = _row_after(row, load.sync_s)
+        train_rows.append(row)
     return rollout_rows + train_rows
 
 
@@ -216,9 +244,9 @@ def _row_after(row: list[float], seconds: float) -> list[float]:
 
 
 def _max_cycle_mean(matrix: list[list[float]]) -> float:
-    """Karp: the largest mean weight of a cycle. The last vertex reaches every other: one source is enough."""
+    """Karp: the largest mean weight of a cycle. Walks begin anywhere: groups may be in parts that share no node."""
     size = len(matrix)
-    walks = [_unit_row(size, size - 1)]
+    walks = [[0.0] * size]
     for _ in range(size):
         last = walks[-1]
         walks.append([max(a + b for a, b in zip(row, last, strict=True)) for row in matrix])

@@ -49,6 +49,7 @@ class Member:
             rollout_nodes=self.placement.rollout_nodes,
             steps_per_cycle=self.steps_per_cycle,
             sync_s=estimate.sync_s if estimate else 0.0,
+            train_nodes=self.placement.train_nodes,
         )
 
 
@@ -65,7 +66,10 @@ class GroupLoad:
     rollout_loads_s: tuple[float, ...]
     """Rollout seconds of one meta-iteration, by rollout node."""
     train_load_s: float
-    """Training seconds of one meta-iteration."""
+    """Training seconds of one meta-iteration on the busiest training node; of all members where both phases share
+    nodes."""
+    train_loads_s: tuple[float, ...]
+    """Training seconds of one meta-iteration, by training node."""
     longest_sync_s: float
     """Longest sync of a member, in seconds."""
     cycle_s: float
@@ -93,7 +97,8 @@ class GroupLoad:
     has_switches: bool
     """Whether a member's switches have been measured: the seconds above count those that sharing devices brings."""
     is_formula_exact: bool
-    """Whether max(T_cycle, T_load) is the period: one step per cycle each, and node sets that are equal or disjoint."""
+    """Whether max(T_cycle, T_load) is the period: one step per cycle each, one set of training nodes for all, rollout
+    node sets that are equal or disjoint."""
 
     @property
     def is_saturated(self) -> bool:
@@ -125,12 +130,19 @@ class GroupLoad:
         """Whether every node serves both phases of every member, so that others may join with `is_shared`."""
         return self.is_colocated and set(self.train_nodes) == set(self.rollout_nodes)
 
-    def period_with(self, pipeline: Pipeline, rollout_nodes: Sequence[NodeId], num_new_rollout_nodes: int) -> float:
-        """The strict meta-iteration's seconds after the pipeline joined on these nodes."""
+    def period_with(
+        self,
+        pipeline: Pipeline,
+        rollout_nodes: Sequence[NodeId],
+        num_new_rollout_nodes: int,
+        train_nodes: tuple[NodeId, ...] | None = None,
+    ) -> float:
+        """The strict meta-iteration's seconds after the pipeline joined on these nodes; by default it trains on all."""
         new = tuple(NodeId("(new)", index) for index in range(num_new_rollout_nodes))
         nodes = (*rollout_nodes, *new)
-        if pipeline.switch or self.has_switches or self.longest_sync_s or sync_s(pipeline):
-            loads = self._loads_with(pipeline, nodes)
+        is_narrow = train_nodes is not None and train_nodes != self.train_nodes
+        if is_narrow or pipeline.switch or self.has_switches or self.longest_sync_s or sync_s(pipeline):
+            loads = self._loads_with(pipeline, nodes, train_nodes)
             return sum(load.solo_s for load in loads) if self.is_colocated else meta_iteration_s(loads)
         if self.is_colocated:
             return self.period_s + _colocated_solo_s(pipeline)
@@ -140,8 +152,11 @@ class GroupLoad:
             return max(self.period_s, rollout_s + train_s, self.train_load_s + train_s, on_node_s + rollout_s)
         return meta_iteration_s(self._loads_with(pipeline, nodes))
 
-    def _loads_with(self, pipeline: Pipeline, nodes: tuple[NodeId, ...]) -> list[PhaseLoad]:
-        train_nodes = nodes if self.is_shared else self.train_nodes
+    def _loads_with(
+        self, pipeline: Pipeline, nodes: tuple[NodeId, ...], train_nodes: tuple[NodeId, ...] | None = None
+    ) -> list[PhaseLoad]:
+        if train_nodes is None:
+            train_nodes = nodes if self.is_shared else self.train_nodes
         placement = Placement(group=self.id, rollout_nodes=nodes, train_nodes=train_nodes)
         return _phase_loads([*self.members, Member(pipeline=pipeline, placement=placement)], self.pools)
 
@@ -219,12 +234,18 @@ def group_load(
             held_bytes[node] += footprint.rollout_host_bytes
         for node in member.placement.train_nodes:
             held_bytes[node] += footprint.train_host_bytes
-    train_s = sum(load.train_s * load.steps_per_cycle for load in loads)
+    train_loads_s = dict.fromkeys(train_nodes, 0.0)
+    for member, load in zip(members, loads, strict=True):
+        for node in member.placement.train_nodes:
+            train_loads_s[node] += load.train_s * load.steps_per_cycle
+    is_colocated = any(member.is_colocated for member in members)
+    train_s = (
+        sum(load.train_s * load.steps_per_cycle for load in loads) if is_colocated else max(train_loads_s.values())
+    )
     cycle = max(load.solo_s * load.steps_per_cycle for load in loads)
     busiest = max(train_s, *rollout_s.values())
     longest_sync_s = max(load.sync_s for load in loads)
     is_exact = is_formula_exact(loads)
-    is_colocated = any(member.is_colocated for member in members)
     period_s = (
         formula_s(cycle, max(rollout_s.values()), train_s, longest_sync_s) if is_exact else meta_iteration_s(loads)
     )
@@ -240,6 +261,7 @@ def group_load(
         train_nodes=train_nodes,
         rollout_loads_s=tuple(rollout_s.values()),
         train_load_s=train_s,
+        train_loads_s=tuple(train_loads_s.values()),
         longest_sync_s=longest_sync_s,
         cycle_s=cycle,
         load_s=busiest,

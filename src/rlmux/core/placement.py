@@ -3,9 +3,8 @@
     ledger.admit(pipeline, choice) ─▶ Placement        ledger.depart(id) ─▶ nodes given back
     ledger.relocate(id, choice) at a step boundary; the nodes it leaves are given back by ledger.finish_relocation(id)
 
-A co-execution group owns its nodes: groups share none. All members train on the group's training nodes;
-each member is pinned to one or more of its rollout nodes. A rollout node leaves with its last member, so
-does a group.
+A co-execution group owns its nodes: groups share none. Each member is pinned to one or more of its rollout nodes and of
+its training nodes, mostly to all of these. A node leaves with its last member, so does a group.
 """
 
 from __future__ import annotations
@@ -370,6 +369,11 @@ class PlacementLedger:
                     set(member.placement.train_nodes) <= set(group.train_nodes),
                     f"pipeline {name} trains outside its group",
                 )
+            trained = {node for member in group.members for node in member.placement.train_nodes}
+            require(
+                group.is_colocated or trained == set(group.train_nodes),
+                f"group {group_id}: training nodes without a pin",
+            )
             fresh = group_load(group_id, group.members, group.rollout_nodes, group.train_nodes, self.cluster)
             require(fresh == group, f"group {group_id}: the summary is stale")
             require(
@@ -412,11 +416,15 @@ class PlacementLedger:
         """The group without one of its several members, and the nodes that no pipeline is pinned to any more."""
         staying = tuple(other for other in group.members if other.pipeline.id != pipeline_id)
         still_pinned = {node for other in staying for node in other.placement.nodes}
-        still_pinned.update(group.train_nodes)
-        released = tuple(node for node in group.rollout_nodes if node not in still_pinned)
+        if group.is_colocated:
+            still_pinned.update(group.train_nodes)
+        released = tuple(
+            node for node in dict.fromkeys(group.rollout_nodes + group.train_nodes) if node not in still_pinned
+        )
         rollout_nodes = tuple(node for node in group.rollout_nodes if node in still_pinned)
+        train_nodes = tuple(node for node in group.train_nodes if node in still_pinned)
         members = with_steps_per_cycle(staying, {})
-        return group_load(group.id, members, rollout_nodes, group.train_nodes, self.cluster), released
+        return group_load(group.id, members, rollout_nodes, train_nodes, self.cluster), released
 
     def _check(self, pipeline: Pipeline, choice: PlacementChoice) -> None:
         check_choice(
@@ -441,13 +449,12 @@ class PlacementLedger:
             group = self._groups[group_id]
             members, group_rollout, group_train = group.members, group.rollout_nodes, group.train_nodes
         rollout_nodes = choice.rollout_nodes + rollout_new
-        train_nodes = group_train
+        train_nodes = choice.train_nodes + train_new
+        group_train = tuple(dict.fromkeys(group_train + train_nodes))
         if choice.is_colocated and choice.group is None:
             rollout_nodes = train_new + rollout_new
             train_nodes = rollout_nodes[: pipeline.num_train_nodes]
             group_train = rollout_nodes if choice.is_shared else train_nodes
-        elif choice.is_shared:
-            train_nodes = choice.train_nodes
         placement = Placement(group=group_id, rollout_nodes=rollout_nodes, train_nodes=train_nodes)
         self._undo.put(self._group_of, pipeline.id, group_id)
         self._store(

@@ -27,8 +27,9 @@ class PlacementChoice:
     """Existing rollout nodes of the group that it shares."""
     num_new_rollout_nodes: int = 0
     train_nodes: tuple[NodeId, ...] = ()
-    """Existing training nodes of the group: all of them, as every member trains on the whole pool."""
+    """Existing training nodes of the group that it trains on."""
     num_new_train_nodes: int = 0
+    """New training nodes that it trains on besides; they leave the group with their last member."""
     is_colocated: bool = False
     """Whether rollouts run on all nodes taken, training nodes first, and training on the first `num_train_nodes`."""
     is_shared: bool = False
@@ -120,8 +121,11 @@ def _check_joining(pipeline: Pipeline, choice: PlacementChoice, group: GroupLoad
 def _check_disaggregated(choice: PlacementChoice, group: GroupLoad, subject: str) -> None:
     if choice.is_colocated or group.is_colocated:
         raise IllegalTransitionError(f"{subject} shares nodes that hold both phases of one pipeline")
-    if choice.num_new_train_nodes or choice.train_nodes != group.train_nodes:
-        raise IllegalTransitionError(f"{subject}: a group's training nodes are {group.train_nodes}, all or none")
+    is_part = set(choice.train_nodes) <= set(group.train_nodes) and len(set(choice.train_nodes)) == len(
+        choice.train_nodes
+    )
+    if not is_part or len(choice.train_nodes) + choice.num_new_train_nodes < 1:
+        raise IllegalTransitionError(f"{subject}: group {group.id} has training nodes {group.train_nodes}")
     unknown = [node for node in choice.rollout_nodes if node not in group.rollout_nodes]
     if unknown or len(set(choice.rollout_nodes)) != len(choice.rollout_nodes):
         raise IllegalTransitionError(f"{subject}: group {group.id} has rollout nodes {group.rollout_nodes}")

@@ -90,6 +90,7 @@ kinds = st.builds(
     rollout_s=durations,
     train_s=durations,
     num_rollout_nodes=st.integers(1, 2),
+    num_train_nodes=st.integers(1, 2),
     switch=st.one_of(st.none(), st.builds(SwitchEstimate, rollout_s=durations, train_s=durations)),
 )
 
@@ -109,18 +110,19 @@ def test_a_layout_takes_as_long_and_costs_as_much_as_its_group_in_the_books(memb
     assert list(layouts) == sorted(layouts)
     for layout in layouts:
         nodes = [tuple(NodeId("r", number) for number in pins) for pins in layout.pins]
-        train = tuple(NodeId("t", number) for number in range(layout.num_train_nodes))
+        train = [tuple(NodeId("t", number) for number in pins) for pins in layout.train_pins]
+        assert [len(own) for own in train] == [one.num_train_nodes for one in members]
         group = group_load(
             GroupId(0),
             tuple(
-                Member(pipeline=one, placement=Placement(group=GroupId(0), rollout_nodes=own, train_nodes=train))
-                for one, own in zip(members, nodes, strict=True)
+                Member(pipeline=one, placement=Placement(group=GroupId(0), rollout_nodes=own, train_nodes=own_train))
+                for one, own, own_train in zip(members, nodes, train, strict=True)
             ),
             tuple(dict.fromkeys(node for own in nodes for node in own)),
-            train,
+            tuple(sorted({node for own in train for node in own})),
             CLUSTER,
         )
-        assert len(group.rollout_nodes) == layout.num_rollout_nodes
+        assert (len(group.rollout_nodes), len(group.train_nodes)) == (layout.num_rollout_nodes, layout.num_train_nodes)
         assert group.period_s == pytest.approx(layout.period_s)
         assert economy.cost_usd(group) == pytest.approx(layout.cost_usd)
 
@@ -176,6 +178,6 @@ def test_regroupings_by_work_left_keep_every_invariant(trace):
 
 
 def test_where_pipelines_leave_by_the_clock_slowness_is_free():
-    trace = catalog.load("bl-s:num_pipelines=12,departure=wall", seed=0)
+    trace = catalog.load("bl-s:num_pipelines=6,departure=wall", seed=0)
     priced, free = (simulate(trace, RlMux(slowness_price=price)) for price in (1.2, 0.0))
     assert (priced.cost_usd, priced.num_moves) == (free.cost_usd, free.num_moves)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from dataclasses import replace
 
 from rlmux.core.group_load import GroupLoad, colocated_step_s, phases_of, solo_s
 from rlmux.core.model import AdmissionKind, NodeId, Phase, Pipeline
@@ -25,16 +26,17 @@ def cheapest_place(pipeline: Pipeline, view: PlacementView, economy: Economy) ->
             continue
         budget_s = min(economy.budget_of_group(group), economy.budget_s(pipeline))
         before_usd = economy.cost_usd(group)
+        train_nodes = _train_nodes(group, pipeline)
         for nodes, num_new in _nodes(group, pipeline):
             new_usd = num_new * economy.rollout_usd
             if new_usd >= best_usd or not group.has_memory_for(pipeline, nodes):
                 continue
-            period_s = group.period_with(pipeline, nodes, num_new)
+            period_s = group.period_with(pipeline, nodes, num_new, train_nodes)
             if period_s > budget_s:
                 continue
             usd = new_usd + _usd_at(group, pipeline, period_s, economy) - before_usd
             if usd < best_usd - 1e-9:
-                best, best_usd = joining(group, nodes, num_new), usd
+                best, best_usd = replace(joining(group, nodes, num_new), train_nodes=train_nodes), usd
     return best
 
 
@@ -43,7 +45,15 @@ def _may_join(group: GroupLoad, pipeline: Pipeline, economy: Economy) -> bool:
     if group.is_colocated or len(group.train_nodes) < pipeline.num_train_nodes:
         return False
     budget_s = min(economy.budget_of_group(group), economy.budget_s(pipeline))
-    return max(group.period_s, solo_s(pipeline), group.train_load_s + phases_of(pipeline)[1]) <= budget_s
+    least_busy_s = sorted(group.train_loads_s)[pipeline.num_train_nodes - 1]
+    return max(group.period_s, solo_s(pipeline), least_busy_s + phases_of(pipeline)[1]) <= budget_s
+
+
+def _train_nodes(group: GroupLoad, pipeline: Pipeline) -> tuple[NodeId, ...]:
+    """The least busy training nodes of the group, as many as the pipeline asks for, in the group's order."""
+    by_load = sorted(zip(group.train_loads_s, group.train_nodes, strict=True))
+    taken = {node for _, node in by_load[: pipeline.num_train_nodes]}
+    return tuple(node for node in group.train_nodes if node in taken)
 
 
 def _nodes(group: GroupLoad, pipeline: Pipeline) -> Iterator[tuple[tuple[NodeId, ...], int]]:

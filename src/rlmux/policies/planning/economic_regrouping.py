@@ -93,7 +93,7 @@ class _Columns:
     book: LayoutBook
     limits: SearchLimits
     members: list[Member] = field(init=False)
-    """Members of the groups: by kind, and by budget among those of one kind."""
+    """Members of the groups: by training nodes, most first, then by kind, and by budget among those of one kind."""
     columns: list[CandidateGroup] = field(init=False, default_factory=list)
     costs: list[float] = field(init=False, default_factory=list)
     """Dollars per hour of each column, with the moves that make it."""
@@ -102,6 +102,7 @@ class _Columns:
     _kinds: list[int] = field(init=False)
     _budgets_s: list[float] = field(init=False)
     _train_s: list[float] = field(init=False)
+    """Seconds of training, summed over the nodes."""
     _solo_s: list[float] = field(init=False)
     _places: list[int] = field(init=False)
     """Place of each member among those of its kind."""
@@ -121,13 +122,18 @@ class _Columns:
         }
         self.members = sorted(
             (member for group in self.groups for member in group.members),
-            key=lambda one: (kinds[one.pipeline.id], self.economy.budget_s(one.pipeline), one.pipeline.id),
+            key=lambda one: (
+                -one.pipeline.num_train_nodes,
+                kinds[one.pipeline.id],
+                self.economy.budget_s(one.pipeline),
+                one.pipeline.id,
+            ),
         )
         pipelines = [member.pipeline for member in self.members]
         self._kinds = [kinds[one.id] for one in pipelines]
         self._budgets_s = [self.economy.budget_s(one) * (1.0 + _ROUNDING) for one in pipelines]
         demands = [demand_of(one) for one in pipelines]
-        self._train_s = [one.train_s for one in demands]
+        self._train_s = [one.train_s * one.num_train_nodes for one in demands]
         self._solo_s = [one.solo_s for one in demands]
         self._places = [index - self._kinds.index(kind) for index, kind in enumerate(self._kinds)]
         self._moves_usd = [self.economy.move_usd(one) for one in pipelines]
@@ -174,7 +180,8 @@ class _Columns:
         return layout.cost_usd
 
     def _grow(self, last: int, indices: tuple[int, ...], budget_s: float, train_s: float) -> None:
-        """Every set that begins with these and fits, by members in their order."""
+        """Every set that begins with these and fits, by members in their order; the first trains on the most nodes."""
+        num_train = self.members[indices[0]].pipeline.num_train_nodes
         for later in range(last + 1, len(self.members)):
             if (
                 self._kinds[later] == self._kinds[last]
@@ -183,7 +190,11 @@ class _Columns:
                 continue
             least_s = min(budget_s, self._budgets_s[later])
             load_s = train_s + self._train_s[later]
-            if load_s > least_s or self._solo_s[later] > least_s or max(self._solo_s[i] for i in indices) > least_s:
+            if (
+                load_s > least_s * num_train
+                or self._solo_s[later] > least_s
+                or max(self._solo_s[i] for i in indices) > least_s
+            ):
                 continue
             grown = (*indices, later)
             layout = self._cheapest(grown, least_s)
@@ -218,7 +229,7 @@ class _Columns:
         for group_id, usd in staying.items():
             if usd > most:
                 group = self.view.group(group_id)
-                if len(group.train_nodes) == layout.num_train_nodes and group.is_colocated == layout.is_colocated:
+                if group.is_colocated == layout.is_colocated:
                     most = usd
         return sum([self._moves_usd[index] for index in indices]) - most
 
@@ -231,6 +242,7 @@ def _column(indices: tuple[int, ...], layout: Layout) -> CandidateGroup:
         num_train_nodes=layout.num_train_nodes,
         num_rollout_nodes=layout.num_rollout_nodes,
         pins=layout.pins,
+        train_pins=layout.train_pins,
         is_colocated=layout.is_colocated,
     )
 

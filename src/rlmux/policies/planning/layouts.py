@@ -14,10 +14,17 @@ from collections.abc import Iterator, Sequence
 from itertools import combinations
 from typing import NamedTuple
 
-from rlmux.core.cycles import PhaseLoad, cycle_s, load_s, meta_iteration_s
+from rlmux.core.cycles import PhaseLoad, fits_period, meta_iteration_s
 from rlmux.core.group_load import MAX_PIPELINES_PER_GROUP
-from rlmux.policies.planning.partition import NodePrices, PipelineDemand, crowded_rollouts, crowded_trainings, do_fit
+from rlmux.policies.planning.partition import NodePrices, PipelineDemand, crowded_nodes, do_fit
 
+Pins = tuple[tuple[int, ...], ...]
+"""Numbers of the nodes of each member."""
+
+_NOTICEABLE = 1e-4
+"""Part of a period by which another way must be shorter to be looked at."""
+_MAX_TRIED = 24
+"""Ways to pin both phases whose meta-iterations are computed, those with the least work on the busiest node first."""
 _MAX_CACHED = 200_000
 """Sets of kinds whose layouts are kept."""
 
@@ -41,6 +48,8 @@ class Layout(NamedTuple):
     num_rollout_nodes: int
     pins: tuple[tuple[int, ...], ...]
     """Numbers of each member's rollout nodes within the group; empty tuples in a colocated group."""
+    train_pins: tuple[tuple[int, ...], ...]
+    """Numbers of each member's training nodes within the group, as many as it asks for."""
     is_colocated: bool
 
 
@@ -84,20 +93,18 @@ def _layouts(kinds: Sequence[Kind], prices: NodePrices) -> Iterator[Layout]:
         yield from _colocated(kinds[0], prices)
     elif sum(one.is_counted for one in demands) > MAX_PIPELINES_PER_GROUP:
         return
-    if sum(one.train_bytes for one in demands) > prices.train_host_bytes:
-        return
     num_train = max(one.num_train_nodes for one in demands)
-    crowded = crowded_trainings(demands, prices)
+    trainings = _trainings(demands, num_train, prices)
     fewest = max(one.num_rollout_nodes for one in demands)
     most = sum(one.num_rollout_nodes for one in demands)
     least_s = math.inf
     for num_rollout in range(fewest, most + 1):
-        best = _best_pins(crowded, num_rollout, prices)
+        best = _shortest(_rollouts(demands, num_rollout, prices), trainings, [one.sync_s for one in demands])
         if best is None or best[0] >= least_s:
             continue
-        least_s, pins = best
+        least_s, pins, train_pins = best
         usd = num_train * prices.train_usd + num_rollout * prices.rollout_usd
-        yield Layout(usd + _slowness_usd(kinds, least_s), least_s, num_train, num_rollout, pins, False)
+        yield Layout(usd + _slowness_usd(kinds, least_s), least_s, num_train, num_rollout, pins, train_pins, False)
 
 
 def _colocated(kind: Kind, prices: NodePrices) -> Iterator[Layout]:
@@ -108,55 +115,125 @@ def _colocated(kind: Kind, prices: NodePrices) -> Iterator[Layout]:
     if not do_fit(demand.rollout_device_bytes + demand.train_device_bytes, prices.train_device_bytes):
         step_s += demand.rollout_switch_s + demand.train_switch_s
     usd = demand.num_train_nodes * prices.train_usd
-    yield Layout(usd + _slowness_usd([kind], step_s), step_s, demand.num_train_nodes, 0, ((),), True)
+    train_pins = (tuple(range(demand.num_train_nodes)),)
+    yield Layout(usd + _slowness_usd([kind], step_s), step_s, demand.num_train_nodes, 0, ((),), train_pins, True)
 
 
 def _slowness_usd(kinds: Sequence[Kind], period_s: float) -> float:
     return sum(kind.slowness_usd * (1.0 - kind.demand.solo_s / period_s) for kind in kinds) if period_s else 0.0
 
 
-def _best_pins(
-    demands: Sequence[PipelineDemand], num_nodes: int, prices: NodePrices
-) -> tuple[float, tuple[tuple[int, ...], ...]] | None:
-    """(period, pins) of the shortest meta-iteration on so many rollout nodes, all used; None if memory forbids."""
-    options = []
-    for pins in _all_pins(demands, num_nodes, prices):
-        loads = [
-            PhaseLoad(rollout_s=one.rollout_s, train_s=one.train_s, rollout_nodes=nodes, sync_s=one.sync_s)
-            for one, nodes in zip(crowded_rollouts(demands, pins, prices), pins, strict=True)
+class _Pinned(NamedTuple):
+    """One phase of all members, pinned to nodes."""
+
+    busiest_s: float
+    """Seconds of the busiest node in a meta-iteration."""
+    pins: tuple[tuple[int, ...], ...]
+    seconds: tuple[float, ...]
+    """Seconds of each member's phase, switches included."""
+
+
+def _rollouts(demands: Sequence[PipelineDemand], num_nodes: int, prices: NodePrices) -> list[_Pinned]:
+    """Every way to pin the rollouts to exactly so many nodes, the shortest first."""
+    return _pinned(
+        [_OnePhase(one.rollout_s, one.rollout_switch_s, one.rollout_device_bytes) for one in demands],
+        _all_pins(
+            [one.num_rollout_nodes for one in demands],
+            num_nodes,
+            [one.rollout_bytes for one in demands],
+            prices.rollout_host_bytes,
+        ),
+        prices.rollout_device_bytes,
+    )
+
+
+def _trainings(demands: Sequence[PipelineDemand], num_nodes: int, prices: NodePrices) -> list[_Pinned]:
+    """Every way to train on exactly so many nodes, each member on as many as it asks for, the shortest first."""
+    return _pinned(
+        [_OnePhase(one.train_s, one.train_switch_s, one.train_device_bytes) for one in demands],
+        _all_pins(
+            [one.num_train_nodes for one in demands],
+            num_nodes,
+            [one.train_bytes for one in demands],
+            prices.train_host_bytes,
+        ),
+        prices.train_device_bytes,
+    )
+
+
+class _OnePhase(NamedTuple):
+    """What one phase of a member asks of its nodes."""
+
+    seconds: float
+    switch_s: float
+    state_bytes: float
+    """Bytes of its state on each device."""
+
+
+def _pinned(phases: Sequence[_OnePhase], all_pins: Iterator[Pins], device_bytes: float) -> list[_Pinned]:
+    found = []
+    for pins in all_pins:
+        crowded = crowded_nodes([one.state_bytes for one in phases], pins, device_bytes)
+        seconds = [
+            one.seconds if crowded.isdisjoint(nodes) else one.seconds + one.switch_s
+            for one, nodes in zip(phases, pins, strict=True)
         ]
-        options.append((max(cycle_s(loads), load_s(loads)), pins, loads))
-    best: tuple[float, tuple[tuple[int, ...], ...]] | None = None
-    for at_least_s, pins, loads in sorted(options, key=lambda option: option[:2]):
-        if best is not None and at_least_s >= best[0]:
+        busy_s: dict[int, float] = {}
+        for taken_s, nodes in zip(seconds, pins, strict=True):
+            for node in nodes:
+                busy_s[node] = busy_s.get(node, 0.0) + taken_s
+        found.append(_Pinned(max(busy_s.values()), pins, tuple(seconds)))
+    return sorted(found)
+
+
+def _shortest(
+    rollouts: Sequence[_Pinned], trainings: Sequence[_Pinned], syncs_s: Sequence[float]
+) -> tuple[float, Pins, Pins] | None:
+    """(period, rollout pins, training pins) of the shortest meta-iteration; None if memory forbids all."""
+    pairs = sorted(
+        (max(rollout.busiest_s, training.busiest_s, *map(_sum3, rollout.seconds, training.seconds, syncs_s)), r, t)
+        for r, rollout in enumerate(rollouts)
+        for t, training in enumerate(trainings)
+    )
+    best: tuple[float, Pins, Pins] | None = None
+    for at_least_s, r, t in pairs[:_MAX_TRIED]:
+        if best is not None and at_least_s >= best[0] * (1.0 - _NOTICEABLE):
             break
-        period_s = meta_iteration_s(loads)
-        if best is None or period_s < best[0]:
-            best = (period_s, pins)
+        rollout, training = rollouts[r], trainings[t]
+        loads = [
+            PhaseLoad(rollout_s=rollout_s, train_s=train_s, rollout_nodes=nodes, sync_s=sync_s, train_nodes=train_nodes)
+            for rollout_s, nodes, train_s, train_nodes, sync_s in zip(
+                rollout.seconds, rollout.pins, training.seconds, training.pins, syncs_s, strict=True
+            )
+        ]
+        if best is None or fits_period(loads, best[0] * (1.0 - _NOTICEABLE)):
+            best = (meta_iteration_s(loads), rollout.pins, training.pins)
     return best
 
 
-def _all_pins(
-    demands: Sequence[PipelineDemand], num_nodes: int, prices: NodePrices
-) -> Iterator[tuple[tuple[int, ...], ...]]:
-    """Every way to pin the rollouts to exactly so many nodes, nodes numbered as they come up."""
-    free_bytes = [prices.rollout_host_bytes] * num_nodes
+def _sum3(rollout_s: float, train_s: float, sync_s: float) -> float:
+    return rollout_s + train_s + sync_s
 
-    def pin(index: int, num_used: int, pins: tuple[tuple[int, ...], ...]) -> Iterator[tuple[tuple[int, ...], ...]]:
-        if index == len(demands):
+
+def _all_pins(counts: Sequence[int], num_nodes: int, bytes_each: Sequence[float], host_bytes: float) -> Iterator[Pins]:
+    """Every way to pin members with so many nodes each to exactly so many, nodes numbered as they come up."""
+    free_bytes = [host_bytes] * num_nodes
+
+    def pin(index: int, num_used: int, pins: Pins) -> Iterator[Pins]:
+        if index == len(counts):
             if num_used == num_nodes:
                 yield pins
             return
-        one = demands[index]
-        for nodes in combinations(range(min(num_nodes, num_used + one.num_rollout_nodes)), one.num_rollout_nodes):
-            new = [node for node in nodes if node >= num_used]
-            is_next = new == list(range(num_used, num_used + len(new)))
-            if not is_next or any(free_bytes[node] < one.rollout_bytes for node in nodes):
+        need = bytes_each[index]
+        for nodes in combinations(range(min(num_nodes, num_used + counts[index])), counts[index]):
+            num_new = sum(node >= num_used for node in nodes)
+            is_next = num_new == 0 or nodes[-1] == num_used + num_new - 1
+            if not is_next or any(free_bytes[node] < need for node in nodes):
                 continue
             for node in nodes:
-                free_bytes[node] -= one.rollout_bytes
-            yield from pin(index + 1, num_used + len(new), (*pins, nodes))
+                free_bytes[node] -= need
+            yield from pin(index + 1, num_used + num_new, (*pins, nodes))
             for node in nodes:
-                free_bytes[node] += one.rollout_bytes
+                free_bytes[node] += need
 
     yield from pin(0, 0, ())

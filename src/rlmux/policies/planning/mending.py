@@ -131,7 +131,7 @@ def _in_place(
             kind=AdmissionKind.DIRECT,
             group=group.id,
             rollout_nodes=member.placement.rollout_nodes,
-            train_nodes=group.train_nodes,
+            train_nodes=member.placement.train_nodes,
             steps_per_cycle=tuple(steps_per_cycle.items()),
         )
         with suppress(IllegalTransitionError), ledger.trial():

@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import combinations
 from typing import NamedTuple
 
 from rlmux.core.group_load import MAX_PIPELINES_PER_GROUP, budget_of, has_footprint, phases_of, solo_s, sync_s
@@ -122,6 +123,8 @@ class CandidateGroup:
     is_colocated: bool
     steps_per_cycle: tuple[int, ...] = ()
     """Steps of each member in a cycle; () for one each."""
+    train_pins: tuple[tuple[int, ...], ...] = ()
+    """Numbers of each member's training nodes within the group; () where all train on all of them."""
     group: GroupId | None = None
     """The group that is like this already; None where pipelines have to move for it."""
 
@@ -245,19 +248,20 @@ def crowded_rollouts(
     """The demands, their rollouts with the switches that sharing these nodes brings."""
     if len(demands) < 2 or not any(one.rollout_switch_s for one in demands):
         return demands
-    there: dict[int, list[PipelineDemand]] = {}
-    for one, nodes in zip(demands, pins, strict=True):
-        for node in nodes:
-            there.setdefault(node, []).append(one)
-    crowded = {
-        node
-        for node, ones in there.items()
-        if len(ones) > 1 and not do_fit(sum(one.rollout_device_bytes for one in ones), prices.rollout_device_bytes)
-    }
+    crowded = crowded_nodes([one.rollout_device_bytes for one in demands], pins, prices.rollout_device_bytes)
     return [
         one if crowded.isdisjoint(nodes) else one._replace(rollout_s=one.rollout_s + one.rollout_switch_s)
         for one, nodes in zip(demands, pins, strict=True)
     ]
+
+
+def crowded_nodes(states_bytes: Sequence[float], pins: Sequence[tuple[int, ...]], memory_bytes: float) -> set[int]:
+    """Numbers of the nodes whose states do not all fit a device."""
+    there: dict[int, list[float]] = {}
+    for state_bytes, nodes in zip(states_bytes, pins, strict=True):
+        for node in nodes:
+            there.setdefault(node, []).append(state_bytes)
+    return {node for node, sizes in there.items() if len(sizes) > 1 and not do_fit(sum(sizes), memory_bytes)}
 
 
 def _fit_cycle(
@@ -340,7 +344,7 @@ def _pin(
     if len(open_nodes) < demand.num_rollout_nodes:
         return False
     tried: list[tuple[_NodeLoad, ...]] = []
-    for numbers in _choices(open_nodes, demand.num_rollout_nodes):
+    for numbers in combinations(open_nodes, demand.num_rollout_nodes):
         looks = tuple(nodes[number] for number in numbers)
         if looks in tried:
             continue
@@ -353,14 +357,6 @@ def _pin(
         for number, node in zip(numbers, looks, strict=True):
             nodes[number] = node
     return False
-
-
-def _choices(nodes: Sequence[int], count: int) -> list[tuple[int, ...]]:
-    if count == 1:
-        return [(node,) for node in nodes]
-    if count == 0:
-        return [()]
-    return [(node, *rest) for position, node in enumerate(nodes) for rest in _choices(nodes[position + 1 :], count - 1)]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 
 from rlmux.core.errors import IllegalTransitionError
 from rlmux.core.group_load import GroupLoad, budget_of
-from rlmux.core.model import AdmissionKind, GroupId, NodeId, Phase, PipelineId
+from rlmux.core.model import AdmissionKind, GroupId, NodeId, Phase, PipelineId, Placement
 from rlmux.core.placement import PlacementLedger, PlacementView
 from rlmux.core.placement_choice import PlacementChoice, Relocation
 from rlmux.policies.planning.cycle_steps import CycleStepFinder
@@ -40,12 +40,16 @@ class Target:
 
     pins: Mapping[PipelineId, tuple[int, ...]]
     """Numbers of each member's rollout nodes within this target."""
+    train_pins: Mapping[PipelineId, tuple[int, ...]]
+    """Numbers of each member's training nodes within this target."""
     steps_per_cycle: Mapping[PipelineId, int]
     num_train_nodes: int
     is_colocated: bool
     host: GroupId | None = None
     nodes: dict[int, NodeId] = field(default_factory=dict)
     """Rollout nodes that exist already, by their number within this target."""
+    train_nodes: dict[int, NodeId] = field(default_factory=dict)
+    """Training nodes that exist already, by their number within this target."""
 
 
 def targets_of(groups: Sequence[CandidateGroup], names: Sequence[PipelineId]) -> list[Target]:
@@ -53,6 +57,14 @@ def targets_of(groups: Sequence[CandidateGroup], names: Sequence[PipelineId]) ->
     return [
         Target(
             pins={names[i]: pins for i, pins in zip(candidate.members, candidate.pins, strict=True)},
+            train_pins={
+                names[i]: pins
+                for i, pins in zip(
+                    candidate.members,
+                    candidate.train_pins or (tuple(range(candidate.num_train_nodes)),) * len(candidate.members),
+                    strict=True,
+                )
+            },
             steps_per_cycle={
                 names[i]: steps_per_cycle
                 for i, steps_per_cycle in zip(
@@ -89,7 +101,7 @@ class _Regrouping:
         self.accepts = accepts
         self.relocations: list[Relocation] = []
         self.target_of = {name: target for target in targets for name in target.pins}
-        _choose_hosts(targets, ledger)
+        _choose_hosts(targets, ledger, may_change_train_nodes=accepts is not None)
         for target in targets:
             if target.host is not None and not target.is_colocated:
                 _keep_nodes(target, ledger)
@@ -120,39 +132,38 @@ class _Regrouping:
         placement = self.ledger.placement(name)
         if placement.group != target.host:
             return False
-        return target.is_colocated or placement.rollout_nodes == tuple(
-            target.nodes.get(number) for number in target.pins[name]
-        )
+        return target.is_colocated or _has_pins(placement, target, name)
 
     def _move_to_target(self, name: PipelineId) -> bool:
         target = self.target_of[name]
-        pins = target.pins[name]
+        pins, train_pins = target.pins[name], target.train_pins[name]
         if target.host is None:
             choice = PlacementChoice(
                 kind=AdmissionKind.NEW,
                 group=None,
                 num_new_rollout_nodes=len(pins),  # none where both phases run on the training nodes
-                num_new_train_nodes=target.num_train_nodes,
+                num_new_train_nodes=len(train_pins),
                 is_colocated=target.is_colocated,
             )
         else:
             known = tuple(target.nodes[number] for number in pins if number in target.nodes)
+            train_nodes = tuple(target.train_nodes[number] for number in train_pins if number in target.train_nodes)
             group = self.ledger.group(target.host)
             choice = PlacementChoice(
                 kind=AdmissionKind.DIRECT if len(known) == len(pins) else AdmissionKind.SCALED,
                 group=target.host,
                 rollout_nodes=known,
                 num_new_rollout_nodes=len(pins) - len(known),
-                train_nodes=group.train_nodes,
+                train_nodes=train_nodes,
+                num_new_train_nodes=len(train_pins) - len(train_nodes),
                 steps_per_cycle=_steps_per_cycle_of(target, group, name),
             )
         if not self._try(name, choice):
             return False
         placement = self.ledger.placement(name)
         target.host = placement.group
-        new_nodes = placement.rollout_nodes[len(choice.rollout_nodes) :]
-        new_numbers = [number for number in pins if number not in target.nodes]
-        target.nodes.update(zip(new_numbers, new_nodes, strict=False))
+        _number(target.nodes, pins, placement.rollout_nodes[len(choice.rollout_nodes) :])
+        _number(target.train_nodes, train_pins, placement.train_nodes[len(choice.train_nodes) :])
         return True
 
     def _try(self, name: PipelineId, choice: PlacementChoice) -> bool:
@@ -194,6 +205,17 @@ class _Regrouping:
         return False
 
 
+def _has_pins(placement: Placement, target: Target, name: PipelineId) -> bool:
+    """Whether the pipeline is on its nodes of the target; a training stage takes all of its nodes, in any order."""
+    trains_there = {target.train_nodes.get(number) for number in target.train_pins[name]} == set(placement.train_nodes)
+    return trains_there and placement.rollout_nodes == tuple(target.nodes.get(number) for number in target.pins[name])
+
+
+def _number(nodes: dict[int, NodeId], pins: Sequence[int], new_nodes: Sequence[NodeId]) -> None:
+    """Give new nodes the numbers of the pins that had none."""
+    nodes.update(zip([number for number in pins if number not in nodes], new_nodes, strict=False))
+
+
 def move_weight(reach_s: float, tightest_s: float) -> float:
     """What moving a member counts; `reach_s` is the longest period that it accepts, `tightest_s` the least in its
     group.
@@ -212,7 +234,7 @@ def _steps_per_cycle_of(target: Target, group: GroupLoad, newcomer: PipelineId) 
     return steps_per_cycle if has_several else ()
 
 
-def _choose_hosts(targets: Sequence[Target], ledger: PlacementLedger) -> None:
+def _choose_hosts(targets: Sequence[Target], ledger: PlacementLedger, *, may_change_train_nodes: bool) -> None:
     """Each group hosts at most one target: the most to keep in place first, older groups first among equals."""
     offers: list[tuple[float, GroupId, int]] = []
     for number, target in enumerate(targets):
@@ -227,7 +249,9 @@ def _choose_hosts(targets: Sequence[Target], ledger: PlacementLedger) -> None:
             shared[group_id] = shared.get(group_id, 0.0) + move_weight(reach_s[name], tightest_s)
         for group_id, count in shared.items():
             group = ledger.group(group_id)
-            is_alike = len(group.train_nodes) == target.num_train_nodes and group.is_colocated == target.is_colocated
+            is_alike = group.is_colocated == target.is_colocated and (
+                may_change_train_nodes or len(group.train_nodes) == target.num_train_nodes
+            )
             if is_alike:
                 offers.append((-count, group_id, number))
     taken: set[GroupId] = set()
@@ -238,30 +262,28 @@ def _choose_hosts(targets: Sequence[Target], ledger: PlacementLedger) -> None:
 
 
 def _keep_nodes(target: Target, ledger: PlacementLedger) -> None:
-    """Number the host's rollout nodes as the target does, so that as many members as possible stay put.
+    """Number the host's nodes as the target does, so that as many members as possible stay put.
 
     Only nodes that a staying member holds are kept: the others leave with their last member.
     """
+    stayers = [(name, placement) for name in target.pins if (placement := ledger.placement(name)).group == target.host]
+    _number_held(target.nodes, [(target.pins[name], placement.rollout_nodes) for name, placement in stayers])
+    _number_held(target.train_nodes, [(target.train_pins[name], placement.train_nodes) for name, placement in stayers])
+    held = {node for name, placement in stayers if _has_pins(placement, target, name) for node in placement.nodes}
+    for nodes in (target.nodes, target.train_nodes):
+        for number, node in list(nodes.items()):
+            if node not in held:
+                del nodes[number]
+
+
+def _number_held(numbered: dict[int, NodeId], stayers: Sequence[tuple[tuple[int, ...], tuple[NodeId, ...]]]) -> None:
+    """Number the nodes that the stayers hold as the target does; those with most nodes first."""
     used: dict[NodeId, None] = {}
-    stayers = [
-        (name, placement.rollout_nodes)
-        for name in target.pins
-        if (placement := ledger.placement(name)).group == target.host
-    ]
-    for name, nodes in sorted(stayers, key=lambda item: -len(item[1])):
-        for number, node in zip(target.pins[name], nodes, strict=True):
-            if number not in target.nodes and node not in used:
-                target.nodes[number] = node
+    for pins, nodes in sorted(stayers, key=lambda one: -len(one[1])):
+        for number, node in zip(pins, nodes, strict=False):
+            if number not in numbered and node not in used:
+                numbered[number] = node
                 used[node] = None
-    held = {
-        node
-        for name, nodes in stayers
-        if nodes == tuple(target.nodes.get(number) for number in target.pins[name])
-        for node in nodes
-    }
-    for number, node in list(target.nodes.items()):
-        if node not in held:
-            del target.nodes[number]
 
 
 # --- the partition -------------------------------------------------------------------------------------------
