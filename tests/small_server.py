@@ -64,9 +64,13 @@ class Misbehaviour:
 class Model:
     """A Qwen3 or Llama decoder, one token of one sequence at a time."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, *, is_rounded: bool) -> None:
+        """`is_rounded`: weights are held in bfloat16. It computes in float32 with them all the same."""
         self.config = json.loads((folder / "config.json").read_text())
         self.tensors = read_safetensors(folder / "model.safetensors")
+        self.is_rounded = is_rounded
+        if is_rounded:
+            self.tensors = {name: widened(rounded(tensor)) for name, tensor in self.tensors.items()}
         config = self.config
         self.heads, self.kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
         self.dim = config.get("head_dim") or config["hidden_size"] // self.heads
@@ -109,6 +113,17 @@ class Model:
         return weights.get("lm_head.weight", weights["model.embed_tokens.weight"]) @ hidden
 
 
+def rounded(tensor: np.ndarray) -> np.ndarray:
+    """The bits of the nearest bfloat16 numbers, even ones where two are as near."""
+    bits = np.ascontiguousarray(tensor).view(np.uint32)
+    return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).astype(np.uint16)
+
+
+def widened(bits: np.ndarray) -> np.ndarray:
+    """The float32 numbers that these bfloat16 are."""
+    return (bits.astype(np.uint32) << 16).view(np.float32)
+
+
 def norm(hidden: np.ndarray, gain: np.ndarray, eps: float) -> np.ndarray:
     return hidden / np.sqrt((hidden**2).mean(-1, keepdims=True) + np.float32(eps)) * gain
 
@@ -124,7 +139,7 @@ def softmax(row: np.ndarray) -> np.ndarray:
 
 
 def read_safetensors(path: Path) -> dict[str, np.ndarray]:
-    """The tensors of a file of float32."""
+    """The tensors of a file of float32 or bfloat16, as float32."""
     content = path.read_bytes()
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
@@ -132,7 +147,10 @@ def read_safetensors(path: Path) -> dict[str, np.ndarray]:
     for name, entry in header.items():
         if name != "__metadata__":
             begin, end = (8 + length + offset for offset in entry["data_offsets"])
-            tensors[name] = np.frombuffer(content[begin:end], np.float32).reshape(entry["shape"])
+            if entry["dtype"] == "BF16":
+                tensors[name] = widened(np.frombuffer(content[begin:end], np.uint16)).reshape(entry["shape"])
+            else:
+                tensors[name] = np.frombuffer(content[begin:end], np.float32).reshape(entry["shape"])
     return tensors
 
 
@@ -162,11 +180,11 @@ def new_ballast() -> mmap.mmap:
 class Engine:
     """One thread that gives each request under way one token in turn, `num_slots` of them at once."""
 
-    def __init__(self, folder: Path, num_slots: int, misbehaviour: Misbehaviour) -> None:
+    def __init__(self, folder: Path, num_slots: int, misbehaviour: Misbehaviour, *, is_rounded: bool) -> None:
         self.folder = folder
         self.num_slots = num_slots
         self.misbehaviour = misbehaviour
-        self.model = Model(folder)
+        self.model = Model(folder, is_rounded=is_rounded)
         self.version = "default"
         self.ballast = new_ballast()
         self.is_asleep = self.is_held = False
@@ -266,7 +284,7 @@ class Engine:
 
     def load(self, folder: Path) -> None:
         with self.lock:
-            fresh = Model(folder)
+            fresh = Model(folder, is_rounded=self.model.is_rounded)
             if self.misbehaviour.ignores_weights:
                 kept = {name: tensor for name, tensor in self.model.tensors.items() if tensor.ndim == 2}
                 fresh.tensors = {**fresh.tensors, **kept}
@@ -420,7 +438,8 @@ class Handler(BaseHTTPRequestHandler):
 
     def on_weight_checker(self, body: Any, query: Any) -> None:
         tensors = self.engine.model.tensors
-        digests = {f"dp0:tp0:{name}": hashlib.sha256(tensor.tobytes()).hexdigest() for name, tensor in tensors.items()}
+        held = {name: rounded(tensor) if self.engine.model.is_rounded else tensor for name, tensor in tensors.items()}
+        digests = {f"dp0:tp0:{name}": hashlib.sha256(tensor.tobytes()).hexdigest() for name, tensor in held.items()}
         self.tell({"checksums": digests})
 
     # --- SGLang -------------------------------------------------------------------------------------------
@@ -477,9 +496,11 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--model", "--model-path", type=Path, required=True)
     parser.add_argument("--max-num-seqs", "--max-running-requests", type=int, default=8)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--misbehave", type=json.loads, default={})
     given, _ = parser.parse_known_args()
-    Handler.engine = Engine(given.model, given.max_num_seqs, Misbehaviour(**given.misbehave))
+    misbehaviour = Misbehaviour(**given.misbehave)
+    Handler.engine = Engine(given.model, given.max_num_seqs, misbehaviour, is_rounded=given.dtype == "bfloat16")
     Server(("127.0.0.1", given.port), Handler).serve_forever()
 
 

@@ -202,6 +202,21 @@ CASES = {
         [("slots: 32", "engine: {name: vllm, url: 'http://example.com:80'}")],
         "two.yaml:11: pipelines.sort.rollout.engine.url is 'http://example.com:80'; accepted: http://127.0.0.1:PORT",
     ),
+    "an adapter of an architecture that has none": (
+        [
+            ("steps: 60", "adapter: {rank: 4, alpha: 8}"),
+            (
+                "    rollout:\n",
+                "    model: {architecture: qwen3_moe, experts: 4, experts_per_token: 2, "
+                "moe_intermediate_size: 8}\n    rollout:\n",
+            ),
+        ],
+        "two.yaml:6: pipelines.sort.adapter does not go with a 'qwen3_moe' model; accepted: qwen3, llama, qwen2, mis",
+    ),
+    "bfloat16 of our own rollout engine": (
+        [("slots: 32", "dtype: bfloat16")],
+        "two.yaml:11: pipelines.sort.rollout.dtype is 'bfloat16'; accepted: float32; bfloat16 goes with an engine of",
+    ),
     "a checkpoint with sizes": (
         [("steps: 60", "model: {path: x, layers: 2}")],
         "two.yaml:6: pipelines.sort.model.layers is 2: does not go with 'path': the checkpoint's own",

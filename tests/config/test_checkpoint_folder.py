@@ -162,4 +162,4 @@ def test_a_model_that_transformers_wrote_is_accepted(load, good, tmp_path, archi
 def test_an_adapter_of_a_mixture_of_experts_is_refused(complaint, good):
     model = "model: {architecture: qwen3_moe, experts: 4, experts_per_token: 2, moe_intermediate_size: 8}"
     line = complaint(good, replace=[("steps: 60", model + "\n  adapter: {rank: 2, alpha: 4}")])
-    assert "adapter does not go with a mixture of experts; accepted: a dense model" in line
+    assert "adapter does not go with a 'qwen3_moe' model; accepted: qwen3, llama, qwen2, mistral" in line

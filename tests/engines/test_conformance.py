@@ -52,13 +52,15 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def new_engine(pythons: dict[str, str]) -> Iterator[NewEngine]:
     made: list[ServerRolloutEngine] = []
 
-    def build(name: str, *, is_single_turn: bool = True, misbehaves: dict[str, Any] | None = None, **known: Any) -> Any:
-        config = config_of(name, pythons, misbehaves or {})
+    def build(
+        name: str, *, is_single_turn: bool = True, misbehaves: dict[str, Any] | None = None, dtype: Any = "float32"
+    ) -> Any:
+        config = config_of(name, pythons, misbehaves or {}, dtype)
         if name == "rlmux":
             return SlotRolloutEngine(
                 MODEL, config.rollout, vocab_size=VOCAB_SIZE, seed=0, is_single_turn=is_single_turn
             )
-        engine = make_server_engine(config, vocab_size=VOCAB_SIZE, is_single_turn=is_single_turn, device="cpu", **known)
+        engine = make_server_engine(config, vocab_size=VOCAB_SIZE, is_single_turn=is_single_turn, device="cpu")
         made.append(engine)
         return engine
 
@@ -67,7 +69,7 @@ def new_engine(pythons: dict[str, str]) -> Iterator[NewEngine]:
         engine.close()
 
 
-def config_of(name: str, pythons: dict[str, str], misbehaves: dict[str, Any]) -> TrainingConfig:
+def config_of(name: str, pythons: dict[str, str], misbehaves: dict[str, Any], dtype: Any = "float32") -> TrainingConfig:
     engine = (
         EngineConfig()
         if name == "rlmux"
@@ -77,7 +79,7 @@ def config_of(name: str, pythons: dict[str, str], misbehaves: dict[str, Any]) ->
             args=misbehaving(**misbehaves),  # type: ignore[arg-type]
         )
     )
-    rollout = RolloutConfig(num_slots=4, max_new_tokens=12, max_prompt_tokens=12, engine=engine)
+    rollout = RolloutConfig(num_slots=4, max_new_tokens=12, max_prompt_tokens=12, engine=engine, dtype=dtype)
     return TrainingConfig(name="a", model=MODEL, rollout=rollout)
 
 
@@ -237,6 +239,23 @@ def test_a_server_that_cannot_reload_is_started_anew_for_each_version(new_engine
     trained = other_weights(tmp_path / "1.safetensors")
     engine.load_weights(tmp_path / "1.safetensors", 1)
     assert engine.server.url != url
+    request = requests_of(1)[0]
+    turn = drain_of(engine, [request])[request.id]
+    assert turn.logprobs == pytest.approx(expected_logprobs(trained, request, turn.tokens), abs=1e-4)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_of_a_bfloat16_trainer_are_taken_and_compared_in_what_the_server_samples_in(
+    new_engine: NewEngine, tmp_path: Path, dtype: str
+) -> None:
+    engine = new_engine("vllm", dtype=dtype)
+    assert engine.capabilities.reloads
+    assert engine.capabilities.has_checksums
+    trained = other_weights(tmp_path / "1.safetensors")
+    tensors = {name: parameter.detach().to(torch.bfloat16) for name, parameter in trained.named_parameters()}
+    trained.load_state_dict(tensors, strict=False)
+    write_tensors(tmp_path / "1.safetensors", tensors, {SHA256: weights_sha256(tensors)})
+    engine.load_weights(tmp_path / "1.safetensors", 1)
     request = requests_of(1)[0]
     turn = drain_of(engine, [request])[request.id]
     assert turn.logprobs == pytest.approx(expected_logprobs(trained, request, turn.tokens), abs=1e-4)

@@ -10,6 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import PeftModel
+from tests.engines.conftest import make_lively
 
 from rlmux.core.errors import IllegalTransitionError, PipelineError, UserError
 from rlmux.engines.adapter_rows import LowRank, RowAdapters
@@ -25,6 +26,7 @@ from rlmux.engines.promise_probe import probe_rollout
 from rlmux.engines.rollout import SlotRolloutEngine
 from rlmux.engines.weights import SHA256, read_tensors, weights_sha256, write_tensors
 from rlmux.rl.config import (
+    ADAPTER_ARCHITECTURES,
     AdapterConfig,
     ModelConfig,
     RolloutConfig,
@@ -183,17 +185,35 @@ def test_trajectories_of_two_tenants_share_no_prefilled_prompt(checkpoint, files
 @pytest.mark.parametrize("tenant", range(4))
 def test_sampled_log_probs_are_those_that_peft_computes(checkpoint, files, alone, new_requests, tmp_path, tenant):
     """The unmerged product of the rollout engine against `PeftModel.from_pretrained` over the same base."""
-    (tmp_path / ADAPTER_FILE).write_bytes(files[tenant].read_bytes())
-    (tmp_path / ADAPTER_CONFIG_FILE).write_bytes(adapter_config_file(MIXED[tenant], str(checkpoint)))
-    model = PeftModel.from_pretrained(build_model(ModelConfig(path=str(checkpoint)), VOCAB_SIZE, 0), tmp_path)
     requests = new_requests(2)
-    for turn, request in zip(sorted(alone(tenant, requests), key=lambda one: one.id), requests, strict=True):
+    assert_as_peft(alone(tenant, requests), requests, checkpoint, files[tenant], MIXED[tenant], tmp_path)
+
+
+def assert_as_peft(turns, requests, checkpoint: Path, file: Path, adapter: AdapterConfig, folder: Path) -> None:
+    (folder / ADAPTER_FILE).write_bytes(file.read_bytes())
+    (folder / ADAPTER_CONFIG_FILE).write_bytes(adapter_config_file(adapter, str(checkpoint)))
+    model = PeftModel.from_pretrained(build_model(ModelConfig(path=str(checkpoint)), VOCAB_SIZE, 0), folder)
+    for turn, request in zip(sorted(turns, key=lambda one: one.id), requests, strict=True):
         tokens = torch.tensor([[*request.prompt_tokens, *turn.tokens]])
         with torch.no_grad():
             distribution = torch.log_softmax(model(input_ids=tokens).logits[0], dim=-1)
         start = len(request.prompt_tokens)
         expected = [float(distribution[start + at - 1, token]) for at, token in enumerate(turn.tokens)]
         assert turn.logprobs == pytest.approx(expected, abs=2e-5)
+
+
+@pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # in peft itself
+@pytest.mark.parametrize("architecture", [each for each in ADAPTER_ARCHITECTURES if each != "qwen3"])
+def test_adapters_of_each_architecture_are_served_as_peft_computes_them(architecture, new_requests, tmp_path):
+    base = make_lively(build_model(ModelConfig(architecture=architecture), VOCAB_SIZE, 0))
+    base.save_pretrained(tmp_path / "base")
+    file = lively_adapter(tmp_path, tmp_path / "base", MIXED[1], 1)
+    engine = engine_for(tmp_path / "base", MIXED[1])
+    engine.load_weights(file, 1)
+    requests = new_requests(2)
+    engine.submit(requests)
+    turns = engine.run_chunk(max_decode_steps=10_000, max_seconds=600).finished
+    assert_as_peft(turns, requests, tmp_path / "base", file, MIXED[1], tmp_path)
 
 
 def test_an_adapter_that_is_not_finite_is_refused_before_it_can_reach_other_rows(checkpoint, files, tmp_path):

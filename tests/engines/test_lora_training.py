@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -11,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
+from tests.engines.test_training_loop import Loop
+from tests.engines.test_training_loop import config as loop_config
 
 from rlmux.core.errors import CheckpointError
 from rlmux.core.model import Stage
@@ -24,6 +27,7 @@ from rlmux.rl.config import (
     ModelConfig,
     RolloutConfig,
     SftWarmupConfig,
+    TrainConfig,
     TrainingConfig,
 )
 from rlmux.rl.types import TrainingBatch, Trajectory, TrajectoryId
@@ -104,17 +108,42 @@ def test_an_adapter_begins_with_b_zero_and_an_a_of_the_pipelines_seed():
     assert torch.equal(*bases), "model.seed decides the base, whatever the pipeline's seed"
 
 
-def test_pauses_offloads_and_a_restore_change_no_bit_of_an_adapter(tmp_path):
-    straight = warm_engine(config(kl_coef=0.01))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_pauses_offloads_and_a_restore_change_no_bit_of_an_adapter(tmp_path, dtype):
+    given = replace(config(kl_coef=0.01), train=TrainConfig(dtype=dtype))
+    straight = warm_engine(given)
     for step in (1, 2):
         run_step(straight, step)
-    moved = warm_engine(config(kl_coef=0.01))
+    moved = warm_engine(given)
     run_step(moved, 1, leave_before_update=tmp_path / "spilled")
     moved.save(tmp_path / "step_1")
-    restored = TorchTrainEngine(config(kl_coef=0.01))
+    restored = TorchTrainEngine(given)
     restored.restore(tmp_path / "step_1")
     run_step(restored, 2)
     assert restored.weights_sha256() == straight.weights_sha256()
+
+
+def test_an_adapter_in_bfloat16_has_a_base_of_half_the_bytes_and_float32_weights(tmp_path):
+    rounded, exact = (warm_engine(replace(config(), train=TrainConfig(dtype=each))) for each in ("bfloat16", "float32"))
+    for engine in (rounded, exact):
+        run_step(engine, 1)
+    assert {parameter.dtype for parameter in rounded.model.parameters()} == {torch.bfloat16}
+    frozen = [
+        sum(each.nbytes for each in engine.model.parameters() if not each.requires_grad) for engine in (rounded, exact)
+    ]
+    assert frozen[0] == frozen[1] / 2
+    kept, expected = (engine.snapshot().tensors[ADAPTER_FILE] for engine in (rounded, exact))
+    assert any(not torch.equal(tensor, tensor.to(torch.bfloat16).float()) for tensor in kept.values())
+    for name, tensor in expected.items():
+        torch.testing.assert_close(kept[name], tensor, rtol=0.0, atol=0.03)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_rollouts_with_a_published_adapter_agree_with_its_trainer(tmp_path, dtype):
+    given = replace(loop_config(), adapter=ADAPTER, train=TrainConfig(dtype=dtype))
+    loop = Loop(given, tmp_path)
+    loop.run(2)
+    assert loop.metrics["logprob_gap"] < {"float32": 1e-3, "bfloat16": 0.2}[dtype]
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # in peft itself

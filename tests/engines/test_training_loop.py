@@ -41,6 +41,7 @@ class Loop:
             seed=training_config.seed,
             staleness=training_config.algorithm.staleness,
             is_single_turn=self.env.is_single_turn,
+            adapter=training_config.adapter,
         )
         self.weights = folder / "weights.safetensors"
         self.is_disturbed = is_disturbed

@@ -22,9 +22,11 @@ STEPS = 2
 TRAIN_STAGES = (Stage.REFERENCE_LOGPROBS, Stage.OLD_LOGPROBS, Stage.UPDATE)
 
 
-def of_ranks(real, count: int, name: str = "sort", *, micro_batch_size: int = 2, **changes: Any):
+def of_ranks(
+    real, count: int, name: str = "sort", *, micro_batch_size: int = 2, num_steps: int = STEPS, **changes: Any
+):
     """A tiny pipeline that trains on `count` devices: 4 micro-batches in each of two updates of a step."""
-    given = real.submission(name, num_steps=STEPS, **changes)
+    given = real.submission(name, num_steps=num_steps, **changes)
     algorithm = replace(given.config.algorithm, micro_batch_size=micro_batch_size)
     train = replace(given.config.train, num_workers=count)
     return replace(
@@ -56,6 +58,19 @@ def test_ranks_give_the_weights_and_figures_of_one_wherever_stages_are_cut(
     assert figures(run) == figures(alone)
     roles = [note.fields["role"] for note in run.recorder.notes if note.type == "worker"]
     assert sum(role.startswith("train") for role in roles) == count
+
+
+@pytest.mark.slow
+def test_ranks_in_bfloat16_give_the_weights_and_figures_of_one(real, tmp_path) -> None:
+    def rounded(count: int):
+        given = of_ranks(real, count, num_steps=1)
+        train = replace(given.config.train, dtype="bfloat16")
+        return replace(given, config=replace(given.config, train=train))
+
+    one = real.run(tmp_path / "one", [rounded(1)])
+    two = real.run(tmp_path / "two", [rounded(2)], on=real.cluster(train=2))
+    assert one.status == {"sort": "finished"}
+    assert figures(two) == figures(one)
 
 
 def test_ranks_without_a_micro_batch_of_their_own_change_nothing(real, tmp_path) -> None:

@@ -19,7 +19,7 @@ from rlmux.config.located import Node, PathPart
 from rlmux.config.tree import BOTH, PipelineConfig, PoolConfig, RunConfig, phase_of_pool
 from rlmux.core.errors import SpecError, UserError
 from rlmux.core.model import Phase
-from rlmux.rl.config import MAX_POSITIONS, RolloutConfig, TaskConfig, TrainingConfig
+from rlmux.rl.config import ADAPTER_ARCHITECTURES, MAX_POSITIONS, RolloutConfig, TaskConfig, TrainingConfig
 
 CheckTraining = Callable[[Sequence[TrainingConfig], Path], Sequence[str | None]]
 """The complaint about each pipeline's prompts and reward, beginning with the key ("task.digits: ..."), or None.
@@ -134,12 +134,10 @@ class Checks:
         self._check_fits(path, Phase.ROLLOUT, pipeline.rollout.num_workers)
         self._check_fits(path, Phase.TRAIN, pipeline.train.num_workers)
         self._check_ranks((*path, "train", "workers"), pipeline)
-        if pipeline.adapter is not None and pipeline.train.dtype != "float32":
-            text = f"is {pipeline.train.dtype!r}: adapters are trained in float32; accepted: float32"
-            raise self._error((*path, "train", "dtype"), text)
         architecture, max_positions, source = self._check_model((*path, "model"), pipeline)
-        if pipeline.adapter is not None and architecture == "qwen3_moe":
-            raise self._error((*path, "adapter"), "does not go with a mixture of experts; accepted: a dense model")
+        if pipeline.adapter is not None and architecture not in ADAPTER_ARCHITECTURES:
+            text = f"does not go with a {architecture!r} model; accepted: {', '.join(ADAPTER_ARCHITECTURES)}"
+            raise self._error((*path, "adapter"), text)
         self._check_context((*path, "rollout"), pipeline.rollout, max_positions, source)
         self._check_engine((*path, "rollout", "engine", "url"), pipeline)
         if pipeline.task is not None:

@@ -21,13 +21,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from rlmux.core.errors import UserError
-from rlmux.rl.config import ADAPTER_TARGETS, AdapterConfig
+from rlmux.rl.config import ADAPTER_ARCHITECTURES, ADAPTER_TARGETS, AdapterConfig
 
 ADAPTER_FILE = "adapter_model.safetensors"
 """Name of an adapter's tensors in a checkpoint."""
 ADAPTER_CONFIG_FILE = "adapter_config.json"
-MODEL_TYPES_WITH_ADAPTERS = ("qwen3", "llama")
-"""Values of `model_type` whose blocks have the projections that adapters are served beside."""
 _PREFIX = "base_model.model."
 _ADAPTER = "default"
 """The name that peft gives an adapter where there is one."""
@@ -38,10 +36,10 @@ def inject_adapter(model: PreTrainedModel, adapter: AdapterConfig, seed: int) ->
 
     Raises UserError for a model that adapters are not served for.
     """
-    if model.config.model_type not in MODEL_TYPES_WITH_ADAPTERS:
+    if model.config.model_type not in ADAPTER_ARCHITECTURES:
         raise UserError(
             f"adapter: a {model.config.model_type!r} model is not served with adapters; "
-            f"accepted: {', '.join(MODEL_TYPES_WITH_ADAPTERS)}"
+            f"accepted: {', '.join(ADAPTER_ARCHITECTURES)}"
         )
     load_peft()
     from peft import inject_adapter_in_model

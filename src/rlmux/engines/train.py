@@ -76,8 +76,8 @@ class TorchTrainEngine:
     ) -> None:
         """`vocabulary`: that of `config.model` by default. Raises UserError for an unknown algorithm.
 
-        `bases`: folder in shared memory where the base of adapters lies once for all workers of this machine; on a GPU
-        it is not used.
+        `bases`: folder in shared memory where the base of adapters lies once for all workers of this machine, in
+        float32; on a GPU, and where training computes in bfloat16, it is not used.
 
         `origin`: what weights and checkpoints are marked with, and taken over for; None marks and checks nothing.
         """
@@ -88,7 +88,8 @@ class TorchTrainEngine:
         self._marks = {} if origin is None else origin.fields()
         self._vocabulary = load_vocabulary(config.model) if vocabulary is None else vocabulary
         vocab_size = self._vocabulary.vocab_size
-        is_shared = bases is not None and config.adapter is not None and device == "cpu"
+        is_float32 = config.train.dtype == "float32"
+        is_shared = bases is not None and config.adapter is not None and device == "cpu" and is_float32
         if is_shared and bases is not None:
             base = SharedBase(folder=bases, model=config.model, vocab_size=vocab_size, seed=config.model_seed)
             model = base.build()
@@ -183,7 +184,7 @@ class TorchTrainEngine:
     def _least_bound(self) -> float:
         """Gap in nats that no promise of the engines' bits speaks of: rounded weights, or a token's experts, which are
         others where two are nearly as likely."""
-        is_rounded = self._config.train.dtype != "float32"
+        is_rounded = {self._config.train.dtype, self._config.rollout.dtype} != {"float32"}
         return _ROUNDED_GAP if is_rounded or has_experts(self._model_config) else 0.0
 
     def run_stage(self, stage: Stage, *, max_seconds: float) -> TrainReport:

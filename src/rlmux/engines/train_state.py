@@ -44,8 +44,9 @@ class TrainState:
         self.model = model
         self._pipeline = config.name
         self._weights_file = MODEL_FILE if config.adapter is None else ADAPTER_FILE
-        self._flat = FlatParameters(model, getattr(torch, config.train.dtype))
-        self._frozen: list[Tensor] = [] if is_base_shared else _own_frozen_parameters(model)
+        dtype: torch.dtype = getattr(torch, config.train.dtype)
+        self._flat = FlatParameters(model, dtype)
+        self._frozen: list[Tensor] = [] if is_base_shared else _own_frozen_parameters(model, dtype)
         """Parameters of a base that is this worker's alone; they move with the rest."""
         self._grad_clip = algorithm.grad_clip
         self._numbers = AdamWNumbers(betas=algorithm.adam_betas, weight_decay=algorithm.weight_decay)
@@ -269,9 +270,9 @@ class TrainState:
         return [*self._kept_tensors(), *working, self._flat.gradients]
 
 
-def _own_frozen_parameters(model: nn.Module) -> list[Tensor]:
+def _own_frozen_parameters(model: nn.Module, dtype: torch.dtype) -> list[Tensor]:
     """The parameters that training leaves as they are, each in memory of its own that can be given back."""
     frozen = [parameter for parameter in model.parameters() if not parameter.requires_grad]
     for parameter in frozen:
-        parameter.data = parameter.data.clone()
+        parameter.data = parameter.data.to(dtype, copy=True)
     return [parameter.data for parameter in frozen]

@@ -33,6 +33,9 @@ AdapterTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up
 
 ADAPTER_TARGETS: tuple[AdapterTarget, ...] = get_args(AdapterTarget)
 
+ADAPTER_ARCHITECTURES = ("qwen3", "llama", "qwen2", "mistral")
+"""Those of `ARCHITECTURES` whose blocks have these projections."""
+
 MAX_POSITIONS = 8192
 """Tokens of the longest sequence of a new model: its `max_position_embeddings`."""
 
@@ -247,7 +250,7 @@ class AlgorithmConfig(FromFile):
     max_logprob_gap: PositiveFloat | None = None
     """Largest gap in nats between the log-probabilities that rollout and training give a token of the present version;
     above it the pipeline fails. Without: 0.001, 0.01 or 1, where its engines are found exact, replayable or
-    statistical; 1 for bfloat16 and for a mixture of experts, whose routing differs easily."""
+    statistical; 1 for bfloat16 (of training or rollout) and for a mixture of experts, whose routing differs easily."""
     micro_batch_size: Count = 32
     """Sequences of one forward and backward pass. Results change with it in the last bits."""
 
@@ -330,8 +333,14 @@ class RolloutConfig(FromFile):
     """Sampling temperature."""
     num_slots: Annotated[int, Ge(1), Le(4096)] = 64
     """Sequences decoded at once by each worker. Results change with it in the last bits."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """What a server of others samples in; our own engine in float32 only."""
     engine: Annotated[EngineConfig, Takes("an engine's name, or a mapping")] = field(default_factory=EngineConfig)
     """The program that samples."""
+
+    def __post_init__(self) -> None:
+        if self.dtype != "float32" and not self.engine.is_server:
+            raise MisfitError("dtype", "accepted: float32; bfloat16 goes with an engine of others")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

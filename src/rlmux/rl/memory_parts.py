@@ -54,7 +54,7 @@ def train_parts(config: TrainingConfig, *, has_flash: bool = True, has_base: boo
     """What a train worker holds on its device at its fullest moment.
 
     Without `has_flash` attention keeps the probabilities of every pair of tokens. Without `has_base` the frozen base of
-    an adapter is counted elsewhere: it lies once in memory for several workers.
+    an adapter is counted elsewhere: it lies once in memory, in float32, for several workers.
     """
     shape = shape_of(config.model)
     computed_with = weights_bytes(config)
@@ -64,8 +64,8 @@ def train_parts(config: TrainingConfig, *, has_flash: bool = True, has_base: boo
         resident["working weights"] = computed_with
     if config.algorithm.kl_coef > 0:
         resident["reference"] = computed_with
-    if config.adapter is not None and has_base:
-        resident["base"] = shape.num_parameters * FLOAT_BYTES
+    if config.adapter is not None and (has_base or config.train.dtype != "float32"):
+        resident["base"] = shape.num_parameters * _compute_bytes(config)
     return resident | max(_train_moments(config, shape, has_flash=has_flash), key=total)
 
 

@@ -388,7 +388,7 @@ class ServerRolloutEngine(OneServer):
                     f"{self.dialect.name} says its weights are version {found!r}; it is to be {version}"
                 )
         if self.capabilities.has_checksums:
-            check_checksums(self.dialect.name, self.dialect.checksums(self.server), tensors)
+            check_checksums(self.dialect.name, self.dialect.checksums(self.server), tensors, self.dtype)
         self._canary = None
 
     def start_anew(self) -> None:

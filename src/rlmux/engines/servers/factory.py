@@ -50,6 +50,7 @@ def make_server_engine(
         max_len=config.rollout.max_prompt_tokens + config.rollout.max_new_tokens,
         device=device,
         num_threads=config.train.num_threads,
+        dtype=config.rollout.dtype,
         memory_bytes=server_bytes(config),
         args=given.args,
     )
@@ -87,5 +88,6 @@ def make_server_engine(
 def _cache_key(config: TrainingConfig, version: str, device: str) -> str:
     given = config.rollout.engine
     gpu = torch.cuda.get_device_name() if device == "cuda" else platform.processor() or platform.machine()
-    rest = repr((asdict(shape_of(config.model)), config.rollout.num_slots, given.args, given.url is None))
+    rollout = config.rollout
+    rest = repr((asdict(shape_of(config.model)), rollout.num_slots, rollout.dtype, given.args, given.url is None))
     return f"{given.name} {version} {gpu} {hashlib.sha256(rest.encode()).hexdigest()[:16]}"

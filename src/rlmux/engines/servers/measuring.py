@@ -33,8 +33,9 @@ from rlmux.engines.servers.settings import Sampling
 from rlmux.engines.weights import MODEL_FILE, own_copies, write_copies
 
 _NUM_TOKENS = 16
-_RELOAD_GAP = 0.05
-"""Largest gap in nats between the server's log-probs and those of a forward pass with the same weights."""
+_RELOAD_GAP = {"float32": 0.05, "bfloat16": 0.5}
+"""Largest gap in nats between the server's log-probs and those of a float32 forward pass with the same weights, by what
+the server samples in."""
 _LEAST_FREED_BYTES = 4e6
 _HELD_S = 0.3
 _MOST_HELD = 64
@@ -69,7 +70,7 @@ def measure(engine: ServerRolloutEngine, folder: Path, make_model: Callable[[], 
     def reloads() -> bool:
         nonlocal names_versions, has_checksums
         gap, names_versions, has_checksums = _reload_gap(engine, folder, make_model)
-        if gap > _RELOAD_GAP:
+        if gap > _RELOAD_GAP[engine.dtype]:
             raise ServerAnswerError(f"it answers that it took other weights, and is {gap:.2g} nats off them")
         return True
 
@@ -176,7 +177,7 @@ def _reload_gap(
     checksums = engine.dialect.checksums(engine.server)
     has_checksums = bool(comparable(checksums, tensors))
     if has_checksums:
-        check_checksums(engine.dialect.name, checksums, tensors)
+        check_checksums(engine.dialect.name, checksums, tensors, engine.dtype)
     return _gap(engine, model), names_versions, has_checksums
 
 
@@ -201,7 +202,7 @@ def _restore(
         engine.dialect.load_weights(engine.server, folder, 0)
     elif engine.can_start_anew:
         engine.start_anew()
-    if (gap := _gap(engine, model)) > _RELOAD_GAP:
+    if (gap := _gap(engine, model)) > _RELOAD_GAP[engine.dtype]:
         raise UserError(
             f"{engine.server.url}: its log-probs are {gap:.2g} nats off a forward pass of the pipeline's model; "
             "accepted: a server of this model, which takes new weights, or rollout.engine.python"
@@ -222,7 +223,7 @@ def _freed_bytes(engine: ServerRolloutEngine) -> float:
         time.sleep(0.05)
     found = engine.sample([1, 2, 3], seed=2, max_tokens=2)
     gap = max(abs(a - b) for a, b in zip(found.logprobs, expected.logprobs, strict=True))
-    if found.tokens != expected.tokens or gap > _RELOAD_GAP:
+    if found.tokens != expected.tokens or gap > _RELOAD_GAP["float32"]:
         raise ServerAnswerError("awake again, it samples other tokens")
     return freed
 

@@ -71,6 +71,11 @@ class OneServer:
         return self._settings.num_slots
 
     @property
+    def dtype(self) -> str:
+        """What the server samples in."""
+        return self._settings.dtype
+
+    @property
     def can_start_anew(self) -> bool:
         """The server is this process's own."""
         return self._process is not None

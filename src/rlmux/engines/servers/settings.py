@@ -23,6 +23,8 @@ class ServerSettings:
     device: str
     """`cpu` or `cuda`."""
     num_threads: int
+    dtype: str
+    """What it samples in: `float32` or `bfloat16`."""
     memory_bytes: float
     """Device memory that the server may take: weights, KV cache and its own."""
     args: Sequence[str]

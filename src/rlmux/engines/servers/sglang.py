@@ -31,7 +31,7 @@ class Sglang:
         return [
             python,
             *("-m", "sglang.launch_server", "--host", "127.0.0.1", "--port", str(port)),
-            *("--model-path", str(settings.folder), "--skip-tokenizer-init", "--dtype", "float32"),
+            *("--model-path", str(settings.folder), "--skip-tokenizer-init", "--dtype", settings.dtype),
             *("--max-running-requests", str(settings.num_slots), "--context-length", str(settings.max_len)),
             *("--device", settings.device),
             *(

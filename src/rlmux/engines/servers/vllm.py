@@ -33,7 +33,7 @@ class Vllm:
             python,
             *("-m", "vllm.entrypoints.openai.api_server"),
             *("--host", "127.0.0.1", "--port", str(port)),
-            *("--model", str(settings.folder), "--skip-tokenizer-init", "--dtype", "float32"),
+            *("--model", str(settings.folder), "--skip-tokenizer-init", "--dtype", settings.dtype),
             *("--max-num-seqs", str(settings.num_slots), "--max-model-len", str(settings.max_len)),
             *("--logprobs-mode", "processed_logprobs", "--enforce-eager"),
             "--enable-scale-out",

@@ -1,7 +1,8 @@
 """Does a server hold the weights that it was given? Its checksums, compared with the file's tensors.
 
-A server fuses, pads and packs matrices as its kernels like, and keeps norms as they are. So what is compared is every
-parameter with one axis that it names as the file does; a server that names none has no checksums worth asking for.
+A server fuses, pads and packs matrices as its kernels like, and keeps norms as they are, in what it samples in. So what
+is compared is every parameter with one axis that it names as the file does; a server that names none has no checksums
+worth asking for.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping
 
+import torch
 from torch import Tensor
 
 from rlmux.core.errors import PipelineError
@@ -19,10 +21,11 @@ def comparable(checksums: Mapping[str, str], tensors: Mapping[str, Tensor]) -> l
     return sorted(name for name, tensor in tensors.items() if tensor.dim() == 1 and name in checksums)
 
 
-def check_checksums(engine: str, checksums: Mapping[str, str], tensors: Mapping[str, Tensor]) -> None:
-    """Raises PipelineError for the first parameter whose bytes are not the file's."""
+def check_checksums(engine: str, checksums: Mapping[str, str], tensors: Mapping[str, Tensor], dtype: str) -> None:
+    """Raises PipelineError for the first parameter whose bytes are not the file's, as they are in `dtype`."""
     for name in comparable(checksums, tensors):
-        written = hashlib.sha256(bytes(tensors[name].detach().cpu().contiguous().numpy().data)).hexdigest()
+        held = tensors[name].detach().cpu().to(getattr(torch, dtype)).contiguous()
+        written = hashlib.sha256(bytes(held.view(torch.uint8).numpy().data)).hexdigest()
         if checksums[name] != written:
             raise PipelineError(
                 f"{engine} holds other weights than it was given: {name} has sha256 {checksums[name]}, "
