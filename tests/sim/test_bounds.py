@@ -65,6 +65,8 @@ def workloads(draw):
 def test_no_simulated_policy_is_ever_below_the_bound(policy, made):
     result = simulate(made, make_policy(policy))
     assert result.cost_usd >= result.bound_usd * (1 - 1e-9)
+    assert sum(result.parts_usd.values()) == pytest.approx(result.cost_usd)
+    assert min(result.parts_usd.values()) >= 0.0
     if result.slo_attainment == 1.0 and _are_in_their_pools(policy):
         assert result.cost_usd >= kept_slos_usd(made) * (1 - 1e-9)
 
@@ -91,6 +93,26 @@ def test_work_costs_its_node_seconds_where_they_are_cheapest():
     assert work_usd(quick, cluster, 1, may_colocate=False) == pytest.approx(apart)
     wide = arrival(pipeline("a", num_rollout_nodes=2))
     assert work_usd(wide, cluster, 1) == pytest.approx(apart + 50 * 8 * 1.76 / 3600)
+
+
+def test_what_is_paid_for_is_told_apart():
+    """Ten steps of 50 s and 50 s, 2 s of a first switch on either node: each node is idle while the other computes."""
+    switch = SwitchSeconds(cold_rollout_s=2.0, cold_train_s=2.0)
+    made = Workload(name="one", cluster=h20_h800_cluster(), arrivals=(arrival(pipeline("a"), switch=switch),))
+    solo, colocated = (simulate(made, make_policy(policy)) for policy in ("solo", "colocated"))
+    rollout_usd, train_usd = 14.08 / 3600, 42.24 / 3600
+    assert solo.parts_usd == pytest.approx(
+        {
+            "bound": 500 * (rollout_usd + train_usd),
+            "switches": 2 * (rollout_usd + train_usd),
+            "rollout_idle": 502 * rollout_usd,
+            "train_idle": 502 * train_usd,
+            "other": 0.0,
+        },
+        abs=1e-9,
+    )
+    assert solo.figures()["parts_usd"] == solo.parts_usd
+    assert colocated.parts_usd["other"] > 0.0
 
 
 def test_steps_that_an_slo_asks_for_until_a_departure_are_counted():

@@ -85,6 +85,7 @@ def test_a_sweep_writes_pictures_and_a_page_that_needs_no_network(tmp_path):
         "cost.svg",
         "gpus.svg",
         "slowdowns.svg",
+        "dollars.svg",
         "solo.gantt.svg",
         "rollmux.gantt.svg",
         "index.html",

@@ -121,9 +121,27 @@ def show_simulation(result: Row, *, as_json: bool) -> None:
     )
     if any(len(figures["peak_gpus"]) > 1 for figures in result["policies"].values()):
         print("peak GPUs and busy: rollout/train")
+    _show_parts(result)
     _show_notes(result)
     for picture in result.get("pictures", ()):
         print(picture)
+
+
+def _show_parts(result: Row) -> None:
+    """What the dollars of each policy were paid for, where anything was."""
+    from rlmux.sim.pictures import PARTS
+
+    paid = {policy: figures for policy, figures in result["policies"].items() if figures["cost_usd"]}
+    if paid:
+        print("\nwhat is paid for, in $:")
+        print_rows(
+            [
+                {"policy": policy}
+                | {words: figures["parts_usd"][part] for part, words in PARTS.items()}
+                | {"all": figures["cost_usd"]}
+                for policy, figures in paid.items()
+            ]
+        )
 
 
 def _show_notes(result: Row) -> None:

@@ -1,6 +1,7 @@
 """The figures of a simulated run, collected as it goes and without slowing it.
 
 cost           the ledger's $/h between two changes of placement, integrated
+parts of it    the bound, switches, idle nodes of each phase's pool, and what computes beyond the bound: they sum to it
 solo hours     what the finished steps take alone, each on the nodes that its pipeline asks for, wherever it ran
 slowdowns      of a pipeline: time / solo time of the steps in it; `step_slowdown` from its first work,
                `completion_slowdown` from its submission, queueing included: this is held against the SLO.
@@ -94,6 +95,9 @@ class SimResult:
     penalised_cost_usd: float
     bound_usd: float
     """Dollars of the finished steps on nodes that are never idle: `bounds.work_usd`."""
+    parts_usd: Mapping[str, float]
+    """Dollars by what they are paid for: `bound`, `switches`, `rollout_idle`, `train_idle`, and `other`, which is
+    computing beyond the bound, such as rollouts on training nodes. Their sum is the cost."""
     solo_hours: float
     """Hours that the finished steps take alone, summed over the pipelines."""
     slo_attainment: float
@@ -144,6 +148,7 @@ class SimResult:
             "cost_usd": self.cost_usd,
             "cost_usd_per_solo_hour": self.cost_usd_per_solo_hour,
             "bound_usd": self.bound_usd,
+            "parts_usd": dict(self.parts_usd),
             "penalised_cost_usd_per_hour": self.penalised_cost_usd_per_hour,
             "slo_attainment": self.slo_attainment,
             "predicted_slo_attainment": self.predicted_slo_attainment,
@@ -215,6 +220,7 @@ class Collector:
         pools = workload.cluster.pools
         self._gpus_per_node = {name: pool.gpus_per_node for name, pool in pools.items()}
         self._devices_per_node = {name: pool.devices_per_node for name, pool in pools.items()}
+        self._switch_device_s = dict.fromkeys(pools, 0.0)
         self._busy_device_s = dict.fromkeys(pools, 0.0)
         self._held_device_s = dict.fromkeys(pools, 0.0)
         self._nodes = dict.fromkeys(pools, 0)
@@ -281,8 +287,11 @@ class Collector:
         progress.alone_s += progress.arrival.world.solo_s(step)
         progress.last_step_s = now_s
 
-    def compute(self, devices: tuple[DeviceId, ...], seconds: float) -> None:
-        self._busy_device_s[devices[0].pool] += seconds * len(devices)
+    def compute(self, devices: tuple[DeviceId, ...], seconds: float, switch_s: float) -> None:
+        """The devices computed so long, after so long a switch."""
+        self._busy_device_s[devices[0].pool] += (seconds + switch_s) * len(devices)
+        if switch_s:
+            self._switch_device_s[devices[0].pool] += switch_s * len(devices)
 
     # ------------------------------------------------------------------ cost
 
@@ -367,6 +376,10 @@ class Collector:
         everyone = list(self._progress.values())
         slowdowns = [p.step_slowdown for p in pipelines if p.step_slowdown is not None]
         start_s = self._workload.arrivals[0].submit_s if self._workload.arrivals else 0.0
+        bound_usd = sum(
+            work_usd(p.arrival, self._workload.cluster, p.steps, keeps_to_own_pools=self._keeps_to_own_pools)
+            for p in everyone
+        )
         tokens = sum(p.steps * p.arrival.tokens_per_step for p in everyone)
         waits = [p.started_s - p.arrival.submit_s for p in everyone if p.started_s is not None]
         taken = [p for p in pipelines if not p.refused]
@@ -377,10 +390,8 @@ class Collector:
             hours=(now_s - start_s) / 3600,
             cost_usd=self._cost_usd,
             penalised_cost_usd=self._cost_usd + self._penalty_usd,
-            bound_usd=sum(
-                work_usd(p.arrival, self._workload.cluster, p.steps, keeps_to_own_pools=self._keeps_to_own_pools)
-                for p in everyone
-            ),
+            bound_usd=bound_usd,
+            parts_usd=self._parts_usd(bound_usd),
             solo_hours=sum(p.alone_s for p in everyone) / 3600,
             slo_attainment=sum(p.keeps_slo for p in pipelines) / len(pipelines) if pipelines else 1.0,
             paper_slo_attainment=_paper_slo_attainment(pipelines),
@@ -403,6 +414,16 @@ class Collector:
             samples=tuple(self._samples),
             spans=tuple(self.spans),
         )
+
+    def _parts_usd(self, bound_usd: float) -> dict[str, float]:
+        """What the dollars were paid for; see `SimResult.parts_usd`."""
+        parts = {"bound": bound_usd, "switches": 0.0, "rollout_idle": 0.0, "train_idle": 0.0}
+        for name, pool in self._workload.cluster.pools.items():
+            usd_per_device_s = pool.usd_per_node_hour / pool.devices_per_node / 3600
+            parts["switches"] += self._switch_device_s[name] * usd_per_device_s
+            idle_s = self._held_device_s[name] - self._busy_device_s[name]
+            parts[f"{pool.phase.value}_idle"] += max(0.0, idle_s) * usd_per_device_s
+        return {**parts, "other": max(0.0, self._cost_usd - sum(parts.values()))}
 
     def _by_phase(self, nodes_by_pool: Mapping[str, int]) -> dict[str, int]:
         gpus = {Phase.ROLLOUT.value: 0, Phase.TRAIN.value: 0}

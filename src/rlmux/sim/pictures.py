@@ -2,6 +2,7 @@
 
 cost.svg         $/h over time, a line for each policy
 gpus.svg         GPUs over time, likewise
+dollars.svg      what each policy's dollars were paid for, from the bound up to its cost
 slowdowns.svg    percentage of pipelines whose mean step slowdown is at most x
 POLICY.gantt.svg what computes on which device in the first hours, for runs that kept their spans
 index.html       all of them and the table of figures; needs no network
@@ -36,6 +37,15 @@ _TABLE = (
 )
 
 
+PARTS: Mapping[str, str] = {
+    "bound": "work on nodes never idle",
+    "switches": "switches",
+    "rollout_idle": "idle rollout nodes",
+    "train_idle": "idle training nodes",
+    "other": "work on dearer nodes",
+}
+"""What `SimResult.parts_usd` is paid for, in words."""
+
 _CUT = 4.0
 
 
@@ -46,6 +56,7 @@ def write_pictures(results: Mapping[str, Sequence[SimResult]], folder: Path, *, 
     pictures = {
         "cost.svg": cost_chart(first, title=title),
         "gpus.svg": gpu_chart(first, title=title),
+        "dollars.svg": dollar_chart(first, title=title),
         "slowdowns.svg": slowdown_chart(first, title=title),
     }
     for name, result in first.items():
@@ -90,6 +101,19 @@ def cost_chart(results: Mapping[str, SimResult], *, title: str) -> str:
         x_label="hours since the first submission",
         y_label="$ per hour",
     )
+
+
+def dollar_chart(results: Mapping[str, SimResult], *, title: str) -> str:
+    """A waterfall for each policy: each part of its dollars begins where the one before it ends."""
+    rows = []
+    for name, run in results.items():
+        bars, paid_usd = [], 0.0
+        for part, usd in run.parts_usd.items():
+            label = f"{name}, {PARTS[part]}: ${usd:,.0f}"
+            bars.append(Bar(begin=paid_usd, end=max(paid_usd, paid_usd + usd), name=PARTS[part], label=label))
+            paid_usd += usd
+        rows.append(Row(name=name, bars=bars))
+    return gantt_chart(rows, title=f"{title}: what is paid for", x_label="dollars")
 
 
 def gpu_chart(results: Mapping[str, SimResult], *, title: str) -> str:

@@ -170,7 +170,7 @@ class RunningOrders:
         switch_s = running.switch_s
         if switch_s > 0.0:
             switch_s = min(switch_s, now_s - running.began_s)
-        self._collector.compute(devices, running.busy_s + switch_s)
+        self._collector.compute(devices, running.busy_s, switch_s)
         if running.began_s < self._spans_until_s:
             self._collector.spans.append(
                 Span(
