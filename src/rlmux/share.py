@@ -272,7 +272,7 @@ class Job:
             return
         try:
             freed_bytes = self._hooks[pool].offload()
-        except BaseException as error:
+        except BaseException as error:  # an exit, too: the broker waits for an answer
             link.tell({"t": "failed_to_leave", "pool": pool, "error": repr(error)[:400]})
             raise
         self._away.add(pool)
@@ -319,7 +319,7 @@ class Job:
             self._is_hook_running = True
         try:
             self._offload(pool)
-        except BaseException as error:
+        except BaseException as error:  # this thread has no caller that would see it
             self._hook_error = error  # raised by the next phase, in the program's own thread
         finally:
             with self._changed:

@@ -76,7 +76,7 @@ class TorchOffload:
                     for tensor in tensors:
                         tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
                 freed_bytes += size
-        except BaseException:
+        except BaseException:  # an interrupt, too, must not leave half a model away
             self.onload()
             raise
         if _has_cuda():

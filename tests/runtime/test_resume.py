@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import math
 import os
 import resource
 import shutil
@@ -26,13 +27,21 @@ from rlmux.engines import checkpoint
 from rlmux.policies import make_policy
 from rlmux.report.codec import encode
 from rlmux.report.log import LogReader
-from rlmux.runtime import local
+from rlmux.runtime import local, worker_backend
 from rlmux.runtime.local import SharedMemoryFolder
 from rlmux.runtime.memory import with_machine_memory
 from rlmux.runtime.run import resume_pipelines, run_pipelines
 from rlmux.runtime.workplace import WorkerOptions
 
 STEPS = 5
+
+
+@pytest.fixture(scope="module", autouse=True)
+def patient():
+    """No pipeline passes another one that waits for its user code: on a busy machine it would be over too early."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker_backend, "USER_CODE_PATIENCE_S", math.inf)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -282,7 +291,7 @@ def test_state_is_a_fold_over_the_log(real, pair, undisturbed, stopped, tmp_path
                         break
                     expected.append(encode(after.value))
                 assert [encode(action) for action in scheduler.handle(entry.value)] == expected
-    query = scheduler.query  # on a busy machine one may have finished before the other's third step: it is not resumed
+    query = scheduler.query
     assert {query.status(name) for name in query.pipelines()} == {PipelineStatus.FINISHED}
 
 

@@ -41,7 +41,7 @@ class PermitBackend:
         return self._clock.now_s()
 
     def add_pipeline(self, submission: Submission) -> None:
-        raise NotImplementedError("programs join a broker by themselves")
+        raise TypeError(f"a broker takes no pipeline ({submission.pipeline.id}): programs join it by themselves")
 
     def execute(self, action: Action) -> None:
         match action:

@@ -79,7 +79,7 @@ def _complaint_about_task(config: TrainingConfig, vocabulary: Vocabulary) -> str
         score = task.score(prompt, prompt.answer or "")
     except UserError:
         raise
-    except Exception as error:
+    except Exception as error:  # the user's task may raise anything
         return f"task.name: {config.task.name} raised {plugins.described(error)}"
     if isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score):
         return f"task.name: {config.task.name}: its score of prompt 0 is {score!r}; accepted: a finite number"

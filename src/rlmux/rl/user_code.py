@@ -60,7 +60,7 @@ def call_each(
                     results.append(call())
                     ring_after(0)
                 on_answer()
-    except BaseException:
+    except BaseException:  # the alarm and an interrupt, too: coroutines that are never awaited would warn
         for result in results:
             if inspect.iscoroutine(result):
                 result.close()
@@ -101,7 +101,7 @@ def load_callable(key: str, spec: str, kind: str) -> Callable[..., Any]:
         raise UserError(
             f"{key}: no module {module_name!r} beside the spec file, in the working folder or installed"
         ) from None
-    except Exception as error:
+    except Exception as error:  # the user's module may raise anything
         raise UserError(f"{key}: importing {module_name!r} raised {type(error).__name__}: {error}") from error
     found = getattr(module, name, None)
     if not callable(found):
@@ -143,7 +143,7 @@ class PendingCalls(Generic[K]):
                 ring_after(self._limit_s + _GRACE_S)
                 self._loop.run_until_complete(_wait_for_some([task for _, task in self._tasks.values()], patience_s))
             done = {key: task.result() for key, (_, task) in self._tasks.items() if task.done()}
-        except BaseException:
+        except BaseException:  # the alarm and an interrupt, too, end the tasks that are under way
             self._close()
             raise
         for key in done:
@@ -176,7 +176,7 @@ def _failures_named(name: str, limit_s: float) -> Iterator[None]:
         raise _out_of_time(name, limit_s) from None
     except RlmuxError:
         raise
-    except Exception as error:
+    except Exception as error:  # the user's code may raise anything
         raise PipelineError(f"{name} raised {_one_line(error)}") from error
 
 
@@ -228,7 +228,7 @@ async def _limited(name: str, awaitable: Awaitable[Any], limit_s: float) -> Any:
             return await awaitable
     except RlmuxError:
         raise
-    except Exception as error:
+    except Exception as error:  # as above
         if timer.expired():
             raise _out_of_time(name, limit_s) from None
         raise PipelineError(f"{name} raised {_one_line(error)}") from error

@@ -107,7 +107,7 @@ def _prepare(folder: Path, *, is_overwriting: bool) -> FolderLock:
             _empty(folder, is_overwriting=is_overwriting)
             lock.sign()
             (folder / _TABLE).write_text("{}", encoding="utf-8")
-        except BaseException:
+        except BaseException:  # an interrupt, too: a lock that nothing releases would keep the folder
             lock.release()
             raise
     except OSError as error:

@@ -130,7 +130,7 @@ class ModelHost:
                     self._receive(worker)
                 self._take_commands()
                 self._fire_timers()
-        except BaseException as error:
+        except BaseException as error:  # those that wait for this thread are told why it ended
             self.failure = error
             raise
         finally:

@@ -69,7 +69,7 @@ def serve(report: int) -> None:
         for index, config in enumerate(pickle.load(sys.stdin.buffer)):
             complaint = complaint_about(config, partial(_tell_key, tell, index))
             tell(index=index, complaint=complaint)
-    except Exception:
+    except Exception:  # a fault of ours: the parent raises it, this process has no stderr to print it on
         tell(crash=traceback.format_exc())
     os._exit(0)  # whatever the user's code left running ends here
 

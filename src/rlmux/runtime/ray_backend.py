@@ -79,7 +79,7 @@ def ray_backend(
         driver_id = ray.get_runtime_context().get_node_id()
         fork_servers = ForkServers(probes, here=[driver_id, *ids_here] if is_sharing_memory else [driver_id])
         workplace = RayActors(cluster, nodes, cores, gpus, fork_servers, memory, deliveries)
-    except BaseException:
+    except BaseException:  # an interrupt, too, must not leave a cluster that nothing uses
         ray.shutdown()
         raise
     return WorkerBackend(cluster, folder, workplace, memory.path, options=options, start_s=start_s)

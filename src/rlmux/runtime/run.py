@@ -258,16 +258,23 @@ def drive(
         if run_api is not None:
             run_api.close()
         backend.close()
-        with contextlib.suppress(OSError, LogError):  # where the disk is full, what was committed before stands
-            metrics.close()
-            log.note(
-                "end",
-                backend.now_s(),
-                pipelines={name: dict(fields) for name, fields in endings.by_pipeline.items()},
-                control_s=controller.control_s,
-            )
-            log.commit()
+        _write_end(log, backend.now_s(), metrics, endings.by_pipeline, controller.control_s)
     return RunResult(folder=folder, summary=write_report(folder), is_complete=is_complete)
+
+
+def _write_end(
+    log: RunLog,
+    now_s: float,
+    metrics: MetricsWriter,
+    ended: Mapping[PipelineId, Mapping[str, Any]],
+    control_s: float,
+) -> None:
+    """Note that the process ended on purpose. Where the disk is full, what was committed before stands."""
+    with contextlib.suppress(OSError, LogError):
+        metrics.close()
+        pipelines = {name: dict(fields) for name, fields in ended.items()}
+        log.note("end", now_s, pipelines=pipelines, control_s=control_s)
+        log.commit()
 
 
 def _with_resume_hint(folder: Path, problem: str) -> str:

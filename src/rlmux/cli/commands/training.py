@@ -53,22 +53,16 @@ def run(
     inputs.check_backend(backend)
     spec = inputs.load_for_run(file, sets, policy)
     with folders.chosen(out, f"{Path(file).stem}-{spec.policy}") as folder:
-        from rlmux.cli.live import Live
-        from rlmux.runtime import launch
-
-        chosen, estimate_switch = inputs.policy_and_switches(spec, profile)
-        with Live(spec, is_quiet=json) as live:
-            result = launch.start_run(
-                spec,
-                folder,
-                policy=chosen,
-                estimate_switch=estimate_switch,
-                listeners=[live],
-                is_overwriting=overwrite,
-                is_kept_open=keep_open,
-                backend=backend,
-                address=address,
-            )
+        result = _start(
+            spec,
+            folder,
+            profile=profile,
+            backend=backend,
+            address=address,
+            is_quiet=json,
+            is_overwriting=overwrite,
+            is_kept_open=keep_open,
+        )
         _end(result, json)
 
 
@@ -97,28 +91,48 @@ def compare(
     names = inputs.policy_names(policies)
     spec = inputs.load_for_run(file, sets, None)
     from rlmux.cli import tables
-    from rlmux.cli.live import Live
-    from rlmux.runtime import comparison, launch
+    from rlmux.runtime import comparison
 
     def start(one: Spec, into: Path) -> RunResult:
         if not json:
             place = f"{names.index(one.policy) + 1} of {len(names)}"
             typer.echo(f"rlmux: policy {one.policy} ({place})", err=True)
-        chosen, estimate_switch = inputs.policy_and_switches(one, profile)
-        with Live(one, is_quiet=json) as live:
-            return launch.start_run(
-                one,
-                into,
-                policy=chosen,
-                estimate_switch=estimate_switch,
-                listeners=[live],
-                backend=backend,
-                address=address,
-            )
+        return _start(one, into, profile=profile, backend=backend, address=address, is_quiet=json)
 
     with folders.chosen(out, f"{Path(file).stem}-compare") as folder:
         table = comparison.run_each(spec, names, folder, start, is_overwriting=overwrite)
     tables.show_comparison(table, as_json=json)
+
+
+def _start(
+    spec: Spec,
+    folder: Path,
+    *,
+    profile: Path | None,
+    backend: str,
+    address: str | None,
+    is_quiet: bool,
+    is_overwriting: bool = False,
+    is_kept_open: bool = False,
+) -> RunResult:
+    """Train a file's pipelines in a new folder, and show how it goes."""
+    from rlmux.cli import inputs
+    from rlmux.cli.live import Live
+    from rlmux.runtime import launch
+
+    chosen, estimate_switch = inputs.policy_and_switches(spec, profile)
+    with Live(spec, is_quiet=is_quiet) as live:
+        return launch.start_run(
+            spec,
+            folder,
+            policy=chosen,
+            estimate_switch=estimate_switch,
+            listeners=[live],
+            is_overwriting=is_overwriting,
+            is_kept_open=is_kept_open,
+            backend=backend,
+            address=address,
+        )
 
 
 def resume(
