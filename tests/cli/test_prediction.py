@@ -134,3 +134,20 @@ def test_a_plan_counts_the_base_of_adapters_once(rlmux, files):
     assert f"base {base['base']}: {base['gb']:.3f} GB of host memory, once for a, b" in said.out
     (files / "plan.yaml").write_text(PLAN)
     assert json.loads(rlmux("plan", "plan.yaml", "--json").out)["bases"] == []
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ((), "nothing would change; accepted: FILE, --add N --like NAME, --remove, --policy or --set"),
+        (("--add", "3"), "--add and --like go together, such as --add 40 --like NAME"),
+        (("--set", "pipelines.0.steps=3"), "accepted: keys of the cluster, such as cluster.pools.rollout.devices=2"),
+        (("--policy", "rolmux"), "--policy 'rolmux': nearest: rollmux; accepted: "),
+        (("--remove", "a"), "runs/none: no such folder; accepted: the folder of a run"),
+    ],
+)
+def test_a_question_that_cannot_be_answered_is_one_line(rlmux, folder, words, said):
+    answer = rlmux("whatif", "runs/none", *words)
+    assert answer.code == 2
+    assert said in answer.err
+    assert answer.err.count("\n") == 1

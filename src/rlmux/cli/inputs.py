@@ -39,6 +39,11 @@ def load_for_submission(file: str, sets: Sequence[str] | None, run: Spec) -> Spe
     return _load(file, sets, None, Purpose.RUN, cluster_of=run)
 
 
+def load_for_question(file: str, run: Spec) -> Spec:
+    """The file's pipelines, with all that simulating them on the run's cluster needs checked."""
+    return _load(file, None, None, Purpose.PLAN, cluster_of=run)
+
+
 def load_for_broker(file: str, sets: Sequence[str] | None, policy: str | None) -> BrokerSpec:
     """A broker's file."""
     from rlmux.config.broker_file import load_broker_spec
@@ -57,7 +62,7 @@ def _load(
     from rlmux.runtime.preflight import complaints_about
 
     if policy is not None:
-        _check_policy("--policy", policy)
+        check_policy("--policy", policy)
     spec = load_spec(
         file,
         overrides=sets or (),
@@ -83,7 +88,7 @@ def policy_names(text: str) -> tuple[str, ...]:
     """The names of a comma-separated list, each of them a policy, none twice."""
     names = tuple(name.strip() for name in text.split(",") if name.strip())
     for name in names or ("",):
-        _check_policy("--policies", name)
+        check_policy("--policies", name)
     return tuple(dict.fromkeys(names))
 
 
@@ -97,7 +102,7 @@ def seed_numbers(text: str) -> tuple[int, ...]:
     raise UserError(f"--seeds {text!r}: accepted: how many, from 1, or the first and the last of them, such as 20-24")
 
 
-def _check_policy(option: str, name: str) -> None:
+def check_policy(option: str, name: str) -> None:
     """Raises UserError for a name that is neither built in nor a plug-in's, whose module is looked for here too."""
     from rlmux.policies import POLICIES
 

@@ -183,8 +183,8 @@ def header(spec: Spec) -> Mapping[str, Any]:
     return {"source": spec.source, "resolved": spec.resolved}
 
 
-def spec_of(folder: Path) -> Spec:
-    """The file that began a run, as its log keeps it, with the policy of the run.
+def spec_of(folder: Path, overrides: Sequence[str] = ()) -> Spec:
+    """The file that began a run, as its log keeps it, with the policy of the run, and with KEY=VALUE laid over it.
 
     Raises UserError where the log keeps none.
     """
@@ -193,7 +193,12 @@ def spec_of(folder: Path) -> Spec:
     written = header.get("spec") or {}
     if "resolved" not in written:
         raise UserError(f"{folder}: its log keeps no file to resume from; accepted: a folder that `rlmux run` made")
-    spec = parse_spec(written["resolved"], source=f"{folder} ({written['source']})", folder=folder.absolute())
+    spec = parse_spec(
+        written["resolved"],
+        source=f"{folder} ({written['source']})",
+        folder=folder.absolute(),
+        overrides=overrides,
+    )
     return replace(spec, policy=str(header["policy"]))
 
 

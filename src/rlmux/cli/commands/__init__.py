@@ -1,6 +1,6 @@
 """Every command: its words, the function of another room that does the work, and the display of what came out.
 
-training      run, compare, resume, chaos                      prediction    simulate, plan, reproduce
+training      run, compare, resume, chaos                      prediction    simulate, plan, whatif, reproduce
 runs          report, submit, cancel, status, logs, verify     machine       doctor, profile, version
 sharing       broker, serve
 
@@ -35,6 +35,7 @@ for _command in (
     serving.serve,
     prediction.simulate,
     prediction.plan,
+    prediction.whatif,
     runs.report,
     training.resume,
     sharing.broker,

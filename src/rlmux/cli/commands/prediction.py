@@ -1,4 +1,4 @@
-"""Commands that train nothing: simulate, plan, reproduce."""
+"""Commands that train nothing: simulate, plan, whatif, reproduce."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rlmux.cli.commands.options import File, Json, Pictures, PolicyName, PolicyNames, Sets
+from rlmux.cli.commands.options import File, Folder, Json, Pictures, PolicyName, PolicyNames, Sets
 
 
 def simulate(
@@ -81,6 +81,41 @@ def plan(file: File, policy: PolicyName = None, sets: Sets = None, json: Json = 
     planned["memory"] = memory_rows.memory_of(spec)
     tables.show_plan(planned, as_json=json)
     return tables.exit_code_of_plan(planned)
+
+
+def whatif(
+    folder: Folder,
+    file: Annotated[
+        str | None, typer.Argument(metavar="FILE", help="YAML file whose pipelines would be submitted now.")
+    ] = None,
+    add: Annotated[int | None, typer.Option("--add", min=1, help="So many more pipelines like --like.")] = None,
+    like: Annotated[
+        str | None, typer.Option("--like", metavar="NAME", help="The pipeline of the run that --add takes.")
+    ] = None,
+    remove: Annotated[
+        list[str] | None, typer.Option("--remove", metavar="NAME", help="Cancel this pipeline; may be repeated.")
+    ] = None,
+    policy: Annotated[str | None, typer.Option("--policy", help="Another policy would decide.")] = None,
+    sets: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="KEY=VALUE", help="Another cluster; may be repeated."),
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Predict the rest of a run that goes on: as it is, and with a change.
+
+    Simulates what is left of each pipeline from its measured steps. Nothing of the run changes.
+
+    \b
+    Example: rlmux whatif runs/demo --add 40 --like sort
+             rlmux whatif runs/demo --set cluster.pools.rollout.devices=2
+    """
+    from rlmux.cli import what_if
+
+    result = what_if.answer(
+        folder, file=file, like=like, number=add, removed=remove or (), policy=policy, sets=sets or ()
+    )
+    what_if.show(result, as_json=json)
 
 
 def reproduce(

@@ -64,7 +64,10 @@ class RecordedSeconds(TrueSeconds):
     def shard(self, step: int, index: int, num_devices: int) -> Work:
         if not self.rollouts:
             return TrueSeconds.shard(self, step, index, num_devices)  # a dataclass with slots has no super()
-        return self.rollouts.get(step, self.rollouts[max(self.rollouts)]).shard(index, num_devices)
+        if step not in self.rollouts:  # any of those that are known, each as often as the others
+            steps = tuple(self.rollouts)
+            step = steps[step % len(steps)]
+        return self.rollouts[step].shard(index, num_devices)
 
 
 def recorded_workload(folder: str | Path, neighbours: Neighbours | None = None) -> Workload:
@@ -101,6 +104,11 @@ def recorded_workload(folder: str | Path, neighbours: Neighbours | None = None) 
         about=about,
         neighbours=neighbours,
     )
+
+
+def recorded_arrival(record: PipelineRecord, orders: Sequence[OrderRecord]) -> Arrival:
+    """A pipeline with what these orders of it took; steps that they do not have take the mean."""
+    return _arrival(record, orders, _switch_seconds(orders), {})
 
 
 def _cluster(timeline: Timeline) -> Cluster:

@@ -1,0 +1,103 @@
+"""`rlmux whatif`: the words of a question as a change of a run, and its answer as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rlmux.cli import inputs, tables
+from rlmux.core.errors import UserError
+
+
+def answer(
+    run: Path,
+    *,
+    file: str | None,
+    like: str | None,
+    number: int | None,
+    removed: Sequence[str],
+    policy: str | None,
+    sets: Sequence[str],
+) -> dict[str, Any]:
+    """What is left of the run, now and with the change. Raises UserError."""
+    from rlmux.runtime import folders, launch
+    from rlmux.sim.what_if import Change, what_if
+    from rlmux.sim.workloads.ongoing import ongoing
+
+    if (number is None) != (like is None):
+        raise UserError("--add and --like go together, such as --add 40 --like NAME")
+    if not (file or number or removed or policy or sets):
+        raise UserError("nothing would change; accepted: FILE, --add N --like NAME, --remove, --policy or --set")
+    for given in sets:
+        if not given.startswith("cluster."):
+            raise UserError(f"--set {given}: accepted: keys of the cluster, such as cluster.pools.rollout.devices=2")
+    if policy is not None:
+        inputs.check_policy("--policy", policy)
+    folders.check_run(run)
+    spec = launch.spec_of(run)
+    now = ongoing(run, spec.cluster)
+    added = [] if number is None or like is None else now.like(like, number)
+    if file is not None:
+        added += inputs.workload_of(inputs.load_for_question(file, spec)).arrivals
+    change = Change(
+        added=added,
+        removed=removed,
+        policy=policy,
+        cluster=launch.spec_of(run, sets).cluster if sets else None,
+    )
+    return what_if(now, change)
+
+
+def show(result: dict[str, Any], *, as_json: bool) -> None:
+    """One row for each figure, one for each pipeline; now, then, and the difference."""
+    if as_json:
+        tables.print_json(result)
+        return
+    now, then = result["now"], result["then"]
+    print(f"{result['run']}, {result['about']}\n")
+    tables.print_rows(
+        [
+            {"": what, "now": now[key], "then": then[key], "change": _difference(now[key], then[key])}
+            for what, key in (
+                ("all ended in s", "makespan_s"),
+                ("slowdown, mean", "mean_step_slowdown"),
+                ("slowdown, largest", "max_step_slowdown"),
+                ("queued s, mean", "mean_queue_s"),
+                ("SLOs kept", "slo_attainment"),
+                ("$", "cost_usd"),
+                ("$ per hour", "cost_usd_per_hour"),
+            )
+            if now[key] or then[key]
+        ]
+    )
+    print()
+    names = dict.fromkeys([*now["pipelines"], *then["pipelines"]])
+    tables.print_rows([_row(name, now["pipelines"].get(name), then["pipelines"].get(name)) for name in names])
+    for name, one in then["pipelines"].items():
+        if one["refused"]:
+            print(f"{name}: {one['refused']}")
+    for note in result["notes"]:
+        print(f"note: {note}")
+
+
+def _row(name: str, now: dict[str, Any] | None, then: dict[str, Any] | None) -> dict[str, Any]:
+    ends_now, ends_then = (None if side is None else side["ends_s"] for side in (now, then))
+    return {
+        "pipeline": name,
+        "ends in s": ends_now,
+        "then": ends_then,
+        "later by": _difference(ends_now, ends_then),
+        "slowdown": now and now["step_slowdown"],
+        "slowdown then": then and then["step_slowdown"],
+        "queued s": then and then["queue_s"],
+        "SLO": "" if then is None or then["slo_slowdown"] == float("inf") else _SLO[then["keeps_slo"]],
+        "": "refused" if then and then["refused"] else "new" if now is None else "gone" if then is None else "",
+    }
+
+
+_SLO = {True: "kept", False: "missed"}
+
+
+def _difference(now: float | None, then: float | None) -> float | None:
+    return None if now is None or then is None else then - now

@@ -1,0 +1,79 @@
+"""What would change if ... : what is left of a run, simulated as it is and with a change, side by side.
+
+Ongoing ─▶ Workload ──────────────▶ simulate ─▶ now  ─┐
+              └─ add, remove, policy, cluster ─▶ then ─┴▶ table of both
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from rlmux.core.errors import UserError
+from rlmux.core.model import Cluster
+from rlmux.sim.metrics import SimResult
+from rlmux.sim.sweep import SimRun, sweep
+from rlmux.sim.workloads.arrivals import Arrival, Workload
+from rlmux.sim.workloads.ongoing import Ongoing
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """What is to be different."""
+
+    added: Sequence[Arrival] = ()
+    removed: Sequence[str] = ()
+    policy: str | None = None
+    cluster: Cluster | None = None
+
+    def applied_to(self, workload: Workload) -> Workload:
+        """Raises UserError for a name that is taken, or that is not there."""
+        there = [str(arrival.pipeline.id) for arrival in workload.arrivals]
+        for name in self.removed:
+            if name not in there:
+                raise UserError(f"--remove {name}: not a pipeline that goes on; accepted: {', '.join(there)}")
+        for arrival in self.added:
+            if arrival.pipeline.id in there:
+                raise UserError(f"pipeline {arrival.pipeline.id}: the run has one of this name; accepted: another name")
+        kept = [arrival for arrival in workload.arrivals if arrival.pipeline.id not in self.removed]
+        return replace(workload, arrivals=(*kept, *self.added), cluster=self.cluster or workload.cluster)
+
+
+def what_if(run: Ongoing, change: Change) -> dict[str, Any]:
+    """Figures of what is left of the run, now and then; times are seconds from the log's last moment on.
+
+    {"run", "at_s", "about", "notes", "now": SIDE, "then": SIDE}
+    SIDE = {"policy", figures as in `simulate --json`,
+            "pipelines": {name: {"ends_s", "queue_s", "step_slowdown", "slo_slowdown", "keeps_slo", "refused"}}}
+    """
+    policies = run.policy, change.policy or run.policy
+    workloads = run.left, change.applied_to(run.left)
+    results = sweep([SimRun(workload=one, policy=policy) for one, policy in zip(workloads, policies, strict=True)])
+    now, then = (_side(result) for result in results)
+    return {
+        "run": run.left.name,
+        "at_s": run.at_s,
+        "about": run.left.about,
+        "notes": list(run.left.notes),
+        "now": now,
+        "then": then,
+    }
+
+
+def _side(result: SimResult) -> dict[str, Any]:
+    return {
+        "policy": result.policy,
+        **result.figures(),
+        "pipelines": {
+            str(one.pipeline): {
+                "ends_s": one.left_s,
+                "queue_s": one.queue_s,
+                "step_slowdown": one.step_slowdown,
+                "slo_slowdown": one.slo_slowdown,
+                "keeps_slo": one.keeps_slo,
+                "refused": one.refused,
+            }
+            for one in result.pipelines
+        },
+    }

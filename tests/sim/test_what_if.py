@@ -1,0 +1,115 @@
+"""A question about a run that goes on is answered by what then happens, to within a step of each pipeline."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from rlmux.core.errors import UserError
+from rlmux.core.model import Cluster, Phase, PhaseSeconds, Pipeline, PipelineId, Pool, Stage
+from rlmux.policies import make_policy
+from rlmux.report.log import RunLog, run_header
+from rlmux.sim.simulator import simulate
+from rlmux.sim.what_if import Change, what_if
+from rlmux.sim.workloads.arrivals import Arrival, Workload
+from rlmux.sim.workloads.ongoing import Ongoing, ongoing
+from rlmux.sim.world import SwitchSeconds, TrueSeconds
+
+CLUSTER = Cluster(pools={phase.value: Pool(name=phase.value, phase=phase, num_nodes=1) for phase in list(Phase)[:2]})
+SWITCH = SwitchSeconds(cold_rollout_s=2.0, cold_train_s=3.0, warm_rollout_s=0.1, warm_train_s=0.2)
+STEP_S = 9.0
+"""Solo seconds of a step of the longer pipeline."""
+CUT_S = 100.0
+
+
+def arrival(name: str, rollout_s: float, train_s: float, submit_s: float = 0.0, **changes) -> Arrival:
+    world = TrueSeconds(by_stage={Stage.GENERATE: rollout_s, Stage.UPDATE: train_s, Stage.PUBLISH: 0.1})
+    pipeline = Pipeline(id=PipelineId(name), num_steps=30, stages=tuple(world.by_stage), **changes)
+    return Arrival(submit_s=submit_s, pipeline=pipeline, world=world, switch=SWITCH)
+
+
+PAIR = (arrival("long", 6.0, 3.0), arrival("short", 4.0, 2.0))
+
+
+def ends_of(
+    arrivals: tuple[Arrival, ...], policy: str, folder: Path | None = None, cut_s: float = CUT_S
+) -> dict[str, float]:
+    """When each pipeline ends; with a folder, a log that stops at `cut_s` goes there."""
+    workload = Workload(name="pair", cluster=CLUSTER, arrivals=arrivals)
+    if folder is None:
+        result = simulate(workload, make_policy(policy))
+    else:
+        with RunLog.create(folder, run_header(policy=policy, backend="local", cluster=CLUSTER)) as log:
+
+            def write(event, actions) -> None:
+                if event.time_s <= cut_s:
+                    log.append_event(event)
+                    log.append_actions(actions)
+
+            result = simulate(workload, make_policy(policy), observer=write)
+    return {str(one.pipeline): one.left_s or 0.0 for one in result.pipelines}
+
+
+def cut_run(folder: Path, policy: str = "rollmux") -> Ongoing:
+    ends_of(PAIR, policy, folder)
+    return ongoing(folder, CLUSTER)
+
+
+@pytest.mark.parametrize("policy", ["rollmux", "fifo"])
+def test_the_rest_of_a_run_ends_when_it_would(tmp_path, policy):
+    truth = ends_of(PAIR, policy)
+    run = cut_run(tmp_path, policy)
+    said = what_if(run, Change())["now"]["pipelines"]
+    for name, end_s in truth.items():
+        assert run.at_s + said[name]["ends_s"] == pytest.approx(end_s, abs=2 * STEP_S), name
+
+
+def test_a_pipeline_that_is_added_ends_when_it_would_and_holds_up_the_others_as_it_would(tmp_path):
+    truth = ends_of((*PAIR, replace(arrival("long-2", 6.0, 3.0), submit_s=CUT_S)), "rollmux")
+    run = cut_run(tmp_path)
+    answer = what_if(run, Change(added=run.like("long", 1)))
+    assert set(answer["then"]["pipelines"]) == {"long", "short", "long-2"}
+    for name, end_s in truth.items():
+        assert run.at_s + answer["then"]["pipelines"][name]["ends_s"] == pytest.approx(end_s, abs=3 * STEP_S), name
+    assert answer["then"]["pipelines"]["short"]["ends_s"] > answer["now"]["pipelines"]["short"]["ends_s"] + STEP_S
+
+
+def test_without_a_neighbour_or_with_more_devices_a_pipeline_ends_earlier(tmp_path):
+    run = cut_run(tmp_path)
+    more = Cluster(pools={name: replace(pool, num_nodes=2) for name, pool in CLUSTER.pools.items()})
+    for change in (Change(removed=["long"]), Change(cluster=more, policy="solo")):
+        answer = what_if(run, change)
+        ends = [answer[side]["pipelines"]["short"]["ends_s"] for side in ("now", "then")]
+        assert ends[1] < ends[0] - STEP_S
+    assert answer["then"]["policy"] == "solo"
+
+
+def test_names_that_are_not_there_or_taken_are_refused(tmp_path):
+    run = cut_run(tmp_path)
+    with pytest.raises(UserError, match="--like nobody: not a pipeline that goes on; accepted: long, short"):
+        run.like("nobody", 1)
+    with pytest.raises(UserError, match="--remove nobody: not a pipeline that goes on; accepted: long, short"):
+        what_if(run, Change(removed=["nobody"]))
+    with pytest.raises(UserError, match="pipeline long: the run has one of this name"):
+        what_if(run, Change(added=[PAIR[0]]))
+
+
+def test_what_is_not_known_yet_is_left_out_with_a_note(tmp_path):
+    run = cut_run(tmp_path, "solo")  # the second has not begun
+    assert [str(each.pipeline.id) for each in run.left.arrivals] == ["long"]
+    assert run.left.notes == ("short is left out: it has ended no step yet, and its file has no estimate",)
+    estimated = arrival("short", 4, 2, estimate=PhaseSeconds(rollout_s=4, train_s=2))
+    ends_of((PAIR[0], estimated), "solo", tmp_path / "estimated")
+    assert len(ongoing(tmp_path / "estimated", CLUSTER).left.arrivals) == 2
+
+
+def test_a_run_of_which_nothing_is_known_or_nothing_left_is_refused(tmp_path):
+    begun, over = tmp_path / "begun", tmp_path / "over"
+    ends_of(PAIR[:1], "rollmux", begun, cut_s=1.0)
+    with pytest.raises(UserError, match="nothing to predict; long is left out: it has ended no step"):
+        ongoing(begun, CLUSTER)
+    ends_of(PAIR[:1], "rollmux", over, cut_s=1e9)
+    with pytest.raises(UserError, match="nothing to predict; all its pipelines are over"):
+        ongoing(over, CLUSTER)
