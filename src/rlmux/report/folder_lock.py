@@ -99,7 +99,7 @@ class FolderLock:
 def _in_use(folder: Path) -> str:
     """One line that names the process."""
     until_s = time.monotonic() + _SIGNATURE_S
-    while (owner := _living_owner(folder)) is None and time.monotonic() < until_s:
+    while (owner := living_owner(folder)) is None and time.monotonic() < until_s:
         time.sleep(_LOOK_EVERY_S)
     if owner is None:
         return f"{folder}: another process is writing here; accepted: another folder, or wait until that one has ended"
@@ -111,7 +111,7 @@ def _in_use(folder: Path) -> str:
     )
 
 
-def _living_owner(folder: Path) -> tuple[int, str] | None:
+def living_owner(folder: Path) -> tuple[int, str] | None:
     """(process id, host) of the signature; None where there is none, or only that of a process that was killed."""
     try:
         owner = json.loads((folder / OWNER_NAME).read_text(encoding="utf-8"))

@@ -1,0 +1,85 @@
+"""Intervals in columns: 50 bytes each, thousands to a row of the index.
+
+Interval ── Places ──▶ record of INTERVAL       device, pipeline, cause, stage are places in lists of names
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import numpy as np
+
+from rlmux.core.model import DeviceId, PipelineId, Stage
+from rlmux.report.follow import Placed
+from rlmux.report.intervals import Cause, Interval, Kind
+
+Array = np.ndarray[Any, Any]
+
+INTERVAL = np.dtype(
+    [
+        ("start_s", "<f8"),
+        ("end_s", "<f8"),
+        ("device", "<u2"),
+        ("pipeline", "<u2"),
+        ("step", "<u4"),
+        ("order", "<u4"),
+        ("fraction", "<f8"),
+        ("cause", "u1"),
+        ("kind", "u1"),
+        ("stage", "u1"),
+        ("lane", "u1"),
+        ("flags", "u1"),
+    ]
+)
+NO_PIPELINE, NO_STAGE = 65535, 255
+IS_OPEN, IS_FINAL = 1, 2
+"""Bits of `flags`: nothing in the log ends it; no later row changes it."""
+
+CAUSES, KINDS, STAGES = tuple(Cause), tuple(Kind), tuple(Stage)
+_CAUSE, _KIND, _STAGE = ({one: place for place, one in enumerate(names)} for names in (CAUSES, KINDS, STAGES))
+
+
+class Places:
+    """The lists that numbers are places in. They grow at the end only."""
+
+    def __init__(self, devices: Iterable[str] = (), pipelines: Iterable[str] = ()) -> None:
+        self._devices = {name: place for place, name in enumerate(devices)}
+        self._pipelines = {name: place for place, name in enumerate(pipelines)}
+
+    @property
+    def devices(self) -> list[str]:
+        return list(self._devices)
+
+    @property
+    def pipelines(self) -> list[str]:
+        return list(self._pipelines)
+
+    def device(self, device: DeviceId) -> int:
+        return self._devices.setdefault(str(device), len(self._devices))
+
+    def pipeline(self, pipeline: PipelineId | None) -> int:
+        if pipeline is None:
+            return NO_PIPELINE
+        return min(self._pipelines.setdefault(str(pipeline), len(self._pipelines)), NO_PIPELINE - 1)
+
+    def columns(self, placed: Sequence[Placed], *, is_final: bool) -> Array:
+        """Records of these intervals, in their order."""
+        flags = IS_FINAL if is_final else 0
+        return np.array([self._record(device, interval, flags) for device, interval in placed], INTERVAL)
+
+    def _record(self, device: DeviceId, interval: Interval, flags: int) -> tuple[float | int, ...]:
+        return (
+            interval.start_s,
+            interval.end_s,
+            self.device(device),
+            self.pipeline(interval.pipeline),
+            interval.step,
+            0 if interval.order is None else interval.order,
+            interval.device_fraction,
+            _CAUSE[interval.cause],
+            _KIND[interval.kind],
+            NO_STAGE if interval.stage is None else _STAGE[interval.stage],
+            min(interval.lane, 255),
+            flags | (IS_OPEN if interval.is_open else 0),
+        )

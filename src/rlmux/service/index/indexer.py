@@ -1,0 +1,239 @@
+"""Brings indexes up to date with their logs, in a process of its own.
+
+    run.db ──rows after the last──▶ Follower ──look──▶ index.db          one lane: LaneIndexer
+    lanes of a folder, by turns ──▶ what is wrong, a line of JSON each, on stdout         all: `main`
+
+The process ends when its standard input is closed: with the server that started it, however that one ends. A pass over
+a lane is followed by a pause of nine times its length, so that a lane takes at most a tenth of a core.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import sqlite3
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rlmux.core.errors import LogError
+from rlmux.core.model import PipelineId
+from rlmux.report.folder_lock import living_owner
+from rlmux.report.follow import Follower, Look
+from rlmux.report.history import without_collector
+from rlmux.report.log import Entry, LogReader
+from rlmux.service.index import rows
+from rlmux.service.index.columns import Places
+from rlmux.service.index.lanes import Root, log_signature
+from rlmux.service.index.store import IndexReader, IndexWriter, dumps
+
+_LOOK_EVERY_S = 0.3
+_PAUSE_PER_SECOND = 9.0
+_SCAN_EVERY_S = 10.0
+_FORGET_S = 60.0
+"""Seconds without a new row after which what was read of a run that does not go on is forgotten."""
+
+
+class LaneIndexer:
+    """The index of one run folder."""
+
+    def __init__(self, folder: Path, index: Path) -> None:
+        """Raises LogError for a log that cannot be read."""
+        self._folder = folder
+        self._log = LogReader(folder)
+        self._follower = Follower(self._log.header)
+        self._index = IndexWriter(index, str(self._log.header.get("run_id")))
+        self._places = Places(self._index.fact("devices") or (), self._index.fact("pipelines") or ())
+        self._is_first = True
+        self._seq = 0
+        self._is_going_on = False
+        self._sha256: dict[tuple[PipelineId, int], str] = {}
+        self._known: dict[str, dict[str, str]] = {"device": {}, "pipeline": {}}
+        """JSON of the rows as they were last written, by table and name."""
+
+    def close(self) -> None:
+        self._log.close()
+        self._index.close()
+
+    def catch_up(self) -> bool:
+        """Take in the log's new rows; returns whether there were any."""
+        signature = log_signature(self._folder)
+        is_going_on = living_owner(self._folder) is not None
+        before = self._seq
+        with without_collector():
+            for part in self._log.parts(after=self._seq):
+                self._follower.add(part)
+                self._seq = max(self._seq, part.seq)
+                if isinstance(part, Entry) and part.type == "step" and part.kind == "note":
+                    self._note_sha256(part.value)  # type: ignore[arg-type]
+        if self._seq == before and is_going_on == self._is_going_on and not self._is_first:
+            return False
+        self._is_going_on = is_going_on
+        look = self._follower.look()
+        with self._index.transaction():
+            self._write(look, signature)
+        self._is_first = False
+        return True
+
+    def _note_sha256(self, fields: dict[str, Any]) -> None:
+        found = rows.shas_of(fields)
+        if found is not None:
+            self._sha256[found[:2]] = found[2]
+
+    def _write(self, look: Look, signature: str) -> None:
+        was_closed = self._index.fact("open_from_s") is None and self._index.fact("seq")
+        if look.is_redone or self._is_first:
+            self._index.restart(with_rows=self._is_first)
+        elif was_closed:
+            self._index.set_facts(rev=self._index.fact("rev") + 1)  # what was said to be final goes on
+        for device, _ in [*look.settled, *look.open]:
+            self._places.device(device)
+        settled = self._places.columns(sorted(look.settled, key=lambda one: one[1].start_s), is_final=True)
+        is_final = not self._is_going_on and self._follower.history.is_over
+        opened = self._places.columns(look.open, is_final=is_final)
+        self._index.add_settled(settled)
+        self._index.set_open(opened)
+        settled_s = float(opened["start_s"].min()) if len(opened) else look.end_s
+        self._write_rows(look)
+        self._index.set_facts(
+            seq=self._seq,
+            signature=signature,
+            is_going_on=self._is_going_on,
+            start_s=look.start_s,
+            end_s=look.end_s,
+            open_from_s=None if is_final else settled_s,
+            changed_from_s=min(look.changed_from_s, settled_s),
+            devices=self._places.devices,
+            pipelines=self._places.pipelines,
+            spec=(self._log.header.get("spec") or {}).get("resolved"),
+        )
+        self._index.keep_tiles(look.start_s, settled_s, self._places)
+
+    def _write_rows(self, look: Look) -> None:
+        follower, index, seq = self._follower, self._index, self._seq
+        pipelines = rows.pipeline_rows(follower, is_going_on=self._is_going_on)
+        devices = rows.device_rows(follower, look)
+        index.set_facts(lane=rows.lane_row(follower, look, {name: row for name, (row, _) in pipelines.items()}))
+        index.set_rows(
+            "INSERT OR REPLACE INTO device VALUES (?, ?, ?, ?)",
+            [
+                (self._places.device(device), str(device), text, seq)
+                for device, row in devices.items()
+                if self._is_news("device", str(device), text := dumps(row))
+            ],
+        )
+        changed = []
+        for name, (row, detail) in pipelines.items():
+            text, more = dumps(row), dumps(detail)
+            if self._is_news("pipeline", name, text + more):
+                changed.append((self._places.pipeline(PipelineId(name)), name, text, more, seq))
+        index.set_rows("INSERT OR REPLACE INTO pipeline VALUES (?, ?, ?, ?, ?)", changed)
+        steps = []
+        for pipeline, its_steps in look.steps.items():
+            record = follower.history.pipelines[pipeline]
+            for step, published in its_steps.items():
+                sha256 = self._sha256.get((pipeline, step))
+                text_or_none = None if published is None else dumps(rows.step_row(published, record, sha256))
+                steps.append((pipeline, step, text_or_none, seq))
+        index.set_rows("INSERT OR REPLACE INTO step VALUES (?, ?, ?, ?)", steps)
+        index.set_rows(
+            "INSERT OR IGNORE INTO instant VALUES (?, ?)",
+            [(number, dumps(rows.instant_row(one))) for number, one in enumerate(follower.history.instants)],
+        )
+
+    def _is_news(self, table: str, name: str, text: str) -> bool:
+        is_news = self._known[table].get(name) != text
+        self._known[table][name] = text
+        return is_news
+
+
+def is_up_to_date(folder: Path, index: Path) -> bool:
+    """Whether an index that this version made has all of a log that no process goes on with."""
+    try:
+        with IndexReader(index) as reader:
+            stamp = str(reader.facts.get("stamp", ""))
+            is_same = reader.facts.get("signature") == log_signature(folder) and not reader.facts.get("is_going_on")
+        with LogReader(folder) as log:
+            is_own = stamp == IndexWriter.stamp_of(str(log.header.get("run_id")))
+    except (LogError, ValueError):
+        return False
+    return is_same and is_own and living_owner(folder) is None
+
+
+class _Lane:
+    """One folder, and when it is looked at again."""
+
+    def __init__(self, folder: Path, index: Path) -> None:
+        self.folder, self.index = folder, index
+        self.indexer: LaneIndexer | None = None
+        self.due_s = 0.0
+        self.quiet_s = 0.0
+        self.signature = ""
+        self.trouble: str | None = None
+
+    def look(self) -> None:
+        """Bring the index up to date where the log has changed. Says on stdout what is wrong, and when it is well."""
+        begun_s = time.monotonic()
+        try:
+            self._catch_up(begun_s)
+            self._say(None)
+        except (LogError, sqlite3.Error, OSError) as error:
+            self._say(f"{self.folder.name}: the index is not up to date: {error}")
+            self.forget()
+            self.due_s = time.monotonic() + _SCAN_EVERY_S
+            return
+        self.due_s = time.monotonic() + max(_LOOK_EVERY_S, _PAUSE_PER_SECOND * (time.monotonic() - begun_s))
+
+    def _catch_up(self, now_s: float) -> None:
+        state = f"{log_signature(self.folder)} {living_owner(self.folder)} {self.index.is_file()}"
+        if state == self.signature:
+            if self.indexer is not None and now_s - self.quiet_s > _FORGET_S and living_owner(self.folder) is None:
+                self.forget()
+            return
+        if self.indexer is not None and not self.index.is_file():
+            self.forget()
+        if self.indexer is None:
+            if is_up_to_date(self.folder, self.index):
+                self.signature = state
+                return
+            self.indexer = LaneIndexer(self.folder, self.index)
+        self.indexer.catch_up()
+        self.quiet_s = time.monotonic()
+        self.signature = f"{log_signature(self.folder)} {living_owner(self.folder)} {self.index.is_file()}"
+
+    def forget(self) -> None:
+        if self.indexer is not None:
+            self.indexer.close()
+            self.indexer = None
+
+    def _say(self, trouble: str | None) -> None:
+        if trouble != self.trouble:
+            self.trouble = trouble
+            print(json.dumps({"folder": str(self.folder), "trouble": trouble}), flush=True)
+
+
+def main(root: Path, spare: Path) -> None:
+    """Index every lane of a folder until standard input is closed."""
+    os.nice(5)
+    np.seterr(all="raise", under="ignore")
+    lanes: dict[Path, _Lane] = {}
+    scan_s = 0.0
+    while True:
+        now_s = time.monotonic()
+        if now_s >= scan_s:
+            scan_s = now_s + _SCAN_EVERY_S
+            for folder, index in Root(root, spare).lanes().values():
+                lanes.setdefault(folder, _Lane(folder, index))
+        for lane in lanes.values():
+            if now_s >= lane.due_s:
+                lane.look()
+        if select.select([sys.stdin], [], [], _LOOK_EVERY_S)[0] and not sys.stdin.readline():
+            return
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

@@ -1,0 +1,172 @@
+"""The index of a run says what the report says, however it came about."""
+
+from __future__ import annotations
+
+import json
+import math
+import random
+from pathlib import Path
+
+import pytest
+from tests.log_script import AlternatingRun, LogScript, append
+
+from rlmux.report.api import read_timeline
+from rlmux.report.intervals import Interval, Kind
+from rlmux.report.log import LogReader, RunLog
+from rlmux.report.summary import step_times, summarize
+from rlmux.report.timeline import Timeline, exposed
+from rlmux.service.index.columns import CAUSES, KINDS, STAGES
+from rlmux.service.index.indexer import LaneIndexer, is_up_to_date
+from rlmux.service.index.store import FIRST_LEVEL, TILE_BUCKETS, IndexReader, remove_index
+from rlmux.service.index.tiles import LEVELS, planes, without_overlaps
+
+
+def index_of(folder: Path) -> Path:
+    indexer = LaneIndexer(folder, folder / "index.db")
+    indexer.catch_up()
+    indexer.close()
+    return folder / "index.db"
+
+
+def contents(index: Path) -> dict[str, list]:
+    """All that pages can see, but for the numbers that count changes."""
+    with IndexReader(index) as reader:
+        found = {
+            "device": reader.rows("SELECT place, name, json FROM device ORDER BY place"),
+            "pipeline": reader.rows("SELECT place, name, json, detail FROM pipeline ORDER BY place"),
+            "step": reader.rows("SELECT pipeline, step, json FROM step WHERE json IS NOT NULL"),
+            "instant": reader.rows("SELECT * FROM instant"),
+            "lane": [reader.facts["lane"]],
+            "intervals": reader.intervals(-math.inf, math.inf)[["start_s", "end_s", "device", "cause"]].tolist(),
+        }
+        for level in (0, 2, 5):
+            shown = reader.planes(level, 0, int(reader.facts["end_s"] / LEVELS[level]) + 1)
+            found[f"tiles {level}"] = [plane.tolist() for plane in shown]
+    return found
+
+
+def assert_is_report(index: Path, timeline: Timeline) -> None:
+    with IndexReader(index) as reader:
+        devices, pipelines = reader.facts["devices"], reader.facts["pipelines"]
+        for device, each in timeline.devices.items():
+            records = reader.intervals(-math.inf, math.inf)
+            own = records[records["device"] == devices.index(str(device))]
+            assert [as_interval(record.item(), pipelines) for record in own] == list(each.intervals)
+            assert_tiles(reader, devices.index(str(device)), list(each.intervals), each.num_lanes)
+            ((text,),) = reader.rows("SELECT json FROM device WHERE name = ?", str(device))
+            seconds = {str(kind): spent_s for kind, spent_s in each.seconds_by_kind.items()}
+            assert json.loads(text)["seconds"] == pytest.approx(seconds, rel=1e-12, abs=1e-12)
+        summary = summarize(timeline)
+        for name, steps in step_times(timeline).items():
+            found = [json.loads(text) for (text,) in reader.rows("SELECT json FROM step WHERE pipeline = ?", name)]
+            shown = [(step["step"], step["end_s"], step["seconds"], step["solo_s"]) for step in found]
+            assert shown == [(step.step, step.end_s, step.seconds, step.solo_s) for step in steps]
+            ((text,),) = reader.rows("SELECT json FROM pipeline WHERE name = ?", name)
+            row, expected = json.loads(text), summary["pipelines"][name]
+            same = ("tokens", "reward_first", "reward_last", "step_s_mean", "step_slowdown", "slo_slowdown", "promise")
+            assert {key: row[key] for key in same} == {key: expected[key] for key in same}
+        assert reader.facts["lane"]["control_overhead"] == pytest.approx(summary["control_overhead"], rel=1e-12)
+
+
+def as_interval(record: tuple, pipelines: list[str]) -> Interval:
+    start_s, end_s, _, pipeline, step, order, fraction, cause, kind, stage, lane, flags = record
+    return Interval(
+        start_s=start_s,
+        end_s=end_s,
+        kind=KINDS[kind],
+        cause=CAUSES[cause],
+        pipeline=None if pipeline == 65535 else pipelines[pipeline],
+        step=step,
+        stage=None if stage == 255 else STAGES[stage],
+        order=order or None,
+        device_fraction=fraction,
+        lane=lane,
+        is_open=bool(flags & 1),
+    )
+
+
+def assert_tiles(reader: IndexReader, device: int, intervals: list[Interval], num_lanes: int) -> None:
+    """Every bucket against sums made one by one."""
+    pieces = exposed(intervals) if num_lanes > 1 else intervals
+    end_s = max(piece.end_s for piece in pieces)
+    for level in range(FIRST_LEVEL - 1, 6):
+        width_s = LEVELS[level]
+        shown = reader.planes(level, 0, int(end_s / width_s) + 1)
+        for bucket in range(shown.busy.shape[1]):
+            sums = dict.fromkeys(Kind, 0.0)
+            for piece in pieces:
+                part_s = min(piece.end_s, (bucket + 1) * width_s) - max(piece.start_s, bucket * width_s)
+                sums[piece.kind] += max(0.0, part_s)
+            for kind in (Kind.BUSY, Kind.SWITCH, Kind.BUBBLE):
+                part = int(getattr(shown, kind.value)[device, bucket])
+                assert part == pytest.approx(255 * sums[kind] / width_s, abs=1.01), (level, bucket, kind)
+
+
+@pytest.fixture(scope="module")
+def script() -> LogScript:
+    return AlternatingRun(num_steps=40, failing="tools").script
+
+
+@pytest.fixture(scope="module")
+def folder(script: LogScript, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return script.write(tmp_path_factory.mktemp("run") / "demo")
+
+
+def test_every_interval_step_sum_and_bucket_is_the_reports(folder):
+    assert_is_report(index_of(folder), read_timeline(folder))
+
+
+def test_some_buckets_are_kept_and_give_what_intervals_give(folder):
+    with IndexReader(index_of(folder)) as reader:
+        (kept,) = reader.rows("SELECT count(*) FROM tile WHERE level = ?", FIRST_LEVEL)[0]
+        assert kept >= 2
+        num, width_s = (kept + 1) * TILE_BUCKETS, LEVELS[FIRST_LEVEL]
+        intervals = without_overlaps(reader.intervals(3 * width_s, (3 + num) * width_s))
+        asked, made = reader.planes(FIRST_LEVEL, 3, num), planes(intervals, FIRST_LEVEL, 3, num, 2)
+        assert [one.tolist() for one in asked] == [one.tolist() for one in made]
+
+
+def test_a_deleted_index_comes_back_equal(folder):
+    before = contents(index_of(folder))
+    remove_index(folder / "index.db")
+    assert contents(index_of(folder)) == before
+
+
+@pytest.mark.parametrize("damage", [b"", b"nonsense" * 1000])
+def test_a_damaged_index_is_made_again(folder, damage):
+    before = contents(index_of(folder))
+    remove_index(folder / "index.db")
+    (folder / "index.db").write_bytes(damage)
+    assert contents(index_of(folder)) == before
+
+
+def test_an_index_that_follows_a_log_equals_one_made_at_once(script, tmp_path):
+    log, chance = RunLog.create(tmp_path / "run", script.header), random.Random(0)
+    indexer, at = LaneIndexer(tmp_path / "run", tmp_path / "index.db"), 0
+    while at < len(script.rows):
+        end = at + chance.randrange(1, 200)
+        while end < len(script.rows) and script.rows[end].kind == "action":
+            end += 1
+        append(log, script.rows[at:end])
+        log.commit()
+        at = end
+        assert indexer.catch_up()
+        assert not indexer.catch_up(), "nothing is new"
+        assert_is_report(tmp_path / "index.db", read_timeline(tmp_path / "run"))
+    log.close()
+    indexer.catch_up()
+    indexer.close()
+    followed = contents(tmp_path / "index.db")
+    assert followed == contents(index_of(tmp_path / "run"))
+
+
+def test_an_index_is_up_to_date_until_its_log_grows(script, tmp_path):
+    folder = script.write(tmp_path / "run", len(script.rows) // 2)
+    index = index_of(folder)
+    with LogReader(folder):
+        pass
+    assert is_up_to_date(folder, index)
+    with RunLog.open(folder) as log:
+        append(log, script.rows[len(script.rows) // 2 :])
+    assert not is_up_to_date(folder, index)
+    assert_is_report(index_of(folder), read_timeline(folder))
