@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,6 +32,8 @@ from rlmux.runtime.local import LocalProcesses, assign_cores, assign_gpus, visib
 from rlmux.runtime.memory import with_footprint
 from rlmux.runtime.model_host import ModelHost
 from rlmux.runtime.run import RunResult, resume_pipelines, run_pipelines
+from rlmux.service.dashboard.app import Dashboard
+from rlmux.service.open_folder import LOOPBACK
 from rlmux.service.rollouts.routes import routes as rollout_routes
 from rlmux.service.server import Server
 from rlmux.service.tinker.front import TinkerFront
@@ -47,6 +49,9 @@ LEDGER = "tinker.db"
 TOKENIZERS = "tokenizers"
 """Folder with the tokenizers of new models."""
 _SWEEP_S = 1.0
+
+OnReady = Callable[[str, Dashboard | None], None]
+"""Gets the server's URL, and its pages where it has some."""
 
 
 def spec_of(folder: Path, policies: Sequence[str]) -> ServeSpec:
@@ -66,16 +71,19 @@ def serve(
     *,
     policy: Policy,
     address: tuple[str, int],
-    on_ready: Callable[[str], None],
+    on_ready: OnReady,
+    allowed_hosts: Collection[str] = (),
     is_resuming: bool = False,
 ) -> RunResult:
-    """Serve until Ctrl-C or SIGTERM. `on_ready`: gets the server's URL once it answers.
+    """Serve until Ctrl-C or SIGTERM. `on_ready`: gets the server's URL once it answers, and its pages.
+
+    An address that other machines reach has no pages: they would be read in the clear.
 
     Raises UserError, before anything is made, for an address or a folder that cannot be had.
     """
     server = Server(*address)
+    doors = Doors(spec, folder, server, allowed_hosts if address[0] in LOOPBACK else None)
     try:
-        doors = Doors(spec, folder, server)
         header = {"source": spec.source, "resolved": spec.resolved, "is_server": True}
         listener = _Starter(doors, on_ready)
         if is_resuming:
@@ -102,6 +110,8 @@ def serve(
         )
     finally:
         server.close()
+        if doors.dashboard is not None:
+            doors.dashboard.close()
 
 
 def _refuse(text: str, source: str) -> Sequence[Submission]:
@@ -111,7 +121,7 @@ def _refuse(text: str, source: str) -> Sequence[Submission]:
 class _Starter:
     """A listener that opens the doors with the controller's first tick: from then on events are taken."""
 
-    def __init__(self, doors: Doors, on_ready: Callable[[str], None]) -> None:
+    def __init__(self, doors: Doors, on_ready: OnReady) -> None:
         self._doors = doors
         self._on_ready = on_ready
         self._is_open = False
@@ -119,14 +129,17 @@ class _Starter:
     def update(self, now_s: float, events: object, actions: object, notes: object) -> None:
         if not self._is_open:
             self._is_open = True
-            self._on_ready(self._doors.open())
+            self._on_ready(self._doors.open(), self._doors.dashboard)
 
 
 class Doors:
     """The doors of one server, and what is behind them."""
 
-    def __init__(self, spec: ServeSpec, folder: Path, server: Server) -> None:
+    def __init__(self, spec: ServeSpec, folder: Path, server: Server, allowed_hosts: Collection[str] | None) -> None:
+        """`allowed_hosts`: names that browsers reach the pages by, beside the machine's own; None: no pages."""
         self.front = ForeignFront()
+        self.dashboard: Dashboard | None = None
+        self._allowed_hosts = allowed_hosts
         self._spec = spec
         self._folder = folder
         self._server = server
@@ -150,10 +163,14 @@ class Doors:
         self._server.mount(TINKER, routes(front, keys, host.reason))
         self._server.mount("", rollout_routes(front, keys, self._vocabularies))
         self._server.run_beside(lambda: _sweep(front, self._spec.serve.session_timeout_s))
+        if self._allowed_hosts is not None:
+            self.dashboard = Dashboard(self._folder, self._server, allowed_hosts=self._allowed_hosts)
         self._write_tokenizers()
         front.replay()
         self._server.start()
         host.start()  # last: what it answers goes to the server's loop
+        if self.dashboard is not None:
+            self.dashboard.start()
         return self._server.url
 
     def _write_tokenizers(self) -> None:

@@ -13,10 +13,12 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import uvicorn
 from fastapi import APIRouter, FastAPI
+from starlette.types import ASGIApp
 
 from rlmux.core.errors import UserError
 
 _START_LIMIT_S = 30.0
+_MAX_HEADER_BYTES = 16384
 
 
 class Server:
@@ -34,24 +36,37 @@ class Server:
             raise UserError(
                 f"--listen {host}:{port}: {error.strerror}; accepted: a free address of this machine"
             ) from None
-        self._host = host
+        self.host = host
         self._app = FastAPI(lifespan=self._lifespan, openapi_url=None)
         self._tasks: list[Callable[[], Awaitable[None]]] = []
         self._running: list[asyncio.Task[None]] = []
         self._is_started = threading.Event()
         self.loop: asyncio.AbstractEventLoop | None = None
-        config = uvicorn.Config(self._app, log_level="warning", access_log=False, timeout_graceful_shutdown=2)
-        self._server = uvicorn.Server(config)
+        self._outermost: ASGIApp = self._app
+        self._before_close: list[Callable[[], None]] = []
+        self._server: uvicorn.Server | None = None
         self._thread = threading.Thread(target=self._run, name="http", daemon=True)
 
     @property
     def url(self) -> str:
-        host = f"[{self._host}]" if ":" in self._host else self._host
-        return f"http://{host}:{self._socket.getsockname()[1]}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"http://{host}:{self.port}"
+
+    @property
+    def port(self) -> int:
+        return int(self._socket.getsockname()[1])
 
     def mount(self, path: str, router: APIRouter) -> None:
         """Put a door under a path; before `start`."""
         self._app.include_router(router, prefix=path)
+
+    def wrap(self, around: Callable[[ASGIApp], ASGIApp]) -> None:
+        """Put an application around all doors; before `start`."""
+        self._outermost = around(self._outermost)
+
+    def before_close(self, call: Callable[[], None]) -> None:
+        """Run this in the server's loop when it begins to close."""
+        self._before_close.append(call)
 
     def run_beside(self, task: Callable[[], Awaitable[None]]) -> None:
         """Run a coroutine in the server's loop as long as it lives; before `start`."""
@@ -65,17 +80,29 @@ class Server:
 
     def start(self) -> None:
         """Returns once requests are answered."""
+        config = uvicorn.Config(
+            self._outermost,
+            log_level="warning",
+            access_log=False,
+            server_header=False,
+            h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
+            timeout_graceful_shutdown=2,
+        )
+        self._server = uvicorn.Server(config)
         self._thread.start()
         self._is_started.wait(_START_LIMIT_S)
 
     def close(self) -> None:
         """Answer what is being answered, then end. Safe to call twice."""
-        self._server.should_exit = True
-        if self._thread.is_alive():
+        if self._server is not None and self._thread.is_alive():
+            for call in self._before_close:
+                self.call_soon(call)
+            self._server.should_exit = True
             self._thread.join()
         self._socket.close()
 
     def _run(self) -> None:
+        assert self._server is not None
         asyncio.run(self._server.serve(sockets=[self._socket]))
 
     @contextlib.asynccontextmanager

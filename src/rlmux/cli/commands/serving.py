@@ -1,18 +1,30 @@
-"""The command that serves models: serve."""
+"""The command that serves runs as pages, and models to clients: serve."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from rlmux.cli.commands.options import PolicyName
 from rlmux.core.errors import UserError
 
+if TYPE_CHECKING:
+    from rlmux.service.dashboard.app import Dashboard
+
 Listen = Annotated[str, typer.Option("--listen", metavar="HOST:PORT", help="Address of the server.")]
-ServeFile = Annotated[
-    str | None, typer.Argument(metavar="FILE", help="YAML file with cluster and serve (docs/bring-your-own.md).")
+Served = Annotated[
+    str | None,
+    typer.Argument(
+        metavar="DIR|FILE",
+        help="Folder of a run, or with runs in it: its pages. A YAML file with cluster and serve: its models.",
+    ),
+]
+Open = Annotated[bool, typer.Option("--open", help="Open the pages in a browser, logged in.")]
+AllowHost = Annotated[
+    list[str] | None,
+    typer.Option("--allow-host", metavar="NAME", help="Another name that browsers reach it by; may be repeated."),
 ]
 ServeOut = Annotated[
     str | None, typer.Option("--out", metavar="DIR", help="Folder to make; by default runs/FILE-POLICY-TIME.")
@@ -23,33 +35,81 @@ Resume = Annotated[
 
 
 def serve(
-    file: ServeFile = None,
+    path: Served = None,
     listen: Listen = "127.0.0.1:7460",
     policy: PolicyName = None,
     out: ServeOut = None,
     resume: Resume = None,
+    opens: Open = False,
+    allow_host: AllowHost = None,
 ) -> None:
-    """Serve models to clients that speak the Tinker API.
+    """Show runs in a browser; or serve models to clients that speak the Tinker API.
 
-    Training loops written for that API run unchanged and share the file's devices.
+    A folder is shown: every device's timeline, pipelines, curves, steps and logs, while the run goes on and after.
+    A file is served: training loops written for the Tinker API run unchanged and share its devices.
 
     \b
-    Example: rlmux serve examples/serve/tiny.yaml
+    Example: rlmux serve runs/demo --open
     """
+    if path is not None and Path(path).is_dir():
+        _show(Path(path), {"--policy": policy, "--out": out, "--resume": resume}, listen, opens, allow_host or [])
+        return
+    _serve_models(path, listen, policy, out, resume, opens, allow_host or [])
+
+
+def _show(folder: Path, others: dict[str, object], listen: str, opens: bool, allow_host: list[str]) -> None:
+    given = [name for name, value in others.items() if value is not None]
+    if given:
+        raise UserError(f"{given[0]}: a folder is shown, not run; accepted: --listen, --open, --allow-host")
+    address = _address(listen)
+    _check_installed("fastapi", "uvicorn")
+    from rlmux.service.open_folder import open_folder
+
+    open_folder(folder, address=address, allowed_hosts=allow_host, on_ready=lambda pages: _say_pages(pages, opens))
+
+
+def _say_pages(pages: Dashboard, opens: bool) -> None:
+    """The line with the address that logs a browser in."""
+    typer.echo(f"dashboard: {pages.login_url()}")
+    typer.echo(f"rlmux: the address works once, for a minute; later: the token in {pages.token_path}", err=True)
+    if opens and typer.launch(pages.login_url()) != 0:
+        typer.echo("rlmux: no browser could be opened; open the address above", err=True)
+
+
+def _serve_models(
+    file: str | None,
+    listen: str,
+    policy: str | None,
+    out: str | None,
+    resume: Path | None,
+    opens: bool,
+    allow_host: list[str],
+) -> None:
     from rlmux.config.serve import load_serve_file
     from rlmux.policies import POLICIES, make_policy
     from rlmux.runtime import folders
 
     if (file is None) == (resume is None):
-        raise UserError("accepted: either FILE or --resume DIR")
+        raise UserError("accepted: a run's DIR, a FILE with cluster and serve, or --resume DIR")
     address = _address(listen)
-    _check_installed()
+    _check_installed("fastapi", "uvicorn", "google.protobuf")
     from rlmux.service import serve as server
+
+    def on_ready(url: str, pages: Dashboard | None) -> None:
+        _say(url, pages, opens)
 
     if resume is not None:
         folders.check_run(resume)
         spec = server.spec_of(resume, list(POLICIES))
-        server.serve(spec, resume, policy=make_policy(spec.policy), address=address, on_ready=_say, is_resuming=True)
+        server.serve(
+            spec,
+            resume,
+            policy=make_policy(spec.policy),
+            address=address,
+            allowed_hosts=allow_host,
+            on_ready=on_ready,
+            is_resuming=True,
+        )
         return
     assert file is not None
     spec = load_serve_file(Path(file), policies=list(POLICIES))
@@ -57,7 +117,9 @@ def serve(
     if name not in POLICIES:
         raise UserError(f"--policy {name!r}: accepted: {', '.join(POLICIES)}")
     with folders.chosen(out, f"{Path(file).stem}-{name}") as folder:
-        server.serve(spec, folder, policy=make_policy(name), address=address, on_ready=_say)
+        server.serve(
+            spec, folder, policy=make_policy(name), address=address, allowed_hosts=allow_host, on_ready=on_ready
+        )
         typer.echo(f"rlmux: stopped; go on with: rlmux serve --resume {folder}", err=True)
 
 
@@ -68,15 +130,17 @@ def _address(listen: str) -> tuple[str, int]:
     return host.strip("[]"), int(port)
 
 
-def _check_installed() -> None:
+def _check_installed(*names: str) -> None:
     from importlib.util import find_spec
 
-    missing = [name for name in ("fastapi", "uvicorn", "google.protobuf") if find_spec(name.split(".")[0]) is None]
+    missing = [name for name in names if find_spec(name.split(".")[0]) is None]
     if missing:
         raise UserError(f"serve: {missing[0]} is not installed; install it with: pip install 'rlmux[serve,train]'")
 
 
-def _say(url: str) -> None:
-    """The two lines that a client needs."""
+def _say(url: str, pages: Dashboard | None, opens: bool) -> None:
+    """The two lines that a client needs, and the pages' address."""
     typer.echo(f"export TINKER_BASE_URL={url}/tinker")
     typer.echo("export TINKER_API_KEY=tml-anything")
+    if pages is not None:
+        _say_pages(pages, opens)

@@ -39,6 +39,13 @@ IS_OPEN, IS_FINAL = 1, 2
 CAUSES, KINDS, STAGES = tuple(Cause), tuple(Kind), tuple(Stage)
 _CAUSE, _KIND, _STAGE = ({one: place for place, one in enumerate(names)} for names in (CAUSES, KINDS, STAGES))
 
+KIND_BY_CAUSE = {
+    **dict.fromkeys(CAUSES, Kind.BUBBLE),
+    **dict.fromkeys((Cause.COMPUTE, Cause.TAIL), Kind.BUSY),
+    **dict.fromkeys((Cause.SWITCH, Cause.STARTING), Kind.SWITCH),
+    **dict.fromkeys((Cause.CLIENT, Cause.NOTHING_ADMITTED, Cause.DOWN), Kind.IDLE),
+}
+
 
 class Places:
     """The lists that numbers are places in. They grow at the end only."""

@@ -10,6 +10,7 @@ a lane is followed by a pause of nine times its length, so that a lane takes at 
 from __future__ import annotations
 
 import json
+import math
 import os
 import select
 import sqlite3
@@ -51,6 +52,9 @@ class LaneIndexer:
         self._is_first = True
         self._seq = 0
         self._is_going_on = False
+        self._num_pins = 0
+        self._open_pins: list[int] = []
+        """Numbers of the pins that had no end at the last look."""
         self._sha256: dict[tuple[PipelineId, int], str] = {}
         self._known: dict[str, dict[str, str]] = {"device": {}, "pipeline": {}}
         """JSON of the rows as they were last written, by table and name."""
@@ -87,6 +91,7 @@ class LaneIndexer:
     def _write(self, look: Look, signature: str) -> None:
         was_closed = self._index.fact("open_from_s") is None and self._index.fact("seq")
         if look.is_redone or self._is_first:
+            self._num_pins, self._open_pins = 0, []
             self._index.restart(with_rows=self._is_first)
         elif was_closed:
             self._index.set_facts(rev=self._index.fact("rev") + 1)  # what was said to be final goes on
@@ -140,10 +145,25 @@ class LaneIndexer:
                 text_or_none = None if published is None else dumps(rows.step_row(published, record, sha256))
                 steps.append((pipeline, step, text_or_none, seq))
         index.set_rows("INSERT OR REPLACE INTO step VALUES (?, ?, ?, ?)", steps)
+        self._write_pins()
         index.set_rows(
             "INSERT OR IGNORE INTO instant VALUES (?, ?)",
             [(number, dumps(rows.instant_row(one))) for number, one in enumerate(follower.history.instants)],
         )
+
+    def _write_pins(self) -> None:
+        """Those that begin, and those that were open at the last look."""
+        pins = self._follower.history.pins
+        first = min([number for number in self._open_pins if number < len(pins)], default=self._num_pins)
+        self._index.set_rows(
+            "INSERT OR REPLACE INTO pin VALUES (?, ?, ?, ?, ?)",
+            [
+                (number, pin.pipeline, dumps([str(node) for node in pin.placement.nodes]), pin.start_s, pin.end_s)
+                for number, pin in enumerate(pins[first:], first)
+            ],
+        )
+        self._open_pins = [number for number in range(first, len(pins)) if pins[number].end_s == math.inf]
+        self._num_pins = len(pins)
 
     def _is_news(self, table: str, name: str, text: str) -> bool:
         is_news = self._known[table].get(name) != text

@@ -1,7 +1,7 @@
 """The index's file: SQLite beside the log, one transaction a look, read by request.
 
     fact        what the lane is: its row, its names, times, the rows of the log that are in it      one each
-    device      pipeline   step   instant      rows of the pages, each with the row of the log that last changed it
+    device  pipeline  step  instant  pin       rows of the pages, each with the row of the log that last changed it
     chunk       settled intervals, thousands to a row, with the time that they lie in
     open        the intervals that are not settled
     tile        settled buckets, sixteen to a row, of the levels from `FIRST_LEVEL` on; others are made when asked for
@@ -44,6 +44,8 @@ CREATE TABLE step (pipeline TEXT NOT NULL, step INTEGER NOT NULL, json TEXT, seq
                    PRIMARY KEY (pipeline, step)) WITHOUT ROWID;
 CREATE INDEX step_by_seq ON step (seq);
 CREATE TABLE instant (number INTEGER PRIMARY KEY, json TEXT NOT NULL);
+CREATE TABLE pin (number INTEGER PRIMARY KEY, pipeline TEXT NOT NULL, nodes TEXT NOT NULL, start_s REAL NOT NULL,
+                  end_s REAL NOT NULL);
 CREATE TABLE chunk (number INTEGER PRIMARY KEY, first_s REAL NOT NULL, last_s REAL NOT NULL, data BLOB NOT NULL);
 CREATE TABLE open (number INTEGER PRIMARY KEY, data BLOB NOT NULL);
 CREATE TABLE tile (level INTEGER NOT NULL, number INTEGER NOT NULL, num_devices INTEGER NOT NULL, data BLOB NOT NULL,
@@ -196,7 +198,7 @@ class IndexWriter:
     def restart(self, *, with_rows: bool) -> None:
         """Forget what was settled: it is told anew. `with_rows`: the rows of the pages too."""
         rows = ("device", "pipeline", "step") if with_rows else ()
-        for table in ("chunk", "open", "tile", "instant", *rows):
+        for table in ("chunk", "open", "tile", "instant", "pin", *rows):
             self._connection.execute(f"DELETE FROM {table}")
         self.set_facts(rev=self.fact("rev") + 1)
 

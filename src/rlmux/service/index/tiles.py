@@ -11,7 +11,7 @@ bucket has the same number in every answer.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 
@@ -40,8 +40,8 @@ class Planes(NamedTuple):
     @classmethod
     def from_bytes(cls, data: bytes, num_devices: int, num_buckets: int) -> Planes:
         num, shape = num_devices * num_buckets, (num_devices, num_buckets)
-        small = [np.frombuffer(data, "u1", num, plane * num).reshape(shape) for plane in range(4)]
-        return cls(*small, np.frombuffer(data, "<u2", num, 4 * num).reshape(shape))
+        busy, switch, bubble, cause = (np.frombuffer(data, "u1", num, plane * num).reshape(shape) for plane in range(4))
+        return cls(busy, switch, bubble, cause, np.frombuffer(data, "<u2", num, 4 * num).reshape(shape))
 
 
 def without_overlaps(intervals: Array) -> Array:
@@ -82,11 +82,8 @@ def planes(intervals: Array, level: int, first_bucket: int, num_buckets: int, nu
     is_own = (kind == _BUSY) | (kind == _SWITCH)
     top = _most(cell[is_own], intervals["pipeline"][origin[is_own]], seconds[is_own], num_cells, NO_PIPELINE)
     cause = _most(cell[~is_own], intervals["cause"][origin[~is_own]], seconds[~is_own], num_cells, NO_CAUSE)
-    return Planes(
-        *(part.astype("u1").reshape(shape) for part in parts),
-        cause.astype("u1").reshape(shape),
-        top.astype("<u2").reshape(shape),
-    )
+    busy, switch, bubble, causes = (part.astype("u1").reshape(shape) for part in (*parts, cause))
+    return Planes(busy, switch, bubble, causes, top.astype("<u2").reshape(shape))
 
 
 def _cut_at_buckets(
@@ -114,7 +111,7 @@ def _most(cell: Array, name: Array, seconds: Array, num_cells: int, none: int) -
     key = cell * 65536 + name
     keys, place = np.unique(key, return_inverse=True)
     sums = np.bincount(place, seconds, len(keys)) if len(keys) else np.zeros(0)
-    found: Any = np.full(num_cells, none, np.int64)
+    found = np.full(num_cells, none, np.int64)
     order = np.lexsort((-keys, sums))  # the last write to a cell stays: most seconds, then the smallest name
     found[keys[order] // 65536] = keys[order] % 65536
-    return found
+    return cast("Array", found)

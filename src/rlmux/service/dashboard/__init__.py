@@ -1,0 +1,1 @@
+"""The pages that show runs, and the addresses under /api/v1 that they and other programs read."""

@@ -1,0 +1,205 @@
+"""Who may read: tokens, one-time tickets, and the sessions of browsers.
+
+    admin.token (0600) ──▶ bearer token ──────────────────────▶ Who
+    ticket (60 s, once) or token ── login ──▶ session cookie ──▶ Who (12 h after the last request, 7 days at most)
+
+Secrets are kept as their SHA-256: they are random, so that a fast hash is enough. Sessions and tickets live as long as
+the process. The class is used by one thread, that of the server's event loop.
+"""
+
+from __future__ import annotations
+
+import getpass
+import hashlib
+import hmac
+import os
+import secrets
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlmux.core.errors import UserError
+
+TOKEN_NAME = "admin.token"
+TICKET_S = 60.0
+SESSION_S, LONGEST_SESSION_S = 12 * 3600.0, 7 * 86400.0
+LOGINS_PER_MINUTE = 5
+_ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+_MAX_KNOWN = 10_000
+"""Addresses, tickets and sessions that are remembered."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Who:
+    """A caller that is known."""
+
+    user: str
+    scopes: frozenset[str]
+    """`read`, `admin`, ...; `admin` holds all."""
+    key: str
+    """Hash of the token or session, to count its requests by."""
+    expires_at: float | None = None
+    """Unix time at which the session ends without another request; None for a token."""
+    is_session: bool = False
+
+    def may(self, scope: str) -> bool:
+        return scope in self.scopes or "admin" in self.scopes
+
+
+@dataclass(slots=True)
+class _Session:
+    user: str
+    scopes: frozenset[str]
+    token: str
+    """Hash of the token that it was made from; empty for a ticket's."""
+    begun: float
+    used: float
+
+
+@dataclass(slots=True)
+class _Bucket:
+    """Requests that a caller may make at once: they come back with time."""
+
+    left: float
+    at: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """How often callers may ask."""
+
+    requests_per_s: float = 50.0
+    burst: float = 100.0
+    logins_per_minute: float = LOGINS_PER_MINUTE
+
+
+class Access:
+    """See the module."""
+
+    def __init__(self, limits: Limits | None = None, clock: Callable[[], float] = time.time) -> None:
+        self._limits = limits or Limits()
+        self._clock = clock
+        self._tokens: dict[str, Who] = {}
+        self._tickets: dict[str, float] = {}
+        self._sessions: dict[str, _Session] = {}
+        self._buckets: dict[str, _Bucket] = {}
+
+    def add_token(self, token: str, *, scopes: Collection[str], user: str | None = None) -> None:
+        key = _hash(token)
+        self._tokens[key] = Who(user=user or _user(), scopes=frozenset(scopes), key=key)
+
+    def revoke(self, token: str) -> None:
+        """The token, and every session that was made from it, ends with the next request."""
+        key = _hash(token)
+        self._tokens.pop(key, None)
+        self._sessions = {name: one for name, one in self._sessions.items() if one.token != key}
+
+    def make_ticket(self) -> str:
+        """A secret that one login may use within a minute."""
+        ticket = secrets.token_urlsafe(32)
+        _drop_oldest(self._tickets)
+        self._tickets[_hash(ticket)] = self._clock() + TICKET_S
+        return ticket
+
+    def of_token(self, token: str) -> Who | None:
+        key = _hash(token)
+        found = [who for known, who in self._tokens.items() if hmac.compare_digest(known, key)]
+        return found[0] if found else None
+
+    def of_session(self, cookie: str) -> Who | None:
+        """The caller of a session, which lasts on from now."""
+        key, now = _hash(cookie), self._clock()
+        session = self._sessions.get(key)
+        if session is None:
+            return None
+        ends = min(session.used + SESSION_S, session.begun + LONGEST_SESSION_S)
+        if now >= ends:
+            del self._sessions[key]
+            return None
+        session.used = now
+        ends = min(now + SESSION_S, session.begun + LONGEST_SESSION_S)
+        return Who(user=session.user, scopes=session.scopes, key=key, expires_at=ends, is_session=True)
+
+    def login(self, *, ticket: str | None = None, token: str | None = None) -> str | None:
+        """The cookie of a new session; None where neither is good."""
+        now = self._clock()
+        if ticket is not None:
+            ends = self._tickets.pop(_hash(ticket), 0.0)
+            if now >= ends:
+                return None
+            who, of_token = Who(user=_user(), scopes=frozenset({"admin"}), key=""), ""
+        else:
+            known = self.of_token(token or "")
+            if known is None:
+                return None
+            who, of_token = known, known.key
+        cookie = secrets.token_urlsafe(32)
+        _drop_oldest(self._sessions)
+        self._sessions[_hash(cookie)] = _Session(who.user, who.scopes, of_token, now, now)
+        return cookie
+
+    def logout(self, cookie: str) -> None:
+        self._sessions.pop(_hash(cookie), None)
+
+    def may_ask(self, caller: str) -> bool:
+        """Count a request of a caller: a key, or an address."""
+        return self._take(caller, self._limits.requests_per_s, self._limits.burst)
+
+    def may_login(self, address: str) -> bool:
+        """Count a login of an address."""
+        per_minute = self._limits.logins_per_minute
+        return self._take(f"login {address}", per_minute / 60.0, per_minute)
+
+    def _take(self, name: str, per_s: float, burst: float) -> bool:
+        now = time.monotonic()
+        bucket = self._buckets.get(name)
+        if bucket is None:
+            _drop_oldest(self._buckets)
+            bucket = self._buckets[name] = _Bucket(burst, now)
+        bucket.left = min(burst, bucket.left + (now - bucket.at) * per_s)
+        bucket.at = now
+        if bucket.left < 1.0:
+            return False
+        bucket.left -= 1.0
+        return True
+
+
+def token_of(folder: Path) -> str:
+    """The token in a folder's `admin.token`, which the first call makes. Raises UserError where others can read it."""
+    path = folder / TOKEN_NAME
+    try:
+        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o600)
+    except FileExistsError:
+        if path.stat().st_mode & 0o077:
+            raise UserError(f"{path}: other users can read it; accepted: chmod 600 {path}, or remove it") from None
+        token = path.read_text(encoding="utf-8").strip()
+        if len(token) < 32:
+            raise UserError(f"{path}: holds no token; remove it, and the next start makes one") from None
+        return token
+    token = f"rlx_{_random(8)}_{_random(32)}"
+    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        file.write(f"{token}\n")
+    return token
+
+
+def _random(length: int) -> str:
+    return "".join(secrets.choice(_ALPHABET) for _ in range(length))
+
+
+def _hash(secret: str) -> str:
+    return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _user() -> str:
+    try:
+        return getpass.getuser()
+    except (KeyError, OSError):
+        return str(os.getuid())
+
+
+def _drop_oldest(known: dict[str, Any]) -> None:
+    """Make room for one more."""
+    while len(known) >= _MAX_KNOWN:
+        del known[next(iter(known))]

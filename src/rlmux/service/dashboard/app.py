@@ -1,0 +1,169 @@
+"""The dashboard of a folder, on a server: everything wired, and the table of all addresses.
+
+folder ─▶ Dashboard ─▶ server ── gate ── /api/v1: the table ─▶ reads, timeline, stream
+               │                      └─ everything else ─▶ pages
+               └─ the indexer's process ─▶ index.db of every lane
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Collection
+from datetime import UTC, datetime
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from rlmux.report.log import SCHEMA_VERSION
+from rlmux.service.dashboard import pages
+from rlmux.service.dashboard.access import LONGEST_SESSION_S, TOKEN_NAME, Access, Limits, Who, token_of
+from rlmux.service.dashboard.door import Address, Asked, Door, Told, line, one_of, seconds, whole, words
+from rlmux.service.dashboard.gate import Gate, Hosts
+from rlmux.service.dashboard.indexing import Indexing
+from rlmux.service.dashboard.problems import ProblemError
+from rlmux.service.dashboard.reads import Reads, parse_sort
+from rlmux.service.dashboard.stream import Streams, Watch
+from rlmux.service.dashboard.timeline import TimelineReads
+from rlmux.service.index.lanes import Root
+from rlmux.service.index.tiles import LEVELS
+from rlmux.service.server import Server
+
+API_VERSION = 1
+_LANE, _PIPELINE = "/lanes/{lane}", "/pipelines/{lane}/{name}"
+_TIMELINE = "/timeline/{lane}"
+
+
+class Dashboard:
+    """Mounted on a server before that one starts; close it after the server."""
+
+    def __init__(
+        self, folder: Path, server: Server, *, allowed_hosts: Collection[str] = (), limits: Limits | None = None
+    ) -> None:
+        """`folder`: of a run, or of many. Raises UserError where its token is not kept from others."""
+        self._server = server
+        self._spare = tempfile.TemporaryDirectory(prefix="rlmux-serve-")
+        spare = Path(self._spare.name)
+        token_folder = folder if os.access(folder, os.W_OK) else spare
+        self.token_path = token_folder / TOKEN_NAME
+        self.token = token_of(token_folder)
+        self.access = Access(limits)
+        self.access.add_token(self.token, scopes=["admin"])
+        self.indexing = Indexing(folder, spare)
+        reads = Reads(Root(folder, spare), self.indexing.trouble)
+        watch = Watch(reads)
+        self._sessions = _Sessions(self.access, f"rlmux_{server.port}")
+        self.addresses = table(reads, Streams(reads, watch, self.access), self._sessions)
+        server.mount("", Door(self.access, self._sessions.cookie_name).router(self.addresses))
+        server.mount("", pages.router())
+        server.wrap(lambda app: Gate(app, Hosts(server.host, allowed_hosts)))
+        server.run_beside(watch.run)
+        server.before_close(watch.close)
+
+    def start(self) -> None:
+        """Begin to index."""
+        self.indexing.start()
+
+    def login_url(self) -> str:
+        """An address that logs a browser in, once, within a minute. What follows the # is sent to no server."""
+        return f"{self._server.url}/login#t={self.access.make_ticket()}"
+
+    def close(self) -> None:
+        self.indexing.close()
+        self._spare.cleanup()
+
+
+class _Sessions:
+    """Login, logout, and who asks."""
+
+    def __init__(self, access: Access, cookie_name: str) -> None:
+        self._access = access
+        self.cookie_name = cookie_name
+        """A browser sends its cookies to every port of a name: each server has one of its own."""
+
+    async def login(self, asked: Asked) -> Any:
+        if not self._access.may_login(asked.address):
+            raise ProblemError(429, "too many logins", accepted="5 a minute")
+        body = asked.body
+        if not isinstance(body, dict) or len(body) != 1 or not isinstance(next(iter(body.values())), str):
+            raise ProblemError(400, "not a login", where="body", accepted='{"ticket": TEXT} or {"token": TEXT}')
+        ((key, secret),) = body.items()
+        if key not in ("ticket", "token"):
+            raise ProblemError(400, f"no field {key[:80]!r}", where="body", accepted="ticket or token")
+        cookie = self._access.login(**{key: secret})
+        if cookie is None:
+            raise ProblemError(
+                401, f"this {key} is not good", where="body", accepted="a new ticket, or the token of admin.token"
+            )
+        who = self._access.of_session(cookie)
+        assert who is not None
+        return Told(value=_shown(who), headers={"Set-Cookie": self._set_cookie(cookie, int(LONGEST_SESSION_S))})
+
+    async def logout(self, asked: Asked) -> Any:
+        self._access.logout(asked.cookie)
+        return Told(status=204, headers={"Set-Cookie": self._set_cookie("", 0)})
+
+    async def whoami(self, asked: Asked) -> Any:
+        assert asked.who is not None
+        return _shown(asked.who)
+
+    def _set_cookie(self, value: str, age_s: int) -> str:
+        return f"{self.cookie_name}={value}; Path=/; Max-Age={age_s}; HttpOnly; SameSite=Strict"
+
+
+def _shown(who: Who) -> dict[str, Any]:
+    ends = None if who.expires_at is None else datetime.fromtimestamp(who.expires_at, UTC).isoformat(timespec="seconds")
+    return {"user": who.user, "scopes": sorted(who.scopes), "expires_at": ends}
+
+
+def _version(asked: Asked) -> Any:
+    return {"version": version("rlmux"), "api": API_VERSION, "log_schema": SCHEMA_VERSION}
+
+
+def table(reads: Reads, streams: Streams, sessions: _Sessions) -> tuple[Address, ...]:
+    """Every address, what may be asked of it, and the scope that it takes."""
+    timeline = TimelineReads(reads)
+    window = {"t0": seconds, "t1": seconds, "rev": whole(0, 2**53)}
+    page = {"limit": whole(1, 500), "cursor": whole(0, 2**53)}
+
+    def get(path: str, answer: Any, asks: Any = None, **more: Any) -> Address:
+        return Address(method="GET", path=path, answer=answer, asks=asks or {}, **{"scope": "read", **more})
+
+    return (
+        get("/health", reads.health, scope=None),
+        get("/version", _version, scope=None),
+        Address(method="POST", path="/login", scope=None, answer=sessions.login, is_async=True),
+        Address(method="POST", path="/logout", scope="read", answer=sessions.logout, is_async=True),
+        get("/whoami", sessions.whoami, is_async=True),
+        get("/lanes", reads.lanes),
+        get(_LANE, reads.lane),
+        get(f"{_LANE}/devices", reads.devices),
+        get(f"{_LANE}/events", reads.events, {"limit": whole(1, 500)}),
+        get(
+            "/pipelines",
+            reads.pipelines,
+            {**page, "lane": line, "status": words, "name": line, "sort": parse_sort},
+        ),
+        get(_PIPELINE, reads.pipeline),
+        get(
+            f"{_PIPELINE}/steps",
+            reads.steps,
+            {**page, "limit": whole(1, 1000), "from": whole(0, 2**31), "to": whole(0, 2**31)},
+        ),
+        get(
+            f"{_PIPELINE}/metrics",
+            reads.metrics,
+            {"names": words, "x": one_of("step", "time_s"), "points": whole(2, 4000)},
+        ),
+        get(
+            f"{_PIPELINE}/logs",
+            reads.logs,
+            {"offset": whole(-(2**53), 2**53), "limit": whole(1, 262_144), "grep": line},
+        ),
+        get(_TIMELINE, timeline.timeline),
+        get(f"{_TIMELINE}/tiles", timeline.tiles, {**window, "level": whole(0, len(LEVELS) - 1)}),
+        get(f"{_TIMELINE}/intervals", timeline.intervals, {**window, "device": line}, lists=("device",)),
+        get(f"{_TIMELINE}/measure", timeline.measure, {**window, "device": line}, lists=("device",)),
+        get(f"{_TIMELINE}/gap", timeline.gap, {"device": line, "t": seconds}, lists=("device",)),
+        get("/stream", streams.stream, {"topics": words}, is_async=True),
+    )

@@ -1,0 +1,283 @@
+"""The table of addresses, and the one place where each request is let in or refused.
+
+Address("GET", "/lanes/{lane}", scope="read", asks={...}, answer=...)
+    │
+Door ── method other than GET and HEAD? by token, or by a page of this server, with JSON ── else 403, 415
+     ── who asks? token or session ── else 401, 403        ── how often? ── else 429
+     ── every query parameter known and of its type? ── else 400
+     ── answer: in a thread, as what it does may read a file ── 304 where the caller has it already
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import sqlite3
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+
+from fastapi import APIRouter, Request
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import Response
+
+from rlmux.core.errors import LogError
+from rlmux.service.dashboard.access import Access, Who
+from rlmux.service.dashboard.problems import ProblemError
+from rlmux.service.index.store import dumps
+
+PREFIX = "/api/v1"
+_SAFE = ("GET", "HEAD")
+_MAX_JSON_DEPTH = 32
+
+Parse = Callable[[str], Any]
+"""A parameter's value; raises ValueError with what would be accepted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Asked:
+    """One request that was let in."""
+
+    path: Mapping[str, str]
+    """Parts of the address that have a name."""
+    query: Mapping[str, Any]
+    """Parameters that were given, parsed; a list where one may be given several times."""
+    body: Any
+    """JSON of a POST; None without."""
+    who: Who | None
+    address: str
+    """Network address of the caller."""
+    headers: Mapping[str, str]
+    cookie: str
+    """The session's secret; empty without."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Told:
+    """What an answer is made of."""
+
+    value: Any = None
+    """JSON, or bytes."""
+    status: int = 200
+    headers: Mapping[str, str] = field(default_factory=dict)
+    media_type: str = "application/json"
+    is_final: bool = False
+    """Whether the same address never has another answer."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Address:
+    """One row of the table."""
+
+    method: str
+    path: str
+    scope: str | None
+    """What a caller must be allowed; None: anyone may ask."""
+    answer: Callable[[Asked], Any]
+    """Returns JSON, `Told` or a `Response`; runs in a thread unless `is_async`."""
+    asks: Mapping[str, Parse] = field(default_factory=dict)
+    """Query parameters."""
+    lists: tuple[str, ...] = ()
+    """Parameters that may be given several times."""
+    is_async: bool = False
+
+
+class Door:
+    """Makes a router of the table."""
+
+    def __init__(self, access: Access, cookie_name: str) -> None:
+        self._access = access
+        self._cookie_name = cookie_name
+
+    def router(self, addresses: tuple[Address, ...]) -> APIRouter:
+        router = APIRouter(prefix=PREFIX)
+        for address in addresses:
+            methods = ["GET", "HEAD"] if address.method == "GET" else [address.method]
+            router.add_api_route(address.path, self._answering(address), methods=methods)
+        return router
+
+    def _answering(self, address: Address) -> Callable[[Request], Any]:
+        async def answer(request: Request) -> Response:
+            try:
+                asked = await self._let_in(address, request)
+                told = (
+                    await address.answer(asked) if address.is_async else await run_in_threadpool(address.answer, asked)
+                )
+            except ProblemError as problem:
+                return problem.response(request.url.path)
+            except (LogError, sqlite3.Error) as error:
+                return ProblemError(503, str(error)).response(request.url.path)
+            return told if isinstance(told, Response) else _response(told, request)
+
+        return answer
+
+    async def _let_in(self, address: Address, request: Request) -> Asked:
+        caller = request.client.host if request.client else ""
+        cookie = request.cookies.get(self._cookie_name, "")
+        who, is_bearer = self._who(request, cookie)
+        if not self._access.may_ask(who.key if who else f"address {caller}"):
+            raise ProblemError(429, "too many requests", accepted="50 a second, 100 at once")
+        if request.method not in _SAFE:
+            _check_origin(request, is_bearer=is_bearer)
+        if address.scope is not None:
+            if who is None:
+                raise ProblemError(
+                    401,
+                    "who asks is not known",
+                    where="Authorization",
+                    accepted="Bearer TOKEN of admin.token, or a login",
+                )
+            if not who.may(address.scope):
+                raise ProblemError(403, f"needs the scope {address.scope}", accepted=f"a token with {address.scope}")
+        return Asked(
+            path=dict(request.path_params),
+            query=_query(address, request),
+            body=None if request.method in _SAFE else await _json_of(request),
+            who=who,
+            address=caller,
+            headers=request.headers,
+            cookie=cookie,
+        )
+
+    def _who(self, request: Request, cookie: str) -> tuple[Who | None, bool]:
+        """(the caller, whether by token). A token that is wrong is not helped by a session that is good."""
+        given = request.headers.get("authorization")
+        if given is not None:
+            scheme, _, token = given.partition(" ")
+            return (self._access.of_token(token.strip()) if scheme.lower() == "bearer" else None), True
+        return (self._access.of_session(cookie) if cookie else None), False
+
+
+def _check_origin(request: Request, *, is_bearer: bool) -> None:
+    """Whatever may have an effect comes with a token, or from a page of this server: a browser says which."""
+    headers = request.headers
+    if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
+        raise ProblemError(415, "a body of another type", where="Content-Type", accepted="application/json")
+    if is_bearer:
+        return
+    site = headers.get("sec-fetch-site")
+    if site is not None:
+        is_ours = site == "same-origin"
+    else:
+        origin = headers.get("origin", "")
+        is_ours = origin != "" and urlsplit(origin).netloc.lower() == headers.get("host", "").lower()
+        is_ours = is_ours and urlsplit(origin).scheme == request.url.scheme
+    if not is_ours:
+        raise ProblemError(403, "not asked by a page of this server", where="Origin", accepted="a bearer token")
+
+
+def _query(address: Address, request: Request) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, text in request.query_params.multi_items():
+        parse = address.asks.get(name)
+        if parse is None:
+            known = ", ".join(address.asks) or "none"
+            raise ProblemError(400, f"no parameter {name!r}", where=f"?{name}", accepted=known)
+        if name in found and name not in address.lists:
+            raise ProblemError(400, f"{name!r} is given twice", where=f"?{name}", accepted="one value")
+        try:
+            value = parse(text)
+        except ValueError as error:
+            raise ProblemError(400, f"{name} is {text[:80]!r}", where=f"?{name}", accepted=str(error)) from None
+        if name in address.lists:
+            found.setdefault(name, []).append(value)
+        else:
+            found[name] = value
+    return found
+
+
+async def _json_of(request: Request) -> Any:
+    data = await request.body()
+    if not data:
+        return None
+    if data.count(b"[") + data.count(b"{") > 10_000:
+        raise ProblemError(400, "too many lists and objects", where="body", accepted="10,000")
+    try:
+        value = json.loads(data)
+    except (ValueError, RecursionError):
+        raise ProblemError(400, "not JSON", where="body", accepted="an object") from None
+    if _depth(value) > _MAX_JSON_DEPTH:
+        raise ProblemError(400, "nested too deeply", where="body", accepted=f"{_MAX_JSON_DEPTH} levels")
+    return value
+
+
+def _depth(value: Any) -> int:
+    """Levels of lists and objects, counted to one more than is allowed."""
+    depth, level = 0, [value]
+    while level and depth <= _MAX_JSON_DEPTH:
+        level = [
+            each
+            for one in level
+            if isinstance(one, dict | list)
+            for each in (one.values() if isinstance(one, dict) else one)
+        ]
+        depth += 1
+    return depth
+
+
+def _response(told: Any, request: Request) -> Response:
+    answer = told if isinstance(told, Told) else Told(value=told)
+    if answer.status == 204:
+        return Response(status_code=204, headers=dict(answer.headers))
+    data = answer.value if isinstance(answer.value, bytes) else dumps(answer.value).encode()
+    tag = f'"{hashlib.sha256(data).hexdigest()[:24]}"'
+    headers = {
+        "ETag": tag,
+        "Cache-Control": "private, max-age=31536000, immutable" if answer.is_final else "no-cache",
+        **answer.headers,
+    }
+    given = [one.strip().removeprefix("W/") for one in request.headers.get("if-none-match", "").split(",")]
+    if answer.status == 200 and request.method in _SAFE and tag in given:
+        return Response(status_code=304, headers=headers)
+    return Response(data, answer.status, headers, answer.media_type)
+
+
+# ---------------------------------------------------------------------- parameters
+
+
+def whole(low: int, high: int) -> Parse:
+    """An integer within bounds."""
+
+    def parse(text: str) -> int:
+        if not text.removeprefix("-").isascii() or not text.removeprefix("-").isdecimal() or len(text) > 18:
+            raise ValueError(f"a whole number from {low} to {high}")
+        if not low <= int(text) <= high:
+            raise ValueError(f"{low} to {high}")
+        return int(text)
+
+    return parse
+
+
+def seconds(text: str) -> float:
+    """Finite seconds of the run's clock."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value) or abs(value) > 1e10:
+        raise ValueError("seconds of the run's clock")
+    return value
+
+
+def words(text: str) -> list[str]:
+    """A list with commas."""
+    if len(text) > 4096:
+        raise ValueError("at most 4096 characters")
+    return [word for word in text.split(",") if word]
+
+
+def line(text: str) -> str:
+    if len(text) > 512:
+        raise ValueError("at most 512 characters")
+    return text
+
+
+def one_of(*accepted: str) -> Parse:
+    def parse(text: str) -> str:
+        if text not in accepted:
+            raise ValueError(", ".join(accepted))
+        return text
+
+    return parse

@@ -1,0 +1,84 @@
+"""The indexer's process, from the server's side: started, started again where it ended, and heard.
+
+start ─▶ process ─▶ lines of JSON: what is wrong with which folder ─▶ trouble(folder)
+it ended: again after 1, 2, 4 ... 60 s; meanwhile every lane says so
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+_LONGEST_WAIT_S = 60.0
+
+
+class Indexing:
+    """See the module."""
+
+    def __init__(self, folder: Path, spare: Path) -> None:
+        self._words = [sys.executable, "-m", "rlmux.service.index.indexer", str(folder), str(spare)]
+        self._trouble: dict[str, str] = {}
+        self._is_down = False
+        self._is_closed = threading.Event()
+        self._process: subprocess.Popen[str] | None = None
+        self._thread = threading.Thread(target=self._run, name="indexing", daemon=True)
+
+    @property
+    def pid(self) -> int | None:
+        """Process id, while there is one."""
+        return self._process.pid if self._process is not None else None
+
+    def start(self) -> None:
+        self._process = self._begin()
+        self._thread.start()
+
+    def trouble(self, folder: Path) -> str | None:
+        """What is wrong with a run folder's index, in one sentence; None where nothing is."""
+        if self._is_down:
+            return "the indexer has ended and is being started again; what is shown may be old"
+        return self._trouble.get(str(folder))
+
+    def close(self) -> None:
+        """The process ends when its input does."""
+        self._is_closed.set()
+        process = self._process
+        if process is not None:
+            assert process.stdin is not None
+            process.stdin.close()
+            try:
+                process.wait(5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _begin(self) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            self._words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, start_new_session=True
+        )
+
+    def _run(self) -> None:
+        wait_s = 1.0
+        while self._process is not None:
+            with self._process as process:
+                assert process.stdout is not None
+                for line in process.stdout:
+                    wait_s = 1.0
+                    self._hear(line)
+            self._is_down = not self._is_closed.is_set()
+            if self._is_closed.wait(wait_s):
+                return
+            wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
+            self._process = self._begin()
+            self._is_down = False
+
+    def _hear(self, line: str) -> None:
+        said = json.loads(line)
+        if said["trouble"] is None:
+            self._trouble.pop(said["folder"], None)
+        else:
+            self._trouble[said["folder"]] = said["trouble"]

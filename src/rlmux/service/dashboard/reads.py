@@ -1,0 +1,278 @@
+"""What the addresses under /api/v1 answer, read from indexes: one reader a request, all of one moment.
+
+lanes  lanes/L  devices  events     pipelines  pipelines/L/NAME  steps  metrics  logs
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from rlmux.service.dashboard.door import Asked
+from rlmux.service.dashboard.problems import ProblemError
+from rlmux.service.index.lanes import Root, log_signature
+from rlmux.service.index.store import IndexReader
+
+LOG_FILE = "workers.log"
+_SORTS = ("name", "status", "step", "reward_last", "step_slowdown", "submitted_s")
+_BANNER = "the indexer has ended; pages are as of row {seq}"
+
+Trouble = Callable[[Path], str | None]
+"""What is wrong with a lane's index, in one sentence; None: nothing is."""
+
+
+class Reads:
+    """The handlers."""
+
+    def __init__(self, root: Root, trouble: Trouble) -> None:
+        self._root = root
+        self._trouble = trouble
+
+    # ------------------------------------------------------------------ lanes
+
+    def open(self, lane: str) -> IndexReader:
+        """A reader of the lane's index. Raises ProblemError where there is no such lane, or no index yet."""
+        folder, index = self.folders(lane)
+        if not index.is_file():
+            raise ProblemError(503, self._trouble(folder) or f"the index of {lane} is being made; ask again")
+        reader = IndexReader(index)
+        if not reader.facts.get("seq"):
+            reader.__exit__()
+            raise ProblemError(503, self._trouble(folder) or f"the index of {lane} is being made; ask again")
+        return reader
+
+    def folders(self, lane: str) -> tuple[Path, Path]:
+        lanes = self._root.lanes()
+        if lane not in lanes:
+            raise ProblemError(404, f"no lane {lane[:80]!r}", accepted=", ".join(list(lanes)[:20]) or "none yet")
+        return lanes[lane]
+
+    def names(self) -> list[str]:
+        return list(self._root.lanes())
+
+    def lanes(self, asked: Asked) -> Any:
+        return {"items": [self.lane_row(name) for name in self.names()], "as_of_seq": None}
+
+    def lane(self, asked: Asked) -> Any:
+        return self.lane_row(asked.path["lane"])
+
+    def lane_row(self, lane: str) -> dict[str, Any]:
+        """What is said of one lane; with a banner alone where it has no index."""
+        folder, _ = self.folders(lane)
+        try:
+            with self.open(lane) as reader:
+                return {**self._lane_of(lane, reader), "banner": self._trouble(folder)}
+        except ProblemError as problem:
+            return {"name": lane, "state": "unknown", "banner": problem.detail, "is_indexing": True}
+
+    def _lane_of(self, lane: str, reader: IndexReader) -> dict[str, Any]:
+        facts, (folder, _) = reader.facts, self.folders(lane)
+        is_behind = facts.get("signature") != log_signature(folder)
+        shown = dict(facts["lane"])
+        state = "running" if facts["is_going_on"] else "over" if shown["is_over"] else "stopped"
+        return {
+            "name": lane,
+            "state": state,
+            "is_going_on": facts["is_going_on"],
+            "seq": reader.seq,
+            "index_seq": reader.seq,
+            "rev": facts["rev"],
+            "index_lag_s": _age_s(folder) if is_behind else 0.0,
+            "is_indexing": is_behind,
+            **shown,
+        }
+
+    def health(self, asked: Asked) -> Any:
+        if asked.who is None:
+            return {"ok": True}
+        lanes = {row["name"]: row for row in self.lanes(asked)["items"]}
+        return {
+            "ok": True,
+            "lanes": {
+                name: {
+                    "up": row["state"] == "running",
+                    "seq": row.get("seq"),
+                    "index_seq": row.get("index_seq"),
+                    "lag_s": row.get("index_lag_s"),
+                }
+                for name, row in lanes.items()
+            },
+        }
+
+    def devices(self, asked: Asked) -> Any:
+        with self.open(asked.path["lane"]) as reader:
+            rows = reader.rows("SELECT json FROM device ORDER BY place")
+            return {"items": [json.loads(text) for (text,) in rows], "as_of_seq": reader.seq}
+
+    def events(self, asked: Asked) -> Any:
+        limit = asked.query.get("limit", 100)
+        with self.open(asked.path["lane"]) as reader:
+            rows = reader.rows("SELECT json FROM instant ORDER BY number DESC LIMIT ?", limit)
+            return {"items": [json.loads(text) for (text,) in rows], "as_of_seq": reader.seq}
+
+    # ------------------------------------------------------------------ pipelines
+
+    def pipelines(self, asked: Asked) -> Any:
+        query = asked.query
+        names = [query["lane"]] if "lane" in query else self.names()
+        rows: list[dict[str, Any]] = []
+        as_of = {}
+        for lane in names:
+            try:
+                with self.open(lane) as reader:
+                    as_of[lane] = reader.seq
+                    found = reader.rows("SELECT json FROM pipeline ORDER BY place")
+            except ProblemError:
+                if "lane" in query:
+                    raise
+                continue
+            rows += [{"lane": lane, **json.loads(text)} for (text,) in found]
+        statuses, part = query.get("status"), query.get("name", "")
+        rows = [row for row in rows if (not statuses or row["status"] in statuses) and part in row["name"]]
+        rows = _sorted(rows, query.get("sort", ""))
+        at, limit = query.get("cursor", 0), query.get("limit", 100)
+        return {
+            "items": rows[at : at + limit],
+            "next": str(at + limit) if at + limit < len(rows) else None,
+            "total": len(rows),
+            "as_of_seq": as_of.get(names[0]) if len(names) == 1 else None,
+        }
+
+    def pipeline(self, asked: Asked) -> Any:
+        lane, name = asked.path["lane"], asked.path["name"]
+        with self.open(lane) as reader:
+            row, detail = self._pipeline(reader, name)
+            stages: dict[str, float] = {}
+            for (text,) in reader.rows("SELECT json FROM step WHERE pipeline = ? AND json IS NOT NULL", name):
+                for stage, spent_s in json.loads(text)["stages"].items():
+                    stages[stage] = stages.get(stage, 0.0) + spent_s
+            return {
+                "lane": lane,
+                **row,
+                **detail,
+                "seconds": stages,
+                "has_log": self._log_of(lane, name).is_file(),
+                "spec": reader.facts.get("spec"),
+                "as_of_seq": reader.seq,
+            }
+
+    def _pipeline(self, reader: IndexReader, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+        found = reader.rows("SELECT json, detail FROM pipeline WHERE name = ?", name)
+        if not found:
+            raise ProblemError(404, f"no pipeline {name[:80]!r}", accepted=", ".join(reader.facts["pipelines"][:20]))
+        return json.loads(found[0][0]), json.loads(found[0][1])
+
+    def steps(self, asked: Asked) -> Any:
+        query, name = asked.query, asked.path["name"]
+        first = max(query.get("from", 0), query.get("cursor", 0))
+        limit = query.get("limit", 200)
+        with self.open(asked.path["lane"]) as reader:
+            self._pipeline(reader, name)
+            found = reader.rows(
+                "SELECT step, json FROM step WHERE pipeline = ? AND step BETWEEN ? AND ? AND json IS NOT NULL "
+                "ORDER BY step LIMIT ?",
+                name,
+                first,
+                query.get("to", 2**31),
+                limit + 1,
+            )
+            return {
+                "items": [json.loads(text) for _, text in found[:limit]],
+                "next": str(found[limit][0]) if len(found) > limit else None,
+                "as_of_seq": reader.seq,
+            }
+
+    def metrics(self, asked: Asked) -> Any:
+        query, name = asked.query, asked.path["name"]
+        with self.open(asked.path["lane"]) as reader:
+            _, detail = self._pipeline(reader, name)
+            found = reader.rows("SELECT json FROM step WHERE pipeline = ? AND json IS NOT NULL ORDER BY step", name)
+            as_of_seq = reader.seq
+        steps = [json.loads(text) for (text,) in found]
+        wanted = query.get("names") or detail["metrics"]
+        unknown = [one for one in wanted if one not in detail["metrics"]]
+        if unknown:
+            raise ProblemError(
+                400, f"no metric {unknown[0][:80]!r}", where="?names", accepted=", ".join(detail["metrics"])
+            )
+        x = query.get("x", "step")
+        key = "step" if x == "step" else "end_s"
+        places = [float(step[key]) for step in steps]
+        series = {
+            one: curve(places, [step["metrics"].get(one) for step in steps], query.get("points")) for one in wanted
+        }
+        return {"x": x, "names": wanted, "series": series, "steps": len(steps), "as_of_seq": as_of_seq}
+
+    def logs(self, asked: Asked) -> Any:
+        lane, name, query = asked.path["lane"], asked.path["name"], asked.query
+        with self.open(lane) as reader:
+            self._pipeline(reader, name)  # a name of the log's: no path that a caller made up
+        path = self._log_of(lane, name)
+        limit, grep = query.get("limit", 65536), query.get("grep", "")
+        try:
+            with path.open("rb") as file:
+                size = os.fstat(file.fileno()).st_size
+                offset = query.get("offset", 0)
+                offset = min(size, offset if offset >= 0 else max(0, size + offset))
+                file.seek(offset)
+                data = file.read(limit)
+        except OSError:
+            raise ProblemError(404, f"{name} has no {LOG_FILE}", accepted="a pipeline whose workers wrote") from None
+        end = data.rfind(b"\n") + 1 if offset + len(data) < size else len(data)
+        data = data[: end or len(data)]
+        lines = data.decode("utf-8", "replace").splitlines(keepends=True)
+        return {
+            "offset": offset,
+            "next_offset": offset + len(data),
+            "size": size,
+            "text": "".join(line for line in lines if grep in line),
+            "is_end": offset + len(data) >= size,
+        }
+
+    def _log_of(self, lane: str, name: str) -> Path:
+        return self.folders(lane)[0] / name / LOG_FILE
+
+
+def _sorted(rows: list[dict[str, Any]], sort: str) -> list[dict[str, Any]]:
+    """By a key, with what has none at the end; in the log's order without."""
+    if not sort:
+        return rows
+    key, is_turned = sort.removeprefix("-"), sort.startswith("-")
+    known = [row for row in rows if row.get(key) is not None]
+    known.sort(key=lambda row: row[key], reverse=is_turned)
+    return known + [row for row in rows if row.get(key) is None]
+
+
+def parse_sort(text: str) -> str:
+    if text.removeprefix("-") not in _SORTS:
+        raise ValueError(f"{', '.join(_SORTS)}; with '-' in front, the largest first")
+    return text
+
+
+def curve(x: Sequence[float], y: Sequence[float | None], points: int | None) -> dict[str, list[float | None]]:
+    """At most so many points: each stands for a run of steps, with the mean, the least and the most of its values.
+
+    `points`: None for all. Nothing is skipped: the least and the most are those of all values.
+    """
+    if points is None or len(x) <= points:
+        return {"x": list(x), "y": list(y)}
+    size = -(-len(x) // points)
+    shown: Mapping[str, list[float | None]] = {"x": [], "y": [], "min": [], "max": []}
+    for at in range(0, len(x), size):
+        values = [value for value in y[at : at + size] if value is not None]
+        shown["x"].append(x[min(at + size, len(x)) - 1])
+        shown["y"].append(math.fsum(values) / len(values) if values else None)
+        shown["min"].append(min(values, default=None))
+        shown["max"].append(max(values, default=None))
+    return dict(shown)
+
+
+def _age_s(folder: Path) -> float:
+    """Seconds since the log last changed."""
+    times = [path.stat().st_mtime for path in folder.glob("run.db*") if path.is_file()]
+    return max(0.0, time.time() - max(times, default=time.time()))

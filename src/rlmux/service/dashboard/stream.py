@@ -1,0 +1,270 @@
+"""Changes as they come: one event stream a browser, which names the last row of the log that it has shown.
+
+    index.db ──(seq, rev) three times a second──▶ Watch ──wakes──▶ each stream ──▶ rows with a larger seq
+
+A stream asks for what changed since the row that it last told of, so that it needs no queue: a slow reader gets the
+newest state, and one that comes back with `Last-Event-ID` gets what it missed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+from urllib.parse import quote, unquote
+
+from fastapi.sse import format_sse_event
+from starlette.concurrency import run_in_threadpool
+from starlette.responses import Response, StreamingResponse
+
+from rlmux.service.dashboard.access import Access, Who
+from rlmux.service.dashboard.door import Asked
+from rlmux.service.dashboard.problems import ProblemError
+from rlmux.service.dashboard.reads import Reads
+from rlmux.service.index.store import dumps
+
+LOOK_EVERY_S = 0.33
+QUIET_S = 15.0
+"""Seconds without news after which a comment shows that the stream lives."""
+MAX_STREAMS, MAX_OWN_STREAMS = 64, 5
+MAX_MISSED = 5000
+_LANES, _PIPELINES, _TIMELINE = "lanes", "pipelines", "timeline"
+
+
+class Mark(NamedTuple):
+    """State of a lane's index."""
+
+    seq: int
+    rev: int
+    changed_from_s: float
+    is_going_on: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Topics:
+    """What a stream tells of."""
+
+    has_lanes: bool
+    pipelines: frozenset[str]
+    """Lanes all of whose pipelines are told of."""
+    details: frozenset[tuple[str, str]]
+    """(lane, pipeline) whose steps are told of."""
+    timelines: frozenset[str]
+
+    @property
+    def lanes(self) -> frozenset[str]:
+        return self.pipelines | self.timelines | {lane for lane, _ in self.details}
+
+    @classmethod
+    def parse(cls, words: Sequence[str]) -> Topics:
+        """Of `lanes`, `pipelines:L`, `pipelines:L/NAME` and `timeline:L`, names quoted as in addresses."""
+        pipelines, details, timelines = set(), set(), set()
+        for word in words:
+            kind, _, rest = word.partition(":")
+            lane, _, name = rest.partition("/")
+            lane, name = unquote(lane), unquote(name)
+            if kind == _PIPELINES and lane and name:
+                details.add((lane, name))
+            elif kind == _PIPELINES and lane:
+                pipelines.add(lane)
+            elif kind == _TIMELINE and lane and not name:
+                timelines.add(lane)
+            elif word != _LANES:
+                raise ProblemError(
+                    400,
+                    f"no topic {word[:80]!r}",
+                    where="?topics",
+                    accepted="lanes, pipelines:L, pipelines:L/NAME, timeline:L",
+                )
+        return cls(_LANES in words, frozenset(pipelines), frozenset(details), frozenset(timelines))
+
+
+class Watch:
+    """Looks at the lanes that streams tell of, and wakes them."""
+
+    def __init__(self, reads: Reads) -> None:
+        self._reads = reads
+        self._wanted: dict[int, Topics] = {}
+        self.marks: dict[str, Mark] = {}
+        self._news = asyncio.Event()
+        self.is_closed = False
+
+    async def run(self) -> None:
+        """For as long as the server lives."""
+        while True:
+            await asyncio.sleep(LOOK_EVERY_S)
+            if self._wanted:
+                await self.look()
+
+    async def look(self) -> None:
+        has_all = any(topics.has_lanes for topics in self._wanted.values())
+        lanes = {lane for topics in self._wanted.values() for lane in topics.lanes}
+        marks = await run_in_threadpool(self._read, lanes, has_all)
+        if marks != self.marks:
+            self.marks = marks
+            self.wake()
+
+    def wake(self) -> None:
+        self._news.set()
+        self._news = asyncio.Event()
+
+    def close(self) -> None:
+        """Every stream says goodbye."""
+        self.is_closed = True
+        self.wake()
+
+    async def wait(self) -> None:
+        """Until there is news, or for as long as a stream may be quiet."""
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._news.wait(), QUIET_S)
+
+    @contextlib.contextmanager
+    def watching(self, topics: Topics) -> Any:
+        key = id(topics)
+        self._wanted[key] = topics
+        try:
+            yield
+        finally:
+            del self._wanted[key]
+
+    @property
+    def num_streams(self) -> int:
+        return len(self._wanted)
+
+    def _read(self, lanes: set[str], has_all: bool) -> dict[str, Mark]:
+        found = {}
+        for lane in self._reads.names():
+            if has_all or lane in lanes:
+                with contextlib.suppress(ProblemError), self._reads.open(lane) as reader:
+                    facts = reader.facts
+                    found[lane] = Mark(reader.seq, facts["rev"], facts["changed_from_s"], facts["is_going_on"])
+        return found
+
+
+@dataclass(slots=True)
+class _Stream:
+    """What one browser has been told."""
+
+    topics: Topics
+    told: dict[str, Mark] = field(default_factory=dict)
+
+
+class Streams:
+    """The handler."""
+
+    def __init__(self, reads: Reads, watch: Watch, access: Access) -> None:
+        self._reads = reads
+        self._watch = watch
+        self._access = access
+        self._num_by_caller: dict[str, int] = {}
+
+    async def stream(self, asked: Asked) -> Response:
+        assert asked.who is not None
+        topics = Topics.parse(asked.query.get("topics", [_LANES]))
+        for lane in sorted(topics.lanes):
+            await run_in_threadpool(self._reads.folders, lane)
+        own = self._num_by_caller.get(asked.who.key, 0)
+        if own >= MAX_OWN_STREAMS or self._watch.num_streams >= MAX_STREAMS:
+            raise ProblemError(429, "too many streams", accepted=f"{MAX_OWN_STREAMS} a session, {MAX_STREAMS} in all")
+        seen = parse_id(asked.headers.get("last-event-id", ""))
+        events = self._events(topics, seen, asked.who, asked.cookie)
+        return StreamingResponse(
+            events, media_type="text/event-stream", headers={"Cache-Control": "no-store", "X-Accel-Buffering": "no"}
+        )
+
+    async def _events(self, topics: Topics, seen: dict[str, int], who: Who, cookie: str) -> AsyncIterator[bytes]:
+        stream = _Stream(topics)
+        self._num_by_caller[who.key] = self._num_by_caller.get(who.key, 0) + 1
+        try:
+            with self._watch.watching(topics):
+                await self._watch.look()
+                yield b"retry: 1000\n\n"
+                marks = dict(self._watch.marks)
+                hello = {lane: {"seq": mark.seq, "rev": mark.rev} for lane, mark in marks.items()}
+                for lane, mark in marks.items():
+                    stream.told[lane] = mark._replace(seq=min(mark.seq, seen.get(lane, mark.seq)))
+                yield _event("hello", {"lanes": hello}, stream.told)
+                while True:
+                    for data in await run_in_threadpool(self._changes, stream, dict(self._watch.marks)):
+                        yield data
+                    if self._watch.is_closed:
+                        yield _event("bye", {"reason": "the server ends"}, stream.told)
+                        return
+                    if who.is_session and self._access.of_session(cookie) is None:
+                        yield _event("bye", {"reason": "the session has ended"}, stream.told)
+                        return
+                    news = self._watch.marks
+                    await self._watch.wait()
+                    if self._watch.marks is news:
+                        yield b": still here\n\n"
+        finally:
+            self._num_by_caller[who.key] -= 1
+            if not self._num_by_caller[who.key]:
+                del self._num_by_caller[who.key]
+
+    def _changes(self, stream: _Stream, marks: dict[str, Mark]) -> list[bytes]:
+        """Events for all that changed since the last; runs in a thread."""
+        found: list[bytes] = []
+        for lane, mark in marks.items():
+            told = stream.told.get(lane)
+            if told == mark:
+                continue
+            since = told.seq if told is not None else 0
+            events = self._changes_of(lane, stream.topics, told, mark, since)
+            stream.told[lane] = mark
+            found += [_event(name, value, stream.told) for name, value in events]
+        return found
+
+    def _changes_of(
+        self, lane: str, topics: Topics, told: Mark | None, mark: Mark, since: int
+    ) -> list[tuple[str, dict[str, Any]]]:
+        events: list[tuple[str, dict[str, Any]]] = []
+        if topics.has_lanes:
+            events.append(("lane", self._reads.lane_row(lane)))
+        if lane not in topics.lanes:
+            return events
+        if told is None or told.rev != mark.rev:
+            return [*events, ("reset", {"lane": lane, "reason": "the index was made anew"})]
+        with contextlib.suppress(ProblemError), self._reads.open(lane) as reader:
+            rows = reader.rows("SELECT name, json FROM pipeline WHERE seq > ? ORDER BY place", since)
+            for name, text in rows:
+                if lane in topics.pipelines or (lane, name) in topics.details:
+                    events.append(("pipeline", {"lane": lane, **json.loads(text)}))
+            for name in sorted(name for its_lane, name in topics.details if its_lane == lane):
+                steps = reader.rows(
+                    "SELECT json FROM step WHERE pipeline = ? AND seq > ? ORDER BY step LIMIT ?",
+                    name, since, MAX_MISSED + 1,
+                )  # fmt: skip
+                if len(steps) > MAX_MISSED or any(text is None for (text,) in steps):
+                    events.append(("reset", {"lane": lane, "reason": f"too much of {name} has changed"}))
+                elif steps:
+                    items = [json.loads(text) for (text,) in steps]
+                    events.append(("step", {"lane": lane, "name": name, "items": items}))
+            if lane in topics.timelines:
+                devices = reader.rows("SELECT json FROM device WHERE seq > ? ORDER BY place", since)
+                events.append(("devices", {"lane": lane, "items": [json.loads(text) for (text,) in devices]}))
+                facts = reader.facts
+                keys = {"seq": "seq", "rev": "rev", "start_s": "start_s", "end_s": "end_s", "open_from": "open_from_s"}
+                shown = {key: facts[name] for key, name in keys.items()}
+                is_next = told.seq == since
+                changed_from_s = facts["changed_from_s"] if is_next else facts["start_s"]
+                events.append(("timeline", {"lane": lane, **shown, "changed_from": changed_from_s}))
+        return events
+
+
+def _event(name: str, value: Any, told: dict[str, Mark]) -> bytes:
+    id_ = ",".join(f"{quote(lane, safe='')}={mark.seq}" for lane, mark in told.items())
+    return format_sse_event(data_str=dumps(value), event=name, id=id_ or None)
+
+
+def parse_id(text: str) -> dict[str, int]:
+    """Rows that a stream's last id names, by lane; what is none is passed over."""
+    found = {}
+    for part in text[:65536].split(","):
+        lane, equals, seq = part.partition("=")
+        if equals and seq.isascii() and seq.isdecimal() and len(seq) <= 18:
+            found[unquote(lane)] = int(seq)
+    return found
