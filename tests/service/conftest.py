@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
+from tests.log_script import AlternatingRun
 from tests.service.clients import CLIENT_PYTHON, Client, Program, Served
+from tests.service.pages_server import Pages
 
 FILE = """
 cluster: {pools: {rollout: {devices: 1}, train: {devices: 1}}}
@@ -70,3 +73,23 @@ def connect() -> Iterator[Callable[..., Client]]:
     yield make
     for client in clients:
         client.http.close()
+
+
+@pytest.fixture(scope="session")
+def finished_run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a run of two pipelines, with its log alone."""
+    return AlternatingRun(num_steps=12).script.write(tmp_path_factory.mktemp("runs") / "demo")
+
+
+@pytest.fixture
+def dashboard() -> Iterator[Callable[..., Pages]]:
+    """Show a folder on a server of this process; `limits` may be given."""
+    shown: list[Pages] = []
+
+    def show(folder: Path, **settings: Any) -> Pages:
+        shown.append(Pages(folder, **settings))
+        return shown[-1]
+
+    yield show
+    for each in shown:
+        each.close()

@@ -5,6 +5,7 @@ lanes  lanes/L  devices  events     pipelines  pipelines/L/NAME  steps  metrics 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import os
@@ -13,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from rlmux.core.errors import LogError
 from rlmux.service.dashboard.door import Asked
 from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.index.lanes import Root, log_signature
@@ -38,13 +40,12 @@ class Reads:
     def open(self, lane: str) -> IndexReader:
         """A reader of the lane's index. Raises ProblemError where there is no such lane, or no index yet."""
         folder, index = self.folders(lane)
-        if not index.is_file():
-            raise ProblemError(503, self._trouble(folder) or f"the index of {lane} is being made; ask again")
-        reader = IndexReader(index)
-        if not reader.facts.get("seq"):
+        with contextlib.suppress(LogError):  # it is being made
+            reader = IndexReader(index)
+            if reader.seq:
+                return reader
             reader.__exit__()
-            raise ProblemError(503, self._trouble(folder) or f"the index of {lane} is being made; ask again")
-        return reader
+        raise ProblemError(503, self._trouble(folder) or f"the index of {lane} is being made; ask again")
 
     def folders(self, lane: str) -> tuple[Path, Path]:
         lanes = self._root.lanes()

@@ -315,6 +315,6 @@ def _packed(header: Mapping[str, Any], data: bytes) -> bytes:
 
 def _told(data: bytes, asked: Asked, reader: IndexReader, until_s: float) -> Told:
     open_from_s = reader.facts["open_from_s"]
-    is_settled = until_s <= (reader.facts["end_s"] if open_from_s is None else open_from_s)
+    is_settled = open_from_s is None or until_s <= open_from_s
     is_final = is_settled and asked.query.get("rev") == reader.facts["rev"]
     return Told(value=data, media_type=_BINARY, is_final=is_final)

@@ -76,11 +76,15 @@ class IndexReader:
         self.path = path
         try:
             self._connection = query_only(path, "mode=ro")
+        except sqlite3.Error as error:
+            raise LogError(f"{path}: no index that can be read: {error}") from None
+        try:
             self._connection.execute("BEGIN")
             self.facts: dict[str, Any] = {
                 name: json.loads(text) for name, text in self._connection.execute("SELECT * FROM fact")
             }
         except sqlite3.Error as error:
+            self._connection.close()
             raise LogError(f"{path}: no index that can be read: {error}") from None
 
     def __enter__(self) -> IndexReader:

@@ -1,0 +1,79 @@
+"""The pages of a folder on a server of this process, and what asks it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from rlmux.service.dashboard.access import Limits
+from rlmux.service.dashboard.app import Dashboard
+from rlmux.service.server import Server
+
+MANY = Limits(requests_per_s=1e6, burst=1e6, logins_per_minute=1e6)
+
+
+class Pages:
+    """Close it at the end."""
+
+    def __init__(self, folder: Path, *, limits: Limits = MANY, is_indexed: bool = True) -> None:
+        self.server = Server("127.0.0.1", 0)
+        self.dashboard = Dashboard(folder, self.server, limits=limits)
+        self.server.start()
+        self.dashboard.start()
+        self.url, self.token = self.server.url, self.dashboard.token
+        self.client = httpx.Client(
+            base_url=f"{self.url}/api/v1", headers={"Authorization": f"Bearer {self.token}"}, timeout=60
+        )
+        if is_indexed:
+            try:
+                self.until(lambda: all(not lane["is_indexing"] for lane in self.get("/lanes")["items"]))
+            except BaseException:
+                self.close()
+                raise
+
+    def until(self, is_so: Any, limit_s: float = 60.0) -> None:
+        end_s = time.monotonic() + limit_s
+        while not is_so():
+            assert time.monotonic() < end_s, "it did not come about"
+            time.sleep(0.05)
+
+    def get(self, path: str, **query: Any) -> Any:
+        """The JSON of an answer that is 200."""
+        answer = self.client.get(path, params=query)
+        assert answer.status_code == 200, answer.text
+        return answer.json()
+
+    def ticket(self) -> str:
+        """A secret for one login."""
+        return self.dashboard.access.make_ticket()
+
+    def browser(self) -> httpx.Client:
+        """A client that is logged in as a page of the server would be."""
+        client = httpx.Client(base_url=f"{self.url}/api/v1", headers={"Origin": self.url}, timeout=60)
+        assert client.post("/login", json={"ticket": self.ticket()}).status_code == 200
+        return client
+
+    def close(self) -> None:
+        self.client.close()
+        self.server.close()
+        self.dashboard.close()
+
+
+def events(lines: Iterator[str]) -> Iterator[tuple[str, str, str]]:
+    """(event, data, id) of a stream's lines; a comment is an event of the name `:`."""
+    fields: dict[str, str] = {}
+    for line in lines:
+        if line.startswith(":"):
+            yield ":", line, ""
+        elif line:
+            name, _, value = line.partition(": ")
+            fields[name] = value
+        elif fields.get("event"):
+            yield fields["event"], fields.get("data", ""), fields.get("id", "")
+            fields = {}
+        else:
+            fields = {}
