@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 
 import uvicorn
 from fastapi import APIRouter, FastAPI
+from fastapi.routing import APIRoute
 from starlette.types import ASGIApp
 
 from rlmux.core.errors import UserError
@@ -38,6 +39,8 @@ class Server:
             ) from None
         self.host = host
         self._app = FastAPI(lifespan=self._lifespan, openapi_url=None)
+        self.routes: list[tuple[str, APIRoute]] = []
+        """Every address of every door, with what it takes."""
         self._tasks: list[Callable[[], Awaitable[None]]] = []
         self._running: list[asyncio.Task[None]] = []
         self._is_started = threading.Event()
@@ -59,6 +62,7 @@ class Server:
     def mount(self, path: str, router: APIRouter) -> None:
         """Put a door under a path; before `start`."""
         self._app.include_router(router, prefix=path)
+        self.routes += [(path + route.path, route) for route in router.routes if isinstance(route, APIRoute)]
 
     def wrap(self, around: Callable[[ASGIApp], ASGIApp]) -> None:
         """Put an application around all doors; before `start`."""

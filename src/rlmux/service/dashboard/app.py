@@ -46,7 +46,11 @@ class Dashboard:
         spare = Path(self._spare.name)
         token_folder = folder if os.access(folder, os.W_OK) else spare
         self.token_path = token_folder / TOKEN_NAME
-        self.token = token_of(token_folder)
+        try:
+            self.token = token_of(token_folder)
+        except BaseException:
+            self._spare.cleanup()
+            raise
         self.access = Access(limits)
         self.access.add_token(self.token, scopes=["admin"])
         self.indexing = Indexing(folder, spare)
