@@ -5,8 +5,8 @@ import { Trouble } from "./frame";
 import { colourOf, of, useShown } from "./lane";
 import { Dot, PipelineName, Stack, Tiles, type Part } from "./parts";
 import { address } from "./place";
-import { KINDS, type Device, type Happening, type Kind, type Lane, type Measured, type Page, type Row } from "./shapes";
-import { count, figure, moment, percent, seconds, times } from "./words";
+import { KINDS, type Charge, type Device, type Happening, type Kind, type Lane, type Page, type Row } from "./shapes";
+import { count, figure, moment, percent, seconds, stageName, times } from "./words";
 
 const MANY_DEVICES = 200;
 
@@ -15,8 +15,6 @@ export function Fleet() {
   const name = of(lane.name);
   const devices = useData<Page<Device>>(`/lanes/${name}/devices`, [`devices:${lane.name}`, `lane:${lane.name}`]);
   const rows = useData<Page<Row>>(`/pipelines?lane=${name}&limit=200`, [`pipeline:${lane.name}`]);
-  const window = `t0=${lane.start_s}&t1=${lane.now_s}`;
-  const measured = useData<Measured>(lane.now_s > lane.start_s ? `/timeline/${name}/measure?${window}` : null);
   return (
     <>
       <div class="heading">
@@ -30,9 +28,9 @@ export function Fleet() {
       <Trouble error={devices.error ?? rows.error} />
       <NeedsYou rows={rows.value?.items ?? []} />
       <h2>
-        Where the time of all devices went <small>{seconds(lane.makespan_s)} so far</small>
+        Where the time of all devices went <small>{seconds(lane.makespan_s)}{lane.state === "over" ? "" : " so far"}, {lane.num_devices} devices</small>
       </h2>
-      {measured.value && <Charges measured={measured.value} />}
+      <Charges charges={lane.charges} />
       <h2>Devices</h2>
       {devices.value && <Devices devices={devices.value.items} isOver={lane.state !== "running"} />}
       <h2>Pipelines</h2>
@@ -84,17 +82,19 @@ function NeedsYou({ rows }: { rows: Row[] }) {
   );
 }
 
-function Charges({ measured }: { measured: Measured }) {
+function Charges({ charges }: { charges: Charge[] }) {
   const { pipelines } = useShown();
   const parts = new Map<string, Part>();
-  for (const { kind, cause, pipeline, label, seconds } of measured.items) {
+  for (const { kind, cause, pipeline, label, seconds } of charges) {
     const isWork = kind === "busy" && pipeline !== null;
     const name = isWork ? `${pipeline} ${label}` : label;
     const paint = isWork ? `c${colourOf(pipelines, pipeline)}` : `f-${paintOf(cause)}`;
     parts.set(name, { paint, name, seconds: seconds + (parts.get(name)?.seconds ?? 0) });
   }
   const rank = ({ paint }: Part) => Number(paint.startsWith("f-"));
-  return <Stack parts={[...parts.values()].sort((a, b) => rank(a) - rank(b) || b.seconds - a.seconds)} whole_s={measured.device_s} />;
+  const whole_s = charges.reduce((sum, charge) => sum + charge.seconds, 0);
+  if (whole_s === 0) return <p class="muted">No device has done anything yet.</p>;
+  return <Stack parts={[...parts.values()].sort((a, b) => rank(a) - rank(b) || b.seconds - a.seconds)} whole_s={whole_s} />;
 }
 
 function Devices({ devices, isOver }: { devices: Device[]; isOver: boolean }) {
@@ -113,7 +113,7 @@ function Cell({ device, isOver }: { device: Device; isOver: boolean }) {
   const isBusy = device.kind === "busy";
   const whole_s = KINDS.reduce((sum, kind) => sum + device.seconds[kind], 0);
   const edge = isBusy && device.pipeline ? { borderLeftColor: `var(--p${colourOf(pipelines, device.pipeline)})` } : {};
-  const doing = isBusy ? `${device.pipeline} ${device.step ?? ""} · ${(device.stage ?? "").replaceAll("_", " ")}` : device.label;
+  const doing = isBusy ? `${device.pipeline} ${device.step ?? ""} · ${stageName(device.stage)}` : device.label;
   return (
     <a class="cell" href={address("/timeline", { q: `device:${device.id}` })} style={isOver ? {} : edge}>
       <b>{device.id}</b> <span class="muted small">{percent(device.utilization)} busy</span>

@@ -7,7 +7,10 @@ import { ShownLane, chosenLane, of } from "./lane";
 import { follow, usePulse } from "./live";
 import { address, go, usePlace } from "./place";
 import type { Lane, Page, Timeline } from "./shapes";
-import { ago } from "./words";
+import { ago, count } from "./words";
+
+/** Rows behind the log from which on a page says so; a live one is always a few behind. */
+const MANY_ROWS = 5000;
 
 const PLACES = [
   ["/fleet", "Fleet", "f"],
@@ -58,7 +61,7 @@ export function Frame({ children }: { children: ComponentChildren }) {
       <main>
         <Trouble error={lanes.error ?? timeline.error} />
         {lane?.banner && <p class="banner">{lane.banner}</p>}
-        {lane?.is_indexing && <p class="banner soft">The log is being read for the first time: what is shown is not all yet.</p>}
+        {lane && lane.is_indexing && lane.seq - lane.index_seq > MANY_ROWS && <p class="banner soft">The log is being read: {count(lane.index_seq)} of {count(lane.seq)} rows are shown.</p>}
         {lanes.value && !lane && <p class="empty">No run is here yet. A folder that `rlmux run` writes below the one that is served appears by itself.</p>}
         {lane && pipelines && <ShownLane.Provider value={{ lane, lanes: lanes.value?.items ?? [], pipelines }}>{children}</ShownLane.Provider>}
       </main>

@@ -88,7 +88,7 @@ function add(lane: string): void {
 
 function open(): void {
   stream?.close();
-  const topics = [...lanes].flatMap((lane) => [`pipelines:${lane}`, `timeline:${lane}`]);
+  const topics = [...lanes].map(encodeURIComponent).flatMap((lane) => [`pipelines:${lane}`, `timeline:${lane}`]);
   const now = new EventSource(`/api/v1/stream?topics=${encodeURIComponent(["lanes", ...topics].join(","))}`);
   let wasLost = pulse.heard_ms > 0;
   stream = now;

@@ -42,7 +42,7 @@ export function Login() {
           <p>
             Open the address that <code>rlmux serve</code> prints, or paste the token from the file <code>admin.token</code> in the folder that is served.
           </p>
-          <input name="token" type="password" autocomplete="off" aria-label="token" required />
+          <input name="token" type="password" autocomplete="off" aria-label="token" autofocus required />
           <button>Log in</button>
         </form>
       )}

@@ -10,7 +10,7 @@ import { Log } from "./log";
 import { Dot, Tiles } from "./parts";
 import { address, amend, usePlace } from "./place";
 import type { Detail, Metrics, Page, Step } from "./shapes";
-import { count, figure, moment, percent, seconds, times } from "./words";
+import { count, figure, moment, percent, seconds, stageName, times } from "./words";
 
 const TABS = [
   ["curves", "Curves"],
@@ -147,7 +147,7 @@ function Times({ detail, colour }: { detail: Detail; colour: number }) {
       <h2>
         Computing <small>{seconds(all_s)} of devices, by stage</small>
       </h2>
-      <Bars rows={stages.map(([stage, spent_s]) => ({ name: stage.replaceAll("_", " "), seconds: spent_s, share: spent_s / all_s, paint: `c${colour}`, shade: shadeOf(stage) }))} largest_s={largest_s} />
+      <Bars rows={stages.map(([stage, spent_s]) => ({ name: stageName(stage), seconds: spent_s, share: spent_s / all_s, paint: `c${colour}`, shade: shadeOf(stage) }))} largest_s={largest_s} />
       <h2>
         Devices that waited for it <small>device-seconds in which they did nothing</small>
       </h2>
@@ -201,7 +201,7 @@ function Steps({ path, lane }: { path: string; lane: string }) {
             <th class="number">of alone</th>
             <th class="number">reward</th>
             {stages.map((stage) => (
-              <th class="number">{stage.replaceAll("_", " ")}</th>
+              <th class="number">{stageName(stage)}</th>
             ))}
             <th>weights</th>
           </tr>

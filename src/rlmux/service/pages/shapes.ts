@@ -18,6 +18,8 @@ export interface Lane {
   start_s: number;
   now_s: number;
   is_indexing: boolean;
+  seq: number;
+  index_seq: number;
   index_lag_s: number | null;
   makespan_s: number;
   num_devices: number;
@@ -27,7 +29,18 @@ export interface Lane {
   num_migrations: number;
   control_overhead: number | null;
   slo_attainment: number | null;
+  charges: Charge[];
   banner: string | null;
+}
+
+/** Device-seconds with one name; `share` of all there were. */
+export interface Charge {
+  kind: Kind;
+  cause: string;
+  pipeline: string | null;
+  label: string;
+  seconds: number;
+  share: number;
 }
 
 export interface Device {
@@ -125,7 +138,7 @@ export interface Measured {
   t0: number;
   t1: number;
   device_s: number;
-  items: { kind: Kind; cause: string; pipeline: string | null; label: string; seconds: number; share: number }[];
+  items: Charge[];
 }
 
 export interface Order {

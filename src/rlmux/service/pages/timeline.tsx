@@ -9,7 +9,7 @@ import { useKeys } from "./keys";
 import { of, useShown } from "./lane";
 import { Legend } from "./parts";
 import { amend, usePlace } from "./place";
-import type { Gap, Metrics, Timeline } from "./shapes";
+import type { Gap, Metrics, Page, Row, Timeline } from "./shapes";
 import { GapTable, MeasureTable, Reading } from "./timeline/panels";
 import { Board } from "./timeline/board";
 import type { Span } from "./timeline/feed";
@@ -40,7 +40,7 @@ function View({ timeline }: { timeline: Timeline }) {
 
   useEffect(() => {
     if (!canvas.current) return;
-    const remember = rememberSpan();
+    const remember = rememberSpan(() => made.timeline);
     const made = new Board(canvas.current, timeline, spanOf(query, timeline), {
       onSpan: remember,
       onHover: (hit, at_s) => setHover({ hit, at_s }),
@@ -63,10 +63,11 @@ function View({ timeline }: { timeline: Timeline }) {
     if (!board) return;
     board.update(timeline);
     const wide_s = board.span.t1 - board.span.t0;
-    if (follows) board.setSpan({ t0: timeline.end_s - wide_s, t1: timeline.end_s });
+    if (!query.has("t0") && !follows) board.setSpan(wholeOf(timeline));
+    else if (follows) board.setSpan({ t0: timeline.end_s - wide_s, t1: timeline.end_s });
   }, [board, timeline, follows]);
   useCurves(board, timeline);
-  const fit = () => board?.setSpan({ t0: timeline.start_s, t1: timeline.end_s });
+  const fit = () => board?.setSpan(wholeOf(timeline));
   const turnFollow = () => amend({ follow: follows ? null : "1" });
   useKeys([
     { keys: "f", does: "fit the whole run", run: fit },
@@ -111,16 +112,22 @@ function View({ timeline }: { timeline: Timeline }) {
 function spanOf(query: URLSearchParams, timeline: Timeline): Span {
   const [t0, t1] = [query.get("t0"), query.get("t1")].map((text) => (text === null ? Number.NaN : Number(text)));
   const isGood = t0 !== undefined && t1 !== undefined && Number.isFinite(t0) && Number.isFinite(t1) && t1 > t0;
-  return isGood ? { t0, t1 } : { t0: timeline.start_s, t1: timeline.end_s };
+  return isGood ? { t0, t1 } : wholeOf(timeline);
 }
 
-/** Writes the view into the URL, not at every frame. */
-function rememberSpan(): (span: Span) => void {
+function wholeOf(timeline: Timeline): Span {
+  return { t0: timeline.start_s, t1: timeline.end_s };
+}
+
+/** Writes the view into the URL, not at every frame. All of the run is no view of its own: it goes on with a live one. */
+function rememberSpan(timeline: () => Timeline): (span: Span) => void {
   let timer = 0;
   return ({ t0, t1 }) => {
     clearTimeout(timer);
     timer = setTimeout(() => {
-      if (location.pathname === "/timeline") amend({ t0: t0.toFixed(4), t1: t1.toFixed(4) });
+      const whole = wholeOf(timeline());
+      const isWhole = t0 <= whole.t0 && t1 >= whole.t1;
+      if (location.pathname === "/timeline") amend(isWhole ? { t0: null, t1: null } : { t0: t0.toFixed(4), t1: t1.toFixed(4) });
     }, URL_PAUSE_MS);
   };
 }
@@ -147,7 +154,12 @@ function useCurves(board: Board | null, timeline: Timeline): void {
       const { series } = await get<Metrics>(`/pipelines/${of(timeline.lane, name)}/metrics?names=reward_mean&x=time_s&points=1000`);
       return { pipeline, x: series.reward_mean?.x ?? [], y: series.reward_mean?.y ?? [] };
     };
-    void Promise.all(names.split("\n").filter(Boolean).map(read)).then(
+    const readAll = async () => {
+      const rows = await get<Page<Row>>(`/pipelines?lane=${of(timeline.lane)}&limit=100`);
+      const begun = new Set(rows.items.filter((row) => row.reward_last !== null).map((row) => row.name));
+      return Promise.all(timeline.pipelines.flatMap((name, pipeline) => (begun.has(name) && pipeline < MAX_CURVES ? [read(name, pipeline)] : [])));
+    };
+    void readAll().then(
       (curves) => {
         if (!isOn) return;
         board.curves = curves;

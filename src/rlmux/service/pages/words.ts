@@ -38,6 +38,12 @@ export function figure(value: number | null | undefined): string {
   return size >= 1000 ? count(value) : String(Number(value.toPrecision(3)));
 }
 
+/** `sft_warmup` as people write it. */
+export function stageName(stage: string | null | undefined): string {
+  const known: Record<string, string> = { sft_warmup: "SFT warm-up", old_logprobs: "old log-probs", reference_logprobs: "reference log-probs" };
+  return known[stage ?? ""] ?? stage ?? "";
+}
+
 export function times(value: number | null | undefined): string {
   return value == null ? NONE : `${value.toFixed(2)}×`;
 }

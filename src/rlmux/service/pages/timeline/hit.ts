@@ -1,6 +1,7 @@
 // What lies under the pointer, as plain facts: an interval where they are here, a bucket of tiles otherwise.
 import { nameOf } from "../colours";
 import type { Timeline } from "../shapes";
+import { stageName } from "../words";
 import { type Intervals, NO_CAUSE, NO_PIPELINE, type Tiles } from "./binary";
 import type { Chunk } from "./feed";
 import type { Row } from "./rows";
@@ -41,7 +42,7 @@ export function hitInterval(intervals: Intervals, timeline: Timeline, row: Row, 
 function factsOf(intervals: Intervals, timeline: Timeline, row: Row, at_s: number, at: number): Hit {
   const pipeline = timeline.pipelines[intervals.pipeline[at] ?? NO_PIPELINE];
   const cause = timeline.causes[intervals.cause[at] ?? NO_CAUSE] ?? "";
-  const stage = timeline.stages[intervals.stage[at] ?? 255]?.replaceAll("_", " ");
+  const stage = stageName(timeline.stages[intervals.stage[at] ?? 255]);
   const [step, order, fraction] = [intervals.step[at] ?? 0, intervals.order[at] ?? 0, intervals.fraction[at] ?? 1];
   const facts: [string, string | number][] = [];
   if (stage) facts.push(["stage", stage]);

@@ -2,6 +2,7 @@
 // pipeline that is waited for, and their names where there is room.
 import { type Colours, NUM_COLOURS, nameOf, paintOf, shadeOf } from "../colours";
 import type { Timeline } from "../shapes";
+import { stageName } from "../words";
 import { type Intervals, NO_PIPELINE } from "./binary";
 import type { Layout, Row, Scale } from "./rows";
 
@@ -113,7 +114,7 @@ class Sheet {
     if (kind === "idle") return;
     if (kind === "busy") {
       this.#work.add(colour, faint * (cause === "tail" ? 0.35 : shadeOf(stage)), box);
-      if (width > 46) this.#labels.push({ text: `${name} ${this.intervals.step[at]} · ${(stage ?? cause).replaceAll("_", " ")}`, box, isWait: false });
+      if (width > 46) this.#labels.push({ text: `${name} ${this.intervals.step[at]} · ${stageName(stage ?? cause)}`, box, isWait: false });
       return;
     }
     this.#work.add(colours[paintOf(cause)], faint, box);

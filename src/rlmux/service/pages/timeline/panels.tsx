@@ -5,7 +5,7 @@ import { Trouble } from "../frame";
 import { colourOf, of, useShown } from "../lane";
 import { PipelineName } from "../parts";
 import type { Gap, Measured, Order } from "../shapes";
-import { moment, percent, seconds } from "../words";
+import { moment, percent, seconds, stageName } from "../words";
 import type { Span } from "./feed";
 import type { Hit } from "./hit";
 
@@ -94,5 +94,5 @@ function OrderRow({ title, order }: { title: string; order: Order | null }) {
 
 function said(order: Order): string {
   const where = order.devices.length ? ` on ${order.devices.join(", ")}` : "";
-  return `${order.stage.replaceAll("_", " ")}${order.step ? ` ${order.step}` : ""}${where}`;
+  return `${stageName(order.stage)}${order.step ? ` ${order.step}` : ""}${where}`;
 }
