@@ -1,0 +1,112 @@
+"""Text of strangers in names, reasons and logs, and a stranger's page in the same browser: no effect at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+from urllib.parse import quote
+
+import pytest
+from tests.log_script import ROLLOUT, LogScript, order
+from tests.service.pages.conftest import HOSTILE_HOST
+from tests.service.pages_server import Pages
+
+from rlmux.core.events import StageFinished
+from rlmux.core.model import Stage
+
+pytestmark = pytest.mark.xdist_group("browser")
+PWN = "window.__pwned=1"
+PAYLOADS = tuple(
+    frame.format(tag)
+    for tag in (
+        f"<script>{PWN}</script>",
+        f"<img src=x onerror={PWN}>",
+        f"<svg onload={PWN}>",
+        f"<iframe srcdoc='<script>parent.{PWN}</script>'>",
+        f"<a href=javascript:{PWN} autofocus onfocus={PWN}>x</a>",
+        f"<details open ontoggle={PWN}>",
+        f"<style onload={PWN}></style>",
+        f"javascript:{PWN}",
+        f"{{{{constructor.constructor('{PWN}')()}}}}",
+        f"<math><mtext><img src=x onerror={PWN}>",
+    )
+    for frame in ("{}", '">{}', "'>{}", "</pre>{}", "</title>{}", "\x1b[31m{}", "--><!--{}", "]]>{}", "\\u003c{}", "${{{}}}")
+)
+
+
+@pytest.fixture(scope="module")
+def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pages]:
+    """A run with payloads in every text that the pages show."""
+    script = LogScript(policy=PAYLOADS[1])
+    for number, name in enumerate(("plain", *PAYLOADS), 1):
+        first = order(number, name, Stage.GENERATE, ROLLOUT)
+        script.submit(number - 1.0, name, first)
+        script.event(StageFinished(time_s=number - 0.5, order=number, seconds=0.4))
+        script.note(number - 0.4, "step", pipeline=name, step=1, metrics={PAYLOADS[1]: 1.0, "reward_mean": 0.5})
+        ending = {"status": "failed", "reason": f"why: {PAYLOADS[-number % len(PAYLOADS)]}", "weights_sha256": None}
+        script.note(number - 0.3, "pipeline_end", pipeline=name, **ending)
+    folder = script.write(tmp_path_factory.mktemp("runs") / "run <img src=x onerror=window.__pwned=1>")
+    (folder / "plain").mkdir()
+    (folder / "plain" / "workers.log").write_text("\n".join(PAYLOADS) + "\n", encoding="utf-8")
+    served = Pages(folder)
+    yield served
+    served.close()
+
+
+def test_no_script_in_any_text_runs(hostile, enter):
+    page = enter(hostile, "/fleet")
+    page.wait_for_selector("text=Needs you")
+    lane = hostile.get("/lanes")["items"][0]["name"]
+    for path in ("/timeline", "/pipelines", "/pipelines?name=" + PAYLOADS[1], "/timeline?q=" + PAYLOADS[1], "/" + PAYLOADS[2]):
+        page.goto(f"{hostile.url}{path}")
+        page.wait_for_selector("main h1, main .empty")
+    page.goto(f"{hostile.url}/pipelines")
+    name = next(one for one in PAYLOADS if one.startswith("<img"))
+    page.locator("tbody .name", has_text=name).first.click()
+    page.wait_for_selector(".tabs")
+    assert name in page.inner_text("h1")
+    assert lane in page.inner_text("header")
+    page.goto(f"{hostile.url}/pipelines/{quote(lane, safe='')}/plain?tab=log")
+    page.wait_for_selector("pre:has-text('constructor')")
+    assert PAYLOADS[0] in page.inner_text("pre")
+    assert page.evaluate("typeof window.__pwned") == "undefined"
+
+
+def test_a_strangers_page_reads_nothing_and_changes_nothing(shown, enter, context):
+    page = enter(shown, "/fleet")
+    stranger = page.context.new_page()
+    origin = f"http://{HOSTILE_HOST}:1"
+    page.context.route(f"{origin}/**", lambda route: route.fulfill(content_type="text/html", body="<h1>free GPUs</h1>"))
+    stranger.goto(f"{origin}/")
+    statuses: dict[str, Any] = {}
+    stranger.on("response", lambda told: statuses.update({f"{told.request.method} {told.url}": told.status}))
+    outcome = stranger.evaluate(ATTACK, shown.url)
+    assert set(outcome.values()) == {"nothing"}, outcome
+    assert {status for said, status in statuses.items() if shown.url in said and said.startswith("POST")} <= {401, 403, 415}
+    page.reload()
+    page.wait_for_selector("main h1")  # still logged in: the logout of the stranger was none
+
+
+ATTACK = """async (url) => {
+  const said = {};
+  const tried = async (name, call) => { said[name] = await call().then((v) => v, () => "nothing"); };
+  const none = () => "nothing";
+  await tried("read", () => fetch(url + "/api/v1/lanes", {credentials: "include"}).then((a) => a.text()));
+  await tried("logout", () => fetch(url + "/api/v1/logout", {method: "POST", mode: "no-cors", credentials: "include", body: "{}"}).then(none));
+  await tried("delete", () => fetch(url + "/api/v1/lanes", {method: "DELETE", credentials: "include"}).then((a) => a.text()));
+  await tried("stream", () => new Promise((done) => { const s = new EventSource(url + "/api/v1/stream", {withCredentials: true});
+    s.onmessage = () => done("heard"); s.onopen = () => done("open"); s.onerror = () => { s.close(); done("nothing"); }; }));
+  await tried("image", () => new Promise((done) => { const i = new Image(); i.onload = () => done("seen"); i.onerror = () => done("nothing");
+    i.src = url + "/api/v1/lanes"; }));
+  await tried("frame", () => new Promise((done) => { const f = document.createElement("iframe"); f.src = url + "/fleet";
+    f.onload = () => { try { done(f.contentDocument.body.innerText || "nothing"); } catch { done("nothing"); } }; document.body.append(f); }));
+  return said;
+}"""
+
+
+def test_another_name_for_this_machine_gets_no_byte(shown, context):
+    page = context().new_page()
+    port = shown.url.rpartition(":")[2]
+    for path in ("/", "/favicon.svg", "/api/v1/health", f"/login#t={shown.ticket()}"):
+        answer = page.goto(f"http://{HOSTILE_HOST}:{port}{path}")
+        assert answer.status == 421

@@ -1,0 +1,193 @@
+"""What a reader does in a browser, and what the pages say: the same as the API."""
+
+from __future__ import annotations
+
+import json
+import re
+import struct
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytestmark = pytest.mark.xdist_group("browser")
+GUTTER = 138
+"""Pixels of names before the timeline's plot."""
+
+
+def test_one_click_logs_in_and_leaves_no_ticket_in_the_address(shown, context):
+    page = context().new_page()
+    page.goto(f"{shown.url}/login#t={shown.ticket()}")
+    page.wait_for_selector("text=Where the time of all devices went")
+    assert page.url.startswith(f"{shown.url}/fleet")
+    assert "#" not in page.evaluate("location.href")
+
+
+def test_a_used_ticket_is_told_and_the_token_logs_in(shown, context):
+    ticket = shown.ticket()
+    first, second = context().new_page(), context().new_page()
+    first.goto(f"{shown.url}/login#t={ticket}")
+    first.wait_for_selector("main h1")
+    second.goto(f"{shown.url}/login?next=%2Fpipelines#t={ticket}")
+    second.wait_for_selector("text=This link has been used")
+    second.fill("input[name=token]", shown.token)
+    second.keyboard.press("Enter")
+    second.wait_for_selector("h1:text('Pipelines')")
+
+
+def test_a_page_leads_to_the_login_and_back_only_within_the_service(shown, context):
+    page = context().new_page()
+    page.goto(f"{shown.url}/timeline?t0=1&t1=2")
+    page.wait_for_url("**/login?next=*")
+    page.goto(f"{shown.url}/login?next=%2F%2Fevil.test%2F#t={shown.ticket()}")
+    page.wait_for_selector("main h1")
+    assert page.url.startswith(f"{shown.url}/fleet")
+
+
+def test_the_fleet_has_the_lanes_shares_and_pipelines(shown, enter):
+    page = enter(shown, "/fleet")
+    lane = shown.get("/lanes/demo")
+    whole_s = sum(lane["seconds"].values())
+    tiles = dict(zip(page.locator(".tiles dt").all_inner_texts(), page.locator(".tiles dd").all_inner_texts(), strict=True))
+    assert {kind: tiles[kind] for kind in lane["seconds"]} == {k: percent(s / whole_s) for k, s in lane["seconds"].items()}
+    assert tiles["switches"] == str(lane["num_switches"])
+    assert {name for name in page.locator(".name").all_inner_texts() if name} >= {"sort", "tools"}
+
+
+def percent(part: float) -> str:
+    value = part * 100
+    return f"{value:.1f} %" if value != 0 and value < 9.95 else f"{value:.0f} %"
+
+
+def test_the_list_has_the_apis_rows_sorted_and_filtered_by_the_server(shown, enter):
+    page = enter(shown, "/pipelines")
+    rows = {row["name"]: row for row in shown.get("/pipelines", lane="demo")["items"]}
+    page.wait_for_selector("tbody tr")
+    for line in page.locator("tbody tr").all():
+        cells = line.locator("td").all_inner_texts()
+        row = rows.pop(cells[0])
+        assert cells[1] == row["status"]
+        assert cells[2] == f"{row['step']}/{row['num_steps']}"
+        assert cells[4].startswith(f"{row['step_slowdown']:.2f}×")
+    assert rows == {}
+    page.click("th >> text=name")
+    page.click("th >> text=name")
+    page.wait_for_function("() => document.querySelector('tbody .name').innerText === 'tools'")
+    assert "sort=-name" in page.url
+    page.fill("input[type=search]", "sor")
+    page.wait_for_function("() => document.querySelectorAll('tbody tr').length === 1")
+
+
+def test_the_timeline_names_what_the_api_has_under_the_pointer(shown, enter):
+    page = enter(shown, "/timeline")
+    canvas = page.locator("canvas")
+    page.wait_for_function("() => document.querySelector('.key').innerText.includes('sort')")
+    box, timeline = canvas.bounding_box(), shown.get("/timeline/demo")
+    wide = next(one for one in longest_first(shown) if one["device"] == 0)
+    share = (wide["start"] + wide["seconds"] / 2 - timeline["start_s"]) / (timeline["end_s"] - timeline["start_s"])
+    page.mouse.move(box["x"] + GUTTER + share * (box["width"] - GUTTER), box["y"] + 95)
+    name = timeline["pipelines"][wide["pipeline"]]
+    page.wait_for_function(f"() => document.querySelector('.reading').innerText.includes({name!r})")
+    said = page.inner_text(".reading")
+    assert said.startswith(timeline["devices"][0]["id"])
+    assert f"step {wide['step']}" in said
+    assert f"{wide['seconds']:.2f} s" in said
+
+
+def longest_first(shown: Any) -> list[dict[str, Any]]:
+    """Work of the whole run, as the raw answer has it."""
+    data = shown.client.get("/timeline/demo/intervals").content
+    (size,) = struct.unpack_from("<I", data)
+    header = json.loads(data[4 : 4 + size])
+    types = {"f64": "<f8", "f32": "<f4", "u8": "u1", "u16": "<u2", "u32": "<u4"}
+    columns = {
+        each["name"]: np.frombuffer(data, types[each["type"]], header["count"], 4 + size + each["offset"])
+        for each in header["columns"]
+    }
+    rows = [{name: column[at].item() for name, column in columns.items()} for at in range(header["count"])]
+    return sorted((row for row in rows if row["cause"] == 0), key=lambda row: -row["seconds"])
+
+
+def test_a_measured_window_has_the_apis_shares(shown, enter):
+    page = enter(shown, "/timeline")
+    box = page.locator("canvas").bounding_box()
+    page.keyboard.down("Shift")
+    page.mouse.move(box["x"] + 400, box["y"] + 95)
+    page.mouse.down()
+    page.mouse.move(box["x"] + 700, box["y"] + 95, steps=4)
+    page.mouse.up()
+    page.keyboard.up("Shift")
+    page.wait_for_selector(".measure td")
+    timeline = shown.get("/timeline/demo")
+    per_pixel_s = (timeline["end_s"] - timeline["start_s"]) / (box["width"] - GUTTER)
+    t0, t1 = (timeline["start_s"] + (x - GUTTER) * per_pixel_s for x in (400, 700))
+    measured = shown.get("/timeline/demo/measure", t0=t0, t1=t1)
+    shares = [float(text.split()[0]) for text in page.locator(".measure td:last-child").all_inner_texts()]
+    assert shares == pytest.approx([100 * item["share"] for item in measured["items"]], abs=0.6)
+    page.keyboard.press("Escape")
+    assert page.locator(".measure").count() == 0
+
+
+def test_a_view_is_in_the_address_and_comes_back_from_it(shown, enter):
+    page = enter(shown, "/timeline?t0=1&t1=3&q=sort")
+    assert page.input_value("input[type=search]") == "sort"
+    page.click("button[aria-label='zoom in']")
+    page.wait_for_url(re.compile(r"t0=1\.4000.*t1=2\.6000"))
+    address = page.url
+    page.reload()
+    page.wait_for_selector("canvas")
+    page.wait_for_timeout(400)  # longer than a view takes to reach the address
+    assert page.url == address
+    page.keyboard.press("f")
+    page.wait_for_function("() => !location.search.includes('t0')")
+
+
+def test_a_step_of_the_table_opens_its_time_on_the_timeline(shown, enter):
+    page = enter(shown, "/pipelines/demo/sort?tab=steps")
+    page.wait_for_selector("tbody tr")
+    steps = shown.get("/pipelines/demo/sort/steps")["items"]
+    lines = page.locator("tbody tr").all_inner_texts()
+    assert [int(line.split()[0]) for line in lines] == [step["step"] for step in reversed(steps)]
+    page.locator("tbody a").first.click()
+    page.wait_for_selector("canvas")
+    assert f"t1={steps[-1]['end_s']}" in page.url
+
+
+def test_curves_have_every_metric_and_logs_their_control_characters_as_signs(shown, enter):
+    page = enter(shown, "/pipelines/demo/sort")
+    names = shown.get("/pipelines/demo/sort")["metrics"]
+    page.wait_for_selector(".chart canvas")
+    assert {text.split("\n")[0] for text in page.locator(".chart h3").all_inner_texts()} >= set(names)
+    page.keyboard.press("4")
+    page.wait_for_selector("pre:has-text('red')")
+    assert page.inner_text("pre") == "step 1\nred and ␇ a bell\n"
+
+
+def test_the_keyboard_reaches_everything(shown, enter):
+    page = enter(shown, "/fleet")
+    for keys, title in (("gp", "Pipelines"), ("gt", "Timeline"), ("gp", "Pipelines")):
+        for key in keys:
+            page.keyboard.press(key)
+        page.wait_for_selector(f"h1:text('{title}')")
+    page.wait_for_selector("tbody tr")
+    page.keyboard.press("j")
+    page.wait_for_selector("tr.chosen")
+    page.keyboard.press("Enter")
+    page.wait_for_selector(".tabs")
+    page.keyboard.press("?")
+    page.wait_for_selector("dialog[open]")
+    assert "Timeline" in page.inner_text("dialog")
+    page.keyboard.press("Escape")
+    assert page.locator("dialog[open]").count() == 0
+
+
+def test_all_tabs_of_a_browser_share_one_stream_and_another_takes_over(shown, enter):
+    first = enter(shown, "/fleet")
+    streams: list[str] = []
+    first.context.on("request", lambda asked: streams.append(asked.url) if "/stream" in asked.url else None)
+    others = [enter(shown, "/pipelines", inside=first.context) for _ in range(2)]
+    others[0].wait_for_timeout(500)
+    assert streams == []  # the first has it already
+    first.close()
+    others[0].wait_for_timeout(1000)
+    assert len(streams) == 1
