@@ -55,7 +55,7 @@ export function Log({ path, isOver }: { path: string; isOver: boolean }) {
         {start > 0 && <button onClick={older}>Older</button>}
       </div>
       <Trouble error={error} />
-      <pre class="text" tabIndex={0}>{visible(pieces.map((piece) => piece.text).join("")) || "nothing"}</pre>
+      <pre class="text" tabIndex={0}>{visible(pieces.map((piece) => piece.text).join("")) || (grep ? "No line contains that." : "Its workers have written nothing.")}</pre>
     </>
   );
 }

@@ -145,7 +145,7 @@ function Times({ detail, colour }: { detail: Detail; colour: number }) {
   return (
     <>
       <h2>
-        Computing <small>{seconds(all_s)} of devices, by stage</small>
+        Computing <small>{seconds(all_s)} of its steps, by stage</small>
       </h2>
       <Bars rows={stages.map(([stage, spent_s]) => ({ name: stageName(stage), seconds: spent_s, share: spent_s / all_s, paint: `c${colour}`, shade: shadeOf(stage) }))} largest_s={largest_s} />
       <h2>
