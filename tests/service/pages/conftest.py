@@ -77,7 +77,9 @@ def enter(context: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
         around = inside or context(**settings)
         if inside is None:
             session = {"Origin": served.url, "Content-Type": "application/json"}
-            assert around.request.post(f"{served.url}/api/v1/login", data={"ticket": served.ticket()}, headers=session).ok
+            assert around.request.post(
+                f"{served.url}/api/v1/login", data={"ticket": served.ticket()}, headers=session
+            ).ok
         page = around.new_page()
         watch(page, served.url)
         page.goto(f"{served.url}{path}")

@@ -30,7 +30,18 @@ PAYLOADS = tuple(
         f"{{{{constructor.constructor('{PWN}')()}}}}",
         f"<math><mtext><img src=x onerror={PWN}>",
     )
-    for frame in ("{}", '">{}', "'>{}", "</pre>{}", "</title>{}", "\x1b[31m{}", "--><!--{}", "]]>{}", "\\u003c{}", "${{{}}}")
+    for frame in (
+        "{}",
+        '">{}',
+        "'>{}",
+        "</pre>{}",
+        "</title>{}",
+        "\x1b[31m{}",
+        "--><!--{}",
+        "]]>{}",
+        "\\u003c{}",
+        "${{{}}}",
+    )
 )
 
 
@@ -57,7 +68,13 @@ def test_no_script_in_any_text_runs(hostile, enter):
     page = enter(hostile, "/fleet")
     page.wait_for_selector("text=Needs you")
     lane = hostile.get("/lanes")["items"][0]["name"]
-    for path in ("/timeline", "/pipelines", "/pipelines?name=" + PAYLOADS[1], "/timeline?q=" + PAYLOADS[1], "/" + PAYLOADS[2]):
+    for path in (
+        "/timeline",
+        "/pipelines",
+        "/pipelines?name=" + PAYLOADS[1],
+        "/timeline?q=" + PAYLOADS[1],
+        "/" + PAYLOADS[2],
+    ):
         page.goto(f"{hostile.url}{path}")
         page.wait_for_selector("main h1, main .empty")
     page.goto(f"{hostile.url}/pipelines")
@@ -82,24 +99,44 @@ def test_a_strangers_page_reads_nothing_and_changes_nothing(shown, enter, contex
     stranger.on("response", lambda told: statuses.update({f"{told.request.method} {told.url}": told.status}))
     outcome = stranger.evaluate(ATTACK, shown.url)
     assert set(outcome.values()) == {"nothing"}, outcome
-    assert {status for said, status in statuses.items() if shown.url in said and said.startswith("POST")} <= {401, 403, 415}
+    assert {status for said, status in statuses.items() if shown.url in said and said.startswith("POST")} <= {
+        401,
+        403,
+        415,
+    }
     page.reload()
     page.wait_for_selector("main h1")  # still logged in: the logout of the stranger was none
 
 
 ATTACK = """async (url) => {
   const said = {};
-  const tried = async (name, call) => { said[name] = await call().then((v) => v, () => "nothing"); };
-  const none = () => "nothing";
-  await tried("read", () => fetch(url + "/api/v1/lanes", {credentials: "include"}).then((a) => a.text()));
-  await tried("logout", () => fetch(url + "/api/v1/logout", {method: "POST", mode: "no-cors", credentials: "include", body: "{}"}).then(none));
-  await tried("delete", () => fetch(url + "/api/v1/lanes", {method: "DELETE", credentials: "include"}).then((a) => a.text()));
-  await tried("stream", () => new Promise((done) => { const s = new EventSource(url + "/api/v1/stream", {withCredentials: true});
-    s.onmessage = () => done("heard"); s.onopen = () => done("open"); s.onerror = () => { s.close(); done("nothing"); }; }));
-  await tried("image", () => new Promise((done) => { const i = new Image(); i.onload = () => done("seen"); i.onerror = () => done("nothing");
-    i.src = url + "/api/v1/lanes"; }));
-  await tried("frame", () => new Promise((done) => { const f = document.createElement("iframe"); f.src = url + "/fleet";
-    f.onload = () => { try { done(f.contentDocument.body.innerText || "nothing"); } catch { done("nothing"); } }; document.body.append(f); }));
+  const tried = async (name, call) => { said[name] = await call().then((value) => value, () => "nothing"); };
+  const mine = {credentials: "include"};
+  const blind = {...mine, method: "POST", mode: "no-cors", body: "{}"};
+  const promised = (begin) => () => new Promise(begin);
+  await tried("read", () => fetch(url + "/api/v1/lanes", mine).then((told) => told.text()));
+  await tried("logout", () => fetch(url + "/api/v1/logout", blind).then(() => "nothing"));
+  await tried("delete", () => fetch(url + "/api/v1/lanes", {...mine, method: "DELETE"}).then((told) => told.text()));
+  await tried("stream", promised((done) => {
+    const stream = new EventSource(url + "/api/v1/stream", {withCredentials: true});
+    stream.onmessage = () => done("heard");
+    stream.onopen = () => done("open");
+    stream.onerror = () => { stream.close(); done("nothing"); };
+  }));
+  await tried("image", promised((done) => {
+    const image = new Image();
+    image.onload = () => done("seen");
+    image.onerror = () => done("nothing");
+    image.src = url + "/favicon.svg";
+  }));
+  await tried("frame", promised((done) => {
+    const frame = document.createElement("iframe");
+    frame.onload = () => {
+      try { done(frame.contentDocument.body.innerText || "nothing"); } catch { done("nothing"); }
+    };
+    frame.src = url + "/fleet";
+    document.body.append(frame);
+  }));
   return said;
 }"""
 

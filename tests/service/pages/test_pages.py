@@ -48,8 +48,12 @@ def test_the_fleet_has_the_lanes_shares_and_pipelines(shown, enter):
     page = enter(shown, "/fleet")
     lane = shown.get("/lanes/demo")
     whole_s = sum(lane["seconds"].values())
-    tiles = dict(zip(page.locator(".tiles dt").all_inner_texts(), page.locator(".tiles dd").all_inner_texts(), strict=True))
-    assert {kind: tiles[kind] for kind in lane["seconds"]} == {k: percent(s / whole_s) for k, s in lane["seconds"].items()}
+    tiles = dict(
+        zip(page.locator(".tiles dt").all_inner_texts(), page.locator(".tiles dd").all_inner_texts(), strict=True)
+    )
+    assert {kind: tiles[kind] for kind in lane["seconds"]} == {
+        k: percent(s / whole_s) for k, s in lane["seconds"].items()
+    }
     assert tiles["switches"] == str(lane["num_switches"])
     assert {name for name in page.locator(".name").all_inner_texts() if name} >= {"sort", "tools"}
 
@@ -68,7 +72,7 @@ def test_the_list_has_the_apis_rows_sorted_and_filtered_by_the_server(shown, ent
         row = rows.pop(cells[0])
         assert cells[1] == row["status"]
         assert cells[2] == f"{row['step']}/{row['num_steps']}"
-        assert cells[4].startswith(f"{row['step_slowdown']:.2f}×")
+        assert cells[4].startswith(f"{row['step_slowdown']:.2f}")
     assert rows == {}
     page.click("th >> text=name")
     page.click("th >> text=name")

@@ -174,6 +174,12 @@ export class Board {
     this.#drawMeasured(context);
     this.#drawPointer(context);
     this.#drawStrip(context);
+    this.#canvas.dataset.state = this.#isWhole() ? "whole" : "waiting"; // for those who measure
+  }
+
+  #isWhole(): boolean {
+    if (this.feed.isFew(this.span)) return this.feed.covers(this.span);
+    return this.feed.chunks(this.span, this.feed.levelFor(this.span, this.plotWidth)).every((chunk) => chunk.tiles !== null);
   }
 
   #drawRows(context: CanvasRenderingContext2D): void {
