@@ -68,15 +68,18 @@ class LogScript:
     def _add(self, time_s: float, kind: Any, type: str, value: Any) -> None:
         self.rows.append(Entry(len(self.rows) + 2, time_s, kind, type, value))
 
-    def submit(self, time_s: float, name: str, *then: Action, **fields: Any) -> None:
-        """Submitted and admitted to every node of both pools."""
-        placement = Placement(
+    def whole(self) -> Placement:
+        """Every node of both pools."""
+        return Placement(
             group=1,
             rollout_nodes=tuple(NodeId("rollout", index) for index in range(self.num_rollout)),
             train_nodes=tuple(NodeId("train", index) for index in range(self.num_train)),
         )
+
+    def submit(self, time_s: float, name: str, *then: Action, **fields: Any) -> None:
+        """Submitted and admitted to every node of both pools."""
         fields = {"num_steps": 2, "stages": STAGES} | fields
-        admit = Admit(pipeline=name, placement=placement, kind=AdmissionKind.NEW)
+        admit = Admit(pipeline=name, placement=self.whole(), kind=AdmissionKind.NEW)
         self.event(PipelineSubmitted(time_s=time_s, pipeline=Pipeline(id=name, **fields)), admit, *then)
 
     def history(self) -> History:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from rlmux.core.actions import ExpectSteps, Release, RunStage, Switch
-from rlmux.core.events import PipelineCancelled, PipelineRestarted, StageFinished, StagePaused
-from rlmux.core.model import DeviceId, MeasuredSeconds, PhaseSeconds, Stage
+from rlmux.core.actions import Admit, ExpectSteps, Queue, Release, RunStage, Switch
+from rlmux.core.events import PipelineCancelled, PipelineRestarted, PipelineSubmitted, StageFinished, StagePaused
+from rlmux.core.model import AdmissionKind, DeviceId, MeasuredSeconds, PhaseSeconds, Pipeline, Stage
 from rlmux.report.status import status
 from rlmux.report.summary import summarize
 
@@ -28,6 +28,7 @@ KEYS = {
 PIPELINE_KEYS = {
     "steps", "tokens", "trajectories", "reward_first", "reward_last", "step_s_mean", "step_slowdown",
     "slo_slowdown", "weights_sha256", "status", "keeps_slo", "expected_slowdown", "estimate", "slo_reason", "promise",
+    "queue_s",
 }  # fmt: skip
 DEVICE_KEYS = {"pool", "busy_s", "switch_s", "bubble_s", "idle_s", "utilization"}
 
@@ -239,6 +240,27 @@ def test_a_pipeline_that_ended_without_a_step_missed_its_slo(script: Any) -> Non
     summary = summarize(script.timeline())
     assert summary["pipelines"]["a"]["keeps_slo"] is False
     assert summary["slo_attainment"] == 0.0
+
+
+def test_seconds_in_the_queue_count_as_they_do_in_the_simulator(script: Any, make_order: Order) -> None:
+    """Two steps as fast as alone, after a wait for admission of so many seconds."""
+
+    def after(queue_s: float) -> Any:
+        script.rows.clear()
+        waiting = Pipeline(id="a", num_steps=2, stages=(GENERATE, UPDATE, PUBLISH), slo_slowdown=2.0)
+        script.event(PipelineSubmitted(time_s=0.0, pipeline=waiting), Queue(pipeline="a", reason="no node is free"))
+        start = make_order(1, "a", GENERATE, ROLLOUT)
+        script.submit(queue_s, "other", Admit(pipeline="a", placement=script.whole(), kind=AdmissionKind.NEW), start)
+        for step, order in ((1, 1), (2, 4)):
+            begin_s = queue_s + 3.0 * (step - 1)
+            script.event(done(begin_s + 2.0, order, 2.0), make_order(order + 1, "a", UPDATE, TRAIN, step=step))
+            script.event(done(begin_s + 3.0, order + 1, 1.0), make_order(order + 2, "a", PUBLISH, step=step))
+            following = make_order(4, "a", GENERATE, ROLLOUT, step=2) if step == 1 else Release(pipeline="a")
+            script.event(done(begin_s + 3.0, order + 2, 0.0), following)
+        return summarize(script.timeline())["pipelines"]["a"]
+
+    assert (after(2.5)["queue_s"], after(2.5)["keeps_slo"]) == (2.5, True)
+    assert (after(3.5)["queue_s"], after(3.5)["keeps_slo"]) == (3.5, False)
 
 
 def test_a_step_that_does_not_end_misses_the_slo_while_it_lasts(script: Any, make_order: Order) -> None:

@@ -1,7 +1,9 @@
 """Each pipeline's SLO in a run: what it accepts, what it got, what was expected of it, and from which seconds.
 
     step_slowdown       mean of its steps over their solo estimate, as in `summary.py`; the first step is left out
-    keeps_slo           whether the time since its first step, the one under way included, is within the SLO
+    keeps_slo           whether its seconds in the queue and those since its first step, the one under way included, are
+                        within the SLO; `simulate` judges so, too, and has no processes to start in a first step
+    queue_s             seconds from its submission to its admission, or to the end where there was none
     expected_slowdown   what the scheduler expected where the pipeline was last
     estimate            solo seconds that it was planned with: given in the file, or learned from its own steps
 
@@ -17,6 +19,14 @@ from typing import Any
 
 from rlmux.core.model import PhaseSeconds, PipelineStatus
 from rlmux.report.records import PipelineRecord
+
+SLO_TOLERANCE = 1e-3
+"""Relative, for rounding: a slowdown this far above the SLO still keeps it."""
+
+
+def is_within_slo(spent_s: float, solo_s: float, slo_slowdown: float) -> bool:
+    """Whether work that takes so many seconds alone kept its SLO, in runs and in the simulator."""
+    return spent_s <= slo_slowdown * solo_s * (1 + SLO_TOLERANCE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +48,7 @@ def slo_fields(record: PipelineRecord, steps: Sequence[StepTime], end_s: float) 
         "step_slowdown": math.fsum(step.seconds for step in steady) / solo_s if solo_s > 0.0 else None,
         "slo_slowdown": slo if math.isfinite(slo) else None,
         "keeps_slo": _keeps_slo(record, steady, end_s) if math.isfinite(slo) else None,
+        "queue_s": _queue_s(record, end_s),
         "expected_slowdown": expected.step_slowdown if expected else None,
         "estimate": _estimate(record),
         "slo_reason": expected.reason if expected else "",
@@ -58,12 +69,17 @@ def _keeps_slo(record: PipelineRecord, steady: Sequence[StepTime], end_s: float)
     is_under_way = record.status in (PipelineStatus.RUNNING, PipelineStatus.WAITING)
     if not steady:
         return None if is_under_way else False
-    spent_s, count = math.fsum(step.seconds for step in steady), len(steady)
+    spent_s, count = _queue_s(record, end_s) + math.fsum(step.seconds for step in steady), len(steady)
     mean_solo_s = math.fsum(step.solo_s for step in steady) / count
     open_s = max(0.0, (end_s if record.ended_s is None else record.ended_s) - steady[-1].end_s)
     if record.status != PipelineStatus.FINISHED:  # a step under way is late once it is, not when it ends
         spent_s, count = spent_s + open_s, count + 1
-    return spent_s <= record.pipeline.slo_slowdown * mean_solo_s * count
+    return is_within_slo(spent_s, mean_solo_s * count, record.pipeline.slo_slowdown)
+
+
+def _queue_s(record: PipelineRecord, end_s: float) -> float:
+    over_s = end_s if record.ended_s is None else record.ended_s
+    return (over_s if record.admitted_s is None else record.admitted_s) - record.submitted_s
 
 
 def _estimate(record: PipelineRecord) -> dict[str, Any] | None:

@@ -22,11 +22,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from rlmux.core.model import PHASE_BY_STAGE, Cluster, Phase, Pipeline, Placement
+from rlmux.report.slos import SLO_TOLERANCE
 from rlmux.sim.workloads.arrivals import Arrival, Workload
 from rlmux.sim.world import TrueSeconds
-
-SLO_TOLERANCE = 1e-3
-"""Relative, for rounding: a mean step slowdown this far above the SLO still keeps it."""
 
 # --- of work that was done -----------------------------------------------------------------------------------
 

@@ -27,7 +27,8 @@ from rlmux.core.actions import Admit, Relocate
 from rlmux.core.group_load import GroupLoad, solo_s
 from rlmux.core.model import DeviceId, GroupId, NodeId, Phase, Pipeline, PipelineId, Stage
 from rlmux.core.placement import PlacementView
-from rlmux.sim.bounds import SLO_TOLERANCE, are_own_pools, work_usd
+from rlmux.report.slos import is_within_slo
+from rlmux.sim.bounds import are_own_pools, work_usd
 from rlmux.sim.workloads.arrivals import Arrival, Workload
 
 
@@ -70,7 +71,7 @@ class PipelineResult:
     def keeps_slo(self) -> bool:
         if self.refused:
             return False
-        return self.completion_slowdown is None or self.completion_slowdown <= self.slo_slowdown * (1 + SLO_TOLERANCE)
+        return self.completion_slowdown is None or is_within_slo(self.completion_slowdown, 1.0, self.slo_slowdown)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -458,7 +459,7 @@ def _paper_slo_attainment(pipelines: Sequence[PipelineResult]) -> float:
     kept = [
         one
         for one in admitted
-        if one.finished_slowdown is None or one.finished_slowdown <= one.slo_slowdown * (1 + SLO_TOLERANCE)
+        if one.finished_slowdown is None or is_within_slo(one.finished_slowdown, 1.0, one.slo_slowdown)
     ]
     return len(kept) / len(admitted) if admitted else 1.0
 
