@@ -13,6 +13,10 @@ Inside a group whose nodes are kept apart by phase, the order of the cycle decid
 every member (one pool; a table that says it helps; nodes that cost nothing and pipelines without an estimate), its
 dispatch is `jigsaw`'s: sub-stages of all members, look-ahead, sharing, migrated tails.
 
+Where steps are given and nodes are paid as they are used, it counts dollars for the work instead of dollars per hour:
+slowness has a price, budgets follow from the steps and the time that are left, and members train on as many nodes as
+they ask for (`planning/economy.py`). The rest of this page is about dollars per hour.
+
 Waste of a group: its dollars less what its members would cost on nodes never idle, each as slow as its SLO
 allows.
 """
@@ -65,7 +69,8 @@ class RlMux:
     varies_steps_per_cycle: bool = True
     """Whether short pipelines may make several steps in a long one's cycle."""
     slowness_price: float = 1.2
-    """Dollars that an hour of one dollar's work is worth, where steps are given and nodes are paid as they are used."""
+    """Dollars that an hour of one dollar's work is worth, where steps are given and nodes are paid as they are used; 0:
+    dollars per hour count there, too."""
     hold_up_usd: float = 4.0
     """Dollars that a move costs there for each rollout node, beside cold starts."""
     move_horizon_h: float = 3.0

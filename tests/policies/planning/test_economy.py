@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -147,6 +148,26 @@ def test_slowness_has_its_price_in_an_hour_at_half_speed():
     busy_usd = (60 * 1.0 + 40 * 3.0) / 100
     assert economy.cost_usd(group) == pytest.approx(4.0 + 1.2 * 4 * busy_usd * (1 - 100 / 240))
     assert economy.idle_usd(group) == pytest.approx(4.0 - 4 * busy_usd * 100 / 240)
+
+
+def test_a_pipeline_whose_speed_on_training_nodes_alone_is_unknown_is_placed_apart():
+    ledger = PlacementLedger(CLUSTER, lambda name: left_of(None, now_s=0.0, num_left=100))
+    dear = pipeline(slo=math.inf, num_rollout_nodes=9)  # $12 an hour apart, $3 on its training node alone
+    unknown = RlMux().place(dear, ledger.view())
+    known = RlMux().place(replace(dear, colocated_estimate=dear.estimate), ledger.view())
+    assert (unknown.is_colocated, known.is_colocated) == (False, True)
+
+
+def test_a_newcomer_joins_a_wide_member_and_trains_on_as_many_nodes_as_it_asks_for():
+    ledger = PlacementLedger(CLUSTER, lambda name: left_of(None, now_s=0.0, num_left=100))
+    wide = pipeline("wide", slo=2.5, num_train_nodes=2)
+    ledger.admit(wide, RlMux().place(wide, ledger.view()))
+    narrow = pipeline("narrow", slo=2.5)
+    ledger.admit(narrow, RlMux().place(narrow, ledger.view()))
+    (group,) = ledger.groups()
+    assert len(group.train_nodes) == 2
+    assert len(ledger.placement(PipelineId("narrow")).train_nodes) == 1
+    ledger.check()
 
 
 # the whole

@@ -84,6 +84,8 @@ def _alone(pipeline: Pipeline, view: PlacementView, economy: Economy) -> tuple[P
     if pool is None or footprint.rollout_host_bytes + footprint.train_host_bytes > pool.host_memory_bytes:
         return best, best_usd
     step_s = colocated_step_s(pipeline, pool)
+    if step_s == math.inf:
+        return best, best_usd
     usd = pipeline.num_train_nodes * economy.train_usd
     usd += economy.slowness_usd(pipeline) * (1.0 - solo_s(pipeline) / step_s)
     if (
