@@ -36,14 +36,17 @@ class Room:
         self.record = folder / "record"
         self.socket = folder / "s"
         (folder / "broker.yaml").write_text(json.dumps({"cluster": {"pools": pools or ONE_POOL}, **keys}))
+        self.address = f"unix:{self.socket}"
+        """Address that programs are told."""
         self.broker: multiprocessing.Process | None = None
         self.programs: list[subprocess.Popen[str]] = []
 
-    def start_broker(self, policy: str = "fifo") -> None:
-        """Forked, for everything that it imports is here."""
-        self.broker = multiprocessing.get_context("fork").Process(target=self._serve, args=(policy,))
+    def start_broker(self, policy: str = "fifo", token: str = "") -> None:
+        """Forked, for everything that it imports is here. With a token it listens at a free port of the loopback."""
+        self.broker = multiprocessing.get_context("fork").Process(target=self._serve, args=(policy, token))
         self.broker.start()
         until(self._is_up)
+        self.address = (self.folder / "address").read_text()
 
     def _is_up(self) -> bool:
         """Whether it listens, and its log has begun."""
@@ -51,17 +54,24 @@ class Room:
             LogReader(self.out).close()
         except LogError:
             return False
-        return self.socket.exists()
+        return (self.folder / "address").exists()
 
-    def _serve(self, policy: str) -> None:
+    def _serve(self, policy: str, token: str) -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         spec = load_broker_spec(self.folder / "broker.yaml", policies=list(POLICIES))
-        run_broker(spec, self.out, policy=make_policy(policy), address=f"unix:{self.socket}")
+        address = "tcp://127.0.0.1:0" if token else f"unix:{self.socket}"
+        run_broker(spec, self.out, policy=make_policy(policy), address=address, token=token, say=self._note_address)
+
+    def _note_address(self, address: str) -> None:
+        aside = self.folder / "address.new"
+        aside.write_text(address)
+        aside.rename(self.folder / "address")
 
     def kill_broker(self) -> None:
         assert self.broker is not None
         self.broker.kill()
         self.broker.join()
+        (self.folder / "address").unlink(missing_ok=True)
 
     def stop_broker(self) -> None:
         assert self.broker is not None
@@ -75,7 +85,7 @@ class Room:
         """A little program on its way, without any of our packages on its path."""
         variables = {"SHARE_FOLDER": str(SHARE_FOLDER), "PATH": os.environ.get("PATH", ""), **(environ or {})}
         if is_shared:
-            variables["RLMUX_BROKER"] = f"unix:{self.socket}"
+            variables["RLMUX_BROKER"] = self.address
         started = subprocess.Popen(
             [sys.executable, "-S", "-E", str(HERE / "little_program.py"), name, str(steps), str(self.record), *words],
             env=variables,

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.broker.room import ONE_POOL, SIZE, Room, check_never_both, result, until
+from tests.broker.room import ONE_POOL, PATIENCE_S, SIZE, Room, check_never_both, result, until
 
 from rlmux.report.log import LogReader
 from rlmux.runtime.run_status import StatusReader
@@ -205,3 +205,43 @@ def test_the_log_of_a_broker_gives_a_report_with_every_switch(room):
     with LogReader(room.out) as log:
         assert log.header["backend"] == "permits"
     assert (room.out / "timeline.html").exists()
+
+
+def test_a_program_that_holds_its_permit_for_longer_than_it_may_is_ended_and_the_log_says_so(make_room):
+    room = make_room(ONE_POOL, max_hold_s=0.5)
+    room.start_broker()
+    bad = room.program("a", 1, "sleep=3600")
+    until(lambda: room.has_recorded("a", "begins"))
+    other = room.program("b", 1)
+    assert bad.wait(timeout=PATIENCE_S) == -signal.SIGKILL
+    result(other)
+    until(lambda: status(room)["a"]["status"] == "failed")
+    assert status(room)["a"]["reason"] == "it held gpu0 for longer than max_hold_s, 0.5 s, and was ended"
+    assert status(room)["b"]["status"] in ("running", "finished")
+
+
+def test_over_tcp_programs_with_the_token_take_turns_and_one_without_is_refused(make_room):
+    room = make_room(ONE_POOL, lease_s=0.3)
+    expected = {name: alone(room, name) for name in "ab"}
+    room.start_broker(token="s3cret")
+    assert room.address.startswith("tcp://127.0.0.1:")
+    stranger = room.program("stranger", 1, environ={"RLMUX_TOKEN": "guess"})
+    _, err = stranger.communicate(timeout=PATIENCE_S)
+    assert stranger.returncode != 0
+    assert "the token is not this broker's; accepted: RLMUX_TOKEN as the broker has it" in err
+    programs = {name: room.program(name, STEPS, environ={"RLMUX_TOKEN": "s3cret"}) for name in "ab"}
+    assert {name: result(program)["sha256"] for name, program in programs.items()} == expected
+    check_never_both(room.recorded())
+    until(lambda: {one["status"] for one in status(room).values()} == {"finished"})
+
+
+def test_over_tcp_a_killed_holder_keeps_its_pool_for_the_lease_and_no_longer(make_room):
+    room = make_room(ONE_POOL, lease_s=0.3)
+    room.start_broker(token="s3cret")
+    environ = {"RLMUX_TOKEN": "s3cret"}
+    holder = room.program("a", 1, "sleep=3600", environ=environ)
+    until(lambda: room.has_recorded("a", "begins"))
+    holder.kill()
+    result(room.program("b", 1, environ=environ))
+    until(lambda: status(room)["a"]["status"] == "failed")
+    assert "ended while it held gpu0" in status(room)["a"]["reason"]

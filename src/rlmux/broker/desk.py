@@ -9,7 +9,8 @@ The scheduler decides which is next, under the policy of the file; the ledger (`
 for it. Nothing is said to a program before the log has what it rests on: messages wait for `settle`, which comes after
 the commit. A program asks, is granted and leaves with all its ranks: it has left when all have.
 
-What this module does not do: it owns no socket, waits for nothing, and never ends a program.
+What this module does not do: it owns no socket, waits for nothing, and ends no program, but for one that holds a permit
+for longer than the file's `max_hold_s`.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlmux.broker.hello import ask_of, capacity_of, check_hello, pipeline_of, roles_of
+from rlmux.broker.processes import end_process
 from rlmux.broker.programs import Ask, Program, Rank, Roster, rank_of
 from rlmux.broker.residency import Place, Residency
 from rlmux.broker.server import Connection
@@ -51,6 +53,7 @@ class Desk:
         is_allowed: Callable[[Connection, str | None], bool],
         leave_limit_s: float,
         lease_s: float,
+        max_hold_s: float | None = None,
         first_fence: int = 1,
     ) -> None:
         """`is_allowed`: whether a connection may say hello, with what it gave as proof."""
@@ -59,6 +62,7 @@ class Desk:
         self._now_s = now_s
         self._is_allowed = is_allowed
         self._leave_limit_s = leave_limit_s
+        self._max_hold_s = math.inf if max_hold_s is None else max_hold_s
         self._roles = roles_of(cluster)
         capacities = {name: capacity_of(pool) for name, pool in cluster.pools.items()}
         self.ledger = Residency(capacities, next_fence=first_fence)
@@ -116,8 +120,10 @@ class Desk:
                     del program.leave_until_s[pool]
                     reason = f"it was told to leave {pool} {self._leave_limit_s:g} s ago and has not"
                     self._get_stuck(program, pool, reason)
+            held_s = 0.0 if program.fence is None else now_s - program.granted_s
+            if held_s > self._max_hold_s and not program.end_reason:
+                self._end_processes(program)
             if program.is_overdue(now_s) and "overdue" not in program.marks:
-                held_s = now_s - program.granted_s
                 self._mark(program, "overdue", f"it holds its permit for {held_s:.1f} s, ten times its median")
 
     def _on_hello(self, connection: Connection, hello: dict[str, Any]) -> None:
@@ -422,8 +428,20 @@ class Desk:
         else:
             name = f"process {rank.process.pid}" if rank.process else "its connection"
             what = f"while it held {', '.join(held.pools)}" if held else "without a word"
-            self.events.append(PipelineFailed(time_s=self._now_s(), pipeline=program.id, reason=f"{name} ended {what}"))
+            reason = program.end_reason or f"{name} ended {what}"
+            self.events.append(PipelineFailed(time_s=self._now_s(), pipeline=program.id, reason=reason))
         self._try_to_grant()
+
+    def _end_processes(self, program: Program) -> None:
+        """It holds a permit for longer than it may."""
+        held = self.ledger.permits[program.fence or 0].pools
+        program.end_reason = (
+            f"it held {', '.join(held)} for longer than max_hold_s, {self._max_hold_s:g} s, and was ended"
+        )
+        self._mark(program, "max_hold_s", program.end_reason)
+        for rank in program.ranks.values():
+            if rank.process is not None:
+                end_process(rank.process)
 
     # ------------------------------------------------------------------ small things
 

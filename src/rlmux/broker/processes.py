@@ -6,6 +6,8 @@ not asked for its end yet (a zombie) is gone: it has no memory any more.
 
 from __future__ import annotations
 
+import os
+import signal
 from pathlib import Path
 from typing import NamedTuple
 
@@ -31,3 +33,18 @@ def process_of(pid: int) -> Process | None:
 def is_alive(process: Process) -> bool:
     """Whether that very process lives."""
     return process_of(process.pid) == process
+
+
+def end_process(process: Process) -> None:
+    """End that very process at once. Another that has its number since is left alone, and so is one of another user."""
+    try:
+        handle = os.pidfd_open(process.pid)
+    except OSError:
+        return
+    try:
+        if is_alive(process):  # the handle is of the process that had the number before this was asked
+            signal.pidfd_send_signal(handle, signal.SIGKILL)
+    except OSError:
+        pass
+    finally:
+        os.close(handle)

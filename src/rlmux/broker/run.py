@@ -59,6 +59,7 @@ def run_broker(
         now_s=clock.now_s,
         is_allowed=token_check(token),
         leave_limit_s=spec.leave_limit_s,
+        max_hold_s=spec.max_hold_s,
         lease_s=spec.lease_s,
         first_fence=log.last_seq + 1,
     )

@@ -37,6 +37,9 @@ class BrokerConfig(FromFile):
     leave_limit_s: PositiveFloat = 120.0
     """Seconds after which a program that has not left a pool as it was told is marked in `status`. No other is granted
     the pool until it has left or is gone."""
+    max_hold_s: PositiveFloat | None = None
+    """Seconds for which a program may hold one permit. One that holds it for longer is ended, with all its processes on
+    this machine. Without it none is: a permit held for ten times as long as mostly is shown as overdue."""
     lease_s: PositiveFloat = 30.0
     """Seconds for which a program behind TCP keeps its permit and its memory after its connection has ended."""
 
@@ -52,6 +55,7 @@ class BrokerSpec:
     policy: str
     """Name of the policy that decides."""
     leave_limit_s: float
+    max_hold_s: float | None
     lease_s: float
 
 
@@ -74,6 +78,7 @@ def load_broker_spec(path: str | Path, *, overrides: Sequence[str] = (), policie
         cluster=_as_wholes(make_cluster(config.cluster)),
         policy=config.policy,
         leave_limit_s=config.leave_limit_s,
+        max_hold_s=config.max_hold_s,
         lease_s=config.lease_s,
     )
 
