@@ -12,6 +12,7 @@ import pytest
 from tests.broker.room import ONE_POOL, PATIENCE_S, SIZE, Room, check_never_both, result, until
 
 from rlmux.report.log import LogReader
+from rlmux.runtime.control_socket import ask
 from rlmux.runtime.run_status import StatusReader
 
 STEPS = 12
@@ -245,3 +246,21 @@ def test_over_tcp_a_killed_holder_keeps_its_pool_for_the_lease_and_no_longer(mak
     result(room.program("b", 1, environ=environ))
     until(lambda: status(room)["a"]["status"] == "failed")
     assert "ended while it held gpu0" in status(room)["a"]["reason"]
+
+
+@pytest.mark.parametrize("first", ["a", "b"], ids=["while it holds", "while it waits"])
+def test_a_program_that_is_cancelled_is_told_so_at_its_next_phase_and_the_other_goes_on(room, first):
+    expected = alone(room, "b", 4, "sleep=0.2")
+    room.start_broker()
+    programs = {}
+    for name in sorted("ab", key=lambda name: name != first):
+        programs[name] = room.program(name, 1000 if name == "a" else 4, "sleep=0.2")
+        until(lambda name=name: any(note["pipeline"] == name for note in room.notes("joined")))
+        until(lambda: room.has_recorded(first, "begins"))
+    assert ask(room.out, "cancel", name="a")["outcome"]
+    _, err = programs["a"].communicate(timeout=PATIENCE_S)
+    assert "ShareError: the broker answers: this program gets no permit any more: rlmux status says why" in err
+    assert result(programs["b"])["sha256"] == expected
+    until(lambda: len(room.notes("gone")) == 2)
+    assert {name: one["status"] for name, one in status(room).items()} == {"a": "cancelled", "b": "finished"}
+    check_never_both(room.recorded_by("b"))

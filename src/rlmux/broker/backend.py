@@ -48,7 +48,7 @@ class PermitBackend:
             case RunStage():
                 self.desk.begin(action)
             case Release():
-                self.desk.release(action.pipeline, "this program's permits have ended")
+                self.desk.release(action.pipeline, "this program gets no permit any more: rlmux status says why")
             case Refuse():
                 self.desk.release(action.pipeline, action.reason)
             case _:

@@ -205,6 +205,9 @@ class Desk:
 
     def _on_ask(self, program: Program, rank: Rank, message: dict[str, Any]) -> None:
         ask = program.ask
+        if program.refusal and program.fence is None:
+            self._refuse(rank, message, program.refusal)
+            return
         if ask is not None and ask.number == message["id"] and set(ask.pools) == set(message["pools"]):
             self._repeat(program, rank, ask)
             return
@@ -331,10 +334,15 @@ class Desk:
     def release(self, pipeline: PipelineId, reason: str) -> None:
         """The scheduler has done with the program: cancelled, or refused. It gets no permit any more."""
         program = self.roster.programs.get(pipeline)
-        if program is not None:
-            program.order = None
+        if program is None:
+            return
+        program.order, program.refusal = None, reason
+        ask = program.ask
+        if ask is not None and program.fence is None:
+            program.ask = None
             for rank in program.connected:
-                self._held_back.append((rank, write_message("refused", reason=reason)))
+                if rank.number in ask.ranks:
+                    self._held_back.append((rank, _refusal(ask.number, reason)))
 
     def settle(self) -> None:
         """Everything up to now is in the log, and its orders have begun: say what was held back."""
@@ -446,9 +454,8 @@ class Desk:
     # ------------------------------------------------------------------ small things
 
     def _refuse(self, rank: Rank, message: dict[str, Any], text: str) -> None:
-        line = write_message("error", code="not_possible", id=message["id"], text=text)
         if rank.connection is not None:
-            self.outgoing.append((rank.connection, line))
+            self.outgoing.append((rank.connection, _refusal(message["id"], text)))
 
     def _mark(self, program: Program, what: str, reason: str) -> None:
         """Say in the log what is wrong with a program, or that it is not any more."""
@@ -457,6 +464,10 @@ class Desk:
 
     def _note(self, program: Program, what: str, **fields: Any) -> None:
         self.notes.append(Note(type="permit", fields={"pipeline": program.id, "what": what, **fields}))
+
+
+def _refusal(ask: int, text: str) -> bytes:
+    return write_message("error", code="not_possible", id=ask, text=text)
 
 
 def _number(ask: Ask | None) -> int | None:

@@ -99,6 +99,8 @@ class Program:
     """Seconds of its last permits."""
     marks: dict[str, str] = field(default_factory=dict)
     """What is wrong with it, by the pool that it is wrong with."""
+    refusal: str = ""
+    """Why it gets no permit any more; empty while it does."""
     end_reason: str = ""
     """Why the broker ended it; empty where it did not."""
     is_over: bool = False
