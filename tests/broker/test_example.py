@@ -74,6 +74,7 @@ def test_devices_of_a_pool_are_one_and_their_memory_adds_up(tmp_path):
         ("cluster: {pools: {gpu0: {}}}", "no phase"),
         ("cluster: {pools: {gpu0: {phase: both}}}\npolicy: fofo", "no such policy"),
         ("cluster: {pools: {gpu0: {phase: both}}}\nleave_limit_s: 0", "leave_limit_s"),
+        ("cluster: {pools: {gpu0: {phase: both}}}\nmax_hold_s: -1", "max_hold_s"),
         ("cluster: {pools: {gpu0: {phase: both, devices: 1, nodes: 2}}}", "accepted: one of them"),
     ],
 )

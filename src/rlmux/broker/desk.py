@@ -19,8 +19,7 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rlmux.broker.hello import ask_of, capacity_of, check_hello, pipeline_of, roles_of
-from rlmux.broker.processes import end_process
+from rlmux.broker.hello import ask_of, capacity_of, check_hello, pipeline_of, program_of, roles_of
 from rlmux.broker.programs import Ask, Program, Rank, Roster, rank_of
 from rlmux.broker.residency import Place, Residency
 from rlmux.broker.server import Connection
@@ -122,7 +121,10 @@ class Desk:
                     self._get_stuck(program, pool, reason)
             held_s = 0.0 if program.fence is None else now_s - program.granted_s
             if held_s > self._max_hold_s and not program.end_reason:
-                self._end_processes(program)
+                pools = ", ".join(self.ledger.permits[program.fence or 0].pools)
+                reason = f"it held {pools} for longer than max_hold_s, {self._max_hold_s:g} s, and was ended"
+                self._mark(program, "max_hold_s", reason)
+                program.end_processes(reason)
             if program.is_overdue(now_s) and "overdue" not in program.marks:
                 self._mark(program, "overdue", f"it holds its permit for {held_s:.1f} s, ten times its median")
 
@@ -157,24 +159,9 @@ class Desk:
         return program, rank
 
     def _add_program(self, hello: dict[str, Any]) -> Program:
-        program = Program(
-            id=self.roster.free_name(hello["job"]),
-            world=hello["world"],
-            pools=hello.get("pools", {}) or dict(self._roles),
-            need_bytes=hello.get("need_bytes", {}),
-            host_bytes=hello.get("host_bytes", 0),
-            slo=hello.get("slo"),
-        )
+        program = program_of(hello, self.roster.free_name(hello["job"]), self._roles)
         self.submit(program)
-        self._note(
-            program,
-            "program",
-            world=program.world,
-            pools=program.pools,
-            need_bytes=program.need_bytes,
-            host_bytes=program.host_bytes,
-            slo=program.slo,
-        )
+        self._note(program, "program", **program.described())
         return program
 
     def submit(self, program: Program) -> None:
@@ -439,17 +426,6 @@ class Desk:
             reason = program.end_reason or f"{name} ended {what}"
             self.events.append(PipelineFailed(time_s=self._now_s(), pipeline=program.id, reason=reason))
         self._try_to_grant()
-
-    def _end_processes(self, program: Program) -> None:
-        """It holds a permit for longer than it may."""
-        held = self.ledger.permits[program.fence or 0].pools
-        program.end_reason = (
-            f"it held {', '.join(held)} for longer than max_hold_s, {self._max_hold_s:g} s, and was ended"
-        )
-        self._mark(program, "max_hold_s", program.end_reason)
-        for rank in program.ranks.values():
-            if rank.process is not None:
-                end_process(rank.process)
 
     # ------------------------------------------------------------------ small things
 

@@ -14,7 +14,7 @@ from typing import Any
 from rlmux.broker.programs import Ask, Program
 from rlmux.broker.wire import WIRE_VERSION
 from rlmux.core.errors import UserError
-from rlmux.core.model import Cluster, Footprint, Phase, Pipeline, Pool, Stage
+from rlmux.core.model import Cluster, Footprint, Phase, Pipeline, PipelineId, Pool, Stage
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MAX_WORLD = 1024
@@ -54,6 +54,18 @@ def check_need(cluster: Cluster, pool: str, need_bytes: int) -> None:
 def capacity_of(pool: Pool) -> float:
     """Bytes of all devices of a pool: a permit is for all of them."""
     return pool.device_memory_bytes * pool.gpus_per_node
+
+
+def program_of(hello: Mapping[str, Any], name: PipelineId, roles: Mapping[str, str]) -> Program:
+    """A new program, without ranks yet. `roles`: pools of those that name none."""
+    return Program(
+        id=name,
+        world=hello["world"],
+        pools=hello.get("pools", {}) or dict(roles),
+        need_bytes=hello.get("need_bytes", {}),
+        host_bytes=hello.get("host_bytes", 0),
+        slo=hello.get("slo"),
+    )
 
 
 def pipeline_of(program: Program) -> Pipeline:

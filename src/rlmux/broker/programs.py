@@ -13,7 +13,7 @@ import statistics
 from dataclasses import dataclass, field
 from typing import Any
 
-from rlmux.broker.processes import Process, is_alive, process_of
+from rlmux.broker.processes import Process, end_process, is_alive, process_of
 from rlmux.broker.server import Connection
 from rlmux.core.actions import RunStage
 from rlmux.core.errors import UserError
@@ -108,6 +108,17 @@ class Program:
     @property
     def connected(self) -> list[Rank]:
         return [rank for rank in self.ranks.values() if rank.connection is not None]
+
+    def described(self) -> dict[str, Any]:
+        """What the log has to know of it, for a broker that is started again."""
+        return {name: getattr(self, name) for name in ("world", "pools", "need_bytes", "host_bytes", "slo")}
+
+    def end_processes(self, reason: str) -> None:
+        """End it; those of its processes that are on another machine cannot be."""
+        self.end_reason = reason
+        for rank in self.ranks.values():
+            if rank.process is not None:
+                end_process(rank.process)
 
     def need(self, pool: str) -> int | None:
         """Bytes that it needs on the pool for what it asks; None: it fills the pool."""
