@@ -41,6 +41,11 @@ class Indexing:
             return "the indexer has ended and is being started again; what is shown may be old"
         return self._trouble.get(str(folder))
 
+    def kill(self) -> None:
+        """End the process at once; it is started again."""
+        if self._process is not None:
+            self._process.kill()
+
     def close(self) -> None:
         """The process ends when its input does."""
         self._is_closed.set()

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 from urllib.parse import quote, unquote
@@ -215,7 +215,8 @@ class Streams:
             since = told.seq if told is not None else 0
             events = self._changes_of(lane, stream.topics, told, mark, since)
             stream.told[lane] = mark
-            found += [_event(name, value, stream.told) for name, value in events]
+            found += [_event(name, value) for name, value in events[:-1]]
+            found += [_event(name, value, stream.told) for name, value in events[-1:]]
         return found
 
     def _changes_of(
@@ -255,8 +256,9 @@ class Streams:
         return events
 
 
-def _event(name: str, value: Any, told: dict[str, Mark]) -> bytes:
-    id_ = ",".join(f"{quote(lane, safe='')}={mark.seq}" for lane, mark in told.items())
+def _event(name: str, value: Any, told: Mapping[str, Mark] | None = None) -> bytes:
+    """`told`: given with the last of the events that belong together: a reader comes back with the last id it got."""
+    id_ = ",".join(f"{quote(lane, safe='')}={mark.seq}" for lane, mark in (told or {}).items())
     return format_sse_event(data_str=dumps(value), event=name, id=id_ or None)
 
 

@@ -16,6 +16,7 @@ import contextlib
 import json
 import math
 import sqlite3
+import time
 import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
@@ -167,7 +168,8 @@ class IndexWriter:
         self._connection.execute("PRAGMA synchronous = NORMAL")
         if not self._facts():
             self._connection.executescript("BEGIN;" + _TABLES)
-            self.set_facts(stamp=self._stamp, rev=0, seq=0)
+            # above that of any file before it: a browser may have kept what an earlier number was given
+            self.set_facts(stamp=self._stamp, rev=time.time_ns() // 10**6, seq=0)
             self._connection.execute("COMMIT")
 
     @staticmethod
