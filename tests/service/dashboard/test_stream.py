@@ -24,7 +24,7 @@ class Growing:
     def __init__(self, folder: Path) -> None:
         self.script: LogScript = AlternatingRun(num_steps=8).script
         self.log = RunLog.create(folder, self.script.header)
-        self.at = 0
+        self.at, self.is_closed = 0, False
         self.write(100)
 
     def write(self, num: int) -> None:
@@ -35,12 +35,17 @@ class Growing:
         self.log.commit()
         self.at = end
 
+    def close(self) -> None:
+        if not self.is_closed:
+            self.is_closed = True
+            self.log.close()
+
 
 @pytest.fixture
 def growing(tmp_path: Path) -> Iterator[Growing]:
     run = Growing(tmp_path / "run")
     yield run
-    run.log.close()
+    run.close()
 
 
 @pytest.fixture
@@ -118,7 +123,7 @@ def test_a_run_that_goes_on_is_running_and_then_over(growing, pages):
     wait_for_rows(pages, growing.log.last_seq)
     assert pages.get("/lanes/run")["state"] == "running"
     growing.write(10_000)
-    growing.log.close()
+    growing.close()
     pages.until(lambda: pages.get("/lanes/run")["state"] == "over")
     assert pages.get("/timeline/run")["open_from"] is None
 
@@ -148,8 +153,8 @@ def test_a_session_has_five_streams(growing, pages):
     wait_for_rows(pages, growing.log.last_seq)
     streams = [pages.client.stream("GET", "/stream") for _ in range(MAX_OWN_STREAMS)]
     try:
-        for stream in streams:
-            next(stream.__enter__().iter_lines())
+        lines = [stream.__enter__().iter_lines() for stream in streams]
+        assert [next(its) for its in lines] == ["retry: 1000"] * MAX_OWN_STREAMS
         assert pages.client.get("/stream").status_code == 429
     finally:
         for stream in streams:
