@@ -18,23 +18,24 @@ from rlmux.core.errors import RlmuxError, UserError
 from rlmux.core.model import PipelineId
 from rlmux.core.scheduler import Scheduler
 from rlmux.policies import make_policy
-from rlmux.report.log import RunLog, run_header
+from rlmux.report.log import LogReader, RunLog, run_header
 from rlmux.runtime.control_socket import SOCKET_NAME, ControlServer, NotRunningError, ask
 from rlmux.runtime.controller import Controller
 from rlmux.runtime.fake_backend import FakeBackend
 from rlmux.runtime.run_api import RunApi, submitted_to
 
 STAGE_S = 0.05
+ACCEPTED = "accepted: submit, cancel, hold, release, rank, why, status"
 
 
 class Run:
     """A controller, by default on the fake backend, asked from threads as other processes would."""
 
-    def __init__(self, folder: Path, real: Any, *, make_backend: Any = None) -> None:
+    def __init__(self, folder: Path, real: Any, *, policy: str = "rollmux", make_backend: Any = None) -> None:
         self.folder = folder
         folder.mkdir()
         cluster = real.cluster()
-        self.scheduler = Scheduler(cluster, make_policy("rollmux"))
+        self.scheduler = Scheduler(cluster, make_policy(policy))
         self.backend: Any = (
             make_backend(cluster, folder, options=None) if make_backend else FakeBackend(lambda action: STAGE_S)
         )
@@ -152,6 +153,38 @@ def test_a_pipeline_that_is_still_to_come_is_shown_and_can_be_struck_off(going, 
     assert "in this run already" in going.answers[4]["refused"]
 
 
+def test_a_waiting_pipeline_is_explained_held_ranked_and_released(tmp_path, real):
+    """Both want the only nodes; the notes are what a resumed run knows of those that wait."""
+    going = Run(tmp_path / "run", real, policy="solo")
+
+    def ask_for(request: str, name: str = "b", **more: object) -> dict[str, Any]:
+        return {"request": request, "name": name, **more}
+
+    going.run(
+        [real.submission("a", num_steps=1_000_000), real.submission("b", num_steps=1)],
+        {"request": "status"},  # answered in the tick in which both are submitted, or later
+        ask_for("why"),
+        ask_for("why", "a"),
+        ask_for("hold", "a"),
+        ask_for("hold"),
+        ask_for("why"),
+        ask_for("rank", rank=3),
+        ask_for("release"),
+        ask_for("why", "past"),
+        cancel("a"),
+        until=lambda: going.is_over("b"),
+    )
+    _, why, running, refused, _, held, _, _, past, _ = going.answers
+    assert (why["token"], why["position"], why["num_waiting"], why["status"]) == ("no_room", 1, 1, "waiting")
+    assert why["would_start_now_if"] == [{"key": "without", "was": "", "to": "a"}]
+    assert (running["status"], running["token"]) == ("running", None)
+    assert refused["refused"] == "pipeline 'a' is running; accepted: one that waits"
+    assert (held["token"], held["position"], held["reason"]) == ("held", 0, "its user holds it")
+    assert past["refused"] == "no pipeline 'past' waits or runs here; accepted: one of: a, b"
+    with LogReader(going.folder) as reader:
+        assert reader.state().standings == {"b": {"is_held": False, "rank": 3}}
+
+
 @pytest.mark.quick_on_ray
 def test_pipelines_come_and_go_and_those_that_stay_train_the_same_weights(real, make_backend, tmp_path):
     alone = real.run(tmp_path / "alone", [real.submission("stays", num_steps=6), real.submission("comes", num_steps=3)])
@@ -176,8 +209,8 @@ def test_pipelines_come_and_go_and_those_that_stay_train_the_same_weights(real, 
     [
         (cancel("nobody"), "no pipeline 'nobody'; accepted: one that waits or runs, of: a"),
         (cancel("past"), "pipeline 'past' is over"),
-        ({"request": "dance"}, "request 'dance' with ['request']: accepted: submit, cancel, status"),
-        ({"request": "cancel"}, "request 'cancel' with ['request']: accepted: submit, cancel, status"),
+        ({"request": "dance"}, f"request 'dance' with ['request']: {ACCEPTED}"),
+        ({"request": "cancel"}, f"request 'cancel' with ['request']: {ACCEPTED}"),
     ],
 )
 def test_a_wrong_request_is_told_what_is_accepted(going, real, asked, reason):

@@ -1,6 +1,6 @@
 """Commands on a run that goes on in another process: what is asked of it, and what is shown of it.
 
-submit, cancel     through the run's control socket
+submit, cancel, hold, release, rank, why     through the run's control socket
 status             from its log; the socket only says which process runs it and what is still to come
 logs               its pipelines' own output, from their files
 """
@@ -38,6 +38,42 @@ def submit(file: str, folder: Path, sets: Sequence[str] | None) -> dict[str, Any
 def cancel(folder: Path, name: str) -> dict[str, Any]:
     folders.check_run(folder)
     return ask(folder, "cancel", name=name)
+
+
+def tell(folder: Path, request: str, name: str, **fields: Any) -> str:
+    """Ask for something of one pipeline; returns the outcome in words."""
+    folders.check_run(folder)
+    return str(ask(folder, request, name=name, **fields)["outcome"])
+
+
+def show_why(folder: Path, name: str, *, as_json: bool) -> None:
+    """Print why a pipeline waits, and what would start it now."""
+    folders.check_run(folder)
+    answer = ask(folder, "why", name=name)
+    del answer["ok"]
+    if as_json:
+        tables.print_json(answer)
+        return
+    if answer["token"] is None:
+        print(f"{name} is {answer['status']}: it does not wait")
+        return
+    place = (
+        f"{answer['position']} of {answer['num_waiting']} in the queue" if answer["position"] else "not offered room"
+    )
+    print(f"{name}: {answer['token']} ({place}, for {answer['waited_s']:.0f} s)")
+    print(f"  {answer['reason']}")
+    for change in answer["would_start_now_if"]:
+        print(f"  would start now {_change_in_words(change)}")
+
+
+def _change_in_words(change: Mapping[str, Any]) -> str:
+    match change["key"]:
+        case "hold":
+            return "if it were released"
+        case "without":
+            return f"without {change['to']}"
+        case key:
+            return f"with {key}: {change['to']:g} instead of {change['was']:g}"
 
 
 def show_submission(answer: Mapping[str, Any], *, as_json: bool) -> int:

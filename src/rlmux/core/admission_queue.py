@@ -88,7 +88,7 @@ class AdmissionQueue:
     def does_head_fit(self) -> bool:
         """Whether the policy would place the head now."""
         reservation = self._state.reservation
-        return reservation is not None and self._fits(self._state.runs[reservation.pipeline].pipeline)
+        return reservation is not None and self.fits(self._state.runs[reservation.pipeline].pipeline)
 
     def leave(self, run: PipelineRun) -> bool:
         """A pipeline that may have waited is over. Returns whether others were held back for it."""
@@ -110,7 +110,7 @@ class AdmissionQueue:
         if isinstance(choice, PlacementChoice):
             return (
                 choice
-                if reservation is None or self._may_overtake(reservation, run, choice)
+                if reservation is None or self._may_overtake(reservation, run.pipeline, choice)
                 else _held(run, reservation)
             )
         if choice.is_final:
@@ -122,6 +122,15 @@ class AdmissionQueue:
             return choice
         run.promised_s = min(run.promised_s, reservation.start_s)
         return replace(choice, reason=f"{choice.reason}; it is first in the queue and starts {_when(reservation)}")
+
+    def would_start(self, pipeline: Pipeline, reservation: Reservation | None) -> bool:
+        """Whether a waiting pipeline, changed like this, would be admitted now beside what is reserved."""
+        choice = self._policy.place(pipeline, self._view)
+        if isinstance(choice, Refusal):
+            return False
+        if reservation is None or reservation.pipeline == pipeline.id:
+            return True
+        return self._may_overtake(reservation, pipeline, choice)
 
     def tell(self, run: PipelineRun, refusal: Refusal) -> None:
         """Say why the pipeline waits, or never starts, unless that was said before."""
@@ -151,7 +160,7 @@ class AdmissionQueue:
         More departures are taken to leave more room, so the number is found by doubling and then by halving. Those
         that are known to be too few have left the ledger at the end: the caller's trial takes them back.
         """
-        if self._fits(pipeline):
+        if self.fits(pipeline):
             return 0
         num_left, step = 0, 1
         while num_left < len(leaving):
@@ -173,10 +182,11 @@ class AdmissionQueue:
         """Whether the policy places the pipeline once these have left; where it does not, they leave the ledger."""
         with self._ledger.trial() as trial:
             self._depart(leaving)
-            trial.is_kept = not self._fits(pipeline)
+            trial.is_kept = not self.fits(pipeline)
         return not trial.is_kept
 
-    def _fits(self, pipeline: Pipeline) -> bool:
+    def fits(self, pipeline: Pipeline) -> bool:
+        """Whether the policy would place the pipeline now, were no other before it."""
         return isinstance(self._policy.place(pipeline, self._view), PlacementChoice)
 
     def _depart(self, pipelines: Sequence[PipelineId]) -> None:
@@ -185,7 +195,7 @@ class AdmissionQueue:
 
     # ------------------------------------------------------------------ overtaking
 
-    def _may_overtake(self, reservation: Reservation, run: PipelineRun, choice: PlacementChoice) -> bool:
+    def _may_overtake(self, reservation: Reservation, pipeline: Pipeline, choice: PlacementChoice) -> bool:
         """Whether the head can still start at its reserved time once this choice is carried out."""
         head = self._state.runs[reservation.pipeline]
         if reservation.start_s == math.inf or self._state.now_s >= head.promised_s:
@@ -193,11 +203,11 @@ class AdmissionQueue:
         latest_s = reservation.start_s * (1.0 + _TOLERANCE)
         with self._ledger.trial():
             self._ledger.finish_relocations()
-            self._ledger.admit(run.pipeline, choice)
+            self._ledger.admit(pipeline, choice)
             candidates = [name for name in reservation.awaits if name in self._ledger]
-            ended = [name for name in (*candidates, run.pipeline.id) if self._placed_end_s(name) <= latest_s]
+            ended = [name for name in (*candidates, pipeline.id) if self._placed_end_s(name) <= latest_s]
             self._depart(ended)
-            return self._fits(head.pipeline)
+            return self.fits(head.pipeline)
 
     # ------------------------------------------------------------------ estimated ends
 

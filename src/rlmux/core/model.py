@@ -305,6 +305,8 @@ class Pipeline:
     urgency: Urgency = Urgency.NORMAL
     rank: int = 0
     """Its place among its user's own waiting pipelines: lower ones are offered room first."""
+    is_held: bool = False
+    """Whether it does not start before `HoldReleased`."""
 
     def __post_init__(self) -> None:
         if not self.slo_slowdown >= 1.0:

@@ -70,6 +70,7 @@ from rlmux.core.query import SchedulerQuery
 from rlmux.core.shares import Shares
 from rlmux.core.state import Burst, GroupState, Order, PipelineRun, SchedulerState, WorkState
 from rlmux.core.step_machine import PipelineInput, StepMachine
+from rlmux.core.why import Wait, wait_of
 
 
 class Scheduler:
@@ -158,6 +159,11 @@ class Scheduler:
         self._handlers[type(event)](event)
         return actions
 
+    def wait_of(self, pipeline: PipelineId) -> Wait | None:
+        """Why this pipeline waits, and what would start it now; None where it does not wait. Decides nothing."""
+        run = self._state.runs[pipeline]
+        return wait_of(run, state=self._state, ledger=self._ledger, queue=self._queue, shares=self._shares)
+
     @property
     def state(self) -> SchedulerState:
         """What the invariants check. Nothing outside `core` reads it, and nothing but this class changes it."""
@@ -179,6 +185,9 @@ class Scheduler:
         self._state.runs[pipeline.id] = run
         self._state.waiting[pipeline.id] = run
         self._shares.note_submitted(pipeline)
+        if run.is_held:
+            self._queue.tell(run, HELD)
+            return
         is_next = self._queue.is_next(run)
         if is_next:
             self._placing.try_to_place(run)

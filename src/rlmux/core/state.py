@@ -271,7 +271,7 @@ class PipelineRun:
     """Time of submission."""
     sequence: int
     """Place in the order of submission, in which waiting pipelines are tried."""
-    is_held: bool = False
+    is_held: bool = field(init=False)
     """Whether its user keeps it from starting."""
     rank: int = field(init=False)
     """Place among its account's own waiting pipelines; lower ones are offered room first."""
@@ -332,7 +332,7 @@ class PipelineRun:
     """The pipeline's training stages, kept because every training order asks for them."""
 
     def __post_init__(self) -> None:
-        self.rank = self.pipeline.rank
+        self.is_held, self.rank = self.pipeline.is_held, self.pipeline.rank
         self.history = StepHistory(self.pipeline)
         self.has_given_estimate = self.pipeline.estimate is not None
         self.train_stages = self.pipeline.train_stages

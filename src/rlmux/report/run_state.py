@@ -28,6 +28,9 @@ class RunState:
     submitted: list[dict[str, Any]] = field(default_factory=list)
     """Fields of the notes `submitted`: the files that came while the run went on, oldest first."""
 
+    standings: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What users said of each waiting pipeline, `is_held` and `rank`, from the notes `standing`."""
+
     def add(self, seq: int, time_s: float, kind: str, type: str, value: Any) -> None:
         """Fold in one row; `value`: the fields of a note."""
         self.seq, self.last_time_s = seq, time_s
@@ -39,6 +42,9 @@ class RunState:
             self.plans[value["pipeline"]] = str(value["plan_sha256"])
         elif type == "inputs":
             self.inputs[value["pipeline"]] = value["files"]
+        elif type == "standing":
+            said = {key: value[key] for key in ("is_held", "rank") if key in value}
+            self.standings[value["pipeline"]] = {**self.standings.get(value["pipeline"], {}), **said}
         elif type == "submitted":
             self.submitted.append(value)
         elif type == "resumed":
@@ -53,4 +59,5 @@ class RunState:
             "plans": self.plans,
             "inputs": self.inputs,
             "submitted": self.submitted,
+            "standings": self.standings,
         }

@@ -157,6 +157,7 @@ def resume_pipelines(
         cluster = cluster if machine is None else with_machine_memory(cluster, unfinished, machine)
         _probe_promises(cluster, unfinished, options, make_backend)
         unfinished = [_from_checkpoint(with_origin(one, run_id, state.plans), folder) for one in unfinished]
+        unfinished = [_as_it_stood(one, state) for one in unfinished]
         log = held.enter_context(RunLog.open(folder, lock=lock))
         notes = [
             *plan_notes([one for one in unfinished if one.pipeline.id not in state.plans]),
@@ -208,6 +209,12 @@ def _from_checkpoint(submission: Submission, folder: Path) -> Submission:
     if newest is None:
         return submission
     return replace(submission, pipeline=replace(submission.pipeline, first_step=newest.step + 1))
+
+
+def _as_it_stood(submission: Submission, state: RunState) -> Submission:
+    """The submission, held and ranked as its user said last."""
+    said = state.standings.get(submission.pipeline.id)
+    return submission if not said else replace(submission, pipeline=replace(submission.pipeline, **said))
 
 
 def drive(

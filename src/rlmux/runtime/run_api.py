@@ -3,6 +3,9 @@
     submit {text, source}   parsed and checked ─▶ note `submitted` in the log ─▶ PipelineSubmitted when due
                             answered once every pipeline of it is placed, waiting, refused, or known to come later
     cancel {name}           ─▶ PipelineCancelled; a pipeline that is still to come is struck off
+    hold, release {name}    ─▶ PipelineHeld, HoldReleased: a waiting pipeline does not start until it is released
+    rank {name, rank}       ─▶ PipelineRanked
+    why {name}              why a pipeline waits, and what would start it now
     status {}               which process runs this, and what is still to come; everything else is in the log
 
 A submission that is refused for its text leaves no trace. One that is taken is in the log before anything of it is
@@ -19,9 +22,10 @@ from typing import Any, NamedTuple
 
 from rlmux.core.actions import Action, Admit, Queue, Refuse
 from rlmux.core.errors import UserError
-from rlmux.core.events import Event, PipelineCancelled
+from rlmux.core.events import Event, HoldReleased, PipelineCancelled, PipelineHeld, PipelineRanked
 from rlmux.core.model import PipelineId, PipelineStatus
 from rlmux.core.scheduler import Scheduler
+from rlmux.core.why import Wait
 from rlmux.report.log import LogReader
 from rlmux.runtime.backend import Note, Submission
 from rlmux.runtime.control_socket import ControlServer, Request
@@ -31,7 +35,10 @@ from rlmux.runtime.origins import plan_notes
 ParseSubmission = Callable[[str, str], Sequence[Submission]]
 """(text of a file, its name) to its pipelines, `submit_at_s` counted from now. Raises UserError."""
 
-_REQUESTS = ("submit", "cancel", "status")
+Standing = PipelineHeld | HoldReleased | PipelineRanked
+"""What a user says of a pipeline that waits."""
+
+_REQUESTS = ("submit", "cancel", "hold", "release", "rank", "why", "status")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,6 +65,7 @@ class _Tick:
     submissions: list[Submission] = field(default_factory=list)
     withdrawn: list[PipelineId] = field(default_factory=list)
     cancelled: list[PipelineId] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
     notes: list[Note] = field(default_factory=list)
 
 
@@ -100,7 +108,10 @@ class RunApi:
         return Requested(
             submissions=tick.submissions,
             withdrawn=tick.withdrawn,
-            events=[PipelineCancelled(time_s=now_s, pipeline=pipeline) for pipeline in tick.cancelled],
+            events=[
+                *(PipelineCancelled(time_s=now_s, pipeline=pipeline) for pipeline in tick.cancelled),
+                *tick.events,
+            ],
             notes=tick.notes,
         )
 
@@ -124,6 +135,18 @@ class RunApi:
                 self._submit(request, text, source, tick)
             case {"request": "cancel", "name": str(name)}:
                 self._cancel(request, PipelineId(name), tick)
+            case {"request": "hold", "name": str(name)}:
+                event: Standing = PipelineHeld(time_s=tick.now_s, pipeline=self._waiting(name))
+                self._stand(request, event, "held until it is released", tick, is_held=True)
+            case {"request": "release", "name": str(name)}:
+                event = HoldReleased(time_s=tick.now_s, pipeline=self._waiting(name))
+                self._stand(request, event, "may start", tick, is_held=False)
+            case {"request": "rank", "name": str(name), "rank": int(rank)}:
+                event = PipelineRanked(time_s=tick.now_s, pipeline=self._waiting(name), rank=rank)
+                self._stand(request, event, f"has rank {rank} among its user's own", tick, rank=rank)
+            case {"request": "why", "name": str(name)}:
+                wait = self._scheduler.wait_of(self._known(name))
+                request.answer(**wait_fields(name, self._scheduler.query.status(PipelineId(name)), wait))
             case {"request": "status"}:
                 to_come = [{"pipeline": one.pipeline.id, "at_s": one.submit_at_s} for one in tick.upcoming]
                 request.answer(pid=os.getpid(), now_s=tick.now_s, is_kept_open=self.is_kept_open, upcoming=to_come)
@@ -177,12 +200,53 @@ class RunApi:
         outcome = "ends at its next safe point" if status is PipelineStatus.RUNNING else "waits no longer"
         request.answer(pipeline=name, outcome=outcome)
 
+    def _known(self, name: str) -> PipelineId:
+        """Raises UserError for a name that no pipeline of this part of the run has."""
+        pipeline = PipelineId(name)
+        if pipeline not in self._scheduler.query:
+            known = ", ".join(self._scheduler.query.pipelines()) or "none"
+            raise UserError(f"no pipeline {name!r} waits or runs here; accepted: one of: {known}")
+        return pipeline
+
+    def _stand(self, request: Request, event: Standing, outcome: str, tick: _Tick, **said: object) -> None:
+        """Pass on what a user says of a waiting pipeline; the note is what a resumed run knows of it."""
+        tick.events.append(event)
+        tick.notes.append(Note(type="standing", fields={"pipeline": event.pipeline, **said}))
+        request.answer(pipeline=event.pipeline, outcome=outcome)
+
+    def _waiting(self, name: str) -> PipelineId:
+        """Raises UserError for a pipeline that does not wait."""
+        status = self._scheduler.query.status(self._known(name))
+        if status is not PipelineStatus.WAITING:
+            raise UserError(f"pipeline {name!r} is {status.value}; accepted: one that waits")
+        return PipelineId(name)
+
     def _give_answers(self) -> None:
         for answer in list(self._answers):
             outcomes = answer.outcome_by_pipeline
             if all(outcome is not None for outcome in outcomes.values()):
                 self._answers.remove(answer)
                 answer.request.answer(pipelines=[{"pipeline": name, **(outcomes[name] or {})} for name in outcomes])
+
+
+def wait_fields(name: str, status: PipelineStatus, wait: Wait | None) -> dict[str, Any]:
+    """What `rlmux why --json` prints; `token` is null for a pipeline that does not wait."""
+    fields: dict[str, Any] = {"pipeline": name, "status": status.value, "token": None, "would_start_now_if": []}
+    if wait is None:
+        return fields
+    return {
+        **fields,
+        "token": wait.token.value,
+        "reason": wait.reason,
+        "position": wait.position,
+        "num_waiting": wait.num_waiting,
+        "waited_s": wait.waited_s,
+        "first": wait.first,
+        "starts_s": wait.starts_s,
+        "would_start_now_if": [
+            {"key": change.key, "was": change.was, "to": change.to} for change in wait.would_start_now_if
+        ],
+    }
 
 
 def _outcome(action: Action) -> tuple[PipelineId, dict[str, Any]] | None:

@@ -1,7 +1,8 @@
 """Every command: its words, the function of another room that does the work, and the display of what came out.
 
 training      run, compare, resume, chaos                      prediction    simulate, plan, whatif, reproduce
-runs          report, submit, cancel, status, logs, verify     machine       doctor, profile, version
+runs          report, submit, cancel, why, hold, release, rank, status, logs, verify
+machine       doctor, profile, version
 sharing       broker, serve
 
 Imports are made when a command runs, so that `--help`, `simulate` and `plan` stay light.
@@ -41,6 +42,10 @@ for _command in (
     sharing.broker,
     runs.submit,
     runs.cancel,
+    runs.why,
+    runs.hold,
+    runs.release,
+    runs.rank,
     runs.status,
     runs.logs,
     runs.verify,

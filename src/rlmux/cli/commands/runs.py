@@ -1,4 +1,4 @@
-"""Commands on the folder of a run, finished or going on: report, submit, cancel, status, logs, verify."""
+"""Commands on the folder of a run, finished or going on: its reports, its queue, its pipelines."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ from typing import Annotated
 import typer
 
 from rlmux.cli.commands.options import File, Folder, Json, Sets
+
+PipelineName = Annotated[str, typer.Argument(metavar="NAME", help="Name of one of its pipelines.")]
 
 
 def report(
@@ -58,9 +60,7 @@ def submit(
     raise typer.Exit(remote.show_submission(remote.submit(file, to, sets), as_json=json))
 
 
-def cancel(
-    folder: Folder, name: Annotated[str, typer.Argument(metavar="NAME", help="Name of one of its pipelines.")]
-) -> None:
+def cancel(folder: Folder, name: PipelineName) -> None:
     """End one pipeline of a run that is going on.
 
     The pipeline ends at its next safe point and keeps its checkpoints; the others take over its devices.
@@ -71,6 +71,54 @@ def cancel(
     from rlmux.cli import remote
 
     typer.echo(f"{name}: {remote.cancel(folder, name)['outcome']}")
+
+
+def why(folder: Folder, name: PipelineName, json: Json = False) -> None:
+    """Say why a pipeline of a run that is going on waits, and what would start it now.
+
+    \b
+    Example: rlmux why runs/demo sort
+    """
+    from rlmux.cli import remote
+
+    remote.show_why(folder, name, as_json=json)
+
+
+def hold(folder: Folder, name: PipelineName) -> None:
+    """Keep a waiting pipeline from starting until it is released.
+
+    \b
+    Example: rlmux hold runs/demo sort
+    """
+    from rlmux.cli import remote
+
+    typer.echo(f"{name}: {remote.tell(folder, 'hold', name)}")
+
+
+def release(folder: Folder, name: PipelineName) -> None:
+    """Let a pipeline that is held start.
+
+    \b
+    Example: rlmux release runs/demo sort
+    """
+    from rlmux.cli import remote
+
+    typer.echo(f"{name}: {remote.tell(folder, 'release', name)}")
+
+
+def rank(
+    folder: Folder,
+    name: PipelineName,
+    place: Annotated[int, typer.Argument(metavar="RANK", help="Lower ones are offered room first.")],
+) -> None:
+    """Put a waiting pipeline before or behind its user's others; -- goes before a rank below 0.
+
+    \b
+    Example: rlmux rank runs/demo sort 3
+    """
+    from rlmux.cli import remote
+
+    typer.echo(f"{name}: {remote.tell(folder, 'rank', name, rank=place)}")
 
 
 def status(
@@ -94,7 +142,7 @@ def status(
 
 def logs(
     folder: Folder,
-    name: Annotated[str, typer.Argument(metavar="NAME", help="Name of one of its pipelines.")],
+    name: PipelineName,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing until the pipeline is over.")] = False,
 ) -> None:
     """Print a pipeline's own output, tracebacks included.

@@ -1,0 +1,148 @@
+"""Why a waiting pipeline waits, as one token with numbers, and which small change would start it now.
+
+    held           its user holds it
+    reserved_for   it would fit, and the room is kept for the first in the queue
+    behind         it does not fit, and another has the reservation
+    no_room        it does not fit, and is the first
+
+The changes are tried on the ledger and taken back: what they say is the policy's own answer. The cheapest come first:
+to release the hold, to accept a slower step, to ask for fewer nodes, to do without another pipeline of one's own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+from rlmux.core.admission_queue import AdmissionQueue
+from rlmux.core.model import Pipeline, PipelineId, PipelineStatus
+from rlmux.core.placement import PlacementLedger
+from rlmux.core.shares import Shares
+from rlmux.core.state import PipelineRun, Reservation, SchedulerState
+
+MAX_CHANGES = 3
+"""Changes that are told."""
+_SLO_TENTHS = 30
+"""Tenths by which an SLO slowdown is raised at most."""
+
+
+class WaitToken(StrEnum):
+    """Why a pipeline waits."""
+
+    HELD = "held"
+    RESERVED_FOR = "reserved_for"
+    BEHIND = "behind"
+    NO_ROOM = "no_room"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One change of a waiting pipeline or of its user's others."""
+
+    key: str
+    """What changes: `hold`, `slo_slowdown`, `rollout.workers`, `train.workers` or `without`."""
+    was: str | float
+    """Value before; empty for `without`."""
+    to: str | float
+    """Value after; for `without` the name of the pipeline that is to be over."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wait:
+    """Why a pipeline waits."""
+
+    token: WaitToken
+    reason: str
+    """One line for people, with the policy's numbers."""
+    position: int
+    """Place in the order of offers, from 1; 0 where it is held."""
+    num_waiting: int
+    """Pipelines in that order."""
+    waited_s: float
+    first: PipelineId | None
+    """The pipeline that the next start is reserved for; None where there is none."""
+    starts_s: float | None
+    """Time of that start, by the estimates; None where it is unknown or there is none."""
+    would_start_now_if: tuple[Change, ...]
+
+
+def wait_of(
+    run: PipelineRun, *, state: SchedulerState, ledger: PlacementLedger, queue: AdmissionQueue, shares: Shares
+) -> Wait | None:
+    """Why this pipeline waits; None where it does not. Nothing is changed."""
+    if run.status is not PipelineStatus.WAITING:
+        return None
+    in_order = [one.pipeline.id for one in shares.in_order()]
+    reservation = state.reservation
+    would_start = (
+        change
+        for change, pipeline in _changes(run, state)
+        if _starts_with(change, pipeline, ledger=ledger, queue=queue, reservation=reservation)
+    )
+    starts_s = reservation.start_s if reservation is not None else math.inf
+    return Wait(
+        token=_token(run, queue, reservation),
+        reason=run.reason,
+        position=in_order.index(run.pipeline.id) + 1 if run.pipeline.id in in_order else 0,
+        num_waiting=len(in_order),
+        waited_s=state.now_s - run.submitted_s,
+        first=None if reservation is None else reservation.pipeline,
+        starts_s=starts_s if starts_s < math.inf else None,
+        would_start_now_if=_cheapest(would_start),
+    )
+
+
+def _token(run: PipelineRun, queue: AdmissionQueue, reservation: Reservation | None) -> WaitToken:
+    if run.is_held:
+        return WaitToken.HELD
+    if reservation is None or reservation.pipeline == run.pipeline.id:
+        return WaitToken.NO_ROOM
+    return WaitToken.RESERVED_FOR if queue.fits(run.pipeline) else WaitToken.BEHIND
+
+
+def _changes(run: PipelineRun, state: SchedulerState) -> Iterator[tuple[Change, Pipeline]]:
+    """Changes from the cheapest to the dearest, each with the pipeline as it would be."""
+    pipeline = run.pipeline
+    if run.is_held:
+        yield Change(key="hold", was="held", to="released"), pipeline
+    if pipeline.slo_slowdown < math.inf:
+        for tenths in range(1, _SLO_TENTHS + 1):
+            slo = round(pipeline.slo_slowdown + tenths / 10, 6)
+            changed = replace(pipeline, slo_slowdown=slo)
+            yield Change(key="slo_slowdown", was=pipeline.slo_slowdown, to=slo), changed
+    for count in range(pipeline.num_rollout_nodes - 1, 0, -1):
+        changed = replace(pipeline, num_rollout_nodes=count)
+        yield Change(key="rollout.workers", was=pipeline.num_rollout_nodes, to=count), changed
+    for count in range(pipeline.num_train_nodes - 1, 0, -1):
+        changed = replace(pipeline, num_train_nodes=count)
+        yield Change(key="train.workers", was=pipeline.num_train_nodes, to=count), changed
+    for other in state.runs.values():
+        if other.placement is not None and other.pipeline.account == pipeline.account:
+            yield Change(key="without", was="", to=other.pipeline.id), pipeline
+
+
+def _starts_with(
+    change: Change,
+    pipeline: Pipeline,
+    *,
+    ledger: PlacementLedger,
+    queue: AdmissionQueue,
+    reservation: Reservation | None,
+) -> bool:
+    """Whether the pipeline would be admitted now, changed like this."""
+    with ledger.trial():
+        if change.key == "without":
+            ledger.depart(PipelineId(str(change.to)))
+        return queue.would_start(pipeline, reservation)
+
+
+def _cheapest(changes: Iterator[Change]) -> tuple[Change, ...]:
+    """The first change of each key, for the first few keys."""
+    by_key: dict[str, Change] = {}
+    for change in changes:
+        by_key.setdefault(change.key, change)
+        if len(by_key) == MAX_CHANGES:
+            break
+    return tuple(by_key.values())
