@@ -110,6 +110,7 @@ class Follower:
         self._recent: list[OrderRecord] = []
         """Orders that touch what is not settled."""
         self._pins: list[Pin] = []
+        self._pins_by_node: dict[tuple[str, int], list[Pin]] = {}
         self._last_end_s: dict[PipelineId, float] = {}
         """Time of the last end of an order of each pipeline."""
         self._known_until_s: dict[PipelineId, float] = {}
@@ -216,6 +217,10 @@ class Follower:
                     device.last_start_s[order.pipeline] = order.start_s
         self._over = [name for name, record in history.pipelines.items() if record.is_over]
         self._note_ends()
+        self._pins_by_node = {}
+        for pin in self._pins:
+            for node in pin.placement.nodes:
+                self._pins_by_node.setdefault(node, []).append(pin)
         self.steps.add_orders(new, self._recent)
 
     def _note_ends(self) -> None:
@@ -271,11 +276,8 @@ class Follower:
 
     def _is_known(self, device: _Device, start_s: float, end_s: float) -> bool:
         """Whether no later row can give a gap other names."""
-        pins = [
-            pin
-            for pin in self._pins
-            if pin.start_s < end_s and pin.end_s > start_s and device.id.node_id in pin.placement.nodes
-        ]
+        held = self._pins_by_node.get(device.id.node_id, ())
+        pins = [pin for pin in held if pin.start_s < end_s and pin.end_s > start_s]
         if any(self._known_until_s.get(pin.pipeline, 0.0) < min(end_s, pin.end_s) for pin in pins):
             return False
         edges = {edge for pin in pins for edge in (pin.start_s, pin.end_s) if start_s < edge < end_s}
