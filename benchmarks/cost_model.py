@@ -52,6 +52,8 @@ STAGE_COLUMN = {
 LENGTHS_OF = {"aime_deepseek": "math_deepseek", "aime_searchr1_qwen3_4b_32": "search_r1_qwen3_4b_faiss32"}
 """Runs whose lengths are filed under another name (the means agree to the last digit)."""
 SOURCE = "Rabenda/verl_customize logs (verl + SGLang, TP 4 on 4 H100), fitted by benchmarks/cost_model.py"
+EXPERT_SHAPES = (("qwen3-30b-a3b", 2048, 768), ("mixtral-8x7b", 4096, 14336), ("qwen3-235b-a22b", 4096, 1536))
+"""Models whose experts were measured, with hidden size and width of an expert."""
 MEMORY_FRACTIONS = (0.15, 0.18, 0.2, 0.22, 0.25, 0.3, 0.35, 0.4, 0.5, 0.6, 0.7, 0.85)
 
 
@@ -571,6 +573,26 @@ def validate_serving(folder: Path) -> list[dict]:
 # --- output -------------------------------------------------------------------------------------------------
 
 
+def validate_experts(folder: Path, most_tokens: int = 256) -> dict[str, float]:
+    """Median absolute error of reading a layer's experts in bf16 on one H100, against measured kernels, by model and
+    by how uneven the router is."""
+    import pyarrow.parquet as pq
+
+    kernels = {k: np.array(v) for k, v in pq.read_table(folder / "perf/moe_latency.parquet").to_pydict().items()}
+    whole = (kernels["moe_dtype"] == "bfloat16") & (kernels["moe_tp_size"] == 1) & (kernels["moe_ep_size"] == 1)
+    errors = {}
+    for model, hidden, width in EXPERT_SHAPES:
+        shape = model_shape(model)
+        decode, _ = estimate_curves(shape, MEASURED_GPU, 1)
+        at = whole & (kernels["hidden_size"] == hidden) & (kernels["inter_size"] == width)
+        for distribution in sorted(set(kernels["distribution"][at])):
+            chosen = at & (kernels["distribution"] == distribution) & (kernels["num_tokens"] <= most_tokens)
+            told = decode.experts_ms / shape.layers * (1 - shape.idle_share ** kernels["num_tokens"][chosen])
+            error = np.abs(told / kernels["latency_ms"][chosen] - 1)
+            errors[f"{model} {distribution}"] = float(np.median(error))
+    return errors
+
+
 def write_tables(folder: Path, fitted: Calibration, logs: dict[str, list[str]], steps: dict[str, list[Step]]) -> None:
     def write(name: str, source: str, rows: list[dict]) -> None:
         lines = [f"# source: {source}", ",".join(rows[0])]
@@ -703,6 +725,7 @@ def main() -> None:
             f"{percent(r['gen_error_worst'])} {percent(r.get('gen_error_after_one_step'))} "
             f"{percent(r['train_error'])}"
         )
+    totals["experts_by_model"] = {key: round(error, 3) for key, error in validate_experts(folder).items()}
     for key, value in totals.items():
         print(f"{key}: {value if not isinstance(value, float) else round(value, 3)}")
 

@@ -15,7 +15,7 @@ from rlmux.core.errors import UserError
 from rlmux.core.model import Stage
 from rlmux.sim.models.costs import MEASURED_GPU, TRAIN_STAGES, rollout_costs, train_costs
 from rlmux.sim.models.hardware import ModelShape, gpu_spec, model_shape, model_shapes
-from rlmux.sim.models.roofline import decode_step_s
+from rlmux.sim.models.roofline import decode_step_s, estimate_curves
 
 MEASURED = ("qwen3-0.6b", "qwen3-4b", "llama-3.1-8b", "qwen3-32b")
 
@@ -156,3 +156,60 @@ def test_held_out_rollouts_are_predicted_within_ten_percent_in_the_median():
 
 def test_measured_gpu_is_in_the_table():
     assert gpu_spec(MEASURED_GPU).name == MEASURED_GPU
+
+
+MIXTURES = ("qwen3-30b-a3b", "mixtral-8x7b", "qwen3-235b-a22b")
+
+
+@pytest.mark.parametrize(
+    ("model", "tokens", "ms"),
+    # Kernels of one layer's experts on one H100 in bf16, routed evenly: aiconfigurator, h100_sxm/moe/vllm/0.24.0.
+    [
+        ("qwen3-30b-a3b", 2, 0.075),
+        ("qwen3-30b-a3b", 8, 0.228),
+        ("qwen3-30b-a3b", 64, 0.432),
+        ("qwen3-30b-a3b", 256, 0.461),
+        ("mixtral-8x7b", 1, 0.259),
+        ("mixtral-8x7b", 64, 0.969),
+        ("qwen3-235b-a22b", 4, 0.419),
+        ("qwen3-235b-a22b", 128, 1.690),
+    ],
+)
+def test_experts_are_read_as_often_as_some_sequence_picks_them(model, tokens, ms):
+    shape = model_shape(model)
+    decode, _ = estimate_curves(shape, "H100", 1)
+    read_ms = decode.experts_ms * (1 - decode.idle_share**tokens) / shape.layers
+    assert read_ms == pytest.approx(ms, rel=0.3)
+
+
+def test_a_mixture_decodes_one_sequence_as_its_active_parameters_and_a_batch_as_all():
+    mixture = model_shape("Qwen/Qwen3-30B-A3B-Instruct-2507")
+    few, many = (
+        replace(mixture, name=name, params=params, active_params=None, num_experts=1, num_picked=1)
+        for name, params in (("few", mixture.computing_params), ("many", mixture.params))
+    )
+    one, batch = ({shape.name: decode_step_s(shape, "H100", 1, active, 500) for shape in (few, mixture, many)}
+                  for active in (1, 128))  # fmt: skip
+    assert one[mixture.name] == pytest.approx(one["few"], rel=0.01)
+    assert one[mixture.name] < one["many"] / 3
+    assert batch["few"] < batch[mixture.name] < batch["many"]
+    assert batch[mixture.name] > 2 * batch["few"]
+
+
+@pytest.mark.parametrize("model", MIXTURES)
+def test_a_mixture_trains_as_its_active_parameters_and_publishes_all(model):
+    shape = model_shape(model)
+    assert shape.computing_params < shape.params / 3
+    dense = replace(shape, name="dense", active_params=None, num_experts=1, num_picked=1)
+    own, whole = train_costs(shape).cost_by_stage, train_costs(dense).cost_by_stage
+    assert own[Stage.UPDATE].seconds(1e6) < whole[Stage.UPDATE].seconds(1e6)
+    assert own[Stage.PUBLISH] == whole[Stage.PUBLISH]
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"num_picked": 129}, {"num_picked": 0}, {"active_params": 40e9}, {"active_params": 1e9}, {"num_experts": 8}],
+)
+def test_experts_that_do_not_add_up_are_refused(changes):
+    with pytest.raises(UserError, match="qwen3-30b-a3b"):
+        replace(model_shape("qwen3-30b-a3b"), **changes)

@@ -115,6 +115,9 @@ def host_costs(model: str) -> HostCosts:
 def train_costs(model: str | ModelShape, gpu: str = MEASURED_GPU, num_gpus: int = MEASURED_NUM_GPUS) -> TrainCosts:
     """Training seconds by stage: as measured on 4 H100, other sizes by parameter count, other devices by speed.
 
+    A mixture computes as its active parameters do and publishes all of them. That flatters it: published runs of
+    Qwen3-30B-A3B on H100 reach 3 to 28 % of the peak. (PrimeIntellect-ai/prime-rl, benchmarks/results/BENCHMARKS.md)
+
     Only the part per token scales with devices; the fixed part (loading offloaded weights, launching) does
     not, and neither does publishing weights.
     """
@@ -126,7 +129,8 @@ def train_costs(model: str | ModelShape, gpu: str = MEASURED_GPU, num_gpus: int 
     measured = measured_train_costs()
     cost_by_stage = {}
     for stage in TRAIN_STAGES:
-        cost = measured.get((shape.name, stage)) or train_cost_by_size(stage, shape.params, measured)
+        size = shape.params if stage is Stage.PUBLISH else shape.computing_params
+        cost = measured.get((shape.name, stage)) or train_cost_by_size(stage, size, measured)
         scale = 1.0 if stage is Stage.PUBLISH else 1.0 / speed
         cost_by_stage[stage] = replace(cost, mtoken_s=cost.mtoken_s * scale)
     is_measured = (shape.name, Stage.UPDATE) in measured and (spec.name, num_gpus) == (

@@ -2,12 +2,13 @@
 
 One decode iteration with `A` active sequences of mean context `c` tokens takes, in milliseconds,
 
-    t = fixed + low * min(A, 32) + slope * A + kv * A * c
+    t = fixed + experts * (1 - idle ** A) + low * min(A, 32) + slope * A + kv * A * c
 
 `fixed` reads the weights and launches the kernels, `kv` reads the cache, the rest is arithmetic, collectives
-and sampling. An engine captures graphs up to a batch size; above it kernels are launched one by one and
-`eager_floor_ms` is a lower bound. Between iterations the host spends time of its own (`HostCosts`) that an
-engine's forward times do not show.
+and sampling. Of a mixture's experts an iteration reads those that some sequence picks: each sequence leaves out the
+part `idle`, and they pick independently (a bound from above: real routers prefer some experts). An engine captures
+graphs up to a batch size; above it kernels are launched one by one and `eager_floor_ms` is a lower bound. Between
+iterations the host spends time of its own (`HostCosts`) that an engine's forward times do not show.
 
 Invariant: every cost is finite, at least zero, and does not fall when sequences, tokens or context grow.
 """
@@ -35,6 +36,10 @@ class DecodeCurve:
     eager_above: int = 512
     """The largest captured batch."""
     eager_floor_ms: float = 0.0
+    experts_ms: float = 0.0
+    """Milliseconds to read all experts of a mixture; 0 for a dense model."""
+    idle_share: float = 0.0
+    """Part of the experts that one sequence leaves out."""
 
     def step_s(self, active: float, context: float) -> float:
         """Seconds of one iteration with `active` sequences of `context` tokens on average."""
@@ -47,6 +52,8 @@ class DecodeCurve:
         middle = context + (num_iterations - 1) / 2
         ms = self.fixed_ms + self.low_active_ms * min(active, LOW_ACTIVE) + self.active_ms * active
         ms += self.kv_us * 1e-3 * active * middle
+        if self.experts_ms:
+            ms += self.experts_ms * (1 - self.idle_share**active)
         if active > self.eager_above:
             ms = max(ms, self.eager_floor_ms)
         return num_iterations * ms * 1e-3

@@ -20,7 +20,7 @@ from rlmux.sim import tables
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class ModelShape:
-    """A dense decoder's size."""
+    """A decoder's size: dense, or a mixture of experts in every layer."""
 
     name: str
     params: float
@@ -30,11 +30,47 @@ class ModelShape:
     kv_heads: int
     head_dim: int
     bytes_per_weight: float = 2.0
+    active_params: float | None = None
+    """Parameters that compute a token; None: all of them, a dense model."""
+    num_experts: int = 1
+    """Experts of each layer; 1 for a dense model."""
+    num_picked: int = 1
+    """Experts that compute a token."""
 
     def __post_init__(self) -> None:
         for field in ("params", "layers", "hidden", "kv_heads", "head_dim", "bytes_per_weight"):
             if not getattr(self, field) > 0:
                 raise UserError(f"model {self.name!r}: {field} must be more than 0, not {getattr(self, field)}")
+        if not 1 <= self.num_picked <= self.num_experts:
+            raise UserError(
+                f"model {self.name!r}: num_picked must be from 1 to num_experts {self.num_experts}, "
+                f"not {self.num_picked}"
+            )
+        if not 0 <= self.expert_params <= self.params or (self.num_picked == self.num_experts and self.idle_params):
+            raise UserError(
+                f"model {self.name!r}: {self.num_picked} of {self.num_experts} experts cannot leave "
+                f"{self.active_params} of {self.params} parameters active"
+            )
+
+    @property
+    def idle_params(self) -> float:
+        """Parameters that a token leaves out."""
+        return 0.0 if self.active_params is None else self.params - self.active_params
+
+    @property
+    def idle_share(self) -> float:
+        """Part of the experts that a token leaves out."""
+        return 1 - self.num_picked / self.num_experts
+
+    @property
+    def expert_params(self) -> float:
+        """Parameters of all experts."""
+        return self.idle_params / self.idle_share if self.idle_share else 0.0
+
+    @property
+    def computing_params(self) -> float:
+        """Parameters that compute a token."""
+        return self.params - self.idle_params
 
     @property
     def weight_bytes(self) -> float:
@@ -87,6 +123,9 @@ def model_shapes() -> dict[str, ModelShape]:
             hidden=int(row["hidden"]),
             kv_heads=int(row["kv_heads"]),
             head_dim=int(row["head_dim"]),
+            active_params=float(row["active_b"]) * 1e9 if row["active_b"] else None,
+            num_experts=int(row["experts"] or 1),
+            num_picked=int(row["picked"] or 1),
         )
         for row in tables.rows("models")
     }
@@ -130,5 +169,6 @@ _MODEL_ALIASES = {
     "llama-8b": "llama-3.1-8b",
     "meta-llama-3.1-8b": "llama-3.1-8b",
     "qwen3-0-6b": "qwen3-0.6b",
+    "mixtral-8x7b-v0.1": "mixtral-8x7b",
     "deepseek-r1-distill-qwen-14b": "qwen2.5-14b",
 }

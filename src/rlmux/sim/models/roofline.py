@@ -1,14 +1,15 @@
 """An estimate for a model, GPU or group size without a measurement: bytes over bandwidth, operations over speed.
 
-    weights / tp / (hbm * e_weights) ──┐
+    weights / tp / (hbm * e_weights) ──┐       (of a mixture: all but the experts, which are read as they are picked)
     layers * (launch + collectives) ───┴─> fixed
-    part of 2 * params / tp / (tflops * e) + sampling ──> per active sequence
+    part of 2 * active params / tp / (tflops * e) + sampling ──> per active sequence
     cache bytes / tp / (hbm * e_kv) ────────────────────> per cached token
-    layers * eager launch, 2 * params / tp / (tflops * e) ──> prefill: fixed, per token
+    layers * eager launch, 2 * active params / tp / (tflops * e) ──> prefill: fixed, per token
 
 The efficiencies were fitted once to kernel tables and to the measured decode curves (`data/roofline.csv` says
 to which); only those constants are empirical, so the estimate extends to other shapes and devices. Its error
-against end-to-end serving measurements is in docs/cost-model.md. Mixture-of-experts models are outside it.
+against end-to-end serving measurements is in docs/cost-model.md. Of mixtures of experts the reading of experts was
+compared with measured kernels; expert parallelism is outside it.
 """
 
 from __future__ import annotations
@@ -60,7 +61,9 @@ def estimate_curves(
     if tp < 1:
         raise UserError(f"tp must be at least 1, not {tp}")
     layer_us = k.layer_us + (k.collective_us if tp > 1 else 0.0)
-    weights_ms = shape.weight_bytes / tp / (spec.hbm_tbps * 1e12 * k.weight_efficiency) * 1e3
+    param_ms = shape.bytes_per_weight / tp / (spec.hbm_tbps * 1e12 * k.weight_efficiency) * 1e3
+    weights_ms = (shape.params - shape.expert_params) * param_ms
+    experts_ms = shape.expert_params * param_ms
     token_ms = _token_compute_ms(shape, spec, tp, k)
     decode = DecodeCurve(
         fixed_ms=weights_ms + shape.layers * layer_us * 1e-3,
@@ -68,8 +71,11 @@ def estimate_curves(
         active_ms=k.active_us * 1e-3 + k.decode_compute_share * token_ms,
         kv_us=shape.kv_bytes_per_gpu_token(tp) / (spec.hbm_tbps * 1e12 * k.kv_efficiency) * 1e6,
         eager_floor_ms=shape.layers * k.eager_layer_us * 1e-3,
+        experts_ms=experts_ms,
+        idle_share=shape.idle_share,
     )
-    prefill = PrefillCurve(fixed_ms=shape.layers * k.eager_layer_us * 1e-3, ktoken_ms=1000 * token_ms)
+    fixed_ms = max(shape.layers * k.eager_layer_us * 1e-3, experts_ms)  # a prompt's tokens pick every expert
+    prefill = PrefillCurve(fixed_ms=fixed_ms, ktoken_ms=1000 * token_ms)
     return decode, prefill
 
 
@@ -80,4 +86,4 @@ def decode_step_s(model: str | ModelShape, gpu: str, tp: int, active: float, con
 
 
 def _token_compute_ms(shape: ModelShape, spec: GpuSpec, tp: int, k: RooflineConstants) -> float:
-    return 2 * shape.params / tp / (spec.tflops * 1e12 * k.compute_efficiency) * 1e3
+    return 2 * shape.computing_params / tp / (spec.tflops * 1e12 * k.compute_efficiency) * 1e3
