@@ -1,12 +1,18 @@
 """One device, everything that sharing it depends on, in one command.
 
-    python benchmarks/gpu.py [--device cuda] [--quick] [--parts curves,interference,switches,pipelines] [--out FILE]
+    python benchmarks/gpu.py [--device cuda] [--quick] [--parts curves,interference,switches,engines,pipelines]
+                             [--vllm-python PATH] [--out FILE]
 
     curves         units per second of prefill, dense and tail decoding, log-probs and updates alone, by fraction
     interference   each pair side by side, by device fraction: the table of `rlmux profile`
     switches       seconds from host to device and back of a rollout and of a train engine
-    pipelines      two real pipelines on the one device: one after the other; taking turns; side by side at the
-                   fractions that the interference table found to help
+    engines        sampled tokens per second of a full batch, and what the engine promises: ours, and vLLM where
+                   `--vllm-python` names an environment that has it
+    pipelines      two real pipelines on the one device under each of six policies; those that share sub-stages
+                   place them side by side at the fractions that the interference table found to help
+
+The pipelines' model has the depth and width of Qwen3-0.6B (28 layers of 1024, 8 heads of 128) and the built-in
+vocabulary, with random weights: nothing is downloaded.
 
 Everything is probed and what is absent is said. Without a running MPS daemon one is started for this command's own
 processes where NVIDIA's control program is installed (`--no-mps` leaves that out): without it, processes on one GPU
@@ -23,6 +29,7 @@ import contextlib
 import json
 import os
 import platform
+import random
 import re
 import shutil
 import statistics
@@ -43,9 +50,11 @@ from rlmux.core.policy import Policy
 from rlmux.core.sharing import SharingTable
 from rlmux.engines.device_fraction import WHOLE, DeviceFractions, probe
 from rlmux.engines.rollout import SlotRolloutEngine
+from rlmux.engines.rollout_protocol import RolloutEngine
+from rlmux.engines.servers.factory import make_server_engine
+from rlmux.engines.servers.probe import probe_engine
 from rlmux.engines.train import TorchTrainEngine
 from rlmux.policies import make_policy
-from rlmux.policies.baselines import Colocated
 from rlmux.profiling.interference import QUICK, measure_interference
 from rlmux.profiling.micro_benchmarks import (
     BENCHMARK_SUB_STAGES,
@@ -57,18 +66,24 @@ from rlmux.profiling.micro_benchmarks import (
 from rlmux.profiling.profile_file import load_sharing
 from rlmux.rl.config import (
     AlgorithmConfig,
+    EngineConfig,
     ModelConfig,
     RolloutConfig,
     SftWarmupConfig,
     TaskConfig,
     TrainingConfig,
 )
+from rlmux.rl.promise import promise_of
+from rlmux.rl.types import TrajectoryId, TrajectoryRequest
+from rlmux.rl.vocabulary import load_vocabulary
 from rlmux.runtime.backend import Submission
 from rlmux.runtime.run import run_pipelines
 from rlmux.runtime.workplace import WorkerOptions
 from rlmux.sim.models.interference import InterferenceTable
 
-PARTS = ("curves", "interference", "switches", "pipelines")
+PARTS = ("curves", "interference", "switches", "engines", "pipelines")
+POLICIES = ("colocated", "solo", "fifo", "rollmux", "jigsaw", "rlmux")
+"""The first is what the others are compared with."""
 RESULTS = Path(__file__).parent / "results"
 QUICK_SIZES = BenchmarkSizes(
     model=ModelConfig(hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1, intermediate_size=64),
@@ -90,6 +105,7 @@ def main() -> None:
     parser.add_argument("--parts", default=",".join(PARTS))
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--no-mps", action="store_true")
+    parser.add_argument("--vllm-python", metavar="PATH", help="python of an environment that has vLLM")
     parser.add_argument("--out", type=Path, default=None)
     args = parser.parse_args()
     parts = args.parts.split(",")
@@ -101,7 +117,9 @@ def main() -> None:
     torch.set_num_threads(1)
     with mps_daemon(is_wanted=args.device == "cuda" and not args.no_mps) as mps:
         num_repeats = 1 if args.quick else args.repeats
-        result = measure(args.device, parts, is_quick=args.quick, num_repeats=num_repeats, mps=mps)
+        result = measure(
+            args.device, parts, is_quick=args.quick, num_repeats=num_repeats, mps=mps, vllm_python=args.vllm_python
+        )
     path = args.out or RESULTS / f"{slug(result['machine']['device'])}{'-quick' if args.quick else ''}.json"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
@@ -109,7 +127,9 @@ def main() -> None:
     print(f"written: {path}")
 
 
-def measure(device: str, parts: list[str], *, is_quick: bool, num_repeats: int, mps: str) -> dict[str, Any]:
+def measure(
+    device: str, parts: list[str], *, is_quick: bool, num_repeats: int, mps: str, vllm_python: str | None
+) -> dict[str, Any]:
     sizes = QUICK_SIZES if is_quick else usual_sizes(device)
     fractions = probe(device)
     result: dict[str, Any] = {"machine": machine(device, fractions, mps), "is_quick": is_quick}
@@ -126,6 +146,8 @@ def measure(device: str, parts: list[str], *, is_quick: bool, num_repeats: int, 
     if "switches" in parts:
         say("switches")
         result["switches"] = switches(device, sizes, num_repeats=1 if is_quick else 5)
+    if "engines" in parts:
+        result["engines"] = engines(device, vllm_python, is_quick=is_quick)
     if "pipelines" in parts:
         say("pipelines")
         result["pipelines"] = pipelines(device, fractions, table, is_quick=is_quick, num_repeats=num_repeats)
@@ -241,7 +263,7 @@ def switches(device: str, sizes: BenchmarkSizes, *, num_repeats: int) -> dict[st
 def pipelines(
     device: str, fractions: DeviceFractions, table: InterferenceTable | None, *, is_quick: bool, num_repeats: int
 ) -> dict[str, Any]:
-    """Tokens per second of two pipelines with long tails on the one device, in three ways, in turn."""
+    """Tokens per second of two pipelines with long tails on the one device, under each policy in turn."""
     sharing = SharingTable()
     notes = ["no interference was measured in this command"] if table is None else []
     if table is not None:
@@ -250,30 +272,84 @@ def pipelines(
             table.save(path)
             sharing, warnings = load_sharing(path, fractions)
             notes += [warning.replace(f"{path}: ", "").replace(f"{path} ", "") for warning in warnings]
-    ways: dict[str, Policy] = {
-        "one after the other": Colocated(),
-        "taking turns": make_policy("jigsaw"),
-        "side by side": make_policy("jigsaw", sharing=sharing),
-    }
+    policies = {name: make_policy(name, sharing=sharing) for name in POLICIES}
     if device == "cuda":
         notes.append("a worker computes on the GPU that it is given, at its device_fraction; see machine.mps")
-    found: dict[str, list[dict[str, Any]]] = {way: [] for way in ways}
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in policies}
     for _ in range(num_repeats):
-        for way, policy in ways.items():
-            say(f"pipelines: {way}")
-            found[way].append(run_pair(device, replace(policy), is_quick=is_quick))  # type: ignore[type-var]
+        for name, policy in policies.items():
+            say(f"pipelines: {name}")
+            pair = run_pair(device, policy, is_quick=is_quick)
+            if pair is not None:
+                found[name].append(pair)
+    notes += [f"{name} refuses a pipeline: there is one device for both" for name, runs in found.items() if not runs]
     hashes = {json.dumps(run["sha256"], sort_keys=True) for runs in found.values() for run in runs}
-    medians = {way: statistics.median(run["tokens_per_s"] for run in runs) for way, runs in found.items()}
+    medians = {name: statistics.median(run["tokens_per_s"] for run in runs) for name, runs in found.items() if runs}
     return {
         "tokens_per_s": medians,
-        "gain": {way: value / medians["one after the other"] for way, value in medians.items()},
+        "gain": {name: value / medians[POLICIES[0]] for name, value in medians.items()},
         "are_weights_equal": len(hashes) == 1,
         "notes": notes,
         "runs": found,
     }
 
 
-def run_pair(device: str, policy: Policy, *, is_quick: bool) -> dict[str, Any]:
+def engines(device: str, vllm_python: str | None, *, is_quick: bool) -> dict[str, dict[str, Any]]:
+    """Sampled tokens per second of a batch that fills every slot, and what the engine was found to promise."""
+    sizes = {"num_slots": 8, "max_new_tokens": 8} if is_quick else {"num_slots": 128, "max_new_tokens": 256}
+    config = TrainingConfig(
+        name="engines",
+        model=pair_model(device, is_quick=is_quick),
+        rollout=RolloutConfig(max_prompt_tokens=32, **sizes),
+    )
+    vocab_size = load_vocabulary(config.model).vocab_size
+    say("engines: rlmux")
+    ours = SlotRolloutEngine(config.model, config.rollout, vocab_size=vocab_size, seed=0, device=device)
+    found = {"rlmux": engine_figures(ours, vocab_size, sizes["num_slots"], is_recomputation_avoidable=True)}
+    if vllm_python is not None:
+        say("engines: vllm")
+        rollout = replace(config.rollout, engine=EngineConfig(name="vllm", python=vllm_python))
+        theirs = make_server_engine(
+            replace(config, rollout=rollout), vocab_size=vocab_size, is_single_turn=True, device=device
+        )
+        try:
+            found["vllm"] = engine_figures(theirs, vocab_size, sizes["num_slots"], is_recomputation_avoidable=False)
+        finally:
+            theirs.close()
+    return found
+
+
+def engine_figures(
+    engine: RolloutEngine, vocab_size: int, num_slots: int, *, is_recomputation_avoidable: bool
+) -> dict[str, Any]:
+    report = probe_engine(engine, num_trajectories=16, is_recomputation_avoidable=is_recomputation_avoidable)
+    limits, draws = engine.limits, random.Random(1)
+    seconds = []
+    for step in (1, 2, 3):
+        requests = [
+            TrajectoryRequest(
+                id=TrajectoryId(step, number, 0),
+                prompt_tokens=tuple(draws.randrange(vocab_size) for _ in range(limits.max_prompt_tokens)),
+                max_new_tokens=limits.max_new_tokens,
+                stop_tokens=(),
+                seed=1,
+            )
+            for number in range(num_slots)
+        ]
+        start = time.perf_counter()
+        engine.submit(requests)
+        while engine.num_unfinished:
+            engine.run_chunk(max_decode_steps=1_000_000, max_seconds=600.0)
+        seconds.append(time.perf_counter() - start)
+    return {
+        "tokens_per_s": num_slots * limits.max_new_tokens / min(seconds),
+        "promise": promise_of(report.checks).value,
+        "checks": {check.name: check.is_equal for check in report.checks},
+    }
+
+
+def run_pair(device: str, policy: Policy, *, is_quick: bool) -> dict[str, Any] | None:
+    """None where the policy refuses a pipeline: `solo` has one device for two."""
     cluster = Cluster(pools={"train": Pool(name="train", phase=Phase.TRAIN, num_nodes=1)})
     given = [submission(name, seed, device, is_quick=is_quick) for seed, name in enumerate(("sort", "reverse"), 1)]
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -292,6 +368,8 @@ def run_pair(device: str, policy: Policy, *, is_quick: bool) -> dict[str, Any]:
             if visible is not None:
                 os.environ["CUDA_VISIBLE_DEVICES"] = visible
     of_pipeline: Mapping[str, Any] = result.summary["pipelines"]
+    if any(fields["status"] == "refused" for fields in of_pipeline.values()):
+        return None
     failed = [name for name, fields in of_pipeline.items() if fields["status"] != "finished"]
     if failed:
         raise SystemExit(f"pipeline {failed[0]} ended as {of_pipeline[failed[0]]['status']}")
@@ -308,15 +386,12 @@ def submission(name: str, seed: int, device: str, *, is_quick: bool) -> Submissi
     symbols = "digits" if name == "sort" else "letters"
     longest = 24 if is_quick else 192
     mean = 4 if is_quick else 24
-    model = ModelConfig(hidden_size=48, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=96)
-    if device == "cuda" and not is_quick:
-        model = ModelConfig(hidden_size=1024, num_layers=16, num_heads=16, num_kv_heads=8, intermediate_size=3072)
     num_steps = 3 if is_quick else 12
     config = TrainingConfig(
         name=name,
         seed=seed,
         num_steps=num_steps,
-        model=model,
+        model=pair_model(device, is_quick=is_quick),
         task=TaskConfig(name=name, params={f"min_{symbols}": 2, f"mean_{symbols}": mean, f"max_{symbols}": longest}),
         sft_warmup=SftWarmupConfig(num_updates=4 if is_quick else 100, batch_size=32, learning_rate=1e-3),
         algorithm=AlgorithmConfig(
@@ -328,6 +403,12 @@ def submission(name: str, seed: int, device: str, *, is_quick: bool) -> Submissi
     )
     pipeline = Pipeline(id=PipelineId(name), num_steps=num_steps, stages=STAGES, has_sft_warmup=True)
     return Submission(pipeline=pipeline, config=config)
+
+
+def pair_model(device: str, *, is_quick: bool) -> ModelConfig:
+    if device == "cuda" and not is_quick:
+        return ModelConfig(hidden_size=1024, num_layers=28, num_heads=8, num_kv_heads=8, intermediate_size=3072)
+    return ModelConfig(hidden_size=48, num_layers=2, num_heads=4, num_kv_heads=2, intermediate_size=96)
 
 
 # --- shown --------------------------------------------------------------------------------------------------
@@ -353,11 +434,17 @@ def lines_of(result: Mapping[str, Any]) -> list[str]:
             f"  {name} engine, {row['resident_bytes'] / 1e6:.0f} MB: offload {row['offload_s'] * 1e3:.1f} ms, "
             f"load {row['load_s'] * 1e3:.1f} ms"
         )
+    for name, row in result.get("engines", {}).items():
+        other = [check for check, is_equal in row["checks"].items() if not is_equal]
+        lines.append(
+            f"  engine {name}: {row['tokens_per_s']:.0f} tokens/s, {row['promise']}"
+            + (f" (other bits: {', '.join(other)})" if other else "")
+        )
     for way, gain in result.get("pipelines", {}).get("gain", {}).items():
         rate = result["pipelines"]["tokens_per_s"][way]
         lines.append(f"  two pipelines, {way}: {rate:.0f} tokens/s, {gain:.2f}x")
     if "pipelines" in result:
-        lines.append(f"  weights equal in all ways: {result['pipelines']['are_weights_equal']}")
+        lines.append(f"  weights equal under all policies: {result['pipelines']['are_weights_equal']}")
         lines += [f"  note: {note}" for note in result["pipelines"]["notes"]]
     return lines
 

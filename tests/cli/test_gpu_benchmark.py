@@ -21,14 +21,19 @@ def run(*options):
 @pytest.mark.slow
 def test_it_measures_switches_and_real_pipelines_and_says_on_what(tmp_path):
     out = tmp_path / "result.json"
-    done = run("--device", "cpu", "--quick", "--parts", "switches,pipelines", "--out", str(out))
+    done = run("--device", "cpu", "--quick", "--parts", "switches,engines,pipelines", "--out", str(out))
     assert done.returncode == 0, done.stderr
     result = json.loads(out.read_text())
     assert result["machine"]["device"].startswith("cpu: ")
     assert {"torch", "driver", "cuda", "levels", "missing", "mps"} <= set(result["machine"])
     assert set(result["switches"]) == {"rollout", "train"}
     assert all(row["load_s"] > 0 and row["resident_bytes"] > 0 for row in result["switches"].values())
-    assert list(result["pipelines"]["gain"]) == ["one after the other", "taking turns", "side by side"]
+    assert list(result["pipelines"]["runs"]) == ["colocated", "solo", "fifo", "rollmux", "jigsaw", "rlmux"]
+    assert {"colocated", "jigsaw", "rlmux"} <= set(result["pipelines"]["gain"])
+    assert "solo refuses a pipeline: there is one device for both" in result["pipelines"]["notes"]
+    assert result["pipelines"]["gain"]["colocated"] == 1.0
+    assert result["engines"]["rlmux"]["promise"] == "exact"
+    assert result["engines"]["rlmux"]["tokens_per_s"] > 0
     assert result["pipelines"]["are_weights_equal"]
     assert "no interference was measured in this command" in done.stdout
 
