@@ -5,9 +5,22 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
+from pathlib import Path
 
 from rlmux.cli import tables
-from rlmux.runtime.verification import Verdict
+from rlmux.report.log import LogReader
+from rlmux.runtime.verification import Verdict, verify
+
+
+def chosen(folder: Path) -> Callable[..., list[Verdict]]:
+    """What verifies a folder: that of a run, or that of a server."""
+    with LogReader(folder) as log:
+        is_server = bool((log.header.get("spec") or {}).get("is_server"))
+    if is_server:
+        from rlmux.service.verification import verify_served
+
+        return verify_served
+    return verify
 
 
 def speaker(*, is_quiet: bool) -> Callable[[str], None]:

@@ -61,7 +61,7 @@ class Listener(Protocol):
     """What hears of a pipeline's work, in the host's thread."""
 
     def answered(self, pipeline_id: PipelineId, answer: Answer) -> None: ...
-    def checkpointed(self, pipeline_id: PipelineId, request_id: str, folder: Path) -> None: ...
+    def checkpointed(self, pipeline_id: PipelineId, request_id: str, folder: Path, sha256: str) -> None: ...
     def over(self, pipeline_id: PipelineId, reason: str) -> None: ...
 
 
@@ -253,9 +253,10 @@ class PipelineBursts:
         """Write what the update made, so that nothing before it is ever done again."""
         request_id, folder = self._since_checkpoint[-1][0], self._folder / f"update-{self._num_updates + 1}"
         self._num_updates += 1
-        self.sha256 = yield self._calls.call(worker, "save_state", folder)
+        sha256: str = yield self._calls.call(worker, "save_state", folder)
+        self.sha256 = sha256
         previous, self._checkpoint, self._since_checkpoint = self._checkpoint, folder, []
-        self._listener.checkpointed(self.id, request_id, folder)
+        self._listener.checkpointed(self.id, request_id, folder, sha256)
         kept = {previous, folder}
         for old in self._folder.glob("update-*"):
             if old not in kept:

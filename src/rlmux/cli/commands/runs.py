@@ -173,7 +173,7 @@ def verify(
 
     folders.check_run(folder)
     from rlmux.cli import verification
-    from rlmux.runtime.verification import verify as verify_run
 
+    verify_run = verification.chosen(folder)
     verdicts = verify_run(folder, [] if name is None else [name], say=verification.speaker(is_quiet=json))
     raise typer.Exit(verification.show(verdicts, as_json=json))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -20,6 +20,11 @@ class CreateSession(Body):
     sdk_version: str = ""
     project_id: str | None = None
     display_name: str | None = None
+
+    def pipeline_name(self, taken: Collection[str], number: int) -> str:
+        """First part of the names of the session's pipelines: its own where that is free and can name a folder."""
+        name = "".join(char if char.isalnum() or char in "-_" else "-" for char in self.display_name or "")[:40]
+        return name if name and name[0].isalnum() and name not in taken else f"s{number}"
 
 
 class OfSession(Body):

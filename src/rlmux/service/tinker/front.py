@@ -113,6 +113,15 @@ class TinkerFront:
         self._ledger.take(taken)
         return self._apply_by_path[path](taken)
 
+    def repeat(self, taken: Taken) -> None:
+        """Take a request as another front took it, whose ledger has it."""
+        self._ledger.take(taken)
+        self._apply_by_path[taken.path](taken)
+
+    def hashes(self, model: str) -> dict[int, str]:
+        """Hash of a model's weights after each update; see `Ledger.hashes`."""
+        return self._ledger.hashes(model)
+
     def replay(self) -> None:
         """Apply what the ledger holds, after a restart."""
         for taken in self._ledger.taken():
@@ -124,10 +133,10 @@ class TinkerFront:
         if promised is not None and promised.sampler is not None:
             self._host.withdraw(promised.pipeline, [request_id])
 
-    def add_update(self, request_id: str, folder: Path) -> None:
-        """A checkpoint that has everything up to this request is there."""
+    def add_update(self, request_id: str, folder: Path, sha256: str) -> None:
+        """A checkpoint that has everything up to this request is there. `sha256`: of its weights."""
         model, _, number = request_id.rpartition(":")
-        self._ledger.add_update(model, int(number), folder)
+        self._ledger.add_update(model, int(number), folder, sha256)
 
     # --- sessions -------------------------------------------------------------------------------------------
 
@@ -153,13 +162,11 @@ class TinkerFront:
         body = bodies.CreateSession.model_validate_json(taken.body)
         number = len(self.registry.sessions)
         session_id = f"s{number}-{taken.chosen}"
-        name = "".join(char if char.isalnum() or char in "-_" else "-" for char in body.display_name or "")[:40]
-        taken_names = {session.name for session in self.registry.sessions.values()}
-        is_own = bool(name) and name[0].isalnum() and name not in taken_names
+        name = body.pipeline_name([session.name for session in self.registry.sessions.values()], number)
         self.registry.sessions[session_id] = Session(
             id=session_id,
             project=taken.project,
-            name=name if is_own else f"s{number}",
+            name=name,
             hints=read_tags(body.tags),
             user_metadata=body.user_metadata or {},
             heard_s=time.monotonic(),
@@ -167,7 +174,7 @@ class TinkerFront:
         return {
             "type": "create_session",
             "session_id": session_id,
-            "info_message": f"rlmux: its pipelines are {name if is_own else f's{number}'}-*",
+            "info_message": f"rlmux: its pipelines are {name}-*",
             "warning_message": _FULL,
         }
 

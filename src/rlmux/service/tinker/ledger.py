@@ -2,7 +2,7 @@
 
     requests   number, id, path, body, what the front chose for it     in the order they were taken
     results    id, body or error
-    updates    model, id of the optimizer step, folder                 checkpoints to begin again from
+    updates    model, id of the optimizer step, folder, hash           checkpoints to begin again from
 
 A front is a fold over the requests: after a restart they are applied again in their order, and what has a result is
 not done again.
@@ -20,7 +20,8 @@ CREATE TABLE IF NOT EXISTS requests (
     number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, path TEXT NOT NULL, body BLOB NOT NULL, chosen TEXT NOT NULL,
     project TEXT NOT NULL, at_s REAL NOT NULL);
 CREATE TABLE IF NOT EXISTS results (id TEXT PRIMARY KEY, body BLOB NOT NULL, kind TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS updates (model TEXT NOT NULL, number INTEGER NOT NULL, folder TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS updates (model TEXT NOT NULL, number INTEGER NOT NULL, folder TEXT NOT NULL,
+    sha256 TEXT NOT NULL);
 """
 
 
@@ -82,9 +83,16 @@ class Ledger:
         row = self._database.execute("SELECT body, kind FROM results WHERE id = ?", (request_id,)).fetchone()
         return None if row is None else Result(*row)
 
-    def add_update(self, model: str, number: int, folder: Path) -> None:
-        """A checkpoint of the model after its request of this number is there."""
-        self._database.execute("INSERT INTO updates VALUES (?, ?, ?)", (model, number, str(folder)))
+    def add_update(self, model: str, number: int, folder: Path, sha256: str) -> None:
+        """A checkpoint of the model after its request of this number is there. `sha256`: of its weights."""
+        self._database.execute("INSERT INTO updates VALUES (?, ?, ?, ?)", (model, number, str(folder), sha256))
+
+    def hashes(self, model: str) -> dict[int, str]:
+        """Hash of the model's weights after each update, by the number of its request, in their order."""
+        rows = self._database.execute(
+            "SELECT number, sha256 FROM updates WHERE model = ? ORDER BY number, rowid", (model,)
+        )
+        return dict(rows)
 
     def newest_update(self, model: str) -> tuple[int, Path] | None:
         """(number of the last request in it, folder) of the newest checkpoint that is still there."""

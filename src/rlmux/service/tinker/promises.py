@@ -35,6 +35,11 @@ class Promises:
         self._promised: dict[str, Promised] = {}
         self._waiters: dict[str, list[Callable[[], None]]] = {}
 
+    @property
+    def num_pending(self) -> int:
+        """Requests without a result."""
+        return len(self._promised)
+
     def __contains__(self, request_id: str) -> bool:
         """The request has no result yet."""
         return request_id in self._promised

@@ -1,0 +1,126 @@
+"""What is behind the doors of a server: the models it serves, their front, and the host of their workers.
+
+TinkerFront ── requests ─▶ ModelHost (a thread) ── bursts ─▶ ForeignFront ─▶ controller
+     ▲                          └── answers, checkpoints ──┐
+     └────────── call_soon, in the front's own thread ◀────┘
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from rlmux.config.serve import ServeSpec
+from rlmux.core.model import Footprint, Pipeline, PipelineId
+from rlmux.rl.arriving import SampleRequest, TrainRequest
+from rlmux.rl.config import TrainingConfig
+from rlmux.rl.vocabulary import load_vocabulary
+from rlmux.runtime.backend import Submission
+from rlmux.runtime.burst_workers import Answer
+from rlmux.runtime.foreign import ForeignFront
+from rlmux.runtime.local import LocalProcesses, assign_cores, assign_gpus, visible_gpus
+from rlmux.runtime.memory import with_footprint
+from rlmux.runtime.model_host import ModelHost
+from rlmux.service.tinker.front import TinkerFront
+from rlmux.service.tinker.ledger import Ledger
+from rlmux.service.tinker.served import ServedModel
+from rlmux.service.tinker.tags import Hints
+
+LEDGER = "tinker.db"
+CallSoon = Callable[[Callable[[], None]], None]
+"""Has a call made in the thread of the front."""
+
+
+class Serving:
+    """Everything that answers requests needs, for one folder."""
+
+    def __init__(self, spec: ServeSpec, folder: Path) -> None:
+        self.front = ForeignFront()
+        self.vocabularies = {name: load_vocabulary(given.model) for name, given in spec.serve.models.items()}
+        self.models = {name: _served(name, spec, each.stop_tokens) for name, each in self.vocabularies.items()}
+        self._spec = spec
+        self._folder = folder
+        self._is_gpu = bool(visible_gpus())
+
+    def furnish(self, call_soon: CallSoon) -> tuple[TinkerFront, ModelHost]:
+        """A front on the folder's ledger, and its host, which is to be started."""
+        workplace = _workplace(self._spec)
+        news = _News(call_soon)
+        host = ModelHost(workplace, self.front, news, wake=workplace.wake)
+        ledger = Ledger(self._folder / LEDGER)
+        news.front = TinkerFront(self.models, ledger, self._folder / "models", _Host(host, self.front, self._footprint))
+        return news.front, host
+
+    def _footprint(self, pipeline: Pipeline, config: TrainingConfig) -> Footprint:
+        submission = Submission(pipeline=pipeline, config=config)
+        return with_footprint(submission, self._spec.cluster, is_gpu=self._is_gpu).pipeline.footprint
+
+
+def _workplace(spec: ServeSpec) -> LocalProcesses:
+    gpus = assign_gpus(spec.cluster, visible_gpus())
+    return LocalProcesses({} if gpus else assign_cores(spec.cluster), None, gpu_by_device=gpus)
+
+
+def _served(name: str, spec: ServeSpec, stop_tokens: Sequence[int]) -> ServedModel:
+    given = spec.serve.models[name]
+    return ServedModel(
+        name=name,
+        model=given.model,
+        stop_tokens=stop_tokens,
+        max_prompt_tokens=given.max_prompt_tokens,
+        max_new_tokens=given.max_new_tokens,
+        num_slots=given.num_slots,
+        micro_batch_size=given.micro_batch_size,
+        seed=given.seed,
+    )
+
+
+class _Host:
+    """Opens a pipeline with the controller and with the host's workers; all else is the host's."""
+
+    def __init__(
+        self, host: ModelHost, front: ForeignFront, footprint: Callable[[Pipeline, TrainingConfig], Footprint]
+    ) -> None:
+        self._host = host
+        self._front = front
+        self._footprint = footprint
+
+    def open(
+        self, pipeline: PipelineId, config: TrainingConfig, folder: Path, restore_from: Path | None, hints: Hints
+    ) -> None:
+        driver = self._host.open(pipeline, config, folder, restore_from=restore_from)
+        slo = math.inf if hints.slo is None else hints.slo
+        plain = Pipeline(id=pipeline, num_steps=None, work_arrives=True, slo_slowdown=slo)
+        self._front.submit(replace(plain, footprint=self._footprint(plain, config)), driver)
+
+    def train(self, pipeline: PipelineId, request_id: str, request: TrainRequest) -> None:
+        self._host.train(pipeline, request_id, request)
+
+    def sample(self, pipeline: PipelineId, request: SampleRequest, weights: Path | None) -> None:
+        self._host.sample(pipeline, request, weights)
+
+    def withdraw(self, pipeline: PipelineId, ids: Sequence[str]) -> None:
+        self._host.withdraw(pipeline, ids)
+
+    def finish(self, pipeline: PipelineId) -> None:
+        self._host.finish(pipeline)
+
+
+class _News:
+    """Passes what the host's thread tells to the front's."""
+
+    front: TinkerFront
+
+    def __init__(self, call_soon: CallSoon) -> None:
+        self._call_soon = call_soon
+
+    def answered(self, pipeline_id: PipelineId, answer: Answer) -> None:
+        self._call_soon(lambda: self.front.promises.settle(answer.id, answer.value, answer.error))
+
+    def checkpointed(self, pipeline_id: PipelineId, request_id: str, folder: Path, sha256: str) -> None:
+        self._call_soon(lambda: self.front.add_update(request_id, folder, sha256))
+
+    def over(self, pipeline_id: PipelineId, reason: str) -> None:
+        self._call_soon(lambda: self.front.promises.fail_pipeline(pipeline_id, f"pipeline {pipeline_id}: {reason}"))
