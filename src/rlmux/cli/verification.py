@@ -8,15 +8,13 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rlmux.cli import tables
-from rlmux.report.log import LogReader
+from rlmux.runtime.folders import is_of_server
 from rlmux.runtime.verification import Verdict, verify
 
 
 def chosen(folder: Path) -> Callable[..., list[Verdict]]:
     """What verifies a folder: that of a run, or that of a server."""
-    with LogReader(folder) as log:
-        is_server = bool((log.header.get("spec") or {}).get("is_server"))
-    if is_server:
+    if is_of_server(folder):
         from rlmux.service.verification import verify_served
 
         return verify_served

@@ -70,3 +70,11 @@ def telling_of_salvage(folder: Path) -> Iterator[None]:
         raise
     except LogError as error:
         raise LogError(f"{error}; what is readable of a damaged log: rlmux resume {folder} --salvage") from None
+
+
+def is_of_server(folder: Path) -> bool:
+    """Whether the folder is that of `rlmux serve`."""
+    from rlmux.report.log import LogReader
+
+    with LogReader(folder) as log:
+        return bool((log.header.get("spec") or {}).get("is_server"))

@@ -48,7 +48,7 @@ class _Record:
     pipeline: str
     model: str
     requests: Sequence[Taken]
-    """Of its session, and of those whose checkpoints that loads, in the order they were taken."""
+    """Requests of its session, and of those whose checkpoints that loads, in the order they were taken."""
     hashes: Mapping[int, str]
     """Hash of the weights after each update, by the number of its request, in their order."""
     ledger: Ledger

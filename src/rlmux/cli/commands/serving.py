@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -13,6 +14,8 @@ from rlmux.core.errors import UserError
 if TYPE_CHECKING:
     from rlmux.service.dashboard.app import Dashboard
 
+DEFAULT_LISTEN = "127.0.0.1:7460"
+_SERVING_NEEDS = ("fastapi", "uvicorn", "google.protobuf")
 Listen = Annotated[str, typer.Option("--listen", metavar="HOST:PORT", help="Address of the server.")]
 Served = Annotated[
     str | None,
@@ -36,7 +39,7 @@ Resume = Annotated[
 
 def serve(
     path: Served = None,
-    listen: Listen = "127.0.0.1:7460",
+    listen: Listen = DEFAULT_LISTEN,
     policy: PolicyName = None,
     out: ServeOut = None,
     resume: Resume = None,
@@ -92,35 +95,47 @@ def _serve_models(
     if (file is None) == (resume is None):
         raise UserError("accepted: a run's DIR, a FILE with cluster and serve, or --resume DIR")
     address = _address(listen)
-    _check_installed("fastapi", "uvicorn", "google.protobuf")
-    from rlmux.service import serve as server
-
-    def on_ready(url: str, pages: Dashboard | None) -> None:
-        _say(url, pages, opens)
-
+    _check_installed(*_SERVING_NEEDS)
     if resume is not None:
         folders.check_run(resume)
-        spec = server.spec_of(resume, list(POLICIES))
-        server.serve(
-            spec,
-            resume,
-            policy=make_policy(spec.policy),
-            address=address,
-            allowed_hosts=allow_host,
-            on_ready=on_ready,
-            is_resuming=True,
-        )
+        go_on(resume, listen, opens=opens, allow_host=allow_host)
         return
     assert file is not None
+    from rlmux.service import serve as server
+
     spec = load_serve_file(Path(file), policies=list(POLICIES))
     name = policy or spec.policy
     if name not in POLICIES:
         raise UserError(f"--policy {name!r}: accepted: {', '.join(POLICIES)}")
     with folders.chosen(out, f"{Path(file).stem}-{name}") as folder:
         server.serve(
-            spec, folder, policy=make_policy(name), address=address, allowed_hosts=allow_host, on_ready=on_ready
+            spec,
+            folder,
+            policy=make_policy(name),
+            address=address,
+            allowed_hosts=allow_host,
+            on_ready=lambda url, pages: _say(url, pages, opens),
         )
         typer.echo(f"rlmux: stopped; go on with: rlmux serve --resume {folder}", err=True)
+
+
+def go_on(folder: Path, listen: str = DEFAULT_LISTEN, *, opens: bool = False, allow_host: Sequence[str] = ()) -> None:
+    """Serve from the folder of a server that was stopped or killed."""
+    from rlmux.policies import POLICIES, make_policy
+
+    _check_installed(*_SERVING_NEEDS)
+    from rlmux.service import serve as server
+
+    spec, address = server.spec_of(folder, list(POLICIES)), _address(listen)
+    server.serve(
+        spec,
+        folder,
+        policy=make_policy(spec.policy),
+        address=address,
+        allowed_hosts=allow_host,
+        on_ready=lambda url, pages: _say(url, pages, opens),
+        is_resuming=True,
+    )
 
 
 def _address(listen: str) -> tuple[str, int]:

@@ -157,6 +157,11 @@ def resume(
     folders.check_run(folder, may_be_damaged=salvage)
     if salvage:
         _salvage(folder)
+    if folders.is_of_server(folder):
+        from rlmux.cli.commands import serving
+
+        serving.go_on(folder)
+        return
 
     from rlmux.cli import inputs
     from rlmux.cli.live import Live
