@@ -283,3 +283,16 @@ def test_a_status_has_the_same_slowdown_as_the_summary(alternating_run: Callable
     shown, summary = status(run.history(), is_going_on=False), summarize(run.timeline())
     for name, one in shown["pipelines"].items():
         assert one["step_slowdown"] == pytest.approx(summary["pipelines"][name]["step_slowdown"], rel=0.05)
+
+
+def test_a_status_says_why_a_pipeline_waits_until_it_is_placed(script: Any) -> None:
+    queued = Queue(pipeline="a", reason="no room")
+    script.event(PipelineSubmitted(time_s=0.0, pipeline=Pipeline(id="a", num_steps=1)), queued)
+    shown = status(script.history(), is_going_on=True)["pipelines"]["a"]
+    assert (shown["status"], shown["reason"]) == ("waiting", "no room")
+    script.event(
+        PipelineCancelled(time_s=1.0, pipeline="b"),
+        Admit(pipeline="a", placement=script.whole(), kind=AdmissionKind.NEW),
+    )
+    shown = status(script.history(), is_going_on=True)["pipelines"]["a"]
+    assert (shown["status"], shown["reason"]) == ("running", "")

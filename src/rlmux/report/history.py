@@ -20,6 +20,7 @@ from rlmux.core.actions import (
     ExpectSteps,
     MigrateShard,
     Park,
+    Queue,
     Refuse,
     Release,
     Relocate,
@@ -108,6 +109,7 @@ class History:
             ExpectSteps: self._on_expect_steps,
             Park: self._on_park,
             Refuse: self._on_refuse,
+            Queue: self._on_queue,
             Release: self._on_release,
             RunStage: self._on_run_stage,
             MigrateShard: self._on_migrate,
@@ -182,6 +184,11 @@ class History:
         self._set_over(time_s, action.pipeline, PipelineStatus.REFUSED, action.reason)
         self.instants.append(Instant(time_s, "refused", action.pipeline, text=action.reason))
 
+    def _on_queue(self, time_s: float, action: Queue) -> None:
+        record = self.pipelines.get(action.pipeline)
+        if record is not None:
+            record.reason = action.reason
+
     def _set_over(self, time_s: float, pipeline: PipelineId, status: PipelineStatus, reason: str = "") -> None:
         record = self.pipelines.get(pipeline)
         if record is not None:
@@ -193,7 +200,7 @@ class History:
         self.pins.append(pin)
         record = self.pipelines.get(action.pipeline)
         if record is not None:
-            record.status = PipelineStatus.RUNNING
+            record.status, record.reason = PipelineStatus.RUNNING, ""
             if record.admitted_s is None:
                 record.admitted_s = time_s
             self._note_thinking(time_s, record)

@@ -215,3 +215,11 @@ def test_a_deleted_index_comes_back_under_a_running_server(tmp_path, dashboard):
         path.unlink()
     pages.until(lambda: (folder / "index.db").is_file() and pages.client.get("/lanes/run/devices").status_code == 200)
     assert pages.get("/lanes/run/devices") == before
+
+
+def test_tiles_and_pages_are_compressed_for_clients_that_take_it(pages):
+    plain = pages.client.get("/timeline/demo/intervals", headers={"Accept-Encoding": "identity"})
+    packed = pages.client.get("/timeline/demo/intervals", headers={"Accept-Encoding": "gzip"})
+    assert (plain.headers.get("Content-Encoding"), packed.headers["Content-Encoding"]) == (None, "gzip")
+    assert packed.content == plain.content
+    assert int(packed.headers["Content-Length"]) < 0.5 * len(plain.content)
