@@ -76,7 +76,7 @@ def test_the_list_has_the_apis_rows_sorted_and_filtered_by_the_server(shown, ent
     assert rows == {}
     page.click("th >> text=name")
     page.click("th >> text=name")
-    page.wait_for_function("() => document.querySelector('tbody .name').innerText === 'tools'")
+    page.wait_for_function("() => document.querySelector('tbody .name')?.innerText === 'tools'")
     assert "sort=-name" in page.url
     page.fill("input[type=search]", "sor")
     page.wait_for_function("() => document.querySelectorAll('tbody tr').length === 1")
@@ -85,13 +85,13 @@ def test_the_list_has_the_apis_rows_sorted_and_filtered_by_the_server(shown, ent
 def test_the_timeline_names_what_the_api_has_under_the_pointer(shown, enter):
     page = enter(shown, "/timeline")
     canvas = page.locator("canvas")
-    page.wait_for_function("() => document.querySelector('.key').innerText.includes('sort')")
+    page.wait_for_function("() => document.querySelector('.key')?.innerText.includes('sort')")
     box, timeline = canvas.bounding_box(), shown.get("/timeline/demo")
     wide = next(one for one in longest_first(shown) if one["device"] == 0)
     share = (wide["start"] + wide["seconds"] / 2 - timeline["start_s"]) / (timeline["end_s"] - timeline["start_s"])
     page.mouse.move(box["x"] + GUTTER + share * (box["width"] - GUTTER), box["y"] + 95)
     name = timeline["pipelines"][wide["pipeline"]]
-    page.wait_for_function(f"() => document.querySelector('.reading').innerText.includes({name!r})")
+    page.wait_for_function(f"() => document.querySelector('.reading')?.innerText.includes({name!r})")
     said = page.inner_text(".reading")
     assert said.startswith(timeline["devices"][0]["id"])
     assert f"step {wide['step']}" in said
