@@ -22,8 +22,9 @@ def chromium() -> str | None:
     return os.environ.get("RLMUX_CHROMIUM") or shutil.which("chromium")
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
+    """Closed with each module: while it is open, an event loop runs in this thread, and no test may begin another."""
     if not (DIST / "index.html").exists():
         pytest.skip("the pages are not built: make pages says why")
     playwright = pytest.importorskip("playwright.sync_api", reason="needs playwright, of the dev extra")
