@@ -169,6 +169,10 @@ class Follower:
             for device in self._devices.values()
         }
 
+    def settled_seconds(self) -> dict[DeviceId, dict[Name, float]]:
+        """Seconds of the settled intervals alone: from look to look they only grow, but where one is redone."""
+        return {device.id: dict(device.seconds) for device in self._devices.values()}
+
     # ------------------------------------------------------------------ what is new
 
     def _is_past_changed(self) -> bool:

@@ -51,7 +51,7 @@ def ask(pages: Pages, method: str, path: str, headers: dict[str, str]) -> httpx.
 
 def test_every_address_refuses_every_wrong_caller(pages):
     access = pages.dashboard.access
-    access.add_token("narrow" * 8, scopes=["metrics"])
+    access.add_token("narrow" * 8, scopes=["another"])
     access.add_token("revoked" * 8, scopes=["admin"])
     session = access.login(token="revoked" * 8)
     access.revoke("revoked" * 8)

@@ -22,6 +22,7 @@ from rlmux.service.dashboard.door import Address, Asked, Door, Told, line, one_o
 from rlmux.service.dashboard.gate import Gate, Hosts
 from rlmux.service.dashboard.indexing import Indexing
 from rlmux.service.dashboard.problems import ProblemError
+from rlmux.service.dashboard.prometheus import Scrape
 from rlmux.service.dashboard.reads import Reads, parse_sort
 from rlmux.service.dashboard.stream import Streams, Watch
 from rlmux.service.dashboard.timeline import TimelineReads
@@ -57,8 +58,9 @@ class Dashboard:
         reads = Reads(Root(folder, spare), self.indexing.trouble)
         watch = Watch(reads)
         self._sessions = _Sessions(self.access, f"rlmux_{server.port}")
-        self.addresses = table(reads, Streams(reads, watch, self.access), self._sessions)
-        server.mount("", Door(self.access, self._sessions.cookie_name).router(self.addresses))
+        scrape = Scrape(reads)
+        self.addresses = table(reads, Streams(reads, watch, self.access), self._sessions, scrape)
+        server.mount("", Door(self.access, self._sessions.cookie_name, scrape.observe).router(self.addresses))
         server.mount("", pages.router())
         server.wrap(lambda app: Gate(app, Hosts(server.host, allowed_hosts)))
         server.run_beside(watch.run)
@@ -124,7 +126,7 @@ def _version(asked: Asked) -> Any:
     return {"version": version("rlmux"), "api": API_VERSION, "log_schema": SCHEMA_VERSION}
 
 
-def table(reads: Reads, streams: Streams, sessions: _Sessions) -> tuple[Address, ...]:
+def table(reads: Reads, streams: Streams, sessions: _Sessions, scrape: Scrape) -> tuple[Address, ...]:
     """Every address, what may be asked of it, and the scope that it takes."""
     timeline = TimelineReads(reads)
     window = {"t0": seconds, "t1": seconds, "rev": whole(0, 2**53)}
@@ -169,5 +171,7 @@ def table(reads: Reads, streams: Streams, sessions: _Sessions) -> tuple[Address,
         get(f"{_TIMELINE}/intervals", timeline.intervals, {**window, "device": line}, lists=("device",)),
         get(f"{_TIMELINE}/measure", timeline.measure, {**window, "device": line}, lists=("device",)),
         get(f"{_TIMELINE}/gap", timeline.gap, {"device": line, "t": seconds}, lists=("device",)),
+        get("/metrics", scrape.answer, scope="metrics"),
+        get("/metrics/grafana.json", scrape.grafana, scope="metrics"),
         get("/stream", streams.stream, {"topics": words}, is_async=True),
     )

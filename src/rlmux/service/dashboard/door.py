@@ -14,6 +14,7 @@ import hashlib
 import json
 import math
 import sqlite3
+import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,6 +35,10 @@ _MAX_JSON_DEPTH = 32
 
 Parse = Callable[[str], Any]
 """A parameter's value; raises ValueError with what would be accepted."""
+
+
+Observe = Callable[[str, int, float], None]
+"""Told of each answer: the address in the table, the status, the seconds until it began."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -87,9 +92,10 @@ class Address:
 class Door:
     """Makes a router of the table."""
 
-    def __init__(self, access: Access, cookie_name: str) -> None:
+    def __init__(self, access: Access, cookie_name: str, observe: Observe) -> None:
         self._access = access
         self._cookie_name = cookie_name
+        self._observe = observe
 
     def router(self, addresses: tuple[Address, ...]) -> APIRouter:
         router = APIRouter(prefix=PREFIX)
@@ -100,6 +106,12 @@ class Door:
 
     def _answering(self, address: Address) -> Callable[[Request], Any]:
         async def answer(request: Request) -> Response:
+            begun_s = time.monotonic()
+            told = await respond(request)
+            self._observe(address.path, told.status_code, time.monotonic() - begun_s)
+            return told
+
+        async def respond(request: Request) -> Response:
             try:
                 asked = await self._let_in(address, request)
                 told = (

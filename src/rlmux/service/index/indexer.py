@@ -114,6 +114,7 @@ class LaneIndexer:
             changed_from_s=min(look.changed_from_s, settled_s),
             devices=self._places.devices,
             pipelines=self._places.pipelines,
+            settled=rows.settled_rows(self._follower),
             spec=(self._log.header.get("spec") or {}).get("resolved"),
         )
         self._index.keep_tiles(look.start_s, settled_s, self._places)

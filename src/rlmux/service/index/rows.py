@@ -77,6 +77,18 @@ def charges(named: Sequence[tuple[Name, float]]) -> list[dict[str, Any]]:
     return sorted(rows, key=lambda row: (-float(row["seconds"] or 0.0), str(row["label"])))
 
 
+def settled_rows(follower: Follower) -> list[dict[str, Any]]:
+    """Settled seconds by pool, kind and cause."""
+    sums: dict[tuple[str, str, str], list[float]] = {}
+    for device, named in follower.settled_seconds().items():
+        for (kind, cause, _), seconds in named.items():
+            sums.setdefault((device.pool, kind.value, cause.value), []).append(seconds)
+    return [
+        {"pool": pool, "kind": kind, "cause": cause, "seconds": math.fsum(each)}
+        for (pool, kind, cause), each in sorted(sums.items())
+    ]
+
+
 def device_rows(follower: Follower, look: Look) -> dict[DeviceId, dict[str, Any]]:
     """What each device does now, and the sums of the whole run."""
     last: dict[DeviceId, Interval] = {}

@@ -1,0 +1,162 @@
+"""Figures of every lane for Prometheus: read from the indexes at each scrape, in a registry of this server's own.
+
+    index.db of each lane ──collect──▶ registry ──▶ text    what the log says: it survives a restart of the server
+    answered requests ────observe────▶    ┘                 the one figure of this process
+
+Counters count what is settled (`report.follow`), which no later row takes back; a run that is told anew, and steps that
+are to be done again, are the exceptions. A pipeline has series while it runs and ten minutes longer, so that their
+number follows that of the running pipelines, not that of all there ever were.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+from prometheus_client.exposition import choose_encoder
+from prometheus_client.metrics_core import Metric
+from prometheus_client.registry import Collector
+from starlette.responses import Response
+
+from rlmux.report.intervals import Kind
+from rlmux.service.dashboard.door import Asked, Told
+from rlmux.service.dashboard.reads import Reads
+from rlmux.service.index.store import IndexReader
+
+REQUEST_BUCKETS_S = (0.005, 0.025, 0.1, 0.5, 2.5, 10.0)
+SHOWN_AFTER_END_S = 600.0
+"""Seconds of the run's clock for which a pipeline that has ended is still told of."""
+
+_OF_LANE = {
+    "rlmux_run_seconds": ("makespan_s", "Seconds since the run's start, by its clock"),
+    "rlmux_index_lag_seconds": ("index_lag_s", "Seconds by which the index is behind the log"),
+    "rlmux_control_overhead_ratio": ("control_overhead", "Share of device-seconds that rlmux itself took"),
+    "rlmux_slo_kept_ratio": ("slo_attainment", "Share of the pipelines with an SLO that keep it"),
+}
+"""Gauges of a lane: its key in the API, and what it says."""
+_COUNTED = {
+    "rlmux_switches": ("num_switches", "Orders that began with a switch"),
+    "rlmux_migrations": ("num_migrations", "Rollouts whose tail was moved to another device"),
+}
+_OF_PIPELINE = {
+    "rlmux_pipeline_step": ("step", "Last published step"),
+    "rlmux_pipeline_steps_planned": ("num_steps", "Steps that the pipeline is to make"),
+    "rlmux_pipeline_step_seconds": ("step_s_mean", "Mean seconds of a step, without the first"),
+    "rlmux_pipeline_step_slowdown": ("step_slowdown", "Seconds of a step over those it would have alone"),
+    "rlmux_pipeline_slo_slowdown": ("slo_slowdown", "Largest step slowdown that the pipeline accepts"),
+    "rlmux_pipeline_tokens": ("tokens", "Tokens sampled in rollouts whose result counts"),
+}
+"""Gauges of a pipeline: a step that is done again takes its figures back."""
+_OF_LAST_STEP = ("reward_mean", "kl", "entropy", "grad_norm", "logprob_gap", "response_len_mean")
+"""Metrics of the last published step that are told, as `rlmux_pipeline_METRIC`."""
+
+
+class Scrape(Collector):
+    """What `/metrics` answers."""
+
+    def __init__(self, reads: Reads) -> None:
+        self._reads = reads
+        self._registry = CollectorRegistry()
+        self._requests = Histogram(
+            "rlmux_http_request_seconds",
+            "Seconds until an answer began, by address",
+            ("route", "status"),
+            registry=self._registry,
+            buckets=REQUEST_BUCKETS_S,
+        )
+        self._registry.register(self)
+
+    def observe(self, route: str, status: int, seconds: float) -> None:
+        """Note one answered request. `route`: the address in the table, not the one that was asked for."""
+        self._requests.labels(route, str(status)).observe(seconds)
+
+    def answer(self, asked: Asked) -> Response:
+        encode, media_type = choose_encoder(asked.headers.get("accept", ""))
+        return Response(encode(self._registry), headers={"Cache-Control": "no-store", "Content-Type": media_type})
+
+    def grafana(self, asked: Asked) -> Told:
+        """A dashboard to import into Grafana."""
+        return Told(value=(Path(__file__).parent / "grafana.json").read_bytes())
+
+    def collect(self) -> Iterator[Metric]:
+        families = _Families()
+        for row in map(self._reads.lane_row, self._reads.names()):
+            families.gauge(
+                "rlmux_lane_up", "Whether a process goes on with the run", row["state"] == "running", lane=row["name"]
+            )
+            if row["state"] == "unknown":
+                continue  # it has no index yet, and no other series
+            _add_lane(families, row)
+            with self._reads.open(row["name"]) as reader:
+                _add_devices(families, row["name"], reader)
+                _add_pipelines(families, row["name"], reader)
+        return families.every()
+
+
+class _Families:
+    """Series by the figure that they are of."""
+
+    def __init__(self) -> None:
+        self._made: dict[str, Metric] = {}
+
+    def gauge(self, name: str, says: str, value: float | None, **labels: str) -> None:
+        """Nothing where there is no value."""
+        self._add(GaugeMetricFamily, name, says, value, labels)
+
+    def counter(self, name: str, says: str, value: float | None, **labels: str) -> None:
+        self._add(CounterMetricFamily, name, says, value, labels)
+
+    def every(self) -> Iterator[Metric]:
+        yield from self._made.values()
+
+    def _add(self, family: Any, name: str, says: str, value: float | None, labels: dict[str, str]) -> None:
+        if value is not None:
+            made = self._made.setdefault(name, family(name, says, labels=list(labels)))
+            made.add_metric(list(labels.values()), float(value))  # type: ignore[attr-defined]
+
+
+def _add_lane(families: _Families, row: dict[str, Any]) -> None:
+    lane = row["name"]
+    for name, (key, says) in _OF_LANE.items():
+        families.gauge(name, says, row[key], lane=lane)
+    for name, (key, says) in _COUNTED.items():
+        families.counter(name, says, row[key], lane=lane)
+    for status, num in row["pipelines"].items():
+        families.gauge("rlmux_pipelines", "Pipelines by status", num, lane=lane, status=status)
+
+
+def _add_devices(families: _Families, lane: str, reader: IndexReader) -> None:
+    for sums in reader.facts["settled"]:
+        says = "Device-seconds by what they went to, up to where nothing changes any more"
+        labels = {key: sums[key] for key in ("pool", "kind", "cause")}
+        families.counter("rlmux_device_seconds", says, sums["seconds"], lane=lane, **labels)
+    for (text,) in reader.rows("SELECT json FROM device ORDER BY place"):
+        device = json.loads(text)
+        says = "Whether the device computes now"
+        families.gauge("rlmux_device_busy", says, device["kind"] == Kind.BUSY, lane=lane, device=device["id"])
+
+
+def _add_pipelines(families: _Families, lane: str, reader: IndexReader) -> None:
+    now_s = reader.facts["end_s"]
+    for (text,) in reader.rows("SELECT json FROM pipeline ORDER BY place"):
+        row = json.loads(text)
+        is_recent = row["ended_s"] is not None and now_s - row["ended_s"] < SHOWN_AFTER_END_S
+        if row["status"] != "running" and not is_recent:
+            continue
+        labels = {"lane": lane, "pipeline": row["name"]}
+        for name, (key, says) in _OF_PIPELINE.items():
+            families.gauge(name, says, row[key], **labels)
+        last = _last_metrics(reader, row["name"])
+        for key in _OF_LAST_STEP:
+            families.gauge(f"rlmux_pipeline_{key}", f"{key} of the last published step", last.get(key), **labels)
+
+
+def _last_metrics(reader: IndexReader, name: str) -> dict[str, Any]:
+    found = reader.rows(
+        "SELECT json FROM step WHERE pipeline = ? AND json IS NOT NULL ORDER BY step DESC LIMIT 1", name
+    )
+    return dict(json.loads(found[0][0])["metrics"]) if found else {}
