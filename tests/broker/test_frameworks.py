@@ -6,8 +6,6 @@ import os
 import subprocess
 import sys
 import tomllib
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from tests.broker.room import HERE, PATIENCE_S, SHARE_FOLDER, Room, check_never_both, until
@@ -15,13 +13,6 @@ from tests.broker.room import HERE, PATIENCE_S, SHARE_FOLDER, Room, check_never_
 from rlmux import share
 
 STEPS = 8
-
-
-@pytest.fixture
-def room(tmp_path: Path) -> Iterator[Room]:
-    room = Room(tmp_path)
-    yield room
-    room.end()
 
 
 def start_driver(room: Room, name: str, *, is_shared: bool = True) -> subprocess.Popen[str]:

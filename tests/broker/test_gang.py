@@ -6,21 +6,12 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from tests.broker.gang_program import weights_alone
 from tests.broker.room import HERE, SHARE_FOLDER, Room, result, until
 
 WORLD = 2
-
-
-@pytest.fixture
-def room(tmp_path: Path) -> Iterator[Room]:
-    room = Room(tmp_path)
-    yield room
-    room.end()
 
 
 def start_rank(room: Room, rank: int, steps: int) -> subprocess.Popen[str]:

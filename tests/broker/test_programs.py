@@ -20,13 +20,6 @@ TWO_POOLS = {"rollout": {"device_memory_gb": 1.5 * SIZE / 1e9}, "train": {"devic
 
 
 @pytest.fixture
-def room(tmp_path: Path) -> Iterator[Room]:
-    room = Room(tmp_path)
-    yield room
-    room.end()
-
-
-@pytest.fixture
 def make_room(tmp_path: Path) -> Iterator[object]:
     rooms: list[Room] = []
 

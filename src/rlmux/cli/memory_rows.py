@@ -20,7 +20,7 @@ MemoryOfPipeline = dict[str, Any]
 
 
 def memory_of(spec: Spec) -> dict[str, MemoryOfPipeline]:
-    """By pipeline: parameters and the bytes of each part; pipelines without a task, which are only planned, are absent.
+    """Parameters and the bytes of each part, by pipeline; one without a task, which is only planned, is absent.
 
     {"parameters", "active_parameters", "rollout": {part: bytes}, "train": {part: bytes}, "train_host": {part: bytes}}
     """

@@ -118,55 +118,63 @@ def fits_period(loads: Sequence[PhaseLoad], period_s: float) -> bool:
         return False
     if is_formula_exact(loads):
         return meta_iteration_s(loads) <= period_s
-    numbers = {node: n for n, node in enumerate(dict.fromkeys(n for load in loads for n in load.rollout_nodes))}
-    train_numbers = {node: n for n, node in enumerate(dict.fromkeys(n for load in loads for n in load.train_nodes))}
-    played = [
-        (
-            j,
-            loads[j].rollout_s,
-            loads[j].train_s,
-            loads[j].sync_s,
-            [numbers[node] for node in loads[j].rollout_nodes],
-            [train_numbers[node] for node in loads[j].train_nodes],
-        )
-        for j in cycle_order([load.steps_per_cycle for load in loads])
-    ]
-    node_s, trained_s, train_s = [0.0] * len(numbers), [0.0] * len(loads), [0.0] * len(train_numbers)
+    slots, num_ends = _numbered_slots(loads)
+    ends_s = [0.0] * num_ends
     slack = 1e-9 * period_s
-    for _ in range(2 * len(played) + 2):
-        before_node_s, before_trained_s, before_train_s = node_s[:], trained_s[:], train_s[:]
-        for j, rollout_s, phase_s, sync_s, nodes, train_nodes in played:
-            end_s = trained_s[j]
-            for node in nodes:
-                if node_s[node] > end_s:
-                    end_s = node_s[node]
-            end_s += rollout_s
-            for node in nodes:
-                node_s[node] = end_s
-            for node in train_nodes:
-                if train_s[node] > end_s:
-                    end_s = train_s[node]
-            end_s += phase_s
-            for node in train_nodes:
-                train_s[node] = end_s
-            trained_s[j] = end_s + sync_s
-        rise = 0.0
-        for ends_s, before_s in (
-            (node_s, before_node_s),
-            (trained_s, before_trained_s),
-            (train_s, before_train_s),
-        ):
-            for number, before in enumerate(before_s):
-                now = ends_s[number] - period_s
-                if now > before:
-                    ends_s[number] = now
-                    if now - before > rise:
-                        rise = now - before
-                else:
-                    ends_s[number] = before
-        if rise <= slack:
+    for _ in range(2 * len(slots) + 2):
+        before_s = ends_s[:]
+        _play(slots, ends_s)
+        if _later_by(ends_s, before_s, period_s) <= slack:
             return True
     return False
+
+
+_Phase = tuple[list[int], float]
+_Slot = tuple[int, tuple[_Phase, _Phase], float]
+"""One slot of a meta-iteration: the member's number, (nodes' numbers, seconds) of its rollout and of its train phase,
+and the seconds of its sync."""
+
+
+def _numbered_slots(loads: Sequence[PhaseLoad]) -> tuple[list[_Slot], int]:
+    """Slots in cyclic order, members and nodes numbered in one row; and how many numbers there are."""
+    rollout_nodes = dict.fromkeys(node for load in loads for node in load.rollout_nodes)
+    train_nodes = dict.fromkeys(node for load in loads for node in load.train_nodes)
+    rollout_numbers = {node: n for n, node in enumerate(rollout_nodes, len(loads))}
+    train_numbers = {node: n for n, node in enumerate(train_nodes, len(loads) + len(rollout_nodes))}
+    slots = []
+    for j in cycle_order([load.steps_per_cycle for load in loads]):
+        load = loads[j]
+        rollout = [rollout_numbers[node] for node in load.rollout_nodes]
+        train = [train_numbers[node] for node in load.train_nodes]
+        slots.append((j, ((rollout, load.rollout_s), (train, load.train_s)), load.sync_s))
+    return slots, len(loads) + len(rollout_nodes) + len(train_nodes)
+
+
+def _play(slots: Sequence[_Slot], ends_s: list[float]) -> None:
+    """Play one meta-iteration: `ends_s` is when each member and each node was free, and becomes when it is again."""
+    for member, phases, sync_s in slots:
+        end_s = ends_s[member]
+        for nodes, phase_s in phases:
+            for node in nodes:
+                if ends_s[node] > end_s:
+                    end_s = ends_s[node]
+            end_s += phase_s
+            for node in nodes:
+                ends_s[node] = end_s
+        ends_s[member] = end_s + sync_s
+
+
+def _later_by(ends_s: list[float], before_s: Sequence[float], period_s: float) -> float:
+    """Take a period off each end, but never below what it was before; returns the largest rise above that."""
+    rise_s = 0.0
+    for number, before in enumerate(before_s):
+        end_s = ends_s[number] - period_s
+        if end_s <= before:
+            ends_s[number] = before
+            continue
+        ends_s[number] = end_s
+        rise_s = max(rise_s, end_s - before)
+    return rise_s
 
 
 def cycle_order(steps_per_cycle: Sequence[int]) -> list[int]:

@@ -217,7 +217,7 @@ class StepHistory:
         self._open = {device: _ShardProgress(step) for device in devices}
 
     def expect(self, seconds: PhaseSeconds) -> None:
-        """Before a stage has been seen it is taken to last so long, whatever the pipeline's estimate."""
+        """Take a stage that has not been seen yet to last so long, whatever the pipeline's estimate."""
         if seconds != self._expected:
             self._expected = seconds
             self._estimates = None

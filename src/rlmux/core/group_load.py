@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 from rlmux.core.cycles import PhaseLoad, fits_period, formula_s, is_formula_exact, meta_iteration_s
 from rlmux.core.model import Cluster, GroupId, NodeId, Phase, Pipeline, PipelineId, Placement, Pool
@@ -226,33 +227,17 @@ def group_load(
     """Sum up a group from its members."""
     loads = _phase_loads(members, cluster.pools)
     rollout_s = dict.fromkeys(rollout_nodes, 0.0)
+    train_s = dict.fromkeys(train_nodes, 0.0)
     held_bytes = dict.fromkeys(rollout_nodes + train_nodes, 0.0)
     for member, load in zip(members, loads, strict=True):
-        footprint = member.pipeline.footprint
         for node in member.placement.rollout_nodes:
             rollout_s[node] += load.rollout_s * load.steps_per_cycle
-            held_bytes[node] += footprint.rollout_host_bytes
+            held_bytes[node] += member.pipeline.footprint.rollout_host_bytes
         for node in member.placement.train_nodes:
-            held_bytes[node] += footprint.train_host_bytes
-    train_loads_s = dict.fromkeys(train_nodes, 0.0)
-    for member, load in zip(members, loads, strict=True):
-        for node in member.placement.train_nodes:
-            train_loads_s[node] += load.train_s * load.steps_per_cycle
+            train_s[node] += load.train_s * load.steps_per_cycle
+            held_bytes[node] += member.pipeline.footprint.train_host_bytes
     is_colocated = any(member.is_colocated for member in members)
-    train_s = (
-        sum(load.train_s * load.steps_per_cycle for load in loads) if is_colocated else max(train_loads_s.values())
-    )
-    cycle = max(load.solo_s * load.steps_per_cycle for load in loads)
-    busiest = max(train_s, *rollout_s.values())
-    longest_sync_s = max(load.sync_s for load in loads)
-    is_exact = is_formula_exact(loads)
-    period_s = (
-        formula_s(cycle, max(rollout_s.values()), train_s, longest_sync_s) if is_exact else meta_iteration_s(loads)
-    )
-    if is_colocated:
-        # Both phases of every member are on the same nodes: one after another is what can be promised.
-        busiest = sum(load.solo_s for load in loads)
-        period_s = max(cycle, busiest)
+    seconds = _seconds_of(loads, max(rollout_s.values()), max(train_s.values()), is_colocated=is_colocated)
     free = {node: cluster.pools[node.pool].host_memory_bytes - held_bytes[node] for node in held_bytes}
     return GroupLoad(
         id=group_id,
@@ -260,12 +245,12 @@ def group_load(
         rollout_nodes=rollout_nodes,
         train_nodes=train_nodes,
         rollout_loads_s=tuple(rollout_s.values()),
-        train_load_s=train_s,
-        train_loads_s=tuple(train_loads_s.values()),
-        longest_sync_s=longest_sync_s,
-        cycle_s=cycle,
-        load_s=busiest,
-        period_s=period_s,
+        train_load_s=seconds.train_s,
+        train_loads_s=tuple(train_s.values()),
+        longest_sync_s=seconds.longest_sync_s,
+        cycle_s=seconds.cycle_s,
+        load_s=seconds.load_s,
+        period_s=seconds.period_s,
         budget_s=min(budget_of(member.pipeline) * member.steps_per_cycle for member in members),
         free_rollout_bytes=tuple(free[node] for node in rollout_nodes),
         free_train_bytes=min(free[node] for node in train_nodes),
@@ -275,8 +260,33 @@ def group_load(
         is_colocated=is_colocated,
         pools=cluster.pools,
         has_switches=any(member.pipeline.switch for member in members),
-        is_formula_exact=is_exact,
+        is_formula_exact=seconds.is_formula_exact,
     )
+
+
+class _Seconds(NamedTuple):
+    """What a group's meta-iteration takes."""
+
+    train_s: float
+    longest_sync_s: float
+    cycle_s: float
+    load_s: float
+    period_s: float
+    is_formula_exact: bool
+
+
+def _seconds_of(loads: Sequence[PhaseLoad], rollout_s: float, train_s: float, *, is_colocated: bool) -> _Seconds:
+    """`rollout_s` and `train_s`: work of the busiest rollout node and of the busiest training node."""
+    cycle_s = max(load.solo_s * load.steps_per_cycle for load in loads)
+    longest_sync_s = max(load.sync_s for load in loads)
+    is_exact = is_formula_exact(loads)
+    if is_colocated:
+        # Both phases of every member are on the same nodes: one after another is what can be promised.
+        train_s = sum(load.train_s * load.steps_per_cycle for load in loads)
+        in_turn_s = sum(load.solo_s for load in loads)
+        return _Seconds(train_s, longest_sync_s, cycle_s, in_turn_s, max(cycle_s, in_turn_s), is_exact)
+    period_s = formula_s(cycle_s, rollout_s, train_s, longest_sync_s) if is_exact else meta_iteration_s(loads)
+    return _Seconds(train_s, longest_sync_s, cycle_s, max(train_s, rollout_s), period_s, is_exact)
 
 
 def _least_usd_per_hour(pipeline: Pipeline, cluster: Cluster) -> float:

@@ -57,7 +57,7 @@ class QueueView:
 
 
 class QueueOrder(Protocol):
-    """In which order waiting pipelines are offered room; it keeps no memory."""
+    """Says which waiting pipeline is offered room first; it keeps no memory."""
 
     def order(self, view: QueueView) -> tuple[PipelineId, ...]:
         """Each waiting pipeline once."""

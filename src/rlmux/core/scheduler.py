@@ -127,7 +127,10 @@ class Scheduler:
             journal=self._journal,
             dispatch=self._dispatch,
         )
-        self._handlers: dict[type, Callable[[Any], None]] = {
+        self._handlers = self._handler_by_event()
+
+    def _handler_by_event(self) -> dict[type, Callable[[Any], None]]:
+        return {
             PipelineSubmitted: self._on_submitted,
             PipelineCancelled: self._on_cancelled,
             PipelineHeld: self._on_held,

@@ -100,7 +100,7 @@ def user_policy(text: str, built_in: tuple[str, ...]) -> Checked:
     make = plugins.find("policy", text, built_in)
     try:
         made = make()
-    except Exception as error:  # as above
+    except Exception as error:  # the user's code may raise anything
         raise UserError(
             f"policy {text!r}: making it without arguments raised {plugins.described(error)}; accepted: a frozen "
             "dataclass whose fields have default values"

@@ -134,7 +134,7 @@ def _head(project: Account, lines: Mapping[Account, _Line], usage: _Usage) -> tu
 
 
 def _aged(one: WaitingPipeline) -> float:
-    """By how much its waiting makes its account's share smaller."""
+    """Factor by which its waiting makes its account's share smaller, at most 1."""
     return math.exp2(-one.waited_s / AGEING_S)
 
 

@@ -133,34 +133,6 @@ class _Pinned(NamedTuple):
     """Seconds of each member's phase, switches included."""
 
 
-def _rollouts(demands: Sequence[PipelineDemand], num_nodes: int, prices: NodePrices) -> list[_Pinned]:
-    """Every way to pin the rollouts to exactly so many nodes, the shortest first."""
-    return _pinned(
-        [_OnePhase(one.rollout_s, one.rollout_switch_s, one.rollout_device_bytes) for one in demands],
-        _all_pins(
-            [one.num_rollout_nodes for one in demands],
-            num_nodes,
-            [one.rollout_bytes for one in demands],
-            prices.rollout_host_bytes,
-        ),
-        prices.rollout_device_bytes,
-    )
-
-
-def _trainings(demands: Sequence[PipelineDemand], num_nodes: int, prices: NodePrices) -> list[_Pinned]:
-    """Every way to train on exactly so many nodes, each member on as many as it asks for, the shortest first."""
-    return _pinned(
-        [_OnePhase(one.train_s, one.train_switch_s, one.train_device_bytes) for one in demands],
-        _all_pins(
-            [one.num_train_nodes for one in demands],
-            num_nodes,
-            [one.train_bytes for one in demands],
-            prices.train_host_bytes,
-        ),
-        prices.train_device_bytes,
-    )
-
-
 class _OnePhase(NamedTuple):
     """What one phase of a member asks of its nodes."""
 
@@ -168,11 +140,33 @@ class _OnePhase(NamedTuple):
     switch_s: float
     state_bytes: float
     """Bytes of its state on each device."""
+    num_nodes: int
+    host_bytes: float
 
 
-def _pinned(phases: Sequence[_OnePhase], all_pins: Iterator[Pins], device_bytes: float) -> list[_Pinned]:
+def _rollouts(demands: Sequence[PipelineDemand], num_nodes: int, prices: NodePrices) -> list[_Pinned]:
+    """Every way to pin the rollouts to exactly so many nodes, the shortest first."""
+    phases = [
+        _OnePhase(
+            one.rollout_s, one.rollout_switch_s, one.rollout_device_bytes, one.num_rollout_nodes, one.rollout_bytes
+        )
+        for one in demands
+    ]
+    return _pinned(phases, num_nodes, prices.rollout_host_bytes, prices.rollout_device_bytes)
+
+
+def _trainings(demands: Sequence[PipelineDemand], num_nodes: int, prices: NodePrices) -> list[_Pinned]:
+    """Every way to train on exactly so many nodes, each member on as many as it asks for, the shortest first."""
+    phases = [
+        _OnePhase(one.train_s, one.train_switch_s, one.train_device_bytes, one.num_train_nodes, one.train_bytes)
+        for one in demands
+    ]
+    return _pinned(phases, num_nodes, prices.train_host_bytes, prices.train_device_bytes)
+
+
+def _pinned(phases: Sequence[_OnePhase], num_nodes: int, host_bytes: float, device_bytes: float) -> list[_Pinned]:
     found = []
-    for pins in all_pins:
+    for pins in _all_pins([one.num_nodes for one in phases], num_nodes, [one.host_bytes for one in phases], host_bytes):
         crowded = crowded_nodes([one.state_bytes for one in phases], pins, device_bytes)
         seconds = [
             one.seconds if crowded.isdisjoint(nodes) else one.seconds + one.switch_s

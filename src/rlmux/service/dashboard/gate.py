@@ -77,7 +77,7 @@ def _is_address(name: str) -> bool:
 
 
 def _compressed(app: ASGIApp) -> ASGIApp:
-    """For clients that take it: tiles shrink to a fifth. Event streams stay as they are."""
+    """The application with its answers compressed for clients that take it; event streams stay as they are."""
     return GZipMiddleware(app, minimum_size=1000, compresslevel=4)
 
 

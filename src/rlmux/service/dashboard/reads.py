@@ -240,7 +240,7 @@ class Reads:
 
 
 def _sorted(rows: list[dict[str, Any]], sort: str) -> list[dict[str, Any]]:
-    """By a key, with what has none at the end; in the log's order without."""
+    """Rows ordered by a key, those without it at the end; in the log's order where no key is given."""
     if not sort:
         return rows
     key, is_turned = sort.removeprefix("-"), sort.startswith("-")
@@ -256,7 +256,7 @@ def parse_sort(text: str) -> str:
 
 
 def curve(x: Sequence[float], y: Sequence[float | None], points: int | None) -> dict[str, list[float | None]]:
-    """At most so many points: each stands for a run of steps, with the mean, the least and the most of its values.
+    """A curve of at most so many points, each for a run of steps: the mean, the least and the most of its values.
 
     `points`: None for all. Nothing is skipped: the least and the most are those of all values.
     """

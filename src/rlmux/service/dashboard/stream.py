@@ -60,7 +60,7 @@ class Topics:
 
     @classmethod
     def parse(cls, words: Sequence[str]) -> Topics:
-        """Of `lanes`, `pipelines:L`, `pipelines:L/NAME` and `timeline:L`, names quoted as in addresses."""
+        """Topics named `lanes`, `pipelines:L`, `pipelines:L/NAME` and `timeline:L`, names quoted as in addresses."""
         pipelines, details, timelines = set(), set(), set()
         for word in words:
             kind, _, rest = word.partition(":")

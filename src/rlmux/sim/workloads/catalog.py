@@ -232,24 +232,16 @@ def synthetic(
     for index, row in enumerate(table[:num_pipelines]):
         mix, size = generator.choice(sizes)
         rollout, train = _TABLE_6[mix][size]
-        phases = PhaseSeconds(rollout_s=generator.uniform(*rollout), train_s=generator.uniform(*train))
-        submit_s, duration_s = float(row["submit_s"]), float(row["duration_s"])
-        sync_s = sync_seconds(_MODEL_OF_SIZE[size]) if costs else 0.0
-        switch = switch_seconds(_MODEL_OF_SIZE[size]) if costs else NO_SWITCH
         arrivals.append(
-            Arrival(
-                submit_s=submit_s,
-                depart_s=submit_s + duration_s if departure == "wall" else None,
-                pipeline=Pipeline(
-                    id=PipelineId(f"{mix}-{size}-{index}"),
-                    num_steps=_steps_within(duration_s, phases) if departure == "work" else None,
-                    stages=SYNCED if costs else (Stage.GENERATE, Stage.UPDATE),
-                    estimate=replace(phases, sync_s=sync_s),
-                    slo_slowdown=generator.uniform(low, high),
-                    switch=switch.estimate if costs else None,
-                ),
-                world=TrueSeconds.of_phases(phases, sync_s=sync_s),
-                switch=switch,
+            _synthetic_arrival(
+                f"{mix}-{size}-{index}",
+                _MODEL_OF_SIZE[size],
+                PhaseSeconds(rollout_s=generator.uniform(*rollout), train_s=generator.uniform(*train)),
+                submit_s=float(row["submit_s"]),
+                duration_s=float(row["duration_s"]),
+                slo_slowdown=generator.uniform(low, high),
+                departure=departure,
+                costs=costs,
             )
         )
     return Workload(
@@ -259,6 +251,36 @@ def synthetic(
         seed=seed,
         about=f"{num_pipelines} synthetic pipelines over Philly arrivals, SLO U({low:g}, {high:g}), "
         f"{_terms(departure, costs)}",
+    )
+
+
+def _synthetic_arrival(
+    name: str,
+    model: str,
+    phases: PhaseSeconds,
+    *,
+    submit_s: float,
+    duration_s: float,
+    slo_slowdown: float,
+    departure: str,
+    costs: bool,
+) -> Arrival:
+    """A pipeline whose switches and sync, where they cost, are those of `model`."""
+    sync_s = sync_seconds(model) if costs else 0.0
+    switch = switch_seconds(model) if costs else NO_SWITCH
+    return Arrival(
+        submit_s=submit_s,
+        depart_s=submit_s + duration_s if departure == "wall" else None,
+        pipeline=Pipeline(
+            id=PipelineId(name),
+            num_steps=_steps_within(duration_s, phases) if departure == "work" else None,
+            stages=SYNCED if costs else (Stage.GENERATE, Stage.UPDATE),
+            estimate=replace(phases, sync_s=sync_s),
+            slo_slowdown=slo_slowdown,
+            switch=switch.estimate if costs else None,
+        ),
+        world=TrueSeconds.of_phases(phases, sync_s=sync_s),
+        switch=switch,
     )
 
 

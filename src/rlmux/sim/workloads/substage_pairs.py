@@ -11,7 +11,7 @@ The two deployments have the same GPUs, so policies of either kind can be compar
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlmux.core.errors import UserError
 from rlmux.core.model import Cluster, Footprint, Phase, Pipeline, PipelineId, Pool
@@ -130,30 +130,35 @@ def crowd(
             slots=slots,
             tools=tools,
         )
-        phases = world.mean_phases()
-        part = MEMORY_PART * gpu_spec(gpu).hbm_gb * 1e9
         pipeline = Pipeline(
             id=PipelineId(f"{one.name}-{number}"),
             num_steps=num_steps,
             stages=STAGES,
-            num_rollout_nodes=num_rollout,
-            num_train_nodes=num_train,
-            estimate=phases,
-            colocated_estimate=phases if deployment == "shared" else None,
             slo_slowdown=slo_slowdown,
-            footprint=Footprint(rollout_device_bytes=part, train_device_bytes=part),
             staleness=staleness,
         )
-        arrivals.append(
-            Arrival(
-                submit_s=0.0,
-                pipeline=pipeline,
-                world=world,
-                tokens_per_step=sum(world.tokens(step) for step in range(1, num_steps + 1)) / num_steps,
-            )
-        )
+        arrivals.append(_arrival(pipeline, world, num_steps, is_shared=deployment == "shared"))
     about = " + ".join(one.name for one in recorded) + f" on {num_gpus} {gpu}, {deployment}"
     return Workload(name=name or "sub-stages", cluster=cluster, arrivals=tuple(arrivals), seed=seed, about=about)
+
+
+def _arrival(pipeline: Pipeline, world: SubStageWorld, num_steps: int, *, is_shared: bool) -> Arrival:
+    """The pipeline with what its world tells of it, there from the start."""
+    phases = world.mean_phases()
+    part = MEMORY_PART * gpu_spec(world.gpu).hbm_gb * 1e9
+    return Arrival(
+        submit_s=0.0,
+        pipeline=replace(
+            pipeline,
+            num_rollout_nodes=world.num_rollout_devices,
+            num_train_nodes=world.num_train_devices,
+            estimate=phases,
+            colocated_estimate=phases if is_shared else None,
+            footprint=Footprint(rollout_device_bytes=part, train_device_bytes=part),
+        ),
+        world=world,
+        tokens_per_step=sum(world.tokens(step) for step in range(1, num_steps + 1)) / num_steps,
+    )
 
 
 def _deployed(deployment: str, num_devices: int, train_part: float, gpu: str, tp: int) -> tuple[Cluster, int, int]:
