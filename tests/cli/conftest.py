@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import signal
 import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+from tests.command_line import command
 from tests.small_files import SORT, small_file
 
 from rlmux.cli.main import run_command_line
@@ -56,7 +56,7 @@ def start(folder: Path) -> Iterator[Callable[..., subprocess.Popen[str]]]:
 
     def start(*words: str, ignored: signal.Signals | None = None) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, "-m", "rlmux", *words],
+            command(*words),
             cwd=folder,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,

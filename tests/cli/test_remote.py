@@ -6,7 +6,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
@@ -16,6 +15,7 @@ import pytest
 
 pytest.importorskip("torch")
 
+from tests.command_line import command
 from tests.small_files import REVERSE, SORT, small_file
 
 from rlmux.cli import remote
@@ -31,7 +31,7 @@ LIMIT_S = 200
 
 def start(folder: Path, *words: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "rlmux", *words],
+        command(*words),
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 pytest.importorskip("torch")
+
+from tests.command_line import command
 
 from rlmux.report.log import LogReader, RunLog, run_header
 from rlmux.report.run_state import RunState
@@ -46,7 +47,7 @@ def write_rows(folder: Path, sixth: str) -> None:
 
 def rlmux(folder: Path, *words: str) -> tuple[int, str, str]:
     done = subprocess.run(
-        [sys.executable, "-m", "rlmux", *words],
+        command(*words),
         cwd=folder,
         capture_output=True,
         text=True,

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from tests.command_line import command
 from tests.small_files import REVERSE, SORT, small_file
 
 pytest.importorskip("torch")
@@ -18,9 +19,9 @@ NUM_STEPS = 30
 SMALL = small_file(SORT, REVERSE, steps=2)
 
 
-def start(folder: Path, *words: str) -> subprocess.Popen[str]:
+def start(folder: Path, *words: str, has_own_fork_server: bool = False) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "rlmux", *words],
+        [sys.executable, "-m", "rlmux", *words] if has_own_fork_server else command(*words),
         cwd=folder,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
@@ -42,7 +43,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict]:
     """A folder with a finished run in `one`, and what that run printed."""
     folder = tmp_path_factory.mktemp("whole")
     (folder / "small.yaml").write_text(SMALL.replace("steps: 2", f"steps: {NUM_STEPS}"), encoding="utf-8")
-    code, out, err = finish(start(folder, "run", "small.yaml", "--out", "one", "--json"))
+    code, out, err = finish(start(folder, "run", "small.yaml", "--out", "one", "--json", has_own_fork_server=True))
     assert code == 0, err
     assert err == ""
     return folder, json.loads(out)
@@ -80,7 +81,7 @@ def test_report_needs_the_log_alone(whole):
 
 def test_ctrl_c_stops_with_130_and_resume_reaches_the_weights_of_an_unbroken_run(whole):
     folder, unbroken = whole
-    process = start(folder, "run", "small.yaml", "--out", "broken")
+    process = start(folder, "run", "small.yaml", "--out", "broken", has_own_fork_server=True)
     deadline_s = time.monotonic() + 300
     while not (folder / "broken" / "a" / "metrics.jsonl").exists():
         assert process.poll() is None, process.communicate()

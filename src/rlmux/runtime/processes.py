@@ -67,9 +67,11 @@ class _Call(NamedTuple):
 
 
 def warm_up() -> None:
-    """Start the fork server, so that it imports torch while its caller reads its file."""
+    """Start the fork server, so that it imports torch while its caller reads its file; a borrowed one runs already."""
     from multiprocessing import forkserver
 
+    if _is_borrowing():
+        return
     server: Any = vars(forkserver)["_forkserver"]
     if _IMPORTS not in server._preload_modules:
         server._stop()  # it was started without our imports: every worker would have to import torch itself
