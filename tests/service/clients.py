@@ -26,9 +26,9 @@ CLIENT_PYTHON = os.environ.get("RLMUX_TINKER_PYTHON") or (sys.executable if find
 class Served:
     """One server process."""
 
-    def __init__(self, words: list[str], folder: Path, address: str = "127.0.0.1:0") -> None:
+    def __init__(self, words: list[str], folder: Path) -> None:
         environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-        words = [sys.executable, "-m", "rlmux", "serve", "--listen", address, *words]
+        words = [sys.executable, "-m", "rlmux", *words]
         self.folder = folder
         self.process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment)
         assert self.process.stdout is not None

@@ -34,9 +34,10 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., Served]]:
     def start(resume: Served | None = None) -> Served:
         folder = tmp_path / f"run{len(running)}" if resume is None else resume.folder
         if resume is None:
-            running.append(Served([str(file), "--out", str(folder)], folder))
+            running.append(Served(["serve", str(file), "--listen", "127.0.0.1:0", "--out", str(folder)], folder))
         else:
-            running.append(Served(["--resume", str(folder)], folder, resume.address))
+            running.append(Served(["resume", str(folder)], folder))
+            assert running[-1].address == resume.address
         return running[-1]
 
     yield start

@@ -35,6 +35,8 @@ TINKER = "/tinker"
 """Path of the Tinker door."""
 TOKENIZERS = "tokenizers"
 """Folder with the tokenizers of new models."""
+ADDRESS = "listen"
+"""File with the address of the folder's newest server."""
 _SWEEP_S = 1.0
 
 OnReady = Callable[[str, Dashboard | None], None]
@@ -50,6 +52,12 @@ def spec_of(folder: Path, policies: Sequence[str]) -> ServeSpec:
         raise UserError(f"{folder}: not the folder of `rlmux serve`; accepted: rlmux resume {folder}")
     spec = parse_serve_file(written["resolved"], source=str(folder), folder=folder.absolute(), policies=policies)
     return replace(spec, policy=str(header["policy"]))
+
+
+def last_address(folder: Path) -> str | None:
+    """HOST:PORT of the folder's newest server; None for one that never answered."""
+    file = folder / ADDRESS
+    return file.read_text(encoding="utf-8").strip() if file.is_file() else None
 
 
 def serve(
@@ -147,6 +155,7 @@ class Doors:
         host.start()  # last: what it answers goes to the server's loop
         if self.dashboard is not None:
             self.dashboard.start()
+        (self._folder / ADDRESS).write_text(self._server.url.removeprefix("http://"), encoding="utf-8")
         return self._server.url
 
     def _write_tokenizers(self) -> None:

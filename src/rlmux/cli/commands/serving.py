@@ -16,7 +16,14 @@ if TYPE_CHECKING:
 
 DEFAULT_LISTEN = "127.0.0.1:7460"
 _SERVING_NEEDS = ("fastapi", "uvicorn", "google.protobuf")
-Listen = Annotated[str, typer.Option("--listen", metavar="HOST:PORT", help="Address of the server.")]
+Listen = Annotated[
+    str | None,
+    typer.Option(
+        "--listen",
+        metavar="HOST:PORT",
+        help=f"Address of the server; by default {DEFAULT_LISTEN}, or the one that a resumed server had.",
+    ),
+]
 Served = Annotated[
     str | None,
     typer.Argument(
@@ -39,7 +46,7 @@ Resume = Annotated[
 
 def serve(
     path: Served = None,
-    listen: Listen = DEFAULT_LISTEN,
+    listen: Listen = None,
     policy: PolicyName = None,
     out: ServeOut = None,
     resume: Resume = None,
@@ -60,11 +67,11 @@ def serve(
     _serve_models(path, listen, policy, out, resume, opens, allow_host or [])
 
 
-def _show(folder: Path, others: dict[str, object], listen: str, opens: bool, allow_host: list[str]) -> None:
+def _show(folder: Path, others: dict[str, object], listen: str | None, opens: bool, allow_host: list[str]) -> None:
     given = [name for name, value in others.items() if value is not None]
     if given:
         raise UserError(f"{given[0]}: a folder is shown, not run; accepted: --listen, --open, --allow-host")
-    address = _address(listen)
+    address = _address(listen or DEFAULT_LISTEN)
     _check_installed("fastapi", "uvicorn")
     from rlmux.service.open_folder import open_folder
 
@@ -81,7 +88,7 @@ def _say_pages(pages: Dashboard, opens: bool) -> None:
 
 def _serve_models(
     file: str | None,
-    listen: str,
+    listen: str | None,
     policy: str | None,
     out: str | None,
     resume: Path | None,
@@ -94,7 +101,7 @@ def _serve_models(
 
     if (file is None) == (resume is None):
         raise UserError("accepted: a run's DIR, a FILE with cluster and serve, or --resume DIR")
-    address = _address(listen)
+    address = _address(listen or DEFAULT_LISTEN)
     _check_installed(*_SERVING_NEEDS)
     if resume is not None:
         folders.check_run(resume)
@@ -119,14 +126,15 @@ def _serve_models(
         typer.echo(f"rlmux: stopped; go on with: rlmux serve --resume {folder}", err=True)
 
 
-def go_on(folder: Path, listen: str = DEFAULT_LISTEN, *, opens: bool = False, allow_host: Sequence[str] = ()) -> None:
-    """Serve from the folder of a server that was stopped or killed."""
+def go_on(folder: Path, listen: str | None = None, *, opens: bool = False, allow_host: Sequence[str] = ()) -> None:
+    """Serve from the folder of a server that was stopped or killed. `listen` None: where it was, as clients know it."""
     from rlmux.policies import POLICIES, make_policy
 
     _check_installed(*_SERVING_NEEDS)
     from rlmux.service import serve as server
 
-    spec, address = server.spec_of(folder, list(POLICIES)), _address(listen)
+    spec = server.spec_of(folder, list(POLICIES))
+    address = _address(listen or server.last_address(folder) or DEFAULT_LISTEN)
     server.serve(
         spec,
         folder,

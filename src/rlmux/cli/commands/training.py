@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -24,6 +25,7 @@ from rlmux.cli.commands.options import (
     Salvage,
     Sets,
 )
+from rlmux.core.errors import UserError
 
 if TYPE_CHECKING:
     from rlmux.config import Spec
@@ -158,9 +160,14 @@ def resume(
     if salvage:
         _salvage(folder)
     if folders.is_of_server(folder):
-        from rlmux.cli.commands import serving
-
-        serving.go_on(folder)
+        options = {
+            "--address": address,
+            "--keep-open": keep_open,
+            "--profile": profile,
+            "--retry": retry,
+            "--json": json,
+        }
+        _serve_again(folder, [name for name, value in options.items() if value])
         return
 
     from rlmux.cli import inputs
@@ -186,6 +193,15 @@ def resume(
     if result.was_over:
         typer.echo("rlmux: nothing to resume: every pipeline is over", err=True)
     _end(result, json)
+
+
+def _serve_again(folder: Path, given: Sequence[str]) -> None:
+    """A server goes on where its clients know it. Raises UserError for options of runs."""
+    from rlmux.cli.commands import serving
+
+    if given:
+        raise UserError(f"{given[0]}: {folder} is the folder of a server; accepted: rlmux serve --resume {folder}")
+    serving.go_on(folder)
 
 
 def _salvage(folder: Path) -> None:
