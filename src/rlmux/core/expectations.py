@@ -10,6 +10,7 @@ stands.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import replace
 
 from rlmux.core.actions import ExpectSteps
@@ -37,15 +38,16 @@ class Expectations:
     def learn(self, run: PipelineRun, step: int) -> bool:
         """The step is trained. Returns whether the pipeline is planned with other seconds from now on."""
         run.measured.end_step(step)
-        return self._plan_with(run, run.measured.seconds())
+        return self._plan_with(run, run.measured.seconds)
 
     def learn_bursts(self, run: PipelineRun) -> bool:
         """A burst of arrived work has ended. Returns whether the pipeline is planned with other seconds from now on."""
-        return self._plan_with(run, run.burst_seconds.seconds())
+        return self._plan_with(run, run.burst_seconds.seconds)
 
-    def _plan_with(self, run: PipelineRun, measured: MeasuredSeconds | None) -> bool:
+    def _plan_with(self, run: PipelineRun, measured_seconds: Callable[[], MeasuredSeconds | None]) -> bool:
         if run.has_given_estimate or run.status is not PipelineStatus.RUNNING:
-            return False
+            return False  # before the distribution is computed, which takes longer than the rest of a step's end
+        measured = measured_seconds()
         if measured is None or not has_drifted(run.pipeline.estimate, measured.median):
             return False
         run.pipeline = replace(run.pipeline, estimate=measured.median, held=measured.held)

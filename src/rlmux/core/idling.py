@@ -48,7 +48,7 @@ def check_idling(state: SchedulerState, view: GroupView, idling: Idling) -> None
         if work.is_waiting or not view.is_free(work.devices) or _is_kept_for_burst(view, work):
             continue
         if idling.cycle_lead:
-            _check_cycle(state, state.groups[view.id], view, work, idling.cycle_lead)
+            _check_cycle(state.groups[view.id], view, work, idling.cycle_lead)
         elif idling.patience_s:
             assert view.running or view.migrating, (
                 f"nothing of group {view.id} runs, and {work} waits beside free devices"
@@ -69,11 +69,11 @@ def _is_kept_for_burst(view: GroupView, work: ReadyWork) -> bool:
     )
 
 
-def _check_cycle(state: SchedulerState, group: GroupState, view: GroupView, work: ReadyWork, cycle_lead: float) -> None:
+def _check_cycle(group: GroupState, view: GroupView, work: ReadyWork, cycle_lead: float) -> None:
     """Its devices wait for another's cycle slot, which will come, and which no member is far ahead of."""
     assert work.takes_slot, f"{work}, which takes no cycle slot, waits beside free devices"
     assert not view.is_next_in_cycle(work), f"{work} has the first cycle slot and waits beside free devices"
-    assert _is_going_on(state, group), f"{work} waits for a cycle slot, and nothing of its group is under way"
+    assert _is_going_on(group), f"{work} waits for a cycle slot, and nothing of its group is under way"
     for device in work.devices:
         key = (work.phase, device)
         pinned = group.members_by_device[key]
@@ -93,9 +93,9 @@ def _check_cycle(state: SchedulerState, group: GroupState, view: GroupView, work
         assert rank - last <= cycle_lead + kept, f"{work} waits on {device} for a member {rank - last:g} cycles behind"
 
 
-def _is_going_on(state: SchedulerState, group: GroupState) -> bool:
+def _is_going_on(group: GroupState) -> bool:
     """An order of the group is under way, or a member's environments are waited for."""
-    has_order = any(order.pipeline in group.members for order in state.orders.values())
+    has_order = any(run.orders for run in group.members.values())
     return has_order or any(work.is_waiting for work in group.ready.values())
 
 

@@ -61,6 +61,8 @@ def _check_devices(scheduler: Scheduler) -> None:
             assert (order.pipeline, order.phase_on(device.id)) in device.residents, (
                 f"{order.pipeline} is not loaded on {device.id}"
             )
+    of_runs = {order.id: order for run in state.runs.values() for order in run.orders.values()}
+    assert of_runs == state.orders, f"pipelines have orders {sorted(of_runs)}, of {sorted(state.orders)}"
     for order in state.orders.values():
         assert order.rate_since_s >= order.started_s, f"order {order.id} counts seconds from before it began"
         if order.migrates_from is None:

@@ -121,7 +121,7 @@ class Leases:
 
     def _make_room(self, device: DeviceState, order: OrderId, need: float | None) -> list[Resident]:
         """Evict least recently used states until `need` bytes fit beside the rest."""
-        if not device.residents:
+        if _fits(device, need):
             return []
         computing = {
             (self._state.orders[other].pipeline, self._state.orders[other].phase_on(device.id))

@@ -68,9 +68,10 @@ class MeasuredSteps:
         if len(devices) != self._num_devices:
             self._num_devices = len(devices)
             self._steps.clear()
-        self._rollout = {before: spent for before, spent in self._rollout.items() if before < step}
-        self._train = {before: spent for before, spent in self._train.items() if before < step}
-        self._migrated = {before: None for before in self._migrated if before < step}
+        for later in [known for known in {*self._rollout, *self._train, *self._migrated} if known >= step]:
+            self._rollout.pop(later, None)
+            self._train.pop(later, None)
+            self._migrated.pop(later, None)
         self._rollout[step] = {}
 
     def add_rollout(self, step: int, device: DeviceId, solo_s: float, held_s: float) -> None:

@@ -49,7 +49,7 @@ class Orders:
     def migrate(self, run: PipelineRun, shard: RolloutShard, target: DeviceId, *, copies_kv: bool) -> OrderId:
         """Move the shard's unfinished trajectories to the target device."""
         order_id = self._next_id()
-        self._state.orders[order_id] = Order(
+        self._state.orders[order_id] = run.orders[order_id] = Order(
             order_id,
             run.pipeline.id,
             run.rollout_step,
@@ -89,10 +89,12 @@ class Orders:
     def end(self, order: Order) -> None:
         """The order has ended: its devices are free."""
         self._shares.charge(order.devices)
+        run = self._state.runs[order.pipeline]
         del self._state.orders[order.id]
+        del run.orders[order.id]
         if order.device_fraction == 0.0:  # rewards, a publication, a migration: it leases nothing
             return
-        del self._state.group_of(self._state.runs[order.pipeline]).running[order.id]
+        del self._state.group_of(run).running[order.id]
         self._leases.release(order)
 
     def end_all(self, run: PipelineRun) -> None:
@@ -108,7 +110,7 @@ class Orders:
 
     def of(self, run: PipelineRun) -> list[Order]:
         """Every order of the pipeline, oldest first."""
-        return [order for order in self._state.orders.values() if order.pipeline == run.pipeline.id]
+        return list(run.orders.values())
 
     def solo_s(self, order: Order, seconds: float) -> float:
         """The driver's seconds of an order without what sharing its devices added to them."""
@@ -160,7 +162,7 @@ class Orders:
             if devices
             else (Switch.NONE, ())
         )
-        order = state.orders[order_id] = Order(
+        order = state.orders[order_id] = run.orders[order_id] = Order(
             order_id,
             pipeline.id,
             step,

@@ -296,6 +296,8 @@ class PipelineRun:
     train_step: int = 0
     """The step in training, or the last one trained. 0 is the SFT warm-up."""
     training: TrainingStage = field(default_factory=TrainingStage)
+    orders: dict[OrderId, Order] = field(default_factory=dict)
+    """Its orders that have not ended, oldest first."""
     bursts: dict[tuple[Phase, ...], Burst] = field(default_factory=dict)
     """Work of each kind, where it arrives; empty for a pipeline with planned steps."""
     trained_step: int = -1
@@ -435,10 +437,7 @@ class SchedulerState:
         arrive behind those that leave, and the target's own are not leaving."""
         if run.shards[target].state is WorkState.MIGRATING:
             return False
-        return not any(
-            order.migrates_from is not None and order.pipeline == run.pipeline.id and order.devices[0] == source
-            for order in self.orders.values()
-        )
+        return not any(order.migrates_from is not None and order.devices[0] == source for order in run.orders.values())
 
     def next_in_sequence(self) -> int:
         """Take the next number of the total order."""

@@ -299,12 +299,13 @@ class GroupView:
     @property
     def migrating(self) -> tuple[tuple[PipelineId, DeviceId], ...]:
         """Pipeline and source device of every migration under way."""
-        members = self._group.members
-        return tuple(
-            (order.pipeline, order.migrates_from)
-            for order in self._state.orders.values()
-            if order.pipeline in members and order.migrates_from is not None
-        )
+        under_way = [
+            (order.id, order.pipeline, order.migrates_from)
+            for run in self._group.members.values()
+            for order in run.orders.values()
+            if order.migrates_from is not None
+        ]
+        return tuple((pipeline, source) for _, pipeline, source in sorted(under_way, key=itemgetter(0)))
 
     def can_migrate(self, pipeline: PipelineId, source: DeviceId, target: DeviceId) -> bool:
         """Whether the shard of the open rollout on the source may migrate to the target now: no trajectories are on

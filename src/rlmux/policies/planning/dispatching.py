@@ -137,7 +137,9 @@ def devices_kept_for_bursts(view: GroupView) -> dict[DeviceId, int]:
 
 def may_take(work: ReadyWork, kept: Mapping[DeviceId, int]) -> bool:
     """Whether no older burst keeps the work's devices. A phase that has begun goes on."""
-    return work.is_continuation or all(kept.get(device, work.sequence) >= work.sequence for device in work.devices)
+    if not kept or work.is_continuation:
+        return True
+    return all(kept.get(device, work.sequence) >= work.sequence for device in work.devices)
 
 
 def age(work: ReadyWork) -> tuple[bool, int]:
