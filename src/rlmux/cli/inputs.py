@@ -24,9 +24,9 @@ BACKENDS = ("local", "ray")
 PAPERS = ("rollmux", "jigsawrl")
 
 
-def load_for_run(file: str, sets: Sequence[str] | None, policy: str | None) -> Spec:
-    """The file, with all that training needs checked."""
-    return _load(file, sets, policy, Purpose.RUN)
+def load_for_run(file: str, sets: Sequence[str] | None, policy: str | None, *, may_be_empty: bool = False) -> Spec:
+    """The file, with all that training needs checked. `may_be_empty`: it may be without pipelines."""
+    return _load(file, sets, policy, Purpose.RUN, may_be_empty=may_be_empty)
 
 
 def load_for_plan(file: str, sets: Sequence[str] | None, policy: str | None) -> Spec:
@@ -56,7 +56,13 @@ def load_for_broker(file: str, sets: Sequence[str] | None, policy: str | None) -
 
 
 def _load(
-    file: str, sets: Sequence[str] | None, policy: str | None, purpose: Purpose, cluster_of: Spec | None = None
+    file: str,
+    sets: Sequence[str] | None,
+    policy: str | None,
+    purpose: Purpose,
+    cluster_of: Spec | None = None,
+    *,
+    may_be_empty: bool = False,
 ) -> Spec:
     from rlmux.policies import POLICIES
     from rlmux.runtime.preflight import complaints_about
@@ -70,6 +76,7 @@ def _load(
         check_training=complaints_about if purpose is Purpose.RUN else None,
         policies=list(POLICIES),
         cluster_of=cluster_of,
+        may_be_empty=may_be_empty,
     )
     for hint in spec.hints:
         print(f"rlmux: {hint}", file=sys.stderr)

@@ -21,7 +21,7 @@ from pydantic import ValidationError
 from rlmux.config.checks import Checks, CheckTraining, Purpose
 from rlmux.config.derive import make_cluster, make_cold_switch, make_pipeline
 from rlmux.config.explain import explain
-from rlmux.config.located import parse_yaml
+from rlmux.config.located import Node, parse_yaml
 from rlmux.config.merge import merge
 from rlmux.config.tree import PipelineConfig, RunConfig, plain_tree, read_tree
 from rlmux.core.errors import SpecError
@@ -90,10 +90,12 @@ def load_spec(
     check_training: CheckTraining | None = None,
     policies: Sequence[str] | None = None,
     cluster_of: Spec | None = None,
+    may_be_empty: bool = False,
 ) -> Spec:
     """Read, check and convert the file. `check_training` and `policies` know the names; None accepts any.
 
     `cluster_of`: the Spec whose cluster takes the place of the file's own, which may then have none.
+    `may_be_empty`: whether the file may be without pipelines, since they are submitted later.
     """
     source = str(path)
     return parse_spec(
@@ -105,6 +107,7 @@ def load_spec(
         check_training=check_training,
         policies=policies,
         cluster_of=cluster_of,
+        may_be_empty=may_be_empty,
     )
 
 
@@ -118,16 +121,41 @@ def parse_spec(
     check_training: CheckTraining | None = None,
     policies: Sequence[str] | None = None,
     cluster_of: Spec | None = None,
+    may_be_empty: bool = False,
 ) -> Spec:
     """`load_spec` for a text that is at hand."""
     tree = parse_yaml(text, source)
     if cluster_of is not None and isinstance(tree.value, dict):
         other = parse_yaml(cluster_of.resolved, cluster_of.source)
         tree = tree.replaced(["cluster"], other.nearest(["cluster"]))
+    return spec_of_tree(
+        tree,
+        source=source,
+        folder=folder,
+        overrides=overrides,
+        purpose=purpose,
+        check_training=check_training,
+        policies=policies,
+        may_be_empty=may_be_empty,
+    )
+
+
+def spec_of_tree(
+    tree: Node,
+    *,
+    source: str,
+    folder: Path,
+    overrides: Sequence[str] = (),
+    purpose: Purpose = Purpose.RUN,
+    check_training: CheckTraining | None = None,
+    policies: Sequence[str] | None = None,
+    may_be_empty: bool = False,
+) -> Spec:
+    """`load_spec` for nodes that are at hand."""
     hints: list[str] = []
     root = merge(tree, source, overrides, hints)
     try:
-        config = read_tree(root.plain())
+        config = read_tree(root.plain(), is_open=may_be_empty)
     except ValidationError as error:
         raise explain(error, root, RunConfig) from None
     config = _with_absolute_paths(config, folder)

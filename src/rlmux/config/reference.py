@@ -8,7 +8,7 @@ import inspect
 from itertools import pairwise
 from typing import Any
 
-from rlmux.config import serve, tree
+from rlmux.config import serve, service_file, tree
 from rlmux.config.explain import accepted, fields_by_key
 from rlmux.config.old_keys import NEW_BY_OLD
 from rlmux.rl import config
@@ -27,7 +27,9 @@ SECTIONS: tuple[tuple[str, type[config.FromFile]], ...] = (
     ("`train`", config.TrainConfig),
     ("`estimate`", tree.EstimateConfig),
     ("`footprint`", tree.FootprintConfig),
-    ("The file of `rlmux serve`", serve.ServeFile),
+    ("The file of `rlmux serve`, of a service", service_file.ServiceFile),
+    ("`lanes.NAME`", service_file.LaneConfig),
+    ("The file of `rlmux serve`, of models", serve.ServeFile),
     ("`serve`", serve.ServeConfig),
     ("`serve.models.NAME`", serve.ServedModelConfig),
     ("`serve.keys.KEY`", serve.KeyConfig),

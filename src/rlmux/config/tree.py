@@ -222,25 +222,36 @@ class RunConfig(FromFile):
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Keys of a pipeline, merged under each of them. A pipeline's own `task` or `model` is taken whole."""
     pipelines: Annotated[tuple[PipelineConfig, ...], MinLen(1)]
-    """What is to be trained."""
+    """What is to be trained; may be left out for `rlmux run --keep-open`, which waits for what is submitted."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenRunConfig(RunConfig):
+    """The whole file of a run that is kept open."""
+
+    pipelines: tuple[PipelineConfig, ...] = ()
+    """What is to be trained from the start."""
 
 
 @cache
-def _adapter() -> TypeAdapter[RunConfig]:
-    return TypeAdapter(RunConfig)
+def _adapter(is_open: bool) -> TypeAdapter[RunConfig]:
+    return TypeAdapter(OpenRunConfig if is_open else RunConfig)
 
 
-def read_tree(plain: Any) -> RunConfig:
+def read_tree(plain: Any, *, is_open: bool = False) -> RunConfig:
     """The typed tree of nested dicts, lists and scalars. Raises pydantic's ValidationError.
+
+    `is_open`: the file of a run that is kept open.
 
     JSON in between: with strict types pydantic takes a dict for a dataclass, and a list for a tuple, from JSON only.
     """
-    return _adapter().validate_json(json.dumps(plain))
+    return _adapter(is_open).validate_json(json.dumps(plain))
 
 
 def plain_tree(config: RunConfig) -> dict[str, Any]:
     """The same tree as nested dicts by the file's keys, every default value written out, without empty keys."""
-    plain: dict[str, Any] = _adapter().dump_python(config, mode="json", by_alias=True, exclude_none=True)
+    adapter = _adapter(isinstance(config, OpenRunConfig))
+    plain: dict[str, Any] = adapter.dump_python(config, mode="json", by_alias=True, exclude_none=True)
     del plain["defaults"]
     for pipeline in plain["pipelines"]:
         if "task" in pipeline:

@@ -198,6 +198,7 @@ def spec_of(folder: Path, overrides: Sequence[str] = ()) -> Spec:
         source=f"{folder} ({written['source']})",
         folder=folder.absolute(),
         overrides=overrides,
+        may_be_empty=True,
     )
     return replace(spec, policy=str(header["policy"]))
 

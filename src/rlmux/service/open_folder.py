@@ -31,11 +31,7 @@ def open_folder(
     """
     if not Root(folder, folder).lanes():
         raise UserError(f"{folder}: no run in it; accepted: the folder of a run, or one with runs' folders in it")
-    if address[0] not in LOOPBACK:
-        raise UserError(
-            f"--listen {address[0]}: other machines would read the pages in the clear; accepted: 127.0.0.1, and from "
-            f"elsewhere: ssh -L {address[1]}:127.0.0.1:{address[1]} THIS-MACHINE"
-        )
+    check_loopback(address)
     server = Server(*address)
     dashboard = None
     try:
@@ -43,14 +39,24 @@ def open_folder(
         server.start()
         dashboard.start()
         on_ready(dashboard)
-        _wait_for_signal()
+        wait_for_signal()
     finally:
         server.close()
         if dashboard is not None:
             dashboard.close()
 
 
-def _wait_for_signal() -> None:
+def check_loopback(address: tuple[str, int]) -> None:
+    """Raises UserError for an address that other machines reach."""
+    if address[0] not in LOOPBACK:
+        raise UserError(
+            f"--listen {address[0]}: other machines would read the pages in the clear; accepted: 127.0.0.1, and from "
+            f"elsewhere: ssh -L {address[1]}:127.0.0.1:{address[1]} THIS-MACHINE"
+        )
+
+
+def wait_for_signal() -> None:
+    """Return at Ctrl-C or SIGTERM."""
     is_over = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: is_over.set())

@@ -28,7 +28,8 @@ Served = Annotated[
     str | None,
     typer.Argument(
         metavar="DIR|FILE",
-        help="Folder of a run, or with runs in it: its pages. A YAML file with cluster and serve: its models.",
+        help="Folder of a run, or with runs in it: its pages. A YAML file with lanes: a service to submit to; with "
+        "cluster and serve: its models.",
     ),
 ]
 Open = Annotated[bool, typer.Option("--open", help="Open the pages in a browser, logged in.")]
@@ -37,7 +38,10 @@ AllowHost = Annotated[
     typer.Option("--allow-host", metavar="NAME", help="Another name that browsers reach it by; may be repeated."),
 ]
 ServeOut = Annotated[
-    str | None, typer.Option("--out", metavar="DIR", help="Folder to make; by default runs/FILE-POLICY-TIME.")
+    str | None,
+    typer.Option(
+        "--out", metavar="DIR", help="Folder; by default runs/FILE-POLICY-TIME, with lanes runs/service-FILE."
+    ),
 ]
 Resume = Annotated[
     Path | None, typer.Option("--resume", metavar="DIR", help="Go on with a server that was stopped or killed.")
@@ -53,10 +57,11 @@ def serve(
     opens: Open = False,
     allow_host: AllowHost = None,
 ) -> None:
-    """Show runs in a browser; or serve models to clients that speak the Tinker API.
+    """Show runs in a browser; keep lanes running that pipelines are submitted to; or serve models to Tinker clients.
 
     A folder is shown: every device's timeline, pipelines, curves, steps and logs, while the run goes on and after.
-    A file is served: training loops written for the Tinker API run unchanged and share its devices.
+    A file with lanes keeps a run open for each: they go on without the server, which finds them again.
+    A file with models is served: training loops written for the Tinker API run unchanged and share its devices.
 
     \b
     Example: rlmux serve runs/demo --open
@@ -64,7 +69,45 @@ def serve(
     if path is not None and Path(path).is_dir():
         _show(Path(path), {"--policy": policy, "--out": out, "--resume": resume}, listen, opens, allow_host or [])
         return
+    if path is not None and resume is None and _has_lanes(path):
+        _serve_lanes(Path(path), out, {"--policy": policy}, listen, opens, allow_host or [])
+        return
     _serve_models(path, listen, policy, out, resume, opens, allow_host or [])
+
+
+def _has_lanes(file: str) -> bool:
+    from rlmux.config.service_file import is_service_file
+
+    return is_service_file(Path(file))
+
+
+def _serve_lanes(
+    file: Path, out: str | None, others: dict[str, object], listen: str | None, opens: bool, allow_host: list[str]
+) -> None:
+    given = [name for name, value in others.items() if value is not None]
+    if given:
+        raise UserError(f"{given[0]}: each lane of {file} has its own; accepted: --out, --listen, --open, --allow-host")
+    address = _address(listen or DEFAULT_LISTEN)
+    _check_installed("fastapi", "uvicorn")
+    from rlmux.config.service_file import load_service_file
+    from rlmux.policies import POLICIES
+    from rlmux.service.lanes import root
+    from rlmux.service.lanes.service import serve_lanes
+
+    folder = Path(out or Path("runs") / f"service-{file.stem}").absolute()
+    code = folder / root.BUNDLES / root.NO_CODE
+    load_service_file(file, folder=file.absolute().parent, policies=list(POLICIES))  # before anything is made
+    lock = root.open_root(folder)
+    specs = load_service_file(file, folder=code, policies=list(POLICIES))
+
+    def say(url: str, pages: Dashboard) -> None:
+        typer.echo(f"export RLMUX_TOKEN_FILE={pages.token_path}")
+        _say_pages(pages, opens)
+
+    pids = serve_lanes(specs, folder, lock, address=address, allowed_hosts=allow_host, on_ready=say)
+    for name, pid in pids.items():
+        ends = f"pid {pid}; to end it: kill -INT {pid}" if pid is not None else "not started"
+        typer.echo(f"rlmux: lane {name} goes on without the server ({ends})", err=True)
 
 
 def _show(folder: Path, others: dict[str, object], listen: str | None, opens: bool, allow_host: list[str]) -> None:

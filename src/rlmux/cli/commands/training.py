@@ -53,7 +53,7 @@ def run(
     from rlmux.runtime import folders
 
     inputs.check_backend(backend)
-    spec = inputs.load_for_run(file, sets, policy)
+    spec = inputs.load_for_run(file, sets, policy, may_be_empty=keep_open)
     with folders.chosen(out, f"{Path(file).stem}-{spec.policy}") as folder:
         result = _start(
             spec,

@@ -23,7 +23,7 @@ from rlmux.service.dashboard.gate import Gate, Hosts
 from rlmux.service.dashboard.indexing import Indexing
 from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.dashboard.prometheus import Scrape
-from rlmux.service.dashboard.reads import Reads, parse_sort
+from rlmux.service.dashboard.reads import Reads, Trouble, parse_sort
 from rlmux.service.dashboard.stream import Streams, Watch
 from rlmux.service.dashboard.timeline import TimelineReads
 from rlmux.service.index.lanes import Root
@@ -39,9 +39,18 @@ class Dashboard:
     """Mounted on a server before that one starts; close it after the server."""
 
     def __init__(
-        self, folder: Path, server: Server, *, allowed_hosts: Collection[str] = (), limits: Limits | None = None
+        self,
+        folder: Path,
+        server: Server,
+        *,
+        allowed_hosts: Collection[str] = (),
+        limits: Limits | None = None,
+        trouble: Trouble = lambda folder: None,
     ) -> None:
-        """`folder`: of a run, or of many. Raises UserError where its token is not kept from others."""
+        """`folder`: of a run, or of many. `trouble`: what is wrong with a lane beside its index.
+
+        Raises UserError where its token is not kept from others.
+        """
         self._server = server
         self._spare = tempfile.TemporaryDirectory(prefix="rlmux-serve-")
         spare = Path(self._spare.name)
@@ -55,7 +64,7 @@ class Dashboard:
         self.access = Access(limits)
         self.access.add_token(self.token, scopes=["admin"])
         self.indexing = Indexing(folder, spare)
-        reads = Reads(Root(folder, spare), self.indexing.trouble)
+        reads = Reads(Root(folder, spare), lambda one: trouble(one) or self.indexing.trouble(one))
         watch = Watch(reads)
         self._sessions = _Sessions(self.access, f"rlmux_{server.port}")
         scrape = Scrape(reads)

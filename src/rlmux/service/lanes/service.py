@@ -1,0 +1,88 @@
+"""`rlmux serve FILE` with lanes: one address for all of them, until it is stopped; the lanes go on without it.
+
+file ─▶ a Spec for each lane ─┬─ a thread each: controller started or adopted
+                              └─ Server ◀─ Dashboard of the folder
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+
+from rlmux.config.load import Spec
+from rlmux.report.folder_lock import FolderLock
+from rlmux.service.dashboard.app import Dashboard
+from rlmux.service.lanes.controllers import LaneController
+from rlmux.service.open_folder import check_loopback, wait_for_signal
+from rlmux.service.server import Server
+
+_TEND_EVERY_S = 0.5
+
+
+class Lanes:
+    """Every lane, each tended by a thread of its own, so that one which is busy holds no other up."""
+
+    def __init__(self, root: Path, specs: Mapping[str, Spec]) -> None:
+        self.by_name = {name: LaneController(root, name, spec) for name, spec in specs.items()}
+        self._by_folder = {lane.folder: lane for lane in self.by_name.values()}
+        self._is_over = threading.Event()
+        self._threads = [
+            threading.Thread(target=self._tend, args=(lane,), name=f"lane {lane.name}", daemon=True)
+            for lane in self.by_name.values()
+        ]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def close(self) -> None:
+        """Controllers go on."""
+        self._is_over.set()
+        for thread in self._threads:
+            if thread.is_alive():
+                thread.join()
+
+    def trouble(self, folder: Path) -> str | None:
+        """What is wrong with the lane in this folder, in one sentence; None where nothing is."""
+        lane = self._by_folder.get(folder)
+        return None if lane is None else lane.trouble()
+
+    def _tend(self, lane: LaneController) -> None:
+        while not self._is_over.is_set():
+            lane.tend()
+            self._is_over.wait(_TEND_EVERY_S)
+
+
+def serve_lanes(
+    specs: Mapping[str, Spec],
+    root: Path,
+    lock: FolderLock,
+    *,
+    address: tuple[str, int],
+    allowed_hosts: Collection[str] = (),
+    on_ready: Callable[[str, Dashboard], None],
+) -> Mapping[str, int | None]:
+    """Serve until Ctrl-C or SIGTERM; returns the process of each lane, which goes on.
+
+    `lock`: the folder's, released at the end. Raises UserError, before anything is started, for an address that cannot
+    be had and for a lane whose run began with another cluster.
+    """
+    server = dashboard = None
+    with lock:
+        check_loopback(address)
+        lanes = Lanes(root, specs)
+        server = Server(*address)
+        try:
+            dashboard = Dashboard(root, server, allowed_hosts=allowed_hosts, trouble=lanes.trouble)
+            lanes.start()
+            server.start()
+            dashboard.start()
+            on_ready(server.url, dashboard)
+            wait_for_signal()
+        finally:
+            server.close()
+            lanes.close()
+            if dashboard is not None:
+                dashboard.close()
+        return {name: lane.pid for name, lane in lanes.by_name.items()}

@@ -1,0 +1,105 @@
+"""One service for a module: a server process with a lane, whose controller outlives it; both end with the module."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+
+from rlmux.core.errors import RlmuxError
+from rlmux.report.folder_lock import living_owner
+from rlmux.runtime.control_socket import ask
+
+ROOT = Path(__file__).parents[3]
+FILE = """
+lanes:
+  cpu:
+    cluster: {pools: {rollout: {devices: 1}, train: {devices: 1}}}
+"""
+
+
+class Service:
+    """A service in its folder, and the server process of now."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.root = folder / "root"
+        self.lane = self.root / "cpu"
+        (folder / "service.yaml").write_text(FILE, encoding="utf-8")
+        self.process: subprocess.Popen[str] | None = None
+
+    def start(self) -> None:
+        """A server at a new address, once it answers."""
+        words = ["serve", str(self.folder / "service.yaml"), "--out", str(self.root), "--listen", "127.0.0.1:0"]
+        self.process = self.command(*words)
+        assert self.process.stdout is not None
+        lines = [self.process.stdout.readline() for _ in range(2)]
+        assert "dashboard: " in lines[1], lines
+        self.url = lines[1].partition(": ")[2].partition("/login")[0]
+        self.token = (self.root / "admin.token").read_text().strip()
+        headers = {"Authorization": f"Bearer {self.token}"}
+        self.client = httpx.Client(base_url=f"{self.url}/api/v1", headers=headers, timeout=120)
+
+    def command(self, *words: str, **environment: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [sys.executable, "-m", "rlmux", *words],
+            cwd=self.folder,
+            env={**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1", **environment},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+        )
+
+    def kill(self) -> None:
+        """SIGKILL to the server."""
+        assert self.process is not None
+        self.client.close()
+        self.process.kill()
+        self.process.communicate()
+
+    @property
+    def controller(self) -> int | None:
+        owner = living_owner(self.lane)
+        return owner and owner[0]
+
+    def kill_controller(self) -> None:
+        pid = self.controller
+        assert pid is not None
+        os.kill(pid, signal.SIGKILL)
+
+    def until(self, is_so: Callable[[], object], limit_s: float = 300.0) -> None:
+        end_s = time.monotonic() + limit_s
+        while not is_so():
+            assert time.monotonic() < end_s, (self.root / "cpu.log").read_text()
+            time.sleep(0.05)
+
+    def until_up(self) -> None:
+        """Until the lane's controller answers."""
+        self.until(self._answers)
+
+    def _answers(self) -> bool:
+        try:
+            return bool(ask(self.lane, "status")["pid"])
+        except RlmuxError:
+            return False
+
+
+@pytest.fixture(scope="module")
+def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
+    pytest.importorskip("torch")
+    one = Service(tmp_path_factory.mktemp("service"))
+    one.start()
+    try:
+        yield one
+    finally:
+        one.kill()
+        with contextlib.suppress(ProcessLookupError, AssertionError):
+            one.kill_controller()
