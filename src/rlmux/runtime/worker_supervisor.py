@@ -26,6 +26,7 @@ from rlmux.core.actions import Admit, Relocate
 from rlmux.core.errors import RlmuxError, StorageError, WorkerLostError
 from rlmux.core.events import Event, NodeJoined, NodeLost, PipelineFailed, PipelineRestarted, WorkerLost
 from rlmux.core.model import Cluster, DeviceId, NodeId, Phase, PipelineId, Placement
+from rlmux.report.samples import SAMPLES_NAME
 from rlmux.rl.config import TrainingConfig
 from rlmux.runtime.backend import Submission
 from rlmux.runtime.call_loop import CallLoop, Work
@@ -282,7 +283,9 @@ class WorkerSupervisor:
             folder=folder,
             weights=weights,
             checkpoints=checkpoints,
-            env_worker=self._spawn(config, "env", EnvWorker, (config, submission.origin), None, log_path),
+            env_worker=self._spawn(
+                config, "env", EnvWorker, (config, submission.origin, folder / SAMPLES_NAME), None, log_path
+            ),
             trainers=self._spawn_trainers(submission, restore_from, train_devices, log_path),
             rollout={
                 device: self._spawn_rollout_worker(submission, device, log_path)

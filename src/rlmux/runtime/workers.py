@@ -40,6 +40,7 @@ from rlmux.rl.types import (
 )
 from rlmux.runtime.checkpoints import CheckpointWriter, Written, mark_latest, prune
 from rlmux.runtime.heartbeat import beat, beating
+from rlmux.runtime.sample_keeping import SampleKeeper
 
 if TYPE_CHECKING:
     from rlmux.engines.ranks import RankStore
@@ -115,11 +116,13 @@ class StepBatch:
 class EnvWorker:
     """The process that holds a pipeline's prompts, environments and rewards: the user's code."""
 
-    def __init__(self, config: TrainingConfig, origin: Origin | None = None) -> None:
+    def __init__(self, config: TrainingConfig, origin: Origin | None = None, samples: Path | None = None) -> None:
+        """`samples`: file to keep trajectories in; None: they are not kept."""
         from rlmux.rl.pipeline_env import PipelineEnv
 
         self._origin = origin
         self._env = PipelineEnv(config, on_answer=beat)
+        self._keeper = None if samples is None else SampleKeeper(samples, self._env.vocabulary)
 
     def verify(self, checkpoints: Sequence[Path]) -> list[tuple[Path, str]]:
         """Those that are damaged, and why. Reads every byte of them."""
@@ -143,6 +146,8 @@ class EnvWorker:
 
     def finish_step(self, step: int) -> StepBatch:
         batch = replace(self._env.finish_step(step), origin=self._origin)
+        if self._keeper is not None:
+            self._keeper.keep(batch)
         return StepBatch(payload=pickle.dumps(batch, protocol=pickle.HIGHEST_PROTOCOL), metrics=batch_metrics(batch))
 
 

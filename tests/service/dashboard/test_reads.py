@@ -14,6 +14,7 @@ from tests.service.pages_server import Pages
 
 from rlmux.report.api import read_timeline
 from rlmux.report.intervals import Kind
+from rlmux.report.samples import Sample, SampleWriter
 from rlmux.report.summary import summarize
 
 
@@ -22,10 +23,20 @@ def pages(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pages]:
     folder = AlternatingRun(num_steps=12).script.write(tmp_path_factory.mktemp("runs") / "demo")
     (folder / "sort").mkdir()
     (folder / "sort" / "workers.log").write_text("".join(f"line {number}\n" for number in range(1000)))
+    writer = SampleWriter(folder / "sort" / "samples.db")
+    for step in (1, 2):
+        writer.add(step, [told(step, place) for place in range(4)])
+    writer.close()
     shown = Pages(folder)
     shown.folder = folder
     yield shown
     shown.close()
+
+
+def told(step: int, place: int) -> Sample:
+    figures = {"advantage": 0.0, "stop": "stop", "tokens": 3, "num_turns": 1, "first_version": 0, "last_version": 0}
+    turns = ((True, f"answer {step}.{place}"),)
+    return Sample(prompt=0, sample=place, prompt_text="q", turns=turns, reward=float(place), **figures)
 
 
 def unpacked(data: bytes) -> tuple[dict, bytes]:
@@ -157,9 +168,29 @@ def test_a_log_is_read_from_any_byte_in_whole_lines(pages):
     assert pages.get("/pipelines/demo/sort/logs", offset=-9)["text"] == "line 999\n"
 
 
+def test_trajectories_are_searched_paged_and_read(pages):
+    first = pages.get("/pipelines/demo/sort/samples", sort="step", limit=3)
+    rest = pages.get("/pipelines/demo/sort/samples", sort="step", cursor=first["next"])
+    assert [(one["step"], one["sample"]) for one in first["items"] + rest["items"]] == [
+        (step, place) for step in (1, 2) for place in range(4)
+    ]
+    assert (rest["next"], first["first_step"], first["last_step"]) == (None, 1, 2)
+    assert [one["step"] for one in pages.get("/pipelines/demo/sort/samples", text="answer 2.3")["items"]] == [2]
+    one = pages.get("/pipelines/demo/sort/samples/2/0/3")
+    assert (one["prompt_text"], one["said"]) == ("q", [{"role": "model", "text": "answer 2.3", "is_cut": False}])
+    assert [each["reward"] for each in one["group"]] == [0.0, 1.0, 2.0, 3.0]
+    assert not pages.get("/pipelines/demo/tools")["has_samples"]
+
+
 @pytest.mark.parametrize(
     ("path", "status", "says"),
     [
+        ("/pipelines/demo/tools/samples", 404, "no trajectories"),
+        ("/pipelines/demo/nothing/samples", 404, "sort, tools"),
+        ("/pipelines/demo/sort/samples?sort=colour", 400, "-reward"),
+        ("/pipelines/demo/sort/samples?least=nan", 400, "finite"),
+        ("/pipelines/demo/sort/samples/9/0/0", 404, "not kept"),
+        ("/pipelines/demo/sort/samples/1/x/0", 404, "STEP/PROMPT"),
         ("/lanes/other", 404, "demo"),
         ("/pipelines/demo/nothing", 404, "sort, tools"),
         ("/pipelines/demo/tools/logs", 404, "workers.log"),

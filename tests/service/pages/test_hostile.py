@@ -13,6 +13,7 @@ from tests.service.pages_server import Pages
 
 from rlmux.core.events import StageFinished
 from rlmux.core.model import Stage
+from rlmux.report.samples import Sample, SampleWriter
 
 pytestmark = pytest.mark.xdist_group("browser")
 PWN = "window.__pwned=1"
@@ -29,6 +30,32 @@ PAYLOADS = tuple(
         f"javascript:{PWN}",
         f"{{{{constructor.constructor('{PWN}')()}}}}",
         f"<math><mtext><img src=x onerror={PWN}>",
+        f"<body onload={PWN}>",
+        f"<video><source onerror={PWN}></video>",
+        f"<audio src=x onerror={PWN}></audio>",
+        f"<input autofocus onfocus={PWN}>",
+        f"<select autofocus onfocus={PWN}><option>x</select>",
+        f"<textarea autofocus onfocus={PWN}></textarea>",
+        f"<marquee onstart={PWN}>x</marquee>",
+        f"<object data=javascript:{PWN}></object>",
+        f"<embed src=javascript:{PWN}>",
+        f"<form action=javascript:{PWN}><button>x</button></form>",
+        f"<base href=javascript:{PWN}//>",
+        f"<meta http-equiv=refresh content='0;url=javascript:{PWN}'>",
+        f"<svg><animate onbegin={PWN} attributeName=x dur=1s>",
+        f"<svg><script>{PWN}</script></svg>",
+        f"<link rel=stylesheet href=x onerror={PWN}>",
+        f"<template><script>{PWN}</script></template>",
+        f"<noscript><p title='</noscript><img src=x onerror={PWN}>'>",
+        f"<p style='animation:x' onanimationstart={PWN}>",
+        f"<a href='data:text/html,<script>{PWN}</script>'>x</a>",
+        f"<iframe src=javascript:parent.{PWN}>",
+        f"[x](javascript:{PWN})",
+        f"![x](x onerror={PWN})",
+        f"${{{PWN}}}",
+        f"<%= {PWN} %>",
+        f"__proto__[onerror]={PWN}",
+        f"<img/src=x/onerror={PWN}//",
     )
     for frame in (
         "{}",
@@ -41,15 +68,21 @@ PAYLOADS = tuple(
         "]]>{}",
         "\\u003c{}",
         "${{{}}}",
+        "</textarea>{}",
+        "</script>{}",
+        "<!--{}",
+        "\u202e{}",
     )
 )
+NAMES = PAYLOADS[:140]
+"""Those that pipelines are called by."""
 
 
 @pytest.fixture(scope="module")
 def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pages]:
     """A run with payloads in every text that the pages show."""
     script = LogScript(policy=PAYLOADS[1])
-    for number, name in enumerate(("plain", *PAYLOADS), 1):
+    for number, name in enumerate(("plain", *NAMES), 1):
         first = order(number, name, Stage.GENERATE, ROLLOUT)
         script.submit(number - 1.0, name, first)
         script.event(StageFinished(time_s=number - 0.5, order=number, seconds=0.4))
@@ -59,6 +92,19 @@ def hostile(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pages]:
     folder = script.write(tmp_path_factory.mktemp("runs") / "run <img src=x onerror=window.__pwned=1>")
     (folder / "plain").mkdir()
     (folder / "plain" / "workers.log").write_text("\n".join(PAYLOADS) + "\n", encoding="utf-8")
+    writer = SampleWriter(folder / "plain" / "samples.db")
+    figures = {"reward": 0.5, "advantage": 0.0, "stop": PAYLOADS[0], "tokens": 9, "num_turns": 1}
+    said = [((True, each), (False, each)) for each in ("\n".join(PAYLOADS), *PAYLOADS)]
+    writer.add(
+        1,
+        [
+            Sample(
+                prompt=0, sample=at, prompt_text=turns[0][1], turns=turns, first_version=0, last_version=0, **figures
+            )
+            for at, turns in enumerate(said)
+        ],
+    )
+    writer.close()
     served = Pages(folder)
     yield served
     served.close()
@@ -85,8 +131,19 @@ def test_no_script_in_any_text_runs(hostile, enter):
     assert lane in page.inner_text("header")
     page.goto(f"{hostile.url}/pipelines/{quote(lane, safe='')}/plain?tab=log")
     page.wait_for_selector("pre:has-text('constructor')")
-    assert PAYLOADS[0] in page.inner_text("pre")
+    assert all(visible(each) in page.inner_text("pre") for each in PAYLOADS)
+    page.goto(f"{hostile.url}/pipelines/{quote(lane, safe='')}/plain?tab=samples&open=1.0.0&step=1")
+    page.wait_for_selector("pre.model")
+    page.locator("button", has_text="More").click()
+    page.locator("td.start").nth(99).wait_for()
+    shown = page.inner_text("pre.model")
+    assert all(visible(each) in shown for each in PAYLOADS)
     assert page.evaluate("typeof window.__pwned") == "undefined"
+
+
+def visible(text: str) -> str:
+    """As the pages show it: without colours."""
+    return text.replace("\x1b[31m", "")
 
 
 def test_a_strangers_page_reads_nothing_and_changes_nothing(shown, enter, context):

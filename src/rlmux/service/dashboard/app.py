@@ -24,6 +24,7 @@ from rlmux.service.dashboard.indexing import Indexing
 from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.dashboard.prometheus import Scrape
 from rlmux.service.dashboard.reads import Reads, Trouble, parse_sort
+from rlmux.service.dashboard.samples import SampleReads, parse_reward, parse_sample_sort
 from rlmux.service.dashboard.stream import Streams, Watch
 from rlmux.service.dashboard.timeline import TimelineReads
 from rlmux.service.index.lanes import Root
@@ -137,7 +138,7 @@ def _version(asked: Asked) -> Any:
 
 def table(reads: Reads, streams: Streams, sessions: _Sessions, scrape: Scrape) -> tuple[Address, ...]:
     """Every address, what may be asked of it, and the scope that it takes."""
-    timeline = TimelineReads(reads)
+    timeline, samples = TimelineReads(reads), SampleReads(reads)
     window = {"t0": seconds, "t1": seconds, "rev": whole(0, 2**53)}
     page = {"limit": whole(1, 500), "cursor": whole(0, 2**53)}
 
@@ -175,6 +176,23 @@ def table(reads: Reads, streams: Streams, sessions: _Sessions, scrape: Scrape) -
             reads.logs,
             {"offset": whole(-(2**53), 2**53), "limit": whole(1, 262_144), "grep": line},
         ),
+        get(
+            f"{_PIPELINE}/samples",
+            samples.find,
+            {
+                **page,
+                "step": whole(0, 2**20),
+                "prompt": whole(0, 2**20),
+                "stop": line,
+                "text": line,
+                "least": parse_reward,
+                "most": parse_reward,
+                "sort": parse_sample_sort,
+                "limit": whole(1, 200),
+            },
+            scope="samples",
+        ),
+        get(f"{_PIPELINE}/samples/{{step}}/{{prompt}}/{{sample}}", samples.one, scope="samples"),
         get(_TIMELINE, timeline.timeline),
         get(f"{_TIMELINE}/tiles", timeline.tiles, {**window, "level": whole(0, len(LEVELS) - 1)}),
         get(f"{_TIMELINE}/intervals", timeline.intervals, {**window, "device": line}, lists=("device",)),

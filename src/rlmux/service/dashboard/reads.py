@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from rlmux.core.errors import LogError
+from rlmux.report.samples import SAMPLES_NAME
 from rlmux.service.dashboard.door import Asked
 from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.index.lanes import Root, log_signature
@@ -157,7 +158,8 @@ class Reads:
                 **row,
                 **detail,
                 "seconds": stages,
-                "has_log": self._log_of(lane, name).is_file(),
+                "has_log": (self.folders(lane)[0] / name / LOG_FILE).is_file(),
+                "has_samples": (self.folders(lane)[0] / name / SAMPLES_NAME).is_file(),
                 "spec": reader.facts.get("spec"),
                 "as_of_seq": reader.seq,
             }
@@ -210,10 +212,8 @@ class Reads:
         return {"x": x, "names": wanted, "series": series, "steps": len(steps), "as_of_seq": as_of_seq}
 
     def logs(self, asked: Asked) -> Any:
-        lane, name, query = asked.path["lane"], asked.path["name"], asked.query
-        with self.open(lane) as reader:
-            self._pipeline(reader, name)  # a name of the log's: no path that a caller made up
-        path = self._log_of(lane, name)
+        name, query = asked.path["name"], asked.query
+        path = self.folder_of(asked.path["lane"], name) / LOG_FILE
         limit, grep = query.get("limit", 65536), query.get("grep", "")
         try:
             with path.open("rb") as file:
@@ -235,8 +235,11 @@ class Reads:
             "is_end": offset + len(data) >= size,
         }
 
-    def _log_of(self, lane: str, name: str) -> Path:
-        return self.folders(lane)[0] / name / LOG_FILE
+    def folder_of(self, lane: str, name: str) -> Path:
+        """A pipeline's folder. The name is one of the log's: no path that a caller made up."""
+        with self.open(lane) as reader:
+            self._pipeline(reader, name)
+        return self.folders(lane)[0] / name
 
 
 def _sorted(rows: list[dict[str, Any]], sort: str) -> list[dict[str, Any]]:

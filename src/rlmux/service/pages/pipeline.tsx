@@ -10,12 +10,14 @@ import { Log } from "./log";
 import { Dot, Tiles } from "./parts";
 import { address, amend, usePlace } from "./place";
 import type { Detail, Metrics, Page, Step } from "./shapes";
+import { Samples } from "./samples";
 import { count, figure, moment, percent, seconds, stageName, times } from "./words";
 
 const TABS = [
   ["curves", "Curves"],
   ["time", "Where time went"],
   ["steps", "Steps"],
+  ["samples", "Samples"],
   ["log", "Log"],
   ["file", "File"],
 ] as const;
@@ -63,6 +65,7 @@ export function Pipeline({ lane, name }: { lane: string; name: string }) {
       {tab === "curves" && <Curves path={path} lane={lane} colour={colourOf(pipelines, name)} />}
       {tab === "time" && <Times detail={detail.value} colour={colourOf(pipelines, name)} />}
       {tab === "steps" && <Steps path={path} lane={lane} />}
+      {tab === "samples" && (detail.value.has_samples ? <Samples path={path} lane={lane} /> : <p class="empty">No trajectories were kept.</p>)}
       {tab === "log" && (detail.value.has_log ? <Log path={path} isOver={detail.value.status !== "running"} /> : <p class="empty">Its workers have written nothing.</p>)}
       {tab === "file" && (detail.value.spec ? <pre class="text">{detail.value.spec}</pre> : <p class="empty">The run's folder does not have its file.</p>)}
     </>

@@ -91,7 +91,34 @@ export interface Detail extends Row {
   waits: { cause: string; label: string; seconds: number }[];
   metrics: string[];
   has_log: boolean;
+  has_samples: boolean;
   spec: string | null;
+}
+
+/** A trajectory in a list: `start` is the beginning of its answer. */
+export interface Found {
+  step: number;
+  prompt: number;
+  sample: number;
+  reward: number;
+  advantage: number;
+  stop: string;
+  tokens: number;
+  turns: number;
+  first_version: number;
+  last_version: number;
+  start: string;
+}
+
+export interface SamplePage extends Page<Found> {
+  first_step: number | null;
+  last_step: number | null;
+}
+
+export interface Sample extends Found {
+  prompt_text: string;
+  said: { role: "model" | "environment"; text: string; is_cut: boolean }[];
+  group: { sample: number; reward: number; tokens: number; stop: string }[];
 }
 
 export interface Step {

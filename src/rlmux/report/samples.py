@@ -1,0 +1,261 @@
+"""What a pipeline's models said: every trajectory of a run as text, in a file of its own beside the log.
+
+    env worker ──add──▶ PIPELINE/samples.db ──SampleReader──▶ pages, API        one transaction a step
+
+    trajectory   numbers of each, by (step, prompt, sample)
+    body         its prompt and turns, compressed
+    words        an index of the words in them; it holds no text
+
+A step that is done again replaces what was kept of it. Where the file would outgrow its bound, whole old steps go
+first. Nothing depends on the file: it may be deleted, and a step whose trajectories could not be kept is a step all
+the same.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import sqlite3
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rlmux.core.errors import LogError
+from rlmux.report.segments import query_only
+
+SAMPLES_NAME = "samples.db"
+MAX_BYTES = 512 * 2**20
+SORTS = ("step", "-step", "reward", "-reward", "tokens", "-tokens")
+_VERSION = 1
+_LAST_STEP, _LAST_PLACE = 2**22 - 1, 2**20 - 1
+"""The largest step, and the largest prompt and sample, that an id has room for."""
+_START_CHARS = 160
+"""Characters of an answer that a list shows."""
+_TABLES = f"""
+PRAGMA user_version = {_VERSION};
+CREATE TABLE trajectory (id INTEGER PRIMARY KEY, reward REAL NOT NULL, advantage REAL NOT NULL, stop TEXT NOT NULL,
+                         tokens INTEGER NOT NULL, turns INTEGER NOT NULL, first_version INTEGER NOT NULL,
+                         last_version INTEGER NOT NULL, start TEXT NOT NULL);
+CREATE INDEX by_reward ON trajectory (reward);
+CREATE INDEX by_tokens ON trajectory (tokens);
+CREATE TABLE body (id INTEGER PRIMARY KEY, data BLOB NOT NULL);
+CREATE VIRTUAL TABLE words USING fts5(prompt, answer, content='', columnsize=0);
+"""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sample:
+    """One trajectory as a reader sees it."""
+
+    prompt: int
+    """Place of its prompt in the step, from 0."""
+    sample: int
+    """Place in its prompt group, from 0."""
+    prompt_text: str
+    turns: Sequence[tuple[bool, str]]
+    """(whether the model said it, text), in order."""
+    reward: float
+    advantage: float
+    stop: str
+    """`stop` or `length`."""
+    tokens: int
+    """Response tokens, environment replies included."""
+    num_turns: int
+    """Calls of the model."""
+    first_version: int
+    last_version: int
+    """Oldest and newest weight version that made a token."""
+
+
+class SampleWriter:
+    """The one writer of a pipeline's file. Raises sqlite3.Error and OSError where it cannot be written."""
+
+    def __init__(self, path: Path, max_bytes: int = MAX_BYTES) -> None:
+        self._max_bytes = max_bytes
+        os.close(os.open(path, os.O_CREAT | os.O_RDWR, 0o600))
+        self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        try:
+            self._connection.execute("PRAGMA journal_mode = WAL")
+            self._connection.execute("PRAGMA synchronous = OFF")  # the run does not need it, and never waits for it
+            if self._version() != _VERSION:
+                self._connection.executescript("BEGIN;" + _TABLES + "COMMIT;")
+        except BaseException:
+            self._connection.close()
+            raise
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def add(self, step: int, samples: Iterable[Sample]) -> None:
+        """Keep a step's trajectories, in place of those that were kept of it before."""
+        self._connection.execute("BEGIN IMMEDIATE")
+        try:
+            self._drop(step, step)
+            for sample in samples:
+                self._insert(id_of(step, sample.prompt, sample.sample), sample)
+            self._prune(step)
+        except BaseException:
+            with contextlib.suppress(sqlite3.Error):
+                self._connection.execute("ROLLBACK")
+            raise
+        self._connection.execute("COMMIT")
+
+    def _insert(self, id: int, sample: Sample) -> None:
+        answer = "\n".join(text for is_model, text in sample.turns if is_model)
+        figures = (sample.reward, sample.advantage, sample.stop, sample.tokens, sample.num_turns)
+        self._connection.execute(
+            "INSERT INTO trajectory VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)",
+            (id, *figures, sample.first_version, sample.last_version, _clean(answer[:_START_CHARS])),
+        )
+        text = _clean(json.dumps([sample.prompt_text, *map(list, sample.turns)], ensure_ascii=False))
+        self._connection.execute("INSERT INTO body VALUES (?, ?)", (id, zlib.compress(text.encode(), 3)))
+        self._connection.execute("INSERT INTO words (rowid, prompt, answer) VALUES (?, ?, ?)", (id, *_words_of(text)))
+
+    def _drop(self, first_step: int, last_step: int) -> None:
+        bounds = (id_of(first_step, 0, 0), id_of(last_step, _LAST_PLACE, _LAST_PLACE))
+        found = self._connection.execute("SELECT id, data FROM body WHERE id BETWEEN ? AND ?", bounds).fetchall()
+        for id, data in found:  # an index without text is told what to forget
+            words = _words_of(zlib.decompress(data).decode())
+            self._connection.execute(
+                "INSERT INTO words (words, rowid, prompt, answer) VALUES ('delete', ?, ?, ?)", (id, *words)
+            )
+        for table in ("trajectory", "body"):
+            self._connection.execute(f"DELETE FROM {table} WHERE id BETWEEN ? AND ?", bounds)
+
+    def _prune(self, newest: int) -> None:
+        """Drop whole old steps, a tenth of the rest at a time, until what is in use is within the bound."""
+        while self._used_bytes() > self._max_bytes:
+            (oldest,) = self._connection.execute("SELECT min(id) FROM trajectory").fetchone()
+            first = step_of(oldest)
+            if first >= newest:
+                return
+            self._drop(first, min(newest - 1, first + (newest - first) // 10))
+
+    def _used_bytes(self) -> int:
+        size, total, free = (
+            self._connection.execute(f"PRAGMA {name}").fetchone()[0]
+            for name in ("page_size", "page_count", "freelist_count")
+        )
+        return int(size * (total - free))
+
+    def _version(self) -> int:
+        return int(self._connection.execute("PRAGMA user_version").fetchone()[0])
+
+
+class SampleReader:
+    """Reads a pipeline's file, while it is written too. Use it for one request, then close it."""
+
+    def __init__(self, path: Path) -> None:
+        """Raises LogError where there is none that can be read."""
+        try:
+            if not path.is_file():
+                raise LogError(f"{path}: no trajectories were kept")
+            self._connection = query_only(path, "mode=ro")
+            self._connection.execute("BEGIN")
+        except sqlite3.Error as error:
+            raise LogError(f"{path}: no trajectories that can be read: {error}") from None
+
+    def __enter__(self) -> SampleReader:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._connection.close()
+
+    def steps(self) -> tuple[int, int] | None:
+        """First and last step of which there is something; None where there is nothing."""
+        first, last = self._connection.execute("SELECT min(id), max(id) FROM trajectory").fetchone()
+        return None if first is None else (step_of(first), step_of(last))
+
+    def find(self, asked: Mapping[str, Any], *, sort: str = "-step", offset: int = 0, limit: int = 50) -> list[Any]:
+        """Rows that meet all that is asked: `step`, `prompt`, `stop`, `least` and `most` reward, `text`.
+
+        `text`: words that follow each other, the last of which may be cut short.
+        Raises ValueError for a sort that is none of `SORTS`.
+        """
+        where, values = _conditions(asked)
+        found = self._connection.execute(
+            f"SELECT * FROM trajectory {where} ORDER BY {_order(sort)} LIMIT ? OFFSET ?", (*values, limit, offset)
+        )
+        return [_row(one) for one in found]
+
+    def one(self, step: int, prompt: int, sample: int) -> dict[str, Any] | None:
+        """A trajectory with its text; None where it was not kept."""
+        id = id_of(step, prompt, sample)
+        found = self._connection.execute("SELECT * FROM trajectory WHERE id = ?", (id,)).fetchone()
+        if found is None:
+            return None
+        (data,) = self._connection.execute("SELECT data FROM body WHERE id = ?", (id,)).fetchone()
+        prompt_text, *turns = json.loads(zlib.decompress(data))
+        said = [{"role": "model" if is_model else "environment", "text": text} for is_model, text in turns]
+        return {**_row(found), "prompt_text": prompt_text, "said": said}
+
+
+def id_of(step: int, prompt: int, sample: int) -> int:
+    """A number that orders trajectories by step, prompt and sample. Raises ValueError beyond four million steps."""
+    if not (0 <= step <= _LAST_STEP and 0 <= prompt <= _LAST_PLACE and 0 <= sample <= _LAST_PLACE):
+        raise ValueError(f"step {step} prompt {prompt} sample {sample} is too large to be kept")
+    return (step << 40) | (prompt << 20) | sample
+
+
+def step_of(id: int) -> int:
+    return id >> 40
+
+
+def _row(found: Sequence[Any]) -> dict[str, Any]:
+    id, reward, advantage, stop, tokens, turns, first_version, last_version, start = found
+    return {
+        "step": step_of(id),
+        "prompt": id >> 20 & _LAST_PLACE,
+        "sample": id & _LAST_PLACE,
+        "reward": reward,
+        "advantage": advantage,
+        "stop": stop,
+        "tokens": tokens,
+        "turns": turns,
+        "first_version": first_version,
+        "last_version": last_version,
+        "start": start,
+    }
+
+
+def _conditions(asked: Mapping[str, Any]) -> tuple[str, list[Any]]:
+    parts: list[str] = []
+    values: list[Any] = []
+
+    def take(condition: str, *its: Any) -> None:
+        parts.append(condition)
+        values.extend(its)
+
+    if "step" in asked:
+        take("id BETWEEN ? AND ?", id_of(asked["step"], 0, 0), id_of(asked["step"], _LAST_PLACE, _LAST_PLACE))
+    if "prompt" in asked:
+        take("(id >> 20) & ? = ?", _LAST_PLACE, asked["prompt"])
+    if "least" in asked:
+        take("reward >= ?", asked["least"])
+    if "most" in asked:
+        take("reward <= ?", asked["most"])
+    if "stop" in asked:
+        take("stop = ?", asked["stop"])
+    text = asked.get("text", "").replace("\0", " ").strip()
+    if text:  # as one phrase: quoted, no sign of it is an operator of the search
+        take("id IN (SELECT rowid FROM words WHERE words MATCH ?)", '"' + text.replace('"', '""') + '"*')
+    return ("WHERE " + " AND ".join(parts) if parts else ""), values
+
+
+def _order(sort: str) -> str:
+    if sort not in SORTS:
+        raise ValueError(", ".join(SORTS))
+    return f"{sort.removeprefix('-').replace('step', 'id')} {'DESC' if sort[0] == '-' else 'ASC'}, id"
+
+
+def _words_of(text: str) -> tuple[str, str]:
+    prompt, *turns = json.loads(text)
+    return prompt, "\n".join(said for _, said in turns)
+
+
+def _clean(text: str) -> str:
+    """The same, without what no encoding has: half of a pair, which some tokenizers decode to."""
+    return text.encode("utf-8", "replace").decode()

@@ -1,0 +1,83 @@
+"""Trajectories as text, written beside the run by a thread of the env worker: training never waits for it.
+
+    finish_step ──▶ batch ──keep──▶ queue of two ──thread──▶ decode ──▶ samples.db
+
+What cannot be kept, as the disk is full or slower than the run, is a line in `workers.log`.
+"""
+
+from __future__ import annotations
+
+import sqlite3
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from itertools import groupby
+from pathlib import Path
+
+from rlmux.report.samples import Sample, SampleWriter
+from rlmux.rl.types import TrainingBatch, Trajectory
+from rlmux.rl.vocabulary import Vocabulary
+
+_MAX_WAITING = 2
+"""Steps that may wait to be written."""
+
+
+class SampleKeeper:
+    """The executor's thread is joined when the process ends: the last step is kept too."""
+
+    def __init__(self, path: Path, vocabulary: Vocabulary) -> None:
+        self._path = path
+        self._vocabulary = vocabulary
+        self._writer: SampleWriter | None = None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="samples")
+        self._is_room = threading.BoundedSemaphore(_MAX_WAITING)
+
+    def keep(self, batch: TrainingBatch) -> None:
+        """Returns at once."""
+        if self._is_room.acquire(blocking=False):
+            self._thread.submit(self._keep, batch)
+        else:
+            _tell(batch.step, "steps come faster than they can be written")
+
+    def close(self) -> None:
+        """Waits for what is being written."""
+        self._thread.shutdown()
+        if self._writer is not None:
+            self._writer.close()
+
+    def _keep(self, batch: TrainingBatch) -> None:
+        try:
+            if self._writer is None:
+                self._writer = SampleWriter(self._path)
+            self._writer.add(batch.step, self._samples(batch))
+        except (sqlite3.Error, OSError, ValueError) as error:
+            _tell(batch.step, str(error))
+        finally:
+            self._is_room.release()
+
+    def _samples(self, batch: TrainingBatch) -> Iterator[Sample]:
+        for trajectory, advantage in zip(batch.trajectories, batch.advantages, strict=True):
+            yield Sample(
+                prompt=trajectory.id.prompt,
+                sample=trajectory.id.sample,
+                prompt_text=self._vocabulary.decode(trajectory.prompt_tokens),
+                turns=self._turns(trajectory),
+                reward=trajectory.reward,
+                advantage=advantage,
+                stop=trajectory.stop_reason,
+                tokens=len(trajectory.tokens),
+                num_turns=trajectory.num_turns,
+                first_version=min(trajectory.versions, default=0),
+                last_version=max(trajectory.versions, default=0),
+            )
+
+    def _turns(self, trajectory: Trajectory) -> list[tuple[bool, str]]:
+        marked = zip(trajectory.tokens, trajectory.is_sampled, strict=True)
+        return [
+            (is_sampled, self._vocabulary.decode([token for token, _ in part]))
+            for is_sampled, part in groupby(marked, key=lambda pair: pair[1])
+        ]
+
+
+def _tell(step: int, reason: str) -> None:
+    print(f"trajectories of step {step} were not kept: {reason}", flush=True)

@@ -1,0 +1,85 @@
+"""What the addresses of trajectories answer, read from each pipeline's own file.
+
+pipelines/L/NAME/samples?...  ─▶ rows that meet what is asked, a page at a time
+pipelines/L/NAME/samples/STEP/PROMPT/SAMPLE  ─▶ one, with its text and the rewards of its prompt group
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from rlmux.report.samples import SAMPLES_NAME, SORTS, SampleReader
+from rlmux.service.dashboard.door import Asked, whole
+from rlmux.service.dashboard.problems import ProblemError
+from rlmux.service.dashboard.reads import Reads
+
+MAX_TEXT = 65536
+"""Characters of a prompt, and of a turn, that are sent."""
+_FILTERS = ("step", "prompt", "stop", "least", "most", "text")
+
+
+class SampleReads:
+    """The handlers."""
+
+    def __init__(self, reads: Reads) -> None:
+        self._reads = reads
+
+    def find(self, asked: Asked) -> Any:
+        query = asked.query
+        at, limit = query.get("cursor", 0), query.get("limit", 50)
+        filters = {name: query[name] for name in _FILTERS if name in query}
+        with self._open(asked) as reader:
+            found = reader.find(filters, sort=query.get("sort", "-step"), offset=at, limit=limit + 1)
+            steps = reader.steps()
+        return {
+            "items": found[:limit],
+            "next": str(at + limit) if len(found) > limit else None,
+            "first_step": steps and steps[0],
+            "last_step": steps and steps[1],
+        }
+
+    def one(self, asked: Asked) -> Any:
+        try:
+            place = {key: whole(0, 2**20 - 1)(asked.path[key]) for key in ("step", "prompt", "sample")}
+        except ValueError as error:
+            raise ProblemError(404, "no such place", accepted=f"STEP/PROMPT/SAMPLE, {error}") from None
+        with self._open(asked) as reader:
+            found = reader.one(**place)
+            group = reader.find({"step": place["step"], "prompt": place["prompt"]}, sort="step", limit=500)
+        if found is None:
+            raise ProblemError(404, "this trajectory was not kept", accepted="one of those that /samples lists")
+        said = [{**turn, **_cut("text", turn["text"])} for turn in found.pop("said")]
+        return {
+            **found,
+            **_cut("prompt_text", found["prompt_text"]),
+            "said": said,
+            "group": [{key: one[key] for key in ("sample", "reward", "tokens", "stop")} for one in group],
+        }
+
+    def _open(self, asked: Asked) -> SampleReader:
+        lane, name = asked.path["lane"], asked.path["name"]
+        path = self._reads.folder_of(lane, name) / SAMPLES_NAME
+        if not path.is_file():
+            raise ProblemError(
+                404, f"no trajectories of {name} were kept", accepted="a pipeline of a run of this version"
+            )
+        return SampleReader(path)
+
+
+def _cut(key: str, text: str) -> dict[str, Any]:
+    return {key: text[:MAX_TEXT], "is_cut": len(text) > MAX_TEXT}
+
+
+def parse_reward(text: str) -> float:
+    """A finite number."""
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError("a finite number")
+    return value
+
+
+def parse_sample_sort(text: str) -> str:
+    if text not in SORTS:
+        raise ValueError(", ".join(SORTS))
+    return text
