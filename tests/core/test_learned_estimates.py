@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -54,6 +55,15 @@ def expectations(driver, name: str) -> list[ExpectSteps]:
 
 
 # --- measuring
+
+
+def test_what_was_measured_before_a_resume_is_planned_with_at_once_and_learned_anew(driver):
+    before = PhaseSeconds(rollout_s=20.0, train_s=1.0)
+    run = driver()
+    run.submit(replace(unknown("a", slo_slowdown=1.5), first_step=11, estimate=before, held=before))
+    assert run.scheduler.query.pipeline(PipelineId("a")).pipeline.estimate == before
+    run.run()
+    assert expectations(run, "a")[-1].measured.median == PhaseSeconds(rollout_s=2.0, train_s=1.0)
 
 
 def test_the_first_three_steps_make_the_estimate_by_their_median(driver):

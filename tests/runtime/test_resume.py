@@ -20,7 +20,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from rlmux.core.actions import ExpectSteps
 from rlmux.core.errors import UserError
+from rlmux.core.events import PipelineSubmitted
 from rlmux.core.model import PipelineStatus
 from rlmux.core.scheduler import Scheduler
 from rlmux.engines import checkpoint
@@ -119,6 +121,15 @@ def test_resuming_gives_the_weights_of_a_run_left_alone(real, make_backend, pair
         steps = [json.loads(line)["step"] for line in (folder / name / "metrics.jsonl").read_text().splitlines()]
         assert steps == list(range(1, STEPS + 1))
     assert result.summary["makespan_s"] > json.loads((stopped / "summary.json").read_text())["makespan_s"]
+    # Planned with what its steps took before, and not measured from nothing again.
+    with LogReader(folder) as reader:
+        entries = list(reader.entries())
+    learned = [one.value for one in entries if isinstance(one.value, ExpectSteps) and one.value.pipeline == "tool"]
+    submitted = [one.value for one in entries if isinstance(one.value, PipelineSubmitted)]
+    assert [one.pipeline.estimate for one in submitted if one.pipeline.id == "tool"] == [
+        None,
+        learned[0].measured.median,
+    ]
 
 
 def test_a_run_that_gets_no_backend_leaves_nothing_behind(real, pair, tmp_path):

@@ -327,7 +327,7 @@ class PipelineRun:
     told_slowdown: float | None = None
     """The step slowdown that was last said to be expected; None where nothing was said."""
     has_given_estimate: bool = field(init=False)
-    """Whether its user gave an estimate, which then stands."""
+    """Whether its user gave an estimate, which then stands; one with `held` was measured earlier in the run."""
     restart_step: int = 0
     """The last step whose result is kept, from which it begins when it is placed; -1 before the SFT warm-up."""
     train_stages: tuple[Stage, ...] = field(init=False)
@@ -336,7 +336,7 @@ class PipelineRun:
     def __post_init__(self) -> None:
         self.is_held, self.rank = self.pipeline.is_held, self.pipeline.rank
         self.history = StepHistory(self.pipeline)
-        self.has_given_estimate = self.pipeline.estimate is not None
+        self.has_given_estimate = self.pipeline.estimate is not None and self.pipeline.held is None
         self.train_stages = self.pipeline.train_stages
 
     @property

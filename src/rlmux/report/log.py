@@ -284,8 +284,7 @@ class RunLog:
     def _append(self, time_s: float, kind: Kind, type: str, text: str) -> None:
         if self._is_state_ahead:
             self._take_up()
-        seq = self._state.seq + 1
-        row = (seq, time_s, kind, type, text)
+        row = (self._state.seq + 1, time_s, kind, type, text)
         try:
             if not self._connection.in_transaction:
                 self._connection.execute("BEGIN IMMEDIATE")
@@ -293,7 +292,8 @@ class RunLog:
         except sqlite3.Error as error:
             raise self._failure(error) from error
         self._num_loose += kind != "header"
-        self._state.add(seq, time_s, kind, type, codec.loads(text) if kind == "note" else None)
+        value = _value(row[0], kind, codec.loads(text)) if RunState.reads(kind, type) else None
+        self._state.add(*row[:4], value)
 
     # ------------------------------------------------------------------ packing and sealing
 
@@ -315,8 +315,8 @@ class RunLog:
 
     def _keep_state(self) -> None:
         self._connection.execute("DELETE FROM snapshot")
-        text = codec.dumps(self._state.as_json())
-        self._connection.execute("INSERT INTO snapshot VALUES (?, ?)", (self._state.seq, text))
+        kept = codec.dumps(self._state.as_json())
+        self._connection.execute("INSERT INTO snapshot VALUES (?, ?)", (self._state.seq, kept))
         self._num_blocks = 0
 
     def _is_segment_full(self) -> bool:

@@ -7,7 +7,7 @@ A state read from any snapshot equals the one folded from the first row on.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
@@ -27,13 +27,23 @@ class RunState:
     """Hash of each file that a pipeline reads, by pipeline and path, from its last note `inputs`."""
     submitted: list[dict[str, Any]] = field(default_factory=list)
     """Fields of the notes `submitted`: the files that came while the run went on, oldest first."""
-
     standings: dict[str, dict[str, Any]] = field(default_factory=dict)
     """What users said of each waiting pipeline, `is_held` and `rank`, from the notes `standing`."""
+    measured: dict[str, dict[str, dict[str, float]]] = field(default_factory=dict)
+    """Seconds of the phases that each pipeline without a given estimate was last planned with: `estimate` and `held`,
+    as in `Pipeline`."""
+
+    @staticmethod
+    def reads(kind: str, type: str) -> bool:
+        """Whether `add` looks at the value of such a row."""
+        return kind == "note" or type == "ExpectSteps"
 
     def add(self, seq: int, time_s: float, kind: str, type: str, value: Any) -> None:
-        """Fold in one row; `value`: the fields of a note."""
+        """Fold in one row; `value`: the fields of a note, or the action."""
         self.seq, self.last_time_s = seq, time_s
+        if type == "ExpectSteps" and value.measured is not None:
+            seconds = {"estimate": asdict(value.measured.median), "held": asdict(value.measured.held)}
+            self.measured[str(value.pipeline)] = seconds
         if kind != "note":
             return
         if type == "pipeline_end":
@@ -60,4 +70,5 @@ class RunState:
             "inputs": self.inputs,
             "submitted": self.submitted,
             "standings": self.standings,
+            "measured": self.measured,
         }

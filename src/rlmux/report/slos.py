@@ -92,8 +92,10 @@ def _estimate(record: PipelineRecord) -> dict[str, Any] | None:
             "high": _seconds(measured.high),
             "num_steps": measured.num_steps,
         }
-    given = record.pipeline.estimate
-    return None if given is None else {"source": "given", **_seconds(given)}
+    pipeline = record.pipeline
+    if pipeline.estimate is None:
+        return None
+    return {"source": "given" if pipeline.held is None else "learned", **_seconds(pipeline.estimate)}
 
 
 def _seconds(seconds: PhaseSeconds) -> dict[str, float]:

@@ -22,7 +22,7 @@ from typing import Any, Protocol, cast
 from rlmux.core.actions import Action, Refuse, Release
 from rlmux.core.errors import LogError, StorageError
 from rlmux.core.events import ClientFinished, Event, PipelineCancelled, PipelineFailed
-from rlmux.core.model import Cluster, PipelineId, PipelineStatus
+from rlmux.core.model import Cluster, PhaseSeconds, PipelineId, PipelineStatus
 from rlmux.core.policy import Policy
 from rlmux.core.scheduler import Scheduler
 from rlmux.policies.planning.fairness import FairShares
@@ -212,9 +212,13 @@ def _from_checkpoint(submission: Submission, folder: Path) -> Submission:
 
 
 def _as_it_stood(submission: Submission, state: RunState) -> Submission:
-    """The submission, held and ranked as its user said last."""
-    said = state.standings.get(submission.pipeline.id)
-    return submission if not said else replace(submission, pipeline=replace(submission.pipeline, **said))
+    """The submission, held and ranked as its user said last, and planned with what its own steps took."""
+    pipeline = replace(submission.pipeline, **state.standings.get(submission.pipeline.id, {}))
+    measured = state.measured.get(pipeline.id)
+    if measured is not None and pipeline.estimate is None:
+        estimate, held = PhaseSeconds(**measured["estimate"]), PhaseSeconds(**measured["held"])
+        pipeline = replace(pipeline, estimate=estimate, held=held)
+    return replace(submission, pipeline=pipeline)
 
 
 def drive(
