@@ -270,6 +270,7 @@ def test_rb25_rb26_the_events_alone_lead_to_the_same_state_from_any_moment(build
             live = again
 
 
+@pytest.mark.parametrize("num_events", [2_500, pytest.param(10_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
     "policy",
     [
@@ -277,11 +278,11 @@ def test_rb25_rb26_the_events_alone_lead_to_the_same_state_from_any_moment(build
         for name in SHARING
     ],
 )
-def test_rb27_all_is_well_after_every_one_of_ten_thousand_events(builders, policy):
+def test_rb27_all_is_well_after_every_one_of_thousands_of_events(builders, policy, num_events):
     generator = random.Random(policy)
     driver = driver_of(builders, policy, rollout=3, train=2)
     number = 0
-    while len(driver.events) < 10_000:
+    while len(driver.events) < num_events:
         query = driver.scheduler.query
         alive = [name for name in query.pipelines() if query.status(name) is PipelineStatus.RUNNING]
         draw = generator.random()

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 import sys
+from pathlib import Path
 
 import pytest
+from tests.command_line import command
 
 from rlmux.runtime.chaos import CONTROLLER, EVERYTHING, KINDS, Commands, planned_kills, run_chaos
 
@@ -16,7 +18,7 @@ cluster:
     train: {devices: 1}
 policy: rollmux
 defaults:
-  steps: 30
+  steps: %d
   model: {hidden_size: 32, layers: 2, heads: 2, kv_heads: 1, intermediate_size: 64}
   sft_warmup: {updates: 4, batch_size: 16}
   rollout: {max_new_tokens: 16, slots: 8}
@@ -32,18 +34,28 @@ pipelines:
 
 @pytest.fixture
 def commands(tmp_path, backend_words):
-    file = tmp_path / "two.yaml"
-    file.write_text(FILE)
-    rlmux = [sys.executable, "-m", "rlmux"]
-    return Commands(
-        run=lambda folder: [*rlmux, "run", str(file), "--out", str(folder), *backend_words.run],
-        resume=lambda folder: [*rlmux, "resume", str(folder), *backend_words.resume],
-    )
+    """Commands that train so many steps."""
+
+    def of_steps(num_steps: int) -> Commands:
+        file = tmp_path / "two.yaml"
+        file.write_text(FILE % num_steps)
+        rlmux = [sys.executable, "-m", "rlmux"]
+
+        def run(folder: Path) -> list[str]:
+            words = ["run", str(file), "--out", str(folder), *backend_words.run]
+            return command(*words) if folder.name == "undisturbed" else [*rlmux, *words]
+
+        return Commands(run=run, resume=lambda folder: [*rlmux, "resume", str(folder), *backend_words.resume])
+
+    return of_steps
 
 
-def test_twenty_kills_of_anything_leave_the_weights_as_they_were(commands, tmp_path):
-    result = run_chaos(commands, tmp_path / "chaos", num_kills=20, seed=5)
-    assert len(result.kills) == 20
+@pytest.mark.parametrize(
+    ("num_kills", "num_steps", "seed"), [(6, 10, 1), pytest.param(20, 30, 5, marks=pytest.mark.slow)]
+)
+def test_kills_of_anything_leave_the_weights_as_they_were(commands, tmp_path, num_kills, num_steps, seed):
+    result = run_chaos(commands(num_steps), tmp_path / "chaos", num_kills=num_kills, seed=seed)
+    assert len(result.kills) == num_kills
     assert {kill.kind for kill in result.kills} == set(KINDS)
     assert result.is_equal
     assert result.orphans == []

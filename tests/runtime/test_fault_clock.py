@@ -8,10 +8,12 @@ import shutil
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from tests.command_line import command
 
 from rlmux.report.log import LogReader
 
@@ -79,9 +81,10 @@ def score(data_source, solution_str, ground_truth, extra_info):
 """
 
 
-def run(folder: Path, **environment: str) -> dict:
+def run(folder: Path, rlmux: Sequence[str], **environment: str) -> dict:
+    """`rlmux`: the words of a command line, up to those for rlmux."""
     file, out = str(folder / "file.yaml"), str(folder / "run")
-    words = [sys.executable, "-m", "rlmux", "run", file, "--out", out, "--json"]
+    words = [*rlmux, "run", file, "--out", out, "--json"]
     (folder / "file.yaml").write_text(FILE)
     (folder / "clock_rewards.py").write_text(REWARDS % (folder / "looks"))
     done = subprocess.run(words, env={**os.environ, **environment}, capture_output=True, text=True, timeout=300)
@@ -97,9 +100,9 @@ def test_weights_limits_and_timeline_are_the_same_while_the_clock_jumps(tmp_path
     calm, jumping = tmp_path / "calm", tmp_path / "jumping"
     calm.mkdir()
     jumping.mkdir()
-    undisturbed = run(calm)
+    undisturbed = run(calm, command())
     started_s = time.monotonic()
-    summary = run(jumping, LD_PRELOAD=str(library))
+    summary = run(jumping, [sys.executable, "-m", "rlmux"], LD_PRELOAD=str(library))
     took_s = time.monotonic() - started_s
 
     looks = [float(line) for line in (jumping / "looks").read_text().splitlines()]

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from tests import command_line
 
 from rlmux.core.actions import ExpectSteps
 from rlmux.core.errors import UserError
@@ -400,14 +401,14 @@ def command(tmp_path):
     started: list[subprocess.Popen] = []
     (tmp_path / "slow_rewards.py").write_text(SLOW)
 
-    def start(*words: str, limit_bytes: int | None = None) -> subprocess.Popen:
+    def start(*words: str, limit_bytes: int | None = None, has_own_fork_server: bool = True) -> subprocess.Popen:
         def limit_files() -> None:
             if limit_bytes is not None:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
 
         with (tmp_path / "said.txt").open("w") as said:
             process = subprocess.Popen(
-                [sys.executable, "-m", "rlmux", *words],
+                [sys.executable, "-m", "rlmux", *words] if has_own_fork_server else command_line.command(*words),
                 stdout=subprocess.DEVNULL,
                 stderr=said,
                 preexec_fn=limit_files,
@@ -478,7 +479,8 @@ def test_a_full_disk_stops_the_run_with_one_line_and_it_can_be_resumed(tmp_path,
     """No file may grow beyond the limit: with the larger model the moments of a checkpoint hit it first."""
     text = FILE.replace("  - {name: slow", "  # {name: slow").replace("hidden_size: 16", f"hidden_size: {hidden_size}")
     words = write_file(tmp_path, text)
-    process = command(*words, limit_bytes=limit_bytes)
+    # The limit holds for the command and what it starts: a checkpoint is written by a worker, the log is not.
+    process = command(*words, limit_bytes=limit_bytes, has_own_fork_server=hidden_size > 16)
     assert process.wait(timeout=300) == 1
     last = (tmp_path / "said.txt").read_text().strip().splitlines()[-1]
     assert last.startswith("rlmux: ")
@@ -486,7 +488,7 @@ def test_a_full_disk_stops_the_run_with_one_line_and_it_can_be_resumed(tmp_path,
     assert ("run.db" if hidden_size == 16 else "step_1: cannot be written") in last
     with LogReader(tmp_path / "run") as reader:
         assert len(list(reader.entries())) > 1
-    resumed = command("resume", str(tmp_path / "run"))
+    resumed = command("resume", str(tmp_path / "run"), has_own_fork_server=False)
     wait_for_a_step(resumed, tmp_path / "run")
     resumed.send_signal(signal.SIGINT)
     assert resumed.wait(timeout=200) == 130

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import json
 import subprocess
-import sys
 from pathlib import Path
 from textwrap import dedent
+
+from tests.command_line import command
 
 SPEC = """
 cluster:
@@ -40,8 +41,8 @@ def test_a_run_trains_on_trajectories_of_several_turns(tmp_path: Path) -> None:
     (tmp_path / "my_game.py").write_text(dedent(GAME))
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps({"prompt": "g:", "answer": a}) + "\n" for a in "1234"))
     (tmp_path / "game.yaml").write_text(SPEC)
-    command = [sys.executable, "-m", "rlmux", "run", str(tmp_path / "game.yaml"), "--out", str(tmp_path / "run")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=170)
+    words = command("run", str(tmp_path / "game.yaml"), "--out", str(tmp_path / "run"))
+    done = subprocess.run(words, capture_output=True, text=True, timeout=170)
     assert done.returncode == 0, done.stdout + done.stderr
     rows = [json.loads(line) for line in (tmp_path / "run" / "game" / "metrics.jsonl").read_text().splitlines()]
     steps = [row for row in rows if "turns_mean" in row]

@@ -15,6 +15,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from tests.command_line import command
 
 from rlmux.service.tinker import wire_pb2 as wire
 
@@ -26,9 +27,9 @@ CLIENT_PYTHON = os.environ.get("RLMUX_TINKER_PYTHON") or (sys.executable if find
 class Served:
     """One server process."""
 
-    def __init__(self, words: list[str], folder: Path) -> None:
+    def __init__(self, words: list[str], folder: Path, *, has_own_fork_server: bool = False) -> None:
         environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
-        words = [sys.executable, "-m", "rlmux", *words]
+        words = [sys.executable, "-m", "rlmux", *words] if has_own_fork_server else command(*words)
         self.folder = folder
         self.process = subprocess.Popen(words, stdout=subprocess.PIPE, text=True, env=environment)
         assert self.process.stdout is not None

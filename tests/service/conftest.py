@@ -31,10 +31,11 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., Served]]:
     file = tmp_path / "serve.yaml"
     file.write_text(FILE, encoding="utf-8")
 
-    def start(resume: Served | None = None) -> Served:
+    def start(resume: Served | None = None, *, has_own_fork_server: bool = False) -> Served:
         folder = tmp_path / f"run{len(running)}" if resume is None else resume.folder
         if resume is None:
-            running.append(Served(["serve", str(file), "--listen", "127.0.0.1:0", "--out", str(folder)], folder))
+            words = ["serve", str(file), "--listen", "127.0.0.1:0", "--out", str(folder)]
+            running.append(Served(words, folder, has_own_fork_server=has_own_fork_server))
         else:
             running.append(Served(["resume", str(folder)], folder))
             assert running[-1].address == resume.address

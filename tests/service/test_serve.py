@@ -32,7 +32,7 @@ def test_a_killed_server_goes_on_and_its_clients_get_what_they_would_have_got(se
     undisturbed = serve()
     expected = program(connect(undisturbed), "a", undisturbed)
     assert undisturbed.stop() == 0
-    killed = serve()
+    killed = serve(has_own_fork_server=True)
     session = program(connect(killed), "a", killed, stop_after=1)["session"]
     resumed = serve(killed)
     assert program(connect(resumed), "a", resumed, session=session) == expected
