@@ -109,7 +109,6 @@ class Poisonable(RolloutWorker):
 """
 
 
-@pytest.mark.quick_on_ray
 def test_a_prompt_that_crashes_the_engine_each_time_fails_its_pipeline_alone(
     real, make_backend, good, alone, tmp_path, monkeypatch
 ):

@@ -84,7 +84,6 @@ class PausesEverything(Meddler):
                 yield PauseOrder(order=order.id)
 
 
-@pytest.mark.quick_on_ray
 def test_a_forced_pause_changes_nothing(real, make_backend, pair, solo, tmp_path):
     options = WorkerOptions(chunk_decode_steps=2, chunk_s=0.001)
     paused = real.run(tmp_path / "run", pair, policy=PausesEverything(), options=options, make_backend=make_backend)

@@ -42,7 +42,8 @@ def local(real, pair, tmp_path_factory):
     return real.run(tmp_path_factory.mktemp("local"), pair, policy="solo")
 
 
-@pytest.mark.parametrize("transport", [Transport.HIERARCHICAL, pytest.param(Transport.OBJECTS, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("transport", [Transport.HIERARCHICAL, Transport.OBJECTS])
 def test_without_shared_memory_weights_are_delivered_and_are_the_same(real, pair, local, nodes, tmp_path, transport):
     apart = nodes.make_backend(is_sharing_memory=False, sync=RaySync(transport=transport))
     far = real.run(tmp_path / "run", pair, make_backend=apart)
@@ -81,7 +82,9 @@ def test_two_receiving_nodes_and_a_killed_trainer_change_nothing(real, nodes, tm
     assert far.sha256 == alone.sha256, far.recorder.notes
 
 
-def test_a_sync_over_a_slow_link_holds_up_no_other_pipeline(real, local, pair, nodes, tmp_path):
+def test_a_sync_over_a_slow_link_holds_up_no_other_pipeline_and_the_weights_are_the_same(
+    real, local, pair, nodes, tmp_path
+):
     """Weights of one arrive only once the other has computed and synced its step, over the same link."""
     slow = RaySync(transport=Transport.HIERARCHICAL, link_bytes_per_s=60_000)
     arrived: list[Any] = []
@@ -106,6 +109,7 @@ def test_a_sync_over_a_slow_link_holds_up_no_other_pipeline(real, local, pair, n
 
     run = real.run(tmp_path / "run", pair, make_backend=make_holding_backend, watch=let_arrive)
     assert run.sha256 == local.sha256, run.recorder.notes
+    assert not left_in_memory(tmp_path / "run")
     assert num_synced == 3, "version 0 and those of two steps"
     assert sum(syncs(run.recorder, "reverse")) > 3 * 0.5, "the link was not slow: the test shows nothing"
 
