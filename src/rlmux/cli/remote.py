@@ -138,6 +138,9 @@ def _print_status(shown: Mapping[str, Any]) -> None:
     tables.print_rows(_pipeline_rows(shown))
     print()
     tables.print_rows(_device_rows(shown))
+    if shown["alerts"]:
+        print()
+        tables.print_rows(_alert_rows(shown))
 
 
 def _tables(shown: Mapping[str, Any]) -> Table:
@@ -145,7 +148,7 @@ def _tables(shown: Mapping[str, Any]) -> Table:
 
     both = Table.grid(padding=(1, 0))
     both.add_row(heading(shown))
-    for rows in (_pipeline_rows(shown), _device_rows(shown)):
+    for rows in (_pipeline_rows(shown), _device_rows(shown), _alert_rows(shown)):
         if rows:
             table = Table(*rows[0], box=None, pad_edge=False)
             for row in rows:
@@ -160,6 +163,18 @@ def heading(shown: Mapping[str, Any]) -> str:
     going = f"goes on ({process})" if shown["is_going_on"] else "nothing runs here now"
     kept_open = ", kept open" if shown["is_kept_open"] else ""
     return f"policy {shown['policy']}, {shown['now_s']:.0f} s, {going}{kept_open}"
+
+
+def _alert_rows(shown: Mapping[str, Any]) -> list[dict[str, Any]]:
+    return [
+        {
+            "alert": f"{alert['level']}: {alert['rule']}",
+            "pipeline": alert["pipeline"] or "",
+            "since step": alert["step"] if alert["step"] is not None else "",
+            "seen": alert["text"],
+        }
+        for alert in shown["alerts"]
+    ]
 
 
 def _pipeline_rows(shown: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from rlmux.core.errors import RlmuxError
+from rlmux.report.alerts import Alerts, disk_alert
 from rlmux.report.history import History, without_collector
 from rlmux.report.log import LogReader
 from rlmux.report.status import status
+from rlmux.report.summary import step_times_so_far
 from rlmux.runtime.control_socket import NoAnswerError, NotRunningError, ask
 
 ANSWER_LIMIT_S = 5.0
@@ -28,6 +30,7 @@ class StatusReader:
         self._answer_limit_s = answer_limit_s
         self._log = LogReader(folder)
         self._history = History(self._log.header)
+        self._alerts = Alerts()
         self._seq = 0
 
     def read(self) -> dict[str, Any]:
@@ -37,8 +40,11 @@ class StatusReader:
             for part in self._log.parts(after=self._seq):
                 self._history.add(part)
                 self._seq = max(self._seq, part.seq)
-        shown = status(self._history, is_going_on=answer is not None)
+        steps = step_times_so_far(self._history)
+        shown = status(self._history, is_going_on=answer is not None, steps=steps)
         shown["now_s"] = max(shown["now_s"], answer["now_s"]) if answer else shown["now_s"]
+        alerts = self._alerts.look(self._history, steps, now_s=shown["now_s"], is_going_on=answer is not None)
+        shown["alerts"] = [alert.to_json() for alert in [*alerts, disk_alert(self._folder)] if alert is not None]
         shown["pid"] = answer["pid"] if answer else None
         shown["is_kept_open"] = bool(answer and answer["is_kept_open"])
         shown["upcoming"] = answer["upcoming"] if answer else []

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,7 +16,8 @@ if TYPE_CHECKING:
     from rlmux.service.dashboard.app import Dashboard
 
 DEFAULT_LISTEN = "127.0.0.1:7460"
-_SERVING_NEEDS = ("fastapi", "uvicorn", "google.protobuf")
+_PAGES_NEED = ("fastapi", "uvicorn", "prometheus_client")
+_SERVING_NEEDS = (*_PAGES_NEED, "google.protobuf")
 Listen = Annotated[
     str | None,
     typer.Option(
@@ -37,6 +39,10 @@ AllowHost = Annotated[
     list[str] | None,
     typer.Option("--allow-host", metavar="NAME", help="Another name that browsers reach it by; may be repeated."),
 ]
+WebhookUrl = Annotated[
+    str | None,
+    typer.Option("--webhook", metavar="URL", help="Address that alerts are sent to as JSON, by POST; not with models."),
+]
 ServeOut = Annotated[
     str | None,
     typer.Option(
@@ -56,6 +62,7 @@ def serve(
     resume: Resume = None,
     opens: Open = False,
     allow_host: AllowHost = None,
+    webhook: WebhookUrl = None,
 ) -> None:
     """Show runs in a browser; keep lanes running that pipelines are submitted to; or serve models to Tinker clients.
 
@@ -66,12 +73,21 @@ def serve(
     \b
     Example: rlmux serve runs/demo --open
     """
+    _check_webhook(webhook)
+
+    def ready(pages: Dashboard) -> None:
+        _say_pages(pages, opens)
+        if webhook:
+            pages.send_alerts(webhook)
+
     if path is not None and Path(path).is_dir():
-        _show(Path(path), {"--policy": policy, "--out": out, "--resume": resume}, listen, opens, allow_host or [])
+        _show(Path(path), {"--policy": policy, "--out": out, "--resume": resume}, listen, allow_host or [], ready)
         return
     if path is not None and resume is None and _has_lanes(path):
-        _serve_lanes(Path(path), out, {"--policy": policy}, listen, opens, allow_host or [])
+        _serve_lanes(Path(path), out, {"--policy": policy}, listen, allow_host or [], ready)
         return
+    if webhook:
+        raise UserError("--webhook: accepted with DIR, or with a FILE that has lanes")
     _serve_models(path, listen, policy, out, resume, opens, allow_host or [])
 
 
@@ -82,13 +98,18 @@ def _has_lanes(file: str) -> bool:
 
 
 def _serve_lanes(
-    file: Path, out: str | None, others: dict[str, object], listen: str | None, opens: bool, allow_host: list[str]
+    file: Path,
+    out: str | None,
+    others: dict[str, object],
+    listen: str | None,
+    allow_host: list[str],
+    ready: Callable[[Dashboard], None],
 ) -> None:
     given = [name for name, value in others.items() if value is not None]
     if given:
         raise UserError(f"{given[0]}: each lane of {file} has its own; accepted: --out, --listen, --open, --allow-host")
     address = _address(listen or DEFAULT_LISTEN)
-    _check_installed("fastapi", "uvicorn")
+    _check_installed(*_PAGES_NEED)
     from rlmux.config.service_file import load_service_file
     from rlmux.policies import POLICIES
     from rlmux.service.lanes import root
@@ -102,7 +123,7 @@ def _serve_lanes(
 
     def say(url: str, pages: Dashboard) -> None:
         typer.echo(f"export RLMUX_TOKEN_FILE={pages.token_path}")
-        _say_pages(pages, opens)
+        ready(pages)
 
     pids = serve_lanes(specs, folder, lock, address=address, allowed_hosts=allow_host, on_ready=say)
     for name, pid in pids.items():
@@ -110,15 +131,21 @@ def _serve_lanes(
         typer.echo(f"rlmux: lane {name} goes on without the server ({ends})", err=True)
 
 
-def _show(folder: Path, others: dict[str, object], listen: str | None, opens: bool, allow_host: list[str]) -> None:
+def _show(
+    folder: Path,
+    others: dict[str, object],
+    listen: str | None,
+    allow_host: list[str],
+    ready: Callable[[Dashboard], None],
+) -> None:
     given = [name for name, value in others.items() if value is not None]
     if given:
         raise UserError(f"{given[0]}: a folder is shown, not run; accepted: --listen, --open, --allow-host")
     address = _address(listen or DEFAULT_LISTEN)
-    _check_installed("fastapi", "uvicorn")
+    _check_installed(*_PAGES_NEED)
     from rlmux.service.open_folder import open_folder
 
-    open_folder(folder, address=address, allowed_hosts=allow_host, on_ready=lambda pages: _say_pages(pages, opens))
+    open_folder(folder, address=address, allowed_hosts=allow_host, on_ready=ready)
 
 
 def _say_pages(pages: Dashboard, opens: bool) -> None:
@@ -187,6 +214,11 @@ def go_on(folder: Path, listen: str | None = None, *, opens: bool = False, allow
         on_ready=lambda url, pages: _say(url, pages, opens),
         is_resuming=True,
     )
+
+
+def _check_webhook(url: str | None) -> None:
+    if url is not None and not re.match(r"https?://[^/\s]+", url):
+        raise UserError(f"--webhook {url}: accepted: an address that begins with http:// or https://")
 
 
 def _address(listen: str) -> tuple[str, int]:

@@ -27,6 +27,7 @@ from rlmux.service.dashboard.reads import Reads, Trouble, parse_sort
 from rlmux.service.dashboard.samples import SampleReads, parse_reward, parse_sample_sort
 from rlmux.service.dashboard.stream import Streams, Watch
 from rlmux.service.dashboard.timeline import TimelineReads
+from rlmux.service.dashboard.webhook import Webhook
 from rlmux.service.index.lanes import Root
 from rlmux.service.index.tiles import LEVELS
 from rlmux.service.server import Server
@@ -65,7 +66,8 @@ class Dashboard:
         self.access = Access(limits)
         self.access.add_token(self.token, scopes=["admin"])
         self.indexing = Indexing(folder, spare)
-        reads = Reads(Root(folder, spare), lambda one: trouble(one) or self.indexing.trouble(one))
+        self._webhook: Webhook | None = None
+        self._reads = reads = Reads(Root(folder, spare), lambda one: trouble(one) or self.indexing.trouble(one))
         watch = Watch(reads)
         self._sessions = _Sessions(self.access, f"rlmux_{server.port}")
         scrape = Scrape(reads)
@@ -84,7 +86,14 @@ class Dashboard:
         """An address that logs a browser in, once, within a minute. What follows the # is sent to no server."""
         return f"{self._server.url}/login#t={self.access.make_ticket()}"
 
+    def send_alerts(self, url: str) -> None:
+        """Tell an address of alerts, from now on."""
+        self._webhook = Webhook(self._reads, url)
+        self._webhook.start()
+
     def close(self) -> None:
+        if self._webhook is not None:
+            self._webhook.close()
         self.indexing.close()
         self._spare.cleanup()
 
@@ -154,6 +163,7 @@ def table(reads: Reads, streams: Streams, sessions: _Sessions, scrape: Scrape) -
         get("/lanes", reads.lanes),
         get(_LANE, reads.lane),
         get(f"{_LANE}/devices", reads.devices),
+        get(f"{_LANE}/alerts", reads.alerts),
         get(f"{_LANE}/events", reads.events, {"limit": whole(1, 500)}),
         get(
             "/pipelines",

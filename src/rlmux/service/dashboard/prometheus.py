@@ -11,6 +11,7 @@ number follows that of the running pipelines, not that of all there ever were.
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -94,6 +95,7 @@ class Scrape(Collector):
             with self._reads.open(row["name"]) as reader:
                 _add_devices(families, row["name"], reader)
                 _add_pipelines(families, row["name"], reader)
+                _add_alerts(families, row["name"], reader)
         return families.every()
 
 
@@ -138,6 +140,12 @@ def _add_devices(families: _Families, lane: str, reader: IndexReader) -> None:
         device = json.loads(text)
         says = "Whether the device computes now"
         families.gauge("rlmux_device_busy", says, device["kind"] == Kind.BUSY, lane=lane, device=device["id"])
+
+
+def _add_alerts(families: _Families, lane: str, reader: IndexReader) -> None:
+    firing = Counter((alert["rule"], alert["level"]) for alert in reader.facts["alerts"])
+    for (rule, level), num in sorted(firing.items()):
+        families.gauge("rlmux_alerts_firing", "Alerts that fire, by rule", num, lane=lane, rule=rule, level=level)
 
 
 def _add_pipelines(families: _Families, lane: str, reader: IndexReader) -> None:

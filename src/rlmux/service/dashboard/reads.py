@@ -111,6 +111,10 @@ class Reads:
             rows = reader.rows("SELECT json FROM device ORDER BY place")
             return {"items": [json.loads(text) for (text,) in rows], "as_of_seq": reader.seq}
 
+    def alerts(self, asked: Asked) -> Any:
+        with self.open(asked.path["lane"]) as reader:
+            return {"items": reader.facts["alerts"], "as_of_seq": reader.seq}
+
     def events(self, asked: Asked) -> Any:
         limit = asked.query.get("limit", 100)
         with self.open(asked.path["lane"]) as reader:

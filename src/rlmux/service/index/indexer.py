@@ -23,6 +23,7 @@ import numpy as np
 
 from rlmux.core.errors import LogError
 from rlmux.core.model import PipelineId
+from rlmux.report.alerts import Alerts, disk_alert
 from rlmux.report.folder_lock import living_owner
 from rlmux.report.follow import Follower, Look
 from rlmux.report.history import without_collector
@@ -49,6 +50,7 @@ class LaneIndexer:
         self._follower = Follower(self._log.header)
         self._index = IndexWriter(index, str(self._log.header.get("run_id")))
         self._places = Places(self._index.fact("devices") or (), self._index.fact("pipelines") or ())
+        self._alerts = Alerts()
         self._is_first = True
         self._seq = 0
         self._is_going_on = False
@@ -115,9 +117,18 @@ class LaneIndexer:
             devices=self._places.devices,
             pipelines=self._places.pipelines,
             settled=rows.settled_rows(self._follower),
+            alerts=self._alerts_of(look),
             spec=(self._log.header.get("spec") or {}).get("resolved"),
         )
         self._index.keep_tiles(look.start_s, settled_s, self._places)
+
+    def _alerts_of(self, look: Look) -> list[dict[str, Any]]:
+        follower = self._follower
+        times, is_on = follower.steps.times, self._is_going_on
+        alerts = self._alerts.look(follower.history, times, now_s=look.end_s, is_going_on=is_on)
+        return [
+            alert.to_json() for alert in [*alerts, disk_alert(self._folder) if is_on else None] if alert is not None
+        ]
 
     def _write_rows(self, look: Look) -> None:
         follower, index, seq = self._follower, self._index, self._seq

@@ -5,7 +5,7 @@ import { Trouble } from "./frame";
 import { colourOf, of, useShown } from "./lane";
 import { Dot, PipelineName, Stack, Tiles, type Part } from "./parts";
 import { address } from "./place";
-import { KINDS, type Charge, type Device, type Happening, type Kind, type Lane, type Page, type Row } from "./shapes";
+import { KINDS, type Alert, type Charge, type Device, type Happening, type Kind, type Lane, type Page, type Row } from "./shapes";
 import { count, figure, moment, percent, seconds, stageName, times } from "./words";
 
 const MANY_DEVICES = 200;
@@ -15,6 +15,7 @@ export function Fleet() {
   const name = of(lane.name);
   const devices = useData<Page<Device>>(`/lanes/${name}/devices`, [`devices:${lane.name}`, `lane:${lane.name}`]);
   const rows = useData<Page<Row>>(`/pipelines?lane=${name}&limit=200`, [`pipeline:${lane.name}`]);
+  const alerts = useData<{ items: Alert[] }>(`/lanes/${name}/alerts`, [`lane:${lane.name}`]);
   return (
     <>
       <div class="heading">
@@ -26,7 +27,7 @@ export function Fleet() {
       </div>
       <Figures lane={lane} />
       <Trouble error={devices.error ?? rows.error} />
-      <NeedsYou rows={rows.value?.items ?? []} />
+      <NeedsYou rows={rows.value?.items ?? []} alerts={alerts.value?.items ?? []} />
       <h2>
         Where the time of all devices went <small>{seconds(lane.makespan_s)}{lane.state === "over" ? "" : " so far"}, {lane.num_devices} devices</small>
       </h2>
@@ -59,14 +60,33 @@ function Figures({ lane }: { lane: Lane }) {
   );
 }
 
-function NeedsYou({ rows }: { rows: Row[] }) {
+function NeedsYou({ rows, alerts }: { rows: Row[]; alerts: Alert[] }) {
+  const { lane } = useShown();
   const all = rows.filter((row) => ["failed", "refused", "waiting"].includes(row.status) || row.keeps_slo === false);
-  if (all.length === 0) return null;
+  if (all.length === 0 && alerts.length === 0) return null;
   return (
     <>
       <h2>Needs you</h2>
       <table>
         <tbody>
+          {alerts.map((alert) => (
+            <tr key={`${alert.pipeline} ${alert.rule}`}>
+              <td>{alert.pipeline === null ? "the run" : <PipelineName name={alert.pipeline} />}</td>
+              <td class={`state ${alert.level}`}>
+                {alert.level}: {alert.rule.replaceAll("_", " ")}
+              </td>
+              <td>
+                {alert.text}
+                {alert.step !== null && alert.pipeline !== null && (
+                  <>
+                    {" "}
+                    <a href={address(`/pipelines/${of(lane.name, alert.pipeline)}`, { tab: "samples", step: String(alert.step) })}>since step {alert.step}</a>
+                  </>
+                )}
+                <span class="muted"> {alert.advice}</span>
+              </td>
+            </tr>
+          ))}
           {all.map((row) => (
             <tr key={row.name}>
               <td>

@@ -43,6 +43,16 @@ export interface Charge {
   share: number;
 }
 
+/** Something that is wrong now, by a rule of the report's table. */
+export interface Alert {
+  rule: string;
+  level: "critical" | "warning" | "info";
+  pipeline: string | null;
+  step: number | null;
+  text: string;
+  advice: string;
+}
+
 export interface Device {
   id: string;
   pool: string;

@@ -1,0 +1,342 @@
+"""What is wrong with a run: a fold of its log by a table of rules, the same live, afterwards and in a test.
+
+    steps of each pipeline ──▶ RULES ──▶ Alert: rule, level, since which step, numbers, advice        one each at most
+    times of its steps, the disk ──▶ stands still, SLO at risk, disk full
+
+A rule looks at a pipeline's steps so far and says whether the newest is bad; it fires once so many in a row were, and
+is over with the first that is not. Thresholds are starting points: smoothing over 10 steps, noise as the median of the
+last 50 changes.
+"""
+
+from __future__ import annotations
+
+import math
+import shutil
+from bisect import insort
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+from rlmux.core.model import PipelineId, PipelineStatus
+from rlmux.report.history import History
+from rlmux.report.records import PipelineRecord
+from rlmux.report.slos import StepTime
+from rlmux.report.summary import StepTimes
+
+_SMOOTHING = 2.0 / (10 + 1)
+"""Weight of the newest step in a mean with the span of 10 steps."""
+_LAST = 50
+"""Steps that medians are over."""
+_MIN_STEPS = 20
+"""Steps before which a curve has no shape."""
+_FIRST = 10
+"""Steps at the start that later ones are compared with."""
+LEAST_STILL_S = 1800.0
+"""Seconds without a step that are not yet a standstill, however short steps are."""
+LEAST_FREE_SHARE = 0.05
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Alert:
+    """One thing that is wrong now."""
+
+    rule: str
+    level: str
+    """`critical`, `warning` or `info`."""
+    pipeline: str | None
+    """Pipeline that it is about; None for the whole run."""
+    step: int | None
+    """First of the steps that it is about."""
+    text: str
+    """What is seen, with its numbers."""
+    advice: str
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(slots=True)
+class Curve:
+    """A metric's values so far, as much of them as rules need."""
+
+    num: int = 0
+    last: float = math.nan
+    smooth: float = math.nan
+    """Mean that weighs the newest most."""
+    first_smooth: float = math.nan
+    """That mean after the first steps."""
+    best_smooth: float = -math.inf
+    first: list[float] = field(default_factory=list)
+    """Values of the first steps, sorted."""
+    before: deque[float] = field(default_factory=lambda: deque(maxlen=_LAST))
+    """Values before the newest."""
+    changes: deque[float] = field(default_factory=lambda: deque(maxlen=_LAST))
+
+    def add(self, value: float) -> None:
+        if self.num:
+            self.before.append(self.last)
+            self.changes.append(abs(value - self.last))
+        if self.num < _FIRST:
+            insort(self.first, value)
+        self.smooth = value if not self.num else self.smooth + _SMOOTHING * (value - self.smooth)
+        self.last, self.num = value, self.num + 1
+        if self.num <= _FIRST:
+            self.first_smooth = self.smooth
+        if self.num >= _FIRST:
+            self.best_smooth = max(self.best_smooth, self.smooth)
+
+    @property
+    def noise(self) -> float:
+        """Median size of the last changes from step to step."""
+        return median(self.changes) if self.changes else 0.0
+
+
+Curves = Mapping[str, Curve]
+Seen = str | None
+"""What is wrong with the newest step, in words; None where nothing is."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """One row of the table."""
+
+    name: str
+    level: str
+    steps: int
+    """Bad steps in a row after which it fires."""
+    look: Callable[[Curves], Seen]
+    advice: str
+
+
+def _not_finite(curves: Curves) -> Seen:
+    bad = [name for name in ("loss", "reward_mean", "grad_norm", "kl") if name in curves and _is_bad(curves[name])]
+    return f"{', '.join(bad)} is not a finite number" if bad else None
+
+
+def _is_bad(curve: Curve) -> bool:
+    return curve.num > 0 and not math.isfinite(curve.last)
+
+
+def _reward_fell(curves: Curves) -> Seen:
+    reward = curves.get("reward_mean")
+    if reward is None or reward.num < _MIN_STEPS:
+        return None
+    fall = reward.best_smooth - reward.smooth
+    gain = reward.best_smooth - reward.first_smooth
+    is_large = fall > max(0.5 * gain, 0.1 * abs(reward.best_smooth))  # first: a median costs more
+    is_bad = is_large and fall > 3.0 * reward.noise
+    return f"reward fell from {reward.best_smooth:.3g} to {reward.smooth:.3g}" if is_bad else None
+
+
+def _kl_rose(curves: Curves) -> Seen:
+    kl = curves.get("kl")
+    if kl is None or not kl.before or kl.last <= 0.1:
+        return None
+    usual = median(kl.before)
+    return f"kl is {kl.last:.3g}, usually {usual:.3g}" if kl.last > 5.0 * usual else None
+
+
+def _kl_is_huge(curves: Curves) -> Seen:
+    kl = curves.get("kl")
+    return f"kl is {kl.last:.3g}" if kl is not None and kl.num and kl.last > 10.0 else None
+
+
+def _engines_disagree(curves: Curves) -> Seen:
+    gap = curves.get("logprob_gap")
+    if gap is None or len(gap.before) < _FIRST or gap.last <= 1e-4:
+        return None
+    usual = median(gap.before)
+    return f"logprob_gap is {gap.last:.3g}, usually {usual:.3g}" if gap.last > 10.0 * usual else None
+
+
+def _entropy_fell(curves: Curves) -> Seen:
+    entropy = curves.get("entropy")
+    if entropy is None or entropy.num < _MIN_STEPS:
+        return None
+    usual = median(entropy.first)
+    return f"entropy is {entropy.last:.3g}, at first {usual:.3g}" if entropy.last < max(0.1 * usual, 0.01) else None
+
+
+def _rewards_are_equal(curves: Curves) -> Seen:
+    spread, reward = curves.get("reward_std"), curves.get("reward_mean")
+    is_flat = spread is not None and spread.num > 0 and spread.last == 0.0 and reward is not None
+    return f"every answer got the reward {reward.last:.3g}" if is_flat and reward is not None else None
+
+
+RULES: Sequence[Rule] = (
+    Rule(
+        name="nonfinite",
+        level="critical",
+        steps=1,
+        look=_not_finite,
+        advice="Look at the step's samples; lower train.learning_rate or train.grad_clip.",
+    ),
+    Rule(
+        name="reward_collapse",
+        level="critical",
+        steps=4,
+        look=_reward_fell,
+        advice="Go back to a checkpoint before the fall, with a lower learning rate or a higher weight of kl.",
+    ),
+    Rule(
+        name="kl_blowup",
+        level="warning",
+        steps=3,
+        look=_kl_rose,
+        advice="The policy runs away from its reference: lower the learning rate, or raise the weight of kl.",
+    ),
+    Rule(
+        name="kl_huge",
+        level="critical",
+        steps=3,
+        look=_kl_is_huge,
+        advice="The policy has left its reference: go back to a checkpoint.",
+    ),
+    Rule(
+        name="engine_trainer_gap",
+        level="warning",
+        steps=3,
+        look=_engines_disagree,
+        advice="Rollout and training disagree about the same tokens: compare their dtypes and weights.",
+    ),
+    Rule(
+        name="entropy_collapse",
+        level="warning",
+        steps=10,
+        look=_entropy_fell,
+        advice="Answers become equal: raise the temperature, or lower the learning rate.",
+    ),
+    Rule(
+        name="no_signal",
+        level="warning",
+        steps=10,
+        look=_rewards_are_equal,
+        advice="Nothing is left to learn from: the reward is broken, or the task is solved.",
+    ),
+)
+
+
+@dataclass(slots=True)
+class _Fold:
+    """One pipeline's steps so far."""
+
+    last_step: int = 0
+    num_steps: int = 0
+    curves: dict[str, Curve] = field(default_factory=dict)
+    begun: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """(first bad step, bad steps in a row) by rule."""
+    seen: dict[str, str] = field(default_factory=dict)
+
+    def add(self, step: int, metrics: Mapping[str, float | None]) -> None:
+        self.last_step, self.num_steps = step, self.num_steps + 1
+        for name, value in metrics.items():
+            if value is not None:
+                self.curves.setdefault(name, Curve()).add(value)
+        for rule in RULES:
+            words = rule.look(self.curves)
+            if words is None:
+                self.begun.pop(rule.name, None)
+            else:
+                first, many = self.begun.get(rule.name, (step, 0))
+                self.begun[rule.name], self.seen[rule.name] = (first, many + 1), words
+
+    def firing(self, pipeline: str) -> Iterator[Alert]:
+        for rule in RULES:
+            first, many = self.begun.get(rule.name, (0, 0))
+            if many >= rule.steps:
+                yield Alert(
+                    rule=rule.name,
+                    level=rule.level,
+                    pipeline=pipeline,
+                    step=first,
+                    text=self.seen[rule.name],
+                    advice=rule.advice,
+                )
+
+
+class Alerts:
+    """The alerts of a run that grows: each look takes in what is new."""
+
+    def __init__(self) -> None:
+        self._folds: dict[PipelineId, _Fold] = {}
+
+    def look(self, history: History, times: StepTimes, *, now_s: float, is_going_on: bool) -> list[Alert]:
+        """What is wrong as of the last row, by pipeline in the log's order.
+
+        `now_s`: time of the run's clock. `is_going_on`: a process carries the run on.
+        """
+        found: list[Alert] = []
+        for name, record in history.pipelines.items():
+            found += self._fold_of(name, record).firing(str(name))
+            if is_going_on and record.status == PipelineStatus.RUNNING:
+                found += _slow(record, times.get(name, ()))
+                found += _still(record, times.get(name, ()), now_s)
+        return found
+
+    def _fold_of(self, name: PipelineId, record: PipelineRecord) -> _Fold:
+        fold = self._folds.get(name)
+        steps = sorted(record.metrics)
+        if fold is None or fold.num_steps > len(steps) or steps[: fold.num_steps][-1:] != _last(fold):
+            fold = self._folds[name] = _Fold()  # steps are to be done again: what followed them counts no more
+        for step in steps[fold.num_steps :]:
+            fold.add(step, record.metrics[step])
+        return fold
+
+
+def _last(fold: _Fold) -> list[int]:
+    return [fold.last_step] if fold.num_steps else []
+
+
+def _slow(record: PipelineRecord, times: Sequence[StepTime]) -> Iterator[Alert]:
+    """Its last steps are slower than its SLO, or nearly; the first is left out, as it starts processes."""
+    slo = record.pipeline.slo_slowdown
+    last = [time for time in times[1:] if time.solo_s > 0.0][-5:]
+    if not math.isfinite(slo) or len(last) < 5:
+        return
+    slowdown = math.fsum(time.seconds for time in last) / math.fsum(time.solo_s for time in last)
+    if slowdown > 0.95 * slo:
+        is_broken = slowdown > slo
+        yield Alert(
+            rule="slo_broken" if is_broken else "slo_at_risk",
+            level="critical" if is_broken else "warning",
+            pipeline=str(record.pipeline.id),
+            step=last[0].step,
+            text=f"its last five steps took {slowdown:.2f} of alone, SLO {slo:.2f}",
+            advice="See what it waits for on the timeline; give its group more nodes, or the pipeline a looser SLO.",
+        )
+
+
+def _still(record: PipelineRecord, times: Sequence[StepTime], now_s: float) -> Iterator[Alert]:
+    begun_s = max([record.admitted_s or 0.0, *(time.end_s for time in times[-1:])])
+    usual_s = median(time.seconds for time in times) if times else 0.0
+    still_s = now_s - begun_s
+    if still_s > max(LEAST_STILL_S, 6.0 * usual_s):
+        yield Alert(
+            rule="stands_still",
+            level="critical",
+            pipeline=str(record.pipeline.id),
+            step=times[-1].step + 1 if times else record.pipeline.first_step,
+            text=f"no step for {still_s / 60:.0f} min; one usually takes {usual_s:.3g} s",
+            advice="See what it waits for on the timeline, and the end of its log.",
+        )
+
+
+def disk_alert(folder: Path) -> Alert | None:
+    """What is wrong where a run's disk has less than a twentieth left."""
+    try:
+        usage = shutil.disk_usage(folder)
+    except OSError:
+        return None
+    if usage.free >= LEAST_FREE_SHARE * usage.total:
+        return None
+    return Alert(
+        rule="disk_low",
+        level="critical",
+        pipeline=None,
+        step=None,
+        text=f"{usage.free / 1e9:.1f} of {usage.total / 1e9:.0f} GB are free",
+        advice="Free some: a checkpoint that cannot be written stops the run.",
+    )

@@ -1,0 +1,146 @@
+"""Rules fire on what is wrong and stay quiet on what is only noisy; the fold is the same step by step and at once."""
+
+from __future__ import annotations
+
+import math
+import random
+import shutil
+
+import pytest
+from tests.log_script import LogScript
+
+from rlmux.report.alerts import RULES, Alerts, disk_alert
+from rlmux.report.history import History
+from rlmux.report.slos import StepTime
+
+
+def run_of(curve: dict[str, list[float]], *, slo: float = math.inf) -> History:
+    script = LogScript()
+    script.submit(0.0, "sort", num_steps=10_000, slo_slowdown=slo)
+    for step in range(1, max(map(len, curve.values())) + 1):
+        metrics = {name: values[step - 1] for name, values in curve.items()}
+        script.note(float(step), "step", pipeline="sort", step=step, metrics=metrics)
+    return script.history()
+
+
+def alerts_of(history: History, times: list[StepTime] | None = None, *, now_s: float = 0.0) -> list:
+    return Alerts().look(history, {"sort": times or []}, now_s=now_s, is_going_on=True)
+
+
+def rules_of(curve: dict[str, list[float]]) -> dict[str, int | None]:
+    return {alert.rule: alert.step for alert in alerts_of(run_of(curve))}
+
+
+def rising(chance: random.Random, num: int, noise: float = 0.1) -> list[float]:
+    return [0.8 - 0.6 * math.exp(-step / 60) + chance.gauss(0.0, noise) for step in range(num)]
+
+
+def clean(chance: random.Random, num: int) -> dict[str, list[float]]:
+    return {
+        "reward_mean": rising(chance, num),
+        "reward_std": [0.3 + chance.random() / 10 for _ in range(num)],
+        "kl": [abs(chance.gauss(0.02, 0.01)) for _ in range(num)],
+        "entropy": [1.5 * math.exp(-step / 300) + chance.gauss(0.0, 0.05) for step in range(num)],
+        "logprob_gap": [abs(chance.gauss(0.0, 1e-6)) for _ in range(num)],
+        "loss": [chance.gauss(0.0, 1.0) for _ in range(num)],
+        "grad_norm": [abs(chance.gauss(1.0, 0.5)) for _ in range(num)],
+    }
+
+
+def test_a_hundred_noisy_curves_raise_no_alarm():
+    fired = [rules_of(clean(random.Random(seed), 120)) for seed in range(100)]
+    assert [one for one in fired if one] == []
+
+
+COLLAPSES = {
+    "reward_collapse": {"reward_mean": 0.05},
+    "kl_blowup": {"kl": 2.0},
+    "kl_huge": {"kl": 30.0},
+    "engine_trainer_gap": {"logprob_gap": 0.3},
+    "entropy_collapse": {"entropy": 1e-3},
+    "no_signal": {"reward_std": 0.0},
+    "nonfinite": {"loss": math.nan},
+}
+
+
+@pytest.mark.parametrize("rule", COLLAPSES)
+def test_a_collapse_fires_within_ten_steps_and_names_its_first(rule):
+    for seed in range(10):
+        chance = random.Random(seed)
+        curve, begun = clean(chance, 100), chance.randrange(60, 90)
+        for name, value in COLLAPSES[rule].items():
+            curve[name] = [
+                *curve[name][: begun - 1],
+                *(value + (0.01 * chance.random() if value else 0.0) for _ in range(10)),
+            ]
+        curve = {name: values[: begun + 9] for name, values in curve.items()}
+        fired = rules_of(curve)
+        assert rule in fired, (rule, seed, fired)
+        assert begun <= fired[rule] <= begun + 9
+
+
+def test_a_rule_is_over_with_the_first_step_that_is_well():
+    chance = random.Random(0)
+    curve = clean(chance, 80)
+    curve["kl"][70:75] = [3.0] * 5
+    assert "kl_blowup" not in rules_of(curve)
+    assert "kl_blowup" in rules_of({name: values[:75] for name, values in curve.items()})
+
+
+def test_every_rule_has_a_collapse_that_fires_it():
+    assert {rule.name for rule in RULES} == COLLAPSES.keys()
+
+
+def test_a_fold_step_by_step_is_the_fold_of_all_steps():
+    chance = random.Random(3)
+    curve = clean(chance, 90)
+    curve["reward_mean"][60:] = [0.0] * 30
+    whole, alerts = run_of(curve), Alerts()
+    growing = run_of({name: values[:1] for name, values in curve.items()})
+    for step in range(1, 91):
+        growing.pipelines["sort"].metrics[step] = whole.pipelines["sort"].metrics[step]
+        seen = alerts.look(growing, {}, now_s=0.0, is_going_on=True)
+    assert seen == alerts_of(whole)
+    assert [alert.rule for alert in seen] == ["reward_collapse"]
+
+
+def test_steps_that_are_to_be_done_again_take_their_alerts_back():
+    chance = random.Random(5)
+    curve = clean(chance, 80)
+    curve["kl"][70:] = [20.0] * 10
+    history, alerts = run_of(curve), Alerts()
+    assert alerts.look(history, {}, now_s=0.0, is_going_on=True)
+    for step in range(60, 81):
+        del history.pipelines["sort"].metrics[step]
+    assert alerts.look(history, {}, now_s=0.0, is_going_on=True) == []
+
+
+def steps(*seconds: float) -> list[StepTime]:
+    ends = [sum(seconds[: at + 1]) for at in range(len(seconds))]
+    return [StepTime(at, end_s, spent_s, 1.0) for at, (end_s, spent_s) in enumerate(zip(ends, seconds, strict=True), 1)]
+
+
+@pytest.mark.parametrize(("seconds", "rule"), [(1.2, None), (1.45, "slo_at_risk"), (1.6, "slo_broken")])
+def test_the_last_five_steps_are_held_against_the_slo(seconds, rule):
+    history = run_of({"reward_mean": [0.5]}, slo=1.5)
+    found = alerts_of(history, steps(9.0, *[seconds] * 6))
+    assert [alert.rule for alert in found] == ([rule] if rule else [])
+
+
+def test_a_pipeline_stands_still_after_half_an_hour_and_six_of_its_steps():
+    history = run_of({"reward_mean": [0.5]})
+    assert alerts_of(history, steps(9.0, 10.0), now_s=1800.0) == []
+    (alert,) = alerts_of(history, steps(9.0, 10.0), now_s=1900.0)
+    assert (alert.rule, alert.step, alert.text) == (
+        "stands_still", 3, "no step for 31 min; one usually takes 9.5 s",
+    )  # fmt: skip
+    assert alerts_of(history, steps(900.0, 900.0), now_s=1800.0 + 5000.0) == []
+    assert Alerts().look(history, {}, now_s=1e6, is_going_on=False) == []
+
+
+def test_a_disk_is_low_below_a_twentieth(tmp_path, monkeypatch):
+    usage = type(shutil.disk_usage(tmp_path))
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1000 * 10**9, 960 * 10**9, 40 * 10**9))
+    assert disk_alert(tmp_path).text == "40.0 of 1000 GB are free"
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1000 * 10**9, 900 * 10**9, 100 * 10**9))
+    assert disk_alert(tmp_path) is None
