@@ -29,9 +29,9 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., Served]]:
     """Start a server in a new folder, or on one that another left behind, at the address it had."""
     running: list[Served] = []
     file = tmp_path / "serve.yaml"
-    file.write_text(FILE, encoding="utf-8")
 
-    def start(resume: Served | None = None, *, has_own_fork_server: bool = False) -> Served:
+    def start(resume: Served | None = None, *, text: str = FILE, has_own_fork_server: bool = False) -> Served:
+        file.write_text(text, encoding="utf-8")
         folder = tmp_path / f"run{len(running)}" if resume is None else resume.folder
         if resume is None:
             words = ["serve", str(file), "--listen", "127.0.0.1:0", "--out", str(folder)]

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from tests.service.clients import weights_of
+from tests.service.conftest import FILE
+
+from rlmux.core.actions import Admit, Queue
+from rlmux.report.log import LogReader
 
 PARAMS = {"max_tokens": 12, "temperature": 1.0, "top_k": -1, "top_p": 1.0}
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}
@@ -73,3 +77,20 @@ def test_what_is_malformed_or_not_served_is_refused_by_name_and_disturbs_nothing
     client.ask(f"sessions/{session}/finish", reason={"type": "success"})
     assert client.post("session_heartbeat", session_id=session).status_code == 410
     assert served.stop() == 0
+
+
+def test_a_model_beyond_the_memory_waits_with_a_reason_and_begins_when_another_has_ended(serve, connect):
+    text = FILE.replace("devices: 1}", "devices: 1, host_memory_gb: 0.4}")
+    served = serve(text=text)
+    client = connect(served)
+    sessions = [client.ask("create_session", sdk_version="0")["session_id"] for _ in range(3)]
+    models = [client.model(session) for session in sessions]
+    assert [client.result(f"{model}:create").json()["model_id"] for model in models[:2]] == models[:2]
+    client.ask(f"sessions/{sessions[0]}/finish", reason={"type": "success"})
+    assert client.result(f"{models[2]}:create").json()["model_id"] == models[2]
+    assert served.stop() == 0
+    with LogReader(served.folder) as log:
+        of_third = [entry.value for entry in log.entries() if getattr(entry.value, "pipeline", None) == "s2-0"]
+    queued, admitted = (next(one for one in of_third if isinstance(one, kind)) for kind in (Queue, Admit))
+    assert of_third.index(queued) < of_third.index(admitted)
+    assert "it is first in the queue and starts when s0-0 has ended" in queued.reason

@@ -4,9 +4,10 @@
                                                                    saved behind it ─▶ finished(order)
     sample(request) ─▶ waiting ─▶ arrived(ROLLOUT) ─▶ begin(order) ─▶ sampling burst: all that waits ─▶ finished(order)
 
-A burst takes along what comes while it runs, and lingers a moment for more before it ends: a program that asks again
-at once keeps its device, one that thinks gives it up. Requests that were carried out since the newest checkpoint are
-kept: a train worker that is lost begins again there and does them once more, to the same bits.
+A burst takes along what comes while it runs, up to `burst_s` of sampling, and lingers a moment for more before it ends:
+a program that asks again at once keeps its device, one that thinks gives it up. Requests that were carried out since
+the newest checkpoint are kept: a train worker that is lost begins again there and does them once more, to the same
+bits.
 """
 
 from __future__ import annotations
@@ -51,6 +52,8 @@ class BurstOptions:
 
     chunk_s: float = 0.5
     """Longest uninterrupted piece of work, in seconds."""
+    burst_s: float = 2.0
+    """Seconds of sampling after which a burst ends with work left: it is another's turn, if there is another."""
     linger_s: float = 0.05
     """Seconds that a burst waits for more before it ends."""
     call_limit_s: float = 120.0
@@ -58,8 +61,9 @@ class BurstOptions:
 
 
 class Listener(Protocol):
-    """What hears of a pipeline's work, in the host's thread."""
+    """What hears of a pipeline and its work, in the host's thread."""
 
+    def admitted(self, pipeline_id: PipelineId) -> None: ...
     def answered(self, pipeline_id: PipelineId, answer: Answer) -> None: ...
     def checkpointed(self, pipeline_id: PipelineId, request_id: str, folder: Path, sha256: str) -> None: ...
     def over(self, pipeline_id: PipelineId, reason: str) -> None: ...
@@ -140,10 +144,13 @@ class PipelineBursts:
         self._to_sample.append((request, weights))
         self._tell(Phase.ROLLOUT, _sample_units(request))
 
-    def withdraw(self, ids: Iterable[str]) -> None:
-        """Forget sampling requests that wait. What a worker has begun is finished, and its answer dropped."""
-        gone = set(ids)
+    def withdraw(self, ids: Sequence[str]) -> None:
+        """Forget sampling requests that wait, which is told. What a worker has begun is finished and answered."""
+        gone = {request.id for request, _ in self._to_sample}.intersection(ids)
         self._to_sample = deque(each for each in self._to_sample if each[0].id not in gone)
+        for each in ids:
+            if each in gone:
+                self._listener.answered(self.id, Answer(id=each, error="it was cancelled before it began"))
 
     def _tell(self, phase: Phase, units: int) -> None:
         """Have the running burst take new work along, or announce it."""
@@ -153,6 +160,15 @@ class PipelineBursts:
             lingering.arrive()
         elif phase not in self._order_by_phase:
             self._front.arrived(self.id, (phase,), units)
+
+    def wait_for(self, reason: str) -> None:
+        """The pipeline waits for its place."""
+        self.waits_for = reason
+
+    def have_place(self) -> None:
+        """The pipeline is placed."""
+        self.waits_for = None
+        self._listener.admitted(self.id)
 
     # --- orders -----------------------------------------------------------------------------------------------
 
@@ -195,6 +211,8 @@ class PipelineBursts:
                 report: BurstReport = yield self._calls.call(worker, "run_chunk", self._options.chunk_s)
                 spent.add(report)
                 self._answer_samples(report.answers)
+            if spent.seconds >= self._options.burst_s:
+                break
         self._end(order, Phase.ROLLOUT, spent, has_more=bool(self._sampling or self._to_sample))
 
     def _hand_over_samples(self, worker: Worker) -> Burst:
@@ -281,11 +299,11 @@ class PipelineBursts:
         if is_paused:
             self._front.paused(order.order, **spent.fields())
             return
-        self._front.finished(order.order, **spent.fields())
-        if has_more:
-            samples = [_sample_units(request) for request, _ in self._to_sample]
+        if has_more:  # before the end, so that the client is not taken for thinking
+            samples = [_sample_units(request) for request, _ in (*self._sampling.values(), *self._to_sample)]
             trained = [_train_units(request) for _, request in self._to_train]
             self._front.arrived(self.id, (phase,), sum(samples if phase is Phase.ROLLOUT else trained))
+        self._front.finished(order.order, **spent.fields())
 
     # --- workers ----------------------------------------------------------------------------------------------
 

@@ -217,9 +217,9 @@ class PipelineDriver:
             case PipelineCancelled():
                 self._reason = "cancelled"
             case Queue():
-                self._bursts.waits_for = news.reason
+                self._do(lambda: self._bursts.wait_for(news.reason))
             case Admit() | Relocate():
-                self._bursts.waits_for = None
+                self._do(self._bursts.have_place)
 
     def weights_sha256(self) -> str | None:
         return self._bursts.sha256

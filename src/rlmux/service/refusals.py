@@ -7,6 +7,7 @@
 | UnknownIdError, an address that is not served | 404                                      |
 | ConflictError                                 | 409                                      |
 | GoneError                                     | 410                                      |
+| FloodError                                    | 429, with Retry-After                    |
 """
 
 from __future__ import annotations
@@ -18,10 +19,10 @@ from pydantic import ValidationError
 from rlmux.core.errors import UserError
 from rlmux.service.tinker.keys import UnknownKeyError
 from rlmux.service.tinker.registry import GoneError, UnknownIdError
-from rlmux.service.tinker.requests import ConflictError
+from rlmux.service.tinker.requests import ConflictError, FloodError
 
 REFUSALS = (
-    *(ValidationError, UnknownKeyError, UserError, ConflictError, GoneError),
+    *(ValidationError, UnknownKeyError, UserError, ConflictError, GoneError, FloodError),
     *(json.JSONDecodeError, UnicodeDecodeError),
 )
 """Errors that are the request's own."""
@@ -44,4 +45,11 @@ def refusal(path: str, error: Exception) -> tuple[int, str]:
             return 409, str(error)
         case GoneError():
             return 410, str(error)
+        case FloodError():
+            return 429, str(error)
     return 400, str(error)
+
+
+def headers_of(status: int) -> dict[str, str]:
+    """Headers of a refusal: after how many seconds the same request may be sent again."""
+    return {"Retry-After": "1"} if status == 429 else {}

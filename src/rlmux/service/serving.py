@@ -88,11 +88,23 @@ class _Host:
         self._footprint = footprint
 
     def open(
-        self, pipeline: PipelineId, config: TrainingConfig, folder: Path, restore_from: Path | None, hints: Hints
+        self,
+        pipeline: PipelineId,
+        config: TrainingConfig,
+        folder: Path,
+        restore_from: Path | None,
+        hints: Hints,
+        project: str,
     ) -> None:
         driver = self._host.open(pipeline, config, folder, restore_from=restore_from)
-        slo = math.inf if hints.slo is None else hints.slo
-        plain = Pipeline(id=pipeline, num_steps=None, work_arrives=True, slo_slowdown=slo)
+        plain = Pipeline(
+            id=pipeline,
+            num_steps=None,
+            work_arrives=True,
+            slo_slowdown=math.inf if hints.slo is None else hints.slo,
+            project=project,
+            urgency=hints.urgency,
+        )
         self._front.submit(replace(plain, footprint=self._footprint(plain, config)), driver)
 
     def train(self, pipeline: PipelineId, request_id: str, request: TrainRequest) -> None:
@@ -115,6 +127,9 @@ class _News:
 
     def __init__(self, call_soon: CallSoon) -> None:
         self._call_soon = call_soon
+
+    def admitted(self, pipeline_id: PipelineId) -> None:
+        self._call_soon(lambda: self.front.admit(pipeline_id))
 
     def answered(self, pipeline_id: PipelineId, answer: Answer) -> None:
         self._call_soon(lambda: self.front.promises.settle(answer.id, answer.value, answer.error))

@@ -32,9 +32,15 @@ class Recorded:
 
     def __init__(self) -> None:
         self.given: dict[str, list[Any]] = {}
+        self.opened: dict[str, tuple[Any, str]] = {}
+        """Hints and project of each pipeline."""
+        self.finished: list[str] = []
 
-    def open(self, pipeline: str, *others: Any) -> None:
+    def open(
+        self, pipeline: str, config: object, folder: Path, restore_from: object, hints: object, project: str
+    ) -> None:
         self.given[pipeline] = []
+        self.opened[pipeline] = (hints, project)
 
     def train(self, pipeline: str, request_id: str, request: Any) -> None:
         self.given[pipeline].append(request_id.partition(":")[2])
@@ -47,7 +53,7 @@ class Recorded:
         pass
 
     def finish(self, pipeline: str) -> None:
-        pass
+        self.finished.append(pipeline)
 
 
 class Place:
@@ -55,10 +61,12 @@ class Place:
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir()
+        self.folder = folder
         self.host = Recorded()
-        front = TinkerFront({SERVED.name: SERVED}, Ledger(folder / "tinker.db"), folder, self.host)
+        self.reason: str | None = None
+        self.front = TinkerFront({SERVED.name: SERVED}, Ledger(folder / "tinker.db"), folder, self.host)
         app = FastAPI()
-        app.include_router(routes(front, Keys({}), lambda pipeline: None))
+        app.include_router(routes(self.front, Keys({}), lambda pipeline: self.reason))
         transport = httpx.ASGITransport(app, raise_app_exceptions=True)  # a failure of the server's own fails the test
         self.http = httpx.AsyncClient(transport=transport, base_url="http://test/api/v1/", headers={"X-API-Key": "k"})
 

@@ -5,18 +5,21 @@ from __future__ import annotations
 import pytest
 
 from rlmux.core.errors import UserError
+from rlmux.core.model import Urgency
 from rlmux.service.tinker.names import TinkerPath, checked_name
 from rlmux.service.tinker.tags import Hints, read_tags
 
 
 def test_tags_of_others_are_left_alone_and_ours_are_read():
     assert read_tags(["run:7", "rlmux.slo=1.3", "rlmux.seed=7"]) == Hints(slo=1.3, seed=7)
+    assert read_tags(["rlmux.priority=urgent"]) == Hints(urgency=Urgency.URGENT)
 
 
 @pytest.mark.parametrize(
     ("tag", "text"),
     [
-        ("rlmux.prio=high", "accepted: rlmux.slo=..., rlmux.seed=..."),
+        ("rlmux.prio=high", "accepted: rlmux.slo=..., rlmux.seed=..., rlmux.priority=..."),
+        ("rlmux.priority=high", "accepted: urgent, normal, background"),
         ("rlmux.slo=0.5", "accepted: a number, 1 or more"),
         ("rlmux.slo=x", "accepted: a number, 1 or more"),
         ("rlmux.seed=-1", "accepted: a whole number below"),

@@ -23,7 +23,7 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 
 from rlmux.core.errors import PipelineError, UserError
 from rlmux.rl.vocabulary import Vocabulary
-from rlmux.service.refusals import REFUSALS, refusal
+from rlmux.service.refusals import REFUSALS, headers_of, refusal
 from rlmux.service.rollouts import replies
 from rlmux.service.rollouts.bodies import Chat, Completion, Generate, Params
 from rlmux.service.rollouts.replies import Sampled
@@ -70,8 +70,9 @@ class _Door:
                 told = await handler(request, self._keys.project(request.headers.get("x-api-key", bearer)))
             except REFUSALS as error:
                 status, text = refusal(request.url.path, error)
-                kind = "invalid_request_error"
-                return JSONResponse({"error": {"message": text, "type": kind, "param": None, "code": None}}, status)
+                kind = "rate_limit_error" if status == 429 else "invalid_request_error"
+                body = {"error": {"message": text, "type": kind, "param": None, "code": None}}
+                return JSONResponse(body, status, headers=headers_of(status))
             return told if isinstance(told, Response) else JSONResponse(told)
 
         return answer

@@ -43,7 +43,13 @@ class Host(Protocol):
     """What carries out a front's work."""
 
     def open(
-        self, pipeline: PipelineId, config: TrainingConfig, folder: Path, restore_from: Path | None, hints: Hints
+        self,
+        pipeline: PipelineId,
+        config: TrainingConfig,
+        folder: Path,
+        restore_from: Path | None,
+        hints: Hints,
+        project: str,
     ) -> None: ...
     def train(self, pipeline: PipelineId, request_id: str, request: TrainRequest) -> None: ...
     def sample(self, pipeline: PipelineId, request: SampleRequest, weights: Path | None) -> None: ...
@@ -72,7 +78,7 @@ class TinkerFront:
         self._ledger = ledger
         self._folder = folder
         self._host = host
-        self._checks = RequestChecks(self.registry, models)
+        self._checks = RequestChecks(self.registry, self.promises, models)
         self._num_samples: dict[PipelineId, int] = {}
         self._apply_by_path: Mapping[str, Callable[[Taken], dict[str, Any]]] = {
             "create_session": self._create_session,
@@ -98,8 +104,8 @@ class TinkerFront:
     def take(self, path: str, body: bytes, project: str) -> dict[str, Any]:
         """Take a request that changes something; returns the answer, for most a promise.
 
-        Raises UserError for one that is refused, GoneError for one whose session is over, and ConflictError for a
-        number that another request has. The same request again gets the same answer.
+        Raises UserError for one that is refused, GoneError for one whose session is over, ConflictError for a number
+        that another request has, and FloodError where too many wait. The same request again gets the same answer.
         """
         chosen = secrets.token_hex(3) if path == "create_session" else ""
         request_id = request_id_of(path, body, chosen)
@@ -132,6 +138,12 @@ class TinkerFront:
         promised = self.promises.pending(request_id)
         if promised is not None and promised.sampler is not None:
             self._host.withdraw(promised.pipeline, [request_id])
+
+    def admit(self, pipeline: PipelineId) -> None:
+        """A pipeline has its place: what waited for that alone, its creation, is done."""
+        for request_id in self.promises.of_pipeline(pipeline):
+            if request_id.endswith(":create"):
+                self.promises.settle(request_id, None, None)
 
     def add_update(self, request_id: str, folder: Path, sha256: str) -> None:
         """A checkpoint that has everything up to this request is there. `sha256`: of its weights."""
@@ -192,7 +204,8 @@ class TinkerFront:
         session = self.registry.session(body.session_id, taken.project)
         seed = body.lora_config.seed if body.lora_config else None
         model = self._add_model(session, body.model_seq_id, self._models[body.base_model], seed, body.user_metadata, 1)
-        self._keep_json(taken.id, {"type": "create_model", "model_id": model.id})
+        answer = {"type": "create_model", "model_id": model.id}
+        self.promises.expect(taken.id, Promised(pipeline=model.pipeline, encode=lambda _: _json(answer)))
         return promise(taken.id, taken.path, taken.body)
 
     def _add_model(
@@ -226,7 +239,8 @@ class TinkerFront:
 
     def _open(self, session: Session, pipeline: PipelineId, served: ServedModel, restore_from: Path | None) -> None:
         session.pipelines.append(pipeline)
-        self._host.open(pipeline, served.training(pipeline), self._folder / pipeline, restore_from, session.hints)
+        folder, hints = self._folder / pipeline, session.hints
+        self._host.open(pipeline, served.training(pipeline), folder, restore_from, hints, session.project)
 
     def _train(
         self,
@@ -418,9 +432,6 @@ class TinkerFront:
                 request = sample_request(request_id, each, sampler.served, number=number, key=key)
                 self._host.sample(sampler.pipeline, request, sampler.weights)
         return promise(taken.id, taken.path, taken.body)
-
-    def _keep_json(self, request_id: str, answer: Mapping[str, Any]) -> None:
-        self.promises.keep(request_id, _json(answer))
 
 
 def _json(answer: Mapping[str, Any]) -> Result:

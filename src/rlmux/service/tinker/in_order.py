@@ -16,6 +16,10 @@ class InOrder(Generic[T]):
     """The number that comes next."""
     _held: dict[int, T] = field(default_factory=dict)
 
+    def is_missing(self, number: int) -> bool:
+        """Others wait for this one."""
+        return number == self.following and bool(self._held)
+
     def put(self, number: int, item: T) -> list[T]:
         """Everything that is due now: the item, if nothing before it is missing, and what waited for it."""
         self._held[number] = item

@@ -5,6 +5,7 @@ expect(id, promised) ─▶ settle(id, value or error) ─▶ ledger ─▶ all 
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -34,6 +35,7 @@ class Promises:
         self._ledger = ledger
         self._promised: dict[str, Promised] = {}
         self._waiters: dict[str, list[Callable[[], None]]] = {}
+        self._num_samples: Counter[str] = Counter()
 
     @property
     def num_pending(self) -> int:
@@ -48,6 +50,8 @@ class Promises:
         """A request was taken. One that has its result already, from before a restart, is no promise any more."""
         if self._ledger.result(request_id) is None:
             self._promised[request_id] = promised
+            if promised.sampler is not None:
+                self._num_samples[promised.sampler.session.project] += 1
 
     def then(self, request_id: str, call: Callable[[bool], None]) -> None:
         """Call before the request's result is told; at once where it has one already."""
@@ -68,6 +72,16 @@ class Promises:
         """Call back once the request has a result."""
         self._waiters.setdefault(request_id, []).append(then)
 
+    def forget_waiter(self, request_id: str, then: Callable[[], None]) -> None:
+        """What was to be called back waits no more."""
+        waiting = self._waiters.get(request_id, [])
+        if then in waiting:
+            waiting.remove(then)
+
+    def num_samples_of(self, project: str) -> int:
+        """Sampling requests of a project without a result."""
+        return self._num_samples[project]
+
     def pending(self, request_id: str) -> Promised | None:
         """What is known of a request without a result."""
         return self._promised.get(request_id)
@@ -81,6 +95,8 @@ class Promises:
         promised = self._promised.pop(request_id, None)
         if promised is None:  # done again after a restart
             return
+        if promised.sampler is not None:
+            self._num_samples[promised.sampler.session.project] -= 1
         if promised.then is not None:
             promised.then(error is None)
         self.keep(request_id, Result(error.encode(), "error") if error is not None else promised.encode(value))

@@ -16,14 +16,22 @@ from rlmux.service.tinker import bodies
 from rlmux.service.tinker.codec import read_addressee
 from rlmux.service.tinker.ledger import Taken
 from rlmux.service.tinker.names import WEIGHTS, TinkerPath, checked_name, model_id, sampler_id
+from rlmux.service.tinker.promises import Promises
 from rlmux.service.tinker.registry import Registry
 from rlmux.service.tinker.sampling import check_sample
 from rlmux.service.tinker.served import ServedModel
 from rlmux.service.tinker.tags import read_tags
 
+MAX_SAMPLES_AT_ONCE = 2000
+"""Sampling requests of one project that may wait for results."""
+
 
 class ConflictError(RlmuxError):
     """A request with the number of another one."""
+
+
+class FloodError(RlmuxError):
+    """More requests than are taken at once; the same one may come again a second later."""
 
 
 def request_id_of(path: str, body: bytes, chosen: str) -> str:
@@ -84,8 +92,9 @@ def promise(request_id: str, path: str, body: bytes) -> dict[str, Any]:
 class RequestChecks:
     """Refuses what is not served, by name and with what to write instead."""
 
-    def __init__(self, registry: Registry, models: Mapping[str, ServedModel]) -> None:
+    def __init__(self, registry: Registry, promises: Promises, models: Mapping[str, ServedModel]) -> None:
         self._registry = registry
+        self._promises = promises
         self._models = models
 
     def check(self, taken: Taken) -> None:
@@ -110,8 +119,7 @@ class RequestChecks:
             case "create_sampling_session":
                 self._check_sampler(bodies.CreateSamplingSession.model_validate_json(body), project)
             case "asample":
-                sample = bodies.Sample.model_validate_json(body)
-                check_sample(sample, self._registry.sampler(sample.sampling_session_id, project).served)
+                self._check_sample(bodies.Sample.model_validate_json(body), project)
 
     def _check_create(self, body: bodies.CreateModel, project: str) -> None:
         self._registry.session(body.session_id, project)
@@ -119,6 +127,16 @@ class RequestChecks:
         optimizer = body.optimizer_config
         if optimizer is not None and optimizer.type not in ("adam", "adamw"):
             raise UserError(f"optimizer {optimizer.type!r} is not served; accepted: adamw")
+
+    def _check_sample(self, body: bodies.Sample, project: str) -> None:
+        """One that others wait for is always taken: they could have no result without it."""
+        sampler = self._registry.sampler(body.sampling_session_id, project)
+        check_sample(body, sampler.served)
+        is_full = self._promises.num_samples_of(project) >= MAX_SAMPLES_AT_ONCE
+        if is_full and not sampler.order(body.seq_id)[0].is_missing(body.seq_id):
+            raise FloodError(
+                f"{MAX_SAMPLES_AT_ONCE} sampling requests of this project wait already; send it again later"
+            )
 
     def _check_number(self, model: str, seq_id: int, project: str) -> None:
         """A request whose turn has passed is another one with a number that is taken."""

@@ -20,12 +20,13 @@ from starlette.responses import JSONResponse, Response
 
 from rlmux.core.errors import UserError
 from rlmux.core.model import PipelineId
-from rlmux.service.refusals import REFUSALS, refusal
+from rlmux.service.refusals import REFUSALS, headers_of, refusal
 from rlmux.service.tinker import bodies
 from rlmux.service.tinker.front import TinkerFront
 from rlmux.service.tinker.keys import Keys
 from rlmux.service.tinker.names import SAMPLER_WEIGHTS
 from rlmux.service.tinker.registry import Checkpoint, GoneError, Model, UnknownIdError
+from rlmux.service.tinker.requests import MAX_SAMPLES_AT_ONCE
 
 POLL_S = 30.0
 """Longest wait for a result in one request; a client gives up after 45 s and asks again."""
@@ -35,7 +36,7 @@ _CLIENT_CONFIG = {
     "sample_use_retrieve_futures": False,
     "custom_loss_server_side": False,
     "pjwt_auth_enabled": False,
-    "sample_max_concurrent_requests": 2000,
+    "sample_max_concurrent_requests": MAX_SAMPLES_AT_ONCE,
 }
 _PREFIX = "/api/v1"
 _LOG = logging.getLogger("rlmux.tinker")
@@ -161,8 +162,10 @@ class _Door:
             if result is None:
                 settled = asyncio.Event()
                 self._front.promises.when_settled(request_id, settled.set)
-                with contextlib.suppress(TimeoutError):
+                try:
                     await asyncio.wait_for(settled.wait(), POLL_S)
+                except TimeoutError:
+                    self._front.promises.forget_waiter(request_id, settled.set)
                 result = self._front.promises.result(request_id)
         except KeyError:
             return _refusal(410 if ":sample:" in request_id else 404, f"no request {request_id!r}")
@@ -291,4 +294,4 @@ def _date(seconds: float) -> str:
 
 
 def _refusal(status: int, text: str) -> JSONResponse:
-    return JSONResponse({"detail": text}, status)
+    return JSONResponse({"detail": text}, status, headers=headers_of(status))

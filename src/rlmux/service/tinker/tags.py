@@ -1,4 +1,4 @@
-"""Hints that a client's owner gives without touching its code: TINKER_TAGS="rlmux.slo=1.3,rlmux.seed=7"."""
+"""Hints that a client's owner gives without touching its code: TINKER_TAGS="rlmux.slo=1.3,rlmux.priority=urgent"."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlmux.core.errors import UserError
+from rlmux.core.model import Urgency
 
 _PREFIX = "rlmux."
 
@@ -19,11 +20,17 @@ class Hints:
     """Largest accepted slowdown of a step against running alone; None: any."""
     seed: int | None = None
     """Seed of every random number of its models; None: the model's own, or 0."""
+    urgency: Urgency = Urgency.NORMAL
+    """Place among what waits for admission: urgent ones are offered room first, background ones last."""
 
 
 def read_tags(tags: Iterable[str]) -> Hints:
     """The hints among a session's tags. Raises UserError for a `rlmux.` tag that is unknown or has no such value."""
-    readers: Mapping[str, Callable[[str], Any]] = {"slo": _slo, "seed": _seed}
+    readers: Mapping[str, tuple[str, Callable[[str], Any]]] = {
+        "slo": ("slo", _slo),
+        "seed": ("seed", _seed),
+        "priority": ("urgency", _urgency),
+    }
     found: dict[str, Any] = {}
     for tag in sorted(tags):
         if not tag.startswith(_PREFIX):
@@ -31,7 +38,8 @@ def read_tags(tags: Iterable[str]) -> Hints:
         key, _, value = tag.removeprefix(_PREFIX).partition("=")
         if key not in readers:
             raise UserError(f"tag {tag!r}: accepted: {', '.join(f'{_PREFIX}{name}=...' for name in readers)}")
-        found[key] = readers[key](value)
+        field, read = readers[key]
+        found[field] = read(value)
     return Hints(**found)
 
 
@@ -49,3 +57,9 @@ def _seed(text: str) -> int:
     if not text.isdecimal() or int(text) >= 2**31:
         raise UserError(f"tag rlmux.seed={text}: accepted: a whole number below 2147483648")
     return int(text)
+
+
+def _urgency(text: str) -> Urgency:
+    if text not in list(Urgency):
+        raise UserError(f"tag rlmux.priority={text}: accepted: {', '.join(Urgency)}")
+    return Urgency(text)

@@ -1,0 +1,96 @@
+"""What a front takes, keeps waiting, refuses for a while and gives up; its host answers nothing."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+from tests.service.tinker.test_random_requests import PROMPT, SERVED, Place, as_json, training_body
+
+from rlmux.core.model import PipelineId, Urgency
+from rlmux.rl.arriving import SampleDone
+from rlmux.service.tinker import requests, routes
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path / "front")
+
+
+def sample(session: str, number: int) -> bytes:
+    sampler = f"{session}:sample:0"
+    return as_json(sampling_session_id=sampler, seq_id=number, prompt=PROMPT, sampling_params={"max_tokens": 4})
+
+
+def test_a_flood_is_answered_with_429_and_what_others_wait_for_is_always_taken(place, monkeypatch):
+    monkeypatch.setattr(requests, "MAX_SAMPLES_AT_ONCE", 3)
+
+    async def flood() -> None:
+        session = await place.begin()
+        for number in (1, 2, 3):  # all wait for number 0
+            await place.post("asample", sample(session, number))
+        refused = await place.http.post("asample", content=sample(session, 4))
+        assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
+        assert "3 sampling requests of this project wait already" in refused.json()["detail"]
+        assert (await place.http.post("asample", content=sample(session, 2))).status_code == 200, "a repeated one"
+        assert (await place.http.post("asample", content=sample(session, 0))).status_code == 200
+        for number in (0, 1):
+            assert (await place.http.post("asample", content=sample(session, 4))).status_code == 429
+            done = SampleDone(id="", sequences=[], prompt_logprobs=())
+            place.front.promises.settle(f"{session}:sample:0:{number}", done, None)
+        assert (await place.http.post("asample", content=sample(session, 4))).status_code == 200
+
+    asyncio.run(flood())
+
+
+def test_a_model_that_waits_for_its_place_is_promised_with_the_reason_until_it_has_it(place, monkeypatch):
+    monkeypatch.setattr(routes, "POLL_S", 0.0)
+
+    async def wait() -> None:
+        session = await place.begin()
+        asked = as_json(request_id=f"{session}:train:0:create")
+        waiting = await place.http.post("retrieve_future", content=asked)
+        assert waiting.status_code == 408
+        assert waiting.json()["queue_state"] == "paused_capacity"
+        assert waiting.json()["queue_state_reason"] == "rlmux: memory"
+        assert not any(place.front.promises._waiters.values()), "a poll that is over waits for nothing"
+        place.front.admit(PipelineId("s0-0"))
+        told = (await place.post("retrieve_future", asked)).json()
+        assert told == {"type": "create_model", "model_id": f"{session}:train:0"}
+
+    place.reason = "rlmux: memory"
+    asyncio.run(wait())
+
+
+def test_a_silent_client_gives_back_what_it_holds_and_its_checkpoints_stay(place):
+    async def fall_silent() -> None:
+        session = await place.begin()
+        model = f"{session}:train:0"
+        await place.post("save_weights", as_json(model_id=model, seq_id=1, path="kept"))
+        place.front.promises.settle(f"{model}:1", None, None)
+        await place.post("forward_backward", training_body(model, 2, seed=1))
+        await place.post("asample", sample(session, 0))
+        place.front.end_silent_sessions(since_s=float("inf"))
+        assert place.front.promises.num_pending == 0
+        assert sorted(place.host.finished) == ["s0-0", "s0-sampling-0"]
+        assert (await place.post("asample", sample(session, 1))).status_code == 410
+        told = (await place.post("retrieve_future", as_json(request_id=f"{model}:2"))).json()
+        assert told["error"].endswith("is over")
+        listed = (await place.http.get("checkpoints")).json()["checkpoints"]
+        assert [each["tinker_path"] for each in listed] == [f"tinker://{model}/weights/kept"]
+
+    (place.folder / "models").mkdir()
+    asyncio.run(fall_silent())
+
+
+def test_tags_reach_the_host_with_the_project(place):
+    async def begin() -> None:
+        body = as_json(tags=["rlmux.priority=background", "rlmux.slo=1.5"])
+        session = (await place.post("create_session", body)).json()["session_id"]
+        await place.post("create_model", as_json(session_id=session, model_seq_id=0, base_model=SERVED.name))
+
+    asyncio.run(begin())
+    hints, project = place.host.opened["s0-0"]
+    assert (hints.urgency, hints.slo) == (Urgency.BACKGROUND, 1.5)
+    assert project.startswith("key-")
