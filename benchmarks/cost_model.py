@@ -192,7 +192,8 @@ def nnls(columns: np.ndarray, target: np.ndarray) -> np.ndarray:
     return best
 
 
-def decode_bins(folder: Path, runs: list[str]) -> np.ndarray:
+@cache
+def decode_bins(folder: Path, runs: tuple[str, ...]) -> np.ndarray:
     """Rows (active, context, mean ms, iterations) of the logs, binned by log2(active)/3 and 500 tokens of
     context."""
     rows = []
@@ -213,7 +214,7 @@ def decode_bins(folder: Path, runs: list[str]) -> np.ndarray:
 
 def fit_decode(folder: Path, runs: list[str], shape: ModelShape) -> tuple[DecodeCurve, float]:
     """The curve of one model and its median relative error over bins, weighted by iterations."""
-    bins = decode_bins(folder, runs)
+    bins = decode_bins(folder, tuple(runs))
     captured = bins[bins[:, 0] <= 512]
     active, context, ms, count = captured.T
     cached = active * context / 1000
@@ -348,7 +349,7 @@ def fit_roofline(folder: Path, logs: dict[str, list[str]]) -> RooflineConstants:
     for model, runs in logs.items():
         shape = model_shape(model)
         curve, _ = estimate_curves(shape, MEASURED_GPU, TP, _only_physics(base))
-        for active, context, ms, count in decode_bins(folder, runs):
+        for active, context, ms, count in decode_bins(folder, tuple(runs)):
             if active > 512:
                 continue
             weight = count**0.25 / ms

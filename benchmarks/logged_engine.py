@@ -248,18 +248,21 @@ def _admitting(job: _Job, lengths: IntArray) -> WorkerRollout:
             )
             running = np.concatenate([running, np.array(admitted, dtype=np.int64)])
             is_open = False
-        ending = int((lengths[running] - done[running]).min())
-        held = float(done[running].sum()) + running.size * job.held_prompt
+        progress = done[running]
+        total = float(progress.sum())
+        ending = int((lengths[running] - progress).min())
+        held = total + running.size * job.held_prompt
         length = ending
         if math.isfinite(limits.kv_pool_tokens) and running.size > 1:
             length = min(ending, max(int((limits.kv_pool_tokens - held) // running.size), 0))
         if length > 0:
-            spans.append((length, running.size, float(done[running].mean()) + job.prompt, count, prefill_tokens))
-        done[running] += length
+            spans.append((length, running.size, total / running.size + job.prompt, count, prefill_tokens))
+        progress += length
+        done[running] = progress
         reserve = max(reserve - limits.reserve_decay * length, min(limits.reserve_floor, limits.reserve_start))
-        is_done = done[running] >= lengths[running]
-        is_open = is_open or bool(is_done.any())
-        running = running[~is_done]
+        if length == ending:
+            running = running[progress < lengths[running]]
+            is_open = True
         if length < ending:
             running, evicted = _preempted(job, done, running)
             waiting.extend(evicted)
@@ -277,8 +280,9 @@ def _admissible(
     """Take from the front of `waiting` as many as fit; an empty engine takes at least one."""
     limits = job.limits
     clip = limits.reserve_clip_tokens
-    held = float(np.minimum(job.budget - done[running], clip).sum()) * reserve
-    held += float(done[running].sum()) + running.size * job.held_prompt
+    progress = done[running]
+    held = float(np.minimum(job.budget - progress, clip).sum()) * reserve
+    held += float(progress.sum()) + running.size * job.held_prompt
     taken: list[int] = []
     while waiting and running.size + len(taken) < limits.max_active:
         first = waiting[0]

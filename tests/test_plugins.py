@@ -6,9 +6,11 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from tests import command_line
 
 from rlmux import plugins
 from rlmux.core.errors import UserError
@@ -40,12 +42,15 @@ def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return target
 
 
-def rlmux(*words: str, installed: Path, folder: Path) -> subprocess.CompletedProcess[str]:
+RLMUX = [sys.executable, "-m", "rlmux"]
+
+
+def rlmux(
+    *words: str, installed: Path, folder: Path, command: Sequence[str] = RLMUX
+) -> subprocess.CompletedProcess[str]:
     path = os.pathsep.join([str(installed), *filter(None, [os.environ.get("PYTHONPATH")])])
     env = {**os.environ, "PYTHONPATH": path}
-    return subprocess.run(
-        [sys.executable, "-m", "rlmux", *words], cwd=folder, env=env, capture_output=True, text=True, check=False
-    )
+    return subprocess.run([*command, *words], cwd=folder, env=env, capture_output=True, text=True, check=False)
 
 
 def test_an_installed_package_adds_a_policy_and_a_workload_by_name(installed, tmp_path):
@@ -62,7 +67,8 @@ def test_an_installed_package_adds_a_policy_and_a_workload_by_name(installed, tm
 def test_an_installed_package_adds_a_task_and_a_policy_to_a_real_run(installed, tmp_path):
     pytest.importorskip("torch")
     (tmp_path / "file.yaml").write_text(FILE, encoding="utf-8")
-    said = rlmux("run", "file.yaml", "--out", "run", "--json", installed=installed, folder=tmp_path)
+    words = ["run", "file.yaml", "--out", "run", "--json"]
+    said = rlmux(*words, installed=installed, folder=tmp_path, command=command_line.command())
     assert said.returncode == 0, said.stderr
     summary = json.loads(said.stdout)
     assert (summary["policy"], summary["pipelines"]["counts"]["status"]) == ("newest-first", "finished")

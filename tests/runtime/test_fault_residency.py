@@ -41,6 +41,12 @@ def with_memory(cluster: Cluster, device_bytes: float, host_bytes: float, *, spi
     )
 
 
+@pytest.fixture(scope="module")
+def roomy(real, pair, tmp_path_factory):
+    """A run in which no state has to go."""
+    return real.run(tmp_path_factory.mktemp("roomy"), pair, on=with_memory(real.cluster(), 100 * MEGABYTE, 1e12))
+
+
 def with_processes(submissions, process_bytes: float):
     """Each process counts that much beside its state."""
     for one in submissions:
@@ -53,8 +59,7 @@ def with_processes(submissions, process_bytes: float):
         yield replace(one, pipeline=replace(one.pipeline, footprint=footprint))
 
 
-def test_pipelines_that_evict_each_other_train_to_the_same_weights(real, make_backend, pair, tmp_path):
-    roomy = real.run(tmp_path / "roomy", pair, on=with_memory(real.cluster(), 100 * MEGABYTE, 1e12))
+def test_pipelines_that_evict_each_other_train_to_the_same_weights(real, make_backend, pair, roomy, tmp_path):
     small = with_memory(real.cluster(), 15 * MEGABYTE, 1e12)
     tight = real.run(tmp_path / "tight", pair, on=small, make_backend=make_backend)
     evicted = {
@@ -67,9 +72,8 @@ def test_pipelines_that_evict_each_other_train_to_the_same_weights(real, make_ba
     assert tight.sha256 == roomy.sha256
 
 
-def test_states_that_find_no_host_memory_go_to_disk_and_come_back_exactly(real, make_backend, pair, tmp_path):
+def test_states_that_find_no_host_memory_go_to_disk_and_come_back_exactly(real, make_backend, pair, roomy, tmp_path):
     """Of each phase, three processes and one state fit; devices hold one or two."""
-    roomy = real.run(tmp_path / "roomy", pair, on=with_memory(real.cluster(), 100 * MEGABYTE, 1e12))
     tight = with_memory(real.cluster(), 15 * MEGABYTE, 12 * MEGABYTE, spills_to_disk=True)
     crowded = [with_footprint(one, tight) for one in with_processes(pair, MEGABYTE)]
     run = real.run(tmp_path / "run", crowded, on=tight, make_backend=make_backend)

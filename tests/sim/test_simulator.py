@@ -272,7 +272,7 @@ def test_the_penalty_and_the_cost_agree_with_a_hand_made_integral():
 
 
 def test_other_names_change_nothing():
-    made = catalog.build("mixed", seed=6, num_pipelines=40)
+    made = catalog.build("mixed", seed=6, num_pipelines=16)
     renamed = replace(
         made,
         arrivals=tuple(

@@ -44,7 +44,7 @@ def ask(pages: Pages, method: str, path: str, headers: dict[str, str]) -> httpx.
     """Only the head of the answer: a stream has no end."""
     body = b"{}" if method not in ("GET", "HEAD") else None
     with (
-        httpx.Client(base_url=pages.url) as client,
+        httpx.Client(base_url=pages.url, verify=False) as client,  # loading certificates costs more than a request
         client.stream(method, path, headers=headers, content=body) as answer,
     ):
         return answer
