@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import pytest
 
 from rlmux.core.model import Cluster, Footprint, NodeId, Phase, PhaseSeconds, Pipeline, PipelineId, Pool, Stage
 from rlmux.core.scheduler import Scheduler
-from rlmux.core.views import MigrateWork, PauseOrder
 from rlmux.papers.rollmux import PAPER_ACCOUNTING
 from rlmux.policies import POLICIES, make_policy
 from rlmux.policies.baselines import Solo
-from rlmux.policies.planning.dispatching import start_in_cycle_order
 from rlmux.policies.rollmux import RollMux
 from rlmux.sim.simulator import NodeFailure, simulate
 from rlmux.sim.workloads import catalog
@@ -197,56 +195,6 @@ def test_drift_changes_the_truth_and_leaves_the_estimate():
     result = simulate(workload(arrival("a", 60.0, 40.0, num_steps=10, world=up)), RollMux())
     assert result.hours * 3600 == pytest.approx(5 * 100.0 + 5 * 150.0)
     assert slowdowns(result)["a"] == pytest.approx(1.0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MigratesTails(RollMux):
-    """Round robin; once an eighth of a rollout is left, its shards migrate to one GPU, another for each pipeline."""
-
-    reacts_to_progress: bool = True
-    per_gpu: int = 8
-
-    def dispatch(self, view):
-        for position, member in enumerate(view.members):
-            yield from migrate_tail(view, member, position, self.per_gpu)
-        yield from start_in_cycle_order(view)
-
-
-def migrate_tail(view, member, position, per_gpu):
-    shards = [order for order in view.running if order.pipeline == member.id and order.phase is Phase.ROLLOUT]
-    waiting = [work for work in view.ready if work.pipeline == member.id and work.phase is Phase.ROLLOUT]
-    if not shards:
-        return
-    wanted = member.rollout_devices[position % len(member.rollout_devices)]
-    target = max(shards, key=lambda order: (not order.is_pausing, order.devices[0] == wanted, order.num_active or 0))
-    moving = [work for work in waiting if work.is_continuation or not view.is_free(work.devices)]
-    for work in moving:
-        yield MigrateWork(pipeline=member.id, source=work.devices[0], target=target.devices[0], copies_kv=False)
-    if len(moving) < len(waiting) or len(shards) < 2:
-        return
-    num_left = sum(per_gpu if order.num_active is None else order.num_active for order in shards)
-    if num_left <= 0.125 * per_gpu * len(member.rollout_devices):
-        for order in shards:
-            if order is not target and not order.is_pausing:
-                yield PauseOrder(order=order.id)
-
-
-def test_a_tail_migrates_to_one_gpu_and_the_others_go_to_the_next_pipeline():
-    """Two rollouts of 100 s whose last 2 of 16 responses take half of the time, on a GPU of its own for each."""
-    ends = tuple([0.5] * 14 + [0.99, 1.0])
-    phases = PhaseSeconds(rollout_s=100.0, train_s=10.0)
-    world = replace(TrueSeconds.of_phases(phases), finish_fractions=ends)
-    pair = [arrival(name, 100.0, 10.0, num_steps=10, world=world) for name in "ab"]
-    cluster = h20_h800_cluster(num_rollout_nodes=1, num_train_nodes=1, devices_per_node=2)
-
-    def hours(migrates):
-        policy = MigratesTails() if migrates else RollMux()
-        result = simulate(workload(*pair, cluster=cluster), policy)
-        assert (result.num_migrations > 0) is migrates
-        assert {p.steps for p in result.pipelines} == {10}
-        return result.hours
-
-    assert hours(migrates=True) < 0.85 * hours(migrates=False)
 
 
 def test_every_policy_plays_the_same_workload_to_its_end():

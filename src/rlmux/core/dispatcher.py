@@ -83,4 +83,6 @@ class Dispatcher:
             raise self._journal.illegal_choice(f"migrates {choice}: the source must be a ready shard")
         if not self._state.can_migrate(run, choice.source, choice.target):
             raise self._journal.illegal_choice(f"migrates {choice}: trajectories are on their way to one that leaves")
+        if shard.work.takes_slot:  # its phase begins elsewhere: the device owes it no slot in this cycle
+            run.phases_started[Phase.ROLLOUT, choice.source] += 1
         self._steps.order_migration(run, shard, choice.target, copies_kv=choice.copies_kv)

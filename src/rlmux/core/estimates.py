@@ -81,6 +81,9 @@ class StepEstimates:
     """Part of its own seconds by which a shard lasted longer after a whole sibling had migrated to it before either
     began; None before the first. It is 0 to 1, since steps differ by more than that: beside others a shard costs at
     most what it costs after them."""
+    tail_growth: float | None = None
+    """Part of the longest shard's seconds by which a rollout lasted longer after its tail had migrated; None before the
+    first. It is 0 to 1, as above."""
     wait_s: float | None = None
     """Seconds between the pause of a shard that had nothing to compute and the first reply; None before the first."""
     rollout_switch_s: float = 0.0
@@ -108,6 +111,11 @@ class StepEstimates:
     def shard_s(self) -> float:
         """Solo seconds of a whole shard."""
         return _median([curve.end_s for curve in self.curves]) if self.curves else self.rollout_s
+
+    @property
+    def longest_s(self) -> float:
+        """Solo seconds of the longest shard of a rollout."""
+        return max((curve.end_s for curve in self.curves), default=self.rollout_s)
 
     @property
     def tail_s(self) -> float:
@@ -176,11 +184,15 @@ class StepHistory:
         """Solo seconds of the last runs of each stage."""
         self._open: dict[DeviceId, _ShardProgress] = {}
         """Unfinished shards of the open rollout."""
+        self._has_tail_left = False
+        """Whether trajectories of the open rollout that had begun have migrated: only short shards of it end whole."""
         self._estimates: StepEstimates | None = None
         self._migrate_s: deque[float] = deque(maxlen=WINDOW_STEPS)
         """Seconds for each trajectory of the last migrations."""
         self._growth: deque[float] = deque(maxlen=WINDOW_STEPS)
         """`whole_migration_growth` of the last shards that whole siblings migrated to."""
+        self._tail_growth: deque[float] = deque(maxlen=WINDOW_STEPS)
+        """`tail_growth` of the last shards that others' tails migrated to."""
         self._wait_s: deque[float] = deque(maxlen=WINDOW_STEPS)
         """Seconds of the last waits for an environment."""
         self._switch_s: dict[tuple[Phase, bool], deque[float]] = {}
@@ -215,6 +227,7 @@ class StepHistory:
         self.due_s += self._budget_s()
         self.step_began_s = now_s
         self._open = {device: _ShardProgress(step) for device in devices}
+        self._has_tail_left = False
 
     def expect(self, seconds: PhaseSeconds) -> None:
         """Take a stage that has not been seen yet to last so long, whatever the pipeline's estimate."""
@@ -242,12 +255,20 @@ class StepHistory:
         if num_trajectories and not is_fresh:
             self._migrate_s.append(seconds / num_trajectories)
             self._estimates = None
+            self._forget_short_shards()
         left = self._open.pop(source, None)
         if target in self._open:
             self._open[target].is_whole = False
             self._open[target].num_whole_siblings += is_fresh
         elif left is not None:  # the target's own has ended or migrated before: the source's goes on there
             self._open[target] = left
+
+    def _forget_short_shards(self) -> None:
+        """Of a rollout whose tail migrates no shard counts, where others are known: its long ones do not end whole."""
+        self._has_tail_left = True
+        step = max((shard.step for shard in self._open.values()), default=0)
+        others = [one for one in self._curves if one[0] != step]
+        self._curves = others or self._curves
 
     def add_wait(self, seconds: float) -> None:
         """A paused shard had nothing to compute for so long."""
@@ -269,7 +290,12 @@ class StepHistory:
                 alone_s = _median([curve.end_s for _, curve in self._curves])
                 growth = (shard.before_s + solo_s) / max(alone_s, 1e-9) - 1.0
                 self._growth.append(growth / shard.num_whole_siblings)
-                self._estimates = None
+            else:
+                longest_s = max(curve.end_s for _, curve in self._curves)
+                self._tail_growth.append((shard.before_s + solo_s) / max(longest_s, 1e-9) - 1.0)
+            self._estimates = None
+            return
+        if self._has_tail_left and self._curves:
             return
         peak = max(shard.active, default=1)
         curve = Curve((0.0, *shard.seconds, shard.before_s + solo_s), (peak, *shard.active, 0))
@@ -319,6 +345,7 @@ class StepHistory:
             rollout_s=prior.rollout_s if prior else UNKNOWN_S,
             migrate_s=_median(self._migrate_s) if self._migrate_s else None,
             whole_migration_growth=min(max(_median(self._growth), 0.0), 1.0) if self._growth else None,
+            tail_growth=min(max(_median(self._tail_growth), 0.0), 1.0) if self._tail_growth else None,
             wait_s=_median(self._wait_s) if self._wait_s else None,
             rollout_switch_s=self._warm_switch_s(Phase.ROLLOUT),
             train_switch_s=self._warm_switch_s(Phase.TRAIN),

@@ -237,6 +237,16 @@ class SwitchEstimate:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MigrationEstimate:
+    """Seconds for each unfinished trajectory that migrates with its context."""
+
+    copy_s: float = math.inf
+    """Seconds to copy its KV cache to the target; infinite where that is impossible."""
+    recompute_s: float = math.inf
+    """Seconds in which the target computes its KV cache again."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Footprint:
     """Bytes a resident pipeline keeps on each node it is pinned to."""
 
@@ -292,6 +302,8 @@ class Pipeline:
     footprint: Footprint = field(default_factory=Footprint)
     switch: SwitchEstimate | None = None
     """Seconds of its switches; None: not measured. Placement then counts nothing, dispatch what switches take."""
+    migration: MigrationEstimate | None = None
+    """Seconds of its migrations, by which the cheaper way is chosen; None: not known, KV caches are copied."""
     staleness: int = 0
     """Versions by which its rollouts lag behind, always; 0: on-policy."""
     first_step: int = 1
@@ -323,6 +335,11 @@ class Pipeline:
     @property
     def account(self) -> Account:
         return Account(self.project or self.user, self.user)
+
+    @property
+    def copies_kv(self) -> bool:
+        """Whether trajectories that migrate take their KV cache along: that is not dearer than computing it again."""
+        return self.migration is None or self.migration.copy_s <= self.migration.recompute_s
 
     @property
     def train_stages(self) -> tuple[Stage, ...]:

@@ -259,6 +259,10 @@ class GroupView:
     def num_members(self) -> int:
         return len(self._group.members)
 
+    def pipeline(self, pipeline: PipelineId) -> Pipeline:
+        """A member by its name."""
+        return self._group.members[pipeline].pipeline
+
     @property
     def has_arriving_work(self) -> bool:
         """Whether a member's work arrives: no plan can know what it does next."""

@@ -4,32 +4,32 @@
     GPU 7      [ A dense ][ A's tail  ]...............[ A dense ]      the tail still gates A's training
     training                           [ A trains ][ B ...
 
-When at most 16 of the 128 responses of a rollout are left, they are interrupted, their contexts are
-computed again on one GPU, and the other seven go to the next pipeline, whose rollout begins on those (and
-gets no eighth before its end). If that one GPU still holds the other's tail, nothing migrates in this rollout.
-The finish times are measured ones; how much slower one crowded GPU decodes, and seven GPUs instead of
-eight, comes from the decode-cost model.
+Policy `rollmux` runs the pair in the simulator, once with `migrates_tails` and once without: one H20 node of eight
+GPUs, each a device, and one training node. The end of each of 128 responses is the measured one; how much slower a GPU
+decodes that has more of them than it had then comes from the decode-cost model. Migrated contexts are computed again.
 """
 
 from __future__ import annotations
 
-import math
+from bisect import bisect_right
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from dataclasses import dataclass, field
 
 from rlmux.core.errors import UserError
+from rlmux.core.model import MigrationEstimate, PhaseSeconds, Pipeline, PipelineId, Stage
+from rlmux.policies import make_policy
 from rlmux.sim import tables
 from rlmux.sim.models.costs import RolloutCosts, rollout_costs
-from rlmux.sim.workloads.arrivals import profiles, switch_seconds
+from rlmux.sim.models.decoder import Decoder, Unfinished, copy_s, recompute_s
+from rlmux.sim.simulator import simulate
+from rlmux.sim.workloads.arrivals import Arrival, Workload, h20_h800_cluster, profiles, switch_seconds
+from rlmux.sim.world import SwitchSeconds, TrueSeconds
 
 NUM_GPUS = 8
-TAIL_RESPONSES = 16
-"""87.5 % of 128 are then complete."""
-EARLIEST_S = 5.0
-CHECK_EVERY_S = 1.0
 _PROFILE_BATCH = 256
 _COST_MODELS = {"7B": "qwen2.5-7b", "14B": "qwen2.5-14b"}
+_FRESH = -1.0
+"""Context of a response that has not begun: its prompt's prefill is in its measured end."""
 
 PUBLISHED = {
     ("7B_4k", "7B_4k"): 1.12,
@@ -41,28 +41,67 @@ PUBLISHED = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class TailedPipeline:
-    """One of the two pipelines."""
+class MeasuredPace:
+    """Seconds of decode iterations: the measured ones, longer or shorter as a GPU decodes more or fewer responses than
+    it did when they were measured."""
 
-    name: str
+    costs: RolloutCosts
+    tokens_per_s: float
+    """Tokens of one response in a second, in the measurement."""
     finish_s: tuple[float, ...]
     """Seconds from the begin of the rollout to the end of each response, on all eight GPUs, ascending."""
+
+    def decode_span_s(self, active: float, context: float, num_iterations: float) -> float:
+        middle = context + num_iterations / 2
+        num_left = len(self.finish_s) - bisect_right(self.finish_s, middle / self.tokens_per_s)
+        measured = self.costs.decode_step_s(max(1.0, num_left / NUM_GPUS), middle)
+        return num_iterations / self.tokens_per_s * self.costs.decode_step_s(active, middle) / measured
+
+    def prefill_s(self, tokens: float) -> float:
+        return 0.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TailedPipeline(TrueSeconds):
+    """One of the two pipelines: a world in which responses end as they were measured to."""
+
+    by_stage: Mapping[Stage, float] = field(default_factory=dict)
+    name: str
+    pace: MeasuredPace
     train_s: float
-    switch_s: tuple[float, float]
-    """Seconds of a warm switch to its rollout, and to its training."""
-    without_one_gpu: float
-    """Factor by which the dense part decodes slower on seven GPUs than on eight."""
-    migrated_tail_s: float
-    """Seconds of the tail after its migration: contexts computed again, then all of it decoded on one GPU."""
+    switch: SwitchSeconds
 
     @property
     def rollout_s(self) -> float:
-        return self.finish_s[-1]
+        return self.pace.finish_s[-1]
+
+    def shard(self, step: int, index: int, num_devices: int) -> Decoder:
+        mine = self.pace.finish_s[index::num_devices]
+        sequences = [Unfinished(end_s * self.pace.tokens_per_s, _FRESH) for end_s in mine]
+        return Decoder(self.pace, sequences, slots=len(self.pace.finish_s))
+
+    def migration_s(self, moved: Sequence[Unfinished], *, copies_kv: bool) -> tuple[float, float]:
+        return (copy_s(self.pace.costs, moved), 0.0) if copies_kv else (0.0, recompute_s(self.pace.costs, moved))
 
     @property
-    def dense_s(self) -> float:
-        """Seconds until at most `TAIL_RESPONSES` are left."""
-        return self.finish_s[-1 - TAIL_RESPONSES]
+    def _in_its_tail(self) -> Unfinished:
+        """A response in the middle of the rollout."""
+        return Unfinished(1.0, self.rollout_s * self.pace.tokens_per_s / 2)
+
+    def arrival(self, number: int, num_steps: int) -> Arrival:
+        """It comes at the begin and makes so many steps."""
+        return Arrival(
+            submit_s=0.0,
+            pipeline=Pipeline(
+                id=PipelineId(f"{self.name} {number}"),
+                num_steps=num_steps,
+                estimate=PhaseSeconds(rollout_s=self.rollout_s, train_s=self.train_s),
+                switch=self.switch.estimate,
+                migration=MigrationEstimate(recompute_s=recompute_s(self.pace.costs, [self._in_its_tail])),
+            ),
+            world=self,
+            switch=self.switch,
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,35 +129,20 @@ def tailed_pipeline(profile: str) -> TailedPipeline:
         raise UserError(f"no rollout of {profile!r} was measured; accepted: 7B_4k, 7B_8k, 14B_4k, 14B_8k")
     limit = 4096 if cap == "4k" else 8192
     rows = [row for row in tables.rows("rollout_finish_times") if row["model"] == model]
-    finish_s = sorted(_cut(row, limit) for row in rows)
     tokens_per_s = max(float(row["response_tokens"]) for row in rows) / max(float(row["finish_s"]) for row in rows)
-    costs = rollout_costs(_COST_MODELS[model], "H20-96GB-SXM", 1)
-    per_gpu = len(rows) / NUM_GPUS
-    dense_s = finish_s[-1 - TAIL_RESPONSES]
-    context = dense_s * tokens_per_s
-    warm = switch_seconds(model)
-    return TailedPipeline(
-        name=profile,
-        finish_s=tuple(finish_s),
-        train_s=profiles()[profile].disaggregated.train_s * len(rows) / _PROFILE_BATCH,
-        switch_s=(warm.warm_rollout_s, warm.warm_train_s),
-        without_one_gpu=costs.decode_step_s(per_gpu * NUM_GPUS / (NUM_GPUS - 1), context / 2)
-        / costs.decode_step_s(per_gpu, context / 2),
-        migrated_tail_s=costs.prefill_s(TAIL_RESPONSES * context)
-        + _crowded_s(costs, finish_s[-1 - TAIL_RESPONSES :], tokens_per_s),
+    pace = MeasuredPace(
+        costs=rollout_costs(_COST_MODELS[model], "H20-96GB-SXM", 1),
+        tokens_per_s=tokens_per_s,
+        finish_s=tuple(sorted(_cut(row, limit) for row in rows)),
     )
-
-
-def _crowded_s(costs: RolloutCosts, finish_s: Sequence[float], tokens_per_s: float) -> float:
-    """The time after the first of these, were all that is left decoded on one GPU, not spread over eight."""
-    total_s = 0.0
-    for num_done, (begin_s, end_s) in enumerate(pairwise(finish_s)):
-        num_left = len(finish_s) - 1 - num_done
-        context = end_s * tokens_per_s
-        together = costs.decode_step_s(num_left, context)
-        apart = costs.decode_step_s(max(1.0, num_left / NUM_GPUS), context)
-        total_s += (end_s - begin_s) * together / apart
-    return total_s
+    phases = profiles()[profile].disaggregated
+    return TailedPipeline(
+        by_stage={Stage.GENERATE: pace.finish_s[-1], Stage.UPDATE: phases.train_s * len(rows) / _PROFILE_BATCH},
+        name=profile,
+        pace=pace,
+        train_s=phases.train_s * len(rows) / _PROFILE_BATCH,
+        switch=switch_seconds(model),
+    )
 
 
 def _cut(row: Mapping[str, str], limit: int) -> float:
@@ -137,31 +161,16 @@ def migration_gain(first: str, second: str) -> TailGain:
     )
 
 
-def gain_without_crowding(first: str, second: str) -> float:
-    """`migration_gain` if one GPU decoded the tail as fast as all eight did, with nothing computed again."""
-    pair = (tailed_pipeline(first), tailed_pipeline(second))
-    light = tuple(replace(one, migrated_tail_s=one.rollout_s - one.dense_s) for one in pair)
-    return meta_iteration_s(pair, migrates=False) / meta_iteration_s(light, migrates=True)
-
-
 def meta_iteration_s(pair: tuple[TailedPipeline, ...], *, migrates: bool, num_cycles: int = 40) -> float:
-    """Mean of the second half of the cycles: rollouts in turn on one node, training in turn on another."""
-    free_s = tail_gpu_free_s = training_free_s = 0.0
-    ready_s = [0.0] * len(pair)
-    begun: list[float] = []
-    for cycle in range(num_cycles + 1):
-        for index, one in enumerate(pair):
-            start_s = max(free_s, ready_s[index]) + one.switch_s[0]
-            if index == 0 and cycle in (num_cycles // 2, num_cycles):
-                begun.append(start_s)
-            has_all = tail_gpu_free_s <= start_s
-            slowdown = 1.0 if has_all else one.without_one_gpu
-            tail_at_s = start_s + max(EARLIEST_S, math.ceil(one.dense_s * slowdown / CHECK_EVERY_S) * CHECK_EVERY_S)
-            if migrates and tail_gpu_free_s <= tail_at_s:
-                end_s = tail_at_s + one.migrated_tail_s
-                free_s, tail_gpu_free_s = tail_at_s, end_s
-            else:
-                end_s = free_s = start_s + one.rollout_s * slowdown
-            training_free_s = max(training_free_s, end_s) + one.switch_s[1] + one.train_s
-            ready_s[index] = training_free_s
-    return (begun[1] - begun[0]) / (num_cycles - num_cycles // 2)
+    """Mean of the second half of the cycles, under `rollmux`."""
+    half_s, all_s = (_makespan_s(pair, count, migrates=migrates) for count in (num_cycles // 2, num_cycles))
+    return (all_s - half_s) / (num_cycles - num_cycles // 2)
+
+
+def _makespan_s(pair: tuple[TailedPipeline, ...], num_steps: int, *, migrates: bool) -> float:
+    workload = Workload(
+        name="tails",
+        cluster=h20_h800_cluster(num_rollout_nodes=1, num_train_nodes=1, devices_per_node=NUM_GPUS),
+        arrivals=tuple(one.arrival(number, num_steps) for number, one in enumerate(pair)),
+    )
+    return simulate(workload, make_policy("rollmux", migrates_tails=migrates)).hours * 3600.0

@@ -9,7 +9,8 @@ under the strict meta-iteration that its groups run. A pipeline that fits no gro
 nodes, both phases there, where its measured colocated step keeps its SLO. On a cluster without prices nodes are sunk
 cost: pipelines spread over free nodes before they share.
 
-Inside a group whose nodes are kept apart by phase, the order of the cycle decides. Where nodes serve both phases of
+Inside a group whose nodes are kept apart by phase, the order of the cycle decides, and tails of rollouts leave devices
+that another pipeline waits for. Where nodes serve both phases of
 every member (one pool; a table that says it helps; nodes that cost nothing and pipelines without an estimate), its
 dispatch is `jigsaw`'s: sub-stages of all members, look-ahead, sharing, migrated tails.
 
@@ -45,6 +46,7 @@ from rlmux.policies.planning.layouts import LayoutBook
 from rlmux.policies.planning.mending import mend_slos
 from rlmux.policies.planning.regrouping import partition_of, relocations_to, targets_of
 from rlmux.policies.planning.shared_placement import place_on_shared_nodes
+from rlmux.policies.planning.tails import migrate_tails
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +68,8 @@ class RlMux:
     """Part of each SLO kept in hand for what the meta-iteration does not show: waiting for a slot after a move."""
     overtakes: bool = True
     """Whether a phase may leave the cycle's order where a gap or a threatened SLO asks for it and no other is late."""
+    migrates_tails: bool = True
+    """Whether the tail of a rollout on several devices leaves those that another pipeline waits for."""
     varies_steps_per_cycle: bool = True
     """Whether short pipelines may make several steps in a long one's cycle."""
     slowness_price: float = 1.2
@@ -146,8 +150,11 @@ class RlMux:
 
     def dispatch(self, view: GroupView) -> Iterator[Choice]:
         if view.num_members > 1 and view.serves_both_phases:
-            return self._sub_stages.dispatch(view)
-        return start_in_cycle_order_or_overtake(view) if self.overtakes else start_in_cycle_order(view)
+            yield from self._sub_stages.dispatch(view)
+            return
+        if self.migrates_tails:
+            yield from migrate_tails(view)
+        yield from start_in_cycle_order_or_overtake(view) if self.overtakes else start_in_cycle_order(view)
 
     def idling(self, view: GroupView) -> Idling:
         """As `jigsaw` where its dispatch is; else a device waits for the first slot while no other phase may begin."""

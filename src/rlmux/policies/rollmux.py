@@ -8,6 +8,9 @@ An insertion may saturate its group as long as every SLO holds under the strict 
 group will run. On a finite cluster without nodes for a new group, saturated groups are tried too before the
 pipeline queues. On one pool that serves both phases a group's members share all its nodes, one phase after another.
 
+Inside a group the strict meta-iteration decides what begins, and the tail of a rollout leaves devices that the next
+pipeline waits for (`planning/tails.py`).
+
 The paper knows durations before it places. Where they are measured only then, and a group turns out to break an SLO, a
 member is placed again, or those with an SLO make several steps in a cycle.
 """
@@ -24,18 +27,21 @@ from rlmux.core.idling import Idling
 from rlmux.core.model import Pipeline
 from rlmux.core.placement import PlacementView
 from rlmux.core.placement_choice import PlacementChoice, Refusal, Relocation
-from rlmux.core.views import GroupView, RunWork
+from rlmux.core.views import Choice, GroupView
 from rlmux.policies.planning.candidates import direct, founding, impossible, may_join, queue, scaled
 from rlmux.policies.planning.dispatching import start_in_cycle_order
 from rlmux.policies.planning.mending import mend_slos
 from rlmux.policies.planning.shared_placement import place_on_shared_nodes
+from rlmux.policies.planning.tails import migrate_tails
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RollMux:
     name: str = "rollmux"
-    reacts_to_progress: bool = False
+    reacts_to_progress: bool = True
     sharing: ClassVar[None] = None
+    migrates_tails: bool = True
+    """Whether the tail of a rollout on several devices leaves those that another pipeline waits for."""
     skips_saturated: bool = False
     """Skip groups that are saturated before the insertion, as Algorithm 1 is printed. The published cost and
     admission mix come out without it; with it 64/8/28 % and 7 % dearer on the production trace."""
@@ -60,8 +66,10 @@ class RollMux:
     def rebalance(self, view: PlacementView) -> tuple[Relocation, ...]:
         return mend_slos(view, self.place, varies_steps_per_cycle=True, takes_steps_back=True)
 
-    def dispatch(self, view: GroupView) -> Iterator[RunWork]:
-        return start_in_cycle_order(view)
+    def dispatch(self, view: GroupView) -> Iterator[Choice]:
+        if self.migrates_tails:
+            yield from migrate_tails(view)
+        yield from start_in_cycle_order(view)
 
     def idling(self, view: GroupView) -> Idling:
         """A device waits for the member whose slot is first, at most for a cycle of the others."""
