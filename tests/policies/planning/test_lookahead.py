@@ -91,6 +91,16 @@ def test_work_on_several_devices_goes_at_the_pace_of_the_slowest():
     assert plan(problem).end_s[0] == pytest.approx(4.6)
 
 
+def test_a_playout_of_years_ends_where_a_rounding_error_is_more_than_the_seconds_left():
+    years_s = 1e8
+    items = [
+        item(number % 2, SubStage.DENSE_DECODE, (0,), years_s / 3 + number * years_s / 11, tail_s=years_s / 7)
+        for number in range(6)
+    ]
+    expected_s = sum(one.seconds for one in items)
+    assert plan(Problem(work_items=tuple(items))).makespan_s == pytest.approx(expected_s)
+
+
 def two_tails(cost_s: float) -> Problem:
     """A tail on each of two devices, and training that waits for one of them."""
     return Problem(

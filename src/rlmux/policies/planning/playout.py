@@ -25,6 +25,8 @@ from rlmux.policies.planning.problem import BEFORE_NOW, NOT_YET, Problem, Schedu
 
 _DONE_S = 1e-9
 """Solo seconds left below which a work item has ended."""
+_ROUNDING = 1e-12
+"""Part of the time since now that counts as rounding besides: less than that, added to it, may leave it as it is."""
 _MEAN_WEIGHT = 0.1
 """Weight of the mean completion time beside the makespan."""
 
@@ -221,7 +223,7 @@ class Playout:
 
     def _end_or_begin_tail(self, index: int) -> None:
         self._advance(index)
-        if self.left_s[index] > _DONE_S:
+        if self.left_s[index] > self._rounding_s():
             self.sub_stage[index] = SubStage.TAIL_DECODE
             self._schedule_end(index)
             if self.shared & self.masks[index]:
@@ -260,10 +262,14 @@ class Playout:
         self.left_s[index] -= (self.now_s - self.advanced_s[index]) * self.rate[index]
         self.advanced_s[index] = self.now_s
 
+    def _rounding_s(self) -> float:
+        """Solo seconds that are none at this moment of the playout."""
+        return _DONE_S + _ROUNDING * self.now_s
+
     def _schedule_end(self, index: int) -> None:
         """Know when it ends at its present rate, or begins its tail."""
         left_s, tail_s = self.left_s[index], self.tail_s[index]
-        until_s = left_s - tail_s if tail_s and left_s > tail_s + _DONE_S else left_s
+        until_s = left_s - tail_s if tail_s and left_s > tail_s + self._rounding_s() else left_s
         self.change_s[index] = self.advanced_s[index] + until_s / self.rate[index]
 
     def _update_rate(self, index: int) -> None:
@@ -316,7 +322,7 @@ class Playout:
                 for side in (source, target):
                     if self.start_s[side] != NOT_YET:
                         self._advance(side)
-                if migration.is_whole or self.left_s[source] <= self.tail_s[source] + _DONE_S:
+                if migration.is_whole or self.left_s[source] <= self.tail_s[source] + self._rounding_s():
                     self.open_migrations.remove(number)
                     self._migrate_to_sibling(migration)
                     if self.now_s == 0.0 and not migration.is_later:
