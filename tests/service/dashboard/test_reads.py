@@ -9,9 +9,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.log_script import AlternatingRun
+from tests.log_script import TRAIN, AlternatingRun, LogScript, order
 from tests.service.pages_server import Pages
 
+from rlmux.core.events import StageFinished
+from rlmux.core.model import Stage
 from rlmux.report.api import read_timeline
 from rlmux.report.intervals import Kind
 from rlmux.report.samples import Sample, SampleWriter
@@ -206,6 +208,9 @@ def test_trajectories_are_searched_paged_and_read(pages):
         ("/pipelines?limits=5", 400, "limit"),
         ("/lanes?lanes=1", 400, "none"),
         ("/stream?topics=everything", 400, "timeline:L"),
+        ("/compare?of=demo%2Fsort", 400, "twice"),
+        ("/compare?of=demo", 400, "L/NAME"),
+        ("/compare?of=demo%2Fsort&of=demo%2Fnothing", 404, "sort, tools"),
         ("/nothing", 404, "service.md"),
     ],
 )
@@ -215,6 +220,25 @@ def test_what_is_wrong_is_said_with_what_would_be_accepted(pages, path, status, 
     problem = answer.json()
     assert says in f"{problem['detail']} {problem['accepted']}"
     assert problem["where"]
+
+
+def test_two_runs_are_compared_step_by_step(tmp_path, dashboard):
+    for run, flipped in (("one", 0), ("two", 3)):
+        script = LogScript()
+        orders = [order(step, "a/b", Stage.PUBLISH, TRAIN, step=step) for step in range(1, 6)]
+        script.submit(0.0, "a/b", orders[0], num_steps=5)
+        script.note(0.1, "plan", pipeline="a/b", plan_sha256="same")
+        for step in range(1, 6):
+            script.event(StageFinished(time_s=step + 0.5, order=step, seconds=0.4), *orders[step : step + 1])
+            sha256 = f"{step}{'!' * (step == flipped)}"
+            script.note(step + 0.6, "step", pipeline="a/b", step=step, metrics={}, weights_sha256=sha256)
+        script.write(tmp_path / run)
+    pages = dashboard(tmp_path)
+    found = pages.get("/compare", of=["one/a%2Fb", "two/a%2Fb"])
+    assert found["identity"]["says"] == "same plan, equal weights up to step 2, others at step 3"
+    assert [row["lane"] for row in found["items"]] == ["one", "two"]
+    same = pages.get("/compare", of=["one/a%2Fb", "one/a%2Fb"])["identity"]
+    assert (same["says"], same["first_other"]) == ("same plan, equal weights at all 5 steps", None)
 
 
 def test_many_runs_are_many_lanes(tmp_path, dashboard):

@@ -8,7 +8,7 @@ import pytest
 
 pytestmark = pytest.mark.xdist_group("browser")
 AXE = Path(__file__).parents[3] / "node_modules" / "axe-core" / "axe.min.js"
-PLACES = ("Timeline", "Pipelines", "sort", "Steps", "Fleet")
+PLACES = ("Timeline", "Pipelines", "sort", "Steps", "compare", "Fleet")
 RULES = {
     "light": {"type": "tag", "values": ["wcag2a", "wcag2aa"]},
     "dark": {"type": "rule", "values": ["color-contrast"]},
@@ -23,7 +23,7 @@ def test_no_page_has_a_serious_fault(shown, enter, theme):
     page.add_script_tag(path=AXE)
     for place in PLACES:
         page.click(f"a:text-is('{place}')")
-        page.wait_for_selector("main table, main canvas")
+        page.wait_for_selector("main table, main canvas, main .empty")
         found = page.evaluate("(rules) => axe.run({runOnly: rules}).then((told) => told.violations)", RULES[theme])
         faults = [
             f"{place} {each['id']}: {each['nodes'][0]['html']} {each['nodes'][0]['failureSummary']}"

@@ -195,3 +195,13 @@ def test_all_tabs_of_a_browser_share_one_stream_and_another_takes_over(shown, en
     first.close()
     others[0].wait_for_timeout(1000)
     assert len(streams) == 1
+
+
+def test_two_pipelines_are_compared_on_one_axis(shown, enter):
+    page = enter(shown, "/pipelines/demo/sort")
+    page.click("a:text-is('compare')")
+    page.select_option("select[aria-label='second pipeline']", "demo/tools")
+    page.wait_for_selector("[role=status]:has-text('no step whose weights')")
+    page.wait_for_selector(".chart canvas")
+    assert page.url.endswith("a=demo%2Fsort&b=demo%2Ftools")
+    assert page.locator(".compared thead th").all_inner_texts()[1:3] == ["demo / sort", "demo / tools"]

@@ -23,7 +23,7 @@ from rlmux.service.dashboard.gate import Gate, Hosts
 from rlmux.service.dashboard.indexing import Indexing
 from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.dashboard.prometheus import Scrape
-from rlmux.service.dashboard.reads import Reads, Trouble, parse_sort
+from rlmux.service.dashboard.reads import Reads, Trouble, parse_place, parse_sort
 from rlmux.service.dashboard.samples import SampleReads, parse_reward, parse_sample_sort
 from rlmux.service.dashboard.stream import Streams, Watch
 from rlmux.service.dashboard.timeline import TimelineReads
@@ -171,6 +171,7 @@ def table(reads: Reads, streams: Streams, sessions: _Sessions, scrape: Scrape) -
             {**page, "lane": line, "status": words, "name": line, "sort": parse_sort},
         ),
         get(_PIPELINE, reads.pipeline),
+        get("/compare", reads.compare, {"of": parse_place}, lists=("of",)),
         get(
             f"{_PIPELINE}/steps",
             reads.steps,

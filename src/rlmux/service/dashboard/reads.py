@@ -11,10 +11,13 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 from rlmux.core.errors import LogError
+from rlmux.report.comparison import identity
 from rlmux.report.samples import SAMPLES_NAME
 from rlmux.service.dashboard.door import Asked
 from rlmux.service.dashboard.problems import ProblemError
@@ -174,6 +177,22 @@ class Reads:
             raise ProblemError(404, f"no pipeline {name[:80]!r}", accepted=", ".join(reader.facts["pipelines"][:20]))
         return json.loads(found[0][0]), json.loads(found[0][1])
 
+    def compare(self, asked: Asked) -> Any:
+        wanted = asked.query.get("of", [])
+        if len(wanted) != 2:
+            raise ProblemError(400, f"{len(wanted)} pipelines", where="?of", accepted="of=L/NAME, twice")
+        rows, plans, hashes = zip(*(self._compared(*place) for place in wanted), strict=True)
+        found = identity(plans, hashes)
+        return {"items": rows, "identity": {**asdict(found), "says": str(found)}}
+
+    def _compared(self, lane: str, name: str) -> tuple[dict[str, Any], str | None, dict[int, str | None]]:
+        """(row, plan, hash of the weights by step) of one pipeline."""
+        with self.open(lane) as reader:
+            row, detail = self._pipeline(reader, name)
+            found = reader.rows("SELECT step, json FROM step WHERE pipeline = ? AND json IS NOT NULL", name)
+        hashes = {int(step): json.loads(text)["weights_sha256"] for step, text in found}
+        return {"lane": lane, **row}, detail["plan_sha256"], hashes
+
     def steps(self, asked: Asked) -> Any:
         query, name = asked.query, asked.path["name"]
         first = max(query.get("from", 0), query.get("cursor", 0))
@@ -260,6 +279,14 @@ def parse_sort(text: str) -> str:
     if text.removeprefix("-") not in _SORTS:
         raise ValueError(f"{', '.join(_SORTS)}; with '-' in front, the largest first")
     return text
+
+
+def parse_place(text: str) -> tuple[str, str]:
+    """Lane and pipeline of `L/NAME`, each quoted as in addresses."""
+    lane, _, name = text.partition("/")
+    if len(text) > 2048 or not lane or not name or "/" in name:
+        raise ValueError("L/NAME, each quoted as in addresses")
+    return unquote(lane), unquote(name)
 
 
 def curve(x: Sequence[float], y: Sequence[float | None], points: int | None) -> dict[str, list[float | None]]:

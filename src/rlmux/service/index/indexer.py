@@ -58,6 +58,8 @@ class LaneIndexer:
         self._open_pins: list[int] = []
         """Numbers of the pins that had no end at the last look."""
         self._sha256: dict[tuple[PipelineId, int], str] = {}
+        self._plans: dict[str, str] = {}
+        """Hash of each pipeline's plan."""
         self._known: dict[str, dict[str, str]] = {"device": {}, "pipeline": {}}
         """JSON of the rows as they were last written, by table and name."""
 
@@ -74,8 +76,8 @@ class LaneIndexer:
             for part in self._log.parts(after=self._seq):
                 self._follower.add(part)
                 self._seq = max(self._seq, part.seq)
-                if isinstance(part, Entry) and part.type == "step" and part.kind == "note":
-                    self._note_sha256(part.value)  # type: ignore[arg-type]
+                if isinstance(part, Entry) and part.kind == "note":
+                    self._note(part.type, part.value)  # type: ignore[arg-type]
         if self._seq == before and is_going_on == self._is_going_on and not self._is_first:
             return False
         self._is_going_on = is_going_on
@@ -85,8 +87,10 @@ class LaneIndexer:
         self._is_first = False
         return True
 
-    def _note_sha256(self, fields: dict[str, Any]) -> None:
-        found = rows.shas_of(fields)
+    def _note(self, type: str, fields: dict[str, Any]) -> None:
+        if type == "plan":
+            self._plans[str(fields["pipeline"])] = str(fields["plan_sha256"])
+        found = rows.shas_of(fields) if type == "step" else None
         if found is not None:
             self._sha256[found[:2]] = found[2]
 
@@ -132,7 +136,7 @@ class LaneIndexer:
 
     def _write_rows(self, look: Look) -> None:
         follower, index, seq = self._follower, self._index, self._seq
-        pipelines = rows.pipeline_rows(follower, is_going_on=self._is_going_on)
+        pipelines = rows.pipeline_rows(follower, self._plans, is_going_on=self._is_going_on)
         devices = rows.device_rows(follower, look)
         index.set_facts(lane=rows.lane_row(follower, look, {name: row for name, (row, _) in pipelines.items()}))
         index.set_rows(

@@ -117,8 +117,10 @@ def device_rows(follower: Follower, look: Look) -> dict[DeviceId, dict[str, Any]
     return rows
 
 
-def pipeline_rows(follower: Follower, *, is_going_on: bool) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
-    """(row, what the page of one pipeline adds) by name."""
+def pipeline_rows(
+    follower: Follower, plans: Mapping[str, str], *, is_going_on: bool
+) -> dict[str, tuple[dict[str, Any], dict[str, Any]]]:
+    """(row, what the page of one pipeline adds) by name. `plans`: hash of each pipeline's plan."""
     history, steps = follower.history, follower.steps.times
     shown = status(history, is_going_on=is_going_on, steps=steps)["pipelines"]
     waits: dict[str, list[tuple[Name, float]]] = {}
@@ -129,7 +131,7 @@ def pipeline_rows(follower: Follower, *, is_going_on: bool) -> dict[str, tuple[d
     return {
         str(name): (
             _row(shown[name], record, steps.get(name, ()), follower.steps.tokens(name)),
-            _detail(shown[name], record, waits.get(name, [])),
+            {"plan_sha256": plans.get(str(name)), **_detail(shown[name], record, waits.get(name, []))},
         )
         for name, record in history.pipelines.items()
     }

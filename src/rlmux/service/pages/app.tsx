@@ -4,6 +4,7 @@
 //   frame.tsx what is around a page      fleet, pipelines, pipeline, timeline, login: one file each
 import { render } from "preact";
 import { useEffect } from "preact/hooks";
+import { Compare } from "./compare";
 import { Fleet } from "./fleet";
 import { Frame, setTheme } from "./frame";
 import { listenToKeys } from "./keys";
@@ -32,6 +33,7 @@ function Shown({ path }: { path: string }) {
   }, [path]);
   if (page === "timeline") return <TimelinePage />;
   if (page === "pipelines") return lane && name ? <Pipeline key={path} lane={lane} name={name} /> : <Pipelines />;
+  if (page === "compare") return <Compare />;
   if (page === "fleet" || page === "") return <Fleet />;
   return <p class="empty">There is no page {path}.</p>;
 }

@@ -99,6 +99,60 @@ function draw(host: HTMLElement, { curve, colour, unit, smoothing, cursor }: Pro
   );
 }
 
+/** Two curves on one axis; the second is dashed, so that colour is not all that tells them apart. */
+export function Overlay({ title, curves, colours, names }: { title: string; curves: readonly [Curve, Curve]; colours: readonly [number, number]; names: readonly [string, string] }) {
+  const box = useRef<HTMLDivElement>(null);
+  useEffect(() => {
+    const host = box.current;
+    if (!host) return;
+    let plot = lay(host, curves, colours);
+    const redraw = () => {
+      plot.destroy();
+      plot = lay(host, curves, colours);
+    };
+    const size = new ResizeObserver(() => plot.setSize({ width: host.clientWidth, height: HEIGHT }));
+    size.observe(host);
+    const stop = onTheme(redraw);
+    return () => {
+      size.disconnect();
+      stop();
+      plot.destroy();
+    };
+  }, [curves[0], curves[1]]);
+  const last = (curve: Curve) => figure(curve.y.findLast((value) => value !== null));
+  return (
+    <section class="chart" aria-label={`${title}: ${names[0]} and ${names[1]}`}>
+      <h3>
+        {title}{" "}
+        <span>
+          {last(curves[0])} · {last(curves[1])}
+        </span>
+      </h3>
+      <div ref={box} />
+    </section>
+  );
+}
+
+function lay(host: HTMLElement, curves: readonly [Curve, Curve], colours: readonly [number, number]): uPlot {
+  const theme = themeColours();
+  const stroke = (at: 0 | 1) => theme.pipelines[colours[at]] ?? theme.ink;
+  const axis = { stroke: theme.muted, grid: { stroke: theme.line, width: 1 }, ticks: { show: false }, font: "11px system-ui,sans-serif" };
+  const data = uPlot.join(curves.map((curve) => [curve.x, curve.y] as uPlot.AlignedData));
+  return new uPlot(
+    {
+      width: host.clientWidth,
+      height: HEIGHT,
+      legend: { show: false },
+      cursor: { sync: { key: "compare" }, y: false, points: { size: 6 } },
+      scales: { x: { time: false }, y: { range: rangeOf } },
+      series: [{}, { stroke: stroke(0), width: 1.6, spanGaps: true }, { stroke: stroke(1), width: 1.6, dash: [5, 3], spanGaps: true }],
+      axes: [{ ...axis, size: 24, values: (_, ticks) => ticks.map(String) }, { ...axis, size: 54, values: (_, ticks) => ticks.map(figure) }],
+    },
+    data,
+    host,
+  );
+}
+
 /** A little room above and below; around a constant, a range that shows it as one. */
 function rangeOf(_: uPlot, low: number | null, high: number | null): [number, number] {
   if (low === null || high === null) return [0, 1];

@@ -16,6 +16,7 @@ const PLACES = [
   ["/fleet", "Fleet", "f"],
   ["/timeline", "Timeline", "t"],
   ["/pipelines", "Pipelines", "p"],
+  ["/compare", "Compare", "c"],
 ] as const;
 
 export function Frame({ children }: { children: ComponentChildren }) {

@@ -51,6 +51,9 @@ export function Pipeline({ lane, name }: { lane: string; name: string }) {
         <a class="small" href={address("/timeline", { q: name })}>
           on the timeline
         </a>
+        <a class="small" href={address("/compare", { a: of(lane, name) })}>
+          compare
+        </a>
       </div>
       {detail.value.reason && <p class="banner">{detail.value.reason}</p>}
       <Trouble error={detail.error} />

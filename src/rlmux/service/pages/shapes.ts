@@ -131,6 +131,11 @@ export interface Sample extends Found {
   group: { sample: number; reward: number; tokens: number; stop: string }[];
 }
 
+export interface Compared {
+  items: [Row, Row];
+  identity: { is_same_plan: boolean | null; num_compared: number; last_equal: number | null; first_other: number | null; says: string };
+}
+
 export interface Step {
   step: number;
   end_s: number;
