@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import re
 import struct
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -205,3 +207,24 @@ def test_two_pipelines_are_compared_on_one_axis(shown, enter):
     page.wait_for_selector(".chart canvas")
     assert page.url.endswith("a=demo%2Fsort&b=demo%2Ftools")
     assert page.locator(".compared thead th").all_inner_texts()[1:3] == ["demo / sort", "demo / tools"]
+
+
+def saved(page, button: str) -> bytes:
+    with page.expect_download() as waiting:
+        page.click(f"button:text-is('{button}')")
+    return Path(waiting.value.path()).read_bytes()
+
+
+def test_the_view_of_the_timeline_is_saved_as_table_picture_and_trace(shown, enter):
+    page = enter(shown, "/timeline")
+    page.wait_for_selector("canvas[data-state=whole]")
+    rows = list(csv.DictReader(saved(page, "CSV").decode().splitlines()))
+    lane = shown.get("/lanes/demo")
+    for kind, seconds in lane["seconds"].items():
+        spent_s = sum(float(row["seconds"]) for row in rows if row["kind"] == kind)
+        assert spent_s == pytest.approx(seconds, abs=1e-6), kind
+    assert {row["pipeline"] for row in rows} >= {"sort", "tools"}
+    events = json.loads(saved(page, "Perfetto"))["traceEvents"]
+    assert sum(event["ph"] == "X" for event in events) == len(rows)
+    assert {event["args"]["name"] for event in events if event["ph"] == "M"} == {"rollout-0.0", "train-0.0"}
+    assert saved(page, "PNG").startswith(b"\x89PNG")

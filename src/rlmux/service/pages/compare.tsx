@@ -41,7 +41,7 @@ export function Compare() {
       {!isReady && <p class="empty">Choose two pipelines.</p>}
       {both && compared.value && (
         <>
-          <p class={`banner ${compared.value.identity.first_other === null ? "soft" : ""}`} role="status">
+          <p class={`banner ${compared.value.identity.is_same_plan && compared.value.identity.first_other !== null ? "" : "soft"}`} role="status">
             {compared.value.identity.says}
             {compared.value.identity.first_other !== null &&
               [a, b].map((one) => (

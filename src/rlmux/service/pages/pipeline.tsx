@@ -17,9 +17,9 @@ const TABS = [
   ["curves", "Curves"],
   ["time", "Where time went"],
   ["steps", "Steps"],
-  ["samples", "Samples"],
   ["log", "Log"],
   ["file", "File"],
+  ["samples", "Samples"],
 ] as const;
 
 /** Metrics in the order a reader looks for them; what is not listed comes last. */

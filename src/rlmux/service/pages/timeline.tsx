@@ -12,6 +12,7 @@ import { amend, usePlace } from "./place";
 import type { Gap, Metrics, Page, Row, Timeline } from "./shapes";
 import { GapTable, MeasureTable, Reading } from "./timeline/panels";
 import { Board } from "./timeline/board";
+import { savePicture, saveTable, saveTrace } from "./timeline/exports";
 import type { Span } from "./timeline/feed";
 import type { Hit } from "./timeline/hit";
 import { listenToPointer, shift, zoom } from "./timeline/input";
@@ -95,6 +96,12 @@ function View({ timeline }: { timeline: Timeline }) {
             Follow
           </button>
         )}
+        <span class="muted small">save the view as</span>
+        <button onClick={() => board && void saveTable(timeline, board.span).catch(setTrouble)}>CSV</button>
+        <button onClick={() => canvas.current && void savePicture(timeline, canvas.current)}>PNG</button>
+        <button onClick={() => board && void saveTrace(timeline, board.span).catch(setTrouble)} title="a trace for ui.perfetto.dev">
+          Perfetto
+        </button>
       </div>
       <Legend paints={paints} />
       <Trouble error={trouble} />

@@ -3,7 +3,7 @@
 // A picture is painted once and then only stretched, so a frame costs the same for a thousand intervals and for a million.
 import { type Colours, NUM_COLOURS, paintOf } from "../colours";
 import type { Timeline } from "../shapes";
-import { NO_CAUSE, NO_PIPELINE, type Tiles } from "./binary";
+import { NO_PIPELINE, type Tiles } from "./binary";
 
 export interface Pictures {
   devices: HTMLCanvasElement;
@@ -14,18 +14,19 @@ export interface Pictures {
   overview: HTMLCanvasElement;
 }
 
-type Rgb = readonly [number, number, number];
+/** A colour as the low three bytes of a pixel: a picture of a long run has millions, each written at once. */
+type Ink = number;
 
 const FAINT = 40;
 const WAIT_ALPHA = 165;
 const OVERVIEW_HIGH = 40;
 
 export class Painter {
-  readonly #pipelines: Rgb[];
-  readonly #causes: Rgb[];
-  readonly #switch: Rgb;
-  readonly #idle: Rgb;
-  readonly #wait: Rgb;
+  readonly #pipelines: Ink[];
+  readonly #causes: Ink[];
+  readonly #switch: Ink;
+  readonly #idle: Ink;
+  readonly #wait: Ink;
   readonly #timeline: Timeline;
   readonly #isMatch: boolean[];
   readonly #isAll: boolean;
@@ -34,21 +35,22 @@ export class Painter {
     this.#timeline = timeline;
     this.#isMatch = isMatch;
     this.#isAll = isMatch.every(Boolean);
-    this.#pipelines = colours.pipelines.map(rgbOf);
-    this.#causes = timeline.causes.map((cause) => rgbOf(colours[paintOf(cause)]));
-    this.#switch = rgbOf(colours.switch);
-    this.#idle = rgbOf(colours.paper);
-    this.#wait = rgbOf(colours.wait);
+    this.#pipelines = colours.pipelines.map(inkOf);
+    this.#causes = timeline.causes.map((cause) => inkOf(colours[paintOf(cause)]));
+    this.#switch = inkOf(colours.switch);
+    this.#idle = inkOf(colours.paper);
+    this.#wait = inkOf(colours.wait);
   }
 
   paint(tiles: Tiles): Pictures {
     const high = tiles.num_devices <= 32 ? 16 : 8;
     const devices = new ImageData(tiles.num_buckets, tiles.num_devices * high);
     const pipelines = new ImageData(tiles.num_buckets, Math.max(1, this.#timeline.pipelines.length));
+    const [columns, marks] = [pixelsOf(devices), pixelsOf(pipelines)];
     for (let device = 0; device < tiles.num_devices; device++) {
       for (let bucket = 0; bucket < tiles.num_buckets; bucket++) {
-        this.#column(devices, tiles, device, bucket, high);
-        markPipeline(pipelines, tiles, device * tiles.num_buckets + bucket, bucket, this.#pipelines);
+        this.#column(columns, tiles, device, bucket, high);
+        markPipeline(marks, tiles, device * tiles.num_buckets + bucket, bucket, pipelines.height, this.#pipelines);
       }
     }
     return { devices: canvasOf(devices), high, pipelines: canvasOf(pipelines), overview: canvasOf(this.#overview(tiles)) };
@@ -56,6 +58,7 @@ export class Painter {
 
   #overview(tiles: Tiles): ImageData {
     const image = new ImageData(tiles.num_buckets, OVERVIEW_HIGH);
+    const pixels = pixelsOf(image);
     const most = 255 * Math.max(1, tiles.num_devices);
     for (let bucket = 0; bucket < tiles.num_buckets; bucket++) {
       const busy = new Map<number, number>();
@@ -66,49 +69,50 @@ export class Painter {
         switched += tiles.switched[at] ?? 0;
         bubble += tiles.bubble[at] ?? 0;
       }
-      const parts = [...busy].sort(([a], [b]) => a - b).map(([top, sum]): [number, Rgb | undefined] => [sum, this.#pipelines[top % NUM_COLOURS]]);
+      const parts = [...busy].sort(([a], [b]) => a - b).map(([top, sum]): [number, Ink | undefined] => [sum, this.#pipelines[top % NUM_COLOURS]]);
       let [done, row] = [0, 0];
       for (const [sum, colour] of [...parts, [switched, this.#switch] as const, [bubble, this.#wait] as const]) {
         done += sum;
-        for (; row + 0.5 < (done / most) * OVERVIEW_HIGH; row++) put(image, bucket, OVERVIEW_HIGH - 1 - row, colour ?? this.#idle, 255);
+        for (; row + 0.5 < (done / most) * OVERVIEW_HIGH; row++) pixels[(OVERVIEW_HIGH - 1 - row) * tiles.num_buckets + bucket] = inked(colour ?? this.#idle, 255);
       }
     }
     return image;
   }
 
-  #column(image: ImageData, tiles: Tiles, device: number, bucket: number, high: number): void {
+  #column(pixels: Uint32Array, tiles: Tiles, device: number, bucket: number, high: number): void {
     const at = device * tiles.num_buckets + bucket;
-    const rows = (part: number | undefined) => ((part ?? 0) * high) / 255;
-    const busy = rows(tiles.busy[at]);
-    const switched = busy + rows(tiles.switched[at]);
-    const waited = switched + rows(tiles.bubble[at]);
-    const top = tiles.top[at] ?? NO_PIPELINE;
-    const isFaint = !this.#isAll && top !== NO_PIPELINE && !this.#isMatch[top];
-    const cause = tiles.cause[at] ?? NO_CAUSE;
-    for (let row = 0; row < high; row++) {
-      const level = row + 0.5;
-      const colour = level < busy ? this.#pipelines[top % NUM_COLOURS] : level < switched ? this.#switch : level < waited ? this.#causes[cause] : this.#idle;
-      const alpha = level < switched ? (isFaint ? FAINT : 255) : level < waited ? WAIT_ALPHA : 255;
-      put(image, bucket, (device + 1) * high - 1 - row, colour ?? this.#idle, alpha);
+    const busy = (tiles.busy[at]! * high) / 255;
+    const switched = busy + (tiles.switched[at]! * high) / 255;
+    const waited = switched + (tiles.bubble[at]! * high) / 255;
+    const top = tiles.top[at]!;
+    const alpha = !this.#isAll && top !== NO_PIPELINE && !this.#isMatch[top] ? FAINT : 255;
+    const work = inked(this.#pipelines[top % NUM_COLOURS] ?? this.#idle, alpha);
+    const change = inked(this.#switch, alpha);
+    const wait = inked(this.#causes[tiles.cause[at]!] ?? this.#idle, WAIT_ALPHA);
+    const idle = inked(this.#idle, 255);
+    let to = ((device + 1) * high - 1) * tiles.num_buckets + bucket;
+    for (let level = 0.5; level < high; level++, to -= tiles.num_buckets) {
+      pixels[to] = level < busy ? work : level < switched ? change : level < waited ? wait : idle;
     }
   }
 }
 
 /** A pipeline's row is as strong as the busiest device that works for it. */
-function markPipeline(image: ImageData, tiles: Tiles, at: number, bucket: number, colours: Rgb[]): void {
-  const top = tiles.top[at] ?? NO_PIPELINE;
-  const busy = tiles.busy[at] ?? 0;
-  if (top >= image.height || busy === 0) return;
-  const before = image.data[4 * (top * image.width + bucket) + 3] ?? 0;
-  if (busy > before) put(image, bucket, top, colours[top % NUM_COLOURS] ?? [0, 0, 0], busy);
+function markPipeline(pixels: Uint32Array, tiles: Tiles, at: number, bucket: number, height: number, colours: Ink[]): void {
+  const top = tiles.top[at]!;
+  const busy = tiles.busy[at]!;
+  if (top >= height || busy === 0) return;
+  const to = top * tiles.num_buckets + bucket;
+  if (busy > pixels[to]! >>> 24) pixels[to] = inked(colours[top % NUM_COLOURS] ?? 0, busy);
 }
 
-function put(image: ImageData, x: number, y: number, [red, green, blue]: Rgb, alpha: number): void {
-  const at = 4 * (y * image.width + x);
-  image.data[at] = red;
-  image.data[at + 1] = green;
-  image.data[at + 2] = blue;
-  image.data[at + 3] = alpha;
+function inked(ink: Ink, alpha: number): number {
+  return ((alpha << 24) | ink) >>> 0;
+}
+
+/** One number a pixel: red is its lowest byte, as every browser's machine has it. */
+function pixelsOf(image: ImageData): Uint32Array {
+  return new Uint32Array(image.data.buffer);
 }
 
 function canvasOf(image: ImageData): HTMLCanvasElement {
@@ -120,9 +124,9 @@ function canvasOf(image: ImageData): HTMLCanvasElement {
 }
 
 /** `#rgb` or `#rrggbb`. */
-function rgbOf(text: string): Rgb {
+function inkOf(text: string): Ink {
   const digits = text.slice(1);
   const full = digits.length === 3 ? digits.replace(/./g, "$&$&") : digits;
   const value = Number.parseInt(full, 16);
-  return [(value >> 16) & 255, (value >> 8) & 255, value & 255];
+  return ((value & 255) << 16) | (value & 0xff00) | (value >> 16);
 }
