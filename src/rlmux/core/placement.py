@@ -281,6 +281,10 @@ class PlacementLedger:
         self._store(group.id, members, group.rollout_nodes, group.train_nodes)
         self._fruitless_searches = {names: None for names in self._fruitless_searches if pipeline.id not in names}
 
+    def renew(self, pipeline_id: PipelineId) -> None:
+        """Steps of a placed pipeline are to be made again: what was kept about its group as it was does not count."""
+        self._put(replace(self.group_of(pipeline_id)))
+
     def set_aside(self, pipeline_id: PipelineId) -> None:
         """Take the pipeline out of its group and leave its nodes in use: for a trial of another place for it."""
         self._leave(pipeline_id)

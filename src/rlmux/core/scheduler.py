@@ -397,6 +397,7 @@ class Scheduler:
         run.host_resident.clear()
         self._groups.rejoin_cycle(run)
         self._placing.begin(run, event.restored_step)
+        self._ledger.renew(run.pipeline.id)
         self._dispatch(self._state.group_of(run))
 
     def _on_node_lost(self, event: NodeLost) -> None:

@@ -25,7 +25,7 @@ allows.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from rlmux.core.group_load import GroupLoad, budget_of, colocated_step_s, solo_s, sync_s
@@ -40,10 +40,10 @@ from rlmux.policies.planning.candidates import founding, impossible, joining, ma
 from rlmux.policies.planning.cycle_steps import CycleStepFinder
 from rlmux.policies.planning.dispatching import start_in_cycle_order, start_in_cycle_order_or_overtake
 from rlmux.policies.planning.economic_placement import cheapest_place
-from rlmux.policies.planning.economic_regrouping import SearchLimits, cheaper_regrouping
+from rlmux.policies.planning.economic_regrouping import Caches, SearchLimits, cheaper_regrouping
 from rlmux.policies.planning.economy import Economy
-from rlmux.policies.planning.layouts import LayoutBook
 from rlmux.policies.planning.mending import mend_slos
+from rlmux.policies.planning.ranking import GroupRanking
 from rlmux.policies.planning.regrouping import partition_of, relocations_to, targets_of
 from rlmux.policies.planning.shared_placement import place_on_shared_nodes
 from rlmux.policies.planning.tails import migrate_tails
@@ -81,8 +81,11 @@ class RlMux:
     """Hours within which a move must have paid for itself there."""
     limits: SearchLimits = field(default_factory=SearchLimits)
     """How far a search for a cheaper grouping goes there."""
-    _layouts: LayoutBook = field(init=False, default_factory=LayoutBook, repr=False, compare=False)
-    """A cache, as the next."""
+    _caches: Caches = field(init=False, default_factory=Caches, repr=False, compare=False)
+    """A cache, as the next three."""
+    _given: GroupRanking = field(init=False, default_factory=GroupRanking, repr=False, compare=False)
+    """Groups with a member whose steps are given."""
+    _by_waste: GroupRanking = field(init=False, default_factory=GroupRanking, repr=False, compare=False)
     _step_finder: CycleStepFinder = field(init=False, default_factory=CycleStepFinder, repr=False, compare=False)
     """A cache of this object alone: `replace` makes a new one. Dropping what it knows changes no decision."""
     _sub_stages: Jigsaw = field(init=False, repr=False, compare=False)
@@ -124,15 +127,12 @@ class RlMux:
         return best or queue(pipeline, view)
 
     def rebalance(self, view: PlacementView) -> tuple[Relocation | FruitlessSearch, ...]:
-        if self._prices_slowness(view) and _has_given_work(view):
-            return cheaper_regrouping(view, self._economy(view), self._layouts, self.limits)
+        if self._prices_slowness(view) and self._has_given_work(view):
+            return cheaper_regrouping(view, self._economy(view), self._caches, self.limits)
         mended = mend_slos(view, self.place, varies_steps_per_cycle=self.varies_steps_per_cycle)
         if mended or _is_free_of_charge(view):
             return mended
-        by_waste = sorted(
-            (group for group in view.groups() if group.budget_s < math.inf),
-            key=lambda group: (group.least_usd_per_hour - group.usd_per_hour, group.id),
-        )
+        by_waste = self._by_waste.ranked(tuple(view.groups()), _waste)
         fruitless: list[FruitlessSearch] = []
         for seed in by_waste:
             groups = self._neighbourhood(seed, by_waste)
@@ -168,6 +168,15 @@ class RlMux:
             view.num_nodes(phase) == math.inf and view.usd_per_node_hour(phase) > 0.0
             for phase in (Phase.ROLLOUT, Phase.TRAIN)
         )
+
+    def _has_given_work(self, view: PlacementView) -> bool:
+        """Whether a placed pipeline has a number of steps."""
+
+        def num_given(group: GroupLoad) -> float | None:
+            given = [member for member in group.members if view.work_left(member.pipeline.id) is not None]
+            return float(len(given)) if given else None
+
+        return bool(self._given.ranked(tuple(view.groups()), num_given))
 
     def _economy(self, view: PlacementView) -> Economy:
         return Economy(
@@ -206,13 +215,15 @@ class RlMux:
         budget_s = min(group.budget_s, budget_of(pipeline)) * (1.0 - self.slo_margin)
         return budget_s == math.inf or group.period_with(pipeline, nodes, num_new) <= budget_s
 
-    def _neighbourhood(self, seed: GroupLoad, by_waste: list[GroupLoad]) -> list[GroupLoad]:
+    def _neighbourhood(self, seed: GroupLoad, by_waste: Sequence[GroupLoad]) -> list[GroupLoad]:
         """The seed and the most wasteful others, up to the number of pipelines that are searched at once."""
         groups, num_members = [seed], seed.num_members
         for group in by_waste:
             if group.id != seed.id and num_members + group.num_members <= self.max_neighbourhood:
                 groups.append(group)
                 num_members += group.num_members
+                if num_members == self.max_neighbourhood:
+                    break
         return sorted(groups, key=lambda group: group.id)
 
     def _regroup(self, groups: list[GroupLoad], view: PlacementView) -> tuple[Relocation, ...]:
@@ -236,12 +247,13 @@ class RlMux:
         return relocations
 
 
+def _waste(group: GroupLoad) -> float | None:
+    """Dollars per hour below what it costs at least, a negative number; None where no SLO binds it."""
+    return group.least_usd_per_hour - group.usd_per_hour if group.budget_s < math.inf else None
+
+
 def _is_free_of_charge(view: PlacementView) -> bool:
     return view.usd_per_node_hour(Phase.ROLLOUT) == 0 and view.usd_per_node_hour(Phase.TRAIN) == 0
-
-
-def _has_given_work(view: PlacementView) -> bool:
-    return any(view.work_left(member.pipeline.id) is not None for group in view.groups() for member in group.members)
 
 
 def _best_nodes(group: GroupLoad, pipeline: Pipeline) -> tuple[tuple[NodeId, ...], int]:

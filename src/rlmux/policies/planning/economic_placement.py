@@ -21,10 +21,13 @@ from rlmux.policies.planning.economy import Economy
 def cheapest_place(pipeline: Pipeline, view: PlacementView, economy: Economy) -> PlacementChoice | None:
     """The place that adds fewest dollars per hour; None where no node is free."""
     best, best_usd = _alone(pipeline, view, economy)
+    own_budget_s = economy.budget_s(pipeline)
     for group in view.groups():
-        if not _may_join(group, pipeline, economy):
+        if not _has_room(group, pipeline, own_budget_s) or not _has_room(
+            group, pipeline, economy.budget_of_group(group)
+        ):
             continue
-        budget_s = min(economy.budget_of_group(group), economy.budget_s(pipeline))
+        budget_s = min(economy.budget_of_group(group), own_budget_s)
         before_usd = economy.cost_usd(group)
         train_nodes = _train_nodes(group, pipeline)
         for nodes, num_new in _nodes(group, pipeline):
@@ -40,13 +43,14 @@ def cheapest_place(pipeline: Pipeline, view: PlacementView, economy: Economy) ->
     return best
 
 
-def _may_join(group: GroupLoad, pipeline: Pipeline, economy: Economy) -> bool:
-    """A quick test that every place in the group needs."""
+def _has_room(group: GroupLoad, pipeline: Pipeline, budget_s: float) -> bool:
+    """A quick test that every place in the group needs: of the newcomer's budget first, which most groups fail."""
     if group.is_colocated or len(group.train_nodes) < pipeline.num_train_nodes:
         return False
-    budget_s = min(economy.budget_of_group(group), economy.budget_s(pipeline))
+    if max(group.period_s, solo_s(pipeline)) > budget_s or not group.has_memory_for(pipeline, ()):
+        return False
     least_busy_s = sorted(group.train_loads_s)[pipeline.num_train_nodes - 1]
-    return max(group.period_s, solo_s(pipeline), least_busy_s + phases_of(pipeline)[1]) <= budget_s
+    return least_busy_s + phases_of(pipeline)[1] <= budget_s
 
 
 def _train_nodes(group: GroupLoad, pipeline: Pipeline) -> tuple[NodeId, ...]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from rlmux.core.group_load import GroupLoad, Member, solo_s
 from rlmux.core.model import GroupId, PipelineId
@@ -21,6 +22,7 @@ from rlmux.core.placement_choice import Relocation
 from rlmux.policies.planning.economy import Economy
 from rlmux.policies.planning.layouts import Kind, Layout, LayoutBook
 from rlmux.policies.planning.partition import CandidateGroup, cheapest_partition, demand_of
+from rlmux.policies.planning.ranking import BudgetWatch, GroupRanking
 from rlmux.policies.planning.regrouping import prices_of, relocations_to, targets_of
 
 _ROUNDING = 1e-9
@@ -43,14 +45,24 @@ class SearchLimits:
     """Places in the order of budgets within which pipelines of one kind are combined."""
 
 
+@dataclass(slots=True)
+class Caches:
+    """What one decision leaves for the next; dropped, it is made again and says the same."""
+
+    layouts: LayoutBook = field(default_factory=LayoutBook)
+    by_idle: GroupRanking = field(default_factory=GroupRanking)
+    """Groups by their idle dollars."""
+    budgets: BudgetWatch = field(default_factory=BudgetWatch)
+
+
 def cheaper_regrouping(
-    view: PlacementView, economy: Economy, book: LayoutBook, limits: SearchLimits
+    view: PlacementView, economy: Economy, caches: Caches, limits: SearchLimits
 ) -> tuple[Relocation, ...]:
     """Relocations, each valid after those before it, to a grouping that costs less; () where none is found."""
-    groups = _neighbourhood(view, economy, limits.max_pipelines)
+    groups = _neighbourhood(view, economy, caches, limits.max_pipelines)
     if not groups:
         return ()
-    search = _Columns(groups=groups, view=view, economy=economy, book=book, limits=limits)
+    search = _Columns(groups=groups, view=view, economy=economy, book=caches.layouts, limits=limits)
     partition = cheapest_partition(
         search.columns,
         len(search.members),
@@ -68,18 +80,24 @@ def cheaper_regrouping(
     return tuple(relocations)
 
 
-def _neighbourhood(view: PlacementView, economy: Economy, max_pipelines: int) -> list[GroupLoad]:
+def _neighbourhood(view: PlacementView, economy: Economy, caches: Caches, max_pipelines: int) -> list[GroupLoad]:
     """Groups with a member beyond its budget, then the most idle ones, up to so many pipelines; oldest first."""
-    by_waste = sorted(
-        (group for group in view.groups() if all(solo_s(member.pipeline) for member in group.members)),
-        key=lambda group: (economy.keeps_budgets(group), -economy.idle_usd(group), group.id),
-    )
+    groups = tuple(view.groups())
+
+    def waste(group: GroupLoad) -> float | None:
+        return -economy.idle_usd(group) if all(solo_s(member.pipeline) for member in group.members) else None
+
+    is_late = dict.fromkeys(group.id for group in caches.budgets.late_groups(groups, economy))
+    by_waste = caches.by_idle.ranked(groups, waste, (economy.rollout_usd, economy.train_usd))
+    late = [group for group in by_waste if group.id in is_late] if is_late else []
     taken: list[GroupLoad] = []
     num_members = 0
-    for group in by_waste:
+    for group in chain(late, (group for group in by_waste if group.id not in is_late)):
         if num_members + group.num_members <= max_pipelines:
             taken.append(group)
             num_members += group.num_members
+        if num_members == max_pipelines:
+            break
     return sorted(taken, key=lambda group: group.id)
 
 

@@ -25,6 +25,8 @@ MOST_SLOWDOWN = 3.0
 _RESERVE = 0.005
 """Part of the time that is left which is kept in hand."""
 _ROUNDING = 1e-9
+_TIME_MARGIN_S = 1.0
+"""Seconds by which a budget is asked for again too early, so that rounding decides nothing."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -125,8 +127,24 @@ def budget_from(pipeline: Pipeline, left: WorkLeft | None) -> float:
     alone_s = solo_s(pipeline)
     if left is None or not alone_s or pipeline.slo_slowdown == math.inf:
         return budget_of(pipeline)
-    switch = pipeline.switch
-    cold_s = switch.cold_rollout_s + switch.cold_train_s if switch else 0.0
     due_s = left.submitted_s + left.num_steps * budget_of(pipeline)
-    room_s = (due_s - left.now_s - cold_s - alone_s) * (1.0 - _RESERVE)
+    room_s = (due_s - left.now_s - _cold_s(pipeline) - alone_s) * (1.0 - _RESERVE)
     return min(MOST_SLOWDOWN * alone_s, max(alone_s, room_s / max(1, left.num_left)))
+
+
+def keeps_budget_until(pipeline: Pipeline, left: WorkLeft | None, step_s: float) -> float:
+    """Time before which steps so long cannot be beyond the budget of a pipeline that they are within now.
+
+    The budget falls as time passes, and rises with each step that is done: here none is.
+    """
+    alone_s = solo_s(pipeline)
+    if left is None or step_s <= alone_s or pipeline.slo_slowdown == math.inf:
+        return math.inf
+    due_s = left.submitted_s + left.num_steps * budget_of(pipeline)
+    room_s = step_s * max(1, left.num_left) / (1.0 - _RESERVE)
+    return due_s - _cold_s(pipeline) - alone_s - room_s - _TIME_MARGIN_S
+
+
+def _cold_s(pipeline: Pipeline) -> float:
+    switch = pipeline.switch
+    return switch.cold_rollout_s + switch.cold_train_s if switch else 0.0
