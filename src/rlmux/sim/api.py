@@ -18,7 +18,8 @@ from rlmux.core.errors import UserError
 from rlmux.core.events import PipelineSubmitted
 from rlmux.core.group_load import GroupLoad
 from rlmux.core.model import AdmissionKind, Phase, Pipeline
-from rlmux.core.placement import PlacementView
+from rlmux.core.placement import PlacementLedger, PlacementView
+from rlmux.core.placement_choice import PlacementChoice
 from rlmux.core.scheduler import Scheduler
 from rlmux.policies import make_policy
 from rlmux.policies.planning.fairness import FairShares
@@ -26,7 +27,7 @@ from rlmux.sim.metrics import SimResult, predicted_slowdown
 from rlmux.sim.pictures import write_pictures
 from rlmux.sim.sweep import Progress, SimRun, sweep
 from rlmux.sim.workloads import catalog
-from rlmux.sim.workloads.arrivals import Workload
+from rlmux.sim.workloads.arrivals import Workload, check_ends
 
 WorkloadMaker = Callable[[int], Workload]
 """Makes the workload of a seed."""
@@ -81,6 +82,27 @@ def notes_of(workload: Workload, policies: Sequence[str]) -> list[str]:
     missing = [one.pipeline for one in workload.arrivals if _misses_colocated_seconds(workload, one.pipeline)]
     if "colocated" in policies and missing:
         notes.append(f"colocated: {len(missing)} of {len(workload.arrivals)} pipelines have {_MISSING}")
+    if workload.cluster.is_one_pool:
+        notes += _beyond_alone(workload)
+    return notes
+
+
+def _beyond_alone(workload: Workload) -> list[str]:
+    """Pipelines whose SLO cannot hold even alone: on one pool a step has its own switches between its phases."""
+    ledger, solo = PlacementLedger(workload.cluster), make_policy("solo")
+    notes = []
+    for pipeline in (arrival.pipeline for arrival in workload.arrivals):
+        with ledger.trial():
+            choice = solo.place(pipeline, ledger.view())
+            if not isinstance(choice, PlacementChoice):
+                continue
+            ledger.admit(pipeline, choice)
+            slowdown = ledger.group_of(pipeline.id).slowdown_of(pipeline.id)
+        if slowdown > pipeline.slo_slowdown * (1.0 + 1e-9):
+            notes.append(
+                f"slo_slowdown {pipeline.slo_slowdown:g} of pipeline {pipeline.id} cannot hold even alone: with its "
+                f"switches a step takes {slowdown:.3f} times its estimate; accepted: that or more"
+            )
     return notes
 
 
@@ -116,6 +138,7 @@ def tasks_of(
             made = workload
         else:
             made = catalog.load(workload, seed=seed) if isinstance(workload, str) else workload(seed)
+        check_ends(made)
         tasks += [SimRun(workload=made, policy=name) for name in policies]
     return tuple(tasks)
 

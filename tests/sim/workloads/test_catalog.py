@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import pickle
+import re
+from dataclasses import replace
 
 import pytest
 
 from rlmux.core.errors import UserError
 from rlmux.core.model import Stage
 from rlmux.policies import make_policy
+from rlmux.sim import api
 from rlmux.sim.workloads import catalog, trace_csv
 from rlmux.sim.workloads.arrivals import profiles, switch_seconds
 from rlmux.sim.world import NO_SWITCH
@@ -167,6 +170,12 @@ HEADER = "pipeline,submit_s,depart_s,profile,slo_slowdown\n"
         (HEADER + "a,1,2,7B_8k,1.5\na,1,2,7B_8k,1.5\n", "column 'pipeline' was given before, in row 2"),
         (HEADER + ",1,2,7B_8k,1.5\n", "column 'pipeline' is empty"),
         (HEADER + "a,1,,7B_8k,1.5\n", "are all empty; accepted: exactly one"),
+        (HEADER + "a,1e300,2,7B_8k,1.5\n", "column 'submit_s' is 1e+300; accepted: seconds since the trace began, at"),
+        (HEADER + "a,1,9e9,7B_8k,1.5\n", "column 'depart_s' is 9e9: 3.65e+07 steps, which no simulation ends"),
+        (
+            "pipeline,submit_s,num_steps,profile\na,1,1e30,7B_8k\n",
+            "row 2: column 'num_steps' is 1e30: 1e+30 steps, which no simulation ends; accepted: what makes at most",
+        ),
     ],
 )
 def test_a_mistake_in_a_trace_is_one_line_with_file_row_and_column(tmp_path, text, expected):
@@ -186,3 +195,38 @@ def test_a_policy_is_made_by_name_with_its_options():
         make_policy("rolmux")
     with pytest.raises(UserError, match="no option 'size'; accepted"):
         make_policy("solo", size=2)
+
+
+def test_a_pipeline_that_never_ends_is_refused_by_name():
+    weave = catalog.build("weave")
+    arrival = weave.arrivals[0]
+    for num_steps, expected in ((None, "never ends: it has neither a number of steps nor"), (10**12, "1e+12 steps")):
+        endless = replace(arrival, pipeline=replace(arrival.pipeline, num_steps=num_steps), depart_s=None)
+        with pytest.raises(UserError, match=re.escape(f"pipeline {arrival.pipeline.id} ")) as caught:
+            api.tasks_of(replace(weave, arrivals=(endless,)), ["solo"], [0])
+        assert expected in str(caught.value)
+
+
+def test_an_slo_that_cannot_hold_even_alone_is_named(tmp_path):
+    path = tmp_path / "one_pool.yaml"
+    path.write_text(
+        "cluster: {pools: {all: {phase: both, devices: 1, device_memory_gb: 10}}}\n"
+        "pipelines:\n"
+        "- {name: tight, steps: 3, slo_slowdown: 1.5, estimate: &seconds {rollout_s: 10, train_s: 5,"
+        " rollout_switch_s: 4, train_switch_s: 4}}\n"
+        "- {name: loose, steps: 3, slo_slowdown: 1.6, estimate: *seconds}\n"
+    )
+    (note,) = [note for note in api.notes_of(catalog.load(str(path)), ["solo"]) if "even alone" in note]
+    assert note.startswith("slo_slowdown 1.5 of pipeline tight cannot hold even alone")
+    assert "1.533 times" in note
+
+
+def test_a_pool_without_a_price_beside_one_with_a_price_is_named(tmp_path):
+    path = tmp_path / "priced.yaml"
+    for price, expected in (("", 1), (", usd_per_gpu_hour: 3", 0)):
+        path.write_text(
+            f"cluster: {{pools: {{rollout: {{devices: 1, usd_per_gpu_hour: 2}}, train: {{devices: 1{price}}}}}}}\n"
+            "pipelines: [{name: a, steps: 3, estimate: {rollout_s: 10, train_s: 5}}]\n"
+        )
+        notes = catalog.load(str(path)).notes
+        assert sum("nodes of pool train cost nothing" in note for note in notes) == expected

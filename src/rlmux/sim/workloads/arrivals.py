@@ -12,6 +12,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from rlmux.core.errors import UserError
 from rlmux.core.model import Cluster, Footprint, Phase, PhaseSeconds, Pipeline, PipelineId, Pool, Stage
 from rlmux.sim import tables
 from rlmux.sim.clients import ClientBurst
@@ -44,6 +45,12 @@ class Arrival:
     """Mean prompt and response tokens of a step; 0 where they are unknown."""
 
 
+MAX_STEPS = 10_000_000
+"""Steps of a pipeline that a simulation takes on: some 40 million events."""
+MAX_TIME_S = 1e10
+"""Latest time of a trace, in seconds: with later ones a step's seconds would be lost in rounding."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
     """Everything a simulation needs but the policy."""
@@ -65,6 +72,31 @@ class Workload:
         """Time at which the last pipeline has left, where all departures are given: cost is averaged until then."""
         departures = [arrival.depart_s for arrival in self.arrivals if arrival.depart_s is not None]
         return max(departures) if len(departures) == len(self.arrivals) else None
+
+
+def check_ends(workload: Workload) -> None:
+    """Raises UserError for a pipeline that no simulation gets to the end of."""
+    for arrival in workload.arrivals:
+        pipeline = arrival.pipeline
+        if pipeline.work_arrives:
+            continue
+        if pipeline.num_steps is None and arrival.depart_s is None:
+            raise UserError(
+                f"workload {workload.name!r}: pipeline {pipeline.id} never ends: it has neither a number of steps nor "
+                "a time at which it leaves; accepted: one of them"
+            )
+        steps = steps_of(pipeline.num_steps, arrival.submit_s, arrival.depart_s, arrival.world.solo_s(1))
+        if steps > MAX_STEPS:
+            raise UserError(
+                f"workload {workload.name!r}: pipeline {pipeline.id} makes {steps:.4g} steps; accepted in a "
+                f"simulation: at most {MAX_STEPS:,}"
+            )
+
+
+def steps_of(num_steps: int | None, submit_s: float, depart_s: float | None, solo_s: float) -> float:
+    """Steps that a pipeline makes at most; a time at which it leaves may come first."""
+    by_clock = math.inf if depart_s is None else (depart_s - submit_s) / max(solo_s, 1e-9)
+    return min(by_clock, math.inf if num_steps is None else num_steps)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

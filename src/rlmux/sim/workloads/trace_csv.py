@@ -36,12 +36,15 @@ from pathlib import Path
 from rlmux.core.errors import UserError
 from rlmux.core.model import Cluster, Footprint, PhaseSeconds, Pipeline, PipelineId
 from rlmux.sim.workloads.arrivals import (
+    MAX_STEPS,
+    MAX_TIME_S,
     SYNCED,
     Arrival,
     Workload,
     free_of_costs,
     h20_h800_cluster,
     profiles,
+    steps_of,
     switch_seconds,
     sync_seconds,
 )
@@ -173,6 +176,13 @@ class _Row:
             raise self.error(column, "is empty; accepted: a value in every row")
         return value
 
+    def time_of(self, column: str) -> float:
+        """Seconds since the trace began."""
+        value = self.number_of(column, at_least=0)
+        if value > MAX_TIME_S:
+            raise self.error(column, f"is {value:g}; accepted: seconds since the trace began, at most {MAX_TIME_S:g}")
+        return value
+
     def number_of(self, column: str, *, at_least: float, default: float | None = None, above: bool = False) -> float:
         """A finite number at least (or above) the bound."""
         accepted = f"a number {'above' if above else 'of at least'} {at_least:g}"
@@ -200,7 +210,7 @@ class _Row:
 
 
 def _arrival(row: _Row) -> Arrival:
-    submit_s = row.number_of("submit_s", at_least=0)
+    submit_s = row.time_of("submit_s")
     given = [column for column in _ENDS if row.optional(column)]
     if len(given) != 1:
         what = "are all empty" if not given else f"has {', '.join(given)} together"
@@ -211,13 +221,17 @@ def _arrival(row: _Row) -> Arrival:
     elif given[0] == "duration_s":
         duration_s = row.number_of("duration_s", at_least=0, above=True)
     else:
-        depart_s = row.number_of("depart_s", at_least=0)
+        depart_s = row.time_of("depart_s")
         if depart_s <= submit_s:
             raise row.error("depart_s", f"is {depart_s:g}, not after submit_s {submit_s:g}; accepted: a later time")
     phases, colocated, num_nodes, model = _phases(row)
     sync_s, switch = _costs(row, model)
     if duration_s is not None:
         num_steps = max(1, round(duration_s / phases.solo_s))
+    steps = steps_of(num_steps, submit_s, depart_s, phases.solo_s)
+    if steps > MAX_STEPS:
+        what = f"is {row.text(given[0])}: {steps:.4g} steps, which no simulation ends"
+        raise row.error(given[0], f"{what}; accepted: what makes at most {MAX_STEPS:,}")
     phases = replace(phases, sync_s=sync_s)
     pipeline = Pipeline(
         id=PipelineId(row.text("pipeline")),
