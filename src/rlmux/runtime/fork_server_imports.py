@@ -11,6 +11,10 @@ gc.disable()
 try:
     import torch
 
+    from rlmux.engines.transformers_import import import_transformers
+
+    import_transformers()
+
     import rlmux.engines.lora
     import rlmux.engines.rollout
     import rlmux.engines.train
