@@ -1,4 +1,4 @@
-"""A pipeline without an estimate is measured in its first steps, and then placed by what was seen."""
+"""A pipeline is planned with what its steps took: at once without an estimate, else where they drift from it."""
 
 from __future__ import annotations
 
@@ -9,10 +9,15 @@ import pytest
 
 from rlmux.core.actions import ExpectSteps, Relocate, RunStage
 from rlmux.core.events import PipelineSubmitted, StageFinished
+from rlmux.core.expectations import drifted
 from rlmux.core.measured_steps import MeasuredSteps
 from rlmux.core.model import DeviceId, Phase, PhaseSeconds, Pipeline, PipelineId, Stage
 from rlmux.core.scheduler import Scheduler
 from rlmux.policies import make_policy
+from rlmux.sim.metrics import SimResult
+from rlmux.sim.simulator import simulate
+from rlmux.sim.workloads.arrivals import Arrival, Workload, h20_h800_cluster
+from rlmux.sim.world import Drifting, TrueSeconds
 
 SECONDS = {Stage.GENERATE: 2.0, Stage.UPDATE: 1.0}
 
@@ -143,8 +148,8 @@ def test_other_numbers_of_devices_are_other_seconds():
     assert measured.seconds() is None
 
 
-def test_an_estimate_that_the_user_gave_stands(driver, builders):
-    run = driver(seconds=lambda action: 5.0 * SECONDS[action.stage])
+def test_an_estimate_that_the_user_gave_stands_while_steps_are_near_it(driver, builders):
+    run = driver(seconds=lambda action: 1.2 * SECONDS[action.stage])
     run.submit(builders.pipeline("a", num_steps=20, slo_slowdown=2.0))
     run.run()
     assert run.actions(ExpectSteps) == []
@@ -261,3 +266,48 @@ def test_every_policy_goes_on_with_learned_estimates(driver, policy):
         assert expectations(run, name)
     assert not run.scheduler.query.has_orders()
     assert run.scheduler.query.placement.num_free_nodes(Phase.ROLLOUT) == 2
+
+
+# --- estimates that the user gave
+
+
+def drifting_pair(policy: str) -> tuple[SimResult, list[Relocate]]:
+    """Two pipelines of 100 s a step that share a node of each kind; the steps of `a` take twice as long from 21 on."""
+    phases = PhaseSeconds(rollout_s=60.0, train_s=40.0)
+    steady = TrueSeconds.of_phases(phases)
+    twice = replace(steady, variation=Drifting(ratios=(1.0, 2.0), steps_per_value=20))
+    arrivals = tuple(
+        Arrival(
+            submit_s=0.0,
+            pipeline=Pipeline(id=PipelineId(name), num_steps=60, estimate=phases, slo_slowdown=1.5),
+            world=world,
+        )
+        for name, world in (("a", twice), ("b", steady))
+    )
+    moves: list[Relocate] = []
+    result = simulate(
+        Workload(name="drifting", cluster=h20_h800_cluster(), arrivals=arrivals),
+        make_policy(policy),
+        observer=lambda _, actions: moves.extend(one for one in actions if isinstance(one, Relocate)),
+        checks=True,
+    )
+    return result, moves
+
+
+@pytest.mark.parametrize("policy", ["rollmux", "rlmux"])
+def test_a_pipeline_whose_steps_double_in_mid_run_is_placed_again_and_no_slo_is_missed(policy):
+    result, moves = drifting_pair(policy)
+    assert len(moves) == 1
+    assert all(one.keeps_slo for one in result.pipelines)
+
+
+def test_estimates_drift_apart_and_colocated_alike_and_in_steps_of_a_tenth():
+    given = Pipeline(
+        id=PipelineId("a"),
+        num_steps=1,
+        estimate=PhaseSeconds(rollout_s=100.0, train_s=50.0),
+        colocated_estimate=PhaseSeconds(rollout_s=120.0, train_s=40.0),
+    )
+    now = drifted(given, given.colocated_estimate, PhaseSeconds(rollout_s=146.0, train_s=40.5))
+    assert now.estimate == PhaseSeconds(rollout_s=pytest.approx(121.0), train_s=50.0)
+    assert now.colocated_estimate == PhaseSeconds(rollout_s=pytest.approx(145.2), train_s=40.0)

@@ -74,7 +74,8 @@ class ExpectSteps:
 
     pipeline: PipelineId
     measured: MeasuredSeconds | None
-    """Solo seconds that its own steps took, which it is planned with; None where its user gave an estimate."""
+    """Solo seconds that its own steps took, which it is planned with; None where its user gave an estimate that
+    they have not drifted from just now."""
     step_slowdown: float
     """Expected step slowdown in the meta-iteration of its group."""
     reason: str

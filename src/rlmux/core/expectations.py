@@ -1,10 +1,11 @@
-"""Pipelines without an estimate are planned with what their own steps took, and told whether their SLO can hold.
+"""Pipelines are planned with what their own steps took, and told whether their SLO can hold.
 
     a step is trained ─▶ learn ─▶ Pipeline.estimate in run and ledger ─▶ the policy's rebalance ─▶ tell ─▶ ExpectSteps
 
 With the estimate come a budget (SLO times solo step), a load in its group's meta-iteration and due times, as if the
-user had given it. It can change when and where things run, never what is trained. An estimate that the user gave
-stands.
+user had given it. It can change when and where things run, never what is trained. An estimate that the user gave stands
+as long as the steps are near it; where a phase has drifted from it, both of its estimates, apart and colocated, drift
+along, in steps of a tenth: pipelines that were alike so stay alike for a search.
 """
 
 from __future__ import annotations
@@ -16,11 +17,13 @@ from dataclasses import replace
 from rlmux.core.actions import ExpectSteps
 from rlmux.core.journal import Journal
 from rlmux.core.measured_steps import has_drifted
-from rlmux.core.model import MeasuredSeconds, PipelineId, PipelineStatus
+from rlmux.core.model import MeasuredSeconds, PhaseSeconds, Pipeline, PipelineId, PipelineStatus
 from rlmux.core.placement import PlacementLedger
 from rlmux.core.state import PipelineRun, SchedulerState
 
 _ROUNDING = 1e-9
+_DRIFT_STEP = 1.1
+"""Factor by which estimates that the user gave drift at once."""
 _NOTICEABLE = 0.1
 """Part by which an expected slowdown changes before it is said again."""
 
@@ -45,17 +48,33 @@ class Expectations:
         return self._plan_with(run, run.burst_seconds.seconds)
 
     def _plan_with(self, run: PipelineRun, measured_seconds: Callable[[], MeasuredSeconds | None]) -> bool:
-        if run.has_given_estimate or run.status is not PipelineStatus.RUNNING:
+        if run.status is not PipelineStatus.RUNNING:
+            return False
+        planned = self._given_seconds(run) if run.has_given_estimate else run.pipeline.estimate
+        if run.has_given_estimate and (planned is None or not run.measured.is_last_beyond(planned)):
             return False  # before the distribution is computed, which takes longer than the rest of a step's end
         measured = measured_seconds()
-        if measured is None or not has_drifted(run.pipeline.estimate, measured.median):
+        if measured is None or not has_drifted(planned, measured.median):
             return False
-        run.pipeline = replace(run.pipeline, estimate=measured.median, held=measured.held)
+        if run.has_given_estimate:
+            run.pipeline = drifted(run.pipeline, planned, measured.median)
+        else:
+            run.pipeline = replace(run.pipeline, estimate=measured.median, held=measured.held)
         if not run.pipeline.work_arrives:
             run.history.plan_with(run.pipeline)
         self._ledger.revise(run.pipeline)
         self._learned[run.pipeline.id] = None
         return True
+
+    def _given_seconds(self, run: PipelineRun) -> PhaseSeconds | None:
+        """What the steps of a pipeline with a given estimate should take where it is; None where that says nothing: on
+        other numbers of nodes, or where sub-stages of several members share them."""
+        pipeline, placement = run.pipeline, run.placement
+        if placement is None or len(placement.train_nodes) != pipeline.num_train_nodes:
+            return None
+        if set(placement.train_nodes) <= set(placement.rollout_nodes):
+            return pipeline.colocated_estimate if self._ledger.group_of(pipeline.id).num_members == 1 else None
+        return pipeline.estimate if len(placement.rollout_nodes) == pipeline.num_rollout_nodes else None
 
     def tell(self) -> None:
         """Say what is expected of pipelines whose seconds are new, and of their neighbours with an SLO where that is
@@ -76,7 +95,7 @@ class Expectations:
             if pipeline in learned or bool(reason) != (pipeline in beyond_slo) or _is_news(run, step_slowdown):
                 run.told_slowdown = step_slowdown
                 seen = run.burst_seconds if run.pipeline.work_arrives else run.measured
-                measured = None if run.has_given_estimate else seen.seconds()
+                measured = None if run.has_given_estimate and pipeline not in learned else seen.seconds()
                 self._journal.act(
                     ExpectSteps(pipeline=pipeline, measured=measured, step_slowdown=step_slowdown, reason=reason)
                 )
@@ -98,6 +117,35 @@ class Expectations:
             f"{slowdown * solo_s:.3g} s, {slowdown:.2f} times as long, in a group of {group.num_members} pipelines, "
             f"and policy {self._journal.policy_name} finds no better place"
         )
+
+
+def drifted(pipeline: Pipeline, planned: PhaseSeconds | None, measured: PhaseSeconds) -> Pipeline:
+    """The pipeline with all its estimates stretched as the measured seconds are against those planned with."""
+    if planned is None:
+        return pipeline
+    rollout, train = (
+        _stretch(now_s, before_s)
+        for before_s, now_s in ((planned.rollout_s, measured.rollout_s), (planned.train_s, measured.train_s))
+    )
+
+    def stretched(seconds: PhaseSeconds | None) -> PhaseSeconds | None:
+        if seconds is None:
+            return None
+        return replace(seconds, rollout_s=rollout * seconds.rollout_s, train_s=train * seconds.train_s)
+
+    return replace(
+        pipeline,
+        estimate=stretched(pipeline.estimate),
+        held=stretched(pipeline.held),
+        colocated_estimate=stretched(pipeline.colocated_estimate),
+    )
+
+
+def _stretch(now_s: float, before_s: float) -> float:
+    """The seconds of now over those of before, as a power of `_DRIFT_STEP`; 1 where one of them is nothing."""
+    if now_s <= 0.0 or before_s <= 0.0:
+        return 1.0
+    return _DRIFT_STEP ** round(math.log(now_s / before_s, _DRIFT_STEP))
 
 
 def _is_news(run: PipelineRun, step_slowdown: float) -> bool:

@@ -103,6 +103,13 @@ class MeasuredSteps:
             )
             self._steps.append(_Step(rollout=rollout, train=train, has_migrated=has_migrated))
 
+    def is_last_beyond(self, planned: PhaseSeconds | None) -> bool:
+        """Whether a phase of the last step differs from the seconds planned with by more than `DRIFT`."""
+        if not self._steps:
+            return False
+        last = self._steps[-1]
+        return has_drifted(planned, PhaseSeconds(rollout_s=last.rollout.solo_s, train_s=last.train.solo_s))
+
     def seconds(self) -> MeasuredSeconds | None:
         """The distribution; None before `MEASURED_STEPS` steps. So many without a migration count alone."""
         if len(self._steps) < MEASURED_STEPS:
