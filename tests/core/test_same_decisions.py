@@ -88,6 +88,8 @@ def test_recorded_events_give_the_recorded_actions(path):
     for number, row in enumerate(rows):
         event = codec.decode(json.dumps(renamed(row["event"])))
         actions = [json.loads(codec.encode(action)) for action in scheduler.handle(event)]
+        for action in actions:
+            action.pop("expected_step_s", None)  # 0.1.0 did not say what it expected of a move
         assert actions == [renamed(action) for action in row["actions"]], f"after event {number}: {row['event']}"
         if number % CHECK_EVERY == 0:
             invariants.check(scheduler)

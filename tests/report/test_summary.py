@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from rlmux.core.actions import Admit, ExpectSteps, Queue, Release, RunStage, Switch
+from rlmux.core.actions import Action, Admit, ExpectSteps, Queue, Release, Relocate, RunStage, Switch
 from rlmux.core.events import PipelineCancelled, PipelineRestarted, PipelineSubmitted, StageFinished, StagePaused
 from rlmux.core.model import AdmissionKind, DeviceId, MeasuredSeconds, PhaseSeconds, Pipeline, Stage
 from rlmux.report.status import status
@@ -28,7 +28,7 @@ KEYS = {
 PIPELINE_KEYS = {
     "steps", "tokens", "trajectories", "reward_first", "reward_last", "step_s_mean", "step_slowdown",
     "slo_slowdown", "weights_sha256", "status", "keeps_slo", "expected_slowdown", "estimate", "slo_reason", "promise",
-    "queue_s",
+    "queue_s", "moves",
 }  # fmt: skip
 DEVICE_KEYS = {"pool", "busy_s", "switch_s", "bubble_s", "idle_s", "utilization"}
 
@@ -37,15 +37,16 @@ def done(time_s: float, number: int, seconds: float, **fields: Any) -> StageFini
     return StageFinished(time_s=time_s, order=number, seconds=seconds, **fields)
 
 
-def two_steps(script: Any, make_order: Order) -> Any:
-    """Twice 2 s of rollout, 1 s of update and 0.5 s of publishing; 1.5 s pass before the second rollout."""
+def two_steps(script: Any, make_order: Order, *then: Action) -> Any:
+    """Twice 2 s of rollout, 1 s of update and 0.5 s of publishing; 1.5 s pass before the second rollout. `then`: what
+    is ordered between the two."""
     start = make_order(1, "a", GENERATE, ROLLOUT, switch=Switch.COLD)
     script.submit(0.0, "a", start, num_steps=2, slo_slowdown=1.4)
     script.event(done(3.0, 1, 2.0, tokens=100), make_order(2, "a", UPDATE, TRAIN))
     script.event(done(4.0, 2, 1.0, tokens=100), make_order(3, "a", PUBLISH))
     script.note(4.5, "step", pipeline="a", step=1, metrics={"reward_mean": 0.25, "trajectories": 8})
     script.event(done(4.5, 3, 0.0))
-    script.event(StagePaused(time_s=4.5, order=99, seconds=0.0))
+    script.event(StagePaused(time_s=4.5, order=99, seconds=0.0), *then)
     script.submit(6.0, "other", make_order(4, "a", GENERATE, ROLLOUT, step=2), num_steps=1)
     script.event(done(8.0, 4, 2.0, tokens=140), make_order(5, "a", UPDATE, TRAIN, step=2))
     script.event(done(9.0, 5, 1.0), make_order(6, "a", PUBLISH, step=2))
@@ -216,6 +217,12 @@ def test_the_slo_is_kept_or_missed_by_what_steps_took(script: Any, make_order: O
     assert a["keeps_slo"] is False
     assert a["estimate"] is None
     assert a["slo_reason"] == ""
+
+
+def test_a_move_shows_the_step_that_was_expected_and_the_steps_that_came(script: Any, make_order: Order) -> None:
+    move = Relocate(pipeline="a", placement=script.whole(), expected_step_s=3.5)
+    a = summarize(two_steps(script, make_order, move).timeline())["pipelines"]["a"]
+    assert a["moves"] == [{"time_s": 4.5, "expected_step_s": 3.5, "step_s": 5.0, "num_steps": 1}]
 
 
 def test_attainment_is_a_share_of_all_submitted_pipelines(script: Any, make_order: Order) -> None:

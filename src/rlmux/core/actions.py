@@ -50,6 +50,8 @@ class Relocate:
 
     pipeline: PipelineId
     placement: Placement
+    expected_step_s: float | None = None
+    """Expected seconds of its steps there, for people and reports; None where nothing is known of them."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,8 +76,8 @@ class ExpectSteps:
 
     pipeline: PipelineId
     measured: MeasuredSeconds | None
-    """Solo seconds that its own steps took, which it is planned with; None where its user gave an estimate that
-    they have not drifted from just now."""
+    """Solo seconds that its own steps took, which it is planned with; None where they are near the estimate that its
+    user gave."""
     step_slowdown: float
     """Expected step slowdown in the meta-iteration of its group."""
     reason: str

@@ -57,6 +57,7 @@ class Expectations:
         if measured is None or not has_drifted(planned, measured.median):
             return False
         if run.has_given_estimate:
+            run.has_left_estimate = True
             run.pipeline = drifted(run.pipeline, planned, measured.median)
         else:
             run.pipeline = replace(run.pipeline, estimate=measured.median, held=measured.held)
@@ -95,7 +96,8 @@ class Expectations:
             if pipeline in learned or bool(reason) != (pipeline in beyond_slo) or _is_news(run, step_slowdown):
                 run.told_slowdown = step_slowdown
                 seen = run.burst_seconds if run.pipeline.work_arrives else run.measured
-                measured = None if run.has_given_estimate and pipeline not in learned else seen.seconds()
+                is_given = run.has_given_estimate and not run.has_left_estimate
+                measured = None if is_given else seen.seconds()
                 self._journal.act(
                     ExpectSteps(pipeline=pipeline, measured=measured, step_slowdown=step_slowdown, reason=reason)
                 )
@@ -103,6 +105,13 @@ class Expectations:
                 beyond_slo[pipeline] = None
             else:
                 beyond_slo.pop(pipeline, None)
+
+    def step_s(self, run: PipelineRun) -> float | None:
+        """Expected seconds of a step in the meta-iteration of its group; None where nothing is known of it."""
+        estimate = run.pipeline.estimate
+        if estimate is None:
+            return None
+        return max(1.0, self._ledger.group_of(run.pipeline.id).slowdown_of(run.pipeline.id)) * estimate.solo_s
 
     def _expected(self, run: PipelineRun) -> tuple[float, str]:
         """Its expected step slowdown, and why its SLO cannot be promised."""

@@ -136,7 +136,8 @@ class Placing:
         self._ledger.finish_relocation(run.pipeline.id)
         self._groups.refresh_cycle(old)
         self._groups.join(run, placement)
-        self._journal.act(Relocate(pipeline=run.pipeline.id, placement=placement))
+        expected_s = self._expectations.step_s(run)
+        self._journal.act(Relocate(pipeline=run.pipeline.id, placement=placement, expected_step_s=expected_s))
         if old.members:
             self._dispatch(old)
         self.place_waiting()

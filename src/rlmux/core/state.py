@@ -327,8 +327,10 @@ class PipelineRun:
     told_slowdown: float | None = None
     """The step slowdown that was last said to be expected; None where nothing was said."""
     has_given_estimate: bool = field(init=False)
-    """Whether its user gave an estimate, which stands until its steps have drifted from it; one with `held` was measured
+    """Whether its user gave an estimate, which stands until its steps drift from it; one with `held` was measured
     earlier in the run."""
+    has_left_estimate: bool = False
+    """Whether they have."""
     restart_step: int = 0
     """The last step whose result is kept, from which it begins when it is placed; -1 before the SFT warm-up."""
     train_stages: tuple[Stage, ...] = field(init=False)

@@ -47,7 +47,7 @@ from rlmux.core.model import PHASE_BY_STAGE, DeviceId, OrderId, Phase, PipelineI
 from rlmux.report.arrivals import Arrivals
 from rlmux.report.log import Entry
 from rlmux.report.progress import OrderProgress
-from rlmux.report.records import STOPPED, Ending, Instant, OrderRecord, Pin, PipelineRecord, Standstill
+from rlmux.report.records import STOPPED, Ending, Instant, Move, OrderRecord, Pin, PipelineRecord, Standstill
 
 
 @contextlib.contextmanager
@@ -203,6 +203,8 @@ class History:
             record.status, record.reason = PipelineStatus.RUNNING, ""
             if record.admitted_s is None:
                 record.admitted_s = time_s
+            if isinstance(action, Relocate):
+                record.moves.append(Move(time_s, action.expected_step_s))
             self._note_thinking(time_s, record)
 
     def _on_release(self, time_s: float, action: Release) -> None:

@@ -86,6 +86,15 @@ class Pin:
     end_s: float = math.inf
 
 
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A relocation of a pipeline."""
+
+    time_s: float
+    expected_step_s: float | None
+    """Seconds that its steps were expected to take there; None where nothing was known of them."""
+
+
 @dataclass(slots=True)
 class PipelineRecord:
     pipeline: Pipeline
@@ -105,6 +114,8 @@ class PipelineRecord:
     """Class of promise that a probe of its engines found; None before there was one."""
     expected: ExpectSteps | None = None
     """What was last said to be expected of its steps; None where nothing was."""
+    moves: list[Move] = field(default_factory=list)
+    """Its relocations, in order."""
     thinking: list[tuple[float, float]] = field(default_factory=list)
     """Stretches (begin, end) in which the client of a pipeline whose work arrives had asked for nothing; the end of the
     last is infinite while it thinks."""

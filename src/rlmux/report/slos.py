@@ -5,6 +5,7 @@
                         within the SLO; `simulate` judges so, too, and has no processes to start in a first step
     queue_s             seconds from its submission to its admission, or to the end where there was none
     expected_slowdown   what the scheduler expected where the pipeline was last
+    moves               of each relocation the seconds of a step that were expected there, and those that came
     estimate            solo seconds that it was planned with: given in the file, or learned from its own steps
 
 A pipeline that ended, or was stopped, without one step missed its SLO. Where nothing is known yet, a value is null.
@@ -52,6 +53,7 @@ def slo_fields(record: PipelineRecord, steps: Sequence[StepTime], end_s: float) 
         "expected_slowdown": expected.step_slowdown if expected else None,
         "estimate": _estimate(record),
         "slo_reason": expected.reason if expected else "",
+        "moves": _moves(record, steps),
     }
 
 
@@ -75,6 +77,23 @@ def _keeps_slo(record: PipelineRecord, steady: Sequence[StepTime], end_s: float)
     if record.status != PipelineStatus.FINISHED:  # a step under way is late once it is, not when it ends
         spent_s, count = spent_s + open_s, count + 1
     return is_within_slo(spent_s, mean_solo_s * count, record.pipeline.slo_slowdown)
+
+
+def _moves(record: PipelineRecord, steps: Sequence[StepTime]) -> list[dict[str, Any]]:
+    """What was expected of each relocation, and what came: the mean of the whole steps until the next one."""
+    ends_s = [*(move.time_s for move in record.moves[1:]), math.inf]
+    rows = []
+    for move, until_s in zip(record.moves, ends_s, strict=False):  # without a move one end is left over
+        there = [one.seconds for one in steps if one.end_s - one.seconds >= move.time_s and one.end_s <= until_s]
+        rows.append(
+            {
+                "time_s": move.time_s,
+                "expected_step_s": move.expected_step_s,
+                "step_s": math.fsum(there) / len(there) if there else None,
+                "num_steps": len(there),
+            }
+        )
+    return rows
 
 
 def _queue_s(record: PipelineRecord, end_s: float) -> float:
