@@ -42,6 +42,9 @@ def test_they_are_found_by_step_reward_and_words(writer, tmp_path):
     assert found(writer, tmp_path, most=0.5, sort="-reward") == [(2, 0, 0), (1, 0, 1)]
     assert found(writer, tmp_path, text="carry the one") == [(1, 0, 0), (2, 0, 0)]
     assert found(writer, tmp_path, text="prompt 0 ", stop="length") == [(2, 0, 0)]
+    assert found(writer, tmp_path, text="the on") == []
+    assert found(writer, tmp_path, text="the one, car") == []
+    assert found(writer, tmp_path, text="one, car") == [(1, 0, 1)]
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import sqlite3
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
@@ -32,6 +33,8 @@ SORTS = ("step", "-step", "reward", "-reward", "tokens", "-tokens")
 _VERSION = 1
 _LAST_STEP, _LAST_PLACE = 2**22 - 1, 2**20 - 1
 """The largest step, and the largest prompt and sample, that an id has room for."""
+_LONG_END = re.compile(r"\w{3}$")
+"""End of a search that stands for all words that begin so: fewer letters would stand for too many."""
 _START_CHARS = 160
 """Characters of an answer that a list shows."""
 _TABLES = f"""
@@ -172,7 +175,7 @@ class SampleReader:
     def find(self, asked: Mapping[str, Any], *, sort: str = "-step", offset: int = 0, limit: int = 50) -> list[Any]:
         """Rows that meet all that is asked: `step`, `prompt`, `stop`, `least` and `most` reward, `text`.
 
-        `text`: words that follow each other, the last of which may be cut short.
+        `text`: words that follow each other, the last of which may be cut short to three letters.
         Raises ValueError for a sort that is none of `SORTS`.
         """
         where, values = _conditions(asked)
@@ -241,7 +244,8 @@ def _conditions(asked: Mapping[str, Any]) -> tuple[str, list[Any]]:
         take("stop = ?", asked["stop"])
     text = asked.get("text", "").replace("\0", " ").strip()
     if text:  # as one phrase: quoted, no sign of it is an operator of the search
-        take("id IN (SELECT rowid FROM words WHERE words MATCH ?)", '"' + text.replace('"', '""') + '"*')
+        quoted = '"' + text.replace('"', '""') + '"'
+        take("id IN (SELECT rowid FROM words WHERE words MATCH ?)", quoted + ("*" if _LONG_END.search(text) else ""))
     return ("WHERE " + " AND ".join(parts) if parts else ""), values
 
 
