@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Sequence
 
 from rlmux.broker.desk import Desk
+from rlmux.broker.programs import NO_MORE
 from rlmux.broker.server import Connection, Server
 from rlmux.broker.wire import WireError, read_message, write_message
 from rlmux.core.actions import Action, Refuse, Release, RunStage
@@ -48,7 +49,7 @@ class PermitBackend:
             case RunStage():
                 self.desk.begin(action)
             case Release():
-                self.desk.release(action.pipeline, "this program gets no permit any more: rlmux status says why")
+                self.desk.release(action.pipeline, NO_MORE)
             case Refuse():
                 self.desk.release(action.pipeline, action.reason)
             case _:

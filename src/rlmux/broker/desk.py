@@ -169,6 +169,11 @@ class Desk:
         self.roster.add(program)
         self.events.append(PipelineSubmitted(time_s=self._now_s(), pipeline=pipeline_of(program)))
 
+    def take_refused(self, program: Program, reason: str) -> None:
+        """A program of an earlier broker that was cancelled or refused: the scheduler hears no more of it."""
+        program.refusal = reason
+        self.roster.add(program)
+
     def _take_over(self, program: Program, rank: Rank, hello: dict[str, Any]) -> None:
         """What a process holds that connected before: this broker may be another one than then."""
         fence, held = hello.get("fence"), [pool for pool in hello.get("holds", []) if pool in self._cluster.pools]
@@ -416,7 +421,9 @@ class Desk:
         self.ledger.remove(program.id)
         self.roster.end(program)
         self._note(program, "gone", said_bye=rank.has_said_bye)
-        if rank.has_said_bye and held is None:
+        if program.refusal:
+            pass  # its pipeline is over already
+        elif rank.has_said_bye and held is None:
             if program.order is not None:
                 self._finish_order(program, 0.0, 0.0)
             self.events.append(ClientFinished(time_s=self._now_s(), pipeline=program.id))

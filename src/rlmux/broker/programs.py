@@ -19,6 +19,8 @@ from rlmux.core.actions import RunStage
 from rlmux.core.errors import UserError
 from rlmux.core.model import Phase, PipelineId
 
+NO_MORE = "this program gets no permit any more: rlmux status says why"
+"""What a program is told that was cancelled, or is over to the scheduler."""
 _SEEN_HOLDS = 20
 _OVERDUE_FACTOR = 10.0
 

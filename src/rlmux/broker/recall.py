@@ -2,7 +2,8 @@
 
     log ── notes `permit` ──▶ recall ──▶ Desk: programs with their processes, permits, and where their states lie
 
-A program whose process has ended since is taken up all the same: the desk finds it gone, and the log gets its end.
+A program whose process has ended since is taken up all the same: the desk finds it gone, and the log gets its end. One
+that was cancelled or refused stays so: it is no pipeline any more, and what it holds is its until its process is gone.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from typing import Any
 
 from rlmux.broker.desk import Desk
 from rlmux.broker.processes import Process
-from rlmux.broker.programs import Ask, Program, Rank
+from rlmux.broker.programs import NO_MORE, Ask, Program, Rank
+from rlmux.core.actions import Refuse
+from rlmux.core.events import PipelineCancelled
 from rlmux.core.model import PipelineId
 from rlmux.report.log import LogReader
 
@@ -21,8 +24,16 @@ def recall(folder: Path, desk: Desk, now_s: float) -> None:
     """Take up what the folder's log knows, before any message is taken."""
     programs: dict[str, Program] = {}
     lodged: dict[str, dict[str, None]] = {}
+    refusals: dict[str, str] = {}
     with LogReader(folder) as log:
-        notes = [entry.value for entry in log.entries() if entry.kind == "note" and entry.type == "permit"]
+        entries = list(log.entries())
+    notes = [entry.value for entry in entries if entry.kind == "note" and entry.type == "permit"]
+    for entry in entries:
+        match entry.value:
+            case PipelineCancelled(pipeline=name):
+                refusals[name] = NO_MORE
+            case Refuse(pipeline=name, reason=reason):
+                refusals[name] = reason
     for fields in notes:
         assert isinstance(fields, dict)
         name = fields["pipeline"]
@@ -44,7 +55,10 @@ def recall(folder: Path, desk: Desk, now_s: float) -> None:
             case "gone":
                 del programs[name], lodged[name]
     for name, program in programs.items():
-        desk.submit(program)
+        if name in refusals:
+            desk.take_refused(program, refusals[name])
+        else:
+            desk.submit(program)
         held = program.ask.pools if program.ask else ()
         for pool in lodged[name]:
             if pool not in held:

@@ -27,6 +27,7 @@ from rlmux.rl.config import TrainingConfig
 from rlmux.runtime.burst_workers import Answer, BurstReport, DatumWorker, SampleWorker
 from rlmux.runtime.call_loop import Answer as CallAnswer
 from rlmux.runtime.call_loop import CallLoop, Task
+from rlmux.runtime.linger import Linger
 from rlmux.runtime.workplace import Worker, Workplace
 
 Burst = Generator[CallAnswer, Any, None]
@@ -55,7 +56,7 @@ class BurstOptions:
     burst_s: float = 2.0
     """Seconds of sampling after which a burst ends with work left: it is another's turn, if there is another."""
     linger_s: float = 0.05
-    """Seconds that a burst waits for more before it ends."""
+    """Longest wait of a burst for more before it ends, in seconds, where a switch costs less; see linger.py."""
     call_limit_s: float = 120.0
     """Seconds within which a call of a worker must be answered, or show that it lives."""
 
@@ -127,6 +128,11 @@ class PipelineBursts:
         self._order_by_phase: dict[Phase, OrderId] = {}
         self._pausing: set[OrderId] = set()
         self._lingering: dict[Phase, CallAnswer] = {}
+        self._linger_by_kind: dict[tuple[Phase, bool], Linger] = {}
+        self._done_by_phase: dict[Phase, tuple[Linger, float]] = {}
+        """Time at which all work of a phase was done, until more comes."""
+        self._load_s = 0.0
+        """Seconds that loading a state took when that was last done."""
         self.sha256: str | None = None
         """Hash of the newest checkpoint's weights; None before the first."""
         self.waits_for: str | None = None
@@ -156,6 +162,8 @@ class PipelineBursts:
         """Have the running burst take new work along, or announce it."""
         if self.is_over:
             return
+        if (done := self._done_by_phase.pop(phase, None)) is not None:
+            done[0].saw(self._now_s() - done[1])
         if (lingering := self._lingering.pop(phase, None)) is not None:
             lingering.arrive()
         elif phase not in self._order_by_phase:
@@ -237,7 +245,7 @@ class PipelineBursts:
         while order.order not in self._pausing:
             if not self._num_handed_over:
                 taken = list(self._take_segment(has_stepped=has_stepped))
-                if not taken and (self._to_train or not (yield from self._has_more(Phase.TRAIN))):
+                if not taken and (self._to_train or not (yield from self._has_more(Phase.TRAIN, has_stepped))):
                     break
                 yield from self._hand_over_training(worker, taken)
                 has_stepped |= any(isinstance(request, OptimizerStep) for _, request in taken)
@@ -280,13 +288,17 @@ class PipelineBursts:
             if old not in kept:
                 shutil.rmtree(old, ignore_errors=True)
 
-    def _has_more(self, phase: Phase) -> Generator[CallAnswer, Any, bool]:
+    def _has_more(self, phase: Phase, has_stepped: bool = False) -> Generator[CallAnswer, Any, bool]:
         """Wait a moment for more work; returns whether some came."""
-        queue = self._to_sample if phase is Phase.ROLLOUT else self._to_train
-        if not queue:
+        if not (self._to_sample if phase is Phase.ROLLOUT else self._to_train):
+            linger = self._linger_by_kind.setdefault((phase, has_stepped), Linger())
+            self._done_by_phase[phase] = linger, self._now_s()
+            seconds = linger.seconds(max(self._options.linger_s, self._load_s))
+            if not seconds:
+                return False
             moment = self._calls.promise()
             self._lingering[phase] = moment
-            self._start_timer(self._options.linger_s, moment)
+            self._start_timer(seconds, moment)
             yield moment
             self._lingering.pop(phase, None)
         return bool(self._to_sample if phase is Phase.ROLLOUT else self._to_train)
@@ -323,7 +335,9 @@ class PipelineBursts:
         else:
             worker = found[0]
             if order.switch is not Switch.NONE:
+                load_from_s = self._now_s()
                 yield self._calls.call(worker, "load")
+                self._load_s = self._now_s() - load_from_s
         spent.switch_s += self._now_s() - start
         return worker
 
