@@ -21,7 +21,7 @@ from typing import Any
 
 from rlmux.broker.hello import ask_of, capacity_of, check_hello, pipeline_of, program_of, roles_of
 from rlmux.broker.programs import Ask, Program, Rank, Roster, rank_of
-from rlmux.broker.residency import Place, Residency
+from rlmux.broker.residency import Permit, Place, Residency
 from rlmux.broker.server import Connection
 from rlmux.broker.wire import WIRE_VERSION, WireError, write_message
 from rlmux.core.actions import RunStage
@@ -168,11 +168,6 @@ class Desk:
         """Make a program known to the scheduler."""
         self.roster.add(program)
         self.events.append(PipelineSubmitted(time_s=self._now_s(), pipeline=pipeline_of(program)))
-
-    def take_refused(self, program: Program, reason: str) -> None:
-        """A program of an earlier broker that was cancelled or refused: the scheduler hears no more of it."""
-        program.refusal = reason
-        self.roster.add(program)
 
     def _take_over(self, program: Program, rank: Rank, hello: dict[str, Any]) -> None:
         """What a process holds that connected before: this broker may be another one than then."""
@@ -428,9 +423,7 @@ class Desk:
                 self._finish_order(program, 0.0, 0.0)
             self.events.append(ClientFinished(time_s=self._now_s(), pipeline=program.id))
         else:
-            name = f"process {rank.process.pid}" if rank.process else "its connection"
-            what = f"while it held {', '.join(held.pools)}" if held else "without a word"
-            reason = program.end_reason or f"{name} ended {what}"
+            reason = program.end_reason or _how_it_ended(rank, held)
             self.events.append(PipelineFailed(time_s=self._now_s(), pipeline=program.id, reason=reason))
         self._try_to_grant()
 
@@ -447,6 +440,11 @@ class Desk:
 
     def _note(self, program: Program, what: str, **fields: Any) -> None:
         self.notes.append(Note(type="permit", fields={"pipeline": program.id, "what": what, **fields}))
+
+
+def _how_it_ended(rank: Rank, held: Permit | None) -> str:
+    name = f"process {rank.process.pid}" if rank.process else "its connection"
+    return f"{name} ended " + (f"while it held {', '.join(held.pools)}" if held else "without a word")
 
 
 def _refusal(ask: int, text: str) -> bytes:

@@ -30,10 +30,10 @@ def recall(folder: Path, desk: Desk, now_s: float) -> None:
     notes = [entry.value for entry in entries if entry.kind == "note" and entry.type == "permit"]
     for entry in entries:
         match entry.value:
-            case PipelineCancelled(pipeline=name):
-                refusals[name] = NO_MORE
-            case Refuse(pipeline=name, reason=reason):
-                refusals[name] = reason
+            case PipelineCancelled() as cancelled:
+                refusals[cancelled.pipeline] = NO_MORE
+            case Refuse() as refused:
+                refusals[refused.pipeline] = refused.reason
     for fields in notes:
         assert isinstance(fields, dict)
         name = fields["pipeline"]
@@ -56,7 +56,8 @@ def recall(folder: Path, desk: Desk, now_s: float) -> None:
                 del programs[name], lodged[name]
     for name, program in programs.items():
         if name in refusals:
-            desk.take_refused(program, refusals[name])
+            program.refusal = refusals[name]
+            desk.roster.add(program)
         else:
             desk.submit(program)
         held = program.ask.pools if program.ask else ()

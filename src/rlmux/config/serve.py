@@ -3,6 +3,7 @@
     ServeFile ── cluster, policy
               ── serve ── models ── ServedModelConfig ── model
                        ── keys   ── KeyConfig
+                       ── projects ── ProjectConfig
 
 Read as the file of a run is: strict types, unknown keys are errors, a mistake is one line with its place.
 """
@@ -66,6 +67,14 @@ class KeyConfig(FromFile):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ProjectConfig(FromFile):
+    """What a project of `keys` may use."""
+
+    device_hours_a_day: PositiveFloat
+    """Hours of one device that its work may take in a day of UTC. Its clients then wait for the next one."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig(FromFile):
     """What clients may ask for, and who they are."""
 
@@ -73,6 +82,8 @@ class ServeConfig(FromFile):
     """Models by the name that clients write, which they load the tokenizer of on their own machine."""
     keys: Mapping[str, KeyConfig] = field(default_factory=dict)
     """Projects by API key (`tml-...`). Without: every key is accepted, and is a project of its own."""
+    projects: Mapping[Name, ProjectConfig] = field(default_factory=dict)
+    """Budgets by project; one that is not named has no limit."""
     session_timeout_s: PositiveFloat = 600.0
     """Seconds without a sign of life after which a client's session is over. Its checkpoints are kept."""
 
@@ -120,6 +131,12 @@ def parse_serve_file(text: str, *, source: str, folder: Path, policies: Sequence
         raise explain(error, root, ServeFile) from None
     if file.policy not in policies:
         raise spec_error(root, ["policy"], f"is {file.policy!r}: no such policy; {nearest_hint(file.policy, policies)}")
+    known = {key.project for key in file.serve.keys.values()}
+    for name in file.serve.projects:
+        if name not in known:
+            raise spec_error(
+                root, ["serve", "projects", name], f"is the project of no key; {nearest_hint(name, sorted(known))}"
+            )
     models = {name: _absolute(served, folder) for name, served in file.serve.models.items()}
     for name, served in models.items():
         try:

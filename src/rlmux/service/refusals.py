@@ -4,6 +4,7 @@
 |-----------------------------------------------|------------------------------------------|
 | UserError, a body that is malformed           | 400                                      |
 | a key that is not known                       | 401                                      |
+| BudgetError                                   | 402: the SDK waits and asks again        |
 | UnknownIdError, an address that is not served | 404                                      |
 | ConflictError                                 | 409                                      |
 | GoneError                                     | 410                                      |
@@ -17,12 +18,13 @@ import json
 from pydantic import ValidationError
 
 from rlmux.core.errors import UserError
+from rlmux.service.tinker.budgets import BudgetError
 from rlmux.service.tinker.keys import UnknownKeyError
 from rlmux.service.tinker.registry import GoneError, UnknownIdError
 from rlmux.service.tinker.requests import ConflictError, FloodError
 
 REFUSALS = (
-    *(ValidationError, UnknownKeyError, UserError, ConflictError, GoneError, FloodError),
+    *(ValidationError, UnknownKeyError, UserError, ConflictError, GoneError, FloodError, BudgetError),
     *(json.JSONDecodeError, UnicodeDecodeError),
 )
 """Errors that are the request's own."""
@@ -47,6 +49,8 @@ def refusal(path: str, error: Exception) -> tuple[int, str]:
             return 410, str(error)
         case FloodError():
             return 429, str(error)
+        case BudgetError():
+            return 402, str(error)
     return 400, str(error)
 
 

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from rlmux.config.serve import ServeSpec, parse_serve_file
 from rlmux.core.errors import UserError
+from rlmux.core.model import PipelineId
 from rlmux.core.policy import Policy
 from rlmux.report.log import LogReader
 from rlmux.runtime.backend import Submission
@@ -27,6 +28,7 @@ from rlmux.service.open_folder import LOOPBACK
 from rlmux.service.rollouts.routes import routes as rollout_routes
 from rlmux.service.server import Server
 from rlmux.service.serving import Serving
+from rlmux.service.tinker.budgets import Charges
 from rlmux.service.tinker.front import TinkerFront
 from rlmux.service.tinker.keys import Keys
 from rlmux.service.tinker.routes import routes
@@ -114,17 +116,19 @@ def _refuse(text: str, source: str) -> Sequence[Submission]:
 
 
 class _Starter:
-    """A listener that opens the doors with the controller's first tick: from then on events are taken."""
+    """A listener that opens the doors with the controller's first tick, and has projects charged for their orders."""
 
     def __init__(self, doors: Doors, on_ready: OnReady) -> None:
         self._doors = doors
         self._on_ready = on_ready
         self._is_open = False
+        self._charges = Charges(doors.charge)
 
-    def update(self, now_s: float, events: object, actions: object, notes: object) -> None:
+    def update(self, now_s: float, events: Sequence[object], actions: Sequence[object], notes: object) -> None:
         if not self._is_open:
             self._is_open = True
             self._on_ready(self._doors.open(), self._doors.dashboard)
+        self._charges.update(events, actions)
 
 
 class Doors:
@@ -138,11 +142,13 @@ class Doors:
         self._folder = folder
         self._server = server
         self._serving = Serving(spec, folder)
+        self._tinker: TinkerFront | None = None
         self.front = self._serving.front
 
     def open(self) -> str:
         """Take in what the ledger holds, and answer requests from now on; returns the server's URL."""
         front, host = self._serving.furnish(self._server.call_soon)
+        self._tinker = front
         keys = Keys({key: given.project for key, given in self._spec.serve.keys.items()})
         self._server.mount(TINKER, routes(front, keys, host.reason))
         self._server.mount("", rollout_routes(front, keys, self._serving.vocabularies))
@@ -157,6 +163,12 @@ class Doors:
             self.dashboard.start()
         (self._folder / ADDRESS).write_text(self._server.url.removeprefix("http://"), encoding="utf-8")
         return self._server.url
+
+    def charge(self, pipeline: PipelineId, device_s: float) -> None:
+        """From the controller's thread: a pipeline's work took so many device-seconds."""
+        front = self._tinker
+        if front is not None:
+            self._server.call_soon(lambda: front.charge(pipeline, device_s))
 
     def _write_tokenizers(self) -> None:
         """Clients find the tokenizer of a new model in a folder of its name; nothing else has it."""

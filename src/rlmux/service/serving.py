@@ -23,6 +23,7 @@ from rlmux.runtime.foreign import ForeignFront
 from rlmux.runtime.local import LocalProcesses, assign_cores, assign_gpus, visible_gpus
 from rlmux.runtime.memory import with_footprint
 from rlmux.runtime.model_host import ModelHost
+from rlmux.service.tinker.budgets import Budgets
 from rlmux.service.tinker.front import TinkerFront
 from rlmux.service.tinker.ledger import Ledger
 from rlmux.service.tinker.served import ServedModel
@@ -50,7 +51,9 @@ class Serving:
         news = _News(call_soon)
         host = ModelHost(workplace, self.front, news, wake=workplace.wake)
         ledger = Ledger(self._folder / LEDGER)
-        news.front = TinkerFront(self.models, ledger, self._folder / "models", _Host(host, self.front, self._footprint))
+        hours = {name: given.device_hours_a_day for name, given in self._spec.serve.projects.items()}
+        bridge = _Host(host, self.front, self._footprint)
+        news.front = TinkerFront(self.models, ledger, self._folder / "models", bridge, Budgets(ledger, hours))
         return news.front, host
 
     def _footprint(self, pipeline: Pipeline, config: TrainingConfig) -> Footprint:

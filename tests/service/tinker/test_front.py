@@ -8,9 +8,14 @@ from pathlib import Path
 import pytest
 from tests.service.tinker.test_random_requests import PROMPT, SERVED, Place, as_json, training_body
 
-from rlmux.core.model import PipelineId, Urgency
+from rlmux.core.actions import RunStage
+from rlmux.core.events import StageFinished
+from rlmux.core.model import DeviceId, OrderId, PipelineId, Stage, Urgency
 from rlmux.rl.arriving import SampleDone
 from rlmux.service.tinker import requests, routes
+from rlmux.service.tinker.budgets import Budgets, Charges
+from rlmux.service.tinker.keys import Keys
+from rlmux.service.tinker.ledger import Ledger
 
 
 @pytest.fixture
@@ -94,3 +99,45 @@ def test_tags_reach_the_host_with_the_project(place):
     hints, project = place.host.opened["s0-0"]
     assert (hints.urgency, hints.slo) == (Urgency.BACKGROUND, 1.5)
     assert project.startswith("key-")
+
+
+def test_a_project_that_used_up_its_budget_waits_for_the_next_day_and_ends_its_step(tmp_path):
+    place = Place(tmp_path / "front", {Keys({}).project("k"): 1.0})
+
+    async def use_up() -> None:
+        session = await place.begin()
+        model = f"{session}:train:0"
+        await place.post("forward_backward", training_body(model, 1, seed=1))
+        place.front.charge(PipelineId("s0-0"), 3000.0)
+        assert (await place.http.post("asample", content=sample(session, 0))).status_code == 200
+        place.front.charge(PipelineId("s0-sampling-0"), 600.0)
+        refused = await place.http.post("asample", content=sample(session, 1))
+        assert refused.status_code == 402
+        assert "has used 1 of 1 device-hours today; goes on at 00:00 UTC" in refused.json()["detail"]
+        loss = await place.http.post("forward_backward", content=training_body(model, 3, seed=1))
+        assert loss.status_code == 402
+        update = as_json(model_id=model, seq_id=2, adam_params={"learning_rate": 0.1})
+        assert (await place.http.post("optim_step", content=update)).status_code == 200
+        assert (await place.http.post("asample", content=sample(session, 0))).status_code == 200, "a repeated one"
+        place.day = 2
+        assert (await place.http.post("asample", content=sample(session, 1))).status_code == 200
+
+    asyncio.run(use_up())
+
+
+def test_what_an_order_took_is_charged_on_all_its_devices_and_kept(tmp_path):
+    charged: list[tuple[str, float]] = []
+    charges = Charges(lambda pipeline, device_s: charged.append((pipeline, device_s)))
+    devices = (DeviceId("train", 0, 0), DeviceId("train", 0, 1))
+    order = RunStage(
+        order=OrderId(7), pipeline=PipelineId("a"), step=1, stage=Stage.UPDATE, devices=devices, weight_version=0
+    )
+    charges.update([], [order])
+    ended = StageFinished(time_s=9.0, order=OrderId(7), seconds=2.0, switch_s=0.5)
+    charges.update([ended, ended], [])
+    assert charged == [("a", 5.0)]
+    for _ in range(2):
+        ledger = Ledger(tmp_path / "tinker.db")
+        Budgets(ledger, {}, today=lambda: 1).charge("lab", 5.0)
+        ledger.close()
+    assert Ledger(tmp_path / "tinker.db").usage("lab", 1) == 10.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from fastapi import FastAPI
 from tests.service.clients import training_body
 
 from rlmux.rl.config import ModelConfig
+from rlmux.service.tinker.budgets import Budgets
 from rlmux.service.tinker.front import TinkerFront
 from rlmux.service.tinker.keys import Keys
 from rlmux.service.tinker.ledger import Ledger
@@ -59,12 +60,15 @@ class Recorded:
 class Place:
     """A front in this process, and what reached its host."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, hours_by_project: Mapping[str, float] | None = None) -> None:
         folder.mkdir()
         self.folder = folder
         self.host = Recorded()
         self.reason: str | None = None
-        self.front = TinkerFront({SERVED.name: SERVED}, Ledger(folder / "tinker.db"), folder, self.host)
+        self.ledger = Ledger(folder / "tinker.db")
+        self.day = 1
+        budgets = Budgets(self.ledger, hours_by_project or {}, today=lambda: self.day)
+        self.front = TinkerFront({SERVED.name: SERVED}, self.ledger, folder, self.host, budgets)
         app = FastAPI()
         app.include_router(routes(self.front, Keys({}), lambda pipeline: self.reason))
         transport = httpx.ASGITransport(app, raise_app_exceptions=True)  # a failure of the server's own fails the test

@@ -25,6 +25,7 @@ from rlmux.rl.arriving import ForwardBackward, LoadState, OptimizerStep, SampleR
 from rlmux.rl.arriving import SaveWeights as SaveWeightsFile
 from rlmux.rl.config import TrainingConfig
 from rlmux.service.tinker import bodies
+from rlmux.service.tinker.budgets import Budgets
 from rlmux.service.tinker.codec import read_addressee, read_forward_backward, write_forward_backward, write_sample
 from rlmux.service.tinker.in_order import InOrder
 from rlmux.service.tinker.ledger import Ledger, Result, Taken
@@ -70,15 +71,23 @@ class _Due:
 class TinkerFront:
     """See the module's picture."""
 
-    def __init__(self, models: Mapping[str, ServedModel], ledger: Ledger, folder: Path, host: Host) -> None:
-        """`folder`: where models keep their checkpoints."""
+    def __init__(
+        self,
+        models: Mapping[str, ServedModel],
+        ledger: Ledger,
+        folder: Path,
+        host: Host,
+        budgets: Budgets | None = None,
+    ) -> None:
+        """`folder`: where models keep their checkpoints. `budgets`: None where there are none."""
         self.registry = Registry()
         self.promises = Promises(ledger)
         self._models = models
         self._ledger = ledger
         self._folder = folder
         self._host = host
-        self._checks = RequestChecks(self.registry, self.promises, models)
+        self._budgets = budgets or Budgets(ledger, {})
+        self._checks = RequestChecks(self.registry, self.promises, models, self._budgets)
         self._num_samples: dict[PipelineId, int] = {}
         self._apply_by_path: Mapping[str, Callable[[Taken], dict[str, Any]]] = {
             "create_session": self._create_session,
@@ -105,7 +114,8 @@ class TinkerFront:
         """Take a request that changes something; returns the answer, for most a promise.
 
         Raises UserError for one that is refused, GoneError for one whose session is over, ConflictError for a number
-        that another request has, and FloodError where too many wait. The same request again gets the same answer.
+        that another request has, FloodError where too many wait, and BudgetError where nothing is left today. The same
+        request again gets the same answer.
         """
         chosen = secrets.token_hex(3) if path == "create_session" else ""
         request_id = request_id_of(path, body, chosen)
@@ -144,6 +154,12 @@ class TinkerFront:
         for request_id in self.promises.of_pipeline(pipeline):
             if request_id.endswith(":create"):
                 self.promises.settle(request_id, None, None)
+
+    def charge(self, pipeline: PipelineId, device_s: float) -> None:
+        """Work of a pipeline took so many device-seconds."""
+        for session in self.registry.sessions.values():
+            if pipeline in session.pipelines:
+                self._budgets.charge(session.project, device_s)
 
     def add_update(self, request_id: str, folder: Path, sha256: str) -> None:
         """A checkpoint that has everything up to this request is there. `sha256`: of its weights."""

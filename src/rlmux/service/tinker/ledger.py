@@ -3,6 +3,7 @@
     requests   number, id, path, body, what the front chose for it     in the order they were taken
     results    id, body or error
     updates    model, id of the optimizer step, folder, hash           checkpoints to begin again from
+    usage      project, day, device-seconds
 
 A front is a fold over the requests: after a restart they are applied again in their order, and what has a result is
 not done again.
@@ -22,6 +23,8 @@ CREATE TABLE IF NOT EXISTS requests (
 CREATE TABLE IF NOT EXISTS results (id TEXT PRIMARY KEY, body BLOB NOT NULL, kind TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS updates (model TEXT NOT NULL, number INTEGER NOT NULL, folder TEXT NOT NULL,
     sha256 TEXT NOT NULL);
+CREATE TABLE IF NOT EXISTS usage (project TEXT NOT NULL, day INTEGER NOT NULL, device_s REAL NOT NULL,
+    PRIMARY KEY (project, day));
 """
 
 
@@ -100,6 +103,20 @@ class Ledger:
             "SELECT number, folder FROM updates WHERE model = ? ORDER BY number DESC", (model,)
         )
         return next(((number, Path(folder)) for number, folder in rows if Path(folder).is_dir()), None)
+
+    def add_usage(self, project: str, day: int, device_s: float) -> None:
+        """Count device-seconds that a project used on a day."""
+        self._database.execute(
+            "INSERT INTO usage VALUES (?, ?, ?) ON CONFLICT DO UPDATE SET device_s = device_s + excluded.device_s",
+            (project, day, device_s),
+        )
+
+    def usage(self, project: str, day: int) -> float:
+        """Device-seconds that a project used on a day."""
+        row = self._database.execute(
+            "SELECT device_s FROM usage WHERE project = ? AND day = ?", (project, day)
+        ).fetchone()
+        return 0.0 if row is None else float(row[0])
 
     def close(self) -> None:
         self._database.close()

@@ -13,6 +13,7 @@ from typing import Any
 
 from rlmux.core.errors import RlmuxError, UserError
 from rlmux.service.tinker import bodies
+from rlmux.service.tinker.budgets import Budgets
 from rlmux.service.tinker.codec import read_addressee
 from rlmux.service.tinker.ledger import Taken
 from rlmux.service.tinker.names import WEIGHTS, TinkerPath, checked_name, model_id, sampler_id
@@ -22,6 +23,8 @@ from rlmux.service.tinker.sampling import check_sample
 from rlmux.service.tinker.served import ServedModel
 from rlmux.service.tinker.tags import read_tags
 
+_CHARGED = ("forward_backward", "asample")
+"""Requests that begin work; what ends it (an update, a save) is always taken."""
 MAX_SAMPLES_AT_ONCE = 2000
 """Sampling requests of one project that may wait for results."""
 
@@ -92,14 +95,20 @@ def promise(request_id: str, path: str, body: bytes) -> dict[str, Any]:
 class RequestChecks:
     """Refuses what is not served, by name and with what to write instead."""
 
-    def __init__(self, registry: Registry, promises: Promises, models: Mapping[str, ServedModel]) -> None:
+    def __init__(
+        self, registry: Registry, promises: Promises, models: Mapping[str, ServedModel], budgets: Budgets
+    ) -> None:
         self._registry = registry
+        self._budgets = budgets
         self._promises = promises
         self._models = models
 
     def check(self, taken: Taken) -> None:
-        """Raises UserError, UnknownIdError, GoneError or ConflictError for a request that is refused."""
+        """Raises UserError, UnknownIdError, GoneError or ConflictError for a request that is refused, FloodError or
+        BudgetError for one that may come again."""
         body, project = taken.body, taken.project
+        if taken.path in _CHARGED:
+            self._budgets.check(project)
         match taken.path:
             case "create_session":
                 read_tags(bodies.CreateSession.model_validate_json(body).tags)

@@ -1,0 +1,71 @@
+"""What projects may compute in a day, and what they have: a project without anything left is asked to come back later.
+
+    orders that end ─▶ charge(project, device_s) ─▶ tinker.db, by day        check(project) ─▶ BudgetError ─▶ 402
+
+A day is one of UTC. What runs is finished: a project may pass its budget by what it had begun.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from rlmux.core.actions import RunStage
+from rlmux.core.errors import RlmuxError
+from rlmux.core.events import StageFinished, StagePaused
+from rlmux.core.model import OrderId, PipelineId
+from rlmux.service.tinker.ledger import Ledger
+
+_DAY_S = 86400
+
+
+class BudgetError(RlmuxError):
+    """A project has used what it may use today."""
+
+
+def today() -> int:
+    """Days since 1970, in UTC."""
+    return int(time.time()) // _DAY_S
+
+
+class Budgets:
+    """Budgets of the file, and what the ledger says was used."""
+
+    def __init__(self, ledger: Ledger, hours_by_project: Mapping[str, float], today: Callable[[], int] = today) -> None:
+        """`hours_by_project`: device-hours a day; a project that is not named has no limit."""
+        self._ledger = ledger
+        self._hours_by_project = hours_by_project
+        self._today = today
+
+    def charge(self, project: str, device_s: float) -> None:
+        """Count what a project's work took."""
+        self._ledger.add_usage(project, self._today(), device_s)
+
+    def check(self, project: str) -> None:
+        """Raises BudgetError for a project with nothing left today."""
+        hours = self._hours_by_project.get(project)
+        if hours is None:
+            return
+        used_h = self._ledger.usage(project, self._today()) / 3600
+        if used_h >= hours:
+            raise BudgetError(
+                f"project {project} has used {used_h:.4g} of {hours:g} device-hours today; goes on at 00:00 UTC"
+            )
+
+
+class Charges:
+    """Finds in the controller's events what each order took."""
+
+    def __init__(self, charge: Callable[[PipelineId, float], None]) -> None:
+        """`charge`: gets a pipeline and device-seconds; called in the controller's thread."""
+        self._charge = charge
+        self._order: dict[OrderId, RunStage] = {}
+
+    def update(self, events: Sequence[object], actions: Sequence[object]) -> None:
+        """Take what happened, in the order in which it did."""
+        for event in events:
+            if isinstance(event, StageFinished | StagePaused) and (order := self._order.pop(event.order, None)):
+                self._charge(order.pipeline, (event.seconds + event.switch_s) * len(order.devices))
+        for action in actions:
+            if isinstance(action, RunStage):
+                self._order[action.order] = action
