@@ -40,7 +40,14 @@ class Run:
             make_backend(cluster, folder, options=None) if make_backend else FakeBackend(lambda action: STAGE_S)
         )
         self.log = RunLog.create(folder, run_header(policy="rollmux", backend="fake", cluster=cluster))
-        self.run_api = RunApi(ControlServer(folder), self.scheduler, parse(real), over={"past": {}}, is_kept_open=True)
+        self.run_api = RunApi(
+            ControlServer(folder),
+            self.scheduler,
+            parse(real),
+            over={"past": {}},
+            is_kept_open=True,
+            taken={"p": ["past"]},
+        )
         self.controller = Controller(self.scheduler, self.backend, self.log, run_api=self.run_api)
         self.answers: list[dict[str, Any]] = []
 
@@ -86,8 +93,8 @@ def parse(real: Any) -> Any:
     return parse_lines
 
 
-def submit(text: str) -> dict[str, Any]:
-    return {"request": "submit", "text": text, "source": "more.yaml"}
+def submit(text: str, **more: str) -> dict[str, Any]:
+    return {"request": "submit", "text": text, "source": "more.yaml", **more}
 
 
 def cancel(name: str) -> dict[str, Any]:
@@ -133,6 +140,17 @@ def test_what_was_taken_is_in_the_log_before_anything_of_it_starts(going, real):
     (submitted,) = submitted_to(going.folder)
     assert (submitted.source, submitted.resolved) == ("more.yaml", "b 2\nc 2")
     assert submitted.at_s >= 0.0
+
+
+def test_a_submission_with_an_id_is_taken_once_whatever_part_of_the_run_took_it(going, real):
+    twice = submit("b 3\nlate 1 1000000", id="k")
+    going.run([], twice, twice, submit("past 3", id="p"), until=lambda: going.is_over("b"))
+    first, again, past = (answer["pipelines"] for answer in going.answers)
+    assert [one["outcome"] for one in first] == ["placed", "upcoming"]
+    assert [(one["pipeline"], one["outcome"]) for one in again][1] == ("late", "upcoming")
+    assert again[0]["outcome"] in ("running", "finished")
+    assert past == [{"pipeline": "past", "outcome": "over", "reason": "it ended before"}]
+    assert [one.resolved for one in submitted_to(going.folder)] == ["b 3\nlate 1 1000000"]
 
 
 def test_a_cancelled_pipeline_ends_at_a_safe_point_and_gives_its_nodes_back(going, real):

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,6 +37,24 @@ def test_the_hint_to_read_ahead_is_ignored_where_the_core_that_computes_would_re
     worker.offload(tmp_path / "spilled")
     worker.prefetch()
     assert asked == ([] if is_core else ["to read ahead"])
+
+
+def test_env_workers_find_modules_of_one_name_each_in_its_own_pipelines_folder(tmp_path: Path) -> None:
+    code = (
+        "import sys; from pathlib import Path; from rlmux.rl.config import TaskConfig, TrainingConfig;"
+        "from rlmux.runtime.workers import EnvWorker;"
+        "config = TrainingConfig(name='a', task=TaskConfig(name='sort', reward='scores:score'));"
+        "EnvWorker(config, code_folder=Path(sys.argv[1])); print(sys.modules['scores'].NAME)"
+    )
+    for name in ("here", "there"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "scores.py").write_text(
+            f"NAME = {name!r}\ndef score(data_source, solution_str, ground_truth): return 1.0"
+        )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path / "there"), *sys.path])}
+    words = [sys.executable, "-c", code, str(tmp_path / "here")]
+    ran = subprocess.run(words, capture_output=True, text=True, env=environment, check=False)
+    assert ran.stdout == "here\n", ran.stderr
 
 
 @pytest.fixture

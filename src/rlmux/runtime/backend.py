@@ -47,6 +47,8 @@ class Submission:
     """The least that its engines must keep; None: whatever they keep."""
     inputs: Sequence[Path] = ()
     """Files of the user that the pipeline reads, whose changes are told of when it goes on."""
+    code_folder: Path | None = None
+    """Folder of its reward and environment modules, which its env worker looks in first; None: as its process does."""
     call_limit_s: float | None = None
     """As in WorkerOptions, for this pipeline; so are the next two. None: as the backend has it."""
     checkpoint_every: int | None = None

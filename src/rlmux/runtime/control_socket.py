@@ -166,7 +166,7 @@ def ask(folder: Path, request: str, *, limit_s: float = 120.0, **fields: Any) ->
             raise NoAnswerError(f"{folder}: its controller gave no answer in {limit_s:g} s") from None
         except OSError:
             line = b""
-    if not line:
+    if not line.endswith(b"\n"):
         raise RlmuxError(f"{folder}: the run ended before it answered")
     answer: dict[str, Any] = json.loads(line)
     if not answer.get("ok"):

@@ -10,12 +10,10 @@ read profiles, choose a display, or print; its callers hand it what those come t
 from __future__ import annotations
 
 import importlib
-import importlib.util
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -151,7 +149,6 @@ def parser(run: Spec, estimate_switch: EstimateSwitch = estimate_nothing) -> Par
     def parse(text: str, source: str) -> list[Submission]:
         spec = parse_spec(text, source=source, folder=run.code_folder, cluster_of=run)
         make_importable(spec.code_folder, is_late=True)
-        _check_user_modules(spec)
         return submissions(spec, estimate_switch)
 
     return parse
@@ -169,6 +166,7 @@ def submissions(spec: Spec, estimate_switch: EstimateSwitch = estimate_nothing) 
                 config=given.config,
                 submit_at_s=given.submit_at_s,
                 inputs=input_files(given.config, spec.code_folder),
+                code_folder=spec.code_folder,
                 promise=None if given.promise is None else Promise(given.promise),
                 call_limit_s=given.call_limit_s,
                 checkpoint_every=given.checkpoint_every,
@@ -211,16 +209,3 @@ def make_importable(folder: Path, *, is_late: bool = False) -> None:
     if str(folder) not in sys.path:
         sys.path.insert(len(sys.path) if is_late else 0, str(folder))
         importlib.invalidate_caches()
-
-
-def _check_user_modules(spec: Spec) -> None:
-    """Raises UserError for a module of the user that another folder's module of the same name hides."""
-    for given, key in product(spec.pipelines, ("reward", "environment")):
-        module = (getattr(given.config.task, key) or "").partition(":")[0].partition(".")[0]
-        own = [path for path in (spec.code_folder / f"{module}.py", spec.code_folder / module) if path.exists()]
-        found = importlib.util.find_spec(module) if module and own else None
-        if found is not None and found.origin and not Path(found.origin).is_relative_to(spec.code_folder):
-            raise UserError(
-                f"pipeline {given.name}: task.{key}: {own[0]} is hidden by {found.origin}, which this run uses "
-                "already; accepted: a module with a name of its own"
-            )

@@ -173,7 +173,7 @@ def resume_pipelines(
         return drive(
             cluster, unfinished, policy, folder, log, backend, listeners, statuses,
             parse=parse, is_kept_open=is_kept_open, run_id=run_id, is_gpu=_has_gpus(machine),
-            front=front,
+            front=front, taken={each["id"]: each["pipelines"] for each in state.submitted if "id" in each},
         )  # fmt: skip
 
 
@@ -236,12 +236,13 @@ def drive(
     run_id: str | None,
     is_gpu: bool,
     front: ForeignFront | None,
+    taken: Mapping[str, Sequence[str]] | None = None,
 ) -> RunResult:
     """Run a scheduler on a backend until all is over or the process is told to stop; then close the backend, write the
     end into the log, and the reports beside it.
 
     `ended`: pipelines that ended in earlier parts of the run. With a `front`, `own` is a backend that makes room for
-    others. Raises StorageError.
+    others. `taken`: names of the pipelines of each submission with an id. Raises StorageError.
     """
     scheduler = Scheduler(cluster, policy, FairShares())
     foreign = [] if front is None else [ForeignBackend(cast(MakesRoom, own), front)]
@@ -252,7 +253,7 @@ def drive(
     if parse is not None:
         server = ControlServer(folder)
         parse = _checked(parse, cluster, run_id, is_gpu=is_gpu)
-        run_api = RunApi(server, scheduler, parse, over=endings.by_pipeline, is_kept_open=is_kept_open)
+        run_api = RunApi(server, scheduler, parse, over=endings.by_pipeline, is_kept_open=is_kept_open, taken=taken)
     displays = [_UntilClosed(listener, lambda: controller.stop()) for listener in listeners]
     controller = Controller(
         scheduler, backend, log, [watch, metrics, endings, *displays, *foreign], run_api,

@@ -1,7 +1,8 @@
 """What a running controller is asked from outside: to take pipelines in, to end one, to say how things stand.
 
     submit {text, source}   parsed and checked ─▶ note `submitted` in the log ─▶ PipelineSubmitted when due
-                            answered once every pipeline of it is placed, waiting, refused, or known to come later
+                            answered once every pipeline of it is placed, waiting, refused, or known to come later;
+                            with an `id` that the log knows: nothing is taken, the answer says what became of it
     cancel {name}           ─▶ PipelineCancelled; a pipeline that is still to come is struck off
     hold, release {name}    ─▶ PipelineHeld, HoldReleased: a waiting pipeline does not start until it is released
     rank {name, rank}       ─▶ PipelineRanked
@@ -87,12 +88,15 @@ class RunApi:
         *,
         over: Mapping[PipelineId, Any],
         is_kept_open: bool,
+        taken: Mapping[str, Sequence[str]] | None = None,
     ) -> None:
-        """`over`: pipelines that ended in earlier parts of the run, whose names are taken too."""
+        """`over`: pipelines that ended in earlier parts of the run, whose names are taken too. `taken`: names of the
+        pipelines of each submission with an id."""
         self._server = server
         self._scheduler = scheduler
         self._parse = parse
         self._over = set(over)
+        self._taken = {id: [PipelineId(name) for name in names] for id, names in (taken or {}).items()}
         self._answers: list[_Answer] = []
         self.is_kept_open = is_kept_open
         """The run waits for more when all its pipelines are over."""
@@ -131,6 +135,8 @@ class RunApi:
 
     def _serve(self, request: Request, tick: _Tick) -> None:
         match request.words:
+            case {"request": "submit", "id": str(id)} if id in self._taken:
+                self._repeat(request, self._taken[id], tick)
             case {"request": "submit", "text": str(text), "source": str(source)}:
                 self._submit(request, text, source, tick)
             case {"request": "cancel", "name": str(name)}:
@@ -165,8 +171,25 @@ class RunApi:
             outcomes[one.pipeline.id] = {"outcome": "upcoming", "at_s": at_s} if is_later else None
         names = [one.pipeline.id for one in parsed]
         fields = {"pipelines": names, "at_s": tick.now_s, "source": source, "resolved": text}
+        if isinstance(id := request.words.get("id"), str):
+            fields["id"] = id
+            self._taken[id] = names
         tick.notes.append(Note(type="submitted", fields=fields))
         tick.notes += [*plan_notes(parsed), *input_notes(parsed)]
+        self._answers.append(_Answer(request, outcomes))
+
+    def _repeat(self, request: Request, names: Sequence[PipelineId], tick: _Tick) -> None:
+        """Answer a submission that was taken before: its sender never got the answer, or asks twice."""
+        due_s = {one.pipeline.id: one.submit_at_s for one in (*tick.upcoming, *tick.submissions)}
+        outcomes: dict[PipelineId, dict[str, Any] | None] = {}
+        for name in names:
+            if name in self._scheduler.query:
+                query = self._scheduler.query
+                outcomes[name] = {"outcome": query.status(name).value, "reason": query.reason(name)}
+            elif name in due_s:
+                outcomes[name] = {"outcome": "upcoming", "at_s": due_s[name]}
+            else:
+                outcomes[name] = {"outcome": "over", "reason": "it ended before"}
         self._answers.append(_Answer(request, outcomes))
 
     def _check_names(self, parsed: Sequence[Submission], source: str, tick: _Tick) -> None:

@@ -284,7 +284,12 @@ class WorkerSupervisor:
             weights=weights,
             checkpoints=checkpoints,
             env_worker=self._spawn(
-                config, "env", EnvWorker, (config, submission.origin, folder / SAMPLES_NAME), None, log_path
+                config,
+                "env",
+                EnvWorker,
+                (config, submission.origin, folder / SAMPLES_NAME, submission.code_folder),
+                None,
+                log_path,
             ),
             trainers=self._spawn_trainers(submission, restore_from, train_devices, log_path),
             rollout={

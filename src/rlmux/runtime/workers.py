@@ -14,6 +14,7 @@ import contextlib
 import math
 import os
 import pickle
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -116,8 +117,17 @@ class StepBatch:
 class EnvWorker:
     """The process that holds a pipeline's prompts, environments and rewards: the user's code."""
 
-    def __init__(self, config: TrainingConfig, origin: Origin | None = None, samples: Path | None = None) -> None:
-        """`samples`: file to keep trajectories in; None: they are not kept."""
+    def __init__(
+        self,
+        config: TrainingConfig,
+        origin: Origin | None = None,
+        samples: Path | None = None,
+        code_folder: Path | None = None,
+    ) -> None:
+        """`samples`: file to keep trajectories in; None: they are not kept. `code_folder`: where the user's modules are
+        looked for first, whatever those of other pipelines are named."""
+        if code_folder is not None:
+            sys.path.insert(0, str(code_folder))
         from rlmux.rl.pipeline_env import PipelineEnv
 
         self._origin = origin
