@@ -1,6 +1,7 @@
 """The house: which room may import which, and what from outside. Read from the source, not from what ran.
 
 cli    | api | service  words, Python values, and requests
+client                  what a run elsewhere is asked
 papers | profiling | broker
 sim    | runtime
        | engines
@@ -51,11 +52,13 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         {"core.model", "core.errors", "rl.config", "plugins"},
         {"pydantic", "pydantic_core", "annotated_types", "yaml"},
     ),
-    "api": ({"core", "policies", "report", "sim", "runtime", "config", "plugins"}, {"yaml", "pandas"}),
+    # What a run elsewhere is asked, in its folder or over HTTP: the command line and the Python names share it.
+    "client": ({"core", "runtime", "config"}, {"httpx", "yaml"}),
+    "api": ({"core", "policies", "report", "sim", "runtime", "config", "plugins", "client"}, {"yaml", "pandas"}),
     "cli": (
         {
             *("core", "policies", "report", "rl", "engines", "sim", "papers", "runtime", "profiling", "broker"),
-            *("config", "plugins", "service"),
+            *("config", "plugins", "service", "client"),
         },
         {"typer", "rich", "psutil"},
     ),

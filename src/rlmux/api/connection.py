@@ -1,17 +1,20 @@
-"""A run that goes on in another process: submit pipelines to it, cancel them, see where it is.
+"""A run that goes on in another process or on a server: submit pipelines to it, cancel them, see where it is.
 
 connect(DIR) ─▶ Connection ── control socket ──▶ the run's controller
+connect(URL) ─▶ Connection ── HTTP ──▶ rlmux serve ── control socket ──▶ the lane's controller
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from rlmux.api.files import IN_CODE, File
 from rlmux.api.runs import Run
+from rlmux.client.target import is_url, target_of
 from rlmux.core.errors import UserError
 
 _POLL_S = 0.5
@@ -19,43 +22,63 @@ _OVER = ("finished", "failed", "cancelled", "refused", "stopped")
 
 
 class Connection:
-    """A run that goes on. Each call asks it anew, so that nothing is to be closed."""
+    """A run that goes on. Each call asks it anew, so that nothing has to be closed."""
 
-    def __init__(self, folder: str | Path) -> None:
-        """Raises UserError for a folder that holds no run, or one that nothing runs in now."""
-        self.run = Run(folder)
+    def __init__(self, place: str | Path) -> None:
+        """Raises UserError for a folder without a run, one that nothing runs in now, and a URL that does not answer."""
+        self._place = place
         if not self.status()["is_going_on"]:
             raise UserError(
-                f"{folder}: nothing runs here now; accepted: a run that goes on (rlmux run --keep-open), or "
+                f"{place}: nothing runs here now; accepted: a run that goes on (rlmux run --keep-open), or "
                 "rlmux.open_run for one that is over"
             )
 
     def __repr__(self) -> str:
-        return f"<Connection to {self.run.folder}>"
+        return f"<Connection to {self._place}>"
+
+    @property
+    def run(self) -> Run:
+        """The run's folder as Python values. Raises UserError for a run on a server."""
+        if is_url(self._place):
+            raise UserError(f"{self._place}: its folder is the server's; accepted: a connection to a folder")
+        return Run(self._place)
 
     def status(self) -> dict[str, Any]:
         """What `rlmux status --json` prints."""
-        return self.run.status()
+        with closing(target_of(self._place)) as target:
+            return target.status()
 
     def submit(self, file: File, *, overrides: Sequence[str] = ()) -> list[dict[str, Any]]:
         """Add the file's pipelines to the run, whose cluster and policy hold. Returns what became of each.
 
-        Raises UserError for a file that does not fit the run; nothing of it is then submitted.
+        A server gets the file's code and rows with it. Raises UserError for a file that does not fit the run; nothing
+        of it is then submitted.
         """
         from rlmux.api.files import load_for_submission
-        from rlmux.runtime.control_socket import ask
-        from rlmux.runtime.launch import spec_of
 
-        spec = load_for_submission(file, overrides=overrides, run=spec_of(self.run.folder))
-        source = spec.source if isinstance(file, str | Path) else IN_CODE
-        answer: list[dict[str, Any]] = ask(self.run.folder, "submit", text=spec.resolved, source=source)["pipelines"]
-        return answer
+        with closing(target_of(self._place)) as target:
+            spec = load_for_submission(file, overrides=overrides, run=target.spec())
+            return target.submit(spec, spec.source if isinstance(file, str | Path) else IN_CODE)
 
     def cancel(self, pipeline: str) -> str:
         """End one pipeline at its next safe point. Returns what became of it; UserError for one that is unknown."""
-        from rlmux.runtime.control_socket import ask
+        return str(self._tell("cancel", pipeline)["outcome"])
 
-        return str(ask(self.run.folder, "cancel", name=pipeline)["outcome"])
+    def hold(self, pipeline: str) -> str:
+        """Keep a waiting pipeline from starting until it is released."""
+        return str(self._tell("hold", pipeline)["outcome"])
+
+    def release(self, pipeline: str) -> str:
+        """Let a pipeline that is held start."""
+        return str(self._tell("release", pipeline)["outcome"])
+
+    def rank(self, pipeline: str, rank: int) -> str:
+        """Put a waiting pipeline before or behind its user's others: lower ones are offered room first."""
+        return str(self._tell("rank", pipeline, rank=rank)["outcome"])
+
+    def why(self, pipeline: str) -> dict[str, Any]:
+        """What `rlmux why --json` prints."""
+        return self._tell("why", pipeline)
 
     def wait(self, *pipelines: str, timeout_s: float | None = None) -> dict[str, str]:
         """Wait until these pipelines, by default all, are over. Returns the status of each.
@@ -77,9 +100,11 @@ class Connection:
                 raise TimeoutError(f"not over after {timeout_s:g} s: {asked}")
             time.sleep(_POLL_S)
 
+    def _tell(self, request: str, pipeline: str, **fields: Any) -> dict[str, Any]:
+        with closing(target_of(self._place)) as target:
+            return target.tell(request, pipeline, **fields)
 
-def connect(folder: str | Path) -> Connection:
-    """A connection to the run that goes on in this folder."""
-    if "://" in str(folder):
-        raise UserError(f"{folder}: accepted: the folder of a run that goes on")
-    return Connection(folder)
+
+def connect(place: str | Path) -> Connection:
+    """A connection to the run in this folder, or to a lane: `http://HOST:PORT/lanes/NAME`, with RLMUX_TOKEN set."""
+    return Connection(place)

@@ -1,8 +1,6 @@
-"""Commands on a run that goes on in another process: what is asked of it, and what is shown of it.
+"""Commands on a run that goes on elsewhere, in a folder or on a server: what is asked of it, and what is shown of it.
 
-submit, cancel, hold, release, rank, why     through the run's control socket
-status             from its log; the socket only says which process runs it and what is still to come
-logs               its pipelines' own output, from their files
+submit, cancel, hold, release, rank, why, status, logs     one Target answers them all (rlmux/client)
 """
 
 from __future__ import annotations
@@ -10,14 +8,12 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
+from contextlib import closing, suppress
 from typing import TYPE_CHECKING, Any
 
 from rlmux.cli import inputs, tables
+from rlmux.client.target import Target, target_of
 from rlmux.core.errors import UserError
-from rlmux.runtime import folders
-from rlmux.runtime.control_socket import ask
-from rlmux.runtime.run_status import StatusReader
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -26,41 +22,32 @@ _REDRAW_S = 1.0
 _FOLLOW_S = 0.3
 
 
-def submit(file: str, folder: Path, sets: Sequence[str] | None) -> dict[str, Any]:
+def submit(file: str, place: str, sets: Sequence[str] | None) -> list[dict[str, Any]]:
     """Check the file against the run's cluster here, then hand it over; returns what became of each pipeline."""
-    from rlmux.runtime.launch import spec_of
-
-    folders.check_run(folder)
-    spec = inputs.load_for_submission(file, sets, spec_of(folder))
-    return ask(folder, "submit", text=spec.resolved, source=file)
+    with closing(target_of(place, lambda text: print(f"rlmux: {text}", file=sys.stderr))) as target:
+        return target.submit(inputs.load_for_submission(file, sets, target.spec()), file)
 
 
-def cancel(folder: Path, name: str) -> dict[str, Any]:
-    folders.check_run(folder)
-    return ask(folder, "cancel", name=name)
-
-
-def tell(folder: Path, request: str, name: str, **fields: Any) -> str:
+def tell(place: str, request: str, name: str, **fields: Any) -> str:
     """Ask for something of one pipeline; returns the outcome in words."""
-    folders.check_run(folder)
-    return str(ask(folder, request, name=name, **fields)["outcome"])
+    with closing(target_of(place)) as target:
+        return str(target.tell(request, name, **fields)["outcome"])
 
 
-def show_why(folder: Path, name: str, *, as_json: bool) -> None:
+def show_why(place: str, name: str, *, as_json: bool) -> None:
     """Print why a pipeline waits, and what would start it now."""
-    folders.check_run(folder)
-    answer = ask(folder, "why", name=name)
-    del answer["ok"]
+    with closing(target_of(place)) as target:
+        answer = target.tell("why", name)
     if as_json:
         tables.print_json(answer)
         return
     if answer["token"] is None:
         print(f"{name} is {answer['status']}: it does not wait")
         return
-    place = (
+    standing = (
         f"{answer['position']} of {answer['num_waiting']} in the queue" if answer["position"] else "not offered room"
     )
-    print(f"{name}: {answer['token']} ({place}, for {answer['waited_s']:.0f} s)")
+    print(f"{name}: {answer['token']} ({standing}, for {answer['waited_s']:.0f} s)")
     print(f"  {answer['reason']}")
     for change in answer["would_start_now_if"]:
         print(f"  would start now {_change_in_words(change)}")
@@ -76,9 +63,8 @@ def _change_in_words(change: Mapping[str, Any]) -> str:
             return f"with {key}: {change['to']:g} instead of {change['was']:g}"
 
 
-def show_submission(answer: Mapping[str, Any], *, as_json: bool) -> int:
+def show_submission(pipelines: Sequence[Mapping[str, Any]], *, as_json: bool) -> int:
     """One line for each pipeline; exit code 1 if one was refused."""
-    pipelines = answer["pipelines"]
     if as_json:
         tables.print_json({"pipelines": pipelines})
     else:
@@ -95,38 +81,30 @@ def _in_words(one: Mapping[str, Any]) -> str:
         case "upcoming":
             return f"comes at {one['at_s']:.1f} s of the run"
         case outcome:
-            return f"{outcome}: {one['reason']}"
+            return f"{outcome}: {one['reason']}" if one.get("reason") else str(outcome)
 
 
-def _status_reader(folder: Path) -> StatusReader:
-    folders.check_run(folder)
-    return StatusReader(folder)
-
-
-def show_status(folder: Path, *, as_json: bool, is_once: bool) -> None:
+def show_status(place: str, *, as_json: bool, is_once: bool) -> None:
     """Print the status; on a terminal redraw it while the run goes on, until it ends or Ctrl-C."""
-    reader = _status_reader(folder)
-    try:
-        shown = reader.read()
+    with closing(target_of(place)) as target:
+        shown = target.status()
         if as_json:
             tables.print_json(shown)
         elif is_once or not shown["is_going_on"] or not sys.stdout.isatty():
             _print_status(shown)
         else:
-            _redraw(reader)
-    finally:
-        reader.close()
+            _redraw(target)
 
 
-def _redraw(reader: StatusReader) -> None:
+def _redraw(target: Target) -> None:
     from rich.live import Live
 
-    shown = reader.read()
+    shown = target.status()
     with Live(_tables(shown), auto_refresh=False, transient=True) as display:
         try:
             while shown["is_going_on"]:
                 time.sleep(_REDRAW_S)
-                shown = reader.read()
+                shown = target.status()
                 display.update(_tables(shown), refresh=True)
         except KeyboardInterrupt:
             pass
@@ -215,43 +193,34 @@ def _device_rows(shown: Mapping[str, Any]) -> list[dict[str, Any]]:
     return rows
 
 
-def show_logs(folder: Path, name: str, *, is_following: bool) -> None:
+def show_logs(place: str, name: str, *, is_following: bool) -> None:
     """Print what a pipeline's workers printed; following, keep printing until the pipeline is over."""
-    reader = _status_reader(folder)
-    try:
-        shown = reader.read()
+    with closing(target_of(place)) as target:
+        shown = target.status()
         known = [*shown["pipelines"], *(one["pipeline"] for one in shown["upcoming"])]
         if name not in known:
-            raise UserError(f"{folder}: no pipeline {name!r}; accepted: {', '.join(known) or 'none yet'}")
-        path = folder / name / "workers.log"
-        position = 0
-        for is_last in _until_over(reader, name) if is_following else (True,):
-            position = _print_from(path, position)
-            if is_last:
-                return
-            time.sleep(_FOLLOW_S)
-    except KeyboardInterrupt:
-        pass
-    finally:
-        reader.close()
+            raise UserError(f"{place}: no pipeline {name!r}; accepted: {', '.join(known) or 'none yet'}")
+        with suppress(KeyboardInterrupt):
+            _print_log(target, name, is_following=is_following)
 
 
-def _until_over(reader: StatusReader, name: str) -> Iterator[bool]:
+def _print_log(target: Target, name: str, *, is_following: bool) -> None:
+    position = 0
+    for is_last in _until_over(target, name) if is_following else (True,):
+        text, position = target.log(name, position)
+        sys.stdout.write(text)
+        sys.stdout.flush()
+        if is_last:
+            return
+        time.sleep(_FOLLOW_S)
+
+
+def _until_over(target: Target, name: str) -> Iterator[bool]:
     """False while the pipeline may still print, then True."""
     while True:
-        shown = reader.read()
+        shown = target.status()
         status_now = shown["pipelines"].get(name, {}).get("status", "upcoming")
         is_over = not shown["is_going_on"] or status_now not in ("running", "waiting", "upcoming")
         yield is_over
         if is_over:
             return
-
-
-def _print_from(path: Path, position: int) -> int:
-    if not path.is_file():
-        return position
-    with path.open("rb") as file:
-        file.seek(position)
-        sys.stdout.write(file.read().decode(errors="replace"))
-        sys.stdout.flush()
-        return file.tell()

@@ -81,7 +81,8 @@ def test_every_address_that_is_read_answers_the_right_caller(pages):
     for method, path, _ in paths(pages):
         if method == "GET":
             answer = ask(pages, method, path, {"Authorization": f"Bearer {pages.token}"})
-            needs_more = path.endswith(("/gap", "/logs")) or "/samples" in path or "/compare" in path
+            rest = ("/samples", "/compare")
+            needs_more = path.endswith(("/gap", "/logs", "/spec", "/why")) or any(each in path for each in rest)
             assert answer.status_code == 200 or needs_more, path
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import os
 import signal
 import subprocess
@@ -10,10 +11,12 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import httpx
 import pytest
 
+from rlmux.cli.main import run_command_line
 from rlmux.core.errors import RlmuxError
 from rlmux.report.folder_lock import living_owner
 from rlmux.runtime.control_socket import ask
@@ -26,6 +29,12 @@ lanes:
 """
 
 
+class Said(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
 class Service:
     """A service in its folder, and the server process of now."""
 
@@ -35,15 +44,17 @@ class Service:
         self.lane = self.root / "cpu"
         (folder / "service.yaml").write_text(FILE, encoding="utf-8")
         self.process: subprocess.Popen[str] | None = None
+        self.address = "127.0.0.1:0"
 
     def start(self) -> None:
-        """A server at a new address, once it answers."""
-        words = ["serve", str(self.folder / "service.yaml"), "--out", str(self.root), "--listen", "127.0.0.1:0"]
+        """A server, at the address that the one before had, once it answers."""
+        words = ["serve", str(self.folder / "service.yaml"), "--out", str(self.root), "--listen", self.address]
         self.process = self.command(*words)
         assert self.process.stdout is not None
         lines = [self.process.stdout.readline() for _ in range(2)]
         assert "dashboard: " in lines[1], lines
         self.url = lines[1].partition(": ")[2].partition("/login")[0]
+        self.address = self.url.removeprefix("http://")
         self.token = (self.root / "admin.token").read_text().strip()
         headers = {"Authorization": f"Bearer {self.token}"}
         self.client = httpx.Client(base_url=f"{self.url}/api/v1", headers=headers, timeout=120)
@@ -57,6 +68,31 @@ class Service:
             stderr=subprocess.DEVNULL,
             text=True,
         )
+
+    def status(self) -> dict[str, Any]:
+        answer = self.client.get("/lanes/cpu/status")
+        assert answer.status_code == 200, answer.text
+        shown: dict[str, Any] = answer.json()
+        return shown
+
+    def upcoming(self) -> list[str]:
+        """Pipelines that are still to come, in the order of their names."""
+        return sorted(one["pipeline"] for one in self.status()["upcoming"])
+
+    @contextlib.contextmanager
+    def environment(self, token: str | None = None) -> Iterator[None]:
+        """The environment of a client, by default with the server's token."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("RLMUX_TOKEN", self.token if token is None else token)
+            patch.delenv("RLMUX_TOKEN_FILE", raising=False)
+            yield
+
+    def rlmux(self, *words: str, token: str | None = None) -> Said:
+        """A command line in this process."""
+        out, err = io.StringIO(), io.StringIO()
+        with self.environment(token), contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            code = run_command_line(words)
+        return Said(code, out.getvalue(), err.getvalue())
 
     def kill(self) -> None:
         """SIGKILL to the server."""

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-import pytest
+import json
+import threading
 
+import pytest
+from tests.small_files import small_file
+
+import rlmux
 from rlmux.cli.main import run_command_line
+from rlmux.client import on_server
 from rlmux.config.service_file import load_service_file
 from rlmux.core.errors import UserError
 from rlmux.policies import POLICIES
+from rlmux.runtime.run_api import submitted_to
 from rlmux.service.lanes.controllers import LaneController
 from rlmux.service.lanes.root import open_root
 
@@ -15,22 +22,165 @@ pytestmark = pytest.mark.xdist_group("service")  # one service for all
 CLUSTER = "cluster: {pools: {rollout: {devices: 1}, train: {devices: 1}}}"
 
 
-def test_a_killed_server_leaves_its_lanes_and_finds_them_again(service):
+@pytest.mark.slow
+def test_pipelines_submitted_from_elsewhere_finish_though_server_and_controller_are_killed(service, tmp_path):
+    """Both bring a module of the same name: each is scored by its own."""
+    for name, reward in (("low", 0.25), ("high", 0.75)):
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "scores.py").write_text(f"def score(data_source, solution_str, ground_truth): return {reward}")
+        task = '{name: file, path: rows.jsonl, prompt_key: q, answer_key: a, reward: "scores:score"}'
+        (folder / "rows.jsonl").write_text('{"q": "12", "a": "3"}\n{"q": "21", "a": "3"}\n')
+        text = small_file(f"{{name: {name}, seed: 1, task: {task}}}", steps=12).partition("\n")[2]
+        (folder / "file.yaml").write_text(text)
+    said = service.rlmux("submit", str(tmp_path / "low" / "file.yaml"), "--to", service.url)
+    assert said.code == 0, said.err
     service.until_up()
-    pid = service.controller
     service.kill()
-    service.start()
-    service.until(lambda: service.client.get("/lanes/cpu").json().get("state") == "running")
-    assert service.controller == pid
-    assert service.client.get("/lanes/cpu").json()["banner"] is None
-
-
-def test_a_killed_controller_is_started_again(service):
-    service.until_up()
     pid = service.controller
+    assert pid is not None, "training goes on without the server"
+    service.start()
+    assert service.rlmux("submit", str(tmp_path / "high" / "file.yaml"), "--to", service.url).code == 0
+    assert service.controller == pid, "the server found the controller that was there"
     service.kill_controller()
     service.until(lambda: service.controller not in (None, pid))
     service.until_up()
+    service.until(lambda: [one["status"] for one in service.status()["pipelines"].values()] == ["finished"] * 2)
+    ended = service.status()["pipelines"]
+    assert {name: (one["step"], one["reward_last"]) for name, one in ended.items()} == {
+        "low": (12, 0.25),
+        "high": (12, 0.75),
+    }
+    assert len(submitted_to(service.lane)) == 2
+
+
+@pytest.mark.parametrize(("num_clients", "num_kills"), [(6, 2), pytest.param(60, 20, marks=pytest.mark.slow)])
+def test_submissions_of_many_clients_are_there_once_though_the_server_is_killed(
+    service, monkeypatch, num_clients, num_kills
+):
+    """They come later than the test lasts: nothing is started for them. A busy machine takes long to start a server."""
+    monkeypatch.setattr(on_server, "_AWAY_S", 400.0)
+    service.until_up()
+    names = [f"late{num_clients}-{number:02}" for number in range(num_clients)]
+    kills = {(each + 1) * num_clients // (num_kills + 1) for each in range(num_kills)}
+    outcomes: dict[str, str] = {}
+
+    def submit(connection: rlmux.Connection, name: str) -> None:
+        file = {"pipelines": [{"name": name, "task": "sort", "steps": 1, "submit_at_s": 1e6}]}
+        (outcome,) = connection.submit(file)
+        outcomes[name] = outcome["outcome"]
+
+    pid = service.controller
+    with service.environment():
+        connection = rlmux.connect(f"{service.url}/lanes/cpu")
+        clients = [threading.Thread(target=submit, args=(connection, name)) for name in names]
+        for number, client in enumerate(clients):
+            client.start()
+            if number in kills:
+                service.kill()
+                service.start()
+        for client in clients:
+            client.join()
+    assert set(outcomes) == set(names)
+    assert set(outcomes.values()) <= {"upcoming", "accepted"}
+    service.until(lambda: set(names) <= set(service.upcoming()))
+    assert [name for name in service.upcoming() if name in names] == names
+    assert service.controller == pid, "each server found the controller that was there"
+
+
+def test_what_is_submitted_while_the_controller_is_away_is_kept_and_taken_once(service):
+    """A killed controller is started again, and knows what was submitted before."""
+    service.until_up()
+    before = service.upcoming()
+    pid = service.controller
+    service.kill_controller()
+    file = service.folder / "away.yaml"
+    file.write_text("pipelines: [{name: away, task: sort, steps: 1, submit_at_s: 1000000.0}]")
+    said = service.rlmux("submit", str(file), "--to", f"{service.url}/lanes/cpu")
+    assert said.out == "away: accepted: kept; it goes to the lane as soon as its controller answers\n"
+    service.until(lambda: service.controller not in (None, pid))
+    service.until(lambda: "away" in service.upcoming())
+    assert service.upcoming() == sorted([*before, "away"])
+    assert [row["state"] for row in service.client.get("/submissions?limit=1").json()["items"]] == ["taken"]
+
+
+def test_a_folder_and_a_url_answer_every_verb_alike(service):
+    service.until_up()
+    in_folder, on_server = str(service.lane), f"{service.url}/lanes/cpu"
+    file = service.folder / "far.yaml"
+    file.write_text("pipelines: [{name: far, task: sort, steps: 1, submit_at_s: 1000000.0}]")
+    verbs = [
+        lambda place, name: ["submit", str(file), "--to", place, "--json", "--set", f"pipelines.far.name={name}"],
+        lambda place, name: ["status", place, "--json"],
+        lambda place, name: ["cancel", place, name],
+        lambda place, name: ["cancel", place, name],
+        lambda place, name: ["logs", place, "nobody"],
+        lambda place, name: ["why", place, "nobody", "--json"],
+        lambda place, name: ["hold", place, "nobody"],
+        lambda place, name: ["release", place, "nobody"],
+        lambda place, name: ["rank", place, "nobody", "3"],
+    ]
+    for verb in verbs:
+        one, other = (
+            service.rlmux(*verb(place, name)) for place, name in ((in_folder, "inside"), (on_server, "outside"))
+        )
+        assert one.code == other.code, (one, other)
+        assert shape(one.out) == shape(other.out.replace("outside", "inside"))
+        here, there = one.err.replace(in_folder, "P"), other.err.replace(on_server, "P")
+        assert here == there.replace("outside", "inside")
+
+
+def shape(text: str) -> object:
+    """What is printed; of JSON, its keys and the types of its values."""
+    if not text.startswith("{"):
+        return text
+
+    def of(value: object) -> object:
+        if isinstance(value, dict):
+            return {key: of(each) for key, each in value.items()}
+        return [of(value[0])] if isinstance(value, list) and value else type(value).__name__
+
+    return of(json.loads(text))
+
+
+def test_a_lane_is_reached_from_python(service):
+    service.until_up()
+    with service.environment():
+        connection = rlmux.connect(service.url)
+        assert connection.status()["is_kept_open"]
+        with pytest.raises(rlmux.UserError, match="no pipeline 'nobody' waits or runs here"):
+            connection.why("nobody")
+        with pytest.raises(rlmux.UserError, match="its folder is the server's; accepted: a connection to a folder"):
+            connection.run  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("place", "token", "line"),
+    [
+        ("URL", "wrong", "the token is not this server's; accepted: the one in its admin.token"),
+        ("URL", "", "no token; accepted: RLMUX_TOKEN=..., or RLMUX_TOKEN_FILE="),
+        ("URL/lanes/gpu", "good", "no lane 'gpu'; accepted: cpu"),
+        ("URL/cpu", "good", "accepted: http://HOST:PORT/lanes/NAME, or http://HOST:PORT where there is one lane"),
+        ("http://127.0.0.1:1", "good", "http://127.0.0.1:1: cannot be reached: "),
+    ],
+)
+def test_a_wrong_address_or_token_is_one_line_and_exit_code_2(service, place, token, line):
+    given = service.token if token == "good" else token
+    said = service.rlmux("status", place.replace("URL", service.url), token=given)
+    assert (said.code, said.out) == (2, "")
+    assert line in said.err
+    assert said.err.count("\n") == 1
+
+
+def test_what_is_sent_to_the_wrong_address_or_too_large_is_refused(service):
+    post = service.client.post
+    assert post("/submissions", json={}).json()["where"] == "Idempotency-Key"
+    assert post("/bundles", json={}).status_code == 415
+    packed = {"Content-Type": "application/gzip"}
+    assert post("/bundles", content=b"no tar", headers=packed).json()["accepted"] == "a gzipped tar"
+    assert post("/pipelines/cpu/a/rank", json={"rank": "3"}).json()["accepted"] == '{"rank": a whole number}'
+    assert post("/pipelines/gpu/a/cancel", json={}).status_code == 404
+    assert post("/bundles", content=bytes(65 << 20), headers=packed).status_code == 413
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,9 @@ import typer
 
 File = Annotated[str, typer.Argument(metavar="FILE", help="YAML file with cluster and pipelines (docs/spec.md).")]
 Folder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of a run.")]
+Place = Annotated[
+    str, typer.Argument(metavar="DIR|URL", help="A run's folder, or http://HOST:PORT/lanes/NAME of a server.")
+]
 Sets = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override a key of the file; may be repeated."),

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from rlmux.cli.commands.options import File, Folder, Json, Sets
+from rlmux.cli.commands.options import File, Folder, Json, Place, Sets
 
 PipelineName = Annotated[str, typer.Argument(metavar="NAME", help="Name of one of its pipelines.")]
 
@@ -44,13 +44,19 @@ def report(
 
 def submit(
     file: File,
-    to: Annotated[Path, typer.Option("--to", metavar="DIR", help="Folder of a run that is going on.")],
+    to: Annotated[
+        str,
+        typer.Option(
+            "--to", metavar="DIR|URL", help="Folder of a run that goes on, or http://HOST:PORT/lanes/NAME of a server."
+        ),
+    ],
     sets: Sets = None,
     json: Json = False,
 ) -> None:
     """Add the file's pipelines to a run while it runs.
 
-    The run's cluster and policy hold, not those of the file.
+    The run's cluster and policy hold, not those of the file. A server gets the file's code and rows with it, and
+    takes a submission once, whatever ends in between.
 
     \b
     Example: rlmux submit examples/04_tool_use.yaml --to runs/demo
@@ -60,7 +66,7 @@ def submit(
     raise typer.Exit(remote.show_submission(remote.submit(file, to, sets), as_json=json))
 
 
-def cancel(folder: Folder, name: PipelineName) -> None:
+def cancel(place: Place, name: PipelineName) -> None:
     """End one pipeline of a run that is going on.
 
     The pipeline ends at its next safe point and keeps its checkpoints; the others take over its devices.
@@ -70,10 +76,10 @@ def cancel(folder: Folder, name: PipelineName) -> None:
     """
     from rlmux.cli import remote
 
-    typer.echo(f"{name}: {remote.cancel(folder, name)['outcome']}")
+    typer.echo(f"{name}: {remote.tell(place, 'cancel', name)}")
 
 
-def why(folder: Folder, name: PipelineName, json: Json = False) -> None:
+def why(place: Place, name: PipelineName, json: Json = False) -> None:
     """Say why a pipeline of a run that is going on waits, and what would start it now.
 
     \b
@@ -81,10 +87,10 @@ def why(folder: Folder, name: PipelineName, json: Json = False) -> None:
     """
     from rlmux.cli import remote
 
-    remote.show_why(folder, name, as_json=json)
+    remote.show_why(place, name, as_json=json)
 
 
-def hold(folder: Folder, name: PipelineName) -> None:
+def hold(place: Place, name: PipelineName) -> None:
     """Keep a waiting pipeline from starting until it is released.
 
     \b
@@ -92,10 +98,10 @@ def hold(folder: Folder, name: PipelineName) -> None:
     """
     from rlmux.cli import remote
 
-    typer.echo(f"{name}: {remote.tell(folder, 'hold', name)}")
+    typer.echo(f"{name}: {remote.tell(place, 'hold', name)}")
 
 
-def release(folder: Folder, name: PipelineName) -> None:
+def release(place: Place, name: PipelineName) -> None:
     """Let a pipeline that is held start.
 
     \b
@@ -103,13 +109,13 @@ def release(folder: Folder, name: PipelineName) -> None:
     """
     from rlmux.cli import remote
 
-    typer.echo(f"{name}: {remote.tell(folder, 'release', name)}")
+    typer.echo(f"{name}: {remote.tell(place, 'release', name)}")
 
 
 def rank(
-    folder: Folder,
+    place: Place,
     name: PipelineName,
-    place: Annotated[int, typer.Argument(metavar="RANK", help="Lower ones are offered room first.")],
+    rank: Annotated[int, typer.Argument(metavar="RANK", help="Lower ones are offered room first.")],
 ) -> None:
     """Put a waiting pipeline before or behind its user's others; -- goes before a rank below 0.
 
@@ -118,11 +124,11 @@ def rank(
     """
     from rlmux.cli import remote
 
-    typer.echo(f"{name}: {remote.tell(folder, 'rank', name, rank=place)}")
+    typer.echo(f"{name}: {remote.tell(place, 'rank', name, rank=rank)}")
 
 
 def status(
-    folder: Folder,
+    place: Place,
     once: Annotated[bool, typer.Option("--once", help="Print the tables once, on a terminal too.")] = False,
     json: Json = False,
 ) -> None:
@@ -136,12 +142,12 @@ def status(
     from rlmux.cli import remote
     from rlmux.runtime import folders
 
-    with folders.telling_of_salvage(folder):
-        remote.show_status(folder, as_json=json, is_once=once)
+    with folders.telling_of_salvage(Path(place)):
+        remote.show_status(place, as_json=json, is_once=once)
 
 
 def logs(
-    folder: Folder,
+    place: Place,
     name: PipelineName,
     follow: Annotated[bool, typer.Option("--follow", "-f", help="Keep printing until the pipeline is over.")] = False,
 ) -> None:
@@ -154,7 +160,7 @@ def logs(
     """
     from rlmux.cli import remote
 
-    remote.show_logs(folder, name, is_following=follow)
+    remote.show_logs(place, name, is_following=follow)
 
 
 def verify(

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 import tempfile
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from datetime import UTC, datetime
 from importlib.metadata import version
 from pathlib import Path
@@ -18,6 +18,7 @@ from typing import Any
 from rlmux.report.log import SCHEMA_VERSION
 from rlmux.service.dashboard import pages
 from rlmux.service.dashboard.access import LONGEST_SESSION_S, TOKEN_NAME, Access, Limits, Who, token_of
+from rlmux.service.dashboard.control import Control
 from rlmux.service.dashboard.door import Address, Asked, Door, Told, line, one_of, seconds, whole, words
 from rlmux.service.dashboard.gate import Gate, Hosts
 from rlmux.service.dashboard.indexing import Indexing
@@ -48,8 +49,11 @@ class Dashboard:
         allowed_hosts: Collection[str] = (),
         limits: Limits | None = None,
         trouble: Trouble = lambda folder: None,
+        lanes: Collection[str] = (),
+        more: Sequence[Address] = (),
     ) -> None:
-        """`folder`: of a run, or of many. `trouble`: what is wrong with a lane beside its index.
+        """`folder`: of a run, or of many. `trouble`: what is wrong with a lane beside its index. `lanes`: names of
+        lanes that may have no log yet. `more`: addresses beside those of every dashboard.
 
         Raises UserError where its token is not kept from others.
         """
@@ -67,11 +71,14 @@ class Dashboard:
         self.access.add_token(self.token, scopes=["admin"])
         self.indexing = Indexing(folder, spare)
         self._webhook: Webhook | None = None
-        self._reads = reads = Reads(Root(folder, spare), lambda one: trouble(one) or self.indexing.trouble(one))
+        root = Root(folder, spare, lanes)
+        self._reads = reads = Reads(root, lambda one: trouble(one) or self.indexing.trouble(one))
         watch = Watch(reads)
         self._sessions = _Sessions(self.access, f"rlmux_{server.port}")
         scrape = Scrape(reads)
-        self.addresses = table(reads, Streams(reads, watch, self.access), self._sessions, scrape)
+        self._control = Control(reads)
+        read = table(reads, Streams(reads, watch, self.access), self._sessions, scrape)
+        self.addresses = (*read, *self._control.addresses(), *more)
         server.mount("", Door(self.access, self._sessions.cookie_name, scrape.observe).router(self.addresses))
         server.mount("", pages.router())
         server.wrap(lambda app: Gate(app, Hosts(server.host, allowed_hosts)))
@@ -95,6 +102,7 @@ class Dashboard:
         if self._webhook is not None:
             self._webhook.close()
         self.indexing.close()
+        self._control.close()
         self._spare.cleanup()
 
 

@@ -50,7 +50,7 @@ class Asked:
     query: Mapping[str, Any]
     """Parameters that were given, parsed; a list where one may be given several times."""
     body: Any
-    """JSON of a POST; None without."""
+    """JSON of a POST, None without; chunks as they come, of an address that takes another type."""
     who: Who | None
     address: str
     """Network address of the caller."""
@@ -86,6 +86,8 @@ class Address:
     """Query parameters."""
     lists: tuple[str, ...] = ()
     """Parameters that may be given several times."""
+    media_type: str = "application/json"
+    """Type of the body that it takes."""
     is_async: bool = False
 
 
@@ -132,7 +134,7 @@ class Door:
         if not self._access.may_ask(who.key if who else f"address {caller}"):
             raise ProblemError(429, "too many requests", accepted="50 a second, 100 at once")
         if request.method not in _SAFE:
-            _check_origin(request, is_bearer=is_bearer)
+            _check_origin(request, address.media_type, is_bearer=is_bearer)
         if address.scope is not None:
             if who is None:
                 raise ProblemError(
@@ -146,7 +148,7 @@ class Door:
         return Asked(
             path=dict(request.path_params),
             query=_query(address, request),
-            body=None if request.method in _SAFE else await _json_of(request),
+            body=await _body_of(address, request),
             who=who,
             address=caller,
             headers=request.headers,
@@ -162,11 +164,11 @@ class Door:
         return (self._access.of_session(cookie) if cookie else None), False
 
 
-def _check_origin(request: Request, *, is_bearer: bool) -> None:
+def _check_origin(request: Request, media_type: str, *, is_bearer: bool) -> None:
     """Whatever may have an effect comes with a token, or from a page of this server: a browser says which."""
     headers = request.headers
-    if headers.get("content-type", "").partition(";")[0].strip().lower() != "application/json":
-        raise ProblemError(415, "a body of another type", where="Content-Type", accepted="application/json")
+    if headers.get("content-type", "").partition(";")[0].strip().lower() != media_type:
+        raise ProblemError(415, "a body of another type", where="Content-Type", accepted=media_type)
     if is_bearer:
         return
     site = headers.get("sec-fetch-site")
@@ -198,6 +200,12 @@ def _query(address: Address, request: Request) -> dict[str, Any]:
         else:
             found[name] = value
     return found
+
+
+async def _body_of(address: Address, request: Request) -> Any:
+    if request.method in _SAFE:
+        return None
+    return await _json_of(request) if address.media_type == "application/json" else request.stream()
 
 
 async def _json_of(request: Request) -> Any:

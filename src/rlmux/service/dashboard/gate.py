@@ -19,6 +19,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from rlmux.service.dashboard.problems import ProblemError
 
 MAX_BODY_BYTES = 4 << 20
+MAX_BUNDLE_BYTES = 64 << 20
+BUNDLES = "/api/v1/bundles"
 _POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self'; img-src 'self' data: blob:; connect-src 'self'; "
     "font-src 'self'; worker-src 'self'; manifest-src 'self'; frame-ancestors 'none'; base-uri 'none'; "
@@ -87,6 +89,7 @@ class Gate:
     def __init__(self, app: ASGIApp, hosts: Hosts) -> None:
         self._app = app
         self._api = _compressed(RequestBodyLimitMiddleware(app, MAX_BODY_BYTES))
+        self._bundles = RequestBodyLimitMiddleware(app, MAX_BUNDLE_BYTES)
         self._assets = _compressed(app)
         self._hosts = hosts
 
@@ -115,7 +118,9 @@ class Gate:
             await answer(scope, receive, send_with_headers)
             return
         app = self._app
-        if scope["path"].startswith("/api/"):
+        if scope["path"] == BUNDLES:
+            app = self._bundles
+        elif scope["path"].startswith("/api/"):
             app = self._api
         elif scope["path"].startswith("/assets/"):
             app = self._assets

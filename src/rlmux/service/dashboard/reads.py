@@ -18,6 +18,7 @@ from urllib.parse import unquote
 
 from rlmux.core.errors import LogError
 from rlmux.report.comparison import identity
+from rlmux.report.log import LOG_NAME
 from rlmux.report.samples import SAMPLES_NAME
 from rlmux.service.dashboard.door import Asked
 from rlmux.service.dashboard.problems import ProblemError
@@ -56,6 +57,13 @@ class Reads:
         if lane not in lanes:
             raise ProblemError(404, f"no lane {lane[:80]!r}", accepted=", ".join(list(lanes)[:20]) or "none yet")
         return lanes[lane]
+
+    def run_folder(self, lane: str) -> Path:
+        """The folder of a lane that has begun."""
+        folder, _ = self.folders(lane)
+        if not (folder / LOG_NAME).is_file():
+            raise ProblemError(503, self._trouble(folder) or f"the log of {lane} is being made; ask again")
+        return folder
 
     def names(self) -> list[str]:
         return list(self._root.lanes())

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Collection
 from pathlib import Path
 
 from rlmux.report.log import LOG_NAME
@@ -21,9 +22,10 @@ INDEX_NAME = "index.db"
 class Root:
     """The folder that is served."""
 
-    def __init__(self, folder: Path, spare: Path) -> None:
-        """`spare`: a folder of the server's own."""
+    def __init__(self, folder: Path, spare: Path, known: Collection[str] = ()) -> None:
+        """`spare`: a folder of the server's own. `known`: names of lanes that are there before they have a log."""
         self.folder = folder
+        self._known = {folder / name for name in known}
         self._spare = spare
 
     def lanes(self) -> dict[str, tuple[Path, Path]]:
@@ -31,7 +33,7 @@ class Root:
         if (self.folder / LOG_NAME).is_file():
             folders = [self.folder]
         else:
-            folders = sorted(path.parent for path in self.folder.glob(f"*/{LOG_NAME}"))
+            folders = sorted({path.parent for path in self.folder.glob(f"*/{LOG_NAME}")} | self._known)
         return {folder.absolute().name: (folder, self._index_of(folder)) for folder in folders}
 
     def _index_of(self, folder: Path) -> Path:

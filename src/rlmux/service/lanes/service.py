@@ -6,6 +6,7 @@ file ─▶ a Spec for each lane ─┬─ a thread each: controller started or 
 
 from __future__ import annotations
 
+import sqlite3
 import threading
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
@@ -13,7 +14,10 @@ from pathlib import Path
 from rlmux.config.load import Spec
 from rlmux.report.folder_lock import FolderLock
 from rlmux.service.dashboard.app import Dashboard
+from rlmux.service.lanes.bundles import Bundles
 from rlmux.service.lanes.controllers import LaneController
+from rlmux.service.lanes.ledger import Ledger
+from rlmux.service.lanes.submissions import Submissions
 from rlmux.service.open_folder import check_loopback, wait_for_signal
 from rlmux.service.server import Server
 
@@ -24,8 +28,14 @@ class Lanes:
     """Every lane, each tended by a thread of its own, so that one which is busy holds no other up."""
 
     def __init__(self, root: Path, specs: Mapping[str, Spec]) -> None:
+        """Raises UserError for a lane whose run began with another cluster, LogError for another's ledger."""
         self.by_name = {name: LaneController(root, name, spec) for name, spec in specs.items()}
+        self._ledger = Ledger(root)
+        bundles = Bundles(root)
+        self._submissions = Submissions(self.by_name, self._ledger, bundles)
+        self.addresses = (*self._submissions.addresses(), *bundles.addresses())
         self._by_folder = {lane.folder: lane for lane in self.by_name.values()}
+        self._failure_by_lane: dict[str, str] = {}
         self._is_over = threading.Event()
         self._threads = [
             threading.Thread(target=self._tend, args=(lane,), name=f"lane {lane.name}", daemon=True)
@@ -42,15 +52,21 @@ class Lanes:
         for thread in self._threads:
             if thread.is_alive():
                 thread.join()
+        self._ledger.close()
 
     def trouble(self, folder: Path) -> str | None:
         """What is wrong with the lane in this folder, in one sentence; None where nothing is."""
         lane = self._by_folder.get(folder)
-        return None if lane is None else lane.trouble()
+        return None if lane is None else self._failure_by_lane.get(lane.name) or lane.trouble()
 
     def _tend(self, lane: LaneController) -> None:
         while not self._is_over.is_set():
-            lane.tend()
+            try:
+                lane.tend()
+                self._submissions.deliver(lane.name)
+                self._failure_by_lane.pop(lane.name, None)
+            except (OSError, sqlite3.Error) as error:  # a full disk, for one: it may have room again
+                self._failure_by_lane[lane.name] = f"lane {lane.name} is not looked after: {error}"
             self._is_over.wait(_TEND_EVERY_S)
 
 
@@ -71,10 +87,17 @@ def serve_lanes(
     server = dashboard = None
     with lock:
         check_loopback(address)
-        lanes = Lanes(root, specs)
         server = Server(*address)
+        lanes = Lanes(root, specs)
         try:
-            dashboard = Dashboard(root, server, allowed_hosts=allowed_hosts, trouble=lanes.trouble)
+            dashboard = Dashboard(
+                root,
+                server,
+                allowed_hosts=allowed_hosts,
+                trouble=lanes.trouble,
+                lanes=list(lanes.by_name),
+                more=lanes.addresses,
+            )
             lanes.start()
             server.start()
             dashboard.start()

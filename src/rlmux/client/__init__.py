@@ -1,0 +1,1 @@
+"""Runs that go on elsewhere: in a folder of this machine, or on a server; the same questions, the same answers."""

@@ -1,0 +1,184 @@
+"""A lane of a server, over HTTP: the API of docs/service.md.
+
+    RLMUX_TOKEN, or the file that RLMUX_TOKEN_FILE names ─▶ bearer token
+
+A submission has a key of its own and is sent again, with it, while the server is away: it is taken once.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote, urlsplit
+
+from rlmux.client.bundle import pack
+from rlmux.config import Spec
+from rlmux.config.load import parse_spec
+from rlmux.core.errors import UserError
+
+if TYPE_CHECKING:
+    import httpx
+
+_LIMIT_S = 60.0
+_AWAY_S = 30.0
+"""Seconds for which a submission is sent again to a server that does not answer, or that is not ready."""
+_AGAIN_S = 0.5
+_LATER = (429, 503)
+"""Statuses of a server that is asked too often, and of one that is not ready."""
+
+
+class OnServer:
+    """A Target."""
+
+    def __init__(self, url: str, say: Callable[[str], None]) -> None:
+        """`say`: gets what is sent, and that the server is away.
+
+        Raises UserError for what is no address of a lane, and without a token. Asks the server nothing yet.
+        """
+        import httpx
+
+        parts = urlsplit(url)
+        words = [word for word in parts.path.split("/") if word]
+        if parts.scheme not in ("http", "https") or not parts.hostname or words[:1] not in ([], ["lanes"]) or words[2:]:
+            raise UserError(
+                f"{url}: accepted: http://HOST:PORT/lanes/NAME, or http://HOST:PORT where there is one lane"
+            )
+        self._say = say
+        self._url = f"{parts.scheme}://{parts.netloc}"
+        self._named = words[1] if len(words) == 2 else None
+        headers = {"Authorization": f"Bearer {_token(self._url)}"}
+        self._client = httpx.Client(
+            base_url=f"{self._url}/api/v1",
+            headers=headers,
+            timeout=_LIMIT_S,
+            trust_env=False,  # a proxy would be asked for this machine's own address
+            verify=parts.scheme == "https",
+            limits=httpx.Limits(max_keepalive_connections=0),  # a server that was killed meanwhile has no stale ones
+        )
+
+    def spec(self) -> Spec:
+        found = self._ask("GET", f"/lanes/{self._lane}/spec", patience_s=_AWAY_S)
+        folder = Path.cwd()
+        return parse_spec(_without_code(found["text"]), source=found["source"], folder=folder, may_be_empty=True)
+
+    def submit(self, spec: Spec, source: str) -> list[dict[str, Any]]:
+        packed = pack(spec)
+        if packed.sha256 is not None:
+            self._upload(packed.data, packed.sha256, packed.names)
+        body = {"lane": self._lane, "text": packed.text, "source": source, "bundle": packed.sha256}
+        headers = {"Idempotency-Key": uuid.uuid4().hex}
+        answer: list[dict[str, Any]] = self._ask(
+            "POST", "/submissions", json=body, headers=headers, patience_s=_AWAY_S
+        )["pipelines"]
+        return answer
+
+    def tell(self, request: str, name: str, **fields: Any) -> dict[str, Any]:
+        address = f"/pipelines/{self._lane}/{quote(name, safe='')}/{request}"
+        answer: dict[str, Any] = (
+            self._ask("GET", address) if request == "why" else self._ask("POST", address, json=fields)
+        )
+        return answer
+
+    def status(self) -> dict[str, Any]:
+        shown: dict[str, Any] = self._ask("GET", f"/lanes/{self._lane}/status")
+        return shown
+
+    def log(self, name: str, position: int) -> tuple[str, int]:
+        address = f"/pipelines/{self._lane}/{quote(name, safe='')}/logs"
+        text = ""
+        while True:
+            answer = self._send("GET", address, params={"offset": position, "limit": 1 << 18})
+            if answer.status_code in (404, 503):  # nothing was printed yet, or nothing of it is indexed
+                return text, position
+            told = self._told(answer)
+            text, position = text + told["text"], told["next_offset"]
+            if told["is_end"] or not told["text"]:
+                return text, position
+
+    def close(self) -> None:
+        self._client.close()
+
+    @property
+    def _lane(self) -> str:
+        """The lane that the URL names, or the only one there is."""
+        if self._named is None:
+            names = [one["name"] for one in self._ask("GET", "/lanes")["items"]]
+            if len(names) != 1:
+                accepted = ", ".join(f"{self._url}/lanes/{name}" for name in names) or "a server with a lane"
+                raise UserError(f"{self._url} has {len(names)} lanes; accepted: {accepted}")
+            (self._named,) = names
+        return quote(self._named, safe="")
+
+    def _upload(self, data: bytes, sha256: str, names: tuple[str, ...]) -> None:
+        if self._send("GET", f"/bundles/{sha256}", patience_s=_AWAY_S).status_code == 200:
+            return
+        shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
+        self._say(f"sends {len(names)} files, {len(data) / 1e3:.1f} kB: {shown}")
+        headers = {"Content-Type": "application/gzip"}
+        self._ask("POST", "/bundles", content=data, headers=headers, patience_s=_AWAY_S)
+
+    def _ask(self, method: str, address: str, **more: Any) -> Any:
+        return self._told(self._send(method, address, **more))
+
+    def _send(self, method: str, address: str, *, patience_s: float = 0.0, **more: Any) -> httpx.Response:
+        """One answer. What may be sent twice is sent again for `patience_s` while the server is away or not ready."""
+        import httpx
+
+        end_s, is_told = time.monotonic() + patience_s, False
+        while True:
+            try:
+                answer = self._client.request(method, address, **more)
+                if answer.status_code not in _LATER or time.monotonic() >= end_s:
+                    return answer
+            except (httpx.HTTPError, httpx.InvalidURL) as error:
+                if time.monotonic() >= end_s:
+                    raise UserError(
+                        f"{self._url}: cannot be reached: {str(error) or type(error).__name__}; accepted: the address "
+                        "of a server that runs (rlmux serve)"
+                    ) from None
+                if not is_told:
+                    self._say(f"{self._url} cannot be reached; tried for {patience_s:.0f} s")
+                    is_told = True
+            time.sleep(_AGAIN_S)
+
+    def _told(self, answer: httpx.Response) -> Any:
+        """The JSON of an answer. Raises UserError with what the server says is wrong."""
+        try:
+            told = answer.json()
+        except ValueError:
+            told = None
+        if answer.is_success and told is not None:
+            return told
+        if answer.status_code == 401:
+            raise UserError(f"{self._url}: the token is not this server's; accepted: the one in its admin.token")
+        if not isinstance(told, dict) or "detail" not in told:
+            raise UserError(f"{self._url}: answered {answer.status_code}; accepted: the address of `rlmux serve`")
+        accepted = f"; accepted: {told['accepted']}" if told.get("accepted") else ""
+        raise UserError(f"{told['detail']}{accepted}")
+
+
+def _token(url: str) -> str:
+    """The token of this process's environment."""
+    token, path = os.environ.get("RLMUX_TOKEN", ""), os.environ.get("RLMUX_TOKEN_FILE", "")
+    if not token and path:
+        try:
+            token = Path(path).read_text(encoding="utf-8").strip()
+        except OSError as error:
+            raise UserError(f"RLMUX_TOKEN_FILE {path}: {error.strerror}; accepted: the server's admin.token") from None
+    if not token or not token.isascii() or not token.isprintable():
+        raise UserError(
+            f"{url}: no token; accepted: RLMUX_TOKEN=..., or RLMUX_TOKEN_FILE=FOLDER/admin.token of the server"
+        )
+    return token
+
+
+def _without_code(text: str) -> str:
+    """The lane's file as it is checked here: its code lies on the server's machine."""
+    import yaml
+
+    plain = yaml.safe_load(text)
+    return yaml.safe_dump({"cluster": plain["cluster"], "policy": plain["policy"]}, sort_keys=False)

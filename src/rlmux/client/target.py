@@ -1,0 +1,49 @@
+"""What can be asked of a run that goes on, wherever it is.
+
+target_of("runs/demo")                       ─▶ InFolder    its control socket and its log
+target_of("http://127.0.0.1:7460/lanes/cpu") ─▶ OnServer    the API of `rlmux serve`
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol
+
+from rlmux.config import Spec
+
+
+class Target(Protocol):
+    """A run. Each call asks anew. Raises UserError, one line, for what is refused or cannot be reached."""
+
+    def spec(self) -> Spec:
+        """The file that it began with: its cluster holds for all that is submitted."""
+
+    def submit(self, spec: Spec, source: str) -> list[dict[str, Any]]:
+        """Add the file's pipelines; returns what became of each."""
+
+    def tell(self, request: str, name: str, **fields: Any) -> dict[str, Any]:
+        """`cancel`, `hold`, `release`, `rank` or `why` of one pipeline."""
+
+    def status(self) -> dict[str, Any]:
+        """What `rlmux status --json` prints."""
+
+    def log(self, name: str, position: int) -> tuple[str, int]:
+        """(what the pipeline's workers printed from this byte on, the byte behind it)."""
+
+    def close(self) -> None: ...
+
+
+def is_url(place: str | Path) -> bool:
+    return "://" in str(place)
+
+
+def target_of(place: str | Path, say: Callable[[str], None] = lambda text: None) -> Target:
+    """The run in a folder, or the lane of a URL; `say` gets lines for people. Raises UserError where it is neither."""
+    if is_url(place):
+        from rlmux.client.on_server import OnServer
+
+        return OnServer(str(place), say)
+    from rlmux.client.in_folder import InFolder
+
+    return InFolder(Path(place))

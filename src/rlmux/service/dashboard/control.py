@@ -1,0 +1,95 @@
+"""What is asked of a run that goes on, through the control socket in its folder: the verbs of the command line.
+
+GET  lanes/L/status  lanes/L/spec  pipelines/L/NAME/why        keys of `rlmux status --json`, `rlmux why --json`
+POST pipelines/L/NAME/cancel  hold  release  rank              {pipeline, outcome}
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rlmux.core.errors import RlmuxError, UserError
+from rlmux.report.log import LogReader
+from rlmux.runtime.control_socket import NoAnswerError, NotRunningError, ask
+from rlmux.runtime.run_status import StatusReader
+from rlmux.service.dashboard.door import Address, Asked
+from rlmux.service.dashboard.problems import ProblemError
+from rlmux.service.dashboard.reads import Reads
+
+_LIMIT_S = 20.0
+_LANE, _PIPELINE = "/lanes/{lane}", "/pipelines/{lane}/{name}"
+
+
+class Control:
+    """The handlers."""
+
+    def __init__(self, reads: Reads) -> None:
+        self._reads = reads
+        self._status_by_folder: dict[Path, StatusReader] = {}
+        self._is_read = threading.Lock()
+
+    def addresses(self) -> tuple[Address, ...]:
+        return (
+            Address(method="GET", path=f"{_LANE}/status", scope="read", answer=self.status),
+            Address(method="GET", path=f"{_LANE}/spec", scope="read", answer=self.spec),
+            Address(method="GET", path=f"{_PIPELINE}/why", scope="read", answer=self.why),
+            *(
+                Address(method="POST", path=f"{_PIPELINE}/{verb}", scope="control", answer=self._telling(verb))
+                for verb in ("cancel", "hold", "release", "rank")
+            ),
+        )
+
+    def close(self) -> None:
+        with self._is_read:
+            for reader in self._status_by_folder.values():
+                reader.close()
+            self._status_by_folder.clear()
+
+    def status(self, asked: Asked) -> Any:
+        folder = self._reads.run_folder(asked.path["lane"])
+        with self._is_read:
+            if folder not in self._status_by_folder:
+                self._status_by_folder[folder] = StatusReader(folder)
+            return self._status_by_folder[folder].read()
+
+    def spec(self, asked: Asked) -> Any:
+        """The file that the run began with, whose cluster holds for all that is submitted."""
+        folder = self._reads.run_folder(asked.path["lane"])
+        with LogReader(folder) as log:
+            written = log.header.get("spec") or {}
+        if "resolved" not in written:
+            raise ProblemError(404, "its log keeps no file", accepted="a lane that `rlmux run` or `rlmux serve` began")
+        return {"source": str(written["source"]), "text": written["resolved"]}
+
+    def why(self, asked: Asked) -> Any:
+        return self._ask(asked, "why")
+
+    def _telling(self, verb: str) -> Callable[[Asked], Any]:
+        def tell(asked: Asked) -> Any:
+            fields = {} if asked.body is None else asked.body
+            takes = {"rank"} if verb == "rank" else set()
+            is_good = isinstance(fields, dict) and set(fields) == takes
+            if not is_good or any(type(value) is not int for value in fields.values()):
+                accepted = '{"rank": a whole number}' if takes else "{}"
+                raise ProblemError(400, f"not what {verb} takes", where="body", accepted=accepted)
+            return self._ask(asked, verb, **fields)
+
+        return tell
+
+    def _ask(self, asked: Asked, request: str, **fields: Any) -> dict[str, Any]:
+        folder = self._reads.run_folder(asked.path["lane"])
+        try:
+            answer = ask(folder, request, name=asked.path["name"], limit_s=_LIMIT_S, **fields)
+        except NotRunningError:
+            raise ProblemError(503, f"nothing runs in lane {asked.path['lane']} now") from None
+        except NoAnswerError as error:
+            raise ProblemError(503, str(error)) from None
+        except UserError as error:
+            raise ProblemError(409, str(error)) from None
+        except RlmuxError as error:
+            raise ProblemError(503, str(error)) from None
+        del answer["ok"]
+        return answer

@@ -1,0 +1,128 @@
+"""Code and data that come with a submission: a gzipped tar, unpacked once under its hash.
+
+    bytes ─▶ .NAME.tgz ─ sha256 ─▶ each member checked ─▶ .NAME ─ renamed ─▶ bundles/SHA256/
+
+Files and folders only, inside the bundle, within the limits. What a server that was killed left half-made is removed by
+the next one.
+"""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import secrets
+import shutil
+import tarfile
+import zlib
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path, PurePosixPath
+from typing import IO, Any, cast
+
+from starlette.concurrency import run_in_threadpool
+
+from rlmux.service.dashboard.door import Address, Asked, Told
+from rlmux.service.dashboard.problems import ProblemError
+from rlmux.service.lanes.root import BUNDLES, NO_CODE
+
+MAX_BYTES = 512 << 20
+MAX_FILES = 20_000
+_ADDRESS = "/bundles"
+
+
+class Bundles:
+    """The folder of the bundles, and its addresses."""
+
+    def __init__(self, root: Path) -> None:
+        self._folder = root / BUNDLES
+        self.no_code = self._folder / NO_CODE
+        for left in self._folder.glob(".*"):
+            shutil.rmtree(left) if left.is_dir() else left.unlink()
+
+    def addresses(self) -> tuple[Address, ...]:
+        return (
+            Address(
+                method="POST",
+                path=_ADDRESS,
+                scope="submit",
+                answer=self.upload,
+                media_type="application/gzip",
+                is_async=True,
+            ),
+            Address(method="GET", path=f"{_ADDRESS}/{{sha256}}", scope="submit", answer=self.known),
+        )
+
+    def folder_of(self, sha256: str) -> Path | None:
+        """Where the bundle lies; None where there is none."""
+        is_hash = len(sha256) == 64 and set(sha256) <= set("0123456789abcdef")
+        folder = self._folder / sha256
+        return folder if is_hash and folder.is_dir() else None
+
+    def known(self, asked: Asked) -> Any:
+        if self.folder_of(asked.path["sha256"]) is None:
+            raise ProblemError(404, "no such bundle", accepted=f"POST {_ADDRESS}")
+        return {"sha256": asked.path["sha256"]}
+
+    async def upload(self, asked: Asked) -> Any:
+        aside = self._folder / f".{secrets.token_hex(8)}"
+        packed = aside.with_suffix(".tgz")
+        try:
+            sha256 = await _write(asked.body, packed)
+            is_new = self.folder_of(sha256) is None
+            if is_new:
+                await run_in_threadpool(self._unpack, packed, aside, sha256)
+        finally:
+            packed.unlink(missing_ok=True)
+            shutil.rmtree(aside, ignore_errors=True)
+        return Told(value={"sha256": sha256}, status=201 if is_new else 200)
+
+    def _unpack(self, packed: Path, aside: Path, sha256: str) -> None:
+        aside.mkdir(mode=0o700)
+        try:
+            with gzip.open(packed) as stream, tarfile.open(fileobj=cast(IO[bytes], _Bounded(stream)), mode="r|") as tar:
+                tar.extractall(aside, members=_checked(tar), filter="data")
+        except (tarfile.TarError, EOFError, zlib.error, gzip.BadGzipFile, ValueError) as error:
+            raise ProblemError(400, f"not a bundle: {error}", where="body", accepted="a gzipped tar") from None
+        if self.folder_of(sha256) is None:  # else another request has unpacked the same
+            aside.rename(self._folder / sha256)
+
+
+async def _write(chunks: AsyncIterator[bytes], path: Path) -> str:
+    """Write what comes; returns its SHA-256."""
+    digest = hashlib.sha256()
+    with path.open("wb") as file:
+        async for chunk in chunks:
+            digest.update(chunk)
+            await run_in_threadpool(file.write, chunk)
+    return digest.hexdigest()
+
+
+def _checked(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    """The members, each once it is known to be harmless."""
+    num_files = num_bytes = 0
+    for member in tar:
+        parts = PurePosixPath(member.name).parts
+        num_files, num_bytes = num_files + 1, num_bytes + member.size
+        if not (member.isreg() or member.isdir()):
+            raise ProblemError(400, f"{member.name[:80]!r} is a link or a device", accepted="files and folders")
+        if not parts or ".." in parts or member.name.startswith(("/", "\\")) or "\0" in member.name:
+            raise ProblemError(400, f"{member.name[:80]!r} leaves the bundle", accepted="relative paths without ..")
+        if num_files > MAX_FILES or num_bytes > MAX_BYTES:
+            accepted = f"{MAX_FILES} files, {MAX_BYTES >> 20} MiB in all"
+            raise ProblemError(413, "the bundle is too large", where=member.name[:80], accepted=accepted)
+        member.mode = 0o700 if member.isdir() else 0o600
+        yield member
+
+
+class _Bounded:
+    """A stream that ends with an error beyond the largest bundle, whatever its headers say."""
+
+    def __init__(self, stream: gzip.GzipFile) -> None:
+        self._stream = stream
+        self._left = MAX_BYTES + MAX_FILES * 2 * tarfile.BLOCKSIZE
+
+    def read(self, size: int = -1) -> bytes:
+        data = self._stream.read(size)
+        self._left -= len(data)
+        if self._left < 0:
+            raise ProblemError(413, "the bundle is too large", where="body", accepted=f"{MAX_BYTES >> 20} MiB in all")
+        return data

@@ -1,0 +1,155 @@
+"""service.db: every submission that was answered, durable before the answer.
+
+    accepted ──▶ taken      its lane's controller has it in its log
+             └─▶ refused    the controller said no, and why
+
+A row is added once for each idempotency key. The lane's log, not this file, says what has become of the pipelines.
+"""
+
+from __future__ import annotations
+
+import json
+import secrets
+import sqlite3
+import threading
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from rlmux.core.errors import LogError
+
+LEDGER_NAME = "service.db"
+_VERSION = 1
+_TABLES = """
+CREATE TABLE IF NOT EXISTS submission (
+    number INTEGER PRIMARY KEY, id TEXT UNIQUE NOT NULL, key TEXT UNIQUE NOT NULL, body_sha256 TEXT NOT NULL,
+    user TEXT NOT NULL, lane TEXT NOT NULL, source TEXT NOT NULL, text TEXT NOT NULL, bundle TEXT, names TEXT NOT NULL,
+    state TEXT NOT NULL, reason TEXT, pipelines TEXT, created TEXT NOT NULL);
+CREATE INDEX IF NOT EXISTS submission_by_state ON submission (state, lane, number);
+"""
+_COLUMNS = "id, body_sha256, user, lane, source, text, bundle, names, state, reason, pipelines, created"
+ACCEPTED, TAKEN, REFUSED = "accepted", "taken", "refused"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Submitted:
+    """One submission."""
+
+    id: str
+    body_sha256: str
+    """Hash of the request's body: the same key with another body is a mistake."""
+    user: str
+    lane: str
+    source: str
+    """Name of the file, as its user has it."""
+    text: str
+    """The file, with absolute paths."""
+    bundle: str | None
+    """Hash of the code and data that came with it."""
+    names: tuple[str, ...]
+    """Its pipelines."""
+    state: str
+    """`accepted`, `taken` or `refused`."""
+    reason: str | None
+    """Why it was refused."""
+    pipelines: Sequence[dict[str, Any]] | None
+    """What the controller answered for each pipeline."""
+    created: str
+    """Wall time of the submission, RFC 3339."""
+
+    def fields(self) -> dict[str, Any]:
+        """What a client is told."""
+        waiting = "kept; it goes to the lane as soon as its controller answers"
+        shown = self.pipelines or [{"pipeline": name, "outcome": ACCEPTED, "reason": waiting} for name in self.names]
+        return {
+            "id": self.id,
+            "lane": self.lane,
+            "user": self.user,
+            "source": self.source,
+            "bundle": self.bundle,
+            "state": self.state,
+            "reason": self.reason,
+            "pipelines": [] if self.state == REFUSED else list(shown),
+            "created": self.created,
+        }
+
+
+class Ledger:
+    """See the module. May be used by any thread."""
+
+    def __init__(self, root: Path) -> None:
+        """Raises LogError for a file of another version."""
+        path = root / LEDGER_NAME
+        self._lock = threading.Lock()
+        self._connection = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
+        path.chmod(0o600)
+        execute = self._connection.execute
+        (version,) = execute("PRAGMA user_version").fetchone()
+        if version not in (0, _VERSION):
+            self._connection.close()
+            raise LogError(f"{path}: of version {version}; accepted: {_VERSION}, by the rlmux that wrote it")
+        execute("PRAGMA journal_mode = WAL")
+        execute("PRAGMA synchronous = FULL")
+        self._connection.executescript(f"{_TABLES} PRAGMA user_version = {_VERSION};")
+
+    def add(
+        self, key: str, *, body_sha256: str, user: str, lane: str, source: str, text: str, bundle: str | None,
+        names: Sequence[str],
+    ) -> Submitted:  # fmt: skip
+        """The submission of this key: the one that is there, or a new one, on disk when this returns."""
+        id = f"{time.time_ns() // 1_000_000:011x}{secrets.token_hex(8)}"
+        created = datetime.now(UTC).isoformat(timespec="seconds")
+        row = (id, key, body_sha256, user, lane, source, text, bundle, json.dumps(list(names)), ACCEPTED, created)
+        with self._lock:
+            self._connection.execute(
+                "INSERT INTO submission (id, key, body_sha256, user, lane, source, text, bundle, names, state, created)"
+                " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (key) DO NOTHING",
+                row,
+            )
+        (found,) = self._rows("WHERE key = ?", key)
+        return found
+
+    def of_key(self, key: str) -> Submitted | None:
+        return next(iter(self._rows("WHERE key = ?", key)), None)
+
+    def of_id(self, id: str) -> Submitted | None:
+        return next(iter(self._rows("WHERE id = ?", id)), None)
+
+    def accepted(self, lane: str) -> list[Submitted]:
+        """Those that the lane's controller has not taken yet, oldest first."""
+        return self._rows("WHERE state = ? AND lane = ? ORDER BY number", ACCEPTED, lane)
+
+    def newest(self, limit: int) -> list[Submitted]:
+        return self._rows("ORDER BY number DESC LIMIT ?", limit)
+
+    def take(self, id: str, pipelines: Sequence[dict[str, Any]]) -> None:
+        self._settle(id, TAKEN, None, json.dumps(list(pipelines)))
+
+    def refuse(self, id: str, reason: str) -> None:
+        self._settle(id, REFUSED, reason, None)
+
+    def close(self) -> None:
+        with self._lock:
+            self._connection.close()
+
+    def _settle(self, id: str, state: str, reason: str | None, pipelines: str | None) -> None:
+        with self._lock:
+            self._connection.execute(
+                "UPDATE submission SET state = ?, reason = ?, pipelines = ? WHERE id = ? AND state = ?",
+                (state, reason, pipelines, id, ACCEPTED),
+            )
+
+    def _rows(self, where: str, *values: Any) -> list[Submitted]:
+        with self._lock:
+            rows = self._connection.execute(f"SELECT {_COLUMNS} FROM submission {where}", values).fetchall()
+        return [_submitted(row) for row in rows]
+
+
+def _submitted(row: Sequence[Any]) -> Submitted:
+    named = dict(zip(_COLUMNS.split(", "), row, strict=True))
+    named["names"] = tuple(json.loads(named["names"]))
+    named["pipelines"] = None if named["pipelines"] is None else json.loads(named["pipelines"])
+    return Submitted(**named)

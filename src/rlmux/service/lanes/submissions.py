@@ -1,0 +1,159 @@
+"""Pipelines that are submitted to a lane: checked, kept, handed to its controller, exactly once.
+
+    POST submissions ─▶ checked ─▶ service.db (on disk) ─▶ controller: `submit` with the id ─▶ its log ─▶ answer
+                                        └── what was not handed over, or not known to be: again, by the lane's thread
+
+The controller takes an id once, as its log says. So each of the two may be killed anywhere: what was answered is there,
+and nothing is there twice. A submission whose controller is away is kept, and answered as `accepted` (202).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import sqlite3
+import threading
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from rlmux.config.load import Spec, parse_spec
+from rlmux.core.errors import RlmuxError, SpecError, UserError
+from rlmux.runtime.control_socket import NotRunningError, ask
+from rlmux.service.dashboard.door import Address, Asked, Told, whole
+from rlmux.service.dashboard.problems import ProblemError
+from rlmux.service.lanes.bundles import Bundles
+from rlmux.service.lanes.controllers import LaneController
+from rlmux.service.lanes.ledger import ACCEPTED, REFUSED, Ledger, Submitted
+
+MAX_TEXT_BYTES = 256 << 10
+_MAX_KEY_CHARS = 100
+_ANSWER_LIMIT_S = 30.0
+_STATUS = {ACCEPTED: 202, REFUSED: 422}
+_ADDRESS = "/submissions"
+
+
+class Submissions:
+    """See the module."""
+
+    def __init__(self, lanes: Mapping[str, LaneController], ledger: Ledger, bundles: Bundles) -> None:
+        self._lanes = lanes
+        self._ledger = ledger
+        self._bundles = bundles
+        self._sending = {name: threading.Lock() for name in lanes}
+
+    def addresses(self) -> tuple[Address, ...]:
+        return (
+            Address(method="POST", path=_ADDRESS, scope="submit", answer=self.submit),
+            Address(method="GET", path=_ADDRESS, scope="read", answer=self.newest, asks={"limit": whole(1, 500)}),
+            Address(method="GET", path=f"{_ADDRESS}/{{id}}", scope="read", answer=self.one),
+        )
+
+    def submit(self, asked: Asked) -> Any:
+        key = asked.headers.get("idempotency-key", "")
+        if not key.isprintable() or not 0 < len(key) <= _MAX_KEY_CHARS:
+            accepted = f"1 to {_MAX_KEY_CHARS} characters, new for each submission and the same when it is sent again"
+            raise ProblemError(400, "not a key", where="Idempotency-Key", accepted=accepted)
+        fields = _fields_of(asked.body)
+        sha256 = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
+        found = self._ledger.of_key(key) or self._add(key, sha256, fields, asked.who.user if asked.who else "")
+        if found.body_sha256 != sha256:
+            raise ProblemError(
+                422, "this key came with another body before", where="Idempotency-Key", accepted="a new key"
+            )
+        if found.state == ACCEPTED:
+            self.deliver(found.lane)
+            found = self._ledger.of_id(found.id) or found
+        if found.state == REFUSED:
+            raise ProblemError(422, str(found.reason), where="text")
+        return Told(value=found.fields(), status=_STATUS.get(found.state, 201))
+
+    def newest(self, asked: Asked) -> Any:
+        return {
+            "items": [one.fields() for one in self._ledger.newest(asked.query.get("limit", 100))],
+            "as_of_seq": None,
+        }
+
+    def one(self, asked: Asked) -> Any:
+        found = self._ledger.of_id(asked.path["id"])
+        if found is None:
+            raise ProblemError(404, f"no submission {asked.path['id'][:80]!r}", accepted=f"those of {_ADDRESS}")
+        return found.fields()
+
+    def deliver(self, lane: str) -> None:
+        """Hand over all that the lane's controller is not known to have, oldest first, as far as it answers."""
+        controller = self._lanes.get(lane)
+        if controller is None:  # the file has the lane no more
+            return
+        with self._sending[lane]:
+            for one in self._ledger.accepted(lane):
+                if not self._send(controller, one):
+                    return
+
+    def _send(self, lane: LaneController, one: Submitted) -> bool:
+        """Whether the controller answered."""
+        words = {"text": one.text, "source": one.source, "id": one.id}
+        try:
+            answer = ask(lane.folder, "submit", limit_s=_ANSWER_LIMIT_S, **words)
+        except NotRunningError:
+            return False
+        except UserError as error:
+            self._ledger.refuse(one.id, str(error))
+        except RlmuxError:  # it is busy, or ended before it answered: it is asked again, by the same id
+            return False
+        else:
+            self._ledger.take(one.id, answer["pipelines"])
+        return True
+
+    def _add(self, key: str, sha256: str, fields: Mapping[str, Any], user: str) -> Submitted:
+        """Check a new submission and keep it."""
+        lane = self._lanes.get(fields["lane"])
+        if lane is None:
+            raise ProblemError(404, f"no lane {fields['lane'][:80]!r}", where="lane", accepted=", ".join(self._lanes))
+        spec = self._parsed(lane, fields)
+        try:
+            return self._ledger.add(
+                key,
+                body_sha256=sha256,
+                user=user,
+                lane=lane.name,
+                source=fields["source"],
+                text=spec.resolved,
+                bundle=fields.get("bundle"),
+                names=[one.name for one in spec.pipelines],
+            )
+        except sqlite3.OperationalError as error:
+            raise ProblemError(507, f"it cannot be kept: {error}", accepted="a disk with room") from None
+
+    def _parsed(self, lane: LaneController, fields: Mapping[str, Any]) -> Spec:
+        folder: Path | None = self._bundles.no_code
+        if fields.get("bundle") is not None:
+            folder = self._bundles.folder_of(fields["bundle"])
+        if folder is None:
+            raise ProblemError(404, "no such bundle", where="bundle", accepted="one that was uploaded: POST /bundles")
+        try:
+            spec = parse_spec(fields["text"], source=fields["source"], folder=folder, cluster_of=lane.spec)
+        except SpecError as error:
+            raise ProblemError(400, str(error), where="text") from None
+        paths = [spec.code_folder, *(Path(one.config.task.path) for one in spec.pipelines if one.config.task.path)]
+        for path in paths:
+            if ".." in path.parts:
+                raise ProblemError(400, "a path leaves the bundle", where="text", accepted="paths without ..")
+        return spec
+
+
+def _fields_of(body: Any) -> dict[str, Any]:
+    """The body's fields. Raises ProblemError for one that is missing, unknown or of another type."""
+    if not isinstance(body, dict):
+        raise ProblemError(400, "no submission", where="body", accepted='{"lane", "text", "source", "bundle"}')
+    for name in ("lane", "text", "source"):
+        if not isinstance(body.get(name), str) or not body[name]:
+            raise ProblemError(400, f"{name} is missing or no text", where=name, accepted="a text")
+    for name in body:
+        if name not in ("lane", "text", "source", "bundle"):
+            raise ProblemError(400, f"no field {name[:80]!r}", where="body", accepted="lane, text, source, bundle")
+    if not isinstance(body.get("bundle"), str | None):
+        raise ProblemError(400, "bundle is no text", where="bundle", accepted="the sha256 of a bundle")
+    if len(body["text"].encode("utf-8", "replace")) > MAX_TEXT_BYTES or len(body["source"]) > 1000:
+        raise ProblemError(413, "the file is too large", where="text", accepted=f"{MAX_TEXT_BYTES >> 10} KiB")
+    return body

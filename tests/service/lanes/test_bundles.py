@@ -1,0 +1,137 @@
+"""Bundles: what is packed is what is unpacked, and nothing leaves its folder."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import io
+import tarfile
+from collections.abc import AsyncIterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlmux.client import bundle
+from rlmux.client.bundle import pack
+from rlmux.config import Spec, load_spec
+from rlmux.core.errors import UserError
+from rlmux.service.dashboard.problems import ProblemError
+from rlmux.service.lanes import bundles
+from rlmux.service.lanes.bundles import Bundles
+
+FILE = """
+cluster: {pools: {rollout: {devices: 1}, train: {devices: 1}}}
+defaults: {task: {name: file, path: rows.jsonl, prompt_key: q, answer_key: a, reward: "tools.score:right"}}
+pipelines: [{name: a}]
+"""
+
+
+@pytest.fixture
+def spec(tmp_path: Path) -> Spec:
+    """A file whose reward is in a package that reads a file of its own, beside much that is not sent."""
+    folder = tmp_path / "user"
+    for name, text in {
+        "file.yaml": FILE,
+        "rows.jsonl": '{"q": "1", "a": "2"}\n',
+        "tools/__init__.py": "",
+        "tools/score.py": "from . import table\ndef right(data_source, solution_str, ground_truth): ...",
+        "tools/table.py": "",
+        "tools/words.txt": "one",
+        "tools/__pycache__/score.pyc": "",
+        "secret.txt": "",
+        "runs/demo/run.db": "",
+    }.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return load_spec(folder / "file.yaml")
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> Bundles:
+    (tmp_path / "root" / "bundles" / "none").mkdir(parents=True)
+    return Bundles(tmp_path / "root")
+
+
+def upload(store: Bundles, data: bytes) -> Any:
+    async def chunks() -> AsyncIterator[bytes]:
+        for start in range(0, len(data), 1000):
+            yield data[start : start + 1000]
+
+    return asyncio.run(store.upload(SimpleNamespace(body=chunks())))  # type: ignore[arg-type]
+
+
+def tar(*members: tuple[str, int], type: bytes = tarfile.REGTYPE, link: str = "") -> bytes:
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as file:
+        for name, size in members:
+            member = tarfile.TarInfo(name)
+            member.type, member.size, member.linkname = type, size, link
+            file.addfile(member, io.BytesIO(bytes(size)))
+    return packed.getvalue()
+
+
+def test_code_and_rows_arrive_and_nothing_else_and_the_file_finds_them(spec, store):
+    packed = pack(spec)
+    names = [name.partition("-")[2] or name for name in packed.names]
+    package = ["__init__.py", "score.py", "table.py", "words.txt"]
+    assert names == [*(f"code/tools/{name}" for name in package), "rows.jsonl"]
+    told = upload(store, packed.data)
+    assert (told.status, told.value["sha256"]) == (201, packed.sha256)
+    assert upload(store, packed.data).status == 200, "it is known"
+    folder = store.folder_of(packed.sha256)
+    (folder / "file.yaml").write_text(packed.text)
+    again = load_spec(folder / "file.yaml")
+    assert again.code_folder == folder / "code"
+    assert Path(again.pipelines[0].config.task.path).read_text() == '{"q": "1", "a": "2"}\n'
+    assert again.pipelines[0].pipeline == spec.pipelines[0].pipeline
+
+
+def test_equal_files_make_an_equal_bundle(spec, tmp_path):
+    before = pack(spec).sha256
+    (tmp_path / "user").rename(tmp_path / "moved")
+    assert pack(load_spec(tmp_path / "moved" / "file.yaml")).sha256 == before
+
+
+def test_what_is_too_large_to_send_is_refused_with_the_largest_files(spec, monkeypatch):
+    monkeypatch.setattr(bundle, "MAX_BYTES", 10)
+    with pytest.raises(UserError, match=r"too large to send: code/tools/score.py \(0 MB\)"):
+        pack(spec)
+
+
+LINK = "is a link or a device"
+BAD = {
+    "nothing": (b"", 400, "not a bundle"),
+    "a zip": (b"PK\x03\x04" * 100, 400, "not a bundle"),
+    "no tar": (gzip.compress(b"x" * 3000), 400, "not a bundle"),
+    "cut off": (tar(("a.py", 3000))[:-40], 400, "not a bundle"),
+    "up": (tar(("../a.py", 1)), 400, "'../a.py' leaves the bundle"),
+    "up from within": (tar(("code/../../a.py", 1)), 400, "leaves the bundle"),
+    "from the root": (tar(("/etc/a.py", 1)), 400, "'/etc/a.py' leaves the bundle"),
+    "a link": (tar(("a", 0), type=tarfile.SYMTYPE, link="/etc"), 400, LINK),
+    "a hard link": (tar(("a", 0), type=tarfile.LNKTYPE, link="../../admin.token"), 400, LINK),
+    "a device": (tar(("a", 0), type=tarfile.CHRTYPE), 400, LINK),
+    "too many bytes": (tar(("a", 3000), ("b", 3000)), 413, "the bundle is too large"),
+    "too many files": (tar(*((f"{place}", 0) for place in range(12))), 413, "the bundle is too large"),
+}
+
+
+@pytest.mark.parametrize("bad", BAD)
+def test_a_bad_bundle_is_refused_and_nothing_of_it_is_left(store, tmp_path, monkeypatch, bad):
+    data, status, line = BAD[bad]
+    monkeypatch.setattr(bundles, "MAX_BYTES", 5000)
+    monkeypatch.setattr(bundles, "MAX_FILES", 10)
+    with pytest.raises(ProblemError) as refused:
+        upload(store, data)
+    assert refused.value.status == status
+    assert line in str(refused.value)
+    assert [path.name for path in (tmp_path / "root" / "bundles").iterdir()] == ["none"]
+
+
+def test_what_a_killed_server_left_half_unpacked_is_removed_by_the_next(store, tmp_path):
+    left = tmp_path / "root" / "bundles" / ".half"
+    left.mkdir()
+    (left / "a.py").write_text("")
+    Bundles(tmp_path / "root")
+    assert not left.exists()

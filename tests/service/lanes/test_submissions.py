@@ -1,0 +1,170 @@
+"""A submission is taken exactly once, wherever the server ends between two instructions, and whatever it is sent."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rlmux.config import Spec
+from rlmux.config.load import parse_spec
+from rlmux.core.errors import RlmuxError
+from rlmux.core.scheduler import Scheduler
+from rlmux.policies import make_policy
+from rlmux.report.log import RunLog, run_header
+from rlmux.runtime.control_socket import ControlServer, ask
+from rlmux.runtime.controller import Controller
+from rlmux.runtime.fake_backend import FakeBackend
+from rlmux.runtime.launch import parser
+from rlmux.runtime.run_api import RunApi, submitted_to
+from rlmux.service.dashboard.problems import ProblemError
+from rlmux.service.lanes import submissions
+from rlmux.service.lanes.bundles import Bundles
+from rlmux.service.lanes.ledger import Ledger
+from rlmux.service.lanes.root import open_root
+
+LANE = "cluster: {pools: {rollout: {devices: 1}, train: {devices: 1}}}"
+BODY = {"lane": "cpu", "source": "a.yaml", "text": "pipelines: [{name: a, task: sort, steps: 1}]"}
+
+
+class Killed(BaseException):
+    """The process ends here."""
+
+
+def dying(call: Callable[..., Any], when: str, error: type[BaseException] = Killed) -> Callable[..., Any]:
+    """The call, with an end before or after it, once."""
+    left = [when]
+
+    def instead(*args: Any, **words: Any) -> Any:
+        if left == ["before"]:
+            left.clear()
+            raise error
+        result = call(*args, **words)
+        if left == ["after"]:
+            left.clear()
+            raise error
+        return result
+
+    return instead
+
+
+class Lane:
+    """A lane whose controller is a thread of this process, on the fake backend: its log and its socket are real."""
+
+    def __init__(self, root: Path) -> None:
+        self.folder, self.name = root / "cpu", "cpu"
+        self.spec: Spec = parse_spec(LANE, source="lanes", folder=root, may_be_empty=True)
+        scheduler = Scheduler(self.spec.cluster, make_policy("rollmux"))
+        self.log = RunLog.create(self.folder, run_header(policy="rollmux", backend="fake", cluster=self.spec.cluster))
+        self.run_api = RunApi(ControlServer(self.folder), scheduler, parser(self.spec), over={}, is_kept_open=True)
+        self._is_over = False
+        self.controller = Controller(scheduler, FakeBackend(lambda action: 0.01), self.log, run_api=self.run_api)
+        self._thread = threading.Thread(target=self.controller.run, args=([],), kwargs={"until": lambda: self._is_over})
+        self._thread.start()
+
+    def close(self) -> None:
+        self._is_over = True
+        self._thread.join()
+        self.run_api.close()
+        self.log.close()
+
+
+@pytest.fixture
+def lane(tmp_path: Path) -> Iterator[Lane]:
+    with open_root(tmp_path / "root"):
+        one = Lane(tmp_path / "root")
+        yield one
+        one.close()
+
+
+def server(lane: Lane) -> submissions.Submissions:
+    """What a server makes of the folder when it starts."""
+    root = lane.folder.parent
+    return submissions.Submissions({"cpu": lane}, Ledger(root), Bundles(root))  # type: ignore[dict-item]
+
+
+def post(server: submissions.Submissions, body: object = BODY, key: str = "k") -> Any:
+    headers = {"idempotency-key": key}
+    return server.submit(SimpleNamespace(body=body, headers=headers, who=None))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("step", ["add", "ask", "take"])
+def test_a_server_killed_between_any_two_steps_takes_a_submission_once(lane, monkeypatch, step, when):
+    first = server(lane)
+    if step == "ask":
+        monkeypatch.setattr(submissions, "ask", dying(ask, when))
+    else:
+        monkeypatch.setattr(first._ledger, step, dying(getattr(first._ledger, step), when))
+    with pytest.raises(Killed):
+        post(first)
+    again = server(lane)
+    again.deliver("cpu")  # as the lane's thread does when a server starts
+    told = post(again)  # the client, which got no answer, sends it again
+    assert (told.status, told.value["state"]) == (201, "taken")
+    assert [one["pipeline"] for one in told.value["pipelines"]] == ["a"]
+    assert len(submitted_to(lane.folder)) == 1
+    assert len(again._ledger.newest(10)) == 1
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_controller_that_ends_before_its_answer_arrives_is_asked_again(lane, monkeypatch, when):
+    monkeypatch.setattr(submissions, "ask", dying(ask, when, RlmuxError))
+    one = server(lane)
+    kept = post(one)
+    assert (kept.status, kept.value["pipelines"][0]["outcome"]) == (202, "accepted")
+    one.deliver("cpu")
+    assert post(one).value["state"] == "taken"
+    assert len(submitted_to(lane.folder)) == 1
+
+
+def test_what_the_controller_refuses_is_refused_each_time_it_is_sent(lane):
+    one = server(lane)
+    post(one)
+    for _ in range(2):
+        with pytest.raises(ProblemError, match="pipeline 'a' is in this run already") as refused:
+            post(one, key="another")
+        assert refused.value.status == 422
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "line"),
+    [
+        (None, 400, "no submission"),
+        ({**BODY, "lane": "gpu"}, 404, "no lane 'gpu'"),
+        ({**BODY, "text": 3}, 400, "text is missing or no text"),
+        ({**BODY, "more": 3}, 400, "no field 'more'"),
+        ({**BODY, "text": "pipelines: ["}, 400, "a.yaml:1: this is not YAML"),
+        ({**BODY, "text": "a: &a [*a, *a]"}, 400, "a.yaml:1: an alias"),
+        ({**BODY, "text": "pipelines: []"}, 400, "a.yaml:1: pipelines is an empty list"),
+        ({**BODY, "text": "pipelines: [{name: a, task: sort, rollout: {workers: 3}}]"}, 400, "accepted: up to 1"),
+        ({**BODY, "text": "#" * 300_000}, 413, "the file is too large"),
+        ({**BODY, "bundle": "../cpu"}, 404, "no such bundle"),
+        ({**BODY, "bundle": "0" * 64}, 404, "no such bundle"),
+        ({**BODY, "text": f"code_folder: ..\n{BODY['text']}"}, 400, "a path leaves the bundle"),
+    ],
+)
+def test_a_bad_submission_is_refused_in_a_line_and_nothing_is_kept(lane, body, status, line):
+    one = server(lane)
+    with pytest.raises(ProblemError) as refused:
+        post(one, body)
+    assert refused.value.status == status
+    assert line in str(refused.value)
+    assert one._ledger.newest(10) == []
+
+
+@pytest.mark.parametrize("key", ["", "x" * 101, "a\x00b"])
+def test_a_key_is_a_line_of_text(lane, key):
+    with pytest.raises(ProblemError, match="not a key"):
+        post(server(lane), key=key)
+
+
+def test_a_key_that_came_with_another_body_is_refused(lane):
+    one = server(lane)
+    post(one)
+    with pytest.raises(ProblemError, match="this key came with another body before"):
+        post(one, {**BODY, "source": "b.yaml"})
