@@ -47,6 +47,8 @@ class LogScript:
     num_rollout: int = 1
     num_train: int = 1
     policy: str = "rollmux"
+    file: str = ""
+    """The run's file, which its header keeps; empty: none."""
     rows: list[Entry] = field(default_factory=list)
 
     @property
@@ -55,7 +57,8 @@ class LogScript:
             "rollout": Pool(name="rollout", phase=Phase.ROLLOUT, num_nodes=self.num_rollout),
             "train": Pool(name="train", phase=Phase.TRAIN, num_nodes=self.num_train),
         }
-        return run_header(policy=self.policy, backend="local", cluster=Cluster(pools=pools))
+        spec = {"source": "demo.yaml", "resolved": self.file} if self.file else None
+        return run_header(policy=self.policy, backend="local", cluster=Cluster(pools=pools), spec=spec)
 
     def event(self, event: Event, *actions: Action) -> None:
         self._add(event.time_s, "event", type(event).__name__, event)

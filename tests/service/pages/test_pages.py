@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.log_script import AlternatingRun
+from tests.service.pages_server import Pages
 
 pytestmark = pytest.mark.xdist_group("browser")
 GUTTER = 138
@@ -228,3 +230,26 @@ def test_the_view_of_the_timeline_is_saved_as_table_picture_and_trace(shown, ent
     assert sum(event["ph"] == "X" for event in events) == len(rows)
     assert {event["args"]["name"] for event in events if event["ph"] == "M"} == {"rollout-0.0", "train-0.0"}
     assert saved(page, "PNG").startswith(b"\x89PNG")
+
+
+def test_a_question_is_answered_with_both_futures_of_each_pipeline(tmp_path, enter):
+    script = AlternatingRun(num_steps=30).script
+    script.file = """
+cluster: {pools: {rollout: {devices: 1}, train: {devices: 1}}}
+policy: rollmux
+pipelines: [{name: sort, steps: 30, task: sort}]
+"""
+    served = Pages(script.write(tmp_path / "demo", len(script.rows) // 2))
+    try:
+        page = enter(served, "/whatif")
+        assert page.is_disabled("button:text('Ask')")
+        page.fill("input[aria-label='how many more']", "2")
+        page.select_option("select[aria-label=like]", "sort")
+        page.click("button:text('Ask')")
+        page.wait_for_selector("td:has-text('sort-3')", timeout=60_000)
+        rows = {line.split()[0]: line for line in page.locator("tbody tr").all_inner_texts()}
+        assert "new" in rows["sort-2"]
+        assert "+" in rows["sort"]
+        assert "rlmux whatif --add=2 --like=sort" in page.inner_text("main")
+    finally:
+        served.close()

@@ -24,6 +24,7 @@ from rlmux.service.dashboard.gate import Gate, Hosts
 from rlmux.service.dashboard.indexing import Indexing
 from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.dashboard.prometheus import Scrape
+from rlmux.service.dashboard.questions import Questions
 from rlmux.service.dashboard.reads import Reads, Trouble, parse_place, parse_sort
 from rlmux.service.dashboard.samples import SampleReads, parse_reward, parse_sample_sort
 from rlmux.service.dashboard.stream import Streams, Watch
@@ -155,7 +156,7 @@ def _version(asked: Asked) -> Any:
 
 def table(reads: Reads, streams: Streams, sessions: _Sessions, scrape: Scrape) -> tuple[Address, ...]:
     """Every address, what may be asked of it, and the scope that it takes."""
-    timeline, samples = TimelineReads(reads), SampleReads(reads)
+    timeline, samples, questions = TimelineReads(reads), SampleReads(reads), Questions(reads)
     window = {"t0": seconds, "t1": seconds, "rev": whole(0, 2**53)}
     page = {"limit": whole(1, 500), "cursor": whole(0, 2**53)}
 
@@ -173,6 +174,8 @@ def table(reads: Reads, streams: Streams, sessions: _Sessions, scrape: Scrape) -
         get(f"{_LANE}/devices", reads.devices),
         get(f"{_LANE}/alerts", reads.alerts),
         get(f"{_LANE}/events", reads.events, {"limit": whole(1, 500)}),
+        get(f"{_LANE}/whatif", questions.score),
+        Address(method="POST", path=f"{_LANE}/whatif", scope="submit", answer=questions.ask),
         get(
             "/pipelines",
             reads.pipelines,

@@ -13,6 +13,7 @@ import { Pipeline } from "./pipeline";
 import { Pipelines } from "./pipelines";
 import { address, followLinks, go, usePlace } from "./place";
 import { TimelinePage } from "./timeline";
+import { WhatIf } from "./whatif";
 import "./style.css";
 
 function App() {
@@ -34,6 +35,7 @@ function Shown({ path }: { path: string }) {
   if (page === "timeline") return <TimelinePage />;
   if (page === "pipelines") return lane && name ? <Pipeline key={path} lane={lane} name={name} /> : <Pipelines />;
   if (page === "compare") return <Compare />;
+  if (page === "whatif") return <WhatIf />;
   if (page === "fleet" || page === "") return <Fleet />;
   return <p class="empty">There is no page {path}.</p>;
 }

@@ -17,6 +17,7 @@ const PLACES = [
   ["/timeline", "Timeline", "t"],
   ["/pipelines", "Pipelines", "p"],
   ["/compare", "Compare", "c"],
+  ["/whatif", "What if", "w"],
 ] as const;
 
 export function Frame({ children }: { children: ComponentChildren }) {

@@ -207,3 +207,45 @@ export interface Happening {
   device: string | null;
   text: string;
 }
+
+/** What a simulation says of one pipeline; seconds from the moment that was asked about. */
+export interface Prediction {
+  ends_s: number | null;
+  queue_s: number | null;
+  step_slowdown: number | null;
+  slo_slowdown: number | null;
+  keeps_slo: boolean | null;
+  refused: string | null;
+}
+
+export interface Side {
+  policy: string;
+  pipelines: Record<string, Prediction>;
+  makespan_s: number | null;
+  mean_step_slowdown: number | null;
+  max_step_slowdown: number | null;
+  mean_queue_s: number | null;
+  slo_attainment: number | null;
+  cost_usd: number | null;
+  cost_usd_per_hour: number | null;
+}
+
+/** A what-if question answered. */
+export interface Answer {
+  run: string;
+  at_s: number;
+  about: string;
+  notes: string[];
+  now: Side;
+  then: Side;
+  /** The same question as a command. */
+  command: string;
+}
+
+/** How far earlier predictions of a lane were off, as parts of the seconds predicted. */
+export interface Score {
+  policies: string[];
+  num_scored: number;
+  median_error: number | null;
+  worst_error: number | null;
+}

@@ -1,0 +1,183 @@
+// What if: a question about what is left of the lane's run, answered by simulation; the run itself is not touched.
+import { useState } from "preact/hooks";
+import { post, useData } from "./api";
+import { Trouble } from "./frame";
+import { of, useShown } from "./lane";
+import { Dot } from "./parts";
+import type { Answer, Prediction, Score } from "./shapes";
+import { NONE, figure, percent, seconds, times } from "./words";
+
+interface Question {
+  add: string;
+  like: string;
+  remove: string;
+  policy: string;
+  set: string;
+  file: string;
+}
+const NOTHING: Question = { add: "", like: "", remove: "", policy: "", set: "", file: "" };
+
+type FigureKey = "makespan_s" | "mean_step_slowdown" | "max_step_slowdown" | "mean_queue_s" | "slo_attainment" | "cost_usd" | "cost_usd_per_hour";
+const FIGURES: readonly (readonly [string, FigureKey, (value: number | null | undefined) => string])[] = [
+  ["all ended in", "makespan_s", seconds],
+  ["slowdown, mean", "mean_step_slowdown", times],
+  ["slowdown, largest", "max_step_slowdown", times],
+  ["queued, mean", "mean_queue_s", seconds],
+  ["SLOs kept", "slo_attainment", percent],
+  ["$", "cost_usd", figure],
+  ["$ per hour", "cost_usd_per_hour", figure],
+];
+
+export function WhatIf() {
+  const { lane, pipelines } = useShown();
+  const [question, setQuestion] = useState<Question>(NOTHING);
+  const [answer, setAnswer] = useState<Answer | null>(null);
+  const [error, setError] = useState<Error | null>(null);
+  const [isAsking, setAsking] = useState(false);
+  const path = `/lanes/${of(lane.name)}/whatif`;
+  const score = useData<Score>(path, [`lane:${lane.name}`]);
+  const change = (part: Partial<Question>) => setQuestion({ ...question, ...part });
+  const ask = async (event: Event) => {
+    event.preventDefault();
+    setAsking(true);
+    setError(null);
+    try {
+      setAnswer(await post<Answer>(path, bodyOf(question)));
+    } catch (caught) {
+      setError(caught as Error);
+    }
+    setAsking(false);
+  };
+  return (
+    <>
+      <div class="heading">
+        <h1>What if</h1>
+        <span class="muted small">what is left of {lane.name}, simulated as it is and with a change; nothing of the run changes</span>
+      </div>
+      <form onSubmit={ask}>
+        <div class="toolbar">
+          <label>
+            add <input class="narrow" type="number" min="1" aria-label="how many more" value={question.add} onInput={(event) => change({ add: event.currentTarget.value })} /> like{" "}
+            <Choice label="like" value={question.like} among={pipelines} none="" choose={(like) => change({ like })} />
+          </label>
+          <label>
+            without <Choice label="without" value={question.remove} among={pipelines} none="" choose={(remove) => change({ remove })} />
+          </label>
+          <label>
+            policy <Choice label="policy" value={question.policy} among={score.value?.policies ?? []} none={lane.policy ?? ""} choose={(policy) => change({ policy })} />
+          </label>
+          <input class="cluster" aria-label="cluster" placeholder="cluster.pools.rollout.devices=2" value={question.set} onInput={(event) => change({ set: event.currentTarget.value })} />
+          <button disabled={isAsking || !Object.keys(bodyOf(question)).length}>{isAsking ? "Simulating …" : "Ask"}</button>
+        </div>
+        <details>
+          <summary class="small muted">add the pipelines of a file</summary>
+          <textarea class="mono" rows={10} aria-label="file" placeholder="pipelines: [{name: more, task: sort, steps: 100}]" value={question.file} onInput={(event) => change({ file: event.currentTarget.value })} />
+        </details>
+      </form>
+      <Trouble error={error ?? score.error} />
+      {answer && <Answered answer={answer} pipelines={pipelines} />}
+      {score.value && <p class="muted small">{scored(score.value)}</p>}
+    </>
+  );
+}
+
+function bodyOf(question: Question): Record<string, unknown> {
+  const { add, like, remove, policy, set, file } = question;
+  return {
+    ...(add && { add: Number(add) }),
+    ...(like && { like }),
+    ...(remove && { remove: [remove] }),
+    ...(policy && { policy }),
+    ...(set.trim() && { set: set.trim().split(/\s+/) }),
+    ...(file.trim() && { file }),
+  };
+}
+
+function scored(score: Score): string {
+  if (!score.num_scored) return "No earlier prediction of this lane has come true yet.";
+  return `Earlier predictions of this lane, of pipelines that have ended since: median error ${percent(score.median_error)}, worst ${percent(score.worst_error)} (n = ${score.num_scored}).`;
+}
+
+function Choice({ label, value, among, none, choose }: { label: string; value: string; among: readonly string[]; none: string; choose: (value: string) => void }) {
+  return (
+    <select aria-label={label} value={value} onChange={(event) => choose(event.currentTarget.value)}>
+      <option value="">{none}</option>
+      {among.map((each) => (
+        <option value={each}>{each}</option>
+      ))}
+    </select>
+  );
+}
+
+function Answered({ answer, pipelines }: { answer: Answer; pipelines: readonly string[] }) {
+  const { now, then } = answer;
+  const names = [...new Set([...Object.keys(now.pipelines), ...Object.keys(then.pipelines)])];
+  const longest_s = Math.max(1e-9, ...[now, then].flatMap((side) => Object.values(side.pipelines).map((one) => one.ends_s ?? 0)));
+  return (
+    <>
+      <h2>
+        {answer.about} <small>now under {now.policy}, then under {then.policy}</small>
+      </h2>
+      <div class="scroll">
+        <table class="whatif">
+          <thead>
+            <tr>
+              <th />
+              <th class="number">now</th>
+              <th class="number">then</th>
+              <th class="number">change</th>
+              <th class="wide">ends: now above, then below</th>
+            </tr>
+          </thead>
+          <tbody>
+            {FIGURES.filter(([, key]) => now[key] || then[key]).map(([name, key, show]) => (
+              <tr>
+                <td>{name}</td>
+                <td class="number">{show(now[key])}</td>
+                <td class="number">{show(then[key])}</td>
+                <td class="number">{difference(now[key], then[key], show)}</td>
+                <td />
+              </tr>
+            ))}
+            {names.map((name) => (
+              <PipelineRow name={name} now={now.pipelines[name]} then={then.pipelines[name]} longest_s={longest_s} pipelines={pipelines} />
+            ))}
+          </tbody>
+        </table>
+      </div>
+      {answer.notes.map((note) => (
+        <p class="muted small">{note}</p>
+      ))}
+      <p class="small">
+        The same question in a terminal: <code class="mono">{answer.command}</code>
+      </p>
+    </>
+  );
+}
+
+function PipelineRow({ name, now, then, longest_s, pipelines }: { name: string; now: Prediction | undefined; then: Prediction | undefined; longest_s: number; pipelines: readonly string[] }) {
+  const what = then?.refused ? "refused" : !now ? "new" : !then ? "gone" : "";
+  const isBad = what === "refused" || then?.keeps_slo === false;
+  return (
+    <tr>
+      <td title={then?.refused ?? ""}>
+        {pipelines.includes(name) && <Dot name={name} pipelines={pipelines} />}
+        <b>{name}</b> <span class={isBad ? "bad" : "muted"}>{[what, then?.keeps_slo === false && "misses its SLO"].filter(Boolean).join(", ")}</span>
+      </td>
+      <td class="number">{seconds(now?.ends_s)}</td>
+      <td class="number">{seconds(then?.ends_s)}</td>
+      <td class="number">{difference(now?.ends_s, then?.ends_s, seconds)}</td>
+      <td>
+        {[now, then].map((side) => (
+          <i class="bar f-busy" style={{ width: `${(100 * (side?.ends_s ?? 0)) / longest_s}%`, height: "6px", marginBottom: "2px", opacity: side === now ? 0.5 : 1 }} />
+        ))}
+      </td>
+    </tr>
+  );
+}
+
+function difference(before: number | null | undefined, after: number | null | undefined, show: (value: number) => string): string {
+  if (before == null || after == null) return NONE;
+  const change = after - before;
+  return change < 0 ? `−${show(-change)}` : `+${show(change)}`;
+}
