@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import http.server
+import json
 import os
+import socket
 import threading
+import time
 import warnings
 
 import numpy as np
@@ -62,6 +65,64 @@ def test_where_no_broker_answers_the_address_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(share, "CONNECT_LIMIT_S", 0.2)
     with pytest.raises(share.ShareError, match="no broker answers at RLMUX_BROKER=unix:"):
         share.join("a")
+
+
+class LittleBroker(threading.Thread):
+    """Grants what is asked for; at the end of a phase it asks the program to leave, and at once again."""
+
+    def __init__(self, path) -> None:
+        super().__init__(daemon=True)
+        self.heard: list[str] = []
+        self._listening = socket.create_server(str(path), family=socket.AF_UNIX)
+        self.start()
+
+    def run(self) -> None:
+        connection, _ = self._listening.accept()
+        with self._listening, connection, connection.makefile("rw") as lines:
+            for message in map(json.loads, lines):
+                self.heard.append(message["t"])
+                for answer in self.answers(message):
+                    lines.write(json.dumps(answer) + "\n")
+                lines.flush()
+
+    @staticmethod
+    def answers(message):
+        match message["t"]:
+            case "hello":
+                return [{"t": "welcome", "pools": {"train": "gpu0"}}]
+            case "ask":
+                return [{"t": "granted", "id": message["id"], "fence": 1, "pools": ["gpu0"]}]
+            case "done":
+                after = {"t": "after", "fence": 1, "leave": True, "pools": ["gpu0"]}
+                return [after, {"t": "evict", "pool": "gpu0", "for": "b"}]
+        return []
+
+
+def test_two_requests_to_leave_run_the_hook_once(monkeypatch, tmp_path):
+    """A broker that was started again may ask for what the one before has asked for."""
+    broker, calls = LittleBroker(tmp_path / "s"), []
+    monkeypatch.setenv("RLMUX_BROKER", f"unix:{tmp_path}/s")
+    job = share.join("a", {"train": "gpu0"})
+
+    def offload():
+        calls.append("begins")
+        time.sleep(0.2)
+        calls.append("ends")
+
+    job.on_leave("gpu0", offload, lambda: None)
+    with job.phase("train"):
+        pass
+    until(lambda: broker.heard.count("left") == 2)
+    assert calls == ["begins", "ends"]
+    assert "failed_to_leave" not in broker.heard
+    job.close()
+
+
+def until(is_so) -> None:
+    end_s = time.monotonic() + 30
+    while not is_so():
+        assert time.monotonic() < end_s, "it did not come about"
+        time.sleep(0.01)
 
 
 # ---------------------------------------------------------------------- torch

@@ -33,7 +33,7 @@ import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 WIRE_VERSION = 1
@@ -258,7 +258,8 @@ class Job:
         done["resident_bytes"] = {pool: size for pool, size in sizes.items() if size is not None}
         after = self._link_now.ask(("done", self._fence), done)
         for pool in after["pools"] if after["leave"] else ():
-            self._offload(pool)
+            with self._one_hook():  # a broker that was started again may ask for the same meanwhile
+                self._offload(pool)
 
     def _offload(self, pool: str) -> None:
         """Run the hook and tell the broker what came of it. Raises what the hook raises."""
@@ -313,14 +314,21 @@ class Job:
 
     def _evict(self, pool: str) -> None:
         """Leave a pool for another program, between two phases."""
+        with self._one_hook():
+            try:
+                self._offload(pool)
+            except BaseException as error:  # this thread has no caller that would see it
+                self._hook_error = error  # raised by the next phase, in the program's own thread
+
+    @contextlib.contextmanager
+    def _one_hook(self) -> Iterator[None]:
+        """No other thread runs a hook inside, and no permit is held. Waits until that is so."""
         with self._changed:
             while self._is_hook_running or self._fence is not None:
                 self._changed.wait()
             self._is_hook_running = True
         try:
-            self._offload(pool)
-        except BaseException as error:  # this thread has no caller that would see it
-            self._hook_error = error  # raised by the next phase, in the program's own thread
+            yield
         finally:
             with self._changed:
                 self._is_hook_running = False

@@ -114,9 +114,9 @@ def main(name: str, steps: int, record: Path, go: Path) -> None:
         TRAINERS["rlmux"](config_of(name, steps, record, optimizer_offload=False))
     except TypeError as error:
         print(error)
+    trainer = TRAINERS["rlmux"](config_of(name, steps, record))
     while not go.exists():
         time.sleep(0.01)
-    trainer = TRAINERS["rlmux"](config_of(name, steps, record))
     trainer.fit()
 
 

@@ -47,6 +47,7 @@ def test_drivers_of_verls_shape_take_turns_and_their_replicas_wake_with_the_weig
     (room.folder / "go").unlink()
     room.start_broker()
     programs = [start_driver(room, name) for name in "ab"]
+    until(lambda: {note["pipeline"] for note in room.notes("joined")} == {"a", "b"})
     (room.folder / "go").touch()
     for program in programs:
         out = told(program)

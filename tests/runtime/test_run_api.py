@@ -6,6 +6,7 @@ import json
 import socket
 import stat
 import threading
+import time
 from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
@@ -50,6 +51,8 @@ class Run:
         )
         self.controller = Controller(self.scheduler, self.backend, self.log, run_api=self.run_api)
         self.answers: list[dict[str, Any]] = []
+        self.types_at_answers: list[list[str]] = []
+        """Types of the rows that the log had when each answer came."""
 
     def run(self, given: list[Any], *asked: dict[str, Any], until: Callable[[], bool] = lambda: True) -> None:
         """Ask one thing after another while it runs; end when all are answered and `until` holds."""
@@ -60,6 +63,8 @@ class Run:
                     self.answers.append(ask(self.folder, limit_s=120, **fields))
                 except UserError as error:
                     self.answers.append({"refused": str(error)})
+                with LogReader(self.folder) as log:
+                    self.types_at_answers.append([entry.type for entry in log.entries()])
 
         client = threading.Thread(target=ask_all)
         client.start()
@@ -104,6 +109,29 @@ def cancel(name: str) -> dict[str, Any]:
 @pytest.fixture
 def going(tmp_path, real):
     return Run(tmp_path / "run", real)
+
+
+def test_an_answer_comes_once_what_it_says_is_in_the_log(tmp_path, real, monkeypatch):
+    """A run that is killed right after loses nothing that a client was told."""
+    commit = RunLog.commit
+
+    def commit_late(log: RunLog) -> None:
+        time.sleep(0.02)
+        commit(log)
+
+    monkeypatch.setattr(RunLog, "commit", commit_late)
+    going = Run(tmp_path / "run", real, policy="solo")
+    asked = [submit("b 9\nlater 9 999"), {"request": "hold", "name": "b"}, cancel("b"), cancel("later")]
+    going.run([real.submission("a", num_steps=1_000_000)], *asked)
+    logged = ["submitted", "PipelineHeld", "PipelineCancelled", "pipeline_end"]
+    assert [one in types for one, types in zip(logged, going.types_at_answers, strict=True)] == [True] * 4
+
+
+def test_a_pipeline_that_is_struck_off_last_of_all_is_in_the_log(going, real):
+    going.run_api.is_kept_open = False
+    going.run([real.replace(real.submission("later"), submit_at_s=999.0)], cancel("later"))
+    with LogReader(going.folder) as log:
+        assert [one.value["pipeline"] for one in log.entries() if one.type == "pipeline_end"] == ["later"]
 
 
 def test_a_submitted_pipeline_is_placed_runs_and_leaves(going, real):

@@ -75,7 +75,8 @@ class Controller:
         while not self._is_stopping and not until():
             requested, requested_notes = self._take_requests(upcoming)
             due = [*requested, *self._take_due(upcoming)]
-            if not upcoming and not due and self._scheduler.query.is_idle() and not self._is_kept_open():
+            is_over = not upcoming and not due and not requested_notes and self._scheduler.query.is_idle()
+            if is_over and not self._is_kept_open():
                 return True
             events, notes = ((), ()) if due else self._backend.poll(self._seconds_to_wait(upcoming))
             self._tick([*due, *events], [*requested_notes, *notes])

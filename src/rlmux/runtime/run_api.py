@@ -98,6 +98,8 @@ class RunApi:
         self._over = set(over)
         self._taken = {id: [PipelineId(name) for name in names] for id, names in (taken or {}).items()}
         self._answers: list[_Answer] = []
+        self._done: list[tuple[Request, dict[str, Any]]] = []
+        """Requests of this tick and their answers, which are given once what they changed is in the log."""
         self.is_kept_open = is_kept_open
         """The run waits for more when all its pipelines are over."""
 
@@ -120,7 +122,7 @@ class RunApi:
         )
 
     def update(self, now_s: float, events: Sequence[Event], actions: Sequence[Action], notes: Sequence[Note]) -> None:
-        """Answer submissions whose pipelines have been decided on."""
+        """Answer what is in the log now: submissions whose pipelines have been decided on, and everything else."""
         for action in actions if self._answers else ():
             decided = _outcome(action)
             if decided is not None:
@@ -210,7 +212,7 @@ class RunApi:
             self._over.add(name)
             fields = {"pipeline": name, "status": PipelineStatus.CANCELLED.value, "reason": "before it came"}
             tick.notes.append(Note(type="pipeline_end", fields={**fields, "weights_sha256": None}))
-            request.answer(pipeline=name, outcome="struck off")
+            self._done.append((request, {"pipeline": name, "outcome": "struck off"}))
             return
         if name not in query:
             known = ", ".join(query.pipelines()) or "none"
@@ -221,7 +223,7 @@ class RunApi:
             raise UserError(f"pipeline {name!r} is {status.value}; accepted: one that waits or runs")
         tick.cancelled.append(name)
         outcome = "ends at its next safe point" if status is PipelineStatus.RUNNING else "waits no longer"
-        request.answer(pipeline=name, outcome=outcome)
+        self._done.append((request, {"pipeline": name, "outcome": outcome}))
 
     def _known(self, name: str) -> PipelineId:
         """Raises UserError for a name that no pipeline of this part of the run has."""
@@ -235,7 +237,7 @@ class RunApi:
         """Pass on what a user says of a waiting pipeline; the note is what a resumed run knows of it."""
         tick.events.append(event)
         tick.notes.append(Note(type="standing", fields={"pipeline": event.pipeline, **said}))
-        request.answer(pipeline=event.pipeline, outcome=outcome)
+        self._done.append((request, {"pipeline": event.pipeline, "outcome": outcome}))
 
     def _waiting(self, name: str) -> PipelineId:
         """Raises UserError for a pipeline that does not wait."""
@@ -245,6 +247,9 @@ class RunApi:
         return PipelineId(name)
 
     def _give_answers(self) -> None:
+        for request, fields in self._done:
+            request.answer(**fields)
+        self._done.clear()
         for answer in list(self._answers):
             outcomes = answer.outcome_by_pipeline
             if all(outcome is not None for outcome in outcomes.values()):

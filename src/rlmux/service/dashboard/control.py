@@ -84,7 +84,8 @@ class Control:
         try:
             answer = ask(folder, request, name=asked.path["name"], limit_s=_LIMIT_S, **fields)
         except NotRunningError:
-            raise ProblemError(503, f"nothing runs in lane {asked.path['lane']} now") from None
+            name = asked.path["lane"]
+            raise ProblemError(409, f"nothing runs in lane {name} now", accepted="a lane that goes on") from None
         except NoAnswerError as error:
             raise ProblemError(503, str(error)) from None
         except UserError as error:
