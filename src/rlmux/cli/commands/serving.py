@@ -105,9 +105,7 @@ def _serve_lanes(
     allow_host: list[str],
     ready: Callable[[Dashboard], None],
 ) -> None:
-    given = [name for name, value in others.items() if value is not None]
-    if given:
-        raise UserError(f"{given[0]}: each lane of {file} has its own; accepted: --out, --listen, --open, --allow-host")
+    _refuse(others, f"each lane of {file} has its own; accepted: --out, --listen, --open, --allow-host")
     address = _address(listen or DEFAULT_LISTEN)
     _check_installed(*_PAGES_NEED)
     from rlmux.config.service_file import load_service_file
@@ -138,14 +136,19 @@ def _show(
     allow_host: list[str],
     ready: Callable[[Dashboard], None],
 ) -> None:
-    given = [name for name, value in others.items() if value is not None]
-    if given:
-        raise UserError(f"{given[0]}: a folder is shown, not run; accepted: --listen, --open, --allow-host")
+    _refuse(others, "a folder is shown, not run; accepted: --listen, --open, --allow-host")
     address = _address(listen or DEFAULT_LISTEN)
     _check_installed(*_PAGES_NEED)
     from rlmux.service.open_folder import open_folder
 
     open_folder(folder, address=address, allowed_hosts=allow_host, on_ready=ready)
+
+
+def _refuse(options: dict[str, object], why: str) -> None:
+    """Raises UserError for the first option that was given."""
+    given = [name for name, value in options.items() if value is not None]
+    if given:
+        raise UserError(f"{given[0]}: {why}")
 
 
 def _say_pages(pages: Dashboard, opens: bool) -> None:

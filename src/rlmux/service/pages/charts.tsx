@@ -28,16 +28,16 @@ interface Props {
 
 const HEIGHT = 150;
 
-export function Chart(props: Props) {
+/** A box with a plot in it, as wide as the page leaves it and in the colours of the theme; made anew when `needs` change. */
+function usePlot(make: (host: HTMLElement) => uPlot, needs: readonly unknown[]) {
   const box = useRef<HTMLDivElement>(null);
-  const reading = useRef<HTMLSpanElement>(null);
   useEffect(() => {
     const host = box.current;
     if (!host) return;
-    let plot = draw(host, props, reading.current);
+    let plot = make(host);
     const redraw = () => {
       plot.destroy();
-      plot = draw(host, props, reading.current);
+      plot = make(host);
     };
     const size = new ResizeObserver(() => plot.setSize({ width: host.clientWidth, height: HEIGHT }));
     size.observe(host);
@@ -47,7 +47,13 @@ export function Chart(props: Props) {
       stop();
       plot.destroy();
     };
-  }, [props.curve, props.smoothing, props.colour, props.unit]);
+  }, needs);
+  return box;
+}
+
+export function Chart(props: Props) {
+  const reading = useRef<HTMLSpanElement>(null);
+  const box = usePlot((host) => draw(host, props, reading.current), [props.curve, props.smoothing, props.colour, props.unit]);
   return (
     <section class="chart">
       <h3>
@@ -101,24 +107,7 @@ function draw(host: HTMLElement, { curve, colour, unit, smoothing, cursor }: Pro
 
 /** Two curves on one axis; the second is dashed, so that colour is not all that tells them apart. */
 export function Overlay({ title, curves, colours, names }: { title: string; curves: readonly [Curve, Curve]; colours: readonly [number, number]; names: readonly [string, string] }) {
-  const box = useRef<HTMLDivElement>(null);
-  useEffect(() => {
-    const host = box.current;
-    if (!host) return;
-    let plot = lay(host, curves, colours);
-    const redraw = () => {
-      plot.destroy();
-      plot = lay(host, curves, colours);
-    };
-    const size = new ResizeObserver(() => plot.setSize({ width: host.clientWidth, height: HEIGHT }));
-    size.observe(host);
-    const stop = onTheme(redraw);
-    return () => {
-      size.disconnect();
-      stop();
-      plot.destroy();
-    };
-  }, [curves[0], curves[1]]);
+  const box = usePlot((host) => lay(host, curves, colours), curves);
   const last = (curve: Curve) => figure(curve.y.findLast((value) => value !== null));
   return (
     <section class="chart" aria-label={`${title}: ${names[0]} and ${names[1]}`}>
