@@ -441,7 +441,7 @@ class _Link:
             self._changed.notify_all()
 
     def forget(self) -> None:
-        """In a forked child: the connection is the parent's."""
+        """Give up the connection, which is the parent's. Called in a forked child."""
         if self._socket is not None:
             self._socket.close()
 

@@ -264,7 +264,7 @@ class StepHistory:
             self._open[target] = left
 
     def _forget_short_shards(self) -> None:
-        """Of a rollout whose tail migrates no shard counts, where others are known: its long ones do not end whole."""
+        """Leave out the shards of a rollout whose tail migrates, where others are known: long ones do not end whole."""
         self._has_tail_left = True
         step = max((shard.step for shard in self._open.values()), default=0)
         others = [one for one in self._curves if one[0] != step]

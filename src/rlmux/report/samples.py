@@ -85,7 +85,7 @@ class SampleWriter:
             self._connection.execute("PRAGMA synchronous = OFF")  # the run does not need it, and never waits for it
             if self._version() != _VERSION:
                 self._connection.executescript("BEGIN;" + _TABLES + "COMMIT;")
-        except BaseException:
+        except BaseException:  # an interrupt, too, leaves no open connection; it goes on up
             self._connection.close()
             raise
 
@@ -100,7 +100,7 @@ class SampleWriter:
             for sample in samples:
                 self._insert(id_of(step, sample.prompt, sample.sample), sample)
             self._prune(step)
-        except BaseException:
+        except BaseException:  # an interrupt, too, leaves no half step; it goes on up
             with contextlib.suppress(sqlite3.Error):
                 self._connection.execute("ROLLBACK")
             raise

@@ -165,7 +165,7 @@ class Doors:
         return self._server.url
 
     def charge(self, pipeline: PipelineId, device_s: float) -> None:
-        """From the controller's thread: a pipeline's work took so many device-seconds."""
+        """A pipeline's work took so many device-seconds. Called by the controller's thread."""
         front = self._tinker
         if front is not None:
             self._server.call_soon(lambda: front.charge(pipeline, device_s))

@@ -160,14 +160,8 @@ def resume(
     if salvage:
         _salvage(folder)
     if folders.is_of_server(folder):
-        options = {
-            "--address": address,
-            "--keep-open": keep_open,
-            "--profile": profile,
-            "--retry": retry,
-            "--json": json,
-        }
-        _serve_again(folder, [name for name, value in options.items() if value])
+        words = {"address": address, "keep-open": keep_open, "profile": profile, "retry": retry, "json": json}
+        _serve_again(folder, [f"--{word}" for word, value in words.items() if value])
         return
 
     from rlmux.cli import inputs

@@ -93,7 +93,7 @@ class Watch:
         self.is_closed = False
 
     async def run(self) -> None:
-        """For as long as the server lives."""
+        """Look for news again and again, as long as the server lives."""
         while True:
             await asyncio.sleep(LOOK_EVERY_S)
             if self._wanted:
@@ -117,7 +117,7 @@ class Watch:
         self.wake()
 
     async def wait(self) -> None:
-        """Until there is news, or for as long as a stream may be quiet."""
+        """Wait until there is news, at most as long as a stream may be quiet."""
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._news.wait(), QUIET_S)
 

@@ -111,7 +111,7 @@ class IndexReader:
         return every[np.lexsort((every["lane"], every["start_s"], every["device"]))]
 
     def count_intervals(self, start_s: float, end_s: float) -> int:
-        """At most so many touch a stretch of time."""
+        """Upper bound on how many intervals touch a stretch of time."""
         (num,) = self.rows(
             f"SELECT coalesce(sum(length(data)), 0) / {INTERVAL.itemsize} FROM chunk WHERE first_s < ? AND last_s > ?",
             end_s,
@@ -267,6 +267,6 @@ class _Inside(IndexReader):
 
 
 def remove_index(path: Path) -> None:
-    """With the files that SQLite keeps beside it."""
+    """Delete an index and the files that SQLite keeps beside it."""
     for name in (path.name, f"{path.name}-wal", f"{path.name}-shm"):
         path.with_name(name).unlink(missing_ok=True)
