@@ -19,24 +19,22 @@ from rlmux.report.log import SCHEMA_VERSION
 from rlmux.service.dashboard import pages
 from rlmux.service.dashboard.access import LONGEST_SESSION_S, TOKEN_NAME, Access, Limits, Who, token_of
 from rlmux.service.dashboard.control import Control
-from rlmux.service.dashboard.door import Address, Asked, Door, Told, line, one_of, seconds, whole, words
+from rlmux.service.dashboard.door import Address, Asked, Door, Told, get, line, one_of, whole, words
 from rlmux.service.dashboard.gate import Gate, Hosts
 from rlmux.service.dashboard.indexing import Indexing
 from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.dashboard.prometheus import Scrape
 from rlmux.service.dashboard.questions import Questions
 from rlmux.service.dashboard.reads import Reads, Trouble, parse_place, parse_sort
-from rlmux.service.dashboard.samples import SampleReads, parse_reward, parse_sample_sort
+from rlmux.service.dashboard.samples import SampleReads
 from rlmux.service.dashboard.stream import Streams, Watch
 from rlmux.service.dashboard.timeline import TimelineReads
 from rlmux.service.dashboard.webhook import Webhook
 from rlmux.service.index.lanes import Root
-from rlmux.service.index.tiles import LEVELS
 from rlmux.service.server import Server
 
 API_VERSION = 1
 _LANE, _PIPELINE = "/lanes/{lane}", "/pipelines/{lane}/{name}"
-_TIMELINE = "/timeline/{lane}"
 
 
 class Dashboard:
@@ -79,7 +77,8 @@ class Dashboard:
         scrape = Scrape(reads)
         self._control = Control(reads)
         read = table(reads, Streams(reads, watch, self.access), self._sessions, scrape)
-        self.addresses = (*read, *self._control.addresses(), *more)
+        others = (TimelineReads(reads), SampleReads(reads), Questions(reads), self._control)
+        self.addresses = (*read, *(address for other in others for address in other.addresses()), *more)
         server.mount("", Door(self.access, self._sessions.cookie_name, scrape.observe).router(self.addresses))
         server.mount("", pages.router())
         server.wrap(lambda app: Gate(app, Hosts(server.host, allowed_hosts)))
@@ -155,14 +154,8 @@ def _version(asked: Asked) -> Any:
 
 
 def table(reads: Reads, streams: Streams, sessions: _Sessions, scrape: Scrape) -> tuple[Address, ...]:
-    """Every address, what may be asked of it, and the scope that it takes."""
-    timeline, samples, questions = TimelineReads(reads), SampleReads(reads), Questions(reads)
-    window = {"t0": seconds, "t1": seconds, "rev": whole(0, 2**53)}
+    """Addresses of the service, its lanes and its pipelines; other handlers name their own."""
     page = {"limit": whole(1, 500), "cursor": whole(0, 2**53)}
-
-    def get(path: str, answer: Any, asks: Any = None, **more: Any) -> Address:
-        return Address(method="GET", path=path, answer=answer, asks=asks or {}, **{"scope": "read", **more})
-
     return (
         get("/health", reads.health, scope=None),
         get("/version", _version, scope=None),
@@ -174,8 +167,6 @@ def table(reads: Reads, streams: Streams, sessions: _Sessions, scrape: Scrape) -
         get(f"{_LANE}/devices", reads.devices),
         get(f"{_LANE}/alerts", reads.alerts),
         get(f"{_LANE}/events", reads.events, {"limit": whole(1, 500)}),
-        get(f"{_LANE}/whatif", questions.score),
-        Address(method="POST", path=f"{_LANE}/whatif", scope="submit", answer=questions.ask),
         get(
             "/pipelines",
             reads.pipelines,
@@ -198,28 +189,6 @@ def table(reads: Reads, streams: Streams, sessions: _Sessions, scrape: Scrape) -
             reads.logs,
             {"offset": whole(-(2**53), 2**53), "limit": whole(1, 262_144), "grep": line},
         ),
-        get(
-            f"{_PIPELINE}/samples",
-            samples.find,
-            {
-                **page,
-                "step": whole(0, 2**20),
-                "prompt": whole(0, 2**20),
-                "stop": line,
-                "text": line,
-                "least": parse_reward,
-                "most": parse_reward,
-                "sort": parse_sample_sort,
-                "limit": whole(1, 200),
-            },
-            scope="samples",
-        ),
-        get(f"{_PIPELINE}/samples/{{step}}/{{prompt}}/{{sample}}", samples.one, scope="samples"),
-        get(_TIMELINE, timeline.timeline),
-        get(f"{_TIMELINE}/tiles", timeline.tiles, {**window, "level": whole(0, len(LEVELS) - 1)}),
-        get(f"{_TIMELINE}/intervals", timeline.intervals, {**window, "device": line}, lists=("device",)),
-        get(f"{_TIMELINE}/measure", timeline.measure, {**window, "device": line}, lists=("device",)),
-        get(f"{_TIMELINE}/gap", timeline.gap, {"device": line, "t": seconds}, lists=("device",)),
         get("/metrics", scrape.answer, scope="metrics"),
         get("/metrics/grafana.json", scrape.grafana, scope="metrics"),
         get("/stream", streams.stream, {"topics": words}, is_async=True),

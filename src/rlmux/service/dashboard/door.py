@@ -91,6 +91,11 @@ class Address:
     is_async: bool = False
 
 
+def get(path: str, answer: Callable[[Asked], Any], asks: Mapping[str, Parse] | None = None, **more: Any) -> Address:
+    """An address that is read, by default with the scope `read`."""
+    return Address(method="GET", path=path, answer=answer, asks=asks or {}, **{"scope": "read", **more})
+
+
 class Door:
     """Makes a router of the table."""
 

@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from rlmux.policies import POLICIES
-from rlmux.service.dashboard.door import Asked, Told
+from rlmux.service.dashboard.door import Address, Asked, Told, get
 from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.dashboard.reads import Reads
 
@@ -32,6 +32,7 @@ LIMIT_S = 60.0
 """Seconds after which an answer is given up."""
 MEMORY_BYTES = 4 << 30
 """Address space of the process that answers."""
+_ADDRESS = "/lanes/{lane}/whatif"
 _KEPT = "questions.jsonl"
 _MAX_KEPT_BYTES = 4 << 20
 _MAX_TEXT = 100_000
@@ -45,6 +46,12 @@ class Questions:
     def __init__(self, reads: Reads) -> None:
         self._reads = reads
         self._answering = threading.Lock()
+
+    def addresses(self) -> tuple[Address, ...]:
+        return (
+            get(_ADDRESS, self.score),
+            Address(method="POST", path=_ADDRESS, scope="submit", answer=self.ask),
+        )
 
     def ask(self, asked: Asked) -> Any:
         """The answer of `rlmux whatif`, `command` with it."""

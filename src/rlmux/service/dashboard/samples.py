@@ -10,12 +10,13 @@ import math
 from typing import Any
 
 from rlmux.report.samples import SAMPLES_NAME, SORTS, SampleReader
-from rlmux.service.dashboard.door import Asked, whole
+from rlmux.service.dashboard.door import Address, Asked, get, line, whole
 from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.dashboard.reads import Reads
 
 MAX_TEXT = 65536
 """Characters of a prompt, and of a turn, that are sent."""
+_ADDRESS = "/pipelines/{lane}/{name}/samples"
 _FILTERS = ("step", "prompt", "stop", "least", "most", "text")
 
 
@@ -24,6 +25,23 @@ class SampleReads:
 
     def __init__(self, reads: Reads) -> None:
         self._reads = reads
+
+    def addresses(self) -> tuple[Address, ...]:
+        asks = {
+            "step": whole(0, 2**20),
+            "prompt": whole(0, 2**20),
+            "stop": line,
+            "text": line,
+            "least": parse_reward,
+            "most": parse_reward,
+            "sort": parse_sample_sort,
+            "limit": whole(1, 200),
+            "cursor": whole(0, 2**53),
+        }
+        return (
+            get(_ADDRESS, self.find, asks, scope="samples"),
+            get(f"{_ADDRESS}/{{step}}/{{prompt}}/{{sample}}", self.one, scope="samples"),
+        )
 
     def find(self, asked: Asked) -> Any:
         query = asked.query

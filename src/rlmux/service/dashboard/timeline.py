@@ -15,7 +15,7 @@ import numpy as np
 
 from rlmux.core.model import PipelineId
 from rlmux.report.intervals import Cause, label_of
-from rlmux.service.dashboard.door import Asked, Told
+from rlmux.service.dashboard.door import Address, Asked, Told, get, line, seconds, whole
 from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.dashboard.reads import Reads
 from rlmux.service.index.columns import CAUSES, KIND_BY_CAUSE, KINDS, NO_PIPELINE, NO_STAGE, STAGES, Array
@@ -23,6 +23,7 @@ from rlmux.service.index.rows import charges
 from rlmux.service.index.store import IndexReader
 from rlmux.service.index.tiles import LEVELS, without_overlaps
 
+_ADDRESS = "/timeline/{lane}"
 MAX_INTERVALS = 20_000
 MAX_BUCKETS = 4096
 _BINARY = "application/octet-stream"
@@ -38,6 +39,16 @@ class TimelineReads:
 
     def __init__(self, reads: Reads) -> None:
         self._reads = reads
+
+    def addresses(self) -> tuple[Address, ...]:
+        window = {"t0": seconds, "t1": seconds, "rev": whole(0, 2**53)}
+        return (
+            get(_ADDRESS, self.timeline),
+            get(f"{_ADDRESS}/tiles", self.tiles, {**window, "level": whole(0, len(LEVELS) - 1)}),
+            get(f"{_ADDRESS}/intervals", self.intervals, {**window, "device": line}, lists=("device",)),
+            get(f"{_ADDRESS}/measure", self.measure, {**window, "device": line}, lists=("device",)),
+            get(f"{_ADDRESS}/gap", self.gap, {"device": line, "t": seconds}, lists=("device",)),
+        )
 
     def timeline(self, asked: Asked) -> Any:
         with self._reads.open(asked.path["lane"]) as reader:
