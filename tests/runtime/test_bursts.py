@@ -10,7 +10,7 @@ import pytest
 
 from rlmux.core.actions import RunStage, Switch
 from rlmux.core.model import DeviceId, OrderId, Phase, PipelineId, Stage
-from rlmux.rl.arriving import SampleRequest
+from rlmux.rl.arriving import ForwardBackward, OptimizerStep, SampleRequest, TrainRequest
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.types import TrajectoryId, TrajectoryRequest
 from rlmux.runtime.burst_workers import Answer, BurstReport
@@ -36,9 +36,15 @@ class Prompt:
     def load(self) -> None:
         pass
 
-    def add(self, requests: Sequence[SampleRequest], weights: Path | None) -> list[Answer]:
-        self.ids += [request.id for request in requests]
+    def kill(self) -> None:
+        pass
+
+    def add(self, requests: Sequence[Any], weights: Path | None = None) -> list[Answer]:
+        self.ids += [request[0] if isinstance(request, tuple) else request.id for request in requests]
         return []
+
+    def save_state(self, folder: Path) -> str:
+        return "hash"
 
     def run_chunk(self, max_seconds: float) -> BurstReport:
         answers = [Answer(id=self.ids.pop(0))]
@@ -56,6 +62,9 @@ class Heard:
     def spawn(self, *args: Any, **options: Any) -> Prompt:
         return Prompt()
 
+    def forget(self, worker: Prompt) -> None:
+        pass
+
     def arrived(self, pipeline: PipelineId, phases: tuple[Phase, ...], units: int = 0) -> None:
         self.said.append(("arrived", units))
 
@@ -64,6 +73,9 @@ class Heard:
 
     def answered(self, pipeline_id: PipelineId, answer: Answer) -> None:
         self.said.append((answer.id, answer.error))
+
+    def checkpointed(self, pipeline_id: PipelineId, request_id: str, folder: Path, sha256: str) -> None:
+        self.said.append(("checkpointed", request_id))
 
 
 @pytest.fixture
@@ -83,7 +95,7 @@ def bursts(heard: Heard, tmp_path: Path) -> PipelineBursts:
         listener=heard,
         workplace=heard,
         calls=calls,
-        options=BurstOptions(burst_s=2 * CHUNK_S),
+        options=BurstOptions(burst_s=2 * CHUNK_S, step_s=5 * CHUNK_S),
         start_timer=lambda seconds, answer: answer.arrive(),
         now_s=lambda: 0.0,
     )
@@ -94,9 +106,16 @@ def sampling(name: str) -> SampleRequest:
     return SampleRequest(id=name, trajectories=[request], prompt_tokens=(1,), num_scored=0)
 
 
-def order(number: int) -> RunStage:
+def loss(*, is_forward_only: bool) -> TrainRequest:
+    return ForwardBackward(datums=(), loss="cross_entropy", config={}, is_forward_only=is_forward_only)
+
+
+UPDATE = OptimizerStep(learning_rate=0.1, betas=(0.9, 0.95), epsilon=1e-8, weight_decay=0.0, grad_clip=0.0)
+
+
+def order(number: int, stage: Stage = Stage.GENERATE) -> RunStage:
     return RunStage(
-        order=OrderId(number), pipeline=PipelineId("a"), step=number, stage=Stage.GENERATE, devices=(DEVICE,),
+        order=OrderId(number), pipeline=PipelineId("a"), step=number, stage=stage, devices=(DEVICE,),
         weight_version=0, switch=Switch.NONE,
     )  # fmt: skip
 
@@ -120,3 +139,39 @@ def test_a_request_that_is_withdrawn_before_it_began_is_answered(bursts, heard):
     assert heard.said == [("r1", "it was cancelled before it began")]
     bursts.begin(order(1))
     assert heard.said[1:] == [("r2", None), ("finished", 1, CHUNK_S)]
+
+
+def test_a_burst_of_many_forwards_ends_with_work_left_and_goes_on_in_the_next(bursts, heard):
+    for name in ("f1", "f2", "f3"):
+        bursts.train(name, loss(is_forward_only=True))
+    heard.said.clear()
+    bursts.begin(order(1, Stage.UPDATE))
+    assert heard.said == [("f1", None), ("f2", None), ("arrived", 0), ("finished", 1, 2 * CHUNK_S)]
+    heard.said.clear()
+    bursts.begin(order(2, Stage.UPDATE))
+    assert heard.said == [("f3", None), ("finished", 2, CHUNK_S)]
+
+
+def test_a_step_is_not_cut_where_forwards_are_until_its_losses_alone_have_lasted_long(bursts, heard):
+    for name in ("b1", "b2"):
+        bursts.train(name, loss(is_forward_only=False))
+    bursts.train("u1", UPDATE)
+    heard.said.clear()
+    bursts.begin(order(1, Stage.UPDATE))
+    assert [what for what, *_ in heard.said] == ["b1", "b2", "u1", "checkpointed", "finished"]
+    names = [f"b{number}" for number in range(6)]
+    for name in names:
+        bursts.train(name, loss(is_forward_only=False))
+    heard.said.clear()
+    bursts.begin(order(2, Stage.UPDATE))
+    assert [what for what, *_ in heard.said] == [*names[:5], "arrived", "finished"]
+
+
+def test_forwards_that_were_answered_are_not_done_again_for_a_worker_that_is_lost(bursts, heard):
+    for name, is_forward_only in (("f1", True), ("b1", False)):
+        bursts.train(name, loss(is_forward_only=is_forward_only))
+    bursts.begin(order(1, Stage.UPDATE))
+    bursts.park()
+    heard.said.clear()
+    bursts.begin(order(2, Stage.UPDATE))
+    assert [what for what, *_ in heard.said] == ["b1", "finished"]

@@ -4,7 +4,7 @@
                                                                    saved behind it ─▶ finished(order)
     sample(request) ─▶ waiting ─▶ arrived(ROLLOUT) ─▶ begin(order) ─▶ sampling burst: all that waits ─▶ finished(order)
 
-A burst takes along what comes while it runs, up to `burst_s` of sampling, and lingers a moment for more before it ends:
+A burst takes along what comes while it runs, up to `burst_s` of sampling or of losses without gradients, and lingers a moment for more before it ends:
 a program that asks again at once keeps its device, one that thinks gives it up. Requests that were carried out since
 the newest checkpoint are kept: a train worker that is lost begins again there and does them once more, to the same
 bits.
@@ -15,6 +15,7 @@ from __future__ import annotations
 import shutil
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -54,7 +55,10 @@ class BurstOptions:
     chunk_s: float = 0.5
     """Longest uninterrupted piece of work, in seconds."""
     burst_s: float = 2.0
-    """Seconds of sampling after which a burst ends with work left: it is another's turn, if there is another."""
+    """Seconds of work without gradients after which a burst ends with work left: it is another's turn, if there is
+    another."""
+    step_s: float = 20.0
+    """Seconds after which a training burst ends between the losses of one step, whose gradients then move with it."""
     linger_s: float = 0.05
     """Longest wait of a burst for more before it ends, in seconds, where a switch costs less; see linger.py."""
     call_limit_s: float = 120.0
@@ -255,9 +259,26 @@ class PipelineBursts:
             self._num_handed_over = report.num_active + report.num_waiting
             for answer in report.answers:
                 self._listener.answered(self.id, answer)
-            if not self._num_handed_over and isinstance(self._since_checkpoint[-1][1], OptimizerStep):
+            self._forget_forwards({answer.id for answer in report.answers})
+            newest = self._since_checkpoint[-1][1] if self._since_checkpoint else None
+            if not self._num_handed_over and isinstance(newest, OptimizerStep):
                 yield from self._keep_checkpoint(worker)
+            if spent.seconds >= self._longest_train_s():
+                break
         self._end(order, Phase.TRAIN, spent, has_more=bool(self._num_handed_over or self._to_train))
+
+    def _forget_forwards(self, answered: AbstractSet[str]) -> None:
+        """Answered losses without gradients changed nothing: they need not be done again."""
+        self._since_checkpoint = [
+            (name, request)
+            for name, request in self._since_checkpoint
+            if name not in answered or not (isinstance(request, ForwardBackward) and request.is_forward_only)
+        ]
+
+    def _longest_train_s(self) -> float:
+        """Seconds of computing after which a training burst ends with work left."""
+        holds_gradients = any(_is_of_step(request) for _, request in self._since_checkpoint)
+        return self._options.step_s if holds_gradients else self._options.burst_s
 
     def _hand_over_training(self, worker: Worker, taken: Sequence[tuple[str, TrainRequest]]) -> Burst:
         self._since_checkpoint += taken

@@ -16,7 +16,7 @@ from rlmux.config.serve import ServeSpec
 from rlmux.core.model import Footprint, Pipeline, PipelineId
 from rlmux.rl.arriving import SampleRequest, TrainRequest
 from rlmux.rl.config import TrainingConfig
-from rlmux.rl.vocabulary import load_vocabulary
+from rlmux.rl.vocabulary import Vocabulary, load_vocabulary
 from rlmux.runtime.backend import Submission
 from rlmux.runtime.burst_workers import Answer
 from rlmux.runtime.foreign import ForeignFront
@@ -40,7 +40,7 @@ class Serving:
     def __init__(self, spec: ServeSpec, folder: Path) -> None:
         self.front = ForeignFront()
         self.vocabularies = {name: load_vocabulary(given.model) for name, given in spec.serve.models.items()}
-        self.models = {name: _served(name, spec, each.stop_tokens) for name, each in self.vocabularies.items()}
+        self.models = {name: _served(name, spec, each) for name, each in self.vocabularies.items()}
         self._spec = spec
         self._folder = folder
         self._is_gpu = bool(visible_gpus())
@@ -66,12 +66,13 @@ def _workplace(spec: ServeSpec) -> LocalProcesses:
     return LocalProcesses({} if gpus else assign_cores(spec.cluster), None, gpu_by_device=gpus)
 
 
-def _served(name: str, spec: ServeSpec, stop_tokens: Sequence[int]) -> ServedModel:
+def _served(name: str, spec: ServeSpec, vocabulary: Vocabulary) -> ServedModel:
     given = spec.serve.models[name]
     return ServedModel(
         name=name,
         model=given.model,
-        stop_tokens=stop_tokens,
+        vocab_size=vocabulary.vocab_size,
+        stop_tokens=vocabulary.stop_tokens,
         max_prompt_tokens=given.max_prompt_tokens,
         max_new_tokens=given.max_new_tokens,
         num_slots=given.num_slots,

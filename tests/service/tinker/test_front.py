@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 from tests.service.tinker.test_random_requests import PROMPT, SERVED, Place, as_json, training_body
 
-from rlmux.core.actions import RunStage
-from rlmux.core.events import StageFinished
-from rlmux.core.model import DeviceId, OrderId, PipelineId, Stage, Urgency
+from rlmux.core.actions import Park, Release, RunStage
+from rlmux.core.events import NodeLost, PipelineFailed, PipelineRestarted, StageFinished, WorkerLost
+from rlmux.core.model import DeviceId, NodeId, OrderId, PipelineId, Stage, Urgency
 from rlmux.rl.arriving import SampleDone
 from rlmux.service.tinker import requests, routes
 from rlmux.service.tinker.budgets import Budgets, Charges
@@ -47,6 +47,27 @@ def test_a_flood_is_answered_with_429_and_what_others_wait_for_is_always_taken(p
         assert (await place.http.post("asample", content=sample(session, 4))).status_code == 200
 
     asyncio.run(flood())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "stop", "told"),
+    [
+        ([5, 97], None, "prompt: token 97 is unknown; accepted: 0 to 96 of rlmux/tiny"),
+        ([-1], None, "prompt: token -1 is unknown; accepted: 0 to 96 of rlmux/tiny"),
+        ([5], [1, 2**40], "stop: token 1099511627776 is unknown; accepted: 0 to 96 of rlmux/tiny"),
+    ],
+)
+def test_a_token_that_the_model_has_not_is_refused_before_anything_is_kept(place, prompt, stop, told):
+    async def ask() -> None:
+        session = await place.begin()
+        chunks = {"chunks": [{"type": "encoded_text", "tokens": prompt}]}
+        wanted = {"max_tokens": 4, "stop": stop}
+        body = as_json(sampling_session_id=f"{session}:sample:0", seq_id=0, prompt=chunks, sampling_params=wanted)
+        refused = await place.http.post("asample", content=body)
+        assert (refused.status_code, refused.json()["detail"]) == (400, told)
+        assert (await place.http.post("asample", content=sample(session, 0))).status_code == 200, "its number is free"
+
+    asyncio.run(ask())
 
 
 def test_a_model_that_waits_for_its_place_is_promised_with_the_reason_until_it_has_it(place, monkeypatch):
@@ -141,3 +162,34 @@ def test_what_an_order_took_is_charged_on_all_its_devices_and_kept(tmp_path):
         Budgets(ledger, {}, today=lambda: 1).charge("lab", 5.0)
         ledger.close()
     assert Ledger(tmp_path / "tinker.db").usage("lab", 1) == 10.0
+
+
+def order_of(number: int, pipeline: str, node: int = 0) -> RunStage:
+    device = DeviceId("train", node, 0)
+    return RunStage(
+        order=OrderId(number), pipeline=PipelineId(pipeline), step=1, stage=Stage.UPDATE, devices=(device,),
+        weight_version=0,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "ending",
+    [
+        WorkerLost(time_s=1.0, pipeline=PipelineId("a"), device=DeviceId("train", 0, 0)),
+        PipelineFailed(time_s=1.0, pipeline=PipelineId("a"), reason="died"),
+        PipelineRestarted(time_s=1.0, pipeline=PipelineId("a"), restored_step=0),
+        NodeLost(time_s=1.0, node=NodeId("train", 0)),
+        Park(pipeline=PipelineId("a")),
+        Release(pipeline=PipelineId("a")),
+    ],
+    ids=lambda ending: type(ending).__name__,
+)
+def test_an_order_that_ends_without_a_word_is_forgotten_and_others_are_still_charged(ending):
+    charged: list[str] = []
+    charges = Charges(lambda pipeline, device_s: charged.append(pipeline))
+    charges.update([], [order_of(1, "a"), order_of(2, "b", node=1)])
+    charges.update([ending], []) if hasattr(ending, "time_s") else charges.update([], [ending])
+    assert charges.num_open == 1
+    charges.update([StageFinished(time_s=9.0, order=OrderId(number), seconds=1.0) for number in (1, 2)], [])
+    assert charged == ["b"]
+    assert charges.num_open == 0

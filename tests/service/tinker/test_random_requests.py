@@ -24,8 +24,9 @@ from rlmux.service.tinker.served import ServedModel
 SEQUENCES, REQUESTS = 30, 34
 PROMPT = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}
 SERVED = ServedModel(
-    name="rlmux/tiny", model=ModelConfig(), stop_tokens=(1,), max_prompt_tokens=16, max_new_tokens=16, num_slots=4
-)
+    name="rlmux/tiny", model=ModelConfig(), vocab_size=97, stop_tokens=(1,), max_prompt_tokens=16, max_new_tokens=16,
+    num_slots=4,
+)  # fmt: skip
 
 
 class Recorded:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 
-from rlmux.core.actions import RunStage
+from rlmux.core.actions import Park, Release, RunStage
 from rlmux.core.errors import RlmuxError
-from rlmux.core.events import StageFinished, StagePaused
+from rlmux.core.events import NodeLost, PipelineFailed, PipelineRestarted, StageFinished, StagePaused, WorkerLost
 from rlmux.core.model import OrderId, PipelineId
 from rlmux.service.tinker.ledger import Ledger
 
@@ -54,18 +54,47 @@ class Budgets:
 
 
 class Charges:
-    """Finds in the controller's events what each order took."""
+    """Finds in the controller's events what each order took.
+
+    An order that ends without an event that names it (its worker, node or pipeline is gone) has told no seconds: it is
+    forgotten, and nothing is charged for it.
+    """
 
     def __init__(self, charge: Callable[[PipelineId, float], None]) -> None:
         """`charge`: gets a pipeline and device-seconds; called in the controller's thread."""
         self._charge = charge
         self._order: dict[OrderId, RunStage] = {}
 
+    @property
+    def num_open(self) -> int:
+        """Orders that have not ended."""
+        return len(self._order)
+
     def update(self, events: Sequence[object], actions: Sequence[object]) -> None:
         """Take what happened, in the order in which it did."""
         for event in events:
-            if isinstance(event, StageFinished | StagePaused) and (order := self._order.pop(event.order, None)):
+            if not isinstance(event, StageFinished | StagePaused):
+                self._forget_ended(event)
+            elif (order := self._order.pop(event.order, None)) is not None:
                 self._charge(order.pipeline, (event.seconds + event.switch_s) * len(order.devices))
         for action in actions:
             if isinstance(action, RunStage):
                 self._order[action.order] = action
+            else:
+                self._forget_ended(action)
+
+    def _forget_ended(self, news: object) -> None:
+        for order in [order for order in self._order.values() if _is_ended(order, news)]:
+            del self._order[order.order]
+
+
+def _is_ended(order: RunStage, news: object) -> bool:
+    """Whether an event or an action that names no order ends this one."""
+    match news:
+        case WorkerLost():
+            return order.pipeline == news.pipeline and news.device in order.devices
+        case NodeLost():
+            return any(device.node_id == news.node for device in order.devices)
+        case PipelineFailed() | PipelineRestarted() | Park() | Release():
+            return order.pipeline == news.pipeline
+    return False

@@ -34,6 +34,9 @@ def check_sample(body: Sample, model: ServedModel) -> None:
         raise UserError(
             f"prompt: {len(tokens)} tokens; accepted: 1 to max_prompt_tokens {model.max_prompt_tokens} of {model.name}"
         )
+    _check_tokens("prompt", tokens, model)
+    if not isinstance(params.stop, str):
+        _check_tokens("stop", [each for each in params.stop or () if isinstance(each, int)], model)
     if params.max_tokens is not None and params.max_tokens > model.max_new_tokens:
         raise UserError(
             f"max_tokens: {params.max_tokens}; accepted: 1 to {model.max_new_tokens} (max_new_tokens of {model.name})"
@@ -49,10 +52,15 @@ def prompt_tokens(body: Sample) -> Sequence[int]:
     for chunk in body.prompt.chunks:
         if chunk.type != "encoded_text" or chunk.tokens is None:
             raise UserError(f"prompt: a chunk of type {chunk.type!r} is not served; accepted: encoded_text")
-        if any(not 0 <= token < 2**31 for token in chunk.tokens):
-            raise UserError("prompt: a token is out of range; accepted: those of the model's tokenizer")
         tokens += chunk.tokens
     return tokens
+
+
+def _check_tokens(where: str, tokens: Sequence[int], model: ServedModel) -> None:
+    """Raises UserError for a token that the model has not."""
+    unknown = next((token for token in tokens if not 0 <= token < model.vocab_size), None)
+    if unknown is not None:
+        raise UserError(f"{where}: token {unknown} is unknown; accepted: 0 to {model.vocab_size - 1} of {model.name}")
 
 
 def sample_request(request_id: str, body: Sample, model: ServedModel, *, number: int, key: int) -> SampleRequest:

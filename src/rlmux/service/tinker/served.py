@@ -15,6 +15,8 @@ class ServedModel:
     name: str
     """The name that clients write: `org/name`, a folder or a cached model of theirs, whose tokenizer they load."""
     model: ModelConfig
+    vocab_size: int
+    """Number of tokens; accepted are 0 to one less."""
     stop_tokens: Sequence[int]
     """Tokens that end a sequence where a request names none."""
     max_prompt_tokens: int
