@@ -20,6 +20,27 @@ def exit_code(summary: Row) -> int:
     return int(any(pipeline["status"] in _FAILED_STATUSES for pipeline in summary["pipelines"].values()))
 
 
+def show_budgets(hours_by_project: Mapping[str, tuple[float, float]], *, as_json: bool) -> None:
+    """Device-hours that each project has used today, and may use; infinity in the table is `none`, in JSON null."""
+    rows = [
+        {"project": name, "used_device_hours": used, "budget_device_hours": None if math.isinf(most) else most}
+        for name, (used, most) in hours_by_project.items()
+    ]
+    if as_json:
+        print_json({"projects": rows})
+        return
+    print_rows(
+        [
+            {
+                "project": row["project"],
+                "used today, device-hours": f"{row['used_device_hours']:.4g}",
+                "a day": "none" if row["budget_device_hours"] is None else f"{row['budget_device_hours']:g}",
+            }
+            for row in rows
+        ]
+    )
+
+
 def show_run(summary: Row, folder: Path, *, as_json: bool) -> None:
     """How far each pipeline got, how busy the devices were, and where the rest is."""
     if as_json:

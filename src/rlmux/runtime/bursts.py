@@ -4,10 +4,10 @@
                                                                    saved behind it ─▶ finished(order)
     sample(request) ─▶ waiting ─▶ arrived(ROLLOUT) ─▶ begin(order) ─▶ sampling burst: all that waits ─▶ finished(order)
 
-A burst takes along what comes while it runs, up to `burst_s` of sampling or of losses without gradients, and lingers a moment for more before it ends:
-a program that asks again at once keeps its device, one that thinks gives it up. Requests that were carried out since
-the newest checkpoint are kept: a train worker that is lost begins again there and does them once more, to the same
-bits.
+A burst takes along what comes while it runs, up to `burst_s` of sampling or of losses without gradients, and lingers
+a moment for more before it ends: a program that asks again at once keeps its device, one that thinks gives it up.
+Requests that were carried out since the newest checkpoint are kept: a train worker that is lost begins again there and
+does them once more, to the same bits.
 """
 
 from __future__ import annotations

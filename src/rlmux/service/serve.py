@@ -11,8 +11,9 @@ or killed goes on from its folder, and its clients with it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,10 +28,11 @@ from rlmux.service.dashboard.app import Dashboard
 from rlmux.service.open_folder import LOOPBACK
 from rlmux.service.rollouts.routes import routes as rollout_routes
 from rlmux.service.server import Server
-from rlmux.service.serving import Serving
-from rlmux.service.tinker.budgets import Charges
+from rlmux.service.serving import LEDGER, Serving, budgets_of
+from rlmux.service.tinker.budgets import Budgets, Charges
 from rlmux.service.tinker.front import TinkerFront
 from rlmux.service.tinker.keys import Keys
+from rlmux.service.tinker.ledger import Ledger
 from rlmux.service.tinker.routes import routes
 
 TINKER = "/tinker"
@@ -54,6 +56,18 @@ def spec_of(folder: Path, policies: Sequence[str]) -> ServeSpec:
         raise UserError(f"{folder}: not the folder of `rlmux serve`; accepted: rlmux resume {folder}")
     spec = parse_serve_file(written["resolved"], source=str(folder), folder=folder.absolute(), policies=policies)
     return replace(spec, policy=str(header["policy"]))
+
+
+@contextlib.contextmanager
+def open_budgets(folder: Path, policies: Sequence[str]) -> Iterator[tuple[Budgets, list[str]]]:
+    """The budgets of a server's folder, whether it runs or not, and its projects' names. Raises UserError."""
+    spec = spec_of(folder, policies)
+    ledger = Ledger(folder / LEDGER)
+    try:
+        budgets = budgets_of(spec, ledger)
+        yield budgets, budgets.projects(key.project for key in spec.serve.keys.values())
+    finally:
+        ledger.close()
 
 
 def last_address(folder: Path) -> str | None:

@@ -51,14 +51,19 @@ class Serving:
         news = _News(call_soon)
         host = ModelHost(workplace, self.front, news, wake=workplace.wake)
         ledger = Ledger(self._folder / LEDGER)
-        hours = {name: given.device_hours_a_day for name, given in self._spec.serve.projects.items()}
         bridge = _Host(host, self.front, self._footprint)
-        news.front = TinkerFront(self.models, ledger, self._folder / "models", bridge, Budgets(ledger, hours))
+        budgets = budgets_of(self._spec, ledger)
+        news.front = TinkerFront(self.models, ledger, self._folder / "models", bridge, budgets)
         return news.front, host
 
     def _footprint(self, pipeline: Pipeline, config: TrainingConfig) -> Footprint:
         submission = Submission(pipeline=pipeline, config=config)
         return with_footprint(submission, self._spec.cluster, is_gpu=self._is_gpu).pipeline.footprint
+
+
+def budgets_of(spec: ServeSpec, ledger: Ledger) -> Budgets:
+    """What the file's projects may use, and what the ledger says of them."""
+    return Budgets(ledger, {name: given.device_hours_a_day for name, given in spec.serve.projects.items()})
 
 
 def _workplace(spec: ServeSpec) -> LocalProcesses:

@@ -146,6 +146,23 @@ def test_a_project_that_used_up_its_budget_waits_for_the_next_day_and_ends_its_s
     asyncio.run(use_up())
 
 
+def test_a_budget_that_is_raised_elsewhere_lets_the_refused_request_through_and_outlives_the_front(tmp_path):
+    project = Keys({}).project("k")
+    place = Place(tmp_path / "front", {project: 1.0})
+
+    async def go_on() -> None:
+        session = await place.begin()
+        place.front.charge(PipelineId("s0-0"), 3600.0)
+        assert (await place.http.post("asample", content=sample(session, 0))).status_code == 402
+        elsewhere = Ledger(place.folder / "tinker.db")
+        Budgets(elsewhere, {}).set_hours(project, 1.5)
+        elsewhere.close()
+        assert (await place.http.post("asample", content=sample(session, 0))).status_code == 200
+
+    asyncio.run(go_on())
+    assert Budgets(Ledger(place.folder / "tinker.db"), {project: 1.0}).hours(project) == 1.5
+
+
 def test_what_an_order_took_is_charged_on_all_its_devices_and_kept(tmp_path):
     charged: list[tuple[str, float]] = []
     charges = Charges(lambda pipeline, device_s: charged.append((pipeline, device_s)))

@@ -2,13 +2,25 @@
 
 from __future__ import annotations
 
+import os
 import re
+import time
+from collections.abc import Callable
 from pathlib import Path
 
+import pytest
 from tests.service.clients import weights_of
+from tests.service.conftest import FILE
+
+from rlmux.cli.main import run_command_line
+from rlmux.core.actions import Release, RunStage
+from rlmux.core.events import StageFinished, StagePaused
+from rlmux.report.log import LogReader
 
 PROGRAMS = Path(__file__).parents[2] / "tinker"
 STEPS = 3
+LIMIT_S = 120
+BUDGETED = f"{FILE}  keys: {{tml-test: {{project: lab}}}}\n  projects: {{lab: {{device_hours_a_day: 100}}}}\n"
 
 
 def test_the_sdks_own_calls_are_served(serve, program):
@@ -46,6 +58,58 @@ def test_two_clients_at_once_and_a_killed_server_leave_the_weights_each_has_alon
     served.kill()
     resumed = serve(served)
     assert {seed: outcome(one, resumed, first[seed]) for seed, one in together.items()} == alone
+
+
+@pytest.mark.slow
+def test_a_client_that_used_up_its_budget_waits_and_goes_on_once_it_is_raised(serve, program):
+    served = serve(text=BUDGETED)
+    alone = outcome(program(served, *loop(1)), served)
+    assert run_command_line(["budget", str(served.folder), "lab", "0.000001"]) == 0
+    paused = program(served, *loop(1))
+    until(lambda: "of 1e-06 device-hours today; goes on at 00:00 UTC" in errors_of(paused))
+    assert paused.process.poll() is None
+    assert run_command_line(["budget", str(served.folder), "lab", "none"]) == 0
+    assert outcome(paused, served) == alone
+
+
+@pytest.mark.slow
+def test_a_killed_client_disturbs_no_other_and_gives_back_all_it_has_when_its_session_times_out(serve, program):
+    served = serve(text=f"{FILE}  session_timeout_s: 12\n")
+    alone = outcome(program(served, *loop(1)), served)
+    victim = program(served, PROGRAMS / "loop.py", "rlmux/tiny", 2, 1000)
+    victim.line()
+    other = program(served, *loop(1))
+    victim.line()
+    victim.process.kill()
+    assert outcome(other, served) == alone
+    until(lambda: any(isinstance(each, Release) and each.pipeline == "s1-0" for each in said(served)))
+    of_victim = [each for each in said(served) if getattr(each, "pipeline", None) == "s1-0"]
+    orders = [each.order for each in of_victim if isinstance(each, RunStage)]
+    ended = [each.order for each in said(served) if isinstance(each, StageFinished | StagePaused)]
+    assert sorted(orders) == sorted(set(orders) & set(ended)), "no order of it was left open"
+    assert not any(isinstance(each, RunStage) for each in of_victim[of_victim.index(ended_at(of_victim)) :])
+
+
+def errors_of(client) -> str:
+    """What a program that runs has written to stderr."""
+    return os.pread(client.errors.fileno(), 1 << 20, 0).decode()
+
+
+def said(served) -> list:
+    """Events and actions in the server's log so far."""
+    with LogReader(served.folder) as log:
+        return [entry.value for entry in log.entries()]
+
+
+def ended_at(of_pipeline: list) -> Release:
+    return next(each for each in of_pipeline if isinstance(each, Release))
+
+
+def until(is_true: Callable[[], object]) -> None:
+    end_s = time.monotonic() + LIMIT_S
+    while not is_true():
+        assert time.monotonic() < end_s
+        time.sleep(0.2)
 
 
 def loop(seed: int) -> tuple[object, ...]:

@@ -3,7 +3,7 @@
 training      run, compare, resume, chaos                      prediction    simulate, plan, whatif, reproduce
 runs          report, submit, cancel, why, hold, release, rank, status, logs, verify
 machine       doctor, profile, version
-sharing       broker, serve
+sharing       broker, serve, budget
 
 Imports are made when a command runs, so that `--help`, `simulate` and `plan` stay light.
 """
@@ -40,6 +40,7 @@ for _command in (
     runs.report,
     training.resume,
     sharing.broker,
+    serving.budget,
     runs.submit,
     runs.cancel,
     runs.why,

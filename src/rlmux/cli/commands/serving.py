@@ -1,7 +1,8 @@
-"""The command that serves runs as pages, and models to clients: serve."""
+"""The commands that serve runs as pages, and models to clients: serve, budget."""
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from rlmux.cli.commands.options import PolicyName
+from rlmux.cli.commands.options import Folder, Json, PolicyName
 from rlmux.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -217,6 +218,53 @@ def go_on(folder: Path, listen: str | None = None, *, opens: bool = False, allow
         on_ready=lambda url, pages: _say(url, pages, opens),
         is_resuming=True,
     )
+
+
+def budget(
+    folder: Folder,
+    project: Annotated[str | None, typer.Argument(metavar="PROJECT", help="Project whose budget is set.")] = None,
+    hours: Annotated[
+        str | None, typer.Argument(metavar="HOURS", help="Device-hours a day, or `none`: as many as it likes.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Show what the projects of a model server may compute today and have; with PROJECT and HOURS, change it.
+
+    A change holds at once: clients that were asked to wait go on. It is kept when the server is started again.
+
+    \b
+    Example: rlmux budget runs/served vision 40
+    """
+    from rlmux.cli.tables import show_budgets
+    from rlmux.runtime import folders
+
+    if (project is None) != (hours is None):
+        raise UserError("budget: accepted: DIR, or DIR PROJECT HOURS")
+    folders.check_run(folder)
+    _check_installed(*_SERVING_NEEDS)
+    from rlmux.policies import POLICIES
+    from rlmux.service import serve as server
+
+    with server.open_budgets(folder, list(POLICIES)) as (budgets, projects):
+        if project is not None:
+            if project not in projects:
+                raise UserError(f"project {project!r}: accepted: {', '.join(projects) or 'none has computed yet'}")
+            budgets.set_hours(project, _hours(hours or ""))
+        rows = {name: (budgets.used_hours(name), budgets.hours(name)) for name in projects}
+    if not rows:
+        typer.echo("rlmux: no project has computed anything yet", err=True)
+    show_budgets(rows, as_json=json)
+
+
+def _hours(text: str) -> float:
+    """Raises UserError for what is no number of hours."""
+    try:
+        hours = math.inf if text == "none" else float(text)
+    except ValueError:
+        hours = 0.0
+    if not hours > 0:
+        raise UserError(f"HOURS {text!r}: accepted: device-hours a day above 0, or none")
+    return hours
 
 
 def _check_webhook(url: str | None) -> None:

@@ -2,13 +2,15 @@
 
     orders that end ─▶ charge(project, device_s) ─▶ tinker.db, by day        check(project) ─▶ BudgetError ─▶ 402
 
-A day is one of UTC. What runs is finished: a project may pass its budget by what it had begun.
+A day is one of UTC. What runs is finished: a project may pass its budget by what it had begun. A budget that is set in
+the ledger, by `rlmux budget`, holds from the next request on, instead of the file's.
 """
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from rlmux.core.actions import Park, Release, RunStage
 from rlmux.core.errors import RlmuxError
@@ -43,14 +45,29 @@ class Budgets:
 
     def check(self, project: str) -> None:
         """Raises BudgetError for a project with nothing left today."""
-        hours = self._hours_by_project.get(project)
-        if hours is None:
-            return
-        used_h = self._ledger.usage(project, self._today()) / 3600
+        hours, used_h = self.hours(project), self.used_hours(project)
         if used_h >= hours:
             raise BudgetError(
-                f"project {project} has used {used_h:.4g} of {hours:g} device-hours today; goes on at 00:00 UTC"
+                f"project {project} has used {used_h:.4g} of {hours:g} device-hours today; goes on at 00:00 UTC, or "
+                "with a larger budget"
             )
+
+    def hours(self, project: str) -> float:
+        """Device-hours that a project may use in a day; infinity where it has no limit."""
+        newest = self._ledger.budget(project)
+        return self._hours_by_project.get(project, math.inf) if newest is None else newest
+
+    def used_hours(self, project: str) -> float:
+        """Device-hours that a project has used today."""
+        return self._ledger.usage(project, self._today()) / 3600
+
+    def projects(self, also: Iterable[str] = ()) -> list[str]:
+        """Projects that have used something, have a budget, or are named, by name."""
+        return sorted({*self._ledger.charged_projects(), *self._hours_by_project, *also})
+
+    def set_hours(self, project: str, hours: float) -> None:
+        """Have the project use so many device-hours a day from now on; infinity: as many as it likes."""
+        self._ledger.set_budget(project, hours)
 
 
 class Charges:

@@ -4,6 +4,7 @@
     results    id, body or error
     updates    model, id of the optimizer step, folder, hash           checkpoints to begin again from
     usage      project, day, device-seconds
+    budgets    project, device-hours a day     set while the server runs; before those of its file
 
 A front is a fold over the requests: after a restart they are applied again in their order, and what has a result is
 not done again.
@@ -25,6 +26,7 @@ CREATE TABLE IF NOT EXISTS updates (model TEXT NOT NULL, number INTEGER NOT NULL
     sha256 TEXT NOT NULL);
 CREATE TABLE IF NOT EXISTS usage (project TEXT NOT NULL, day INTEGER NOT NULL, device_s REAL NOT NULL,
     PRIMARY KEY (project, day));
+CREATE TABLE IF NOT EXISTS budgets (project TEXT PRIMARY KEY, hours REAL NOT NULL);
 """
 
 
@@ -117,6 +119,19 @@ class Ledger:
             "SELECT device_s FROM usage WHERE project = ? AND day = ?", (project, day)
         ).fetchone()
         return 0.0 if row is None else float(row[0])
+
+    def charged_projects(self) -> list[str]:
+        """Every project that ever used a device, by name."""
+        return [row[0] for row in self._database.execute("SELECT DISTINCT project FROM usage ORDER BY project")]
+
+    def set_budget(self, project: str, hours: float) -> None:
+        """From now on the project may use so many device-hours a day; infinity: as many as it likes."""
+        self._database.execute("INSERT OR REPLACE INTO budgets VALUES (?, ?)", (project, hours))
+
+    def budget(self, project: str) -> float | None:
+        """Device-hours a day that were set last; None where only the file says."""
+        row = self._database.execute("SELECT hours FROM budgets WHERE project = ?", (project,)).fetchone()
+        return None if row is None else float(row[0])
 
     def close(self) -> None:
         self._database.close()
