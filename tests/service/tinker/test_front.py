@@ -146,7 +146,7 @@ def test_a_project_that_used_up_its_budget_waits_for_the_next_day_and_ends_its_s
     asyncio.run(use_up())
 
 
-def test_a_budget_that_is_raised_elsewhere_lets_the_refused_request_through_and_outlives_the_front(tmp_path):
+def test_a_budget_that_is_raised_lets_the_refused_request_through_and_outlives_the_front(tmp_path):
     project = Keys({}).project("k")
     place = Place(tmp_path / "front", {project: 1.0})
 

@@ -73,7 +73,7 @@ def test_a_client_that_used_up_its_budget_waits_and_goes_on_once_it_is_raised(se
 
 
 @pytest.mark.slow
-def test_a_killed_client_disturbs_no_other_and_gives_back_all_it_has_when_its_session_times_out(serve, program):
+def test_a_killed_client_disturbs_no_other_and_its_session_times_out_with_all_it_had(serve, program):
     served = serve(text=f"{FILE}  session_timeout_s: 12\n")
     alone = outcome(program(served, *loop(1)), served)
     victim = program(served, PROGRAMS / "loop.py", "rlmux/tiny", 2, 1000)
