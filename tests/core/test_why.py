@@ -42,6 +42,16 @@ def test_each_token_says_what_stands_in_the_way(driver, builders):
     assert wait_of(driver, "s0") is None
 
 
+def test_the_queue_says_of_each_what_is_said_of_it_alone_but_for_the_changes(driver, builders):
+    driver.submit(builders.pipeline("s0", num_steps=10), builders.pipeline("wide", num_rollout_nodes=2))
+    driver.submit(builders.pipeline("kept"), builders.pipeline("last", num_steps=99))
+    driver.send(PipelineHeld(time_s=0.0, pipeline=PipelineId("kept")))
+    found = driver.scheduler.waits(9)
+    assert [name for name, _ in found] == ["wide", "last", "kept"]
+    assert [wait for _, wait in found] == [replace(wait_of(driver, name), would_start_now_if=()) for name, _ in found]
+    assert driver.scheduler.waits(1) == found[:1]
+
+
 def test_a_wide_pipeline_is_told_how_many_nodes_are_there_and_what_stands_before_it(driver, builders):
     driver.submit(builders.pipeline("s0", num_steps=10), builders.pipeline("wide", num_rollout_nodes=2))
     changes = wait_of(driver, "wide").would_start_now_if

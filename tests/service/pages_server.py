@@ -19,9 +19,9 @@ MANY = Limits(requests_per_s=1e6, burst=1e6, logins_per_minute=1e6)
 class Pages:
     """Close it at the end."""
 
-    def __init__(self, folder: Path, *, limits: Limits = MANY, is_indexed: bool = True) -> None:
+    def __init__(self, folder: Path, *, limits: Limits = MANY, is_indexed: bool = True, **more: Any) -> None:
         self.server = Server("127.0.0.1", 0)
-        self.dashboard = Dashboard(folder, self.server, limits=limits)
+        self.dashboard = Dashboard(folder, self.server, limits=limits, **more)
         self.server.start()
         self.dashboard.start()
         self.url, self.token = self.server.url, self.dashboard.token

@@ -70,7 +70,7 @@ from rlmux.core.query import SchedulerQuery
 from rlmux.core.shares import Shares
 from rlmux.core.state import Burst, GroupState, Order, PipelineRun, SchedulerState, WorkState
 from rlmux.core.step_machine import PipelineInput, StepMachine
-from rlmux.core.why import Wait, wait_of
+from rlmux.core.why import Wait, wait_of, waits
 
 
 class Scheduler:
@@ -166,6 +166,11 @@ class Scheduler:
         """Why this pipeline waits, and what would start it now; None where it does not wait. Decides nothing."""
         run = self._state.runs[pipeline]
         return wait_of(run, state=self._state, ledger=self._ledger, queue=self._queue, shares=self._shares)
+
+    def waits(self, limit: int) -> list[tuple[PipelineId, Wait]]:
+        """Why each of the first of the queue waits, in the order of offers; those that are held come last."""
+        found = waits(state=self._state, queue=self._queue, shares=self._shares, limit=limit)
+        return [(run.pipeline.id, wait) for run, wait in found]
 
     @property
     def state(self) -> SchedulerState:

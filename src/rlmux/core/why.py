@@ -71,7 +71,7 @@ class Wait:
 def wait_of(
     run: PipelineRun, *, state: SchedulerState, ledger: PlacementLedger, queue: AdmissionQueue, shares: Shares
 ) -> Wait | None:
-    """Why this pipeline waits; None where it does not. Nothing is changed."""
+    """Why this pipeline waits, and what would start it now; None where it does not wait. Nothing is changed."""
     if run.status is not PipelineStatus.WAITING:
         return None
     in_order = [one.pipeline.id for one in shares.in_order()]
@@ -81,16 +81,32 @@ def wait_of(
         for change, pipeline in _changes(run, state)
         if _starts_with(change, pipeline, ledger=ledger, queue=queue, reservation=reservation)
     )
+    position = in_order.index(run.pipeline.id) + 1 if run.pipeline.id in in_order else 0
+    return replace(_wait(run, position, len(in_order), state, queue), would_start_now_if=_cheapest(would_start))
+
+
+def waits(
+    *, state: SchedulerState, queue: AdmissionQueue, shares: Shares, limit: int
+) -> list[tuple[PipelineRun, Wait]]:
+    """The first of the queue in the order of offers, then those that are held, without what would start them."""
+    in_order = shares.in_order()
+    held = [run for run in state.waiting.values() if run.is_held]
+    placed = [*enumerate(in_order, 1), *((0, run) for run in held)][:limit]
+    return [(run, _wait(run, position, len(in_order), state, queue)) for position, run in placed]
+
+
+def _wait(run: PipelineRun, position: int, num_waiting: int, state: SchedulerState, queue: AdmissionQueue) -> Wait:
+    reservation = state.reservation
     starts_s = reservation.start_s if reservation is not None else math.inf
     return Wait(
         token=_token(run, queue, reservation),
         reason=run.reason,
-        position=in_order.index(run.pipeline.id) + 1 if run.pipeline.id in in_order else 0,
-        num_waiting=len(in_order),
+        position=position,
+        num_waiting=num_waiting,
         waited_s=state.now_s - run.submitted_s,
         first=None if reservation is None else reservation.pipeline,
         starts_s=starts_s if starts_s < math.inf else None,
-        would_start_now_if=_cheapest(would_start),
+        would_start_now_if=(),
     )
 
 

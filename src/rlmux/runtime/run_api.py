@@ -3,10 +3,12 @@
     submit {text, source}   parsed and checked ─▶ note `submitted` in the log ─▶ PipelineSubmitted when due
                             answered once every pipeline of it is placed, waiting, refused, or known to come later;
                             with an `id` that the log knows: nothing is taken, the answer says what became of it
+    check {text, source}    the same without taking anything: whether it would be taken
     cancel {name}           ─▶ PipelineCancelled; a pipeline that is still to come is struck off
     hold, release {name}    ─▶ PipelineHeld, HoldReleased: a waiting pipeline does not start until it is released
     rank {name, rank}       ─▶ PipelineRanked
     why {name}              why a pipeline waits, and what would start it now
+    queue {}                every pipeline that waits, in the order of offers, and what is still to come
     status {}               which process runs this, and what is still to come; everything else is in the log
 
 A submission that is refused for its text leaves no trace. One that is taken is in the log before anything of it is
@@ -39,7 +41,9 @@ ParseSubmission = Callable[[str, str], Sequence[Submission]]
 Standing = PipelineHeld | HoldReleased | PipelineRanked
 """What a user says of a pipeline that waits."""
 
-_REQUESTS = ("submit", "cancel", "hold", "release", "rank", "why", "status")
+_REQUESTS = ("submit", "cancel", "hold", "release", "rank", "why", "queue", "status", "check")
+_MAX_QUEUE = 500
+"""Waiting pipelines that are told of."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +145,9 @@ class RunApi:
                 self._repeat(request, self._taken[id], tick)
             case {"request": "submit", "text": str(text), "source": str(source)}:
                 self._submit(request, text, source, tick)
+            case {"request": "check", "text": str(text), "source": str(source)}:
+                self._check_names(self._parse(text, source), source, tick)
+                request.answer()
             case {"request": "cancel", "name": str(name)}:
                 self._cancel(request, PipelineId(name), tick)
             case {"request": "hold", "name": str(name)}:
@@ -155,6 +162,13 @@ class RunApi:
             case {"request": "why", "name": str(name)}:
                 wait = self._scheduler.wait_of(self._known(name))
                 request.answer(**wait_fields(name, self._scheduler.query.status(PipelineId(name)), wait))
+            case {"request": "queue"}:
+                waiting = self._scheduler.waits(_MAX_QUEUE)
+                fields = [wait_fields(name, PipelineStatus.WAITING, wait) for name, wait in waiting]
+                for one in fields:
+                    del one["would_start_now_if"]
+                to_come = [{"pipeline": one.pipeline.id, "at_s": one.submit_at_s} for one in tick.upcoming]
+                request.answer(now_s=tick.now_s, items=fields, upcoming=to_come)
             case {"request": "status"}:
                 to_come = [{"pipeline": one.pipeline.id, "at_s": one.submit_at_s} for one in tick.upcoming]
                 request.answer(pid=os.getpid(), now_s=tick.now_s, is_kept_open=self.is_kept_open, upcoming=to_come)

@@ -192,6 +192,10 @@ def test_what_is_sent_to_the_wrong_address_or_too_large_is_refused(service):
         ("lanes: {a: {%s, polici: rlmux}}", "lanes.a.polici is 'rlmux': unknown key; nearest: policy"),
         ("lanes: {a: {%s, policy: rlmx}}", "policy is 'rlmx': no such policy; nearest: rlmux"),
         ("lanes: {a: {cluster: {pools: {rollout: {}, train: {}}}}}", "cluster.pools.rollout.devices is missing"),
+        (
+            "lanes: {a: {%s}, b: {cluster: {pools: {train: {phase: both, devices: 9000}}}}}",
+            "lanes a (2), b (9000) have 9002 devices together; accepted: at most",
+        ),
         ("lanes: {a: {%s}}\nserve: {}", "serve is an empty mapping: unknown key; accepted: lanes"),
     ],
 )

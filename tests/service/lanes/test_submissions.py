@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.service.lane_here import Lane
 
-from rlmux.config import Spec
-from rlmux.config.load import parse_spec
 from rlmux.core.errors import RlmuxError
-from rlmux.core.scheduler import Scheduler
-from rlmux.policies import make_policy
-from rlmux.report.log import RunLog, run_header
-from rlmux.runtime.control_socket import ControlServer, ask
-from rlmux.runtime.controller import Controller
-from rlmux.runtime.fake_backend import FakeBackend
-from rlmux.runtime.launch import parser
-from rlmux.runtime.run_api import RunApi, submitted_to
+from rlmux.runtime.control_socket import ask
+from rlmux.runtime.run_api import submitted_to
 from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.lanes import submissions
 from rlmux.service.lanes.bundles import Bundles
 from rlmux.service.lanes.ledger import Ledger
 from rlmux.service.lanes.root import open_root
 
-LANE = "cluster: {pools: {rollout: {devices: 1}, train: {devices: 1}}}"
 BODY = {"lane": "cpu", "source": "a.yaml", "text": "pipelines: [{name: a, task: sort, steps: 1}]"}
 
 
@@ -50,27 +41,6 @@ def dying(call: Callable[..., Any], when: str, error: type[BaseException] = Kill
         return result
 
     return instead
-
-
-class Lane:
-    """A lane whose controller is a thread of this process, on the fake backend: its log and its socket are real."""
-
-    def __init__(self, root: Path) -> None:
-        self.folder, self.name = root / "cpu", "cpu"
-        self.spec: Spec = parse_spec(LANE, source="lanes", folder=root, may_be_empty=True)
-        scheduler = Scheduler(self.spec.cluster, make_policy("rollmux"))
-        self.log = RunLog.create(self.folder, run_header(policy="rollmux", backend="fake", cluster=self.spec.cluster))
-        self.run_api = RunApi(ControlServer(self.folder), scheduler, parser(self.spec), over={}, is_kept_open=True)
-        self._is_over = False
-        self.controller = Controller(scheduler, FakeBackend(lambda action: 0.01), self.log, run_api=self.run_api)
-        self._thread = threading.Thread(target=self.controller.run, args=([],), kwargs={"until": lambda: self._is_over})
-        self._thread.start()
-
-    def close(self) -> None:
-        self._is_over = True
-        self._thread.join()
-        self.run_api.close()
-        self.log.close()
 
 
 @pytest.fixture

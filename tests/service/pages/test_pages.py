@@ -211,6 +211,25 @@ def test_two_pipelines_are_compared_on_one_axis(shown, enter):
     assert page.locator(".compared thead th").all_inner_texts()[1:3] == ["demo / sort", "demo / tools"]
 
 
+def test_a_pipeline_of_another_lane_is_shown_with_its_own_lane(tmp_path, enter):
+    for name in ("one", "two"):
+        AlternatingRun(num_steps=2).script.write(tmp_path / name)
+    served = Pages(tmp_path)
+    try:
+        page = enter(served, "/pipelines/two/sort?lane=one")  # an old link, or a click from a page of lane one
+        page.wait_for_selector("h1:has-text('sort')")
+        assert page.input_value(".top select") == "two"
+        page.click("nav >> text=Timeline")
+        page.wait_for_selector("h1:has-text('Timeline'), canvas")
+        assert page.input_value(".top select") == "two"
+        page.go_back()
+        page.select_option(".top select", "one")
+        page.wait_for_selector("h1:has-text('Pipelines')")
+        assert page.input_value(".top select") == "one"
+    finally:
+        served.close()
+
+
 def saved(page, button: str) -> bytes:
     with page.expect_download() as waiting:
         page.click(f"button:text-is('{button}')")

@@ -112,11 +112,14 @@ def _serve_lanes(
     from rlmux.config.service_file import load_service_file
     from rlmux.policies import POLICIES
     from rlmux.service.lanes import root
+    from rlmux.service.lanes.devices import check_devices
     from rlmux.service.lanes.service import serve_lanes
 
     folder = Path(out or Path("runs") / f"service-{file.stem}").absolute()
     code = folder / root.BUNDLES / root.NO_CODE
-    load_service_file(file, folder=file.absolute().parent, policies=list(POLICIES))  # before anything is made
+    check_devices(
+        load_service_file(file, folder=file.absolute().parent, policies=list(POLICIES))
+    )  # nothing is made yet
     lock = root.open_root(folder)
     specs = load_service_file(file, folder=code, policies=list(POLICIES))
 

@@ -1,6 +1,7 @@
 """What is asked of a run that goes on, through the control socket in its folder: the verbs of the command line.
 
-GET  lanes/L/status  lanes/L/spec  pipelines/L/NAME/why        keys of `rlmux status --json`, `rlmux why --json`
+GET  lanes/L/status  queue  pipelines/L/NAME/why               keys of `rlmux status --json`, `queue`, `why`
+GET  lanes/L/spec                                              the file that the run began with
 POST pipelines/L/NAME/cancel  hold  release  rank              {pipeline, outcome}
 """
 
@@ -34,6 +35,7 @@ class Control:
     def addresses(self) -> tuple[Address, ...]:
         return (
             Address(method="GET", path=f"{_LANE}/status", scope="read", answer=self.status),
+            Address(method="GET", path=f"{_LANE}/queue", scope="read", answer=self.queue),
             Address(method="GET", path=f"{_LANE}/spec", scope="read", answer=self.spec),
             Address(method="GET", path=f"{_PIPELINE}/why", scope="read", answer=self.why),
             *(
@@ -65,7 +67,10 @@ class Control:
         return {"source": str(written["source"]), "text": written["resolved"]}
 
     def why(self, asked: Asked) -> Any:
-        return self._ask(asked, "why")
+        return self._ask(asked, "why", name=asked.path["name"])
+
+    def queue(self, asked: Asked) -> Any:
+        return self._ask(asked, "queue")
 
     def _telling(self, verb: str) -> Callable[[Asked], Any]:
         def tell(asked: Asked) -> Any:
@@ -75,14 +80,14 @@ class Control:
             if not is_good or any(type(value) is not int for value in fields.values()):
                 accepted = '{"rank": a whole number}' if takes else "{}"
                 raise ProblemError(400, f"not what {verb} takes", where="body", accepted=accepted)
-            return self._ask(asked, verb, **fields)
+            return self._ask(asked, verb, name=asked.path["name"], **fields)
 
         return tell
 
     def _ask(self, asked: Asked, request: str, **fields: Any) -> dict[str, Any]:
         folder = self._reads.run_folder(asked.path["lane"])
         try:
-            answer = ask(folder, request, name=asked.path["name"], limit_s=_LIMIT_S, **fields)
+            answer = ask(folder, request, limit_s=_LIMIT_S, **fields)
         except NotRunningError:
             name = asked.path["lane"]
             raise ProblemError(409, f"nothing runs in lane {name} now", accepted="a lane that goes on") from None

@@ -19,13 +19,17 @@ MEDIA_TYPE = "application/problem+json"
 class ProblemError(Exception):
     """A request that is not answered."""
 
-    def __init__(self, status: int, detail: str, *, where: str = "", accepted: str = "") -> None:
+    def __init__(
+        self, status: int, detail: str, *, where: str = "", accepted: str = "", line: int | None = None
+    ) -> None:
         super().__init__(detail)
         self.status = status
         self.detail = detail
         self.where = where
         """Part of the request that is wrong; its path by default."""
         self.accepted = accepted
+        self.line = line
+        """Line of a file in the request that is wrong; None where it is no line of one."""
 
     def response(self, path: str) -> Response:
         body: dict[str, Any] = {
@@ -37,5 +41,7 @@ class ProblemError(Exception):
             "accepted": self.accepted or None,
             "request_id": secrets.token_hex(8),
         }
+        if self.line is not None:
+            body["line"] = self.line
         headers = {"WWW-Authenticate": "Bearer"} if self.status == HTTPStatus.UNAUTHORIZED else {}
         return Response(json.dumps(body), self.status, headers, MEDIA_TYPE)

@@ -47,7 +47,7 @@ class Reads:
         folder, index = self.folders(lane)
         with contextlib.suppress(LogError):  # it is being made
             reader = IndexReader(index)
-            if reader.seq:
+            if "lane" in reader.facts:  # else it is empty, and being filled
                 return reader
             reader.__exit__()
         raise ProblemError(503, self._trouble(folder) or f"the index of {lane} is being made; ask again")
@@ -77,11 +77,12 @@ class Reads:
     def lane_row(self, lane: str) -> dict[str, Any]:
         """What is said of one lane; with a banner alone where it has no index."""
         folder, _ = self.folders(lane)
+        more = {"takes_submissions": self._root.takes_submissions(folder)}
         try:
             with self.open(lane) as reader:
-                return {**self._lane_of(lane, reader), "banner": self._trouble(folder)}
+                return {**self._lane_of(lane, reader), "banner": self._trouble(folder), **more}
         except ProblemError as problem:
-            return {"name": lane, "state": "unknown", "banner": problem.detail, "is_indexing": True}
+            return {"name": lane, "state": "unknown", "banner": problem.detail, "is_indexing": True, **more}
 
     def _lane_of(self, lane: str, reader: IndexReader) -> dict[str, Any]:
         facts, (folder, _) = reader.facts, self.folders(lane)

@@ -28,6 +28,10 @@ class Root:
         self._known = {folder / name for name in known}
         self._spare = spare
 
+    def takes_submissions(self, folder: Path) -> bool:
+        """Whether it is a lane of a service."""
+        return folder in self._known
+
     def lanes(self) -> dict[str, tuple[Path, Path]]:
         """(run folder, index) of every lane by its name, in the order of the names."""
         if (self.folder / LOG_NAME).is_file():

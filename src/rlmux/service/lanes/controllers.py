@@ -4,12 +4,13 @@
                                     ──▶ the folder is locked     a child of the server before: adopted
                                     ──▶ neither                  start: `rlmux run`, or `rlmux resume` of a run there
 
-A controller has a session of its own and outlives the service. What it prints goes to NAME.log. One that ends is
-started again after 1, 2, 4 ... 60 s.
+A controller has a session of its own, and the devices of its lane; it outlives the service. What it prints goes to
+NAME.log. One that ends is started again after 1, 2, 4 ... 60 s.
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 import time
@@ -23,6 +24,7 @@ from rlmux.runtime.control_socket import SOCKET_NAME
 from rlmux.runtime.folders import RUN_HEADER
 from rlmux.runtime.launch import spec_of
 from rlmux.runtime.run_folder import empty_folder
+from rlmux.service.lanes.devices import NOT_HELD, Part
 
 _LONGEST_WAIT_S = 60.0
 _STEADY_S = 600.0
@@ -33,10 +35,14 @@ _SHOWN_BYTES = 2000
 class LaneController:
     """See the module. All but `trouble` and `pid` is called by one thread."""
 
-    def __init__(self, root: Path, name: str, spec: Spec) -> None:
-        """`spec`: the lane's file, without pipelines. Raises UserError where its run began with another cluster."""
+    def __init__(self, root: Path, name: str, spec: Spec, part: Part = NOT_HELD) -> None:
+        """`spec`: the lane's file, without pipelines; `part`: the devices that it is held to.
+
+        Raises UserError where its run began with another cluster.
+        """
         self.name = name
         self.spec = spec
+        self._part = part
         self.folder = root / name
         self._file = root / f"{name}.yaml"
         self._output = root / f"{name}.log"
@@ -98,7 +104,11 @@ class LaneController:
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
+                env={**os.environ, **({"CUDA_VISIBLE_DEVICES": ",".join(self._part.gpus)} if self._part.gpus else {})},
             )
+        if self._part.cores:  # before it has threads: what they start inherits it
+            with suppress(ProcessLookupError):
+                os.sched_setaffinity(self._process.pid, self._part.cores)
 
     def _begin(self) -> Path:
         """The lane's file, written; what a start that was killed left in the folder is removed."""

@@ -2,6 +2,7 @@
 
 ROOT/
   admin.token  service.db  bundles/       the service's own
+  devices.json                            which devices each lane has
   LANE/                                   a run's folder, with the log that is the truth of the lane
   LANE.yaml  LANE.log                     its file, and what its controller printed
 """

@@ -16,6 +16,7 @@ from rlmux.report.folder_lock import FolderLock
 from rlmux.service.dashboard.app import Dashboard
 from rlmux.service.lanes.bundles import Bundles
 from rlmux.service.lanes.controllers import LaneController
+from rlmux.service.lanes.devices import parts_of
 from rlmux.service.lanes.ledger import Ledger
 from rlmux.service.lanes.submissions import Submissions
 from rlmux.service.open_folder import check_loopback, wait_for_signal
@@ -28,8 +29,10 @@ class Lanes:
     """Every lane, each tended by a thread of its own, so that one which is busy holds no other up."""
 
     def __init__(self, root: Path, specs: Mapping[str, Spec]) -> None:
-        """Raises UserError for a lane whose run began with another cluster, LogError for another's ledger."""
-        self.by_name = {name: LaneController(root, name, spec) for name, spec in specs.items()}
+        """Raises UserError for a lane whose run began with another cluster, and for more devices than there are;
+        LogError for another's ledger."""
+        parts = parts_of(root, specs)
+        self.by_name = {name: LaneController(root, name, spec, parts[name]) for name, spec in specs.items()}
         self._ledger = Ledger(root)
         bundles = Bundles(root)
         self._submissions = Submissions(self.by_name, self._ledger, bundles)

@@ -50,6 +50,8 @@ class Submissions:
         )
 
     def submit(self, asked: Asked) -> Any:
+        if isinstance(asked.body, dict) and asked.body.get("dry_run") is True:
+            return self._checked({name: value for name, value in asked.body.items() if name != "dry_run"})
         key = asked.headers.get("idempotency-key", "")
         if not key.isprintable() or not 0 < len(key) <= _MAX_KEY_CHARS:
             accepted = f"1 to {_MAX_KEY_CHARS} characters, new for each submission and the same when it is sent again"
@@ -105,11 +107,28 @@ class Submissions:
             self._ledger.take(one.id, answer["pipelines"])
         return True
 
-    def _add(self, key: str, sha256: str, fields: Mapping[str, Any], user: str) -> Submitted:
-        """Check a new submission and keep it."""
+    def _checked(self, body: dict[str, Any]) -> Any:
+        """Whether the lane would take it; nothing is kept. What is wrong with the file is the answer, not an error."""
+        fields = _fields_of(body)
+        lane = self._lane(fields)
+        told: dict[str, Any] = {"lane": lane.name, "pipelines": [], "is_lane_asked": False, "wrong": None}
+        try:
+            spec = self._parsed(lane, fields)
+            told["is_lane_asked"] = _is_free(lane, spec, fields["source"])
+        except ProblemError as problem:
+            return {**told, "wrong": {"detail": problem.detail, "line": problem.line, "accepted": problem.accepted}}
+        pipelines = [{"pipeline": one.name, "num_steps": one.config.num_steps} for one in spec.pipelines]
+        return {**told, "pipelines": pipelines}
+
+    def _lane(self, fields: Mapping[str, Any]) -> LaneController:
         lane = self._lanes.get(fields["lane"])
         if lane is None:
             raise ProblemError(404, f"no lane {fields['lane'][:80]!r}", where="lane", accepted=", ".join(self._lanes))
+        return lane
+
+    def _add(self, key: str, sha256: str, fields: Mapping[str, Any], user: str) -> Submitted:
+        """Check a new submission and keep it."""
+        lane = self._lane(fields)
         spec = self._parsed(lane, fields)
         try:
             return self._ledger.add(
@@ -134,12 +153,34 @@ class Submissions:
         try:
             spec = parse_spec(fields["text"], source=fields["source"], folder=folder, cluster_of=lane.spec)
         except SpecError as error:
-            raise ProblemError(400, str(error), where="text") from None
+            raise ProblemError(400, str(error), where="text", line=_line_of(str(error), fields["source"])) from None
         paths = [spec.code_folder, *(Path(one.config.task.path) for one in spec.pipelines if one.config.task.path)]
         for path in paths:
             if ".." in path.parts:
                 raise ProblemError(400, "a path leaves the bundle", where="text", accepted="paths without ..")
         return spec
+
+
+def _is_free(lane: LaneController, spec: Spec, source: str) -> bool:
+    """Whether the lane's controller says that it would take the file; False where it is away, or busy.
+
+    Raises ProblemError with what the controller says is wrong.
+    """
+    try:
+        ask(lane.folder, "check", limit_s=_ANSWER_LIMIT_S, text=spec.resolved, source=source)
+    except NotRunningError:
+        return False
+    except UserError as error:
+        raise ProblemError(422, str(error), where="text") from None
+    except RlmuxError:
+        return False
+    return True
+
+
+def _line_of(error: str, source: str) -> int | None:
+    """The line that an error of a file begins with, as in `two.yaml:9: ...`."""
+    number = error.removeprefix(f"{source}:").partition(":")[0]
+    return int(number) if error.startswith(f"{source}:") and number.isdecimal() else None
 
 
 def _fields_of(body: Any) -> dict[str, Any]:

@@ -40,10 +40,10 @@ export async function getBytes(path: string, signal?: AbortSignal): Promise<Arra
   return (await request(path, signal ? { signal } : {})).arrayBuffer();
 }
 
-export async function post<T>(path: string, body: unknown): Promise<T> {
+export async function post<T>(path: string, body: unknown, headers: Record<string, string> = {}): Promise<T> {
   const answer = await request(path, {
     method: "POST",
-    headers: { "Content-Type": "application/json" },
+    headers: { "Content-Type": "application/json", ...headers },
     body: JSON.stringify(body),
   });
   return (answer.status === 204 ? null : await answer.json()) as T;

@@ -1,7 +1,7 @@
 // The dashboard: which page an address shows. Everything that a page says is an answer of /api/v1.
 //
 //   place.ts  the URL is the state       api.ts   requests        live.ts   what changed
-//   frame.tsx what is around a page      fleet, pipelines, pipeline, timeline, login: one file each
+//   frame.tsx what is around a page      fleet, pipelines, pipeline, queue, timeline, login: one file each
 import { render } from "preact";
 import { useEffect } from "preact/hooks";
 import { Compare } from "./compare";
@@ -11,6 +11,7 @@ import { listenToKeys } from "./keys";
 import { Login } from "./login";
 import { Pipeline } from "./pipeline";
 import { Pipelines } from "./pipelines";
+import { QueuePage } from "./queue";
 import { address, followLinks, go, usePlace } from "./place";
 import { TimelinePage } from "./timeline";
 import { WhatIf } from "./whatif";
@@ -34,6 +35,7 @@ function Shown({ path }: { path: string }) {
   }, [path]);
   if (page === "timeline") return <TimelinePage />;
   if (page === "pipelines") return lane && name ? <Pipeline key={path} lane={lane} name={name} /> : <Pipelines />;
+  if (page === "queue") return <QueuePage />;
   if (page === "compare") return <Compare />;
   if (page === "whatif") return <WhatIf />;
   if (page === "fleet" || page === "") return <Fleet />;

@@ -5,7 +5,7 @@ import { Refusal, post, useData } from "./api";
 import { allKeys, useKeys } from "./keys";
 import { ShownLane, chosenLane, of } from "./lane";
 import { follow, usePulse } from "./live";
-import { address, go, usePlace } from "./place";
+import { address, go, laneOf, usePlace } from "./place";
 import type { Lane, Page, Timeline } from "./shapes";
 import { ago, count } from "./words";
 
@@ -16,14 +16,16 @@ const PLACES = [
   ["/fleet", "Fleet", "f"],
   ["/timeline", "Timeline", "t"],
   ["/pipelines", "Pipelines", "p"],
+  ["/queue", "Queue", "q"],
   ["/compare", "Compare", "c"],
   ["/whatif", "What if", "w"],
 ] as const;
 
 export function Frame({ children }: { children: ComponentChildren }) {
-  const { path, query } = usePlace();
+  const place = usePlace();
+  const { path } = place;
   const lanes = useData<Page<Lane>>("/lanes", ["lane:*"]);
-  const lane = chosenLane(lanes.value?.items ?? [], query.get("lane"));
+  const lane = chosenLane(lanes.value?.items ?? [], laneOf(place));
   const timeline = useData<Timeline>(lane && `/timeline/${of(lane.name)}`, lane ? [`timeline:${lane.name}`] : []);
   const help = useRef<HTMLDialogElement>(null);
   useEffect(() => {

@@ -29,7 +29,7 @@ export function allKeys(): Key[] {
 
 export function listenToKeys(): void {
   addEventListener("keydown", (event) => {
-    if (event.ctrlKey || event.metaKey || event.altKey || isTyping(event.target)) return;
+    if (event.ctrlKey || event.metaKey || event.altKey || isTyping(event.target) || isPressing(event)) return;
     const before = first && event.timeStamp - first.at < 1500 ? `${first.key} ` : "";
     const found = allKeys().find((each) => each.keys === before + event.key) ?? allKeys().find((each) => each.keys === event.key);
     first = found ? null : { key: event.key, at: event.timeStamp };
@@ -37,6 +37,11 @@ export function listenToKeys(): void {
     event.preventDefault();
     found.run();
   });
+}
+
+/** Enter and space on a button or a link are its own. */
+function isPressing(event: KeyboardEvent): boolean {
+  return (event.key === "Enter" || event.key === " ") && event.target instanceof Element && event.target.closest("a, button, summary, [role=button]") !== null;
 }
 
 function isTyping(target: EventTarget | null): boolean {

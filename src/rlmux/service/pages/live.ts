@@ -39,6 +39,11 @@ export function listen(listener: (message: Message) => void): () => void {
   return () => void listeners.delete(listener);
 }
 
+/** Have this tab read again what it has just changed, before the stream says so. */
+export function announce(key: string): void {
+  for (const listener of listeners) listener({ key, data: {} });
+}
+
 export function usePulse(): Pulse {
   const [now, setNow] = useState(pulse);
   useEffect(() => {

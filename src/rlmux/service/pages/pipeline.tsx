@@ -1,6 +1,7 @@
 // One pipeline: its figures, curves, where its time went, steps, log and file, as tabs.
 import { useState } from "preact/hooks";
 import { get, useData } from "./api";
+import { CancelButton, useActs } from "./acts";
 import { Chart } from "./charts";
 import { paintOf, shadeOf } from "./colours";
 import { Trouble } from "./frame";
@@ -33,11 +34,12 @@ const SECTIONS: readonly (readonly [string, RegExp])[] = [
 
 export function Pipeline({ lane, name }: { lane: string; name: string }) {
   const { query } = usePlace();
-  const { pipelines } = useShown();
+  const { lane: shown, pipelines } = useShown();
   const path = `/pipelines/${of(lane, name)}`;
   const detail = useData<Detail>(path, [`pipeline:${lane}`]);
   const tab = query.get("tab") ?? "curves";
   useKeys(TABS.map(([key, title], index) => ({ keys: String(index + 1), does: title, run: () => amend({ tab: key }) })));
+  const acts = useActs(lane);
   if (!detail.value) return <Trouble error={detail.error} />;
   return (
     <>
@@ -54,9 +56,11 @@ export function Pipeline({ lane, name }: { lane: string; name: string }) {
         <a class="small" href={address("/compare", { a: of(lane, name) })}>
           compare
         </a>
+        {shown.is_going_on && ["running", "waiting"].includes(detail.value.status) && <CancelButton name={name} tell={acts.tell} />}
       </div>
       {detail.value.reason && <p class="banner">{detail.value.reason}</p>}
-      <Trouble error={detail.error} />
+      <Trouble error={detail.error ?? acts.error} />
+      {acts.said && <p class="banner soft">{acts.said}</p>}
       <Figures detail={detail.value} />
       <div class="tabs" role="navigation" aria-label="parts">
         {TABS.map(([key, title]) => (

@@ -16,11 +16,17 @@ function here(): Place {
   return { path: location.pathname, query: new URLSearchParams(location.search) };
 }
 
-/** The address of a page; null takes a key out. `lane` stays as it is unless it is named. */
+/** The lane that a place is about: the one in a pipeline's address, else the one in the query. */
+export function laneOf({ path, query }: Place): string | null {
+  const [, page, lane, name] = path.split("/");
+  return page === "pipelines" && lane && name ? decodeURIComponent(lane) : query.get("lane");
+}
+
+/** The address of a page; null takes a key out. The lane stays as it is unless it is named, or a pipeline's address has it. */
 export function address(path: string, changes: Changes = {}): string {
   const query = new URLSearchParams();
-  const lane = here().query.get("lane");
-  if (lane !== null) query.set("lane", lane);
+  const lane = laneOf(here());
+  if (lane !== null && laneOf({ path, query }) === null) query.set("lane", lane);
   for (const [key, value] of Object.entries(changes)) {
     if (value === null) query.delete(key);
     else query.set(key, value);

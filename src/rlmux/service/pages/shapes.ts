@@ -18,6 +18,9 @@ export interface Lane {
   start_s: number;
   now_s: number;
   is_indexing: boolean;
+  is_going_on: boolean;
+  /** A lane of a service: files may be submitted to it. */
+  takes_submissions: boolean;
   seq: number;
   index_seq: number;
   index_lag_s: number | null;
@@ -103,6 +106,51 @@ export interface Detail extends Row {
   has_log: boolean;
   has_samples: boolean;
   spec: string | null;
+}
+
+/** A pipeline that waits; `position` 0: it is held, and not offered room. */
+export interface Waiting {
+  pipeline: string;
+  token: string;
+  reason: string;
+  position: number;
+  num_waiting: number;
+  waited_s: number;
+  first: string | null;
+  starts_s: number | null;
+}
+
+export interface Queue {
+  now_s: number;
+  items: Waiting[];
+  upcoming: { pipeline: string; at_s: number }[];
+}
+
+/** Why one waits; `token` null: it does not. */
+export interface Why extends Omit<Waiting, "token"> {
+  status: string;
+  token: string | null;
+  would_start_now_if: { key: string; was: string | number; to: string | number }[];
+}
+
+/** A file that was submitted, and what became of each of its pipelines. */
+export interface Submission {
+  id: string;
+  lane: string;
+  source: string;
+  state: "accepted" | "taken" | "refused";
+  reason: string | null;
+  pipelines: { pipeline: string; outcome: string; reason?: string; rollout_nodes?: string[]; train_nodes?: string[]; at_s?: number }[];
+  created: string;
+}
+
+/** Whether a file would be taken. `is_lane_asked`: false where the controller is away, and names may be in use. */
+export interface Checked {
+  lane: string;
+  pipelines: { pipeline: string; num_steps: number }[];
+  is_lane_asked: boolean;
+  /** What is wrong with the file; null: nothing is. */
+  wrong: { detail: string; line: number | null; accepted: string } | null;
 }
 
 /** A trajectory in a list: `start` is the beginning of its answer. */

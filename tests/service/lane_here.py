@@ -1,0 +1,57 @@
+"""A lane of a service in the test's own process: controller, log and socket are real, and no process trains."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from rlmux.config import Spec
+from rlmux.config.load import parse_spec
+from rlmux.core.events import Event
+from rlmux.core.scheduler import Scheduler
+from rlmux.policies import make_policy
+from rlmux.report.log import RunLog, run_header
+from rlmux.runtime.backend import Note
+from rlmux.runtime.control_socket import ControlServer
+from rlmux.runtime.controller import Controller
+from rlmux.runtime.fake_backend import FakeBackend
+from rlmux.runtime.launch import parser
+from rlmux.runtime.run_api import RunApi
+
+LANE = "cluster: {pools: {rollout: {devices: 1}, train: {devices: 1}}}"
+
+
+class Endless(FakeBackend):
+    """Orders that never end: what is placed stays, and what waits behind it waits."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda action: 1.0)
+
+    def poll(self, timeout_s: float) -> tuple[Sequence[Event], Sequence[Note]]:
+        time.sleep(min(timeout_s, 0.02))
+        return (), ()
+
+
+class Lane:
+    """A lane whose controller is a thread of this process, on the fake backend: its log and its socket are real."""
+
+    def __init__(self, root: Path, policy: str = "rollmux", backend: FakeBackend | None = None) -> None:
+        self.folder, self.name = root / "cpu", "cpu"
+        self.spec: Spec = parse_spec(LANE, source="lanes", folder=root, may_be_empty=True)
+        scheduler = Scheduler(self.spec.cluster, make_policy(policy))
+        self.log = RunLog.create(self.folder, run_header(policy=policy, backend="fake", cluster=self.spec.cluster))
+        self.run_api = RunApi(ControlServer(self.folder), scheduler, parser(self.spec), over={}, is_kept_open=True)
+        self._is_over = False
+        self.controller = Controller(
+            scheduler, backend or FakeBackend(lambda action: 0.01), self.log, run_api=self.run_api
+        )
+        self._thread = threading.Thread(target=self.controller.run, args=([],), kwargs={"until": lambda: self._is_over})
+        self._thread.start()
+
+    def close(self) -> None:
+        self._is_over = True
+        self._thread.join()
+        self.run_api.close()
+        self.log.close()
