@@ -18,7 +18,7 @@ from rlmux.core.model import Cluster, DeviceId, Footprint, Phase, Pool, Stage
 from rlmux.core.scheduler import Scheduler
 from rlmux.core.sharing import SharingEntry, SharingTable
 from rlmux.core.state import WorkState
-from rlmux.policies.jigsaw import Jigsaw
+from rlmux.policies.jigsaw import Jigsaw, overdue_first
 from rlmux.policies.rlmux import RlMux
 from rlmux.policies.static_sharing import mux_all, serial
 
@@ -350,3 +350,14 @@ def test_two_schedulers_with_one_policy_decide_as_with_one_each(builders):
         report(driver, order_of(scheduler, "a", 0), 11.5, 4)
     (first, second), expected = [driver.actions(Pause) for _, driver in runs], alone[1].actions(Pause)
     assert first == second == expected != []
+
+
+def test_every_shard_that_has_waited_too_long_is_started_not_only_the_first(builders):
+    scheduler = Scheduler(one_pool(), Jigsaw())
+    driver = builders.Driver(scheduler)
+    driver.submit(builders.pipeline("a"), builders.pipeline("b"))
+    report(driver, order_of(scheduler, "a", 0), 1000.0, num_active=4)
+    (view,) = scheduler.query.groups()
+    assert [work.pipeline for work in view.ready] == ["b", "b"]
+    assert overdue_first(view, []) == list(view.ready)
+    assert overdue_first(view, list(view.ready)) == list(view.ready), "none twice"

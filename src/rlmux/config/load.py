@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import yaml
 from pydantic import ValidationError
@@ -82,84 +82,57 @@ class Spec:
     """One line for each old key that the file or an override uses."""
 
 
-def load_spec(
-    path: str | Path,
-    *,
-    overrides: Sequence[str] = (),
-    purpose: Purpose = Purpose.RUN,
-    check_training: CheckTraining | None = None,
-    policies: Sequence[str] | None = None,
-    cluster_of: Spec | None = None,
-    may_be_empty: bool = False,
-) -> Spec:
-    """Read, check and convert the file. `check_training` and `policies` know the names; None accepts any.
+class Reading(TypedDict, total=False):
+    """How a file is read; every key may be left out."""
+
+    overrides: Sequence[str]
+    """Words KEY=VALUE that stand for, or beside, what the file says."""
+    purpose: Purpose
+    """What it is read for; without: to run it."""
+    check_training: CheckTraining | None
+    """Knows the names of tasks and models; None, or without: any is accepted."""
+    policies: Sequence[str] | None
+    """Names of policies; None, or without: any is accepted."""
+    may_be_empty: bool
+    """Whether the file may be without pipelines, since they are submitted later; without: it may not."""
+
+
+def load_spec(path: str | Path, *, cluster_of: Spec | None = None, **reading: Unpack[Reading]) -> Spec:
+    """Read, check and convert the file.
 
     `cluster_of`: the Spec whose cluster takes the place of the file's own, which may then have none.
-    `may_be_empty`: whether the file may be without pipelines, since they are submitted later.
     """
-    source = str(path)
-    return parse_spec(
-        read_text(Path(path)),
-        source=source,
-        folder=Path(path).absolute().parent,
-        overrides=overrides,
-        purpose=purpose,
-        check_training=check_training,
-        policies=policies,
-        cluster_of=cluster_of,
-        may_be_empty=may_be_empty,
-    )
+    folder = Path(path).absolute().parent
+    return parse_spec(read_text(Path(path)), source=str(path), folder=folder, cluster_of=cluster_of, **reading)
 
 
 def parse_spec(
-    text: str,
-    *,
-    source: str,
-    folder: Path,
-    overrides: Sequence[str] = (),
-    purpose: Purpose = Purpose.RUN,
-    check_training: CheckTraining | None = None,
-    policies: Sequence[str] | None = None,
-    cluster_of: Spec | None = None,
-    may_be_empty: bool = False,
+    text: str, *, source: str, folder: Path, cluster_of: Spec | None = None, **reading: Unpack[Reading]
 ) -> Spec:
     """`load_spec` for a text that is at hand."""
     tree = parse_yaml(text, source)
     if cluster_of is not None and isinstance(tree.value, dict):
         other = parse_yaml(cluster_of.resolved, cluster_of.source)
         tree = tree.replaced(["cluster"], other.nearest(["cluster"]))
-    return spec_of_tree(
-        tree,
-        source=source,
-        folder=folder,
-        overrides=overrides,
-        purpose=purpose,
-        check_training=check_training,
-        policies=policies,
-        may_be_empty=may_be_empty,
-    )
+    return spec_of_tree(tree, source=source, folder=folder, **reading)
 
 
-def spec_of_tree(
-    tree: Node,
-    *,
-    source: str,
-    folder: Path,
-    overrides: Sequence[str] = (),
-    purpose: Purpose = Purpose.RUN,
-    check_training: CheckTraining | None = None,
-    policies: Sequence[str] | None = None,
-    may_be_empty: bool = False,
-) -> Spec:
+def spec_of_tree(tree: Node, *, source: str, folder: Path, **reading: Unpack[Reading]) -> Spec:
     """`load_spec` for nodes that are at hand."""
     hints: list[str] = []
-    root = merge(tree, source, overrides, hints)
+    root = merge(tree, source, reading.get("overrides", ()), hints)
     try:
-        config = read_tree(root.plain(), is_open=may_be_empty)
+        config = read_tree(root.plain(), is_open=reading.get("may_be_empty", False))
     except ValidationError as error:
         raise explain(error, root, RunConfig) from None
     config = _with_absolute_paths(config, folder)
-    Checks(root=root, config=config, purpose=purpose, check_training=check_training, policies=policies).run()
+    Checks(
+        root=root,
+        config=config,
+        purpose=reading.get("purpose", Purpose.RUN),
+        check_training=reading.get("check_training"),
+        policies=reading.get("policies"),
+    ).run()
     return _spec(config, source, tuple(hints))
 
 

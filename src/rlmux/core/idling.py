@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
+from rlmux.core.model import DeviceId
 from rlmux.core.state import GroupState, ReadyWork, SchedulerState
 from rlmux.core.views import GroupView, has_phase_to_begin
 
@@ -100,10 +101,15 @@ def _is_going_on(group: GroupState) -> bool:
 
 
 def _check_patience(group: GroupState, view: GroupView, patience_s: float) -> None:
-    """The first work that had waited for too long at the last plan has not been left beside free devices."""
+    """Work that had waited for too long at the last plan has not been left beside devices that are free, and that no
+    work overdue before it needs."""
     planned_s = group.planned_s
-    overdue = next((one for one in view.ready if not one.is_waiting and planned_s - one.since_s > patience_s), None)
-    is_left = overdue is not None and view.is_free(overdue.devices)
-    assert not is_left, (
-        f"{overdue} had waited beside free devices for more than {patience_s:.3g} s at {planned_s:.3f} s"
-    )
+    kept: set[DeviceId] = set()
+    for work in view.ready:
+        if work.is_waiting or planned_s - work.since_s <= patience_s:
+            continue
+        is_left = view.is_free(work.devices) and kept.isdisjoint(work.devices)
+        assert not is_left, (
+            f"{work} had waited beside free devices for more than {patience_s:.3g} s at {planned_s:.3f} s"
+        )
+        kept.update(work.devices)

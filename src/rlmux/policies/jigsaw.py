@@ -102,7 +102,7 @@ class Jigsaw:
         )
         schedule = plan(problem, budget=self._budget(view)) if self.looks_ahead else greedy(problem)
         yield from begin_migrations(view, forecast, problem, schedule, pairs)
-        works = _overdue_first(view, _works_to_start(view, forecast, schedule))
+        works = overdue_first(view, _works_to_start(view, forecast, schedule))
         has_started = yield from start_side_by_side(view, works, sharing)
         if not has_started and not view.running and not view.migrating and not has_migrated:
             yield from start_where_free(view, [work for work in view.ready if not work.is_waiting])
@@ -163,16 +163,19 @@ def _works_to_start(view: GroupView, forecast: Forecast, schedule: Schedule) -> 
     return [forecast.works[index] for index in now]
 
 
-def _overdue_first(view: GroupView, works: list[ReadyWork]) -> list[ReadyWork]:
-    """The works, after the one that has waited too long, without those that would take its devices.
+def overdue_first(view: GroupView, works: list[ReadyWork]) -> list[ReadyWork]:
+    """The works, after those that have waited too long, without those that would take the devices of these.
 
     Makespans look only so far ahead: work on several devices would wait for ever while shorter work alternates on each.
     """
     patience_s = _patience_s(view)
-    overdue = next((w for w in view.ready if not w.is_waiting and view.now_s - w.since_s > patience_s), None)
-    if overdue is None:
-        return works
-    return [overdue, *(work for work in works if set(work.devices).isdisjoint(overdue.devices))]
+    overdue: list[ReadyWork] = []
+    kept: set[DeviceId] = set()
+    for work in view.ready:
+        if not work.is_waiting and view.now_s - work.since_s > patience_s and kept.isdisjoint(work.devices):
+            overdue.append(work)
+            kept.update(work.devices)
+    return overdue + [work for work in works if kept.isdisjoint(work.devices)]
 
 
 def _patience_s(view: GroupView) -> float:
