@@ -26,7 +26,7 @@ pipelines:
     task: {name: count-up, numbers: 2}
     model: {hidden_size: 16, layers: 1, heads: 2, kv_heads: 1, intermediate_size: 32}
     algorithm: {prompts_per_step: 2, group_size: 2}
-    rollout: {max_new_tokens: 4, slots: 4}
+    rollout: {max_new_tokens: 4, slots: 4, engine: two-at-a-time}
 """
 
 
@@ -64,7 +64,7 @@ def test_an_installed_package_adds_a_policy_and_a_workload_by_name(installed, tm
     assert figures["newest-first"]["cost_usd_per_hour"] < figures["solo"]["cost_usd_per_hour"]
 
 
-def test_an_installed_package_adds_a_task_and_a_policy_to_a_real_run(installed, tmp_path):
+def test_an_installed_package_adds_a_task_an_engine_and_a_policy_to_a_real_run(installed, tmp_path):
     pytest.importorskip("torch")
     (tmp_path / "file.yaml").write_text(FILE, encoding="utf-8")
     words = ["run", "file.yaml", "--out", "run", "--json"]
@@ -72,6 +72,9 @@ def test_an_installed_package_adds_a_task_and_a_policy_to_a_real_run(installed, 
     assert said.returncode == 0, said.stderr
     summary = json.loads(said.stdout)
     assert (summary["policy"], summary["pipelines"]["counts"]["status"]) == ("newest-first", "finished")
+    assert summary["pipelines"]["counts"]["promise"] in ("exact", "replayable"), "it was tried as ours is"
+    rows = [json.loads(line) for line in (tmp_path / "run" / "counts" / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == 2
 
 
 def test_what_no_package_adds_is_refused_with_what_there_is(tmp_path):

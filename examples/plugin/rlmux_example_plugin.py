@@ -1,7 +1,7 @@
-"""A policy, a task and a workload for rlmux, in a package of their own. `pyproject.toml` gives them their names."""
+"""A policy, a task, a rollout engine and a workload for rlmux, in one package: `pyproject.toml` gives their names."""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlmux.core.model import PhaseSeconds, Pipeline, PipelineId
 from rlmux.core.placement import PlacementView
@@ -42,6 +42,16 @@ class CountUp(SingleTurnTask):
     def prompt(self, index: int) -> Prompt:
         first = random_at("count-up", self._seed, index).randrange(10)
         return Prompt(text=f"c:{first}=", answer="".join(str((first + 1 + n) % 10) for n in range(self._numbers)))
+
+
+def two_at_a_time(config, *, vocab_size: int, is_single_turn: bool, device: str):
+    """Our own engine with two slots. What any engine has to do: `rlmux.engines.rollout_protocol.RolloutEngine`."""
+    from rlmux.engines.rollout import SlotRolloutEngine  # here: simulations need no torch
+
+    return SlotRolloutEngine(
+        config.model, replace(config.rollout, num_slots=2), vocab_size=vocab_size, seed=config.model_seed,
+        staleness=config.algorithm.staleness, is_single_turn=is_single_turn, device=device,
+    )  # fmt: skip
 
 
 def two_sizes(*, seed: int = 0, pairs: int = 2) -> Workload:

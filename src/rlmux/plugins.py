@@ -1,4 +1,4 @@
-"""Parts that users add without changing rlmux: policies, tasks and workloads of their own.
+"""Parts that users add without changing rlmux: policies, tasks, rollout engines and workloads of their own.
 
     module:name, in the file or on the command line ───────┐
     a bare name: the entry point of an installed package ──┴▶ find(kind, text) ─▶ the class or function
@@ -6,6 +6,7 @@
     kind        entry points      what it is
     policy      rlmux.policies    a frozen dataclass as `core/policy.py` says
     task        rlmux.tasks       a class made from (params, seed), as `rl/tasks/base.py` says
+    engine      rlmux.engines     a function or class that makes a `RolloutEngine` (`engines/of_users.py`)
     workload    rlmux.workloads   a function of `seed` and of parameters with default values that returns a Workload
 
 Built-in names come first: no plug-in can take one. Nothing is imported before it is asked for by name.
@@ -24,9 +25,14 @@ from typing import Any, Literal
 
 from rlmux.core.errors import UserError
 
-Kind = Literal["policy", "task", "workload"]
+Kind = Literal["policy", "task", "engine", "workload"]
 
-GROUPS: dict[Kind, str] = {"policy": "rlmux.policies", "task": "rlmux.tasks", "workload": "rlmux.workloads"}
+GROUPS: dict[Kind, str] = {
+    "policy": "rlmux.policies",
+    "task": "rlmux.tasks",
+    "engine": "rlmux.engines",
+    "workload": "rlmux.workloads",
+}
 """Entry point group of each kind."""
 
 

@@ -148,7 +148,7 @@ class Checks:
     def _check_engine(self, path: KeyPath, pipeline: PipelineConfig) -> None:
         """A server holds the weights of one worker of one pipeline, whole."""
         url = pipeline.rollout.engine.url
-        if pipeline.rollout.engine.is_server and pipeline.adapter is not None:
+        if pipeline.rollout.engine.name != "rlmux" and pipeline.adapter is not None:
             raise self._error(path[:-1], "does not go with an adapter; accepted: our own engine")
         if url is None:
             return

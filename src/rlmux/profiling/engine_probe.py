@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from rlmux.engines.of_users import make_user_engine
 from rlmux.engines.rollout import SlotRolloutEngine
 from rlmux.engines.servers.factory import make_server_engine
 from rlmux.engines.servers.probe import probe_engine
@@ -36,6 +37,9 @@ def probe_on_this_machine(config: TrainingConfig, num_trajectories: int) -> dict
         finally:
             server.close()
         found["capabilities"] = asdict(server.capabilities)
+    elif given.is_of_user:
+        user = make_user_engine(config, vocab_size=vocab_size, is_single_turn=True, device=device)
+        report = probe_engine(user, num_trajectories=num_trajectories)
     else:
         ours = SlotRolloutEngine(config.model, config.rollout, vocab_size=vocab_size, seed=config.seed, device=device)
         report = probe_engine(ours, num_trajectories=num_trajectories, is_recomputation_avoidable=True)

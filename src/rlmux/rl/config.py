@@ -19,6 +19,7 @@ from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from annotated_types import Ge, Gt, Le, Lt, MinLen, Predicate
 
+from rlmux import plugins
 from rlmux.core.errors import UserError
 from rlmux.plugins import is_reference
 
@@ -27,6 +28,9 @@ ARCHITECTURES = ("qwen3", "llama", "qwen2", "mistral", "qwen3_moe")
 
 ACCEPTED_MODELS = ", ".join(ARCHITECTURES) + "; vLLM and SGLang serve others (rollout.engine)"
 """What a refusal of another architecture names."""
+
+ENGINES = ("rlmux", "vllm", "sglang")
+"""Rollout engines by the names that a file gives them: our own, and servers of others."""
 
 AdapterTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 """A projection of each block that an adapter can stand beside: those of a dense Qwen3 or Llama."""
@@ -281,17 +285,19 @@ class AlgorithmConfig(FromFile):
 class EngineConfig(FromFile):
     """The program that samples the answers (docs/engines.md). A bare name is short for `{name: ...}`."""
 
-    name: Literal["rlmux", "vllm", "sglang"] = "rlmux"
-    """Our own engine, or a server of others. Those need `python` or `url`."""
+    name: Annotated[str, Takes("rlmux, vllm, sglang, a plug-in's name, or module:name of your own")] = "rlmux"
+    """Our own engine (rlmux), a server of others (vllm, sglang), which needs `python` or `url`, or an engine of your
+    own, by `module:name` or the name that a package gives it (docs/python.md)."""
     python: str | None = None
     """Python of the environment that has the engine, relative to this file. Each rollout worker starts a server with
     it, which ends with the worker. Excludes `url`."""
     url: str | None = None
     """A server of the pipeline's model that runs already on this machine, for it alone. Excludes `python`."""
     args: tuple[str, ...] = ()
-    """Further arguments of the server's command, for `python`."""
+    """Further arguments of the server's command, for `python`; or what an engine of your own makes of them."""
     memory_gb: PositiveFloat | None = None
-    """Device memory of a server, in 10^9 bytes; without: what our engine would take and 2 more."""
+    """Device memory of a server, in 10^9 bytes; without: what our engine would take and 2 more. Of an engine of your
+    own; without: what ours would take."""
     start_limit_s: PositiveFloat = 600.0
     """Seconds within which a server must have started."""
 
@@ -302,6 +308,14 @@ class EngineConfig(FromFile):
                     raise MisfitError(
                         key, "does not go with our own engine; accepted with: name: vllm, or name: sglang"
                     )
+            return
+        if self.is_of_user:
+            if not plugins.is_plugin("engine", self.name):
+                known = ", ".join((*ENGINES, *plugins.names("engine")))
+                raise MisfitError("name", f"is {self.name!r}: unknown; accepted: {known}, or module:name of your own")
+            for key in ("python", "url"):
+                if getattr(self, key):
+                    raise MisfitError(key, "does not go with an engine of your own; accepted with: vllm, sglang")
             return
         if (self.python is None) == (self.url is None):
             given = "url" if self.url is not None else "name"
@@ -316,7 +330,12 @@ class EngineConfig(FromFile):
     @property
     def is_server(self) -> bool:
         """A server of others samples."""
-        return self.name != "rlmux"
+        return self.name in ENGINES[1:]
+
+    @property
+    def is_of_user(self) -> bool:
+        """An engine that the user wrote samples."""
+        return self.name not in ENGINES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -334,12 +353,12 @@ class RolloutConfig(FromFile):
     num_slots: Annotated[int, Ge(1), Le(4096)] = 64
     """Sequences decoded at once by each worker. Results change with it in the last bits."""
     dtype: Literal["float32", "bfloat16"] = "float32"
-    """What a server of others samples in; our own engine in float32 only."""
+    """What an engine of others samples in; our own engine in float32 only."""
     engine: Annotated[EngineConfig, Takes("an engine's name, or a mapping")] = field(default_factory=EngineConfig)
     """The program that samples."""
 
     def __post_init__(self) -> None:
-        if self.dtype != "float32" and not self.engine.is_server:
+        if self.dtype != "float32" and self.engine.name == "rlmux":
             raise MisfitError("dtype", "accepted: float32; bfloat16 goes with an engine of others")
 
 

@@ -1,4 +1,4 @@
-"""What is wrong with a pipeline's `rollout.engine`, found before anything starts; no engine is imported.
+"""What is wrong with a pipeline's `rollout.engine`, found before anything starts; none but the user's own is imported.
 
 python ── importlib.metadata ──▶ the engine's version ── and its folder ──▶ does it name the model's class?
 url ── /version, /server_info ─▶ the engine's version
@@ -10,10 +10,12 @@ import http.client
 import json
 import subprocess
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
-from rlmux.core.errors import UserError
-from rlmux.rl.config import EngineConfig, ModelConfig
+from rlmux import plugins
+from rlmux.core.errors import PipelineError, RlmuxError, UserError
+from rlmux.rl.config import ENGINES, EngineConfig, ModelConfig, TrainingConfig
 
 VERSIONS = {"vllm": ("0.32", "0.33"), "sglang": ("0.5",)}
 """Versions whose endpoints were read or run, by engine, as beginnings."""
@@ -46,12 +48,29 @@ print(json.dumps(found))
 
 
 def check_engine(engine: EngineConfig, model: ModelConfig) -> str | None:
-    """The engine's version; None for our own. Raises UserError, in one line that begins with the key to change."""
+    """The engine's version; None for our own, and for the user's.
+
+    Raises UserError, in one line that begins with the key to change.
+    """
     if engine.python is not None:
         return _check_python(engine, model)
     if engine.url is not None:
         return _check_url(engine)
+    if engine.is_of_user:
+        plugins.find("engine", engine.name, ENGINES)
     return None
+
+
+def call_user_engine(config: TrainingConfig, **given: Any) -> Any:
+    """What the user's function or class makes of the config. Raises PipelineError where it raises."""
+    name = config.rollout.engine.name
+    make = plugins.find("engine", name, ENGINES)
+    try:
+        return make(config, **given)
+    except RlmuxError:
+        raise
+    except Exception as error:  # the user's code may raise anything
+        raise PipelineError(f"rollout.engine: {name} raised {plugins.described(error)}") from error
 
 
 def check_version(name: str, version: str, where: str) -> None:

@@ -59,6 +59,8 @@ def device_parts(config: TrainingConfig, phase: Phase, *, is_gpu: bool = False, 
         return train_parts(config, has_flash=has_flash(config, is_gpu=is_gpu), has_base=has_base) | context
     if config.rollout.engine.is_server:
         return {f"{config.rollout.engine.name} server": server_bytes(config)} | context
+    if config.rollout.engine.memory_gb is not None:  # an engine of the user's own
+        return {config.rollout.engine.name: config.rollout.engine.memory_gb * 1e9} | context
     return rollout_parts(config, has_base=has_base) | context
 
 

@@ -42,6 +42,7 @@ def calls_user_code(config: TrainingConfig) -> bool:
     """Whether the checks of this pipeline run code that is not ours, or load what training alone needs."""
     task = config.task
     has_code = task.reward is not None or task.environment is not None or is_of_user(task.name)
+    has_code = has_code or config.rollout.engine.is_of_user
     return has_code or config.model.path is not None
 
 

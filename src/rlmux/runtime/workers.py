@@ -181,13 +181,17 @@ def _unpacked(partial: PartialTrajectory) -> PartialTrajectory:
 def _make_rollout_engine(
     config: TrainingConfig, vocab_size: int, is_single_turn: bool, device: str, bases: Path | None
 ) -> RolloutEngine:
-    """Ours in this process, or one behind a server that ends with it."""
+    """Ours in this process, one of the user's, or one behind a server that ends with it."""
     if config.rollout.engine.is_server:
         from rlmux.engines.servers.factory import make_server_engine
 
         return make_server_engine(
             config, vocab_size=vocab_size, is_single_turn=is_single_turn, device=device, on_wait=beat
         )
+    if config.rollout.engine.is_of_user:
+        from rlmux.engines.of_users import make_user_engine
+
+        return make_user_engine(config, vocab_size=vocab_size, is_single_turn=is_single_turn, device=device)
     from rlmux.engines.rollout import SlotRolloutEngine
 
     return SlotRolloutEngine(
