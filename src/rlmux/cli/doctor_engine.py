@@ -24,7 +24,7 @@ def probed_config(name: str, python: str | None, url: str | None, model: str | N
         raise UserError(f"--trajectories {num}: accepted: 2 or more")
     path = None if python is None else str(Path(python).absolute())
     try:
-        engine = EngineConfig(name=name, python=path, url=url)  # type: ignore[arg-type]
+        engine = EngineConfig(name=name, python=path, url=url)
     except UserError as error:
         raise UserError(f"--engine {name}: {error}") from None
     rollout = RolloutConfig(num_slots=max(_SLOTS, num), max_new_tokens=16, max_prompt_tokens=32, engine=engine)
