@@ -162,6 +162,20 @@ CASES = {
         "(algorithm.micro_batch_size 32), and some ranks would have none; accepted: up to 4, "
         "or a smaller algorithm.micro_batch_size",
     ),
+    "a model in parts on one worker": (
+        [("    rollout:\n", "    train: {sharding: shard}\n    rollout:\n")],
+        "two.yaml:10: pipelines.sort.train.sharding is 'shard' with one worker; accepted: replicate, or train.workers",
+    ),
+    "a model in parts with an adapter": (
+        [
+            ("    train: {devices: 1}", "    train: {devices: 2}"),
+            (
+                "    rollout:\n",
+                "    train: {sharding: shard, workers: 2}\n    adapter: {rank: 2, alpha: 4}\n    rollout:\n",
+            ),
+        ],
+        "two.yaml:10: pipelines.sort.train.sharding is 'shard', which does not go with an adapter; accepted: replicate",
+    ),
     "more training workers than devices": (
         [("    rollout:\n", "    train: {workers: 2}\n    rollout:\n")],
         "two.yaml:10: pipelines.sort.train.workers is 2; accepted: up to 1, the size of pool 'train'",

@@ -20,7 +20,15 @@ from rlmux.engines.training_forward import score_tokens
 from rlmux.engines.tree_sum import TreeSum
 from rlmux.rl import memory_parts
 from rlmux.rl.adapter_base import base_bytes, bases_of
-from rlmux.rl.config import AdapterConfig, AlgorithmConfig, ModelConfig, RolloutConfig, SftWarmupConfig, TrainingConfig
+from rlmux.rl.config import (
+    AdapterConfig,
+    AlgorithmConfig,
+    ModelConfig,
+    RolloutConfig,
+    SftWarmupConfig,
+    TrainConfig,
+    TrainingConfig,
+)
 from rlmux.rl.footprint import footprint_of, host_parts
 from rlmux.rl.memory_parts import (
     CUDA_CONTEXT_BYTES,
@@ -157,6 +165,18 @@ def test_a_trainers_host_memory_holds_checkpoint_and_published_versions() -> Non
         "weights being published": weights,
         "versions in shared memory": 5 * weights,
     }
+
+
+def test_the_parts_of_a_model_are_counted_as_the_ranks_have_them() -> None:
+    whole = config(algorithm=AlgorithmConfig(prompts_per_step=4, group_size=4, micro_batch_size=2, kl_coef=0.1))
+    cut = replace(whole, train=TrainConfig(num_workers=4, sharding="shard"))
+    of_whole, of_cut = train_parts(whole), train_parts(cut)
+    for part in ("weights", "gradients", "moments", "reference"):
+        assert of_cut[part] == of_whole[part] / 4
+    assert "gradient sums" not in of_cut
+    assert of_cut["gathered weights"] < of_whole["weights"]
+    assert host_parts(cut)["whole model, before it is cut"] == of_whole["weights"]
+    assert train_state_bytes(cut) == train_state_bytes(whole), "a checkpoint holds whole tensors"
 
 
 def test_an_adapters_parts_are_its_own_and_its_base_is_counted_where_it_lies():

@@ -134,6 +134,7 @@ class Checks:
         self._check_fits(path, Phase.ROLLOUT, pipeline.rollout.num_workers)
         self._check_fits(path, Phase.TRAIN, pipeline.train.num_workers)
         self._check_ranks((*path, "train", "workers"), pipeline)
+        self._check_sharding((*path, "train", "sharding"), pipeline)
         architecture, max_positions, source = self._check_model((*path, "model"), pipeline)
         if pipeline.adapter is not None and architecture not in ADAPTER_ARCHITECTURES:
             text = f"does not go with a {architecture!r} model; accepted: {', '.join(ADAPTER_ARCHITECTURES)}"
@@ -189,6 +190,20 @@ class Checks:
                 f"some ranks would have none; accepted: up to {1 << num_micro_batches.bit_length() - 1}, or a smaller "
                 "algorithm.micro_batch_size",
             )
+
+    def _check_sharding(self, path: KeyPath, pipeline: PipelineConfig) -> None:
+        """What does not go with a model of which each rank has a part."""
+        if pipeline.train.sharding != "shard":
+            return
+        if pipeline.train.num_workers == 1:
+            raise self._error(path, "is 'shard' with one worker; accepted: replicate, or train.workers 2 or more")
+        if pipeline.adapter is not None:
+            raise self._error(path, "is 'shard', which does not go with an adapter; accepted: replicate")
+        if pipeline.promise is not None:
+            text = (
+                "is 'shard', which does not go with a promise: one worker is probed; accepted: replicate, or no promise"
+            )
+            raise self._error(path, text)
 
     def _check_model(self, path: KeyPath, pipeline: PipelineConfig) -> tuple[str, int | None, str]:
         """The model's architecture, its largest number of positions (None: not known), and what decides that."""

@@ -31,6 +31,11 @@ class AdamW:
         self.second_moment = torch.zeros_like(weights)
         self.num_updates = 0
 
+    @property
+    def moments(self) -> tuple[Tensor, Tensor]:
+        """All tensors of its state."""
+        return self.first_moment, self.second_moment
+
     def reset(self) -> None:
         """Zero the moments and the count of updates."""
         self.first_moment.zero_()

@@ -13,7 +13,7 @@ A model that computes in bfloat16 has a copy of the weights to compute with, and
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -31,11 +31,7 @@ class FlatParameters:
     def __init__(self, model: nn.Module, dtype: torch.dtype = torch.float32) -> None:
         """`dtype`: what the model computes in from now on."""
         self._parameters = trained_parameters(model)
-        self._offset_by_name: dict[str, int] = {}
-        size, alignment = 0, _ALIGNMENT_BYTES // dtype.itemsize
-        for name, parameter in self._parameters.items():
-            self._offset_by_name[name] = size
-            size += -(-parameter.numel() // alignment) * alignment
+        self._offset_by_name, size = offsets_of(self._parameters, dtype)
         device = next(iter(self._parameters.values())).device
         self.weights = torch.zeros(size, device=device)
         self.working = self.weights if dtype == torch.float32 else torch.zeros(size, device=device, dtype=dtype)
@@ -85,3 +81,13 @@ class FlatParameters:
         parameter = self._parameters[name]
         offset = self._offset_by_name[name]
         return buffer[offset : offset + parameter.numel()].view(parameter.shape)
+
+
+def offsets_of(parameters: Mapping[str, nn.Parameter], dtype: torch.dtype) -> tuple[dict[str, int], int]:
+    """(first element of each parameter in the buffer, elements of the buffer). `dtype`: what the model computes in."""
+    offset_by_name: dict[str, int] = {}
+    size, alignment = 0, _ALIGNMENT_BYTES // dtype.itemsize
+    for name, parameter in parameters.items():
+        offset_by_name[name] = size
+        size += -(-parameter.numel() // alignment) * alignment
+    return offset_by_name, size

@@ -27,7 +27,6 @@ from rlmux.core.errors import IllegalTransitionError
 from rlmux.engines.micro_batches import MicroBatch, TrainingSequence, cut
 from rlmux.engines.rollout import SlotRolloutEngine
 from rlmux.engines.train import TorchTrainEngine
-from rlmux.engines.training_forward import score_tokens
 from rlmux.rl.promise import Check, ProbeReport
 from rlmux.rl.types import FinishedTurn, TrajectoryId, TrajectoryRequest
 
@@ -177,12 +176,7 @@ def _micro_batches(engine: TorchTrainEngine) -> list[MicroBatch]:
 
 def _gradient_fingerprint(engine: TorchTrainEngine, batch: MicroBatch) -> tuple[int, ...]:
     """Sums of the bits of the gradient of the weighted log-probs: a gradient of its own, held for a moment."""
-    model = engine.model
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    on_device = batch.to(parameters[0].device)
-    logprobs = score_tokens(model, on_device, engine.temperature, train=engine.train_config).logprobs
-    gradients = torch.autograd.grad((logprobs * on_device.weights).sum(), parameters, allow_unused=True)
-    return tuple(part for gradient in gradients if gradient is not None for part in _sums_of_bits(gradient))
+    return tuple(part for gradient in engine.gradient_of(batch) for part in _sums_of_bits(gradient))
 
 
 def _sums_of_bits(tensor: Tensor) -> tuple[int, int]:

@@ -73,7 +73,7 @@ class Ranks:
         if self.count == 1:
             return is_over
         answer = torch.tensor([is_over], dtype=torch.uint8)
-        with _touching_others():
+        with touching_others():
             dist.broadcast(answer, 0)
         return bool(answer)
 
@@ -101,7 +101,7 @@ class Ranks:
             theirs = torch.empty_like(part)
             exchanges = [_C.P2POp(dist.isend, part, partner)] if mine is not None else []
             exchanges += [_C.P2POp(dist.irecv, theirs, partner)] if has_other else []
-            with _touching_others():
+            with touching_others():
                 for work in dist.batch_isend_irecv(exchanges):
                     work.wait()
             if has_other:
@@ -113,7 +113,7 @@ class Ranks:
         if self.count == 1:
             return sorted(rows, key=_number)
         gathered: list[Any] = [None] * self.count
-        with _touching_others():
+        with touching_others():
             dist.all_gather_object(gathered, list(rows))
         return sorted((row for of_rank in gathered for row in of_rank), key=_number)
 
@@ -122,9 +122,18 @@ class Ranks:
         if self.count == 1:
             return True
         gathered: list[Any] = [None] * self.count
-        with _touching_others():
+        with touching_others():
             dist.all_gather_object(gathered, text)
         return len(set(gathered)) == 1
+
+    def of_first(self, text: str) -> str:
+        """The text that rank 0 has."""
+        if self.count == 1:
+            return text
+        texts = [text]
+        with touching_others():
+            dist.broadcast_object_list(texts, 0)
+        return texts[0]
 
 
 def _number(row: Sequence[float]) -> float:
@@ -159,7 +168,7 @@ def join_ranks(store: RankStore | tuple[str, int], rank: int, count: int, *, hos
     if interface is not None:  # else gloo takes the one that the machine's name leads to
         os.environ["GLOO_SOCKET_IFNAME"] = interface
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
-    with _touching_others():
+    with touching_others():
         opened = store._store if isinstance(store, RankStore) else _C.TCPStore(*store, timeout=_LONGEST_WAIT)
         dist.init_process_group(backend, store=opened, rank=rank, world_size=count, timeout=_LONGEST_WAIT)
     return Ranks(rank, count)
@@ -175,9 +184,11 @@ def _interface_of(host: str) -> str | None:
 
 
 @contextmanager
-def _touching_others() -> Iterator[None]:
+def touching_others() -> Iterator[None]:
     """A rank that is gone shows in the others' exchanges: what is lost is the gang, not the pipeline."""
     try:
         yield
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
         raise WorkerLostError(f"a rank of its gang is gone: {str(error).splitlines()[0][:160]}") from error

@@ -30,6 +30,8 @@ _STAGING_BYTES = 32 * 2**20
 _READ_AHEAD_BYTES = 2**20
 """Bytes read ahead at once: a load that begins meanwhile waits for no more."""
 
+_LARGE_BYTES = 2**20
+
 
 class Offloaded:
     """Tensors that are off their device, in their order."""
@@ -175,3 +177,12 @@ def give_back(device: torch.device) -> None:
         torch.cuda.empty_cache()
     elif hasattr(_LIBC, "malloc_trim"):  # glibc's
         _LIBC.malloc_trim(0)
+
+
+def return_freed_memory() -> None:
+    """Have the C library give every large block back as it is freed, from now on, instead of keeping it in its heap.
+
+    Layers that are gathered and let go leave holes of many sizes there, which came to half of what a process held.
+    """
+    if hasattr(_LIBC, "mallopt"):  # glibc's; -3 is M_MMAP_THRESHOLD
+        _LIBC.mallopt(-3, _LARGE_BYTES)

@@ -29,8 +29,8 @@ from rlmux.engines.micro_batches import MicroBatch, TrainingSequence, cut
 from rlmux.engines.ranks import Ranks, in_leaf_order
 from rlmux.engines.sft_warmup import risen_learning_rate
 from rlmux.engines.stage_work import StageWork
-from rlmux.engines.train_state import TrainState
-from rlmux.engines.training_forward import TokenScores, score_tokens
+from rlmux.engines.train_tensors import TrainTensors
+from rlmux.engines.training_forward import TokenScores
 from rlmux.rl.algorithms import ALGORITHMS, behavior_ratio, clipped_surrogate, is_clamped, kl_k3
 from rlmux.rl.batch_metrics import count_sampled
 from rlmux.rl.config import TrainingConfig
@@ -73,7 +73,7 @@ class RlStep:
         self,
         batch: TrainingBatch,
         config: TrainingConfig,
-        state: TrainState,
+        state: TrainTensors,
         *,
         max_logprob_gap: float = math.inf,
     ) -> None:
@@ -141,11 +141,12 @@ class RlStep:
         if not self._state.has_reference:
             return
         for dealt in chain.from_iterable(self._dealt):
-            if dealt is not None:
-                leaf, batch = dealt
-                with torch.no_grad(), self._state.reference_weights():
-                    scores = self._forward(batch.to(self._state.device))
-                self._reference_logprobs[leaf] = scores.logprobs.cpu()
+            with torch.no_grad(), self._state.reference_weights():
+                if dealt is None:
+                    self._state.accompany()
+                else:
+                    leaf, batch = dealt
+                    self._reference_logprobs[leaf] = self._forward(batch.to(self._state.device)).logprobs.cpu()
             yield _num_tokens(dealt)
 
     def _compute_old_logprobs(self, metrics: dict[str, float]) -> Iterator[int]:
@@ -153,14 +154,15 @@ class RlStep:
         if not self._config.algorithm.needs_old_logprobs:
             return
         for dealt in chain.from_iterable(self._dealt):
-            if dealt is not None:
-                leaf, batch = dealt
-                on_device = batch.to(self._state.device)
-                with torch.no_grad():
-                    scores = self._forward(on_device)
-                self._first_look.add(leaf, on_device, scores, self.place(Stage.OLD_LOGPROBS))
-                self._old_logprobs[leaf] = scores.logprobs.cpu()
+            with torch.no_grad():
+                self._find_old_logprobs(*dealt) if dealt is not None else self._state.accompany()
             yield _num_tokens(dealt)
+
+    def _find_old_logprobs(self, leaf: int, batch: MicroBatch) -> None:
+        on_device = batch.to(self._state.device)
+        scores = self._forward(on_device)
+        self._first_look.add(leaf, on_device, scores, self.place(Stage.OLD_LOGPROBS))
+        self._old_logprobs[leaf] = scores.logprobs.cpu()
 
     def _update(self, metrics: dict[str, float]) -> Iterator[int]:
         """Gradients of each mini-batch of each epoch, summed as a tree over its micro-batches, and an optimizer step.
@@ -178,6 +180,8 @@ class RlStep:
             for index, dealt in enumerate(positions):
                 if dealt is not None:
                     found.append(self._add_gradient(*dealt, num_sampled))
+                else:
+                    self._state.accompany()
                 if index == len(positions) - 1:
                     totals["grad_norm"] += self._state.update_weights(rate, place) / algorithm.num_updates
                     self._add_up(found, totals)
@@ -238,8 +242,7 @@ class RlStep:
         return found
 
     def _forward(self, batch: MicroBatch) -> TokenScores:
-        config = self._config
-        return score_tokens(self._state.model, batch, config.rollout.temperature, train=config.train)
+        return self._state.score(batch, self._config.rollout.temperature)
 
     def _require_logprobs(self) -> None:
         for stage in (Stage.REFERENCE_LOGPROBS, Stage.OLD_LOGPROBS):

@@ -14,8 +14,7 @@ from rlmux.core.model import Stage
 from rlmux.engines.micro_batches import MicroBatch, TrainingSequence, cut
 from rlmux.engines.ranks import in_leaf_order
 from rlmux.engines.stage_work import StageWork
-from rlmux.engines.train_state import TrainState
-from rlmux.engines.training_forward import score_tokens
+from rlmux.engines.train_tensors import TrainTensors
 from rlmux.rl.batch_metrics import count_sampled
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.demonstrations import demonstration_batch
@@ -26,7 +25,7 @@ from rlmux.rl.vocabulary import Vocabulary
 class SftWarmup:
     """The warm-up of one pipeline, from update 0 to `sft_warmup.num_updates`."""
 
-    def __init__(self, config: TrainingConfig, vocabulary: Vocabulary, state: TrainState) -> None:
+    def __init__(self, config: TrainingConfig, vocabulary: Vocabulary, state: TrainTensors) -> None:
         self._config = config
         self._vocabulary = vocabulary
         self._state = state
@@ -75,6 +74,8 @@ class SftWarmup:
             for index, dealt in enumerate(positions):
                 if dealt is not None:
                     losses.append((dealt[0], self._add_gradient(dealt[1], place)))
+                else:
+                    self._state.accompany()
                 if index == len(positions) - 1:
                     metrics["grad_norm"] = self._state.update_weights(self._learning_rate(), place)
                     metrics["loss"] = sum(loss for _, loss in self._state.ranks.gather(losses))
@@ -85,7 +86,7 @@ class SftWarmup:
 
     def _add_gradient(self, batch: MicroBatch, place: str) -> float:
         on_device = batch.to(self._state.device)
-        logprobs = score_tokens(self._state.model, on_device, 1.0, train=self._config.train).logprobs
+        logprobs = self._state.score(on_device, 1.0).logprobs
         return self._state.add_gradient(-(logprobs * on_device.weights).sum(), place)
 
     def _micro_batches(self, task: Task) -> list[MicroBatch]:

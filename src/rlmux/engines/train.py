@@ -4,7 +4,7 @@
                              │                       (kl_coef > 0)    (several updates)              │
                              └─────────────────────────────────── n + 1 ◀────────────────────────────┘
 
-    TrainState   all tensors, and where they lie     SftWarmup, RlStep   the stages
+    TrainTensors all tensors, and where they lie     SftWarmup, RlStep   the stages
     StageWork    how far a stage is                  TrainSnapshot       what a checkpoint holds
 
 A stage is a generator that stops after each micro-batch; `run_stage` continues it until its time is up, so
@@ -20,29 +20,32 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from rlmux.core.errors import CheckpointError, IllegalTransitionError, PipelineError, UserError
 from rlmux.core.model import Stage
 from rlmux.engines.checkpoint import read_checkpoint, read_state
 from rlmux.engines.lora import ADAPTER_CONFIG_FILE, adapter_config_file, inject_adapter
+from rlmux.engines.micro_batches import MicroBatch
 from rlmux.engines.model_io import build_model
 from rlmux.engines.ranks import Ranks
 from rlmux.engines.rl_step import RlStep
 from rlmux.engines.router_loss import has_experts
 from rlmux.engines.sft_warmup import SftWarmup
+from rlmux.engines.sharded_state import ShardedState
 from rlmux.engines.shared_base import SharedBase
 from rlmux.engines.snapshot import TrainSnapshot
 from rlmux.engines.stage_work import StageWork
 from rlmux.engines.train_state import TrainState
+from rlmux.engines.train_tensors import TrainTensors
 from rlmux.engines.training_forward import prepare_forward
 from rlmux.rl.algorithms import ALGORITHMS
-from rlmux.rl.config import TrainConfig, TrainingConfig
+from rlmux.rl.config import TrainingConfig
 from rlmux.rl.origin import Origin
 from rlmux.rl.types import TrainingBatch, TrainReport
 from rlmux.rl.vocabulary import Vocabulary, load_vocabulary
@@ -58,7 +61,7 @@ _ROUNDED_GAP = 1.0
 class TorchTrainEngine:
     """One rank's training in torch. See the module docstring.
 
-    Ranks         join_ranks, check_ranks
+    Ranks         join_ranks, check_ranks, waits_for_ranks
     Learning      begin_step, run_stage, version, is_warm
     Weights       export_weights, weights_sha256
     Checkpoints   snapshot, save, restore
@@ -98,13 +101,29 @@ class TorchTrainEngine:
         if config.adapter is not None:
             inject_adapter(model, config.adapter, config.seed)
         prepare_forward(model, config.train)
+        self._model = model
         self._model_config: Any = model.config
-        self._state = TrainState(nn.Module.to(model, torch.device(device)), config, is_base_shared=is_shared)
-        self._sft_warmup = SftWarmup(config, self._vocabulary, self._state)
+        self._device = torch.device(device)
         self._step: RlStep | None = None
         self._version = 0
+        if not self.waits_for_ranks:
+            self._take(TrainState(nn.Module.to(model, self._device), config, is_base_shared=is_shared))
         self._file_by_name: dict[str, bytes] = {}
         """Files that are the same in every checkpoint of the pipeline; empty before the first."""
+
+    def _take(self, state: TrainTensors) -> None:
+        self._state = state
+        self._sft_warmup = SftWarmup(self._config, self._vocabulary, state)
+
+    @property
+    def is_sharded(self) -> bool:
+        """Each rank has a part of the tensors: all of them take part in writing weights and checkpoints."""
+        return self._config.train.is_sharded
+
+    @property
+    def waits_for_ranks(self) -> bool:
+        """Its ranks have not been joined, and its tensors are not cut: until then it can do nothing else."""
+        return self.is_sharded and not hasattr(self, "_state")
 
     @property
     def version(self) -> int:
@@ -114,7 +133,7 @@ class TorchTrainEngine:
     @property
     def model(self) -> nn.Module:
         """The model in training."""
-        return self._state.model
+        return self._model
 
     @property
     def vocab_size(self) -> int:
@@ -125,15 +144,9 @@ class TorchTrainEngine:
         """Sequences of one forward and backward pass."""
         return self._config.algorithm.micro_batch_size
 
-    @property
-    def train_config(self) -> TrainConfig:
-        """What the training forward is asked for."""
-        return self._config.train
-
-    @property
-    def temperature(self) -> float:
-        """Temperature of the distribution that log-probs are of."""
-        return self._config.rollout.temperature
+    def gradient_of(self, batch: MicroBatch) -> Sequence[Tensor]:
+        """This rank's part of the gradient of the weighted log-probs of one micro-batch; nothing is changed."""
+        return self._state.gradient_of(batch.to(self._state.device), self._config.rollout.temperature)
 
     @property
     def is_warm(self) -> bool:
@@ -143,9 +156,15 @@ class TorchTrainEngine:
     # --- ranks ----------------------------------------------------------------------------------------------
 
     def join_ranks(self, ranks: Ranks) -> None:
-        """Train together with others from here on; all of them have the same weights and are between two steps."""
-        self._state.ranks = ranks
-        self._sft_warmup.restore(self._sft_warmup.num_updates_done)
+        """Train together with others from here on; all of them have the same weights and are between two steps.
+
+        Where the model is sharded, each rank keeps its part of it alone.
+        """
+        if self.waits_for_ranks:
+            self._take(ShardedState(self._model, self._config, ranks, self._device))
+        else:
+            self._state.ranks = ranks
+            self._sft_warmup.restore(self._sft_warmup.num_updates_done)
         self._step = None
 
     def check_ranks(self) -> None:
@@ -283,7 +302,7 @@ class TorchTrainEngine:
         adapter = self._config.adapter
         if not self._file_by_name:
             config = self._model_config
-            config.architectures = [type(self._state.model).__name__]
+            config.architectures = [type(self._model).__name__]
             config.eos_token_id = self._vocabulary.eos_token
             config.pad_token_id = self._vocabulary.pad_token
             with tempfile.TemporaryDirectory(prefix="rlmux-") as folder:

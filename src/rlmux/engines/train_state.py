@@ -1,14 +1,11 @@
-"""The tensors of one training pipeline, and where they lie.
+"""The tensors of one training pipeline where every rank has all of them, and where they lie.
 
     weights, gradients      FlatParameters        survive an offload: weights, moments, reference, partial sums
     moments                 AdamW                 scratch: the gradients of the micro-batch under way
     partial gradient sums   TreeSum
     reference               a copy of the weights, with a KL penalty only
 
-    add_gradient (one micro-batch) ─▶ ... ─▶ update_weights ─▶ new weights, no partial sums
-
-Invariants: no optimizer step is made with a loss or gradient that is not finite. While offloaded, no tensor takes
-memory on the device.
+Invariant: ranks have equal weights, bit for bit.
 """
 
 from __future__ import annotations
@@ -21,28 +18,27 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from rlmux.core.errors import CheckpointError, IllegalTransitionError, PipelineError
+from rlmux.core.errors import CheckpointError, PipelineError
 from rlmux.engines.adamw import AdamW, AdamWNumbers
 from rlmux.engines.flat_parameters import FlatParameters
 from rlmux.engines.lora import ADAPTER_FILE
+from rlmux.engines.micro_batches import MicroBatch
 from rlmux.engines.ranks import Ranks
-from rlmux.engines.residency import Offloaded, give_back
+from rlmux.engines.train_tensors import OPTIMIZER_FILE, REFERENCE_FILE, TrainTensors, require_same_model
+from rlmux.engines.training_forward import TokenScores, score_tokens
 from rlmux.engines.tree_sum import TreeSum
 from rlmux.engines.weights import MODEL_FILE, SHA256, own_copies, read_tensors, weights_sha256, write_tensors
 from rlmux.rl.config import TrainingConfig
 
-_OPTIMIZER_FILE = "optimizer.safetensors"
-_REFERENCE_FILE = "reference.safetensors"
 
-
-class TrainState:
+class TrainState(TrainTensors):
     """Takes over the parameters of a float32 model that is on its device; it computes in `train.dtype` from then on."""
 
     def __init__(self, model: nn.Module, config: TrainingConfig, *, is_base_shared: bool = False) -> None:
         """`is_base_shared`: frozen parameters are views of a file that others map too, and stay there."""
+        super().__init__(config.name, model, next(model.parameters()).device)
         algorithm = config.algorithm
-        self.model = model
-        self._pipeline = config.name
+        self._train = config.train
         self._weights_file = MODEL_FILE if config.adapter is None else ADAPTER_FILE
         dtype: torch.dtype = getattr(torch, config.train.dtype)
         self._flat = FlatParameters(model, dtype)
@@ -52,20 +48,14 @@ class TrainState:
         self._numbers = AdamWNumbers(betas=algorithm.adam_betas, weight_decay=algorithm.weight_decay)
         self._optimizer = AdamW(self._flat.weights)
         self.ranks = Ranks()
-        """The ranks that train together, as this one sees them."""
         self._num_leaves = 0
         self._gradient_sum = TreeSum(0)
         self._kept_gradients: Tensor | None = None
         """Gradients of losses that were asked for one by one, and whose update is to come; None: there are none."""
         self._reference: Tensor | None = None
         """Flat weights [parameters] that the KL penalty compares with; None without one."""
-        self._offloaded: Offloaded | None = None
         self._sha256: str | None = None
         """Hash of the present weights, once it was asked for: published and kept weights are hashed once."""
-
-    @property
-    def device(self) -> torch.device:
-        return self._flat.weights.device
 
     @property
     def num_updates(self) -> int:
@@ -78,6 +68,18 @@ class TrainState:
         return self._reference is not None
 
     # --- learning -------------------------------------------------------------------------------------------
+
+    def score(self, batch: MicroBatch, temperature: float) -> TokenScores:
+        return score_tokens(self.model, batch, temperature, train=self._train)
+
+    def accompany(self) -> None:
+        """Nothing: a rank computes its own micro-batches alone."""
+
+    def gradient_of(self, batch: MicroBatch, temperature: float) -> list[Tensor]:
+        parameters = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        logprobs = self.score(batch, temperature).logprobs
+        found = torch.autograd.grad((logprobs * batch.weights).sum(), parameters, allow_unused=True)
+        return [gradient for gradient in found if gradient is not None]
 
     def begin_update(self, num_leaves: int) -> None:
         """An update of so many micro-batches begins, those of other ranks included."""
@@ -176,13 +178,13 @@ class TrainState:
         self.require_loaded()
         tensors: dict[str, Mapping[str, Tensor]] = {
             self._weights_file: self._flat.named(),
-            _OPTIMIZER_FILE: {
+            OPTIMIZER_FILE: {
                 "first_moment": self._optimizer.first_moment,
                 "second_moment": self._optimizer.second_moment,
             },
         }
         if self._reference is not None:
-            tensors[_REFERENCE_FILE] = self._flat.named(self._reference)
+            tensors[REFERENCE_FILE] = self._flat.named(self._reference)
         return {name: own_copies(each) for name, each in tensors.items()}
 
     def restore(self, folder: Path, *, num_updates: int, needs_reference: bool) -> None:
@@ -194,11 +196,13 @@ class TrainState:
         if not (folder / self._weights_file).is_file():
             raise CheckpointError(f"{folder} has no {self._weights_file}, which pipeline {self._pipeline} trains")
         weights, _ = read_tensors(folder / self._weights_file)
-        moments, _ = read_tensors(folder / _OPTIMIZER_FILE)
-        mine = {name: tensor.shape for name, tensor in self._flat.named().items()}
-        if {name: tensor.shape for name, tensor in weights.items()} != mine:
-            raise CheckpointError(f"{folder} holds another model than pipeline {self._pipeline} trains")
-        reference = self._read_reference(folder / _REFERENCE_FILE) if needs_reference else None
+        moments, _ = read_tensors(folder / OPTIMIZER_FILE)
+        require_same_model(
+            {name: tensor.shape for name, tensor in weights.items()},
+            {name: tensor.shape for name, tensor in self._flat.named().items()},
+            f"{folder} holds another model than pipeline {self._pipeline} trains",
+        )
+        reference = self._read_reference(folder / REFERENCE_FILE) if needs_reference else None
         self._flat.copy_from(weights)
         self._flat.round()
         self._sha256 = None
@@ -218,43 +222,11 @@ class TrainState:
 
     # --- residency ------------------------------------------------------------------------------------------
 
-    def offload(self, *, spill_to: Path | None = None) -> None:
-        """Device to host, or to disk under this name. Does nothing when offloaded."""
-        if self._offloaded is not None:
-            return
-        self._offloaded = Offloaded(self._kept_tensors(), spill_to=spill_to)
-        for tensor in self._device_tensors():
-            tensor.untyped_storage().resize_(0)
-        give_back(self.device)
-
     def load(self) -> None:
         """Back to the device. Does nothing when already there."""
-        if self._offloaded is None:
-            return
-        for tensor in self._device_tensors():
-            tensor.untyped_storage().resize_(tensor.nbytes)
-        self._offloaded.copy_to(self._kept_tensors())
-        self._offloaded = None
-        self._flat.round()
-
-    def prefetch(self) -> None:
-        """Begin to read ahead what was spilled; does nothing for what was not. Returns at once."""
         if self._offloaded is not None:
-            self._offloaded.prefetch()
-
-    def leave_cache(self) -> None:
-        """Have the system forget what it keeps of a spilled file, so that a measured load reads the disk."""
-        if self._offloaded is not None:
-            self._offloaded.leave_cache()
-
-    def resident_bytes(self) -> int:
-        """Device bytes of weights, gradients, moments, reference and partial sums."""
-        return sum(tensor.untyped_storage().nbytes() for tensor in self._device_tensors())
-
-    def require_loaded(self) -> None:
-        """Raises IllegalTransitionError while offloaded."""
-        if self._offloaded is not None:
-            raise IllegalTransitionError(f"pipeline {self._pipeline}: the train engine is offloaded")
+            super().load()
+            self._flat.round()
 
     def _kept_tensors(self) -> list[Tensor]:
         """Tensors whose content survives an offload."""

@@ -373,6 +373,10 @@ class TrainConfig(FromFile):
     """Compute threads of each worker, rollout workers included. Results change with it in the last bits."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """What training computes in. With bfloat16 the weights that are updated and the moments stay float32."""
+    sharding: Literal["replicate", "shard"] = "replicate"
+    """Whether each rank has the whole model, or a part of it (`shard`: torch's FSDP2), for one that does not fit a
+    device: weights, gradients and moments are cut by `workers`, 2 or more, and gathered layer by layer. Results then
+    change with `workers` in the last bits."""
     activation_checkpointing: bool = False
     """Each layer keeps its input alone and computes the rest again for the gradient: less memory, a third more time."""
     tokens_per_micro_batch: Count | None = None
@@ -384,6 +388,11 @@ class TrainConfig(FromFile):
     logits_chunk_mb: PositiveFloat = 256.0
     """Megabytes of logits (float32, sampled tokens times vocabulary) that training holds at once: above it they are
     computed in chunks of tokens, a second time for the gradient. Results change with it in the last bits."""
+
+    @property
+    def is_sharded(self) -> bool:
+        """Each of several workers has a part of the model."""
+        return self.sharding == "shard" and self.num_workers > 1
 
     def rows_of_chunk(self, vocab_size: int) -> int:
         """Tokens whose logits are held at once; at least one."""

@@ -19,6 +19,7 @@ from rlmux.rl.memory_parts import (
     train_parts,
     train_state_bytes,
     weights_bytes,
+    whole_model_bytes,
 )
 from rlmux.rl.model_shape import shape_of
 
@@ -83,7 +84,8 @@ def host_parts(config: TrainingConfig) -> Parts:
     one being written.
     """
     weights = weights_bytes(config)
-    return {
+    to_be_cut = {"whole model, before it is cut": whole_model_bytes(config)} if config.train.is_sharded else {}
+    return to_be_cut | {
         "checkpoint being written": train_state_bytes(config),
         "weights being published": weights,
         "versions in shared memory": (config.algorithm.staleness + 3) * weights,

@@ -1,6 +1,6 @@
 """The bytes that a worker holds when it holds most, part by part, from its pipeline's config alone.
 
-    train worker     weights, gradients, two moments, reference  +  the fullest of
+    train worker     weights, gradients, two moments, reference  +  the fullest of    (sharded: `_sharded_parts`)
                          a micro-batch's backward, at its begin        activations, logits
                          the same, in the first layer it reaches       activations, gradients of layer and embedding
                          the same, at its end                          gradients of the embedding
@@ -57,6 +57,8 @@ def train_parts(config: TrainingConfig, *, has_flash: bool = True, has_base: boo
     an adapter is counted elsewhere: it lies once in memory, in float32, for several workers.
     """
     shape = shape_of(config.model)
+    if config.train.is_sharded:
+        return _sharded_parts(config, shape, has_flash=has_flash)
     computed_with = weights_bytes(config)
     weights = _master_bytes(config)
     resident = {"weights": weights, "gradients": computed_with, "moments": 2 * weights}
@@ -69,10 +71,37 @@ def train_parts(config: TrainingConfig, *, has_flash: bool = True, has_base: boo
     return resident | max(_train_moments(config, shape, has_flash=has_flash), key=total)
 
 
+def _sharded_parts(config: TrainingConfig, shape: ModelShape, *, has_flash: bool) -> Parts:
+    """What each of several ranks holds that have parts of one model: its own, and what is gathered for a moment.
+
+    The embeddings stay whole from forward to backward, and two layers: one that computes, and the next being gathered.
+    Gradients are copied before they are summed over the ranks, in float32.
+    """
+    own = _master_bytes(config) / config.train.num_workers
+    resident = {"weights": own, "gradients": own, "moments": 2 * own}
+    if config.algorithm.kl_coef > 0:
+        resident["reference"] = own
+    embeddings = (1 if shape.is_tied else 2) * shape.embedding
+    resident["gathered weights"] = (embeddings + 2 * shape.layer_matrices) * _compute_bytes(config)
+    moments = []
+    for _, size in _micro_batches_of_updates(config):
+        first, *others = _backward_moments(config, shape, size, has_flash=has_flash)
+        summed = shape.layer_matrices * (_compute_bytes(config) + FLOAT_BYTES)
+        moments += [first, *({**moment, "gradients being summed": summed} for moment in others[:-1])]
+        moments.append({**others[-1], "gradients being summed": embeddings * FLOAT_BYTES})
+    return resident | max(moments, key=total)
+
+
 def train_state_bytes(config: TrainingConfig) -> float:
-    """Bytes of a trainer's state between two steps: what a checkpoint and an offload copy."""
-    reference = weights_bytes(config) if config.algorithm.kl_coef > 0 else 0.0
+    """Bytes of a trainer's state between two steps: what a checkpoint copies, and an offload of a rank that has it."""
+    of_reference = _master_bytes(config) if config.train.is_sharded else weights_bytes(config)
+    reference = of_reference if config.algorithm.kl_coef > 0 else 0.0
     return 3 * _master_bytes(config) + reference
+
+
+def whole_model_bytes(config: TrainingConfig) -> float:
+    """Bytes of the float32 model that a rank makes or reads before it keeps its part alone."""
+    return _master_bytes(config)
 
 
 def weights_bytes(config: TrainingConfig) -> float:
@@ -95,17 +124,22 @@ def _compute_bytes(config: TrainingConfig) -> int:
 def _train_moments(config: TrainingConfig, shape: ModelShape, *, has_flash: bool) -> list[Parts]:
     weights = _master_bytes(config)
     moments: list[Parts] = [{"gradient sum": weights, "optimizer scratch": weights}]
-    algorithm, warmup = config.algorithm, config.sft_warmup
-    num_sequences = algorithm.prompts_per_step * algorithm.group_size // algorithm.num_minibatches
-    batches = [(num_sequences, min(num_sequences, _sequences_of_micro_batch(config)))]
-    if warmup.num_updates:
-        batches.append((warmup.batch_size, min(warmup.batch_size, algorithm.micro_batch_size)))
-    for num, size in batches:
+    for num, size in _micro_batches_of_updates(config):
         num_leaves = -(-num // size)
         num_held = (-(-num_leaves // config.train.num_workers)).bit_length()  # of a rank's own, the new one among them
         for moment in _backward_moments(config, shape, size, has_flash=has_flash):
             moments.append({"gradient sums": num_held * weights, **moment})
     return moments
+
+
+def _micro_batches_of_updates(config: TrainingConfig) -> list[tuple[int, int]]:
+    """(sequences of an update, sequences of its largest micro-batch) of a step, and of the SFT warm-up."""
+    algorithm, warmup = config.algorithm, config.sft_warmup
+    num_sequences = algorithm.prompts_per_step * algorithm.group_size // algorithm.num_minibatches
+    batches = [(num_sequences, min(num_sequences, _sequences_of_micro_batch(config)))]
+    if warmup.num_updates:
+        batches.append((warmup.batch_size, min(warmup.batch_size, algorithm.micro_batch_size)))
+    return batches
 
 
 def _sequences_of_micro_batch(config: TrainingConfig) -> int:

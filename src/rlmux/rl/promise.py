@@ -10,7 +10,7 @@ promise 1). It is made of checks; those that fail decide the class.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -84,3 +84,12 @@ def refusal(pipeline: str, asked: Promise | None, checks: Iterable[Check]) -> st
         f"pipelines.{pipeline}.promise: {asked} is more than its engines keep on these devices, which is {found} "
         f"({failures}); accepted: {accepted}, or no promise"
     )
+
+
+def worst_of(reports: Sequence[ProbeReport | None]) -> ProbeReport | None:
+    """The first report of several workers that compared together in which bits differ, else the first; None where some
+    have none."""
+    found = [report for report in reports if report is not None]
+    if len(found) < len(reports):
+        return None
+    return next((report for report in found if failures_of(report.checks)), found[0])

@@ -19,12 +19,12 @@ from typing import Any
 
 from rlmux.core.errors import PipelineError, UserError
 from rlmux.core.model import Cluster, DeviceId, NodeId, Phase, PipelineId
-from rlmux.rl.promise import Check, ProbeReport, promise_of, refusal
+from rlmux.rl.promise import Check, ProbeReport, promise_of, refusal, worst_of
 from rlmux.runtime.backend import Submission
 from rlmux.runtime.call_loop import Answer, CallLoop
 from rlmux.runtime.orders import RunningOrder
 from rlmux.runtime.outbox import Outbox
-from rlmux.runtime.pipeline_workers import PipelineWorkers
+from rlmux.runtime.pipeline_workers import PipelineWorkers, all_of
 from rlmux.runtime.workers import RolloutWorker, TrainWorker
 from rlmux.runtime.workplace import Worker, Workplace
 
@@ -45,9 +45,10 @@ class Promises:
         self._checks: dict[PipelineId, dict[Phase, tuple[Check, ...]]] = {}
 
     def probe(
-        self, workers: PipelineWorkers, phase: Phase, worker: Worker, order: RunningOrder
+        self, workers: PipelineWorkers, phase: Phase, probed: Sequence[Worker], order: RunningOrder
     ) -> Generator[Answer, Any, None]:
-        """Have the worker probe its engine, unless one of the pipeline has for this phase; counted as a switch.
+        """Have workers probe their engine together, unless some of the pipeline have for this phase; counted as a
+        switch.
 
         Raises PipelineError for a pipeline that asks for more than was found.
         """
@@ -57,7 +58,7 @@ class Promises:
         self._asked.add((pipeline, phase))
         report: ProbeReport | None = None
         try:
-            report = yield self._calls.call(worker, "probe")
+            report = worst_of((yield from all_of([self._calls.call(worker, "probe") for worker in probed])))
         finally:
             if report is None:  # it was lost, or has work already: the next one is asked
                 self._asked.discard((pipeline, phase))

@@ -93,7 +93,7 @@ class RolloutDriver:
             self._paused_without_requests.append(device)
             return order.paused(self._outbox.now_s(), is_waiting=True)
         yield from self._workers.build(self._workers.rollout[device], self._calls)
-        yield from self._promises.probe(self._workers, Phase.ROLLOUT, self._workers.rollout[device], order)
+        yield from self._promises.probe(self._workers, Phase.ROLLOUT, [self._workers.rollout[device]], order)
         while True:
             order.is_calling = True
             result: RolloutChunkResult = yield self._begin_chunk(order, device)

@@ -28,7 +28,7 @@ from rlmux.runtime.resident_states import ResidentStates
 from rlmux.runtime.rollout_driver import RolloutDriver
 from rlmux.runtime.worker_supervisor import WorkerSupervisor
 from rlmux.runtime.workers import HandOut, StepBatch, TrainCallResult, joined
-from rlmux.runtime.workplace import WorkerOptions
+from rlmux.runtime.workplace import Worker, WorkerOptions
 
 Carrying = Generator[Answer, Any, Event]
 """An order being carried out; returns the event that ends it."""
@@ -80,7 +80,7 @@ class TrainDriver:
         action, is_load_needed = order.action, order.action.switch is not Switch.NONE
         yield from self._states.make_room(order)
         yield from self._workers.build_trainers(self._calls)
-        yield from self._promises.probe(self._workers, Phase.TRAIN, self._workers.trainer, order)
+        yield from self._promises.probe(self._workers, Phase.TRAIN, self._probed(), order)
         if action.stage is not Stage.SFT_WARMUP and self._trainer_step != action.step:
             self._hand_batch_to_trainer(action.step)
         while True:
@@ -113,6 +113,10 @@ class TrainDriver:
         return order.finished(self._outbox.now_s())
 
     # ------------------------------------------------------------------ training
+
+    def _probed(self) -> Sequence[Worker]:
+        """One rank speaks for all, unless each has a part of the model: those compute together."""
+        return self._workers.trainers if self._workers.config.train.is_sharded else [self._workers.trainer]
 
     def _hand_batch_to_trainer(self, step: int) -> None:
         self._trainer_step = step

@@ -311,8 +311,13 @@ class TrainWorker:
         self._input_s = 0.0
         """Seconds of taking in a batch that no call of `run_stage` has told of."""
         self.is_core = device == "cpu"
-        if restore_from is not None:
-            self._engine.restore(restore_from, is_verified=True)
+        self._restore_from = restore_from
+        if not self._engine.waits_for_ranks:
+            self._restore()
+
+    def _restore(self) -> None:
+        if self._restore_from is not None:
+            self._engine.restore(self._restore_from, is_verified=True)
 
     def probe(self) -> ProbeReport:
         """Compare what the engine computes with itself."""
@@ -333,7 +338,10 @@ class TrainWorker:
 
         with beating():
             self._ranks = join_ranks(self._store or store, rank, count, host=host)
-        self._engine.join_ranks(self._ranks)
+            waits = self._engine.waits_for_ranks
+            self._engine.join_ranks(self._ranks)
+            if waits:
+                self._restore()
 
     def begin_step(self, payload: bytes, max_logprob_gap: float = math.inf) -> None:
         """Take a step's batch. Raises PipelineError for one of another run or plan."""
@@ -379,19 +387,22 @@ class TrainWorker:
     def _hand_out(self, hand_out: HandOut) -> str | None:
         """Write the weights for rollout workers, and begin to write a checkpoint beside what comes next.
 
-        The first rank does, once all were found to have the same weights where there is to be a checkpoint. `run_stage`
-        and `finish_checkpoint` tell when that is there. Returns the hash of the weights; None on other ranks. Raises
-        PipelineError where ranks have different weights.
+        The first rank does, once all were found to have the same weights where there is to be a checkpoint; ranks that
+        have parts of a model give theirs. `run_stage` and `finish_checkpoint` tell when that is there. Returns the hash
+        of the weights; None on other ranks. Raises PipelineError where ranks have different weights.
         """
         if hand_out.checkpoint is not None:
             self._engine.check_ranks()
-        if self._ranks.rank > 0:
+        is_first = self._ranks.rank == 0
+        if not is_first and not self._engine.is_sharded:
             return None
         with _storing(hand_out.weights):
             self._engine.export_weights(hand_out.weights)
-        if hand_out.checkpoint is not None:
+        if hand_out.checkpoint is not None and is_first:
             self._checkpoints.begin(hand_out.checkpoint, partial(self._snapshot, hand_out.num_kept))
-        return self._engine.weights_sha256()
+        elif hand_out.checkpoint is not None:
+            self._engine.snapshot()
+        return self._engine.weights_sha256() if is_first else None
 
     def finish_checkpoint(self) -> list[Written]:
         """Wait for the checkpoint that is being written. Returns those not told of before."""
