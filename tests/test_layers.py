@@ -44,7 +44,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     "broker": ({"core", "report", "runtime", "config", "share"}, set()),
     # the server that people leave running: HTTP and the wire formats of its clients, above the runtime that it drives
     "service": (
-        {"core", "policies", "report", "rl", "runtime", "config", "plugins"},
+        {"core", "policies", "report", "rl", "runtime", "config", "plugins", "broker"},
         {"fastapi", "starlette", "uvicorn", "pydantic", "google", "numpy", "prometheus_client"},
     ),
     "profiling": ({"core", "rl", "engines", "sim.models"}, TRAINING),

@@ -10,7 +10,7 @@ import pytest
 from rlmux.core.actions import Action, Pause, RunStage
 from rlmux.core.errors import UserError
 from rlmux.core.events import Event, StageFinished
-from rlmux.core.model import Footprint, OrderId, Phase, Pipeline, PipelineId, PipelineStatus, Resident, Stage
+from rlmux.core.model import DeviceId, Footprint, OrderId, Phase, Pipeline, PipelineId, PipelineStatus, Resident, Stage
 from rlmux.core.scheduler import Scheduler
 from rlmux.policies import make_policy
 from rlmux.report.log import LogReader
@@ -150,6 +150,23 @@ def test_an_order_waits_until_every_state_that_it_evicts_has_left(run):
     run.front.left(resident, order)
     run.go_on()
     assert [one.order for one in second.begun] == [order]
+
+
+def test_an_order_waits_for_what_an_earlier_part_of_the_run_left_and_the_next_does_not(run):
+    before, driver = Driver(run.front, leaves_at_once=False), Driver(run.front)
+    device, left_over = DeviceId("train", 0, 0), Resident(PipelineId("p"), Phase.TRAIN)
+    run.front.leave_over(device, left_over, before)
+    run.front.submit(client("a"), driver)
+    run.front.arrived(PipelineId("a"), TRAIN)
+    run.go_on()
+    ((resident, order),) = before.asked_to_leave
+    assert (resident, driver.begun) == (left_over, [])
+    run.front.left(resident, order)
+    run.go_on()
+    run.front.arrived(PipelineId("a"), TRAIN)
+    run.go_on()
+    assert len(driver.begun) == 2
+    assert len(before.asked_to_leave) == 1
 
 
 def test_a_client_that_is_over_leaves_whether_it_says_so_or_not(run):

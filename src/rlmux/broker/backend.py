@@ -60,7 +60,7 @@ class PermitBackend:
             self.desk.settle()
             self._send()
             for connection, line in self._server.receive(min(timeout_s, _LOOK_EVERY_S)):
-                self._take(connection, line)
+                take_line(self.desk, self._server, connection, line)
             if self.now_s() - self._looked_s >= _LOOK_EVERY_S:
                 self._looked_s = self.now_s()
                 self.desk.look_around()
@@ -76,25 +76,27 @@ class PermitBackend:
     def _has_news(self) -> bool:
         return bool(self.desk.events or self.desk.notes)
 
-    def _take(self, connection: Connection, line: bytes | None) -> None:
-        if line is None:
-            self.desk.lose_connection(connection)
-            return
-        message = None
-        try:
-            message = read_message(line)
-            self.desk.take_message(connection, message)
-        except WireError as error:
-            about = {key: message[key] for key in ("id", "fence") if message and key in message}
-            self._server.send(connection, write_message("error", code=error.code, text=str(error), **about))
-            connection.num_errors += 1
-            if connection.num_errors >= _MAX_ERRORS:
-                connection.is_gone = True
-
     def _send(self) -> None:
         outgoing, self.desk.outgoing = self.desk.outgoing, []
         for connection, line in outgoing:
             self._server.send(connection, line)
+
+
+def take_line(desk: Desk, server: Server, connection: Connection, line: bytes | None) -> None:
+    """Act on a line that has come; None: the connection has ended."""
+    if line is None:
+        desk.lose_connection(connection)
+        return
+    message = None
+    try:
+        message = read_message(line)
+        desk.take_message(connection, message)
+    except WireError as error:
+        about = {key: message[key] for key in ("id", "fence") if message and key in message}
+        server.send(connection, write_message("error", code=error.code, text=str(error), **about))
+        connection.num_errors += 1
+        if connection.num_errors >= _MAX_ERRORS:
+            connection.is_gone = True
 
 
 class Clock:

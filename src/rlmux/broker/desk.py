@@ -369,7 +369,7 @@ class Desk:
             for pool, leavers in leaving.items():
                 for name in leavers:
                     if self.ledger.lodgers[pool][name].place is Place.STAYS:
-                        self._tell_to_leave(self.roster.programs[PipelineId(name)], pool, program)
+                        self._tell_to_leave(self.roster.programs[PipelineId(name)], pool, program.id)
 
     def _grant(self, program: Program, ask: Ask, need: Mapping[str, float | None]) -> None:
         permit = self.ledger.grant(program.id, need)
@@ -385,15 +385,15 @@ class Desk:
         line = write_message("granted", id=ask.number, fence=program.fence, pools=list(ask.pools))
         self._held_back.append((rank, line))
 
-    def _tell_to_leave(self, program: Program, pool: str, waiting: Program) -> None:
+    def _tell_to_leave(self, program: Program, pool: str, waiting: PipelineId) -> None:
         self.ledger.tell_to_leave(program.id, pool)
         program.leaving[pool] = set(program.ranks)
         program.leave_until_s[pool] = self._now_s() + self._leave_limit_s
-        self._note(program, "told_to_leave", pool=pool, waiting=waiting.id)
+        self._note(program, "told_to_leave", pool=pool, waiting=waiting)
         if program.unanswered is not None:
             program.told.append(pool)
         else:
-            line = write_message("evict", pool=pool, **{"for": waiting.id})
+            line = write_message("evict", pool=pool, **{"for": waiting})
             self._held_back += [(rank, line) for rank in program.ranks.values()]
 
     def _get_stuck(self, program: Program, pool: str, reason: str) -> None:

@@ -44,6 +44,7 @@ def recall(folder: Path, desk: Desk, now_s: float) -> None:
             case "joined":
                 programs[name].ranks[fields["rank"]] = _rank(fields, now_s)
             case "granted" | "adopted":
+                desk.ledger.next_fence = max(desk.ledger.next_fence, fields["fence"] + 1)
                 programs[name].fence = fields["fence"]
                 programs[name].ask = _ask(fields, programs[name])
                 lodged[name] |= dict.fromkeys(fields["pools"])

@@ -57,6 +57,9 @@ class Server:
         else:
             self._socket = _listen_at_port(address)
             self.address = "tcp://{}:{}".format(*self._socket.getsockname()[:2])
+        self._waker, self._woken = socket.socketpair()
+        self._waker.setblocking(False)
+        self._selector.register(self._woken, selectors.EVENT_READ, None)
         self._socket.setblocking(False)
         self._socket.listen(64)
         self._selector.register(self._socket, selectors.EVENT_READ, None)
@@ -69,7 +72,9 @@ class Server:
         """What has come in `timeout_s` seconds at most: whole lines, and None for a connection that has ended."""
         arrived: list[tuple[Connection, bytes | None]] = []
         for key, ready in self._selector.select(timeout_s):
-            if key.data is None:
+            if key.fileobj is self._woken:
+                self._woken.recv(1 << 10)
+            elif key.data is None:
                 self._accept()
             elif ready & selectors.EVENT_WRITE:
                 self._flush(key.data)
@@ -81,6 +86,11 @@ class Server:
             connection.socket.close()
             arrived.append((connection, None))
         return arrived
+
+    def wake(self) -> None:
+        """Make a `receive` that waits, or the next one, return soon. May be called from any thread."""
+        with contextlib.suppress(OSError):  # full: it wakes all the same; closed: nothing waits
+            self._waker.send(b"x")
 
     def send(self, connection: Connection, line: bytes) -> None:
         """Send a line; a connection that takes none for too long is dropped."""
@@ -95,7 +105,8 @@ class Server:
         for connection in self._connections:
             connection.socket.close()
         self._selector.close()
-        self._socket.close()
+        for each in (self._waker, self._woken, self._socket):
+            each.close()
         with contextlib.suppress(FileNotFoundError):
             if self._path is not None and self._path.stat().st_ino == self._inode:
                 self._path.unlink()

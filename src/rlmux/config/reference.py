@@ -33,6 +33,8 @@ SECTIONS: tuple[tuple[str, type[config.FromFile]], ...] = (
     ("`serve`", serve.ServeConfig),
     ("`serve.models.NAME`", serve.ServedModelConfig),
     ("`serve.keys.KEY`", serve.KeyConfig),
+    ("`serve.projects.NAME`", serve.ProjectConfig),
+    ("`serve.permits`", serve.PermitsConfig),
 )
 
 

@@ -75,6 +75,20 @@ class ProjectConfig(FromFile):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PermitsConfig(FromFile):
+    """Turns for training programs of your own beside the clients, on the same devices (docs/bring-your-own-trl.md)."""
+
+    listen: str | None = None
+    """`unix:PATH`, or `tcp://HOST:PORT` with RLMUX_TOKEN set. Without: a socket in the server's folder."""
+    leave_limit_s: PositiveFloat = 120.0
+    """Seconds after which a program that has not left a pool as it was told is marked in `status`."""
+    max_hold_s: PositiveFloat | None = None
+    """Seconds for which a program may hold one permit; then it is ended. Without it none is."""
+    lease_s: PositiveFloat = 30.0
+    """Seconds for which a program behind TCP keeps its permit after its connection has ended."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServeConfig(FromFile):
     """What clients may ask for, and who they are."""
 
@@ -86,6 +100,8 @@ class ServeConfig(FromFile):
     """Budgets by project; one that is not named has no limit."""
     session_timeout_s: PositiveFloat = 600.0
     """Seconds without a sign of life after which a client's session is over. Its checkpoints are kept."""
+    permits: PermitsConfig | None = None
+    """Permits for programs that keep their own trainer; `{}` for all default values. Without: none are given."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,6 +153,11 @@ def parse_serve_file(text: str, *, source: str, folder: Path, policies: Sequence
             raise spec_error(
                 root, ["serve", "projects", name], f"is the project of no key; {nearest_hint(name, sorted(known))}"
             )
+    cluster = make_cluster(file.cluster)
+    for name, pool in cluster.pools.items() if file.serve.permits else ():
+        if (pool.num_nodes or 1) * pool.gpus_per_node != 1:
+            where = ["cluster", "pools", name]
+            raise spec_error(root, where, "has several devices; accepted with serve.permits: pools of one device")
     models = {name: _absolute(served, folder) for name, served in file.serve.models.items()}
     for name, served in models.items():
         try:
@@ -150,7 +171,7 @@ def parse_serve_file(text: str, *, source: str, folder: Path, policies: Sequence
             served_plain["model"] = {"path": served_plain["model"]["path"]}
     return ServeSpec(
         source=source,
-        cluster=make_cluster(file.cluster),
+        cluster=cluster,
         policy=file.policy,
         serve=file.serve,
         resolved=yaml.safe_dump(plain, sort_keys=False, allow_unicode=True),

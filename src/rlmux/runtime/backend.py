@@ -30,7 +30,7 @@ class Note:
 
     type: str
     """One of `promise`, `step`, `rollout`, `checkpoint`, `worker`, `loss`, `failure`, `spill`, `standstill`,
-    `warning`, `neighbour`."""
+    `warning`, `neighbour`, `permit`."""
     fields: Mapping[str, Any] = field(default_factory=dict)
 
 

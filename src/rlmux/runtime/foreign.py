@@ -105,6 +105,7 @@ class ForeignFront:
         self._left: list[tuple[Resident, OrderId]] = []
         self._drivers: dict[PipelineId, ForeignDriver] = {}
         self._names: dict[PipelineId, None] = {}
+        self._left_over: dict[DeviceId, dict[Resident, ForeignDriver]] = {}
         self.wake: Callable[[], None] = lambda: None
         """Wakes the controller; set by the backend that takes what comes."""
 
@@ -170,12 +171,34 @@ class ForeignFront:
             self._left.append((resident, order))
         self.wake()
 
+    def leave_over(self, device: DeviceId, resident: Resident, driver: ForeignDriver) -> None:
+        """A state of a part of the run that was killed is on a device still, which the scheduler does not know of: the
+        first order of another pipeline there has the driver evict it, and begins once it has left."""
+        with self._lock:
+            self._left_over.setdefault(device, {})[resident] = driver
+
     def note(self, type: str, **fields: Any) -> None:
         """A record for the log, which no decision depends on."""
         with self._lock:
             self._notes.append(Note(type=type, fields=fields))
 
+    def say(self, event: Event) -> None:
+        """Any other fact about a foreign pipeline; its time is set when it is taken."""
+        self._say(event)
+
     # ------------------------------------------------------------------ for the backend
+
+    def left_over(self, devices: Sequence[DeviceId], pipeline: PipelineId) -> dict[Resident, ForeignDriver]:
+        """States that are on the devices beside the scheduler's knowledge, those of the pipeline left out: it takes its
+        own up again."""
+        found: dict[Resident, ForeignDriver] = {}
+        with self._lock:
+            for device in devices:
+                here = self._left_over.get(device, {})
+                for resident in [one for one in here if one.pipeline == pipeline]:
+                    del here[resident]
+                found |= here
+        return found
 
     def take_name(self, pipeline: PipelineId) -> None:
         """A pipeline of our own has this name."""
@@ -205,6 +228,9 @@ class ForeignFront:
         with self._lock:
             taken = self._events, self._notes, self._left
             self._events, self._notes, self._left = [], [], []
+            for resident, _ in taken[2]:
+                for here in self._left_over.values():
+                    here.pop(resident, None)
         return taken
 
     def _say(self, event: Event) -> None:
@@ -288,7 +314,8 @@ class ForeignBackend:
         is_foreign = self._front.driver(action.pipeline) is not None
         if is_foreign:
             self._running[action.order] = action
-        held = _Held(action)
+        left_over = self._front.left_over(action.devices, action.pipeline)
+        held = _Held(action, awaited=dict.fromkeys(left_over))
         for resident in action.evicted:
             if resident.pipeline == action.pipeline:
                 continue
@@ -303,7 +330,7 @@ class ForeignBackend:
         if held.awaits_own:
             self._own.make_room(action, lambda seconds: self._have_own_left(action.order))
         for resident in list(held.awaited):
-            driver = self._front.driver(resident.pipeline)
+            driver = left_over.get(resident) or self._front.driver(resident.pipeline)
             assert driver is not None
             driver.evict(resident, action.devices, action.order)
 

@@ -17,12 +17,16 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from rlmux.broker.backend import token_check
+from rlmux.broker.beside import PermitsBeside
+from rlmux.broker.run import SOCKET_NAME, environment_token
+from rlmux.broker.server import Server as PermitServer
 from rlmux.config.serve import ServeSpec, parse_serve_file
 from rlmux.core.errors import UserError
 from rlmux.core.model import PipelineId
 from rlmux.core.policy import Policy
 from rlmux.report.log import LogReader
-from rlmux.runtime.backend import Submission
+from rlmux.runtime.backend import Note, Submission
 from rlmux.runtime.run import RunResult, resume_pipelines, run_pipelines
 from rlmux.service.dashboard.app import Dashboard
 from rlmux.service.open_folder import LOOPBACK
@@ -43,8 +47,8 @@ ADDRESS = "listen"
 """File with the address of the folder's newest server."""
 _SWEEP_S = 1.0
 
-OnReady = Callable[[str, Dashboard | None], None]
-"""Gets the server's URL, and its pages where it has some."""
+OnReady = Callable[[str, "Doors"], None]
+"""Gets the server's URL, and its doors: pages and permits, where it has some."""
 
 
 def spec_of(folder: Path, policies: Sequence[str]) -> ServeSpec:
@@ -70,6 +74,19 @@ def open_budgets(folder: Path, policies: Sequence[str]) -> Iterator[tuple[Budget
         ledger.close()
 
 
+def permit_server(spec: ServeSpec) -> PermitServer | None:
+    """What listens at the address that the file names for permits; None where it names none: then the folder has it.
+
+    Raises UserError for one that cannot be had, or that any program could reach.
+    """
+    address = spec.serve.permits.listen if spec.serve.permits else None
+    if address is None:
+        return None
+    if address.startswith("tcp:") and not environment_token():
+        raise UserError(f"serve.permits.listen {address}: needs a token; accepted: RLMUX_TOKEN=... set")
+    return PermitServer(address)
+
+
 def last_address(folder: Path) -> str | None:
     """HOST:PORT of the folder's newest server; None for one that never answered."""
     file = folder / ADDRESS
@@ -93,10 +110,14 @@ def serve(
     Raises UserError, before anything is made, for an address or a folder that cannot be had.
     """
     server = Server(*address)
-    doors = Doors(spec, folder, server, allowed_hosts if address[0] in LOOPBACK else None)
+    try:
+        doors = Doors(spec, folder, server, allowed_hosts if address[0] in LOOPBACK else None)
+    except BaseException:
+        server.close()
+        raise
     try:
         header = {"source": spec.source, "resolved": spec.resolved, "is_server": True}
-        listener = _Starter(doors, on_ready)
+        listener = _Starter(doors, on_ready, is_resuming=is_resuming)
         if is_resuming:
             return resume_pipelines(
                 spec.cluster,
@@ -121,6 +142,8 @@ def serve(
         )
     finally:
         server.close()
+        if doors.permits is not None:
+            doors.permits.close()
         if doors.dashboard is not None:
             doors.dashboard.close()
 
@@ -132,17 +155,20 @@ def _refuse(text: str, source: str) -> Sequence[Submission]:
 class _Starter:
     """A listener that opens the doors with the controller's first tick, and has projects charged for their orders."""
 
-    def __init__(self, doors: Doors, on_ready: OnReady) -> None:
+    def __init__(self, doors: Doors, on_ready: OnReady, *, is_resuming: bool) -> None:
         self._doors = doors
         self._on_ready = on_ready
         self._is_open = False
+        self._is_resuming = is_resuming
         self._charges = Charges(doors.charge)
 
-    def update(self, now_s: float, events: Sequence[object], actions: Sequence[object], notes: object) -> None:
+    def update(self, now_s: float, events: Sequence[object], actions: Sequence[object], notes: Sequence[Note]) -> None:
         if not self._is_open:
             self._is_open = True
-            self._on_ready(self._doors.open(), self._doors.dashboard)
+            self._on_ready(self._doors.open(is_resuming=self._is_resuming), self._doors)
         self._charges.update(events, actions)
+        if self._doors.permits is not None:
+            self._doors.permits.update(now_s, events, actions, notes)
 
 
 class Doors:
@@ -151,16 +177,19 @@ class Doors:
     def __init__(self, spec: ServeSpec, folder: Path, server: Server, allowed_hosts: Collection[str] | None) -> None:
         """`allowed_hosts`: names that browsers reach the pages by, beside the machine's own; None: no pages."""
         self.dashboard: Dashboard | None = None
+        self.permits: PermitsBeside | None = None
         self._allowed_hosts = allowed_hosts
         self._spec = spec
         self._folder = folder
         self._server = server
+        self._permit_server = permit_server(spec)
         self._serving = Serving(spec, folder)
         self._tinker: TinkerFront | None = None
         self.front = self._serving.front
 
-    def open(self) -> str:
+    def open(self, *, is_resuming: bool) -> str:
         """Take in what the ledger holds, and answer requests from now on; returns the server's URL."""
+        self._open_permits(is_resuming=is_resuming)
         front, host = self._serving.furnish(self._server.call_soon)
         self._tinker = front
         keys = Keys({key: given.project for key, given in self._spec.serve.keys.items()})
@@ -177,6 +206,25 @@ class Doors:
             self.dashboard.start()
         (self._folder / ADDRESS).write_text(self._server.url.removeprefix("http://"), encoding="utf-8")
         return self._server.url
+
+    def _open_permits(self, *, is_resuming: bool) -> None:
+        """Before all else: programs of a server that was killed may be on the devices still."""
+        given = self._spec.serve.permits
+        if given is None:
+            return
+        self.permits = PermitsBeside(
+            self._spec.cluster,
+            self.front,
+            self._permit_server or PermitServer(f"unix:{self._folder / SOCKET_NAME}"),
+            policy=self._spec.policy,
+            is_allowed=token_check(environment_token()),
+            leave_limit_s=given.leave_limit_s,
+            max_hold_s=given.max_hold_s,
+            lease_s=given.lease_s,
+        )
+        if is_resuming:
+            self.permits.take_up(self._folder)
+        self.permits.start()
 
     def charge(self, pipeline: PipelineId, device_s: float) -> None:
         """A pipeline's work took so many device-seconds. Called by the controller's thread."""

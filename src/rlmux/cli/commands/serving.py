@@ -15,6 +15,7 @@ from rlmux.core.errors import UserError
 
 if TYPE_CHECKING:
     from rlmux.service.dashboard.app import Dashboard
+    from rlmux.service.serve import Doors
 
 DEFAULT_LISTEN = "127.0.0.1:7460"
 _PAGES_NEED = ("fastapi", "uvicorn", "prometheus_client")
@@ -198,7 +199,7 @@ def _serve_models(
             policy=make_policy(name),
             address=address,
             allowed_hosts=allow_host,
-            on_ready=lambda url, pages: _say(url, pages, opens),
+            on_ready=lambda url, doors: _say(url, doors, opens),
         )
         typer.echo(f"rlmux: stopped; go on with: rlmux serve --resume {folder}", err=True)
 
@@ -218,7 +219,7 @@ def go_on(folder: Path, listen: str | None = None, *, opens: bool = False, allow
         policy=make_policy(spec.policy),
         address=address,
         allowed_hosts=allow_host,
-        on_ready=lambda url, pages: _say(url, pages, opens),
+        on_ready=lambda url, doors: _say(url, doors, opens),
         is_resuming=True,
     )
 
@@ -290,9 +291,11 @@ def _check_installed(*names: str) -> None:
         raise UserError(f"serve: {missing[0]} is not installed; install it with: pip install 'rlmux[serve,train]'")
 
 
-def _say(url: str, pages: Dashboard | None, opens: bool) -> None:
-    """The two lines that a client needs, and the pages' address."""
+def _say(url: str, doors: Doors, opens: bool) -> None:
+    """The lines that a client and a program of one's own need, and the pages' address."""
     typer.echo(f"export TINKER_BASE_URL={url}/tinker")
     typer.echo("export TINKER_API_KEY=tml-anything")
-    if pages is not None:
-        _say_pages(pages, opens)
+    if doors.permits is not None:
+        typer.echo(f"export RLMUX_BROKER={doors.permits.address}")
+    if doors.dashboard is not None:
+        _say_pages(doors.dashboard, opens)

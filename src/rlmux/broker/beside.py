@@ -1,0 +1,224 @@
+"""Permits beside other pipelines: one controller and one ledger of devices, for programs and what a server runs itself.
+
+    programs ── socket ─▶ PermitsBeside (a thread) ── submit, arrived, finished, left ─▶ ForeignFront ─▶ controller
+        ▲                     │  SharedDesk                                                                │
+        └── granted, evict ───┘◀──────────── begin, evict, release ── a driver for each program ◀──────────┘
+
+The scheduler says which states leave a device for an order, whatever they are of, so the desk's own ledger has no limit
+here: it keeps the fences, and what lies where. Nothing is said to a program before the notes that it rests on are in
+the log: the controller's listener (`update`) counts them.
+
+A server that was killed finds programs that still hold a pool, or lie on it. To the scheduler, which begins anew, the
+device is free: an order for it is held until they have left (`ForeignFront.leave_over`).
+"""
+
+from __future__ import annotations
+
+import math
+import queue
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from rlmux.broker.backend import take_line
+from rlmux.broker.desk import Desk
+from rlmux.broker.programs import NO_MORE, Program, Rank
+from rlmux.broker.recall import recall
+from rlmux.broker.residency import Place, Residency
+from rlmux.broker.server import Server
+from rlmux.core.actions import Refuse, RunStage
+from rlmux.core.events import Event, PipelineCancelled, PipelineFailed, PipelineSubmitted
+from rlmux.core.model import Cluster, DeviceId, OrderId, Phase, Pipeline, PipelineId, Resident
+from rlmux.runtime.backend import Note
+from rlmux.runtime.foreign import ForeignFront, News
+
+_LOOK_EVERY_S = 0.1
+
+
+class SharedDesk(Desk):
+    """A desk that leaves it to the scheduler who has to leave, and tells when that is done."""
+
+    def __init__(self, cluster: Cluster, **options: Any) -> None:
+        super().__init__(cluster, **options)
+        self.ledger = Residency(dict.fromkeys(cluster.pools, math.inf), next_fence=options.get("first_fence", 1))
+        self._once_left: defaultdict[tuple[PipelineId, str], list[Callable[[], None]]] = defaultdict(list)
+        """Calls that wait for a program to leave a pool."""
+
+    def evict(self, name: PipelineId, pool: str, waiting: PipelineId, then: Callable[[], None]) -> None:
+        """Have a program leave a pool for another pipeline; `then` is called once it has, or is gone."""
+        program, lodger = self.roster.programs.get(name), self.ledger.lodgers[pool].get(name)
+        if program is None or lodger is None:
+            then()
+            return
+        self._once_left[name, pool].append(then)
+        if lodger.place in (Place.STAYS, Place.STUCK):  # one that holds the pool is told at its phase's end
+            self._tell_to_leave(program, pool, waiting)
+
+    def _end_permit_of(self, program: Program, rank: Rank, message: dict[str, Any]) -> None:
+        super()._end_permit_of(program, rank, message)
+        for name, pool in [each for each in self._once_left if each[0] == program.id]:
+            lodger = self.ledger.lodgers[pool].get(name)
+            if lodger is not None and lodger.place is Place.STAYS:
+                self._tell_to_leave(program, pool, PipelineId("another pipeline"))
+
+    def _on_left(self, program: Program, rank: Rank, message: dict[str, Any]) -> None:
+        super()._on_left(program, rank, message)
+        self._tell_of(program.id, message["pool"])
+
+    def _lose_rank(self, program: Program, rank: Rank) -> None:
+        super()._lose_rank(program, rank)
+        for name, pool in list(self._once_left):
+            if name == program.id:
+                self._tell_of(name, pool)
+
+    def _tell_of(self, name: PipelineId, pool: str) -> None:
+        if name not in self.ledger.lodgers[pool]:
+            for then in self._once_left.pop((name, pool), []):
+                then()
+
+
+class PermitsBeside:
+    """The thread that programs talk to; see the module's picture."""
+
+    def __init__(self, cluster: Cluster, front: ForeignFront, server: Server, **options: Any) -> None:
+        """`options`: those of a Desk, but its clock."""
+        self._cluster = cluster
+        self._front = front
+        self._server = server
+        self.desk = SharedDesk(cluster, now_s=time.monotonic, **options)
+        self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._looked_s = 0.0
+        self._num_told = 0
+        """Notes that were given to the controller."""
+        self._num_committed = 0
+        """Those of them that are in the log."""
+        self._is_closing = False
+        self._thread = threading.Thread(target=self._run, name="permits", daemon=True)
+
+    @property
+    def address(self) -> str:
+        """What RLMUX_BROKER has to be."""
+        return self._server.address
+
+    def take_up(self, folder: Path) -> None:
+        """Go on with what the log of a server that was killed knows of programs; before `start`."""
+        recall(folder, self.desk, time.monotonic())
+        for pool, lodgers in self.desk.ledger.lodgers.items():
+            for name in lodgers:
+                program = PipelineId(name)
+                self._front.leave_over(DeviceId(pool, 0, 0), Resident(program, Phase.TRAIN), _Driver(self, program))
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread, and every connection. Programs go on, and wait for the next server."""
+        self._is_closing = True
+        self._server.wake()
+        if self._thread.is_alive():
+            self._thread.join()
+        self._server.close()
+
+    def do(self, command: Callable[[], None]) -> None:
+        """Have the thread make this call; from any other."""
+        self._commands.put(command)
+        self._server.wake()
+
+    def tell_left(self, resident: Resident, order: OrderId) -> None:
+        self._front.left(resident, order)
+
+    # --- as a listener of the controller ------------------------------------------------------------------------
+
+    def update(self, now_s: float, events: Sequence[object], actions: Sequence[object], notes: Sequence[Note]) -> None:
+        """What was told up to these notes is in the log: what rests on it may be said."""
+        num_permits = sum(note.type == "permit" for note in notes)
+        if num_permits:
+            self._num_committed += num_permits
+            self._server.wake()
+
+    # --- this thread ---------------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        self._pass_on()
+        while not self._is_closing:
+            for connection, line in self._server.receive(_LOOK_EVERY_S):
+                take_line(self.desk, self._server, connection, line)
+            while not self._commands.empty():
+                self._commands.get()()
+            if time.monotonic() - self._looked_s >= _LOOK_EVERY_S:
+                self._looked_s = time.monotonic()
+                self.desk.look_around()
+            self._pass_on()
+            if self._num_committed >= self._num_told:
+                self.desk.settle()
+            outgoing, self.desk.outgoing = self.desk.outgoing, []
+            for connection, message in outgoing:
+                self._server.send(connection, message)
+
+    def _pass_on(self) -> None:
+        events, notes = self.desk.take_news()
+        self._num_told += len(notes)
+        for note in notes:
+            self._front.note(note.type, **note.fields)
+        for event in events:
+            self._say(event)
+        if notes and not events:
+            self._front.wake()
+
+    def _say(self, event: Event) -> None:
+        if isinstance(event, PipelineSubmitted):
+            pipeline = self._sized(event.pipeline)
+            self._front.submit(pipeline, _Driver(self, pipeline.id))
+        else:
+            self._front.say(event)
+
+    def _sized(self, pipeline: Pipeline) -> Pipeline:
+        """A program of unknown size fills its device; where the file gives devices no memory, it takes none."""
+        if not all(math.isinf(pool.device_memory_bytes) for pool in self._cluster.pools.values()):
+            return pipeline
+        footprint = replace(pipeline.footprint, rollout_device_bytes=0.0, train_device_bytes=0.0)
+        return replace(pipeline, footprint=footprint)
+
+
+class _Driver:
+    """Carries out the orders of one program; called in the controller's thread, returns at once."""
+
+    def __init__(self, permits: PermitsBeside, name: PipelineId) -> None:
+        self._permits = permits
+        self._name = name
+
+    def begin(self, order: RunStage) -> None:
+        self._permits.do(lambda: self._permits.desk.begin(order))
+
+    def pause(self, order: OrderId) -> None:
+        """A phase ends by itself."""
+
+    def evict(self, resident: Resident, devices: tuple[DeviceId, ...], order: OrderId) -> None:
+        def tell() -> None:
+            self._permits.tell_left(resident, order)
+
+        waiting = PipelineId("another pipeline")
+        self._permits.do(lambda: self._permits.desk.evict(self._name, devices[0].pool, waiting, tell))
+
+    def park(self) -> None:
+        """Its one device is its place for good: there is no other to go to."""
+
+    def release(self) -> None:
+        self._refuse(NO_MORE)
+
+    def tell(self, news: News) -> None:
+        match news:
+            case Refuse():
+                self._refuse(news.reason)
+            case PipelineCancelled() | PipelineFailed():
+                self._refuse(NO_MORE)
+
+    def weights_sha256(self) -> str | None:
+        return None
+
+    def _refuse(self, reason: str) -> None:
+        self._permits.do(lambda: self._permits.desk.release(self._name, reason))
