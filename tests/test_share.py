@@ -20,7 +20,7 @@ from rlmux import share
 
 @pytest.fixture(autouse=True)
 def no_broker(monkeypatch):
-    for name in ("RLMUX_BROKER", "RLMUX_JOB", "RLMUX_SLO", "RANK", "WORLD_SIZE"):
+    for name in ("RLMUX_BROKER", "RLMUX_JOB", "RLMUX_SLO", "RLMUX_OFFLOAD", "RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -254,3 +254,57 @@ def test_a_forked_child_of_a_program_is_not_the_program():
     assert not job.is_shared
     with job.phase("train"):
         job.safe_point()
+
+
+TOOL = """#!/bin/sh
+echo "$@" >> {calls}
+case "$*" in {fails}) echo "no such process" >&2; exit 3;; esac
+"""
+
+
+@pytest.fixture
+def checkpointing(tmp_path, monkeypatch):
+    """`checkpointing(fails)` puts an executable in place of NVIDIA's tool; returns a function for the calls so far."""
+    calls = tmp_path / "calls"
+
+    def place(fails: str = "never"):
+        tool = tmp_path / "cuda-checkpoint"
+        tool.write_text(TOOL.format(calls=calls, fails=fails))
+        tool.chmod(0o755)
+        monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+        return lambda: [line.removeprefix("--action ") for line in calls.read_text().splitlines()]
+
+    return place
+
+
+def test_processes_are_locked_before_any_is_copied_and_go_on_once_all_are_back(checkpointing, tmp_path):
+    calls = checkpointing()
+    hooks = share.cuda_checkpoint([7, 8], driver=str(tmp_path), limit_s=2)
+    hooks.offload()
+    away = ["lock --pid 7 --timeout 2000", "lock --pid 8 --timeout 2000", "checkpoint --pid 7", "checkpoint --pid 8"]
+    assert calls() == away
+    hooks.onload()
+    assert calls()[4:] == ["restore --pid 7", "restore --pid 8", "unlock --pid 7", "unlock --pid 8"]
+
+
+def test_a_process_that_cannot_be_copied_leaves_none_locked_and_is_told(checkpointing, tmp_path):
+    calls = checkpointing('"--action checkpoint --pid 8"')
+    with pytest.raises(RuntimeError, match="--action checkpoint --pid 8 ended with 3: no such process"):
+        share.cuda_checkpoint([7, 8], driver=str(tmp_path)).offload()
+    assert calls()[4:] == ["restore --pid 7", "unlock --pid 8", "unlock --pid 7"]
+
+
+def test_without_the_tool_or_a_gpu_the_program_is_told_as_it_joins(checkpointing, monkeypatch, tmp_path):
+    monkeypatch.setenv("RLMUX_BROKER", "unix:/nowhere")
+    monkeypatch.setenv("RLMUX_OFFLOAD", "cuda-checkpoint")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    with pytest.raises(share.ShareError, match="cuda-checkpoint is not on PATH"):
+        share.join("a", {"train": "gpu0"})
+    with pytest.raises(share.ShareError, match="one pool for all roles"):
+        share.join("a", {"train": "gpu0", "rollout": "gpu1"})
+    checkpointing()
+    with pytest.raises(RuntimeError, match="no NVIDIA driver here"):
+        share.cuda_checkpoint(driver=str(tmp_path / "none"))
+    monkeypatch.setenv("RLMUX_OFFLOAD", "criu")
+    with pytest.raises(share.ShareError, match="RLMUX_OFFLOAD=criu: accepted: cuda-checkpoint"):
+        share.join("a", {"train": "gpu0"})

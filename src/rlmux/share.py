@@ -44,7 +44,7 @@ CONNECT_LIMIT_S = 15.0
 """Seconds for which `join` waits for a broker that does not answer. Later on there is no limit."""
 MAX_LINE_BYTES = 1 << 16
 _PROGRESS_EVERY_S = 0.5
-_ADAPTERS = ("torch_offload", "vllm_sleep", "http_sleep", "trl", "slime", "verl_trainer")
+_ADAPTERS = ("torch_offload", "vllm_sleep", "http_sleep", "cuda_checkpoint", "trl", "slime", "verl_trainer")
 
 
 class ShareError(RuntimeError):
@@ -103,7 +103,8 @@ def join(
     `slo`: largest slowdown of its steps that it accepts, 1.0 or more.
     `need_bytes`: bytes that it needs on each pool at most, over all ranks; a pool without one it fills.
     `host_bytes`: host memory that its hooks keep, over all ranks.
-    RLMUX_JOB takes the place of `name`, RLMUX_SLO of `slo`; RLMUX_TOKEN is sent to a broker behind TCP.
+    RLMUX_JOB takes the place of `name`, RLMUX_SLO of `slo`; RLMUX_TOKEN is sent to a broker behind TCP. With
+    RLMUX_OFFLOAD=cuda-checkpoint a pool without hooks is left by that tool (see share_adapters.py).
     Raises RefusedError where the broker does not take it, ShareError where none answers.
     """
     environ = os.environ
@@ -126,9 +127,27 @@ def join(
         hello["slo"] = float(slo_text)
     address = environ.get("RLMUX_BROKER", "")
     job = Job(name, dict(pools or {}))
+    offload = environ.get("RLMUX_OFFLOAD", "")
+    if address and offload:
+        job._default_hooks = _default_hooks(offload, job.pools)
     if address:
         job._connect(_Link(address, hello, job, environ.get("RLMUX_TOKEN", "")))
     return job
+
+
+def _default_hooks(offload: str, pools: dict[str, str]) -> Hooks:
+    """Hooks of every pool that has none of its own. Raises ShareError where they cannot work here."""
+    if offload != "cuda-checkpoint":
+        raise ShareError(f"RLMUX_OFFLOAD={offload}: accepted: cuda-checkpoint")
+    if len(set(pools.values())) > 1:
+        raise ShareError(
+            "RLMUX_OFFLOAD=cuda-checkpoint moves all of a process at once; accepted: one pool for all roles"
+        )
+    try:
+        hooks = __getattr__("cuda_checkpoint")()
+    except RuntimeError as error:
+        raise ShareError(f"RLMUX_OFFLOAD=cuda-checkpoint: {error}") from None
+    return Hooks(hooks.offload, hooks.onload)
 
 
 class Job:
@@ -145,6 +164,8 @@ class Job:
         self._stack = [_Region()]
         self._ids = itertools.count(1)
         self._hooks: dict[str, Any] = {}
+        self._default_hooks: Hooks | None = None
+        """Those of pools that have none of their own."""
         self._away: set[str] = set()
         """Pools whose offload hook ran last."""
         self._used: set[str] = set()
@@ -244,7 +265,7 @@ class Job:
             while self._is_hook_running:
                 self._changed.wait()
         for pool in sorted(region.pools & self._away):
-            self._hooks[pool].onload()
+            self._hooks_of(pool).onload()
             self._away.discard(pool)
         self._since_s = time.monotonic()
         self._restore_s = self._since_s - granted_s
@@ -267,18 +288,22 @@ class Job:
         if pool in self._away:
             link.tell({"t": "left", "pool": pool})
             return
-        if pool not in self._hooks:
+        if self._hooks_of(pool) is None:
             error = f"it has no hook for pool {pool}: job.on_leave({pool!r}, ...)"
             link.tell({"t": "failed_to_leave", "pool": pool, "error": error})
             return
         try:
-            freed_bytes = self._hooks[pool].offload()
+            freed_bytes = self._hooks_of(pool).offload()
         except BaseException as error:  # an exit, too: the broker waits for an answer
             link.tell({"t": "failed_to_leave", "pool": pool, "error": repr(error)[:400]})
             raise
         self._away.add(pool)
         left = {"t": "left", "pool": pool}
         link.tell(left if freed_bytes is None else {**left, "freed_bytes": int(freed_bytes)})
+
+    def _hooks_of(self, pool: str) -> Any:
+        """None where it has none."""
+        return self._hooks.get(pool, self._default_hooks)
 
     @property
     def _link_now(self) -> _Link:

@@ -3,6 +3,7 @@
     torch_offload(model, optimizer)   hooks: parameters, buffers, gradients, optimizer state to host memory and back
     vllm_sleep(llm)                   hooks: an engine in this process sleeps and wakes
     http_sleep(url, "vllm"|"sglang")  hooks: the same for an engine behind HTTP
+    cuda_checkpoint(pids)             hooks: all that processes have on their GPUs, by NVIDIA's tool of that name
     trl(trainer, job)                 a TRL trainer (GRPO, RLOO) in phases, with hooks for all that it keeps
     slime(job)                        a callback of slime's phases (begin, end) that takes and gives back permits
     verl_trainer(base, join)          verl's synchronous trainer with permits; `share_verl.py` registers it
@@ -15,8 +16,12 @@ Python 3.9; torch and the frameworks are imported by the functions that need the
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
+import os
+import shutil
+import subprocess
 import urllib.request
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -172,6 +177,68 @@ class EngineSleep:
 
     def onload(self) -> None:
         self._wake()
+
+
+class CudaCheckpoint:
+    """Hooks that move all that processes have on their GPUs to host memory and back, without their help.
+
+    The driver stops their CUDA calls (`lock`), copies and frees (`checkpoint`), brings all back (`restore`) and lets them
+    go on (`unlock`). A step that fails is undone as far as it came, and raised with what the tool said.
+    """
+
+    def __init__(self, pids: Iterable[int], tool: str, limit_s: float) -> None:
+        self._pids = list(pids)
+        self._tool = tool
+        self._limit_s = limit_s
+
+    def offload(self) -> None:
+        self._all(("lock", "unlock"), ("checkpoint", "restore"))
+
+    def onload(self) -> None:
+        self._all(("restore", "checkpoint"), ("unlock", "lock"))
+
+    def _all(self, *steps: Any) -> None:
+        """Every step, with what undoes it, for every process: the first step for all of them first."""
+        done: list[Any] = []
+        try:
+            for step, undo in steps:
+                for pid in self._pids:
+                    self._act(step, pid)
+                    done.append((undo, pid))
+        except BaseException:  # an interrupt, too, must not leave a process locked
+            for undo, pid in reversed(done):
+                with contextlib.suppress(RuntimeError):  # the first failure is what is told
+                    self._act(undo, pid)
+            raise
+
+    def _act(self, action: str, pid: int) -> None:
+        words = [self._tool, "--action", action, "--pid", str(pid)]
+        if action == "lock":
+            words += ["--timeout", str(int(1000 * self._limit_s))]
+        said = subprocess.run(words, capture_output=True, text=True)
+        if said.returncode != 0:
+            text = " ".join((said.stderr or said.stdout).split())[:200]
+            raise RuntimeError(f"{' '.join(words)} ended with {said.returncode}: {text}")
+
+
+def cuda_checkpoint(
+    pids: Iterable[int] = (),
+    *,
+    tool: str = "cuda-checkpoint",
+    driver: str = "/proc/driver/nvidia",
+    limit_s: float = 60.0,
+) -> CudaCheckpoint:
+    """Hooks for code that cannot be hooked: NVIDIA's `cuda-checkpoint` (driver 550 or newer) moves everything, also what
+    could be dropped. `pids`: processes that compute; by default this one. `limit_s`: seconds to wait for their CUDA calls.
+
+    Raises RuntimeError where there is no such tool, or no GPU. Written after the tool's documentation; not run on a GPU.
+    """
+    found = shutil.which(tool)
+    if found is None:
+        raise RuntimeError(f"{tool} is not on PATH; accepted: NVIDIA's tool, or hooks of your own (job.on_leave)")
+    if not os.path.isdir(driver):
+        raise RuntimeError(f"no NVIDIA driver here ({driver} is not there); accepted: a machine with a GPU")
+    return CudaCheckpoint(list(pids) or [os.getpid()], found, limit_s)
 
 
 def vllm_sleep(llm: Any, level: int = 1) -> EngineSleep:
