@@ -182,8 +182,8 @@ class EngineSleep:
 class CudaCheckpoint:
     """Hooks that move all that processes have on their GPUs to host memory and back, without their help.
 
-    The driver stops their CUDA calls (`lock`), copies and frees (`checkpoint`), brings all back (`restore`) and lets them
-    go on (`unlock`). A step that fails is undone as far as it came, and raised with what the tool said.
+    The driver stops their CUDA calls (`lock`), copies and frees (`checkpoint`), brings all back (`restore`) and lets
+    them go on (`unlock`). A step that fails is undone as far as it came, and raised with what the tool said.
     """
 
     def __init__(self, pids: Iterable[int], tool: str, limit_s: float) -> None:
@@ -228,10 +228,11 @@ def cuda_checkpoint(
     driver: str = "/proc/driver/nvidia",
     limit_s: float = 60.0,
 ) -> CudaCheckpoint:
-    """Hooks for code that cannot be hooked: NVIDIA's `cuda-checkpoint` (driver 550 or newer) moves everything, also what
-    could be dropped. `pids`: processes that compute; by default this one. `limit_s`: seconds to wait for their CUDA calls.
+    """Hooks for code that cannot be hooked: NVIDIA's `cuda-checkpoint` (driver 550 or newer) moves everything, also
+    what could be dropped. `pids`: processes that compute; by default this one. `limit_s`: seconds to wait for calls of
+    theirs to end. Raises RuntimeError where there is no such tool, or no GPU.
 
-    Raises RuntimeError where there is no such tool, or no GPU. Written after the tool's documentation; not run on a GPU.
+    Written after the tool's documentation; not run on a GPU.
     """
     found = shutil.which(tool)
     if found is None:

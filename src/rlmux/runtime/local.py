@@ -17,6 +17,7 @@ import json
 import os
 import selectors
 import shutil
+import threading
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -64,6 +65,7 @@ class LocalProcesses:
         self._gpu_by_device = gpu_by_device or {}
         self._memory = memory
         self._is_closed = False
+        self._closing = threading.Lock()
         self.bases = None if memory is None else memory.path / ".bases"  # no pipeline has this name
         self._selector = selectors.DefaultSelector()
         self._wakes = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -99,8 +101,9 @@ class LocalProcesses:
         return [worker for worker in ready if worker is not None]
 
     def wake(self) -> None:
-        if not self._is_closed:
-            os.eventfd_write(self._wakes, 1)
+        with self._closing:  # a number that is closed may be another file's a moment later
+            if not self._is_closed:
+                os.eventfd_write(self._wakes, 1)
 
     def deliver(self, path: Path, trainer: Worker, receivers: Sequence[Worker], then: Callable[[], None]) -> None:
         then()  # what one worker of this machine wrote, the others can read
@@ -114,9 +117,10 @@ class LocalProcesses:
 
     def close(self) -> None:
         self._selector.close()
-        if not self._is_closed:
-            os.close(self._wakes)
-        self._is_closed = True
+        with self._closing:
+            if not self._is_closed:
+                os.close(self._wakes)
+            self._is_closed = True
         if self._memory is not None:
             self._memory.close()
 
