@@ -44,7 +44,7 @@ def test_each_token_says_what_stands_in_the_way(driver, builders):
 
 def test_the_queue_says_of_each_what_is_said_of_it_alone_but_for_the_changes(driver, builders):
     driver.submit(builders.pipeline("s0", num_steps=10), builders.pipeline("wide", num_rollout_nodes=2))
-    driver.submit(builders.pipeline("kept"), builders.pipeline("last", num_steps=99))
+    driver.submit(builders.pipeline("kept", num_steps=99), builders.pipeline("last", num_steps=99))
     driver.send(PipelineHeld(time_s=0.0, pipeline=PipelineId("kept")))
     found = driver.scheduler.waits(9)
     assert [name for name, _ in found] == ["wide", "last", "kept"]
