@@ -15,16 +15,18 @@ from rlmux.report.intervals import Interval, Kind
 from rlmux.report.log import LogReader, RunLog
 from rlmux.report.summary import step_times, summarize
 from rlmux.report.timeline import Timeline, exposed
+from rlmux.service.index import indexer
 from rlmux.service.index.columns import CAUSES, KINDS, STAGES
 from rlmux.service.index.indexer import LaneIndexer, is_up_to_date
+from rlmux.service.index.lanes import log_signature
 from rlmux.service.index.store import FIRST_LEVEL, TILE_BUCKETS, IndexReader, remove_index
 from rlmux.service.index.tiles import LEVELS, planes, without_overlaps
 
 
 def index_of(folder: Path) -> Path:
-    indexer = LaneIndexer(folder, folder / "index.db")
-    indexer.catch_up()
-    indexer.close()
+    made = LaneIndexer(folder, folder / "index.db")
+    made.catch_up()
+    made.close()
     return folder / "index.db"
 
 
@@ -142,7 +144,7 @@ def test_a_damaged_index_is_made_again(folder, damage):
 
 def test_an_index_that_follows_a_log_equals_one_made_at_once(script, tmp_path):
     log, chance = RunLog.create(tmp_path / "run", script.header), random.Random(0)
-    indexer, at = LaneIndexer(tmp_path / "run", tmp_path / "index.db"), 0
+    made, at = LaneIndexer(tmp_path / "run", tmp_path / "index.db"), 0
     while at < len(script.rows):
         end = at + chance.randrange(1, 200)
         while end < len(script.rows) and script.rows[end].kind == "action":
@@ -150,14 +152,35 @@ def test_an_index_that_follows_a_log_equals_one_made_at_once(script, tmp_path):
         append(log, script.rows[at:end])
         log.commit()
         at = end
-        assert indexer.catch_up()
-        assert not indexer.catch_up(), "nothing is new"
+        assert made.catch_up()
+        assert not made.catch_up(), "nothing is new"
         assert_is_report(tmp_path / "index.db", read_timeline(tmp_path / "run"))
     log.close()
-    indexer.catch_up()
-    indexer.close()
+    made.catch_up()
+    made.close()
     followed = contents(tmp_path / "index.db")
     assert followed == contents(index_of(tmp_path / "run"))
+
+
+def test_parts_of_a_long_log_are_shown_while_it_is_read_and_the_whole_is_the_same(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(indexer, "_SHOWN_AFTER_S", 0.0)
+    monkeypatch.setattr(indexer, "_SHOWN_GROWTH", 0.0)
+    seen, show = [], LaneIndexer._show
+
+    def showing(self: LaneIndexer, signature: str, last_seq: int) -> None:
+        show(self, signature, last_seq)
+        with IndexReader(tmp_path / "index.db") as reader:
+            seen.append((reader.seq, reader.facts["log_seq"], reader.facts["signature"] == log_signature(folder)))
+
+    monkeypatch.setattr(LaneIndexer, "_show", showing)
+    made = LaneIndexer(folder, tmp_path / "index.db")
+    made.catch_up()
+    made.close()
+    last = seen[-1][0]
+    assert len(seen) > 20
+    assert seen == sorted(seen)
+    assert [one[1:] for one in seen] == [(last, False)] * (len(seen) - 1) + [(last, True)]
+    assert contents(tmp_path / "index.db") == contents(index_of(folder))
 
 
 def test_an_index_is_up_to_date_until_its_log_grows(script, tmp_path):

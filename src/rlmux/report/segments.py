@@ -68,6 +68,10 @@ UNION ALL SELECT last_seq, 0.0, 'predecessor', name, sha256, 0 FROM predecessor 
 ORDER BY 1
 """
 """All of one moment: packing and sealing move rows between these tables."""
+_LAST_SEQ = """
+SELECT max(last) FROM (SELECT coalesce(max(seq), 0) AS last FROM log
+UNION ALL SELECT coalesce(max(last_seq), 0) FROM block UNION ALL SELECT coalesce(max(last_seq), 0) FROM predecessor)
+"""
 
 
 class Sealed(NamedTuple):
@@ -125,6 +129,16 @@ def rows_of(connection: sqlite3.Connection, folder: Path, name: str, after: int)
                 yield from (one for one in _rows_here(segment, folder / row[3], after) if one[2] != "predecessor")
         else:
             yield row
+
+
+def last_seq_of(path: Path) -> int:
+    """Number of the last row of an open file and of all before it, packed or not; 0 without one."""
+    with contextlib.closing(connect_to_read(path)) as connection:
+        try:
+            (last,) = connection.execute(_LAST_SEQ).fetchone()
+        except sqlite3.Error as error:
+            raise LogError(f"{path}: the run log is damaged: {error}") from error
+    return int(last)
 
 
 def _rows_here(connection: sqlite3.Connection, path: Path, after: int) -> Iterator[tuple[Any, ...]]:

@@ -93,7 +93,7 @@ class Reads:
             "name": lane,
             "state": state,
             "is_going_on": facts["is_going_on"],
-            "seq": reader.seq,
+            "seq": max(reader.seq, facts.get("log_seq", 0)),
             "index_seq": reader.seq,
             "rev": facts["rev"],
             "index_lag_s": _age_s(folder) if is_behind else 0.0,

@@ -72,21 +72,26 @@ class Places:
 
     def columns(self, placed: Sequence[Placed], *, is_final: bool) -> Array:
         """Records of these intervals, in their order."""
-        flags = IS_FINAL if is_final else 0
-        return np.array([self._record(device, interval, flags) for device, interval in placed], INTERVAL)
+        records = np.zeros(len(placed), INTERVAL)
+        if not placed:
+            return records
+        devices, intervals = zip(*placed, strict=True)
+        columns = dict(zip(Interval._fields, zip(*intervals, strict=True), strict=True))
+        for name in ("start_s", "end_s", "step"):
+            records[name] = columns[name]
+        records["fraction"] = columns["device_fraction"]
+        records["lane"] = np.minimum(columns["lane"], 255)
+        place_of = {device: self.device(device) for device in dict.fromkeys(devices)}
+        records["device"] = [place_of[device] for device in devices]
+        records["pipeline"] = self._all_pipelines(columns["pipeline"])
+        records["order"] = [order or 0 for order in columns["order"]]
+        records["cause"] = [_CAUSE[cause] for cause in columns["cause"]]
+        records["kind"] = [_KIND[kind] for kind in columns["kind"]]
+        records["stage"] = [NO_STAGE if stage is None else _STAGE[stage] for stage in columns["stage"]]
+        records["flags"] = (IS_FINAL if is_final else 0) | np.where(columns["is_open"], IS_OPEN, 0)
+        return records
 
-    def _record(self, device: DeviceId, interval: Interval, flags: int) -> tuple[float | int, ...]:
-        return (
-            interval.start_s,
-            interval.end_s,
-            self.device(device),
-            self.pipeline(interval.pipeline),
-            interval.step,
-            0 if interval.order is None else interval.order,
-            interval.device_fraction,
-            _CAUSE[interval.cause],
-            _KIND[interval.kind],
-            NO_STAGE if interval.stage is None else _STAGE[interval.stage],
-            min(interval.lane, 255),
-            flags | (IS_OPEN if interval.is_open else 0),
-        )
+    def _all_pipelines(self, names: Sequence[PipelineId | None]) -> list[int]:
+        """New names get their places in the order in which they come."""
+        place_of = {name: self.pipeline(name) for name in dict.fromkeys(names)}
+        return [place_of[name] for name in names]

@@ -16,6 +16,7 @@ import select
 import sqlite3
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,8 @@ from rlmux.report.alerts import Alerts, disk_alert
 from rlmux.report.folder_lock import living_owner
 from rlmux.report.follow import Follower, Look
 from rlmux.report.history import without_collector
-from rlmux.report.log import Entry, LogReader
+from rlmux.report.log import LOG_NAME, Entry, LogReader
+from rlmux.report.segments import last_seq_of
 from rlmux.service.index import rows
 from rlmux.service.index.columns import Places
 from rlmux.service.index.lanes import Root, log_signature
@@ -36,6 +38,10 @@ from rlmux.service.index.store import IndexReader, IndexWriter, dumps
 _LOOK_EVERY_S = 0.3
 _PAUSE_PER_SECOND = 9.0
 _SCAN_EVERY_S = 10.0
+_SHOWN_AFTER_S, _SHOWN_GROWTH = 0.8, 3.0
+"""Seconds of reading after which a part is shown; the next after so many times as long as all before it."""
+_PART = "part of the log"
+"""The signature of an index that has not all of its log."""
 _FORGET_S = 60.0
 """Seconds without a new row after which what was read of a run that does not go on is forgotten."""
 
@@ -68,24 +74,39 @@ class LaneIndexer:
         self._index.close()
 
     def catch_up(self) -> bool:
-        """Take in the log's new rows; returns whether there were any."""
+        """Take in the log's new rows; returns whether there were any. Where that takes long, a part is shown before."""
         signature = log_signature(self._folder)
         is_going_on = living_owner(self._folder) is not None
-        before = self._seq
+        before, last_seq = self._seq, last_seq_of(self._folder / LOG_NAME)
         with without_collector():
-            for part in self._log.parts(after=self._seq):
-                self._follower.add(part)
-                self._seq = max(self._seq, part.seq)
-                if isinstance(part, Entry) and part.kind == "note":
-                    self._note(part.type, part.value)  # type: ignore[arg-type]
+            for _ in self._take_in():
+                self._show(_PART, last_seq)
         if self._seq == before and is_going_on == self._is_going_on and not self._is_first:
             return False
         self._is_going_on = is_going_on
+        self._show(signature, max(last_seq, self._seq))
+        return True
+
+    def _take_in(self) -> Iterator[None]:
+        """Follow the new rows. Yields, ever more rarely, between two moments of the log."""
+        begun_s = time.monotonic()
+        due_s = begun_s + _SHOWN_AFTER_S
+        for part in self._log.parts(after=self._seq):
+            is_moment = isinstance(part, Entry) and part.time_s > self._follower.history.last_s
+            if is_moment and time.monotonic() > due_s:
+                yield
+                due_s = time.monotonic() + _SHOWN_GROWTH * (time.monotonic() - begun_s)
+            self._follower.add(part)
+            self._seq = max(self._seq, part.seq)
+            if isinstance(part, Entry) and part.kind == "note":
+                self._note(part.type, part.value)  # type: ignore[arg-type]
+
+    def _show(self, signature: str, last_seq: int) -> None:
         look = self._follower.look()
         with self._index.transaction():
             self._write(look, signature)
+            self._index.set_facts(log_seq=last_seq)
         self._is_first = False
-        return True
 
     def _note(self, type: str, fields: dict[str, Any]) -> None:
         if type == "plan":
@@ -101,7 +122,9 @@ class LaneIndexer:
             self._index.restart(with_rows=self._is_first)
         elif was_closed:
             self._index.set_facts(rev=self._index.fact("rev") + 1)  # what was said to be final goes on
-        for device, _ in [*look.settled, *look.open]:
+        for name in self._follower.history.pipelines:  # the log's order, whatever had been read at the first look
+            self._places.pipeline(name)
+        for device in dict.fromkeys(device for device, _ in [*look.settled, *look.open]):
             self._places.device(device)
         settled = self._places.columns(sorted(look.settled, key=lambda one: one[1].start_s), is_final=True)
         is_final = not self._is_going_on and self._follower.history.is_over

@@ -54,9 +54,15 @@ CREATE TABLE tile (level INTEGER NOT NULL, number INTEGER NOT NULL, num_devices 
 """
 
 
+_encode = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+
+
 def dumps(value: Any) -> str:
     """JSON without the numbers that it has not: they are null."""
-    return json.dumps(_finite(value), separators=(",", ":"), allow_nan=False)
+    try:
+        return _encode(value)
+    except (TypeError, ValueError):  # a number that is none, or a mapping that is no dict
+        return _encode(_finite(value))
 
 
 def _finite(value: Any) -> Any:
