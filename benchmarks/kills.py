@@ -5,7 +5,8 @@
 
 A service with one lane trains a pipeline. `server`: its server is killed and started again, while clients submit
 pipelines that are due later than this lasts, each as fast as it is answered. `controller`: the lane's controller is
-killed, and started again by the server. The same file is then trained undisturbed.
+killed, and started again by the server, which is killed each third time as well. The same file is then trained
+undisturbed.
 
     kills, minutes      how many, in how long
     submitted, lost, twice      names that a client was told are taken; those of them that the log has not, or has twice
@@ -131,7 +132,7 @@ class Clients:
     """Threads that submit, each as fast as it is answered."""
 
     def __init__(self, url: str, num_clients: int) -> None:
-        self._url = f"{url}/lanes/cpu"
+        self._connection = rlmux.connect(f"{url}/lanes/cpu")
         self.told: list[str] = []
         self._is_over = threading.Event()
         self._threads = [threading.Thread(target=self._submit, args=(number,)) for number in range(num_clients)]
@@ -139,12 +140,11 @@ class Clients:
             thread.start()
 
     def _submit(self, number: int) -> None:
-        connection = rlmux.connect(self._url)
         at = 0
         while not self._is_over.is_set():
             name = f"later-{number}-{at}"
             file = {"pipelines": [{"name": name, "task": "sort", "steps": 1, "submit_at_s": 1e6}]}
-            connection.submit(file)
+            self._connection.submit(file)
             self.told.append(name)
             at += 1
             self._is_over.wait(2.0)
@@ -200,9 +200,12 @@ def kill_controllers(one: Service, num_kills: int, chance: random.Random) -> dic
     back = []
     for number in range(num_kills):
         time.sleep(chance.uniform(0.0, 3.0))
+        if number % 3 == 2:  # a server waits ever longer before it starts a controller again; a new one does not
+            one.kill()
+            one.start()
+            one.url()
         pid = one.controller
-        if pid is None:
-            continue
+        assert pid is not None
         os.kill(pid, signal.SIGKILL)
         begin_s = time.monotonic()
         until(lambda pid=pid: one.controller not in (None, pid) and one.is_up())

@@ -53,7 +53,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         {"pydantic", "pydantic_core", "annotated_types", "yaml"},
     ),
     # What a run elsewhere is asked, in its folder or over HTTP: the command line and the Python names share it.
-    "client": ({"core", "runtime", "config"}, {"httpx", "yaml"}),
+    "client": ({"core", "report", "runtime", "config"}, {"httpx", "yaml"}),
     "api": ({"core", "policies", "report", "sim", "runtime", "config", "plugins", "client"}, {"yaml", "pandas"}),
     "cli": (
         {

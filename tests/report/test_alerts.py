@@ -5,10 +5,12 @@ from __future__ import annotations
 import math
 import random
 import shutil
+from typing import get_args
 
 import pytest
 from tests.log_script import LogScript
 
+from rlmux.config.tree import AlertRule
 from rlmux.report.alerts import RULES, Alerts, disk_alert
 from rlmux.report.history import History
 from rlmux.report.slos import StepTime
@@ -144,3 +146,25 @@ def test_a_disk_is_low_below_a_twentieth(tmp_path, monkeypatch):
     assert disk_alert(tmp_path).text == "40.0 of 1000 GB are free"
     monkeypatch.setattr(shutil, "disk_usage", lambda path: usage(1000 * 10**9, 900 * 10**9, 100 * 10**9))
     assert disk_alert(tmp_path) is None
+
+
+def test_a_pipelines_file_switches_a_rule_off_gives_it_another_level_or_more_steps():
+    curve = {"reward_mean": [0.5] * 30, "reward_std": [0.0] * 30, "kl": [0.01] * 20 + [30.0] * 10}
+
+    def fired(**rules: dict) -> dict[str, str]:
+        history = run_of(curve)
+        history.alert_rules["sort"] = rules
+        return {alert.rule: alert.level for alert in alerts_of(history)}
+
+    assert fired() == {"kl_blowup": "warning", "kl_huge": "critical", "no_signal": "warning"}
+    assert fired(kl_blowup={"level": "off"}, no_signal={"level": "info", "steps": None}) == {
+        "kl_huge": "critical",
+        "no_signal": "info",
+    }
+    assert fired(no_signal={"steps": 31}, kl_huge={"steps": 10}) == {"kl_blowup": "warning", "kl_huge": "critical"}
+    assert "kl_huge" not in fired(kl_huge={"steps": 11})
+
+
+def test_the_rules_that_a_file_may_name_are_those_about_a_pipeline():
+    named = {rule.name for rule in RULES} | {"slo_at_risk", "slo_broken", "stands_still"}
+    assert set(get_args(AlertRule)) == named

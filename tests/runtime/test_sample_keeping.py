@@ -43,6 +43,15 @@ def test_what_was_said_is_kept_turn_by_turn(tmp_path):
     assert (one["reward"], one["advantage"], one["tokens"]) == (0.25, 0.5, 10)
 
 
+def test_nothing_but_the_file_itself_is_left_beside_a_run(tmp_path):
+    keeper = SampleKeeper(tmp_path / "samples.db", VOCABULARY)
+    for step in (1, 2):
+        keeper.keep(batch(step))
+    keeper._thread.submit(lambda: None).result()  # all is written; the process may be killed from here on
+    assert [path.name for path in tmp_path.iterdir()] == ["samples.db"]
+    keeper.close()
+
+
 def test_a_disk_that_is_full_costs_trajectories_and_no_step(tmp_path, capsys):
     keeper = SampleKeeper(Path("/dev/full"), VOCABULARY)
     for step in range(1, 9):

@@ -10,10 +10,10 @@ from __future__ import annotations
 import os
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from urllib.parse import quote, urlsplit
+from urllib.parse import quote, unquote, urlsplit
 
 from rlmux.client.bundle import pack
 from rlmux.config import Spec
@@ -86,6 +86,49 @@ class OnServer:
     def status(self) -> dict[str, Any]:
         shown: dict[str, Any] = self._ask("GET", f"/lanes/{self._lane}/status")
         return shown
+
+    def queue(self) -> dict[str, Any]:
+        shown: dict[str, Any] = self._ask("GET", f"/lanes/{self._lane}/queue")
+        return shown
+
+    def alerts(self) -> list[dict[str, Any]]:
+        firing: list[dict[str, Any]] = self._ask("GET", f"/lanes/{self._lane}/alerts")["items"]
+        return firing
+
+    def acknowledge(self, rule: str, pipeline: str | None) -> list[dict[str, Any]]:
+        body = {"rule": rule, "pipeline": pipeline}
+        seen: list[dict[str, Any]] = self._ask("POST", f"/lanes/{self._lane}/alerts", json=body)["items"]
+        return seen
+
+    def samples(self, name: str, asked: Mapping[str, Any], *, sort: str, at: int, limit: int) -> dict[str, Any]:
+        params = {**asked, "sort": sort, "cursor": at, "limit": limit}
+        shown: dict[str, Any] = self._ask("GET", f"{self._pipeline(name)}/samples", params=params)
+        return shown
+
+    def sample(self, name: str, step: int, prompt: int, sample: int) -> dict[str, Any]:
+        shown: dict[str, Any] = self._ask("GET", f"{self._pipeline(name)}/samples/{step}/{prompt}/{sample}")
+        return shown
+
+    def steps(self, name: str | None) -> dict[str, list[dict[str, Any]]]:
+        return {one: list(self._steps_of(one)) for one in ([name] if name is not None else self._names())}
+
+    def _steps_of(self, name: str) -> Iterator[dict[str, Any]]:
+        cursor: str | None = "0"
+        while cursor is not None:
+            page = self._ask("GET", f"{self._pipeline(name)}/steps", params={"limit": 1000, "cursor": cursor})
+            yield from page["items"]
+            cursor = page["next"]
+
+    def _names(self) -> Iterator[str]:
+        cursor: str | None = "0"
+        while cursor is not None:
+            params = {"lane": unquote(self._lane), "limit": 500, "cursor": cursor}
+            page = self._ask("GET", "/pipelines", params=params)
+            yield from (row["name"] for row in page["items"])
+            cursor = page["next"]
+
+    def _pipeline(self, name: str) -> str:
+        return f"/pipelines/{self._lane}/{quote(name, safe='')}"
 
     def log(self, name: str, position: int) -> tuple[str, int]:
         address = f"/pipelines/{self._lane}/{quote(name, safe='')}/logs"

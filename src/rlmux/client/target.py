@@ -6,7 +6,7 @@ target_of("http://127.0.0.1:7460/lanes/cpu") ─▶ OnServer    the API of `rlmu
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -27,6 +27,24 @@ class Target(Protocol):
 
     def status(self) -> dict[str, Any]:
         """What `rlmux status --json` prints."""
+
+    def queue(self) -> dict[str, Any]:
+        """What waits, in the order of offers (`items`), and what is to come (`upcoming`)."""
+
+    def alerts(self) -> list[dict[str, Any]]:
+        """What is wrong now, by rule."""
+
+    def acknowledge(self, rule: str, pipeline: str | None) -> list[dict[str, Any]]:
+        """Say of a rule's alerts that they were seen, of one pipeline or of all; returns them."""
+
+    def samples(self, name: str, asked: Mapping[str, Any], *, sort: str, at: int, limit: int) -> dict[str, Any]:
+        """Trajectories of a pipeline that meet what is asked, a page of them: 200 at most."""
+
+    def sample(self, name: str, step: int, prompt: int, sample: int) -> dict[str, Any]:
+        """One of them, with its text."""
+
+    def steps(self, name: str | None) -> dict[str, list[dict[str, Any]]]:
+        """The table of a pipeline's steps, or those of all, by name."""
 
     def log(self, name: str, position: int) -> tuple[str, int]:
         """(what the pipeline's workers printed from this byte on, the byte behind it)."""

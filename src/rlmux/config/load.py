@@ -10,8 +10,8 @@ Paths in the file are relative to the file's folder; in a Spec they are absolute
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
@@ -23,7 +23,7 @@ from rlmux.config.derive import make_cluster, make_cold_switch, make_pipeline
 from rlmux.config.explain import explain
 from rlmux.config.located import Node, parse_yaml
 from rlmux.config.merge import merge
-from rlmux.config.tree import PipelineConfig, RunConfig, plain_tree, read_tree
+from rlmux.config.tree import AlertConfig, PipelineConfig, RunConfig, plain_tree, read_tree
 from rlmux.core.errors import SpecError
 from rlmux.core.model import Cluster, Pipeline, SwitchEstimate
 from rlmux.rl.config import TrainingConfig
@@ -49,6 +49,10 @@ class PipelineSpec:
     """Steps from one checkpoint to the next."""
     keep_checkpoints: int
     """Checkpoints kept to fall back from damaged ones, beyond what staleness needs."""
+    keeps_samples: bool = True
+    """Whether its trajectories are kept as text."""
+    alerts: Mapping[str, AlertConfig] = field(default_factory=dict)
+    """Rules of alerts that it has otherwise."""
 
     @property
     def name(self) -> str:
@@ -189,6 +193,8 @@ def _spec(config: RunConfig, source: str, hints: tuple[str, ...]) -> Spec:
                 call_limit_s=given.call_limit_s,
                 checkpoint_every=given.checkpoint_every,
                 keep_checkpoints=given.keep_checkpoints,
+                keeps_samples=given.samples,
+                alerts={str(rule): its for rule, its in given.alerts.items()},
             )
             for given in config.pipelines
         ),

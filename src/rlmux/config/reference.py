@@ -25,6 +25,7 @@ SECTIONS: tuple[tuple[str, type[config.FromFile]], ...] = (
     ("`rollout`", config.RolloutConfig),
     ("`rollout.engine`", config.EngineConfig),
     ("`train`", config.TrainConfig),
+    ("`alerts.RULE`", tree.AlertConfig),
     ("`estimate`", tree.EstimateConfig),
     ("`footprint`", tree.FootprintConfig),
     ("The file of `rlmux serve`, of a service", service_file.ServiceFile),

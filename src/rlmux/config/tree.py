@@ -168,6 +168,26 @@ def _gather_params(value: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class AlertConfig(FromFile):
+    """A rule of alerts as one pipeline has it. A bare level is short for `{level: ...}`."""
+
+    level: Literal["critical", "warning", "info", "off"] | None = None
+    """How bad it is; `off`: it never fires; without: as docs/service.md says."""
+    steps: Count | None = None
+    """Bad steps in a row after which it fires; not of `slo_at_risk`, `slo_broken` and `stands_still`."""
+
+
+def _alert(value: Any) -> Any:
+    return {"level": value} if isinstance(value, str) else value
+
+
+AlertRule = Literal[
+    "nonfinite", "reward_collapse", "kl_blowup", "kl_huge", "engine_trainer_gap", "entropy_collapse", "no_signal",
+    "slo_at_risk", "slo_broken", "stands_still",
+]  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineConfig(PipelineKeys):
     """One user's RL post-training run."""
 
@@ -195,6 +215,12 @@ class PipelineConfig(PipelineKeys):
     call_limit_s: PositiveFloat = 120.0
     """Seconds after which a worker is replaced that neither answers its call nor shows that it lives. Calls that are
     long by nature (building a model, loading, checkpoints) show it while they compute; user code, with each answer."""
+    samples: bool = True
+    """Whether its trajectories are kept as text beside the log, in `NAME/samples.db`."""
+    alerts: Mapping[AlertRule, Annotated[AlertConfig, BeforeValidator(_alert), Takes("a level, or a mapping")]] = field(
+        default_factory=dict
+    )
+    """Rules of alerts that this pipeline has otherwise, by name (docs/service.md lists them)."""
     estimate: EstimateConfig | None = None
     """Solo seconds of one step. Needed by `plan` and `simulate`; without, `run` measures them."""
     footprint: FootprintConfig = field(default_factory=FootprintConfig)

@@ -15,7 +15,7 @@ import shutil
 from bisect import insort
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -95,6 +95,9 @@ class Curve:
 
 
 Curves = Mapping[str, Curve]
+OwnRules = Mapping[str, Mapping[str, Any]]
+"""`level` and `steps` of the rules that a pipeline's file has otherwise, by rule; None where as all have them."""
+OFF = "off"
 Seen = str | None
 """What is wrong with the newest step, in words; None where nothing is."""
 
@@ -243,10 +246,10 @@ class _Fold:
                 first, many = self.begun.get(rule.name, (step, 0))
                 self.begun[rule.name], self.seen[rule.name] = (first, many + 1), words
 
-    def firing(self, pipeline: str) -> Iterator[Alert]:
+    def firing(self, pipeline: str, own: OwnRules) -> Iterator[Alert]:
         for rule in RULES:
             first, many = self.begun.get(rule.name, (0, 0))
-            if many >= rule.steps:
+            if many >= (own.get(rule.name, {}).get("steps") or rule.steps):
                 yield Alert(
                     rule=rule.name,
                     level=rule.level,
@@ -270,10 +273,12 @@ class Alerts:
         """
         found: list[Alert] = []
         for name, record in history.pipelines.items():
-            found += self._fold_of(name, record).firing(str(name))
+            rules = history.alert_rules.get(name, {})
+            own = list(self._fold_of(name, record).firing(str(name), rules))
             if is_going_on and record.status == PipelineStatus.RUNNING:
-                found += _slow(record, times.get(name, ()))
-                found += _still(record, times.get(name, ()), now_s)
+                own += _slow(record, times.get(name, ()))
+                own += _still(record, times.get(name, ()), now_s)
+            found += _at_own_levels(own, rules)
         return found
 
     def _fold_of(self, name: PipelineId, record: PipelineRecord) -> _Fold:
@@ -284,6 +289,14 @@ class Alerts:
         for step in steps[fold.num_steps :]:
             fold.add(step, record.metrics[step])
         return fold
+
+
+def _at_own_levels(alerts: Sequence[Alert], own: OwnRules) -> Iterator[Alert]:
+    """The alerts with the levels of the pipeline's file, without those that it switched off."""
+    for alert in alerts:
+        level = own.get(alert.rule, {}).get("level") or alert.level
+        if level != OFF:
+            yield replace(alert, level=level)
 
 
 def _last(fold: _Fold) -> list[int]:

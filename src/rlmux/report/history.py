@@ -82,6 +82,8 @@ class History:
         """The last of them."""
         self.start_s: float | None = None
         self.last_s = 0.0
+        self.alert_rules: dict[PipelineId, dict[str, dict[str, Any]]] = {}
+        """Rules of alerts that a pipeline's file has otherwise."""
         self.control_s: float | None = None
         """CPU seconds of the controller, over all its processes; None before the run has ended."""
         self._running: dict[OrderId, OrderRecord] = {}
@@ -411,6 +413,8 @@ class History:
         record = self.pipelines.get(pipeline)
         if type == "step" and record is not None:
             record.metrics[int(fields.get("step", 0))] = _numbers({**fields, **fields.get("metrics", {})})
+        elif type == "alerts":
+            self.alert_rules[pipeline] = fields["rules"]
         elif type == "promise" and record is not None:
             record.promise = str(fields["promise"])
         elif type == "rollout" and record is not None:

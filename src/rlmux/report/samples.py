@@ -196,6 +196,41 @@ class SampleReader:
         return {**_row(found), "prompt_text": prompt_text, "said": said}
 
 
+MAX_TEXT = 65536
+"""Characters of a prompt, and of a turn, that are told."""
+
+
+def page_of(reader: SampleReader, asked: Mapping[str, Any], *, sort: str, at: int, limit: int) -> dict[str, Any]:
+    """Rows that meet what is asked, from place `at` on, as pages and the command line tell them."""
+    found = reader.find(asked, sort=sort, offset=at, limit=limit + 1)
+    steps = reader.steps()
+    return {
+        "items": found[:limit],
+        "next": str(at + limit) if len(found) > limit else None,
+        "first_step": steps and steps[0],
+        "last_step": steps and steps[1],
+    }
+
+
+def whole_of(reader: SampleReader, step: int, prompt: int, sample: int) -> dict[str, Any] | None:
+    """A trajectory with its text, long ones cut, and the rewards of its prompt group; None where it was not kept."""
+    found = reader.one(step, prompt, sample)
+    if found is None:
+        return None
+    group = reader.find({"step": step, "prompt": prompt}, sort="step", limit=500)
+    said = [{**turn, **_cut("text", turn["text"])} for turn in found.pop("said")]
+    return {
+        **found,
+        **_cut("prompt_text", found["prompt_text"]),
+        "said": said,
+        "group": [{key: one[key] for key in ("sample", "reward", "tokens", "stop")} for one in group],
+    }
+
+
+def _cut(key: str, text: str) -> dict[str, Any]:
+    return {key: text[:MAX_TEXT], "is_cut": len(text) > MAX_TEXT}
+
+
 def id_of(step: int, prompt: int, sample: int) -> int:
     """A number that orders trajectories by step, prompt and sample. Raises ValueError beyond four million steps."""
     if not (0 <= step <= _LAST_STEP and 0 <= prompt <= _LAST_PLACE and 0 <= sample <= _LAST_PLACE):

@@ -53,6 +53,10 @@ class Submission:
     """As in WorkerOptions, for this pipeline; so are the next two. None: as the backend has it."""
     checkpoint_every: int | None = None
     keep_checkpoints: int | None = None
+    keeps_samples: bool = True
+    """Whether its trajectories are kept as text."""
+    alerts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    """`level` and `steps` of rules of alerts that it has otherwise, by rule; None where it has them as all do."""
 
     def worker_options(self, options: WorkerOptions) -> WorkerOptions:
         """The backend's options with the pipeline's own in their place."""

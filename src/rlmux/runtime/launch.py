@@ -171,6 +171,8 @@ def submissions(spec: Spec, estimate_switch: EstimateSwitch = estimate_nothing) 
                 call_limit_s=given.call_limit_s,
                 checkpoint_every=given.checkpoint_every,
                 keep_checkpoints=given.keep_checkpoints,
+                keeps_samples=given.keeps_samples,
+                alerts={rule: {"level": its.level, "steps": its.steps} for rule, its in given.alerts.items()},
             )
         )
     return taken

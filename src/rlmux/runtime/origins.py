@@ -2,6 +2,7 @@
 
     header   run_id                            made with the run
     plan     pipeline, plan_sha256             a note for each pipeline, when it comes to the run
+    alerts   pipeline, rules                   a note for one whose file has rules of alerts otherwise
 
 A resumed pipeline keeps the hash that is noted, so that a later rlmux, whose files have more keys, takes over its
 checkpoints too. A log without a run_id was written by an older rlmux: nothing is marked then, and nothing checked.
@@ -16,6 +17,7 @@ from rlmux.rl.origin import Origin, plan_sha256
 from rlmux.runtime.backend import Note, Submission
 
 PLAN = "plan"
+ALERTS = "alerts"
 
 
 def with_origin(
@@ -31,8 +33,14 @@ def with_origin(
 
 def plan_notes(submissions: Sequence[Submission]) -> list[Note]:
     """The notes of pipelines that come to a run."""
-    return [
+    plans = [
         Note(type=PLAN, fields={"pipeline": one.pipeline.id, "plan_sha256": one.origin.plan_sha256})
         for one in submissions
         if one.origin is not None
     ]
+    alerts = [
+        Note(type=ALERTS, fields={"pipeline": one.pipeline.id, "rules": one.alerts})
+        for one in submissions
+        if one.alerts
+    ]
+    return [*plans, *alerts]

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from rlmux.core.errors import RlmuxError
+from rlmux.report.acknowledged import with_acknowledged
 from rlmux.report.alerts import Alerts, disk_alert
 from rlmux.report.history import History, without_collector
 from rlmux.report.log import LogReader
@@ -44,7 +45,8 @@ class StatusReader:
         shown = status(self._history, is_going_on=answer is not None, steps=steps)
         shown["now_s"] = max(shown["now_s"], answer["now_s"]) if answer else shown["now_s"]
         alerts = self._alerts.look(self._history, steps, now_s=shown["now_s"], is_going_on=answer is not None)
-        shown["alerts"] = [alert.to_json() for alert in [*alerts, disk_alert(self._folder)] if alert is not None]
+        firing = [alert.to_json() for alert in [*alerts, disk_alert(self._folder)] if alert is not None]
+        shown["alerts"] = with_acknowledged(self._folder, firing)
         shown["pid"] = answer["pid"] if answer else None
         shown["is_kept_open"] = bool(answer and answer["is_kept_open"])
         shown["upcoming"] = answer["upcoming"] if answer else []

@@ -11,6 +11,7 @@ import sqlite3
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from itertools import groupby
 from pathlib import Path
 
@@ -28,7 +29,6 @@ class SampleKeeper:
     def __init__(self, path: Path, vocabulary: Vocabulary) -> None:
         self._path = path
         self._vocabulary = vocabulary
-        self._writer: SampleWriter | None = None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="samples")
         self._is_room = threading.BoundedSemaphore(_MAX_WAITING)
 
@@ -42,14 +42,11 @@ class SampleKeeper:
     def close(self) -> None:
         """Waits for what is being written."""
         self._thread.shutdown()
-        if self._writer is not None:
-            self._writer.close()
 
     def _keep(self, batch: TrainingBatch) -> None:
         try:
-            if self._writer is None:
-                self._writer = SampleWriter(self._path)
-            self._writer.add(batch.step, self._samples(batch))
+            with closing(SampleWriter(self._path)) as writer:  # closed, SQLite's log beside it is folded in and gone
+                writer.add(batch.step, self._samples(batch))
         except (sqlite3.Error, OSError, ValueError) as error:
             _tell(batch.step, str(error))
         finally:

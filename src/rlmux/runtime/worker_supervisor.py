@@ -277,6 +277,7 @@ class WorkerSupervisor:
         train_devices = self._devices(placement.train_nodes)
         restore_from = restored.path if restored else None
         log_path = folder / "workers.log"
+        samples = folder / SAMPLES_NAME if submission.keeps_samples else None
         workers = PipelineWorkers(
             submission=submission,
             placement=placement,
@@ -287,7 +288,7 @@ class WorkerSupervisor:
                 config,
                 "env",
                 EnvWorker,
-                (config, submission.origin, folder / SAMPLES_NAME, submission.code_folder),
+                (config, submission.origin, samples, submission.code_folder),
                 None,
                 log_path,
             ),

@@ -119,6 +119,10 @@ def test_a_folder_and_a_url_answer_every_verb_alike(service):
         lambda place, name: ["hold", place, "nobody"],
         lambda place, name: ["release", place, "nobody"],
         lambda place, name: ["rank", place, "nobody", "3"],
+        lambda place, name: ["queue", place, "--json"],
+        lambda place, name: ["alerts", place, "--json"],
+        lambda place, name: ["alerts", place, "--ack", "kl_huge"],
+        lambda place, name: ["export", place],
     ]
     for verb in verbs:
         one, other = (

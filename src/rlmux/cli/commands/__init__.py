@@ -2,6 +2,7 @@
 
 training      run, compare, resume, chaos                      prediction    simulate, plan, whatif, reproduce
 runs          report, submit, cancel, why, hold, release, rank, status, logs, verify
+lookups       queue, samples, alerts, export
 machine       doctor, profile, version
 sharing       broker, serve, budget
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import typer
 
-from rlmux.cli.commands import machine, prediction, runs, serving, sharing, training
+from rlmux.cli.commands import lookups, machine, prediction, runs, serving, sharing, training
 
 app = typer.Typer(
     name="rlmux",
@@ -47,8 +48,12 @@ for _command in (
     runs.hold,
     runs.release,
     runs.rank,
+    lookups.queue,
     runs.status,
     runs.logs,
+    lookups.samples,
+    lookups.alerts,
+    lookups.export,
     runs.verify,
     training.chaos,
     machine.doctor,

@@ -166,6 +166,7 @@ def table(reads: Reads, streams: Streams, sessions: _Sessions, scrape: Scrape) -
         get(_LANE, reads.lane),
         get(f"{_LANE}/devices", reads.devices),
         get(f"{_LANE}/alerts", reads.alerts),
+        Address(method="POST", path=f"{_LANE}/alerts", scope="control", answer=reads.acknowledge),
         get(f"{_LANE}/events", reads.events, {"limit": whole(1, 500)}),
         get(
             "/pipelines",

@@ -16,7 +16,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import unquote
 
-from rlmux.core.errors import LogError
+from rlmux.core.errors import LogError, UserError
+from rlmux.report.acknowledged import acknowledge, with_acknowledged
 from rlmux.report.comparison import identity
 from rlmux.report.log import LOG_NAME
 from rlmux.report.samples import SAMPLES_NAME
@@ -124,8 +125,27 @@ class Reads:
             return {"items": [json.loads(text) for (text,) in rows], "as_of_seq": reader.seq}
 
     def alerts(self, asked: Asked) -> Any:
-        with self.open(asked.path["lane"]) as reader:
-            return {"items": reader.facts["alerts"], "as_of_seq": reader.seq}
+        lane = asked.path["lane"]
+        with self.open(lane) as reader:
+            items = with_acknowledged(self.folders(lane)[0], reader.facts["alerts"])
+            return {"items": items, "as_of_seq": reader.seq}
+
+    def acknowledge(self, asked: Asked) -> Any:
+        """Say of a rule's alerts that they were seen; answers them."""
+        lane, body = asked.path["lane"], asked.body
+        accepted = '{"rule": its name, "pipeline": a name, or null for all}'
+        if not isinstance(body, dict) or not set(body) <= {"rule", "pipeline"} or not isinstance(body.get("rule"), str):
+            raise ProblemError(400, "not an alert", where="body", accepted=accepted)
+        if not isinstance(body.get("pipeline"), str | None):
+            raise ProblemError(400, "pipeline is no name", where="body", accepted=accepted)
+        with self.open(lane) as reader:
+            alerts = reader.facts["alerts"]
+        by = asked.who.user if asked.who else ""
+        try:
+            items = acknowledge(self.folders(lane)[0], alerts, rule=body["rule"], pipeline=body.get("pipeline"), by=by)
+        except UserError as error:
+            raise ProblemError(409, str(error)) from None
+        return {"items": items}
 
     def events(self, asked: Asked) -> Any:
         limit = asked.query.get("limit", 100)

@@ -9,13 +9,11 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from rlmux.report.samples import SAMPLES_NAME, SORTS, SampleReader
+from rlmux.report.samples import SAMPLES_NAME, SORTS, SampleReader, page_of, whole_of
 from rlmux.service.dashboard.door import Address, Asked, get, line, whole
 from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.dashboard.reads import Reads
 
-MAX_TEXT = 65536
-"""Characters of a prompt, and of a turn, that are sent."""
 _ADDRESS = "/pipelines/{lane}/{name}/samples"
 _FILTERS = ("step", "prompt", "stop", "least", "most", "text")
 
@@ -48,14 +46,7 @@ class SampleReads:
         at, limit = query.get("cursor", 0), query.get("limit", 50)
         filters = {name: query[name] for name in _FILTERS if name in query}
         with self._open(asked) as reader:
-            found = reader.find(filters, sort=query.get("sort", "-step"), offset=at, limit=limit + 1)
-            steps = reader.steps()
-        return {
-            "items": found[:limit],
-            "next": str(at + limit) if len(found) > limit else None,
-            "first_step": steps and steps[0],
-            "last_step": steps and steps[1],
-        }
+            return page_of(reader, filters, sort=query.get("sort", "-step"), at=at, limit=limit)
 
     def one(self, asked: Asked) -> Any:
         try:
@@ -63,17 +54,10 @@ class SampleReads:
         except ValueError as error:
             raise ProblemError(404, "no such place", accepted=f"STEP/PROMPT/SAMPLE, {error}") from None
         with self._open(asked) as reader:
-            found = reader.one(**place)
-            group = reader.find({"step": place["step"], "prompt": place["prompt"]}, sort="step", limit=500)
+            found = whole_of(reader, **place)
         if found is None:
             raise ProblemError(404, "this trajectory was not kept", accepted="one of those that /samples lists")
-        said = [{**turn, **_cut("text", turn["text"])} for turn in found.pop("said")]
-        return {
-            **found,
-            **_cut("prompt_text", found["prompt_text"]),
-            "said": said,
-            "group": [{key: one[key] for key in ("sample", "reward", "tokens", "stop")} for one in group],
-        }
+        return found
 
     def _open(self, asked: Asked) -> SampleReader:
         lane, name = asked.path["lane"], asked.path["name"]
@@ -83,10 +67,6 @@ class SampleReads:
                 404, f"no trajectories of {name} were kept", accepted="a pipeline of a run of this version"
             )
         return SampleReader(path)
-
-
-def _cut(key: str, text: str) -> dict[str, Any]:
-    return {key: text[:MAX_TEXT], "is_cut": len(text) > MAX_TEXT}
 
 
 def parse_reward(text: str) -> float:

@@ -30,6 +30,7 @@ from rlmux.report.follow import Follower, Look
 from rlmux.report.history import without_collector
 from rlmux.report.log import LOG_NAME, Entry, LogReader
 from rlmux.report.segments import last_seq_of
+from rlmux.report.step_rows import shas_of, step_row
 from rlmux.service.index import rows
 from rlmux.service.index.columns import Places
 from rlmux.service.index.lanes import Root, log_signature
@@ -111,7 +112,7 @@ class LaneIndexer:
     def _note(self, type: str, fields: dict[str, Any]) -> None:
         if type == "plan":
             self._plans[str(fields["pipeline"])] = str(fields["plan_sha256"])
-        found = rows.shas_of(fields) if type == "step" else None
+        found = shas_of(fields) if type == "step" else None
         if found is not None:
             self._sha256[found[:2]] = found[2]
 
@@ -181,7 +182,7 @@ class LaneIndexer:
             record = follower.history.pipelines[pipeline]
             for step, published in its_steps.items():
                 sha256 = self._sha256.get((pipeline, step))
-                text_or_none = None if published is None else dumps(rows.step_row(published, record, sha256))
+                text_or_none = None if published is None else dumps(step_row(published, record, sha256))
                 steps.append((pipeline, step, text_or_none, seq))
         index.set_rows("INSERT OR REPLACE INTO step VALUES (?, ?, ?, ?)", steps)
         self._write_pins()

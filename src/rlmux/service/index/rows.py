@@ -1,6 +1,6 @@
 """What pages show of a run beside its timeline, as JSON: the lane, devices, pipelines, steps. Keys are stable.
 
-Follower ─▶ lane_row  device_rows  pipeline_rows  step_row      figures: those of `report.status` and `report.summary`
+Follower ─▶ lane_row  device_rows  pipeline_rows      figures: those of `report.status` and `report.summary`
 """
 
 from __future__ import annotations
@@ -10,9 +10,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rlmux.core.actions import Switch
-from rlmux.core.model import DeviceId, PipelineId
+from rlmux.core.model import DeviceId
 from rlmux.report.follow import Follower, Look
-from rlmux.report.follow_steps import PublishedStep
 from rlmux.report.intervals import Cause, Interval, Kind, label_of
 from rlmux.report.records import Instant, PipelineRecord
 from rlmux.report.slos import StepTime, slo_attainment
@@ -177,21 +176,6 @@ def _small_curve(record: PipelineRecord) -> list[float]:
     return [math.fsum(part) / len(part) for part in (rewards[at : at + size] for at in range(0, len(rewards), size))]
 
 
-def step_row(published: PublishedStep, record: PipelineRecord, sha256: str | None) -> dict[str, Any]:
-    """One step of the table."""
-    time = published.time
-    return {
-        "step": time.step,
-        "end_s": time.end_s,
-        "seconds": time.seconds,
-        "solo_s": time.solo_s,
-        "slowdown": time.seconds / time.solo_s if time.solo_s > 0.0 else None,
-        "weights_sha256": sha256,
-        "metrics": record.metrics.get(time.step, {}),
-        "stages": published.stages,
-    }
-
-
 def instant_row(instant: Instant) -> dict[str, Any]:
     return {
         "time_s": instant.time_s,
@@ -204,9 +188,3 @@ def instant_row(instant: Instant) -> dict[str, Any]:
 
 def _by_kind(named: Sequence[tuple[Name, float]]) -> dict[str, float]:
     return {kind.value: math.fsum(seconds for (its, _, _), seconds in named if its is kind) for kind in Kind}
-
-
-def shas_of(notes: Mapping[str, Any]) -> tuple[PipelineId, int, str] | None:
-    """(pipeline, step, hash) of a `step` note that has one."""
-    sha256 = notes.get("weights_sha256")
-    return (PipelineId(str(notes["pipeline"])), int(notes["step"]), str(sha256)) if sha256 else None

@@ -1,8 +1,9 @@
 // Fleet, the first page: is the hardware working, which pipeline is in trouble, what does each device do now.
-import { useData } from "./api";
+import { post, useData } from "./api";
 import { paintOf } from "./colours";
 import { Trouble } from "./frame";
 import { colourOf, of, useShown } from "./lane";
+import { announce } from "./live";
 import { Dot, PipelineName, Stack, Tiles, type Part } from "./parts";
 import { address } from "./place";
 import { KINDS, type Alert, type Charge, type Device, type Happening, type Kind, type Lane, type Page, type Row } from "./shapes";
@@ -60,6 +61,12 @@ function Figures({ lane }: { lane: Lane }) {
   );
 }
 
+/** Say that an alert was seen: it stays until it is over. */
+async function seen(lane: string, { rule, pipeline }: Alert): Promise<void> {
+  await post(`/lanes/${of(lane)}/alerts`, { rule, pipeline }).catch(() => undefined);
+  announce(`lane:${lane}`);
+}
+
 function NeedsYou({ rows, alerts }: { rows: Row[]; alerts: Alert[] }) {
   const { lane } = useShown();
   const all = rows.filter((row) => ["failed", "refused", "waiting"].includes(row.status) || row.keeps_slo === false);
@@ -83,7 +90,16 @@ function NeedsYou({ rows, alerts }: { rows: Row[]; alerts: Alert[] }) {
                     <a href={address(`/pipelines/${of(lane.name, alert.pipeline)}`, { tab: "samples", step: String(alert.step) })}>since step {alert.step}</a>
                   </>
                 )}
-                <span class="muted"> {alert.advice}</span>
+                <span class="muted"> {alert.advice}</span>{" "}
+                {alert.acknowledged ? (
+                  <span class="muted small" title={alert.acknowledged.at}>
+                    seen by {alert.acknowledged.by}
+                  </span>
+                ) : (
+                  <button class="link small" onClick={() => void seen(lane.name, alert)} aria-label={`${alert.rule.replaceAll("_", " ")}: seen`}>
+                    seen
+                  </button>
+                )}
               </td>
             </tr>
           ))}

@@ -54,6 +54,8 @@ export interface Alert {
   step: number | null;
   text: string;
   advice: string;
+  /** Who has seen it, and when; null: it was not said. */
+  acknowledged: { by: string; at: string } | null;
 }
 
 export interface Device {

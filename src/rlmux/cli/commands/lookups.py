@@ -1,0 +1,97 @@
+"""Commands that look into a run, in a folder or on a server: queue, samples, alerts, export."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from rlmux.cli.commands.options import Json, Place
+
+PipelineName = Annotated[str, typer.Argument(metavar="NAME", help="Name of one of its pipelines.")]
+
+
+def queue(place: Place, json: Json = False) -> None:
+    """Show what waits in a run that is going on, in the order in which it is offered room, and why.
+
+    \b
+    Example: rlmux queue runs/demo
+    """
+    from rlmux.cli import lookups
+
+    lookups.show_queue(place, as_json=json)
+
+
+def samples(
+    place: Place,
+    name: PipelineName,
+    at: Annotated[
+        str | None, typer.Option("--at", metavar="STEP/PROMPT/SAMPLE", help="Print this one, with its text.")
+    ] = None,
+    step: Annotated[int | None, typer.Option("--step", min=0, max=2**20, help="Of this step.")] = None,
+    prompt: Annotated[
+        int | None, typer.Option("--prompt", min=0, max=2**20, help="Of this prompt of its step.")
+    ] = None,
+    least: Annotated[float | None, typer.Option("--least", help="With at least this reward.")] = None,
+    most: Annotated[float | None, typer.Option("--most", help="With at most this reward.")] = None,
+    stop: Annotated[str | None, typer.Option("--stop", help="That ended so: stop, length.")] = None,
+    text: Annotated[str | None, typer.Option("--text", help="With these words after each other.")] = None,
+    sort: Annotated[
+        str, typer.Option("--sort", help="step, reward or tokens; with - in front, the largest first.")
+    ] = "-step",
+    limit: Annotated[int, typer.Option("--limit", min=1, max=200, help="At most so many.")] = 20,
+    json: Json = False,
+) -> None:
+    """Show what a pipeline's model was asked and what it said, with rewards.
+
+    \b
+    Example: rlmux samples runs/demo sort --step 61 --most 0.3
+    """
+    from rlmux.cli import lookups
+    from rlmux.core.errors import UserError
+    from rlmux.report.samples import SORTS
+
+    if at is not None:
+        lookups.show_sample(place, name, at, as_json=json)
+        return
+    if sort not in SORTS:
+        raise UserError(f"--sort {sort!r}: accepted: {', '.join(SORTS)}")
+    given = {"step": step, "prompt": prompt, "least": least, "most": most, "stop": stop, "text": text}
+    asked = {key: value for key, value in given.items() if value is not None}
+    lookups.show_samples(place, name, asked, sort=sort, limit=limit, as_json=json)
+
+
+def alerts(
+    place: Place,
+    ack: Annotated[
+        str | None, typer.Option("--ack", metavar="RULE", help="Say that this rule's alert was seen.")
+    ] = None,
+    pipeline: Annotated[str | None, typer.Option("--pipeline", metavar="NAME", help="Of this pipeline alone.")] = None,
+    json: Json = False,
+) -> None:
+    """Show what is wrong with a run, by rule, with advice; over or going on.
+
+    \b
+    Example: rlmux alerts runs/demo --ack reward_collapse
+    """
+    from rlmux.cli import lookups
+
+    lookups.show_alerts(place, ack, pipeline, as_json=json)
+
+
+def export(
+    place: Place,
+    name: Annotated[str | None, typer.Argument(metavar="NAME", help="One of its pipelines; by default all.")] = None,
+    to: Annotated[str, typer.Option("--to", help="jsonl, csv.")] = "jsonl",
+    out: Annotated[
+        str | None, typer.Option("--out", metavar="FILE", help="File; one that is there gets what it has not.")
+    ] = None,
+) -> None:
+    """Write the table of steps: seconds, weights' hashes, metrics, seconds by stage.
+
+    \b
+    Example: rlmux export runs/demo sort --to csv --out steps.csv
+    """
+    from rlmux.cli import lookups
+
+    lookups.export(place, name, to, out)

@@ -1,0 +1,171 @@
+"""Commands that look into a run, in a folder or on a server: its queue, alerts, trajectories, the table of its steps.
+
+queue, alerts, samples, export     one Target answers them all (rlmux/client)
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
+from pathlib import Path
+from typing import Any, TextIO
+
+from rlmux.cli import tables
+from rlmux.client.target import target_of
+from rlmux.core.errors import UserError
+
+FORMATS = ("jsonl", "csv")
+
+
+def show_queue(place: str, *, as_json: bool) -> None:
+    """Print what waits, in the order in which it is offered room."""
+    with closing(target_of(place)) as target:
+        queue = target.queue()
+    if as_json:
+        tables.print_json(queue)
+        return
+    rows = [
+        {
+            "place": one["position"] or "-",
+            "pipeline": one["pipeline"],
+            "waits for": f"{one['waited_s']:.0f} s",
+            "because": f"{one['token']}: {one['reason']}" if one["reason"] else one["token"],
+        }
+        for one in queue["items"]
+    ]
+    rows += [
+        {"place": "-", "pipeline": one["pipeline"], "waits for": "", "because": f"comes at {one['at_s']:.0f} s"}
+        for one in queue["upcoming"]
+    ]
+    if rows:
+        tables.print_rows(rows)
+    else:
+        print("nothing waits")
+
+
+def show_alerts(place: str, acknowledged: str | None, pipeline: str | None, *, as_json: bool) -> None:
+    """Print what is wrong now; with `acknowledged`, the name of a rule, say first that it was seen."""
+    with closing(target_of(place)) as target:
+        alerts = target.alerts() if acknowledged is None else target.acknowledge(acknowledged, pipeline)
+    alerts = [one for one in alerts if pipeline is None or one["pipeline"] == pipeline]
+    if as_json:
+        tables.print_json({"alerts": alerts})
+        return
+    if not alerts:
+        print("nothing is wrong")
+    for one in alerts:
+        whose = f" {one['pipeline']}" if one["pipeline"] else ""
+        since = f" since step {one['step']}" if one["step"] is not None else ""
+        seen = f" (seen by {one['acknowledged']['by']})" if one["acknowledged"] else ""
+        print(f"{one['level']}: {one['rule']}{whose}{since}{seen}\n  {one['text']}\n  {one['advice']}")
+
+
+def show_samples(place: str, name: str, asked: Mapping[str, Any], *, sort: str, limit: int, as_json: bool) -> None:
+    """Print trajectories, a line each."""
+    with closing(target_of(place)) as target:
+        found = target.samples(name, asked, sort=sort, at=0, limit=limit)
+    if as_json:
+        tables.print_json(found)
+    elif not found["items"]:
+        print("no trajectory meets that")
+    else:
+        tables.print_rows([_sample_row(one) for one in found["items"]])
+
+
+def _sample_row(one: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "place": f"{one['step']}/{one['prompt']}/{one['sample']}",
+        "reward": f"{one['reward']:.3f}",
+        "advantage": f"{one['advantage']:+.3f}",
+        "tokens": one["tokens"],
+        "stop": one["stop"],
+        "begins": " ".join(one["start"].split())[:60],
+    }
+
+
+def show_sample(place: str, name: str, at: str, *, as_json: bool) -> None:
+    """Print one trajectory, of `STEP/PROMPT/SAMPLE`, with its text."""
+    parts = at.split("/")
+    if len(parts) != 3 or not all(part.isdecimal() and len(part) < 8 for part in parts):
+        raise UserError(f"--at {at!r}: accepted: STEP/PROMPT/SAMPLE, three whole numbers")
+    with closing(target_of(place)) as target:
+        found = target.sample(name, *map(int, parts))
+    if as_json:
+        tables.print_json(found)
+        return
+    print(
+        f"reward {found['reward']:.3f}, advantage {found['advantage']:+.3f}, {found['tokens']} tokens, {found['stop']}"
+    )
+    print(f"\nprompt:\n{found['prompt_text']}")
+    for turn in found["said"]:
+        print(f"\n{turn['role']}:\n{turn['text']}")
+
+
+def export(place: str, name: str | None, to: str, out: str | None) -> None:
+    """Write the table of steps, of one pipeline or of all; a file that is there gets the steps that it has not."""
+    if to not in FORMATS:
+        raise UserError(f"--to {to!r}: accepted: {', '.join(FORMATS)}")
+    path = None if out is None else Path(out)
+    known = set() if path is None else set(_known(path, to))
+    with closing(target_of(place)) as target:
+        every = target.steps(name)
+    rows = [
+        {"pipeline": pipeline, **row}
+        for pipeline, its in every.items()
+        for row in its
+        if (pipeline, row["step"]) not in known
+    ]
+    if path is None:
+        _write(rows, to, sys.stdout, has_head=True)
+        return
+    try:
+        with path.open("a", encoding="utf-8", newline="") as file:
+            _write(rows, to, file, has_head=file.tell() == 0)
+    except OSError as error:
+        raise UserError(f"--out {path}: {error.strerror}; accepted: a file that can be written") from None
+    print(f"rlmux: {len(rows)} steps written to {path}, {len(known)} were there", file=sys.stderr)
+
+
+_COLUMNS = ("pipeline", "step", "end_s", "seconds", "solo_s", "slowdown", "weights_sha256", "metrics", "stages")
+"""Columns of CSV; the last two are JSON."""
+
+
+def _write(rows: Iterable[Mapping[str, Any]], to: str, file: TextIO, *, has_head: bool) -> None:
+    if to == "jsonl":
+        for row in rows:
+            file.write(json.dumps(row) + "\n")
+        return
+    table = csv.DictWriter(file, _COLUMNS, lineterminator="\n")
+    if has_head:
+        table.writeheader()
+    for row in rows:
+        table.writerow({**row, "metrics": json.dumps(row["metrics"]), "stages": json.dumps(row["stages"])})
+
+
+def _known(path: Path, to: str) -> Iterator[tuple[str, int]]:
+    """(pipeline, step) of the rows that a file has; half a row at its end, of a killed writer, is taken out."""
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise UserError(f"--out {path}: {error.strerror}; accepted: a file of this format, or none") from None
+    whole = data[: data.rfind(b"\n") + 1]
+    try:
+        text = whole.decode()
+        rows: Sequence[Any] = (
+            [json.loads(line) for line in text.splitlines()]
+            if to == "jsonl"
+            else list(csv.DictReader(io.StringIO(text)))
+        )
+        found = [(str(row["pipeline"]), int(row["step"])) for row in rows]
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"--out {path}: not a table of steps as {to}; accepted: such a file, or a new one") from None
+    if whole != data:
+        with path.open("r+b") as file:
+            file.truncate(len(whole))
+    yield from found
