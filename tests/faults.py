@@ -18,10 +18,13 @@ from rlmux.core.events import (
     ChunkFinished,
     ClientFinished,
     Event,
+    HoldReleased,
     NodeJoined,
     NodeLost,
+    ParkRequested,
     PipelineCancelled,
     PipelineFailed,
+    PipelineParked,
     PipelineRestarted,
     PipelineSubmitted,
     ReplyArrived,
@@ -75,6 +78,8 @@ class BreakingBackend:
         """Pipelines whose restart on other nodes the scheduler has not heard of; orders for them are dropped."""
         self.homeless: dict[PipelineId, None] = {}
         """Pipelines that lost a node and begin again where they are admitted next."""
+        self.leaving: dict[PipelineId, None] = {}
+        """Pipelines whose last checkpoint is being written: then their processes end."""
         self.lost: dict[NodeId, None] = {}
         self.story: list[Event] = []
 
@@ -100,6 +105,8 @@ class BreakingBackend:
             case Relocate():
                 self.placements[action.pipeline] = action.placement
                 self.moving[action.pipeline] = None
+            case Park(is_awaited=True):
+                self.leaving[action.pipeline] = None
             case Park():
                 self._end(action.pipeline)
                 self.homeless[action.pipeline] = None
@@ -114,6 +121,7 @@ class BreakingBackend:
         """Its processes and orders are gone."""
         self.placements.pop(pipeline, None)
         self.moving.pop(pipeline, None)
+        self.leaving.pop(pipeline, None)
         self._drop_orders(pipeline)
 
     def _drop_orders(self, pipeline: PipelineId) -> None:
@@ -131,6 +139,12 @@ class BreakingBackend:
         self.now_s += self.draw.random()
         if self.moving and (not self.orders or self.draw.random() < 0.3):
             self._tell_restart(self.draw.choice(list(self.moving)))
+            return True
+        if self.leaving and (not self.orders or self.draw.random() < 0.3):
+            pipeline = self.draw.choice(list(self.leaving))
+            self._end(pipeline)
+            self.homeless[pipeline] = None
+            self.send(PipelineParked(time_s=self.now_s, pipeline=pipeline))
             return True
         if not self.orders:
             return self._reply()
@@ -172,6 +186,8 @@ class BreakingBackend:
             "restarted": self.restart,
             "node lost": self.lose_node,
             "node joined": self.regain_node,
+            "park": self.park,
+            "unpark": self.unpark,
             "late": self.tell_late,
         }
 
@@ -216,6 +232,15 @@ class BreakingBackend:
     def restart(self) -> None:
         for pipeline in self._some(self.placements):
             self._tell_restart(pipeline)
+
+    def park(self) -> None:
+        for pipeline in self._some(self.placements):
+            self.send(ParkRequested(time_s=self.now_s, pipeline=pipeline))
+
+    def unpark(self) -> None:
+        query = self.scheduler.query
+        for pipeline in self._some(one for one in query.pipelines() if query.is_held(one)):
+            self.send(HoldReleased(time_s=self.now_s, pipeline=pipeline))
 
     def lose_node(self) -> None:
         """Any node: also one on which nothing runs yet, to which a pipeline is about to move."""
@@ -329,12 +354,15 @@ class BreakingBackend:
         """No fault any more, every node back: all that can go on goes on to its end."""
         while self.lost:
             self.regain_node()
+        query = self.scheduler.query
         for _ in range(max_events):
-            if not self.go_on():
+            held = [one for one in query.pipelines() if query.is_held(one) and query.status(one) not in OVER]
+            if not self.go_on() and not held:
                 break
+            for pipeline in held:
+                self.send(HoldReleased(time_s=self.now_s, pipeline=pipeline))
         else:
             raise AssertionError("pipelines neither end nor stop")
-        query = self.scheduler.query
         left = [f"{one} is {query.status(one)}" for one in query.pipelines() if query.status(one) not in OVER]
         assert not left, f"nothing will happen any more, and {left}"
         held = [device for device in query.devices() if query.held_fraction(device) != 0.0]

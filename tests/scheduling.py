@@ -9,8 +9,16 @@ from collections.abc import Callable, Sequence
 import pytest
 
 from rlmux.core import invariants
-from rlmux.core.actions import Action, MigrateShard, Pause, RunStage
-from rlmux.core.events import Event, PipelineSubmitted, StageFinished, StagePaused, TrajectoriesMigrated
+from rlmux.core.actions import Action, MigrateShard, Park, Pause, Remind, RunStage
+from rlmux.core.events import (
+    Event,
+    PipelineParked,
+    PipelineSubmitted,
+    StageFinished,
+    StagePaused,
+    TimeReached,
+    TrajectoriesMigrated,
+)
 from rlmux.core.model import Cluster, OrderId, Phase, PhaseSeconds, Pipeline, PipelineId, Pool, Stage
 from rlmux.core.scheduler import Scheduler
 
@@ -38,10 +46,12 @@ class Driver:
         self.log: list[tuple[float, Action]] = []
         self.events: list[Event] = []
         self._seconds = seconds or self._estimated
-        self._heap: list[tuple[float, int, OrderId]] = []
+        self._heap: list[tuple[float, int, OrderId | Event]] = []
         self._orders: dict[OrderId, Action] = {}
         self._taken_s: dict[OrderId, float] = {}
         self._sequence = 0
+        self.park_s = 0.0
+        """Seconds from a Park until its devices are free."""
 
     def _estimated(self, action: RunStage) -> float:
         estimate = self.scheduler.query.pipeline(action.pipeline).pipeline.estimate
@@ -62,6 +72,11 @@ class Driver:
             elif isinstance(action, Pause):
                 self._orders[action.order] = action
                 self._push(0.0, action.order)
+            elif isinstance(action, Park) and action.is_awaited:
+                at_s = event.time_s + self.park_s
+                self._push(self.park_s, PipelineParked(time_s=at_s, pipeline=action.pipeline))
+            elif isinstance(action, Remind):
+                self._push(action.at_s - event.time_s, TimeReached(time_s=action.at_s))
         return actions
 
     def submit(self, *pipelines: Pipeline) -> None:
@@ -73,7 +88,7 @@ class Driver:
         self._taken_s[action.order] = seconds
         self._push(seconds, action.order)
 
-    def _push(self, seconds: float, order: OrderId) -> None:
+    def _push(self, seconds: float, order: OrderId | Event) -> None:
         self._sequence += 1
         heapq.heappush(self._heap, (self.now_s + seconds, self._sequence, order))
 
@@ -85,6 +100,9 @@ class Driver:
         """Let the next order end. False when none is left."""
         while self._heap:
             time_s, _, order = heapq.heappop(self._heap)
+            if isinstance(order, PipelineParked | TimeReached):
+                self.send(order)
+                return True
             action = self._orders.pop(order, None)
             if action is None or not self.scheduler.query.has_order(order):
                 continue

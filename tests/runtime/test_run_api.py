@@ -14,8 +14,10 @@ from typing import Any
 
 import pytest
 
+from rlmux.config.shares import parse_shares
 from rlmux.core.actions import Admit, Refuse, Release, RunStage
 from rlmux.core.errors import RlmuxError, UserError
+from rlmux.core.events import SharesSet
 from rlmux.core.model import PipelineId
 from rlmux.core.scheduler import Scheduler
 from rlmux.policies import make_policy
@@ -24,9 +26,10 @@ from rlmux.runtime.control_socket import SOCKET_NAME, ControlServer, NotRunningE
 from rlmux.runtime.controller import Controller
 from rlmux.runtime.fake_backend import FakeBackend
 from rlmux.runtime.run_api import RunApi, submitted_to
+from rlmux.runtime.usage_notes import shares_events
 
 STAGE_S = 0.05
-ACCEPTED = "accepted: submit, cancel, hold, release, rank, why, status"
+ACCEPTED = "accepted: submit, cancel, hold, release, rank, park, unpark, why, queue, usage, set_shares, status, check"
 
 
 class Run:
@@ -229,6 +232,75 @@ def test_a_waiting_pipeline_is_explained_held_ranked_and_released(tmp_path, real
     assert past["refused"] == "no pipeline 'past' waits or runs here; accepted: one of: a, b"
     with LogReader(going.folder) as reader:
         assert reader.state().standings == {"b": {"is_held": False, "rank": 3}}
+
+
+def test_a_running_pipeline_is_parked_and_goes_on(going, real):
+    def ask_for(request: str, name: str = "a") -> dict[str, Any]:
+        return {"request": request, "name": name}
+
+    def wait_until_parked() -> dict[str, Any]:
+        end_s = time.monotonic() + 60.0
+        while going.scheduler.query.status(PipelineId("a")).value == "running" and time.monotonic() < end_s:
+            time.sleep(0.01)
+        return ask_for("why")
+
+    class Later(dict):  # asked when its turn comes
+        def keys(self):
+            self.update(wait_until_parked())
+            return super().keys()
+
+    going.run(
+        [real.submission("a", num_steps=1_000_000)],
+        {"request": "status"},
+        ask_for("unpark"),
+        ask_for("park", "past"),
+        ask_for("park"),
+        Later(),
+        ask_for("unpark"),
+        cancel("a"),
+        until=lambda: going.is_over("a"),
+    )
+    _, early, unknown, parked, why, unparked, _ = going.answers
+    assert early["refused"] == "pipeline 'a' is not parked; accepted: one that `park` or `hold` keeps"
+    assert unknown["refused"] == "no pipeline 'past' waits or runs here; accepted: one of: a"
+    assert parked["outcome"] == "gives its devices back at its next step boundary"
+    assert (why["token"], why["reason"]) == ("held", "its user parked it")
+    assert unparked["outcome"] == "goes on as soon as there is room"
+    with LogReader(going.folder) as reader:
+        assert reader.state().standings == {"a": {"is_held": False}}
+
+
+SHARES = """
+shares:
+  projects:
+    lab: {weight: 2, quota: {running: 1}}
+"""
+
+
+def test_shares_set_while_it_runs_hold_at_once_and_are_kept(tmp_path, real):
+    going = Run(tmp_path / "run", real)
+    going.run_api._parse_shares = parse_shares
+    going.run(
+        [
+            real.replace(one, pipeline=real.replace(one.pipeline, user="ann", project="lab"))
+            for one in (real.submission("a", num_steps=1_000_000), real.submission("b", num_steps=1))
+        ],
+        {"request": "set_shares", "text": "shares: {projets: {}}", "source": "s.yaml"},
+        {"request": "set_shares", "text": SHARES, "source": "s.yaml"},
+        {"request": "why", "name": "b"},
+        {"request": "usage"},
+        cancel("a"),
+        until=lambda: going.is_over("a"),
+    )
+    wrong, answer, _, usage, _ = going.answers
+    accepted = "half_life_h, parks, min_steps, projects, users"
+    assert wrong["refused"] == f"s.yaml:1: shares.projets is {{}}: unknown key; nearest: projects; accepted: {accepted}"
+    assert answer["outcome"] == "holds from now on"
+    (row,) = usage["accounts"]
+    assert (row["project"], row["user"], row["weight"], row["quota"]["max_running"]) == ("lab", "ann", 2.0, 1)
+    with LogReader(going.folder) as reader:
+        (event,) = shares_events(reader.state().shares, {}, 7.0)
+    assert event == SharesSet(time_s=7.0, shares=parse_shares(SHARES, "s.yaml"))
 
 
 @pytest.mark.quick_on_ray

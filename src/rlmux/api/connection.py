@@ -76,6 +76,19 @@ class Connection:
         """Put a waiting pipeline before or behind its user's others: lower ones are offered room first."""
         return str(self._tell("rank", pipeline, rank=rank)["outcome"])
 
+    def park(self, pipeline: str) -> str:
+        """Have a pipeline give its devices back at its next step boundary, until `unpark`; weights stay the same."""
+        return str(self._tell("park", pipeline)["outcome"])
+
+    def unpark(self, pipeline: str) -> str:
+        """Let a parked pipeline go on."""
+        return str(self._tell("unpark", pipeline)["outcome"])
+
+    def usage(self) -> dict[str, Any]:
+        """What `rlmux usage --json` prints."""
+        with closing(target_of(self._place)) as target:
+            return target.usage()
+
     def why(self, pipeline: str) -> dict[str, Any]:
         """What `rlmux why --json` prints."""
         return self._tell("why", pipeline)

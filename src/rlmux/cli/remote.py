@@ -1,6 +1,6 @@
 """Commands on a run that goes on elsewhere, in a folder or on a server: what is asked of it, and what is shown of it.
 
-submit, cancel, hold, release, rank, why, status, logs     one Target answers them all (rlmux/client)
+submit, cancel, hold, release, rank, park, unpark, usage, why, status, logs   a Target answers all
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing, suppress
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlmux.cli import inputs, tables
@@ -49,8 +50,62 @@ def show_why(place: str, name: str, *, as_json: bool) -> None:
     )
     print(f"{name}: {answer['token']} ({standing}, for {answer['waited_s']:.0f} s)")
     print(f"  {answer['reason']}")
+    if answer["is_over_share"]:
+        print(f"  {_over_share_in_words(answer)}")
     for change in answer["would_start_now_if"]:
         print(f"  would start now {_change_in_words(change)}")
+
+
+def _over_share_in_words(answer: Mapping[str, Any]) -> str:
+    share = f"{answer['share']:.3g} of a pool of late, by its weight, where {answer['fair_share']:.3g} is fair"
+    first = "this one" if answer["first"] == answer["pipeline"] else answer["first"]
+    when = "is unknown" if answer["starts_s"] is None else f"is expected at {answer['starts_s']:.0f} s, for {first}"
+    return f"{answer['project'] or 'it'} is over its share: {share}; the next start {when}"
+
+
+def set_shares(place: str, file: str) -> None:
+    """Have the section `shares` of a file hold in the run from now on."""
+    from rlmux.config.load import read_text
+    from rlmux.config.shares import parse_shares
+
+    text = read_text(Path(file))
+    parse_shares(text, file)
+    with closing(target_of(place)) as target:
+        target.set_shares(text, file)
+
+
+def show_usage(place: str, *, as_json: bool) -> None:
+    """Print what users and projects have used."""
+    with closing(target_of(place)) as target:
+        answer = target.usage()
+    if as_json:
+        tables.print_json(answer)
+    elif not answer["accounts"]:
+        print("nothing is counted: no pipeline names a user or project, and no shares are set")
+    else:
+        tables.print_rows([_usage_row(one) for one in answer["accounts"]])
+
+
+def _usage_row(one: Mapping[str, Any]) -> dict[str, Any]:
+    quota = one["quota"]
+    limits = [
+        f"{text} {quota[key]:g}"
+        for key, text in (("max_running", "pipelines"), ("max_devices", "devices"), ("device_hours_a_day", "h a day"))
+        if quota[key] is not None
+    ]
+    return {
+        "project": one["project"] or "-",
+        "user": one["user"] or "-",
+        "weight": f"{one['weight']:g}",
+        "share": f"{one['share']:.3g}",
+        "fair": f"{one['fair_share']:.3g}",
+        "over": "yes" if one["is_over_share"] else "no",
+        "device-hours": f"{sum(one['device_hours'].values()):.3f}",
+        "today": f"{one['device_hours_today']:.3f}",
+        "running": one["running"],
+        "waiting": one["waiting"],
+        "quota": ", ".join(limits) or "-",
+    }
 
 
 def _change_in_words(change: Mapping[str, Any]) -> str:

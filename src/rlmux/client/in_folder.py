@@ -36,7 +36,16 @@ class InFolder:
         return answer
 
     def tell(self, request: str, name: str, **fields: Any) -> dict[str, Any]:
-        answer = ask(self._folder, request, name=name, **fields)
+        return self._asked(request, name=name, **fields)
+
+    def usage(self) -> dict[str, Any]:
+        return self._asked("usage")
+
+    def set_shares(self, text: str, source: str) -> dict[str, Any]:
+        return self._asked("set_shares", text=text, source=source)
+
+    def _asked(self, request: str, **fields: Any) -> dict[str, Any]:
+        answer = ask(self._folder, request, **fields)
         del answer["ok"]
         return answer
 

@@ -142,6 +142,15 @@ class OnServer:
             if told["is_end"] or not told["text"]:
                 return text, position
 
+    def usage(self) -> dict[str, Any]:
+        told: dict[str, Any] = self._ask("GET", f"/lanes/{self._lane}/usage")
+        return told
+
+    def set_shares(self, text: str, source: str) -> dict[str, Any]:
+        body = {"text": text, "source": source}
+        told: dict[str, Any] = self._ask("POST", f"/lanes/{self._lane}/shares", json=body)
+        return told
+
     def close(self) -> None:
         self._client.close()
 

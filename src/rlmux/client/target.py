@@ -23,7 +23,13 @@ class Target(Protocol):
         """Add the file's pipelines; returns what became of each."""
 
     def tell(self, request: str, name: str, **fields: Any) -> dict[str, Any]:
-        """`cancel`, `hold`, `release`, `rank` or `why` of one pipeline."""
+        """`cancel`, `hold`, `release`, `rank`, `park`, `unpark` or `why` of one pipeline."""
+
+    def usage(self) -> dict[str, Any]:
+        """What `rlmux usage --json` prints."""
+
+    def set_shares(self, text: str, source: str) -> dict[str, Any]:
+        """Have the section `shares` of a file hold from now on."""
 
     def status(self) -> dict[str, Any]:
         """What `rlmux status --json` prints."""

@@ -23,9 +23,11 @@ from rlmux.config.derive import make_cluster, make_cold_switch, make_pipeline
 from rlmux.config.explain import explain
 from rlmux.config.located import Node, parse_yaml
 from rlmux.config.merge import merge
+from rlmux.config.shares import make_shares
 from rlmux.config.tree import AlertConfig, PipelineConfig, RunConfig, plain_tree, read_tree
 from rlmux.core.errors import SpecError
 from rlmux.core.model import Cluster, Pipeline, SwitchEstimate
+from rlmux.core.offers import ShareSettings
 from rlmux.rl.config import TrainingConfig
 
 
@@ -80,6 +82,8 @@ class Spec:
     """Name of the policy that decides."""
     pipelines: tuple[PipelineSpec, ...]
     """Pipelines in the order of the file."""
+    shares: ShareSettings | None = None
+    """What projects and users are entitled to; None where the file does not say."""
     resolved: str
     """YAML with defaults, overrides and absolute paths worked in: it loads to the same pipelines anywhere."""
     hints: tuple[str, ...] = ()
@@ -198,6 +202,7 @@ def _spec(config: RunConfig, source: str, hints: tuple[str, ...]) -> Spec:
             )
             for given in config.pipelines
         ),
+        shares=make_shares(config.shares),
         resolved=_resolved(config),
         hints=hints,
     )

@@ -8,7 +8,7 @@ import inspect
 from itertools import pairwise
 from typing import Any
 
-from rlmux.config import serve, service_file, tree
+from rlmux.config import serve, service_file, shares, tree
 from rlmux.config.explain import accepted, fields_by_key
 from rlmux.config.old_keys import NEW_BY_OLD
 from rlmux.rl import config
@@ -28,6 +28,10 @@ SECTIONS: tuple[tuple[str, type[config.FromFile]], ...] = (
     ("`alerts.RULE`", tree.AlertConfig),
     ("`estimate`", tree.EstimateConfig),
     ("`footprint`", tree.FootprintConfig),
+    ("`shares`", shares.SharesConfig),
+    ("`shares.projects.NAME`", shares.ProjectShareConfig),
+    ("`shares.users.NAME`", shares.UserShareConfig),
+    ("`quota`", shares.QuotaConfig),
     ("The file of `rlmux serve`, of a service", service_file.ServiceFile),
     ("`lanes.NAME`", service_file.LaneConfig),
     ("The file of `rlmux serve`, of models", serve.ServeFile),

@@ -19,6 +19,7 @@ from pydantic import TypeAdapter, ValidationError
 from rlmux.config.explain import explain, spec_error
 from rlmux.config.load import Spec, read_text, spec_of_tree
 from rlmux.config.located import parse_yaml
+from rlmux.config.shares import SharesConfig
 from rlmux.config.tree import ClusterConfig
 from rlmux.rl.config import FromFile, Name
 
@@ -42,6 +43,8 @@ class ServiceFile(FromFile):
 
     lanes: Annotated[Mapping[Name, LaneConfig], MinLen(1)]
     """Lanes by name."""
+    shares: SharesConfig | None = None
+    """What projects and users are entitled to in every lane; without: all alike, and none is parked."""
 
 
 def is_service_file(path: Path) -> bool:
@@ -63,5 +66,7 @@ def load_service_file(path: Path, *, folder: Path, policies: Sequence[str]) -> d
         if name in RESERVED:
             raise spec_error(root, ["lanes", name], f"cannot be named so; accepted: any but {', '.join(RESERVED)}")
         tree = root.nearest(["lanes", name])
+        if file.shares is not None:
+            tree = tree.replaced(["shares"], root.nearest(["shares"]))
         lanes[name] = spec_of_tree(tree, source=source, folder=folder, policies=policies, may_be_empty=True)
     return lanes

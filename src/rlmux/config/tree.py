@@ -23,6 +23,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Ge, MinLen
 from pydantic import BeforeValidator, TypeAdapter
 
+from rlmux.config.shares import SharesConfig
 from rlmux.core.model import Phase
 from rlmux.rl.config import (
     Count,
@@ -245,6 +246,8 @@ class RunConfig(FromFile):
     policy: str = "rollmux"
     """Policy that decides, unless the command line names another (docs/cli.md lists policies), or one of your own:
     `module:Class` in `code_folder` or installed."""
+    shares: SharesConfig | None = None
+    """What projects and users are entitled to beside others; without: all alike, and none is parked."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
     """Keys of a pipeline, merged under each of them. A pipeline's own `task` or `model` is taken whole."""
     pipelines: Annotated[tuple[PipelineConfig, ...], MinLen(1)]

@@ -91,6 +91,16 @@ class Park:
     next, and `PipelineRestarted` says from which."""
 
     pipeline: PipelineId
+    is_awaited: bool = False
+    """Whether it stands at a step boundary and keeps its devices until `PipelineParked` says that its checkpoint is
+    written and its processes have ended; False: it has lost a node."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remind:
+    """Send `TimeReached` at this time: something may start then, though nothing else happens."""
+
+    at_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,6 +174,7 @@ Action = (
     | Queue
     | ExpectSteps
     | Park
+    | Remind
     | Release
     | RunStage
     | Pause

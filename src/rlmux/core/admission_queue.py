@@ -81,6 +81,17 @@ class AdmissionQueue:
                     is_changed = True
                     break
 
+    def over_quota(self) -> list[tuple[PipelineRun, Refusal]]:
+        """Waiting pipelines that are over a quota, and why; final where they would be by themselves."""
+        if not self._state.quota_by_account:
+            return []
+        reasons = [(run, self._shares.quotas.reason_against(run)) for run in self._state.waiting.values()]
+        return [
+            (run, Refusal(reason=reason, is_final=is_final))
+            for run, (reason, is_final) in reasons
+            if reason and not run.is_held
+        ]
+
     def is_next(self, run: PipelineRun) -> bool:
         """Whether a pipeline that has just come may be tried by itself: all others come before it."""
         return not self._shares.are_set or self._shares.in_order()[-1:] == [run]

@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlmux.core.model import ARRIVING_KINDS, DeviceId, NodeId, OrderId, Phase, Pipeline, PipelineId
+from rlmux.core.offers import AccountUsage, ShareSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,10 +37,49 @@ class PipelineHeld:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HoldReleased:
-    """The user lets it start again."""
+    """The user lets it start again, or go on where it was parked."""
 
     time_s: float
     pipeline: PipelineId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParkRequested:
+    """The user wants it to give its nodes back at its next step boundary, and to wait until `HoldReleased`."""
+
+    time_s: float
+    pipeline: PipelineId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineParked:
+    """What `Park` ordered is done: its checkpoint is written, its processes have ended, its devices are free."""
+
+    time_s: float
+    pipeline: PipelineId
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SharesSet:
+    """What users and projects are entitled to beside others, from now on."""
+
+    time_s: float
+    shares: ShareSettings
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UsageRestored:
+    """What users and projects had used in earlier parts of the run."""
+
+    time_s: float
+    usage: tuple[AccountUsage, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeReached:
+    """The time that `Remind` asked for has come."""
+
+    time_s: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -213,6 +253,11 @@ Event = (
     | PipelineHeld
     | HoldReleased
     | PipelineRanked
+    | ParkRequested
+    | PipelineParked
+    | SharesSet
+    | UsageRestored
+    | TimeReached
     | PipelineFailed
     | WorkArrived
     | WorkWithdrawn

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from rlmux.core.model import Account, PipelineId, Urgency
+from rlmux.core.usage import HALF_LIFE_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +44,68 @@ class Share:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Quota:
+    """The most that a project, or a user, may have of the cluster."""
+
+    max_running: int | None = None
+    """Pipelines that run at once; None: no limit."""
+    max_devices: int | None = None
+    """Devices that its running pipelines ask for together; two that share a device count twice. None: no limit."""
+    device_hours_a_day: float | None = None
+    """Hours of one device that it is charged in a day of the run's clock; None: no limit."""
+
+    @property
+    def is_empty(self) -> bool:
+        return self.max_running is None and self.max_devices is None and self.device_hours_a_day is None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccountShare:
+    """What was set for one project (no user) or for one user (no project)."""
+
+    account: Account
+    share: Share = field(default_factory=Share)
+    quota: Quota = field(default_factory=Quota)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ShareSettings:
+    """The section `shares` of a file."""
+
+    half_life_s: float = HALF_LIFE_S
+    """Seconds after which half of what was used is forgotten."""
+    parks: bool = True
+    """Whether pipelines of those over their share are parked to make room for others."""
+    min_steps: int = 10
+    """Steps that a pipeline trains after an admission before it is parked for another."""
+    accounts: tuple[AccountShare, ...] = ()
+    """Settings by project or user, each once."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccountUsage:
+    """What an account has used of one pool."""
+
+    account: Account
+    pool: str
+    device_s: float
+    """Device-seconds, those of long ago forgotten."""
+    today_s: float = 0.0
+    """Device-seconds that it was charged on the day of the run's clock that the event falls on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunningPipeline:
+    """A pipeline that could be parked to make room for another."""
+
+    id: PipelineId
+    account: Account
+    urgency: Urgency
+    sequence: int
+    """Its number in the order of submission."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class QueueView:
     """The queue at one moment."""
 
@@ -54,6 +117,8 @@ class QueueView:
     """Shares that were set; an account with an empty user stands for its project. Others have weight 1."""
     capacity_by_pool: Mapping[str, float] = field(default_factory=dict)
     """Device-seconds of a decayed usage of 1.0."""
+    running: tuple[RunningPipeline, ...] = ()
+    """Pipelines that could be parked, in the order of submission; only where `to_park` is asked."""
 
 
 class QueueOrder(Protocol):
@@ -61,4 +126,16 @@ class QueueOrder(Protocol):
 
     def order(self, view: QueueView) -> tuple[PipelineId, ...]:
         """Each waiting pipeline once."""
+        ...
+
+    def to_park(self, head: WaitingPipeline, view: QueueView) -> tuple[PipelineId, ...]:
+        """Those of `view.running` that may be parked to make room for the first in the queue, the first to go first."""
+        ...
+
+    def fair_share(self, view: QueueView) -> float:
+        """The dominant share that every project of the view would have, had all used by their weights."""
+        ...
+
+    def share_of(self, account: Account, view: QueueView) -> float:
+        """The dominant share of an account; of a project as a whole where the user is empty."""
         ...

@@ -1,6 +1,7 @@
 """The placement tier: pipelines come to nodes, move to others, and leave them.
 
     waiting ── try_to_place ─▶ placed ── relocate, at a step boundary ─▶ placed elsewhere
+                                      ── park, at a step boundary ─▶ waiting
                                       ── release ─▶ over: its nodes are free
 
 What the policy chooses is carried out here: in the ledger first, then in the groups as they run. Whatever leaves makes
@@ -11,16 +12,18 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from rlmux.core.actions import Admit, Release, Relocate
+from rlmux.core.actions import Admit, Release, Relocate, Remind
 from rlmux.core.admission_queue import AdmissionQueue
 from rlmux.core.bursts import Bursts
 from rlmux.core.expectations import Expectations
 from rlmux.core.groups import Groups
 from rlmux.core.journal import Journal
 from rlmux.core.orders import Orders
+from rlmux.core.parking import Parking
 from rlmux.core.placement import PlacementLedger
 from rlmux.core.placement_choice import FruitlessSearch, Refusal
 from rlmux.core.policy import Policy
+from rlmux.core.shares import Shares
 from rlmux.core.state import GroupState, PipelineRun, SchedulerState
 from rlmux.core.step_machine import PipelineInput, StepMachine
 
@@ -40,6 +43,8 @@ class Placing:
         steps: StepMachine,
         bursts: Bursts,
         expectations: Expectations,
+        parking: Parking,
+        shares: Shares,
         journal: Journal,
         dispatch: Callable[[GroupState], None],
     ) -> None:
@@ -54,6 +59,8 @@ class Placing:
         self._steps = steps
         self._bursts = bursts
         self._expectations = expectations
+        self._parking = parking
+        self._shares = shares
         self._journal = journal
         self._dispatch = dispatch
 
@@ -61,18 +68,22 @@ class Placing:
         """Admit a waiting pipeline, or say why it waits or never starts."""
         choice = self._queue.decide(run)
         if isinstance(choice, Refusal):
-            if choice.is_final:
-                del self._state.waiting[run.pipeline.id]
-                self._steps.move_pipeline(run, PipelineInput.REFUSED)
-            self._queue.tell(run, choice)
+            self._refuse(run, choice)
             return
         placement = self._ledger.admit(run.pipeline, choice)
         self._queue.start(run)
+        self._parking.forget(run)
         self._steps.move_pipeline(run, PipelineInput.PLACED)
         self._journal.act(Admit(pipeline=run.pipeline.id, placement=placement, kind=choice.kind))
         self._groups.join(run, placement)
         self.begin(run, run.restart_step)
         self._dispatch(self._state.groups[placement.group])
+
+    def _refuse(self, run: PipelineRun, refusal: Refusal) -> None:
+        if refusal.is_final:
+            del self._state.waiting[run.pipeline.id]
+            self._steps.move_pipeline(run, PipelineInput.REFUSED)
+        self._queue.tell(run, refusal)
 
     def begin(self, run: PipelineRun, restored_step: int) -> None:
         """Let a pipeline that is placed go on from the step whose result is kept."""
@@ -82,9 +93,39 @@ class Placing:
             self._steps.begin_after(run, restored_step)
 
     def place_waiting(self) -> None:
-        """Try every pipeline of the queue for admission."""
+        """Try every pipeline of the queue for admission, say which are over a quota, and have others parked for the
+        first."""
         for run in self._queue.runs():
             self.try_to_place(run)
+        for run, refusal in self._queue.over_quota():
+            self._refuse(run, refusal)
+            self._remind(run)
+        self.make_room()
+
+    def make_room(self) -> None:
+        """Have others park for the first in the queue, where it is entitled to their room."""
+        for run in self._parking.make_room():
+            if not run.shards:  # else what is open comes to its step boundary by itself
+                self._steps.open_rollout(run)
+
+    def park(self, run: PipelineRun) -> None:
+        """The pipeline has given its devices back: it waits, and its nodes are free."""
+        self._orders.end_all(run)
+        group = self.unpin(run)
+        self._ledger.depart(run.pipeline.id)
+        self._groups.refresh_cycle(group)
+        self._parking.end(run, self._steps)
+        self.place_waiting()
+        self.rebalance()
+        if group.members:
+            self._dispatch(group)
+
+    def _remind(self, run: PipelineRun) -> None:
+        """Have the queue looked at when the next day begins, where the hours of this one are what a pipeline lacks."""
+        quotas, state = self._shares.quotas, self._state
+        if quotas.is_spent(run) and state.reminded_s < quotas.next_day_s():
+            state.reminded_s = quotas.next_day_s()
+            self._journal.act(Remind(at_s=state.reminded_s))
 
     def release(self, run: PipelineRun) -> None:
         """The pipeline is over: its nodes go back, waiting pipelines are tried again, its group goes on.

@@ -27,6 +27,11 @@ class SchedulerQuery:
         """Groups, nodes and costs."""
         return self._placement
 
+    @property
+    def now_s(self) -> float:
+        """Time of the last event."""
+        return self._state.now_s
+
     # pipelines
 
     def pipelines(self) -> tuple[PipelineId, ...]:
@@ -39,6 +44,10 @@ class SchedulerQuery:
 
     def status(self, pipeline: PipelineId) -> PipelineStatus:
         return self._state.runs[pipeline].status
+
+    def is_held(self, pipeline: PipelineId) -> bool:
+        """Whether its user keeps it from starting, or from going on once it is parked."""
+        return self._state.runs[pipeline].is_held
 
     def reason(self, pipeline: PipelineId) -> str:
         """Why the pipeline waits, failed or was refused; empty otherwise."""

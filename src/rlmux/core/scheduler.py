@@ -15,6 +15,8 @@
               ─▶ Placing       pipelines come to nodes, move to others and leave them
               ─▶ AdmissionQueue    which waiting pipeline starts, and why another waits
               ─▶ Shares        what accounts have used, and who is offered room first for it
+              ─▶ Parking       running pipelines give their nodes back at a step boundary
+              ─▶ Standings     what users say of their pipelines, and what was set for them
 
 Two tiers. *Placement* pins a pipeline to nodes and thereby to a co-execution group. *Dispatch* decides, inside one
 group, which ready work starts on which free device. A policy answers both questions and touches nothing: every
@@ -30,6 +32,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from rlmux.core.accounts import AccountRow, account_rows
 from rlmux.core.actions import Action, Park, Switch
 from rlmux.core.admission_queue import HELD, AdmissionQueue
 from rlmux.core.bursts import Bursts
@@ -38,13 +41,10 @@ from rlmux.core.events import (
     ChunkFinished,
     ClientFinished,
     Event,
-    HoldReleased,
     NodeJoined,
     NodeLost,
     PipelineCancelled,
     PipelineFailed,
-    PipelineHeld,
-    PipelineRanked,
     PipelineRestarted,
     PipelineSubmitted,
     ReplyArrived,
@@ -61,13 +61,15 @@ from rlmux.core.groups import Groups, device_keys
 from rlmux.core.journal import Journal
 from rlmux.core.leases import Leases
 from rlmux.core.model import Cluster, DeviceId, OrderId, Phase, PipelineId, PipelineStatus, Stage
-from rlmux.core.offers import QueueOrder
+from rlmux.core.offers import AccountUsage, QueueOrder
 from rlmux.core.orders import Orders
+from rlmux.core.parking import Parking
 from rlmux.core.placement import PlacementLedger
 from rlmux.core.placing import Placing
 from rlmux.core.policy import Policy
 from rlmux.core.query import SchedulerQuery
 from rlmux.core.shares import Shares
+from rlmux.core.standings import Standings
 from rlmux.core.state import Burst, GroupState, Order, PipelineRun, SchedulerState, WorkState
 from rlmux.core.step_machine import PipelineInput, StepMachine
 from rlmux.core.why import Wait, wait_of, waits
@@ -96,12 +98,14 @@ class Scheduler:
         self._expectations = Expectations(self._state, self._ledger, self._journal)
         self._groups = Groups(cluster, self._state, self._ledger, self._leases, self._shares)
         self._queue = AdmissionQueue(self._state, self._ledger, policy, self._journal, self._shares)
+        self._parking = Parking(self._state, self._ledger, self._queue, self._orders, self._shares, self._journal)
         self._steps = StepMachine(
             self._state,
             self._orders,
             self._journal,
             relocate=lambda run: self._placing.relocate(run),
             release=lambda run: self._placing.release(run),
+            parks=self._parking.takes_effect,
         )
         self._dispatch = Dispatcher(
             self._state, policy, self._groups, self._orders, self._steps, self._leases, self._journal
@@ -124,18 +128,25 @@ class Scheduler:
             steps=self._steps,
             bursts=self._bursts,
             expectations=self._expectations,
+            parking=self._parking,
+            shares=self._shares,
             journal=self._journal,
             dispatch=self._dispatch,
         )
-        self._handlers = self._handler_by_event()
+        standings = Standings(
+            run_of=self._run,
+            queue=self._queue,
+            placing=self._placing,
+            parking=self._parking,
+            shares=self._shares,
+            steps=self._steps,
+        )
+        self._handlers = {**self._handler_by_event(), **standings.handlers()}
 
     def _handler_by_event(self) -> dict[type, Callable[[Any], None]]:
         return {
             PipelineSubmitted: self._on_submitted,
             PipelineCancelled: self._on_cancelled,
-            PipelineHeld: self._on_held,
-            HoldReleased: self._on_hold_released,
-            PipelineRanked: self._on_ranked,
             PipelineFailed: self._on_failed,
             PipelineRestarted: self._on_restarted,
             WorkArrived: self._on_work_told,
@@ -172,6 +183,14 @@ class Scheduler:
         found = waits(state=self._state, queue=self._queue, shares=self._shares, limit=limit)
         return [(run.pipeline.id, wait) for run, wait in found]
 
+    def accounts(self) -> tuple[AccountRow, ...]:
+        """What projects and users have used, and are entitled to. Decides nothing."""
+        return account_rows(self._state, self._shares)
+
+    def usage(self) -> tuple[AccountUsage, ...]:
+        """What a later part of the run must know of this one's usage. Decides nothing."""
+        return self._shares.usage() if self._shares.are_set else ()
+
     @property
     def state(self) -> SchedulerState:
         """What the invariants check. Nothing outside `core` reads it, and nothing but this class changes it."""
@@ -201,27 +220,12 @@ class Scheduler:
             self._placing.try_to_place(run)
         if not is_next or self._queue.does_head_fit():
             self._placing.place_waiting()
+        else:
+            self._placing.make_room()
         self._placing.rebalance()
 
     def _on_cancelled(self, event: PipelineCancelled) -> None:
         self._end_softly(self._run(event.pipeline), PipelineInput.CANCELLED)
-
-    def _on_held(self, event: PipelineHeld) -> None:
-        run = self._run(event.pipeline)
-        if run.status is not PipelineStatus.WAITING or run.is_held:
-            return
-        run.is_held = True
-        self._queue.tell(run, HELD)
-        self._placing.place_waiting()
-
-    def _on_hold_released(self, event: HoldReleased) -> None:
-        self._run(event.pipeline).is_held = False
-        self._placing.place_waiting()
-
-    def _on_ranked(self, event: PipelineRanked) -> None:
-        self._run(event.pipeline).rank = event.rank
-        self._shares.begin()
-        self._placing.place_waiting()
 
     def _on_client_finished(self, event: ClientFinished) -> None:
         run = self._run(event.pipeline)
@@ -395,6 +399,9 @@ class Scheduler:
         if run.status is not PipelineStatus.RUNNING:
             self._drain(run, self._orders.of(run))
             return
+        if run.is_leaving:  # its processes have ended for good
+            run.published_version = run.trained_step = event.restored_step
+            return
         self._orders.end_all(run)
         self._steps.withdraw(run)
         for phase, device in device_keys(run):
@@ -431,6 +438,8 @@ class Scheduler:
             groups[group.id] = group
             self._ledger.depart(run.pipeline.id)
             run.restart_step = run.published_version
+            run.waiting_since_s = self._state.now_s
+            self._parking.forget(run)
             self._steps.move_pipeline(run, PipelineInput.NODE_LOST)
             self._state.waiting[run.pipeline.id] = run
         for run in cancelled:

@@ -1,6 +1,6 @@
 """Which account has used how much, and the order in which waiting pipelines are offered room for it.
 
-    PipelineSubmitted, ShareSet, PipelineRanked ─▶ Shares ── QueueView ─▶ QueueOrder
+    PipelineSubmitted, SharesSet, PipelineRanked ─▶ Shares ── QueueView ─▶ QueueOrder
                                                      └── in_order ─▶ AdmissionQueue
 
 What an account uses is what its pipelines are *charged* for. Each second of each device that a pipeline is pinned to is
@@ -13,18 +13,28 @@ So a pipeline that fills another's bubbles costs nothing extra, and one alone in
 admission adds one step's seconds to the account at once, or a hundred submissions would pass before its usage moves.
 
 Nothing is counted, and the order is that of submission, until a pipeline says more of itself than its name: a user, a
-project, an urgency or a rank.
+project, an urgency or a rank, or shares are set.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
+from dataclasses import replace
 
 from rlmux.core.group_load import phases_of
-from rlmux.core.model import Account, Cluster, DeviceId, Phase, Pipeline, PipelineId, Urgency
-from rlmux.core.offers import QueueOrder, QueueView, WaitingPipeline
+from rlmux.core.model import Account, Cluster, DeviceId, Phase, Pipeline, PipelineId, PipelineStatus, Urgency
+from rlmux.core.offers import (
+    AccountUsage,
+    QueueOrder,
+    QueueView,
+    RunningPipeline,
+    ShareSettings,
+    WaitingPipeline,
+)
+from rlmux.core.quotas import Quotas
 from rlmux.core.state import GroupState, HeldDevice, PipelineRun, SchedulerState
-from rlmux.core.usage import FULL_S, DecayedUsage
+from rlmux.core.usage import HALF_LIFE_S, DecayedUsage, full_of
 
 _NO_ACCOUNT = Account("", "")
 _URGENT_FACTOR = 2.0
@@ -40,6 +50,7 @@ class Shares:
         self._cluster = cluster
         self._state = state
         self._queue_order = queue_order
+        self.quotas = Quotas(cluster, state)
         self.are_set = False
         """Whether anything but the order of submission may decide."""
 
@@ -55,6 +66,50 @@ class Shares:
         self.are_set = True
         for group in self._state.groups.values():
             self.hold((device for _, device in group.members_by_device), group)
+
+    def set(self, settings: ShareSettings) -> None:
+        """Take over what users and projects are entitled to; what they used before decays anew from now on."""
+        state = self._state
+        self.begin()
+        self.charge(state.held_devices)
+        state.settings = settings
+        state.share_by_account = {one.account: one.share for one in settings.accounts}
+        state.quota_by_account = {one.account: one.quota for one in settings.accounts if not one.quota.is_empty}
+        for by_pool in state.usage_by_account.values():
+            for usage in by_pool.values():
+                usage.device_s, usage.at_s = usage.at(state.now_s), state.now_s
+                usage.half_life_s = settings.half_life_s
+
+    def restore(self, usage: Iterable[AccountUsage]) -> None:
+        """Count what was used in earlier parts of the run."""
+        state = self._state
+        self.begin()
+        for one in usage:
+            by_pool = state.usage_by_account.setdefault(one.account, {})
+            by_pool[one.pool] = DecayedUsage(one.device_s, state.now_s, self._half_life_s)
+            if one.today_s > 0.0:
+                self.quotas.add_today(one.account, one.pool, 0.0, state.now_s)
+                state.charged_today[one.account][one.pool] = one.today_s
+
+    def usage(self) -> tuple[AccountUsage, ...]:
+        """What every account has used up to now."""
+        state = self._state
+        self.charge(state.held_devices)
+        today = state.charged_today if state.day == int(state.now_s // 86_400.0) else {}
+        return tuple(
+            AccountUsage(
+                account=account,
+                pool=pool,
+                device_s=usage.at(state.now_s),
+                today_s=today.get(account, {}).get(pool, 0.0),
+            )
+            for account, by_pool in state.usage_by_account.items()
+            for pool, usage in by_pool.items()
+        )
+
+    @property
+    def _half_life_s(self) -> float:
+        return HALF_LIFE_S if self._state.settings is None else self._state.settings.half_life_s
 
     # ------------------------------------------------------------------ charges
 
@@ -106,21 +161,43 @@ class Shares:
         charged[pool] = charged.get(pool, 0.0) + rate * (now_s - since_s)
         factor = _URGENT_FACTOR if run.pipeline.urgency == Urgency.URGENT else 1.0
         self._usage(run, pool).add_rate(factor * rate, since_s, now_s)
+        if self.quotas.counts_days():
+            self.quotas.add_today(run.pipeline.account, pool, rate, since_s)
 
     def _usage(self, run: PipelineRun, pool: str) -> DecayedUsage:
         by_pool = self._state.usage_by_account.setdefault(run.pipeline.account, {})
-        return by_pool.setdefault(pool, DecayedUsage(0.0, self._state.now_s))
+        return by_pool.setdefault(pool, DecayedUsage(0.0, self._state.now_s, self._half_life_s))
 
     # ------------------------------------------------------------------ the order
 
     def in_order(self) -> list[PipelineRun]:
-        """Waiting pipelines that are not held, the first to be offered room first."""
-        runs = [run for run in self._state.waiting.values() if not run.is_held]
+        """Waiting pipelines that are not held and within their quotas, the first to be offered room first."""
+        waiting = [run for run in self._state.waiting.values() if not run.is_held]
+        runs = [run for run in waiting if not self.quotas.reason_against(run)[0]]
         runs.sort(key=lambda run: run.sequence)
         if not self.are_set or self._queue_order is None or len(runs) < 2:
             return runs
         by_id = {run.pipeline.id: run for run in runs}
         return [by_id[name] for name in self._queue_order.order(self._view(runs))]
+
+    def to_park(self, head: PipelineRun) -> list[PipelineRun]:
+        """Running pipelines that may be parked to make room for a waiting one, the first to go first."""
+        settings = self._state.settings
+        if self._queue_order is None or settings is None or not settings.parks:
+            return []
+        runs = sorted(self._state.runs.values(), key=lambda run: run.sequence)
+        running = [run for run in runs if _may_be_parked(run, settings)]
+        view = replace(self._view([head]), running=tuple(_running(run) for run in running))
+        names = self._queue_order.to_park(view.waiting[0], view) if running else ()
+        return [self._state.runs[name] for name in names]
+
+    def standing_of(self, account: Account) -> tuple[float, float]:
+        """(the dominant share of an account's project, the one that every project would have had by its weight)."""
+        if self._queue_order is None or not self.are_set:
+            return 0.0, 0.0
+        view = self._view(list(self._state.waiting.values()))
+        project = Account(account.project, "")
+        return self._queue_order.share_of(project, view), self._queue_order.fair_share(view)
 
     def _view(self, runs: list[PipelineRun]) -> QueueView:
         state = self._state
@@ -138,7 +215,7 @@ class Shares:
     def _capacity(self, name: str) -> float:
         """Device-seconds of the whole pool held for ever; those of one device where the pool has no end."""
         pool = self._cluster.pools[name]
-        return FULL_S * (pool.num_nodes * pool.devices_per_node if pool.num_nodes else 1)
+        return full_of(self._half_life_s) * (pool.num_nodes * pool.devices_per_node if pool.num_nodes else 1)
 
     def _waiting(self, run: PipelineRun) -> WaitingPipeline:
         pipeline = run.pipeline
@@ -147,7 +224,7 @@ class Shares:
             account=pipeline.account,
             urgency=pipeline.urgency,
             rank=run.rank,
-            waited_s=self._state.now_s - run.submitted_s,
+            waited_s=self._state.now_s - run.waiting_since_s,
             sequence=run.sequence,
             entry_by_pool=self._entry_by_pool(pipeline),
         )
@@ -164,6 +241,22 @@ class Shares:
             if pool is not None:
                 entry[pool.name] = entry.get(pool.name, 0.0) + count * pool.devices_per_node * seconds
         return entry
+
+
+def _may_be_parked(run: PipelineRun, settings: ShareSettings) -> bool:
+    """Whether it may be parked for another: it runs for long enough, has planned steps, and was promised no SLO."""
+    return (
+        run.status is PipelineStatus.RUNNING
+        and not run.pipeline.work_arrives
+        and not run.is_parking
+        and run.pipeline.slo_slowdown == math.inf
+        and run.published_version - max(run.restart_step, 0) >= settings.min_steps
+    )
+
+
+def _running(run: PipelineRun) -> RunningPipeline:
+    pipeline = run.pipeline
+    return RunningPipeline(id=pipeline.id, account=pipeline.account, urgency=pipeline.urgency, sequence=run.sequence)
 
 
 def _pinned(group: GroupState, device: DeviceId) -> dict[PipelineId, float]:

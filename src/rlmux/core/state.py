@@ -35,7 +35,7 @@ from rlmux.core.model import (
     Stage,
     WorkLeft,
 )
-from rlmux.core.offers import Share
+from rlmux.core.offers import Quota, Share, ShareSettings
 from rlmux.core.usage import DecayedUsage
 
 
@@ -281,6 +281,16 @@ class PipelineRun:
     """Why it waits, failed or was refused; empty otherwise."""
     placement: Placement | None = None
     """Nodes and group; None while it is not placed."""
+    waiting_since_s: float = field(init=False)
+    """Time from which on it waits, or waited, for its last admission."""
+    is_parking: bool = False
+    """Whether it gives its nodes back at its next step boundary."""
+    parks_for: PipelineId | None = None
+    """Waiting pipeline that it makes room for so; None where its user parks it, or its quota."""
+    is_leaving: bool = False
+    """Whether `Park` was ordered and `PipelineParked` has not come."""
+    num_parks: int = 0
+    """How often it was parked to make room for another."""
     next_placement: Placement | None = None
     """Placement from its next step boundary on, which the ledger counts already; None: it stays where it is."""
     rollout_devices: tuple[DeviceId, ...] = ()
@@ -338,15 +348,16 @@ class PipelineRun:
 
     def __post_init__(self) -> None:
         self.is_held, self.rank = self.pipeline.is_held, self.pipeline.rank
+        self.waiting_since_s = self.submitted_s
         self.history = StepHistory(self.pipeline)
         self.has_given_estimate = self.pipeline.estimate is not None and self.pipeline.held is None
         self.train_stages = self.pipeline.train_stages
 
     @property
     def waits_for_user_code(self) -> bool:
-        """Its open rollout has come to rest at its rewards, or at environments that have not replied: no member of its
-        group waits for it."""
-        if self.is_reward_overdue:
+        """Its open rollout has come to rest at its rewards, or at environments that have not replied, or it is being
+        parked: no member of its group waits for it."""
+        if self.is_reward_overdue or self.is_leaving:
             return True
         left = [shard.state for shard in self.shards.values() if shard.state is not WorkState.DONE]
         return bool(left) and all(state is WorkState.WAITING_FOR_ENV for state in left)
@@ -403,6 +414,16 @@ class SchedulerState:
     """Placed pipelines of which was said that their SLO cannot be promised where they are."""
     share_by_account: dict[Account, Share] = field(default_factory=dict)
     """Shares that were set."""
+    settings: ShareSettings | None = None
+    """The settings that they are part of; None where none were set."""
+    quota_by_account: dict[Account, Quota] = field(default_factory=dict)
+    """Limits that were set, of projects (no user) and of users (no project)."""
+    day: int = 0
+    """Day of the run's clock that `charged_today` is of, from 0."""
+    charged_today: dict[Account, dict[str, float]] = field(default_factory=dict)
+    """Device-seconds of each pool that each account is charged on that day; only where a quota asks for them."""
+    reminded_s: float = 0.0
+    """Latest time that a reminder was asked for."""
     usage_by_account: dict[Account, dict[str, DecayedUsage]] = field(default_factory=dict)
     """What each account has used of each pool of late."""
     charged_by_pipeline: dict[PipelineId, dict[str, float]] = field(default_factory=dict)

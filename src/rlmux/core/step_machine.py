@@ -65,6 +65,7 @@ class PipelineInput(StrEnum):
     CANCELLED = "cancelled"
     FAILED = "failed"
     NODE_LOST = "node lost"
+    PARKED = "parked"
     LAST_STEP_PUBLISHED = "last step published"
     CLIENT_FINISHED = "client finished"
 
@@ -169,6 +170,7 @@ PIPELINE_MOVES: Mapping[PipelineStatus, Mapping[PipelineInput, PipelineStatus]] 
         PipelineInput.CANCELLED: PipelineStatus.CANCELLED,
         PipelineInput.FAILED: PipelineStatus.FAILED,
         PipelineInput.NODE_LOST: PipelineStatus.WAITING,
+        PipelineInput.PARKED: PipelineStatus.WAITING,
     },
     **{
         over: {PipelineInput.CANCELLED: over, PipelineInput.FAILED: over, PipelineInput.CLIENT_FINISHED: over}
@@ -219,6 +221,7 @@ class StepMachine:
         *,
         relocate: Callable[[PipelineRun], None],
         release: Callable[[PipelineRun], None],
+        parks: Callable[[PipelineRun], bool],
     ) -> None:
         self._state = state
         self._orders = orders
@@ -227,6 +230,8 @@ class StepMachine:
         """Called at the step boundary of a pipeline that is to be relocated."""
         self._release = release
         """Called for a pipeline whose last step is published."""
+        self._parks = parks
+        """Called before a rollout opens: whether none does, since the pipeline gives its nodes back."""
 
     # ------------------------------------------------------------------ a pipeline's life
 
@@ -274,6 +279,8 @@ class StepMachine:
         """Open the next step's rollout as soon as the version that it must sample from is published."""
         pipeline = run.pipeline
         step = run.rollout_step + 1
+        if self._parks(run):
+            return
         if run.next_placement is not None:
             if run.shards or run.training.is_open or self._orders.of(run):
                 return  # the end of one of these comes back here

@@ -1,6 +1,8 @@
 """Why a waiting pipeline waits, as one token with numbers, and which small change would start it now.
 
-    held           its user holds it
+    held           its user holds it, or has parked it
+    over_quota     its project or its user would have more than its quota
+    parking        it is the first, and others give their devices back for it
     reserved_for   it would fit, and the room is kept for the first in the queue
     behind         it does not fit, and another has the reservation
     no_room        it does not fit, and is the first
@@ -32,6 +34,8 @@ class WaitToken(StrEnum):
     """Why a pipeline waits."""
 
     HELD = "held"
+    OVER_QUOTA = "over_quota"
+    PARKING = "parking"
     RESERVED_FOR = "reserved_for"
     BEHIND = "behind"
     NO_ROOM = "no_room"
@@ -66,6 +70,22 @@ class Wait:
     starts_s: float | None
     """Time of that start, by the estimates; None where it is unknown or there is none."""
     would_start_now_if: tuple[Change, ...]
+    project: str = ""
+    """Project that is charged for it; empty where none is said."""
+    share: float | None = None
+    """Dominant share of its project, of late; None where nothing is counted."""
+    fair_share: float | None = None
+    """Dominant share that each project would have had by its weight."""
+
+    @property
+    def is_over_share(self) -> bool:
+        """Whether its project has used more of late than its weight entitles it to."""
+        return is_over(self.share, self.fair_share)
+
+
+def is_over(share: float | None, fair_share: float | None) -> bool:
+    """Whether a share is beyond the fair one, by more than rounding."""
+    return share is not None and fair_share is not None and share > fair_share * 1.001
 
 
 def wait_of(
@@ -78,41 +98,59 @@ def wait_of(
     reservation = state.reservation
     would_start = (
         change
-        for change, pipeline in _changes(run, state)
+        for change, pipeline in (() if shares.quotas.reason_against(run)[0] else _changes(run, state))
         if _starts_with(change, pipeline, ledger=ledger, queue=queue, reservation=reservation)
     )
     position = in_order.index(run.pipeline.id) + 1 if run.pipeline.id in in_order else 0
-    return replace(_wait(run, position, len(in_order), state, queue), would_start_now_if=_cheapest(would_start))
+    return replace(_wait(run, position, len(in_order), state, queue, shares), would_start_now_if=_cheapest(would_start))
 
 
 def waits(
     *, state: SchedulerState, queue: AdmissionQueue, shares: Shares, limit: int
 ) -> list[tuple[PipelineRun, Wait]]:
-    """The first of the queue in the order of offers, then those that are held, without what would start them."""
+    """The first of the queue in the order of offers, then those that are held or over a quota, without what would start
+    them."""
     in_order = shares.in_order()
-    held = [run for run in state.waiting.values() if run.is_held]
+    offered = {run.pipeline.id for run in in_order}
+    held = [run for run in state.waiting.values() if run.pipeline.id not in offered]
     placed = [*enumerate(in_order, 1), *((0, run) for run in held)][:limit]
-    return [(run, _wait(run, position, len(in_order), state, queue)) for position, run in placed]
+    return [(run, _wait(run, position, len(in_order), state, queue, shares)) for position, run in placed]
 
 
-def _wait(run: PipelineRun, position: int, num_waiting: int, state: SchedulerState, queue: AdmissionQueue) -> Wait:
+def _wait(
+    run: PipelineRun, position: int, num_waiting: int, state: SchedulerState, queue: AdmissionQueue, shares: Shares
+) -> Wait:
     reservation = state.reservation
     starts_s = reservation.start_s if reservation is not None else math.inf
+    share, fair_share = shares.standing_of(run.pipeline.account) if shares.are_set else (None, None)
     return Wait(
-        token=_token(run, queue, reservation),
+        token=_token(run, queue, reservation, state, shares),
         reason=run.reason,
         position=position,
         num_waiting=num_waiting,
-        waited_s=state.now_s - run.submitted_s,
+        waited_s=state.now_s - run.waiting_since_s,
         first=None if reservation is None else reservation.pipeline,
         starts_s=starts_s if starts_s < math.inf else None,
         would_start_now_if=(),
+        project=run.pipeline.account.project,
+        share=share,
+        fair_share=fair_share,
     )
 
 
-def _token(run: PipelineRun, queue: AdmissionQueue, reservation: Reservation | None) -> WaitToken:
+def _token(
+    run: PipelineRun,
+    queue: AdmissionQueue,
+    reservation: Reservation | None,
+    state: SchedulerState,
+    shares: Shares,
+) -> WaitToken:
     if run.is_held:
         return WaitToken.HELD
+    if shares.quotas.reason_against(run)[0]:
+        return WaitToken.OVER_QUOTA
+    if any(one.parks_for == run.pipeline.id for group in state.groups.values() for one in group.members.values()):
+        return WaitToken.PARKING
     if reservation is None or reservation.pipeline == run.pipeline.id:
         return WaitToken.NO_ROOM
     return WaitToken.RESERVED_FOR if queue.fits(run.pipeline) else WaitToken.BEHIND

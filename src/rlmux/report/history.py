@@ -34,6 +34,7 @@ from rlmux.core.events import (
     NodeLost,
     PipelineCancelled,
     PipelineFailed,
+    PipelineParked,
     PipelineRestarted,
     PipelineSubmitted,
     StageFinished,
@@ -96,6 +97,7 @@ class History:
             PipelineSubmitted: self._on_submitted,
             PipelineCancelled: self._on_cancelled,
             PipelineFailed: self._on_failed,
+            PipelineParked: self._on_parked,
             PipelineRestarted: self._on_restarted,
             WorkArrived: self._on_work_arrived,
             WorkWithdrawn: self._on_work_withdrawn,
@@ -388,8 +390,13 @@ class History:
         self.instants.append(Instant(time_s, "node lost", text=str(event.node)))
 
     def _on_park(self, time_s: float, action: Park) -> None:
-        if action.pipeline in self._pin_by_pipeline:
+        if action.pipeline in self._pin_by_pipeline and not action.is_awaited:
             self._stop_and_wait(time_s, action.pipeline)
+
+    def _on_parked(self, time_s: float, event: PipelineParked) -> None:
+        if event.pipeline in self._pin_by_pipeline:
+            self._stop_and_wait(time_s, event.pipeline)
+            self.instants.append(Instant(time_s, "parked", event.pipeline, text="at a step boundary"))
 
     def _stop_and_wait(self, time_s: float, pipeline: PipelineId) -> None:
         """Its orders have ended, and it waits for a placement."""

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from rlmux.report.codec import encode, loads
+
 
 @dataclass(slots=True)
 class RunState:
@@ -33,10 +35,15 @@ class RunState:
     """Seconds of the phases that each pipeline without a given estimate was last planned with: `estimate` and `held`,
     as in `Pipeline`."""
 
+    usage: dict[str, Any] = field(default_factory=dict)
+    """Fields of the last note `usage`: what projects and users have used."""
+    shares: dict[str, Any] | None = None
+    """Fields of the last `SharesSet`, as the log writes them; None where there was none."""
+
     @staticmethod
     def reads(kind: str, type: str) -> bool:
         """Whether `add` looks at the value of such a row."""
-        return kind == "note" or type == "ExpectSteps"
+        return kind == "note" or type in ("ExpectSteps", "SharesSet")
 
     def add(self, seq: int, time_s: float, kind: str, type: str, value: Any) -> None:
         """Fold in one row; `value`: the fields of a note, or the action."""
@@ -44,6 +51,8 @@ class RunState:
         if type == "ExpectSteps" and value.measured is not None:
             seconds = {"estimate": asdict(value.measured.median), "held": asdict(value.measured.held)}
             self.measured[str(value.pipeline)] = seconds
+        if type == "SharesSet":
+            self.shares = loads(encode(value))
         if kind != "note":
             return
         if type == "pipeline_end":
@@ -52,6 +61,8 @@ class RunState:
             self.plans[value["pipeline"]] = str(value["plan_sha256"])
         elif type == "inputs":
             self.inputs[value["pipeline"]] = value["files"]
+        elif type == "usage":
+            self.usage = value
         elif type == "standing":
             said = {key: value[key] for key in ("is_held", "rank") if key in value}
             self.standings[value["pipeline"]] = {**self.standings.get(value["pipeline"], {}), **said}
@@ -71,4 +82,6 @@ class RunState:
             "submitted": self.submitted,
             "standings": self.standings,
             "measured": self.measured,
+            "usage": self.usage,
+            "shares": self.shares,
         }

@@ -10,13 +10,14 @@ submissions that are not due yet; requests from outside reach it through `run_ap
 
 from __future__ import annotations
 
+import heapq
 import time
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from rlmux.core.actions import Action, MigrateShard, RunStage
+from rlmux.core.actions import Action, MigrateShard, Remind, RunStage
 from rlmux.core.errors import IllegalTransitionError
-from rlmux.core.events import Event, PipelineSubmitted
+from rlmux.core.events import Event, PipelineSubmitted, TimeReached
 from rlmux.core.scheduler import Scheduler
 from rlmux.report.log import RunLog
 from rlmux.runtime.backend import Backend, Note, Submission
@@ -57,6 +58,8 @@ class Controller:
         self._run_api = run_api
         self._has_news = has_news
         self._is_stopping = False
+        self._reminders: list[float] = []
+        """A heap of times at which the scheduler is to be told that they are there."""
         self.control_s = 0.0
         """CPU seconds of deciding, logging and passing on; waiting left out."""
 
@@ -64,14 +67,22 @@ class Controller:
         """End the loop at the next safe point. May be called from a signal handler."""
         self._is_stopping = True
 
-    def run(self, submissions: Sequence[Submission], *, until: Callable[[], bool] = lambda: False) -> bool:
+    def run(
+        self,
+        submissions: Sequence[Submission],
+        *,
+        first: Sequence[Event] = (),
+        until: Callable[[], bool] = lambda: False,
+    ) -> bool:
         """Returns True when every pipeline is over, False when the run was stopped before.
 
-        A run that is kept open goes on until it is stopped.
+        A run that is kept open goes on until it is stopped. `first`: events before all others.
         """
         upcoming = sorted(submissions, key=lambda submission: submission.submit_at_s)
         for submission in upcoming:
             self._backend.add_pipeline(submission)
+        if first:
+            self._tick(first, ())
         while not self._is_stopping and not until():
             requested, requested_notes = self._take_requests(upcoming)
             due = [*requested, *self._take_due(upcoming)]
@@ -104,6 +115,9 @@ class Controller:
         due: list[Event] = []
         while upcoming and upcoming[0].submit_at_s <= now_s:
             due.append(PipelineSubmitted(time_s=now_s, pipeline=upcoming.pop(0).pipeline))
+        while self._reminders and self._reminders[0] <= now_s:
+            due.append(TimeReached(time_s=now_s))
+            heapq.heappop(self._reminders)
         return due
 
     def _seconds_to_wait(self, upcoming: Sequence[Submission]) -> float:
@@ -121,7 +135,9 @@ class Controller:
                 self._log.note(note.type, now_s, **note.fields)
             self._log.commit()
         for action in sorted(actions, key=_needs_no_device):  # a device waits for its order, user code for none
-            if not self._is_overtaken(action):
+            if isinstance(action, Remind):
+                heapq.heappush(self._reminders, action.at_s)
+            elif not self._is_overtaken(action):
                 self._backend.execute(action)
         for listener in self._listeners:
             listener.update(now_s, events, actions, notes)

@@ -11,8 +11,8 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Sequence
 
-from rlmux.core.actions import Action, MigrateShard, Pause, RunStage
-from rlmux.core.events import Event, StageFinished, StagePaused, TrajectoriesMigrated
+from rlmux.core.actions import Action, MigrateShard, Park, Pause, RunStage
+from rlmux.core.events import Event, PipelineParked, StageFinished, StagePaused, TrajectoriesMigrated
 from rlmux.core.model import OrderId, PipelineId
 from rlmux.runtime.backend import Note, Submission
 
@@ -27,6 +27,8 @@ class FakeBackend:
         self._ends: list[tuple[float, int, OrderId, bool]] = []
         """A heap of (end in seconds, sequence number, order, is its work whole then)."""
         self._running: dict[OrderId, tuple[RunStage | MigrateShard, float]] = {}
+        self._parked: list[PipelineId] = []
+        """Pipelines whose processes have ended, and of which that was not said yet."""
         self.executed: list[Action] = []
         """Every action, oldest first."""
 
@@ -43,6 +45,8 @@ class FakeBackend:
                 self._begin(action, self._duration_s(action))
             case MigrateShard():
                 self._begin(action, 0.0)
+            case Park(is_awaited=True):
+                self._parked.append(action.pipeline)
             case Pause(order=order) if order in self._running:
                 self._begin(self._running[order][0], 0.0, is_whole=False)
             case _:
@@ -56,6 +60,8 @@ class FakeBackend:
         pass
 
     def poll(self, timeout_s: float) -> tuple[Sequence[Event], Sequence[Note]]:
+        if self._parked:
+            return [PipelineParked(time_s=self._now_s, pipeline=self._parked.pop(0))], ()
         while self._ends:
             end_s, _, order, is_whole = self._ends[0]
             if end_s > self._now_s + timeout_s:

@@ -71,6 +71,7 @@ def start_run(
         is_kept_open=is_kept_open,
         backend_name=backend,
         make_backend=make_backend,
+        shares=spec.shares,
     )
 
 
@@ -114,6 +115,7 @@ def resume_run(
         backend_name=backend,
         make_backend=make_backend,
         retry=retry,
+        shares=spec.shares,
     )
 
 

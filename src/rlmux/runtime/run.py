@@ -19,10 +19,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol, cast
 
+from rlmux.config.shares import parse_shares
 from rlmux.core.actions import Action, Refuse, Release
 from rlmux.core.errors import LogError, StorageError
 from rlmux.core.events import ClientFinished, Event, PipelineCancelled, PipelineFailed
 from rlmux.core.model import Cluster, PhaseSeconds, PipelineId, PipelineStatus
+from rlmux.core.offers import ShareSettings
 from rlmux.core.policy import Policy
 from rlmux.core.scheduler import Scheduler
 from rlmux.policies.planning.fairness import FairShares
@@ -45,6 +47,7 @@ from rlmux.runtime.promises import check_promises
 from rlmux.runtime.run_api import ParseSubmission, RunApi
 from rlmux.runtime.run_folder import FolderWatch, prepare_folder
 from rlmux.runtime.salvage import keep_header
+from rlmux.runtime.usage_notes import UsageNotes, shares_events
 from rlmux.runtime.worker_backend import WorkerBackend
 from rlmux.runtime.workplace import WorkerOptions
 
@@ -89,12 +92,13 @@ def run_pipelines(
     backend_name: str = LOCAL,
     make_backend: MakeBackend = local_backend,
     front: ForeignFront | None = None,
+    shares: ShareSettings | None = None,
 ) -> RunResult:
     """Train every pipeline under a policy, by default on this machine.
 
     `parse`: reads what is submitted while it runs; without it nothing can be submitted.
     `is_kept_open`: the run waits for more when its pipelines are over.
-    `front`: through which pipelines of other programs come.
+    `front`: through which pipelines of other programs come. `shares`: what users are entitled to; None: all alike.
     Raises UserError for a folder that cannot be used, StorageError where a file of
     the run cannot be written. A pipeline's own failure is in the summary, not raised.
     """
@@ -119,7 +123,7 @@ def run_pipelines(
         return drive(
             cluster, marked, policy, folder, log, backend, listeners,
             parse=parse, is_kept_open=is_kept_open, run_id=header["run_id"], is_gpu=_has_gpus(machine),
-            front=front,
+            front=front, first=shares_events(shares, {}, 0.0),
         )  # fmt: skip
 
 
@@ -137,6 +141,7 @@ def resume_pipelines(
     make_backend: MakeBackend = local_backend,
     retry: Sequence[str] = (),
     front: ForeignFront | None = None,
+    shares: ShareSettings | None = None,
 ) -> RunResult:
     """Train what is left of a run that was stopped or killed. Pipelines that were over stay over.
 
@@ -174,6 +179,7 @@ def resume_pipelines(
             cluster, unfinished, policy, folder, log, backend, listeners, statuses,
             parse=parse, is_kept_open=is_kept_open, run_id=run_id, is_gpu=_has_gpus(machine),
             front=front, taken={each["id"]: each["pipelines"] for each in state.submitted if "id" in each},
+            first=shares_events(state.shares or shares, state.usage, log.last_time_s),
         )  # fmt: skip
 
 
@@ -237,31 +243,41 @@ def drive(
     is_gpu: bool,
     front: ForeignFront | None,
     taken: Mapping[str, Sequence[str]] | None = None,
+    first: Sequence[Event] = (),
 ) -> RunResult:
     """Run a scheduler on a backend until all is over or the process is told to stop; then close the backend, write the
     end into the log, and the reports beside it.
 
     `ended`: pipelines that ended in earlier parts of the run. With a `front`, `own` is a backend that makes room for
-    others. `taken`: names of the pipelines of each submission with an id. Raises StorageError.
+    others. `taken`: names of the pipelines of each submission with an id. `first`: events before all
+    others. Raises StorageError.
     """
     scheduler = Scheduler(cluster, policy, FairShares())
     foreign = [] if front is None else [ForeignBackend(cast(MakesRoom, own), front)]
     backend: Backend = foreign[0] if foreign else own
-    metrics, watch = MetricsWriter(folder), FolderWatch(log.lock)
+    metrics, watch, usage = MetricsWriter(folder), FolderWatch(log.lock), UsageNotes(scheduler, log)
     endings = _Endings(scheduler, backend, log, dict(ended or {}))
     run_api = None
     if parse is not None:
         server = ControlServer(folder)
         parse = _checked(parse, cluster, run_id, is_gpu=is_gpu)
-        run_api = RunApi(server, scheduler, parse, over=endings.by_pipeline, is_kept_open=is_kept_open, taken=taken)
+        run_api = RunApi(
+            server,
+            scheduler,
+            parse,
+            over=endings.by_pipeline,
+            is_kept_open=is_kept_open,
+            taken=taken,
+            parse_shares=parse_shares,
+        )
     displays = [_UntilClosed(listener, lambda: controller.stop()) for listener in listeners]
     controller = Controller(
-        scheduler, backend, log, [watch, metrics, endings, *displays, *foreign], run_api,
+        scheduler, backend, log, [watch, metrics, endings, usage, *displays, *foreign], run_api,
         (lambda: False) if front is None else front.has_news,
     )  # fmt: skip
     try:
         with _private_files(), _stop_on_interrupt(controller.stop):
-            is_complete = controller.run(submissions)
+            is_complete = controller.run(submissions, first=first)
             watch.check()
     except (OSError, LogError, StorageError) as error:
         watch.check()  # where the folder is gone, that is the cause, and nothing can be resumed
@@ -270,6 +286,7 @@ def drive(
         if run_api is not None:
             run_api.close()
         backend.close()
+        usage.write(backend.now_s())
         _write_end(log, backend.now_s(), metrics, endings.by_pipeline, controller.control_s)
     return RunResult(folder=folder, summary=write_report(folder), is_complete=is_complete)
 

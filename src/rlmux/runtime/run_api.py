@@ -7,6 +7,9 @@
     cancel {name}           ─▶ PipelineCancelled; a pipeline that is still to come is struck off
     hold, release {name}    ─▶ PipelineHeld, HoldReleased: a waiting pipeline does not start until it is released
     rank {name, rank}       ─▶ PipelineRanked
+    park, unpark {name}     ─▶ ParkRequested, HoldReleased: a running pipeline gives its devices back until it goes on
+    usage {}                what users and projects have used, and what they are entitled to
+    set_shares {text}       ─▶ SharesSet: the section `shares` of a file, from now on
     why {name}              why a pipeline waits, and what would start it now
     queue {}                every pipeline that waits, in the order of offers, and what is still to come
     status {}               which process runs this, and what is still to come; everything else is in the log
@@ -25,8 +28,17 @@ from typing import Any, NamedTuple
 
 from rlmux.core.actions import Action, Admit, Queue, Refuse
 from rlmux.core.errors import UserError
-from rlmux.core.events import Event, HoldReleased, PipelineCancelled, PipelineHeld, PipelineRanked
+from rlmux.core.events import (
+    Event,
+    HoldReleased,
+    ParkRequested,
+    PipelineCancelled,
+    PipelineHeld,
+    PipelineRanked,
+    SharesSet,
+)
 from rlmux.core.model import PipelineId, PipelineStatus
+from rlmux.core.offers import ShareSettings
 from rlmux.core.scheduler import Scheduler
 from rlmux.core.why import Wait
 from rlmux.report.log import LogReader
@@ -38,10 +50,22 @@ from rlmux.runtime.origins import plan_notes
 ParseSubmission = Callable[[str, str], Sequence[Submission]]
 """(text of a file, its name) to its pipelines, `submit_at_s` counted from now. Raises UserError."""
 
-Standing = PipelineHeld | HoldReleased | PipelineRanked
-"""What a user says of a pipeline that waits."""
+ParseShares = Callable[[str, str], ShareSettings]
+"""(text of a file, its name) to its section `shares`. Raises UserError."""
 
-_REQUESTS = ("submit", "cancel", "hold", "release", "rank", "why", "queue", "status", "check")
+
+def refuse_shares(text: str, source: str) -> ShareSettings:
+    """Where shares cannot be set."""
+    raise UserError(f"{source}: this run takes no shares")
+
+
+Standing = PipelineHeld | HoldReleased | PipelineRanked | ParkRequested
+"""What a user says of a pipeline that waits, or is to wait."""
+
+_REQUESTS = (
+    "submit", "cancel", "hold", "release", "rank", "park", "unpark", "why", "queue", "usage", "set_shares", "status",
+    "check",
+)  # fmt: skip
 _MAX_QUEUE = 500
 """Waiting pipelines that are told of."""
 
@@ -93,6 +117,7 @@ class RunApi:
         over: Mapping[PipelineId, Any],
         is_kept_open: bool,
         taken: Mapping[str, Sequence[str]] | None = None,
+        parse_shares: ParseShares = refuse_shares,
     ) -> None:
         """`over`: pipelines that ended in earlier parts of the run, whose names are taken too. `taken`: names of the
         pipelines of each submission with an id."""
@@ -100,6 +125,7 @@ class RunApi:
         self._scheduler = scheduler
         self._parse = parse
         self._over = set(over)
+        self._parse_shares = parse_shares
         self._taken = {id: [PipelineId(name) for name in names] for id, names in (taken or {}).items()}
         self._answers: list[_Answer] = []
         self._done: list[tuple[Request, dict[str, Any]]] = []
@@ -159,6 +185,20 @@ class RunApi:
             case {"request": "rank", "name": str(name), "rank": int(rank)}:
                 event = PipelineRanked(time_s=tick.now_s, pipeline=self._waiting(name), rank=rank)
                 self._stand(request, event, f"has rank {rank} among its user's own", tick, rank=rank)
+            case {"request": "park", "name": str(name)}:
+                self._park(request, self._known(name), tick)
+            case {"request": "unpark", "name": str(name)}:
+                pipeline = self._known(name)
+                if not self._scheduler.query.is_held(pipeline):
+                    raise UserError(f"pipeline {name!r} is not parked; accepted: one that `park` or `hold` keeps")
+                event = HoldReleased(time_s=tick.now_s, pipeline=pipeline)
+                self._stand(request, event, "goes on as soon as there is room", tick, is_held=False)
+            case {"request": "usage"}:
+                request.answer(**usage_fields(self._scheduler))
+            case {"request": "set_shares", "text": str(text), "source": str(source)}:
+                shares = self._parse_shares(text, source)
+                tick.events.append(SharesSet(time_s=tick.now_s, shares=shares))
+                self._done.append((request, {"outcome": "holds from now on"}))
             case {"request": "why", "name": str(name)}:
                 wait = self._scheduler.wait_of(self._known(name))
                 request.answer(**wait_fields(name, self._scheduler.query.status(PipelineId(name)), wait))
@@ -175,6 +215,17 @@ class RunApi:
             case _:
                 asked = request.words.get("request")
                 raise UserError(f"request {asked!r} with {sorted(request.words)}: accepted: {', '.join(_REQUESTS)}")
+
+    def _park(self, request: Request, name: PipelineId, tick: _Tick) -> None:
+        query = self._scheduler.query
+        status = query.status(name)
+        if status not in (PipelineStatus.WAITING, PipelineStatus.RUNNING):
+            raise UserError(f"pipeline {str(name)!r} is {status.value}; accepted: one that waits or runs")
+        if query.pipeline(name).pipeline.work_arrives:
+            raise UserError(f"pipeline {str(name)!r} is another program's; accepted: one whose steps rlmux trains")
+        is_running = status is PipelineStatus.RUNNING
+        outcome = "gives its devices back at its next step boundary" if is_running else "held until it is unparked"
+        self._stand(request, ParkRequested(time_s=tick.now_s, pipeline=name), outcome, tick, is_held=True)
 
     def _submit(self, request: Request, text: str, source: str, tick: _Tick) -> None:
         parsed = self._parse(text, source)
@@ -285,10 +336,41 @@ def wait_fields(name: str, status: PipelineStatus, wait: Wait | None) -> dict[st
         "waited_s": wait.waited_s,
         "first": wait.first,
         "starts_s": wait.starts_s,
+        "project": wait.project,
+        "share": wait.share,
+        "fair_share": wait.fair_share,
+        "is_over_share": wait.is_over_share,
         "would_start_now_if": [
             {"key": change.key, "was": change.was, "to": change.to} for change in wait.would_start_now_if
         ],
     }
+
+
+def usage_fields(scheduler: Scheduler) -> dict[str, Any]:
+    """What `rlmux usage --json` prints: a row for each project and user that has used or waits for anything."""
+    rows = []
+    for one in scheduler.accounts():
+        quota = {
+            "max_running": one.quota.max_running,
+            "max_devices": one.quota.max_devices,
+            "device_hours_a_day": one.quota.device_hours_a_day,
+        }
+        rows.append(
+            {
+                "project": one.account.project,
+                "user": one.account.user,
+                "weight": one.weight,
+                "share": one.share,
+                "fair_share": one.fair_share,
+                "is_over_share": one.is_over_share,
+                "device_hours": {pool: device_s / 3600.0 for pool, device_s in one.charged_by_pool.items()},
+                "device_hours_today": one.today_s / 3600.0,
+                "running": one.num_running,
+                "waiting": one.num_waiting,
+                "quota": quota,
+            }
+        )
+    return {"accounts": rows}
 
 
 def _outcome(action: Action) -> tuple[PipelineId, dict[str, Any]] | None:

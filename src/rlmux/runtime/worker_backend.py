@@ -141,7 +141,7 @@ class WorkerBackend:
             case Relocate():
                 self._supervisor.relocate(action)
             case Park():
-                self._supervisor.park(action.pipeline)
+                self._supervisor.park(action)
             case Release():
                 self._supervisor.release(action.pipeline)
             case _:

@@ -8,6 +8,7 @@
     rollout worker                      a successor does again what it had not handed over    ──▶ WorkerLost
     env worker, or any rank             all begins again from the newest checkpoint           ──▶ PipelineRestarted
     node                                the same, once the pipeline has another placement     ──▶ NodeLost
+    anything of one that parks          nothing: its processes end anyway                     ──▶ PipelineParked
     one worker, again and again         the pipeline fails                                    ──▶ PipelineFailed
     a call that raises                  the pipeline fails                                    ──▶ PipelineFailed
 
@@ -22,9 +23,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from rlmux.core.actions import Admit, Relocate
+from rlmux.core.actions import Admit, Park, Relocate
 from rlmux.core.errors import RlmuxError, StorageError, WorkerLostError
-from rlmux.core.events import Event, NodeJoined, NodeLost, PipelineFailed, PipelineRestarted, WorkerLost
+from rlmux.core.events import Event, NodeJoined, NodeLost, PipelineFailed, PipelineParked, PipelineRestarted, WorkerLost
 from rlmux.core.model import Cluster, DeviceId, NodeId, Phase, PipelineId, Placement
 from rlmux.report.samples import SAMPLES_NAME
 from rlmux.rl.config import TrainingConfig
@@ -79,6 +80,8 @@ class WorkerSupervisor:
         self._beginning_anew: set[PipelineId] = set()
         """Pipelines that begin from a checkpoint of which the scheduler has not heard yet (membership tests only);
         it takes back what it orders of them until then."""
+        self._parking: set[PipelineId] = set()
+        """Pipelines whose processes end once a checkpoint is written (membership tests only)."""
         self._sha256: dict[PipelineId, str] = {}
         """Hashes of the newest published weights, kept when a pipeline is over."""
 
@@ -155,15 +158,33 @@ class WorkerSupervisor:
             self._outbox.add_note(checkpoint_note(workers.id, written))
         self._restart(workers)
 
-    def park(self, pipeline: PipelineId) -> None:
-        """End its processes; it goes on from a checkpoint where it is admitted next."""
-        workers = self.find(pipeline)
-        if workers is not None:  # else it has failed, or lost a node itself
+    def park(self, action: Park) -> None:
+        """End its processes, if it is awaited once the checkpoint being written is there; it goes on from a checkpoint
+        where it is admitted next."""
+        workers = self.find(action.pipeline)
+        if workers is None:
+            return  # it has failed, or lost a node itself
+        if action.is_awaited:
+            self._parking.add(action.pipeline)
+            self._calls.start(self._park(workers), pipeline=None)
+        else:
             self._end_processes(workers)
-            self._homeless[pipeline] = workers
+            self._homeless[action.pipeline] = workers
+
+    def _park(self, workers: PipelineWorkers) -> Work:
+        for written in (yield self._calls.call(workers.trainer, "finish_checkpoint")):
+            self._outbox.add_note(checkpoint_note(workers.id, written))
+        self._end_parked(workers)
+
+    def _end_parked(self, workers: PipelineWorkers) -> None:
+        self._parking.discard(workers.id)
+        self._end_processes(workers)
+        self._homeless[workers.id] = workers
+        self._outbox.add(PipelineParked(time_s=self._outbox.now_s(), pipeline=workers.id))
 
     def release(self, pipeline: PipelineId) -> None:
         self._beginning_anew.discard(pipeline)
+        self._parking.discard(pipeline)
         self._homeless.pop(pipeline, None)
         workers = self._workers_by_pipeline.pop(pipeline, None)
         if workers is None:
@@ -211,6 +232,7 @@ class WorkerSupervisor:
             return
         for pipeline, workers in list(self._workers_by_pipeline.items()):
             if node in workers.placement.nodes:
+                self._parking.discard(pipeline)
                 self._end_processes(workers)
                 self._homeless[pipeline] = workers
                 self._outbox.note("loss", pipeline=pipeline, reason=f"node {node} is gone")
@@ -220,6 +242,10 @@ class WorkerSupervisor:
 
     def _lose(self, pipeline: PipelineId, worker: Worker, reason: str) -> None:
         workers = self._workers_by_pipeline[pipeline]
+        if pipeline in self._parking:
+            self._outbox.note("loss", pipeline=pipeline, reason=f"{reason}; the pipeline is being parked")
+            self._end_parked(workers)
+            return
         num_losses = workers.num_losses_by_worker.get(worker.name, 0) + 1
         workers.num_losses_by_worker[worker.name] = num_losses
         self._standstills.end(workers, worker)
@@ -257,6 +283,7 @@ class WorkerSupervisor:
         self._outbox.add(PipelineRestarted(time_s=now_s, pipeline=after.id, restored_step=restored_step))
 
     def _fail(self, workers: PipelineWorkers, reason: str) -> None:
+        self._parking.discard(workers.id)
         self._end_processes(workers)
         shutil.rmtree(workers.weights, ignore_errors=True)
         self._outbox.note("failure", pipeline=workers.id, reason=reason, traceback=str(workers.log_path))

@@ -36,6 +36,7 @@ from rlmux.core.actions import (
     Refuse,
     Release,
     Relocate,
+    Remind,
     RunStage,
     SetDeviceFraction,
     Switch,
@@ -47,11 +48,14 @@ from rlmux.core.events import (
     NodeJoined,
     NodeLost,
     PipelineCancelled,
+    PipelineParked,
     PipelineSubmitted,
     ReplyArrived,
     RewardOverdue,
+    SharesSet,
     StageFinished,
     StagePaused,
+    TimeReached,
     TrajectoriesMigrated,
     WorkArrived,
 )
@@ -186,7 +190,8 @@ class Simulation:
             RunStage: self._run_stage,
             Admit: self._admit,
             Relocate: self._admit,
-            Park: lambda _: None,  # the loss of the node that it was to move to has ended its work already
+            Park: self._park,
+            Remind: self._remind,
             Release: self._release,
             Refuse: self._refuse,
             Queue: self._count_wait,
@@ -203,6 +208,8 @@ class Simulation:
         schedule = self._kernel.schedule
         for arrival in self._workload.arrivals:
             schedule(arrival.submit_s, ARRIVAL, arrival)
+        if self._workload.shares is not None:
+            schedule(0.0, NODE_CHANGE, SharesSet(time_s=0.0, shares=self._workload.shares))
         for failure in failures:
             schedule(failure.at_s, NODE_CHANGE, NodeLost(time_s=failure.at_s, node=failure.node))
             back_s = failure.at_s + failure.down_s
@@ -221,8 +228,10 @@ class Simulation:
                 carry_out[type(action)](action)
             if is_watched:
                 self._look(event, actions)
-            if type(event) is NodeLost:
-                self.collector.lose_nodes(self._waiting_again(), self._kernel.now_s)
+            if type(event) is NodeLost or type(event) is PipelineParked:
+                status = self.scheduler.query.status
+                waiting = [name for name in self.pipelines if status(name) is PipelineStatus.WAITING]
+                self.collector.lose_nodes(waiting, self._kernel.now_s)
         return self.collector.result(self._kernel.now_s, num_events, time.perf_counter() - began)
 
     def _next_event(self) -> Event | None:
@@ -340,15 +349,6 @@ class Simulation:
             return False
         return paused.work.idle_s - (self._kernel.now_s - paused.advanced_to_s) <= DONE_S
 
-    def _waiting_again(self) -> list[PipelineId]:
-        """Pipelines that had nodes and wait for nodes now."""
-        status = self.scheduler.query.status
-        return [
-            name
-            for name, one in self.pipelines.items()
-            if one.placement is not None and not one.is_over and status(name) is PipelineStatus.WAITING
-        ]
-
     def _lose_work_on(self, node: NodeId) -> None:
         """Drop what every pipeline pinned to the node was doing; the scheduler takes those orders as ended."""
         hit = [one for one in self.pipelines.values() if not one.is_over and self._is_pinned(one, node)]
@@ -387,6 +387,15 @@ class Simulation:
         if self._rescales_training and not is_colocated:
             one.train_scale = arrival.pipeline.num_train_nodes / len(placement.train_nodes)
         self.collector.place(action, self._kernel.now_s)
+
+    def _park(self, action: Park) -> None:
+        """At a step boundary it has no work; where it lost the node that it was to move to, that has ended already."""
+        if action.is_awaited:
+            now_s = self._kernel.now_s
+            self._kernel.schedule(now_s, NODE_CHANGE, PipelineParked(time_s=now_s, pipeline=action.pipeline))
+
+    def _remind(self, action: Remind) -> None:
+        self._kernel.schedule(action.at_s, NODE_CHANGE, TimeReached(time_s=action.at_s))
 
     def _release(self, action: Release) -> None:
         self.collector.release(action.pipeline, self._kernel.now_s)

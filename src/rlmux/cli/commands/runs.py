@@ -127,6 +127,49 @@ def rank(
     typer.echo(f"{name}: {remote.tell(place, 'rank', name, rank=rank)}")
 
 
+def park(place: Place, name: PipelineName) -> None:
+    """Have a pipeline give its devices back at its next step boundary, with a checkpoint.
+
+    It waits until it is unparked, and trains the same weights as if it had never been parked.
+
+    \b
+    Example: rlmux park runs/demo sort
+    """
+    from rlmux.cli import remote
+
+    typer.echo(f"{name}: {remote.tell(place, 'park', name)}")
+
+
+def unpark(place: Place, name: PipelineName) -> None:
+    """Let a parked pipeline go on.
+
+    \b
+    Example: rlmux unpark runs/demo sort
+    """
+    from rlmux.cli import remote
+
+    typer.echo(f"{name}: {remote.tell(place, 'unpark', name)}")
+
+
+def usage(
+    place: Place,
+    shares: Annotated[
+        str | None, typer.Option("--set", metavar="FILE", help="Have this file's section shares hold from now on.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Show what users and projects have used, and whether that is more than their share.
+
+    \b
+    Example: rlmux usage runs/demo
+    """
+    from rlmux.cli import remote
+
+    if shares is not None:
+        remote.set_shares(place, shares)
+    remote.show_usage(place, as_json=json)
+
+
 def status(
     place: Place,
     once: Annotated[bool, typer.Option("--once", help="Print the tables once, on a terminal too.")] = False,

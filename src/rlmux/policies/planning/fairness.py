@@ -47,6 +47,45 @@ class FairShares:
             ordered += _filled([one for one in view.waiting if one.urgency == urgency and one.waited_s < AGED_S], usage)
         return tuple(one.id for one in ordered)
 
+    def to_park(self, head: WaitingPipeline, view: QueueView) -> tuple[PipelineId, ...]:
+        """Background pipelines for one that is not, and those of projects (or of users of the same project) whose share
+        stays larger than the head's once the head has entered; the largest share first, the latest first among equals.
+
+        Pipelines of one account never make room for each other but those in the background.
+        """
+        usage = _Usage(view)
+        usage.add(head)
+        ordered = []
+        for one in view.running:
+            is_background = one.urgency is Urgency.BACKGROUND and head.urgency is not Urgency.BACKGROUND
+            accounts = _compared(head.account, one.account)
+            if is_background or (accounts is not None and usage.share(accounts[0]) < usage.share(accounts[1])):
+                share = usage.share(project_of(one.account))
+                ordered.append(((not is_background, -share, -one.sequence), one.id))
+        return tuple(name for _, name in sorted(ordered))
+
+    def fair_share(self, view: QueueView) -> float:
+        """Of the projects of the view, counted by weight; 0 where there are none."""
+        usage = _Usage(view)
+        accounts = (*view.usage_by_account, *(one.account for one in view.waiting))
+        projects = list(dict.fromkeys(map(project_of, accounts)))
+        weights = [usage.weight(project) for project in projects]
+        parts = [usage.share(project) * weight for project, weight in zip(projects, weights, strict=True)]
+        return sum(parts) / sum(weights) if weights else 0.0
+
+    def share_of(self, account: Account, view: QueueView) -> float:
+        """As `dominant_share`."""
+        return dominant_share(account, view)
+
+
+def _compared(head: Account, other: Account) -> tuple[Account, Account] | None:
+    """The accounts whose shares say which of two pipelines gives way; None where both are of one."""
+    if head == other:
+        return None
+    if head.project == other.project:
+        return head, other
+    return project_of(head), project_of(other)
+
 
 def dominant_share(account: Account, view: QueueView) -> float:
     """The largest part of a pool that the account (a project, where its user is empty) has held of late, over its
@@ -70,11 +109,20 @@ class _Usage:
             self._add(one.account, pool, device_s / self._view.capacity_by_pool.get(pool, 1.0))
 
     def share(self, account: Account) -> float:
-        weight = self._view.share_by_account.get(account, _DEFAULT).weight
-        return self._largest_part(account) / weight
+        return self._largest_part(account) / self.weight(account)
+
+    def weight(self, account: Account) -> float:
+        return self._set(account).weight
 
     def is_below_guarantee(self, project: Account) -> bool:
-        return self._largest_part(project) < self._view.share_by_account.get(project, _DEFAULT).guarantee
+        return self._largest_part(project) < self._set(project).guarantee
+
+    def _set(self, account: Account) -> Share:
+        """What was set for a user in every project, or for a project; a user without one is a project."""
+        shares = self._view.share_by_account
+        if account in shares:
+            return shares[account]
+        return shares.get(Account("", account.user or account.project), _DEFAULT)
 
     def _largest_part(self, account: Account) -> float:
         return max(self._parts.get(account, {}).values(), default=0.0)

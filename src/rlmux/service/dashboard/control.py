@@ -1,8 +1,9 @@
 """What is asked of a run that goes on, through the control socket in its folder: the verbs of the command line.
 
-GET  lanes/L/status  queue  pipelines/L/NAME/why               keys of `rlmux status --json`, `queue`, `why`
+GET  lanes/L/status  queue  usage  pipelines/L/NAME/why        keys of `rlmux status --json`, `queue`, `usage`, `why`
 GET  lanes/L/spec                                              the file that the run began with
-POST pipelines/L/NAME/cancel  hold  release  rank              {pipeline, outcome}
+POST lanes/L/shares {text, source}                             {outcome}
+POST pipelines/L/NAME/cancel  hold  release  rank  park  unpark   {pipeline, outcome}
 """
 
 from __future__ import annotations
@@ -38,9 +39,11 @@ class Control:
             Address(method="GET", path=f"{_LANE}/queue", scope="read", answer=self.queue),
             Address(method="GET", path=f"{_LANE}/spec", scope="read", answer=self.spec),
             Address(method="GET", path=f"{_PIPELINE}/why", scope="read", answer=self.why),
+            Address(method="GET", path=f"{_LANE}/usage", scope="read", answer=self.usage),
+            Address(method="POST", path=f"{_LANE}/shares", scope="admin", answer=self.set_shares),
             *(
                 Address(method="POST", path=f"{_PIPELINE}/{verb}", scope="control", answer=self._telling(verb))
-                for verb in ("cancel", "hold", "release", "rank")
+                for verb in ("cancel", "hold", "release", "rank", "park", "unpark")
             ),
         )
 
@@ -71,6 +74,16 @@ class Control:
 
     def queue(self, asked: Asked) -> Any:
         return self._ask(asked, "queue")
+
+    def usage(self, asked: Asked) -> Any:
+        return self._ask(asked, "usage")
+
+    def set_shares(self, asked: Asked) -> Any:
+        fields = asked.body
+        is_good = isinstance(fields, dict) and set(fields) == {"text", "source"}
+        if not is_good or any(type(value) is not str for value in fields.values()):
+            raise ProblemError(400, "no shares", where="body", accepted='{"text": YAML, "source": its name}')
+        return self._ask(asked, "set_shares", **fields)
 
     def _telling(self, verb: str) -> Callable[[Asked], Any]:
         def tell(asked: Asked) -> Any:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from rlmux.core.errors import UserError
 from rlmux.core.model import Cluster, Footprint, Phase, PhaseSeconds, Pipeline, PipelineId, Pool, Stage
+from rlmux.core.offers import ShareSettings
 from rlmux.sim import tables
 from rlmux.sim.clients import ClientBurst
 from rlmux.sim.models.neighbours import Neighbours
@@ -60,6 +61,8 @@ class Workload:
     arrivals: tuple[Arrival, ...]
     """Arrivals in order of submission."""
     seed: int = 0
+    shares: ShareSettings | None = None
+    """What users and projects are entitled to; None: nothing was set."""
     about: str = ""
     """One line for tables and pictures."""
     neighbours: Neighbours | None = None

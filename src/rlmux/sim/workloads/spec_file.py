@@ -53,6 +53,7 @@ def workload_of(spec: Spec) -> Workload:
         name=Path(spec.source).stem,
         cluster=spec.cluster,
         arrivals=tuple(arrivals),
+        shares=spec.shares,
         notes=(*_without_price(spec.cluster), *free_of_costs(arrivals)),
     )
 

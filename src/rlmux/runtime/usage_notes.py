@@ -1,0 +1,81 @@
+"""What projects and users have used, kept in the log so that a resumed run goes on with it.
+
+    run ── UsageNotes, every half minute and at the end ─▶ note `usage` ─▶ RunState ── shares_events ─▶ scheduler
+
+A run that was killed loses what was used in its last half minute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from rlmux.core.events import Event, SharesSet, UsageRestored
+from rlmux.core.model import Account
+from rlmux.core.offers import AccountUsage, ShareSettings
+from rlmux.core.quotas import DAY_S
+from rlmux.core.scheduler import Scheduler
+from rlmux.core.usage import DecayedUsage
+from rlmux.report.codec import from_fields
+from rlmux.report.log import RunLog
+
+EVERY_S = 30.0
+"""Seconds between two notes."""
+
+
+class UsageNotes:
+    """Listens to a run and writes the notes."""
+
+    def __init__(self, scheduler: Scheduler, log: RunLog) -> None:
+        self._scheduler = scheduler
+        self._log = log
+        self._written_s = 0.0
+
+    def update(self, now_s: float, events: Sequence[object], actions: Sequence[object], notes: object) -> None:
+        if actions and now_s >= self._written_s + EVERY_S:
+            self.write(now_s)
+
+    def write(self, now_s: float) -> None:
+        """Note what was used, where anything is counted. `now_s`: of the note."""
+        usage = self._scheduler.usage()
+        if usage:
+            self._written_s = now_s
+            at_s = self._scheduler.query.now_s
+            rows = [[one.account.project, one.account.user, one.pool, one.device_s, one.today_s] for one in usage]
+            self._log.note("usage", now_s, at_s=at_s, accounts=rows)
+
+
+def shares_events(
+    shares: ShareSettings | Mapping[str, Any] | None, usage: Mapping[str, Any], now_s: float
+) -> list[Event]:
+    """What a scheduler is told first: the shares that hold, and what was used in earlier parts of the run.
+
+    `shares`: settings, or the fields of an event `SharesSet` as the log has them. `usage`: fields of a note `usage`.
+    """
+    told: list[Event] = []
+    if isinstance(shares, ShareSettings):
+        told.append(SharesSet(time_s=now_s, shares=shares))
+    elif shares is not None:
+        event = from_fields({**shares})
+        assert isinstance(event, SharesSet)
+        told.append(replace(event, time_s=now_s))
+    if usage:
+        at_s, half_life_s = float(usage["at_s"]), _half_life_s(told)
+        is_same_day = at_s // DAY_S == now_s // DAY_S
+        restored = tuple(
+            AccountUsage(
+                account=Account(project, user),
+                pool=pool,
+                device_s=DecayedUsage(device_s, at_s, half_life_s).at(now_s),
+                today_s=today_s if is_same_day else 0.0,
+            )
+            for project, user, pool, device_s, today_s in usage["accounts"]
+        )
+        told.append(UsageRestored(time_s=now_s, usage=restored))
+    return told
+
+
+def _half_life_s(told: Sequence[Event]) -> float:
+    settings = told[0].shares if told and isinstance(told[0], SharesSet) else ShareSettings()
+    return settings.half_life_s

@@ -1,0 +1,109 @@
+"""Simulated clusters with shares: charges follow weights, what is free is used, and parking is simulated too."""
+
+from __future__ import annotations
+
+import pytest
+
+from rlmux.core.actions import Admit, Park, Release
+from rlmux.core.model import Account, Cluster, Phase, PhaseSeconds, Pipeline, PipelineId, Pool
+from rlmux.core.offers import AccountShare, Quota, Share, ShareSettings
+from rlmux.policies import make_policy
+from rlmux.sim.simulator import Simulation
+from rlmux.sim.workloads.arrivals import Arrival, Workload
+from rlmux.sim.world import TrueSeconds
+
+CLUSTER = Cluster(
+    pools={
+        "rollout": Pool(name="rollout", phase=Phase.ROLLOUT, num_nodes=2),
+        "train": Pool(name="train", phase=Phase.TRAIN, num_nodes=2),
+    }
+)
+
+
+def arrival(name: str, user: str, *, submit_s: float = 0.0, num_steps: int = 4, seconds: float = 30.0) -> Arrival:
+    estimate = PhaseSeconds(rollout_s=seconds, train_s=seconds)
+    pipeline = Pipeline(id=PipelineId(name), num_steps=num_steps, estimate=estimate, user=user)
+    return Arrival(submit_s=submit_s, pipeline=pipeline, world=TrueSeconds.of_phases(estimate))
+
+
+def simulate(arrivals: list[Arrival], shares: ShareSettings | None, policy: str = "solo", observer=None) -> Simulation:
+    arrivals = sorted(arrivals, key=lambda one: one.submit_s)
+    workload = Workload(name="shares", cluster=CLUSTER, arrivals=tuple(arrivals), shares=shares)
+    simulation = Simulation(workload, make_policy(policy), observer=observer, checks=True)
+    simulation.run()
+    return simulation
+
+
+def settings(**weights: float) -> ShareSettings:
+    return ShareSettings(
+        accounts=tuple(
+            AccountShare(account=Account("", user), share=Share(weight=weight)) for user, weight in weights.items()
+        )
+    )
+
+
+@pytest.mark.parametrize("policy", ["solo", "rollmux"])
+def test_while_all_want_more_charges_follow_the_weights(policy):
+    """Users of weights 1, 2 and 1 with more work than fits: after forty pipelines, but for the part of one."""
+    charged: dict[str, float] = {}
+    ended: list[str] = []
+
+    def observe(event, actions) -> None:
+        ended.extend(one.pipeline for one in actions if isinstance(one, Release))
+        if not charged and len(ended) >= 40:
+            for row in simulation.scheduler.accounts():
+                charged[row.account.user] = sum(row.charged_by_pool.values())
+                assert row.num_waiting > 0, "each still wants more"
+
+    users = ("ann", "bob", "bob", "eve")
+    arrivals = [
+        arrival(f"{user}{number}-{place}", user, num_steps=1)
+        for number in range(14)
+        for place, user in enumerate(users)
+    ]
+    shares = settings(ann=1.0, bob=2.0, eve=1.0)
+    workload = Workload(name="shares", cluster=CLUSTER, arrivals=tuple(arrivals), shares=shares)
+    simulation = Simulation(workload, make_policy(policy), observer=observe)
+    simulation.run()
+    total = sum(charged.values())
+    assert charged["ann"] / total == pytest.approx(0.25, abs=1.1 / 40)
+    assert charged["bob"] / total == pytest.approx(0.5, abs=1.1 / 40)
+
+
+def test_one_who_is_alone_gets_all_of_it():
+    """Shares leave nothing idle: the same starts at the same times as without."""
+    starts: list[list[tuple[float, str]]] = []
+    for shares in (None, settings(ann=0.1, bob=5.0)):
+        log: list[tuple[float, str]] = []
+        simulate(
+            [arrival(f"a{number}", "ann", submit_s=7.0 * number) for number in range(12)],
+            shares,
+            observer=lambda event, actions, log=log: log.extend(
+                (event.time_s, one.pipeline) for one in actions if isinstance(one, Admit)
+            ),
+        )
+        starts.append(log)
+    assert starts[0] == starts[1]
+
+
+def test_a_newcomer_is_made_room_for_and_the_parked_goes_on_to_its_end():
+    parked: list[tuple[float, str]] = []
+
+    def observe(event, actions) -> None:
+        parked.extend((event.time_s, one.pipeline) for one in actions if isinstance(one, Park))
+
+    long = [arrival(f"a{number}", "ann", num_steps=200) for number in range(2)]
+    simulation = simulate([*long, arrival("b", "bob", submit_s=3_000.0)], ShareSettings(), observer=observe)
+    assert [name for _, name in parked] == ["a1"]
+    assert 3_000.0 <= parked[0][0] <= 3_060.0, "at its next step boundary"
+    statuses = {simulation.scheduler.query.status(PipelineId(name)).value for name in ("a0", "a1", "b")}
+    assert statuses == {"finished"}
+
+
+def test_the_hours_of_a_day_are_kept_over_days():
+    """Two device-hours a day of a pipeline that takes ten: it ends on the fifth day."""
+    quota = AccountShare(account=Account("", "ann"), quota=Quota(device_hours_a_day=2.0))
+    simulation = simulate([arrival("a", "ann", num_steps=300)], ShareSettings(accounts=(quota,)))
+    assert simulation.scheduler.query.now_s // 86_400.0 == 4.0
+    (row,) = simulation.scheduler.accounts()
+    assert sum(row.charged_by_pool.values()) == pytest.approx(300 * 60.0 * 2)
