@@ -49,7 +49,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
     ),
     "profiling": ({"core", "rl", "engines", "sim.models"}, TRAINING),
     "config": (
-        {"core.model", "core.errors", "rl.config", "plugins"},
+        {"core.model", "core.offers", "core.errors", "rl.config", "plugins"},
         {"pydantic", "pydantic_core", "annotated_types", "yaml"},
     ),
     # What a run elsewhere is asked, in its folder or over HTTP: the command line and the Python names share it.
