@@ -3,6 +3,8 @@
     python benchmarks/weight_sync.py                    payload 16 MB, link 16 MB/s, 2 senders, 8 receivers
     python benchmarks/weight_sync.py --namespaces       the link is a shaped one between two network namespaces (root)
 
+`one_sender` is the same by the first sender alone, over its own part of the link.
+
 Every rank is a process. The link is a token bucket in the senders (each holds its part of the rate), or a pair of
 virtual interfaces with a rate limit between two network namespaces; the inside of the receivers' pool is a loopback
 device. Schemes alternate; medians. `limit` is payload over the link's rate.
@@ -29,6 +31,7 @@ import torch.distributed as dist
 
 from rlmux.runtime.sync import Link, Scheme, SyncLayout, WeightReceiver, WeightSender
 
+ONE_SENDER = "one_sender"
 _CLONE_NEWNET = 0x40000000
 
 
@@ -89,19 +92,24 @@ def take_part(
         256, (arguments.payload_mb << 20,), dtype=torch.uint8, generator=torch.Generator().manual_seed(1)
     )
     link = None if place is not None else Link(arguments.link_mb_s * (1 << 20) / layout.num_senders)
+    of_one = SyncLayout(num_senders=1, num_receivers=layout.num_receivers)
+    with_one = dist.new_group([0, *range(layout.num_senders, world)])
+    ways = [(scheme.value, scheme, layout, dist.group.WORLD) for scheme in Scheme]
+    ways.append((ONE_SENDER, Scheme.HIERARCHICAL, of_one, with_one))
     for repeat in range(arguments.repeats):
-        for scheme in Scheme:
+        for name, scheme, used, group in ways:
             dist.barrier()
             start_s = time.monotonic()
-            if rank < layout.num_senders:
-                WeightSender(layout, rank, dist.group.WORLD, link=link).send(payload, repeat, scheme)
-            else:
-                received, version = WeightReceiver(layout, rank, dist.group.WORLD, inside).receive(scheme)
+            if rank < used.num_senders:
+                WeightSender(used, rank, group, link=link).send(payload, repeat, scheme)
+            elif rank >= layout.num_senders:
+                own = rank - layout.num_senders + used.num_senders
+                received, version = WeightReceiver(used, own, group, inside).receive(scheme)
                 assert version == repeat
                 assert torch.equal(received, payload)
             dist.barrier()
             if rank == 0:
-                said.put((scheme.value, time.monotonic() - start_s))
+                said.put((name, time.monotonic() - start_s))
     dist.destroy_process_group()
 
 
@@ -131,11 +139,11 @@ def main() -> None:
         ]
         for process in ranks:
             process.start()
-        measured = [said.get() for _ in range(arguments.repeats * len(Scheme))]
+        names = [*(scheme.value for scheme in Scheme), ONE_SENDER]
+        measured = [said.get() for _ in range(arguments.repeats * len(names))]
         for process in ranks:
             process.join()
-    seconds = {scheme: [s for name, s in measured if name == scheme] for scheme in Scheme}
-    medians = {scheme: statistics.median(values) for scheme, values in seconds.items()}
+    medians = {name: statistics.median(s for other, s in measured if other == name) for name in names}
     limit_s = arguments.payload_mb / arguments.link_mb_s
     figures = {
         "payload_mb": arguments.payload_mb,
@@ -143,9 +151,10 @@ def main() -> None:
         "senders": arguments.senders,
         "receivers": arguments.receivers,
         "limit_s": limit_s,
-        **{f"{scheme.value}_s": medians[scheme] for scheme in Scheme},
+        **{f"{name}_s": medians[name] for name in names},
         "over_limit": medians[Scheme.HIERARCHICAL] / limit_s,
         "speedup": medians[Scheme.PER_RECEIVER] / medians[Scheme.HIERARCHICAL],
+        "one_sender_over_all": medians[ONE_SENDER] / medians[Scheme.HIERARCHICAL],
     }
     if arguments.json:
         print(json.dumps(figures))

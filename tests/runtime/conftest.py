@@ -291,6 +291,7 @@ class Worker:
     pid: int | None = 1
     address = "127.0.0.1"
     call_limit_s = 60.0
+    num_beats = 0
     asked_s: float | None = None
 
     def __init__(self, name: str) -> None:
@@ -350,6 +351,9 @@ class Workplace:
     def wait(self, timeout_s: float) -> list[Worker]:
         lost, self.lost = self.lost, []
         return lost
+
+    def senders(self, trainers: Any) -> list[int]:
+        return [0]
 
     def forget(self, worker: Worker) -> None:
         pass

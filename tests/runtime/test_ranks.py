@@ -162,11 +162,36 @@ def test_a_run_goes_on_from_its_checkpoint_with_another_number_of_ranks(real, al
 @pytest.mark.slow
 @pytest.mark.ray
 @pytest.mark.xdist_group("ray")
-def test_ranks_on_several_ray_nodes_without_shared_memory_give_the_weights_of_one(real, alone, nodes, tmp_path) -> None:
+def test_ranks_on_several_ray_nodes_without_shared_memory_give_the_weights_of_one(
+    real, alone, nodes, tmp_path, monkeypatch
+) -> None:
+    from rlmux.runtime.ray_sync import Deliveries
+
     second = nodes.add(train=2)
     try:
         apart = nodes.make_backend(is_sharing_memory=False)
-        run = real.run(tmp_path, [of_ranks(real, 4)], on=real.cluster(train=4), make_backend=apart)
+        on = real.cluster(train=4)
+        with monkeypatch.context() as patch:
+            patch.setattr(Deliveries, "_begin", counting(senders := [], Deliveries._begin))
+            run = real.run(tmp_path / "whole", [of_ranks(real, 4)], on=on, make_backend=apart)
+            cut = real.run(tmp_path / "cut", [in_parts(of_ranks(real, 4))], on=on, make_backend=apart)
+        cut_here = real.run(tmp_path / "here", [in_parts(of_ranks(real, 4))], on=on)
     finally:
         nodes.ray.remove_node(second)
     assert figures(run) == figures(alone)
+    assert figures(cut) == figures(cut_here)
+    assert senders == [2] * 2 * (STEPS + 1), "each version, the first too, came from both training nodes"
+
+
+def in_parts(given):
+    return replace(given, config=replace(given.config, train=replace(given.config.train, sharding="shard")))
+
+
+def counting(senders: list[int], begin: Any) -> Any:
+    """Notes how many senders each delivery has."""
+
+    def begin_and_note(self, name, of_delivery, receivers):
+        senders.append(len(of_delivery))
+        return begin(self, name, of_delivery, receivers)
+
+    return begin_and_note

@@ -94,8 +94,9 @@ def test_a_sync_over_a_slow_link_holds_up_no_other_pipeline_and_the_weights_are_
         backend = nodes.make_backend(is_sharing_memory=False, sync=slow)(*given, **options)
         deliver = backend.workplace.deliver
 
-        def deliver_late(path, trainer, receivers, then) -> None:
-            deliver(path, trainer, receivers, partial(arrived.append, then) if trainer.name == "sort/train" else then)
+        def deliver_late(path, senders, receivers, then) -> None:
+            is_late = senders[0].name == "sort/train"
+            deliver(path, senders, receivers, partial(arrived.append, then) if is_late else then)
 
         backend.workplace.deliver = deliver_late
         return backend

@@ -76,6 +76,7 @@ class Busy:
 
     name, pid, call_limit_s = "p/train", 7, 30.0
     asked_s: float | None = 0.0
+    num_beats = 0
     now = Activity(state="R", cpu_s=0.0)
 
     def activity(self) -> Activity:
@@ -120,6 +121,13 @@ def test_a_worker_that_waits_or_computes_or_is_idle_does_not_stand_still() -> No
         assert watch.after(1.0, state="R", cpu_s=0.5 * second) == []
     watch.worker.asked_s = None
     assert watch.after(10.0, state="T", cpu_s=5.0) == []
+
+
+def test_a_worker_that_shows_life_while_it_waits_for_a_busy_server_to_start_does_not_stand_still() -> None:
+    watch = Watch()
+    for _ in range(10):  # it wakes up to look at the server, which has the processor
+        watch.worker.num_beats += 1
+        assert watch.after(1.0, state="R", cpu_s=0.0) == []
 
 
 def test_a_standstill_ends_with_its_call() -> None:

@@ -66,7 +66,7 @@ def test_weights_of_another_run_plan_or_version_are_not_sampled_from(
     real: Any, one_thread: None, tmp_path: Any, mine: Origin
 ) -> None:
     config, path = real.submission("a").config, tmp_path / "0.safetensors"
-    hand_out = HandOut(weights=path, checkpoint=None, num_kept=1)
+    hand_out = HandOut(weights=path, writers=(0,), checkpoint=None, num_kept=1)
     assert TrainWorker(config, None, mine).run_stage(Stage.SFT_WARMUP, 60.0, False, 1.0, hand_out).weights_sha256
     chunk = RolloutChunk(
         weights=(path, 0), requests=(), partials=(), replies=(), released=(), max_decode_steps=1, max_seconds=1.0,

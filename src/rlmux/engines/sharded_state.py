@@ -171,11 +171,11 @@ class ShardedState(TrainTensors):
 
     # --- files ----------------------------------------------------------------------------------------------
 
-    def write_weights(self, path: Path, metadata: Mapping[str, str]) -> None:
+    def write_weights(self, path: Path | None, metadata: Mapping[str, str]) -> None:
         self.require_loaded()
-        masters = self._whole(self._parameters.get)
+        masters = self._whole(self._parameters.get, is_kept=self.ranks.rank == 0 or path is not None)
         self._know_sha256(masters)
-        if self.ranks.rank > 0:
+        if path is None:
             return
         computed_with = {name: each.to(self._dtype) for name, each in masters.items()}
         sha256 = self.weights_sha256() if self._dtype == torch.float32 else weights_sha256(computed_with)
@@ -184,33 +184,34 @@ class ShardedState(TrainTensors):
     def weights_sha256(self) -> str:
         self.require_loaded()
         if self._sha256 is None:
-            self._know_sha256(self._whole(self._parameters.get))
+            self._know_sha256(self._whole(self._parameters.get, is_kept=self.ranks.rank == 0))
         assert self._sha256 is not None
         return self._sha256
 
     def _know_sha256(self, masters: Mapping[str, Tensor]) -> None:
         """The first rank hashes what it alone has."""
         if self._sha256 is None:
-            self._sha256 = self.ranks.of_first(weights_sha256(masters) if masters else "")
+            self._sha256 = self.ranks.of_first(weights_sha256(masters) if self.ranks.rank == 0 else "")
 
     def copies(self) -> dict[str, dict[str, Tensor]]:
         """On the first rank, as `TrainState.copies`; on others, which have to call it too, nothing."""
         self.require_loaded()
-        tensors = {MODEL_FILE: self._whole(self._parameters.get)}
+        is_kept = self.ranks.rank == 0
+        tensors = {MODEL_FILE: self._whole(self._parameters.get, is_kept=is_kept)}
         tensors[OPTIMIZER_FILE] = {
             "first_moment": self._whole_flat(lambda name: self._optimizers[name].first_moment),
             "second_moment": self._whole_flat(lambda name: self._optimizers[name].second_moment),
         }
         if self._reference is not None:
-            tensors[REFERENCE_FILE] = self._whole(self._reference.__getitem__)
-        return tensors if self.ranks.rank == 0 else {}
+            tensors[REFERENCE_FILE] = self._whole(self._reference.__getitem__, is_kept=is_kept)
+        return tensors if is_kept else {}
 
-    def _whole(self, rows_of: Callable[[str], Any]) -> dict[str, Tensor]:
-        """Whole tensors in host memory by name, on the first rank; nothing on others, which take part."""
+    def _whole(self, rows_of: Callable[[str], Any], *, is_kept: bool) -> dict[str, Tensor]:
+        """Whole tensors in host memory by name; nothing on a rank that takes part and does not keep them."""
         found = {}
         for name, parameter in self._parameters.items():
             whole = self._gather(rows_of(name), parameter)
-            if self.ranks.rank == 0:
+            if is_kept:
                 found[name] = whole.cpu()
         return found
 

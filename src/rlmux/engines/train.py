@@ -236,8 +236,11 @@ class TorchTrainEngine:
 
     # --- weights --------------------------------------------------------------------------------------------
 
-    def export_weights(self, path: Path) -> int:
-        """Write the weights for rollout workers (safetensors, atomically); returns their version."""
+    def export_weights(self, path: Path | None) -> int:
+        """Write the weights for rollout workers (safetensors, atomically); returns their version.
+
+        None: other ranks write, and this one only gives its part of a sharded model.
+        """
         self._require_version()
         self._state.write_weights(path, {"version": str(self._version), **self._marks})
         return self._version

@@ -159,9 +159,11 @@ class TrainState(TrainTensors):
 
     # --- files ----------------------------------------------------------------------------------------------
 
-    def write_weights(self, path: Path, metadata: Mapping[str, str]) -> None:
+    def write_weights(self, path: Path | None, metadata: Mapping[str, str]) -> None:
         """Write the weights that the model computes with, and their hash, as one safetensors file, atomically."""
         self.require_loaded()
+        if path is None:
+            return
         working = self._flat.named(self._flat.working)
         sha256 = weights_sha256(working) if self._flat.is_rounded else self.weights_sha256()
         write_tensors(path, working, {SHA256: sha256, **metadata})

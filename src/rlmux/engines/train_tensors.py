@@ -115,8 +115,11 @@ class TrainTensors(ABC):
     # --- files ----------------------------------------------------------------------------------------------
 
     @abstractmethod
-    def write_weights(self, path: Path, metadata: Mapping[str, str]) -> None:
-        """Write the weights that the model computes with, and their hash, as one safetensors file, atomically."""
+    def write_weights(self, path: Path | None, metadata: Mapping[str, str]) -> None:
+        """Write the weights that the model computes with, and their hash, as one safetensors file, atomically.
+
+        None: this rank writes nothing, and gives its part.
+        """
 
     @abstractmethod
     def weights_sha256(self) -> str:

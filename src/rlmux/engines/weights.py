@@ -8,7 +8,9 @@ Invariant: a file that can be seen under its own name is whole. Tied parameters 
 from __future__ import annotations
 
 import hashlib
+import json
 import os
+import struct
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -51,7 +53,20 @@ def write_copies(path: Path, copies: Mapping[str, Tensor], metadata: Mapping[str
     """`write_tensors` for what `own_copies` made."""
     aside = path.with_name(f"{path.name}.tmp-{os.getpid()}")
     save_file(dict(copies), aside, metadata={"format": "pt", **metadata})
+    _sort_metadata(aside)
     aside.replace(path)
+
+
+def _sort_metadata(path: Path) -> None:
+    """The library writes metadata in an order of chance: sorted, files of one content are equal to the byte."""
+    with path.open("r+b") as file:
+        (length,) = struct.unpack("<Q", file.read(8))
+        header = json.loads(file.read(length))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        written = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        assert len(written) <= length, "another order takes no more room"
+        file.seek(8)
+        file.write(written.ljust(length))
 
 
 def check_weights(path: Path, version: int, origin: Origin) -> None:

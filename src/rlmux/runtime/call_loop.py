@@ -94,10 +94,14 @@ class CallLoop:
             worker.call(self._now_s(), method, args, arrive)
         return answer
 
-    def deliver(self, path: Path, trainer: Worker, receivers: Sequence[Worker]) -> Answer:
-        """Bring weights from a trainer to the receivers; answered once they are there."""
+    def senders(self, trainers: Sequence[Worker]) -> Sequence[int]:
+        """Ranks of a pipeline's trainers that write its weights, to send parts of them."""
+        return self._workplace.senders(trainers)
+
+    def deliver(self, path: Path, senders: Sequence[Worker], receivers: Sequence[Worker]) -> Answer:
+        """Bring weights from trainers that wrote them to the receivers; answered once they are there."""
         answer = Answer(self)
-        self._workplace.deliver(path, trainer, receivers, answer.arrive)
+        self._workplace.deliver(path, senders, receivers, answer.arrive)
         return answer
 
     def promise(self) -> Answer:

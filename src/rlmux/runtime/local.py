@@ -105,7 +105,12 @@ class LocalProcesses:
             if not self._is_closed:
                 os.eventfd_write(self._wakes, 1)
 
-    def deliver(self, path: Path, trainer: Worker, receivers: Sequence[Worker], then: Callable[[], None]) -> None:
+    def senders(self, trainers: Sequence[Worker]) -> Sequence[int]:
+        return [0]
+
+    def deliver(
+        self, path: Path, senders: Sequence[Worker], receivers: Sequence[Worker], then: Callable[[], None]
+    ) -> None:
         then()  # what one worker of this machine wrote, the others can read
 
     def forget(self, worker: Worker) -> None:

@@ -214,16 +214,27 @@ class RayActors:
     def wake(self) -> None:
         """A wait for actors cannot be broken off: what came is seen at its end."""
 
-    def deliver(self, path: Path, trainer: Worker, receivers: Sequence[Worker], then: Callable[[], None]) -> None:
+    def senders(self, trainers: Sequence[Worker]) -> Sequence[int]:
+        """One rank a node, where nodes do not share a memory."""
+        if self._deliveries is None:
+            return [0]
+        first_by_node: dict[str, int] = {}
+        for rank, trainer in enumerate(trainers):
+            first_by_node.setdefault(_node_of(trainer).ray_id, rank)
+        return list(first_by_node.values())
+
+    def deliver(
+        self, path: Path, senders: Sequence[Worker], receivers: Sequence[Worker], then: Callable[[], None]
+    ) -> None:
         """Bring a version to its receivers. On one machine the trainer's file is theirs already."""
         if self._deliveries is None:
             then()
             return
+        trainer = senders[0]
         assert isinstance(trainer, RayWorker)
-        nodes = [one.node for one in receivers if isinstance(one, RayWorker)]
-        targets = {node.ray_id: node.address for node in nodes if node is not None}
-        assert trainer.node is not None
-        self._deliveries.deliver(path, trainer, trainer.node, targets, then)
+        sources = [_node_of(sender) for sender in senders]
+        targets = {node.ray_id: node.address for node in map(_node_of, receivers)}
+        self._deliveries.deliver(path, trainer, sources, targets, then)
 
     def node_changes(self) -> Sequence[tuple[NodeId, bool]]:
         """(node, is it there now) for every node that went or came since the last call."""
@@ -295,3 +306,10 @@ class RayActors:
 
     def _is_node_lost(self, node: RayNode | None) -> bool:
         return node is not None and node.node_id in self._lost
+
+
+def _node_of(worker: Worker) -> RayNode:
+    """The node of a worker that has a device."""
+    assert isinstance(worker, RayWorker)
+    assert worker.node is not None
+    return worker.node

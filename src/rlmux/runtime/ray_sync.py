@@ -1,9 +1,10 @@
 """Weights between machines: from the trainer's node to the nodes of its rollout workers, before PUBLISH ends.
 
-    trainer ──▶ file in its node's memory ══▶ a file of the same name in each rollout node's memory ──▶ rollout workers
-                                          │
-             carriers, one a node:        ├─ objects        Ray brings the bytes to each node by itself
-                                          └─ hierarchical   `sync.py`: one copy over the link, then shared out
+    trainers ──▶ file in a node's memory ══▶ a file of the same name in each rollout node's memory ──▶ rollout workers
+     one a node                           │
+             carriers, one a node:        ├─ objects        Ray brings the bytes to each node by itself, from the first
+                                          └─ hierarchical   `sync.py`: one copy over the link, an equal part from each
+                                                            training node, then shared out
 
 Every version's sum is checked where it arrives. Only the PUBLISH that a delivery belongs to waits for it, and holds no
 device: a slow link delays its own pipeline and no other. The controller keeps an empty file for each version that has
@@ -31,7 +32,7 @@ from rlmux.runtime.ray_cluster import RayNode
 from rlmux.runtime.ray_worker import RayWorker
 
 if TYPE_CHECKING:  # brings torch along, which objects do without
-    from rlmux.runtime.sync import Link, Meeting
+    from rlmux.runtime.sync import Link, Meeting, SyncLayout
 
 _NUM_AT_ONCE = 64
 """Most deliveries that one carrier takes part in at the same time."""
@@ -41,7 +42,7 @@ class Transport(StrEnum):
     """How weights get from node to node. The choice changes no byte."""
 
     AUTO = "auto"
-    """Objects for one receiving node, the two-stage scheme for several."""
+    """Objects from one node to one, the two-stage scheme where there are several."""
     OBJECTS = "objects"
     HIERARCHICAL = "hierarchical"
 
@@ -54,8 +55,9 @@ class RaySync:
     link_bytes_per_s: float | None = None
     """Most bytes a second that leave a carrier under the two-stage scheme, for tests of slow links; None: no limit."""
 
-    def is_hierarchical(self, num_receivers: int) -> bool:
-        return self.transport is Transport.HIERARCHICAL or (self.transport is Transport.AUTO and num_receivers > 1)
+    def is_hierarchical(self, num_senders: int, num_receivers: int) -> bool:
+        has_several = max(num_senders, num_receivers) > 1
+        return self.transport is Transport.HIERARCHICAL or (self.transport is Transport.AUTO and has_several)
 
 
 class Carrier:
@@ -98,20 +100,18 @@ class Carrier:
                 self._store = open_store(self._address)
         return Meeting(address=self._address, port=self._store.port, number=next(self._numbers))
 
-    def send(self, name: str, meeting: Meeting, num_receivers: int) -> None:
+    def send(self, name: str, meeting: Meeting, layout: SyncLayout, sender: int) -> None:
         import torch
 
-        from rlmux.runtime.sync import SyncLayout, WeightSender, join_meeting
+        from rlmux.runtime.sync import WeightSender, join_meeting
 
-        layout = SyncLayout(num_senders=1, num_receivers=num_receivers)
-        world, _ = join_meeting(meeting, layout, rank=0, address=self._address)
-        contents = bytearray((self._folder.path / name).read_bytes())
-        WeightSender(layout, 0, world, link=self._link).send(torch.frombuffer(contents, dtype=torch.uint8), version=0)
+        world, _ = join_meeting(meeting, layout, rank=sender, address=self._address)
+        contents = torch.frombuffer(bytearray((self._folder.path / name).read_bytes()), dtype=torch.uint8)
+        WeightSender(layout, sender, world, link=self._link).send(contents, version=0)
 
-    def receive(self, name: str, meeting: Meeting, num_receivers: int, receiver: int) -> None:
-        from rlmux.runtime.sync import SyncLayout, WeightReceiver, join_meeting
+    def receive(self, name: str, meeting: Meeting, layout: SyncLayout, receiver: int) -> None:
+        from rlmux.runtime.sync import WeightReceiver, join_meeting
 
-        layout = SyncLayout(num_senders=1, num_receivers=num_receivers)
         rank = layout.receiver_rank(receiver)
         world, inside = join_meeting(meeting, layout, rank=rank, address=self._address)
         payload, _ = WeightReceiver(layout, rank, world, inside).receive()
@@ -163,27 +163,38 @@ class Deliveries:
         return self._here.with_name(f"{self._here.name}-{ray_id[:12]}")
 
     def deliver(
-        self, path: Path, trainer: RayWorker, source: RayNode, targets: Mapping[str, str], then: Callable[[], None]
+        self,
+        path: Path,
+        trainer: RayWorker,
+        sources: Sequence[RayNode],
+        targets: Mapping[str, str],
+        then: Callable[[], None],
     ) -> None:
-        """Bring the version to the target nodes, addresses by Ray id; `then` is called once it is on all of them."""
+        """Bring the version to the target nodes, addresses by Ray id; `then` is called once it is on all of them.
+
+        Every source node has the same file, to the byte. `trainer`: the one that is lost with the delivery.
+        """
         name = str(path.relative_to(self._here))
-        others = {ray_id: address for ray_id, address in targets.items() if ray_id != source.ray_id}
-        sender = self._carrier(source.ray_id, source.address)
+        having = {source.ray_id: source.address for source in sources}
+        others = {ray_id: address for ray_id, address in targets.items() if ray_id not in having}
+        senders = [self._carrier(ray_id, address) for ray_id, address in having.items()]
         receivers = [self._carrier(ray_id, address) for ray_id, address in others.items()]
-        on_nodes = (source.ray_id, *others)
-        self._under_way.append(_Delivery(trainer, path, on_nodes, self._begin(name, sender, receivers), then))
+        on_nodes = (*having, *others)
+        self._under_way.append(_Delivery(trainer, path, on_nodes, self._begin(name, senders, receivers), then))
         if not others:
             self.update([])
 
-    def _begin(self, name: str, sender: Any, receivers: Sequence[Any]) -> list[ray.ObjectRef[Any]]:
+    def _begin(self, name: str, senders: Sequence[Any], receivers: Sequence[Any]) -> list[ray.ObjectRef[Any]]:
         if not receivers:
             return []
-        if not self._sync.is_hierarchical(len(receivers)):
-            offered = sender.offer.remote(name)
+        if not self._sync.is_hierarchical(len(senders), len(receivers)):
+            offered = senders[0].offer.remote(name)
             return [receiver.take.remote(name, offered) for receiver in receivers]
-        meeting, num = sender.meet.remote(), len(receivers)
-        coming = [receiver.receive.remote(name, meeting, num, place) for place, receiver in enumerate(receivers)]
-        return [sender.send.remote(name, meeting, num), *coming]
+        from rlmux.runtime.sync import SyncLayout
+
+        layout, meeting = SyncLayout(num_senders=len(senders), num_receivers=len(receivers)), senders[0].meet.remote()
+        going = [sender.send.remote(name, meeting, layout, place) for place, sender in enumerate(senders)]
+        return [*going, *(one.receive.remote(name, meeting, layout, place) for place, one in enumerate(receivers))]
 
     def watched(self) -> list[ray.ObjectRef[Any]]:
         return [reference for delivery in self._under_way for reference in delivery.waiting]

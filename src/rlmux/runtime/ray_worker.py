@@ -58,7 +58,7 @@ class RayWorker:
         """Time at which the present call was sent, or last showed life; None between calls."""
         self.asked_s: float | None = None
         """Time at which the present call was sent; None between calls."""
-        self._num_beats = 0
+        self.num_beats = 0
         self._activity: Activity | None = None
         """As of the last look."""
         self._beat_look: ray.ObjectRef[Any] | None = None
@@ -168,8 +168,8 @@ class RayWorker:
         with contextlib.suppress(ray.exceptions.RayError):  # the call's own answer says what is wrong
             seen = ray.get(ready[0])
             self._activity = seen.activity
-            if seen.num_beats > self._num_beats:
-                self._num_beats, self._heard_s = seen.num_beats, now_s
+            if seen.num_beats > self.num_beats:
+                self.num_beats, self._heard_s = seen.num_beats, now_s
 
     def end(self) -> None:
         self._leave("end")

@@ -3,8 +3,9 @@
     call sent ── computes ── computes ── stands still ............ goes on ──▶ answer
                                          └─ told once, here       └─ noted, with its seconds
 
-A worker that waits (for the disk, for user code, for a lock) is not told of: that is what some calls are for. Nothing
-is decided here; a call that shows no life for its limit is ended by the supervisor.
+A worker that waits (for the disk, for user code, for a lock) is not told of: that is what some calls are for. Neither
+is one that shows life: while a server starts beside it, it wakes to look, and needs hardly any processor. Nothing is
+decided here; a call that shows no life for its limit is ended by the supervisor.
 """
 
 from __future__ import annotations
@@ -32,6 +33,8 @@ class _Watched:
     """Time at which that call was sent."""
     looked_s: float
     activity: Activity | None
+    num_beats: int
+    """Signs of life of the worker's calls at the last look."""
     moved_s: float
     """Time at which it was last seen to make progress."""
     reason: str = ""
@@ -58,7 +61,7 @@ class StandstillWatch:
                     continue
                 if watched is None:
                     if now_s - worker.asked_s >= LOOK_EVERY_S:
-                        self._watched[worker] = _Watched(worker.asked_s, now_s, worker.activity(), worker.asked_s)
+                        self._watched[worker] = _watched(worker, worker.asked_s, now_s)
                 elif now_s - watched.looked_s >= LOOK_EVERY_S:
                     self._look_again(workers, worker, watched)
 
@@ -74,8 +77,9 @@ class StandstillWatch:
 
     def _look_again(self, workers: PipelineWorkers, worker: Worker, watched: _Watched) -> None:
         now_s, activity = self._outbox.now_s(), worker.activity()
-        reason = _why_still(watched.activity, activity, now_s - watched.looked_s)
-        watched.looked_s, watched.activity = now_s, activity
+        has_shown_life = worker.num_beats > watched.num_beats
+        reason = "" if has_shown_life else _why_still(watched.activity, activity, now_s - watched.looked_s)
+        watched.looked_s, watched.activity, watched.num_beats = now_s, activity, worker.num_beats
         if not reason:
             if watched.reason:
                 self._note(workers, worker, watched)
@@ -99,6 +103,16 @@ class StandstillWatch:
             seconds=seconds,
             reason=watched.reason,
         )
+
+
+def _watched(worker: Worker, asked_s: float, now_s: float) -> _Watched:
+    return _Watched(
+        asked_s=asked_s,
+        looked_s=now_s,
+        activity=worker.activity(),
+        num_beats=worker.num_beats,
+        moved_s=asked_s,
+    )
 
 
 def _why_still(before: Activity | None, now: Activity | None, elapsed_s: float) -> str:

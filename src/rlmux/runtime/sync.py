@@ -2,7 +2,7 @@
 
     senders 0 … S-1    all hold the whole payload       ══ thin link ══▶   receivers 0 … R-1
 
-    scatter     shard r goes from sender r mod S to receiver r, point to point, chunk by chunk
+    scatter     chunk k of shard r goes from sender (r + k) mod S to receiver r, point to point: equal parts of senders
     share out   chunk k of every shard goes round all receivers at once, while chunk k + 1 is on the link
 
     time ≈ payload / link  +  one chunk's round inside        per-receiver copies: R · payload / link
@@ -61,8 +61,9 @@ class SyncLayout:
     def receiver_rank(self, receiver: int) -> int:
         return self.num_senders + receiver
 
-    def sender_of(self, receiver: int) -> int:
-        return receiver % self.num_senders
+    def sender_of(self, receiver: int, number: int) -> int:
+        """Sender of a receiver's chunk of this number."""
+        return (receiver + number) % self.num_senders
 
     def shard_bytes(self, num_bytes: int) -> int:
         """Bytes of every shard; the last shards are padded."""
@@ -108,7 +109,7 @@ class WeightSender:
         under_way: list[Any] = []
         for number, (begin, end) in enumerate(layout.chunks(num_bytes)):
             for receiver in range(layout.num_receivers):
-                if layout.sender_of(receiver) == self._rank:
+                if layout.sender_of(receiver, number) == self._rank:
                     chunk = padded[receiver * shard + begin : receiver * shard + end]
                     under_way += self._send_chunk(chunk, receiver, number, scheme)
         for work in under_way:
@@ -173,7 +174,9 @@ class WeightReceiver:
         layout, mine = self._layout, self._receiver
         chunks = layout.chunks(num_bytes)
         coming = [
-            self._world.recv([shards[mine, begin:end]], layout.sender_of(mine), _chunk_tag(layout, mine, number))
+            self._world.recv(
+                [shards[mine, begin:end]], layout.sender_of(mine, number), _chunk_tag(layout, mine, number)
+            )
             for number, (begin, end) in enumerate(chunks)
         ]
         rounds: list[tuple[Any, list[torch.Tensor], int, int]] = []
@@ -191,7 +194,7 @@ class WeightReceiver:
         layout = self._layout
         coming = [
             self._world.recv(
-                [shards[receiver, begin:end]], layout.sender_of(receiver), _chunk_tag(layout, receiver, number)
+                [shards[receiver, begin:end]], layout.sender_of(receiver, number), _chunk_tag(layout, receiver, number)
             )
             for number, (begin, end) in enumerate(layout.chunks(num_bytes))
             for receiver in range(layout.num_receivers)

@@ -109,7 +109,8 @@ class TrainDriver:
             self._note_checkpoints((yield self._calls.call(trainer, "finish_checkpoint")))
         self._take_in_publication(step, self._sha256_by_version.pop(step))
         receivers = list(self._workers.rollout.values())
-        yield self._calls.deliver(self._workers.published_path(step), trainer, receivers)
+        senders = [self._workers.trainers[rank] for rank in self._calls.senders(self._workers.trainers)]
+        yield self._calls.deliver(self._workers.published_path(step), senders, receivers)
         return order.finished(self._outbox.now_s())
 
     # ------------------------------------------------------------------ training
@@ -142,6 +143,7 @@ class TrainDriver:
         is_due = -step % self._options.checkpoint_every <= self._workers.config.algorithm.staleness
         return HandOut(
             weights=self._workers.published_path(step),
+            writers=tuple(self._calls.senders(self._workers.trainers)),
             checkpoint=self._workers.checkpoints.path(step) if is_last or is_due else None,
             num_kept=self._num_kept(),
         )

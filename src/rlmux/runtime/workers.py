@@ -82,6 +82,8 @@ class HandOut:
 
     weights: Path
     """File for rollout workers."""
+    writers: tuple[int, ...]
+    """Ranks that write that file, each on its machine; the first of all is among them."""
     checkpoint: Path | None
     """Folder of the checkpoint that is written beside what comes next; None: this step has none."""
     num_kept: int
@@ -387,20 +389,20 @@ class TrainWorker:
     def _hand_out(self, hand_out: HandOut) -> str | None:
         """Write the weights for rollout workers, and begin to write a checkpoint beside what comes next.
 
-        The first rank does, once all were found to have the same weights where there is to be a checkpoint; ranks that
-        have parts of a model give theirs. `run_stage` and `finish_checkpoint` tell when that is there. Returns the hash
+        The first rank writes the checkpoint, once all were found to have the same weights; ranks that have parts of a
+        model give theirs. `run_stage` and `finish_checkpoint` tell when that is there. Returns the hash
         of the weights; None on other ranks. Raises PipelineError where ranks have different weights.
         """
         if hand_out.checkpoint is not None:
             self._engine.check_ranks()
-        is_first = self._ranks.rank == 0
-        if not is_first and not self._engine.is_sharded:
+        is_first, is_writer = self._ranks.rank == 0, self._ranks.rank in hand_out.writers
+        if not is_writer and not self._engine.is_sharded:
             return None
         with _storing(hand_out.weights):
-            self._engine.export_weights(hand_out.weights)
+            self._engine.export_weights(hand_out.weights if is_writer else None)
         if hand_out.checkpoint is not None and is_first:
             self._checkpoints.begin(hand_out.checkpoint, partial(self._snapshot, hand_out.num_kept))
-        elif hand_out.checkpoint is not None:
+        elif hand_out.checkpoint is not None and self._engine.is_sharded:
             self._engine.snapshot()
         return self._engine.weights_sha256() if is_first else None
 

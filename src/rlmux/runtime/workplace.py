@@ -25,6 +25,8 @@ class Worker(Protocol):
     """Its machine, as workers of the same pipeline reach it."""
     call_limit_s: float
     """Seconds within which each call must be answered, or show that it lives."""
+    num_beats: int
+    """Signs of life of its calls so far."""
     asked_s: float | None
     """Time at which its present call was sent; None between calls."""
 
@@ -72,8 +74,13 @@ class Workplace(Protocol):
     def wake(self) -> None:
         """Make a `wait` that goes on, or the next one, return soon. May be called from any thread."""
 
-    def deliver(self, path: Path, trainer: Worker, receivers: Sequence[Worker], then: Callable[[], None]) -> None:
-        """Bring the weights that a trainer wrote to where the receivers read them, then call `then`; never waits."""
+    def senders(self, trainers: Sequence[Worker]) -> Sequence[int]:
+        """Ranks of a pipeline's trainers that write its weights, to send parts of them: one a machine, rank 0 first."""
+
+    def deliver(
+        self, path: Path, senders: Sequence[Worker], receivers: Sequence[Worker], then: Callable[[], None]
+    ) -> None:
+        """Bring the weights that each sender wrote to where the receivers read them, then call `then`; never waits."""
 
     def forget(self, worker: Worker) -> None:
         """Stop watching a worker that is about to be ended."""
