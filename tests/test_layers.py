@@ -33,7 +33,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         {"core.model", "core.errors", "plugins"},
         {*TRAINING, "annotated_types", "reasoning_gym", "gymnasium", "pyarrow"},
     ),
-    "engines": ({"core.model", "core.errors", "rl"}, {*TRAINING, "numpy", "peft", "psutil"}),
+    "engines": ({"core.model", "core.errors", "rl"}, {*TRAINING, "numpy", "peft", "psutil", "torchao"}),
     "sim": ({"core", "policies", "report", "config", "plugins"}, {"numpy"}),
     "papers": ({"core", "policies", "report", "sim"}, {"numpy"}),
     "runtime": (
@@ -68,6 +68,7 @@ ONLY_IN = {
     "ray": lambda module: module.startswith("runtime.ray_"),
     "torch": lambda module: module not in ("rl.config", "rl.types", "rl.vocabulary") and "rl.tasks" not in module,
     "peft": lambda module: module == "engines.lora",
+    "torchao": lambda module: module == "engines.moments",
     "ortools": lambda module: module == "policies.planning.exact_schedule",
 }
 EVERYWHERE = {"rlmux"}

@@ -176,6 +176,18 @@ CASES = {
         ],
         "two.yaml:10: pipelines.sort.train.sharding is 'shard', which does not go with an adapter; accepted: replicate",
     ),
+    "8-bit moments of a model in parts": (
+        [
+            ("    train: {devices: 1}", "    train: {devices: 2}"),
+            ("    rollout:\n", "    train: {sharding: shard, workers: 2, optimizer_state: 8bit}\n    rollout:\n"),
+        ],
+        "two.yaml:10: pipelines.sort.train.optimizer_state is '8bit', which does not go with sharding: shard; "
+        "accepted: device or cpu",
+    ),
+    "moments on a disk": (
+        [("    rollout:\n", "    train: {optimizer_state: disk}\n    rollout:\n")],
+        "two.yaml:10: pipelines.sort.train.optimizer_state is 'disk'; accepted: one of device, cpu, 8bit",
+    ),
     "more training workers than devices": (
         [("    rollout:\n", "    train: {workers: 2}\n    rollout:\n")],
         "two.yaml:10: pipelines.sort.train.workers is 2; accepted: up to 1, the size of pool 'train'",

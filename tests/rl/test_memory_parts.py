@@ -167,6 +167,16 @@ def test_a_trainers_host_memory_holds_checkpoint_and_published_versions() -> Non
     }
 
 
+def test_moments_are_counted_where_they_lie_and_as_large_as_they_are() -> None:
+    on_device = config()
+    on_host = replace(on_device, train=TrainConfig(optimizer_state="cpu"))
+    rounded = replace(on_device, train=TrainConfig(optimizer_state="8bit"))
+    moments = train_parts(on_device)["moments"]
+    assert (train_parts(on_host)["moments"], host_parts(on_host)["moments"]) == (0, moments)
+    assert train_parts(rounded)["moments"] == pytest.approx(moments / 4, rel=0.02)
+    assert train_state_bytes(rounded) < train_state_bytes(on_host) == train_state_bytes(on_device)
+
+
 def test_the_parts_of_a_model_are_counted_as_the_ranks_have_them() -> None:
     whole = config(algorithm=AlgorithmConfig(prompts_per_step=4, group_size=4, micro_batch_size=2, kl_coef=0.1))
     cut = replace(whole, train=TrainConfig(num_workers=4, sharding="shard"))

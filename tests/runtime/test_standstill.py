@@ -123,7 +123,7 @@ def test_a_worker_that_waits_or_computes_or_is_idle_does_not_stand_still() -> No
     assert watch.after(10.0, state="T", cpu_s=5.0) == []
 
 
-def test_a_worker_that_shows_life_while_it_waits_for_a_busy_server_to_start_does_not_stand_still() -> None:
+def test_a_worker_that_shows_life_while_a_server_starts_does_not_stand_still() -> None:
     watch = Watch()
     for _ in range(10):  # it wakes up to look at the server, which has the processor
         watch.worker.num_beats += 1

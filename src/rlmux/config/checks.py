@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from enum import StrEnum
+from importlib.util import find_spec
 from pathlib import Path
 
 from rlmux import plugins
@@ -135,6 +136,7 @@ class Checks:
         self._check_fits(path, Phase.TRAIN, pipeline.train.num_workers)
         self._check_ranks((*path, "train", "workers"), pipeline)
         self._check_sharding((*path, "train", "sharding"), pipeline)
+        self._check_optimizer_state((*path, "train", "optimizer_state"), pipeline)
         architecture, max_positions, source = self._check_model((*path, "model"), pipeline)
         if pipeline.adapter is not None and architecture not in ADAPTER_ARCHITECTURES:
             text = f"does not go with a {architecture!r} model; accepted: {', '.join(ADAPTER_ARCHITECTURES)}"
@@ -203,6 +205,15 @@ class Checks:
             text = (
                 "is 'shard', which does not go with a promise: one worker is probed; accepted: replicate, or no promise"
             )
+            raise self._error(path, text)
+
+    def _check_optimizer_state(self, path: KeyPath, pipeline: PipelineConfig) -> None:
+        if pipeline.train.optimizer_state != "8bit":
+            return
+        if pipeline.train.sharding == "shard":
+            raise self._error(path, "is '8bit', which does not go with sharding: shard; accepted: device or cpu")
+        if self.purpose is Purpose.RUN and find_spec("torchao") is None:
+            text = "is '8bit': torchao is not installed; accepted: pip install 'rlmux[8bit]', or device or cpu"
             raise self._error(path, text)
 
     def _check_model(self, path: KeyPath, pipeline: PipelineConfig) -> tuple[str, int | None, str]:

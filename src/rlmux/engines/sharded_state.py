@@ -59,7 +59,9 @@ class ShardedState(TrainTensors):
         self._dtype: torch.dtype = getattr(torch, config.train.dtype)
         self._grad_clip = config.algorithm.grad_clip
         self._numbers = AdamWNumbers(betas=config.algorithm.adam_betas, weight_decay=config.algorithm.weight_decay)
-        self._optimizers = {name: AdamW(_rows_of(each)) for name, each in self._parameters.items()}
+        self._optimizers = {
+            name: AdamW(_rows_of(each), config.train.optimizer_state) for name, each in self._parameters.items()
+        }
         self._reference: dict[str, Tensor] | None = None
         """This rank's rows of the weights that the KL penalty compares with; None without one."""
         self._sha256: str | None = None
@@ -199,8 +201,8 @@ class ShardedState(TrainTensors):
         is_kept = self.ranks.rank == 0
         tensors = {MODEL_FILE: self._whole(self._parameters.get, is_kept=is_kept)}
         tensors[OPTIMIZER_FILE] = {
-            "first_moment": self._whole_flat(lambda name: self._optimizers[name].first_moment),
-            "second_moment": self._whole_flat(lambda name: self._optimizers[name].second_moment),
+            key: self._whole_flat(lambda name, key=key: self._moments(name)[key])  # type: ignore[misc]
+            for key in ("first_moment", "second_moment")
         }
         if self._reference is not None:
             tensors[REFERENCE_FILE] = self._whole(self._reference.__getitem__, is_kept=is_kept)
@@ -228,7 +230,7 @@ class ShardedState(TrainTensors):
 
     def _gather(self, rows: Any, parameter: Any) -> Tensor:
         """A whole tensor of a parameter's shape, from each rank's rows."""
-        local = _rows_of(rows).detach()
+        local = _rows_of(rows).to(self.device)  # moments may lie in host memory
         per_rank = _rows_per_rank(parameter.shape[0], self.ranks.count)
         padded = local.new_zeros((per_rank, *parameter.shape[1:]))
         padded[: len(local)] = local
@@ -272,11 +274,7 @@ class ShardedState(TrainTensors):
                 begin, end = self._own_rows(parameter)
                 width = math.prod(parameter.shape[1:])
                 start, stop = (offset_by_name[name] + row * width for row in (begin, end))
-                optimizer = self._optimizers[name]
-                for key, moment in (
-                    ("first_moment", optimizer.first_moment),
-                    ("second_moment", optimizer.second_moment),
-                ):
+                for key, moment in self._moments(name).items():
                     moment.copy_(file.get_slice(key)[start:stop].view(moment.shape))
 
     def _own_rows(self, parameter: Any) -> tuple[int, int]:
@@ -288,9 +286,22 @@ class ShardedState(TrainTensors):
 
     def _kept_tensors(self) -> list[Tensor]:
         tensors = [_rows_of(each) for each in self._parameters.values()]
-        tensors += [each for optimizer in self._optimizers.values() for each in optimizer.moments]
+        tensors += [] if self._is_on_host else self._all_moments()
         tensors += self._reference.values() if self._reference is not None else ()
         return tensors + [_rows_of(each.grad) for each in self._parameters.values() if each.grad is not None]
+
+    @property
+    def _is_on_host(self) -> bool:
+        return any(optimizer.moments.is_on_host for optimizer in self._optimizers.values())
+
+    def _moments(self, name: str) -> dict[str, Tensor]:
+        return self._optimizers[name].moments.named()
+
+    def _all_moments(self) -> list[Tensor]:
+        return [tensor for name in self._optimizers for tensor in self._moments(name).values()]
+
+    def _host_tensors(self) -> list[Tensor]:
+        return self._all_moments() if self._is_on_host else []
 
     def _device_tensors(self) -> list[Tensor]:
         return self._kept_tensors()

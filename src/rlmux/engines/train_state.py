@@ -46,7 +46,7 @@ class TrainState(TrainTensors):
         """Parameters of a base that is this worker's alone; they move with the rest."""
         self._grad_clip = algorithm.grad_clip
         self._numbers = AdamWNumbers(betas=algorithm.adam_betas, weight_decay=algorithm.weight_decay)
-        self._optimizer = AdamW(self._flat.weights)
+        self._optimizer = AdamW(self._flat.weights, config.train.optimizer_state)
         self.ranks = Ranks()
         self._num_leaves = 0
         self._gradient_sum = TreeSum(0)
@@ -180,10 +180,7 @@ class TrainState(TrainTensors):
         self.require_loaded()
         tensors: dict[str, Mapping[str, Tensor]] = {
             self._weights_file: self._flat.named(),
-            OPTIMIZER_FILE: {
-                "first_moment": self._optimizer.first_moment,
-                "second_moment": self._optimizer.second_moment,
-            },
+            OPTIMIZER_FILE: self._optimizer.moments.named(),
         }
         if self._reference is not None:
             tensors[REFERENCE_FILE] = self._flat.named(self._reference)
@@ -205,11 +202,10 @@ class TrainState(TrainTensors):
             f"{folder} holds another model than pipeline {self._pipeline} trains",
         )
         reference = self._read_reference(folder / REFERENCE_FILE) if needs_reference else None
+        self._optimizer.moments.restore(moments)
         self._flat.copy_from(weights)
         self._flat.round()
         self._sha256 = None
-        self._optimizer.first_moment.copy_(moments["first_moment"])
-        self._optimizer.second_moment.copy_(moments["second_moment"])
         self._optimizer.num_updates = num_updates
         self._reference = reference
         self.drop_gradients()
@@ -232,12 +228,17 @@ class TrainState(TrainTensors):
 
     def _kept_tensors(self) -> list[Tensor]:
         """Tensors whose content survives an offload."""
-        tensors = [self._flat.weights, self._optimizer.first_moment, self._optimizer.second_moment]
+        moments = self._optimizer.moments
+        tensors = [self._flat.weights, *(() if moments.is_on_host else moments.named().values())]
         if self._reference is not None:
             tensors.append(self._reference)
         if self._kept_gradients is not None:
             tensors.append(self._kept_gradients)
         return [*tensors, *self._frozen, *self._gradient_sum.tensors]
+
+    def _host_tensors(self) -> list[Tensor]:
+        moments = self._optimizer.moments
+        return list(moments.named().values()) if moments.is_on_host else []
 
     def _device_tensors(self) -> list[Tensor]:
         working = [self._flat.working] if self._flat.is_rounded else []

@@ -42,7 +42,9 @@ class TrainTensors(ABC):
         self._pipeline = pipeline
         self._offloaded: Offloaded | None = None
         self._storage_bytes: list[int] = []
-        """Bytes of the storage of each of `_device_tensors` before an offload; padding and neighbours included."""
+        """Bytes of the storage of each of `_resized_tensors` before an offload; padding and neighbours included."""
+        self._has_spilled_host = False
+        """The present offload is one to disk, which also takes what lies in host memory."""
 
     # --- learning -------------------------------------------------------------------------------------------
 
@@ -142,8 +144,9 @@ class TrainTensors(ABC):
         """Device to host, or to disk under this name. Does nothing when offloaded."""
         if self._offloaded is not None:
             return
-        self._offloaded = Offloaded(self._kept_tensors(), spill_to=spill_to)
-        storages = [tensor.untyped_storage() for tensor in self._device_tensors()]
+        self._has_spilled_host = spill_to is not None
+        self._offloaded = Offloaded(self._offloaded_tensors(), spill_to=spill_to)
+        storages = [tensor.untyped_storage() for tensor in self._resized_tensors()]
         self._storage_bytes = [storage.nbytes() for storage in storages]
         for storage in storages:
             storage.resize_(0)
@@ -153,10 +156,16 @@ class TrainTensors(ABC):
         """Back to the device. Does nothing when already there."""
         if self._offloaded is None:
             return
-        for tensor, num_bytes in zip(self._device_tensors(), self._storage_bytes, strict=True):
+        for tensor, num_bytes in zip(self._resized_tensors(), self._storage_bytes, strict=True):
             tensor.untyped_storage().resize_(num_bytes)
-        self._offloaded.copy_to(self._kept_tensors())
+        self._offloaded.copy_to(self._offloaded_tensors())
         self._offloaded = None
+
+    def _offloaded_tensors(self) -> list[Tensor]:
+        return [*self._kept_tensors(), *(self._host_tensors() if self._has_spilled_host else ())]
+
+    def _resized_tensors(self) -> list[Tensor]:
+        return [*self._device_tensors(), *(self._host_tensors() if self._has_spilled_host else ())]
 
     def prefetch(self) -> None:
         """Begin to read ahead what was spilled; does nothing for what was not. Returns at once."""
@@ -188,6 +197,10 @@ class TrainTensors(ABC):
     @abstractmethod
     def _device_tensors(self) -> list[Tensor]:
         """Those that are kept, and scratch."""
+
+    @abstractmethod
+    def _host_tensors(self) -> list[Tensor]:
+        """Tensors that lie in host memory whatever the device is; only a spill takes them."""
 
 
 def require_same_model(found: Mapping[str, Sequence[int]], mine: Mapping[str, Sequence[int]], place: str) -> None:

@@ -377,6 +377,9 @@ class TrainConfig(FromFile):
     """Whether each rank has the whole model, or a part of it (`shard`: torch's FSDP2), for one that does not fit a
     device: weights, gradients and moments are cut by `workers`, 2 or more, and gathered layer by layer. Results then
     change with `workers` in the last bits."""
+    optimizer_state: Literal["device", "cpu", "8bit"] = "device"
+    """Where AdamW's moments lie, 8 bytes of each weight: on the device, in host memory (`cpu`, from where they come to
+    the device for their update, with the same results), or on the device in 2 bytes (`8bit`, by torchao)."""
     activation_checkpointing: bool = False
     """Each layer keeps its input alone and computes the rest again for the gradient: less memory, a third more time."""
     tokens_per_micro_batch: Count | None = None
@@ -393,6 +396,11 @@ class TrainConfig(FromFile):
     def is_sharded(self) -> bool:
         """Each of several workers has a part of the model."""
         return self.sharding == "shard" and self.num_workers > 1
+
+    @property
+    def num_parts(self) -> int:
+        """Workers among which weights and moments are divided."""
+        return self.num_workers if self.is_sharded else 1
 
     def rows_of_chunk(self, vocab_size: int) -> int:
         """Tokens whose logits are held at once; at least one."""

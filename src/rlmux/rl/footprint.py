@@ -14,6 +14,7 @@ from rlmux.rl.config import TrainingConfig
 from rlmux.rl.memory_parts import (
     CUDA_CONTEXT_BYTES,
     Parts,
+    host_moments_bytes,
     rollout_parts,
     total,
     train_parts,
@@ -85,7 +86,8 @@ def host_parts(config: TrainingConfig) -> Parts:
     """
     weights = weights_bytes(config)
     to_be_cut = {"whole model, before it is cut": whole_model_bytes(config)} if config.train.is_sharded else {}
-    return to_be_cut | {
+    moments = {"moments": host_moments_bytes(config)} if config.train.optimizer_state == "cpu" else {}
+    return {**to_be_cut, **moments} | {
         "checkpoint being written": train_state_bytes(config),
         "weights being published": weights,
         "versions in shared memory": (config.algorithm.staleness + 3) * weights,

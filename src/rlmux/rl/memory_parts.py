@@ -43,6 +43,8 @@ PREFILL_BUCKET = 16
 MAX_PREFILL_TOKENS = 4096
 MAX_MASK_TABLE = 1024
 NUM_PROBED_LAYERS = 2
+PART_SIZE = 2**20
+BLOCK_SIZE = 256
 
 
 def total(parts: Parts) -> float:
@@ -61,7 +63,7 @@ def train_parts(config: TrainingConfig, *, has_flash: bool = True, has_base: boo
         return _sharded_parts(config, shape, has_flash=has_flash)
     computed_with = weights_bytes(config)
     weights = _master_bytes(config)
-    resident = {"weights": weights, "gradients": computed_with, "moments": 2 * weights}
+    resident = {"weights": weights, "gradients": computed_with, "moments": _device_moments_bytes(config)}
     if computed_with != weights:
         resident["working weights"] = computed_with
     if config.algorithm.kl_coef > 0:
@@ -78,7 +80,7 @@ def _sharded_parts(config: TrainingConfig, shape: ModelShape, *, has_flash: bool
     Gradients are copied before they are summed over the ranks, in float32.
     """
     own = _master_bytes(config) / config.train.num_workers
-    resident = {"weights": own, "gradients": own, "moments": 2 * own}
+    resident = {"weights": own, "gradients": own, "moments": _device_moments_bytes(config)}
     if config.algorithm.kl_coef > 0:
         resident["reference"] = own
     embeddings = (1 if shape.is_tied else 2) * shape.embedding
@@ -96,7 +98,23 @@ def train_state_bytes(config: TrainingConfig) -> float:
     """Bytes of a trainer's state between two steps: what a checkpoint copies, and an offload of a rank that has it."""
     of_reference = _master_bytes(config) if config.train.is_sharded else weights_bytes(config)
     reference = of_reference if config.algorithm.kl_coef > 0 else 0.0
-    return 3 * _master_bytes(config) + reference
+    return _master_bytes(config) + reference + _moments_bytes(config)
+
+
+def host_moments_bytes(config: TrainingConfig) -> float:
+    """Bytes of a rank's moments that lie in host memory whatever the device is."""
+    return _moments_bytes(config) / config.train.num_parts if config.train.optimizer_state == "cpu" else 0.0
+
+
+def _device_moments_bytes(config: TrainingConfig) -> float:
+    return 0.0 if config.train.optimizer_state == "cpu" else _moments_bytes(config) / config.train.num_parts
+
+
+def _moments_bytes(config: TrainingConfig) -> float:
+    """Bytes of both moments of all that is trained: float32, or a byte each and a float32 for each block."""
+    num_trained = _master_bytes(config) / FLOAT_BYTES
+    of_each = 1 + FLOAT_BYTES / BLOCK_SIZE if config.train.optimizer_state == "8bit" else FLOAT_BYTES
+    return 2 * num_trained * of_each
 
 
 def whole_model_bytes(config: TrainingConfig) -> float:
@@ -123,7 +141,10 @@ def _compute_bytes(config: TrainingConfig) -> int:
 
 def _train_moments(config: TrainingConfig, shape: ModelShape, *, has_flash: bool) -> list[Parts]:
     weights = _master_bytes(config)
-    moments: list[Parts] = [{"gradient sum": weights, "optimizer scratch": weights}]
+    scratch = weights
+    if config.train.optimizer_state != "device":  # moments of a part, its denominators, and with 8 bits their rounding
+        scratch = min(weights, PART_SIZE * FLOAT_BYTES) * (3 if config.train.optimizer_state == "cpu" else 10)
+    moments: list[Parts] = [{"gradient sum": weights, "optimizer scratch": scratch}]
     for num, size in _micro_batches_of_updates(config):
         num_leaves = -(-num // size)
         num_held = (-(-num_leaves // config.train.num_workers)).bit_length()  # of a rank's own, the new one among them
