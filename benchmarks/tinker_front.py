@@ -5,7 +5,9 @@
 
 step    The same GRPO step (model, prompts, lengths) by a loop on the SDK alone on a server, and by `rlmux run`. What is
         outside the engines is what a step takes less the seconds that its orders computed; the client's own seconds
-        (datums, rewards) are told apart. Also a request for one token, from the SDK and back.
+        (datums, rewards) are told apart. Also a request for one token, from the SDK and back, and the CPU seconds of a
+        step by part, which other programs on the machine change little: the client while it waits for results, the
+        server's first thread (the controller) and its others (HTTP, models).
 share   Two such loops that think as long as their work takes alone: one after the other, and together. Their weights
         are compared.
 crowd   50 clients that only show life and 8 that train, on one server: requests answered, seconds of a heartbeat.
@@ -27,7 +29,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parent.parent
 MODEL = {"hidden_size": 64, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate_size": 128}
@@ -52,17 +54,17 @@ def loop(seed: int, steps: int, prompts: int, tokens: int, think_s: float) -> No
     sys.stdin.readline()
     sampler = training.save_weights_and_get_sampling_client()
     for step in range(steps):
-        begin_s = time.perf_counter()
+        begin_s, begin_cpu_s = time.perf_counter(), time.process_time()
         words = [encode(f"Sort {100_000 * seed + prompts * step + one}.") for one in range(prompts)]
         asked = [
             sampler.sample(prompt=types.ModelInput.from_ints(each), num_samples=GROUP_SIZE, sampling_params=params)
             for each in words
         ]
         answers = [one.result().sequences for one in asked]
-        sampled_s = time.perf_counter()
+        sampled_s, sampled_cpu_s = time.perf_counter(), time.process_time()
         data = [one for each, group in zip(words, answers, strict=True) for one in datums(each, group)]
         time.sleep(think_s)
-        thought_s = time.perf_counter()
+        thought_s, thought_cpu_s = time.perf_counter(), time.process_time()
         done = [
             training.forward_backward(data, "importance_sampling"),
             training.optim_step(types.AdamParams(learning_rate=1e-3)),
@@ -70,8 +72,8 @@ def loop(seed: int, steps: int, prompts: int, tokens: int, think_s: float) -> No
         sampler = training.save_weights_and_get_sampling_client()
         for one in done:
             one.result()
-        end_s = time.perf_counter()
-        told = {"step_s": end_s - begin_s, "client_s": thought_s - sampled_s}
+        end_s, cpu_s = time.perf_counter(), time.process_time() - thought_cpu_s + sampled_cpu_s - begin_cpu_s
+        told = {"step_s": end_s - begin_s, "client_s": thought_s - sampled_s, "cpu_s": cpu_s}
         print(json.dumps(told), flush=True)
     single = types.SamplingParams(max_tokens=1, stop=[])
     for _ in range(steps):
@@ -114,7 +116,7 @@ class Loop:
             env={**os.environ, **own, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
         )  # fmt: skip
         self.told: list[dict[str, Any]] = []
-        self._read()
+        self.read()
 
     def begin(self) -> None:
         assert self._process.stdin is not None
@@ -124,13 +126,13 @@ class Loop:
     def end(self) -> None:
         """Wait for its end; what it told is in `told`."""
         while "path" not in self.told[-1]:
-            self._read()
+            self.read()
         self._process.communicate()
 
     def all_of(self, key: str) -> list[float]:
         return [one[key] for one in self.told if key in one]
 
-    def _read(self) -> None:
+    def read(self) -> None:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
@@ -141,9 +143,25 @@ class Loop:
 # ------------------------------------------------------------------ servers and runs
 
 
+class Server(NamedTuple):
+    """A server process."""
+
+    url: str
+    pid: int
+
+    def cpu_s(self) -> tuple[float, float]:
+        """(CPU seconds of its first thread, of all others) so far; its workers are other processes."""
+        seconds = {}
+        for thread in Path(f"/proc/{self.pid}/task").iterdir():
+            with contextlib.suppress(OSError):  # one that ended meanwhile
+                seconds[int(thread.name)] = int((thread / "schedstat").read_text().split()[0]) / 1e9
+        first = seconds.pop(self.pid)
+        return first, sum(seconds.values())
+
+
 @contextlib.contextmanager
-def server(args: argparse.Namespace, folder: Path) -> Iterator[str]:
-    """A server of one tiny model in a folder to make; its URL."""
+def server(args: argparse.Namespace, folder: Path) -> Iterator[Server]:
+    """A server of one tiny model in a folder to make."""
     served = {
         "model": MODEL, "max_prompt_tokens": MAX_PROMPT + args.tokens, "max_new_tokens": args.tokens, "slots": SLOTS
     }  # fmt: skip
@@ -153,7 +171,7 @@ def server(args: argparse.Namespace, folder: Path) -> Iterator[str]:
     process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environ())
     assert process.stdout is not None
     try:
-        yield process.stdout.readline().strip().partition("=")[2].removesuffix("/tinker")
+        yield Server(process.stdout.readline().strip().partition("=")[2].removesuffix("/tinker"), process.pid)
     finally:
         process.send_signal(signal.SIGINT)
         process.communicate()
@@ -205,9 +223,13 @@ def engine_seconds(folder: Path) -> list[float]:
 
 def measure_step(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     by_run = run_alone(args, folder / "run")
-    with server(args, folder / "served") as url:
-        client = Loop(args, url, folder / "served", 1, 0.0)
+    with server(args, folder / "served") as served:
+        client = Loop(args, served.url, folder / "served", 1, 0.0)
+        before = served.cpu_s()
         client.begin()
+        while len(client.all_of("step_s")) < args.steps:
+            client.read()
+        first_s, others_s = ((now - then) / args.steps for now, then in zip(served.cpu_s(), before, strict=True))
         client.end()
     engines = engine_seconds(folder / "served")[: args.steps]
     waits = [step - own for step, own in zip(client.all_of("step_s"), client.all_of("client_s"), strict=True)]
@@ -223,12 +245,15 @@ def measure_step(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "run_outside_s": run_s - run_engine_s,
         "overhead_part": (outside - (run_s - run_engine_s)) / run_s,
         "request_s": quantiles(client.all_of("request_s")),
+        "client_cpu_s": statistics.median(client.all_of("cpu_s")[SKIPPED_STEPS:]),
+        "controller_cpu_s": first_s,
+        "http_cpu_s": others_s,
     }
 
 
 def measure_share(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """`think_s`: as long as the work of a step takes alone."""
-    with server(args, folder / "served") as url:
+    with server(args, folder / "served") as (url, _):
         first = Loop(args, url, folder / "served", 9, 0.0)
         first.begin()
         first.end()
@@ -263,7 +288,7 @@ def sha256_of(folder: Path, path: str) -> str:
 
 
 def measure_crowd(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    with server(args, folder / "served") as url:
+    with server(args, folder / "served") as (url, _):
         return asyncio.run(crowd(url, args.idle, args.busy, args.steps))
 
 

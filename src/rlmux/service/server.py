@@ -20,6 +20,8 @@ from rlmux.core.errors import UserError
 
 _START_LIMIT_S = 30.0
 _MAX_HEADER_BYTES = 16384
+_BACKLOG = 2048
+"""Connections that may wait to be taken."""
 
 
 class Server:
@@ -93,6 +95,7 @@ class Server:
             timeout_graceful_shutdown=2,
         )
         self._server = uvicorn.Server(config)
+        self._socket.listen(_BACKLOG)  # a client that connects before the loop does so waits, and is not refused
         self._thread.start()
         self._is_started.wait(_START_LIMIT_S)
 
