@@ -10,7 +10,9 @@ step    The same GRPO step (model, prompts, lengths) by a loop on the SDK alone 
         server's first thread (the controller) and its others (HTTP, models).
 share   Two such loops that think as long as their work takes alone: one after the other, and together. Their weights
         are compared.
-crowd   50 clients that only show life and 8 that train, on one server: requests answered, seconds of a heartbeat.
+crowd   50 clients that only show life and 8 that train, on one server: requests answered, seconds of a heartbeat. The
+        former are a process of their own that does nothing else: in one event loop with the latter, they would wait for
+        their own process.
 """
 
 from __future__ import annotations
@@ -18,8 +20,10 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import http.client
 import json
 import os
+import select
 import signal
 import statistics
 import subprocess
@@ -289,24 +293,10 @@ def sha256_of(folder: Path, path: str) -> str:
 
 def measure_crowd(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     with server(args, folder / "served") as (url, _):
-        return asyncio.run(crowd(url, args.idle, args.busy, args.steps))
-
-
-async def crowd(url: str, num_idle: int, num_busy: int, steps: int) -> dict[str, Any]:
-    """Heartbeats are sent ten times as often as the SDK does."""
-    import httpx
-
-    is_over = asyncio.Event()
-    beats: list[float] = []
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=f"{url}/tinker/api/v1/", timeout=LIMIT_S, limits=limits) as http:
-        http.headers["X-API-Key"] = "tml-x"
-        idle = [asyncio.ensure_future(show_life(http, is_over, beats)) for _ in range(num_idle)]
-        begin_s = time.monotonic()
-        answers = await asyncio.gather(*[train(http, number, steps) for number in range(num_busy)])
-        seconds = time.monotonic() - begin_s
-        is_over.set()
-        await asyncio.gather(*idle)
+        words = [sys.executable, __file__, "--beats", url, "--idle", str(args.idle)]
+        idle = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        seconds, answers = asyncio.run(crowd(url, args.busy, args.steps))
+        beats = json.loads(idle.communicate("\n")[0])
     return {
         "seconds": seconds,
         "requests": sum(sent for sent, _ in answers),
@@ -316,46 +306,79 @@ async def crowd(url: str, num_idle: int, num_busy: int, steps: int) -> dict[str,
     }
 
 
-async def ask(http: Any, route: str, **body: Any) -> dict[str, Any]:
-    answer = await http.post(route, json=body)
+def show_life(url: str, num_clients: int) -> None:
+    """Have clients show life once a second, ten times as often as the SDK does, until stdin has a line; prints the
+    seconds of each time."""
+    address = url.removeprefix("http://")
+    clients = [
+        (http.client.HTTPConnection(address, timeout=LIMIT_S), b"{}", "create_session") for _ in range(num_clients)
+    ]
+    seconds: list[float] = []
+    is_over = False
+    while not is_over:
+        following = []
+        for connection, body, route in clients:
+            begin_s = time.perf_counter()
+            headers = {"X-API-Key": "tml-x", "Content-Type": "application/json"}
+            connection.request("POST", f"/tinker/api/v1/{route}", body=body, headers=headers)
+            told = json.loads(connection.getresponse().read())
+            if route == "session_heartbeat":
+                seconds.append(time.perf_counter() - begin_s)
+            else:
+                body = json.dumps({"session_id": told["session_id"]}).encode()
+            following.append((connection, body, "session_heartbeat"))
+            is_over = bool(select.select([sys.stdin], [], [], 1.0 / num_clients)[0])
+            if is_over:
+                break
+        clients = following
+    print(json.dumps(seconds))
+
+
+async def crowd(url: str, num_busy: int, steps: int) -> tuple[float, list[tuple[int, int]]]:
+    """(seconds, requests that each client sent and results that it got)."""
+    import httpx
+
+    limits = httpx.Limits(max_connections=None)
+    async with httpx.AsyncClient(base_url=f"{url}/tinker/api/v1/", timeout=LIMIT_S, limits=limits) as client:
+        client.headers["X-API-Key"] = "tml-x"
+        begin_s = time.monotonic()
+        answers = await asyncio.gather(*[train(client, number, steps) for number in range(num_busy)])
+        return time.monotonic() - begin_s, answers
+
+
+async def ask(client: Any, route: str, **body: Any) -> dict[str, Any]:
+    answer = await client.post(route, json=body)
     answer.raise_for_status()
     return dict(answer.json())
 
 
-async def show_life(http: Any, is_over: asyncio.Event, beats: list[float]) -> None:
-    session = (await ask(http, "create_session"))["session_id"]
-    while not is_over.is_set():
-        begin_s = time.perf_counter()
-        await ask(http, "session_heartbeat", session_id=session)
-        beats.append(time.perf_counter() - begin_s)
-        await asyncio.sleep(1.0)
-
-
-async def train(http: Any, seed: int, steps: int) -> tuple[int, int]:
+async def train(client: Any, seed: int, steps: int) -> tuple[int, int]:
     """Sample, train, save, again; (requests sent, results that were no error)."""
-    session = (await ask(http, "create_session"))["session_id"]
-    create = await ask(http, "create_model", session_id=session, model_seq_id=0, base_model="rlmux/tiny")
+    session = (await ask(client, "create_session"))["session_id"]
+    create = await ask(client, "create_model", session_id=session, model_seq_id=0, base_model="rlmux/tiny")
     model, results = create["model_id"], []
     prompt = {"chunks": [{"type": "encoded_text", "tokens": [5, 6, 7]}]}
     for step in range(steps):
         save = await ask(
-            http, "save_weights_for_sampler", model_id=model, seq_id=3 * step + 1, sampling_session_seq_id=step
+            client, "save_weights_for_sampler", model_id=model, seq_id=3 * step + 1, sampling_session_seq_id=step
         )
-        results.append(await result(http, save["request_id"]))
+        results.append(await result(client, save["request_id"]))
         asked = {"sampling_session_id": f"{session}:sample:{step}", "prompt": prompt, "num_samples": 8}
         params = {"max_tokens": 16, "temperature": 1.0, "stop": []}
-        sent = [await ask(http, "asample", seq_id=each, sampling_params=params, **asked) for each in range(4)]
-        results += await asyncio.gather(*[result(http, each["request_id"]) for each in sent])
+        sent = [await ask(client, "asample", seq_id=each, sampling_params=params, **asked) for each in range(4)]
+        results += await asyncio.gather(*[result(client, each["request_id"]) for each in sent])
         body = training_body(model, 3 * step + 2, seed)
-        loss = await http.post("forward_backward", content=body, headers={"Content-Type": "application/x-protobuf"})
-        update = await ask(http, "optim_step", model_id=model, seq_id=3 * step + 3, adam_params={"learning_rate": 1e-3})
-        results += [await result(http, each) for each in (loss.json()["request_id"], update["request_id"])]
+        loss = await client.post("forward_backward", content=body, headers={"Content-Type": "application/x-protobuf"})
+        update = await ask(
+            client, "optim_step", model_id=model, seq_id=3 * step + 3, adam_params={"learning_rate": 1e-3}
+        )
+        results += [await result(client, each) for each in (loss.json()["request_id"], update["request_id"])]
     return 7 * steps, sum(results)
 
 
-async def result(http: Any, request_id: str) -> bool:
+async def result(client: Any, request_id: str) -> bool:
     """Whether a request had a result that is no error."""
-    while (answer := await http.post("retrieve_future", json={"request_id": request_id})).status_code == 408:
+    while (answer := await client.post("retrieve_future", json={"request_id": request_id})).status_code == 408:
         pass
     is_json = answer.headers["content-type"].startswith("application/json")
     return answer.status_code == 200 and not (is_json and "error" in answer.json())
@@ -409,12 +432,16 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--idle", type=int, default=50)
     parser.add_argument("--busy", type=int, default=8)
     parser.add_argument("--loop", nargs=2, help=argparse.SUPPRESS)
+    parser.add_argument("--beats", metavar="URL", help=argparse.SUPPRESS)
     parser.add_argument("--json", action="store_true")
     return parser.parse_args()
 
 
 def main() -> None:
     args = parse()
+    if args.beats:
+        show_life(args.beats, args.idle)
+        return
     if args.loop:
         loop(int(args.loop[0]), args.steps, args.prompts, args.tokens, float(args.loop[1]))
         return
