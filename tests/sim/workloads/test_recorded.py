@@ -63,6 +63,14 @@ def test_under_its_own_policy_a_run_takes_what_was_measured(tmp_path, policy):
     assert again.hours == pytest.approx(measured.hours, rel=1e-6)
 
 
+def test_a_run_on_a_pool_of_both_phases_is_played_on_one(tmp_path):
+    pool = Pool(name="gpu0", phase=Phase.TRAIN, serves_both_phases=True, num_nodes=1)
+    measured = record(replace(pair(), cluster=Cluster(pools={"gpu0": pool})), "fifo", tmp_path)
+    found = recorded_workload(tmp_path)
+    assert found.cluster.is_one_pool
+    assert simulate(found, make_policy("fifo")).hours == pytest.approx(measured.hours, rel=1e-6)
+
+
 @pytest.mark.parametrize("policy", ["rollmux", "fifo"])
 def test_another_policys_makespan_is_predicted_from_a_solo_run(tmp_path, policy):
     record(pair(), "solo", tmp_path)

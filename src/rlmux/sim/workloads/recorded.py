@@ -117,7 +117,8 @@ def _cluster(timeline: Timeline) -> Cluster:
         devices = [DeviceId(*device) for device in pool["devices"]]
         pools[name] = Pool(
             name=name,
-            phase=Phase(pool["phase"]),
+            phase=Phase.TRAIN if pool["phase"] == "both" else Phase(pool["phase"]),
+            serves_both_phases=pool["phase"] == "both",
             num_nodes=len({device.node for device in devices}),
             devices_per_node=1 + max((device.index for device in devices), default=0),
         )
