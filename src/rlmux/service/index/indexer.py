@@ -39,7 +39,7 @@ from rlmux.service.index.store import IndexReader, IndexWriter, dumps
 _LOOK_EVERY_S = 0.3
 _PAUSE_PER_SECOND = 9.0
 _SCAN_EVERY_S = 10.0
-_SHOWN_AFTER_S, _SHOWN_GROWTH = 0.8, 3.0
+_SHOWN_AFTER_S, _SHOWN_GROWTH = 0.4, 3.0
 """Seconds of reading after which a part is shown; the next after so many times as long as all before it."""
 _PART = "part of the log"
 """The signature of an index that has not all of its log."""

@@ -131,7 +131,7 @@ function Row({ lane, waiting, isChosen, choose, now_s, acts }: { lane: string; w
         )}
       </td>
       <td class="number">{seconds(waiting.waited_s)}</td>
-      <td>{waiting.first === name && waiting.starts_s !== null ? `in about ${seconds(Math.max(0, waiting.starts_s - now_s))}` : waiting.first && waiting.first !== name ? `after ${waiting.first}` : ""}</td>
+      <td>{waiting.first === name && waiting.starts_s !== null ? `in about ${seconds(Math.max(0, waiting.starts_s - now_s))}` : waiting.first && waiting.first !== name && !isHeld ? `after ${waiting.first}` : ""}</td>
       <td>
         <span class="acts">
           <button onClick={() => acts.tell(name, isHeld ? "release" : "hold")}>{isHeld ? "Release" : "Hold"}</button>
