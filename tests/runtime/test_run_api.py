@@ -29,7 +29,9 @@ from rlmux.runtime.run_api import RunApi, submitted_to
 from rlmux.runtime.usage_notes import shares_events
 
 STAGE_S = 0.05
-ACCEPTED = "accepted: submit, cancel, hold, release, rank, park, unpark, why, queue, usage, set_shares, status, check"
+ACCEPTED = (
+    "accepted: submit, cancel, hold, release, rank, park, unpark, why, queue, account, usage, set_shares, status, check"
+)
 
 
 class Run:
@@ -238,29 +240,21 @@ def test_a_running_pipeline_is_parked_and_goes_on(going, real):
     def ask_for(request: str, name: str = "a") -> dict[str, Any]:
         return {"request": request, "name": name}
 
-    def wait_until_parked() -> dict[str, Any]:
-        end_s = time.monotonic() + 60.0
-        while going.scheduler.query.status(PipelineId("a")).value == "running" and time.monotonic() < end_s:
-            time.sleep(0.01)
-        return ask_for("why")
-
-    class Later(dict):  # asked when its turn comes
-        def keys(self):
-            self.update(wait_until_parked())
-            return super().keys()
-
+    ticks = [{"request": "status"}] * 40
+    """Each is answered in a tick of its own, in which one stage of the step may end."""
     going.run(
         [real.submission("a", num_steps=1_000_000)],
         {"request": "status"},
         ask_for("unpark"),
         ask_for("park", "past"),
         ask_for("park"),
-        Later(),
+        *ticks,
+        ask_for("why"),
         ask_for("unpark"),
         cancel("a"),
         until=lambda: going.is_over("a"),
     )
-    _, early, unknown, parked, why, unparked, _ = going.answers
+    _, early, unknown, parked, *_, why, unparked, _ = going.answers
     assert early["refused"] == "pipeline 'a' is not parked; accepted: one that `park` or `hold` keeps"
     assert unknown["refused"] == "no pipeline 'past' waits or runs here; accepted: one of: a"
     assert parked["outcome"] == "gives its devices back at its next step boundary"
@@ -294,7 +288,10 @@ def test_shares_set_while_it_runs_hold_at_once_and_are_kept(tmp_path, real):
     )
     wrong, answer, _, usage, _ = going.answers
     accepted = "half_life_h, parks, min_steps, projects, users"
-    assert wrong["refused"] == f"s.yaml:1: shares.projets is {{}}: unknown key; nearest: projects; accepted: {accepted}"
+    assert (
+        wrong["refused"]
+        == f"s.yaml:1: shares.projets is an empty mapping: unknown key; nearest: projects; accepted: {accepted}"
+    )
     assert answer["outcome"] == "holds from now on"
     (row,) = usage["accounts"]
     assert (row["project"], row["user"], row["weight"], row["quota"]["max_running"]) == ("lab", "ann", 2.0, 1)

@@ -8,6 +8,7 @@
     hold, release {name}    ─▶ PipelineHeld, HoldReleased: a waiting pipeline does not start until it is released
     rank {name, rank}       ─▶ PipelineRanked
     park, unpark {name}     ─▶ ParkRequested, HoldReleased: a running pipeline gives its devices back until it goes on
+    account {name}          whose it is: project and user
     usage {}                what users and projects have used, and what they are entitled to
     set_shares {text}       ─▶ SharesSet: the section `shares` of a file, from now on
     why {name}              why a pipeline waits, and what would start it now
@@ -63,8 +64,8 @@ Standing = PipelineHeld | HoldReleased | PipelineRanked | ParkRequested
 """What a user says of a pipeline that waits, or is to wait."""
 
 _REQUESTS = (
-    "submit", "cancel", "hold", "release", "rank", "park", "unpark", "why", "queue", "usage", "set_shares", "status",
-    "check",
+    "submit", "cancel", "hold", "release", "rank", "park", "unpark", "why", "queue", "account", "usage", "set_shares",
+    "status", "check",
 )  # fmt: skip
 _MAX_QUEUE = 500
 """Waiting pipelines that are told of."""
@@ -193,6 +194,9 @@ class RunApi:
                     raise UserError(f"pipeline {name!r} is not parked; accepted: one that `park` or `hold` keeps")
                 event = HoldReleased(time_s=tick.now_s, pipeline=pipeline)
                 self._stand(request, event, "goes on as soon as there is room", tick, is_held=False)
+            case {"request": "account", "name": str(name)}:
+                account = self._scheduler.query.pipeline(self._known(name)).pipeline.account
+                request.answer(project=account.project, user=account.user)
             case {"request": "usage"}:
                 request.answer(**usage_fields(self._scheduler))
             case {"request": "set_shares", "text": str(text), "source": str(source)}:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import http.client
+import json
 import random
 import socket
 import threading
+import time
 from collections.abc import Iterator
 
 import httpx
@@ -15,6 +17,7 @@ from tests.log_script import AlternatingRun
 from tests.service.pages_server import Pages
 
 from rlmux.core.errors import UserError
+from rlmux.service.dashboard import tokens
 from rlmux.service.dashboard.access import Access, Limits, token_of
 from rlmux.service.dashboard.app import Dashboard
 from rlmux.service.dashboard.door import PREFIX
@@ -54,6 +57,11 @@ def test_every_address_refuses_every_wrong_caller(pages):
     access = pages.dashboard.access
     access.add_token("narrow" * 8, scopes=["another"])
     access.add_token("revoked" * 8, scopes=["admin"])
+    now = time.time()
+    ended = tokens.add(pages.dashboard.token_path.parent, "ann", ["admin"], days=1e-9, now=now - 60.0)
+    kept = tokens.add(pages.dashboard.token_path.parent, "ann", ["admin"], days=1.0, now=now)
+    kept_session = access.login(token=kept)
+    tokens.revoke(pages.dashboard.token_path.parent, kept.split("_")[1])
     session = access.login(token="revoked" * 8)
     access.revoke("revoked" * 8)
     cookie = f"rlmux_{pages.server.port}"
@@ -64,6 +72,9 @@ def test_every_address_refuses_every_wrong_caller(pages):
             {"Authorization": "Bearer"},
             {"Authorization": f"Basic {pages.token}"},
             {"Authorization": f"Bearer {'revoked' * 8}"},
+            {"Authorization": f"Bearer {ended}"},
+            {"Authorization": f"Bearer {kept}"},
+            {"Cookie": f"{cookie}={kept_session}", "Sec-Fetch-Site": "same-origin"},
             {"Cookie": f"{cookie}={session}", "Sec-Fetch-Site": "same-origin"},
             {"Cookie": f"{cookie}={pages.token}", "Sec-Fetch-Site": "same-origin"},
         ],
@@ -82,7 +93,7 @@ def test_every_address_that_is_read_answers_the_right_caller(pages):
         if method == "GET":
             answer = ask(pages, method, path, {"Authorization": f"Bearer {pages.token}"})
             rest = ("/samples", "/compare")
-            on_their_own = ("/gap", "/logs", "/spec", "/why", "/queue")
+            on_their_own = ("/gap", "/logs", "/spec", "/why", "/queue", "/usage")
             needs_more = path.endswith(on_their_own) or any(each in path for each in rest)
             assert answer.status_code == 200 or needs_more, path
 
@@ -264,3 +275,36 @@ def test_malformed_requests_get_no_answer_that_is_the_servers_fault(pages):
 @pytest.mark.slow
 def test_ten_thousand_malformed_requests_do_nothing(pages):
     send_malformed(pages, 10_000)
+
+
+def test_each_scope_opens_its_own_addresses_alone(pages):
+    """And every request that may have an effect is in the audit, with its user and answer."""
+    for scope in ("read", "submit", "control", "metrics"):
+        token = tokens.add(pages.dashboard.token_path.parent, f"user-{scope}", [scope], days=1.0, now=time.time())
+        for method, path, needs in paths(pages):
+            if needs is None or path.endswith(("/stream", "/logout")):
+                continue
+            answer = ask(pages, method, path, {**JSON, "Authorization": f"Bearer {token}"})
+            assert (answer.status_code == 403) == (needs != scope), (method, path, scope, answer.status_code)
+    rows = [json.loads(line) for line in (pages.dashboard.token_path.parent / "audit.jsonl").read_text().splitlines()]
+    parked = [row for row in rows if row["path"].endswith("/sort/park") and row["user"] == "user-read"]
+    assert [(row["method"], row["status"], len(row["token"])) for row in parked] == [("POST", 403, 8)]
+    assert not [row for row in rows if row["method"] == "GET"]
+    assert (pages.dashboard.token_path.parent / "audit.jsonl").stat().st_mode & 0o077 == 0
+
+
+def test_a_file_of_tokens_holds_no_token_and_is_read_by_its_writer_alone(tmp_path):
+    token = tokens.add(tmp_path, "ann", ["read"], days=1.0, now=0.0)
+    text = (tmp_path / tokens.NAME).read_text()
+    assert token not in text
+    assert token.rpartition("_")[2] not in text
+    (tmp_path / tokens.NAME).chmod(0o644)
+    with pytest.raises(UserError, match="other users can read it"):
+        tokens.read(tmp_path)
+
+
+@pytest.mark.parametrize(("scopes", "days"), [(["reed"], 1.0), ([], 1.0), (["read"], 0.0)])
+def test_a_token_that_makes_no_sense_is_not_made(tmp_path, scopes, days):
+    with pytest.raises(UserError, match="accepted"):
+        tokens.add(tmp_path, "ann", scopes, days=days, now=0.0)
+    assert not (tmp_path / tokens.NAME).exists()

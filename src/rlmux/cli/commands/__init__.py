@@ -41,6 +41,7 @@ for _command in (
     runs.report,
     training.resume,
     sharing.broker,
+    sharing.token,
     serving.budget,
     runs.submit,
     runs.cancel,

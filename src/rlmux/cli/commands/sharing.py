@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
@@ -55,3 +56,38 @@ def broker(
         say=say,
     )
     typer.echo(f"rlmux: ended; what happened: rlmux report {folder}", err=True)
+
+
+def token(
+    action: Annotated[Literal["add", "list", "revoke"], typer.Argument(metavar="add|list|revoke")],
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the service, or of the run it shows.")],
+    name: Annotated[str | None, typer.Argument(metavar="[USER|ID]", help="User to add, or token to revoke.")] = None,
+    scope: Annotated[
+        list[str] | None, typer.Option("--scope", help="read, submit, control, metrics or admin; repeat it.")
+    ] = None,
+    days: Annotated[float, typer.Option("--days", help="Days after which it is refused.")] = 90.0,
+) -> None:
+    """Give users tokens of their own for a server, with what each may do; list and revoke them.
+
+    A token is printed once, and kept as a hash. A server takes over every change with its next request.
+
+    \b
+    Example: rlmux token add runs/service-lanes ann --scope read --scope submit --scope control
+    """
+    from rlmux.core.errors import UserError
+    from rlmux.service.dashboard import tokens
+
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder; accepted: that of a server")
+    if action == "list":
+        for one in tokens.read(folder):
+            ends = time.strftime("%Y-%m-%d", time.gmtime(one.ends_at))
+            typer.echo(f"{one.id}  {one.user}  {','.join(one.scopes)}  until {ends}")
+    elif name is None:
+        missing = "USER" if action == "add" else "ID"
+        raise UserError(f"rlmux token {action}: accepted: rlmux token {action} DIR {missing}")
+    elif action == "add":
+        typer.echo(tokens.add(folder, name, scope or ["read"], days=days, now=time.time()))
+    else:
+        tokens.revoke(folder, name)
+        typer.echo(f"{name}: is refused from now on")

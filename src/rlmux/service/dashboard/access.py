@@ -1,6 +1,6 @@
 """Who may read: tokens, one-time tickets, and the sessions of browsers.
 
-    admin.token (0600) ──▶ bearer token ──────────────────────▶ Who
+    admin.token, tokens.json (0600) ──▶ bearer token ──────────────────────▶ Who
     ticket (60 s, once) or token ── login ──▶ session cookie ──▶ Who (12 h after the last request, 7 days at most)
 
 Secrets are kept as their SHA-256: they are random, so that a fast hash is enough. Sessions and tickets live as long as
@@ -9,6 +9,7 @@ the process. The class is used by one thread, that of the server's event loop.
 
 from __future__ import annotations
 
+import contextlib
 import getpass
 import hashlib
 import hmac
@@ -21,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from rlmux.core.errors import UserError
+from rlmux.service.dashboard import tokens
 
 TOKEN_NAME = "admin.token"
 TICKET_S = 60.0
 SESSION_S, LONGEST_SESSION_S = 12 * 3600.0, 7 * 86400.0
 LOGINS_PER_MINUTE = 5
-_ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
 _MAX_KNOWN = 10_000
 """Addresses, tickets and sessions that are remembered."""
 
@@ -43,6 +44,8 @@ class Who:
     expires_at: float | None = None
     """Unix time at which the session ends without another request; None for a token."""
     is_session: bool = False
+    token: str = ""
+    """Id of the token, where it has one."""
 
     def may(self, scope: str) -> bool:
         return scope in self.scopes or "admin" in self.scopes
@@ -82,6 +85,10 @@ class Access:
         self._limits = limits or Limits()
         self._clock = clock
         self._tokens: dict[str, Who] = {}
+        self._kept: dict[str, Who] = {}
+        """Tokens of the folder's file, by hash; `expires_at` is when each ends."""
+        self._folder: Path | None = None
+        self._stamp: tuple[int, int, int] | None = None
         self._tickets: dict[str, float] = {}
         self._sessions: dict[str, _Session] = {}
         self._buckets: dict[str, _Bucket] = {}
@@ -89,6 +96,29 @@ class Access:
     def add_token(self, token: str, *, scopes: Collection[str], user: str | None = None) -> None:
         key = _hash(token)
         self._tokens[key] = Who(user=user or _user(), scopes=frozenset(scopes), key=key)
+
+    def watch(self, folder: Path) -> None:
+        """Accept the tokens of the folder's file too, as it is at each request. Raises UserError for a bad one."""
+        self._folder = folder
+        self._read_again()
+
+    def _read_again(self) -> None:
+        """Take over the file where it has changed; one that cannot be read holds no token."""
+        if self._folder is None or (stamp := tokens.stamp(self._folder)) == self._stamp:
+            return
+        self._stamp, self._kept = stamp, {}
+        for one in tokens.read(self._folder):
+            who = Who(user=one.user, scopes=frozenset(one.scopes), key=one.sha256, expires_at=one.ends_at, token=one.id)
+            self._kept[one.sha256] = who
+
+    def _is_good(self, key: str) -> bool:
+        """Whether a token of this hash is accepted now."""
+        if key in self._tokens:
+            return True
+        with contextlib.suppress(UserError):
+            self._read_again()
+        kept = self._kept.get(key)
+        return kept is not None and kept.expires_at is not None and self._clock() < kept.expires_at
 
     def revoke(self, token: str) -> None:
         """The token, and every session that was made from it, ends with the next request."""
@@ -105,7 +135,10 @@ class Access:
 
     def of_token(self, token: str) -> Who | None:
         key = _hash(token)
-        found = [who for known, who in self._tokens.items() if hmac.compare_digest(known, key)]
+        if not self._is_good(key):
+            return None
+        everyone = {**self._kept, **self._tokens}
+        found = [who for known, who in everyone.items() if hmac.compare_digest(known, key)]
         return found[0] if found else None
 
     def of_session(self, cookie: str) -> Who | None:
@@ -115,7 +148,7 @@ class Access:
         if session is None:
             return None
         ends = min(session.used + SESSION_S, session.begun + LONGEST_SESSION_S)
-        if now >= ends:
+        if now >= ends or (session.token and not self._is_good(session.token)):
             del self._sessions[key]
             return None
         session.used = now
@@ -178,14 +211,10 @@ def token_of(folder: Path) -> str:
         if len(token) < 32:
             raise UserError(f"{path}: holds no token; remove it, and the next start makes one") from None
         return token
-    token = f"rlx_{_random(8)}_{_random(32)}"
+    token, _ = tokens.make_token()
     with os.fdopen(descriptor, "w", encoding="utf-8") as file:
         file.write(f"{token}\n")
     return token
-
-
-def _random(length: int) -> str:
-    return "".join(secrets.choice(_ALPHABET) for _ in range(length))
 
 
 def _hash(secret: str) -> str:

@@ -15,9 +15,11 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+from rlmux.core.errors import UserError
 from rlmux.report.log import SCHEMA_VERSION
 from rlmux.service.dashboard import pages
 from rlmux.service.dashboard.access import LONGEST_SESSION_S, TOKEN_NAME, Access, Limits, Who, token_of
+from rlmux.service.dashboard.audit import Audit
 from rlmux.service.dashboard.control import Control
 from rlmux.service.dashboard.door import Address, Asked, Door, Told, get, line, one_of, whole, words
 from rlmux.service.dashboard.gate import Gate, Hosts
@@ -68,6 +70,11 @@ class Dashboard:
             raise
         self.access = Access(limits)
         self.access.add_token(self.token, scopes=["admin"])
+        try:
+            self.access.watch(token_folder)
+        except UserError:
+            self._spare.cleanup()
+            raise
         self.indexing = Indexing(folder, spare)
         self._webhook: Webhook | None = None
         root = Root(folder, spare, lanes)
@@ -79,7 +86,8 @@ class Dashboard:
         read = table(reads, Streams(reads, watch, self.access), self._sessions, scrape)
         others = (TimelineReads(reads), SampleReads(reads), Questions(reads), self._control)
         self.addresses = (*read, *(address for other in others for address in other.addresses()), *more)
-        server.mount("", Door(self.access, self._sessions.cookie_name, scrape.observe).router(self.addresses))
+        door = Door(self.access, self._sessions.cookie_name, scrape.observe, Audit(token_folder))
+        server.mount("", door.router(self.addresses))
         server.mount("", pages.router())
         server.wrap(lambda app: Gate(app, Hosts(server.host, allowed_hosts)))
         server.run_beside(watch.run)

@@ -93,9 +93,19 @@ class Control:
             if not is_good or any(type(value) is not int for value in fields.values()):
                 accepted = '{"rank": a whole number}' if takes else "{}"
                 raise ProblemError(400, f"not what {verb} takes", where="body", accepted=accepted)
+            self._check_own(asked)
             return self._ask(asked, verb, name=asked.path["name"], **fields)
 
         return tell
+
+    def _check_own(self, asked: Asked) -> None:
+        """A token without `admin` changes its user's pipelines alone."""
+        if asked.who is not None and not asked.who.may("admin"):
+            user = self._ask(asked, "account", name=asked.path["name"])["user"]
+            if user != asked.who.user:
+                raise ProblemError(
+                    403, f"pipeline {asked.path['name']!r} is of another user", accepted="one of your own, or admin"
+                )
 
     def _ask(self, asked: Asked, request: str, **fields: Any) -> dict[str, Any]:
         folder = self._reads.run_folder(asked.path["lane"])

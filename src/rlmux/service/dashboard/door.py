@@ -26,6 +26,7 @@ from starlette.responses import Response
 
 from rlmux.core.errors import LogError
 from rlmux.service.dashboard.access import Access, Who
+from rlmux.service.dashboard.audit import Audit
 from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.index.store import dumps
 
@@ -99,7 +100,9 @@ def get(path: str, answer: Callable[[Asked], Any], asks: Mapping[str, Parse] | N
 class Door:
     """Makes a router of the table."""
 
-    def __init__(self, access: Access, cookie_name: str, observe: Observe) -> None:
+    def __init__(self, access: Access, cookie_name: str, observe: Observe, audit: Audit | None = None) -> None:
+        """`audit`: is told of every request that may have an effect; None: nothing is kept."""
+        self._audit = audit
         self._access = access
         self._cookie_name = cookie_name
         self._observe = observe
@@ -115,6 +118,7 @@ class Door:
         async def answer(request: Request) -> Response:
             begun_s = time.monotonic()
             told = await respond(request)
+            told = await run_in_threadpool(self._noted, request, told)
             self._observe(address.path, told.status_code, time.monotonic() - begun_s)
             return told
 
@@ -131,6 +135,24 @@ class Door:
             return told if isinstance(told, Response) else _response(told, request)
 
         return answer
+
+    def _noted(self, request: Request, told: Response) -> Response:
+        """The answer, once a request that may have an effect is in the audit; 507 where it cannot be written there."""
+        if self._audit is None or request.method in _SAFE:
+            return told
+        who, _ = self._who(request, request.cookies.get(self._cookie_name, ""))
+        try:
+            self._audit.add(
+                user=who.user if who else "",
+                token=who.token if who else "",
+                address=request.client.host if request.client else "",
+                method=request.method,
+                path=request.url.path,
+                status=told.status_code,
+            )
+        except OSError as error:
+            return ProblemError(507, f"the audit cannot be written: {error.strerror}").response(request.url.path)
+        return told
 
     async def _let_in(self, address: Address, request: Request) -> Asked:
         caller = request.client.host if request.client else ""

@@ -20,6 +20,7 @@ from typing import Any
 from rlmux.config.load import Spec, parse_spec
 from rlmux.core.errors import RlmuxError, SpecError, UserError
 from rlmux.runtime.control_socket import NotRunningError, ask
+from rlmux.service.dashboard.access import Who
 from rlmux.service.dashboard.door import Address, Asked, Told, whole
 from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.lanes.bundles import Bundles
@@ -58,7 +59,7 @@ class Submissions:
             raise ProblemError(400, "not a key", where="Idempotency-Key", accepted=accepted)
         fields = _fields_of(asked.body)
         sha256 = hashlib.sha256(json.dumps(fields, sort_keys=True).encode()).hexdigest()
-        found = self._ledger.of_key(key) or self._add(key, sha256, fields, asked.who.user if asked.who else "")
+        found = self._ledger.of_key(key) or self._add(key, sha256, fields, asked.who)
         if found.body_sha256 != sha256:
             raise ProblemError(
                 422, "this key came with another body before", where="Idempotency-Key", accepted="a new key"
@@ -126,15 +127,17 @@ class Submissions:
             raise ProblemError(404, f"no lane {fields['lane'][:80]!r}", where="lane", accepted=", ".join(self._lanes))
         return lane
 
-    def _add(self, key: str, sha256: str, fields: Mapping[str, Any], user: str) -> Submitted:
+    def _add(self, key: str, sha256: str, fields: Mapping[str, Any], who: Who | None) -> Submitted:
         """Check a new submission and keep it."""
         lane = self._lane(fields)
         spec = self._parsed(lane, fields)
+        if who is not None and not who.may("admin"):
+            _check_users(spec, who.user)
         try:
             return self._ledger.add(
                 key,
                 body_sha256=sha256,
-                user=user,
+                user=who.user if who else "",
                 lane=lane.name,
                 source=fields["source"],
                 text=spec.resolved,
@@ -198,3 +201,12 @@ def _fields_of(body: Any) -> dict[str, Any]:
     if len(body["text"].encode("utf-8", "replace")) > MAX_TEXT_BYTES or len(body["source"]) > 1000:
         raise ProblemError(413, "the file is too large", where="text", accepted=f"{MAX_TEXT_BYTES >> 10} KiB")
     return body
+
+
+def _check_users(spec: Spec, user: str) -> None:
+    """Raises ProblemError for a pipeline that names another user than the token's, or none."""
+    for one in spec.pipelines:
+        if one.pipeline.user != user:
+            raise ProblemError(
+                403, f"pipeline {one.name!r} is not said to be of user {user!r}", where="text", accepted=f"user: {user}"
+            )
