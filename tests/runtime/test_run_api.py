@@ -21,6 +21,7 @@ from rlmux.core.events import SharesSet
 from rlmux.core.model import PipelineId
 from rlmux.core.scheduler import Scheduler
 from rlmux.policies import make_policy
+from rlmux.policies.planning.fairness import FairShares
 from rlmux.report.log import LogReader, RunLog, run_header
 from rlmux.runtime.control_socket import SOCKET_NAME, ControlServer, NotRunningError, ask
 from rlmux.runtime.controller import Controller
@@ -41,7 +42,7 @@ class Run:
         self.folder = folder
         folder.mkdir()
         cluster = real.cluster()
-        self.scheduler = Scheduler(cluster, make_policy(policy))
+        self.scheduler = Scheduler(cluster, make_policy(policy), FairShares())
         self.backend: Any = (
             make_backend(cluster, folder, options=None) if make_backend else FakeBackend(lambda action: STAGE_S)
         )
