@@ -5,7 +5,13 @@
 Every request has its own length (lognormal, mean about 42 tokens, at most 128), forced through its budget
 with no stop token, as both sides then do the same useful work. `generate` runs padded batches, each until its
 longest request ends; tokens beyond a request's own length do not count. Rounds interleave the variants, one
-thread, medians. The second table is one decode step at a given number of active sequences.
+thread, medians. Seconds are the processor's: nothing here waits, and other programs count less.
+The second table is one decode step at a given number of active sequences.
+
+The third is the share of the roofline: the least time that the arithmetic of the useful tokens takes at the rate of a
+large matrix product, or the weights and the cache at the rate of a large copy, whichever is more, over the time taken.
+Both rates are measured in the same run. `matmul` is the time of a full step's matrix products alone, in the step's own
+shapes, over that of the step: what is missing is attention, norms, the sampler and the calls between them.
 """
 
 from __future__ import annotations
@@ -15,7 +21,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from transformers import GenerationConfig, PreTrainedModel
@@ -24,6 +30,7 @@ from transformers.utils import logging as transformers_logging
 from rlmux.engines.model_io import build_model
 from rlmux.engines.rollout import SlotRolloutEngine
 from rlmux.rl.config import ModelConfig, RolloutConfig
+from rlmux.rl.model_shape import ModelShape, shape_of
 from rlmux.rl.types import TrajectoryId, TrajectoryRequest
 
 VOCAB_SIZE = 46
@@ -102,9 +109,9 @@ def tokens_per_second(model_config: ModelConfig, num_rounds: int, num_requests: 
         requests = long_tailed_requests(num_requests, round_index + 1)
         useful = sum(request.max_new_tokens for request in requests)
         for name, run in random.Random(round_index).sample(sorted(variants.items()), len(variants)):
-            start = time.perf_counter()
+            start = time.process_time()
             run(requests)
-            rates[name].append(useful / (time.perf_counter() - start))
+            rates[name].append(useful / (time.process_time() - start))
     return {name: statistics.median(values) for name, values in rates.items()}
 
 
@@ -117,10 +124,60 @@ def decode_step_ms(model_config: ModelConfig, num_actives: Sequence[int]) -> dic
             requests = long_tailed_requests(num_active, 0)
             engine.submit([request_of_length(request, 40) for request in requests])
             engine.run_chunk(max_decode_steps=4, max_seconds=60.0)
+            start = time.process_time()
             report = engine.run_chunk(max_decode_steps=32, max_seconds=60.0)
-            times[num_active].append(1e3 * report.seconds / report.decode_steps)
+            times[num_active].append(1e3 * (time.process_time() - start) / report.decode_steps)
             engine.take_partials(None, with_kv=False)
     return {num_active: statistics.median(values[1:]) for num_active, values in times.items()}
+
+
+def machine_rates() -> tuple[float, float]:
+    """(floating-point operations a second of a large matrix product, bytes a second that a large copy moves)."""
+    side = 1024
+    left, right = torch.randn(side, side), torch.randn(side, side)
+    source = torch.zeros(2**25)
+    target = torch.empty_like(source)
+    multiply_s = least_seconds(lambda: torch.mm(left, right))
+    copy_s = least_seconds(lambda: target.copy_(source))
+    return 2 * side**3 / multiply_s, 2 * source.nbytes / copy_s
+
+
+def least_seconds(work: Callable[[], object], num_times: int = 20) -> float:
+    work()
+    times = []
+    for _ in range(num_times):
+        start = time.process_time()
+        work()
+        times.append(time.process_time() - start)
+    return min(times)
+
+
+def roofline(model_config: ModelConfig, rates: Mapping[str, float], step_ms: float) -> dict[str, float]:
+    """Shares of the roofline of a step with all slots active, and of a whole run of long tails."""
+    shape = shape_of(model_config)
+    flops_per_s, bytes_per_s = machine_rates()
+    matrices = shape.num_layers * shape.layer_matrices + VOCAB_SIZE * shape.hidden_size
+    window = 64  # the largest context of `decode_step_ms`, rounded up
+    attention = shape.num_layers * 2 * shape.query_size * window
+    flops_of_token = 2 * (matrices + attention)
+    kv_bytes = 4 * 2 * shape.num_layers * shape.kv_size * window * NUM_SLOTS
+    least_s = max(NUM_SLOTS * flops_of_token / flops_per_s, (4 * matrices + kv_bytes) / bytes_per_s)
+    return {
+        "gflop_per_s": flops_per_s / 1e9,
+        "gb_per_s": bytes_per_s / 1e9,
+        "full_step": 1e3 * least_s / step_ms,
+        "long_tails": least_s / NUM_SLOTS * rates["engine"],
+        "matmul": 1e3 * _matmul_seconds(shape) / step_ms,
+    }
+
+
+def _matmul_seconds(shape: ModelShape) -> float:
+    """The matrix products of one step with all slots active, one after another."""
+    hidden, inner = shape.hidden_size, shape.intermediate_size
+    sizes = [(hidden, shape.query_size + 2 * shape.kv_size), (shape.query_size, hidden), (hidden, 2 * inner)]
+    sizes = [*sizes, (inner, hidden)] * shape.num_layers + [(hidden, VOCAB_SIZE)]
+    pairs = [(torch.randn(NUM_SLOTS, size[0]), torch.randn(size)) for size in sizes]
+    return least_seconds(lambda: [torch.mm(rows, matrix) for rows, matrix in pairs])
 
 
 def request_of_length(request: TrajectoryRequest, num_tokens: int) -> TrajectoryRequest:
@@ -153,6 +210,7 @@ def main() -> None:
                 "tokens_per_s": rates,
                 "speedup_over_best_generate": rates["engine"] / best,
                 "decode_step_ms": steps,
+                "roofline": roofline(SIZES[size], rates, steps[NUM_SLOTS]),
             }
         )
         if not arguments.json:
@@ -171,6 +229,12 @@ def print_row(row: dict, *, is_first: bool) -> None:
     values.append(f"{row['speedup_over_best_generate']:11.2f}x")
     values += [f"{ms:12.2f}" for ms in steps.values()]
     print(f"{row['size']:<5}" + " ".join(values), flush=True)
+    share = row["roofline"]
+    print(
+        f"     roofline ({share['gflop_per_s']:.0f} GFLOP/s, {share['gb_per_s']:.0f} GB/s): full step "
+        f"{share['full_step']:.2f}, long tails {share['long_tails']:.2f}; matmul {share['matmul']:.2f} of a full step",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":
