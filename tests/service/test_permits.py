@@ -124,8 +124,12 @@ def test_a_killed_server_gives_no_device_away_while_a_program_still_computes_the
             SHARED.replace("permits: {}", "permits: {listen: 'tcp://127.0.0.1:0'}"),
             "needs a token; accepted: RLMUX_TOKEN=... set",
         ),
-        (SHARED.replace("permits: {}", "permits: {lease: 3}"), "serve.permits.lease: unknown key; nearest: lease_s"),
+        (
+            SHARED.replace("permits: {}", "permits: {lease: 3}"),
+            "lease is 3: unknown key; nearest: lease_s",
+        ),
     ],
+    ids=["several devices", "no token", "unknown key"],
 )
 def test_permits_that_cannot_be_given_are_refused_before_anything_is_made(tmp_path, capsys, text, told):
     (tmp_path / "serve.yaml").write_text(text)
