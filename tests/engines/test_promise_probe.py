@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from rlmux.engines import promise_probe
+from rlmux.engines import train_state
 from rlmux.engines.batch_probe import BatchProbe
 from rlmux.engines.promise_probe import probe_rollout, probe_training
 from rlmux.engines.rollout import SlotRolloutEngine
@@ -119,7 +119,7 @@ def test_a_trainer_whose_gradients_vary_is_statistical(monkeypatch: pytest.Monke
         scores = score_tokens(*args, **options)
         return replace(scores, logprobs=scores.logprobs * (1.0 + 1e-6 * next(calls)))
 
-    monkeypatch.setattr(promise_probe, "score_tokens", varies)
+    monkeypatch.setattr(train_state, "score_tokens", varies)
     report = probe_training(TorchTrainEngine(TrainingConfig(name="a")))
     assert failed(report) == ["gradient"]
     assert promise_of(report.checks) is Promise.STATISTICAL

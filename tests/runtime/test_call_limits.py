@@ -138,7 +138,7 @@ def test_limits_and_checkpoints_are_keys_of_the_file(tmp_path: Path) -> None:
         ("checkpoint_every", "0", "1 or more"),
         ("keep_checkpoints", "none", "a whole number"),
         ("call_limit_s", "-1", "more than 0"),
-        ("call_limits_s", "5", "call_limit_s, estimate"),
+        ("call_limits_s", "5", "keep_checkpoints, call_limit_s"),
     ],
 )
 def test_a_mistake_in_one_of_them_is_named_with_its_line(tmp_path: Path, key: str, value: str, accepted: str) -> None:

@@ -20,6 +20,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from rlmux.engines.row_product import row_product
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowRank:
@@ -44,7 +46,7 @@ class RowAdapters:
             low_rank = layers[layer].get(name)
             if low_rank is None:
                 continue
-            inner = torch.mm(inputs, low_rank.down)
+            inner = row_product(inputs, low_rank.down)
             if is_others is not None:
                 inner.masked_fill_(is_others, 0.0)
             outputs.addmm_(inner, low_rank.up)

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import silu
 
+from rlmux.engines.row_product import row_product
+
 _SIZES = (4, 8, 16, 32, 64)
 """Rows of an expert's batches. The largest is what the others are compared with."""
 
@@ -40,7 +42,7 @@ class ExpertWeights:
 
     def mix(self, normed: Tensor) -> Tensor:
         """What the experts make of `normed` [rows, hidden]."""
-        probabilities = torch.softmax(torch.mm(normed, self.router), dim=-1, dtype=torch.float32)
+        probabilities = torch.softmax(row_product(normed, self.router), dim=-1, dtype=torch.float32)
         weights, picks = probabilities.topk(self.num_picked, dim=-1)
         if self.is_normalized:
             weights = weights / weights.sum(dim=-1, keepdim=True)
@@ -60,8 +62,8 @@ class ExpertWeights:
         size = next(size for size in sizes if size >= len(rows))
         padded = rows.new_zeros(size, rows.shape[1])
         padded[: len(rows)] = rows
-        gate, up = torch.mm(padded, self.gate_up[expert]).chunk(2, dim=1)
-        return torch.mm(silu(gate).mul_(up), self.down[expert])[: len(rows)]
+        gate, up = row_product(padded, self.gate_up[expert]).chunk(2, dim=1)
+        return row_product(silu(gate).mul_(up), self.down[expert])[: len(rows)]
 
     def _exact_sizes(self) -> tuple[int, ...]:
         """Sizes of batches in which a row gives the same bits, ascending: the largest of `_SIZES` always."""

@@ -28,6 +28,7 @@ from transformers import PreTrainedModel
 from rlmux.engines.adapter_rows import RowAdapters, rotation_pairs
 from rlmux.engines.decoder_shape import DecoderShape
 from rlmux.engines.experts import ExpertWeights
+from rlmux.engines.row_product import row_product
 from rlmux.engines.weight_layout import attention_sizes, checked_weights, views_of, weight_sizes
 
 _MAX_MASK_TABLE = 1024
@@ -255,7 +256,7 @@ class DecodePlan:
             gated = silu(self._gate).mul_(self._up)
             hidden.addmm_(gated, own.down)
             adapters.add(index, "down", gated, hidden)
-        return torch.mm(_normed(hidden, epsilon), weights.head)
+        return row_product(_normed(hidden, epsilon), weights.head)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,7 +290,7 @@ def score(weights: DecoderWeights, tables: PositionTables, tokens: Tensor, num_s
     """Log-probs [num_scored] of the last tokens of one sequence [length], each given all before it; float32."""
     _, hidden = _run_layers(weights, tables, tokens[None, :-1], RowAdapters([]), is_output_needed=True)
     epsilon = torch.tensor(weights.shape.norm_epsilon, device=tokens.device)
-    logits = torch.mm(_normed(hidden[-num_scored:], epsilon), weights.head)
+    logits = row_product(_normed(hidden[-num_scored:], epsilon), weights.head)
     scores: list[float] = torch.log_softmax(logits, dim=-1).gather(1, tokens[-num_scored:, None]).squeeze(1).tolist()
     return scores
 
