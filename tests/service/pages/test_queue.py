@@ -37,7 +37,7 @@ def file_of(*names: str) -> str:
 
 def test_a_file_is_mended_submitted_and_each_pipeline_says_why_it_waits(service, enter):
     page = enter(service, "/queue")
-    assert "Nothing waits" in page.inner_text("main")
+    page.wait_for_selector("main:has-text('Nothing waits')")
     page.keyboard.press("n")
     page.keyboard.insert_text(WRONG)
     page.keyboard.press("Control+Enter")
