@@ -49,7 +49,7 @@ class Connection:
             return target.status()
 
     def submit(self, file: File, *, overrides: Sequence[str] = ()) -> list[dict[str, Any]]:
-        """Add the file's pipelines to the run, whose cluster and policy hold. Returns what became of each.
+        """Add the file's pipelines to the run, whose cluster, policy and shares hold. Returns what became of each.
 
         A server gets the file's code and rows with it. Raises UserError for a file that does not fit the run; nothing
         of it is then submitted.

@@ -55,8 +55,8 @@ def submit(
 ) -> None:
     """Add the file's pipelines to a run while it runs.
 
-    The run's cluster and policy hold, not those of the file. A server gets the file's code and rows with it, and
-    takes a submission once, whatever ends in between.
+    The run's cluster, policy and shares hold, not those of the file. A server gets the file's code and rows with it,
+    and takes a submission once, whatever ends in between.
 
     \b
     Example: rlmux submit examples/04_tool_use.yaml --to runs/demo
