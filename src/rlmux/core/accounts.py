@@ -42,7 +42,7 @@ class AccountRow:
 
 
 def account_rows(state: SchedulerState, shares: Shares) -> tuple[AccountRow, ...]:
-    """In the order in which accounts came."""
+    """A row for each account, the first that came first."""
     if not shares.are_set:
         return ()
     today = {(one.account, one.pool): one.today_s for one in shares.usage()}

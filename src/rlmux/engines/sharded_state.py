@@ -196,7 +196,7 @@ class ShardedState(TrainTensors):
             self._sha256 = self.ranks.of_first(weights_sha256(masters) if self.ranks.rank == 0 else "")
 
     def copies(self) -> dict[str, dict[str, Tensor]]:
-        """On the first rank, as `TrainState.copies`; on others, which have to call it too, nothing."""
+        """What `TrainState.copies` returns, on the first rank; nothing on others, which have to call it too."""
         self.require_loaded()
         is_kept = self.ranks.rank == 0
         tensors = {MODEL_FILE: self._whole(self._parameters.get, is_kept=is_kept)}

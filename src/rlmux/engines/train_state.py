@@ -107,11 +107,6 @@ class TrainState(TrainTensors):
         numbers: AdamWNumbers | None = None,
         grad_clip: float | None = None,
     ) -> float:
-        """Clip the gradient summed over all ranks and make one optimizer step; returns the norm before clipping.
-
-        `numbers`, `grad_clip`: of this update alone; None: those of the config.
-        Raises PipelineError, beginning with `place`, for a norm that is not finite.
-        """
         gradients, self._kept_gradients = self._kept_gradients, None
         if gradients is None:
             gradients = self.ranks.join(self._gradient_sum.total(), self._num_leaves, self._flat.weights)

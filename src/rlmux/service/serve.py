@@ -208,7 +208,7 @@ class Doors:
         return self._server.url
 
     def _open_permits(self, *, is_resuming: bool) -> None:
-        """Before all else: programs of a server that was killed may be on the devices still."""
+        """Called before all else: programs of a server that was killed may be on the devices still."""
         given = self._spec.serve.permits
         if given is None:
             return

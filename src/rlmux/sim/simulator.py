@@ -389,7 +389,7 @@ class Simulation:
         self.collector.place(action, self._kernel.now_s)
 
     def _park(self, action: Park) -> None:
-        """At a step boundary it has no work; where it lost the node that it was to move to, that has ended already."""
+        """Park it at once: at a step boundary it has no work, and what a lost node ended has ended already."""
         if action.is_awaited:
             now_s = self._kernel.now_s
             self._kernel.schedule(now_s, NODE_CHANGE, PipelineParked(time_s=now_s, pipeline=action.pipeline))

@@ -65,7 +65,7 @@ class FairShares:
         return tuple(name for _, name in sorted(ordered))
 
     def fair_share(self, view: QueueView) -> float:
-        """Of the projects of the view, counted by weight; 0 where there are none."""
+        """The mean over the projects of the view, counted by weight; 0 where there are none."""
         usage = _Usage(view)
         accounts = (*view.usage_by_account, *(one.account for one in view.waiting))
         projects = list(dict.fromkeys(map(project_of, accounts)))

@@ -125,7 +125,7 @@ class Ledger:
         return [row[0] for row in self._database.execute("SELECT DISTINCT project FROM usage ORDER BY project")]
 
     def set_budget(self, project: str, hours: float) -> None:
-        """From now on the project may use so many device-hours a day; infinity: as many as it likes."""
+        """Have the project use at most so many device-hours a day from now on; infinity: as many as it likes."""
         self._database.execute("INSERT OR REPLACE INTO budgets VALUES (?, ?)", (project, hours))
 
     def budget(self, project: str) -> float | None:
