@@ -38,7 +38,7 @@ from rlmux.core.events import (
     PipelineRanked,
     SharesSet,
 )
-from rlmux.core.model import PipelineId, PipelineStatus
+from rlmux.core.model import Pipeline, PipelineId, PipelineStatus
 from rlmux.core.offers import ShareSettings
 from rlmux.core.scheduler import Scheduler
 from rlmux.core.why import Wait
@@ -195,7 +195,7 @@ class RunApi:
                 event = HoldReleased(time_s=tick.now_s, pipeline=pipeline)
                 self._stand(request, event, "goes on as soon as there is room", tick, is_held=False)
             case {"request": "account", "name": str(name)}:
-                account = self._scheduler.query.pipeline(self._known(name)).pipeline.account
+                account = self._pipeline(name, tick).account
                 request.answer(project=account.project, user=account.user)
             case {"request": "usage"}:
                 request.answer(**usage_fields(self._scheduler))
@@ -293,6 +293,11 @@ class RunApi:
         tick.cancelled.append(name)
         outcome = "ends at its next safe point" if status is PipelineStatus.RUNNING else "waits no longer"
         self._done.append((request, {"pipeline": name, "outcome": outcome}))
+
+    def _pipeline(self, name: str, tick: _Tick) -> Pipeline:
+        """A pipeline of the run, which may be still to come. Raises UserError for a name that there is not."""
+        to_come = next((one.pipeline for one in tick.upcoming if one.pipeline.id == name), None)
+        return to_come or self._scheduler.query.pipeline(self._known(name)).pipeline
 
     def _known(self, name: str) -> PipelineId:
         """Raises UserError for a name that no pipeline of this part of the run has."""

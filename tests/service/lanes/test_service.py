@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 
 import pytest
 from tests.small_files import small_file
@@ -15,6 +16,7 @@ from rlmux.config.service_file import load_service_file
 from rlmux.core.errors import UserError
 from rlmux.policies import POLICIES
 from rlmux.runtime.run_api import submitted_to
+from rlmux.service.dashboard import tokens
 from rlmux.service.lanes.controllers import LaneController
 from rlmux.service.lanes.root import open_root
 
@@ -145,6 +147,32 @@ def shape(text: str) -> object:
         return [of(value[0])] if isinstance(value, list) and value else type(value).__name__
 
     return of(json.loads(text))
+
+
+def test_a_token_without_admin_submits_and_changes_its_own_users_pipelines_alone(service):
+    service.until_up()
+    token = tokens.add(service.root, "ann", ["read", "submit", "control"], days=1.0, now=time.time())
+
+    def submit(name: str, user: str, token: str) -> int:
+        file = {"pipelines": [{"name": name, "task": "sort", "steps": 1, "user": user, "submit_at_s": 1e6}]}
+        body = {"lane": "cpu", "text": json.dumps(file), "source": "it.yaml"}
+        headers = {"Authorization": f"Bearer {token}", "Idempotency-Key": f"{name} {user} {token}"}
+        return service.client.post("/submissions", json=body, headers=headers).status_code
+
+    def cancel(name: str) -> int:
+        headers = {"Authorization": f"Bearer {token}"}
+        return service.client.post(f"/pipelines/cpu/{name}/cancel", json={}, headers=headers).status_code
+
+    assert submit("of-bob", "bob", token) == 403
+    assert submit("of-bob", "bob", service.token) < 300
+    assert submit("of-ann", "ann", token) < 300
+    service.until(lambda: {"of-ann", "of-bob"} <= set(service.upcoming()))
+    assert (cancel("of-bob"), cancel("of-ann")) == (403, 200)
+    assert "of-bob" in service.upcoming()
+    assert "of-ann" not in service.upcoming()
+    rows = [json.loads(row) for row in (service.root / "audit.jsonl").read_text().splitlines()]
+    assert [row["status"] for row in rows if row["user"] == "ann" and row["path"].endswith("/cancel")] == [403, 200]
+    service.client.post("/pipelines/cpu/of-bob/cancel", json={})
 
 
 def test_a_lane_is_reached_from_python(service):
