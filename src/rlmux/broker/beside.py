@@ -37,6 +37,8 @@ from rlmux.runtime.backend import Note
 from rlmux.runtime.foreign import ForeignFront, News
 
 _LOOK_EVERY_S = 0.1
+_ANOTHER = PipelineId("another pipeline")
+"""What a program is told that it makes room for: the order that waits may be of any."""
 
 
 class SharedDesk(Desk):
@@ -48,7 +50,7 @@ class SharedDesk(Desk):
         self._once_left: defaultdict[tuple[PipelineId, str], list[Callable[[], None]]] = defaultdict(list)
         """Calls that wait for a program to leave a pool."""
 
-    def evict(self, name: PipelineId, pool: str, waiting: PipelineId, then: Callable[[], None]) -> None:
+    def evict(self, name: PipelineId, pool: str, then: Callable[[], None]) -> None:
         """Have a program leave a pool for another pipeline; `then` is called once it has, or is gone."""
         program, lodger = self.roster.programs.get(name), self.ledger.lodgers[pool].get(name)
         if program is None or lodger is None:
@@ -56,14 +58,14 @@ class SharedDesk(Desk):
             return
         self._once_left[name, pool].append(then)
         if lodger.place in (Place.STAYS, Place.STUCK):  # one that holds the pool is told at its phase's end
-            self._tell_to_leave(program, pool, waiting)
+            self._tell_to_leave(program, pool, _ANOTHER)
 
     def _end_permit_of(self, program: Program, rank: Rank, message: dict[str, Any]) -> None:
         super()._end_permit_of(program, rank, message)
         for name, pool in [each for each in self._once_left if each[0] == program.id]:
             lodger = self.ledger.lodgers[pool].get(name)
             if lodger is not None and lodger.place is Place.STAYS:
-                self._tell_to_leave(program, pool, PipelineId("another pipeline"))
+                self._tell_to_leave(program, pool, _ANOTHER)
 
     def _on_left(self, program: Program, rank: Rank, message: dict[str, Any]) -> None:
         super()._on_left(program, rank, message)
@@ -201,8 +203,7 @@ class _Driver:
         def tell() -> None:
             self._permits.tell_left(resident, order)
 
-        waiting = PipelineId("another pipeline")
-        self._permits.do(lambda: self._permits.desk.evict(self._name, devices[0].pool, waiting, tell))
+        self._permits.do(lambda: self._permits.desk.evict(self._name, devices[0].pool, tell))
 
     def park(self) -> None:
         """Its one device is its place for good: there is no other to go to."""

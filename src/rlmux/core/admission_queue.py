@@ -85,11 +85,11 @@ class AdmissionQueue:
         """Waiting pipelines that are over a quota, and why; final where they would be by themselves."""
         if not self._state.quota_by_account:
             return []
-        reasons = [(run, self._shares.quotas.reason_against(run)) for run in self._state.waiting.values()]
+        waiting = [run for run in self._state.waiting.values() if not run.is_held]
         return [
             (run, Refusal(reason=reason, is_final=is_final))
-            for run, (reason, is_final) in reasons
-            if reason and not run.is_held
+            for run, reason, is_final in self._shares.quotas.reasons_against(waiting)
+            if reason
         ]
 
     def is_next(self, run: PipelineRun) -> bool:

@@ -9,7 +9,7 @@ whatever the policy does. A day is one of the run's clock; hours of a day that i
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from rlmux.core.model import Account, Cluster, Phase, Pipeline
@@ -40,9 +40,17 @@ class Quotas:
 
     def reason_against(self, run: PipelineRun) -> tuple[str, bool]:
         """(why the pipeline would be over a limit, whether it always would); empty where it would not."""
+        ((_, reason, is_final),) = self.reasons_against([run])
+        return reason, is_final
+
+    def reasons_against(self, runs: Iterable[PipelineRun]) -> list[tuple[PipelineRun, str, bool]]:
+        """Each pipeline, and what `reason_against` says of it: what others hold is counted once for all."""
         if not self._state.quota_by_account:
-            return "", False
+            return [(run, "", False) for run in runs]
         held = self._held()
+        return [(run, *self._reason_against(run, held)) for run in runs]
+
+    def _reason_against(self, run: PipelineRun, held: Mapping[Account, _Held]) -> tuple[str, bool]:
         for account in limited_accounts(run.pipeline):
             quota = self._state.quota_by_account.get(account)
             if quota is not None:

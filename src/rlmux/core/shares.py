@@ -32,7 +32,7 @@ from rlmux.core.offers import (
     ShareSettings,
     WaitingPipeline,
 )
-from rlmux.core.quotas import Quotas
+from rlmux.core.quotas import DAY_S, Quotas
 from rlmux.core.state import GroupState, HeldDevice, PipelineRun, SchedulerState
 from rlmux.core.usage import HALF_LIFE_S, DecayedUsage, full_of
 
@@ -95,7 +95,7 @@ class Shares:
         """What every account has used up to now."""
         state = self._state
         self.charge(state.held_devices)
-        today = state.charged_today if state.day == int(state.now_s // 86_400.0) else {}
+        today = state.charged_today if state.day == int(state.now_s // DAY_S) else {}
         return tuple(
             AccountUsage(
                 account=account,
@@ -173,7 +173,7 @@ class Shares:
     def in_order(self) -> list[PipelineRun]:
         """Waiting pipelines that are not held and within their quotas, the first to be offered room first."""
         waiting = [run for run in self._state.waiting.values() if not run.is_held]
-        runs = [run for run in waiting if not self.quotas.reason_against(run)[0]]
+        runs = [run for run, reason, _ in self.quotas.reasons_against(waiting) if not reason]
         runs.sort(key=lambda run: run.sequence)
         if not self.are_set or self._queue_order is None or len(runs) < 2:
             return runs
@@ -185,8 +185,8 @@ class Shares:
         settings = self._state.settings
         if self._queue_order is None or settings is None or not settings.parks:
             return []
-        runs = sorted(self._state.runs.values(), key=lambda run: run.sequence)
-        running = [run for run in runs if _may_be_parked(run, settings)]
+        placed = (run for group in self._state.groups.values() for run in group.members.values())
+        running = sorted((run for run in placed if _may_be_parked(run, settings)), key=lambda run: run.sequence)
         view = replace(self._view([head]), running=tuple(_running(run) for run in running))
         names = self._queue_order.to_park(view.waiting[0], view) if running else ()
         return [self._state.runs[name] for name in names]

@@ -112,7 +112,7 @@ def serve(
     server = Server(*address)
     try:
         doors = Doors(spec, folder, server, allowed_hosts if address[0] in LOOPBACK else None)
-    except BaseException:
+    except BaseException:  # an interrupt, too, leaves no address taken; it goes on up
         server.close()
         raise
     try:

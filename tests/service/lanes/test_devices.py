@@ -48,6 +48,13 @@ def test_lanes_with_more_devices_than_the_machine_are_refused_in_a_line(tmp_path
         check_devices(lanes(tmp_path, a=2, b=3), GPUS)
 
 
+def test_a_damaged_list_of_devices_is_told_in_a_line_and_stands(tmp_path):
+    (tmp_path / "devices.json").write_text('{"a": [')
+    with pytest.raises(UserError, match=r"devices.json: not JSON .* accepted: remove it where no controller"):
+        parts_of(tmp_path, lanes(tmp_path, a=1), CORES)
+    assert (tmp_path / "devices.json").read_text() == '{"a": ['
+
+
 def test_a_lane_that_left_the_file_keeps_its_devices_as_long_as_its_controller_lives(tmp_path):
     parts_of(tmp_path, lanes(tmp_path, gone=2, a=1), CORES)
     (tmp_path / "gone").mkdir()

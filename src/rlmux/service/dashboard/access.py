@@ -111,14 +111,13 @@ class Access:
             who = Who(user=one.user, scopes=frozenset(one.scopes), key=one.sha256, expires_at=one.ends_at, token=one.id)
             self._kept[one.sha256] = who
 
-    def _is_good(self, key: str) -> bool:
-        """Whether a token of this hash is accepted now."""
-        if key in self._tokens:
-            return True
+    def _accepted(self) -> dict[str, Who]:
+        """Every token that is accepted now, by hash."""
         with contextlib.suppress(UserError):
             self._read_again()
-        kept = self._kept.get(key)
-        return kept is not None and kept.expires_at is not None and self._clock() < kept.expires_at
+        now = self._clock()
+        kept = {key: who for key, who in self._kept.items() if who.expires_at is not None and now < who.expires_at}
+        return {**kept, **self._tokens}
 
     def revoke(self, token: str) -> None:
         """The token, and every session that was made from it, ends with the next request."""
@@ -135,10 +134,7 @@ class Access:
 
     def of_token(self, token: str) -> Who | None:
         key = _hash(token)
-        if not self._is_good(key):
-            return None
-        everyone = {**self._kept, **self._tokens}
-        found = [who for known, who in everyone.items() if hmac.compare_digest(known, key)]
+        found = [who for known, who in self._accepted().items() if hmac.compare_digest(known, key)]
         return found[0] if found else None
 
     def of_session(self, cookie: str) -> Who | None:
@@ -148,7 +144,7 @@ class Access:
         if session is None:
             return None
         ends = min(session.used + SESSION_S, session.begun + LONGEST_SESSION_S)
-        if now >= ends or (session.token and not self._is_good(session.token)):
+        if now >= ends or (session.token and session.token not in self._accepted()):
             del self._sessions[key]
             return None
         session.used = now

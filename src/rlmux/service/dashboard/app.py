@@ -65,7 +65,7 @@ class Dashboard:
         self.token_path = token_folder / TOKEN_NAME
         try:
             self.token = token_of(token_folder)
-        except BaseException:
+        except BaseException:  # an interrupt, too, leaves no folder behind; it goes on up
             self._spare.cleanup()
             raise
         self.access = Access(limits)

@@ -191,7 +191,7 @@ class IndexWriter:
         self._connection.execute("BEGIN IMMEDIATE")
         try:
             yield
-        except BaseException:
+        except BaseException:  # an interrupt, too, leaves no half transaction; it goes on up
             self._connection.execute("ROLLBACK")
             raise
         self._connection.execute("COMMIT")

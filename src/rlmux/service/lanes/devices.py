@@ -97,6 +97,11 @@ def _kept(root: Path) -> dict[str, list[str]]:
         kept: dict[str, list[str]] = json.loads((root / _KEPT).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
+    except ValueError as error:
+        path = root / _KEPT
+        raise UserError(
+            f"{path}: not JSON ({error}); accepted: remove it where no controller of a lane lives"
+        ) from None
     return kept
 
 
