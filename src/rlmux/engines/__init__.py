@@ -1,1 +1,15 @@
 """Engines: what samples and what trains. Passive; every call is bounded."""
+
+import logging
+
+# transformers imports torchao where it is installed; its import warns of kernels for other devices than the one that is
+# here, and of a deprecated call of its own.
+_OF_NO_USE = {"torchao": "Failed to load", "torch.utils._pytree": "register_constant"}
+
+
+def _hide(logger_name: str, text: str) -> None:
+    logging.getLogger(logger_name).addFilter(lambda record: text not in str(record.msg))
+
+
+for _name, _text in _OF_NO_USE.items():
+    _hide(_name, _text)
