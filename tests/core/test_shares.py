@@ -144,6 +144,7 @@ def test_charges_add_up_to_the_seconds_that_devices_were_held(builders, policy, 
     assert statuses <= {PipelineStatus.FINISHED, PipelineStatus.REFUSED}
     charged = sum(sum(parts.values()) for parts in driver.scheduler.state.charged_by_pipeline.values())
     assert charged == pytest.approx(pinned_device_s(driver), rel=1e-9)
+    assert sum(driver.scheduler.bill().held_by_pool.values()) == pytest.approx(charged, rel=1e-9)
     assert not driver.scheduler.state.held_devices
 
 

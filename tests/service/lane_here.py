@@ -9,7 +9,9 @@ from pathlib import Path
 
 from rlmux.config import Spec
 from rlmux.config.load import parse_spec
+from rlmux.config.shares import parse_shares
 from rlmux.core.events import Event
+from rlmux.core.offers import QueueOrder
 from rlmux.core.scheduler import Scheduler
 from rlmux.policies import make_policy
 from rlmux.report.log import RunLog, run_header
@@ -19,6 +21,7 @@ from rlmux.runtime.controller import Controller
 from rlmux.runtime.fake_backend import FakeBackend
 from rlmux.runtime.launch import parser
 from rlmux.runtime.run_api import RunApi
+from rlmux.runtime.usage_notes import UsageNotes
 
 LANE = "cluster: {pools: {rollout: {devices: 1}, train: {devices: 1}}}"
 
@@ -37,16 +40,30 @@ class Endless(FakeBackend):
 class Lane:
     """A lane whose controller is a thread of this process, on the fake backend: its log and its socket are real."""
 
-    def __init__(self, root: Path, policy: str = "rollmux", backend: FakeBackend | None = None) -> None:
+    def __init__(
+        self,
+        root: Path,
+        policy: str = "rollmux",
+        backend: FakeBackend | None = None,
+        queue_order: QueueOrder | None = None,
+    ) -> None:
+        """`queue_order`: where shares count."""
         self.folder, self.name = root / "cpu", "cpu"
         self.spec: Spec = parse_spec(LANE, source="lanes", folder=root, may_be_empty=True)
-        scheduler = Scheduler(self.spec.cluster, make_policy(policy))
+        scheduler = Scheduler(self.spec.cluster, make_policy(policy), queue_order)
         self.log = RunLog.create(self.folder, run_header(policy=policy, backend="fake", cluster=self.spec.cluster))
-        self.run_api = RunApi(ControlServer(self.folder), scheduler, parser(self.spec), over={}, is_kept_open=True)
-        self._is_over = False
-        self.controller = Controller(
-            scheduler, backend or FakeBackend(lambda action: 0.01), self.log, run_api=self.run_api
+        self.run_api = RunApi(
+            ControlServer(self.folder),
+            scheduler,
+            parser(self.spec),
+            over={},
+            is_kept_open=True,
+            parse_shares=parse_shares,
         )
+        self._usage = UsageNotes(scheduler, self.log)
+        self._is_over = False
+        self._backend = backend or FakeBackend(lambda action: 0.01)
+        self.controller = Controller(scheduler, self._backend, self.log, run_api=self.run_api)
         self._thread = threading.Thread(target=self.controller.run, args=([],), kwargs={"until": lambda: self._is_over})
         self._thread.start()
 
@@ -54,4 +71,5 @@ class Lane:
         self._is_over = True
         self._thread.join()
         self.run_api.close()
+        self._usage.write(self._backend.now_s())
         self.log.close()

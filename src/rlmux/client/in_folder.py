@@ -10,10 +10,11 @@ from typing import Any
 from rlmux.config import Spec
 from rlmux.core.errors import UserError
 from rlmux.report.acknowledged import acknowledge
+from rlmux.report.log import LogReader
 from rlmux.report.samples import SAMPLES_NAME, SampleReader, page_of, whole_of
 from rlmux.report.step_rows import read_step_rows
 from rlmux.runtime import folders
-from rlmux.runtime.control_socket import ask
+from rlmux.runtime.control_socket import NotRunningError, ask
 from rlmux.runtime.run_status import StatusReader
 
 
@@ -39,7 +40,11 @@ class InFolder:
         return self._asked(request, name=name, **fields)
 
     def usage(self) -> dict[str, Any]:
-        return self._asked("usage")
+        try:
+            return self._asked("usage")
+        except NotRunningError:
+            with LogReader(self._folder) as log:
+                return log.state().accounts or {"accounts": []}
 
     def set_shares(self, text: str, source: str) -> dict[str, Any]:
         return self._asked("set_shares", text=text, source=source)

@@ -1,6 +1,7 @@
 """What projects and users have used, and what they are entitled to, for people: nothing here decides.
 
 SchedulerState, Shares ── account_rows ─▶ AccountRow, one for each project and user that is known
+                       └─ bill_of ──────▶ Bill, what was held: all that is charged adds up to it
 """
 
 from __future__ import annotations
@@ -9,9 +10,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from rlmux.core.model import Account, PipelineStatus
-from rlmux.core.offers import Quota, Share
+from rlmux.core.offers import AccountUsage, Quota, Share
 from rlmux.core.shares import Shares
 from rlmux.core.state import PipelineRun, SchedulerState
+from rlmux.core.usage import HALF_LIFE_S
 from rlmux.core.why import is_over
 
 
@@ -22,12 +24,16 @@ class AccountRow:
     account: Account
     weight: float
     """Weight of its project."""
+    guarantee: float
+    """Part of each pool, 0.0 to 1.0, below which its project goes first."""
     share: float
     """Dominant share of its project, of late."""
     fair_share: float
     """Dominant share that each project would have had by its weight."""
     charged_by_pool: dict[str, float]
     """Device-seconds that its pipelines of this part of the run are charged, by pool."""
+    used_by_pool: dict[str, float]
+    """Device-seconds that it has used of late, by pool: those of long ago forgotten, those of urgent pipelines twice."""
     today_s: float
     """Device-seconds that it is charged on this day; 0 where no quota asks for them."""
     num_running: int
@@ -41,17 +47,34 @@ class AccountRow:
         return is_over(self.share, self.fair_share)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bill:
+    """What a part of a run cost, in device-seconds, since accounts were counted."""
+
+    held_by_pool: dict[str, float]
+    """Seconds for which each device was held, added up by device and not by pipeline."""
+    half_life_s: float
+    """Seconds after which half of what was used is forgotten."""
+
+
+def bill_of(state: SchedulerState, shares: Shares) -> Bill:
+    """What was held up to now."""
+    shares.charge(state.held_devices)
+    half_life_s = HALF_LIFE_S if state.settings is None else state.settings.half_life_s
+    return Bill(held_by_pool=dict(state.held_by_pool), half_life_s=half_life_s)
+
+
 def account_rows(state: SchedulerState, shares: Shares) -> tuple[AccountRow, ...]:
     """A row for each account, the first that came first."""
     if not shares.are_set:
         return ()
-    today = {(one.account, one.pool): one.today_s for one in shares.usage()}
+    usage = {(one.account, one.pool): one for one in shares.usage()}
     accounts = dict.fromkeys((*(run.pipeline.account for run in state.runs.values()), *state.usage_by_account))
-    return tuple(_row(account, state, shares, today) for account in accounts)
+    return tuple(_row(account, state, shares, usage) for account in accounts)
 
 
 def _row(
-    account: Account, state: SchedulerState, shares: Shares, today: dict[tuple[Account, str], float]
+    account: Account, state: SchedulerState, shares: Shares, usage: dict[tuple[Account, str], AccountUsage]
 ) -> AccountRow:
     runs = [run for run in state.runs.values() if run.pipeline.account == account]
     share, fair_share = shares.standing_of(account)
@@ -60,14 +83,18 @@ def _row(
     for run in runs:
         for pool, device_s in state.charged_by_pipeline.get(run.pipeline.id, {}).items():
             charged[pool] = charged.get(pool, 0.0) + device_s
-    own_share = state.share_by_account.get(project) or state.share_by_account.get(Account("", account.project))
+    set_for = state.share_by_account
+    own_share = set_for.get(project) or set_for.get(Account("", account.project)) or Share()
+    own = [one for (other, _), one in usage.items() if other == account]
     return AccountRow(
         account=account,
-        weight=(own_share or Share()).weight,
+        weight=own_share.weight,
+        guarantee=own_share.guarantee,
         share=share,
         fair_share=fair_share,
         charged_by_pool=charged,
-        today_s=sum(device_s for (other, _), device_s in today.items() if other == account),
+        used_by_pool={one.pool: one.device_s for one in own},
+        today_s=sum(one.today_s for one in own),
         num_running=_count(runs, PipelineStatus.RUNNING),
         num_waiting=_count(runs, PipelineStatus.WAITING),
         quota=state.quota_by_account.get(user) or state.quota_by_account.get(project) or Quota(),

@@ -32,7 +32,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from rlmux.core.accounts import AccountRow, account_rows
+from rlmux.core.accounts import AccountRow, Bill, account_rows, bill_of
 from rlmux.core.actions import Action, Park, Switch
 from rlmux.core.admission_queue import HELD, AdmissionQueue
 from rlmux.core.bursts import Bursts
@@ -186,6 +186,10 @@ class Scheduler:
     def accounts(self) -> tuple[AccountRow, ...]:
         """What projects and users have used, and are entitled to. Decides nothing."""
         return account_rows(self._state, self._shares)
+
+    def bill(self) -> Bill:
+        """What all charges add up to. Decides nothing."""
+        return bill_of(self._state, self._shares)
 
     def usage(self) -> tuple[AccountUsage, ...]:
         """What a later part of the run must know of this one's usage. Decides nothing."""

@@ -152,6 +152,7 @@ class Shares:
         total = sum(pinned.values())
         for pipeline, weight in pinned.items() if bubble > 0.0 else ():
             self._add(state.runs[pipeline], device.pool, bubble * weight / total, held.since_s)
+        state.held_by_pool[device.pool] = state.held_by_pool.get(device.pool, 0.0) + state.now_s - held.since_s
         held.since_s = state.now_s
 
     def _add(self, run: PipelineRun, pool: str, rate: float, since_s: float) -> None:

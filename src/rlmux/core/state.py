@@ -428,6 +428,8 @@ class SchedulerState:
     """What each account has used of each pool of late."""
     charged_by_pipeline: dict[PipelineId, dict[str, float]] = field(default_factory=dict)
     """Device-seconds of each pool that each pipeline is charged."""
+    held_by_pool: dict[str, float] = field(default_factory=dict)
+    """Device-seconds of each pool for which devices were held, counted by device: what all charges add up to."""
     held_devices: dict[DeviceId, HeldDevice] = field(default_factory=dict)
     """Devices whose seconds are being charged: all that a pipeline is pinned to, once accounts are counted."""
     now_s: float = 0.0

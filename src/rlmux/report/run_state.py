@@ -37,6 +37,8 @@ class RunState:
 
     usage: dict[str, Any] = field(default_factory=dict)
     """Fields of the last note `usage`: what projects and users have used."""
+    accounts: dict[str, Any] = field(default_factory=dict)
+    """Fields of the last note `accounts`: the same for people, with shares, quotas and charges."""
     shares: dict[str, Any] | None = None
     """Fields of the last `SharesSet`, as the log writes them; None where there was none."""
 
@@ -63,6 +65,8 @@ class RunState:
             self.inputs[value["pipeline"]] = value["files"]
         elif type == "usage":
             self.usage = value
+        elif type == "accounts":
+            self.accounts = value
         elif type == "standing":
             said = {key: value[key] for key in ("is_held", "rank") if key in value}
             self.standings[value["pipeline"]] = {**self.standings.get(value["pipeline"], {}), **said}
@@ -83,5 +87,6 @@ class RunState:
             "standings": self.standings,
             "measured": self.measured,
             "usage": self.usage,
+            "accounts": self.accounts,
             "shares": self.shares,
         }

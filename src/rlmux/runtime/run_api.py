@@ -47,6 +47,7 @@ from rlmux.runtime.backend import Note, Submission
 from rlmux.runtime.control_socket import ControlServer, Request
 from rlmux.runtime.inputs import input_notes
 from rlmux.runtime.origins import plan_notes
+from rlmux.runtime.usage_notes import usage_fields
 
 ParseSubmission = Callable[[str, str], Sequence[Submission]]
 """(text of a file, its name) to its pipelines, `submit_at_s` counted from now. Raises UserError."""
@@ -353,33 +354,6 @@ def wait_fields(name: str, status: PipelineStatus, wait: Wait | None) -> dict[st
             {"key": change.key, "was": change.was, "to": change.to} for change in wait.would_start_now_if
         ],
     }
-
-
-def usage_fields(scheduler: Scheduler) -> dict[str, Any]:
-    """What `rlmux usage --json` prints: a row for each project and user that has used or waits for anything."""
-    rows = []
-    for one in scheduler.accounts():
-        quota = {
-            "max_running": one.quota.max_running,
-            "max_devices": one.quota.max_devices,
-            "device_hours_a_day": one.quota.device_hours_a_day,
-        }
-        rows.append(
-            {
-                "project": one.account.project,
-                "user": one.account.user,
-                "weight": one.weight,
-                "share": one.share,
-                "fair_share": one.fair_share,
-                "is_over_share": one.is_over_share,
-                "device_hours": {pool: device_s / 3600.0 for pool, device_s in one.charged_by_pool.items()},
-                "device_hours_today": one.today_s / 3600.0,
-                "running": one.num_running,
-                "waiting": one.num_waiting,
-                "quota": quota,
-            }
-        )
-    return {"accounts": rows}
 
 
 def _outcome(action: Action) -> tuple[PipelineId, dict[str, Any]] | None:

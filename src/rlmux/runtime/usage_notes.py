@@ -1,6 +1,7 @@
 """What projects and users have used, kept in the log so that a resumed run goes on with it.
 
     run ── UsageNotes, every half minute and at the end ─▶ note `usage` ─▶ RunState ── shares_events ─▶ scheduler
+                     └─ every ten minutes and at the end ─▶ note `accounts`, for people: what `rlmux usage` prints
 
 A run that was killed loses what was used in its last half minute.
 """
@@ -21,7 +22,9 @@ from rlmux.report.codec import from_fields
 from rlmux.report.log import RunLog
 
 EVERY_S = 30.0
-"""Seconds between two notes."""
+"""Seconds between two notes `usage`."""
+SHOWN_EVERY_S = 600.0
+"""Seconds between two notes `accounts`."""
 
 
 class UsageNotes:
@@ -30,20 +33,63 @@ class UsageNotes:
     def __init__(self, scheduler: Scheduler, log: RunLog) -> None:
         self._scheduler = scheduler
         self._log = log
-        self._written_s = 0.0
+        self._written_s = self._shown_s = 0.0
 
     def update(self, now_s: float, events: Sequence[object], actions: Sequence[object], notes: object) -> None:
         if actions and now_s >= self._written_s + EVERY_S:
-            self.write(now_s)
+            self.write(now_s, is_end=False)
 
-    def write(self, now_s: float) -> None:
-        """Note what was used, where anything is counted. `now_s`: of the note."""
+    def write(self, now_s: float, *, is_end: bool = True) -> None:
+        """Note what was used, where anything is counted. `now_s`: of the note. `is_end`: the run ends with it."""
         usage = self._scheduler.usage()
-        if usage:
-            self._written_s = now_s
-            at_s = self._scheduler.query.now_s
-            rows = [[one.account.project, one.account.user, one.pool, one.device_s, one.today_s] for one in usage]
-            self._log.note("usage", now_s, at_s=at_s, accounts=rows)
+        if not usage:
+            return
+        self._written_s = now_s
+        at_s = self._scheduler.query.now_s
+        rows = [[one.account.project, one.account.user, one.pool, one.device_s, one.today_s] for one in usage]
+        self._log.note("usage", now_s, at_s=at_s, accounts=rows)
+        if is_end or now_s >= self._shown_s + SHOWN_EVERY_S:
+            self._shown_s = now_s
+            self._log.note("accounts", now_s, **usage_fields(self._scheduler))
+
+
+def usage_fields(scheduler: Scheduler) -> dict[str, Any]:
+    """What `rlmux usage --json` prints: a row for each project and user that has used or waits for anything."""
+    rows = []
+    for one in scheduler.accounts():
+        quota = {
+            "max_running": one.quota.max_running,
+            "max_devices": one.quota.max_devices,
+            "device_hours_a_day": one.quota.device_hours_a_day,
+        }
+        rows.append(
+            {
+                "project": one.account.project,
+                "user": one.account.user,
+                "weight": one.weight,
+                "guarantee": one.guarantee,
+                "share": one.share,
+                "fair_share": one.fair_share,
+                "is_over_share": one.is_over_share,
+                "device_hours": _hours(one.charged_by_pool),
+                "used_hours": _hours(one.used_by_pool),
+                "device_hours_today": one.today_s / 3600.0,
+                "running": one.num_running,
+                "waiting": one.num_waiting,
+                "quota": quota,
+            }
+        )
+    bill = scheduler.bill()
+    return {
+        "accounts": rows,
+        "at_s": scheduler.query.now_s,
+        "half_life_hours": bill.half_life_s / 3600.0,
+        "held_hours": _hours(bill.held_by_pool),
+    }
+
+
+def _hours(by_pool: Mapping[str, float]) -> dict[str, float]:
+    return {pool: device_s / 3600.0 for pool, device_s in by_pool.items()}
 
 
 def shares_events(

@@ -67,6 +67,8 @@ class LaneIndexer:
         self._sha256: dict[tuple[PipelineId, int], str] = {}
         self._plans: dict[str, str] = {}
         """Hash of each pipeline's plan."""
+        self._accounts: dict[str, Any] | None = None
+        """Fields of the last note `accounts`."""
         self._known: dict[str, dict[str, str]] = {"device": {}, "pipeline": {}}
         """JSON of the rows as they were last written, by table and name."""
 
@@ -112,6 +114,8 @@ class LaneIndexer:
     def _note(self, type: str, fields: dict[str, Any]) -> None:
         if type == "plan":
             self._plans[str(fields["pipeline"])] = str(fields["plan_sha256"])
+        elif type == "accounts":
+            self._accounts = fields
         found = shas_of(fields) if type == "step" else None
         if found is not None:
             self._sha256[found[:2]] = found[2]
@@ -146,6 +150,7 @@ class LaneIndexer:
             pipelines=self._places.pipelines,
             settled=rows.settled_rows(self._follower),
             alerts=self._alerts_of(look),
+            accounts=self._accounts,
             spec=(self._log.header.get("spec") or {}).get("resolved"),
         )
         self._index.keep_tiles(look.start_s, settled_s, self._places)

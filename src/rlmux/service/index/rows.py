@@ -147,6 +147,8 @@ def _row(shown: Mapping[str, Any], record: PipelineRecord, steps: Sequence[StepT
     )
     return {
         "name": str(record.pipeline.id),
+        "project": record.pipeline.account.project,
+        "user": record.pipeline.account.user,
         **{key: shown[key] for key in keys},
         "rewards": _small_curve(record),
         "admitted_s": record.admitted_s,

@@ -1,7 +1,7 @@
 // The dashboard: which page an address shows. Everything that a page says is an answer of /api/v1.
 //
 //   place.ts  the URL is the state       api.ts   requests        live.ts   what changed
-//   frame.tsx what is around a page      fleet, pipelines, pipeline, queue, timeline, login: one file each
+//   frame.tsx what is around a page      fleet, pipelines, pipeline, queue, shares, timeline, login: one file each
 import { render } from "preact";
 import { useEffect } from "preact/hooks";
 import { Compare } from "./compare";
@@ -12,6 +12,7 @@ import { Login } from "./login";
 import { Pipeline } from "./pipeline";
 import { Pipelines } from "./pipelines";
 import { QueuePage } from "./queue";
+import { SharesPage } from "./shares";
 import { address, followLinks, go, usePlace } from "./place";
 import { TimelinePage } from "./timeline";
 import { WhatIf } from "./whatif";
@@ -36,6 +37,7 @@ function Shown({ path }: { path: string }) {
   if (page === "timeline") return <TimelinePage />;
   if (page === "pipelines") return lane && name ? <Pipeline key={path} lane={lane} name={name} /> : <Pipelines />;
   if (page === "queue") return <QueuePage />;
+  if (page === "shares") return <SharesPage />;
   if (page === "compare") return <Compare />;
   if (page === "whatif") return <WhatIf />;
   if (page === "fleet" || page === "") return <Fleet />;

@@ -17,6 +17,7 @@ const PLACES = [
   ["/timeline", "Timeline", "t"],
   ["/pipelines", "Pipelines", "p"],
   ["/queue", "Queue", "q"],
+  ["/shares", "Shares", "s"],
   ["/compare", "Compare", "c"],
   ["/whatif", "What if", "w"],
 ] as const;

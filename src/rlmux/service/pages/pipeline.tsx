@@ -12,6 +12,8 @@ import { Dot, Tiles } from "./parts";
 import { address, amend, usePlace } from "./place";
 import type { Detail, Metrics, Page, Step } from "./shapes";
 import { Samples } from "./samples";
+import { hours, quotaInWords, shareInWords, useUsage } from "./shares";
+import { Waits } from "./waits";
 import { count, figure, moment, percent, seconds, stageName, times } from "./words";
 
 const TABS = [
@@ -41,6 +43,7 @@ export function Pipeline({ lane, name }: { lane: string; name: string }) {
   useKeys(TABS.map(([key, title], index) => ({ keys: String(index + 1), does: title, run: () => amend({ tab: key }) })));
   const acts = useActs(lane);
   if (!detail.value) return <Trouble error={detail.error} />;
+  const doesWait = shown.is_going_on && detail.value.status === "waiting";
   return (
     <>
       <div class="heading">
@@ -58,10 +61,12 @@ export function Pipeline({ lane, name }: { lane: string; name: string }) {
         </a>
         {shown.is_going_on && ["running", "waiting"].includes(detail.value.status) && <CancelButton name={name} tell={acts.tell} />}
       </div>
-      {detail.value.reason && <p class="banner">{detail.value.reason}</p>}
+      {detail.value.reason && !doesWait && <p class="banner">{detail.value.reason}</p>}
       <Trouble error={detail.error ?? acts.error} />
       {acts.said && <p class="banner soft">{acts.said}</p>}
+      {doesWait && <Waits lane={lane} name={name} />}
       <Figures detail={detail.value} />
+      {(detail.value.project || detail.value.user) && <Account lane={lane} detail={detail.value} />}
       <div class="tabs" role="navigation" aria-label="parts">
         {TABS.map(([key, title]) => (
           <a href={address(location.pathname, { tab: key })} {...(key === tab ? { "aria-current": "page" as const } : {})}>
@@ -92,6 +97,25 @@ function Figures({ detail }: { detail: Detail }) {
         ["weights", <span class="mono" title={detail.weights_sha256 ?? ""}>{detail.weights_sha256?.slice(0, 12) ?? "–"}</span>],
       ]}
     />
+  );
+}
+
+/** Who pays for it, and how that one stands. */
+function Account({ lane, detail }: { lane: string; detail: Detail }) {
+  const usage = useUsage(lane);
+  const row = usage.value?.accounts.find((one) => one.project === detail.project && one.user === detail.user);
+  const charged_h = Object.values(row?.device_hours ?? {}).reduce((sum, each) => sum + each, 0);
+  const quota = row ? quotaInWords(row.quota) : "–";
+  return (
+    <p class="small">
+      charged to <a href={address("/shares")}>{[detail.project, detail.user].filter(Boolean).join(" / ")}</a>
+      {row && (
+        <>
+          : {hours(charged_h)} of devices for all of its pipelines; {shareInWords(row)}
+          {quota !== "–" && `; quota ${quota}`}
+        </>
+      )}
+    </p>
   );
 }
 

@@ -11,15 +11,10 @@ import { of, useShown } from "./lane";
 import { announce } from "./live";
 import { PipelineName } from "./parts";
 import { address, go } from "./place";
-import type { Page, Queue, Submission, Waiting, Why } from "./shapes";
+import type { Page, Queue, Submission, Waiting } from "./shapes";
+import { WouldStart, tokenInWords } from "./waits";
 import { count, seconds } from "./words";
 
-const TOKENS: Record<string, string> = {
-  held: "held",
-  no_room: "no room: first in the queue",
-  behind: "no room: behind the first",
-  reserved_for: "room is kept for the first",
-};
 const AGAIN_MS = 5000;
 
 export function QueuePage() {
@@ -120,7 +115,7 @@ function Row({ lane, waiting, isChosen, choose, now_s, acts }: { lane: string; w
         <PipelineName name={name} />
       </td>
       <td class="wide">
-        <b>{TOKENS[waiting.token] ?? waiting.token}</b>
+        <b>{tokenInWords(waiting.token)}</b>
         {waiting.reason && <div class="why">{waiting.reason}</div>}
         {isChosen ? (
           <WouldStart lane={lane} name={name} />
@@ -141,27 +136,6 @@ function Row({ lane, waiting, isChosen, choose, now_s, acts }: { lane: string; w
       </td>
     </tr>
   );
-}
-
-/** The changes that the controller has tried, the cheapest first. */
-function WouldStart({ lane, name }: { lane: string; name: string }) {
-  const why = useData<Why>(`/pipelines/${of(lane, name)}/why`, [`queue:${lane}`, `pipeline:${lane}`]);
-  if (!why.value) return <Trouble error={why.error} />;
-  if (why.value.token === null) return <div class="why">It waits no longer.</div>;
-  const changes = why.value.would_start_now_if;
-  return (
-    <ul class="would">
-      {changes.length === 0 && <li>No small change would start it now.</li>}
-      {changes.map((change) => (
-        <li>would start now {inWords(change)}</li>
-      ))}
-    </ul>
-  );
-}
-
-function inWords({ key, was, to }: Why["would_start_now_if"][number]): string {
-  if (key === "hold") return "if it were released";
-  return key === "without" ? `without ${to}` : `with ${key}: ${to} instead of ${was}`;
 }
 
 /** What was submitted to the lane, newest first. */

@@ -89,6 +89,8 @@ export interface Row {
   slo_slowdown: number | null;
   keeps_slo: boolean | null;
   promise: string | null;
+  project: string;
+  user: string;
   submitted_s: number | null;
   admitted_s: number | null;
   ended_s: number | null;
@@ -120,6 +122,39 @@ export interface Waiting {
   waited_s: number;
   first: string | null;
   starts_s: number | null;
+  /** Project that is charged; empty: none is said. */
+  project: string;
+  /** Its dominant share of late, and the fair one; null: nothing is counted. */
+  share: number | null;
+  fair_share: number | null;
+  is_over_share: boolean;
+}
+
+/** One project and one user of it. Hours are of one device, by pool. */
+export interface AccountRow {
+  project: string;
+  user: string;
+  weight: number;
+  guarantee: number;
+  share: number;
+  fair_share: number;
+  is_over_share: boolean;
+  device_hours: Record<string, number>;
+  /** Those of long ago forgotten. */
+  used_hours: Record<string, number>;
+  device_hours_today: number;
+  running: number;
+  waiting: number;
+  quota: { max_running: number | null; max_devices: number | null; device_hours_a_day: number | null };
+}
+
+/** What users have used; no accounts where nothing is counted. */
+export interface Usage {
+  accounts: AccountRow[];
+  at_s?: number;
+  half_life_hours?: number;
+  /** Hours for which devices were held: what all charges add up to. */
+  held_hours?: Record<string, number>;
 }
 
 export interface Queue {

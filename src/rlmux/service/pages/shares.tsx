@@ -1,0 +1,226 @@
+// Shares: what each project and user is entitled to, has used of late and is charged for, and who is over.
+//
+//   share of a project   ▇▇▇▇▇▇▏▇▇       ▏ what would be fair         charges: a row each, and what they add up to
+import { useEffect } from "preact/hooks";
+import { useData } from "./api";
+import { Trouble } from "./frame";
+import { of, useShown } from "./lane";
+import { announce } from "./live";
+import { Tiles } from "./parts";
+import type { AccountRow, Usage } from "./shapes";
+import { count, figure, percent, seconds } from "./words";
+
+const AGAIN_MS = 5000;
+
+export function SharesPage() {
+  const { lane } = useShown();
+  const usage = useUsage(lane.name);
+  const rows = usage.value?.accounts ?? [];
+  return (
+    <>
+      <div class="heading">
+        <h1>Shares</h1>
+        <span class="muted small">
+          who has used how much of lane {lane.name}, and is offered room first
+          {usage.value?.at_s != null && !lane.is_going_on && `, as it was ${seconds(usage.value.at_s)} after its begin`}
+        </span>
+      </div>
+      <Trouble error={usage.error} />
+      {usage.value && rows.length === 0 && <Nothing isGoingOn={lane.is_going_on} />}
+      {usage.value && rows.length > 0 && <Counted usage={usage.value} rows={rows} />}
+    </>
+  );
+}
+
+/** What the run says of its users, again each few seconds while it goes on. */
+export function useUsage(lane: string) {
+  const { lane: shown } = useShown();
+  useEffect(() => {
+    const timer = shown.is_going_on ? setInterval(() => announce(`usage:${lane}`), AGAIN_MS) : 0;
+    return () => clearInterval(timer);
+  }, [lane, shown.is_going_on]);
+  return useData<Usage>(`/lanes/${of(lane)}/usage`, [`usage:${lane}`, `lane:${lane}`]);
+}
+
+function Nothing({ isGoingOn }: { isGoingOn: boolean }) {
+  return (
+    <p class="empty">
+      Nothing is counted{isGoingOn ? "" : " in this run"}: no pipeline names a <code class="mono">user</code> or a <code class="mono">project</code>, and no shares are set. Pipelines are offered room as they
+      came.
+    </p>
+  );
+}
+
+function Counted({ usage, rows }: { usage: Usage; rows: readonly AccountRow[] }) {
+  const projects = [...new Set(rows.map((row) => row.project))].map((name) => rows.filter((row) => row.project === name));
+  const over = projects.filter(([first]) => first?.is_over_share).length;
+  const largest = Math.max(1e-9, ...rows.map((row) => Math.max(row.share, row.fair_share)));
+  return (
+    <>
+      <Tiles
+        tiles={[
+          ["projects", count(projects.length)],
+          ["over their share", count(over)],
+          ["running", count(sum(rows.map((row) => row.running)))],
+          ["waiting", count(sum(rows.map((row) => row.waiting)))],
+          ["charged, of one device", hours(sum(Object.values(usage.held_hours ?? {})))],
+          ...(usage.half_life_hours != null ? [["forgotten by half in", seconds(usage.half_life_hours * 3600)] as const] : []),
+        ]}
+      />
+      <h2>
+        Projects and users <small>a share is the largest part of a pool that a project has held of late, by its weight; the mark is what would be fair; hours are of one device</small>
+      </h2>
+      <div class="scroll" tabIndex={0} role="region" aria-label="projects and users">
+        <table class="shares">
+          <thead>
+            <tr>
+              <th>project</th>
+              <th>user</th>
+              <th class="number">weight</th>
+              <th class="number">guarantee</th>
+              <th>share</th>
+              <th class="number">used of late</th>
+              <th class="number">today</th>
+              <th class="number">running</th>
+              <th class="number">waiting</th>
+              <th>quota</th>
+            </tr>
+          </thead>
+          <tbody>{projects.flatMap((members) => members.map((row, place) => <Account key={`${row.project} ${row.user}`} row={row} isFirst={place === 0} largest={largest} />))}</tbody>
+        </table>
+      </div>
+      <Charged usage={usage} rows={rows} />
+    </>
+  );
+}
+
+function Account({ row, isFirst, largest }: { row: AccountRow; isFirst: boolean; largest: number }) {
+  return (
+    <tr>
+      <td class="name">{isFirst ? row.project || "–" : ""}</td>
+      <td>{row.user || "–"}</td>
+      <td class="number">{isFirst ? figure(row.weight) : ""}</td>
+      <td class="number">{isFirst ? (row.guarantee ? percent(row.guarantee) : "–") : ""}</td>
+      <td>{isFirst && <Share row={row} largest={largest} />}</td>
+      <td class="number" title={byPool(row.used_hours)}>
+        {hours(sum(Object.values(row.used_hours)))}
+      </td>
+      <td class="number">{row.quota.device_hours_a_day === null ? "–" : hours(row.device_hours_today)}</td>
+      <td class="number">{row.running}</td>
+      <td class="number">{row.waiting}</td>
+      <td class="state">{quotaInWords(row.quota)}</td>
+    </tr>
+  );
+}
+
+function Share({ row, largest }: { row: AccountRow; largest: number }) {
+  const place = (part: number) => `${(100 * part) / largest}%`;
+  return (
+    <div class="share" title={shareInWords(row)}>
+      <span class="track">
+        <i class={row.is_over_share ? "over" : ""} style={{ width: place(row.share) }} />
+        <b style={{ left: place(row.fair_share) }} />
+      </span>
+      <span class={row.is_over_share ? "bad" : ""}>
+        {figure(row.share)} {row.is_over_share ? "over" : ""}
+      </span>
+    </div>
+  );
+}
+
+/** Who pays for what: a row for each account and a column for each pool, with what it all adds up to. */
+function Charged({ usage, rows }: { usage: Usage; rows: readonly AccountRow[] }) {
+  const held = usage.held_hours ?? {};
+  const pools = [...new Set([...Object.keys(held), ...rows.flatMap((row) => Object.keys(row.device_hours))])].sort();
+  const whole = sum(Object.values(held));
+  const column = (pool: string) => sum(rows.map((row) => row.device_hours[pool] ?? 0));
+  const all = sum(pools.map(column));
+  return (
+    <>
+      <h2>
+        Who is charged <small>device-seconds of this part of the run: what computes, and of the bubbles a part each</small>
+      </h2>
+      <div class="scroll" tabIndex={0} role="region" aria-label="who is charged">
+        <table class="charged">
+          <thead>
+            <tr>
+              <th>project</th>
+              <th>user</th>
+              {pools.map((pool) => (
+                <th class="number">{pool}</th>
+              ))}
+              <th class="number">together</th>
+              <th class="number">part</th>
+            </tr>
+          </thead>
+          <tbody>
+            {rows.map((row) => (
+              <tr>
+                <td class="name">{row.project || "–"}</td>
+                <td>{row.user || "–"}</td>
+                {pools.map((pool) => (
+                  <td class="number">{deviceSeconds(row.device_hours[pool] ?? 0)}</td>
+                ))}
+                <td class="number">{deviceSeconds(sum(Object.values(row.device_hours)))}</td>
+                <td class="number">{percent(all > 0 ? sum(Object.values(row.device_hours)) / all : null)}</td>
+              </tr>
+            ))}
+          </tbody>
+          <tfoot>
+            <Line name="all of them" pools={pools} of={column} whole={all} />
+            <Line name="for which devices were held" pools={pools} of={(pool) => held[pool] ?? 0} whole={whole} />
+          </tfoot>
+        </table>
+      </div>
+      {Math.abs(all - whole) * 3600 >= 0.5 && <p class="banner">The charges do not add up to what was held: {deviceSeconds(all - whole)} device-seconds apart.</p>}
+    </>
+  );
+}
+
+function Line({ name, pools, of: at, whole }: { name: string; pools: readonly string[]; of: (pool: string) => number; whole: number }) {
+  return (
+    <tr>
+      <th colSpan={2} scope="row">
+        {name}
+      </th>
+      {pools.map((pool) => (
+        <td class="number">{deviceSeconds(at(pool))}</td>
+      ))}
+      <td class="number">
+        <b>{deviceSeconds(whole)}</b>
+      </td>
+      <td />
+    </tr>
+  );
+}
+
+/** The line of `rlmux why` on a project's share. */
+export function shareInWords({ project, user, share, fair_share, is_over_share }: Pick<AccountRow, "project" | "share" | "fair_share" | "is_over_share"> & { user?: string }): string {
+  const who = project || user || "it";
+  return `${who} ${is_over_share ? "is over its share" : "is within its share"}: ${figure(share)} of a pool of late, by its weight, where ${figure(fair_share)} is fair`;
+}
+
+export function quotaInWords(quota: AccountRow["quota"]): string {
+  const limits = [
+    quota.max_running !== null && `${quota.max_running} at once`,
+    quota.max_devices !== null && `${quota.max_devices} devices`,
+    quota.device_hours_a_day !== null && `${figure(quota.device_hours_a_day)} device-hours a day`,
+  ];
+  return limits.filter(Boolean).join(", ") || "–";
+}
+
+export function hours(value: number): string {
+  return `${value !== 0 && Math.abs(value) < 0.1 ? value.toFixed(4) : figure(value)} h`;
+}
+
+function deviceSeconds(value_h: number): string {
+  return (value_h * 3600).toLocaleString("en-US", { maximumFractionDigits: 1, minimumFractionDigits: 1 }).replace(/^-0\.0$/, "0.0");
+}
+
+function byPool(by: Readonly<Record<string, number>>): string {
+  return Object.entries(by).map(([pool, each]) => `${pool} ${hours(each)}`).join(", ");
+}
+
+function sum(values: readonly number[]): number {
+  return values.reduce((all, each) => all + each, 0);
+}
