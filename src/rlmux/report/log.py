@@ -108,6 +108,7 @@ def run_header(
         "pools": {
             pool.name: {
                 "phase": "both" if pool.serves_both_phases else pool.phase,
+                "usd_per_node_hour": pool.usd_per_node_hour,
                 "devices": [
                     list(device)
                     for index in range(pool.num_nodes or 0)

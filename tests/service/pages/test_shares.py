@@ -28,6 +28,7 @@ shares:
   projects:
     lab: {weight: 2, guarantee: 0.25, quota: {running: 1}}
 """
+NONE = "\N{EN DASH}"
 WHO = (("one", "ann", "lab"), ("two", "ann", "lab"), ("three", "bob", ""), ("four", "carol", "lab"))
 
 
@@ -78,9 +79,9 @@ def test_the_page_has_the_rows_of_rlmux_usage_and_the_charges_are_what_was_held(
     assert [(row[0], row[1], row[2], row[3]) for row in rows] == [
         ("lab", "ann", "2", "25 %"),
         ("", "carol", "", ""),
-        ("bob", "bob", "1", "–"),
+        ("bob", "bob", "1", NONE),
     ]
-    assert [row[9] for row in rows] == ["1 at once", "1 at once", "–"]
+    assert [row[9] for row in rows] == ["1 at once", "1 at once", NONE]
     assert "over" in rows[0][4]
     asked = service.get("/lanes/cpu/usage")
     charged = sum(sum(one["device_hours"].values()) for one in asked["accounts"])

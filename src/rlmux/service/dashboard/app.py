@@ -21,6 +21,7 @@ from rlmux.service.dashboard import pages
 from rlmux.service.dashboard.access import LONGEST_SESSION_S, TOKEN_NAME, Access, Limits, Who, token_of
 from rlmux.service.dashboard.audit import Audit
 from rlmux.service.dashboard.control import Control
+from rlmux.service.dashboard.cost import CostReads
 from rlmux.service.dashboard.door import Address, Asked, Door, Told, get, line, one_of, whole, words
 from rlmux.service.dashboard.gate import Gate, Hosts
 from rlmux.service.dashboard.indexing import Indexing
@@ -84,7 +85,7 @@ class Dashboard:
         scrape = Scrape(reads)
         self._control = Control(reads)
         read = table(reads, Streams(reads, watch, self.access), self._sessions, scrape)
-        others = (TimelineReads(reads), SampleReads(reads), Questions(reads), self._control)
+        others = (TimelineReads(reads), CostReads(reads), SampleReads(reads), Questions(reads), self._control)
         self.addresses = (*read, *(address for other in others for address in other.addresses()), *more)
         door = Door(self.access, self._sessions.cookie_name, scrape.observe, Audit(token_folder))
         server.mount("", door.router(self.addresses))

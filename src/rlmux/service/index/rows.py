@@ -39,7 +39,11 @@ def lane_row(follower: Follower, look: Look, pipelines: Mapping[str, Mapping[str
         "is_over": history.is_over,
         "makespan_s": makespan_s,
         "pools": {
-            name: {"phase": pool.get("phase"), "devices": len(pool.get("devices", ()))}
+            name: {
+                "phase": pool.get("phase"),
+                "devices": len(pool.get("devices", ())),
+                "usd_per_node_hour": pool.get("usd_per_node_hour"),
+            }
             for name, pool in (history.header.get("pools") or {}).items()
         },
         "num_devices": len(every),

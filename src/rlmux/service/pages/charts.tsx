@@ -142,6 +142,76 @@ function lay(host: HTMLElement, curves: readonly [Curve, Curve], colours: readon
   );
 }
 
+export interface Line {
+  name: string;
+  values: Values;
+  dash: number[];
+  /** Of the first line, which is also filled. */
+  isMain?: boolean;
+}
+
+/** Lines over time, told apart by their dashes as much as by their colours; the words beside say what each is. */
+export function Lines({ label, x, lines, moment, value }: { label: string; x: Values; lines: readonly Line[]; moment: (at_s: number) => string; value: (value: number | null | undefined) => string }) {
+  const reading = useRef<HTMLSpanElement>(null);
+  const say = (at: number | null | undefined) => lines.map((line) => `${line.name} ${value(line.values[at ?? line.values.length - 1])}`).join(" · ");
+  const box = usePlot(
+    (host) => {
+      const theme = themeColours();
+      const axis = { stroke: theme.muted, grid: { stroke: theme.line, width: 1 }, ticks: { show: false }, font: "11px system-ui,sans-serif" };
+      const strokeOf = (line: Line) => (line.isMain ? (theme.pipelines[0] ?? theme.ink) : theme.ink);
+      return new uPlot(
+        {
+          width: host.clientWidth,
+          height: HEIGHT,
+          legend: { show: false },
+          cursor: { y: false, points: { size: 6 } },
+          scales: { x: { time: false }, y: { range: (_, __, high) => [0, (high || 1) * 1.08] } },
+          series: [
+            {},
+            ...lines.map((line) => ({
+              stroke: strokeOf(line),
+              width: line.isMain ? 2 : 1.4,
+              dash: line.dash,
+              points: { show: line.values.length < 2 },
+              ...(line.isMain && { fill: `color-mix(in srgb, ${strokeOf(line)} 14%, transparent)` }),
+            })),
+          ],
+          axes: [{ ...axis, size: 24, values: (_, ticks) => ticks.map(moment) }, { ...axis, size: 54, values: (_, ticks) => ticks.map((tick) => value(tick)) }],
+          hooks: {
+            setCursor: [
+              (plot) => {
+                const at = plot.cursor.idx;
+                if (reading.current) reading.current.textContent = (at == null ? "at the end: " : `${moment(x[at] ?? 0)}: `) + say(at);
+              },
+            ],
+          },
+        },
+        [x, ...lines.map((line) => line.values)] as uPlot.AlignedData,
+        host,
+      );
+    },
+    [x, ...lines.map((line) => line.values)],
+  );
+  return (
+    <section class="chart lines" aria-label={label}>
+      <h3>
+        <span class="legend">
+          {lines.map((line) => (
+            <span>
+              <svg width="26" height="8" aria-hidden="true">
+                <line x1="0" y1="4" x2="26" y2="4" stroke={line.isMain ? "var(--p0)" : "var(--ink)"} stroke-width={line.isMain ? 2.5 : 1.5} stroke-dasharray={line.dash.join(" ")} />
+              </svg>{" "}
+              {line.name}
+            </span>
+          ))}
+        </span>
+        <span ref={reading}>at the end: {say(null)}</span>
+      </h3>
+      <div ref={box} />
+    </section>
+  );
+}
+
 /** A little room above and below; around a constant, a range that shows it as one. */
 function rangeOf(_: uPlot, low: number | null, high: number | null): [number, number] {
   if (low === null || high === null) return [0, 1];

@@ -1,6 +1,7 @@
 // Fleet, the first page: is the hardware working, which pipeline is in trouble, what does each device do now.
 import { post, useData } from "./api";
 import { paintOf } from "./colours";
+import { CostOverTime } from "./cost";
 import { Trouble } from "./frame";
 import { colourOf, of, useShown } from "./lane";
 import { announce } from "./live";
@@ -33,6 +34,7 @@ export function Fleet() {
         Where the time of all devices went <small>{seconds(lane.makespan_s)}{lane.state === "over" ? "" : " so far"}, {lane.num_devices} devices</small>
       </h2>
       <Charges charges={lane.charges} />
+      <CostOverTime />
       <h2>Devices</h2>
       {devices.value && <Devices devices={devices.value.items} isOver={lane.state !== "running"} />}
       <h2>Pipelines</h2>

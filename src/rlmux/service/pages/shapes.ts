@@ -157,6 +157,16 @@ export interface Usage {
   held_hours?: Record<string, number>;
 }
 
+/** What a lane cost over time; `x`: end of each bucket. `sums`: of the whole run, in dollars or device-hours. */
+export interface Cost {
+  unit: "usd_per_hour" | "devices";
+  x: number[];
+  paid: number[];
+  alone: number[];
+  computing: number[];
+  sums: { paid: number; alone: number; computing: number };
+}
+
 export interface Queue {
   now_s: number;
   items: Waiting[];

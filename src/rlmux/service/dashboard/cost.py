@@ -1,0 +1,161 @@
+"""What a lane cost over time, beside what its pipelines would have held alone and what computing alone would cost.
+
+    paid       nodes that a pipeline is pinned to, each once
+    alone      the nodes that each pipeline is pinned to, once for each of them: the price without sharing
+    computing  the busy part of the devices: with devices that are never idle the same work costs no less
+
+Each is a mean over a bucket of the index's tiles, in dollars an hour; in devices where no pool has a price.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from rlmux.service.dashboard.door import Address, Asked, get
+from rlmux.service.dashboard.reads import Reads
+from rlmux.service.index.columns import Array
+from rlmux.service.index.store import IndexReader
+from rlmux.service.index.tiles import LEVELS
+
+MOST_BUCKETS = 480
+
+
+class CostReads:
+    """The handler."""
+
+    def __init__(self, reads: Reads) -> None:
+        self._reads = reads
+
+    def addresses(self) -> tuple[Address, ...]:
+        return (get("/lanes/{lane}/cost", self.cost),)
+
+    def cost(self, asked: Asked) -> Any:
+        """{"unit": `usd_per_hour` or `devices`, "x": ends of buckets in seconds, "paid", "alone", "computing", "sums"}.
+
+        `sums`: of the whole run, in dollars or device-hours. Alone a pipeline would have been over sooner: its time is
+        divided by its mean slowdown.
+        """
+        with self._reads.open(asked.path["lane"]) as reader:
+            start_s, end_s = float(reader.facts["start_s"]), float(reader.facts["end_s"])
+            edges_s, level, first = _edges(start_s, end_s)
+            nodes, is_priced = _nodes(reader)
+            found = reader.rows("SELECT pipeline, nodes, start_s, end_s FROM pin ORDER BY number")
+            pins = [
+                Pin(pipeline, json.loads(names), float(begin_s), min(float(over_s), end_s))
+                for pipeline, names, begin_s, over_s in found
+            ]
+            slowdowns = _slowdowns(reader)
+            busy = reader.planes(level, first, len(edges_s) - 1).busy / 255.0
+            prices = np.array([nodes[node][0] for node in _nodes_of_devices(reader)])
+            widths_s = np.diff(np.clip(edges_s, start_s, end_s))
+            bucket_s = LEVELS[level]
+            series = {
+                "paid": _mean(_merged(pins, nodes), edges_s, widths_s),
+                "alone": _mean(_each(pins, nodes), edges_s, widths_s),
+                "computing": np.divide(
+                    prices @ busy * bucket_s, widths_s, out=np.zeros(len(widths_s)), where=widths_s > 0
+                ),
+            }
+            return {
+                "unit": "usd_per_hour" if is_priced else "devices",
+                "x": np.clip(edges_s[1:], start_s, end_s).tolist(),
+                **{name: values.tolist() for name, values in series.items()},
+                "sums": {
+                    **{name: float(values @ widths_s) / 3600.0 for name, values in series.items()},
+                    "alone": sum(
+                        price * (over_s - begin_s) / slowdowns.get(pin.pipeline, 1.0) / 3600.0
+                        for pin in pins
+                        for begin_s, over_s, price in _each([pin], nodes)
+                    ),
+                },
+                "as_of_seq": reader.seq,
+            }
+
+
+class Pin(NamedTuple):
+    """A pipeline's nodes, and when it held them."""
+
+    pipeline: str
+    nodes: Sequence[str]
+    begin_s: float
+    over_s: float
+
+
+Held = tuple[float, float, float]
+"""From, until, and the price of what was held, an hour."""
+
+
+def _edges(start_s: float, end_s: float) -> tuple[Array, int, int]:
+    """Edges of the buckets that touch a run, their level and the number of the first."""
+    for level, width_s in enumerate(LEVELS):
+        first, last = math.floor(start_s / width_s), max(math.ceil(end_s / width_s), math.floor(start_s / width_s) + 1)
+        if last - first <= MOST_BUCKETS or level + 1 == len(LEVELS):
+            return np.arange(first, last + 1) * width_s, level, first
+    raise AssertionError("there is a level")
+
+
+def _nodes(reader: IndexReader) -> tuple[dict[str, tuple[float, float]], bool]:
+    """(price of each device, of the whole node) by node, and whether they are dollars: else each device is 1."""
+    pools: Mapping[str, Any] = reader.facts["lane"]["pools"]
+    usd = {name: float(pool.get("usd_per_node_hour") or 0.0) for name, pool in pools.items()}
+    is_priced = any(usd.values())
+    names = _nodes_of_devices(reader)
+    num = {name: names.count(name) for name in names}
+    whole = {name: usd.get(_pool_of(name), 0.0) if is_priced else float(num[name]) for name in num}
+    return {name: (whole[name] / num[name], whole[name]) for name in num}, is_priced
+
+
+def _nodes_of_devices(reader: IndexReader) -> list[str]:
+    return [str(json.loads(text)["node"]) for (text,) in reader.rows("SELECT json FROM device ORDER BY place")]
+
+
+def _pool_of(node: str) -> str:
+    return node.rpartition("-")[0]
+
+
+def _slowdowns(reader: IndexReader) -> dict[str, float]:
+    """Mean slowdown of each pipeline's steps, at least 1; of those that have ended a step."""
+    rows = (json.loads(text) for (text,) in reader.rows("SELECT json FROM pipeline"))
+    return {row["name"]: max(1.0, row["step_slowdown"]) for row in rows if row["step_slowdown"] is not None}
+
+
+def _each(pins: Iterable[Pin], nodes: Mapping[str, tuple[float, float]]) -> list[Held]:
+    """Each node once for each pipeline that is pinned to it."""
+    return [(pin.begin_s, pin.over_s, nodes[node][1]) for pin in pins for node in pin.nodes if node in nodes]
+
+
+def _merged(pins: Iterable[Pin], nodes: Mapping[str, tuple[float, float]]) -> list[Held]:
+    """Each node once, as long as any pipeline is pinned to it."""
+    spans: dict[str, list[tuple[float, float]]] = {}
+    for pin in pins:
+        for node in pin.nodes:
+            spans.setdefault(node, []).append((pin.begin_s, pin.over_s))
+    merged: list[Held] = []
+    for node, its in spans.items():
+        if node not in nodes:
+            continue
+        until_s = -math.inf
+        for begin_s, over_s in sorted(its):
+            if over_s > until_s:
+                merged.append((max(begin_s, until_s), over_s, nodes[node][1]))
+                until_s = over_s
+    return merged
+
+
+def _mean(held: Sequence[Held], edges_s: Array, widths_s: Array) -> Array:
+    """The mean price of what was held in each bucket. `widths_s`: the part of each bucket that is of the run."""
+    if not held:
+        return np.zeros(len(widths_s))
+    times_s = np.array([[begin_s, over_s] for begin_s, over_s, _ in held]).ravel()
+    steps = np.array([[price, -price] for *_, price in held]).ravel()
+    order = np.argsort(times_s, kind="stable")
+    times_s, levels = times_s[order], np.cumsum(steps[order])
+    sums = np.concatenate([[0.0], np.cumsum(levels[:-1] * np.diff(times_s))])
+    at = np.interp(edges_s, times_s, sums)
+    mean: Array = np.divide(np.diff(at), widths_s, out=np.zeros(len(widths_s)), where=widths_s > 0)
+    return mean

@@ -1,0 +1,41 @@
+// What a lane costs an hour, beside the price of the same pipelines alone and of what computes; in devices without prices.
+import { useData } from "./api";
+import { Lines } from "./charts";
+import { Trouble } from "./frame";
+import { of, useShown } from "./lane";
+import type { Cost } from "./shapes";
+import { figure, moment, percent } from "./words";
+
+export function CostOverTime() {
+  const { lane } = useShown();
+  const cost = useData<Cost>(`/lanes/${of(lane.name)}/cost`, [`lane:${lane.name}`]);
+  if (!cost.value) return <Trouble error={cost.error} />;
+  const { unit, x, paid, alone, computing, sums } = cost.value;
+  if (sums.paid === 0) return null;
+  const isPriced = unit === "usd_per_hour";
+  const whole = (value: number) => (isPriced ? `$${figure(value)}` : `${figure(value)} device-hours`);
+  const rate = (value: number | null | undefined) => (isPriced ? `$${figure(value)}` : figure(value));
+  const saved = sums.alone > 0 ? 1 - sums.paid / sums.alone : 0;
+  return (
+    <>
+      <h2>
+        {isPriced ? "Dollars an hour" : "Devices held"}{" "}
+        <small>
+          {whole(sums.paid)} in all; each pipeline alone, and as much sooner: {whole(sums.alone)}
+          {saved >= 0.0005 && ` (${percent(saved)} saved)`}; what computed: {whole(sums.computing)}
+        </small>
+      </h2>
+      <Lines
+        label={isPriced ? "dollars an hour" : "devices held"}
+        x={x}
+        lines={[
+          { name: isPriced ? "paid" : "held", values: paid, dash: [], isMain: true },
+          { name: "alone", values: alone, dash: [7, 4] },
+          { name: "computing", values: computing, dash: [2, 3] },
+        ]}
+        moment={(at_s) => moment(at_s, x.at(-1) ?? 0)}
+        value={rate}
+      />
+    </>
+  );
+}
