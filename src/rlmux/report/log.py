@@ -39,6 +39,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
+from itertools import product
 from itertools import repeat
 from operator import itemgetter
 from pathlib import Path
@@ -47,7 +48,7 @@ from typing import Any, Literal, NamedTuple, cast
 from rlmux.core.actions import Action
 from rlmux.core.errors import LogError, UserError
 from rlmux.core.events import Event
-from rlmux.core.model import Cluster, NodeId
+from rlmux.core.model import Cluster
 from rlmux.report import codec
 from rlmux.report.blocks import PROGRESS, Block, Row, Rows, pack, unpack
 from rlmux.report.folder_lock import FolderLock
@@ -110,9 +111,7 @@ def run_header(
                 "phase": "both" if pool.serves_both_phases else pool.phase,
                 "usd_per_node_hour": pool.usd_per_node_hour,
                 "devices": [
-                    list(device)
-                    for index in range(pool.num_nodes or 0)
-                    for device in pool.devices(NodeId(pool.name, index))
+                    [pool.name, *at] for at in product(range(pool.num_nodes or 0), range(pool.devices_per_node))
                 ],
             }
             for pool in pools
