@@ -39,8 +39,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
-from itertools import product
-from itertools import repeat
+from itertools import product, repeat
 from operator import itemgetter
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, cast

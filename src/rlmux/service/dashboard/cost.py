@@ -87,7 +87,7 @@ class Pin(NamedTuple):
 
 
 Held = tuple[float, float, float]
-"""From, until, and the price of what was held, an hour."""
+"""Begin and end in seconds, and the price an hour, of what was held."""
 
 
 def _edges(start_s: float, end_s: float) -> tuple[Array, int, int]:
