@@ -53,7 +53,7 @@ ROOMS: dict[str, tuple[set[str], set[str]]] = {
         {"pydantic", "pydantic_core", "annotated_types", "yaml"},
     ),
     # What a run elsewhere is asked, in its folder or over HTTP: the command line and the Python names share it.
-    "client": ({"core", "report", "runtime", "config"}, {"httpx", "yaml"}),
+    "client": ({"core", "report", "runtime", "config"}, {"httpx", "yaml", "wandb", "mlflow", "trackio"}),
     "api": ({"core", "policies", "report", "sim", "runtime", "config", "plugins", "client"}, {"yaml", "pandas"}),
     "cli": (
         {
@@ -70,6 +70,7 @@ ONLY_IN = {
     "peft": lambda module: module == "engines.lora",
     "torchao": lambda module: module == "engines.moments",
     "ortools": lambda module: module == "policies.planning.exact_schedule",
+    **dict.fromkeys(("wandb", "mlflow", "trackio"), lambda module: module == "client.trackers"),
 }
 EVERYWHERE = {"rlmux"}
 """The package itself, for its version."""

@@ -16,6 +16,7 @@ from typing import Any, TextIO
 
 from rlmux.cli import tables
 from rlmux.client.target import target_of
+from rlmux.client.trackers import TRACKERS, Origin, check_installed, tracker_of
 from rlmux.core.errors import UserError
 
 FORMATS = ("jsonl", "csv")
@@ -107,8 +108,11 @@ def show_sample(place: str, name: str, at: str, *, as_json: bool) -> None:
 
 def export(place: str, name: str | None, to: str, out: str | None) -> None:
     """Write the table of steps, of one pipeline or of all; a file that is there gets the steps that it has not."""
+    if to in TRACKERS:
+        _export_to_tracker(place, name, to, out)
+        return
     if to not in FORMATS:
-        raise UserError(f"--to {to!r}: accepted: {', '.join(FORMATS)}")
+        raise UserError(f"--to {to!r}: accepted: {', '.join((*FORMATS, *TRACKERS))}")
     path = None if out is None else Path(out)
     known = set() if path is None else set(_known(path, to))
     with closing(target_of(place)) as target:
@@ -128,6 +132,24 @@ def export(place: str, name: str | None, to: str, out: str | None) -> None:
     except OSError as error:
         raise UserError(f"--out {path}: {error.strerror}; accepted: a file that can be written") from None
     print(f"rlmux: {len(rows)} steps written to {path}, {len(known)} were there", file=sys.stderr)
+
+
+def _export_to_tracker(place: str, name: str | None, to: str, out: str | None) -> None:
+    """Tell a tracker of the steps that its files have not."""
+    check_installed(to)
+    with closing(target_of(place)) as target:
+        every, header, shown = target.steps(name), target.header(), target.status()
+    for pipeline, rows in every.items():
+        row = shown["pipelines"].get(pipeline, {})
+        config = {"run_id": header["run_id"], "policy": shown["policy"], "pipeline": pipeline}
+        config |= {key: row[key] for key in ("num_steps", "promise") if row.get(key) is not None}
+        origin = Origin(run_id=header["run_id"], created=header["created"], pipeline=pipeline, config=config)
+        tracker = tracker_of(to, out, origin)
+        known = tracker.known()
+        new = [one for one in rows if one["step"] not in known]
+        if new:
+            tracker.add(new)
+        print(f"rlmux: {pipeline}: {len(new)} steps written to {to}, {len(known)} were there", file=sys.stderr)
 
 
 _COLUMNS = ("pipeline", "step", "end_s", "seconds", "solo_s", "slowdown", "weights_sha256", "metrics", "stages")

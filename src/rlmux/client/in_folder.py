@@ -89,6 +89,10 @@ class InFolder:
             raise UserError(f"no pipeline {name!r}; accepted: {', '.join(every) or 'none yet'}")
         return {name: every[name]}
 
+    def header(self) -> dict[str, Any]:
+        with LogReader(self._folder) as log:
+            return {key: log.header.get(key) for key in ("run_id", "created")}
+
     def _samples_of(self, name: str) -> SampleReader:
         known = self.status()["pipelines"]
         if name not in known:

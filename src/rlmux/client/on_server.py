@@ -142,6 +142,10 @@ class OnServer:
             if told["is_end"] or not told["text"]:
                 return text, position
 
+    def header(self) -> dict[str, Any]:
+        lane = self._ask("GET", f"/lanes/{self._lane}")
+        return {key: lane.get(key) for key in ("run_id", "created")}
+
     def usage(self) -> dict[str, Any]:
         told: dict[str, Any] = self._ask("GET", f"/lanes/{self._lane}/usage")
         return told

@@ -52,6 +52,9 @@ class Target(Protocol):
     def steps(self, name: str | None) -> dict[str, list[dict[str, Any]]]:
         """The table of a pipeline's steps, or those of all, by name."""
 
+    def header(self) -> dict[str, Any]:
+        """`run_id` and `created` (RFC 3339) of the run."""
+
     def log(self, name: str, position: int) -> tuple[str, int]:
         """(what the pipeline's workers printed from this byte on, the byte behind it)."""
 

@@ -67,7 +67,12 @@ class MetricsWriter:
             for name, value in metrics.items():
                 if value is None:
                     continue  # nothing was there to measure in this step
-                writer.add_scalar(_TAGS.get(name, f"train/{name}"), value, step)
+                writer.add_scalar(tag_of(name), value, step)
+
+
+def tag_of(name: str) -> str:
+    """A metric's name where curves of several programs are shown beside each other."""
+    return _TAGS.get(name, f"train/{name}")
 
 
 def _last_whole_step(path: Path) -> int:

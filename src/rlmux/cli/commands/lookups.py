@@ -82,9 +82,10 @@ def alerts(
 def export(
     place: Place,
     name: Annotated[str | None, typer.Argument(metavar="NAME", help="One of its pipelines; by default all.")] = None,
-    to: Annotated[str, typer.Option("--to", help="jsonl, csv.")] = "jsonl",
+    to: Annotated[str, typer.Option("--to", help="jsonl, csv; wandb, mlflow, trackio.")] = "jsonl",
     out: Annotated[
-        str | None, typer.Option("--out", metavar="FILE", help="File; one that is there gets what it has not.")
+        str | None,
+        typer.Option("--out", metavar="FILE", help="File, or a tracker's folder; what is there gets what it has not."),
     ] = None,
 ) -> None:
     """Write the table of steps: seconds, weights' hashes, metrics, seconds by stage.
