@@ -141,6 +141,7 @@ class _Wandb:
                 config=dict(origin.config),
                 dir=part,
                 mode="offline",
+                resume="allow",  # `wandb sync` then sends the folders of one id in order, as one run
                 settings=quiet,
             )
             for row in rows:
