@@ -7,7 +7,7 @@ import sqlite3
 import pytest
 
 from rlmux.core.errors import LogError
-from rlmux.report.samples import Sample, SampleReader, SampleWriter
+from rlmux.report.samples import Sample, SampleReader, SampleWriter, Token, whole_of
 
 
 def sample(prompt: int, place: int, answer: str = "an answer", *, reward: float = 0.0, **fields) -> Sample:
@@ -66,6 +66,39 @@ def test_a_trajectory_comes_back_with_all_that_was_said(writer, tmp_path):
         ("model", "ask ?"), ("environment", "42\n"), ("model", "<script>"),
     ]  # fmt: skip
     assert (one["advantage"], one["first_version"], one["last_version"]) == (-0.5, 3, 6)
+
+
+def test_tokens_come_back_by_turn_with_their_versions_and_log_probs_in_half_precision(writer, tmp_path):
+    turns = ((True, "carry"), (False, "42"), (True, " one"))
+    tokens = ((Token("ca", -0.25, 6), Token("rry\ud800", -1e9, 7)), (Token(" one", -3.001, 7),))
+    writer.add(7, [sample(5, 3, turns=turns, tokens_by_turn=tokens), sample(5, 4)])
+    with SampleReader(tmp_path / "samples.db") as reader:
+        one, other = whole_of(reader, 7, 5, 3), whole_of(reader, 7, 5, 4)
+    first, between, second = one["said"]
+    assert first["tokens"][0] == {"text": "ca", "logprob": -0.25, "version": 6}
+    assert (first["tokens"][1]["text"], first["tokens"][1]["version"]) == ("rry?", 7)
+    assert first["tokens"][1]["logprob"] < -50000
+    assert second["tokens"][0]["logprob"] == pytest.approx(-3.001, rel=1e-3)
+    assert "tokens" not in between
+    assert "tokens" not in other["said"][0]
+    writer.add(7, [sample(5, 3)])
+    with SampleReader(tmp_path / "samples.db") as reader:
+        assert "tokens" not in reader.one(7, 5, 3)["said"][0]
+
+
+def test_a_file_without_tokens_of_an_earlier_version_is_read_and_goes_on(writer, tmp_path):
+    writer.add(1, [sample(0, 0)])
+    writer.close()
+    with sqlite3.connect(tmp_path / "samples.db") as connection:
+        connection.execute("DROP TABLE token")
+    connection.close()
+    with SampleReader(tmp_path / "samples.db") as reader:
+        assert reader.one(1, 0, 0)["said"][0]["text"] == "an answer"
+    later = SampleWriter(tmp_path / "samples.db")
+    later.add(2, [sample(0, 0, tokens_by_turn=((Token("a", -1.0, 1),),))])
+    later.close()
+    with SampleReader(tmp_path / "samples.db") as reader:
+        assert reader.one(2, 0, 0)["said"][0]["tokens"] == [{"text": "a", "logprob": -1.0, "version": 1}]
 
 
 def test_a_step_that_is_done_again_replaces_what_was_kept_of_it(writer, tmp_path):

@@ -41,6 +41,9 @@ def test_what_was_said_is_kept_turn_by_turn(tmp_path):
         ("model", "ask"), ("environment", "told"), ("model", "so"),
     ]  # fmt: skip
     assert (one["reward"], one["advantage"], one["tokens"]) == (0.25, 0.5, 10)
+    texts = [[token["text"] for token in turn["tokens"]] for turn in one["said"] if turn["role"] == "model"]
+    assert texts == [["a", "s", "k"], ["s", "o", ""]]
+    assert one["said"][0]["tokens"][0] == {"text": "a", "logprob": 0.0, "version": 0}
 
 
 def test_nothing_but_the_file_itself_is_left_beside_a_run(tmp_path):

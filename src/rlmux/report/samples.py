@@ -5,6 +5,7 @@
     trajectory   numbers of each, by (step, prompt, sample)
     body         its prompt and turns, compressed
     words        an index of the words in them; it holds no text
+    token        the tokens that its model sampled: text and log-prob of each, compressed
 
 A step that is done again replaces what was kept of it. Where the file would outgrow its bound, whole old steps go
 first. Nothing depends on the file: it may be deleted, and a step whose trajectories could not be kept is a step all
@@ -18,11 +19,12 @@ import json
 import os
 import re
 import sqlite3
+import struct
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from rlmux.core.errors import LogError
 from rlmux.report.segments import query_only
@@ -37,6 +39,10 @@ _LONG_END = re.compile(r"\w{3}$")
 """End of a search that stands for all words that begin so: fewer letters would stand for too many."""
 _START_CHARS = 160
 """Characters of an answer that a list shows."""
+_LEAST_LOGPROB = -60000.0
+"""Half-precision floats end near 65504."""
+_TOKENS = "CREATE TABLE IF NOT EXISTS token (id INTEGER PRIMARY KEY, texts BLOB NOT NULL, figures BLOB NOT NULL)"
+"""Files of earlier versions have none; they get one when they are written to."""
 _TABLES = f"""
 PRAGMA user_version = {_VERSION};
 CREATE TABLE trajectory (id INTEGER PRIMARY KEY, reward REAL NOT NULL, advantage REAL NOT NULL, stop TEXT NOT NULL,
@@ -60,6 +66,8 @@ class Sample:
     prompt_text: str
     turns: Sequence[tuple[bool, str]]
     """(whether the model said it, text), in order."""
+    tokens_by_turn: Sequence[Sequence[Token]] = ()
+    """Tokens of each turn that the model said, in order; empty where they are not kept."""
     reward: float
     advantage: float
     stop: str
@@ -71,6 +79,17 @@ class Sample:
     first_version: int
     last_version: int
     """Oldest and newest weight version that made a token."""
+
+
+class Token(NamedTuple):
+    """A token that the model sampled."""
+
+    text: str
+    """Its own text; a letter that several tokens make together is a sign of what has no text."""
+    logprob: float
+    """Log-probability of the rollout engine when it was sampled."""
+    version: int
+    """Weight version that made it."""
 
 
 class SampleWriter:
@@ -85,6 +104,7 @@ class SampleWriter:
             self._connection.execute("PRAGMA synchronous = OFF")  # the run does not need it, and never waits for it
             if self._version() != _VERSION:
                 self._connection.executescript("BEGIN;" + _TABLES + "COMMIT;")
+            self._connection.execute(_TOKENS)
         except BaseException:  # an interrupt, too, leaves no open connection; it goes on up
             self._connection.close()
             raise
@@ -116,6 +136,8 @@ class SampleWriter:
         text = _clean(json.dumps([sample.prompt_text, *map(list, sample.turns)], ensure_ascii=False))
         self._connection.execute("INSERT INTO body VALUES (?, ?)", (id, zlib.compress(text.encode(), 3)))
         self._connection.execute("INSERT INTO words (rowid, prompt, answer) VALUES (?, ?, ?)", (id, *_words_of(text)))
+        if sample.tokens_by_turn:
+            self._connection.execute("INSERT INTO token VALUES (?, ?, ?)", (id, *_packed(sample.tokens_by_turn)))
 
     def _drop(self, first_step: int, last_step: int) -> None:
         bounds = (id_of(first_step, 0, 0), id_of(last_step, _LAST_PLACE, _LAST_PLACE))
@@ -125,7 +147,7 @@ class SampleWriter:
             self._connection.execute(
                 "INSERT INTO words (words, rowid, prompt, answer) VALUES ('delete', ?, ?, ?)", (id, *words)
             )
-        for table in ("trajectory", "body"):
+        for table in ("trajectory", "body", "token"):
             self._connection.execute(f"DELETE FROM {table} WHERE id BETWEEN ? AND ?", bounds)
 
     def _prune(self, newest: int) -> None:
@@ -193,9 +215,38 @@ class SampleReader:
         (data,) = self._connection.execute("SELECT data FROM body WHERE id = ?", (id,)).fetchone()
         prompt_text, *turns = json.loads(zlib.decompress(data))
         said = [{"role": "model" if is_model else "environment", "text": text} for is_model, text in turns]
+        of_model = (turn for turn in said if turn["role"] == "model")
+        for turn, tokens in zip(of_model, self._tokens(id), strict=False):
+            turn["tokens"] = [token._asdict() for token in tokens]
         return {**_row(found), "prompt_text": prompt_text, "said": said}
 
+    def _tokens(self, id: int) -> list[list[Token]]:
+        """Tokens of each turn of the model; none where they were not kept."""
+        has_table = self._connection.execute("SELECT 1 FROM sqlite_master WHERE name = 'token'").fetchone()
+        found = (
+            has_table and self._connection.execute("SELECT texts, figures FROM token WHERE id = ?", (id,)).fetchone()
+        )
+        return _unpacked(*found) if found else []
 
+
+def _packed(tokens_by_turn: Sequence[Sequence[Token]]) -> tuple[bytes, bytes]:
+    """(texts as JSON, log-probs in half precision and versions as whole numbers), compressed."""
+    texts = _clean(json.dumps([[token.text for token in turn] for turn in tokens_by_turn], ensure_ascii=False))
+    flat = [token for turn in tokens_by_turn for token in turn]
+    logprobs = struct.pack(f"<{len(flat)}e", *(max(_LEAST_LOGPROB, token.logprob) for token in flat))
+    versions = struct.pack(f"<{len(flat)}I", *(token.version for token in flat))
+    return zlib.compress(texts.encode(), 3), zlib.compress(logprobs + versions, 3)
+
+
+def _unpacked(texts: bytes, figures: bytes) -> list[list[Token]]:
+    turns = json.loads(zlib.decompress(texts))
+    num, data = sum(map(len, turns)), zlib.decompress(figures)
+    figured = zip(struct.unpack_from(f"<{num}e", data), struct.unpack_from(f"<{num}I", data, 2 * num), strict=True)
+    return [[Token(text, *next(figured)) for text in turn] for turn in turns]
+
+
+MAX_TOKENS = 8192
+"""Tokens of a turn that are told."""
 MAX_TEXT = 65536
 """Characters of a prompt, and of a turn, that are told."""
 
@@ -218,7 +269,10 @@ def whole_of(reader: SampleReader, step: int, prompt: int, sample: int) -> dict[
     if found is None:
         return None
     group = reader.find({"step": step, "prompt": prompt}, sort="step", limit=500)
-    said = [{**turn, **_cut("text", turn["text"])} for turn in found.pop("said")]
+    said = [
+        {**turn, **_cut("text", turn["text"]), **({"tokens": turn["tokens"][:MAX_TOKENS]} if "tokens" in turn else {})}
+        for turn in found.pop("said")
+    ]
     return {
         **found,
         **_cut("prompt_text", found["prompt_text"]),

@@ -15,7 +15,7 @@ from contextlib import closing
 from itertools import groupby
 from pathlib import Path
 
-from rlmux.report.samples import Sample, SampleWriter
+from rlmux.report.samples import Sample, SampleWriter, Token
 from rlmux.rl.types import TrainingBatch, Trajectory
 from rlmux.rl.vocabulary import Vocabulary
 
@@ -30,6 +30,8 @@ class SampleKeeper:
         self._path = path
         self._vocabulary = vocabulary
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="samples")
+        self._texts: dict[int, str] = {}
+        """Text of each token that was seen."""
         self._is_room = threading.BoundedSemaphore(_MAX_WAITING)
 
     def keep(self, batch: TrainingBatch) -> None:
@@ -59,6 +61,7 @@ class SampleKeeper:
                 sample=trajectory.id.sample,
                 prompt_text=self._vocabulary.decode(trajectory.prompt_tokens),
                 turns=self._turns(trajectory),
+                tokens_by_turn=self._tokens(trajectory),
                 reward=trajectory.reward,
                 advantage=advantage,
                 stop=trajectory.stop_reason,
@@ -74,6 +77,20 @@ class SampleKeeper:
             (is_sampled, self._vocabulary.decode([token for token, _ in part]))
             for is_sampled, part in groupby(marked, key=lambda pair: pair[1])
         ]
+
+    def _tokens(self, trajectory: Trajectory) -> list[list[Token]]:
+        """Tokens of each turn of the model."""
+        per_token = zip(trajectory.is_sampled, trajectory.tokens, trajectory.logprobs, trajectory.versions, strict=True)
+        return [
+            [Token(self._text_of(token), logprob, version) for _, token, logprob, version in part]
+            for is_sampled, part in groupby(per_token, key=lambda one: one[0])
+            if is_sampled
+        ]
+
+    def _text_of(self, token: int) -> str:
+        if token not in self._texts:
+            self._texts[token] = self._vocabulary.decode([token])
+        return self._texts[token]
 
 
 def _tell(step: int, reason: str) -> None:

@@ -4,6 +4,7 @@ import { useEffect, useState } from "preact/hooks";
 import { Trouble } from "./frame";
 import { useKeys } from "./keys";
 import { visible } from "./log";
+import { TokenLegend, Tokens } from "./tokens";
 import { amend, usePlace } from "./place";
 import type { Found, Sample, SamplePage } from "./shapes";
 import { count, figure } from "./words";
@@ -129,7 +130,11 @@ function One({ path, place }: { path: string; place: string }) {
     if (found.value) keep(found.value);
   }, [found.value]);
   const one = found.value ?? (found.error ? null : kept);
+  const { query } = usePlace();
+  const isByToken = query.get("tokens") === "1";
+  useKeys([{ keys: "t", does: "the trajectory by tokens, or as text", run: () => amend({ tokens: isByToken ? null : "1" }) }]);
   if (!one) return <Trouble error={found.error} />;
+  const hasTokens = one.said.some((turn) => turn.tokens);
   return (
     <section class="sample" aria-label={`trajectory ${place}`}>
       <p class="small">
@@ -137,12 +142,18 @@ function One({ path, place }: { path: string; place: string }) {
         {one.stop === "length" ? "its length" : "a stop"} · weights of version {one.first_version === one.last_version ? one.last_version : `${one.first_version} to ${one.last_version}`}
       </p>
       <Group one={one} />
+      {hasTokens && (
+        <button aria-pressed={isByToken} onClick={() => amend({ tokens: isByToken ? null : "1" })} title="by tokens (t)">
+          By tokens
+        </button>
+      )}
+      {isByToken && hasTokens && <TokenLegend />}
       <h2>Prompt</h2>
       <pre class="text" tabIndex={0}>{visible(one.prompt_text)}</pre>
       {one.said.map((turn) => (
         <>
           <h2>{turn.role === "model" ? "Model" : "Environment"}</h2>
-          <pre class={`text ${turn.role}`} tabIndex={0}>{visible(turn.text) || "(nothing that is text)"}</pre>
+          {isByToken && turn.tokens ? <Tokens tokens={turn.tokens} /> : <pre class={`text ${turn.role}`} tabIndex={0}>{visible(turn.text) || "(nothing that is text)"}</pre>}
           {turn.is_cut && <p class="muted small">There is more; this is its beginning.</p>}
         </>
       ))}

@@ -220,9 +220,16 @@ export interface SamplePage extends Page<Found> {
   last_step: number | null;
 }
 
+/** A token that the model sampled, with the rollout engine's log-prob and the weight version that made it. */
+export interface Token {
+  text: string;
+  logprob: number;
+  version: number;
+}
+
 export interface Sample extends Found {
   prompt_text: string;
-  said: { role: "model" | "environment"; text: string; is_cut: boolean }[];
+  said: { role: "model" | "environment"; text: string; is_cut: boolean; tokens?: Token[] }[];
   group: { sample: number; reward: number; tokens: number; stop: string }[];
 }
 
