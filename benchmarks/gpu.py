@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import hashlib
 import json
 import os
 import platform
@@ -84,6 +85,12 @@ from rlmux.sim.models.interference import InterferenceTable
 PARTS = ("curves", "interference", "switches", "engines", "pipelines")
 POLICIES = ("colocated", "solo", "fifo", "rollmux", "jigsaw", "rlmux")
 """The first is what the others are compared with."""
+OURS: Mapping[str, Mapping[str, Any]] = {
+    "rlmux": {},
+    "rlmux, no graphs": {"uses_graphs": False},
+    "rlmux, no graphs, a look after each step": {"uses_graphs": False, "steps_at_once": 1},
+}
+"""Our engine as it is used, and what each of its means on a GPU is worth; all give the same answers."""
 RESULTS = Path(__file__).parent / "results"
 QUICK_SIZES = BenchmarkSizes(
     model=ModelConfig(hidden_size=32, num_layers=2, num_heads=2, num_kv_heads=1, intermediate_size=64),
@@ -303,9 +310,12 @@ def engines(device: str, vllm_python: str | None, *, is_quick: bool) -> dict[str
         rollout=RolloutConfig(max_prompt_tokens=32, **sizes),
     )
     vocab_size = load_vocabulary(config.model).vocab_size
-    say("engines: rlmux")
-    ours = SlotRolloutEngine(config.model, config.rollout, vocab_size=vocab_size, seed=0, device=device)
-    found = {"rlmux": engine_figures(ours, vocab_size, sizes["num_slots"], is_recomputation_avoidable=True)}
+    found = {}
+    for name, options in OURS.items():
+        say(f"engines: {name}")
+        ours = SlotRolloutEngine(config.model, config.rollout, vocab_size=vocab_size, seed=0, device=device, **options)
+        found[name] = engine_figures(ours, vocab_size, sizes["num_slots"], is_recomputation_avoidable=True)
+        ours.offload()
     if vllm_python is not None:
         say("engines: vllm")
         rollout = replace(config.rollout, engine=EngineConfig(name="vllm", python=vllm_python))
@@ -324,7 +334,7 @@ def engine_figures(
 ) -> dict[str, Any]:
     report = probe_engine(engine, num_trajectories=16, is_recomputation_avoidable=is_recomputation_avoidable)
     limits, draws = engine.limits, random.Random(1)
-    seconds = []
+    seconds, answers = [], hashlib.sha256()
     for step in (1, 2, 3):
         requests = [
             TrajectoryRequest(
@@ -338,11 +348,14 @@ def engine_figures(
         ]
         start = time.perf_counter()
         engine.submit(requests)
+        turns = []
         while engine.num_unfinished:
-            engine.run_chunk(max_decode_steps=1_000_000, max_seconds=600.0)
+            turns += engine.run_chunk(max_decode_steps=1_000_000, max_seconds=600.0).finished
+        answers.update(repr(sorted((turn.id, turn.tokens, turn.logprobs) for turn in turns)).encode())
         seconds.append(time.perf_counter() - start)
     return {
         "tokens_per_s": num_slots * limits.max_new_tokens / min(seconds),
+        "answers_sha256": answers.hexdigest(),
         "promise": promise_of(report.checks).value,
         "checks": {check.name: check.is_equal for check in report.checks},
     }

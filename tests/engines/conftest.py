@@ -53,6 +53,7 @@ def new_engine(checkpoint: Path) -> Callable[..., SlotRolloutEngine]:
         staleness: int = 0,
         is_single_turn: bool = True,
         max_new_tokens: int = 40,
+        steps_at_once: int | None = None,
     ) -> SlotRolloutEngine:
         rollout = RolloutConfig(
             num_slots=num_slots,
@@ -67,6 +68,7 @@ def new_engine(checkpoint: Path) -> Callable[..., SlotRolloutEngine]:
             seed=0,
             staleness=staleness,
             is_single_turn=is_single_turn,
+            steps_at_once=steps_at_once,
         )
 
     return build

@@ -437,6 +437,44 @@ def test_turns_are_the_same_under_any_chunks(
     assert play(hurried, num_replies=3, chunk_steps=chunk_steps) == play(calm, num_replies=3)
 
 
+@pytest.mark.parametrize("steps_at_once", [2, 8, 1_000])
+def test_looking_less_often_at_what_was_sampled_changes_no_answer(
+    steps_at_once: int, new_engine: NewEngine, new_requests: NewRequests
+) -> None:
+    requests = [
+        replace(request, temperature=0.7 if index % 3 else None)
+        for index, request in enumerate(new_requests(12, stop_tokens=(5, 6, 7)))
+    ]
+    watched = new_engine(is_single_turn=False)
+    hurried = new_engine(is_single_turn=False, steps_at_once=steps_at_once)
+    watched.submit(requests)
+    hurried.submit(requests)
+    assert play(hurried, num_replies=3) == play(watched, num_replies=3)
+
+    alone = new_engine(steps_at_once=steps_at_once)
+    alone.submit(requests[:1])
+    report = alone.run_chunk(max_decode_steps=10_000, max_seconds=60.0)
+    (turn,) = report.finished
+    assert turn.stop_reason == "stop"
+    assert report.sampled_tokens == len(turn.tokens)
+    assert len(turn.tokens) <= report.decode_steps < len(turn.tokens) + steps_at_once
+    assert report.decode_steps <= requests[0].max_new_tokens
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_recorded_steps_sample_what_launched_ones_do(new_requests: NewRequests, drain: Drain) -> None:
+    requests = new_requests(16)
+    rollout = RolloutConfig(num_slots=16, max_new_tokens=40, max_prompt_tokens=24)
+    answers = []
+    for uses_graphs in (False, True):
+        engine = SlotRolloutEngine(
+            ModelConfig(), rollout, vocab_size=41, seed=0, device="cuda", uses_graphs=uses_graphs
+        )
+        engine.submit(requests)
+        answers.append(drain(engine))
+    assert answers[0] == answers[1]
+
+
 def test_a_parked_trajectory_yields_its_slot_to_those_that_wait_for_one(
     new_engine: NewEngine, new_requests: NewRequests
 ) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from rlmux.core.model import SubStage
+from rlmux.core.model import SubStage, decode_sub_stage
 from rlmux.rl.types import FinishedTurn, SubStageIterations
 
 
@@ -23,6 +23,18 @@ class ChunkTally:
     def prefill_tokens(self) -> int:
         """Tokens of prefilled contexts, padding left out."""
         return sum(tokens for (sub_stage, _), (_, tokens, _) in self._spent.items() if sub_stage is SubStage.PREFILL)
+
+    def add_decode(
+        self, num_rows: int, steps: int, num_active: int, *, num_made: int, num_sampled: int, seconds: float
+    ) -> None:
+        """Count decode steps of a batch of `num_rows`, in which `num_active` trajectories took part.
+
+        `num_made`: tokens, of which `num_sampled` did not come from the environment.
+        """
+        self.decode_steps += steps
+        self.sampled_tokens += num_sampled
+        sub_stage = decode_sub_stage(num_active)
+        self.add_iterations(sub_stage, num_rows, iterations=steps, tokens=num_made, seconds=seconds)
 
     def add_iterations(
         self, sub_stage: SubStage, num_rows: int, *, iterations: int, tokens: int, seconds: float

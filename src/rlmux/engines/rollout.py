@@ -28,7 +28,7 @@ from __future__ import annotations
 import math
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Container, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 
@@ -36,11 +36,11 @@ import torch
 from torch import Tensor
 
 from rlmux.core.errors import IllegalTransitionError, PipelineError, UserError
-from rlmux.core.model import decode_sub_stage
 from rlmux.engines.adapter_table import AdapterTable
 from rlmux.engines.adapter_weights import AdapterWeights
 from rlmux.engines.batch_probe import PREFILL_BUCKET, BatchProbe
 from rlmux.engines.chunk_tally import ChunkTally
+from rlmux.engines.decode_graphs import DecodeGraphs
 from rlmux.engines.decoder_shape import check_window
 from rlmux.engines.live_trajectory import LiveTrajectory
 from rlmux.engines.prefill_ahead import PrefillAhead
@@ -60,6 +60,9 @@ from rlmux.rl.types import (
     TurnReply,
 )
 from rlmux.rl.vocabulary import Vocabulary
+
+_STEPS_AT_ONCE = {"cpu": 1, "cuda": 8}
+"""Decode steps between two looks at what was sampled: a look waits for a GPU, and a step past a turn's end is lost."""
 
 
 class SlotRolloutEngine:
@@ -85,16 +88,20 @@ class SlotRolloutEngine:
         adapter: AdapterConfig | None = None,
         bases: Path | None = None,
         vocabulary: Vocabulary | None = None,
+        steps_at_once: int | None = None,
+        uses_graphs: bool = True,
     ) -> None:
         """Weights are those of `build_model` until `load_weights`. Raises UserError for sizes out of range.
 
         With an `adapter` the model is its frozen base. `bases`: folder in shared memory where that lies once, on a CPU.
-        `vocabulary`: decodes responses for stop texts.
+        `vocabulary`: decodes responses for stop texts. `steps_at_once`: decode steps between two looks at what the
+        device has sampled; None: 1 on a CPU and 8 on a GPU. `uses_graphs`: a GPU records each decode step once.
         """
         self._staleness, self._is_single_turn = staleness, is_single_turn
         self._device = torch.device(device)
         self._limits = RequestLimits.of(rollout, vocab_size, can_decode=vocabulary is not None)
         longest, max_len = _lengths(rollout)
+        self._steps_at_once = steps_at_once or _STEPS_AT_ONCE.get(self._device.type, 1)
         self._is_base_shared = bases is not None and adapter is not None and device == "cpu"
         base = SharedBase(folder=bases, model=model_config, vocab_size=vocab_size, seed=seed)
         model, self._weights = base.fused() if self._is_base_shared else base.fused_alone(self._device)
@@ -102,6 +109,7 @@ class SlotRolloutEngine:
         self._tables = PositionTables(model, max_len, self._device)
         del model
         give_back(self._device)  # the slots need its memory
+        self._uses_graphs = uses_graphs and device != "cpu" and not self._weights.shape.num_experts
         self._slots = SlotTable(self._weights.shape, rollout, max_len, self._device, vocabulary)
         self._probe = BatchProbe(self._weights, self._tables, rollout.num_slots, max_len)
         self._adapters = AdapterTable(self._weights, self._device)
@@ -255,26 +263,20 @@ class SlotRolloutEngine:
         last_seen = max(live.position for live in active)
         num_steps = min(max_steps, plan.window - last_seen, min(live.tokens_left for live in active))
         has_forced = any(live.num_forced for live in active)
-        num_stops = max(len(live.request.stop_tokens) for live in active)
         plan.adapters = self._adapters.rows(self._slots.adapter_names(plan.width))
-        stopped: list[int] = []
+        at_once = 1 if self._slots.watches_texts else self._steps_at_once
+        stopped: dict[TrajectoryId, int] = {}
         steps = 0
         start = now = time.perf_counter()
         while steps < num_steps and not stopped and (not steps or now < deadline):
-            stopped = self._slots.step(plan, has_forced=has_forced, num_stops=num_stops)
-            steps += 1
+            count = min(at_once, num_steps - steps)
+            stopped = self._slots.advance(plan, active, count, has_forced=has_forced)
+            steps += count
             now = time.perf_counter()
-        tally.decode_steps += steps
-        tally.sampled_tokens += sum(steps - live.num_forced_within(steps) for live in active)
-        tally.add_iterations(
-            decode_sub_stage(len(active)),
-            plan.width,
-            iterations=steps,
-            tokens=steps * len(active),
-            seconds=now - start,
+        num_made, num_sampled = _move_on(active, steps, stopped)
+        tally.add_decode(
+            plan.width, steps, len(active), num_made=num_made, num_sampled=num_sampled, seconds=now - start
         )
-        for live in active:
-            live.position += steps
         tally.finished += self._collect(active, stopped)
 
     def _plan(self, active: list[LiveTrajectory]) -> DecodePlan:
@@ -289,13 +291,14 @@ class SlotRolloutEngine:
                 shape = compact
         if shape not in self._plans:
             self._plans[shape] = DecodePlan(self._weights, self._slots.cache, self._tables, *shape)
+            self._plans[shape].graphs = DecodeGraphs(self._device) if self._uses_graphs else None
         return self._plans[shape]
 
-    def _collect(self, active: list[LiveTrajectory], stopped: list[int]) -> list[FinishedTurn]:
+    def _collect(self, active: list[LiveTrajectory], stopped: Container[TrajectoryId]) -> list[FinishedTurn]:
         """End the turns that sampled a stop token or have used up their budget."""
         finished = []
         for live in active:
-            if live.slot in stopped:
+            if live.request.id in stopped:
                 finished.append(self._finish(live, "stop"))
             elif live.position == live.last_position:
                 finished.append(self._finish(live, "length"))
@@ -476,3 +479,14 @@ def _check_rollout(rollout: RolloutConfig) -> None:
         raise UserError(f"rollout.temperature: {rollout.temperature} is not above 0")
     if rollout.num_slots < 1:
         raise UserError(f"rollout.num_slots: {rollout.num_slots} is below 1")
+
+
+def _move_on(active: Sequence[LiveTrajectory], steps: int, stopped: Mapping[TrajectoryId, int]) -> tuple[int, int]:
+    """Count `steps` tokens for each trajectory, fewer for one that stopped at a position; (tokens, sampled ones)."""
+    num_made = num_sampled = 0
+    for live in active:
+        made = stopped.get(live.request.id, live.position + steps) - live.position
+        num_made += made
+        num_sampled += made - live.num_forced_within(made)
+        live.position += made
+    return num_made, num_sampled

@@ -102,27 +102,43 @@ class SlotTable:
     def _temperature_of(self, live: LiveTrajectory) -> float:
         return self._temperature if live.request.temperature is None else live.request.temperature
 
-    def step(self, plan: DecodePlan, *, has_forced: bool, num_stops: int) -> list[int]:
-        """Make one token for each active trajectory; returns the slots that sampled a stop token or completed a text.
+    def advance(
+        self, plan: DecodePlan, active: Sequence[LiveTrajectory], num_steps: int, *, has_forced: bool
+    ) -> dict[TrajectoryId, int]:
+        """Make `num_steps` tokens for each active trajectory, fewer for one that ends its turn; positions of those.
 
-        `has_forced`: some of them may be fed the environment's tokens. `num_stops`: the most stop tokens of any.
+        Completed stop texts are seen after the last of the steps alone. `has_forced`: some trajectory may be fed the
+        environment's tokens.
         """
         is_tempered = any(self._temperature_of(live) != 1.0 for live in self._special.values())
-        stopped = self._buffers.step(plan, is_tempered=is_tempered, has_forced=has_forced, num_stops=num_stops)
+        num_stops = max(len(live.request.stop_tokens) for live in active)
+        for _ in range(num_steps):
+            self._buffers.step(plan, is_tempered=is_tempered, has_forced=has_forced, num_stops=num_stops)
+        stopped = {}
+        if self._buffers.num_advancing() < len(active):
+            progress = self._buffers.progress([slot_of(live) for live in active])
+            for live, (position, is_advancing) in zip(active, progress, strict=True):
+                if not is_advancing:
+                    stopped[live.request.id] = position
         texts = [live for live in self._special.values() if live.request.stop_texts and not live.is_waiting_for_env]
-        return stopped + self._completed_texts(texts) if texts else stopped
+        return stopped | self._completed_texts(texts) if texts else stopped
 
-    def _completed_texts(self, lives: Sequence[LiveTrajectory]) -> list[int]:
-        """Slots of those whose response contains one of their stop texts."""
+    @property
+    def watches_texts(self) -> bool:
+        """Whether some seated trajectory may end with a text, which the host has to look for after each token."""
+        return any(live.request.stop_texts for live in self._special.values())
+
+    def _completed_texts(self, lives: Sequence[LiveTrajectory]) -> dict[TrajectoryId, int]:
+        """Positions of those whose response contains one of their stop texts."""
         assert self._stop_texts is not None
-        stopped = []
+        stopped = {}
         slots = [slot_of(live) for live in lives]
         for live, slot, (token, position) in zip(lives, slots, self._buffers.newest(slots), strict=True):
             texts = live.request.stop_texts
             if self._stop_texts.may_complete(token, texts):
                 response, _ = self._buffers.read(slot, live.response_start, position + 1)
                 if self._stop_texts.is_in(response, texts):
-                    stopped.append(slot)
+                    stopped[live.request.id] = position
         return stopped
 
     def record(self, live: LiveTrajectory, version: int) -> None:

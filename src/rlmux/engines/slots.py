@@ -6,7 +6,8 @@
     slot:  free ──seat──▶ advancing ──▶ parked (keeps its row) ──▶ advancing ... ──▶ free
 
 Idle slots are computed along with the others and stay where they are: what they write lands at their own
-`following`, which is rewritten before it is ever read.
+`following`, which is rewritten before it is ever read. A slot that samples a stop token becomes idle on the device, by
+itself, so that several steps may follow each other before the host looks at it (`progress`).
 """
 
 from __future__ import annotations
@@ -134,14 +135,27 @@ class SlotBuffers:
         """Tokens and log-probabilities at positions [start, end)."""
         return self._tokens[slot, start:end].tolist(), self._logprobs[slot, start:end].tolist()
 
-    def step(self, plan: DecodePlan, *, is_tempered: bool, has_forced: bool, num_stops: int) -> list[int]:
-        """Feed every slot's current token and write what follows; returns the slots that sampled a stop.
+    def step(self, plan: DecodePlan, *, is_tempered: bool, has_forced: bool, num_stops: int) -> None:
+        """Feed every slot's current token and write what follows; a slot that samples a stop advances no more.
 
         `is_tempered`: some slot's temperature is not 1. `num_stops`: the most stop tokens of any advancing slot.
+        Nothing here waits for the device.
         """
         if plan.width not in self._views_by_width:
             self._views_by_width[plan.width] = self._views(plan.width)
         own = self._views_by_width[plan.width]
+
+        def advance() -> None:
+            self._advance(plan, own, is_tempered=is_tempered, has_forced=has_forced, num_stops=num_stops)
+
+        if plan.graphs is None or plan.adapters is not None:
+            advance()
+        else:
+            plan.graphs.run((is_tempered, has_forced, num_stops), advance)
+
+    def _advance(
+        self, plan: DecodePlan, own: _StepViews, *, is_tempered: bool, has_forced: bool, num_stops: int
+    ) -> None:
         logits = plan.step(own.current, own.position)
         following = own.position_column + 1
         tokens, logprobs = sample(logits, own.uniforms.gather(1, following), own.temperatures if is_tempered else None)
@@ -153,12 +167,20 @@ class SlotBuffers:
         own.logprobs.scatter_(1, following, logprobs)
         own.position.add_(own.is_advancing)
         own.current_column.copy_(tokens)
-        if not num_stops:
-            return []
-        stopped = own.stops[:num_stops] == own.current
-        if has_forced:
-            stopped &= ~is_forced.squeeze(1)
-        return torch.nonzero(stopped.any(dim=0)).squeeze(1).tolist() if stopped.any() else []
+        if num_stops:
+            is_stopped = (own.stops[:num_stops] == own.current).any(dim=0)
+            if has_forced:
+                is_stopped &= ~is_forced.squeeze(1)
+            own.is_advancing.masked_fill_(is_stopped, 0)
+
+    def num_advancing(self) -> int:
+        """Slots that advance. Waits for the device."""
+        return int(self._state[_IS_ADVANCING].sum())
+
+    def progress(self, slots: Sequence[int]) -> list[tuple[int, bool]]:
+        """(position, whether it still advances) of each of these slots. Waits for the device."""
+        positions, are_advancing = self._state[_POSITION : _IS_ADVANCING + 1].tolist()
+        return [(positions[slot], bool(are_advancing[slot])) for slot in slots]
 
     def newest(self, slots: Sequence[int]) -> list[tuple[int, int]]:
         """(newest token, its position) in each of these slots."""

@@ -26,6 +26,7 @@ from torch.nn.functional import scaled_dot_product_attention, silu
 from transformers import PreTrainedModel
 
 from rlmux.engines.adapter_rows import RowAdapters, rotation_pairs
+from rlmux.engines.decode_graphs import DecodeGraphs
 from rlmux.engines.decoder_shape import DecoderShape
 from rlmux.engines.experts import ExpertWeights
 from rlmux.engines.row_product import row_product
@@ -195,6 +196,8 @@ class DecodePlan:
         self.window = window
         self.adapters: RowAdapters | None = None
         """Who adds what to each row of the next steps; None: the base alone computes."""
+        self.graphs: DecodeGraphs | None = None
+        """Recorded steps of this plan; None: each step is launched kernel by kernel."""
         self._weights = weights
         self._tables = tables
         self._epsilon = torch.tensor(shape.norm_epsilon, device=device)
