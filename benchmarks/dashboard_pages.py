@@ -34,6 +34,7 @@ from playwright.sync_api import sync_playwright
 
 from rlmux.service.dashboard.access import Limits
 from rlmux.service.dashboard.app import Dashboard
+from rlmux.service.listening import Listening
 from rlmux.service.server import Server
 
 GOALS = {
@@ -55,7 +56,7 @@ FRAMES = """(count) => new Promise((done) => {
 
 @contextmanager
 def served(folder: Path) -> Iterator[tuple[Server, Dashboard]]:
-    server = Server("127.0.0.1", 0)
+    server = Server(Listening())
     dashboard = Dashboard(folder, server, limits=MANY)
     try:
         server.start()

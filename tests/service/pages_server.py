@@ -11,6 +11,7 @@ import httpx
 
 from rlmux.service.dashboard.access import Limits
 from rlmux.service.dashboard.app import Dashboard
+from rlmux.service.listening import Listening
 from rlmux.service.server import Server
 
 MANY = Limits(requests_per_s=1e6, burst=1e6, logins_per_minute=1e6)
@@ -19,8 +20,16 @@ MANY = Limits(requests_per_s=1e6, burst=1e6, logins_per_minute=1e6)
 class Pages:
     """Close it at the end."""
 
-    def __init__(self, folder: Path, *, limits: Limits = MANY, is_indexed: bool = True, **more: Any) -> None:
-        self.server = Server("127.0.0.1", 0)
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        limits: Limits = MANY,
+        is_indexed: bool = True,
+        listening: Listening | None = None,
+        **more: Any,
+    ) -> None:
+        self.server = Server(listening or Listening())
         self.dashboard = Dashboard(folder, self.server, limits=limits, **more)
         self.server.start()
         self.dashboard.start()

@@ -8,6 +8,7 @@ A submission has a key of its own and is sent again, with it, while the server i
 from __future__ import annotations
 
 import os
+import ssl
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping
@@ -27,6 +28,7 @@ _LIMIT_S = 60.0
 _AWAY_S = 30.0
 """Seconds for which a submission is sent again to a server that does not answer, or that is not ready."""
 _AGAIN_S = 0.5
+CA_FILE = "SSL_CERT_FILE"
 _LATER = (429, 503)
 """Statuses of a server that is asked too often, and of one that is not ready."""
 
@@ -56,7 +58,7 @@ class OnServer:
             headers=headers,
             timeout=_LIMIT_S,
             trust_env=False,  # a proxy would be asked for this machine's own address
-            verify=parts.scheme == "https",
+            verify=_trusted() if parts.scheme == "https" else False,
             limits=httpx.Limits(max_keepalive_connections=0),  # a server that was killed meanwhile has no stale ones
         )
 
@@ -191,10 +193,13 @@ class OnServer:
                 if answer.status_code not in _LATER or time.monotonic() >= end_s:
                     return answer
             except (httpx.HTTPError, httpx.InvalidURL) as error:
-                if time.monotonic() >= end_s:
+                is_distrusted = "CERTIFICATE_VERIFY_FAILED" in str(error)
+                if time.monotonic() >= end_s or is_distrusted:
+                    accepted = "the address of a server that runs (rlmux serve)"
+                    if is_distrusted:
+                        accepted = f"{CA_FILE}=FILE (PEM) with the server's certificate, or its authority's"
                     raise UserError(
-                        f"{self._url}: cannot be reached: {str(error) or type(error).__name__}; accepted: the address "
-                        "of a server that runs (rlmux serve)"
+                        f"{self._url}: cannot be reached: {str(error) or type(error).__name__}; accepted: {accepted}"
                     ) from None
                 if not is_told:
                     self._say(f"{self._url} cannot be reached; tried for {patience_s:.0f} s")
@@ -215,6 +220,18 @@ class OnServer:
             raise UserError(f"{self._url}: answered {answer.status_code}; accepted: the address of `rlmux serve`")
         accepted = f"; accepted: {told['accepted']}" if told.get("accepted") else ""
         raise UserError(f"{told['detail']}{accepted}")
+
+
+def _trusted() -> ssl.SSLContext:
+    """The certificates that are trusted: those of SSL_CERT_FILE or SSL_CERT_DIR, else those that httpx brings."""
+    import httpx
+
+    path = os.environ.get(CA_FILE)
+    try:
+        return httpx.create_ssl_context(trust_env=True)
+    except (OSError, ssl.SSLError) as error:
+        why = error.strerror or "is no certificate"
+        raise UserError(f"{CA_FILE} {path}: {why}; accepted: a PEM file with certificates") from None
 
 
 def _token(url: str) -> str:

@@ -13,26 +13,26 @@ from pathlib import Path
 from rlmux.core.errors import UserError
 from rlmux.service.dashboard.app import Dashboard
 from rlmux.service.index.lanes import Root
+from rlmux.service.listening import Listening
 from rlmux.service.server import Server
-
-LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def open_folder(
     folder: Path,
     *,
-    address: tuple[str, int],
+    listening: Listening,
     allowed_hosts: Collection[str] = (),
     on_ready: Callable[[Dashboard], None],
 ) -> None:
     """Serve until Ctrl-C or SIGTERM.
 
-    Raises UserError, before anything is made, for a folder without a run, and for an address that other machines reach.
+    Raises UserError, before anything is made, for a folder without a run, and for an address that other machines
+    read in the clear.
     """
     if not Root(folder, folder).lanes():
         raise UserError(f"{folder}: no run in it; accepted: the folder of a run, or one with runs' folders in it")
-    check_loopback(address)
-    server = Server(*address)
+    listening.check_private()
+    server = Server(listening)
     dashboard = None
     try:
         dashboard = Dashboard(folder, server, allowed_hosts=allowed_hosts)
@@ -44,15 +44,6 @@ def open_folder(
         server.close()
         if dashboard is not None:
             dashboard.close()
-
-
-def check_loopback(address: tuple[str, int]) -> None:
-    """Raises UserError for an address that other machines reach."""
-    if address[0] not in LOOPBACK:
-        raise UserError(
-            f"--listen {address[0]}: other machines would read the pages in the clear; accepted: 127.0.0.1, and from "
-            f"elsewhere: ssh -L {address[1]}:127.0.0.1:{address[1]} THIS-MACHINE"
-        )
 
 
 def wait_for_signal() -> None:

@@ -29,7 +29,7 @@ from rlmux.report.log import LogReader
 from rlmux.runtime.backend import Note, Submission
 from rlmux.runtime.run import RunResult, resume_pipelines, run_pipelines
 from rlmux.service.dashboard.app import Dashboard
-from rlmux.service.open_folder import LOOPBACK
+from rlmux.service.listening import Listening
 from rlmux.service.rollouts.routes import routes as rollout_routes
 from rlmux.service.server import Server
 from rlmux.service.serving import LEDGER, Serving, budgets_of
@@ -98,20 +98,20 @@ def serve(
     folder: Path,
     *,
     policy: Policy,
-    address: tuple[str, int],
+    listening: Listening,
     on_ready: OnReady,
     allowed_hosts: Collection[str] = (),
     is_resuming: bool = False,
 ) -> RunResult:
     """Serve until Ctrl-C or SIGTERM. `on_ready`: gets the server's URL once it answers, and its pages.
 
-    An address that other machines reach has no pages: they would be read in the clear.
+    An address that other machines read in the clear has no pages.
 
     Raises UserError, before anything is made, for an address or a folder that cannot be had.
     """
-    server = Server(*address)
+    server = Server(listening)
     try:
-        doors = Doors(spec, folder, server, allowed_hosts if address[0] in LOOPBACK else None)
+        doors = Doors(spec, folder, server, allowed_hosts if listening.is_private else None)
     except BaseException:  # an interrupt, too, leaves no address taken; it goes on up
         server.close()
         raise
@@ -204,7 +204,7 @@ class Doors:
         host.start()  # last: what it answers goes to the server's loop
         if self.dashboard is not None:
             self.dashboard.start()
-        (self._folder / ADDRESS).write_text(self._server.url.removeprefix("http://"), encoding="utf-8")
+        (self._folder / ADDRESS).write_text(self._server.url.partition("://")[2], encoding="utf-8")
         return self._server.url
 
     def _open_permits(self, *, is_resuming: bool) -> None:

@@ -1,6 +1,6 @@
 """One HTTP server on one address, in a thread: doors are mounted under paths of their own.
 
-Server(address) ─▶ mount("/tinker", router) ─▶ start ─▶ ... ─▶ close
+Server(Listening(...)) ─▶ mount("/tinker", router) ─▶ start ─▶ ... ─▶ close
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from fastapi.routing import APIRoute
 from starlette.types import ASGIApp
 
 from rlmux.core.errors import UserError
+from rlmux.service.listening import Listening, Proxied
 
 _START_LIMIT_S = 30.0
 _MAX_HEADER_BYTES = 16384
@@ -27,8 +28,9 @@ _BACKLOG = 2048
 class Server:
     """See the module. The address is taken at once, so that a second server on it fails before anything starts."""
 
-    def __init__(self, host: str, port: int) -> None:
-        """`port` 0: any that is free. Raises UserError for an address that cannot be had."""
+    def __init__(self, listening: Listening) -> None:
+        """Raises UserError for an address that cannot be had."""
+        host, port = listening.host, listening.port
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.socket(family, socket.SOCK_STREAM)
         self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -40,6 +42,7 @@ class Server:
                 f"--listen {host}:{port}: {error.strerror}; accepted: a free address of this machine"
             ) from None
         self.host = host
+        self._listening = listening
         self._app = FastAPI(lifespan=self._lifespan, openapi_url=None)
         self.routes: list[tuple[str, APIRoute]] = []
         """Every address of every door, with what it takes."""
@@ -55,7 +58,7 @@ class Server:
     @property
     def url(self) -> str:
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"http://{host}:{self.port}"
+        return f"{'http' if self._listening.tls is None else 'https'}://{host}:{self.port}"
 
     @property
     def port(self) -> int:
@@ -86,13 +89,17 @@ class Server:
 
     def start(self) -> None:
         """Returns once requests are answered."""
+        tls, app = self._listening.tls, self._outermost
         config = uvicorn.Config(
-            self._outermost,
+            Proxied(app, self._listening) if self._listening.proxies else app,
             log_level="warning",
             access_log=False,
             server_header=False,
             h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
             timeout_graceful_shutdown=2,
+            proxy_headers=False,  # by default uvicorn believes what any program of this machine says of its address
+            ssl_certfile=None if tls is None else tls.cert,
+            ssl_keyfile=None if tls is None else tls.key,
         )
         self._server = uvicorn.Server(config)
         self._socket.listen(_BACKLOG)  # a client that connects before the loop does so waits, and is not refused

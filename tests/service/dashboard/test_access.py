@@ -22,6 +22,7 @@ from rlmux.service.dashboard.access import Access, Limits, token_of
 from rlmux.service.dashboard.app import Dashboard
 from rlmux.service.dashboard.door import PREFIX
 from rlmux.service.dashboard.gate import HEADERS, Hosts
+from rlmux.service.listening import Listening
 from rlmux.service.server import Server
 
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
@@ -204,7 +205,7 @@ def test_a_token_that_others_can_read_is_refused(tmp_path):
 def test_a_refused_token_leaves_no_address_taken(tmp_path, finished_run):
     (tmp_path / "admin.token").write_text("short")
     (tmp_path / "admin.token").chmod(0o600)
-    server = Server("127.0.0.1", 0)
+    server = Server(Listening())
     with pytest.raises(UserError, match="holds no token"):
         Dashboard(tmp_path, server)
     server.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -15,6 +16,7 @@ from rlmux.core.errors import UserError
 
 if TYPE_CHECKING:
     from rlmux.service.dashboard.app import Dashboard
+    from rlmux.service.listening import Listening
     from rlmux.service.serve import Doors
 
 DEFAULT_LISTEN = "127.0.0.1:7460"
@@ -45,6 +47,18 @@ WebhookUrl = Annotated[
     str | None,
     typer.Option("--webhook", metavar="URL", help="Address that alerts are sent to as JSON, by POST; not with models."),
 ]
+TlsCert = Annotated[
+    Path | None, typer.Option("--tls-cert", metavar="FILE", help="Certificate (PEM): the server speaks HTTPS.")
+]
+TlsKey = Annotated[Path | None, typer.Option("--tls-key", metavar="FILE", help="Key of --tls-cert (PEM).")]
+BehindProxy = Annotated[
+    list[str] | None,
+    typer.Option("--behind-proxy", metavar="CIDR", help="Network of a proxy that is believed; may be repeated."),
+]
+UserHeader = Annotated[
+    str | None,
+    typer.Option("--user-header", metavar="NAME", help="Header in which the proxy says who asks."),
+]
 ServeOut = Annotated[
     str | None,
     typer.Option(
@@ -65,6 +79,10 @@ def serve(
     opens: Open = False,
     allow_host: AllowHost = None,
     webhook: WebhookUrl = None,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
+    behind_proxy: BehindProxy = None,
+    user_header: UserHeader = None,
 ) -> None:
     """Show runs in a browser; keep lanes running that pipelines are submitted to; or serve models to Tinker clients.
 
@@ -76,6 +94,7 @@ def serve(
     Example: rlmux serve runs/demo --open
     """
     _check_webhook(webhook)
+    way = _Way(listen, tls_cert, tls_key, tuple(behind_proxy or ()), user_header)
 
     def ready(pages: Dashboard) -> None:
         _say_pages(pages, opens)
@@ -83,14 +102,40 @@ def serve(
             pages.send_alerts(webhook)
 
     if path is not None and Path(path).is_dir():
-        _show(Path(path), {"--policy": policy, "--out": out, "--resume": resume}, listen, allow_host or [], ready)
+        _show(Path(path), {"--policy": policy, "--out": out, "--resume": resume}, way, allow_host or [], ready)
         return
     if path is not None and resume is None and _has_lanes(path):
-        _serve_lanes(Path(path), out, {"--policy": policy}, listen, allow_host or [], ready)
+        _serve_lanes(Path(path), out, {"--policy": policy}, way, allow_host or [], ready)
         return
     if webhook:
         raise UserError("--webhook: accepted with DIR, or with a FILE that has lanes")
-    _serve_models(path, listen, policy, out, resume, opens, allow_host or [])
+    _serve_models(path, way, policy, out, resume, opens, allow_host or [])
+
+
+@dataclass(frozen=True, slots=True)
+class _Way:
+    """The options that say how the server is reached."""
+
+    listen: str | None = None
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    behind_proxy: tuple[str, ...] = ()
+    user_header: str | None = None
+
+    def listening(self, default: str = DEFAULT_LISTEN) -> Listening:
+        """Raises UserError for what is not installed, and for options that make no sense."""
+        host, port = _address(self.listen or default)
+        _check_installed(*_PAGES_NEED)
+        from rlmux.service.listening import listening_of
+
+        return listening_of(
+            host,
+            port,
+            tls_cert=self.tls_cert,
+            tls_key=self.tls_key,
+            behind_proxy=self.behind_proxy,
+            user_header=self.user_header,
+        )
 
 
 def _has_lanes(file: str) -> bool:
@@ -103,13 +148,12 @@ def _serve_lanes(
     file: Path,
     out: str | None,
     others: dict[str, object],
-    listen: str | None,
+    way: _Way,
     allow_host: list[str],
     ready: Callable[[Dashboard], None],
 ) -> None:
     _refuse(others, f"each lane of {file} has its own; accepted: --out, --listen, --open, --allow-host")
-    address = _address(listen or DEFAULT_LISTEN)
-    _check_installed(*_PAGES_NEED)
+    listening = way.listening()
     from rlmux.config.service_file import load_service_file
     from rlmux.policies import POLICIES
     from rlmux.service.lanes import root
@@ -128,7 +172,7 @@ def _serve_lanes(
         typer.echo(f"export RLMUX_TOKEN_FILE={pages.token_path}")
         ready(pages)
 
-    pids = serve_lanes(specs, folder, lock, address=address, allowed_hosts=allow_host, on_ready=say)
+    pids = serve_lanes(specs, folder, lock, listening=listening, allowed_hosts=allow_host, on_ready=say)
     for name, pid in pids.items():
         ends = f"pid {pid}; to end it: kill -INT {pid}" if pid is not None else "not started"
         typer.echo(f"rlmux: lane {name} goes on without the server ({ends})", err=True)
@@ -137,16 +181,15 @@ def _serve_lanes(
 def _show(
     folder: Path,
     others: dict[str, object],
-    listen: str | None,
+    way: _Way,
     allow_host: list[str],
     ready: Callable[[Dashboard], None],
 ) -> None:
     _refuse(others, "a folder is shown, not run; accepted: --listen, --open, --allow-host")
-    address = _address(listen or DEFAULT_LISTEN)
-    _check_installed(*_PAGES_NEED)
+    listening = way.listening()
     from rlmux.service.open_folder import open_folder
 
-    open_folder(folder, address=address, allowed_hosts=allow_host, on_ready=ready)
+    open_folder(folder, listening=listening, allowed_hosts=allow_host, on_ready=ready)
 
 
 def _refuse(options: dict[str, object], why: str) -> None:
@@ -166,7 +209,7 @@ def _say_pages(pages: Dashboard, opens: bool) -> None:
 
 def _serve_models(
     file: str | None,
-    listen: str | None,
+    way: _Way,
     policy: str | None,
     out: str | None,
     resume: Path | None,
@@ -179,12 +222,12 @@ def _serve_models(
 
     if (file is None) == (resume is None):
         raise UserError("accepted: a run's DIR, a FILE with cluster and serve, or --resume DIR")
-    address = _address(listen or DEFAULT_LISTEN)
     _check_installed(*_SERVING_NEEDS)
     if resume is not None:
         folders.check_run(resume)
-        go_on(resume, listen, opens=opens, allow_host=allow_host)
+        go_on(resume, way, opens=opens, allow_host=allow_host)
         return
+    listening = way.listening()
     assert file is not None
     from rlmux.service import serve as server
 
@@ -197,27 +240,27 @@ def _serve_models(
             spec,
             folder,
             policy=make_policy(name),
-            address=address,
+            listening=listening,
             allowed_hosts=allow_host,
             on_ready=lambda url, doors: _say(url, doors, opens),
         )
         typer.echo(f"rlmux: stopped; go on with: rlmux serve --resume {folder}", err=True)
 
 
-def go_on(folder: Path, listen: str | None = None, *, opens: bool = False, allow_host: Sequence[str] = ()) -> None:
-    """Serve from the folder of a server that was stopped or killed. `listen` None: where it was, as clients know it."""
+def go_on(folder: Path, way: _Way | None = None, *, opens: bool = False, allow_host: Sequence[str] = ()) -> None:
+    """Serve from the folder of a server that was stopped or killed; by default where it was, as clients know it."""
     from rlmux.policies import POLICIES, make_policy
 
     _check_installed(*_SERVING_NEEDS)
     from rlmux.service import serve as server
 
     spec = server.spec_of(folder, list(POLICIES))
-    address = _address(listen or server.last_address(folder) or DEFAULT_LISTEN)
+    listening = (way or _Way()).listening(server.last_address(folder) or DEFAULT_LISTEN)
     server.serve(
         spec,
         folder,
         policy=make_policy(spec.policy),
-        address=address,
+        listening=listening,
         allowed_hosts=allow_host,
         on_ready=lambda url, doors: _say(url, doors, opens),
         is_resuming=True,

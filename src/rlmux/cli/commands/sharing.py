@@ -63,7 +63,7 @@ def token(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of the service, or of the run it shows.")],
     name: Annotated[str | None, typer.Argument(metavar="[USER|ID]", help="User to add, or token to revoke.")] = None,
     scope: Annotated[
-        list[str] | None, typer.Option("--scope", help="read, submit, control, metrics or admin; repeat it.")
+        list[str] | None, typer.Option("--scope", help="read, samples, submit, control, metrics or admin; repeat it.")
     ] = None,
     days: Annotated[float, typer.Option("--days", help="Days after which it is refused.")] = 90.0,
 ) -> None:

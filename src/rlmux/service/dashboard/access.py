@@ -169,6 +169,10 @@ class Access:
         self._sessions[_hash(cookie)] = _Session(who.user, who.scopes, of_token, now, now)
         return cookie
 
+    def of_proxy(self, user: str) -> Who:
+        """The caller that a proxy names, who may do all but what an administrator may."""
+        return Who(user=user, scopes=frozenset(tokens.OF_A_USER), key=f"proxy {user}")
+
     def logout(self, cookie: str) -> None:
         self._sessions.pop(_hash(cookie), None)
 

@@ -22,7 +22,7 @@ from rlmux.service.dashboard.access import LONGEST_SESSION_S, TOKEN_NAME, Access
 from rlmux.service.dashboard.audit import Audit
 from rlmux.service.dashboard.control import Control
 from rlmux.service.dashboard.cost import CostReads
-from rlmux.service.dashboard.door import Address, Asked, Door, Told, get, line, one_of, whole, words
+from rlmux.service.dashboard.door import Address, Asked, Door, Told, cookie_name, get, line, one_of, whole, words
 from rlmux.service.dashboard.gate import Gate, Hosts
 from rlmux.service.dashboard.indexing import Indexing
 from rlmux.service.dashboard.problems import ProblemError
@@ -81,13 +81,13 @@ class Dashboard:
         root = Root(folder, spare, lanes)
         self._reads = reads = Reads(root, lambda one: trouble(one) or self.indexing.trouble(one))
         watch = Watch(reads)
-        self._sessions = _Sessions(self.access, f"rlmux_{server.port}")
+        self._sessions = _Sessions(self.access, server.port)
         scrape = Scrape(reads)
         self._control = Control(reads)
         read = table(reads, Streams(reads, watch, self.access), self._sessions, scrape)
         others = (TimelineReads(reads), CostReads(reads), SampleReads(reads), Questions(reads), self._control)
         self.addresses = (*read, *(address for other in others for address in other.addresses()), *more)
-        door = Door(self.access, self._sessions.cookie_name, scrape.observe, Audit(token_folder))
+        door = Door(self.access, server.port, scrape.observe, Audit(token_folder))
         server.mount("", door.router(self.addresses))
         server.mount("", pages.router())
         server.wrap(lambda app: Gate(app, Hosts(server.host, allowed_hosts)))
@@ -118,10 +118,9 @@ class Dashboard:
 class _Sessions:
     """Login, logout, and who asks."""
 
-    def __init__(self, access: Access, cookie_name: str) -> None:
+    def __init__(self, access: Access, port: int) -> None:
         self._access = access
-        self.cookie_name = cookie_name
-        """A browser sends its cookies to every port of a name: each server has one of its own."""
+        self._port = port
 
     async def login(self, asked: Asked) -> Any:
         if not self._access.may_login(asked.address):
@@ -139,18 +138,20 @@ class _Sessions:
             )
         who = self._access.of_session(cookie)
         assert who is not None
-        return Told(value=_shown(who), headers={"Set-Cookie": self._set_cookie(cookie, int(LONGEST_SESSION_S))})
+        return Told(value=_shown(who), headers={"Set-Cookie": self._set_cookie(asked, cookie, int(LONGEST_SESSION_S))})
 
     async def logout(self, asked: Asked) -> Any:
         self._access.logout(asked.cookie)
-        return Told(status=204, headers={"Set-Cookie": self._set_cookie("", 0)})
+        return Told(status=204, headers={"Set-Cookie": self._set_cookie(asked, "", 0)})
 
     async def whoami(self, asked: Asked) -> Any:
         assert asked.who is not None
         return _shown(asked.who)
 
-    def _set_cookie(self, value: str, age_s: int) -> str:
-        return f"{self.cookie_name}={value}; Path=/; Max-Age={age_s}; HttpOnly; SameSite=Strict"
+    def _set_cookie(self, asked: Asked, value: str, age_s: int) -> str:
+        name = cookie_name(self._port, is_https=asked.is_https)
+        secure = "; Secure" if asked.is_https else ""
+        return f"{name}={value}; Path=/; Max-Age={age_s}; HttpOnly; SameSite=Strict{secure}"
 
 
 def _shown(who: Who) -> dict[str, Any]:

@@ -29,6 +29,7 @@ from rlmux.service.dashboard.access import Access, Who
 from rlmux.service.dashboard.audit import Audit
 from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.index.store import dumps
+from rlmux.service.listening import PROXY_USER
 
 PREFIX = "/api/v1"
 _SAFE = ("GET", "HEAD")
@@ -58,6 +59,8 @@ class Asked:
     headers: Mapping[str, str]
     cookie: str
     """The session's secret; empty without."""
+    is_https: bool
+    """Whether the caller's end speaks TLS, to this server or to a proxy before it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,11 +103,11 @@ def get(path: str, answer: Callable[[Asked], Any], asks: Mapping[str, Parse] | N
 class Door:
     """Makes a router of the table."""
 
-    def __init__(self, access: Access, cookie_name: str, observe: Observe, audit: Audit | None = None) -> None:
-        """`audit`: is told of every request that may have an effect; None: nothing is kept."""
+    def __init__(self, access: Access, port: int, observe: Observe, audit: Audit | None = None) -> None:
+        """`port`: the server's. `audit`: is told of every request that may have an effect; None: nothing is kept."""
         self._audit = audit
         self._access = access
-        self._cookie_name = cookie_name
+        self._port = port
         self._observe = observe
 
     def router(self, addresses: tuple[Address, ...]) -> APIRouter:
@@ -140,7 +143,7 @@ class Door:
         """The answer, once a request that may have an effect is in the audit; 507 where it cannot be written there."""
         if self._audit is None or request.method in _SAFE:
             return told
-        who, _ = self._who(request, request.cookies.get(self._cookie_name, ""))
+        who, _, _ = self._who(request)
         try:
             self._audit.add(
                 user=who.user if who else "",
@@ -156,8 +159,7 @@ class Door:
 
     async def _let_in(self, address: Address, request: Request) -> Asked:
         caller = request.client.host if request.client else ""
-        cookie = request.cookies.get(self._cookie_name, "")
-        who, is_bearer = self._who(request, cookie)
+        who, cookie, is_bearer = self._who(request)
         if not self._access.may_ask(who.key if who else f"address {caller}"):
             raise ProblemError(429, "too many requests", accepted="50 a second, 100 at once")
         if request.method not in _SAFE:
@@ -180,15 +182,31 @@ class Door:
             address=caller,
             headers=request.headers,
             cookie=cookie,
+            is_https=request.url.scheme == "https",
         )
 
-    def _who(self, request: Request, cookie: str) -> tuple[Who | None, bool]:
-        """(the caller, whether by token). A token that is wrong is not helped by a session that is good."""
+    def _who(self, request: Request) -> tuple[Who | None, str, bool]:
+        """(the caller, the session's secret, whether by token).
+
+        A token that is wrong is not helped by a session that is good; a proxy's word is before that of a session.
+        """
+        cookie = request.cookies.get(cookie_name(self._port, is_https=request.url.scheme == "https"), "")
         given = request.headers.get("authorization")
         if given is not None:
             scheme, _, token = given.partition(" ")
-            return (self._access.of_token(token.strip()) if scheme.lower() == "bearer" else None), True
-        return (self._access.of_session(cookie) if cookie else None), False
+            return (self._access.of_token(token.strip()) if scheme.lower() == "bearer" else None), cookie, True
+        user = getattr(request.state, PROXY_USER, None)
+        if user is not None:
+            return self._access.of_proxy(user), cookie, False
+        return (self._access.of_session(cookie) if cookie else None), cookie, False
+
+
+def cookie_name(port: int, *, is_https: bool) -> str:
+    """Name of a server's cookie: a browser sends its cookies to every port of a name, so that each has one of its own.
+
+    Over TLS it has the prefix with which a browser takes it from no other name, and only if it is `Secure`.
+    """
+    return f"{'__Host-' if is_https else ''}rlmux_{port}"
 
 
 def _check_origin(request: Request, media_type: str, *, is_bearer: bool) -> None:

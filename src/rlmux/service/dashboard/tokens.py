@@ -19,7 +19,9 @@ from pathlib import Path
 from rlmux.core.errors import UserError
 
 NAME = "tokens.json"
-SCOPES = ("read", "submit", "control", "metrics", "admin")
+OF_A_USER = ("read", "samples", "submit", "control")
+"""What a user does with runs and pipelines."""
+SCOPES = (*OF_A_USER, "metrics", "admin")
 """What a token may be for. `control`: of its user's own pipelines; `admin` holds all, of all pipelines."""
 DAY_S = 86_400.0
 _ALPHABET = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"

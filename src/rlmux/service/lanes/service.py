@@ -19,7 +19,8 @@ from rlmux.service.lanes.controllers import LaneController
 from rlmux.service.lanes.devices import parts_of
 from rlmux.service.lanes.ledger import Ledger
 from rlmux.service.lanes.submissions import Submissions
-from rlmux.service.open_folder import check_loopback, wait_for_signal
+from rlmux.service.listening import Listening
+from rlmux.service.open_folder import wait_for_signal
 from rlmux.service.server import Server
 
 _TEND_EVERY_S = 0.5
@@ -78,7 +79,7 @@ def serve_lanes(
     root: Path,
     lock: FolderLock,
     *,
-    address: tuple[str, int],
+    listening: Listening,
     allowed_hosts: Collection[str] = (),
     on_ready: Callable[[str, Dashboard], None],
 ) -> Mapping[str, int | None]:
@@ -89,8 +90,8 @@ def serve_lanes(
     """
     server = dashboard = None
     with lock:
-        check_loopback(address)
-        server = Server(*address)
+        listening.check_private()
+        server = Server(listening)
         lanes = Lanes(root, specs)
         try:
             dashboard = Dashboard(

@@ -1,0 +1,169 @@
+"""Where a server listens, what keeps others from reading on the way, and which proxies stand before it.
+
+--listen HOST:PORT ── other machines reach it ── TLS of its own, or a proxy's ── else refused
+
+    peer within --behind-proxy? ── yes ─▶ X-Forwarded-For and -Proto are the caller's; --user-header names the user
+                               └── no  ─▶ they count for nothing; without TLS, and from another machine: 403
+
+Nothing here reads a request's body, and no address of the table is known here: all of it happens before the first door.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+import ssl
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+from uvicorn.middleware.proxy_headers import ProxyHeadersMiddleware
+
+from rlmux.core.errors import UserError
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+MAX_USER_CHARS = 200
+PROXY_USER = "proxy_user"
+"""Name, in a request's state, of the user that a proxy names."""
+_Network = ipaddress.IPv4Network | ipaddress.IPv6Network
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tls:
+    """A certificate that was read once, to see that it is one."""
+
+    cert: Path
+    """PEM of the certificate, and of those between it and its authority."""
+    key: Path
+    """PEM of its key, without a password."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Listening:
+    """How a server is reached."""
+
+    host: str = "127.0.0.1"
+    port: int = 0
+    """Port, or 0 for any that is free."""
+    tls: Tls | None = None
+    proxies: tuple[_Network, ...] = ()
+    """Networks of the proxies whose forwarded headers count."""
+    user_header: str | None = None
+    """Name of the header in which a proxy says who asks, in lower case."""
+
+    @property
+    def is_private(self) -> bool:
+        """Whether no other machine reads what goes over the network."""
+        return self.host in LOOPBACK or self.tls is not None or bool(self.proxies)
+
+    def check_private(self) -> None:
+        """Raises UserError for an address that other machines would read in the clear."""
+        if not self.is_private:
+            raise UserError(
+                f"--listen {self.host}: other machines would read the pages in the clear; accepted: 127.0.0.1, and "
+                f"from elsewhere: ssh -L {self.port}:127.0.0.1:{self.port} THIS-MACHINE; or --tls-cert FILE "
+                "--tls-key FILE; or --behind-proxy CIDR"
+            )
+
+
+def listening_of(
+    host: str,
+    port: int,
+    *,
+    tls_cert: Path | None = None,
+    tls_key: Path | None = None,
+    behind_proxy: Sequence[str] = (),
+    user_header: str | None = None,
+) -> Listening:
+    """What the options of `rlmux serve` say. Raises UserError for those that do not go together, and for bad files."""
+    if (tls_cert is None) != (tls_key is None):
+        given, missing = ("--tls-cert", "--tls-key") if tls_key is None else ("--tls-key", "--tls-cert")
+        raise UserError(f"{given}: needs {missing} FILE too")
+    if user_header is not None and not behind_proxy:
+        raise UserError("--user-header: any program could send it; accepted: with --behind-proxy CIDR")
+    if user_header is not None and not re.fullmatch(r"[A-Za-z0-9-]{1,64}", user_header):
+        raise UserError(f"--user-header {user_header!r}: accepted: a header's name, such as X-Forwarded-Email")
+    return Listening(
+        host=host,
+        port=port,
+        tls=None if tls_cert is None or tls_key is None else _tls(tls_cert, tls_key),
+        proxies=tuple(_network(text) for text in behind_proxy),
+        user_header=None if user_header is None else user_header.lower(),
+    )
+
+
+def _tls(cert: Path, key: Path) -> Tls:
+    for option, path in (("--tls-cert", cert), ("--tls-key", key)):
+        try:
+            path.read_bytes()
+        except OSError as error:
+            raise UserError(f"{option} {path}: {error.strerror}; accepted: a PEM file") from None
+    try:
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password=_no_password)
+    except (ssl.SSLError, ValueError) as error:
+        why = getattr(error, "reason", None) or "it is no PEM file, or has a password"
+        raise UserError(
+            f"--tls-cert {cert}, --tls-key {key}: {str(why).lower().replace('_', ' ')}; accepted: PEM files of a "
+            "certificate and of its own key, without a password"
+        ) from None
+    return Tls(cert=cert.absolute(), key=key.absolute())
+
+
+def _no_password() -> str:
+    """Instead of a question on the terminal."""
+    return ""
+
+
+def _network(text: str) -> _Network:
+    try:
+        return ipaddress.ip_network(text)
+    except ValueError:
+        raise UserError(
+            f"--behind-proxy {text}: accepted: an address or a network such as 10.0.0.5 or 10.0.0.0/24"
+        ) from None
+
+
+class Proxied:
+    """An ASGI application around another, that knows what was said by a proxy of ours."""
+
+    def __init__(self, app: ASGIApp, listening: Listening) -> None:
+        self._app = app
+        self._listening = listening
+        trusted = [str(network) for network in listening.proxies]
+        self._forwarded = ProxyHeadersMiddleware(app, trusted)  # type: ignore[arg-type]  # uvicorn has ASGI types of its own
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        peer, port = scope.get("client") or ("", 0)
+        address = _address(peer)
+        scope["client"] = (str(address or peer), port)
+        if address is not None and any(address in network for network in self._listening.proxies):
+            scope["state"] = {**scope.get("state", {}), PROXY_USER: self._user_of(scope)}
+            await self._forwarded(scope, receive, send)  # type: ignore[arg-type]
+        elif self._listening.tls is not None or (address is not None and address.is_loopback):
+            await self._app(scope, receive, send)
+        else:
+            await PlainTextResponse("This server is asked through its proxy.\n", 403)(scope, receive, send)
+
+    def _user_of(self, scope: Scope) -> str | None:
+        """The user that the proxy names; None where it names none, more than one, or what is no name."""
+        wanted = (self._listening.user_header or "").encode()
+        given = [value for name, value in scope["headers"] if wanted and name == wanted]
+        try:
+            (user,) = (value.decode("utf-8").strip() for value in given)
+        except ValueError:
+            return None
+        return user if 0 < len(user) <= MAX_USER_CHARS and user.isprintable() else None
+
+
+def _address(peer: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:
+    """The peer's address: an IPv4 one as such, by whichever socket it came."""
+    try:
+        found = ipaddress.ip_address(peer)
+    except ValueError:
+        return None
+    return getattr(found, "ipv4_mapped", None) or found
