@@ -1,6 +1,7 @@
 """A program as others write it: it knows nothing of rlmux but `share.py`, and trains a few bytes on its "device".
 
     little_program.py NAME STEPS RECORD [hook=raise|hang|free_nothing] [pools=JSON] [also] [need=BYTES] [sleep=SECONDS]
+                              [start=FILE] [end=FILE]                it does not begin, or end, before FILE is there
 
 Its weights are bytes that a step changes as a function of all of them, so that a lost or doubled step shows. Whenever
 they come to a device or leave it, and around each computation, RECORD gets (monotonic time, NAME@POOL, what, bytes).
@@ -80,8 +81,7 @@ def main(name: str, steps: int, record: Path, **options: str) -> None:
     job = share.join(name, pools, need_bytes=need)
     for pool, trainer in trainers.items():
         job.on_leave(pool, trainer)
-    while "start" in options and not Path(options["start"]).exists():
-        time.sleep(0.01)
+    wait_for(options.get("start"))
     for number in range(1, steps + 1):
         with job.phase("rollout", units=8, step=number):
             compute([trainers[pools["rollout"]]], number, sleep_s)
@@ -91,11 +91,17 @@ def main(name: str, steps: int, record: Path, **options: str) -> None:
             with job.phase("train", also=also):
                 used = dict.fromkeys(pools[role] for role in ["train", *also])
                 compute([trainers[pool] for pool in used], -number, sleep_s)
+    wait_for(options.get("end"))
     sha256 = [trainers[pool].sha256() for pool in sorted(trainers)]
     for trainer in trainers.values():  # its memory goes with the process, and no broker grants the pool before
         trainer.is_here = False
         trainer.write("is over")
     print(json.dumps({"sha256": sha256, "threads": thread_names(), "is_shared": job.is_shared}), flush=True)
+
+
+def wait_for(file: str | None) -> None:
+    while file is not None and not Path(file).exists():
+        time.sleep(0.01)
 
 
 def compute(trainers: list[LittleTrainer], number: int, sleep_s: float) -> None:

@@ -121,11 +121,13 @@ def test_when_a_waiting_program_is_killed_the_holder_is_not_disturbed(room):
 def test_programs_go_on_under_a_broker_that_was_killed_and_started_again(room):
     expected = {name: alone(room, name, 40) for name in "ab"}
     room.start_broker()
-    programs = {name: room.program(name, 40) for name in "ab"}
+    end = room.folder / "end"  # one that ends while no broker runs is not seen to finish
+    programs = {name: room.program(name, 40, f"end={end}") for name in "ab"}
     for times in (3, 20):
         until(lambda times=times: room.has_recorded("b", "begins", times))
         room.kill_broker()
         room.start_broker()
+    end.touch()
     assert {name: result(program)["sha256"] for name, program in programs.items()} == expected
     check_never_both(room.recorded())
     fences = [note["fence"] for note in room.notes("granted")]
@@ -260,3 +262,18 @@ def test_a_program_that_is_cancelled_is_told_so_at_its_next_phase_and_the_other_
     until(lambda: len(room.notes("gone")) == 2)
     assert {name: one["status"] for name, one in status(room).items()} == {"a": "cancelled", "b": "finished"}
     check_never_both(room.recorded_by("b"))
+
+
+def test_a_program_told_to_leave_while_it_was_not_connected_is_told_again(room):
+    expected = {name: alone(room, name, 2, f"sleep={sleep}") for name, sleep in (("a", 0.5), ("b", 0.002))}
+    room.start_broker()
+    idle = room.program("a", 2, "sleep=0.5")
+    until(lambda: room.has_recorded("a", "ends"))  # between two phases, its weights on the device
+    os.kill(idle.pid, signal.SIGSTOP)
+    room.kill_broker()
+    room.start_broker()
+    other = room.program("b", 2, "sleep=0.002")
+    until(lambda: room.notes("told_to_leave"))
+    os.kill(idle.pid, signal.SIGCONT)
+    assert {"a": result(idle)["sha256"], "b": result(other)["sha256"]} == expected
+    check_never_both(room.recorded())

@@ -179,6 +179,8 @@ class Desk:
             self._adopt(program, fence, held)
         elif fence is None and program.fence is not None and hello.get("asking") != _number(program.ask):
             self._end_permit_of(program, rank, {"used_s": 0.0})
+        if fence is None:  # where it is not, the answer to `done` says what to leave
+            self._held_back += [(rank, _evict(pool)) for pool, ranks in program.leaving.items() if rank.number in ranks]
 
     def _adopt(self, program: Program, fence: int, held: list[str]) -> None:
         """A permit that this broker does not know. Where the log of the broker before it says that it is over, only the
@@ -393,8 +395,7 @@ class Desk:
         if program.unanswered is not None:
             program.told.append(pool)
         else:
-            line = write_message("evict", pool=pool, **{"for": waiting})
-            self._held_back += [(rank, line) for rank in program.ranks.values()]
+            self._held_back += [(rank, _evict(pool, waiting)) for rank in program.ranks.values()]
 
     def _get_stuck(self, program: Program, pool: str, reason: str) -> None:
         """It is on the pool and does not leave: no other is granted the pool until it leaves, or is gone."""
@@ -449,6 +450,10 @@ def _how_it_ended(rank: Rank, held: Permit | None) -> str:
 
 def _refusal(ask: int, text: str) -> bytes:
     return write_message("error", code="not_possible", id=ask, text=text)
+
+
+def _evict(pool: str, waiting: PipelineId | None = None) -> bytes:
+    return write_message("evict", pool=pool, **({"for": waiting} if waiting else {}))
 
 
 def _number(ask: Ask | None) -> int | None:
