@@ -54,12 +54,14 @@ def new_engine(checkpoint: Path) -> Callable[..., SlotRolloutEngine]:
         is_single_turn: bool = True,
         max_new_tokens: int = 40,
         steps_at_once: int | None = None,
+        order: str = "given",
     ) -> SlotRolloutEngine:
         rollout = RolloutConfig(
             num_slots=num_slots,
             temperature=temperature,
             max_new_tokens=max_new_tokens,
             max_prompt_tokens=24,
+            order=order,
         )
         return SlotRolloutEngine(
             ModelConfig(path=str(checkpoint)),

@@ -73,7 +73,7 @@ class LiveTrajectory(RecordedTrajectory):
 
     @property
     def has_begun(self) -> bool:
-        """Some of its tokens were made by the present weights or earlier ones."""
+        """It has a slot, or some of its tokens were made."""
         return self.slot is not None or bool(self.tokens)
 
     @property

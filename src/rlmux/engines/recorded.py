@@ -28,6 +28,11 @@ class RecordedTrajectory:
     num_turns: int = 0
     is_waiting_for_env: bool = False
 
+    @property
+    def has_begun(self) -> bool:
+        """Some of its tokens were made, by the present weights or earlier ones."""
+        return bool(self.tokens)
+
     def finished_turn(self, stop_reason: str) -> FinishedTurn:
         """Everything recorded, as the env worker reads it."""
         return FinishedTurn(

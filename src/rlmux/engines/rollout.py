@@ -11,6 +11,7 @@
     AdapterTable    whose adapter samples what         AdapterWeights computed beside the base, never merged into it
     PrefillAhead    computes KV of waiting contexts    BatchProbe     which batch shapes are exact
     ChunkTally      what the present chunk has done    RequestLimits  what is accepted
+    WaitingQueue    which waiting trajectory is next
 
 A freed slot is refilled before the next decode step. Prompts are prefilled ahead, as many waiting ones at
 once as there are slots and each distinct prompt once, so that refilling costs a copy. When nothing waits,
@@ -27,7 +28,6 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
 from collections.abc import Container, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
@@ -49,6 +49,7 @@ from rlmux.engines.residency import Offloaded, give_back
 from rlmux.engines.shared_base import SharedBase
 from rlmux.engines.slot_table import SlotTable, slot_of
 from rlmux.engines.transformer import DecodePlan, DecoderWeights, PositionTables, score
+from rlmux.engines.waiting_queue import WaitingQueue
 from rlmux.engines.weights import read_weights
 from rlmux.rl.config import AdapterConfig, ModelConfig, RolloutConfig
 from rlmux.rl.types import (
@@ -118,8 +119,7 @@ class SlotRolloutEngine:
         """Decode plans by (width, window); empty while offloaded."""
         self._live: dict[TrajectoryId, LiveTrajectory] = {}
         """All unfinished trajectories."""
-        self._waiting: deque[LiveTrajectory] = deque()
-        """Those that are ready for a slot, in the order they get one."""
+        self._waiting: WaitingQueue[LiveTrajectory] = WaitingQueue(rollout.order)
         self._overdue: list[FinishedTurn] = []
         """Turns that ended without a decode step, for the next report."""
         self._offloaded: Offloaded | None = None
@@ -200,8 +200,7 @@ class SlotRolloutEngine:
                 raise IllegalTransitionError(f"{trajectory_id} was to be taken but is not here")
         taken = sorted(self._live if ids is None else ids)
         partials = [self._take(self._live[trajectory_id], with_kv=with_kv) for trajectory_id in taken]
-        gone = set(taken)
-        self._waiting = deque(live for live in self._waiting if live.request.id not in gone)
+        self._waiting.discard(set(taken))
         return partials
 
     @torch.inference_mode()
@@ -253,9 +252,17 @@ class SlotRolloutEngine:
             return
         self._slots.yield_slots(len(self._waiting), self._adapters.version_of)
         for slot in self._slots.free_slots[: len(self._waiting)]:
-            if self._waiting[0].needs_prefill:
-                self._prefill.compute_kv(islice(self._waiting, self._slots.num_slots), tally)
-            self._slots.seat(self._waiting.popleft(), slot)
+            live = self._waiting.pop()
+            if live.needs_prefill:
+                self._prefill_ahead(live, tally)
+            self._slots.seat(live, slot)
+
+    def _prefill_ahead(self, live: LiveTrajectory, tally: ChunkTally) -> None:
+        """Compute KV of the next trajectory and of those after it, for as many as there are slots."""
+        num_others = self._slots.num_slots - 1
+        for later in self._waiting.after(num_others):  # they were near the front once
+            later.drop_prefilled_kv()
+        self._prefill.compute_kv([live, *self._waiting.first(num_others)], tally)
 
     def _decode(self, active: list[LiveTrajectory], max_steps: int, deadline: float, tally: ChunkTally) -> None:
         """Decode until a sequence ends, its window is full, or a limit is reached."""
@@ -311,6 +318,7 @@ class SlotRolloutEngine:
             raise PipelineError(f"{live.request.id}: a sampled token's log-probability is not finite")
         if live.is_sampled[-1]:
             live.num_turns += 1
+        self._waiting.note_end(live.request.id, len(live.tokens))
         if stop_reason == "length" or self._is_single_turn:
             self._forget(live)
         else:
@@ -336,7 +344,7 @@ class SlotRolloutEngine:
         forced = live.accept_reply(tokens)
         if live.slot is None:
             live.pending = forced
-            self._waiting.insert(sum(other.has_begun for other in self._waiting), live)  # before all that are new
+            self._waiting.continue_with(live)
         else:
             self._slots.resume(live, forced)
 
@@ -405,7 +413,7 @@ class SlotRolloutEngine:
             live.drop_prefilled_kv()
         for live in seated:
             self._slots.evict(live, self.version, with_kv=True)
-        self._waiting.extendleft(live for live in reversed(seated) if not live.is_waiting_for_env)
+        self._waiting.put_back([live for live in seated if not live.is_waiting_for_env])
         self._spilled = [live for live in self._live.values() if live.kv is not None] if spill_to else []
         kv = [live.kv for live in self._spilled if live.kv is not None]
         self._offloaded = Offloaded([*self._kept_tensors(), *kv], spill_to=spill_to)

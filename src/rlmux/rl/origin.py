@@ -16,6 +16,7 @@ from rlmux.rl.config import TrainingConfig
 
 NOT_OF_THE_PLAN = {
     ("rollout", "num_workers"),
+    ("rollout", "order"),
     ("train", "num_workers"),
     ("rollout", "engine", "python"),
     ("rollout", "engine", "url"),

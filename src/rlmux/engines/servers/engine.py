@@ -18,7 +18,6 @@ from __future__ import annotations
 import math
 import shutil
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -34,6 +33,7 @@ from rlmux.engines.servers.requests import Ended
 from rlmux.engines.servers.settings import Piece, Sampling, ServerSettings
 from rlmux.engines.servers.trajectory import ServedTrajectory
 from rlmux.engines.servers.weight_checks import check_checksums
+from rlmux.engines.waiting_queue import WaitingQueue
 from rlmux.engines.weights import MODEL_FILE, read_weights
 from rlmux.rl.config import EngineConfig, RolloutConfig
 from rlmux.rl.types import (
@@ -89,8 +89,7 @@ class ServerRolloutEngine(OneServer):
         )
         self._live: dict[TrajectoryId, ServedTrajectory] = {}
         """All unfinished trajectories."""
-        self._waiting: deque[ServedTrajectory] = deque()
-        """Those that are ready for a request, in the order they get one."""
+        self._waiting: WaitingQueue[ServedTrajectory] = WaitingQueue(rollout.order)
         self._by_request: dict[str, ServedTrajectory] = {}
         """Trajectories under way, by request."""
         self._overdue: list[FinishedTurn] = []
@@ -168,7 +167,7 @@ class ServerRolloutEngine(OneServer):
         taken = [trajectory_id for trajectory_id in taken if trajectory_id in self._live]  # a turn may just have ended
         self._abort([self._live[trajectory_id] for trajectory_id in taken])
         partials = [self._live.pop(trajectory_id).to_partial() for trajectory_id in taken]
-        self._waiting = deque(live for live in self._waiting if live.request.id in self._live)
+        self._waiting.discard(set(taken))
         return partials
 
     def _enqueue(self, live: ServedTrajectory) -> None:
@@ -224,7 +223,7 @@ class ServerRolloutEngine(OneServer):
     def _seat(self) -> None:
         """Begin requests for waiting trajectories, as many as the server decodes at once."""
         while self._waiting and len(self._by_request) < self._settings.num_slots:
-            live = self._waiting.popleft()
+            live = self._waiting.pop()
             live.request_id = self.next_request_id()
             self._by_request[live.request_id] = live
             seed = live.noise_seed(is_positional=self.capabilities.has_positional_noise)
@@ -287,6 +286,7 @@ class ServerRolloutEngine(OneServer):
         self._by_request.pop(str(live.request_id))
         live.request_id = None
         live.num_turns += 1
+        self._waiting.note_end(live.request.id, len(live.tokens))
         has_stopped = bool(live.tokens) and live.tokens[-1] in live.request.stop_tokens
         if not has_stopped and live.tokens_left:
             raise PipelineError(
@@ -312,7 +312,7 @@ class ServerRolloutEngine(OneServer):
         if live.num_lost > MAX_LOST:
             why = ended.error or "its answer ended without a reason"
             raise ServerGoneError(f"{self.dialect.name} lost {live.request.id} {live.num_lost} times: {why}")
-        self._waiting.appendleft(live)
+        self._waiting.put_back([live])
 
     def _drain(self) -> None:
         """Take in what has come already. Turns that end here are told with the next report."""
@@ -328,7 +328,7 @@ class ServerRolloutEngine(OneServer):
         for live in reversed(under_way):
             self._by_request.pop(str(live.request_id))
             live.request_id = None
-            self._waiting.appendleft(live)
+            self._waiting.put_back([live])
 
     def abort_all(self) -> None:
         """End all requests; what they brought is kept, and they go on with the next chunk."""

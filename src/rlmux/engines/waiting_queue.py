@@ -1,0 +1,115 @@
+"""Which waiting trajectory gets the next free slot of a rollout engine.
+
+    given      as submitted
+    siblings   one trajectory of each prompt first, then those whose prompt had the longest answer so far; a prompt
+               without an answer counts as the longest (Seer, arXiv 2511.14617: answers of one prompt are alike in
+               length, and what is long should not begin last)
+
+In both, what has begun comes before what has not, where it had to give up a slot or waited for its environment.
+No order changes a trajectory; it changes when the last one ends.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Generic, Literal, TypeVar
+
+from rlmux.engines.recorded import RecordedTrajectory
+from rlmux.rl.types import TrajectoryId
+
+Order = Literal["given", "siblings"]
+Waiting = TypeVar("Waiting", bound=RecordedTrajectory)
+_Group = tuple[str, int, int]
+"""Adapter, step and prompt of the trajectories that answer one prompt."""
+
+
+class WaitingQueue(Generic[Waiting]):
+    """Trajectories that are ready for a slot, in the order they get one. See the module docstring."""
+
+    def __init__(self, order: Order) -> None:
+        self._order = order
+        self._waiting: list[Waiting] = []
+        """Next first, where `_is_sorted`."""
+        self._is_sorted = True
+        self._begun: dict[_Group, int] = {}
+        """Prompts one of whose trajectories got a slot: tokens of their longest answer, 0 before the first."""
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[Waiting]:
+        """The next one first."""
+        self._sort()
+        return iter(self._waiting)
+
+    def append(self, live: Waiting) -> None:
+        """After all that wait."""
+        self._waiting.append(live)
+        self._is_sorted = False
+
+    def put_back(self, lives: Sequence[Waiting]) -> None:
+        """Before all that wait, in their own order."""
+        self._sort()
+        self._waiting[:0] = lives
+
+    def continue_with(self, live: Waiting) -> None:
+        """Before all that have not begun."""
+        self._sort()
+        self._waiting.insert(sum(other.has_begun for other in self._waiting), live)
+
+    def discard(self, gone: Collection[TrajectoryId]) -> None:
+        """Forget those of these ids."""
+        self._waiting = [live for live in self._waiting if live.request.id not in gone]
+
+    def first(self, count: int) -> Iterable[Waiting]:
+        """The next `count`."""
+        return islice(self, count)
+
+    def after(self, count: int) -> Iterable[Waiting]:
+        """All but the next `count`."""
+        return islice(self, count, None)
+
+    def pop(self) -> Waiting:
+        """The next one, which gets a slot. Raises IndexError where none waits."""
+        self._sort()
+        live = self._waiting.pop(0)
+        if self._order == "siblings":
+            self._begun.setdefault(_group_of(live.request.id), 0)
+        return live
+
+    def note_end(self, id: TrajectoryId, num_tokens: int) -> None:
+        """A trajectory's turn has ended after `num_tokens` response tokens."""
+        group = _group_of(id)
+        if num_tokens > self._begun.get(group, num_tokens):
+            self._begun[group] = num_tokens
+            self._is_sorted = False
+
+    def _sort(self) -> None:
+        if not self._is_sorted and self._order == "siblings":
+            groups = {_group_of(live.request.id) for live in self._waiting}  # membership tests only
+            self._begun = {group: longest for group, longest in self._begun.items() if group in groups}
+            ranks = _ranks(self._waiting, self._begun)
+            self._waiting = [self._waiting[place] for place in sorted(range(len(ranks)), key=ranks.__getitem__)]
+        self._is_sorted = True
+
+
+def _ranks(waiting: Iterable[RecordedTrajectory], begun: dict[_Group, int]) -> list[tuple[int, float]]:
+    """What to sort by: begun, then the first of a prompt that none has a slot of, then by the longest answer."""
+    ranks: list[tuple[int, float]] = []
+    probed: set[_Group] = set()
+    for live in waiting:
+        group = _group_of(live.request.id)
+        if live.has_begun:
+            ranks.append((0, 0.0))
+        elif group in begun or group in probed:
+            ranks.append((2, -(begun.get(group, 0) or math.inf)))
+        else:
+            probed.add(group)
+            ranks.append((1, 0.0))
+    return ranks
+
+
+def _group_of(id: TrajectoryId) -> _Group:
+    return id.adapter, id.step, id.prompt
