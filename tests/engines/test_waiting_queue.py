@@ -40,7 +40,7 @@ def test_siblings_begins_with_one_of_each_prompt():
     assert popped(queue_of("siblings", 3, 2), 3) == [(0, 0), (1, 0), (2, 0)]
 
 
-def test_siblings_goes_on_with_the_prompt_of_the_longest_answer_and_first_with_one_that_has_none():
+def test_siblings_goes_on_with_prompts_without_an_answer_and_then_by_the_longest_answer():
     queue = queue_of("siblings", 3, 3)
     popped(queue, 3)
     queue.note_end(TrajectoryId(1, 0, 0), 4)

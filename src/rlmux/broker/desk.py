@@ -435,8 +435,7 @@ class Desk:
             self.outgoing.append((rank.connection, _refusal(message["id"], text)))
 
     def _mark(self, program: Program, what: str, reason: str) -> None:
-        """Say in the log what is wrong with a program, or that it is not any more."""
-        if program.mark(what, reason):
+        if program.mark(what, reason):  # what is wrong with it, or that it is not any more
             self._note(program, "marked", reason="; ".join(program.marks.values()))
 
     def _note(self, program: Program, what: str, **fields: Any) -> None:

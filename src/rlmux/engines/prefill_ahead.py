@@ -19,6 +19,7 @@ from rlmux.engines.batch_probe import PREFILL_BUCKET, BatchProbe, pad_rows
 from rlmux.engines.chunk_tally import ChunkTally
 from rlmux.engines.live_trajectory import LiveTrajectory
 from rlmux.engines.transformer import DecoderWeights, PositionTables, prefill
+from rlmux.engines.waiting_queue import WaitingQueue
 
 _Context = tuple[str, tuple[int, ...]]
 """The adapter that reads it, and its tokens."""
@@ -38,7 +39,15 @@ class PrefillAhead:
         self._tables = tables
         self._probe = probe
 
-    def compute_kv(self, trajectories: Iterable[LiveTrajectory], tally: ChunkTally) -> None:
+    def compute_ahead(
+        self, live: LiveTrajectory, waiting: WaitingQueue[LiveTrajectory], num_slots: int, tally: ChunkTally
+    ) -> None:
+        """Fill in `kv` of the next trajectory and of those that wait behind it, for as many as there are slots."""
+        for later in waiting.after(num_slots - 1):  # they were near the front once
+            later.drop_prefilled_kv()
+        self._compute_kv([live, *waiting.first(num_slots - 1)], tally)
+
+    def _compute_kv(self, trajectories: Iterable[LiveTrajectory], tally: ChunkTally) -> None:
         """Fill in `kv` of each trajectory that needs it."""
         by_length: dict[int, dict[_Context, list[LiveTrajectory]]] = {}
         for live in trajectories:

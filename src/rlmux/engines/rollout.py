@@ -254,15 +254,8 @@ class SlotRolloutEngine:
         for slot in self._slots.free_slots[: len(self._waiting)]:
             live = self._waiting.pop()
             if live.needs_prefill:
-                self._prefill_ahead(live, tally)
+                self._prefill.compute_ahead(live, self._waiting, self._slots.num_slots, tally)
             self._slots.seat(live, slot)
-
-    def _prefill_ahead(self, live: LiveTrajectory, tally: ChunkTally) -> None:
-        """Compute KV of the next trajectory and of those after it, for as many as there are slots."""
-        num_others = self._slots.num_slots - 1
-        for later in self._waiting.after(num_others):  # they were near the front once
-            later.drop_prefilled_kv()
-        self._prefill.compute_kv([live, *self._waiting.first(num_others)], tally)
 
     def _decode(self, active: list[LiveTrajectory], max_steps: int, deadline: float, tally: ChunkTally) -> None:
         """Decode until a sequence ends, its window is full, or a limit is reached."""
