@@ -27,6 +27,7 @@ from rlmux.engines.rollout import SlotRolloutEngine
 from rlmux.engines.weights import SHA256, read_tensors, weights_sha256, write_tensors
 from rlmux.rl.config import (
     ADAPTER_ARCHITECTURES,
+    ADAPTER_TARGETS,
     AdapterConfig,
     ModelConfig,
     RolloutConfig,
@@ -36,8 +37,8 @@ from rlmux.rl.types import FinishedTurn, TrajectoryId, TrajectoryRequest
 VOCAB_SIZE = 41
 MIXED = (
     AdapterConfig(rank=1, alpha=3.0, targets=("q_proj", "v_proj")),
-    AdapterConfig(rank=4, alpha=8.0),
-    AdapterConfig(rank=16, alpha=16.0, targets=("k_proj", "o_proj", "down_proj")),
+    AdapterConfig(rank=4, alpha=8.0, targets=ADAPTER_TARGETS),
+    AdapterConfig(rank=16, alpha=16.0, targets=("k_proj", "o_proj", "down_proj", "lm_head")),
     AdapterConfig(rank=5, alpha=2.5, targets=("gate_proj", "up_proj")),
 )
 """Four tenants: different ranks, scales and targets."""
@@ -182,6 +183,7 @@ def test_trajectories_of_two_tenants_share_no_prefilled_prompt(checkpoint, files
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # in peft itself
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
 @pytest.mark.parametrize("tenant", range(4))
 def test_sampled_log_probs_are_those_that_peft_computes(checkpoint, files, alone, new_requests, tmp_path, tenant):
     """The unmerged product of the rollout engine against `PeftModel.from_pretrained` over the same base."""
@@ -203,6 +205,7 @@ def assert_as_peft(turns, requests, checkpoint: Path, file: Path, adapter: Adapt
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # in peft itself
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
 @pytest.mark.parametrize("architecture", [each for each in ADAPTER_ARCHITECTURES if each != "qwen3"])
 def test_adapters_of_each_architecture_are_served_as_peft_computes_them(architecture, new_requests, tmp_path):
     base = make_lively(build_model(ModelConfig(architecture=architecture), VOCAB_SIZE, 0))

@@ -22,6 +22,7 @@ from rlmux.engines.model_io import build_model
 from rlmux.engines.train import RL_STAGES, TorchTrainEngine
 from rlmux.engines.weights import read_tensors, weights_sha256
 from rlmux.rl.config import (
+    ADAPTER_TARGETS,
     AdapterConfig,
     AlgorithmConfig,
     ModelConfig,
@@ -33,7 +34,7 @@ from rlmux.rl.config import (
 from rlmux.rl.types import TrainingBatch, Trajectory, TrajectoryId
 from rlmux.rl.vocabulary import CharVocabulary
 
-ADAPTER = AdapterConfig(rank=4, alpha=8.0)
+ADAPTER = AdapterConfig(rank=4, alpha=8.0, targets=ADAPTER_TARGETS)
 
 
 def config(adapter: AdapterConfig | None = ADAPTER, seed: int = 7, **algorithm: Any) -> TrainingConfig:
@@ -95,7 +96,7 @@ def test_training_changes_the_adapter_and_leaves_the_base_as_it_was():
     assert all(torch.equal(after[name], each) for name, each in base.items())
     trained = trained_parameters(engine.model)
     assert all(".lora_" in name for name in trained)
-    assert len(trained) == 2 * 7 * 2  # A and B of seven targets in two blocks
+    assert len(trained) == 2 * 7 * 2 + 2  # A and B of seven targets in two blocks, and of the head
     assert all(each.abs().sum() > 0 for name, each in trained.items() if "lora_B" in name)
 
 
@@ -147,6 +148,7 @@ def test_rollouts_with_a_published_adapter_agree_with_its_trainer(tmp_path, dtyp
 
 
 @pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")  # in peft itself
+@pytest.mark.filterwarnings("ignore:Model has `tie_word_embeddings=True`:UserWarning")
 def test_peft_loads_a_checkpoint_and_gives_the_trainers_log_probs(tmp_path):
     engine = warm_engine(config())
     run_step(engine, 1)

@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import yaml
 from annotated_types import Ge, Le, Lt, MinLen, Predicate
@@ -29,7 +29,16 @@ from rlmux.config.located import parse_yaml
 from rlmux.config.tree import ClusterConfig
 from rlmux.core.errors import UserError
 from rlmux.core.model import Cluster
-from rlmux.rl.config import MAX_POSITIONS, Count, FromFile, ModelConfig, Name, PositiveFloat, Takes
+from rlmux.rl.config import (
+    ADAPTER_ARCHITECTURES,
+    MAX_POSITIONS,
+    Count,
+    FromFile,
+    ModelConfig,
+    Name,
+    PositiveFloat,
+    Takes,
+)
 
 
 def is_model_name(text: str) -> bool:
@@ -94,6 +103,12 @@ class ServeConfig(FromFile):
 
     models: Annotated[Mapping[ModelName, ServedModelConfig], MinLen(1)]
     """Models by the name that clients write, which they load the tokenizer of on their own machine."""
+    parameters: Literal["full", "lora", "refuse-lora"] = "full"
+    """What a client's `create_lora_training_client(rank=N)` trains: all parameters, whatever N is (`full`), a LoRA
+    adapter of rank N beside the frozen model, which all clients share (`lora`), or all parameters, and only for rank 0
+    (`refuse-lora`)."""
+    max_lora_rank: Annotated[int, Ge(1), Le(1024)] = 128
+    """Largest rank of a client's adapter, with `parameters: lora`."""
     keys: Mapping[str, KeyConfig] = field(default_factory=dict)
     """Projects by API key (`tml-...`). Without: every key is accepted, and is a project of its own."""
     projects: Mapping[Name, ProjectConfig] = field(default_factory=dict)
@@ -161,7 +176,7 @@ def parse_serve_file(text: str, *, source: str, folder: Path, policies: Sequence
     models = {name: _absolute(served, folder) for name, served in file.serve.models.items()}
     for name, served in models.items():
         try:
-            _check_sizes(served)
+            _check_model(served, has_adapters=file.serve.parameters == "lora")
         except UserError as error:
             raise spec_error(root, ["serve", "models", name], f"cannot be served: {error}") from None
     file = replace(file, serve=replace(file.serve, models=models))
@@ -178,12 +193,19 @@ def parse_serve_file(text: str, *, source: str, folder: Path, policies: Sequence
     )
 
 
-def _check_sizes(served: ServedModelConfig) -> None:
-    """Raises UserError for a checkpoint that cannot be trained, and for a context beyond a model's positions."""
+def _check_model(served: ServedModelConfig, *, has_adapters: bool) -> None:
+    """Raises UserError for a checkpoint that cannot be trained, for a context beyond a model's positions, and for an
+    architecture that adapters are not served for where they are what is trained."""
     longest = served.max_prompt_tokens + served.max_new_tokens
     most: int | None = MAX_POSITIONS
+    architecture: str = served.model.architecture
     if served.model.path is not None:
-        most = check_checkpoint(Path(served.model.path)).max_positions
+        found = check_checkpoint(Path(served.model.path))
+        most, architecture = found.max_positions, found.model_type
+    if has_adapters and architecture not in ADAPTER_ARCHITECTURES:
+        raise UserError(
+            f"parameters: lora does not go with a {architecture!r} model; accepted: {', '.join(ADAPTER_ARCHITECTURES)}"
+        )
     if most is not None and longest > most:
         raise UserError(f"max_prompt_tokens + max_new_tokens is {longest}; accepted: {most} or less")
 

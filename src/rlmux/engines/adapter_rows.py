@@ -22,6 +22,9 @@ from torch import Tensor
 
 from rlmux.engines.row_product import row_product
 
+HEAD = "head"
+"""Name of what is beside the output matrix."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LowRank:
@@ -37,19 +40,29 @@ class RowAdapters:
     """Which adapter serves which rows of a batch."""
 
     def __init__(self, parts: Sequence[tuple[Sequence[Mapping[str, LowRank]], Tensor | None]]) -> None:
-        """`parts`: an adapter's layers, and the rows [rows, 1] that are not its own; None: all rows are."""
+        """`parts`: an adapter's layers, the output matrix's behind them, and the rows [rows, 1] that are not its own;
+        None: all rows are."""
         self._parts = parts
 
     def add(self, layer: int, name: str, inputs: Tensor, outputs: Tensor) -> None:
         """Add to `outputs` [rows, out] what each row's adapter makes of `inputs` [rows, in]."""
         for layers, is_others in self._parts:
             low_rank = layers[layer].get(name)
-            if low_rank is None:
-                continue
-            inner = row_product(inputs, low_rank.down)
-            if is_others is not None:
-                inner.masked_fill_(is_others, 0.0)
-            outputs.addmm_(inner, low_rank.up)
+            if low_rank is not None:
+                outputs.addmm_(_inner(inputs, low_rank, is_others), low_rank.up)
+
+    def add_to_logits(self, inputs: Tensor, logits: Tensor) -> None:
+        """Add to `logits` [rows, vocab] what each row's adapter of the output matrix makes of `inputs` [rows, in]."""
+        for layers, is_others in self._parts:
+            low_rank = layers[-1].get(HEAD)
+            if low_rank is not None:
+                logits.add_(row_product(_inner(inputs, low_rank, is_others), low_rank.up))
+
+
+def _inner(inputs: Tensor, low_rank: LowRank, is_others: Tensor | None) -> Tensor:
+    """What the first of the two matrices makes of the rows; zero for those of others."""
+    inner = row_product(inputs, low_rank.down)
+    return inner if is_others is None else inner.masked_fill_(is_others, 0.0)
 
 
 def rotation_pairs(head_dim: int) -> Tensor:

@@ -7,6 +7,7 @@
     output      o_proj
     gate_up     gate_proj, up_proj
     down        down_proj
+    head        lm_head                          once, behind the blocks
 
 The gain of the norm before a projection is folded into `down`, alpha / rank and the order of the query and key
 channels into `up`, as they are in the base.
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from rlmux.core.errors import PipelineError, UserError
-from rlmux.engines.adapter_rows import LowRank, rotation_pairs
+from rlmux.engines.adapter_rows import HEAD, LowRank, rotation_pairs
 from rlmux.engines.decoder_shape import DecoderShape
 from rlmux.rl.config import AdapterConfig
 
@@ -29,16 +30,18 @@ TARGETS_BY_PROJECTION: Mapping[str, tuple[str, ...]] = {
     "output": ("self_attn.o_proj",),
     "gate_up": ("mlp.gate_proj", "mlp.up_proj"),
     "down": ("mlp.down_proj",),
+    HEAD: ("lm_head",),
 }
-_GAIN_BEFORE = {"qkv": 0, "gate_up": 1}
-"""Which of a block's two norms precedes the projection."""
+_GAIN_BEFORE = {"qkv": 0, "gate_up": 1, HEAD: 0}
+"""Which of a block's two norms precedes the projection; the last norm of all is as a block's of its own."""
 
 
 class AdapterWeights:
     """One pipeline's adapter as views of one flat buffer, in the base's fused form."""
 
     def __init__(self, shape: DecoderShape, adapter: AdapterConfig, device: torch.device, gains: Tensor) -> None:
-        """All is zero until `refresh`. `gains` [2 * layers, hidden]: of the two norms of each block, in host memory."""
+        """All is zero until `refresh`. `gains` [2 * layers + 1, hidden]: of the two norms of each block and of the last
+        one, in host memory."""
         self.shape = shape
         self.adapter = adapter
         self._gains = gains
@@ -46,7 +49,7 @@ class AdapterWeights:
             name: [target for target in targets if target.rpartition(".")[2] in adapter.targets]
             for name, targets in TARGETS_BY_PROJECTION.items()
         }
-        sizes = [size for _ in range(shape.num_layers) for size in self._sizes().values()]
+        sizes = [size for index in range(shape.num_layers + 1) for size in self._sizes(index).values()]
         self.flat = torch.zeros(sum((num_in + num_out) * inner for num_in, inner, num_out in sizes), device=device)
         self.layers = list(self._views())
 
@@ -54,8 +57,8 @@ class AdapterWeights:
         """The same adapter in host memory, all zero."""
         return AdapterWeights(self.shape, self.adapter, torch.device("cpu"), self._gains)
 
-    def _sizes(self) -> dict[str, tuple[int, int, int]]:
-        """(in, R, out) beside each fused projection that has a target."""
+    def _sizes(self, index: int) -> dict[str, tuple[int, int, int]]:
+        """(in, R, out) beside each fused projection of a block that has a target; behind the blocks, of the head."""
         shape = self.shape
         attention = shape.num_kv_heads * shape.group_size * shape.head_dim
         ends = {
@@ -64,14 +67,16 @@ class AdapterWeights:
             "gate_up": (shape.hidden_size, 2 * shape.intermediate_size),
             "down": (shape.intermediate_size, shape.hidden_size),
         }
+        if index == shape.num_layers:
+            ends = {HEAD: (shape.hidden_size, shape.vocab_size)}
         inner = {name: self.adapter.rank * len(targets) for name, targets in self._targets.items()}
         return {name: (ends[name][0], inner[name], ends[name][1]) for name in ends if inner[name]}
 
     def _views(self) -> Iterator[dict[str, LowRank]]:
         start = 0
-        for _ in range(self.shape.num_layers):
+        for index in range(self.shape.num_layers + 1):
             layer = {}
-            for name, (num_in, inner, num_out) in self._sizes().items():
+            for name, (num_in, inner, num_out) in self._sizes(index).items():
                 middle, end = start + num_in * inner, start + (num_in + num_out) * inner
                 layer[name] = LowRank(
                     down=self.flat[start:middle].view(num_in, inner), up=self.flat[middle:end].view(inner, num_out)
@@ -126,10 +131,13 @@ class AdapterWeights:
         }
         sizes: dict[str, tuple[int, int]] = {}
         for index in range(shape.num_layers):
-            for target in (target for targets in self._targets.values() for target in targets):
+            for target in (target for targets in self._targets.values() for target in targets if target in ends):
                 num_in, num_out = ends[target]
                 sizes[f"{_stem(index, target)}.lora_A.weight"] = (rank, num_in)
                 sizes[f"{_stem(index, target)}.lora_B.weight"] = (num_out, rank)
+        if self._targets[HEAD]:
+            sizes["base_model.model.lm_head.lora_A.weight"] = (rank, shape.hidden_size)
+            sizes["base_model.model.lm_head.lora_B.weight"] = (shape.vocab_size, rank)
         return sizes
 
     def _fused(self, target: str, up: Tensor) -> Tensor:
@@ -151,4 +159,6 @@ class AdapterWeights:
 
 def _stem(layer: int, target: str) -> str:
     """What a target's two tensors are called in a file, up to the last dots."""
+    if target == "lm_head":
+        return f"base_model.model.{target}"
     return f"base_model.model.model.layers.{layer}.{target}"

@@ -21,7 +21,7 @@ from rlmux.core.errors import CheckpointError, PipelineError, UserError
 from rlmux.engines.adamw import AdamWNumbers
 from rlmux.engines.checkpoint import read_checkpoint
 from rlmux.engines.datum_batches import DatumBatch, check_datums, datum_batches
-from rlmux.engines.model_io import build_model
+from rlmux.engines.shared_base import build_trained_model
 from rlmux.engines.snapshot import TrainSnapshot, model_files
 from rlmux.engines.train_state import TrainState
 from rlmux.engines.training_forward import prepare_forward, score_tokens
@@ -40,13 +40,14 @@ from rlmux.rl.vocabulary import load_vocabulary
 class DatumTrainEngine:
     """One model in training, float32. See the module docstring."""
 
-    def __init__(self, config: TrainingConfig, *, device: str = "cpu") -> None:
+    def __init__(self, config: TrainingConfig, *, device: str = "cpu", bases: Path | None = None) -> None:
+        """`bases`: folder in shared memory where the base of an adapter lies once for all; not used on a GPU."""
         self._config = config
         self._vocabulary = load_vocabulary(config.model)
-        model = build_model(config.model, self._vocabulary.vocab_size, config.seed)
+        model, is_shared = build_trained_model(config, self._vocabulary.vocab_size, device=device, bases=bases)
         prepare_forward(model, config.train)
         self._model_config = model.config
-        self._state = TrainState(nn.Module.to(model, torch.device(device)), config)
+        self._state = TrainState(nn.Module.to(model, torch.device(device)), config, is_base_shared=is_shared)
         self._version = 0
         self._failure: str | None = None
         """The first failed ForwardBackward since the last OptimizerStep; None: all went well."""
@@ -147,7 +148,7 @@ class DatumTrainEngine:
     def save_state(self, folder: Path) -> str:
         """Write a checkpoint; returns the hash of its weights."""
         if not self._files:
-            self._files = model_files(self._model_config, self._state.model, self._vocabulary)
+            self._files = model_files(self._model_config, self._state.model, self._vocabulary, self._config)
         sha256 = self._state.weights_sha256()
         state = {
             "pipeline": self._config.name,

@@ -14,6 +14,7 @@ Invariant: an adapter's first tensors are a function of (model, adapter, seed) a
 from __future__ import annotations
 
 import json
+import warnings
 from typing import Any
 
 import torch
@@ -44,7 +45,9 @@ def inject_adapter(model: PreTrainedModel, adapter: AdapterConfig, seed: int) ->
     load_peft()
     from peft import inject_adapter_in_model
 
-    with torch.random.fork_rng(devices=[]):
+    with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
+        # A head that is tied to the embedding gets an adapter alone: the embedding stays as it is.
+        warnings.filterwarnings("ignore", "Model has `tie_word_embeddings=True`", UserWarning)
         torch.manual_seed(seed)
         inject_adapter_in_model(_peft_config(adapter), model)
     nn.Module.eval(model)

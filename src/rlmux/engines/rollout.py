@@ -205,9 +205,10 @@ class SlotRolloutEngine:
 
     @torch.inference_mode()
     def score(self, tokens: Sequence[int], num_scored: int) -> list[float]:
-        """Log-probs at temperature 1 of the last `num_scored` of a prompt's tokens, never of the first."""
+        """Log-probs at temperature 1 of the last `num_scored` of a prompt's tokens, by the engine's own pipeline."""
         self._limits.check_prompt(tokens, "scored prompt")
-        return score(self._weights, self._tables, torch.tensor(tokens, device=self._device), num_scored)
+        on_device, adapter = torch.tensor(tokens, device=self._device), self._adapters.rows([""])
+        return score(self._weights, self._tables, on_device, num_scored, adapter)
 
     # --- the chunk ------------------------------------------------------------------------------------------
 
@@ -381,8 +382,7 @@ class SlotRolloutEngine:
         for live in begun:
             if live.slot is not None:
                 self._slots.record(live, self._adapters.version_of(live))
-        weights = self._adapters.weights_to_load(adapter)
-        chosen: DecoderWeights | AdapterWeights = weights or self._weights
+        chosen: DecoderWeights | AdapterWeights = self._adapters.weights_to_load(adapter) or self._weights
         if self._offloaded is None:
             chosen.refresh(tensors)
         else:

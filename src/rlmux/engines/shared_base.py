@@ -24,12 +24,32 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from rlmux.engines.decoder_shape import DecoderShape
+from rlmux.engines.lora import inject_adapter
 from rlmux.engines.model_io import build_model, new_model_config
 from rlmux.engines.residency import give_back
 from rlmux.engines.transformer import DecoderWeights
 from rlmux.engines.weights import read_tensors, write_tensors
 from rlmux.rl.adapter_base import base_name
-from rlmux.rl.config import ModelConfig
+from rlmux.rl.config import ModelConfig, TrainingConfig
+
+
+def build_trained_model(
+    config: TrainingConfig, vocab_size: int, *, device: str, bases: Path | None
+) -> tuple[PreTrainedModel, bool]:
+    """The float32 model in host memory that a pipeline trains, its adapter in place; and whether its base is shared.
+
+    A base is shared where training computes in float32 on a core, and where there is a folder for it.
+    """
+    is_float32 = config.train.dtype == "float32"
+    is_shared = bases is not None and config.adapter is not None and device == "cpu" and is_float32
+    if is_shared and bases is not None:
+        base = SharedBase(folder=bases, model=config.model, vocab_size=vocab_size, seed=config.model_seed)
+        model = base.build()
+    else:
+        model = build_model(config.model, vocab_size, config.model_seed)
+    if config.adapter is not None:
+        inject_adapter(model, config.adapter, config.seed)
+    return model, is_shared
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,8 +16,9 @@ from typing import Any
 from torch import Tensor
 
 from rlmux.engines.checkpoint import write_checkpoint
-from rlmux.engines.lora import ADAPTER_FILE
+from rlmux.engines.lora import ADAPTER_CONFIG_FILE, ADAPTER_FILE, adapter_config_file
 from rlmux.engines.weights import MODEL_FILE, SHA256, write_copies
+from rlmux.rl.config import TrainingConfig
 from rlmux.rl.vocabulary import Vocabulary
 
 
@@ -48,12 +49,17 @@ class TrainSnapshot:
             write_copies(folder / name, copies, metadata)
 
 
-def model_files(config: Any, model: Any, vocabulary: Vocabulary) -> dict[str, bytes]:
-    """The small files of a checkpoint by name: the model's config and the tokenizer, as Hugging Face reads them."""
+def model_files(config: Any, model: Any, vocabulary: Vocabulary, training: TrainingConfig) -> dict[str, bytes]:
+    """The small files of a checkpoint by name, as Hugging Face and peft read them: the config of the model or of its
+    adapter, and the tokenizer."""
     config.architectures = [type(model).__name__]
     config.eos_token_id = vocabulary.eos_token
     config.pad_token_id = vocabulary.pad_token
     with tempfile.TemporaryDirectory(prefix="rlmux-") as folder:
-        config.save_pretrained(folder)
+        if training.adapter is None:
+            config.save_pretrained(folder)
+        else:
+            content = adapter_config_file(training.adapter, training.model.path)
+            (Path(folder) / ADAPTER_CONFIG_FILE).write_bytes(content)
         vocabulary.save_pretrained(Path(folder))
         return {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}

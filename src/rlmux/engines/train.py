@@ -19,7 +19,6 @@ No optimizer step is made with a loss or gradient that is not finite.
 from __future__ import annotations
 
 import math
-import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -30,16 +29,14 @@ from torch import Tensor, nn
 from rlmux.core.errors import CheckpointError, IllegalTransitionError, PipelineError, UserError
 from rlmux.core.model import Stage
 from rlmux.engines.checkpoint import read_checkpoint, read_state
-from rlmux.engines.lora import ADAPTER_CONFIG_FILE, adapter_config_file, inject_adapter
 from rlmux.engines.micro_batches import MicroBatch
-from rlmux.engines.model_io import build_model
 from rlmux.engines.ranks import Ranks
 from rlmux.engines.rl_step import RlStep
 from rlmux.engines.router_loss import has_experts
 from rlmux.engines.sft_warmup import SftWarmup
 from rlmux.engines.sharded_state import ShardedState
-from rlmux.engines.shared_base import SharedBase
-from rlmux.engines.snapshot import TrainSnapshot
+from rlmux.engines.shared_base import build_trained_model
+from rlmux.engines.snapshot import TrainSnapshot, model_files
 from rlmux.engines.stage_work import StageWork
 from rlmux.engines.train_state import TrainState
 from rlmux.engines.train_tensors import TrainTensors
@@ -91,15 +88,7 @@ class TorchTrainEngine:
         self._marks = {} if origin is None else origin.fields()
         self._vocabulary = load_vocabulary(config.model) if vocabulary is None else vocabulary
         vocab_size = self._vocabulary.vocab_size
-        is_float32 = config.train.dtype == "float32"
-        is_shared = bases is not None and config.adapter is not None and device == "cpu" and is_float32
-        if is_shared and bases is not None:
-            base = SharedBase(folder=bases, model=config.model, vocab_size=vocab_size, seed=config.model_seed)
-            model = base.build()
-        else:
-            model = build_model(config.model, vocab_size, config.model_seed)
-        if config.adapter is not None:
-            inject_adapter(model, config.adapter, config.seed)
+        model, is_shared = build_trained_model(config, vocab_size, device=device, bases=bases)
         prepare_forward(model, config.train)
         self._model = model
         self._model_config: Any = model.config
@@ -302,20 +291,8 @@ class TorchTrainEngine:
 
     def _small_files(self) -> Mapping[str, bytes]:
         """The model's config, or the adapter's, and the tokenizer, as Hugging Face and peft read them."""
-        adapter = self._config.adapter
         if not self._file_by_name:
-            config = self._model_config
-            config.architectures = [type(self._model).__name__]
-            config.eos_token_id = self._vocabulary.eos_token
-            config.pad_token_id = self._vocabulary.pad_token
-            with tempfile.TemporaryDirectory(prefix="rlmux-") as folder:
-                if adapter is None:
-                    config.save_pretrained(folder)
-                else:
-                    content = adapter_config_file(adapter, self._config.model.path)
-                    (Path(folder) / ADAPTER_CONFIG_FILE).write_bytes(content)
-                self._vocabulary.save_pretrained(Path(folder))
-                self._file_by_name = {path.name: path.read_bytes() for path in sorted(Path(folder).iterdir())}
+            self._file_by_name = model_files(self._model_config, self._model, self._vocabulary, self._config)
         return self._file_by_name
 
     # --- residency ------------------------------------------------------------------------------------------

@@ -70,7 +70,8 @@ class DecoderWeights:
         self.head = next(views)
         self.layers = [_layer_weights(views, shape) for _ in range(shape.num_layers)]
         self.gains = next(views)
-        """[2 * layers, hidden]: gains of the two norms of each block, which an adapter's own matrices need."""
+        """[2 * layers + 1, hidden]: gains of the two norms of each block, and of the last one, which an adapter's own
+        matrices need."""
 
     def first_layers(self, num_layers: int) -> DecoderWeights:
         """The same tensors, seen as a model of fewer layers."""
@@ -90,6 +91,7 @@ class DecoderWeights:
         self.embedding.copy_(get("model.embed_tokens.weight"))
         head = get("model.embed_tokens.weight" if self.shape.has_tied_embeddings else "lm_head.weight")
         self.head.copy_((head * get("model.norm.weight")).T)
+        self.gains[-1] = get("model.norm.weight")
         for index, layer in enumerate(self.layers):
             prefix = f"model.layers.{index}."
             self._refresh_attention(layer, {k: get(prefix + k) for k in attention_sizes(self.shape)})
@@ -259,7 +261,7 @@ class DecodePlan:
             gated = silu(self._gate).mul_(self._up)
             hidden.addmm_(gated, own.down)
             adapters.add(index, "down", gated, hidden)
-        return row_product(_normed(hidden, epsilon), weights.head)
+        return _logits(_normed(hidden, epsilon), weights, adapters)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -289,11 +291,21 @@ def prefill(
     return torch.stack(kv, dim=1)
 
 
-def score(weights: DecoderWeights, tables: PositionTables, tokens: Tensor, num_scored: int) -> list[float]:
-    """Log-probs [num_scored] of the last tokens of one sequence [length], each given all before it; float32."""
-    _, hidden = _run_layers(weights, tables, tokens[None, :-1], RowAdapters([]), is_output_needed=True)
+def score(
+    weights: DecoderWeights,
+    tables: PositionTables,
+    tokens: Tensor,
+    num_scored: int,
+    adapters: RowAdapters | None = None,
+) -> list[float]:
+    """Log-probs [num_scored] of the last tokens of one sequence [length], each given all before it; float32.
+
+    `adapters`: the one of all rows; None for the base alone.
+    """
+    adapters = adapters or RowAdapters([])
+    _, hidden = _run_layers(weights, tables, tokens[None, :-1], adapters, is_output_needed=True)
     epsilon = torch.tensor(weights.shape.norm_epsilon, device=tokens.device)
-    logits = row_product(_normed(hidden[-num_scored:], epsilon), weights.head)
+    logits = _logits(_normed(hidden[-num_scored:], epsilon), weights, adapters)
     scores: list[float] = torch.log_softmax(logits, dim=-1).gather(1, tokens[-num_scored:, None]).squeeze(1).tolist()
     return scores
 
@@ -338,6 +350,13 @@ def _run_layers(
             hidden.addmm_(gated, layer.down)
             adapters.add(index, "down", gated, hidden)
     return kv, hidden
+
+
+def _logits(normed: Tensor, weights: DecoderWeights, adapters: RowAdapters) -> Tensor:
+    """[rows, vocab] of the last norm's output [rows, hidden]."""
+    logits = row_product(normed, weights.head)
+    adapters.add_to_logits(normed, logits)
+    return logits
 
 
 def _normed(hidden: Tensor, epsilon: Tensor) -> Tensor:

@@ -28,7 +28,7 @@ def weight_sizes(shape: DecoderShape) -> Iterator[tuple[int, ...]]:
             yield (shape.qkv_size,)
         if shape.num_experts:
             yield shape.hidden_size, shape.num_experts
-    yield 2 * shape.num_layers, shape.hidden_size
+    yield 2 * shape.num_layers + 1, shape.hidden_size
 
 
 def views_of(flat: Tensor, shape: DecoderShape) -> Iterator[Tensor]:

@@ -32,10 +32,12 @@ ACCEPTED_MODELS = ", ".join(ARCHITECTURES) + "; vLLM and SGLang serve others (ro
 ENGINES = ("rlmux", "vllm", "sglang")
 """Rollout engines by the names that a file gives them: our own, and servers of others."""
 
-AdapterTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-"""A projection of each block that an adapter can stand beside: those of a dense Qwen3 or Llama."""
+AdapterTarget = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj", "lm_head"]
+"""What an adapter can stand beside: a projection of each block of a dense Qwen3 or Llama, or the output matrix."""
 
 ADAPTER_TARGETS: tuple[AdapterTarget, ...] = get_args(AdapterTarget)
+BLOCK_TARGETS: tuple[AdapterTarget, ...] = ADAPTER_TARGETS[:-1]
+"""Those that are in every block."""
 
 ADAPTER_ARCHITECTURES = ("qwen3", "llama", "qwen2", "mistral")
 """Those of `ARCHITECTURES` whose blocks have these projections."""
@@ -167,8 +169,8 @@ class AdapterConfig(FromFile):
     """Rows of A and columns of B."""
     alpha: PositiveFloat
     """Numerator of the factor of the adapter's output: it is multiplied by alpha / rank."""
-    targets: Annotated[tuple[AdapterTarget, ...], MinLen(1)] = ADAPTER_TARGETS
-    """Projections that get an adapter, in every block."""
+    targets: Annotated[tuple[AdapterTarget, ...], MinLen(1)] = BLOCK_TARGETS
+    """Projections that get an adapter, in every block; `lm_head` is the output matrix, which there is once."""
 
     def __post_init__(self) -> None:
         if len(set(self.targets)) < len(self.targets):

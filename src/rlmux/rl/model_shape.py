@@ -16,7 +16,7 @@ _WITH_HEAD_NORMS = ("qwen3", "qwen3_moe")
 
 
 def adapter_parameters(shape: ModelShape, adapter: AdapterConfig) -> int:
-    """Parameters of an adapter: A and B beside each target of each layer."""
+    """Parameters of an adapter: A and B beside each target, of each layer or of the model."""
     hidden, query, kv, inner = shape.hidden_size, shape.query_size, shape.kv_size, shape.intermediate_size
     ends = {
         "q_proj": hidden + query,
@@ -27,7 +27,9 @@ def adapter_parameters(shape: ModelShape, adapter: AdapterConfig) -> int:
         "up_proj": hidden + inner,
         "down_proj": inner + hidden,
     }
-    return shape.num_layers * adapter.rank * sum(ends[target] for target in adapter.targets)
+    of_head = hidden + shape.vocab_size if "lm_head" in adapter.targets else 0
+    of_layer = sum(ends[target] for target in adapter.targets if target in ends)
+    return adapter.rank * (shape.num_layers * of_layer + of_head)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

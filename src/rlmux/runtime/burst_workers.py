@@ -62,8 +62,9 @@ class SampleWorker:
     """A rollout engine that samples with the weights that each request names."""
 
     @beating()
-    def __init__(self, config: TrainingConfig, folder: Path) -> None:
-        """`folder`: where the model's first weights are written, for when they are asked for again."""
+    def __init__(self, config: TrainingConfig, folder: Path, bases: Path | None = None) -> None:
+        """`folder`: where the model's first weights are written, for when they are asked for again. `bases`: folder in
+        shared memory for the base of adapters."""
         import torch
 
         from rlmux.engines.rollout import SlotRolloutEngine
@@ -76,8 +77,10 @@ class SampleWorker:
             config.model,
             config.rollout,
             vocab_size=self._vocabulary.vocab_size,
-            seed=config.seed,
+            seed=config.model_seed,
             device=device_in_use(),
+            adapter=config.adapter,
+            bases=bases,
             vocabulary=self._vocabulary,
         )
         self._first_weights = folder / "base.safetensors"
@@ -153,7 +156,7 @@ class SampleWorker:
             from rlmux.engines.model_io import build_model
             from rlmux.engines.weights import write_tensors
 
-            model = build_model(self._config.model, self._vocabulary.vocab_size, self._config.seed)
+            model = build_model(self._config.model, self._vocabulary.vocab_size, self._config.model_seed)
             write_tensors(self._first_weights, dict(model.named_parameters()), {})
         self._num_loads += 1
         try:
@@ -177,14 +180,14 @@ class DatumWorker:
     """A train engine that carries out training requests in their order."""
 
     @beating()
-    def __init__(self, config: TrainingConfig, restore_from: Path | None) -> None:
-        """`restore_from`: a checkpoint to go on from."""
+    def __init__(self, config: TrainingConfig, restore_from: Path | None, bases: Path | None = None) -> None:
+        """`restore_from`: a checkpoint to go on from. `bases`: folder in shared memory for the base of adapters."""
         import torch
 
         from rlmux.engines.datum_train import DatumTrainEngine
 
         torch.set_num_threads(config.train.num_threads)
-        self._engine = DatumTrainEngine(config, device=device_in_use())
+        self._engine = DatumTrainEngine(config, device=device_in_use(), bases=bases)
         if restore_from is not None:
             self._engine.restore(restore_from)
         self._waiting: deque[tuple[str, TrainRequest]] = deque()

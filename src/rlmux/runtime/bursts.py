@@ -364,9 +364,9 @@ class PipelineBursts:
 
     def _spawn(self, phase: Phase, device: DeviceId) -> Worker:
         make, args = (
-            (SampleWorker, (self._config, self._folder))
+            (SampleWorker, (self._config, self._folder, self._workplace.bases))
             if phase is Phase.ROLLOUT
-            else (DatumWorker, (self._config, self._checkpoint))
+            else (DatumWorker, (self._config, self._checkpoint, self._workplace.bases))
         )
         worker = self._workplace.spawn(
             f"{self.id} {phase}",

@@ -33,6 +33,8 @@ _DRIVER = Path("/dev/nvidiactl")
 _GPUS = Path("/proc/driver/nvidia/gpus")
 _PREFIX = "rlmux-"
 _SIGNATURE = "run.json"
+BASES = ".bases"
+"""Folder of the bases in a run's shared memory; no pipeline has this name."""
 
 
 def local_backend(
@@ -60,13 +62,15 @@ class LocalProcesses:
         memory: SharedMemoryFolder | None,
         *,
         gpu_by_device: dict[DeviceId, str] | None = None,
+        bases: Path | None = None,
     ) -> None:
+        """`bases`: folder in shared memory for the frozen bases of adapters; by default one of `memory`."""
         self._cores_by_device = cores_by_device
         self._gpu_by_device = gpu_by_device or {}
         self._memory = memory
         self._is_closed = False
         self._closing = threading.Lock()
-        self.bases = None if memory is None else memory.path / ".bases"  # no pipeline has this name
+        self.bases = bases if memory is None else memory.path / BASES
         self._selector = selectors.DefaultSelector()
         self._wakes = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._selector.register(self._wakes, selectors.EVENT_READ, None)

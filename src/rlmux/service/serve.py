@@ -32,7 +32,7 @@ from rlmux.service.dashboard.app import Dashboard
 from rlmux.service.listening import Listening
 from rlmux.service.rollouts.routes import routes as rollout_routes
 from rlmux.service.server import Server
-from rlmux.service.serving import LEDGER, Serving, budgets_of
+from rlmux.service.serving import LEDGER, Serving, budgets_of, with_bases
 from rlmux.service.tinker.budgets import Budgets, Charges
 from rlmux.service.tinker.front import TinkerFront
 from rlmux.service.tinker.keys import Keys
@@ -120,7 +120,7 @@ def serve(
         listener = _Starter(doors, on_ready, is_resuming=is_resuming)
         if is_resuming:
             return resume_pipelines(
-                spec.cluster,
+                with_bases(spec),
                 [],
                 policy,
                 folder,
@@ -130,7 +130,7 @@ def serve(
                 front=doors.front,
             )
         return run_pipelines(
-            spec.cluster,
+            with_bases(spec),
             [],
             policy,
             folder,

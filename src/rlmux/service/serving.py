@@ -13,15 +13,15 @@ from dataclasses import replace
 from pathlib import Path
 
 from rlmux.config.serve import ServeSpec
-from rlmux.core.model import Footprint, Pipeline, PipelineId
+from rlmux.core.model import Cluster, Footprint, Pipeline, PipelineId
 from rlmux.rl.arriving import SampleRequest, TrainRequest
-from rlmux.rl.config import TrainingConfig
+from rlmux.rl.config import AdapterConfig, TrainingConfig
 from rlmux.rl.vocabulary import Vocabulary, load_vocabulary
 from rlmux.runtime.backend import Submission
 from rlmux.runtime.burst_workers import Answer
 from rlmux.runtime.foreign import ForeignFront
-from rlmux.runtime.local import LocalProcesses, assign_cores, assign_gpus, visible_gpus
-from rlmux.runtime.memory import with_footprint
+from rlmux.runtime.local import BASES, LocalProcesses, SharedMemoryFolder, assign_cores, assign_gpus, visible_gpus
+from rlmux.runtime.memory import with_footprint, with_machine_memory
 from rlmux.runtime.model_host import ModelHost
 from rlmux.service.tinker.budgets import Budgets
 from rlmux.service.tinker.front import TinkerFront
@@ -47,7 +47,7 @@ class Serving:
 
     def furnish(self, call_soon: CallSoon) -> tuple[TinkerFront, ModelHost]:
         """A front on the folder's ledger, and its host, which is to be started."""
-        workplace = _workplace(self._spec)
+        workplace = _workplace(self._spec, self._folder)
         news = _News(call_soon)
         host = ModelHost(workplace, self.front, news, wake=workplace.wake)
         ledger = Ledger(self._folder / LEDGER)
@@ -58,7 +58,8 @@ class Serving:
 
     def _footprint(self, pipeline: Pipeline, config: TrainingConfig) -> Footprint:
         submission = Submission(pipeline=pipeline, config=config)
-        return with_footprint(submission, self._spec.cluster, is_gpu=self._is_gpu).pipeline.footprint
+        found = with_footprint(submission, self._spec.cluster, is_gpu=self._is_gpu, has_base=self._is_gpu)
+        return found.pipeline.footprint
 
 
 def budgets_of(spec: ServeSpec, ledger: Ledger) -> Budgets:
@@ -66,9 +67,28 @@ def budgets_of(spec: ServeSpec, ledger: Ledger) -> Budgets:
     return Budgets(ledger, {name: given.device_hours_a_day for name, given in spec.serve.projects.items()})
 
 
-def _workplace(spec: ServeSpec) -> LocalProcesses:
+def with_bases(spec: ServeSpec) -> Cluster:
+    """The file's cluster; where cores serve adapters, without the memory that their bases take, once each.
+
+    Raises RefusedError where there is not so much.
+    """
+    if spec.serve.parameters != "lora" or visible_gpus():
+        return spec.cluster
+    tenants = []
+    for number, given in enumerate(spec.serve.models.values()):
+        name = f"base-{number}"
+        model = replace(given.model, seed=given.seed)
+        config = TrainingConfig(name=name, model=model, adapter=AdapterConfig(rank=1, alpha=1.0))
+        plain = Pipeline(id=PipelineId(name), num_steps=None, work_arrives=True)
+        tenants.append(Submission(pipeline=plain, config=config))
+    return with_machine_memory(spec.cluster, tenants)
+
+
+def _workplace(spec: ServeSpec, folder: Path) -> LocalProcesses:
+    """Bases of adapters lie in the shared memory of the folder's run, which ends with it."""
     gpus = assign_gpus(spec.cluster, visible_gpus())
-    return LocalProcesses({} if gpus else assign_cores(spec.cluster), None, gpu_by_device=gpus)
+    bases = SharedMemoryFolder.path_of(folder) / BASES
+    return LocalProcesses({} if gpus else assign_cores(spec.cluster), None, gpu_by_device=gpus, bases=bases)
 
 
 def _served(name: str, spec: ServeSpec, vocabulary: Vocabulary) -> ServedModel:
@@ -83,6 +103,8 @@ def _served(name: str, spec: ServeSpec, vocabulary: Vocabulary) -> ServedModel:
         num_slots=given.num_slots,
         micro_batch_size=given.micro_batch_size,
         seed=given.seed,
+        parameters=spec.serve.parameters,
+        max_lora_rank=spec.serve.max_lora_rank,
     )
 
 

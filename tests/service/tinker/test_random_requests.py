@@ -61,7 +61,9 @@ class Recorded:
 class Place:
     """A front in this process, and what reached its host."""
 
-    def __init__(self, folder: Path, hours_by_project: Mapping[str, float] | None = None) -> None:
+    def __init__(
+        self, folder: Path, hours_by_project: Mapping[str, float] | None = None, served: ServedModel = SERVED
+    ) -> None:
         folder.mkdir()
         self.folder = folder
         self.host = Recorded()
@@ -69,7 +71,7 @@ class Place:
         self.ledger = Ledger(folder / "tinker.db")
         self.day = 1
         budgets = Budgets(self.ledger, hours_by_project or {}, today=lambda: self.day)
-        self.front = TinkerFront({SERVED.name: SERVED}, self.ledger, folder, self.host, budgets)
+        self.front = TinkerFront({served.name: served}, self.ledger, folder, self.host, budgets)
         app = FastAPI()
         app.include_router(routes(self.front, Keys({}), lambda pipeline: self.reason))
         transport = httpx.ASGITransport(app, raise_app_exceptions=True)  # a failure of the server's own fails the test

@@ -34,6 +34,9 @@ class OfSession(Body):
 class LoraConfig(Body):
     rank: int = 0
     seed: int | None = None
+    train_mlp: bool = True
+    train_attn: bool = True
+    train_unembed: bool = True
 
 
 class OptimizerConfig(Body):

@@ -23,7 +23,7 @@ from rlmux.core.errors import UserError
 from rlmux.core.model import PipelineId
 from rlmux.rl.arriving import ForwardBackward, LoadState, OptimizerStep, SampleRequest, SaveState, TrainRequest
 from rlmux.rl.arriving import SaveWeights as SaveWeightsFile
-from rlmux.rl.config import TrainingConfig
+from rlmux.rl.config import AdapterConfig, TrainingConfig
 from rlmux.service.tinker import bodies
 from rlmux.service.tinker.budgets import Budgets
 from rlmux.service.tinker.codec import read_addressee, read_forward_backward, write_forward_backward, write_sample
@@ -36,8 +36,6 @@ from rlmux.service.tinker.requests import ConflictError, RequestChecks, is_repea
 from rlmux.service.tinker.sampling import prompt_tokens, sample_request
 from rlmux.service.tinker.served import ServedModel
 from rlmux.service.tinker.tags import Hints, read_tags
-
-_FULL = "this server trains all parameters: the LoRA rank is ignored; use about a tenth of a LoRA learning rate"
 
 
 class Host(Protocol):
@@ -203,7 +201,7 @@ class TinkerFront:
             "type": "create_session",
             "session_id": session_id,
             "info_message": f"rlmux: its pipelines are {name}-*",
-            "warning_message": _FULL,
+            "warning_message": next((each.warning for each in self._models.values()), None),
         }
 
     def _finish_session(self, taken: Taken) -> dict[str, Any]:
@@ -219,7 +217,9 @@ class TinkerFront:
         body = bodies.CreateModel.model_validate_json(taken.body)
         session = self.registry.session(body.session_id, taken.project)
         seed = body.lora_config.seed if body.lora_config else None
-        model = self._add_model(session, body.model_seq_id, self._models[body.base_model], seed, body.user_metadata, 1)
+        served = self._models[body.base_model]
+        adapter = served.adapter(body.lora_config)
+        model = self._add_model(session, body.model_seq_id, served, adapter, seed, body.user_metadata, 1)
         answer = {"type": "create_model", "model_id": model.id}
         self.promises.expect(taken.id, Promised(pipeline=model.pipeline, encode=lambda _: _json(answer)))
         return promise(taken.id, taken.path, taken.body)
@@ -229,6 +229,7 @@ class TinkerFront:
         session: Session,
         number: int,
         served: ServedModel,
+        adapter: AdapterConfig | None,
         seed: int | None,
         user_metadata: Mapping[str, Any] | None,
         first: int,
@@ -242,6 +243,7 @@ class TinkerFront:
             number_in_session=number,
             pipeline=pipeline,
             served=served,
+            adapter=adapter,
             seed=seeds[0],
             user_metadata=user_metadata,
             folder=self._folder / pipeline,
@@ -250,13 +252,12 @@ class TinkerFront:
         )
         self.registry.models[model.id] = model
         update = self._ledger.newest_update(model.id)
-        self._open(session, pipeline, served, None if update is None else update[1])
+        self._open(session, pipeline, served.training(pipeline, adapter, model.seed), update and update[1])
         return model
 
-    def _open(self, session: Session, pipeline: PipelineId, served: ServedModel, restore_from: Path | None) -> None:
+    def _open(self, session: Session, pipeline: PipelineId, config: TrainingConfig, restore_from: Path | None) -> None:
         session.pipelines.append(pipeline)
-        folder, hints = self._folder / pipeline, session.hints
-        self._host.open(pipeline, served.training(pipeline), folder, restore_from, hints, session.project)
+        self._host.open(pipeline, config, self._folder / pipeline, restore_from, session.hints, session.project)
 
     def _train(
         self,
@@ -342,7 +343,8 @@ class TinkerFront:
             source = self.registry.models.get(checkpoint.path.run)
             seed = None if source is None else source.seed
             number, seq_id = body.model_seq_id or 0, 0
-            model = self._add_model(session, number, checkpoint.served, seed, body.user_metadata, 0)
+            served, adapter = checkpoint.served, checkpoint.adapter
+            model = self._add_model(session, number, served, adapter, seed, body.user_metadata, 0)
         answer = {"type": "load_weights", "path": body.path, "model_id": model.id}
         request = LoadState(folder=checkpoint.folder, with_optimizer=body.optimizer)
         when_due = lambda: model.go_on_from(checkpoint)  # noqa: E731
@@ -357,6 +359,7 @@ class TinkerFront:
             folder=folder,
             made_s=taken.at_s,
             served=model.served,
+            adapter=model.adapter,
             project=taken.project,
             user_metadata=metadata,
             num_updates=model.num_updates,
@@ -384,28 +387,29 @@ class TinkerFront:
     def _create_sampler(self, taken: Taken) -> dict[str, Any]:
         body = bodies.CreateSamplingSession.model_validate_json(taken.body)
         session = self.registry.session(body.session_id, taken.project)
-        weights, seed, source, path, origin = None, session.hints.seed or 0, None, None, (-1, 0)
+        weights, seed, source, path, origin, adapter = None, session.hints.seed or 0, None, None, (-1, 0), None
         if body.model_path is not None:
             checkpoint = self.registry.checkpoint(body.model_path, taken.project)
-            weights, served, path = checkpoint.weights, checkpoint.served, body.model_path
+            weights, served, path, adapter = checkpoint.weights, checkpoint.served, body.model_path, checkpoint.adapter
             source = self.registry.models.get(checkpoint.path.run)
             if source is not None:
                 seed, origin = source.seed, (source.number_in_session, checkpoint.num_updates)
         else:
             served = self._models[body.base_model or ""]
         is_own = source is not None and source.session is session
-        pipeline = source.pipeline if is_own and source is not None else self._sampling_pipeline(session, served)
+        pipeline = source.pipeline if is_own and source else self._sampling_pipeline(session, served, adapter)
         number = body.sampling_session_seq_id
         sampler = self._add_sampler(session, number, served, pipeline, weights, seed, path, origin)
         return {"type": "create_sampling_session", "sampling_session_id": sampler.id}
 
-    def _sampling_pipeline(self, session: Session, served: ServedModel) -> PipelineId:
+    def _sampling_pipeline(self, session: Session, served: ServedModel, adapter: AdapterConfig | None) -> PipelineId:
         """The session's pipeline for samples of weights that none of its own models made."""
-        if served.name not in session.sampling_pipeline_by_model:
-            pipeline = PipelineId(f"{session.name}-sampling-{len(session.sampling_pipeline_by_model)}")
-            session.sampling_pipeline_by_model[served.name] = pipeline
-            self._open(session, pipeline, served, None)
-        return session.sampling_pipeline_by_model[served.name]
+        key = served.name, adapter
+        if key not in session.sampling_pipelines:
+            pipeline = PipelineId(f"{session.name}-sampling-{len(session.sampling_pipelines)}")
+            session.sampling_pipelines[key] = pipeline
+            self._open(session, pipeline, served.training(pipeline, adapter), None)
+        return session.sampling_pipelines[key]
 
     def _add_sampler(
         self,

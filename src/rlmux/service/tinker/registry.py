@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from rlmux.core.errors import RlmuxError, UserError
 from rlmux.core.model import PipelineId
+from rlmux.rl.config import AdapterConfig
 from rlmux.service.tinker.draws import Draws
 from rlmux.service.tinker.in_order import InOrder
 from rlmux.service.tinker.names import SAMPLER_WEIGHTS, TinkerPath
@@ -39,7 +40,8 @@ class Session:
     """Time of the last sign of life, on the front's clock."""
     is_over: bool = False
     pipelines: list[PipelineId] = field(default_factory=list)
-    sampling_pipeline_by_model: dict[str, PipelineId] = field(default_factory=dict)
+    sampling_pipelines: dict[tuple[str, AdapterConfig | None], PipelineId] = field(default_factory=dict)
+    """Pipelines for weights that none of its own models made, by the served model's name and the weights' adapter."""
     num_samplers_by_origin: Counter[tuple[int, int]] = field(default_factory=Counter)
     """Samplers by the model that made their weights, and its updates until then."""
 
@@ -53,6 +55,8 @@ class Model:
     number_in_session: int
     pipeline: PipelineId
     served: ServedModel
+    adapter: AdapterConfig | None
+    """What is trained of it; None: all its parameters."""
     seed: int
     user_metadata: Mapping[str, Any] | None
     folder: Path
@@ -109,6 +113,8 @@ class Checkpoint:
     made_s: float
     """Seconds since 1970."""
     served: ServedModel
+    adapter: AdapterConfig | None
+    """The adapter that the weights are of; None: they are of a whole model."""
     project: str
     user_metadata: Mapping[str, str] | None
     num_updates: int
@@ -117,7 +123,8 @@ class Checkpoint:
     @property
     def weights(self) -> Path:
         """The file that a sampler reads."""
-        return self.folder if self.path.kind == SAMPLER_WEIGHTS else self.folder / "model.safetensors"
+        name = "model.safetensors" if self.adapter is None else "adapter_model.safetensors"
+        return self.folder if self.path.kind == SAMPLER_WEIGHTS else self.folder / name
 
     @property
     def size_bytes(self) -> int:

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from rlmux.core.errors import RlmuxError, UserError
+from rlmux.rl.config import AdapterConfig
 from rlmux.service.tinker import bodies
 from rlmux.service.tinker.budgets import Budgets
 from rlmux.service.tinker.codec import read_addressee
@@ -133,6 +134,7 @@ class RequestChecks:
     def _check_create(self, body: bodies.CreateModel, project: str) -> None:
         self._registry.session(body.session_id, project)
         self._check_base(body.base_model)
+        self._models[body.base_model].adapter(body.lora_config)
         optimizer = body.optimizer_config
         if optimizer is not None and optimizer.type not in ("adam", "adamw"):
             raise UserError(f"optimizer {optimizer.type!r} is not served; accepted: adamw")
@@ -178,7 +180,13 @@ class RequestChecks:
             raise UserError(f"{body.path} is for sampling alone; accepted: tinker://RUN/weights/NAME (save_state)")
         if body.model_id is not None:
             self._check_number(body.model_id, body.seq_id or 0, project)
-            base = self._registry.model(body.model_id, project).served.name
+            model = self._registry.model(body.model_id, project)
+            base = model.served.name
+            if model.adapter != checkpoint.adapter:
+                raise UserError(
+                    f"{body.path} is {_told(checkpoint.adapter)}, and {model.id} is {_told(model.adapter)}; accepted: "
+                    "a checkpoint of the same rank and matrices, or create_training_client_from_state"
+                )
         else:
             self._registry.session(body.session_id or "", project)
             base = body.base_model or checkpoint.served.name
@@ -191,3 +199,9 @@ class RequestChecks:
             self._registry.checkpoint(body.model_path, project)
         else:
             self._check_base(body.base_model or "")
+
+
+def _told(adapter: AdapterConfig | None) -> str:
+    if adapter is None:
+        return "a whole model"
+    return f"an adapter of rank {adapter.rank} beside {', '.join(adapter.targets)}"

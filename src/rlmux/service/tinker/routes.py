@@ -20,6 +20,7 @@ from starlette.responses import JSONResponse, Response
 
 from rlmux.core.errors import UserError
 from rlmux.core.model import PipelineId
+from rlmux.rl.config import AdapterConfig
 from rlmux.service.refusals import REFUSALS, headers_of, refusal
 from rlmux.service.tinker import bodies
 from rlmux.service.tinker.front import TinkerFront
@@ -192,19 +193,20 @@ class _Door:
 
     async def get_info(self, request: Request, project: str) -> Mapping[str, Any]:
         body = bodies.OfModel.model_validate_json(await request.body())
-        name = self._front.registry.model(body.model_id, project).served.name
+        model = self._front.registry.model(body.model_id, project)
+        name = model.served.name
         return {
             "type": "get_info",
             "model_id": body.model_id,
             "model_data": {"model_name": name, "arch": "rlmux", "tokenizer_id": name},
-            "is_lora": False,
             "model_name": name,
+            **_told_rank(model.adapter),
         }
 
     async def weights_info(self, request: Request, project: str) -> Mapping[str, Any]:
         body = bodies.WeightsInfo.model_validate_json(await request.body())
         checkpoint = self._front.registry.checkpoint(body.tinker_path, project)
-        return {"base_model": checkpoint.served.name, "is_lora": False}
+        return {"base_model": checkpoint.served.name, **_told_rank(checkpoint.adapter), **_matrices(checkpoint.adapter)}
 
     async def sampler(self, request: Request, project: str) -> Mapping[str, Any]:
         sampler = self._front.registry.sampler(request.path_params["sampler_id"], project)
@@ -259,7 +261,7 @@ class _Door:
             "training_run_id": model.id,
             "base_model": model.served.name,
             "model_owner": model.session.project,
-            "is_lora": False,
+            **_told_rank(model.adapter),
             "corrupted": False,
             "last_request_time": _date(model.requested_s),
             "last_checkpoint": _told(training[-1]) if training else None,
@@ -279,6 +281,17 @@ def _told(checkpoint: Checkpoint) -> dict[str, Any]:
         "public": False,
         "user_metadata": checkpoint.user_metadata,
     }
+
+
+def _told_rank(adapter: AdapterConfig | None) -> dict[str, Any]:
+    return {"is_lora": False} if adapter is None else {"is_lora": True, "lora_rank": adapter.rank}
+
+
+def _matrices(adapter: AdapterConfig | None) -> dict[str, bool]:
+    if adapter is None:
+        return {}
+    chosen = {"train_attn": "q_proj", "train_mlp": "up_proj", "train_unembed": "lm_head"}
+    return {name: target in adapter.targets for name, target in chosen.items()}
 
 
 def _page(request: Request, items: list[Any]) -> tuple[list[Any], dict[str, int]]:
