@@ -2,10 +2,14 @@
 
 connect(DIR) ─▶ Connection ── control socket ──▶ the run's controller
 connect(URL) ─▶ Connection ── HTTP ──▶ rlmux serve ── control socket ──▶ the lane's controller
+
+A server that is away when the connection is made is an error at once. One that goes away later, as it is updated or was
+killed, is asked again for `patience_s`; a warning of the logger `rlmux.connect` says so.
 """
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Sequence
 from contextlib import closing
@@ -14,24 +18,33 @@ from typing import Any
 
 from rlmux.api.files import IN_CODE, File
 from rlmux.api.runs import Run
-from rlmux.client.target import is_url, target_of
+from rlmux.client.target import Target, is_url, target_of
 from rlmux.core.errors import UserError
 
+PATIENCE_S = 30.0
 _POLL_S = 0.5
 _OVER = ("finished", "failed", "cancelled", "refused", "stopped")
+_LOG = logging.getLogger("rlmux.connect")
 
 
 class Connection:
     """A run that goes on. Each call asks it anew, so that nothing has to be closed."""
 
-    def __init__(self, place: str | Path) -> None:
-        """Raises UserError for a folder without a run, one that nothing runs in now, and a URL that does not answer."""
+    def __init__(self, place: str | Path, *, patience_s: float = PATIENCE_S) -> None:
+        """Raises UserError for a folder without a run, one that nothing runs in now, and a URL that does not answer.
+
+        `patience_s`: seconds for which each call asks a server again that is away by then.
+        """
+        if not patience_s >= 0:
+            raise UserError(f"patience_s is {patience_s}; accepted: a number of seconds, 0 or more")
         self._place = place
+        self._patience_s = 0.0
         if not self.status()["is_going_on"]:
             raise UserError(
                 f"{place}: nothing runs here now; accepted: a run that goes on (rlmux run --keep-open), or "
                 "rlmux.open_run for one that is over"
             )
+        self._patience_s = patience_s
 
     def __repr__(self) -> str:
         return f"<Connection to {self._place}>"
@@ -45,7 +58,7 @@ class Connection:
 
     def status(self) -> dict[str, Any]:
         """What `rlmux status --json` prints."""
-        with closing(target_of(self._place)) as target:
+        with closing(self._target()) as target:
             return target.status()
 
     def submit(self, file: File, *, overrides: Sequence[str] = ()) -> list[dict[str, Any]]:
@@ -56,7 +69,7 @@ class Connection:
         """
         from rlmux.api.files import load_for_submission
 
-        with closing(target_of(self._place)) as target:
+        with closing(self._target()) as target:
             spec = load_for_submission(file, overrides=overrides, run=target.spec())
             return target.submit(spec, spec.source if isinstance(file, str | Path) else IN_CODE)
 
@@ -86,7 +99,7 @@ class Connection:
 
     def usage(self) -> dict[str, Any]:
         """What `rlmux usage --json` prints."""
-        with closing(target_of(self._place)) as target:
+        with closing(self._target()) as target:
             return target.usage()
 
     def why(self, pipeline: str) -> dict[str, Any]:
@@ -96,7 +109,8 @@ class Connection:
     def wait(self, *pipelines: str, timeout_s: float | None = None) -> dict[str, str]:
         """Wait until these pipelines, by default all, are over. Returns the status of each.
 
-        Raises UserError for an unknown name, TimeoutError after `timeout_s` seconds.
+        Raises UserError for an unknown name, TimeoutError after `timeout_s` seconds and those of patience with a server
+        that is away.
         """
         due_s = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
@@ -113,11 +127,18 @@ class Connection:
                 raise TimeoutError(f"not over after {timeout_s:g} s: {asked}")
             time.sleep(_POLL_S)
 
+    def _target(self) -> Target:
+        return target_of(self._place, _LOG.warning, patience_s=self._patience_s)
+
     def _tell(self, request: str, pipeline: str, **fields: Any) -> dict[str, Any]:
-        with closing(target_of(self._place)) as target:
+        with closing(self._target()) as target:
             return target.tell(request, pipeline, **fields)
 
 
-def connect(place: str | Path) -> Connection:
-    """A connection to the run in this folder, or to a lane: `http://HOST:PORT/lanes/NAME`, with RLMUX_TOKEN set."""
-    return Connection(place)
+def connect(place: str | Path, *, patience_s: float = PATIENCE_S) -> Connection:
+    """A connection to the run in this folder, or to a lane: `http://HOST:PORT/lanes/NAME`, with RLMUX_TOKEN set.
+
+    Raises UserError where nothing answers now. `patience_s`: seconds for which each later call asks a server again that
+    is away; 0: it raises at once.
+    """
+    return Connection(place, patience_s=patience_s)

@@ -2,7 +2,8 @@
 
     RLMUX_TOKEN, or the file that RLMUX_TOKEN_FILE names ─▶ bearer token
 
-A submission has a key of its own and is sent again, with it, while the server is away: it is taken once.
+A submission has a key of its own and is sent again, with it, while the server is away: it is taken once. A question may
+be asked again at any time; what changes something is sent again only where it cannot have arrived.
 """
 
 from __future__ import annotations
@@ -36,8 +37,9 @@ _LATER = (429, 503)
 class OnServer:
     """A Target."""
 
-    def __init__(self, url: str, say: Callable[[str], None]) -> None:
-        """`say`: gets what is sent, and that the server is away.
+    def __init__(self, url: str, say: Callable[[str], None], patience_s: float = 0.0) -> None:
+        """`say`: gets what is sent, and that the server is away. `patience_s`: seconds for which a server that is away
+        is asked again, of a submission at least 30.
 
         Raises UserError for what is no address of a lane, and without a token. Asks the server nothing yet.
         """
@@ -50,6 +52,7 @@ class OnServer:
                 f"{url}: accepted: http://HOST:PORT/lanes/NAME, or http://HOST:PORT where there is one lane"
             )
         self._say = say
+        self._patience_s = patience_s
         self._url = f"{parts.scheme}://{parts.netloc}"
         self._named = words[1] if len(words) == 2 else None
         headers = {"Authorization": f"Bearer {_token(self._url)}"}
@@ -63,7 +66,7 @@ class OnServer:
         )
 
     def spec(self) -> Spec:
-        found = self._ask("GET", f"/lanes/{self._lane}/spec", patience_s=_AWAY_S)
+        found = self._ask("GET", f"/lanes/{self._lane}/spec", patience_s=self._long_patience_s)
         folder = Path.cwd()
         return parse_spec(_without_code(found["text"]), source=found["source"], folder=folder, may_be_empty=True)
 
@@ -74,7 +77,7 @@ class OnServer:
         body = {"lane": self._lane, "text": packed.text, "source": source, "bundle": packed.sha256}
         headers = {"Idempotency-Key": uuid.uuid4().hex}
         answer: list[dict[str, Any]] = self._ask(
-            "POST", "/submissions", json=body, headers=headers, patience_s=_AWAY_S
+            "POST", "/submissions", json=body, headers=headers, patience_s=self._long_patience_s, may_repeat=True
         )["pipelines"]
         return answer
 
@@ -172,20 +175,38 @@ class OnServer:
         return quote(self._named, safe="")
 
     def _upload(self, data: bytes, sha256: str, names: tuple[str, ...]) -> None:
-        if self._send("GET", f"/bundles/{sha256}", patience_s=_AWAY_S).status_code == 200:
+        if self._send("GET", f"/bundles/{sha256}", patience_s=self._long_patience_s).status_code == 200:
             return
         shown = ", ".join(names[:5]) + (", ..." if len(names) > 5 else "")
         self._say(f"sends {len(names)} files, {len(data) / 1e3:.1f} kB: {shown}")
         headers = {"Content-Type": "application/gzip"}
-        self._ask("POST", "/bundles", content=data, headers=headers, patience_s=_AWAY_S)
+        patience_s = self._long_patience_s
+        self._ask("POST", "/bundles", content=data, headers=headers, patience_s=patience_s, may_repeat=True)
 
     def _ask(self, method: str, address: str, **more: Any) -> Any:
         return self._told(self._send(method, address, **more))
 
-    def _send(self, method: str, address: str, *, patience_s: float = 0.0, **more: Any) -> httpx.Response:
-        """One answer. What may be sent twice is sent again for `patience_s` while the server is away or not ready."""
+    @property
+    def _long_patience_s(self) -> float:
+        return max(_AWAY_S, self._patience_s)
+
+    def _send(
+        self,
+        method: str,
+        address: str,
+        *,
+        patience_s: float | None = None,
+        may_repeat: bool | None = None,
+        **more: Any,
+    ) -> httpx.Response:
+        """One answer. A request is sent again for `patience_s` while the server is away or not ready.
+
+        `may_repeat`: it may arrive twice; None: a question may. Else it is sent again only where it did not arrive.
+        """
         import httpx
 
+        may_repeat = method == "GET" if may_repeat is None else may_repeat
+        patience_s = self._patience_s if patience_s is None else patience_s
         end_s, is_told = time.monotonic() + patience_s, False
         while True:
             try:
@@ -193,6 +214,11 @@ class OnServer:
                 if answer.status_code not in _LATER or time.monotonic() >= end_s:
                     return answer
             except (httpx.HTTPError, httpx.InvalidURL) as error:
+                if not may_repeat and not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
+                    raise UserError(
+                        f"{self._url}: no answer ({str(error) or type(error).__name__}): it may have been carried out; "
+                        "accepted: the same again, once the status says that it was not"
+                    ) from None
                 is_distrusted = "CERTIFICATE_VERIFY_FAILED" in str(error)
                 if time.monotonic() >= end_s or is_distrusted:
                     accepted = "the address of a server that runs (rlmux serve)"

@@ -65,12 +65,15 @@ def is_url(place: str | Path) -> bool:
     return "://" in str(place)
 
 
-def target_of(place: str | Path, say: Callable[[str], None] = lambda text: None) -> Target:
-    """The run in a folder, or the lane of a URL; `say` gets lines for people. Raises UserError where it is neither."""
+def target_of(place: str | Path, say: Callable[[str], None] = lambda text: None, *, patience_s: float = 0.0) -> Target:
+    """The run in a folder, or the lane of a URL; `say` gets lines for people. Raises UserError where it is neither.
+
+    `patience_s`: seconds for which a server that is away is asked again.
+    """
     if is_url(place):
         from rlmux.client.on_server import OnServer
 
-        return OnServer(str(place), say)
+        return OnServer(str(place), say, patience_s)
     from rlmux.client.in_folder import InFolder
 
     return InFolder(Path(place))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
+from contextlib import closing
 
 import pytest
 from tests.small_files import small_file
@@ -12,6 +14,7 @@ from tests.small_files import small_file
 import rlmux
 from rlmux.cli.main import run_command_line
 from rlmux.client import on_server
+from rlmux.client.target import target_of
 from rlmux.config.service_file import load_service_file
 from rlmux.core.errors import UserError
 from rlmux.policies import POLICIES
@@ -184,6 +187,56 @@ def test_a_lane_is_reached_from_python(service):
             connection.why("nobody")
         with pytest.raises(rlmux.UserError, match="its folder is the server's; accepted: a connection to a folder"):
             connection.run  # noqa: B018
+
+
+def test_a_connection_rides_through_a_server_that_is_killed_and_started_again(service, caplog):
+    service.until_up()
+    with service.environment():
+        connection = rlmux.connect(service.url, patience_s=400.0)
+        hasty = rlmux.connect(service.url, patience_s=0.0)
+        (outcome,) = connection.submit({"pipelines": [{"name": "rides", "task": "sort", "steps": 100_000}]})
+        assert outcome["outcome"] == "placed"
+        service.until(lambda: "rides" in service.status()["pipelines"])
+        service.kill()
+        for call in (hasty.status, lambda: rlmux.connect(service.url, patience_s=400.0)):
+            with pytest.raises(UserError, match="cannot be reached"):
+                call()
+        told: dict[str, str] = {}
+        calls = [
+            threading.Thread(target=lambda: told.update(connection.wait("rides"))),
+            threading.Thread(target=lambda: told.update(told=connection.cancel("rides"))),
+        ]
+        for each in calls:
+            each.start()
+        service.until(lambda: sum("tried for 400 s" in one.message for one in caplog.records) == 2)
+        service.start()
+        for each in calls:
+            each.join()
+    assert (told["rides"], "told" in told) == ("cancelled", True)
+
+
+def test_what_may_have_been_carried_out_is_not_sent_twice():
+    """A server that takes a request and ends without an answer."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        taken: list[bytes] = []
+
+        def take_and_end() -> None:
+            for _ in range(2):
+                taking, _ = listening.accept()
+                with taking:
+                    taken.append(taking.recv(1 << 16).partition(b" HTTP")[0])
+
+        server = threading.Thread(target=take_and_end)
+        server.start()
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("RLMUX_TOKEN", "t")
+            target = target_of(f"http://127.0.0.1:{listening.getsockname()[1]}/lanes/cpu", patience_s=60.0)
+            with pytest.raises(UserError, match=r"no answer .*: it may have been carried out; accepted: the same"):
+                target.tell("cancel", "a")
+            with closing(target), pytest.raises(UserError, match="it may have been carried out"):
+                target.tell("hold", "a")
+        server.join()
+    assert taken == [b"POST /api/v1/pipelines/cpu/a/cancel", b"POST /api/v1/pipelines/cpu/a/hold"]
 
 
 @pytest.mark.parametrize(
