@@ -228,7 +228,7 @@ def cuda_checkpoint(
     driver: str = "/proc/driver/nvidia",
     limit_s: float = 60.0,
 ) -> CudaCheckpoint:
-    """Hooks for code that cannot be hooked: NVIDIA's `cuda-checkpoint` (driver 550 or newer) moves everything, also
+    """Hooks for code that cannot be hooked: NVIDIA's `cuda-checkpoint` (driver 570 or newer) moves everything, also
     what could be dropped. `pids`: processes that compute; by default this one. `limit_s`: seconds to wait for calls of
     theirs to end. Raises RuntimeError where there is no such tool, or no GPU.
 

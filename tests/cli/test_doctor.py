@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -74,3 +75,51 @@ def test_device_fractions_are_told_with_what_makes_them():
     )
     assert not doctor.check_fractions({"fractions": [gpu]}).is_ok
     assert "alone" in doctor.check_fractions(None).meaning
+
+
+DRIVER = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  {}  Release Build\nGCC version: 12\n"
+HELP = "CUDA checkpoint and restore utility.\nVersion 570.86.10. Copyright (C) 2025 NVIDIA Corporation.\n"
+ACTIONS = "--action lock | checkpoint | restore | unlock --pid <pid> [--timeout <ms>]"
+
+
+def machine(folder: Path, *, driver: str = "580.65.06", said: str | None = HELP + ACTIONS, mig: bool = False):
+    """What the doctor finds of a machine with this driver and a tool that prints this."""
+    (folder / "driver").mkdir()
+    (folder / "driver" / "version").write_text(DRIVER.format(driver))
+    if mig:
+        (folder / "driver" / "capabilities" / "gpu0" / "mig" / "gi1").mkdir(parents=True)
+    tool = folder / "cuda-checkpoint"
+    if said is not None:
+        tool.write_text(f"#!/bin/sh\ncat <<'END'\n{said}\nEND\n")
+        tool.chmod(0o700)
+    return doctor.check_cuda_checkpoint(str(tool), folder / "driver")
+
+
+def test_a_machine_on_which_cuda_checkpoint_would_work_is_told_with_both_versions(tmp_path):
+    finding = machine(tmp_path)
+    assert finding.is_ok
+    assert finding.value.startswith(f"570.86.10 ({tmp_path}/cuda-checkpoint), driver 580.65.06; not for processes")
+    (tmp_path / "newer").mkdir()
+    assert machine(tmp_path / "newer", driver="610.57.04").value.endswith("driver 610.57.04")
+
+
+@pytest.mark.parametrize(
+    ("given", "value", "remedy"),
+    [
+        ({"driver": "550.90.07"}, "driver 550.90.07", "a driver of version 570 or newer"),
+        ({"said": None}, "and no {}/cuda-checkpoint on PATH", "the program of https://github.com/NVIDIA"),
+        ({"said": HELP.replace("570.86.10", "550.54.09")}, "550.54.09 has no --action", "of version 570 or newer"),
+        ({"mig": True}, "MIG devices, which it does not move", "GPUs without MIG"),
+    ],
+)
+def test_what_keeps_cuda_checkpoint_from_working_is_told_with_what_mends_it(tmp_path, given, value, remedy):
+    finding = machine(tmp_path, **given)
+    assert not finding.is_ok
+    assert value.format(tmp_path) in finding.value
+    assert remedy in finding.remedy
+    assert "hooks of their own" in finding.meaning
+
+
+def test_a_machine_without_a_gpu_says_so_of_cuda_checkpoint_in_one_line(tmp_path):
+    finding = doctor.check_cuda_checkpoint(driver=tmp_path / "none")
+    assert (finding.is_ok, finding.value, finding.remedy) == (False, "no GPU", "")

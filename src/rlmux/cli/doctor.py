@@ -13,6 +13,7 @@ import json
 import multiprocessing
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
@@ -27,6 +28,11 @@ import psutil
 
 _GB = 1e9
 _PROBE_LIMIT_S = 120
+_FIRST_WITH_ACTIONS = 570
+"""First driver, and tool, whose lock of a process can time out (github.com/NVIDIA/cuda-checkpoint)."""
+_FIRST_WITH_IPC = 610
+"""First driver that moves processes that share memory of a GPU."""
+_DRIVER_VERSION = re.compile(r"\b(\d{3,4})\.\d+(?:\.\d+)*\b")
 _TRAINING = ("torch", "transformers", "safetensors", "tokenizers")
 _EXTRAS = {
     "tensorboard": ("train", "no TensorBoard events; metrics.jsonl is written all the same"),
@@ -69,6 +75,7 @@ def examine() -> list[Finding]:
         check_green_contexts(torch),
         check_mps(torch),
         check_fractions(torch),
+        check_cuda_checkpoint(),
         *(check_package(name, extra, meaning) for name, (extra, meaning) in _EXTRAS.items()),
     ]
 
@@ -330,6 +337,45 @@ def check_fractions(torch: dict[str, Any] | None) -> Finding:
         value="; ".join(told),
         meaning="" if is_ok else "one device cannot be divided between two pipelines: each order has it alone",
     )
+
+
+def check_cuda_checkpoint(tool: str = "cuda-checkpoint", driver: Path = Path("/proc/driver/nvidia")) -> Finding:
+    """Whether `RLMUX_OFFLOAD=cuda-checkpoint` would work: driver, tool, devices that are whole."""
+    name, meaning = "cuda-checkpoint", "programs under permits leave a device by hooks of their own alone"
+    if not driver.is_dir():
+        return Finding(name=name, is_ok=False, value="no GPU", meaning=meaning)
+    of_driver = _DRIVER_VERSION.search(_text_in(driver / "version") or "")
+    value, remedy = "", ""
+    found = shutil.which(tool)
+    if of_driver is None:
+        value = f"no version in {driver / 'version'}"
+    elif int(of_driver[1]) < _FIRST_WITH_ACTIONS:
+        value, remedy = f"driver {of_driver[0]}", f"a driver of version {_FIRST_WITH_ACTIONS} or newer"
+    elif found is None:
+        value = f"driver {of_driver[0]}, and no {tool} on PATH"
+        remedy = "the program of https://github.com/NVIDIA/cuda-checkpoint, in a folder of PATH"
+    elif any(driver.glob("capabilities/gpu*/mig/gi*")):
+        value, remedy = "MIG devices, which it does not move", "GPUs without MIG"
+    if value or found is None or of_driver is None:
+        return Finding(name=name, is_ok=False, value=value, meaning=meaning, remedy=remedy)
+    version, problem = _version_of_tool(found)
+    if problem:
+        remedy = f"a {tool} of version {_FIRST_WITH_ACTIONS} or newer"
+        return Finding(name=name, is_ok=False, value=f"{found}: {problem}", meaning=meaning, remedy=remedy)
+    of_one = "" if int(of_driver[1]) >= _FIRST_WITH_IPC else "; not for processes that share GPU memory, as NCCL's do"
+    return Finding(name=name, is_ok=True, value=f"{version} ({found}), driver {of_driver[0]}{of_one}")
+
+
+def _version_of_tool(path: str) -> tuple[str, str]:
+    """(what it says of its version, what is wrong with it; empty where nothing is)"""
+    try:
+        said = subprocess.run([path, "--help"], capture_output=True, text=True, timeout=_PROBE_LIMIT_S)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        return "", f"cannot be run: {error}"
+    text = said.stdout + said.stderr
+    version = re.search(r"Version (\d[\d.]*\d)", text)
+    told = version[1] if version else "unknown version"
+    return told, "" if "--action" in text else f"{told} has no --action"
 
 
 def _cpu_quota() -> float | None:
