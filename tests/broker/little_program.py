@@ -1,7 +1,7 @@
 """A program as others write it: it knows nothing of rlmux but `share.py`, and trains a few bytes on its "device".
 
     little_program.py NAME STEPS RECORD [hook=raise|hang|free_nothing] [pools=JSON] [also] [need=BYTES] [sleep=SECONDS]
-                              [start=FILE] [end=FILE]                it does not begin, or end, before FILE is there
+                              [start=FILE] [between=FILE] [end=FILE]   it does not begin, go on, end before FILE is there
 
 Its weights are bytes that a step changes as a function of all of them, so that a lost or doubled step shows. Whenever
 they come to a device or leave it, and around each computation, RECORD gets (monotonic time, NAME@POOL, what, bytes).
@@ -86,6 +86,7 @@ def main(name: str, steps: int, record: Path, **options: str) -> None:
         with job.phase("rollout", units=8, step=number):
             compute([trainers[pools["rollout"]]], number, sleep_s)
             with job.phase(None):
+                wait_for(options.get("between"))
                 time.sleep(sleep_s)
             also = ["rollout"] if "also" in options else []
             with job.phase("train", also=also):
