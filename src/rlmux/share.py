@@ -42,6 +42,7 @@ PING_S = 10.0
 anew."""
 CONNECT_LIMIT_S = 15.0
 """Seconds for which `join` waits for a broker that does not answer. Later on there is no limit."""
+_LEAVE_LIMIT_S = 2.0
 MAX_LINE_BYTES = 1 << 16
 _PROGRESS_EVERY_S = 0.5
 _ADAPTERS = ("torch_offload", "vllm_sleep", "http_sleep", "cuda_checkpoint", "trl", "slime", "verl_trainer")
@@ -425,6 +426,7 @@ class _Link:
         self._answers: dict[Any, dict[str, Any]] = {}
         self._end: ShareError | None = None
         """Why there will be no answer any more; None while there may be."""
+        self._is_leaving = False  # then the next attempt to connect is the last one
 
     def start(self) -> None:
         """Connect; then read in a thread."""
@@ -460,6 +462,9 @@ class _Link:
 
     def close(self) -> None:
         with self._changed:
+            self._is_leaving = True  # a broken connection is tried once more, so that the broker hears of it
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: self._socket is not None or self._end is not None, _LEAVE_LIMIT_S)
             self._end = ShareError("this program has left")
             self._send({"t": "bye"})
             self._disconnect()
@@ -504,6 +509,7 @@ class _Link:
                 self._socket = connection
                 for message in self._open.values():
                     self._send(message)
+                self._changed.notify_all()
         except (OSError, ValueError, KeyError):
             connection.close()
             return False
@@ -545,14 +551,16 @@ class _Link:
             self._disconnect()
         pause_s = 0.05
         while self._end is None:
+            end = ShareError("this program leaves, and no broker answers") if self._is_leaving else None
             try:
                 if self._try_connect():
                     return
             except RefusedError as error:
-                with self._changed:
-                    self._end = error
-                    self._changed.notify_all()
-            time.sleep(pause_s)
+                end = error
+            with self._changed:
+                self._end = self._end or end
+                self._changed.notify_all()
+                self._changed.wait_for(lambda: self._is_leaving or self._end is not None, pause_s)
             pause_s = min(1.0, 2 * pause_s)
 
     def _take(self, message: dict[str, Any]) -> None:

@@ -1,7 +1,7 @@
 """A program as others write it: it knows nothing of rlmux but `share.py`, and trains a few bytes on its "device".
 
     little_program.py NAME STEPS RECORD [hook=raise|hang|free_nothing] [pools=JSON] [also] [need=BYTES] [sleep=SECONDS]
-                              [start=FILE] [between=FILE] [end=FILE]   it does not begin, go on, end before FILE is there
+                              [start=FILE] [between=FILE] [end=FILE]   it begins, goes on, ends once FILE is there
 
 Its weights are bytes that a step changes as a function of all of them, so that a lost or doubled step shows. Whenever
 they come to a device or leave it, and around each computation, RECORD gets (monotonic time, NAME@POOL, what, bytes).

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -121,7 +122,7 @@ def test_when_a_waiting_program_is_killed_the_holder_is_not_disturbed(room):
 def test_programs_go_on_under_a_broker_that_was_killed_and_started_again(room):
     expected = {name: alone(room, name, 40) for name in "ab"}
     room.start_broker()
-    end = room.folder / "end"  # one that ends while no broker runs is not seen to finish
+    end = room.folder / "end"  # one that ends while no broker runs cannot say that it did
     programs = {name: room.program(name, 40, f"end={end}") for name in "ab"}
     for times in (3, 20):
         until(lambda times=times: room.has_recorded("b", "begins", times))
@@ -133,6 +134,19 @@ def test_programs_go_on_under_a_broker_that_was_killed_and_started_again(room):
     fences = [note["fence"] for note in room.notes("granted")]
     assert fences == sorted(set(fences))
     until(lambda: {one["status"] for one in status(room).values()} == {"finished"})
+
+
+def test_a_program_that_ends_while_it_tries_to_connect_tries_once_more_and_finishes(room):
+    room.start_broker()
+    end = room.folder / "end"
+    program = room.program("a", 1, f"end={end}")
+    until(lambda: len(room.notes("ended")) == 2)
+    room.kill_broker()
+    time.sleep(2.0)  # its pauses between two tries have grown to a second
+    room.start_broker()
+    end.touch()
+    result(program)
+    until(lambda: status(room)["a"]["status"] == "finished")
 
 
 def test_a_broker_started_again_grants_nothing_while_an_earlier_holder_still_computes(room):
