@@ -14,7 +14,7 @@ from rlmux.core.measured_steps import MeasuredSteps
 from rlmux.core.model import DeviceId, Phase, PhaseSeconds, Pipeline, PipelineId, Stage
 from rlmux.core.scheduler import Scheduler
 from rlmux.policies import make_policy
-from rlmux.sim.metrics import SimResult
+from rlmux.sim.results import SimResult
 from rlmux.sim.simulator import simulate
 from rlmux.sim.workloads.arrivals import Arrival, Workload, h20_h800_cluster
 from rlmux.sim.world import Drifting, TrueSeconds

@@ -19,7 +19,7 @@ from rlmux.core.events import (
     PipelineRestarted,
     SharesSet,
 )
-from rlmux.core.model import Account, NodeId, PhaseSeconds, Pipeline, PipelineId, PipelineStatus, Urgency
+from rlmux.core.model import QUEUED, Account, NodeId, PhaseSeconds, Pipeline, PipelineId, PipelineStatus
 from rlmux.core.offers import AccountShare, Quota, Share, ShareSettings
 from rlmux.core.placement_choice import PlacementChoice
 from rlmux.core.quotas import DAY_S
@@ -267,7 +267,7 @@ def crowds(draw):
             slo_slowdown=draw(st.sampled_from([1.5, math.inf, math.inf])),
             staleness=draw(st.sampled_from([0, 0, 1])),
             user=draw(st.sampled_from(["ann", "bob", "eve"])),
-            urgency=draw(st.sampled_from(list(Urgency))),
+            urgency=draw(st.sampled_from(QUEUED)),
         )
         made.append((draw(st.integers(0, 20)), draw(st.sampled_from(["", "", "", "park", "lose"])), pipeline))
     quota = draw(st.sampled_from([Quota(), Quota(max_running=1), Quota(max_devices=3)]))

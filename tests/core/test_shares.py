@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rlmux.core.actions import Admit, Park, Queue, Release, Relocate
 from rlmux.core.events import HoldReleased, NodeLost, PipelineCancelled, PipelineHeld, PipelineRanked
-from rlmux.core.model import NodeId, PhaseSeconds, Pipeline, PipelineId, PipelineStatus, Urgency
+from rlmux.core.model import QUEUED, NodeId, PhaseSeconds, Pipeline, PipelineId, PipelineStatus, Urgency
 from rlmux.core.scheduler import Scheduler
 from rlmux.core.usage import FULL_S, HALF_LIFE_S, DecayedUsage
 from rlmux.policies import make_policy
@@ -115,7 +115,7 @@ def submissions(draw):
             estimate=phases if draw(st.integers(0, 5)) else None,
             slo_slowdown=draw(st.sampled_from([1.0, 1.5, math.inf])),
             user=draw(st.sampled_from(["ann", "bob", "eve"])),
-            urgency=draw(st.sampled_from(list(Urgency))),
+            urgency=draw(st.sampled_from(QUEUED)),
             rank=draw(st.integers(-1, 1)),
         )
         made.append((draw(st.integers(0, 8)), pipeline))

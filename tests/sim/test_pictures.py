@@ -10,7 +10,7 @@ from rlmux.core.errors import UserError
 from rlmux.core.model import DeviceId, Stage
 from rlmux.report.charts import Bar, Line, Row, distribution, gantt_chart, line_chart, tick_text
 from rlmux.sim import api, pictures
-from rlmux.sim.metrics import Span
+from rlmux.sim.results import Span
 from rlmux.sim.sweep import SimRun, run_simulation
 from rlmux.sim.workloads import catalog
 

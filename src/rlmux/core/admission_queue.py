@@ -105,6 +105,7 @@ class AdmissionQueue:
         """A pipeline that may have waited is over. Returns whether others were held back for it."""
         reservation = self._state.reservation
         self._state.waiting.pop(run.pipeline.id, None)
+        self._state.waiting_fillers.pop(run.pipeline.id, None)
         return reservation is not None and reservation.pipeline == run.pipeline.id
 
     def start(self, run: PipelineRun) -> None:

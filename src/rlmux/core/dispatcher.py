@@ -1,6 +1,9 @@
 """A policy's choices for a group become orders; each is checked here first.
 
 GroupView ──▶ Policy.dispatch ──▶ RunWork | PauseOrder | MigrateWork | ChangeFraction ──▶ Orders, by the step machine
+
+No policy sees fillers. Where one computes on a device that is chosen, it is told to pause, and the policy is asked
+again once it has.
 """
 
 from __future__ import annotations
@@ -11,7 +14,7 @@ from rlmux.core.leases import Leases
 from rlmux.core.model import Phase
 from rlmux.core.orders import Orders
 from rlmux.core.policy import Policy
-from rlmux.core.state import GroupState, SchedulerState
+from rlmux.core.state import GroupState, ReadyWork, SchedulerState
 from rlmux.core.step_machine import StepMachine
 from rlmux.core.views import MarkPlanned, MigrateWork, PauseOrder, RunWork
 
@@ -39,31 +42,51 @@ class Dispatcher:
 
     def dispatch(self, group: GroupState) -> None:
         """Ask the policy what of the group starts, pauses or migrates now, and order it."""
+        if group is self._state.fillers:
+            return  # `Fillers` starts their work, at the end of each event
         if not group.ready and not (self._policy.reacts_to_progress and group.running):
             return
         view = self._groups.view(group)
+        is_all_started = True
         for choice in self._policy.dispatch(view):
             if isinstance(choice, RunWork):
-                self._start(group, choice)
+                is_all_started &= self._start(group, choice)
             elif isinstance(choice, PauseOrder):
                 self._pause(choice)
             elif isinstance(choice, MigrateWork):
                 self._migrate(choice)
             elif isinstance(choice, MarkPlanned):
-                group.planned, group.planned_s = view.look, self._state.now_s
+                if is_all_started:
+                    group.planned, group.planned_s = view.look, self._state.now_s
             else:
                 self._orders.change_fraction(self._orders.named(choice.order), choice.device_fraction, choice.slowdown)
         self._leases.prefetch(group)
 
-    def _start(self, group: GroupState, choice: RunWork) -> None:
+    def _start(self, group: GroupState, choice: RunWork) -> bool:
+        """Start the work, or have fillers leave its devices for it; returns whether it was started."""
         work = choice.work
-        if group.ready.pop(work.sequence, None) is not work:
+        if group.ready.get(work.sequence) is not work:
             raise self._journal.illegal_choice(f"starts {work}, which is not ready")
+        if self._state.fillers.running and self._sends_fillers_away(group, work):
+            return False
+        del group.ready[work.sequence]
         run = self._state.runs[work.pipeline]
         self._steps.start(run, work, choice.device_fraction, choice.slowdown)
         if work.takes_slot:
             for device in work.devices:
                 run.phases_started[work.phase, device] += 1
+        return True
+
+    def _sends_fillers_away(self, group: GroupState, work: ReadyWork) -> bool:
+        """Whether a filler computes on a device of the work: it leaves at its next safe point."""
+        is_any_there = False
+        for device in work.devices:
+            filler = self._state.devices[device].filler
+            if filler is not None:
+                is_any_there = True
+                self._state.wanted_by[device] = group.id
+                self._steps.order_pause(self._orders.named(filler))
+        return is_any_there
 
     def _pause(self, choice: PauseOrder) -> None:
         order = self._orders.named(choice.order)

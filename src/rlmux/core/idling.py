@@ -48,6 +48,8 @@ def check_idling(state: SchedulerState, view: GroupView, idling: Idling) -> None
     for work in view.ready:
         if work.is_waiting or not view.is_free(work.devices) or _is_kept_for_burst(view, work):
             continue
+        if any(state.wanted_by.get(device) == view.id for device in work.devices):
+            continue  # a filler is leaving for it
         if idling.cycle_lead:
             _check_cycle(state.groups[view.id], view, work, idling.cycle_lead)
         elif idling.patience_s:

@@ -12,7 +12,8 @@
 7. Placement adds up (the ledger's own check), and it plans with what is believed of each pipeline now.
 8. The first pipeline in the queue for admission waits because its policy does not place it, and a start is reserved for
    it if others are to make room for it.
-9. No device is free beside ready work, but where and for how long the policy says so (`core/idling.py`).
+9. A filler computes alone on its device, and leaves it where a group wants it.
+10. No device is free beside ready work, but where and for how long the policy says so (`core/idling.py`).
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from rlmux.core.idling import Idling, MayIdle, check_idling
 from rlmux.core.model import Phase, PipelineStatus
 from rlmux.core.placement_choice import Refusal
 from rlmux.core.scheduler import Scheduler
-from rlmux.core.state import PipelineRun, ReadyWork, SchedulerState, Work, WorkState
+from rlmux.core.state import DeviceState, PipelineRun, ReadyWork, SchedulerState, Work, WorkState
 
 _TOLERANCE = 1e-9
 
@@ -35,7 +36,8 @@ def check(scheduler: Scheduler) -> None:
     for run in state.runs.values():
         if run.status is PipelineStatus.RUNNING:
             _check_run(state, run)
-        assert (run.status is PipelineStatus.WAITING) == (run.pipeline.id in state.waiting), f"{run.pipeline.id} waits"
+        waiting = state.waiting_fillers if run.pipeline.is_filler else state.waiting
+        assert (run.status is PipelineStatus.WAITING) == (run.pipeline.id in waiting), f"{run.pipeline.id} waits"
         if run.pipeline.id in scheduler.ledger:
             assert scheduler.ledger.pipeline(run.pipeline.id) == run.pipeline, f"{run.pipeline.id} is planned otherwise"
     scheduler.ledger.check()
@@ -48,6 +50,7 @@ def check(scheduler: Scheduler) -> None:
 def _check_devices(scheduler: Scheduler) -> None:
     state = scheduler.state
     for device in state.devices.values():
+        _check_filler(state, device)
         held = sum(device.orders.values())
         assert held <= 1.0 + _TOLERANCE, f"{device.id} is leased {held:.3f} times: {device.orders}"
         capacity = scheduler.cluster.pools[device.id.pool].device_memory_bytes
@@ -67,12 +70,26 @@ def _check_devices(scheduler: Scheduler) -> None:
         assert order.rate_since_s >= order.started_s, f"order {order.id} counts seconds from before it began"
         if order.migrates_from is None:
             for device_id in order.devices:
-                assert order.id in state.devices[device_id].orders, f"order {order.id} computes without a lease"
+                device = state.devices[device_id]
+                is_leased = order.id in device.orders or device.filler == order.id
+                assert is_leased, f"order {order.id} computes without a lease"
+
+
+def _check_filler(state: SchedulerState, device: DeviceState) -> None:
+    wanted_by = state.wanted_by.get(device.id)
+    if device.filler is None:
+        assert wanted_by is None, f"{device.id} is free and kept for group {wanted_by}"
+        return
+    order = state.orders[device.filler]
+    assert order.pipeline in state.fillers.members, f"order {order.id} is of no filler"
+    assert not device.orders, f"{device.id}: a filler computes beside {device.orders}"
+    assert (order.pipeline, Phase.ROLLOUT) in device.residents, f"{order.pipeline} is not loaded on {device.id}"
+    assert wanted_by is None or order.is_pausing, f"{device.id}: group {wanted_by} wants it, and order {order.id} stays"
 
 
 def _check_ready_work(state: SchedulerState) -> None:
-    for group in state.groups.values():
-        assert group.members, f"group {group.id} is empty"
+    for group in (*state.groups.values(), state.fillers):
+        assert group.members or group is state.fillers, f"group {group.id} is empty"
         for sequence, ready in group.ready.items():
             assert sequence == ready.sequence
             run = group.members[ready.pipeline]
@@ -119,7 +136,7 @@ def _check_asked_migrations(state: SchedulerState) -> None:
 def _check_run(state: SchedulerState, run: PipelineRun) -> None:
     pipeline = run.pipeline
     assert run.placement is not None
-    group = state.groups[run.placement.group]
+    group = state.group_of(run)
     for device, shard in run.shards.items():
         assert shard.device == device, f"{pipeline.id}: {shard} is filed under {device}"
         assert shard.work.step == run.rollout_step, f"{pipeline.id}: {shard} is of another step"

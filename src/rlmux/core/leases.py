@@ -6,15 +6,15 @@
     state of a pipeline for one phase, on one device:
         absent ── COLD ─▶ on the device ── evicted ─▶ off the device ── WARM ─▶ on the device
 
-A device's leases sum to at most 1. A state whose order computes is never evicted; among the others the least recently
-used leaves first.
+A device's leases sum to at most 1. A state whose order computes is never evicted; among the others those of fillers
+leave first, then the least recently used. A filler's order is beside the leases: it computes while there are none.
 """
 
 from __future__ import annotations
 
 from rlmux.core.actions import Prefetch, Switch
 from rlmux.core.journal import Journal
-from rlmux.core.model import Cluster, DeviceId, OrderId, Phase, Placement, Resident
+from rlmux.core.model import Cluster, DeviceId, OrderId, Phase, PipelineId, Placement, Resident
 from rlmux.core.state import DeviceState, GroupState, Order, PipelineRun, SchedulerState
 
 _FRACTION_TOLERANCE = 1e-9
@@ -74,10 +74,45 @@ class Leases:
                 switch = Switch.WARM
         return switch, tuple(evicted)
 
+    def can_take_idle(self, run: PipelineRun, device_id: DeviceId) -> bool:
+        """Whether nothing computes on the device and the filler's state fits there without evicting another pipeline's.
+
+        A state of unknown size fills a device: then others leave for it, and cost a switch to come back.
+        """
+        device = self._state.devices[device_id]
+        if device.orders or device.filler is not None or device_id in self._state.wanted_by:
+            return False
+        others = [size for key, size in device.residents.items() if not self._is_of_filler(key)]
+        need = run.pipeline.footprint.rollout_device_bytes
+        if need is None or None in others:
+            return True
+        return need + sum(size or 0.0 for size in others) <= device.memory_bytes
+
+    def take_idle(self, run: PipelineRun, device_id: DeviceId, order: OrderId) -> tuple[Switch, tuple[Resident, ...]]:
+        """Let a filler's order compute on a device that `can_take_idle`; returns its switch and what leaves for it."""
+        device = self._state.devices[device_id]
+        device.filler = order
+        key, need = (run.pipeline.id, Phase.ROLLOUT), run.pipeline.footprint.rollout_device_bytes
+        if key in device.residents:
+            return Switch.NONE, ()
+        evicted = self._make_room(device, order, need)
+        device.residents[key] = need
+        if (Phase.ROLLOUT, device_id) in run.host_resident:
+            return Switch.WARM, tuple(evicted)
+        run.host_resident.add((Phase.ROLLOUT, device_id))
+        return Switch.COLD, tuple(evicted)
+
+    def _is_of_filler(self, resident: tuple[PipelineId, Phase]) -> bool:
+        return resident[0] in self._state.fillers.members
+
     def release(self, order: Order) -> None:
         """Give back the devices of an order that has ended."""
-        for device in order.devices:
-            del self._state.devices[device].orders[order.id]
+        for device_id in order.devices:
+            device = self._state.devices[device_id]
+            if device.filler == order.id:
+                device.filler = None
+            else:
+                del device.orders[order.id]
 
     def change_fraction(self, order: Order, device_fraction: float) -> None:
         """Give a running order another fraction of its devices. Raises IllegalTransitionError where it is not free."""
@@ -129,7 +164,10 @@ class Leases:
             if other != order
         }
         evicted: list[Resident] = []
-        for resident in tuple(device.residents):
+        in_order = list(device.residents)
+        if self._state.fillers.members:
+            in_order.sort(key=lambda resident: not self._is_of_filler(resident))
+        for resident in in_order:
             if _fits(device, need):
                 return evicted
             if resident not in computing:

@@ -266,6 +266,12 @@ class Urgency(StrEnum):
     URGENT = "urgent"
     NORMAL = "normal"
     BACKGROUND = "background"
+    FILLER = "filler"
+    """It takes only what no other pipeline wants, in no queue: `core/fillers.py`."""
+
+
+QUEUED = (Urgency.URGENT, Urgency.NORMAL, Urgency.BACKGROUND)
+"""Urgencies of pipelines that wait in the queue for admission."""
 
 
 class Account(NamedTuple):
@@ -331,6 +337,20 @@ class Pipeline:
             )
         if self.num_rollout_nodes < 1 or self.num_train_nodes < 1:
             raise ValueError(f"pipeline {self.id}: it needs at least one node for each phase")
+        if self.is_filler:
+            is_plain = not (self.has_sft_warmup or self.staleness or self.work_arrives)
+            if self.train_stages or Stage.PUBLISH in self.stages or not is_plain or self.slo_slowdown < math.inf:
+                raise ValueError(
+                    f"pipeline {self.id}: a filler trains nothing and is promised nothing: its stages are generate and "
+                    "reward, without SFT warm-up, staleness, arriving work and slo_slowdown"
+                )
+        elif not self.train_stages:
+            raise ValueError(f"pipeline {self.id}: it has no training stage; accepted with urgency filler")
+
+    @property
+    def is_filler(self) -> bool:
+        """Whether it takes only what no other pipeline wants."""
+        return self.urgency is Urgency.FILLER
 
     @property
     def account(self) -> Account:

@@ -12,9 +12,11 @@ from rlmux.core.actions import MigrateShard, RunStage, SetDeviceFraction, Switch
 from rlmux.core.events import ChunkFinished
 from rlmux.core.journal import Journal
 from rlmux.core.leases import Leases
-from rlmux.core.model import DeviceId, OrderId, Phase, Pipeline, Stage
+from rlmux.core.model import DeviceId, OrderId, Phase, Pipeline, Resident, Stage
 from rlmux.core.shares import Shares
 from rlmux.core.state import Burst, Order, PipelineRun, ReadyWork, RolloutShard, SchedulerState, Work
+
+_NOTHING: tuple[Resident, ...] = ()
 
 
 class Orders:
@@ -96,6 +98,8 @@ class Orders:
             return
         del self._state.group_of(run).running[order.id]
         self._leases.release(order)
+        if run.pipeline.is_filler:
+            self._shares.let_go(order.devices)
 
     def end_all(self, run: PipelineRun) -> None:
         for order in self.of(run):
@@ -157,11 +161,12 @@ class Orders:
         pipeline = run.pipeline
         order_id = self._next_id()
         self._shares.charge(devices)
-        switch, evicted = (
-            self._leases.take(run, phase, devices, order_id, device_fraction, rollout_devices)
-            if devices
-            else (Switch.NONE, ())
-        )
+        switch, evicted = Switch.NONE, _NOTHING
+        if devices and pipeline.is_filler:
+            self._shares.hold(devices, state.fillers)
+            switch, evicted = self._leases.take_idle(run, devices[0], order_id)
+        elif devices:
+            switch, evicted = self._leases.take(run, phase, devices, order_id, device_fraction, rollout_devices)
         order = state.orders[order_id] = run.orders[order_id] = Order(
             order_id,
             pipeline.id,
@@ -199,7 +204,10 @@ class Orders:
 
 
 def rollout_version(pipeline: Pipeline, step: int) -> int:
-    """The one weight version that the step's rollout samples from: a constant lag, not whatever was newest."""
+    """The one weight version that the step's rollout samples from: a constant lag, not whatever was newest. A filler
+    samples from the model that it was given."""
+    if pipeline.is_filler:
+        return 0
     return max(0, step - 1 - pipeline.staleness)
 
 

@@ -64,7 +64,8 @@ class Parking:
             return True
         if run.is_parking and run.parks_for is not None:
             run.is_parking = self._state.runs[run.parks_for].status is PipelineStatus.WAITING
-        if not run.is_parking and not run.pipeline.work_arrives and self._shares.quotas.counts_days():
+        has_quota = not (run.pipeline.work_arrives or run.pipeline.is_filler)
+        if not run.is_parking and has_quota and self._shares.quotas.counts_days():
             self._shares.charge(run.rollout_devices + run.train_devices)
             run.is_parking, run.parks_for = self._shares.quotas.is_spent(run), None
         return run.is_parking
@@ -78,7 +79,8 @@ class Parking:
         run.num_parks += run.parks_for is not None
         self.forget(run)
         steps.move_pipeline(run, PipelineInput.PARKED)
-        self._state.waiting[run.pipeline.id] = run
+        waiting = self._state.waiting_fillers if run.pipeline.is_filler else self._state.waiting
+        waiting[run.pipeline.id] = run
         if run.is_held:
             self._queue.tell(run, PARKED)
 

@@ -74,7 +74,8 @@ class SchedulerQuery:
 
     def is_idle(self) -> bool:
         """Whether every pipeline that was submitted is over."""
-        return not self._state.waiting and not self._state.groups
+        state = self._state
+        return not (state.waiting or state.groups or state.waiting_fillers or state.fillers.members)
 
     def groups(self) -> tuple[GroupView, ...]:
         """Every co-execution group, oldest first."""
@@ -105,7 +106,8 @@ class SchedulerQuery:
 
     def held_fraction(self, device: DeviceId) -> float:
         """The part of the device that orders hold, 0.0 to 1.0."""
-        return sum(self._state.devices[device].orders.values())
+        held = self._state.devices[device]
+        return 1.0 if held.filler is not None else sum(held.orders.values())
 
     def num_residents(self, device: DeviceId) -> int:
         """States that are kept on the device."""

@@ -16,6 +16,8 @@
               ─▶ AdmissionQueue    which waiting pipeline starts, and why another waits
               ─▶ Shares        what accounts have used, and who is offered room first for it
               ─▶ Parking       running pipelines give their nodes back at a step boundary
+              ─▶ Fillers       what no other pipeline wants, after each event
+              ─▶ NodeChanges   nodes that are lost and join
               ─▶ Standings     what users say of their pipelines, and what was set for them
 
 Two tiers. *Placement* pins a pipeline to nodes and thereby to a co-execution group. *Dispatch* decides, inside one
@@ -33,7 +35,7 @@ from collections.abc import Callable
 from typing import Any
 
 from rlmux.core.accounts import AccountRow, Bill, account_rows, bill_of
-from rlmux.core.actions import Action, Park, Switch
+from rlmux.core.actions import Action, Switch
 from rlmux.core.admission_queue import HELD, AdmissionQueue
 from rlmux.core.bursts import Bursts
 from rlmux.core.dispatcher import Dispatcher
@@ -41,8 +43,6 @@ from rlmux.core.events import (
     ChunkFinished,
     ClientFinished,
     Event,
-    NodeJoined,
-    NodeLost,
     PipelineCancelled,
     PipelineFailed,
     PipelineRestarted,
@@ -57,10 +57,12 @@ from rlmux.core.events import (
     WorkWithdrawn,
 )
 from rlmux.core.expectations import Expectations
+from rlmux.core.fillers import Fillers
 from rlmux.core.groups import Groups, device_keys
 from rlmux.core.journal import Journal
 from rlmux.core.leases import Leases
 from rlmux.core.model import Cluster, DeviceId, OrderId, Phase, PipelineId, PipelineStatus, Stage
+from rlmux.core.node_changes import NodeChanges
 from rlmux.core.offers import AccountUsage, QueueOrder
 from rlmux.core.orders import Orders
 from rlmux.core.parking import Parking
@@ -70,7 +72,7 @@ from rlmux.core.policy import Policy
 from rlmux.core.query import SchedulerQuery
 from rlmux.core.shares import Shares
 from rlmux.core.standings import Standings
-from rlmux.core.state import Burst, GroupState, Order, PipelineRun, SchedulerState, WorkState
+from rlmux.core.state import Burst, Order, PipelineRun, SchedulerState, WorkState
 from rlmux.core.step_machine import PipelineInput, StepMachine
 from rlmux.core.why import Wait, wait_of, waits
 
@@ -104,7 +106,7 @@ class Scheduler:
             self._orders,
             self._journal,
             relocate=lambda run: self._placing.relocate(run),
-            release=lambda run: self._placing.release(run),
+            release=lambda run: self._release(run),
             parks=self._parking.takes_effect,
         )
         self._dispatch = Dispatcher(
@@ -133,15 +135,38 @@ class Scheduler:
             journal=self._journal,
             dispatch=self._dispatch,
         )
+        self._fillers = Fillers(
+            cluster=cluster,
+            state=self._state,
+            queue=self._queue,
+            leases=self._leases,
+            orders=self._orders,
+            steps=self._steps,
+            parking=self._parking,
+            journal=self._journal,
+            dispatch=self._dispatch,
+        )
         standings = Standings(
             run_of=self._run,
             queue=self._queue,
             placing=self._placing,
             parking=self._parking,
+            fillers=self._fillers,
             shares=self._shares,
             steps=self._steps,
         )
-        self._handlers = {**self._handler_by_event(), **standings.handlers()}
+        nodes = NodeChanges(
+            state=self._state,
+            ledger=self._ledger,
+            placing=self._placing,
+            parking=self._parking,
+            fillers=self._fillers,
+            orders=self._orders,
+            steps=self._steps,
+            journal=self._journal,
+            dispatch=self._dispatch,
+        )
+        self._handlers = {**self._handler_by_event(), **standings.handlers(), **nodes.handlers()}
 
     def _handler_by_event(self) -> dict[type, Callable[[Any], None]]:
         return {
@@ -159,8 +184,6 @@ class Scheduler:
             ChunkFinished: self._on_chunk_finished,
             TrajectoriesMigrated: self._on_trajectories_migrated,
             WorkerLost: self._on_worker_lost,
-            NodeLost: self._on_node_lost,
-            NodeJoined: self._on_node_joined,
         }
 
     def handle(self, event: Event) -> list[Action]:
@@ -171,6 +194,8 @@ class Scheduler:
             raise self._journal.illegal(f"time goes back from {state.now_s}")
         state.now_s = event.time_s
         self._handlers[type(event)](event)
+        if self._fillers.are_there:
+            self._fillers.fill(event, actions)
         return actions
 
     def wait_of(self, pipeline: PipelineId) -> Wait | None:
@@ -214,10 +239,14 @@ class Scheduler:
         run = PipelineRun(pipeline, event.time_s, self._state.next_in_sequence())
         run.restart_step = -1 if pipeline.has_sft_warmup and pipeline.first_step == 1 else pipeline.first_step - 1
         self._state.runs[pipeline.id] = run
-        self._state.waiting[pipeline.id] = run
         self._shares.note_submitted(pipeline)
+        if pipeline.is_filler:
+            self._fillers.submit(run)
+        else:
+            self._state.waiting[pipeline.id] = run
         if run.is_held:
             self._queue.tell(run, HELD)
+        if run.is_held or pipeline.is_filler:
             return
         is_next = self._queue.is_next(run)
         if is_next:
@@ -249,7 +278,7 @@ class Scheduler:
         for order in orders:
             self._steps.order_pause(order)
         if not orders:
-            self._placing.release(run)
+            self._release(run)
         elif run.pipeline.work_arrives:  # what its ready bursts kept is free
             self._dispatch(self._state.group_of(run))
 
@@ -269,6 +298,12 @@ class Scheduler:
         if run.placement is not None and self._orders.of(run):
             self._dispatch(self._state.group_of(run))
         elif run.placement is not None:
+            self._release(run)
+
+    def _release(self, run: PipelineRun) -> None:
+        if run.pipeline.is_filler:
+            self._fillers.release(run)
+        else:
             self._placing.release(run)
 
     # ------------------------------------------------------------------ a pipeline goes through its steps
@@ -406,6 +441,9 @@ class Scheduler:
         if run.is_leaving:  # its processes have ended for good
             run.published_version = run.trained_step = event.restored_step
             return
+        if run.pipeline.is_filler:
+            self._fillers.begin_again(run, event.restored_step)
+            return
         self._orders.end_all(run)
         self._steps.withdraw(run)
         for phase, device in device_keys(run):
@@ -415,47 +453,6 @@ class Scheduler:
         self._placing.begin(run, event.restored_step)
         self._ledger.renew(run.pipeline.id)
         self._dispatch(self._state.group_of(run))
-
-    def _on_node_lost(self, event: NodeLost) -> None:
-        """Pipelines pinned to the node go back to waiting, from their last published version.
-
-        So does one that was about to move there: its processes, which are elsewhere, are ended.
-        """
-        lost = dict.fromkeys(self._ledger.lose_node(event.node))
-        lost.update(
-            (run.pipeline.id, None)
-            for run in self._state.runs.values()
-            if run.placement is not None and event.node in run.placement.nodes
-        )
-        groups: dict[int, GroupState] = {}
-        cancelled: list[PipelineRun] = []
-        for pipeline in lost:
-            run = self._state.runs[pipeline]
-            run.next_placement = None
-            self._orders.end_all(run)
-            if run.status is not PipelineStatus.RUNNING:  # it was waiting for these orders to end
-                cancelled.append(run)
-                continue
-            if run.placement is not None and event.node not in run.placement.nodes:
-                self._journal.act(Park(pipeline=pipeline))
-            group = self._placing.unpin(run)
-            groups[group.id] = group
-            self._ledger.depart(run.pipeline.id)
-            run.restart_step = run.published_version
-            run.waiting_since_s = self._state.now_s
-            self._parking.forget(run)
-            self._steps.move_pipeline(run, PipelineInput.NODE_LOST)
-            self._state.waiting[run.pipeline.id] = run
-        for run in cancelled:
-            self._placing.release(run)
-        self._placing.place_waiting()
-        for group in groups.values():
-            if group.members:
-                self._dispatch(group)
-
-    def _on_node_joined(self, event: NodeJoined) -> None:
-        self._ledger.regain_node(event.node)
-        self._placing.place_waiting()
 
     def _run(self, pipeline: PipelineId) -> PipelineRun:
         try:

@@ -6,8 +6,10 @@
 What an account uses is what its pipelines are *charged* for. Each second of each device that a pipeline is pinned to is
 charged to someone, and all of it adds up to the seconds for which devices were held:
 
-    while an order computes or switches there   its pipeline, by the device fraction
+    while an order computes or switches there   its pipeline, by the device fraction; a filler for what it uses
     the rest, a bubble                          the pipelines pinned there, by their seconds in a cycle on that device
+
+What a filler is charged counts for no share and no quota: others are offered room as if it were not there.
 
 So a pipeline that fills another's bubbles costs nothing extra, and one alone in its group pays for its own. An
 admission adds one step's seconds to the account at once, or a hundred submissions would pass before its usage moves.
@@ -56,7 +58,8 @@ class Shares:
 
     def note_submitted(self, pipeline: Pipeline) -> None:
         """A pipeline has come."""
-        if pipeline.account != _NO_ACCOUNT or pipeline.urgency != Urgency.NORMAL or pipeline.rank != 0:
+        is_urgency_said = pipeline.urgency not in (Urgency.NORMAL, Urgency.FILLER)
+        if pipeline.account != _NO_ACCOUNT or is_urgency_said or pipeline.rank != 0:
             self.begin()
 
     def begin(self) -> None:
@@ -66,6 +69,8 @@ class Shares:
         self.are_set = True
         for group in self._state.groups.values():
             self.hold((device for _, device in group.members_by_device), group)
+        for order in self._state.fillers.running.values():
+            self.hold(order.devices, self._state.fillers)
 
     def set(self, settings: ShareSettings) -> None:
         """Take over what users and projects are entitled to; what they used before decays anew from now on."""
@@ -114,19 +119,25 @@ class Shares:
     # ------------------------------------------------------------------ charges
 
     def hold(self, devices: Iterable[DeviceId], group: GroupState) -> None:
-        """A pipeline of the group is about to be pinned to these devices."""
+        """A pipeline of the group is about to be pinned to these devices, or a filler to compute there."""
         if not self.are_set:
             return
         for device in devices:
-            self._state.held_devices.setdefault(device, HeldDevice(group, self._state.now_s))
+            held = self._state.held_devices.setdefault(device, HeldDevice(group, self._state.now_s))
             self._charge(device)
+            if held.group is self._state.fillers:
+                held.group = group
 
     def let_go(self, devices: Iterable[DeviceId]) -> None:
         """A pipeline is pinned to these devices no longer, and their seconds are charged."""
         for device in devices if self.are_set else ():
             group = self._state.held_devices[device].group if device in self._state.held_devices else None
-            if group is not None and not _pinned(group, device):
+            if group is None or _pinned(group, device):
+                continue
+            if self._state.devices[device].filler is None:
                 del self._state.held_devices[device]
+            else:  # a filler still computes there
+                self._state.held_devices[device].group = self._state.fillers
 
     def charge(self, devices: Iterable[DeviceId]) -> None:
         """Charge the seconds of these devices up to now, before something changes there."""
@@ -148,18 +159,30 @@ class Shares:
         for order, device_fraction in state.devices[device].orders.items():
             bubble -= device_fraction
             self._add(state.runs[state.orders[order].pipeline], device.pool, device_fraction, held.since_s)
+        filler = state.devices[device].filler
+        if filler is not None:
+            self._bill(state.runs[state.orders[filler].pipeline], device.pool, 1.0, held.since_s)
         pinned = _pinned(held.group, device)
         total = sum(pinned.values())
         for pipeline, weight in pinned.items() if bubble > 0.0 else ():
-            self._add(state.runs[pipeline], device.pool, bubble * weight / total, held.since_s)
+            self._count(state.runs[pipeline], device.pool, bubble * weight / total, held.since_s)
+            if filler is None:
+                self._bill(state.runs[pipeline], device.pool, bubble * weight / total, held.since_s)
         state.held_by_pool[device.pool] = state.held_by_pool.get(device.pool, 0.0) + state.now_s - held.since_s
         held.since_s = state.now_s
 
     def _add(self, run: PipelineRun, pool: str, rate: float, since_s: float) -> None:
-        """Charge the pipeline for a rate, in devices, from `since_s` until now."""
-        now_s = self._state.now_s
+        """Charge the pipeline for a rate, in devices, from `since_s` until now, and count it as used."""
+        self._bill(run, pool, rate, since_s)
+        self._count(run, pool, rate, since_s)
+
+    def _bill(self, run: PipelineRun, pool: str, rate: float, since_s: float) -> None:
         charged = self._state.charged_by_pipeline.setdefault(run.pipeline.id, {})
-        charged[pool] = charged.get(pool, 0.0) + rate * (now_s - since_s)
+        charged[pool] = charged.get(pool, 0.0) + rate * (self._state.now_s - since_s)
+
+    def _count(self, run: PipelineRun, pool: str, rate: float, since_s: float) -> None:
+        """Count it for the share of the pipeline's account, and for its quota."""
+        now_s = self._state.now_s
         factor = _URGENT_FACTOR if run.pipeline.urgency == Urgency.URGENT else 1.0
         self._usage(run, pool).add_rate(factor * rate, since_s, now_s)
         if self.quotas.counts_days():

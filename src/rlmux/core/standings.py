@@ -20,6 +20,7 @@ from rlmux.core.events import (
     TimeReached,
     UsageRestored,
 )
+from rlmux.core.fillers import Fillers
 from rlmux.core.model import PipelineId, PipelineStatus
 from rlmux.core.parking import Parking
 from rlmux.core.placing import Placing
@@ -38,6 +39,7 @@ class Standings:
         queue: AdmissionQueue,
         placing: Placing,
         parking: Parking,
+        fillers: Fillers,
         shares: Shares,
         steps: StepMachine,
     ) -> None:
@@ -46,6 +48,7 @@ class Standings:
         self._queue = queue
         self._placing = placing
         self._parking = parking
+        self._fillers = fillers
         self._shares = shares
         self._steps = steps
 
@@ -97,7 +100,10 @@ class Standings:
     def _on_parked(self, event: PipelineParked) -> None:
         run = self._run(event.pipeline)
         if run.status is PipelineStatus.RUNNING and run.is_leaving:  # else it is over, or has lost a node meanwhile
-            self._placing.park(run)
+            if run.pipeline.is_filler:
+                self._fillers.park(run)
+            else:
+                self._placing.park(run)
 
     def _on_shares_set(self, event: SharesSet) -> None:
         self._shares.set(event.shares)

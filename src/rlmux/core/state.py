@@ -38,6 +38,9 @@ from rlmux.core.model import (
 from rlmux.core.offers import Quota, Share, ShareSettings
 from rlmux.core.usage import DecayedUsage
 
+FILLERS = GroupId(1_000_000_000)
+"""The group that all fillers are in: beyond the numbers of groups that a policy makes."""
+
 
 class WorkState(StrEnum):
     """Where a rollout shard or a training stage is in its life."""
@@ -249,6 +252,8 @@ class DeviceState:
     """Device bytes of each state kept here, least recently used first; None fills the device."""
     memory_bytes: float = math.inf
     """Memory of the device, in bytes."""
+    filler: OrderId | None = None
+    """The order of a filler that computes here, while no other does; None for none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -401,11 +406,17 @@ class SchedulerState:
     runs: dict[PipelineId, PipelineRun] = field(default_factory=dict)
     """Every pipeline that was submitted, in that order."""
     waiting: dict[PipelineId, PipelineRun] = field(default_factory=dict)
-    """The pipelines of status WAITING."""
+    """The pipelines of status WAITING that are no fillers."""
     reservation: Reservation | None = None
     """Start kept for the first of the waiting pipelines that others make room for; None where there is none."""
     groups: dict[GroupId, GroupState] = field(default_factory=dict)
     """Every group that has a member."""
+    fillers: GroupState = field(default_factory=lambda: GroupState(FILLERS))
+    """The fillers that are placed and their work: no policy sees them."""
+    waiting_fillers: dict[PipelineId, PipelineRun] = field(default_factory=dict)
+    """Fillers of status WAITING, in the order of submission."""
+    wanted_by: dict[DeviceId, GroupId] = field(default_factory=dict)
+    """Devices that a filler was told to leave, and the group whose work starts there then."""
     devices: dict[DeviceId, DeviceState] = field(default_factory=dict)
     """Every device that a pipeline was ever pinned to."""
     orders: dict[OrderId, Order] = field(default_factory=dict)
@@ -442,7 +453,7 @@ class SchedulerState:
     def group_of(self, run: PipelineRun) -> GroupState:
         """The co-execution group of a pipeline that is placed."""
         assert run.placement is not None
-        return self.groups[run.placement.group]
+        return self.groups.get(run.placement.group, self.fillers)
 
     def work_left(self, pipeline: PipelineId) -> WorkLeft | None:
         """What is left of a submitted pipeline's steps; None where it has no number of them."""

@@ -449,6 +449,10 @@ class StepMachine:
     def _finish_rollout(self, run: PipelineRun) -> None:
         run.shards.clear()
         run.generated_step = run.rollout_step
+        if not run.train_stages:  # nothing is trained: the step is over
+            run.trained_step = run.rollout_step
+            self._publish(run, run.rollout_step)
+            return
         self._open_training(run)
         self.open_rollout(run)
 

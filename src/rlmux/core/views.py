@@ -326,8 +326,8 @@ class GroupView:
         return self._state.devices[device].memory_bytes
 
     def residents(self, device: DeviceId) -> tuple[tuple[PipelineId, Phase], ...]:
-        """States that are kept there, least recently used first."""
-        return tuple(self._state.devices[device].residents)
+        """States of members that are kept there, least recently used first."""
+        return tuple(one for one in self._state.devices[device].residents if one[0] in self._group.members)
 
     def num_kept(self, device: DeviceId) -> float:
         """How many of the states that members use there fit at once, whichever they are; infinite for all."""

@@ -1,6 +1,7 @@
 """Why a waiting pipeline waits, as one token with numbers, and which small change would start it now.
 
     held           its user holds it, or has parked it
+    filler         it takes only what others leave, and no node has that now
     over_quota     its project or its user would have more than its quota
     parking        it is the first, and others give their devices back for it
     reserved_for   it would fit, and the room is kept for the first in the queue
@@ -34,6 +35,7 @@ class WaitToken(StrEnum):
     """Why a pipeline waits."""
 
     HELD = "held"
+    FILLER = "filler"
     OVER_QUOTA = "over_quota"
     PARKING = "parking"
     RESERVED_FOR = "reserved_for"
@@ -98,7 +100,7 @@ def wait_of(
     reservation = state.reservation
     would_start = (
         change
-        for change, pipeline in (() if shares.quotas.reason_against(run)[0] else _changes(run, state))
+        for change, pipeline in (() if _asks_for_nothing(run, shares) else _changes(run, state))
         if _starts_with(change, pipeline, ledger=ledger, queue=queue, reservation=reservation)
     )
     position = in_order.index(run.pipeline.id) + 1 if run.pipeline.id in in_order else 0
@@ -108,13 +110,19 @@ def wait_of(
 def waits(
     *, state: SchedulerState, queue: AdmissionQueue, shares: Shares, limit: int
 ) -> list[tuple[PipelineRun, Wait]]:
-    """The first of the queue in the order of offers, then those that are held or over a quota, without what would start
-    them."""
+    """The first of the queue in the order of offers, then those that are held or over a quota, then fillers, without
+    what would start them."""
     in_order = shares.in_order()
     offered = {run.pipeline.id for run in in_order}
     held = [run for run in state.waiting.values() if run.pipeline.id not in offered]
+    held += state.waiting_fillers.values()
     placed = [*enumerate(in_order, 1), *((0, run) for run in held)][:limit]
     return [(run, _wait(run, position, len(in_order), state, queue, shares)) for position, run in placed]
+
+
+def _asks_for_nothing(run: PipelineRun, shares: Shares) -> bool:
+    """Whether no change of the pipeline would start it: it is over a quota, or takes what others leave."""
+    return run.pipeline.is_filler or bool(shares.quotas.reason_against(run)[0])
 
 
 def _wait(
@@ -147,6 +155,8 @@ def _token(
 ) -> WaitToken:
     if run.is_held:
         return WaitToken.HELD
+    if run.pipeline.is_filler:
+        return WaitToken.FILLER
     if shares.quotas.reason_against(run)[0]:
         return WaitToken.OVER_QUOTA
     if any(one.parks_for == run.pipeline.id for group in state.groups.values() for one in group.members.values()):

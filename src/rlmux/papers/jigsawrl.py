@@ -20,10 +20,10 @@ from pathlib import Path
 from typing import Any
 
 from rlmux.papers.rows import Cause, Range, Row, mean, row_over, within
-from rlmux.sim.metrics import SimResult
 from rlmux.sim.models.costs import rollout_costs
 from rlmux.sim.models.lengths import length_distribution
 from rlmux.sim.models.substages import SubStageWorld
+from rlmux.sim.results import SimResult
 from rlmux.sim.sweep import Progress, SimRun, sweep
 from rlmux.sim.workloads.substage_pairs import (
     AIME_4B,

@@ -24,8 +24,8 @@ from rlmux.papers.rollmux_rows import BASELINES, CHOICES, DRIFTS, MIXES, PRINTED
 from rlmux.papers.rows import mean
 from rlmux.policies import POLICIES, make_policy
 from rlmux.sim.bounds import kept_slos_usd
-from rlmux.sim.metrics import SimResult
 from rlmux.sim.pictures import write_pictures
+from rlmux.sim.results import SimResult
 from rlmux.sim.sweep import Progress, SimRun, run_simulation, spread
 from rlmux.sim.workloads import catalog
 from rlmux.sim.workloads.arrivals import Workload

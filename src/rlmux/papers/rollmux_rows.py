@@ -20,7 +20,7 @@ from rlmux.papers import micro_cycles as micro
 from rlmux.papers import tail_migration as tail
 from rlmux.papers.offline_optimum import OfflineCost
 from rlmux.papers.rows import Cause, Row, mean, row_over, within, within_points
-from rlmux.sim.metrics import SimResult
+from rlmux.sim.results import SimResult
 
 Results = Mapping[tuple[Any, ...], Any]
 

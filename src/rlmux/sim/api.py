@@ -23,8 +23,9 @@ from rlmux.core.placement_choice import PlacementChoice
 from rlmux.core.scheduler import Scheduler
 from rlmux.policies import make_policy
 from rlmux.policies.planning.fairness import FairShares
-from rlmux.sim.metrics import SimResult, predicted_slowdown
+from rlmux.sim.metrics import predicted_slowdown
 from rlmux.sim.pictures import write_pictures
+from rlmux.sim.results import SimResult
 from rlmux.sim.sweep import Progress, SimRun, sweep
 from rlmux.sim.workloads import catalog
 from rlmux.sim.workloads.arrivals import Workload, check_ends

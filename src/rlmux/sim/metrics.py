@@ -18,162 +18,18 @@ penalised      cost where a group's is multiplied by its worst predicted slowdow
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 from rlmux.core.actions import Admit, Relocate
 from rlmux.core.group_load import GroupLoad, solo_s
-from rlmux.core.model import DeviceId, GroupId, NodeId, Phase, Pipeline, PipelineId, Stage
+from rlmux.core.model import DeviceId, GroupId, NodeId, Phase, Pipeline, PipelineId
 from rlmux.core.placement import PlacementView
 from rlmux.report.slos import is_within_slo
 from rlmux.sim.bounds import are_own_pools, work_usd
+from rlmux.sim.fillers import FillerFigures
+from rlmux.sim.results import PipelineResult, Sample, SimResult, Span
 from rlmux.sim.workloads.arrivals import Arrival, Workload
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Span:
-    """An order's time on its devices."""
-
-    pipeline: PipelineId
-    devices: tuple[DeviceId, ...]
-    stage: Stage
-    step: int
-    begin_s: float
-    end_s: float
-    switch_s: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PipelineResult:
-    """What one pipeline got."""
-
-    pipeline: PipelineId
-    submit_s: float
-    admitted_s: float | None
-    left_s: float | None
-    steps: int
-    solo_s: float
-    """Seconds that its finished steps take alone on the nodes that it asks for."""
-    step_slowdown: float | None
-    """Time from its first work over solo time of the steps in it; None while no step has ended or is late."""
-    completion_slowdown: float | None
-    """The same from its submission: with the seconds in which it queued."""
-    finished_slowdown: float | None
-    """Mean over its finished steps, from its first work: what the RollMux paper holds against the SLO."""
-    queue_s: float
-    """Seconds from its submission to its admission, or to the end where there was none."""
-    slo_slowdown: float
-    refused: str = ""
-
-    @property
-    def keeps_slo(self) -> bool:
-        if self.refused:
-            return False
-        return self.completion_slowdown is None or is_within_slo(self.completion_slowdown, 1.0, self.slo_slowdown)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Sample:
-    """The cluster after a change of placement."""
-
-    time_s: float
-    gpus_by_pool: Mapping[str, int]
-    usd_per_hour: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SimResult:
-    """One workload under one policy and seed."""
-
-    workload: str
-    policy: str
-    seed: int
-    hours: float
-    """Hours from the first submission until the last pipeline was over."""
-    cost_usd: float
-    penalised_cost_usd: float
-    bound_usd: float
-    """Dollars of the finished steps on nodes that are never idle: `bounds.work_usd`."""
-    parts_usd: Mapping[str, float]
-    """Dollars by what they are paid for: `bound`, `switches`, `rollout_idle`, `train_idle`, and `other`, which is
-    computing beyond the bound, such as rollouts on training nodes. Their sum is the cost."""
-    solo_hours: float
-    """Hours that the finished steps take alone, summed over the pipelines."""
-    slo_attainment: float
-    paper_slo_attainment: float
-    """Part of the admitted pipelines whose finished steps keep the SLO in the mean, from their first work: as the
-    RollMux paper accounts, without queueing, open steps, and pipelines that were refused or starved."""
-    predicted_slo_attainment: float
-    mean_step_slowdown: float
-    max_step_slowdown: float
-    tokens_per_s: float | None
-    peak_gpus: Mapping[str, int]
-    """Most GPUs held at one moment, by phase of the pool."""
-    admissions: Mapping[str, int]
-    utilization: Mapping[str, float]
-    num_refused: int
-    num_migrations: int
-    num_moves: int
-    mean_wait_s: float
-    """Mean seconds from submission to the first work: waits for nodes, and then in the cycle."""
-    mean_queue_s: float
-    """Mean seconds from submission to admission: waits for nodes alone."""
-    events: int
-    wall_s: float
-    decision_ms: tuple[float, ...] = field(repr=False)
-    """Milliseconds of each arrival: its submission is applied, it is placed, its first work is started."""
-    pipelines: tuple[PipelineResult, ...] = field(repr=False)
-    samples: tuple[Sample, ...] = field(repr=False)
-    spans: tuple[Span, ...] = field(repr=False)
-
-    @property
-    def cost_usd_per_hour(self) -> float:
-        return self.cost_usd / self.hours if self.hours else 0.0
-
-    @property
-    def penalised_cost_usd_per_hour(self) -> float:
-        return self.penalised_cost_usd / self.hours if self.hours else 0.0
-
-    @property
-    def cost_usd_per_solo_hour(self) -> float | None:
-        """Dollars for an hour of solo work; None where no step has ended."""
-        return self.cost_usd / self.solo_hours if self.solo_hours else None
-
-    def figures(self) -> dict[str, Any]:
-        """The numbers of `simulate --json`, for this seed."""
-        ordered_ms = sorted(self.decision_ms)
-        return {
-            "cost_usd_per_hour": self.cost_usd_per_hour,
-            "cost_usd": self.cost_usd,
-            "cost_usd_per_solo_hour": self.cost_usd_per_solo_hour,
-            "bound_usd": self.bound_usd,
-            "parts_usd": dict(self.parts_usd),
-            "penalised_cost_usd_per_hour": self.penalised_cost_usd_per_hour,
-            "slo_attainment": self.slo_attainment,
-            "predicted_slo_attainment": self.predicted_slo_attainment,
-            "mean_step_slowdown": self.mean_step_slowdown,
-            "max_step_slowdown": self.max_step_slowdown,
-            "makespan_s": self.hours * 3600,
-            "tokens_per_s": self.tokens_per_s,
-            "peak_gpus": dict(self.peak_gpus),
-            "admissions": dict(self.admissions),
-            "utilization": dict(self.utilization),
-            "num_refused": self.num_refused,
-            "num_migrations": self.num_migrations,
-            "num_moves": self.num_moves,
-            "mean_wait_s": self.mean_wait_s,
-            "mean_queue_s": self.mean_queue_s,
-            "decision_ms": {"p50": quantile(ordered_ms, 0.5), "p99": quantile(ordered_ms, 0.99)},
-            "events": self.events,
-            "wall_s": self.wall_s,
-        }
-
-
-def quantile(ordered: list[float], q: float) -> float:
-    """The smallest value that at least a fraction q of the ordered values does not exceed; 0 where there is none."""
-    return ordered[max(0, math.ceil(q * len(ordered)) - 1)] if ordered else 0.0
 
 
 @dataclass(slots=True)
@@ -213,6 +69,7 @@ class Collector:
         self.num_migrations = 0
         self.num_waits = 0
         self._workload = workload
+        self._fillers = FillerFigures(workload.cluster)
         self._policy = policy
         self._placement = placement
         self._progress: dict[PipelineId, _Progress] = {}
@@ -241,9 +98,14 @@ class Collector:
     # ------------------------------------------------------------------ what happened
 
     def submit(self, pipeline: PipelineId, arrival: Arrival) -> None:
+        if arrival.pipeline.is_filler:
+            self._fillers.submit(pipeline, arrival.submit_s)
+            return
         self._progress[pipeline] = _Progress(arrival)
 
     def place(self, action: Admit | Relocate, now_s: float) -> None:
+        if action.pipeline in self._fillers:
+            return
         progress = self._progress[action.pipeline]
         if not are_own_pools(progress.arrival.pipeline, action.placement, self._workload.cluster):
             self._keeps_to_own_pools = False
@@ -259,9 +121,12 @@ class Collector:
             self._admissions[action.kind] += 1
 
     def start(self, pipeline: PipelineId, now_s: float) -> None:
-        self._progress[pipeline].started_s = now_s
+        if pipeline not in self._fillers:
+            self._progress[pipeline].started_s = now_s
 
     def release(self, pipeline: PipelineId, now_s: float) -> None:
+        if pipeline in self._fillers:
+            return
         self._book(now_s)
         self._pin(pipeline, ())
         self._change(now_s, (self._group_of.pop(pipeline, None),))
@@ -275,12 +140,21 @@ class Collector:
 
     def leave(self, pipeline: PipelineId, now_s: float) -> None:
         """The pipeline is over, wherever it was: trained, cancelled, refused."""
-        self._progress[pipeline].left_s = now_s
+        if pipeline in self._fillers:
+            self._fillers.leave(pipeline, now_s)
+        else:
+            self._progress[pipeline].left_s = now_s
 
     def refuse(self, pipeline: PipelineId, reason: str) -> None:
-        self._progress[pipeline].refused = reason
+        if pipeline in self._fillers:
+            self._fillers.refuse(pipeline, reason)
+        else:
+            self._progress[pipeline].refused = reason
 
     def end_step(self, pipeline: PipelineId, step: int, now_s: float) -> None:
+        if pipeline in self._fillers:
+            self._fillers.end_step(pipeline)
+            return
         progress = self._progress[pipeline]
         if step < 1:
             return
@@ -288,8 +162,11 @@ class Collector:
         progress.alone_s += progress.arrival.world.solo_s(step)
         progress.last_step_s = now_s
 
-    def compute(self, devices: tuple[DeviceId, ...], seconds: float, switch_s: float) -> None:
+    def compute(self, pipeline: PipelineId, devices: tuple[DeviceId, ...], seconds: float, switch_s: float) -> None:
         """The devices computed so long, after so long a switch."""
+        if pipeline in self._fillers:
+            self._fillers.compute(pipeline, devices, seconds + switch_s)
+            return
         self._busy_device_s[devices[0].pool] += (seconds + switch_s) * len(devices)
         if switch_s:
             self._switch_device_s[devices[0].pool] += switch_s * len(devices)
@@ -372,11 +249,14 @@ class Collector:
     # ------------------------------------------------------------------ the end
 
     def result(self, now_s: float, num_events: int, wall_s: float) -> SimResult:
+        fillers = self._fillers.results()
+        if fillers and self._progress:  # the run is as long as the others'
+            now_s = max(now_s if one.left_s is None else one.left_s for one in self._progress.values())
         self._book(now_s)
         pipelines = tuple(_result_of(pipeline, progress, now_s) for pipeline, progress in self._progress.items())
         everyone = list(self._progress.values())
         slowdowns = [p.step_slowdown for p in pipelines if p.step_slowdown is not None]
-        start_s = self._workload.arrivals[0].submit_s if self._workload.arrivals else 0.0
+        start_s = min((p.arrival.submit_s for p in everyone), default=0.0)
         bound_usd = sum(
             work_usd(p.arrival, self._workload.cluster, p.steps, keeps_to_own_pools=self._keeps_to_own_pools)
             for p in everyone
@@ -412,6 +292,7 @@ class Collector:
             wall_s=wall_s,
             decision_ms=tuple(self.decision_ms),
             pipelines=pipelines,
+            fillers=fillers,
             samples=tuple(self._samples),
             spans=tuple(self.spans),
         )

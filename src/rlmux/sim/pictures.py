@@ -22,7 +22,7 @@ from rlmux.core.errors import UserError
 from rlmux.core.model import Stage
 from rlmux.report.charts import Bar, Line, Row, distribution, gantt_chart, line_chart
 from rlmux.report.svg import tag
-from rlmux.sim.metrics import Sample, SimResult, Span
+from rlmux.sim.results import Sample, SimResult, Span
 
 _TABLE = (
     ("$/h", "cost_usd_per_hour", "{:,.0f}"),

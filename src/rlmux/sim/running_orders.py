@@ -15,9 +15,10 @@ from collections.abc import Iterator, Sequence
 from rlmux.core.events import ChunkFinished, StageFinished
 from rlmux.core.model import OrderId
 from rlmux.sim.kernel import WORK_ENDS, Kernel
-from rlmux.sim.metrics import Collector, Span
+from rlmux.sim.metrics import Collector
 from rlmux.sim.models.rates import Rates
 from rlmux.sim.models.work import SoloSeconds
+from rlmux.sim.results import Span
 from rlmux.sim.sim_state import RunningOrder
 
 
@@ -48,6 +49,9 @@ class RunningOrders:
 
     def __getitem__(self, order: OrderId) -> RunningOrder:
         return self._order_by_id[order]
+
+    def __contains__(self, order: OrderId) -> bool:
+        return order in self._order_by_id
 
     # ------------------------------------------------------------------ an order begins, changes, ends
 
@@ -170,7 +174,7 @@ class RunningOrders:
         switch_s = running.switch_s
         if switch_s > 0.0:
             switch_s = min(switch_s, now_s - running.began_s)
-        self._collector.compute(devices, running.busy_s, switch_s)
+        self._collector.compute(action.pipeline, devices, running.busy_s, switch_s)
         if running.began_s < self._spans_until_s:
             self._collector.spans.append(
                 Span(

@@ -68,10 +68,12 @@ from rlmux.policies.planning.fairness import FairShares
 from rlmux.sim.clients import ClientBurst, SimClient
 from rlmux.sim.decision_cost import DecisionCost
 from rlmux.sim.kernel import ARRIVAL, DEPARTURE, NODE_CHANGE, WORK_ENDS, Kernel
-from rlmux.sim.metrics import Collector, SimResult
+from rlmux.sim.metrics import Collector
 from rlmux.sim.models.interference import InterferenceTable, estimated_table, fraction_grid, sharing_table
 from rlmux.sim.models.rates import FractionRates, InterferenceRates, NeighbourRates, Rates
 from rlmux.sim.models.work import DONE_S
+from rlmux.sim.pauses import Pauses, SafePoint
+from rlmux.sim.results import SimResult
 from rlmux.sim.running_orders import RunningOrders
 from rlmux.sim.sim_state import Migration, PausedWork, RunningOrder, SimPipeline
 from rlmux.sim.workloads.arrivals import Arrival, Workload
@@ -175,8 +177,7 @@ class Simulation:
             reacts_to_progress=policy.reacts_to_progress,
             spans_until_s=spans_until_s,
         )
-        self._pausing: dict[OrderId, SimPipeline] = {}
-        """Pipelines by stopped order, until StagePaused is handled at the same instant."""
+        self._pauses = Pauses(self._kernel, self.running, self._schedule_reply)
         self._workload = workload
         self._rescales_training = rescales_training
         self._decision_cost = decision_cost
@@ -195,7 +196,7 @@ class Simulation:
             Release: self._release,
             Refuse: self._refuse,
             Queue: self._count_wait,
-            Pause: self._pause,
+            Pause: lambda action: self._pauses.pause(action.order),
             MigrateShard: self._migrate,
             SetDeviceFraction: self._set_device_fraction,
             Prefetch: lambda _: None,
@@ -290,8 +291,10 @@ class Simulation:
                 self._lose_work_on(what.node)
             case _Announcement():
                 return self._announce(what)
+            case SafePoint():
+                return self._pauses.at(what)
             case StagePaused():
-                if self._pausing.pop(what.order, None) is None:
+                if not self._pauses.take(what):
                     return None
             case ReplyArrived():
                 if not self._is_awaited(what):
@@ -309,8 +312,7 @@ class Simulation:
 
     def _submit(self, arrival: Arrival) -> Event:
         pipeline = arrival.pipeline
-        last_stage = Stage.PUBLISH if Stage.PUBLISH in pipeline.stages else pipeline.train_stages[-1]
-        sim_pipeline = self.pipelines[pipeline.id] = SimPipeline(arrival, last_stage, arrival.world)
+        sim_pipeline = self.pipelines[pipeline.id] = SimPipeline(arrival, pipeline.stages[-1], arrival.world)
         sim_pipeline.client = SimClient(arrival.bursts) if pipeline.work_arrives else None
         if arrival.depart_s is not None:
             self._kernel.schedule(arrival.depart_s, DEPARTURE, sim_pipeline)
@@ -351,7 +353,9 @@ class Simulation:
 
     def _lose_work_on(self, node: NodeId) -> None:
         """Drop what every pipeline pinned to the node was doing; the scheduler takes those orders as ended."""
-        hit = [one for one in self.pipelines.values() if not one.is_over and self._is_pinned(one, node)]
+        self._drop_work([one for one in self.pipelines.values() if not one.is_over and self._is_pinned(one, node)])
+
+    def _drop_work(self, hit: Sequence[SimPipeline]) -> None:
         for one in hit:
             one.paused.clear()
         for running in self.running:
@@ -359,7 +363,7 @@ class Simulation:
                 self.running.advance(running)
                 self.running.stop(running)
         self.migrations = {order: one for order, one in self.migrations.items() if one.pipeline not in hit}
-        self._pausing = {order: one for order, one in self._pausing.items() if one not in hit}
+        self._pauses.drop(hit)
 
     def _is_pinned(self, sim_pipeline: SimPipeline, node: NodeId) -> bool:
         """Whether the pipeline is on the node, or about to relocate to it."""
@@ -389,8 +393,10 @@ class Simulation:
         self.collector.place(action, self._kernel.now_s)
 
     def _park(self, action: Park) -> None:
-        """Park it at once: at a step boundary it has no work, and what a lost node ended has ended already."""
-        if action.is_awaited:
+        """Park it at once: at a step boundary it has no work; a filler leaves what it has begun."""
+        if not action.is_awaited:
+            self._drop_work([self.pipelines[action.pipeline]])
+        else:
             now_s = self._kernel.now_s
             self._kernel.schedule(now_s, NODE_CHANGE, PipelineParked(time_s=now_s, pipeline=action.pipeline))
 
@@ -434,25 +440,6 @@ class Simulation:
 
     def _set_device_fraction(self, action: SetDeviceFraction) -> None:
         self.running.set_device_fraction(action.order, action.device_fraction)
-
-    def _pause(self, action: Pause) -> None:
-        now_s = self._kernel.now_s
-        running = self.running[action.order]
-        self.running.advance(running)
-        self.running.stop(running)
-        running.pipeline.paused[running.key] = PausedWork(running.work, now_s)
-        self._pausing[action.order] = running.pipeline
-        idle_s = running.work.idle_s
-        paused = StagePaused(
-            time_s=now_s,
-            order=action.order,
-            seconds=self.running.computed_s(running),
-            switch_s=running.switch_s,
-            is_waiting=idle_s > 0.0,
-        )
-        self._kernel.schedule(now_s, WORK_ENDS, paused)
-        if idle_s > 0.0:
-            self._schedule_reply(running.action.pipeline, running.devices[0], idle_s)
 
     def _schedule_reply(self, pipeline: PipelineId, device: DeviceId, idle_s: float) -> None:
         """Let an environment reply to the rollout shard that is paused on the device."""

@@ -17,7 +17,7 @@ from typing import TypeVar
 from rlmux.core.policy import Policy
 from rlmux.policies import make_policy
 from rlmux.sim.decision_cost import DecisionCost, Stopwatch
-from rlmux.sim.metrics import SimResult
+from rlmux.sim.results import SimResult
 from rlmux.sim.simulator import simulate
 from rlmux.sim.workloads.arrivals import Workload
 

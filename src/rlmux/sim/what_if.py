@@ -12,7 +12,7 @@ from typing import Any
 
 from rlmux.core.errors import UserError
 from rlmux.core.model import Cluster
-from rlmux.sim.metrics import SimResult
+from rlmux.sim.results import SimResult
 from rlmux.sim.sweep import SimRun, sweep
 from rlmux.sim.workloads.arrivals import Arrival, Workload
 from rlmux.sim.workloads.ongoing import Ongoing

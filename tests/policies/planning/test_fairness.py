@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rlmux.core.model import Account, PipelineId, Urgency
+from rlmux.core.model import QUEUED, Account, PipelineId, Urgency
 from rlmux.core.offers import QueueView, Share, WaitingPipeline
 from rlmux.policies.planning.fairness import AGED_S, AGEING_S, FairShares, dominant_share
 
@@ -101,7 +101,7 @@ def test_a_day_of_waiting_halves_a_share():
 
 @st.composite
 def queues(draw) -> QueueView:
-    urgencies, ages = st.sampled_from(list(Urgency)), st.sampled_from([0.0, 1.0, AGEING_S, AGED_S, 2 * AGED_S])
+    urgencies, ages = st.sampled_from(QUEUED), st.sampled_from([0.0, 1.0, AGEING_S, AGED_S, 2 * AGED_S])
     pipelines = [
         waiting(
             f"p{number}",
@@ -128,7 +128,7 @@ def test_every_pipeline_has_one_place_and_the_aged_come_first(view):
     aged = [by_id[name] for name in ordered[:num_aged]]
     assert all(one.waited_s >= AGED_S for one in aged)
     assert [one.sequence for one in aged] == sorted(one.sequence for one in aged)
-    urgencies = [list(Urgency).index(by_id[name].urgency) for name in ordered[num_aged:]]
+    urgencies = [QUEUED.index(by_id[name].urgency) for name in ordered[num_aged:]]
     assert urgencies == sorted(urgencies)
 
 
@@ -137,7 +137,7 @@ def test_every_pipeline_has_one_place_and_the_aged_come_first(view):
 def test_ranks_decide_within_an_account_and_urgency(view):
     ordered = [one for name in FairShares().order(view) for one in view.waiting if one.id == name]
     for account in {one.account for one in ordered}:
-        for urgency in Urgency:
+        for urgency in QUEUED:
             own = [
                 (one.rank, one.sequence)
                 for one in ordered

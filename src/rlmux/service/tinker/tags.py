@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from rlmux.core.errors import UserError
-from rlmux.core.model import Urgency
+from rlmux.core.model import QUEUED, Urgency
 
 _PREFIX = "rlmux."
 
@@ -60,6 +60,6 @@ def _seed(text: str) -> int:
 
 
 def _urgency(text: str) -> Urgency:
-    if text not in list(Urgency):
-        raise UserError(f"tag rlmux.priority={text}: accepted: {', '.join(Urgency)}")
+    if text not in QUEUED:
+        raise UserError(f"tag rlmux.priority={text}: accepted: {', '.join(QUEUED)}")
     return Urgency(text)

@@ -42,6 +42,8 @@ class Arrival:
     switch: SwitchSeconds = NO_SWITCH
     bursts: tuple[ClientBurst, ...] = ()
     """What its client announces, where its work arrives; it is done when all have ended."""
+    safe_point_s: float = 0.0
+    """Seconds from a Pause of a filler's rollout until it stops; 0 for other pipelines, which stop at once."""
     tokens_per_step: float = 0.0
     """Mean prompt and response tokens of a step; 0 where they are unknown."""
 

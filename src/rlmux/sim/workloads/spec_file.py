@@ -14,6 +14,7 @@ from pathlib import Path
 from rlmux.config import Purpose, Spec, load_spec
 from rlmux.config.load import parse_spec
 from rlmux.core.errors import UserError
+from rlmux.core.fillers import CHUNK_S
 from rlmux.core.model import Cluster, Pool
 from rlmux.policies import POLICIES
 from rlmux.sim.workloads.arrivals import Arrival, Workload, free_of_costs
@@ -35,6 +36,7 @@ def workload_of(spec: Spec) -> Workload:
         arrivals.append(
             Arrival(
                 submit_s=pipeline_spec.submit_at_s,
+                safe_point_s=CHUNK_S if pipeline.is_filler else 0.0,
                 pipeline=pipeline,
                 world=TrueSeconds.of_phases(pipeline.estimate, sync_s=pipeline.estimate.sync_s),
                 colocated_world=None if colocated is None else TrueSeconds.of_phases(colocated),
