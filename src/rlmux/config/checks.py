@@ -132,6 +132,8 @@ class Checks:
                 "is missing; accepted: {rollout_s: seconds, train_s: seconds} of one step alone, "
                 "which planning and simulating start from",
             )
+        if not pipeline.is_filler and pipeline.estimate is not None and pipeline.estimate.train_s is None:
+            raise self._error((*path, "estimate", "train_s"), "is missing; accepted: a number, more than 0")
         self._check_fits(path, Phase.ROLLOUT, pipeline.rollout.num_workers)
         self._check_fits(path, Phase.TRAIN, pipeline.train.num_workers)
         self._check_ranks((*path, "train", "workers"), pipeline)

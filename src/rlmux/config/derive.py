@@ -25,7 +25,6 @@ from rlmux.core.model import (
     SwitchEstimate,
     Urgency,
 )
-from rlmux.rl.config import AlgorithmConfig
 
 BYTES_PER_GB = 1e9
 
@@ -57,7 +56,7 @@ def make_pipeline(config: PipelineConfig) -> Pipeline:
     return Pipeline(
         id=PipelineId(config.name),
         num_steps=config.num_steps,
-        stages=_stages(config.algorithm),
+        stages=_stages(config),
         has_sft_warmup=config.sft_warmup.num_updates > 0,
         num_rollout_nodes=config.rollout.num_workers,
         num_train_nodes=config.train.num_workers,
@@ -74,8 +73,11 @@ def make_pipeline(config: PipelineConfig) -> Pipeline:
     )
 
 
-def _stages(algorithm: AlgorithmConfig) -> tuple[Stage, ...]:
+def _stages(config: PipelineConfig) -> tuple[Stage, ...]:
     """The stages that a step of the pipeline really has."""
+    algorithm = config.algorithm
+    if config.is_filler:
+        return (Stage.GENERATE, Stage.REWARD)
     reference = (Stage.REFERENCE_LOGPROBS,) if algorithm.kl_coef > 0 else ()
     old = (Stage.OLD_LOGPROBS,) if algorithm.needs_old_logprobs else ()
     return (Stage.GENERATE, Stage.REWARD, *reference, *old, Stage.UPDATE, Stage.PUBLISH)
@@ -85,7 +87,7 @@ def _estimates(config: EstimateConfig | None) -> tuple[PhaseSeconds | None, Phas
     """Disaggregated and colocated."""
     if config is None:
         return None, None
-    solo = PhaseSeconds(rollout_s=config.rollout_s, train_s=config.train_s, sync_s=config.sync_s)
+    solo = PhaseSeconds(rollout_s=config.rollout_s, train_s=config.train_s or 0.0, sync_s=config.sync_s)
     if config.colocated_rollout_s is None or config.colocated_train_s is None:
         return solo, None
     return solo, PhaseSeconds(rollout_s=config.colocated_rollout_s, train_s=config.colocated_train_s)

@@ -117,8 +117,8 @@ class EstimateConfig(FromFile):
 
     rollout_s: PositiveFloat
     """Seconds of rollout on the rollout nodes that the pipeline asks for."""
-    train_s: PositiveFloat
-    """Seconds of training on the training nodes that the pipeline asks for."""
+    train_s: PositiveFloat | None = None
+    """Seconds of training on the training nodes that the pipeline asks for. Needed, but not by a filler."""
     colocated_rollout_s: PositiveFloat | None = None
     """Seconds of rollout with both phases on the training pool's nodes; goes with colocated_train_s."""
     colocated_train_s: PositiveFloat | None = None
@@ -200,8 +200,10 @@ class PipelineConfig(PipelineKeys):
     """Who asks for it; without: not said. Waiting pipelines of several users take turns (docs/shares.md)."""
     project: Name | None = None
     """Project that is charged for it; without: its user is."""
-    urgency: Literal["urgent", "normal", "background"] = "normal"
-    """The more urgent is offered room first; what an urgent pipeline holds counts double for its project."""
+    urgency: Literal["urgent", "normal", "background", "filler"] = "normal"
+    """The more urgent is offered room first; what an urgent pipeline holds counts double for its project. A `filler`
+    samples and scores the task's prompts, trains nothing, and takes only what no other pipeline wants
+    (docs/fillers.md)."""
     rank: int = 0
     """Place among its user's own waiting pipelines: lower ones are offered room first."""
     promise: Literal["exact", "replayable", "statistical"] | None = None
@@ -226,6 +228,28 @@ class PipelineConfig(PipelineKeys):
     """Solo seconds of one step. Needed by `plan` and `simulate`; without, `run` measures them."""
     footprint: FootprintConfig = field(default_factory=FootprintConfig)
     """Memory kept on every node that the pipeline is pinned to."""
+
+    def __post_init__(self) -> None:
+        if not self.is_filler:
+            if self.algorithm.group_size < 2:
+                text = "accepted: 2 or more, since trajectories of one prompt are compared; 1 with urgency: filler"
+                raise MisfitError("algorithm.group_size", text)
+            return
+        for key, is_given, why in (
+            ("slo_slowdown", self.slo_slowdown is not None, "it is promised nothing"),
+            ("adapter", self.adapter is not None, "it trains nothing"),
+            ("sft_warmup.updates", self.sft_warmup.num_updates > 0, "it trains nothing"),
+            ("algorithm.staleness", self.algorithm.staleness > 0, "it trains nothing"),
+            ("algorithm.kl_coef", self.algorithm.kl_coef > 0, "it trains nothing"),
+            ("estimate.train_s", self.estimate is not None and self.estimate.train_s is not None, "it trains nothing"),
+        ):
+            if is_given:
+                raise MisfitError(key, f"does not go with urgency: filler, since {why}; accepted: no such key")
+
+    @property
+    def is_filler(self) -> bool:
+        """Whether it takes only what no other pipeline wants."""
+        return self.urgency == "filler"
 
     @property
     def training(self) -> TrainingConfig | None:

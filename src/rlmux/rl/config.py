@@ -193,8 +193,8 @@ class TaskConfig(FromFile):
     """JSONL or parquet rows of the task `file`, relative to this file."""
     prompt_key: str = "prompt"
     """Column with the prompt, for `file`. Dots reach into nested columns."""
-    answer_key: str = "answer"
-    """Column with the answer, for `file`."""
+    answer_key: str | None = "answer"
+    """Column with the answer, for `file`; null: there is none, and without a reward every score is 0."""
     reward: FunctionReference | None = None
     """`module:function` with the signature of verl or TRL, in `code_folder` or installed; without: the task's own."""
     environment: ClassReference | None = None
@@ -225,8 +225,8 @@ class AlgorithmConfig(FromFile):
     """Largest staleness in weight versions: 0 is on-policy, 1 is one-step-off-policy."""
     prompts_per_step: Count = 16
     """Prompt groups of one step."""
-    group_size: Annotated[int, Ge(2)] = 8
-    """Trajectories of one prompt, compared with each other."""
+    group_size: Count = 8
+    """Trajectories of one prompt, compared with each other: 2 or more, but for a filler."""
     num_epochs: Count = 1
     """Passes of one step over its trajectories. From the second update of a step on, the clip has something to do."""
     num_minibatches: Count = 1

@@ -151,7 +151,9 @@ class PipelineEnv:
         trajectories = [episode.to_trajectory() for episode in self._begun(step).values()]
         advantages: list[float] = []
         for _, group in groupby(trajectories, key=lambda trajectory: trajectory.id.prompt):
-            advantages += self._algorithm.advantages([trajectory.reward for trajectory in group])
+            rewards = [trajectory.reward for trajectory in group]
+            is_compared = len(rewards) > 1  # a filler may ask for one answer of each prompt
+            advantages += self._algorithm.advantages(rewards) if is_compared else [0.0]
         batch = TrainingBatch(
             step=step,
             trajectories=tuple(trajectories),
@@ -254,9 +256,6 @@ def _algorithm_of(config: TrainingConfig) -> Any:
         close = get_close_matches(name, ALGORITHMS, n=1)
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise UserError(f"algorithm.name: {name!r}; {hint}accepted: {', '.join(ALGORITHMS)}")
-    if config.algorithm.group_size < 2:
-        raise UserError(
-            f"algorithm.group_size: {config.algorithm.group_size}; accepted: 2 or more, "
-            "since trajectories of one prompt are compared with each other"
-        )
+    if config.algorithm.group_size < 1:
+        raise UserError(f"algorithm.group_size: {config.algorithm.group_size}; accepted: 1 or more")
     return ALGORITHMS[name]

@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from rlmux.core.errors import CheckpointError
 from rlmux.core.model import PipelineId
-from rlmux.engines.checkpoint import read_state
+from rlmux.engines.checkpoint import read_checkpoint, read_state
 from rlmux.engines.files import sync_path
 from rlmux.rl.origin import Origin
 from rlmux.runtime.backend import Note, Submission
@@ -35,6 +35,15 @@ _ASIDE = re.compile(r"step_\d+\.(tmp|old)-\d+|\.latest\.tmp.*|spilled-.*")
 
 
 _FALLING_BACK = "falling back to the checkpoint before it"
+
+
+def damage_of(checkpoint: Path) -> str | None:
+    """What is wrong with a checkpoint, of which every byte is read; None for a good one."""
+    try:
+        read_checkpoint(checkpoint)
+    except (CheckpointError, OSError) as error:
+        return str(error)
+    return None
 
 
 class Checkpoint(NamedTuple):

@@ -149,7 +149,9 @@ def with_footprint(
 
 
 def _estimated_footprint(submission: Submission, *, is_gpu: bool, has_base: bool) -> Footprint:
-    given = submission.pipeline.footprint
+    given, is_filler = submission.pipeline.footprint, submission.pipeline.is_filler
+    if is_filler:  # it has no trainer
+        given = replace(given, train_host_bytes=0.0, train_device_bytes=0.0)
     if given.rollout_device_bytes is not None and given.train_device_bytes is not None:
         return given
     estimated = footprint_of(submission.config, is_gpu=is_gpu, has_base=has_base)
@@ -158,7 +160,7 @@ def _estimated_footprint(submission: Submission, *, is_gpu: bool, has_base: bool
         rollout_device_bytes=_first(given.rollout_device_bytes, estimated.rollout_device_bytes),
         train_device_bytes=_first(given.train_device_bytes, estimated.train_device_bytes),
         rollout_host_bytes=given.rollout_host_bytes or estimated.rollout_host_bytes,
-        train_host_bytes=given.train_host_bytes or estimated.train_host_bytes,
+        train_host_bytes=0.0 if is_filler else given.train_host_bytes or estimated.train_host_bytes,
     )
 
 

@@ -28,7 +28,7 @@ class PipelineWorkers:
     checkpoints: CheckpointFolder
     env_worker: Worker
     trainers: Sequence[Worker]
-    """One for each training rank; the first publishes and writes checkpoints."""
+    """One for each training rank; the first publishes and writes checkpoints. None for a filler."""
     rollout: dict[DeviceId, Worker]
     train_devices: Sequence[DeviceId]
     """Devices of the training nodes."""

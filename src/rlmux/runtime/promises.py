@@ -71,7 +71,7 @@ class Promises:
         refused = refusal(workers.config.name, workers.submission.promise, checks)
         if refused is not None:
             raise PipelineError(refused)
-        if len(found) == len(_PHASES):
+        if len(found) == len(_phases_of(workers.submission)):
             self._outbox.note(
                 "promise",
                 pipeline=pipeline,
@@ -90,6 +90,11 @@ class Promises:
         return any(check.name == "recomputation" and check.is_equal for check in checks)
 
 
+def _phases_of(submission: Submission) -> Sequence[Phase]:
+    """The phases that the pipeline has workers for."""
+    return _PHASES[:1] if submission.pipeline.is_filler else _PHASES
+
+
 def check_promises(workplace: Workplace, cluster: Cluster, submissions: Sequence[Submission], folder: Path) -> None:
     """Probe the engines of pipelines that ask for a promise, one after another, while nothing else holds a device.
 
@@ -98,7 +103,7 @@ def check_promises(workplace: Workplace, cluster: Cluster, submissions: Sequence
     """
     for submission in submissions:
         checks: list[Check] = []
-        for phase in _PHASES:
+        for phase in _phases_of(submission):
             with _probing(workplace, cluster, submission, phase, folder) as worker:
                 checks += _ask(workplace, worker).checks
         refused = refusal(submission.config.name, submission.promise, checks)

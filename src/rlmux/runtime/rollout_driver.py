@@ -18,6 +18,7 @@ from typing import Any
 
 from rlmux.core.actions import MigrateShard, Switch
 from rlmux.core.events import Event, ReplyArrived, TrajectoriesMigrated
+from rlmux.core.fillers import CHUNK_S
 from rlmux.core.model import DeviceId, Phase, PipelineId, Stage
 from rlmux.rl.types import ChunkReport, FinishedTurn, PartialTrajectory, TrajectoryId, TrajectoryRequest, TurnReply
 from rlmux.runtime.call_loop import Answer, CallLoop, Task, Work
@@ -58,6 +59,8 @@ class RolloutDriver:
         self._orders = orders
         self._states = states
         self._options = options
+        is_filler = workers.submission.pipeline.is_filler
+        self._chunk_s = min(options.chunk_s, CHUNK_S) if is_filler else options.chunk_s
         self._is_single_turn = True
         self._shards: dict[DeviceId, RolloutShard] = {}
         self._version_by_device: dict[DeviceId, int] = {}
@@ -93,6 +96,8 @@ class RolloutDriver:
             self._paused_without_requests.append(device)
             return order.paused(self._outbox.now_s(), is_waiting=True)
         yield from self._workers.build(self._workers.rollout[device], self._calls)
+        if order.is_pausing and self._workers.submission.pipeline.is_filler:
+            return order.paused(self._outbox.now_s(), is_waiting=False)
         yield from self._promises.probe(self._workers, Phase.ROLLOUT, [self._workers.rollout[device]], order)
         while True:
             order.is_calling = True
@@ -207,7 +212,7 @@ class RolloutDriver:
             weights=(self._workers.weights_path(version), version) if needs_weights else None,
             **self._shards[device].take_inputs(),
             max_decode_steps=options.chunk_decode_steps if self._is_single_turn else options.multi_turn_decode_steps,
-            max_seconds=options.chunk_s,
+            max_seconds=self._chunk_s,
             is_load_needed=is_load_needed,
             device_fraction=order.device_fraction,
         )

@@ -32,6 +32,7 @@ from rlmux.report.api import write_report
 from rlmux.report.folder_lock import FolderLock
 from rlmux.report.log import LogReader, RunLog, run_header
 from rlmux.report.run_state import RunState
+from rlmux.runtime.answers import answered_steps
 from rlmux.runtime.backend import Backend, Note, Submission
 from rlmux.runtime.checkpoints import checkpoint_folder
 from rlmux.runtime.control_socket import ControlServer
@@ -211,6 +212,9 @@ def _append(log: RunLog, notes: Sequence[Note]) -> None:
 
 def _from_checkpoint(submission: Submission, folder: Path) -> Submission:
     """The submission, its first step set by its newest checkpoint. Damaged ones are reported at admission."""
+    if submission.pipeline.is_filler:
+        first_step = answered_steps(folder / submission.config.name, submission.config) + 1
+        return replace(submission, pipeline=replace(submission.pipeline, first_step=first_step))
     newest = checkpoint_folder(submission, folder).newest(before=submission.config.num_steps)
     if newest is None:
         return submission

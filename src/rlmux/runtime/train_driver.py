@@ -70,7 +70,13 @@ class TrainDriver:
         """Rewards: the env worker scores the step and makes its batch."""
         step, config = order.action.step, self._workers.config
         order.waits_since_s = self._outbox.now_s()
-        self._batch_by_step[step] = yield from self._rollout.finish_step(step)
+        batch = yield from self._rollout.finish_step(step)
+        if self._workers.trainers:
+            self._batch_by_step[step] = batch
+        else:  # nothing is trained: the step is over
+            self._supervisor.count_step(self._workers, step)
+            self._outbox.note("step", **_step_fields(self._workers.id, step, batch, {}))
+            self._note_rollout(step, batch)
         if step < config.num_steps:
             self._rollout.prepare(step + 1)  # the env worker has nothing else to do while others compute
         return order.finished(self._outbox.now_s())

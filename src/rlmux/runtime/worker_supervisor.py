@@ -2,7 +2,7 @@
 
     per pipeline    env worker     ── prompts, environments, rewards
                     rollout worker ── one per device of its rollout nodes
-                    train worker   ── one per training rank, on its device
+                    train worker   ── one per training rank, on its device; none for a filler
 
     lost                                what happens
     rollout worker                      a successor does again what it had not handed over    ──▶ WorkerLost
@@ -29,6 +29,7 @@ from rlmux.core.events import Event, NodeJoined, NodeLost, PipelineFailed, Pipel
 from rlmux.core.model import Cluster, DeviceId, NodeId, Phase, PipelineId, Placement
 from rlmux.report.samples import SAMPLES_NAME
 from rlmux.rl.config import TrainingConfig
+from rlmux.runtime.answers import ANSWERS_NAME, answered_steps
 from rlmux.runtime.backend import Submission
 from rlmux.runtime.call_loop import CallLoop, Work
 from rlmux.runtime.checkpoints import CheckpointFolder, checkpoint_folder, checkpoint_note
@@ -119,10 +120,14 @@ class WorkerSupervisor:
         )
 
     def count_publication(self, workers: PipelineWorkers, version: int, sha256: str) -> None:
-        """A version was published. One that was never reached before forgives all losses so far."""
+        """A version was published, and its step is over."""
         self._sha256[workers.id] = sha256
-        if version > workers.furthest_step:
-            workers.furthest_step = version
+        self.count_step(workers, version)
+
+    def count_step(self, workers: PipelineWorkers, step: int) -> None:
+        """A step is over. One that was never reached before forgives all losses so far."""
+        if step > workers.furthest_step:
+            workers.furthest_step = step
             workers.num_losses_by_worker.clear()
 
     # ------------------------------------------------------------------ orders
@@ -172,8 +177,9 @@ class WorkerSupervisor:
             self._homeless[action.pipeline] = workers
 
     def _park(self, workers: PipelineWorkers) -> Work:
-        for written in (yield self._calls.call(workers.trainer, "finish_checkpoint")):
-            self._outbox.add_note(checkpoint_note(workers.id, written))
+        if workers.trainers:
+            for written in (yield self._calls.call(workers.trainer, "finish_checkpoint")):
+                self._outbox.add_note(checkpoint_note(workers.id, written))
         self._end_parked(workers)
 
     def _end_parked(self, workers: PipelineWorkers) -> None:
@@ -296,15 +302,19 @@ class WorkerSupervisor:
     ) -> tuple[PipelineWorkers, int]:
         """Start a pipeline's processes from its newest good checkpoint; also returns that step, -1 without one."""
         config, pipeline = submission.config, submission.pipeline.id
+        is_filler = submission.pipeline.is_filler
         checkpoints.remove_leftovers()
         restored = checkpoints.newest(before=config.num_steps)
         step = restored.step if restored else (-1 if submission.pipeline.has_sft_warmup else 0)
+        if is_filler:
+            step = answered_steps(folder, config)
         if restored and restored.weights_sha256:
             self._sha256[pipeline] = restored.weights_sha256
         train_devices = self._devices(placement.train_nodes)
         restore_from = restored.path if restored else None
         log_path = folder / "workers.log"
         samples = folder / SAMPLES_NAME if submission.keeps_samples else None
+        answers = folder / ANSWERS_NAME if is_filler else None
         workers = PipelineWorkers(
             submission=submission,
             placement=placement,
@@ -315,11 +325,11 @@ class WorkerSupervisor:
                 config,
                 "env",
                 EnvWorker,
-                (config, submission.origin, samples, submission.code_folder),
+                (config, submission.origin, samples, submission.code_folder, answers),
                 None,
                 log_path,
             ),
-            trainers=self._spawn_trainers(submission, restore_from, train_devices, log_path),
+            trainers=[] if is_filler else self._spawn_trainers(submission, restore_from, train_devices, log_path),
             rollout={
                 device: self._spawn_rollout_worker(submission, device, log_path)
                 for device in self._devices(placement.rollout_nodes)

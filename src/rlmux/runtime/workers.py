@@ -22,9 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from rlmux.core.errors import CheckpointError, PipelineError, StorageError
+from rlmux.core.errors import PipelineError, StorageError
 from rlmux.core.model import Stage
-from rlmux.engines.checkpoint import read_checkpoint
 from rlmux.rl.batch_metrics import BatchMetrics, batch_metrics
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.origin import Origin
@@ -39,7 +38,8 @@ from rlmux.rl.types import (
     TrajectoryRequest,
     TurnReply,
 )
-from rlmux.runtime.checkpoints import CheckpointWriter, Written, mark_latest, prune
+from rlmux.runtime.answers import AnswerFile
+from rlmux.runtime.checkpoints import CheckpointWriter, Written, damage_of, mark_latest, prune
 from rlmux.runtime.heartbeat import beat, beating
 from rlmux.runtime.sample_keeping import SampleKeeper
 
@@ -125,9 +125,10 @@ class EnvWorker:
         origin: Origin | None = None,
         samples: Path | None = None,
         code_folder: Path | None = None,
+        answers: Path | None = None,
     ) -> None:
-        """`samples`: file to keep trajectories in; None: they are not kept. `code_folder`: where the user's modules are
-        looked for first, whatever those of other pipelines are named."""
+        """`samples`: file to keep trajectories in; `answers`: file of a filler's answers; None: they are not kept.
+        `code_folder`: where the user's modules are looked for first, whatever others' are named."""
         if code_folder is not None:
             sys.path.insert(0, str(code_folder))
         from rlmux.rl.pipeline_env import PipelineEnv
@@ -135,17 +136,13 @@ class EnvWorker:
         self._origin = origin
         self._env = PipelineEnv(config, on_answer=beat)
         self._keeper = None if samples is None else SampleKeeper(samples, self._env.vocabulary)
+        self._answers = None if answers is None else AnswerFile(answers, self._env.vocabulary)
 
     def verify(self, checkpoints: Sequence[Path]) -> list[tuple[Path, str]]:
         """Those that are damaged, and why. Reads every byte of them."""
-        damaged = []
         with beating():
-            for checkpoint in checkpoints:
-                try:
-                    read_checkpoint(checkpoint)
-                except (CheckpointError, OSError) as error:
-                    damaged.append((checkpoint, str(error)))
-        return damaged
+            checked = [(checkpoint, damage_of(checkpoint)) for checkpoint in checkpoints]
+        return [(checkpoint, damage) for checkpoint, damage in checked if damage is not None]
 
     def begin_step(self, step: int) -> tuple[list[TrajectoryRequest], bool]:
         """Returns (the step's requests, is the task single-turn)."""
@@ -158,6 +155,8 @@ class EnvWorker:
 
     def finish_step(self, step: int) -> StepBatch:
         batch = replace(self._env.finish_step(step), origin=self._origin)
+        if self._answers is not None:
+            self._answers.write(batch)
         if self._keeper is not None:
             self._keeper.keep(batch)
         return StepBatch(payload=pickle.dumps(batch, protocol=pickle.HIGHEST_PROTOCOL), metrics=batch_metrics(batch))

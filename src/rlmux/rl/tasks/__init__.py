@@ -55,7 +55,7 @@ def make_task(config: TaskConfig, *, seed: int, vocabulary: Vocabulary) -> Task:
             config.path,
             prompt_key=config.prompt_key,
             answer_key=config.answer_key,
-            is_answer_needed=config.reward is None,
+            is_answer_needed=config.reward is None and config.answer_key is not None,
             seed=seed,
             render_chat=vocabulary.render_chat,
             environment=config.environment,

@@ -35,7 +35,7 @@ class FileTask(SingleTurnTask):
         path: str,
         *,
         prompt_key: str,
-        answer_key: str,
+        answer_key: str | None,
         is_answer_needed: bool,
         seed: int,
         render_chat: RenderChat,
@@ -67,7 +67,7 @@ class FileTask(SingleTurnTask):
         return self.prompt_of(self._order_by_epoch[epoch][position])
 
     def score(self, prompt: Prompt, response: str) -> float:
-        return float(response.strip() == (prompt.answer or "").strip())
+        return float(prompt.answer is not None and response.strip() == prompt.answer.strip())
 
     def environment(self, prompt: Prompt) -> Environment | None:
         """Raises UserError for a class that makes no environment from a row."""
@@ -107,7 +107,7 @@ class FileTask(SingleTurnTask):
         found = _lookup(columns, self._prompt_key)
         if found is _ABSENT:
             raise UserError(f"{where}: no {self._prompt_key!r}; its columns: {', '.join(columns) or 'none'}")
-        answer = _lookup(columns, self._answer_key)
+        answer = _ABSENT if self._answer_key is None else _lookup(columns, self._answer_key)
         answer_text = None if answer is _ABSENT or answer is None else str(answer)
         messages = None if isinstance(found, str) else found
         return Prompt(text=self._text_of(found, where), answer=answer_text, data=columns, messages=messages)
