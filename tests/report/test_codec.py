@@ -16,6 +16,7 @@ from rlmux.core.errors import LogError
 from rlmux.core.events import Event, NodeJoined, NodeLost, PipelineSubmitted, StageFinished
 from rlmux.core.model import (
     ARRIVING_KINDS,
+    QUEUED,
     AdmissionKind,
     DeviceId,
     NodeId,
@@ -24,6 +25,7 @@ from rlmux.core.model import (
     Pipeline,
     Placement,
     Stage,
+    Urgency,
 )
 from rlmux.report.codec import decode, dumps, encode, from_columns, loads
 
@@ -37,11 +39,20 @@ st.register_type_strategy(
         st.builds(
             Pipeline,
             work_arrives=st.just(False),
+            urgency=st.sampled_from(QUEUED),
+            stages=st.lists(st.sampled_from(Stage)).map(lambda stages: (*stages, Stage.UPDATE)),
             **{
                 field.name: st.from_type(typing.get_type_hints(Pipeline)[field.name])
                 for field in dataclasses.fields(Pipeline)
-                if field.name != "work_arrives"
+                if field.name not in ("work_arrives", "urgency", "stages")
             },
+        ),
+        st.builds(
+            Pipeline,
+            id=st.text(),
+            num_steps=st.none(),
+            urgency=st.just(Urgency.FILLER),
+            stages=st.just((Stage.GENERATE,)),
         ),
         st.builds(Pipeline, id=st.text(), num_steps=st.none(), work_arrives=st.just(True)),
     ),

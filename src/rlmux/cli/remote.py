@@ -214,10 +214,13 @@ def _pipeline_rows(shown: Mapping[str, Any]) -> list[dict[str, Any]]:
     rows = []
     for name, one in shown["pipelines"].items():
         reward = "-" if one["reward_last"] is None else f"{one['reward_first']:.3f} → {one['reward_last']:.3f}"
+        is_filler = "score" in one
+        if is_filler and one["score"] is not None:
+            reward = f"mean {one['score']:.3f}"
         rows.append(
             {
                 "pipeline": name,
-                "status": one["status"],
+                "status": f"{one['status']}, filler" if is_filler else one["status"],
                 "step": f"{one['step']}/{'∞' if one['num_steps'] is None else one['num_steps']}",
                 "reward": reward,
                 "slowdown": "-" if one["step_slowdown"] is None else f"{one['step_slowdown']:.2f}",

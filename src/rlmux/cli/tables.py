@@ -52,14 +52,14 @@ def show_run(summary: Row, folder: Path, *, as_json: bool) -> None:
         {
             "pipeline": name,
             "steps": one["steps"],
-            "reward": f"{_text(one['reward_first'])} → {_text(one['reward_last'])}",
+            "reward": _reward(one),
             "tokens": one["tokens"],
             "s/step": one["step_s_mean"],
             "slowdown": one["step_slowdown"],
             "accepts": one["slo_slowdown"],
             "SLO": _SLO_WORDS[one["keeps_slo"]],
             "promise": one["promise"] or "",
-            "status": one["status"],
+            "status": f"{one['status']}, filler" if "score" in one else one["status"],
         }
         for name, one in summary["pipelines"].items()
     ]
@@ -84,6 +84,13 @@ def show_run(summary: Row, folder: Path, *, as_json: bool) -> None:
     for name, what in (("timeline.html", "timeline"), ("trace.json", "trace for ui.perfetto.dev")):
         if (folder / name).is_file():
             print(f"{what}: {folder / name}")
+
+
+def _reward(one: Row) -> str:
+    """Of the first and the last step; of a filler the mean of all."""
+    if "score" in one:
+        return f"mean {_text(one['score'])}"
+    return f"{_text(one['reward_first'])} → {_text(one['reward_last'])}"
 
 
 def show_by_policy(figures: Mapping[str, Row], *, as_json: bool) -> None:
@@ -142,10 +149,30 @@ def show_simulation(result: Row, *, as_json: bool) -> None:
     )
     if any(len(figures["peak_gpus"]) > 1 for figures in result["policies"].values()):
         print("peak GPUs and busy: rollout/train")
+    _show_fillers(result)
     _show_parts(result)
     _show_notes(result)
     for picture in result.get("pictures", ()):
         print(picture)
+
+
+def _show_fillers(result: Row) -> None:
+    """What fillers did under each policy, where there are any."""
+    if not any(figures["fillers"]["num"] for figures in result["policies"].values()):
+        return
+    print("\nfillers, which no other figure counts:")
+    print_rows(
+        [
+            {
+                "policy": policy,
+                "finished": f"{figures['fillers']['num_finished']:g} of {figures['fillers']['num']:g}",
+                "steps": figures["fillers"]["steps"],
+                "device-hours": figures["fillers"]["device_hours"],
+                "$": figures["fillers"]["usd"],
+            }
+            for policy, figures in result["policies"].items()
+        ]
+    )
 
 
 def _show_parts(result: Row) -> None:

@@ -130,7 +130,7 @@ class _View:
         slowdowns = [
             f"<span>{slowdown} <small>{escape(name)}</small></span>"
             for name, pipeline in list(summary["pipelines"].items())[:6]
-            if (slowdown := _slowdown(pipeline))
+            if (slowdown := _slowdown(pipeline)) and not _is_filler(pipeline)
         ]
         if slowdowns:
             tiles.append(("step slowdown against alone", "".join(slowdowns)))
@@ -227,7 +227,6 @@ class _View:
         slowdown = _slowdown(pipeline) or "–"
         if slo is not None and pipeline["step_slowdown"] is not None:
             slowdown = tag("span", slowdown, class_="over" if pipeline["step_slowdown"] > slo else "good")
-        first, last = pipeline["reward_first"], pipeline["reward_last"]
         sha256 = pipeline["weights_sha256"]
         cells = [
             f'<td><span class="dot k{self.colour[PipelineId(name)]}"></span><b>{escape(name)}</b></td>',
@@ -235,7 +234,7 @@ class _View:
             tag("td", f"{pipeline['steps']:,}{of_all}"),
             tag("td", f"{pipeline['tokens']:,}"),
             tag("td", f"{pipeline['trajectories']:,}"),
-            tag("td", "–" if first is None else f"{first:.3f} → <b>{last:.3f}</b>"),
+            tag("td", _reward(pipeline)),
             tag("td", "–" if pipeline["step_s_mean"] is None else seconds_text(pipeline["step_s_mean"])),
             tag("td", slowdown),
             tag("td", "–" if slo is None else f"≤ {slo:.2f}×"),
@@ -271,7 +270,21 @@ class _View:
         return f'<div class="key">{"".join(items)}</div>'
 
 
+def _is_filler(pipeline: Mapping[str, Any]) -> bool:
+    return "score" in pipeline
+
+
+def _reward(pipeline: Mapping[str, Any]) -> str:
+    """Of the first and the last step; of a filler the mean of all."""
+    first, last = pipeline["reward_first"], pipeline["reward_last"]
+    if first is None:
+        return "–"
+    return f"mean <b>{pipeline['score']:.3f}</b>" if _is_filler(pipeline) else f"{first:.3f} → <b>{last:.3f}</b>"
+
+
 def _slowdown(pipeline: Mapping[str, Any]) -> str:
+    if _is_filler(pipeline):
+        return "filler"
     return "" if pipeline["step_slowdown"] is None else f"{pipeline['step_slowdown']:.2f}×"
 
 

@@ -124,6 +124,14 @@ class PipelineRecord:
     def is_over(self) -> bool:
         return self.ended_s is not None
 
+    @property
+    def score(self) -> float | None:
+        """Mean reward of all its steps, which a filler is asked for; None before the first."""
+        rewards = [
+            reward for each in self.metrics.values() if math.isfinite(reward := each.get("reward_mean", math.nan))
+        ]
+        return math.fsum(rewards) / len(rewards) if rewards else None
+
     def client_s(self, start_s: float, end_s: float) -> float:
         """Seconds between two times in which its client had asked for nothing."""
         end_s = min(end_s, math.inf if self.ended_s is None else self.ended_s)

@@ -1,7 +1,7 @@
 """The state of a run at its log's last row: pipelines with their nodes, devices with their orders. Its keys are stable.
 
 pipelines.NAME   status  step  num_steps  reward_first  reward_last  group  rollout_nodes  train_nodes
-                 doing   reason   submitted_s   promise
+                 doing   reason   submitted_s   promise   score (of a filler alone)
                  step_slowdown  slo_slowdown  keeps_slo  expected_slowdown  estimate  slo_reason     (slos.py)
 devices.ID       pool  pipeline  stage  step         null where nothing computes
 """
@@ -59,13 +59,14 @@ def _pipeline(
         "num_steps": record.pipeline.num_steps,
         "reward_first": rewards[0] if rewards else None,
         "reward_last": rewards[-1] if rewards else None,
-        "group": placement.group if placement else None,
+        "group": placement.group if placement and not record.pipeline.is_filler else None,
         "rollout_nodes": [str(node) for node in placement.rollout_nodes] if placement else [],
         "train_nodes": [str(node) for node in placement.train_nodes] if placement else [],
         "doing": _doing(record.pipeline.id, running),
         "reason": record.reason,
         "submitted_s": record.submitted_s,
         "promise": record.promise,
+        **({"score": record.score} if record.pipeline.is_filler else {}),
     }
 
 

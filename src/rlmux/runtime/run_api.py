@@ -364,7 +364,7 @@ def _outcome(action: Action) -> tuple[PipelineId, dict[str, Any]] | None:
             return action.pipeline, {
                 "outcome": "placed",
                 "kind": action.kind.value,
-                "group": placement.group,
+                "group": placement.group if placement.train_nodes else None,
                 "rollout_nodes": [str(node) for node in placement.rollout_nodes],
                 "train_nodes": [str(node) for node in placement.train_nodes],
             }

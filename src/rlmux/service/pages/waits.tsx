@@ -9,6 +9,7 @@ import { count, seconds } from "./words";
 const TOKENS: Record<string, string> = {
   held: "held",
   over_quota: "over its quota",
+  filler: "filler: takes what others leave",
   parking: "others make room for it",
   no_room: "no room: first in the queue",
   behind: "no room: behind the first",
