@@ -149,7 +149,7 @@ def test_notes_that_are_wanted_bare_leave_everything_else_as_it_is(tmp_path: Pat
 @given(st.lists(reports | others | notes, max_size=40), st.integers(1, 9), st.integers(2, 30), st.integers(0, 45))
 def test_whatever_is_appended_comes_back_from_every_row_on(tmp_path, values, block_rows, segment_rows, after) -> None:
     folder = tmp_path / str(len(list(tmp_path.iterdir())))
-    limits = LogLimits(block_rows=block_rows, snapshot_blocks=2, segment_rows=segment_rows)
+    limits = LogLimits(block_rows=block_rows, merge_blocks=2, snapshot_blocks=2, segment_rows=segment_rows)
     with RunLog.create(folder, HEADER, limits=limits) as log:
         for value in values:
             if isinstance(value, tuple):
@@ -319,7 +319,7 @@ def test_a_resumed_run_reads_no_sealed_segment(sealed_run: Path) -> None:
 
 
 def test_a_state_is_read_from_the_last_snapshot_alone(tmp_path: Path, alternating_run) -> None:
-    limits = LogLimits(block_rows=7, snapshot_blocks=3)
+    limits = LogLimits(block_rows=7, merge_blocks=1000, snapshot_blocks=3)
     folder = write(tmp_path / "run", alternating_run().rows, limits)
     state = reader_state(folder)
     with contextlib.closing(sqlite3.connect(folder / "run.db")) as connection:

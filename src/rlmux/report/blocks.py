@@ -1,21 +1,14 @@
 """Rows of the log packed into a block, and back: nothing is lost, a tenth to a twentieth of the bytes is left.
 
-    [[kind, type, number of rows, names, [seqs, times, values of the first field, ...]], ...]      JSON, one line
-    the whole numbers of all columns                                                               bytes
-                                                       then zlib, which checks the bytes when they are read
+    {"groups": [[kind, type, number of rows, names, [values of the first field, ...]], ...],         JSON, one line
+     "rows": [how many, the group of each, their numbers, their times]}
+    the numbers of all columns                                                                     bytes
+                                         then zlib, or LZMA for the blocks of a long run, which are packed once more;
+                                         both check the bytes when they are read
 
-Rows of one type are kept in columns; progress reports are sorted by order, so that neighbours are alike. A column is
-packed by what it holds:
-
-    "i"                       the first number, then the differences, in bytes of this `array` type; with a type that is
-                              unsigned or of fractions ("B", "f"), the numbers themselves
-    {"us": "i"}               numbers that are whole microseconds, as these
-    {"all": "sort"}           the same value in every row
-    {"of": {"loss": ...}}     mappings with the same keys, a column for each key
-    {"in": ["B", 96, ...]}    lists: a column of their lengths, how many items they have, a column of all items
-    {"raw": [...]}            anything else, as it is
-
-Bytes of one significance lie together: the highest are all alike, and cost nothing.
+Fields of rows of one type are kept in columns (`columns.py`). Numbers and times of rows are kept in the log's order:
+an order has the time of the event that it answers. Progress reports have their own: they are sorted by order, so that
+neighbours are alike, and the seconds computed so far are kept as what the clock is ahead of them.
 
 A row `resumed` ends every order before it, so ids that are used again afterwards begin a group of their own.
 """
@@ -23,13 +16,13 @@ A row `resumed` ends every order before it, so ids that are used again afterward
 from __future__ import annotations
 
 import json
-import math
-import sys
+import lzma
 import zlib
 from array import array
+from bisect import bisect_left
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from itertools import accumulate, pairwise, repeat
+from dataclasses import dataclass, field
+from itertools import pairwise
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -37,6 +30,7 @@ from rlmux.core.errors import LogError
 from rlmux.core.events import ChunkFinished
 from rlmux.core.model import OrderId
 from rlmux.report import codec
+from rlmux.report.columns import Numbers, from_micros, micros_of, pack_column, pack_whole, pass_over, read_column
 from rlmux.report.progress import OrderProgress
 
 PROGRESS = ChunkFinished.__name__
@@ -44,11 +38,10 @@ PROGRESS = ChunkFinished.__name__
 RESUMED = "resumed"
 """Type of the note that begins the rows of another process, whose orders are counted from 1 again."""
 
-_CODES = "bhiq"
-"""Types of `array` for differences, narrowest first: 1, 2, 4 and 8 bytes."""
-_MICROS = 1e6
-_MOST_S = 1e9
-"""A time of the run is less, in seconds."""
+XZ_MAGIC = b"\xfd7zXZ"
+"""First bytes of a block that was merged of several."""
+_FILTERS = [{"id": lzma.FILTER_LZMA2, "preset": 6, "lc": 0, "lp": 0, "pb": 0}]
+"""Bytes of numbers say nothing of the bytes after them."""
 
 
 class Row(NamedTuple):
@@ -61,20 +54,19 @@ class Row(NamedTuple):
     json: str
 
 
-class Rows(NamedTuple):
-    """Rows of one kind and type with the same fields, ascending, in columns."""
+class Group(NamedTuple):
+    """Rows of one kind and type with the same fields, in columns."""
 
     kind: str
     type: str
-    seqs: Sequence[int]
-    times_s: Sequence[float]
+    num_rows: int
     columns: Mapping[str, Sequence[Any]]
     """The values of each field, by its name."""
 
     def fields(self) -> Iterator[dict[str, Any]]:
         """The fields of each row."""
         if not self.columns:
-            yield from ({} for _ in self.seqs)
+            yield from ({} for _ in range(self.num_rows))
         for values in zip(*self.columns.values(), strict=True):
             yield dict(zip(self.columns, values, strict=True))
 
@@ -83,43 +75,70 @@ class Rows(NamedTuple):
 class Block:
     """What a block holds."""
 
-    groups: Sequence[Rows]
-    """Every row that is no progress report."""
+    seqs: Sequence[int]
+    """Number of every row that is no progress report, ascending."""
+    times_s: Sequence[float]
+    """Time of each."""
+    numbers: Sequence[int]
+    """The group of each, whose rows come in the same order."""
+    groups: Sequence[Group]
     progress: Sequence[OrderProgress]
     """Reports by order."""
 
     @property
     def rows(self) -> list[tuple[int, float, str, str, dict[str, Any]]]:
         """seq, time_s, kind, type and fields of every row that is no progress report, ascending."""
-        rows = [
-            row
-            for group in self.groups
-            for row in zip(
-                group.seqs, group.times_s, repeat(group.kind), repeat(group.type), group.fields(), strict=False
-            )
+        fields = [group.fields() for group in self.groups]
+        return [
+            (seq, time_s, self.groups[number].kind, self.groups[number].type, next(fields[number]))
+            for seq, time_s, number in zip(self.seqs, self.times_s, self.numbers, strict=True)
         ]
-        return sorted(rows, key=itemgetter(0))
 
 
 def pack(rows: Iterable[Row]) -> bytes:
     """The bytes of a block. The rows are ascending, their texts are the log's own."""
-    groups: dict[tuple[Any, ...], list[tuple[Any, ...]]] = {}
+    content = _Content()
+    reports: dict[tuple[Any, ...], list[tuple[Any, ...]]] = {}
     num_lives = 0
     for row in rows:
         fields = codec.loads(row.json)
-        is_progress = row.type == PROGRESS and row.kind == "event"
+        if _is_progress(row.kind, row.type):
+            reports.setdefault((tuple(fields), num_lives), []).append((row.seq, row.time_s, *fields.values()))
+            continue
         num_lives += row.type == RESUMED
-        group = groups.setdefault((row.kind, row.type, tuple(fields), num_lives if is_progress else None), [])
-        group.append((row.seq, row.time_s, *fields.values()))
-    for (kind, type, names, _), group in groups.items():
-        if type == PROGRESS and kind == "event":
-            group.sort(key=itemgetter(2 + names.index("order")))
-    numbers: list[bytes] = []
-    packed = [
-        [kind, type, len(group), names, [_packed(column, numbers) for column in zip(*group, strict=True)]]
-        for (kind, type, names, _), group in groups.items()
-    ]
-    return zlib.compress(b"\n".join([codec.dumps(packed).encode(), b"".join(numbers)]))
+        number = content.number_of(row.kind, row.type, tuple(fields))
+        content.add_row(row.seq, row.time_s, number)
+        for column, value in zip(content.groups[number].columns, fields.values(), strict=True):
+            column.append(value)
+    for (names, life), group in reports.items():
+        group.sort(key=itemgetter(2 + names.index("order")))
+        content.progress[names, life] = [list(column) for column in zip(*group, strict=True)]
+    return zlib.compress(content.as_bytes())
+
+
+def merge(blocks: Iterable[bytes]) -> bytes:
+    """The bytes of one block with the rows of several, the oldest first. Raises LogError for damaged bytes.
+
+    Reports of an order that lie in different blocks stay apart: they come where they came.
+    """
+    merged = _Content()
+    num_lives = 0
+    for data in blocks:
+        content = _Content.of(data)
+        number_by_number = [merged.number_of(one.kind, one.type, one.names) for one in content.groups]
+        for seq, time_s, number in zip(content.seqs, content.times_s, content.numbers, strict=True):
+            merged.add_row(seq, time_s, number_by_number[number])
+        for number, group in zip(number_by_number, content.groups, strict=True):
+            for column, values in zip(merged.groups[number].columns, group.columns, strict=True):
+                column.extend(values)
+        resumed = content.seqs_of(RESUMED)
+        for (names, _), columns in content.progress.items():
+            key = (names, num_lives + bisect_left(resumed, columns[0][0]))
+            before = merged.progress.setdefault(key, [[] for _ in columns])
+            for column, values in zip(before, columns, strict=True):
+                column.extend(values)
+        num_lives += len(resumed)
+    return lzma.compress(merged.as_bytes(), format=lzma.FORMAT_XZ, check=lzma.CHECK_CRC32, filters=_FILTERS)
 
 
 def unpack(data: bytes, bare: Collection[str] = ()) -> Block:
@@ -127,24 +146,23 @@ def unpack(data: bytes, bare: Collection[str] = ()) -> Block:
 
     `bare`: types of notes whose fields are left out; their rows have numbers and times alone.
     """
-    groups: list[Rows] = []
-    progress: list[OrderProgress] = []
+    content = _Content.of(data, bare)
+    groups = [
+        Group(one.kind, one.type, one.count, dict(zip(one.names, one.columns, strict=False))) for one in content.groups
+    ]
     try:
-        text, _, given = zlib.decompress(data).partition(b"\n")
-        numbers = _Numbers(given)
-        for kind, type, count, names, packed in json.loads(text):
-            num_wanted = 2 if kind == "note" and type in bare else len(packed)
-            columns = [_values(each, count, numbers) for each in packed[:num_wanted]]
-            for each in packed[num_wanted:]:
-                _pass_over(each, count, numbers)
-            if type == PROGRESS and kind == "event":
-                progress += _progress(columns[0], dict(zip(names, columns[2:], strict=True)))
-            else:
-                seqs, times, *others = columns
-                groups.append(Rows(kind, type, seqs, _floats(times), dict(zip(names, others, strict=False))))
-    except (zlib.error, ValueError, KeyError, TypeError, IndexError) as error:
+        progress = [
+            one
+            for (names, _), columns in content.progress.items()
+            for one in _progress(columns[0], dict(zip(names, columns[2:], strict=True)))
+        ]
+    except (ValueError, KeyError, TypeError, IndexError) as error:
         raise LogError(f"not a block of rows: {error}") from None
-    return Block(groups, progress)
+    return Block(content.seqs, content.times_s, content.numbers, groups, progress)
+
+
+def _is_progress(kind: str, type: str) -> bool:
+    return type == PROGRESS and kind == "event"
 
 
 def _progress(seqs: Sequence[int], columns: dict[str, Sequence[Any]]) -> Iterator[OrderProgress]:
@@ -170,131 +188,172 @@ def _floats(values: Sequence[Any]) -> Sequence[float]:
     return values if set(map(type, values)) <= {float} else [float(value) for value in values]
 
 
-def _packed(values: Sequence[Any], numbers: list[bytes]) -> Any:
-    types = set(map(type, values))
-    if types == {int}:
-        code = _add_whole(values, numbers)
-        return {"raw": values} if code is None else code
-    if types == {float}:
-        return _packed_fractions(values, numbers)
-    if types == {dict} and len({tuple(value) for value in values}) == 1:
-        return {"of": {name: _packed([value[name] for value in values], numbers) for name in values[0]}}
-    if len(set(map(codec.dumps, values))) == 1:  # equal is not enough: 1 equals 1.0
-        return {"all": values[0]}
-    if types == {list}:
-        lengths = _packed([len(value) for value in values], numbers)
-        return {"in": [lengths, sum(map(len, values)), _packed([item for value in values for item in value], numbers)]}
-    return {"raw": values}
+@dataclass(slots=True)
+class _Columns:
+    """Rows of one kind and type with the same fields, on their way into a block or out of one."""
+
+    kind: str
+    type: str
+    names: tuple[str, ...]
+    columns: list[list[Any]]
+    count: int = 0
 
 
-def _packed_fractions(values: Sequence[float], numbers: list[bytes]) -> Any:
-    if all(value < _MOST_S and math.copysign(1.0, value) > 0.0 for value in values):
-        micros = [round(value * _MICROS) for value in values]
-        if all(micro / _MICROS == value for micro, value in zip(micros, values, strict=True)):
-            return {"us": _add_whole(micros, numbers)}
-    is_single = all(abs(value) < _MOST_S for value in values) and list(array("f", values)) == list(values)
-    return _add(array("f" if is_single else "d", values), numbers)
+@dataclass(slots=True)
+class _Content:
+    """All columns of a block."""
 
+    seqs: list[int] = field(default_factory=list)
+    times_s: list[float] = field(default_factory=list)
+    numbers: list[int] = field(default_factory=list)
+    groups: list[_Columns] = field(default_factory=list)
+    progress: dict[tuple[tuple[str, ...], int], list[list[Any]]] = field(default_factory=dict)
+    """Reports with the same fields in one life of the run: numbers, times, and each field."""
+    _number_by_key: dict[tuple[Any, ...], int] = field(default_factory=dict)
 
-def _values(packed: Any, count: int, numbers: _Numbers) -> Sequence[Any]:
-    """A column's values, so many."""
-    if isinstance(packed, str):
-        return numbers.take(packed, count)
-    ((how, what),) = packed.items()
-    if how == "us":
-        return [micro / _MICROS for micro in numbers.take(what, count)]
-    if how == "all":
-        return [what] * count
-    if how == "of":
-        columns = [_values(column, count, numbers) for column in what.values()]
-        return [dict(zip(what, row, strict=True)) for row in zip(*columns, strict=True)] if what else [{}] * count
-    if how == "in":
-        lengths, total, packed_items = what
-        ends = accumulate(_values(lengths, count, numbers), initial=0)
-        items = _values(packed_items, total, numbers)
-        return [items[begin:end] for begin, end in pairwise(ends)]
-    if how == "raw":
-        return list(what)
-    raise ValueError(f"a column packed as {how!r}")
+    def number_of(self, kind: str, type: str, names: tuple[str, ...]) -> int:
+        """The number of a group, a new one where there is none."""
+        key = (kind, type, names)
+        if key not in self._number_by_key:
+            self._number_by_key[key] = len(self.groups)
+            self.groups.append(_Columns(kind, type, names, [[] for _ in names]))
+        return self._number_by_key[key]
 
+    def add_row(self, seq: int, time_s: float, number: int) -> None:
+        self.seqs.append(seq)
+        self.times_s.append(time_s)
+        self.numbers.append(number)
+        self.groups[number].count += 1
 
-def _pass_over(packed: Any, count: int, numbers: _Numbers) -> None:
-    """Leave a column unread, so that the next one can be read."""
-    if isinstance(packed, str):
-        numbers.pass_over(packed, count)
-        return
-    ((how, what),) = packed.items()
-    if how == "us":
-        numbers.pass_over(what, count)
-    elif how == "of":
-        for column in what.values():
-            _pass_over(column, count, numbers)
-    elif how == "in":
-        lengths, total, packed_items = what
-        _pass_over(lengths, count, numbers)
-        _pass_over(packed_items, total, numbers)
+    def seqs_of(self, type: str) -> list[int]:
+        """Numbers of the rows of a type."""
+        wanted = {number for number, group in enumerate(self.groups) if group.type == type}
+        return [seq for seq, number in zip(self.seqs, self.numbers, strict=True) if number in wanted] if wanted else []
 
+    # ------------------------------------------------------------------ as bytes
 
-def _add_whole(values: Sequence[int], numbers: list[bytes]) -> str | None:
-    """Append whole numbers, as they are or as differences, whichever is smaller; None where no type holds them.
+    def as_bytes(self) -> bytes:
+        numbers: list[bytes] = []
+        count = len(self.seqs)
+        rows = [count, *(pack_column(column, numbers) for column in (self.numbers, self.seqs, self.times_s) if count)]
+        times_s = self._times_by_group(range(len(self.groups)))
+        groups: list[Any] = [
+            [one.kind, one.type, one.count, one.names, _pack_fields(one, times_s[number], numbers)]
+            for number, one in enumerate(self.groups)
+        ]
+        groups += [
+            ["event", PROGRESS, len(columns[0]), names, _pack_reports(names, columns, numbers)]
+            for (names, _), columns in self.progress.items()
+        ]
+        return b"\n".join([codec.dumps({"rows": rows, "groups": groups}).encode(), b"".join(numbers)])
 
-    Numbers that grow are smaller as differences, lengths of answers and the like as they are.
-    """
-    differences = _narrowest([values[0], *(value - before for before, value in pairwise(values))], _CODES)
-    themselves = _narrowest(values, _CODES.upper())
-    columns = [column for column in (differences, themselves) if column is not None]
-    if not columns:
-        return None
-    return _add(min(columns, key=_compressed_size) if len(columns) > 1 else columns[0], numbers)
-
-
-def _narrowest(values: Sequence[int], codes: str) -> array[int] | None:
-    """The numbers in the narrowest of these types that holds them all."""
-    for code in codes:
+    @classmethod
+    def of(cls, data: bytes, bare: Collection[str] = ()) -> _Content:
         try:
-            return array(code, values)
-        except OverflowError:
+            whole = lzma.decompress(data) if data.startswith(XZ_MAGIC) else zlib.decompress(data)
+            text, _, given = whole.partition(b"\n")
+            described = json.loads(text)
+            content, numbers = cls(), Numbers(given)
+            if isinstance(described, list):
+                content._read_with_own_times(described, numbers, bare)
+            else:
+                content._read(described, numbers, bare)
+        except (zlib.error, lzma.LZMAError, ValueError, KeyError, TypeError, IndexError) as error:
+            raise LogError(f"not a block of rows: {error}") from None
+        return content
+
+    def _read(self, described: dict[str, Any], numbers: Numbers, bare: Collection[str]) -> None:
+        count, *packed_rows = described["rows"]
+        columns: list[Any] = [read_column(column, count, numbers) for column in packed_rows] or [[], [], []]
+        self.numbers, self.seqs, self.times_s = columns[0], columns[1], _floats(columns[2])  # type: ignore[assignment]
+        for kind, type, size, names, packed in described["groups"]:
+            if _is_progress(kind, type):
+                self.progress[tuple(names), len(self.progress)] = _read_reports(names, packed, size, numbers)
+            else:
+                self._read_group(kind, type, size, names, packed, numbers, bare)
+        timed = [number for number, group in enumerate(self.groups) if None in group.columns]
+        for number, own_s in self._times_by_group(timed).items():
+            own: list[Any] = self.groups[number].columns
+            own[own.index(None)] = own_s
+
+    def _times_by_group(self, wanted: Iterable[int]) -> dict[int, list[float]]:
+        """Times of the rows of these groups."""
+        times_s: dict[int, list[float]] = {number: [] for number in wanted}
+        for number, time_s in zip(self.numbers, self.times_s, strict=True):
+            if number in times_s:
+                times_s[number].append(time_s)
+        return times_s
+
+    def _read_group(
+        self, kind: str, type: str, size: int, names: list[str], packed: list[Any], numbers: Numbers, bare: Any
+    ) -> None:
+        columns: list[Any] = []
+        for each in packed:
+            if kind == "note" and type in bare:
+                pass_over(each, size, numbers)
+            else:
+                columns.append(None if each is None else read_column(each, size, numbers))
+        self.groups.append(_Columns(kind, type, tuple(names), columns, size))
+
+    def _read_with_own_times(self, described: list[Any], numbers: Numbers, bare: Collection[str]) -> None:
+        """A block as it was before rows had their numbers and times in common: each group has its own."""
+        rows: list[tuple[int, float, int]] = []
+        for kind, type, size, names, packed in described:
+            own = [read_column(each, size, numbers) for each in packed[:2]]
+            if _is_progress(kind, type):
+                columns: list[Any] = [*own, *(read_column(each, size, numbers) for each in packed[2:])]
+                self.progress[tuple(names), len(self.progress)] = columns
+                continue
+            rows += zip(own[0], _floats(own[1]), [len(self.groups)] * size, strict=True)
+            self._read_group(kind, type, size, names, packed[2:], numbers, bare)
+        rows.sort()
+        for seq, time_s, number in rows:
+            self.seqs.append(seq)
+            self.times_s.append(time_s)
+            self.numbers.append(number)
+
+
+def _pack_fields(group: _Columns, times_s: Sequence[float], numbers: list[bytes]) -> list[Any]:
+    """The columns of a group; null for `time_s` where it is the row's."""
+    return [
+        None if name == "time_s" and _is_same(column, times_s) else pack_column(column, numbers)
+        for name, column in zip(group.names, group.columns, strict=True)
+    ]
+
+
+def _is_same(column: Sequence[Any], times_s: Sequence[float]) -> bool:
+    return set(map(type, column)) == {float} and array("d", column) == array("d", times_s) and 0.0 not in column
+
+
+def _pack_reports(names: Sequence[str], columns: Sequence[list[Any]], numbers: list[bytes]) -> list[Any]:
+    """Columns of reports; null: the row's time; {"behind": ...}: microseconds by which the row's time is ahead."""
+    seqs, times_s, *others = columns
+    packed = [pack_column(seqs, numbers), pack_column(times_s, numbers)]
+    time_us = micros_of(times_s)
+    for name, column in zip(names, others, strict=True):
+        if name == "time_s" and _is_same(column, times_s):
+            packed.append(None)
             continue
-    return None
+        micros = micros_of(column) if name == "seconds" and time_us is not None else None
+        if micros is None or time_us is None:
+            packed.append(pack_column(column, numbers))
+            continue
+        ahead = [time - spent for time, spent in zip(time_us, micros, strict=True)]
+        packed.append({"behind": pack_whole(ahead, numbers)})
+    return packed
 
 
-def _compressed_size(column: array[int]) -> int:
-    return len(zlib.compress(b"".join(_places(column)), 1))
-
-
-def _add(column: array[Any], numbers: list[bytes]) -> str:
-    """Append a column's bytes, those of one significance together; returns its type."""
-    numbers += _places(column)
-    return column.typecode
-
-
-def _places(column: array[Any]) -> list[bytes]:
-    """The bytes of each significance, the lowest first."""
-    whole, width = column.tobytes(), column.itemsize
-    places = [whole[place::width] for place in range(width)]
-    return places if sys.byteorder == "little" else places[::-1]
-
-
-class _Numbers:
-    """Reads the numbers of a block, column after column."""
-
-    def __init__(self, data: bytes) -> None:
-        self._data = data
-        self._at = 0
-
-    def pass_over(self, code: str, count: int) -> None:
-        """Go on behind the next column."""
-        self._at += count * array(code).itemsize
-
-    def take(self, code: str, count: int) -> list[Any]:
-        """The next column's numbers."""
-        column = array(code)
-        width = column.itemsize
-        whole = bytearray(count * width)
-        for place in range(width):
-            whole[place::width] = self._data[self._at : self._at + count]
-            self._at += count
-        column.frombytes(whole)
-        if sys.byteorder == "big":
-            column.byteswap()
-        return list(accumulate(column)) if code in _CODES else column.tolist()
+def _read_reports(names: Sequence[str], packed: Sequence[Any], size: int, numbers: Numbers) -> list[list[Any]]:
+    is_micros = isinstance(packed[1], dict) and "us" in packed[1]
+    columns: list[Any] = [read_column(packed[0], size, numbers)]
+    time_us = numbers.take(packed[1]["us"], size) if is_micros else []
+    columns.append(from_micros(time_us) if is_micros else _floats(read_column(packed[1], size, numbers)))
+    for _, each in zip(names, packed[2:], strict=True):
+        if each is None:
+            columns.append(columns[1])
+        elif isinstance(each, dict) and "behind" in each:
+            ahead = numbers.take(each["behind"], size)
+            columns.append(from_micros([time - less for time, less in zip(time_us, ahead, strict=True)]))
+        else:
+            columns.append(read_column(each, size, numbers))
+    return columns

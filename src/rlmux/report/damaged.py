@@ -29,6 +29,8 @@ _MAX_BLOCKS = 4000
 """Lookups for blocks behind the last that was found, of half a block's rows each: two million rows."""
 _MAX_LOOSE_ROWS = 3000
 _HALF_BLOCK_ROWS = 500
+_SCHEMA = "SELECT name, sql FROM sqlite_master WHERE type = 'table'"
+"""What no version of ours has otherwise; triggers matter to writers alone."""
 _PAGE_COUNT = slice(28, 32)
 """Bytes of SQLite's file header that hold the number of pages."""
 _PAGE_BYTES = 4096
@@ -123,7 +125,7 @@ def _mend_first_page(copy: Path, found: Readable) -> None:
     with tempfile.TemporaryDirectory(prefix="rlmux-") as folder:
         empty = connect_to_write(Path(folder) / LOG_NAME, survives_power_cut=False)
         empty.executescript(tables(SCHEMA_VERSION))
-        schema = empty.execute("SELECT name, sql FROM sqlite_master").fetchall()
+        schema = empty.execute(_SCHEMA).fetchall()
         empty.close()
         first_page = (Path(folder) / LOG_NAME).read_bytes()[:_PAGE_BYTES]
     num_promised = int.from_bytes(content[_PAGE_COUNT], "big") * _PAGE_BYTES
@@ -141,7 +143,7 @@ def _schema_of(path: Path) -> list[Any] | None:
     with contextlib.closing(sqlite3.connect(path)) as connection:
         try:
             connection.execute("PRAGMA writable_schema = ON")
-            return connection.execute("SELECT name, sql FROM sqlite_master").fetchall()
+            return connection.execute(_SCHEMA).fetchall()
         except sqlite3.Error:
             return None
 

@@ -16,8 +16,8 @@ visible together or not at all; a reader never sees a torn row. SQLite in WAL mo
 of the writer at any instant: a half-written tail fails its checksum and is ignored. After a power cut the newest
 commits may be missing, the header never is; with `survives_power_cut` each commit waits for the disk, and none is.
 
-Rows do not stay loose for long: two thousand of them are packed into a block (`blocks.py`), and a long run's blocks
-into sealed segments (`segments.py`). Every reader gets the same rows whether they are loose, packed or sealed. Now and
+Rows do not stay loose for long: two thousand of them are packed into a block (`blocks.py`), twenty blocks into a larger
+one (`merging.py`), a long run's blocks into sealed segments (`segments.py`). Every reader gets the same rows. Now and
 then the state that a resumed run needs (`run_state.py`) is kept beside them, so that nothing before it has to be read.
 
 Notes are free-form facts the scheduler does not need. The reports read these, and show what they find:
@@ -35,22 +35,25 @@ from __future__ import annotations
 import os
 import sqlite3
 import uuid
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
-from itertools import product, repeat
+from itertools import product
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, cast
 
 from rlmux.core.actions import Action
 from rlmux.core.errors import LogError, UserError
 from rlmux.core.events import Event
 from rlmux.core.model import Cluster
 from rlmux.report import codec
-from rlmux.report.blocks import PROGRESS, Block, Row, Rows, pack, unpack
+from rlmux.report.blocks import PROGRESS, Block, Row, pack, unpack
+from rlmux.report.entries import Entry as Entry
+from rlmux.report.entries import Kind, entries_of, value_of
 from rlmux.report.folder_lock import FolderLock
+from rlmux.report.merging import Merger
 from rlmux.report.progress import OrderProgress
 from rlmux.report.run_state import RunState
 from rlmux.report.segments import (
@@ -58,6 +61,7 @@ from rlmux.report.segments import (
     Sealed,
     connect_to_read,
     connect_to_write,
+    let_blocks_merge,
     predecessor_of,
     row_checksum,
     rows_of,
@@ -74,19 +78,6 @@ A reader takes logs of its own version only. New fields with a default and new n
 
 LOG_NAME = "run.db"
 _INSERT = "INSERT INTO log (seq, time_s, kind, type, json, crc32) VALUES (?, ?, ?, ?, ?, ?)"
-
-Kind = Literal["header", "event", "action", "note"]
-
-
-class Entry(NamedTuple):
-    """One row of the log, read back."""
-
-    seq: int
-    time_s: float
-    kind: Kind
-    type: str
-    value: Event | Action | dict[str, Any]
-    """The event or action, or the fields of a note or header."""
 
 
 def run_header(
@@ -126,6 +117,8 @@ class LogLimits:
 
     block_rows: int = 2000
     """Rows that are packed into a block."""
+    merge_blocks: int = 20
+    """Blocks that are packed once more into one."""
     snapshot_blocks: int = 5
     """Blocks after which the run's state is kept again."""
     segment_rows: int = 1_000_000
@@ -154,6 +147,7 @@ class RunLog:
         """Committed rows that are not packed."""
         self._num_blocks = 0
         """Blocks since the state was kept."""
+        self._merger = Merger(connection, limits.merge_blocks)
         self._predecessor: Sealed | None = None
         self._first_time_s = 0.0
         """Time of the open file's header."""
@@ -216,6 +210,7 @@ class RunLog:
         lock = lock or FolderLock.take(folder)
         lock.sign()
         connection = connect_to_write(folder / LOG_NAME, survives_power_cut=survives_power_cut)
+        let_blocks_merge(connection)
         log = cls(folder, connection, lock, limits or LogLimits())
         log._take_up()
         return log
@@ -230,6 +225,7 @@ class RunLog:
         (self._first_time_s,) = execute("SELECT time_s FROM log WHERE kind = 'header'").fetchone()
         kept = "SELECT count(*) FROM block WHERE last_seq > (SELECT coalesce(max(seq), 0) FROM snapshot)"
         (self._num_blocks,) = execute(kept).fetchone()
+        self._merger.take_up()
 
     @property
     def last_time_s(self) -> float:
@@ -261,6 +257,7 @@ class RunLog:
             self._connection.execute("COMMIT")
             if self._num_loose >= self._limits.block_rows:
                 self._pack()
+            self._merger.go_on(self._keep_state)
             if self._is_segment_full():
                 self._seal()
         except sqlite3.Error as error:
@@ -271,6 +268,7 @@ class RunLog:
         try:
             self.commit()
         finally:
+            self._merger.close()
             self._connection.close()
             self.lock.release()
 
@@ -291,7 +289,7 @@ class RunLog:
         except sqlite3.Error as error:
             raise self._failure(error) from error
         self._num_loose += kind != "header"
-        value = _value(row[0], kind, codec.loads(text)) if RunState.reads(kind, type) else None
+        value = value_of(row[0], kind, codec.loads(text)) if RunState.reads(kind, type) else None
         self._state.add(*row[:4], value)
 
     # ------------------------------------------------------------------ packing and sealing
@@ -311,6 +309,7 @@ class RunLog:
             self._keep_state()
         execute("COMMIT")
         self._num_loose = 0
+        self._merger.add(rows[0].seq, rows[-1].seq)
 
     def _keep_state(self) -> None:
         self._connection.execute("DELETE FROM snapshot")
@@ -328,6 +327,7 @@ class RunLog:
     def _seal(self) -> None:
         """Move the open file's rows into a segment that stays, and go on in an empty one that names it."""
         self._pack()
+        self._merger.go_on(self._keep_state, waits=True)
         number = self._predecessor.number + 1 if self._predecessor else 1
         sealed = seal(self._connection, self.folder, number=number, last_seq=self._state.seq)
         execute = self._connection.execute
@@ -347,6 +347,7 @@ class RunLog:
         execute("COMMIT")
         self._connection.executescript("PRAGMA incremental_vacuum")  # `execute` would give one page back, not all
         self._predecessor, self._first_time_s = sealed, self.last_time_s
+        self._merger.take_up()
 
     def _failure(self, error: sqlite3.Error) -> LogError:
         """Drop the transaction that failed: what was committed before it stays whole and readable."""
@@ -383,7 +384,7 @@ class LogReader:
             if kind == "block":
                 yield from self._entries_of(self._unpack(seq, data), after)
             else:
-                yield Entry(seq, time_s, kind, type, _value(seq, kind, codec.loads(data)))
+                yield Entry(seq, time_s, kind, type, value_of(seq, kind, codec.loads(data)))
 
     def parts(self, after: int = 0, *, bare: Collection[str] = ()) -> Iterator[Entry | OrderProgress]:
         """The same rows, for folds that take an order's progress reports together: these come where the first of them
@@ -395,7 +396,7 @@ class LogReader:
             if kind == "block":
                 yield from self._parts_of(self._unpack(seq, data, bare), after)
             else:
-                yield Entry(seq, time_s, kind, type, _value(seq, kind, codec.loads(data)))
+                yield Entry(seq, time_s, kind, type, value_of(seq, kind, codec.loads(data)))
 
     def state(self) -> RunState:
         """What a resumed run must know of its past: the last snapshot, and what came after it."""
@@ -434,14 +435,14 @@ class LogReader:
             raise LogError(f"{self.path}: the rows up to {last_seq} are damaged: {error}") from error
 
     def _entries_of(self, block: Block, after: int) -> Iterator[Entry]:
-        entries = list(_entries(block, after))
+        entries = list(entries_of(block, after))
         for progress in block.progress:
             reports = zip(progress.seqs, progress.events(), strict=True)
             entries += [Entry(seq, one.time_s, "event", PROGRESS, one) for seq, one in reports if seq > after]
         yield from sorted(entries, key=itemgetter(0))
 
     def _parts_of(self, block: Block, after: int) -> Iterator[Entry | OrderProgress]:
-        parts: list[Entry | OrderProgress] = list(_entries(block, after))
+        parts: list[Entry | OrderProgress] = list(entries_of(block, after))
         seqs = [entry.seq for entry in parts]
         for each in block.progress:
             if (part := each.after(after)) is not None:
@@ -471,29 +472,3 @@ class LogReader:
                 f"finish it and read it with rlmux {writer}, or start a new run"
             )
         return header
-
-
-def _entries(block: Block, after: int) -> Iterator[Entry]:
-    """The rows of a block that are no progress reports, type by type."""
-    for group in block.groups:
-        kind = cast("Kind", group.kind)
-        rows = zip(group.seqs, group.times_s, repeat(kind), repeat(group.type), _values(group), strict=False)
-        entries = map(Entry._make, rows)
-        yield from entries if group.seqs[0] > after else (entry for entry in entries if entry.seq > after)
-
-
-def _values(group: Rows) -> Sequence[Any]:
-    """The events, actions or fields of these rows."""
-    if group.kind in ("event", "action"):
-        try:
-            return codec.from_columns(group.columns)
-        except LogError:
-            pass  # read row by row, to say which row it is
-    return [_value(seq, group.kind, fields) for seq, fields in zip(group.seqs, group.fields(), strict=True)]
-
-
-def _value(seq: int, kind: str, fields: Any) -> Any:
-    try:
-        return codec.from_fields(fields) if kind in ("event", "action") else fields
-    except LogError as error:
-        raise LogError(f"row {seq}: {error}") from None

@@ -55,11 +55,14 @@ CREATE TRIGGER log_keeps_rows BEFORE DELETE ON log
 WHEN OLD.seq > (SELECT coalesce(max(last_seq), 0) FROM predecessor)
 AND NOT EXISTS (SELECT 1 FROM block WHERE last_seq >= OLD.seq AND first_seq <= OLD.seq)
 BEGIN SELECT RAISE(ABORT, 'the log is append-only'); END;
-CREATE TRIGGER log_keeps_blocks BEFORE DELETE ON block
-WHEN OLD.last_seq > (SELECT coalesce(max(last_seq), 0) FROM predecessor)
-BEGIN SELECT RAISE(ABORT, 'the log is append-only'); END;
 CREATE TRIGGER log_keeps_facts BEFORE UPDATE ON log BEGIN SELECT RAISE(ABORT, 'the log is append-only'); END;
 CREATE TRIGGER log_keeps_bytes BEFORE UPDATE ON block BEGIN SELECT RAISE(ABORT, 'the log is append-only'); END;
+"""
+_BLOCKS_STAY = """
+CREATE TRIGGER log_keeps_blocks BEFORE DELETE ON block
+WHEN OLD.last_seq > (SELECT coalesce(max(last_seq), 0) FROM predecessor)
+AND NOT EXISTS (SELECT 1 FROM block WHERE last_seq > OLD.last_seq AND first_seq <= OLD.first_seq)
+BEGIN SELECT RAISE(ABORT, 'the log is append-only'); END;
 """
 _ROWS = """
 SELECT seq, time_s, kind, type, json, crc32 FROM log WHERE seq > :after
@@ -90,7 +93,14 @@ def row_checksum(seq: int, time_s: float, kind: str, type: str, text: str) -> in
 
 def tables(version: int) -> str:
     """The statements that make an empty file of a schema version."""
-    return _TABLES.format(application_id=APPLICATION_ID, version=version)
+    return _TABLES.format(application_id=APPLICATION_ID, version=version) + _BLOCKS_STAY
+
+
+def let_blocks_merge(connection: sqlite3.Connection) -> None:
+    """Have the database let a block go where a larger one has its rows: files that were begun earlier do not."""
+    found = connection.execute("SELECT sql FROM sqlite_master WHERE name = 'log_keeps_blocks'").fetchone()
+    if found is None or found[0] != _BLOCKS_STAY.strip().removesuffix(";"):
+        connection.executescript(f"BEGIN; DROP TRIGGER IF EXISTS log_keeps_blocks; {_BLOCKS_STAY} COMMIT;")
 
 
 def predecessor_of(connection: sqlite3.Connection) -> Sealed | None:
