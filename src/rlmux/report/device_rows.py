@@ -188,10 +188,18 @@ class DeviceRows:
         columns: list[dict[str, float]] = [{} for _ in range(self._num_columns())]
         num_columns, num_lanes, origin_s = len(columns), device.num_lanes, self._canvas.start_s
         column_s = self._canvas.makespan_s / num_columns
+        css_by_name: dict[tuple[Kind, Cause, PipelineId | None], str] = {}
         for interval in device.intervals:
-            css = self._column_class(interval)
-            start_s, end_s = interval.start_s - origin_s, interval.end_s - origin_s
+            name = interval[2:5]
+            css = css_by_name.get(name)
+            if css is None:
+                css = css_by_name[name] = self._column_class(interval)
+            start_s, end_s = interval[0] - origin_s, interval[1] - origin_s
             first, last = int(start_s / column_s), min(num_columns - 1, int(end_s / column_s))
+            if first == last:
+                column = columns[first]
+                column[css] = column.get(css, 0.0) + max(0.0, end_s - start_s) / column_s / num_lanes
+                continue
             for index in range(first, last + 1):
                 begun_s = start_s if index == first else index * column_s
                 over_s = end_s if index == last else (index + 1) * column_s

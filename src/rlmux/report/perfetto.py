@@ -18,10 +18,11 @@ Microseconds since the run began. Each pipeline has one colour throughout, as fa
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 from rlmux.core.model import DeviceId, OrderId, PipelineId, Stage
-from rlmux.report.intervals import Interval, Kind
+from rlmux.report.intervals import Cause, Interval, Kind
 from rlmux.report.records import OrderRecord
 from rlmux.report.summary import StepTimes, step_times
 from rlmux.report.timeline import DeviceTimeline, Timeline
@@ -64,14 +65,35 @@ def _shortest_s(timeline: Timeline) -> float:
     return timeline.makespan_s / max(fewest, min(most, MAX_SLICES // num_threads))
 
 
+class _Merged:
+    """A slice that stands for several."""
+
+    __slots__ = ("end_us", "event", "num_slices", "start_us", "us_by_name")
+
+    def __init__(self, event: dict[str, Any], start_us: int) -> None:
+        self.event = event
+        self.start_us = self.end_us = start_us
+        self.num_slices = 0
+        self.us_by_name: dict[str, int] = {}
+
+    def finish(self) -> None:
+        """Complete the event: it has the name of most of its time."""
+        self.event["name"] = max(self.us_by_name, key=self.us_by_name.__getitem__)
+        self.event["dur"] = self.end_us - self.start_us
+        seconds = {name: us / 1e6 for name, us in self.us_by_name.items()}
+        self.event["args"] = {"slices": self.num_slices, "seconds": seconds}
+
+
 class _Tracer:
     def __init__(self, timeline: Timeline, steps: StepTimes, shortest_s: float) -> None:
         self._timeline = timeline
         self._shortest_s = shortest_s
         self._shortest_us = round(shortest_s * 1e6)
-        self._merged: list[dict[str, Any]] = []
+        self._merged: list[_Merged] = []
         """Slices that stand for several."""
-        self._growing: dict[tuple[int, int], dict[str, Any]] = {}
+        self._names: dict[tuple[Stage | Cause | None, PipelineId | None], str] = {}
+        """What is shown of a stage, or of a cause, and a pipeline."""
+        self._growing: dict[tuple[int, int], _Merged] = {}
         """The merged slice at the end of a process' thread, where its last slice was short."""
         self._last_s: dict[str, float] = {}
         """Time of the last arrow, or migration, of each name."""
@@ -93,10 +115,8 @@ class _Tracer:
             self._add_device(device)
         for order in self._timeline.orders:
             self._add_order(order)
-        for event in self._merged:
-            us_by_name = event["args"]["seconds"]
-            event["name"] = max(us_by_name, key=us_by_name.__getitem__)
-            event["args"]["seconds"] = {name: us / 1e6 for name, us in us_by_name.items()}
+        for merged in self._merged:
+            merged.finish()
         for process, counts in self._counts.items():
             for time_s, active, waiting in counts.values():
                 self._count(process, "sequences", time_s, active=active, waiting_for_env=waiting)
@@ -156,17 +176,18 @@ class _Tracer:
 
     def _merge(self, place: tuple[int, int], name: str, start_us: int, num_us: int) -> None:
         """Add a short slice to its neighbours, until together they are long enough."""
-        event = self._growing.get(place)
-        if event is None or start_us >= event["ts"] + self._shortest_us:
+        merged = self._growing.get(place)
+        if merged is None or start_us >= merged.start_us + self._shortest_us:
             process, thread = place
             event = {"ph": "X", "name": name, "pid": process, "tid": thread, "ts": start_us, "dur": 0}
-            event["args"] = {"slices": 0, "seconds": {}}
-            self._growing[place] = event
-            self._merged.append(event)
+            merged = self._growing[place] = _Merged(event, start_us)
+            self._merged.append(merged)
             self._events.append(event)
-        event["dur"] = max(event["dur"], start_us + num_us - event["ts"])
-        event["args"]["slices"] += 1
-        by_name = event["args"]["seconds"]
+        end_us = start_us + num_us
+        if end_us > merged.end_us:
+            merged.end_us = end_us
+        merged.num_slices += 1
+        by_name = merged.us_by_name
         by_name[name] = by_name.get(name, 0) + num_us
 
     def _add_device(self, device: DeviceTimeline) -> None:
@@ -175,30 +196,41 @@ class _Tracer:
         for lane in range(device.num_lanes):
             self._name_thread(process, lane, "work" if device.num_lanes == 1 else f"work {lane + 1}")
         self._name_thread(process, _GAPS_THREAD, "gaps")
-        for interval in device.intervals:
-            self._add_interval(process, interval)
+        self._add_intervals(process, device.intervals)
 
-    def _add_interval(self, process: int, interval: Interval) -> None:
-        is_gap, is_busy = interval.stage is None, interval.kind is Kind.BUSY
-        thread = _GAPS_THREAD if is_gap else interval.lane
-        name = f"{interval.pipeline} {interval.stage}" if is_busy else interval.label
-        start_us = self._us(interval.start_s)
-        num_us = max(0, self._us(interval.end_s) - start_us)
-        if num_us < self._shortest_us:
-            self._merge((process, thread), name, start_us, num_us)
-        elif is_gap:
+    def _add_intervals(self, process: int, intervals: Sequence[Interval]) -> None:
+        origin_s, shortest_us, names = self._timeline.start_s, self._shortest_us, self._names
+        for interval in intervals:
+            start_s, end_s, kind, cause, pipeline, _, stage, order, *_ = interval
+            thread = _GAPS_THREAD if stage is None else interval.lane
+            is_busy = kind is Kind.BUSY
+            of_name = (stage if is_busy else cause, pipeline)
+            name = names.get(of_name)
+            if name is None:
+                name = names[of_name] = f"{pipeline} {stage}" if is_busy else interval.label
+            start_us = round((start_s - origin_s) * 1e6)
+            num_us = max(0, round((end_s - origin_s) * 1e6) - start_us)
+            if num_us < shortest_us:
+                self._merge((process, thread), name, start_us, num_us)
+            else:
+                self._add_slice_of(process, thread, name, start_us, num_us, interval)
+            if is_busy and order is not None:
+                self._place[order] = (process, thread, (start_s + end_s) / 2)
+
+    def _add_slice_of(
+        self, process: int, thread: int, name: str, start_us: int, num_us: int, interval: Interval
+    ) -> None:
+        if interval.stage is None:
             self._slice(process, thread, name, start_us, num_us, _GAP_COLOUR[interval.kind], kind=interval.kind)
-        else:
-            assert interval.pipeline is not None
-            self._slice(
-                process, thread, name, start_us, num_us,
-                self._colour.get(interval.pipeline) if is_busy else _GAP_COLOUR[interval.kind],
-                pipeline=interval.pipeline, step=interval.step, stage=interval.stage, order=interval.order,
-                cause=interval.cause, device_fraction=interval.device_fraction, open=interval.is_open,
-            )  # fmt: skip
-        if is_busy and interval.order is not None:
-            middle_s = (interval.start_s + interval.end_s) / 2
-            self._place[interval.order] = (process, thread, middle_s)
+            return
+        assert interval.pipeline is not None
+        is_busy = interval.kind is Kind.BUSY
+        self._slice(
+            process, thread, name, start_us, num_us,
+            self._colour.get(interval.pipeline) if is_busy else _GAP_COLOUR[interval.kind],
+            pipeline=interval.pipeline, step=interval.step, stage=interval.stage, order=interval.order,
+            cause=interval.cause, device_fraction=interval.device_fraction, open=interval.is_open,
+        )  # fmt: skip
 
     def _add_order(self, order: OrderRecord) -> None:
         if not order.devices and not order.is_migration:
@@ -218,12 +250,13 @@ class _Tracer:
     def _add_active(self, device: DeviceId, order: OrderRecord) -> None:
         process = self._process[device]
         chunks = order.chunks.spaced(self._shortest_s) if self._shortest_s else order.chunks.drawn()
-        samples = [(chunk.time_s, chunk.num_active, chunk.num_waiting_for_env) for chunk in chunks]
+        samples = [(chunk[0], chunk[1], chunk[3]) for chunk in chunks]
         if math.isfinite(order.end_s):
             samples.append((order.end_s, 0, 0))
         if self._shortest_s:
             counts = self._counts.setdefault(process, {})
-            counts.update({int(sample[0] / self._shortest_s): sample for sample in samples})
+            for sample in samples:
+                counts[int(sample[0] / self._shortest_s)] = sample
             return
         for time_s, active, waiting in samples:
             self._count(process, "sequences", time_s, active=active, waiting_for_env=waiting)

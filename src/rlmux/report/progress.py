@@ -108,9 +108,12 @@ class Reports(Sequence[Report]):
 
     def spaced(self, least_s: float) -> Iterator[Report]:
         """The first report, and after each the next that is at least so many seconds later."""
-        times_s, at = self.column("time_s"), 0
-        while at < len(times_s):
-            yield self[at]
+        if self._columns is None:
+            return
+        times_s, at = self._columns[0], 0
+        num_reports = len(times_s)
+        while at < num_reports:
+            yield Report._make([column[at] for column in self._columns])
             at = bisect_left(times_s, times_s[at] + least_s, at + 1)
 
     def values(self) -> Iterator[tuple[float, int, int, int, int, float]]:

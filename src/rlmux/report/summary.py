@@ -66,7 +66,7 @@ def step_times(timeline: Timeline) -> dict[PipelineId, list[StepTime]]:
     work = {name: StepWork() for name in timeline.pipelines}
     for device in timeline.devices.values():
         for interval in device.intervals:
-            if interval.stage is not None and interval.pipeline in work:
+            if is_own_time(interval) and interval.stage is not None and interval.pipeline in work:
                 work[interval.pipeline].add_interval(device.id, interval)
     for order in timeline.orders:
         if order.pipeline in work:
@@ -95,13 +95,15 @@ class StepWork:
         """Time at which its first rollout began to compute; infinite before."""
 
     def add_interval(self, device: DeviceId, interval: Interval) -> None:
-        if not is_own_time(interval):
-            return
-        if interval.stage is Stage.GENERATE:
-            self.begin_s = min(self.begin_s, interval.start_s)
-        assert interval.order is not None
-        by_device = self._seconds_by_order.setdefault(interval.order, {})
-        by_device[device] = by_device.get(device, 0.0) + interval.seconds
+        """Add one that is its own time, of an order."""
+        start_s, end_s, _, _, _, _, stage, order, *_ = interval
+        if stage is Stage.GENERATE and start_s < self.begin_s:
+            self.begin_s = start_s
+        assert order is not None
+        by_device = self._seconds_by_order.get(order)
+        if by_device is None:
+            by_device = self._seconds_by_order[order] = {}
+        by_device[device] = by_device.get(device, 0.0) + (end_s - start_s)
 
     def add_seconds(self, order: OrderId, seconds_by_device: Mapping[DeviceId, float]) -> None:
         """The same as all intervals of one order."""
