@@ -16,7 +16,7 @@ visible together or not at all; a reader never sees a torn row. SQLite in WAL mo
 of the writer at any instant: a half-written tail fails its checksum and is ignored. After a power cut the newest
 commits may be missing, the header never is; with `survives_power_cut` each commit waits for the disk, and none is.
 
-Rows do not stay loose for long: two thousand of them are packed into a block (`blocks.py`), twenty blocks into a larger
+Rows do not stay loose for long: two thousand of them are packed into a block (`blocks.py`), forty blocks into a larger
 one (`merging.py`), a long run's blocks into sealed segments (`segments.py`). Every reader gets the same rows. Now and
 then the state that a resumed run needs (`run_state.py`) is kept beside them, so that nothing before it has to be read.
 
@@ -117,7 +117,7 @@ class LogLimits:
 
     block_rows: int = 2000
     """Rows that are packed into a block."""
-    merge_blocks: int = 20
+    merge_blocks: int = 40
     """Blocks that are packed once more into one."""
     snapshot_blocks: int = 5
     """Blocks after which the run's state is kept again."""
