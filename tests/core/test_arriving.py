@@ -267,6 +267,13 @@ def test_work_in_any_order_is_done_or_taken_back_under_every_policy(policy):
             raise AssertionError(f"sequence {seed} of {policy}: {type(error).__name__}: {error}") from error
 
 
+@pytest.mark.parametrize(("policy", "seed"), [("gap-ratio", 107), ("rollmux", 144)])
+def test_no_work_waits_beside_a_free_device_where_some_once_did(policy, seed):
+    """A shard that an older burst keeps from a device hid another that it does not; and a client that only trains was
+    four cycles ahead once its neighbour took several steps in each."""
+    play(policy, seed)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", [*POLICIES, "restless"])
 def test_ten_thousand_sequences_of_arriving_work(policy):

@@ -46,9 +46,8 @@ class Groups:
             self._views[group.id] = GroupView(self._state, group)
         self._leases.add_devices(placement)
         self._shares.hold(run.rollout_devices + run.train_devices, group)
-        num_started = _newcomer_phases_started(group)
-        for key in device_keys(run):
-            run.phases_started[key] = num_started
+        _begin_as_newcomer(group, run)
+        for key in run.phases_started:
             group.members_by_device.setdefault(key, {})[run.pipeline.id] = run
         group.members[run.pipeline.id] = run
         self.refresh_cycle(group, has_newcomer=True)
@@ -77,7 +76,7 @@ class Groups:
     def rejoin_cycle(self, run: PipelineRun) -> None:
         """Count a member that was restarted as a newcomer."""
         group = self._state.group_of(run)
-        run.phases_started.update(dict.fromkeys(run.phases_started, _newcomer_phases_started(group)))
+        _begin_as_newcomer(group, run)
         self.refresh_cycle(group, has_newcomer=True)
 
     def catch_up(self, run: PipelineRun) -> None:
@@ -111,7 +110,8 @@ class Groups:
         """Copy the members' steps per cycle and order from the ledger; where they changed, the meta-iteration begins
         anew.
 
-        A rollout that a member has begun and not trained on yet stays counted. A member with fewer steps per cycle
+        A rollout that a member has begun and not trained on yet stays counted; the phases of a client have nothing to
+        do with each other, and all of them begin anew. A member with fewer steps per cycle
         than others and no trajectories to train on yet comes last: the others go through their steps while it rolls
         out.
         """
@@ -127,8 +127,9 @@ class Groups:
         if has_changed or (most_steps_per_cycle > 1 and has_newcomer):
             for run in group.members.values():
                 is_last = run.steps_per_cycle < most_steps_per_cycle and not run.training.is_open
-                shift = (run.steps_per_cycle if is_last else 0) - min(run.phases_started.values())
-                run.phases_started = {key: count + shift for key, count in run.phases_started.items()}
+                first, least = run.steps_per_cycle if is_last else 0, min(run.phases_started.values())
+                for key, count in run.phases_started.items():
+                    run.phases_started[key] = first + (0 if run.pipeline.work_arrives else count - least)
 
 
 def device_keys(run: PipelineRun) -> list[tuple[Phase, DeviceId]]:
@@ -144,6 +145,17 @@ def _cycles_ahead(other: PipelineRun, run: PipelineRun) -> int:
         for each in (run, other)
     )
     return other_cycle - cycle - (other.cycle_index < run.cycle_index)
+
+
+def _begin_as_newcomer(group: GroupState, run: PipelineRun) -> None:
+    """Give a member the last slot of the cycle under way. Clients keep no more than one cycle of what they are ahead:
+    they would wait until it had caught up."""
+    num_started = _newcomer_phases_started(group)
+    for other in group.members.values():
+        if other.pipeline.work_arrives:
+            for key, count in other.phases_started.items():
+                other.phases_started[key] = min(count, num_started + 1)
+    run.phases_started = dict.fromkeys(device_keys(run), num_started)
 
 
 def _newcomer_phases_started(group: GroupState) -> int:

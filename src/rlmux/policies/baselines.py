@@ -25,7 +25,13 @@ from rlmux.core.placement_choice import PlacementChoice, Refusal, Relocation
 from rlmux.core.state import ReadyWork
 from rlmux.core.views import GroupView, RunWork
 from rlmux.policies.planning.candidates import any_room, founding, impossible, queue, sharing_everything
-from rlmux.policies.planning.dispatching import age, start_oldest_first, start_where_free
+from rlmux.policies.planning.dispatching import (
+    age,
+    devices_kept_for_bursts,
+    may_take,
+    start_oldest_first,
+    start_where_free,
+)
 from rlmux.policies.planning.mending import mend_slos
 from rlmux.policies.planning.shared_placement import nodes_for_both, place_on_shared_nodes
 
@@ -175,8 +181,12 @@ class GapRatio(OneRule):
         return in_one_set(pipeline, view)
 
     def dispatch(self, view: GroupView) -> Iterator[RunWork]:
-        free = [work for work in sorted(view.ready, key=age) if not work.is_waiting and view.is_free(work.devices)]
-        shards = [work for work in free if _is_new_shard(work)]
+        kept = devices_kept_for_bursts(view)
+        shards = [
+            work
+            for work in sorted(view.ready, key=age)
+            if _is_new_shard(work) and not work.is_waiting and view.is_free(work.devices) and may_take(work, kept)
+        ]
         others = [work for work in sorted(view.ready, key=age) if not work.is_waiting and not _is_new_shard(work)]
         yield from start_where_free(view, [*others, *_by_gap(view, shards)])
 
