@@ -309,3 +309,19 @@ def test_a_token_that_makes_no_sense_is_not_made(tmp_path, scopes, days):
     with pytest.raises(UserError, match="accepted"):
         tokens.add(tmp_path, "ann", scopes, days=days, now=0.0)
     assert not (tmp_path / tokens.NAME).exists()
+
+
+def test_tokens_that_are_added_and_revoked_at_once_are_all_taken_over(tmp_path):
+    old = [tokens.add(tmp_path, "old", ["read"], days=1.0, now=0.0) for _ in range(4)]
+
+    def add(number: int) -> None:
+        for each in range(4):
+            tokens.add(tmp_path, f"user{number}-{each}", ["read"], days=1.0, now=0.0)
+
+    changes = [threading.Thread(target=add, args=(number,)) for number in range(4)]
+    changes += [threading.Thread(target=tokens.revoke, args=(tmp_path, token.split("_")[1])) for token in old]
+    for each in changes:
+        each.start()
+    for each in changes:
+        each.join()
+    assert sorted(one.user for one in tokens.read(tmp_path)) == [f"user{a}-{b}" for a in range(4) for b in range(4)]

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from rlmux.core.errors import UserError
-from rlmux.service.dashboard import tokens
+from rlmux.service.dashboard import kept_file, tokens
 
 TOKEN_NAME = "admin.token"
 TICKET_S = 60.0
@@ -104,7 +104,7 @@ class Access:
 
     def _read_again(self) -> None:
         """Take over the file where it has changed; one that cannot be read holds no token."""
-        if self._folder is None or (stamp := tokens.stamp(self._folder)) == self._stamp:
+        if self._folder is None or (stamp := kept_file.stamp(self._folder, tokens.NAME)) == self._stamp:
             return
         self._stamp, self._kept = stamp, {}
         for one in tokens.read(self._folder):

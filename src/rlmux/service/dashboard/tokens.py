@@ -9,14 +9,13 @@ A token is shown once and kept as its hash alone. One that is revoked is refused
 from __future__ import annotations
 
 import hashlib
-import json
-import os
 import secrets
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from rlmux.core.errors import UserError
+from rlmux.service.dashboard import kept_file
 
 NAME = "tokens.json"
 OF_A_USER = ("read", "samples", "submit", "control")
@@ -62,53 +61,33 @@ def add(folder: Path, user: str, scopes: Sequence[str], *, days: float, now: flo
         scopes=tuple(scopes),
         ends_at=now + days * DAY_S,
     )
-    _write(folder, [*read(folder), kept])
+    with kept_file.changing(folder, NAME):
+        _write(folder, [*read(folder), kept])
     return token
 
 
 def revoke(folder: Path, id: str) -> None:
     """Refuse a token from now on. Raises UserError for one that there is not."""
-    kept = read(folder)
-    left = [one for one in kept if one.id != id]
-    if len(left) == len(kept):
-        raise UserError(f"{folder}: no token {id!r}; accepted: {', '.join(one.id for one in kept) or 'none yet'}")
-    _write(folder, left)
+    with kept_file.changing(folder, NAME):
+        kept = read(folder)
+        left = [one for one in kept if one.id != id]
+        if len(left) == len(kept):
+            raise UserError(f"{folder}: no token {id!r}; accepted: {', '.join(one.id for one in kept) or 'none yet'}")
+        _write(folder, left)
 
 
 def read(folder: Path) -> list[KeptToken]:
     """The tokens of the file, oldest first. Raises UserError where it is damaged, or others can read it."""
-    path = folder / NAME
+    found = kept_file.read(folder, NAME)
     try:
-        mode, text = path.stat().st_mode, path.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        return []
-    if mode & 0o077:
-        raise UserError(f"{path}: other users can read it; accepted: chmod 600 {path}")
-    try:
-        rows = json.loads(text)["tokens"]
+        rows = [] if found is None else found["tokens"]
         return [KeptToken(**{**row, "scopes": tuple(row["scopes"])}) for row in rows]
-    except (ValueError, KeyError, TypeError):
-        raise UserError(f"{path}: is damaged; accepted: remove it, and add tokens again") from None
-
-
-def stamp(folder: Path) -> tuple[int, int, int] | None:
-    """What changes when the file does; None where there is none."""
-    try:
-        found = (folder / NAME).stat()
-    except OSError:
-        return None
-    return found.st_mtime_ns, found.st_size, found.st_ino
+    except (KeyError, TypeError):
+        raise kept_file.damaged(folder, NAME) from None
 
 
 def _write(folder: Path, kept: Sequence[KeptToken]) -> None:
-    """The whole file, or none of it."""
-    aside = folder / f".{NAME}.{os.getpid()}"
-    descriptor = os.open(aside, os.O_CREAT | os.O_TRUNC | os.O_WRONLY, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        json.dump({"tokens": [asdict(one) for one in kept]}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(folder / NAME)
+    kept_file.write_whole(folder, NAME, {"tokens": [asdict(one) for one in kept]})
 
 
 def _random(length: int) -> str:
