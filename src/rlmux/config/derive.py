@@ -24,6 +24,7 @@ from rlmux.core.model import (
     Stage,
     SwitchEstimate,
     Urgency,
+    Visibility,
 )
 
 BYTES_PER_GB = 1e9
@@ -70,6 +71,7 @@ def make_pipeline(config: PipelineConfig) -> Pipeline:
         project=config.project or "",
         urgency=Urgency(config.urgency),
         rank=config.rank,
+        visibility=Visibility(config.visibility),
     )
 
 

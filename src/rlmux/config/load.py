@@ -10,7 +10,7 @@ Paths in the file are relative to the file's folder; in a Spec they are absolute
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
@@ -219,6 +219,13 @@ def _resolved(config: RunConfig) -> str:
     for pool in plain["cluster"]["pools"].values():
         if "devices" in pool:
             _drop(pool, "gpus_per_node")
+    return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
+
+
+def without_pipelines(resolved: str, is_shown: Callable[[str], bool]) -> str:
+    """A resolved file with those of its pipelines alone that are shown."""
+    plain = yaml.safe_load(resolved)
+    plain["pipelines"] = [one for one in plain.get("pipelines") or [] if is_shown(one["name"])]
     return yaml.safe_dump(plain, sort_keys=False, allow_unicode=True)
 
 

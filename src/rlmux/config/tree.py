@@ -200,6 +200,8 @@ class PipelineConfig(PipelineKeys):
     """Who asks for it; without: not said. Waiting pipelines of several users take turns (docs/shares.md)."""
     project: Name | None = None
     """Project that is charged for it; without: its user is."""
+    visibility: Literal["private", "project", "public"] = "project"
+    """Users of a service who are shown it: its own; its project's members too; or all (docs/service.md)."""
     urgency: Literal["urgent", "normal", "background", "filler"] = "normal"
     """The more urgent is offered room first; what an urgent pipeline holds counts double for its project. A `filler`
     samples and scores the task's prompts, trains nothing, and takes only what no other pipeline wants

@@ -274,6 +274,16 @@ QUEUED = (Urgency.URGENT, Urgency.NORMAL, Urgency.BACKGROUND)
 """Urgencies of pipelines that wait in the queue for admission."""
 
 
+class Visibility(StrEnum):
+    """Which users of a server are shown a pipeline."""
+
+    __hash__ = str.__hash__  # as above
+
+    PRIVATE = "private"
+    PROJECT = "project"
+    PUBLIC = "public"
+
+
 class Account(NamedTuple):
     """Who is charged for a pipeline, and who asked for it."""
 
@@ -325,6 +335,8 @@ class Pipeline:
     """Its place among its user's own waiting pipelines: lower ones are offered room first."""
     is_held: bool = False
     """Whether it does not start before `HoldReleased`."""
+    visibility: Visibility = Visibility.PROJECT
+    """Users that a server shows it to, beside its own; decides nothing else."""
 
     def __post_init__(self) -> None:
         if not self.slo_slowdown >= 1.0:

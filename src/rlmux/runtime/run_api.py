@@ -196,8 +196,7 @@ class RunApi:
                 event = HoldReleased(time_s=tick.now_s, pipeline=pipeline)
                 self._stand(request, event, "goes on as soon as there is room", tick, is_held=False)
             case {"request": "account", "name": str(name)}:
-                account = self._pipeline(name, tick).account
-                request.answer(project=account.project, user=account.user)
+                request.answer(**_account_fields(self._pipeline(name, tick)))
             case {"request": "usage"}:
                 request.answer(**usage_fields(self._scheduler))
             case {"request": "set_shares", "text": str(text), "source": str(source)}:
@@ -212,10 +211,10 @@ class RunApi:
                 fields = [wait_fields(name, PipelineStatus.WAITING, wait) for name, wait in waiting]
                 for one in fields:
                     del one["would_start_now_if"]
-                to_come = [{"pipeline": one.pipeline.id, "at_s": one.submit_at_s} for one in tick.upcoming]
+                to_come = [_upcoming_fields(one) for one in tick.upcoming]
                 request.answer(now_s=tick.now_s, items=fields, upcoming=to_come)
             case {"request": "status"}:
-                to_come = [{"pipeline": one.pipeline.id, "at_s": one.submit_at_s} for one in tick.upcoming]
+                to_come = [_upcoming_fields(one) for one in tick.upcoming]
                 request.answer(pid=os.getpid(), now_s=tick.now_s, is_kept_open=self.is_kept_open, upcoming=to_come)
             case _:
                 asked = request.words.get("request")
@@ -394,3 +393,11 @@ def submitted_to(folder: Path) -> list[Submitted]:
             Submitted(source=fields["source"], resolved=fields["resolved"], at_s=fields["at_s"])
             for fields in reader.state().submitted
         ]
+
+
+def _upcoming_fields(one: Submission) -> dict[str, Any]:
+    return {"pipeline": one.pipeline.id, "at_s": one.submit_at_s, **_account_fields(one.pipeline)}
+
+
+def _account_fields(one: Pipeline) -> dict[str, str]:
+    return {"project": one.account.project, "user": one.account.user, "visibility": one.visibility.value}

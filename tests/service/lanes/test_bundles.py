@@ -59,7 +59,7 @@ def upload(store: Bundles, data: bytes) -> Any:
         for start in range(0, len(data), 1000):
             yield data[start : start + 1000]
 
-    return asyncio.run(store.upload(SimpleNamespace(body=chunks())))  # type: ignore[arg-type]
+    return asyncio.run(store.upload(SimpleNamespace(body=chunks(), who=None)))  # type: ignore[arg-type]
 
 
 def tar(*members: tuple[str, int], type: bytes = tarfile.REGTYPE, link: str = "") -> bytes:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import typer
 
-from rlmux.cli.commands import lookups, machine, prediction, runs, serving, sharing, training
+from rlmux.cli.commands import lookups, machine, people, prediction, runs, serving, sharing, training
 
 app = typer.Typer(
     name="rlmux",
@@ -42,6 +42,8 @@ for _command in (
     training.resume,
     sharing.broker,
     sharing.token,
+    people.user,
+    people.project,
     serving.budget,
     runs.submit,
     runs.cancel,

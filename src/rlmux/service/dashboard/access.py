@@ -17,12 +17,13 @@ import os
 import secrets
 import time
 from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rlmux.core.errors import UserError
-from rlmux.service.dashboard import kept_file, tokens
+from rlmux.service.dashboard import kept_file, people, tokens
+from rlmux.service.dashboard.people import People
 
 TOKEN_NAME = "admin.token"
 TICKET_S = 60.0
@@ -46,15 +47,31 @@ class Who:
     is_session: bool = False
     token: str = ""
     """Id of the token, where it has one."""
+    is_limited: bool = False
+    """Whether the folder has users, so that roles and projects count."""
+    role: str = "admin"
+    projects: frozenset[str] = frozenset()
+    """Projects that the user is a member of."""
+    may_run_code: bool = True
+    """Whether the user may submit code."""
+
+    @property
+    def sees_all(self) -> bool:
+        """Whether every pipeline is shown."""
+        return not self.is_limited or self.role in people.SEES_ALL
 
     def may(self, scope: str) -> bool:
         return scope in self.scopes or "admin" in self.scopes
 
 
+SERVER = Who(user="", scopes=frozenset({"admin"}), key="")
+"""The server itself, where it reads what no user is told by name."""
+NOBODY = Who(user="", scopes=frozenset(), key="", is_limited=True, role="", may_run_code=False)
+"""A caller that is not known."""
+
+
 @dataclass(slots=True)
 class _Session:
-    user: str
-    scopes: frozenset[str]
     token: str
     """Hash of the token that it was made from; empty for a ticket's."""
     begun: float
@@ -88,7 +105,8 @@ class Access:
         self._kept: dict[str, Who] = {}
         """Tokens of the folder's file, by hash; `expires_at` is when each ends."""
         self._folder: Path | None = None
-        self._stamp: tuple[int, int, int] | None = None
+        self._stamps: tuple[object, object] = (None, None)
+        self._people: People | None = None
         self._tickets: dict[str, float] = {}
         self._sessions: dict[str, _Session] = {}
         self._buckets: dict[str, _Bucket] = {}
@@ -103,13 +121,33 @@ class Access:
         self._read_again()
 
     def _read_again(self) -> None:
-        """Take over the file where it has changed; one that cannot be read holds no token."""
-        if self._folder is None or (stamp := kept_file.stamp(self._folder, tokens.NAME)) == self._stamp:
+        """Take over the files where they have changed; one that cannot be read holds no token, or no user."""
+        if self._folder is None:
             return
-        self._stamp, self._kept = stamp, {}
+        stamps = (kept_file.stamp(self._folder, tokens.NAME), kept_file.stamp(self._folder, people.NAME))
+        if stamps == self._stamps:
+            return
+        self._stamps, self._kept = stamps, {}
+        self._people = People(users={}, projects={})
+        self._people = people.read(self._folder)
         for one in tokens.read(self._folder):
             who = Who(user=one.user, scopes=frozenset(one.scopes), key=one.sha256, expires_at=one.ends_at, token=one.id)
-            self._kept[one.sha256] = who
+            self._kept[one.sha256] = self._limited(who)
+
+    def _limited(self, who: Who) -> Who:
+        """The caller within the role that its user has; one who is no user may do nothing."""
+        if self._people is None:
+            return who
+        person = self._people.users.get(who.user)
+        may = frozenset(people.ROLES[person.role]) if person else frozenset[str]()
+        return replace(
+            who,
+            scopes=may if who.may("admin") else who.scopes & may,
+            is_limited=True,
+            role=person.role if person else "",
+            projects=self._people.projects_of(who.user),
+            may_run_code=person is not None and person.may_run_code,
+        )
 
     def _accepted(self) -> dict[str, Who]:
         """Every token that is accepted now, by hash."""
@@ -144,12 +182,13 @@ class Access:
         if session is None:
             return None
         ends = min(session.used + SESSION_S, session.begun + LONGEST_SESSION_S)
-        if now >= ends or (session.token and session.token not in self._accepted()):
+        who = self._accepted().get(session.token) if session.token else _owner()
+        if now >= ends or who is None:
             del self._sessions[key]
             return None
         session.used = now
         ends = min(now + SESSION_S, session.begun + LONGEST_SESSION_S)
-        return Who(user=session.user, scopes=session.scopes, key=key, expires_at=ends, is_session=True)
+        return replace(who, key=key, expires_at=ends, is_session=True, token="")
 
     def login(self, *, ticket: str | None = None, token: str | None = None) -> str | None:
         """The cookie of a new session; None where neither is good."""
@@ -158,20 +197,25 @@ class Access:
             ends = self._tickets.pop(_hash(ticket), 0.0)
             if now >= ends:
                 return None
-            who, of_token = Who(user=_user(), scopes=frozenset({"admin"}), key=""), ""
+            of_token = ""
         else:
             known = self.of_token(token or "")
             if known is None:
                 return None
-            who, of_token = known, known.key
+            of_token = known.key
         cookie = secrets.token_urlsafe(32)
         _drop_oldest(self._sessions)
-        self._sessions[_hash(cookie)] = _Session(who.user, who.scopes, of_token, now, now)
+        self._sessions[_hash(cookie)] = _Session(of_token, now, now)
         return cookie
 
     def of_proxy(self, user: str) -> Who:
-        """The caller that a proxy names, who may do all but what an administrator may."""
-        return Who(user=user, scopes=frozenset(tokens.OF_A_USER), key=f"proxy {user}")
+        """The caller that a proxy names: with what its role says; without users, all but what is an administrator's."""
+        with contextlib.suppress(UserError):
+            self._read_again()
+        if self._people is None:
+            return Who(user=user, scopes=frozenset(tokens.OF_A_USER), key=f"proxy {user}")
+        named = self._people.of_login(user)
+        return self._limited(Who(user=named or user, scopes=frozenset({"admin"} if named else ()), key=f"proxy {user}"))
 
     def logout(self, cookie: str) -> None:
         self._sessions.pop(_hash(cookie), None)
@@ -219,6 +263,11 @@ def token_of(folder: Path) -> str:
 
 def _hash(secret: str) -> str:
     return hashlib.sha256(secret.encode("utf-8", "surrogatepass")).hexdigest()
+
+
+def _owner() -> Who:
+    """The caller of a ticket: the user who started the server."""
+    return Who(user=_user(), scopes=frozenset({"admin"}), key="")
 
 
 def _user() -> str:

@@ -87,7 +87,7 @@ class Dashboard:
         read = table(reads, Streams(reads, watch, self.access), self._sessions, scrape)
         others = (TimelineReads(reads), CostReads(reads), SampleReads(reads), Questions(reads), self._control)
         self.addresses = (*read, *(address for other in others for address in other.addresses()), *more)
-        door = Door(self.access, server.port, scrape.observe, Audit(token_folder))
+        door = Door(self.access, server.port, scrape.observe, reads, Audit(token_folder))
         server.mount("", door.router(self.addresses))
         server.mount("", pages.router())
         server.wrap(lambda app: Gate(app, Hosts(server.host, allowed_hosts)))
@@ -156,7 +156,14 @@ class _Sessions:
 
 def _shown(who: Who) -> dict[str, Any]:
     ends = None if who.expires_at is None else datetime.fromtimestamp(who.expires_at, UTC).isoformat(timespec="seconds")
-    return {"user": who.user, "scopes": sorted(who.scopes), "expires_at": ends}
+    return {
+        "user": who.user,
+        "scopes": sorted(who.scopes),
+        "expires_at": ends,
+        "role": who.role,
+        "projects": sorted(who.projects),
+        "may_run_code": who.may_run_code,
+    }
 
 
 def _version(asked: Asked) -> Any:
@@ -199,6 +206,7 @@ def table(reads: Reads, streams: Streams, sessions: _Sessions, scrape: Scrape) -
             f"{_PIPELINE}/logs",
             reads.logs,
             {"offset": whole(-(2**53), 2**53), "limit": whole(1, 262_144), "grep": line},
+            scope="samples",
         ),
         get("/metrics", scrape.answer, scope="metrics"),
         get("/metrics/grafana.json", scrape.grafana, scope="metrics"),

@@ -13,13 +13,14 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from rlmux.config.load import without_pipelines
 from rlmux.core.errors import RlmuxError, UserError
 from rlmux.report.log import LogReader
 from rlmux.runtime.control_socket import NoAnswerError, NotRunningError, ask
 from rlmux.runtime.run_status import StatusReader
 from rlmux.service.dashboard.door import Address, Asked
 from rlmux.service.dashboard.problems import ProblemError
-from rlmux.service.dashboard.reads import Reads
+from rlmux.service.dashboard.reads import SHOWN_ONLY, Reads
 
 _LIMIT_S = 20.0
 _LANE, _PIPELINE = "/lanes/{lane}", "/pipelines/{lane}/{name}"
@@ -58,7 +59,8 @@ class Control:
         with self._is_read:
             if folder not in self._status_by_folder:
                 self._status_by_folder[folder] = StatusReader(folder)
-            return self._status_by_folder[folder].read()
+            shown = self._status_by_folder[folder].read()
+        return self._covered(asked, shown)
 
     def spec(self, asked: Asked) -> Any:
         """The file that the run began with, whose cluster holds for all that is submitted."""
@@ -67,9 +69,12 @@ class Control:
             written = log.header.get("spec") or {}
         if "resolved" not in written:
             raise ProblemError(404, "its log keeps no file", accepted="a lane that `rlmux run` or `rlmux serve` began")
-        return {"source": str(written["source"]), "text": written["resolved"]}
+        sight = self._reads.sight(asked.path["lane"], asked.who)
+        text = without_pipelines(written["resolved"], sight.shows) if sight.is_limited else written["resolved"]
+        return {"source": str(written["source"]), "text": text}
 
     def why(self, asked: Asked) -> Any:
+        self._check_seen(asked)
         return self._ask(asked, "why", name=asked.path["name"])
 
     def queue(self, asked: Asked) -> Any:
@@ -82,7 +87,7 @@ class Control:
         except ProblemError as problem:
             if problem.status != 409:
                 raise
-        with self._reads.open(asked.path["lane"]) as reader:
+        with self._reads.open(asked.path["lane"], asked.who) as reader:
             return reader.facts.get("accounts") or {"accounts": []}
 
     def set_shares(self, asked: Asked) -> Any:
@@ -100,21 +105,33 @@ class Control:
             if not is_good or any(type(value) is not int for value in fields.values()):
                 accepted = '{"rank": a whole number}' if takes else "{}"
                 raise ProblemError(400, f"not what {verb} takes", where="body", accepted=accepted)
+            self._check_seen(asked)
             self._check_own(asked)
             return self._ask(asked, verb, name=asked.path["name"], **fields)
 
         return tell
 
+    def _check_seen(self, asked: Asked) -> None:
+        """A pipeline that is to come is in no index: its controller says whose it is."""
+        if asked.who is not None and not asked.who.sees_all:
+            name = asked.path["name"]
+            if not self._reads.sight(asked.path["lane"], asked.who).sees(self._told(asked, "account", name=name)):
+                raise ProblemError(404, f"no pipeline {name[:80]!r}", accepted=SHOWN_ONLY)
+
     def _check_own(self, asked: Asked) -> None:
-        """A token without `admin` changes its user's pipelines alone."""
-        if asked.who is not None and not asked.who.may("admin"):
-            user = self._ask(asked, "account", name=asked.path["name"])["user"]
+        """Neither operator nor administrator: one changes one's own pipelines alone."""
+        if asked.who is not None and not asked.who.may("admin") and asked.who.role != "operator":
+            user = self._told(asked, "account", name=asked.path["name"])["user"]
             if user != asked.who.user:
                 raise ProblemError(
                     403, f"pipeline {asked.path['name']!r} is of another user", accepted="one of your own, or admin"
                 )
 
     def _ask(self, asked: Asked, request: str, **fields: Any) -> dict[str, Any]:
+        """What the controller says, as far as the caller may know it."""
+        return self._covered(asked, self._told(asked, request, **fields))
+
+    def _told(self, asked: Asked, request: str, **fields: Any) -> dict[str, Any]:
         folder = self._reads.run_folder(asked.path["lane"])
         try:
             answer = ask(folder, request, limit_s=_LIMIT_S, **fields)
@@ -124,8 +141,26 @@ class Control:
         except NoAnswerError as error:
             raise ProblemError(503, str(error)) from None
         except UserError as error:
-            raise ProblemError(409, str(error)) from None
+            raise self._refusal(asked, request, str(error)) from None
         except RlmuxError as error:
             raise ProblemError(503, str(error)) from None
         del answer["ok"]
         return answer
+
+    def _refusal(self, asked: Asked, request: str, text: str) -> ProblemError:
+        """What the controller refuses, without names that the caller is not shown."""
+        sight = self._reads.sight(asked.path["lane"], asked.who)
+        if sight.is_limited and request == "account":  # its text names every pipeline
+            return ProblemError(404, f"no pipeline {asked.path['name'][:80]!r}", accepted=SHOWN_ONLY)
+        return ProblemError(409, str(sight.cover(text)))
+
+    def _covered(self, asked: Asked, answer: dict[str, Any]) -> dict[str, Any]:
+        """What a controller says, as far as the caller may know it."""
+        sight = self._reads.sight(asked.path["lane"], asked.who)
+        if not sight.is_limited:
+            return answer
+        rows = {name: row for name, row in answer.get("pipelines", {}).items() if sight.shows(name)}
+        upcoming = [row for row in answer.get("upcoming", ()) if sight.sees(row)]  # in no index: none would be shown
+        covered: dict[str, Any] = sight.cover({**answer, "pipelines": rows, "upcoming": upcoming})
+        kept = {**covered, "upcoming": upcoming}
+        return {key: value for key, value in kept.items() if key in answer}

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from rlmux.service.dashboard.access import SERVER
 from rlmux.service.dashboard.door import Address, Asked, get
 from rlmux.service.dashboard.reads import Reads
 from rlmux.service.index.columns import Array
@@ -37,10 +38,12 @@ class CostReads:
     def cost(self, asked: Asked) -> Any:
         """{"unit": `usd_per_hour` or `devices`, "x": ends of buckets in seconds, "paid", "alone", "computing", "sums"}.
 
+        No pipeline is named, so that all are counted.
+
         `sums`: of the whole run, in dollars or device-hours. Alone a pipeline would have been over sooner: its time is
         divided by its mean slowdown.
         """
-        with self._reads.open(asked.path["lane"]) as reader:
+        with self._reads.open(asked.path["lane"], SERVER) as reader:
             start_s, end_s = float(reader.facts["start_s"]), float(reader.facts["end_s"])
             edges_s, level, first = _edges(start_s, end_s)
             nodes, is_priced = _nodes(reader)

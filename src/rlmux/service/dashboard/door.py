@@ -5,6 +5,7 @@ Address("GET", "/lanes/{lane}", scope="read", asks={...}, answer=...)
 Door ── method other than GET and HEAD? by token, or by a page of this server, with JSON ── else 403, 415
      ── who asks? token or session ── else 401, 403        ── how often? ── else 429
      ── every query parameter known and of its type? ── else 400
+     ── may the pipeline that it names be seen? ── else 404
      ── answer: in a thread, as what it does may read a file ── 304 where the caller has it already
 """
 
@@ -16,8 +17,8 @@ import math
 import sqlite3
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol
 from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Request
@@ -63,6 +64,16 @@ class Asked:
     """Whether the caller's end speaks TLS, to this server or to a proxy before it."""
 
 
+class Shown(Protocol):
+    """Decides what a caller is shown."""
+
+    def check_seen(self, asked: Asked, scope: str | None) -> None:
+        """Raises ProblemError where the caller may not see what the address names. `scope`: what it needs."""
+
+    def mask(self, asked: Asked, value: Any) -> Any:
+        """An answer's JSON, or a text of it, without names that the caller is not shown."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Told:
     """What an answer is made of."""
@@ -103,11 +114,19 @@ def get(path: str, answer: Callable[[Asked], Any], asks: Mapping[str, Parse] | N
 class Door:
     """Makes a router of the table."""
 
-    def __init__(self, access: Access, port: int, observe: Observe, audit: Audit | None = None) -> None:
+    def __init__(
+        self,
+        access: Access,
+        port: int,
+        observe: Observe,
+        shown: Shown,
+        audit: Audit | None = None,
+    ) -> None:
         """`port`: the server's. `audit`: is told of every request that may have an effect; None: nothing is kept."""
         self._audit = audit
         self._access = access
         self._port = port
+        self._shown = shown
         self._observe = observe
 
     def router(self, addresses: tuple[Address, ...]) -> APIRouter:
@@ -126,18 +145,32 @@ class Door:
             return told
 
         async def respond(request: Request) -> Response:
+            asked = None
             try:
                 asked = await self._let_in(address, request)
+                await run_in_threadpool(self._shown.check_seen, asked, address.scope)
                 told = (
                     await address.answer(asked) if address.is_async else await run_in_threadpool(address.answer, asked)
                 )
+                told = await run_in_threadpool(self._masked, asked, told)
             except ProblemError as problem:
+                if asked is not None and problem.status != 404:  # that says the caller's own word, and nothing else
+                    problem.detail = await run_in_threadpool(self._shown.mask, asked, problem.detail)
+                    problem.accepted = await run_in_threadpool(self._shown.mask, asked, problem.accepted)
                 return problem.response(request.url.path)
             except (LogError, sqlite3.Error) as error:
                 return ProblemError(503, str(error)).response(request.url.path)
             return told if isinstance(told, Response) else _response(told, request)
 
         return answer
+
+    def _masked(self, asked: Asked, told: Any) -> Any:
+        if isinstance(told, Response):
+            return told
+        answer = told if isinstance(told, Told) else Told(value=told)
+        return (
+            answer if isinstance(answer.value, bytes) else replace(answer, value=self._shown.mask(asked, answer.value))
+        )
 
     def _noted(self, request: Request, told: Response) -> Response:
         """The answer, once a request that may have an effect is in the audit; 507 where it cannot be written there."""
@@ -291,6 +324,7 @@ def _response(told: Any, request: Request) -> Response:
     headers = {
         "ETag": tag,
         "Cache-Control": "private, max-age=31536000, immutable" if answer.is_final else "no-cache",
+        "Vary": "Cookie, Authorization",  # what one user was told is not kept for the next
         **answer.headers,
     }
     given = [one.strip().removeprefix("W/") for one in request.headers.get("if-none-match", "").split(",")]

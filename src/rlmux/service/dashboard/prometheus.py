@@ -24,6 +24,7 @@ from prometheus_client.registry import Collector
 from starlette.responses import Response
 
 from rlmux.report.intervals import Kind
+from rlmux.service.dashboard.access import SERVER
 from rlmux.service.dashboard.door import Asked, Told
 from rlmux.service.dashboard.reads import Reads
 from rlmux.service.index.store import IndexReader
@@ -85,14 +86,14 @@ class Scrape(Collector):
 
     def collect(self) -> Iterator[Metric]:
         families = _Families()
-        for row in map(self._reads.lane_row, self._reads.names()):
+        for row in (self._reads.lane_row(name, SERVER) for name in self._reads.names()):
             families.gauge(
                 "rlmux_lane_up", "Whether a process goes on with the run", row["state"] == "running", lane=row["name"]
             )
             if row["state"] == "unknown":
                 continue  # it has no index yet, and no other series
             _add_lane(families, row)
-            with self._reads.open(row["name"]) as reader:
+            with self._reads.open(row["name"], SERVER) as reader:
                 _add_devices(families, row["name"], reader)
                 _add_pipelines(families, row["name"], reader)
                 _add_alerts(families, row["name"], reader)

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 from rlmux.policies import POLICIES
+from rlmux.service.dashboard.access import SERVER
 from rlmux.service.dashboard.door import Address, Asked, Told, get
 from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.dashboard.reads import Reads
@@ -56,6 +57,15 @@ class Questions:
     def ask(self, asked: Asked) -> Any:
         """The answer of `rlmux whatif`, `command` with it."""
         folder, index = self._reads.folders(asked.path["lane"])
+        if self._reads.sight(asked.path["lane"], asked.who).hides_some:
+            raise ProblemError(403, "the lane has pipelines that you are not shown", accepted="the role operator")
+        if (
+            asked.who is not None
+            and not asked.who.may_run_code
+            and isinstance(asked.body, dict)
+            and "file" in asked.body
+        ):
+            raise ProblemError(403, "a file may name code, which you may not run", accepted="a question without a file")
         question = _checked(asked.body)
         if not self._answering.acquire(timeout=LIMIT_S):
             raise ProblemError(503, "another question is being answered; ask again")
@@ -70,7 +80,7 @@ class Questions:
         """{"policies", "num_scored", "median_error", "worst_error"}: errors are parts of the seconds predicted."""
         lane = asked.path["lane"]
         _, index = self._reads.folders(lane)
-        with self._reads.open(lane) as reader:
+        with self._reads.open(lane, SERVER) as reader:
             pipelines = [json.loads(text) for (text,) in reader.rows("SELECT json FROM pipeline")]
         errors = list(_errors(_kept(index.with_name(_KEPT)), pipelines))
         return {

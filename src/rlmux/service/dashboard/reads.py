@@ -21,13 +21,17 @@ from rlmux.report.acknowledged import acknowledge, with_acknowledged
 from rlmux.report.comparison import identity
 from rlmux.report.log import LOG_NAME
 from rlmux.report.samples import SAMPLES_NAME
+from rlmux.service.dashboard.access import NOBODY, SERVER, Who
 from rlmux.service.dashboard.door import Asked
 from rlmux.service.dashboard.problems import ProblemError
+from rlmux.service.dashboard.sight import Sight
 from rlmux.service.index.lanes import Root, log_signature
 from rlmux.service.index.store import IndexReader
 
 LOG_FILE = "workers.log"
 _SORTS = ("name", "status", "step", "reward_last", "step_slowdown", "submitted_s")
+SHOWN_ONLY = "one that you are shown"
+"""What is accepted instead of a pipeline that the caller is not shown, and of one that there is not: alike."""
 _BANNER = "the indexer has ended; pages are as of row {seq}"
 
 Trouble = Callable[[Path], str | None]
@@ -43,15 +47,62 @@ class Reads:
 
     # ------------------------------------------------------------------ lanes
 
-    def open(self, lane: str) -> IndexReader:
-        """A reader of the lane's index. Raises ProblemError where there is no such lane, or no index yet."""
+    def open(self, lane: str, who: Who | None) -> IndexReader:
+        """A reader of what the caller may see of the lane's index: the one way to what a lane's pages show.
+
+        Raises ProblemError where there is no such lane, or no index yet.
+        """
         folder, index = self.folders(lane)
         with contextlib.suppress(LogError):  # it is being made
             reader = IndexReader(index)
             if "lane" in reader.facts:  # else it is empty, and being filled
+                if who is None or not who.sees_all:
+                    _sight(who, reader).conceal(reader)
                 return reader
             reader.__exit__()
         raise ProblemError(503, self._trouble(folder) or f"the index of {lane} is being made; ask again")
+
+    def sight(self, lane: str, who: Who | None) -> Sight:
+        """What the caller may see of the lane, for what is read elsewhere than in its index."""
+        if who is not None and who.sees_all:
+            return Sight(who, ())
+        with self.open(lane, SERVER) as reader:
+            return _sight(who, reader)
+
+    def mask(self, asked: Asked, value: Any) -> Any:
+        """An answer without names that the caller is not shown, whatever they stand in: the last look at it.
+
+        JSON that names its lane, or is of that of the address. A lane without an index has nothing to hide yet.
+        """
+        if asked.who is None or asked.who.sees_all:
+            return value
+        if (lane := asked.path.get("lane")) is not None:
+            return self._masked(asked.who, lane, value)
+        if isinstance(value, dict) and isinstance(value.get("items"), list):
+            return {**value, "items": [self.mask(asked, one) for one in value["items"]]}
+        if isinstance(value, dict) and isinstance(value.get("lane"), str):
+            return self._masked(asked.who, value["lane"], value)
+        return value
+
+    def _masked(self, who: Who, lane: str, value: Any) -> Any:
+        try:
+            return self.sight(lane, who).mask(value)
+        except ProblemError:
+            return value
+
+    def check_seen(self, asked: Asked, scope: str | None) -> None:
+        """Raises ProblemError for a pipeline in the address that the caller may not see, or not so closely."""
+        if asked.who is None or (asked.who.sees_all and (scope != "samples" or asked.who.may("admin"))):
+            return
+        lane, name = asked.path.get("lane"), asked.path.get("name")
+        if lane is None or name is None:
+            return
+        with self.open(lane, SERVER) as reader:
+            sight = _sight(asked.who, reader)
+        if sight.hides(name):
+            raise ProblemError(404, f"no pipeline {name[:80]!r}", accepted=SHOWN_ONLY)
+        if scope == "samples" and not sight.is_close(name):
+            raise ProblemError(403, f"{name} is of another project", accepted="a pipeline of a project of your own")
 
     def folders(self, lane: str) -> tuple[Path, Path]:
         lanes = self._root.lanes()
@@ -70,17 +121,17 @@ class Reads:
         return list(self._root.lanes())
 
     def lanes(self, asked: Asked) -> Any:
-        return {"items": [self.lane_row(name) for name in self.names()], "as_of_seq": None}
+        return {"items": [self.lane_row(name, asked.who) for name in self.names()], "as_of_seq": None}
 
     def lane(self, asked: Asked) -> Any:
-        return self.lane_row(asked.path["lane"])
+        return self.lane_row(asked.path["lane"], asked.who)
 
-    def lane_row(self, lane: str) -> dict[str, Any]:
+    def lane_row(self, lane: str, who: Who | None) -> dict[str, Any]:
         """What is said of one lane; with a banner alone where it has no index."""
         folder, _ = self.folders(lane)
         more = {"takes_submissions": self._root.takes_submissions(folder)}
         try:
-            with self.open(lane) as reader:
+            with self.open(lane, who) as reader:
                 return {**self._lane_of(lane, reader), "banner": self._trouble(folder), **more}
         except ProblemError as problem:
             return {"name": lane, "state": "unknown", "banner": problem.detail, "is_indexing": True, **more}
@@ -120,13 +171,13 @@ class Reads:
         }
 
     def devices(self, asked: Asked) -> Any:
-        with self.open(asked.path["lane"]) as reader:
+        with self.open(asked.path["lane"], asked.who) as reader:
             rows = reader.rows("SELECT json FROM device ORDER BY place")
             return {"items": [json.loads(text) for (text,) in rows], "as_of_seq": reader.seq}
 
     def alerts(self, asked: Asked) -> Any:
         lane = asked.path["lane"]
-        with self.open(lane) as reader:
+        with self.open(lane, asked.who) as reader:
             items = with_acknowledged(self.folders(lane)[0], reader.facts["alerts"])
             return {"items": items, "as_of_seq": reader.seq}
 
@@ -138,7 +189,7 @@ class Reads:
             raise ProblemError(400, "not an alert", where="body", accepted=accepted)
         if not isinstance(body.get("pipeline"), str | None):
             raise ProblemError(400, "pipeline is no name", where="body", accepted=accepted)
-        with self.open(lane) as reader:
+        with self.open(lane, asked.who) as reader:
             alerts = reader.facts["alerts"]
         by = asked.who.user if asked.who else ""
         try:
@@ -149,7 +200,7 @@ class Reads:
 
     def events(self, asked: Asked) -> Any:
         limit = asked.query.get("limit", 100)
-        with self.open(asked.path["lane"]) as reader:
+        with self.open(asked.path["lane"], asked.who) as reader:
             rows = reader.rows("SELECT json FROM instant ORDER BY number DESC LIMIT ?", limit)
             return {"items": [json.loads(text) for (text,) in rows], "as_of_seq": reader.seq}
 
@@ -162,7 +213,7 @@ class Reads:
         as_of = {}
         for lane in names:
             try:
-                with self.open(lane) as reader:
+                with self.open(lane, asked.who) as reader:
                     as_of[lane] = reader.seq
                     found = reader.rows("SELECT json FROM pipeline ORDER BY place")
             except ProblemError:
@@ -183,7 +234,7 @@ class Reads:
 
     def pipeline(self, asked: Asked) -> Any:
         lane, name = asked.path["lane"], asked.path["name"]
-        with self.open(lane) as reader:
+        with self.open(lane, asked.who) as reader:
             row, detail = self._pipeline(reader, name)
             stages: dict[str, float] = {}
             for (text,) in reader.rows("SELECT json FROM step WHERE pipeline = ? AND json IS NOT NULL", name):
@@ -203,20 +254,21 @@ class Reads:
     def _pipeline(self, reader: IndexReader, name: str) -> tuple[dict[str, Any], dict[str, Any]]:
         found = reader.rows("SELECT json, detail FROM pipeline WHERE name = ?", name)
         if not found:
-            raise ProblemError(404, f"no pipeline {name[:80]!r}", accepted=", ".join(reader.facts["pipelines"][:20]))
+            accepted = ", ".join(reader.facts["pipelines"][:20]) if reader.is_whole else SHOWN_ONLY
+            raise ProblemError(404, f"no pipeline {name[:80]!r}", accepted=accepted)
         return json.loads(found[0][0]), json.loads(found[0][1])
 
     def compare(self, asked: Asked) -> Any:
         wanted = asked.query.get("of", [])
         if len(wanted) != 2:
             raise ProblemError(400, f"{len(wanted)} pipelines", where="?of", accepted="of=L/NAME, twice")
-        rows, plans, hashes = zip(*(self._compared(*place) for place in wanted), strict=True)
+        rows, plans, hashes = zip(*(self._compared(asked, *place) for place in wanted), strict=True)
         found = identity(plans, hashes)
         return {"items": rows, "identity": {**asdict(found), "says": str(found)}}
 
-    def _compared(self, lane: str, name: str) -> tuple[dict[str, Any], str | None, dict[int, str | None]]:
+    def _compared(self, asked: Asked, lane: str, name: str) -> tuple[dict[str, Any], str | None, dict[int, str | None]]:
         """(row, plan, hash of the weights by step) of one pipeline."""
-        with self.open(lane) as reader:
+        with self.open(lane, asked.who) as reader:
             row, detail = self._pipeline(reader, name)
             found = reader.rows("SELECT step, json FROM step WHERE pipeline = ? AND json IS NOT NULL", name)
         hashes = {int(step): json.loads(text)["weights_sha256"] for step, text in found}
@@ -226,7 +278,7 @@ class Reads:
         query, name = asked.query, asked.path["name"]
         first = max(query.get("from", 0), query.get("cursor", 0))
         limit = query.get("limit", 200)
-        with self.open(asked.path["lane"]) as reader:
+        with self.open(asked.path["lane"], asked.who) as reader:
             self._pipeline(reader, name)
             found = reader.rows(
                 "SELECT step, json FROM step WHERE pipeline = ? AND step BETWEEN ? AND ? AND json IS NOT NULL "
@@ -244,7 +296,7 @@ class Reads:
 
     def metrics(self, asked: Asked) -> Any:
         query, name = asked.query, asked.path["name"]
-        with self.open(asked.path["lane"]) as reader:
+        with self.open(asked.path["lane"], asked.who) as reader:
             _, detail = self._pipeline(reader, name)
             found = reader.rows("SELECT json FROM step WHERE pipeline = ? AND json IS NOT NULL ORDER BY step", name)
             as_of_seq = reader.seq
@@ -265,7 +317,7 @@ class Reads:
 
     def logs(self, asked: Asked) -> Any:
         name, query = asked.path["name"], asked.query
-        path = self.folder_of(asked.path["lane"], name) / LOG_FILE
+        path = self.folder_of(asked) / LOG_FILE
         limit, grep = query.get("limit", 65536), query.get("grep", "")
         try:
             with path.open("rb") as file:
@@ -287,11 +339,17 @@ class Reads:
             "is_end": offset + len(data) >= size,
         }
 
-    def folder_of(self, lane: str, name: str) -> Path:
-        """A pipeline's folder. The name is one of the log's: no path that a caller made up."""
-        with self.open(lane) as reader:
+    def folder_of(self, asked: Asked) -> Path:
+        """The folder of the address's pipeline. The name is one of the log's: no path that a caller made up."""
+        lane, name = asked.path["lane"], asked.path["name"]
+        with self.open(lane, asked.who) as reader:
             self._pipeline(reader, name)
         return self.folders(lane)[0] / name
+
+
+def _sight(who: Who | None, whole: IndexReader) -> Sight:
+    rows = whole.rows("SELECT json FROM pipeline ORDER BY place")
+    return Sight(who or NOBODY, (json.loads(text) for (text,) in rows))
 
 
 def _sorted(rows: list[dict[str, Any]], sort: str) -> list[dict[str, Any]]:

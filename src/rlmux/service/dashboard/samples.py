@@ -60,8 +60,8 @@ class SampleReads:
         return found
 
     def _open(self, asked: Asked) -> SampleReader:
-        lane, name = asked.path["lane"], asked.path["name"]
-        path = self._reads.folder_of(lane, name) / SAMPLES_NAME
+        name = asked.path["name"]
+        path = self._reads.folder_of(asked) / SAMPLES_NAME
         if not path.is_file():
             raise ProblemError(
                 404, f"no trajectories of {name} were kept", accepted="a pipeline of a run of this version"

@@ -20,7 +20,7 @@ from fastapi.sse import format_sse_event
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response, StreamingResponse
 
-from rlmux.service.dashboard.access import Access, Who
+from rlmux.service.dashboard.access import SERVER, Access, Who
 from rlmux.service.dashboard.door import Asked
 from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.dashboard.reads import Reads
@@ -138,7 +138,7 @@ class Watch:
         found = {}
         for lane in self._reads.names():
             if has_all or lane in lanes:
-                with contextlib.suppress(ProblemError), self._reads.open(lane) as reader:
+                with contextlib.suppress(ProblemError), self._reads.open(lane, SERVER) as reader:
                     facts = reader.facts
                     found[lane] = Mark(reader.seq, facts["rev"], facts["changed_from_s"], facts["is_going_on"])
         return found
@@ -149,6 +149,7 @@ class _Stream:
     """What one browser has been told."""
 
     topics: Topics
+    who: Who
     told: dict[str, Mark] = field(default_factory=dict)
 
 
@@ -176,7 +177,7 @@ class Streams:
         )
 
     async def _events(self, topics: Topics, seen: dict[str, int], who: Who, cookie: str) -> AsyncIterator[bytes]:
-        stream = _Stream(topics)
+        stream = _Stream(topics, who)
         self._num_by_caller[who.key] = self._num_by_caller.get(who.key, 0) + 1
         try:
             with self._watch.watching(topics):
@@ -193,9 +194,11 @@ class Streams:
                     if self._watch.is_closed:
                         yield _event("bye", {"reason": "the server ends"}, stream.told)
                         return
-                    if who.is_session and self._access.of_session(cookie) is None:
+                    now = self._access.of_session(cookie) if who.is_session else who
+                    if now is None:
                         yield _event("bye", {"reason": "the session has ended"}, stream.told)
                         return
+                    stream.who = now
                     news = self._watch.marks
                     await self._watch.wait()
                     if self._watch.marks is news:
@@ -213,23 +216,23 @@ class Streams:
             if told == mark:
                 continue
             since = told.seq if told is not None else 0
-            events = self._changes_of(lane, stream.topics, told, mark, since)
+            events = self._changes_of(lane, stream.who, stream.topics, told, mark, since)
             stream.told[lane] = mark
             found += [_event(name, value) for name, value in events[:-1]]
             found += [_event(name, value, stream.told) for name, value in events[-1:]]
         return found
 
     def _changes_of(
-        self, lane: str, topics: Topics, told: Mark | None, mark: Mark, since: int
+        self, lane: str, who: Who, topics: Topics, told: Mark | None, mark: Mark, since: int
     ) -> list[tuple[str, dict[str, Any]]]:
         events: list[tuple[str, dict[str, Any]]] = []
         if topics.has_lanes:
-            events.append(("lane", self._reads.lane_row(lane)))
+            events.append(("lane", self._reads.lane_row(lane, who)))
         if lane not in topics.lanes:
             return events
         if told is None or told.rev != mark.rev:
             return [*events, ("reset", {"lane": lane, "reason": "the index was made anew"})]
-        with contextlib.suppress(ProblemError), self._reads.open(lane) as reader:
+        with contextlib.suppress(ProblemError), self._reads.open(lane, who) as reader:
             rows = reader.rows("SELECT name, json FROM pipeline WHERE seq > ? ORDER BY place", since)
             for name, text in rows:
                 if lane in topics.pipelines or (lane, name) in topics.details:

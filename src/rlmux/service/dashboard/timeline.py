@@ -51,7 +51,7 @@ class TimelineReads:
         )
 
     def timeline(self, asked: Asked) -> Any:
-        with self._reads.open(asked.path["lane"]) as reader:
+        with self._reads.open(asked.path["lane"], asked.who) as reader:
             facts = reader.facts
             (num,) = reader.rows("SELECT count(*) FROM chunk")[0]
             return {
@@ -79,7 +79,7 @@ class TimelineReads:
 
     def tiles(self, asked: Asked) -> Any:
         query, level = asked.query, asked.query.get("level", 0)
-        with self._reads.open(asked.path["lane"]) as reader:
+        with self._reads.open(asked.path["lane"], asked.who) as reader:
             start_s, end_s = _window(query, reader)
             width_s = LEVELS[level]
             first, last = math.floor(start_s / width_s), math.ceil(end_s / width_s)
@@ -101,7 +101,7 @@ class TimelineReads:
 
     def intervals(self, asked: Asked) -> Any:
         query = asked.query
-        with self._reads.open(asked.path["lane"]) as reader:
+        with self._reads.open(asked.path["lane"], asked.who) as reader:
             start_s, end_s = _window(query, reader)
             found = _of_devices(reader.intervals(start_s, end_s), query.get("device"), reader)
             if len(found) > MAX_INTERVALS:
@@ -116,7 +116,7 @@ class TimelineReads:
             return _told(_packed(header, data), asked, reader, end_s)
 
     def measure(self, asked: Asked) -> Any:
-        with self._reads.open(asked.path["lane"]) as reader:
+        with self._reads.open(asked.path["lane"], asked.who) as reader:
             start_s, end_s = _window(asked.query, reader)
             found = without_overlaps(_of_devices(reader.intervals(start_s, end_s), asked.query.get("device"), reader))
             items = charges(_sums(found, start_s, end_s, reader.facts["pipelines"]))
@@ -129,7 +129,7 @@ class TimelineReads:
         query = asked.query
         if "device" not in query or "t" not in query:
             raise ProblemError(400, "device and t are needed", where="?device&t", accepted="an id and seconds")
-        with self._reads.open(asked.path["lane"]) as reader:
+        with self._reads.open(asked.path["lane"], asked.who) as reader:
             at_s, devices = query["t"], reader.facts["devices"]
             place = _device(query["device"][0], reader)
             here = reader.intervals(at_s, np.nextafter(at_s, math.inf))
@@ -327,5 +327,5 @@ def _packed(header: Mapping[str, Any], data: bytes) -> bytes:
 def _told(data: bytes, asked: Asked, reader: IndexReader, until_s: float) -> Told:
     open_from_s = reader.facts["open_from_s"]
     is_settled = open_from_s is None or until_s <= open_from_s
-    is_final = is_settled and asked.query.get("rev") == reader.facts["rev"]
+    is_final = is_settled and reader.is_whole and asked.query.get("rev") == reader.facts["rev"]
     return Told(value=data, media_type=_BINARY, is_final=is_final)

@@ -15,6 +15,7 @@ import urllib.request
 from typing import Any
 
 from rlmux.core.errors import LogError
+from rlmux.service.dashboard.access import SERVER
 from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.dashboard.reads import Reads
 
@@ -68,7 +69,7 @@ class Webhook:
         found: dict[Key, dict[str, Any]] = {}
         for lane in self._reads.names():
             try:
-                with self._reads.open(lane) as reader:
+                with self._reads.open(lane, SERVER) as reader:
                     alerts = reader.facts["alerts"]
             except (ProblemError, LogError):
                 found.update({key: alert for key, alert in self._told.items() if key[0] == lane})

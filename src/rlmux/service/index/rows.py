@@ -153,6 +153,7 @@ def _row(shown: Mapping[str, Any], record: PipelineRecord, steps: Sequence[StepT
         "name": str(record.pipeline.id),
         "project": record.pipeline.account.project,
         "user": record.pipeline.account.user,
+        "visibility": record.pipeline.visibility.value,
         **{key: shown[key] for key in keys},
         "rewards": _small_curve(record),
         "admitted_s": record.admitted_s,

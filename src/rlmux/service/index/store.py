@@ -18,7 +18,7 @@ import math
 import sqlite3
 import time
 import zlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
@@ -30,7 +30,7 @@ from rlmux.report.segments import query_only
 from rlmux.service.index.columns import INTERVAL, Array, Places
 from rlmux.service.index.tiles import LEVELS, Planes, planes, without_overlaps
 
-INDEX_VERSION = 5
+INDEX_VERSION = 6
 FIRST_LEVEL = 2
 """Lowest level that is kept; a bucket below it is narrow enough to be made from its intervals."""
 TILE_BUCKETS = 16
@@ -93,6 +93,19 @@ class IndexReader:
         except sqlite3.Error as error:
             self._connection.close()
             raise LogError(f"{path}: no index that can be read: {error}") from None
+
+        self.is_whole = True
+        """Whether nothing is hidden from its reader."""
+
+    def shadow(self, views: Mapping[str, str], functions: Mapping[str, Callable[[Any], Any]]) -> None:
+        """Have tables answer as these queries of them do, which may call functions of one value."""
+        self.is_whole = False
+        for name, function in functions.items():
+            self._connection.create_function(name, 1, function, deterministic=True)
+        self._connection.execute("PRAGMA query_only = 0")  # the file itself is open for reading alone
+        for name, query in views.items():
+            self._connection.execute(f"CREATE TEMP VIEW {name} AS {query}")
+        self._connection.execute("PRAGMA query_only = 1")
 
     def __enter__(self) -> IndexReader:
         return self

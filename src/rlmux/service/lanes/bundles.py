@@ -22,6 +22,7 @@ from starlette.concurrency import run_in_threadpool
 
 from rlmux.service.dashboard.door import Address, Asked, Told
 from rlmux.service.dashboard.problems import ProblemError
+from rlmux.service.lanes.rights import check_may_run_code
 from rlmux.service.lanes.root import BUNDLES, NO_CODE
 
 MAX_BYTES = 512 << 20
@@ -63,6 +64,7 @@ class Bundles:
         return {"sha256": asked.path["sha256"]}
 
     async def upload(self, asked: Asked) -> Any:
+        check_may_run_code(asked.who, "a bundle")
         aside = self._folder / f".{secrets.token_hex(8)}"
         packed = aside.with_suffix(".tgz")
         try:

@@ -122,8 +122,11 @@ class Ledger:
         """Those that the lane's controller has not taken yet, oldest first."""
         return self._rows("WHERE state = ? AND lane = ? ORDER BY number", ACCEPTED, lane)
 
-    def newest(self, limit: int) -> list[Submitted]:
-        return self._rows("ORDER BY number DESC LIMIT ?", limit)
+    def newest(self, limit: int, user: str | None = None) -> list[Submitted]:
+        """The newest first, of one user or of all."""
+        if user is None:
+            return self._rows("ORDER BY number DESC LIMIT ?", limit)
+        return self._rows("WHERE user = ? ORDER BY number DESC LIMIT ?", user, limit)
 
     def take(self, id: str, pipelines: Sequence[dict[str, Any]]) -> None:
         self._settle(id, TAKEN, None, json.dumps(list(pipelines)))

@@ -26,6 +26,7 @@ from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.lanes.bundles import Bundles
 from rlmux.service.lanes.controllers import LaneController
 from rlmux.service.lanes.ledger import ACCEPTED, REFUSED, Ledger, Submitted
+from rlmux.service.lanes.rights import check_rights
 
 MAX_TEXT_BYTES = 256 << 10
 _MAX_KEY_CHARS = 100
@@ -52,7 +53,8 @@ class Submissions:
 
     def submit(self, asked: Asked) -> Any:
         if isinstance(asked.body, dict) and asked.body.get("dry_run") is True:
-            return self._checked({name: value for name, value in asked.body.items() if name != "dry_run"})
+            fields = {name: value for name, value in asked.body.items() if name != "dry_run"}
+            return self._checked(fields, asked.who)
         key = asked.headers.get("idempotency-key", "")
         if not key.isprintable() or not 0 < len(key) <= _MAX_KEY_CHARS:
             accepted = f"1 to {_MAX_KEY_CHARS} characters, new for each submission and the same when it is sent again"
@@ -72,14 +74,16 @@ class Submissions:
         return Told(value=found.fields(), status=_STATUS.get(found.state, 201))
 
     def newest(self, asked: Asked) -> Any:
+        user = None if asked.who is None or asked.who.sees_all else asked.who.user
         return {
-            "items": [one.fields() for one in self._ledger.newest(asked.query.get("limit", 100))],
+            "items": [one.fields() for one in self._ledger.newest(asked.query.get("limit", 100), user)],
             "as_of_seq": None,
         }
 
     def one(self, asked: Asked) -> Any:
         found = self._ledger.of_id(asked.path["id"])
-        if found is None:
+        is_seen = found is not None and asked.who is not None and (asked.who.sees_all or asked.who.user == found.user)
+        if found is None or not is_seen:
             raise ProblemError(404, f"no submission {asked.path['id'][:80]!r}", accepted=f"those of {_ADDRESS}")
         return found.fields()
 
@@ -108,13 +112,14 @@ class Submissions:
             self._ledger.take(one.id, answer["pipelines"])
         return True
 
-    def _checked(self, body: dict[str, Any]) -> Any:
+    def _checked(self, body: dict[str, Any], who: Who | None) -> Any:
         """Whether the lane would take it; nothing is kept. What is wrong with the file is the answer, not an error."""
         fields = _fields_of(body)
         lane = self._lane(fields)
         told: dict[str, Any] = {"lane": lane.name, "pipelines": [], "is_lane_asked": False, "wrong": None}
         try:
             spec = self._parsed(lane, fields)
+            check_rights(spec, who)
             told["is_lane_asked"] = _is_free(lane, spec, fields["source"])
         except ProblemError as problem:
             return {**told, "wrong": {"detail": problem.detail, "line": problem.line, "accepted": problem.accepted}}
@@ -131,8 +136,7 @@ class Submissions:
         """Check a new submission and keep it."""
         lane = self._lane(fields)
         spec = self._parsed(lane, fields)
-        if who is not None and not who.may("admin"):
-            _check_users(spec, who.user)
+        check_rights(spec, who)
         try:
             return self._ledger.add(
                 key,
@@ -201,12 +205,3 @@ def _fields_of(body: Any) -> dict[str, Any]:
     if len(body["text"].encode("utf-8", "replace")) > MAX_TEXT_BYTES or len(body["source"]) > 1000:
         raise ProblemError(413, "the file is too large", where="text", accepted=f"{MAX_TEXT_BYTES >> 10} KiB")
     return body
-
-
-def _check_users(spec: Spec, user: str) -> None:
-    """Raises ProblemError for a pipeline that names another user than the token's, or none."""
-    for one in spec.pipelines:
-        if one.pipeline.user != user:
-            raise ProblemError(
-                403, f"pipeline {one.name!r} is not said to be of user {user!r}", where="text", accepted=f"user: {user}"
-            )
