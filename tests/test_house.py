@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 SOURCE = ROOT / "src" / "rlmux"
 MAX_CLASS_LINES = 400
 MAX_FILE_LINES = 500
-FREE_TO_COPY = {"share.py": 600}
+FREE_TO_COPY = {"share.py": 620}
 """Files that other people copy: one file by their purpose."""
 
 PREPOSITIONS = re.compile(

@@ -20,7 +20,7 @@ from rlmux import share
 
 @pytest.fixture(autouse=True)
 def no_broker(monkeypatch):
-    for name in ("RLMUX_BROKER", "RLMUX_JOB", "RLMUX_SLO", "RLMUX_OFFLOAD", "RANK", "WORLD_SIZE"):
+    for name in ("RLMUX_BROKER", "RLMUX_JOB", "RLMUX_SLO", "RLMUX_WEIGHT", "RLMUX_OFFLOAD", "RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
 
 
@@ -51,6 +51,13 @@ def test_a_role_that_the_job_does_not_have_is_named_with_those_it_has():
     job = share.join("a", {"train": "gpu0"})
     with pytest.raises(share.ShareError, match="phase 'rolout': accepted: None, 'train'"):
         job.phase("rolout")
+
+
+@pytest.mark.parametrize("weight", ["0", "-1", "101", "nan", "two"])
+def test_a_weight_that_is_none_is_told_what_is_accepted(monkeypatch, weight):
+    monkeypatch.setenv("RLMUX_WEIGHT", weight)
+    with pytest.raises(share.ShareError, match=f"weight {weight}: accepted: a number from 1 to 100 "):
+        share.join("a")
 
 
 @pytest.mark.parametrize("address", ["/run/rlmux.sock", "unix:", "tcp://localhost", "tcp://:80", "http://a:80"])

@@ -27,6 +27,7 @@ import importlib
 import inspect
 import itertools
 import json
+import math
 import os
 import socket
 import sys
@@ -37,6 +38,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 WIRE_VERSION = 1
+MAX_WEIGHT = 100.0
+"""Largest weight of a program."""
 PING_S = 10.0
 """Seconds of silence after which the library asks whether the broker is there; after three times as many it connects
 anew."""
@@ -93,6 +96,7 @@ def join(
     rank: int | None = None,
     world: int | None = None,
     slo: float | None = None,
+    weight: float = 1.0,
     need_bytes: Mapping[str, int] | None = None,
     host_bytes: int = 0,
 ) -> Job:
@@ -102,10 +106,11 @@ def join(
     `pools`: pool of each role that `phase` names; without it, the pools of the broker's file by their phases.
     `rank`, `world`: of a program of several processes (by default RANK and WORLD_SIZE), which all ask for the same.
     `slo`: largest slowdown of its steps that it accepts, 1.0 or more.
+    `weight`: safe points to a turn, 1 to 100; a region without a pool counts as one, and gives way in any case.
     `need_bytes`: bytes that it needs on each pool at most, over all ranks; a pool without one it fills.
     `host_bytes`: host memory that its hooks keep, over all ranks.
-    RLMUX_JOB takes the place of `name`, RLMUX_SLO of `slo`; RLMUX_TOKEN is sent to a broker behind TCP. With
-    RLMUX_OFFLOAD=cuda-checkpoint a pool without hooks is left by that tool (see share_adapters.py).
+    RLMUX_JOB, RLMUX_SLO and RLMUX_WEIGHT take the places of `name`, `slo` and `weight`; RLMUX_TOKEN is sent to a broker
+    behind TCP. With RLMUX_OFFLOAD=cuda-checkpoint a pool without hooks is left by that tool (see share_adapters.py).
     Raises RefusedError where the broker does not take it, ShareError where none answers.
     """
     environ = os.environ
@@ -123,17 +128,23 @@ def join(
         "need_bytes": dict(need_bytes or {}),
         "host_bytes": host_bytes,
     }
-    slo_text = environ.get("RLMUX_SLO") or slo
-    if slo_text is not None:
-        hello["slo"] = float(slo_text)
-    address = environ.get("RLMUX_BROKER", "")
-    job = Job(name, dict(pools or {}))
-    offload = environ.get("RLMUX_OFFLOAD", "")
+    if (given_slo := environ.get("RLMUX_SLO") or slo) is not None:
+        hello["slo"] = _number("slo", given_slo, math.inf)
+    own_weight = hello["weight"] = _number("weight", environ.get("RLMUX_WEIGHT") or weight, MAX_WEIGHT)
+    address, offload = environ.get("RLMUX_BROKER", ""), environ.get("RLMUX_OFFLOAD", "")
+    job = Job(name, dict(pools or {}), own_weight)
     if address and offload:
         job._default_hooks = _default_hooks(offload, job.pools)
     if address:
         job._connect(_Link(address, hello, job, environ.get("RLMUX_TOKEN", "")))
     return job
+
+
+def _number(name: str, given: Any, most: float) -> float:
+    with contextlib.suppress(TypeError, ValueError):
+        if 1.0 <= float(given) <= most:
+            return float(given)
+    raise ShareError(f"{name} {given}: accepted: a number from 1 to {most:g} (RLMUX_{name.upper()})")
 
 
 def _default_hooks(offload: str, pools: dict[str, str]) -> Hooks:
@@ -154,8 +165,9 @@ def _default_hooks(offload: str, pools: dict[str, str]) -> Hooks:
 class Job:
     """This program as the broker knows it. One phase is open at a time: work that overlaps joins twice."""
 
-    def __init__(self, name: str, pools: dict[str, Any]) -> None:
+    def __init__(self, name: str, pools: dict[str, Any], weight: float) -> None:
         self.name = name
+        self._weight, self._num_points = weight, 0
         self.pools = pools
         """Pool of each role."""
         self._link: _Link | None = None
@@ -213,9 +225,11 @@ class Job:
         return Phase(self, _Region(pools, role or "", units, step))
 
     def safe_point(self) -> None:
-        """Give way here, if another waits and this program holds a pool."""
+        """Give way here, if another waits and this program holds a pool. With weight w each w-th one does."""
         if self.is_shared and self._stack[-1].pools:
-            self._change(self._stack[-1])
+            self._num_points += 1
+            if int(self._num_points / self._weight) > int((self._num_points - 1) / self._weight):
+                self._change(self._stack[-1])
 
     def close(self) -> None:
         """Leave for good. The end of the process does so, too."""
@@ -247,6 +261,8 @@ class Job:
             self._leave()
         if region.pools:
             self._take(region)
+        else:
+            self._num_points += 1
 
     def _take(self, region: _Region) -> None:
         number = next(self._ids)

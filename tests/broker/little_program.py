@@ -2,6 +2,7 @@
 
     little_program.py NAME STEPS RECORD [hook=raise|hang|free_nothing] [pools=JSON] [also] [need=BYTES] [sleep=SECONDS]
                               [start=FILE] [between=FILE] [end=FILE]   it begins, goes on, ends once FILE is there
+                              [safe]                                   it holds its pool, and gives way at safe points
 
 Its weights are bytes that a step changes as a function of all of them, so that a lost or doubled step shows. Whenever
 they come to a device or leave it, and around each computation, RECORD gets (monotonic time, NAME@POOL, what, bytes).
@@ -82,7 +83,7 @@ def main(name: str, steps: int, record: Path, **options: str) -> None:
     for pool, trainer in trainers.items():
         job.on_leave(pool, trainer)
     wait_for(options.get("start"))
-    for number in range(1, steps + 1):
+    for number in range(1, steps + 1) if "safe" not in options else ():
         with job.phase("rollout", units=8, step=number):
             compute([trainers[pools["rollout"]]], number, sleep_s)
             with job.phase(None):
@@ -92,6 +93,11 @@ def main(name: str, steps: int, record: Path, **options: str) -> None:
             with job.phase("train", also=also):
                 used = dict.fromkeys(pools[role] for role in ["train", *also])
                 compute([trainers[pool] for pool in used], -number, sleep_s)
+    if "safe" in options:
+        with job.phase("train"):
+            for number in range(1, steps + 1):
+                compute([trainers[pools["train"]]], number, sleep_s)
+                job.safe_point()
     wait_for(options.get("end"))
     sha256 = [trainers[pool].sha256() for pool in sorted(trainers)]
     for trainer in trainers.values():  # its memory goes with the process, and no broker grants the pool before

@@ -6,7 +6,9 @@ import json
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import Iterator
+from itertools import groupby
 from pathlib import Path
 
 import pytest
@@ -68,6 +70,35 @@ def test_two_programs_on_one_device_end_with_the_weights_they_have_alone(room, p
     fences = [note["fence"] for note in room.notes("granted")]
     assert fences == sorted(set(fences))
     assert {name: one["status"] for name, one in status(room).items()} == {"a": "finished", "b": "finished"}
+
+
+@pytest.mark.parametrize("policy", ["fifo", "rollmux"])
+def test_programs_take_turns_in_proportion_to_their_weights_and_end_as_they_do_alone(room, policy):
+    steps = {"a": 60, "b": 20, "c": 30}
+    expected = {name: alone(room, name, count, "safe") for name, count in steps.items()}
+    room.start_broker(policy)
+    go = room.folder / "go"
+    programs = {
+        name: room.program(name, steps[name], "safe", f"start={go}", environ={"RLMUX_WEIGHT": weight})
+        for name, weight in (("a", "3"), ("b", ""), ("c", "1.5"))
+    }
+    until(lambda: len(room.notes("joined")) == 3)
+    go.touch()
+    assert {name: result(program)["sha256"] for name, program in programs.items()} == expected
+    check_never_both(room.recorded())
+    turns = [(name[0], len(list(steps))) for name, steps in groupby(computed(room))]
+    places = {name: [place for place, (one, _) in enumerate(turns) if one == name] for name in "abc"}
+    all_there = turns[max(each[1] for each in places.values()) : min(each[-1] for each in places.values())]
+    assert len(all_there) > 20
+    assert {count for name, count in all_there if name == "a"} == {3}
+    assert {count for name, count in all_there if name == "b"} == {1}
+    assert sorted(Counter(count for name, count in all_there if name == "c")) == [1, 2]
+    assert {note["pipeline"]: note["weight"] for note in room.notes("program")} == {"a": 3.0, "b": 1.0, "c": 1.5}
+
+
+def computed(room: Room) -> list[str]:
+    """Which program computed, in the order of time."""
+    return [name for _, name, what, _ in room.recorded() if what == "begins"]
 
 
 def test_where_both_have_room_no_program_leaves_and_one_computes_at_a_time(make_room):

@@ -15,6 +15,7 @@ from rlmux.broker.programs import Ask, Program
 from rlmux.broker.wire import WIRE_VERSION
 from rlmux.core.errors import UserError
 from rlmux.core.model import Cluster, Footprint, Phase, Pipeline, PipelineId, Pool, Stage
+from rlmux.share import MAX_WEIGHT
 
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MAX_WORLD = 1024
@@ -30,6 +31,8 @@ def check_hello(hello: Mapping[str, Any], cluster: Cluster, programs: Sequence[P
         raise UserError(f"rank {hello['rank']} of {hello['world']}; accepted: 0 to world - 1, at most {_MAX_WORLD}")
     if hello.get("slo", 1.0) < 1.0:
         raise UserError(f"slo {hello['slo']}; accepted: 1.0 or more")
+    if not 1.0 <= hello.get("weight", 1.0) <= MAX_WEIGHT:
+        raise UserError(f"weight {hello['weight']}; accepted: 1 to {MAX_WEIGHT:g}")
     for pool in [*hello.get("pools", {}).values(), *hello.get("need_bytes", {}), *hello.get("resident", [])]:
         if pool not in cluster.pools:
             raise UserError(f"pool {pool!r}; accepted: {', '.join(cluster.pools)}")
@@ -65,6 +68,7 @@ def program_of(hello: Mapping[str, Any], name: PipelineId, roles: Mapping[str, s
         need_bytes=hello.get("need_bytes", {}),
         host_bytes=hello.get("host_bytes", 0),
         slo=hello.get("slo"),
+        weight=hello.get("weight", 1.0),
     )
 
 

@@ -77,6 +77,8 @@ class Program:
     host_bytes: int
     slo: float | None = None
     """Largest slowdown of its steps that it accepts; None: any."""
+    weight: float = 1.0
+    """Turns that it takes for one of a program of weight 1, by its own account."""
     ranks: dict[int, Rank] = field(default_factory=dict)
     ask: Ask | None = None
     order: RunStage | None = None
@@ -113,7 +115,8 @@ class Program:
 
     def described(self) -> dict[str, Any]:
         """What the log has to know of it, for a broker that is started again."""
-        return {name: getattr(self, name) for name in ("world", "pools", "need_bytes", "host_bytes", "slo")}
+        names = ("world", "pools", "need_bytes", "host_bytes", "slo", "weight")
+        return {name: getattr(self, name) for name in names}
 
     def end_processes(self, reason: str) -> None:
         """End it; those of its processes that are on another machine cannot be."""

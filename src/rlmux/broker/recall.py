@@ -78,6 +78,7 @@ def _program(fields: dict[str, Any]) -> Program:
         need_bytes=fields["need_bytes"],
         host_bytes=fields["host_bytes"],
         slo=fields["slo"],
+        weight=fields.get("weight", 1.0),
     )
 
 

@@ -77,6 +77,7 @@ MESSAGES: Mapping[str, tuple[Mapping[str, _Check], Mapping[str, _Check]]] = {
         {
             "pools": _POOLS,
             "slo": _NUMBER,
+            "weight": _NUMBER,
             "proof": _TEXT,
             "need_bytes": _SIZES,
             "host_bytes": _COUNT,
