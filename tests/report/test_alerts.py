@@ -11,7 +11,7 @@ import pytest
 from tests.log_script import LogScript
 
 from rlmux.config.tree import AlertRule
-from rlmux.report.alerts import RULES, Alerts, disk_alert
+from rlmux.report.alerts import LOOKED_AT, RULES, Alerts, Curve, disk_alert
 from rlmux.report.history import History
 from rlmux.report.slos import StepTime
 
@@ -168,3 +168,21 @@ def test_a_pipelines_file_switches_a_rule_off_gives_it_another_level_or_more_ste
 def test_the_rules_that_a_file_may_name_are_those_about_a_pipeline():
     named = {rule.name for rule in RULES} | {"slo_at_risk", "slo_broken", "stands_still"}
     assert set(get_args(AlertRule)) == named
+
+
+def test_rules_read_only_metrics_whose_curves_are_kept() -> None:
+    asked: set[str] = set()
+
+    class Asked(dict):  # type: ignore[type-arg]
+        def get(self, name, default=None):
+            asked.add(name)
+            return super().get(name, default)
+
+        def __contains__(self, name):
+            asked.add(name)
+            return super().__contains__(name)
+
+    for rule in RULES:
+        rule.look(Asked())
+        rule.look(Asked({name: Curve(num=1, last=0.0) for name in LOOKED_AT}))
+    assert asked == set(LOOKED_AT)

@@ -222,6 +222,10 @@ RULES: Sequence[Rule] = (
 )
 
 
+LOOKED_AT = ("loss", "reward_mean", "reward_std", "grad_norm", "kl", "logprob_gap", "entropy")
+"""Metrics that a rule reads."""
+
+
 @dataclass(slots=True)
 class _Fold:
     """One pipeline's steps so far."""
@@ -235,9 +239,14 @@ class _Fold:
 
     def add(self, step: int, metrics: Mapping[str, float | None]) -> None:
         self.last_step, self.num_steps = step, self.num_steps + 1
-        for name, value in metrics.items():
-            if value is not None:
-                self.curves.setdefault(name, Curve()).add(value)
+        for name in LOOKED_AT:
+            value = metrics.get(name)
+            if value is None:
+                continue
+            curve = self.curves.get(name)
+            if curve is None:
+                curve = self.curves[name] = Curve()
+            curve.add(value)
         for rule in RULES:
             words = rule.look(self.curves)
             if words is None:

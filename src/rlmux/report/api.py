@@ -15,16 +15,12 @@ from typing import Any, cast
 from rlmux.core.errors import LogError
 from rlmux.report.history import History, without_collector
 from rlmux.report.html import page
-from rlmux.report.log import LogReader
+from rlmux.report.log import NOT_SHOWN, LogReader
 from rlmux.report.perfetto import trace
 from rlmux.report.summary import step_times, summarize
 from rlmux.report.timeline import Timeline, build_timeline
 
 SUMMARY_NAME, TRACE_NAME, PAGE_NAME = "summary.json", "trace.json", "timeline.html"
-
-
-_NOT_SHOWN = ("rollout", "checkpoint")
-"""Notes of which no report shows anything: their lists take longer to read than all else."""
 
 
 def read_timeline(folder: str | Path) -> Timeline:
@@ -44,7 +40,7 @@ def write_report(folder: str | Path) -> dict[str, Any]:
 
 
 def _write_all(folder: Path) -> dict[str, Any]:
-    timeline = _read_timeline(folder, _NOT_SHOWN)
+    timeline = _read_timeline(folder, NOT_SHOWN)
     steps = step_times(timeline)
     summary = summarize(timeline, steps)
     _write(folder / SUMMARY_NAME, json.dumps(summary, indent=2, allow_nan=False) + "\n")

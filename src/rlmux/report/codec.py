@@ -58,7 +58,7 @@ def from_fields(fields: Any) -> Event | Action:
     kind = _TYPE_BY_NAME.get(name)
     if kind is None:
         raise LogError(f"unknown event or action type {name!r} in the log")
-    return typing.cast("Event | Action", _reader(kind)(fields, name))
+    return typing.cast("Event | Action", reader(kind)(fields, name))
 
 
 def from_columns(columns: Mapping[str, Sequence[Any]]) -> list[Event | Action]:
@@ -160,22 +160,28 @@ Reader = Callable[[Any, str], Any]
 _READERS: dict[Any, Reader] = {}
 
 
-def _reader(hint: Any) -> Reader:
+def reader(hint: Any) -> Reader:
     """The reader of one annotation, made once."""
-    reader = _READERS.get(hint)
-    if reader is None:
-        reader = _READERS[hint] = _make_reader(hint)
-    return reader
+    made = _READERS.get(hint)
+    if made is None:
+        made = _READERS[hint] = _make_reader(hint)
+    return made
 
 
 def _make_reader(hint: Any) -> Reader:
     if hasattr(hint, "__supertype__"):
-        return _reader(hint.__supertype__)
+        return reader(hint.__supertype__)
     origin, args = typing.get_origin(hint), typing.get_args(hint)
     if origin in (types.UnionType, typing.Union):
-        return _read_optional(*(_reader(arg) for arg in args if arg is not types.NoneType))
+        return _read_optional(*(reader(arg) for arg in args if arg is not types.NoneType))
     if origin is tuple and len(args) == 2 and args[1] is Ellipsis:
-        return _read_tuple(_reader(args[0]))
+        return _read_tuple(reader(args[0]))
+    if origin is tuple:
+        return _read_tuple_of([reader(arg) for arg in args])
+    if origin is list:
+        return _read_list(reader(args[0]))
+    if origin is dict and args[0] is int:
+        return _read_dict(reader(args[1]))
     if isinstance(hint, type):
         if hint in _SCALARS:
             return _SCALARS[hint]
@@ -234,6 +240,35 @@ def _read_tuple(reader: Reader) -> Reader:
     return read
 
 
+def _read_tuple_of(readers: Sequence[Reader]) -> Reader:
+    def read(value: Any, path: str) -> tuple[Any, ...]:
+        if type(value) is not list or len(value) != len(readers):
+            raise _wrong(value, path, f"a list of {len(readers)}")
+        return tuple([read_one(item, path) for read_one, item in zip(readers, value, strict=True)])
+
+    return read
+
+
+def _read_list(read_one: Reader) -> Reader:
+    def read(value: Any, path: str) -> list[Any]:
+        if type(value) is not list:
+            raise _wrong(value, path, "a list")
+        return [read_one(item, path) for item in value]
+
+    return read
+
+
+def _read_dict(read_one: Reader) -> Reader:
+    """Mappings by whole numbers: keys are texts in JSON."""
+
+    def read(value: Any, path: str) -> dict[int, Any]:
+        if type(value) is not dict:
+            raise _wrong(value, path, "a mapping")
+        return {int(key): read_one(item, path) for key, item in value.items()}
+
+    return read
+
+
 def _read_enum(kind: type[Enum]) -> Reader:
     by_value = {member.value: member for member in kind}
 
@@ -247,7 +282,7 @@ def _read_enum(kind: type[Enum]) -> Reader:
 
 
 def _read_named_tuple(kind: Any) -> Reader:
-    readers = [_reader(hint) for hint in typing.get_type_hints(kind).values()]
+    readers = [reader(hint) for hint in typing.get_type_hints(kind).values()]
 
     def read(value: Any, path: str) -> Any:
         if type(value) is not list or len(value) != len(readers):
@@ -261,7 +296,7 @@ def _read_named_tuple(kind: Any) -> Reader:
 def _dataclass_readers(kind: Any) -> tuple[dict[str, Reader], list[str]]:
     """The reader of each field by its name, and the names of fields without a default."""
     hints = typing.get_type_hints(kind)
-    readers = {field.name: _reader(hints[field.name]) for field in dataclasses.fields(kind)}
+    readers = {field.name: reader(hints[field.name]) for field in dataclasses.fields(kind)}
     required = [
         field.name
         for field in dataclasses.fields(kind)

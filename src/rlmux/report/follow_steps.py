@@ -14,7 +14,7 @@ from rlmux.report.history import History
 from rlmux.report.intervals import Interval
 from rlmux.report.records import OrderRecord, PipelineRecord
 from rlmux.report.slos import StepTime
-from rlmux.report.summary import StepWork, is_own_time
+from rlmux.report.step_work import StepWork, is_own_time
 
 _SecondsByOrder = dict[OrderId, dict[DeviceId, float]]
 

@@ -62,6 +62,7 @@ from rlmux.report.segments import (
     connect_to_read,
     connect_to_write,
     let_blocks_merge,
+    merged_block,
     predecessor_of,
     row_checksum,
     rows_of,
@@ -77,6 +78,8 @@ A reader takes logs of its own version only. New fields with a default and new n
 """
 
 LOG_NAME = "run.db"
+NOT_SHOWN = ("rollout", "checkpoint")
+"""Notes of which no report and no status shows anything: their lists take longer to read than all else."""
 _INSERT = "INSERT INTO log (seq, time_s, kind, type, json, crc32) VALUES (?, ?, ?, ?, ?, ?)"
 
 
@@ -386,17 +389,26 @@ class LogReader:
             else:
                 yield Entry(seq, time_s, kind, type, value_of(seq, kind, codec.loads(data)))
 
-    def parts(self, after: int = 0, *, bare: Collection[str] = ()) -> Iterator[Entry | OrderProgress]:
+    def parts(
+        self, after: int = 0, *, until: int | None = None, bare: Collection[str] = ()
+    ) -> Iterator[Entry | OrderProgress]:
         """The same rows, for folds that take an order's progress reports together: these come where the first of them
         is, up to two thousand rows before the last.
 
-        `bare`: types of notes that may come without their fields, where these cost time to read.
+        `until`: the last row of the last block to be read. `bare`: types of notes that may come without their fields,
+        where these cost time to read.
         """
         for seq, time_s, kind, type, data in self._rows(after):
+            if until is not None and seq > until:
+                return
             if kind == "block":
                 yield from self._parts_of(self._unpack(seq, data, bare), after)
             else:
                 yield Entry(seq, time_s, kind, type, value_of(seq, kind, codec.loads(data)))
+
+    def merged_block(self, last_seq: int = 0) -> tuple[int, int] | None:
+        """(last row, CRC-32) of the newest merged block, or of the block with this last row: it stays as it is."""
+        return merged_block(self._connection, self.path.parent, self.path.name, last_seq)
 
     def state(self) -> RunState:
         """What a resumed run must know of its past: the last snapshot, and what came after it."""

@@ -141,6 +141,26 @@ def rows_of(connection: sqlite3.Connection, folder: Path, name: str, after: int)
             yield row
 
 
+def merged_block(connection: sqlite3.Connection, folder: Path, name: str, last_seq: int = 0) -> tuple[int, int] | None:
+    """(last row, CRC-32) of the newest block that was merged, or of the one with this last row; None where none is.
+
+    Of files before the open one hashes are not compared: what is found there is to be compared with what is known.
+    """
+    is_wanted = "last_seq = :wanted" if last_seq else "substr(rows, 1, 1) = x'fd'"
+    query = f"SELECT last_seq, rows FROM block WHERE {is_wanted} ORDER BY last_seq DESC LIMIT 1"
+    try:
+        found = connection.execute(query, {"wanted": last_seq}).fetchone()
+        before = predecessor_of(connection)
+        if found is not None:
+            return found[0], zlib.crc32(found[1])
+        if before is None or before.last_seq < last_seq:
+            return None
+        with _opened(folder / before.name) as segment:
+            return merged_block(segment, folder, before.name, last_seq)
+    except sqlite3.Error as error:
+        raise LogError(f"{folder / name}: the run log is damaged: {error}") from error
+
+
 def last_seq_of(path: Path) -> int:
     """Number of the last row of an open file and of all before it, packed or not; 0 without one."""
     with contextlib.closing(connect_to_read(path)) as connection:

@@ -27,11 +27,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from rlmux.core.actions import Switch
-from rlmux.core.model import DeviceId, OrderId, PipelineId, Stage
+from rlmux.core.model import DeviceId, PipelineId, Stage
 from rlmux.report.history import History
-from rlmux.report.intervals import Cause, Interval, Kind
-from rlmux.report.records import Ending, OrderRecord, PipelineRecord
+from rlmux.report.intervals import Cause, Kind
+from rlmux.report.records import OrderRecord, PipelineRecord
 from rlmux.report.slos import StepTime, slo_attainment, slo_fields
+from rlmux.report.step_work import StepWork, is_own_time
 from rlmux.report.timeline import Timeline
 
 StepTimes = Mapping[PipelineId, Sequence[StepTime]]
@@ -82,80 +83,6 @@ def step_times_so_far(history: History) -> dict[PipelineId, list[StepTime]]:
         if order.pipeline in work and math.isfinite(order.end_s):
             work[order.pipeline].add_whole_order(order)
     return {name: work[name].steps(record) for name, record in history.pipelines.items()}
-
-
-class StepWork:
-    """What one pipeline did, step by step: first its intervals are added, then its orders."""
-
-    def __init__(self) -> None:
-        self._seconds_by_order: dict[OrderId, dict[DeviceId, float]] = {}
-        self._rollout_s: dict[int, dict[DeviceId, float]] = {}
-        self._rest_s: dict[int, float] = {}
-        self.begin_s = math.inf
-        """Time at which its first rollout began to compute; infinite before."""
-
-    def add_interval(self, device: DeviceId, interval: Interval) -> None:
-        """Add one that is its own time, of an order."""
-        start_s, end_s, _, _, _, _, stage, order, *_ = interval
-        if stage is Stage.GENERATE and start_s < self.begin_s:
-            self.begin_s = start_s
-        assert order is not None
-        by_device = self._seconds_by_order.get(order)
-        if by_device is None:
-            by_device = self._seconds_by_order[order] = {}
-        by_device[device] = by_device.get(device, 0.0) + (end_s - start_s)
-
-    def add_seconds(self, order: OrderId, seconds_by_device: Mapping[DeviceId, float]) -> None:
-        """The same as all intervals of one order."""
-        self._seconds_by_order[order] = dict(seconds_by_device)
-
-    def seconds_by_stage(self, orders: Iterable[OrderRecord]) -> dict[str, float]:
-        """Seconds of each stage of one step: of the device that had most of it, or of the order that used none."""
-        by_device: dict[str, dict[DeviceId | None, float]] = {}
-        for order in orders:
-            if order.counts and not order.is_migration and math.isfinite(order.end_s):
-                spent: Mapping[DeviceId | None, float] = (
-                    self._seconds_by_order.get(order.id, {}) if order.devices else {None: order.end_s - order.start_s}  # type: ignore[assignment]
-                )
-                of_stage = by_device.setdefault(order.stage.value, {})
-                for device, device_s in spent.items():
-                    of_stage[device] = of_stage.get(device, 0.0) + device_s
-        return {stage: max(spent.values(), default=0.0) for stage, spent in by_device.items()}
-
-    def add_whole_order(self, order: OrderRecord) -> None:
-        if order.stage is Stage.GENERATE and not order.is_migration:
-            self.begin_s = min(self.begin_s, order.start_s + order.switch_s)
-        spent_s = max(0.0, order.end_s - order.start_s - order.switch_s)
-        self._seconds_by_order[order.id] = dict.fromkeys(order.devices, spent_s)
-        self.add_order(order)
-
-    def add_order(self, order: OrderRecord) -> None:
-        if not order.counts or order.is_migration:
-            return
-        seconds = self._seconds_by_order.get(order.id, {})
-        if order.stage is Stage.GENERATE:
-            by_device = self._rollout_s.setdefault(order.step, {})
-            for device, device_s in seconds.items():
-                by_device[device] = by_device.get(device, 0.0) + device_s
-        elif order.ending is Ending.FINISHED or order.devices:
-            spent_s = max(seconds.values(), default=0.0) if order.devices else order.end_s - order.start_s
-            self._rest_s[order.step] = self._rest_s.get(order.step, 0.0) + spent_s
-
-    def steps(self, record: PipelineRecord) -> list[StepTime]:
-        steps, previous_s = [], self.begin_s
-        for step, end_s in sorted(record.published.items()):
-            rollout_s = max(self._rollout_s.get(step, {}).values(), default=0.0)
-            rest_s = self._rest_s.get(step, 0.0)
-            solo_s = max(rollout_s, rest_s) if record.pipeline.staleness else rollout_s + rest_s
-            client_s = record.client_s(previous_s, end_s) if record.thinking else 0.0  # its own program's, not ours
-            steps.append(StepTime(step, end_s, max(0.0, end_s - min(previous_s, end_s) - client_s), solo_s))
-            previous_s = end_s
-        return steps
-
-
-def is_own_time(interval: Interval) -> bool:
-    """Whether a step has the interval when its pipeline is alone: it computes, or waits for its environment."""
-    return interval.kind is Kind.BUSY or interval.cause is Cause.TOOL_WAIT
 
 
 def _tokens_by_pipeline(orders: Iterable[OrderRecord]) -> Counter[PipelineId]:

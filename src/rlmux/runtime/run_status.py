@@ -1,6 +1,6 @@
 """The status of a run that may be going on in another process.
 
-the run's log ── entries that are new ──▶ History ──▶ status
+the run's log ── entries that are new ──▶ CondensedHistory ──▶ status
 the control socket ── which process runs it, what is still to come ──▶ beside it
 """
 
@@ -12,10 +12,10 @@ from typing import Any
 from rlmux.core.errors import RlmuxError
 from rlmux.report.acknowledged import with_acknowledged
 from rlmux.report.alerts import Alerts, disk_alert
-from rlmux.report.history import History, without_collector
-from rlmux.report.log import LogReader
+from rlmux.report.condensed import CondensedHistory, Place, keep, kept_history
+from rlmux.report.history import without_collector
+from rlmux.report.log import NOT_SHOWN, LogReader
 from rlmux.report.status import status
-from rlmux.report.summary import step_times_so_far
 from rlmux.runtime.control_socket import NoAnswerError, NotRunningError, ask
 
 ANSWER_LIMIT_S = 5.0
@@ -30,18 +30,17 @@ class StatusReader:
         self._folder = folder
         self._answer_limit_s = answer_limit_s
         self._log = LogReader(folder)
-        self._history = History(self._log.header)
+        self._history, self._seq = CondensedHistory(self._log.header), 0
         self._alerts = Alerts()
-        self._seq = 0
 
     def read(self) -> dict[str, Any]:
         """The status as `rlmux status --json` prints it."""
         answer = self._ask()  # before the log: a run that ends between the two is then shown as ended
         with without_collector():
-            for part in self._log.parts(after=self._seq):
-                self._history.add(part)
-                self._seq = max(self._seq, part.seq)
-        steps = step_times_so_far(self._history)
+            if not self._seq:
+                self._take_past()
+            self._follow()
+            steps = self._history.step_times()
         shown = status(self._history, is_going_on=answer is not None, steps=steps)
         shown["now_s"] = max(shown["now_s"], answer["now_s"]) if answer else shown["now_s"]
         alerts = self._alerts.look(self._history, steps, now_s=shown["now_s"], is_going_on=answer is not None)
@@ -51,6 +50,22 @@ class StatusReader:
         shown["is_kept_open"] = bool(answer and answer["is_kept_open"])
         shown["upcoming"] = answer["upcoming"] if answer else []
         return shown
+
+    def _take_past(self) -> None:
+        """Take in what was kept of a long run, or fold its merged blocks and keep what comes of it."""
+        kept = kept_history(self._folder, self._log.header)
+        if kept is not None and self._log.merged_block(kept[1].last_seq) == kept[1]:
+            self._history, (self._seq, _) = kept
+        newest = self._log.merged_block()
+        if newest is not None and newest[0] > self._seq:
+            self._follow(until=newest[0])
+            keep(self._folder, self._history, Place(*newest))
+
+    def _follow(self, until: int | None = None) -> None:
+        for part in self._log.parts(after=self._seq, until=until, bare=NOT_SHOWN):
+            self._history.add(part)
+            self._seq = max(self._seq, part.seq)
+        self._history.condense()
 
     def _ask(self) -> dict[str, Any] | None:
         """What the controller says; None where none runs."""
