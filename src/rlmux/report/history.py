@@ -293,9 +293,9 @@ class History:
         order = self._running.get(progress.order)
         if order is not None:
             order.chunks.extend(progress)
-            order.seconds = max(order.seconds, *progress.seconds)
+            order.seconds = max(order.seconds, max(progress.seconds))
             order.tokens = progress.tokens[-1]
-        self.last_s = max(self.last_s, *progress.time_s)
+        self.last_s = max(self.last_s, max(progress.time_s))
 
     def _on_stage_ended(self, time_s: float, event: StageFinished | StagePaused) -> None:
         order = self._running.pop(event.order, None)

@@ -73,7 +73,11 @@ class _Pieces:
         self._order = order
         self._lane = lane
         self._whose = (order.pipeline, order.step, order.stage, order.id, order.device_fraction)
-        self._standstills = [one for one in standstills if one.end_s > order.start_s and one.start_s < order.end_s]
+        self._standstills = (
+            [one for one in standstills if one.end_s > order.start_s and one.start_s < order.end_s]
+            if standstills
+            else ()
+        )
         self._done: list[Interval] = []
         self._wait: Cause | None = None
         self._compute = Cause.COMPUTE
@@ -110,7 +114,8 @@ class _Pieces:
         elif compute_s < 0.0:
             compute_s = 0.0
         if wait is not self._wait or compute is not self._compute or wait is Cause.TOOL_WAIT:
-            self._flush()
+            if self._wait is not None:
+                self._flush()
             self._wait, self._compute, self._start_s = wait, compute, start_s
         if switch_s:
             switch_s = min(switch_s, window_s - compute_s)

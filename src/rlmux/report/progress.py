@@ -71,6 +71,10 @@ class OrderProgress(NamedTuple):
         return OrderProgress(self.order, *columns) if first < len(self.seqs) else None
 
 
+_KINDS = "dqqqqd"
+"""Types of `array` for the fields of a report."""
+
+
 class Reports(Sequence[Report]):
     """One order's progress reports, oldest first."""
 
@@ -89,7 +93,10 @@ class Reports(Sequence[Report]):
         seconds.append(event.seconds)
 
     def extend(self, progress: OrderProgress) -> None:
-        for column, values in zip(self._writable(), progress[2:], strict=True):
+        if self._columns is None:
+            self._columns = tuple(map(array, _KINDS, progress[2:]))
+            return
+        for column, values in zip(self._columns, progress[2:], strict=True):
             column.extend(values)
 
     def drawn(self) -> Iterator[Report]:
@@ -142,5 +149,5 @@ class Reports(Sequence[Report]):
 
     def _writable(self) -> tuple[array[Any], ...]:
         if self._columns is None:
-            self._columns = tuple(array(kind) for kind in "dqqqqd")
+            self._columns = tuple(map(array, _KINDS))
         return self._columns

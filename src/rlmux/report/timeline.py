@@ -137,7 +137,8 @@ def note_peak(peaks: dict[PipelineId, int], order: OrderRecord) -> None:
     """Raise the most sequences that its pipeline ever had active on a device."""
     if order.stage is Stage.GENERATE:
         active = max(order.chunks.column("num_active"), default=0)
-        peaks[order.pipeline] = max(peaks.get(order.pipeline, 0), active)
+        if active >= peaks.get(order.pipeline, 0):
+            peaks[order.pipeline] = active
 
 
 def lay_out_orders(
@@ -151,7 +152,7 @@ def lay_out_orders(
     held: list[Interval] = []
     for order in orders:
         lane = take_lane(lanes, order, end_s)
-        its_standstills = [one for one in standstills if one.pipeline == order.pipeline]
+        its_standstills = [one for one in standstills if one.pipeline == order.pipeline] if standstills else ()
         held += lay_out_order(order, peaks.get(order.pipeline, 0), end_s, its_standstills, lane=lane)
     return held
 
