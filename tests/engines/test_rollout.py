@@ -271,14 +271,14 @@ def test_one_answer_of_each_prompt_first_ends_sooner_and_changes_no_answer(new_e
     short, long = new_requests(5, stop_tokens=(), max_new_tokens=3), new_requests(6, stop_tokens=(), max_new_tokens=36)
     requests = [*short, *long[-2:]]
     steps, answers = {}, {}
-    for order in ("given", "siblings"):
+    for order in ("given", "longest"):
         engine = new_engine(num_slots=2, order=order)
         engine.submit(requests)
         report = engine.run_chunk(max_decode_steps=1000, max_seconds=60.0)
         steps[order] = report.decode_steps
         answers[order] = sorted(report.finished, key=lambda turn: turn.id)
-    assert answers["siblings"] == answers["given"]
-    assert steps["siblings"] < steps["given"]
+    assert answers["longest"] == answers["given"]
+    assert steps["longest"] < steps["given"]
 
 
 def test_a_chunk_keeps_its_step_limit_and_makes_a_step_however_little_time_it_has(

@@ -95,7 +95,7 @@ def test_no_schedule_changes_a_trajectory(
     requests = new_requests(9, stop_tokens=(5, 6, 7))
 
     calm = TwoEngines([new_engine(is_single_turn=False) for _ in range(2)], requests)
-    ways = ((1, "siblings"), (5, "given"))
+    ways = ((1, "longest"), (5, "given"))
     engines = [new_engine(is_single_turn=False, steps_at_once=steps, order=order) for steps, order in ways]
     disturbed = TwoEngines(engines, requests)
     assert disturbed.play(schedule) == calm.play([])

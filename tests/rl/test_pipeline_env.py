@@ -122,6 +122,20 @@ def test_a_step_under_way_begins_again_without_forgetting(make_config: MakeConfi
     assert env.unfinished_requests(1) == requests[2:]
 
 
+@pytest.mark.parametrize("order", ["given", "longest"])
+def test_a_prompt_that_comes_again_is_expected_to_be_answered_as_before(make_config, finish, order):
+    config = make_config(params={"digits": 1}, algorithm={"prompts_per_step": 10}, rollout={"order": order})
+    env = PipelineEnv(config)
+    first = env.begin_step(1)
+    assert {request.expected_tokens for request in first} == {0}
+    env.on_turns(answers(config, finish, first))
+    env.finish_step(1)
+    seen = {request.prompt_tokens for request in first}
+    again = [request for request in env.begin_step(2) if request.prompt_tokens in seen]
+    assert again
+    assert {request.expected_tokens for request in again} == {2 if order == "longest" else 0}, "a digit and the end"
+
+
 def test_a_prompt_that_does_not_fit_is_named(make_config: MakeConfig) -> None:
     env = PipelineEnv(make_config(rollout={"max_prompt_tokens": 7}))
     with pytest.raises(PipelineError, match=r"prompt 0 of task 'sort' has 8 tokens.*max_prompt_tokens 7"):
@@ -131,8 +145,8 @@ def test_a_prompt_that_does_not_fit_is_named(make_config: MakeConfig) -> None:
 def test_an_unknown_algorithm_names_the_nearest(make_config: MakeConfig) -> None:
     with pytest.raises(UserError, match="did you mean 'grpo'"):
         PipelineEnv(make_config(algorithm={"name": "gpro"}))
-    with pytest.raises(UserError, match="group_size: 1; accepted: 2 or more"):
-        PipelineEnv(make_config(algorithm={"group_size": 1}))
+    with pytest.raises(UserError, match="group_size: 0; accepted: 1 or more"):
+        PipelineEnv(make_config(algorithm={"group_size": 0}))
 
 
 def test_metrics_say_what_the_step_was_like(make_config: MakeConfig, finish: Finish) -> None:

@@ -143,3 +143,16 @@ def test_asynchronous_shards_on_both_devices_beside_another_pipeline_give_the_sa
     assert len(devices) == 2
     assert alone.status == {"async": "finished", "tool": "finished"}
     assert shared.sha256 == alone.sha256
+
+
+def test_the_longest_answers_first_on_two_devices_give_the_weights_of_any_order(real, tmp_path):
+    """Prompts of one digit come again: from the second step on lengths are known, and prompts are dealt out by them."""
+    sha256 = {}
+    for order, num_nodes in (("given", 1), ("longest", 2)):
+        fields = {"params": {"digits": 1}}
+        one = real.submission("one", num_steps=3, num_rollout_nodes=num_nodes, task_fields=fields)
+        rollout = real.replace(one.config.rollout, order=order, num_slots=4, num_workers=num_nodes)
+        one = real.replace(one, config=real.replace(one.config, rollout=rollout))
+        run = real.run(tmp_path / order, [one], policy="solo", on=real.cluster(rollout=num_nodes))
+        sha256[order] = run.sha256["one"]
+    assert sha256["longest"] == sha256["given"] is not None

@@ -1,9 +1,10 @@
 """Which waiting trajectory gets the next free slot of a rollout engine.
 
     given      as submitted
-    siblings   one trajectory of each prompt first, then those whose prompt had the longest answer so far; a prompt
-               without an answer counts as the longest (Seer, arXiv 2511.14617: answers of one prompt are alike in
-               length, and what is long should not begin last)
+    longest    the longest expected answer first: what is long should not begin last. What is expected comes with the
+               request, from the last time that its prompt was asked (as RhymeRL does). Of a prompt of which nothing is
+               known one trajectory is sampled before all others; the rest follow by its longest answer so far, first
+               where it has none yet (Seer, arXiv 2511.14617: answers of one prompt are alike in length)
 
 In both, what has begun comes before what has not, where it had to give up a slot or waited for its environment.
 No order changes a trajectory; it changes when the last one ends.
@@ -19,7 +20,7 @@ from typing import Generic, Literal, TypeVar
 from rlmux.engines.recorded import RecordedTrajectory
 from rlmux.rl.types import TrajectoryId
 
-Order = Literal["given", "siblings"]
+Order = Literal["given", "longest"]
 Waiting = TypeVar("Waiting", bound=RecordedTrajectory)
 _Group = tuple[str, int, int]
 """Adapter, step and prompt of the trajectories that answer one prompt."""
@@ -34,7 +35,7 @@ class WaitingQueue(Generic[Waiting]):
         """Next first, where `_is_sorted`."""
         self._is_sorted = True
         self._begun: dict[_Group, int] = {}
-        """Prompts one of whose trajectories got a slot: tokens of their longest answer, 0 before the first."""
+        """Prompts one of whose trajectories got a slot: tokens of the longest answer or as expected; 0: unknown."""
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -75,8 +76,8 @@ class WaitingQueue(Generic[Waiting]):
         """The next one, which gets a slot. Raises IndexError where none waits."""
         self._sort()
         live = self._waiting.pop(0)
-        if self._order == "siblings":
-            self._begun.setdefault(_group_of(live.request.id), 0)
+        if self._order == "longest":
+            self._begun.setdefault(_group_of(live.request.id), live.request.expected_tokens)
         return live
 
     def note_end(self, id: TrajectoryId, num_tokens: int) -> None:
@@ -87,7 +88,7 @@ class WaitingQueue(Generic[Waiting]):
             self._is_sorted = False
 
     def _sort(self) -> None:
-        if not self._is_sorted and self._order == "siblings":
+        if not self._is_sorted and self._order == "longest":
             groups = {_group_of(live.request.id) for live in self._waiting}  # membership tests only
             self._begun = {group: longest for group, longest in self._begun.items() if group in groups}
             ranks = _ranks(self._waiting, self._begun)
@@ -96,15 +97,15 @@ class WaitingQueue(Generic[Waiting]):
 
 
 def _ranks(waiting: Iterable[RecordedTrajectory], begun: dict[_Group, int]) -> list[tuple[int, float]]:
-    """What to sort by: begun, then the first of a prompt that none has a slot of, then by the longest answer."""
+    """What to sort by: begun, then the first of a prompt of which nothing is known, then the longest expected."""
     ranks: list[tuple[int, float]] = []
     probed: set[_Group] = set()
     for live in waiting:
         group = _group_of(live.request.id)
         if live.has_begun:
             ranks.append((0, 0.0))
-        elif group in begun or group in probed:
-            ranks.append((2, -(begun.get(group, 0) or math.inf)))
+        elif live.request.expected_tokens or group in begun or group in probed:
+            ranks.append((2, -(begun.get(group, live.request.expected_tokens) or math.inf)))
         else:
             probed.add(group)
             ranks.append((1, 0.0))

@@ -354,9 +354,10 @@ class RolloutConfig(FromFile):
     """Sampling temperature."""
     num_slots: Annotated[int, Ge(1), Le(4096)] = 64
     """Sequences decoded at once by each worker. Results change with it in the last bits."""
-    order: Literal["given", "siblings"] = "given"
-    """Which waiting trajectory gets a slot that becomes free: the next one (`given`), or one of each prompt first and
-    then those whose prompt had the longest answer so far (`siblings`, as Seer does). Never changes the results."""
+    order: Literal["given", "longest"] = "given"
+    """Which waiting trajectory gets a slot that becomes free: the next one (`given`), or the one whose answer is
+    expected to be longest (`longest`), by the answers that its prompt had in this step and when it was last asked.
+    Devices get prompts by that, too. Never changes the results."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """What an engine of others samples in; our own engine in float32 only."""
     engine: Annotated[EngineConfig, Takes("an engine's name, or a mapping")] = field(default_factory=EngineConfig)

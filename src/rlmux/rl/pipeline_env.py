@@ -26,6 +26,7 @@ from rlmux.rl.algorithms import ALGORITHMS
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.conversations import Conversations
 from rlmux.rl.episode import Episode
+from rlmux.rl.learned_lengths import LearnedLengths
 from rlmux.rl.rewards import Response, Reward
 from rlmux.rl.tasks import Task, make_task
 from rlmux.rl.types import (
@@ -63,6 +64,7 @@ class PipelineEnv:
         self._batch_by_step: dict[int, TrainingBatch] = {}
         """Batches of the last finished steps."""
         self._last_finished_step = 0
+        self._lengths = LearnedLengths() if config.rollout.order == "longest" else None
         self._conversations = Conversations(self._task, self._vocabulary, self._limit_s, on_answer)
         self._unanswered: dict[TrajectoryId, FinishedTurn] = {}
         """Turns that `on_turns` was given and has not answered yet."""
@@ -160,6 +162,8 @@ class PipelineEnv:
             advantages=tuple(advantages),
             logged=self._reward.take_logged(step),
         )
+        if self._lengths is not None:
+            self._lengths.learn(_answer_lengths(self._begun(step).values()))
         self._conversations.drop_step(step)
         del self._episodes_by_step[step]
         self._batch_by_step[step] = batch
@@ -190,6 +194,7 @@ class PipelineEnv:
                         max_new_tokens=rollout.max_new_tokens,
                         stop_tokens=self._stop_tokens,
                         seed=self._config.seed,
+                        expected_tokens=0 if self._lengths is None else self._lengths.expected(tokens),
                     ),
                 )
 
@@ -248,6 +253,14 @@ class PipelineEnv:
     @property
     def _limit_s(self) -> float:
         return self._config.task.reward_timeout_s
+
+
+def _answer_lengths(episodes: Iterable[Episode]) -> dict[tuple[int, ...], list[int]]:
+    """Response tokens of all answers of each prompt."""
+    lengths: dict[tuple[int, ...], list[int]] = {}
+    for episode in episodes:
+        lengths.setdefault(episode.request.prompt_tokens, []).append(len(episode.last_turn.tokens))
+    return lengths
 
 
 def _algorithm_of(config: TrainingConfig) -> Any:

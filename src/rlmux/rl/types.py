@@ -65,6 +65,8 @@ class TrajectoryRequest:
     """Temperature of the distribution sampled from, above 0; None: the engine's."""
     stop_texts: tuple[str, ...] = ()
     """Texts that end the turn as soon as the decoded response contains one; the token that completes it is kept."""
+    expected_tokens: int = 0
+    """Response tokens that are expected of it; 0: not known. Decides when it is sampled, never what."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

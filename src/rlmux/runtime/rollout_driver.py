@@ -22,6 +22,7 @@ from rlmux.core.fillers import CHUNK_S
 from rlmux.core.model import DeviceId, Phase, PipelineId, Stage
 from rlmux.rl.types import ChunkReport, FinishedTurn, PartialTrajectory, TrajectoryId, TrajectoryRequest, TurnReply
 from rlmux.runtime.call_loop import Answer, CallLoop, Task, Work
+from rlmux.runtime.dealing import deal_out
 from rlmux.runtime.orders import RunningOrder, RunningOrders
 from rlmux.runtime.outbox import Outbox
 from rlmux.runtime.pipeline_workers import PipelineWorkers
@@ -191,11 +192,12 @@ class RolloutDriver:
             self._outbox.add(ReplyArrived(time_s=self._outbox.now_s(), pipeline=self._pipeline, device=device))
 
     def _split_requests(self, step: int) -> None:
-        """Deal whole prompt groups out to the devices; which one samples a trajectory does not change it."""
-        devices = list(self._workers.rollout)
-        self._shards = {device: RolloutShard(step) for device in devices}
-        for request in self._requests_by_step.pop(step):
-            self._shards[devices[request.id.prompt % len(devices)]].add(request)
+        """Deal the step's requests out to the devices."""
+        dealt = deal_out(self._requests_by_step.pop(step), list(self._workers.rollout))
+        self._shards = {device: RolloutShard(step) for device in dealt}
+        for device, requests in dealt.items():
+            for request in requests:
+                self._shards[device].add(request)
 
     # ------------------------------------------------------------------ chunks
 

@@ -1,0 +1,35 @@
+"""How long the answers to a prompt were when it was last asked: what a rollout orders its prompts by.
+
+    TrajectoryRequest ◀── expected_tokens ── LearnedLengths ◀── lengths of a finished step
+
+A dataset that is gone through several times has its prompts come again, and their answers stay alike in length. A
+process that starts anew knows nothing: that costs time and changes no result.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+MAX_PROMPTS = 1 << 17
+"""Prompts that are remembered, the latest ones."""
+
+
+class LearnedLengths:
+    """Mean answer lengths by prompt, in tokens."""
+
+    def __init__(self) -> None:
+        self._tokens_by_prompt: dict[int, int] = {}
+        """Mean length by the hash of the prompt's tokens, which is the same in every process."""
+
+    def expected(self, prompt_tokens: tuple[int, ...]) -> int:
+        """Mean length of the prompt's last answers; 0 for a prompt that was never asked."""
+        return self._tokens_by_prompt.get(hash(prompt_tokens), 0)
+
+    def learn(self, lengths: Mapping[tuple[int, ...], Sequence[int]]) -> None:
+        """Take in the lengths of all answers of each prompt."""
+        for prompt_tokens, of_answers in lengths.items():
+            key = hash(prompt_tokens)
+            self._tokens_by_prompt.pop(key, None)
+            self._tokens_by_prompt[key] = max(1, round(sum(of_answers) / len(of_answers)))
+        for key in list(self._tokens_by_prompt)[: max(0, len(self._tokens_by_prompt) - MAX_PROMPTS)]:
+            del self._tokens_by_prompt[key]
