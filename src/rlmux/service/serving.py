@@ -10,9 +10,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from importlib.util import find_spec
 from pathlib import Path
 
 from rlmux.config.serve import ServeSpec
+from rlmux.core.errors import UserError
 from rlmux.core.model import Cluster, Footprint, Pipeline, PipelineId
 from rlmux.rl.arriving import SampleRequest, TrainRequest
 from rlmux.rl.config import AdapterConfig, TrainingConfig
@@ -38,6 +40,9 @@ class Serving:
     """Everything that answers requests needs, for one folder."""
 
     def __init__(self, spec: ServeSpec, folder: Path) -> None:
+        """Raises UserError where adapters are to be trained and nothing here can."""
+        if spec.serve.parameters == "lora" and find_spec("peft") is None:
+            raise UserError("serve.parameters: lora needs peft; accepted: pip install 'rlmux[train]', or full")
         self.front = ForeignFront()
         self.vocabularies = {name: load_vocabulary(given.model) for name, given in spec.serve.models.items()}
         self.models = {name: _served(name, spec, each) for name, each in self.vocabularies.items()}

@@ -18,7 +18,7 @@ from rlmux.core.errors import UserError
 from rlmux.rl.adapter_base import base_bytes
 from rlmux.runtime.memory import with_machine_memory
 from rlmux.service import serving
-from rlmux.service.serving import with_bases
+from rlmux.service.serving import Serving, with_bases
 from rlmux.service.tinker.bodies import LoraConfig
 from rlmux.service.verification import verify_served
 
@@ -114,6 +114,12 @@ def test_the_base_that_all_share_is_taken_from_the_machines_memory_once(tmp_path
     whole = with_machine_memory(spec.cluster).pools["train"].host_memory_bytes
     base = base_bytes(spec.serve.models["rlmux/tiny"].model)
     assert whole - left == pytest.approx(base / 2), "two devices have equal parts"
+
+
+def test_a_server_of_adapters_without_peft_is_refused_before_anything_starts(tmp_path, monkeypatch):
+    monkeypatch.setattr(serving, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match="parameters: lora needs peft; accepted: pip install"):
+        Serving(parsed(LORA, tmp_path), tmp_path)
 
 
 def parsed(text: str, folder: Path) -> ServeSpec:
