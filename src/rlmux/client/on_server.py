@@ -160,6 +160,20 @@ class OnServer:
         told: dict[str, Any] = self._ask("POST", f"/lanes/{self._lane}/shares", json=body)
         return told
 
+    def audit(self, limit: int, user: str | None) -> list[dict[str, Any]]:
+        """Who asked the server for what, newest first."""
+        rows: list[dict[str, Any]] = []
+        cursor: str | None = "0"
+        while cursor is not None and len(rows) < limit:
+            params = {
+                "limit": min(500, limit - len(rows)),
+                "cursor": cursor,
+                **({} if user is None else {"user": user}),
+            }
+            page = self._ask("GET", "/audit", params=params)
+            rows, cursor = [*rows, *page["items"]], page["next"]
+        return rows
+
     def close(self) -> None:
         self._client.close()
 

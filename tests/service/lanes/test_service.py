@@ -19,7 +19,7 @@ from rlmux.config.service_file import load_service_file
 from rlmux.core.errors import UserError
 from rlmux.policies import POLICIES
 from rlmux.runtime.run_api import submitted_to
-from rlmux.service.dashboard import tokens
+from rlmux.service.dashboard import audit, tokens
 from rlmux.service.lanes.controllers import LaneController
 from rlmux.service.lanes.root import open_root
 
@@ -173,8 +173,8 @@ def test_a_token_without_admin_submits_and_changes_its_own_users_pipelines_alone
     assert (cancel("of-bob"), cancel("of-ann")) == (403, 200)
     assert "of-bob" in service.upcoming()
     assert "of-ann" not in service.upcoming()
-    rows = [json.loads(row) for row in (service.root / "audit.jsonl").read_text().splitlines()]
-    assert [row["status"] for row in rows if row["user"] == "ann" and row["path"].endswith("/cancel")] == [403, 200]
+    rows, _ = audit.read(service.root, user="ann")
+    assert [row["status"] for row in rows if row["path"].endswith("/cancel")] == [200, 403], "newest first"
     service.client.post("/pipelines/cpu/of-bob/cancel", json={})
 
 

@@ -9,7 +9,7 @@ import pytest
 
 pytestmark = pytest.mark.xdist_group("browser")
 AXE = Path(__file__).parents[3] / "node_modules" / "axe-core" / "axe.min.js"
-PLACES = ("Timeline", "Queue", "Shares", "Pipelines", "sort", "Steps", "compare", "Fleet")
+PLACES = ("Timeline", "Queue", "Shares", "Audit", "Pipelines", "sort", "Steps", "compare", "Fleet")
 RULES = {
     "light": {"type": "tag", "values": ["wcag2a", "wcag2aa"]},
     "dark": {"type": "rule", "values": ["color-contrast"]},

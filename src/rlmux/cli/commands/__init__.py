@@ -44,6 +44,7 @@ for _command in (
     sharing.token,
     people.user,
     people.project,
+    people.audit,
     serving.budget,
     runs.submit,
     runs.cancel,

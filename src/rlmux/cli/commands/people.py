@@ -1,8 +1,9 @@
-"""The commands on who may do what on a server: user, project."""
+"""The commands on who may do what on a server, and who did: user, project, audit."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -102,6 +103,47 @@ def project(
     else:
         people.remove_project(folder, name)
         typer.echo(f"{name}: has no members from now on")
+
+
+def audit(
+    place: Annotated[str, typer.Argument(metavar="DIR|URL", help="Folder of a service or a run; or http://HOST:PORT.")],
+    limit: Annotated[int, typer.Option("--limit", min=1, max=100_000, help="Newest requests that are shown.")] = 100,
+    user: Annotated[str | None, typer.Option("--user", help="Those of this user alone.")] = None,
+    json: Json = False,
+) -> None:
+    """Show who asked a server for what, newest first: each request that may have an effect, and each that was refused.
+
+    \b
+    Example: rlmux audit runs/service-lanes --user ann
+    """
+    rows = _asked(place, limit, user)
+    shown = [
+        {
+            "at": row["at"],
+            "user": row["user"] or "-",
+            "token": row["token"] or "-",
+            "address": row["address"],
+            "asked": f"{row['method']} {row['path']}",
+            "answer": "-" if row["status"] is None else str(row["status"]),
+        }
+        for row in rows
+    ]
+    _show(shown, {"items": rows}, as_json=json)
+
+
+def _asked(place: str, limit: int, user: str | None) -> list[dict[str, Any]]:
+    from rlmux.client.target import is_url
+
+    if is_url(place):
+        from rlmux.client.on_server import OnServer
+
+        with closing(OnServer(place, lambda text: None)) as server:
+            return server.audit(limit, user)
+    from rlmux.service.dashboard import audit as kept
+
+    if not Path(place).is_dir():
+        raise UserError(f"{place}: no such folder; accepted: that of a server, or its URL")
+    return kept.read(Path(place), limit=limit, user=user)[0]
 
 
 def _people(folder: Path) -> People:

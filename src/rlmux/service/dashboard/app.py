@@ -20,6 +20,7 @@ from rlmux.report.log import SCHEMA_VERSION
 from rlmux.service.dashboard import pages
 from rlmux.service.dashboard.access import LONGEST_SESSION_S, TOKEN_NAME, Access, Limits, Who, token_of
 from rlmux.service.dashboard.audit import Audit
+from rlmux.service.dashboard.audit_reads import AuditReads
 from rlmux.service.dashboard.control import Control
 from rlmux.service.dashboard.cost import CostReads
 from rlmux.service.dashboard.door import Address, Asked, Door, Told, cookie_name, get, line, one_of, whole, words
@@ -85,7 +86,8 @@ class Dashboard:
         scrape = Scrape(reads)
         self._control = Control(reads)
         read = table(reads, Streams(reads, watch, self.access), self._sessions, scrape)
-        others = (TimelineReads(reads), CostReads(reads), SampleReads(reads), Questions(reads), self._control)
+        kept = AuditReads(token_folder)
+        others = (kept, TimelineReads(reads), CostReads(reads), SampleReads(reads), Questions(reads), self._control)
         self.addresses = (*read, *(address for other in others for address in other.addresses()), *more)
         door = Door(self.access, server.port, scrape.observe, reads, Audit(token_folder))
         server.mount("", door.router(self.addresses))
@@ -138,7 +140,8 @@ class _Sessions:
             )
         who = self._access.of_session(cookie)
         assert who is not None
-        return Told(value=_shown(who), headers={"Set-Cookie": self._set_cookie(asked, cookie, int(LONGEST_SESSION_S))})
+        headers = {"Set-Cookie": self._set_cookie(asked, cookie, int(LONGEST_SESSION_S))}
+        return Told(value=_shown(who), headers=headers, user=who.user)
 
     async def logout(self, asked: Asked) -> Any:
         self._access.logout(asked.cookie)

@@ -6,6 +6,7 @@ Door ── method other than GET and HEAD? by token, or by a page of this serve
      ── who asks? token or session ── else 401, 403        ── how often? ── else 429
      ── every query parameter known and of its type? ── else 400
      ── may the pipeline that it names be seen? ── else 404
+     ── may have an effect? a line in the audit first ── else 507
      ── answer: in a thread, as what it does may read a file ── 304 where the caller has it already
 """
 
@@ -85,6 +86,8 @@ class Told:
     media_type: str = "application/json"
     is_final: bool = False
     """Whether the same address never has another answer."""
+    user: str = ""
+    """User who is known by the request alone: that of a login."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -139,16 +142,18 @@ class Door:
     def _answering(self, address: Address) -> Callable[[Request], Any]:
         async def answer(request: Request) -> Response:
             begun_s = time.monotonic()
-            told = await respond(request)
-            told = await run_in_threadpool(self._noted, request, told)
+            line, user, told = await respond(request)
+            told = await run_in_threadpool(self._ended, request, line, user, told)
             self._observe(address.path, told.status_code, time.monotonic() - begun_s)
             return told
 
-        async def respond(request: Request) -> Response:
-            asked = None
+        async def respond(request: Request) -> tuple[str | None, str, Response]:
+            """(the request's line in the audit, or None; the user who logs in by it; what is answered)."""
+            asked = line = None
             try:
                 asked = await self._let_in(address, request)
                 await run_in_threadpool(self._shown.check_seen, asked, address.scope)
+                line = await run_in_threadpool(self._begin, request)
                 told = (
                     await address.answer(asked) if address.is_async else await run_in_threadpool(address.answer, asked)
                 )
@@ -157,14 +162,16 @@ class Door:
                 if asked is not None and problem.status != 404:  # that says the caller's own word, and nothing else
                     problem.detail = await run_in_threadpool(self._shown.mask, asked, problem.detail)
                     problem.accepted = await run_in_threadpool(self._shown.mask, asked, problem.accepted)
-                return problem.response(request.url.path)
+                return line, "", problem.response(request.url.path)
             except (LogError, sqlite3.Error) as error:
-                return ProblemError(503, str(error)).response(request.url.path)
-            return told if isinstance(told, Response) else _response(told, request)
+                return line, "", ProblemError(503, str(error)).response(request.url.path)
+            if isinstance(told, Response):
+                return line, "", told
+            return line, told.user, _response(told, request)
 
         return answer
 
-    def _masked(self, asked: Asked, told: Any) -> Any:
+    def _masked(self, asked: Asked, told: Any) -> Told | Response:
         if isinstance(told, Response):
             return told
         answer = told if isinstance(told, Told) else Told(value=told)
@@ -172,23 +179,39 @@ class Door:
             answer if isinstance(answer.value, bytes) else replace(answer, value=self._shown.mask(asked, answer.value))
         )
 
-    def _noted(self, request: Request, told: Response) -> Response:
-        """The answer, once a request that may have an effect is in the audit; 507 where it cannot be written there."""
+    def _begin(self, request: Request) -> str | None:
+        """Write down a request that may have an effect; returns its line. Raises ProblemError where that cannot be."""
         if self._audit is None or request.method in _SAFE:
-            return told
-        who, _, _ = self._who(request)
+            return None
         try:
-            self._audit.add(
-                user=who.user if who else "",
-                token=who.token if who else "",
-                address=request.client.host if request.client else "",
-                method=request.method,
-                path=request.url.path,
-                status=told.status_code,
-            )
+            return self._audit.begin(**self._caller(request))
         except OSError as error:
-            return ProblemError(507, f"the audit cannot be written: {error.strerror}").response(request.url.path)
+            raise _unwritten(error) from None
+
+    def _ended(self, request: Request, line: str | None, user: str, told: Response) -> Response:
+        """The answer, once what came of the request is written down, or that it was refused."""
+        if self._audit is None:
+            return told
+        if line is not None:
+            self._audit.end(line, told.status_code, user=user)
+        elif request.method not in _SAFE:
+            try:
+                self._audit.refused(told.status_code, **self._caller(request))
+            except OSError as error:
+                return _unwritten(error).response(request.url.path)
+        elif told.status_code in (401, 403):
+            self._audit.refused_read(told.status_code, **self._caller(request))
         return told
+
+    def _caller(self, request: Request) -> dict[str, str]:
+        who, _, _ = self._who(request)
+        return {
+            "user": who.user if who else "",
+            "token": who.token if who else "",
+            "address": request.client.host if request.client else "",
+            "method": request.method,
+            "path": request.url.path,
+        }
 
     async def _let_in(self, address: Address, request: Request) -> Asked:
         caller = request.client.host if request.client else ""
@@ -240,6 +263,10 @@ def cookie_name(port: int, *, is_https: bool) -> str:
     Over TLS it has the prefix with which a browser takes it from no other name, and only if it is `Secure`.
     """
     return f"{'__Host-' if is_https else ''}rlmux_{port}"
+
+
+def _unwritten(error: OSError) -> ProblemError:
+    return ProblemError(507, f"the audit cannot be written: {error.strerror}", accepted="a disk with room")
 
 
 def _check_origin(request: Request, media_type: str, *, is_bearer: bool) -> None:
@@ -315,8 +342,7 @@ def _depth(value: Any) -> int:
     return depth
 
 
-def _response(told: Any, request: Request) -> Response:
-    answer = told if isinstance(told, Told) else Told(value=told)
+def _response(answer: Told, request: Request) -> Response:
     if answer.status == 204:
         return Response(status_code=204, headers=dict(answer.headers))
     data = answer.value if isinstance(answer.value, bytes) else dumps(answer.value).encode()

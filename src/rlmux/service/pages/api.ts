@@ -4,6 +4,7 @@
 import { useEffect, useRef, useState } from "preact/hooks";
 import { listen } from "./live";
 import { go } from "./place";
+import type { Page } from "./shapes";
 
 const BASE = "/api/v1";
 
@@ -93,4 +94,16 @@ export function useData<T>(path: string | null, keys: readonly string[] = [], re
 
 function isAbout(key: string, wanted: string[]): boolean {
   return key === "reset" || wanted.some((each) => each === key || (each.endsWith("*") && key.startsWith(each.slice(0, -1))));
+}
+
+/** The pages of a list after its first one, which are asked for one by one. */
+export function useFurther<T>(path: string, first: Page<T> | null, filters: string) {
+  const [further, setFurther] = useState<Page<T> | null>(null);
+  useEffect(() => setFurther(null), [path, filters]);
+  const next = (further ?? first)?.next ?? null;
+  const more = async () => {
+    const page = await get<Page<T>>(`${path}?${filters}&cursor=${encodeURIComponent(next ?? "")}`);
+    setFurther({ items: [...(further?.items ?? []), ...page.items], next: page.next });
+  };
+  return { rows: [...(first?.items ?? []), ...(further?.items ?? [])], more: next === null ? null : more };
 }

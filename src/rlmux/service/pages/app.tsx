@@ -1,9 +1,10 @@
 // The dashboard: which page an address shows. Everything that a page says is an answer of /api/v1.
 //
 //   place.ts  the URL is the state       api.ts   requests        live.ts   what changed
-//   frame.tsx what is around a page      fleet, pipelines, pipeline, queue, shares, timeline, login: one file each
+//   frame.tsx what is around a page      fleet, pipelines, pipeline, queue, shares, audit, timeline, login: one file each
 import { render } from "preact";
 import { useEffect } from "preact/hooks";
+import { AuditPage } from "./audit";
 import { Compare } from "./compare";
 import { Fleet } from "./fleet";
 import { Frame, setTheme } from "./frame";
@@ -38,6 +39,7 @@ function Shown({ path }: { path: string }) {
   if (page === "pipelines") return lane && name ? <Pipeline key={path} lane={lane} name={name} /> : <Pipelines />;
   if (page === "queue") return <QueuePage />;
   if (page === "shares") return <SharesPage />;
+  if (page === "audit") return <AuditPage />;
   if (page === "compare") return <Compare />;
   if (page === "whatif") return <WhatIf />;
   if (page === "fleet" || page === "") return <Fleet />;

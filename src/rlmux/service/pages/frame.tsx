@@ -6,7 +6,7 @@ import { allKeys, useKeys } from "./keys";
 import { ShownLane, chosenLane, of } from "./lane";
 import { follow, usePulse } from "./live";
 import { address, go, laneOf, usePlace } from "./place";
-import type { Lane, Page, Timeline } from "./shapes";
+import type { Lane, Page, Timeline, Who } from "./shapes";
 import { ago, count } from "./words";
 
 /** Rows behind the log from which on a page says so; a live one is always a few behind. */
@@ -21,6 +21,7 @@ const PLACES = [
   ["/compare", "Compare", "c"],
   ["/whatif", "What if", "w"],
 ] as const;
+const OF_ADMINS = [["/audit", "Audit", "a"]] as const;
 
 export function Frame({ children }: { children: ComponentChildren }) {
   const place = usePlace();
@@ -28,12 +29,14 @@ export function Frame({ children }: { children: ComponentChildren }) {
   const lanes = useData<Page<Lane>>("/lanes", ["lane:*"]);
   const lane = chosenLane(lanes.value?.items ?? [], laneOf(place));
   const timeline = useData<Timeline>(lane && `/timeline/${of(lane.name)}`, lane ? [`timeline:${lane.name}`] : []);
+  const who = useData<Who>("/whoami");
+  const places = who.value?.scopes.includes("admin") ? [...PLACES, ...OF_ADMINS] : PLACES;
   const help = useRef<HTMLDialogElement>(null);
   useEffect(() => {
     if (lane) follow(lane.name);
   }, [lane?.name]);
   useKeys([
-    ...PLACES.map(([to, name, key]) => ({ keys: `g ${key}`, does: name, run: () => go(address(to)) })),
+    ...places.map(([to, name, key]) => ({ keys: `g ${key}`, does: name, run: () => go(address(to)) })),
     { keys: "/", does: "search", run: () => document.querySelector<HTMLInputElement>("[data-search]")?.focus() },
     { keys: "?", does: "this help", run: () => help.current?.showModal() },
     { keys: "T", does: "light or dark", run: turnTheme },
@@ -45,7 +48,7 @@ export function Frame({ children }: { children: ComponentChildren }) {
         <div class="brand">
           <img src="/favicon.svg" alt="" /> rlmux
         </div>
-        {PLACES.map(([to, name]) => (
+        {places.map(([to, name]) => (
           <a href={address(to)} {...(path === to || path.startsWith(`${to}/`) ? { "aria-current": "page" as const } : {})}>
             {name}
           </a>

@@ -7,12 +7,25 @@ import { percent, seconds } from "./words";
 
 export function PipelineName({ name }: { name: string }) {
   const { lane, pipelines } = useShown();
+  if (isAnother(name)) {
+    return (
+      <span class="name">
+        <Dot name={name} pipelines={pipelines} />
+        {name}
+      </span>
+    );
+  }
   return (
     <a class="name" href={address(`/pipelines/${of(lane.name, name)}`)}>
       <Dot name={name} pipelines={pipelines} />
       {name}
     </a>
   );
+}
+
+/** Whether this is what the service calls pipelines that the reader is not shown: no pipeline has a name with a blank. */
+export function isAnother(name: string): boolean {
+  return /^another pipeline( \d+)?$/.test(name);
 }
 
 export function Dot({ name, pipelines }: { name: string; pipelines: readonly string[] }) {

@@ -1,6 +1,6 @@
 // Pipelines: list and queue in one. Sorting and filtering are the server's, in pages of 100; the state is in the URL.
-import { useEffect, useState } from "preact/hooks";
-import { get, useData } from "./api";
+import { useState } from "preact/hooks";
+import { useData, useFurther } from "./api";
 import { Trouble } from "./frame";
 import { useKeys } from "./keys";
 import { colourOf, of, useShown } from "./lane";
@@ -28,7 +28,7 @@ export function Pipelines() {
   const [status, name, sort] = [query.get("status") ?? "", query.get("name") ?? "", query.get("sort") ?? ""];
   const filters = new URLSearchParams({ lane: lane.name, limit: "100", ...(status && { status }), ...(name && { name }), ...(sort && { sort }) });
   const first = useData<Page<Row>>(`/pipelines?${filters}`, [`pipeline:${lane.name}`]);
-  const { rows, more } = useFurther(first.value, filters.toString());
+  const { rows, more } = useFurther<Row>("/pipelines", first.value, filters.toString());
   const [chosen, setChosen] = useState(-1);
   const open = (row: Row | undefined) => row && go(address(`/pipelines/${of(row.lane, row.name)}`));
   useKeys([
@@ -76,18 +76,6 @@ export function Pipelines() {
       {more && <button onClick={more}>More</button>}
     </>
   );
-}
-
-/** The pages after the first, which are asked for one by one. */
-function useFurther(first: Page<Row> | null, filters: string) {
-  const [further, setFurther] = useState<Page<Row> | null>(null);
-  useEffect(() => setFurther(null), [filters]);
-  const next = (further ?? first)?.next ?? null;
-  const more = async () => {
-    const page = await get<Page<Row>>(`/pipelines?${filters}&cursor=${encodeURIComponent(next ?? "")}`);
-    setFurther({ items: [...(further?.items ?? []), ...page.items], next: page.next });
-  };
-  return { rows: [...(first?.items ?? []), ...(further?.items ?? [])], more: next === null ? null : more };
 }
 
 function sortOf(key: string, sort: string): "ascending" | "descending" | "none" {

@@ -3,6 +3,25 @@
 export type Kind = "busy" | "switch" | "bubble" | "idle";
 export const KINDS: readonly Kind[] = ["busy", "switch", "bubble", "idle"];
 
+/** Who asks. */
+export interface Who {
+  user: string;
+  scopes: string[];
+  role: string;
+}
+
+/** One request of the audit. */
+export interface Request {
+  at: string;
+  user: string;
+  token: string;
+  address: string;
+  method: string;
+  path: string;
+  status: number | null;
+  left_out: number;
+}
+
 export interface Page<T> {
   items: T[];
   next: string | null;
