@@ -51,8 +51,8 @@ from rlmux.core.model import (
     Placement,
     Stage,
 )
-from rlmux.core.placement import PlacementView
 from rlmux.core.placement_choice import PlacementChoice, Relocation
+from rlmux.core.placement_view import PlacementView
 from rlmux.core.scheduler import Scheduler
 from rlmux.policies.baselines import Solo
 

@@ -9,8 +9,8 @@ import psutil
 from rlmux.core.actions import Release, Relocate
 from rlmux.core.events import PipelineRestarted
 from rlmux.core.model import AdmissionKind, NodeId, Pipeline, PipelineId
-from rlmux.core.placement import PlacementView
 from rlmux.core.placement_choice import PlacementChoice, Relocation
+from rlmux.core.placement_view import PlacementView
 from rlmux.core.views import GroupView, RunWork
 from rlmux.policies.planning.dispatching import start_oldest_first
 

@@ -13,7 +13,8 @@ from rlmux.papers.rollmux import PAPER_ACCOUNTING
 from rlmux.policies import POLICIES, make_policy
 from rlmux.policies.baselines import Solo
 from rlmux.policies.rollmux import RollMux
-from rlmux.sim.simulator import NodeFailure, simulate
+from rlmux.sim.node_changes import NodeFailure
+from rlmux.sim.simulator import simulate
 from rlmux.sim.workloads import catalog
 from rlmux.sim.workloads.arrivals import Arrival, Workload, h20_h800_cluster
 from rlmux.sim.world import Drifting, Sampled, SwitchSeconds, TrueSeconds

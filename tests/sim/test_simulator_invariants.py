@@ -8,7 +8,8 @@ from hypothesis import strategies as st
 
 from rlmux.core.model import Footprint, NodeId, PhaseSeconds, Pipeline, PipelineId, Stage
 from rlmux.policies import POLICIES, make_policy
-from rlmux.sim.simulator import NodeFailure, simulate
+from rlmux.sim.node_changes import NodeFailure
+from rlmux.sim.simulator import simulate
 from rlmux.sim.workloads.arrivals import Arrival, Workload, h20_h800_cluster
 from rlmux.sim.world import Sampled, SwitchSeconds, TrueSeconds
 

@@ -150,6 +150,7 @@ def show_simulation(result: Row, *, as_json: bool) -> None:
     if any(len(figures["peak_gpus"]) > 1 for figures in result["policies"].values()):
         print("peak GPUs and busy: rollout/train")
     _show_fillers(result)
+    _show_spot(result)
     _show_parts(result)
     _show_notes(result)
     for picture in result.get("pictures", ()):
@@ -171,6 +172,28 @@ def _show_fillers(result: Row) -> None:
                 "$": figures["fillers"]["usd"],
             }
             for policy, figures in result["policies"].items()
+        ]
+    )
+
+
+def _show_spot(result: Row) -> None:
+    """What came of nodes with a price over time and of those that were taken back, where there were any."""
+    spots = {policy: figures["spot"] for policy, figures in result["policies"].items()}
+    if not any(one["num_notices"] or one["usd"] or one["list_usd"] for one in spots.values()):
+        return
+    print("\nspot nodes:")
+    print_rows(
+        [
+            {
+                "policy": policy,
+                "spot $": one["usd"],
+                "at list price": one["list_usd"],
+                "notices": one["num_notices"],
+                "moved in time": one["num_moved"],
+                "caught": one["num_caught"],
+                "lost s": one["lost_s"],
+            }
+            for policy, one in spots.items()
         ]
     )
 

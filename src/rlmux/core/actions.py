@@ -15,6 +15,7 @@ from rlmux.core.model import (
     AdmissionKind,
     DeviceId,
     MeasuredSeconds,
+    NodeId,
     OrderId,
     Phase,
     PipelineId,
@@ -104,6 +105,14 @@ class Remind:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ExpectLoss:
+    """Tell of the node's loss at this time, unless it is lost before: what is there then ends."""
+
+    node: NodeId
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Release:
     """The pipeline is over: end its processes; its nodes are free."""
 
@@ -175,6 +184,7 @@ Action = (
     | ExpectSteps
     | Park
     | Remind
+    | ExpectLoss
     | Release
     | RunStage
     | Pause

@@ -242,6 +242,16 @@ class NodeLost:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NoticeGiven:
+    """A node is about to go, as a cloud takes it back or a machine is to be mended."""
+
+    time_s: float
+    node: NodeId
+    gone_at_s: float
+    """Time at which it is gone, whatever is there then."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class NodeJoined:
     time_s: float
     node: NodeId
@@ -271,6 +281,7 @@ Event = (
     | WorkerLost
     | PipelineRestarted
     | NodeLost
+    | NoticeGiven
     | NodeJoined
 )
 

@@ -114,6 +114,13 @@ class Fillers:
                 else:
                     self.release(run)
 
+    def leave_node(self, node: NodeId) -> None:
+        """The node is about to go: fillers there end their processes, and go on elsewhere."""
+        for run in self._state.fillers.members.values():
+            if run.placement is not None and node in run.placement.nodes and run.status is PipelineStatus.RUNNING:
+                self._journal.act(Park(pipeline=run.pipeline.id))
+        self.lose_node(node)
+
     def regain_node(self, node: NodeId) -> None:
         self._lost.pop(node, None)
 

@@ -1,5 +1,7 @@
-"""Nodes that are lost and that join: what was there goes on elsewhere.
+"""Nodes that are about to go, that are lost and that join: what was there goes on elsewhere.
 
+    NoticeGiven ─▶ nothing is placed there; pipelines pinned there park at their next step boundary, with a checkpoint
+                   ─▶ placed elsewhere, or later      those whose step does not end in time are lost with the node
 NodeLost ─▶ pipelines pinned there wait, from their last published version ─▶ placed elsewhere, or later
 NodeJoined ─▶ waiting pipelines are tried again
 """
@@ -9,11 +11,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from rlmux.core.actions import Park
-from rlmux.core.events import NodeJoined, NodeLost
+from rlmux.core.actions import ExpectLoss, Park
+from rlmux.core.events import NodeJoined, NodeLost, NoticeGiven
 from rlmux.core.fillers import Fillers
 from rlmux.core.journal import Journal
-from rlmux.core.model import PipelineStatus
+from rlmux.core.model import NodeId, PipelineStatus
 from rlmux.core.orders import Orders
 from rlmux.core.parking import Parking
 from rlmux.core.placement import PlacementLedger
@@ -50,7 +52,24 @@ class NodeChanges:
         self._dispatch = dispatch
 
     def handlers(self) -> Mapping[type, Callable[[Any], None]]:
-        return {NodeLost: self._on_node_lost, NodeJoined: self._on_node_joined}
+        return {
+            NoticeGiven: self._on_notice_given,
+            NodeLost: self._on_node_lost,
+            NodeJoined: self._on_node_joined,
+        }
+
+    def _on_notice_given(self, event: NoticeGiven) -> None:
+        """Pipelines leave the node while they can. One whose work arrives has no step boundary: it stays to the end."""
+        self._journal.act(ExpectLoss(node=event.node, at_s=event.gone_at_s))
+        if self._ledger.is_about_to_go(event.node):
+            return  # it goes at another time
+        self._ledger.expect_loss(event.node)
+        self._fillers.leave_node(event.node)
+        for run in list(self._state.runs.values()):
+            if run.status is PipelineStatus.RUNNING and not run.pipeline.work_arrives and _is_on(run, event.node):
+                self._parking.request(run)
+                if not run.shards:
+                    self._steps.open_rollout(run)
 
     def _on_node_lost(self, event: NodeLost) -> None:
         """Pipelines pinned to the node go back to waiting, from their last published version.
@@ -94,3 +113,8 @@ class NodeChanges:
         self._ledger.regain_node(event.node)
         self._fillers.regain_node(event.node)
         self._placing.place_waiting()
+
+
+def _is_on(run: PipelineRun, node: NodeId) -> bool:
+    """Whether the pipeline is pinned to the node, or about to be."""
+    return any(placement is not None and node in placement.nodes for placement in (run.placement, run.next_placement))

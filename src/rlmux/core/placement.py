@@ -18,95 +18,12 @@ from rlmux.core.group_index import GroupIndex
 from rlmux.core.group_load import GroupLoad, Member, budget_of, group_load, phases_of, with_steps_per_cycle
 from rlmux.core.model import Cluster, GroupId, NodeId, Phase, Pipeline, PipelineId, Placement, WorkLeft
 from rlmux.core.placement_choice import PlacementChoice, check_choice
+from rlmux.core.placement_view import PlacementView
 from rlmux.core.pool_nodes import ClusterNodes, require
 from rlmux.core.undo import Undo
 
 MAX_FRUITLESS_SEARCHES = 10_000
 """Searches of a policy that are remembered."""
-
-
-class PlacementView:
-    """What policies and displays may read. It answers from the ledger and offers no way to change it."""
-
-    __slots__ = ("_ledger",)
-
-    def __init__(self, ledger: PlacementLedger) -> None:
-        self._ledger = ledger
-
-    @property
-    def cluster(self) -> Cluster:
-        return self._ledger.cluster
-
-    def sandbox(self) -> PlacementLedger:
-        """A copy of the ledger to try relocations on; the real one does not change."""
-        return self._ledger.copy()
-
-    def uneven_groups(self) -> tuple[GroupLoad, ...]:
-        """Groups that break a member's SLO, and those with several steps per cycle for a member; oldest first."""
-        return self._ledger.uneven_groups()
-
-    @property
-    def num_pipelines(self) -> int:
-        return self._ledger.num_pipelines
-
-    @property
-    def num_groups(self) -> int:
-        return self._ledger.num_groups
-
-    def groups(self) -> Iterator[GroupLoad]:
-        """Every group, oldest first."""
-        return self._ledger.groups()
-
-    def groups_with_room(self, pipeline: Pipeline) -> list[GroupLoad]:
-        """Groups that may take the pipeline on their training nodes, and some that may not; oldest first."""
-        return self._ledger.groups_with_room(pipeline)
-
-    def youngest_group(self) -> GroupLoad | None:
-        return self._ledger.youngest_group()
-
-    def group(self, group_id: GroupId) -> GroupLoad:
-        return self._ledger.group(group_id)
-
-    def pipeline(self, pipeline_id: PipelineId) -> Pipeline:
-        return self._ledger.pipeline(pipeline_id)
-
-    def placement(self, pipeline_id: PipelineId) -> Placement:
-        return self._ledger.placement(pipeline_id)
-
-    def member(self, pipeline_id: PipelineId) -> Member:
-        return self._ledger.member(pipeline_id)
-
-    def __contains__(self, pipeline_id: PipelineId) -> bool:
-        """Whether the pipeline is placed."""
-        return pipeline_id in self._ledger
-
-    def work_left(self, pipeline_id: PipelineId) -> WorkLeft | None:
-        """What is left of a submitted pipeline's steps; None where it has no number of them, or nothing is run."""
-        return self._ledger.work_left(pipeline_id)
-
-    @property
-    def usd_per_hour(self) -> float:
-        """Price of all nodes in use."""
-        return self._ledger.usd_per_hour
-
-    def num_nodes_in_use(self, pool: str) -> int:
-        return self._ledger.num_nodes_in_use(pool)
-
-    def was_searched_in_vain(self, pipelines: tuple[PipelineId, ...]) -> bool:
-        """Whether a `FruitlessSearch` of exactly these, in this order, was reported before."""
-        return self._ledger.was_searched_in_vain(pipelines)
-
-    def num_free_nodes(self, phase: Phase) -> float:
-        """Free nodes: infinite for an unbounded pool, 0 where the cluster has no pool for the phase."""
-        return self._ledger.num_free_nodes(phase)
-
-    def num_nodes(self, phase: Phase) -> float:
-        """Nodes of the phase's pool, free or not, without lost ones."""
-        return self._ledger.num_nodes(phase)
-
-    def usd_per_node_hour(self, phase: Phase) -> float:
-        pool = self._ledger.cluster.pool_for(phase)
-        return pool.usd_per_node_hour if pool else 0.0
 
 
 @dataclass(slots=True)
@@ -140,6 +57,8 @@ class PlacementLedger:
         self._vacating: dict[PipelineId, tuple[NodeId, ...]] = {}
         """Nodes on which relocated pipelines still work, until their relocation is finished."""
         self._next_group = 0
+        self._leaving: dict[NodeId, None] = {}
+        """Nodes that are about to go."""
         self._fruitless_searches: dict[tuple[PipelineId, ...], None] = {}
         """Groups of pipelines that a policy found no better grouping for, oldest first; a sandbox has none."""
         self._num_dropped = 0
@@ -333,13 +252,31 @@ class PlacementLedger:
         twin._uneven = dict(self._uneven)
         twin._group_of = dict(self._group_of)
         twin._vacating = dict(self._vacating)
+        twin._leaving = dict(self._leaving)
         twin._next_group = self._next_group
         twin._nodes = self._nodes.copy(twin._undo)
         return twin
 
+    def expect_loss(self, node: NodeId) -> None:
+        """The node is about to go: no pipeline is placed on it, and those that are there stay until they leave."""
+        self._nodes.lose(node)
+        self._leaving[node] = None
+
+    def is_about_to_go(self, node: NodeId) -> bool:
+        return node in self._leaving
+
+    def is_leaving(self, group: GroupLoad) -> bool:
+        """Whether one of the group's nodes is about to go."""
+        if not self._leaving:
+            return False
+        return any(node in self._leaving for node in group.rollout_nodes + group.train_nodes)
+
     def lose_node(self, node: NodeId) -> tuple[PipelineId, ...]:
         """The node is gone: no pipeline is placed on it until it is regained. Returns the pipelines pinned to it."""
-        self._nodes.lose(node)
+        if node in self._leaving:
+            del self._leaving[node]
+        else:
+            self._nodes.lose(node)
         return tuple(
             member.pipeline.id
             for group in self._groups.values()
@@ -348,7 +285,8 @@ class PlacementLedger:
         )
 
     def regain_node(self, node: NodeId) -> None:
-        """A lost node is back."""
+        """A node that was lost, or was to be, is there."""
+        self._leaving.pop(node, None)
         self._nodes.regain(node)
 
     # "all is well"

@@ -8,7 +8,7 @@ scheduler.query ── status, orders, ready_work, ... ─▶ frozen values and 
 from __future__ import annotations
 
 from rlmux.core.model import DeviceId, OrderId, PipelineId, PipelineStatus
-from rlmux.core.placement import PlacementView
+from rlmux.core.placement_view import PlacementView
 from rlmux.core.state import ReadyWork, SchedulerState, WorkState
 from rlmux.core.views import GroupView, MemberView, OrderView
 

@@ -18,8 +18,8 @@ from typing import ClassVar
 
 from rlmux.core.idling import Idling
 from rlmux.core.model import AdmissionKind, Pipeline
-from rlmux.core.placement import PlacementView
 from rlmux.core.placement_choice import PlacementChoice, Refusal, Relocation
+from rlmux.core.placement_view import PlacementView
 from rlmux.core.views import Choice, GroupView
 from rlmux.policies.planning.dispatching import start_in_cycle_order, start_oldest_first
 from rlmux.sim.api import solo_usd_per_hour

@@ -23,8 +23,8 @@ from dataclasses import dataclass
 
 from rlmux.core.idling import Idling
 from rlmux.core.model import DeviceId, Phase, Pipeline, PipelineId
-from rlmux.core.placement import PlacementView
 from rlmux.core.placement_choice import PlacementChoice, Refusal, Relocation
+from rlmux.core.placement_view import PlacementView
 from rlmux.core.sharing import NO_SHARING, SharingTable
 from rlmux.core.state import ReadyWork
 from rlmux.core.views import Choice, GroupView, MarkPlanned, MemberView

@@ -21,8 +21,8 @@ from typing import Any, TypeVar
 from rlmux import plugins
 from rlmux.core.errors import PolicyError, RlmuxError, UserError
 from rlmux.core.model import Pipeline
-from rlmux.core.placement import PlacementView
 from rlmux.core.placement_choice import FruitlessSearch, PlacementChoice, Refusal, Relocation
+from rlmux.core.placement_view import PlacementView
 from rlmux.core.policy import Policy
 from rlmux.core.sharing import SharingTable
 from rlmux.core.views import ChangeFraction, Choice, GroupView, MarkPlanned, MigrateWork, PauseOrder, RunWork

@@ -31,8 +31,8 @@ from dataclasses import dataclass, field
 from rlmux.core.group_load import GroupLoad, budget_of, colocated_step_s, solo_s, sync_s
 from rlmux.core.idling import Idling
 from rlmux.core.model import AdmissionKind, NodeId, Phase, Pipeline
-from rlmux.core.placement import PlacementView
 from rlmux.core.placement_choice import FruitlessSearch, PlacementChoice, Refusal, Relocation
+from rlmux.core.placement_view import PlacementView
 from rlmux.core.sharing import NO_SHARING, SharingTable
 from rlmux.core.views import Choice, GroupView
 from rlmux.policies.jigsaw import Jigsaw

@@ -25,8 +25,8 @@ from typing import ClassVar
 from rlmux.core.group_load import GroupLoad
 from rlmux.core.idling import Idling
 from rlmux.core.model import Pipeline
-from rlmux.core.placement import PlacementView
 from rlmux.core.placement_choice import PlacementChoice, Refusal, Relocation
+from rlmux.core.placement_view import PlacementView
 from rlmux.core.views import Choice, GroupView
 from rlmux.policies.planning.candidates import direct, founding, impossible, may_join, queue, scaled
 from rlmux.policies.planning.dispatching import start_in_cycle_order

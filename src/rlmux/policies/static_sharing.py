@@ -14,8 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from rlmux.core.model import DeviceId, Phase, Pipeline
-from rlmux.core.placement import PlacementView
 from rlmux.core.placement_choice import PlacementChoice, Refusal, Relocation
+from rlmux.core.placement_view import PlacementView
 from rlmux.core.sharing import NO_SHARING, SharingTable
 from rlmux.core.state import ReadyWork
 from rlmux.core.views import Choice, GroupView

@@ -18,8 +18,9 @@ from rlmux.core.errors import UserError
 from rlmux.core.events import PipelineSubmitted
 from rlmux.core.group_load import GroupLoad
 from rlmux.core.model import AdmissionKind, Phase, Pipeline
-from rlmux.core.placement import PlacementLedger, PlacementView
+from rlmux.core.placement import PlacementLedger
 from rlmux.core.placement_choice import PlacementChoice
+from rlmux.core.placement_view import PlacementView
 from rlmux.core.scheduler import Scheduler
 from rlmux.policies import make_policy
 from rlmux.policies.planning.fairness import FairShares
@@ -28,6 +29,7 @@ from rlmux.sim.pictures import write_pictures
 from rlmux.sim.results import SimResult
 from rlmux.sim.sweep import Progress, SimRun, sweep
 from rlmux.sim.workloads import catalog
+from rlmux.sim.workloads import spot as spot_trace
 from rlmux.sim.workloads.arrivals import Workload, check_ends
 
 WorkloadMaker = Callable[[int], Workload]
@@ -75,6 +77,20 @@ def simulate(
     if out is not None:
         report["pictures"] = [str(path) for path in write_pictures(by_policy, out, title=tasks[0].workload.name)]
     return report
+
+
+def with_spot(workload: str | Workload | WorkloadMaker, path: Path) -> Workload | WorkloadMaker:
+    """The workload on nodes whose prices change and that are taken back, as the file says. Raises UserError."""
+    if isinstance(workload, Workload):
+        return replace(workload, spot=spot_trace.load(path, workload.cluster))
+    made = workload
+
+    def of_seed(seed: int) -> Workload:
+        one = catalog.load(made, seed=seed) if isinstance(made, str) else made(seed)
+        return replace(one, spot=spot_trace.load(path, one.cluster))
+
+    of_seed(0)  # what is wrong with the file is told before anything is simulated
+    return of_seed
 
 
 def notes_of(workload: Workload, policies: Sequence[str]) -> list[str]:

@@ -19,16 +19,17 @@ penalised      cost where a group's is multiplied by its worst predicted slowdow
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from rlmux.core.actions import Admit, Relocate
 from rlmux.core.group_load import GroupLoad, solo_s
-from rlmux.core.model import DeviceId, GroupId, NodeId, Phase, Pipeline, PipelineId
-from rlmux.core.placement import PlacementView
+from rlmux.core.model import Cluster, DeviceId, GroupId, NodeId, Phase, Pipeline, PipelineId
+from rlmux.core.placement_view import PlacementView
 from rlmux.report.slos import is_within_slo
 from rlmux.sim.bounds import are_own_pools, work_usd
 from rlmux.sim.fillers import FillerFigures
-from rlmux.sim.results import PipelineResult, Sample, SimResult, Span
+from rlmux.sim.node_changes import SpotFigures
+from rlmux.sim.results import PipelineResult, Sample, SimResult, Span, SpotResult
 from rlmux.sim.workloads.arrivals import Arrival, Workload
 
 
@@ -81,6 +82,8 @@ class Collector:
         self._switch_device_s = dict.fromkeys(pools, 0.0)
         self._busy_device_s = dict.fromkeys(pools, 0.0)
         self._held_device_s = dict.fromkeys(pools, 0.0)
+        self._usd_per_node_hour = {name: pool.usd_per_node_hour for name, pool in pools.items()}
+        self._usd_by_pool = dict.fromkeys(pools, 0.0)
         self._nodes = dict.fromkeys(pools, 0)
         self._peak_nodes = dict.fromkeys(pools, 0)
         self._num_pins: dict[NodeId, int] = {}
@@ -173,6 +176,37 @@ class Collector:
 
     # ------------------------------------------------------------------ cost
 
+    def set_price(self, pool: str, usd_per_gpu_hour: float, now_s: float) -> None:
+        """Nodes of the pool cost this from now on."""
+        self._book(now_s)
+        self._usd_per_node_hour[pool] = usd_per_gpu_hour * self._gpus_per_node[pool]
+        self._change(now_s, ())
+
+    def _paid_cluster(self) -> Cluster:
+        """The cluster with each pool's price as it was paid, in the mean over the node-hours that were held."""
+        cluster = self._workload.cluster
+        pools = dict(cluster.pools)
+        for name in self._workload.spot.pools if self._workload.spot is not None else ():
+            hours = self._held_device_s[name] / pools[name].devices_per_node / 3600 * pools[name].gpus_per_node
+            if hours:
+                pools[name] = replace(pools[name], usd_per_gpu_hour=self._usd_by_pool[name] / hours)
+        return Cluster(pools=pools)
+
+    def _spot_result(self, spot: SpotFigures | None) -> SpotResult:
+        trace = self._workload.spot
+        if spot is None or trace is None:
+            return SpotResult()
+        pools = self._workload.cluster.pools
+        held_h = {name: self._held_device_s[name] / pools[name].devices_per_node / 3600 for name in trace.pools}
+        return SpotResult(
+            num_notices=spot.num_notices,
+            num_moved=spot.num_moved,
+            num_caught=spot.num_caught,
+            lost_s=spot.lost_s,
+            usd=sum(self._usd_by_pool[name] for name in trace.pools),
+            list_usd=sum(hours * pools[name].usd_per_node_hour for name, hours in held_h.items()),
+        )
+
     def _pin(self, pipeline: PipelineId, nodes: tuple[NodeId, ...]) -> None:
         pins = self._num_pins
         for node in nodes:
@@ -194,8 +228,7 @@ class Collector:
                 self._penalty_by_group[group] = self._penalty(group, now_s)
                 if not self._penalty_by_group[group]:
                     del self._penalty_by_group[group]
-        pools = self._workload.cluster.pools
-        self._usd_per_hour = sum(count * pools[name].usd_per_node_hour for name, count in self._nodes.items())
+        self._usd_per_hour = sum(count * self._usd_per_node_hour[name] for name, count in self._nodes.items())
         for name, count in self._nodes.items():
             self._peak_nodes[name] = max(self._peak_nodes[name], count)
         sample = Sample(
@@ -216,6 +249,7 @@ class Collector:
         self._cost_usd += self._usd_per_hour * elapsed_s / 3600
         self._penalty_usd += sum(self._penalty_by_group.values()) * elapsed_s / 3600
         for pool, count in self._nodes.items():
+            self._usd_by_pool[pool] += count * self._usd_per_node_hour[pool] * elapsed_s / 3600
             self._held_device_s[pool] += count * self._devices_per_node[pool] * elapsed_s
 
     def _penalty(self, group_id: GroupId, now_s: float) -> float:
@@ -248,7 +282,7 @@ class Collector:
 
     # ------------------------------------------------------------------ the end
 
-    def result(self, now_s: float, num_events: int, wall_s: float) -> SimResult:
+    def result(self, now_s: float, num_events: int, wall_s: float, *, spot: SpotFigures | None = None) -> SimResult:
         fillers = self._fillers.results()
         if fillers and self._progress:  # the run is as long as the others'
             now_s = max(now_s if one.left_s is None else one.left_s for one in self._progress.values())
@@ -257,9 +291,9 @@ class Collector:
         everyone = list(self._progress.values())
         slowdowns = [p.step_slowdown for p in pipelines if p.step_slowdown is not None]
         start_s = min((p.arrival.submit_s for p in everyone), default=0.0)
+        paid = self._paid_cluster()
         bound_usd = sum(
-            work_usd(p.arrival, self._workload.cluster, p.steps, keeps_to_own_pools=self._keeps_to_own_pools)
-            for p in everyone
+            work_usd(p.arrival, paid, p.steps, keeps_to_own_pools=self._keeps_to_own_pools) for p in everyone
         )
         tokens = sum(p.steps * p.arrival.tokens_per_step for p in everyone)
         waits = [p.started_s - p.arrival.submit_s for p in everyone if p.started_s is not None]
@@ -272,7 +306,7 @@ class Collector:
             cost_usd=self._cost_usd,
             penalised_cost_usd=self._cost_usd + self._penalty_usd,
             bound_usd=bound_usd,
-            parts_usd=self._parts_usd(bound_usd),
+            parts_usd=self._parts_usd(bound_usd, paid),
             solo_hours=sum(p.alone_s for p in everyone) / 3600,
             slo_attainment=sum(p.keeps_slo for p in pipelines) / len(pipelines) if pipelines else 1.0,
             paper_slo_attainment=_paper_slo_attainment(pipelines),
@@ -293,14 +327,15 @@ class Collector:
             decision_ms=tuple(self.decision_ms),
             pipelines=pipelines,
             fillers=fillers,
+            spot=self._spot_result(spot),
             samples=tuple(self._samples),
             spans=tuple(self.spans),
         )
 
-    def _parts_usd(self, bound_usd: float) -> dict[str, float]:
+    def _parts_usd(self, bound_usd: float, paid: Cluster) -> dict[str, float]:
         """What the dollars were paid for; see `SimResult.parts_usd`."""
         parts = {"bound": bound_usd, "switches": 0.0, "rollout_idle": 0.0, "train_idle": 0.0}
-        for name, pool in self._workload.cluster.pools.items():
+        for name, pool in paid.pools.items():
             usd_per_device_s = pool.usd_per_node_hour / pool.devices_per_node / 3600
             parts["switches"] += self._switch_device_s[name] * usd_per_device_s
             idle_s = self._held_device_s[name] - self._busy_device_s[name]

@@ -67,6 +67,33 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class SpotResult:
+    """What spot nodes came to in a run."""
+
+    num_notices: int = 0
+    num_moved: int = 0
+    """Times that a pipeline left a node before it went, with a checkpoint."""
+    num_caught: int = 0
+    """Times that a pipeline was still there when its node went."""
+    lost_s: float = 0.0
+    """Seconds since the open step of each of these began: work that was made again."""
+    usd: float = 0.0
+    """Dollars paid for nodes of pools with a price over time."""
+    list_usd: float = 0.0
+    """What these node-hours cost at the price that the cluster has for the pool."""
+
+    def figures(self) -> Mapping[str, float]:
+        return {
+            "num_notices": self.num_notices,
+            "num_moved": self.num_moved,
+            "num_caught": self.num_caught,
+            "lost_s": self.lost_s,
+            "usd": self.usd,
+            "list_usd": self.list_usd,
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SimResult:
     """One workload under one policy and seed."""
 
@@ -111,6 +138,8 @@ class SimResult:
     samples: tuple[Sample, ...] = field(repr=False)
     fillers: tuple[FillerResult, ...] = field(repr=False, default=())
     """Pipelines that took what the others left; no other figure counts them."""
+    spot: SpotResult = field(default_factory=SpotResult)
+    """What came of spot nodes."""
     spans: tuple[Span, ...] = field(repr=False)
 
     @property
@@ -147,6 +176,7 @@ class SimResult:
             "utilization": dict(self.utilization),
             "num_refused": self.num_refused,
             "fillers": dict(totals(self.fillers)),
+            "spot": dict(self.spot.figures()),
             "num_migrations": self.num_migrations,
             "num_moves": self.num_moves,
             "mean_wait_s": self.mean_wait_s,

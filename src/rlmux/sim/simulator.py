@@ -20,13 +20,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from rlmux.core import invariants
 from rlmux.core.actions import (
     Action,
     Admit,
+    ExpectLoss,
     ExpectSteps,
     MigrateShard,
     Park,
@@ -47,6 +47,7 @@ from rlmux.core.events import (
     Event,
     NodeJoined,
     NodeLost,
+    NoticeGiven,
     PipelineCancelled,
     PipelineParked,
     PipelineSubmitted,
@@ -72,24 +73,19 @@ from rlmux.sim.metrics import Collector
 from rlmux.sim.models.interference import InterferenceTable, estimated_table, fraction_grid, sharing_table
 from rlmux.sim.models.rates import FractionRates, InterferenceRates, NeighbourRates, Rates
 from rlmux.sim.models.work import DONE_S
+from rlmux.sim.node_changes import ExpectedLoss, NodeChanges, NodeFailure, SpotFigures
 from rlmux.sim.pauses import Pauses, SafePoint
 from rlmux.sim.results import SimResult
 from rlmux.sim.running_orders import RunningOrders
 from rlmux.sim.sim_state import Migration, PausedWork, RunningOrder, SimPipeline
 from rlmux.sim.workloads.arrivals import Arrival, Workload
+from rlmux.sim.workloads.spot import PriceChange
+
+_OF_NODES = (NodeLost, NoticeGiven, PipelineParked)
+"""Events that spot nodes are counted by."""
 
 Observer = Callable[[Event, list[Action]], None]
 """Called after each event with the actions that answered it."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NodeFailure:
-    """A node that is lost and comes back."""
-
-    node: NodeId
-    at_s: float
-    down_s: float
-    """Seconds until the node is back."""
 
 
 class _Announcement(NamedTuple):
@@ -193,6 +189,7 @@ class Simulation:
             Relocate: self._admit,
             Park: self._park,
             Remind: self._remind,
+            ExpectLoss: lambda action: self._nodes.expect_loss(action),
             Release: self._release,
             Refuse: self._refuse,
             Queue: self._count_wait,
@@ -202,19 +199,17 @@ class Simulation:
             Prefetch: lambda _: None,
             ExpectSteps: lambda _: None,  # the collector reads what is expected from the placements
         }
-        self._schedule_inputs(failures)
+        self._nodes = NodeChanges(self._kernel, workload.spot, failures)
+        self._spot_figures = SpotFigures(self.scheduler.query, self._pinned_to)
+        self._schedule_inputs()
 
-    def _schedule_inputs(self, failures: Sequence[NodeFailure]) -> None:
-        """Schedule what comes from outside: arrivals, and nodes that fail and return."""
+    def _schedule_inputs(self) -> None:
+        """Schedule what comes from outside: arrivals, and what users are entitled to."""
         schedule = self._kernel.schedule
         for arrival in self._workload.arrivals:
             schedule(arrival.submit_s, ARRIVAL, arrival)
         if self._workload.shares is not None:
             schedule(0.0, NODE_CHANGE, SharesSet(time_s=0.0, shares=self._workload.shares))
-        for failure in failures:
-            schedule(failure.at_s, NODE_CHANGE, NodeLost(time_s=failure.at_s, node=failure.node))
-            back_s = failure.at_s + failure.down_s
-            schedule(back_s, NODE_CHANGE, NodeJoined(time_s=back_s, node=failure.node))
 
     def run(self) -> SimResult:
         """Handle one event after another until every pipeline is over."""
@@ -224,6 +219,8 @@ class Simulation:
         num_events = 0
         while self._num_over < num_arrivals and (event := self._next_event()) is not None:
             num_events += 1
+            if type(event) in _OF_NODES:
+                self._spot_figures.see(event)
             actions = self._decide(event)
             for action in actions:
                 carry_out[type(action)](action)
@@ -233,7 +230,9 @@ class Simulation:
                 status = self.scheduler.query.status
                 waiting = [name for name in self.pipelines if status(name) is PipelineStatus.WAITING]
                 self.collector.lose_nodes(waiting, self._kernel.now_s)
-        return self.collector.result(self._kernel.now_s, num_events, time.perf_counter() - began)
+        return self.collector.result(
+            self._kernel.now_s, num_events, time.perf_counter() - began, spot=self._spot_figures
+        )
 
     def _next_event(self) -> Event | None:
         """What happens next; None when nothing is left to happen."""
@@ -287,8 +286,16 @@ class Simulation:
                 return self._submit(what)
             case SimPipeline():
                 return self._depart(what)
+            case ExpectedLoss():
+                loss = self._nodes.loss(what)
+                return None if loss is None else self._lose(loss)
             case NodeLost():
-                self._lose_work_on(what.node)
+                return self._lose(what)
+            case NodeJoined():
+                self._nodes.forget(what.node)
+            case PriceChange():
+                self.collector.set_price(what.pool, what.usd_per_gpu_hour, self._kernel.now_s)
+                return None
             case _Announcement():
                 return self._announce(what)
             case SafePoint():
@@ -351,9 +358,11 @@ class Simulation:
             return False
         return paused.work.idle_s - (self._kernel.now_s - paused.advanced_to_s) <= DONE_S
 
-    def _lose_work_on(self, node: NodeId) -> None:
+    def _lose(self, loss: NodeLost) -> Event:
         """Drop what every pipeline pinned to the node was doing; the scheduler takes those orders as ended."""
-        self._drop_work([one for one in self.pipelines.values() if not one.is_over and self._is_pinned(one, node)])
+        self._nodes.forget(loss.node)
+        self._drop_work(self._pinned_to(loss.node))
+        return loss
 
     def _drop_work(self, hit: Sequence[SimPipeline]) -> None:
         for one in hit:
@@ -364,6 +373,10 @@ class Simulation:
                 self.running.stop(running)
         self.migrations = {order: one for order, one in self.migrations.items() if one.pipeline not in hit}
         self._pauses.drop(hit)
+
+    def _pinned_to(self, node: NodeId) -> list[SimPipeline]:
+        """Pipelines and fillers on the node, or about to relocate to it."""
+        return [one for one in self.pipelines.values() if not one.is_over and self._is_pinned(one, node)]
 
     def _is_pinned(self, sim_pipeline: SimPipeline, node: NodeId) -> bool:
         """Whether the pipeline is on the node, or about to relocate to it."""

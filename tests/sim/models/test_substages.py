@@ -17,7 +17,8 @@ from rlmux.sim.models.interference import estimated_table, fraction_grid, sharin
 from rlmux.sim.models.multi_turn import ToolUse
 from rlmux.sim.models.rates import InterferenceRates
 from rlmux.sim.models.substages import SubStageWorld
-from rlmux.sim.simulator import NodeFailure, Simulation, simulate
+from rlmux.sim.node_changes import NodeFailure
+from rlmux.sim.simulator import Simulation, simulate
 from rlmux.sim.sweep import SimRun, run_simulation
 from rlmux.sim.workloads.substage_pairs import GSM8K_06B, GSM8K_4B, GSM8K_8B, HOMOGENEOUS, MATH_06B, crowd
 

@@ -27,6 +27,10 @@ def simulate(
     count_decisions: Annotated[
         bool, typer.Option("--count-decisions", help="Count the seconds that decisions take here, instead of none.")
     ] = False,
+    spot: Annotated[
+        Path | None,
+        typer.Option("--spot", metavar="FILE", help="Prices over time and nodes that are taken back (docs/spot.md)."),
+    ] = None,
     seeds: Annotated[
         str, typer.Option("--seeds", help="Number of seeds, or those from A to B as A-B; figures are means over them.")
     ] = "1",
@@ -48,9 +52,11 @@ def simulate(
 
     from rlmux.sim import api
 
+    on_spot = made if spot is None else api.with_spot(made, spot)
+
     with progress.bar("simulations", is_quiet=json) as report_progress:
         result = api.simulate(
-            made,
+            on_spot,
             policies=names,
             seeds=numbers,
             progress=report_progress,

@@ -18,8 +18,8 @@ from itertools import combinations
 
 from rlmux.core.group_load import GroupLoad, budget_of, solo_s
 from rlmux.core.model import AdmissionKind, NodeId, Phase, Pipeline, Pool
-from rlmux.core.placement import PlacementView
 from rlmux.core.placement_choice import PlacementChoice, Refusal
+from rlmux.core.placement_view import PlacementView
 
 
 def direct(group: GroupLoad, pipeline: Pipeline) -> Iterator[PlacementChoice]:

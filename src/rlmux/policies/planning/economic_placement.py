@@ -12,8 +12,8 @@ from dataclasses import replace
 
 from rlmux.core.group_load import GroupLoad, colocated_step_s, phases_of, solo_s
 from rlmux.core.model import AdmissionKind, NodeId, Phase, Pipeline
-from rlmux.core.placement import PlacementView
 from rlmux.core.placement_choice import PlacementChoice
+from rlmux.core.placement_view import PlacementView
 from rlmux.policies.planning.candidates import founding, joining
 from rlmux.policies.planning.economy import Economy
 

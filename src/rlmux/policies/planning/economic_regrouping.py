@@ -17,8 +17,9 @@ from itertools import chain
 
 from rlmux.core.group_load import GroupLoad, Member, solo_s
 from rlmux.core.model import GroupId, PipelineId
-from rlmux.core.placement import PlacementLedger, PlacementView
+from rlmux.core.placement import PlacementLedger
 from rlmux.core.placement_choice import Relocation
+from rlmux.core.placement_view import PlacementView
 from rlmux.policies.planning.economy import Economy
 from rlmux.policies.planning.layouts import Kind, Layout, LayoutBook
 from rlmux.policies.planning.partition import CandidateGroup, cheapest_partition, demand_of

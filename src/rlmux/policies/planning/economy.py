@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 
 from rlmux.core.group_load import GroupLoad, budget_of, phases_of, solo_s
 from rlmux.core.model import GroupId, Phase, Pipeline, PipelineId, WorkLeft
-from rlmux.core.placement import PlacementView
+from rlmux.core.placement_view import PlacementView
 
 MOST_SLOWDOWN = 3.0
 """Step slowdown that no pipeline is asked to accept, whatever time it has in hand."""

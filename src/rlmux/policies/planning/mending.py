@@ -19,8 +19,9 @@ from contextlib import suppress
 from rlmux.core.errors import IllegalTransitionError
 from rlmux.core.group_load import GroupLoad, Member, budget_of
 from rlmux.core.model import AdmissionKind, Pipeline, PipelineId
-from rlmux.core.placement import PlacementLedger, PlacementView
+from rlmux.core.placement import PlacementLedger
 from rlmux.core.placement_choice import PlacementChoice, Refusal, Relocation
+from rlmux.core.placement_view import PlacementView
 from rlmux.policies.planning.cycle_steps import cycle_rank
 
 SLO_MARGIN = 0.2

@@ -17,8 +17,9 @@ from dataclasses import dataclass, field
 from rlmux.core.errors import IllegalTransitionError
 from rlmux.core.group_load import GroupLoad, budget_of
 from rlmux.core.model import AdmissionKind, GroupId, NodeId, Phase, PipelineId, Placement
-from rlmux.core.placement import PlacementLedger, PlacementView
+from rlmux.core.placement import PlacementLedger
 from rlmux.core.placement_choice import PlacementChoice, Relocation
+from rlmux.core.placement_view import PlacementView
 from rlmux.policies.planning.cycle_steps import CycleStepFinder
 from rlmux.policies.planning.partition import (
     CandidateGroup,

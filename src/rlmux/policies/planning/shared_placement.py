@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from rlmux.core.group_load import GroupLoad
 from rlmux.core.model import AdmissionKind, NodeId, Phase, Pipeline
-from rlmux.core.placement import PlacementView
 from rlmux.core.placement_choice import PlacementChoice, Refusal
+from rlmux.core.placement_view import PlacementView
 from rlmux.policies.planning.candidates import impossible, queue
 
 MAX_MEMBERS = 8

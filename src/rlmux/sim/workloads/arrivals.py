@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
 from rlmux.core.errors import UserError
 from rlmux.core.model import Cluster, Footprint, Phase, PhaseSeconds, Pipeline, PipelineId, Pool, Stage
@@ -19,6 +20,9 @@ from rlmux.sim import tables
 from rlmux.sim.clients import ClientBurst
 from rlmux.sim.models.neighbours import Neighbours
 from rlmux.sim.world import NO_SWITCH, STEADY, SwitchSeconds, TrueSeconds, Variation
+
+if TYPE_CHECKING:  # its rows are read as those of traces are
+    from rlmux.sim.workloads.spot import SpotTrace
 
 H20_USD_PER_GPU_HOUR = 1.76
 H800_USD_PER_GPU_HOUR = 5.28
@@ -65,6 +69,8 @@ class Workload:
     seed: int = 0
     shares: ShareSettings | None = None
     """What users and projects are entitled to; None: nothing was set."""
+    spot: SpotTrace | None = None
+    """Prices over time and nodes that are taken back; None: prices are the cluster's, and all nodes stay."""
     about: str = ""
     """One line for tables and pictures."""
     neighbours: Neighbours | None = None

@@ -29,7 +29,7 @@ from __future__ import annotations
 import csv
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from difflib import get_close_matches
 from pathlib import Path
 
@@ -37,7 +37,6 @@ from rlmux.core.errors import UserError
 from rlmux.core.model import Cluster, Footprint, PhaseSeconds, Pipeline, PipelineId
 from rlmux.sim.workloads.arrivals import (
     MAX_STEPS,
-    MAX_TIME_S,
     SYNCED,
     Arrival,
     Workload,
@@ -48,6 +47,7 @@ from rlmux.sim.workloads.arrivals import (
     switch_seconds,
     sync_seconds,
 )
+from rlmux.sim.workloads.csv_rows import Row
 from rlmux.sim.world import NO_SWITCH, SwitchSeconds, TrueSeconds
 
 _ENDS = ("depart_s", "duration_s", "num_steps")
@@ -91,7 +91,7 @@ def load(path: Path | str, *, cluster: Cluster | None = None) -> Workload:
     arrivals = []
     line_by_name: dict[str, int] = {}
     for number, line in lines[1:]:
-        row = _Row(path, number, header, next(csv.reader([line])))
+        row = Row(path, number, header, next(csv.reader([line])))
         name = row.text("pipeline")
         if name in line_by_name:
             raise row.error("pipeline", f"was given before, in row {line_by_name[name]}; accepted: each name once")
@@ -153,63 +153,7 @@ def _check_header(path: Path, header: list[str]) -> None:
         raise UserError(f"{path}: row 1: missing column {missing[0]}; found: {', '.join(header)}")
 
 
-@dataclass(frozen=True, slots=True)
-class _Row:
-    path: Path
-    number: int
-    header: list[str]
-    values: list[str]
-
-    def __post_init__(self) -> None:
-        if len(self.values) != len(self.header):
-            raise UserError(
-                f"{self.path}: row {self.number}: {len(self.values)} values for {len(self.header)} columns; "
-                f"accepted: one for each of {', '.join(self.header)}"
-            )
-
-    def optional(self, column: str) -> str:
-        return self.values[self.header.index(column)].strip() if column in self.header else ""
-
-    def text(self, column: str) -> str:
-        value = self.optional(column)
-        if not value:
-            raise self.error(column, "is empty; accepted: a value in every row")
-        return value
-
-    def time_of(self, column: str) -> float:
-        """Seconds since the trace began."""
-        value = self.number_of(column, at_least=0)
-        if value > MAX_TIME_S:
-            raise self.error(column, f"is {value:g}; accepted: seconds since the trace began, at most {MAX_TIME_S:g}")
-        return value
-
-    def number_of(self, column: str, *, at_least: float, default: float | None = None, above: bool = False) -> float:
-        """A finite number at least (or above) the bound."""
-        accepted = f"a number {'above' if above else 'of at least'} {at_least:g}"
-        text = self.optional(column)
-        if not text and default is not None:
-            return default
-        if not text:
-            raise self.error(column, f"is empty; accepted: {accepted}")
-        try:
-            value = float(text)
-        except ValueError:
-            raise self.error(column, f"is {text!r}; accepted: {accepted}") from None
-        if not math.isfinite(value) or value < at_least or (above and value == at_least):
-            raise self.error(column, f"is {text}; accepted: {accepted}")
-        return value
-
-    def count(self, column: str, *, default: int | None = None) -> int:
-        value = self.number_of(column, at_least=1, default=default)
-        if value != int(value):
-            raise self.error(column, f"is {value:g}; accepted: a whole number of at least 1")
-        return int(value)
-
-    def error(self, column: str, what: str) -> UserError:
-        return UserError(f"{self.path}: row {self.number}: column {column!r} {what}")
-
-
-def _arrival(row: _Row) -> Arrival:
+def _arrival(row: Row) -> Arrival:
     submit_s = row.time_of("submit_s")
     given = [column for column in _ENDS if row.optional(column)]
     if len(given) != 1:
@@ -259,7 +203,7 @@ def _arrival(row: _Row) -> Arrival:
     )
 
 
-def _costs(row: _Row, model: str | None) -> tuple[float, SwitchSeconds]:
+def _costs(row: Row, model: str | None) -> tuple[float, SwitchSeconds]:
     """Seconds of weight sync and of switches: the row's own, else the profile's, else none."""
     known = NO_SWITCH if model is None else switch_seconds(model)
 
@@ -276,7 +220,7 @@ def _costs(row: _Row, model: str | None) -> tuple[float, SwitchSeconds]:
     )
 
 
-def _phases(row: _Row) -> tuple[PhaseSeconds, PhaseSeconds | None, int, str | None]:
+def _phases(row: Row) -> tuple[PhaseSeconds, PhaseSeconds | None, int, str | None]:
     """Solo seconds, colocated seconds, the nodes a profile was measured on, and its model."""
     name = row.optional("profile")
     if name:

@@ -1,0 +1,104 @@
+"""Spot nodes in a simulated run: notices and prices as they come, and what became of the pipelines that were there.
+
+SpotTrace ─▶ kernel: NoticeGiven, NodeJoined, PriceChange          ExpectLoss ─▶ NodeLost, when its time has come
+SpotFigures ◀─ each of these ─▶ SpotResult
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from rlmux.core.actions import ExpectLoss
+from rlmux.core.events import Event, NodeJoined, NodeLost, NoticeGiven, PipelineParked
+from rlmux.core.model import NodeId, PipelineId
+from rlmux.core.query import SchedulerQuery
+from rlmux.sim.kernel import NODE_CHANGE, Kernel
+from rlmux.sim.sim_state import SimPipeline
+from rlmux.sim.workloads.spot import SpotTrace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class NodeFailure:
+    """A node that is lost and comes back."""
+
+    node: NodeId
+    at_s: float
+    down_s: float
+    """Seconds until the node is back."""
+
+
+class ExpectedLoss(NamedTuple):
+    """The time at which a node is gone, unless it was lost before or is to go at another time."""
+
+    node: NodeId
+    at_s: float
+
+
+class NodeChanges:
+    """Schedules failures, a trace, and the losses that are expected."""
+
+    def __init__(self, kernel: Kernel, trace: SpotTrace | None, failures: Sequence[NodeFailure]) -> None:
+        self._kernel = kernel
+        for failure in failures:
+            kernel.schedule(failure.at_s, NODE_CHANGE, NodeLost(time_s=failure.at_s, node=failure.node))
+            back_s = failure.at_s + failure.down_s
+            kernel.schedule(back_s, NODE_CHANGE, NodeJoined(time_s=back_s, node=failure.node))
+        self._expected: dict[NodeId, float] = {}
+        for change in trace.prices if trace is not None else ():
+            kernel.schedule(change.at_s, NODE_CHANGE, change)
+        for reclaim in trace.reclaims if trace is not None else ():
+            kernel.schedule(reclaim.at_s, NODE_CHANGE, _notice(reclaim.at_s, reclaim.node, reclaim.gone_at_s))
+            if reclaim.back_at_s < float("inf"):
+                joined = NodeJoined(time_s=reclaim.back_at_s, node=reclaim.node)
+                kernel.schedule(reclaim.back_at_s, NODE_CHANGE, joined)
+
+    def expect_loss(self, action: ExpectLoss) -> None:
+        self._expected[action.node] = action.at_s
+        self._kernel.schedule(action.at_s, NODE_CHANGE, ExpectedLoss(action.node, action.at_s))
+
+    def loss(self, expected: ExpectedLoss) -> NodeLost | None:
+        """The loss, whose time has come; None where the node is not to go any more, or at another time."""
+        if self._expected.get(expected.node) != expected.at_s:
+            return None
+        return NodeLost(time_s=expected.at_s, node=expected.node)
+
+    def forget(self, node: NodeId) -> None:
+        """The node is lost, or there."""
+        self._expected.pop(node, None)
+
+
+def _notice(at_s: float, node: NodeId, gone_at_s: float) -> NoticeGiven:
+    return NoticeGiven(time_s=at_s, node=node, gone_at_s=gone_at_s)
+
+
+class SpotFigures:
+    """Follows the events of a run."""
+
+    def __init__(self, query: SchedulerQuery, on_node: Callable[[NodeId], Iterable[SimPipeline]]) -> None:
+        """`on_node`: pipelines on a node."""
+        self._query = query
+        self._on_node = on_node
+        self._leaving: dict[PipelineId, None] = {}
+        self.num_notices = self.num_moved = self.num_caught = 0
+        self.lost_s = 0.0
+
+    def see(self, event: Event) -> None:
+        """An event, before it is handled."""
+        if type(event) is NoticeGiven:
+            self.num_notices += 1
+            self._leaving.update((pipeline, None) for pipeline in self._names(event.node))
+        elif type(event) is PipelineParked and event.pipeline in self._leaving:
+            del self._leaving[event.pipeline]
+            self.num_moved += 1
+        elif type(event) is NodeLost:
+            for pipeline in self._names(event.node):
+                self._leaving.pop(pipeline, None)
+                self.num_caught += 1
+                self.lost_s += max(0.0, event.time_s - self._query.pipeline(pipeline).step_began_s)
+
+    def _names(self, node: NodeId) -> list[PipelineId]:
+        """Pipelines on the node; fillers leave at once, and lose what they have begun."""
+        on_node = [one.arrival.pipeline for one in self._on_node(node)]
+        return [pipeline.id for pipeline in on_node if not pipeline.is_filler]
