@@ -31,7 +31,8 @@ from rlmux.runtime.usage_notes import shares_events
 
 STAGE_S = 0.05
 ACCEPTED = (
-    "accepted: submit, cancel, hold, release, rank, park, unpark, why, queue, account, usage, set_shares, status, check"
+    "accepted: submit, cancel, hold, release, rank, park, unpark, why, queue, account, usage, set_shares, status, "
+    "check, notice, node_back"
 )
 
 

@@ -109,7 +109,8 @@ class ExpectLoss:
     """Tell of the node's loss at this time, unless it is lost before: what is there then ends."""
 
     node: NodeId
-    at_s: float
+    at_s: float | None
+    """Time of the loss; None: the node stays after all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

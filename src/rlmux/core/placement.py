@@ -262,6 +262,10 @@ class PlacementLedger:
         self._nodes.lose(node)
         self._leaving[node] = None
 
+    def is_lost(self, node: NodeId) -> bool:
+        """Whether nothing may be placed there: it is lost, or about to go."""
+        return self._nodes.is_lost(node)
+
     def is_about_to_go(self, node: NodeId) -> bool:
         return node in self._leaving
 

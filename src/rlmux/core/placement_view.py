@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from rlmux.core.group_load import GroupLoad, Member
-from rlmux.core.model import Cluster, GroupId, Phase, Pipeline, PipelineId, Placement, WorkLeft
+from rlmux.core.model import Cluster, GroupId, NodeId, Phase, Pipeline, PipelineId, Placement, WorkLeft
 
 if TYPE_CHECKING:
     from rlmux.core.placement import PlacementLedger
@@ -96,6 +96,13 @@ class PlacementView:
     def num_nodes(self, phase: Phase) -> float:
         """Nodes of the phase's pool, free or not, without lost ones."""
         return self._ledger.num_nodes(phase)
+
+    def is_lost(self, node: NodeId) -> bool:
+        """Whether nothing may be placed there: it is lost, or about to go."""
+        return self._ledger.is_lost(node)
+
+    def is_about_to_go(self, node: NodeId) -> bool:
+        return self._ledger.is_about_to_go(node)
 
     def usd_per_node_hour(self, phase: Phase) -> float:
         pool = self._ledger.cluster.pool_for(phase)

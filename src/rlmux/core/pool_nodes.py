@@ -67,6 +67,9 @@ class PoolNodes:
         if node.index not in self._lost:
             heapq.heappush(self._returned, node.index)
 
+    def is_lost(self, node: NodeId) -> bool:
+        return node.index in self._lost
+
     def lose(self, node: NodeId) -> None:
         if node.index in self._lost:
             raise IllegalTransitionError(f"node {node} was lost before and has not joined again")
@@ -165,6 +168,9 @@ class ClusterNodes:
                 self._by_pool[node.pool].give_back(node)
                 freed.append(node)
         return tuple(freed)
+
+    def is_lost(self, node: NodeId) -> bool:
+        return self._by_pool[node.pool].is_lost(node)
 
     def lose(self, node: NodeId) -> None:
         self._by_pool[node.pool].lose(node)

@@ -32,6 +32,7 @@ _MARK_BY_WHAT = {
     "resumed": "▶",
     "migration": "⇄",
     "node lost": "✕",
+    "notice": "!",
 }
 
 

@@ -32,6 +32,7 @@ from rlmux.core.events import (
     Event,
     NodeJoined,
     NodeLost,
+    NoticeGiven,
     PipelineCancelled,
     PipelineFailed,
     PipelineParked,
@@ -107,6 +108,7 @@ class History:
             TrajectoriesMigrated: self._on_migrated,
             WorkerLost: self._on_worker_lost,
             NodeLost: self._on_node_lost,
+            NoticeGiven: self._on_notice_given,
             NodeJoined: self._on_node_joined,
             Admit: self._on_admit,
             Relocate: self._on_admit,
@@ -403,6 +405,10 @@ class History:
         self._lose_orders(time_s, pipeline)
         self._unpin(time_s, pipeline)
         self.pipelines[pipeline].status = PipelineStatus.WAITING
+
+    def _on_notice_given(self, time_s: float, event: NoticeGiven) -> None:
+        text = f"{event.node}, gone in {event.gone_at_s - time_s:g} s"
+        self.instants.append(Instant(time_s, "notice", text=text))
 
     def _on_node_joined(self, time_s: float, event: NodeJoined) -> None:
         self.instants.append(Instant(time_s, "node joined", text=str(event.node)))

@@ -144,7 +144,7 @@ class Instant:
 
     time_s: float
     what: str
-    """`failure`, `loss`, `restart`, `migration`, `refused`, `cancelled`, `node lost`, `node joined`,
+    """`failure`, `loss`, `restart`, `migration`, `refused`, `cancelled`, `node lost`, `node joined`, `notice`,
     `resumed`, `slo` (it cannot be promised)."""
     pipeline: PipelineId | None = None
     device: DeviceId | None = None

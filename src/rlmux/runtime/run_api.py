@@ -8,6 +8,8 @@
     hold, release {name}    ─▶ PipelineHeld, HoldReleased: a waiting pipeline does not start until it is released
     rank {name, rank}       ─▶ PipelineRanked
     park, unpark {name}     ─▶ ParkRequested, HoldReleased: a running pipeline gives its devices back until it goes on
+    notice {name, seconds}  ─▶ NoticeGiven: the node of that name goes in so many seconds
+    node_back {name}        ─▶ NodeJoined: the node of that name is there again, or stays after all
     account {name}          whose it is: project and user
     usage {}                what users and projects have used, and what they are entitled to
     set_shares {text}       ─▶ SharesSet: the section `shares` of a file, from now on
@@ -46,6 +48,7 @@ from rlmux.report.log import LogReader
 from rlmux.runtime.backend import Note, Submission
 from rlmux.runtime.control_socket import ControlServer, Request
 from rlmux.runtime.inputs import input_notes
+from rlmux.runtime.notices import notice_of, return_of
 from rlmux.runtime.origins import plan_notes
 from rlmux.runtime.usage_notes import usage_fields
 
@@ -66,7 +69,7 @@ Standing = PipelineHeld | HoldReleased | PipelineRanked | ParkRequested
 
 _REQUESTS = (
     "submit", "cancel", "hold", "release", "rank", "park", "unpark", "why", "queue", "account", "usage", "set_shares",
-    "status", "check",
+    "status", "check", "notice", "node_back",
 )  # fmt: skip
 _MAX_QUEUE = 500
 """Waiting pipelines that are told of."""
@@ -197,6 +200,14 @@ class RunApi:
                 self._stand(request, event, "goes on as soon as there is room", tick, is_held=False)
             case {"request": "account", "name": str(name)}:
                 request.answer(**_account_fields(self._pipeline(name, tick)))
+            case {"request": "notice", "name": str(name), "seconds": int() | float() as seconds}:
+                notice, outcome = notice_of(self._scheduler, name, float(seconds), tick.now_s)
+                tick.events.append(notice)
+                self._done.append((request, {"outcome": outcome}))
+            case {"request": "node_back", "name": str(name)}:
+                joined, outcome = return_of(self._scheduler, name, tick.now_s)
+                tick.events.append(joined)
+                self._done.append((request, {"outcome": outcome}))
             case {"request": "usage"}:
                 request.answer(**usage_fields(self._scheduler))
             case {"request": "set_shares", "text": str(text), "source": str(source)}:

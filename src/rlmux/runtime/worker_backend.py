@@ -26,6 +26,7 @@ from typing import NamedTuple
 from rlmux.core.actions import (
     Action,
     Admit,
+    ExpectLoss,
     MigrateShard,
     Park,
     Pause,
@@ -38,7 +39,7 @@ from rlmux.core.actions import (
 from rlmux.core.cycles import USER_CODE_PATIENCE_S
 from rlmux.core.errors import IllegalTransitionError
 from rlmux.core.events import Event, RewardOverdue
-from rlmux.core.model import Cluster, DeviceId, PipelineId, Stage
+from rlmux.core.model import Cluster, DeviceId, NodeId, PipelineId, Stage
 from rlmux.runtime.backend import Note, Submission
 from rlmux.runtime.call_loop import CallLoop, Work
 from rlmux.runtime.memory import HostMemory
@@ -103,6 +104,10 @@ class WorkerBackend:
             on_replaced=self._tell_of_successor,
             on_ending=self._end_drivers,
         )
+        self._expected_losses: dict[NodeId, float] = {}
+        """Time at which each node is gone that notice was given of."""
+        self._gone: set[NodeId] = set()
+        """Nodes whose loss was told (membership tests only)."""
         self._promises = Promises(self._calls, self._outbox)
         self._states = ResidentStates(self._calls, self._outbox, host_memory, self._supervisor.find)
 
@@ -134,9 +139,12 @@ class WorkerBackend:
             case SetDeviceFraction():
                 if (order := self._orders.find(action.order)) is not None:
                     order.device_fraction = action.device_fraction
+            case ExpectLoss():
+                self._expect_loss(action)
             case Prefetch():
                 self._states.prefetch(action)
             case Admit():
+                self._gone.difference_update(action.placement.nodes)  # a user may say that one is there again
                 self._supervisor.admit(action)
             case Relocate():
                 self._supervisor.relocate(action)
@@ -161,8 +169,7 @@ class WorkerBackend:
             self._outbox.date_events_now()
         else:
             ready = self.workplace.wait(timeout_s)
-            for node, is_there in self.workplace.node_changes():
-                self._supervisor.change_node(node, is_there=is_there)
+            self._tell_node_changes()
             for worker in ready:
                 self._supervisor.receive(worker)
             self._supervisor.end_overdue_workers()
@@ -170,6 +177,25 @@ class WorkerBackend:
         events, notes = self._outbox.take()
         self._supervisor.events_are_taken(events)
         return events, notes
+
+    def _expect_loss(self, action: ExpectLoss) -> None:
+        if action.at_s is None:
+            self._expected_losses.pop(action.node, None)
+        else:
+            self._expected_losses[action.node] = action.at_s
+
+    def _tell_node_changes(self) -> None:
+        """Nodes that the workplace has lost or found, and those whose notice is over."""
+        now_s = self._outbox.now_s()
+        due = [node for node, at_s in self._expected_losses.items() if at_s <= now_s]
+        for node, is_there in (*self.workplace.node_changes(), *((node, False) for node in due)):
+            if is_there or node not in self._gone:
+                self._supervisor.change_node(node, is_there=is_there)
+            self._expected_losses.pop(node, None)
+            if is_there:
+                self._gone.discard(node)
+            else:
+                self._gone.add(node)
 
     def close(self) -> None:
         for pipeline in list(self._supervisor.workers_by_pipeline):

@@ -241,7 +241,9 @@ class WorkerSupervisor:
                 self._parking.discard(pipeline)
                 self._end_processes(workers)
                 self._homeless[pipeline] = workers
-                self._outbox.note("loss", pipeline=pipeline, reason=f"node {node} is gone")
+                step = workers.furthest_step
+                reason = f"node {node} is gone; what came after step {step} is made again"
+                self._outbox.note("loss", pipeline=pipeline, reason=reason)
         self._outbox.add(NodeLost(time_s=self._outbox.now_s(), node=node))
 
     # ------------------------------------------------------------------ losses

@@ -50,6 +50,10 @@ class FillerFigures:
     def __contains__(self, pipeline: PipelineId) -> bool:
         return pipeline in self._fillers
 
+    def set_price(self, pool: str, usd_per_device_s: float) -> None:
+        """Devices of the pool cost this from now on; an order is billed at the price at its end."""
+        self._usd_per_device_s[pool] = usd_per_device_s
+
     def submit(self, pipeline: PipelineId, now_s: float) -> None:
         self._fillers[pipeline] = _Filler(now_s)
 

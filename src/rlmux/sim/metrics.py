@@ -180,6 +180,7 @@ class Collector:
         """Nodes of the pool cost this from now on."""
         self._book(now_s)
         self._usd_per_node_hour[pool] = usd_per_gpu_hour * self._gpus_per_node[pool]
+        self._fillers.set_price(pool, self._usd_per_node_hour[pool] / self._devices_per_node[pool] / 3600)
         self._change(now_s, ())
 
     def _paid_cluster(self) -> Cluster:

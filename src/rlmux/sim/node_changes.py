@@ -55,6 +55,9 @@ class NodeChanges:
                 kernel.schedule(reclaim.back_at_s, NODE_CHANGE, joined)
 
     def expect_loss(self, action: ExpectLoss) -> None:
+        if action.at_s is None:
+            self.forget(action.node)
+            return
         self._expected[action.node] = action.at_s
         self._kernel.schedule(action.at_s, NODE_CHANGE, ExpectedLoss(action.node, action.at_s))
 

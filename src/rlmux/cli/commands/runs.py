@@ -140,6 +140,28 @@ def park(place: Place, name: PipelineName) -> None:
     typer.echo(f"{name}: {remote.tell(place, 'park', name)}")
 
 
+def notice(
+    folder: Folder,
+    node: Annotated[str, typer.Argument(metavar="NODE", help="Node, such as rollout-0.")],
+    seconds: Annotated[
+        float, typer.Option("--seconds", min=0, help="Seconds until it is gone; what is there then begins anew.")
+    ] = 120.0,
+    back: Annotated[bool, typer.Option("--back", help="It is there again, or stays after all.")] = False,
+) -> None:
+    """Say that a node is about to go: pipelines leave it at their next step boundaries.
+
+    Nothing is placed there any more. Pipelines go on elsewhere from a checkpoint, to the same weights.
+
+    \b
+    Example: rlmux notice runs/demo rollout-0 --seconds 120
+    """
+    from rlmux.cli import remote
+
+    place = str(folder)
+    outcome = remote.tell(place, "node_back", node) if back else remote.tell(place, "notice", node, seconds=seconds)
+    typer.echo(f"{node}: {outcome}")
+
+
 def unpark(place: Place, name: PipelineName) -> None:
     """Let a parked pipeline go on.
 

@@ -1,0 +1,48 @@
+"""A node is about to go, or stays after all: what a user says, checked, as an event for the scheduler.
+
+rlmux notice DIR rollout-0 --seconds 120 ─▶ NoticeGiven ─▶ pipelines leave; ExpectLoss ─▶ at that time NodeLost
+rlmux notice DIR rollout-0 --back        ─▶ NodeJoined
+"""
+
+from __future__ import annotations
+
+from rlmux.core.errors import UserError
+from rlmux.core.events import NodeJoined, NoticeGiven
+from rlmux.core.model import Cluster, NodeId
+from rlmux.core.scheduler import Scheduler
+
+
+def notice_of(scheduler: Scheduler, text: str, seconds: float, now_s: float) -> tuple[NoticeGiven, str]:
+    """The event of a notice, and what comes of it. Raises UserError for a node that is not there."""
+    node, view = node_of(scheduler.cluster, text), scheduler.query.placement
+    if view.is_lost(node) and not view.is_about_to_go(node):
+        raise UserError(f"node {text!r} is gone already; accepted: one that is there")
+    if not 0.0 <= seconds < 1e9:
+        raise UserError(f"a notice of {seconds:g} seconds; accepted: 0 or more")
+    outcome = (
+        f"goes in {seconds:g} s; pipelines there leave at their next step boundaries, and no other is placed there"
+    )
+    return NoticeGiven(time_s=now_s, node=node, gone_at_s=now_s + seconds), outcome
+
+
+def return_of(scheduler: Scheduler, text: str, now_s: float) -> tuple[NodeJoined, str]:
+    """The event of a node that is there, and what comes of it. Raises UserError for one that never was to go."""
+    node = node_of(scheduler.cluster, text)
+    if not scheduler.query.placement.is_lost(node):
+        raise UserError(f"node {text!r} is there; accepted: one that is gone, or about to go")
+    return NodeJoined(time_s=now_s, node=node), "is there, and pipelines are placed on it again"
+
+
+def node_of(cluster: Cluster, text: str) -> NodeId:
+    """The node of that name, such as `rollout-0`. Raises UserError with the names that there are."""
+    pool, _, index = text.rpartition("-")
+    known = cluster.pools.get(pool)
+    num_nodes = 0 if known is None else known.num_nodes or 0
+    if index.isdecimal() and int(index) < num_nodes:
+        return NodeId(pool, int(index))
+    names = [
+        f"{name}-0" + (f" to {name}-{one.num_nodes - 1}" if (one.num_nodes or 0) > 1 else "")
+        for name, one in cluster.pools.items()
+        if one.num_nodes
+    ]
+    raise UserError(f"no node {text!r}; accepted: {', '.join(names)}")
