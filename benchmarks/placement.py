@@ -62,7 +62,7 @@ def row(policy_name: str, size: int, num_arrivals: int) -> str:
     policy = make_policy(policy_name)
     cluster = arrivals.h20_h800_cluster()
     ledger = PlacementLedger(cluster)
-    view = ledger.view()
+    view = PlacementView(ledger)
     generator = random.Random(0)
     for number in range(size):
         pipeline = drawn(f"p{number}", generator)
@@ -132,7 +132,7 @@ def full_scheduler(policy: Policy, size: int) -> tuple[Scheduler, random.Random]
     open_ended = PlacementLedger(arrivals.h20_h800_cluster(num_rollout_nodes=10 * size, num_train_nodes=10 * size))
     pipelines = [replace(drawn(f"p{number}", random.Random(number)), num_steps=50 + number) for number in range(size)]
     for pipeline in pipelines:
-        choice = policy.place(pipeline, open_ended.view())
+        choice = policy.place(pipeline, PlacementView(open_ended))
         assert not isinstance(choice, Refusal)
         open_ended.admit(pipeline, choice)
     nodes = [open_ended.num_nodes_in_use(pool) for pool in ("h20", "h800")]

@@ -13,6 +13,7 @@ from rlmux.core.errors import IllegalTransitionError
 from rlmux.core.model import Cluster, GroupId, NodeId, Phase, PhaseSeconds, Pipeline, PipelineId, Pool
 from rlmux.core.placement import PlacementLedger
 from rlmux.core.placement_choice import PlacementChoice
+from rlmux.core.placement_view import PlacementView
 from rlmux.core.undo import Undo
 from rlmux.policies import make_policy
 
@@ -54,7 +55,7 @@ class Changes:
         if kind == "admit" or not placed:
             self.num_drawn += 1
             newcomer = pipeline(f"p{self.num_drawn}", self.draw)
-            choice = make_policy("rollmux").place(newcomer, first.view())
+            choice = make_policy("rollmux").place(newcomer, PlacementView(first))
             if isinstance(choice, PlacementChoice):
                 choice = replace(choice, train_nodes=choice.train_nodes[-newcomer.num_train_nodes :])
                 for ledger in ledgers:
@@ -66,7 +67,7 @@ class Changes:
         elif kind == "finish":
             results = [ledger.finish_relocation(name) for ledger in ledgers]
         else:
-            choice = make_policy("rlmux").place(first.pipeline(name), first.view())
+            choice = make_policy("rlmux").place(first.pipeline(name), PlacementView(first))
             results = [_relocated(ledger, name, choice) for ledger in ledgers]
         assert all(result == results[0] for result in results)
 

@@ -13,6 +13,7 @@ from rlmux.core.actions import Admit
 from rlmux.core.events import HoldReleased, PipelineHeld
 from rlmux.core.model import PhaseSeconds, Pipeline, PipelineId
 from rlmux.core.placement_choice import PlacementChoice
+from rlmux.core.placement_view import PlacementView
 from rlmux.core.scheduler import Scheduler
 from rlmux.core.why import Change, WaitToken
 from rlmux.policies import make_policy
@@ -89,7 +90,7 @@ def starts_on_a_copy(scheduler: Scheduler, pipeline: Pipeline, change: Change) -
         sandbox.depart(PipelineId(str(change.to)))
     field = {"rollout.workers": "num_rollout_nodes", "train.workers": "num_train_nodes"}.get(change.key, change.key)
     changed = pipeline if change.key in ("without", "hold") else replace(pipeline, **{field: change.to})
-    return isinstance(scheduler.policy.place(changed, sandbox.view()), PlacementChoice)
+    return isinstance(scheduler.policy.place(changed, PlacementView(sandbox)), PlacementChoice)
 
 
 @pytest.mark.parametrize("policy", ["solo", "rollmux", "rlmux"])

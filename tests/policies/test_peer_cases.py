@@ -16,6 +16,7 @@ from rlmux.core.errors import IllegalTransitionError
 from rlmux.core.events import ChunkFinished, PipelineCancelled, PipelineFailed, StageFinished
 from rlmux.core.model import Cluster, Phase, PipelineId, PipelineStatus, Pool, Stage
 from rlmux.core.placement import PlacementLedger
+from rlmux.core.placement_view import PlacementView
 from rlmux.core.scheduler import Scheduler
 from rlmux.policies import make_policy
 
@@ -104,7 +105,7 @@ def test_rb09_a_rollout_starts_on_what_another_ones_training_leaves(builders):
 def test_rb10_a_choice_that_does_not_hold_is_refused_before_anything_changes(builders):
     ledger = PlacementLedger(builders.cluster(rollout=2, train=1))
     first, second = builders.pipeline("a"), builders.pipeline("b")
-    choice = make_policy("rollmux").place(first, ledger.view())
+    choice = make_policy("rollmux").place(first, PlacementView(ledger))
     ledger.admit(first, choice)
     before = (list(ledger.groups()), ledger.num_free_nodes(Phase.TRAIN))
     with pytest.raises(IllegalTransitionError, match="takes 1 new train nodes; 0 are free"):

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from rlmux.core.model import AdmissionKind, Cluster, Footprint, Phase, PhaseSeconds, Pipeline, PipelineId, Pool
 from rlmux.core.placement import PlacementLedger
 from rlmux.core.placement_choice import FruitlessSearch, Refusal
+from rlmux.core.placement_view import PlacementView
 from rlmux.policies import POLICIES, make_policy
 from rlmux.policies.baselines import Split
 from rlmux.policies.optimal import Optimal
@@ -52,7 +53,7 @@ class World:
 
     def submit(self, *pipelines):
         for one in pipelines:
-            choice = self.policy.place(one, self.ledger.view())
+            choice = self.policy.place(one, PlacementView(self.ledger))
             if isinstance(choice, Refusal):
                 self.refusals[one.id] = choice
                 continue
@@ -68,7 +69,7 @@ class World:
 
     def rebalance(self):
         relocations = []
-        for choice in self.policy.rebalance(self.ledger.view()):
+        for choice in self.policy.rebalance(PlacementView(self.ledger)):
             if isinstance(choice, FruitlessSearch):
                 self.ledger.note_fruitless_search(choice.pipelines)
             else:
@@ -405,7 +406,7 @@ def test_optimal_groups_at_least_as_cheaply_as_rlmux_and_reports_its_gap():
         for number in range(10)
     ]
     best, ours = World(Optimal()).submit(*pipelines), World(RlMux()).submit(*pipelines)
-    _, found = best.policy.cheapest(World("solo").submit(*pipelines).ledger.view())
+    _, found = best.policy.cheapest(PlacementView(World("solo").submit(*pipelines).ledger))
     assert (found.is_proven, found.gap) == (True, 0.0)
     best.rebalance()
     ours.rebalance()

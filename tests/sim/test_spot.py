@@ -9,8 +9,8 @@ from rlmux.policies import make_policy
 from rlmux.sim.node_changes import NodeFailure
 from rlmux.sim.results import SimResult
 from rlmux.sim.simulator import simulate
+from rlmux.sim.spot_trace import PriceChange, Reclaim, SpotTrace
 from rlmux.sim.workloads.arrivals import Arrival, Workload
-from rlmux.sim.workloads.spot import PriceChange, Reclaim, SpotTrace
 from rlmux.sim.world import TrueSeconds
 
 

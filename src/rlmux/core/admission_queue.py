@@ -28,6 +28,7 @@ from rlmux.core.journal import Journal
 from rlmux.core.model import Pipeline, PipelineId, PipelineStatus
 from rlmux.core.placement import PlacementLedger
 from rlmux.core.placement_choice import PlacementChoice, Refusal
+from rlmux.core.placement_view import PlacementView
 from rlmux.core.policy import Policy
 from rlmux.core.shares import Shares
 from rlmux.core.state import PipelineRun, Reservation, SchedulerState
@@ -52,7 +53,7 @@ class AdmissionQueue:
         self._policy = policy
         self._journal = journal
         self._shares = shares
-        self._view = ledger.view()
+        self._view = PlacementView(ledger)
         self._step_s_of: dict[PipelineId, tuple[GroupLoad, StepEstimates, float]] = {}
         """Seconds of a step of pipelines in groups that are estimated, with what they follow from: a cache."""
 

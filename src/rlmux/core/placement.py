@@ -18,7 +18,6 @@ from rlmux.core.group_index import GroupIndex
 from rlmux.core.group_load import GroupLoad, Member, budget_of, group_load, phases_of, with_steps_per_cycle
 from rlmux.core.model import Cluster, GroupId, NodeId, Phase, Pipeline, PipelineId, Placement, WorkLeft
 from rlmux.core.placement_choice import PlacementChoice, check_choice
-from rlmux.core.placement_view import PlacementView
 from rlmux.core.pool_nodes import ClusterNodes, require
 from rlmux.core.undo import Undo
 
@@ -57,8 +56,6 @@ class PlacementLedger:
         self._vacating: dict[PipelineId, tuple[NodeId, ...]] = {}
         """Nodes on which relocated pipelines still work, until their relocation is finished."""
         self._next_group = 0
-        self._leaving: dict[NodeId, None] = {}
-        """Nodes that are about to go."""
         self._fruitless_searches: dict[tuple[PipelineId, ...], None] = {}
         """Groups of pipelines that a policy found no better grouping for, oldest first; a sandbox has none."""
         self._num_dropped = 0
@@ -76,9 +73,6 @@ class PlacementLedger:
     @property
     def num_groups(self) -> int:
         return len(self._groups)
-
-    def view(self) -> PlacementView:
-        return PlacementView(self)
 
     def groups(self) -> Iterator[GroupLoad]:
         """Every group, oldest first."""
@@ -252,35 +246,28 @@ class PlacementLedger:
         twin._uneven = dict(self._uneven)
         twin._group_of = dict(self._group_of)
         twin._vacating = dict(self._vacating)
-        twin._leaving = dict(self._leaving)
         twin._next_group = self._next_group
         twin._nodes = self._nodes.copy(twin._undo)
         return twin
 
     def expect_loss(self, node: NodeId) -> None:
         """The node is about to go: no pipeline is placed on it, and those that are there stay until they leave."""
-        self._nodes.lose(node)
-        self._leaving[node] = None
+        self._nodes.expect_loss(node)
 
     def is_lost(self, node: NodeId) -> bool:
         """Whether nothing may be placed there: it is lost, or about to go."""
         return self._nodes.is_lost(node)
 
     def is_about_to_go(self, node: NodeId) -> bool:
-        return node in self._leaving
+        return self._nodes.is_about_to_go(node)
 
     def is_leaving(self, group: GroupLoad) -> bool:
         """Whether one of the group's nodes is about to go."""
-        if not self._leaving:
-            return False
-        return any(node in self._leaving for node in group.rollout_nodes + group.train_nodes)
+        return any(map(self._nodes.is_about_to_go, group.rollout_nodes + group.train_nodes))
 
     def lose_node(self, node: NodeId) -> tuple[PipelineId, ...]:
         """The node is gone: no pipeline is placed on it until it is regained. Returns the pipelines pinned to it."""
-        if node in self._leaving:
-            del self._leaving[node]
-        else:
-            self._nodes.lose(node)
+        self._nodes.lose(node)
         return tuple(
             member.pipeline.id
             for group in self._groups.values()
@@ -290,7 +277,6 @@ class PlacementLedger:
 
     def regain_node(self, node: NodeId) -> None:
         """A node that was lost, or was to be, is there."""
-        self._leaving.pop(node, None)
         self._nodes.regain(node)
 
     # "all is well"

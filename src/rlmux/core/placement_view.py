@@ -8,13 +8,10 @@ Groups with a node that is about to go are left out of what a policy chooses fro
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
 from rlmux.core.group_load import GroupLoad, Member
 from rlmux.core.model import Cluster, GroupId, NodeId, Phase, Pipeline, PipelineId, Placement, WorkLeft
-
-if TYPE_CHECKING:
-    from rlmux.core.placement import PlacementLedger
+from rlmux.core.placement import PlacementLedger
 
 
 class PlacementView:

@@ -22,6 +22,7 @@ from rlmux.core.orders import Orders
 from rlmux.core.parking import Parking
 from rlmux.core.placement import PlacementLedger
 from rlmux.core.placement_choice import FruitlessSearch, Refusal
+from rlmux.core.placement_view import PlacementView
 from rlmux.core.policy import Policy
 from rlmux.core.shares import Shares
 from rlmux.core.state import GroupState, PipelineRun, SchedulerState
@@ -52,7 +53,7 @@ class Placing:
         self._state = state
         self._ledger = ledger
         self._policy = policy
-        self._view = ledger.view()
+        self._view = PlacementView(ledger)
         self._queue = queue
         self._groups = groups
         self._orders = orders

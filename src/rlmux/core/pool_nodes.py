@@ -104,6 +104,7 @@ class ClusterNodes:
         self._cluster = cluster
         self._undo = undo
         self._by_pool = {name: PoolNodes(pool, undo) for name, pool in cluster.pools.items()}
+        self._about_to_go: dict[NodeId, None] = {}
         self._num_uses: dict[NodeId, int] = {}
         """Uses of each node in use."""
         self.peak_by_pool = dict.fromkeys(cluster.pools, 0)
@@ -112,6 +113,7 @@ class ClusterNodes:
     def copy(self, undo: Undo) -> ClusterNodes:
         twin = ClusterNodes(self._cluster, undo)
         twin._by_pool = {name: nodes.copy(undo) for name, nodes in self._by_pool.items()}
+        twin._about_to_go = dict(self._about_to_go)
         twin._num_uses, twin.peak_by_pool = dict(self._num_uses), dict(self.peak_by_pool)
         return twin
 
@@ -172,10 +174,22 @@ class ClusterNodes:
     def is_lost(self, node: NodeId) -> bool:
         return self._by_pool[node.pool].is_lost(node)
 
+    def expect_loss(self, node: NodeId) -> None:
+        """The node is handed out no more; it is in use until those that use it let it go."""
+        self.lose(node)
+        self._about_to_go[node] = None
+
+    def is_about_to_go(self, node: NodeId) -> bool:
+        return bool(self._about_to_go) and node in self._about_to_go
+
     def lose(self, node: NodeId) -> None:
-        self._by_pool[node.pool].lose(node)
+        if node in self._about_to_go:
+            del self._about_to_go[node]
+        else:
+            self._by_pool[node.pool].lose(node)
 
     def regain(self, node: NodeId) -> None:
+        self._about_to_go.pop(node, None)
         self._by_pool[node.pool].regain(node)
 
     def check(self, num_uses: Mapping[NodeId, int]) -> None:

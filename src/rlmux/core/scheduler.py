@@ -67,6 +67,7 @@ from rlmux.core.offers import AccountUsage, QueueOrder
 from rlmux.core.orders import Orders
 from rlmux.core.parking import Parking
 from rlmux.core.placement import PlacementLedger
+from rlmux.core.placement_view import PlacementView
 from rlmux.core.placing import Placing
 from rlmux.core.policy import Policy
 from rlmux.core.query import SchedulerQuery
@@ -90,7 +91,7 @@ class Scheduler:
         self.policy = policy
         self._state = SchedulerState()
         self._ledger = PlacementLedger(cluster, self._state.work_left)
-        self._placement_view = self._ledger.view()
+        self._placement_view = PlacementView(self._ledger)
         self.query = SchedulerQuery(self._state, self._placement_view)
         """All that drivers, displays and tests may read."""
         self._journal = Journal(policy.name)

@@ -110,7 +110,7 @@ def _beyond_alone(workload: Workload) -> list[str]:
     notes = []
     for pipeline in (arrival.pipeline for arrival in workload.arrivals):
         with ledger.trial():
-            choice = solo.place(pipeline, ledger.view())
+            choice = solo.place(pipeline, PlacementView(ledger))
             if not isinstance(choice, PlacementChoice):
                 continue
             ledger.admit(pipeline, choice)

@@ -16,7 +16,7 @@ from rlmux.core.model import NodeId, PipelineId
 from rlmux.core.query import SchedulerQuery
 from rlmux.sim.kernel import NODE_CHANGE, Kernel
 from rlmux.sim.sim_state import SimPipeline
-from rlmux.sim.workloads.spot import SpotTrace
+from rlmux.sim.spot_trace import SpotTrace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -78,8 +78,8 @@ from rlmux.sim.pauses import Pauses, SafePoint
 from rlmux.sim.results import SimResult
 from rlmux.sim.running_orders import RunningOrders
 from rlmux.sim.sim_state import Migration, PausedWork, RunningOrder, SimPipeline
+from rlmux.sim.spot_trace import PriceChange
 from rlmux.sim.workloads.arrivals import Arrival, Workload
-from rlmux.sim.workloads.spot import PriceChange
 
 _OF_NODES = (NodeLost, NoticeGiven, PipelineParked)
 """Events that spot nodes are counted by."""

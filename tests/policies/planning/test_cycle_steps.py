@@ -12,6 +12,7 @@ from rlmux.core.errors import IllegalTransitionError
 from rlmux.core.model import AdmissionKind, Cluster, Phase, PipelineId, Pool
 from rlmux.core.placement import PlacementLedger
 from rlmux.core.placement_choice import PlacementChoice
+from rlmux.core.placement_view import PlacementView
 from rlmux.core.scheduler import Scheduler
 from rlmux.policies.planning.cycle_steps import CycleStepFinder
 from rlmux.policies.planning.partition import NodePrices, candidate_groups, demand_of
@@ -65,7 +66,7 @@ def test_a_group_with_several_steps_per_cycle_promises_the_mean_step(pair):
     ledger = PlacementLedger(priced())
     policy = Lapping()
     for one in pair:
-        ledger.admit(one, policy.place(one, ledger.view()))
+        ledger.admit(one, policy.place(one, PlacementView(ledger)))
         ledger.check()
     (group,) = ledger.groups()
     assert group.period_s == 100.0
@@ -79,7 +80,7 @@ def test_a_member_that_stays_alone_has_one_step_per_cycle(pair):
     ledger = PlacementLedger(priced())
     policy = Lapping()
     for one in pair:
-        ledger.admit(one, policy.place(one, ledger.view()))
+        ledger.admit(one, policy.place(one, PlacementView(ledger)))
     ledger.depart(LONG)
     ledger.check()
     assert ledger.member(SHORT).steps_per_cycle == 1
@@ -107,9 +108,9 @@ def test_rlmux_lets_a_short_pipeline_make_several_steps_in_a_long_ones_cycle(pai
     ledger = PlacementLedger(priced())
     policy = RlMux(usd_per_hour_per_move=0.5)
     for one in pair:
-        ledger.admit(one, policy.place(one, ledger.view()))
+        ledger.admit(one, policy.place(one, PlacementView(ledger)))
     assert ledger.usd_per_hour == 8.0
-    for relocation in policy.rebalance(ledger.view()):
+    for relocation in policy.rebalance(PlacementView(ledger)):
         ledger.relocate(relocation.pipeline, relocation.choice)
         ledger.finish_relocation(relocation.pipeline)
         ledger.check()

@@ -26,6 +26,7 @@ from rlmux.core.model import (
 )
 from rlmux.core.placement import PlacementLedger
 from rlmux.core.placement_choice import PlacementChoice
+from rlmux.core.placement_view import PlacementView
 from rlmux.policies.planning.economy import MOST_SLOWDOWN, Economy, budget_from
 from rlmux.policies.planning.layouts import Kind, LayoutBook
 from rlmux.policies.planning.partition import NodePrices, demand_of
@@ -102,7 +103,7 @@ def test_a_layout_takes_as_long_and_costs_as_much_as_its_group_in_the_books(memb
     members = [replace(one, id=PipelineId(f"p{index}")) for index, one in enumerate(members)]
     work_left = {one.id: left_of(one, now_s=0.0, num_left=100) for one in members}
     ledger = PlacementLedger(CLUSTER, work_left.get)
-    economy = Economy(view=ledger.view(), slowness_price=price, hold_up_usd=4.0, move_horizon_h=3.0)
+    economy = Economy(view=PlacementView(ledger), slowness_price=price, hold_up_usd=4.0, move_horizon_h=3.0)
     book = LayoutBook()
     book.use(PRICES)
     numbers = tuple(book.number_of(Kind(demand_of(one), economy.slowness_usd(one))) for one in members)
@@ -143,7 +144,7 @@ def test_slowness_has_its_price_in_an_hour_at_half_speed():
         )
         ledger.admit(replace(one, id=PipelineId(name)), choice)
     (group,) = ledger.groups()
-    economy = Economy(view=ledger.view(), slowness_price=1.2, hold_up_usd=4.0, move_horizon_h=3.0)
+    economy = Economy(view=PlacementView(ledger), slowness_price=1.2, hold_up_usd=4.0, move_horizon_h=3.0)
     assert group.period_s == 240.0
     busy_usd = (60 * 1.0 + 40 * 3.0) / 100
     assert economy.cost_usd(group) == pytest.approx(4.0 + 1.2 * 4 * busy_usd * (1 - 100 / 240))
@@ -153,17 +154,17 @@ def test_slowness_has_its_price_in_an_hour_at_half_speed():
 def test_a_pipeline_whose_speed_on_training_nodes_alone_is_unknown_is_placed_apart():
     ledger = PlacementLedger(CLUSTER, lambda name: left_of(None, now_s=0.0, num_left=100))
     dear = pipeline(slo=math.inf, num_rollout_nodes=9)  # $12 an hour apart, $3 on its training node alone
-    unknown = RlMux().place(dear, ledger.view())
-    known = RlMux().place(replace(dear, colocated_estimate=dear.estimate), ledger.view())
+    unknown = RlMux().place(dear, PlacementView(ledger))
+    known = RlMux().place(replace(dear, colocated_estimate=dear.estimate), PlacementView(ledger))
     assert (unknown.is_colocated, known.is_colocated) == (False, True)
 
 
 def test_a_newcomer_joins_a_wide_member_and_trains_on_as_many_nodes_as_it_asks_for():
     ledger = PlacementLedger(CLUSTER, lambda name: left_of(None, now_s=0.0, num_left=100))
     wide = pipeline("wide", slo=2.5, num_train_nodes=2)
-    ledger.admit(wide, RlMux().place(wide, ledger.view()))
+    ledger.admit(wide, RlMux().place(wide, PlacementView(ledger)))
     narrow = pipeline("narrow", slo=2.5)
-    ledger.admit(narrow, RlMux().place(narrow, ledger.view()))
+    ledger.admit(narrow, RlMux().place(narrow, PlacementView(ledger)))
     (group,) = ledger.groups()
     assert len(group.train_nodes) == 2
     assert len(ledger.placement(PipelineId("narrow")).train_nodes) == 1

@@ -6,6 +6,7 @@ import random
 
 from rlmux.core.model import Cluster, Phase, PhaseSeconds, Pipeline, PipelineId, Pool, WorkLeft
 from rlmux.core.placement import PlacementLedger
+from rlmux.core.placement_view import PlacementView
 from rlmux.policies.planning.economy import Economy
 from rlmux.policies.planning.ranking import BudgetWatch, GroupRanking
 from rlmux.policies.rollmux import RollMux
@@ -26,7 +27,7 @@ class World:
         self.now_s = 0.0
         self.lefts: dict[PipelineId, WorkLeft] = {}
         self.ledger = PlacementLedger(CLUSTER, self.left_of)
-        self.view = self.ledger.view()
+        self.view = PlacementView(self.ledger)
 
     def left_of(self, name):
         left = self.lefts[name]

@@ -8,8 +8,8 @@ import pytest
 
 from rlmux.core.errors import UserError
 from rlmux.core.model import Cluster, NodeId, Phase, Pool
+from rlmux.sim.spot_trace import PriceChange, Reclaim
 from rlmux.sim.workloads import spot
-from rlmux.sim.workloads.spot import PriceChange, Reclaim
 
 HEADER = "at_s,pool,usd_per_gpu_hour,node,notice_s,down_s\n"
 CLUSTER = Cluster(

@@ -66,7 +66,7 @@ def _to_another_place(group: GroupLoad, ledger: PlacementLedger, place: Place) -
         pipeline = member.pipeline
         with ledger.trial():
             ledger.set_aside(pipeline.id)
-            choice = place(pipeline, ledger.view())
+            choice = place(pipeline, PlacementView(ledger))
         if not isinstance(choice, Refusal) and _keeps_slos_there(group, member, ledger, choice):
             return Relocation(pipeline=pipeline.id, choice=choice)
     return None

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 from rlmux.core.errors import UserError
 from rlmux.core.model import Cluster, Footprint, Phase, PhaseSeconds, Pipeline, PipelineId, Pool, Stage
@@ -19,10 +18,8 @@ from rlmux.core.offers import ShareSettings
 from rlmux.sim import tables
 from rlmux.sim.clients import ClientBurst
 from rlmux.sim.models.neighbours import Neighbours
+from rlmux.sim.spot_trace import SpotTrace
 from rlmux.sim.world import NO_SWITCH, STEADY, SwitchSeconds, TrueSeconds, Variation
-
-if TYPE_CHECKING:  # its rows are read as those of traces are
-    from rlmux.sim.workloads.spot import SpotTrace
 
 H20_USD_PER_GPU_HOUR = 1.76
 H800_USD_PER_GPU_HOUR = 5.28

@@ -21,58 +21,15 @@ from __future__ import annotations
 
 import csv
 import math
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
 from rlmux.core.errors import UserError
 from rlmux.core.model import Cluster, NodeId
+from rlmux.sim.spot_trace import PriceChange, Reclaim, SpotTrace
 from rlmux.sim.workloads.csv_rows import Row
 
 COLUMNS = ("at_s", "pool", "usd_per_gpu_hour", "node", "notice_s", "down_s")
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PriceChange:
-    """The price of a pool's nodes from a time on."""
-
-    at_s: float
-    pool: str
-    usd_per_gpu_hour: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Reclaim:
-    """A node that is taken back, and that may come again."""
-
-    at_s: float
-    """Time of the notice."""
-    node: NodeId
-    notice_s: float
-    """Seconds from the notice until it is gone."""
-    down_s: float = math.inf
-    """Seconds until a node of that number is there again; infinite where none is."""
-
-    @property
-    def gone_at_s(self) -> float:
-        return self.at_s + self.notice_s
-
-    @property
-    def back_at_s(self) -> float:
-        return self.gone_at_s + self.down_s
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SpotTrace:
-    """A whole file, in the order of time."""
-
-    prices: tuple[PriceChange, ...] = ()
-    reclaims: tuple[Reclaim, ...] = ()
-
-    @property
-    def pools(self) -> tuple[str, ...]:
-        """Pools that have a price over time."""
-        return tuple(dict.fromkeys(change.pool for change in self.prices))
 
 
 def load(path: Path | str, cluster: Cluster) -> SpotTrace:
