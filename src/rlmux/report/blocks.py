@@ -124,7 +124,7 @@ def merge(blocks: Iterable[bytes]) -> bytes:
     merged = _Content()
     num_lives = 0
     for data in blocks:
-        content = _Content.of(data)
+        content = _Content.of(decompress(data))
         number_by_number = [merged.number_of(one.kind, one.type, one.names) for one in content.groups]
         for seq, time_s, number in zip(content.seqs, content.times_s, content.numbers, strict=True):
             merged.add_row(seq, time_s, number_by_number[number])
@@ -146,7 +146,20 @@ def unpack(data: bytes, bare: Collection[str] = ()) -> Block:
 
     `bare`: types of notes whose fields are left out; their rows have numbers and times alone.
     """
-    content = _Content.of(data, bare)
+    return read_block(decompress(data), bare)
+
+
+def decompress(data: bytes) -> bytes:
+    """The first half of `unpack`, which other threads need not wait for. Raises LogError for damaged bytes."""
+    try:
+        return lzma.decompress(data) if data.startswith(XZ_MAGIC) else zlib.decompress(data)
+    except (zlib.error, lzma.LZMAError) as error:
+        raise LogError(f"not a block of rows: {error}") from None
+
+
+def read_block(whole: bytes, bare: Collection[str] = ()) -> Block:
+    """The second half of `unpack`."""
+    content = _Content.of(whole, bare)
     groups = [
         Group(one.kind, one.type, one.count, dict(zip(one.names, one.columns, strict=False))) for one in content.groups
     ]
@@ -248,9 +261,8 @@ class _Content:
         return b"\n".join([codec.dumps({"rows": rows, "groups": groups}).encode(), b"".join(numbers)])
 
     @classmethod
-    def of(cls, data: bytes, bare: Collection[str] = ()) -> _Content:
+    def of(cls, whole: bytes, bare: Collection[str] = ()) -> _Content:
         try:
-            whole = lzma.decompress(data) if data.startswith(XZ_MAGIC) else zlib.decompress(data)
             text, _, given = whole.partition(b"\n")
             described = json.loads(text)
             content, numbers = cls(), Numbers(given)
@@ -258,7 +270,7 @@ class _Content:
                 content._read_with_own_times(described, numbers, bare)
             else:
                 content._read(described, numbers, bare)
-        except (zlib.error, lzma.LZMAError, ValueError, KeyError, TypeError, IndexError) as error:
+        except (ValueError, KeyError, TypeError, IndexError) as error:
             raise LogError(f"not a block of rows: {error}") from None
         return content
 

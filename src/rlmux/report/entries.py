@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal, NamedTuple, cast
 
 from rlmux.core.actions import Action
 from rlmux.core.errors import LogError
 from rlmux.core.events import Event
 from rlmux.report import codec
-from rlmux.report.blocks import Block
+from rlmux.report.blocks import Block, decompress
 
 Kind = Literal["header", "event", "action", "note"]
 
@@ -23,6 +24,26 @@ class Entry(NamedTuple):
     type: str
     value: Event | Action | dict[str, Any]
     """The event or action, or the fields of a note or header."""
+
+
+def with_blocks_ahead(rows: Iterable[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
+    """Rows and blocks of the log as they come; a block's bytes are decompressed in a thread while what is before it is
+    read."""
+    executor: ThreadPoolExecutor | None = None
+    before: tuple[Any, ...] | None = None
+    try:
+        for row in rows:
+            if row[2] == "block":
+                executor = executor or ThreadPoolExecutor(1, thread_name_prefix="blocks-ahead")
+                row = (*row[:4], executor.submit(decompress, row[4]))
+            if before is not None:
+                yield before
+            before = row
+        if before is not None:
+            yield before
+    finally:
+        if executor is not None:
+            executor.shutdown()
 
 
 def entries_of(block: Block, after: int) -> Iterator[Entry]:

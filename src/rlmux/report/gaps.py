@@ -116,7 +116,7 @@ class GapNamer:
             last = gaps[-1] if len(gaps) > first else None
             if last is not None and (last.cause, last.pipeline) == (cause, awaited):
                 piece_start_s = gaps.pop().start_s
-            gaps.append(Interval(start_s=piece_start_s, end_s=piece_end_s, kind=kind, cause=cause, pipeline=awaited))
+            gaps.append(Interval(piece_start_s, piece_end_s, kind, cause, awaited))
 
     def _cause(
         self, device: DeviceId, at_s: float, gap: tuple[float, float], pinned: list[PipelineId]
@@ -125,7 +125,7 @@ class GapNamer:
             return Kind.IDLE, Cause.DOWN, None
         if not pinned:
             return Kind.IDLE, Cause.NOTHING_ADMITTED, None
-        asked = [pipeline for pipeline in pinned if not self._is_thinking(pipeline, at_s)]
+        asked = [one for one in pinned if not self._is_thinking(one, at_s)] if self._clients else pinned
         following = self._device[device].next_of(at_s, asked or pinned)
         if not asked:
             return Kind.IDLE, Cause.CLIENT, pinned[0] if following is None else following.pipeline
@@ -146,7 +146,7 @@ class GapNamer:
         if pipeline not in self._clients:
             return False
         track = self._pipeline.get(pipeline)
-        if track is None or track.running(at_s):
+        if track is None or track.running(at_s) is not None:
             return track is None
         following = track.next(at_s)
         return following is None or (following.arrived_s is not None and at_s < following.arrived_s)
@@ -173,7 +173,7 @@ class GapNamer:
     def _is_ready(self, order: OrderRecord, at_s: float) -> bool:
         """The pipeline does nothing else, and this is what it does next."""
         track = self._pipeline[order.pipeline]
-        if track.running(at_s):
+        if track.running(at_s) is not None:
             return False
         following = track.next(at_s)
         return following is not None and following.start_s == order.start_s
@@ -183,15 +183,14 @@ class GapNamer:
         return order is not None and self._is_ready(order, at_s) and not self._waits_for_devices(order, at_s)
 
     def _waits_for_devices(self, order: OrderRecord, at_s: float) -> bool:
-        return any(self._device[device].running(at_s) for device in order.devices)
+        return any(self._device[device].running(at_s) is not None for device in order.devices)
 
     def _needs(self, pipeline: PipelineId, at_s: float) -> Cause | None:
         """What the pipeline does now, or has to do next."""
         track = self._pipeline.get(pipeline)
         if track is None:
             return None
-        running = track.running(at_s)
-        order = running[0] if running else track.next(at_s)
+        order = track.running(at_s) or track.next(at_s)
         if order is None:
             return None
         return Cause.MIGRATION if order.is_migration else _CAUSE_BY_PHASE[order.phase]
@@ -216,15 +215,14 @@ class _Track:
             latest_s = max(latest_s, order.end_s)
             self._latest_ends.append(latest_s)
 
-    def running(self, at_s: float) -> list[OrderRecord]:
-        """Orders that run at that time, the latest given first."""
-        found = []
+    def running(self, at_s: float) -> OrderRecord | None:
+        """The order given last of those that run at that time."""
         position = bisect_right(self._starts, at_s) - 1
         while position >= 0 and self._latest_ends[position] > at_s:
             if self._orders[position].end_s > at_s:
-                found.append(self._orders[position])
+                return self._orders[position]
             position -= 1
-        return found
+        return None
 
     def last_end(self, at_s: float) -> float:
         """Time of the last end of an order up to then; minus infinity where there was none."""
@@ -237,8 +235,12 @@ class _Track:
 
     def next_of(self, at_s: float, pipelines: Sequence[PipelineId]) -> OrderRecord | None:
         """The next that belongs to one of these pipelines."""
-        following = [order for pipeline in pipelines if (order := self._next_by_pipeline(pipeline, at_s)) is not None]
-        return min(following, key=lambda order: order.start_s, default=None)
+        first = None
+        for pipeline in pipelines:
+            order = self._next_by_pipeline(pipeline, at_s)
+            if order is not None and (first is None or order.start_s < first.start_s):
+                first = order
+        return first
 
     def _next_by_pipeline(self, pipeline: PipelineId, at_s: float) -> OrderRecord | None:
         starts, orders = self._by_pipeline.get(pipeline, ([], []))
@@ -248,4 +250,5 @@ class _Track:
     def add_edges(self, cuts: set[float], start_s: float, end_s: float) -> None:
         """Every start, end and arrival of work strictly between."""
         for edges in (self._starts, self._ends, self._arrivals):
-            cuts.update(edges[bisect_right(edges, start_s) : bisect_left(edges, end_s)])
+            if edges:
+                cuts.update(edges[bisect_right(edges, start_s) : bisect_left(edges, end_s)])

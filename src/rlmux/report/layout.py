@@ -71,8 +71,7 @@ class _Pieces:
 
     def __init__(self, order: OrderRecord, standstills: Sequence[Standstill], lane: int) -> None:
         self._order = order
-        self._lane = lane
-        self._whose = (order.pipeline, order.step, order.stage, order.id, order.device_fraction)
+        self._whose = (order.pipeline, order.step, order.stage, order.id, order.device_fraction, lane, False)
         self._standstills = (
             [one for one in standstills if one.end_s > order.start_s and one.start_s < order.end_s]
             if standstills
@@ -146,4 +145,4 @@ class _Pieces:
 
     def _append(self, start_s: float, end_s: float, kind: Kind, cause: Cause) -> None:
         if end_s > start_s:
-            self._done.append(Interval(start_s, end_s, kind, cause, *self._whose, self._lane))
+            self._done.append(Interval._make((start_s, end_s, kind, cause, *self._whose)))

@@ -36,6 +36,7 @@ import os
 import sqlite3
 import uuid
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib.metadata import version
@@ -49,9 +50,9 @@ from rlmux.core.errors import LogError, UserError
 from rlmux.core.events import Event
 from rlmux.core.model import Cluster
 from rlmux.report import codec
-from rlmux.report.blocks import PROGRESS, Block, Row, pack, unpack
+from rlmux.report.blocks import PROGRESS, Block, Row, pack, read_block
 from rlmux.report.entries import Entry as Entry
-from rlmux.report.entries import Kind, entries_of, value_of
+from rlmux.report.entries import Kind, entries_of, value_of, with_blocks_ahead
 from rlmux.report.folder_lock import FolderLock
 from rlmux.report.merging import Merger
 from rlmux.report.progress import OrderProgress
@@ -383,7 +384,7 @@ class LogReader:
 
     def entries(self, after: int = 0) -> Iterator[Entry]:
         """Every committed row with a larger seq, in order; all of one moment."""
-        for seq, time_s, kind, type, data in self._rows(after):
+        for seq, time_s, kind, type, data in with_blocks_ahead(self._rows(after)):
             if kind == "block":
                 yield from self._entries_of(self._unpack(seq, data), after)
             else:
@@ -398,7 +399,7 @@ class LogReader:
         `until`: the last row of the last block to be read. `bare`: types of notes that may come without their fields,
         where these cost time to read.
         """
-        for seq, time_s, kind, type, data in self._rows(after):
+        for seq, time_s, kind, type, data in with_blocks_ahead(self._rows(after)):
             if until is not None and seq > until:
                 return
             if kind == "block":
@@ -440,9 +441,9 @@ class LogReader:
         except sqlite3.Error as error:
             raise LogError(f"{self.path}: the run log is damaged: {error}") from error
 
-    def _unpack(self, last_seq: int, data: bytes, bare: Collection[str] = ()) -> Block:
+    def _unpack(self, last_seq: int, whole: Future[bytes], bare: Collection[str] = ()) -> Block:
         try:
-            return unpack(data, bare)
+            return read_block(whole.result(), bare)
         except LogError as error:
             raise LogError(f"{self.path}: the rows up to {last_seq} are damaged: {error}") from error
 

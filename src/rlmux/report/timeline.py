@@ -159,9 +159,12 @@ def lay_out_orders(
 
 def take_lane(lanes: list[float], order: OrderRecord, end_s: float) -> int:
     """The first lane that is free when the order begins, or a new one; from then on it is taken to the order's end."""
-    lane = next((lane for lane, free_s in enumerate(lanes) if free_s <= order.start_s), len(lanes))
-    lanes[lane : lane + 1] = [min(order.end_s, end_s)]
-    return lane
+    for lane, free_s in enumerate(lanes):
+        if free_s <= order.start_s:
+            lanes[lane] = min(order.end_s, end_s)
+            return lane
+    lanes.append(min(order.end_s, end_s))
+    return len(lanes) - 1
 
 
 Name = tuple[Kind, Cause, PipelineId | None]
