@@ -23,7 +23,7 @@ from rlmux.core.errors import UserError
 
 PATIENCE_S = 30.0
 _POLL_S = 0.5
-_OVER = ("finished", "failed", "cancelled", "refused", "stopped")
+_OVER = ("finished", "failed", "cancelled", "refused")
 _LOG = logging.getLogger("rlmux.connect")
 
 
@@ -113,6 +113,8 @@ class Connection:
         that is away.
         """
         due_s = None if timeout_s is None else time.monotonic() + timeout_s
+        patience_s = self._patience_s if is_url(self._place) else 0.0  # a server starts its controller again
+        stopped_s: float | None = None
         while True:
             shown = self.status()
             known = {name: one["status"] for name, one in shown["pipelines"].items()}
@@ -121,9 +123,12 @@ class Connection:
                 if name not in known:
                     raise UserError(f"no pipeline {name!r}; accepted: {', '.join(known) or 'none yet'}")
             asked = {name: known[name] for name in pipelines or known}
-            if not shown["is_going_on"] or all(status in _OVER for status in asked.values()):
+            now_s = time.monotonic()
+            stopped_s = None if shown["is_going_on"] else now_s if stopped_s is None else stopped_s
+            is_given_up = stopped_s is not None and now_s - stopped_s >= patience_s
+            if is_given_up or all(status in _OVER for status in asked.values()):
                 return asked
-            if due_s is not None and time.monotonic() > due_s:
+            if due_s is not None and now_s > due_s:
                 raise TimeoutError(f"not over after {timeout_s:g} s: {asked}")
             time.sleep(_POLL_S)
 

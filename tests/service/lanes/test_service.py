@@ -215,6 +215,25 @@ def test_a_connection_rides_through_a_server_that_is_killed_and_started_again(se
     assert (told["rides"], "told" in told) == ("cancelled", True)
 
 
+def test_waiting_for_a_pipeline_goes_on_while_a_killed_controller_is_started_again(service):
+    service.until_up()
+    pid = service.controller
+    with service.environment():
+        connection = rlmux.connect(service.url, patience_s=400.0)
+        connection.submit({"pipelines": [{"name": "endures", "task": "sort", "steps": 100_000}]})
+        told: dict[str, str] = {}
+        waiting = threading.Thread(target=lambda: told.update(connection.wait("endures")))
+        waiting.start()
+        service.kill_controller()
+        service.until(lambda: service.controller not in (None, pid))
+        service.until_up()
+        time.sleep(1.0)  # two looks of the one that waits
+        assert (told, waiting.is_alive()) == ({}, True)
+        connection.cancel("endures")
+        waiting.join()
+    assert told == {"endures": "cancelled"}
+
+
 def test_what_may_have_been_carried_out_is_not_sent_twice():
     """A server that takes a request and ends without an answer."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
