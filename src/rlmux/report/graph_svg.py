@@ -15,7 +15,7 @@ from rlmux.core.errors import UserError
 from rlmux.core.estimates import tail_count
 from rlmux.core.model import DENSE_DECODE_MIN, DeviceId, PipelineId, Stage, SubStage
 from rlmux.report.history import History
-from rlmux.report.log import LogReader
+from rlmux.report.log import NOT_SHOWN, LogReader
 from rlmux.report.step_graph import Node, ShardRecord, StageRecord, SubStageGraph, graph_of_step
 from rlmux.report.svg import bar, number, seconds_text, tag
 
@@ -74,7 +74,7 @@ def write_graph(folder: str | Path, wanted: str) -> Path:
     Raises UserError for a step that is not in the log.
     """
     with LogReader(folder) as reader:
-        history = History.of(reader.header, reader.parts())
+        history = History.of(reader.header, reader.parts(bare=NOT_SHOWN))
     name, _, number_text = wanted.rpartition(":")
     steps = {order.step for order in history.orders if order.pipeline == name and order.step > 0}
     if not steps:

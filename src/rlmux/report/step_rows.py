@@ -13,7 +13,7 @@ from rlmux.core.model import PipelineId
 from rlmux.report.follow import Follower
 from rlmux.report.follow_steps import PublishedStep
 from rlmux.report.history import without_collector
-from rlmux.report.log import Entry, LogReader
+from rlmux.report.log import NOT_SHOWN, Entry, LogReader
 from rlmux.report.records import PipelineRecord
 
 
@@ -22,7 +22,7 @@ def read_step_rows(folder: Path) -> dict[str, list[dict[str, Any]]]:
     sha256: dict[tuple[PipelineId, int], str] = {}
     with LogReader(folder) as log, without_collector():
         follower = Follower(log.header)
-        for part in log.parts():
+        for part in log.parts(bare=NOT_SHOWN):
             follower.add(part)
             if isinstance(part, Entry) and part.type == "step" and (found := shas_of(part.value)):  # type: ignore[arg-type]
                 sha256[found[:2]] = found[2]

@@ -28,7 +28,7 @@ from rlmux.report.alerts import Alerts, disk_alert
 from rlmux.report.folder_lock import living_owner
 from rlmux.report.follow import Follower, Look
 from rlmux.report.history import without_collector
-from rlmux.report.log import LOG_NAME, Entry, LogReader
+from rlmux.report.log import LOG_NAME, NOT_SHOWN, Entry, LogReader
 from rlmux.report.segments import last_seq_of
 from rlmux.report.step_rows import shas_of, step_row
 from rlmux.service.index import rows
@@ -94,7 +94,7 @@ class LaneIndexer:
         """Follow the new rows. Yields, ever more rarely, between two moments of the log."""
         begun_s = time.monotonic()
         due_s = begun_s + _SHOWN_AFTER_S
-        for part in self._log.parts(after=self._seq):
+        for part in self._log.parts(after=self._seq, bare=NOT_SHOWN):
             is_moment = isinstance(part, Entry) and part.time_s > self._follower.history.last_s
             if is_moment and time.monotonic() > due_s:
                 yield
