@@ -56,6 +56,8 @@ class Prompt:
 class Heard:
     """Where workers live, what grants devices, and what hears of answers: one list of what was said."""
 
+    bases: Path | None = None
+
     def __init__(self) -> None:
         self.said: list[tuple[Any, ...]] = []
 
