@@ -29,7 +29,7 @@ CALLER = {"user": "ann", "token": "", "address": "127.0.0.1", "method": "POST", 
 @pytest.fixture
 def pages(finished_run: Path, tmp_path: Path) -> Iterator[Pages]:
     folder = tmp_path / "demo"
-    shutil.copytree(finished_run, folder)
+    shutil.copytree(finished_run, folder, ignore=shutil.ignore_patterns("audit*", "*.json", "*.token"))
     shown = Pages(folder, is_indexed=False)
     yield shown
     shown.close()

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.xdist_group("browser")
 @pytest.fixture
 def served(finished_run: Path, tmp_path: Path) -> Iterator[Pages]:
     folder = tmp_path / "demo"
-    shutil.copytree(finished_run, folder)
+    shutil.copytree(finished_run, folder, ignore=shutil.ignore_patterns("audit*", "*.json", "*.token"))
     people.set_user(folder, "eve", role="viewer")
     pages = Pages(folder)
     yield pages

@@ -23,9 +23,11 @@ from rlmux.service.dashboard.audit import Audit
 from rlmux.service.dashboard.audit_reads import AuditReads
 from rlmux.service.dashboard.control import Control
 from rlmux.service.dashboard.cost import CostReads
-from rlmux.service.dashboard.door import Address, Asked, Door, Told, cookie_name, get, line, one_of, whole, words
+from rlmux.service.dashboard.door import Address, Asked, Door, Told, cookie_name, get
 from rlmux.service.dashboard.gate import Gate, Hosts
 from rlmux.service.dashboard.indexing import Indexing
+from rlmux.service.dashboard.openapi import Document
+from rlmux.service.dashboard.parameters import line, one_of, whole, words
 from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.dashboard.prometheus import Scrape
 from rlmux.service.dashboard.questions import Questions
@@ -88,7 +90,8 @@ class Dashboard:
         read = table(reads, Streams(reads, watch, self.access), self._sessions, scrape)
         kept = AuditReads(token_folder)
         others = (kept, TimelineReads(reads), CostReads(reads), SampleReads(reads), Questions(reads), self._control)
-        self.addresses = (*read, *(address for other in others for address in other.addresses()), *more)
+        every = (*read, *(address for other in others for address in other.addresses()), *more)
+        self.addresses = Document(every).addresses
         door = Door(self.access, server.port, scrape.observe, reads, Audit(token_folder))
         server.mount("", door.router(self.addresses))
         server.mount("", pages.router())

@@ -7,7 +7,8 @@ from typing import Any
 
 from rlmux.core.errors import UserError
 from rlmux.service.dashboard import audit
-from rlmux.service.dashboard.door import Address, Asked, get, line, whole
+from rlmux.service.dashboard.door import Address, Asked, get
+from rlmux.service.dashboard.parameters import line, whole
 from rlmux.service.dashboard.problems import ProblemError
 
 

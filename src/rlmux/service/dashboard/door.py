@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import math
 import sqlite3
 import time
 from collections.abc import Callable, Mapping
@@ -29,6 +28,7 @@ from starlette.responses import Response
 from rlmux.core.errors import LogError
 from rlmux.service.dashboard.access import Access, Who
 from rlmux.service.dashboard.audit import Audit
+from rlmux.service.dashboard.parameters import Parse
 from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.index.store import dumps
 from rlmux.service.listening import PROXY_USER
@@ -36,10 +36,6 @@ from rlmux.service.listening import PROXY_USER
 PREFIX = "/api/v1"
 _SAFE = ("GET", "HEAD")
 _MAX_JSON_DEPTH = 32
-
-Parse = Callable[[str], Any]
-"""A parameter's value; raises ValueError with what would be accepted."""
-
 
 Observe = Callable[[str, int, float], None]
 """Told of each answer: the address in the table, the status, the seconds until it began."""
@@ -357,52 +353,3 @@ def _response(answer: Told, request: Request) -> Response:
     if answer.status == 200 and request.method in _SAFE and tag in given:
         return Response(status_code=304, headers=headers)
     return Response(data, answer.status, headers, answer.media_type)
-
-
-# ---------------------------------------------------------------------- parameters
-
-
-def whole(low: int, high: int) -> Parse:
-    """An integer within bounds."""
-
-    def parse(text: str) -> int:
-        if not text.removeprefix("-").isascii() or not text.removeprefix("-").isdecimal() or len(text) > 18:
-            raise ValueError(f"a whole number from {low} to {high}")
-        if not low <= int(text) <= high:
-            raise ValueError(f"{low} to {high}")
-        return int(text)
-
-    return parse
-
-
-def seconds(text: str) -> float:
-    """Finite seconds of the run's clock."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value) or abs(value) > 1e10:
-        raise ValueError("seconds of the run's clock")
-    return value
-
-
-def words(text: str) -> list[str]:
-    """A list with commas."""
-    if len(text) > 4096:
-        raise ValueError("at most 4096 characters")
-    return [word for word in text.split(",") if word]
-
-
-def line(text: str) -> str:
-    if len(text) > 512:
-        raise ValueError("at most 512 characters")
-    return text
-
-
-def one_of(*accepted: str) -> Parse:
-    def parse(text: str) -> str:
-        if text not in accepted:
-            raise ValueError(", ".join(accepted))
-        return text
-
-    return parse

@@ -10,7 +10,8 @@ import math
 from typing import Any
 
 from rlmux.report.samples import SAMPLES_NAME, SORTS, SampleReader, page_of, whole_of
-from rlmux.service.dashboard.door import Address, Asked, get, line, whole
+from rlmux.service.dashboard.door import Address, Asked, get
+from rlmux.service.dashboard.parameters import Parse, line, whole
 from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.dashboard.reads import Reads
 
@@ -25,7 +26,7 @@ class SampleReads:
         self._reads = reads
 
     def addresses(self) -> tuple[Address, ...]:
-        asks = {
+        asks: dict[str, Parse] = {
             "step": whole(0, 2**20),
             "prompt": whole(0, 2**20),
             "stop": line,

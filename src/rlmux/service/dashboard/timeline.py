@@ -15,7 +15,8 @@ import numpy as np
 
 from rlmux.core.model import PipelineId
 from rlmux.report.intervals import Cause, label_of
-from rlmux.service.dashboard.door import Address, Asked, Told, get, line, seconds, whole
+from rlmux.service.dashboard.door import Address, Asked, Told, get
+from rlmux.service.dashboard.parameters import line, seconds, whole
 from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.dashboard.reads import Reads
 from rlmux.service.index.columns import CAUSES, KIND_BY_CAUSE, KINDS, NO_PIPELINE, NO_STAGE, STAGES, Array

@@ -21,7 +21,8 @@ from rlmux.config.load import Spec, parse_spec
 from rlmux.core.errors import RlmuxError, SpecError, UserError
 from rlmux.runtime.control_socket import NotRunningError, ask
 from rlmux.service.dashboard.access import Who
-from rlmux.service.dashboard.door import Address, Asked, Told, whole
+from rlmux.service.dashboard.door import Address, Asked, Told
+from rlmux.service.dashboard.parameters import whole
 from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.lanes.bundles import Bundles
 from rlmux.service.lanes.controllers import LaneController

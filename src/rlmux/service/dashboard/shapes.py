@@ -1,0 +1,498 @@
+"""What the addresses answer and take, as types: the document of the API is made of them; tests hold answers to them.
+
+Seconds are of the run's clock, whose second 0 is `created`. What does not exist is null. A field with a default may be
+missing. Keys are added, never renamed: a client passes over those that it does not know.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Generic, Literal, TypeVar
+
+from pydantic import BaseModel, ConfigDict
+
+Kind = Literal["busy", "switch", "bubble", "idle"]
+Item = TypeVar("Item")
+
+
+class Shape(BaseModel):
+    """An object of JSON."""
+
+    model_config = ConfigDict(use_attribute_docstrings=True)
+
+
+class Listed(Shape, Generic[Item]):
+    """Rows, all of them."""
+
+    items: list[Item]
+    as_of_seq: int | None
+    """Last row of the log that they are made of; null where there is no one log."""
+
+
+class Page(Listed[Item], Generic[Item]):
+    """Some of the rows."""
+
+    next: str | None
+    """The `cursor` of the rows that follow; null after the last."""
+
+
+class Problem(Shape):
+    """An error (RFC 9457)."""
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    where: str
+    """Part of the request that is wrong."""
+    accepted: str | None
+    """What would be accepted instead."""
+    request_id: str
+    line: int | None = None
+    """Line of the file in the request that is wrong."""
+
+
+# ---------------------------------------------------------------------- the service
+
+
+class LaneHealth(Shape):
+    up: bool
+    seq: int | None
+    index_seq: int | None
+    lag_s: float | None
+
+
+class Health(Shape):
+    ok: bool
+    lanes: dict[str, LaneHealth] | None = None
+    """State of each lane; with a token alone."""
+
+
+class Version(Shape):
+    version: str
+    api: int
+    log_schema: int
+
+
+class WhoAmI(Shape):
+    user: str
+    scopes: list[str]
+    expires_at: str | None
+    """Time (RFC 3339) at which the session ends without another request."""
+    role: str
+    projects: list[str]
+    may_run_code: bool
+
+
+class AuditRow(Shape):
+    at: str
+    user: str
+    token: str
+    """Id of the token; empty for a session."""
+    address: str
+    method: str
+    path: str
+    status: int | None
+    """Status of the answer; null where the server ended before it."""
+    left_out: int
+    """Refused reads before this one that were not written."""
+
+
+class Login(Shape):
+    ticket: str | None = None
+    token: str | None = None
+
+
+# ---------------------------------------------------------------------- lanes
+
+
+class Charge(Shape):
+    kind: Kind
+    cause: str
+    pipeline: str | None
+    label: str
+    seconds: float
+    share: float | None
+    """Part of all device-seconds."""
+
+
+class Pool(Shape):
+    phase: str | None
+    devices: int
+    usd_per_node_hour: float | None
+
+
+class NewLane(Shape):
+    """A lane without an index."""
+
+    name: str
+    state: Literal["unknown"]
+    banner: str | None
+    is_indexing: bool
+    takes_submissions: bool
+
+
+class Lane(Shape):
+    name: str
+    state: Literal["running", "stopped", "over"]
+    is_going_on: bool
+    seq: int
+    index_seq: int
+    rev: int
+    """Number that rises when what was said to be final is told anew."""
+    index_lag_s: float
+    is_indexing: bool
+    policy: str | None
+    backend: str | None
+    run_id: str | None
+    created: str | None
+    rlmux_version: str | None
+    start_s: float
+    now_s: float
+    is_over: bool
+    makespan_s: float
+    pools: dict[str, Pool]
+    num_devices: int
+    pipelines: dict[str, int]
+    """Number of pipelines by status."""
+    seconds: dict[Kind, float]
+    num_switches: int
+    num_migrations: int
+    control_overhead: float | None
+    slo_attainment: float | None
+    charges: list[Charge]
+    banner: str | None
+    takes_submissions: bool
+
+
+class Device(Shape):
+    id: str
+    pool: str
+    node: str
+    kind: Kind | None
+    cause: str | None
+    label: str | None
+    pipeline: str | None
+    stage: str | None
+    step: int | None
+    order: int | None
+    since_s: float | None
+    seconds: dict[Kind, float]
+    utilization: float | None
+
+
+class Seen(Shape):
+    by: str
+    at: str
+
+
+class Alert(Shape):
+    rule: str
+    level: Literal["critical", "warning", "info"]
+    pipeline: str | None
+    step: int | None
+    text: str
+    advice: str
+    acknowledged: Seen | None
+
+
+class AlertsSeen(Shape):
+    items: list[Alert]
+
+
+class Acknowledge(Shape):
+    rule: str
+    pipeline: str | None = None
+    """Name of one pipeline; null: the alerts of all."""
+
+
+class Happening(Shape):
+    time_s: float
+    what: str
+    pipeline: str | None
+    device: str | None
+    text: str
+
+
+class Sums(Shape):
+    paid: float
+    alone: float
+    computing: float
+
+
+class Cost(Shape):
+    unit: Literal["usd_per_hour", "devices"]
+    x: list[float]
+    """Ends of buckets, in seconds."""
+    paid: list[float]
+    alone: list[float]
+    computing: list[float]
+    sums: Sums
+    as_of_seq: int
+
+
+class Upcoming(Shape):
+    pipeline: str
+    at_s: float
+    project: str
+    user: str
+    visibility: str
+
+
+class Change(Shape):
+    key: str
+    was: str | float | None
+    to: str | float | None
+
+
+class Waiting(Shape):
+    pipeline: str
+    status: str
+    token: str | None
+    """Reason in one word; null for one that does not wait, and then the fields below are missing."""
+    reason: str | None = None
+    position: int | None = None
+    num_waiting: int | None = None
+    waited_s: float | None = None
+    first: str | None = None
+    starts_s: float | None = None
+    project: str | None = None
+    share: float | None = None
+    fair_share: float | None = None
+    is_over_share: bool | None = None
+
+
+class Why(Waiting):
+    would_start_now_if: list[Change]
+
+
+class Queue(Shape):
+    now_s: float
+    items: list[Waiting]
+    upcoming: list[Upcoming]
+
+
+class Quota(Shape):
+    max_running: int | None
+    max_devices: float | None
+    device_hours_a_day: float | None
+
+
+class Account(Shape):
+    project: str
+    user: str
+    weight: float
+    guarantee: float
+    share: float
+    fair_share: float
+    is_over_share: bool
+    device_hours: dict[str, float]
+    used_hours: dict[str, float]
+    device_hours_today: float
+    running: int
+    waiting: int
+    quota: Quota
+
+
+class Usage(Shape):
+    accounts: list[Account]
+    at_s: float | None = None
+    half_life_hours: float | None = None
+    held_hours: dict[str, float] | None = None
+
+
+class File(Shape):
+    source: str
+    """Name of the file."""
+    text: str
+    """YAML."""
+
+
+class DeviceStatus(Shape):
+    pool: str
+    pipeline: str | None
+    stage: str | None
+    step: int | None
+
+
+class Status(Shape):
+    policy: str | None
+    backend: str | None
+    is_going_on: bool
+    now_s: float
+    pipelines: dict[str, dict[str, Any]]
+    devices: dict[str, DeviceStatus]
+    alerts: list[Alert]
+    pid: int | None
+    is_kept_open: bool
+    upcoming: list[Upcoming]
+
+
+class Outcome(Shape):
+    outcome: str
+    pipeline: str | None = None
+
+
+class Score(Shape):
+    policies: list[str]
+    num_scored: int
+    median_error: float | None
+    """Error as a part of the seconds that were predicted."""
+    worst_error: float | None
+
+
+class Question(Shape):
+    file: str | None = None
+    """Text of YAML whose pipelines are added."""
+    add: int | None = None
+    """Number of pipelines to add."""
+    like: str | None = None
+    """Pipeline that the added ones are copies of."""
+    remove: list[str] = []
+    policy: str | None = None
+    set: list[str] = []
+
+
+class Answer(Shape):
+    run: str
+    at_s: float
+    about: str
+    notes: list[str]
+    now: dict[str, Any]
+    then: dict[str, Any]
+    command: str
+
+
+# ---------------------------------------------------------------------- pipelines
+
+
+class Pipeline(Shape):
+    lane: str
+    name: str
+    project: str
+    user: str
+    visibility: str
+    status: str
+    reason: str
+    step: int
+    num_steps: int | None
+    doing: str | None
+    group: int | str | None
+    reward_first: float | None
+    reward_last: float | None
+    step_slowdown: float | None
+    slo_slowdown: float | None
+    keeps_slo: bool | None
+    promise: str | None
+    submitted_s: float | None
+    rewards: list[float | None]
+    admitted_s: float | None
+    ended_s: float | None
+    tokens: int
+    step_s_mean: float | None
+    eta_s: float | None
+
+
+class Pipelines(Page[Pipeline]):
+    total: int
+
+
+class Wait(Shape):
+    cause: str
+    label: str
+    seconds: float
+
+
+class Detail(Pipeline):
+    plan_sha256: str | None
+    rollout_nodes: list[str]
+    train_nodes: list[str]
+    expected_slowdown: float | None
+    estimate: dict[str, Any] | None
+    slo_reason: str
+    weights_sha256: str | None
+    trajectories: int
+    waits: list[Wait]
+    metrics: list[str]
+    seconds: dict[str, float]
+    """Seconds by stage, of all steps."""
+    has_log: bool
+    has_samples: bool
+    spec: str | None
+    as_of_seq: int
+
+
+class Identity(Shape):
+    is_same_plan: bool | None
+    num_compared: int
+    last_equal: int | None
+    first_other: int | None
+    says: str
+
+
+class Compared(Shape):
+    items: list[Pipeline]
+    identity: Identity
+
+
+class Step(Shape):
+    step: int
+    end_s: float
+    seconds: float
+    solo_s: float | None
+    slowdown: float | None
+    weights_sha256: str | None
+    metrics: dict[str, float | None]
+    stages: dict[str, float]
+
+
+class Curve(Shape):
+    x: list[float | None]
+    y: list[float | None]
+    min: list[float | None] | None = None
+    max: list[float | None] | None = None
+
+
+class Metrics(Shape):
+    x: Literal["step", "time_s"]
+    names: list[str]
+    series: dict[str, Curve]
+    steps: int
+    as_of_seq: int
+
+
+class Log(Shape):
+    offset: int
+    next_offset: int
+    size: int
+    text: str
+    is_end: bool
+
+
+class Found(Shape):
+    step: int
+    prompt: int
+    sample: int
+    reward: float
+    advantage: float
+    stop: str
+    tokens: int
+    turns: int
+    first_version: int
+    last_version: int
+    start: str
+    """Beginning of the answer."""
+
+
+class Samples(Shape):
+    items: list[Found]
+    next: str | None
+    first_step: int | None
+    last_step: int | None
+
+
+class Rank(Shape):
+    rank: int
+
+
+class Nothing(Shape):
+    """An empty object, or no body."""
