@@ -24,11 +24,16 @@ import itertools
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 from typing import Protocol
 
 from rlmux.core.model import DeviceId, Phase, PipelineId
 from rlmux.report.intervals import Cause, Interval, Kind
 from rlmux.report.records import OrderRecord, Pin, PipelineRecord
+
+_BUBBLE = Kind.BUBBLE
+_DEVICES, _CYCLE_SLOT, _CONTROL, _HELD_BACK = Cause.DEVICES, Cause.CYCLE_SLOT, Cause.CONTROL, Cause.HELD_BACK
+"""Members that are looked at for every interval: to look one up in its class takes ten times a global's time."""
 
 _ROUNDING_S = 1e-9
 
@@ -90,7 +95,7 @@ class GapNamer:
         """Intervals for everything that `held` leaves open between `start_s`, or the run's start, and its end."""
         gaps: list[Interval] = []
         at_s = self._start_s if start_s is None else start_s
-        for interval in sorted(held, key=lambda interval: interval.start_s):
+        for interval in sorted(held, key=itemgetter(0)):
             if interval.start_s > at_s + _ROUNDING_S:
                 self._name_gap(gaps, device, at_s, interval.start_s)
             at_s = max(at_s, interval.end_s)
@@ -131,15 +136,15 @@ class GapNamer:
             return Kind.IDLE, Cause.CLIENT, pinned[0] if following is None else following.pipeline
         pinned = asked
         if following is None:
-            return (Kind.BUBBLE, *self._last_cause(at_s, gap, pinned))
+            return (_BUBBLE, *self._last_cause(at_s, gap, pinned))
         pipeline = following.pipeline
         if self._is_ready(following, at_s):
             if self._waits_for_devices(following, at_s):
-                return Kind.BUBBLE, Cause.DEVICES, pipeline
-            return Kind.BUBBLE, self._unordered(at_s, gap, self._pipeline[pipeline]), None
+                return _BUBBLE, _DEVICES, pipeline
+            return _BUBBLE, self._unordered(at_s, gap, self._pipeline[pipeline]), None
         if any(self._could_start(other, device, at_s) for other in pinned if other != pipeline):
-            return Kind.BUBBLE, Cause.CYCLE_SLOT, pipeline
-        return Kind.BUBBLE, self._needs(pipeline, at_s) or Cause.CONTROL, pipeline
+            return _BUBBLE, _CYCLE_SLOT, pipeline
+        return _BUBBLE, self._needs(pipeline, at_s) or _CONTROL, pipeline
 
     def _is_thinking(self, pipeline: PipelineId, at_s: float) -> bool:
         """Its client has nothing under way, and asks for what comes next only later."""
@@ -168,7 +173,7 @@ class GapNamer:
         ready_s = gap[0] if track is None else max(gap[0], track.last_end(at_s))
         position = bisect_right(self._decisions_s, ready_s + _ROUNDING_S)
         is_decided = position < len(self._decisions_s) and self._decisions_s[position] < gap[1] - _ROUNDING_S
-        return Cause.HELD_BACK if is_decided else Cause.CONTROL
+        return _HELD_BACK if is_decided else _CONTROL
 
     def _is_ready(self, order: OrderRecord, at_s: float) -> bool:
         """The pipeline does nothing else, and this is what it does next."""

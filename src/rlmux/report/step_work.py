@@ -14,6 +14,12 @@ from rlmux.report.intervals import Cause, Interval, Kind
 from rlmux.report.records import Ending, OrderRecord, PipelineRecord
 from rlmux.report.slos import StepTime
 
+_GENERATE = Stage.GENERATE
+_FINISHED = Ending.FINISHED
+_BUSY = Kind.BUSY
+_TOOL_WAIT = Cause.TOOL_WAIT
+"""Members that are looked at for every interval: to look one up in its class takes ten times a global's time."""
+
 
 class StepWork:
     """What one pipeline did, step by step: first its intervals are added, then its orders."""
@@ -28,7 +34,7 @@ class StepWork:
     def add_interval(self, device: DeviceId, interval: Interval) -> None:
         """Add one that is its own time, of an order."""
         start_s, end_s, _, _, _, _, stage, order, *_ = interval
-        if stage is Stage.GENERATE and start_s < self.begin_s:
+        if stage is _GENERATE and start_s < self.begin_s:
             self.begin_s = start_s
         assert order is not None
         by_device = self._seconds_by_order.get(order)
@@ -54,7 +60,7 @@ class StepWork:
         return {stage: max(spent.values(), default=0.0) for stage, spent in by_device.items()}
 
     def add_whole_order(self, order: OrderRecord) -> None:
-        if order.stage is Stage.GENERATE and not order.is_migration:
+        if order.stage is _GENERATE and not order.is_migration:
             self.begin_s = min(self.begin_s, order.start_s + order.switch_s)
         spent_s = max(0.0, order.end_s - order.start_s - order.switch_s)
         self._seconds_by_order[order.id] = dict.fromkeys(order.devices, spent_s)
@@ -64,11 +70,11 @@ class StepWork:
         if not order.counts or order.is_migration:
             return
         seconds = self._seconds_by_order.get(order.id, {})
-        if order.stage is Stage.GENERATE:
+        if order.stage is _GENERATE:
             by_device = self._rollout_s.setdefault(order.step, {})
             for device, device_s in seconds.items():
                 by_device[device] = by_device.get(device, 0.0) + device_s
-        elif order.ending is Ending.FINISHED or order.devices:
+        elif order.ending is _FINISHED or order.devices:
             spent_s = max(seconds.values(), default=0.0) if order.devices else order.end_s - order.start_s
             self._rest_s[order.step] = self._rest_s.get(order.step, 0.0) + spent_s
 
@@ -118,4 +124,4 @@ class StepWork:
 
 def is_own_time(interval: Interval) -> bool:
     """Whether a step has the interval when its pipeline is alone: it computes, or waits for its environment."""
-    return interval.kind is Kind.BUSY or interval.cause is Cause.TOOL_WAIT
+    return interval.kind is _BUSY or interval.cause is _TOOL_WAIT

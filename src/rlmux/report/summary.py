@@ -35,6 +35,7 @@ from rlmux.report.slos import StepTime, slo_attainment, slo_fields
 from rlmux.report.step_work import StepWork, is_own_time
 from rlmux.report.timeline import Timeline
 
+_NONE, _GENERATE = Switch.NONE, Stage.GENERATE
 StepTimes = Mapping[PipelineId, Sequence[StepTime]]
 """Every published step of every pipeline, in order."""
 
@@ -57,7 +58,7 @@ def summarize(timeline: Timeline, steps: StepTimes | None = None) -> dict[str, A
         "devices": {str(device): _device(timeline, device) for device in timeline.devices},
         "slo_attainment": slo_attainment(pipelines.values()),
         "num_migrations": sum(instant.what == "migration" for instant in timeline.instants),
-        "num_switches": sum(order.switch is not Switch.NONE for order in timeline.orders),
+        "num_switches": sum(order.switch is not _NONE for order in timeline.orders),
         "control_overhead": _ratio(timeline.seconds(Cause.CONTROL), makespan_s * len(timeline.devices)),
     }
 
@@ -89,7 +90,7 @@ def _tokens_by_pipeline(orders: Iterable[OrderRecord]) -> Counter[PipelineId]:
     """Tokens sampled in rollouts whose result counts."""
     tokens: Counter[PipelineId] = Counter()
     for order in orders:
-        if order.stage is Stage.GENERATE and order.counts:
+        if order.stage is _GENERATE and order.counts:
             tokens[order.pipeline] += order.tokens
     return tokens
 
