@@ -148,7 +148,7 @@ def test_its_processes_end_when_others_need_their_host_memory_and_come_back_when
     assert [(one.pipeline, one.is_awaited) for one in driver.actions(Park)] == [("eval", False)]
     assert starts_of(driver, "a") == [(0.0, "generate", 1)], "the pipeline does not wait for it"
     assert status(driver, "eval") is PipelineStatus.WAITING
-    assert "0 nodes have host memory to spare" in driver.scheduler.query.reason(PipelineId("eval"))
+    assert "of 1 nodes 0 have host memory to spare" in driver.scheduler.query.reason(PipelineId("eval"))
     driver.run()
     assert status(driver, "eval") is PipelineStatus.FINISHED
 

@@ -11,6 +11,7 @@ import pytest
 from tests.log_script import LogScript
 
 from rlmux.config.tree import AlertRule
+from rlmux.core.model import Stage, Urgency
 from rlmux.report.alerts import LOOKED_AT, RULES, Alerts, Curve, disk_alert
 from rlmux.report.history import History
 from rlmux.report.slos import StepTime
@@ -186,3 +187,12 @@ def test_rules_read_only_metrics_whose_curves_are_kept() -> None:
         rule.look(Asked())
         rule.look(Asked({name: Curve(num=1, last=0.0) for name in LOOKED_AT}))
     assert asked == set(LOOKED_AT)
+
+
+def test_a_filler_that_scores_alike_and_waits_raises_no_alarm():
+    script = LogScript()
+    script.submit(0.0, "eval", num_steps=10_000, urgency=Urgency.FILLER, stages=(Stage.GENERATE, Stage.REWARD))
+    for step in range(1, 60):
+        metrics = {"reward_mean": 0.9 if step < 20 else 0.0, "reward_std": 0.0}
+        script.note(float(step), "step", pipeline="eval", step=step, metrics=metrics)
+    assert Alerts().look(script.history(), {"eval": []}, now_s=1e6, is_going_on=True) == []

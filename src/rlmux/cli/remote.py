@@ -132,6 +132,8 @@ def _in_words(one: Mapping[str, Any]) -> str:
     match one["outcome"]:
         case "placed":
             nodes = " ".join([*one["rollout_nodes"], *one["train_nodes"]])
+            if one["group"] is None:
+                return f"placed as a filler on {nodes}"
             return f"placed ({one['kind']}) in group {one['group']} on {nodes}"
         case "upcoming":
             return f"comes at {one['at_s']:.1f} s of the run"

@@ -188,10 +188,11 @@ class Fillers:
         held = self._held_bytes()
         num_pinned = self._num_pinned()
         there = range(pool.num_nodes) if pool.num_nodes is not None else sorted({node.index for node in num_pinned})
-        nodes = [NodeId(pool.name, index) for index in there if NodeId(pool.name, index) not in self._lost]
-        nodes = [node for node in nodes if held.get(node, 0.0) + need <= pool.host_memory_bytes]
+        present = [NodeId(pool.name, index) for index in there if NodeId(pool.name, index) not in self._lost]
+        nodes = [node for node in present if held.get(node, 0.0) + need <= pool.host_memory_bytes]
         if len(nodes) < count:
-            reason = f"{name} is a filler: {len(nodes)} nodes have host memory to spare for it, and it asks for {count}"
+            spare = f"of {len(present)} nodes {len(nodes)} have host memory to spare"
+            reason = f"{name} is a filler and asks for {count}: {spare}"
             return Refusal(reason=reason, is_final=False)
         nodes.sort(key=lambda node: (num_pinned.get(node, 0), node.index))
         return tuple(sorted(nodes[:count]))
