@@ -103,9 +103,17 @@ def _default(field: dataclasses.Field[Any]) -> Any:
 
 
 def _read_column(reader: Reader, values: Sequence[Any], path: str) -> Sequence[Any]:
-    if len(kinds := set(map(type, values))) == 1 and _SCALARS.get(kinds.pop()) is reader:
+    kinds = set(map(type, values))
+    if len(kinds) == 1 and _SCALARS.get(next(iter(kinds))) is reader:
         return values
-    return [reader(value, path) for value in values]
+    if kinds != {list}:
+        return [reader(value, path) for value in values]
+    made: dict[int, Any] = {}
+    """What was read, by the identity of the list: a column holds the same list for all rows that have it."""
+    for value in values:
+        if id(value) not in made:
+            made[id(value)] = reader(value, path)
+    return [made[id(value)] for value in values]
 
 
 def dumps(value: Any) -> str:

@@ -4,7 +4,7 @@
                               unsigned or of fractions ("B", "f"), the numbers themselves
     {"us": "i"}               numbers that are whole microseconds, as these
     {"all": "sort"}           the same value in every row
-    {"words": [[...], "B"]}   few texts or numbers that come again and again: these, and the number of each row's
+    {"words": [[...], "B"]}   few texts, numbers or lists that come again and again: these, and the number of each row's
     {"hex": 32}               texts that write so many bytes in hexadecimal, as these bytes
     {"of": {"loss": ...}}     mappings with the same keys, a column for each key
     {"by": [...]}             lists of the same length, a column for each place
@@ -199,11 +199,15 @@ def _pack_texts(values: Sequence[str], numbers: list[bytes]) -> Any:
 
 
 def _pack_lists(values: Sequence[list[Any]], numbers: list[bytes]) -> Any:
-    sizes = set(map(len, values))
-    if len(sizes) == 1 and (size := sizes.pop()):
-        if len(set(map(codec.dumps, values))) == 1:
+    size = len(values[0])
+    if 0 < size <= _MOST_PLACES:
+        texts = list(map(codec.dumps, values))
+        words = {text: index for index, text in enumerate(dict.fromkeys(texts))}
+        if len(words) == 1:
             return {"all": values[0]}
-        if size <= _MOST_PLACES:
+        if len(words) * _WORDS_PART <= len(values):
+            return {"words": [list(map(codec.loads, words)), pack_whole([words[text] for text in texts], numbers)]}
+        if set(map(len, values)) == {size}:
             return {"by": [pack_column(column, numbers) for column in zip(*values, strict=True)]}
     lengths = pack_column([len(value) for value in values], numbers)
     items = [item for value in values for item in value]
