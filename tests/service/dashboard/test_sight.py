@@ -21,7 +21,7 @@ from rlmux.cli.main import run_command_line
 from rlmux.core.errors import UserError
 from rlmux.core.events import PipelineSubmitted
 from rlmux.core.model import Visibility
-from rlmux.service.dashboard import people, tokens
+from rlmux.service.dashboard import people, stream, tokens
 from rlmux.service.dashboard.door import PREFIX
 from rlmux.service.lanes.bundles import Bundles
 from rlmux.service.lanes.ledger import Ledger
@@ -143,6 +143,23 @@ def test_a_stream_tells_of_what_may_be_seen_alone(pages):
                 break
     assert {"lane", "pipeline", "devices"} <= {kind for kind, _ in told}
     assert not [data for _, data in told if HIDDEN.search(data.encode())]
+
+
+@pytest.mark.parametrize("end", ["revoked", "no user any more", "no reader any more"])
+def test_a_stream_ends_with_what_let_it_begin(pages, monkeypatch, end):
+    """A stream is one request that lasts for days."""
+    monkeypatch.setattr(stream, "QUIET_S", 0.1)
+    folder = pages.dashboard.token_path.parent
+    with client_of(pages, "ann") as ann, ann.stream("GET", "/stream?topics=lanes") as answer:
+        told = events(answer.iter_lines())
+        assert next(told)[0] == "hello"
+        if end == "revoked":
+            tokens.revoke(folder, tokens.read(folder)[0].id)
+        elif end == "no user any more":
+            people.remove_user(folder, "ann")
+        else:
+            (folder / people.NAME).write_text("{")
+        assert [json.loads(data)["reason"] for kind, data, _ in told if kind == "bye"] == ["you may read no more"]
 
 
 @pytest.mark.parametrize(

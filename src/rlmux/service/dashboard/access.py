@@ -29,6 +29,8 @@ TOKEN_NAME = "admin.token"
 TICKET_S = 60.0
 SESSION_S, LONGEST_SESSION_S = 12 * 3600.0, 7 * 86400.0
 LOGINS_PER_MINUTE = 5
+_PROXY = "proxy "
+"""Beginning of the key of a caller that a proxy names; no hash has a blank."""
 _MAX_KNOWN = 10_000
 """Addresses, tickets and sessions that are remembered."""
 
@@ -213,9 +215,19 @@ class Access:
         with contextlib.suppress(UserError):
             self._read_again()
         if self._people is None:
-            return Who(user=user, scopes=frozenset(tokens.OF_A_USER), key=f"proxy {user}")
+            return Who(user=user, scopes=frozenset(tokens.OF_A_USER), key=f"{_PROXY}{user}")
         named = self._people.of_login(user)
-        return self._limited(Who(user=named or user, scopes=frozenset({"admin"} if named else ()), key=f"proxy {user}"))
+        return self._limited(
+            Who(user=named or user, scopes=frozenset({"admin"} if named else ()), key=f"{_PROXY}{user}")
+        )
+
+    def again(self, who: Who, cookie: str) -> Who | None:
+        """The caller as it is now, for a request that lasts; None for one that is no longer known."""
+        if who.is_session:
+            return self.of_session(cookie)
+        if who.key.startswith(_PROXY):
+            return self.of_proxy(who.key.removeprefix(_PROXY))
+        return self._accepted().get(who.key)
 
     def logout(self, cookie: str) -> None:
         self._sessions.pop(_hash(cookie), None)

@@ -189,16 +189,16 @@ class Streams:
                     stream.told[lane] = mark._replace(seq=min(mark.seq, seen.get(lane, mark.seq)))
                 yield _event("hello", {"lanes": hello}, stream.told)
                 while True:
+                    now = self._access.again(who, cookie)
+                    if now is None or not now.may("read"):
+                        yield _event("bye", {"reason": "you may read no more"}, stream.told)
+                        return
+                    stream.who = now
                     for data in await run_in_threadpool(self._changes, stream, dict(self._watch.marks)):
                         yield data
                     if self._watch.is_closed:
                         yield _event("bye", {"reason": "the server ends"}, stream.told)
                         return
-                    now = self._access.of_session(cookie) if who.is_session else who
-                    if now is None:
-                        yield _event("bye", {"reason": "the session has ended"}, stream.told)
-                        return
-                    stream.who = now
                     news = self._watch.marks
                     await self._watch.wait()
                     if self._watch.marks is news:
