@@ -20,7 +20,8 @@ from rlmux.sim.world import TrueSeconds
 
 FIXED_ORDERS = ("solo", "colocated", "rollmux")
 """Policies under which a later end of one order makes no other order begin before its turn."""
-EVERY = (*FIXED_ORDERS, "split", "fifo", "gap-ratio", "gavel", "most-idle", "jigsaw", "mux-all", "rlmux", "serial")
+EVERY = (*FIXED_ORDERS, "split", "fifo", "gap-ratio", "gavel", "most-idle", "mux-all", "rlmux", "serial")
+"""Every policy but `jigsaw`, which looks ahead from where it is when a filler has left."""
 STATES = Footprint(rollout_host_bytes=1.0, train_host_bytes=1.0, rollout_device_bytes=1.0, train_device_bytes=1.0)
 """States of which any number fits on a device: then no order evicts one."""
 SLOWLY = settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -121,6 +122,14 @@ def test_with_safe_points_that_take_no_time_all_others_start_as_without_fillers(
     alone, shared = Watched(workload, (), policy), Watched(workload, fillers, policy)
     assert shared.starts == alone.starts
     assert shared.result.cost_usd == pytest.approx(alone.result.cost_usd)
+    assert [one.steps for one in shared.result.fillers] == [one.pipeline.num_steps for one in by_name(fillers)]
+
+
+@SLOWLY
+@given(workload=crowds(), fillers=filler_crowds(safe_point_s=0.0))
+def test_a_policy_that_looks_ahead_plans_again_when_a_filler_has_left_and_ends_all(workload, fillers):
+    alone, shared = Watched(workload, (), "jigsaw"), Watched(workload, fillers, "jigsaw")
+    assert {start[1:4] for start in shared.starts} == {start[1:4] for start in alone.starts}
     assert [one.steps for one in shared.result.fillers] == [one.pipeline.num_steps for one in by_name(fillers)]
 
 

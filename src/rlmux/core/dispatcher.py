@@ -47,7 +47,7 @@ class Dispatcher:
         if not group.ready and not (self._policy.reacts_to_progress and group.running):
             return
         view = self._groups.view(group)
-        is_all_started = True
+        is_all_started, planned = True, (group.planned, group.planned_s)
         for choice in self._policy.dispatch(view):
             if isinstance(choice, RunWork):
                 is_all_started &= self._start(group, choice)
@@ -56,10 +56,11 @@ class Dispatcher:
             elif isinstance(choice, MigrateWork):
                 self._migrate(choice)
             elif isinstance(choice, MarkPlanned):
-                if is_all_started:
-                    group.planned, group.planned_s = view.look, self._state.now_s
+                group.planned, group.planned_s = view.look, self._state.now_s
             else:
                 self._orders.change_fraction(self._orders.named(choice.order), choice.device_fraction, choice.slowdown)
+        if not is_all_started:  # a filler is leaving: then the policy plans again
+            group.planned, group.planned_s = planned
         self._leases.prefetch(group)
 
     def _start(self, group: GroupState, choice: RunWork) -> bool:

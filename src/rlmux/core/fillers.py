@@ -8,7 +8,8 @@
 No policy, ledger or queue knows of them, so all decisions are made as if there were none:
 
 - a free device is free though a filler computes there; where work is chosen for it, the filler is told to pause, and
-  the policy is asked again when it has: the work begins late by one safe point at most
+  the policy is asked again when it has: the work begins late by one safe point at most. One that looks ahead (`jigsaw`)
+  plans again from there, which may be another plan
 - a filler's state lies on a device only beside those of others. Where sizes are not known, each fills a device: then
   others come back by a warm switch
 - a filler's processes are in host memory only as far as others leave it; when they need it, its processes end, and it
