@@ -71,11 +71,6 @@ class Fillers:
         self._dispatch = dispatch
         self._lost: dict[NodeId, None] = {}
 
-    @property
-    def are_there(self) -> bool:
-        state = self._state
-        return bool(state.fillers.members or state.waiting_fillers or state.wanted_by)
-
     def submit(self, run: PipelineRun) -> None:
         """A filler has come; `fill` places it."""
         self._state.waiting_fillers[run.pipeline.id] = run

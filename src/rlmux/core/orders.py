@@ -98,7 +98,7 @@ class Orders:
             return
         del self._state.group_of(run).running[order.id]
         self._leases.release(order)
-        if run.pipeline.is_filler:
+        if run.is_filler:
             self._shares.let_go(order.devices)
 
     def end_all(self, run: PipelineRun) -> None:
@@ -162,7 +162,7 @@ class Orders:
         order_id = self._next_id()
         self._shares.charge(devices)
         switch, evicted = Switch.NONE, _NOTHING
-        if devices and pipeline.is_filler:
+        if devices and run.is_filler:
             self._shares.hold(devices, state.fillers)
             switch, evicted = self._leases.take_idle(run, devices[0], order_id)
         elif devices:

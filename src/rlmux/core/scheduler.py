@@ -195,7 +195,8 @@ class Scheduler:
             raise self._journal.illegal(f"time goes back from {state.now_s}")
         state.now_s = event.time_s
         self._handlers[type(event)](event)
-        if self._fillers.are_there:
+        state = self._state
+        if state.fillers.members or state.waiting_fillers or state.wanted_by:
             self._fillers.fill(event, actions)
         return actions
 

@@ -350,6 +350,8 @@ class PipelineRun:
     """The last step whose result is kept, from which it begins when it is placed; -1 before the SFT warm-up."""
     train_stages: tuple[Stage, ...] = field(init=False)
     """The pipeline's training stages, kept because every training order asks for them."""
+    is_filler: bool = field(init=False)
+    """Whether it takes only what no other pipeline wants, kept because every order asks for it."""
 
     def __post_init__(self) -> None:
         self.is_held, self.rank = self.pipeline.is_held, self.pipeline.rank
@@ -357,6 +359,7 @@ class PipelineRun:
         self.history = StepHistory(self.pipeline)
         self.has_given_estimate = self.pipeline.estimate is not None and self.pipeline.held is None
         self.train_stages = self.pipeline.train_stages
+        self.is_filler = self.pipeline.is_filler
 
     @property
     def waits_for_user_code(self) -> bool:

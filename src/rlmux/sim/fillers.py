@@ -45,30 +45,28 @@ class FillerFigures:
     def __init__(self, cluster: Cluster) -> None:
         pools = cluster.pools.items()
         self._usd_per_device_s = {name: pool.usd_per_node_hour / pool.devices_per_node / 3600 for name, pool in pools}
-        self._fillers: dict[PipelineId, _Filler] = {}
-
-    def __contains__(self, pipeline: PipelineId) -> bool:
-        return pipeline in self._fillers
+        self.by_id: dict[PipelineId, _Filler] = {}
+        """Figures of each filler so far."""
 
     def set_price(self, pool: str, usd_per_device_s: float) -> None:
         """Devices of the pool cost this from now on; an order is billed at the price at its end."""
         self._usd_per_device_s[pool] = usd_per_device_s
 
     def submit(self, pipeline: PipelineId, now_s: float) -> None:
-        self._fillers[pipeline] = _Filler(now_s)
+        self.by_id[pipeline] = _Filler(now_s)
 
     def leave(self, pipeline: PipelineId, now_s: float) -> None:
-        self._fillers[pipeline].left_s = now_s
+        self.by_id[pipeline].left_s = now_s
 
     def refuse(self, pipeline: PipelineId, reason: str) -> None:
-        self._fillers[pipeline].refused = reason
+        self.by_id[pipeline].refused = reason
 
     def end_step(self, pipeline: PipelineId) -> None:
-        self._fillers[pipeline].steps += 1
+        self.by_id[pipeline].steps += 1
 
     def compute(self, pipeline: PipelineId, devices: tuple[DeviceId, ...], seconds: float) -> None:
         """It held the devices for so long."""
-        filler = self._fillers[pipeline]
+        filler = self.by_id[pipeline]
         filler.device_s += seconds * len(devices)
         filler.usd += seconds * sum(self._usd_per_device_s[device.pool] for device in devices)
 
@@ -84,7 +82,7 @@ class FillerFigures:
                 usd=one.usd,
                 refused=one.refused,
             )
-            for name, one in self._fillers.items()
+            for name, one in self.by_id.items()
         )
 
 

@@ -71,6 +71,7 @@ class Collector:
         self.num_waits = 0
         self._workload = workload
         self._fillers = FillerFigures(workload.cluster)
+        self._is_filler = self._fillers.by_id
         self._policy = policy
         self._placement = placement
         self._progress: dict[PipelineId, _Progress] = {}
@@ -107,7 +108,7 @@ class Collector:
         self._progress[pipeline] = _Progress(arrival)
 
     def place(self, action: Admit | Relocate, now_s: float) -> None:
-        if action.pipeline in self._fillers:
+        if action.pipeline in self._is_filler:
             return
         progress = self._progress[action.pipeline]
         if not are_own_pools(progress.arrival.pipeline, action.placement, self._workload.cluster):
@@ -124,11 +125,11 @@ class Collector:
             self._admissions[action.kind] += 1
 
     def start(self, pipeline: PipelineId, now_s: float) -> None:
-        if pipeline not in self._fillers:
+        if pipeline not in self._is_filler:
             self._progress[pipeline].started_s = now_s
 
     def release(self, pipeline: PipelineId, now_s: float) -> None:
-        if pipeline in self._fillers:
+        if pipeline in self._is_filler:
             return
         self._book(now_s)
         self._pin(pipeline, ())
@@ -143,19 +144,19 @@ class Collector:
 
     def leave(self, pipeline: PipelineId, now_s: float) -> None:
         """The pipeline is over, wherever it was: trained, cancelled, refused."""
-        if pipeline in self._fillers:
+        if pipeline in self._is_filler:
             self._fillers.leave(pipeline, now_s)
         else:
             self._progress[pipeline].left_s = now_s
 
     def refuse(self, pipeline: PipelineId, reason: str) -> None:
-        if pipeline in self._fillers:
+        if pipeline in self._is_filler:
             self._fillers.refuse(pipeline, reason)
         else:
             self._progress[pipeline].refused = reason
 
     def end_step(self, pipeline: PipelineId, step: int, now_s: float) -> None:
-        if pipeline in self._fillers:
+        if pipeline in self._is_filler:
             self._fillers.end_step(pipeline)
             return
         progress = self._progress[pipeline]
@@ -167,7 +168,7 @@ class Collector:
 
     def compute(self, pipeline: PipelineId, devices: tuple[DeviceId, ...], seconds: float, switch_s: float) -> None:
         """The devices computed so long, after so long a switch."""
-        if pipeline in self._fillers:
+        if pipeline in self._is_filler:
             self._fillers.compute(pipeline, devices, seconds + switch_s)
             return
         self._busy_device_s[devices[0].pool] += (seconds + switch_s) * len(devices)

@@ -47,7 +47,6 @@ from rlmux.core.events import (
     Event,
     NodeJoined,
     NodeLost,
-    NoticeGiven,
     PipelineCancelled,
     PipelineParked,
     PipelineSubmitted,
@@ -80,9 +79,6 @@ from rlmux.sim.running_orders import RunningOrders
 from rlmux.sim.sim_state import Migration, PausedWork, RunningOrder, SimPipeline
 from rlmux.sim.spot_trace import PriceChange
 from rlmux.sim.workloads.arrivals import Arrival, Workload
-
-_OF_NODES = (NodeLost, NoticeGiven, PipelineParked)
-"""Events that spot nodes are counted by."""
 
 Observer = Callable[[Event, list[Action]], None]
 """Called after each event with the actions that answered it."""
@@ -215,11 +211,11 @@ class Simulation:
         """Handle one event after another until every pipeline is over."""
         began = time.perf_counter()
         carry_out, num_arrivals = self._carry_out, len(self._workload.arrivals)
-        is_watched = self._observer is not None or self._checks
+        is_watched, has_spot = self._observer is not None or self._checks, self._workload.spot is not None
         num_events = 0
         while self._num_over < num_arrivals and (event := self._next_event()) is not None:
             num_events += 1
-            if type(event) in _OF_NODES:
+            if has_spot:
                 self._spot_figures.see(event)
             actions = self._decide(event)
             for action in actions:
