@@ -13,6 +13,7 @@ from mkdocs.structure.files import File, Files
 
 _ROOT = Path(__file__).parent.parent
 _FILE_BY_PAGE = {"index.md": "README.md", "changelog.md": "CHANGELOG.md"}
+_PICTURE = re.compile(r"(!\[[^]]*\]\()docs/")
 _LINK = re.compile(r"(?<!!)\[([^]]+)\]\((?!https?://|#)([^)]+)\)")
 
 
@@ -28,4 +29,4 @@ def _for_site(text: str) -> str:
         label, target = match.groups()
         return f"[{label}]({target.removeprefix('docs/')})" if target.startswith("docs/") else label
 
-    return _LINK.sub(link, text).replace("](docs/timeline.png)", "](timeline.png)")
+    return _LINK.sub(link, _PICTURE.sub(r"\1", text))
