@@ -4,8 +4,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from rlmux.core.model import PhaseSeconds, Pipeline, PipelineId
-from rlmux.core.placement import PlacementView
 from rlmux.core.placement_choice import PlacementChoice, Refusal, Relocation
+from rlmux.core.placement_view import PlacementView
 from rlmux.core.views import GroupView, RunWork
 from rlmux.policies.planning.candidates import impossible, queue, sharing_everything
 from rlmux.policies.planning.dispatching import start_where_free
