@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import multiprocessing as mp
+import sys
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,9 @@ import torch.distributed as dist
 from rlmux.runtime.sync import Link, Scheme, SyncError, SyncLayout, WeightReceiver, WeightSender
 
 CONTEXT = mp.get_context("forkserver")
+
+NOT_MET = 3
+"""Exit code of a rank that did not find the others."""
 
 
 def take_part(
@@ -29,13 +34,16 @@ def take_part(
 ) -> None:
     """One rank: receivers say what they got, senders how much crossed the link."""
     torch.set_num_threads(1)
-    dist.init_process_group(
-        "gloo",
-        init_method=f"file://{meeting}",
-        rank=rank,
-        world_size=layout.num_senders + layout.num_receivers,
-        timeout=timedelta(seconds=300),
-    )
+    try:
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{meeting}",
+            rank=rank,
+            world_size=layout.num_senders + layout.num_receivers,
+            timeout=timedelta(seconds=60),
+        )
+    except RuntimeError:
+        sys.exit(NOT_MET)
     inside = dist.new_group([layout.receiver_rank(receiver) for receiver in range(layout.num_receivers)])
     for version in (3, 4):
         payload = torch.randint(256, (num_bytes,), dtype=torch.uint8, generator=torch.Generator().manual_seed(version))
@@ -74,14 +82,21 @@ def sync(
     layout: SyncLayout, num_bytes: int, scheme: Scheme, folder: Path, sender: type[WeightSender] = WeightSender
 ) -> list[tuple[Any, ...]]:
     CONTEXT.set_forkserver_preload(["rlmux.runtime.fork_server_imports", "rlmux.runtime.sync"])
-    said = CONTEXT.SimpleQueue()
     world = layout.num_senders + layout.num_receivers
-    shared = (layout, num_bytes, scheme, str(folder / "meet"), said.put, sender)
-    ranks = [CONTEXT.Process(target=take_part, args=(rank, *shared)) for rank in range(world)]
-    for process in ranks:
-        process.start()
-    for process in ranks:
-        process.join(300)
+    for number in range(3):  # now and then Gloo's connections are not made: nothing of ours has run then
+        said = CONTEXT.SimpleQueue()
+        shared = (layout, num_bytes, scheme, str(folder / f"meet-{number}"), said.put, sender)
+        ranks = [CONTEXT.Process(target=take_part, args=(rank, *shared)) for rank in range(world)]
+        for process in ranks:
+            process.start()
+        while (alive := [one.sentinel for one in ranks if one.is_alive()]) and not any(one.exitcode for one in ranks):
+            wait(alive)
+        for process in ranks:
+            if any(other.exitcode for other in ranks):
+                process.kill()
+            process.join()
+        if NOT_MET not in [process.exitcode for process in ranks]:
+            break
     assert [process.exitcode for process in ranks] == [0] * world
     return [said.get() for _ in range(2 * world)]
 
