@@ -23,7 +23,7 @@ demo: $(READY)
 	$(BIN)/rlmux run examples/01_two_pipelines.yaml --policy rollmux --overwrite --out runs/demo
 
 test: lint browser
-	$(BIN)/python -m pytest -n 4 --dist loadgroup
+	$(BIN)/python -m pytest -n 3 --dist loadgroup
 
 # Longer proofs of what shorter tests hold too.
 prove: setup
