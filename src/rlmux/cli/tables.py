@@ -87,7 +87,7 @@ def show_run(summary: Row, folder: Path, *, as_json: bool) -> None:
 
 
 def _reward(one: Row) -> str:
-    """Of the first and the last step; of a filler the mean of all."""
+    """Reward of the first and the last step, or, where there is a score, the mean of all."""
     if "score" in one:
         return f"mean {_text(one['score'])}"
     return f"{_text(one['reward_first'])} → {_text(one['reward_last'])}"

@@ -30,6 +30,7 @@ from rlmux.core.leases import Leases
 from rlmux.core.model import AdmissionKind, Cluster, NodeId, Phase, PipelineStatus, Placement
 from rlmux.core.orders import Orders
 from rlmux.core.parking import Parking
+from rlmux.core.placement import PlacementLedger
 from rlmux.core.placement_choice import Refusal
 from rlmux.core.state import FILLERS, GroupState, PipelineRun, SchedulerState
 from rlmux.core.step_machine import PipelineInput, StepMachine
@@ -49,6 +50,7 @@ class Fillers:
         self,
         *,
         cluster: Cluster,
+        ledger: PlacementLedger,
         state: SchedulerState,
         queue: AdmissionQueue,
         leases: Leases,
@@ -61,6 +63,7 @@ class Fillers:
         """`dispatch`: starts what the policy chooses in a group."""
         self._pool = cluster.pool_serving(Phase.ROLLOUT)
         self._cluster = cluster
+        self._ledger = ledger
         self._state = state
         self._queue = queue
         self._leases = leases
@@ -69,14 +72,13 @@ class Fillers:
         self._parking = parking
         self._journal = journal
         self._dispatch = dispatch
-        self._lost: dict[NodeId, None] = {}
 
     def submit(self, run: PipelineRun) -> None:
         """A filler has come; `fill` places it."""
         self._state.waiting_fillers[run.pipeline.id] = run
 
     def fill(self, event: Event, actions: Sequence[Action]) -> None:
-        """After an event, once all others have been served: take what they left. `actions`: decided for it so far."""
+        """Take what others left of an event, once all of them have been served. `actions`: decided for it so far."""
         if not isinstance(event, _OF_WORK) or any(isinstance(action, _OF_NODES) for action in actions):
             self._make_room()
             self._place()
@@ -102,7 +104,6 @@ class Fillers:
 
     def lose_node(self, node: NodeId) -> None:
         """Fillers that are pinned to the node wait; their processes have ended."""
-        self._lost[node] = None
         for run in list(self._state.fillers.members.values()):
             if run.placement is not None and node in run.placement.nodes:
                 if run.status is PipelineStatus.RUNNING:
@@ -116,9 +117,6 @@ class Fillers:
             if run.placement is not None and node in run.placement.nodes and run.status is PipelineStatus.RUNNING:
                 self._journal.act(Park(pipeline=run.pipeline.id))
         self.lose_node(node)
-
-    def regain_node(self, node: NodeId) -> None:
-        self._lost.pop(node, None)
 
     # ------------------------------------------------------------------ devices
 
@@ -184,7 +182,7 @@ class Fillers:
         held = self._held_bytes()
         num_pinned = self._num_pinned()
         there = range(pool.num_nodes) if pool.num_nodes is not None else sorted({node.index for node in num_pinned})
-        present = [NodeId(pool.name, index) for index in there if NodeId(pool.name, index) not in self._lost]
+        present = [node for index in there if not self._ledger.is_lost(node := NodeId(pool.name, index))]
         nodes = [node for node in present if held.get(node, 0.0) + need <= pool.host_memory_bytes]
         if len(nodes) < count:
             spare = f"of {len(present)} nodes {len(nodes)} have host memory to spare"

@@ -113,7 +113,6 @@ class NodeChanges:
         if self._ledger.is_about_to_go(event.node):
             self._journal.act(ExpectLoss(node=event.node, at_s=None))
         self._ledger.regain_node(event.node)
-        self._fillers.regain_node(event.node)
         self._placing.place_waiting()
 
 

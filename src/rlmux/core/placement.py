@@ -263,7 +263,12 @@ class PlacementLedger:
 
     def is_leaving(self, group: GroupLoad) -> bool:
         """Whether one of the group's nodes is about to go."""
-        return any(map(self._nodes.is_about_to_go, group.rollout_nodes + group.train_nodes))
+        return self.expects_losses and any(map(self._nodes.is_about_to_go, group.rollout_nodes + group.train_nodes))
+
+    @property
+    def expects_losses(self) -> bool:
+        """Whether any node is about to go."""
+        return self._nodes.expects_losses
 
     def lose_node(self, node: NodeId) -> tuple[PipelineId, ...]:
         """The node is gone: no pipeline is placed on it until it is regained. Returns the pipelines pinned to it."""

@@ -7,7 +7,7 @@ Groups with a node that is about to go are left out of what a policy chooses fro
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from rlmux.core.group_load import GroupLoad, Member
 from rlmux.core.model import Cluster, GroupId, NodeId, Phase, Pipeline, PipelineId, Placement, WorkLeft
@@ -32,7 +32,7 @@ class PlacementView:
 
     def uneven_groups(self) -> tuple[GroupLoad, ...]:
         """Groups that break a member's SLO, and those with several steps per cycle for a member; oldest first."""
-        return tuple(group for group in self._ledger.uneven_groups() if not self._ledger.is_leaving(group))
+        return tuple(self._staying(self._ledger.uneven_groups()))
 
     @property
     def num_pipelines(self) -> int:
@@ -44,11 +44,11 @@ class PlacementView:
 
     def groups(self) -> Iterator[GroupLoad]:
         """Every group whose nodes stay, oldest first."""
-        return (group for group in self._ledger.groups() if not self._ledger.is_leaving(group))
+        return iter(self._staying(self._ledger.groups()))
 
     def groups_with_room(self, pipeline: Pipeline) -> list[GroupLoad]:
         """Groups that may take the pipeline on their training nodes, and some that may not; oldest first."""
-        return [group for group in self._ledger.groups_with_room(pipeline) if not self._ledger.is_leaving(group)]
+        return list(self._staying(self._ledger.groups_with_room(pipeline)))
 
     def youngest_group(self) -> GroupLoad | None:
         youngest = self._ledger.youngest_group()
@@ -104,3 +104,9 @@ class PlacementView:
     def usd_per_node_hour(self, phase: Phase) -> float:
         pool = self._ledger.cluster.pool_for(phase)
         return pool.usd_per_node_hour if pool else 0.0
+
+    def _staying(self, groups: Iterable[GroupLoad]) -> Iterable[GroupLoad]:
+        """Those none of whose nodes is about to go. Mostly no node is: then nothing is looked at."""
+        if not self._ledger.expects_losses:
+            return groups
+        return [group for group in groups if not self._ledger.is_leaving(group)]

@@ -180,7 +180,11 @@ class ClusterNodes:
         self._about_to_go[node] = None
 
     def is_about_to_go(self, node: NodeId) -> bool:
-        return bool(self._about_to_go) and node in self._about_to_go
+        return node in self._about_to_go
+
+    @property
+    def expects_losses(self) -> bool:
+        return bool(self._about_to_go)
 
     def lose(self, node: NodeId) -> None:
         if node in self._about_to_go:

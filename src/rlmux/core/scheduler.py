@@ -138,6 +138,7 @@ class Scheduler:
         )
         self._fillers = Fillers(
             cluster=cluster,
+            ledger=self._ledger,
             state=self._state,
             queue=self._queue,
             leases=self._leases,

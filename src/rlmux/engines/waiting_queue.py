@@ -46,17 +46,17 @@ class WaitingQueue(Generic[Waiting]):
         return iter(self._waiting)
 
     def append(self, live: Waiting) -> None:
-        """After all that wait."""
+        """Have it wait behind all others."""
         self._waiting.append(live)
         self._is_sorted = False
 
     def put_back(self, lives: Sequence[Waiting]) -> None:
-        """Before all that wait, in their own order."""
+        """Have them wait before all others, in their own order."""
         self._sort()
         self._waiting[:0] = lives
 
     def continue_with(self, live: Waiting) -> None:
-        """Before all that have not begun."""
+        """Have it wait before all that have not begun."""
         self._sort()
         self._waiting.insert(sum(other.has_begun for other in self._waiting), live)
 

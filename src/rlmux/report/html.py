@@ -275,7 +275,7 @@ def _is_filler(pipeline: Mapping[str, Any]) -> bool:
 
 
 def _reward(pipeline: Mapping[str, Any]) -> str:
-    """Of the first and the last step; of a filler the mean of all."""
+    """Reward of the first and the last step, or, where there is a score, the mean of all."""
     first, last = pipeline["reward_first"], pipeline["reward_last"]
     if first is None:
         return "–"

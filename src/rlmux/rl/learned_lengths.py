@@ -31,5 +31,5 @@ class LearnedLengths:
             key = hash(prompt_tokens)
             self._tokens_by_prompt.pop(key, None)
             self._tokens_by_prompt[key] = max(1, round(sum(of_answers) / len(of_answers)))
-        for key in list(self._tokens_by_prompt)[: max(0, len(self._tokens_by_prompt) - MAX_PROMPTS)]:
-            del self._tokens_by_prompt[key]
+        while len(self._tokens_by_prompt) > MAX_PROMPTS:
+            del self._tokens_by_prompt[next(iter(self._tokens_by_prompt))]
