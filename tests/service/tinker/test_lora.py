@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from tests.service.conftest import FILE
 from tests.service.tinker.test_random_requests import SERVED, Place, as_json
-from tests.service.tinker.test_sdk import PROGRAMS, loop, outcome
+from tests.service.tinker.test_sdk import PROGRAMS, check_two_clients_and_a_killed_server
 
 from rlmux.config.serve import ServeSpec, parse_serve_file
 from rlmux.core.errors import UserError
@@ -27,14 +27,7 @@ LORA = f"{FILE}  parameters: lora\n  max_lora_rank: 16\n"
 
 def test_two_adapters_at_once_and_a_killed_server_are_what_each_is_alone_and_verified(serve, program):
     served = serve(text=LORA)
-    alone = {seed: outcome(program(served, *loop(seed)), served) for seed in (1, 2)}
-    assert alone[1]["weights"] != alone[2]["weights"]
-    assert all(step["gap"] < 2e-6 for one in alone.values() for step in one["steps"])
-    together = {seed: program(served, *loop(seed)) for seed in (1, 2)}
-    first = {seed: [one.line()] for seed, one in together.items()}
-    served.kill()
-    resumed = serve(served)
-    assert {seed: outcome(one, resumed, first[seed]) for seed, one in together.items()} == alone
+    resumed = check_two_clients_and_a_killed_server(served, serve, program)
     kept = {file.name: names_in(file) for file in served.folder.glob("models/*/**/*.safetensors")}
     assert "adapter_model.safetensors" in kept
     assert "model.safetensors" not in kept

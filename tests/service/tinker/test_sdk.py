@@ -49,15 +49,7 @@ def test_the_sdks_own_calls_are_served(serve, program):
 
 
 def test_two_clients_at_once_and_a_killed_server_leave_the_weights_each_has_alone(serve, program):
-    served = serve()
-    alone = {seed: outcome(program(served, *loop(seed)), served) for seed in (1, 2)}
-    assert alone[1]["weights"] != alone[2]["weights"]
-    assert all(step["gap"] < 2e-6 for one in alone.values() for step in one["steps"])
-    together = {seed: program(served, *loop(seed)) for seed in (1, 2)}
-    first = {seed: [one.line()] for seed, one in together.items()}
-    served.kill()
-    resumed = serve(served)
-    assert {seed: outcome(one, resumed, first[seed]) for seed, one in together.items()} == alone
+    check_two_clients_and_a_killed_server(serve(), serve, program)
 
 
 @pytest.mark.slow
@@ -110,6 +102,20 @@ def until(is_true: Callable[[], object]) -> None:
     while not is_true():
         assert time.monotonic() < end_s
         time.sleep(0.2)
+
+
+def check_two_clients_and_a_killed_server(served, serve, program):
+    """Two loops end alike alone and together, though the server is killed between their first steps and the others.
+    Returns the server that was started again."""
+    alone = {seed: outcome(program(served, *loop(seed)), served) for seed in (1, 2)}
+    assert alone[1]["weights"] != alone[2]["weights"]
+    assert all(step["gap"] < 2e-6 for one in alone.values() for step in one["steps"])
+    together = {seed: program(served, *loop(seed)) for seed in (1, 2)}
+    first = {seed: [one.line()] for seed, one in together.items()}
+    served.kill()
+    resumed = serve(served)
+    assert {seed: outcome(one, resumed, first[seed]) for seed, one in together.items()} == alone
+    return resumed
 
 
 def loop(seed: int) -> tuple[object, ...]:
