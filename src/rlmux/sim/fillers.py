@@ -8,7 +8,7 @@ A filler is billed for the devices that it computed on, for as long as it did; t
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from rlmux.core.model import Cluster, DeviceId, PipelineId
 
@@ -72,18 +72,7 @@ class FillerFigures:
 
     def results(self) -> tuple[FillerResult, ...]:
         """Every filler, in the order of submission."""
-        return tuple(
-            FillerResult(
-                pipeline=name,
-                submit_s=one.submit_s,
-                left_s=one.left_s,
-                steps=one.steps,
-                device_s=one.device_s,
-                usd=one.usd,
-                refused=one.refused,
-            )
-            for name, one in self.by_id.items()
-        )
+        return tuple(FillerResult(pipeline=name, **asdict(one)) for name, one in self.by_id.items())
 
 
 def totals(results: tuple[FillerResult, ...]) -> Mapping[str, float]:

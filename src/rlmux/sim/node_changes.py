@@ -6,6 +6,7 @@ SpotFigures ◀─ each of these ─▶ SpotResult
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -49,8 +50,9 @@ class NodeChanges:
         for change in trace.prices if trace is not None else ():
             kernel.schedule(change.at_s, NODE_CHANGE, change)
         for reclaim in trace.reclaims if trace is not None else ():
-            kernel.schedule(reclaim.at_s, NODE_CHANGE, _notice(reclaim.at_s, reclaim.node, reclaim.gone_at_s))
-            if reclaim.back_at_s < float("inf"):
+            notice = NoticeGiven(time_s=reclaim.at_s, node=reclaim.node, gone_at_s=reclaim.gone_at_s)
+            kernel.schedule(reclaim.at_s, NODE_CHANGE, notice)
+            if math.isfinite(reclaim.back_at_s):
                 joined = NodeJoined(time_s=reclaim.back_at_s, node=reclaim.node)
                 kernel.schedule(reclaim.back_at_s, NODE_CHANGE, joined)
 
@@ -70,10 +72,6 @@ class NodeChanges:
     def forget(self, node: NodeId) -> None:
         """The node is lost, or there."""
         self._expected.pop(node, None)
-
-
-def _notice(at_s: float, node: NodeId, gone_at_s: float) -> NoticeGiven:
-    return NoticeGiven(time_s=at_s, node=node, gone_at_s=gone_at_s)
 
 
 class SpotFigures:

@@ -66,3 +66,18 @@ class Row:
 
     def error(self, column: str, what: str) -> UserError:
         return UserError(f"{self.path}: row {self.number}: column {column!r} {what}")
+
+
+def numbered_lines(path: Path) -> list[tuple[int, str]]:
+    """The file's lines that hold data, with their numbers; empty ones and comments are left out. Raises UserError."""
+    try:
+        text = path.read_text("utf-8-sig")
+    except FileNotFoundError:
+        raise UserError(f"{path}: no such file") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not readable as text: {error}") from None
+    return [(number, line) for number, line in enumerate(text.splitlines(), 1) if _has_data(line)]
+
+
+def _has_data(line: str) -> bool:
+    return bool(line.strip()) and not line.lstrip().startswith("#")

@@ -27,7 +27,7 @@ from pathlib import Path
 from rlmux.core.errors import UserError
 from rlmux.core.model import Cluster, NodeId
 from rlmux.sim.spot_trace import PriceChange, Reclaim, SpotTrace
-from rlmux.sim.workloads.csv_rows import Row
+from rlmux.sim.workloads.csv_rows import Row, numbered_lines
 
 COLUMNS = ("at_s", "pool", "usd_per_gpu_hour", "node", "notice_s", "down_s")
 
@@ -57,13 +57,7 @@ def load(path: Path | str, cluster: Cluster) -> SpotTrace:
 
 
 def _rows(path: Path) -> list[Row]:
-    try:
-        text = path.read_text("utf-8-sig")
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not readable as text: {error}") from None
-    numbered = [(number, line) for number, line in enumerate(text.splitlines(), 1) if line.strip() and line[0] != "#"]
+    numbered = numbered_lines(path)
     if len(numbered) < 2:
         raise UserError(f"{path}: no rows; accepted: a header with {', '.join(COLUMNS)}, then prices and reclaims")
     header = [name.strip() for name in next(csv.reader([numbered[0][1]]))]
@@ -101,12 +95,14 @@ def _check_order(rows: list[Row]) -> None:
 def _check_prices(rows: list[Row]) -> None:
     """One price at a time, from the beginning on: there is no gap that a price would have to be made up for."""
     row_by_key: dict[tuple[str, float], Row] = {}
+    priced: set[str] = set()  # membership tests only
     for row in rows:
         if not row.optional("usd_per_gpu_hour"):
             continue
         pool, at_s = row.text("pool"), row.time_of("at_s")
-        if not any(known == pool for known, _ in row_by_key) and at_s > 0.0:
+        if pool not in priced and at_s > 0.0:
             raise row.error("at_s", f"is {at_s:g}: the first price of pool {pool!r}; accepted: a first price at 0")
+        priced.add(pool)
         earlier = row_by_key.setdefault((pool, at_s), row)
         if earlier is not row:
             what = f"is a second price of pool {pool!r} at {at_s:g} s, beside row {earlier.number}"

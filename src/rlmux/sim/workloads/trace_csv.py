@@ -47,7 +47,7 @@ from rlmux.sim.workloads.arrivals import (
     switch_seconds,
     sync_seconds,
 )
-from rlmux.sim.workloads.csv_rows import Row
+from rlmux.sim.workloads.csv_rows import Row, numbered_lines
 from rlmux.sim.world import NO_SWITCH, SwitchSeconds, TrueSeconds
 
 _ENDS = ("depart_s", "duration_s", "num_steps")
@@ -75,13 +75,7 @@ COLUMNS = ("pipeline", "submit_s", *_ENDS, *_OPTIONAL)
 def load(path: Path | str, *, cluster: Cluster | None = None) -> Workload:
     """Read the file. Without a cluster: as many H20 and H800 nodes as are asked for."""
     path = Path(path)
-    try:
-        text = path.read_text("utf-8-sig")
-    except FileNotFoundError:
-        raise UserError(f"{path}: no such file") from None
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: not readable as text: {error}") from None
-    lines = [(number, line) for number, line in enumerate(text.splitlines(), 1) if _has_data(line)]
+    lines = numbered_lines(path)
     if not lines:
         raise UserError(f"{path}: it is empty; accepted: a header with {', '.join(COLUMNS)}, then a row per pipeline")
     header = [name.strip() for name in next(csv.reader([lines[0][1]]))]
@@ -130,10 +124,6 @@ def _clocked(arrivals: Sequence[Arrival]) -> tuple[str, ...]:
     if not number:
         return ()
     return (f"{number} of {len(arrivals)} pipelines leave at depart_s: a slower policy does less of their work",)
-
-
-def _has_data(line: str) -> bool:
-    return bool(line.strip()) and not line.lstrip().startswith("#")
 
 
 def _check_header(path: Path, header: list[str]) -> None:
