@@ -216,7 +216,9 @@ def make_checkpoint(case: Case, folder: Path) -> None:
     from rlmux.rl.config import ModelConfig, RolloutConfig, SftWarmupConfig, TaskConfig, TrainingConfig
 
     torch.set_num_threads(1)
-    counts = {f"num_{key}" if key in ("layers", "heads", "kv_heads") else key: at for key, at in case.model.items()}
+    counts: dict[str, Any] = {
+        f"num_{key}" if key in ("layers", "heads", "kv_heads") else key: at for key, at in case.model.items()
+    }
     config = TrainingConfig(
         name="start",
         model=ModelConfig(**counts),
@@ -310,7 +312,7 @@ def train_with_trl(case: Case, checkpoint: Path, num_steps: int, micro_batch_siz
 
     ends: list[float] = []
 
-    class Clock(TrainerCallback):  # type: ignore[misc]
+    class Clock(TrainerCallback):
         def on_step_end(self, *_: object, **__: object) -> None:
             ends.append(time.perf_counter())
 

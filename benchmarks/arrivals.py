@@ -30,7 +30,8 @@ from typing import Any
 import yaml
 
 from rlmux.cli import inputs
-from rlmux.config.load import Purpose, load_spec
+from rlmux.config.checks import Purpose
+from rlmux.config.load import load_spec
 from rlmux.core.actions import Relocate
 from rlmux.core.model import Stage
 from rlmux.policies import make_policy

@@ -24,6 +24,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 import numpy as np
 from logged_engine import MEASURED_MEMORY_FRACTION, EngineLimits, ToolCalls, kv_pool_tokens, predict_rollout
@@ -295,12 +296,13 @@ def _host_piece(step: Step, log: Iterations, cut: slice) -> tuple[Step, float, l
     return step, step.gen_s - float(log.ms[cut].sum()) / 1e3, row
 
 
-def fit_train(steps: dict[str, list[Step]], runs: list[str]) -> dict[tuple[str, str], StageCost]:
+def fit_train(steps: dict[str, list[Step]], runs: list[str]) -> dict[tuple[str, Stage], StageCost]:
     """Per model and stage a line in tokens, every run with the same weight; the first step is warm-up.
 
     The search runs used another trainer configuration (half the time at twice the tokens) and are left out.
     """
-    found, single = {}, {}
+    found: dict[tuple[str, Stage], StageCost] = {}
+    single: dict[tuple[str, Stage], tuple[float, float]] = {}
     models = sorted({model_of(run) for run in runs})
     for stage in TRAIN_STAGES:
         for model in models:
@@ -425,7 +427,7 @@ class Calibration:
     prefills: dict[str, PrefillCurve]
     errors: dict[str, float]
     host: dict[str, HostCosts]
-    train: dict[tuple[str, str], StageCost]
+    train: dict[tuple[str, Stage], StageCost]
     roofline: RooflineConstants
 
     def rollout_costs(self, model: str) -> RolloutCosts:
@@ -482,7 +484,7 @@ def best_memory_fraction(step: Step, costs: RolloutCosts) -> float:
     return min(MEMORY_FRACTIONS, key=lambda f: abs(predict_gen_s(step, costs, f, 0.0) / step.gen_s - 1))
 
 
-def validate(folder: Path, steps: dict[str, list[Step]]) -> list[dict]:
+def validate(folder: Path, steps: dict[str, list[Step]]) -> list[dict[str, Any]]:
     """One row per run: predictions with nothing of the run known, and with its first warm step observed."""
     rows = []
     for run, all_steps in steps.items():
@@ -539,7 +541,7 @@ def tool_seconds(steps: dict[str, list[Step]], exclude: str | None) -> float:
 # --- serving measurements -----------------------------------------------------------------------------------
 
 
-def validate_serving(folder: Path) -> list[dict]:
+def validate_serving(folder: Path) -> list[dict[str, Any]]:
     """The roofline against end-to-end serving on H100 that no constant was fitted to: bf16 dense models."""
     rows = []
     for row in read_rows(folder / "perf" / "serving_ttft_tpot.csv.gz"):
@@ -595,7 +597,7 @@ def validate_experts(folder: Path, most_tokens: int = 256) -> dict[str, float]:
 
 
 def write_tables(folder: Path, fitted: Calibration, logs: dict[str, list[str]], steps: dict[str, list[Step]]) -> None:
-    def write(name: str, source: str, rows: list[dict]) -> None:
+    def write(name: str, source: str, rows: list[dict[str, Any]]) -> None:
         lines = [f"# source: {source}", ",".join(rows[0])]
         lines += [",".join(f"{v:.6g}" if isinstance(v, float) else str(v) for v in row.values()) for row in rows]
         (folder / f"{name}.csv").write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -632,7 +634,7 @@ def write_tables(folder: Path, fitted: Calibration, logs: dict[str, list[str]], 
     write("roofline", "aiconfigurator kernel tables for H100 and the measured decode curves", constants)
 
 
-def length_rows(folder: Path, steps: dict[str, list[Step]]) -> list[dict]:
+def length_rows(folder: Path, steps: dict[str, list[Step]]) -> list[dict[str, Any]]:
     """One row of quantiles per run; prompts of runs without a steps row take the task's usual size."""
     rows = []
     for path in sorted((folder / "rl_runs").glob("*.lengths.csv.gz")):
@@ -683,7 +685,7 @@ def percent(value: float | None) -> str:
     return f"{100 * value:+6.1f}" if value is not None else "     -"
 
 
-def summary(runs: list[dict], serving: list[dict], resampled: list[float]) -> dict:
+def summary(runs: list[dict[str, Any]], serving: list[dict[str, Any]], resampled: list[float]) -> dict[str, Any]:
     plain = [r for r in runs if not r["is_search"]]
     after = [r["gen_error_after_one_step"] for r in plain if "gen_error_after_one_step" in r]
     by_backend: dict[str, list[float]] = defaultdict(list)

@@ -25,11 +25,25 @@ import httpx
 
 from rlmux.core.actions import Admit, RunStage
 from rlmux.core.events import ChunkFinished, PipelineSubmitted, StageFinished
-from rlmux.core.model import AdmissionKind, Cluster, DeviceId, NodeId, Phase, Pipeline, Placement, Pool, Stage
+from rlmux.core.model import (
+    AdmissionKind,
+    Cluster,
+    DeviceId,
+    GroupId,
+    NodeId,
+    OrderId,
+    Phase,
+    Pipeline,
+    PipelineId,
+    Placement,
+    Pool,
+    Stage,
+)
 from rlmux.report.log import RunLog, run_header
 from rlmux.service.dashboard.access import Limits
 from rlmux.service.dashboard.app import Dashboard
 from rlmux.service.index.indexer import LaneIndexer
+from rlmux.service.listening import Listening
 from rlmux.service.server import Server
 
 GOAL_ROWS_PER_S, GOAL_WINDOW_S = 40_000.0, 0.15
@@ -44,26 +58,26 @@ def write_log(folder: Path, num_rows: int) -> int:
     }
     header = run_header(policy="rollmux", backend="local", cluster=Cluster(pools=pools))
     log = RunLog.create(folder, header)
-    due: list[tuple[float, int, str, int, int]] = []
+    due: list[tuple[float, int, PipelineId, int, int]] = []
     for pair in range(NUM_PAIRS):
         nodes = (NodeId("rollout", pair),), (NodeId("train", pair),)
-        placement = Placement(group=pair + 1, rollout_nodes=nodes[0], train_nodes=nodes[1])
+        placement = Placement(group=GroupId(pair + 1), rollout_nodes=nodes[0], train_nodes=nodes[1])
         for one in range(4):
-            name = f"p{pair}-{one}"
+            name = PipelineId(f"p{pair}-{one}")
             pipeline = Pipeline(id=name, num_steps=100_000, stages=(Stage.GENERATE, Stage.UPDATE))
             log.append_event(PipelineSubmitted(time_s=0.0, pipeline=pipeline))
             log.append_actions([Admit(pipeline=name, placement=placement, kind=AdmissionKind.NEW)])
             heapq.heappush(due, (10.0 * one + 0.1 * pair, pair, name, 1, 0))
-    order = 0
+    order = OrderId(0)
     while log.last_seq < num_rows:
         at_s, pair, name, step, stage = heapq.heappop(due)
-        order += 1
+        order = OrderId(order + 1)
         device = DeviceId(("rollout", "train")[stage], pair, 0)
         given = RunStage(
             order=order, pipeline=name, step=step, stage=(Stage.GENERATE, Stage.UPDATE)[stage], devices=(device,),
             weight_version=step - 1,
         )  # fmt: skip
-        log.append_event(_chunk(at_s, order - 1, 1.0))
+        log.append_event(_chunk(at_s, OrderId(order - 1), 1.0))
         log.append_actions([given])
         for tick in range(1, 5 if stage == 0 else 1):
             log.append_event(_chunk(at_s + 2.0 * tick, order, 2.0 * tick))
@@ -77,9 +91,15 @@ def write_log(folder: Path, num_rows: int) -> int:
     return log.last_seq
 
 
-def _chunk(time_s: float, order: int, seconds: float) -> ChunkFinished:
+def _chunk(time_s: float, order: OrderId, seconds: float) -> ChunkFinished:
     return ChunkFinished(
-        time_s=time_s, order=order, num_active=64, num_waiting=0, num_waiting_for_env=0, tokens=100, seconds=seconds
+        time_s=time_s,
+        order=order,
+        num_active=64,
+        num_waiting=0,
+        num_waiting_for_env=0,
+        tokens=100,
+        seconds=seconds,
     )
 
 
@@ -90,7 +110,7 @@ def measure(folder: Path, num_rows: int) -> dict[str, Any]:
     indexer.catch_up()
     indexer.close()
     index_s = time.perf_counter() - begun_s
-    server = Server("127.0.0.1", 0)
+    server = Server(Listening())
     dashboard = Dashboard(folder, server, limits=Limits(requests_per_s=1e6, burst=1e6))
     server.start()
     dashboard.start()

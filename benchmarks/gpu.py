@@ -38,7 +38,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ from typing import Any
 import torch
 from substages import from_log
 
-from rlmux.core.model import Cluster, Phase, Pipeline, PipelineId, Pool, Stage
+from rlmux.core.model import Cluster, Phase, Pipeline, PipelineId, Pool, Stage, SubStage
 from rlmux.core.policy import Policy
 from rlmux.core.sharing import SharingTable
 from rlmux.engines.device_fraction import WHOLE, DeviceFractions, probe
@@ -75,7 +75,7 @@ from rlmux.rl.config import (
     TrainingConfig,
 )
 from rlmux.rl.promise import promise_of
-from rlmux.rl.types import TrajectoryId, TrajectoryRequest
+from rlmux.rl.types import FinishedTurn, TrajectoryId, TrajectoryRequest
 from rlmux.rl.vocabulary import load_vocabulary
 from rlmux.runtime.backend import Submission
 from rlmux.runtime.run import run_pipelines
@@ -147,7 +147,7 @@ def measure(
     table = None
     if "interference" in parts:
         say("interference")
-        sub_stages = ("tail", "update") if is_quick else BENCHMARK_SUB_STAGES
+        sub_stages: Sequence[SubStage] = (SubStage.TAIL_DECODE, SubStage.UPDATE) if is_quick else BENCHMARK_SUB_STAGES
         table = measure_interference(device, sub_stages=sub_stages, sizes=sizes, **window)
         result["interference"] = table.to_json()
     if "switches" in parts:
@@ -303,18 +303,18 @@ def pipelines(
 
 def engines(device: str, vllm_python: str | None, *, is_quick: bool) -> dict[str, dict[str, Any]]:
     """Sampled tokens per second of a batch that fills every slot, and what the engine was found to promise."""
-    sizes = {"num_slots": 8, "max_new_tokens": 8} if is_quick else {"num_slots": 128, "max_new_tokens": 256}
+    num_slots, max_new_tokens = (8, 8) if is_quick else (128, 256)
     config = TrainingConfig(
         name="engines",
         model=pair_model(device, is_quick=is_quick),
-        rollout=RolloutConfig(max_prompt_tokens=32, **sizes),
+        rollout=RolloutConfig(max_prompt_tokens=32, num_slots=num_slots, max_new_tokens=max_new_tokens),
     )
     vocab_size = load_vocabulary(config.model).vocab_size
     found = {}
     for name, options in OURS.items():
         say(f"engines: {name}")
         ours = SlotRolloutEngine(config.model, config.rollout, vocab_size=vocab_size, seed=0, device=device, **options)
-        found[name] = engine_figures(ours, vocab_size, sizes["num_slots"], is_recomputation_avoidable=True)
+        found[name] = engine_figures(ours, vocab_size, num_slots, is_recomputation_avoidable=True)
         ours.offload()
     if vllm_python is not None:
         say("engines: vllm")
@@ -323,7 +323,7 @@ def engines(device: str, vllm_python: str | None, *, is_quick: bool) -> dict[str
             replace(config, rollout=rollout), vocab_size=vocab_size, is_single_turn=True, device=device
         )
         try:
-            found["vllm"] = engine_figures(theirs, vocab_size, sizes["num_slots"], is_recomputation_avoidable=False)
+            found["vllm"] = engine_figures(theirs, vocab_size, num_slots, is_recomputation_avoidable=False)
         finally:
             theirs.close()
     return found
@@ -348,7 +348,7 @@ def engine_figures(
         ]
         start = time.perf_counter()
         engine.submit(requests)
-        turns = []
+        turns: list[FinishedTurn] = []
         while engine.num_unfinished:
             turns += engine.run_chunk(max_decode_steps=1_000_000, max_seconds=600.0).finished
         answers.update(repr(sorted((turn.id, turn.tokens, turn.logprobs) for turn in turns)).encode())

@@ -31,6 +31,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,8 @@ class Service:
         self.folder, self.root = folder, folder / "root"
         self.lane = self.root / "cpu"
         (folder / "service.yaml").write_text(f"lanes: {{cpu: {{cluster: {CLUSTER}}}}}\n")
-        self.address, self.process = "127.0.0.1:0", None
+        self.address = "127.0.0.1:0"
+        self.process: subprocess.Popen[str] | None = None
 
     def start(self) -> None:
         words = ["serve", str(self.folder / "service.yaml"), "--out", str(self.root), "--listen", self.address]
@@ -116,6 +118,11 @@ def service() -> Iterator[Service]:
             if (pid := one.controller) is not None:
                 os.kill(pid, signal.SIGINT)
                 until(lambda: one.controller is None)
+
+
+def is_back(one: Service, killed: int) -> bool:
+    """Whether another controller than the killed one is up."""
+    return one.controller not in (None, killed) and one.is_up()
 
 
 def until(is_so: Callable[[], object], limit_s: float = LIMIT_S) -> float:
@@ -208,7 +215,7 @@ def kill_controllers(one: Service, num_kills: int, chance: random.Random) -> dic
         assert pid is not None
         os.kill(pid, signal.SIGKILL)
         begin_s = time.monotonic()
-        until(lambda pid=pid: one.controller not in (None, pid) and one.is_up())
+        until(partial(is_back, one, pid))
         back.append(time.monotonic() - begin_s)
         if number % 10 == 9:
             print(f"{number + 1} kills", file=sys.stderr, flush=True)

@@ -23,6 +23,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -198,7 +199,7 @@ def measure_rollouts(model: ModelConfig, rounds: int) -> None:
         found: dict[Callable[[int], int], list[float]] = {together: [], in_turns: [], without_adapters: []}
         for number in range(rounds + 1):
             for run, rates in found.items():
-                rate = tokens_per_s(lambda run=run, num=num: run(num))
+                rate = tokens_per_s(partial(run, num))
                 if number:  # the first round probes batch shapes
                     rates.append(rate)
         shared, turns, bare = (statistics.median(rates) for rates in found.values())

@@ -71,7 +71,7 @@ def config_of(name: str, folder: Path) -> TrainingConfig:
         rollout = replace(rollout, max_new_tokens=480)
         algorithm = replace(algorithm, micro_batch_size=4, kl_coef=0.0)
     elif name == "experts":
-        moe = {"num_experts": 8, "num_experts_per_token": 2, "moe_intermediate_size": 256}
+        moe: dict[str, Any] = {"num_experts": 8, "num_experts_per_token": 2, "moe_intermediate_size": 256}
         model = replace(model, architecture="qwen3_moe", **moe)
         rollout = replace(rollout, max_new_tokens=224)
     elif name in ("logits", "chunks"):

@@ -69,7 +69,8 @@ def make_trainer(out: Path, args: argparse.Namespace) -> Any:
 
     def judge(completions: list[str], **_: object) -> list[float]:
         time.sleep(args.judge_s)
-        return share_of_letters(completions)
+        shares: list[float] = share_of_letters(completions)
+        return shares
 
     tokenizer = make_tokenizer()
     torch.manual_seed(SEEDS[out.name])

@@ -78,8 +78,9 @@ def row(policy_name: str, size: int, num_arrivals: int) -> str:
         assert not isinstance(choice, Refusal)
         ledger.admit(pipeline, choice)
         began = time.perf_counter()
-        relocations = policy.rebalance(view)
+        found = policy.rebalance(view)
         rebalance_ms.append((time.perf_counter() - began) * 1e3)
+        relocations = [each for each in found if isinstance(each, Relocation)]
         for relocation in relocations:
             ledger.relocate(relocation.pipeline, relocation.choice)
         for relocation in relocations:
@@ -102,7 +103,10 @@ def queue_row(policy_name: str, size: int, num_arrivals: int) -> str:
     wide = replace(drawn("wide", generator), num_rollout_nodes=40, num_train_nodes=20, num_steps=100)
     scheduler.handle(PipelineSubmitted(time_s=1.0, pipeline=wide))
     assert query.status(wide.id) is PipelineStatus.WAITING, "the wide pipeline found room"
-    overtook_ms, waits_ms, release_ms, each_ms = [], [], [], []
+    overtook_ms: list[float] = []
+    waits_ms: list[float] = []
+    release_ms: list[float] = []
+    each_ms: list[float] = []
     for number in range(num_arrivals):
         pipeline = replace(drawn(f"x{number}", generator), num_steps=generator.choice((1, 1000)))
         taken_ms = policy.timed(scheduler, PipelineSubmitted(time_s=2.0, pipeline=pipeline))

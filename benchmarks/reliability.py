@@ -53,7 +53,7 @@ STAGES = (Stage.GENERATE, Stage.REWARD, Stage.OLD_LOGPROBS, Stage.UPDATE, Stage.
 NEVER = 1_000_000
 
 
-SIZES = {
+SIZES: dict[str, tuple[ModelConfig, dict[str, Any], dict[str, Any]]] = {
     "demo": (ModelConfig(), {"prompts_per_step": 32, "group_size": 8}, {"max_new_tokens": 24, "num_slots": 4}),
     "short": (ModelConfig(), {"prompts_per_step": 16, "group_size": 8}, {"max_new_tokens": 16, "num_slots": 64}),
     "tiny": (
@@ -278,12 +278,12 @@ def _timed_run(folder: Path, num_steps: int, size: str, options: WorkerOptions, 
         backend.close()
     if log is not None:
         log.close()
-    size = (folder / "log" / "run.db").stat().st_size if has_log else 0
+    log_bytes = (folder / "log" / "run.db").stat().st_size if has_log else 0
     return {
         "gaps_s": [after - before for before, after in pairwise(ends[begun:enough])],
         "cpu_s": (cpu_s[enough] - cpu_s[begun]) / (enough - begun),
         "checkpoints": checkpoints,
-        "log_bytes": size,
+        "log_bytes": log_bytes,
     }
 
 

@@ -22,9 +22,10 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig
 from transformers.utils import logging as transformers_logging
 
 from rlmux.engines.model_io import build_model
@@ -69,7 +70,7 @@ def sample_with_engine(engine: SlotRolloutEngine, requests: Sequence[TrajectoryR
     assert len(report.finished) == len(requests)
 
 
-def sample_with_generate(model: PreTrainedModel, requests: Sequence[TrajectoryRequest], batch_size: int) -> None:
+def sample_with_generate(model: Any, requests: Sequence[TrajectoryRequest], batch_size: int) -> None:
     """Left-padded batches in the order of the requests."""
     for start in range(0, len(requests), batch_size):
         batch = requests[start : start + batch_size]
@@ -82,7 +83,7 @@ def sample_with_generate(model: PreTrainedModel, requests: Sequence[TrajectoryRe
         model.generate(
             tokens,
             attention_mask=mask,
-            generation_config=GenerationConfig(
+            generation_config=GenerationConfig(  # type: ignore[no-untyped-call]
                 do_sample=True,
                 top_k=0,
                 max_new_tokens=max(request.max_new_tokens for request in batch),
@@ -198,7 +199,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    transformers_logging.set_verbosity_error()
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     rows = []
     for size in arguments.sizes.split(","):
         rates = tokens_per_second(SIZES[size], arguments.rounds, arguments.requests)
@@ -219,7 +220,7 @@ def main() -> None:
         print(json.dumps(rows, indent=2))
 
 
-def print_row(row: dict, *, is_first: bool) -> None:
+def print_row(row: dict[str, Any], *, is_first: bool) -> None:
     rates, steps = row["tokens_per_s"], row["decode_step_ms"]
     if is_first:
         print("useful tokens/s, median" + " " * 31 + "| decode step, ms, at active")

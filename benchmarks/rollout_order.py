@@ -54,7 +54,8 @@ def decode_steps(groups: Sequence[Sequence[int]], num_slots: int, order: str, ex
             expected_tokens=expected[id.prompt] if expected else 0,
         )
         queue.append(RecordedTrajectory(request=request))
-    now, seated = 0, []
+    now = 0
+    seated: list[tuple[int, TrajectoryId]] = []
     while queue or seated:
         while queue and len(seated) < num_slots:
             id = queue.pop().request.id
@@ -101,7 +102,8 @@ def come_again(path: Path) -> dict[str, dict[str, dict[str, float]]]:
     """Gains of prompts that were asked before, by model and slots."""
     table = {}
     for model, groups in recorded_groups(path).items():
-        draw, played = random.Random(model), {num: [] for num in FEW_SLOTS}
+        draw = random.Random(model)
+        played: dict[int, list[list[int]]] = {num: [] for num in FEW_SLOTS}
         for _ in range(10):
             draw.shuffle(groups)
             earlier, now = [group[0] for group in groups], [group[1:] for group in groups]

@@ -83,12 +83,12 @@ def with_copies(given: Sequence[Submission], num_copies: int) -> list[Submission
     if not num_copies:
         return list(given)
     first = given[0]
-    names = [f"{first.plan.name}-{number}" for number in range(num_copies)]
+    names = [f"{first.config.name}-{number}" for number in range(num_copies)]
     return [
         replace(
             first,
             pipeline=replace(first.pipeline, id=PipelineId(name)),
-            plan=replace(first.plan, name=name, seed=first.plan.seed + number),
+            config=replace(first.config, name=name, seed=first.config.seed + number),
         )
         for number, name in enumerate(names)
     ]

@@ -69,7 +69,7 @@ def loop(seed: int, steps: int, prompts: int, tokens: int, think_s: float) -> No
         data = [one for each, group in zip(words, answers, strict=True) for one in datums(each, group)]
         time.sleep(think_s)
         thought_s, thought_cpu_s = time.perf_counter(), time.process_time()
-        done = [
+        done: list[Any] = [
             training.forward_backward(data, "importance_sampling"),
             training.optim_step(types.AdamParams(learning_rate=1e-3)),
         ]
@@ -98,7 +98,7 @@ def datums(prompt: Sequence[int], group: Sequence[Any]) -> list[Any]:
     found = []
     for one, reward in zip(group, rewards, strict=True):
         words, before = [*prompt, *one.tokens], [0.0] * (len(prompt) - 1)
-        inputs = {
+        inputs: dict[str, Any] = {
             "target_tokens": np.array(words[1:], np.int64),
             "logprobs": np.array([*before, *one.logprobs], np.float32),
             "advantages": np.array(before + [reward - sum(rewards) / len(group)] * len(one.tokens), np.float32),

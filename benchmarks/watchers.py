@@ -136,7 +136,10 @@ def main() -> None:
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
     sets = [] if asked.steps is None else [f"pipelines.*.steps={asked.steps}"]
-    alone, seen, weights, num_answers = [], [], set(), 0
+    alone: list[float] = []
+    seen: list[float] = []
+    weights: set[tuple[str, ...]] = set()
+    num_answers = 0
     with tempfile.TemporaryDirectory(prefix="rlmux-watchers-") as place:
         for repeat in range(asked.repeats):
             for is_watched in (False, True) if repeat % 2 == 0 else (True, False):

@@ -25,6 +25,7 @@ import tempfile
 import time
 from datetime import timedelta
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -76,7 +77,7 @@ def take_part(
     layout: SyncLayout,
     arguments: argparse.Namespace,
     meeting: str,
-    said: mp.SimpleQueue,
+    said: mp.SimpleQueue[Any],
     place: tuple[str, str] | None,
 ) -> None:
     torch.set_num_threads(1)
@@ -94,7 +95,10 @@ def take_part(
     link = None if place is not None else Link(arguments.link_mb_s * (1 << 20) / layout.num_senders)
     of_one = SyncLayout(num_senders=1, num_receivers=layout.num_receivers)
     with_one = dist.new_group([0, *range(layout.num_senders, world)])
-    ways = [(scheme.value, scheme, layout, dist.group.WORLD) for scheme in Scheme]
+    everyone = dist.group.WORLD
+    assert everyone is not None, "no group of all processes was made"
+    assert with_one is not None, "no group with one sender was made"
+    ways = [(scheme.value, scheme, layout, everyone) for scheme in Scheme]
     ways.append((ONE_SENDER, Scheme.HIERARCHICAL, of_one, with_one))
     for repeat in range(arguments.repeats):
         for name, scheme, used, group in ways:
