@@ -44,6 +44,10 @@ class Worker:
         for _ in range(number):
             time.sleep(0.5)
             beat()
+
+    def answers_at_once(self, number):
+        for _ in range(number):
+            beat()
 """
 
 
@@ -90,6 +94,11 @@ def test_a_call_that_hangs_is_given_up_and_a_bounded_one_that_does_not_end(
 def test_each_answer_of_user_code_is_a_sign_of_life(worker: WorkerProcess) -> None:
     assert not is_given_up(worker, "answers", 8)
     assert worker.num_beats == 8
+
+
+def test_answers_of_one_moment_are_one_sign_of_life(worker: WorkerProcess) -> None:
+    assert not is_given_up(worker, "answers_at_once", 1000)
+    assert worker.num_beats <= 2
 
 
 def test_the_env_worker_shows_life_after_every_reward() -> None:

@@ -10,6 +10,7 @@ is no sign of life: a call that waits for something which never comes sends noth
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import threading
 import time
@@ -17,6 +18,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 BEAT_EVERY_S = 1.0
+LEAST_APART_S = 0.1
+"""Seconds between two beats, at least: each wakes the controller, which has devices to hand on."""
 _LEAST_SHARE = 0.02
 """Part of a second that the process must have computed to be alive; looking takes less."""
 _hearts: list[Heart] = []
@@ -30,7 +33,16 @@ class Heart:
         self.send = send
         self.is_on = threading.Event()
         """Set while a call is under way that is long by nature."""
+        self._beat_s = -math.inf
+        """Time of the last beat."""
         threading.Thread(target=self._look, name="heart", daemon=True).start()
+
+    def beat(self) -> None:
+        """Send a sign of life, unless one went out a moment ago."""
+        now_s = time.monotonic()
+        if now_s - self._beat_s >= LEAST_APART_S:
+            self._beat_s = now_s
+            self.send()
 
     def _look(self) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())  # alarms are for the main thread
@@ -51,7 +63,7 @@ def beat_with(send: Callable[[], None]) -> None:
 def beat() -> None:
     """Show that the present call has come a piece further. Nothing happens where no calls are served."""
     for heart in _hearts:
-        heart.send()
+        heart.beat()
 
 
 @contextlib.contextmanager
