@@ -101,3 +101,13 @@ def test_closing_a_pipelines_work_ends_it_where_it_waits_and_leaves_others(setti
     setting.worker.answer("one", 1)
     setting.worker.answer("two", 2)
     assert setting.said == ["closed", ("two", 2)]
+
+
+def test_work_that_is_put_off_begins_when_it_is_told_to_unless_it_was_closed(setting: Setting) -> None:
+    setting.calls.start_soon(setting.ask("one"), pipeline=MINE)
+    setting.calls.start_soon(setting.ask("other"), pipeline=PipelineId("other"))
+    assert not setting.worker.asked()
+    setting.calls.close_all_of(MINE)
+    setting.calls.start_later_work()
+    setting.calls.start_later_work()
+    assert setting.worker.asked() == ["other"]

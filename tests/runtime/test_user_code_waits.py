@@ -14,6 +14,7 @@ from rlmux.core.actions import Admit, RunStage, Switch
 from rlmux.core.cycles import USER_CODE_PATIENCE_S
 from rlmux.core.events import ReplyArrived, RewardOverdue, StageFinished, StagePaused
 from rlmux.core.model import AdmissionKind, DeviceId, GroupId, NodeId, OrderId, PipelineId, Placement, Stage
+from rlmux.rl.packed_turns import PackedTurns
 from rlmux.rl.pipeline_env import PipelineEnv
 from rlmux.rl.types import ChunkReport, FinishedTurn, TurnReply
 from rlmux.runtime.worker_backend import WorkerBackend
@@ -96,10 +97,11 @@ class Waiting:
 
     def chunk(self, *, waiting: int, finished: Sequence[FinishedTurn]) -> Any:
         report = ChunkReport(
-            finished=finished, num_active=0, num_waiting=0, num_waiting_for_env=waiting, sampled_tokens=0,
+            finished=(), num_active=0, num_waiting=0, num_waiting_for_env=waiting, sampled_tokens=0,
             prefill_tokens=0, decode_steps=0, seconds=0.1,
         )  # fmt: skip
-        (chunk,) = self.sampler.answer("run_chunk", RolloutChunkResult(report=report, load_s=0.0))
+        result = RolloutChunkResult(report=report, turns=PackedTurns.pack(finished), load_s=0.0)
+        (chunk,) = self.sampler.answer("run_chunk", result)
         return chunk
 
     def after(self, seconds: float) -> list[Any]:

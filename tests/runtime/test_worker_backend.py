@@ -9,6 +9,7 @@ import pytest
 
 from rlmux.core.actions import Admit, MigrateShard, Park, Pause, Release, Relocate, RunStage, Switch
 from rlmux.core.events import (
+    Event,
     PipelineRestarted,
     ReplyArrived,
     StageFinished,
@@ -28,8 +29,9 @@ from rlmux.core.model import (
     Resident,
     Stage,
 )
+from rlmux.rl.packed_turns import PackedTurns
 from rlmux.rl.pipeline_env import PipelineEnv
-from rlmux.rl.types import ChunkReport, FinishedTurn, TrajectoryRequest, TurnReply
+from rlmux.rl.types import ChunkReport, FinishedTurn, TrajectoryId, TrajectoryRequest, TurnReply
 from rlmux.runtime.worker_backend import WorkerBackend
 from rlmux.runtime.workers import RolloutChunkResult
 
@@ -40,6 +42,7 @@ class Rollout:
     """One pipeline with a rollout worker on each of two devices; its first step is about to begin."""
 
     def __init__(self, real: Any, tmp_path: Any, *, task: str) -> None:
+        self.said: list[Event] = []
         self.workplace = real.Workplace()
         weights = tmp_path / "weights"
         weights.mkdir()
@@ -82,11 +85,22 @@ class Rollout:
     ) -> list[TrajectoryRequest]:
         """Its worker answers; returns the requests that it had been given."""
         report = ChunkReport(
-            finished=finished, num_active=active, num_waiting=0, num_waiting_for_env=waiting, sampled_tokens=0,
+            finished=(), num_active=active, num_waiting=0, num_waiting_for_env=waiting, sampled_tokens=0,
             prefill_tokens=0, decode_steps=0, seconds=0.1,
         )  # fmt: skip
-        (chunk,) = self.worker(device).answer("run_chunk", RolloutChunkResult(report=report, load_s=0.0))
+        result = RolloutChunkResult(report=report, turns=PackedTurns.pack(finished), load_s=0.0)
+        (chunk,) = self.worker(device).answer("run_chunk", result)
         return list(chunk.requests)
+
+    def turns_answered(self, replies: Sequence[TurnReply], over: Sequence[TrajectoryId]) -> list[TrajectoryId]:
+        """The env worker answers; returns the trajectories whose turns it was asked about."""
+        turns, _ = self.worker("env").answer("on_turns", (replies, over))
+        return [one for packed in turns for one in packed.ids()]
+
+    def settle(self) -> None:
+        """The events so far are handled, and what waits for the orders that answer them begins."""
+        for _ in range(2):
+            self.said += self.backend.poll(0.0)[0]
 
     def lose(self, device: DeviceId) -> list[Any]:
         """Its worker dies; returns all events of that."""
@@ -94,7 +108,9 @@ class Rollout:
         return list(self.backend.poll(0.0)[0])
 
     def events(self, kind: type) -> list[Any]:
-        return [event for event in self.backend.poll(0.0)[0] if isinstance(event, kind)]
+        self.settle()
+        said, self.said = self.said, []
+        return [event for event in said if isinstance(event, kind)]
 
 
 def turn_of(request: TrajectoryRequest) -> FinishedTurn:
@@ -150,12 +166,11 @@ def test_turns_that_end_while_environments_think_are_asked_together(rollout: Rol
     rollout.deal_out()
     first, second, third = (turn_of(rollout.requests[place]) for place in (0, 4, 8))
     rollout.chunk(LEFT, active=3, waiting=1, finished=[first])
+    rollout.settle()
     rollout.chunk(RIGHT, active=3, waiting=1, finished=[second])
     rollout.chunk(LEFT, active=2, waiting=2, finished=[third])
-    turns, _ = rollout.worker("env").answer("on_turns", ([], [first.id]))
-    assert [turn.id for turn in turns] == [first.id]
-    turns, _ = rollout.worker("env").answer("on_turns", ([TurnReply(id=third.id, tokens=(5,))], [second.id]))
-    assert [turn.id for turn in turns] == [second.id, third.id]
+    assert rollout.turns_answered([], [first.id]) == [first.id]
+    assert rollout.turns_answered([TurnReply(id=third.id, tokens=(5,))], [second.id]) == [second.id, third.id]
     (_, (chunk,), _) = rollout.worker(LEFT).calls[-1]
     assert not chunk.replies, "it was sent before"
     rollout.chunk(LEFT, active=2, waiting=2)
@@ -163,10 +178,23 @@ def test_turns_that_end_while_environments_think_are_asked_together(rollout: Rol
     assert ([reply.id for reply in chunk.replies], list(chunk.released)) == ([third.id], [first.id])
 
 
+def test_a_devices_next_order_is_out_before_environments_are_asked(rollout: Rollout) -> None:
+    rollout.run(1, LEFT)
+    rollout.deal_out()
+    rollout.chunk(LEFT, finished=[turn_of(request) for request in rollout.requests if request.id.prompt % 2 == 0])
+    assert [type(event) for event in rollout.backend.poll(0.0)[0]] == [StageFinished]
+    assert not rollout.worker("env").asked()
+    rollout.run(2, RIGHT)
+    assert rollout.worker(RIGHT).asked() == ["run_chunk"]
+    rollout.settle()
+    assert rollout.worker("env").asked() == ["on_turns"]
+
+
 def test_scores_are_asked_for_after_every_turn(rollout: Rollout) -> None:
     rollout.run(1, LEFT)
     rollout.deal_out()
     rollout.chunk(LEFT, active=1, finished=[turn_of(rollout.requests[0])])
+    rollout.settle()
     rollout.chunk(LEFT, active=1, finished=[turn_of(rollout.requests[1])])
     rollout.backend.execute(
         RunStage(order=OrderId(3), pipeline=PipelineId("p"), step=1, stage=Stage.REWARD, devices=(), weight_version=0)
@@ -181,7 +209,7 @@ def test_a_paused_shard_waits_until_its_first_reply(rollout: Rollout) -> None:
     rollout.chunk(LEFT, waiting=1, finished=[turn])
     rollout.backend.execute(Pause(order=OrderId(1)))
     assert [event.is_waiting for event in rollout.events(StagePaused)] == [True]
-    rollout.worker("env").answer("on_turns", ([TurnReply(id=turn.id, tokens=(5,))], []))
+    rollout.turns_answered([TurnReply(id=turn.id, tokens=(5,))], [])
     assert [event.device for event in rollout.events(ReplyArrived)] == [LEFT]
 
 
@@ -190,11 +218,12 @@ def test_a_lost_rollout_workers_successor_begins_anew_all_that_is_not_over(rollo
     rollout.deal_out()
     over, thinking, *others = [request for request in rollout.requests if request.id.prompt % 2 == 0]
     rollout.chunk(LEFT, active=1, waiting=1, finished=[turn_of(over), turn_of(thinking)])
-    rollout.worker("env").answer("on_turns", ([], [over.id]))
-    rollout.backend.poll(0.0)
+    rollout.settle()
+    rollout.turns_answered([], [over.id])
+    rollout.settle()
     assert [type(event) for event in rollout.lose(LEFT)] == [WorkerLost], "its order ended with it"
     rollout.run(2, LEFT)
-    rollout.worker("env").answer("on_turns", ([TurnReply(id=thinking.id, tokens=(5,))], []))
+    rollout.turns_answered([TurnReply(id=thinking.id, tokens=(5,))], [])
     (_, (chunk,), _) = rollout.worker(LEFT).calls[-1]
     assert [request.id for request in chunk.requests] == [request.id for request in (thinking, *others)]
     rollout.chunk(LEFT, active=1)

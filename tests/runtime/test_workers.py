@@ -97,7 +97,7 @@ def test_samples_of_another_run_or_plan_are_not_trained_on_and_not_continued(
     with pytest.raises(PipelineError, match="samples of another run: mine"):
         others.run_chunk(replace(chunk, requests=(), partials=partials))
     rest = rollout.run_chunk(replace(chunk, requests=(), partials=partials, max_decode_steps=1000))
-    env.on_turns(rest.report.finished, 1.0)
+    env.on_turns([rest.turns], 1.0)
     payload = env.finish_step(1).payload
     with pytest.raises(PipelineError, match="samples of another run: mine"):
         TrainWorker(config, None, replace(mine, run_id="theirs")).begin_step(payload)

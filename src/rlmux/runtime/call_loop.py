@@ -77,6 +77,7 @@ class CallLoop:
         self._unanswered: dict[Worker, list[Answer]] = {}
         self._tasks: dict[Task, None] = {}
         self._ready: deque[Answer] = deque()
+        self._later: list[Task] = []
         self._is_running = False
 
     def call(self, worker: Worker, method: str, *args: Any) -> Answer:
@@ -112,13 +113,29 @@ class CallLoop:
         """Run work up to its first wait; from there on answers resume it."""
         task = Task(work, pipeline)
         self._tasks[task] = None
+        self._begin(task)
+        return task
+
+    def _begin(self, task: Task) -> None:
         was_running, self._is_running = self._is_running, True
         try:
             self._step(task, None)
         finally:
             self._is_running = was_running
         self._run_ready()
+
+    def start_soon(self, work: Work, *, pipeline: PipelineId | None) -> Task:
+        """Work that `start_later_work` starts: it takes a core that a device's next order may be waiting for."""
+        task = Task(work, pipeline)
+        self._tasks[task] = None
+        self._later.append(task)
         return task
+
+    def start_later_work(self) -> None:
+        """Run what was put off up to its first wait; what was closed meanwhile is not started."""
+        later, self._later = self._later, []
+        for task in later:
+            self._begin(task)
 
     def close(self, task: Task) -> None:
         """End work where it waits. Nothing happens if it is over."""

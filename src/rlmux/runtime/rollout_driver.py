@@ -20,7 +20,8 @@ from rlmux.core.actions import MigrateShard, Switch
 from rlmux.core.events import Event, ReplyArrived, TrajectoriesMigrated
 from rlmux.core.fillers import CHUNK_S
 from rlmux.core.model import DeviceId, Phase, PipelineId, Stage
-from rlmux.rl.types import ChunkReport, FinishedTurn, PartialTrajectory, TrajectoryId, TrajectoryRequest, TurnReply
+from rlmux.rl.packed_turns import PackedTurns
+from rlmux.rl.types import ChunkReport, PartialTrajectory, TrajectoryId, TrajectoryRequest, TurnReply
 from rlmux.runtime.call_loop import Answer, CallLoop, Task, Work
 from rlmux.runtime.dealing import deal_out
 from rlmux.runtime.orders import RunningOrder, RunningOrders
@@ -76,8 +77,8 @@ class RolloutDriver:
         """Devices whose shard was paused before the step's requests were there."""
         self._unloaded: set[DeviceId] = set()
         """Devices whose worker must load its state with its next chunk (membership tests only)."""
-        self._turns_to_ask: list[tuple[RolloutShard, FinishedTurn]] = []
-        """Turns that ended while the env worker was busy."""
+        self._turns_to_ask: list[tuple[RolloutShard, PackedTurns]] = []
+        """Turns that ended and that the env worker was not given yet."""
         self._shard_by_asked: dict[TrajectoryId, RolloutShard] = {}
         """Shards by trajectories whose turn the env worker has and has not answered: their environments think."""
         self._is_asking = False
@@ -107,7 +108,7 @@ class RolloutDriver:
             shard, report = self._shards[device], result.report
             seconds = result.input_s + report.seconds
             order.add(seconds=seconds, switch_s=result.load_s, tokens=report.sampled_tokens)
-            self._pass_on_turns(shard, report)
+            self._pass_on_turns(shard, result)
             if _is_over(shard, report):
                 shard.unfinished.clear()
                 return order.finished(self._outbox.now_s())
@@ -132,8 +133,9 @@ class RolloutDriver:
         return batch
 
     def prepare(self, step: int) -> None:
-        """Have a step's requests made."""
-        self._start(self._fetch_requests(step))
+        """Have a step's requests made, once the orders of now are out: devices come first."""
+        self._fetching.add(step)
+        self._calls.start_soon(self._fetch_requests(step), pipeline=self._pipeline)
 
     def take_record(self, step: int) -> RolloutRecord | None:
         """What the step's rollout was like; None if it was sampled before the pipeline's processes started."""
@@ -236,24 +238,31 @@ class RolloutDriver:
 
     # ------------------------------------------------------------------ turns
 
-    def _pass_on_turns(self, shard: RolloutShard, report: ChunkReport) -> None:
-        record = self._record_by_step.setdefault(shard.step, RolloutRecord())
-        record.computed(report.iterations)
+    def _pass_on_turns(self, shard: RolloutShard, result: RolloutChunkResult) -> None:
+        record, trajectories = self._record_by_step.setdefault(shard.step, RolloutRecord()), result.turns.ids()
+        record.computed(result.report.iterations)
+        if not trajectories:
+            return
         if not self._is_single_turn:
-            for turn in report.finished:
-                record.turn_ended(turn.id, self._outbox.now_s())
-        self._turns_to_ask += [(shard, turn) for turn in report.finished]
-        is_reward_next = len(self._shards) == 1 and _is_over(shard, report)
-        if (
-            report.finished and not self._is_asking and not is_reward_next
-        ):  # else `finish_step` asks: devices come first
-            self._start(self._ask_environments())
+            for trajectory in trajectories:
+                record.turn_ended(trajectory, self._outbox.now_s())
+        self._turns_to_ask.append((shard, result.turns))
+        is_reward_next = len(self._shards) == 1 and _is_over(shard, result.report)
+        if not self._is_asking and not is_reward_next:  # else `finish_step` asks
+            self._is_asking = True
+            self._calls.start_soon(self._ask_soon(), pipeline=self._pipeline)
+
+    def _ask_soon(self) -> Work:
+        """Pass on turns that ended, unless `finish_step` did meanwhile."""
+        if self._turns_to_ask:
+            yield from self._ask_environments()
 
     def _ask_environments(self) -> Work:
         """Pass on turns that ended, and hear what environments reply, until none is left to reply."""
         while True:
-            turns = [turn for _, turn in self._turns_to_ask]
-            self._shard_by_asked.update((turn.id, shard) for shard, turn in self._turns_to_ask)
+            turns = [turns for _, turns in self._turns_to_ask]
+            for shard, asked in self._turns_to_ask:
+                self._shard_by_asked.update(dict.fromkeys(asked.ids(), shard))
             self._turns_to_ask = []
             self._is_asking = True
             is_computing = any(order.is_calling for order in self._orders.of(self._pipeline))

@@ -168,6 +168,7 @@ class WorkerBackend:
         if self._outbox.has_events():  # of actions since the last poll
             self._outbox.date_events_now()
         else:
+            self._calls.start_later_work()  # the orders that answered the last events are out
             ready = self.workplace.wait(timeout_s)
             self._tell_node_changes()
             for worker in ready:

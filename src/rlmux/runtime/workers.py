@@ -27,10 +27,10 @@ from rlmux.core.model import Stage
 from rlmux.rl.batch_metrics import BatchMetrics, batch_metrics
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.origin import Origin
+from rlmux.rl.packed_turns import NO_TURNS, PackedTurns
 from rlmux.rl.promise import ProbeReport
 from rlmux.rl.types import (
     ChunkReport,
-    FinishedTurn,
     PartialTrajectory,
     TrainingBatch,
     TrainReport,
@@ -70,8 +70,11 @@ class RolloutChunkResult:
     """The answer to a RolloutChunk."""
 
     report: ChunkReport
+    """The engine's report, without the turns."""
     load_s: float
     """Seconds of loading state and weights."""
+    turns: PackedTurns = NO_TURNS
+    """Turns that the chunk finished."""
     input_s: float = 0.0
     """Seconds of taking in requests, replies and migrated trajectories, before the report's own."""
 
@@ -149,9 +152,9 @@ class EnvWorker:
         return self._env.begin_step(step), self._env.is_single_turn
 
     def on_turns(
-        self, finished: Sequence[FinishedTurn], patience_s: float
+        self, finished: Sequence[PackedTurns], patience_s: float
     ) -> tuple[list[TurnReply], list[TrajectoryId]]:
-        return self._env.on_turns(finished, patience_s)
+        return self._env.on_turns([turn for packed in finished for turn in packed.unpack()], patience_s)
 
     def finish_step(self, step: int) -> StepBatch:
         batch = replace(self._env.finish_step(step), origin=self._origin)
@@ -267,7 +270,8 @@ class RolloutWorker:
             self._engine.submit(chunk.requests)
         input_s = time.perf_counter() - start
         report = self._engine.run_chunk(max_decode_steps=chunk.max_decode_steps, max_seconds=chunk.max_seconds)
-        return RolloutChunkResult(report=report, load_s=load_s, input_s=input_s)
+        turns = PackedTurns.pack(report.finished)
+        return RolloutChunkResult(report=replace(report, finished=()), turns=turns, load_s=load_s, input_s=input_s)
 
     def take_partials(self, copies_kv: bool) -> list[PartialTrajectory]:
         taken = self._engine.take_partials(None, with_kv=copies_kv)
