@@ -18,7 +18,7 @@ SHARES = """shares:
   projects:
     lab: {weight: 2, guarantee: 0.25, quota: {devices: 4, device_hours_a_day: 10}}
   users:
-    ann: {quota: {running: 2}}
+    ann: {quota: {running: 2, waiting: 5}}
 """
 SETTINGS = ShareSettings(
     half_life_s=86_400.0,
@@ -29,7 +29,7 @@ SETTINGS = ShareSettings(
             share=Share(weight=2.0, guarantee=0.25),
             quota=Quota(max_devices=4, device_hours_a_day=10.0),
         ),
-        AccountShare(account=Account("", "ann"), quota=Quota(max_running=2)),
+        AccountShare(account=Account("", "ann"), quota=Quota(max_running=2, max_waiting=5)),
     ),
 )
 
@@ -63,6 +63,10 @@ def test_the_shares_of_a_service_hold_in_each_lane(tmp_path):
         ("shares: {projects: {lab: {guarantee: 2}}}", "shares.projects.lab.guarantee"),
         ("shares: {users: {ann: {guarantee: 0.5}}}", "shares.users.ann.guarantee is 0.5: unknown key"),
         ("shares: {users: {ann: {quota: {devices: 0}}}}", "shares.users.ann.quota.devices"),
+        (
+            "shares: {users: {ann: {quota: {waiting: 0}}}}",
+            "shares.users.ann.quota.waiting is 0; accepted: a whole number, 1 or more",
+        ),
         ("shares: {users: {'a b': {}}}", "shares.users"),
         ("policy: solo", "has no section shares"),
     ],

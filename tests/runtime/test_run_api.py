@@ -302,6 +302,41 @@ def test_shares_set_while_it_runs_hold_at_once_and_are_kept(tmp_path, real):
     assert event == SharesSet(time_s=7.0, shares=parse_shares(SHARES, "s.yaml"))
 
 
+def test_a_file_after_which_too_many_would_wait_is_refused_whole_and_taken_once_fewer_do(tmp_path, real):
+    """Of those of lab three may wait: one does behind `a`, one is to come, and a file of two is one too many."""
+    going = Run(tmp_path / "run", real, policy="solo")
+    going.run_api._parse_shares = parse_shares
+    lines = going.run_api._parse
+
+    def parse_of_lab(text: str, source: str) -> list[Any]:
+        return [of_lab(real, one) for one in lines(text, source)]
+
+    going.run_api._parse = parse_of_lab
+    shares = "shares: {projects: {lab: {quota: {waiting: 3}}}}"
+    going.run(
+        [of_lab(real, real.submission("a", num_steps=1_000_000))],
+        {"request": "set_shares", "text": shares, "source": "s.yaml"},
+        submit("b 1\nc 1 999"),
+        {"request": "check", "text": "d 1\ne 1", "source": "more.yaml"},
+        submit("d 1\ne 1", id="k"),
+        cancel("c"),
+        submit("d 1\ne 1", id="k2"),
+        cancel("a"),
+        until=lambda: all(going.is_over(name) for name in "abde"),
+    )
+    refused = {
+        "refused": "more.yaml: over quota: 2 pipelines of lab wait or are to come, with 2 more it is 4 of 3; "
+        "accepted: fewer at once, or the same again when fewer wait"
+    }
+    assert going.answers[2:4] == [refused, refused]
+    assert [one["outcome"] for one in going.answers[5]["pipelines"]] == ["waiting", "waiting"]
+    assert [one.resolved for one in submitted_to(going.folder)] == ["b 1\nc 1 999", "d 1\ne 1"]
+
+
+def of_lab(real: Any, one: Any) -> Any:
+    return real.replace(one, pipeline=real.replace(one.pipeline, user="ann", project="lab"))
+
+
 @pytest.mark.quick_on_ray
 def test_pipelines_come_and_go_and_those_that_stay_train_the_same_weights(real, make_backend, tmp_path):
     alone = real.run(tmp_path / "alone", [real.submission("stays", num_steps=6), real.submission("comes", num_steps=3)])

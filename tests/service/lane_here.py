@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rlmux.config import Spec
 from rlmux.config.load import parse_spec
@@ -51,7 +52,7 @@ class Lane:
         self.folder, self.name = root / "cpu", "cpu"
         self.spec: Spec = parse_spec(LANE, source="lanes", folder=root, may_be_empty=True)
         scheduler = Scheduler(self.spec.cluster, make_policy(policy), queue_order)
-        self.log = RunLog.create(self.folder, run_header(policy=policy, backend="fake", cluster=self.spec.cluster))
+        self.log = RunLog.create(self.folder, self._header(policy))
         self.run_api = RunApi(
             ControlServer(self.folder),
             scheduler,
@@ -66,6 +67,10 @@ class Lane:
         self.controller = Controller(scheduler, self._backend, self.log, run_api=self.run_api)
         self._thread = threading.Thread(target=self.controller.run, args=([],), kwargs={"until": lambda: self._is_over})
         self._thread.start()
+
+    def _header(self, policy: str) -> dict[str, Any]:
+        file = {"source": "lanes", "resolved": self.spec.resolved}
+        return run_header(policy=policy, backend="fake", cluster=self.spec.cluster, spec=file)
 
     def close(self) -> None:
         self._is_over = True

@@ -86,13 +86,18 @@ def show_usage(place: str, *, as_json: bool) -> None:
         tables.print_rows([_usage_row(one) for one in answer["accounts"]])
 
 
+_LIMITS = (
+    ("max_running", "pipelines"),
+    ("max_waiting", "waiting"),
+    ("max_devices", "devices"),
+    ("device_hours_a_day", "h a day"),
+)
+"""Keys of a quota, and what each is in words."""
+
+
 def _usage_row(one: Mapping[str, Any]) -> dict[str, Any]:
     quota = one["quota"]
-    limits = [
-        f"{text} {quota[key]:g}"
-        for key, text in (("max_running", "pipelines"), ("max_devices", "devices"), ("device_hours_a_day", "h a day"))
-        if quota[key] is not None
-    ]
+    limits = [f"{text} {quota[key]:g}" for key, text in _LIMITS if quota.get(key) is not None]
     return {
         "project": one["project"] or "-",
         "user": one["user"] or "-",

@@ -30,8 +30,6 @@ _AWAY_S = 30.0
 """Seconds for which a submission is sent again to a server that does not answer, or that is not ready."""
 _AGAIN_S = 0.5
 CA_FILE = "SSL_CERT_FILE"
-_LATER = (429, 503)
-"""Statuses of a server that is asked too often, and of one that is not ready."""
 
 
 class OnServer:
@@ -225,7 +223,7 @@ class OnServer:
         while True:
             try:
                 answer = self._client.request(method, address, **more)
-                if answer.status_code not in _LATER or time.monotonic() >= end_s:
+                if not _may_answer_later(answer) or time.monotonic() >= end_s:
                     return answer
             except (httpx.HTTPError, httpx.InvalidURL) as error:
                 if not may_repeat and not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout):
@@ -260,6 +258,11 @@ class OnServer:
             raise UserError(f"{self._url}: answered {answer.status_code}; accepted: the address of `rlmux serve`")
         accepted = f"; accepted: {told['accepted']}" if told.get("accepted") else ""
         raise UserError(f"{told['detail']}{accepted}")
+
+
+def _may_answer_later(answer: httpx.Response) -> bool:
+    """Whether the server is not ready, or is asked too often. A quota that is reached is an answer."""
+    return answer.status_code == 503 or (answer.status_code == 429 and "retry-after" in answer.headers)
 
 
 def _trusted() -> ssl.SSLContext:

@@ -28,6 +28,9 @@ class QuotaConfig(FromFile):
 
     running: Count | None = None
     """Pipelines that run at once; without: any number."""
+    waiting: Count | None = None
+    """Pipelines that wait or are to come at once. A submission to a run that would exceed it is refused, all of it.
+    Without: any number."""
     devices: Count | None = None
     """Devices that its running pipelines ask for together; two that share a device count twice. Without: any number."""
     device_hours_a_day: PositiveFloat | None = None
@@ -119,4 +122,9 @@ def parse_shares(text: str, source: str) -> ShareSettings:
 
 
 def _quota(config: QuotaConfig) -> Quota:
-    return Quota(max_running=config.running, max_devices=config.devices, device_hours_a_day=config.device_hours_a_day)
+    return Quota(
+        max_running=config.running,
+        max_waiting=config.waiting,
+        max_devices=config.devices,
+        device_hours_a_day=config.device_hours_a_day,
+    )

@@ -3,7 +3,8 @@
     RlmuxError
     ├── UserError (ValueError)        a mistake of the user: says what, where, and what is accepted
     │   ├── SpecError                 the file or an override of it
-    │   └── RefusedError              a pipeline that cannot fit, with the numbers
+    │   ├── RefusedError              a pipeline that cannot fit, with the numbers
+    │   └── OverQuotaError            a submission that would make too many pipelines of a project or user wait
     ├── PipelineError (RuntimeError)  one pipeline's own fault: it stops, the others go on
     ├── WorkerLostError               a worker process went away or stopped answering
     ├── CheckpointError               a checkpoint is absent, torn or damaged: an older one may do
@@ -32,6 +33,11 @@ class SpecError(UserError):
 
 class RefusedError(UserError):
     """A pipeline that cannot be placed, with the numbers that say why."""
+
+
+class OverQuotaError(UserError):
+    """A submission after which more pipelines of a project or user would wait than its quota has. It may be taken
+    later."""
 
 
 class PipelineError(RlmuxError, RuntimeError):

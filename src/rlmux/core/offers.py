@@ -49,6 +49,8 @@ class Quota:
 
     max_running: int | None = None
     """Pipelines that run at once; None: no limit."""
+    max_waiting: int | None = None
+    """Pipelines that wait or are to come at once; a submission that would exceed it is not taken. None: no limit."""
     max_devices: int | None = None
     """Devices that its running pipelines ask for together; two that share a device count twice. None: no limit."""
     device_hours_a_day: float | None = None
@@ -56,7 +58,10 @@ class Quota:
 
     @property
     def is_empty(self) -> bool:
-        return self.max_running is None and self.max_devices is None and self.device_hours_a_day is None
+        return self == _NO_LIMIT
+
+
+_NO_LIMIT = Quota()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -7,8 +7,11 @@ scheduler.query ── status, orders, ready_work, ... ─▶ frozen values and 
 
 from __future__ import annotations
 
-from rlmux.core.model import DeviceId, OrderId, PipelineId, PipelineStatus
+from collections.abc import Sequence
+
+from rlmux.core.model import DeviceId, OrderId, Pipeline, PipelineId, PipelineStatus
 from rlmux.core.placement_view import PlacementView
+from rlmux.core.quotas import too_many_waiting
 from rlmux.core.state import ReadyWork, SchedulerState, WorkState
 from rlmux.core.views import GroupView, MemberView, OrderView
 
@@ -66,6 +69,11 @@ class SchedulerQuery:
     def pipeline(self, pipeline: PipelineId) -> MemberView:
         """Where the pipeline is in its steps."""
         return MemberView(self._state.runs[pipeline])
+
+    def too_many_waiting(self, coming: Sequence[Pipeline], expected: Sequence[Pipeline]) -> str:
+        """Why pipelines that are `coming` may not be submitted now, by quotas; empty where they may. `expected`: those
+        that were taken before and are not submitted yet."""
+        return too_many_waiting(self._state, coming, [one for one in expected if one.id not in self._state.runs])
 
     def shard_state(self, pipeline: PipelineId, device: DeviceId) -> WorkState | None:
         """The state of the pipeline's shard on the device; None where no rollout is open or the device is not its."""

@@ -2,6 +2,7 @@
 
     SharesSet ── quotas ─▶ Quotas ── reason_against(run) ─▶ Shares.in_order leaves it out, and it is told why
                               └──── is_spent(run) ────────▶ Parking: it gives its nodes back at its next step boundary
+    a submission ── too_many_waiting ─▶ refused before it is an event
 
 What counts against a limit is what pipelines ask for, not where placement puts them: so a limit is kept exactly,
 whatever the policy does. A day is one of the run's clock; hours of a day that is over count no more.
@@ -9,7 +10,7 @@ whatever the policy does. A day is one of the run's clock; hours of a day that i
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from rlmux.core.model import Account, Cluster, Phase, Pipeline
@@ -120,6 +121,28 @@ class Quotas:
                     one.num_pipelines += 1
                     one.num_devices += self.num_devices(run.pipeline)
         return held
+
+
+def too_many_waiting(state: SchedulerState, coming: Sequence[Pipeline], expected: Sequence[Pipeline]) -> str:
+    """Why pipelines that are `coming` would exceed what their project or user may have waiting; empty where they
+    would not.
+
+    `expected`: pipelines that were submitted before, and that the state does not have yet. Fillers count in no quota.
+    """
+    if all(quota.max_waiting is None for quota in state.quota_by_account.values()):
+        return ""
+    waiting = [run.pipeline for run in state.waiting.values()]
+    for account, quota in state.quota_by_account.items():
+        num_more = _count(coming, account)
+        num_waiting = _count(waiting, account) + _count(expected, account)
+        if quota.max_waiting is not None and num_more and num_waiting + num_more > quota.max_waiting:
+            wait = f"{num_waiting} pipelines of {account} wait or are to come"
+            return f"over quota: {wait}, with {num_more} more it is {num_waiting + num_more} of {quota.max_waiting}"
+    return ""
+
+
+def _count(pipelines: Iterable[Pipeline], account: Account) -> int:
+    return sum(account in limited_accounts(one) for one in pipelines if not one.is_filler)
 
 
 def limited_accounts(pipeline: Pipeline) -> Iterable[Account]:

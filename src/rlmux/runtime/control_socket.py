@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from rlmux.core.errors import RlmuxError, UserError
+from rlmux.core.errors import OverQuotaError, RlmuxError, UserError
 
 SOCKET_NAME = "control.sock"
 _MAX_REQUEST_BYTES = 4 << 20
@@ -40,8 +40,8 @@ class Request:
     def answer(self, **fields: Any) -> None:
         self._client.send({"ok": True, **fields})
 
-    def refuse(self, reason: str) -> None:
-        self._client.send({"ok": False, "reason": reason})
+    def refuse(self, error: UserError) -> None:
+        self._client.send({"ok": False, "reason": str(error), "is_over_quota": isinstance(error, OverQuotaError)})
 
 
 class _Client:
@@ -144,7 +144,8 @@ class ControlServer:
 def ask(folder: Path, request: str, *, limit_s: float = 120.0, **fields: Any) -> dict[str, Any]:
     """Ask the controller that runs in this folder.
 
-    Raises UserError if it refuses, NotRunningError if none runs there, NoAnswerError if it is busy for so long.
+    Raises UserError if it refuses, OverQuotaError if it does for a quota of what may wait, NotRunningError if none runs
+    there, NoAnswerError if it is busy for so long.
     """
     with contextlib.closing(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)) as connection:
         connection.settimeout(limit_s)
@@ -170,7 +171,8 @@ def ask(folder: Path, request: str, *, limit_s: float = 120.0, **fields: Any) ->
         raise RlmuxError(f"{folder}: the run ended before it answered")
     answer: dict[str, Any] = json.loads(line)
     if not answer.get("ok"):
-        raise UserError(str(answer.get("reason")))
+        kind = OverQuotaError if answer.get("is_over_quota") else UserError
+        raise kind(str(answer.get("reason")))
     return answer
 
 

@@ -30,7 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from rlmux.core.actions import Action, Admit, Queue, Refuse
-from rlmux.core.errors import UserError
+from rlmux.core.errors import OverQuotaError, UserError
 from rlmux.core.events import (
     Event,
     HoldReleased,
@@ -145,7 +145,7 @@ class RunApi:
             try:
                 self._serve(request, tick)
             except UserError as error:
-                request.refuse(str(error))
+                request.refuse(error)
         return Requested(
             submissions=tick.submissions,
             withdrawn=tick.withdrawn,
@@ -177,7 +177,7 @@ class RunApi:
             case {"request": "submit", "text": str(text), "source": str(source)}:
                 self._submit(request, text, source, tick)
             case {"request": "check", "text": str(text), "source": str(source)}:
-                self._check_names(self._parse(text, source), source, tick)
+                self._check(self._parse(text, source), source, tick)
                 request.answer()
             case {"request": "cancel", "name": str(name)}:
                 self._cancel(request, PipelineId(name), tick)
@@ -244,7 +244,7 @@ class RunApi:
 
     def _submit(self, request: Request, text: str, source: str, tick: _Tick) -> None:
         parsed = self._parse(text, source)
-        self._check_names(parsed, source, tick)
+        self._check(parsed, source, tick)
         outcomes: dict[PipelineId, dict[str, Any] | None] = {}
         for one in parsed:
             at_s = tick.now_s + one.submit_at_s
@@ -273,6 +273,16 @@ class RunApi:
             else:
                 outcomes[name] = {"outcome": "over", "reason": "it ended before"}
         self._answers.append(_Answer(request, outcomes))
+
+    def _check(self, parsed: Sequence[Submission], source: str, tick: _Tick) -> None:
+        """Raises UserError for a name that this run has used, OverQuotaError where too many pipelines would wait."""
+        self._check_names(parsed, source, tick)
+        expected = [
+            one.pipeline for one in (*tick.upcoming, *tick.submissions) if one.pipeline.id not in tick.withdrawn
+        ]
+        reason = self._scheduler.query.too_many_waiting([one.pipeline for one in parsed], expected)
+        if reason:
+            raise OverQuotaError(f"{source}: {reason}; accepted: fewer at once, or the same again when fewer wait")
 
     def _check_names(self, parsed: Sequence[Submission], source: str, tick: _Tick) -> None:
         """Raises UserError for a pipeline whose name this run has used."""

@@ -59,6 +59,7 @@ def usage_fields(scheduler: Scheduler) -> dict[str, Any]:
     for one in scheduler.accounts():
         quota = {
             "max_running": one.quota.max_running,
+            "max_waiting": one.quota.max_waiting,
             "max_devices": one.quota.max_devices,
             "device_hours_a_day": one.quota.device_hours_a_day,
         }

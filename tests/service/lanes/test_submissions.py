@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.service.lane_here import Lane
+from tests.service.lane_here import LANE, Endless, Lane
 
+from rlmux.cli.main import run_command_line
 from rlmux.core.errors import RlmuxError
+from rlmux.policies.planning.fairness import FairShares
 from rlmux.runtime.control_socket import ask
 from rlmux.runtime.run_api import submitted_to
 from rlmux.service.dashboard.problems import ProblemError
@@ -99,6 +103,39 @@ def test_what_the_controller_refuses_is_refused_each_time_it_is_sent(lane):
         with pytest.raises(ProblemError, match="pipeline 'a' is in this run already") as refused:
             post(one, key="another")
         assert refused.value.status == 422
+
+
+def test_over_the_quota_of_what_waits_429_comes_at_once_with_the_numbers_and_is_in_the_audit(
+    tmp_path, dashboard, monkeypatch, capsys
+):
+    root = tmp_path / "root"
+    with open_root(root), closing(Lane(root, "solo", Endless(), FairShares())) as lane:
+        one = submissions.Submissions({"cpu": lane}, Ledger(root), Bundles(root))  # type: ignore[dict-item]
+        served = dashboard(root, lanes=["cpu"], more=(*one.addresses(), *Bundles(root).addresses()))
+        shares = {"text": "shares: {users: {ann: {quota: {waiting: 1}}}}", "source": "s.yaml"}
+        assert served.client.post("/lanes/cpu/shares", json=shares).status_code == 200
+        for name in "abc":
+            text = f"pipelines: [{{name: {name}, task: sort, steps: 1, user: ann}}]"
+            body = {"lane": "cpu", "source": f"{name}.yaml", "text": text}
+            answer = served.client.post("/submissions", json=body, headers={"Idempotency-Key": name})
+        reason = "over quota: 1 pipelines of ann wait or are to come, with 1 more it is 2 of 1"
+        assert (answer.status_code, reason in answer.json()["detail"]) == (429, True), answer.text
+        again = served.client.post("/submissions", json=body, headers={"Idempotency-Key": "c"})
+        assert (again.status_code, "retry-after" in again.headers) == (429, False)
+        newest = served.get("/submissions")["items"][0]
+        assert (newest["state"], newest["pipelines"], len(submitted_to(lane.folder))) == ("over_quota", [], 2)
+        written = [row for row in served.get("/audit")["items"] if row["path"] == "/api/v1/submissions"]
+        assert [row["status"] for row in written] == [429, 429, 201, 201]
+
+        monkeypatch.setenv("RLMUX_TOKEN", served.token)
+        file = tmp_path / "d.yaml"
+        file.write_text(f"{LANE}\npolicy: solo\npipelines: [{{name: d, task: sort, steps: 1, user: ann}}]\n")
+        began_s = time.monotonic()
+        for place in (served.url, str(lane.folder)):
+            assert run_command_line(["submit", str(file), "--to", place]) == 2
+            said = capsys.readouterr()
+            assert (said.out, said.err.count("\n"), reason in said.err) == ("", 1, True), said.err
+        assert time.monotonic() - began_s < 10.0, "an answer, and not a server that is asked too often"
 
 
 @pytest.mark.parametrize(

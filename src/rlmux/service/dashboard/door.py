@@ -213,7 +213,7 @@ class Door:
         caller = request.client.host if request.client else ""
         who, cookie, is_bearer = self._who(request)
         if not self._access.may_ask(who.key if who else f"address {caller}"):
-            raise ProblemError(429, "too many requests", accepted="50 a second, 100 at once")
+            raise ProblemError(429, "too many requests", accepted="50 a second, 100 at once", again_s=1)
         if request.method not in _SAFE:
             _check_origin(request, address.media_type, is_bearer=is_bearer)
         if address.scope is not None:

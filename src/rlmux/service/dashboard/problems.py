@@ -20,7 +20,14 @@ class ProblemError(Exception):
     """A request that is not answered."""
 
     def __init__(
-        self, status: int, detail: str, *, where: str = "", accepted: str = "", line: int | None = None
+        self,
+        status: int,
+        detail: str,
+        *,
+        where: str = "",
+        accepted: str = "",
+        line: int | None = None,
+        again_s: int | None = None,
     ) -> None:
         super().__init__(detail)
         self.status = status
@@ -30,6 +37,8 @@ class ProblemError(Exception):
         self.accepted = accepted
         self.line = line
         """Line of a file in the request that is wrong; None where it is no line of one."""
+        self.again_s = again_s
+        """Seconds after which the same request may be answered; None where that is not known."""
 
     def response(self, path: str) -> Response:
         body: dict[str, Any] = {
@@ -44,4 +53,6 @@ class ProblemError(Exception):
         if self.line is not None:
             body["line"] = self.line
         headers = {"WWW-Authenticate": "Bearer"} if self.status == HTTPStatus.UNAUTHORIZED else {}
+        if self.again_s is not None:
+            headers["Retry-After"] = str(self.again_s)
         return Response(json.dumps(body), self.status, headers, MEDIA_TYPE)

@@ -273,6 +273,7 @@ class Queue(Shape):
 
 class Quota(Shape):
     max_running: int | None
+    max_waiting: int | None = None
     max_devices: float | None
     device_hours_a_day: float | None
 

@@ -99,7 +99,7 @@ class Submitted(Shape):
     user: str
     source: str
     bundle: str | None
-    state: Literal["accepted", "taken", "refused"]
+    state: Literal["accepted", "taken", "refused", "over_quota"]
     reason: str | None
     pipelines: list[dict[str, Any]]
     """What became of each: `pipeline`, `outcome`, and more by outcome."""

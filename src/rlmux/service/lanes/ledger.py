@@ -1,7 +1,8 @@
 """service.db: every submission that was answered, durable before the answer.
 
     accepted ──▶ taken      its lane's controller has it in its log
-             └─▶ refused    the controller said no, and why
+             ├─▶ refused    the controller said no, and why
+             └─▶ over_quota the same, since too many pipelines of a project or user wait: later it may be taken
 
 A row is added once for each idempotency key. The lane's log, not this file, says what has become of the pipelines.
 """
@@ -31,7 +32,7 @@ CREATE TABLE IF NOT EXISTS submission (
 CREATE INDEX IF NOT EXISTS submission_by_state ON submission (state, lane, number);
 """
 _COLUMNS = "id, body_sha256, user, lane, source, text, bundle, names, state, reason, pipelines, created"
-ACCEPTED, TAKEN, REFUSED = "accepted", "taken", "refused"
+ACCEPTED, TAKEN, REFUSED, OVER_QUOTA = "accepted", "taken", "refused", "over_quota"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +53,7 @@ class Submitted:
     names: tuple[str, ...]
     """Its pipelines."""
     state: str
-    """`accepted`, `taken` or `refused`."""
+    """`accepted`, `taken`, `refused` or `over_quota`."""
     reason: str | None
     """Why it was refused."""
     pipelines: Sequence[dict[str, Any]] | None
@@ -72,7 +73,7 @@ class Submitted:
             "bundle": self.bundle,
             "state": self.state,
             "reason": self.reason,
-            "pipelines": [] if self.state == REFUSED else list(shown),
+            "pipelines": [] if self.state in (REFUSED, OVER_QUOTA) else list(shown),
             "created": self.created,
         }
 
@@ -131,8 +132,8 @@ class Ledger:
     def take(self, id: str, pipelines: Sequence[dict[str, Any]]) -> None:
         self._settle(id, TAKEN, None, json.dumps(list(pipelines)))
 
-    def refuse(self, id: str, reason: str) -> None:
-        self._settle(id, REFUSED, reason, None)
+    def refuse(self, id: str, reason: str, *, is_over_quota: bool = False) -> None:
+        self._settle(id, OVER_QUOTA if is_over_quota else REFUSED, reason, None)
 
     def close(self) -> None:
         with self._lock:

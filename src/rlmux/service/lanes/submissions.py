@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from rlmux.config.load import Spec, parse_spec
-from rlmux.core.errors import RlmuxError, SpecError, UserError
+from rlmux.core.errors import OverQuotaError, RlmuxError, SpecError, UserError
 from rlmux.runtime.control_socket import NotRunningError, ask
 from rlmux.service.dashboard.access import Who
 from rlmux.service.dashboard.door import Address, Asked, Told
@@ -26,13 +26,13 @@ from rlmux.service.dashboard.parameters import whole
 from rlmux.service.dashboard.problems import ProblemError
 from rlmux.service.lanes.bundles import Bundles
 from rlmux.service.lanes.controllers import LaneController
-from rlmux.service.lanes.ledger import ACCEPTED, REFUSED, Ledger, Submitted
+from rlmux.service.lanes.ledger import ACCEPTED, OVER_QUOTA, REFUSED, Ledger, Submitted
 from rlmux.service.lanes.rights import check_rights
 
 MAX_TEXT_BYTES = 256 << 10
 _MAX_KEY_CHARS = 100
 _ANSWER_LIMIT_S = 30.0
-_STATUS = {ACCEPTED: 202, REFUSED: 422}
+_STATUS = {ACCEPTED: 202, REFUSED: 422, OVER_QUOTA: 429}
 _ADDRESS = "/submissions"
 
 
@@ -70,8 +70,8 @@ class Submissions:
         if found.state == ACCEPTED:
             self.deliver(found.lane)
             found = self._ledger.of_id(found.id) or found
-        if found.state == REFUSED:
-            raise ProblemError(422, str(found.reason), where="text")
+        if found.state in (REFUSED, OVER_QUOTA):
+            raise ProblemError(_STATUS[found.state], str(found.reason), where="text")
         return Told(value=found.fields(), status=_STATUS.get(found.state, 201))
 
     def newest(self, asked: Asked) -> Any:
@@ -106,7 +106,7 @@ class Submissions:
         except NotRunningError:
             return False
         except UserError as error:
-            self._ledger.refuse(one.id, str(error))
+            self._ledger.refuse(one.id, str(error), is_over_quota=isinstance(error, OverQuotaError))
         except RlmuxError:  # it is busy, or ended before it answered: it is asked again, by the same id
             return False
         else:

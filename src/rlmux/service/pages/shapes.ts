@@ -164,7 +164,7 @@ export interface AccountRow {
   device_hours_today: number;
   running: number;
   waiting: number;
-  quota: { max_running: number | null; max_devices: number | null; device_hours_a_day: number | null };
+  quota: { max_running: number | null; max_waiting?: number | null; max_devices: number | null; device_hours_a_day: number | null };
 }
 
 /** What users have used; no accounts where nothing is counted. */
@@ -204,7 +204,7 @@ export interface Submission {
   id: string;
   lane: string;
   source: string;
-  state: "accepted" | "taken" | "refused";
+  state: "accepted" | "taken" | "refused" | "over_quota";
   reason: string | null;
   pipelines: { pipeline: string; outcome: string; reason?: string; rollout_nodes?: string[]; train_nodes?: string[]; at_s?: number }[];
   created: string;

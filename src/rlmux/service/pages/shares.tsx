@@ -203,6 +203,7 @@ export function shareInWords({ project, user, share, fair_share, is_over_share }
 export function quotaInWords(quota: AccountRow["quota"]): string {
   const limits = [
     quota.max_running !== null && `${quota.max_running} at once`,
+    quota.max_waiting != null && `${quota.max_waiting} waiting`,
     quota.max_devices !== null && `${quota.max_devices} devices`,
     quota.device_hours_a_day !== null && `${figure(quota.device_hours_a_day)} device-hours a day`,
   ];
