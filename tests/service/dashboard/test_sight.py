@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -21,6 +22,7 @@ from rlmux.cli.main import run_command_line
 from rlmux.core.errors import UserError
 from rlmux.core.events import PipelineSubmitted
 from rlmux.core.model import Visibility
+from rlmux.policies.planning.fairness import FairShares
 from rlmux.service.dashboard import people, stream, tokens
 from rlmux.service.dashboard.door import PREFIX
 from rlmux.service.lanes.bundles import Bundles
@@ -28,8 +30,8 @@ from rlmux.service.lanes.ledger import Ledger
 from rlmux.service.lanes.root import open_root
 from rlmux.service.lanes.submissions import Submissions
 
-HIDDEN = re.compile(rb"(?<![A-Za-z0-9])tools(?![A-Za-z0-9])")
-"""Bob's pipeline, in whatever it stands."""
+HIDDEN = re.compile(rb"(?<![A-Za-z0-9])(tools|bob|audio)(?![A-Za-z0-9])")
+"""Bob, his pipeline and its project, in whatever they stand."""
 FILE = "pipelines:\n- {name: sort, task: sort, steps: 4}\n- {name: tools, task: sort, steps: 4}\n"
 ALL = ["read", "samples", "submit", "control"]
 
@@ -44,7 +46,17 @@ def owned_run(folder: Path, visibility: Visibility = Visibility.PROJECT) -> Path
             user, project, seen = owners[row.value.pipeline.id]
             pipeline = replace(row.value.pipeline, user=user, project=project, visibility=seen)
             run.script.rows[at] = row._replace(value=replace(row.value, pipeline=pipeline))
+    run.script.note(run.script.rows[-1].time_s, "accounts", **counted(owners))
     return run.script.write(folder)
+
+
+def counted(owners: dict[str, tuple[str, str, Visibility]]) -> dict[str, Any]:
+    """Fields of a note `accounts`: each user is charged an hour of each pool."""
+    row = {"weight": 1.0, "guarantee": 0.0, "share": 0.1, "fair_share": 0.1, "is_over_share": False, "running": 1}
+    row |= {"waiting": 0, "device_hours_today": 0.0, "used_hours": {}, "device_hours": {"rollout": 1.0, "train": 1.0}}
+    row["quota"] = {"max_running": None, "max_devices": None, "device_hours_a_day": None}
+    rows = [{**row, "user": user, "project": project} for user, project, _ in owners.values()]
+    return {"accounts": rows, "at_s": 3.0, "half_life_hours": 168.0, "held_hours": {"rollout": 2.0, "train": 2.0}}
 
 
 def with_people(folder: Path) -> None:
@@ -81,7 +93,7 @@ def test_no_answer_of_any_address_names_a_pipeline_of_another_project(pages):
     """Addresses come from the table: one that is added is covered. A stream is read further down."""
     devices = [row["id"] for row in pages.get("/lanes/demo/devices")["items"]]
     moments = [f"device={device}&t={t}" for device in devices for t in (0.2, 1.0, 2.0, 3.0)]
-    num_of_bob, num_of_ann = 0, 0
+    num_of_bob, num_of_ann, wrong = 0, 0, []
     with client_of(pages, "ann") as ann, client_of(pages, "bob") as bob:
         for address in pages.dashboard.addresses:
             if address.method != "GET" or address.path == "/stream":
@@ -95,9 +107,10 @@ def test_no_answer_of_any_address_names_a_pipeline_of_another_project(pages):
                     if name == "tools" or "tools" in query:  # the caller's own word
                         assert answer.status_code == 404, path
                         told = told.replace(b"/tools", b"").replace(b"'tools'", b"")
-                    assert not HIDDEN.search(told), (path, query, told[:2000])
+                    wrong += [(path, query, told[:600])] if HIDDEN.search(told) else []
                     num_of_ann += answer.status_code == 200
                     num_of_bob += HIDDEN.search(bob.get(f"{path}?{query}").content) is not None
+    assert not wrong
     assert num_of_ann > 25
     assert num_of_bob > 15, "there is something to hide"
 
@@ -233,7 +246,7 @@ def service(tmp_path: Path) -> Iterator[Pages]:
     """One lane with room for one pipeline at a time: Bob's runs, Ann's waits, and one of each is to come."""
     root = tmp_path / "root"
     with open_root(root):
-        lane = Lane(root, "solo", Endless())
+        lane = Lane(root, "solo", Endless(), FairShares())
         submissions = Submissions({"cpu": lane}, Ledger(root), Bundles(root))  # type: ignore[dict-item]
         served = Pages(root, lanes=["cpu"], more=(*submissions.addresses(), *Bundles(root).addresses()))
         with_people(root)
@@ -274,6 +287,9 @@ def test_a_controller_tells_a_user_of_no_pipeline_that_is_not_to_be_seen(service
         assert (list(status["pipelines"]), [one["pipeline"] for one in status["upcoming"]]) == (["sort"], ["sort-2"])
         assert {row["pipeline"] for row in status["devices"].values()} <= {"another pipeline", None}
         assert [row["pipeline"] for row in told["/lanes/cpu/queue"].json()["items"]] == ["sort"]
+        rows = told["/lanes/cpu/usage"].json()["accounts"]
+        whose = [(row["project"], row["user"]) for row in rows]
+        assert whose == [("another project", "another user"), ("vision", "ann")]
         for verb in ("cancel", "hold", "park"):
             for name in ("tools", "tools-2", "none-such"):
                 answer = ann.post(f"/pipelines/cpu/{name}/{verb}", json={})
@@ -289,6 +305,34 @@ def test_a_controller_tells_a_user_of_no_pipeline_that_is_not_to_be_seen(service
             assert str(told_of["tools"]).replace("tools", "none-such") == str(told_of["none-such"]), "no one can tell"
         assert ann.get("/pipelines/cpu/tools-2/why").status_code == 404
         assert ann.post("/pipelines/cpu/sort-2/cancel", json={}).status_code == 200, "its own, in no index yet"
+
+
+def test_what_waits_of_another_project_is_in_the_queue_without_its_project(service):
+    """Bob's second pipeline waits for his quota, which its reason names."""
+    shares = {"text": "shares: {projects: {audio: {quota: {running: 1}}}}", "source": "s.yaml"}
+    assert service.client.post("/lanes/cpu/shares", json=shares).status_code == 200
+    with client_of(service, "bob") as bob, client_of(service, "ann") as ann:
+        assert submit(bob, name="tools-3", user="bob", project="audio").status_code == 201
+        service.until(lambda: len(ann.get("/lanes/cpu/queue").json()["items"]) == 2)
+        waits = ann.get("/lanes/cpu/queue")
+        assert not HIDDEN.search(waits.content), waits.text
+        other = waits.json()["items"][1]
+        assert (other["pipeline"][:16], other["project"]) == ("another pipeline", "another project")
+        assert (other["token"], other["reason"]) == ("over_quota", "not shown")
+        assert b"audio" in bob.get("/lanes/cpu/queue").content
+
+
+def test_charges_of_hidden_accounts_keep_their_figures_and_their_sum(pages):
+    everything = pages.get("/lanes/demo/usage")
+    with client_of(pages, "ann") as ann, client_of(pages, "op") as operator:
+        shown = ann.get("/lanes/demo/usage").json()
+        assert [(row["project"], row["user"]) for row in shown["accounts"]] == [
+            ("vision", "ann"),
+            ("another project", "another user"),
+        ]
+        names = {"project": "", "user": ""}
+        assert [row | names for row in shown["accounts"]] == [row | names for row in everything["accounts"]]
+        assert operator.get("/lanes/demo/usage").json() == everything
 
 
 def test_an_operator_changes_any_pipeline_and_a_member_its_own(service):

@@ -82,13 +82,14 @@ class Control:
 
     def usage(self, asked: Asked) -> Any:
         """What the controller says now; of a run that does not go on, what its log said last."""
+        sight = self._reads.sight(asked.path["lane"], asked.who)
         try:
-            return self._ask(asked, "usage")
+            return sight.cover_usage(self._told(asked, "usage"))
         except ProblemError as problem:
             if problem.status != 409:
                 raise
         with self._reads.open(asked.path["lane"], asked.who) as reader:
-            return reader.facts.get("accounts") or {"accounts": []}
+            return sight.cover_usage(reader.facts.get("accounts") or {"accounts": []})
 
     def set_shares(self, asked: Asked) -> Any:
         fields = asked.body

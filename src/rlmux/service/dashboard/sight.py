@@ -4,6 +4,7 @@
     no people.json, or the role operator or admin ───────────────────────┴─▶ seen
     else ─▶ its row, steps, curves, log and samples: no such pipeline
             its time on devices, its place in the queue: another pipeline
+            what its project and user have used: another project, another user
 
 `conceal` puts views of the index's tables in their place, so that no question of a handler meets what is
 not to be seen; `cover` does the same to what a controller answers. `mask` is the door's last look
@@ -24,6 +25,10 @@ if TYPE_CHECKING:
     from rlmux.service.dashboard.access import Who
 
 ANOTHER = "another pipeline"
+ANOTHER_OF = {"project": "another project", "user": "another user"}
+"""Words that stand for accounts that are not shown, by key."""
+_NOT_SAID = {**ANOTHER_OF, "reason": "not shown"}
+"""Words that stand for what is not shown of a hidden pipeline."""
 _CLOSED_WORDS = frozenset(
     (
         "status",
@@ -68,8 +73,9 @@ class Sight:
             if not self.sees(row):
                 number = len(self._aliases) + 1
                 self._aliases[name] = ANOTHER if number == 1 else f"{ANOTHER} {number}"
-        names = "|".join(sorted(map(re.escape, self._aliases), key=len, reverse=True))
-        self._hidden = re.compile(rf"(?<![A-Za-z0-9_-])(?:{names})(?![A-Za-z0-9_-])") if names else None
+        self._hidden = _any_of(self._aliases)
+        seen = [row for name, row in self._rows.items() if name not in self._aliases]
+        self._seen_accounts = {(row["project"], row["user"]) for row in seen}
 
     def sees(self, row: Mapping[str, Any]) -> bool:
         """Whether the caller is shown a pipeline with this user, project and visibility."""
@@ -111,6 +117,7 @@ class Sight:
         if self._who.sees_all:
             return value
         if isinstance(value, dict):
+            value = self._anonymous(value) if has_names else value
             kept = {each: one for each, one in value.items() if each not in self._aliases}
             return {each: self._covered(one, each, has_names=has_names) for each, one in kept.items()}
         if isinstance(value, list | tuple):
@@ -120,6 +127,30 @@ class Sight:
         if has_names and key in _OF_ONE:
             return self.alias(value)
         return value if self._hidden is None else self._hidden.sub(lambda found: self._aliases[found[0]], value)
+
+    def _anonymous(self, row: dict[str, Any]) -> dict[str, Any]:
+        """A row about a pipeline that is not shown, without whose it is: its reason may name that too."""
+        name = row.get("pipeline")
+        if not isinstance(name, str) or self.shows(name):
+            return row
+        return {key: _NOT_SAID.get(key, value) for key, value in row.items()}
+
+    def cover_usage(self, usage: dict[str, Any]) -> dict[str, Any]:
+        """What users and projects have used, with the names of those that the caller knows. The figures are all there:
+        they add up to what was held."""
+        aliases: dict[str, dict[str, str]] = {key: {} for key in ANOTHER_OF}
+
+        def told(row: dict[str, Any]) -> dict[str, Any]:
+            if self._shows_account(row["project"], row["user"]):
+                return row
+            return {**row, **{key: _alias_in(aliases[key], str(row[key]), word) for key, word in ANOTHER_OF.items()}}
+
+        return {**usage, "accounts": [told(row) for row in usage["accounts"]]}
+
+    def _shows_account(self, project: str, user: str) -> bool:
+        """Whether the account is the caller's own, of its project, or that of a pipeline that the caller sees."""
+        is_own = user == self._who.user and user != ""
+        return self._who.sees_all or is_own or project in self._who.projects or (project, user) in self._seen_accounts
 
     def conceal(self, reader: IndexReader) -> None:
         """Have the reader answer what is to be seen, whatever it is asked."""
@@ -143,6 +174,18 @@ class Sight:
             "pipelines": [self.alias(name) for name in facts["pipelines"]],
             "spec": None if spec is None else without_pipelines(spec, self.shows),
         }
+
+
+def _any_of(names: Iterable[str]) -> re.Pattern[str] | None:
+    """A pattern of any of these as a word; None for no names."""
+    words = "|".join(sorted(map(re.escape, names), key=lambda word: (-len(word), word)))
+    return re.compile(rf"(?<![A-Za-z0-9_-])(?:{words})(?![A-Za-z0-9_-])") if words else None
+
+
+def _alias_in(aliases: dict[str, str], name: str, word: str) -> str:
+    """The word for a name, the same each time: `word`, `word 2`, ... in the order of asking."""
+    number = len(aliases) + 1
+    return aliases.setdefault(name, word if number == 1 else f"{word} {number}")
 
 
 def is_close(who: Who, row: Mapping[str, Any]) -> bool:
