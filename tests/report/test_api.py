@@ -15,6 +15,7 @@ from rlmux.core.errors import LogError
 from rlmux.report.api import load_summary, read_timeline, write_report
 from rlmux.report.intervals import Cause
 from rlmux.report.log import LOG_NAME, RunLog
+from rlmux.report.made import MADE_NAME
 
 FILES = {"summary.json", "trace.json", "timeline.html"}
 
@@ -22,7 +23,7 @@ FILES = {"summary.json", "trace.json", "timeline.html"}
 def test_report_writes_three_files_beside_the_log(tmp_path: Path, alternating_run: Callable[..., Any]) -> None:
     folder = alternating_run().write(tmp_path / "run")
     summary = write_report(folder)
-    assert {path.name for path in folder.iterdir()} == FILES | {LOG_NAME}
+    assert {path.name for path in folder.iterdir()} == FILES | {LOG_NAME, MADE_NAME}
     assert load_summary(folder) == summary == json.loads((folder / "summary.json").read_text())
     assert json.loads((folder / "trace.json").read_text())["traceEvents"]
     assert (folder / "timeline.html").read_text().startswith("<!doctype html>")

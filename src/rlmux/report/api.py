@@ -1,6 +1,6 @@
 """The reports of a run folder, from its log alone: while it runs, after it, after a crash.
 
-write_report(folder)    summary.json  trace.json  timeline.html     each whole or not there
+write_report(folder)    summary.json  trace.json  timeline.html     each whole or not there; made once of the same log
 load_summary(folder)    the summary as it was last written
 """
 
@@ -16,11 +16,13 @@ from rlmux.core.errors import LogError
 from rlmux.report.history import History, without_collector
 from rlmux.report.html import page
 from rlmux.report.log import NOT_SHOWN, LogReader
+from rlmux.report.made import are_made_of, origin_of, record
 from rlmux.report.perfetto import trace
 from rlmux.report.summary import step_times, summarize
 from rlmux.report.timeline import Timeline, build_timeline
 
 SUMMARY_NAME, TRACE_NAME, PAGE_NAME = "summary.json", "trace.json", "timeline.html"
+FILES = (SUMMARY_NAME, TRACE_NAME, PAGE_NAME)
 
 
 def read_timeline(folder: str | Path) -> Timeline:
@@ -34,9 +36,15 @@ def _read_timeline(folder: str | Path, bare: Collection[str] = ()) -> Timeline:
 
 
 def write_report(folder: str | Path) -> dict[str, Any]:
-    """Write the three files into the run's folder; returns the summary."""
+    """Write the three files into the run's folder, unless they are there and of this very log; returns the summary."""
+    folder = Path(folder)
+    origin = origin_of(folder)
+    if are_made_of(folder, origin, FILES):
+        return load_summary(folder)
     with without_collector():
-        return _write_all(Path(folder))  # what it made is gone when the collector comes back
+        summary = _write_all(folder)  # what it made is gone when the collector comes back
+    record(folder, origin, FILES)  # of a log that went on meanwhile too little is said: the next report is made anew
+    return summary
 
 
 def _write_all(folder: Path) -> dict[str, Any]:

@@ -32,6 +32,7 @@ Notes are free-form facts the scheduler does not need. The reports read these, a
 
 from __future__ import annotations
 
+import hashlib
 import os
 import sqlite3
 import uuid
@@ -421,6 +422,15 @@ class LogReader:
         for entry in self.entries(after=state.seq):
             state.add(*entry)
         return state
+
+    def sha256(self) -> str:
+        """Hash of every row and block as it lies there. Raises LogError where a segment or a loose row is damaged."""
+        digest = hashlib.sha256()
+        for seq, time_s, kind, type, data in self._rows(0):
+            content = data if isinstance(data, bytes) else data.encode()
+            digest.update(f"{seq} {time_s!r} {kind} {type} {len(content)}\n".encode())
+            digest.update(content)
+        return digest.hexdigest()
 
     def events(self) -> Iterator[Event]:
         """The events alone: what a scheduler is fed to get back to where it was."""
