@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from rlmux.core.model import SubStage
 from rlmux.rl.origin import Origin
+from rlmux.rl.quick_pickle import quickly_pickled
 
 
 class TrajectoryId(NamedTuple):
@@ -47,6 +48,7 @@ class Prompt:
     """The messages that `text` was rendered from; None where the row has a plain text."""
 
 
+@quickly_pickled
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrajectoryRequest:
     """What a rollout engine is asked to sample."""
@@ -118,6 +120,7 @@ class PartialTrajectory:
     """Origin of the tokens; None: not marked."""
 
 
+@quickly_pickled
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Trajectory:
     """One complete, scored episode. Per-token fields are those of `FinishedTurn`."""
