@@ -10,7 +10,7 @@ import pytest
 
 from rlmux.core.actions import RunStage, Switch
 from rlmux.core.model import DeviceId, OrderId, Phase, PipelineId, Stage
-from rlmux.rl.arriving import ForwardBackward, OptimizerStep, SampleRequest, TrainRequest
+from rlmux.rl.arriving import ForwardBackward, OptimizerStep, SampleRequest, SaveWeights, TrainRequest
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.types import TrajectoryId, TrajectoryRequest
 from rlmux.runtime.burst_workers import Answer, BurstReport
@@ -24,8 +24,11 @@ DEVICE = DeviceId("rollout", 0, 0)
 class Prompt:
     """A worker that answers one request in each chunk, and says that it took a second."""
 
-    def __init__(self) -> None:
+    name = "prompt"
+
+    def __init__(self, heard: Heard) -> None:
         self.ids: list[str] = []
+        self._heard = heard
 
     def call(self, now_s: float, method: str, args: tuple[Any, ...], then: Callable[[Any], None]) -> None:
         then(getattr(self, method)(*args))
@@ -39,11 +42,17 @@ class Prompt:
     def kill(self) -> None:
         pass
 
-    def add(self, requests: Sequence[Any], weights: Path | None = None) -> list[Answer]:
-        self.ids += [request[0] if isinstance(request, tuple) else request.id for request in requests]
+    def load_weights(self, weights: Path | None) -> None:
+        self._heard.loaded.append(weights)
+        self._heard.while_loading()
+
+    def add(self, requests: Sequence[Any]) -> list[Answer]:
+        ids = [request[0] if isinstance(request, tuple) else request.id for request in requests]
+        self.ids += ids
+        self._heard.handed_over.append(ids)
         return []
 
-    def save_state(self, folder: Path) -> str:
+    def keep_update(self, folder: Path, kept: Sequence[Path]) -> str:
         return "hash"
 
     def run_chunk(self, max_seconds: float) -> BurstReport:
@@ -60,9 +69,12 @@ class Heard:
 
     def __init__(self) -> None:
         self.said: list[tuple[Any, ...]] = []
+        self.handed_over: list[list[str]] = []
+        self.loaded: list[Path | None] = []
+        self.while_loading: Callable[[], None] = lambda: None
 
     def spawn(self, *args: Any, **options: Any) -> Prompt:
-        return Prompt()
+        return Prompt(self)
 
     def forget(self, worker: Prompt) -> None:
         pass
@@ -177,3 +189,65 @@ def test_forwards_that_were_answered_are_not_done_again_for_a_worker_that_is_los
     heard.said.clear()
     bursts.begin(order(2, Stage.UPDATE))
     assert [what for what, *_ in heard.said] == ["b1", "finished"]
+
+
+def test_requests_that_come_while_their_weights_are_loaded_are_one_batch_with_the_first(bursts, heard):
+    file = Path("sampler-1.safetensors")
+    bursts.sample(sampling("r1"), file)
+    heard.while_loading = lambda: [bursts.sample(sampling(name), file) for name in ("r2", "r3")]
+    bursts.begin(order(1))
+    assert heard.handed_over == [["r1", "r2", "r3"]]
+    heard.while_loading = lambda: None
+    bursts.sample(sampling("r4"), file)
+    bursts.begin(order(2))
+    assert heard.loaded == [file], "weights that are there are not asked for again"
+    bursts.end_workers()
+    bursts.sample(sampling("r5"), file)
+    bursts.begin(order(3))
+    assert heard.loaded == [file, file], "another process has none"
+
+
+def test_saves_behind_an_update_are_answered_before_the_update_is_kept(bursts, heard):
+    bursts.train("b1", loss(is_forward_only=False))
+    bursts.train("u1", UPDATE)
+    bursts.train("s1", SaveWeights(path=Path("sampler-3.safetensors")))
+    bursts.train("b2", loss(is_forward_only=False))
+    heard.said.clear()
+    bursts.begin(order(1, Stage.UPDATE))
+    assert heard.handed_over == [["b1", "u1", "s1"]], "a step is one hand-over, where all of it is there"
+    assert heard.said[2:4] == [("s1", None), ("checkpointed", "u1")], "by the number of the update, not of the save"
+
+
+def test_a_save_that_comes_while_the_update_is_made_is_answered_before_the_update_is_kept(bursts, heard, monkeypatch):
+    bursts.train("b1", loss(is_forward_only=False))
+    bursts.train("u1", UPDATE)
+    chunk = Prompt.run_chunk
+
+    def run_chunk(self: Prompt, max_seconds: float) -> BurstReport:
+        if self.ids == ["u1"]:
+            bursts.train("s1", SaveWeights(path=Path("sampler-3.safetensors")))
+        return chunk(self, max_seconds)
+
+    monkeypatch.setattr(Prompt, "run_chunk", run_chunk)
+    heard.said.clear()
+    bursts.begin(order(1, Stage.UPDATE))
+    assert heard.handed_over == [["b1", "u1"], ["s1"]]
+    assert [what for what, *_ in heard.said] == ["b1", "u1", "s1", "checkpointed", "finished"]
+
+
+def test_an_update_that_was_not_kept_is_done_again_with_the_saves_behind_it(bursts, heard, monkeypatch):
+    call = Prompt.call
+
+    def answer_until_kept(self: Prompt, now_s: float, method: str, *rest: Any) -> None:
+        if method != "keep_update":
+            call(self, now_s, method, *rest)
+
+    monkeypatch.setattr(Prompt, "call", answer_until_kept)
+    bursts.train("u1", UPDATE)
+    bursts.train("s1", SaveWeights(path=Path("sampler-3.safetensors")))
+    bursts.begin(order(1, Stage.UPDATE))
+    bursts.park()
+    monkeypatch.undo()
+    bursts.begin(order(2, Stage.UPDATE))
+    assert heard.handed_over == [["u1", "s1"], ["u1", "s1"]]
+    assert [what for what, *_ in heard.said].count("checkpointed") == 1

@@ -8,6 +8,7 @@ A request that cannot be carried out is answered with its error and changes noth
 
 from __future__ import annotations
 
+import shutil
 import time
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -91,13 +92,13 @@ class SampleWorker:
         self._turns_by_request: dict[str, dict[TrajectoryId, FinishedTurn]] = {}
         self._request_by_trajectory: dict[TrajectoryId, str] = {}
 
-    def add(self, requests: Sequence[SampleRequest], weights: Path | None) -> list[Answer]:
-        """Take requests, all for one file of weights; returns the errors of those that cannot be sampled.
-
-        Other weights are loaded only once everything before is answered.
-        """
+    def load_weights(self, weights: Path | None) -> None:
+        """Sample with these weights from now on, once everything before is answered; None: the model's first."""
         with beating():
             self._load_weights(weights)
+
+    def add(self, requests: Sequence[SampleRequest]) -> list[Answer]:
+        """Take requests, all for the weights that are loaded; returns the errors of those that cannot be sampled."""
         refused = []
         for request in requests:
             try:
@@ -222,10 +223,15 @@ class DatumWorker:
         """Leave the device; gradients go along. Returns the device bytes still held."""
         return offload_engine(self._engine, spill_to)
 
-    def save_state(self, folder: Path) -> str:
-        """Write a checkpoint of what the requests so far made; returns the hash of its weights."""
+    def keep_update(self, folder: Path, kept: Sequence[Path]) -> str:
+        """Write a checkpoint `update-NUMBER` of what the requests so far made, and remove the updates beside it that
+        are not to be kept; returns the hash of its weights."""
         with beating():
-            return self._engine.save_state(folder)
+            sha256 = self._engine.save_state(folder)
+            for old in sorted(folder.parent.glob("update-*")):
+                if old not in kept:
+                    shutil.rmtree(old, ignore_errors=True)
+            return sha256
 
     def _advance(self, answers: list[Answer]) -> int:
         """One micro-batch, or one request that has none; returns its tokens."""

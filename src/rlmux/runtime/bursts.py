@@ -6,13 +6,14 @@
 
 A burst takes along what comes while it runs, up to `burst_s` of sampling or of losses without gradients, and lingers
 a moment for more before it ends: a program that asks again at once keeps its device, one that thinks gives it up.
+Clients wait for samples and for saved weights: weights are loaded before requests for them are handed over, so that
+those that come meanwhile are in the same batch; what an update made is kept behind the saves that follow it.
 Requests that were carried out since the newest checkpoint are kept: a train worker that is lost begins again there and
 does them once more, to the same bits.
 """
 
 from __future__ import annotations
 
-import shutil
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Sequence
 from collections.abc import Set as AbstractSet
@@ -23,7 +24,7 @@ from typing import Any, Protocol
 
 from rlmux.core.actions import RunStage, Switch
 from rlmux.core.model import DeviceId, OrderId, Phase, PipelineId, Resident, Stage
-from rlmux.rl.arriving import ForwardBackward, OptimizerStep, SampleRequest, TrainRequest
+from rlmux.rl.arriving import ForwardBackward, OptimizerStep, SampleRequest, SaveState, SaveWeights, TrainRequest
 from rlmux.rl.config import TrainingConfig
 from rlmux.runtime.burst_workers import Answer, BurstReport, DatumWorker, SampleWorker
 from rlmux.runtime.call_loop import Answer as CallAnswer
@@ -127,6 +128,8 @@ class PipelineBursts:
         """Requests that the train worker has and has not answered; they are the last of `_since_checkpoint`."""
         self._to_sample: deque[tuple[SampleRequest, Path | None]] = deque()
         self._sampling: dict[str, tuple[SampleRequest, Path | None]] = {}
+        self._loaded: tuple[Worker, Path | None] | None = None
+        """The rollout worker, and the file of the weights that it has; None: unknown."""
         self._worker_by_phase: dict[Phase, tuple[Worker, DeviceId]] = {}
         self._task_by_order: dict[OrderId, Task] = {}
         self._order_by_phase: dict[Phase, OrderId] = {}
@@ -231,12 +234,15 @@ class PipelineBursts:
         """Requests for the oldest one's weights, or for those being sampled with; others wait their turn."""
         begun = next(iter(self._sampling.values()), None)
         weights = begun[1] if begun else self._to_sample[0][1]
+        if self._loaded != (worker, weights) and not begun:
+            yield self._calls.call(worker, "load_weights", weights)
+            self._loaded = worker, weights
         taken = [request for request, wanted in self._to_sample if wanted == weights]
         if not taken:
             return
         self._to_sample = deque(each for each in self._to_sample if each[1] != weights)
         self._sampling.update((request.id, (request, weights)) for request in taken)
-        self._answer_samples((yield self._calls.call(worker, "add", taken, weights)))
+        self._answer_samples((yield self._calls.call(worker, "add", taken)))
 
     def _answer_samples(self, answers: Sequence[Answer]) -> None:
         for answer in answers:
@@ -260,9 +266,11 @@ class PipelineBursts:
             for answer in report.answers:
                 self._listener.answered(self.id, answer)
             self._forget_forwards({answer.id for answer in report.answers})
-            newest = self._since_checkpoint[-1][1] if self._since_checkpoint else None
-            if not self._num_handed_over and isinstance(newest, OptimizerStep):
-                yield from self._keep_checkpoint(worker)
+            if not self._num_handed_over and (update := self._newest_update()) is not None:
+                if saves := list(self._take_saves()):
+                    yield from self._hand_over_training(worker, saves)
+                else:
+                    yield from self._keep_checkpoint(worker, update)
             if spent.seconds >= self._longest_train_s():
                 break
         self._end(order, Phase.TRAIN, spent, has_more=bool(self._num_handed_over or self._to_train))
@@ -287,7 +295,7 @@ class PipelineBursts:
             yield self._calls.call(worker, "add", taken)
 
     def _take_segment(self, *, has_stepped: bool) -> Iterable[tuple[str, TrainRequest]]:
-        """Requests up to the next optimizer step; behind one, only what is not the beginning of another."""
+        """Requests up to the next optimizer step and the saves behind it; behind one, only what begins no other."""
         if has_stepped:
             behind = list(takewhile(lambda one: not _is_of_step(one[1]), self._to_train))
         else:
@@ -295,19 +303,27 @@ class PipelineBursts:
             behind = list(self._to_train)[: next(steps, len(self._to_train))]
         for _ in behind:
             yield self._to_train.popleft()
+        if behind and isinstance(behind[-1][1], OptimizerStep):
+            yield from self._take_saves()
 
-    def _keep_checkpoint(self, worker: Worker) -> Burst:
-        """Write what the update made, so that nothing before it is ever done again."""
-        request_id, folder = self._since_checkpoint[-1][0], self._folder / f"update-{self._num_updates + 1}"
+    def _take_saves(self) -> Iterable[tuple[str, TrainRequest]]:
+        """Saves that come next: they change nothing, and a client waits for them."""
+        while self._to_train and _is_save(self._to_train[0][1]):
+            yield self._to_train.popleft()
+
+    def _newest_update(self) -> str | None:
+        """The optimizer step that made a state which no checkpoint has; None where something else made the state."""
+        newest = next((one for one in reversed(self._since_checkpoint) if not _is_save(one[1])), None)
+        return newest[0] if newest is not None and isinstance(newest[1], OptimizerStep) else None
+
+    def _keep_checkpoint(self, worker: Worker, request_id: str) -> Burst:
+        """Write what the update of this request made, so that nothing before it is ever done again."""
+        folder, previous = self._folder / f"update-{self._num_updates + 1}", self._checkpoint
         self._num_updates += 1
-        sha256: str = yield self._calls.call(worker, "save_state", folder)
-        self.sha256 = sha256
-        previous, self._checkpoint, self._since_checkpoint = self._checkpoint, folder, []
-        self._listener.checkpointed(self.id, request_id, folder, sha256)
-        kept = {previous, folder}
-        for old in self._folder.glob("update-*"):
-            if old not in kept:
-                shutil.rmtree(old, ignore_errors=True)
+        kept = [each for each in (previous, folder) if each is not None]
+        self.sha256 = yield self._calls.call(worker, "keep_update", folder, kept)
+        self._checkpoint, self._since_checkpoint = folder, []
+        self._listener.checkpointed(self.id, request_id, folder, self.sha256)
 
     def _has_more(self, phase: Phase, has_stepped: bool = False) -> Generator[CallAnswer, Any, bool]:
         """Wait a moment for more work; returns whether some came."""
@@ -426,6 +442,10 @@ class PipelineBursts:
 
 def _is_of_step(request: TrainRequest) -> bool:
     return isinstance(request, OptimizerStep) or (isinstance(request, ForwardBackward) and not request.is_forward_only)
+
+
+def _is_save(request: TrainRequest) -> bool:
+    return isinstance(request, SaveWeights | SaveState)
 
 
 def _train_units(request: TrainRequest) -> int:
