@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sqlite3
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import replace
@@ -196,6 +197,7 @@ class Doors:
         self._server.mount(TINKER, routes(front, keys, host.reason))
         self._server.mount("", rollout_routes(front, keys, self._serving.vocabularies))
         self._server.run_beside(lambda: _sweep(front, self._spec.serve.session_timeout_s))
+        self._server.run_beside(lambda: _fold(self._serving.fold))
         if self._allowed_hosts is not None:
             self.dashboard = Dashboard(self._folder, self._server, allowed_hosts=self._allowed_hosts)
         self._write_tokenizers()
@@ -239,6 +241,14 @@ class Doors:
             if served.model.path is None and not folder.exists():
                 folder.mkdir(parents=True)
                 self._serving.vocabularies[name].save_pretrained(folder)
+
+
+async def _fold(fold: Callable[[], int]) -> None:
+    """Have another thread wait for the disk, so that no request does."""
+    while True:
+        await asyncio.sleep(_SWEEP_S)
+        with contextlib.suppress(sqlite3.OperationalError):  # a disk that is full or busy: the next time will do
+            await asyncio.to_thread(fold)
 
 
 async def _sweep(front: TinkerFront, timeout_s: float) -> None:

@@ -8,6 +8,7 @@ TinkerFront ── requests ─▶ ModelHost (a thread) ── bursts ─▶ For
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
@@ -49,13 +50,17 @@ class Serving:
         self._spec = spec
         self._folder = folder
         self._is_gpu = bool(visible_gpus())
+        self.fold: Callable[[], int] = lambda: 0
+        """Brings the newest commits into the ledger's file; from any thread, again and again."""
 
     def furnish(self, call_soon: CallSoon) -> tuple[TinkerFront, ModelHost]:
         """A front on the folder's ledger, and its host, which is to be started."""
         workplace = _workplace(self._spec, self._folder)
-        news = _News(call_soon)
+        news = News(call_soon)
         host = ModelHost(workplace, self.front, news, wake=workplace.wake)
         ledger = Ledger(self._folder / LEDGER)
+        ledger.leave_folding()
+        self.fold = ledger.fold
         bridge = _Host(host, self.front, self._footprint)
         budgets = budgets_of(self._spec, ledger)
         news.front = TinkerFront(self.models, ledger, self._folder / "models", bridge, budgets)
@@ -156,19 +161,32 @@ class _Host:
         self._host.finish(pipeline)
 
 
-class _News:
+class News:
     """Passes what the host's thread tells to the front's."""
 
     front: TinkerFront
 
     def __init__(self, call_soon: CallSoon) -> None:
         self._call_soon = call_soon
+        self._lock = threading.Lock()
+        self._answers: list[Answer] = []
+        """Answers that the front's thread has not taken."""
 
     def admitted(self, pipeline_id: PipelineId) -> None:
         self._call_soon(lambda: self.front.admit(pipeline_id))
 
     def answered(self, pipeline_id: PipelineId, answer: Answer) -> None:
-        self._call_soon(lambda: self.front.promises.settle(answer.id, answer.value, answer.error))
+        with self._lock:
+            self._answers.append(answer)
+            is_first = len(self._answers) == 1
+        if is_first:
+            self._call_soon(self._settle)
+
+    def _settle(self) -> None:
+        """All that were answered until now have one commit."""
+        with self._lock:
+            answers, self._answers = self._answers, []
+        self.front.promises.settle_all([(each.id, each.value, each.error) for each in answers])
 
     def checkpointed(self, pipeline_id: PipelineId, request_id: str, folder: Path, sha256: str) -> None:
         self._call_soon(lambda: self.front.add_update(request_id, folder, sha256))

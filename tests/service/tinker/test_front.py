@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,10 +14,12 @@ from rlmux.core.actions import Park, Release, RunStage
 from rlmux.core.events import NodeLost, PipelineFailed, PipelineRestarted, StageFinished, WorkerLost
 from rlmux.core.model import DeviceId, NodeId, OrderId, PipelineId, Stage, Urgency
 from rlmux.rl.arriving import SampleDone
+from rlmux.runtime.burst_workers import Answer
+from rlmux.service.serving import News
 from rlmux.service.tinker import requests, routes
 from rlmux.service.tinker.budgets import Budgets, Charges
 from rlmux.service.tinker.keys import Keys
-from rlmux.service.tinker.ledger import Ledger
+from rlmux.service.tinker.ledger import Ledger, Taken
 
 
 @pytest.fixture
@@ -108,6 +112,44 @@ def test_a_silent_client_gives_back_what_it_holds_and_its_checkpoints_stay(place
 
     (place.folder / "models").mkdir()
     asyncio.run(fall_silent())
+
+
+def test_answers_that_come_together_have_one_commit_before_any_is_told(place):
+    async def answer() -> None:
+        session = await place.begin()
+        ids = [f"{session}:sample:0:{number}" for number in range(3)]
+        for number in range(3):
+            await place.post("asample", sample(session, number))
+        done: list[str] = []
+        place.ledger._database.set_trace_callback(lambda statement: done.append(statement.split()[0]))
+        for each in ids:
+            place.front.promises.when_settled(each, lambda: done.append("told"))
+        calls: list[Callable[[], None]] = []
+        news = News(calls.append)
+        news.front = place.front
+        value = SampleDone(id="", sequences=[], prompt_logprobs=())
+        for each in [*ids, ids[0]]:  # one is done again, which changes nothing
+            news.answered(PipelineId("s0-sampling-0"), Answer(id=each, value=value))
+        for call in calls:
+            call()
+        assert len(calls) == 1
+        assert done == ["BEGIN", *["INSERT"] * 3, "COMMIT", *["told"] * 3]
+
+    asyncio.run(answer())
+
+
+def test_commits_leave_the_disk_to_another_thread_which_brings_all_of_them_into_the_file(tmp_path):
+    ledger = Ledger(tmp_path / "tinker.db")
+    ledger.leave_folding()
+    for number in range(300):  # more than SQLite's log holds by itself: 1,000 pages of 4 KB
+        ledger.take(Taken(f"s:{number}", "asample", b"x" * 20_000, "", "lab", 0.0))
+    before = (tmp_path / "tinker.db").stat().st_size
+    with ThreadPoolExecutor(1) as pool:
+        num_pages = pool.submit(ledger.fold).result()
+    assert num_pages > 1000
+    assert before < 4096 * 10 < 300 * 20_000 < (tmp_path / "tinker.db").stat().st_size
+    ledger.take(Taken("s:after", "asample", b"", "", "lab", 0.0))
+    assert ledger.body("s:after") == b""
 
 
 def test_tags_reach_the_host_with_the_project(place):

@@ -8,10 +8,14 @@
 
 A front is a fold over the requests: after a restart they are applied again in their order, and what has a result is
 not done again.
+
+A commit appends to SQLite's own log and waits for no disk. That log is brought into the file now and then, which does:
+by the commit that finds it long, or by `fold`, which another thread may call beside all else.
 """
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
@@ -52,13 +56,35 @@ class Result(NamedTuple):
 
 
 class Ledger:
-    """An SQLite file; used by one thread at a time."""
+    """An SQLite file; used by one thread at a time, `fold` left out."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         self._database = sqlite3.connect(path, isolation_level=None, check_same_thread=False)
         self._database.execute("PRAGMA journal_mode=WAL")
         self._database.execute("PRAGMA synchronous=NORMAL")
         self._database.executescript(_SCHEMA)
+
+    @contextlib.contextmanager
+    def together(self) -> Iterator[None]:
+        """One commit, at the end, for all that is written meanwhile; nothing of it is kept where an error ends it."""
+        self._database.execute("BEGIN IMMEDIATE")
+        try:
+            yield
+        except BaseException:
+            self._database.execute("ROLLBACK")
+            raise
+        self._database.execute("COMMIT")
+
+    def leave_folding(self) -> None:
+        """From now on no commit brings SQLite's log into the file: another thread calls `fold`."""
+        self._database.execute("PRAGMA wal_autocheckpoint=0")
+
+    def fold(self) -> int:
+        """Bring what was committed into the file, by a connection of its own; returns the pages that are there now."""
+        with contextlib.closing(sqlite3.connect(self._path)) as database:
+            _, _, num_pages = database.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchone()
+        return int(num_pages)
 
     def take(self, request: Taken) -> None:
         """Keep a request, before anything is done about it."""

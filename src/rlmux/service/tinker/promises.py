@@ -1,12 +1,13 @@
 """Requests that were promised a result: who waits for it, and how an engine's answer becomes it.
 
 expect(id, promised) ─▶ settle(id, value or error) ─▶ ledger ─▶ all that wait
+                        settle_all(...)             ─▶ one commit ─▶ all that wait
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -92,22 +93,33 @@ class Promises:
 
     def settle(self, request_id: str, value: Any, error: str | None) -> None:
         """What became of a request."""
-        promised = self._promised.pop(request_id, None)
-        if promised is None:  # done again after a restart
-            return
-        if promised.sampler is not None:
-            self._num_samples[promised.sampler.session.project] -= 1
-        if promised.then is not None:
-            promised.then(error is None)
-        self.keep(request_id, Result(error.encode(), "error") if error is not None else promised.encode(value))
+        self.settle_all([(request_id, value, error)])
+
+    def settle_all(self, ended: Sequence[tuple[str, Any, str | None]]) -> None:
+        """What became of requests, as (id, value, error): written in one commit, and told after it."""
+        results = {}
+        for request_id, value, error in ended:
+            promised = self._promised.pop(request_id, None)
+            if promised is None:  # done again after a restart
+                continue
+            if promised.sampler is not None:
+                self._num_samples[promised.sampler.session.project] -= 1
+            if promised.then is not None:
+                promised.then(error is None)
+            failed = None if error is None else Result(error.encode(), "error")
+            results[request_id] = failed or promised.encode(value)
+        if results:
+            self._keep(results)
 
     def fail_pipeline(self, pipeline: PipelineId, reason: str) -> None:
         """Every promise of a pipeline that is over is settled with the reason."""
-        for request_id in self.of_pipeline(pipeline):
-            self.settle(request_id, None, reason)
+        self.settle_all([(request_id, None, reason) for request_id in self.of_pipeline(pipeline)])
 
-    def keep(self, request_id: str, result: Result) -> None:
-        """Write a result, and tell it to all that wait."""
-        self._ledger.settle(request_id, result)
-        for then in self._waiters.pop(request_id, []):
-            then()
+    def _keep(self, results: Mapping[str, Result]) -> None:
+        """Write results, and tell them to all that wait."""
+        with self._ledger.together():
+            for request_id, result in results.items():
+                self._ledger.settle(request_id, result)
+        for request_id in results:
+            for then in self._waiters.pop(request_id, []):
+                then()
