@@ -11,12 +11,13 @@ from rlmux.core.errors import SpecError
 from rlmux.core.model import Account
 from rlmux.core.offers import AccountShare, Quota, Share, ShareSettings
 
-CLUSTER = "cluster: {pools: {rollout: {devices: 1}, train: {devices: 1}}}\n"
+CLUSTER = "cluster: {pools: {rollout: {devices: 1, usd_per_gpu_hour: 2}, train: {devices: 1}}}\n"
 SHARES = """shares:
   half_life_h: 24
   parks: false
   projects:
     lab: {weight: 2, guarantee: 0.25, quota: {devices: 4, device_hours_a_day: 10}}
+    vision: {quota: {usd_per_hour: 12.5, budget_usd: {limit: 500, per: 2w}}}
   users:
     ann: {quota: {running: 2, waiting: 5}}
 """
@@ -28,6 +29,10 @@ SETTINGS = ShareSettings(
             account=Account("lab", ""),
             share=Share(weight=2.0, guarantee=0.25),
             quota=Quota(max_devices=4, device_hours_a_day=10.0),
+        ),
+        AccountShare(
+            account=Account("vision", ""),
+            quota=Quota(max_usd_per_hour=12.5, budget_usd=500.0, budget_period_s=14 * 86_400.0),
         ),
         AccountShare(account=Account("", "ann"), quota=Quota(max_running=2, max_waiting=5)),
     ),
@@ -41,6 +46,16 @@ def test_the_section_is_what_the_scheduler_is_told(tmp_path):
     assert parse_shares(SHARES, "shares.yaml") == SETTINGS
     path.write_text(load_spec(path, may_be_empty=True).resolved)
     assert load_spec(path, may_be_empty=True).shares == SETTINGS
+
+
+@pytest.mark.parametrize("quota", ["usd_per_hour: 1", "budget_usd: {limit: 1}"])
+def test_dollars_of_a_cluster_without_prices_are_refused(tmp_path, quota):
+    path = tmp_path / "run.yaml"
+    path.write_text(
+        CLUSTER.replace(", usd_per_gpu_hour: 2", "") + f"shares: {{users: {{ann: {{quota: {{{quota}}}}}}}}}\n"
+    )
+    with pytest.raises(SpecError, match="the quota of ann is in dollars, and no pool has a price; accepted: usd_per"):
+        load_spec(path, may_be_empty=True)
 
 
 def test_a_file_without_the_section_sets_nothing(tmp_path):
@@ -66,6 +81,12 @@ def test_the_shares_of_a_service_hold_in_each_lane(tmp_path):
         (
             "shares: {users: {ann: {quota: {waiting: 0}}}}",
             "shares.users.ann.quota.waiting is 0; accepted: a whole number, 1 or more",
+        ),
+        ("shares: {users: {ann: {quota: {budget_usd: {limit: 0}}}}}", "budget_usd.limit is 0"),
+        ("shares: {users: {ann: {quota: {budget_usd: 3}}}}", "shares.users.ann.quota.budget_usd"),
+        (
+            "shares: {users: {ann: {quota: {budget_usd: {limit: 1, per: 3 days}}}}}",
+            "per is '3 days'; accepted: a whole number and h, d or w, such as 30d",
         ),
         ("shares: {users: {'a b': {}}}", "shares.users"),
         ("policy: solo", "has no section shares"),

@@ -17,7 +17,7 @@ import pytest
 from rlmux.config.shares import parse_shares
 from rlmux.core.actions import Admit, Refuse, Release, RunStage
 from rlmux.core.errors import RlmuxError, UserError
-from rlmux.core.events import SharesSet
+from rlmux.core.events import PipelineSubmitted, SharesSet
 from rlmux.core.model import PipelineId
 from rlmux.core.scheduler import Scheduler
 from rlmux.policies import make_policy
@@ -27,7 +27,7 @@ from rlmux.runtime.control_socket import SOCKET_NAME, ControlServer, NotRunningE
 from rlmux.runtime.controller import Controller
 from rlmux.runtime.fake_backend import FakeBackend
 from rlmux.runtime.run_api import RunApi, submitted_to
-from rlmux.runtime.usage_notes import shares_events
+from rlmux.runtime.usage_notes import UsageNotes, shares_events
 
 STAGE_S = 0.05
 ACCEPTED = (
@@ -331,6 +331,43 @@ def test_a_file_after_which_too_many_would_wait_is_refused_whole_and_taken_once_
     assert going.answers[2:4] == [refused, refused]
     assert [one["outcome"] for one in going.answers[5]["pipelines"]] == ["waiting", "waiting"]
     assert [one.resolved for one in submitted_to(going.folder)] == ["b 1\nc 1 999", "d 1\ne 1"]
+
+
+def test_a_run_that_is_resumed_goes_on_with_the_dollars_that_were_spent(tmp_path, real):
+    """The log's own rows: settings, then what was used and spent, are told to the next scheduler before all else."""
+    cluster = real.cluster()
+    priced = {name: real.replace(pool, usd_per_gpu_hour=3600.0) for name, pool in cluster.pools.items()}
+    cluster = real.replace(cluster, pools=priced)
+    folder = tmp_path / "run"
+    folder.mkdir()
+    text = "shares: {projects: {lab: {quota: {budget_usd: {limit: 0.2}}}}}"
+    shares = parse_shares(text, "s.yaml", cluster)
+    scheduler = Scheduler(cluster, make_policy("solo"), FairShares())
+    log = RunLog.create(folder, run_header(policy="solo", backend="fake", cluster=cluster))
+    notes = UsageNotes(scheduler, log)
+    one = of_lab(real, real.submission("a", num_steps=1_000_000))
+    controller = Controller(scheduler, FakeBackend(lambda action: STAGE_S), log, [notes])
+    controller.run(
+        [one],
+        until=lambda: bool(scheduler.spent()) and "spent" in reason_of(scheduler, "a"),
+        first=shares_events(shares, {}, 0.0),
+    )
+    notes.write(log.last_time_s)
+    log.close()
+    with LogReader(folder) as reader:
+        state = reader.state()
+    told = shares_events(state.shares, state.usage, state.last_time_s)
+    again = Scheduler(cluster, make_policy("solo"), FairShares())
+    for event in told:
+        again.handle(event)
+    assert again.spent()[0].usd >= 0.2
+    assert again.spent()[0].usd == pytest.approx(scheduler.spent()[0].usd)
+    again.handle(PipelineSubmitted(time_s=state.last_time_s, pipeline=one.pipeline))
+    assert again.query.reason(PipelineId("a")).startswith("budget spent")
+
+
+def reason_of(scheduler: Scheduler, name: str) -> str:
+    return scheduler.query.reason(PipelineId(name)) if PipelineId(name) in scheduler.query else ""
 
 
 def of_lab(real: Any, one: Any) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from rlmux.core.actions import Admit, Park, Release
@@ -98,6 +100,23 @@ def test_a_newcomer_is_made_room_for_and_the_parked_goes_on_to_its_end():
     assert 3_000.0 <= parked[0][0] <= 3_060.0, "at its next step boundary"
     statuses = {simulation.scheduler.query.status(PipelineId(name)).value for name in ("a0", "a1", "b")}
     assert statuses == {"finished"}
+
+
+def test_a_budget_is_kept_over_periods():
+    """$40 a day of a pipeline that asks for $2 an hour and takes fifty hours: it ends on the third day."""
+    pools = {name: replace(pool, usd_per_gpu_hour=1.0) for name, pool in CLUSTER.pools.items()}
+    quota = AccountShare(account=Account("", "ann"), quota=Quota(budget_usd=40.0, budget_period_s=86_400.0))
+    workload = Workload(
+        name="budget",
+        cluster=Cluster(pools=pools),
+        arrivals=(arrival("a", "ann", num_steps=3000),),
+        shares=ShareSettings(accounts=(quota,)),
+    )
+    simulation = Simulation(workload, make_policy("solo"), checks=True)
+    simulation.run()
+    assert simulation.scheduler.query.now_s == pytest.approx(2 * 86_400.0 + 10 * 3600.0, abs=121.0)
+    (row,) = simulation.scheduler.accounts()
+    assert (row.usd, row.spent_usd) == (pytest.approx(100.0), pytest.approx(20.0, abs=0.1))
 
 
 def test_the_hours_of_a_day_are_kept_over_days():

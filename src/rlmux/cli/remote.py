@@ -91,6 +91,7 @@ _LIMITS = (
     ("max_waiting", "waiting"),
     ("max_devices", "devices"),
     ("device_hours_a_day", "h a day"),
+    ("max_usd_per_hour", "$ an hour"),
 )
 """Keys of a quota, and what each is in words."""
 
@@ -98,6 +99,8 @@ _LIMITS = (
 def _usage_row(one: Mapping[str, Any]) -> dict[str, Any]:
     quota = one["quota"]
     limits = [f"{text} {quota[key]:g}" for key, text in _LIMITS if quota.get(key) is not None]
+    if quota.get("budget_usd") is not None:
+        limits.append(f"${one['spent_usd']:.2f} of ${quota['budget_usd']:.2f} for {quota['budget_days']:g} days")
     return {
         "project": one["project"] or "-",
         "user": one["user"] or "-",
@@ -107,6 +110,7 @@ def _usage_row(one: Mapping[str, Any]) -> dict[str, Any]:
         "over": "yes" if one["is_over_share"] else "no",
         "device-hours": f"{sum(one['device_hours'].values()):.3f}",
         "today": f"{one['device_hours_today']:.3f}",
+        **({"dollars": f"{one['usd']:.2f}"} if one.get("usd") is not None else {}),
         "running": one["running"],
         "waiting": one["waiting"],
         "quota": ", ".join(limits) or "-",

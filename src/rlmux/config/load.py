@@ -23,7 +23,7 @@ from rlmux.config.derive import make_cluster, make_cold_switch, make_pipeline
 from rlmux.config.explain import explain
 from rlmux.config.located import Node, parse_yaml
 from rlmux.config.merge import merge
-from rlmux.config.shares import make_shares
+from rlmux.config.shares import check_prices, make_shares
 from rlmux.config.tree import AlertConfig, PipelineConfig, RunConfig, plain_tree, read_tree
 from rlmux.core.errors import SpecError
 from rlmux.core.model import Cluster, Pipeline, SwitchEstimate
@@ -182,10 +182,12 @@ def _with_absolute_paths(config: RunConfig, folder: Path) -> RunConfig:
 
 def _spec(config: RunConfig, source: str, hints: tuple[str, ...]) -> Spec:
     assert config.code_folder is not None, "paths are absolute already"
+    cluster, shares = make_cluster(config.cluster), make_shares(config.shares)
+    check_prices(shares, cluster, source)
     return Spec(
         source=source,
         code_folder=Path(config.code_folder),
-        cluster=make_cluster(config.cluster),
+        cluster=cluster,
         policy=config.policy,
         pipelines=tuple(
             PipelineSpec(
@@ -202,7 +204,7 @@ def _spec(config: RunConfig, source: str, hints: tuple[str, ...]) -> Spec:
             )
             for given in config.pipelines
         ),
-        shares=make_shares(config.shares),
+        shares=shares,
         resolved=_resolved(config),
         hints=hints,
     )

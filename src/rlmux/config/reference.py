@@ -32,6 +32,7 @@ SECTIONS: tuple[tuple[str, type[config.FromFile]], ...] = (
     ("`shares.projects.NAME`", shares.ProjectShareConfig),
     ("`shares.users.NAME`", shares.UserShareConfig),
     ("`quota`", shares.QuotaConfig),
+    ("`quota.budget_usd`", shares.BudgetConfig),
     ("The file of `rlmux serve`, of a service", service_file.ServiceFile),
     ("`lanes.NAME`", service_file.LaneConfig),
     ("The file of `rlmux serve`, of models", serve.ServeFile),

@@ -7,19 +7,46 @@ shares ── projects ── ProjectShareConfig ── weight, guarantee, quota
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Annotated
 
-from annotated_types import Ge, Le
+from annotated_types import Ge, Le, Predicate
 from pydantic import TypeAdapter, ValidationError
 
 from rlmux.config.explain import explain
 from rlmux.config.located import parse_yaml
 from rlmux.core.errors import SpecError
-from rlmux.core.model import Account
+from rlmux.core.model import Account, Cluster
 from rlmux.core.offers import AccountShare, Quota, Share, ShareSettings
-from rlmux.rl.config import Count, FromFile, Name, PositiveFloat
+from rlmux.rl.config import Count, FromFile, Name, PositiveFloat, Takes
+
+_SECONDS_BY_UNIT = {"h": 3600.0, "d": 86_400.0, "w": 7 * 86_400.0}
+
+
+def seconds_of(text: str) -> float:
+    """Seconds of a text such as `30d`; 0 for one that is no period."""
+    number, unit = text[:-1], text[-1:]
+    return int(number) * _SECONDS_BY_UNIT.get(unit, 0.0) if re.fullmatch("[0-9]{1,6}", number) else 0.0
+
+
+def _is_period(text: str) -> bool:
+    return seconds_of(text) > 0.0
+
+
+Period = Annotated[str, Predicate(_is_period), Takes("a whole number and h, d or w, such as 30d")]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class BudgetConfig(FromFile):
+    """The most that a project or a user may be charged in a period, in dollars."""
+
+    limit: PositiveFloat
+    """Dollars, at the prices of the cluster's pools. Once they are spent its pipelines park at their next step
+    boundary, and go on in the next period."""
+    per: Period = "30d"
+    """Hours, days or weeks of a period, by the run's clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +63,11 @@ class QuotaConfig(FromFile):
     device_hours_a_day: PositiveFloat | None = None
     """Hours of one device that it is charged in a day of the run's clock. Then its pipelines park at their next step
     boundary, and go on the next day. Without: no limit."""
+    usd_per_hour: PositiveFloat | None = None
+    """Dollars an hour of the nodes that its running pipelines ask for together, at the prices of the cluster's pools;
+    two that share a node count twice. Without: no limit."""
+    budget_usd: BudgetConfig | None = None
+    """Dollars of a period. Without: no limit."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,8 +139,9 @@ def make_shares(config: SharesConfig | None) -> ShareSettings | None:
     )
 
 
-def parse_shares(text: str, source: str) -> ShareSettings:
-    """The section `shares` of a file that may have others beside it. Raises SpecError."""
+def parse_shares(text: str, source: str, cluster: Cluster | None = None) -> ShareSettings:
+    """The section `shares` of a file that may have others beside it. `cluster`: that they are to hold in; None: not
+    known here. Raises SpecError."""
     root = parse_yaml(text, source)
     if not isinstance(root.value, dict) or "shares" not in root.value:
         raise SpecError(f"{source}: has no section shares; accepted: shares: {{projects: ..., users: ...}}")
@@ -118,6 +151,8 @@ def parse_shares(text: str, source: str) -> ShareSettings:
         raise explain(error, root, _SharesFile) from None
     made = make_shares(file.shares)
     assert made is not None
+    if cluster is not None:
+        check_prices(made, cluster, source)
     return made
 
 
@@ -127,4 +162,19 @@ def _quota(config: QuotaConfig) -> Quota:
         max_waiting=config.waiting,
         max_devices=config.devices,
         device_hours_a_day=config.device_hours_a_day,
+        max_usd_per_hour=config.usd_per_hour,
+        budget_usd=None if config.budget_usd is None else config.budget_usd.limit,
+        budget_period_s=seconds_of("30d" if config.budget_usd is None else config.budget_usd.per),
     )
+
+
+def check_prices(settings: ShareSettings | None, cluster: Cluster, source: str) -> None:
+    """Raises SpecError for a quota in dollars of a cluster whose pools cost nothing: it would limit nothing."""
+    if any(pool.usd_per_gpu_hour > 0.0 for pool in cluster.pools.values()):
+        return
+    for one in settings.accounts if settings is not None else ():
+        if one.quota.max_usd_per_hour is not None or one.quota.budget_usd is not None:
+            raise SpecError(
+                f"{source}: the quota of {one.account} is in dollars, and no pool has a price; accepted: "
+                "usd_per_gpu_hour of a pool, or a quota of devices or device_hours_a_day"
+            )

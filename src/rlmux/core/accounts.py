@@ -40,6 +40,12 @@ class AccountRow:
     num_waiting: int
     quota: Quota
     """The quota of its user, else of its project."""
+    usd: float = 0.0
+    """Dollars of what its pipelines of this part of the run are charged, at the pools' prices."""
+    spent_usd: float = 0.0
+    """Dollars that the account of `quota` was charged in the present period; 0 where that has no budget."""
+    budget_begins_s: float | None = None
+    """When that budget begins anew, by the run's clock; None without one."""
 
     @property
     def is_over_share(self) -> bool:
@@ -86,6 +92,9 @@ def _row(
     set_for = state.share_by_account
     own_share = set_for.get(project) or set_for.get(Account("", account.project)) or Share()
     own = [one for (other, _), one in usage.items() if other == account]
+    limited = next((one for one in (user, project) if one in state.quota_by_account), None)
+    quota, budgets = state.quota_by_account[limited] if limited else Quota(), shares.quotas.budgets
+    has_budget = limited is not None and quota.budget_usd is not None
     return AccountRow(
         account=account,
         weight=own_share.weight,
@@ -97,7 +106,10 @@ def _row(
         today_s=sum(one.today_s for one in own),
         num_running=_count(runs, PipelineStatus.RUNNING),
         num_waiting=_count(runs, PipelineStatus.WAITING),
-        quota=state.quota_by_account.get(user) or state.quota_by_account.get(project) or Quota(),
+        quota=quota,
+        usd=sum(device_s * budgets.usd_per_device_s[pool] for pool, device_s in charged.items()),
+        spent_usd=budgets.spent_usd(limited) if limited else 0.0,
+        budget_begins_s=budgets.next_period_s(limited) if limited and has_budget else None,
     )
 
 

@@ -88,9 +88,9 @@ class AdmissionQueue:
             return []
         waiting = [run for run in self._state.waiting.values() if not run.is_held]
         return [
-            (run, Refusal(reason=reason, is_final=is_final))
-            for run, reason, is_final in self._shares.quotas.reasons_against(waiting)
-            if reason
+            (run, Refusal(reason=excess.reason, is_final=excess.is_final))
+            for run, excess in self._shares.quotas.excesses(waiting)
+            if excess is not None
         ]
 
     def is_next(self, run: PipelineRun) -> bool:

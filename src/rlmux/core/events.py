@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from rlmux.core.model import ARRIVING_KINDS, DeviceId, NodeId, OrderId, Phase, Pipeline, PipelineId
-from rlmux.core.offers import AccountUsage, ShareSettings
+from rlmux.core.offers import AccountSpent, AccountUsage, ShareSettings
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +73,8 @@ class UsageRestored:
 
     time_s: float
     usage: tuple[AccountUsage, ...]
+    spent: tuple[AccountSpent, ...] = ()
+    """Dollars of accounts with a budget."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -55,6 +55,13 @@ class Quota:
     """Devices that its running pipelines ask for together; two that share a device count twice. None: no limit."""
     device_hours_a_day: float | None = None
     """Hours of one device that it is charged in a day of the run's clock; None: no limit."""
+    max_usd_per_hour: float | None = None
+    """Dollars an hour of the nodes that its running pipelines ask for together, at the pools' prices; None: no
+    limit."""
+    budget_usd: float | None = None
+    """Dollars that it is charged in a period of the run's clock, at the pools' prices; None: no limit."""
+    budget_period_s: float = 30 * 86_400.0
+    """Seconds of such a period."""
 
     @property
     def is_empty(self) -> bool:
@@ -97,6 +104,16 @@ class AccountUsage:
     """Device-seconds, those of long ago forgotten."""
     today_s: float = 0.0
     """Device-seconds that it was charged on the day of the run's clock that the event falls on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AccountSpent:
+    """What a project (no user) or a user (no project) with a budget was charged in one period."""
+
+    account: Account
+    usd: float
+    begun_s: float
+    """Time at which the period began, by the run's clock."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

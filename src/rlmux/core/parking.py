@@ -65,7 +65,7 @@ class Parking:
         if run.is_parking and run.parks_for is not None:
             run.is_parking = self._state.runs[run.parks_for].status is PipelineStatus.WAITING
         has_quota = not (run.pipeline.work_arrives or run.pipeline.is_filler)
-        if not run.is_parking and has_quota and self._shares.quotas.counts_days():
+        if not run.is_parking and has_quota and self._shares.quotas.counts_charges():
             self._shares.charge(run.rollout_devices + run.train_devices)
             run.is_parking, run.parks_for = self._shares.quotas.is_spent(run), None
         return run.is_parking

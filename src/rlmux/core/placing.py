@@ -122,11 +122,11 @@ class Placing:
             self._dispatch(group)
 
     def _remind(self, run: PipelineRun) -> None:
-        """Have the queue looked at when the next day begins, where the hours of this one are what a pipeline lacks."""
-        quotas, state = self._shares.quotas, self._state
-        if quotas.is_spent(run) and state.reminded_s < quotas.next_day_s():
-            state.reminded_s = quotas.next_day_s()
-            self._journal.act(Remind(at_s=state.reminded_s))
+        """Have the queue looked at when a day or a budget begins anew, where that is what a pipeline waits for."""
+        state, again_s = self._state, self._shares.quotas.again_s(run)
+        if again_s is not None and again_s not in state.reminders:
+            state.reminders = {at_s: None for at_s in state.reminders if at_s > state.now_s} | {again_s: None}
+            self._journal.act(Remind(at_s=again_s))
 
     def release(self, run: PipelineRun) -> None:
         """The pipeline is over: its nodes go back, waiting pipelines are tried again, its group goes on.

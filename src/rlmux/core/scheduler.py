@@ -63,7 +63,7 @@ from rlmux.core.journal import Journal
 from rlmux.core.leases import Leases
 from rlmux.core.model import Cluster, DeviceId, OrderId, Phase, PipelineId, PipelineStatus, Stage
 from rlmux.core.node_changes import NodeChanges
-from rlmux.core.offers import AccountUsage, QueueOrder
+from rlmux.core.offers import AccountSpent, AccountUsage, QueueOrder
 from rlmux.core.orders import Orders
 from rlmux.core.parking import Parking
 from rlmux.core.placement import PlacementLedger
@@ -222,6 +222,10 @@ class Scheduler:
     def usage(self) -> tuple[AccountUsage, ...]:
         """What a later part of the run must know of this one's usage. Decides nothing."""
         return self._shares.usage() if self._shares.are_set else ()
+
+    def spent(self) -> tuple[AccountSpent, ...]:
+        """As `usage`, of the dollars of budgets. Decides nothing."""
+        return self._shares.spent()
 
     @property
     def state(self) -> SchedulerState:

@@ -27,6 +27,7 @@ from dataclasses import replace
 from rlmux.core.group_load import phases_of
 from rlmux.core.model import Account, Cluster, DeviceId, Phase, Pipeline, PipelineId, PipelineStatus, Urgency
 from rlmux.core.offers import (
+    AccountSpent,
     AccountUsage,
     QueueOrder,
     QueueView,
@@ -85,16 +86,17 @@ class Shares:
                 usage.device_s, usage.at_s = usage.at(state.now_s), state.now_s
                 usage.half_life_s = settings.half_life_s
 
-    def restore(self, usage: Iterable[AccountUsage]) -> None:
+    def restore(self, usage: Iterable[AccountUsage], spent: Iterable[AccountSpent] = ()) -> None:
         """Count what was used in earlier parts of the run."""
         state = self._state
         self.begin()
+        self.quotas.budgets.restore(spent)
         for one in usage:
             by_pool = state.usage_by_account.setdefault(one.account, {})
             by_pool[one.pool] = DecayedUsage(one.device_s, state.now_s, self._half_life_s)
             if one.today_s > 0.0:
-                self.quotas.add_today(one.account, one.pool, 0.0, state.now_s)
-                state.charged_today[one.account][one.pool] = one.today_s
+                self.quotas.begin_day()
+                state.charged_today.setdefault(one.account, {})[one.pool] = one.today_s
 
     def usage(self) -> tuple[AccountUsage, ...]:
         """What every account has used up to now."""
@@ -111,6 +113,11 @@ class Shares:
             for account, by_pool in state.usage_by_account.items()
             for pool, usage in by_pool.items()
         )
+
+    def spent(self) -> tuple[AccountSpent, ...]:
+        """What every account with a budget was charged in its present period."""
+        self.charge(self._state.held_devices)
+        return tuple(self._state.spent_by_account.values())
 
     @property
     def _half_life_s(self) -> float:
@@ -185,8 +192,7 @@ class Shares:
         now_s = self._state.now_s
         factor = _URGENT_FACTOR if run.pipeline.urgency == Urgency.URGENT else 1.0
         self._usage(run, pool).add_rate(factor * rate, since_s, now_s)
-        if self.quotas.counts_days():
-            self.quotas.add_today(run.pipeline.account, pool, rate, since_s)
+        self.quotas.count(run.pipeline, pool, rate, since_s)
 
     def _usage(self, run: PipelineRun, pool: str) -> DecayedUsage:
         by_pool = self._state.usage_by_account.setdefault(run.pipeline.account, {})
@@ -197,7 +203,7 @@ class Shares:
     def in_order(self) -> list[PipelineRun]:
         """Waiting pipelines that are not held and within their quotas, the first to be offered room first."""
         waiting = [run for run in self._state.waiting.values() if not run.is_held]
-        runs = [run for run, reason, _ in self.quotas.reasons_against(waiting) if not reason]
+        runs = [run for run, excess in self.quotas.excesses(waiting) if excess is None]
         runs.sort(key=lambda run: run.sequence)
         if not self.are_set or self._queue_order is None or len(runs) < 2:
             return runs

@@ -110,7 +110,7 @@ class Standings:
         self._placing.place_waiting()
 
     def _on_usage_restored(self, event: UsageRestored) -> None:
-        self._shares.restore(event.usage)
+        self._shares.restore(event.usage, event.spent)
 
     def _on_time_reached(self, event: TimeReached) -> None:
         self._placing.place_waiting()

@@ -35,7 +35,7 @@ from rlmux.core.model import (
     Stage,
     WorkLeft,
 )
-from rlmux.core.offers import Quota, Share, ShareSettings
+from rlmux.core.offers import AccountSpent, Quota, Share, ShareSettings
 from rlmux.core.usage import DecayedUsage
 
 FILLERS = GroupId(1_000_000_000)
@@ -436,8 +436,10 @@ class SchedulerState:
     """Day of the run's clock that `charged_today` is of, from 0."""
     charged_today: dict[Account, dict[str, float]] = field(default_factory=dict)
     """Device-seconds of each pool that each account is charged on that day; only where a quota asks for them."""
-    reminded_s: float = 0.0
-    """Latest time that a reminder was asked for."""
+    spent_by_account: dict[Account, AccountSpent] = field(default_factory=dict)
+    """Dollars that each project or user with a budget was charged in the last period in which it was charged any."""
+    reminders: dict[float, None] = field(default_factory=dict)
+    """Times to come for which a reminder was asked for."""
     usage_by_account: dict[Account, dict[str, DecayedUsage]] = field(default_factory=dict)
     """What each account has used of each pool of late."""
     charged_by_pipeline: dict[PipelineId, dict[str, float]] = field(default_factory=dict)

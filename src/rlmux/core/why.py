@@ -3,13 +3,15 @@
     held           its user holds it, or has parked it
     filler         it takes only what others leave, and no node has that now
     over_quota     its project or its user would have more than its quota
+    budget_spent   its project or its user has spent its dollars of this period
     parking        it is the first, and others give their devices back for it
     reserved_for   it would fit, and the room is kept for the first in the queue
     behind         it does not fit, and another has the reservation
     no_room        it does not fit, and is the first
 
 The changes are tried on the ledger and taken back: what they say is the policy's own answer. The cheapest come first:
-to release the hold, to accept a slower step, to ask for fewer nodes, to do without another pipeline of one's own.
+to release the hold, to accept a slower step, to ask for fewer nodes, to do without another pipeline of one's own, to
+have a larger quota.
 """
 
 from __future__ import annotations
@@ -30,6 +32,15 @@ MAX_CHANGES = 3
 _SLO_TENTHS = 30
 """Tenths by which an SLO slowdown is raised at most."""
 
+_KEY_OF_LIMIT = {
+    "max_running": "running",
+    "max_devices": "devices",
+    "device_hours_a_day": "device_hours_a_day",
+    "max_usd_per_hour": "usd_per_hour",
+    "budget_usd": "budget_usd.limit",
+}
+"""Keys of the section `shares` by fields of `Quota`."""
+
 
 class WaitToken(StrEnum):
     """Why a pipeline waits."""
@@ -37,6 +48,7 @@ class WaitToken(StrEnum):
     HELD = "held"
     FILLER = "filler"
     OVER_QUOTA = "over_quota"
+    BUDGET_SPENT = "budget_spent"
     PARKING = "parking"
     RESERVED_FOR = "reserved_for"
     BEHIND = "behind"
@@ -48,7 +60,8 @@ class Change:
     """One change of a waiting pipeline or of its user's others."""
 
     key: str
-    """What changes: `hold`, `slo_slowdown`, `rollout.workers`, `train.workers` or `without`."""
+    """What changes: `hold`, `slo_slowdown`, `rollout.workers`, `train.workers`, `without`, or `quota.` and a limit of a
+    quota."""
     was: str | float
     """Value before; empty for `without`."""
     to: str | float
@@ -100,8 +113,9 @@ def wait_of(
     reservation = state.reservation
     would_start = (
         change
-        for change, pipeline in (() if _asks_for_nothing(run, shares) else _changes(run, state))
-        if _starts_with(change, pipeline, ledger=ledger, queue=queue, reservation=reservation)
+        for change, pipeline in (() if run.pipeline.is_filler else _changes(run, state, shares))
+        if _is_within_quota(run, change, pipeline, shares)
+        and _starts_with(change, pipeline, ledger=ledger, queue=queue, reservation=reservation)
     )
     position = in_order.index(run.pipeline.id) + 1 if run.pipeline.id in in_order else 0
     return replace(_wait(run, position, len(in_order), state, queue, shares), would_start_now_if=_cheapest(would_start))
@@ -118,11 +132,6 @@ def waits(
     held += state.waiting_fillers.values()
     placed = [*enumerate(in_order, 1), *((0, run) for run in held)][:limit]
     return [(run, _wait(run, position, len(in_order), state, queue, shares)) for position, run in placed]
-
-
-def _asks_for_nothing(run: PipelineRun, shares: Shares) -> bool:
-    """Whether no change of the pipeline would start it: it is over a quota, or takes what others leave."""
-    return run.pipeline.is_filler or bool(shares.quotas.reason_against(run)[0])
 
 
 def _wait(
@@ -157,8 +166,9 @@ def _token(
         return WaitToken.HELD
     if run.pipeline.is_filler:
         return WaitToken.FILLER
-    if shares.quotas.reason_against(run)[0]:
-        return WaitToken.OVER_QUOTA
+    excess = shares.quotas.excess_of(run)
+    if excess is not None:
+        return WaitToken.BUDGET_SPENT if excess.limit == "budget_usd" else WaitToken.OVER_QUOTA
     if any(one.parks_for == run.pipeline.id for group in state.groups.values() for one in group.members.values()):
         return WaitToken.PARKING
     if reservation is None or reservation.pipeline == run.pipeline.id:
@@ -166,7 +176,7 @@ def _token(
     return WaitToken.RESERVED_FOR if queue.fits(run.pipeline) else WaitToken.BEHIND
 
 
-def _changes(run: PipelineRun, state: SchedulerState) -> Iterator[tuple[Change, Pipeline]]:
+def _changes(run: PipelineRun, state: SchedulerState, shares: Shares) -> Iterator[tuple[Change, Pipeline]]:
     """Changes from the cheapest to the dearest, each with the pipeline as it would be."""
     pipeline = run.pipeline
     if run.is_held:
@@ -185,6 +195,17 @@ def _changes(run: PipelineRun, state: SchedulerState) -> Iterator[tuple[Change, 
     for other in state.runs.values():
         if other.placement is not None and other.pipeline.account == pipeline.account:
             yield Change(key="without", was="", to=other.pipeline.id), pipeline
+    excess = shares.quotas.excess_of(run)
+    if excess is not None:
+        yield Change(key=f"quota.{_KEY_OF_LIMIT[excess.limit]}", was=excess.was, to=excess.needed), pipeline
+
+
+def _is_within_quota(run: PipelineRun, change: Change, pipeline: Pipeline, shares: Shares) -> bool:
+    """Whether no limit keeps the pipeline waiting once it is changed like this."""
+    quotas = shares.quotas
+    without = PipelineId(str(change.to)) if change.key == "without" else None
+    raised = quotas.excess_of(run) if change.key.startswith("quota.") else None
+    return quotas.excess_of(run, pipeline, without=without, raised=raised) is None
 
 
 def _starts_with(

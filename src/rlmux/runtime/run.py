@@ -16,6 +16,7 @@ import signal
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol, cast
 
@@ -272,7 +273,7 @@ def drive(
             over=endings.by_pipeline,
             is_kept_open=is_kept_open,
             taken=taken,
-            parse_shares=parse_shares,
+            parse_shares=partial(parse_shares, cluster=cluster),
         )
     displays = [_UntilClosed(listener, lambda: controller.stop()) for listener in listeners]
     controller = Controller(

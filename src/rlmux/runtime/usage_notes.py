@@ -14,7 +14,7 @@ from typing import Any
 
 from rlmux.core.events import Event, SharesSet, UsageRestored
 from rlmux.core.model import Account
-from rlmux.core.offers import AccountUsage, ShareSettings
+from rlmux.core.offers import AccountSpent, AccountUsage, ShareSettings
 from rlmux.core.quotas import DAY_S
 from rlmux.core.scheduler import Scheduler
 from rlmux.core.usage import DecayedUsage
@@ -47,7 +47,8 @@ class UsageNotes:
         self._written_s = now_s
         at_s = self._scheduler.query.now_s
         rows = [[one.account.project, one.account.user, one.pool, one.device_s, one.today_s] for one in usage]
-        self._log.note("usage", now_s, at_s=at_s, accounts=rows)
+        spent = [[one.account.project, one.account.user, one.usd, one.begun_s] for one in self._scheduler.spent()]
+        self._log.note("usage", now_s, at_s=at_s, accounts=rows, **({"spent": spent} if spent else {}))
         if is_end or now_s >= self._shown_s + SHOWN_EVERY_S:
             self._shown_s = now_s
             self._log.note("accounts", now_s, **usage_fields(self._scheduler))
@@ -62,6 +63,9 @@ def usage_fields(scheduler: Scheduler) -> dict[str, Any]:
             "max_waiting": one.quota.max_waiting,
             "max_devices": one.quota.max_devices,
             "device_hours_a_day": one.quota.device_hours_a_day,
+            "max_usd_per_hour": one.quota.max_usd_per_hour,
+            "budget_usd": one.quota.budget_usd,
+            "budget_days": None if one.quota.budget_usd is None else one.quota.budget_period_s / DAY_S,
         }
         rows.append(
             {
@@ -78,6 +82,9 @@ def usage_fields(scheduler: Scheduler) -> dict[str, Any]:
                 "running": one.num_running,
                 "waiting": one.num_waiting,
                 "quota": quota,
+                "usd": one.usd,
+                "spent_usd": one.spent_usd,
+                "budget_begins_s": one.budget_begins_s,
             }
         )
     bill = scheduler.bill()
@@ -119,7 +126,11 @@ def shares_events(
             )
             for project, user, pool, device_s, today_s in usage["accounts"]
         )
-        told.append(UsageRestored(time_s=now_s, usage=restored))
+        spent = tuple(
+            AccountSpent(account=Account(project, user), usd=usd, begun_s=begun_s)
+            for project, user, usd, begun_s in usage.get("spent", ())
+        )
+        told.append(UsageRestored(time_s=now_s, usage=restored, spent=spent))
     return told
 
 

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from pydantic.json_schema import models_json_schema
 
-from rlmux.service.dashboard import shapes, shapes_of_time
+from rlmux.service.dashboard import shapes, shapes_of_time, shapes_of_use
 from rlmux.service.dashboard.door import PREFIX, Address, Asked, get
 from rlmux.service.dashboard.problems import MEDIA_TYPE as PROBLEM
 
@@ -58,7 +58,7 @@ MEANT: Mapping[tuple[str, str], Meant] = {
     ("GET", f"{_LANE}/whatif"): Meant("How far earlier predictions were off", shapes.Score),
     ("POST", f"{_LANE}/whatif"): Meant("What a change would do to the run", shapes.Answer, shapes.Question),
     ("GET", f"{_LANE}/queue"): Meant("What waits, in the order of offers", shapes.Queue),
-    ("GET", f"{_LANE}/usage"): Meant("What users and projects have used", shapes.Usage),
+    ("GET", f"{_LANE}/usage"): Meant("What users and projects have used", shapes_of_use.Usage),
     ("GET", f"{_LANE}/status"): Meant("What `rlmux status --json` prints", shapes.Status),
     ("GET", f"{_LANE}/spec"): Meant("The file that the run began with", shapes.File),
     ("POST", f"{_LANE}/shares"): Meant("Set what users and projects are entitled to", shapes.Outcome, shapes.File),

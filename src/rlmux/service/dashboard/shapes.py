@@ -271,36 +271,6 @@ class Queue(Shape):
     upcoming: list[Upcoming]
 
 
-class Quota(Shape):
-    max_running: int | None
-    max_waiting: int | None = None
-    max_devices: float | None
-    device_hours_a_day: float | None
-
-
-class Account(Shape):
-    project: str
-    user: str
-    weight: float
-    guarantee: float
-    share: float
-    fair_share: float
-    is_over_share: bool
-    device_hours: dict[str, float]
-    used_hours: dict[str, float]
-    device_hours_today: float
-    running: int
-    waiting: int
-    quota: Quota
-
-
-class Usage(Shape):
-    accounts: list[Account]
-    at_s: float | None = None
-    half_life_hours: float | None = None
-    held_hours: dict[str, float] | None = None
-
-
 class File(Shape):
     source: str
     """Name of the file."""

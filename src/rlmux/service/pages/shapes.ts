@@ -164,7 +164,13 @@ export interface AccountRow {
   device_hours_today: number;
   running: number;
   waiting: number;
-  quota: { max_running: number | null; max_waiting?: number | null; max_devices: number | null; device_hours_a_day: number | null };
+  quota: { max_running: number | null; max_waiting?: number | null; max_devices: number | null; device_hours_a_day: number | null; max_usd_per_hour?: number | null; budget_usd?: number | null; budget_days?: number | null };
+  /** Dollars of `device_hours`, at the pools' prices. */
+  usd?: number | null;
+  /** Dollars that the account of the quota was charged in the present period of its budget. */
+  spent_usd?: number | null;
+  /** When that begins anew, in seconds of the run's clock. */
+  budget_begins_s?: number | null;
 }
 
 /** What users have used; no accounts where nothing is counted. */

@@ -54,6 +54,7 @@ function Nothing({ isGoingOn }: { isGoingOn: boolean }) {
 function Counted({ usage, rows }: { usage: Usage; rows: readonly AccountRow[] }) {
   const projects = [...new Set(rows.map((row) => row.project))].map((name) => rows.filter((row) => row.project === name));
   const over = projects.filter(([first]) => first?.is_over_share).length;
+  const hasBudget = rows.some((row) => row.quota.budget_usd != null);
   const largest = Math.max(1e-9, ...rows.map((row) => Math.max(row.share, row.fair_share)));
   return (
     <>
@@ -81,12 +82,13 @@ function Counted({ usage, rows }: { usage: Usage; rows: readonly AccountRow[] })
               <th>share</th>
               <th class="number">used of late</th>
               <th class="number">today</th>
+              {hasBudget && <th class="number">spent</th>}
               <th class="number">running</th>
               <th class="number">waiting</th>
               <th>quota</th>
             </tr>
           </thead>
-          <tbody>{projects.flatMap((members) => members.map((row, place) => <Account key={`${row.project} ${row.user}`} row={row} isFirst={place === 0} largest={largest} />))}</tbody>
+          <tbody>{projects.flatMap((members) => members.map((row, place) => <Account key={`${row.project} ${row.user}`} row={row} isFirst={place === 0} largest={largest} hasBudget={hasBudget} />))}</tbody>
         </table>
       </div>
       <Charged usage={usage} rows={rows} />
@@ -94,7 +96,7 @@ function Counted({ usage, rows }: { usage: Usage; rows: readonly AccountRow[] })
   );
 }
 
-function Account({ row, isFirst, largest }: { row: AccountRow; isFirst: boolean; largest: number }) {
+function Account({ row, isFirst, largest, hasBudget }: { row: AccountRow; isFirst: boolean; largest: number; hasBudget: boolean }) {
   return (
     <tr>
       <td class="name">{isFirst ? row.project || "–" : ""}</td>
@@ -106,9 +108,14 @@ function Account({ row, isFirst, largest }: { row: AccountRow; isFirst: boolean;
         {hours(sum(Object.values(row.used_hours)))}
       </td>
       <td class="number">{row.quota.device_hours_a_day === null ? "–" : hours(row.device_hours_today)}</td>
+      {hasBudget && (
+        <td class={`number${isSpent(row) ? " bad" : ""}`} title={row.budget_begins_s == null ? "" : `begins anew ${seconds(row.budget_begins_s)} after the run's begin`}>
+          {row.quota.budget_usd == null ? "–" : usd(row.spent_usd ?? 0)}
+        </td>
+      )}
       <td class="number">{row.running}</td>
       <td class="number">{row.waiting}</td>
-      <td class="state">{quotaInWords(row.quota)}</td>
+      <td class="limits">{quotaInWords(row.quota)}</td>
     </tr>
   );
 }
@@ -135,6 +142,7 @@ function Charged({ usage, rows }: { usage: Usage; rows: readonly AccountRow[] })
   const whole = sum(Object.values(held));
   const column = (pool: string) => sum(rows.map((row) => row.device_hours[pool] ?? 0));
   const all = sum(pools.map(column));
+  const dollars = sum(rows.map((row) => row.usd ?? 0));
   return (
     <>
       <h2>
@@ -151,6 +159,7 @@ function Charged({ usage, rows }: { usage: Usage; rows: readonly AccountRow[] })
               ))}
               <th class="number">together</th>
               <th class="number">part</th>
+              {dollars > 0 && <th class="number">dollars</th>}
             </tr>
           </thead>
           <tbody>
@@ -163,12 +172,13 @@ function Charged({ usage, rows }: { usage: Usage; rows: readonly AccountRow[] })
                 ))}
                 <td class="number">{deviceSeconds(sum(Object.values(row.device_hours)))}</td>
                 <td class="number">{percent(all > 0 ? sum(Object.values(row.device_hours)) / all : null)}</td>
+                {dollars > 0 && <td class="number">{usd(row.usd ?? 0)}</td>}
               </tr>
             ))}
           </tbody>
           <tfoot>
-            <Line name="all of them" pools={pools} of={column} whole={all} />
-            <Line name="for which devices were held" pools={pools} of={(pool) => held[pool] ?? 0} whole={whole} />
+            <Line name="all of them" pools={pools} of={column} whole={all} dollars={dollars} />
+            <Line name="for which devices were held" pools={pools} of={(pool) => held[pool] ?? 0} whole={whole} dollars={dollars && null} />
           </tfoot>
         </table>
       </div>
@@ -177,7 +187,7 @@ function Charged({ usage, rows }: { usage: Usage; rows: readonly AccountRow[] })
   );
 }
 
-function Line({ name, pools, of: at, whole }: { name: string; pools: readonly string[]; of: (pool: string) => number; whole: number }) {
+function Line({ name, pools, of: at, whole, dollars }: { name: string; pools: readonly string[]; of: (pool: string) => number; whole: number; dollars: number | null }) {
   return (
     <tr>
       <th colSpan={2} scope="row">
@@ -190,8 +200,17 @@ function Line({ name, pools, of: at, whole }: { name: string; pools: readonly st
         <b>{deviceSeconds(whole)}</b>
       </td>
       <td />
+      {dollars !== 0 && <td class="number">{dollars !== null && usd(dollars)}</td>}
     </tr>
   );
+}
+
+function isSpent(row: AccountRow): boolean {
+  return row.quota.budget_usd != null && (row.spent_usd ?? 0) >= row.quota.budget_usd;
+}
+
+function usd(value: number): string {
+  return `$${value.toLocaleString("en-US", { minimumFractionDigits: 2, maximumFractionDigits: 2 })}`;
 }
 
 /** The line of `rlmux why` on a project's share. */
@@ -206,6 +225,8 @@ export function quotaInWords(quota: AccountRow["quota"]): string {
     quota.max_waiting != null && `${quota.max_waiting} waiting`,
     quota.max_devices !== null && `${quota.max_devices} devices`,
     quota.device_hours_a_day !== null && `${figure(quota.device_hours_a_day)} device-hours a day`,
+    quota.max_usd_per_hour != null && `${usd(quota.max_usd_per_hour)} an hour`,
+    quota.budget_usd != null && `${usd(quota.budget_usd)} for ${figure(quota.budget_days ?? 0)} days`,
   ];
   return limits.filter(Boolean).join(", ") || "–";
 }

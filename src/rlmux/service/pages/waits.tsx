@@ -9,6 +9,7 @@ import { count, seconds } from "./words";
 const TOKENS: Record<string, string> = {
   held: "held",
   over_quota: "over its quota",
+  budget_spent: "its budget is spent",
   filler: "filler: takes what others leave",
   parking: "others make room for it",
   no_room: "no room: first in the queue",
