@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -29,11 +29,12 @@ from rlmux.core.model import (
     Resident,
     Stage,
 )
+from rlmux.rl.config import TailBatchingConfig
 from rlmux.rl.packed_turns import PackedTurns
 from rlmux.rl.pipeline_env import PipelineEnv
 from rlmux.rl.types import ChunkReport, FinishedTurn, TrajectoryId, TrajectoryRequest, TurnReply
 from rlmux.runtime.worker_backend import WorkerBackend
-from rlmux.runtime.workers import RolloutChunkResult
+from rlmux.runtime.workers import RolloutChunk, RolloutChunkResult
 
 LEFT, RIGHT = DeviceId("rollout", 0, 0), DeviceId("rollout", 1, 0)
 
@@ -41,13 +42,15 @@ LEFT, RIGHT = DeviceId("rollout", 0, 0), DeviceId("rollout", 1, 0)
 class Rollout:
     """One pipeline with a rollout worker on each of two devices; its first step is about to begin."""
 
-    def __init__(self, real: Any, tmp_path: Any, *, task: str) -> None:
+    def __init__(self, real: Any, tmp_path: Any, *, task: str, tail_batching: TailBatchingConfig | None = None) -> None:
         self.said: list[Event] = []
         self.workplace = real.Workplace()
         weights = tmp_path / "weights"
         weights.mkdir()
         self.backend = WorkerBackend(real.cluster(rollout=2), tmp_path, self.workplace, weights)
         submission = real.submission("p", task=task, num_rollout_nodes=2)
+        rollout = real.replace(submission.config.rollout, tail_batching=tail_batching)
+        submission = real.replace(submission, config=real.replace(submission.config, rollout=rollout))
         self.backend.add_pipeline(submission)
         nodes = (NodeId("rollout", 0), NodeId("rollout", 1))
         placement = Placement(group=GroupId(1), rollout_nodes=nodes, train_nodes=(NodeId("train", 0),))
@@ -84,13 +87,26 @@ class Rollout:
         self, device: DeviceId, *, active: int = 0, waiting: int = 0, finished: Sequence[FinishedTurn] = ()
     ) -> list[TrajectoryRequest]:
         """Its worker answers; returns the requests that it had been given."""
+        return list(self.answer_chunk(device, finished, active=active, waiting=waiting).requests)
+
+    def answer_chunk(
+        self,
+        device: DeviceId,
+        finished: Sequence[FinishedTurn],
+        *,
+        active: int = 0,
+        waiting: int = 0,
+        progress: Mapping[TrajectoryId, int] | None = None,
+    ) -> RolloutChunk:
+        """Its worker answers; returns what it had been asked."""
         report = ChunkReport(
             finished=(), num_active=active, num_waiting=0, num_waiting_for_env=waiting, sampled_tokens=0,
-            prefill_tokens=0, decode_steps=0, seconds=0.1,
+            prefill_tokens=0, decode_steps=0, seconds=0.1, progress=progress or {},
         )  # fmt: skip
         result = RolloutChunkResult(report=report, turns=PackedTurns.pack(finished), load_s=0.0)
         (chunk,) = self.worker(device).answer("run_chunk", result)
-        return list(chunk.requests)
+        assert isinstance(chunk, RolloutChunk)
+        return chunk
 
     def turns_answered(self, replies: Sequence[TurnReply], over: Sequence[TrajectoryId]) -> list[TrajectoryId]:
         """The env worker answers; returns the trajectories whose turns it was asked about."""
@@ -291,3 +307,27 @@ def test_a_pipeline_released_while_it_moves_can_be_submitted_again(rollout: Roll
     rollout.backend.execute(Admit(pipeline=PipelineId("p"), placement=ELSEWHERE, kind=AdmissionKind.NEW))
     rollout.run(9, RIGHT)
     assert "begin_step" in [method for method, *_ in rollout.worker("env").calls]
+
+
+def test_what_loses_a_race_is_cut_on_every_device_and_only_what_is_kept_is_scored(real: Any, tmp_path: Any) -> None:
+    """The left device has prompts 0, 2 and 4, the right one 1 and 3; four answers of each of four prompts are kept."""
+    rollout = Rollout(real, tmp_path, task="sort", tail_batching=TailBatchingConfig(num_slots=25))
+    rollout.run(1, LEFT)
+    rollout.deal_out()
+    rollout.run(2, RIGHT)
+    mine = [request for request in rollout.requests if request.id.prompt % 2 == 0]
+    theirs = [request for request in rollout.requests if request.id.prompt % 2 == 1]
+    assert (len(mine), len(theirs)) == (15, 10)
+    short = [request for request in mine if request.id.prompt < 4]
+    rollout.answer_chunk(LEFT, [turn_of(request) for request in short], active=5, progress={r.id: 3 for r in mine[10:]})
+    rollout.settle()
+    assert rollout.worker("env").asked() == [], "the right device may have shorter ones"
+    rollout.answer_chunk(RIGHT, [turn_of(request) for request in theirs[:9]], active=1, progress={theirs[9].id: 1})
+    rollout.settle()
+    kept = rollout.turns_answered([], [])
+    assert sorted(kept) == [TrajectoryId(1, prompt, sample) for prompt in range(4) for sample in range(4)]
+    cut = {LEFT: [request.id for request in mine[10:]], RIGHT: [theirs[9].id]}
+    rollout.answer_chunk(LEFT, [], active=5, progress={r.id: 5 for r in mine[10:]})  # it ran while they were cut
+    for device in (LEFT, RIGHT):
+        assert list(rollout.answer_chunk(device, []).cut) == cut[device]
+    assert [event.order for event in rollout.events(StageFinished)] == [1, 2]

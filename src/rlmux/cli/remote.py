@@ -180,6 +180,9 @@ def _redraw(target: Target) -> None:
 def _print_status(shown: Mapping[str, Any]) -> None:
     print(heading(shown) + "\n")
     tables.print_rows(_pipeline_rows(shown))
+    for name, one in shown["pipelines"].items():
+        if "rounds" in one:
+            print(f"{name}: {tables.rounds_text(one['rounds'])}")
     print()
     tables.print_rows(_device_rows(shown))
     if shown["alerts"]:

@@ -67,6 +67,8 @@ def show_run(summary: Row, folder: Path, *, as_json: bool) -> None:
     for name, one in summary["pipelines"].items():
         if one["slo_reason"]:
             print(f"{name}: {one['slo_reason']}")
+        if "rounds" in one:
+            print(f"{name}: {rounds_text(one['rounds'])}")
     print()
     devices = [
         {
@@ -84,6 +86,14 @@ def show_run(summary: Row, folder: Path, *, as_json: bool) -> None:
     for name, what in (("timeline.html", "timeline"), ("trace.json", "trace for ui.perfetto.dev")):
         if (folder / name).is_file():
             print(f"{what}: {folder / name}")
+
+
+def rounds_text(rounds: Mapping[str, int]) -> str:
+    """The rounds of a pipeline under tail batching, in words."""
+    return (
+        f"{rounds['short']} short and {rounds['long']} long rounds, {rounds['cut_trajectories']} trajectories cut, "
+        f"{rounds['queued_prompts']} prompts wait for a long round"
+    )
 
 
 def _reward(one: Row) -> str:

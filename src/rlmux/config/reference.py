@@ -24,6 +24,7 @@ SECTIONS: tuple[tuple[str, type[config.FromFile]], ...] = (
     ("`algorithm`", config.AlgorithmConfig),
     ("`rollout`", config.RolloutConfig),
     ("`rollout.engine`", config.EngineConfig),
+    ("`rollout.tail_batching`", config.TailBatchingConfig),
     ("`train`", config.TrainConfig),
     ("`alerts.RULE`", tree.AlertConfig),
     ("`estimate`", tree.EstimateConfig),

@@ -232,6 +232,9 @@ class PipelineConfig(PipelineKeys):
     """Memory kept on every node that the pipeline is pinned to."""
 
     def __post_init__(self) -> None:
+        if self.rollout.tail_batching is not None and self.algorithm.staleness > 0:
+            text = "accepted: 0 with rollout.tail_batching, which is on-policy"
+            raise MisfitError("algorithm.staleness", text, ("rollout.tail_batching", "accepted: none with staleness"))
         if not self.is_filler:
             if self.algorithm.group_size < 2:
                 text = "accepted: 2 or more, since trajectories of one prompt are compared; 1 with urgency: filler"
@@ -243,6 +246,7 @@ class PipelineConfig(PipelineKeys):
             ("sft_warmup.updates", self.sft_warmup.num_updates > 0, "it trains nothing"),
             ("algorithm.staleness", self.algorithm.staleness > 0, "it trains nothing"),
             ("algorithm.kl_coef", self.algorithm.kl_coef > 0, "it trains nothing"),
+            ("rollout.tail_batching", self.rollout.tail_batching is not None, "all of its answers are wanted"),
             ("estimate.train_s", self.estimate is not None and self.estimate.train_s is not None, "it trains nothing"),
         ):
             if is_given:

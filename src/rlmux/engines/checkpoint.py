@@ -24,6 +24,8 @@ from rlmux.core.errors import CheckpointError
 from rlmux.engines.files import sync_path
 
 STATE_FILE = "state.json"
+PROMPTS = "prompts"
+"""Key of state.json with the queue of prompts under tail batching."""
 FORMAT = 2
 """Format of state.json. A reader refuses a newer one and reads older ones."""
 

@@ -82,6 +82,11 @@ class LiveTrajectory(RecordedTrajectory):
         return self.last_position - self.position
 
     @property
+    def num_made(self) -> int:
+        """Response tokens so far, those that lie in the slot included."""
+        return self.position - self.response_start + 1
+
+    @property
     def num_unrecorded(self) -> int:
         """Response tokens up to `position` that `record_tokens` has not seen."""
         return self.position - self.response_start + 1 - len(self.is_sampled)

@@ -221,8 +221,7 @@ class SlotRolloutEngine:
         """
         if self._offloaded is not None:
             raise IllegalTransitionError("an offloaded rollout engine was asked to run")
-        start = time.perf_counter()
-        deadline = start + max_seconds
+        deadline = (start := time.perf_counter()) + max_seconds
         tally = ChunkTally(finished=self._overdue)
         self._overdue = []
         while True:
@@ -244,6 +243,7 @@ class SlotRolloutEngine:
             decode_steps=tally.decode_steps,
             seconds=time.perf_counter() - start,
             iterations=tally.iterations(),
+            progress={id: live.num_made for id, live in self._live.items() if live.has_begun},
         )
 
     def _refill(self, tally: ChunkTally) -> None:

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 
 from rlmux.core.errors import CheckpointError, IllegalTransitionError, PipelineError, UserError
 from rlmux.core.model import Stage
-from rlmux.engines.checkpoint import read_checkpoint, read_state
+from rlmux.engines.checkpoint import PROMPTS, read_checkpoint, read_state
 from rlmux.engines.micro_batches import MicroBatch
 from rlmux.engines.ranks import Ranks
 from rlmux.engines.rl_step import RlStep
@@ -95,6 +95,8 @@ class TorchTrainEngine:
         self._device = torch.device(device)
         self._step: RlStep | None = None
         self._version = 0
+        self._prompts: dict[str, Any] | None = None
+        """The queue of prompts after the step under way, or the last one; None without tail batching."""
         if not self.waits_for_ranks:
             self._take(TrainState(nn.Module.to(model, self._device), config, is_base_shared=is_shared))
         self._file_by_name: dict[str, bytes] = {}
@@ -184,6 +186,7 @@ class TorchTrainEngine:
                 f"pipeline {config.name}: step {batch.step} came with {len(batch.trajectories)} "
                 f"trajectories and {len(batch.advantages)} advantages instead of {expected}"
             )
+        self._prompts = None if batch.round is None else dict(batch.round.queue_after)
         max_gap = config.algorithm.max_logprob_gap or max(max_logprob_gap, self._least_bound)
         self._step = RlStep(batch, config, self._state, max_logprob_gap=max_gap)
         self._state.drop_gradients()
@@ -254,6 +257,7 @@ class TorchTrainEngine:
                 "sft_warmup_updates": self._sft_warmup.num_updates_done,
                 "optimizer_updates": self._state.num_updates,
                 "weights_sha256": self.weights_sha256(),
+                **({} if self._prompts is None else {PROMPTS: self._prompts}),
             },
             files=self._small_files(),
             marks=self._marks,
@@ -282,6 +286,7 @@ class TorchTrainEngine:
         self._sft_warmup.restore(warmup_updates)
         self._step = None
         self._version = int(state["version"])
+        self._prompts = state.get(PROMPTS)
 
     def _require_version(self) -> None:
         if self._step is not None and self._step.is_half_trained:

@@ -136,6 +136,20 @@ class PipelineRecord:
         ]
         return math.fsum(rewards) / len(rewards) if rewards else None
 
+    @property
+    def rounds(self) -> dict[str, int] | None:
+        """Its rounds so far under tail batching, counted; None without it."""
+        steps = [self.metrics[step] for step in sorted(self.metrics) if "is_long_round" in self.metrics[step]]
+        if not steps:
+            return None
+        num_long = int(sum(each["is_long_round"] for each in steps))
+        return {
+            "short": len(steps) - num_long,
+            "long": num_long,
+            "cut_trajectories": int(sum(each["cut_trajectories"] for each in steps)),
+            "queued_prompts": int(steps[-1]["queued_prompts"]),
+        }
+
     def client_s(self, start_s: float, end_s: float) -> float:
         """Seconds between two times in which its client had asked for nothing."""
         end_s = min(end_s, math.inf if self.ended_s is None else self.ended_s)

@@ -2,6 +2,7 @@
 
 pipelines.NAME   status  step  num_steps  reward_first  reward_last  group  rollout_nodes  train_nodes
                  doing   reason   submitted_s   promise   score (of a filler alone)
+                 rounds: short  long  cut_trajectories  queued_prompts   (under tail batching alone)
                  step_slowdown  slo_slowdown  keeps_slo  expected_slowdown  estimate  slo_reason     (slos.py)
 devices.ID       pool  pipeline  stage  step         null where nothing computes
 """
@@ -67,6 +68,7 @@ def _pipeline(
         "submitted_s": record.submitted_s,
         "promise": record.promise,
         **({"score": record.score} if record.pipeline.is_filler else {}),
+        **({"rounds": rounds} if (rounds := record.rounds) is not None else {}),
     }
 
 

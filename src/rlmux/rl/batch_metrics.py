@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from rlmux.rl.types import TrainingBatch
+from rlmux.rl.types import RoundRecord, TrainingBatch
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,6 +32,19 @@ class BatchMetrics:
     """Per trajectory, in id order, lengths in tokens: sampled, forced by its environment, sampled again, ..."""
     logged: Mapping[str, float]
     """What the reward function logged, by metric."""
+    round: RoundRecord | None
+    """What tail batching made of the step; None without it."""
+
+    @property
+    def round_metrics(self) -> dict[str, int]:
+        """The round in numbers, by metric; empty without tail batching."""
+        if self.round is None:
+            return {}
+        return {
+            "is_long_round": int(self.round.is_long),
+            "cut_trajectories": self.round.num_cut,
+            "queued_prompts": self.round.num_queued,
+        }
 
 
 def batch_metrics(batch: TrainingBatch) -> BatchMetrics:
@@ -49,6 +62,7 @@ def batch_metrics(batch: TrainingBatch) -> BatchMetrics:
         turns_mean=sum(trajectory.num_turns for trajectory in batch.trajectories) / len(lengths),
         token_runs=[[len(list(run)) for _, run in groupby(each.is_sampled)] for each in batch.trajectories],
         logged=batch.logged,
+        round=batch.round,
     )
 
 

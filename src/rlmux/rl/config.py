@@ -341,6 +341,24 @@ class EngineConfig(FromFile):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TailBatchingConfig(FromFile):
+    """Short rounds that sample more than a step needs and drop what is longest, and long rounds of the prompts that
+    lost (RollPacker; docs/tail-batching.md). `tail_batching: {}` has the defaults."""
+
+    prompts: Annotated[float, Ge(1), Le(4)] = 1.25
+    """Prompts that a short round samples, as a multiple of `algorithm.prompts_per_step`, rounded up."""
+    samples: Annotated[float, Ge(1), Le(4)] = 1.25
+    """Answers that it samples to each prompt, as a multiple of `algorithm.group_size`, rounded up."""
+    num_slots: Annotated[int, Ge(1), Le(65536)] | None = None
+    """Slots of the plan clock, which decides what is dropped; without: `rollout.slots`. With several workers, the slots
+    of all of them. Changes the results, as `rollout.workers` does not."""
+
+    def __post_init__(self) -> None:
+        if self.prompts == self.samples == 1.0:
+            raise MisfitError("prompts", "accepted: above 1, or samples above 1; no tail_batching for neither")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class RolloutConfig(FromFile):
     """How answers are sampled, and on how many devices."""
 
@@ -362,8 +380,13 @@ class RolloutConfig(FromFile):
     """What an engine of others samples in; our own engine in float32 only."""
     engine: Annotated[EngineConfig, Takes("an engine's name, or a mapping")] = field(default_factory=EngineConfig)
     """The program that samples."""
+    tail_batching: TailBatchingConfig | None = None
+    """Sampling more than a step needs, so that few steps wait for the longest answers; without: each step samples what
+    it trains on."""
 
     def __post_init__(self) -> None:
+        if self.tail_batching is not None and self.engine.name != "rlmux":
+            raise MisfitError("tail_batching", "does not go with an engine of others; accepted: our own engine")
         if self.dtype != "float32" and self.engine.name == "rlmux":
             raise MisfitError("dtype", "accepted: float32; bfloat16 goes with an engine of others")
 

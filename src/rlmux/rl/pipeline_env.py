@@ -10,7 +10,8 @@
 
 Invariants: everything that comes out is a function of the config and of the turns that came in, whatever their
 order and grouping; a turn delivered twice is answered alike and counted once; steps may overlap. Nothing here
-depends on what else the machine runs.
+depends on what else the machine runs. Under tail batching (`prompt_rounds.py`) more requests are made than a step
+trains on: only turns of those that are kept come in, and only they are scored.
 """
 
 from __future__ import annotations
@@ -27,12 +28,15 @@ from rlmux.rl.config import TrainingConfig
 from rlmux.rl.conversations import Conversations
 from rlmux.rl.episode import Episode
 from rlmux.rl.learned_lengths import LearnedLengths
+from rlmux.rl.prompt_rounds import PromptQueue, Round, check_task
 from rlmux.rl.rewards import Response, Reward
 from rlmux.rl.tasks import Task, make_task
 from rlmux.rl.types import (
     FinishedTurn,
     Prompt,
+    RoundRecord,
     TrainingBatch,
+    Trajectory,
     TrajectoryId,
     TrajectoryRequest,
     TurnReply,
@@ -47,8 +51,15 @@ _KEPT_BATCHES = 3
 class PipelineEnv:
     """Makes requests, answers turns, scores trajectories, builds batches."""
 
-    def __init__(self, config: TrainingConfig, *, on_answer: Callable[[], None] = lambda: None) -> None:
-        """`on_answer`: called after each call of the user's code.
+    def __init__(
+        self,
+        config: TrainingConfig,
+        *,
+        on_answer: Callable[[], None] = lambda: None,
+        prompts: PromptQueue | None = None,
+    ) -> None:
+        """`on_answer`: called after each call of the user's code. `prompts`: where the pipeline stands in them, with
+        tail batching; None: at its first step.
 
         Raises UserError for an unknown task or algorithm and for options out of range.
         """
@@ -57,6 +68,7 @@ class PipelineEnv:
         self._algorithm = _algorithm_of(config)
         self._vocabulary: Vocabulary = load_vocabulary(config.model)
         self._task: Task = make_task(config.task, seed=config.seed, vocabulary=self._vocabulary)
+        check_task(config, self._task)
         self._reward = Reward(self._task, config.task, config.num_steps)
         self._stop_tokens = stop_tokens_of(self._vocabulary, self._task.stop)
         self._episodes_by_step: dict[int, dict[TrajectoryId, Episode]] = {}
@@ -64,6 +76,8 @@ class PipelineEnv:
         self._batch_by_step: dict[int, TrainingBatch] = {}
         """Batches of the last finished steps."""
         self._last_finished_step = 0
+        self._queue = prompts or PromptQueue()
+        """The prompts of tail batching after the last finished step."""
         self._lengths = LearnedLengths() if config.rollout.order == "longest" else None
         self._conversations = Conversations(self._task, self._vocabulary, self._limit_s, on_answer)
         self._unanswered: dict[TrajectoryId, FinishedTurn] = {}
@@ -136,7 +150,7 @@ class PipelineEnv:
         """Every trajectory of the step is scored."""
         if step in self._batch_by_step:
             return True
-        return all(episode.reward is not None for episode in self._begun(step).values())
+        return self._num_unscored(step) == 0
 
     def finish_step(self, step: int) -> TrainingBatch:
         """The step's batch in id order; again for the last few steps.
@@ -146,11 +160,12 @@ class PipelineEnv:
         if step in self._batch_by_step:
             return self._batch_by_step[step]
         if not self.is_step_complete(step):
-            missing = sum(episode.reward is None for episode in self._begun(step).values())
+            missing = self._num_unscored(step)
             raise IllegalTransitionError(
                 f"pipeline {self._config.name}: step {step} was to finish with {missing} trajectories unscored"
             )
-        trajectories = [episode.to_trajectory() for episode in self._begun(step).values()]
+        scored = [episode for episode in self._begun(step).values() if episode.reward is not None]
+        trajectories = [episode.to_trajectory() for episode in scored]
         advantages: list[float] = []
         for _, group in groupby(trajectories, key=lambda trajectory: trajectory.id.prompt):
             rewards = [trajectory.reward for trajectory in group]
@@ -161,9 +176,10 @@ class PipelineEnv:
             trajectories=tuple(trajectories),
             advantages=tuple(advantages),
             logged=self._reward.take_logged(step),
+            round=self._end_round(step, trajectories),
         )
         if self._lengths is not None:
-            self._lengths.learn(_answer_lengths(self._begun(step).values()))
+            self._lengths.learn(_answer_lengths(scored))
         self._conversations.drop_step(step)
         del self._episodes_by_step[step]
         self._batch_by_step[step] = batch
@@ -172,10 +188,38 @@ class PipelineEnv:
         self._last_finished_step = max(self._last_finished_step, step)
         return batch
 
+    def _round(self, step: int) -> Round:
+        """The prompts of a step, and how many answers each is asked for."""
+        algorithm = self._config.algorithm
+        if self._config.rollout.tail_batching is not None:
+            return self._queue.round(step, self._config)
+        first = (step - 1) * algorithm.prompts_per_step
+        prompts = tuple(range(first, first + algorithm.prompts_per_step))
+        return Round(prompts=prompts, group_size=algorithm.group_size, is_long=False)
+
+    def _end_round(self, step: int, trajectories: Sequence[Trajectory]) -> RoundRecord | None:
+        """What tail batching made of a step that trains on these; its queue moves on."""
+        if self._config.rollout.tail_batching is None:
+            return None
+        round = self._round(step)
+        places = list(dict.fromkeys(trajectory.id.prompt for trajectory in trajectories))
+        self._queue = self._queue.after(round, places)
+        return RoundRecord(
+            is_long=round.is_long,
+            num_cut=len(round.prompts) * round.group_size - len(trajectories),
+            prompts=tuple(round.prompts[place] for place in places),
+            queue_after=self._queue.fields(),
+        )
+
+    def _num_unscored(self, step: int) -> int:
+        """Trajectories that the step's batch still needs."""
+        algorithm = self._config.algorithm
+        scored = sum(episode.reward is not None for episode in self._begun(step).values())
+        return algorithm.prompts_per_step * algorithm.group_size - scored
+
     def _requests_of(self, step: int) -> Iterable[tuple[Prompt, TrajectoryRequest]]:
-        algorithm, rollout = self._config.algorithm, self._config.rollout
-        for place in range(algorithm.prompts_per_step):
-            index = (step - 1) * algorithm.prompts_per_step + place
+        rollout, round = self._config.rollout, self._round(step)
+        for place, index in enumerate(round.prompts):
             prompt: Prompt = self._call_user(
                 f"prompt {index} of task {self._config.task.name!r}", partial(self._task.prompt, index)
             )
@@ -185,7 +229,7 @@ class PipelineEnv:
                     f"prompt {index} of task {self._config.task.name!r} has {len(tokens)} tokens; "
                     f"accepted: 1 to rollout.max_prompt_tokens {rollout.max_prompt_tokens}"
                 )
-            for sample in range(algorithm.group_size):
+            for sample in range(round.group_size):
                 yield (
                     prompt,
                     TrajectoryRequest(
@@ -226,8 +270,9 @@ class PipelineEnv:
         groups = []
         for step, prompt in dict.fromkeys((each.request.id.step, each.request.id.prompt) for each in ended):
             group = [each for each in self._begun(step).values() if each.request.id.prompt == prompt]
-            if all(each.ending is not None for each in group):
-                groups.append(group)
+            over = [each for each in group if each.ending is not None]
+            if len(over) == self._config.algorithm.group_size:
+                groups.append(over)
         return groups
 
     def _score_name(self, batch: Sequence[Episode]) -> str:

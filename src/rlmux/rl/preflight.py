@@ -20,6 +20,7 @@ from rlmux.rl.config import TrainingConfig
 from rlmux.rl.conversations import check_reply
 from rlmux.rl.demonstrations import demonstration_batch
 from rlmux.rl.engine_check import check_engine
+from rlmux.rl.prompt_rounds import check_task
 from rlmux.rl.rewards import Response, Reward
 from rlmux.rl.tasks import Task, is_of_user, make_task
 from rlmux.rl.tasks.file_rows import FileTask
@@ -59,6 +60,7 @@ def complaint_about(config: TrainingConfig, before_user_code: Callable[[str], No
             before_user_code("name")
             return _complaint_about_task(config, vocabulary)
         task = make_task(config.task, seed=config.seed, vocabulary=vocabulary)
+        check_task(config, task)
         stop_tokens_of(vocabulary, task.stop)
         _check_prompts(config, task, vocabulary)
         if config.task.environment is not None:
@@ -74,6 +76,7 @@ def _complaint_about_task(config: TrainingConfig, vocabulary: Vocabulary) -> str
     """The same for a task of the user's own, which may raise anything."""
     try:
         task = make_task(config.task, seed=config.seed, vocabulary=vocabulary)
+        check_task(config, task)
         stop_tokens_of(vocabulary, task.stop)
         _check_prompts(config, task, vocabulary)
         prompt = task.prompt(0)

@@ -137,18 +137,39 @@ class Trajectory:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RoundRecord:
+    """One step's round under tail batching, and where it leaves the pipeline's prompts."""
+
+    is_long: bool
+    """Whether its prompts are those that earlier rounds dropped."""
+    num_cut: int
+    """Trajectories that were launched and are not trained on."""
+    prompts: tuple[int, ...]
+    """Indices of the prompts that are trained on, in the order of the batch."""
+    queue_after: Mapping[str, Any]
+    """The queue of prompts after the step, as `PromptQueue.fields` gives it."""
+
+    @property
+    def num_queued(self) -> int:
+        """Prompts that wait for a long round."""
+        return len(self.queue_after["queued"])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingBatch:
     """What one step trains on: trajectories in index order and one advantage for each."""
 
     step: int
     trajectories: Sequence[Trajectory]
-    """All prompts_per_step * group_size trajectories, sorted by id."""
+    """All prompts_per_step * group_size trajectories, sorted by id. Under tail batching ids have gaps."""
     advantages: Sequence[float]
     """Advantage of each trajectory, in the same order; `rl/algorithms.py` has the formulas."""
     logged: Mapping[str, float] = field(default_factory=dict)
     """What the reward function logged, by metric."""
     origin: Origin | None = None
     """Origin of the trajectories; None: not marked."""
+    round: RoundRecord | None = None
+    """What tail batching made of the step; None without it."""
 
 
 class SubStageIterations(NamedTuple):
@@ -186,6 +207,8 @@ class ChunkReport:
     """Wall-clock time of the call."""
     iterations: Sequence[SubStageIterations] = ()
     """How `seconds` were spent, sorted by sub-stage and rows."""
+    progress: Mapping[TrajectoryId, int] = field(default_factory=dict)
+    """Response tokens of each unfinished trajectory that has begun; empty where the engine does not tell."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -25,9 +25,11 @@ from typing import NamedTuple
 
 from rlmux.core.errors import CheckpointError
 from rlmux.core.model import PipelineId
-from rlmux.engines.checkpoint import read_checkpoint, read_state
+from rlmux.engines.checkpoint import PROMPTS, read_checkpoint, read_state
 from rlmux.engines.files import sync_path
+from rlmux.rl.config import TrainingConfig
 from rlmux.rl.origin import Origin
+from rlmux.rl.prompt_rounds import PromptQueue
 from rlmux.runtime.backend import Note, Submission
 
 _NAME = re.compile(r"step_(\d+)")
@@ -44,6 +46,17 @@ def damage_of(checkpoint: Path) -> str | None:
     except (CheckpointError, OSError) as error:
         return str(error)
     return None
+
+
+def queue_of(checkpoint: Path, config: TrainingConfig) -> PromptQueue | None:
+    """The queue of prompts that a checkpoint has; None without tail batching, and before its first step.
+
+    Raises CheckpointError where it should have one.
+    """
+    if config.rollout.tail_batching is None:
+        return None
+    state = read_state(checkpoint)
+    return PromptQueue.of_fields(state.get(PROMPTS), str(checkpoint)) if int(state["version"]) else None
 
 
 class Checkpoint(NamedTuple):

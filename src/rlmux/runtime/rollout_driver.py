@@ -5,6 +5,8 @@
         │                                                    └─ replies, released    │ finished turns
         └───────────── on_turns: one call at a time, with all turns that have ended ─┘
 
+Under tail batching (rollout_race.py) only turns that are kept reach the env worker, and what is lost is cut.
+
 A shard's order runs chunk after chunk. It waits only for its worker's answer, or, when there is nothing that it could
 compute, for user code: for the step's prompts, an environment's reply, a migrated shard or a Pause. A shard that is
 paused in that state is reported as waiting, and what it waited for as ReplyArrived. No order waits so for long: the
@@ -29,6 +31,7 @@ from rlmux.runtime.outbox import Outbox
 from rlmux.runtime.pipeline_workers import PipelineWorkers
 from rlmux.runtime.promises import Promises
 from rlmux.runtime.resident_states import ResidentStates
+from rlmux.runtime.rollout_race import RolloutRace
 from rlmux.runtime.rollout_record import RolloutRecord
 from rlmux.runtime.rollout_shard import RolloutShard
 from rlmux.runtime.workers import RolloutChunk, RolloutChunkResult, StepBatch
@@ -36,6 +39,8 @@ from rlmux.runtime.workplace import WorkerOptions
 
 _PATIENCE_S = 0.02
 """Seconds that the env worker may wait for environments while an order of its pipeline computes: more turns end."""
+_RACE_CHUNK_S = 0.1
+"""Longest chunk of a race in seconds: what loses stops after at most so long."""
 _QUIET_PATIENCE_S = 0.1
 """Seconds that it may wait while none does."""
 
@@ -82,6 +87,8 @@ class RolloutDriver:
         self._shard_by_asked: dict[TrajectoryId, RolloutShard] = {}
         """Shards by trajectories whose turn the env worker has and has not answered: their environments think."""
         self._is_asking = False
+        self._race: RolloutRace | None = None
+        """The race of the step under way; None where it trains on all that it samples."""
         self._migration_by_source: dict[DeviceId, Task] = {}
         self._record_by_step: dict[int, RolloutRecord] = {}
 
@@ -117,7 +124,7 @@ class RolloutDriver:
                 self._report_progress(order, report)
                 if not can_compute:
                     yield order.wait_for_input(self._calls.promise(), self._outbox.now_s())
-            if order.is_pausing:
+            if order.is_pausing and (shard.unfinished or not shard.to_cut):  # else a call that only cuts ends it
                 shard.is_waiting_for_env |= not can_compute
                 return order.paused(self._outbox.now_s(), is_waiting=not can_compute)
 
@@ -195,7 +202,9 @@ class RolloutDriver:
 
     def _split_requests(self, step: int) -> None:
         """Deal the step's requests out to the devices."""
-        dealt = deal_out(self._requests_by_step.pop(step), list(self._workers.rollout))
+        requests = self._requests_by_step.pop(step)
+        self._race = RolloutRace.of(requests, self._workers.config)
+        dealt = deal_out(requests, list(self._workers.rollout))
         self._shards = {device: RolloutShard(step) for device in dealt}
         for device, requests in dealt.items():
             for request in requests:
@@ -216,7 +225,7 @@ class RolloutDriver:
             weights=(self._workers.weights_path(version), version) if needs_weights else None,
             **self._shards[device].take_inputs(),
             max_decode_steps=options.chunk_decode_steps if self._is_single_turn else options.multi_turn_decode_steps,
-            max_seconds=self._chunk_s,
+            max_seconds=self._chunk_s if self._race is None else min(_RACE_CHUNK_S, self._chunk_s),
             is_load_needed=is_load_needed,
             device_fraction=order.device_fraction,
         )
@@ -239,18 +248,30 @@ class RolloutDriver:
     # ------------------------------------------------------------------ turns
 
     def _pass_on_turns(self, shard: RolloutShard, result: RolloutChunkResult) -> None:
-        record, trajectories = self._record_by_step.setdefault(shard.step, RolloutRecord()), result.turns.ids()
+        record = self._record_by_step.setdefault(shard.step, RolloutRecord())
         record.computed(result.report.iterations)
+        turns = result.turns if self._race is None else self._run_race(self._race, shard, result)
+        trajectories = turns.ids()
         if not trajectories:
             return
         if not self._is_single_turn:
             for trajectory in trajectories:
                 record.turn_ended(trajectory, self._outbox.now_s())
-        self._turns_to_ask.append((shard, result.turns))
+        self._turns_to_ask.append((shard, turns))
         is_reward_next = len(self._shards) == 1 and _is_over(shard, result.report)
         if not self._is_asking and not is_reward_next:  # else `finish_step` asks
             self._is_asking = True
             self._calls.start_soon(self._ask_soon(), pipeline=self._pipeline)
+
+    def _run_race(self, race: RolloutRace, shard: RolloutShard, result: RolloutChunkResult) -> PackedTurns:
+        """The turns that are known to be trained on now, of any shard; every shard drops what is lost."""
+        finished = result.turns.unpack()
+        for turn in finished:
+            shard.end(turn.id)
+        kept = race.take(finished, result.report.progress)
+        for each in self._shards.values():
+            each.cut(race.is_lost)
+        return PackedTurns.pack(kept)
 
     def _ask_soon(self) -> Work:
         """Pass on turns that ended, unless `finish_step` did meanwhile."""

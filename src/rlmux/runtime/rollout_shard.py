@@ -2,13 +2,14 @@
 
 to_submit ─┐                                            ┌─ finished turns ──▶ env worker
 partials  ─┼─ take_inputs ──▶ chunk ──▶ rollout worker ─┤
-replies   ─┤                                            └─ unfinished: until the env worker says that they are over
-released  ─┘
+replies   ─┤                                            └─ unfinished: until the env worker says that they are over,
+released  ─┤                                                           or a race cuts them
+to_cut    ─┘
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypedDict
 
@@ -22,6 +23,7 @@ class ChunkInputs(TypedDict):
     partials: Sequence[PartialTrajectory]
     replies: Sequence[TurnReply]
     released: Sequence[TrajectoryId]
+    cut: Sequence[TrajectoryId]
 
 
 @dataclass(slots=True, eq=False)
@@ -33,6 +35,8 @@ class RolloutShard:
     partials: list[PartialTrajectory] = field(default_factory=list)
     replies: list[TurnReply] = field(default_factory=list)
     released: list[TrajectoryId] = field(default_factory=list)
+    to_cut: list[TrajectoryId] = field(default_factory=list)
+    """Trajectories of its worker that are not wanted any more."""
     unfinished: dict[TrajectoryId, TrajectoryRequest] = field(default_factory=dict)
     """Requests whose trajectories the env worker has not called over: what a lost worker's successor does again."""
     is_begun: bool = False
@@ -45,7 +49,7 @@ class RolloutShard:
 
     @property
     def has_input(self) -> bool:
-        return bool(self.to_submit or self.partials or self.replies or self.released)
+        return bool(self.to_submit or self.partials or self.replies or self.released or self.to_cut)
 
     @property
     def holder(self) -> RolloutShard:
@@ -62,14 +66,38 @@ class RolloutShard:
     def take_inputs(self) -> ChunkInputs:
         """All that its worker is to be given next; the shard keeps none of it."""
         inputs = ChunkInputs(
-            requests=self.to_submit, partials=self.partials, replies=self.replies, released=self.released
+            requests=self.to_submit,
+            partials=self.partials,
+            replies=self.replies,
+            released=self.released,
+            cut=self.to_cut,
         )
-        self.to_submit, self.partials, self.replies, self.released = [], [], [], []
+        self.to_submit, self.partials, self.replies, self.released, self.to_cut = [], [], [], [], []
         self.is_begun = True
         return inputs
 
+    def end(self, id: TrajectoryId) -> None:
+        """A trajectory of a race is over: its worker has it no more."""
+        self.unfinished.pop(id, None)
+        if id in self.to_cut:
+            self.to_cut.remove(id)
+
+    def cut(self, is_lost: Callable[[TrajectoryId], bool]) -> None:
+        """Give up the unfinished trajectories that a race has lost: its worker is told with the next chunk."""
+        lost = [id for id in self.unfinished if is_lost(id)]
+        if not lost:
+            return
+        here = {*(one.id for one in self.to_submit), *(one.request.id for one in self.partials)}
+        self.to_submit = [one for one in self.to_submit if not is_lost(one.id)]
+        self.partials = [one for one in self.partials if not is_lost(one.request.id)]
+        for id in lost:
+            del self.unfinished[id]
+            if id not in here:
+                self.to_cut.append(id)
+
     def migrate_to(self, target: RolloutShard, partials: Sequence[PartialTrajectory]) -> int:
         """Hand over everything, `partials` being what its worker held. Returns the number of trajectories."""
+        partials = [one for one in partials if one.request.id in self.unfinished]  # none that was cut meanwhile
         num_trajectories = len(partials) + len(self.partials) + len(self.to_submit)
         target.partials += [*partials, *self.partials]
         target.to_submit += self.to_submit

@@ -204,6 +204,7 @@ def _step_fields(pipeline: PipelineId, step: int, batch: StepBatch, metrics: dic
             "response_len_mean": batch.metrics.response_tokens_mean,
             "response_len_max": batch.metrics.response_tokens_max,
             "turns_mean": batch.metrics.turns_mean,
+            **batch.metrics.round_metrics,
             **batch.metrics.logged,
             **{name: None if math.isnan(value) else value for name, value in metrics.items()},
         },

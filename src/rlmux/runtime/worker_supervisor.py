@@ -327,7 +327,7 @@ class WorkerSupervisor:
                 config,
                 "env",
                 EnvWorker,
-                (config, submission.origin, samples, submission.code_folder, answers),
+                (config, submission.origin, samples, submission.code_folder, answers, restore_from),
                 None,
                 log_path,
             ),

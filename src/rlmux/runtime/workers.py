@@ -39,8 +39,9 @@ from rlmux.rl.types import (
     TurnReply,
 )
 from rlmux.runtime.answers import AnswerFile
-from rlmux.runtime.checkpoints import CheckpointWriter, Written, damage_of, mark_latest, prune
+from rlmux.runtime.checkpoints import CheckpointWriter, Written, damage_of, mark_latest, prune, queue_of
 from rlmux.runtime.heartbeat import beat, beating
+from rlmux.runtime.packed_partials import packed, unpacked
 from rlmux.runtime.sample_keeping import SampleKeeper
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ class RolloutChunk:
     is_load_needed: bool
     device_fraction: float = 1.0
     """The part of the device that the worker may use, in this call and until another comes."""
+    cut: Sequence[TrajectoryId] = ()
+    """Unfinished trajectories to forget."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -129,15 +132,18 @@ class EnvWorker:
         samples: Path | None = None,
         code_folder: Path | None = None,
         answers: Path | None = None,
+        restore_from: Path | None = None,
     ) -> None:
         """`samples`: file to keep trajectories in; `answers`: file of a filler's answers; None: they are not kept.
-        `code_folder`: where the user's modules are looked for first, whatever others' are named."""
+        `code_folder`: where the user's modules are looked for first, whatever others' are named. `restore_from`: the
+        checkpoint that the pipeline goes on from, which has its queue of prompts under tail batching."""
         if code_folder is not None:
             sys.path.insert(0, str(code_folder))
         from rlmux.rl.pipeline_env import PipelineEnv
 
         self._origin = origin
-        self._env = PipelineEnv(config, on_answer=beat)
+        prompts = None if restore_from is None else queue_of(restore_from, config)
+        self._env = PipelineEnv(config, on_answer=beat, prompts=prompts)
         self._keeper = None if samples is None else SampleKeeper(samples, self._env.vocabulary)
         self._answers = None if answers is None else AnswerFile(answers, self._env.vocabulary)
 
@@ -163,23 +169,6 @@ class EnvWorker:
         if self._keeper is not None:
             self._keeper.keep(batch)
         return StepBatch(payload=pickle.dumps(batch, protocol=pickle.HIGHEST_PROTOCOL), metrics=batch_metrics(batch))
-
-
-def _packed(partial: PartialTrajectory) -> PartialTrajectory:
-    """The same with its KV cache as bytes: the controller passes it on without importing torch (a second)."""
-    if partial.kv is None:
-        return partial
-    from safetensors.torch import save
-
-    return replace(partial, kv=save({"kv": partial.kv.contiguous()}))
-
-
-def _unpacked(partial: PartialTrajectory) -> PartialTrajectory:
-    if partial.kv is None:
-        return partial
-    from safetensors.torch import load
-
-    return replace(partial, kv=load(partial.kv)["kv"])
 
 
 def _make_rollout_engine(
@@ -260,10 +249,12 @@ class RolloutWorker:
                 self._engine.load_weights(*chunk.weights)
         load_s = time.perf_counter() - start
         start = time.perf_counter()
+        if chunk.cut:
+            self._engine.take_partials(chunk.cut, with_kv=False)
         if chunk.partials:  # before the replies: those may be for trajectories that came here waiting for one
             for partial in chunk.partials:
                 _check_samples(partial.origin, self._origin)
-            self._engine.continue_from([_unpacked(partial) for partial in chunk.partials])
+            self._engine.continue_from([unpacked(partial) for partial in chunk.partials])
         if chunk.replies or chunk.released:
             self._engine.reply(chunk.replies, chunk.released)
         if chunk.requests:
@@ -275,7 +266,7 @@ class RolloutWorker:
 
     def take_partials(self, copies_kv: bool) -> list[PartialTrajectory]:
         taken = self._engine.take_partials(None, with_kv=copies_kv)
-        return [replace(_packed(partial), origin=self._origin) for partial in taken]
+        return [replace(packed(partial), origin=self._origin) for partial in taken]
 
     def offload(self, spill_to: Path | None = None) -> int:
         """Leave the device, for host memory or for a file; returns the device bytes still held."""
