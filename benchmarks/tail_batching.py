@@ -59,7 +59,7 @@ class Sampled:
         self.steps = self.tokens = 0
         self.ms = 0.0
         self.kept: list[TrajectoryId] = [] if clock else list(lengths)
-        waiting, made = list(lengths), {}
+        waiting, made = list(lengths), dict[TrajectoryId, int]()
         while (waiting or made) and not (clock and clock.is_decided):
             while waiting and len(made) < num_slots:
                 made[waiting.pop(0)] = 0
