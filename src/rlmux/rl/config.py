@@ -355,7 +355,7 @@ class TailBatchingConfig(FromFile):
 
     def __post_init__(self) -> None:
         if self.prompts == self.samples == 1.0:
-            raise MisfitError("prompts", "accepted: above 1, or samples above 1; no tail_batching for neither")
+            raise MisfitError("prompts", "accepted: above 1, or samples above 1, or no tail_batching")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
