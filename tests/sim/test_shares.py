@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from dataclasses import replace
 
 import pytest
@@ -70,6 +71,63 @@ def test_while_all_want_more_charges_follow_the_weights(policy):
     total = sum(charged.values())
     assert charged["ann"] / total == pytest.approx(0.25, abs=1.1 / 40)
     assert charged["bob"] / total == pytest.approx(0.5, abs=1.1 / 40)
+
+
+@pytest.mark.parametrize("days", [2, pytest.param(14, marks=pytest.mark.slow)])
+def test_over_days_of_pipelines_of_all_lengths_charges_are_by_weight_within_5_percent(days):
+    """Three users of weights 1, 2 and 1, each with a fifth more work than its part, from minutes to hours long."""
+    draw = random.Random(5)
+    weights = {"ann": 1.0, "bob": 2.0, "eve": 1.0}
+    arrivals = []
+    for user, weight in weights.items():
+        work_s, number = 0.0, 0
+        while work_s < 1.2 * weight / 4.0 * 2 * days * 86_400.0:  # of two nodes of each pool
+            seconds = min(draw.lognormvariate(5.0, 0.8), 2000.0)
+            submit_s = max(0.0, work_s / (1.2 * weight / 4.0 * 2) - 4 * 3600.0)
+            arrivals.append(arrival(f"{user}{number}", user, submit_s=submit_s, num_steps=4, seconds=seconds))
+            work_s, number = work_s + 4 * 2 * seconds, number + 1
+    charged: dict[str, float] = {}
+
+    def observe(event, actions) -> None:
+        if not charged and event.time_s >= days * 86_400.0:
+            for row in simulation.scheduler.accounts():
+                charged[row.account.user] = sum(row.charged_by_pool.values()) / weights[row.account.user]
+                assert row.num_waiting > 0, "each still wants more"
+
+    shares = settings(**weights)
+    arrivals.sort(key=lambda one: one.submit_s)
+    workload = Workload(name="days", cluster=CLUSTER, arrivals=tuple(arrivals), shares=shares)
+    simulation = Simulation(workload, make_policy("solo"), observer=observe)
+    simulation.run()
+    mean = sum(charged.values()) / 3
+    assert {user: one / mean for user, one in charged.items()} == pytest.approx(dict.fromkeys(weights, 1.0), rel=0.05)
+
+
+def test_two_whose_needs_complement_each_other_each_get_more_than_half_of_what_they_need_most():
+    """Six nodes of each pool; ann asks for two of the one and one of the other, bob the other way round."""
+    nodes = {name: replace(pool, num_nodes=6) for name, pool in CLUSTER.pools.items()}
+    asked = {"ann": {"num_rollout_nodes": 2}, "bob": {"num_train_nodes": 2}}
+    arrivals = []
+    for user, more in asked.items():  # all of ann's come first
+        for number in range(40):
+            one = arrival(f"{user}{number}", user, num_steps=3)
+            arrivals.append(replace(one, pipeline=replace(one.pipeline, **more)))
+    held: dict[str, dict[str, float]] = {}
+
+    def observe(event, actions) -> None:
+        if not held and event.time_s >= 2000.0:
+            for row in simulation.scheduler.accounts():
+                assert row.num_waiting > 0
+                parts = {pool: seconds / 6 / event.time_s for pool, seconds in row.charged_by_pool.items()}
+                held[row.account.user] = parts
+
+    workload = Workload(
+        name="pair", cluster=Cluster(pools=nodes), arrivals=tuple(arrivals), shares=settings(ann=1.0, bob=1.0)
+    )
+    simulation = Simulation(workload, make_policy("solo"), observer=observe)
+    simulation.run()
+    assert held["ann"]["rollout"] > 0.5
+    assert held["bob"]["train"] > 0.5
 
 
 def test_one_who_is_alone_gets_all_of_it():
