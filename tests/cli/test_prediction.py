@@ -64,6 +64,16 @@ def test_a_file_may_say_what_switches_and_sync_take_and_else_is_told_that_they_a
     assert "accepted: rollout_switch_s and train_switch_s together" in odd.err
 
 
+def test_a_plan_states_the_probability_that_was_asked_for(rlmux, files):
+    limit = "{rollout_s: 60, train_s: 40, limit_rollout_s: 70, limit_train_s: 45}"
+    asked = ("--set", "defaults.slo_probability=0.9", "--set", "defaults.slo_slowdown=3")
+    estimates = [part for name in ("a", "b") for part in ("--set", f"pipelines.{name}.estimate={limit}")]
+    said = rlmux("plan", "plan.yaml", *asked, *estimates)
+    assert "a: keeps its SLO if cycles of its group are as planned, as 90 of 100 are, or more" in said.out
+    told = json.loads(rlmux("plan", "plan.yaml", "--json", *asked, *estimates).out)
+    assert [one["slo_probability"] for one in told["pipelines"]] == [0.9, 0.9]
+
+
 def test_a_trace_says_on_which_nodes_it_is_priced_and_takes_others(rlmux, files):
     said = rlmux("simulate", "trace.csv", "--policies", "solo")
     assert "note: priced on nodes of h20 for rollout (8 GPUs a node, $1.76 for a GPU-hour, as many as" in said.out

@@ -77,6 +77,18 @@ CASES = {
         [("steps: 60", "slo_slowdown: 0.9")],
         "two.yaml:6: pipelines.sort.slo_slowdown is 0.9; accepted: a number, 1 or more",
     ),
+    "a certain SLO": (
+        [("steps: 60", "slo_probability: 1")],
+        "two.yaml:6: pipelines.sort.slo_probability is 1; accepted: a number, more than 0, less than 1",
+    ),
+    "a token limit below the mean": (
+        [("steps: 60", "estimate: {rollout_s: 3, train_s: 2, limit_rollout_s: 2, limit_train_s: 2}")],
+        "two.yaml:6: pipelines.sort.estimate.limit_rollout_s is 2; accepted: 3, the seconds of a mean step, or more",
+    ),
+    "half a token limit": (
+        [("steps: 60", "estimate: {rollout_s: 3, train_s: 2, limit_rollout_s: 4}")],
+        "two.yaml:6: pipelines.sort.estimate.limit_rollout_s is 4; accepted: limit_rollout_s and limit_train_s",
+    ),
     "a list for a mapping": (
         [("    rollout:\n      slots: 32\n", "    rollout: [slots]\n")],
         "two.yaml:10: pipelines.sort.rollout is a list of 1; accepted: a mapping",

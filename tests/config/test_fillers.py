@@ -31,6 +31,7 @@ def test_planning_asks_only_for_the_seconds_of_its_rollout(tmp_path):
     ("keys", "what", "why"),
     [
         ("slo_slowdown: 2", "slo_slowdown is 2", "it is promised nothing"),
+        ("slo_probability: 0.9", "slo_probability is 0.9", "it is promised nothing"),
         ("sft_warmup: {updates: 3}", "sft_warmup.updates is 3", "it trains nothing"),
         ("algorithm: {staleness: 1}", "algorithm.staleness is 1", "it trains nothing"),
         ("algorithm: {kl_coef: 0.1}", "algorithm.kl_coef is 0.1", "it trains nothing"),

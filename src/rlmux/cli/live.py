@@ -31,6 +31,7 @@ from rlmux.core.events import (
     WorkerLost,
 )
 from rlmux.core.model import DeviceId, OrderId, Pipeline, PipelineId, Stage
+from rlmux.report.slos import probability_words
 from rlmux.rl.config import TrainingConfig
 from rlmux.rl.promise import Promise
 from rlmux.runtime.backend import Note
@@ -59,6 +60,7 @@ class _PipelineRow:
     last_step_s: float = 0.0
     last_line_s: float = -_LINE_EVERY_S
     slo_reason: str = ""
+    slo_probability: float | None = None
 
 
 class Live:
@@ -151,7 +153,9 @@ class Live:
             self._say(f"{action.pipeline}: {action.reason}")
         elif row.slo_reason and not action.reason:
             self._say(f"{action.pipeline}: its SLO can be kept from now on")
-        row.slo_reason = action.reason
+        if action.probability not in (None, row.slo_probability):
+            self._say(f"{action.pipeline}: {probability_words(action.probability)}")
+        row.slo_reason, row.slo_probability = action.reason, action.probability
 
     def _take_submission(self, pipeline: Pipeline) -> None:
         row = self._rows.setdefault(pipeline.id, _PipelineRow(num_steps=pipeline.num_steps or 0))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlmux.cli import memory_rows
+from rlmux.report.slos import probability_words
 
 Row = Mapping[str, Any]
 _FAILED_STATUSES = ("failed", "refused")
@@ -274,6 +275,9 @@ def show_plan(plan: Row, *, as_json: bool) -> None:
             for one in plan["pipelines"]
         ]
     )
+    for one in plan["pipelines"]:
+        if one["slo_probability"] is not None:
+            print(f"{one['pipeline']}: {probability_words(one['slo_probability'])}")
     gpus = ", ".join(f"{number} in {pool}" for pool, number in plan["gpus"].items())
     print(
         f"\npolicy {plan['policy']}: ${plan['usd_per_hour']:,.2f}/h, GPUs: {gpus}; "

@@ -64,6 +64,8 @@ def make_pipeline(config: PipelineConfig) -> Pipeline:
         estimate=solo,
         colocated_estimate=colocated,
         slo_slowdown=math.inf if config.slo_slowdown is None else config.slo_slowdown,
+        slo_probability=config.slo_probability,
+        limit=_limit(config.estimate),
         footprint=_footprint(config.footprint),
         switch=_warm_switch(config.estimate),
         staleness=config.algorithm.staleness,
@@ -93,6 +95,13 @@ def _estimates(config: EstimateConfig | None) -> tuple[PhaseSeconds | None, Phas
     if config.colocated_rollout_s is None or config.colocated_train_s is None:
         return solo, None
     return solo, PhaseSeconds(rollout_s=config.colocated_rollout_s, train_s=config.colocated_train_s)
+
+
+def _limit(config: EstimateConfig | None) -> PhaseSeconds | None:
+    """A step at the token limit."""
+    if config is None or config.limit_rollout_s is None or config.limit_train_s is None:
+        return None
+    return PhaseSeconds(rollout_s=config.limit_rollout_s, train_s=config.limit_train_s, sync_s=config.sync_s)
 
 
 def _warm_switch(config: EstimateConfig | None) -> SwitchEstimate | None:

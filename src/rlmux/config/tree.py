@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, fields
 from functools import cache
 from typing import Annotated, Any, Literal
 
-from annotated_types import Ge, MinLen
+from annotated_types import Ge, Gt, Lt, MinLen
 from pydantic import BeforeValidator, TypeAdapter
 
 from rlmux.config.shares import SharesConfig
@@ -135,11 +135,26 @@ class EstimateConfig(FromFile):
     cold_train_switch_s: NonNegativeFloat | None = None
     """Seconds of the first load of its training state, to simulate; without: those of a warm switch."""
 
+    limit_rollout_s: PositiveFloat | None = None
+    """Seconds of rollout if every answer reaches the token limit; goes with limit_train_s, and with slo_probability."""
+    limit_train_s: PositiveFloat | None = None
+    """Seconds of training if every answer reaches the token limit; goes with limit_rollout_s."""
+
     def __post_init__(self) -> None:
-        for one, other in (("colocated_rollout_s", "colocated_train_s"), ("rollout_switch_s", "train_switch_s")):
+        for one, other in (
+            ("colocated_rollout_s", "colocated_train_s"),
+            ("rollout_switch_s", "train_switch_s"),
+            ("limit_rollout_s", "limit_train_s"),
+        ):
             if (getattr(self, one) is None) != (getattr(self, other) is None):
                 given = other if getattr(self, one) is None else one
                 raise MisfitError(given, f"accepted: {one} and {other} together")
+        for key, mean_s, limit_s in (
+            ("limit_rollout_s", self.rollout_s, self.limit_rollout_s),
+            ("limit_train_s", self.train_s or 0.0, self.limit_train_s),
+        ):
+            if limit_s is not None and limit_s < mean_s:
+                raise MisfitError(key, f"accepted: {mean_s:g}, the seconds of a mean step, or more")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -196,6 +211,9 @@ class PipelineConfig(PipelineKeys):
     """Where prompts come from and how answers are scored. Needed by `run`."""
     slo_slowdown: Annotated[float, Ge(1)] | None = None
     """Largest accepted slowdown of a step against running alone; without: any."""
+    slo_probability: Annotated[float, Gt(0), Lt(1)] | None = None
+    """Probability with which a cycle of its group is to take no longer than planned, so that slo_slowdown is kept
+    (docs/policies.md); without: it is planned with what its steps take in the middle, and none is stated."""
     user: Name | None = None
     """Who asks for it; without: not said. Waiting pipelines of several users take turns (docs/shares.md)."""
     project: Name | None = None
@@ -242,6 +260,7 @@ class PipelineConfig(PipelineKeys):
             return
         for key, is_given, why in (
             ("slo_slowdown", self.slo_slowdown is not None, "it is promised nothing"),
+            ("slo_probability", self.slo_probability is not None, "it is promised nothing"),
             ("adapter", self.adapter is not None, "it trains nothing"),
             ("sft_warmup.updates", self.sft_warmup.num_updates > 0, "it trains nothing"),
             ("algorithm.staleness", self.algorithm.staleness > 0, "it trains nothing"),

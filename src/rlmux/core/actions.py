@@ -84,6 +84,9 @@ class ExpectSteps:
     reason: str
     """Why its SLO cannot be promised where it is, in one line with the numbers; empty where it can, or there is
     none."""
+    probability: float | None = None
+    """Probability with which a meta-iteration of its group takes no longer than planned, where its SLO is kept at that
+    pace; 1 where it is alone; None where none was asked for, or none can be stated."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

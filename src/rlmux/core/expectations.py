@@ -15,11 +15,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from rlmux.core.actions import ExpectSteps
+from rlmux.core.group_load import GroupLoad, budget_of
 from rlmux.core.journal import Journal
 from rlmux.core.measured_steps import has_drifted
 from rlmux.core.model import MeasuredSeconds, PhaseSeconds, Pipeline, PipelineId, PipelineStatus
 from rlmux.core.placement import PlacementLedger
 from rlmux.core.state import PipelineRun, SchedulerState
+from rlmux.core.step_bounds import StepBounds
 
 _ROUNDING = 1e-9
 _DRIFT_STEP = 1.1
@@ -37,10 +39,14 @@ class Expectations:
         self._journal = journal
         self._learned: dict[PipelineId, None] = {}
         """Pipelines with seconds that were learned in this event and not told of yet."""
+        self._placed: dict[PipelineId, None] = {}
+        """Pipelines that came in this event to a group where a probability was asked for."""
 
     def learn(self, run: PipelineRun, step: int) -> bool:
         """The step is trained. Returns whether the pipeline is planned with other seconds from now on."""
         run.measured.end_step(step)
+        if run.bounds is not None:
+            return self._plan_with_bounds(run, run.bounds, step)
         return self._plan_with(run, run.measured.seconds)
 
     def learn_bursts(self, run: PipelineRun) -> bool:
@@ -67,6 +73,35 @@ class Expectations:
         self._learned[run.pipeline.id] = None
         return True
 
+    def _plan_with_bounds(self, run: PipelineRun, bounds: StepBounds, step: int) -> bool:
+        """Tighten or widen the bounds by the step, and plan with them."""
+        if run.status is not PipelineStatus.RUNNING or run.placement is None:
+            return False
+        last, given, placement = run.measured.last, bounds.given, run.placement
+        seconds: PhaseSeconds | None = None
+        if bounds.has_base:
+            is_colocated = set(placement.train_nodes) <= set(placement.rollout_nodes)
+            seconds = (given.colocated_estimate if is_colocated else None) or given.estimate
+        bounds.forget(len(placement.rollout_nodes))
+        if last is None:
+            return False
+        bounds.add(step, last, seconds, sync_s=given.estimate.sync_s if given.estimate else 0.0)
+        planned = bounds.plan(run.pipeline)
+        if planned is None:
+            return False
+        run.has_left_estimate |= planned.estimate != given.estimate
+        run.pipeline = planned
+        run.history.plan_with(planned)
+        self._ledger.revise(planned)
+        self._learned[planned.id] = None
+        return True
+
+    def note_placed(self, run: PipelineRun) -> None:
+        """It has a place in the ledger: the next `tell` states the probabilities that were asked for in its group."""
+        members = self._ledger.group_of(run.pipeline.id).members
+        if any(member.pipeline.slo_probability is not None for member in members):
+            self._placed[run.pipeline.id] = None
+
     def _given_seconds(self, run: PipelineRun) -> PhaseSeconds | None:
         """What the steps of a pipeline with a given estimate should take where it is; None where that says nothing: on
         other numbers of nodes, or where sub-stages of several members share them."""
@@ -81,11 +116,14 @@ class Expectations:
         """Say what is expected of pipelines whose seconds are new, and of their neighbours with an SLO where that is
         other than was said."""
         beyond_slo = self._state.beyond_slo
-        if not self._learned and not beyond_slo:
+        if not self._learned and not beyond_slo and not self._placed:
             return
         learned, self._learned = self._learned, {}
-        asked = {**learned, **beyond_slo}
-        for pipeline in learned:
+        placed, self._placed = self._placed, {}
+        asked = {**learned, **placed, **beyond_slo}
+        for pipeline in {**learned, **placed}:
+            if pipeline not in self._ledger:
+                continue
             asked |= {member.pipeline.id: None for member in self._ledger.group_of(pipeline).members}
         for pipeline in asked:
             run = self._state.runs[pipeline]
@@ -93,18 +131,60 @@ class Expectations:
                 beyond_slo.pop(pipeline, None)
                 continue
             step_slowdown, reason = self._expected(run)
-            if pipeline in learned or bool(reason) != (pipeline in beyond_slo) or _is_news(run, step_slowdown):
-                run.told_slowdown = step_slowdown
+            probability = self._probability(run)
+            is_stated_anew = run.bounds is not None and (probability != run.told_probability or pipeline in placed)
+            if (
+                pipeline in learned
+                or is_stated_anew
+                or bool(reason) != (pipeline in beyond_slo)
+                or _is_news(run, step_slowdown)
+            ):
+                run.told_slowdown, run.told_probability = step_slowdown, probability
                 seen = run.burst_seconds if run.pipeline.work_arrives else run.measured
                 is_given = run.has_given_estimate and not run.has_left_estimate
                 measured = None if is_given else seen.seconds()
                 self._journal.act(
-                    ExpectSteps(pipeline=pipeline, measured=measured, step_slowdown=step_slowdown, reason=reason)
+                    ExpectSteps(
+                        pipeline=pipeline,
+                        measured=measured,
+                        step_slowdown=step_slowdown,
+                        reason=reason,
+                        probability=probability,
+                    )
                 )
             if reason:
                 beyond_slo[pipeline] = None
             else:
                 beyond_slo.pop(pipeline, None)
+
+    def _probability(self, run: PipelineRun) -> float | None:
+        """Probability with which a meta-iteration of its group takes no longer than it is planned with, where all its
+        steps keep its SLO at that pace; None where they do not, or a member has no bounds that hold with as much."""
+        pipeline = run.pipeline
+        if run.bounds is None or pipeline.slo_slowdown == math.inf or pipeline.estimate is None:
+            return None
+        group = self._ledger.group_of(pipeline.id)
+        if not self._keeps_slo_at_pace(run, group):
+            return None
+        if group.num_members == 1:
+            return 1.0
+        asked = [member.pipeline.slo_probability or 0.0 for member in group.members]
+        bounds = [self._state.runs[member.pipeline.id].bounds for member in group.members]
+        return min(asked) if all(one and one.is_known for one in bounds) else None
+
+    def _keeps_slo_at_pace(self, run: PipelineRun, group: GroupLoad) -> bool:
+        """Whether its SLO is kept if all steps that are left take what they are planned with: by each of them, or by
+        the mean of all, those that are done included."""
+        pipeline = run.pipeline
+        budget_s = budget_of(pipeline)
+        step_s = group.period_s / self._ledger.member(pipeline.id).steps_per_cycle
+        if step_s <= budget_s * (1.0 + _ROUNDING):
+            return True
+        left = self._state.work_left(pipeline.id)
+        if left is None or left.done_solo_s is None:
+            return False
+        due_s = left.submitted_s + left.num_left * budget_s + pipeline.slo_slowdown * left.done_solo_s
+        return left.now_s + left.num_left * step_s <= due_s
 
     def step_s(self, run: PipelineRun) -> float | None:
         """Expected seconds of a step in the meta-iteration of its group; None where nothing is known of it."""

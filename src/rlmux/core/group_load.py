@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from rlmux.core.cycles import PhaseLoad, fits_period, formula_s, is_formula_exact, meta_iteration_s
-from rlmux.core.model import Cluster, GroupId, NodeId, Phase, Pipeline, PipelineId, Placement, Pool
+from rlmux.core.model import Cluster, GroupId, NodeId, Phase, PhaseSeconds, Pipeline, PipelineId, Placement, Pool
 from rlmux.core.switches import Tenant, switch_seconds
 
 MAX_PIPELINES_PER_GROUP = 5
@@ -41,7 +41,10 @@ class Member:
 
     @property
     def phase_load(self) -> PhaseLoad:
-        estimate = self.pipeline.held or self.pipeline.estimate
+        return self.load_of(self.pipeline.held or self.pipeline.estimate)
+
+    def load_of(self, estimate: PhaseSeconds | None) -> PhaseLoad:
+        """What it asks of its group if its phases take so long where they are apart."""
         if self.is_colocated and self.pipeline.colocated_estimate is not None:
             estimate = self.pipeline.colocated_estimate
         return PhaseLoad(
@@ -142,7 +145,8 @@ class GroupLoad:
         new = tuple(NodeId("(new)", index) for index in range(num_new_rollout_nodes))
         nodes = (*rollout_nodes, *new)
         is_narrow = train_nodes is not None and train_nodes != self.train_nodes
-        if is_narrow or pipeline.switch or self.has_switches or self.longest_sync_s or sync_s(pipeline):
+        is_exact = is_narrow or _has_spare_bounds(self.members)  # what it is beside others, it is not alone
+        if is_exact or pipeline.switch or self.has_switches or self.longest_sync_s or sync_s(pipeline):
             loads = self._loads_with(pipeline, nodes, train_nodes)
             return sum(load.solo_s for load in loads) if self.is_colocated else meta_iteration_s(loads)
         if self.is_colocated:
@@ -304,15 +308,22 @@ def _least_usd_per_hour(pipeline: Pipeline, cluster: Cluster) -> float:
     return usd_seconds / budget_of(pipeline) if usd_seconds else 0.0
 
 
+def _has_spare_bounds(members: Sequence[Member]) -> bool:
+    """Whether the one member there is has bounds, which count only beside others: alone, it delays none."""
+    return len(members) == 1 and members[0].pipeline.slo_probability is not None
+
+
 def _phase_loads(members: Sequence[Member], pools: Mapping[str, Pool]) -> list[PhaseLoad]:
     """What each member asks of a group of these, switches included."""
     tenants: list[Tenant] = [(one.pipeline, one.placement.rollout_nodes, one.placement.train_nodes) for one in members]
     added = switch_seconds(tenants, pools)
+    has_spare_bounds = _has_spare_bounds(members)
+    own = [one.load_of(one.pipeline.estimate) if has_spare_bounds else one.phase_load for one in members]
     return [
         replace(load, rollout_s=load.rollout_s + rollout_s, train_s=load.train_s + train_s)
         if rollout_s or train_s
         else load
-        for load, (rollout_s, train_s) in zip([one.phase_load for one in members], added, strict=True)
+        for load, (rollout_s, train_s) in zip(own, added, strict=True)
     ]
 
 

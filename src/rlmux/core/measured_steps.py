@@ -103,6 +103,14 @@ class MeasuredSteps:
             )
             self._steps.append(_Step(rollout=rollout, train=train, has_migrated=has_migrated))
 
+    @property
+    def last(self) -> PhaseSeconds | None:
+        """Solo seconds of the last whole step; None before the first."""
+        if not self._steps:
+            return None
+        last = self._steps[-1]
+        return PhaseSeconds(rollout_s=last.rollout.solo_s, train_s=last.train.solo_s)
+
     def is_last_beyond(self, planned: PhaseSeconds | None) -> bool:
         """Whether a phase of the last step differs from the seconds planned with by more than `DRIFT`."""
         if not self._steps:

@@ -315,6 +315,11 @@ class Pipeline:
     """Solo seconds of a step with both phases on the training pool's GPUs; None: as `estimate`."""
     slo_slowdown: float = math.inf
     """Largest step slowdown that it accepts, 1.0 or more."""
+    slo_probability: float | None = None
+    """Probability with which a meta-iteration of its group is to take no longer than planned (`core/step_bounds.py`);
+    None: it is planned with what its steps take in the middle."""
+    limit: PhaseSeconds | None = None
+    """Solo seconds of a step whose answers all reach the token limit; None: not known."""
     footprint: Footprint = field(default_factory=Footprint)
     switch: SwitchEstimate | None = None
     """Seconds of its switches; None: not measured. Placement then counts nothing, dispatch what switches take."""
@@ -341,6 +346,10 @@ class Pipeline:
     def __post_init__(self) -> None:
         if not self.slo_slowdown >= 1.0:
             raise ValueError(f"pipeline {self.id}: slo_slowdown is {self.slo_slowdown}; it must be 1.0 or more")
+        if self.slo_probability is not None and not 0.0 < self.slo_probability < 1.0:
+            raise ValueError(
+                f"pipeline {self.id}: slo_probability is {self.slo_probability}; it must be above 0 and below 1"
+            )
         has_plan = self.num_steps is not None or self.has_sft_warmup or self.staleness or self.first_step != 1
         if self.work_arrives and (has_plan or self.stages != (Stage.GENERATE, Stage.UPDATE)):
             raise ValueError(
@@ -404,6 +413,8 @@ class WorkLeft:
     """Steps that it was submitted with."""
     num_left: int
     """Steps that are not trained yet, the open one among them."""
+    done_solo_s: float | None = None
+    """Solo seconds of the steps that are trained, as measured; None: not kept, they are taken to be like the next."""
 
 
 class PipelineStatus(StrEnum):

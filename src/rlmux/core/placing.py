@@ -76,6 +76,7 @@ class Placing:
         self._parking.forget(run)
         self._steps.move_pipeline(run, PipelineInput.PLACED)
         self._journal.act(Admit(pipeline=run.pipeline.id, placement=placement, kind=choice.kind))
+        self._expectations.note_placed(run)
         self._groups.join(run, placement)
         self.begin(run, run.restart_step)
         self._dispatch(self._state.groups[placement.group])
@@ -154,6 +155,7 @@ class Placing:
         for relocation in relocations:  # all in the ledger first: later ones count on the nodes of earlier ones
             placement, _ = self._ledger.relocate(relocation.pipeline, relocation.choice)
             self._state.runs[relocation.pipeline].next_placement = placement
+            self._expectations.note_placed(self._state.runs[relocation.pipeline])
         for pipeline in dict.fromkeys(relocation.pipeline for relocation in relocations):
             run = self._state.runs[pipeline]
             if run.next_placement == run.placement:

@@ -36,6 +36,7 @@ from rlmux.core.model import (
     WorkLeft,
 )
 from rlmux.core.offers import AccountSpent, Quota, Share, ShareSettings
+from rlmux.core.step_bounds import StepBounds
 from rlmux.core.usage import DecayedUsage
 
 FILLERS = GroupId(1_000_000_000)
@@ -341,6 +342,10 @@ class PipelineRun:
     """Seconds of its last bursts, and of its client's thinking between them."""
     told_slowdown: float | None = None
     """The step slowdown that was last said to be expected; None where nothing was said."""
+    bounds: StepBounds | None = field(init=False)
+    """Bounds of its next step, which it is planned with where it states a probability."""
+    told_probability: float | None = None
+    """The probability that was last stated."""
     has_given_estimate: bool = field(init=False)
     """Whether its user gave an estimate, which stands until its steps drift from it; one with `held` was measured
     earlier in the run."""
@@ -358,6 +363,10 @@ class PipelineRun:
         self.waiting_since_s = self.submitted_s
         self.history = StepHistory(self.pipeline)
         self.has_given_estimate = self.pipeline.estimate is not None and self.pipeline.held is None
+        self.bounds = None
+        if self.pipeline.slo_probability is not None and not self.pipeline.work_arrives:
+            self.bounds = StepBounds(self.pipeline)
+            self.pipeline = self.bounds.first_plan()
         self.train_stages = self.pipeline.train_stages
         self.is_filler = self.pipeline.is_filler
 
@@ -472,6 +481,7 @@ class SchedulerState:
             submitted_s=run.submitted_s,
             num_steps=last_step - num_before,
             num_left=last_step - max(num_before, run.trained_step),
+            done_solo_s=None if run.bounds is None else run.bounds.done_solo_s(run.trained_step),
         )
 
     def can_migrate(self, run: PipelineRun, source: DeviceId, target: DeviceId) -> bool:

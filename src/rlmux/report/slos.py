@@ -5,6 +5,8 @@
                         within the SLO; `simulate` judges so, too, and has no processes to start in a first step
     queue_s             seconds from its submission to its admission, or to the end where there was none
     expected_slowdown   what the scheduler expected where the pipeline was last
+    slo_probability     with which a cycle of its group takes no longer than planned, as last stated; null where none
+                        was asked for, or none can be stated
     moves               of each relocation the seconds of a step that were expected there, and those that came
     estimate            solo seconds that it was planned with: given in the file, or learned from its own steps
 
@@ -30,6 +32,13 @@ def is_within_slo(spent_s: float, solo_s: float, slo_slowdown: float) -> bool:
     return spent_s <= slo_slowdown * solo_s * (1 + SLO_TOLERANCE)
 
 
+def probability_words(probability: float) -> str:
+    """What is stated of a pipeline's SLO with this probability, in a line."""
+    if probability == 1.0:
+        return "alone in its group, so no other pipeline can break its SLO"
+    return f"keeps its SLO if cycles of its group are as planned, as {100.0 * probability:.6g} of 100 are, or more"
+
+
 @dataclass(frozen=True, slots=True)
 class StepTime:
     """One published step."""
@@ -51,6 +60,7 @@ def slo_fields(record: PipelineRecord, steps: Sequence[StepTime], end_s: float) 
         "keeps_slo": _keeps_slo(record, steady, end_s) if math.isfinite(slo) else None,
         "queue_s": _queue_s(record, end_s),
         "expected_slowdown": expected.step_slowdown if expected else None,
+        "slo_probability": expected.probability if expected else None,
         "estimate": _estimate(record),
         "slo_reason": expected.reason if expected else "",
         "moves": _moves(record, steps),

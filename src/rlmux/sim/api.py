@@ -13,7 +13,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from rlmux.core.actions import Admit, Queue, Refuse
+from rlmux.core.actions import Admit, ExpectSteps, Queue, Refuse
 from rlmux.core.errors import UserError
 from rlmux.core.events import PipelineSubmitted
 from rlmux.core.group_load import GroupLoad
@@ -186,7 +186,7 @@ def plan(workload: str | Workload, *, policy: str = "rollmux") -> dict[str, Any]
 
         {"policy", "usd_per_hour", "solo_usd_per_hour", "gpus": {pool: count}, "num_groups", "notes",
          "pipelines": [{"pipeline", "status", "group", "admission", "rollout_nodes", "train_nodes",
-                        "step_s", "step_slowdown", "slo_slowdown", "usd_per_hour", "reason"}]}
+                        "step_s", "step_slowdown", "slo_slowdown", "usd_per_hour", "reason", "slo_probability"}]}
 
     A pipeline's `usd_per_hour` is its part of its group's cost, by solo seconds.
     """
@@ -194,12 +194,15 @@ def plan(workload: str | Workload, *, policy: str = "rollmux") -> dict[str, Any]
     scheduler = Scheduler(made.cluster, make_policy(policy), FairShares())
     admissions: dict[str, AdmissionKind] = {}
     reasons: dict[str, str] = {}
+    stated: dict[str, float | None] = {}
     for arrival in made.arrivals:
         for action in scheduler.handle(PipelineSubmitted(time_s=arrival.submit_s, pipeline=arrival.pipeline)):
             if isinstance(action, Admit):
                 admissions[action.pipeline] = action.kind
             elif isinstance(action, Refuse | Queue):
                 reasons[action.pipeline] = action.reason
+            elif isinstance(action, ExpectSteps):
+                stated[action.pipeline] = action.probability
     view = scheduler.query.placement
     pools = made.cluster.pools
     return {
@@ -210,7 +213,12 @@ def plan(workload: str | Workload, *, policy: str = "rollmux") -> dict[str, Any]
         "num_groups": view.num_groups,
         "notes": notes_of(made, [policy]),
         "pipelines": [
-            _planned(view, arrival.pipeline, admissions, reasons, str(scheduler.query.status(arrival.pipeline.id)))
+            {
+                **_planned(
+                    view, arrival.pipeline, admissions, reasons, str(scheduler.query.status(arrival.pipeline.id))
+                ),
+                "slo_probability": stated.get(arrival.pipeline.id),
+            }
             for arrival in made.arrivals
         ],
     }

@@ -127,7 +127,7 @@ def budget_from(pipeline: Pipeline, left: WorkLeft | None) -> float:
     alone_s = solo_s(pipeline)
     if left is None or not alone_s or pipeline.slo_slowdown == math.inf:
         return budget_of(pipeline)
-    due_s = left.submitted_s + left.num_steps * budget_of(pipeline)
+    due_s = _due_s(pipeline, left)
     room_s = (due_s - left.now_s - _cold_s(pipeline) - alone_s) * (1.0 - _RESERVE)
     return min(MOST_SLOWDOWN * alone_s, max(alone_s, room_s / max(1, left.num_left)))
 
@@ -140,9 +140,16 @@ def keeps_budget_until(pipeline: Pipeline, left: WorkLeft | None, step_s: float)
     alone_s = solo_s(pipeline)
     if left is None or step_s <= alone_s or pipeline.slo_slowdown == math.inf:
         return math.inf
-    due_s = left.submitted_s + left.num_steps * budget_of(pipeline)
+    due_s = _due_s(pipeline, left)
     room_s = step_s * max(1, left.num_left) / (1.0 - _RESERVE)
     return due_s - _cold_s(pipeline) - alone_s - room_s - _TIME_MARGIN_S
+
+
+def _due_s(pipeline: Pipeline, left: WorkLeft) -> float:
+    """Time at which all its steps must be done, if those that are left take as long as is expected of the next."""
+    if left.done_solo_s is None:
+        return left.submitted_s + left.num_steps * budget_of(pipeline)
+    return left.submitted_s + left.num_left * budget_of(pipeline) + pipeline.slo_slowdown * left.done_solo_s
 
 
 def _cold_s(pipeline: Pipeline) -> float:

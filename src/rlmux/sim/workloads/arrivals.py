@@ -24,6 +24,8 @@ from rlmux.sim.world import NO_SWITCH, STEADY, SwitchSeconds, TrueSeconds, Varia
 H20_USD_PER_GPU_HOUR = 1.76
 H800_USD_PER_GPU_HOUR = 5.28
 GPUS_PER_NODE = 8
+LIMIT_FACTOR = 2.0
+"""Seconds of a step whose answers all reach the token limit over the mean ones, where nothing says more: our choice."""
 SYNCED = (Stage.GENERATE, Stage.UPDATE, Stage.PUBLISH)
 """Stages of a step whose weight sync takes seconds."""
 _GB = 1e9
@@ -163,6 +165,7 @@ def profiled_arrival(
     costs: bool = True,
     has_footprint: bool = False,
     variation: Variation = STEADY,
+    slo_probability: float | None = None,
 ) -> Arrival:
     """A pipeline whose estimate is the profile's means, in a world where these hold up to the variation.
 
@@ -189,6 +192,8 @@ def profiled_arrival(
             estimate=replace(profile.disaggregated, sync_s=sync_s),
             colocated_estimate=profile.colocated,
             slo_slowdown=slo_slowdown,
+            slo_probability=slo_probability,
+            limit=None if slo_probability is None else at_token_limit(profile.disaggregated),
             footprint=footprint,
             switch=switch.estimate if costs else None,
         ),
@@ -196,6 +201,11 @@ def profiled_arrival(
         colocated_world=TrueSeconds.of_phases(profile.colocated, variation=variation),
         switch=switch,
     )
+
+
+def at_token_limit(phases: PhaseSeconds) -> PhaseSeconds:
+    """Seconds of a step whose answers all reach the token limit, where nothing says how long these are."""
+    return PhaseSeconds(rollout_s=LIMIT_FACTOR * phases.rollout_s, train_s=LIMIT_FACTOR * phases.train_s)
 
 
 def sync_seconds(model: str) -> float:

@@ -135,6 +135,7 @@ def weave(
     costs: bool = True,
     host_memory_gb: float | None = None,
     drift: str = "none",
+    slo_probability: float | None = None,
 ) -> Workload:
     """The 200 production pipelines.
 
@@ -145,8 +146,11 @@ def weave(
     `host_memory_gb` gives nodes that much and pipelines their footprints; without it the cap on a group
     stands in.
     `drift` is none, up, down or mixed (section 8.8).
+    `slo_probability`: asked for by every pipeline. The trace says nothing of steps at the token limit; twice the mean
+    is taken.
     """
     low, high = _slo_range(slo)
+    _require_probability(slo_probability)
     _require_choice("train_nodes_32b", train_nodes_32b, (1, 2))
     _require_choice("departure", departure, _DEPARTURES)
     _require_choice("costs", costs, (True, False))
@@ -170,6 +174,7 @@ def weave(
                 costs=costs,
                 has_footprint=host_memory_gb is not None,
                 variation=_drift(drift, profile.model, duration_s / profile.disaggregated.solo_s, drift_generator),
+                slo_probability=slo_probability,
             )
         )
     return Workload(
@@ -392,6 +397,11 @@ def _slo_range(slo: Any) -> tuple[float, float]:
 def _require_choice(name: str, value: Any, accepted: tuple[Any, ...]) -> None:
     if value not in accepted:
         raise UserError(f"{name} is {value!r}; accepted: {', '.join(map(str, accepted))}")
+
+
+def _require_probability(value: Any) -> None:
+    if value is not None and not (isinstance(value, int | float) and 0.0 < value < 1.0):
+        raise UserError(f"slo_probability is {value!r}; accepted: a number above 0 and below 1")
 
 
 def _drift(direction: str, model: str, num_steps: float, generator: random.Random) -> Variation:
