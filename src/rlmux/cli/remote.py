@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rlmux.cli import inputs, tables
-from rlmux.client.target import Target, target_of
+from rlmux.client.target import Target, is_url, target_of
 from rlmux.core.errors import UserError
 
 if TYPE_CHECKING:
@@ -21,11 +21,14 @@ if TYPE_CHECKING:
 
 _REDRAW_S = 1.0
 _FOLLOW_S = 0.3
+_OVER = ("finished", "failed", "cancelled", "refused")
+_AWAY_S = 600.0
+"""Seconds for which a server, or a controller that it starts again, may be away from those who follow a run."""
 
 
 def submit(file: str, place: str, sets: Sequence[str] | None) -> list[dict[str, Any]]:
     """Check the file against the run's cluster here, then hand it over; returns what became of each pipeline."""
-    with closing(target_of(place, lambda text: print(f"rlmux: {text}", file=sys.stderr))) as target:
+    with closing(target_of(place, _tell)) as target:
         return target.submit(inputs.load_for_submission(file, sets, target.spec()), file)
 
 
@@ -272,27 +275,31 @@ def show_logs(place: str, name: str, *, is_following: bool) -> None:
         known = [*shown["pipelines"], *(one["pipeline"] for one in shown["upcoming"])]
         if name not in known:
             raise UserError(f"{place}: no pipeline {name!r}; accepted: {', '.join(known) or 'none yet'}")
-        with suppress(KeyboardInterrupt):
-            _print_log(target, name, is_following=is_following)
+    away_s = _AWAY_S if is_following and is_url(place) else 0.0
+    with closing(target_of(place, _tell, patience_s=away_s)) as target, suppress(KeyboardInterrupt):
+        position = 0
+        for is_last in _until_over(target, name, away_s) if is_following else (True,):
+            text, position = target.log(name, position)
+            sys.stdout.write(text)
+            sys.stdout.flush()
+            if not is_last:
+                time.sleep(_FOLLOW_S)
 
 
-def _print_log(target: Target, name: str, *, is_following: bool) -> None:
-    position = 0
-    for is_last in _until_over(target, name) if is_following else (True,):
-        text, position = target.log(name, position)
-        sys.stdout.write(text)
-        sys.stdout.flush()
-        if is_last:
-            return
-        time.sleep(_FOLLOW_S)
-
-
-def _until_over(target: Target, name: str) -> Iterator[bool]:
-    """False while the pipeline may still print, then True."""
+def _until_over(target: Target, name: str, away_s: float) -> Iterator[bool]:
+    """False while the pipeline may still print, then True: it is over, or nothing has run it for `away_s`."""
+    stopped_s: float | None = None
     while True:
         shown = target.status()
         status_now = shown["pipelines"].get(name, {}).get("status", "upcoming")
-        is_over = not shown["is_going_on"] or status_now not in ("running", "waiting", "upcoming")
+        now_s = time.monotonic()
+        stopped_s = None if shown["is_going_on"] else now_s if stopped_s is None else stopped_s
+        is_given_up = stopped_s is not None and now_s - stopped_s >= away_s
+        is_over = is_given_up or status_now in _OVER
         yield is_over
         if is_over:
             return
+
+
+def _tell(text: str) -> None:
+    print(f"rlmux: {text}", file=sys.stderr)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import io
 import json
 import socket
+import sys
 import threading
 import time
 from contextlib import closing
@@ -12,6 +14,7 @@ import pytest
 from tests.small_files import small_file
 
 import rlmux
+from rlmux.cli import remote
 from rlmux.cli.main import run_command_line
 from rlmux.client import on_server
 from rlmux.client.target import target_of
@@ -213,6 +216,39 @@ def test_a_connection_rides_through_a_server_that_is_killed_and_started_again(se
         for each in calls:
             each.join()
     assert (told["rides"], "told" in told) == ("cancelled", True)
+
+
+def test_a_log_is_followed_through_a_server_and_a_controller_that_are_killed(service, monkeypatch, capsys):
+    looks = threading.Semaphore(0)
+
+    class Screen(io.StringIO):
+        def flush(self) -> None:
+            looks.release()
+
+    service.until_up()
+    (service.folder / "followed.yaml").write_text("pipelines: [{name: followed, task: sort, steps: 100000}]")
+    assert service.rlmux("submit", str(service.folder / "followed.yaml"), "--to", service.url).code == 0
+    service.until(lambda: "followed" in service.status()["pipelines"])
+    pid = service.controller
+    with service.environment():
+        monkeypatch.setattr(sys, "stdout", Screen())
+        following = threading.Thread(
+            target=remote.show_logs, args=(service.url, "followed"), kwargs={"is_following": True}
+        )
+        following.start()
+        looks.acquire()
+        service.kill()
+        service.until(lambda: "cannot be reached" in capsys.readouterr().err)
+        service.start()
+        service.kill_controller()
+        service.until(lambda: service.controller not in (None, pid))
+        service.until_up()
+        while looks.acquire(blocking=False):
+            pass
+        service.until(lambda: looks.acquire(blocking=False) or not following.is_alive())
+        assert following.is_alive()
+        rlmux.connect(service.url).cancel("followed")
+        following.join()
 
 
 def test_waiting_for_a_pipeline_goes_on_while_a_killed_controller_is_started_again(service):
