@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 from tests.command_line import command
 
+from rlmux.report.api import load_summary
+from rlmux.runtime import chaos
 from rlmux.runtime.chaos import CONTROLLER, EVERYTHING, KINDS, Commands, planned_kills, run_chaos
 
 FILE = """
@@ -59,6 +61,15 @@ def test_kills_of_anything_leave_the_weights_as_they_were(commands, tmp_path, nu
     assert {kill.kind for kill in result.kills} == set(KINDS)
     assert result.is_equal
     assert result.orphans == []
+
+
+@pytest.mark.slow
+def test_rounds_that_are_over_before_their_kills_are_due_are_killed_sooner(commands, tmp_path, monkeypatch):
+    """Otherwise a run that was undisturbed on a busy machine has rounds without end on an idle one."""
+    monkeypatch.setattr(chaos, "load_summary", lambda folder: {**load_summary(folder), "makespan_s": 400.0})
+    result = run_chaos(commands(3), tmp_path / "chaos", num_kills=1, seed=1)
+    assert (len(result.kills), result.is_equal) == (1, True)
+    assert len(result.rounds) <= 10
 
 
 @pytest.mark.parametrize("num_kills", [1, 5, 20, 103])

@@ -65,7 +65,9 @@ class Lane:
         self._is_over = False
         self._backend = backend or FakeBackend(lambda action: 0.01)
         self.controller = Controller(scheduler, self._backend, self.log, run_api=self.run_api)
-        self._thread = threading.Thread(target=self.controller.run, args=([],), kwargs={"until": lambda: self._is_over})
+        self._thread = threading.Thread(
+            target=self.controller.run, args=([],), kwargs={"until": lambda: self._is_over}, daemon=True
+        )
         self._thread.start()
 
     def _header(self, policy: str) -> dict[str, Any]:
