@@ -41,10 +41,11 @@ st.register_type_strategy(
             work_arrives=st.just(False),
             urgency=st.sampled_from(QUEUED),
             stages=st.lists(st.sampled_from(Stage)).map(lambda stages: (*stages, Stage.UPDATE)),
+            slo_probability=st.none() | st.floats(0.01, 0.99),
             **{
                 field.name: st.from_type(typing.get_type_hints(Pipeline)[field.name])
                 for field in dataclasses.fields(Pipeline)
-                if field.name not in ("work_arrives", "urgency", "stages")
+                if field.name not in ("work_arrives", "urgency", "stages", "slo_probability")
             },
         ),
         st.builds(
