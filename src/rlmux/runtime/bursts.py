@@ -33,8 +33,6 @@ from rlmux.runtime.linger import Linger
 from rlmux.runtime.workplace import Worker, Workplace
 
 Burst = Generator[CallAnswer, Any, None]
-NUM_KEPT = 2
-"""Checkpoints of updates that are kept to begin again from."""
 
 
 class BurstFront(Protocol):
