@@ -424,7 +424,7 @@ def show(name: str, found: Mapping[str, Any]) -> None:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sdk", default=sys.executable, help="a Python with tinker")
+    parser.add_argument("--sdk", type=os.path.abspath, default=sys.executable, help="a Python with tinker")
     parser.add_argument("--parts", default=",".join(PARTS), help=f"some of {', '.join(PARTS)}")
     parser.add_argument("--steps", type=int, default=20)
     parser.add_argument("--prompts", type=int, default=32, help="prompts of a step, 8 samples each")
