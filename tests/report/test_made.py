@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests import log_script
 
 from rlmux.core.errors import LogError
 from rlmux.report.api import FILES, write_report
@@ -24,14 +25,7 @@ def folder(tmp_path: Path, alternating_run: Callable[..., Any]) -> Path:
     folder = tmp_path / "run"
     limits = LogLimits(block_rows=20, merge_blocks=2, segment_rows=100)
     with RunLog.create(folder, run.header, limits=limits) as log:
-        for row in run.rows:
-            if row.kind == "event":
-                log.commit()
-                log.append_event(row.value)
-            elif row.kind == "action":
-                log.append_actions([row.value])
-            else:
-                log.note(row.type, row.time_s, **row.value)
+        log_script.append(log, run.rows)
     assert len(list(folder.glob("run.0*.db"))) >= 2
     write_report(folder)
     return folder

@@ -77,7 +77,7 @@ class Ledger:
         self._database.execute("COMMIT")
 
     def leave_folding(self) -> None:
-        """From now on no commit brings SQLite's log into the file: another thread calls `fold`."""
+        """Have later commits leave SQLite's log as it is: another thread calls `fold`."""
         self._database.execute("PRAGMA wal_autocheckpoint=0")
 
     def fold(self) -> int:
