@@ -2,13 +2,15 @@
 
     tasks ─▶ process pool ─▶ results in the order of the tasks; `progress(done, total)` as they come in
 
-A result depends on its task alone, so a sweep gives the same results on one core and on many.
+A result depends on its task alone, so a sweep gives the same results on one core and on many. Workers end with the
+process that asked for the sweep, however that ended.
 """
 
 from __future__ import annotations
 
 import multiprocessing
 import os
+import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -75,9 +77,21 @@ def spread(
             tell(done, len(inputs))
         return tuple(results)
     context = multiprocessing.get_context("forkserver")
-    with ProcessPoolExecutor(num_processes, mp_context=context) as pool:
+    with ProcessPoolExecutor(num_processes, mp_context=context, initializer=_end_with_parent) as pool:
         futures = [pool.submit(function, one) for one in inputs]
         for done, future in enumerate(as_completed(futures), 1):
             future.result()
             tell(done, len(inputs))
         return tuple(future.result() for future in futures)
+
+
+def _end_with_parent() -> None:
+    """Have this worker end when its parent has: one that is killed closes no queue, and its workers would stay."""
+
+    def wait() -> None:
+        parent = multiprocessing.parent_process()
+        assert parent is not None
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=wait, name="end-with-parent", daemon=True).start()
