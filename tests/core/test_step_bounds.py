@@ -112,6 +112,35 @@ def test_what_was_trained_again_counts_once_in_the_solo_seconds_that_are_done():
     assert bounds.done_solo_s(0) == 0.0
 
 
+def test_a_later_part_of_the_run_goes_on_with_the_bounds_of_the_one_before():
+    before = StepBounds(bounded())
+    planned = planned_after(before, 1.0, 0.9, 1.1, 1.2, 1.0, 1.4)
+    later = StepBounds(bounded(bounded=before.known(planned)))
+    resumed = later.first_plan()
+    assert (resumed.estimate, resumed.held) == (planned.estimate, planned.held)
+    assert planned.held != LIMIT
+    later.add(7, times(9.0), MEAN, sync_s=0.0)  # processes start in it
+    assert later.plan(resumed) is None
+
+
+def test_steps_without_an_estimate_are_known_to_a_later_part_of_the_run_too():
+    before = StepBounds(bounded(estimate=None, limit=None))
+    now = before.first_plan()
+    for step, factor in enumerate((1.0, 0.9, 1.1, 1.2), 1):
+        before.forget(1)
+        before.add(step, times(factor), None, sync_s=0.0)
+        now = before.plan(now) or now
+    given = bounded(estimate=now.estimate, held=now.estimate, limit=None, bounded=before.known(now))
+    assert StepBounds(given).first_plan().held == now.held
+
+
+def test_a_limit_that_a_step_exceeded_bounds_nothing_in_a_later_part_of_the_run():
+    before = StepBounds(bounded(limit=times(1.2)))
+    known = before.known(planned_after(before, 1.0, 1.5, *[1.0, 1.1] * 10))
+    assert known.is_limit_exceeded
+    assert StepBounds(bounded(limit=times(1.2), bounded=known)).first_plan().held.rollout_s > 1.2 * MEAN.rollout_s
+
+
 @pytest.mark.parametrize("probability", [0.0, 1.0, 1.5, math.nan])
 def test_a_probability_is_above_0_and_below_1(probability):
     with pytest.raises(ValueError, match="slo_probability"):

@@ -24,7 +24,7 @@ from tests import command_line
 from rlmux.core.actions import ExpectSteps
 from rlmux.core.errors import UserError
 from rlmux.core.events import PipelineSubmitted
-from rlmux.core.model import PipelineStatus
+from rlmux.core.model import PhaseSeconds, PipelineStatus
 from rlmux.core.scheduler import Scheduler
 from rlmux.engines import checkpoint
 from rlmux.policies import make_policy
@@ -131,6 +131,28 @@ def test_resuming_gives_the_weights_of_a_run_left_alone(real, make_backend, pair
         None,
         learned[0].measured.median,
     ]
+
+
+def test_a_resumed_pipeline_is_planned_with_the_bounds_that_it_had(real, tmp_path):
+    """Not with those at the token limit again, which its steps have shown to be far off."""
+    one = real.submission("sort", num_steps=8)
+    limit = PhaseSeconds(rollout_s=500.0, train_s=500.0)
+    estimate = PhaseSeconds(rollout_s=0.2, train_s=0.2)
+    promised = {"slo_slowdown": 50.0, "slo_probability": 0.9, "estimate": estimate, "limit": limit}
+    one = replace(one, pipeline=replace(one.pipeline, **promised))
+    stopped = run(real, [one], tmp_path / "run", listeners=[InterruptsAt("sort", 6)])
+    assert not stopped.is_complete
+    assert resume(real, [one], tmp_path / "run").is_complete
+    with LogReader(tmp_path / "run") as reader:
+        values = [entry.value for entry in reader.entries()]
+    first, again = [at for at, value in enumerate(values) if isinstance(value, PipelineSubmitted)]
+    told = [(at, value.bounded) for at, value in enumerate(values) if isinstance(value, ExpectSteps)]
+    before = [bounded for at, bounded in told if at < again]
+    assert before[0].bound == limit
+    assert before[-1].bound.solo_s < 100.0
+    assert values[first].pipeline.bounded is None
+    assert values[again].pipeline.bounded == before[-1]
+    assert next(bounded.bound for at, bounded in told if at > again) == before[-1].bound
 
 
 def test_a_run_that_gets_no_backend_leaves_nothing_behind(real, pair, tmp_path):

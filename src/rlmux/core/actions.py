@@ -13,6 +13,7 @@ from enum import StrEnum
 
 from rlmux.core.model import (
     AdmissionKind,
+    BoundedSteps,
     DeviceId,
     MeasuredSeconds,
     NodeId,
@@ -87,6 +88,8 @@ class ExpectSteps:
     probability: float | None = None
     """Probability with which a meta-iteration of its group takes no longer than planned, where its SLO is kept at that
     pace; 1 where it is alone; None where none was asked for, or none can be stated."""
+    bounded: BoundedSteps | None = None
+    """Bounds that it is planned with; None for a pipeline without a probability, and where nothing is known of it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

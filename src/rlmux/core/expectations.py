@@ -150,6 +150,7 @@ class Expectations:
                         step_slowdown=step_slowdown,
                         reason=reason,
                         probability=probability,
+                        bounded=run.bounds.known(run.pipeline) if run.bounds is not None else None,
                     )
                 )
             if reason:

@@ -225,6 +225,20 @@ class MeasuredSeconds:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class BoundedSteps:
+    """Bounds that a pipeline with an `slo_probability` is planned with, and the steps that they follow from."""
+
+    bound: PhaseSeconds
+    """Solo seconds that its next step surely stays below, phase by phase: its load beside other pipelines."""
+    seen: tuple[tuple[float, float], ...] = ()
+    """Solo seconds of rollout and of training of its last steps, oldest first, on the nodes that it asks for."""
+    num_rollout_nodes: int = 0
+    """Nodes that these steps rolled out on; 0 before the first."""
+    is_limit_exceeded: bool = False
+    """Whether a step has taken longer than one at the token limit: the limit bounds nothing from then on."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SwitchEstimate:
     """Seconds of a warm switch to each phase's state: another state leaves the device, and this one comes back."""
 
@@ -320,6 +334,8 @@ class Pipeline:
     None: it is planned with what its steps take in the middle."""
     limit: PhaseSeconds | None = None
     """Solo seconds of a step whose answers all reach the token limit; None: not known."""
+    bounded: BoundedSteps | None = None
+    """Bounds that an earlier part of its run planned it with last; None: there was none, or it had no bounds."""
     footprint: Footprint = field(default_factory=Footprint)
     switch: SwitchEstimate | None = None
     """Seconds of its switches; None: not measured. Placement then counts nothing, dispatch what switches take."""
@@ -360,10 +376,10 @@ class Pipeline:
             raise ValueError(f"pipeline {self.id}: it needs at least one node for each phase")
         if self.is_filler:
             is_plain = not (self.has_sft_warmup or self.staleness or self.work_arrives)
-            if self.train_stages or Stage.PUBLISH in self.stages or not is_plain or self.slo_slowdown < math.inf:
+            if self.train_stages or Stage.PUBLISH in self.stages or not is_plain or self._is_promised_anything:
                 raise ValueError(
                     f"pipeline {self.id}: a filler trains nothing and is promised nothing: its stages are generate and "
-                    "reward, without SFT warm-up, staleness, arriving work and slo_slowdown"
+                    "reward, without SFT warm-up, staleness, arriving work, slo_slowdown and slo_probability"
                 )
         elif not self.train_stages:
             raise ValueError(f"pipeline {self.id}: it has no training stage; accepted with urgency filler")
@@ -372,6 +388,10 @@ class Pipeline:
     def is_filler(self) -> bool:
         """Whether it takes only what no other pipeline wants."""
         return self.urgency is Urgency.FILLER
+
+    @property
+    def _is_promised_anything(self) -> bool:
+        return self.slo_slowdown < math.inf or self.slo_probability is not None
 
     @property
     def account(self) -> Account:

@@ -361,12 +361,13 @@ class PipelineRun:
     def __post_init__(self) -> None:
         self.is_held, self.rank = self.pipeline.is_held, self.pipeline.rank
         self.waiting_since_s = self.submitted_s
-        self.history = StepHistory(self.pipeline)
         self.has_given_estimate = self.pipeline.estimate is not None and self.pipeline.held is None
         self.bounds = None
         if self.pipeline.slo_probability is not None and not self.pipeline.work_arrives:
             self.bounds = StepBounds(self.pipeline)
             self.pipeline = self.bounds.first_plan()
+            self.has_left_estimate = self.pipeline.estimate != self.bounds.given.estimate
+        self.history = StepHistory(self.pipeline)
         self.train_stages = self.pipeline.train_stages
         self.is_filler = self.pipeline.is_filler
 

@@ -26,7 +26,7 @@ from functools import lru_cache
 
 from rlmux.core.group_load import MAX_PIPELINES_PER_GROUP
 from rlmux.core.measured_steps import MEASURED_STEPS, quantile
-from rlmux.core.model import PhaseSeconds, Pipeline
+from rlmux.core.model import BoundedSteps, PhaseSeconds, Pipeline
 
 WINDOW_STEPS = 16
 """Steps that a bound looks back."""
@@ -61,6 +61,14 @@ class StepBounds:
         self._bounds: Notches | None = None
         self._done_s: list[float] = []
         """Solo seconds of the steps up to each that is done, weight sync included."""
+        if pipeline.bounded is not None:
+            self._take_up(pipeline.bounded)
+
+    def _take_up(self, before: BoundedSteps) -> None:
+        """Go on from the steps of an earlier part of the run. The first step of this part starts processes again."""
+        base = self._base
+        self._ratios.extend((_over(one[0], base.rollout_s), _over(one[1], base.train_s)) for one in before.seen)
+        self._num_nodes, self._is_limit_broken = before.num_rollout_nodes, before.is_limit_exceeded
 
     @property
     def is_known(self) -> bool:
@@ -68,8 +76,12 @@ class StepBounds:
         return self._bounds is not None or (self.given.limit is not None and not self._is_limit_broken)
 
     def first_plan(self) -> Pipeline:
-        """The pipeline as it is planned with before its first step: its load is that at the token limit."""
+        """The pipeline as it is planned with before its first step: its load is that at the token limit, or follows
+        from the steps of an earlier part of the run."""
         given = self.given
+        planned = self.plan(given)
+        if planned is not None:
+            return planned
         if given.estimate is None or given.limit is None:
             return given
         loaded = given.held or given.estimate
@@ -104,6 +116,18 @@ class StepBounds:
         limits = self._limits()
         self._is_limit_broken |= any(
             ratio > limit * (1.0 + _ROUNDING) for ratio, limit in zip(ratios, limits, strict=True)
+        )
+
+    def known(self, planned: Pipeline) -> BoundedSteps | None:
+        """What a later part of the run goes on from. `planned`: the pipeline as it is planned with now."""
+        bound, base = planned.held or planned.estimate, self._base
+        if bound is None:
+            return None
+        return BoundedSteps(
+            bound=bound,
+            seen=tuple((rollout * base.rollout_s, train * base.train_s) for rollout, train in self._ratios),
+            num_rollout_nodes=self._num_nodes,
+            is_limit_exceeded=self._is_limit_broken,
         )
 
     def forget(self, num_nodes: int) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from rlmux.report.codec import encode, loads
+from rlmux.report.codec import dumps, encode, loads
 
 
 @dataclass(slots=True)
@@ -35,6 +35,9 @@ class RunState:
     """Seconds of the phases that each pipeline without a given estimate was last planned with: `estimate` and `held`,
     as in `Pipeline`."""
 
+    bounded: dict[str, Any] = field(default_factory=dict)
+    """Bounds that each pipeline with a probability was last planned with, as the log writes `Pipeline.bounded`."""
+
     usage: dict[str, Any] = field(default_factory=dict)
     """Fields of the last note `usage`: what projects and users have used."""
     accounts: dict[str, Any] = field(default_factory=dict)
@@ -53,6 +56,8 @@ class RunState:
         if type == "ExpectSteps" and value.measured is not None:
             seconds = {"estimate": asdict(value.measured.median), "held": asdict(value.measured.held)}
             self.measured[str(value.pipeline)] = seconds
+        if type == "ExpectSteps" and value.bounded is not None:
+            self.bounded[str(value.pipeline)] = loads(dumps(value.bounded))
         if type == "SharesSet":
             self.shares = loads(encode(value))
         if kind != "note":
@@ -86,6 +91,7 @@ class RunState:
             "submitted": self.submitted,
             "standings": self.standings,
             "measured": self.measured,
+            "bounded": self.bounded,
             "usage": self.usage,
             "accounts": self.accounts,
             "shares": self.shares,

@@ -24,11 +24,12 @@ from rlmux.config.shares import parse_shares
 from rlmux.core.actions import Action, Refuse, Release
 from rlmux.core.errors import LogError, StorageError
 from rlmux.core.events import ClientFinished, Event, PipelineCancelled, PipelineFailed
-from rlmux.core.model import Cluster, PhaseSeconds, PipelineId, PipelineStatus
+from rlmux.core.model import BoundedSteps, Cluster, PhaseSeconds, PipelineId, PipelineStatus
 from rlmux.core.offers import ShareSettings
 from rlmux.core.policy import Policy
 from rlmux.core.scheduler import Scheduler
 from rlmux.policies.planning.fairness import FairShares
+from rlmux.report import codec
 from rlmux.report.api import write_report
 from rlmux.report.folder_lock import FolderLock
 from rlmux.report.log import LogReader, RunLog, run_header
@@ -229,6 +230,9 @@ def _as_it_stood(submission: Submission, state: RunState) -> Submission:
     if measured is not None and pipeline.estimate is None:
         estimate, held = PhaseSeconds(**measured["estimate"]), PhaseSeconds(**measured["held"])
         pipeline = replace(pipeline, estimate=estimate, held=held)
+    bounded = state.bounded.get(pipeline.id)
+    if bounded is not None:
+        pipeline = replace(pipeline, bounded=codec.reader(BoundedSteps)(bounded, "bounded"))
     return replace(submission, pipeline=pipeline)
 
 
