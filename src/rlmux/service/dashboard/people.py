@@ -15,7 +15,7 @@ import re
 from collections.abc import Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from rlmux.core.errors import UserError
 from rlmux.service.dashboard import kept_file
@@ -33,6 +33,7 @@ SEES_ALL = ("operator", "admin")
 """Roles that are shown every pipeline, and control any."""
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _LOGIN = re.compile(r"[!-~]{1,200}")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,10 +112,8 @@ def remove_user(folder: Path, name: str) -> None:
     """Refuse a user from now on. Raises UserError for one that there is not."""
     with kept_file.changing(folder, NAME):
         people = _of(folder)
-        if name not in people.users:
-            raise UserError(f"no user {name!r}; accepted: {', '.join(people.users) or 'none yet'}")
+        users = _without(name, people.users, "user")
         projects = {key: tuple(one for one in members if one != name) for key, members in people.projects.items()}
-        users = {key: person for key, person in people.users.items() if key != name}
         _write(folder, People(users=users, projects=projects))
 
 
@@ -136,13 +135,18 @@ def remove_project(folder: Path, name: str) -> None:
     """Raises UserError for a project that there is not."""
     with kept_file.changing(folder, NAME):
         people = _of(folder)
-        if name not in people.projects:
-            raise UserError(f"no project {name!r}; accepted: {', '.join(people.projects) or 'none yet'}")
-        _write(folder, replace(people, projects={key: one for key, one in people.projects.items() if key != name}))
+        _write(folder, replace(people, projects=_without(name, people.projects, "project")))
 
 
 def _of(folder: Path) -> People:
     return read(folder) or People(users={}, projects={})
+
+
+def _without(name: str, entries: Mapping[str, T], what: str) -> dict[str, T]:
+    """All entries but one. Raises UserError for one that there is not."""
+    if name not in entries:
+        raise UserError(f"no {what} {name!r}; accepted: {', '.join(entries) or 'none yet'}")
+    return {key: entry for key, entry in entries.items() if key != name}
 
 
 def _check_name(name: str) -> None:
