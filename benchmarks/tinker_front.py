@@ -12,7 +12,9 @@ share   Two such loops that think as long as their work takes alone: one after t
         are compared.
 crowd   50 clients that only show life and 8 that train, on one server: requests answered, seconds of a heartbeat. The
         former are a process of their own that does nothing else: in one event loop with the latter, they would wait for
-        their own process.
+        their own process. `resent`: requests that were sent again, as SDKs do, because their connection broke.
+
+A client or server that ends before its time is told with its exit code and what it wrote last; the exit code is then 1.
 """
 
 from __future__ import annotations
@@ -42,6 +44,7 @@ SKIPPED_STEPS = 2
 PARTS = ("step", "share", "crowd")
 POOLS = {"rollout": {"devices": 1}, "train": {"devices": 1}}
 LIMIT_S = 600.0
+NUM_TOLD_LINES = 40
 
 
 # ------------------------------------------------------------------ a client, in the SDK's Python
@@ -115,10 +118,14 @@ class Loop:
         words = [args.sdk, "-W", "ignore", __file__, "--loop", str(seed), str(think_s)]
         words += [f"--steps={args.steps}", f"--prompts={args.prompts}", f"--tokens={args.tokens}"]
         own = {"TINKER_BASE_URL": f"{url}/tinker", "TINKER_API_KEY": "tml-x", "TINKER_TELEMETRY": "0"}
-        self._process = subprocess.Popen(
-            words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=folder / "tokenizers",
-            env={**os.environ, **own, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"},
-        )  # fmt: skip
+        own |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+        self._seed = seed
+        self._log = folder / f"client-{seed}.log"
+        with self._log.open("w") as errors:
+            self._process = subprocess.Popen(
+                words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
+                cwd=folder / "tokenizers", env={**os.environ, **own},
+            )  # fmt: skip
         self.told: list[dict[str, Any]] = []
         self.read()
 
@@ -140,11 +147,26 @@ class Loop:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         if not line:
-            raise SystemExit(f"a client ended with {self._process.wait()}; --sdk: a Python with tinker 0.25 or newer")
+            raise EndedError(
+                f"client {self._seed}; --sdk: a Python with tinker 0.25 or newer", self._process, self._log
+            )
         self.told.append(json.loads(line))
 
 
 # ------------------------------------------------------------------ servers and runs
+
+
+class EndedError(Exception):
+    """A process that ended before its time, with what it wrote last."""
+
+    def __init__(self, name: str, process: subprocess.Popen[str], log: Path) -> None:
+        super().__init__(f"{name} ended with exit code {process.wait()}\n{tail(log)}")
+
+
+def tail(log: Path) -> str:
+    """The last lines of a log, under its name."""
+    lines = log.read_text(errors="replace").splitlines()[-NUM_TOLD_LINES:] if log.is_file() else []
+    return "\n".join([f"--- {log.name}, {len(lines)} last lines", *lines])
 
 
 class Server(NamedTuple):
@@ -172,12 +194,24 @@ def server(args: argparse.Namespace, folder: Path) -> Iterator[Server]:
     file = folder.with_suffix(".json")
     file.write_text(json.dumps({"cluster": {"pools": POOLS}, "serve": {"models": {"rlmux/tiny": served}}}))
     words = [sys.executable, "-m", "rlmux", "serve", str(file), "--out", str(folder), "--listen", "127.0.0.1:0"]
-    process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=environ())
+    log = folder.with_suffix(".log")
+    with log.open("w") as errors:
+        process = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=errors, text=True, env=environ())
     assert process.stdout is not None
     try:
-        yield Server(process.stdout.readline().strip().partition("=")[2].removesuffix("/tinker"), process.pid)
+        line = process.stdout.readline()
+        if not line:
+            raise EndedError("the server", process, log)
+        yield Server(line.strip().partition("=")[2].removesuffix("/tinker"), process.pid)
+    except Exception as error:
+        code = process.poll()
+        print(f"server: {'runs' if code is None else f'ended with exit code {code}'}\n{tail(log)}", file=sys.stderr)
+        for workers in sorted(folder.glob("models/*/workers.log")):
+            print(f"{workers.parent.name}: {tail(workers)}", file=sys.stderr)
+        raise SystemExit(f"{type(error).__name__}: {error}") from error
     finally:
-        process.send_signal(signal.SIGINT)
+        with contextlib.suppress(ProcessLookupError):
+            process.send_signal(signal.SIGINT)
         process.communicate()
 
 
@@ -294,34 +328,49 @@ def sha256_of(folder: Path, path: str) -> str:
 def measure_crowd(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     with server(args, folder / "served") as (url, _):
         words = [sys.executable, __file__, "--beats", url, "--idle", str(args.idle)]
-        idle = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        seconds, answers = asyncio.run(crowd(url, args.busy, args.steps))
-        beats = json.loads(idle.communicate("\n")[0])
+        log = folder / "idle.log"
+        with log.open("w") as errors:
+            idle = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True)
+        try:
+            seconds, answers, num_resent = asyncio.run(crowd(url, args.busy, args.steps))
+            if idle.poll() is not None:
+                raise EndedError("the idle clients", idle, log)
+        finally:
+            told = idle.communicate("\n")[0] if idle.poll() is None else ""
+        if not told:
+            raise EndedError("the idle clients", idle, log)
+        beats = json.loads(told)
     return {
         "seconds": seconds,
         "requests": sum(sent for sent, _ in answers),
         "answered": sum(answered for _, answered in answers),
-        "heartbeats": len(beats),
-        "heartbeat_s": quantiles(beats),
+        "resent": num_resent + beats["num_resent"],
+        "heartbeats": len(beats["seconds"]),
+        "heartbeat_s": quantiles(beats["seconds"]),
     }
 
 
 def show_life(url: str, num_clients: int) -> None:
     """Have clients show life once a second, ten times as often as the SDK does, until stdin has a line; prints the
-    seconds of each time."""
+    seconds of each time, and how many had to be sent again."""
     address = url.removeprefix("http://")
     clients = [
         (http.client.HTTPConnection(address, timeout=LIMIT_S), b"{}", "create_session") for _ in range(num_clients)
     ]
     seconds: list[float] = []
-    is_over = False
+    num_resent, is_over = 0, False
     while not is_over:
         following = []
         for connection, body, route in clients:
             begin_s = time.perf_counter()
             headers = {"X-API-Key": "tml-x", "Content-Type": "application/json"}
-            connection.request("POST", f"/tinker/api/v1/{route}", body=body, headers=headers)
-            told = json.loads(connection.getresponse().read())
+            told = beat(connection, f"/tinker/api/v1/{route}", body, headers)
+            if told is None:  # the server closes a connection that was idle, perhaps just now
+                connection.close()
+                num_resent += 1
+                told = beat(connection, f"/tinker/api/v1/{route}", body, headers)
+            if told is None:
+                raise SystemExit(f"{route}: a new connection broke, too")
             if route == "session_heartbeat":
                 seconds.append(time.perf_counter() - begin_s)
             else:
@@ -331,28 +380,59 @@ def show_life(url: str, num_clients: int) -> None:
             if is_over:
                 break
         clients = following
-    print(json.dumps(seconds))
+    print(json.dumps({"seconds": seconds, "num_resent": num_resent}))
 
 
-async def crowd(url: str, num_busy: int, steps: int) -> tuple[float, list[tuple[int, int]]]:
-    """(seconds, requests that each client sent and results that it got)."""
+def beat(
+    connection: http.client.HTTPConnection, path: str, body: bytes, headers: Mapping[str, str]
+) -> dict[str, Any] | None:
+    """The answer; None where the connection broke."""
+    try:
+        connection.request("POST", path, body=body, headers=headers)
+        return dict(json.loads(connection.getresponse().read()))
+    except (http.client.RemoteDisconnected, ConnectionError):
+        return None
+
+
+async def crowd(url: str, num_busy: int, steps: int) -> tuple[float, list[tuple[int, int]], int]:
+    """(seconds, requests that each client sent and results that it got, requests that were sent again)."""
     import httpx
 
     limits = httpx.Limits(max_connections=None)
     async with httpx.AsyncClient(base_url=f"{url}/tinker/api/v1/", timeout=LIMIT_S, limits=limits) as client:
         client.headers["X-API-Key"] = "tml-x"
         begin_s = time.monotonic()
-        answers = await asyncio.gather(*[train(client, number, steps) for number in range(num_busy)])
-        return time.monotonic() - begin_s, answers
+        asked = Asked(client)
+        answers = await asyncio.gather(*[train(asked, number, steps) for number in range(num_busy)])
+        return time.monotonic() - begin_s, answers, asked.num_resent
 
 
-async def ask(client: Any, route: str, **body: Any) -> dict[str, Any]:
+class Asked:
+    """Sends requests, and once more those whose connection broke."""
+
+    def __init__(self, client: Any) -> None:
+        self._client = client
+        self.num_resent = 0
+
+    async def post(self, route: str, **content: Any) -> Any:
+        import httpx
+
+        try:
+            return await self._client.post(route, **content)
+        except httpx.TransportError as error:
+            self.num_resent += 1
+            print(f"{route}: {type(error).__name__}: {error}; sent again", file=sys.stderr)
+            return await self._client.post(route, **content)
+
+
+async def ask(client: Asked, route: str, **body: Any) -> dict[str, Any]:
     answer = await client.post(route, json=body)
-    answer.raise_for_status()
+    if answer.status_code != 200:
+        raise RuntimeError(f"{route} {body}: {answer.status_code} {answer.text}")
     return dict(answer.json())
 
 
-async def train(client: Any, seed: int, steps: int) -> tuple[int, int]:
+async def train(client: Asked, seed: int, steps: int) -> tuple[int, int]:
     """Sample, train, save, again; (requests sent, results that were no error)."""
     session = (await ask(client, "create_session"))["session_id"]
     create = await ask(client, "create_model", session_id=session, model_seq_id=0, base_model="rlmux/tiny")
@@ -376,12 +456,15 @@ async def train(client: Any, seed: int, steps: int) -> tuple[int, int]:
     return 7 * steps, sum(results)
 
 
-async def result(client: Any, request_id: str) -> bool:
-    """Whether a request had a result that is no error."""
+async def result(client: Asked, request_id: str) -> bool:
+    """Whether a request had a result that is no error, which is told."""
     while (answer := await client.post("retrieve_future", json={"request_id": request_id})).status_code == 408:
         pass
     is_json = answer.headers["content-type"].startswith("application/json")
-    return answer.status_code == 200 and not (is_json and "error" in answer.json())
+    is_result = answer.status_code == 200 and not (is_json and "error" in answer.json())
+    if not is_result:
+        print(f"{request_id}: {answer.status_code} {answer.text}", file=sys.stderr)
+    return is_result
 
 
 def training_body(model: str, number: int, seed: int) -> bytes:
