@@ -4,6 +4,12 @@ from __future__ import annotations
 
 import socket
 
+import httpx
+import pytest
+from fastapi import APIRouter
+from starlette.responses import PlainTextResponse
+from starlette.routing import Route, Router
+
 from rlmux.service.listening import Listening
 from rlmux.service.server import Server
 
@@ -18,3 +24,29 @@ def test_a_client_that_connects_as_soon_as_the_server_has_started_is_not_refused
                 assert client.recv(64).startswith(b"HTTP/1.1 404")
         finally:
             server.close()
+
+
+@pytest.mark.parametrize(
+    ("path", "told"),
+    [
+        ("/door/api/7", "the door's 7 at /door/api/7"),
+        ("/door/no", None),
+        ("/doors", "the router's"),
+        ("/door", "the router's"),
+    ],
+)
+def test_an_application_has_what_is_asked_under_its_path_and_routers_have_the_rest(path, told):
+    async def own(request):
+        return PlainTextResponse(f"the door's {request.path_params['number']} at {request.url.path}")
+
+    router = APIRouter()
+    router.add_api_route("/{rest:path}", lambda: PlainTextResponse("the router's"))
+    server = Server(Listening())
+    server.mount("", router)
+    server.mount_app("/door", Router([Route("/api/{number}", own)]))
+    server.start()
+    try:
+        answer = httpx.get(server.url + path)
+        assert (answer.text if answer.status_code == 200 else None) == told
+    finally:
+        server.close()

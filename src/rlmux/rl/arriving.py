@@ -5,12 +5,14 @@
     ForwardBackward*  ─▶ OptimizerStep  ─▶ weights of a new version   SampleRequest ─▶ SampledSequence*
     SaveWeights, SaveState, LoadState                                 with the weights of one file
 
-An answer is a value of this module, or a UserError, which belongs to the request alone.
+An answer is a value of this module, or a UserError, which belongs to the request alone. A front may have workers read
+requests and write answers in the form of its clients: it hands them functions of a module of its own, which cross
+processes by name.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -50,6 +52,20 @@ class ForwardBackwardDone:
     loss: float
     """Sum over all positions of all datums."""
     num_tokens: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PackedLoss:
+    """A ForwardBackward in the form in which its client sent it."""
+
+    body: bytes
+    read: Callable[[bytes], ForwardBackward]
+    """Reads the body. What is wrong with it is the request's `complaint`, never an exception."""
+    write: Callable[[ForwardBackwardDone], bytes]
+    """Makes the answer that is sent back."""
+    is_forward_only: bool
+    num_tokens: int
+    """Input tokens of all datums."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -94,7 +110,8 @@ class LoadState:
     with_optimizer: bool
 
 
-TrainRequest = ForwardBackward | OptimizerStep | SaveWeights | SaveState | LoadState
+Loss = ForwardBackward | PackedLoss
+TrainRequest = Loss | OptimizerStep | SaveWeights | SaveState | LoadState
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -107,6 +124,8 @@ class SampleRequest:
     prompt_tokens: Sequence[int]
     num_scored: int = 0
     """Tokens at the end of the prompt whose log-probs are asked for."""
+    write: Callable[[SampleDone], Any] | None = None
+    """Makes the answer that is sent back; None: it is the SampleDone."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,8 +19,10 @@ from typing import Any
 from rlmux.core.errors import PipelineError, UserError
 from rlmux.rl.arriving import (
     ForwardBackward,
+    ForwardBackwardDone,
     LoadState,
     OptimizerStep,
+    PackedLoss,
     SampleDone,
     SampledSequence,
     SampleRequest,
@@ -40,7 +42,8 @@ class Answer:
 
     id: str
     value: Any = None
-    """A value of rl/arriving.py, or a hash of weights; None where there is an error."""
+    """A value of rl/arriving.py, what its request's `write` makes of it, or a hash of weights; None where there is an
+    error."""
     error: str | None = None
 
 
@@ -174,7 +177,8 @@ class SampleWorker:
             SampledSequence(tokens=turn.tokens, logprobs=turn.logprobs, stop_reason=turn.stop_reason)
             for turn in (turns[trajectory.id] for trajectory in request.trajectories)
         ]
-        return Answer(id=request.id, value=SampleDone(id=request.id, sequences=sequences, prompt_logprobs=scored))
+        done = SampleDone(id=request.id, sequences=sequences, prompt_logprobs=scored)
+        return Answer(id=request.id, value=done if request.write is None else request.write(done))
 
 
 class DatumWorker:
@@ -192,7 +196,8 @@ class DatumWorker:
         if restore_from is not None:
             self._engine.restore(restore_from)
         self._waiting: deque[tuple[str, TrainRequest]] = deque()
-        self._under_way: tuple[str, Iterator[int]] | None = None
+        self._under_way: tuple[str, Iterator[int], Callable[[ForwardBackwardDone], Any]] | None = None
+        """Id and work of a request, and what makes its answer."""
 
     def add(self, requests: Sequence[tuple[str, TrainRequest]]) -> None:
         """Take requests by id, behind those that wait."""
@@ -237,15 +242,18 @@ class DatumWorker:
         """One micro-batch, or one request that has none; returns its tokens."""
         if self._under_way is None:
             name, request = self._waiting.popleft()
-            if not isinstance(request, ForwardBackward):
+            if isinstance(request, PackedLoss):
+                self._under_way = name, self._engine.forward_backward(request.read(request.body)), request.write
+            elif isinstance(request, ForwardBackward):
+                self._under_way = name, self._engine.forward_backward(request), lambda done: done
+            else:
                 answers.append(self._carry_out(name, request))
                 return 0
-            self._under_way = name, self._engine.forward_backward(request)
-        name, work = self._under_way
+        name, work, write = self._under_way
         try:
             return next(work)
         except StopIteration as end:
-            answers.append(Answer(id=name, value=end.value))
+            answers.append(Answer(id=name, value=write(end.value)))
         except (UserError, PipelineError) as error:
             answers.append(Answer(id=name, error=str(error)))
         self._under_way = None

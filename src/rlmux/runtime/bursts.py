@@ -24,7 +24,7 @@ from typing import Any, Protocol
 
 from rlmux.core.actions import RunStage, Switch
 from rlmux.core.model import DeviceId, OrderId, Phase, PipelineId, Resident, Stage
-from rlmux.rl.arriving import ForwardBackward, OptimizerStep, SampleRequest, SaveState, SaveWeights, TrainRequest
+from rlmux.rl.arriving import Loss, OptimizerStep, PackedLoss, SampleRequest, SaveState, SaveWeights, TrainRequest
 from rlmux.rl.config import TrainingConfig
 from rlmux.runtime.burst_workers import Answer, BurstReport, DatumWorker, SampleWorker
 from rlmux.runtime.call_loop import Answer as CallAnswer
@@ -278,7 +278,7 @@ class PipelineBursts:
         self._since_checkpoint = [
             (name, request)
             for name, request in self._since_checkpoint
-            if name not in answered or not (isinstance(request, ForwardBackward) and request.is_forward_only)
+            if name not in answered or not (isinstance(request, Loss) and request.is_forward_only)
         ]
 
     def _longest_train_s(self) -> float:
@@ -439,7 +439,7 @@ class PipelineBursts:
 
 
 def _is_of_step(request: TrainRequest) -> bool:
-    return isinstance(request, OptimizerStep) or (isinstance(request, ForwardBackward) and not request.is_forward_only)
+    return isinstance(request, OptimizerStep) or (isinstance(request, Loss) and not request.is_forward_only)
 
 
 def _is_save(request: TrainRequest) -> bool:
@@ -448,7 +448,9 @@ def _is_save(request: TrainRequest) -> bool:
 
 def _train_units(request: TrainRequest) -> int:
     """Tokens of a training request."""
-    return sum(len(datum.tokens) for datum in request.datums) if isinstance(request, ForwardBackward) else 0
+    if isinstance(request, PackedLoss):
+        return request.num_tokens
+    return sum(len(datum.tokens) for datum in request.datums) if isinstance(request, Loss) else 0
 
 
 def _sample_units(request: SampleRequest) -> int:

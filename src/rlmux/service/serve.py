@@ -194,7 +194,7 @@ class Doors:
         front, host = self._serving.furnish(self._server.call_soon)
         self._tinker = front
         keys = Keys({key: given.project for key, given in self._spec.serve.keys.items()})
-        self._server.mount(TINKER, routes(front, keys, host.reason))
+        self._server.mount_app(TINKER, routes(front, keys, host.reason))
         self._server.mount("", rollout_routes(front, keys, self._serving.vocabularies))
         self._server.run_beside(lambda: _sweep(front, self._spec.serve.session_timeout_s))
         self._server.run_beside(lambda: _fold(self._serving.fold))

@@ -1,6 +1,6 @@
 """One HTTP server on one address, in a thread: doors are mounted under paths of their own.
 
-Server(Listening(...)) ─▶ mount("/tinker", router) ─▶ start ─▶ ... ─▶ close
+Server(Listening(...)) ─▶ mount("", router), mount_app("/tinker", app) ─▶ start ─▶ ... ─▶ close
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import asyncio
 import contextlib
 import socket
 import threading
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 
 import uvicorn
 from fastapi import APIRouter, FastAPI
 from fastapi.routing import APIRoute
-from starlette.types import ASGIApp
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rlmux.core.errors import UserError
 from rlmux.service.listening import Listening, Proxied
@@ -50,7 +50,8 @@ class Server:
         self._running: list[asyncio.Task[None]] = []
         self._is_started = threading.Event()
         self.loop: asyncio.AbstractEventLoop | None = None
-        self._outermost: ASGIApp = self._app
+        self._app_by_path: dict[str, ASGIApp] = {}
+        self._outermost: ASGIApp = _ByPath(self._app_by_path, self._app)
         self._before_close: list[Callable[[], None]] = []
         self._server: uvicorn.Server | None = None
         self._thread = threading.Thread(target=self._run, name="http", daemon=True)
@@ -68,6 +69,11 @@ class Server:
         """Put a door under a path; before `start`."""
         self._app.include_router(router, prefix=path)
         self.routes += [(path + route.path, route) for route in router.routes if isinstance(route, APIRoute)]
+
+    def mount_app(self, path: str, app: ASGIApp) -> None:
+        """Put an application under a path; before `start`. Its requests go past FastAPI, which takes most of the CPU
+        time of a small one."""
+        self._app_by_path[path] = app
 
     def wrap(self, around: Callable[[ASGIApp], ASGIApp]) -> None:
         """Put an application around all doors; before `start`."""
@@ -127,3 +133,18 @@ class Server:
         yield
         for task in self._running:
             task.cancel()
+
+
+class _ByPath:
+    """Passes what is asked under a path to the application there, and all else on."""
+
+    def __init__(self, app_by_path: Mapping[str, ASGIApp], other: ASGIApp) -> None:
+        self._app_by_path = app_by_path
+        self._other = other
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        for path, app in self._app_by_path.items():
+            if scope["type"] == "http" and scope["path"].startswith(f"{path}/"):
+                await app({**scope, "root_path": path}, receive, send)
+                return
+        await self._other(scope, receive, send)

@@ -16,7 +16,13 @@ from hypothesis import strategies as st
 from rlmux.core.errors import UserError
 from rlmux.rl.arriving import ForwardBackwardDone, SampleDone, SampledSequence
 from rlmux.service.tinker import wire_pb2 as wire
-from rlmux.service.tinker.codec import read_forward_backward, write_forward_backward, write_sample
+from rlmux.service.tinker.codec import (
+    read_forward_backward,
+    read_head,
+    read_or_complain,
+    write_forward_backward,
+    write_sample,
+)
 
 SOURCE = Path(wire.__file__).parents[3]
 
@@ -52,11 +58,11 @@ def test_a_request_of_the_sdk_is_read_as_it_was_meant(pairs, config):
             datum.loss_fn_inputs[name].CopyFrom(pb.Tensor(dense=array.tobytes(), dtype=number, shape=[len(values)]))
     for key, value in config.items():
         message.loss_fn_config_v2[key].number = value
-    call = read_forward_backward(message.SerializeToString())
-    assert (call.model_id, call.seq_id, call.request.loss) == ("s:train:0", 3, "ppo")
-    assert call.request.is_forward_only
-    assert call.request.config == config
-    for datum, (inputs, values) in zip(call.request.datums, pairs, strict=True):
+    body = message.SerializeToString()
+    assert read_head(body) == ("s:train:0", 3, True, sum(len(inputs) for inputs, _ in pairs))
+    read = read_forward_backward(body)
+    assert (read.loss, read.is_forward_only, read.config) == ("ppo", True, config)
+    for datum, (inputs, values) in zip(read.datums, pairs, strict=True):
         assert datum.tokens.tolist() == inputs
         assert datum.inputs["target_tokens"].tolist() == values
         assert datum.inputs["advantages"].dtype == np.float32
@@ -135,8 +141,10 @@ def add_bfloat(datum: wire.Datum) -> None:
     ],
 )
 def test_what_is_not_served_is_refused_by_name(change, text):
-    with pytest.raises(UserError, match=text):
-        read_forward_backward(request(change=change))
+    body = request(change=change)
+    with pytest.raises(UserError, match=text) as refused:
+        read_forward_backward(body)
+    assert read_or_complain(body).complaint == str(refused.value)
 
 
 @pytest.mark.parametrize("body", [b"\xff\xff", b"{}", b"\x0a\x7f"])

@@ -13,7 +13,6 @@ from tests.service.tinker.test_random_requests import PROMPT, SERVED, Place, as_
 from rlmux.core.actions import Park, Release, RunStage
 from rlmux.core.events import NodeLost, PipelineFailed, PipelineRestarted, StageFinished, WorkerLost
 from rlmux.core.model import DeviceId, NodeId, OrderId, PipelineId, Stage, Urgency
-from rlmux.rl.arriving import SampleDone
 from rlmux.runtime.burst_workers import Answer
 from rlmux.service.serving import News
 from rlmux.service.tinker import requests, routes
@@ -46,8 +45,7 @@ def test_a_flood_is_answered_with_429_and_what_others_wait_for_is_always_taken(p
         assert (await place.http.post("asample", content=sample(session, 0))).status_code == 200
         for number in (0, 1):
             assert (await place.http.post("asample", content=sample(session, 4))).status_code == 429
-            done = SampleDone(id="", sequences=[], prompt_logprobs=())
-            place.front.promises.settle(f"{session}:sample:0:{number}", done, None)
+            place.front.promises.settle(f"{session}:sample:0:{number}", b"", None)
         assert (await place.http.post("asample", content=sample(session, 4))).status_code == 200
 
     asyncio.run(flood())
@@ -127,9 +125,8 @@ def test_answers_that_come_together_have_one_commit_before_any_is_told(place):
         calls: list[Callable[[], None]] = []
         news = News(calls.append)
         news.front = place.front
-        value = SampleDone(id="", sequences=[], prompt_logprobs=())
         for each in [*ids, ids[0]]:  # one is done again, which changes nothing
-            news.answered(PipelineId("s0-sampling-0"), Answer(id=each, value=value))
+            news.answered(PipelineId("s0-sampling-0"), Answer(id=each, value=b""))
         for call in calls:
             call()
         assert len(calls) == 1

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import httpx
-from fastapi import FastAPI
 from tests.service.clients import training_body
 
 from rlmux.rl.config import ModelConfig
@@ -72,8 +71,7 @@ class Place:
         self.day = 1
         budgets = Budgets(self.ledger, hours_by_project or {}, today=lambda: self.day)
         self.front = TinkerFront({served.name: served}, self.ledger, folder, self.host, budgets)
-        app = FastAPI()
-        app.include_router(routes(self.front, Keys({}), lambda pipeline: self.reason))
+        app = routes(self.front, Keys({}), lambda pipeline: self.reason)
         transport = httpx.ASGITransport(app, raise_app_exceptions=True)  # a failure of the server's own fails the test
         self.http = httpx.AsyncClient(transport=transport, base_url="http://test/api/v1/", headers={"X-API-Key": "k"})
 

@@ -31,6 +31,10 @@ class OfSession(Body):
     session_id: str
 
 
+class OfPath(Body):
+    path: str
+
+
 class LoraConfig(Body):
     rank: int = 0
     seed: int | None = None
@@ -146,8 +150,3 @@ class OfRequest(Body):
 
 class WeightsInfo(Body):
     tinker_path: str
-
-
-class Numbered(Body):
-    model_id: str
-    seq_id: int

@@ -1,7 +1,8 @@
 """Between the bytes on the wire and the values of rl/arriving.py.
 
-    ForwardBackwardRequest ──▶ TrainingCall (model, seq_id, ForwardBackward)
-    ForwardBackwardDone, SampleDone ──▶ ForwardBackwardOutput, SampleResponse
+    in the front            ForwardBackwardRequest ──▶ LossHead
+    in a model's worker     ForwardBackwardRequest ──▶ ForwardBackward
+                            ForwardBackwardDone, SampleDone ──▶ ForwardBackwardOutput, SampleResponse
 
 The messages are those of wire.proto. What cannot be read, or is not served, is a UserError that names it.
 """
@@ -22,37 +23,49 @@ from rlmux.service.tinker import wire_pb2 as wire
 _DTYPES = {wire.DTYPE_FLOAT32: "<f4", wire.DTYPE_INT64: "<i8", wire.DTYPE_INT32: "<i4"}
 _STOP_REASONS = {"stop": wire.STOP_REASON_STOP, "length": wire.STOP_REASON_LENGTH}
 _OUTPUT_TYPE = "ArrayRecord"
+_TOKEN_BYTES = 4
 
 
-class TrainingCall(NamedTuple):
-    """One forward_backward as it came."""
+class LossHead(NamedTuple):
+    """What a front reads of a ForwardBackwardRequest."""
 
     model_id: str
     seq_id: int
-    request: ForwardBackward
+    is_forward_only: bool
+    num_tokens: int
+    """Input tokens of all datums."""
 
 
-def read_addressee(body: bytes) -> tuple[str, int]:
-    """(model id, seq_id) of a ForwardBackwardRequest. Raises UserError for bytes that are none."""
+def read_head(body: bytes) -> LossHead:
+    """Raises UserError for bytes that are no ForwardBackwardRequest."""
     message = _parsed(body)
-    return message.model_id, message.seq_id
+    num_bytes = sum(len(chunk.encoded_text.tokens) for datum in message.data for chunk in datum.model_input)
+    return LossHead(message.model_id, message.seq_id, message.forward_only, num_bytes // _TOKEN_BYTES)
 
 
-def read_forward_backward(body: bytes) -> TrainingCall:
-    """The whole request. Raises UserError for what is malformed or not served."""
+def read_or_complain(body: bytes) -> ForwardBackward:
+    """The request of a body whose head was read; one that is not served holds nothing but what is wrong with it."""
+    try:
+        return read_forward_backward(body)
+    except UserError as error:
+        is_forward_only = _parsed(body).forward_only
+        return ForwardBackward(datums=(), loss="", config={}, is_forward_only=is_forward_only, complaint=str(error))
+
+
+def read_forward_backward(body: bytes) -> ForwardBackward:
+    """The request. Raises UserError for what is malformed or not served."""
     message = _parsed(body)
     config: dict[str, float | str] = dict(message.loss_fn_config)
     for key, value in message.loss_fn_config_v2.items():
         config[key] = value.text if value.WhichOneof("value") == "text" else value.number
     if not message.data:
         raise UserError("forward_backward: no datum; accepted: at least one")
-    request = ForwardBackward(
+    return ForwardBackward(
         datums=[_read_datum(place, datum) for place, datum in enumerate(message.data)],
         loss=message.loss_fn,
         config=config,
         is_forward_only=message.forward_only,
     )
-    return TrainingCall(message.model_id, message.seq_id, request)
 
 
 def write_forward_backward(done: ForwardBackwardDone) -> bytes:
@@ -71,7 +84,7 @@ def write_forward_backward(done: ForwardBackwardDone) -> bytes:
     return message.SerializeToString(deterministic=True)
 
 
-def write_sample(done: SampleDone, num_prompt_tokens: int | None) -> bytes:
+def write_sample(done: SampleDone, num_prompt_tokens: int | None = None) -> bytes:
     """A SampleResponse. `num_prompt_tokens`: of a prompt whose log-probs were asked for; None: they were not."""
     message = wire.SampleResponse()
     for sequence in done.sequences:

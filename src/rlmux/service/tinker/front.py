@@ -19,20 +19,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from rlmux.core.errors import UserError
 from rlmux.core.model import PipelineId
-from rlmux.rl.arriving import ForwardBackward, LoadState, OptimizerStep, SampleRequest, SaveState, TrainRequest
+from rlmux.rl.arriving import LoadState, OptimizerStep, PackedLoss, SampleRequest, SaveState, TrainRequest
 from rlmux.rl.arriving import SaveWeights as SaveWeightsFile
 from rlmux.rl.config import AdapterConfig, TrainingConfig
 from rlmux.service.tinker import bodies
 from rlmux.service.tinker.budgets import Budgets
-from rlmux.service.tinker.codec import read_addressee, read_forward_backward, write_forward_backward, write_sample
+from rlmux.service.tinker.codec import LossHead, read_or_complain, write_forward_backward
 from rlmux.service.tinker.in_order import InOrder
 from rlmux.service.tinker.ledger import Ledger, Result, Taken
 from rlmux.service.tinker.names import SAMPLER_WEIGHTS, WEIGHTS, TinkerPath, model_id, sampler_id
 from rlmux.service.tinker.promises import Promised, Promises
 from rlmux.service.tinker.registry import Checkpoint, Model, Registry, Sampler, Session
-from rlmux.service.tinker.requests import ConflictError, RequestChecks, is_repeated, promise, request_id_of
+from rlmux.service.tinker.requests import ConflictError, RequestChecks, is_repeated, promise, read, request_id_of
 from rlmux.service.tinker.sampling import prompt_tokens, sample_request
 from rlmux.service.tinker.served import ServedModel
 from rlmux.service.tinker.tags import Hints, read_tags
@@ -87,7 +86,7 @@ class TinkerFront:
         self._budgets = budgets or Budgets(ledger, {})
         self._checks = RequestChecks(self.registry, self.promises, models, self._budgets)
         self._num_samples: dict[PipelineId, int] = {}
-        self._apply_by_path: Mapping[str, Callable[[Taken], dict[str, Any]]] = {
+        self._apply_by_path: Mapping[str, Callable[[Taken, Any], dict[str, Any] | None]] = {
             "create_session": self._create_session,
             "finish_session": self._finish_session,
             "create_model": self._create_model,
@@ -115,22 +114,24 @@ class TinkerFront:
         that another request has, FloodError where too many wait, and BudgetError where nothing is left today. The same
         request again gets the same answer.
         """
+        said = read(path, body)
         chosen = secrets.token_hex(3) if path == "create_session" else ""
-        request_id = request_id_of(path, body, chosen)
+        request_id = request_id_of(path, said, chosen)
         known = self._ledger.body(request_id)
         if known is not None:
             if not is_repeated(path, known, body):
                 raise ConflictError(f"{request_id} was another request; accepted: the same one again")
-            return promise(request_id, path, body)
+            return promise(request_id, path, said)
         taken = Taken(request_id, path, body, chosen, project, time.time())
-        self._checks.check(taken)
+        self._checks.check(taken, said)
         self._ledger.take(taken)
-        return self._apply_by_path[path](taken)
+        told = self._apply_by_path[path](taken, said)
+        return promise(request_id, path, said) if told is None else told
 
     def repeat(self, taken: Taken) -> None:
         """Take a request as another front took it, whose ledger has it."""
         self._ledger.take(taken)
-        self._apply_by_path[taken.path](taken)
+        self._apply(taken)
 
     def hashes(self, model: str) -> dict[int, str]:
         """Hash of a model's weights after each update; see `Ledger.hashes`."""
@@ -139,7 +140,10 @@ class TinkerFront:
     def replay(self) -> None:
         """Apply what the ledger holds, after a restart."""
         for taken in self._ledger.taken():
-            self._apply_by_path[taken.path](taken)
+            self._apply(taken)
+
+    def _apply(self, taken: Taken) -> None:
+        self._apply_by_path[taken.path](taken, read(taken.path, taken.body))
 
     def cancel(self, request_id: str) -> None:
         """Forget a sampling request that has not begun."""
@@ -184,8 +188,7 @@ class TinkerFront:
             self._host.finish(pipeline)
             self.promises.fail_pipeline(pipeline, f"session {session.id} is over")
 
-    def _create_session(self, taken: Taken) -> dict[str, Any]:
-        body = bodies.CreateSession.model_validate_json(taken.body)
+    def _create_session(self, taken: Taken, body: bodies.CreateSession) -> dict[str, Any]:
         number = len(self.registry.sessions)
         session_id = f"s{number}-{taken.chosen}"
         name = body.pipeline_name([session.name for session in self.registry.sessions.values()], number)
@@ -204,17 +207,14 @@ class TinkerFront:
             "warning_message": next((each.warning for each in self._models.values()), None),
         }
 
-    def _finish_session(self, taken: Taken) -> dict[str, Any]:
-        body = json.loads(taken.body)
-        session = self.registry.sessions[body["session_id"]]
+    def _finish_session(self, taken: Taken, body: bodies.OfSession) -> None:
+        session = self.registry.sessions[body.session_id]
         if not session.is_over:
             self.end_session(session)
-        return {}
 
     # --- models ---------------------------------------------------------------------------------------------
 
-    def _create_model(self, taken: Taken) -> dict[str, Any]:
-        body = bodies.CreateModel.model_validate_json(taken.body)
+    def _create_model(self, taken: Taken, body: bodies.CreateModel) -> None:
         session = self.registry.session(body.session_id, taken.project)
         seed = body.lora_config.seed if body.lora_config else None
         served = self._models[body.base_model]
@@ -222,7 +222,6 @@ class TinkerFront:
         model = self._add_model(session, body.model_seq_id, served, adapter, seed, body.user_metadata, 1)
         answer = {"type": "create_model", "model_id": model.id}
         self.promises.expect(taken.id, Promised(pipeline=model.pipeline, encode=lambda _: _json(answer)))
-        return promise(taken.id, taken.path, taken.body)
 
     def _add_model(
         self,
@@ -267,7 +266,7 @@ class TinkerFront:
         request: TrainRequest,
         encode: Callable[[Any], Result],
         when_due: Callable[[], None] = lambda: None,
-    ) -> dict[str, Any]:
+    ) -> None:
         """Hand over what is due of the model's requests, in their order. `when_due`: called at the request's turn."""
         model.requested_s = taken.at_s
         self.promises.expect(taken.id, Promised(pipeline=model.pipeline, encode=encode))
@@ -277,19 +276,19 @@ class TinkerFront:
             each.when_due()
             if update is None or each.number > update[0]:
                 self._host.train(model.pipeline, each.id, each.request)
-        return promise(taken.id, taken.path, taken.body)
 
-    def _forward_backward(self, taken: Taken) -> dict[str, Any]:
-        addressee, seq_id = read_addressee(taken.body)
-        model = self.registry.model(addressee, taken.project)
-        try:
-            request = read_forward_backward(taken.body).request
-        except UserError as error:
-            request = ForwardBackward(datums=(), loss="", config={}, is_forward_only=False, complaint=str(error))
-        return self._train(taken, model, seq_id, request, lambda done: Result(write_forward_backward(done), "protobuf"))
+    def _forward_backward(self, taken: Taken, head: LossHead) -> None:
+        model = self.registry.model(head.model_id, taken.project)
+        request = PackedLoss(
+            body=taken.body,
+            read=read_or_complain,
+            write=write_forward_backward,
+            is_forward_only=head.is_forward_only,
+            num_tokens=head.num_tokens,
+        )
+        self._train(taken, model, head.seq_id, request, _protobuf)
 
-    def _optim_step(self, taken: Taken) -> dict[str, Any]:
-        body = bodies.OptimStep.model_validate_json(taken.body)
+    def _optim_step(self, taken: Taken, body: bodies.OptimStep) -> None:
         params = body.adam_params or body.optimizer_params or bodies.AdamParams()
         request = OptimizerStep(
             learning_rate=params.learning_rate,
@@ -300,10 +299,9 @@ class TinkerFront:
         )
         model = self.registry.model(body.model_id, taken.project)
         metrics = lambda done: _json({"metrics": {"grad_norm:mean": done.grad_norm}})  # noqa: E731
-        return self._train(taken, model, body.seq_id, request, metrics, model.count_update)
+        self._train(taken, model, body.seq_id, request, metrics, model.count_update)
 
-    def _save_for_sampler(self, taken: Taken) -> dict[str, Any]:
-        body = bodies.SaveWeightsForSampler.model_validate_json(taken.body)
+    def _save_for_sampler(self, taken: Taken, body: bodies.SaveWeightsForSampler) -> None:
         model = self.registry.model(body.model_id, taken.project)
         file = model.folder / f"sampler-{body.seq_id}.safetensors"
         answer: dict[str, Any] = {"type": "save_weights_for_sampler"}
@@ -316,14 +314,13 @@ class TinkerFront:
             number = body.sampling_session_seq_id or 0
             answer["sampling_session_id"] = sampler_id(model.session.id, number)
             when_due = lambda: self._snapshot(model, number, file)  # noqa: E731
-        return self._train(taken, model, body.seq_id, SaveWeightsFile(path=file), lambda _: _json(answer), when_due)
+        self._train(taken, model, body.seq_id, SaveWeightsFile(path=file), lambda _: _json(answer), when_due)
 
     def _snapshot(self, model: Model, number: int, file: Path) -> None:
         origin = (model.number_in_session, model.num_updates)
         self._add_sampler(model.session, number, model.served, model.pipeline, file, model.seed, None, origin)
 
-    def _save_weights(self, taken: Taken) -> dict[str, Any]:
-        body = bodies.SaveWeights.model_validate_json(taken.body)
+    def _save_weights(self, taken: Taken, body: bodies.SaveWeights) -> None:
         model = self.registry.model(body.model_id, taken.project)
         path = TinkerPath(model.id, WEIGHTS, body.path)
         folder = model.folder / f"weights-{body.path}"
@@ -331,10 +328,9 @@ class TinkerFront:
         answer = {"type": "save_weights", "path": str(path)}
         when_due = lambda: self._list_once_saved(taken, model, path, folder, body.user_metadata)  # noqa: E731
         request = SaveState(folder=folder)
-        return self._train(taken, model, body.seq_id, request, lambda _: _json(answer), when_due)
+        self._train(taken, model, body.seq_id, request, lambda _: _json(answer), when_due)
 
-    def _load_weights(self, taken: Taken) -> dict[str, Any]:
-        body = bodies.LoadWeights.model_validate_json(taken.body)
+    def _load_weights(self, taken: Taken, body: bodies.LoadWeights) -> None:
         checkpoint = self.registry.checkpoint(body.path, taken.project)
         if body.model_id is not None:
             model, seq_id = self.registry.model(body.model_id, taken.project), body.seq_id or 0
@@ -348,7 +344,7 @@ class TinkerFront:
         answer = {"type": "load_weights", "path": body.path, "model_id": model.id}
         request = LoadState(folder=checkpoint.folder, with_optimizer=body.optimizer)
         when_due = lambda: model.go_on_from(checkpoint)  # noqa: E731
-        return self._train(taken, model, seq_id, request, lambda _: _json(answer), when_due)
+        self._train(taken, model, seq_id, request, lambda _: _json(answer), when_due)
 
     def _list_once_saved(
         self, taken: Taken, model: Model, path: TinkerPath, folder: Path, metadata: Mapping[str, str] | None
@@ -372,20 +368,18 @@ class TinkerFront:
 
         self.promises.then(taken.id, then)
 
-    def _delete_checkpoint(self, taken: Taken) -> dict[str, Any]:
-        checkpoint = self.registry.checkpoints.pop(json.loads(taken.body)["path"], None)
+    def _delete_checkpoint(self, taken: Taken, body: bodies.OfPath) -> None:
+        checkpoint = self.registry.checkpoints.pop(body.path, None)
         if checkpoint is not None and checkpoint.folder.is_dir():
             for file in checkpoint.folder.iterdir():
                 file.unlink(missing_ok=True)
             checkpoint.folder.rmdir()
         elif checkpoint is not None:
             checkpoint.folder.unlink(missing_ok=True)
-        return {}
 
     # --- samplers -------------------------------------------------------------------------------------------
 
-    def _create_sampler(self, taken: Taken) -> dict[str, Any]:
-        body = bodies.CreateSamplingSession.model_validate_json(taken.body)
+    def _create_sampler(self, taken: Taken, body: bodies.CreateSamplingSession) -> None:
         session = self.registry.session(body.session_id, taken.project)
         weights, seed, source, path, origin, adapter = None, session.hints.seed or 0, None, None, (-1, 0), None
         if body.model_path is not None:
@@ -399,8 +393,7 @@ class TinkerFront:
         is_own = source is not None and source.session is session
         pipeline = source.pipeline if is_own and source else self._sampling_pipeline(session, served, adapter)
         number = body.sampling_session_seq_id
-        sampler = self._add_sampler(session, number, served, pipeline, weights, seed, path, origin)
-        return {"type": "create_sampling_session", "sampling_session_id": sampler.id}
+        self._add_sampler(session, number, served, pipeline, weights, seed, path, origin)
 
     def _sampling_pipeline(self, session: Session, served: ServedModel, adapter: AdapterConfig | None) -> PipelineId:
         """The session's pipeline for samples of weights that none of its own models made."""
@@ -421,12 +414,13 @@ class TinkerFront:
         seed: int,
         path: str | None,
         origin: tuple[int, int],
-    ) -> Sampler:
+    ) -> None:
         """`origin`: number of the model in its session, -1 for a base model; updates that made the weights."""
         occurrence = session.num_samplers_by_origin[origin]
         session.num_samplers_by_origin[origin] += 1
-        sampler = Sampler(
-            id=sampler_id(session.id, number),
+        its_id = sampler_id(session.id, number)
+        self.registry.samplers[its_id] = Sampler(
+            id=its_id,
             session=session,
             pipeline=pipeline,
             served=served,
@@ -435,15 +429,10 @@ class TinkerFront:
             seed=seed,
             origin=f"{origin[0]} {origin[1]} {occurrence}",
         )
-        self.registry.samplers[sampler.id] = sampler
-        return sampler
 
-    def _sample(self, taken: Taken) -> dict[str, Any]:
-        body = bodies.Sample.model_validate_json(taken.body)
+    def _sample(self, taken: Taken, body: bodies.Sample) -> None:
         sampler = self.registry.sampler(body.sampling_session_id, taken.project)
-        num_scored = len(prompt_tokens(body)) if body.prompt_logprobs else None
-        encode = lambda done: Result(write_sample(done, num_scored), "protobuf")  # noqa: E731
-        self.promises.expect(taken.id, Promised(pipeline=sampler.pipeline, encode=encode, sampler=sampler))
+        self.promises.expect(taken.id, Promised(pipeline=sampler.pipeline, encode=_protobuf, sampler=sampler))
         order, draws = sampler.order(body.seq_id)
         for request_id, each in order.put(body.seq_id, (taken.id, body)):
             number = self._num_samples[sampler.pipeline] = self._num_samples.get(sampler.pipeline, 0) + 1
@@ -451,7 +440,11 @@ class TinkerFront:
             if request_id in self.promises:
                 request = sample_request(request_id, each, sampler.served, number=number, key=key)
                 self._host.sample(sampler.pipeline, request, sampler.weights)
-        return promise(taken.id, taken.path, taken.body)
+
+
+def _protobuf(answer: bytes) -> Result:
+    """The result of an answer that a worker wrote."""
+    return Result(answer, "protobuf")
 
 
 def _json(answer: Mapping[str, Any]) -> Result:

@@ -1,21 +1,22 @@
 """What a request is: its id, the promise it is answered with, and whether it is refused.
 
-request_id_of(path, body)  ─▶ CHANNEL:NUMBER        the same for a request that is sent again
-promise(id, path, body)    ─▶ the answer            from the request alone, so it is the same again, too
+read(path, body)           ─▶ what it says          once for each request
+request_id_of(path, said)  ─▶ CHANNEL:NUMBER        the same for a request that is sent again
+promise(id, path, said)    ─▶ the answer            from the request alone, so it is the same again, too
 RequestChecks.check        ─▶ UserError, ...        before anything of the request is kept
 """
 
 from __future__ import annotations
 
 import secrets
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from rlmux.core.errors import RlmuxError, UserError
 from rlmux.rl.config import AdapterConfig
 from rlmux.service.tinker import bodies
 from rlmux.service.tinker.budgets import Budgets
-from rlmux.service.tinker.codec import read_addressee
+from rlmux.service.tinker.codec import read_head
 from rlmux.service.tinker.ledger import Taken
 from rlmux.service.tinker.names import WEIGHTS, TinkerPath, checked_name, model_id, sampler_id
 from rlmux.service.tinker.promises import Promises
@@ -38,32 +39,42 @@ class FloodError(RlmuxError):
     """More requests than are taken at once; the same one may come again a second later."""
 
 
-def request_id_of(path: str, body: bytes, chosen: str) -> str:
-    """Id of a request. `chosen`: what the front drew at random for it. Raises pydantic's ValidationError."""
+_READ: Mapping[str, Callable[[bytes], Any]] = {
+    "create_session": bodies.CreateSession.model_validate_json,
+    "finish_session": bodies.OfSession.model_validate_json,
+    "create_model": bodies.CreateModel.model_validate_json,
+    "forward_backward": read_head,
+    "optim_step": bodies.OptimStep.model_validate_json,
+    "save_weights_for_sampler": bodies.SaveWeightsForSampler.model_validate_json,
+    "save_weights": bodies.SaveWeights.model_validate_json,
+    "load_weights": bodies.LoadWeights.model_validate_json,
+    "create_sampling_session": bodies.CreateSamplingSession.model_validate_json,
+    "asample": bodies.Sample.model_validate_json,
+    "delete_checkpoint": bodies.OfPath.model_validate_json,
+}
+
+
+def read(path: str, body: bytes) -> Any:
+    """What a request's body says: a value of bodies.py, or a LossHead. Raises pydantic's ValidationError, UserError."""
+    return _READ[path](body)
+
+
+def request_id_of(path: str, said: Any, chosen: str) -> str:
+    """Id of a request. `said`: of `read`. `chosen`: what the front drew at random for it."""
     match path:
-        case "forward_backward":
-            model, seq_id = read_addressee(body)
-            return f"{model}:{seq_id}"
         case "create_model":
-            create = bodies.CreateModel.model_validate_json(body)
-            return f"{model_id(create.session_id, create.model_seq_id)}:create"
+            return f"{model_id(said.session_id, said.model_seq_id)}:create"
         case "asample":
-            sample = bodies.Sample.model_validate_json(body)
-            return f"{sample.sampling_session_id}:{sample.seq_id}"
+            return f"{said.sampling_session_id}:{said.seq_id}"
         case "create_sampling_session":
-            made = bodies.CreateSamplingSession.model_validate_json(body)
-            return f"{sampler_id(made.session_id, made.sampling_session_seq_id)}:create"
-        case "load_weights":
-            load = bodies.LoadWeights.model_validate_json(body)
-            if load.model_id is None:
-                return f"{model_id(load.session_id or '', load.model_seq_id or 0)}:0"
-            return f"{load.model_id}:{load.seq_id or 0}"
+            return f"{sampler_id(said.session_id, said.sampling_session_seq_id)}:create"
+        case "load_weights" if said.model_id is None:
+            return f"{model_id(said.session_id or '', said.model_seq_id or 0)}:0"
         case "create_session":
             return f"session:{chosen}"
         case "finish_session" | "delete_checkpoint":
             return f"{path}:{secrets.token_hex(8)}"
-    numbered = bodies.Numbered.model_validate_json(body)
-    return f"{numbered.model_id}:{numbered.seq_id}"
+    return f"{said.model_id}:{said.seq_id or 0}"
 
 
 def is_repeated(path: str, known: bytes, body: bytes) -> bool:
@@ -77,16 +88,17 @@ def is_repeated(path: str, known: bytes, body: bytes) -> bool:
     return again.model_copy(update={"sampling_session_seq_id": first.sampling_session_seq_id}) == first
 
 
-def promise(request_id: str, path: str, body: bytes) -> dict[str, Any]:
+def promise(request_id: str, path: str, said: Any) -> dict[str, Any]:
     """The answer to a request that was taken."""
     match path:
+        case "finish_session" | "delete_checkpoint":
+            return {}
         case "create_model":
             return {"request_id": request_id, "model_id": request_id.removesuffix(":create")}
         case "load_weights":
             return {"request_id": request_id, "model_id": request_id.rpartition(":")[0]}
         case "asample":
-            count = bodies.Sample.model_validate_json(body).num_samples
-            names = [f"{request_id}:{index}" for index in range(count)]
+            names = [f"{request_id}:{index}" for index in range(said.num_samples)]
             return {"request_id": request_id, "sample_sequence_ids": names}
         case "create_sampling_session":
             return {"type": "create_sampling_session", "sampling_session_id": request_id.removesuffix(":create")}
@@ -104,32 +116,29 @@ class RequestChecks:
         self._promises = promises
         self._models = models
 
-    def check(self, taken: Taken) -> None:
+    def check(self, taken: Taken, said: Any) -> None:
         """Raises UserError, UnknownIdError, GoneError or ConflictError for a request that is refused, FloodError or
-        BudgetError for one that may come again."""
-        body, project = taken.body, taken.project
+        BudgetError for one that may come again. `said`: of `read`."""
+        project = taken.project
         if taken.path in _CHARGED:
             self._budgets.check(project)
         match taken.path:
             case "create_session":
-                read_tags(bodies.CreateSession.model_validate_json(body).tags)
+                read_tags(said.tags)
             case "create_model":
-                self._check_create(bodies.CreateModel.model_validate_json(body), project)
-            case "forward_backward":
-                self._check_number(*read_addressee(body), project)
-            case "optim_step":
-                step = bodies.OptimStep.model_validate_json(body)
-                self._check_number(step.model_id, step.seq_id, project)
+                self._check_create(said, project)
+            case "forward_backward" | "optim_step":
+                self._check_number(said.model_id, said.seq_id, project)
             case "save_weights":
-                self._check_save(bodies.SaveWeights.model_validate_json(body), project)
+                self._check_save(said, project)
             case "save_weights_for_sampler":
-                self._check_keep(bodies.SaveWeightsForSampler.model_validate_json(body), project)
+                self._check_keep(said, project)
             case "load_weights":
-                self._check_load(bodies.LoadWeights.model_validate_json(body), project)
+                self._check_load(said, project)
             case "create_sampling_session":
-                self._check_sampler(bodies.CreateSamplingSession.model_validate_json(body), project)
+                self._check_sampler(said, project)
             case "asample":
-                self._check_sample(bodies.Sample.model_validate_json(body), project)
+                self._check_sample(said, project)
 
     def _check_create(self, body: bodies.CreateModel, project: str) -> None:
         self._registry.session(body.session_id, project)

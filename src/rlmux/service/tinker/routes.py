@@ -15,8 +15,9 @@ from collections.abc import Awaitable, Callable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from fastapi import APIRouter, Request
+from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
+from starlette.routing import Route, Router
 
 from rlmux.core.errors import UserError
 from rlmux.core.model import PipelineId
@@ -40,28 +41,31 @@ _CLIENT_CONFIG = {
     "sample_max_concurrent_requests": MAX_SAMPLES_AT_ONCE,
 }
 _PREFIX = "/api/v1"
+_TAKEN = (
+    "asample",
+    "forward_backward",
+    "optim_step",
+    "save_weights_for_sampler",
+    "create_sampling_session",
+    "save_weights",
+    "load_weights",
+    "create_session",
+    "create_model",
+)
+"""Requests that change something; a route is found the sooner the earlier it stands."""
 _LOG = logging.getLogger("rlmux.tinker")
 
 Reason = Callable[[PipelineId], str | None]
 """Why a pipeline's work does not run, in one clause; None: it does."""
 
 
-def routes(front: TinkerFront, keys: Keys, reason: Reason) -> APIRouter:
-    """Everything that clients reach."""
+def routes(front: TinkerFront, keys: Keys, reason: Reason) -> Router:
+    """Everything that clients reach, as an application."""
     door = _Door(front, keys, reason)
-    router = APIRouter(prefix=_PREFIX)
-    for name in (
-        "create_session",
-        "create_model",
-        "forward_backward",
-        "optim_step",
-        "save_weights_for_sampler",
-        "save_weights",
-        "load_weights",
-        "create_sampling_session",
-        "asample",
-    ):
-        router.add_api_route(f"/{name}", door.taking(name), methods=["POST"])
+    found = [
+        Route(f"{_PREFIX}/retrieve_future", door.answering(door.retrieve), methods=["POST"]),
+        *(Route(f"{_PREFIX}/{name}", door.taking(name), methods=["POST"]) for name in _TAKEN),
+    ]
     for method, path, handler in (
         ("POST", "/client/config", door.client_config),
         ("POST", "/client/dynamic_config", door.dynamic_config),
@@ -71,7 +75,6 @@ def routes(front: TinkerFront, keys: Keys, reason: Reason) -> APIRouter:
         ("GET", "/get_server_capabilities", door.capabilities),
         ("GET", "/healthz", door.health),
         ("POST", "/get_info", door.get_info),
-        ("POST", "/retrieve_future", door.retrieve),
         ("POST", "/cancel_future", door.cancel),
         ("POST", "/weights_info", door.weights_info),
         ("GET", "/samplers/{sampler_id:path}", door.sampler),
@@ -82,10 +85,9 @@ def routes(front: TinkerFront, keys: Keys, reason: Reason) -> APIRouter:
         ("PUT", "/training_runs/{run}/checkpoints/{checkpoint:path}/ttl", door.set_ttl),
         ("GET", "/checkpoints", door.checkpoints),
     ):
-        router.add_api_route(path, door.answering(handler), methods=[method])
+        found.append(Route(_PREFIX + path, door.answering(handler), methods=[method]))
     others = ["GET", "POST", "PUT", "DELETE", "PATCH"]
-    router.add_api_route("/{path:path}", door.not_served, methods=others)
-    return router
+    return Router([*found, Route("/{path:path}", door.not_served, methods=others)], redirect_slashes=False)
 
 
 class _Door:
@@ -164,7 +166,8 @@ class _Door:
                 settled = asyncio.Event()
                 self._front.promises.when_settled(request_id, settled.set)
                 try:
-                    await asyncio.wait_for(settled.wait(), POLL_S)
+                    async with asyncio.timeout(POLL_S):
+                        await settled.wait()
                 except TimeoutError:
                     self._front.promises.forget_waiter(request_id, settled.set)
                 result = self._front.promises.result(request_id)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from rlmux.core.errors import UserError
-from rlmux.rl.arriving import SampleRequest
+from rlmux.rl.arriving import SampleDone, SampleRequest
 from rlmux.rl.types import TrajectoryId, TrajectoryRequest
 from rlmux.service.tinker.bodies import Sample
+from rlmux.service.tinker.codec import write_sample
 from rlmux.service.tinker.served import ServedModel
 
 COLDEST = 1e-6
@@ -82,5 +84,11 @@ def sample_request(request_id: str, body: Sample, model: ServedModel, *, number:
         )
         for sample in range(body.num_samples)
     ]
-    num_scored = (body.prompt_logprobs_last_n or len(tokens) - 1) if body.prompt_logprobs else 0
-    return SampleRequest(id=request_id, trajectories=trajectories, prompt_tokens=tokens, num_scored=num_scored)
+    num_scored = 0
+    write: Callable[[SampleDone], bytes] = write_sample
+    if body.prompt_logprobs:
+        num_scored = body.prompt_logprobs_last_n or len(tokens) - 1
+        write = partial(write_sample, num_prompt_tokens=len(tokens))
+    return SampleRequest(
+        id=request_id, trajectories=trajectories, prompt_tokens=tokens, num_scored=num_scored, write=write
+    )
