@@ -1,11 +1,17 @@
 """Is what `rlmux whatif` said of a live run what then happened?
 
     python benchmarks/what_if.py [--rounds 30] [--policies rollmux,rlmux,colocated] [--steps 40] [--ask-after 10]
+                                 [--keep DIR]
+    python benchmarks/what_if.py --recorded DIR [DIR ...] [--ask-after 10]
 
 Each round trains the demo pair under the next policy; when both have made `--ask-after` steps (and up to nine more),
 asks when they will end as things are, and if a third pipeline like the first were submitted; submits such a one; and
-compares the second answer with the run. A row for each pipeline: seconds from the question to its end, said and seen.
-Then the median and the largest deviation; goal: a median of 5 %.
+compares the second answer with the run. A row for each pipeline: seconds to its end, said and seen, from the question,
+for the third one from its submission. Then the median and the largest deviation; goal: a median of 5 %.
+
+`--recorded`: runs that are over are cut after `--ask-after` steps and asked the same, with what was submitted later
+submitted when it was. `said` goes on at the speed of the last steps; `at its speed` has every stage take what it then
+took, so that what is left is not the machine's drift. Then where the deviation is, in seconds a step by stage.
 """
 
 from __future__ import annotations
@@ -16,16 +22,32 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
+from rlmux.core.actions import Action
+from rlmux.core.events import Event
+from rlmux.core.model import PipelineId, Stage
+from rlmux.policies import make_policy
 from rlmux.report.api import read_timeline
+from rlmux.report.log import LogReader, RunLog, run_header
+from rlmux.report.timeline import Timeline
+from rlmux.runtime import launch
+from rlmux.sim.simulator import simulate
+from rlmux.sim.workloads.arrivals import Arrival
+from rlmux.sim.workloads.ongoing import Ongoing, ongoing
+from rlmux.sim.workloads.recorded import RecordedSeconds, recorded_arrival
 
 PAIR = Path("examples/01_two_pipelines.yaml")
 RLMUX = (sys.executable, "-m", "rlmux")
+
+
+# --- live ---------------------------------------------------------------------------------------------------
 
 
 def files(folder: Path, num_steps: int) -> tuple[Path, Path, str]:
@@ -41,12 +63,26 @@ def files(folder: Path, num_steps: int) -> tuple[Path, Path, str]:
     return pair, more, first["name"]
 
 
-def num_steps_done(run: Path) -> int:
-    """Steps that every pipeline of the run has made."""
-    if not (run / "run.db").exists():
-        return 0
-    pipelines = read_timeline(run).pipelines.values()
-    return min((max(one.published, default=0) for one in pipelines), default=0)
+class StepsDone:
+    """Steps that every pipeline of a run has made; each look reads new rows alone, so that it costs the run little."""
+
+    def __init__(self, run: Path) -> None:
+        self._run = run
+        self._seq = 0
+        self._by_pipeline: dict[str, int] = {}
+
+    def look(self) -> int:
+        if not (self._run / "run.db").exists():
+            return 0
+        with LogReader(self._run) as log:
+            for entry in log.entries(after=self._seq):
+                self._seq = entry.seq
+                if entry.type == "plan":
+                    self._by_pipeline.setdefault(cast("Any", entry.value)["pipeline"], 0)
+                elif entry.type == "step":
+                    note = cast("Any", entry.value)
+                    self._by_pipeline[note["pipeline"]] = int(note["step"])
+        return min(self._by_pipeline.values(), default=0)
 
 
 def answer(run: Path, *words: str) -> dict[str, Any]:
@@ -61,17 +97,23 @@ def follow_up(folder: Path, policy: str, num_steps: int, ask_after: int) -> list
     with subprocess.Popen(
         [*RLMUX, "run", str(pair), "--policy", policy, "--out", str(run)], stdout=subprocess.DEVNULL
     ) as training:
-        while training.poll() is None and num_steps_done(run) < ask_after:
-            time.sleep(0.5)
+        done = StepsDone(run)
+        while training.poll() is None and done.look() < ask_after:
+            time.sleep(1.0)
         started = time.perf_counter()
         said = answer(run, "--add", "1", "--like", name)
         took_s = time.perf_counter() - started
         subprocess.check_call([*RLMUX, "submit", str(more), "--to", str(run)], stdout=subprocess.DEVNULL)
         training.wait()
-    print(f"policy {policy}, asked at second {said['at_s']:.1f}, answered in {took_s:.1f} s")
+    timeline = read_timeline(run)
+    third_s = max(record.submitted_s for record in timeline.pipelines.values()) - said["at_s"]
+    print(
+        f"policy {policy}, asked at second {said['at_s']:.1f}, answered in {took_s:.1f} s, submitted {third_s:.1f} s "
+        "after the question"
+    )
     deviations = []
-    for pipeline, record in read_timeline(run).pipelines.items():
-        seen_s = (record.ended_s or 0.0) - said["at_s"]
+    for pipeline, record in timeline.pipelines.items():
+        seen_s = (record.ended_s or 0.0) - max(said["at_s"], record.submitted_s)
         now = said["now"]["pipelines"].get(pipeline, {}).get("ends_s")
         then = said["then"]["pipelines"][pipeline]["ends_s"]
         alone = "-" if now is None else f"{now:.1f}"
@@ -84,19 +126,130 @@ def follow_up(folder: Path, policy: str, num_steps: int, ask_after: int) -> list
     return deviations
 
 
+# --- recorded -----------------------------------------------------------------------------------------------
+
+
+def cut(run: Path, folder: Path, at_s: float) -> None:
+    """The run's log up to that time, in another folder."""
+    with LogReader(run) as reader, RunLog.create(folder, reader.header) as log:
+        for entry in reader.entries():
+            if entry.time_s > at_s:
+                break
+            value = cast("Any", entry.value)
+            if entry.kind == "event":
+                log.append_event(value)
+            elif entry.kind == "action":
+                log.append_actions([value])
+            elif entry.kind == "note":
+                log.note(entry.type, entry.time_s, **value)
+
+
+def with_later(now: Ongoing, timeline: Timeline) -> list[Arrival]:
+    """What is left, and what was submitted later, when it was, like the one that its name begins with."""
+    arrivals = list(now.left.arrivals)
+    for name, record in timeline.pipelines.items():
+        if record.submitted_s > now.at_s:
+            (like,) = now.like(name.rpartition("-")[0], 1)
+            pipeline = replace(like.pipeline, id=name, num_steps=record.pipeline.num_steps)
+            arrivals.append(replace(like, submit_s=record.submitted_s - now.at_s, pipeline=pipeline))
+    return arrivals
+
+
+def at_its_speed(arrivals: Iterable[Arrival], timeline: Timeline) -> list[Arrival]:
+    """The same, but all that begins later takes what it then took."""
+    found = []
+    for one in arrivals:
+        record = timeline.pipelines[one.pipeline.id]
+        orders = [each for each in timeline.orders if each.pipeline == one.pipeline.id and each.counts]
+        then, before = recorded_arrival(record, orders), one.world
+        assert isinstance(then.world, RecordedSeconds)
+        assert isinstance(before, RecordedSeconds)
+        is_new = one.submit_s > 0.0
+        open_step = one.pipeline.first_step
+        begun = {} if is_new else {key: s for key, s in before.by_step.items() if key[1] >= open_step}
+        rollouts = {step: each for step, each in then.world.rollouts.items() if (Stage.GENERATE, step) not in begun}
+        world = replace(then.world, by_step={**then.world.by_step, **begun}, rollouts=rollouts)
+        found.append(replace(one, world=world, switch=then.switch if is_new else one.switch))
+    return found
+
+
+def played(now: Ongoing, arrivals: Iterable[Arrival], folder: Path) -> Timeline:
+    """What is left, simulated; its times count from the cut."""
+    with RunLog.create(folder, run_header(policy=now.policy, backend="local", cluster=now.left.cluster)) as log:
+
+        def write(event: Event, actions: list[Action]) -> None:
+            log.append_event(event)
+            log.append_actions(actions)
+
+        simulate(replace(now.left, arrivals=tuple(arrivals)), make_policy(now.policy), observer=write)
+    return read_timeline(folder)
+
+
+def seconds_a_step(timeline: Timeline, name: PipelineId, first: int) -> dict[str, float]:
+    """Seconds of each stage from its order to its end, a step, from that step on; switches are in them."""
+    spent: dict[str, float] = {}
+    orders = [one for one in timeline.orders if one.pipeline == name and one.step >= first and not one.is_migration]
+    num_steps = len({one.step for one in orders})
+    for order in orders:
+        per_device_s = (min(order.end_s, timeline.end_s) - order.start_s) / num_steps
+        spent[order.stage] = spent.get(order.stage, 0.0) + per_device_s
+    return spent
+
+
+def recorded(run: Path, ask_after: int) -> list[tuple[float, float]]:
+    """(deviation as said, deviation at its speed) of each pipeline's end."""
+    timeline = read_timeline(run)
+    first = [record for record in timeline.pipelines.values() if record.submitted_s < 1.0]
+    at_s = max(record.published[ask_after] for record in first)
+    found = []
+    with tempfile.TemporaryDirectory(prefix="rlmux-whatif-") as name:
+        folder = Path(name)
+        cut(run, folder / "cut", at_s)
+        now = ongoing(folder / "cut", launch.spec_of(run).cluster)
+        arrivals = with_later(now, timeline)
+        said = played(now, arrivals, folder / "said")
+        then = played(now, at_its_speed(arrivals, timeline), folder / "then")
+    print(f"{run}: policy {now.policy}, asked at second {now.at_s:.1f}")
+    for pipeline, record in timeline.pipelines.items():
+        if record.ended_s is None or record.ended_s <= now.at_s:
+            continue
+        begin_s = max(record.submitted_s - now.at_s, 0.0)
+        ends_s = [played.pipelines[pipeline].ended_s or 0.0 for played in (said, then)]
+        said_s, then_s, seen_s = (end_s - begin_s for end_s in (*ends_s, record.ended_s - now.at_s))
+        found.append((said_s / seen_s - 1, then_s / seen_s - 1))
+        print(
+            f"{pipeline:10} said {said_s:6.1f}  seen {seen_s:6.1f}  deviation {found[-1][0]:+.1%}, "
+            f"at its speed {found[-1][1]:+.1%}"
+        )
+        open_step = min(one.step for one in said.orders if one.pipeline == pipeline) + 1
+        of_said, of_seen = (seconds_a_step(one, pipeline, open_step) for one in (said, timeline))
+        parts = [f"{key} {of_said.get(key, 0.0):.3f}/{of_seen[key]:.3f}" for key in of_seen]
+        print(f"{'':10} seconds a step, said/seen: {', '.join(parts)}", flush=True)
+    return found
+
+
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--policies", default="rollmux,rlmux,colocated")
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--ask-after", type=int, default=10)
+    parser.add_argument("--keep", type=Path, help="folder for the runs")
+    parser.add_argument("--recorded", type=Path, nargs="+", metavar="DIR")
     asked = parser.parse_args()
+    if asked.recorded:
+        both = [pair for run in asked.recorded for pair in recorded(run, asked.ask_after)]
+        medians = [median(abs(each) for each in column) for column in zip(*both, strict=True)]
+        print(f"{len(both)} ends: deviation {medians[0]:.1%} median, at its speed {medians[1]:.1%}")
+        return
     policies = asked.policies.split(",")
     errors: list[float] = []
     for number in range(asked.rounds):
-        with tempfile.TemporaryDirectory(prefix="rlmux-whatif-") as folder:
+        with tempfile.TemporaryDirectory(prefix="rlmux-whatif-") as name:
+            folder = Path(name) if asked.keep is None else asked.keep / f"{number}"
+            folder.mkdir(parents=True, exist_ok=True)
             policy = policies[number % len(policies)]
-            found = follow_up(Path(folder), policy, asked.steps, asked.ask_after + number % 10)
+            found = follow_up(folder, policy, asked.steps, asked.ask_after + number % 10)
             errors += [abs(deviation) for deviation in found]
     print(
         f"{len(errors)} ends in {asked.rounds} rounds: deviation {median(errors):.1%} median, {max(errors):.1%} largest"

@@ -82,6 +82,8 @@ class History:
         self.standstills: list[Standstill] = []
         self.down: list[tuple[float, float]] = []
         """Stretches (begin, end) from the last row of a process to the first row of the one that resumed its run."""
+        self.ready_s: list[float] = [math.inf]
+        """Times at which the first worker process was there, of the run and after each resume; infinite before."""
         self.decisions_s: list[float] = []
         """Times at which the scheduler was told something and could order work, ascending; without progress reports,
         which their orders hold."""
@@ -351,11 +353,7 @@ class History:
         arrivals = self._arrivals.get(record.pipeline.id)
         if arrivals is None or record.pipeline.id not in self._pin_by_pipeline:
             return
-        is_thinking = bool(record.thinking) and math.isinf(record.thinking[-1][1])
-        if arrivals.has_work and is_thinking:
-            record.thinking[-1] = (record.thinking[-1][0], time_s)
-        elif not arrivals.has_work and not is_thinking:
-            record.thinking.append((time_s, math.inf))
+        record.note_thinking(time_s, is_thinking=not arrivals.has_work)
 
     def _on_migrated(self, time_s: float, event: TrajectoriesMigrated) -> None:
         order = self._running.pop(event.order, None)
@@ -435,6 +433,8 @@ class History:
             self.alert_rules[pipeline] = fields["rules"]
         elif type == "promise" and record is not None:
             record.promise = str(fields["promise"])
+        elif type == "worker":
+            self.ready_s[-1] = min(self.ready_s[-1], time_s)
         elif type == "rollout" and record is not None:
             record.rollouts[int(fields["step"])] = fields
         elif type == "pipeline_end" and record is not None:
@@ -442,8 +442,7 @@ class History:
             record.reason = str(fields.get("reason") or record.reason)
             record.weights_sha256 = fields.get("weights_sha256", record.weights_sha256)
         elif type == "standstill":
-            began_s, devices = float(fields["began_s"]), tuple(DeviceId(*device) for device in fields["devices"])
-            self.standstills.append(Standstill(pipeline, devices, began_s, began_s + float(fields["seconds"])))
+            self.standstills.append(_standstill(pipeline, fields))
         elif type == "permit" and record is not None and fields["what"] == "marked":
             record.reason = str(fields["reason"])
         elif type == "resumed":
@@ -452,6 +451,7 @@ class History:
             self._on_end(fields)
 
     def _on_resumed(self, time_s: float) -> None:
+        self.ready_s.append(math.inf)
         for order in list(self._running.values()):
             order.end_s, order.ending = self.last_s, Ending.LOST
         self._running.clear()
@@ -469,6 +469,11 @@ class History:
         for record in self.pipelines.values():
             if record.status in (PipelineStatus.RUNNING, PipelineStatus.WAITING):
                 record.status = STOPPED
+
+
+def _standstill(pipeline: PipelineId, fields: Mapping[str, Any]) -> Standstill:
+    began_s, devices = float(fields["began_s"]), tuple(DeviceId(*device) for device in fields["devices"])
+    return Standstill(pipeline, devices, began_s, began_s + float(fields["seconds"]))
 
 
 def _numbers(fields: Mapping[str, Any]) -> dict[str, float]:

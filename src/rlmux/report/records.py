@@ -150,6 +150,14 @@ class PipelineRecord:
             "queued_prompts": int(steps[-1]["queued_prompts"]),
         }
 
+    def note_thinking(self, time_s: float, *, is_thinking: bool) -> None:
+        """Its client begins to think, or asks for something; nothing changes where that is so already."""
+        was_thinking = bool(self.thinking) and math.isinf(self.thinking[-1][1])
+        if is_thinking and not was_thinking:
+            self.thinking.append((time_s, math.inf))
+        elif was_thinking and not is_thinking:
+            self.thinking[-1] = (self.thinking[-1][0], time_s)
+
     def client_s(self, start_s: float, end_s: float) -> float:
         """Seconds between two times in which its client had asked for nothing."""
         end_s = min(end_s, math.inf if self.ended_s is None else self.ended_s)

@@ -64,6 +64,8 @@ class Timeline:
     orders: Sequence[OrderRecord]
     instants: Sequence[Instant]
     control_s: float | None
+    ready_s: Sequence[float] = ()
+    """Times at which the first worker process was there, of the run and after each resume; infinite before."""
 
     @property
     def makespan_s(self) -> float:
@@ -105,6 +107,7 @@ def build_timeline(history: History) -> Timeline:
         orders=tuple(history.orders),
         instants=tuple(history.instants),
         control_s=history.control_s,
+        ready_s=tuple(history.ready_s),
     )
 
 

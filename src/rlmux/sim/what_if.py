@@ -6,6 +6,7 @@ Ongoing ─▶ Workload ──────────────▶ simulate �
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,6 +17,9 @@ from rlmux.sim.results import SimResult
 from rlmux.sim.sweep import SimRun, sweep
 from rlmux.sim.workloads.arrivals import Arrival, Workload
 from rlmux.sim.workloads.ongoing import Ongoing
+
+FEW_STEPS = 2000
+"""Steps that are simulated sooner than a process is started."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +36,7 @@ class Change:
         there = [str(arrival.pipeline.id) for arrival in workload.arrivals]
         for name in self.removed:
             if name not in there:
-                raise UserError(f"--remove {name}: not a pipeline that goes on; accepted: {', '.join(there)}")
+                raise UserError(f"--remove {name}: not a pipeline that goes on; accepted: {', '.join(sorted(there))}")
         for arrival in self.added:
             if arrival.pipeline.id in there:
                 raise UserError(f"pipeline {arrival.pipeline.id}: the run has one of this name; accepted: another name")
@@ -49,7 +53,11 @@ def what_if(run: Ongoing, change: Change) -> dict[str, Any]:
     """
     policies = run.policy, change.policy or run.policy
     workloads = run.left, change.applied_to(run.left)
-    results = sweep([SimRun(workload=one, policy=policy) for one, policy in zip(workloads, policies, strict=True)])
+    if not run.left.arrivals and not change.added:
+        raise UserError(f"{run.left.name}: nothing to predict; all its pipelines are over")
+    runs = [SimRun(workload=one, policy=policy) for one, policy in zip(workloads, policies, strict=True)]
+    num_steps = sum(_num_steps(arrival) for one in workloads for arrival in one.arrivals)
+    results = sweep(runs, num_processes=1 if num_steps <= FEW_STEPS else None)
     now, then = (_side(result) for result in results)
     return {
         "run": run.left.name,
@@ -59,6 +67,11 @@ def what_if(run: Ongoing, change: Change) -> dict[str, Any]:
         "now": now,
         "then": then,
     }
+
+
+def _num_steps(arrival: Arrival) -> float:
+    pipeline = arrival.pipeline
+    return math.inf if pipeline.num_steps is None else pipeline.num_steps - pipeline.first_step + 1
 
 
 def _side(result: SimResult) -> dict[str, Any]:

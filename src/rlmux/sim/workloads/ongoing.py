@@ -1,27 +1,32 @@
 """What is left of a run that goes on, as a workload: when would its pipelines end?
 
-    run.db ─▶ pipelines that are not over ─▶ their steps left, each as long as those before it ─▶ Workload
+    run.db ─▶ pipelines that are not over ─▶ what is left of their open steps, and the steps after them,
+                                             each like the last ones                                     ─▶ Workload
 
-All of them are submitted at second 0 in the order in which the run placed them, with their processes there: first
-starts cost what a warm switch costs. A step under way counts as not begun, so a prediction is late by less than a step
-of each pipeline.
+All of them are submitted at second 0 as their users did, so that they are placed as they were, with their processes
+there: first starts cost what a warm switch costs. They come in the order in which the run placed them, turned so that
+the first is the one whose open step is furthest: a cycle goes on where it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import count, islice
 from pathlib import Path
 
 from rlmux.core.errors import UserError
-from rlmux.core.model import Cluster, PhaseSeconds, PipelineId, Stage
+from rlmux.core.model import Cluster, DeviceId, PipelineId, Stage
 from rlmux.report.api import read_timeline
-from rlmux.report.records import PipelineRecord
+from rlmux.report.records import Ending, OrderRecord, PipelineRecord
 from rlmux.report.timeline import Timeline
 from rlmux.sim.workloads.arrivals import Arrival, Workload
-from rlmux.sim.workloads.recorded import recorded_arrival
+from rlmux.sim.workloads.recorded import RecordedSeconds, recorded_arrival
 from rlmux.sim.world import SwitchSeconds, TrueSeconds
+
+LIKE_STEPS = 8
+"""Steps that those to come are taken to be like: the last ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,12 +39,13 @@ class Ongoing:
     left: Workload
     """What is left to do."""
     whole: Mapping[PipelineId, Arrival]
-    """The same pipelines from their first step and first start on."""
+    """Every pipeline that has ended a step, or has an estimate, from its first step and first start on."""
 
     def like(self, name: str, number: int) -> list[Arrival]:
         """So many new pipelines that take what this one takes, with names of their own. Raises UserError."""
         if name not in self.whole:
-            raise UserError(f"--like {name}: not a pipeline that goes on; accepted: {', '.join(self.whole)}")
+            accepted = ", ".join(self.whole) or "none, as none has ended a step yet"
+            raise UserError(f"--like {name}: not a pipeline of the run that has ended a step; accepted: {accepted}")
         model = self.whole[PipelineId(name)]
         names = (PipelineId(f"{name}-{index}") for index in count(2))
         free = (each for each in names if each not in self.whole)
@@ -49,29 +55,51 @@ class Ongoing:
 def ongoing(folder: str | Path, cluster: Cluster) -> Ongoing:
     """A run as far as its log goes. `cluster`: that of its file, as prices and memory are not in the log.
 
-    What cannot be predicted is left out, with a note. Raises UserError where nothing is left.
+    What cannot be predicted is left out, with a note. Raises UserError where nothing is known.
     """
     timeline = read_timeline(folder)
-    records = [record for record in timeline.pipelines.values() if not record.is_over]
+    orders_by_pipeline: dict[PipelineId, list[OrderRecord]] = {name: [] for name in timeline.pipelines}
+    for order in timeline.orders:
+        if order.counts:
+            orders_by_pipeline[order.pipeline].append(_once_ready(order, timeline.ready_s))
     whole: dict[PipelineId, Arrival] = {}
-    left, notes = [], []
-    for record in sorted(records, key=_place_in_line):
+    left: list[_Left] = []
+    notes = []
+    for record in sorted(timeline.pipelines.values(), key=_place_in_line):
         name = record.pipeline.id
-        arrival = None if record.pipeline.work_arrives else _whole(timeline, record)
+        arrival = None if record.pipeline.work_arrives else _whole(record, orders_by_pipeline[name])
         if arrival is not None:
             whole[name] = arrival
-            left.append(_left(arrival, record))
+        if record.is_over:
+            continue
+        if arrival is not None:
+            left.append(_left(arrival, record, orders_by_pipeline[name], timeline.end_s))
         elif record.pipeline.work_arrives:
             notes.append(f"{name} is left out: what its client will ask for is not known")
         else:
             notes.append(f"{name} is left out: it has ended no step yet, and its file has no estimate")
-    if not left:
-        raise UserError("; ".join([f"{folder}: nothing to predict", *(notes or ["all its pipelines are over"])]))
-    about = f"from second {timeline.end_s:.0f} on, each step as long as those before it"
+    if not whole or (not left and notes):
+        raise UserError("; ".join([f"{folder}: nothing to predict", *(notes or ["it has no pipelines"])]))
     workload = Workload(
-        name=Path(folder).absolute().name, cluster=cluster, arrivals=tuple(left), about=about, notes=tuple(notes)
+        name=Path(folder).absolute().name,
+        cluster=cluster,
+        arrivals=tuple(_turned(left)),
+        about=_about(timeline, left),
+        notes=tuple(notes),
     )
     return Ongoing(at_s=timeline.end_s, policy=str(timeline.header.get("policy")), left=workload, whole=whole)
+
+
+def _once_ready(order: OrderRecord, ready_s: Sequence[float]) -> OrderRecord:
+    """The order without the seconds for which it waited for the first worker process of its run: those of pipelines
+    that come later are forked from a server that is there."""
+    return replace(order, start_s=max([order.start_s, *(at_s for at_s in ready_s if at_s < order.end_s)]))
+
+
+def _about(timeline: Timeline, left: Sequence[_Left]) -> str:
+    if not left:
+        return f"from second {timeline.end_s:.0f} on, where all its pipelines are over"
+    return f"from second {timeline.end_s:.0f} on, each step like the last ones"
 
 
 def _place_in_line(record: PipelineRecord) -> tuple[bool, float, PipelineId]:
@@ -79,19 +107,18 @@ def _place_in_line(record: PipelineRecord) -> tuple[bool, float, PipelineId]:
     return is_waiting, record.submitted_s if record.admitted_s is None else record.admitted_s, record.pipeline.id
 
 
-def _whole(timeline: Timeline, record: PipelineRecord) -> Arrival | None:
+# --- from the first step on ---------------------------------------------------------------------------------
+
+
+def _whole(record: PipelineRecord, orders: Sequence[OrderRecord]) -> Arrival | None:
     """The pipeline from its first step on; None where nothing is known of its seconds."""
     pipeline = record.pipeline
     done = max(record.published, default=0)
-    orders = [order for order in timeline.orders if order.pipeline == pipeline.id and order.counts]
-    if done >= pipeline.first_step:
+    if done:
         arrival = recorded_arrival(record, [order for order in orders if order.step <= done])
-        seconds = arrival.world.by_stage
-        measured = PhaseSeconds(
-            rollout_s=seconds.get(Stage.GENERATE, 0.0),
-            train_s=sum(seconds.get(stage, 0.0) for stage in pipeline.train_stages),
-        )
-        return replace(arrival, submit_s=0.0, pipeline=replace(pipeline, estimate=measured, first_step=1))
+        assert isinstance(arrival.world, RecordedSeconds)
+        world = _continued(arrival.world, done)
+        return replace(arrival, submit_s=0.0, pipeline=replace(pipeline, first_step=1), world=world)
     if pipeline.estimate is None:
         return None
     return Arrival(
@@ -101,8 +128,36 @@ def _whole(timeline: Timeline, record: PipelineRecord) -> Arrival | None:
     )
 
 
-def _left(arrival: Arrival, record: PipelineRecord) -> Arrival:
-    """Its steps that are not published; its processes are there."""
+def _continued(world: RecordedSeconds, done: int) -> RecordedSeconds:
+    """Recorded steps as they were, and all that follow like the last of them."""
+    last = range(max(1, done + 1 - LIKE_STEPS), done + 1)
+    by_stage = {}
+    for stage, mean_s in world.by_stage.items():
+        known = [world.by_step[stage, step] for step in last if (stage, step) in world.by_step]
+        by_stage[stage] = sum(known) / len(known) if known else mean_s
+    return replace(world, by_stage=by_stage, like=tuple(step for step in last if step in world.rollouts))
+
+
+# --- from now on --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class _Left:
+    """What is left of a pipeline."""
+
+    arrival: Arrival
+    part_done: float
+    """Part of its open step that is done."""
+
+
+def _turned(left: Sequence[_Left]) -> list[Arrival]:
+    """In their order, from the one whose open step is furthest on."""
+    first = max(range(len(left)), key=lambda number: left[number].part_done, default=0)
+    return [one.arrival for one in (*left[first:], *left[:first])]
+
+
+def _left(arrival: Arrival, record: PipelineRecord, orders: Sequence[OrderRecord], now_s: float) -> _Left:
+    """Its steps that are not published, without what is done of them; its processes are there."""
     done = max(record.published, default=0)
     switch = arrival.switch
     if record.admitted_s is not None:
@@ -112,6 +167,39 @@ def _left(arrival: Arrival, record: PipelineRecord) -> Arrival:
             warm_rollout_s=switch.warm_rollout_s,
             warm_train_s=switch.warm_train_s,
         )
+    world, part_done = arrival.world, 0.0
+    if isinstance(world, RecordedSeconds):
+        open_steps = _seconds_left(world, [order for order in orders if order.step > done], now_s)
+        usual_s = world.solo_s(done + 1)
+        world = replace(
+            world,
+            by_step={**world.by_step, **open_steps},
+            rollouts={step: one for step, one in world.rollouts.items() if (Stage.GENERATE, step) not in open_steps},
+        )
+        part_done = 1.0 - world.solo_s(done + 1) / usual_s if usual_s else 0.0
     has_sft_warmup = arrival.pipeline.has_sft_warmup and not done
     pipeline = replace(arrival.pipeline, first_step=done + 1, has_sft_warmup=has_sft_warmup)
-    return replace(arrival, pipeline=pipeline, switch=switch)
+    return _Left(replace(arrival, pipeline=pipeline, switch=switch, world=world), part_done)
+
+
+def _seconds_left(
+    world: RecordedSeconds, orders: Sequence[OrderRecord], now_s: float
+) -> dict[tuple[Stage, int], float]:
+    """Seconds that are left of each stage which has begun, beyond those that its orders have had."""
+    had_s: dict[tuple[Stage, int], dict[tuple[DeviceId, ...], float]] = {}
+    is_over: dict[tuple[Stage, int], dict[tuple[DeviceId, ...], bool]] = {}
+    for order in orders:
+        if order.is_migration:
+            continue
+        key = order.stage, order.step
+        spent_s = (order.end_s if math.isfinite(order.end_s) else now_s) - order.start_s
+        by_devices = had_s.setdefault(key, {})
+        by_devices[order.devices] = by_devices.get(order.devices, 0.0) + spent_s
+        is_over.setdefault(key, {})[order.devices] = order.ending is Ending.FINISHED
+    return {
+        (stage, step): max(
+            0.0 if is_over[stage, step][devices] else max(0.0, world.seconds(stage, step) - spent_s)
+            for devices, spent_s in by_devices.items()
+        )
+        for (stage, step), by_devices in had_s.items()
+    }

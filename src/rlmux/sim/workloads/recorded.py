@@ -54,6 +54,8 @@ class RecordedSeconds(TrueSeconds):
     """Seconds of each recorded (stage, step)."""
     rollouts: Mapping[int, RecordedRollout] = field(default_factory=dict)
     """Recorded rollouts, by step."""
+    like: Sequence[int] = ()
+    """Recorded rollouts that those of other steps are like, by step; empty: all of them."""
 
     def seconds(self, stage: Stage, step: int) -> float:
         return self.by_step.get((stage, step), self.by_stage.get(stage, 0.0))
@@ -62,10 +64,11 @@ class RecordedSeconds(TrueSeconds):
         return sum(self.seconds(stage, step) for stage in self.by_stage if stage is not Stage.SFT_WARMUP)
 
     def shard(self, step: int, index: int, num_devices: int) -> Work:
-        if not self.rollouts:
+        is_known = (Stage.GENERATE, step) in self.by_step
+        if not self.rollouts or (is_known and step not in self.rollouts):
             return TrueSeconds.shard(self, step, index, num_devices)  # a dataclass with slots has no super()
-        if step not in self.rollouts:  # any of those that are known, each as often as the others
-            steps = tuple(self.rollouts)
+        if step not in self.rollouts:  # any of those that it is like, each as often as the others
+            steps = tuple(self.like or self.rollouts)
             step = steps[step % len(steps)]
         return self.rollouts[step].shard(index, num_devices)
 
