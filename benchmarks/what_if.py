@@ -113,6 +113,8 @@ def follow_up(folder: Path, policy: str, num_steps: int, ask_after: int) -> list
     )
     deviations = []
     for pipeline, record in timeline.pipelines.items():
+        if pipeline not in said["then"]["pipelines"]:
+            continue  # it was over
         seen_s = (record.ended_s or 0.0) - max(said["at_s"], record.submitted_s)
         now = said["now"]["pipelines"].get(pipeline, {}).get("ends_s")
         then = said["then"]["pipelines"][pipeline]["ends_s"]
