@@ -7,6 +7,7 @@ import sqlite3
 import pytest
 
 from rlmux.core.errors import LogError
+from rlmux.report import samples
 from rlmux.report.samples import Sample, SampleReader, SampleWriter, Token, whole_of
 
 
@@ -45,6 +46,16 @@ def test_they_are_found_by_step_reward_and_words(writer, tmp_path):
     assert found(writer, tmp_path, text="the on") == []
     assert found(writer, tmp_path, text="the one, car") == []
     assert found(writer, tmp_path, text="one, car") == [(1, 0, 1)]
+
+
+@pytest.mark.parametrize("many", [0, 1000])
+def test_words_of_many_and_of_few_are_found_alike(writer, tmp_path, monkeypatch, many):
+    monkeypatch.setattr(samples, "_MANY", many)
+    for step in (1, 2):
+        writer.add(step, [sample(0, at, "carry" if at % 2 else "borrow", reward=at / 10) for at in range(6)])
+    assert found(writer, tmp_path, text="carry") == [(step, 0, at) for step in (1, 2) for at in (1, 3, 5)]
+    assert found(writer, tmp_path, text="carry", sort="-step") == [(step, 0, at) for step in (2, 1) for at in (5, 3, 1)]
+    assert found(writer, tmp_path, text="carry", step=2, least=0.2) == [(2, 0, 3), (2, 0, 5)]
 
 
 @pytest.mark.parametrize(

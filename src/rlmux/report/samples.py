@@ -41,6 +41,8 @@ _START_CHARS = 160
 """Characters of an answer that a list shows."""
 _LEAST_LOGPROB = -60000.0
 """Half-precision floats end near 65504."""
+_MANY = 20_000
+"""Trajectories with words above which not all of them are looked at."""
 _TOKENS = "CREATE TABLE IF NOT EXISTS token (id INTEGER PRIMARY KEY, texts BLOB NOT NULL, figures BLOB NOT NULL)"
 """Files of earlier versions have none; they get one when they are written to."""
 _TABLES = f"""
@@ -191,7 +193,10 @@ class SampleReader:
 
     def steps(self) -> tuple[int, int] | None:
         """First and last step of which there is something; None where there is nothing."""
-        first, last = self._connection.execute("SELECT min(id), max(id) FROM trajectory").fetchone()
+        ends = (
+            "SELECT (SELECT min(id) FROM trajectory), (SELECT max(id) FROM trajectory)"  # together they read all rows
+        )
+        first, last = self._connection.execute(ends).fetchone()
         return None if first is None else (step_of(first), step_of(last))
 
     def find(self, asked: Mapping[str, Any], *, sort: str = "-step", offset: int = 0, limit: int = 50) -> list[Any]:
@@ -200,11 +205,24 @@ class SampleReader:
         `text`: words that follow each other, the last of which may be cut short to three letters.
         Raises ValueError for a sort that is none of `SORTS`.
         """
-        where, values = _conditions(asked)
+        conditions, values = _conditions(asked)
+        source, order = "trajectory", _order(sort)
+        if words := _words_asked(asked):
+            condition = "id IN (SELECT rowid FROM words WHERE words MATCH ?)"
+            if sort.endswith("step") and self._are_many(words):  # as few are looked at as a page takes
+                source, condition = "words CROSS JOIN trajectory ON trajectory.id = words.rowid", "words MATCH ?"
+                order = "words.rowid DESC" if sort == "-step" else "words.rowid"
+            conditions, values = [condition, *conditions], [words, *values]
+        where = "WHERE " + " AND ".join(conditions) if conditions else ""
         found = self._connection.execute(
-            f"SELECT * FROM trajectory {where} ORDER BY {_order(sort)} LIMIT ? OFFSET ?", (*values, limit, offset)
+            f"SELECT trajectory.* FROM {source} {where} ORDER BY {order} LIMIT ? OFFSET ?", (*values, limit, offset)
         )
         return [_row(one) for one in found]
+
+    def _are_many(self, words: str) -> bool:
+        counted = "SELECT count(*) FROM (SELECT 1 FROM words WHERE words MATCH ? LIMIT ?)"
+        (found,) = self._connection.execute(counted, (words, _MANY + 1)).fetchone()
+        return bool(found > _MANY)
 
     def one(self, step: int, prompt: int, sample: int) -> dict[str, Any] | None:
         """A trajectory with its text; None where it was not kept."""
@@ -313,7 +331,8 @@ def _row(found: Sequence[Any]) -> dict[str, Any]:
     }
 
 
-def _conditions(asked: Mapping[str, Any]) -> tuple[str, list[Any]]:
+def _conditions(asked: Mapping[str, Any]) -> tuple[list[str], list[Any]]:
+    """Conditions of all that is asked but words, and their values."""
     parts: list[str] = []
     values: list[Any] = []
 
@@ -331,11 +350,14 @@ def _conditions(asked: Mapping[str, Any]) -> tuple[str, list[Any]]:
         take("reward <= ?", asked["most"])
     if "stop" in asked:
         take("stop = ?", asked["stop"])
+    return parts, values
+
+
+def _words_asked(asked: Mapping[str, Any]) -> str:
+    """The words as one phrase: quoted, no sign of it is an operator of the search; empty where none are asked."""
     text = asked.get("text", "").replace("\0", " ").strip()
-    if text:  # as one phrase: quoted, no sign of it is an operator of the search
-        quoted = '"' + text.replace('"', '""') + '"'
-        take("id IN (SELECT rowid FROM words WHERE words MATCH ?)", quoted + ("*" if _LONG_END.search(text) else ""))
-    return ("WHERE " + " AND ".join(parts) if parts else ""), values
+    quoted = '"' + text.replace('"', '""') + '"'
+    return quoted + ("*" if _LONG_END.search(text) else "") if text else ""
 
 
 def _order(sort: str) -> str:
