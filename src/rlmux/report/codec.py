@@ -106,6 +106,9 @@ def _read_column(reader: Reader, values: Sequence[Any], path: str) -> Sequence[A
     kinds = set(map(type, values))
     if len(kinds) == 1 and _SCALARS.get(next(iter(kinds))) is reader:
         return values
+    if kinds == {str}:  # few texts, such as names of members
+        read = {value: reader(value, path) for value in dict.fromkeys(values)}
+        return list(map(read.__getitem__, values))
     if kinds != {list}:
         return [reader(value, path) for value in values]
     made: dict[int, Any] = {}

@@ -188,17 +188,20 @@ class DeviceRows:
         columns: list[dict[str, float]] = [{} for _ in range(self._num_columns())]
         num_columns, num_lanes, origin_s = len(columns), device.num_lanes, self._canvas.start_s
         column_s = self._canvas.makespan_s / num_columns
-        css_by_name: dict[tuple[Kind, Cause, PipelineId | None], str] = {}
+        css_by_name: dict[tuple[Cause, PipelineId | None], str] = {}
         for interval in device.intervals:
-            name = interval[2:5]
-            css = css_by_name.get(name)
+            start_s, end_s, _, cause, pipeline, *_ = interval
+            css = css_by_name.get((cause, pipeline))
             if css is None:
-                css = css_by_name[name] = self._column_class(interval)
-            start_s, end_s = interval[0] - origin_s, interval[1] - origin_s
-            first, last = int(start_s / column_s), min(num_columns - 1, int(end_s / column_s))
+                css = css_by_name[cause, pipeline] = self._column_class(interval)
+            start_s, end_s = start_s - origin_s, end_s - origin_s
+            first, last = int(start_s / column_s), int(end_s / column_s)
+            if last >= num_columns:
+                last = num_columns - 1
             if first == last:
                 column = columns[first]
-                column[css] = column.get(css, 0.0) + max(0.0, end_s - start_s) / column_s / num_lanes
+                seconds = end_s - start_s if end_s > start_s else 0.0
+                column[css] = column.get(css, 0.0) + seconds / column_s / num_lanes
                 continue
             for index in range(first, last + 1):
                 begun_s = start_s if index == first else index * column_s

@@ -20,11 +20,12 @@ device. After the last order on a device, the gap belongs to the first pinned pi
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Protocol
 
 from rlmux.core.model import DeviceId, Phase, PipelineId
@@ -205,20 +206,26 @@ class _Track:
     """The orders of one device or pipeline, to be asked what ran at a moment."""
 
     def __init__(self, orders: Sequence[OrderRecord]) -> None:
-        self._orders = sorted(orders, key=lambda order: order.start_s)
+        self._orders = sorted(orders, key=attrgetter("start_s"))
         self._starts = [order.start_s for order in self._orders]
-        self._arrivals = sorted(order.arrived_s for order in self._orders if order.arrived_s is not None)
-        self._ends = sorted(order.end_s for order in self._orders if math.isfinite(order.end_s))
-        self._by_pipeline: dict[PipelineId, tuple[list[float], list[OrderRecord]]] = {}
+        self._arrivals = sorted([order.arrived_s for order in self._orders if order.arrived_s is not None])
+        ends = [order.end_s for order in self._orders]
+        self._latest_ends = list(itertools.accumulate(ends, max))
+        self._ends = sorted(ends)
+        while self._ends and math.isinf(self._ends[-1]):
+            self._ends.pop()
+
+    @functools.cached_property
+    def _by_pipeline(self) -> dict[PipelineId, tuple[list[float], list[OrderRecord]]]:
+        """Orders of each pipeline, and their starts."""
+        found: dict[PipelineId, tuple[list[float], list[OrderRecord]]] = {}
         for order in self._orders:
-            pipeline_starts, pipeline_orders = self._by_pipeline.setdefault(order.pipeline, ([], []))
-            pipeline_starts.append(order.start_s)
-            pipeline_orders.append(order)
-        self._latest_ends: list[float] = []
-        latest_s = -math.inf
-        for order in self._orders:
-            latest_s = max(latest_s, order.end_s)
-            self._latest_ends.append(latest_s)
+            mine = found.get(order.pipeline)
+            if mine is None:
+                mine = found[order.pipeline] = ([], [])
+            mine[0].append(order.start_s)
+            mine[1].append(order)
+        return found
 
     def running(self, at_s: float) -> OrderRecord | None:
         """The order given last of those that run at that time."""
@@ -248,9 +255,11 @@ class _Track:
         return first
 
     def _next_by_pipeline(self, pipeline: PipelineId, at_s: float) -> OrderRecord | None:
-        starts, orders = self._by_pipeline.get(pipeline, ([], []))
-        position = bisect_right(starts, at_s)
-        return orders[position] if position < len(orders) else None
+        mine = self._by_pipeline.get(pipeline)
+        if mine is None:
+            return None
+        position = bisect_right(mine[0], at_s)
+        return mine[1][position] if position < len(mine[1]) else None
 
     def add_edges(self, cuts: set[float], start_s: float, end_s: float) -> None:
         """Every start, end and arrival of work strictly between."""

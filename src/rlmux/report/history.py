@@ -153,7 +153,7 @@ class History:
         handler = self._handlers.get(type(value))
         if handler is not None:
             handler(time_s, value)
-        if time_s > self._decided_s and not isinstance(value, ChunkFinished):
+        if time_s > self._decided_s and type(value) is not ChunkFinished:
             self.decisions_s.append(time_s)
             self._decided_s = time_s
         if time_s > self.last_s:
@@ -246,23 +246,22 @@ class History:
     # ------------------------------------------------------------------ orders
 
     def _on_run_stage(self, time_s: float, action: RunStage) -> None:
-        arrived_s, kind = self._arrival_of(action)
-        self._begin(
-            OrderRecord(
-                id=action.order,
-                pipeline=action.pipeline,
-                step=action.step,
-                stage=action.stage,
-                phase=PHASE_BY_STAGE[action.stage],
-                devices=action.devices,
-                start_s=time_s,
-                switch=action.switch,
-                device_fraction=action.device_fraction,
-                weight_version=action.weight_version,
-                arrived_s=arrived_s,
-                kind=kind,
-            )
+        stage = action.stage
+        order = OrderRecord(
+            action.order,
+            action.pipeline,
+            action.step,
+            stage,
+            PHASE_BY_STAGE[stage],
+            action.devices,
+            time_s,
+            action.switch,
+            action.device_fraction,
+            action.weight_version,
         )
+        if self._arrivals:
+            order.arrived_s, order.kind = self._arrival_of(action)
+        self._begin(order)
 
     def _on_migrate(self, time_s: float, action: MigrateShard) -> None:
         self._begin(
@@ -283,7 +282,8 @@ class History:
         """Add an order under an id of its own: a resumed run counts its orders from 1 again."""
         self._running[order.id] = order
         order.id = OrderId(order.id + self._first_order)
-        self._last_order = max(self._last_order, order.id)
+        if order.id > self._last_order:
+            self._last_order = order.id
         self.orders.append(order)
 
     def _on_set_device_fraction(self, time_s: float, action: SetDeviceFraction) -> None:

@@ -36,6 +36,9 @@ _SWITCH, _COLD = Cause.SWITCH, Switch.COLD
 _IS_OPEN, _IS_LOST = Ending.OPEN, Ending.LOST
 """Members that are looked at for every interval: to look one up in its class takes ten times a global's time."""
 
+_new = tuple.__new__
+"""Makes a named tuple in half the time that `_make` takes."""
+
 TAIL_PART = 1 / 8
 """Part of the most active sequences at or below which a rollout is in its tail."""
 
@@ -160,4 +163,4 @@ class _Pieces:
 
     def _append(self, start_s: float, end_s: float, kind: Kind, cause: Cause) -> None:
         if end_s > start_s:
-            self._done.append(Interval._make((start_s, end_s, kind, cause, *self._whose)))
+            self._done.append(_new(Interval, (start_s, end_s, kind, cause, *self._whose)))

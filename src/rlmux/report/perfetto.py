@@ -80,6 +80,14 @@ class _Merged:
         self.num_slices = 0
         self.us_by_name: dict[str, int] = {}
 
+    def add(self, name: str, end_us: int, num_us: int) -> None:
+        """Stand for one more, of so many microseconds."""
+        if end_us > self.end_us:
+            self.end_us = end_us
+        self.num_slices += 1
+        by_name = self.us_by_name
+        by_name[name] = by_name.get(name, 0) + num_us
+
     def finish(self) -> None:
         """Complete the event: it has the name of most of its time."""
         self.event["name"] = max(self.us_by_name, key=self.us_by_name.__getitem__)
@@ -187,12 +195,7 @@ class _Tracer:
             merged = self._growing[place] = _Merged(event, start_us)
             self._merged.append(merged)
             self._events.append(event)
-        end_us = start_us + num_us
-        if end_us > merged.end_us:
-            merged.end_us = end_us
-        merged.num_slices += 1
-        by_name = merged.us_by_name
-        by_name[name] = by_name.get(name, 0) + num_us
+        merged.add(name, start_us + num_us, num_us)
 
     def _add_device(self, device: DeviceTimeline) -> None:
         process = self._process[device.id]
@@ -204,22 +207,30 @@ class _Tracer:
 
     def _add_intervals(self, process: int, intervals: Sequence[Interval]) -> None:
         origin_s, shortest_us, names = self._timeline.start_s, self._shortest_us, self._names
+        growing, places, merge = self._growing, self._place, self._merge
         for interval in intervals:
-            start_s, end_s, kind, cause, pipeline, _, stage, order, *_ = interval
-            thread = _GAPS_THREAD if stage is None else interval.lane
+            start_s, end_s, kind, cause, pipeline, _, stage, order, _, lane, _ = interval
+            thread = _GAPS_THREAD if stage is None else lane
             is_busy = kind is _BUSY
             of_name = (stage if is_busy else cause, pipeline)
             name = names.get(of_name)
             if name is None:
                 name = names[of_name] = f"{pipeline} {stage}" if is_busy else interval.label
             start_us = round((start_s - origin_s) * 1e6)
-            num_us = max(0, round((end_s - origin_s) * 1e6) - start_us)
-            if num_us < shortest_us:
-                self._merge((process, thread), name, start_us, num_us)
-            else:
+            end_us = round((end_s - origin_s) * 1e6)
+            if end_us < start_us:
+                end_us = start_us
+            num_us = end_us - start_us
+            if num_us >= shortest_us:
                 self._add_slice_of(process, thread, name, start_us, num_us, interval)
+            else:
+                merged = growing.get((process, thread))
+                if merged is None or start_us >= merged.start_us + shortest_us:
+                    merge((process, thread), name, start_us, num_us)
+                else:
+                    merged.add(name, end_us, num_us)
             if is_busy and order is not None:
-                self._place[order] = (process, thread, (start_s + end_s) / 2)
+                places[order] = (process, thread, (start_s + end_s) / 2)
 
     def _add_slice_of(
         self, process: int, thread: int, name: str, start_us: int, num_us: int, interval: Interval

@@ -192,8 +192,9 @@ def _account(device: DeviceId, intervals: list[Interval], num_lanes: int) -> Dev
     """Add the seconds up; where intervals overlap, the most useful one counts."""
     by_name: dict[Name, float] = {}
     for interval in exposed(intervals) if num_lanes > 1 else intervals:
-        name = name_of(interval)
-        by_name[name] = by_name.get(name, 0.0) + interval.seconds
+        start_s, end_s, kind, cause, pipeline, *_ = interval
+        name = (kind, cause, None if cause is _CONTROL else pipeline)
+        by_name[name] = by_name.get(name, 0.0) + (end_s - start_s)
     charges = [
         Charge(kind=kind, cause=cause, pipeline=pipeline, seconds=seconds)
         for (kind, cause, pipeline), seconds in by_name.items()
