@@ -13,9 +13,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby
+from itertools import chain, groupby, repeat
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from rlmux.rl.batch_metrics import count_trained
@@ -36,7 +39,7 @@ class TrainingSequence:
     logprobs: Sequence[float] = ()
     """Log-probability of each token when it was sampled; empty for demonstrations."""
     is_stale: Sequence[bool] = ()
-    """True for each token that an older version made than the one being trained; empty for demonstrations."""
+    """True for each token that an older version made than the one being trained; empty where there is none."""
 
     @property
     def num_tokens(self) -> int:
@@ -95,8 +98,8 @@ def cut(
     Each has `micro_batch_size` sequences, or, with `max_tokens`, as many as have so many tokens together, at least one.
     """
     by_length = sorted(sequences, key=lambda sequence: sequence.num_tokens)
-    num_tokens = sum(sequence.num_tokens for sequence in sequences)
-    return [_micro_batch(part, num_tokens) for part in _parts(by_length, micro_batch_size, max_tokens)]
+    parts = list(_parts(by_length, micro_batch_size, max_tokens))
+    return _micro_batches(by_length, parts) if parts else []
 
 
 def _parts(
@@ -116,39 +119,65 @@ def _parts(
         yield sequences[start:]
 
 
-def _micro_batch(sequences: Sequence[TrainingSequence], num_all_tokens: int) -> MicroBatch:
-    """One micro-batch of sequences that are sorted by length; `num_all_tokens` are those of all micro-batches."""
-    input_tokens: list[int] = []
-    positions: list[int] = []
-    sources: list[int] = []
-    targets: list[int] = []
-    weights: list[float] = []
-    advantages: list[float] = []
-    logprobs: list[float] = []
-    is_stale: list[bool] = []
-    for sequence in sequences:
-        before = len(input_tokens) + len(sequence.prompt_tokens) - 1
-        input_tokens += [*sequence.prompt_tokens, *sequence.tokens][:-1]
-        positions += range(sequence.num_tokens - 1)
-        sampled = [place for place, has_loss in enumerate(sequence.is_sampled) if has_loss]
-        sources += [before + place for place in sampled]
-        targets += [sequence.tokens[place] for place in sampled]
-        weights += [sequence.weight] * len(sampled)
-        advantages += [sequence.advantage] * len(sampled)
-        logprobs += [sequence.logprobs[place] if sequence.logprobs else 0.0 for place in sampled]
-        is_stale += [bool(sequence.is_stale) and sequence.is_stale[place] for place in sampled]
-    lengths = [sequence.num_tokens - 1 for sequence in sequences]
-    num_tokens = sum(sequence.num_tokens for sequence in sequences)
-    return MicroBatch(
-        input_tokens=torch.tensor(input_tokens),
-        positions=torch.tensor(positions),
-        runs=[(len(list(run)), length) for length, run in groupby(lengths)],
-        sources=torch.tensor(sources),
-        targets=torch.tensor(targets),
-        weights=torch.tensor(weights),
-        advantages=torch.tensor(advantages),
-        sampled_logprobs=torch.tensor(logprobs),
-        is_stale=torch.tensor(is_stale),
-        num_tokens=num_tokens,
-        token_share=num_tokens / num_all_tokens,
-    )
+def _micro_batches(
+    sequences: Sequence[TrainingSequence], parts: Sequence[Sequence[TrainingSequence]]
+) -> list[MicroBatch]:
+    """Micro-batches of parts of the sequences that follow each other. Tensors are made of all of them at once and then
+    cut: a step has thousands of tokens, and its device waits."""
+    lengths = [sequence.num_tokens for sequence in sequences]
+    inputs, by_sampled = _columns(sequences, np.array(lengths))
+    sources = by_sampled[0]
+    batches, first, first_input, first_sampled = [], 0, 0, 0
+    for part in parts:
+        lengths_of_part = lengths[first : first + len(part)]
+        first += len(part)
+        num_tokens = sum(lengths_of_part)
+        end = first_input + num_tokens - len(part)
+        end_sampled = int(sources.searchsorted(end))
+        tokens, positions = (torch.from_numpy(column[first_input:end]) for column in inputs)
+        places, *others = (torch.from_numpy(column[first_sampled:end_sampled]) for column in by_sampled)
+        targets, weights, advantages, logprobs, is_stale = others
+        batches.append(
+            MicroBatch(
+                input_tokens=tokens,
+                positions=positions,
+                runs=[(len(list(run)), length - 1) for length, run in groupby(lengths_of_part)],
+                sources=places - first_input,
+                targets=targets,
+                weights=weights,
+                advantages=advantages,
+                sampled_logprobs=logprobs,
+                is_stale=is_stale,
+                num_tokens=num_tokens,
+                token_share=num_tokens / sum(lengths),
+            )
+        )
+        first_input, first_sampled = end, end_sampled
+    return batches
+
+
+def _columns(
+    sequences: Sequence[TrainingSequence], lengths: NDArray[np.int64]
+) -> tuple[list[NDArray[Any]], list[NDArray[Any]]]:
+    """The sequences as one: (input tokens, positions) [T], and (sources, targets, weights, advantages, sampled
+    log-probs, is_stale) [R]. `lengths`: tokens of each."""
+    num_responses = np.fromiter((len(each.tokens) for each in sequences), np.int64)
+    tokens = np.fromiter(chain.from_iterable(chain(each.prompt_tokens, each.tokens) for each in sequences), np.int64)
+    ends = lengths.cumsum()
+    positions = np.arange(len(tokens)) - (ends - lengths).repeat(lengths)
+    is_input = np.ones(len(tokens), np.bool_)
+    is_input[ends - 1] = False  # a last token predicts nothing
+    is_sampled = np.fromiter(chain.from_iterable(each.is_sampled for each in sequences), np.bool_)
+    is_response = positions >= (lengths - num_responses).repeat(lengths)
+    sampled = is_response.nonzero()[0][is_sampled]  # places in `tokens`
+    sequence_of = np.arange(len(sequences)).repeat(num_responses)[is_sampled]
+    logprobs = chain.from_iterable(each.logprobs or repeat(0.0, len(each.tokens)) for each in sequences)
+    is_stale = chain.from_iterable(each.is_stale or repeat(False, len(each.tokens)) for each in sequences)
+    return [tokens[is_input], positions[is_input]], [
+        sampled - 1 - sequence_of,
+        tokens[sampled],
+        np.fromiter((each.weight for each in sequences), np.float32)[sequence_of],
+        np.fromiter((each.advantage for each in sequences), np.float32)[sequence_of],
+        np.fromiter(logprobs, np.float32)[is_sampled],
+        np.fromiter(is_stale, np.bool_)[is_sampled],
+    ]

@@ -272,14 +272,9 @@ def _training_sequence(
 ) -> TrainingSequence:
     """What the trainer needs of one trajectory; `newest` is the version being trained."""
     algorithm = config.algorithm
-    oldest = newest - algorithm.staleness
-    for version, is_sampled in zip(trajectory.versions, trajectory.is_sampled, strict=True):
-        if is_sampled and not oldest <= version <= newest:
-            raise PipelineError(
-                f"pipeline {config.name}: {trajectory.id} has a token of weight version {version}; "
-                f"step {newest + 1} accepts {oldest} to {newest} (algorithm.staleness "
-                f"{algorithm.staleness})"
-            )
+    is_fresh = trajectory.versions.count(newest) == len(trajectory.versions)
+    if not is_fresh:
+        _check_versions(trajectory, newest, config)
     return TrainingSequence(
         prompt_tokens=trajectory.prompt_tokens,
         tokens=trajectory.tokens,
@@ -291,8 +286,21 @@ def _training_sequence(
         ),
         advantage=advantage,
         logprobs=trajectory.logprobs,
-        is_stale=[version < newest for version in trajectory.versions],
+        is_stale=() if is_fresh else [version < newest for version in trajectory.versions],
     )
+
+
+def _check_versions(trajectory: Trajectory, newest: int, config: TrainingConfig) -> None:
+    """Raises PipelineError for a token that breaks the staleness bound."""
+    algorithm = config.algorithm
+    oldest = newest - algorithm.staleness
+    for version, is_sampled in zip(trajectory.versions, trajectory.is_sampled, strict=True):
+        if is_sampled and not oldest <= version <= newest:
+            raise PipelineError(
+                f"pipeline {config.name}: {trajectory.id} has a token of weight version {version}; "
+                f"step {newest + 1} accepts {oldest} to {newest} (algorithm.staleness "
+                f"{algorithm.staleness})"
+            )
 
 
 class _FirstLook:
