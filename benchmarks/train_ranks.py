@@ -29,7 +29,7 @@ from rlmux.rl.config import AlgorithmConfig, ModelConfig, RolloutConfig, SftWarm
 from rlmux.rl.model_shape import shape_of
 from rlmux.rl.types import TrainingBatch, TrainReport, Trajectory, TrajectoryId
 from rlmux.runtime.processes import WorkerProcess
-from rlmux.runtime.workers import HandOut, TrainCallResult, TrainWorker
+from rlmux.runtime.workers import HandOut, TrainCall, TrainCallResult, TrainWorker
 
 CALL_LIMIT_S = 600.0
 MAX_NEW_TOKENS = 128
@@ -106,10 +106,7 @@ class Gang:
         payload = pickle.dumps(batch)
         before = self._processor_s()
         began = time.perf_counter()
-        self._ask("begin_step", payload)
-        for stage in (Stage.REFERENCE_LOGPROBS, Stage.OLD_LOGPROBS):
-            self._ask("run_stage", stage, CALL_LIMIT_S, False)
-        results: list[TrainCallResult] = self._ask("run_stage", Stage.UPDATE, CALL_LIMIT_S, False)
+        results = self._train(payload)
         seconds = time.perf_counter() - began
         busiest_s = max(now - then for now, then in zip(self._processor_s(), before, strict=True))
         return seconds, busiest_s, results[0].report
@@ -126,13 +123,25 @@ class Gang:
             writers=(0,),
             num_kept=1,
         )
-        self._ask("begin_step", pickle.dumps(batch))
-        for stage in (Stage.REFERENCE_LOGPROBS, Stage.OLD_LOGPROBS):
-            self._ask("run_stage", stage, CALL_LIMIT_S, False)
-        results = self._ask("run_stage", Stage.UPDATE, CALL_LIMIT_S, False, 1.0, hand_out)
+        results = self._train(pickle.dumps(batch), hand_out)
         self._ask("finish_checkpoint")
         sha256: str | None = results[0].weights_sha256
         return sha256
+
+    def _train(self, payload: bytes, hand_out: HandOut | None = None) -> list[TrainCallResult]:
+        """All stages of a step on all ranks, of which the first call brings the batch."""
+        first, *_, last = stages = (Stage.REFERENCE_LOGPROBS, Stage.OLD_LOGPROBS, Stage.UPDATE)
+        results: list[TrainCallResult] = []
+        for stage in stages:
+            call = TrainCall(
+                stage=stage,
+                payload=payload if stage is first else None,
+                max_seconds=CALL_LIMIT_S,
+                is_load_needed=False,
+                hand_out=hand_out if stage is last else None,
+            )
+            results = self._ask("run_stage", call)
+        return results
 
     def end(self) -> None:
         for worker in self._workers:

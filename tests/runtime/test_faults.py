@@ -16,6 +16,7 @@ import torch
 from rlmux.core.actions import RunStage
 from rlmux.core.events import PipelineFailed, PipelineRestarted, WorkerLost
 from rlmux.core.model import Stage
+from rlmux.runtime.workers import TrainCall
 from rlmux.runtime.workplace import WorkerOptions
 
 
@@ -148,7 +149,9 @@ def test_a_worker_that_runs_out_of_memory_is_replaced(real, make_backend, pair, 
         trainer = backend.workers_by_pipeline["sort"].trainer
         used = psutil.Process(trainer.pid).memory_info().vms
         resource.prlimit(trainer.pid, resource.RLIMIT_AS, (used // 2, used // 2))
-        trainer.call(backend.now_s(), "begin_step", (pickle.dumps(Storage(used)),), lambda _: None)
+        payload = pickle.dumps(Storage(used))
+        call = TrainCall(stage=Stage.UPDATE, payload=payload, max_seconds=1.0, is_load_needed=False)
+        trainer.call(backend.now_s(), "run_stage", (call,), lambda _: None)
 
     watch = once_at("sort", Stage.REFERENCE_LOGPROBS, 3, leave_no_memory)
     run = real.run(tmp_path / "run", pair, watch=watch, make_backend=make_backend)

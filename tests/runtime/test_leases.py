@@ -11,10 +11,12 @@ import pytest
 from rlmux.core.actions import Admit, RunStage
 from rlmux.core.errors import IllegalTransitionError
 from rlmux.core.model import AdmissionKind, DeviceId, GroupId, NodeId, OrderId, PipelineId, Placement, Stage
+from rlmux.rl.types import TrainReport
 from rlmux.runtime.local import local_backend
 from rlmux.runtime.worker_backend import WorkerBackend
+from rlmux.runtime.workers import TrainCallResult
 
-TOUCHING = {"build", "begin_step", "run_chunk", "run_stage", "publish", "checkpoint", "offload"}
+TOUCHING = {"build", "run_chunk", "run_stage", "publish", "checkpoint", "offload"}
 """Calls that need the device; the other calls of device workers read files or wait for one."""
 
 
@@ -67,7 +69,7 @@ def test_in_a_real_run_no_worker_is_asked_to_touch_a_device_that_no_order_leases
     run = real.run(tmp_path / "run", given, make_backend=make_backend)
     assert run.status == {"a": "finished", "b": "finished"}
     assert without_lease == []
-    assert {method for _, method in asked} >= {"build", "begin_step", "run_chunk", "run_stage"}
+    assert {method for _, method in asked} >= {"build", "run_chunk", "run_stage"}
 
 
 @pytest.fixture
@@ -81,20 +83,29 @@ def backend(real: Any, tmp_path: Path) -> WorkerBackend:
     return backend
 
 
-def run_stage(backend: WorkerBackend, stage: Stage, *devices: DeviceId) -> None:
+def run_stage(backend: WorkerBackend, stage: Stage, *devices: DeviceId, order: int = 1) -> None:
     backend.execute(
-        RunStage(order=OrderId(1), pipeline=PipelineId("p"), step=1, stage=stage, devices=devices, weight_version=0)
+        RunStage(order=OrderId(order), pipeline=PipelineId("p"), step=1, stage=stage, devices=devices, weight_version=0)
     )
 
 
-def test_rewards_hand_nothing_to_the_trainer(backend: WorkerBackend) -> None:
+def test_rewards_hand_nothing_to_the_trainer_and_the_first_call_of_training_brings_the_batch(
+    backend: WorkerBackend,
+) -> None:
     run_stage(backend, Stage.REWARD)
     workers = backend.workplace.workers
-    workers["p/env"].answer("finish_step", SimpleNamespace(payload=b""))
-    assert workers["p/train"].asked() == []
-    backend.poll(0.0)
-    run_stage(backend, Stage.UPDATE, DeviceId("train", 0, 0))
-    assert workers["p/train"].asked() == ["begin_step", "run_stage"]
+    workers["p/env"].answer("finish_step", SimpleNamespace(payload=b"a step"))
+    trainer = workers["p/train"]
+    assert trainer.asked() == []
+    for order, stage, payload in [(2, Stage.OLD_LOGPROBS, b"a step"), (3, Stage.UPDATE, None)]:
+        backend.poll(0.0)
+        run_stage(backend, stage, DeviceId("train", 0, 0), order=order)
+        assert trainer.asked() == ["run_stage"], "one call: a second one would be a second way there and back"
+        report = TrainReport(
+            is_done=True, micro_batches_done=1, micro_batches_total=1, tokens=1, seconds=0.1, metrics={}
+        )
+        (call,) = trainer.answer("run_stage", TrainCallResult(report=report, load_s=0.0))
+        assert (call.stage, call.payload) == (stage, payload)
 
 
 def test_a_call_that_computes_without_a_lease_stops_the_run(backend: WorkerBackend) -> None:

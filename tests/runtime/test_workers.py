@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import pickle
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,7 +18,8 @@ from rlmux.engines.rollout import SlotRolloutEngine
 from rlmux.engines.train import TorchTrainEngine
 from rlmux.rl.origin import Origin, plan_sha256
 from rlmux.runtime import workers
-from rlmux.runtime.workers import EnvWorker, HandOut, RolloutChunk, RolloutWorker, TrainWorker
+from rlmux.runtime.sample_keeping import SampleKeeper
+from rlmux.runtime.workers import EnvWorker, HandOut, RolloutChunk, RolloutWorker, TrainCall, TrainWorker
 
 
 @pytest.mark.parametrize("is_core", [True, False])
@@ -67,7 +69,8 @@ def test_weights_of_another_run_plan_or_version_are_not_sampled_from(
 ) -> None:
     config, path = real.submission("a").config, tmp_path / "0.safetensors"
     hand_out = HandOut(weights=path, writers=(0,), checkpoint=None, num_kept=1)
-    assert TrainWorker(config, None, mine).run_stage(Stage.SFT_WARMUP, 60.0, False, 1.0, hand_out).weights_sha256
+    warmup = TrainCall(stage=Stage.SFT_WARMUP, max_seconds=60.0, is_load_needed=False, hand_out=hand_out)
+    assert TrainWorker(config, None, mine).run_stage(warmup).weights_sha256
     chunk = RolloutChunk(
         weights=(path, 0), requests=(), partials=(), replies=(), released=(), max_decode_steps=1, max_seconds=1.0,
         is_load_needed=False,
@@ -99,8 +102,30 @@ def test_samples_of_another_run_or_plan_are_not_trained_on_and_not_continued(
     rest = rollout.run_chunk(replace(chunk, requests=(), partials=partials, max_decode_steps=1000))
     env.on_turns([rest.turns], 1.0)
     payload = env.finish_step(1).payload
+    call = TrainCall(stage=Stage.UPDATE, payload=payload, max_seconds=60.0, is_load_needed=False)
     with pytest.raises(PipelineError, match="samples of another run: mine"):
-        TrainWorker(config, None, replace(mine, run_id="theirs")).begin_step(payload)
+        TrainWorker(config, None, replace(mine, run_id="theirs")).run_stage(call)
+
+
+def test_a_batch_is_ready_to_leave_before_its_trajectories_are_kept(
+    real: Any, one_thread: None, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that keeps them would take turns with the one that a device waits for."""
+    config = real.submission("a").config
+    env, rollout = EnvWorker(config, samples=tmp_path / "samples.db"), RolloutWorker(config)
+    requests, _ = env.begin_step(1)
+    chunk = RolloutChunk(
+        weights=None, requests=requests, partials=(), replies=(), released=(), max_decode_steps=1000, max_seconds=60.0,
+        is_load_needed=False,
+    )  # fmt: skip
+    env.on_turns([rollout.run_chunk(chunk).turns], 1.0)
+    done: list[str] = []
+    pack, measure, keep = pickle.dumps, workers.batch_metrics, SampleKeeper.keep
+    monkeypatch.setattr(pickle, "dumps", lambda *args, **named: done.append("packed") or pack(*args, **named))
+    monkeypatch.setattr(workers, "batch_metrics", lambda batch: done.append("measured") or measure(batch))
+    monkeypatch.setattr(SampleKeeper, "keep", lambda self, batch: done.append("kept") or keep(self, batch))
+    env.finish_step(1)
+    assert done == ["packed", "measured", "kept"]
 
 
 def test_a_plan_is_all_that_decides_the_weights_and_not_the_number_of_workers(real: Any) -> None:

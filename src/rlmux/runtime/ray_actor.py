@@ -1,9 +1,9 @@
 """What runs in an actor: a worker process as under `local` (`processes.py`), and the transport of bytes that no file
 can do. The actor itself is light and only passes on; it ends with its worker, and the worker with it.
 
-answer(call)   begin_step     its batch comes as an object
-               finish_step    its batch leaves as an object
-               run_stage      across machines, the weights go to a file in this node's own memory
+answer(call)   finish_step    its batch leaves as an object
+               run_stage      a step's batch comes as such an object
+                              across machines, the weights go to a file in this node's own memory
                run_chunk      across machines, they are read from such a file, delivered before (`ray_sync.py`)
 """
 
@@ -26,7 +26,7 @@ import ray
 from rlmux.core.errors import RlmuxError, WorkerLostError
 from rlmux.runtime.activity import Activity
 from rlmux.runtime.processes import WorkerProcess, borrow_fork_server, portable_error, warm_up
-from rlmux.runtime.workers import HandOut, RolloutChunk, StepBatch
+from rlmux.runtime.workers import HandOut, RolloutChunk, StepBatch, TrainCall
 
 _MEMORY = Path("/dev/shm")
 
@@ -80,13 +80,18 @@ class Call:
             return here / path.relative_to(theirs) if path.is_relative_to(theirs) else path
 
         match self.method, self.args:
-            case "run_stage", (*others, HandOut() as hand_out):
+            case "run_stage", (TrainCall(hand_out=HandOut() as hand_out) as call,):
                 weights = moved(hand_out.weights)
                 weights.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-                return replace(self, args=(*others, replace(hand_out, weights=weights)))
+                return replace(self, args=(replace(call, hand_out=replace(hand_out, weights=weights)),))
             case "run_chunk", (RolloutChunk(weights=(path, version)) as chunk,):
                 return replace(self, args=(replace(chunk, weights=(moved(path), version)),))
         return self
+
+    def with_batch(self) -> Call:
+        """The call, with the batch that it names by reference as bytes."""
+        args = [_fetched(arg) if isinstance(arg, TrainCall) else arg for arg in self.args]
+        return replace(self, args=tuple(args))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -157,9 +162,9 @@ class RayWorkerActor:
     def _ask(self, process: WorkerProcess, call: Call) -> Any:
         if self._setup.weights is not None:
             call = call.with_weights_in(*self._setup.weights)
-        args = [ray.get(arg) if isinstance(arg, ray.ObjectRef) else arg for arg in call.args]
+        call = call.with_batch()
         answers: list[Any] = []
-        process.call(0.0, call.method, tuple(args), answers.append)
+        process.call(0.0, call.method, call.args, answers.append)
         while not answers:
             wait([process.connection])
             process.receive(0.0)
@@ -179,6 +184,11 @@ class RayWorkerActor:
             self._process.kill() if is_urgent else self._process.end()
         leave: Any = ray.actor.exit_actor
         leave()
+
+
+def _fetched(call: TrainCall) -> TrainCall:
+    payload: Any = call.payload
+    return replace(call, payload=ray.get(payload)) if isinstance(payload, ray.ObjectRef) else call
 
 
 def _by_reference(value: Any) -> Any:

@@ -27,7 +27,7 @@ from rlmux.runtime.promises import Promises
 from rlmux.runtime.resident_states import ResidentStates
 from rlmux.runtime.rollout_driver import RolloutDriver
 from rlmux.runtime.worker_supervisor import WorkerSupervisor
-from rlmux.runtime.workers import HandOut, StepBatch, TrainCallResult, joined
+from rlmux.runtime.workers import HandOut, StepBatch, TrainCall, TrainCallResult, joined
 from rlmux.runtime.workplace import Worker, WorkerOptions
 
 Carrying = Generator[Answer, Any, Event]
@@ -87,8 +87,6 @@ class TrainDriver:
         yield from self._states.make_room(order)
         yield from self._workers.build_trainers(self._calls)
         yield from self._promises.probe(self._workers, Phase.TRAIN, self._probed(), order)
-        if action.stage is not Stage.SFT_WARMUP and self._trainer_step != action.step:
-            self._hand_batch_to_trainer(action.step)
         while True:
             result = yield from self._train(order, is_load_needed=is_load_needed)
             is_load_needed = False
@@ -125,12 +123,6 @@ class TrainDriver:
         """One rank speaks for all, unless each has a part of the model: those compute together."""
         return self._workers.trainers if self._workers.config.train.is_sharded else [self._workers.trainer]
 
-    def _hand_batch_to_trainer(self, step: int) -> None:
-        self._trainer_step = step
-        max_logprob_gap = self._promises.max_logprob_gap(self._workers.id)
-        for trainer in self._workers.trainers:
-            self._calls.call(trainer, "begin_step", self._batch_by_step[step].payload, max_logprob_gap)
-
     def _train(self, order: RunningOrder, *, is_load_needed: bool) -> Generator[Answer, Any, TrainCallResult]:
         """One bounded call of every rank; they stop together."""
         trainers, stage = self._workers.trainers, order.action.stage
@@ -138,9 +130,23 @@ class TrainDriver:
             for trainer in trainers:
                 self._states.load(trainer)
         is_last_stage = stage in (Stage.SFT_WARMUP, Stage.UPDATE)
-        hand_out = self._hand_out(order.action.step) if is_last_stage else None
-        args = (stage.value, self._options.chunk_s, is_load_needed, order.device_fraction, hand_out)
-        return joined((yield from all_of([self._calls.call(trainer, "run_stage", *args) for trainer in trainers])))
+        call = TrainCall(
+            stage=stage,
+            payload=self._take_payload(order),
+            max_logprob_gap=self._promises.max_logprob_gap(self._workers.id),
+            max_seconds=self._options.chunk_s,
+            is_load_needed=is_load_needed,
+            device_fraction=order.device_fraction,
+            hand_out=self._hand_out(order.action.step) if is_last_stage else None,
+        )
+        return joined((yield from all_of([self._calls.call(trainer, "run_stage", call) for trainer in trainers])))
+
+    def _take_payload(self, order: RunningOrder) -> bytes | None:
+        """The batch of the order's step, for the first call that needs it; None where the trainer has it."""
+        if order.action.stage is Stage.SFT_WARMUP or self._trainer_step == order.action.step:
+            return None
+        self._trainer_step = order.action.step
+        return self._batch_by_step[order.action.step].payload
 
     def _hand_out(self, step: int) -> HandOut:
         """What the trainer is to make of the step's weights."""

@@ -53,7 +53,7 @@ from rlmux.runtime.train_driver import Carrying, TrainDriver
 from rlmux.runtime.worker_supervisor import WorkerSupervisor
 from rlmux.runtime.workplace import Neighbour, Worker, WorkerOptions, Workplace
 
-_TOUCHING_CALLS = frozenset({"build", "probe", "join_ranks", "begin_step", "run_chunk", "run_stage", "offload"})
+_TOUCHING_CALLS = frozenset({"build", "probe", "join_ranks", "run_chunk", "run_stage", "offload"})
 """Calls of device workers that compute, or that move a state to or from the device. The others touch none: they read
 files, wait for one, or pick up trajectories that lie still (`take_partials`, while the shard is being migrated)."""
 

@@ -97,14 +97,31 @@ class HandOut:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class TrainCall:
+    """The argument of one bounded call of a train worker, with everything that must happen before it trains."""
+
+    stage: Stage
+    payload: bytes | None = None
+    """A pickled TrainingBatch, with which its step begins; None: the step is under way, or the stage needs no batch."""
+    max_logprob_gap: float = math.inf
+    """Nats by which that batch's log-probs may differ from the trainer's, as `TorchTrainEngine.begin_step` takes it."""
+    max_seconds: float
+    is_load_needed: bool
+    device_fraction: float = 1.0
+    """The part of the device that the worker may use, in this call and until another comes."""
+    hand_out: HandOut | None = None
+    """What becomes of the weights with the end of the stage; None: nothing."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class TrainCallResult:
-    """The answer to a bounded call of a train worker."""
+    """The answer to a TrainCall."""
 
     report: TrainReport
     load_s: float
     """Seconds of loading state."""
     input_s: float = 0.0
-    """Seconds of taking in the step's batch since the call before."""
+    """Seconds of taking in the step's batch, before the report's own."""
     hand_out_s: float = 0.0
     """Seconds of handing out the weights, after the report's own."""
     weights_sha256: str | None = None
@@ -166,9 +183,11 @@ class EnvWorker:
         batch = replace(self._env.finish_step(step), origin=self._origin)
         if self._answers is not None:
             self._answers.write(batch)
-        if self._keeper is not None:
+        payload = pickle.dumps(batch, protocol=pickle.HIGHEST_PROTOCOL)
+        finished = StepBatch(payload=payload, metrics=batch_metrics(batch))
+        if self._keeper is not None:  # last: its thread would take turns with this one, and a device waits for the step
             self._keeper.keep(batch)
-        return StepBatch(payload=pickle.dumps(batch, protocol=pickle.HIGHEST_PROTOCOL), metrics=batch_metrics(batch))
+        return finished
 
 
 def _make_rollout_engine(
@@ -304,8 +323,6 @@ class TrainWorker:
         self._fraction = fraction_setter(device)
         self._store: RankStore | None = None
         self._ranks = Ranks()
-        self._input_s = 0.0
-        """Seconds of taking in a batch that no call of `run_stage` has told of."""
         self.is_core = device == "cpu"
         self._restore_from = restore_from
         if not self._engine.waits_for_ranks:
@@ -339,38 +356,28 @@ class TrainWorker:
             if waits:
                 self._restore()
 
-    def begin_step(self, payload: bytes, max_logprob_gap: float = math.inf) -> None:
-        """Take a step's batch. Raises PipelineError for one of another run or plan."""
-        start = time.perf_counter()
-        batch: TrainingBatch = pickle.loads(payload)
-        _check_samples(batch.origin, self._origin)
-        self._engine.begin_step(batch, max_logprob_gap=max_logprob_gap)
-        self._input_s = time.perf_counter() - start
+    def run_stage(self, call: TrainCall) -> TrainCallResult:
+        """Begin the step whose batch comes along, continue a stage, and hand out the weights at its end if asked to.
 
-    def run_stage(
-        self,
-        stage: Stage,
-        max_seconds: float,
-        is_load_needed: bool,
-        device_fraction: float = 1.0,
-        hand_out: HandOut | None = None,
-    ) -> TrainCallResult:
-        """Continue a stage; with its end, hand out the weights if `hand_out` says where to.
-
-        The device fraction holds until another comes. Raises what writing a checkpoint raised.
+        Raises PipelineError for a batch of another run or plan, and what writing a checkpoint raised.
         """
-        self._fraction.set(device_fraction)
+        self._fraction.set(call.device_fraction)
         start = time.perf_counter()
-        if is_load_needed:
+        if call.payload is not None:
+            batch: TrainingBatch = pickle.loads(call.payload)
+            _check_samples(batch.origin, self._origin)
+            self._engine.begin_step(batch, max_logprob_gap=call.max_logprob_gap)
+        input_s = time.perf_counter() - start
+        start = time.perf_counter()
+        if call.is_load_needed:
             with beating():
                 self._engine.load()
         load_s = time.perf_counter() - start
-        report = self._engine.run_stage(stage, max_seconds=max_seconds)
-        input_s, self._input_s = self._input_s, 0.0
+        report = self._engine.run_stage(call.stage, max_seconds=call.max_seconds)
         start, sha256 = time.perf_counter(), None
-        if report.is_done and hand_out is not None:
+        if report.is_done and call.hand_out is not None:
             with beating():
-                sha256 = self._hand_out(hand_out)
+                sha256 = self._hand_out(call.hand_out)
         return TrainCallResult(
             report=report,
             load_s=load_s,
