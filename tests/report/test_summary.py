@@ -5,13 +5,15 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from rlmux.core.actions import Action, Admit, ExpectSteps, Queue, Release, Relocate, RunStage, Switch
 from rlmux.core.events import PipelineCancelled, PipelineRestarted, PipelineSubmitted, StageFinished, StagePaused
-from rlmux.core.model import AdmissionKind, DeviceId, MeasuredSeconds, PhaseSeconds, Pipeline, Stage
+from rlmux.core.model import AdmissionKind, BoundedSteps, DeviceId, MeasuredSeconds, PhaseSeconds, Pipeline, Stage
+from rlmux.report.slos import slo_words
 from rlmux.report.status import status
 from rlmux.report.summary import summarize
 
@@ -28,7 +30,7 @@ KEYS = {
 PIPELINE_KEYS = {
     "steps", "tokens", "trajectories", "reward_first", "reward_last", "step_s_mean", "step_slowdown",
     "slo_slowdown", "weights_sha256", "status", "keeps_slo", "expected_slowdown", "estimate", "slo_reason", "promise",
-    "queue_s", "moves", "slo_probability",
+    "queue_s", "moves", "slo_probability", "bound",
 }  # fmt: skip
 DEVICE_KEYS = {"pool", "busy_s", "switch_s", "bubble_s", "idle_s", "utilization"}
 
@@ -239,6 +241,22 @@ def test_what_was_learned_and_expected_last_is_shown(script: Any, make_order: Or
     assert (a["expected_slowdown"], a["slo_reason"]) == (2.5, "cannot be promised")
     assert [instant.text for instant in script.timeline().instants] == ["cannot be promised"]
     assert a["keeps_slo"] is None, "nothing is known yet"
+
+
+def test_a_stated_probability_is_shown_with_the_bound_beside_the_mean(script: Any, make_order: Order) -> None:
+    bounded = BoundedSteps(bound=PhaseSeconds(rollout_s=3.0, train_s=1.25))
+    script.submit(0.0, "a", replace(expect("a", 1.0), probability=0.9, bounded=bounded), slo_slowdown=2.0)
+    a = summarize(script.timeline())["pipelines"]["a"]
+    assert (a["slo_probability"], a["bound"]) == (0.9, {"rollout_s": 3.0, "train_s": 1.25})
+    assert slo_words(a) == (
+        "keeps its SLO if cycles of its group are as planned, as 90 of 100 are, or more; "
+        "planned with at most 3 s of rollout and 1.25 s of training, 2 s and 1 s in the middle"
+    )
+
+
+def test_nothing_is_said_of_bounds_where_no_probability_was_asked_for(script: Any, make_order: Order) -> None:
+    a = summarize(two_steps(script, make_order).timeline())["pipelines"]["a"]
+    assert (a["bound"], slo_words(a)) == (None, "")
 
 
 def test_a_pipeline_that_ended_without_a_step_missed_its_slo(script: Any) -> None:

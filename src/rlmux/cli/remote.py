@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from rlmux.cli import inputs, tables
 from rlmux.client.target import Target, is_url, target_of
 from rlmux.core.errors import UserError
+from rlmux.report.slos import slo_words
 
 if TYPE_CHECKING:
     from rich.table import Table
@@ -186,6 +187,8 @@ def _print_status(shown: Mapping[str, Any]) -> None:
     for name, one in shown["pipelines"].items():
         if "rounds" in one:
             print(f"{name}: {tables.rounds_text(one['rounds'])}")
+    for line in _slo_lines(shown):
+        print(line)
     print()
     tables.print_rows(_device_rows(shown))
     if shown["alerts"]:
@@ -204,7 +207,14 @@ def _tables(shown: Mapping[str, Any]) -> Table:
             for row in rows:
                 table.add_row(*(str(value) for value in row.values()))
             both.add_row(table)
+    for line in _slo_lines(shown):
+        both.add_row(line)
     return both
+
+
+def _slo_lines(shown: Mapping[str, Any]) -> list[str]:
+    """What is stated of each pipeline's SLO, and the bounds that it is planned with."""
+    return [f"{name}: {words}" for name, one in shown["pipelines"].items() if (words := slo_words(one))]
 
 
 def heading(shown: Mapping[str, Any]) -> str:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from rlmux.cli import memory_rows
-from rlmux.report.slos import probability_words
+from rlmux.report.slos import slo_words
 
 Row = Mapping[str, Any]
 _FAILED_STATUSES = ("failed", "refused")
@@ -68,6 +68,8 @@ def show_run(summary: Row, folder: Path, *, as_json: bool) -> None:
     for name, one in summary["pipelines"].items():
         if one["slo_reason"]:
             print(f"{name}: {one['slo_reason']}")
+        if words := slo_words(one):
+            print(f"{name}: {words}")
         if "rounds" in one:
             print(f"{name}: {rounds_text(one['rounds'])}")
     print()
@@ -276,8 +278,8 @@ def show_plan(plan: Row, *, as_json: bool) -> None:
         ]
     )
     for one in plan["pipelines"]:
-        if one["slo_probability"] is not None:
-            print(f"{one['pipeline']}: {probability_words(one['slo_probability'])}")
+        if words := slo_words(one):
+            print(f"{one['pipeline']}: {words}")
     gpus = ", ".join(f"{number} in {pool}" for pool, number in plan["gpus"].items())
     print(
         f"\npolicy {plan['policy']}: ${plan['usd_per_hour']:,.2f}/h, GPUs: {gpus}; "

@@ -21,6 +21,7 @@ from rlmux.report.device_chart import Chart
 from rlmux.report.device_rows import CLASS_BY_CAUSE
 from rlmux.report.intervals import Cause, Charge, Kind
 from rlmux.report.records import STOPPED
+from rlmux.report.slos import slo_words
 from rlmux.report.summary import StepTimes, step_times, summarize
 from rlmux.report.svg import PALETTE, percent_text, seconds_text, tag
 from rlmux.report.timeline import DeviceTimeline, Timeline
@@ -217,8 +218,12 @@ class _View:
                 "slowdown", "accepted", "weights",
             )
         )  # fmt: skip
-        rows = "".join(self._pipeline_row(name, p) for name, p in self.summary["pipelines"].items())
-        return f'<h2>Pipelines</h2><div class="scroll"><table><tr>{head}</tr>{rows}</table></div>'
+        pipelines = self.summary["pipelines"]
+        rows = "".join(self._pipeline_row(name, p) for name, p in pipelines.items())
+        stated = "".join(
+            tag("p", f"{escape(name)}: {escape(words)}") for name, p in pipelines.items() if (words := slo_words(p))
+        )
+        return f'<h2>Pipelines</h2><div class="scroll"><table><tr>{head}</tr>{rows}</table></div>{stated}'
 
     def _pipeline_row(self, name: str, pipeline: Mapping[str, Any]) -> str:
         record = self.timeline.pipelines[PipelineId(name)]

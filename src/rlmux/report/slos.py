@@ -7,6 +7,7 @@
     expected_slowdown   what the scheduler expected where the pipeline was last
     slo_probability     with which a cycle of its group takes no longer than planned, as last stated; null where none
                         was asked for, or none can be stated
+    bound               solo seconds of its phases that it is planned with beside others; null where it states none
     moves               of each relocation the seconds of a step that were expected there, and those that came
     estimate            solo seconds that it was planned with: given in the file, or learned from its own steps
 
@@ -39,6 +40,22 @@ def probability_words(probability: float) -> str:
     return f"keeps its SLO if cycles of its group are as planned, as {100.0 * probability:.6g} of 100 are, or more"
 
 
+def bound_words(bound: Mapping[str, float] | None, mean: Mapping[str, Any] | None) -> str:
+    """What a pipeline is planned with beside others, next to what its steps take in the middle; "" without bounds."""
+    if bound is None:
+        return ""
+    most = f"{bound['rollout_s']:.3g} s of rollout and {bound['train_s']:.3g} s of training"
+    if mean is None:
+        return f"planned with at most {most}"
+    return f"planned with at most {most}, {mean['rollout_s']:.3g} s and {mean['train_s']:.3g} s in the middle"
+
+
+def slo_words(one: Mapping[str, Any]) -> str:
+    """The probability that is stated of a pipeline and its bounds, from its keys of summary, status or plan."""
+    stated = "" if one["slo_probability"] is None else probability_words(one["slo_probability"])
+    return "; ".join(filter(None, (stated, bound_words(one["bound"], one["estimate"]))))
+
+
 @dataclass(frozen=True, slots=True)
 class StepTime:
     """One published step."""
@@ -61,6 +78,7 @@ def slo_fields(record: PipelineRecord, steps: Sequence[StepTime], end_s: float) 
         "queue_s": _queue_s(record, end_s),
         "expected_slowdown": expected.step_slowdown if expected else None,
         "slo_probability": expected.probability if expected else None,
+        "bound": phase_fields(expected.bounded.bound) if expected and expected.bounded else None,
         "estimate": _estimate(record),
         "slo_reason": expected.reason if expected else "",
         "moves": _moves(record, steps),
@@ -116,16 +134,17 @@ def _estimate(record: PipelineRecord) -> dict[str, Any] | None:
     if measured is not None:
         return {
             "source": "learned",
-            **_seconds(measured.median),
-            "low": _seconds(measured.low),
-            "high": _seconds(measured.high),
+            **phase_fields(measured.median),
+            "low": phase_fields(measured.low),
+            "high": phase_fields(measured.high),
             "num_steps": measured.num_steps,
         }
     pipeline = record.pipeline
     if pipeline.estimate is None:
         return None
-    return {"source": "given" if pipeline.held is None else "learned", **_seconds(pipeline.estimate)}
+    return {"source": "given" if pipeline.held is None else "learned", **phase_fields(pipeline.estimate)}
 
 
-def _seconds(seconds: PhaseSeconds) -> dict[str, float]:
+def phase_fields(seconds: PhaseSeconds) -> dict[str, float]:
+    """Seconds of its phases, as summary, status and plan have them."""
     return {"rollout_s": seconds.rollout_s, "train_s": seconds.train_s}

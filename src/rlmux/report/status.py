@@ -3,7 +3,8 @@
 pipelines.NAME   status  step  num_steps  reward_first  reward_last  group  rollout_nodes  train_nodes
                  doing   reason   submitted_s   promise   score (of a filler alone)
                  rounds: short  long  cut_trajectories  queued_prompts   (under tail batching alone)
-                 step_slowdown  slo_slowdown  keeps_slo  expected_slowdown  estimate  slo_reason     (slos.py)
+                 step_slowdown  slo_slowdown  keeps_slo  expected_slowdown  slo_probability  bound
+                 estimate  slo_reason     (slos.py)
 devices.ID       pool  pipeline  stage  step         null where nothing computes
 """
 

@@ -24,6 +24,7 @@ from rlmux.core.placement_view import PlacementView
 from rlmux.core.scheduler import Scheduler
 from rlmux.policies import make_policy
 from rlmux.policies.planning.fairness import FairShares
+from rlmux.report.slos import phase_fields
 from rlmux.sim.metrics import predicted_slowdown
 from rlmux.sim.pictures import write_pictures
 from rlmux.sim.results import SimResult
@@ -186,15 +187,17 @@ def plan(workload: str | Workload, *, policy: str = "rollmux") -> dict[str, Any]
 
         {"policy", "usd_per_hour", "solo_usd_per_hour", "gpus": {pool: count}, "num_groups", "notes",
          "pipelines": [{"pipeline", "status", "group", "admission", "rollout_nodes", "train_nodes",
-                        "step_s", "step_slowdown", "slo_slowdown", "usd_per_hour", "reason", "slo_probability"}]}
+                        "step_s", "step_slowdown", "slo_slowdown", "usd_per_hour", "reason", "slo_probability", "bound",
+                        "estimate"}]}
 
-    A pipeline's `usd_per_hour` is its part of its group's cost, by solo seconds.
+    `bound`: solo seconds of its phases that it is planned with beside others, where it states a probability. A
+    pipeline's `usd_per_hour` is its part of its group's cost, by solo seconds.
     """
     made = catalog.load(workload) if isinstance(workload, str) else workload
     scheduler = Scheduler(made.cluster, make_policy(policy), FairShares())
     admissions: dict[str, AdmissionKind] = {}
     reasons: dict[str, str] = {}
-    stated: dict[str, float | None] = {}
+    stated: dict[str, ExpectSteps] = {}
     for arrival in made.arrivals:
         for action in scheduler.handle(PipelineSubmitted(time_s=arrival.submit_s, pipeline=arrival.pipeline)):
             if isinstance(action, Admit):
@@ -202,7 +205,7 @@ def plan(workload: str | Workload, *, policy: str = "rollmux") -> dict[str, Any]
             elif isinstance(action, Refuse | Queue):
                 reasons[action.pipeline] = action.reason
             elif isinstance(action, ExpectSteps):
-                stated[action.pipeline] = action.probability
+                stated[action.pipeline] = action
     view = scheduler.query.placement
     pools = made.cluster.pools
     return {
@@ -217,10 +220,20 @@ def plan(workload: str | Workload, *, policy: str = "rollmux") -> dict[str, Any]
                 **_planned(
                     view, arrival.pipeline, admissions, reasons, str(scheduler.query.status(arrival.pipeline.id))
                 ),
-                "slo_probability": stated.get(arrival.pipeline.id),
+                **_stated(arrival.pipeline, stated.get(arrival.pipeline.id)),
             }
             for arrival in made.arrivals
         ],
+    }
+
+
+def _stated(pipeline: Pipeline, expected: ExpectSteps | None) -> dict[str, Any]:
+    """Its probability and bounds beside its mean, as a run's status has them."""
+    bounded, estimate = expected.bounded if expected else None, pipeline.estimate
+    return {
+        "slo_probability": expected.probability if expected else None,
+        "bound": phase_fields(bounded.bound) if bounded else None,
+        "estimate": {"source": "given", **phase_fields(estimate)} if estimate else None,
     }
 
 

@@ -378,6 +378,10 @@ class Detail(Pipeline):
     rollout_nodes: list[str]
     train_nodes: list[str]
     expected_slowdown: float | None
+    slo_probability: float | None
+    """Probability with which a cycle of its group takes no longer than planned; null: none is stated."""
+    bound: dict[str, float] | None
+    """Solo seconds of its phases, `rollout_s` and `train_s`, that it is planned with beside others."""
     estimate: dict[str, Any] | None
     slo_reason: str
     weights_sha256: str | None

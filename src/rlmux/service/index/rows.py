@@ -166,7 +166,7 @@ def _row(shown: Mapping[str, Any], record: PipelineRecord, steps: Sequence[StepT
 
 def _detail(shown: Mapping[str, Any], record: PipelineRecord, waits: Sequence[tuple[Name, float]]) -> dict[str, Any]:
     names = dict.fromkeys(name for figures in record.metrics.values() for name in figures)
-    keys = ("rollout_nodes", "train_nodes", "expected_slowdown", "estimate", "slo_reason")
+    keys = ("rollout_nodes", "train_nodes", "expected_slowdown", "slo_probability", "bound", "estimate", "slo_reason")
     return {
         **{key: shown[key] for key in keys},
         "weights_sha256": record.weights_sha256,

@@ -1,4 +1,5 @@
 // One pipeline: its figures, curves, where its time went, steps, log and file, as tabs.
+import type { ComponentChildren } from "preact";
 import { useState } from "preact/hooks";
 import { get, useData } from "./api";
 import { CancelButton, useActs } from "./acts";
@@ -92,12 +93,24 @@ function Figures({ detail }: { detail: Detail }) {
         ["reward", <>{figure(detail.reward_last)}<small>from {figure(detail.reward_first)}</small></>],
         ["a step takes", seconds(detail.step_s_mean)],
         ["of alone", <>{times(detail.step_slowdown)}{detail.slo_slowdown !== null && <small>SLO {times(detail.slo_slowdown)}</small>}</>],
+        ...boundTiles(detail),
         ["tokens", count(detail.tokens)],
         ["promise", detail.promise ?? "–"],
         ["weights", <span class="mono" title={detail.weights_sha256 ?? ""}>{detail.weights_sha256?.slice(0, 12) ?? "–"}</span>],
       ]}
     />
   );
+}
+
+/** What is stated of its SLO, and the bounds that it is planned with beside what is usual; none without `slo_probability`. */
+function boundTiles({ slo_probability, bound, estimate }: Detail): [string, ComponentChildren][] {
+  if (bound === null) return [];
+  const stated = slo_probability === 1 ? "alone" : slo_probability === null ? "–" : `≥ ${+(100 * slo_probability).toFixed(4)} %`;
+  return [
+    ["cycles as planned", stated],
+    ["planned rollout", <>≤ {seconds(bound.rollout_s)}{estimate && <small>usually {seconds(estimate.rollout_s)}</small>}</>],
+    ["planned training", <>≤ {seconds(bound.train_s)}{estimate && <small>usually {seconds(estimate.train_s)}</small>}</>],
+  ];
 }
 
 /** Who pays for it, and how that one stands. */

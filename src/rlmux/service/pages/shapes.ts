@@ -118,8 +118,19 @@ export interface Row {
   eta_s: number | null;
 }
 
+/** Seconds of a step's phases. */
+export interface Phases {
+  rollout_s: number;
+  train_s: number;
+}
+
 export interface Detail extends Row {
   expected_slowdown: number | null;
+  /** Probability with which a cycle of its group takes no longer than planned; null: none is stated. */
+  slo_probability: number | null;
+  /** Solo seconds that it is planned with beside others, and those that its steps take in the middle. */
+  bound: Phases | null;
+  estimate: Phases | null;
   slo_reason: string;
   weights_sha256: string | null;
   trajectories: number;
