@@ -42,6 +42,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
+from operator import add
 
 USER_CODE_PATIENCE_S = 1.0
 """Seconds for which a pipeline that only waits for its own user code (rewards, environments, prompts) keeps its devices
@@ -257,7 +258,7 @@ def _max_cycle_mean(matrix: list[list[float]]) -> float:
     walks = [[0.0] * size]
     for _ in range(size):
         last = walks[-1]
-        walks.append([max(a + b for a, b in zip(row, last, strict=True)) for row in matrix])
+        walks.append([max(map(add, row, last)) for row in matrix])
     return max(
         (
             min((walks[size][v] - walks[k][v]) / (size - k) for k in range(size) if walks[k][v] > -math.inf)

@@ -10,13 +10,15 @@ always cheapest where slowness has a price: every number counts until the period
 from __future__ import annotations
 
 import math
+from bisect import insort
 from collections.abc import Iterator, Sequence
+from functools import cache
 from itertools import combinations
 from typing import NamedTuple
 
 from rlmux.core.cycles import PhaseLoad, fits_period, meta_iteration_s
 from rlmux.core.group_load import MAX_PIPELINES_PER_GROUP
-from rlmux.policies.planning.partition import NodePrices, PipelineDemand, crowded_nodes, do_fit
+from rlmux.policies.planning.partition import NodePrices, PipelineDemand, do_fit
 
 Pins = tuple[tuple[int, ...], ...]
 """Numbers of the nodes of each member."""
@@ -95,16 +97,31 @@ def _layouts(kinds: Sequence[Kind], prices: NodePrices) -> Iterator[Layout]:
         return
     num_train = max(one.num_train_nodes for one in demands)
     trainings = _trainings(demands, num_train, prices)
+    syncs_s = [one.sync_s for one in demands]
     fewest = max(one.num_rollout_nodes for one in demands)
     most = sum(one.num_rollout_nodes for one in demands)
+    enough_s = _without_waits_s(demands, trainings)
     least_s = math.inf
     for num_rollout in range(fewest, most + 1):
-        best = _shortest(_rollouts(demands, num_rollout, prices), trainings, [one.sync_s for one in demands])
+        if least_s <= enough_s:
+            return  # more rollout nodes cannot make it shorter
+        best = _shortest(_rollouts(demands, num_rollout, prices, least_s), trainings, syncs_s, least_s)
         if best is None or best[0] >= least_s:
             continue
         least_s, pins, train_pins = best
         usd = num_train * prices.train_usd + num_rollout * prices.rollout_usd
         yield Layout(usd + _slowness_usd(kinds, least_s), least_s, num_train, num_rollout, pins, train_pins, False)
+
+
+def _without_waits_s(demands: Sequence[PipelineDemand], trainings: Sequence[_Pinned]) -> float:
+    """Seconds below which no number of rollout nodes brings the meta-iteration."""
+    return min(
+        (
+            max(one.busiest_s, *(d.rollout_s + s + d.sync_s for d, s in zip(demands, one.seconds, strict=True)))
+            for one in trainings
+        ),
+        default=0.0,
+    )
 
 
 def _colocated(kind: Kind, prices: NodePrices) -> Iterator[Layout]:
@@ -144,15 +161,16 @@ class _OnePhase(NamedTuple):
     host_bytes: float
 
 
-def _rollouts(demands: Sequence[PipelineDemand], num_nodes: int, prices: NodePrices) -> list[_Pinned]:
-    """Every way to pin the rollouts to exactly so many nodes, the shortest first."""
+def _rollouts(demands: Sequence[PipelineDemand], num_nodes: int, prices: NodePrices, below_s: float) -> list[_Pinned]:
+    """Every way to pin the rollouts to exactly so many nodes that keeps each of them busy for less than `below_s`, the
+    shortest first."""
     phases = [
         _OnePhase(
             one.rollout_s, one.rollout_switch_s, one.rollout_device_bytes, one.num_rollout_nodes, one.rollout_bytes
         )
         for one in demands
     ]
-    return _pinned(phases, num_nodes, prices.rollout_host_bytes, prices.rollout_device_bytes)
+    return _pinned(phases, num_nodes, prices.rollout_host_bytes, prices.rollout_device_bytes, below_s)
 
 
 def _trainings(demands: Sequence[PipelineDemand], num_nodes: int, prices: NodePrices) -> list[_Pinned]:
@@ -161,36 +179,81 @@ def _trainings(demands: Sequence[PipelineDemand], num_nodes: int, prices: NodePr
         _OnePhase(one.train_s, one.train_switch_s, one.train_device_bytes, one.num_train_nodes, one.train_bytes)
         for one in demands
     ]
-    return _pinned(phases, num_nodes, prices.train_host_bytes, prices.train_device_bytes)
+    return _pinned(phases, num_nodes, prices.train_host_bytes, prices.train_device_bytes, math.inf)
 
 
-def _pinned(phases: Sequence[_OnePhase], num_nodes: int, host_bytes: float, device_bytes: float) -> list[_Pinned]:
-    found = []
-    for pins in _all_pins([one.num_nodes for one in phases], num_nodes, [one.host_bytes for one in phases], host_bytes):
-        crowded = crowded_nodes([one.state_bytes for one in phases], pins, device_bytes)
-        seconds = [
-            one.seconds if crowded.isdisjoint(nodes) else one.seconds + one.switch_s
-            for one, nodes in zip(phases, pins, strict=True)
-        ]
-        busy_s: dict[int, float] = {}
-        for taken_s, nodes in zip(seconds, pins, strict=True):
-            for node in nodes:
-                busy_s[node] = busy_s.get(node, 0.0) + taken_s
-        found.append(_Pinned(max(busy_s.values()), pins, tuple(seconds)))
-    return sorted(found)
+def _pinned(
+    phases: Sequence[_OnePhase], num_nodes: int, host_bytes: float, device_bytes: float, below_s: float
+) -> list[_Pinned]:
+    """Every way to pin members to exactly so many nodes, nodes numbered as they come up, that fits their memory and
+    keeps each busy for less than `below_s`, the shortest first."""
+    found: list[_Pinned] = []
+    nodes_of: list[tuple[int, ...]] = [()] * len(phases)
+    states: list[_NodeState] = [(0, 0.0, 0.0, 0.0)] * num_nodes
+    num_to_come = [sum([one.num_nodes for one in phases[index + 1 :]]) for index in range(len(phases))]
+
+    def pin(index: int, num_used: int) -> None:
+        if index == len(phases):
+            found.append(_pinned_so(phases, tuple(nodes_of), states, device_bytes))
+            return
+        seconds, _, state_bytes, num_asked, need_bytes = phases[index]
+        for nodes in _next_nodes(num_used, num_asked, num_nodes):
+            num_used_then = max(num_used, nodes[-1] + 1)
+            if num_used_then + num_to_come[index] < num_nodes:
+                continue
+            before = [states[node] for node in nodes]
+            for node, (num_members, busy_s, held_bytes, on_device_bytes) in zip(nodes, before, strict=True):
+                if busy_s + seconds >= below_s or held_bytes + need_bytes > host_bytes:
+                    break
+                states[node] = num_members + 1, busy_s + seconds, held_bytes + need_bytes, on_device_bytes + state_bytes
+            else:
+                nodes_of[index] = nodes
+                pin(index + 1, num_used_then)
+            for node, state in zip(nodes, before, strict=True):
+                states[node] = state
+
+    pin(0, 0)
+    found.sort()
+    return found
+
+
+_NodeState = tuple[int, float, float, float]
+"""Members pinned to a node, their seconds without switches, their bytes in host memory and on each device."""
+
+
+@cache
+def _next_nodes(num_used: int, num_asked: int, num_nodes: int) -> tuple[tuple[int, ...], ...]:
+    """Nodes that the next member may take, where so many are used: among those, and unused ones in their order."""
+    taken = combinations(range(min(num_nodes, num_used + num_asked)), num_asked)
+    return tuple(
+        nodes
+        for nodes in taken
+        if nodes[-1] < num_used or nodes[-1] == num_used + sum(node >= num_used for node in nodes) - 1
+    )
+
+
+def _pinned_so(phases: Sequence[_OnePhase], pins: Pins, states: Sequence[_NodeState], device_bytes: float) -> _Pinned:
+    """What comes of these pins, switches counted where the states of a node's members do not all fit a device."""
+    is_crowded = [count > 1 and not do_fit(on_device_bytes, device_bytes) for count, _, _, on_device_bytes in states]
+    seconds: list[float] = []
+    busy_s = [0.0] * len(states)
+    for phase, nodes in zip(phases, pins, strict=True):
+        taken_s = phase.seconds
+        if phase.switch_s and any(is_crowded[node] for node in nodes):
+            taken_s += phase.switch_s
+        seconds.append(taken_s)
+        for node in nodes:
+            busy_s[node] += taken_s
+    return _Pinned(max(busy_s), pins, tuple(seconds))
 
 
 def _shortest(
-    rollouts: Sequence[_Pinned], trainings: Sequence[_Pinned], syncs_s: Sequence[float]
+    rollouts: Sequence[_Pinned], trainings: Sequence[_Pinned], syncs_s: Sequence[float], below_s: float
 ) -> tuple[float, Pins, Pins] | None:
-    """(period, rollout pins, training pins) of the shortest meta-iteration; None if memory forbids all."""
-    pairs = sorted(
-        (max(rollout.busiest_s, training.busiest_s, *map(_sum3, rollout.seconds, training.seconds, syncs_s)), r, t)
-        for r, rollout in enumerate(rollouts)
-        for t, training in enumerate(trainings)
-    )
+    """(period, rollout pins, training pins) of the shortest meta-iteration; None if memory forbids all, or none is
+    shorter than `below_s`."""
     best: tuple[float, Pins, Pins] | None = None
-    for at_least_s, r, t in pairs[:_MAX_TRIED]:
+    for at_least_s, r, t in _likeliest(rollouts, trainings, syncs_s, below_s):
         if best is not None and at_least_s >= best[0] * (1.0 - _NOTICEABLE):
             break
         rollout, training = rollouts[r], trainings[t]
@@ -205,29 +268,33 @@ def _shortest(
     return best
 
 
+def _likeliest(
+    rollouts: Sequence[_Pinned], trainings: Sequence[_Pinned], syncs_s: Sequence[float], below_s: float
+) -> list[tuple[float, int, int]]:
+    """(seconds that the period has at least, number of the rollouts, number of the trainings) of the `_MAX_TRIED` pairs
+    that have the least, below `below_s`."""
+    found: list[tuple[float, int, int]] = []
+    most_s = below_s  # what a pair must stay below to be among them: those that come later lose among equals
+    longest_s: dict[tuple[tuple[float, ...], tuple[float, ...]], float] = {}
+    for r, rollout in enumerate(rollouts):
+        if rollout.busiest_s >= most_s:
+            break
+        for t, training in enumerate(trainings):
+            if training.busiest_s >= most_s:
+                break
+            seconds = rollout.seconds, training.seconds
+            own_s = longest_s.get(seconds)
+            if own_s is None:
+                own_s = longest_s[seconds] = max(map(_sum3, *seconds, syncs_s))
+            at_least_s = max(rollout.busiest_s, training.busiest_s, own_s)
+            if at_least_s < most_s:
+                insort(found, (at_least_s, r, t))
+                if len(found) > _MAX_TRIED:
+                    found.pop()
+                if len(found) == _MAX_TRIED:
+                    most_s = found[-1][0]
+    return found
+
+
 def _sum3(rollout_s: float, train_s: float, sync_s: float) -> float:
     return rollout_s + train_s + sync_s
-
-
-def _all_pins(counts: Sequence[int], num_nodes: int, bytes_each: Sequence[float], host_bytes: float) -> Iterator[Pins]:
-    """Every way to pin members with so many nodes each to exactly so many, nodes numbered as they come up."""
-    free_bytes = [host_bytes] * num_nodes
-
-    def pin(index: int, num_used: int, pins: Pins) -> Iterator[Pins]:
-        if index == len(counts):
-            if num_used == num_nodes:
-                yield pins
-            return
-        need = bytes_each[index]
-        for nodes in combinations(range(min(num_nodes, num_used + counts[index])), counts[index]):
-            num_new = sum(node >= num_used for node in nodes)
-            is_next = num_new == 0 or nodes[-1] == num_used + num_new - 1
-            if not is_next or any(free_bytes[node] < need for node in nodes):
-                continue
-            for node in nodes:
-                free_bytes[node] -= need
-            yield from pin(index + 1, num_used + num_new, (*pins, nodes))
-            for node in nodes:
-                free_bytes[node] += need
-
-    yield from pin(0, 0, ())
