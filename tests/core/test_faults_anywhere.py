@@ -11,7 +11,7 @@ from rlmux.core.model import Cluster, Phase, Pool
 from rlmux.core.scheduler import Scheduler
 from rlmux.policies import make_policy
 
-POLICIES = ("rollmux", "rlmux", "jigsaw", "colocated", "solo", "fifo", "gap-ratio", "gavel", "restless")
+POLICIES = ("rollmux", "rlmux", "jigsaw", "colocated", "solo", "fifo", "gap-ratio", "gavel-steps", "gavel", "restless")
 NUM_SEQUENCES = 60
 """Sequences of each policy in the quick test; `make prove` plays more than 10,000 in all."""
 
@@ -24,7 +24,8 @@ def play(policy: str, seed: int, *, knows_seconds: bool = True) -> None:
         Pool(name="rollout", phase=Phase.ROLLOUT, num_nodes=num_nodes + 1, usd_per_gpu_hour=1.0),
         Pool(name="train", phase=Phase.TRAIN, num_nodes=num_nodes, usd_per_gpu_hour=3.0),
     ]
-    chosen = Restless() if policy == "restless" else make_policy(policy, seed=seed)
+    short = {"turn_s": 5.0, "reset_s": 12.0} if policy == "gavel" else {}  # turns end within a sequence
+    chosen = Restless() if policy == "restless" else make_policy(policy, seed=seed, **short)
     cluster = Cluster(pools={pool.name: pool for pool in pools})
     backend = BreakingBackend(Scheduler(cluster, chosen), draw, knows_seconds=knows_seconds)
     for _ in range(draw.choice([2, 3])):
@@ -51,7 +52,7 @@ def test_faults_of_one_pipeline_are_its_own_at_every_state(policy):
     play_all(policy, range(NUM_SEQUENCES))
 
 
-@pytest.mark.parametrize("policy", ["rollmux", "rlmux", "gavel", "restless"])
+@pytest.mark.parametrize("policy", ["rollmux", "rlmux", "gavel-steps", "gavel", "restless"])
 def test_faults_while_seconds_are_learned_and_pipelines_move_for_their_slo(policy):
     play_all(policy, range(NUM_SEQUENCES // 2), knows_seconds=False)
 

@@ -254,7 +254,7 @@ def test_the_same_events_give_the_same_expectations(driver):
     assert [action for event in run.events for action in again.handle(event)] == run.actions()
 
 
-@pytest.mark.parametrize("policy", ["rlmux", "gavel", "jigsaw", "fifo", "solo"])
+@pytest.mark.parametrize("policy", ["rlmux", "gavel-steps", "jigsaw", "fifo", "solo"])
 def test_every_policy_goes_on_with_learned_estimates(driver, policy):
     run = driver(policy=policy, rollout=2, train=2)
     for number, name in enumerate("abcd"):

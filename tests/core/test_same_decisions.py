@@ -25,6 +25,8 @@ from rlmux.policies import make_policy
 from rlmux.report import codec
 
 RECORDINGS = sorted((Path(__file__).parent.parent / "data" / "decisions").glob("*.jsonl.xz"))
+NEW_POLICIES = {"gavel": "gavel-steps"}
+"""Names of policies that have another one since 0.1.0."""
 OPTIONS = {"weave.rlmux": {"slowness_price": 0.0}}
 """Options of today's policies under which they are those of 0.1.0, where that is not the default."""
 CHECK_EVERY = 60
@@ -83,7 +85,8 @@ def test_recorded_events_give_the_recorded_actions(path):
     sharing = sharing_of(first["sharing"])
     options = {} if sharing is None else {"sharing": sharing}
     options |= OPTIONS.get(path.name.removesuffix(".jsonl.xz"), {})
-    policy = make_policy(first["policy"], seed=first["seed"], **options)
+    name = NEW_POLICIES.get(first["policy"], first["policy"])
+    policy = make_policy(name, seed=first["seed"], **options)
     scheduler = Scheduler(cluster_of(first["cluster"]), policy)
     for number, row in enumerate(rows):
         event = codec.decode(json.dumps(renamed(row["event"])))

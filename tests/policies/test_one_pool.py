@@ -9,7 +9,7 @@ from rlmux.core.model import Cluster, Footprint, Phase, Pool
 from rlmux.core.scheduler import Scheduler
 from rlmux.policies import POLICIES, make_policy
 
-OWN_NODES = ("solo", "colocated", "split")
+OWN_NODES = ("solo", "colocated", "split", "gavel")
 
 
 def one_pool(num_nodes=1, **fields):
@@ -48,7 +48,8 @@ def test_pipelines_of_their_own_nodes_follow_one_another(builders, policy):
     driver = builders.Driver(Scheduler(one_pool(), make_policy(policy)))
     driver.submit(builders.pipeline("a"), builders.pipeline("b"))
     (queued,) = driver.actions(Queue)
-    assert queued.reason.startswith("pipeline b needs 1 nodes for both phases; 0 are free")
+    waits = "waits for its turn" if policy == "gavel" else "needs 1 nodes for both phases; 0 are free"
+    assert queued.reason.startswith(f"pipeline b {waits}")
 
 
 @pytest.mark.parametrize("policy", ["solo", "colocated", "rollmux", "jigsaw"])

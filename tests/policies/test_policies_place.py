@@ -134,8 +134,8 @@ def test_sets_fill_up_to_the_cap_on_an_unbounded_cluster(policy):
     assert [len(group) for group in world.groups()] == [5, 2]
 
 
-def test_gavel_alternates_by_whole_steps_within_every_slo():
-    world = World("gavel").submit(pipeline("a", slo=2.0), pipeline("b", slo=2.0), pipeline("c", slo=2.0))
+def test_gavel_steps_shares_nodes_by_whole_steps_within_every_slo():
+    world = World("gavel-steps").submit(pipeline("a", slo=2.0), pipeline("b", slo=2.0), pipeline("c", slo=2.0))
     assert world.groups() == [["a", "b"], ["c"]]  # two solo steps fit a doubled step, three do not
 
 
@@ -209,7 +209,7 @@ def test_a_pipeline_never_joins_fewer_training_nodes_than_it_needs():
 # refusals
 
 
-@pytest.mark.parametrize("policy", ["solo", "rollmux", "rlmux", "gavel", "random", "most-idle", "fifo"])
+@pytest.mark.parametrize("policy", ["solo", "rollmux", "rlmux", "gavel", "gavel-steps", "random", "most-idle", "fifo"])
 def test_what_can_never_fit_is_refused_with_the_numbers(policy):
     small = cluster(rollout=1, train=1, host_bytes=8 * 2**30)
     world = World(policy, small).submit(

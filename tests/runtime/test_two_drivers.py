@@ -126,7 +126,7 @@ def both_logs(cluster, pipelines, policy: str, folder):
     return simulated, logged, replayed
 
 
-@pytest.mark.parametrize("policy", ["rollmux", "gavel"])
+@pytest.mark.parametrize("policy", ["rollmux", "gavel-steps"])
 def test_both_learn_the_same_estimates_and_act_on_them_and_the_log_replays(cluster, tmp_path, policy):
     pipelines = [
         Pipeline(id=PipelineId(name), num_steps=30, slo_slowdown=1.3 if number == 1 else math.inf)

@@ -73,7 +73,18 @@ def test_no_simulated_policy_is_ever_below_the_bound(policy, made):
 
 def _are_in_their_pools(policy):
     """Whether it never trains on a rollout node, as if that were as fast as the training node it was measured on."""
-    return policy in ("solo", "fifo", "colocated", "gap-ratio", "gavel", "most-idle", "random", "rollmux", "rlmux")
+    return policy in (
+        "solo",
+        "fifo",
+        "colocated",
+        "gap-ratio",
+        "gavel",
+        "gavel-steps",
+        "most-idle",
+        "random",
+        "rollmux",
+        "rlmux",
+    )
 
 
 def pipeline(name, *, estimate=PhaseSeconds(rollout_s=50.0, train_s=50.0), **fields):

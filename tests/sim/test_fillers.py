@@ -20,7 +20,7 @@ from rlmux.sim.world import TrueSeconds
 
 FIXED_ORDERS = ("solo", "colocated", "rollmux")
 """Policies under which a later end of one order makes no other order begin before its turn."""
-EVERY = (*FIXED_ORDERS, "split", "fifo", "gap-ratio", "gavel", "most-idle", "mux-all", "rlmux", "serial")
+EVERY = (*FIXED_ORDERS, "split", "fifo", "gap-ratio", "gavel", "gavel-steps", "most-idle", "mux-all", "rlmux", "serial")
 """Every policy but `jigsaw`, which looks ahead from where it is when a filler has left."""
 STATES = Footprint(rollout_host_bytes=1.0, train_host_bytes=1.0, rollout_device_bytes=1.0, train_device_bytes=1.0)
 """States of which any number fits on a device: then no order evicts one."""

@@ -229,7 +229,7 @@ def test_other_names_change_nothing():
             for i, one in enumerate(made.arrivals)
         ),
     )
-    for name in ("rollmux", "most-idle", "gavel", "rlmux"):
+    for name in ("rollmux", "most-idle", "gavel", "gavel-steps", "rlmux"):
         before, after = simulate(made, make_policy(name)), simulate(renamed, make_policy(name))
         assert before.cost_usd == after.cost_usd, name
         assert [p.step_slowdown for p in before.pipelines] == [p.step_slowdown for p in after.pipelines], name

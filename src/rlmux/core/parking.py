@@ -1,6 +1,6 @@
 """Parking: a running pipeline gives its nodes back at a step boundary, waits, and goes on later with the same result.
 
-    ParkRequested, a quota that is spent, a waiting pipeline that is entitled to the room
+    ParkRequested, a quota that is spent, a turn that is over, a waiting pipeline that is entitled to the room
         ─▶ is_parking ── no rollout opens, what is open ends ─▶ Park ── PipelineParked ─▶ it waits; its nodes are free
 
 Room is made only for the first in the queue, where the policy then places it, by as few pipelines as that takes. Whose
@@ -22,6 +22,7 @@ from rlmux.core.placement_choice import Refusal
 from rlmux.core.shares import Shares
 from rlmux.core.state import PipelineRun, SchedulerState
 from rlmux.core.step_machine import PipelineInput, StepMachine
+from rlmux.core.turns import Turns
 
 PARKED = Refusal(reason="its user parked it", is_final=False)
 
@@ -36,6 +37,7 @@ class Parking:
         queue: AdmissionQueue,
         orders: Orders,
         shares: Shares,
+        turns: Turns,
         journal: Journal,
     ) -> None:
         self._state = state
@@ -43,6 +45,7 @@ class Parking:
         self._queue = queue
         self._orders = orders
         self._shares = shares
+        self._turns = turns
         self._journal = journal
 
     def request(self, run: PipelineRun, *, for_pipeline: PipelineId | None = None) -> None:
@@ -64,6 +67,8 @@ class Parking:
             return True
         if run.is_parking and run.parks_for is not None:
             run.is_parking = self._state.runs[run.parks_for].status is PipelineStatus.WAITING
+        if not run.is_parking and self._turns.is_over(run):
+            run.is_parking, run.parks_for = True, None
         has_quota = not (run.pipeline.work_arrives or run.pipeline.is_filler)
         if not run.is_parking and has_quota and self._shares.quotas.counts_charges():
             self._shares.charge(run.rollout_devices + run.train_devices)

@@ -21,12 +21,13 @@ from rlmux.core.journal import Journal
 from rlmux.core.orders import Orders
 from rlmux.core.parking import Parking
 from rlmux.core.placement import PlacementLedger
-from rlmux.core.placement_choice import FruitlessSearch, Refusal
+from rlmux.core.placement_choice import FruitlessSearch, PlacementChoice, Refusal
 from rlmux.core.placement_view import PlacementView
 from rlmux.core.policy import Policy
 from rlmux.core.shares import Shares
 from rlmux.core.state import GroupState, PipelineRun, SchedulerState
 from rlmux.core.step_machine import PipelineInput, StepMachine
+from rlmux.core.turns import Turns
 
 
 class Placing:
@@ -46,6 +47,7 @@ class Placing:
         expectations: Expectations,
         parking: Parking,
         shares: Shares,
+        turns: Turns,
         journal: Journal,
         dispatch: Callable[[GroupState], None],
     ) -> None:
@@ -62,15 +64,29 @@ class Placing:
         self._expectations = expectations
         self._parking = parking
         self._shares = shares
+        self._turns = turns
         self._journal = journal
         self._dispatch = dispatch
 
     def try_to_place(self, run: PipelineRun) -> None:
-        """Admit a waiting pipeline, or say why it waits or never starts."""
+        """Admit a waiting pipeline, or say why it waits or never starts; all of them where nodes are held by turns."""
+        if self._turns.are_taken:
+            self._give_turns()
+            return
         choice = self._queue.decide(run)
         if isinstance(choice, Refusal):
             self._refuse(run, choice)
-            return
+        else:
+            self._admit(run, choice)
+
+    def _give_turns(self) -> None:
+        for run, answer in self._turns.next():
+            if isinstance(answer, Refusal):
+                self._refuse(run, answer)
+            else:
+                self._admit(run, answer.choice)
+
+    def _admit(self, run: PipelineRun, choice: PlacementChoice) -> None:
         placement = self._ledger.admit(run.pipeline, choice)
         self._queue.start(run)
         self._parking.forget(run)
@@ -78,6 +94,7 @@ class Placing:
         self._journal.act(Admit(pipeline=run.pipeline.id, placement=placement, kind=choice.kind))
         self._expectations.note_placed(run)
         self._groups.join(run, placement)
+        self._turns.begin(run)
         self.begin(run, run.restart_step)
         self._dispatch(self._state.groups[placement.group])
 
@@ -97,8 +114,11 @@ class Placing:
     def place_waiting(self) -> None:
         """Try every pipeline of the queue for admission, say which are over a quota, and have others parked for the
         first."""
-        for run in self._queue.runs():
-            self.try_to_place(run)
+        if self._turns.are_taken:
+            self._give_turns()
+        else:
+            for run in self._queue.runs():
+                self.try_to_place(run)
         for run, refusal in self._queue.over_quota():
             self._refuse(run, refusal)
             self._remind(run)
@@ -189,4 +209,5 @@ class Placing:
     def unpin(self, run: PipelineRun) -> GroupState:
         """The pipeline leaves its nodes; returns the group that it was a member of."""
         self._steps.withdraw(run)
+        self._turns.end(run)
         return self._groups.leave(run)

@@ -16,6 +16,7 @@
               ─▶ AdmissionQueue    which waiting pipeline starts, and why another waits
               ─▶ Shares        what accounts have used, and who is offered room first for it
               ─▶ Parking       running pipelines give their nodes back at a step boundary
+              ─▶ Turns         who holds nodes next, where pipelines hold them by turns
               ─▶ Fillers       what no other pipeline wants, after each event
               ─▶ NodeChanges   nodes that are lost and join
               ─▶ Standings     what users say of their pipelines, and what was set for them
@@ -75,6 +76,7 @@ from rlmux.core.shares import Shares
 from rlmux.core.standings import Standings
 from rlmux.core.state import Burst, Order, PipelineRun, SchedulerState, WorkState
 from rlmux.core.step_machine import PipelineInput, StepMachine
+from rlmux.core.turns import Turns
 from rlmux.core.why import Wait, wait_of, waits
 
 
@@ -101,7 +103,10 @@ class Scheduler:
         self._expectations = Expectations(self._state, self._ledger, self._journal)
         self._groups = Groups(cluster, self._state, self._ledger, self._leases, self._shares)
         self._queue = AdmissionQueue(self._state, self._ledger, policy, self._journal, self._shares)
-        self._parking = Parking(self._state, self._ledger, self._queue, self._orders, self._shares, self._journal)
+        turns = Turns(self._state, self._ledger, policy, self._shares)
+        self._parking = Parking(
+            self._state, self._ledger, self._queue, self._orders, self._shares, turns, self._journal
+        )
         self._steps = StepMachine(
             self._state,
             self._orders,
@@ -133,6 +138,7 @@ class Scheduler:
             expectations=self._expectations,
             parking=self._parking,
             shares=self._shares,
+            turns=turns,
             journal=self._journal,
             dispatch=self._dispatch,
         )

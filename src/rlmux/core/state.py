@@ -37,6 +37,7 @@ from rlmux.core.model import (
 )
 from rlmux.core.offers import AccountSpent, Quota, Share, ShareSettings
 from rlmux.core.step_bounds import StepBounds
+from rlmux.core.turn_shares import TurnShares
 from rlmux.core.usage import DecayedUsage
 
 FILLERS = GroupId(1_000_000_000)
@@ -347,8 +348,7 @@ class PipelineRun:
     told_probability: float | None = None
     """The probability that was last stated."""
     has_given_estimate: bool = field(init=False)
-    """Whether its user gave an estimate, which stands until its steps drift from it; one with `held` was measured
-    earlier in the run."""
+    """Whether its user gave an estimate, which stands until its steps drift; one with `held` was measured before."""
     has_left_estimate: bool = False
     """Whether they have."""
     restart_step: int = 0
@@ -458,6 +458,8 @@ class SchedulerState:
     """Device-seconds of each pool for which devices were held, counted by device: what all charges add up to."""
     held_devices: dict[DeviceId, HeldDevice] = field(default_factory=dict)
     """Devices whose seconds are being charged: all that a pipeline is pinned to, once accounts are counted."""
+    turns: TurnShares = field(default_factory=TurnShares)
+    """What pipelines are to receive and received, where they hold nodes by turns."""
     now_s: float = 0.0
     """Time of the last event."""
     next_order: int = 1

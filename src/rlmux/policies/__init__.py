@@ -14,7 +14,8 @@ from rlmux import plugins
 from rlmux.core.errors import UserError
 from rlmux.core.policy import Policy
 from rlmux.core.sharing import SharingTable
-from rlmux.policies.baselines import Colocated, Fifo, GapRatio, Gavel, MostIdle, RandomGroups, Solo, Split
+from rlmux.policies.baselines import Colocated, Fifo, GapRatio, GavelSteps, MostIdle, RandomGroups, Solo, Split
+from rlmux.policies.gavel import gavel
 from rlmux.policies.jigsaw import Jigsaw
 from rlmux.policies.of_users import Checked, user_policy
 from rlmux.policies.optimal import Optimal
@@ -28,7 +29,8 @@ POLICIES: Mapping[str, Callable[[], Policy]] = {
     "split": Split,
     "fifo": Fifo,
     "gap-ratio": GapRatio,
-    "gavel": Gavel,
+    "gavel": gavel,
+    "gavel-steps": GavelSteps,
     "random": RandomGroups,
     "most-idle": MostIdle,
     "rollmux": RollMux,

@@ -5,7 +5,7 @@ fifo        one lock for each shared set of nodes, first come first served
 split       the cluster divided statically among the pipelines
 colocated   each pipeline on training nodes for both phases
 gap-ratio   rollout devices by each pipeline's remaining work
-gavel       whole steps in turn, as many pipelines as every SLO allows
+gavel-steps whole steps in turn, as many pipelines as every SLO allows
 most-idle   the group with the highest idle share
 random      a random group that has room
 """
@@ -213,8 +213,8 @@ def _by_gap(view: GroupView, shards: list[ReadyWork]) -> list[ReadyWork]:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Gavel(OneRule):
-    """`gavel`: job-level fractions of heterogeneous nodes, without phase interleaving.
+class GavelSteps(OneRule):
+    """`gavel-steps`: whole steps on shared nodes, admitted without counting on phase interleaving.
 
     Pipelines that share nodes alternate by whole steps: none rolls out while another trains. A cycle of a shared set is
     then the sum of its members' solo steps, and a pipeline joins where that sum keeps every SLO. Otherwise it founds
@@ -222,7 +222,7 @@ class Gavel(OneRule):
     rollout and training nodes. Queue order is by arrival.
     """
 
-    name: str = "gavel"
+    name: str = "gavel-steps"
 
     def place(self, pipeline: Pipeline, view: PlacementView) -> PlacementChoice | Refusal:
         if view.cluster.is_one_pool:
