@@ -163,3 +163,17 @@ def test_a_question_that_cannot_be_answered_is_one_line(rlmux, folder, words, sa
     assert answer.code == 2
     assert said in answer.err
     assert answer.err.count("\n") == 1
+
+
+def test_a_plan_splits_nodes_between_the_phases(rlmux, files):
+    said = rlmux("plan", "plan.yaml", "--split", "4")
+    assert "best split of the nodes for each pipeline by itself" in said.out
+    (first, *_) = json.loads(rlmux("plan", "plan.yaml", "--split", "4", "--json").out)["splits"]
+    assert first["rollout_nodes"] + first["train_nodes"] <= 4
+    assert first["step_s"] <= first["asked"]["step_s"]
+
+
+def test_a_split_of_one_node_and_a_run_without_a_split_are_refused(rlmux, files):
+    assert rlmux("plan", "plan.yaml", "--split", "1").code == 2
+    alone = rlmux("plan", "plan.yaml", "--from-run", "runs/demo")
+    assert (alone.code, alone.err.strip()) == (2, "rlmux: --from-run runs/demo: goes with --split only")

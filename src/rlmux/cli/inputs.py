@@ -154,6 +154,19 @@ def workload_or_run(
     return recorded_workload(run, None if profile is None else _neighbours(profile))
 
 
+def recorded_for_split(run: Path | None, split: int | None) -> Workload | None:
+    """The finished run whose answers say how long rollouts take on other devices; None without one."""
+    if run is None:
+        return None
+    if split is None:
+        raise UserError(f"--from-run {run}: goes with --split only")
+    from rlmux.runtime import folders
+    from rlmux.sim.workloads.recorded import recorded_workload
+
+    folders.check_run(run)
+    return recorded_workload(run)
+
+
 def _neighbours(profile: Path) -> Neighbours | None:
     """Slowdowns by busy neighbours, as far as the profile has them."""
     from rlmux.profiling.interference import fractions_here  # brings torch along, to look at the devices

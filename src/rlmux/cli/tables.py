@@ -287,10 +287,37 @@ def show_plan(plan: Row, *, as_json: bool) -> None:
     )
     for base in plan["bases"]:
         print(f"base {base['base']}: {base['gb']:.3f} GB of host memory, once for {', '.join(base['pipelines'])}")
+    if "splits" in plan:
+        _show_splits(plan["splits"])
     if plan["memory"]:
         print("\nmemory of one worker at its fullest moment, estimated:")
         print_rows(memory_rows.rows_of(plan["memory"]))
     _show_notes(plan)
+
+
+def _show_splits(splits: Sequence[Row]) -> None:
+    """The best split of each pipeline, beside the nodes that it asks for."""
+    print("\nbest split of the nodes for each pipeline by itself, without switches and sync:")
+    print_rows(
+        [
+            {
+                "pipeline": one["pipeline"],
+                "phases": "overlap" if one["overlaps"] else "one after the other",
+                "rollout nodes": one["rollout_nodes"],
+                "train nodes": one["train_nodes"],
+                "rollout s": one["rollout_s"],
+                "train s": one["train_s"],
+                "s/step": one["step_s"],
+                "asked for": f"{one['asked']['rollout_nodes']} + {one['asked']['train_nodes']}",
+                "s/step there": one["asked"]["step_s"],
+                "gain": one["gain"],
+            }
+            for one in splits
+        ]
+    )
+    for one in splits:
+        if one["wants_another_rollout_node"]:
+            print(f"{one['pipeline']}: rollouts are behind training by what one more rollout node saves, or more")
 
 
 def exit_code_of_plan(plan: Row) -> int:

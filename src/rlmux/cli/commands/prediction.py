@@ -68,7 +68,22 @@ def simulate(
     tables.show_simulation(result, as_json=json)
 
 
-def plan(file: File, policy: PolicyName = None, sets: Sets = None, json: Json = False) -> int:
+def plan(
+    file: File,
+    policy: PolicyName = None,
+    split: Annotated[
+        int | None,
+        typer.Option(
+            "--split", metavar="N", min=2, help="Also: the best split of N nodes for each pipeline by itself."
+        ),
+    ] = None,
+    from_run: Annotated[
+        Path | None,
+        typer.Option("--from-run", metavar="DIR", help="With --split: seconds by a finished run's answers."),
+    ] = None,
+    sets: Sets = None,
+    json: Json = False,
+) -> int:
     """Show placement, predicted slowdowns, cost per hour, and each worker's memory by part.
 
     Starts nothing. Exit code 1 if a pipeline is refused: it can never run there.
@@ -79,10 +94,15 @@ def plan(file: File, policy: PolicyName = None, sets: Sets = None, json: Json = 
     from rlmux.cli import inputs, memory_rows, tables
 
     spec = inputs.load_for_plan(file, sets, policy)
+    recorded = inputs.recorded_for_split(from_run, split)
 
     from rlmux.sim import api
 
     planned = api.plan(inputs.workload_of(spec), policy=spec.policy)
+    if split is not None:
+        from rlmux.sim.split_search import splits
+
+        planned["splits"] = splits(inputs.workload_of(spec), split, recorded)
     planned["bases"] = inputs.bases_in(spec)
     planned["memory"] = memory_rows.memory_of(spec)
     tables.show_plan(planned, as_json=json)
