@@ -26,7 +26,6 @@ import http.client
 import json
 import os
 import select
-import signal
 import statistics
 import subprocess
 import sys
@@ -211,7 +210,7 @@ def server(args: argparse.Namespace, folder: Path) -> Iterator[Server]:
         raise SystemExit(f"{type(error).__name__}: {error}") from error
     finally:
         with contextlib.suppress(ProcessLookupError):
-            process.send_signal(signal.SIGINT)
+            process.terminate()  # a job in the background ignores SIGINT
         process.communicate()
 
 
