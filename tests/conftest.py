@@ -1,7 +1,9 @@
-"""Examples that hypothesis makes are the same in every run, and no clock judges them: a busy machine fails nothing.
+"""What holds for all tests: examples that hypothesis makes are the same in every run, and no clock judges them.
 
-What tests start ends with them (guardian.py).
+What tests start ends with them (guardian.py); a fixture of a module is made once.
 """
+
+from __future__ import annotations
 
 import os
 
@@ -16,3 +18,16 @@ settings.load_profile("steady")
 def pytest_configure(config: pytest.Config) -> None:
     if "PYTEST_XDIST_WORKER" not in os.environ:  # those have the mark of the process that started them
         guardian.start()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests of a file that share a fixture of its module run in one process: others would make the fixture again.
+
+    `--dist loadgroup` reads the mark. A group that a test names itself stays.
+    """
+    for item in items:
+        if not isinstance(item, pytest.Function) or item.get_closest_marker("xdist_group"):
+            continue
+        definitions = (last for *_, last in item._fixtureinfo.name2fixturedefs.values())
+        if any(definition.scope == "module" for definition in definitions):
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.split("::")[0]))
