@@ -178,16 +178,6 @@ CASES = {
         [("    rollout:\n", "    train: {sharding: shard}\n    rollout:\n")],
         "two.yaml:10: pipelines.sort.train.sharding is 'shard' with one worker; accepted: replicate, or train.workers",
     ),
-    "a model in parts with an adapter": (
-        [
-            ("    train: {devices: 1}", "    train: {devices: 2}"),
-            (
-                "    rollout:\n",
-                "    train: {sharding: shard, workers: 2}\n    adapter: {rank: 2, alpha: 4}\n    rollout:\n",
-            ),
-        ],
-        "two.yaml:10: pipelines.sort.train.sharding is 'shard', which does not go with an adapter; accepted: replicate",
-    ),
     "8-bit moments of a model in parts": (
         [
             ("    train: {devices: 1}", "    train: {devices: 2}"),

@@ -15,8 +15,10 @@ from transformers import AutoModelForCausalLM
 from rlmux.core.actions import RunStage, Switch
 from rlmux.core.events import PipelineRestarted
 from rlmux.core.model import Stage
+from rlmux.engines.lora import ADAPTER_FILE
 from rlmux.engines.weights import read_tensors, weights_sha256
 from rlmux.policies import make_policy
+from rlmux.rl.config import AdapterConfig
 from rlmux.rl.model_shape import shape_of
 from rlmux.runtime.run import resume_pipelines, run_pipelines
 from rlmux.runtime.workplace import WorkerOptions
@@ -28,12 +30,27 @@ def sharded(real, count: int = 2, name: str = "sort", **changes: Any):
     """A tiny pipeline whose model is cut among `count` ranks, which have 3 micro-batches in an update: one each, then
     one rank without."""
     given = real.submission(name, num_steps=2, **changes)
+    return cut(given, count)
+
+
+def cut(given, count: int = 2):
     train = replace(given.config.train, num_workers=count, sharding="shard")
     return replace(
         given,
         config=replace(given.config, algorithm=replace(given.config.algorithm, micro_batch_size=3), train=train),
         pipeline=replace(given.pipeline, num_train_nodes=count),
     )
+
+
+def whole(given):
+    """The same where each rank has all of the model."""
+    return replace(given, config=replace(given.config, train=replace(given.config.train, sharding="replicate")))
+
+
+def with_adapter(real):
+    """The pipeline with an adapter of more parts than some of its tensors have rows."""
+    given = sharded(real)
+    return replace(given, config=replace(given.config, adapter=AdapterConfig(rank=1, alpha=2.0)))
 
 
 def steps(run) -> list[Any]:
@@ -49,13 +66,15 @@ def alone(real, tmp_path_factory):
 
 
 def test_a_sharded_model_learns_what_a_whole_one_does_but_for_rounding(real, alone, tmp_path) -> None:
-    whole = sharded(real)
-    whole = replace(whole, config=replace(whole.config, train=replace(whole.config.train, sharding="replicate")))
-    run = real.run(tmp_path, [whole], on=real.cluster(train=2))
-    found, expected = steps(alone)[0]["metrics"], steps(run)[0]["metrics"]
+    run = real.run(tmp_path, [whole(sharded(real))], on=real.cluster(train=2))
+    require_same_learning(alone, run)
+    assert steps(alone)[0]["weights_sha256"] != steps(run)[0]["weights_sha256"], "sums have another order"
+
+
+def require_same_learning(found, expected) -> None:
+    found, expected = steps(found)[0]["metrics"], steps(expected)[0]["metrics"]
     for name in ("reward_mean", "tokens", "kl", "entropy", "grad_norm"):
         assert found[name] == pytest.approx(expected[name], rel=1e-2), name
-    assert steps(alone)[0]["weights_sha256"] != steps(run)[0]["weights_sha256"], "sums have another order"
 
 
 def test_a_sharded_pipeline_that_shares_its_devices_has_the_weights_of_alone(real, alone, tmp_path) -> None:
@@ -70,18 +89,20 @@ def test_a_sharded_pipeline_that_shares_its_devices_has_the_weights_of_alone(rea
 
 
 class KillsARank:
-    """Kills the second rank while the update of step 2 is under way."""
+    """Kills the second rank while the update of a pipeline's step 2 is under way."""
 
-    def __init__(self) -> None:
+    def __init__(self, pipeline: str = "sort") -> None:
+        self.pipeline = pipeline
         self.killed: list[int] = []
 
     def __call__(self, backend, recorder) -> bool:
         is_due = any(
-            isinstance(action, RunStage) and action.step == 2 and action.stage is Stage.UPDATE
+            isinstance(action, RunStage)
+            and (action.pipeline, action.step, action.stage) == (self.pipeline, 2, Stage.UPDATE)
             for action in recorder.actions
         )
         if is_due and not self.killed:
-            (workers,) = backend.workers_by_pipeline.values()
+            workers = backend.workers_by_pipeline[self.pipeline]
             self.killed.append(workers.trainers[1].pid)
             os.kill(self.killed[0], signal.SIGKILL)
         return False
@@ -122,3 +143,19 @@ def test_a_sharded_run_goes_on_from_its_checkpoint_at_this_and_another_number_of
     assert weights_sha256(weights["two"]) == alone.sha256["sort"]
     for name, tensor in weights["two"].items():
         torch.testing.assert_close(weights["four"][name], tensor, rtol=0, atol=1e-4)
+
+
+def test_an_adapter_of_a_base_in_parts_learns_as_one_of_a_whole_base_and_survives_a_rank(real, tmp_path) -> None:
+    runs = {}
+    for name, given in (("parts", with_adapter(real)), ("whole", whole(with_adapter(real)))):
+        runs[name] = real.run(tmp_path / name, [given], on=real.cluster(train=2))
+    require_same_learning(runs["parts"], runs["whole"])
+    tensors = {name: read_tensors(tmp_path / name / "sort" / "step_2" / ADAPTER_FILE)[0] for name in runs}
+    for name, tensor in tensors["whole"].items():
+        torch.testing.assert_close(tensors["parts"][name], tensor, rtol=0, atol=1e-4)
+    other = real.submission("tool", seed=2, task="calculator")
+    options, kills = WorkerOptions(chunk_s=0.0), KillsARank("sort")
+    given = [with_adapter(real), other]
+    shared = real.run(tmp_path / "shared", given, on=real.cluster(train=2), options=options, watch=kills)
+    assert kills.killed
+    assert [one for one in steps(shared) if one["pipeline"] == "sort"] == steps(runs["parts"])

@@ -201,8 +201,6 @@ class Checks:
             return
         if pipeline.train.num_workers == 1:
             raise self._error(path, "is 'shard' with one worker; accepted: replicate, or train.workers 2 or more")
-        if pipeline.adapter is not None:
-            raise self._error(path, "is 'shard', which does not go with an adapter; accepted: replicate")
         if pipeline.promise is not None:
             text = (
                 "is 'shard', which does not go with a promise: one worker is probed; accepted: replicate, or no promise"

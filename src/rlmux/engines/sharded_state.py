@@ -4,6 +4,7 @@
     parameter    [ rows ]  [ rows ]  [ rows ]  [ rows ]        gathered layer by layer, for its forward and backward
     gradient     summed over the ranks, each has its rows      added up over the micro-batches, in their order
     moments, reference                                         rows as those of the parameter
+    base of an adapter                                         cut and gathered likewise, without the rest
 
 Weights that are updated are float32; with `train.dtype: bfloat16` they are rounded as they are gathered. Ranks gather
 together: each makes as many forward and backward passes as the one with most micro-batches (`accompany`).
@@ -36,6 +37,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from rlmux.core.errors import CheckpointError, PipelineError
 from rlmux.engines.adamw import AdamW, AdamWNumbers
 from rlmux.engines.flat_parameters import offsets_of
+from rlmux.engines.lora import ADAPTER_FILE, trained_parameters
 from rlmux.engines.micro_batches import MicroBatch, TrainingSequence, cut
 from rlmux.engines.ranks import Ranks, touching_others
 from rlmux.engines.residency import return_freed_memory
@@ -54,8 +56,11 @@ class ShardedState(TrainTensors):
         if device.type == "cpu":
             return_freed_memory()
         self._scorer = _shard(model, config.train, ranks, device)
-        self._parameters: dict[str, Any] = dict(model.named_parameters())
-        """Each parameter as torch's DTensor: its shape is the whole one, its content this rank's rows."""
+        self._weights_file = MODEL_FILE if config.adapter is None else ADAPTER_FILE
+        self._parameters: dict[str, Any] = dict(trained_parameters(model))
+        """Each trained parameter as torch's DTensor: its shape is the whole one, its content this rank's rows."""
+        self._frozen: list[Any] = [each for each in model.parameters() if not each.requires_grad]
+        """The base of an adapter, as DTensors too."""
         self._dtype: torch.dtype = getattr(torch, config.train.dtype)
         self._grad_clip = config.algorithm.grad_clip
         self._numbers = AdamWNumbers(betas=config.algorithm.adam_betas, weight_decay=config.algorithm.weight_decay)
@@ -199,7 +204,7 @@ class ShardedState(TrainTensors):
         """What `TrainState.copies` returns, on the first rank; nothing on others, which have to call it too."""
         self.require_loaded()
         is_kept = self.ranks.rank == 0
-        tensors = {MODEL_FILE: self._whole(self._parameters.get, is_kept=is_kept)}
+        tensors = {self._weights_file: self._whole(self._parameters.get, is_kept=is_kept)}
         tensors[OPTIMIZER_FILE] = {
             key: self._whole_flat(lambda name, key=key: self._moments(name)[key])  # type: ignore[misc]
             for key in ("first_moment", "second_moment")
@@ -241,12 +246,12 @@ class ShardedState(TrainTensors):
 
     def restore(self, folder: Path, *, num_updates: int, needs_reference: bool) -> None:
         self.require_loaded()
-        if not (folder / MODEL_FILE).is_file():
-            raise CheckpointError(f"{folder} has no {MODEL_FILE}, which pipeline {self._pipeline} trains")
+        if not (folder / self._weights_file).is_file():
+            raise CheckpointError(f"{folder} has no {self._weights_file}, which pipeline {self._pipeline} trains")
         reference = folder / REFERENCE_FILE
         if needs_reference and not reference.is_file():
             raise CheckpointError(f"{reference} is absent, but algorithm.kl_coef needs the reference weights")
-        self._read(folder / MODEL_FILE, {name: _rows_of(each) for name, each in self._parameters.items()})
+        self._read(folder / self._weights_file, {name: _rows_of(each) for name, each in self._parameters.items()})
         self._reference = None
         if needs_reference:
             self.keep_reference()
@@ -285,7 +290,7 @@ class ShardedState(TrainTensors):
     # --- residency ------------------------------------------------------------------------------------------
 
     def _kept_tensors(self) -> list[Tensor]:
-        tensors = [_rows_of(each) for each in self._parameters.values()]
+        tensors = [_rows_of(each) for each in (*self._frozen, *self._parameters.values())]
         tensors += [] if self._is_on_host else self._all_moments()
         tensors += self._reference.values() if self._reference is not None else ()
         return tensors + [_rows_of(each.grad) for each in self._parameters.values() if each.grad is not None]

@@ -38,10 +38,10 @@ def build_trained_model(
 ) -> tuple[PreTrainedModel, bool]:
     """The float32 model in host memory that a pipeline trains, its adapter in place; and whether its base is shared.
 
-    A base is shared where training computes in float32 on a core, and where there is a folder for it.
+    A base is shared where each rank has all of it, computes in float32 on a core, and has a folder for it.
     """
-    is_float32 = config.train.dtype == "float32"
-    is_shared = bases is not None and config.adapter is not None and device == "cpu" and is_float32
+    is_whole = config.train.dtype == "float32" and not config.train.is_sharded
+    is_shared = bases is not None and config.adapter is not None and device == "cpu" and is_whole
     if is_shared and bases is not None:
         base = SharedBase(folder=bases, model=config.model, vocab_size=vocab_size, seed=config.model_seed)
         model = base.build()

@@ -85,12 +85,16 @@ def _sharded_parts(config: TrainingConfig, shape: ModelShape, *, has_flash: bool
         resident["reference"] = own
     embeddings = (1 if shape.is_tied else 2) * shape.embedding
     resident["gathered weights"] = (embeddings + 2 * shape.layer_matrices) * _compute_bytes(config)
+    num_with_gradient = (shape.layer_matrices, embeddings)
+    if config.adapter is not None:
+        resident["base"] = shape.num_parameters * FLOAT_BYTES / config.train.num_workers
+        num_with_gradient = (adapter_parameters(shape, config.adapter) // shape.num_layers, 0)
     moments = []
     for _, size in _micro_batches_of_updates(config):
         first, *others = _backward_moments(config, shape, size, has_flash=has_flash)
-        summed = shape.layer_matrices * (_compute_bytes(config) + FLOAT_BYTES)
+        summed = num_with_gradient[0] * (_compute_bytes(config) + FLOAT_BYTES)
         moments += [first, *({**moment, "gradients being summed": summed} for moment in others[:-1])]
-        moments.append({**others[-1], "gradients being summed": embeddings * FLOAT_BYTES})
+        moments.append({**others[-1], "gradients being summed": num_with_gradient[1] * FLOAT_BYTES})
     return resident | max(moments, key=total)
 
 
@@ -119,7 +123,7 @@ def _moments_bytes(config: TrainingConfig) -> float:
 
 def whole_model_bytes(config: TrainingConfig) -> float:
     """Bytes of the float32 model that a rank makes or reads before it keeps its part alone."""
-    return _master_bytes(config)
+    return shape_of(config.model).num_parameters * FLOAT_BYTES
 
 
 def weights_bytes(config: TrainingConfig) -> float:
