@@ -30,6 +30,9 @@ def summary(makespan_s: float, *, sha: str = "x", status: str = "finished") -> d
                 "keeps_slo": None,
                 "promise": "exact",
                 "slo_reason": "",
+                "slo_probability": None,
+                "bound": None,
+                "estimate": None,
                 "status": status,
                 "weights_sha256": sha + name,
             }
