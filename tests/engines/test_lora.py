@@ -139,6 +139,20 @@ def test_a_tenant_joins_leaves_the_device_and_gets_weights_while_others_are_unde
     assert what_was_sampled([turn for turn in finished if turn.id.adapter]) == what_was_sampled(alone(2, other))
 
 
+def test_an_offload_records_tokens_with_the_version_of_the_adapter_that_made_them(checkpoint, files, new_requests):
+    engine = engine_for(checkpoint, None)
+    engine.add_adapter("t", MIXED[0])
+    engine.load_weights(files[0], 3, adapter="t")
+    engine.submit(of_tenant(new_requests(2, step=1), "t"))
+    finished = list(engine.run_chunk(max_decode_steps=5, max_seconds=600).finished)
+    assert engine.num_unfinished
+    engine.offload()
+    engine.load()
+    while engine.num_unfinished:
+        finished += engine.run_chunk(max_decode_steps=100, max_seconds=600).finished
+    assert {version for turn in finished for version in turn.versions} == {3}
+
+
 @settings(max_examples=25, deadline=None)
 @given(data=st.data())
 def test_a_row_has_the_same_bits_whatever_adapters_the_other_rows_have(data):

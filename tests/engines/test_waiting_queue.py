@@ -10,9 +10,9 @@ from rlmux.engines.waiting_queue import WaitingQueue
 from rlmux.rl.types import TrajectoryId, TrajectoryRequest
 
 
-def waiting(prompt: int, sample: int, *, tokens: int = 0, expected: int = 0) -> RecordedTrajectory:
+def waiting(prompt: int, sample: int, *, tokens: int = 0, expected: int = 0, adapter: str = "") -> RecordedTrajectory:
     request = TrajectoryRequest(
-        id=TrajectoryId(1, prompt, sample),
+        id=TrajectoryId(1, prompt, sample, adapter),
         prompt_tokens=(1,),
         max_new_tokens=9,
         stop_tokens=(),
@@ -39,6 +39,18 @@ def test_given_is_the_order_of_submission_whatever_ends():
     first = popped(queue, 2)
     queue.note_end(TrajectoryId(1, 0, 1), 9)
     assert first + popped(queue, 2) == [(0, 0), (0, 1), (1, 0), (1, 1)]
+
+
+def test_adapters_take_turns_whatever_was_submitted_before_and_what_has_begun_is_first():
+    queue: WaitingQueue[RecordedTrajectory] = WaitingQueue("given")
+    for sample in range(6):
+        queue.append(waiting(0, sample, adapter="flood"))
+    assert popped(queue, 2) == [(0, 0), (0, 1)]
+    queue.append(waiting(1, 0, adapter="other"))
+    queue.append(waiting(1, 1, adapter="other"))
+    assert popped(queue, 2) == [(1, 0), (0, 2)]
+    queue.append(waiting(2, 0, tokens=3, adapter="flood"))
+    assert popped(queue, 4) == [(2, 0), (1, 1), (0, 3), (0, 4)]
 
 
 def test_longest_begins_with_one_of_each_prompt():

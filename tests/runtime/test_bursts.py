@@ -9,25 +9,27 @@ from typing import Any
 import pytest
 
 from rlmux.core.actions import RunStage, Switch
-from rlmux.core.model import DeviceId, OrderId, Phase, PipelineId, Stage
+from rlmux.core.model import DeviceId, OrderId, Phase, PipelineId, Resident, Stage
 from rlmux.rl.arriving import ForwardBackward, OptimizerStep, SampleRequest, SaveWeights, TrainRequest
-from rlmux.rl.config import TrainingConfig
+from rlmux.rl.config import AdapterConfig, TrainingConfig
 from rlmux.rl.types import TrajectoryId, TrajectoryRequest
 from rlmux.runtime.burst_workers import Answer, BurstReport
 from rlmux.runtime.bursts import BurstOptions, PipelineBursts
 from rlmux.runtime.call_loop import CallLoop
+from rlmux.runtime.sampling import Samplers
 
 CHUNK_S = 1.0
 DEVICE = DeviceId("rollout", 0, 0)
 
 
 class Prompt:
-    """A worker that answers one request in each chunk, and says that it took a second."""
+    """A worker that answers one request of each tenant in each chunk, and says that it took a second."""
 
     name = "prompt"
 
     def __init__(self, heard: Heard) -> None:
-        self.ids: list[str] = []
+        self.ids: list[tuple[str, str]] = []
+        """Tenant and id of what it has."""
         self._heard = heard
 
     def call(self, now_s: float, method: str, args: tuple[Any, ...], then: Callable[[Any], None]) -> None:
@@ -42,13 +44,23 @@ class Prompt:
     def kill(self) -> None:
         pass
 
-    def load_weights(self, weights: Path | None) -> None:
+    def offload(self) -> None:
+        self._heard.said.append(("offloaded",))
+
+    def join(self, tenant: str, adapter: AdapterConfig) -> None:
+        self._heard.said.append(("joined", tenant))
+
+    def leave(self, tenant: str) -> None:
+        self.ids = [one for one in self.ids if one[0] != tenant]
+        self._heard.said.append(("left the worker", tenant))
+
+    def load_weights(self, weights: Path | None, tenant: str) -> None:
         self._heard.loaded.append(weights)
         self._heard.while_loading()
 
-    def add(self, requests: Sequence[Any]) -> list[Answer]:
+    def add(self, requests: Sequence[Any], tenant: str = "") -> list[Answer]:
         ids = [request[0] if isinstance(request, tuple) else request.id for request in requests]
-        self.ids += ids
+        self.ids += [(tenant, one) for one in ids]
         self._heard.handed_over.append(ids)
         return []
 
@@ -56,10 +68,40 @@ class Prompt:
         return "hash"
 
     def run_chunk(self, max_seconds: float) -> BurstReport:
-        answers = [Answer(id=self.ids.pop(0))]
+        answers, made = [], {}
+        for tenant in dict.fromkeys(one for one, _ in self.ids):
+            first = next(one for one in self.ids if one[0] == tenant)
+            self.ids.remove(first)
+            answers.append(Answer(id=first[1], tenant=tenant))
+            made[tenant] = 4
         return BurstReport(
-            answers=answers, num_active=len(self.ids), num_waiting=0, tokens=4, seconds=CHUNK_S, load_s=0.0
-        )
+            answers=answers, num_active=len(self.ids), num_waiting=0, tokens=4 * len(made), seconds=CHUNK_S,
+            load_s=0.0, tokens_by_tenant=made,
+        )  # fmt: skip
+
+
+class Slow(Prompt):
+    """A worker that answers when it is let to, in the order of its calls."""
+
+    def __init__(self, heard: Heard) -> None:
+        super().__init__(heard)
+        self.asked: list[str] = []
+        """Methods of the calls that are not answered."""
+        self.is_killed = False
+        self._held: list[Callable[[], None]] = []
+
+    def call(self, now_s: float, method: str, args: tuple[Any, ...], then: Callable[[Any], None]) -> None:
+        self.asked.append(method)
+        self._held.append(lambda: then(getattr(self, method)(*args)))
+
+    def answer_all(self) -> None:
+        """Answer calls, those that the answers bring about too."""
+        while self._held:
+            self.asked.pop(0)
+            self._held.pop(0)()
+
+    def kill(self) -> None:
+        self.is_killed = True
 
 
 class Heard:
@@ -91,6 +133,15 @@ class Heard:
     def checkpointed(self, pipeline_id: PipelineId, request_id: str, folder: Path, sha256: str) -> None:
         self.said.append(("checkpointed", request_id))
 
+    def over(self, pipeline_id: PipelineId, reason: str) -> None:
+        self.said.append(("over", pipeline_id))
+
+    def left(self, resident: Resident, order: OrderId) -> None:
+        self.said.append(("left", resident.pipeline))
+
+    def note(self, type: str, **fields: Any) -> None:
+        self.said.append((type, fields["tokens"]))
+
 
 @pytest.fixture
 def heard() -> Heard:
@@ -99,16 +150,30 @@ def heard() -> Heard:
 
 @pytest.fixture
 def bursts(heard: Heard, tmp_path: Path) -> PipelineBursts:
-    calls = CallLoop(heard, lambda: 0.0)
+    return made(heard, CallLoop(heard, lambda: 0.0), Samplers(), tmp_path, TrainingConfig(name="a"))
+
+
+@pytest.fixture
+def tenants(heard: Heard, tmp_path: Path) -> list[PipelineBursts]:
+    """Two pipelines, `a` and `b`, that train adapters of one base."""
+    calls, samplers = CallLoop(heard, lambda: 0.0), Samplers()
+    configs = [
+        TrainingConfig(name=name, adapter=AdapterConfig(rank=rank, alpha=1.0)) for rank, name in ((1, "a"), (2, "b"))
+    ]
+    return [made(heard, calls, samplers, tmp_path, config) for config in configs]
+
+
+def made(heard: Heard, calls: CallLoop, samplers: Samplers, folder: Path, config: TrainingConfig) -> PipelineBursts:
     return PipelineBursts(
-        PipelineId("a"),
-        TrainingConfig(name="a"),
-        tmp_path,
+        PipelineId(config.name),
+        config,
+        folder,
         restore_from=None,
         front=heard,
         listener=heard,
         workplace=heard,
         calls=calls,
+        samplers=samplers,
         options=BurstOptions(burst_s=2 * CHUNK_S, step_s=5 * CHUNK_S),
         start_timer=lambda seconds, answer: answer.arrive(),
         now_s=lambda: 0.0,
@@ -127,10 +192,10 @@ def loss(*, is_forward_only: bool) -> TrainRequest:
 UPDATE = OptimizerStep(learning_rate=0.1, betas=(0.9, 0.95), epsilon=1e-8, weight_decay=0.0, grad_clip=0.0)
 
 
-def order(number: int, stage: Stage = Stage.GENERATE) -> RunStage:
+def order(number: int, stage: Stage = Stage.GENERATE, switch: Switch = Switch.NONE) -> RunStage:
     return RunStage(
         order=OrderId(number), pipeline=PipelineId("a"), step=number, stage=stage, devices=(DEVICE,),
-        weight_version=0, switch=Switch.NONE,
+        weight_version=0, switch=switch,
     )  # fmt: skip
 
 
@@ -224,7 +289,7 @@ def test_a_save_that_comes_while_the_update_is_made_is_answered_before_the_updat
     chunk = Prompt.run_chunk
 
     def run_chunk(self: Prompt, max_seconds: float) -> BurstReport:
-        if self.ids == ["u1"]:
+        if self.ids == [("", "u1")]:
             bursts.train("s1", SaveWeights(path=Path("sampler-3.safetensors")))
         return chunk(self, max_seconds)
 
@@ -251,3 +316,89 @@ def test_an_update_that_was_not_kept_is_done_again_with_the_saves_behind_it(burs
     bursts.begin(order(2, Stage.UPDATE))
     assert heard.handed_over == [["u1", "s1"], ["u1", "s1"]]
     assert [what for what, *_ in heard.said].count("checkpointed") == 1
+
+
+def test_an_order_takes_along_what_waits_of_another_adapter(tenants, heard):
+    first, second = tenants
+    for number, each in enumerate(tenants):
+        each.sample(sampling(f"begin-{each.id}"), None)
+        each.begin(order(number))
+    for each in tenants:
+        each.sample(sampling(f"r-{each.id}"), None)
+    heard.said.clear()
+    first.begin(order(2))
+    assert heard.said == [
+        ("r-a", None), ("r-b", None), ("shared_batch", {"a": 4, "b": 4}), ("finished", 2, CHUNK_S),
+    ]  # fmt: skip
+    heard.said.clear()
+    second.begin(order(3))
+    assert heard.said == [("finished", 3, 0.0)], "no order tells more seconds than it had"
+
+
+def test_a_worker_leaves_its_device_with_the_last_state_that_it_serves(tenants, heard):
+    first, second = tenants
+    for number, each in enumerate(tenants):
+        each.sample(sampling(f"begin-{each.id}"), None)
+        each.begin(order(number))
+    heard.said.clear()
+    for each in tenants:
+        each.evict(Resident(each.id, Phase.ROLLOUT), OrderId(9))
+    assert heard.said == [("left", "a"), ("offloaded",), ("left", "b")]
+    first.release("done")
+    heard.said.clear()
+    second.sample(sampling("r1"), None)
+    second.begin(order(4))
+    assert ("r1", None) in heard.said, "the other tenant goes on"
+
+
+def test_a_tenant_that_shares_no_more_has_a_worker_of_its_own(tenants, heard):
+    first, second = tenants
+    second.share_no_more()
+    for number, each in enumerate(tenants):
+        each.sample(sampling(f"begin-{each.id}"), None)
+        each.begin(order(number))
+        each.sample(sampling(f"r-{each.id}"), None)
+    heard.said.clear()
+    first.begin(order(2))
+    assert [what for what, *_ in heard.said] == ["r-a", "finished"]
+
+
+@pytest.fixture
+def slow(heard: Heard) -> Slow:
+    """The worker that pipelines get."""
+    worker = Slow(heard)
+    heard.spawn = lambda *args, **options: worker  # type: ignore[method-assign]
+    return worker
+
+
+def test_a_round_whose_order_was_ended_asks_nothing_of_an_offloaded_worker(tenants, heard, slow, tmp_path):
+    first, second = tenants
+    for number, each in enumerate(tenants):
+        each.sample(sampling(f"begin-{each.id}"), None)
+        each.begin(order(number))
+        slow.answer_all()
+    second.sample(sampling("later"), None)
+    heard.said.clear()
+    first.sample(sampling("r1"), tmp_path / "new.safetensors")
+    first.begin(order(2))
+    assert slow.asked == ["load_weights"]
+    first.release("cancelled")
+    second.evict(Resident(second.id, Phase.ROLLOUT), OrderId(9))
+    slow.answer_all()
+    assert [what for what, *_ in heard.said if what != "arrived"] == ["over", "left the worker", "offloaded", "left"]
+    second.begin(order(3, switch=Switch.WARM))
+    slow.answer_all()
+    assert ("later", None) in heard.said
+
+
+def test_a_worker_that_is_being_built_stays_for_a_second_pipeline_when_its_first_one_ends(tenants, heard, slow):
+    first, second = tenants
+    for number, each in enumerate(tenants):
+        each.sample(sampling(f"r-{each.id}"), None)
+        each.begin(order(number))
+    first.release("cancelled")
+    assert not slow.is_killed
+    slow.answer_all()
+    assert ("r-b", None) in heard.said
+    second.release("done")
+    assert slow.is_killed

@@ -5,6 +5,7 @@ Run by the real SDK: `python loop.py BASE_MODEL SEED STEPS`. The last line has t
 
 from __future__ import annotations
 
+import hashlib
 import json
 import sys
 
@@ -46,7 +47,9 @@ def main(base_model: str, seed: int, steps: int) -> None:
             )
             if target
         )
-        print(json.dumps({"step": step, "rewards": rewards, "gap": gap}), flush=True)
+        sampled = repr([(one.tokens, one.logprobs) for _, group in groups for one in group])
+        sha256 = hashlib.sha256(sampled.encode()).hexdigest()
+        print(json.dumps({"step": step, "rewards": rewards, "sampled": sha256, "gap": gap}), flush=True)
     print(json.dumps({"path": training.save_state("end").result().path}), flush=True)
 
 

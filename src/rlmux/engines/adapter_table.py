@@ -8,7 +8,7 @@ A trajectory names its adapter in its id; `rows` says which rows of a batch are 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -24,13 +24,17 @@ from rlmux.rl.config import AdapterConfig
 class AdapterTable:
     """Adapters over one base. All begin at version 0, where B is zero and the base alone speaks."""
 
-    def __init__(self, base: DecoderWeights, device: torch.device) -> None:
+    def __init__(
+        self, base: DecoderWeights, device: torch.device, changed: Callable[[Sequence[AdapterConfig]], None]
+    ) -> None:
+        """`changed`: is told the `configs` whenever an adapter came or went."""
         self._shape = base.shape
         self._gains = base.gains.detach().cpu().clone()
         self._device = device
         self._weights: dict[str, AdapterWeights | None] = {}
         """None for the base without an adapter."""
         self._versions: dict[str, int] = {}
+        self._changed = changed
 
     def add(self, name: str, adapter: AdapterConfig | None) -> None:
         """Serve one more; None serves the base itself. Raises UserError for a name that is there."""
@@ -41,6 +45,12 @@ class AdapterTable:
             weights = AdapterWeights(self._shape, adapter, self._device, self._gains)
         self._weights[name] = weights
         self._versions[name] = 0
+        self._changed(self.configs)
+
+    def remove(self, name: str) -> None:
+        """Serve one no more."""
+        del self._weights[name], self._versions[name]
+        self._changed(self.configs)
 
     @property
     def configs(self) -> list[AdapterConfig]:

@@ -18,7 +18,7 @@ import ctypes
 import os
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import torch
@@ -168,6 +168,12 @@ def host_copy(tensor: Tensor) -> Tensor:
     """A copy in host memory, pinned where the tensor is on a GPU, so that the way back is a direct transfer."""
     copy = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
     return copy.copy_(tensor)
+
+
+def storage_bytes(tensors: Iterable[Tensor | None]) -> int:
+    """Bytes of the tensors' storages, each counted once; None counts nothing."""
+    storages = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
+    return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
 
 
 def give_back(device: torch.device) -> None:

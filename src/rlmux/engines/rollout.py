@@ -45,7 +45,7 @@ from rlmux.engines.decoder_shape import check_window
 from rlmux.engines.live_trajectory import LiveTrajectory
 from rlmux.engines.prefill_ahead import PrefillAhead
 from rlmux.engines.request_limits import RequestLimits
-from rlmux.engines.residency import Offloaded, give_back
+from rlmux.engines.residency import Offloaded, give_back, storage_bytes
 from rlmux.engines.shared_base import SharedBase
 from rlmux.engines.slot_table import SlotTable, slot_of
 from rlmux.engines.transformer import DecodePlan, DecoderWeights, PositionTables, score
@@ -71,7 +71,7 @@ class SlotRolloutEngine:
 
     Trajectories   submit, continue_from, reply, take_partials
     Time           run_chunk: nothing is computed outside it
-    Weights        load_weights, version, add_adapter
+    Weights        load_weights, version, add_adapter, remove_adapter
     Residency      offload, load, prefetch, leave_cache, resident_bytes
     """
 
@@ -113,7 +113,7 @@ class SlotRolloutEngine:
         self._uses_graphs = uses_graphs and device != "cpu" and not self._weights.shape.num_experts
         self._slots = SlotTable(self._weights.shape, rollout, max_len, self._device, vocabulary)
         self._probe = BatchProbe(self._weights, self._tables, rollout.num_slots, max_len)
-        self._adapters = AdapterTable(self._weights, self._device)
+        self._adapters = AdapterTable(self._weights, self._device, self._probe.set_adapters)
         self._prefill = PrefillAhead(self._weights, self._tables, self._probe, self._adapters)
         self._plans: dict[tuple[int, int], DecodePlan] = {}
         """Decode plans by (width, window); empty while offloaded."""
@@ -184,31 +184,28 @@ class SlotRolloutEngine:
                 raise IllegalTransitionError(f"{answer.id} got a reply but is not waiting for one")
             self._limits.check_tokens(answer.tokens, f"reply to {answer.id}")
             self._resume(live, answer.tokens)
-        for trajectory_id in released:
-            live = self._live.get(trajectory_id)
-            if live is not None and not live.is_waiting_for_env:
-                raise IllegalTransitionError(f"{trajectory_id} was released in the middle of a turn")
-            if live is not None:
-                self._forget(live)
+        for live in (self._live[each] for each in released if each in self._live):
+            if not live.is_waiting_for_env:
+                raise IllegalTransitionError(f"{live.request.id} was released in the middle of a turn")
+            self._forget(live)
 
     @torch.inference_mode()
     def take_partials(self, ids: Sequence[TrajectoryId] | None, *, with_kv: bool) -> list[PartialTrajectory]:
         """Remove unfinished trajectories (None: all), in id order; also while offloaded."""
         self._recall()
-        for trajectory_id in ids or ():
-            if trajectory_id not in self._live:
-                raise IllegalTransitionError(f"{trajectory_id} was to be taken but is not here")
+        if missing := [each for each in ids or () if each not in self._live]:
+            raise IllegalTransitionError(f"{missing[0]} was to be taken but is not here")
         taken = sorted(self._live if ids is None else ids)
         partials = [self._take(self._live[trajectory_id], with_kv=with_kv) for trajectory_id in taken]
         self._waiting.discard(set(taken))
         return partials
 
     @torch.inference_mode()
-    def score(self, tokens: Sequence[int], num_scored: int) -> list[float]:
-        """Log-probs at temperature 1 of the last `num_scored` of a prompt's tokens, by the engine's own pipeline."""
+    def score(self, tokens: Sequence[int], num_scored: int, adapter: str = "") -> list[float]:
+        """Log-probs at temperature 1 of the last `num_scored` of a prompt's tokens, with the adapter of a name."""
         self._limits.check_prompt(tokens, "scored prompt")
-        on_device, adapter = torch.tensor(tokens, device=self._device), self._adapters.rows([""])
-        return score(self._weights, self._tables, on_device, num_scored, adapter)
+        on_device, rows = torch.tensor(tokens, device=self._device), self._adapters.rows([adapter])
+        return score(self._weights, self._tables, on_device, num_scored, rows)
 
     # --- the chunk ------------------------------------------------------------------------------------------
 
@@ -362,7 +359,12 @@ class SlotRolloutEngine:
         if self._offloaded is not None:
             raise IllegalTransitionError(f"adapter {name!r} was added to an offloaded rollout engine")
         self._adapters.add(name, adapter)
-        self._probe.set_adapters(self._adapters.configs)
+
+    def remove_adapter(self, name: str) -> None:
+        """Serve a pipeline no more. Raises IllegalTransitionError while a trajectory of it is here, or offloaded."""
+        if self._offloaded is not None or any(live.request.id.adapter == name for live in self._live.values()):
+            raise IllegalTransitionError(f"adapter {name!r} was removed while it, or the engine's state, is elsewhere")
+        self._adapters.remove(name)
 
     @torch.inference_mode()
     def load_weights(self, path: Path, version: int, adapter: str = "") -> None:
@@ -405,7 +407,7 @@ class SlotRolloutEngine:
         for live in self._waiting:
             live.drop_prefilled_kv()
         for live in seated:
-            self._slots.evict(live, self.version, with_kv=True)
+            self._slots.evict(live, self._adapters.version_of(live), with_kv=True)
         self._waiting.put_back([live for live in seated if not live.is_waiting_for_env])
         self._spilled = [live for live in self._live.values() if live.kv is not None] if spill_to else []
         kv = [live.kv for live in self._spilled if live.kv is not None]
@@ -445,9 +447,7 @@ class SlotRolloutEngine:
 
     def resident_bytes(self) -> int:
         """Device bytes of weights, tables, slots and prefilled KV."""
-        tensors = self._device_tensors() + [live.kv for live in self._waiting if live.is_prefilled_here]
-        storages = [tensor.untyped_storage() for tensor in tensors if tensor is not None]
-        return sum({storage._cdata: storage.nbytes() for storage in storages}.values())
+        return storage_bytes([*self._device_tensors(), *(live.kv for live in self._waiting if live.is_prefilled_here)])
 
     def _recall(self) -> None:
         """Bring spilled KV and weights from disk to host memory, where they can be read and changed."""

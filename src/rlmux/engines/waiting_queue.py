@@ -7,6 +7,7 @@
                where it has none yet (Seer, arXiv 2511.14617: answers of one prompt are alike in length)
 
 In both, what has begun comes before what has not, where it had to give up a slot or waited for its environment.
+Where trajectories of several adapters wait, the adapters take turns: the one whose last turn is longest ago is next.
 No order changes a trajectory; it changes when the last one ends.
 """
 
@@ -14,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterable, Iterator, Sequence
-from itertools import islice
+from itertools import islice, zip_longest
 from typing import Generic, Literal, TypeVar
 
 from rlmux.engines.recorded import RecordedTrajectory
@@ -36,6 +37,9 @@ class WaitingQueue(Generic[Waiting]):
         self._is_sorted = True
         self._begun: dict[_Group, int] = {}
         """Prompts one of whose trajectories got a slot: tokens of the longest answer or as expected; 0: unknown."""
+        self._turns: dict[str, int] = {}
+        """Number of the last turn of adapters that have had one."""
+        self._num_turns = 0
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -76,6 +80,8 @@ class WaitingQueue(Generic[Waiting]):
         """The next one, which gets a slot. Raises IndexError where none waits."""
         self._sort()
         live = self._waiting.pop(0)
+        self._num_turns += 1
+        self._turns[live.request.id.adapter] = self._num_turns
         if self._order == "longest":
             self._begun.setdefault(_group_of(live.request.id), live.request.expected_tokens)
         return live
@@ -93,6 +99,8 @@ class WaitingQueue(Generic[Waiting]):
             self._begun = {group: longest for group, longest in self._begun.items() if group in groups}
             ranks = _ranks(self._waiting, self._begun)
             self._waiting = [self._waiting[place] for place in sorted(range(len(ranks)), key=ranks.__getitem__)]
+        if not self._is_sorted:
+            self._waiting = _by_turns(self._waiting, self._turns)
         self._is_sorted = True
 
 
@@ -110,6 +118,20 @@ def _ranks(waiting: Iterable[RecordedTrajectory], begun: dict[_Group, int]) -> l
             probed.add(group)
             ranks.append((1, 0.0))
     return ranks
+
+
+def _by_turns(waiting: list[Waiting], turns: dict[str, int]) -> list[Waiting]:
+    """What has begun, then one of each adapter in turn, each adapter's in the given order."""
+    by_adapter: dict[str, list[Waiting]] = {}
+    for live in waiting:
+        if not live.has_begun:
+            by_adapter.setdefault(live.request.id.adapter, []).append(live)
+    if len(by_adapter) < 2:
+        return waiting
+    longest_ago = sorted(by_adapter, key=lambda adapter: turns.get(adapter, 0))
+    rounds = zip_longest(*(by_adapter[adapter] for adapter in longest_ago))
+    begun = [live for live in waiting if live.has_begun]
+    return begun + [live for each in rounds for live in each if live is not None]
 
 
 def _group_of(id: TrajectoryId) -> _Group:

@@ -1,6 +1,6 @@
 """The workers of a pipeline whose work arrives: they do what requests ask for, in bounded calls.
 
-    SampleWorker   a rollout engine; requests of one file of weights at a time
+    SampleWorker   a rollout engine; of each tenant, requests of one file of weights at a time
     DatumWorker    a train engine; requests in the order they are handed over
 
 A request that cannot be carried out is answered with its error and changes nothing else.
@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import shutil
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,10 +30,13 @@ from rlmux.rl.arriving import (
     SaveWeights,
     TrainRequest,
 )
-from rlmux.rl.config import TrainingConfig
-from rlmux.rl.types import FinishedTurn, TrajectoryId
+from rlmux.rl.config import AdapterConfig, TrainingConfig
+from rlmux.rl.types import ChunkReport, FinishedTurn, TrajectoryId
 from rlmux.runtime.heartbeat import beating
 from rlmux.runtime.workers import device_in_use, offload_engine
+
+_Key = tuple[str, str]
+"""Tenant of a request, and its id."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +48,8 @@ class Answer:
     """A value of rl/arriving.py, what its request's `write` makes of it, or a hash of weights; None where there is an
     error."""
     error: str | None = None
+    tenant: str = ""
+    """Name of the tenant of a sampling worker that asked."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,10 +65,15 @@ class BurstReport:
     seconds: float
     load_s: float
     """Seconds of loading state and weights, `seconds` left out."""
+    tokens_by_tenant: Mapping[str, int] = field(default_factory=dict)
+    """Tokens of each tenant of a sampling worker."""
 
 
 class SampleWorker:
-    """A rollout engine that samples with the weights that each request names."""
+    """A rollout engine that samples with the weights that each request names.
+
+    A whole model is its one tenant, named "". Adapters of the base are tenants that join, and are decoded in one batch.
+    """
 
     @beating()
     def __init__(self, config: TrainingConfig, folder: Path, bases: Path | None = None) -> None:
@@ -87,31 +97,60 @@ class SampleWorker:
             bases=bases,
             vocabulary=self._vocabulary,
         )
+        if config.adapter is not None:
+            self._engine.remove_adapter("")  # the pipeline joins, as others do
         self._first_weights = folder / "base.safetensors"
-        self._loaded: Path | None = None
-        """The file that the engine's weights are of; None: the model's first."""
+        self._adapters: dict[str, AdapterConfig] = {}
+        self._loaded: dict[str, Path | None] = {}
+        """The file that a tenant's weights are of; None, or none: the model's first."""
         self._num_loads = 0
-        self._requests: dict[str, SampleRequest] = {}
-        self._turns_by_request: dict[str, dict[TrajectoryId, FinishedTurn]] = {}
-        self._request_by_trajectory: dict[TrajectoryId, str] = {}
+        self._gone: list[str] = []
+        """Tenants that left while the engine was offloaded."""
+        self._is_offloaded = False
+        self._requests: dict[_Key, SampleRequest] = {}
+        self._turns_by_request: dict[_Key, dict[TrajectoryId, FinishedTurn]] = {}
+        self._request_by_trajectory: dict[TrajectoryId, _Key] = {}
+        self._num_made: dict[TrajectoryId, int] = {}
+        """Tokens of unfinished trajectories that were reported."""
 
-    def load_weights(self, weights: Path | None) -> None:
+    def join(self, tenant: str, adapter: AdapterConfig) -> None:
+        """Serve an adapter of the base from now on."""
+        with beating():
+            self._engine.add_adapter(tenant, adapter)
+            self._adapters[tenant] = adapter
+
+    def leave(self, tenant: str) -> None:
+        """Serve an adapter no more, and forget its requests."""
+        gone = [trajectory for trajectory, (name, _) in self._request_by_trajectory.items() if name == tenant]
+        self._engine.take_partials(gone, with_kv=False)
+        for trajectory in gone:
+            del self._request_by_trajectory[trajectory]
+            self._num_made.pop(trajectory, None)
+        for key in [key for key in self._requests if key[0] == tenant]:
+            del self._requests[key], self._turns_by_request[key]
+        self._gone.append(tenant)
+        if not self._is_offloaded:
+            self._remove_gone()
+
+    def load_weights(self, weights: Path | None, tenant: str = "") -> None:
         """Sample with these weights from now on, once everything before is answered; None: the model's first."""
         with beating():
-            self._load_weights(weights)
+            self._load_weights(weights, tenant)
 
-    def add(self, requests: Sequence[SampleRequest]) -> list[Answer]:
+    def add(self, requests: Sequence[SampleRequest], tenant: str = "") -> list[Answer]:
         """Take requests, all for the weights that are loaded; returns the errors of those that cannot be sampled."""
         refused = []
         for request in requests:
+            asked = [replace(one, id=one.id._replace(adapter=tenant)) for one in request.trajectories]
             try:
-                self._engine.submit(request.trajectories)
+                self._engine.submit(asked)
             except UserError as error:
-                refused.append(Answer(id=request.id, error=str(error)))
+                refused.append(Answer(id=request.id, error=str(error), tenant=tenant))
                 continue
-            self._requests[request.id] = request
-            self._turns_by_request[request.id] = {}
-            self._request_by_trajectory.update((one.id, request.id) for one in request.trajectories)
+            key = tenant, request.id
+            self._requests[key] = request
+            self._turns_by_request[key] = {}
+            self._request_by_trajectory.update((one.id, key) for one in asked)
         return refused
 
     def run_chunk(self, max_seconds: float) -> BurstReport:
@@ -120,11 +159,11 @@ class SampleWorker:
         report = self._engine.run_chunk(max_decode_steps=1_000_000, max_seconds=max_seconds)
         answers = []
         for turn in report.finished:
-            request_id = self._request_by_trajectory.pop(turn.id)
-            turns = self._turns_by_request[request_id]
+            key = self._request_by_trajectory.pop(turn.id)
+            turns = self._turns_by_request[key]
             turns[turn.id] = turn
-            if len(turns) == len(self._requests[request_id].trajectories):
-                answers.append(self._answer(self._requests.pop(request_id), self._turns_by_request.pop(request_id)))
+            if len(turns) == len(self._requests[key].trajectories):
+                answers.append(self._answer(key[0], self._requests.pop(key), self._turns_by_request.pop(key)))
         return BurstReport(
             answers=answers,
             num_active=report.num_active,
@@ -132,29 +171,45 @@ class SampleWorker:
             tokens=report.sampled_tokens,
             seconds=time.perf_counter() - start,
             load_s=0.0,
+            tokens_by_tenant=self._tokens_by_tenant(report),
         )
 
     def load(self) -> None:
         """Back to the device. Does nothing when already there."""
         with beating():
             self._engine.load()
+            self._is_offloaded = False
+            self._remove_gone()
 
     def offload(self, spill_to: Path | None = None) -> int:
         """Leave the device; what is unfinished goes along. Returns the device bytes still held."""
+        self._is_offloaded = True
         return offload_engine(self._engine, spill_to)
 
-    def withdraw(self, ids: Sequence[str]) -> None:
-        """Forget requests that are no longer wanted."""
-        gone = [trajectory for trajectory, request in self._request_by_trajectory.items() if request in ids]
-        self._engine.take_partials(gone, with_kv=False)
-        for trajectory in gone:
-            del self._request_by_trajectory[trajectory]
-        for request in ids:
-            self._requests.pop(request, None)
-            self._turns_by_request.pop(request, None)
+    def _remove_gone(self) -> None:
+        for tenant in self._gone:
+            self._engine.remove_adapter(tenant)
+            del self._adapters[tenant]
+            self._loaded.pop(tenant, None)
+        self._gone = []
 
-    def _load_weights(self, weights: Path | None) -> None:
-        if weights == self._loaded:
+    def _tokens_by_tenant(self, report: ChunkReport) -> dict[str, int]:
+        """Tokens that a chunk made for each tenant."""
+        made = dict(report.progress)
+        made.update((turn.id, len(turn.tokens)) for turn in report.finished)
+        tokens: Counter[str] = Counter()
+        for trajectory, count in made.items():
+            tokens[trajectory.adapter] += count - self._num_made.get(trajectory, 0)
+        self._num_made = dict(report.progress)
+        return dict(tokens)
+
+    def _load_weights(self, weights: Path | None, tenant: str) -> None:
+        if weights == self._loaded.get(tenant):
+            return
+        if weights is None and tenant:
+            self._engine.remove_adapter(tenant)
+            self._engine.add_adapter(tenant, self._adapters[tenant])
+            self._loaded[tenant] = None
             return
         if weights is None and not self._first_weights.exists():
             from rlmux.engines.model_io import build_model
@@ -164,21 +219,21 @@ class SampleWorker:
             write_tensors(self._first_weights, dict(model.named_parameters()), {})
         self._num_loads += 1
         try:
-            self._engine.load_weights(weights or self._first_weights, self._num_loads)
+            self._engine.load_weights(weights or self._first_weights, self._num_loads, tenant)
         except FileNotFoundError as error:
             raise PipelineError(f"{weights}: these weights are gone") from error
-        self._loaded = weights
+        self._loaded[tenant] = weights
 
-    def _answer(self, request: SampleRequest, turns: dict[TrajectoryId, FinishedTurn]) -> Answer:
+    def _answer(self, tenant: str, request: SampleRequest, turns: dict[TrajectoryId, FinishedTurn]) -> Answer:
         scored: Sequence[float] = ()
         if request.num_scored:
-            scored = self._engine.score(request.prompt_tokens, request.num_scored)
+            scored = self._engine.score(request.prompt_tokens, request.num_scored, tenant)
         sequences = [
             SampledSequence(tokens=turn.tokens, logprobs=turn.logprobs, stop_reason=turn.stop_reason)
-            for turn in (turns[trajectory.id] for trajectory in request.trajectories)
+            for turn in (turns[one.id._replace(adapter=tenant)] for one in request.trajectories)
         ]
         done = SampleDone(id=request.id, sequences=sequences, prompt_logprobs=scored)
-        return Answer(id=request.id, value=done if request.write is None else request.write(done))
+        return Answer(id=request.id, value=done if request.write is None else request.write(done), tenant=tenant)
 
 
 class DatumWorker:

@@ -30,6 +30,7 @@ from rlmux.runtime.burst_workers import Answer, BurstReport, DatumWorker, Sample
 from rlmux.runtime.call_loop import Answer as CallAnswer
 from rlmux.runtime.call_loop import CallLoop, Task
 from rlmux.runtime.linger import Linger
+from rlmux.runtime.sampling import SampleQueue, Sampler, Samplers, shared_base
 from rlmux.runtime.workplace import Worker, Workplace
 
 Burst = Generator[CallAnswer, Any, None]
@@ -42,6 +43,7 @@ class BurstFront(Protocol):
     def finished(self, order: OrderId, *, seconds: float, switch_s: float = 0.0, tokens: int = 0) -> None: ...
     def paused(self, order: OrderId, *, seconds: float, switch_s: float = 0.0, tokens: int = 0) -> None: ...
     def left(self, resident: Resident, order: OrderId) -> None: ...
+    def note(self, type: str, **fields: Any) -> None: ...
     def client_finished(self, pipeline: PipelineId) -> None: ...
     def failed(self, pipeline: PipelineId, reason: str) -> None: ...
     def worker_lost(self, pipeline: PipelineId, device: DeviceId) -> None: ...
@@ -81,9 +83,9 @@ class _Spent:
     switch_s: float = 0.0
     tokens: int = 0
 
-    def add(self, report: BurstReport) -> None:
-        self.seconds += report.seconds
-        self.tokens += report.tokens
+    def add(self, seconds: float, tokens: int) -> None:
+        self.seconds += seconds
+        self.tokens += tokens
 
     def fields(self) -> dict[str, Any]:
         return {"seconds": self.seconds, "switch_s": self.switch_s, "tokens": self.tokens}
@@ -103,6 +105,7 @@ class PipelineBursts:
         listener: Listener,
         workplace: Workplace,
         calls: CallLoop,
+        samplers: Samplers,
         options: BurstOptions,
         start_timer: Callable[[float, CallAnswer], None],
         now_s: Callable[[], float],
@@ -115,6 +118,10 @@ class PipelineBursts:
         self._listener = listener
         self._workplace = workplace
         self._calls = calls
+        self._samplers = samplers
+        self._base = shared_base(config)
+        self._sampler: Sampler | None = None
+        self._samples = SampleQueue(pipeline_id, config.adapter, lambda answer: listener.answered(pipeline_id, answer))
         self._options = options
         self._start_timer = start_timer
         self._now_s = now_s
@@ -124,10 +131,6 @@ class PipelineBursts:
         self._since_checkpoint: list[tuple[str, TrainRequest]] = []
         self._num_handed_over = 0
         """Requests that the train worker has and has not answered; they are the last of `_since_checkpoint`."""
-        self._to_sample: deque[tuple[SampleRequest, Path | None]] = deque()
-        self._sampling: dict[str, tuple[SampleRequest, Path | None]] = {}
-        self._loaded: tuple[Worker, Path | None] | None = None
-        """The rollout worker, and the file of the weights that it has; None: unknown."""
         self._worker_by_phase: dict[Phase, tuple[Worker, DeviceId]] = {}
         self._task_by_order: dict[OrderId, Task] = {}
         self._order_by_phase: dict[Phase, OrderId] = {}
@@ -152,16 +155,12 @@ class PipelineBursts:
 
     def sample(self, request: SampleRequest, weights: Path | None) -> None:
         """Sample with the weights of a file; None: with the model's first."""
-        self._to_sample.append((request, weights))
+        self._samples.waiting.append((request, weights))
         self._tell(Phase.ROLLOUT, _sample_units(request))
 
     def withdraw(self, ids: Sequence[str]) -> None:
         """Forget sampling requests that wait, which is told. What a worker has begun is finished and answered."""
-        gone = {request.id for request, _ in self._to_sample}.intersection(ids)
-        self._to_sample = deque(each for each in self._to_sample if each[0].id not in gone)
-        for each in ids:
-            if each in gone:
-                self._listener.answered(self.id, Answer(id=each, error="it was cancelled before it began"))
+        self._samples.withdraw(ids)
 
     def _tell(self, phase: Phase, units: int) -> None:
         """Have the running burst take new work along, or announce it."""
@@ -207,45 +206,37 @@ class PipelineBursts:
         self._calls.start(self._leave(resident, order), pipeline=None)
 
     def _leave(self, resident: Resident, order: OrderId) -> Burst:
-        worker = self._worker_by_phase.get(resident.phase)
-        if worker is not None:
-            yield self._calls.call(worker[0], "offload")
+        yield from self._offload(resident.phase)
         self._front.left(resident, order)
+
+    def _offload(self, phase: Phase) -> Burst:
+        """Have a state leave its device; a worker stays while others that it serves are there."""
+        worker = self._worker_by_phase.get(phase)
+        is_needed = phase is Phase.ROLLOUT and self._sampler is not None and not self._sampler.leave_device(self.id)
+        if worker is not None and not is_needed:
+            yield self._calls.call(worker[0], "offload")
 
     def _sample_burst(self, order: RunStage) -> Burst:
         spent = _Spent()
-        worker = yield from self._worker_on(order, Phase.ROLLOUT, spent)
-        while order.order not in self._pausing:
-            if self._to_sample:
-                yield from self._hand_over_samples(worker)
-            if not self._sampling and not (yield from self._has_more(Phase.ROLLOUT)):
+        yield from self._worker_on(order, Phase.ROLLOUT, spent)
+        sampler, samples, has_begun = self._sampler, self._samples, False
+        assert sampler is not None
+        while order.order not in self._pausing and spent.seconds < self._options.burst_s:
+            # nothing is there at once where orders of others have done it all
+            if not samples.has_work and not (has_begun and (yield from self._has_more(Phase.ROLLOUT))):
                 break
-            if self._sampling:
-                report: BurstReport = yield self._calls.call(worker, "run_chunk", self._options.chunk_s)
-                spent.add(report)
-                self._answer_samples(report.answers)
-            if spent.seconds >= self._options.burst_s:
-                break
-        self._end(order, Phase.ROLLOUT, spent, has_more=bool(self._sampling or self._to_sample))
+            report: BurstReport = yield sampler.run_round(self._options.chunk_s)
+            has_begun = True
+            spent.add(report.seconds, 0)
+            self._note_others(order, report)
+        spent.tokens = samples.tell_tokens()
+        self._end(order, Phase.ROLLOUT, spent, has_more=samples.has_work)
 
-    def _hand_over_samples(self, worker: Worker) -> Burst:
-        """Requests for the oldest one's weights, or for those being sampled with; others wait their turn."""
-        begun = next(iter(self._sampling.values()), None)
-        weights = begun[1] if begun else self._to_sample[0][1]
-        if self._loaded != (worker, weights) and not begun:
-            yield self._calls.call(worker, "load_weights", weights)
-            self._loaded = worker, weights
-        taken = [request for request, wanted in self._to_sample if wanted == weights]
-        if not taken:
-            return
-        self._to_sample = deque(each for each in self._to_sample if each[1] != weights)
-        self._sampling.update((request.id, (request, weights)) for request in taken)
-        self._answer_samples((yield self._calls.call(worker, "add", taken)))
-
-    def _answer_samples(self, answers: Sequence[Answer]) -> None:
-        for answer in answers:
-            del self._sampling[answer.id]
-            self._listener.answered(self.id, answer)
+    def _note_others(self, order: RunStage, report: BurstReport) -> None:
+        """Put into the log whose requests an order of this pipeline took along."""
+        tokens = {name: count for name, count in sorted(report.tokens_by_tenant.items()) if count}
+        if len(tokens) > 1:
+            self._front.note("shared_batch", order=order.order, tokens=tokens)
 
     def _train_burst(self, order: RunStage) -> Burst:
         spent, has_stepped = _Spent(), False
@@ -259,7 +250,7 @@ class PipelineBursts:
                 has_stepped |= any(isinstance(request, OptimizerStep) for _, request in taken)
                 continue
             report: BurstReport = yield self._calls.call(worker, "run_chunk", self._options.chunk_s)
-            spent.add(report)
+            spent.add(report.seconds, report.tokens)
             self._num_handed_over = report.num_active + report.num_waiting
             for answer in report.answers:
                 self._listener.answered(self.id, answer)
@@ -325,7 +316,7 @@ class PipelineBursts:
 
     def _has_more(self, phase: Phase, has_stepped: bool = False) -> Generator[CallAnswer, Any, bool]:
         """Wait a moment for more work; returns whether some came."""
-        if not (self._to_sample if phase is Phase.ROLLOUT else self._to_train):
+        if not (self._samples.waiting if phase is Phase.ROLLOUT else self._to_train):
             linger = self._linger_by_kind.setdefault((phase, has_stepped), Linger())
             self._done_by_phase[phase] = linger, self._now_s()
             seconds = linger.seconds(max(self._options.linger_s, self._load_s))
@@ -336,7 +327,7 @@ class PipelineBursts:
             self._start_timer(seconds, moment)
             yield moment
             self._lingering.pop(phase, None)
-        return bool(self._to_sample if phase is Phase.ROLLOUT else self._to_train)
+        return bool(self._samples.waiting if phase is Phase.ROLLOUT else self._to_train)
 
     def _end(self, order: RunStage, phase: Phase, spent: _Spent, *, has_more: bool) -> None:
         is_paused = order.order in self._pausing and has_more
@@ -347,7 +338,7 @@ class PipelineBursts:
             self._front.paused(order.order, **spent.fields())
             return
         if has_more:  # before the end, so that the client is not taken for thinking
-            samples = [_sample_units(request) for request, _ in (*self._sampling.values(), *self._to_sample)]
+            samples = [_sample_units(request) for request in self._samples.all_work()]
             trained = [_train_units(request) for _, request in self._to_train]
             self._front.arrived(self.id, (phase,), sum(samples if phase is Phase.ROLLOUT else trained))
         self._front.finished(order.order, **spent.fields())
@@ -358,13 +349,18 @@ class PipelineBursts:
         """The worker of a phase on the order's device, with its state there."""
         start, device = self._now_s(), order.devices[0]
         for resident in order.evicted:  # another's leaves before the order begins
-            if resident.pipeline == self.id and resident.phase in self._worker_by_phase:
-                yield self._calls.call(self._worker_by_phase[resident.phase][0], "offload")
+            if resident.pipeline == self.id:
+                yield from self._offload(resident.phase)
         found = self._worker_by_phase.get(phase)
         if found is not None and found[1] != device:
             self._end_worker(phase)
             found = None
-        if found is None:
+        shared = self._samplers.find(self._base, device) if phase is Phase.ROLLOUT and found is None else None
+        if shared is not None:
+            worker = shared.worker
+            self._have_sampler(shared, device)
+            yield self._calls.call(worker, "load")
+        elif found is None:
             worker = self._spawn(phase, device)
             yield self._calls.call(worker, "build")
         else:
@@ -373,6 +369,8 @@ class PipelineBursts:
                 load_from_s = self._now_s()
                 yield self._calls.call(worker, "load")
                 self._load_s = self._now_s() - load_from_s
+        if phase is Phase.ROLLOUT and self._sampler is not None:
+            yield from self._sampler.join(self._samples)
         spent.switch_s += self._now_s() - start
         return worker
 
@@ -391,7 +389,20 @@ class PipelineBursts:
             call_limit_s=self._options.call_limit_s,
         )
         self._worker_by_phase[phase] = worker, device
+        if phase is Phase.ROLLOUT:
+            sampler = Sampler(worker, self._calls)
+            self._samplers.keep(self._base, device, sampler)
+            self._have_sampler(sampler, device)
         return worker
+
+    def _have_sampler(self, sampler: Sampler, device: DeviceId) -> None:
+        self._worker_by_phase[Phase.ROLLOUT] = sampler.worker, device
+        self._sampler = sampler
+        sampler.take_in(self.id)
+
+    def share_no_more(self) -> None:
+        """Sample by a worker of its own from now on: one that it shared has failed, perhaps by another's fault."""
+        self._base = None
 
     def owns(self, worker: Worker) -> bool:
         """It is one of the pipeline's workers."""
@@ -406,9 +417,10 @@ class PipelineBursts:
 
     def _end_worker(self, phase: Phase) -> None:
         worker, _ = self._worker_by_phase.pop(phase)
-        self._workplace.forget(worker)
-        self._calls.give_up(worker)
-        worker.kill()
+        if phase is Phase.TRAIN or self._leave_sampler():
+            self._workplace.forget(worker)
+            self._calls.give_up(worker)
+            worker.kill()
         if (order := self._order_by_phase.pop(phase, None)) is not None:
             self._task_by_order.pop(order, None)
             self._pausing.discard(order)
@@ -416,9 +428,15 @@ class PipelineBursts:
         if phase is Phase.TRAIN:
             self._to_train.extendleft(reversed(self._since_checkpoint))
             self._since_checkpoint, self._num_handed_over = [], 0
-        else:
-            self._to_sample.extendleft(reversed(self._sampling.values()))
-            self._sampling = {}
+
+    def _leave_sampler(self) -> bool:
+        """Leave the sampling worker; returns whether nothing else is served by it."""
+        sampler, self._sampler = self._sampler, None
+        assert sampler is not None
+        sampler.leave(self._samples)
+        if sampler.is_unused:
+            self._samplers.drop(sampler)
+        return sampler.is_unused
 
     def end_workers(self) -> None:
         """End all its processes; what they had not answered is to be done again."""

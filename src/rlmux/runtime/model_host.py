@@ -27,6 +27,7 @@ from rlmux.rl.config import TrainingConfig
 from rlmux.runtime.bursts import BurstFront, BurstOptions, Listener, PipelineBursts
 from rlmux.runtime.call_loop import Answer, CallLoop
 from rlmux.runtime.foreign import News
+from rlmux.runtime.sampling import Samplers
 from rlmux.runtime.workplace import Worker, Workplace
 
 _WAIT_S = 0.25
@@ -55,6 +56,7 @@ class ModelHost:
         self._calls = CallLoop(workplace, time.monotonic)
         self._commands: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._pipelines: dict[PipelineId, PipelineBursts] = {}
+        self._samplers = Samplers()
         self._num_losses: dict[PipelineId, int] = {}
         self._timers: list[tuple[float, int, Answer]] = []
         self._numbers = count()
@@ -82,6 +84,7 @@ class ModelHost:
             listener=self._listener,
             workplace=self._workplace,
             calls=self._calls,
+            samplers=self._samplers,
             options=self._options,
             start_timer=self._start_timer,
             now_s=time.monotonic,
@@ -147,16 +150,20 @@ class ModelHost:
             command()
 
     def _receive(self, worker: Worker) -> None:
-        bursts = next((each for each in self._pipelines.values() if each.owns(worker)), None)
-        if bursts is None:
+        owners = [each for each in self._pipelines.values() if each.owns(worker)]
+        if not owners:
             return
         try:
             worker.receive(time.monotonic())
-            self._num_losses[bursts.id] = 0
-        except WorkerLostError as error:
-            self._replace(bursts, worker, str(error))
+            self._num_losses.update((each.id, 0) for each in owners)
         except RlmuxError as error:
-            self._fail(bursts, str(error))
+            if len(owners) == 1 and not isinstance(error, WorkerLostError):
+                self._fail(owners[0], str(error))
+                return
+            for bursts in owners:
+                if len(owners) > 1:
+                    bursts.share_no_more()  # alone, each shows whether it was its own fault
+                self._replace(bursts, worker, str(error))
 
     def _replace(self, bursts: PipelineBursts, worker: Worker, reason: str) -> None:
         """A worker was lost: its order ends, and its work is ready for a successor."""

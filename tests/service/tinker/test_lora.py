@@ -15,6 +15,7 @@ from tests.service.tinker.test_sdk import PROGRAMS, check_two_clients_and_a_kill
 
 from rlmux.config.serve import ServeSpec, parse_serve_file
 from rlmux.core.errors import UserError
+from rlmux.report.log import LogReader
 from rlmux.rl.adapter_base import base_bytes
 from rlmux.runtime.memory import with_machine_memory
 from rlmux.service import serving
@@ -35,6 +36,17 @@ def test_two_adapters_at_once_and_a_killed_server_are_what_each_is_alone_and_ver
     assert resumed.stop() == 0
     verdicts = verify_served(served.folder, ["s2-0", "s3-0"], say=lambda _: None)
     assert [each.line() for each in verdicts] == ["s2-0: equal at all 3 steps", "s3-0: equal at all 3 steps"]
+
+
+def test_two_clients_that_sample_at_once_are_in_one_batch_and_get_what_each_gets_alone(serve, program):
+    served = serve(text=LORA)
+    found = program(served, PROGRAMS / "tenants.py", "rlmux/tiny").line()
+    assert found["together"] == found["alone"]
+    assert found["alone"][0] != found["alone"][1]
+    with LogReader(served.folder) as log:
+        shared = [entry.value["tokens"] for entry in log.entries() if entry.type == "shared_batch"]
+    assert {tuple(tokens) for tokens in shared} == {("s0-0", "s1-0")}
+    assert sum(sum(tokens.values()) for tokens in shared) > 1000, "most of what two clients asked for at once"
 
 
 def names_in(file: Path) -> list[str]:
