@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
+import time
+from http.client import HTTPConnection
 
 import httpx
 import pytest
@@ -24,6 +27,22 @@ def test_a_client_that_connects_as_soon_as_the_server_has_started_is_not_refused
                 assert client.recv(64).startswith(b"HTTP/1.1 404")
         finally:
             server.close()
+
+
+def test_a_client_that_shows_life_every_ten_seconds_keeps_its_connection():
+    """Waits as long: what is tested is that the server does not close meanwhile."""
+    server = Server(Listening())
+    server.start()
+    try:
+        with contextlib.closing(HTTPConnection(server.host, server.port, timeout=30)) as client:
+            for pause_s in (10.0, 0.0):
+                client.request("GET", "/")
+                answer = client.getresponse()
+                assert (answer.status, bool(answer.read())) == (404, True)
+                assert not answer.will_close
+                time.sleep(pause_s)
+    finally:
+        server.close()
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,10 @@ _START_LIMIT_S = 30.0
 _MAX_HEADER_BYTES = 16384
 _BACKLOG = 2048
 """Connections that may wait to be taken."""
+_KEEP_ALIVE_S = 30
+"""Seconds that a connection without requests stays open. Clients show life every 10 s, and should find the connection
+that they have. Their HTTP libraries drop one after 5 s or not at all: a server that drops it first, or at the same
+time, breaks a request that is on its way."""
 
 
 class Server:
@@ -103,6 +107,7 @@ class Server:
             server_header=False,
             h11_max_incomplete_event_size=_MAX_HEADER_BYTES,
             timeout_graceful_shutdown=2,
+            timeout_keep_alive=_KEEP_ALIVE_S,
             proxy_headers=False,  # by default uvicorn believes what any program of this machine says of its address
             ssl_certfile=None if tls is None else tls.cert,
             ssl_keyfile=None if tls is None else tls.key,
