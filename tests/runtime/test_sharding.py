@@ -53,6 +53,14 @@ def with_adapter(real):
     return replace(given, config=replace(given.config, adapter=AdapterConfig(rank=1, alpha=2.0)))
 
 
+def with_experts(real):
+    """The pipeline with three experts in each layer, two for a token, and the loss that keeps them balanced."""
+    given = sharded(real)
+    train = replace(given.config.train, router_aux_loss_coef=0.01)
+    moe = {"architecture": "qwen3_moe", "num_experts": 3, "num_experts_per_token": 2, "moe_intermediate_size": 32}
+    return replace(given, config=replace(given.config, model=replace(given.config.model, **moe), train=train))
+
+
 def steps(run) -> list[Any]:
     return [note.fields for note in run.recorder.notes if note.type == "step"]
 
@@ -159,3 +167,14 @@ def test_an_adapter_of_a_base_in_parts_learns_as_one_of_a_whole_base_and_survive
     shared = real.run(tmp_path / "shared", given, on=real.cluster(train=2), options=options, watch=kills)
     assert kills.killed
     assert [one for one in steps(shared) if one["pipeline"] == "sort"] == steps(runs["parts"])
+
+
+def test_a_mixture_of_experts_in_parts_learns_as_a_whole_one_and_survives_a_rank(real, tmp_path) -> None:
+    given = with_experts(real)
+    run = real.run(tmp_path / "parts", [given], on=real.cluster(train=2))
+    assert run.status == {"sort": "finished"}, run.recorder.notes
+    require_same_learning(run, real.run(tmp_path / "whole", [whole(given)], on=real.cluster(train=2)))
+    kills = KillsARank()
+    again = real.run(tmp_path / "killed", [given], on=real.cluster(train=2), watch=kills)
+    assert kills.killed
+    assert steps(again) == steps(run)
