@@ -14,6 +14,9 @@ crowd   50 clients that only show life and 8 that train, on one server: requests
         former are a process of their own that does nothing else: in one event loop with the latter, they would wait for
         their own process. `resent`: requests that were sent again, as SDKs do, because their connection broke.
 
+tenants Two clients that train adapters of one model, with 72 samples of 60 tokens each, `--steps` times: one after the
+        other, and at once, when they are sampled in one batch. What each got is compared.
+
 A client or server that ends before its time is told with its exit code and what it wrote last; the exit code is then 1.
 """
 
@@ -40,10 +43,11 @@ ROOT = Path(__file__).parent.parent
 MODEL = {"hidden_size": 64, "layers": 2, "heads": 4, "kv_heads": 2, "intermediate_size": 128}
 MAX_PROMPT, GROUP_SIZE, SLOTS = 32, 8, 256
 SKIPPED_STEPS = 2
-PARTS = ("step", "share", "crowd")
+PARTS = ("step", "share", "crowd", "tenants")
 POOLS = {"rollout": {"devices": 1}, "train": {"devices": 1}}
 LIMIT_S = 600.0
 NUM_TOLD_LINES = 40
+TENANTS, TENANTS_TOKENS = ROOT / "tests" / "tinker" / "tenants.py", 60
 
 
 # ------------------------------------------------------------------ a client, in the SDK's Python
@@ -116,14 +120,12 @@ class Loop:
     def __init__(self, args: argparse.Namespace, url: str, folder: Path, seed: int, think_s: float) -> None:
         words = [args.sdk, "-W", "ignore", __file__, "--loop", str(seed), str(think_s)]
         words += [f"--steps={args.steps}", f"--prompts={args.prompts}", f"--tokens={args.tokens}"]
-        own = {"TINKER_BASE_URL": f"{url}/tinker", "TINKER_API_KEY": "tml-x", "TINKER_TELEMETRY": "0"}
-        own |= {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
         self._seed = seed
         self._log = folder / f"client-{seed}.log"
         with self._log.open("w") as errors:
             self._process = subprocess.Popen(
                 words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=errors, text=True,
-                cwd=folder / "tokenizers", env={**os.environ, **own},
+                cwd=folder / "tokenizers", env=of_client(url),
             )  # fmt: skip
         self.told: list[dict[str, Any]] = []
         self.read()
@@ -185,13 +187,12 @@ class Server(NamedTuple):
 
 
 @contextlib.contextmanager
-def server(args: argparse.Namespace, folder: Path) -> Iterator[Server]:
-    """A server of one tiny model in a folder to make."""
-    served = {
-        "model": MODEL, "max_prompt_tokens": MAX_PROMPT + args.tokens, "max_new_tokens": args.tokens, "slots": SLOTS
-    }  # fmt: skip
+def server(tokens: int, folder: Path, parameters: str = "full") -> Iterator[Server]:
+    """A server of one tiny model in a folder to make, which samples so many tokens at most."""
+    served = {"model": MODEL, "max_prompt_tokens": MAX_PROMPT + tokens, "max_new_tokens": tokens, "slots": SLOTS}
+    serve = {"parameters": parameters, "models": {"rlmux/tiny": served}}
     file = folder.with_suffix(".json")
-    file.write_text(json.dumps({"cluster": {"pools": POOLS}, "serve": {"models": {"rlmux/tiny": served}}}))
+    file.write_text(json.dumps({"cluster": {"pools": POOLS}, "serve": serve}))
     words = [sys.executable, "-m", "rlmux", "serve", str(file), "--out", str(folder), "--listen", "127.0.0.1:0"]
     log = folder.with_suffix(".log")
     with log.open("w") as errors:
@@ -212,6 +213,12 @@ def server(args: argparse.Namespace, folder: Path) -> Iterator[Server]:
         with contextlib.suppress(ProcessLookupError):
             process.terminate()  # a job in the background ignores SIGINT
         process.communicate()
+
+
+def of_client(url: str) -> dict[str, str]:
+    """The environment of a program with the SDK."""
+    own = {"TINKER_BASE_URL": f"{url}/tinker", "TINKER_API_KEY": "tml-x", "TINKER_TELEMETRY": "0"}
+    return {**os.environ, **own, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
 
 
 def environ() -> dict[str, str]:
@@ -260,7 +267,7 @@ def engine_seconds(folder: Path) -> list[float]:
 
 def measure_step(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     by_run = run_alone(args, folder / "run")
-    with server(args, folder / "served") as served:
+    with server(args.tokens, folder / "served") as served:
         client = Loop(args, served.url, folder / "served", 1, 0.0)
         before = served.cpu_s()
         client.begin()
@@ -290,7 +297,7 @@ def measure_step(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
 
 def measure_share(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
     """`think_s`: as long as the work of a step takes alone."""
-    with server(args, folder / "served") as (url, _):
+    with server(args.tokens, folder / "served") as (url, _):
         first = Loop(args, url, folder / "served", 9, 0.0)
         first.begin()
         first.end()
@@ -325,7 +332,7 @@ def sha256_of(folder: Path, path: str) -> str:
 
 
 def measure_crowd(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
-    with server(args, folder / "served") as (url, _):
+    with server(args.tokens, folder / "served") as (url, _):
         words = [sys.executable, __file__, "--beats", url, "--idle", str(args.idle)]
         log = folder / "idle.log"
         with log.open("w") as errors:
@@ -346,6 +353,22 @@ def measure_crowd(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
         "resent": num_resent + beats["num_resent"],
         "heartbeats": len(beats["seconds"]),
         "heartbeat_s": quantiles(beats["seconds"]),
+    }
+
+
+def measure_tenants(args: argparse.Namespace, folder: Path) -> dict[str, Any]:
+    with server(TENANTS_TOKENS, folder / "served", "lora") as (url, _):
+        words = [args.sdk, "-W", "ignore", str(TENANTS), "rlmux/tiny", str(args.steps)]
+        place = folder / "served" / "tokenizers"
+        told = subprocess.run(
+            words, check=True, stdout=subprocess.PIPE, text=True, cwd=place, env=of_client(url)
+        ).stdout
+    rows = [json.loads(line) for line in told.splitlines()]
+    return {
+        "after_s": quantiles([row["alone_s"] for row in rows]),
+        "together_s": quantiles([row["together_s"] for row in rows]),
+        "gain": statistics.median(row["alone_s"] / row["together_s"] for row in rows),
+        "same_results": all(row["alone"] == row["together"] == rows[0]["alone"] for row in rows),
     }
 
 
@@ -527,7 +550,7 @@ def main() -> None:
     if args.loop:
         loop(int(args.loop[0]), args.steps, args.prompts, args.tokens, float(args.loop[1]))
         return
-    measures = {"step": measure_step, "share": measure_share, "crowd": measure_crowd}
+    measures = {"step": measure_step, "share": measure_share, "crowd": measure_crowd, "tenants": measure_tenants}
     found = {}
     for name in args.parts.split(","):
         if name not in measures:

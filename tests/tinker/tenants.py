@@ -1,6 +1,7 @@
-"""Two clients that train adapters of one base sample one after the other, then at the same time; prints what each got.
+"""Two clients that train adapters of one base sample one after the other, then at the same time; prints what each got
+and the seconds of both.
 
-Run by the real SDK, in its own environment: `python tenants.py BASE_MODEL`.
+Run by the real SDK, in its own environment: `python tenants.py BASE_MODEL TIMES`, which prints so many lines.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import sys
+import time
 from collections.abc import Sequence
 
 import numpy as np
@@ -18,12 +20,16 @@ from tinker import types
 NUM_REQUESTS, NUM_SAMPLES, MAX_TOKENS, RANKS = 3, 24, 60, (4, 8)
 
 
-def main(base_model: str) -> None:
+def main(base_model: str, times: int) -> None:
     samplers = [trained(base_model, rank) for rank in RANKS]
     prompts = [samplers[0].get_tokenizer().encode(f"Say {number}.") for number in range(NUM_REQUESTS)]
-    alone = [collected([one])[0] for one in (asked(each, prompts) for each in samplers)]
-    together = collected([asked(each, prompts) for each in samplers])
-    print(json.dumps({"alone": alone, "together": together}), flush=True)
+    for _ in range(times):
+        begin_s = time.perf_counter()
+        alone = [collected([one])[0] for one in (asked(each, prompts) for each in samplers)]
+        middle_s = time.perf_counter()
+        together = collected([asked(each, prompts) for each in samplers])
+        seconds = {"alone_s": middle_s - begin_s, "together_s": time.perf_counter() - middle_s}
+        print(json.dumps({"alone": alone, "together": together, **seconds}), flush=True)
 
 
 def trained(base_model: str, rank: int) -> tinker.SamplingClient:
@@ -58,4 +64,4 @@ def collected(clients: Sequence[list]) -> list[str]:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1])
+    main(sys.argv[1], int(sys.argv[2]))

@@ -40,7 +40,7 @@ def test_two_adapters_at_once_and_a_killed_server_are_what_each_is_alone_and_ver
 
 def test_two_clients_that_sample_at_once_are_in_one_batch_and_get_what_each_gets_alone(serve, program):
     served = serve(text=LORA)
-    found = program(served, PROGRAMS / "tenants.py", "rlmux/tiny").line()
+    found = program(served, PROGRAMS / "tenants.py", "rlmux/tiny", 1).line()
     assert found["together"] == found["alone"]
     assert found["alone"][0] != found["alone"][1]
     with LogReader(served.folder) as log:
