@@ -46,9 +46,9 @@ def weights(tmp_path_factory) -> dict[str, Path]:
     return found
 
 
-def requests(name: str) -> list[SampleRequest]:
-    """Six, more than there are slots; of `b` the prompts are longer."""
-    prompts = [tuple(range(3, 6 + number + 4 * (name == "b"))) for number in range(6)]
+def requests(name: str, count: int = 6) -> list[SampleRequest]:
+    """More than there are slots; of `b` the prompts are longer."""
+    prompts = [tuple(range(3, 6 + number % 6 + 4 * (name == "b"))) for number in range(count)]
     return [
         SampleRequest(
             id=f"r{number}",
@@ -66,13 +66,15 @@ def requests(name: str) -> list[SampleRequest]:
     ]  # fmt: skip
 
 
-def sampled(tmp_path: Path, weights: dict[str, Path], names: str) -> tuple[dict[tuple[str, str], SampleDone], int]:
+def sampled(
+    tmp_path: Path, weights: dict[str, Path], names: str, count: int = 6
+) -> tuple[dict[tuple[str, str], SampleDone], int]:
     """(answers by tenant and id, chunks in which more than one tenant had tokens) of a worker of these tenants."""
     worker = SampleWorker(config(names[0]), tmp_path)
     for name in names:
         worker.join(name, ADAPTERS[name])
         worker.load_weights(weights[name], name)
-        assert worker.add(requests(name), name) == []
+        assert worker.add(requests(name, count), name) == []
     return finish(worker)
 
 
