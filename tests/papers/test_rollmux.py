@@ -15,7 +15,7 @@ from rlmux.papers import rollmux
 from rlmux.papers import tail_migration as tail
 from rlmux.papers.offline_optimum import offline_cost
 from rlmux.papers.rollmux import PAPER_ACCOUNTING
-from rlmux.papers.rollmux_rows import micro_rows, tail_rows
+from rlmux.papers.rollmux_rows import gavel_rows, micro_rows, tail_rows
 from rlmux.sim import api
 from rlmux.sim.sweep import SimRun, run_simulation, spread, sweep
 from rlmux.sim.workloads import catalog
@@ -42,6 +42,23 @@ def test_what_stands_between_a_micro_benchmark_and_its_figure_is_computed():
     missed = [row.as_dict() for row in micro_rows() if not row.is_reached]
     assert [row["cause_is"] for row in missed] == ["computed"] * len(missed)
     assert missed
+
+
+def test_gavel_by_turns_stays_below_rollmux_and_its_misses_are_named():
+    pytest.importorskip("ortools")
+    rows = gavel_rows()
+    for row in rows:
+        (rollmux_gain,) = [
+            one.ours for one in micro_rows() if one.figure.startswith(row.figure[:7]) and "first" in one.figure
+        ]
+        assert row.ours < rollmux_gain
+    assert [row.as_dict()["cause_is"] for row in rows] == ["computed in part", "computed in part", "conjecture"]
+
+
+def test_cold_starts_cost_turns_what_is_between_the_two_gains():
+    pytest.importorskip("ortools")
+    assert micro.gavel_gain("micro-a", costs=False) == pytest.approx(1.0, abs=0.01)  # two pipelines take turns
+    assert micro.gavel_gain("micro-a") == pytest.approx(0.87, abs=0.01)
 
 
 @pytest.mark.slow

@@ -350,6 +350,7 @@ def show_reproduction(result: Row, *, as_json: bool) -> None:
         ("our_accounting", "by our accounting: the production trace, the same steps under every policy, all costs"),
         ("bounds", "least and steady $/h of the production trace, by the paper's accounting"),
         ("choices", "chosen where the paper leaves it open"),
+        ("left_out", "left out"),
     ):
         if result.get(key):
             print(f"\n{title}:")
