@@ -10,9 +10,12 @@ undisturbed.
 
     kills, minutes      how many, in how long
     submitted, lost, twice      names that a client was told are taken; those of them that the log has not, or has twice
+    refused             submissions that a client was told are not taken, and why
     equal               whether the weights are those of the undisturbed run
     steps               of the pipeline, and steps that were done again
     back_s              seconds from a kill until the server answers again, or the controller does: median and longest
+
+What it started ends with it, killed or not (Linux).
 """
 
 from __future__ import annotations
@@ -43,6 +46,7 @@ from rlmux.core.errors import RlmuxError
 from rlmux.report.folder_lock import living_owner
 from rlmux.report.log import LogReader
 from rlmux.runtime.control_socket import ask
+from rlmux.runtime.reaper import marking
 
 CLUSTER = "{pools: {rollout: {devices: 1}, train: {devices: 1}}}"
 LIMIT_S = 300.0
@@ -106,17 +110,17 @@ class Service:
 
 @contextmanager
 def service() -> Iterator[Service]:
-    with tempfile.TemporaryDirectory(prefix="rlmux-kills-") as folder:
+    with tempfile.TemporaryDirectory(prefix="rlmux-kills-") as folder, marking():
         one = Service(Path(folder))
-        one.start()
-        one.url()
-        until(one.is_up)
         try:
+            one.start()
+            one.url()
+            until(one.is_up)
             yield one
         finally:
             one.kill()
             if (pid := one.controller) is not None:
-                os.kill(pid, signal.SIGINT)
+                os.kill(pid, signal.SIGTERM)  # what a shell starts in the background ignores SIGINT
                 until(lambda: one.controller is None)
 
 
@@ -141,8 +145,10 @@ class Clients:
     def __init__(self, url: str, num_clients: int) -> None:
         self._connection = rlmux.connect(f"{url}/lanes/cpu")
         self.told: list[str] = []
+        self.refused: list[str] = []
+        """What the server, or the connection, said to a submission that was not taken."""
         self._is_over = threading.Event()
-        self._threads = [threading.Thread(target=self._submit, args=(number,)) for number in range(num_clients)]
+        self._threads = [threading.Thread(target=self._submit, args=(number,), daemon=True) for number in range(num_clients)]
         for thread in self._threads:
             thread.start()
 
@@ -151,8 +157,11 @@ class Clients:
         while not self._is_over.is_set():
             name = f"later-{number}-{at}"
             file = {"pipelines": [{"name": name, "task": "sort", "steps": 1, "submit_at_s": 1e6}]}
-            self._connection.submit(file)
-            self.told.append(name)
+            try:
+                self._connection.submit(file)
+                self.told.append(name)
+            except RlmuxError as error:
+                self.refused.append(str(error))
             at += 1
             self._is_over.wait(2.0)
 
@@ -184,6 +193,7 @@ def kill_servers(one: Service, num_kills: int, num_clients: int, chance: random.
     taken = Counter(str(name) for note in notes(one.lane, "submitted") for name in note["pipelines"])
     return {
         "submitted": len(clients.told),
+        "refused": f"{len(clients.refused)} {sorted(set(clients.refused))[:3]}" if clients.refused else "0",
         "lost": sum(name not in taken for name in clients.told),
         "twice": sum(many > 1 for many in taken.values()),
         "back_s": back,
@@ -197,6 +207,7 @@ def answers(one: Service) -> bool:
 
 
 def submissions(one: Service) -> list[dict[str, Any]]:
+    """The newest; those before them were handed over before them."""
     headers = {"Authorization": f"Bearer {os.environ['RLMUX_TOKEN']}"}
     answer = httpx.get(f"http://{one.address}/api/v1/submissions?limit=500", headers=headers, timeout=60)
     items: list[dict[str, Any]] = answer.raise_for_status().json()["items"]
@@ -250,6 +261,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", action="store_true")
     asked = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("ended by SIGTERM"))
     num_kills, chance = asked.kills or {"server": 200, "controller": 50}[asked.what], random.Random(asked.seed)
     with service() as one:
         rlmux.connect(f"http://{one.address}/lanes/cpu").submit({"pipelines": [pipeline(asked.steps)]})
