@@ -148,7 +148,9 @@ class Clients:
         self.refused: list[str] = []
         """What the server, or the connection, said to a submission that was not taken."""
         self._is_over = threading.Event()
-        self._threads = [threading.Thread(target=self._submit, args=(number,), daemon=True) for number in range(num_clients)]
+        self._threads = [
+            threading.Thread(target=self._submit, args=(number,), daemon=True) for number in range(num_clients)
+        ]
         for thread in self._threads:
             thread.start()
 

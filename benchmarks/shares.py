@@ -11,7 +11,7 @@
     user_wait_h         mean wait of a user's pipelines: of all users the longest, and the mean of the users
     longest_h           the longest wait of any pipeline
 
-`weights`: three users of weights 1, 2 and 1, who each want a fifth more than their part of so many nodes of each pool
+`weights`: three users of weights 1, 2 and 1, who each want twice their part of so many nodes of each pool
 all the time; pipelines are drawn from the profiles and lengths of `weave`.
 
     charged             device-seconds charged to each, over its weight, over the mean of these; goal: 0.95 to 1.05

@@ -19,13 +19,13 @@ from rlmux.core.events import (
     PipelineRestarted,
     SharesSet,
 )
-from rlmux.core.model import QUEUED, Account, NodeId, PhaseSeconds, Pipeline, PipelineId, PipelineStatus
+from rlmux.core.model import QUEUED, Account, NodeId, PhaseSeconds, Pipeline, PipelineId, PipelineStatus, Urgency
 from rlmux.core.offers import AccountShare, Quota, Share, ShareSettings
 from rlmux.core.placement_choice import PlacementChoice
 from rlmux.core.quotas import DAY_S
 from rlmux.core.scheduler import Scheduler
 from rlmux.policies import make_policy
-from rlmux.policies.planning.fairness import FairShares
+from rlmux.policies.planning.fairness import AGED_S, FairShares
 
 LAB = Account("", "ann")
 
@@ -278,11 +278,18 @@ def crowds(draw):
     )
 
 
-@pytest.mark.parametrize("policy", ["solo", "rollmux", "rlmux"])
+POLICIES = ["solo", "rollmux", "rlmux"]
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 @given(crowd=crowds())
 @settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_all_end_none_is_parked_in_turn_no_step_is_lost_and_limits_hold(builders, policy, crowd):
     """In any order of submissions, parkings and lost nodes; every invariant is looked at after each event."""
+    run_crowd(builders, policy, crowd)
+
+
+def run_crowd(builders, policy: str, crowd: tuple[list[tuple[int, str, Pipeline]], ShareSettings]) -> None:
     made, shares = crowd
     driver = driver_of(builders, policy, rollout=2, train=2)
     driver.park_s = 0.5
@@ -313,7 +320,7 @@ def test_all_end_none_is_parked_in_turn_no_step_is_lost_and_limits_hold(builders
 
 def watch(driver, shares: ShareSettings) -> None:
     """After each event: ann has no more at once than her quota says, none parks for one that was parked, and nothing
-    that could start is left waiting."""
+    that could start is left waiting: not the head, without a head no other, and where nothing runs none at all."""
     quota, state, send = shares.accounts[0].quota, driver.scheduler.state, driver.send
 
     def send_and_look(event):
@@ -327,12 +334,92 @@ def watch(driver, shares: ShareSettings) -> None:
             if run.is_parking and run.parks_for is not None:
                 assert state.runs[run.parks_for].num_parks == 0
                 assert run.pipeline.slo_slowdown == math.inf
-        reservation = state.reservation
-        if reservation is not None:
-            head = state.runs[reservation.pipeline].pipeline
-            assert not isinstance(
-                driver.scheduler.policy.place(head, driver.scheduler.query.placement), PlacementChoice
-            )
+        over = {run.pipeline.id for run, _ in driver.scheduler._queue.over_quota()}
+        waiting = [run for run in state.waiting.values() if not run.is_held and run.pipeline.id not in over]
+        if state.reservation is not None:
+            waiting = [state.runs[state.reservation.pipeline]]
+        for run in waiting:
+            placed = driver.scheduler.policy.place(run.pipeline, driver.scheduler.query.placement)
+            assert not isinstance(placed, PlacementChoice), run.pipeline.id
+        if not isinstance(event, NodeLost):  # the node is back with the next event
+            assert running or not waiting, "nothing runs, and what may start waits"
         return actions
 
     driver.send = send_and_look
+
+
+HOUR_S = 3600.0
+
+
+@st.composite
+def floods(draw):
+    """(submission in seconds, pipeline): bob's urgent ones keep coming, faster than they end, for ten days, and ann's
+    few have every disadvantage: in the background, of a project that has used much and has little weight."""
+    made = []
+    for number in range(draw(st.integers(1, 4))):
+        pipeline = flood_pipeline(draw, f"a{number}", Account("", "ann"), Urgency.BACKGROUND)
+        made.append((draw(st.integers(0, 40)) * HOUR_S, pipeline))
+    at_h = 0.0
+    while at_h < 240.0:
+        pipeline = flood_pipeline(draw, f"b{len(made)}", Account("", "bob"), Urgency.URGENT)
+        made.append((at_h * HOUR_S, pipeline))
+        at_h += draw(st.integers(1, 5))
+    return sorted(made, key=lambda one: one[0])
+
+
+def flood_pipeline(draw, name: str, account: Account, urgency: Urgency) -> Pipeline:
+    return Pipeline(
+        id=PipelineId(name),
+        num_steps=draw(st.integers(1, 6)),
+        num_rollout_nodes=draw(st.sampled_from([1, 1, 2])),
+        estimate=PhaseSeconds(rollout_s=HOUR_S * draw(st.integers(1, 2)), train_s=HOUR_S * draw(st.integers(1, 2))),
+        slo_slowdown=draw(st.sampled_from([1.5, math.inf])),
+        user=account.user,
+        urgency=urgency,
+    )
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@given(flood=floods())
+@settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+def test_one_that_waits_for_seven_days_starts_after_what_runs_and_what_came_before_it(builders, policy, flood):
+    """However many urgent ones come: after what runs then and what was submitted before, one at a time."""
+    driver = driver_of(builders, policy, rollout=2, train=2)
+    ann = AccountShare(account=LAB, share=Share(weight=0.1))
+    driver.send(SharesSet(time_s=0.0, shares=ShareSettings(min_steps=2, half_life_s=1e6, accounts=(ann,))))
+    submitted_s: dict[str, float] = {}
+    latest_s: dict[str, float] = {}
+    for at_s, pipeline in flood:
+        run_until(driver, at_s, submitted_s, latest_s)
+        driver.now_s = at_s
+        driver.submit(pipeline)
+        submitted_s[pipeline.id] = at_s
+    run_until(driver, math.inf, submitted_s, latest_s)
+    admitted_s: dict[str, float] = {}
+    for time_s, action in driver.log:
+        if isinstance(action, Admit):
+            admitted_s.setdefault(action.pipeline, time_s)
+    assert admitted_s.keys() == submitted_s.keys()
+    for name, bound_s in latest_s.items():
+        assert admitted_s[name] <= bound_s, name
+
+
+def run_until(driver, until_s: float, submitted_s: dict[str, float], latest_s: dict[str, float]) -> None:
+    """Let time pass; notes of each pipeline, once it has waited for seven days, when it starts at the latest."""
+    while driver.next_end_s() <= until_s and driver.step():
+        runs = driver.scheduler.state.runs
+        for name, at_s in submitted_s.items():
+            if (
+                name not in latest_s
+                and status(driver, name) is PipelineStatus.WAITING
+                and driver.now_s - at_s >= AGED_S
+            ):
+                before = [one for one in submitted_s if one != name and submitted_s[one] <= at_s]
+                running = [one for one in submitted_s if status(driver, one) is PipelineStatus.RUNNING]
+                left_s = sum(seconds_left(runs[PipelineId(one)]) for one in dict.fromkeys([*before, *running]))
+                latest_s[name] = driver.now_s + left_s
+
+
+def seconds_left(run) -> float:
+    pipeline = run.pipeline
+    return (pipeline.num_steps - run.published_version) * (pipeline.estimate.rollout_s + pipeline.estimate.train_s)
